@@ -80,7 +80,7 @@ def test_all_that_is_typed_about_a_run(inside: Path, capsys: pytest.CaptureFixtu
             assert status == 0 and "toy-1" in text or words[0] == "logs" and "here is rank" in text, (words, text)
     first, *others = typed("stop")
     status, text = told(capsys, first)
-    assert status == 0 and "nothing of it is left on its 2 nodes" in text
+    assert status == 0 and "no process of it is left on its 2 nodes" in text
     for words in others:
         assert told(capsys, words)[0] == 0, words
     for words in [*asked, *typed("follow")]:

@@ -85,7 +85,7 @@ def expect(words: list[str], told: str) -> None:
     if words[1:3] == ["serve", "status"] and "--json" not in words:
         assert told.startswith("serving cluster products is up: 2 servers, 4 parts"), told
     elif words[1:3] == ["serve", "stop"]:
-        assert "run products: nothing of it is left on its 2 nodes" in told
+        assert "run products: no process of it is left on its 2 nodes" in told
     elif words[-1] == "train.yml":
         assert "attached to serving cluster products: 2 servers, 4 parts" in told and "test accuracy" in told
 

@@ -1,1 +1,1 @@
-"""Commands on runs that exist: status, logs, stop, resume and others, from any machine."""
+"""Commands on existing runs, from any machine: status, logs, follow, stop, collect, resume, attach, profile, report."""

@@ -21,14 +21,14 @@ from launcher.report.run_folder import FoundRun
 
 _PER_WINDOW = 16
 
-_WIDTH, _HEIGHT = 240, 120  # of a session nobody has attached to yet; its clients' own size counts later
+_WIDTH, _HEIGHT = 240, 120  # before a terminal attaches; then tmux uses its size
 
-#: $1 label; the rest attaches. The pane stays, and says so, when that ends or never could begin.
+#: Command of a pane. $1: label, $2…: command that attaches. When that command ends, the pane stays and Enter retries.
 _PANE = """
 label=$1; shift
 while :; do
   "$@"
-  printf '\\n%s: not attached (the run has ended there, or the line is closed); Enter tries again\\n' "$label"
+  printf '\\n%s: not attached (the run has ended there, or the connection was lost); press Enter to retry\\n' "$label"
   read -r _ || exec sleep infinity
 done
 """
@@ -36,26 +36,26 @@ done
 
 @dataclass(frozen=True)
 class Pane:
-    """What one pane shows."""
+    """One pane of the local session."""
 
     label: str
-    argv: tuple[str, ...]  #: attaches to the node's session
+    argv: tuple[str, ...]  #: command that attaches to the node's session
 
     @property
     def command(self) -> str:
-        """As a shell takes it, to paste."""
+        """The command quoted for a shell."""
         return shlex.join(self.argv)
 
 
 def panes_of(found: FoundRun) -> list[Pane]:
-    """One for each node, in order."""
+    """Return one pane per node, by node_rank."""
     config = found.needed_config
     nodes = found.needed_plan.nodes
     return [Pane(node.label, attach_argv(config, node)) for node in nodes]
 
 
 def attach_argv(config: ResolvedConfig, node: NodePlan) -> tuple[str, ...]:
-    """What a person types to see a node's session; read-only, as keys typed there would reach the supervisor."""
+    """Return the command that attaches to a node's session; read-only, as key presses would reach the supervisor."""
     attach = ("tmux", "attach", "-r", "-t", f"={node.session}")
     if config.transport == "local":
         return ("env", "TMUX=", *attach)
@@ -70,12 +70,12 @@ def _ssh(node: NodeConfig) -> tuple[str, ...]:
 
 
 def session_of(run_id: str) -> str:
-    """Of the local session."""
+    """Return the name of the local session."""
     return "gnnfleet-" + re.sub(r"[^A-Za-z0-9_-]", "-", run_id)
 
 
 def make_session(run_id: str, panes: Sequence[Pane]) -> str:
-    """The local session with its panes, made unless it is there already; its name. Raises SessionError."""
+    """Create the local session with its panes unless it exists; returns its name. Raises SessionError."""
     name = session_of(run_id)
     server = libtmux.Server()
     try:
@@ -91,24 +91,24 @@ def make_session(run_id: str, panes: Sequence[Pane]) -> str:
     except libtmux.exc.TmuxCommandNotFound:
         raise SessionError("tmux is not installed on this machine; install it (apt install tmux)") from None
     except libtmux.exc.LibTmuxException as error:
-        raise SessionError(f"tmux could not make session {name}: {error}") from None
+        raise SessionError(f"tmux could not create session {name}: {error}") from None
     return name
 
 
 def _fill(window: libtmux.Window, group: Sequence[Pane]) -> None:
-    """The other panes of a window, tiled; each border says which node it is."""
+    """Add the other panes of a window, tiled, with the node's label in the border of each pane."""
     window.rename_window(group[0].label.split()[0] if len(group) == 1 else "nodes")
     for option, value in {"synchronize-panes": "off", "pane-border-status": "top", "remain-on-exit": "on"}.items():
         window.set_option(option, value)
     window.set_option("pane-border-format", " #{@gnnfleet_node} ")
-    made = [window.panes[0]]
+    tmux_panes = [window.panes[0]]
     for pane in group[1:]:
-        made.append(made[-1].split(direction=PaneDirection.Below, shell=_pane_command(pane), attach=False))
+        tmux_panes.append(tmux_panes[-1].split(direction=PaneDirection.Below, shell=_pane_command(pane), attach=False))
         window.select_layout("tiled")
-    for one, pane in zip(made, group, strict=True):
-        one.cmd("set-option", "-p", "@gnnfleet_node", pane.label)  # a title would be overwritten by the node's tmux
-        one.cmd("select-pane", "-T", pane.label)
-    made[0].select()
+    for tmux_pane, pane in zip(tmux_panes, group, strict=True):
+        tmux_pane.cmd("set-option", "-p", "@gnnfleet_node", pane.label)  # the node's tmux overwrites the title
+        tmux_pane.cmd("select-pane", "-T", pane.label)
+    tmux_panes[0].select()
 
 
 def _pane_command(pane: Pane) -> str:
@@ -116,8 +116,8 @@ def _pane_command(pane: Pane) -> str:
 
 
 def enter(name: str) -> int:
-    """Attach this terminal to the session, or switch there from inside tmux; tmux's exit status."""
-    signal.signal(signal.SIGTERM, signal.SIG_DFL)  # tmux gives the terminal back; it must not be killed for us
+    """Attach this terminal to the session, or switch to it from inside tmux; returns tmux's exit status."""
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)  # tmux restores the terminal itself
     verb = "switch-client" if os.environ.get("TMUX") else "attach-session"
     try:
         return subprocess.run(["tmux", verb, "-t", f"={name}"], check=False).returncode

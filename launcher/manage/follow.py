@@ -1,4 +1,4 @@
-"""``gnnfleet follow``: the launcher's own view and ending for a run that goes on already."""
+"""``gnnfleet follow``: follows a running run with the launcher's view, then collects and reports it."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from rich.console import Console
 from launcher.command import Command
 from launcher.config.schema import ClusterConfig
 from launcher.errors import TransportError
-from launcher.manage.collect_run import settle
+from launcher.manage.collect_run import prepare_folder
 from launcher.manage.node_views import OpenRun
 from launcher.report.events import EventLog
 from launcher.report.report import RunReport
@@ -27,51 +27,54 @@ from launcher.transport.base import Completed, OnBytes, OnLine, Talk, Transport
 def follow(
     run: OpenRun, folder: Path, console: Console, *, on_interrupt: OnInterrupt | None, plain: bool, as_json: bool
 ) -> RunReport:
-    """Watch the run to its end, then collect and report as its launcher would have."""
+    """Follow the run to its end, then collect its files and report, as its launcher does.
+
+    ``on_interrupt``: action of the first Ctrl-C; None: by ``run.on_interrupt``, where ``stop`` becomes ``ask``.
+    """
     found = run.found
-    settle(run, folder)
+    prepare_folder(run, folder)
     config = found.needed_config
     with closing(EventLog(folder / "events.jsonl", sys.stdout if as_json else None)) as events:
         return rejoin(
             found.needed_plan,
-            _lines(run),
+            _transports(run),
             run=config.run,
             folder=folder,
             started=found.launch.started if found.launch else time.time(),
-            view=View(console, on_interrupt or _asking(config.run.on_interrupt), plain),
+            view=View(console, on_interrupt or _viewer_action(config.run.on_interrupt), plain),
             events=events,
         )
 
 
-def _asking(of_launch: OnInterrupt) -> OnInterrupt:
-    """What the first Ctrl-C does to a viewer: ``stop`` was meant for the run's launcher."""
+def _viewer_action(of_launch: OnInterrupt) -> OnInterrupt:
+    """Return the action of a viewer's first Ctrl-C; ``stop`` in the config applies to the launcher only."""
     return "detach" if of_launch == "detach" else "ask"
 
 
-def _lines(run: OpenRun) -> Mapping[int, Transport | TransportError]:
-    """A node out of reach gets a line that is tried again."""
+def _transports(run: OpenRun) -> Mapping[int, Transport | TransportError]:
+    """Return the transports; unreachable nodes get a transport that connects later."""
     config = run.found.needed_config
     broken = {k: error for k, error in run.errors.items() if k < len(config.nodes)}
-    return {k: LaterTransport(config, k, broken[k]) if k in broken else line for k, line in run.attempts.items()}
+    return {k: LateTransport(config, k, broken[k]) if k in broken else attempt for k, attempt in run.attempts.items()}
 
 
-class LaterTransport(Transport):
-    """A line that could not be opened yet: every ``connect`` tries anew, all else fails until one succeeds."""
+class LateTransport(Transport):
+    """A transport to a node that was unreachable. ``connect`` tries to open it; until one succeeds, all else fails."""
 
     def __init__(self, config: ClusterConfig, node_rank: int, error: TransportError):
         self.config, self.node_rank, self.target = config, node_rank, error.host
-        self._line: Transport | None = None
+        self._transport: Transport | None = None
         self._error = error
         self._lock = threading.Lock()
 
     def connect(self, timeout: float) -> None:
         assert self.node_rank is not None
         with self._lock:
-            if self._line is not None:
-                self._line.connect(timeout)
+            if self._transport is not None:
+                self._transport.connect(timeout)
                 return
             try:
-                self._line = open_transport(self.config, self.node_rank)
+                self._transport = open_transport(self.config, self.node_rank)
             except TransportError as error:
                 self._error = error
                 raise
@@ -95,11 +98,11 @@ class LaterTransport(Transport):
         self._opened.download(source, dest, most=most, on_bytes=on_bytes)
 
     def close(self) -> None:
-        if self._line is not None:
-            self._line.close()
+        if self._transport is not None:
+            self._transport.close()
 
     @property
     def _opened(self) -> Transport:
-        if self._line is None:
+        if self._transport is None:
             raise self._error
-        return self._line
+        return self._transport

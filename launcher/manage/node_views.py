@@ -1,4 +1,4 @@
-"""Asks all nodes of a run for their state at once."""
+"""Queries the state of all nodes of a run in parallel."""
 
 from __future__ import annotations
 
@@ -18,17 +18,17 @@ from launcher.transport import close_all, connect_all
 from launcher.transport.base import Completed, Transport
 from launcher.transport.fanout import on_nodes
 
-_ABSENT = "gnnfleet: nothing of this run is here"
+_ABSENT = "gnnfleet: nothing of this run is here"  # printed by the node, not shown to users
 
-_TIMEOUT = 30.0  # seconds for one look
+_TIMEOUT = 30.0  # seconds for one query
 
-#: $1 run folder, $2 what to run if the node has been sent something of the run.
+#: $1: run folder, $2: command to run if the folder has a node.json.
 _IF_THERE = f'if [ -e "$1/node.json" ]; then exec bash -c "$2"; else echo "{_ABSENT}"; fi'
 
 
 @dataclass(frozen=True)
 class OpenRun:
-    """A run with lines to its nodes, or why there is none, by node_rank."""
+    """A run and its connections: a Transport, or the error, by node_rank."""
 
     found: FoundRun
     attempts: Mapping[int, Transport | TransportError]
@@ -39,17 +39,18 @@ class OpenRun:
 
     @property
     def transports(self) -> dict[int, Transport]:
-        """The lines that stand."""
-        return {k: line for k, line in self.attempts.items() if isinstance(line, Transport)}
+        """The nodes that were reached."""
+        return {k: attempt for k, attempt in self.attempts.items() if isinstance(attempt, Transport)}
 
     @property
     def errors(self) -> dict[int, TransportError]:
-        return {k: line for k, line in self.attempts.items() if isinstance(line, TransportError)}
+        """The nodes that were not reached."""
+        return {k: attempt for k, attempt in self.attempts.items() if isinstance(attempt, TransportError)}
 
     def views(
         self, ranks: Sequence[int] | None = None, options: Callable[[int], Sequence[str]] = lambda k: ("--only", "")
     ) -> dict[int, NodeView]:
-        """All nodes (or ``ranks``) as they are now; ``options``: of ``watch.py --once``, by default no file."""
+        """Query all nodes, or those in ``ranks``. ``options``: of ``watch.py --once`` per node; default: no files."""
         nodes = {k: node for k, node in self.nodes.items() if ranks is None or k in ranks}
         asked = [k for k in nodes if k in self.transports]
         answers = on_nodes(asked, lambda k: node_view(nodes[k], self.transports[k], options(k)))
@@ -60,7 +61,7 @@ class OpenRun:
 
 @contextmanager
 def opened(found: FoundRun) -> Iterator[OpenRun]:
-    """Lines to all nodes of the run by the logins of its config; closed in the end."""
+    """Connect to all nodes with the logins of the run's config; closes the connections on exit."""
     ranks = [node.node_rank for node in found.needed_plan.nodes]
     attempts = connect_all(found.needed_config)
     try:
@@ -70,40 +71,41 @@ def opened(found: FoundRun) -> Iterator[OpenRun]:
 
 
 def node_view(node: NodePlan, transport: Transport, words: Sequence[str]) -> NodeView:
-    """Ask one node; raises FleetError when it cannot be asked."""
+    """Query one node with the options ``words`` of ``watch.py``; raises FleetError if that fails."""
     watch = node.program("watch", node.run_dir, "--once", *words)
     done = transport.run(if_there(node, watch), timeout=_TIMEOUT)
     ended = time.time()
     if _ABSENT in done.stdout.decode("utf-8", "replace"):
         return NodeView(node, absent=True)
     view = _view(node, done)
-    return replace(view, offset=view.now - ended)  # it tells its clock last, so this is off by the way back alone
+    return replace(view, offset=view.now - ended)  # watch.py prints its clock last: the error is the latency
 
 
 def if_there(node: NodePlan, program: Command) -> Command:
-    """``program`` if the node has the run at all; nothing is made there when the run has never got so far."""
+    """Return a command that runs ``program`` only if the node has the run's files; it creates nothing otherwise."""
     return Command(("bash", "-c", _IF_THERE, "bash", node.run_dir, render(replace(program, cwd=""))))
 
 
 def was_absent(done: Completed) -> bool:
-    """Whether an ``if_there`` command found nothing of the run."""
+    """Whether an ``if_there`` command found no files of the run."""
     return _ABSENT.encode() in done.stdout
 
 
 def _view(node: NodePlan, done: Completed) -> NodeView:
-    """What ``watch.py --once`` has told; raises FleetError unless that is whole."""
+    """Parse the output of ``watch.py --once``; raises FleetError if it is incomplete or damaged."""
     lines: dict[str, list[str]] = {}
-    told: dict[str, Any] = {}
-    said = done.stdout.decode("utf-8", "replace").split("\n")
+    values: dict[str, Any] = {}
+    printed = done.stdout.decode("utf-8", "replace").split("\n")
     try:
-        for message in filter(None, map(message_in, said)):  # other lines are a profile's that prints
+        for message in filter(None, map(message_in, printed)):  # skips the output of a shell profile
             if "file" in message:
                 lines.setdefault(message["file"], []).extend(message["lines"])
-            told |= message
+            values |= message
     except Damaged as error:
-        raise FleetError(f"it could not say how it is: {error}") from None
-    if "now" not in told:
-        words = done.stderr.decode("utf-8", "replace").strip().splitlines() or [word for word in said if word.strip()]
-        raise FleetError(f"it could not say how it is: {words[-1] if words else f'exit status {done.returncode}'}")
-    lost = told.get("lost", {}).get("reason", "")
-    return NodeView(node, told.get("state"), told.get("result"), lost, now=told["now"], lines=lines)
+        raise FleetError(f"its state could not be read: {error}") from None
+    if "now" not in values:
+        errors = done.stderr.decode("utf-8", "replace").strip().splitlines()
+        words = errors or [text for text in printed if text.strip()]
+        raise FleetError(f"its state could not be read: {words[-1] if words else f'exit status {done.returncode}'}")
+    lost = values.get("lost", {}).get("reason", "")
+    return NodeView(node, values.get("state"), values.get("result"), lost, now=values["now"], lines=lines)

@@ -1,4 +1,4 @@
-"""``gnnfleet profile``: where a run's time goes, from collected metrics lines or those on the nodes."""
+"""``gnnfleet profile``: time per phase of a step, from metrics files collected here or read from the nodes."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from launcher.manage.node_views import OpenRun
 from launcher.manage.show_logs import collected_logs
 from launcher.report.profile import Profile, analyse, print_profile
 
-_LAST = 2000  # lines of each rank of a running node; at most one a second is written
+_LAST = 2000  # metrics lines read per rank of a running node; a rank writes at most one per second
 
 _FILES = "metrics-rank*.jsonl"
 
 
 def run_profile(run: OpenRun) -> tuple[Profile, dict[int, str]]:
-    """The profile, and why which nodes are missing in it; raises FleetError where no rank tells."""
+    """Return the profile, and the reason for each missing node, by node_rank. Raises FleetError without any timings."""
     plan = run.found.needed_plan
     missing: dict[int, str] = {}
     with tempfile.TemporaryDirectory(prefix="gnnfleet-profile-") as folder:
@@ -29,34 +29,34 @@ def run_profile(run: OpenRun) -> tuple[Profile, dict[int, str]]:
     if profile is None:
         why = "; ".join(f"{plan.nodes[k].label}: {words}" for k, words in sorted(missing.items()))
         raise FleetError(
-            f"run {run.found.run_id}: no rank has told where its time goes"
-            + (f" ({why})" if why else ": none has done enough steps, or a script of one's own trains without StepLog")
+            f"run {run.found.run_id}: no rank has reported timings"
+            + (f" ({why})" if why else ": too few steps are done, or the own script trains without StepLog")
         )
     return profile, missing
 
 
 def show_profile(profile: Profile, console: Console) -> None:
-    """Print table and advice."""
+    """Print the table and the advice."""
     print_profile(profile, console)
     for line in profile.advice:
         console.print(f"- {line}", soft_wrap=True, markup=False)
 
 
 def to_json(run: OpenRun, profile: Profile) -> dict[str, Any]:
-    """For ``--json``."""
+    """Return the ``--json`` record."""
     return {"run_id": run.found.run_id, **profile.summary, "advice": list(profile.advice)}
 
 
 def _metrics_files(run: OpenRun, folder: Path, missing: dict[int, str]) -> Iterator[Path]:
-    """Metrics files of all ranks; of nodes whose files are not all here the last lines, written below ``folder``."""
-    away = []
+    """Yield metrics files of all ranks; writes the last lines of nodes that are not collected below ``folder``."""
+    not_collected = []
     for node in run.found.needed_plan.nodes:
         logs = collected_logs(run.found, node.node_rank)
         if logs is None:
-            away.append(node.node_rank)
+            not_collected.append(node.node_rank)
         else:
             yield from sorted(logs.glob(_FILES))
-    views = run.views(away, lambda k: ("--only", _FILES, "--tail", str(_LAST))) if away else {}
+    views = run.views(not_collected, lambda k: ("--only", _FILES, "--tail", str(_LAST))) if not_collected else {}
     for k, view in views.items():
         if view.unreachable:
             missing[k] = view.unreachable

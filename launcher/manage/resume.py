@@ -17,23 +17,23 @@ from launcher.run.options import LaunchOptions
 
 @dataclass(frozen=True)
 class PreparedResume:
-    """A launch that goes on from an earlier run."""
+    """A launch that resumes an earlier run."""
 
     options: LaunchOptions
-    cwd: Path | None  #: where the own command's files are looked up; None: here
-    told: str  #: from what it goes on
+    cwd: Path | None  #: working directory for the own command; None: the current one
+    told: str  #: message: what the launch resumes from
     notes: tuple[str, ...]
 
 
 def needs_no_node(found: FoundRun) -> bool:
-    """Whether the run is over (or never began) and all it left is here."""
+    """Whether the run has ended (or never began) and its files are on this machine."""
     return known_without_nodes(found)
 
 
 def prepare(run: OpenRun, runs_dir: Path, options: LaunchOptions) -> PreparedResume:
-    """What to launch, the checkpoint fetched if need be. ``options``: those given now; its config is not looked at.
+    """Return what to launch; collects the run first if needed. ``options``: of this command, without a config file.
 
-    Raises UsageError while the run still goes on, and when there is nothing left to do.
+    Raises UsageError if the run is still running or has nothing left to train.
     """
     found = run.found
     if found.plan_is_missing:
@@ -41,7 +41,7 @@ def prepare(run: OpenRun, runs_dir: Path, options: LaunchOptions) -> PreparedRes
     if found.plan is not None and found.plan.serve_only:
         raise UsageError(
             f"{found.run_id} is a serving cluster, not a training run; `gnnfleet serve --config FILE --name "
-            f"{found.run_id}` starts again what is down"
+            f"{found.run_id}` starts its stopped servers again"
         )
     notes: tuple[str, ...] = ()
     if not needs_no_node(found):
@@ -53,29 +53,29 @@ def prepare(run: OpenRun, runs_dir: Path, options: LaunchOptions) -> PreparedRes
                 f"run {found.run_id} still runs{f' ({where})' if where else ''}; "
                 f"`gnnfleet follow {found.words}` to watch it, or `gnnfleet stop {found.words}` before you resume it"
             )
-        brought = collect_run(run, folder_for(run, runs_dir), views)
-        notes = brought.notes
-        found = replace(read_folder(brought.folder), launch=found.launch)
+        collected = collect_run(run, folder_for(run, runs_dir), views)
+        notes = collected.notes
+        found = replace(read_folder(collected.folder), launch=found.launch)
     elif found.launch is not None and found.result is None and found.launch.alive():
-        raise UsageError(f"run {found.run_id} is still being prepared; `gnnfleet stop {found.words}` ends that")
-    return _again(found, options, notes)
+        raise UsageError(f"run {found.run_id} is still being prepared; `gnnfleet stop {found.words}` stops it")
+    return _prepared(found, options, notes)
 
 
-def _again(found: FoundRun, options: LaunchOptions, notes: tuple[str, ...]) -> PreparedResume:
+def _prepared(found: FoundRun, options: LaunchOptions, notes: tuple[str, ...]) -> PreparedResume:
     folder = found.folder
     _ = found.needed_config
     assert folder is not None
     own = options.own_command or own_command_of(found)
-    _something_is_left(found, options, own)
+    _check_unfinished(found, options, own)
     checkpoint = folder / "checkpoints" / "last.pt"
     overrides: tuple[str, ...] = (f"run.runs_dir={folder.parent.absolute()}",)
-    told = f"run {found.run_id} left no checkpoint, so this one begins where that one began"
+    told = f"run {found.run_id} left no checkpoint; the new run starts from the beginning"
     if own:
-        told = f"run {found.run_id} again: its own command finds its own way to go on"
+        told = f"run {found.run_id} again: its own command must load its checkpoint itself"
     elif checkpoint.is_file():
         overrides += (f"train.resume={checkpoint.absolute()}",)
-        told = f"going on from {checkpoint}"
-    made = replace(
+        told = f"resuming from {checkpoint}"
+    resumed = replace(
         options,
         config=folder / "config.yml",
         overrides=(*overrides, *options.overrides),
@@ -83,22 +83,22 @@ def _again(found: FoundRun, options: LaunchOptions, notes: tuple[str, ...]) -> P
         resumed_from=found.run_id,
     )
     cwd = Path(found.launch.cwd) if own and found.launch else None
-    return PreparedResume(made, cwd, told, notes)
+    return PreparedResume(resumed, cwd, told, notes)
 
 
-def _something_is_left(found: FoundRun, options: LaunchOptions, own: Sequence[str]) -> None:
-    """A run that has done all its epochs needs to be told more of them."""
+def _check_unfinished(found: FoundRun, options: LaunchOptions, own: Sequence[str]) -> None:
+    """Raise UsageError if the run has done all epochs and ``options`` does not set ``train.epochs``."""
     done = found.result is not None and found.result["state"] == "done"
     if done and not own and not any(text.startswith("train.epochs=") for text in options.overrides):
         epochs = found.needed_config.train.epochs
         raise UsageError(
-            f"run {found.run_id} is done with all its {epochs} epochs; to train further give more: "
+            f"run {found.run_id} has finished all its {epochs} epochs; to train further, give a larger number: "
             f"gnnfleet resume {found.run_id} --epochs {2 * epochs}"
         )
 
 
 def own_command_of(found: FoundRun) -> tuple[str, ...]:
-    """The own command it ran; () for the bundled trainer. Raises UsageError where only its launcher knows."""
+    """Return the own command of the run; () for the bundled trainer. Raises UsageError if it is not known here."""
     if found.launch is not None:
         return found.launch.own_command
     if not found.own:
@@ -110,13 +110,13 @@ def own_command_of(found: FoundRun) -> tuple[str, ...]:
 
 
 def go_to(cwd: Path | None) -> None:
-    """Change to the folder from which the own command was launched; its files are named from there."""
+    """Change to the directory in which the own command was launched, as it may have relative paths."""
     if cwd is None:
         return
     try:
         os.chdir(cwd)
     except OSError as error:
         raise FleetError(
-            f"the run was launched in {cwd}, which cannot be entered any more ({error.strerror}); "
-            "launch anew from where your command's files are"
+            f"the run was launched in {cwd}, which cannot be entered ({error.strerror}); "
+            "use `gnnfleet launch` in the folder that has your command's files"
         ) from None

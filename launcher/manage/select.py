@@ -1,4 +1,4 @@
-"""Finds the run that a command means, on this machine or on the hosts of a cluster file."""
+"""Finds the run that a command names, on this machine or on the hosts of a cluster file."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ _TIMEOUT = 20.0
 
 _LISTED = 6
 
-#: $1 a pattern of run.json files; a line of mtime and path for each.
+#: $1: glob pattern of run.json files. Prints mtime and path of each file.
 _LIST = 'compgen -G "${1/#\\~/$HOME}" | while IFS= read -r file; do stat -c "gnnfleet-run %Y %n" "$file"; done'
 
 _SEEN = re.compile(
@@ -36,76 +36,76 @@ _SEEN = re.compile(
 
 @dataclass(frozen=True)
 class RunFileSeen:
-    """A run.json on one of the config's hosts."""
+    """A run.json found on one of the config's hosts."""
 
     run_id: str
     node_rank: int  #: in that run
-    host: int  #: place among the config's nodes
+    host: int  #: index into the config's nodes
     path: str
-    mtime: int
+    mtime: int  #: seconds since the epoch
 
 
 @contextmanager
-def discovered(config: ClusterConfig, given: Path, run: str | None) -> Iterator[OpenRun]:
-    """The run ``run`` (id or a part of one; None: the newest) as the config's hosts know it, lines open.
+def discovered(config: ClusterConfig, config_path: Path, run: str | None) -> Iterator[OpenRun]:
+    """Find a run on the hosts of ``config`` (read from ``config_path``) and open it.
 
-    The hosts may be listed in another order than in the run, and may be more. Raises UsageError when none of
-    them has such a run, FleetError when none can be reached.
+    ``run``: its id or part of the id; None: the newest. The config may list the hosts in another order than the run,
+    and other hosts. Raises UsageError if no host has such a run, FleetError if no host can be reached.
     """
     attempts = connect_all(config)
     try:
-        seen = _look_around(config, attempts)
-        run_id = _choose(seen, run, given, attempts)
+        seen = _list_runs(config, attempts)
+        run_id = _choose(seen, run, config_path, attempts)
         plan = _read_plan([one for one in seen if one.run_id == run_id], attempts)
-        places = _places(plan, config, [one for one in seen if one.run_id == run_id])
-        lines = {k: _line(attempts, places.get(k), plan, k) for k in range(len(plan.nodes))}
-        nodes = tuple(_login(config, places.get(k), plan.nodes[k]) for k in range(len(plan.nodes)))
-        found = FoundRun(run_id, None, None, plan, resolve_saved(config, nodes), None, given)
-        yield OpenRun(found, lines)
+        hosts = _match_hosts(plan, config, [one for one in seen if one.run_id == run_id])
+        connections = {k: _connection(attempts, hosts.get(k), plan, k) for k in range(len(plan.nodes))}
+        nodes = tuple(_node_config(config, hosts.get(k), plan.nodes[k]) for k in range(len(plan.nodes)))
+        found = FoundRun(run_id, None, None, plan, resolve_saved(config, nodes), None, config_path)
+        yield OpenRun(found, connections)
     finally:
         close_all(attempts)
 
 
-def _look_around(config: ClusterConfig, attempts: Mapping[int, Transport | TransportError]) -> list[RunFileSeen]:
-    """All run.json files below the hosts' work folders; ``{node_rank}`` may have been any number."""
-    lines = {k: line for k, line in attempts.items() if isinstance(line, Transport)}
-    if not lines:
+def _list_runs(config: ClusterConfig, attempts: Mapping[int, Transport | TransportError]) -> list[RunFileSeen]:
+    """List all run.json files in the hosts' work folders, with any value for ``{node_rank}``."""
+    transports = {k: attempt for k, attempt in attempts.items() if isinstance(attempt, Transport)}
+    if not transports:
         errors = "\n".join(f"  {error}" for error in attempts.values())
         raise FleetError(f"none of the {len(attempts)} hosts can be reached:\n{errors}")
 
     def ask(k: int) -> list[RunFileSeen]:
         folder = config.nodes[k].workdir.replace("{node_rank}", "*").rstrip("/")
         command = Command(("bash", "-c", _LIST, "bash", f"{folder}/runs/*/node*/run.json"))
-        return list(_seen(k, lines[k].run(command, timeout=_TIMEOUT).stdout.decode("utf-8", "replace")))
+        return list(_parse_listing(k, transports[k].run(command, timeout=_TIMEOUT).stdout.decode("utf-8", "replace")))
 
-    answers = on_nodes(lines, ask)
+    answers = on_nodes(transports, ask)
     return [one for k in sorted(answers.values) for one in answers.values[k]]
 
 
-def _seen(host: int, listing: str) -> Iterator[RunFileSeen]:
+def _parse_listing(host: int, listing: str) -> Iterator[RunFileSeen]:
     for line in listing.splitlines():
-        found = _SEEN.search(line)  # a profile may have printed before it
+        found = _SEEN.search(line)  # skips the output of a shell profile
         if found:
             yield RunFileSeen(found["run_id"], int(found["node_rank"]), host, found["path"], int(found["mtime"]))
 
 
 def _choose(
-    seen: list[RunFileSeen], run: str | None, given: Path, attempts: Mapping[int, Transport | TransportError]
+    seen: list[RunFileSeen], run: str | None, config_path: Path, attempts: Mapping[int, Transport | TransportError]
 ) -> str:
     newest = sorted({one.run_id: one.mtime for one in sorted(seen, key=lambda one: one.mtime)}.items(), key=_mtime)
     ids = [run_id for run_id, _ in reversed(newest)]
     if not ids:
-        away = sum(isinstance(line, TransportError) for line in attempts.values())
-        more = f"; {away} of them cannot be reached" if away else ""
-        raise UsageError(f"no run has left anything on the hosts of {given}{more}; is it the cluster file of that run?")
+        unreachable = sum(isinstance(attempt, TransportError) for attempt in attempts.values())
+        more = f"; {unreachable} of them cannot be reached" if unreachable else ""
+        raise UsageError(f"no run has files on the hosts of {config_path}{more}; is it the cluster file of that run?")
     if run is None:
         return ids[0]
     how, close = matching(ids, run)
     listed = ", ".join((close or ids)[:_LISTED])
     if not close:
-        raise UsageError(f"no run `{run}` on the hosts of {given}; the newest there are {listed}")
+        raise UsageError(f"no run `{run}` on the hosts of {config_path}; the newest there are {listed}")
     if len(close) > 1:
-        raise UsageError(f"`{run}` {how} the ids of {len(close)} runs there ({listed}); give more of it")
+        raise UsageError(f"`{run}` {how} the ids of {len(close)} runs there ({listed}); give more of the id")
     return close[0]
 
 
@@ -114,53 +114,53 @@ def _mtime(item: tuple[str, int]) -> int:
 
 
 def _read_plan(seen: list[RunFileSeen], attempts: Mapping[int, Transport | TransportError]) -> LaunchPlan:
-    """The plan, which every node of the run has; the first that can be read."""
+    """Return the plan from the first run.json in ``seen`` that can be read; every node has a copy."""
     errors: list[str] = []
     for one in seen:
-        line = attempts[one.host]
-        assert isinstance(line, Transport)
-        done = line.run(Command(("cat", one.path)), timeout=_TIMEOUT)
+        transport = attempts[one.host]
+        assert isinstance(transport, Transport)
+        done = transport.run(Command(("cat", one.path)), timeout=_TIMEOUT)
         if done.returncode == 0:
             text = done.stdout.decode("utf-8", "replace")
             try:
-                return read_run(text[max(0, text.find('{"format"')) :])  # a profile may have printed before it
+                return read_run(text[max(0, text.find('{"format"')) :])  # skips the output of a shell profile
             except FleetError as error:
-                errors.append(f"{line.target}: {error}")
+                errors.append(f"{transport.target}: {error}")
         else:
-            errors.append(f"{line.target}: {done.stderr.decode('utf-8', 'replace').strip()}")
+            errors.append(f"{transport.target}: {done.stderr.decode('utf-8', 'replace').strip()}")
     raise FleetError(f"the plan of run {seen[0].run_id} cannot be read: {'; '.join(errors)}")
 
 
-def _places(plan: LaunchPlan, config: ClusterConfig, seen: list[RunFileSeen]) -> dict[int, int]:
-    """Which of the config's nodes each node of the run is: the one with its login, else one that has its files.
+def _match_hosts(plan: LaunchPlan, config: ClusterConfig, seen: list[RunFileSeen]) -> dict[int, int]:
+    """Map node_ranks of the run to indices of the config's nodes: by login, then by host, then by the run's files.
 
-    Files alone do not tell: work folders may be shared, and then every host has all of them.
+    Files come last, since in a shared work folder every host has the files of all nodes.
     """
     logins = {node.login: i for i, node in reversed(list(enumerate(config.nodes)))}
     hosts = {node.host: i for i, node in reversed(list(enumerate(config.nodes)))}
-    known = {node.node_rank: logins.get(node.target, hosts.get(node.host)) for node in plan.nodes}
-    places = {node_rank: place for node_rank, place in known.items() if place is not None}
-    for one in sorted(seen, key=lambda one: one.host in places.values()):  # hosts that are no other node first
-        places.setdefault(one.node_rank, one.host)
-    return places
+    by_login = {node.node_rank: logins.get(node.target, hosts.get(node.host)) for node in plan.nodes}
+    matched = {node_rank: index for node_rank, index in by_login.items() if index is not None}
+    for one in sorted(seen, key=lambda one: one.host in matched.values()):  # hosts without a node first
+        matched.setdefault(one.node_rank, one.host)
+    return matched
 
 
-def _line(
-    attempts: Mapping[int, Transport | TransportError], place: int | None, plan: LaunchPlan, node_rank: int
+def _connection(
+    attempts: Mapping[int, Transport | TransportError], host: int | None, plan: LaunchPlan, node_rank: int
 ) -> Transport | TransportError:
-    if place is None:
+    if host is None:
         target = plan.nodes[node_rank].target
-        return TransportError("the cluster file does not list it", host=target, node_rank=node_rank)
-    return attempts[place]
+        return TransportError("the cluster file does not list this node", host=target, node_rank=node_rank)
+    return attempts[host]
 
 
-def _login(config: ClusterConfig, place: int | None, node: NodePlan) -> NodeConfig:
-    return config.nodes[place] if place is not None else NodeConfig(host=node.host)
+def _node_config(config: ClusterConfig, host: int | None, node: NodePlan) -> NodeConfig:
+    return config.nodes[host] if host is not None else NodeConfig(host=node.host)
 
 
 @dataclass(frozen=True)
 class Choice:
-    """Which run, as the command line says it."""
+    """The run that a command line names."""
 
     run: str | None = None  #: id, part of one, or run folder; None: the newest
     config: Path | None = None  #: cluster file of a run that was launched elsewhere
@@ -174,9 +174,9 @@ class Choice:
 
 @contextmanager
 def chosen(choice: Choice, *, offline: Callable[[FoundRun], bool] = lambda found: False) -> Iterator[OpenRun]:
-    """The run, with lines to its nodes; without any where ``offline`` says that they are not needed.
+    """Find the run and connect to its nodes, unless ``offline`` returns True for it.
 
-    Raises UsageError when there is no such run, FleetError when it has no plan or no node can be reached.
+    Raises UsageError if the run is not found, FleetError if it has no plan or no node can be reached.
     """
     elsewhere = choice.config is not None and (choice.run is None or (_is_id(choice.run) and not _planned_here(choice)))
     if not elsewhere:
@@ -194,7 +194,7 @@ def chosen(choice: Choice, *, offline: Callable[[FoundRun], bool] = lambda found
 
 
 def _any_graph(config: Path) -> tuple[str, ...]:
-    """A bare host list is enough to look for runs on its hosts."""
+    """Return overrides that make a file without ``data``, such as a host list, a valid config."""
     from launcher.config.importers.detect import read_foreign
 
     foreign = read_foreign(config)
@@ -208,7 +208,7 @@ def _planned_here(choice: Choice) -> bool:
 
 
 def _with_folder(found: FoundRun, choice: Choice) -> FoundRun:
-    """What this machine knows of a run that was found on its hosts."""
+    """Add the run folder of this machine, if it exists, to a run found on its hosts."""
     folder = known_here(found.run_id, choice.runs_dirs)
     if folder is None:
         return found

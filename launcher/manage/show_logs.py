@@ -34,35 +34,35 @@ _SECONDS = {"s": 1, "m": 60, "h": 3600, "d": 86400}
 
 _COLOURS = ("cyan", "magenta", "yellow", "blue", "green", "bright_red", "bright_cyan", "bright_magenta")
 
-_FIRST_LINES = 10  # of each log, where following begins
+_FIRST_LINES = 10  # lines of each log that --follow shows first
 
-_RETRY = 2.0  # seconds
+_RETRY = 2.0  # seconds between attempts to reconnect
 
-_NO_PROGRAM = (126, 127)  # a shell's statuses of a program that cannot be started
+_NO_PROGRAM = (126, 127)  # exit statuses of a shell for a program that it cannot start
 
 
 @dataclass(frozen=True)
 class Wanted:
-    """Which lines to show."""
+    """Which log lines to show."""
 
     node: int | None = None
     rank: int | None = None
     since: float | None = None  #: seconds since the epoch, by this machine's clock
-    last: int | None = None  #: only so many last lines
-    every: bool = False  #: also those of supervisors, graph servers and rank runners
-    servers: bool = False  #: those of graph servers, as there are no ranks
+    last: int | None = None  #: number of last lines; None: all
+    every: bool = False  #: also logs of supervisors, graph servers and rank runners
+    servers: bool = False  #: logs of graph servers instead of ranks
 
     def of(self, plan: LaunchPlan) -> Wanted:
-        """What it means for this run."""
+        """Return the selection for this run: graph servers' logs if it only serves."""
         return replace(self, servers=True) if plan.serve_only else self
 
     def nodes(self, plan: LaunchPlan) -> list[int]:
-        """Ranks of the nodes that are concerned; raises UsageError when there is no such node or rank."""
+        """Return the node_ranks of the selected nodes; raises UsageError if the node or rank does not exist."""
         ranks = [node.node_rank for node in plan.nodes]
         if self.node is not None and self.node not in ranks:
             raise UsageError(f"--node {self.node}: the run has nodes 0 to {len(ranks) - 1}")
         if self.rank is not None and self.rank >= plan.world_size:
-            has = "no ranks: it only serves" if plan.serve_only else f"ranks 0 to {plan.world_size - 1}"
+            has = "no ranks, only graph servers" if plan.serve_only else f"ranks 0 to {plan.world_size - 1}"
             raise UsageError(f"--rank {self.rank}: the run has {has}")
         found = [node for node in plan.nodes if self.node in (None, node.node_rank)]
         found = [node for node in found if self.rank is None or self.rank in node.ranks]
@@ -73,7 +73,7 @@ class Wanted:
 
     @property
     def patterns(self) -> list[str]:
-        """Of the log files."""
+        """Glob patterns of the log files."""
         if self.rank is not None:
             return [f"logs/rank{self.rank}.log"]
         return ["logs/*.log"] if self.every else ["logs/server.log" if self.servers else "logs/rank*.log"]
@@ -83,14 +83,14 @@ class Wanted:
 class Line:
     """One line of a log."""
 
-    when: float  #: by this machine's clock, as well as that is known
+    when: float  #: seconds since the epoch, by this machine's clock as far as known
     node_rank: int
     name: str  #: rank3, server, …
     text: str
 
 
 def print_logs(run: OpenRun, wanted: Wanted, printer: LinePrinter) -> dict[int, str]:
-    """Everything there is by now, merged in order of time; which nodes' lines are missing, and why."""
+    """Print all lines so far, merged by time; returns the reason for each node whose lines are missing."""
     plan = run.found.needed_plan
     missing: dict[int, str] = {}
     sources: list[Iterator[Line]] = []
@@ -103,7 +103,7 @@ def print_logs(run: OpenRun, wanted: Wanted, printer: LinePrinter) -> dict[int, 
         else:
             remote.append(k)
     if remote:
-        views = _ask(run, wanted, remote)
+        views = _query(run, wanted, remote)
         missing = {k: view.unreachable for k, view in views.items() if view.unreachable}
         sources += [lines for view in views.values() for lines in _lines_of(view, views.get(plan.lead))]
     merged: Iterable[Line] = heapq.merge(*sources, key=attrgetter("when"))
@@ -115,9 +115,9 @@ def print_logs(run: OpenRun, wanted: Wanted, printer: LinePrinter) -> dict[int, 
 
 
 def follow_logs(run: OpenRun, wanted: Wanted, printer: LinePrinter) -> dict[int, str]:
-    """New lines as they come, until every node has ended or Ctrl-C; which nodes were lost, and why.
+    """Print new lines until every node has ended or Ctrl-C; returns the reason for each node that was lost.
 
-    Begins with the last ten lines of each log, or where ``wanted`` says.
+    Starts with the last ten lines of each log, unless ``wanted`` has ``last`` or ``since``.
     """
     first = wanted.last if wanted.last is not None else None if wanted.since is not None else _FIRST_LINES
     stop = threading.Event()
@@ -141,34 +141,34 @@ def follow_logs(run: OpenRun, wanted: Wanted, printer: LinePrinter) -> dict[int,
 
 
 class _Follower(threading.Thread):
-    """Streams one node's lines; a broken line is opened again and nothing is told twice."""
+    """Prints the log lines of one node; after a lost connection it reconnects and continues at the same place."""
 
     def __init__(
         self,
         node: NodePlan,
-        line: Transport | TransportError,
+        transport: Transport | TransportError,
         options: list[str],
         printer: LinePrinter,
         stop: threading.Event,
         connect_timeout: float,
     ):
         super().__init__(daemon=True, name=f"logs-node{node.node_rank}")
-        self.node, self.line, self.options, self.printer, self.stop = node, line, options, printer, stop
+        self.node, self.transport, self.options, self.printer, self.stop = node, transport, options, printer, stop
         self.connect_timeout = connect_timeout
         self.offsets: dict[str, int] = {}
-        self.lost = ""
+        self.lost = ""  #: why the node's lines are missing
         self._over = False
 
     def run(self) -> None:
-        if isinstance(self.line, TransportError):
-            self.lost = self.line.message
+        if isinstance(self.transport, TransportError):
+            self.lost = self.transport.message
             return
         while not self._over and not self.stop.is_set():
             try:
-                status = self.line.stream(self._command(), self._take, self.stop)
+                status = self.transport.stream(self._command(), self._handle_line, self.stop)
                 if self._over or self.stop.is_set() or status == 0:
                     return
-                self.lost = f"following it ended with status {status}"
+                self.lost = f"watch.py on the node ended with exit status {status}"
                 if status in _NO_PROGRAM:
                     return
             except (TransportError, Damaged) as error:
@@ -176,7 +176,7 @@ class _Follower(threading.Thread):
             if self.stop.wait(_RETRY):
                 return
             try:
-                self.line.connect(self.connect_timeout)
+                self.transport.connect(self.connect_timeout)
             except TransportError as error:
                 self.lost = error.message
                 return
@@ -186,7 +186,7 @@ class _Follower(threading.Thread):
         words = ["--offsets", json.dumps(self.offsets)] if self.offsets else []
         return if_there(self.node, self.node.program("watch", self.node.run_dir, *self.options, *words))
 
-    def _take(self, text: str) -> None:
+    def _handle_line(self, text: str) -> None:
         message = message_in(text)
         if message is None:
             return
@@ -198,36 +198,37 @@ class _Follower(threading.Thread):
 
 
 def collected_logs(found: FoundRun, node_rank: int) -> Path | None:
-    """The folder here with all logs of a node; None while they may still grow there."""
+    """Return the local folder with all logs of a node; None if they are not collected or not complete."""
     folder = found.folder / "logs" / f"node{node_rank}" if found.folder else None
     return folder if folder is not None and (folder / "result.json").is_file() else None
 
 
 def all_collected(found: FoundRun) -> bool:
-    """Whether no node has to be asked for logs."""
+    """Whether the logs of all nodes are on this machine."""
     return found.plan is not None and all(collected_logs(found, node.node_rank) for node in found.plan.nodes)
 
 
-def _ask(run: OpenRun, wanted: Wanted, ranks: Sequence[int]) -> dict[int, NodeView]:
-    """The nodes with the lines wanted."""
+def _query(run: OpenRun, wanted: Wanted, ranks: Sequence[int]) -> dict[int, NodeView]:
+    """Query the nodes for the selected lines."""
     offsets = _clock_offsets(run, wanted, ranks)
     return run.views(ranks, lambda k: _options(wanted, wanted.last, offsets.get(k, 0.0)))
 
 
 def _clock_offsets(run: OpenRun, wanted: Wanted, ranks: Sequence[int]) -> dict[int, float]:
-    """Node clocks minus ours, where --since needs them."""
+    """Return node clock minus this machine's in seconds, by node_rank; empty without --since."""
     return {k: view.offset for k, view in run.views(ranks).items()} if wanted.since is not None else {}
 
 
 def _options(wanted: Wanted, tail: int | None, offset: float) -> list[str]:
-    """Of ``watch.py``; ``offset``: the node's clock minus ours."""
+    """Return the options of ``watch.py``; ``offset``: the node's clock minus this machine's, seconds."""
     words = ["--only", ",".join(wanted.patterns)]
     words += ["--since", f"{wanted.since + offset:.3f}"] if wanted.since is not None else []
     return words + (["--tail", str(tail)] if tail is not None else [])
 
 
 def _lines_of(view: NodeView, hub: NodeView | None) -> list[Iterator[Line]]:
-    """One iterator per log, times by this machine's clock: to the hub as the nodes measured, from there as seen now."""
+    """Return one iterator per log. Times are converted to the hub's clock by the nodes' own measurement, and from there
+    to this machine's clock."""
     offset = view.offset
     if hub is not None and hub.now and (hub is view or view.cluster_offset):
         offset = view.cluster_offset + hub.offset
@@ -235,7 +236,7 @@ def _lines_of(view: NodeView, hub: NodeView | None) -> list[Iterator[Line]]:
 
 
 def _lines_here(folder: Path, node_rank: int, wanted: Wanted) -> list[Iterator[Line]]:
-    """The same from collected files; by the lead node's clock, which is the best that is known of it later."""
+    """Return one iterator per collected log, with times by the lead node's clock."""
     result = record_in(RESULT, str(folder / "result.json")) or {}
     offset = float(result.get("clock_offset") or 0.0)
     files = sorted({file for pattern in wanted.patterns for file in folder.glob(pattern.removeprefix("logs/"))})
@@ -247,23 +248,23 @@ def _lines_here(folder: Path, node_rank: int, wanted: Wanted) -> list[Iterator[L
 
 
 def parsed(lines: Iterable[str], node_rank: int, name: str, offset: float) -> Iterator[Line]:
-    """Lines of one log; one without a time stamp has the time of the line before it."""
+    """Yield the lines of one log; a line without a time stamp has the time of the previous one."""
     when = 0.0
     for line in lines:
         stamp = _STAMP.match(line)
         if stamp:
-            told = datetime.fromisoformat(stamp[1]).replace(tzinfo=timezone.utc).timestamp() - offset
-            when = max(when, told)  # a clock that was set back must not break the order
+            stamped = datetime.fromisoformat(stamp[1]).replace(tzinfo=timezone.utc).timestamp() - offset
+            when = max(when, stamped)  # keeps the order if the clock was set back
         yield Line(when, node_rank, name, line[stamp.end() :] if stamp else line)
 
 
 def process_name(file: str) -> str:
-    """``rank3`` of ``logs/rank3.log``."""
+    """Return ``rank3`` for ``logs/rank3.log``."""
     return file.removeprefix("logs/").removesuffix(".log")
 
 
 class LinePrinter:
-    """Prints lines with their origin before them; may be called from several threads."""
+    """Prints lines with node and process in front. Thread-safe."""
 
     def __init__(self, console: Console, plan: LaunchPlan, *, times: bool, every: bool):
         self.console, self.times = console, times
@@ -274,7 +275,7 @@ class LinePrinter:
         self._lock = threading.Lock()
 
     def put(self, line: Line) -> None:
-        """One line."""
+        """Print one line."""
         prefix = f"node{line.node_rank}/{line.name}".ljust(self._width) + " | "
         if self.times:
             prefix = f"{_local(line.when)} {prefix}"
@@ -292,9 +293,9 @@ def _local(when: float) -> str:
 
 
 def since_when(text: str, now: float | None = None) -> float:
-    """``10m``, ``90s``, ``2h``, ``12:30``, ``2026-11-20 12:30`` or ISO as seconds since the epoch.
+    """Parse ``10m``, ``90s``, ``2h``, ``12:30``, ``2026-11-20 12:30`` or ISO 8601 into seconds since the epoch.
 
-    Times without a zone are local; one of day alone is the last that has been. Raises UsageError.
+    Times without zone are local; a time of day without date is the most recent one. Raises UsageError.
     """
     now = time.time() if now is None else now
     ago = _AGO.fullmatch(text.strip())
@@ -313,5 +314,5 @@ def since_when(text: str, now: float | None = None) -> float:
 
 
 def missing_words(missing: Mapping[int, str], plan: LaunchPlan) -> list[str]:
-    """A line for each node whose lines could not be had."""
-    return [f"{plan.nodes[k].label}: its lines are missing here: {why}" for k, why in sorted(missing.items())]
+    """Return a message for each node whose log lines could not be read."""
+    return [f"{plan.nodes[k].label}: its log lines could not be read: {why}" for k, why in sorted(missing.items())]

@@ -18,7 +18,7 @@ from launcher.report.verdict import NodeView, Verdict, from_here, judge, known_w
 from launcher.run.live_state import most_of
 from launcher.text import Cell, Column, FittedTable
 
-_EVERY = 2.0  # seconds between two looks with --watch
+_EVERY = 2.0  # seconds between updates with --watch
 
 _STYLES = {
     "running": "bold green",
@@ -47,14 +47,14 @@ _NODE_STYLES = {"failed": "red", "lost": "red", "unreachable": "yellow", "done":
 
 @dataclass(frozen=True)
 class Status:
-    """A run at one moment."""
+    """The state of a run at one moment."""
 
     found: FoundRun
     verdict: Verdict
-    views: Mapping[int, NodeView]  #: empty when what is written here is the whole truth
+    views: Mapping[int, NodeView]  #: empty if the run folder on this machine suffices
 
     def to_json(self) -> dict[str, Any]:
-        """For ``--json``."""
+        """Return the ``--json`` record."""
         launch = self.found.launch
         return {
             "run_id": self.found.run_id,
@@ -72,7 +72,7 @@ class Status:
 
 
 def status_now(run: OpenRun) -> Status:
-    """The run as it is now; asks the nodes where that can matter."""
+    """Return the state of the run; queries the nodes unless the run folder on this machine suffices."""
     if known_without_nodes(run.found):
         return Status(run.found, from_here(run.found), {})
     views = run.views()
@@ -80,12 +80,12 @@ def status_now(run: OpenRun) -> Status:
 
 
 def watch_status(run: OpenRun, console: Console) -> Status:
-    """Show the status every two seconds until the run has ended; Ctrl-C ends the watching alone."""
-    with ExitStack() as lines, Live(console=console, auto_refresh=False) as live:
+    """Show the status every two seconds until the run has ended; Ctrl-C ends only this command."""
+    with ExitStack() as connections, Live(console=console, auto_refresh=False) as live:
         while True:
-            run = replace(run, found=_read_again(run.found))
-            if not run.attempts and not known_without_nodes(run.found):  # a launch that was being prepared has begun
-                run = lines.enter_context(opened(run.found))
+            run = replace(run, found=_reread(run.found))
+            if not run.attempts and not known_without_nodes(run.found):  # the launch has reached its nodes
+                run = connections.enter_context(opened(run.found))
             status = status_now(run)
             live.update(rendered(status), refresh=True)
             if status.verdict.state not in ("running", "stopping", "preparing", "unknown"):
@@ -96,8 +96,8 @@ def watch_status(run: OpenRun, console: Console) -> Status:
                 return status
 
 
-def _read_again(found: FoundRun) -> FoundRun:
-    """What the folder tells now; what only the nodes told is kept."""
+def _reread(found: FoundRun) -> FoundRun:
+    """Read the run folder again; keeps values that only the nodes have."""
     if found.folder is None:
         return found
     now = read_folder(found.folder)
@@ -105,7 +105,7 @@ def _read_again(found: FoundRun) -> FoundRun:
 
 
 def rendered(status: Status) -> Group:
-    """The sentence, the table, what else is known, and what can be typed next."""
+    """Render the sentence, the table, notes, findings, and commands to run next."""
     verdict = status.verdict
     parts: list[Text | FittedTable] = [Text(verdict.sentence, _STYLES.get(verdict.state, "bold"))]
     if status.views:
@@ -120,15 +120,15 @@ def rendered(status: Status) -> Group:
 
 
 def _table(rows: list[tuple[Cell, ...]]) -> FittedTable:
-    """Without what takes most of a step where no rank tells it: before the first step, and with older versions."""
-    place = next(i for i, column in enumerate(_COLUMNS) if column.title == "mostly")
-    if any(row[place] != "–" for row in rows):
+    """Make the table; leaves out column ``mostly`` if no rank reports it, as before the first step."""
+    index = next(i for i, column in enumerate(_COLUMNS) if column.title == "mostly")
+    if any(row[index] != "–" for row in rows):
         return FittedTable(_COLUMNS, rows)
-    return FittedTable((*_COLUMNS[:place], *_COLUMNS[place + 1 :]), [(*row[:place], *row[place + 1 :]) for row in rows])
+    return FittedTable((*_COLUMNS[:index], *_COLUMNS[index + 1 :]), [(*row[:index], *row[index + 1 :]) for row in rows])
 
 
 def _rows(view: NodeView) -> Iterator[tuple[Cell, ...]]:
-    """One row for each rank; of one that has not told a step, and of a graph server, the node's state alone."""
+    """Yield one row per rank; ranks without a step, and graph servers, have only the node's state."""
     state = Text(view.word, _NODE_STYLES.get(view.word, ""))
     age = view.heartbeat_age
     beat = f"{age:.1f} s ago" if age is not None else "–"
@@ -145,7 +145,7 @@ def _step_cells(step: Mapping[str, Any]) -> tuple[str, ...]:
         return ("–",) * 6
     return (
         str(place[0]),
-        f"{min(place[1] + 1, step['steps'])}/{step['steps']}",  # evaluation goes on counting
+        f"{min(place[1] + 1, step['steps'])}/{step['steps']}",  # evaluation counts on beyond ``steps``
         _number(step.get("seeds_per_s"), ",.0f"),
         _number(step.get("loss"), ".4f"),
         most_of(step) or "–",
@@ -158,9 +158,11 @@ def _number(value: float | None, form: str) -> str:
 
 
 def _findings(views: Mapping[int, NodeView]) -> list[str]:
-    """What the nodes have noticed, each once, in order of time."""
-    told = [finding for view in views.values() for finding in ((view.result or view.state or {}).get("findings") or [])]
-    texts = [str(finding["text"]) for finding in sorted(told, key=lambda finding: float(finding["t"]))]
+    """Return the texts of all nodes' findings in order of time, without duplicates."""
+    found = [
+        finding for view in views.values() for finding in ((view.result or view.state or {}).get("findings") or [])
+    ]
+    texts = [str(finding["text"]) for finding in sorted(found, key=lambda finding: float(finding["t"]))]
     return list(dict.fromkeys(texts))
 
 

@@ -24,54 +24,52 @@ from launcher.text import count
 from launcher.transport.base import Transport
 from launcher.transport.fanout import on_nodes
 
-_EXTRA = 10.0  # seconds a node may take to stop beyond its grace, before force
+_EXTRA = 10.0  # seconds beyond run.grace that a node may take to stop before its processes are killed
 
-_NOW = 5.0  # the same with --now: its supervisor kills all at once, and writes down that it was asked to
+_NOW = 5.0  # the same with --now, for the supervisor to kill all processes and write its result
 
-_ANSWER = 20.0  # seconds beyond that in which control.py ends by itself
+_ANSWER = 20.0  # seconds beyond that for control.py to exit
 
-_LAUNCHER_WAIT = 15.0
+_LAUNCHER_WAIT = 15.0  # seconds for a launcher to exit after SIGTERM
 
 
 @dataclass(frozen=True)
 class NodeStopResult:
-    """What stopping one node came to."""
+    """Result of stopping one node."""
 
     node: NodePlan
-    was: str  #: its state before
-    killed: tuple[str, ...] = ()  #: ``pid command`` of processes that needed force
-    leftovers: tuple[str, ...] = ()  #: ``pid command`` of processes that outlived even that
+    was: str  #: state of the node before
+    killed: tuple[str, ...] = ()  #: ``pid command`` of processes that were killed
+    leftovers: tuple[str, ...] = ()  #: ``pid command`` of processes that survived SIGKILL
     trouble: str = ""  #: why it could not be stopped
 
     @property
     def clean(self) -> bool:
-        """Nothing of the run is left there."""
+        """Whether no process of the run is left on the node."""
         return not self.leftovers and not self.trouble
 
     @property
     def sentence(self) -> str:
-        """What became of it."""
+        """The result in one sentence."""
         if self.trouble:
-            return (
-                f"{self.node.label}: not stopped: {self.trouble}; what runs there may go on. {how_to_stop(self.node)}"
-            )
+            return f"{self.node.label}: not stopped: {self.trouble}; the run may go on there. {how_to_stop(self.node)}"
         if self.leftovers:
             return f"{self.node.label}: still running after SIGKILL: {', '.join(self.leftovers)}"
         if self.was == "not started":
-            return f"{self.node.label}: nothing of the run was there"
+            return f"{self.node.label}: the run was never started there"
         if self.was in ("done", "failed", "stopped") and not self.killed:
             return f"{self.node.label}: had ended already ({self.was})"
-        forced = f"; by force: {', '.join(self.killed)}" if self.killed else ""
+        forced = f"; killed: {', '.join(self.killed)}" if self.killed else ""
         return f"{self.node.label}: stopped{forced}"
 
     def to_json(self) -> dict[str, Any]:
-        """For ``--json``."""
-        told = {"node_rank": self.node.node_rank, "target": self.node.target, "was": self.was, "clean": self.clean}
-        return told | {"killed": list(self.killed), "leftovers": list(self.leftovers), "trouble": self.trouble}
+        """Return the ``--json`` record."""
+        values = {"node_rank": self.node.node_rank, "target": self.node.target, "was": self.was, "clean": self.clean}
+        return values | {"killed": list(self.killed), "leftovers": list(self.leftovers), "trouble": self.trouble}
 
 
 def stop_run(run: OpenRun, views: Mapping[int, NodeView], *, now: bool) -> list[NodeStopResult]:
-    """Stop all nodes at once; ``now``: without the grace that processes get to end by themselves."""
+    """Stop all nodes in parallel. ``now``: kill processes without waiting ``run.grace`` seconds."""
     nodes = run.nodes
     grace = run.found.config.run.grace if run.found.config else 5.0
     timeout = _NOW if now else grace + _EXTRA
@@ -84,13 +82,13 @@ def stop_run(run: OpenRun, views: Mapping[int, NodeView], *, now: bool) -> list[
 
 
 def _stop_node(
-    node: NodePlan, line: Transport | TransportError, view: NodeView, timeout: float, now: bool
+    node: NodePlan, transport: Transport | TransportError, view: NodeView, timeout: float, now: bool
 ) -> NodeStopResult:
-    if isinstance(line, TransportError):
-        raise line
+    if isinstance(transport, TransportError):
+        raise transport
     words = ["--timeout", f"{timeout:g}", "--session", node.session, "--by", user_at_host(), "--why", "gnnfleet stop"]
     command = if_there(node, node.program("control", "stop", node.run_dir, *words, *(["--now"] if now else [])))
-    done = line.run(command, timeout=timeout + _ANSWER)
+    done = transport.run(command, timeout=timeout + _ANSWER)
     if was_absent(done):
         return NodeStopResult(node, "not started")
     report = stop_report(done, node)
@@ -98,13 +96,13 @@ def _stop_node(
 
 
 def stop_launcher(launch: LaunchFile) -> bool:
-    """End a launcher of this machine that still prepares its run (nothing runs on the nodes yet); whether it ended."""
+    """End a launcher on this machine that has started nothing on the nodes yet; returns whether it ended."""
     try:
         os.kill(launch.pid, signal.SIGTERM)
     except ProcessLookupError:
         return True
     except PermissionError:
-        raise FleetError(f"the launcher (pid {launch.pid}) belongs to {launch.who}, who alone can stop it") from None
+        raise FleetError(f"the launcher (pid {launch.pid}) belongs to {launch.who}; only they can stop it") from None
     end = time.monotonic() + _LAUNCHER_WAIT
     while launch.alive():
         if time.monotonic() > end:
@@ -114,37 +112,37 @@ def stop_launcher(launch: LaunchFile) -> bool:
 
 
 def summary(found: FoundRun, stopped: list[NodeStopResult]) -> str:
-    """All nodes in one sentence."""
+    """Return the result of all nodes in one sentence."""
     dirty = [one for one in stopped if not one.clean]
     if not dirty:
-        return f"run {found.run_id}: nothing of it is left on its {count(len(stopped), 'node')}"
+        return f"run {found.run_id}: no process of it is left on its {count(len(stopped), 'node')}"
     names = ", ".join(one.node.label for one in dirty)
-    return f"run {found.run_id}: {count(len(dirty), 'node')} of {len(stopped)} may still run parts of it: {names}"
+    return f"run {found.run_id}: {count(len(dirty), 'node')} of {len(stopped)} may still run processes of it: {names}"
 
 
 @dataclass(frozen=True)
 class StopResult:
-    """What stopping came to."""
+    """Result of stopping a run."""
 
     run_id: str
-    told: str
+    told: str  #: the result in one sentence
     nodes: tuple[NodeStopResult, ...]
-    clean: bool
-    brought: CollectResult | None
+    clean: bool  #: no process of the run is left on any node
+    collected: CollectResult | None  #: None if this command collected nothing
 
     @property
     def exit_status(self) -> int:
         return 0 if self.clean else 1
 
     def to_json(self) -> dict[str, Any]:
-        """For ``--json``."""
-        told = {"run_id": self.run_id, "told": self.told, "exit_status": self.exit_status}
-        folder = str(self.brought.folder) if self.brought else None
-        return told | {"nodes": [node.to_json() for node in self.nodes], "folder": folder}
+        """Return the ``--json`` record."""
+        values = {"run_id": self.run_id, "told": self.told, "exit_status": self.exit_status}
+        folder = str(self.collected.folder) if self.collected else None
+        return values | {"nodes": [node.to_json() for node in self.nodes], "folder": folder}
 
 
 def end_run(run: OpenRun, runs_dir: Path, console: Console, *, now: bool) -> StopResult:
-    """Stop the run, tell node by node what that took, and collect."""
+    """Stop the run, print the result of each node, and collect the run's files."""
     if known_without_nodes(run.found):
         ended = _end_here(run.found)
         console.print(Text(ended.told), soft_wrap=True)
@@ -154,8 +152,8 @@ def end_run(run: OpenRun, runs_dir: Path, console: Console, *, now: bool) -> Sto
         stopped = stop_run(run, views, now=now)
     except KeyboardInterrupt:
         raise Interrupted(
-            "interrupted; nodes that have been told go on stopping. "
-            f"To see what is left: gnnfleet stop {run.found.words}"
+            "interrupted; nodes that have received the stop request still stop. "
+            f"To stop the others: gnnfleet stop {run.found.words}"
         ) from None
     for one in stopped:
         console.print(Text(one.sentence, "" if one.clean else "bold red"), soft_wrap=True)
@@ -163,25 +161,25 @@ def end_run(run: OpenRun, runs_dir: Path, console: Console, *, now: bool) -> Sto
     console.print(Text(told, "bold"), soft_wrap=True)
     clean = all(one.clean for one in stopped)
     launch = run.found.launch
-    if launch is not None and launch.alive():  # two must not write one result
+    if launch is not None and launch.alive():  # two processes must not write the same result.json
         console.print(Text(f"its launcher (pid {launch.pid}) collects and reports"), soft_wrap=True)
         return StopResult(run.found.run_id, told, tuple(stopped), clean, None)
-    brought = collect_run(run, folder_for(run, runs_dir))
-    for line in (brought.told, *brought.notes, f"run folder: {brought.folder}"):
+    collected = collect_run(run, folder_for(run, runs_dir))
+    for line in (collected.told, *collected.notes, f"run folder: {collected.folder}"):
         if line:
             console.print(Text(line), soft_wrap=True)
-    return StopResult(run.found.run_id, told, tuple(stopped), clean, brought)
+    return StopResult(run.found.run_id, told, tuple(stopped), clean, collected)
 
 
 def _end_here(found: FoundRun) -> StopResult:
-    """Nothing of it runs on the nodes; a launcher of this machine that prepares it is ended."""
+    """Stop a run that has nothing on its nodes: ends its launcher on this machine, if that is still preparing it."""
     if found.plan_is_missing:
         raise FleetError(found.without_plan.replace("gnnfleet status", "gnnfleet stop"))
     launch = found.launch
     if found.result is None and launch is not None and launch.alive():
         if not stop_launcher(launch):
             raise FleetError(
-                f"the launcher of run {found.run_id} (pid {launch.pid}) does not end; kill -9 {launch.pid}"
+                f"the launcher of run {found.run_id} (pid {launch.pid}) did not end; kill it: kill -9 {launch.pid}"
             )
         told = f"run {found.run_id}: its launcher (pid {launch.pid}) was stopped; nothing had been started on the nodes"
         return StopResult(found.run_id, told, (), True, None)

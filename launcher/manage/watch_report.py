@@ -1,4 +1,4 @@
-"""``gnnfleet report --watch``: serves the report of a running run to browsers on this machine."""
+"""``gnnfleet report --watch``: serves the report of a running run over HTTP on this machine."""
 
 from __future__ import annotations
 
@@ -28,19 +28,19 @@ from launcher.report.verdict import known_without_nodes
 
 HOST = "127.0.0.1"
 
-EVERY = 3.0  # seconds between two looks at the nodes
+EVERY = 3.0  # seconds between updates from the nodes
 
 
 @dataclass(frozen=True)
-class Shown:
-    """The newest report."""
+class RenderedReport:
+    """A rendered version of the report."""
 
     page: ReportPage
-    version: str  #: differs when the page does
-    news: bytes  #: what an open page replaces its own content by, JSON
+    version: str  #: digest of the content
+    news: bytes  #: JSON with the new content for a page that is open
 
     @classmethod
-    def of(cls, page: ReportPage) -> Shown:
+    def of(cls, page: ReportPage) -> RenderedReport:
         main = render_main(page)
         values = {"title": f"{page.title}: {page.state}", "main": main, "figures": [figure(one) for one in page.charts]}
         version = hashlib.sha256(json.dumps(values).encode()).hexdigest()[:16]
@@ -48,17 +48,17 @@ class Shown:
 
 
 class ReportServer(ThreadingHTTPServer):
-    """Answers for one report. The address has a secret part, as others on this machine may connect too."""
+    """HTTP server of one report. Its URL has a secret part, as other users of this machine can connect too."""
 
     daemon_threads = True
 
-    def __init__(self, shown: Shown, port: int = 0):
+    def __init__(self, shown: RenderedReport, port: int = 0):
         self.shown, self.secret = shown, secrets.token_urlsafe(12)
         try:
             super().__init__((HOST, port), _Handler)
         except OSError as error:
             raise UsageError(
-                f"port {port} of this machine cannot be used: {error.strerror}; leave --port away"
+                f"port {port} of this machine cannot be used: {error.strerror}; leave out --port"
             ) from None
 
     @property
@@ -70,14 +70,14 @@ class _Handler(BaseHTTPRequestHandler):
     server: ReportServer
 
     def do_GET(self) -> None:
-        asked = urlsplit(self.path)
+        url = urlsplit(self.path)
         shown, top = self.server.shown, f"/{self.server.secret}/"
-        if self.headers.get("Host") != f"{HOST}:{self.server.server_address[1]}":  # a name of somebody else's for us
+        if self.headers.get("Host") != f"{HOST}:{self.server.server_address[1]}":  # prevents DNS rebinding
             self.send_error(HTTPStatus.FORBIDDEN)
-        elif asked.path == top:
+        elif url.path == top:
             self._send("text/html; charset=utf-8", render(shown.page, live="news").encode())
-        elif asked.path == f"{top}news":
-            same = parse_qs(asked.query).get("known") == [shown.version]
+        elif url.path == f"{top}news":
+            same = parse_qs(url.query).get("known") == [shown.version]
             self._send("application/json", b"" if same else shown.news, 204 if same else 200)
         else:
             self.send_error(HTTPStatus.NOT_FOUND)
@@ -93,22 +93,25 @@ class _Handler(BaseHTTPRequestHandler):
             self.wfile.write(body)
 
     def log_message(self, format: str, *args: object) -> None:
-        """Nothing: requests are no news."""
+        """Log nothing."""
 
 
 def watch_report(run: OpenRun, folder: Path, *, port: int | None = None, runs_dirs: Sequence[Path] = ()) -> None:
-    """Serve the report until Ctrl-C, and look at the run's nodes meanwhile as long as it goes on."""
-    over = known_without_nodes(run.found) or _look(run, folder)
-    server = ReportServer(_shown(folder, runs_dirs), port or 0)
+    """Serve the report until Ctrl-C; while the run goes on, collect its files every ``EVERY`` seconds.
+
+    ``port``: None for any free port.
+    """
+    over = known_without_nodes(run.found) or _update(run, folder)
+    server = ReportServer(_rendered(folder, runs_dirs), port or 0)
     threading.Thread(target=server.serve_forever, daemon=True).start()
     click.echo(f"report of {run.found.run_id}: {server.url}")
-    click.echo("it has ended; " * over + "Ctrl-C ends the report, not the run", err=True)
+    click.echo("the run has ended; " * over + "Ctrl-C ends the report, not the run", err=True)
     pause = threading.Event()
     try:
         while not pause.wait(EVERY):
             if not over:
-                over = _look(run, folder)
-                server.shown = _shown(folder, runs_dirs)
+                over = _update(run, folder)
+                server.shown = _rendered(folder, runs_dirs)
                 if over:
                     click.echo("the run has ended; the report stays until Ctrl-C", err=True)
     except KeyboardInterrupt:
@@ -118,8 +121,8 @@ def watch_report(run: OpenRun, folder: Path, *, port: int | None = None, runs_di
         server.server_close()
 
 
-def _look(run: OpenRun, folder: Path) -> bool:
-    """Fetch what there is by now; whether the run has ended. Its launcher may be the one to write that."""
+def _update(run: OpenRun, folder: Path) -> bool:
+    """Collect the run's files, unless its launcher has written the result; returns whether the run has ended."""
     if read_result(folder) is not None:
         return True
     try:
@@ -129,6 +132,6 @@ def _look(run: OpenRun, folder: Path) -> bool:
         return False
 
 
-def _shown(folder: Path, runs_dirs: Sequence[Path]) -> Shown:
+def _rendered(folder: Path, runs_dirs: Sequence[Path]) -> RenderedReport:
     page = report_page(read_record(folder, runs_dirs=runs_dirs))
-    return Shown.of(page)
+    return RenderedReport.of(page)

@@ -97,7 +97,7 @@ def test_a_host_that_cannot_be_reached(cluster: NetCluster, config: Path, tmp_pa
         assert told["nodes"][1]["state"] == "unreachable" and told["state"] in ("running", "stopping", "unknown")
         assert any("cannot be reached from here" in note for note in told["notes"])
         stopped = here.say("stop")
-        assert stopped.status == 1 and "node1" in stopped.output and "what runs there may go on" in stopped.output
+        assert stopped.status == 1 and "node1" in stopped.output and "the run may go on there" in stopped.output
     finally:
         cluster.hosts[1].restore_network()
     assert here.say("stop").status == 0

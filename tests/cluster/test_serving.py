@@ -47,7 +47,7 @@ def toy(cluster: NetCluster, tmp_path_factory: pytest.TempPathFactory) -> Iterat
     assert f"serving cluster {NAME} is up: 2 servers, 4 parts" in told.output
     yield hosts
     told = hosts.say("serve", "stop", NAME)
-    assert told.status == 0 and f"run {NAME}: nothing of it is left on its" in told.output, told.output
+    assert told.status == 0 and f"run {NAME}: no process of it is left on its" in told.output, told.output
     assert run_processes(cluster) == []
 
 

@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 
 from launcher.cli.main import run
-from launcher.manage.watch_report import ReportServer, Shown
+from launcher.manage.watch_report import ReportServer, RenderedReport
 from launcher.report.html.record import read_record
 from launcher.report.html.render import figure, render, write_html
 from launcher.report.html.sections import report_page
@@ -145,7 +145,7 @@ def test_long_curves_are_thinned_and_bad_lines_count_for_nothing() -> None:
 
 def test_live_report_is_for_this_machine_and_who_knows_its_address(tmp_path: Path) -> None:
     page = report_page(read_record(made_run(tmp_path, "live", range(1, 3))))
-    server = ReportServer(Shown.of(page))
+    server = ReportServer(RenderedReport.of(page))
     threading.Thread(target=server.serve_forever, daemon=True).start()
     top = server.url.removesuffix(f"{server.secret}/")
     try:

@@ -21,7 +21,7 @@ from rich.console import Console
 from follow_kit import FakeNode, Scene, ended, state, step
 from launcher.run import interrupts as talking_module
 from launcher.run import monitor as follow_module
-from launcher.run.interrupts import Interrupts, Keys, OnInterrupt, Policy, InterruptPrompt
+from launcher.run.interrupts import InterruptPrompt, Interrupts, Keys, OnInterrupt, Policy
 from launcher.run.live_log import LiveLog
 
 INT, TERM, HUP = signal.SIGINT, signal.SIGTERM, signal.SIGHUP

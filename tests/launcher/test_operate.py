@@ -149,13 +149,13 @@ def test_a_run_without_a_launcher_is_asked_about_collected_and_stopped(made, cap
         status, told = asked(capsys, "resume", "r1")
         assert status == 2 and told.startswith("error: run r1 still runs (epoch 4 of 10, step 13 of 40)")
         status, told = asked(capsys, "collect", "r1")
-        assert status == 0 and told.startswith("run r1 still runs (epoch 4 of 10, step 13 of 40); what there is by now")
+        assert status == 0 and told.startswith("run r1 still runs (epoch 4 of 10, step 13 of 40); its files so far are in")
         assert (made.folder / "logs/node1/rank1.log").read_text().endswith("here is rank 1\n")
         assert not (made.folder / "result.json").exists()
         status, told = asked(capsys, "stop", "r1")
         assert (status, told.splitlines()[:3]) == (
             0,
-            ["node0 (local): stopped", "node1 (local): stopped", "run r1: nothing of it is left on its 2 nodes"],
+            ["node0 (local): stopped", "node1 (local): stopped", "run r1: no process of it is left on its 2 nodes"],
         )
         assert [node.processes() for node in made.nodes] == [[], []]
         assert other.nodes[0].processes() and other.nodes[0].json("state.json")["state"] == "training"
@@ -192,8 +192,8 @@ def test_stop_with_a_node_out_of_reach_hides_nothing(made, capsys, monkeypatch) 
     lose_node(monkeypatch, 1)
     status, told = asked(capsys, "stop")
     assert status == 1
-    assert "node1 (local): not stopped: no answer from gnn2; what runs there may go on" in told
-    assert "run r1: 1 node of 2 may still run parts of it: node1 (local)" in told
+    assert "node1 (local): not stopped: no answer from gnn2; the run may go on there" in told
+    assert "run r1: 1 node of 2 may still run processes of it: node1 (local)" in told
     assert made.nodes[0].processes() == []
 
 
@@ -240,7 +240,7 @@ def test_an_ended_run_is_collected_listed_and_resumed_from_its_checkpoint(made, 
     again = prepared(overrides=("train.lr=0.5",))
     here = made.folder / "checkpoints/last.pt"
     assert here.read_bytes() == b"weights", "fetched, as nobody had collected the run"
-    assert again.told == f"going on from {here}"
+    assert again.told == f"resuming from {here}"
     assert again.options.overrides == (f"run.runs_dir={made.folder.parent}", f"train.resume={here}", "train.lr=0.5")
     assert again.options.config == made.folder / "config.yml" and again.options.resumed_from == "r1"
     asked(capsys, "collect")
@@ -270,7 +270,7 @@ def test_resume_before_the_first_checkpoint_begins_anew_and_says_so(made) -> Non
     made.launched("preflight")
     with chosen(Choice("r1"), offline=lambda found: True) as opened:
         again = prepare(opened, Path("runs"), LaunchOptions(Path()))
-    assert again.told == "run r1 left no checkpoint, so this one begins where that one began"
+    assert again.told == "run r1 left no checkpoint; the new run starts from the beginning"
     assert not any(text.startswith("train.resume") for text in again.options.overrides)
 
 
@@ -288,7 +288,7 @@ def test_resume_without_a_lost_host_is_remembered_by_the_new_run(made, capsys, m
     for words in (("r1", "--exclude", "gnn3", "--run-id", "r2"), ("r2", "--run-id", "r3")):
         assert asked(capsys, "resume", *words) == (
             1,
-            f"run {words[0]} left no checkpoint, so this one begins where that one began\n"
+            f"run {words[0]} left no checkpoint; the new run starts from the beginning\n"
             f"run {words[-1]}: connecting to 2 nodes\nerror: would connect to gnn1, gnn2\n",
         )
     left = load_config(made.folder.parent / "r3/config.yml")
@@ -308,7 +308,7 @@ def test_resume_of_a_done_run_wants_more_epochs(made, capsys) -> None:
     ended(made.launched("train").start("print(1)"))
     asked(capsys, "collect")
     with pytest.raises(
-        UsageError, match="r1 is done with all its 10 epochs; to train further give more: .*--epochs 20"
+        UsageError, match="r1 has finished all its 10 epochs; to train further, give a larger number: .*--epochs 20"
     ):
         prepared()
     assert prepared(overrides=("train.epochs=20",)).options.overrides[-1] == "train.epochs=20"

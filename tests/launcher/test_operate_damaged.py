@@ -99,7 +99,7 @@ def test_without_a_place_for_the_registry_a_run_is_operated_by_its_folder(made, 
     shutil.rmtree(made.top / "state")
     (made.top / "state").write_text("")
     status, told = asked(capsys, "stop", str(made.folder))
-    assert status == 0 and "nothing of it is left on its 2 nodes" in told
+    assert status == 0 and "no process of it is left on its 2 nodes" in told
 
 
 def test_a_user_without_a_home_gets_no_registry_in_the_working_directory(monkeypatch: pytest.MonkeyPatch) -> None:

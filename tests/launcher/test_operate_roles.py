@@ -87,7 +87,7 @@ def test_a_serving_cluster_says_so_and_is_done_when_stopped(made: MadeRun, capsy
     assert [line.split()[:4] for line in lines[2:4]] == [[f"node{k}", "(local)", "–", "serving"] for k in range(2)]
     assert "2 nodes serving" in asked(capsys, "runs")[1]
     status, told = asked(capsys, "logs", "r1", "--rank", "0")
-    assert status == 2 and "the run has no ranks: it only serves" in told
+    assert status == 2 and "the run has no ranks, only graph servers" in told
     status, told = asked(capsys, "logs", "r1")
     assert status == 0 and "node0/server | serving" in told and "node1/server | serving" in told
     status, told = asked(capsys, "stop", "r1")

@@ -96,7 +96,7 @@ def test_the_live_view_tells_what_takes_most_of_a_step() -> None:
 def test_odd_shares_are_passed_over(spent: Any) -> None:
     assert largest(spent) is None
     row = RankRow(0, 0)
-    row.take(step(0, spent=spent, most=spent))
+    row.update(step(0, spent=spent, most=spent))
     assert row.most == ""
 
 
@@ -138,7 +138,7 @@ def test_profile_of_a_run_that_goes_on_asks_the_nodes(made: MadeRun, capsys: pyt
     made.launched("train").start()
     made.await_training()
     assert run(["profile", "r1"]) == 1
-    assert "no rank has told where its time goes" in capsys.readouterr().err
+    assert "no rank has reported timings" in capsys.readouterr().err
     for k, node in enumerate(made.nodes):
         metrics_file(node.path / f"metrics-rank{k}.jsonl", lines_of(k))
     assert run(["profile", "r1"]) == 0

@@ -40,7 +40,7 @@ def toy(kit: ServingKit) -> Iterator[str]:
     yield "toy"
     told = kit.gnnfleet("serve", "stop", "toy")
     assert told.status == 0, told.err + told.out
-    assert "run toy: nothing of it is left on its" in told.out
+    assert "run toy: no process of it is left on its" in told.out
 
 
 def losses(folder: Path) -> list[float]:

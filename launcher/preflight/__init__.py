@@ -1,1 +1,1 @@
-"""Hosts → findings for the user and facts for the plan."""
+"""Checks all nodes before a launch: findings for the user, facts for the plan."""

@@ -1,4 +1,4 @@
-"""Findings about a machine: tmux, limits, clock, names, ports, leases, processes left behind."""
+"""Preflight checks of a machine: tmux, run id, limits, clock, names, ports, leases, leftover processes."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from launcher.preflight.finding import Finding, Survey, listed
 
 MAX_CLOCK_OFFSET = 5.0  #: seconds
 
-OLDEST_TMUX = (2, 1)  #: knows `=name` for a session of exactly that name
+OLDEST_TMUX = (2, 1)  #: supports ``=name`` for an exact session name
 
-_FILES_BASE, _FILES_PER_RANK = 256, 4
+_FILES_BASE, _FILES_PER_RANK = 256, 4  # open files of a process: base, and per rank of the run
 
 
 def machine_findings(survey: Survey, k: int) -> Iterator[Finding]:
-    """Of one node."""
+    """Findings about the machine of node ``k``."""
     for check in (_tmux, _run_id, _open_files, _clock, _names, _service_port, _leases, _leftovers):
         yield from check(survey, k)
 
@@ -33,20 +33,22 @@ def _tmux(survey: Survey, k: int) -> Iterator[Finding]:
     elif numbers and numbers < OLDEST_TMUX:
         oldest = ".".join(map(str, OLDEST_TMUX))
         message = f"tmux {version} is too old; {oldest} or newer is needed"
-        yield survey.finding(k, "block", "tmux", message, "install a newer one (apt, dnf, or `conda install tmux`)")
+        remedy = "install a newer version (apt, dnf, or `conda install tmux`)"
+        yield survey.finding(k, "block", "tmux", message, remedy)
     else:
         yield survey.finding(k, "ok", "tmux", f"tmux {version}")
 
 
 def _run_id(survey: Survey, k: int) -> Iterator[Finding]:
-    there = survey.probes[k]["taken"]
-    if there:
-        message = f"the run id is taken: {there} exists"
-        yield survey.finding(k, "block", "run id", message, "take another --run-id, or end that run and remove it")
+    existing = survey.probes[k]["taken"]
+    if existing:
+        message = f"the run id is already in use: {existing} exists"
+        remedy = "choose another --run-id, or stop that run and remove its folder"
+        yield survey.finding(k, "block", "run id", message, remedy)
 
 
 def _open_files(survey: Survey, k: int) -> Iterator[Finding]:
-    """Every rank is connected with every other, and with every graph server."""
+    """Every rank has connections to every other rank and every graph server."""
     needed = _FILES_BASE + _FILES_PER_RANK * survey.world_size
     now, most = survey.probes[k]["open_files"], survey.probes[k]["open_files_most"]
     if now >= needed:
@@ -54,7 +56,7 @@ def _open_files(survey: Survey, k: int) -> Iterator[Finding]:
     if most >= needed:
         remedy = f"add `ulimit -n {needed}` to `setup` of this node"
     else:
-        remedy = f"raise `nofile` in /etc/security/limits.conf there (at most {most} are allowed), and log in again"
+        remedy = f"raise `nofile` in /etc/security/limits.conf of the host (its hard limit is {most}) and log in again"
     message = f"{now} open files allowed (ulimit -n), {needed} needed for {survey.world_size} processes"
     yield survey.finding(k, "block", "open files", message, remedy)
 
@@ -62,28 +64,28 @@ def _open_files(survey: Survey, k: int) -> Iterator[Finding]:
 def _clock(survey: Survey, k: int) -> Iterator[Finding]:
     offset = survey.clock_offsets[k]
     if abs(offset) > MAX_CLOCK_OFFSET:
-        way = "ahead of" if offset > 0 else "behind"
-        message = f"clock is {abs(offset):.0f} s {way} this machine's"
-        yield survey.finding(
-            k, "warn", "clock", message, "nothing to do: times in logs are corrected for it; NTP would set it right"
-        )
+        side = "ahead of" if offset > 0 else "behind"
+        message = f"clock is {abs(offset):.0f} s {side} the launching machine's"
+        remedy = "no action needed: gnnfleet corrects times in logs; NTP would synchronise the clock"
+        yield survey.finding(k, "warn", "clock", message, remedy)
     else:
         yield survey.finding(k, "ok", "clock", "clock agrees")
 
 
 def _names(survey: Survey, k: int) -> Iterator[Finding]:
-    """Names that the nodes are told to reach each other by."""
+    """Host names by which the nodes connect to each other must resolve on every node, and not to itself."""
     for name, address in survey.probes[k]["names"].items():
         whose = [j for j, node in enumerate(survey.config.nodes) if node.address == name]
         owner = whose[0] if whose else lead(survey.config)
         setting = f"`address` of node{owner}" if whose else "`run.master_addr`"
-        remedy = f"set {setting} to an IP address, or add the name to /etc/hosts there"
+        remedy = f"set {setting} to an IP address, or add the name to /etc/hosts on this node"
         if not address:
-            message = f"the name {name} of {node_label(owner, survey.host(owner))} does not resolve"
+            message = f"cannot resolve {name}, the address of {node_label(owner, survey.host(owner))}"
             yield survey.finding(k, "block", "names", message, remedy)
         elif address.startswith("127.") and survey.machine(k) != survey.machine(owner) and name != "localhost":
             message = (
-                f"the name {name} of {node_label(owner, survey.host(owner))} resolves to {address}, which is itself"
+                f"{name}, the address of {node_label(owner, survey.host(owner))}, "
+                f"resolves to {address}, which is this node itself"
             )
             yield survey.finding(k, "block", "names", message, remedy)
 
@@ -97,33 +99,34 @@ def _service_port(survey: Survey, k: int) -> Iterator[Finding]:
 
 
 def ports_finding(survey: Survey, k: int, check: str, candidates: tuple[int, ...], setting: str) -> Finding:
-    """Whether at least one of ``candidates`` is free on node ``k``."""
+    """A finding that blocks if none of the ``candidates`` is free on node ``k``. ``setting``: the config key."""
     busy: Mapping[str, str] = survey.probes[k]["busy_ports"]
     if any(str(port) not in busy for port in candidates):
         return survey.finding(k, "ok", check, f"{check} free")
     holder = busy[str(candidates[0])] or "process unknown"
     ports = str(candidates[0]) if len(candidates) == 1 else f"{candidates[0]}–{candidates[-1]}"
-    how = f"is {holder}" if holder.startswith("held by") else f"in use ({holder})"
-    return survey.finding(k, "block", check, f"port {ports} {how}", f"end that, or set `{setting}` to another")
+    message = f"port {ports} is {holder}" if holder.startswith("held by") else f"port {ports} is in use ({holder})"
+    remedy = f"end that process, or set `{setting}` to another port"
+    return survey.finding(k, "block", check, message, remedy)
 
 
 def _leases(survey: Survey, k: int) -> Iterator[Finding]:
     error = survey.probes[k]["lease_error"]
     if error:
-        message = f"who holds devices and ports cannot be told: {error}"
-        yield survey.finding(k, "warn", "leases", message, "the run starts all the same")
+        message = f"leases of devices and ports cannot be checked: {error}"
+        yield survey.finding(k, "warn", "leases", message, "the run starts anyway")
 
 
 def _leftovers(survey: Survey, k: int) -> Iterator[Finding]:
     for run in survey.probes[k]["leftovers"]:
         pids: list[Any] = run["pids"]
         what = "a process" if len(pids) == 1 else f"{len(pids)} processes"
-        message = f"{what} of run {run['run_id']} still there, though its supervisor is gone: {listed(run['commands'])}"
+        message = f"{what} of run {run['run_id']} still running without a supervisor: {listed(run['commands'])}"
         yield survey.finding(k, "warn", "leftovers", message, "", f"kill -KILL {' '.join(map(str, pids))}")
 
 
 def same_machine(survey: Survey) -> Iterator[Finding]:
-    """Nodes may share a machine, never a work folder."""
+    """Findings that block nodes which share a machine and a work folder."""
     first: dict[tuple[Any, ...], int] = {}
     for k in sorted(survey.probes):
         probe = survey.probes[k]
@@ -132,4 +135,5 @@ def same_machine(survey: Survey) -> Iterator[Finding]:
         if j != k:
             other = node_label(j, survey.host(j))
             message = f"same machine ({probe['hostname']}) and work folder {probe['workdir']} as {other}"
-            yield survey.finding(k, "block", "same machine", message, "give each node its own `workdir`, or drop one")
+            remedy = "give each node its own `workdir`, or remove one of the nodes"
+            yield survey.finding(k, "block", "same machine", message, remedy)

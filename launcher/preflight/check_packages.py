@@ -1,19 +1,20 @@
-"""Findings about Python and its packages: too old, missing, or different between nodes, with the command that repairs
-them.
+"""Preflight checks of Python and packages: too old, missing, or different between nodes, with a command to fix them.
 
-A version counts up to as many of its numbers as must agree:
+How much of a version must be equal on all nodes:
 
-- python, its minor version: torch's object collectives, which scripts of one's own may call, pickle, and pickles of
-  code do not cross minor versions.
-- torch, its minor version: TCPStore, gloo's wire and the layout of state dicts may change with it, never with a patch.
-- NCCL, all of it: ncclCommInitRank refuses ranks of another version. It only counts where devices are used.
-- CUDA that torch is built for, its major version: kernels and NCCL of two major versions do not meet in one job.
-- torch_geometric, its minor version: layers may get other parameters, and all ranks must hold the same ones.
-- numba and numpy, their minor version: rules of integer promotion have changed between some (NEP 50), and one wrong
-  bit in the hash that draws neighbours gives nodes different samples for the same seed.
+- python: the minor version. torch's object collectives, which users' scripts may call, use pickle, and pickled code
+  does not work across minor versions.
+- torch: the minor version. TCPStore, gloo's protocol and the layout of state dicts may change with it, but not with a
+  patch release.
+- NCCL: the full version, as ncclCommInitRank refuses others. Checked between nodes with devices only.
+- CUDA that torch is built for: the major version, as kernels and NCCL of two major versions do not work in one job.
+- torch_geometric: the minor version. Parameters of layers may differ, and must be equal on all ranks.
+- numba and numpy: the minor version. Integer promotion differs between some (NEP 50), and one different bit in the
+  hash that draws neighbours gives nodes different samples for the same seed.
 
-The rest does no harm: msgspec reads the JSON of any other msgspec; the driver only has to be new enough; glibc and the
-processor may round the logarithm of weighted sampling differently, but a vertex is always drawn by its one owner.
+Other differences are harmless: msgspec reads the JSON of every msgspec; the driver only has to be new enough; glibc and
+the processor may round the logarithm of weighted sampling differently, but a vertex's neighbours are always drawn by
+its owner.
 """
 
 from __future__ import annotations
@@ -28,17 +29,17 @@ from launcher.node.programs import packages
 from launcher.preflight.finding import Finding, Severity, Survey, listed
 from launcher.text import OWN_VENV, index, new_venv
 
-ALL = 99
+ALL = 99  #: all numbers of a version
 
 
 @dataclass(frozen=True)
 class Rule:
-    """How much of one version has to be equal."""
+    """How much of a version must be equal on all nodes."""
 
     name: str
-    numbers: int  #: leading numbers that must agree; 0: none
-    needed_by: str = "all"  #: "all" runs, or the "bundled" trainer alone
-    devices: bool = False  #: counts between nodes that use devices only
+    numbers: int  #: leading numbers of the version that must be equal; 0: none
+    needed_by: str = "all"  #: "all" runs, or only the "bundled" trainer
+    devices: bool = False  #: applies only to nodes that use devices
 
 
 RULES = (
@@ -60,20 +61,20 @@ _SPOKEN = {"cuda": "torch's CUDA", "nccl": "NCCL", "build": "torch build", "arch
 
 
 def usual(versions: Iterable[str]) -> str:
-    """The most frequent one, at a tie the first; '' when there is none."""
+    """The most frequent version, at a tie the first of them; '' if there is none."""
     counts = Counter(version for version in versions if version)
     return counts.most_common(1)[0][0] if counts else ""
 
 
 @dataclass(frozen=True)
 class Difference:
-    """One version of a node that most others do not have."""
+    """A version on one node that differs from the one on most nodes."""
 
     rule: Rule
-    found: str
-    usual: str
-    others: tuple[int, ...]  #: node_ranks that have the usual one
-    blocks: bool
+    found: str  #: version on the node
+    usual: str  #: version on most nodes
+    others: tuple[int, ...]  #: node_ranks with the usual version
+    blocks: bool  #: the numbers that must be equal differ
 
     @property
     def name(self) -> str:
@@ -85,21 +86,21 @@ class Difference:
 
 
 def leading(version: str, numbers: int) -> str:
-    """The part that must agree; without the build tag (+cpu, +cu126)."""
+    """The first ``numbers`` numbers of a version, without its build tag (+cpu, +cu126)."""
     return ".".join(version.partition("+")[0].split(".")[:numbers])
 
 
 def differences(rule: Rule, versions: Mapping[int, str]) -> dict[int, Difference]:
-    """By node_rank, where a node has another version than most. Nodes without any are passed over."""
+    """Differences by node_rank, for nodes whose version differs from most; nodes without a version are skipped."""
     known = {k: version.partition("+")[0] for k, version in sorted(versions.items()) if version}
-    part = usual(leading(version, rule.numbers) for version in known.values()) if rule.numbers else ""
-    same_part = [k for k, version in known.items() if leading(version, rule.numbers) == part]
-    whole = usual(known[k] for k in same_part)
+    compatible = usual(leading(version, rule.numbers) for version in known.values()) if rule.numbers else ""
+    agreeing = [k for k, version in known.items() if leading(version, rule.numbers) == compatible]
+    most = usual(known[k] for k in agreeing)
     found = {}
     for k, version in known.items():
-        if version != whole:
-            others = tuple(j for j in same_part if known[j] == whole)
-            found[k] = Difference(rule, version, whole, others, leading(version, rule.numbers) != part)
+        if version != most:
+            others = tuple(j for j in agreeing if known[j] == most)
+            found[k] = Difference(rule, version, most, others, leading(version, rule.numbers) != compatible)
     return found
 
 
@@ -107,15 +108,15 @@ PACKAGES = ("torch", "torch_geometric", "numba", "numpy", "msgspec")
 
 OLDEST_PYTHON = (3, 10)
 
-_OWN_NEEDS = ("torch",)  # what an own command is expected to train with
+_OWN_NEEDS = ("torch",)  # packages without which a user's own command is assumed not to work
 
 _SHOWN = ("python", "torch", "torch_geometric", "numba", "numpy")
 
-_SYSTEM = ("/usr/bin/", "/bin/")  #: of the operating system, which lets nobody install there (PEP 668)
+_SYSTEM = ("/usr/bin/", "/bin/")  # Pythons of the operating system, in which pip may not install (PEP 668)
 
 
 def package_findings(survey: Survey) -> Iterator[Finding]:
-    """Of all nodes."""
+    """Findings about Python and packages of all nodes."""
     odd = _odd(survey)
     for k in sorted(survey.probes):
         found = [*_python(survey, k, odd[k]), *_packages(survey, k, odd[k])]
@@ -144,46 +145,47 @@ def _version(survey: Survey, k: int, rule: Rule) -> str:
 
 def _python(survey: Survey, k: int, odd: Sequence[Difference]) -> Iterator[Finding]:
     version = survey.version(k, "python")
-    remedy = "there: name one by `python`, `venv` or `conda` of this node"
+    remedy = "set `python`, `venv` or `conda` of this node to Python"
     if tuple(map(int, version.split(".")[:2])) < OLDEST_PYTHON:
         oldest = ".".join(map(str, OLDEST_PYTHON))
         message = f"python {version} is too old ({survey.probes[k]['python']})"
-        yield survey.finding(k, "block", "python", message, f"use a python {oldest} or newer {remedy}")
+        yield survey.finding(k, "block", "python", message, f"{remedy} {oldest} or newer")
         return
     for one in odd:
         if one.name == "python" and one.blocks:
             message = f"python {one.found}, but {one.usual} on {survey.labels(one.others)}"
-            yield survey.finding(k, "block", "python", message, f"use a python {leading(one.usual, 2)} {remedy}")
+            yield survey.finding(k, "block", "python", message, f"{remedy} {leading(one.usual, 2)}")
 
 
 def _packages(survey: Survey, k: int, odd: Sequence[Difference]) -> Iterator[Finding]:
-    """One finding with all that is wrong, since one command repairs it all."""
-    lacking = [name for name in PACKAGES if not survey.version(k, name)]
-    unlike = [one for one in odd if one.blocks and one.name != "python"]
-    words = [f"{listed(lacking)} not installed for {survey.probes[k]['python']}"] if lacking else []
-    words += [f"{one.spoken} {one.found}, but {one.usual} on {survey.labels(one.others)}" for one in unlike]
-    blind = ["torch"] if _cannot_use_devices(survey, k) else []
-    words += [f"torch {survey.version(k, 'torch')} is built without CUDA, and devices are asked for"] if blind else []
+    """One finding with all problems of a node's packages, since one command fixes all of them."""
+    missing = [name for name in PACKAGES if not survey.version(k, name)]
+    differing = [one for one in odd if one.blocks and one.name != "python"]
+    words = [f"{listed(missing)} not installed for {survey.probes[k]['python']}"] if missing else []
+    words += [f"{one.spoken} {one.found}, but {one.usual} on {survey.labels(one.others)}" for one in differing]
+    without_cuda = ["torch"] if _cannot_use_devices(survey, k) else []
+    if without_cuda:
+        words.append(f"torch {survey.version(k, 'torch')} is built without CUDA, but `devices` is set")
     if words:
-        severity: Severity = "block" if _breaks(survey, k, lacking, unlike, blind) else "warn"
-        if _bare(survey, k):
-            remedy, command = _name_it(survey), _new_environment(survey, k)
+        severity: Severity = "block" if _breaks(survey, k, missing, differing, without_cuda) else "warn"
+        if _has_system_python(survey, k):
+            remedy, command = _use_new_environment(survey), _new_environment(survey, k)
         else:
-            remedy, command = "", repair(survey, k, [*lacking, *(one.name for one in unlike), *blind])
+            remedy, command = "", repair(survey, k, [*missing, *(one.name for one in differing), *without_cuda])
         yield survey.finding(k, severity, "packages", "; ".join(words), remedy, command)
 
 
-def _bare(survey: Survey, k: int) -> bool:
-    """No environment was named, and the Python of the operating system is not one to install in."""
+def _has_system_python(survey: Survey, k: int) -> bool:
+    """Whether the node uses the operating system's Python without torch, in which pip should not install."""
     return not survey.version(k, "torch") and survey.probes[k]["python"].startswith(_SYSTEM)
 
 
-def _name_it(survey: Survey) -> str:
-    if not all(_bare(survey, k) for k in survey.probes):
-        return f"make an environment there, and name it in the file: `venv: {OWN_VENV}` of this node"
-    own = any(node.python != "python3" for node in survey.config.nodes)  # a node's own would win over the default one
+def _use_new_environment(survey: Survey) -> str:
+    if not all(_has_system_python(survey, k) for k in survey.probes):
+        return f"create a virtual environment, and set `venv: {OWN_VENV}` of this node"
+    own = any(node.python != "python3" for node in survey.config.nodes)  # a node's own key overrides the default
     key = "'nodes.*.venv=" + OWN_VENV + "'" if own else f"defaults.venv={OWN_VENV}"
-    return f"make an environment there, and name it: --set {key}, or `venv` in the file"
+    return f"create a virtual environment, and use it by `--set {key}` or by `venv` in the cluster file"
 
 
 def _new_environment(survey: Survey, k: int) -> str:
@@ -196,28 +198,31 @@ def _cannot_use_devices(survey: Survey, k: int) -> bool:
     return bool(survey.config.nodes[k].devices and installed and not survey.version(k, "cuda"))
 
 
-def _breaks(survey: Survey, k: int, lacking: Iterable[str], unlike: Iterable[Difference], blind: Iterable[str]) -> bool:
-    """An own command needs no more than torch, and may do without the devices; a server runs our code alone."""
+def _breaks(
+    survey: Survey, k: int, missing: Iterable[str], differing: Iterable[Difference], without_cuda: Iterable[str]
+) -> bool:
+    """Whether the problems block the run: all do, but a user's own command is assumed to need torch only."""
     if not survey.own_command or survey.config.nodes[k].role == "server":
-        return any([*lacking, *unlike, *blind])
-    return any(name in _OWN_NEEDS for name in lacking) or any(one.rule.needed_by == "all" for one in unlike)
+        return any([*missing, *differing, *without_cuda])
+    return any(name in _OWN_NEEDS for name in missing) or any(one.rule.needed_by == "all" for one in differing)
 
 
 def _summary(survey: Survey, k: int, odd: Sequence[Difference]) -> str:
     shown = [f"{name} {leading(survey.version(k, name), 2)}" for name in _SHOWN if survey.version(k, name)]
     harmless = [f"{one.spoken} {one.found}, {one.usual} on {survey.labels(one.others)}" for one in odd]
-    return listed(shown) + (f"; different without harm: {'; '.join(harmless)}" if harmless else "")
+    return listed(shown) + (f"; harmless differences: {'; '.join(harmless)}" if harmless else "")
 
 
 def repair(survey: Survey, k: int, names: Sequence[str]) -> str:
-    """The shell line that gives node ``k`` the versions most nodes have of ``names``."""
+    """The shell command that installs on node ``k`` the versions of ``names`` that most nodes have."""
     pip = f"{shlex.quote(survey.probes[k]['python'])} -m pip"
     wanted = dict.fromkeys("torch" if name == "cuda" else name for name in names)
     pins = [_pin(survey, k, name) for name in wanted]
     tag = _torch_tag(survey, k) if "torch" in wanted else ""
-    stuck = "torch" in names and not tag and _cannot_use_devices(survey, k)  # pip takes 2.13.0+cpu for 2.13.0
-    away = f"{pip} uninstall -y torch && " if stuck else ""
-    lines = [*survey.config.nodes[k].setup, away + " ".join([pip, "install", *pins, *index(tag)])]
+    # pip accepts an installed 2.13.0+cpu as 2.13.0, so that it has to be removed first
+    cpu_build = "torch" in names and not tag and _cannot_use_devices(survey, k)
+    uninstall = f"{pip} uninstall -y torch && " if cpu_build else ""
+    lines = [*survey.config.nodes[k].setup, uninstall + " ".join([pip, "install", *pins, *index(tag)])]
     return "; ".join(lines)
 
 
@@ -231,7 +236,7 @@ def _pin(survey: Survey, k: int, name: str) -> str:
 
 
 def _here(survey: Survey, k: int, name: str) -> str:
-    """What this machine has, for a node where that can be installed; it need not be there for an older Python."""
+    """The launching machine's version of a package; '' if the node's Python is older, which that may not support."""
     own = _own()
     fits = _numbers(survey.version(k, "python")) >= _numbers(own["python"])
     return own.get(name, "").partition("+")[0] if fits else ""
@@ -247,21 +252,21 @@ def _numbers(version: str) -> tuple[int, ...]:
 
 
 def _most(survey: Survey, name: str, ranks: Sequence[int]) -> str:
-    """The version most of ``ranks`` have, without its build tag."""
+    """The version that most of ``ranks`` have, without its build tag."""
     rule = next(rule for rule in RULES if rule.name == name)
     versions = [survey.version(k, name).partition("+")[0] for k in ranks]
-    part = usual(leading(version, rule.numbers) for version in versions)
-    return usual(version for version in versions if leading(version, rule.numbers) == part)
+    compatible = usual(leading(version, rule.numbers) for version in versions)
+    return usual(version for version in versions if leading(version, rule.numbers) == compatible)
 
 
 def _like(survey: Survey, k: int) -> list[int]:
-    """Nodes that use devices as ``k`` does, or do without as it does."""
+    """Nodes with devices if ``k`` has devices, else nodes without."""
     wanted = bool(survey.config.nodes[k].devices)
     return [j for j in sorted(survey.probes) if bool(survey.config.nodes[j].devices) == wanted]
 
 
 def _torch_tag(survey: Survey, k: int) -> str:
-    """``cu126`` or ``cpu``, as the others of its kind have it; '' takes what PyPI has."""
+    """Build tag of torch for node ``k``, as on similar nodes: ``cu126``, ``cpu``, or '' for the build on PyPI."""
     like = [j for j in _like(survey, k) if survey.version(j, "torch")]
     if survey.config.nodes[k].devices:
         cuda = usual(survey.version(j, "cuda") for j in like)

@@ -1,4 +1,4 @@
-"""``Finding``, and ``Survey``: the replies of all nodes that findings are made from."""
+"""``Finding``, the result of one check, and ``Survey``, the replies of all nodes from which findings are made."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from launcher.errors import NodeCallError, NodeError, node_label
 
 
 def connect_finding(config: ClusterConfig, node_rank: int, error: Exception) -> Finding:
-    """Why a node cannot be worked with."""
+    """The finding for a node that cannot be reached, or whose Python fails."""
     what, remedy = str(error), ""
     if isinstance(error, NodeError):
         what, remedy = error.message, error.remedy
@@ -27,23 +27,24 @@ Severity = Literal["ok", "warn", "block"]
 
 @dataclass(frozen=True)
 class Finding:
-    """One check on one node."""
+    """The result of one check on one node."""
 
     node_rank: int
     host: str
     severity: Severity
     check: str
     message: str
-    remedy: str = ""  #: in words
-    command: str = ""  #: shell line that repairs it when it runs on the node
-    login: tuple[str, ...] = ()  #: words that lead there, as ("ssh", "alice@gnn2"); () on this machine
+    remedy: str = ""  #: what the user can do, as text
+    command: str = ""  #: shell command that fixes it when run on the node
+    login: tuple[str, ...] = ()  #: argv that logs in to the node, as ("ssh", "alice@gnn2"); () for transport ``local``
 
     def line(self) -> str:
+        """One line of text: node, message, remedy and command."""
         remedy = "; ".join(filter(None, [self.remedy, self.paste() and f"`{self.paste()}`"]))
         return f"{node_label(self.node_rank, self.host)}: {self.message}" + (f" – {remedy}" if remedy else "")
 
     def paste(self) -> str:
-        """``command`` as it is run from here; '' without one."""
+        """``command`` as the user runs it on the launching machine; '' without one."""
         if not self.command or not self.login:
             return self.command
         return f"{shlex.join(self.login)} {shlex.quote(self.command)}"
@@ -51,23 +52,23 @@ class Finding:
 
 @dataclass(frozen=True)
 class GraphSize:
-    """As much of the graph as memory depends on."""
+    """Size of a graph, for estimates of memory."""
 
-    nodes: int  #: vertices of all types
-    row_bytes: float  #: attributes of one vertex, on the average
+    nodes: int  #: number of vertices of all types
+    row_bytes: float  #: average bytes of one vertex's attributes
 
 
 @dataclass(frozen=True)
 class Survey:
-    """All that the checks look at. ``probes`` are the replies of node/programs/probe.py by node_rank."""
+    """The input of all checks, by node_rank of the nodes that answered."""
 
     config: ResolvedConfig
-    probes: Mapping[int, Mapping[str, Any]]
-    clock_offsets: Mapping[int, float]
-    own_command: bool = False
-    bytes_needed: Mapping[int, int] = field(default_factory=dict)  #: what the plan stores on each node
-    graph: GraphSize | None = None  #: None: not known yet
-    code_digest: str = ""
+    probes: Mapping[int, Mapping[str, Any]]  #: replies of ``node/programs/probe.py``
+    clock_offsets: Mapping[int, float]  #: node's clock minus the launching machine's, seconds
+    own_command: bool = False  #: the run starts a user's command instead of the bundled trainer
+    bytes_needed: Mapping[int, int] = field(default_factory=dict)  #: bytes that the plan stores on each node
+    graph: GraphSize | None = None  #: None: unknown
+    code_digest: str = ""  #: digest of gnnfleet's code
 
     def host(self, node_rank: int) -> str:
         return self.config.nodes[node_rank].host
@@ -79,16 +80,16 @@ class Survey:
         return Finding(node_rank, self.host(node_rank), severity, check, message, remedy, command, login)
 
     def version(self, node_rank: int, name: str) -> str:
-        """'' when it is not installed, or not known."""
+        """Version of a package; '' if it is not installed or unknown."""
         return str(self.probes[node_rank]["versions"].get(name, ""))
 
     def machine(self, node_rank: int) -> tuple[str, str]:
-        """Equal for nodes that share a machine."""
+        """An identity that is equal for nodes on the same machine: host name and boot id."""
         probe = self.probes[node_rank]
         return probe["hostname"], probe["boot_id"]
 
-    def housemates(self, node_rank: int) -> list[int]:
-        """Nodes on this node's machine, itself included."""
+    def same_machine(self, node_rank: int) -> list[int]:
+        """node_ranks of the nodes on this node's machine, itself included."""
         return self._machines[self.machine(node_rank)]
 
     @cached_property
@@ -103,14 +104,14 @@ class Survey:
         return self.config.world_size
 
     def labels(self, ranks: Sequence[int]) -> str:
-        """``node1 (gnn2), node2 (gnn3)``; only a number when there are many."""
+        """Names of nodes: ``node1 (gnn2), node2 (gnn3)``, or ``4 nodes`` for more than three."""
         if len(ranks) > 3:
             return f"{len(ranks)} nodes"
         return ", ".join(node_label(k, self.host(k)) for k in ranks)
 
 
 def login_words(config: ClusterConfig, node: NodeConfig) -> tuple[str, ...]:
-    """The ssh command of a node, as a person would type it."""
+    """argv of the ssh command that logs in to a node; () for transport ``local``."""
     if config.transport == "local":
         return ()
     port = ("-p", str(node.port)) if node.port else ()

@@ -1,8 +1,8 @@
-"""Examines every node before anything is sent: facts for the plan, findings for the user.
+"""Checks every node before anything is sent: returns facts for the plan and findings for the user.
 
-One Python on each node (``NodeAgent``) answers all questions, in rounds over all nodes at once: what it is and has
-(``node/programs/probe.py``), whether folders are shared (``launcher.preflight.shared_folder``), and the network
-between them (``launcher.preflight.connectivity``).
+One Python process per node (``NodeAgent``) runs all programs, for all nodes in parallel: machine and packages
+(``node/programs/probe.py``), then shared folders (``launcher.preflight.shared_folder``), then the network between the
+nodes (``launcher.preflight.connectivity``).
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from launcher.preflight.check_devices import device_findings
 from launcher.preflight.check_machine import machine_findings, same_machine
 from launcher.preflight.check_packages import package_findings
 from launcher.preflight.check_storage import storage_findings
-from launcher.preflight.connectivity import Wired, Wiring, interface_of, wiring_findings
+from launcher.preflight.connectivity import Connectivity, ConnectivityTest, connectivity_findings, interface_of
 from launcher.preflight.finding import Finding, Survey, connect_finding
 from launcher.preflight.preflight_report import PreflightReport
 from launcher.preflight.shared_folder import Sharing
@@ -33,7 +33,7 @@ from launcher.transport.rpc import NodeAgent
 
 
 def all_findings(survey: Survey) -> list[Finding]:
-    """Every check of every node that answered."""
+    """Run every check of ``survey``, for every node that answered."""
     found: list[Finding] = []
     for node_rank in sorted(survey.probes):
         found.append(survey.finding(node_rank, "ok", "connect", "connected"))
@@ -44,11 +44,11 @@ def all_findings(survey: Survey) -> list[Finding]:
     return found
 
 
-_PROBE_TIMEOUT = 90.0  # versions on a slow shared disk, nvidia-smi without persistence mode
+_PROBE_TIMEOUT = 90.0  # seconds; slow are package versions on a shared disk, and nvidia-smi without persistence mode
 
-_CALL_MARGIN = 30.0  # for starting python there
+_CALL_MARGIN = 30.0  # seconds for starting Python on the node
 
-_CLOSE_TIMEOUT = 6.0  # a node that hangs keeps nobody from leaving
+_CLOSE_TIMEOUT = 6.0  # seconds; a node that hangs must not block the end of preflight
 
 
 def run_preflight(
@@ -59,14 +59,21 @@ def run_preflight(
     bytes_needed: Mapping[int, int] | None = None,
     run_id: str = "",
 ) -> PreflightReport:
-    """Check all nodes at once. ``transports`` are ``connect_all``'s results by node_rank;
-    ``bytes_needed`` is what the plan will store on each node; ``run_id`` must be new there.
-    Raises nothing for a node that fails: that is a finding."""
-    lines = {k: line for k, line in transports.items() if isinstance(line, Transport)}
-    errors: dict[int, Exception] = {k: line for k, line in transports.items() if isinstance(line, TransportError)}
+    """Check all nodes in parallel.
+
+    Args:
+        transports: results of ``connect_all`` by node_rank.
+        own_command: the run starts a user's command instead of the bundled trainer.
+        bytes_needed: bytes that the plan will store on each node, by node_rank.
+        run_id: id of the run; a node that already has it gets a blocking finding.
+
+    A node that cannot be reached or fails becomes a finding, not an exception.
+    """
+    opened = {k: one for k, one in transports.items() if isinstance(one, Transport)}
+    errors: dict[int, Exception] = {k: one for k, one in transports.items() if isinstance(one, TransportError)}
     with open_agents() as agents:
         inquiry = Inquiry.about(config, run_id)
-        answers = _probe_all(inquiry, lines, agents)
+        answers = _probe_all(inquiry, opened, agents)
         errors |= answers.errors
         _raise_unexpected(errors)
         probes = {k: answers.values[k][0] for k in sorted(answers.values)}
@@ -79,14 +86,14 @@ def run_preflight(
         if config.data.mode == "verify":
             findings += Sharing(survey, working).findings()
         if config.transport != "local" and len(facts) > 1:
-            wired = Wiring(config, probes, facts, working).test()
-            findings += _of_the_wire(survey, wired)
-            facts = {k: _located(facts[k], probes[k], wired) for k in facts}
+            connectivity = ConnectivityTest(config, probes, facts, working).run()
+            findings += _network_findings(survey, connectivity)
+            facts = {k: _with_address(facts[k], probes[k], connectivity) for k in facts}
     return PreflightReport(facts, tuple(sorted(findings, key=lambda finding: finding.node_rank)))
 
 
 def _raise_unexpected(errors: Mapping[int, Exception]) -> None:
-    """An error that is not a user's is a mistake of ours, and must not pass for a finding."""
+    """Raise the first error that is a bug of gnnfleet, which must not be reported as a finding."""
     for error in errors.values():
         if not isinstance(error, FleetError | TimeoutError):
             raise error
@@ -94,7 +101,7 @@ def _raise_unexpected(errors: Mapping[int, Exception]) -> None:
 
 @contextmanager
 def open_agents() -> Iterator[dict[int, NodeAgent]]:
-    """An empty mapping for the nodes' agents, by node_rank; those put into it are closed with the block."""
+    """An empty mapping for agents by node_rank; at the end of the block all agents in it are closed."""
     agents: dict[int, NodeAgent] = {}
     try:
         yield agents
@@ -103,16 +110,19 @@ def open_agents() -> Iterator[dict[int, NodeAgent]]:
 
 
 def _probe_all(
-    inquiry: Inquiry, lines: Mapping[int, Transport], agents: dict[int, NodeAgent]
+    inquiry: Inquiry, transports: Mapping[int, Transport], agents: dict[int, NodeAgent]
 ) -> Answers[tuple[dict[str, Any], float]]:
-    """(reply of node/programs/probe.py, clock offset in seconds) per node; each one's agent is put into ``agents``."""
+    """Start an agent on each node and probe it: (reply of node/programs/probe.py, clock offset in seconds) per node.
+
+    The agents are added to ``agents``.
+    """
 
     def probe(k: int) -> tuple[dict[str, Any], float]:
-        agents[k] = NodeAgent(lines[k], interpreter(inquiry.config, k))
+        agents[k] = NodeAgent(transports[k], interpreter(inquiry.config, k))
         reply = agents[k].call("probe", inquiry.request(k), _PROBE_TIMEOUT)
         return reply, agents[k].clock_offset(_CALL_MARGIN)
 
-    return on_nodes(lines, probe, timeout=_PROBE_TIMEOUT + _CALL_MARGIN)
+    return on_nodes(transports, probe, timeout=_PROBE_TIMEOUT + _CALL_MARGIN)
 
 
 def _facts(config: ResolvedConfig, k: int, probe: Mapping[str, Any], offset: float) -> NodeFacts:
@@ -130,28 +140,28 @@ def _facts(config: ResolvedConfig, k: int, probe: Mapping[str, Any], offset: flo
         memory=probe["memory"],
         cpus=probe["cpus"],
         clock_offset=offset,
-        free_ports=_in_any_order(port for port in candidate_ports(config, k) if str(port) not in probe["busy_ports"]),
+        free_ports=_shuffled(port for port in candidate_ports(config, k) if str(port) not in probe["busy_ports"]),
         addresses=tuple(address for _, address in probe["addresses"]),
         topology_bytes=probe["graph"].get("topology_bytes", 0),
     )
 
 
-def _in_any_order(ports: Iterable[int]) -> tuple[int, ...]:
-    """So that two launches in the same moment hardly ever take the same port."""
+def _shuffled(ports: Iterable[int]) -> tuple[int, ...]:
+    """Ports in random order, so that two launches at the same time rarely choose the same port."""
     free = list(ports)
     return tuple(random.sample(free, len(free)))
 
 
-# -- the wire ------------------------------------------------------------
+# -- network -------------------------------------------------------------
 
 
-def _of_the_wire(survey: Survey, wired: Wired) -> list[Finding]:
-    _raise_unexpected(wired.errors)
-    failed = [connect_finding(survey.config, k, wired.errors[k]) for k in sorted(wired.errors)]
-    return failed + list(wiring_findings(survey, wired))
+def _network_findings(survey: Survey, connectivity: Connectivity) -> list[Finding]:
+    _raise_unexpected(connectivity.errors)
+    failed = [connect_finding(survey.config, k, connectivity.errors[k]) for k in sorted(connectivity.errors)]
+    return failed + list(connectivity_findings(survey, connectivity))
 
 
-def _located(fact: NodeFacts, probe: Mapping[str, Any], wired: Wired) -> NodeFacts:
-    """``fact`` with the address that all others reach, and its interface."""
-    address = wired.address.get(fact.node_rank, fact.address)
+def _with_address(fact: NodeFacts, probe: Mapping[str, Any], connectivity: Connectivity) -> NodeFacts:
+    """``fact`` with the address that the network test chose, and its interface."""
+    address = connectivity.address.get(fact.node_rank, fact.address)
     return replace(fact, address=address, interface=interface_of(probe, address))

@@ -1,4 +1,4 @@
-"""The preflight report: findings of all nodes, folded into one table."""
+"""The preflight report: findings of all nodes, grouped in one table."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ from launcher.text import UNBOUNDED
 
 @dataclass(frozen=True)
 class PreflightReport:
-    """All that was learned; ``facts`` holds the nodes that answered."""
+    """The result of preflight."""
 
-    facts: dict[int, NodeFacts] = field(default_factory=dict)
+    facts: dict[int, NodeFacts] = field(default_factory=dict)  #: by node_rank, of the nodes that answered
     findings: tuple[Finding, ...] = ()
 
     @property
@@ -30,7 +30,7 @@ class PreflightReport:
         return any(finding.severity == "block" for finding in self.findings)
 
     def refuse_if_blocked(self) -> None:
-        """Raises ``PreflightRefused`` that names each node with something in the way."""
+        """Raise PreflightRefused with all blocking findings, if there are any."""
         if self.blocked:
             lines = finding_lines([finding for finding in self.findings if finding.severity == "block"])
             raise PreflightRefused("preflight refused the run:\n  " + "\n  ".join(lines))
@@ -40,15 +40,16 @@ _STYLES = {"ok": "green", "warn": "yellow", "block": "bold red"}
 
 _TITLES = {"warn": "Worth a look:", "block": "What to do:"}
 
-_LOOP = 3  #: hosts with the same repair from which on it is one line with a loop
+_LOOP = 3  # minimum number of hosts with the same command for which one shell loop is printed
 
 
 def print_findings(report: PreflightReport, console: Console) -> None:
-    """One table of all findings, nodes with the same row folded, blocking ones last; then what to do."""
+    """Print a table of all findings, with equal ones of several nodes in one row and blocking ones last, then the
+    remedies."""
     everyone = sorted({finding.node_rank for finding in report.findings} | set(report.facts))
     table = Table("", "Check", "Nodes", "Finding", title="Preflight", title_justify="left", box=SIMPLE_HEAD)
     for column in table.columns:
-        column.overflow = "fold"  # a fingerprint or a path is no use when its end is cut off
+        column.overflow = "fold"  # a fingerprint or a path must not be cut
     table.columns[2].max_width = 26 if console.width < UNBOUNDED else None
     for (severity, check, message), findings in _rows(report.findings).items():
         table.add_row(f"[{_STYLES[severity]}]{severity}[/]", check, nodes_of(findings, everyone), escape(message))
@@ -62,7 +63,7 @@ def print_findings(report: PreflightReport, console: Console) -> None:
 
 
 def finding_lines(findings: Sequence[Finding]) -> list[str]:
-    """One line for each finding, as in an error message; nodes with the same one folded."""
+    """One line per finding, for an error message; equal findings of several nodes share a line."""
     same: dict[tuple[str, str, str, str], list[Finding]] = {}
     for one in findings:
         same.setdefault((one.check, one.message, one.remedy, one.command), []).append(one)
@@ -76,15 +77,15 @@ def _folded_line(nodes: Sequence[Finding]) -> str:
 
 
 def nodes_of(findings: Sequence[Finding], everyone: Sequence[int]) -> str:
-    """``all 64 nodes``, ``node3 (gnn4)``, or ranges of nodes; those left out are named when they are few."""
+    """Names of the nodes of ``findings``: ``all 64 nodes``, ``node3 (gnn4)``, ranges, or ``all but …`` if shorter."""
     ranks = _ranks(findings)
     if len(ranks) == 1:
         return f"node{ranks[0]} ({findings[0].host})"
     if ranks == list(everyone):
         return "both nodes" if len(ranks) == 2 else f"all {len(ranks)} nodes"
-    there = node_ranges(ranks)
-    but = f"all but {node_ranges([k for k in everyone if k not in set(ranks)])}"
-    return min(there, but, key=len)
+    named = node_ranges(ranks)
+    others = f"all but {node_ranges([k for k in everyone if k not in set(ranks)])}"
+    return min(named, others, key=len)
 
 
 def node_ranges(ranks: Sequence[int]) -> str:
@@ -99,7 +100,7 @@ def node_ranges(ranks: Sequence[int]) -> str:
 
 
 def _rows(findings: Sequence[Finding]) -> dict[tuple[str, str, str], list[Finding]]:
-    """Findings by (severity, check, message), blocking ones last, where the eye is."""
+    """Findings by (severity, check, message), blocking ones last, next to the prompt of the shell."""
     order = list(_STYLES)
     ordered = sorted(findings, key=lambda finding: order.index(finding.severity))
     rows: dict[tuple[str, str, str], list[Finding]] = {}
@@ -109,7 +110,7 @@ def _rows(findings: Sequence[Finding]) -> dict[tuple[str, str, str], list[Findin
 
 
 def _remedies(findings: Sequence[Finding], everyone: Sequence[int]) -> Iterator[str]:
-    """What to do, once for all nodes with the same; commands on lines of their own, to be copied whole."""
+    """Remedies, one per group of nodes with the same; commands are on separate lines, so that they can be copied."""
     same: dict[tuple[str, str, str], list[Finding]] = {}
     for finding in findings:
         if finding.remedy or finding.command:
@@ -121,13 +122,13 @@ def _remedies(findings: Sequence[Finding], everyone: Sequence[int]) -> Iterator[
 
 
 def _commands(nodes: Sequence[Finding]) -> list[str]:
-    """The lines to paste: one loop over the hosts when only the host differs."""
-    ways = {node.login[:-1] for node in nodes}
+    """The commands to paste; one loop over the hosts if only the host differs."""
+    logins = {node.login[:-1] for node in nodes}
     hosts = list(dict.fromkeys(node.login[-1] for node in nodes if node.login))
-    if len(hosts) < _LOOP or len(ways) > 1:
+    if len(hosts) < _LOOP or len(logins) > 1:
         return list(dict.fromkeys(node.paste() for node in nodes))
-    way, command = shlex.join(nodes[0].login[:-1]), shlex.quote(nodes[0].command)
-    return [f'for host in {shlex.join(hosts)}; do {way} "$host" {command}; done']
+    login, command = shlex.join(nodes[0].login[:-1]), shlex.quote(nodes[0].command)
+    return [f'for host in {shlex.join(hosts)}; do {login} "$host" {command}; done']
 
 
 def _ranks(findings: Sequence[Finding]) -> list[int]:

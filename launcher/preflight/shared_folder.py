@@ -1,4 +1,4 @@
-"""Tests whether folders that should be shared are: a file written by one node must be visible on the others."""
+"""Tests whether nodes share the partition folder: a file written by one node must be visible on the others."""
 
 from __future__ import annotations
 
@@ -13,24 +13,25 @@ from launcher.text import spans
 from launcher.transport.fanout import on_nodes
 from launcher.transport.rpc import NodeAgent
 
-_TIMEOUT = 60.0  # a network disk that sleeps
+_TIMEOUT = 60.0  # seconds; a network disk may be slow to wake up
 
 
 def data_folder(config: ClusterConfig, k: int) -> str:
-    """The partition folder as node ``k`` sees it (mode verify)."""
+    """Path of the partition folder on node ``k`` (mode ``verify``)."""
     return config.nodes[k].data_folder or config.data.folder
 
 
 class Sharing:
-    """One look at the partition folder of all nodes in ``agents``; those without it have a finding of their own."""
+    """Compares the partition folders of the nodes in ``agents``; nodes without one are skipped, as another check
+    reports them."""
 
     def __init__(self, survey: Survey, agents: Mapping[int, NodeAgent]):
-        there = [k for k in sorted(agents) if survey.probes[k]["manifest"]]
-        self.survey, self.agents = survey, {k: agents[k] for k in there}
+        with_folder = [k for k in sorted(agents) if survey.probes[k]["manifest"]]
+        self.survey, self.agents = survey, {k: agents[k] for k in with_folder}
         self.name = f".gnnfleet-{secrets.token_hex(8)}"
 
     def findings(self) -> Iterator[Finding]:
-        """One for each node; nothing where there is but one."""
+        """One finding per node; none for a single node."""
         if len(self.agents) < 2:
             return
         try:
@@ -45,11 +46,12 @@ class Sharing:
         self._call("remove", first)
         same = [first, *(k for k in sorted(answers.values) if _same(wrote, answers.values[k]))]
         apart = [k for k in others if k not in same]
-        surely = "one folder" if wrote["written"] else "one folder, as it seems (it cannot be written to)"
+        shared = "one folder" if wrote["written"] else "probably one folder (it is read-only)"
         for k in same if len(same) > 1 else ():
-            yield self.survey.finding(k, "ok", "shared folder", f"{surely} on {spans(same, 'node')}")
+            yield self.survey.finding(k, "ok", "shared folder", f"{shared} on {spans(same, 'node')}")
         for k in [first, *apart] if len(same) == 1 else apart:
-            text = "every node has its own partition folder" if len(same) == 1 else f"not the folder of node{first}"
+            differs = f"another folder than on node{first}"
+            text = "every node has its own partition folder" if len(same) == 1 else differs
             yield self.survey.finding(k, "ok", "shared folder", f"{text}; parts are compared by digest")
 
     def _call(self, op: str, k: int) -> dict[str, Any]:

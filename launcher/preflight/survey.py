@@ -1,4 +1,4 @@
-"""Builds the request of ``node/programs/probe.py`` for each node, and the ``Survey`` of all replies."""
+"""Builds the requests to ``node/programs/probe.py``, and the ``Survey`` from its replies."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from launcher.preflight.finding import GraphSize, Survey
 
 @dataclass(frozen=True)
 class PartsHere:
-    """Parts that are on this machine already."""
+    """The partition folder on the launching machine."""
 
     fingerprint: str
     graph: GraphSize
@@ -27,21 +27,21 @@ class PartsHere:
 
 @dataclass(frozen=True)
 class Inquiry:
-    """One preflight's questions; what they need from this machine's disk is read once."""
+    """The requests of one preflight; it reads the files on the launching machine once."""
 
     config: ResolvedConfig
     run_id: str = ""
-    code: str = ""  #: digest of our code
-    parts: PartsHere | None = None  #: on this machine, in mode sync
+    code: str = ""  #: digest of gnnfleet's code
+    parts: PartsHere | None = None  #: partition folder on the launching machine (mode ``sync``)
 
     @classmethod
     def about(cls, config: ResolvedConfig, run_id: str = "") -> Inquiry:
-        """``run_id``: the run that is to be launched; its folder must be new on each node."""
+        """Read digests and parts. ``run_id``: the run to be launched; no node may have its folder yet."""
         parts = parts_here(config.data.folder) if config.makes_parts else None
         return cls(config, run_id, code_digest(), parts)
 
     def request(self, k: int, peer: str = "") -> dict[str, Any]:
-        """What node ``k`` is asked. ``peer``: an address others have, for a node reached over loopback."""
+        """The request to node ``k``. ``peer``: an address of another node, for a node reached over loopback."""
         config, node, run_id = self.config, self.config.nodes[k], self.run_id
         local = "127.0.0.1" if config.transport == "local" else ""
         workdir, parts = node_workdir(node, k), node.data_folder or config.data.folder
@@ -66,7 +66,7 @@ class Inquiry:
         own_command: bool = False,
         bytes_needed: Mapping[int, int] | None = None,
     ) -> Survey:
-        """All answers, for ``findings.all_findings``. ``bytes_needed`` is what the plan stores on each node."""
+        """The ``Survey`` of all replies. ``bytes_needed``: bytes that the plan stores on each node."""
         graph = (
             self.parts.graph
             if self.parts
@@ -76,7 +76,7 @@ class Inquiry:
 
 
 def _names(config: ResolvedConfig) -> list[str]:
-    """Host names that the nodes are told to reach each other by; addresses need no looking up."""
+    """Host names in the config by which nodes connect to each other; IP addresses are left out."""
     given = [config.run.master_addr, *(node.address for node in config.nodes)]
     return [name for name in dict.fromkeys(given) if name and name != "auto" and not is_ip(name)]
 
@@ -86,7 +86,7 @@ def _graph(found: Mapping[str, Any]) -> GraphSize:
 
 
 def parts_here(folder: str) -> PartsHere | None:
-    """None without any; a damaged manifest is told by whoever uses it."""
+    """The partition folder at ``folder``; None if it is missing or its manifest is damaged (reported elsewhere)."""
     try:
         manifest = json.loads((Path(folder).expanduser() / "manifest.json").read_text())
         return PartsHere(manifest["fingerprint"], _graph(size_of(manifest)))

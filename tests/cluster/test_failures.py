@@ -211,8 +211,8 @@ def test_a_run_id_that_is_taken_on_nodes_is_refused_and_the_other_run_left_alone
     finally:
         live.run(["tmux", "kill-server"], check=False)
         ended.run(["rm", "-r", f"{WORKDIR}/runs/mine"])
-    said_once(done, 3, f"node1 ({live.address})", "the run id is taken: tmux session gnnfleet-mine-node1 exists")
-    said_once(done, 3, f"the run id is taken: {WORKDIR}/runs/mine/node2", "take another --run-id")
+    said_once(done, 3, f"node1 ({live.address})", "the run id is already in use: tmux session gnnfleet-mine-node1 exists")
+    said_once(done, 3, f"the run id is already in use: {WORKDIR}/runs/mine/node2", "choose another --run-id")
     assert sessions == ["gnnfleet-mine-node1"], "what was there before is left alone"
     assert [scene.files(k) for k in range(3)] == before and scene.left_behind() == []
 

@@ -176,7 +176,7 @@ def test_shared_folder_and_copies(hosts: list[Host], tmp_path: Path) -> None:
     apart = with_node(config, 3, data_folder="/tmp/copy")
     assert says(apart, "shared folder") == {
         "one folder on node0–node2",
-        "not the folder of node0; parts are compared by digest",
+        "another folder than on node0; parts are compared by digest",
     }
     assert [path.name for path in parts.iterdir()] == ["manifest.json"]
 

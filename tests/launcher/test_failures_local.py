@@ -235,7 +235,7 @@ def test_with_json_a_refusal_says_what_stands_in_the_way(tmp_path: Path) -> None
     told = [json.loads(line) for line in done.stdout.splitlines()]
     assert [line["stage"] for line in told if line["kind"] == "stage"] == ["connect", "preflight", "end"]
     error = told[-1]["message"]
-    assert "node1: no manifest.json in /nowhere/parts" in error and "gnnfleet partition make" in error
+    assert "node1: no partitioned graph: no manifest.json in /nowhere/parts" in error and "gnnfleet partition make" in error
 
 
 @pytest.mark.slow  # test_supervisor_messages has it without launch.py

@@ -23,7 +23,7 @@ from launcher.transport.rpc import NodeAgent
 from test_session import home, make  # noqa: F401  fixtures
 from wire_kit import Closed, cluster, machine
 
-ALWAYS = ("wire", "interface", "shared folder")
+ALWAYS = ("network", "interface", "shared folder")
 
 
 def said(config: ClusterConfig, machines: dict[int, Transport], checks: tuple[str, ...] = ALWAYS) -> str:

@@ -1,4 +1,4 @@
-"""Preflight with servers and clients: the ways that are needed and no others, and what each role must have."""
+"""Preflight with servers and clients: the routes that are needed and no others, and what each role must have."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import pytest
 
 from findings_kit import found, gpu, versions, with_gpus
 from launcher.config.schema import ClusterConfig, DataConfig, NodeConfig, RunConfig
-from launcher.preflight.connectivity import CONTROL, FREE, MASTER, SERVICE, Ways
+from launcher.preflight.connectivity import CONTROL, FREE, MASTER, SERVICE, RequiredRoutes
 from launcher.preflight.preflight import run_preflight
 from launcher.preflight.preflight_report import PreflightReport
 from launcher.preflight.survey import Inquiry
@@ -28,7 +28,7 @@ def report_of(config: ClusterConfig, closed: Closed) -> PreflightReport:
 
 
 def wire(report: PreflightReport, severity: str = "block") -> list[tuple[int, str]]:
-    return [(f.node_rank, f.message) for f in report.findings if f.severity == severity and f.check == "wire"]
+    return [(f.node_rank, f.message) for f in report.findings if f.severity == severity and f.check == "network"]
 
 
 MIXED = cluster_of("server", "client", "worker", "client")  # node1 leads
@@ -47,8 +47,8 @@ MIXED = cluster_of("server", "client", "worker", "client")  # node1 leads
     ],
 )
 def test_who_must_reach_what(use: str, target: int, sources: set[int]) -> None:
-    ways = Ways(MIXED)
-    assert {k for k in range(4) if ways.must_reach(k, target, use)} == sources
+    routes = RequiredRoutes(MIXED)
+    assert {k for k in range(4) if routes.must_reach(k, target, use)} == sources
 
 
 def test_ways_that_are_not_needed_may_be_closed() -> None:
@@ -81,12 +81,12 @@ def test_a_way_that_is_needed_is_missed(closed: Closed, says: str) -> None:
     report = report_of(MIXED, closed)
     assert [text for _, text in wire(report)] == [says]
     deaf = [f.remedy for f in report.findings if f.severity == "block" and "29" not in f.message]
-    assert all("look at the firewall and the routes of node" in remedy for remedy in deaf)
+    assert all("check the firewall and the routes of node" in remedy for remedy in deaf)
 
 
 def test_servers_that_are_kept_up_need_no_meeting() -> None:
-    ways = Ways(cluster_of("server", "server"))
-    assert ways.reach(0, (0, 1)) == {1} and ways.reach(1, (0, 1)) == {0}
+    routes = RequiredRoutes(cluster_of("server", "server"))
+    assert routes.reach(0, (0, 1)) == {1} and routes.reach(1, (0, 1)) == {0}
     assert wire(report_of(cluster_of("server", "server"), lambda *way: "")) == []
 
 

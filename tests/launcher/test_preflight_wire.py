@@ -16,7 +16,7 @@ from launcher.preflight.preflight import run_preflight
 from launcher.preflight.preflight_report import PreflightReport
 from wire_kit import Closed, cluster, machine
 
-CHECKS = ("wire", "interface", "connect", "master port", "control port", "service port")
+CHECKS = ("network", "interface", "connect", "master port", "control port", "service port")
 
 
 def report_of(count: int, closed: Closed, config: ClusterConfig | None = None, **facts: Any) -> PreflightReport:
@@ -44,7 +44,7 @@ def word(why: str, sources: set[int], targets: set[int], *ports: int) -> Closed:
 def test_all_is_well() -> None:
     report = report_of(4, lambda *way: "")
     assert blocked(report) == []
-    fine = [(f.node_rank, f.message) for f in report.findings if f.check in ("wire", "interface")]
+    fine = [(f.node_rank, f.message) for f in report.findings if f.check in ("network", "interface")]
     for k in range(4):
         assert (k, "all 12 pairs reach each other") in fine and (k, "traffic goes over eth0") in fine
 
@@ -52,7 +52,8 @@ def test_all_is_well() -> None:
 def test_a_blocked_pair_is_named() -> None:
     report = report_of(4, word("no answer", {2}, {0}, 29500))
     assert blocked(report) == [(2, "node2 → node0:29500 blocked: no answer")]
-    assert "let TCP port 29500 through to node0" in remedy(report) and "10.0.0.0 is the wrong network" in remedy(report)
+    assert "allow TCP port 29500 of node0 in the firewall" in remedy(report)
+    assert "10.0.0.0 is in the wrong network" in remedy(report)
 
 
 @pytest.mark.parametrize(
@@ -64,7 +65,7 @@ def test_a_blocked_pair_is_named() -> None:
         (word("no answer", {0, 1, 3}, {2}, 29602), 2, "all → node2:29602 blocked: no answer"),
         (word("no route", {0, 1}, {2, 3}), 2, "node0–node1 → node2–node3 blocked: no route"),
         (word("refused", {1}, {2}, 40002), 1, "node1 → node2 blocked on free ports: refused"),
-        (word("stranger", {1}, {3}, 29603), 1, "node1 → node3:29603 blocked: something else answers there"),
+        (word("stranger", {1}, {3}, 29603), 1, "node1 → node3:29603 blocked: another program answers there"),
         (word("no answer", {0, 1, 2}, {1, 2, 3}, 29601, 29602, 29603), 0, "blocked: no answer"),
     ],
 )
@@ -78,11 +79,11 @@ def test_many_blocked_pairs_are_folded(closed: Closed, place: int, says: str) ->
 @pytest.mark.parametrize(
     ("why", "says"),
     [
-        ("refused", "a firewall rejects it, or 10.0.0.2 is another machine"),
-        ("no answer", "a firewall drops it, or 10.0.0.2 is the wrong network"),
-        ("no route", "10.0.0.2 cannot be reached from there (`ip route`)"),
-        ("stranger", "another machine or a proxy stands at 10.0.0.2 (NAT?)"),
-        ("name", "10.0.0.2 is not known there: add it to /etc/hosts"),
+        ("refused", "in the firewall, or, if 10.0.0.2 is another machine, set"),
+        ("no answer", "in the firewall, or, if 10.0.0.2 is in the wrong network, set"),
+        ("no route", "to 10.0.0.2 (`ip route`): set"),
+        ("stranger", "another machine or a proxy answers at 10.0.0.2 (NAT?)"),
+        ("name", "add 10.0.0.2 to /etc/hosts of"),
     ],
 )
 def test_the_remedy_tells_causes_apart(why: str, says: str) -> None:
@@ -146,7 +147,7 @@ def test_the_configured_interface_decides() -> None:
     assert (report.facts[0].address, report.facts[0].interface) == ("10.9.0.0", "ib0")
     nodes = (replace(config.nodes[0], interface="ib7"), *config.nodes[1:])
     report = run_preflight(replace(config, nodes=nodes), {k: two_networks(k, lambda *way: "") for k in range(3)})
-    assert blocked(report)[0][1].startswith("it has no address on interface ib7; its addresses: 127.0.0.1 (lo), 172.")
+    assert blocked(report)[0][1].startswith("no address on interface ib7; addresses of the host: 127.0.0.1 (lo), 172.")
 
 
 def test_a_node_reached_over_loopback_takes_an_outward_address() -> None:

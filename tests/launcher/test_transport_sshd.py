@@ -168,7 +168,7 @@ def test_preflight_over_ssh_tells_one_machine_under_two_names(sshd: RealSshd, tm
     close_all(lines)
     assert [f.node_rank for f in report.findings if f.check == "same machine"] == [1]
     assert report.facts[0].address == "127.0.0.1"
-    assert [f.severity for f in report.findings if f.check == "wire"] == ["ok", "ok"]
+    assert [f.severity for f in report.findings if f.check == "network"] == ["ok", "ok"]
 
 
 def test_connecting_to_many_nodes_at_once_through_a_server_that_drops_bursts(sshd: RealSshd) -> None:

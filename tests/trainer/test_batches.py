@@ -183,7 +183,7 @@ def test_any_batch_comes_back_bit_for_bit(made_of) -> None:
         (work_of(fanouts={HOMO_EDGE: (-2,)}), "fanouts"),
         (work_of(SeedSet({HOMO_NODE: SEEDS}, {HOMO_NODE: SEEDS[1:]})), "of another length"),
         (work_of(SeedSet({HOMO_NODE: SEEDS}, times={"other": SEEDS})), "of another length"),
-        (work_of(SeedSet({HOMO_NODE: SEEDS}, exclude={HOMO_EDGE: (SEEDS, SEEDS[1:])})), "more ends of one kind"),
+        (work_of(SeedSet({HOMO_NODE: SEEDS}, exclude={HOMO_EDGE: (SEEDS, SEEDS[1:])})), "different numbers of targets and sources"),
         (work_of(labels=("other", ("y",))), "which has no seeds"),
     ],
 )

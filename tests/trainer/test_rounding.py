@@ -157,7 +157,7 @@ def test_int8_is_sent_where_both_are_asked_for() -> None:
 
 def test_rows_that_cannot_be_sent_are_refused_with_the_remedy() -> None:
     broken = [{**ROWS[0], "x": np.full((4, 3), np.nan, np.float32)}]
-    with pytest.raises(DataError, match="rows of x cannot travel as int8: row 0 holds inf or NaN.*--wire-rows stored"):
+    with pytest.raises(DataError, match="rows of x cannot be sent as int8: row 0 holds inf or NaN.*--wire-rows stored"):
         answer("int8", broken)
 
 

@@ -1,1 +1,1 @@
-"""The graph service: answers sampling and gathering for the parts a host owns."""
+"""The graph service: graph servers, which sample and gather from the parts of a host, and their clients."""

@@ -1,8 +1,8 @@
-"""Requests for whole batches and their replies, to and from frames.
+"""Encodes and decodes requests for whole batches, and their replies.
 
-Both are a run of int64 in the records, in the order in which they are written and read here, that refers to the
-message's tables of names and arrays. A request begins with the keys of the batch and of the client (2 × u64) and
-the place of the client's name.
+The records of both are a sequence of int64, some of them indices into the message's tables of names and arrays; the
+functions below define its order. A request begins with the key of the batch, the number of the client (2 × u64) and
+the index of the client's name.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ MAX_HOPS = 64
 
 MAX_CLIENT_NAME = 200  #: characters
 
-_HEADER = struct.Struct("<QQq")  # key of the batch, number of the client, place of its name
+_HEADER = struct.Struct("<QQq")  # key of the batch, number of the client, index of its name
 
 _REPLACE, _DISJOINT, _INDUCED, _EDGE_IDS, _ASK_AGAIN, _TIME_ON_EDGE, _TIME_LAST = (1 << bit for bit in range(7))
 
@@ -37,7 +37,7 @@ _FANOUT_LIMIT = 1 << 31
 
 
 class _RecordWriter:
-    """Writes numbers, and what they refer to."""
+    """Collects the numbers of the records, and the names and arrays that they refer to."""
 
     def __init__(self) -> None:
         self.table = TableWriter()
@@ -47,7 +47,7 @@ class _RecordWriter:
         self._numbers += numbers
 
     def many(self, numbers: Sequence[int]) -> None:
-        """So many, and then these."""
+        """Put a count and the numbers."""
         self.put(len(numbers), *numbers)
 
     def names(self, names: Iterable[str]) -> None:
@@ -57,12 +57,12 @@ class _RecordWriter:
         self.put(*map(self.table.array, arrays))
 
     def rows(self, rows: Columns) -> None:
-        """Columns by name."""
+        """Put columns by name."""
         self.names(rows)
         self.arrays(*rows.values())
 
     def rounded(self, of: AnyType, rows: Columns, form_of: FormOf) -> None:
-        """Columns by name, each with its mark."""
+        """Put columns by name, rounded, each with its mark."""
         self.names(rows)
         for name, column in rows.items():
             mark, arrays = rounded(name, column, form_of(of, name))
@@ -75,7 +75,7 @@ class _RecordWriter:
 
 
 class _RecordReader:
-    """Reads what ``_RecordWriter`` wrote. All methods raise ``WireError`` for what cannot have been written."""
+    """Reads the records of ``_RecordWriter``. All methods raise ``WireError`` for invalid numbers."""
 
     def __init__(self, message: Message, skip: int = 0):
         records = message.records[skip:]
@@ -84,13 +84,13 @@ class _RecordReader:
         self.table = TableReader(message)
         self._numbers = struct.unpack(f"<{len(records) // 8}q", records)
         self._at = 0
-        self._last = NONE  #: place of the last array of rows
+        self._last = NONE  #: index of the last array of rows
 
     def number(self) -> int:
         return self._run(1)[0]
 
     def count(self) -> int:
-        """How many things follow."""
+        """A count of entries, each of at least one number."""
         return self._within(self.number())
 
     def many(self) -> tuple[int, ...]:
@@ -124,11 +124,11 @@ class _RecordReader:
         return {name: restored(self.number(), arrays) for name in self.names()}
 
     def _each_once(self) -> Iterator[Array]:
-        """As many as are asked for, each behind the one before: restored, one takes more memory than its message."""
+        """Yield arrays by ascending index: restoring the same one often would take more memory than the message."""
         while True:
             place = self.number()
             if place <= self._last:
-                raise WireError(f"array {place} in rows, behind {self._last}")
+                raise WireError(f"array {place} in rows, after array {self._last}")
             self._last = place
             yield self.table.array(place)
 
@@ -142,12 +142,12 @@ class _RecordReader:
 
     def _within(self, count: int) -> int:
         if not 0 <= count <= len(self._numbers) - self._at:
-            raise WireError(f"{count} of {len(self._numbers) - self._at} numbers that are left")
+            raise WireError(f"{count} numbers announced, {len(self._numbers) - self._at} are left")
         return count
 
 
 def batch_request(work: BatchWork, client: ClientName) -> Message:
-    """The message asking for a whole batch. Raises ``WireError`` for what cannot be sent."""
+    """Encode a request for a whole batch. Raises ``WireError`` if it exceeds a limit."""
     out = _RecordWriter()
     name = out.table.name(client.name)
     _put_settings(out, work.settings)
@@ -192,7 +192,7 @@ def _put_seeds(out: _RecordWriter, seeds: SeedSet) -> None:
 
 
 def read_client(message: Message) -> ClientName:
-    """Who asks for a batch. Raises ``WireError``."""
+    """Decode the client of a batch request. Raises ``WireError``."""
     if len(message.records) < _HEADER.size:
         raise WireError(f"{len(message.records)} bytes of records")
     _, number, place = _HEADER.unpack_from(message.records)
@@ -203,7 +203,7 @@ def read_client(message: Message) -> ClientName:
 
 
 def read_batch_request(message: Message) -> tuple[BatchWork, ClientName]:
-    """What is asked for and by whom. Raises ``WireError`` unless the message is a complete request within bounds."""
+    """Decode the batch and the client of a request. Raises ``WireError`` if it is invalid or exceeds a limit."""
     client = read_client(message)
     reader = _RecordReader(message, _HEADER.size)
     key, _, _ = _HEADER.unpack_from(message.records)
@@ -251,16 +251,16 @@ def _read_seeds(reader: _RecordReader) -> SeedSet:
         for _ in range(reader.count())
     }
     if (number := sum(map(len, nodes.values()))) > MAX_SEEDS:
-        raise WireError(f"a batch of {number} seeds; a graph server takes at most {MAX_SEEDS}, make batches smaller")
+        raise WireError(f"a batch of {number} seeds; a graph server accepts at most {MAX_SEEDS}; use smaller batches")
     if any(of not in nodes or len(ids) != len(nodes[of]) for more in (trees, times) for of, ids in more.items()):
         raise WireError("trees or times of another length than their seeds")
     if any(len(targets) != len(sources) for targets, sources in exclude.values()):
-        raise WireError("excluded edges with more ends of one kind")
+        raise WireError("excluded edges with different numbers of targets and sources")
     return SeedSet(nodes, trees, times, exclude)
 
 
 def batch_reply(request: Message, sampled: SampledBatch, form_of: FormOf = lambda of, name: "stored") -> Message:
-    """The answer to a request for a batch. Raises ``DataError`` for rows that their form cannot hold."""
+    """Encode the reply to a batch request. Raises ``DataError`` for rows that their form cannot represent."""
     out, subgraph = _RecordWriter(), sampled.subgraph
     out.put(subgraph.num_hops, subgraph.induced, len(subgraph.nodes))
     for of, nodes in subgraph.nodes.items():
@@ -283,10 +283,10 @@ def batch_reply(request: Message, sampled: SampledBatch, form_of: FormOf = lambd
 
 
 def read_batch(reply: Message, work: BatchWork) -> SampledBatch:
-    """The batch that came of ``work``, as the server sampled it.
+    """Decode the batch that a server sampled for ``work``.
 
-    Its bytes are the reply's; all its rows count as from other hosts. Raises ``WireError`` for a reply that does not
-    fit the work.
+    Its cost counts the reply's bytes, and all rows as rows of other hosts. Raises ``WireError`` if the reply does not
+    fit ``work``.
     """
     reader = _RecordReader(reply)
     num_hops, induced, count = reader.number(), bool(reader.number()), reader.count()
@@ -318,7 +318,7 @@ def _read_edges(reader: _RecordReader) -> EdgeSet:
     begin, count, src, edge = reader.array(), reader.array(), reader.array(), reader.array_or_none()
     whole = reader.array_or_none(), reader.array_or_none()
     if not _is(src, np.int32) or (edge is not None and not _is(edge, np.int64, len(src))):
-        raise WireError(f"sources of {src.dtype} {src.shape}, or edge ids that are not theirs")
+        raise WireError(f"sources of {src.dtype} {src.shape}, or edge ids of another shape")
     places = _edge_ranges(begin, count, len(src))
     rows = None if whole[0] is None or whole[1] is None else _edge_ranges(whole[0], whole[1], len(src))
     return EdgeSet(fanouts, places.begin, places.count, src, edge, per_hop, rows)
@@ -350,7 +350,7 @@ def _check_subgraph(subgraph: SampledSubgraph, work: BatchWork) -> None:
 
 
 def _check_rows(subgraph: SampledSubgraph, rows: Mapping[AnyType, Columns], work: BatchWork) -> int:
-    """The number of rows."""
+    """Check the rows; returns their number."""
     found: dict[AnyType, Ids] = {of: nodes.ids for of, nodes in subgraph.nodes.items()}
     found |= {of: edges.edge for of, edges in subgraph.edges.items() if edges.edge is not None}
     for of, ids in found.items():
@@ -359,6 +359,7 @@ def _check_rows(subgraph: SampledSubgraph, rows: Mapping[AnyType, Columns], work
 
 
 def _check_labels(labels: Columns, work: BatchWork) -> int:
+    """Check the labels; returns their number."""
     of, names = work.labels
     number = len(work.seeds.nodes[of]) if names else 0
     _check_columns(of, labels, names, number)

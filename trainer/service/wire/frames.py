@@ -1,13 +1,13 @@
-"""The wire format: a fixed header and raw little-endian arrays; nothing is unpickled.
+"""The wire format: a fixed header and raw little-endian arrays, without pickle.
 
-A message is a list of parts (``trainer.service.stream``). Part 0, the head, holds the header, one descriptor per
-array, the records and the text of the kind (``messages``), then the small arrays, each from a multiple of 8 bytes on.
-Each further part is the memory of a larger, C-contiguous array. Ids travel as int32 where they fit.
+A message is a list of parts (``trainer.service.stream``). Part 0, the head, has the header, one descriptor per array,
+the records and the text, whose meaning depends on the kind (``messages``), and then the small arrays, each aligned to
+8 bytes. Each further part is the memory of a larger, C-contiguous array. Ids are sent as int32 if they fit.
 
 ======  =====================================================================
 header  magic ``GNFS`` · version u16 · kind u8 · status u8 · request id u64 · arrays u32 · bytes of records u32 ·
         bytes of UTF-8 text u32 · flags u32 (``Flag``)
-each    dtype code u8 · ndim u8 · 6 zero bytes · shape 8 × u64 (0 beyond ndim)
+array   dtype code u8 · ndim u8 · 6 zero bytes · shape 8 × u64 (0 beyond ndim)
 ======  =====================================================================
 """
 
@@ -30,7 +30,7 @@ from trainer.core.schema import AnyType, EdgeType, NodeType, type_name, type_of
 
 VERSION = 6
 
-MAX_ARRAY = 1 << 30  #: bytes; no array on the wire is larger
+MAX_ARRAY = 1 << 30  #: bytes of one array
 
 MAX_MESSAGE = 1 << 32  #: bytes of all arrays of a message
 
@@ -40,7 +40,7 @@ MAX_RECORDS = 1 << 20  #: bytes
 
 MAX_TEXT = 1 << 16  #: bytes of UTF-8
 
-SMALL = 4096  #: bytes; arrays up to this travel in the head: measured, a part of its own costs more than the copy
+SMALL = 4096  #: bytes; arrays up to this size are copied into the head, which is faster than a separate part (measured)
 
 _MAGIC = b"GNFS"
 
@@ -69,7 +69,7 @@ MAX_HEAD = _HEADER.size + MAX_ARRAYS * (_DESCRIPTOR.size + SMALL) + MAX_RECORDS 
 
 
 class Kind(IntEnum):
-    """What is asked for."""
+    """Kinds of messages."""
 
     HELLO = 1
     SAMPLE = 2
@@ -78,27 +78,27 @@ class Kind(IntEnum):
     HAS_EDGES = 5
     EDGES = 6
     BATCH = 7  #: a whole batch: subgraph and rows
-    TAKEN = 8  #: the batch of this request id has arrived; never answered
+    TAKEN = 8  #: acknowledges the batch with this request id; has no reply
     MANIFEST = 9  #: manifest.json
-    SHARED = 10  #: a slice of an array that all parts share: seeds of a split, graph attributes
+    SHARED = 10  #: a slice of an array common to all parts: seeds of a split, graph attributes
     TO_GLOBAL = 11  #: global ids of original ids
-    ALIVE = 12  #: sent by a server, unasked, to clients that wait for a batch
+    ALIVE = 12  #: keep-alive from a server to clients that wait for a batch; has no reply
 
 
-NONE = -1  #: the place of what is not there
+NONE = -1  #: index of an absent array or name
 
 
 class Flag(IntFlag):
-    """How a request wants to be answered."""
+    """Options of a request."""
 
     NONE = 0
-    ROUTE = 1  #: for the whole graph: the server asks others for what it does not own
-    FLOAT16 = 2  #: floating-point rows of the answer may be rounded to float16 (``rounded``)
-    INT8 = 4  #: or to int8
+    ROUTE = 1  #: answer for the whole graph, by requests to other servers where needed
+    FLOAT16 = 2  #: floating-point rows of the reply may be rounded to float16 (``rounded``)
+    INT8 = 4  #: they may be rounded to int8
 
 
 class Status(IntEnum):
-    """A request, or one of the two replies; an error's cause is in the text."""
+    """Whether a message is a request or which kind of reply; the text of an ERROR is its cause."""
 
     REQUEST = 0
     OK = 1
@@ -119,30 +119,30 @@ class Message:
     request_id: int  #: uint64, chosen by the client; the reply repeats it
     arrays: tuple[Array, ...] = ()
     text: str = ""
-    records: bytes = b""  #: what a request says of its arrays, in structs of its kind
+    records: bytes = b""  #: structs whose format depends on the kind
     flags: Flag = Flag.NONE
-    size: int = field(default=0, compare=False)  #: bytes of its frames, once received
+    size: int = field(default=0, compare=False)  #: bytes of its frames; 0 unless received
 
     def reply(self, arrays: Sequence[Array] = (), text: str = "", records: bytes = b"") -> Message:
-        """The answer to this request."""
+        """The reply to this request."""
         return Message(self.kind, Status.OK, self.request_id, tuple(arrays), text, records)
 
     def error(self, cause: str) -> Message:
-        """The answer when this request failed; a long cause is cut."""
+        """The error reply to this request; a long cause is truncated."""
         text = cause.encode("utf-8", "replace")[:MAX_TEXT].decode("utf-8", "ignore")
         return Message(self.kind, Status.ERROR, self.request_id, (), text)
 
 
 def encode(message: Message, max_array: int = MAX_ARRAY, request_id: int | None = None) -> list[Any]:
-    """Frames to send: the head as bytes, then the larger arrays themselves, not copied when C-contiguous.
+    """Frames to send: the head as bytes, then the larger arrays, without a copy if they are C-contiguous.
 
-    ``request_id`` replaces the message's own. Raises ``WireError`` for what ``decode`` would refuse.
+    ``request_id`` replaces the message's own. Raises ``WireError`` for a message that ``decode`` would reject.
     """
     text, records = message.text.encode(), message.records
     if len(message.arrays) > MAX_ARRAYS or len(text) > MAX_TEXT or len(records) > MAX_RECORDS:
         raise WireError(
-            f"{len(message.arrays)} arrays, {len(text)} bytes of names and {len(records)} of records cannot be sent "
-            f"at once; a message holds {MAX_ARRAYS}, {MAX_TEXT} and {MAX_RECORDS}"
+            f"{len(message.arrays)} arrays, {len(text)} bytes of names and {len(records)} of records are too many for "
+            f"one message; the limits are {MAX_ARRAYS}, {MAX_TEXT} and {MAX_RECORDS}"
         )
     arrays = [_on_wire(array, max_array) for array in message.arrays]
     if (total := sum(array.nbytes for array in arrays)) > MAX_MESSAGE:
@@ -162,7 +162,7 @@ def encode(message: Message, max_array: int = MAX_ARRAY, request_id: int | None 
 
 
 def _on_wire(array: Array, max_array: int) -> Array:
-    """The array little-endian and C-contiguous."""
+    """Convert to little-endian and C-contiguous."""
     dtype = array.dtype.newbyteorder("<")
     if dtype not in _CODE_OF_DTYPE:
         raise WireError(f"arrays of dtype {array.dtype} cannot be sent; only booleans and numbers up to 128 bits can")
@@ -179,11 +179,11 @@ def _describe(array: Array) -> bytes:
 
 
 def decode(frames: Sequence[Any], max_array: int = MAX_ARRAY, max_message: int = MAX_MESSAGE) -> Message:
-    """A message from received frames (bytes or anything with the buffer protocol).
+    """Parse a message from received frames, which are bytes or other buffers.
 
-    Arrays of one frame are views of it where alignment allows, else copies. Raises ``WireError`` for whatever is not
-    exactly a message of this version, or has arrays over ``max_array`` bytes, or ``max_message`` together, before any
-    memory is taken for them.
+    An array with a frame of its own is a view of it if alignment allows, else a copy. Raises ``WireError`` for anything
+    but a valid message of this version, and, before allocating memory, for arrays over ``max_array`` bytes each or
+    ``max_message`` bytes in total.
     """
     if not frames:
         raise WireError("a message without frames")
@@ -209,7 +209,7 @@ def decode(frames: Sequence[Any], max_array: int = MAX_ARRAY, max_message: int =
 
 
 def head_of(frames: Sequence[Any]) -> Message | None:
-    """Kind, status and request id of a request that is not read further; None for what is none at first sight."""
+    """Read only kind and request id of a request; None if the header is not that of a request."""
     head = bytes(memoryview(frames[0])[: _HEADER.size]) if frames else b""
     if len(head) < _HEADER.size:
         return None
@@ -221,7 +221,7 @@ def head_of(frames: Sequence[Any]) -> Message | None:
 
 @dataclass(frozen=True)
 class _ArrayHeader:
-    """A received descriptor."""
+    """A received array descriptor."""
 
     dtype: np.dtype[Any]
     shape: list[int]
@@ -231,7 +231,7 @@ class _ArrayHeader:
 def _read_arrays(
     head: bytes, count: int, end: int, frames: Sequence[Any], max_array: int, max_message: int
 ) -> tuple[Array, ...]:
-    """All arrays, the small ones from ``end`` of the head on; both head and frames must be used up exactly."""
+    """Read all arrays, the small ones from offset ``end`` of the head; head and frames must have no bytes left."""
     headers = [_read_descriptor(head, position, max_array) for position in range(count)]
     total, needed = sum(one.size for one in headers), sum(one.size > SMALL for one in headers)
     if total > max_message or needed != len(frames):
@@ -258,7 +258,7 @@ def _read_descriptor(head: bytes, position: int, max_array: int) -> _ArrayHeader
 
 
 def _num_bytes(shape: list[int], dtype: np.dtype[Any], limit: int) -> int:
-    """Bytes of an array. Raises ``WireError`` beyond ``limit``; an empty array's other dimensions must fit it too."""
+    """Bytes of an array; of an empty one its non-zero dimensions count. Raises ``WireError`` above ``limit``."""
     size = math.prod(shape) * dtype.itemsize
     if size > limit or (not size and math.prod(filter(None, shape)) * dtype.itemsize > limit):
         raise WireError(f"shape {shape} of {dtype} is over {limit} bytes")
@@ -275,7 +275,7 @@ def _array(buffer: Any, one: _ArrayHeader) -> Array:
 
 
 def narrow_ids(ids: Array) -> Array:
-    """Ids as int32 where they fit, else int64; a copy unless they are int32 already."""
+    """Ids as int32 if they fit, else int64; a copy unless they are int32 already."""
     fits = not len(ids) or (int(ids.max()) <= _INT32_MAX and int(ids.min()) >= -_INT32_MAX)
     if not fits:
         return slabs.cast(ids, np.int64)
@@ -283,34 +283,34 @@ def narrow_ids(ids: Array) -> Array:
 
 
 def narrow(array: Array) -> Array:
-    """An array of int64 as int32 where it fits; any other as it is."""
+    """An int64 array as int32 if it fits; other arrays unchanged."""
     if array.dtype != np.int64 or (array.size and not -_INT32_MAX <= array.min() <= array.max() <= _INT32_MAX):
         return array
     return slabs.cast(array, np.int32)
 
 
 def check_ids(array: Array) -> Array:
-    """Received ids, unchanged. Raises ``WireError`` unless they are a vector of int32 or int64."""
+    """Return received ids unchanged. Raises ``WireError`` unless they are int32 or int64 [n]."""
     if array.ndim != 1 or array.dtype not in (np.int32, np.int64):
         raise WireError(f"ids of dtype {array.dtype} and shape {array.shape}; expected int32 or int64 [n]")
     return array
 
 
 def widen_ids(array: Array) -> Ids:
-    """Received ids as int64 [n]. Raises ``WireError`` unless they are a vector of int32 or int64."""
+    """Received ids as int64 [n]. Raises ``WireError`` unless they are int32 or int64 [n]."""
     return slabs.cast(check_ids(array), np.int64)
 
 
 class TableWriter:
-    """Collects the arrays and names of a message."""
+    """Collects the arrays and names of a message. Methods return the index that records use to refer to them."""
 
     def __init__(self) -> None:
         self._arrays: list[Array] = []
-        self._places: dict[int, tuple[int, Array]] = {}  # holds the array, so that its id() stays its own
+        self._places: dict[int, tuple[int, Array]] = {}  # refers to the array, so that its id() is not reused
         self._names: dict[str, int] = {}
 
     def ids(self, array: Ids | None) -> int:
-        """The place of an array of int64 [n], which travels as int32 where it fits."""
+        """Add int64 [n], sent as int32 if it fits; returns its index, the same for the same object."""
         if array is None:
             return NONE
         if id(array) not in self._places:
@@ -319,35 +319,35 @@ class TableWriter:
         return self._places[id(array)][0]
 
     def array(self, array: Array | None) -> int:
-        """What ``TableReader.array`` takes: an array of any dtype, int64 travelling as int32 where it fits."""
+        """Add an array of any dtype, int64 sent as int32 if it fits; returns the index for ``TableReader.array``."""
         if array is None:
             return NONE
         self._arrays.append(sent := narrow(array))
         return 2 * (len(self._arrays) - 1) + (sent.dtype != array.dtype)
 
     def name(self, name: str | None) -> int:
-        """The place of a name. Raises ``WireError`` for one with a line break, since these end names."""
+        """Add a name; returns its index. Raises ``WireError`` for a line break, which separates names."""
         if name is None:
             return NONE
         if "\n" in name:
-            raise WireError(f"{name!r} is no name")
+            raise WireError(f"{name!r} has a line break, which names cannot have")
         return self._names.setdefault(name, len(self._names))
 
     def type(self, of: AnyType) -> int:
-        """The place of a type's name."""
+        """Add a type's name; returns its index."""
         return self.name(type_name(of))
 
     def message(self, kind: Kind, records: bytes) -> Message:
-        """The request; its request id is still 0."""
+        """The request, with request id 0."""
         return Message(kind, Status.REQUEST, 0, tuple(self._arrays), "\n".join(self._names), records)
 
     def reply_to(self, request: Message, records: bytes) -> Message:
-        """The answer to a request."""
+        """The reply to ``request``."""
         return request.reply(self._arrays, "\n".join(self._names), records)
 
 
 class TableReader:
-    """The arrays and names of a received message. All methods raise ``WireError`` for places that are not there."""
+    """The arrays and names of a received message. All methods raise ``WireError`` for an index out of range."""
 
     def __init__(self, message: Message):
         self._message = message
@@ -356,19 +356,19 @@ class TableReader:
         self._types: dict[int, AnyType] = {}
 
     def records(self, record: struct.Struct) -> Iterator[tuple[Any, ...]]:
-        """The message's records."""
+        """Unpack the message's records."""
         if len(self._message.records) % record.size:
             raise WireError(f"{len(self._message.records)} bytes of records of {record.size}")
         return record.iter_unpack(self._message.records)
 
     def ids(self, place: int) -> Ids:
-        """int64 [n]; the same object whenever asked for the same place."""
+        """Ids int64 [n]; the same object for the same index."""
         if place not in self._wide:
             self._wide[place] = widen_ids(self._message.arrays[self._check(place, len(self._message.arrays), "array")])
         return self._wide[place]
 
     def array(self, place: int) -> Array:
-        """An array as it was, in dtype and shape."""
+        """An array in its original dtype and shape."""
         sent = self._message.arrays[self._check(place // 2, len(self._message.arrays), "array")]
         if place % 2 and sent.dtype != np.int32:
             raise WireError(f"array {place // 2} of dtype {sent.dtype} in place of int32")
@@ -378,7 +378,7 @@ class TableReader:
         return self._names[self._check(place, len(self._names), "name")]
 
     def type(self, place: int) -> AnyType:
-        """A well-formed name of a type; whether the graph has it is the graph's to say."""
+        """A node or edge type; it is well-formed, but the graph may lack it."""
         if place not in self._types:
             try:
                 self._types[place] = type_of(self.name(place))

@@ -1,8 +1,8 @@
-"""Hop requests and replies, to and from frames.
+"""Encodes and decodes hop requests and replies.
 
-A request is a record of places in the message's tables and numbers: edge type, nodes, trees, times, attribute of the
-time, weight, targets and sources to exclude, sources (9 × i32, -1: not given) · flags u32 · fanout i64 · shuffle i64 ·
-key u64. The answer has counts, sources and, if asked for, edge ids of each request in turn.
+A request is a record with indices into the message's tables: edge type, nodes, trees, times, attribute of the time,
+weight, targets and sources to exclude, sources (9 × i32, -1: absent) · flags u32 · fanout i64 · shuffle i64 · key u64.
+The reply has the arrays counts, sources and, if requested, edge ids of each request in turn.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _MAX_FANOUT = (1 << 31) - 1  # counts are int32
 
 
 def sample_request(requests: Sequence[HopRequest]) -> Message:
-    """The message asking for several hops. Raises ``WireError`` for what cannot be sent."""
+    """Encode several hop requests in one message. Raises ``WireError`` if they exceed a limit."""
     table = TableWriter()
     return table.message(Kind.SAMPLE, b"".join(_record(table, request) for request in requests))
 
@@ -61,11 +61,11 @@ def _flags(request: HopRequest) -> int:
 
 
 def read_sample_request(message: Message) -> list[HopRequest]:
-    """Raises ``WireError`` unless the message is made of complete requests."""
+    """Decode hop requests. Raises ``WireError`` unless the message consists of valid ones."""
     table = TableReader(message)
     requests = [_read_record(table, *record) for record in table.records(_RECORD)]
     if sum(map(_num_arrays, requests)) > MAX_ARRAYS:
-        raise WireError(f"{len(requests)} requests at once; an answer holds {MAX_ARRAYS} arrays")
+        raise WireError(f"{len(requests)} requests at once; a reply has at most {MAX_ARRAYS} arrays")
     return requests
 
 
@@ -116,7 +116,7 @@ def _num_arrays(request: HopRequest) -> int:
 
 
 def sample_arrays(samples: Sequence[HopSample]) -> list[Array]:
-    """The arrays of the answer."""
+    """The arrays of the reply."""
     arrays: list[Array] = []
     for sample in samples:
         arrays += sample.counts, narrow_ids(sample.src)
@@ -126,7 +126,7 @@ def sample_arrays(samples: Sequence[HopSample]) -> list[Array]:
 
 
 def read_samples(message: Message, requests: Sequence[HopRequest]) -> list[HopSample]:
-    """Raises ``WireError`` when the answer does not fit the requests."""
+    """Decode the reply to ``requests``. Raises ``WireError`` if it does not fit them."""
     if len(message.arrays) != sum(map(_num_arrays, requests)):
         raise WireError(f"{len(message.arrays)} arrays for {len(requests)} requests")
     arrays = iter(message.arrays)

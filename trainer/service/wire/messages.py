@@ -1,7 +1,7 @@
-"""Requests and replies of the graph service as typed values, to and from frames.
+"""Encodes and decodes the requests and replies of the graph service, except hops and batches.
 
-An array of rows goes with a *mark* of one byte: how it was rounded, and from which dtype. float16 rows are one array,
-int8 rows two: codes [n, …] and scales float32 [n, 1] (``trainer.core.rounding``). Mark 0: the array as it is.
+Each array of rows has a *mark* of one byte: how it was rounded, and from which dtype. float16 rows are sent as one
+array, int8 rows as two: codes [n, …] and scales float32 [n, 1] (``trainer.core.rounding``). Mark 0: not rounded.
 """
 
 from __future__ import annotations
@@ -40,34 +40,34 @@ from trainer.service.wire.frames import (
 
 _F2, _F4, _F8 = map(np.dtype, ("<f2", "<f4", "<f8"))
 
-_AS_IT_IS: tuple[WireRows, np.dtype] = ("stored", _F4)
+_NOT_ROUNDED: tuple[WireRows, np.dtype] = ("stored", _F4)
 
-_MARKS = (_AS_IT_IS, ("float16", _F4), ("float16", _F8), ("int8", _F2), ("int8", _F4), ("int8", _F8))
+_MARKS = (_NOT_ROUNDED, ("float16", _F4), ("float16", _F8), ("int8", _F2), ("int8", _F4), ("int8", _F8))
 
-_MARK_OF = {what: mark for mark, what in enumerate(_MARKS)}
+_MARK_OF = {rounding_of: mark for mark, rounding_of in enumerate(_MARKS)}
 
-#: How a request asks for rows in a form.
+#: Flag with which a request allows rows to be rounded to a form.
 FLAG_OF: dict[WireRows, Flag] = {"stored": Flag.NONE, "float16": Flag.FLOAT16, "int8": Flag.INT8}
 
 
 def form_of(flags: Flag) -> WireRows:
-    """The form that a request asks for; int8 where it names both."""
+    """The form that a request's flags allow; int8 if they allow both."""
     return "int8" if flags & Flag.INT8 else "float16" if flags & Flag.FLOAT16 else "stored"
 
 
 def rounded(name: str, rows: Array, form: WireRows) -> tuple[int, list[Array]]:
-    """Mark and arrays of an attribute's rows. Raises ``DataError`` for rows that ``form`` cannot hold."""
+    """Round rows of an attribute: mark and arrays. Raises ``DataError`` for rows that ``form`` cannot represent."""
     if not rounding.rounds(name, rows.dtype, rows.shape, form):
         return 0, [rows]
     try:
         arrays = [rounding.to_float16(rows)] if form == "float16" else list(rounding.to_int8(rows))
     except DataError as error:
-        raise DataError(f"rows of {name} cannot travel as {form}: {error}; use --wire-rows stored") from None
+        raise DataError(f"rows of {name} cannot be sent as {form}: {error}; use --wire-rows stored") from None
     return _MARK_OF[form, rows.dtype], arrays
 
 
 def restored(mark: int, arrays: Iterator[Array]) -> Array:
-    """The rows, from the arrays that are next. Raises ``WireError`` for what ``rounded`` cannot have made."""
+    """Inverse of ``rounded``, from the next of ``arrays``. Raises ``WireError`` for invalid marks or arrays."""
     if not 0 <= mark < len(_MARKS):
         raise WireError(f"rows of mark {mark}; marks go to {len(_MARKS) - 1}")
     form, dtype = _MARKS[mark]
@@ -87,16 +87,16 @@ def restored(mark: int, arrays: Iterator[Array]) -> Array:
 def _next(arrays: Iterator[Array]) -> Array:
     found = next(arrays, None)
     if found is None:
-        raise WireError("fewer arrays than rows were marked")
+        raise WireError("fewer arrays than marks of rows")
     return found
 
 
 @dataclass(frozen=True)
 class ServerAddress:
-    """A graph server, as others find it."""
+    """Name, address and parts of a graph server."""
 
-    name: str  #: in messages: ``node2 (gpu3)``, or ``node0 (gpu1) of products`` of a serving cluster
-    node_rank: int  #: in its own run
+    name: str  #: for messages: ``node2 (gpu3)``, or ``node0 (gpu1) of products`` in a serving cluster
+    node_rank: int  #: in the run or serving cluster that started it
     host: str
     endpoint: str  #: tcp://address:port
     parts: tuple[int, ...]
@@ -114,54 +114,54 @@ _IDS_RECORD = struct.Struct("<ii")  # node type, ids
 
 _MAX_SLOT = 1 << 62
 
-FormOf = Callable[[AnyType, str], WireRows]  #: how the rows of an attribute are to travel
+FormOf = Callable[[AnyType, str], WireRows]  #: the form in which rows of an attribute are sent
 
 
 @dataclass(frozen=True)
 class HelloInfo:
-    """Who a graph server is."""
+    """Reply of a graph server to HELLO."""
 
     node_rank: int
     host: str
     part_ids: tuple[int, ...]
     manifest_digest: str  #: sha256 of its manifest.json, hex
-    version: int = 1  #: of the cluster.json it has read last
-    servers: tuple[ServerAddress, ...] = ()  #: all graph servers, as written there
+    version: int = 1  #: of the cluster.json that it read last
+    servers: tuple[ServerAddress, ...] = ()  #: all graph servers of that cluster.json
 
 
 @dataclass(frozen=True)
 class ClientName:
-    """Who asks for batches: one training process, over all its connections."""
+    """A client that requests batches: one training process, over all its connections."""
 
-    number: int  #: uint64, drawn at random: what shares and buffers are counted by
-    name: str  #: for people: ``run-7/rank3 on gpu2 (pid 811)``
+    number: int  #: random uint64, by which the server accounts shares and buffers
+    name: str  #: for display: ``run-7/rank3 on gpu2 (pid 811)``
 
 
 @dataclass(frozen=True)
 class SharedSlice:
-    """Some rows of an array that all parts share."""
+    """A range of rows of an array common to all parts."""
 
-    of: NodeType | None  #: the type whose split it is; None: ``name`` is an attribute of the graph as a whole
+    of: NodeType | None  #: the type of which ``name`` is a split; None: ``name`` is an attribute of the whole graph
     name: str
     first: int
-    count: int  #: an array without dimensions is one row
+    count: int  #: 1 for an array without dimensions
 
 
 @dataclass(frozen=True)
 class ServerStats:
     """Counters of a graph server since its start."""
 
-    requests: int  #: answered, errors included
+    requests: int  #: answered, including errors
     errors: int  #: answered with an error
-    malformed: int  #: dropped without an answer
-    refused: int  #: connections that were not admitted, or did not speak as clients do
+    malformed: int  #: dropped without a reply
+    refused: int  #: connections that were not admitted, or did not complete the handshake
     bytes_in: int
     bytes_out: int
     seconds: Mapping[str, float]  #: time in handlers per kind, summed over threads
 
 
 def gather_request(requests: Sequence[RowRequest]) -> Message:
-    """The message asking for rows: a record of type, ids and name for each array wanted."""
+    """Encode row requests, with a record of type, ids and name for each attribute."""
     table = TableWriter()
     records = [
         _ROW_RECORD.pack(table.type(request.of), table.ids(request.ids), table.name(name))
@@ -172,9 +172,9 @@ def gather_request(requests: Sequence[RowRequest]) -> Message:
 
 
 def read_gather_request(message: Message) -> list[RowRequest]:
-    """Neighbouring records of the same rows as one request. Raises ``WireError`` for anything else than requests."""
+    """Decode row requests; adjacent records of the same rows are one request. Raises ``WireError``."""
     if len(message.records) > MAX_ARRAYS * _ROW_RECORD.size:
-        raise WireError(f"{len(message.records) // _ROW_RECORD.size} arrays asked for; an answer holds {MAX_ARRAYS}")
+        raise WireError(f"{len(message.records) // _ROW_RECORD.size} arrays requested; the limit is {MAX_ARRAYS}")
     table, requests = TableReader(message), []
     for (of, ids), records in groupby(table.records(_ROW_RECORD), key=lambda record: record[:2]):
         names = tuple(table.name(place) for _, _, place in records)
@@ -185,9 +185,9 @@ def read_gather_request(message: Message) -> list[RowRequest]:
 def rows_reply(
     message: Message, requests: Sequence[RowRequest], rows: Sequence[Mapping[str, Array]], form_of: FormOf
 ) -> Message:  # fmt: skip
-    """The answer to ``gather``; its records are the marks of the arrays asked for, none where all are as stored.
+    """Encode the reply to a GATHER; its records are the marks of the arrays, none if no array is rounded.
 
-    Raises ``DataError`` for rows that their form cannot hold.
+    Raises ``DataError`` for rows that their form cannot represent.
     """
     columns = [
         rounded(name, np.asarray(found[name]), form_of(request.of, name))
@@ -199,7 +199,7 @@ def rows_reply(
 
 
 def read_rows(message: Message, requests: Sequence[RowRequest]) -> list[dict[str, Array]]:
-    """Rows in the dtype they have there. Raises ``WireError`` unless each attribute asked for has one row per id."""
+    """Decode rows, in their stored dtype. Raises ``WireError`` unless each requested attribute has one row per id."""
     number = sum(len(request.attrs) for request in requests)
     marks, arrays = iter(message.records or bytes(number)), iter(message.arrays)
     if len(message.records) not in (0, number):
@@ -215,13 +215,13 @@ def read_rows(message: Message, requests: Sequence[RowRequest]) -> list[dict[str
 
 
 def has_edges_request(edge_type: EdgeType, src: Ids, dst: Ids) -> Message:
-    """The message asking which of these edges exist."""
+    """Encode a request for which of these edges exist."""
     table = TableWriter()
     return table.message(Kind.HAS_EDGES, _PAIR_RECORD.pack(table.type(edge_type), table.ids(src), table.ids(dst)))
 
 
 def read_has_edges_request(message: Message) -> tuple[EdgeType, Ids, Ids]:
-    """Edge type, sources and targets. Raises ``WireError`` unless the message is a complete request."""
+    """Decode edge type, sources and targets. Raises ``WireError`` for an invalid request."""
     table = TableReader(message)
     of, src, dst = _only(table.records(_PAIR_RECORD))
     if len(table.ids(src)) != len(table.ids(dst)):
@@ -230,20 +230,20 @@ def read_has_edges_request(message: Message) -> tuple[EdgeType, Ids, Ids]:
 
 
 def read_found(message: Message, count: int) -> npt.NDArray[np.bool_]:
-    """Raises ``WireError`` unless the answer is one boolean per edge."""
+    """Decode one boolean per edge. Raises ``WireError`` for any other reply."""
     if len(message.arrays) != 1 or message.arrays[0].dtype != np.bool_ or message.arrays[0].shape != (count,):
         raise WireError(f"arrays {[(str(array.dtype), array.shape) for array in message.arrays]} for {count} edges")
     return message.arrays[0]
 
 
 def edges_request(part_id: int, edge_type: EdgeType, first: int, count: int) -> Message:
-    """The message asking for a slice of a part's edges."""
+    """Encode a request for a slice of a part's edges."""
     table = TableWriter()
     return table.message(Kind.EDGES, _SLICE_RECORD.pack(table.type(edge_type), part_id, first, count))
 
 
 def read_edges_request(message: Message) -> tuple[int, EdgeType, int, int]:
-    """Part, edge type, first slot and number of edges. Raises ``WireError`` for too many at once."""
+    """Decode part, edge type, first slot and number of edges. Raises ``WireError``, also for too many edges."""
     table = TableReader(message)
     of, part_id, first, count = _only(table.records(_SLICE_RECORD))
     if not 0 <= count <= EDGES_AT_ONCE or not 0 <= first <= _MAX_SLOT:
@@ -252,12 +252,12 @@ def read_edges_request(message: Message) -> tuple[int, EdgeType, int, int]:
 
 
 def edge_arrays(edges: EdgeList) -> list[Array]:
-    """The arrays of the answer to ``edges``."""
+    """The arrays of the reply to EDGES."""
     return [narrow_ids(edges.src), narrow_ids(edges.dst), narrow_ids(edges.orig_id)]
 
 
 def read_edges(message: Message, count: int) -> EdgeList:
-    """Raises ``WireError`` unless the answer is ``count`` edges."""
+    """Decode ``count`` edges. Raises ``WireError`` for any other reply."""
     if len(message.arrays) != 3 or any(len(check_ids(ids)) != count for ids in message.arrays):
         raise WireError(f"arrays of shapes {[array.shape for array in message.arrays]} for {count} edges")
     src, dst, orig_id = map(widen_ids, message.arrays)
@@ -265,21 +265,21 @@ def read_edges(message: Message, count: int) -> EdgeList:
 
 
 def read_manifest_text(message: Message) -> bytes:
-    """The file as it is. Raises ``WireError`` for anything else than bytes."""
+    """Decode the bytes of manifest.json. Raises ``WireError`` for any other reply."""
     if len(message.arrays) != 1 or message.arrays[0].dtype != np.uint8 or message.arrays[0].ndim != 1:
-        raise WireError("a manifest that is not one run of bytes")
+        raise WireError("a manifest that is not one array of bytes")
     return message.arrays[0].tobytes()
 
 
 def shared_request(asked: SharedSlice) -> Message:
-    """The message asking for some rows of a shared array."""
+    """Encode a request for rows of a shared array."""
     table = TableWriter()
     of = NONE if asked.of is None else table.type(asked.of)
     return table.message(Kind.SHARED, _SHARED_RECORD.pack(of, table.name(asked.name), asked.first, asked.count))
 
 
 def read_shared_request(message: Message) -> SharedSlice:
-    """Raises ``WireError`` unless the message is a complete request."""
+    """Decode a request for rows of a shared array. Raises ``WireError``."""
     table = TableReader(message)
     of, name, first, count = _only(table.records(_SHARED_RECORD))
     if not 0 <= first <= _MAX_SLOT or not 0 <= count <= _MAX_SLOT:
@@ -288,7 +288,7 @@ def read_shared_request(message: Message) -> SharedSlice:
 
 
 def read_shared(message: Message, asked: SharedSlice) -> Array:
-    """Raises ``WireError`` unless the answer is one array of as many rows."""
+    """Decode rows of a shared array. Raises ``WireError`` for another number of rows."""
     rows = [array.shape[0] if array.ndim else 1 for array in message.arrays]
     if rows != [asked.count]:
         raise WireError(f"arrays of {rows} rows for {asked}")
@@ -296,32 +296,32 @@ def read_shared(message: Message, asked: SharedSlice) -> Array:
 
 
 def to_global_request(of: NodeType, orig_ids: Ids) -> Message:
-    """The message asking for the global ids of original ids."""
+    """Encode a request for the global ids of original ids."""
     table = TableWriter()
     return table.message(Kind.TO_GLOBAL, _IDS_RECORD.pack(table.type(of), table.ids(orig_ids)))
 
 
 def read_to_global_request(message: Message) -> tuple[NodeType, Ids]:
-    """Node type and original ids. Raises ``WireError`` unless the message is a complete request."""
+    """Decode node type and original ids. Raises ``WireError`` for an invalid request."""
     table = TableReader(message)
     of, ids = _only(table.records(_IDS_RECORD))
     return table.node_type(of), table.ids(ids)
 
 
 def read_ids(message: Message, count: int) -> Ids:
-    """int64 [count]. Raises ``WireError`` for another answer."""
+    """Decode ids, int64 [count]. Raises ``WireError`` for any other reply."""
     if len(message.arrays) != 1 or message.arrays[0].shape != (count,):
         raise WireError(f"arrays of shapes {[array.shape for array in message.arrays]} for {count} ids")
     return widen_ids(message.arrays[0])
 
 
 def taken(request_id: int) -> Message:
-    """Tells the server that the batch of this request has arrived; nobody answers."""
+    """A message that acknowledges the batch of a request; it has no reply."""
     return Message(Kind.TAKEN, Status.REQUEST, request_id)
 
 
 def alive() -> Message:
-    """Tells a client that its server is still at work on its batches; nobody answers."""
+    """A keep-alive to a client that waits for batches; it has no reply."""
     return Message(Kind.ALIVE, Status.OK, 0)
 
 
@@ -333,12 +333,12 @@ def _only(records: Iterator[tuple[Any, ...]]) -> tuple[Any, ...]:
 
 
 def info_text(info: HelloInfo | ServerStats) -> str:
-    """JSON for the text of a reply to ``hello`` or ``stats``."""
+    """JSON text of a reply to HELLO or STATS."""
     return json.dumps(asdict(info))
 
 
 def read_hello(message: Message) -> HelloInfo:
-    """Raises ``WireError`` unless the reply describes a server."""
+    """Decode the reply to HELLO. Raises ``WireError``."""
     fields = _json_object(message)
     try:
         parts = tuple(int(part) for part in fields["part_ids"])
@@ -348,23 +348,23 @@ def read_hello(message: Message) -> HelloInfo:
             part_ids=parts,
             manifest_digest=str(fields["manifest_digest"]),
             version=int(fields["version"]),
-            servers=tuple(map(_place, fields["servers"])),
+            servers=tuple(map(_address, fields["servers"])),
         )
     except (KeyError, TypeError, ValueError) as error:
-        raise WireError(f"a hello that cannot be understood: {error!r}") from None
+        raise WireError(f"an invalid reply to hello: {error!r}") from None
 
 
-def _place(raw: Mapping[str, Any]) -> ServerAddress:
+def _address(raw: Mapping[str, Any]) -> ServerAddress:
     name, host, endpoint = (str(raw[key]) for key in ("name", "host", "endpoint"))
     return ServerAddress(name, int(raw["node_rank"]), host, endpoint, tuple(map(int, raw["parts"])))
 
 
 def read_stats(message: Message) -> ServerStats:
-    """Raises ``WireError`` unless the reply holds exactly the counters."""
+    """Decode the reply to STATS. Raises ``WireError``."""
     try:
         return ServerStats(**_json_object(message))
     except TypeError as error:
-        raise WireError(f"stats that cannot be understood: {error}") from None
+        raise WireError(f"an invalid reply to stats: {error}") from None
 
 
 def _json_object(message: Message) -> dict[str, Any]:

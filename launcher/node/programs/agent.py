@@ -1,13 +1,13 @@
-"""Node program: a Python that runs other node programs on request. Python 3.8, standard library only.
+"""Node program: runs other node programs on request, in one Python process. Python 3.8, standard library only.
 
-Everything that is started on all nodes at once is sparing: typing, json, socket and subprocess take longer to
-import than Python to start. So lines are Python literals, and annotations alone name types of ``typing``.
+It starts on all nodes at once and must start fast: importing typing, json, socket or subprocess takes longer than
+starting Python. Therefore messages are Python literals, and types of ``typing`` occur only in annotations.
 
-A line of stdin is ``{"program": name, "sources": {name: source}, "request": …}``: modules it can import as
-``launcher.node.<name>`` from now on, and the program (``launcher.node.programs.<program>``) whose ``main(request)``
-gives the reply. The answer is ``MARKER{"reply": …, "times": [received, sent]}`` on a line of stdout, or ``{"error":
-traceback}``; without a program, the times alone. Modules stay loaded from call to call. When stdin closes, ``leave()``
-of each module that has one is called.
+Each line of stdin is a request ``{"program": name, "sources": {name: source}, "request": …}``. ``sources`` become
+importable as ``launcher.node.<name>``; then ``main(request)`` of ``launcher.node.programs.<program>`` is called. The
+answer is a line of stdout, ``MARKER{"reply": …, "times": [received, sent]}``, with ``"error": traceback`` in place of
+``"reply"`` after an exception, and with the times alone for a request without program. Times are in seconds since the
+epoch. Modules stay loaded between requests. When stdin closes, ``leave()`` of each module that defines it is called.
 """
 
 from __future__ import annotations
@@ -24,15 +24,15 @@ if TYPE_CHECKING:
     from types import ModuleType
     from typing import Any, BinaryIO, Optional
 
-MARKER = "gnnfleet-reply:"  # so that output of profiles and setup lines does no harm
+MARKER = "gnnfleet-reply:"  # distinguishes answers from output of login profiles and setup commands
 
 PACKAGE = "launcher.node"
 
 PROGRAMS = PACKAGE + ".programs"
 
 
-class Sent:
-    """Finds and loads the modules that were sent; a meta path finder."""
+class SentModules:
+    """Finder and loader for ``sys.meta_path`` of the modules that were sent."""
 
     def __init__(self) -> None:
         self.sources = {}  # type: dict[str, str]
@@ -52,36 +52,37 @@ class Sent:
 
 
 def serve(lines: BinaryIO, answers: BinaryIO) -> None:
-    """Answer line by line until nobody asks any more."""
-    gc.disable()  # it lives for seconds
-    sent = Sent()
+    """Answer requests until ``lines`` ends, then end the process."""
+    gc.disable()  # the process runs for seconds only
+    sent = SentModules()
     sys.meta_path.insert(0, sent)  # type: ignore[arg-type]
     while True:
         line = lines.readline()
         if not line:
             break
         received = time.time()
-        answer = answer_to(eval(line.decode()), sent)  # who asks could run any other code here as well
+        answer = answer_to(eval(line.decode()), sent)  # eval is safe here: requests contain code to run anyway
         answer["times"] = [received, time.time()]
         answers.write(("\n%s%s\n" % (MARKER, repr(answer))).encode())
         answers.flush()
     leave()
 
 
-def answer_to(asked: dict[str, Any], sent: Sent) -> dict[str, Any]:
-    sent.sources.update(asked["sources"])
-    if not asked["program"]:
-        return {}  # the times alone
+def answer_to(request: dict[str, Any], sent: SentModules) -> dict[str, Any]:
+    """Run the program of a request; returns {"reply"}, {"error": traceback}, or {} without a program."""
+    sent.sources.update(request["sources"])
+    if not request["program"]:
+        return {}
     try:
-        return {"reply": import_module("%s.%s" % (PROGRAMS, asked["program"])).main(asked["request"])}
-    except Exception:  # told to the launcher, which names the node
+        return {"reply": import_module("%s.%s" % (PROGRAMS, request["program"])).main(request["request"])}
+    except Exception:  # the launcher reports it with the node's name
         import traceback
 
         return {"error": traceback.format_exc()}
 
 
 def leave() -> None:
-    """Let the programs tidy up; then end at once, as nothing else is open."""
+    """Call ``leave()`` of each loaded program that defines it, then end the process without interpreter shutdown."""
     for name, module in list(sys.modules.items()):
         if name.startswith(PACKAGE + ".") and hasattr(module, "leave"):
             module.leave()

@@ -1,8 +1,9 @@
-"""Node program: packs the wanted files of a run folder into one reply; large ones are listed. Standard library only.
+"""Node program: packs the wanted files of a run folder into one reply, and lists large ones. Standard library only.
 
-``main({"path", "wanted": regex, "have": {path: [bytes, mtime_ns]}, "small": bytes, "room": bytes})`` answers
-``{"files": {path: {"bytes", "mtime_ns", "data": base64 of zlib, or null when large}}, "errors": {path: why}}``;
-files that are here already, as ``have`` says by size and time, are left out.
+``main({"path", "wanted": regular expression, "have": {path: [bytes, mtime_ns]}, "small": bytes, "room": bytes})``
+replies ``{"files": {path: {"bytes", "mtime_ns", "data": base64 of zlib, or null}}, "errors": {path: why}}``. Files
+whose size and mtime are as in ``have`` are omitted. ``data`` is null for files larger than ``small``, and for files
+that would bring the sum of all packed files above ``room``.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from typing import Any
 
 
 def main(request: dict[str, Any]) -> dict[str, Any]:
-    """Answer one request; ``room`` bounds what is read into memory."""
+    """Answer one request; see the module's docstring."""
     top = os.path.expanduser(request["path"])
     wanted = re.compile(request["wanted"])
     files: dict[str, Any] = {}
@@ -47,6 +48,6 @@ def _walk(top: str) -> list[str]:
 
 
 def _packed(path: str, size: int) -> str:
-    """The first ``size`` bytes: a log may have grown since it was looked at."""
+    """The first ``size`` bytes of a file, packed; a log may have grown since its size was read."""
     with open(path, "rb") as file:
         return base64.b64encode(zlib.compress(file.read(size), 1)).decode()

@@ -1,9 +1,11 @@
 """Node program: finds Pythons that have torch, and folders that may be shared with other nodes.
 
-Python 3.8, standard library only. ``main({"packages": source of node/programs/packages.py, "given": [folders and
-programs to look at besides], "shared": [folders that are said to be shared]})`` replies ``{"environments": [{"key":
-venv, conda or python, "path": as a cluster.yml names it, ~/ for the home folder, "versions": reply of
-packages.versions}], "shares": [folders of network file systems, and those of "shared", that can be written to]}``.
+Python 3.8, standard library only. ``main(request)`` takes {"packages": source of node/programs/packages.py, "given":
+[additional environments and interpreters to examine], "shared": [folders that the user declares as shared]} and replies
+
+- "environments": [{"key": venv, conda or python, "path": value of that key in cluster.yml, with ~/ for the home
+  folder, "versions": as from ``packages.versions``}]
+- "shares": [writable folders on network file systems, the home folder, and those of "shared"]
 """
 
 from __future__ import annotations
@@ -21,13 +23,13 @@ MARK = "gnnfleet-versions:"
 
 ENDING = "\nprint('%s' + repr(versions()))\n" % MARK
 
-SECONDS = 20.0  # a Python on a network disk that sleeps
+SECONDS = 20.0  # timeout of one Python; it may be on a slow network disk
 
-AT_ONCE = 4
+AT_ONCE = 4  # Pythons started concurrently
 
-MOST = 40  #: Pythons that are started
+MOST = 40  #: Pythons started in total
 
-ENTRIES = 500  #: of one folder that are looked at
+ENTRIES = 500  #: entries of a folder that are examined
 
 CONDA_ROOTS = (
     "miniconda3", "miniconda", "anaconda3", "anaconda", "miniforge3", "mambaforge", "micromamba", "conda",
@@ -48,10 +50,11 @@ VENV_FOLDERS = (
 
 NETWORK = ("nfs", "nfs4", "lustre", "gpfs", "beegfs", "ceph", "glusterfs", "cifs", "orangefs", "virtiofs", "9p")
 
-SHARES = 8
+SHARES = 8  # folders in the reply
 
 
 def main(request: dict[str, Any]) -> dict[str, Any]:
+    """Answer one request; see the module's docstring."""
     found = list(candidates(request["given"]))[:MOST]
     versions: dict[int, dict[str, str]] = {}
     waiting = list(enumerate(found))
@@ -68,16 +71,17 @@ def main(request: dict[str, Any]) -> dict[str, Any]:
 
 
 def worker(waiting: list[tuple[int, dict[str, str]]], versions: dict[int, dict[str, str]], source: str) -> None:
+    """Fill ``versions`` by index, until ``waiting`` is empty."""
     while True:
         try:
             index, one = waiting.pop()
         except IndexError:
             return
-        versions[index] = ask(one["program"], source)
+        versions[index] = versions_of(one["program"], source)
 
 
-def ask(program: str, source: str) -> dict[str, str]:
-    """Versions of a Python as preflight would find them; {} for one that does not work."""
+def versions_of(program: str, source: str) -> dict[str, str]:
+    """Package versions of a Python, found as in preflight; {} when it does not run. source: of packages.py."""
     try:
         done = subprocess.run(
             [program, "-c", source + ENDING],
@@ -95,16 +99,17 @@ def ask(program: str, source: str) -> dict[str, str]:
 
 
 def candidates(given: list[str]) -> Iterator[dict[str, str]]:
-    """Each Python once: {"key", "path", "program"}; those that were named, then those that may have torch."""
+    """Each Python once, as {"key", "path", "program"}: the given ones first, then those that may have torch."""
     seen: set[str] = set()
     for one in [*named(given), *conda_environments(), *virtual_environments(), *interpreters()]:
-        place = os.path.realpath(one["program"] if one["key"] == "python" else one["path"])
-        if place not in seen and os.access(one["program"], os.X_OK):
-            seen.add(place)
+        real = os.path.realpath(one["program"] if one["key"] == "python" else one["path"])
+        if real not in seen and os.access(one["program"], os.X_OK):
+            seen.add(real)
             yield one
 
 
 def named(given: list[str]) -> Iterator[dict[str, str]]:
+    """The given paths of environments and interpreters that exist."""
     for text in given:
         path = os.path.expanduser(text)
         if os.path.isdir(path):
@@ -114,11 +119,12 @@ def named(given: list[str]) -> Iterator[dict[str, str]]:
 
 
 def of_prefix(key: str, prefix: str) -> dict[str, str]:
+    """The environment in the folder ``prefix``."""
     return {"key": key, "path": prefix, "program": os.path.join(prefix, "bin", "python")}
 
 
 def conda_environments() -> Iterator[dict[str, str]]:
-    """Those that conda has written down, and those below the usual roots."""
+    """Conda environments with torch: those in ~/.conda/environments.txt, and those below the usual roots."""
     prefixes = [line.strip() for line in lines_of(os.path.expanduser("~/.conda/environments.txt"))]
     tops = [os.path.expanduser("~"), "/opt", "/usr/local"]
     for root in (os.path.join(top, name) for top in tops for name in CONDA_ROOTS):
@@ -133,7 +139,7 @@ def is_conda(prefix: str) -> bool:
 
 
 def virtual_environments() -> Iterator[dict[str, str]]:
-    """In the home folder and where tools keep them; one level deeper only under the usual names."""
+    """Virtual environments with torch in ``VENV_FOLDERS``, and those with a usual name in the home's subfolders."""
     for folder in VENV_FOLDERS:
         top = os.path.expanduser(folder)
         for name in entries(top):
@@ -144,7 +150,7 @@ def virtual_environments() -> Iterator[dict[str, str]]:
 
 
 def interpreters() -> Iterator[dict[str, str]]:
-    """Those of PATH, as the environment that they belong to if there is one, and of pyenv."""
+    """Pythons on PATH, each as its environment if it belongs to one, and pyenv's with torch."""
     folders = [folder for folder in os.environ.get("PATH", os.defpath).split(os.pathsep) if folder.startswith("/")]
     for folder in folders:
         prefix = os.path.dirname(folder.rstrip("/"))
@@ -163,7 +169,7 @@ def interpreters() -> Iterator[dict[str, str]]:
 
 
 def has_torch(prefix: str) -> bool:
-    """Whether it is worth starting; one that sees the system's packages may have torch from there."""
+    """Whether the environment has torch, or includes the system's packages, which may have it."""
     if any("true" in line for line in lines_of(os.path.join(prefix, "pyvenv.cfg")) if "system-site" in line):
         return True
     libraries = os.path.join(prefix, "lib")
@@ -175,6 +181,7 @@ def has_torch(prefix: str) -> bool:
 
 
 def entries(folder: str) -> list[str]:
+    """The first ``ENTRIES`` names in a folder, sorted; [] when it cannot be read."""
     try:
         return sorted(os.listdir(folder))[:ENTRIES]
     except OSError:
@@ -182,6 +189,7 @@ def entries(folder: str) -> list[str]:
 
 
 def lines_of(path: str) -> list[str]:
+    """Lines of a text file; [] when it cannot be read."""
     try:
         with open(path, errors="replace") as file:
             return file.read().splitlines()
@@ -190,7 +198,7 @@ def lines_of(path: str) -> list[str]:
 
 
 def short(path: str) -> str:
-    """With ``~/`` for the home folder, so that it names the same place for every user."""
+    """``path`` with ``~/`` for the home folder, so that it is valid for every user."""
     home = os.path.expanduser("~").rstrip("/")
     return "~" + path[len(home) :] if home and path.startswith(home + "/") else path
 
@@ -198,10 +206,10 @@ def short(path: str) -> str:
 # -- folders that may be shared ------------------------------------------
 
 
-def shares(said: list[str]) -> list[str]:
-    """Absolute; the home folder counts, since it often is."""
+def shares(declared: list[str]) -> list[str]:
+    """Absolute paths of writable folders that may be shared: ``declared``, home, and network file systems."""
     mounts = [words[1] for words in map(str.split, lines_of("/proc/mounts")) if len(words) > 2 and words[2] in NETWORK]
     home = os.path.expanduser("~")
     own = [os.path.join(mount, os.path.basename(home)) for mount in mounts]
-    wanted = [os.path.expanduser(path) for path in said] + [home, *own, *mounts]
+    wanted = [os.path.expanduser(path) for path in declared] + [home, *own, *mounts]
     return [path for path in dict.fromkeys(wanted) if os.path.isdir(path) and os.access(path, os.W_OK)][:SHARES]

@@ -1,7 +1,7 @@
-"""Node program: digests, unpacks and puts files in place. Standard library only.
+"""Node program: compares files with digests, puts transferred files in place, unpacks code. Standard library only.
 
-``main(request)`` answers one JSON request: ``inventory`` and ``commit`` for sync and verify,
-``unpack`` for code, ``disk`` for room, ``list`` for collect.
+``main(request)`` answers one request, by its "op": ``inventory`` and ``commit`` for sync and verify, ``unpack`` for
+code, ``disk`` for free space, ``list`` for collect.
 """
 
 from __future__ import annotations
@@ -25,14 +25,14 @@ Entry = dict[str, Any]
 
 
 class DigestCache:
-    """SHA-256 of files, remembered per folder by size and mtime in nanoseconds."""
+    """SHA-256 digests of files, cached in a file per folder; valid while size and mtime (ns) are unchanged."""
 
     def __init__(self) -> None:
         self.folders: dict[str, dict[str, Entry]] = {}
         self.changed: set[str] = set()
 
     def digest(self, path: str) -> str:
-        """The digest of ``path``, read again only if its size or mtime changed."""
+        """The hex digest of ``path``, computed only if its size or mtime has changed. Raises OSError."""
         folder, name = os.path.split(path)
         known = self._folder(folder).get(name)
         stat = os.stat(path)
@@ -43,13 +43,13 @@ class DigestCache:
         return found
 
     def remember(self, path: str, sha256: str, stat: os.stat_result) -> None:
-        """Take ``sha256`` as the digest of ``path`` as long as ``stat`` stays true."""
+        """Cache ``sha256`` as the digest of ``path``, valid for the size and mtime in ``stat``."""
         folder, name = os.path.split(path)
         self._folder(folder)[name] = {"bytes": stat.st_size, "mtime_ns": stat.st_mtime_ns, "sha256": sha256}
         self.changed.add(folder)
 
     def save(self) -> None:
-        """Write the changed folders' caches; a read-only folder simply stays without one."""
+        """Write the changed cache files; failures, as in a read-only folder, are only logged to stderr."""
         for folder in self.changed:
             try:
                 write_whole(os.path.join(folder, CACHE_NAME), json.dumps(self.folders[folder]).encode())
@@ -67,7 +67,7 @@ class DigestCache:
 
 
 def sha256_of(path: str) -> str:
-    """The file's SHA-256 in hex, read in pieces of 1 MiB."""
+    """SHA-256 of a file in hex. Raises OSError."""
     digest = hashlib.sha256()
     with open(path, "rb") as stream:
         while piece := stream.read(1 << 20):
@@ -76,22 +76,22 @@ def sha256_of(path: str) -> str:
 
 
 def write_whole(path: str, data: bytes) -> None:
-    """Write beside ``path``, then rename."""
-    descriptor, beside = tempfile.mkstemp(dir=os.path.dirname(path), prefix=".gnnfleet-")
+    """Atomically replace ``path`` by ``data``. Raises OSError."""
+    descriptor, temporary = tempfile.mkstemp(dir=os.path.dirname(path), prefix=".gnnfleet-")
     try:
         with os.fdopen(descriptor, "wb") as stream:
             stream.write(data)
-        os.replace(beside, path)
+        os.replace(temporary, path)
     except OSError:
-        os.unlink(beside)
+        os.unlink(temporary)
         raise
 
 
 def inventory(files: list[Entry]) -> list[Entry]:
-    """Per file ``{path, state, have, error}``.
+    """Compare files with their expected size and digest; returns ``{path, state, have, error}`` per file.
 
-    state: present (size and digest right), different, missing, or partial (only a ``.part``,
-    of ``have`` bytes).
+    files: ``{path, bytes, sha256}`` each. state: present (size and digest match), different, missing, or partial (an
+    incomplete transfer, ``.part``). have: bytes on this node. error: of the system, or ''.
     """
     cache = DigestCache()
     with ThreadPoolExecutor(max_workers=min(4, os.cpu_count() or 1)) as pool:
@@ -118,7 +118,10 @@ def _look(entry: Entry, cache: DigestCache) -> Entry:
 
 
 def commit(files: list[Entry]) -> list[Entry]:
-    """Take each complete ``.part`` for the file; a wrong one is deleted. Per file ``{path, error}``."""
+    """Rename each ``.part`` to its file if the digest matches, else delete it; returns ``{path, error}`` per file.
+
+    files: ``{path, sha256[, mode]}`` each.
+    """
     cache = DigestCache()
     answers = [{"path": entry["path"], "error": _commit_one(entry, cache)} for entry in files]
     cache.save()
@@ -130,7 +133,7 @@ def _commit_one(entry: Entry, cache: DigestCache) -> str:
     part = path + PART_SUFFIX
     try:
         if not os.path.exists(part) and os.path.isfile(path) and cache.digest(path) == entry["sha256"]:
-            return ""  # a run beside ours has brought the same file meanwhile
+            return ""  # another run has transferred the same file meanwhile
         found = sha256_of(part)
         if found != entry["sha256"]:
             os.unlink(part)
@@ -154,32 +157,35 @@ def _to_disk(path: str) -> None:
 
 
 def unpack(archive: str, sha256: str, dest: str) -> str:
-    """Unpack ``archive`` beside ``dest`` and rename it there; returns an error or ''."""
+    """Unpack a tar archive into the new folder ``dest`` and delete the archive; returns an error or ''.
+
+    Raises OSError. ``dest`` appears atomically; one that exists already is kept.
+    """
     archive, dest = os.path.expanduser(archive), os.path.expanduser(dest)
     if sha256_of(archive) != sha256:
         os.unlink(archive)
         return "the archive's digest is wrong after transfer"
-    beside = tempfile.mkdtemp(dir=os.path.dirname(dest), prefix=".unpack-")
+    temporary = tempfile.mkdtemp(dir=os.path.dirname(dest), prefix=".unpack-")
     try:
         with tarfile.open(archive) as tar:
             if hasattr(tarfile, "data_filter"):
-                tar.extractall(beside, filter="data")
+                tar.extractall(temporary, filter="data")
             else:
-                tar.extractall(beside)
-        os.chmod(beside, 0o755)
+                tar.extractall(temporary)
+        os.chmod(temporary, 0o755)
         try:
-            os.rename(beside, dest)
+            os.rename(temporary, dest)
         except OSError:
-            if not os.path.isdir(dest):  # a run beside ours may have brought the same code meanwhile
+            if not os.path.isdir(dest):  # another run may have unpacked the same code meanwhile
                 raise
         os.unlink(archive)
         return ""
     finally:
-        shutil.rmtree(beside, ignore_errors=True)
+        shutil.rmtree(temporary, ignore_errors=True)
 
 
 def disk(path: str) -> Entry:
-    """Free bytes of the file system ``path`` is, or will be, on."""
+    """``{path: nearest existing folder, free: bytes}`` of the file system of ``path``, which need not exist."""
     folder = os.path.abspath(os.path.expanduser(path))
     while not os.path.isdir(folder):
         folder = os.path.dirname(folder)
@@ -187,7 +193,7 @@ def disk(path: str) -> Entry:
 
 
 def list_tree(path: str) -> list[Entry]:
-    """All files under ``path`` as ``{path (relative), bytes}``, sorted."""
+    """All files below ``path`` as ``{path (relative), bytes}``, sorted by path."""
     top = os.path.expanduser(path)
     found = []
     for folder, _, names in os.walk(top):
@@ -199,7 +205,7 @@ def list_tree(path: str) -> list[Entry]:
 
 
 def main(request: Entry) -> Entry:
-    """Answer one request; ``{"error": …}`` when it cannot be done."""
+    """Answer one request; ``{"error": message, "errno": …}`` after an OSError."""
     operations: dict[str, Callable[[], Entry]] = {
         "inventory": lambda: {
             "files": inventory(request["files"]),

@@ -1,11 +1,11 @@
-"""Node program: folders and file systems of a node; is a folder the same one as on other nodes?
+"""Node program: examines folders and file systems, and tests whether a folder is shared with other nodes.
 
-Writes small files to test what a folder allows, and removes them. Python 3.8, standard library only, and little of
-that: node/programs/probe.py uses it too.
+Writes small test files and removes them. Python 3.8, few modules of the standard library, as node/programs/probe.py
+imports it.
 
-``{"op": "write", "folder", "name"}`` makes an empty file there; replies {"written", "identity"}. ``{"op": "look", …}``
-replies {"seen", "identity"}. ``{"op": "remove", …}`` takes the file away, as does the end of this process.
-``identity`` describes the folder's manifest, for folders that cannot be written to: equal for one file seen twice.
+``main`` tests for a shared folder: ``{"op": "write", "folder", "name"}`` creates an empty file and replies {"written",
+"identity"}; ``{"op": "look", "folder", "name"}`` replies {"seen", "identity"}; ``{"op": "remove", …}`` removes the
+files, as does the end of the process. ``identity`` identifies the folder's manifest.json, for read-only folders.
 """
 
 from __future__ import annotations
@@ -16,13 +16,13 @@ TYPE_CHECKING = False  # typing takes a fifth of the time that Python takes to s
 if TYPE_CHECKING:
     from typing import Any
 
-BLOCK = bytes(65536)  # enough that a quota or a full disk shows
+BLOCK = bytes(65536)  # large enough to fail on an exceeded quota or a full disk
 
-RUNS = 1000  # folders of runs that are looked at, newest first
+RUNS = 1000  # run folders that are examined at most, newest first
 
 
 def folders(workdir: str, code: str) -> dict[str, Any]:
-    """Facts about the work folder, or of the nearest folder above it that exists, about /tmp and /dev/shm."""
+    """Facts about the work folder (or its nearest existing parent), /tmp and /dev/shm. code: digest of the code."""
     real = os.path.realpath(workdir)
     there = real
     while not os.path.exists(there):
@@ -43,7 +43,7 @@ def folders(workdir: str, code: str) -> dict[str, Any]:
 
 
 def stored(folder: str) -> int:
-    """Bytes of all files below; of parts that were sent before."""
+    """Bytes of all files below ``folder``."""
     found = 0
     for top, _, names in os.walk(folder) if folder else ():
         for name in names:
@@ -55,7 +55,10 @@ def stored(folder: str) -> int:
 
 
 def space(path: str) -> dict[str, Any]:
-    """Free bytes and files (-1: not limited) for this user, and which file system that is; {} when there is none."""
+    """{"free": bytes for this user, "size": bytes, "files": free files (-1: unlimited), "device": st_dev}.
+
+    All fields are 0, "files" -1, when ``path`` cannot be examined.
+    """
     try:
         found = os.statvfs(path)
         return {
@@ -69,9 +72,9 @@ def space(path: str) -> dict[str, Any]:
 
 
 def why_not_writable(path: str) -> str:
-    """'' when a file can be made and written there; else the system's word: quotas show only so."""
+    """Why no file can be written in ``path``; '' when it can. Writes a test file, as only that detects quotas."""
     if not os.path.isdir(path):
-        return "it is not a folder" if os.path.exists(path) else "there is no such folder"
+        return "it is not a folder" if os.path.exists(path) else "the folder does not exist"
     name = os.path.join(path, ".gnnfleet-%d-%s" % (os.getpid(), os.urandom(4).hex()))
     try:
         descriptor = os.open(name, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
@@ -88,14 +91,14 @@ def why_not_writable(path: str) -> str:
 
 
 class Suspect:
-    """A run folder of a node whose supervisor has gone without a result."""
+    """A run folder of a node whose supervisor has ended without a result. processes: as in its state.json."""
 
     def __init__(self, run_id: str, run_dir: str, processes: list[dict[str, Any]]) -> None:
         self.run_id, self.run_dir, self.processes = run_id, run_dir, processes
 
 
 def ended_without_result(workdir: str) -> list[Suspect]:
-    """Those below ``workdir``; the run folders of supervisors that live are passed over."""
+    """Run folders below ``workdir`` without a result whose supervisor does not run."""
     runs = os.path.join(workdir, "runs")
     try:
         names = sorted(os.listdir(runs))[-RUNS:]
@@ -113,6 +116,7 @@ def ended_without_result(workdir: str) -> list[Suspect]:
 
 
 def nodes_of(run: str) -> list[str]:
+    """Names of the node folders in a run folder."""
     try:
         return [name for name in os.listdir(run) if name.startswith("node")]
     except OSError:
@@ -120,7 +124,8 @@ def nodes_of(run: str) -> list[str]:
 
 
 def state_of(folder: str) -> dict[str, Any]:
-    import json  # most machines have no such folder
+    """Content of state.json in ``folder``; {} when it is missing or damaged."""
+    import json  # needed on few machines
 
     try:
         with open(os.path.join(folder, "state.json")) as file:
@@ -131,7 +136,7 @@ def state_of(folder: str) -> dict[str, Any]:
 
 
 def lives(pid: Any, start_ticks: Any) -> bool:
-    """Whether that very process still runs."""
+    """Whether the process with this pid and start time runs."""
     try:
         with open("/proc/%d/stat" % pid, "rb") as file:
             fields = file.read().rpartition(b")")[2].split()
@@ -144,6 +149,7 @@ _written = []  # type: list[str]
 
 
 def main(request: dict[str, Any]) -> dict[str, Any]:
+    """Answer one request; see the module's docstring."""
     folder = os.path.expanduser(request["folder"])
     path = os.path.join(folder, request["name"])
     if request["op"] == "look":
@@ -155,6 +161,7 @@ def main(request: dict[str, Any]) -> dict[str, Any]:
 
 
 def write(path: str) -> bool:
+    """Create an empty file; returns whether that succeeded."""
     try:
         os.close(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o644))
     except OSError:
@@ -164,15 +171,16 @@ def write(path: str) -> bool:
 
 
 def leave() -> None:
+    """Remove the files that were written."""
     while _written:
         try:
             os.unlink(_written.pop())
         except FileNotFoundError:
-            pass  # the folder was cleared meanwhile
+            pass  # removed meanwhile
 
 
 def identity(folder: str) -> list[int]:
-    """Size, inode and time of the manifest; a copy differs in one of them."""
+    """[size, inode, mtime in ns] of the folder's manifest.json; [] without one. A copy differs in at least one."""
     try:
         status = os.stat(os.path.join(folder, "manifest.json"))
     except OSError:

@@ -1,8 +1,6 @@
-"""Facts about a machine: memory, limits, tmux's and nvidia-smi's output.
+"""Facts about a machine: CPUs, memory, limits, tmux and NVIDIA GPUs.
 
-Part of node/programs/probe.py: Python 3.8, standard library only, and little of that.
-
-Part of node/programs/probe.py, loaded only where devices are wanted.
+Part of node/programs/probe.py: Python 3.8, few modules of the standard library.
 """
 
 from __future__ import annotations
@@ -21,11 +19,11 @@ GPU_FIELDS = (
     "index,uuid,name,memory.total,memory.used,compute_mode,mig.mode.current,ecc.errors.uncorrected.volatile.total"
 )
 
-SECONDS = 30.0  # nvidia-smi without persistence mode loads the driver first
+SECONDS = 30.0  # timeout of a command; without persistence mode nvidia-smi first loads the driver
 
 
 def commands(want_devices: bool) -> dict[str, Any]:
-    """Start the commands that are installed; they run while other facts are found."""
+    """Start tmux -V and, if wanted, nvidia-smi, in the background. Returns {name: process} of those installed."""
     wanted = {"tmux": ["tmux", "-V"]}
     if want_devices:
         fields = "--query-gpu=%s,driver_version" % GPU_FIELDS
@@ -39,7 +37,7 @@ def on_path(name: str) -> bool:
 
 
 class Started:
-    """A command that runs, without stdin and stderr; subprocess takes 7 ms to import."""
+    """A running command; stdin and stderr are /dev/null. Used because importing subprocess takes 7 ms."""
 
     def __init__(self, argv: list[str]) -> None:
         self.stdout, theirs = os.pipe()
@@ -57,8 +55,8 @@ def started(argv: list[str]) -> Started:
 
 
 def finish(process: Started) -> str:
-    """What a command prints; '' when it fails or hangs."""
-    deadline, said = time.monotonic() + SECONDS, b""
+    """Wait for a command and return its output; '' when it fails or runs longer than ``SECONDS``."""
+    deadline, printed = time.monotonic() + SECONDS, b""
     while True:
         if not select.select([process.stdout], [], [], max(0.0, deadline - time.monotonic()))[0]:
             os.kill(process.pid, 9)
@@ -66,27 +64,27 @@ def finish(process: Started) -> str:
         data = os.read(process.stdout, 65536)
         if not data:
             break
-        said += data
+        printed += data
     os.close(process.stdout)
     status = os.waitpid(process.pid, 0)[1]
-    return said.decode("utf-8", "replace") if status == 0 else ""
+    return printed.decode("utf-8", "replace") if status == 0 else ""
 
 
 def output(argv: list[str]) -> str:
-    """The same for a command that may not be installed."""
+    """Run a command and return its output; '' when it is not installed, fails or hangs."""
     return finish(started(argv)) if on_path(argv[0]) else ""
 
 
-def tmux_version(asked: dict[str, Any]) -> str:
-    """'' when it is not installed, '?' when it does not say."""
-    if "tmux" not in asked:
+def tmux_version(started: dict[str, Any]) -> str:
+    """Version of tmux; '' when it is not installed, '?' when it prints none. started: as from ``commands``."""
+    if "tmux" not in started:
         return ""
-    words = finish(asked["tmux"]).split()
+    words = finish(started["tmux"]).split()
     return words[1] if len(words) > 1 else "?"
 
 
 def tmux_has(session: str) -> bool:
-    """Whether this user's tmux has such a session; without a socket it has none."""
+    """Whether this user's tmux server has a session of that name. Runs tmux only if its socket exists."""
     folder = "%s/tmux-%d" % (os.environ.get("TMUX_TMPDIR") or "/tmp", os.getuid())
     if not os.path.exists(os.path.join(folder, "default")):
         return False
@@ -94,6 +92,7 @@ def tmux_has(session: str) -> bool:
 
 
 def read(path: str) -> str:
+    """Content of a text file; '' when it cannot be read."""
     try:
         with open(path, errors="replace") as file:
             return file.read()
@@ -102,7 +101,10 @@ def read(path: str) -> str:
 
 
 def capacity() -> dict[str, Any]:
-    """CPUs, memory and limits of this login. Bytes; "memory_limit" and "memory_free" heed the control group."""
+    """CPUs, memory in bytes and open-file limits of this login.
+
+    "memory_limit", "memory_free" and "cpus" respect the limits of the cgroup; "memory" is that of the machine.
+    """
     total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     words = read("/proc/meminfo").partition("MemAvailable:")[2].split()
     limit, room = group_memory()
@@ -118,7 +120,7 @@ def capacity() -> dict[str, Any]:
 
 
 def cpus() -> int:
-    """How many this login may keep busy: those it may run on, or fewer where a control group bounds their time."""
+    """Number of CPUs available to this login, by CPU affinity and the CPU limits of its cgroups; at least 1."""
     own = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     shares = [float(own)]
     for line in read("/proc/self/cgroup").splitlines():
@@ -131,14 +133,14 @@ def cpus() -> int:
 
 
 def group_cpus(root: str, path: str) -> list[float]:
-    """CPUs' worth of time that a group and those above it may take; [] without a limit."""
+    """CPU limits, in CPUs, of a cgroup and its ancestors; [] without a limit."""
     found = []
     while True:
         folder = root + path.rstrip("/")
-        words = read(folder + "/cpu.max").split() or [  # version 2: "200000 100000", or "max 100000"
+        words = read(folder + "/cpu.max").split() or [  # v2: "200000 100000", or "max 100000" without a limit
             read("%s/cpu.cfs_%s_us" % (folder, name)).strip() for name in ("quota", "period")
         ]
-        if len(words) == 2 and all(word.isdigit() and int(word) for word in words):  # version 1 says -1 for none
+        if len(words) == 2 and all(word.isdigit() and int(word) for word in words):  # v1: -1 means no limit
             found.append(int(words[0]) / int(words[1]))
         if path in ("", "/"):
             return found
@@ -146,7 +148,7 @@ def group_cpus(root: str, path: str) -> list[float]:
 
 
 def group_memory() -> tuple[int, int]:
-    """(smallest limit, smallest room below one) of this process's control groups; (0, 0) without a limit."""
+    """(smallest limit, least free memory below a limit) of this process's cgroups, in bytes; (0, 0) without a limit."""
     found = []
     for line in read("/proc/self/cgroup").splitlines():
         _, controllers, path = line.split(":", 2)
@@ -159,7 +161,10 @@ def group_memory() -> tuple[int, int]:
 
 
 def group_limits(root: str, path: str, most: str, used: str, cache: str) -> list[tuple[int, int]]:
-    """(limit, room) of a group and of those above it; page cache counts as room."""
+    """(limit, free) in bytes of a cgroup and of its ancestors; inactive page cache counts as free.
+
+    most, used: names of the files with the limit and the usage; cache: name of the entry in memory.stat.
+    """
     found = []
     while True:
         folder = root + path.rstrip("/")
@@ -173,7 +178,7 @@ def group_limits(root: str, path: str, most: str, used: str, cache: str) -> list
         path = os.path.dirname(path)
 
 
-IDLE = 16  # MiB that a device may show as used though nobody uses it
+IDLE = 16  # MiB that an idle device may report as used
 
 APPS = ["nvidia-smi", "--query-compute-apps=gpu_uuid,pid,process_name,used_gpu_memory", "--format=csv,noheader,nounits"]
 
@@ -185,9 +190,9 @@ SHORT = [
 
 
 def look(listed: str) -> dict[str, Any]:
-    """{"devices": names, "gpus": [...], "driver"} from what ``machine.commands`` asked nvidia-smi for."""
+    """{"devices": names, "gpus": [as from ``gpu``], "driver"} from the output of nvidia-smi (``GPU_FIELDS``)."""
     rows = table(listed, 9)
-    if not rows:  # an old driver does not know each of the fields, and then says nothing at all
+    if not rows:  # an old driver that does not know all fields prints nothing
         rows = [[*row[:5], "", "", "", row[5]] for row in table(output(SHORT), 6)]
     found = [gpu(row) for row in rows]
     if any(one["used"] > IDLE for one in found):
@@ -199,12 +204,13 @@ def look(listed: str) -> dict[str, Any]:
 
 
 def table(text: str, columns: int) -> list[list[str]]:
+    """Rows of a CSV text that have so many columns."""
     rows = [[word.strip() for word in line.split(",")] for line in text.splitlines()]
     return [row for row in rows if len(row) == columns]
 
 
 def gpu(row: list[str]) -> dict[str, Any]:
-    """Memory in MiB. Fields that a device does not have are '[N/A]' or the like."""
+    """A device as a dict, from a row of nvidia-smi; memory in MiB. Unsupported fields read '[N/A]' or similar."""
     index, uuid, name, memory, used, mode, mig, ecc, _ = row
     return {
         "index": number(index), "uuid": uuid, "name": name, "memory": number(memory), "used": number(used),
@@ -213,7 +219,7 @@ def gpu(row: list[str]) -> dict[str, Any]:
 
 
 def holders(text: str) -> list[dict[str, Any]]:
-    """Processes with memory on a device."""
+    """Processes with memory on a device, from the output of ``APPS``; memory in MiB."""
     found = []
     for line in text.splitlines():
         words = [word.strip() for word in line.split(",")]
@@ -233,7 +239,7 @@ def command(pid: int) -> str:
 
 
 def process(pid: int) -> dict[str, Any]:
-    """Whose it is and since when (seconds since 1970); in a container neither may be seen."""
+    """{"user", "since": start time in seconds since the epoch}; '' and 0 when hidden, as in a container."""
     try:
         uid = os.stat("/proc/%d" % pid).st_uid
         fields = read("/proc/%d/stat" % pid).rpartition(")")[2].split()

@@ -1,11 +1,11 @@
-"""Node program: tests whether nodes reach ports of each other. Python 3.8, standard library only.
+"""Node program: tests which ports of other nodes this node can connect to. Python 3.8, standard library only.
 
-``{"op": "open", "token", "rank", "ports"}`` listens on these ports and on a free one; replies {"refused": {port: why},
-"free": port}.
-``{"op": "connect", "rank", "token", "targets": [[rank, address, [ports]]], "seconds"}`` connects to all of them at
-once; replies {"blocked": [[rank, address, port, why]]}, ``why`` as in ``meaning``. Listening ends with the process.
+- ``{"op": "open", "token", "rank", "ports"}`` listens on ``ports`` and on a free port; replies {"refused": {port:
+  why}, "free": port}. The ports stay open until the process ends.
+- ``{"op": "connect", "rank", "token", "targets": [[rank, address, [ports]]], "seconds"}`` connects to all targets
+  concurrently; replies {"blocked": [[rank, address, port, why]]}, with ``why`` as in ``meaning``.
 
-A listener greets whoever comes with the token and its rank, so that nothing else can be taken for it.
+A listener sends the token and its node rank to each client, so that another program on the port is detected.
 """
 
 from __future__ import annotations
@@ -22,22 +22,24 @@ TYPE_CHECKING = False  # typing takes a fifth of the time that Python takes to s
 if TYPE_CHECKING:
     from typing import Any, Iterator
 
-IN_FLIGHT = 256  # connections at a time, well below the usual limit on open files
+IN_FLIGHT = 256  # concurrent connections; well below the usual limit on open files
 
 BACKLOG = 4096
 
-NO_LINGER = struct.pack("ii", 1, 0)  # closing leaves no TIME_WAIT, on either side
+NO_LINGER = struct.pack("ii", 1, 0)  # close by RST, without TIME_WAIT on either side
 
 STRANGER, NO_NAME, NO_ANSWER = "stranger", "name", "no answer"
 
 
 def main(request: dict[str, Any]) -> dict[str, Any]:
+    """Answer one request; see the module's docstring."""
     if request["op"] == "open":
         return open_all(request)
     return {"blocked": list(connect_all(request))}
 
 
 def greeting(token: str, rank: int) -> bytes:
+    """The bytes that the listener of node ``rank`` sends."""
     return ("gnnfleet %s %d\n" % (token, rank)).encode()
 
 
@@ -45,6 +47,7 @@ def greeting(token: str, rank: int) -> bytes:
 
 
 def open_all(request: dict[str, Any]) -> dict[str, Any]:
+    """Listen on all ports of an "open" request; returns the reply."""
     listeners = Listeners(greeting(request["token"], request["rank"]))
     refused = {}
     for port in request["ports"]:
@@ -58,14 +61,14 @@ def open_all(request: dict[str, Any]) -> dict[str, Any]:
 
 
 class Listeners:
-    """Ports that greet whoever connects, in a thread of their own."""
+    """Listening ports that send ``words`` to every client, in a background thread."""
 
     def __init__(self, words: bytes):
         self.words, self.poll = words, select.epoll()
         self.servers = {}  # type: dict[int, socket.socket]
 
     def add(self, port: int) -> int:
-        """Listen on ``port`` (0: any); returns the port. Raises OSError."""
+        """Listen on ``port`` (0: a free one); returns the port. Raises OSError."""
         server = open_server(port)
         self.servers[server.fileno()] = server
         self.poll.register(server.fileno(), select.EPOLLIN)
@@ -80,21 +83,21 @@ class Listeners:
                 self.greet_all(self.servers[number])
 
     def greet_all(self, server: Any) -> None:
-        """Greet everyone who waits at this listener."""
+        """Accept, greet and close all waiting connections of a listener."""
         while True:
             try:
-                client, _ = server._accept()  # half the system calls of accept()
+                client, _ = server._accept()  # needs half the system calls of accept()
             except OSError:
                 return
             try:
                 os.write(client, self.words)
             except OSError:
-                pass  # it has gone already
+                pass  # the client has closed the connection
             os.close(client)
 
 
 def open_server(port: int) -> socket.socket:
-    """A listener on all addresses, as torch.distributed's store is; IPv4 alone where there is no IPv6."""
+    """A listening socket on all addresses, like that of TCPStore; IPv4 only if the machine has no IPv6."""
     try:
         server, address = socket.socket(socket.AF_INET6, socket.SOCK_STREAM), ("::", port)
         server.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 0)
@@ -106,6 +109,7 @@ def open_server(port: int) -> socket.socket:
 
 
 def bound(server: socket.socket, address: tuple[str, int]) -> socket.socket:
+    """Bind a socket and listen, non-blocking; closes it and raises OSError on failure."""
     try:
         server.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         server.setblocking(False)
@@ -121,34 +125,36 @@ def bound(server: socket.socket, address: tuple[str, int]) -> socket.socket:
 
 
 def connect_all(request: dict[str, Any]) -> Iterator[list[Any]]:
-    """[rank, address, port, why] of each that was not reached; those after our own rank come first, so that
-    not everyone knocks at the same door."""
+    """[rank, address, port, why] of each target that was not reached.
+
+    Targets after the own rank are tried first, so that nodes do not all connect to the same node at once.
+    """
     own = request["rank"]
     targets = sorted(request["targets"], key=lambda target: ((target[0] - own) <= 0, target[0]))
     numeric = resolved({address for _, address, _ in targets})
-    ways = []
+    attempts = []
     for rank, address, ports in targets:
         for port in ports:
             if numeric[address]:
-                ways.append(Way(rank, address, numeric[address], port, greeting(request["token"], rank)))
+                attempts.append(Attempt(rank, address, numeric[address], port, greeting(request["token"], rank)))
             else:
                 yield [rank, address, port, NO_NAME]
-    for way, why in knock(ways, request["seconds"]):
+    for attempt, why in run_attempts(attempts, request["seconds"]):
         if why:
-            yield [way.rank, way.address, way.port, why]
+            yield [attempt.rank, attempt.address, attempt.port, why]
 
 
-class Way:
-    """One connection to try."""
+class Attempt:
+    """An attempt to connect to one port. words: the expected greeting."""
 
-    __slots__ = ("rank", "address", "numeric", "port", "words", "socket", "deadline", "heard")
+    __slots__ = ("rank", "address", "numeric", "port", "words", "socket", "deadline", "received")
 
     def __init__(self, rank: int, address: str, numeric: str, port: int, words: bytes):
         self.rank, self.address, self.numeric, self.port, self.words = rank, address, numeric, port, words
-        self.heard = b""
+        self.received = b""
 
     def start(self, deadline: float) -> int:
-        """Begin to connect; raises OSError where that fails at once."""
+        """Start to connect; returns the socket's descriptor. Raises OSError when connecting fails at once."""
         family = socket.AF_INET6 if ":" in self.numeric else socket.AF_INET
         self.socket, self.deadline = socket.socket(family, socket.SOCK_STREAM | socket.SOCK_NONBLOCK), deadline
         self.socket.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, NO_LINGER)
@@ -158,59 +164,59 @@ class Way:
             raise OSError(failed, os.strerror(failed))
         return self.socket.fileno()
 
-    def listen(self) -> str | None:
-        """'' when our listener has greeted, why not when it has not, None when more may come."""
+    def read(self) -> str | None:
+        """Read the greeting: '' when it is complete and right, the error, or None while more may come."""
         try:
             data = self.socket.recv(256)
         except BlockingIOError:
             return None
         except OSError as error:
             return meaning(error)
-        self.heard += data
-        if self.heard == self.words:
+        self.received += data
+        if self.received == self.words:
             return ""
-        return None if data and self.words.startswith(self.heard) else STRANGER
+        return None if data and self.words.startswith(self.received) else STRANGER
 
 
-def knock(ways: list[Way], seconds: float) -> Iterator[tuple[Way, str]]:
-    """Each way and why it failed, '' for those that did not."""
-    poll, open_ways = select.epoll(), {}  # type: Any, dict[int, Way]
-    waiting = iter(ways)
-    left = len(ways)
+def run_attempts(attempts: list[Attempt], seconds: float) -> Iterator[tuple[Attempt, str]]:
+    """Run all attempts, ``IN_FLIGHT`` at a time; yields each with its error, or '' on success. seconds: per attempt."""
+    poll, running = select.epoll(), {}  # type: Any, dict[int, Attempt]
+    waiting = iter(attempts)
+    left = len(attempts)
     while left:
-        while len(open_ways) < IN_FLIGHT:
-            way = next(waiting, None)
-            if way is None:
+        while len(running) < IN_FLIGHT:
+            attempt = next(waiting, None)
+            if attempt is None:
                 break
             try:
-                number = way.start(time.monotonic() + seconds)
-                open_ways[number] = way
+                number = attempt.start(time.monotonic() + seconds)
+                running[number] = attempt
                 poll.register(number, select.EPOLLIN)
             except OSError as error:
                 left -= 1
-                yield way, meaning(error)
-        for number, why in told(poll, open_ways):
-            way = open_ways.pop(number)
-            way.socket.close()
+                yield attempt, meaning(error)
+        for number, why in wait_for_ended(poll, running):
+            attempt = running.pop(number)
+            attempt.socket.close()
             left -= 1
-            yield way, why
+            yield attempt, why
     poll.close()
 
 
-def told(poll: Any, open_ways: dict[int, Way]) -> list[tuple[int, str]]:
-    """(file number, why) of those that are decided: by an answer, or by the time that has passed."""
-    if not open_ways:
+def wait_for_ended(poll: Any, running: dict[int, Attempt]) -> list[tuple[int, str]]:
+    """Wait for events or the next deadline; returns (descriptor, error or '') of the attempts that have ended."""
+    if not running:
         return []
-    first = next(iter(open_ways.values()))  # the oldest, so the first whose time is over
+    first = next(iter(running.values()))  # the oldest one has the earliest deadline
     events = poll.poll(max(0.0, first.deadline - time.monotonic()))
     decided = []
     for number, _ in events:
-        why = open_ways[number].listen()
+        why = running[number].read()
         if why is not None:
             decided.append((number, why))
     now, done = time.monotonic(), {number for number, _ in decided}
-    for number, way in open_ways.items():
-        if way.deadline > now:
+    for number, attempt in running.items():
+        if attempt.deadline > now:
             break
         if number not in done:
             decided.append((number, NO_ANSWER))
@@ -218,7 +224,7 @@ def told(poll: Any, open_ways: dict[int, Way]) -> list[tuple[int, str]]:
 
 
 def resolved(names: set[str]) -> dict[str, str]:
-    """A numeric address for each; '' for names that nobody knows. All are asked for at once."""
+    """{name: numeric address, or '' when it does not resolve}; resolves all names concurrently, 10 s at most each."""
     found = {name: name if is_numeric(name) else "" for name in names}
     unknown = [name for name in names if not found[name]]
     if not unknown:
@@ -250,7 +256,7 @@ def is_numeric(name: str) -> bool:
 
 
 def meaning(error: OSError) -> str:
-    """One of: refused, no route, no answer, reset, or what the system says."""
+    """One of "refused", "no route", "no answer", "reset", or the system's error message."""
     known = {
         errno.ECONNREFUSED: "refused",
         errno.EHOSTUNREACH: "no route",
@@ -272,16 +278,17 @@ IFA_ADDRESS, IFA_LOCAL = 1, 2
 
 TENTATIVE = 0x40  # not usable yet
 
-SCOPE_LINK = 253  # means nothing without naming an interface
+SCOPE_LINK = 253  # link-local addresses are ambiguous without an interface
 
 
 def addresses() -> list[tuple[str, str]]:
-    """(interface, address) of all that other machines might use, and of loopback, in the kernel's order."""
+    """(interface, address) of this machine's addresses, loopback included, link-local ones not; in kernel order."""
     names = dict(socket.if_nameindex())
     return [(names.get(number, ""), address) for number, address in dumped()]
 
 
 def dumped() -> Iterator[tuple[int, str]]:
+    """(interface number, address) of all addresses, by netlink (RTM_GETADDR)."""
     sock = socket.socket(socket.AF_NETLINK, socket.SOCK_RAW, 0)
     try:
         sock.sendall(struct.pack("=IHHIIB7x", 24, RTM_GETADDR, REQUEST_DUMP, 1, 0, socket.AF_UNSPEC))
@@ -298,7 +305,7 @@ def dumped() -> Iterator[tuple[int, str]]:
 
 
 def one(message: bytes) -> Iterator[tuple[int, str]]:
-    """(interface number, address) in one answer; nothing for those of a link or not yet usable."""
+    """(interface number, address) in an RTM_NEWADDR message; nothing for link-local and tentative addresses."""
     family, _, flags, scope, number = struct.unpack_from("=BBBBI", message)
     found, at = {}, 8
     while at + 4 <= len(message):

@@ -1,6 +1,6 @@
-"""Versions of the packages of a Python, found without importing them, since importing torch takes seconds.
+"""Finds the package versions of a Python without importing the packages, and sizes of a partitioned graph.
 
-Part of node/programs/probe.py: Python 3.8, standard library only, and little of that.
+Importing torch would take seconds. Part of node/programs/probe.py: Python 3.8, few modules of the standard library.
 """
 
 from __future__ import annotations
@@ -18,10 +18,10 @@ NCCL = ("nvidia_nccl_cu11", "nvidia_nccl_cu12", "nvidia_nccl_cu13")
 
 
 def versions() -> dict[str, str]:
-    """Of python and PACKAGES, and "cuda" (what torch was built for), "nccl", "glibc", "arch"; '' when there is none."""
+    """Versions of "python", PACKAGES, "cuda" (torch was built for), "nccl" and "glibc", and "arch"; '' if absent."""
     there = installed()
     if sys.flags.no_site and not all(map(there.get, PACKAGES)):
-        import site  # what a .pth file names may hold the rest
+        import site  # .pth files may add folders with the missing packages
 
         site.main()
         there = installed()
@@ -38,7 +38,7 @@ def versions() -> dict[str, str]:
 
 
 def installed() -> dict[str, str]:
-    """{package: version} from the names of dist-info and egg-info folders; importlib.metadata takes 20 ms to load."""
+    """{package: version} from names of dist-info and egg-info folders; importing importlib.metadata takes 20 ms."""
     found: dict[str, str] = {}
     for folder in folders():
         try:
@@ -54,7 +54,7 @@ def installed() -> dict[str, str]:
 
 
 def folders() -> list[str]:
-    """Where packages may lie: sys.path and, under ``python -S``, what ``site`` adds to it but for .pth files."""
+    """Folders with packages: sys.path and, under ``python -S``, those that ``site`` would add, without .pth files."""
     if not sys.flags.no_site:
         return sys.path
     top = os.path.dirname(os.path.dirname(sys.executable))
@@ -64,14 +64,14 @@ def folders() -> list[str]:
             if "include-system-site-packages = true" not in file.read().lower():
                 return found
     except OSError:
-        pass  # no virtual environment
+        pass  # not a virtual environment
     import site
 
     return [*found, *site.getsitepackages(), site.getusersitepackages()]
 
 
 def by_metadata(package: str) -> str:
-    """For what is installed in a rarer way: eggs, develop links, zip files."""
+    """Version of a package that ``installed`` misses (eggs, develop links, zip files); '' if absent."""
     from importlib import metadata
 
     try:
@@ -81,15 +81,15 @@ def by_metadata(package: str) -> str:
 
 
 def torch_cuda() -> str:
-    """``torch.version.cuda``, as 12.6; '' for a CPU build."""
+    """``torch.version.cuda``, e.g. 12.6; '' for a CPU build."""
     for folder in folders():
         try:
             with open(os.path.join(folder, "torch", "version.py")) as file:
                 lines = [line.partition("=") for line in file if line.startswith(("cuda:", "cuda ", "cuda="))]
         except OSError:
             continue
-        said = lines[0][2].strip().strip("'\"") if lines else ""
-        return said if said[:1].isdigit() else ""
+        value = lines[0][2].strip().strip("'\"") if lines else ""
+        return value if value[:1].isdigit() else ""
     return ""
 
 
@@ -101,7 +101,7 @@ def glibc() -> str:
 
 
 def graph_size(manifest: str) -> dict[str, Any]:
-    """Of a partition folder on this node: {"nodes", "row_bytes", "topology_bytes"}; {} without one that can be read."""
+    """{"nodes", "row_bytes", "topology_bytes"} of the partition with this manifest.json; {} if it cannot be read."""
     if not manifest:
         return {}
     import json
@@ -111,18 +111,18 @@ def graph_size(manifest: str) -> dict[str, Any]:
             found = json.load(file)
         return {**size_of(found), "topology_bytes": topology_of(found, os.path.dirname(os.path.expanduser(manifest)))}
     except (OSError, ValueError, KeyError, TypeError, AttributeError):
-        return {}  # what is wrong with it, the check of the data says
+        return {}  # the data check of preflight reports the error
 
 
 def size_of(manifest: dict[str, Any]) -> dict[str, Any]:
-    """Vertices of all types, and bytes of their attributes for each on the average."""
+    """{"nodes": number of graph nodes of all types, "row_bytes": mean bytes of attributes per node}."""
     nodes = sum(kind["num_nodes"] for kind in manifest["nodes"].values())
     rows = sum(file["bytes"] for file in manifest["files"] if "/nodes/" in file["path"] and "/attrs/" in file["path"])
     return {"nodes": nodes, "row_bytes": rows / max(1, nodes)}
 
 
 def topology_of(manifest: dict[str, Any], folder: str) -> int:
-    """Bytes of the edges of all parts, their 1-d files; 0 unless ``folder`` has every one of them."""
+    """Bytes of the 1-d files of all parts (the topology); 0 unless ``folder`` has all of them in the right size."""
     files = [file for file in manifest["files"] if file["path"].startswith("part") and len(file.get("shape", ())) == 1]
     for file in files:
         try:

@@ -1,11 +1,16 @@
-"""Node program: facts about this machine. Python 3.8, standard library only.
+"""Node program: collects facts about this machine. Python 3.8, standard library only.
 
-``main(request)`` with {"peer": an address other nodes have or "", "address": the one
-configured or "", "workdir", "run_dir" and "session": what a run will make there or "", "ports": [..],
-"manifest": path or ""} returns a dict of facts. More may be asked for: "devices": whether CUDA devices are
-wanted, "names": [host names that must resolve], "code": digest of our code, "parts": folder of parts sent before.
+``main(request)`` returns a dict of facts. Fields of ``request``:
 
-It runs on all nodes at once, so it is sparing: what the answer does not need is neither imported nor looked at.
+- "peer": address of another node, or ""
+- "address": configured address or host name of this node, or ""
+- "workdir", "run_dir", "session": work folder; run folder and tmux session that a run will create, or ""
+- "ports": ports that must be free
+- "manifest": path of the manifest.json of a partition folder, or ""
+- optional: "devices": whether to list CUDA devices; "names": host names to resolve; "code": digest of the code of
+  gnnfleet; "parts": folder with parts sent earlier
+
+It runs on all nodes at once and must be fast: it imports and examines only what the answer needs.
 """
 
 from __future__ import annotations
@@ -23,24 +28,25 @@ TYPE_CHECKING = False  # typing takes a fifth of the time that Python takes to s
 if TYPE_CHECKING:
     from typing import Any, Iterable, Sequence
 
-LISTEN = "0A"  # state in /proc/net/tcp
+LISTEN = "0A"  # state of a listening socket in /proc/net/tcp
 
 LEASES = "/tmp/gnnfleet-leases"
 
-RESOLVE_SECONDS = 8.0
+RESOLVE_SECONDS = 8.0  # for all names together
 
 
 def main(request: dict[str, Any]) -> dict[str, Any]:
-    asked = machine.commands(bool(request.get("devices")))
-    there = addresses()
+    """Collect the facts; see the module's docstring for ``request``."""
+    started = machine.commands(bool(request.get("devices")))
+    own = addresses()
     address = numeric(request["address"]) or own_address(request["peer"])
     leases, lease_error = held()
     facts: dict[str, Any] = {
         "hostname": socket.gethostname(),
         "home": os.path.expanduser("~"),
         "address": address,
-        "addresses": there,
-        "interface": interface_of(address, there),
+        "addresses": own,
+        "interface": interface_of(address, own),
         "python": sys.executable,
         "versions": packages.versions(),
         "boot_id": machine.read("/proc/sys/kernel/random/boot_id").strip(),
@@ -56,19 +62,22 @@ def main(request: dict[str, Any]) -> dict[str, Any]:
     facts.update(folders.folders(os.path.expanduser(request["workdir"]), request.get("code", "")))
     facts["stored"] = folders.stored(os.path.expanduser(request.get("parts", "")))
     facts["leftovers"] = leftovers(facts["workdir"])
-    facts["tmux"] = machine.tmux_version(asked)
-    facts.update(gpus(asked))
+    facts["tmux"] = machine.tmux_version(started)
+    facts.update(gpus(started))
     return facts
 
 
 def numeric(name: str) -> str:
-    """An address for the configured name or address; '' when it does not resolve, or to loopback
-    as many machines' own name does (unless loopback was asked for)."""
+    """The numeric address of a configured name or address; '' when it does not resolve.
+
+    Also '' for a name that resolves to loopback, as the own name of many machines does, except ``localhost``.
+    """
     found = lookup(name) if name else ""
     return "" if is_loopback(found) and found != name and name != "localhost" else found
 
 
 def lookup(name: str) -> str:
+    """The first address of a host name; '' when it does not resolve."""
     try:
         return str(socket.getaddrinfo(name, None)[0][4][0])
     except (OSError, UnicodeError):
@@ -76,7 +85,7 @@ def lookup(name: str) -> str:
 
 
 def resolved(names: Iterable[str]) -> dict[str, str]:
-    """{name: address, '' when there is none}; a name server that does not answer takes its time, so all at once."""
+    """{name: address, or '' when it does not resolve}; resolves all at once, as name servers may answer slowly."""
     import threading
 
     found = dict.fromkeys(names, "")
@@ -90,7 +99,7 @@ def resolved(names: Iterable[str]) -> dict[str, str]:
 
 
 def own_address(peer: str) -> str:
-    """Where this SSH connection arrived; without one, where a packet to ``peer`` would leave."""
+    """This machine's address of the current SSH connection, else of the route to ``peer``, else loopback."""
     words = os.environ.get("SSH_CONNECTION", "").split()
     arrived = words[2].replace("::ffff:", "").split("%")[0] if len(words) == 4 else ""
     if arrived and not is_loopback(arrived):
@@ -103,7 +112,7 @@ def is_loopback(address: str) -> bool:
 
 
 def route_to(peer: str) -> str:
-    """Source address of the route to ``peer``; '' when there is none."""
+    """Source address of the route to ``peer``; '' when there is no route."""
     try:
         family, kind, proto, _, target = socket.getaddrinfo(peer, 9, 0, socket.SOCK_DGRAM)[0]
         sock = socket.socket(family, kind, proto)
@@ -116,28 +125,28 @@ def route_to(peer: str) -> str:
         return ""
 
 
-def interface_of(address: str, there: list[tuple[str, str]]) -> str:
-    """Name of the interface that owns ``address``; '' when none does."""
-    return "lo" if address.startswith("127.") else next((name for name, own in there if own == address), "")
+def interface_of(address: str, own: list[tuple[str, str]]) -> str:
+    """Name of the interface that has ``address``; '' when none has. own: (interface, address) of this machine."""
+    return "lo" if address.startswith("127.") else next((name for name, one in own if one == address), "")
 
 
 def taken(run_dir: str, session: str) -> str:
-    """What is there already of what a run would make, in words; '' when nothing is."""
+    """The tmux session or run folder of a planned run that already exists; '' when neither does."""
     if session and machine.tmux_has(session):
         return "tmux session %s" % session
     return run_dir if run_dir and os.path.exists(run_dir) else ""
 
 
 def held() -> tuple[list[dict[str, Any]], str]:
-    """Leases of living runs, and why they cannot be read; most machines have none, and nothing is loaded then."""
+    """(valid leases as dicts with their description in "words", why leases cannot be read or '')."""
     try:
         if not os.listdir(os.environ.get("GNNFLEET_LEASES") or LEASES):
             return [], ""
     except FileNotFoundError:
         return [], ""
     except OSError:
-        pass  # lease.held says it in words
-    from launcher.node import leases as lease
+        pass  # lease.held raises LeaseError with a message
+    from launcher.node import leases as lease  # imported only where leases exist, to start fast
 
     try:
         return [dict(one._asdict(), words=lease.describe(one)) for one in lease.held()], ""
@@ -146,7 +155,7 @@ def held() -> tuple[list[dict[str, Any]], str]:
 
 
 def leftovers(workdir: str) -> list[dict[str, Any]]:
-    """Processes of runs whose supervisor is gone; looked for only where a run has ended without a result."""
+    """Processes of runs whose supervisor has ended without a result; as ``of_runs``."""
     suspects = folders.ended_without_result(workdir)
     if not suspects:
         return []
@@ -155,17 +164,17 @@ def leftovers(workdir: str) -> list[dict[str, Any]]:
     return orphans.of_runs(suspects)
 
 
-def gpus(asked: dict[str, Any]) -> dict[str, Any]:
-    """Devices in the order of nvidia-smi (PCI bus); "devices" are their names."""
-    if "nvidia-smi" not in asked:
+def gpus(started: dict[str, Any]) -> dict[str, Any]:
+    """{"devices": names, "gpus": [...], "driver"}, in the order of nvidia-smi (PCI bus). started: commands by name."""
+    if "nvidia-smi" not in started:
         return {"devices": [], "gpus": [], "driver": ""}
     from launcher.node.programs import machine as devices
 
-    return devices.look(machine.finish(asked["nvidia-smi"]))
+    return devices.look(machine.finish(started["nvidia-smi"]))
 
 
 def busy_ports(ports: Sequence[int], leases: Iterable[dict[str, Any]] = ()) -> dict[str, str]:
-    """{port: who holds it} for those that cannot be listened on, or that a run has leased."""
+    """{port: description of its user} of the ports that are in use or leased by a run."""
     busy = {str(port): holder(port) for port in ports if not can_listen(port)}
     for lease in leases:
         kind, _, port = lease["resource"].partition(":")
@@ -175,13 +184,16 @@ def busy_ports(ports: Sequence[int], leases: Iterable[dict[str, Any]] = ()) -> d
 
 
 def can_listen(port: int) -> bool:
-    """Whether a server may listen on all addresses. SO_REUSEADDR as servers set it: connections
-    that merely linger do not count, but listeners do, and listen() finds the ones bind() lets pass."""
+    """Whether a server can listen on ``port`` on all addresses.
+
+    Sets SO_REUSEADDR as servers do, so that connections in TIME_WAIT do not count; with it, only listen() fails for
+    some ports in use.
+    """
     for family, address in ((socket.AF_INET, "0.0.0.0"), (socket.AF_INET6, "::")):
         try:
             sock = socket.socket(family, socket.SOCK_STREAM)
         except OSError:
-            continue  # no IPv6 here
+            continue  # no IPv6 on this machine
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         if family == socket.AF_INET6:
             sock.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 1)
@@ -189,7 +201,7 @@ def can_listen(port: int) -> bool:
             sock.bind((address, port))
             sock.listen(1)
         except OSError as error:
-            if family == socket.AF_INET6 and error.errno == 99:  # EADDRNOTAVAIL: IPv6 switched off
+            if family == socket.AF_INET6 and error.errno == 99:  # EADDRNOTAVAIL: IPv6 is disabled
                 continue
             return False
         finally:
@@ -198,7 +210,7 @@ def can_listen(port: int) -> bool:
 
 
 def holder(port: int) -> str:
-    """The process that listens on ``port``, as far as /proc shows it to this user."""
+    """Pid and command of the process that listens on ``port``, if /proc shows it; '' when no process listens."""
     inodes = set()
     for table in ("/proc/net/tcp", "/proc/net/tcp6"):
         for line in machine.read(table).splitlines()[1:]:
@@ -213,16 +225,17 @@ def holder(port: int) -> str:
 
 
 def open_files(pid: str) -> set[str]:
+    """Link targets of a process's file descriptors; empty when they cannot be read."""
     try:
         base = "/proc/%s/fd/" % pid
         return {os.readlink(base + fd) for fd in os.listdir(base)}
-    except OSError:  # gone, or not ours
+    except OSError:  # the process has ended, or belongs to another user
         return set()
 
 
 def of_runs(suspects: Iterable[Suspect]) -> list[dict[str, Any]]:
-    """[{"run_id", "pids", "commands"}] of the runs of which something still lives: what their last state.json
-    names, and all that carries GNNFLEET_RUN_DIR of theirs in its environment."""
+    """[{"run_id", "pids", "commands"}] of the runs with living processes: those listed in their last state.json, and
+    those with their GNNFLEET_RUN_DIR in the environment."""
     named = {one.run_dir: one for one in suspects}
     pids: dict[str, set[int]] = {folder: known(one) for folder, one in named.items()}
     for pid in filter(str.isdigit, os.listdir("/proc")):
@@ -237,20 +250,23 @@ def of_runs(suspects: Iterable[Suspect]) -> list[dict[str, Any]]:
 
 
 def known(suspect: Suspect) -> set[int]:
+    """Pids of the living processes listed in the run's last state.json."""
     return {entry["pid"] for entry in suspect.processes if lives(entry.get("pid"), entry.get("start_ticks"))}
 
 
 def run_dir_of(pid: str) -> str:
+    """GNNFLEET_RUN_DIR in the environment of a process, resolved; '' when it has none."""
     try:
         with open("/proc/%s/environ" % pid, "rb") as file:
             entries = file.read().split(b"\0")
-    except OSError:  # ended meanwhile, or another user's
+    except OSError:  # the process has ended, or belongs to another user
         return ""
     value = next((entry for entry in entries if entry.startswith(b"GNNFLEET_RUN_DIR=")), b"=")
     return os.path.realpath(value.split(b"=", 1)[1].decode("utf-8", "replace")) if value != b"=" else ""
 
 
 def command(pid: int) -> str:
+    """The first 80 characters of a process's command line; '' when it has ended."""
     try:
         with open("/proc/%d/cmdline" % pid, "rb") as file:
             return file.read().replace(b"\0", b" ").decode("utf-8", "replace").strip()[:80]

@@ -9,7 +9,7 @@ from pathlib import Path
 from load_kit import parts_of
 from partitions import write_store
 from trainer.core.ranks import Ranks
-from trainer.graph.open import Graph, _opened
+from trainer.graph.open import Graph, _open_gateway
 from trainer.graph.seed_order import RankLayout
 from trainer.sampler.dist_graph import DistGraph
 from trainer.sampler.local_graph import LocalGraph
@@ -95,7 +95,7 @@ def client_graph(
     numbers = [home, *(number for number in servers.places if number != home)]
     places = [servers.places[number] for number in numbers]
     gateway = Gateway(places, options.pop("deadline", 20.0), servers.keys, **{"server_wait": 10.0, **options})
-    return _opened(gateway, 10.0, ranks or Ranks(), placed)
+    return _open_gateway(gateway, 10.0, ranks or Ranks(), placed)
 
 
 @contextmanager

@@ -196,7 +196,7 @@ def test_what_makes_no_sense_is_refused(how, message):
 
 
 @pytest.mark.parametrize(
-    ("given", "message"), [(None, "must say the edge type"), (("user", "sells", "item"), "no edge type")]
+    ("given", "message"), [(None, "pass edge_label_index as"), (("user", "sells", "item"), "no edge type")]
 )
 def test_a_heterogeneous_graph_needs_an_edge_type(given, message):
     with pytest.raises(SettingsError, match=message):
@@ -243,7 +243,7 @@ def test_a_relation_that_is_nearly_anothers_name_is_warned_of():
     links = torch.zeros(2, 3, dtype=torch.int64)
     with pytest.warns(UserWarning, match=r"no edges of \('user', 'buy', 'item'\).*did you mean 'buys'"):
         DistLinkNeighborLoader(hetero(), [2], (("user", "buy", "item"), links))
-    with pytest.raises(ValueError, match=r"is no edge type; the graph has"):
+    with pytest.raises(ValueError, match=r"is not an edge type; the graph has"):
         DistLinkNeighborLoader(hetero(), [2], (("user", "likes", "item"), None))
-    with pytest.raises(ValueError, match=r"is no edge type; the graph has"):
+    with pytest.raises(ValueError, match=r"is not an edge type; the graph has"):
         DistLinkNeighborLoader(hetero(), [2], (("user", "likes", "shop"), links))

@@ -179,8 +179,8 @@ def test_a_transform_may_bring_nodes_in_but_not_edges_of_a_partition():
 HOMO_REFUSALS = {
     "neighbor_sampler": ({"neighbor_sampler": object()}, "neighbours are drawn by the owners"),
     "input_time alone": ({"input_time": torch.zeros(60)}, "input_time is given without time_attr"),
-    "sampler": ({"sampler": [1]}, "sampler: the loader itself orders the seeds"),
-    "batch_sampler": ({"batch_sampler": [[1]]}, "batch_sampler: the loader itself cuts"),
+    "sampler": ({"sampler": [1]}, "sampler: not supported, as the loader orders the seeds"),
+    "batch_sampler": ({"batch_sampler": [[1]]}, "batch_sampler: not supported, as the loader cuts"),
     "worker_init_fn": ({"worker_init_fn": 3}, "worker_init_fn must be a function of the thread's number, not 3"),
     "context": ({"multiprocessing_context": "fork"}, "multiprocessing_context: .* no worker processes"),
     "out of order": ({"in_order": False}, "batches always come in order"),
@@ -188,9 +188,9 @@ HOMO_REFUSALS = {
     "batch_size": ({"batch_size": None}, "batch_size must be a whole number of at least 1, not None"),
     "batch_size 0": ({"batch_size": 0}, "batch_size must be a whole number of at least 1, not 0"),
     "two seeds": ({"seed": 1, "generator": torch.Generator()}, "seed and generator were both given"),
-    "subgraph_type": ({"subgraph_type": "both"}, "subgraph_type 'both'; it is one of directional"),
+    "subgraph_type": ({"subgraph_type": "both"}, "subgraph_type 'both'; expected one of directional"),
     "strategy": ({"temporal_strategy": "first"}, "temporal_strategy 'first'"),
-    "time and weight": ({"time_attr": "time", "weight_attr": "edge_weight"}, "cannot both steer"),
+    "time and weight": ({"time_attr": "time", "weight_attr": "edge_weight"}, "cannot be used together"),
     "induced disjoint": ({"subgraph_type": "induced", "disjoint": True}, "induced subgraphs cannot be disjoint"),
     "no such time": ({"time_attr": "when"}, "'when' is neither a node-level nor an edge-level"),
     "no such weight": ({"weight_attr": "heft"}, "weight attribute 'heft'"),
@@ -229,8 +229,8 @@ def test_refusals(source, what):
 
 
 HETERO_REFUSALS = {
-    "no type": ({"input_nodes": None}, r"must say the node type, as \(type, seeds\); types are \['author'"),
-    "ids alone": ({"input_nodes": torch.arange(3)}, "must say the node type"),
+    "no type": ({"input_nodes": None}, r"pass input_nodes as \(node type, seeds\); types are \['author'"),
+    "ids alone": ({"input_nodes": torch.arange(3)}, "pass input_nodes as"),
     "unknown type": ({"input_nodes": "book"}, "no node type 'book'"),
     "edge type missing": ({"num_neighbors": {CITES: [1]}}, "Missing number of neighbors for edge type"),
     "edge type unknown": ({"num_neighbors": {("a", "b", "c"): [1]}}, "Not all edge types specified"),

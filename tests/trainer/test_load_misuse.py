@@ -79,7 +79,7 @@ def test_a_transform_that_returns_nothing_is_named():
 def test_a_name_for_two_things_is_refused_until_one_is_chosen(attrs, edge_attrs):
     edge_index, num_nodes = random_graph(1, 40, 200)
     graph = opened(store_of(edge_index, num_nodes, 2, attrs=attrs, edge_attrs=edge_attrs))
-    with pytest.raises(SettingsError, match="would stand for two things"):
+    with pytest.raises(SettingsError, match="names attributes of two of nodes, edges and graph"):
         DistNeighborLoader(graph, [3])
     chosen = {HOMO_EDGE: list(edge_attrs)}
     batch = next(iter(DistNeighborLoader(graph, [3], batch_size=4, attrs=chosen)))

@@ -87,7 +87,7 @@ def test_nodes_later_than_the_link_are_never_drawn():
 
 
 def test_a_link_older_than_every_node_is_refused():
-    with pytest.raises(DataError, match="no node is as old as time 0"):
+    with pytest.raises(DataError, match="no negative for a link of time 0"):
         NegativeDraw(2, times=np.array([1, 2])).draw(np.zeros(1, np.uint64), np.zeros(1, np.int64))
 
 

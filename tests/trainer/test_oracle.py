@@ -169,7 +169,7 @@ def test_the_bundled_trainers_batches_too(graphs, kind, how):
 
 
 NODES_REFUSED = {
-    "weight and time": ({"weight_attr": "edge_weight", "time_attr": "time"}, "cannot both steer"),
+    "weight and time": ({"weight_attr": "edge_weight", "time_attr": "time"}, "cannot be used together"),
     "induced and disjoint": ({"subgraph_type": "induced", "disjoint": True}, "induced subgraphs cannot be disjoint"),
     "induced and time": ({"subgraph_type": "induced", "time_attr": "time"}, "induced subgraphs cannot be temporal"),
     "time without attribute": ({"input_time": torch.zeros(19, dtype=torch.int64)}, "without time_attr"),

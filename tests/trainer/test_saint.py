@@ -197,7 +197,7 @@ def test_normalisation_is_kept_and_used_for_the_same_graph_settings_and_coverage
     (path,) = (tmp_path / "norm").iterdir()
     assert path.name.startswith(type(made).__name__.lower() + "_3_") and path.suffix == ".pt"
     with monkeypatch.context() as patch:
-        patch.setattr("trainer.loader.graph_saint._estimated", lambda *_: pytest.fail("was to be read"))
+        patch.setattr("trainer.loader.graph_saint._estimate", lambda *_: pytest.fail("was to be read"))
         kept = sampler(kind, parts_of(data, 3), **options)  # parts do not matter
     assert torch.equal(kept._norm.node, made._norm.node) and torch.equal(kept._norm.edge, made._norm.edge)
     changes = [{"seed": 1}, {"batch_size": 7}, {"sample_coverage": 4}, {"num_steps": 3}]

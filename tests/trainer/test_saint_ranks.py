@@ -22,9 +22,9 @@ def rank_of_two(folder: Path) -> None:
     dist.init_process_group("gloo")
     rank = dist.get_rank()
     graph, drawn, anew = trainer.open(folder / "parts"), [], []
-    sample, estimate = SubgraphSampler.sample, graph_saint._estimated
+    sample, estimate = SubgraphSampler.sample, graph_saint._estimate
     SubgraphSampler.sample = lambda self, seeds, key: drawn.append(key) or sample(self, seeds, key)
-    graph_saint._estimated = lambda *given: anew.append(given) or estimate(*given)
+    graph_saint._estimate = lambda *given: anew.append(given) or estimate(*given)
     kept_in = folder / f"norm{rank}"
 
     def made():

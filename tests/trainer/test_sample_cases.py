@@ -239,9 +239,9 @@ def test_a_hub_in_every_tree():
 
 def test_seed_that_is_no_node_is_named():
     store = store_of(np.empty((2, 0), np.int64), 5)
-    with pytest.raises(DataError, match="seed 5 at position 1 is no node; ids go from 0 to 4"):
+    with pytest.raises(DataError, match="seed 5 at position 1 is not a node; ids go from 0 to 4"):
         sample_homo(store, [3, 5], (5,))
-    with pytest.raises(DataError, match="seeds of type 'paper', which is not there"):
+    with pytest.raises(DataError, match="seeds: the graph has no node type 'paper'"):
         sample(store, SeedSet({"paper": np.array([0])}), SampleSettings({HOMO_EDGE: (5,)}))
 
 
@@ -251,12 +251,12 @@ REFUSED = [
     ({"induced": True, "disjoint": True}, "induced subgraphs cannot be disjoint"),
     ({"induced": True, "time": TIME}, "induced subgraphs cannot be temporal"),
     ({"replace": True, "time": TimeRule("time", "node", last=True)}, "leave replace off"),
-    ({"weight": "nothing"}, r"no edge type has the weight attribute 'nothing'; there are \['t', 'w'\]"),
+    ({"weight": "nothing"}, r"no edge type has the weight attribute 'nothing'; attributes are \['t', 'w'\]"),
     ({"time": TimeRule("w", "edge")}, r"times 'w' of a__writes__p are float32 \[60\]"),
-    ({"time": TimeRule("when", "node")}, r"no node type has the time attribute 'when'; there are \['time'\]"),
+    ({"time": TimeRule("when", "node")}, r"no node type has the time attribute 'when'; attributes are \['time'\]"),
     ({"fanouts": {WRITES: (2, 2), CITES: (1,)}}, "another edge type has 2 hops"),
     ({"fanouts": {WRITES: (-2,)}}, "fanout -2; it must be below"),
-    ({"fanouts": {("x", "y", "z"): (1,)}}, r"edge type \('x', 'y', 'z'\), which is not there"),
+    ({"fanouts": {("x", "y", "z"): (1,)}}, r"the graph has no edge type \('x', 'y', 'z'\)"),
 ]
 
 
@@ -273,5 +273,5 @@ def test_times_are_asked_for_and_must_lie_with_the_edges():
     with pytest.raises(SettingsError, match="needs a time for each seed of 'p'"):
         sample(graph.store(), SeedSet({"p": np.array([0])}), chosen)
     forgotten = typed_store(graph.num_nodes, graph.edges, node_attrs=graph.node_attrs, time_attrs=())
-    with pytest.raises(SettingsError, match="does not keep 'time' of p with the edges .*--option time_attrs=time "):
+    with pytest.raises(SettingsError, match="does not store 'time' of p with the edges .*--option time_attrs=time "):
         check_settings(forgotten.manifest, chosen)

@@ -1,1 +1,1 @@
-"""Seeds → batches: seed order, split over ranks, caching, prefetch."""
+"""Loaders: seeds → batches; order of the seeds, split over the ranks, negatives, and torch_geometric's batches."""

@@ -1,4 +1,4 @@
-"""The loaders' arguments, with torch_geometric's names, meanings and defaults, checked and turned into settings."""
+"""Checks the loaders' arguments, which are named as in torch_geometric, and turns them into settings."""
 
 from __future__ import annotations
 
@@ -27,34 +27,34 @@ Fanouts: TypeAlias = "Sequence[int] | Mapping[EdgeType, Sequence[int]] | NumNeig
 
 AttrNames: TypeAlias = Sequence[str] | Mapping[AnyType, Sequence[str]]
 
-#: Arguments of torch's DataLoader that cannot be honoured here, with the reason.
-_REFUSED = {
-    "sampler": "the loader itself orders the seeds and shares them out over the ranks; use shuffle, or pass seeds",
-    "batch_sampler": "the loader itself cuts the seeds into global batches; use batch_size, shuffle and drop_last",
-    "multiprocessing_context": "batches are made by threads of this process, there are no worker processes to start",
+#: Arguments of torch's DataLoader that are not supported, with the reason.
+_UNSUPPORTED = {
+    "sampler": "not supported, as the loader orders the seeds and splits them over ranks; use shuffle, or pass seeds",
+    "batch_sampler": "not supported, as the loader cuts the seeds into batches; use batch_size, shuffle and drop_last",
+    "multiprocessing_context": "not supported, as threads of this process make the batches; leave it out",
 }
 
 _NO_EFFECT = ("dataset", "collate_fn", "persistent_workers", "pin_memory_device")
 
-_HONOURED = ("batch_size", "shuffle", "drop_last", "pin_memory", "timeout", "generator", "in_order", "local")
+_ARGUMENTS = ("batch_size", "shuffle", "drop_last", "pin_memory", "timeout", "generator", "in_order", "local")
 
-_HONOURED_OF_WORKERS = ("num_workers", "prefetch_factor", "worker_init_fn")
+_WORKER_ARGUMENTS = ("num_workers", "prefetch_factor", "worker_init_fn")
 
 
 @dataclass(frozen=True)
 class LoadOptions:
-    """How batches are cut, ordered and made ahead."""
+    """How seeds are cut into batches, and how batches are ordered and made ahead."""
 
     batch_size: int = 1  #: seeds per step and rank
     shuffle: bool = False
     drop_last: bool = False  #: leave out a last global batch that is not full
     pin_memory: bool = False
-    seed: int = 0  #: of order and samples
+    seed: int = 0  #: seed of the order and of all draws
     threads: int = 1
-    prefetch: int = 2  #: batches under way
+    prefetch: int = 2  #: number of batches made ahead
     deadline: float = 120.0  #: seconds that one request may take
-    local: bool = False  #: this process alone: all seeds, nothing shared out
-    thread_init: Callable[[int], Any] | None = None  #: called on each sampler thread with its number, at its start
+    local: bool = False  #: the loader belongs to this process alone, which gets all seeds
+    thread_init: Callable[[int], Any] | None = None  #: called once on each sampler thread with its number
 
     def __post_init__(self) -> None:
         if isinstance(self.deadline, bool) or not (isinstance(self.deadline, (int, float)) and self.deadline > 0):
@@ -62,7 +62,7 @@ class LoadOptions:
 
 
 def whole_number(name: str, value: object, least: int | None) -> int:
-    """An argument that counts something, as a Python integer. Raises ``SettingsError``."""
+    """Return an integer argument as ``int``. Raises ``SettingsError`` if it is not one or is below ``least``."""
     whole = isinstance(value, (int, np.integer)) and not isinstance(value, bool)
     if not whole or (least is not None and value < least):  # type: ignore[operator]
         at_least = "" if least is None else f" of at least {least}"
@@ -73,11 +73,11 @@ def whole_number(name: str, value: object, least: int | None) -> int:
 def load_options(
     given: Mapping[str, Any], *, seed: int | None, threads: int | None, prefetch: int | None, deadline: float
 ) -> LoadOptions:
-    """Options from DataLoader's keyword arguments and ours.
+    """Combine DataLoader's keyword arguments with those of this package.
 
-    num_workers gives the sampler threads, worker_init_fn is called on each of them (never with num_workers=0, as in
-    torch), prefetch_factor gives the batches under way per thread, timeout the deadline, generator the seed. Raises
-    ``SettingsError`` for what makes no sense here.
+    ``num_workers`` is the number of sampler threads, ``prefetch_factor`` the number of batches ahead per thread,
+    ``timeout`` the deadline, and ``generator`` gives the seed. ``worker_init_fn`` is called on each sampler thread,
+    except with ``num_workers=0``, as in torch. Raises ``SettingsError``.
     """
     _check_names(given)
     num_workers = whole_number("num_workers", given.get("num_workers", 0), 0)
@@ -102,12 +102,12 @@ def load_options(
 
 def _check_names(given: Mapping[str, Any]) -> None:
     for name, value in given.items():
-        if name in _REFUSED and value is not None:
-            raise SettingsError(f"{name}: {_REFUSED[name]}")
+        if name in _UNSUPPORTED and value is not None:
+            raise SettingsError(f"{name}: {_UNSUPPORTED[name]}")
         if name == "in_order" and not value:
-            raise SettingsError("in_order=False: batches always come in order, so that every rank is at the same step")
-        if name not in (*_REFUSED, *_NO_EFFECT, *_HONOURED, *_HONOURED_OF_WORKERS):
-            known = [*_HONOURED, *_HONOURED_OF_WORKERS, "num_neighbors", "input_nodes", "time_attr", "weight_attr"]
+            raise SettingsError("in_order=False: batches always come in order, so that all ranks are at the same step")
+        if name not in (*_UNSUPPORTED, *_NO_EFFECT, *_ARGUMENTS, *_WORKER_ARGUMENTS):
+            known = [*_ARGUMENTS, *_WORKER_ARGUMENTS, "num_neighbors", "input_nodes", "time_attr", "weight_attr"]
             nearest = difflib.get_close_matches(name, known, 1)
             hint = f"; did you mean {nearest[0]!r}?" if nearest else ""
             raise SettingsError(f"unknown argument {name!r}{hint}")
@@ -117,7 +117,9 @@ def _seed(seed: int | None, generator: Any) -> int:
     if generator is None:
         return 0 if seed is None else whole_number("seed", seed, None)
     if seed is not None:
-        raise SettingsError("seed and generator were both given; the generator only serves as a seed, pass one of them")
+        raise SettingsError(
+            "seed and generator were both given; the generator is used only for its seed, so pass one of them"
+        )
     return int(generator.initial_seed())
 
 
@@ -126,9 +128,11 @@ def sample_settings(
     disjoint: bool = False, temporal_strategy: str = "uniform", time_attr: str | None = None,
     weight_attr: str | None = None,
 ) -> SampleSettings:  # fmt: skip
-    """Settings of PyG's view. Raises ``SettingsError`` for what contradicts itself or the graph."""
+    """Settings of torch_geometric's view of a batch. Raises ``SettingsError`` if they contradict each other or the
+    graph.
+    """
     if temporal_strategy not in ("uniform", "last"):
-        raise SettingsError(f"temporal_strategy {temporal_strategy!r}; it is 'uniform' or 'last'")
+        raise SettingsError(f"temporal_strategy {temporal_strategy!r}; expected 'uniform' or 'last'")
     time = None
     if time_attr is not None:
         time = TimeRule(time_attr, time_level(graph.manifest, time_attr), temporal_strategy == "last")
@@ -153,22 +157,26 @@ def subgraph_kind(subgraph_type: Any, directed: bool) -> str:
         return "induced"
     kind = str(getattr(subgraph_type, "value", subgraph_type))
     if kind not in SUBGRAPH_TYPES:
-        raise SettingsError(f"subgraph_type {kind!r}; it is one of {', '.join(SUBGRAPH_TYPES)}")
+        raise SettingsError(f"subgraph_type {kind!r}; expected one of {', '.join(SUBGRAPH_TYPES)}")
     return kind
 
 
 def fanouts_of(manifest: Manifest, num_neighbors: Fanouts) -> dict[EdgeType, tuple[int, ...]]:
-    """Fanouts of every edge type, from a list, a mapping over all edge types, or torch_geometric's NumNeighbors."""
-    from torch_geometric.sampler import NumNeighbors  # takes seconds, and the bundled trainer does without
+    """Fanouts of every edge type, from a list, a mapping over all edge types, or torch_geometric's ``NumNeighbors``."""
+    from torch_geometric.sampler import (
+        NumNeighbors,
+    )  # imported here: it takes seconds, and the bundled trainer does not need it
 
     given = num_neighbors if isinstance(num_neighbors, NumNeighbors) else None
     values: Any = num_neighbors if given is None else given.values
     if isinstance(values, Mapping) and not manifest.hetero:
-        raise SettingsError("num_neighbors is a mapping over edge types, but the graph is homogeneous; give a list")
+        raise SettingsError("num_neighbors is a mapping over edge types, but the graph is homogeneous; pass a list")
     if not isinstance(values, Mapping):
         return {of: _whole(values) for of in manifest.edges}
     try:
-        own = NumNeighbors(dict(values), None if given is None else given.default)  # its answers are cached by object
+        own = NumNeighbors(
+            dict(values), None if given is None else given.default
+        )  # a new object, as it caches its results
         found = own.get_values(list(manifest.edges))
     except ValueError as error:
         raise SettingsError(f"num_neighbors: {error}; the graph has {sorted(manifest.edges)}") from None
@@ -184,7 +192,7 @@ def _whole(fanouts: Any) -> tuple[int, ...]:
 
 
 def time_level(manifest: Manifest, attr: str) -> Literal["node", "edge"]:
-    """Whether ``attr`` is a time of nodes or of edges. Raises ``SettingsError`` if of neither, or both."""
+    """Whether ``attr`` is an attribute of nodes or of edges. Raises ``SettingsError`` if it is neither or both."""
     on_nodes = [of for of, spec in manifest.nodes.items() if attr in spec.attrs]
     on_edges = [of for of, spec in manifest.edges.items() if attr in spec.attrs]
     if on_nodes and on_edges:
@@ -195,20 +203,20 @@ def time_level(manifest: Manifest, attr: str) -> Literal["node", "edge"]:
 
 
 def wanted_attrs(graph: Graph, attrs: AttrNames | None) -> dict[AnyType, tuple[str, ...]]:
-    """Attributes to bring, of every node and edge type. Raises ``SettingsError`` for one that no type has."""
+    """Attributes to bring, for every node and edge type. Raises ``SettingsError`` for an unknown attribute or type."""
     known: dict[AnyType, tuple[str, ...]] = {}
     known |= {of: tuple(spec.attrs) for of, spec in graph.manifest.nodes.items()}
     known |= {of: tuple(spec.attrs) for of, spec in graph.manifest.edges.items()}
     if attrs is None:
         return known
     if graph.source is not None:
-        raise SettingsError("attrs limits what travels between hosts; data in memory is complete in every batch")
+        raise SettingsError("attrs limits what travels between hosts; batches of data in memory have all attributes")
     if not isinstance(attrs, Mapping):
         wanted = _name_list(attrs)
         _check_known(wanted, {name for names in known.values() for name in names})
         return {of: tuple(name for name in names if name in wanted) for of, names in known.items()}
     if unknown := set(attrs) - set(known):
-        raise SettingsError(f"attrs: the graph has no type {unknown.pop()!r}; there are {list(known)}")
+        raise SettingsError(f"attrs: the graph has no type {unknown.pop()!r}; it has {list(known)}")
     given = {of: _name_list(names) for of, names in attrs.items()}
     for of, names in given.items():
         _check_known(names, set(known[of]))
@@ -217,21 +225,21 @@ def wanted_attrs(graph: Graph, attrs: AttrNames | None) -> dict[AnyType, tuple[s
 
 def _name_list(names: Sequence[str]) -> tuple[str, ...]:
     if isinstance(names, str):
-        raise SettingsError(f"attrs: {names!r} is one name; give a list of names, as [{names!r}]")
+        raise SettingsError(f"attrs: {names!r} is one name; pass a list of names, as [{names!r}]")
     return tuple(names)
 
 
 def _check_known(names: Sequence[str], known: set[str]) -> None:
     if missing := [name for name in names if name not in known]:
-        raise SettingsError(f"attrs: no attribute {missing[0]!r}; there are {sorted(known)}")
+        raise SettingsError(f"attrs: no attribute {missing[0]!r}; the graph has {sorted(known)}")
 
 
 @dataclass(frozen=True)
 class OutputOptions:
-    """What is made of a sampled subgraph."""
+    """How a sampled subgraph is turned into a batch."""
 
     subgraph_type: str = "directional"
     transform: Callable[[Any], Any] | None = None
     transform_sampler_output: Callable[[Any], Any] | None = None
-    on_threads: bool = False  #: let the sampler threads call the transforms too
+    on_threads: bool = False  #: call the transforms in the sampler threads
     custom_cls: Callable[[], Any] | None = None  #: makes the empty batch, for partitions and stores

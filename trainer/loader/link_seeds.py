@@ -1,4 +1,4 @@
-"""Seed links of a loader: every form of ``edge_label_index``, as original ids."""
+"""Converts ``edge_label_index`` in any of its forms to seed links, as original ids."""
 
 from __future__ import annotations
 
@@ -24,20 +24,20 @@ from trainer.sampler.types import RowRequest, SampleSettings
 
 @dataclass(frozen=True)
 class LinkInputs:
-    """The seed links, each with a position from 0."""
+    """The seed links; their positions count from 0."""
 
     edge_type: EdgeType
     src: Ids  #: int64 [n] original ids
     dst: Ids  #: int64 [n]
     label: Tensor | None = None  #: [n, …]
     times: Ids | None = None  #: int64 [n]
-    input_id: Ids | None = None  #: int64 [n] what a batch calls them; None: their positions
+    input_id: Ids | None = None  #: int64 [n] ids that batches report; None: the links' positions
 
     def __len__(self) -> int:
         return len(self.src)
 
     def digest(self) -> str:
-        """Equal on ranks that were given equal links."""
+        """Digest of the links, to compare them between ranks."""
         total = hashlib.sha256(f"{self.edge_type} {len(self.src)}".encode())
         for array in (self.src, self.dst, self.times, None if self.label is None else as_array(self.label)):
             total.update(b"" if array is None else np.ascontiguousarray(array).data)
@@ -47,11 +47,11 @@ class LinkInputs:
 def link_inputs(
     graph: Graph, edge_label_index: Any, edge_label: Any = None, edge_label_time: Any = None, input_id: Any = None
 ) -> LinkInputs:
-    """Seed links from ``edge_label_index``.
+    """Return the links that ``edge_label_index`` describes.
 
-    Homogeneous: None (all edges) or ids [2, n]. Heterogeneous: an edge type, or (edge type, None | ids). Links that are
-    given by ids may be of a type that has no edges in the graph, such as one that was held out wholly. Raises
-    ``SettingsError``, and ``ServiceError`` where all edges are to be collected from other hosts.
+    Homogeneous graph: None (all edges) or ids [2, n]. Heterogeneous graph: an edge type, or (edge type, None | ids).
+    Links given by ids may be of a type without edges in the graph, such as a relation that was held out completely.
+    Raises ``SettingsError``, and ``ServiceError`` while all edges are read from other hosts.
     """
     edge_type, given = _typed(graph, edge_label_index)
     ends = _all_links(graph, edge_type) if given is None else _given_links(graph, edge_type, given)
@@ -64,14 +64,14 @@ def link_inputs(
 
 
 def negative_rule(neg_sampling: Any, ratio: float | None, avoid_links: bool) -> tuple[NegativeRule | None, Any]:
-    """The rule, and torch_geometric's ``NegativeSampling`` for its weights. Raises ``SettingsError``."""
+    """Return the rule, and torch_geometric's ``NegativeSampling``, which has the weights. Raises ``SettingsError``."""
     try:
         given = NegativeSampling("binary", ratio) if ratio else NegativeSampling.cast(neg_sampling)
     except (TypeError, ValueError) as error:
         raise SettingsError(f"neg_sampling: {error}") from None
     if given is None:
         if avoid_links:
-            raise SettingsError("avoid_links says how negatives are drawn; give neg_sampling too")
+            raise SettingsError("avoid_links has no effect without neg_sampling; pass neg_sampling")
         return None, None
     return NegativeRule(given.is_triplet(), given.amount, avoid_links), given
 
@@ -79,7 +79,7 @@ def negative_rule(neg_sampling: Any, ratio: float | None, avoid_links: bool) -> 
 def node_draws(
     graph: Graph, edge_type: EdgeType, weights: NegativeSampling, settings: SampleSettings
 ) -> tuple[NegativeDraw, NegativeDraw]:
-    """How each end's negatives are drawn. With node times those of all nodes are fetched: 16 bytes a node."""
+    """How negatives are drawn at each end of the links. With node times, fetches all of them: 16 bytes per node."""
     draws = []
     for end, weight in ((SRC, weights.src_weight), (DST, weights.dst_weight)):
         of = edge_type[0] if end == SRC else edge_type[2]
@@ -89,7 +89,7 @@ def node_draws(
 
 
 def labels_with_negatives(label: Tensor | None, rule: NegativeRule | None) -> Tensor | None:
-    """Labels of positives where 0 is to mean a negative: raised by one if they begin at 0.
+    """Return the labels of the positives, increased by one if the lowest is 0, which is the label of negatives.
 
     Raises ``SettingsError`` for labels together with triplets.
     """
@@ -97,58 +97,59 @@ def labels_with_negatives(label: Tensor | None, rule: NegativeRule | None) -> Te
         return label
     if rule.triplet:
         raise SettingsError(
-            "edge_label makes no sense with triplet negatives: positives and negatives are told apart by"
-            " src_index, dst_pos_index and dst_neg_index; leave it out, or use binary"
+            "edge_label cannot be used with triplet negatives, which are given by src_index, dst_pos_index and"
+            " dst_neg_index; leave edge_label out, or use neg_sampling='binary'"
         )
     return label + 1 if len(label) and not label.is_complex() and label.min() == 0 else label
 
 
 def canonical(graph: Graph, given: Any, with_ids: bool = False) -> EdgeType:
-    """The edge type meant by a full triple, or by an unambiguous (source, target) or relation name.
+    """Return the edge type for a full triple, or for an unambiguous (source, target) pair or relation name.
 
-    ``with_ids``: it may be one without edges in the graph, between node types that are there. As in torch_geometric
-    (source, target) alone is the relation ``to`` then. A name that is nearly another's is warned of.
+    With ``with_ids`` the type may have no edges in the graph if its node types exist; a (source, target) pair then
+    means the relation ``to``, as in torch_geometric. Warns if the relation's name is similar to that of an existing
+    type. Raises ``SettingsError``.
     """
-    words = (given,) if isinstance(given, str) else tuple(given)
-    if words in graph.manifest.edges:
-        return words  # type: ignore[return-value]
-    ends = [of for of in graph.manifest.edges if words in ((of[0], of[2]), (of[1],))]
-    if with_ids and not ends and len(words) in (2, 3) and {words[0], words[-1]} <= set(graph.manifest.nodes):
-        relation = words[1] if len(words) == 3 else "to"
-        alike = [of[1] for of in graph.manifest.edges if (of[0], of[2]) == (words[0], words[-1])]
+    names = (given,) if isinstance(given, str) else tuple(given)
+    if names in graph.manifest.edges:
+        return names  # type: ignore[return-value]
+    ends = [of for of in graph.manifest.edges if names in ((of[0], of[2]), (of[1],))]
+    if with_ids and not ends and len(names) in (2, 3) and {names[0], names[-1]} <= set(graph.manifest.nodes):
+        relation = names[1] if len(names) == 3 else "to"
+        alike = [of[1] for of in graph.manifest.edges if (of[0], of[2]) == (names[0], names[-1])]
         if nearest := difflib.get_close_matches(relation, alike, 1):
             warnings.warn(
-                f"edge_label_index: the graph has no edges of {(words[0], relation, words[-1])}, so the batches have"
+                f"edge_label_index: the graph has no edges of {(names[0], relation, names[-1])}, so the batches have"
                 f" none either; did you mean {nearest[0]!r}?",
                 stacklevel=5,
             )
-        return words[0], relation, words[-1]
+        return names[0], relation, names[-1]
     if len(ends) != 1:
-        what = "is ambiguous" if ends else "is no edge type"
-        raise SettingsError(f"{given!r} {what}; the graph has {sorted(graph.manifest.edges)}")
+        problem = "is ambiguous" if ends else "is not an edge type"
+        raise SettingsError(f"edge_label_index: {given!r} {problem}; the graph has {sorted(graph.manifest.edges)}")
     return ends[0]
 
 
 def _typed(graph: Graph, given: Any) -> tuple[EdgeType, Any]:
     if not graph.manifest.hetero:
-        if isinstance(given, str) or (isinstance(given, (tuple, list)) and any(map(_names_type, given[:1]))):
-            raise SettingsError("edge_label_index names an edge type, but the graph is homogeneous; give the ids alone")
+        if isinstance(given, str) or (isinstance(given, (tuple, list)) and any(map(_is_type, given[:1]))):
+            raise SettingsError("edge_label_index names an edge type, but the graph is homogeneous; pass the ids alone")
         return HOMO_EDGE, given
-    if isinstance(given, str) or (isinstance(given, (tuple, list)) and _words(given)):
+    if isinstance(given, str) or (isinstance(given, (tuple, list)) and _is_name_tuple(given)):
         return canonical(graph, given), None
-    if isinstance(given, (tuple, list)) and len(given) == 2 and _names_type(given[0]):
+    if isinstance(given, (tuple, list)) and len(given) == 2 and _is_type(given[0]):
         return canonical(graph, given[0], given[1] is not None), given[1]
     raise SettingsError(
-        "the graph is heterogeneous: edge_label_index must say the edge type, as (edge type, ids);"
-        f" there are {sorted(graph.manifest.edges)}"
+        "the graph is heterogeneous: pass edge_label_index as (edge type, ids); edge types are"
+        f" {sorted(graph.manifest.edges)}"
     )
 
 
-def _names_type(given: Any) -> bool:
-    return isinstance(given, str) or _words(given)
+def _is_type(given: Any) -> bool:
+    return isinstance(given, str) or _is_name_tuple(given)
 
 
-def _words(given: Any) -> bool:
+def _is_name_tuple(given: Any) -> bool:
     return isinstance(given, (tuple, list)) and len(given) > 0 and all(isinstance(word, str) for word in given)
 
 
@@ -163,7 +164,7 @@ def _given_links(graph: Graph, edge_type: EdgeType, given: Any) -> tuple[Ids, Id
 
 
 def _all_links(graph: Graph, edge_type: EdgeType) -> tuple[Ids, Ids]:
-    """Every edge, at the position of its id."""
+    """Both ends of every edge, indexed by edge id."""
     edges = graph.access.edge_list(edge_type)
     src, dst = np.empty(len(edges.src), np.int64), np.empty(len(edges.src), np.int64)
     src[edges.orig_id] = _original(graph, edge_type[0], edges.src)
@@ -190,7 +191,7 @@ def _times(graph: Graph, of: NodeType, settings: SampleSettings) -> Array | None
 
 def _label(given: Any, count: int) -> Tensor:
     try:
-        # copied: arrays of a partition are read-only
+        # torch.tensor copies: arrays of a partition are read-only
         label = given if isinstance(given, Tensor) else torch.tensor(as_array(given))
     except TypeError:
         raise SettingsError(f"edge_label: expected numbers, one row for each of {count} links") from None

@@ -1,4 +1,4 @@
-"""Seed nodes of a loader: every form of ``input_nodes``, as global ids."""
+"""Converts ``input_nodes`` in any of its forms to seed nodes, as global ids."""
 
 from __future__ import annotations
 
@@ -19,16 +19,16 @@ from trainer.graph.open import Graph
 
 @dataclass(frozen=True)
 class TypeInputs:
-    """The seeds of one type."""
+    """The seeds of one node type."""
 
     nodes: Ids  #: int64 [n] global ids
-    input_id: Ids | None  #: int64 [n] what a batch calls them; None: their positions
-    times: Ids | None = None  #: int64 [n], where given by the caller
+    input_id: Ids | None  #: int64 [n] ids that batches report; None: the seeds' positions
+    times: Ids | None = None  #: int64 [n], if given by the caller
 
 
 @dataclass(frozen=True)
 class NodeInputs:
-    """The seeds of all input types, one after the other; a *position* counts through them."""
+    """The seeds of all input types; a *position* counts through the types in order."""
 
     of: Mapping[NodeType, TypeInputs]
 
@@ -36,7 +36,7 @@ class NodeInputs:
         return sum(len(inputs.nodes) for inputs in self.of.values())
 
     def split(self, positions: Ids) -> dict[NodeType, tuple[Ids, Ids]]:
-        """For each input type the rows of ``positions`` that are its, and the positions among its own seeds."""
+        """For each type, the indices into ``positions`` of its seeds, and their positions among the type's seeds."""
         begin, found = 0, {}
         for of, inputs in self.of.items():
             rows = np.flatnonzero((positions >= begin) & (positions < begin + len(inputs.nodes)))
@@ -45,7 +45,7 @@ class NodeInputs:
         return found
 
     def digest(self) -> str:
-        """Equal on ranks that were given equal seeds."""
+        """Digest of the seeds, to compare them between ranks."""
         total = hashlib.sha256()
         for of, inputs in self.of.items():
             total.update(f"{of} {len(inputs.nodes)}".encode())
@@ -55,21 +55,23 @@ class NodeInputs:
 
 
 def node_inputs(graph: Graph, input_nodes: Any, input_time: Any = None, input_id: Any = None) -> NodeInputs:
-    """Seeds from ``input_nodes``.
+    """Return the seeds that ``input_nodes`` describes.
 
-    Homogeneous: None (all), ids, a boolean mask, or the name of a split. Heterogeneous: a node type,
+    Homogeneous graph: None (all nodes), ids, a boolean mask, or the name of a split. Heterogeneous graph: a node type,
     (type, None | ids | mask | split), or a mapping of types to these. Raises ``SettingsError``.
     """
     forms = _forms(graph, input_nodes)
-    several = isinstance(input_nodes, Mapping)
+    is_mapping = isinstance(input_nodes, Mapping)
     return NodeInputs({
-        of: _with_more(of, _inputs(graph, of, form), _own(input_time, of, several), _own(input_id, of, several))
+        of: _with_ids_and_times(
+            of, _inputs(graph, of, form), _of_type(input_time, of, is_mapping), _of_type(input_id, of, is_mapping)
+        )
         for of, form in forms.items()
     })  # fmt: skip
 
 
 def split_name(input_nodes: Any) -> str | None:
-    """The split named, if that is what seeds are given by."""
+    """The name of the split if ``input_nodes`` is one, else None."""
     if isinstance(input_nodes, tuple) and len(input_nodes) == 2:
         input_nodes = input_nodes[1]
     return input_nodes if isinstance(input_nodes, str) else None
@@ -79,7 +81,7 @@ def _forms(graph: Graph, given: Any) -> dict[NodeType, Any]:
     types = list(graph.manifest.nodes)
     if not graph.manifest.hetero:
         if isinstance(given, Mapping) or _is_typed(given):
-            raise SettingsError("input_nodes names a node type, but the graph is homogeneous; give the seeds alone")
+            raise SettingsError("input_nodes names a node type, but the graph is homogeneous; pass the seeds alone")
         return {HOMO_NODE: given}
     if isinstance(given, Mapping):
         forms = dict(given)
@@ -88,9 +90,7 @@ def _forms(graph: Graph, given: Any) -> dict[NodeType, Any]:
     elif _is_typed(given):
         forms = {given[0]: given[1]}
     else:
-        raise SettingsError(
-            f"the graph is heterogeneous: input_nodes must say the node type, as (type, seeds); types are {types}"
-        )
+        raise SettingsError(f"the graph is heterogeneous: pass input_nodes as (node type, seeds); types are {types}")
     for of in forms:
         if of not in types:
             hint = _typed_split_hint(graph, of) if isinstance(given, str) else ""
@@ -99,7 +99,7 @@ def _forms(graph: Graph, given: Any) -> dict[NodeType, Any]:
 
 
 def _typed_split_hint(graph: Graph, name: str) -> str:
-    """For a split, or its mask in the data, that was named without its type."""
+    """Hint for a split, or a mask named like one, that was passed without its node type."""
     split = name.removesuffix("_mask")
     if meant := sorted(key for key in graph.store.splits if key[1] == split):
         return f"; did you mean {' or '.join(map(str, meant))}?"
@@ -107,7 +107,7 @@ def _typed_split_hint(graph: Graph, name: str) -> str:
 
 
 def _split_hint(name: str, known: list[str]) -> str:
-    """A partition keeps ``train_mask`` as the split ``train``."""
+    """Hint for a mistyped split; ``train_mask`` of the data is the split ``train`` of a partition."""
     nearest = difflib.get_close_matches(name.removesuffix("_mask"), known, 1)
     return f"; did you mean {nearest[0]!r}?" if nearest else ""
 
@@ -121,7 +121,7 @@ def _inputs(graph: Graph, of: NodeType, form: Any) -> TypeInputs:
         if (of, form) not in graph.store.splits:
             known = sorted(name for node_type, name in graph.store.splits if node_type == of)
             raise SettingsError(
-                f"input_nodes: {of!r} nodes have no split {form!r}; there are {known}{_split_hint(form, known)}"
+                f"input_nodes: {of!r} nodes have no split {form!r}; they have {known}{_split_hint(form, known)}"
             )
         return TypeInputs(graph.store.splits[of, form], None)
     num_nodes = graph.manifest.nodes[of].num_nodes
@@ -137,7 +137,7 @@ def _inputs(graph: Graph, of: NodeType, form: Any) -> TypeInputs:
 
 
 def as_array(values: Any) -> Array:
-    """A tensor, array or list as a numpy array."""
+    """Convert a tensor, array or list to a numpy array. Raises ``SettingsError`` for rows of different lengths."""
     if isinstance(values, torch.Tensor):
         plain = values.detach().cpu().as_subclass(torch.Tensor)
         return np.asarray((plain.float() if plain.dtype == torch.bfloat16 else plain).numpy())
@@ -149,7 +149,7 @@ def as_array(values: Any) -> Array:
 
 
 def checked_ids(values: Array, num_nodes: int, of: NodeType, where: str) -> Ids:
-    """Original node ids as int64. Raises ``SettingsError`` for what is no node of the type."""
+    """Return original node ids as int64. Raises ``SettingsError`` for an id outside the type."""
     if values.ndim != 1 or values.dtype.kind not in "iu":
         raise SettingsError(
             f"{where}: {values.dtype} {list(values.shape)}; expected whole node ids [n], or a boolean mask"
@@ -163,11 +163,11 @@ def checked_ids(values: Array, num_nodes: int, of: NodeType, where: str) -> Ids:
     return ids
 
 
-def _own(given: Any, of: NodeType, several: bool) -> Any:
-    return given.get(of) if several and isinstance(given, Mapping) else given
+def _of_type(given: Any, of: NodeType, is_mapping: bool) -> Any:
+    return given.get(of) if is_mapping and isinstance(given, Mapping) else given
 
 
-def _with_more(of: NodeType, inputs: TypeInputs, times: Any, input_id: Any) -> TypeInputs:
+def _with_ids_and_times(of: NodeType, inputs: TypeInputs, times: Any, input_id: Any) -> TypeInputs:
     count = len(inputs.nodes)
     return TypeInputs(
         inputs.nodes,
@@ -178,7 +178,7 @@ def _with_more(of: NodeType, inputs: TypeInputs, times: Any, input_id: Any) -> T
 
 def _per_seed(name: str, of: NodeType, given: Any, count: int) -> Ids:
     if isinstance(given, Mapping):
-        raise SettingsError(f"{name} is a mapping, but input_nodes is not; give one array")
+        raise SettingsError(f"{name} is a mapping, but input_nodes is not; pass one array")
     values = as_array(given)
     if values.shape != (count,) or values.dtype.kind not in "iu":
         raise SettingsError(

@@ -38,20 +38,20 @@ if TYPE_CHECKING:
 Output: TypeAlias = "SamplerOutput | HeteroSamplerOutput"
 
 
-def sampler_output(sampled: SampledBatch, hetero: bool, induced: bool, apart: bool) -> Output:
-    """torch_geometric's output of a sampler: original ids, edges in batch positions.
+def sampler_output(sampled: SampledBatch, hetero: bool, induced: bool, copy_ids: bool) -> Output:
+    """Return torch_geometric's sampler output: original ids, edges in batch positions.
 
-    As there, an induced subgraph has no numbers of nodes and edges per hop. ``apart``: ids are copies, for a transform
-    that may write to them. Rows and columns of an edge type are the rows of one tensor.
+    As in torch_geometric, an induced subgraph has no numbers of nodes and edges per hop. With ``copy_ids`` the ids are
+    copies, because a transform may write to them. ``row`` and ``col`` of an edge type are the rows of one tensor.
     """
     from torch_geometric.sampler import HeteroSamplerOutput, SamplerOutput  # takes seconds; blocks do without
 
     subgraph, rows = sampled.subgraph, sampled.rows
-    node = {of: _original(rows[of], apart) for of in subgraph.nodes}
-    edge = {of: _original(rows[of], apart) for of in subgraph.edges}
+    node = {of: _original_ids(rows[of], copy_ids) for of in subgraph.nodes}
+    edge = {of: _original_ids(rows[of], copy_ids) for of in subgraph.edges}
     ends = {of: torch.from_numpy(edges.ends()) for of, edges in subgraph.edges.items()}
     row, col = ({of: both[end] for of, both in ends.items()} for end in (0, 1))
-    batch = {of: _wide(n.tree) for of, n in subgraph.nodes.items() if n.tree is not None}
+    batch = {of: _as_int64(n.tree) for of, n in subgraph.nodes.items() if n.tree is not None}
     num_nodes, num_edges = None, None
     if not induced:
         num_nodes, num_edges = _per_hop(subgraph.nodes), _per_hop(subgraph.edges)
@@ -64,16 +64,17 @@ def sampler_output(sampled: SampledBatch, hetero: bool, induced: bool, apart: bo
 
 
 def edge_index(row: Tensor, col: Tensor) -> Tensor:
-    """[2, e]: the tensor whose rows ``row`` and ``col`` are, else a new one."""
+    """Return [2, e]: the tensor whose rows are ``row`` and ``col`` if it exists, else a new one."""
     whole = row._base
     if whole is None or whole is not col._base or whole.shape != (2, len(row)) or len(col) != len(row):
         return torch.stack([row, col])
-    alike = all(part.data_ptr() == of.data_ptr() for part, of in zip((row, col), whole, strict=True))
-    return whole if alike and whole.is_contiguous() else torch.stack([row, col])
+    same_memory = all(part.data_ptr() == of.data_ptr() for part, of in zip((row, col), whole, strict=True))
+    return whole if same_memory and whole.is_contiguous() else torch.stack([row, col])
 
 
 def sort_edges(out: Output, of: EdgeType | None, by_source: bool = False) -> None:
-    """Sort the edges of one type (None: the only one) by target, then source; ``by_source``: by source, then target.
+    """Sort the edges of one type (None: the only one) by target, then source; with ``by_source`` by source, then
+    target.
 
     Edges between the same two nodes keep their order.
     """
@@ -95,22 +96,22 @@ def sort_edges(out: Output, of: EdgeType | None, by_source: bool = False) -> Non
 
 
 def _order_by(first: Array, second: Array) -> Ids | None:
-    """The stable order by ``first``, then ``second``: int64 [n], by counting, as both are positions in a batch.
+    """Stable order by ``first``, then ``second``: int64 [n]; None if the edges are in order already.
 
-    None where they are in order.
+    Sorts by counting, because both keys are positions in a batch.
     """
     order: Ids | None = None
     for keys in (second, first):
         ordered = keys if order is None else keys[order]
         if (ordered[1:] < ordered[:-1]).any():
-            before = np.arange(len(keys)) if order is None else order
-            order = _counted(keys, before, np.zeros(int(keys.max()) + 2, np.int64), np.empty_like(before))
+            initial = np.arange(len(keys)) if order is None else order
+            order = _counting_sort(keys, initial, np.zeros(int(keys.max()) + 2, np.int64), np.empty_like(initial))
     return order
 
 
 @njit()
-def _counted(keys: Any, order: Any, begin: Any, sorted_: Any) -> Any:
-    """``order`` sorted by key into ``sorted_``; ``begin`` is 0 for every key and one more."""
+def _counting_sort(keys: Any, order: Any, begin: Any, sorted_: Any) -> Any:
+    """Sort ``order`` by key into ``sorted_``. ``begin`` holds zeros, one more than the number of keys."""
     for k in range(len(keys)):
         begin[keys[k] + 1] += 1
     for key in range(1, len(begin)):
@@ -122,12 +123,12 @@ def _counted(keys: Any, order: Any, begin: Any, sorted_: Any) -> Any:
     return sorted_
 
 
-def _original(rows: Mapping[str, Array], apart: bool) -> Tensor:
+def _original_ids(rows: Mapping[str, Array], copy_ids: bool) -> Tensor:
     ids = rows["orig_id"]
-    return _wide(ids) if apart or ids.dtype != np.int64 or not ids.flags.writeable else torch.from_numpy(ids)
+    return _as_int64(ids) if copy_ids or ids.dtype != np.int64 or not ids.flags.writeable else torch.from_numpy(ids)
 
 
-def _wide(array: Array) -> Tensor:
+def _as_int64(array: Array) -> Tensor:
     return torch.from_numpy(slabs.cast(array, np.int64))
 
 
@@ -141,7 +142,7 @@ Attrs = Mapping[AnyType, tuple[str, ...]]
 
 
 def join_of(graph: Graph, attrs: Attrs, custom_cls: Callable[[], Any] | None) -> Join:
-    """How batches of this graph get their attributes."""
+    """Return the function that adds attributes to the batches of this graph."""
     if isinstance(graph.source, (Data, HeteroData)):
         return MemoryJoin(graph.source)
     if graph.source is not None:
@@ -150,7 +151,7 @@ def join_of(graph: Graph, attrs: Attrs, custom_cls: Callable[[], Any] | None) ->
 
 
 def gathered_attrs(graph: Graph, attrs: Attrs) -> Attrs:
-    """What the sampler threads must gather: nothing where torch_geometric filters data in this process."""
+    """Attributes that the sampler threads gather; none if torch_geometric filters data in this process."""
     return attrs if graph.source is None else {}
 
 
@@ -161,10 +162,10 @@ def _join_stores(stores: Any, out: Output, custom_cls: Callable[[], Any] | None)
 
 
 class MemoryJoin:
-    """torch_geometric's own rows of ``Data`` or ``HeteroData``.
+    """Takes the rows of ``Data`` or ``HeteroData`` by torch_geometric's own filter.
 
-    Its filter does not take a sparse tensor of torch's as ``adj_t``: it is given a list of edges instead, of which a
-    batch gets a CSR tensor with the edges' values.
+    This filter does not accept a sparse tensor of torch as ``adj_t``. It gets an edge list instead, from which a batch
+    gets a CSR tensor with the edges' values.
     """
 
     def __init__(self, data: Data | HeteroData):
@@ -186,7 +187,9 @@ class MemoryJoin:
             col, row = _edge_store(data, of).pop("edge_index")
             size = [len(out.node if of is None else out.node[end]) for end in ((0, 0) if of is None else of[::-2])]
             ptr = torch.from_numpy(np.searchsorted(row.numpy(), np.arange(size[0] + 1)))
-            own = torch.ones(len(row)) if edge is None else values[edge]  # edges added to be bidirectional have none
+            own = (
+                torch.ones(len(row)) if edge is None else values[edge]
+            )  # edges that were added to be bidirectional have no value
             _edge_store(data, of).adj_t = torch.sparse_csr_tensor(ptr, col.contiguous(), own, size)
         return data
 
@@ -196,17 +199,17 @@ def _edge_store(data: Data | HeteroData, of: EdgeType | None) -> Any:
 
 
 class PartitionJoin:
-    """Rows that were gathered with the subgraph, reordered if a transform changed nodes or edges."""
+    """Uses the rows that were gathered with the subgraph, reordered if a transform changed nodes or edges."""
 
     def __init__(self, graph: Graph, attrs: Attrs, custom_cls: Callable[[], Any] | None):
         self._graph, self._attrs, self._custom_cls = graph, attrs, custom_cls
         if not graph.manifest.hetero:
-            _check_apart(attrs, graph.manifest.graph_attrs)
+            _check_names_differ(attrs, graph.manifest.graph_attrs)
         specs, arrays = graph.manifest.graph_attrs, graph.store.graph_attrs
         self._graph_attrs = {name: as_tensor(np.array(arrays[name]), spec) for name, spec in specs.items()}
 
     def __call__(self, out: Output, sampled: SampledBatch) -> Any:
-        """``Data`` or ``HeteroData`` with the attributes of nodes, edges and graph."""
+        """Return ``Data`` or ``HeteroData`` with the attributes of nodes, edges and graph."""
         homo = isinstance(out, SamplerOutput)
         data = (self._custom_cls or (Data if homo else HeteroData))()
         for name, value in self._graph_attrs.items():
@@ -216,9 +219,9 @@ class PartitionJoin:
             self._nodes(data, HOMO_NODE, out.node, sampled)
             return data
         for node_type in self._graph.manifest.nodes:
-            self._nodes(data[node_type], node_type, out.node.get(node_type, _nothing()), sampled)
+            self._nodes(data[node_type], node_type, out.node.get(node_type, _no_ids()), sampled)
         for edge_type in self._graph.manifest.edges:
-            row, col = out.row.get(edge_type, _nothing()), out.col.get(edge_type, _nothing())
+            row, col = out.row.get(edge_type, _no_ids()), out.col.get(edge_type, _no_ids())
             self._edges(data[edge_type], edge_type, row, col, (out.edge or {}).get(edge_type), sampled)
         return data
 
@@ -242,7 +245,7 @@ class PartitionJoin:
         return (manifest.nodes[of] if isinstance(of, str) else manifest.edges[of]).attrs[name]
 
     def _rows_of_nodes(self, of: NodeType, node: Tensor, sampled: SampledBatch) -> Columns:
-        """Rows of the output's nodes; nodes that a transform brought in are asked for."""
+        """Rows of the output's nodes; rows of nodes that a transform added are requested."""
         wanted, rows = node.numpy(), sampled.rows[of]
         if (at := places_of(wanted, rows["orig_id"])) is not None:
             return _take(rows, at)
@@ -255,24 +258,24 @@ class PartitionJoin:
         rows = sampled.rows[of]
         if (at := places_of(edge.numpy(), rows["orig_id"])) is None:
             raise SettingsError(
-                f"transform_sampler_output returned edges of {of} that were not sampled; their attributes cannot be"
-                " found by id, set 'edge' to None to do without"
+                f"transform_sampler_output returned edges of {of} that were not sampled, so attributes are unknown;"
+                " return only sampled edges, or set 'edge' to None for batches without edge attributes"
             )
         return _take(rows, at)
 
 
-def _check_apart(attrs: Attrs, graph_attrs: Iterable[str]) -> None:
-    """Raise ``SettingsError`` for names that a ``Data``, which holds all in one place, would hold once only."""
+def _check_names_differ(attrs: Attrs, graph_attrs: Iterable[str]) -> None:
+    """Raise ``SettingsError`` for a name that nodes, edges and graph would share in one ``Data``."""
     names = ["edge_index", *graph_attrs, *attrs[HOMO_NODE], *attrs[HOMO_EDGE]]
     if twice := [name for name, count in Counter(names).items() if count > 1]:
         raise SettingsError(
-            f"{twice[0]!r} would stand for two things in a batch: nodes, edges and the graph share one Data; rename the"
-            f" attribute, or choose attributes by attrs={{{HOMO_NODE!r}: [...], {HOMO_EDGE!r}: [...]}}"
+            f"{twice[0]!r} names attributes of two of nodes, edges and graph, which share one Data in a batch; rename"
+            f" one, or choose attributes by attrs={{{HOMO_NODE!r}: [...], {HOMO_EDGE!r}: [...]}}"
         )
 
 
 def places_of(wanted: Array, ids: Array) -> Array | slice | None:
-    """Where ``wanted`` stand in ``ids`` (any of several places); None when one is not there."""
+    """Return the positions of ``wanted`` in ``ids``; None if an id is missing."""
     if _same_memory(wanted, ids) or np.array_equal(wanted, ids):
         return slice(None)
     if len(ids) == 0:
@@ -293,5 +296,5 @@ def _take(rows: Columns, at: Array | slice) -> Columns:
     return {name: values[at] for name, values in rows.items()}
 
 
-def _nothing() -> Tensor:
+def _no_ids() -> Tensor:
     return torch.empty(0, dtype=torch.int64)

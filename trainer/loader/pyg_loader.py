@@ -1,7 +1,6 @@
-"""Base class of the loaders that return torch_geometric batches.
+"""Base classes of the loaders that return torch_geometric batches.
 
-A loader adds two things: which seeds a share of the global batch has (``seeds``), and what it notes
-on a batch (``annotate``).
+A loader implements ``seeds`` (the seeds of a share of the global batch) and ``annotate`` (what it adds to a batch).
 """
 
 from __future__ import annotations
@@ -38,43 +37,46 @@ from trainer.sampler.types import SampleSettings, SeedSet
 
 _TRAINER = str(Path(__file__).resolve().parents[1])
 
-_made: Counter[str] = Counter()  #: loaders by the line of the user's code that made them
+_made: Counter[str] = Counter()  #: number of loaders made by each line of the user's code
 
 
 class SameOnAllRanks:
     """Compares a loader's seeds with those of the same loader on other ranks, once, without waiting for them.
 
-    Loaders are told apart by the line of the user's code that made them, and by how many that line had made.
+    Loaders are identified by the line of the user's code that made them, and by a count per line.
     """
 
     def __init__(self, digest: str, rank: int, world_size: int):
         self._digest, self._rank, self._world_size = digest, rank, world_size
-        self._place = _place()
-        _made[self._place] += 1
-        self._name = f"{self._place} #{_made[self._place]}"
+        self._made_at = _caller()
+        _made[self._made_at] += 1
+        self._name = f"{self._made_at} #{_made[self._made_at]}"
         self._done = False
 
     def check(self) -> None:
-        """Raise ``SettingsError`` if another rank has other seeds or settings. Without a process group nothing
-        can be compared."""
+        """Raise ``SettingsError`` if another rank has different seeds or settings. Does nothing without a process
+        group.
+        """
         if self._done or self._world_size == 1 or not (dist.is_available() and dist.is_initialized()):
             return
         if dist.get_world_size() != self._world_size:
             return
-        store = dist.distributed_c10d._get_default_store()  # the only way to a rendezvous store that never blocks
+        store = (
+            dist.distributed_c10d._get_default_store()
+        )  # the only access to the rendezvous store that does not block
         own = f"{self._digest} rank {self._rank}"
         first = store.compare_set(f"gnnfleet/loader/{self._name}", "", own).decode()
         if first.split()[0] != self._digest:
             raise SettingsError(
-                f"the loader made at {self._place} has other seeds, times or settings on rank {self._rank} than on"
-                f" {first.partition(' ')[2]}. Every rank must pass the same, complete seeds: the loader shares each"
-                " batch out over the ranks. Do not split them by rank, and shuffle by shuffle=True."
-                " For a loader that is this rank's alone, pass local=True"
+                f"the loader made at {self._made_at} has other seeds, times or settings on rank {self._rank} than on"
+                f" {first.partition(' ')[2]}. Pass the same, complete seeds on every rank: the loader splits each batch"
+                " over the ranks. Do not split seeds by rank, and shuffle them by shuffle=True."
+                " For a loader of this rank alone, pass local=True"
             )
         self._done = True
 
 
-def _place() -> str:
+def _caller() -> str:
     """File and line of the nearest caller outside this package."""
     frame = sys._getframe(1)
     while frame.f_code.co_filename.startswith(_TRAINER) and frame.f_back is not None:
@@ -82,16 +84,16 @@ def _place() -> str:
     return f"{Path(frame.f_code.co_filename).name}:{frame.f_lineno}"
 
 
-_CALLED = -2  #: the step of batches that are asked for by ``loader(index)``
+_NO_STEP = -2  #: step number of the batches of ``loader(index)``
 
 
 @dataclass(frozen=True)
 class BatchSeeds:
-    """The seeds of one share, and what the batch must tell of them."""
+    """The seeds of one share, and what the batch reports about them."""
 
     seeds: SeedSet
-    metadata: Any  #: of torch_geometric's SamplerOutput
-    extra: Any = None  #: the loader's own
+    metadata: Any  #: ``metadata`` of torch_geometric's SamplerOutput
+    extra: Any = None  #: for use by the loader
 
 
 @dataclass(frozen=True)
@@ -101,30 +103,32 @@ class _SeededBatch:
 
 
 class RankLoader(ABC):
-    """Yields what this rank has of every step's global batch; each iteration is the next epoch."""
+    """Yields this rank's share of every step's global batch. Each iteration is the next epoch."""
 
     def __init__(self, options: LoadOptions, order: SeedOrder, rank: int, layout: RankLayout, digest: str):
         self.options, self.order, self.rank, self.layout = options, order, rank, layout
-        self.digest = hashlib.sha256(f"{digest} {order}".encode()).hexdigest()  #: equal on ranks that load the same
+        self.digest = hashlib.sha256(
+            f"{digest} {order}".encode()
+        ).hexdigest()  #: equal on ranks with equal seeds and settings
         self._same = SameOnAllRanks(self.digest, rank, layout.world_size)
         self._epoch = 0
 
     @abstractmethod
     def part_of(self, positions: Ids) -> Ids:
-        """Part where each input lives, int64 [n]: ranks beside it load it first."""
+        """Part of each input, int64 [n]; inputs go first to the ranks on the hosts of their part."""
 
     @abstractmethod
     def work(self, share: SeedShare) -> Any:
-        """What the sampler threads do. Raises ``ServiceError``."""
+        """Make a batch as far as sampler threads do. Raises ``ServiceError``."""
 
     @abstractmethod
     def finish(self, made: Any) -> Any:
-        """What the iterating thread makes of it: a batch."""
+        """Complete a batch in the iterating thread."""
 
     @property
     @abstractmethod
     def threads(self) -> int:
-        """Sampler threads."""
+        """Number of sampler threads."""
 
     @property
     @abstractmethod
@@ -141,14 +145,14 @@ class RankLoader(ABC):
 
     @property
     def dataset(self) -> range:
-        """Positions of all inputs, over all ranks."""
+        """Positions of all inputs, of all ranks."""
         return range(self.order.num_seeds)
 
     def __len__(self) -> int:
         return self.order.num_steps
 
     def set_epoch(self, epoch: int) -> None:
-        """The next iteration gives this epoch's batches."""
+        """Make the next iteration yield the batches of this epoch."""
         self._epoch = whole_number("epoch", epoch, None)
 
     def __iter__(self) -> Iterator[Any]:
@@ -157,14 +161,17 @@ class RankLoader(ABC):
         return self._batches(epoch)
 
     def __call__(self, index: Any) -> Any:
-        """The batch of the inputs at positions ``index``, for this rank alone; the same whenever asked in an epoch."""
+        """Return the batch of the inputs at positions ``index``, for this rank alone.
+
+        Repeated calls in an epoch return the same batch. Raises ``SettingsError`` for a position out of range.
+        """
         positions = as_array(index)
         if positions.ndim != 1 or positions.dtype.kind not in "iu" or not _within(positions, len(self.dataset)):
             raise SettingsError(f"index: expected positions of inputs [n], from 0 to {len(self.dataset) - 1}")
         o, n = self.order, len(positions)
-        key = batch_key(o.seed, o.stream, self._epoch, _CALLED)
+        key = batch_key(o.seed, o.stream, self._epoch, _NO_STEP)
         own = positions.astype(np.int64)
-        share = SeedShare(_CALLED, key, n, own, np.arange(n), own)
+        share = SeedShare(_NO_STEP, key, n, own, np.arange(n), own)
         return self.finish(self.work(share))
 
     def shares(self, epoch: int) -> Iterator[SeedShare]:
@@ -172,7 +179,7 @@ class RankLoader(ABC):
         return shares(self.order, self.part_of, self.rank, self.layout, epoch)
 
     def group(self) -> RankGroup:
-        """The process group if its ranks are the loader's, else this rank alone. A collective call."""
+        """The process group if its ranks are those of the loader, else this rank alone. Collective."""
         world_size = self.layout.world_size
         if dist.is_available() and dist.is_initialized() and dist.get_world_size() == world_size:
             return RankGroup.of_process(Ranks(self.rank, world_size))
@@ -185,7 +192,7 @@ class RankLoader(ABC):
             thread_init=o.thread_init,
         )  # fmt: skip
         with closing(ahead):
-            yield from map(self.finish, ahead)  # which keeps no batch that is handed over
+            yield from map(self.finish, ahead)  # keeps no reference to a yielded batch
 
 
 class PyGLoader(RankLoader):
@@ -197,7 +204,7 @@ class PyGLoader(RankLoader):
         layout: RankLayout | None = None,
     ):  # fmt: skip
         self.graph, self.settings, self.output_options = graph, settings, output
-        rank, layout = _placed(graph, options.local, rank, layout)
+        rank, layout = _rank_and_layout(graph, options.local, rank, layout)
         world = layout.world_size
         order = SeedOrder(
             num_inputs, options.batch_size * world, options.seed, options.shuffle, stream, options.drop_last, world
@@ -209,31 +216,31 @@ class PyGLoader(RankLoader):
 
     @property
     def cost(self) -> Cost:
-        """Bytes, rows and seconds of a sampler thread that all batches made so far took, those made ahead too."""
+        """Total bytes, rows and sampler-thread seconds of all batches made so far, including those made ahead."""
         return self._costs.sum
 
     def make_sampler(self, attrs: Attrs) -> Sampler:
-        """What finds the subgraph of a batch."""
+        """Return the sampler of the batches."""
         return self.graph.sampler(self.settings, attrs)
 
     @abstractmethod
     def seeds(self, share: SeedShare) -> BatchSeeds:
-        """Seed nodes of one share. Raises ``ServiceError``."""
+        """Return the seed nodes of one share. Raises ``ServiceError``."""
 
     @abstractmethod
     def annotate(self, data: Any, out: Output) -> None:
-        """Set what tells of the seeds, from ``out.metadata``."""
+        """Add attributes about the seeds to a batch, from ``out.metadata``."""
 
     def output(self, sampled: SampledBatch, seeded: BatchSeeds) -> Output:
-        """torch_geometric's sampler output of a subgraph, with metadata."""
-        apart = self.output_options.transform_sampler_output is not None
-        out = sampler_output(sampled, self.graph.manifest.hetero, self.settings.induced, apart)
+        """Convert a subgraph to torch_geometric's sampler output, with metadata."""
+        copy_ids = self.output_options.transform_sampler_output is not None
+        out = sampler_output(sampled, self.graph.manifest.hetero, self.settings.induced, copy_ids)
         out.metadata = seeded.metadata
         return out
 
     @property
     def num_requests(self) -> int:
-        """How many requests one after the other a batch may take: each has its own deadline."""
+        """Largest number of successive requests of a batch; each has its own deadline."""
         return self.settings.num_hops + 2
 
     @property
@@ -246,7 +253,7 @@ class PyGLoader(RankLoader):
 
     @property
     def _joins_late(self) -> bool:
-        """Whether the user's transform_sampler_output has to run in the iterating thread."""
+        """Whether the iterating thread must call the user's ``transform_sampler_output``."""
         return self.output_options.transform_sampler_output is not None and not self.output_options.on_threads
 
     def work(self, share: SeedShare) -> Any:
@@ -276,15 +283,17 @@ class PyGLoader(RankLoader):
             if not isinstance(out, (SamplerOutput, HeteroSamplerOutput)):
                 raise SettingsError(f"transform_sampler_output must return the output, not {type(out).__name__}")
         data = self._join(out, made.sampled)
-        _note_sample(data, out)
-        if o.subgraph_type == "directional" and o.transform_sampler_output is None:  # else the edges are others
+        _set_sample_info(data, out)
+        if (
+            o.subgraph_type == "directional" and o.transform_sampler_output is None
+        ):  # otherwise blocks would not match the batch's edges
             data.blocks = (hetero_blocks if self.graph.manifest.hetero else homo_blocks)(made.sampled.subgraph)
         self.annotate(data, out)
         return data
 
 
-def _note_sample(data: Any, out: Output) -> None:
-    """Ids, trees and numbers per hop, as torch_geometric's loaders set them."""
+def _set_sample_info(data: Any, out: Output) -> None:
+    """Set ids, trees and numbers per hop, as torch_geometric's loaders do."""
     if isinstance(out, SamplerOutput):
         if "n_id" not in data:
             data.n_id = out.node
@@ -301,17 +310,17 @@ def _note_sample(data: Any, out: Output) -> None:
         data.set_value_dict(name, getattr(out, name))
 
 
-def _placed(graph: Graph, local: bool, rank: int | None, layout: RankLayout | None) -> tuple[int, RankLayout]:
-    """Which rank of which layout loads. Raises ``SettingsError``."""
+def _rank_and_layout(graph: Graph, local: bool, rank: int | None, layout: RankLayout | None) -> tuple[int, RankLayout]:
+    """Return the rank and layout to load by. Raises ``SettingsError``."""
     num_parts = graph.manifest.num_parts
     if local:
         if rank is not None or layout is not None:
-            raise SettingsError("local=True means this process alone; leave rank and layout out")
+            raise SettingsError("local=True makes a loader of this process alone; leave rank and layout out")
         return 0, RankLayout.single(num_parts)
     if rank is not None and layout is None:
         raise SettingsError(
-            "rank is given without layout, the ranks beside each part: leave it out, it is the process group's; for a"
-            " loader that is this rank's alone pass local=True"
+            "rank is given without layout. Leave rank out to use the process group's; for a loader of this rank alone"
+            " pass local=True"
         )
     rank, layout = graph.ranks.rank if rank is None else rank, layout or graph.layout
     if not 0 <= rank < layout.world_size:

@@ -1,1 +1,1 @@
-"""Seeds → sampled subgraphs and rows: kernels without the GIL, one hop, many hops, routing to the owners."""
+"""Seeds → sampled subgraphs and rows: kernels that release the GIL, one hop, many hops, requests to the owners."""

@@ -1,4 +1,4 @@
-"""``DistGraph``: the whole graph for one process: own parts by memory map, other parts through their hosts."""
+"""``DistGraph``: access to the whole graph, to own parts by memory map and to other parts through their hosts."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from trainer.store.row_cache import RowCache
 
 @dataclass(frozen=True)
 class _EdgeQuery:
-    """Which of these edges exist?"""
+    """Asks which of these edges exist."""
 
     edge_type: EdgeType
     src: Ids
@@ -41,10 +41,10 @@ T = TypeVar("T", HopRequest, RowRequest, _EdgeQuery)
 
 @dataclass(frozen=True)
 class _HostRequest(Generic[T]):
-    """What one host is asked of one request."""
+    """The rows of one request that one host answers."""
 
-    number: int  #: of the request in the call
-    at: Array  #: its rows, int32 positions
+    number: int  #: index of the request in the call
+    at: Array  #: int32 positions of these rows in the request
     request: T
 
 
@@ -53,18 +53,18 @@ _HostRequests = dict[int, list[_HostRequest[T]]]  #: by host
 
 @dataclass(frozen=True)
 class _RequestKind(Generic[T]):
-    """How requests of one kind are put to a host, to the own parts, and again for some of their rows."""
+    """How to send requests of one kind to a host, answer them from own parts, and restrict them to some rows."""
 
     submit: Callable[[RemoteHost, Sequence[T]], PendingAnswer]
     local: Callable[[Sequence[T]], Sequence[Any]]
     rows: Callable[[T], tuple[AnyType, Ids]]
     cut: Callable[[T, Array], T]
-    arrays: Callable[[Any], Iterable[Array | None]]  #: of one answer
+    arrays: Callable[[Any], Iterable[Array | None]]  #: arrays of one answer
 
 
 @dataclass(frozen=True)
 class _SingleAnswer:
-    """An answer as the only one of a list."""
+    """Wraps a pending answer as a list of one."""
 
     pending: PendingAnswer
 
@@ -78,24 +78,25 @@ class _SingleAnswer:
 
 @dataclass(frozen=True)
 class _EdgeSlice:
-    """Some edges of a part that lie next to each other."""
+    """Consecutive edges of a part."""
 
-    at: int  #: global id of the first
+    at: int  #: global id of the first edge
     part_id: int
-    first: int  #: slot of the first
+    first: int  #: slot of the first edge in the part
     count: int
 
 
 class DistGraph:
-    """Routes each row to its owner: one message per remote host and call, local work meanwhile.
+    """Sends each row of a request to its owner: one message per remote host and call, while local rows are answered
+    here.
 
-    With replicas a part has several owners, which answer alike: rows that were asked of a host that is lost
-    (``ServerGone``) are asked again of the next one, or of the same one once it is back, up to ``server_wait`` seconds.
-    ``turn`` is a number of this process's node, so that several nodes do not all ask the same owner.
+    With replicas a part has several owners, which answer identically. If a host is lost (``ServerGone``), its rows are
+    requested from the next owner, or from the same one once it is back, for up to ``server_wait`` seconds. ``turn`` is
+    a number of this process's node; it spreads the nodes' requests over the owners.
 
-    Where the topology of all parts is here, edges and 1-d columns are never asked of others. Rows are taken from the
-    cache, and from answers of the last ``held`` batches, before they are asked for. ``wire_rows``: what the hosts
-    round rows to that they send.
+    If the topology of all parts is on this host, edges and 1-d columns are never requested from others. Other rows are
+    first looked up in the cache and in the answers of the last ``held`` batches. ``wire_rows`` is the rounding of rows
+    that other hosts send.
     """
 
     def __init__(
@@ -133,20 +134,20 @@ class DistGraph:
 
     @property
     def remotes(self) -> Mapping[int, RemoteHost]:
-        """The other hosts by node rank."""
+        """The other hosts, by node rank."""
         return self._holders.remotes
 
     def set_remotes(self, remotes: Mapping[int, RemoteHost]) -> None:
-        """Ask these hosts from now on; calls under way go on with whom they asked, or with these."""
+        """Replace the hosts of future requests. Calls in progress finish with the old hosts, or with these."""
         self._holders.set_remotes(remotes)
 
     def use_cache(self, cache: RowCache | None) -> None:
-        """Take from ``cache`` what it keeps from now on; None for none."""
+        """Look up rows in ``cache`` from now on; None for no cache."""
         self._cache = cache
         self._held.clear()
 
     def lost(self) -> frozenset[int]:
-        """Node ranks of the hosts that do not answer just now."""
+        """Node ranks of the hosts that currently do not answer."""
         return self._holders.lost_hosts()
 
     def sample_hops(self, requests: Sequence[HopRequest]) -> list[HopSample]:
@@ -186,9 +187,9 @@ class DistGraph:
         return [*columns]
 
     def pieces(self, requests: Sequence[RowRequest], cache: RowCache | None, held: HeldRows) -> list[GatherPiece]:
-        """Where ``gather`` would have these rows from, if it had this cache and these held rows. Nothing is asked.
+        """Where ``gather`` would take these rows from, given this cache and these held rows. Sends no request.
 
-        The columns to be filled have no memory of their own. Raises ``PartitionError``.
+        The columns to be filled take no memory. Raises ``PartitionError``.
         """
         return self._pieces(requests, [self.local.no_rows(request) for request in requests], cache, held)
 
@@ -207,7 +208,7 @@ class DistGraph:
         return ()
 
     def _rows_by_host(self, piece: GatherPiece) -> ByHost:
-        """Whose the rows of a piece are that are not this host's."""
+        """Number of a piece's rows that belong to each other host: requested, cached and held."""
         cached = self._owned(piece, [piece.cached[1]] if piece.cached else [])
         held = self._owned(piece, [placed for _, placed in piece.held])
         asked = {host: len(at) for host, at in piece.asked.items()}
@@ -220,7 +221,7 @@ class DistGraph:
         )
 
     def _owned(self, piece: GatherPiece, placed: Sequence[RowPlacement]) -> dict[int, int]:
-        """How many of the rows at these places each host would have been asked for."""
+        """Number of the rows at these places per host that would otherwise be requested from it."""
         if not placed:
             return {}
         ids = np.concatenate([piece.ids[one.at] for one in placed])
@@ -245,23 +246,23 @@ class DistGraph:
         return found
 
     def edge_list(self, edge_type: EdgeType) -> EdgeList:
-        """All edges of a type, by global id; at most two slices of a part under way per host.
+        """All edges of a type, by global id. At most two slices of a part are in flight per host.
 
-        Memory: 24 bytes an edge. Raises ``ServiceError`` and ``PartitionError``.
+        Memory: 24 bytes per edge. Raises ``ServiceError`` and ``PartitionError``.
         """
         check_type(self.local.store, edge_type)
         whole = EdgeList(*(np.empty(self.books[edge_type].size, np.int64) for _ in range(3)))
-        under_way: deque[tuple[_EdgeSlice, int, PendingAnswer]] = deque()
+        in_flight: deque[tuple[_EdgeSlice, int, PendingAnswer]] = deque()
         for piece in self._slices(edge_type):
             host = self._holder_of(piece.part_id)
             if host == HERE:
                 _put(whole, piece.at, edge_slice(self.local.store, piece.part_id, edge_type, piece.first, piece.count))
                 continue
-            under_way.append((piece, host, self._ask_slice(piece, edge_type, host)))
-            if len(under_way) > 2 * len(self.remotes):
-                asked, host, pending = under_way.popleft()
+            in_flight.append((piece, host, self._ask_slice(piece, edge_type, host)))
+            if len(in_flight) > 2 * len(self.remotes):
+                asked, host, pending = in_flight.popleft()
                 _put(whole, asked.at, self._received(asked, edge_type, host, pending))
-        for piece, host, pending in under_way:
+        for piece, host, pending in in_flight:
             _put(whole, piece.at, self._received(piece, edge_type, host, pending))
         return whole
 
@@ -269,7 +270,7 @@ class DistGraph:
         """Edges ``first`` to ``first + count`` of any part, by slot. Raises ``ServiceError`` and ``PartitionError``."""
         check_type(self.local.store, edge_type)
         if not 0 <= part_id < self.local.store.manifest.num_parts:
-            raise PartitionError(f"no part {part_id}; they go from 0 to {self.local.store.manifest.num_parts - 1}")
+            raise PartitionError(f"no part {part_id}; parts go from 0 to {self.local.store.manifest.num_parts - 1}")
         host = self._holder_of(part_id)
         if host == HERE:
             return edge_slice(self.local.store, part_id, edge_type, first, count)
@@ -277,21 +278,21 @@ class DistGraph:
         return self._received(piece, edge_type, host, self._ask_slice(piece, edge_type, host))
 
     def take_cost(self) -> Cost:
-        """Bytes, rows and waiting of this thread since it last asked; no rows with one host."""
+        """Bytes, rows and waiting time of this thread since the last call. Rows are not counted without other hosts."""
         return self._meter.take()
 
-    def _ask(self, shares: _HostRequests[T], question: _RequestKind[T]) -> Iterator[tuple[int, _HostRequest[T], Any]]:
-        """Each share with its host and answer; the remote hosts work while this one does."""
+    def _ask(self, shares: _HostRequests[T], kind: _RequestKind[T]) -> Iterator[tuple[int, _HostRequest[T], Any]]:
+        """Yield each request with its host and answer. Own rows are answered while the remote hosts work."""
         while shares:
             asked = {host: [share.request for share in mine] for host, mine in shares.items()}
-            under_way = {
-                host: question.submit(self.remotes[host], requests) for host, requests in asked.items() if host != HERE
+            in_flight = {
+                host: kind.submit(self.remotes[host], requests) for host, requests in asked.items() if host != HERE
             }
             if HERE in shares:
-                for share, answer in zip(shares[HERE], question.local(asked[HERE]), strict=True):
+                for share, answer in zip(shares[HERE], kind.local(asked[HERE]), strict=True):
                     yield HERE, share, answer
             unanswered: list[_HostRequest[T]] = []
-            for host, pending in under_way.items():
+            for host, pending in in_flight.items():
                 began = time.perf_counter()
                 try:
                     answers = pending.result()
@@ -301,25 +302,25 @@ class DistGraph:
                     continue
                 finally:
                     self._meter.add(Cost(wait_s=time.perf_counter() - began))
-                self._add_bytes(host, pending, (array for answer in answers for array in question.arrays(answer)))
+                self._add_bytes(host, pending, (array for answer in answers for array in kind.arrays(answer)))
                 for share, answer in zip(shares[host], answers, strict=True):
                     yield host, share, answer
-            shares = self._again(unanswered, question)
+            shares = self._reassign(unanswered, kind)
 
-    def _again(self, unanswered: Sequence[_HostRequest[T]], question: _RequestKind[T]) -> _HostRequests[T]:
-        """The same rows for those who hold them now, once there is somebody for each."""
+    def _reassign(self, unanswered: Sequence[_HostRequest[T]], kind: _RequestKind[T]) -> _HostRequests[T]:
+        """Assign unanswered rows to their current holders, once each part has one."""
         shares: _HostRequests[T] = defaultdict(list)
         if not unanswered:
             return shares
-        rows = [question.rows(share.request) for share in unanswered]
+        rows = [kind.rows(share.request) for share in unanswered]
         self._holders.wait_for(part for of, ids in rows for part in np.unique(self.books[of].part_of(ids)).tolist())
         for share, (of, ids) in zip(unanswered, rows, strict=True):
             for host, at in self._by_host(of, ids).items():
-                shares[host].append(_HostRequest(share.number, share.at[at], question.cut(share.request, at)))
+                shares[host].append(_HostRequest(share.number, share.at[at], kind.cut(share.request, at)))
         return shares
 
     def _slices(self, edge_type: EdgeType) -> Iterator[_EdgeSlice]:
-        """All slices of a type, the parts taking turns."""
+        """All slices of a type, alternating between the parts."""
         book = self.books[edge_type]
         of_parts = []
         for part_id in range(book.num_parts):
@@ -331,15 +332,15 @@ class DistGraph:
         return (one for turn in zip_longest(*of_parts) for one in turn if one is not None)
 
     def _owners(self, split: RequestSplit, of: AnyType, ids: Ids) -> Groups:
-        """Rows by host. Raises ``PartitionError`` for an id nobody owns."""
+        """Rows by host. Raises ``PartitionError`` for an id outside all parts."""
         groups = split.groups(of, ids)
         if NOBODY in groups:
             wrong = int(ids[groups[NOBODY][0]])
-            raise PartitionError(f"asked for {of!r} {wrong}; its ids go from 0 to {self.books[of].size - 1}")
+            raise PartitionError(f"no {of!r} with id {wrong}; ids go from 0 to {self.books[of].size - 1}")
         return groups
 
     def _by_host(self, of: AnyType, ids: Ids) -> Groups:
-        """Rows by host; one that nobody owns alone as ``NOBODY``."""
+        """Rows by host. If an id is outside all parts, only this row, as ``NOBODY``."""
         table = self._holders.table()
         wrong, placed = locate(ids, self.books[of].offsets, self._codes.of_hosts(table), self._codes)
         if wrong >= 0:
@@ -348,7 +349,7 @@ class DistGraph:
         return {code - first - 1: rows.at for code, rows in placed.items()}
 
     def _check_hop(self, request: HopRequest) -> None:
-        """Raise ``PartitionError`` for an unknown type or attribute, whoever owns the rows."""
+        """Raise ``PartitionError`` for an unknown type or attribute, on whichever host the rows are."""
         check_type(self.local.store, request.edge_type)
         if request.weight is not None:
             row_spec(self.local.store, request.edge_type, request.weight)
@@ -360,14 +361,14 @@ class DistGraph:
         return not self.remotes or self.local.store.whole_topology
 
     def _holder_of(self, part_id: int) -> int:
-        """Who has the edges of a part."""
+        """Host that answers for the edges of a part."""
         return HERE if part_id in self.local.store.topology else int(self._holders.table()[part_id + 1])
 
     def _ask_slice(self, piece: _EdgeSlice, edge_type: EdgeType, host: int) -> PendingAnswer:
         return self.remotes[host].submit_edges(piece.part_id, edge_type, piece.first, piece.count)
 
     def _received(self, piece: _EdgeSlice, edge_type: EdgeType, host: int, pending: PendingAnswer) -> EdgeList:
-        """The slice that ``host`` was asked for, or from whoever has it after that one is lost."""
+        """Wait for a slice from ``host``; if it is lost, from the part's next holder."""
         while True:
             try:
                 edges: EdgeList = pending.result()
@@ -381,7 +382,7 @@ class DistGraph:
             return edges
 
     def _add_bytes(self, host: int, pending: PendingAnswer, arrays: Iterable[Array | None]) -> None:
-        """What came, as it travelled; of a host in this process, its arrays."""
+        """Count the received bytes as sent; for a host in this process, the size of its arrays."""
         received = getattr(pending, "received", None)
         if received is None:
             received = sum(array.nbytes for array in arrays if array is not None)

@@ -1,4 +1,4 @@
-"""Puts the rows of a request in place: local rows are copied, remote ones requested and copied as they arrive."""
+"""Assembles the rows of a request: copies local rows, requests remote rows and copies them as they arrive."""
 
 from __future__ import annotations
 
@@ -23,18 +23,18 @@ from trainer.sampler.row_index import NO_INDEX, IdIndex, RowPlacement, SourceCod
 from trainer.sampler.types import RowRequest
 from trainer.store.row_cache import RowCache
 
-HELD_BATCHES = 2  #: batches
+HELD_BATCHES = 2  #: number of batches whose answers are held
 
-MOST_ANSWERS = 16  #: arrays that the answers of one kind are kept in
+MOST_ANSWERS = 16  #: largest number of arrays for the held answers of one kind
 
-MOST_BYTES = 1 << 28  #: of one kind of rows
+MOST_BYTES = 1 << 28  #: largest size of the held answers of one kind
 
-ColumnKey = tuple[AnyType, tuple[str, ...]]  #: a type and its attributes
+ColumnKey = tuple[AnyType, tuple[str, ...]]  #: a type and names of its attributes
 
 
 @dataclass(frozen=True)
 class HostRows:
-    """What a host has answered; nobody else writes to it."""
+    """Rows that a host sent; read-only."""
 
     ids: Ids  #: int64 [m]
     rows: Mapping[str, Array]  #: name -> [m, …]
@@ -46,7 +46,7 @@ class HostRows:
 
 @dataclass(frozen=True)
 class HeldAnswers:
-    """Answers of one kind, the oldest first, and where each id is in them."""
+    """Answers of one kind, the oldest first, and an index of their ids."""
 
     answers: tuple[HostRows, ...] = ()
     index: IdIndex = NO_INDEX
@@ -54,16 +54,16 @@ class HeldAnswers:
 
 @dataclass
 class _HeldKind:
-    needed: deque[int]  #: rows of others that each of the last batches needed
+    needed: deque[int]  #: number of rows of other hosts that each of the last batches needed
     held: HeldAnswers = field(default_factory=HeldAnswers)
 
 
 class HeldRows:
-    """Answers by kind. Safe to use from several threads: what one has got stays as it was.
+    """Answers by kind. Thread-safe: an object returned by ``of`` does not change.
 
-    The oldest answers go once the others hold as many rows as the last ``batches`` batches needed of other hosts, those
-    that a cache had included: with a cache the same room lasts for more batches. What is kept is what came, not what
-    was handed out: that is the user's to change.
+    The oldest answers are dropped once the others hold as many rows as the last ``batches`` batches needed of other
+    hosts. Cached rows are included in this number, so with a cache the same room lasts for more batches. The answers
+    themselves are held, not the arrays handed out, which the user may change.
     """
 
     def __init__(self, batches: int = HELD_BATCHES):
@@ -76,7 +76,7 @@ class HeldRows:
         return HeldAnswers() if kept is None else kept.held
 
     def add(self, columns: ColumnKey, needed: int, answers: Sequence[HostRows]) -> None:
-        """``answers`` came for a batch that needed ``needed`` rows of other hosts."""
+        """Add the answers for a batch that needed ``needed`` rows of other hosts."""
         if self._batches == 0 or needed == 0:
             return
         with self._lock:
@@ -90,7 +90,7 @@ class HeldRows:
 
 
 def _with_more(held: HeldAnswers, answers: Sequence[HostRows], most_rows: int) -> HeldAnswers:
-    """The answers the bounds allow, in few arrays; the index is made anew only where some have gone."""
+    """Add answers within the bounds, in few arrays. The index is rebuilt only if old answers were dropped."""
     every = (*held.answers, *answers)
     found = _newest(every, most_rows)
     if not found:
@@ -106,7 +106,7 @@ def _with_more(held: HeldAnswers, answers: Sequence[HostRows], most_rows: int) -
 
 
 def _joined(answers: tuple[HostRows, ...]) -> tuple[HostRows, ...]:
-    """One fewer: the two neighbours with the fewest rows become one, so that every id stays in its place."""
+    """Join the two adjacent answers with the fewest rows, so that every id keeps its place."""
     pairs = [len(one.ids) + len(next_one.ids) for one, next_one in pairwise(answers)]
     at = pairs.index(min(pairs))
     one, other = answers[at : at + 2]
@@ -115,7 +115,7 @@ def _joined(answers: tuple[HostRows, ...]) -> tuple[HostRows, ...]:
 
 
 def _newest(answers: Sequence[HostRows], most_rows: int) -> tuple[HostRows, ...]:
-    """As many of the last ones as the bounds allow."""
+    """The newest answers that fit the bounds."""
     kept: deque[HostRows] = deque()
     rows = nbytes = 0
     for answer in reversed(answers):
@@ -128,32 +128,32 @@ def _newest(answers: Sequence[HostRows], most_rows: int) -> tuple[HostRows, ...]
 
 @dataclass(frozen=True)
 class GatherPiece:
-    """Columns of one request whose rows come the same way."""
+    """Columns of one request whose rows are looked up in the same group."""
 
     ids: Ids  #: int64 [n]
     columns: ColumnKey
-    out: Columns  #: to be filled
-    own: Mapping[int, RowPlacement]  #: by part
-    asked: Mapping[int, npt.NDArray[np.int32]]  #: places by node rank
-    cached: tuple[Columns, RowPlacement] | None
-    held: Sequence[tuple[Columns, RowPlacement]]
-    counts: bool  #: the rows of a request are counted by one of its pieces
-    keeps: bool  #: answers are held for the next batches
+    out: Columns  #: columns to be filled
+    own: Mapping[int, RowPlacement]  #: rows of own parts, by part
+    asked: Mapping[int, npt.NDArray[np.int32]]  #: places of rows to request, by node rank
+    cached: tuple[Columns, RowPlacement] | None  #: cached columns, and which of their rows to copy
+    held: Sequence[tuple[Columns, RowPlacement]]  #: held answers, and which of their rows to copy
+    counts: bool  #: whether the request's rows are counted in this piece; true for one piece per request
+    keeps: bool  #: whether answers are held for the next batches
 
     def copy_near(self, local: LocalGraph) -> None:
-        """Put in place what need not be asked for."""
+        """Copy the rows that need no request: own, cached and held ones."""
         local.fill(self.columns[0], self.out, self.own)
         for rows, placed in [self.cached, *self.held] if self.cached else self.held:
             self._put(rows, placed)
 
     def put(self, host: str, rows: Columns, at: npt.NDArray[np.int32]) -> None:
-        """Put in place what ``host`` has answered. Raises ``ServiceError`` for rows of another kind."""
+        """Copy the rows that ``host`` sent. Raises ``ServiceError`` for a wrong dtype or shape."""
         for name, values in self.out.items():
             found, kind = rows[name], (values.dtype, values.shape[1:])
             if (found.dtype, found.shape[1:]) != kind:
                 raise ServiceError(
-                    f"{host}: rows of {name} came as {found.dtype} {found.shape[1:]}, "
-                    f"the manifest says {kind[0]} {kind[1]}; do both nodes have the same partition?"
+                    f"{host}: sent rows of {name} as {found.dtype} {found.shape[1:]}, but this host's manifest has "
+                    f"{kind[0]} {kind[1]}; copy the same partition to all nodes"
                 )
         self._put(rows, RowPlacement.in_order(at))
 
@@ -170,7 +170,7 @@ class GatherPiece:
 
 
 class GatherPlan:
-    """The pieces of one call. ``hosts`` says who answers for which part, as ``PartHolders.table``."""
+    """Divides the requests of one call into pieces. ``hosts`` is ``PartHolders.table``: who answers for which part."""
 
     def __init__(self, local: LocalGraph, hosts: Array, cache: RowCache | None, held: HeldRows):
         self._local, self._cache, self._held = local, cache, held
@@ -182,23 +182,27 @@ class GatherPlan:
         self._located: dict[tuple[Any, ...], Mapping[int, RowPlacement]] = {}
 
     def pieces(self, request: RowRequest, out: Columns) -> Iterator[GatherPiece]:
-        """``out`` from ``LocalGraph.new_rows``. Raises ``PartitionError`` for an id nobody owns."""
-        light = {name for name in out if self._local.store.whole_topology and out[name].ndim == 1}
+        """Yield the pieces of a request; ``out`` comes from ``LocalGraph.new_rows``. Raises ``PartitionError`` for an
+        id outside all parts.
+        """
+        # 1-d columns, which every host has with replicated topology
+        on_all_hosts = {name for name in out if self._local.store.whole_topology and out[name].ndim == 1}
         kept = self._cache.types.get(request.of) if self._cache and isinstance(request.of, str) else None
-        kept_here = set(kept.rows) - light if kept else set()
-        ways = [light, kept_here & set(out), set(out) - light - kept_here]
-        groups = [tuple(name for name in out if name in names) for names in ways]
-        main = max(range(3), key=lambda way: (_width(out, groups[way]), bool(groups[way])))
-        for way, names in enumerate(groups):
-            if names or way == main:
-                yield self._piece(request, {name: out[name] for name in names}, way, way == main)
+        cached_names = set(kept.rows) - on_all_hosts if kept else set()
+        # In this order: on all hosts, in the cache, others.
+        column_sets = [on_all_hosts, cached_names & set(out), set(out) - on_all_hosts - cached_names]
+        name_groups = [tuple(name for name in out if name in names) for names in column_sets]
+        main = max(range(3), key=lambda group: (_width(out, name_groups[group]), bool(name_groups[group])))
+        for group, names in enumerate(name_groups):
+            if names or group == main:
+                yield self._piece(request, {name: out[name] for name in names}, group, group == main)
 
-    def _piece(self, request: RowRequest, out: Columns, way: int, counts: bool) -> GatherPiece:
+    def _piece(self, request: RowRequest, out: Columns, group: int, counts: bool) -> GatherPiece:
         columns = request.of, tuple(out)
-        keeps = way > 0 and isinstance(request.of, str) and any(values.ndim > 1 for values in out.values())
+        keeps = group > 0 and isinstance(request.of, str) and any(values.ndim > 1 for values in out.values())
         held = self._held.of(columns) if keeps else HeldAnswers()
-        kept = self._cache.types[request.of] if way == 1 and self._cache and isinstance(request.of, str) else None
-        placed = self._places(request, way == 0, None if kept is None else kept.slots, held.index)
+        kept = self._cache.types[request.of] if group == 1 and self._cache and isinstance(request.of, str) else None
+        placed = self._places(request, group == 0, None if kept is None else kept.slots, held.index)
         first = self._codes.held(0)
         cached = placed.get(self._codes.cached)
         return GatherPiece(
@@ -212,17 +216,17 @@ class GatherPlan:
         )  # fmt: skip
 
     def _places(
-        self, request: RowRequest, here: bool, slots: Array | None, held: IdIndex
+        self, request: RowRequest, all_here: bool, slots: Array | None, held: IdIndex
     ) -> Mapping[int, RowPlacement]:
-        """Once for all pieces of the same ids and sources, so that ids are sent once."""
-        key = request.of, id(request.ids), here, id(slots), id(held) if held is not NO_INDEX else 0
+        """Locate the rows, once for all pieces with the same ids and sources, so that ids are sent once."""
+        key = request.of, id(request.ids), all_here, id(slots), id(held) if held is not NO_INDEX else 0
         if key not in self._located:
             book = self._local.books[request.of]
-            of_part = self._all_here if here else self._near
+            of_part = self._all_here if all_here else self._near
             wrong, placed = locate(request.ids, book.offsets, of_part, self._codes, slots, held)
             if wrong >= 0:
                 raise PartitionError(
-                    f"asked for {request.of!r} {int(request.ids[wrong])}; its ids go from 0 to {book.size - 1}"
+                    f"no {request.of!r} with id {int(request.ids[wrong])}; ids go from 0 to {book.size - 1}"
                 )
             self._located[key] = placed
         return self._located[key]

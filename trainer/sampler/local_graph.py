@@ -1,4 +1,4 @@
-"""One hop of sampling and row gathering on the parts of this process, straight from memory maps."""
+"""Samples one hop and gathers rows on the parts of this process, directly from memory maps."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ from trainer.sampler.settings import blank_rows, check_type, row_spec
 from trainer.sampler.types import EdgeList, HopRequest, HopSample, RowRequest
 from trainer.store.part_store import EdgePart, NodePart, Part, PartStore
 
-_FEW_EDGES = 1 << 22  #: so many need not be counted exactly
+_FEW_EDGES = 1 << 22  #: a hop whose upper bound is below this number is not counted exactly
 
 
 class LocalGraph:
-    """Answers for the opened parts of a ``PartStore``; safe to call from several threads."""
+    """Answers requests from the opened parts of a ``PartStore``; thread-safe."""
 
     def __init__(self, store: PartStore, max_edges: int | None = None):
-        """``max_edges``: that one request may be answered with."""
+        """``max_edges``: largest number of edges in the answer to one request; None for no limit."""
         self.store = store
         self._max_edges = max_edges
         self.books = store.books
@@ -38,19 +38,19 @@ class LocalGraph:
         self._singles: dict[tuple[int, EdgeType, str], Array] = {}
 
     def sample_hops(self, requests: Sequence[HopRequest]) -> list[HopSample]:
-        """Neighbours of owned nodes.
+        """Draw neighbours of owned nodes.
 
-        Raises ``SettingsError`` for more than ``max_edges``, ``PartitionError`` for a node of another part and for an
-        unknown type or attribute, ``DataError`` for a weight that is negative or not a number.
+        Raises ``SettingsError`` if an answer could exceed ``max_edges``, ``PartitionError`` for a node of another part
+        and for an unknown type or attribute, ``DataError`` for a weight that is negative or not finite.
         """
         return [self._sample(request) for request in requests]
 
     def gather(self, requests: Sequence[RowRequest]) -> list[Mapping[str, Array]]:
-        """Rows of owned nodes or edges; attribute name -> [n, …]. Raises ``PartitionError``."""
+        """Rows of owned nodes or edges: attribute name -> [n, …]. Raises ``PartitionError``."""
         return [self._gather(request) for request in requests]
 
     def has_edges(self, edge_type: EdgeType, src: Ids, dst: Ids) -> npt.NDArray[np.bool_]:
-        """Whether there is an edge ``src[i]`` -> ``dst[i]`` (owned): bool [n]. Raises ``PartitionError``."""
+        """Whether the edge ``src[i]`` -> ``dst[i]`` exists, for owned targets: bool [n]. Raises ``PartitionError``."""
         check_type(self.store, edge_type)
         found: npt.NDArray[np.bool_] = np.zeros(len(dst), np.bool_)
         for part_id, placed in self.by_part(edge_type[2], dst).items():
@@ -61,7 +61,7 @@ class LocalGraph:
         return found
 
     def edge_list(self, edge_type: EdgeType) -> EdgeList:
-        """All edges of a type that end in the opened parts. Raises ``PartitionError``."""
+        """All edges of a type whose targets are in the opened parts. Raises ``PartitionError``."""
         check_type(self.store, edge_type)
         ends = [_ends(part, edge_type) for part in self.store.parts.values()]
         nothing = [np.empty(0, np.int64)]
@@ -77,7 +77,7 @@ class LocalGraph:
         groups = self.by_part(request.edge_type[2], request.nodes)
         if self._max_edges is not None and (most := self._most_edges(request, groups)) > self._max_edges:
             raise SettingsError(
-                f"a hop of up to {most} edges is over {self._max_edges}; make batches or fanouts smaller"
+                f"a hop of up to {most} edges is over the limit of {self._max_edges}; use smaller batches or fanouts"
             )
         answers = [
             (placed.at, sample_rows(*self._read(self.store.topology[p], request), cut, num_sources))
@@ -87,7 +87,7 @@ class LocalGraph:
         return answers[0][1] if len(groups) == 1 else merge_samples(len(request.nodes), answers, request.with_edge)
 
     def most_edges(self, request: HopRequest) -> int:
-        """An upper bound of the edges in the answer, found before any is drawn. Raises as ``sample_hops``."""
+        """Upper bound of the edges in the answer, computed before drawing. Raises as ``sample_hops``."""
         check_type(self.store, request.edge_type)
         return self._most_edges(request, self.by_part(request.edge_type[2], request.nodes))
 
@@ -104,7 +104,7 @@ class LocalGraph:
         return most
 
     def _read(self, part: Part, request: HopRequest) -> tuple[NodePart, EdgePart]:
-        """What to sample from. Weights in half precision, which kernels cannot read, are converted once."""
+        """Nodes and edges to sample from. float16 weights, which the kernels cannot read, are converted once."""
         nodes, edges = _ends(part, request.edge_type)
         name = request.weight
         if name is None or name not in edges.attrs or edges.attrs[name].dtype != np.float16:
@@ -115,19 +115,19 @@ class LocalGraph:
         return nodes, replace(edges, attrs={**edges.attrs, name: self._singles[key]})
 
     def _gather(self, request: RowRequest) -> Mapping[str, Array]:
-        """Where some columns are of several dimensions, all rows must be of own parts."""
+        """Multi-dimensional columns are only available for own parts, 1-d columns also for replicas."""
         out = self.new_rows(request)
-        light = all(values.ndim == 1 for values in out.values())
-        self.fill(request.of, out, self._by_part(request.of, request.ids, self._topology if light else self._own))
+        all_1d = all(values.ndim == 1 for values in out.values())
+        self.fill(request.of, out, self._by_part(request.of, request.ids, self._topology if all_1d else self._own))
         return out
 
     def new_rows(self, request: RowRequest) -> dict[str, Array]:
-        """Arrays for the answer, not filled. Raises ``PartitionError`` for an unknown type or attribute."""
+        """Uninitialized arrays for the answer. Raises ``PartitionError`` for an unknown type or attribute."""
         specs = self._row_specs(request)
         return {name: slabs.empty((len(request.ids), *shape), dtype) for name, (dtype, shape) in specs.items()}
 
     def no_rows(self, request: RowRequest) -> dict[str, Array]:
-        """As ``new_rows``, of the same dtypes and shapes, but read-only and without memory."""
+        """Read-only arrays with the dtypes and shapes of ``new_rows`` that take no memory."""
         specs = self._row_specs(request)
         return {name: blank_rows(len(request.ids), *spec) for name, spec in specs.items()}
 
@@ -136,12 +136,12 @@ class LocalGraph:
         return {name: row_spec(self.store, request.of, name) for name in request.attrs}
 
     def fill(self, of: AnyType, out: Mapping[str, Array], placed: Mapping[int, RowPlacement]) -> None:
-        """Write the rows of parts that are here, by part, into the columns ``out`` [n, …].
+        """Copy rows of parts on this host into the columns ``out`` [n, …].
 
-        Raises ``PartitionError`` for a part that is not here.
+        Raises ``PartitionError`` for a part that is not on this host.
         """
-        light = all(values.ndim == 1 for values in out.values())
-        parts = self.store.topology if light else self.store.parts
+        all_1d = all(values.ndim == 1 for values in out.values())
+        parts = self.store.topology if all_1d else self.store.parts
         if foreign := set(placed) - set(parts):
             raise self._foreign(of, foreign)
         for part_id, rows in placed.items():
@@ -155,7 +155,7 @@ class LocalGraph:
                     put_rows(_column(table, name), rows, values)
 
     def by_part(self, of: AnyType, ids: Ids) -> Mapping[int, RowPlacement]:
-        """Rows of nodes or edges by part; of replicas too. Raises ``PartitionError``."""
+        """Rows of nodes or edges by part, including replicas of topology. Raises ``PartitionError``."""
         return self._by_part(of, ids, self._topology)
 
     def _by_part(self, of: AnyType, ids: Ids, of_part: Array) -> Mapping[int, RowPlacement]:
@@ -167,12 +167,12 @@ class LocalGraph:
     def _foreign(self, of: AnyType, part_ids: set[int]) -> PartitionError:
         book = self.books[of]
         unknown = {p for p in part_ids if not 0 <= p < book.num_parts}
-        what = f"ids outside 0..{book.size - 1}" if unknown else f"ids of parts {sorted(part_ids)}"
-        return PartitionError(f"asked for {what} of {of!r}; this process holds parts {sorted(self.store.parts)}")
+        wrong = f"ids outside 0..{book.size - 1}" if unknown else f"ids of parts {sorted(part_ids)}"
+        return PartitionError(f"asked for {wrong} of {of!r}; this process holds parts {sorted(self.store.parts)}")
 
 
 def _ends(part: Part, edge_type: EdgeType) -> tuple[NodePart, EdgePart]:
-    """The targets and the edges of one edge type."""
+    """The target nodes and the edges of one edge type."""
     return part.nodes[edge_type[2]], part.edges[edge_type]
 
 
@@ -185,7 +185,7 @@ def _column(table: NodePart | EdgePart, name: str) -> Array:
 
 
 def _codes_of(parts: Collection[int], num_parts: int) -> Array:
-    """What ``locate`` has to know of the parts that are here."""
+    """The ``of_part`` argument of ``locate`` for these parts."""
     codes = [part if part in parts else -1 for part in range(num_parts)]
     return read_only(np.array([-1, *codes, -1], np.int32))
 
@@ -195,7 +195,7 @@ def _table(part: Part, of: AnyType) -> NodePart | EdgePart:
 
 
 def _in_degree(part: Part, of: AnyType, rows: Ids) -> Ids:
-    """In-edges of every type, int64 [n]."""
+    """Number of in-edges over all edge types, int64 [n]."""
     degree = np.zeros(len(rows), np.int64)
     for edge_type, edges in part.edges.items():
         if edge_type[2] == of:

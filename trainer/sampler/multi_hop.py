@@ -1,8 +1,7 @@
-"""Many hops: from seeds to the ids and edges of one batch.
+"""Samples many hops: from seeds to the ids and edges of one batch.
 
-A node is asked for its neighbours once for each edge type, where it first appears; because a smaller
-fanout is a prefix of a larger one, the blocks of later hops are cut from that answer. Only when a
-later hop has a larger fanout are earlier nodes asked again.
+A node is requested once per edge type, where it first appears. A smaller fanout is a prefix of a larger one, so the
+blocks of later hops are cut from the same answer. Nodes are requested again only if a later hop has a larger fanout.
 """
 
 from __future__ import annotations
@@ -37,12 +36,15 @@ from trainer.store.manifest import EdgeSpec
 def sample_multi_hop(
     graph: GraphAccess, schema: GraphSchema, seeds: SeedSet, settings: SampleSettings, key: int, tables: RelabelTables
 ) -> SampledSubgraph:
-    """Sample around ``seeds``, whatever the kind of sampling.
+    """Sample a subgraph around ``seeds``.
 
-    Within a hop all edge types are asked in one call; new nodes are numbered edge type by edge type, in
-    the schema's order. ``tables`` are clean again afterwards. Raises ``ServiceError`` when an owner does
-    not answer, ``DataError`` for a seed that is no node and for weights that are none, and
-    ``SettingsError`` as ``check_settings`` does, or when temporal seeds have no times.
+    Each hop is one call for all edge types. New nodes are numbered edge type by edge type, in the schema's order.
+    ``tables`` are clean again after the call.
+
+    Raises:
+        ServiceError: An owner does not answer.
+        DataError: A seed is not a node, or a weight is negative or not finite.
+        SettingsError: See ``check_settings``; also for temporal seeds without times.
     """
     check_settings(schema, settings)
     _check_seeds(schema, seeds, settings)
@@ -56,10 +58,10 @@ def sample_multi_hop(
 
 
 def cut_block(subgraph: SampledSubgraph, edge_type: EdgeType, hop: int) -> tuple[Positions, Positions, int]:
-    """CSR (indptr, indices, num_src) of one hop by one edge type.
+    """CSR (indptr, indices, num_src) of one hop by one edge type, in int32 batch positions.
 
-    Targets are all nodes of their type known before the hop, with their first ``fanouts[hop]`` edges, sources
-    those known after it; int32 batch positions. Of an induced subgraph each hop is the whole of it.
+    Targets are all nodes of their type known before the hop, with their first ``fanouts[hop]`` edges. Sources are the
+    nodes known after the hop. For an induced subgraph each block is the whole subgraph.
     """
     edges = subgraph.edges[edge_type]
     src_per_hop, dst_per_hop = (subgraph.nodes[of].per_hop for of in (edge_type[0], edge_type[2]))
@@ -80,28 +82,28 @@ def cut_block(subgraph: SampledSubgraph, edge_type: EdgeType, hop: int) -> tuple
 def _check_seeds(schema: GraphSchema, seeds: SeedSet, settings: SampleSettings) -> None:
     for of, ids in seeds.nodes.items():
         if of not in schema.nodes:
-            raise DataError(f"seeds of type {of!r}, which is not there; there are {list(schema.nodes)}")
+            raise DataError(f"seeds: the graph has no node type {of!r}; it has {list(schema.nodes)}")
         num_nodes = schema.nodes[of].num_nodes
         bad = np.flatnonzero((ids < 0) | (ids >= num_nodes))
         if len(bad):
-            raise DataError(f"seed {ids[bad[0]]} at position {bad[0]} is no node; ids go from 0 to {num_nodes - 1}")
+            raise DataError(f"seed {ids[bad[0]]} at position {bad[0]} is not a node; ids go from 0 to {num_nodes - 1}")
         if settings.time is not None and of not in seeds.times:
-            raise SettingsError(f"temporal sampling needs a time for each seed of {of!r}; give them with the seeds")
+            raise SettingsError(f"temporal sampling needs a time for each seed of {of!r}; pass times with the seeds")
 
 
 @dataclass(frozen=True)
 class _HopQuery:
-    """What to ask of one edge type at one hop."""
+    """The request for one edge type at one hop."""
 
     edge_type: EdgeType
     fanout: int
-    first: int  #: position of the first target asked; the others follow
+    first: int  #: position of the first target; all later known targets follow
     shuffle: int
-    whole: bool  #: goes to the table of whole rows
+    whole: bool  #: whether the answer is stored in the table of whole rows
 
 
 class _SubgraphGrowth:
-    """The subgraph while it grows hop by hop."""
+    """A subgraph that grows hop by hop."""
 
     def __init__(
         self, schema: GraphSchema, seeds: SeedSet, settings: SampleSettings, key: int, tables: RelabelTables
@@ -121,23 +123,23 @@ class _SubgraphGrowth:
         self._close_level()
 
     def grow(self, graph: GraphAccess, hop: int) -> None:
-        """Ask for the neighbours of one hop and take them in."""
-        questions = [question for of in self._edges if (question := self._question(of, hop))]
-        trees = [self._nodes[q.edge_type[2]].trees_since(q.first) for q in questions]
-        samples = graph.sample_hops([self._request(q, t) for q, t in zip(questions, trees, strict=True)])
-        for question, rows, sample in zip(questions, trees, samples, strict=True):
-            local = self._nodes[question.edge_type[0]].meet(sample.src, sample.counts, rows)
-            self._edges[question.edge_type].add(question, hop, sample, local)
+        """Request the neighbours of one hop and add them."""
+        queries = [query for of in self._edges if (query := self._query(of, hop))]
+        trees = [self._nodes[q.edge_type[2]].trees_since(q.first) for q in queries]
+        samples = graph.sample_hops([self._request(q, t) for q, t in zip(queries, trees, strict=True)])
+        for query, rows, sample in zip(queries, trees, samples, strict=True):
+            local = self._nodes[query.edge_type[0]].meet(sample.src, sample.counts, rows)
+            self._edges[query.edge_type].add(query, hop, sample, local)
         self._close_level()
 
     def induce(self, graph: GraphAccess) -> SampledSubgraph:
-        """All edges between the nodes found, in place of those drawn."""
+        """Replace the drawn edges by all edges between the sampled nodes."""
         ids = {of: nodes.since(0) for of, nodes in self._nodes.items()}
         distinct = {of: np.unique(values) for of, values in ids.items()}
         asked = [of for of in self._edges if len(ids[of[0]]) and len(ids[of[2]])]
         requests = [
             HopRequest(
-                of, ids[of[2]], -1, 0, self._salted(of), with_edge=self._settings.edge_ids,
+                of, ids[of[2]], -1, 0, self._key_of(of), with_edge=self._settings.edge_ids,
                 exclude=self._seeds.exclude.get(of), sources=distinct[of[0]],
             )
             for of in asked
@@ -173,29 +175,29 @@ class _SubgraphGrowth:
         for nodes in self._nodes.values():
             nodes.close_level()
 
-    def _question(self, of: EdgeType, hop: int) -> _HopQuery | None:
+    def _query(self, of: EdgeType, hop: int) -> _HopQuery | None:
         fanouts = self._edges[of].fanouts
         fanout = fanouts[hop]
         starts = self._nodes[of[2]].level_starts
         if fanout == 0:
             return None
         if not self._settings.ask_again:
-            first, shuffle, apart = starts[hop], _shuffle_of(fanouts, hop, hop), False
+            first, shuffle, whole_rows = starts[hop], _shuffle_of(fanouts, hop, hop), False
         else:
-            apart = self._settings.replace and _mixed(fanouts) and fanout < 0
-            alike = _only(fanouts, fanout < 0) if self._settings.replace else fanouts
-            level = _first_lacking(alike, hop)
-            first, shuffle = starts[level], _shuffle_of(alike, hop, level)
-        return _HopQuery(of, fanout, first, shuffle, apart) if first < starts[hop + 1] else None
+            whole_rows = self._settings.replace and _mixed(fanouts) and fanout < 0
+            same_kind = _only(fanouts, fanout < 0) if self._settings.replace else fanouts
+            level = _first_lacking(same_kind, hop)
+            first, shuffle = starts[level], _shuffle_of(same_kind, hop, level)
+        return _HopQuery(of, fanout, first, shuffle, whole_rows) if first < starts[hop + 1] else None
 
-    def _request(self, question: _HopQuery, trees: Positions | None) -> HopRequest:
-        of, settings = question.edge_type, self._settings
+    def _request(self, query: _HopQuery, trees: Positions | None) -> HopRequest:
+        of, settings = query.edge_type, self._settings
         return HopRequest(
             edge_type=of,
-            nodes=self._nodes[of[2]].since(question.first),
-            fanout=question.fanout,
-            shuffle=question.shuffle,
-            key=self._salted(of),
+            nodes=self._nodes[of[2]].since(query.first),
+            fanout=query.fanout,
+            shuffle=query.shuffle,
+            key=self._key_of(of),
             replace=settings.replace,
             with_edge=settings.edge_ids,
             trees=None if trees is None else self._tree_keys[trees],
@@ -210,12 +212,12 @@ class _SubgraphGrowth:
             return None
         return TimeBound(self._tree_times[trees], rule.attr, rule.on, rule.last)
 
-    def _salted(self, of: EdgeType) -> int:
+    def _key_of(self, of: EdgeType) -> int:
         return self._key ^ edge_salt(of)
 
 
 class _EdgeGrowth:
-    """The edges of one type while the subgraph grows."""
+    """The edges of one type in a growing subgraph."""
 
     def __init__(self, fanouts: tuple[int, ...]):
         self.fanouts = fanouts
@@ -223,17 +225,17 @@ class _EdgeGrowth:
         self._edge: list[Array] = []
         self._num_edges = 0
         self._drawn, self._whole = _NO_ROWS, _NO_ROWS
-        self._asked_again = False
+        self._requested_again = False
         self._per_hop = [0] * len(fanouts)
 
-    def add(self, question: _HopQuery, hop: int, sample: HopSample, local: Positions) -> None:
-        """Take in the answer: its sources as batch positions are ``local``."""
-        known = self._whole if question.whole else self._drawn
-        self._asked_again |= question.whole or question.first < len(known.count)
+    def add(self, query: _HopQuery, hop: int, sample: HopSample, local: Positions) -> None:
+        """Add an answer; ``local`` are the batch positions of its sources."""
+        known = self._whole if query.whole else self._drawn
+        self._requested_again |= query.whole or query.first < len(known.count)
         begins = self._num_edges + np.cumsum(sample.counts, dtype=np.int64) - sample.counts
-        kept = _padded(known, question.first)
+        kept = _padded(known, query.first)
         rows = EdgeRanges(np.concatenate([kept.begin, begins]), np.concatenate([kept.count, sample.counts]))
-        if question.whole:
+        if query.whole:
             self._whole = rows
         else:
             self._drawn = rows
@@ -244,7 +246,7 @@ class _EdgeGrowth:
         self._per_hop[hop] += len(local)
 
     def per_hop(self) -> tuple[int, ...]:
-        return () if self._asked_again else tuple(self._per_hop)
+        return () if self._requested_again else tuple(self._per_hop)
 
     def finish(self, num_targets: int, with_edge: bool, per_hop: tuple[int, ...]) -> EdgeSet:
         drawn = _padded(self._drawn, num_targets)
@@ -263,7 +265,7 @@ _NO_ROWS = EdgeRanges(np.empty(0, np.int64), np.empty(0, np.int32))
 
 
 def _padded(rows: EdgeRanges, num_targets: int) -> EdgeRanges:
-    """The first ``num_targets`` rows; those that were not asked are empty."""
+    """The first ``num_targets`` rows; rows that were not requested are empty."""
     missing = max(0, num_targets - len(rows.count))
     if missing == 0:
         return EdgeRanges(rows.begin[:num_targets], rows.count[:num_targets])
@@ -274,9 +276,9 @@ def _padded(rows: EdgeRanges, num_targets: int) -> EdgeRanges:
 
 
 def _first_lacking(fanouts: Sequence[int], hop: int) -> int:
-    """The first level whose nodes lack neighbours that this hop wants; all later ones do too.
+    """The first level whose nodes need more neighbours for this hop than they have; all later levels do too.
 
-    A hop gives all nodes known before it, level 0 to its own, its fanout.
+    A hop needs its fanout of neighbours for all nodes known before it: level 0 to its own level.
     """
     for earlier in reversed(range(hop)):
         if fanouts[earlier] < 0 or 0 <= fanouts[hop] <= fanouts[earlier]:
@@ -285,7 +287,7 @@ def _first_lacking(fanouts: Sequence[int], hop: int) -> int:
 
 
 def _shuffle_of(fanouts: Sequence[int], hop: int, level: int) -> int:
-    """The largest fanout that may cut a prefix of this hop's picks: a later one's, or an asked-again node's."""
+    """The largest fanout that may use a prefix of this hop's picks: of a later hop, or of a node requested again."""
     others = fanouts if level < hop else fanouts[hop + 1 :]
     return max((fanout for fanout in others if fanout >= 0), default=0)
 
@@ -295,12 +297,12 @@ def _mixed(fanouts: Sequence[int]) -> bool:
 
 
 def _only(fanouts: Sequence[int], whole: bool) -> tuple[int, ...]:
-    """The hops that take whole rows, or those that draw; the others ask for nothing."""
+    """Fanouts of the hops that take whole rows, or of those that draw; 0 for the others."""
     return tuple(fanout if (fanout < 0) == whole else 0 for fanout in fanouts)
 
 
 def _tree_keys(seeds: SeedSet) -> Ids:
-    """What keys the draws of each tree, by default its number: int64 [trees]."""
+    """Key of each tree's draws, by default the tree's number: int64 [trees]."""
     count = np.arange(sum(map(len, seeds.nodes.values())))
     starts = np.cumsum([0, *map(len, seeds.nodes.values())])
     pieces = [

@@ -1,4 +1,4 @@
-"""Draws neighbours of nodes of one part: chooses the kernel for each row of in-edges."""
+"""Draws neighbours of nodes of one part; chooses the kernel for each row of in-edges."""
 
 from __future__ import annotations
 
@@ -13,21 +13,21 @@ from trainer.sampler.types import HopRequest, HopSample
 from trainer.sampler.weighted_temporal import TOO_MANY, Conditions, Draws, allow, pick_candidates
 from trainer.store.part_store import EdgePart, NodePart
 
-MOST_EDGES = 1 << 28  #: of one answer: more sources do not fit into an array on the wire
+MOST_EDGES = 1 << 28  #: largest number of edges in one answer, limited by the array size on the wire
 
 
 def sample_rows(nodes: NodePart, edges: EdgePart, request: HopRequest, num_sources: int) -> HopSample:
-    """The edges that ``request`` asks for; its nodes are owned by the part.
+    """Return the edges that ``request`` asks for; its nodes must belong to the part.
 
-    Raises ``DataError`` for a weight that is negative or not a number, ``PartitionError`` for an
-    attribute that is not there or of the wrong kind, and for more than ``MOST_EDGES``.
+    Raises ``DataError`` for a weight that is negative or not finite, and ``PartitionError`` for an attribute that is
+    missing or of the wrong kind, and for more than ``MOST_EDGES`` edges.
     """
     if request.bound is not None or request.weight is not None or request.sources is not None:
         return _conditional(nodes, edges, request, num_sources)
     if request.exclude is None:
         return _plain(nodes, edges, request)
-    concerned = np.isin(request.nodes, request.exclude[0])  # the other rows go the fast way
-    at, others = np.flatnonzero(concerned), np.flatnonzero(~concerned)
+    affected = np.isin(request.nodes, request.exclude[0])  # the other rows use the faster kernel
+    at, others = np.flatnonzero(affected), np.flatnonzero(~affected)
     if len(at) == 0:
         return _plain(nodes, edges, request)
     answers = [
@@ -60,13 +60,13 @@ def _conditional(nodes: NodePart, edges: EdgePart, request: HopRequest, num_sour
         read_only(edges.indptr), read_only(request.nodes), nodes.start, -1, False, counts
     )
     bound = request.bound
-    how = Draws(
+    draws = Draws(
         request.fanout, request.shuffle, request.replace, bound is not None and bound.last,
         request.weight is not None, np.uint64(request.key),
     )  # fmt: skip
     picks, wrong = pick_candidates(
         edges.indptr, edges.indices, rows, nodes.orig_id, _trees(request), _conditions(edges, request, num_sources),
-        how, longest, counts, MOST_EDGES,
+        draws, longest, counts, MOST_EDGES,
     )  # fmt: skip
     if wrong == TOO_MANY:
         raise _too_many(request)
@@ -74,21 +74,21 @@ def _conditional(nodes: NodePart, edges: EdgePart, request: HopRequest, num_sour
         assert request.weight is not None
         raise DataError(
             f"edge {edges.orig_id[wrong]} of {request.edge_type} has the weight {edges.attrs[request.weight][wrong]} "
-            f"in {request.weight!r}; weights must be finite numbers from 0 on"
+            f"in {request.weight!r}; weights must be finite and not negative"
         )
     edge = np.add(picks, edges.start, dtype=_edge_dtype(edges), casting="unsafe") if request.with_edge else None
     return HopSample(counts, edges.indices[picks], edge)
 
 
 def _edge_dtype(edges: EdgePart) -> type[np.int32] | type[np.int64]:
-    """Of global edge ids: the narrowest that holds all of the part's."""
+    """Dtype of global edge ids: the narrowest that holds all ids of the part."""
     return np.int32 if edges.start + edges.num_edges < 2**31 else np.int64
 
 
 def _too_many(request: HopRequest) -> PartitionError:
     return PartitionError(
-        f"over {MOST_EDGES} neighbours by {request.edge_type} of {len(request.nodes)} nodes with fanout "
-        f"{request.fanout}; ask for fewer at once"
+        f"{len(request.nodes)} nodes with fanout {request.fanout} have more than {MOST_EDGES} neighbours by "
+        f"{request.edge_type}; use smaller batches or fanouts"
     )
 
 
@@ -98,13 +98,13 @@ def _trees(request: HopRequest) -> Ids:
 
 def _conditions(edges: EdgePart, request: HopRequest, num_sources: int) -> Conditions:
     bound = request.bound
-    barred, begin, end = _barred(request)
+    excluded, begin, end = _excluded(request)
     return Conditions(
         times=read_only(np.empty(0, np.int64) if bound is None else _times(edges, request)),
         bounds=read_only(np.empty(0, np.int64) if bound is None else bound.times),
-        barred=read_only(barred),
-        barred_begin=read_only(begin),
-        barred_end=read_only(end),
+        excluded=read_only(excluded),
+        excluded_begin=read_only(begin),
+        excluded_end=read_only(end),
         allowed=read_only(_allowed(request, num_sources)),
         weights=read_only(np.empty(0, np.float32) if request.weight is None else _weights(edges, request)),
     )
@@ -134,8 +134,8 @@ def _weights(edges: EdgePart, request: HopRequest) -> Array:
     return weights
 
 
-def _barred(request: HopRequest) -> tuple[Ids, Ids, Ids]:
-    """Excluded sources by target, and where each row's lie."""
+def _excluded(request: HopRequest) -> tuple[Ids, Ids, Ids]:
+    """Excluded sources sorted by target, and the range of each row's."""
     if request.exclude is None:
         return (np.empty(0, np.int64),) * 3
     targets, sources = request.exclude
@@ -145,7 +145,7 @@ def _barred(request: HopRequest) -> tuple[Ids, Ids, Ids]:
 
 
 def _allowed(request: HopRequest, num_sources: int) -> Array:
-    """A bit for every source node; pages that no source touches cost nothing."""
+    """One bit per source node; memory pages without an allowed source stay unallocated."""
     if request.sources is None:
         return np.empty(0, np.uint8)
     bits = np.zeros(num_sources // 8 + 1, np.uint8)

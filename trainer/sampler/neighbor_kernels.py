@@ -1,6 +1,6 @@
-"""Numba kernels of sampling and relabelling. They run without the GIL, on arrays that the caller owns.
+"""Numba kernels for sampling and relabelling. They release the GIL and work on arrays of the caller.
 
-``nodes`` below are global ids; less ``first_node``, the part's first, they are rows of the part's CSC arrays.
+``nodes`` are global ids; minus ``first_node``, the first id of the part, they are rows of the part's CSC arrays.
 """
 
 from __future__ import annotations
@@ -19,7 +19,9 @@ _READ, _EVERY_CACHE, _DATA = 0, 3, 1
 
 
 def _prefetch(_typing: Any, array: Any, at: Any) -> Any:
-    """``prefetch(array, at)``: ``array[at]``, of a contiguous 1-d array, is read soon. Any ``at`` does no harm."""
+    """``prefetch(array, at)`` loads ``array[at]`` of a contiguous 1-d array into the CPU cache. Any value of ``at`` is
+    safe.
+    """
 
     def emit(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         data = context.make_array(signature.args[0])(context, builder, args[0]).data
@@ -37,19 +39,19 @@ prefetch: Any = intrinsic(_prefetch)
 
 _jit = njit(boundscheck=False)
 
-#: Up to this many picks from a row longer than that, displaced positions are kept in a list and searched.
+#: With up to _LIST_PICKS picks from a row longer than _LONG, displaced positions are kept in a list and searched.
 _LIST_PICKS, _LONG = 64, 4096
 
-_AT_ONCE = 256  #: slots drawn before the first of them is read
+_AT_ONCE = 256  #: number of slots drawn before the first of them is read
 
-_IDS_AHEAD = 16  #: how far ahead of its use an id's entry of a table is fetched
+_IDS_AHEAD = 16  #: number of ids by which table entries are prefetched
 
-_ROWS_AHEAD = 16  #: how far ahead of the draws the rows' own lines are fetched
+_ROWS_AHEAD = 16  #: number of rows by which indptr and orig_id are prefetched
 
 
 @_jit
 def count_picks(indptr: Any, nodes: Any, first_node: int, fanout: int, replace: bool, counts: Any) -> int:
-    """Fill ``counts`` int32 [n] with the neighbours each of the ``nodes`` will give; return the longest row."""
+    """Fill ``counts`` int32 [n] with the number of neighbours to draw per node; return the longest row's length."""
     longest = 0
     for i in range(len(nodes)):
         row = nodes[i] - first_node
@@ -67,13 +69,13 @@ def draw_edges(
     indptr: Any, indices: Any, nodes: Any, first_node: int, orig_id: Any, trees: Any, counts: Any, replace: bool,
     fanout: int, shuffle: int, key: Any, longest: int, first_edge: int, src: Any, edge: Any,
 ) -> None:  # fmt: skip
-    """Fill ``src`` [counts.sum()] with sources drawn for ``nodes`` and, unless empty, ``edge`` with edge ids.
+    """Fill ``src`` [counts.sum()] with drawn sources of ``nodes``, and ``edge``, unless empty, with edge ids.
 
-    Without replacement the picks of a row are the first ``counts[i]`` steps of one
-    Fisher-Yates shuffle of its edges, so fewer picks are a prefix of more. A row taken whole
-    is shuffled in its first ``shuffle`` places only. ``trees`` int64 [n] is empty unless disjoint.
+    Without replacement, the picks of a row are the first ``counts[i]`` steps of one Fisher-Yates shuffle of its edges,
+    so that fewer picks are a prefix of more. Of a row that is taken whole only the first ``shuffle`` places are
+    shuffled. ``trees`` int64 [n] is empty unless disjoint.
 
-    Slots are drawn some hundred ahead of the reads, which then find their lines in the cache.
+    Several hundred slots are drawn before they are read, so that their cache lines are prefetched.
     """
     slots = np.empty(_AT_ONCE + (max(longest, fanout) if replace else longest), np.int64)
     order, moved = np.empty(longest, np.int32), np.empty(longest, np.int32)
@@ -117,7 +119,7 @@ def draw_edges(
 def _shuffle(picks: Any, begin: int, degree: int, steps: int, drawn: Any, order: Any, moved: Any) -> None:
     """The first ``len(picks)`` of begin, begin + 1, … after that many steps of a Fisher-Yates shuffle.
 
-    ``order`` int32 holds 0, 1, 2, …, and does so again afterwards: what a step moved is put back.
+    ``order`` int32 holds 0, 1, 2, … before and after the call.
     """
     for j in range(steps):
         other = j + draw(drawn, j, degree - j)
@@ -132,7 +134,7 @@ def _shuffle(picks: Any, begin: int, degree: int, steps: int, drawn: Any, order:
 
 @_jit
 def _shuffle_listed(picks: Any, begin: int, degree: int, drawn: Any, where: Any, what: Any) -> None:
-    """The same shuffle without writing the whole row: only displaced places are remembered."""
+    """The same shuffle, storing only the displaced places instead of the whole row."""
     for j in range(len(picks)):
         other = j + draw(drawn, j, degree - j)
         chosen, here = other, j
@@ -150,16 +152,16 @@ def _shuffle_listed(picks: Any, begin: int, degree: int, drawn: Any, where: Any,
 
 @_jit
 def relabel(src: Any, table: Any, first_new: int, local: Any, new: Any) -> int:
-    """Map global ids to batch positions, giving unseen ones the next; return how many were new.
+    """Map global ids to batch positions, numbering new ids consecutively; return the number of new ids.
 
-    ``table`` int32 [num_nodes] holds position + 1, 0 for unseen. Fills ``local`` int32 [len(src)] and ``new``.
+    ``table`` int32 [num_nodes] holds position + 1, 0 for new ids. Fills ``local`` int32 [len(src)] and ``new``.
     """
     found = 0
     for i in range(len(src)):
         if i + _IDS_AHEAD < len(src):
             prefetch(table, np.int64(src[i + _IDS_AHEAD]))
         position = table[src[i]]
-        unseen = position == 0  # written either way: whether a node is new cannot be foretold
+        unseen = position == 0  # always written: a branch would be unpredictable
         position += np.int32(unseen) * np.int32(first_new + found + 1)
         table[src[i]] = position
         new[found] = src[i]
@@ -170,7 +172,7 @@ def relabel(src: Any, table: Any, first_new: int, local: Any, new: Any) -> int:
 
 @_jit
 def enter_seeds(seeds: Any, table: Any) -> None:
-    """Give each seed its position; a repeated seed keeps its first."""
+    """Enter each seed with its position; a repeated seed keeps its first position."""
     for i in range(len(seeds)):
         if table[seeds[i]] == 0:
             table[seeds[i]] = i + 1
@@ -178,7 +180,7 @@ def enter_seeds(seeds: Any, table: Any) -> None:
 
 @_jit
 def forget(nodes: Any, table: Any) -> None:
-    """Mark ``nodes`` unseen again."""
+    """Reset the entries of ``nodes`` to 0."""
     for i in range(len(nodes)):
         if i + _IDS_AHEAD < len(nodes):
             prefetch(table, nodes[i + _IDS_AHEAD])
@@ -187,9 +189,9 @@ def forget(nodes: Any, table: Any) -> None:
 
 @_jit
 def find_edges(indptr: Any, indices: Any, rows: Any, sources: Any, order: Any, found: Any) -> None:
-    """Set ``found[order[i]]`` where the row ``rows[i]`` holds ``sources[i]``; pairs sorted by (row, source).
+    """Set ``found[order[i]]`` if row ``rows[i]`` has ``sources[i]``. Pairs are sorted by (row, source).
 
-    Every row asked for is read once, however many pairs ask for it.
+    Each row is read once, however many pairs refer to it.
     """
     begin = 0
     while begin < len(rows):
@@ -206,7 +208,7 @@ def find_edges(indptr: Any, indices: Any, rows: Any, sources: Any, order: Any, f
 
 @_jit
 def first_at_least(values: Any, low: int, high: int, wanted: int) -> int:
-    """First place in ``values[low:high]``, ascending, that holds ``wanted`` or more; ``high`` if none."""
+    """First index in ``values[low:high]``, ascending, with a value of at least ``wanted``, else ``high``."""
     while low < high:
         middle = (low + high) >> 1
         if values[middle] < wanted:
@@ -218,7 +220,7 @@ def first_at_least(values: Any, low: int, high: int, wanted: int) -> int:
 
 @_jit
 def block_rows(row_begin: Any, row_count: Any, fanout: int, edges: Any, indptr: Any) -> Any:
-    """CSR of the first ``fanout`` (-1: all) edges of every row; fills ``indptr``, returns indices."""
+    """CSR of the first ``fanout`` (-1: all) edges of every row. Fills ``indptr`` and returns the indices."""
     total = 0
     for i in range(len(row_begin)):
         indptr[i] = total
@@ -234,7 +236,7 @@ def block_rows(row_begin: Any, row_count: Any, fanout: int, edges: Any, indptr: 
 
 @_jit
 def write_ends(src: Any, counts: Any, ends: Any) -> None:
-    """Fill ``ends`` [2, e] with source and target of each edge; edges are grouped by target, ``counts`` of each."""
+    """Fill ``ends`` [2, e] with source and target of each edge. Edges are grouped by target; ``counts`` per target."""
     cursor = 0
     for target in range(len(counts)):
         for _ in range(counts[target]):
@@ -245,7 +247,7 @@ def write_ends(src: Any, counts: Any, ends: Any) -> None:
 
 @_jit
 def scatter_runs(values: Any, counts: Any, positions: Any, begins: Any, out: Any) -> None:
-    """Put the k-th run of ``values`` (``counts[k]`` long) at ``out[begins[positions[k]]:]``."""
+    """Copy run k of ``values``, of length ``counts[k]``, to ``out[begins[positions[k]]:]``."""
     cursor = 0
     for k in range(len(positions)):
         begin = begins[positions[k]]
@@ -256,7 +258,7 @@ def scatter_runs(values: Any, counts: Any, positions: Any, begins: Any, out: Any
 
 @_jit
 def take_numbers(source: Any, rows: Any, positions: Any, out: Any) -> None:
-    """``out[positions[i]] = source[rows[i]]`` for 1-d arrays; ``out`` may be wider whole numbers than ``source``."""
+    """``out[positions[i]] = source[rows[i]]`` for 1-d arrays; ``out`` may be a wider integer type than ``source``."""
     last = len(rows) - 1
     for i in range(len(rows)):
         prefetch(source, np.int64(rows[min(i + _IDS_AHEAD, last)]))

@@ -1,7 +1,7 @@
-"""Batch positions of nodes, in the order in which sampling first meets them.
+"""Maps global ids to batch positions, numbered in the order in which sampling first meets the nodes.
 
-``DirectTable`` or ``HashTable`` by the number of nodes; for disjoint sampling a hash table of (node, tree) pairs.
-Tables belong to one thread, which uses them again and again; between batches they are all zeros.
+Uses a ``DirectTable`` or ``HashTable`` by the number of nodes; for disjoint sampling a hash table of (node, tree)
+pairs. A table belongs to one thread and is reused; between batches it is all zeros.
 """
 
 from __future__ import annotations
@@ -21,18 +21,18 @@ from trainer.sampler import neighbor_kernels
 from trainer.sampler.neighbor_kernels import prefetch
 from trainer.sampler.types import GraphSchema, NodeSet, Positions
 
-#: Nodes up to which a table has an entry for each: 128 MiB a thread. A hash table takes as long around there, and with
-#: more nodes up to a fifth longer on hosts with huge pages, up to a quarter shorter on others; its memory goes by the
+#: Largest number of nodes for a DirectTable: 128 MiB per thread. A HashTable is as fast at this size. With more nodes
+#: it is up to a fifth slower on hosts with huge pages and up to a quarter faster on others; its memory depends on the
 #: batch (docs/LOG.md).
 MOST_DIRECT = 1 << 25
 
-MOST_HASHED = 1 << 32  #: nodes; an entry has 32 bits for the id
+MOST_HASHED = 1 << 32  #: largest number of nodes for a HashTable, whose entries have 32 bits for the id
 
-_IDS_AHEAD = 16  #: how far ahead of its use an id's entry is fetched
+_IDS_AHEAD = 16  #: number of ids by which entries are prefetched
 
-_CLOSE = 16  #: entries to a node; a line of 64 bytes holds as many
+_CLOSE = 16  #: entries per 64-byte cache line
 
-_FIRST_BITS = 12  #: of the number of slots that a hash table begins with
+_FIRST_BITS = 12  #: log2 of the initial number of slots of a hash table
 
 _S32, _LOW, _EMPTY = np.uint64(32), np.uint64(0xFFFFFFFF), np.uint64(0)
 
@@ -40,31 +40,31 @@ _jit = njit(boundscheck=False)
 
 
 class PositionTable(Protocol):
-    """Positions of the nodes of one type."""
+    """Batch positions of the nodes of one type."""
 
     def enter(self, seeds: Ids) -> None:
-        """Give each seed its place as position; a repeated seed keeps its first."""
+        """Enter each seed with its index as position; a repeated seed keeps its first position."""
 
     def relabel(self, src: Array, first_new: int, local: Array, new: Array) -> int:
-        """Map global ids to positions, giving unseen ones the next from ``first_new`` on; return how many were new.
+        """Map global ids to positions, numbering new ids from ``first_new`` on; return the number of new ids.
 
-        Fills ``local`` int32 [len(src)] with positions and the beginning of ``new`` int64 [len(src)] with unseen ids.
+        Fills ``local`` int32 [len(src)] with positions, and the beginning of ``new`` int64 [len(src)] with the new ids.
         """
 
     def clean(self, chunks: Sequence[Ids]) -> None:
-        """All zeros again; ``chunks`` hold all ids entered since it was."""
+        """Reset the table to zeros. ``chunks`` hold all ids entered since the last reset."""
 
     def holds_any(self) -> bool:
-        """Whether it is not all zeros."""
+        """Whether the table is not all zeros."""
 
 
 def make_table(num_nodes: int, most_direct: int = MOST_DIRECT) -> PositionTable:
-    """The kind of table for a type with so many nodes."""
+    """Return the kind of table for a type with this number of nodes."""
     return HashTable() if most_direct < num_nodes <= MOST_HASHED else DirectTable(num_nodes)
 
 
 class DirectTable:
-    """An entry for every node. Memory: 4 bytes a node, all of it once batches have been large."""
+    """A table with an entry for every node. Memory: up to 4 bytes per node, allocated as batches touch it."""
 
     def __init__(self, num_nodes: int):
         self._table: npt.NDArray[np.int32] = np.zeros(num_nodes, np.int32)  #: position + 1, 0 for unseen
@@ -77,7 +77,7 @@ class DirectTable:
         return found
 
     def clean(self, chunks: Sequence[Ids]) -> None:
-        """All of it is wiped where the nodes lie so close that most of its lines hold one."""
+        """Reset all entries if most cache lines hold an entered id, else only the entered ids."""
         if sum(map(len, chunks)) * _CLOSE > len(self._table):
             self._table.fill(0)
             return
@@ -89,14 +89,15 @@ class DirectTable:
 
 
 class HashTable:
-    """Open addressing with linear probing, at most half full; grows and stays as large as the largest batch needed.
+    """Open addressing with linear probing, at most half full. Grows to the size that the largest batch needed and stays
+    there.
 
-    An entry is ``id << 32 | position + 1``, 0 where the slot is free. Memory: 16 to 32 bytes a node of that batch.
+    An entry is ``id << 32 | position + 1``, 0 in a free slot. Memory: 16 to 32 bytes per node of that batch.
     """
 
     def __init__(self) -> None:
         self._slots = free_slots(_FIRST_BITS)
-        self._used = 0  #: ids in it, at most
+        self._used = 0  #: upper bound of the number of ids in the table
 
     @property
     def num_slots(self) -> int:
@@ -105,7 +106,7 @@ class HashTable:
     def enter(self, seeds: Ids) -> None:
         self._make_room(len(seeds))
         _enter(read_only(seeds), self._slots)
-        self._used += len(seeds)  # or fewer
+        self._used += len(seeds)  # fewer if seeds repeat
 
     def relabel(self, src: Array, first_new: int, local: Array, new: Array) -> int:
         ids = read_only(src)
@@ -120,7 +121,7 @@ class HashTable:
             self._make_room(1)
 
     def clean(self, chunks: Sequence[Ids]) -> None:
-        """All of it is wiped, which costs a memory's width and no look at the ids."""
+        """Reset all slots; this is faster than looking up each id."""
         self._slots.fill(0)
         self._used = 0
 
@@ -128,7 +129,7 @@ class HashTable:
         return bool(self._slots.any())
 
     def _make_room(self, more: int) -> None:
-        """For so many ids besides those it has."""
+        """Grow the table if ``more`` ids do not fit."""
         if len(self._slots) < 2 * (self._used + more):
             larger = free_slots((2 * (self._used + more) - 1).bit_length())
             _copy(self._slots, larger)
@@ -142,14 +143,16 @@ def free_slots(bits: int) -> npt.NDArray[np.uint64]:
 
 @_jit
 def _relabel(src: Any, begin: int, slots: Any, first_new: int, room: int, local: Any, new: Any) -> Any:
-    """As ``PositionTable.relabel``, from ``src[begin]`` on until ``room`` were new: (where it stopped, how many)."""
+    """As ``PositionTable.relabel``, from ``src[begin]`` until ``room`` ids were new; returns (where it stopped, new
+    ids).
+    """
     shift, last = shift_of(slots), len(src) - 1
     found, i = 0, begin
     while i <= last and found < room:
         prefetch(slots, _home(src[min(i + _IDS_AHEAD, last)], shift))
         slot = slot_of(src[i], slots, shift)
         entry = slots[slot]
-        unseen = entry == _EMPTY  # written either way: whether a node is new cannot be foretold
+        unseen = entry == _EMPTY  # always written: a branch would be unpredictable
         position = np.int64(entry & _LOW) + np.int64(unseen) * (first_new + found + 1)
         slots[slot] = np.uint64(src[i]) << _S32 | np.uint64(position)
         new[found] = src[i]
@@ -178,7 +181,7 @@ def _copy(slots: Any, larger: Any) -> None:
 
 @_jit
 def slot_of(node: Any, slots: Any, shift: Any) -> Any:
-    """Where the node is, or would go."""
+    """Slot of the node, or the free slot where it would be entered."""
     slot, mask = _home(node, shift), len(slots) - 1
     while (slots[slot] != _EMPTY) & (slots[slot] >> _S32 != np.uint64(node)):
         slot = (slot + 1) & mask
@@ -187,13 +190,13 @@ def slot_of(node: Any, slots: Any, shift: Any) -> Any:
 
 @_jit
 def _home(node: Any, shift: Any) -> Any:
-    """Where the search for a node begins: the highest bits of its product with the golden ratio."""
+    """First slot of the search for a node: the highest bits of its product with the golden ratio."""
     return np.int64((np.uint64(node) * GOLDEN) >> shift)
 
 
 @_jit
 def shift_of(slots: Any) -> Any:
-    """What leaves as many bits of 64 as number the slots."""
+    """Right shift that reduces 64 bits to a slot number."""
     bits = 0
     while (1 << bits) < len(slots):
         bits += 1
@@ -205,12 +208,12 @@ TreePairs = npt.NDArray[np.int64]
 
 
 def _empty_pairs(room: int) -> TreePairs:
-    """A set for ``room`` pairs; it is at most half full."""
+    """An empty set for ``room`` pairs, which fill it at most half."""
     return np.zeros(2 << max(2 * room, 1).bit_length(), np.int64)
 
 
 def _pairs_with_room(pairs: TreePairs, used: int, more: int) -> TreePairs:
-    """The set itself, or a larger one that has room for ``more`` pairs besides the ``used``."""
+    """Return the set, or a larger copy if ``more`` pairs do not fit besides the ``used`` ones."""
     if len(pairs) >= 4 * (used + more):
         return pairs
     larger = _empty_pairs(used + more)
@@ -222,9 +225,10 @@ def _pairs_with_room(pairs: TreePairs, used: int, more: int) -> TreePairs:
 def _relabel_pairs(
     src: Any, counts: Any, trees: Any, pairs: Any, first_new: int, local: Any, new: Any, new_trees: Any
 ) -> int:  # fmt: skip
-    """Map (tree of the row, global id) to batch positions, giving unseen ones the next; return how many were new.
+    """Map (tree of the row, global id) to batch positions, numbering new pairs consecutively; return the number of new
+    pairs.
 
-    Row i has ``counts[i]`` of the ``src`` and is in ``trees[i]``. Fills ``local`` int32 [len(src)], ``new``
+    Row i has ``counts[i]`` entries of ``src`` and belongs to ``trees[i]``. Fills ``local`` int32 [len(src)], ``new``
     and ``new_trees``.
     """
     found = 0
@@ -258,7 +262,7 @@ def _copy_pairs(pairs: Any, larger: Any) -> None:
 
 @_jit
 def _pair_slot_of(pairs: Any, node: Any, tree: Any) -> Any:
-    """Where the pair is, or would go."""
+    """Slot of the pair, or the free slot where it would be entered."""
     mask = (len(pairs) >> 1) - 1
     slot = np.int64(mix(np.uint64(node) ^ (np.uint64(tree) << np.uint64(40))) & np.uint64(mask))
     while True:
@@ -269,37 +273,37 @@ def _pair_slot_of(pairs: Any, node: Any, tree: Any) -> Any:
 
 
 class RelabelTables:
-    """Tables from global id to batch position, one per node type met. For one thread; clean between batches."""
+    """Tables from global id to batch position, one per node type. For one thread; clean between batches."""
 
     def __init__(self, schema: GraphSchema, most_direct: int = MOST_DIRECT):
-        """``most_direct``: nodes of a type up to which its table has an entry for each."""
+        """``most_direct``: largest number of nodes of a type for a ``DirectTable``."""
         self._sizes: Mapping[NodeType, int] = {of: spec.num_nodes for of, spec in schema.nodes.items()}
         self._tables: dict[NodeType, PositionTable] = {}
         self._most_direct = most_direct
 
     def table(self, of: NodeType) -> PositionTable:
-        """Of one type, made when it is first asked for."""
+        """The table of one type, created on first use."""
         if of not in self._tables:
             self._tables[of] = make_table(self._sizes[of], self._most_direct)
         return self._tables[of]
 
 
 class NodeGrowth:
-    """The nodes of one type while a subgraph grows; a node is itself."""
+    """The nodes of one type in a growing subgraph; each node is in it once."""
 
     def __init__(self, of: NodeType, tables: RelabelTables):
         self._of, self._tables = of, tables
         self._ids: list[Ids] = []
         self._count = 0
-        self.level_starts = [0]  #: where the nodes of each hop begin, seeds first; the last hop is open
+        self.level_starts = [0]  #: position of the first node of each hop, seeds first; the last hop is still growing
 
     def enter(self, seeds: Ids, _first_tree: int) -> None:
-        """Take in the seeds; a repeated one is met at its first place."""
+        """Add the seeds; a repeated seed has the position of its first occurrence."""
         self._add_chunk(seeds)
         self._tables.table(self._of).enter(seeds)
 
     def meet(self, src: Array, _counts: Positions, _trees: Positions | None) -> Positions:
-        """Positions of ``src`` (int32), new nodes being appended."""
+        """Return the positions of ``src`` (int32); new nodes are appended."""
         local = np.empty(len(src), np.int32)
         new = slabs.empty(len(src), np.int64)
         found = self._tables.table(self._of).relabel(src, self._count, local, new)
@@ -307,19 +311,19 @@ class NodeGrowth:
         return local
 
     def close_level(self) -> None:
-        """What comes from here on belongs to the next hop."""
+        """End the current hop; nodes added from now on belong to the next one."""
         self.level_starts.append(self._count)
 
     def since(self, first: int) -> Ids:
-        """Global ids of the nodes from position ``first`` on; a position where a hop begins."""
+        """Global ids of the nodes from position ``first`` on, which must be the start of a hop."""
         return _from(self._ids, first, np.int64)
 
     def trees_since(self, _first: int) -> Positions | None:
-        """Their trees, when disjoint."""
+        """Trees of these nodes, when disjoint."""
         return None
 
     def clean(self) -> None:
-        """Make the table all zeros again."""
+        """Reset the table to zeros."""
         self._tables.table(self._of).clean(self._ids)
 
     def finish(self) -> NodeSet:
@@ -332,7 +336,7 @@ class NodeGrowth:
 
 
 class TreeGrowth(NodeGrowth):
-    """The same for disjoint sampling: a node is itself in one tree."""
+    """The nodes of one type for disjoint sampling; each node is in it once per tree."""
 
     def __init__(self, of: NodeType, tables: RelabelTables):
         super().__init__(of, tables)
@@ -340,7 +344,7 @@ class TreeGrowth(NodeGrowth):
         self._pairs = _empty_pairs(0)
 
     def enter(self, seeds: Ids, first_tree: int) -> None:
-        """Take in the seeds, each the root of a tree."""
+        """Add the seeds, each as the root of a tree."""
         self.meet(seeds, np.ones(len(seeds), np.int32), np.arange(first_tree, first_tree + len(seeds), dtype=np.int32))
 
     def meet(self, src: Array, counts: Positions, trees: Positions | None) -> Positions:
@@ -359,11 +363,11 @@ class TreeGrowth(NodeGrowth):
         return _from(self._trees, first, np.int32)
 
     def clean(self) -> None:
-        """The pairs are not kept."""
+        """Nothing to do: the pairs are not reused."""
 
 
 def _from(chunks: list[Array], first: int, dtype: type) -> Array:
-    """The chunks from position ``first`` on, which is where one begins."""
+    """Concatenate the chunks from position ``first`` on, which must be the start of a chunk."""
     begins = np.cumsum([0, *map(len, chunks)])
     rest = [chunk for chunk, begin in zip(chunks, begins, strict=False) if begin >= first]
     return rest[0] if len(rest) == 1 else np.concatenate([np.empty(0, dtype), *rest])

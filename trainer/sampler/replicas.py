@@ -1,4 +1,4 @@
-"""Which host answers for each part: its first living holder; finds lost holders again."""
+"""Chooses the host that answers for each part: its first reachable holder. Detects when lost hosts return."""
 
 from __future__ import annotations
 
@@ -14,21 +14,21 @@ from trainer.core.errors import ServiceError
 from trainer.core.schema import EdgeType
 from trainer.sampler.types import HopRequest, RowRequest
 
-HERE, NOBODY = -1, -2  #: instead of a node rank
+HERE, NOBODY = -1, -2  #: in place of a node rank: this process, no host
 
-_RETRY_EVERY = 1.0  #: seconds
+_RETRY_EVERY = 1.0  #: seconds between attempts to reach a lost host
 
-_POLL = 0.05  #: seconds
+_POLL = 0.05  #: seconds between checks while waiting
 
 
 class PendingAnswer(Protocol):
-    """An answer under way; ``result`` waits at most ``timeout`` seconds, or else the client's deadline."""
+    """An answer in flight. ``result`` waits ``timeout`` seconds, by default until the client's deadline."""
 
     def result(self, timeout: float | None = None) -> Any: ...
 
 
 class RemoteHost(Protocol):
-    """What routing needs of ``service.client.HostClient``."""
+    """The methods of ``service.client.HostClient`` that routing needs."""
 
     @property
     def part_ids(self) -> Sequence[int]: ...
@@ -48,10 +48,10 @@ class RemoteHost(Protocol):
 
 
 class PartHolders:
-    """The hosts of all parts and which of them are gone; safe to use from several threads.
+    """The hosts of all parts, and which hosts are lost. Thread-safe.
 
-    Own parts are answered here. Holders of another part take turns by part and ``turn``, so that several nodes do not
-    all ask the same one. A host that was gone is asked for a sign of life all the while, and used again after that.
+    Own parts are answered by this process. The holders of another part are ordered by part number and ``turn``, so that
+    different nodes prefer different holders. Lost hosts are probed repeatedly and used again once they answer.
     """
 
     def __init__(
@@ -61,66 +61,68 @@ class PartHolders:
         self.remotes: dict[int, RemoteHost] = {}  #: by node rank
         self._num_parts, self._own, self._turn = num_parts, own, turn
         self._lock = threading.Lock()
-        self._gone: dict[int, _LostHost] = {}
+        self._lost: dict[int, _LostHost] = {}
         self.set_remotes(remotes)
 
     def set_remotes(self, remotes: Mapping[int, RemoteHost]) -> None:
-        """Ask these from now on. Those that are left out may still be under way, so they stay known."""
+        """Replace the hosts of future requests. Removed hosts stay known, because requests to them may be in flight."""
         with self._lock:
-            self._gone = {host: gone for host, gone in self._gone.items() if remotes.get(host) is self.remotes[host]}
+            self._lost = {
+                host: lost_host for host, lost_host in self._lost.items() if remotes.get(host) is self.remotes[host]
+            }
             self.remotes = {**self.remotes, **remotes}
             self._of_part = [_in_turn(part, self._own, remotes, self._turn) for part in range(self._num_parts)]
             self._table = self._make_table()
 
     def table(self) -> Array:
-        """int16 [num_parts + 2]: who answers for part p at p + 1; the ends are no part.
+        """The host that answers for each part: int16 [num_parts + 2], part p at index p + 1; both ends are ``NOBODY``.
 
-        A part without a living holder keeps its first one. 16 bits are sorted by radix.
+        A part whose holders are all lost keeps its first holder. int16 allows numpy's radix sort.
         """
-        if self._gone:
+        if self._lost:
             self._check_lost()
         return self._table
 
     def lost_hosts(self) -> frozenset[int]:
-        """Those that are gone, after a look at whether they have come back."""
-        if self._gone:
+        """The lost hosts, after checking which of them are back."""
+        if self._lost:
             self._check_lost()
-        return frozenset(self._gone)
+        return frozenset(self._lost)
 
     def lost(self, host: int, error: ServiceError) -> None:
-        """``host`` did not answer any more."""
+        """Record that ``host`` does not answer."""
         with self._lock:
-            if host in self._gone:
-                self._gone[host].error = error
+            if host in self._lost:
+                self._lost[host].error = error
             else:
-                self._gone[host] = _LostHost(self.remotes[host], error)
+                self._lost[host] = _LostHost(self.remotes[host], error)
             self._table = self._make_table()
 
     def wait_for(self, parts: Iterable[int]) -> None:
-        """Until each of these parts has a living holder.
+        """Wait until each of these parts has a reachable holder.
 
-        Raises ``ServiceError`` with the cause of each that is missing, ``server_wait`` seconds after the last holder
-        of a part was lost.
+        Raises ``ServiceError`` with the cause for each missing part, ``server_wait`` seconds after its last holder was
+        lost.
         """
         wanted = sorted(set(parts))
         while missing := self._missing(wanted):
-            if time.monotonic() - max(map(self._alone_since, missing)) >= self.server_wait:
-                raise ServiceError(self._given_up(missing))
+            if time.monotonic() - max(map(self._lost_since, missing)) >= self.server_wait:
+                raise ServiceError(self._give_up_message(missing))
             time.sleep(_POLL)
             self._check_lost()
 
     def _missing(self, parts: Sequence[int]) -> list[int]:
-        gone = set(self._gone)
-        return [part for part in parts if gone.issuperset(self._of_part[part])]
+        lost = set(self._lost)
+        return [part for part in parts if lost.issuperset(self._of_part[part])]
 
-    def _alone_since(self, part: int) -> float:
-        """When the last of its holders was lost."""
-        since = [gone.since for host in self._of_part[part] if (gone := self._gone.get(host)) is not None]
-        return max(since, default=time.monotonic())  # without any: one came back just now
+    def _lost_since(self, part: int) -> float:
+        """Time at which the last holder of a part was lost."""
+        since = [lost_host.since for host in self._of_part[part] if (lost_host := self._lost.get(host)) is not None]
+        return max(since, default=time.monotonic())  # no holder is lost: one has just returned
 
-    def _given_up(self, parts: Sequence[int]) -> str:
+    def _give_up_message(self, parts: Sequence[int]) -> str:
         hosts = dict.fromkeys(host for part in parts for host in self._of_part[part])
-        causes = [str(gone.error) for host in hosts if (gone := self._gone.get(host)) is not None]
+        causes = [str(lost_host.error) for host in hosts if (lost_host := self._lost.get(host)) is not None]
         numbers = ", ".join(map(str, parts))
         return (
             f"{'part' if len(parts) == 1 else 'parts'} {numbers}: no graph server that holds "
@@ -129,13 +131,13 @@ class PartHolders:
         )
 
     def _check_lost(self) -> None:
-        """See whether those that are gone have come back; one thread at a time, waiting for nothing."""
+        """Check whether lost hosts are back. Runs in one thread at a time and does not block."""
         if not self._lock.acquire(blocking=False):
             return
         try:
-            back = [host for host, gone in self._gone.items() if gone.is_back()]
+            back = [host for host, lost_host in self._lost.items() if lost_host.is_back()]
             for host in back:
-                del self._gone[host]
+                del self._lost[host]
             if back:
                 self._table = self._make_table()
         finally:
@@ -143,27 +145,27 @@ class PartHolders:
 
     def _make_table(self) -> Array:
         answering = [
-            next((host for host in hosts if host not in self._gone), hosts[0] if hosts else HERE)
+            next((host for host in hosts if host not in self._lost), hosts[0] if hosts else HERE)
             for hosts in self._of_part
         ]
         return np.array([NOBODY, *answering, NOBODY], np.int16)
 
 
 class _LostHost:
-    """A host that does not answer, and the greeting that waits for it."""
+    """A host that does not answer, and the probe that waits for it."""
 
     def __init__(self, host: RemoteHost, error: ServiceError):
         self.error, self.since = error, time.monotonic()
         self._host, self._next_check = host, 0.0
-        self._greeting: PendingAnswer | None = None
+        self._probe: PendingAnswer | None = None
 
     def is_back(self) -> bool:
-        """Whether it has answered; looks at most every ``_RETRY_EVERY`` seconds."""
+        """Whether the host has answered; probes at most every ``_RETRY_EVERY`` seconds."""
         if time.monotonic() < self._next_check:
             return False
         try:
-            self._greeting = self._greeting or self._host.submit_hello()
-            self._greeting.result(0)
+            self._probe = self._probe or self._host.submit_hello()
+            self._probe.result(0)
         except ServiceError as error:
             self.error = error
             self._next_check = time.monotonic() + _RETRY_EVERY
@@ -172,7 +174,7 @@ class _LostHost:
 
 
 def _in_turn(part: int, own: Collection[int], remotes: Mapping[int, RemoteHost], turn: int) -> tuple[int, ...]:
-    """The holders of a part in the order they are asked; (HERE,) where it is opened, () where nobody has it."""
+    """The holders of a part in the order they are used: (HERE,) if it is opened, () if it has none."""
     if part in own:
         return (HERE,)
     holders = [host for host in sorted(remotes) if part in remotes[host].part_ids]

@@ -19,13 +19,14 @@ Groups = Mapping[int, Array]  #: host -> int32 positions, ascending
 
 
 class RequestSplit:
-    """One call's arrays by host. Lives as long as the call, so an array's ``id()`` stays its own.
+    """Splits the arrays of one call by host.
 
-    Cuts of one array for one host are one object again, so that they are sent once.
+    Equal cuts of one array are the same object, so that they are sent once. An instance lives as long as the call, so
+    the ``id()`` of an array stays unique.
     """
 
     def __init__(self, group: Callable[[AnyType, Ids], Groups]):
-        self._group = group  #: positions of ids by the host that answers for them
+        self._group = group  #: returns positions of ids by the host that answers for them
         self._groups: dict[tuple[AnyType, int], Groups] = {}
         self._cuts: dict[tuple[int, int], Ids] = {}
 
@@ -37,7 +38,7 @@ class RequestSplit:
         return self._groups[key]
 
     def cut(self, array: Ids, at: Array) -> Ids:
-        """``array[at]``; ``at`` comes from ``groups``."""
+        """Return ``array[at]``; ``at`` comes from ``groups``."""
         if len(at) == len(array):
             return array
         key = id(array), id(at)
@@ -46,7 +47,7 @@ class RequestSplit:
         return self._cuts[key]
 
     def hop(self, request: HopRequest, host: int, at: Array) -> HopRequest:
-        """What ``host`` has to know of a request: its rows, and exclusions of edges it owns."""
+        """The part of a request that ``host`` needs: its rows, and exclusions of edges it owns."""
         bound = request.bound
         return replace(
             request,
@@ -65,7 +66,7 @@ class RequestSplit:
 
 
 def cut_request(request: HopRequest, at: Array) -> HopRequest:
-    """The same request for the rows ``at`` (positions) only, with the exclusions that concern them."""
+    """Restrict a request to the rows at positions ``at``, with their exclusions."""
     nodes = request.nodes[at]
     return replace(
         request,
@@ -77,12 +78,12 @@ def cut_request(request: HopRequest, at: Array) -> HopRequest:
 
 
 def _exclusions_of(nodes: Ids, targets: Ids, sources: Ids) -> tuple[Ids, Ids] | None:
-    concerned = np.isin(targets, nodes)
-    return (targets[concerned], sources[concerned]) if concerned.any() else None
+    affected = np.isin(targets, nodes)
+    return (targets[affected], sources[affected]) if affected.any() else None
 
 
 def merge_samples(num_rows: int, answers: Sequence[tuple[Array, HopSample]], with_edge: bool) -> HopSample:
-    """One sample in request order from (positions, sample of those positions) pairs."""
+    """Merge (positions, sample of these positions) pairs into one sample in request order."""
     counts = np.zeros(num_rows, np.int32)
     for positions, sample in answers:
         counts[positions] = sample.counts
@@ -103,13 +104,13 @@ def _merge_runs(runs: Sequence[tuple[Array, Array, Array]], begins: Ids) -> Arra
     return out
 
 
-EDGES_AT_ONCE = 1 << 22  #: at most 96 MiB
+EDGES_AT_ONCE = 1 << 22  #: edges per request of an edge list: at most 96 MiB
 
 
 def edge_slice(store: PartStore, part_id: int, edge_type: EdgeType, first: int, count: int) -> EdgeList:
     """Edges ``first`` to ``first + count`` of a part, by slot.
 
-    Raises ``PartitionError`` for a part that is not open, an unknown type, or slots that are not there.
+    Raises ``PartitionError`` for a part that is not open, an unknown type, or slots out of range.
     """
     check_type(store, edge_type)
     if part_id not in store.topology:

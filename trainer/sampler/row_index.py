@@ -1,4 +1,4 @@
-"""Finds where each row of a request is: on this host, cached, held or remote."""
+"""Finds the source of each row of a request: an own part, the cache, a held answer, or another host."""
 
 from __future__ import annotations
 
@@ -24,27 +24,28 @@ _S32, _LOW = np.uint64(32), np.uint64(0xFFFFFFFF)
 
 @dataclass(frozen=True)
 class RowPlacement:
-    """Rows of one source and where they go."""
+    """Rows of one source and their positions in the request."""
 
-    rows: Array  #: int32|int64 [m] which of the source
-    at: npt.NDArray[np.int32]  #: int32 [m] places in the request, ascending
+    rows: Array  #: int32|int64 [m] row numbers in the source
+    at: npt.NDArray[np.int32]  #: int32 [m] positions in the request, ascending
 
     @classmethod
     def in_order(cls, at: npt.NDArray[np.int32]) -> RowPlacement:
-        """Of a source that holds just these, in this order."""
+        """For a source that holds exactly these rows, in this order."""
         return cls(np.arange(len(at), dtype=np.int32), at)
 
 
 @dataclass(frozen=True)
 class IdIndex:
-    """Finds ids among those of several arrays, by a hash table. Ids of 2**32 and more are never found."""
+    """Hash table from ids to positions in several concatenated arrays. Ids of 2**32 and more are never found."""
 
-    slots: npt.NDArray[np.uint64]  #: uint64 [a power of two] as of ``HashTable``: the place in the concatenated arrays
-    ends: Ids  #: int64 [arrays] where each array ends there
+    #: uint64 [a power of two], as in ``HashTable``; holds the position in the concatenated arrays
+    slots: npt.NDArray[np.uint64]
+    ends: Ids  #: int64 [arrays] end of each array in the concatenation
 
     @classmethod
     def of(cls, arrays: Sequence[Ids]) -> IdIndex:
-        """The place in the last array that holds an id counts. A quarter to half of the table is used."""
+        """Index these arrays. For an id in several arrays the last one counts. The table is a quarter to half full."""
         bits = max(4, int(2 * sum(map(len, arrays))).bit_length())
         return cls(free_slots(bits), cls.ends_of(()))._entered(arrays)
 
@@ -53,14 +54,14 @@ class IdIndex:
         return read_only(np.cumsum([len(ids) for ids in arrays], dtype=np.int64))
 
     def with_more(self, arrays: Sequence[Ids]) -> IdIndex | None:
-        """A copy that has these, too; None where they do not fit."""
+        """A copy that also indexes these arrays; None if they do not fit."""
         total = int(self.ends[-1]) if len(self.ends) else 0
         if 2 * (total + sum(map(len, arrays))) > len(self.slots):
             return None
         return replace(self, slots=self.slots.copy())._entered(arrays)
 
     def _entered(self, arrays: Sequence[Ids]) -> IdIndex:
-        """Enters them into its own table."""
+        """Enter the ids of these arrays into this table, in place."""
         ends = [int(self.ends[-1])] if len(self.ends) else [0]
         for ids in arrays:
             _enter(read_only(ids), ends[-1], self.slots)
@@ -74,7 +75,7 @@ NO_INDEX = IdIndex(read_only(np.empty(0, np.uint64)), read_only(np.empty(0, np.i
 
 @dataclass(frozen=True)
 class SourceCodes:
-    """Numbers of sources: parts, the cache, held answers, hosts. Below 0: no source."""
+    """Numbers the sources of rows: parts, the cache, held answers, hosts. Negative: no source."""
 
     num_parts: int
     num_held: int
@@ -91,25 +92,25 @@ class SourceCodes:
         return self.num_parts + 1 + self.num_held
 
     def of_parts(self, hosts: Array, here: int) -> Array:
-        """int32 [num_parts + 2] by part, after ``PartHolders.table``; part p stands at p + 1."""
+        """Source of each part, int32 [num_parts + 2], part p at index p + 1. ``hosts`` is ``PartHolders.table``."""
         codes = hosts.astype(np.int32) + self.first_host
         parts = np.arange(-1, self.num_parts + 1, dtype=np.int32)
         return np.where(hosts == here, parts, np.where(hosts < 0, -1, codes)).astype(np.int32)
 
     def of_hosts(self, hosts: Array) -> Array:
-        """int32 [num_parts + 2]: only hosts are told apart; -1, this one, comes as ``first_host``, 0 after it, …"""
+        """As ``of_parts``, by host only: this host is ``first_host``, node rank 0 the code after it, and so on."""
         return np.where(hosts < -1, -1, hosts.astype(np.int32) + self.first_host + 1).astype(np.int32)
 
 
 def locate(
     ids: Ids, offsets: Ids, of_part: Array, codes: SourceCodes, slots: Array | None = None, held: IdIndex = NO_INDEX
 ) -> tuple[int, Mapping[int, RowPlacement]]:
-    """(-1, rows by source), or the place of an id that is nowhere and nothing.
+    """Return (-1, rows by source), or (position of an id outside all parts, {}).
 
-    ids: int64 [n]. Rows are those of the part, of the cache, of the held answer, or, where a host is asked, in the
-    order they are asked for. ``slots`` of the cache count for ids of other hosts only.
+    ``ids``: int64 [n]. Row numbers refer to the part, the cache or the held answer; for another host they count the
+    rows requested from it. ``slots`` of the cache apply only to ids of other hosts.
     """
-    wide = offsets[-1] >= 2**31  # then a part may have more rows than int32 counts
+    wide = offsets[-1] >= 2**31  # a part may then have more rows than int32 can count
     source, row = np.empty(len(ids), np.int16), np.empty(len(ids), np.int64 if wide else np.int32)
     counts = np.zeros(max(int(of_part.max(initial=0)) + 1, codes.first_host), np.int64)
     wrong = _locate(
@@ -123,7 +124,7 @@ def locate(
         return -1, {present[0]: RowPlacement(row, np.arange(len(ids), dtype=np.int32))}
     begins = np.cumsum(counts) - counts
     at, rows = np.empty(len(ids), np.int32), np.empty_like(row)
-    _bring_together(source, row, begins.copy(), at, rows)
+    _group_by_source(source, row, begins.copy(), at, rows)
     return -1, {
         code: RowPlacement(rows[begin : begin + count], at[begin : begin + count])
         for code in present
@@ -132,7 +133,7 @@ def locate(
 
 
 def put_rows(source: Array, placed: RowPlacement, out: Array) -> None:
-    """``out[at] = source[rows]``, of one dtype or both of whole numbers."""
+    """``out[at] = source[rows]``; both have the same dtype, or both are integers."""
     if len(placed.at) == 0:
         return
     if source.dtype != out.dtype:
@@ -146,7 +147,7 @@ def put_rows(source: Array, placed: RowPlacement, out: Array) -> None:
 
 
 def _as_words(array: Array) -> Array:
-    """A 2-d view with unsigned words instead of the dtype, so one kernel serves every dtype of a width."""
+    """View as 2-d array of unsigned integers, so that one kernel serves all dtypes of a width."""
     dtype = array.dtype
     flat = np.ascontiguousarray(array).reshape(len(array), math.prod(array.shape[1:]))
     return flat.view(np.dtype(f"u{dtype.itemsize}")) if dtype.itemsize in (1, 2, 4, 8) else flat.view(np.uint8)
@@ -157,7 +158,7 @@ def _locate(
     ids: Any, offsets: Any, of_part: Any, cached: int, first_host: int, slots: Any, held: Any, ends: Any,
     source: Any, row: Any, counts: Any,
 ) -> int:  # fmt: skip
-    part, shift = 0, shift_of(held)  # ids of a part tend to lie together
+    part, shift = 0, shift_of(held)  # ids of a part tend to be adjacent
     for i in range(len(ids)):
         number = ids[i]
         if not (0 <= part < len(offsets) - 1 and offsets[part] <= number < offsets[part + 1]):
@@ -187,7 +188,7 @@ def _locate(
 
 @_jit
 def _part_of(offsets: Any, number: int) -> int:
-    """The last part that begins at ``number`` or before, of which several may be empty; -1 before the first."""
+    """The last part that begins at or before ``number`` (empty parts begin at the same id); -1 before the first."""
     low, high = 0, len(offsets)
     while low < high:
         middle = (low + high) >> 1
@@ -199,7 +200,7 @@ def _part_of(offsets: Any, number: int) -> int:
 
 
 @_jit
-def _bring_together(source: Any, row: Any, begins: Any, at: Any, rows: Any) -> None:
+def _group_by_source(source: Any, row: Any, begins: Any, at: Any, rows: Any) -> None:
     for i in range(len(source)):
         place = begins[source[i]]
         at[place], rows[place] = i, row[i]
@@ -216,7 +217,7 @@ def _enter(ids: Any, begin: int, held: Any) -> None:
 
 @_jit
 def _find(held: Any, shift: Any, number: Any) -> Any:
-    """The place of ``number``, -1 if it is not there."""
+    """Position of ``number``, -1 if it is not in the table."""
     if number >= MOST_HASHED:
         return -1
     return np.int64(held[slot_of(number, held, shift)] & _LOW) - 1

@@ -1,4 +1,4 @@
-"""Checks that a graph can be sampled as the settings say."""
+"""Checks sampling settings against a graph."""
 
 from __future__ import annotations
 
@@ -18,20 +18,20 @@ _FANOUT_LIMIT = 2**31  # counts are int32
 
 
 def check_settings(schema: GraphSchema, settings: SampleSettings) -> None:
-    """Raise ``SettingsError`` for settings that make no sense together or do not fit the graph."""
+    """Raise ``SettingsError`` for settings that contradict each other or do not fit the graph."""
     _check_fanouts(schema, settings)
     if settings.weight is not None and settings.time is not None:
         raise SettingsError(
-            f"weights {settings.weight!r} and times {settings.time.attr!r} cannot both steer the sampling"
-            " (torch_geometric refuses it too); give one of them"
+            f"weights {settings.weight!r} and times {settings.time.attr!r} cannot be used together"
+            " (nor in torch_geometric); pass one of them"
         )
     if settings.induced and (settings.disjoint or settings.time is not None):
         cause = "disjoint" if settings.time is None else "temporal, hence disjoint,"
         raise SettingsError(
-            f"induced subgraphs cannot be {cause} (torch_geometric refuses it too); use directional or bidirectional"
+            f"induced subgraphs cannot be {cause} (nor in torch_geometric); use directional or bidirectional"
         )
     if settings.replace and settings.time is not None and settings.time.last:
-        raise SettingsError("the last neighbours are not drawn, so there is nothing to replace; leave replace off")
+        raise SettingsError("replace has no effect on the latest neighbours, which are not drawn; leave replace off")
     if settings.weight is not None:
         _check_weight(schema, settings.weight)
     if settings.time is not None:
@@ -41,13 +41,11 @@ def check_settings(schema: GraphSchema, settings: SampleSettings) -> None:
 def _check_fanouts(schema: GraphSchema, settings: SampleSettings) -> None:
     for edge_type, fanouts in settings.fanouts.items():
         if edge_type not in schema.edges:
-            raise SettingsError(
-                f"fanouts for edge type {edge_type}, which is not there; there are {list(schema.edges)}"
-            )
+            raise SettingsError(f"fanouts: the graph has no edge type {edge_type}; it has {list(schema.edges)}")
         if len(fanouts) != settings.num_hops:
             raise SettingsError(
                 f"fanouts of {edge_type} are {list(fanouts)}, but another edge type has {settings.num_hops} hops;"
-                " give every edge type as many (0: none at that hop)"
+                " give every edge type the same number of hops (0: no neighbours at that hop)"
             )
         if bad := [fanout for fanout in fanouts if not -1 <= fanout < _FANOUT_LIMIT]:
             raise SettingsError(f"fanout {bad[0]}; it must be below {_FANOUT_LIMIT}, or -1 for all neighbours")
@@ -56,12 +54,12 @@ def _check_fanouts(schema: GraphSchema, settings: SampleSettings) -> None:
 def _check_weight(schema: GraphSchema, name: str) -> None:
     specs = {of: spec.attrs[name] for of, spec in schema.edges.items() if name in spec.attrs}
     if not specs:
-        raise SettingsError(f"no edge type has the weight attribute {name!r}; there are {_names(schema.edges)}")
+        raise SettingsError(f"no edge type has the weight attribute {name!r}; attributes are {_names(schema.edges)}")
     for of, spec in specs.items():
         if len(spec.shape) != 1 or spec.dtype == "bfloat16" or spec.stored.kind not in "biuf":
             raise SettingsError(
-                f"weights {name!r} of {of} are {spec.dtype} {list(spec.shape)}; they must be one real number an edge,"
-                " of a dtype that numpy knows"
+                f"weights {name!r} of {of} are {spec.dtype} {list(spec.shape)}; expected one real number per edge,"
+                " of a numpy dtype"
             )
 
 
@@ -72,23 +70,23 @@ def _check_time(schema: GraphSchema, rule: TimeRule) -> None:
         specs = {of: spec.attrs[rule.attr] for of, spec in schema.nodes.items() if rule.attr in spec.attrs}
     if not specs:
         known = _names(schema.edges) if rule.on == "edge" else _names(schema.nodes)
-        raise SettingsError(f"no {rule.on} type has the time attribute {rule.attr!r}; there are {known}")
+        raise SettingsError(f"no {rule.on} type has the time attribute {rule.attr!r}; attributes are {known}")
     for name, spec in specs.items():
         if len(spec.shape) != 1 or spec.stored.kind not in "iu" or spec.dtype in ("uint64", "bfloat16"):
             raise SettingsError(
                 f"times {rule.attr!r} of {name} are {spec.dtype} {list(spec.shape)};"
-                " they must be one integer each (int64 or narrower)"
+                f" expected one integer per {rule.on} (int64 or narrower)"
             )
     if rule.on == "node":
-        _check_kept(schema, rule.attr)
+        _check_source_times(schema, rule.attr)
 
 
-def _check_kept(schema: GraphSchema, attr: str) -> None:
-    """A source's time must lie with the edge; without it neighbours would silently go unbounded."""
+def _check_source_times(schema: GraphSchema, attr: str) -> None:
+    """Check that edges store their source's time; without it neighbours would silently be unbounded."""
     for of, spec in schema.edges.items():
         if attr in schema.nodes[of[0]].attrs and attr not in spec.src_times:
             raise SettingsError(
-                f"the partition does not keep {attr!r} of {of[0]} with the edges {of};"
+                f"the partition does not store {attr!r} of {of[0]} with the edges {of};"
                 f" make the partition again with dataset option time_attrs: partition make --option time_attrs={attr}"
                 f" (data.options.time_attrs: {attr} in a cluster file)"
             )
@@ -99,12 +97,12 @@ def _names(specs: Mapping[NodeType, NodeSpec] | Mapping[EdgeType, EdgeSpec]) -> 
 
 
 def bound_here(rule: TimeRule, spec: EdgeSpec) -> bool:
-    """Whether the rule bounds edges of this type: the others have no such time."""
+    """Whether the rule applies to edges of this type; other types have no such time and are not bounded."""
     return rule.attr in (spec.src_times if rule.on == "node" else spec.attrs)
 
 
 def check_type(store: PartStore, of: AnyType) -> None:
-    """Raise ``PartitionError`` for a type the graph does not have."""
+    """Raise ``PartitionError`` for a type that the graph does not have."""
     manifest = store.manifest
     known: Collection[AnyType] = manifest.nodes if isinstance(of, str) else manifest.edges
     if of not in known:
@@ -113,7 +111,7 @@ def check_type(store: PartStore, of: AnyType) -> None:
 
 
 def row_spec(store: PartStore, of: AnyType, name: str) -> tuple[np.dtype[Any], tuple[int, ...]]:
-    """dtype and shape of one row of what can be gathered. Raises ``PartitionError`` for what cannot."""
+    """dtype and shape of one row of an attribute. Raises ``PartitionError`` for an unknown attribute."""
     check_type(store, of)
     if name == "orig_id" or (name == "in_degree" and isinstance(of, str)):
         return np.dtype(np.int64), ()
@@ -125,5 +123,5 @@ def row_spec(store: PartStore, of: AnyType, name: str) -> tuple[np.dtype[Any], t
 
 
 def blank_rows(count: int, dtype: np.dtype[Any], shape: tuple[int, ...]) -> Array:
-    """``dtype`` [count, …] without memory, read-only: one row of zeros over and over."""
+    """Zeros of ``dtype`` [count, …], read-only, that take no memory."""
     return np.broadcast_to(np.zeros((), dtype), (count, *shape))

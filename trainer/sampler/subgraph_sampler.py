@@ -17,48 +17,49 @@ from trainer.sampler.types import GraphAccess, GraphSchema, RowRequest, SampledS
 
 
 class CountedAccess(GraphAccess, Protocol):
-    """A graph that counts what each thread had from other hosts; ``DistGraph`` is one."""
+    """A graph that counts what each thread received from other hosts; implemented by ``DistGraph``."""
 
     def take_cost(self) -> Cost: ...
 
 
 @dataclass(frozen=True)
 class BatchWork:
-    """All that a batch depends on besides the graph: whoever does this work gets the same batch."""
+    """All inputs of a batch besides the graph. Every process that does this work makes the same batch."""
 
     settings: SampleSettings
     seeds: SeedSet
     key: int  #: uint64
     attrs: Mapping[AnyType, tuple[str, ...]]  #: rows to gather besides ``orig_id``
-    labels: tuple[NodeType, tuple[str, ...]] = ("", ())  #: attributes that only the seeds of one type need
+    labels: tuple[NodeType, tuple[str, ...]] = ("", ())  #: a node type, and attributes to gather of its seeds only
 
 
 @dataclass(frozen=True)
 class SampledBatch:
-    """Ids and rows of one batch, still numpy."""
+    """Ids and rows of one batch, as numpy arrays."""
 
     subgraph: SampledSubgraph
-    rows: Mapping[AnyType, Columns]  #: of every node type, and of every edge type whose edge ids were asked for
-    labels: Columns  #: of the seeds, where asked for
+    rows: Mapping[AnyType, Columns]  #: of every node type, and of every edge type whose edge ids were requested
+    labels: Columns  #: rows of the seeds, if requested
     cost: Cost = Cost()
-    kept: Mapping[NodeType, Array] = field(default_factory=dict)  #: int32 [n] slots, as the sampler has them
+    #: int32 [n] slots of the nodes in ``SubgraphSampler.kept``
+    kept: Mapping[NodeType, Array] = field(default_factory=dict)
 
 
 @dataclass
 class SubgraphSampler:
-    """Safe to call from several threads (each keeps its own relabel tables)."""
+    """Samples batches. Thread-safe: each thread has its own relabel tables."""
 
     access: CountedAccess
     schema: GraphSchema
     settings: SampleSettings
-    attrs: Mapping[AnyType, tuple[str, ...]]  #: to gather besides ``orig_id``
-    labels: tuple[NodeType, tuple[str, ...]] = ("", ())  #: attributes that only the seeds of one type need
-    #: int32 [num_nodes] slots, -1 for none, of nodes whose ``x`` is wherever it is needed: theirs is not gathered.
+    attrs: Mapping[AnyType, tuple[str, ...]]  #: attributes to gather besides ``orig_id``
+    labels: tuple[NodeType, tuple[str, ...]] = ("", ())  #: a node type, and attributes to gather of its seeds only
+    #: int32 [num_nodes] slots, -1 for none, of nodes whose ``x`` is already on the device; it is not gathered.
     kept: Mapping[NodeType, Array] = field(default_factory=dict)
     _local: threading.local = field(default_factory=threading.local, repr=False)
 
     def sample(self, seeds: SeedSet, key: int) -> SampledBatch:
-        """Subgraph and rows; all rows come by one call. Raises ``ServiceError``."""
+        """Sample a subgraph and gather all its rows in one call. Raises ``ServiceError``."""
         access = self.access
         access.take_cost()
         began = time.perf_counter()
@@ -78,17 +79,17 @@ class SubgraphSampler:
         return SampledBatch(subgraph, rows, found, sampling + gathering + seconds, kept)
 
     def subgraph(self, seeds: SeedSet, key: int) -> SampledSubgraph:
-        """Nodes and edges alone. Raises ``ServiceError``."""
+        """Sample nodes and edges without rows. Raises ``ServiceError``."""
         return self.multi_hop(seeds, self.settings, key)
 
     def requests(self, seeds: SeedSet, key: int) -> list[RowRequest]:
-        """What ``sample`` gathers; the cost is that of sampling. Raises ``ServiceError``."""
+        """Return the row requests of ``sample``; samples, but gathers no rows. Raises ``ServiceError``."""
         self.access.take_cost()
         subgraph = self.subgraph(seeds, key)
         return [*self._requests(subgraph, self._slots(subgraph)), *self._label_requests(seeds)]
 
     def multi_hop(self, seeds: SeedSet, settings: SampleSettings, key: int) -> SampledSubgraph:
-        """``sample_multi_hop`` on this graph, with this thread's tables."""
+        """Call ``sample_multi_hop`` on this graph with the tables of this thread."""
         return sample_multi_hop(self.access, self.schema, seeds, settings, key, self._tables())
 
     def _slots(self, subgraph: SampledSubgraph) -> dict[NodeType, Array]:
@@ -115,5 +116,5 @@ class SubgraphSampler:
 
 
 def _missing(subgraph: SampledSubgraph, kept: Mapping[NodeType, Array]) -> list[RowRequest]:
-    """The rows of ``x`` that are not kept."""
+    """Requests for the rows of ``x`` that are not on the device."""
     return [RowRequest(of, subgraph.nodes[of].ids[slots < 0], ("x",)) for of, slots in kept.items()]

@@ -1,7 +1,7 @@
-"""Types that flow between the stages of sampling: requests, hops, seeds, subgraphs.
+"""Types that the stages of sampling exchange: requests, hops, seeds, subgraphs.
 
-Node ids are global ids of their node type, edge ids global ids of their edge type: both are
-contiguous per part, so a ``PartitionBook`` says who owns a node or an edge.
+Node ids are global ids of their node type, edge ids global ids of their edge type. Both are contiguous per part, so a
+``PartitionBook`` returns the part of a node or an edge.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from trainer.store.manifest import EdgeSpec, NodeSpec
 
 
 class GraphSchema(Protocol):
-    """The types of a graph; a ``Manifest`` is one."""
+    """Node types and edge types of a graph; implemented by ``Manifest``."""
 
     @property
     def nodes(self) -> Mapping[NodeType, NodeSpec]: ...
@@ -32,44 +32,44 @@ class GraphSchema(Protocol):
 
 @dataclass(frozen=True)
 class TimeBound:
-    """Only edges whose time is at most the asking row's may be taken."""
+    """Restricts each row to edges that are not later than the row's time."""
 
     times: Ids  #: int64 [n] latest time of each row
     attr: str  #: integer attribute
-    on: Literal["node", "edge"]  #: of the edge's source node, or of the edge itself
-    last: bool = False  #: take the latest ones instead of drawing; among equals the later edge
+    on: Literal["node", "edge"]  #: whether the time is that of the edge's source node or of the edge
+    last: bool = False  #: return the latest edges instead of drawing; among equal times the later edge
 
 
 @dataclass(frozen=True)
 class HopRequest:
-    """Ask for in-edges of ``nodes`` by one edge type; a pure function of its fields and the graph.
+    """Requests in-edges of ``nodes`` by one edge type. The answer is a pure function of the fields and the graph.
 
-    Row i draws with the key of (``key``, original id of ``nodes[i]``, ``trees[i]`` where given).
-    Candidates are its edges that pass ``bound``, ``exclude``, ``sources`` and, with ``weight``, have a
-    weight above 0, in original edge order.
+    Row i draws with a key made of ``key``, the original id of ``nodes[i]`` and, if given, ``trees[i]``. Its candidates
+    are its edges that pass ``bound``, ``exclude`` and ``sources`` and, with ``weight``, have a weight above 0; they are
+    in original edge order.
     """
 
     edge_type: EdgeType
     nodes: Ids  #: int64 [n] global ids of the edge type's target type
     fanout: int  #: edges per row; -1 takes all candidates
-    shuffle: int  #: how many leading picks must be in drawn order (a later hop may want a prefix)
+    shuffle: int  #: number of leading picks that must be in drawn order, because a later hop may use a prefix
     key: int  #: uint64: ``rng.batch_key(...)``, salted with ``schema.edge_salt(edge_type)``
     replace: bool = False
-    with_edge: bool = False  #: bring edge ids too
+    with_edge: bool = False  #: also return edge ids
     trees: Ids | None = None  #: int64 [n] which subgraph a row belongs to (disjoint sampling)
     bound: TimeBound | None = None
-    weight: str | None = None  #: float or integer edge attribute: the chance of an edge goes with it
-    exclude: tuple[Ids, Ids] | None = None  #: (targets, sources) int64 [m]: edges between them do not exist
-    sources: Ids | None = None  #: int64, ascending: only edges from these (induced subgraphs)
+    weight: str | None = None  #: float or integer edge attribute; an edge's chance is proportional to it
+    exclude: tuple[Ids, Ids] | None = None  #: (targets, sources), int64 [m] each: edges between them are not candidates
+    sources: Ids | None = None  #: int64, ascending: only edges from these nodes (induced subgraphs)
 
 
 @dataclass(frozen=True)
 class HopSample:
-    """The edges found, grouped by target in request order."""
+    """The sampled edges, grouped by target in request order."""
 
-    counts: npt.NDArray[np.int32]  #: int32 [n] edges taken per row
+    counts: npt.NDArray[np.int32]  #: int32 [n] number of edges per row
     src: Array  #: int32|int64 [counts.sum()] global ids of sources
-    edge: Array | None  #: int32|int64 [counts.sum()] global ids of edges, if asked for
+    edge: Array | None  #: int32|int64 [counts.sum()] global ids of edges, if requested
 
 
 @dataclass(frozen=True)
@@ -114,23 +114,23 @@ class EdgeList:
 
 
 class GraphAccess(Protocol):
-    """What samplers and loaders need of a graph, local, remote or both. All methods are thread-safe.
+    """Reads a graph that is local, remote or both. All methods are thread-safe.
 
-    All raise ``ServiceError`` when an owner does not answer, and ``PartitionError`` for an unknown
-    type or attribute, or an id nobody owns.
+    All raise ``ServiceError`` if an owner does not answer, and ``PartitionError`` for an unknown type or attribute, or
+    an id outside all parts.
     """
 
     def sample_hops(self, requests: Sequence[HopRequest]) -> list[HopSample]:
-        """The answers to several requests, in order; one message per owner for all of them."""
+        """Answer several requests, in order, with one message per owner."""
 
     def gather(self, requests: Sequence[RowRequest]) -> list[Mapping[str, Array]]:
-        """For each request, attribute name -> [n, …] in stored dtype; one message per owner."""
+        """For each request, a mapping of names to rows [n, …] in the stored dtype, with one message per owner."""
 
     def has_edges(self, edge_type: EdgeType, src: Ids, dst: Ids) -> npt.NDArray[np.bool_]:
-        """Whether there is an edge ``src[i]`` -> ``dst[i]``: bool [n]."""
+        """Whether the edge ``src[i]`` -> ``dst[i]`` exists: bool [n]."""
 
     def edge_list(self, edge_type: EdgeType) -> EdgeList:
-        """All edges of a type. Memory: 24 bytes an edge."""
+        """All edges of a type. Memory: 24 bytes per edge."""
 
 
 Positions = npt.NDArray[np.int32]
@@ -138,26 +138,27 @@ Positions = npt.NDArray[np.int32]
 
 @dataclass(frozen=True)
 class TimeRule:
-    """Temporal sampling: never an edge later than the seed of its tree."""
+    """Temporal sampling: only edges that are not later than the seed of their tree."""
 
     attr: str  #: integer attribute
-    on: Literal["node", "edge"]
-    last: bool = False  #: the latest neighbours rather than drawn ones
+    on: Literal["node", "edge"]  #: whether it is an attribute of source nodes or of edges
+    last: bool = False  #: return the latest neighbours instead of drawing
 
 
 @dataclass(frozen=True)
 class SampleSettings:
-    """How neighbours are drawn; checked against the graph by ``multi_hop.check_settings``."""
+    """How neighbours are drawn; ``settings.check_settings`` checks them against the graph."""
 
-    fanouts: Mapping[EdgeType, tuple[int, ...]]  #: seeds outward, -1 takes all; every edge type has as many hops
+    #: from the seeds outward, -1 takes all; equally many hops for every edge type
+    fanouts: Mapping[EdgeType, tuple[int, ...]]
     replace: bool = False
-    disjoint: bool = False  #: a tree per seed that shares no node with the others; implied by ``time``
+    disjoint: bool = False  #: a tree per seed that shares no nodes with others; implied by ``time``
     weight: str | None = None  #: edge attribute
     time: TimeRule | None = None
-    induced: bool = False  #: all edges between the sampled nodes instead of those drawn
-    edge_ids: bool = False  #: bring edge ids (PyG's view, edge features)
-    #: Ask nodes again where a later hop wants more neighbours, so that ``block(hop)`` is exact for each hop. PyG's
-    #: view expands every node once, where it first appears: there it is off, and blocks hold what was drawn.
+    induced: bool = False  #: return all edges between the sampled nodes instead of the drawn ones
+    edge_ids: bool = False  #: return edge ids (for torch_geometric's view and edge features)
+    #: Request nodes again if a later hop needs more neighbours, so that the block of each hop is exact. False for
+    #: torch_geometric's view, which expands every node once, where it first appears; its blocks hold what was drawn.
     ask_again: bool = True
 
     @property
@@ -170,29 +171,29 @@ class SeedSet:
     """The seeds of one call. Positions count through the types in the mapping's order."""
 
     nodes: Mapping[NodeType, Ids]  #: int64 global ids; repeats allowed
-    #: int64: what a seed's draws are keyed by besides its node, when disjoint: a seed's place in the *global* batch,
-    #: so that it does not matter which rank samples it.
+    #: int64 per seed, used in the keys of its draws when disjoint: the seed's place in the *global* batch, so that its
+    #: draws do not depend on the rank.
     trees: Mapping[NodeType, Ids] = field(default_factory=dict)
-    times: Mapping[NodeType, Ids] = field(default_factory=dict)  #: int64, with ``SampleSettings.time``
-    exclude: Mapping[EdgeType, tuple[Ids, Ids]] = field(default_factory=dict)  #: (targets, sources) not to be used
+    times: Mapping[NodeType, Ids] = field(default_factory=dict)  #: int64 per seed, with ``SampleSettings.time``
+    exclude: Mapping[EdgeType, tuple[Ids, Ids]] = field(default_factory=dict)  #: (targets, sources) of edges to exclude
 
     def without(self, exclude: Mapping[EdgeType, tuple[Ids, Ids]]) -> SeedSet:
-        """The same seeds, with edges that do not exist for them."""
+        """The same seeds, with these edges excluded."""
         return replace(self, exclude=exclude)
 
 
 @dataclass(frozen=True)
 class NodeSet:
-    """Sampled nodes of one type, by first appearance, seeds first; a place in here is a *batch position*."""
+    """Sampled nodes of one type in order of first appearance, seeds first. An index into it is a *batch position*."""
 
     ids: Ids  #: int64 [n] global ids
-    per_hop: tuple[int, ...]  #: [hops + 1] how many came with each hop, seeds first
-    tree: Positions | None  #: int32 [n] which seed's tree (counted as in ``SeedSet``), when disjoint
+    per_hop: tuple[int, ...]  #: [hops + 1] number of new nodes per hop, seeds first
+    tree: Positions | None  #: int32 [n] seed of each node's tree (counted as in ``SeedSet``), when disjoint
 
 
 @dataclass(frozen=True)
 class EdgeRanges:
-    """Where the edges of each target lie."""
+    """Position of each target's edges in an edge array."""
 
     begin: npt.NDArray[np.int64]  #: int64 [targets]
     count: Positions  #: int32 [targets]
@@ -202,24 +203,26 @@ class EdgeRanges:
 class EdgeSet:
     """Sampled edges of one type, grouped by target; ids are batch positions.
 
-    Targets are the nodes known before the last hop (all nodes, when induced); one that was not asked has no edges.
+    Targets are the nodes known before the last hop (all nodes if induced). A target that was not requested has no
+    edges.
     """
 
     fanouts: tuple[int, ...]
     row_begin: npt.NDArray[np.int64]  #: int64 [targets] where each target's edges begin
     row_count: Positions  #: int32 [targets]
     src: Positions  #: int32 [e]
-    edge: Ids | None  #: int64 [e] global edge ids, if asked for
-    per_hop: tuple[int, ...]  #: [hops] how many came with each hop; () when nodes were asked again, or induced
-    #: Rows of hops that take all neighbours, kept apart when the others draw with replacement: those are no prefix.
+    edge: Ids | None  #: int64 [e] global edge ids, if requested
+    per_hop: tuple[int, ...]  #: [hops] number of edges per hop; () if nodes were requested again, or induced
+    #: Rows of hops that take all neighbours, stored separately if other hops draw with replacement: such draws are not
+    #: a prefix of the whole row.
     whole: EdgeRanges | None = None
 
     def dst(self) -> Positions:
-        """Target of each edge, int32 [e]; only where every node was asked once."""
+        """Target of each edge, int32 [e]. Valid only if every node was requested once."""
         return np.repeat(np.arange(len(self.row_count), dtype=np.int32), self.row_count)
 
     def ends(self) -> npt.NDArray[np.int64]:
-        """Source and target of each edge, int64 [2, e]; only where every node was asked once."""
+        """Source and target of each edge, int64 [2, e]. Valid only if every node was requested once."""
         found: npt.NDArray[np.int64] = slabs.empty((2, len(self.src)), np.int64)
         neighbor_kernels.write_ends(read_only(self.src), read_only(self.row_count), found)
         return found
@@ -227,9 +230,9 @@ class EdgeSet:
 
 @dataclass(frozen=True)
 class SampledSubgraph:
-    """Nodes and edges of every type of the graph, sampled or not (then empty)."""
+    """Nodes and edges of every type of the graph; types that were not sampled are empty."""
 
     num_hops: int
     nodes: Mapping[NodeType, NodeSet]
     edges: Mapping[EdgeType, EdgeSet]
-    induced: bool = False  #: the edges are all those between the nodes
+    induced: bool = False  #: the edges are all edges between the nodes

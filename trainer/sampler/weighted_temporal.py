@@ -1,8 +1,8 @@
 """Numba kernels for weighted, temporal and filtered draws.
 
-A row's candidate slots are listed in scratch memory, then drawn from: time goes with the row's degree.
-Weighted draws without replacement are an exponential race (Efraimidis and Spirakis, "Weighted random
-sampling with a reservoir", Information Processing Letters 97, 2006).
+The candidate slots of a row are listed in scratch memory, then drawn from, so the time is proportional to the row's
+degree. Weighted draws without replacement are an exponential race (Efraimidis and Spirakis, "Weighted random sampling
+with a reservoir", Information Processing Letters 97, 2006).
 """
 
 from __future__ import annotations
@@ -19,20 +19,20 @@ from trainer.sampler.neighbor_kernels import first_at_least
 
 _jit = njit(boundscheck=False)
 
-TOO_MANY = -2  #: in place of a slot: there are more picks than allowed
+TOO_MANY = -2  #: returned in place of a slot: more picks than allowed
 
 _ROUNDING = 1.0 + 1e-12
 
 
 class Conditions(NamedTuple):
-    """What an edge must pass; an array without entries asks for nothing. Rows as in the request."""
+    """Conditions on the edges of a row; an empty array is no condition. Rows as in the request."""
 
     times: Any  #: integer [e]
     bounds: Any  #: int64 [n] latest time of each row
-    barred: Any  #: int64 [m] sources that some row must not use, ascending within a row
-    barred_begin: Any  #: int64 [n]
-    barred_end: Any  #: int64 [n]
-    allowed: Any  #: uint8: a bit for every source node
+    excluded: Any  #: int64 [m] excluded sources, ascending within a row
+    excluded_begin: Any  #: int64 [n] range of each row's in ``excluded``
+    excluded_end: Any  #: int64 [n]
+    allowed: Any  #: uint8: one bit per source node
     weights: Any  #: number [e]
 
 
@@ -49,86 +49,90 @@ class Draws(NamedTuple):
 
 @_jit
 def pick_candidates(
-    indptr: Any, indices: Any, rows: Any, orig_id: Any, trees: Any, must: Any, how: Any, longest: int, counts: Any,
-    most: int,
+    indptr: Any, indices: Any, rows: Any, orig_id: Any, trees: Any, conditions: Any, draws: Any, longest: int,
+    counts: Any, most: int,
 ) -> Any:  # fmt: skip
-    """(slots taken, int64; -1), grouped by row, or (none, slot) for an edge whose weight is none.
+    """Return (picked slots int64 grouped by row, -1), or (empty, slot) for an edge with an invalid weight.
 
-    With times, a row that is taken whole is in order of time, earliest first, as in torch_geometric, unless a later hop
-    wants a prefix of it (``how.shuffle``).
-    (none, ``TOO_MANY``) for more than ``most``. Fills ``counts`` int32 [n]. ``longest`` is the highest degree of a row.
+    Returns (empty, ``TOO_MANY``) for more than ``most`` picks. Fills ``counts`` int32 [n]. ``longest`` is the highest
+    degree of a row. With times, a row that is taken whole is sorted by time, earliest first, as in torch_geometric,
+    unless a later hop uses a prefix of it (``draws.shuffle``).
     """
     slots, values = np.empty(longest, np.int64), np.empty(longest, np.float64)
     ranks = values.view(np.int64)
     out, used = np.empty(max(1024, len(rows)), np.int64), 0
-    timed = len(must.bounds) > 0
+    timed = len(conditions.bounds) > 0
     for i in range(len(rows)):
-        found = _collect(indptr, indices, rows[i], i, must, how.weighted, slots, values)
+        found = _collect(indptr, indices, rows[i], i, conditions, draws.weighted, slots, values)
         if found < 0:
             return out[:0], -1 - found
         count = found
-        if how.fanout >= 0 and found > 0 and (found > how.fanout or (how.replace and not how.last)):
-            count = how.fanout
+        if draws.fanout >= 0 and found > 0 and (found > draws.fanout or (draws.replace and not draws.last)):
+            count = draws.fanout
         if used + count > most:
             return out[:0], TOO_MANY
         counts[i] = count
         out = _with_room(out, used, count)
-        drawn = node_key(how.key, orig_id[rows[i]])
+        drawn = node_key(draws.key, orig_id[rows[i]])
         if len(trees):
             drawn = tree_key(drawn, trees[i])
         picks = out[used : used + count]
         begin = indptr[rows[i]]
-        if how.last:
-            _take_last(must.times, slots[:found], ranks, how.shuffle, picks)
-        elif how.replace and how.fanout >= 0:
-            _take_again(slots[:found], values, how.weighted, drawn, picks)
-        elif how.weighted:
-            _take_race(slots[:found], values, ranks, begin, how.shuffle, drawn, picks)
+        if draws.last:
+            _take_last(conditions.times, slots[:found], ranks, draws.shuffle, picks)
+        elif draws.replace and draws.fanout >= 0:
+            _take_with_replacement(slots[:found], values, draws.weighted, drawn, picks)
+        elif draws.weighted:
+            _take_race(slots[:found], values, ranks, begin, draws.shuffle, drawn, picks)
         else:
-            _take_shuffled(slots[:found], how.shuffle, drawn, picks)
-        if timed and how.shuffle == 0 and count == found and (how.last or not how.replace or how.fanout < 0):
-            _sort_by_time(must.times, picks, ranks)
+            _take_shuffled(slots[:found], draws.shuffle, drawn, picks)
+        if timed and draws.shuffle == 0 and count == found and (draws.last or not draws.replace or draws.fanout < 0):
+            _sort_by_time(conditions.times, picks, ranks)
         used += count
     return out[:used], -1
 
 
 @_jit
 def allow(sources: Any, bits: Any) -> None:
-    """Set the bit of every source."""
+    """Set the bits of these sources."""
     for i in range(len(sources)):
         bits[sources[i] >> 3] |= np.uint8(1 << (sources[i] & 7))
 
 
 @_jit
-def _collect(indptr: Any, indices: Any, row: int, i: int, must: Any, weighted: bool, slots: Any, values: Any) -> int:
-    """List the row's candidates, and their weights in ``values``; how many, or -1 - slot of a wrong weight."""
-    timed, chosen = len(must.bounds) > 0, len(must.allowed) > 0
+def _collect(
+    indptr: Any, indices: Any, row: int, i: int, conditions: Any, weighted: bool, slots: Any, values: Any
+) -> int:
+    """List the row's candidates, and their weights in ``values``; return their number, or -1 - slot of an invalid
+    weight.
+    """
+    timed, chosen = len(conditions.bounds) > 0, len(conditions.allowed) > 0
     low, high = 0, 0
-    if len(must.barred):
-        low, high = must.barred_begin[i], must.barred_end[i]
-    until = must.bounds[i] if timed else 0
+    if len(conditions.excluded):
+        low, high = conditions.excluded_begin[i], conditions.excluded_end[i]
+    until = conditions.bounds[i] if timed else 0
     found = 0
     for slot in range(indptr[row], indptr[row + 1]):
-        taken = not timed or np.int64(must.times[slot]) <= until
+        taken = not timed or np.int64(conditions.times[slot]) <= until
         if low < high and taken:
-            at = first_at_least(must.barred, low, high, indices[slot])
-            taken = at == high or must.barred[at] != indices[slot]
+            at = first_at_least(conditions.excluded, low, high, indices[slot])
+            taken = at == high or conditions.excluded[at] != indices[slot]
         if chosen and taken:
-            taken = (must.allowed[indices[slot] >> 3] >> (indices[slot] & 7)) & 1 == 1
+            taken = (conditions.allowed[indices[slot] >> 3] >> (indices[slot] & 7)) & 1 == 1
         if weighted and taken:
-            weight = np.float64(must.weights[slot])
+            weight = np.float64(conditions.weights[slot])
             if not 0.0 <= weight < np.inf:
                 return -1 - slot
             values[found] = weight
             taken = weight > 0.0
-        slots[found] = slot  # written either way: whether an edge is taken cannot be foretold
+        slots[found] = slot  # always written: a branch would be unpredictable
         found += int(taken)
     return found
 
 
 @_jit
 def _take_shuffled(slots: Any, shuffle: int, drawn: Any, picks: Any) -> None:
-    """The first steps of a Fisher-Yates shuffle; a row taken whole is shuffled in ``shuffle`` places only."""
+    """The first steps of a Fisher-Yates shuffle; of a row taken whole only ``shuffle`` places are shuffled."""
     steps = len(picks) if len(picks) < len(slots) else min(shuffle, len(slots) - 1)
     for j in range(steps):
         other = j + draw(drawn, j, len(slots) - j)
@@ -138,8 +142,8 @@ def _take_shuffled(slots: Any, shuffle: int, drawn: Any, picks: Any) -> None:
 
 
 @_jit
-def _take_again(slots: Any, values: Any, weighted: bool, drawn: Any, picks: Any) -> None:
-    """With replacement; by weight, the j-th number falls into the running sum of the weights."""
+def _take_with_replacement(slots: Any, values: Any, weighted: bool, drawn: Any, picks: Any) -> None:
+    """Draw with replacement; by weight, number j is looked up in the running sum of the weights."""
     if not weighted:
         for j in range(len(picks)):
             picks[j] = slots[draw(drawn, j, len(slots))]
@@ -160,16 +164,17 @@ def _take_again(slots: Any, values: Any, weighted: bool, drawn: Any, picks: Any)
 
 @_jit
 def _take_race(slots: Any, values: Any, ranks: Any, begin: int, shuffle: int, drawn: Any, picks: Any) -> None:
-    """The edges that arrive first, when the one at place p has exponential time of rate weight, drawn by p."""
+    """The edges that arrive first; the edge at place p has an exponential arrival time with its weight as rate, drawn
+    by p.
+    """
     wanted = len(picks)
     if wanted and (wanted < len(slots) or shuffle > 0):
         for k in range(wanted):
-            values[k] = (
-                _arrival(drawn, slots[k] - begin) / values[k]
-            )  # not negative: its bits in ``ranks`` are in order
+            # Arrival times are not negative, so their bits in ``ranks`` sort like the numbers.
+            values[k] = _arrival(drawn, slots[k] - begin) / values[k]
         _make_heap(ranks, slots, wanted)
         for k in range(wanted, len(slots)):
-            # -log(1 - u) is at least u, so most need no logarithm; the factor covers rounding
+            # -log(1 - u) >= u, so most candidates need no logarithm; the factor covers rounding errors
             if _number(drawn, slots[k] - begin) < values[0] * values[k] * _ROUNDING:
                 values[k] = _arrival(drawn, slots[k] - begin) / values[k]
                 _keep_smaller(ranks, slots, k, wanted)
@@ -190,7 +195,7 @@ def _arrival(drawn: Any, place: Any) -> Any:
 
 @_jit
 def _take_last(times: Any, slots: Any, ranks: Any, shuffle: int, picks: Any) -> None:
-    """The latest edges, latest first; of equal ones the later in the row."""
+    """The latest edges, latest first; of equal times the later in the row first."""
     wanted = len(picks)
     if wanted and (wanted < len(slots) or shuffle > 0):
         for k in range(len(slots)):
@@ -208,7 +213,7 @@ def _take_last(times: Any, slots: Any, ranks: Any, shuffle: int, picks: Any) -> 
 
 @_jit
 def _sort_by_time(times: Any, picks: Any, ranks: Any) -> None:
-    """By time, then slot."""
+    """Sort by time, then slot."""
     in_order = True
     for k in range(len(picks)):
         ranks[k] = np.int64(times[picks[k]])
@@ -222,14 +227,14 @@ def _sort_by_time(times: Any, picks: Any, ranks: Any) -> None:
 
 @_jit
 def _make_heap(ranks: Any, slots: Any, size: int) -> None:
-    """Order the first ``size`` (rank, slot) as a heap with the largest on top."""
+    """Arrange the first ``size`` (rank, slot) pairs as a heap with the largest on top."""
     for top in range(size // 2 - 1, -1, -1):
         _sift(ranks, slots, top, size)
 
 
 @_jit
 def _keep_smaller(ranks: Any, slots: Any, k: int, size: int) -> None:
-    """Put entry ``k`` in place of the heap's largest, if it is smaller."""
+    """Replace the heap's largest pair by pair ``k`` if this is smaller."""
     if ranks[k] < ranks[0] or (ranks[k] == ranks[0] and slots[k] < slots[0]):
         ranks[0], slots[0] = ranks[k], slots[k]
         _sift(ranks, slots, 0, size)
@@ -245,7 +250,7 @@ def _sort_heap(ranks: Any, slots: Any, size: int) -> None:
 
 @_jit
 def _sift(ranks: Any, slots: Any, top: int, size: int) -> None:
-    """Let the entry at ``top`` sink to where none below it is larger."""
+    """Sink the pair at ``top`` until no pair below it is larger."""
     rank, slot = ranks[top], slots[top]
     while 2 * top + 1 < size:
         child = 2 * top + 1
@@ -263,7 +268,7 @@ def _sift(ranks: Any, slots: Any, top: int, size: int) -> None:
 
 @_jit
 def _with_room(out: Any, used: int, more: int) -> Any:
-    """``out``, or a copy of twice the length that has room for ``more``."""
+    """Return ``out``, or a copy of twice the needed length if ``more`` entries do not fit."""
     if used + more <= len(out):
         return out
     larger = np.empty(2 * (used + more), np.int64)

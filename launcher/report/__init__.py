@@ -1,1 +1,1 @@
-"""A run's folder → what came of the run, as values, text and HTML."""
+"""Reads the folder of a run and reports its state and results, as values, text and HTML."""

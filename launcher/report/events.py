@@ -1,4 +1,4 @@
-"""``events.jsonl`` of a run: what the launcher did and what the nodes reported; with ``--json`` also on stdout."""
+"""Writes ``events.jsonl`` of a run: events of the launcher and of the nodes; with ``--json`` also to stdout."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ from launcher.node.record import write_line
 
 
 class EventLog:
-    """Appends events as JSON lines; safe to call from several threads. ``stream`` gets them too, and more.
+    """Appends events as JSON lines to a file and to ``stream``; thread-safe.
 
-    Several may write one file (a launcher, and those that follow its run): an event of a node is kept once.
+    Several processes may write to one file (a launcher and followers of its run); each event of a node is written once.
     """
 
     def __init__(self, path: Path, stream: TextIO | None = None):
@@ -26,43 +26,44 @@ class EventLog:
         self._file = path.open("a+b", buffering=0)
         self._lock = threading.Lock()
         self.path, self.stream = path, stream
-        self._known: set[str] = set()  # lines of nodes that are in the file
-        self._read_to = 0  # byte up to which it has been looked at for them
+        self._known: set[str] = set()  # lines in the file that are events of nodes
+        self._read_to = 0  # offset up to which the file was read for them
         self._failed = False
 
     def add(self, kind: str, **more: Any) -> None:
-        """An event of the launcher's own, now."""
+        """Write an event of the launcher, with the current time."""
         line = json.dumps({"t": time.time(), "kind": kind, **more}) + "\n"
         with self._lock:
             self._keep(line)
             self._stream(line)
 
     def take(self, event: Mapping[str, Any]) -> None:
-        """An event as a node wrote it."""
+        """Write an event received from a node, unless the file already has it."""
         line = json.dumps(event) + "\n"
         with self._lock:
             self._keep(line, once=True)
             self._stream(line)
 
     def tell(self, event: Mapping[str, Any]) -> None:
-        """To the stream alone: what is kept elsewhere."""
+        """Write only to the stream, not to the file: data that other files of the run have."""
         if self.stream is not None:
             with self._lock:
                 self._stream(json.dumps(event) + "\n")
 
     def close(self) -> None:
+        """Close the file."""
         self._file.close()
 
     def _keep(self, line: str, *, once: bool = False) -> None:
-        """A full disk here is no reason to end a run elsewhere; it is said once."""
+        """Append a line; an error, such as a full disk, is printed once and does not end the run."""
         try:
-            with self._alone():
-                if once and line in self._lines_there():
+            with self._locked():
+                if once and line in self._node_lines():
                     return
                 write_line(self._file.fileno(), line.encode())
         except OSError as error:
             if not self._failed:
-                print(f"events are not kept any more: {self.path}: {error.strerror}", file=sys.stderr)
+                print(f"events cannot be written to {self.path}: {error.strerror}", file=sys.stderr)
             self._failed = True
 
     def _stream(self, line: str) -> None:
@@ -71,16 +72,16 @@ class EventLog:
             self.stream.flush()
 
     @contextmanager
-    def _alone(self) -> Iterator[None]:
-        """No other program that follows the run writes meanwhile."""
+    def _locked(self) -> Iterator[None]:
+        """Hold the file's lock against other processes that follow the run."""
         fcntl.flock(self._file, fcntl.LOCK_EX)
         try:
             yield
         finally:
             fcntl.flock(self._file, fcntl.LOCK_UN)
 
-    def _lines_there(self) -> set[str]:
-        """Those of nodes, read up to the end of the file."""
+    def _node_lines(self) -> set[str]:
+        """Lines in the file that are events of nodes; reads up to the end of the file."""
         self._file.seek(self._read_to)
         for line in self._file:
             self._known |= {line.decode("utf-8", "replace")} if b'"node_rank"' in line else set()

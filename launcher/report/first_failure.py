@@ -1,4 +1,4 @@
-"""Decides which process failed first, and folds the failures that followed it."""
+"""Decides which process failed first, and summarises the failures that followed."""
 
 from __future__ import annotations
 
@@ -12,8 +12,10 @@ from launcher.text import count, spans
 
 
 def first_failure(outcomes: Iterable[Outcome]) -> Outcome | None:
-    """The failure that came first; what looks like an echo of another, or was told to stop, ranks behind. What the run
-    could do without counts only where all else are echoes."""
+    """The earliest failure; processes that were stopped, and apparent consequences of other failures, come last.
+
+    Failures on nodes that the run continued without count only if all other failures are apparent consequences.
+    """
     failed = [outcome for outcome in outcomes if outcome.failed]
     serious = [outcome for outcome in failed if not outcome.done_without]
     first = min(serious, key=_order, default=None)
@@ -30,20 +32,20 @@ _KINDS_SHOWN = 4
 
 _LONGEST = 120  # characters of a folded reason
 
-#: What differs between equal errors of different processes: numbers and addresses.
+#: Parts in which the same error differs between processes: numbers and addresses.
 _PARTICULAR = re.compile(r"\[?\b\d{1,3}(\.\d{1,3}){3}\b\]?(:\d+)?|0x[0-9a-f]+|\b\d+\b")
 
 
 @dataclass(frozen=True)
 class Aftermath:
-    """What followed, in words."""
+    """Text about what followed the first failure."""
 
-    lead: str  #: ``, 3.2 s before 7 follow-up errors``; '' when nothing failed after it
-    lines: tuple[str, ...]  #: the errors that followed, equal ones folded; then what was merely stopped
+    lead: str  #: ``, 3.2 s before 7 follow-up errors``; '' if nothing else failed
+    lines: tuple[str, ...]  #: the errors that followed, equal ones in one line, then counts of stopped processes
 
 
 def aftermath_of(first: Outcome, outcomes: Iterable[Outcome]) -> Aftermath:
-    """What became of the other processes and nodes."""
+    """Summarise the outcomes of the other processes and nodes."""
     others = [outcome for outcome in outcomes if outcome is not first and not outcome.done_without]
     failed = [outcome for outcome in others if outcome.failed and not outcome.stopped]
     stopped = [outcome for outcome in others if outcome.stopped]
@@ -55,7 +57,7 @@ def _lead(first: Outcome, failed: Sequence[Outcome]) -> str:
         return ""
     errors = count(len(failed), "follow-up error")
     later = [outcome.ended - first.ended for outcome in failed if outcome.ended and first.ended]
-    if not later or min(later) < 0:  # an echo was noticed before its cause
+    if not later or min(later) < 0:  # a consequence was recorded before its cause
         return f"; {errors}"
     return f", {min(later):.1f} s before {errors}"
 
@@ -72,12 +74,12 @@ def _folded(failed: Iterable[Outcome]) -> list[str]:
 
 def _stopped(stopped: Iterable[Outcome]) -> list[str]:
     kinds = Counter("rank" if outcome.rank is not None else outcome.name for outcome in stopped)
-    said = [count(kinds[kind], kind) for kind in ("rank", "server", "node") if kinds[kind]]
-    return [f"stopped after it: {' and '.join(said)}"] if said else []
+    counts = [count(kinds[kind], kind) for kind in ("rank", "server", "node") if kinds[kind]]
+    return [f"stopped after it: {' and '.join(counts)}"] if counts else []
 
 
 def _who(outcomes: Sequence[Outcome]) -> str:
-    """``rank 4 on node1``, ``ranks 0–2, 4``, or names of other things."""
+    """``rank 4``, ``ranks 0–2, 4``, and servers and nodes by name."""
     ranks = sorted(outcome.rank for outcome in outcomes if outcome.rank is not None)
     others = [outcome.place for outcome in outcomes if outcome.rank is None]
     named = [f"{'ranks' if len(ranks) > 1 else 'rank'} {spans(ranks)}"] if ranks else []

@@ -1,4 +1,4 @@
-"""A run's metrics lines, read from the run folder and merged over nodes."""
+"""Reads the metrics lines of a run from its folder, merges them over nodes and summarises them."""
 
 from __future__ import annotations
 
@@ -18,38 +18,41 @@ _BLOCK = 1 << 16  # bytes of a metrics file read at once
 
 @dataclass(frozen=True)
 class Metrics:
-    """The metrics lines of all ranks but the steps, in order of time (see docs/ARCHITECTURE.md). A long run has many
-    millions of steps: they stay in ``files``."""
+    """The metrics lines of all ranks except step lines, in order of time (format: docs/ARCHITECTURE.md).
+
+    Step lines are only read from ``files`` when needed, as a long run has many millions.
+    """
 
     lines: tuple[Mapping[str, Any], ...] = ()
-    files: tuple[Path, ...] = ()  #: of all ranks, whole
-    profile: Profile | None = None  #: where their time went; None where they do not tell, or before ``analysed``
+    files: tuple[Path, ...] = ()  #: metrics files of all ranks, with step lines
+    profile: Profile | None = None  #: time per step by kind; None before ``analysed``, or if the lines have no times
 
     def of_kind(self, kind: str) -> list[Mapping[str, Any]]:
+        """The lines whose ``kind`` is the given one."""
         return [line for line in self.lines if line.get("kind") == kind]
 
     @property
     def result(self) -> Mapping[str, Any]:
-        """The last ``result`` line; empty when the run did not get there."""
+        """The last ``result`` line; empty if the run wrote none."""
         found = self.of_kind("result")
         return found[-1] if found else {}
 
     def analysed(self) -> Metrics:
-        """With ``profile``; raises FleetError when the analysis fails."""
+        """The same metrics with ``profile``; raises FleetError if the analysis fails."""
         return replace(self, profile=analyse(self.files).profile)
 
     def summary(self) -> dict[str, Any]:
-        """For result.json: accuracies, epoch times, where the time went, and each rank's mean seeds per second."""
+        """Content of ``metrics`` in result.json: accuracies, epoch times, profile, mean seeds per second by rank."""
         result = {key: value for key, value in self.result.items() if key not in ("t", "kind", "rank")}
         result |= {"profile": dict(self.profile.summary)} if self.profile else {}
         speed = {str(rank): round(value, 1) for rank, value in self.throughput().items()}
         return {**result, "seeds_per_s": speed} if speed else result
 
     def throughput(self) -> dict[int, float]:
-        """Mean seeds per second of each rank over its epochs; the first, which compiles, left out if it can be.
+        """Mean seeds per second of each rank over its epochs, without the first epoch, which compiles, if it has more.
 
-        Ranks take every step together, so an epoch lasts from when the last of them begins it: the others wait for
-        rank 0, which evaluates and saves in between.
+        Ranks take every step together, so the duration of an epoch is that of the rank that began it last: the others
+        wait for rank 0, which evaluates and writes checkpoints between epochs.
         """
         by_rank: dict[int, list[Mapping[str, Any]]] = {}
         lasted: dict[int, float] = {}
@@ -64,12 +67,12 @@ class Metrics:
         return found
 
     def counted_epochs(self) -> list[int]:
-        """Those that ``throughput`` goes by, ascending."""
+        """Epochs that ``throughput`` averages, ascending."""
         epochs = sorted({line["epoch"] for line in self._timed_epochs()})
         return epochs[1:] or epochs
 
     def _timed_epochs(self) -> list[Mapping[str, Any]]:
-        """Epoch lines that say how many seeds took how long; an own script's need not."""
+        """Epoch lines with seeds and seconds; lines of an own script may lack them."""
         return [line for line in self.of_kind("epoch") if {"rank", "epoch", "seconds", "seeds"} <= line.keys()]
 
 
@@ -90,14 +93,14 @@ class _Line(NamedTuple):
 
 
 def read_metrics(files: Iterable[Path]) -> Metrics:
-    """Merge metrics files by time; a last line cut short by a killed writer is left out."""
+    """Read and merge metrics files by time; an incomplete last line of a killed writer is skipped."""
     files = tuple(files)
     lines = tuple(line.values for line in _merged(files) if line.values.get("kind") != "step")
     return Metrics(lines, files)
 
 
 def metrics_lines(files: Iterable[Path]) -> Iterator[Mapping[str, Any]]:
-    """All lines, file by file."""
+    """All lines, step lines included, file by file."""
     return (line.values for file in files for line in _lines_of(file))
 
 
@@ -107,12 +110,12 @@ def _merged(files: Iterable[Path]) -> Iterator[_Line]:
 
 def _lines_of(file: Path) -> Iterator[_Line]:
     for text in _texts(file):
-        for values in records(METRIC, [text]):  # none: cut short, or an own script's
+        for values in records(METRIC, [text]):  # no record if the line is incomplete or not a metrics line
             yield _Line(float(values.get("t", 0.0)), text.rstrip(b"\n") + b"\n", values)
 
 
 def _texts(file: Path) -> Iterator[bytes]:
-    """Its lines; it is not kept open, as there may be more ranks than files a program may open."""
+    """The lines of a file; reopens it for each block, as a run may have more ranks than files a process may open."""
     offset = 0
     while True:
         with file.open("rb") as opened:

@@ -1,4 +1,4 @@
-"""How each process of a run ended: exit status, signal, OOM kill, traceback, in words."""
+"""Describes how a process of a run ended: exit status, signal, OOM kill, traceback."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any
 from launcher.errors import node_label
 from launcher.node import exit_description
 
-#: Last lines of a process that only fell because another one had fallen before it.
+#: Last lines of a process that failed only because another process had failed before.
 _FOLLOW_UP = re.compile(
     r"connection closed by peer|connection reset by peer|broken pipe|socket closed|recvfrom failed|"
     r"(read|write) error .*peer|DistBackendError|DistNetworkError|DistStoreError|NCCL error|"
@@ -29,21 +29,21 @@ class Outcome:
     node_rank: int
     host: str
     rank: int | None
-    returncode: int | None  #: as a shell says it: 128 + n for signal n; None when not known
-    signal: str | None
+    returncode: int | None  #: exit status as in a shell, 128 + n for signal n; None if unknown
+    signal: str | None  #: name of the signal that ended the process
     started: float | None  #: seconds since the epoch, by this machine's clock
     ended: float | None
     failed: bool
-    stopped: bool  #: told to stop before it ended by itself
-    oom: bool
-    note: str
+    stopped: bool  #: stopped by its supervisor before it ended by itself
+    oom: bool  #: killed by the kernel for lack of memory
+    note: str  #: further description
     traceback: tuple[str, ...]
-    tail: tuple[str, ...]
-    done_without: bool = False  #: the run went on without its node
+    tail: tuple[str, ...]  #: last lines of its output
+    done_without: bool = False  #: the run continued without the node
 
     @classmethod
     def from_record(cls, record: Mapping[str, Any], host: str, clock_offset: float = 0.0) -> Outcome:
-        """From a node's outcome record; ``clock_offset`` is the node's clock minus ours, in seconds."""
+        """From a node's outcome record; ``clock_offset`` is the node's clock minus this machine's, in seconds."""
         here = {name: record[name] - clock_offset if record[name] else None for name in ("started", "ended")}
         code = record["returncode"]
         return cls(
@@ -66,12 +66,12 @@ class Outcome:
 
     @classmethod
     def of_node(cls, node_rank: int, host: str, note: str, when: float, tail: Iterable[str] = ()) -> Outcome:
-        """A node as a whole failed: its line was lost, or its supervisor never came up."""
+        """A node that failed as a whole: its connection was lost, or its supervisor did not start."""
         return cls("node", node_rank, host, None, None, None, None, when, True, False, False, note, (), tuple(tail))
 
     @classmethod
     def of_finding(cls, finding: Mapping[str, Any], host: str, when: float) -> Outcome:
-        """What ended the run although no process had failed: a stall, or a loss that is no number."""
+        """A finding that ended the run although no process failed: a stall, or a loss that is NaN or infinite."""
         note = str(finding["text"])
         name = "node" if finding.get("rank") is None else f"rank{finding['rank']}"
         rank = finding.get("rank")
@@ -80,19 +80,19 @@ class Outcome:
 
     @classmethod
     def of_cause(cls, cause: Mapping[str, Any], host: str, when: float) -> Outcome:
-        """A process as other nodes heard that it failed; its own node left no word."""
+        """A failed process as other nodes report it, if its own node left no record."""
         name, k, rank = cause["name"], cause["node_rank"], cause["rank"]
         return cls(name, k, host, rank, None, None, None, when, True, False, False, str(cause["reason"]), (), ())
 
     @classmethod
     def of_stopped_node(cls, node_rank: int, host: str, signaled: str, when: float) -> Outcome:
-        """A node whose supervisor was told to stop by a signal, so not by us."""
+        """A node whose supervisor was stopped by a signal, so not by the launcher."""
         why = "its tmux session was closed" if signaled == "SIGHUP" else "somebody on the node stopped it"
         return cls.of_node(node_rank, host, f"its supervisor got {signaled}: {why}", when)
 
     @property
     def log_name(self) -> str:
-        """The log file that tells more, relative to the run folder."""
+        """The log file of the process, relative to the run folder."""
         return f"logs/node{self.node_rank}/{'supervisor' if self.name == 'node' else self.name}.log"
 
     @property
@@ -103,33 +103,33 @@ class Outcome:
 
     @property
     def reason(self) -> str:
-        """What became of it, in words: ``was killed by signal 9 (SIGKILL)``; of a node or server the note."""
+        """How the process ended, as ``was killed by signal 9 (SIGKILL)``; the note if no exit status is known."""
         if not (self.oom or self.signal or self.returncode):
             return self.note or "ended"
         return exit_description.describe(vars(self))
 
     @property
     def sentence(self) -> str:
-        """``rank 3 on node1 (hostb) raised ValueError: …``; a note that says where stands alone."""
+        """``rank 3 on node1 (hostb) raised ValueError: …``; only the note if the note names the node."""
         if self.reason == self.note and node_label(self.node_rank, self.host) in self.note:
             return self.note
         return f"{self.place}{':' if self.reason == self.note else ''} {self.reason}"
 
     @property
     def own_status(self) -> int:
-        """The exit status it gives the run: 0 unless it failed by itself, at least 1 if it did."""
+        """Contribution to the run's exit status: at least 1 if the process failed by itself, else 0."""
         return max(1, self.returncode or 0) if self.failed and not self.stopped and not self.done_without else 0
 
     @property
     def last_lines(self) -> tuple[str, ...]:
-        """The traceback, or else the last lines it wrote."""
+        """The traceback, or else the last lines of the output."""
         if exit_description.ended_by(vars(self)):
             return self.traceback
         return self.tail[-_LAST_LINES:]
 
     @property
     def is_follow_up(self) -> bool:
-        """Whether it looks like the echo of another process's end."""
+        """Whether the failure looks like a consequence of another process's failure."""
         if self.oom or self.signal not in (None, "SIGABRT"):
             return False
         last = exit_description.raised(self.traceback) or "\n".join(self.tail if self.signal else self.tail[-3:])

@@ -1,4 +1,4 @@
-"""The report of a run: as a value, as result.json, and as the text printed at the end."""
+"""The report of an ended run as a value, written as result.json and metrics.jsonl, and printed."""
 
 from __future__ import annotations
 
@@ -23,13 +23,13 @@ from launcher.report.outcome import Outcome
 from launcher.report.profile import print_profile
 from launcher.text import count, spans
 
-_TAIL = 1 << 14  # bytes from the end of a metrics file that hold a line
+_TAIL = 1 << 14  # bytes read from the end of a metrics file, enough for its last lines
 
-_SHOWN = 8  # files
+_SHOWN = 8  # files of the output folder that are listed
 
 
 def last_loss(files: Iterable[Path]) -> str:
-    """``last loss: 0.4123, mean of 4 ranks (epoch 3, step 12 of 12)`` by each rank's last step line; '' without any."""
+    """``last loss: 0.4123, mean of 4 ranks (epoch 3, step 12 of 12)``, by each rank's last step line; '' if none."""
     lines = [line for line in map(_last_step, files) if line]
     if not lines:
         return ""
@@ -37,11 +37,11 @@ def last_loss(files: Iterable[Path]) -> str:
     last = max(lines, key=lambda line: (line["epoch"], line["step"]))
     at = f"epoch {last['epoch']}, step {last['step'] + 1}" + (f" of {last['steps']}" if "steps" in last else "")
     mean = f", mean of {count(len(lines), 'rank')}" if len(lines) > 1 else ""
-    return f"last loss told: {loss:.4f}{mean} ({at})"
+    return f"last loss: {loss:.4f}{mean} ({at})"
 
 
 def output_lines(folder: Path) -> Iterator[str]:
-    """The files under ``folder``/output with their sizes."""
+    """Lists the files under ``folder``/output with their sizes."""
     top = folder / "output"
     found = sorted(path for path in top.rglob("*") if path.is_file()) if top.is_dir() else []
     if found:
@@ -53,7 +53,7 @@ def output_lines(folder: Path) -> Iterator[str]:
 
 
 def _last_step(file: Path) -> Mapping[str, Any]:
-    """The last whole step line; {} without one that tells a loss, as of a file that is not there."""
+    """The last complete step line with a loss; {} if the file has none or does not exist."""
     if not file.is_file():
         return {}
     with file.open("rb") as opened:
@@ -63,22 +63,24 @@ def _last_step(file: Path) -> Mapping[str, Any]:
 
 
 def _step(text: bytes) -> Mapping[str, Any]:
-    """{} of a line that is cut short, not from its beginning, or no step's with a loss."""
+    """A step line with a loss; {} for any other line, or one that is not complete."""
     line = checked(METRIC, json_object(text)) or {}
     known = line.get("kind") == "step" and {"epoch", "step"} <= line.keys() and line.get("loss") is not None
     return line if known else {}
 
 
 def excluded_names(nodes: Sequence[NodePlan], away: Collection[int]) -> tuple[str, ...]:
-    """What ``--exclude`` takes for those of ``nodes`` whose node_rank is in ``away``: their hosts, or logins where a
-    host has other nodes too; () when nobody would be left."""
+    """Arguments of ``--exclude`` for the nodes whose node_rank is in ``away``.
+
+    Names the host, or the login if the host also has other nodes; () if no node would be left.
+    """
     others = [node for node in nodes if node.node_rank not in away]
     if not others:
         return ()
-    staying, taken = {node.host for node in others}, {node.target for node in others}
+    staying, staying_targets = {node.host for node in others}, {node.target for node in others}
     lost = [node for node in nodes if node.node_rank in away]
     names = (node.host if node.host not in staying else node.target for node in lost)
-    return tuple(name for name in dict.fromkeys(names) if name not in taken)
+    return tuple(name for name in dict.fromkeys(names) if name not in staying_targets)
 
 
 def resume_command(run: str, exclude: Collection[str] = ()) -> str:
@@ -95,7 +97,7 @@ _EPOCHS_SHOWN = 12
 
 @dataclass(frozen=True)
 class RunReport:
-    """A finished run."""
+    """The report of a run that ended, or that the launcher no longer follows."""
 
     run_id: str
     state: RunState
@@ -104,14 +106,14 @@ class RunReport:
     metrics: Metrics
     seconds: float
     folder: Path
-    notes: tuple[str, ...] = field(default=())  #: what could not be collected, or may still run
-    findings: tuple[Mapping[str, Any], ...] = field(default=())  #: of the nodes: nan, stall, straggler
-    stopped_by: str = ""  #: who asked for the end, as ``alice@laptop (gnnfleet stop)``
-    out_of_reach: tuple[str, ...] = ()  #: hosts that nobody could reach in the end, as ``--exclude`` names them
+    notes: tuple[str, ...] = field(default=())  #: files that could not be collected, processes that may still run
+    findings: tuple[Mapping[str, Any], ...] = field(default=())  #: findings of the nodes: nan, stall, straggler, …
+    stopped_by: str = ""  #: who requested the stop, as ``alice@laptop (gnnfleet stop)``
+    out_of_reach: tuple[str, ...] = ()  #: hosts that could not be reached in the end, as ``--exclude`` names them
 
     @property
     def exit_status(self) -> int:
-        """Of a failed run the highest of all processes that failed by themselves, as Slurm has it."""
+        """0 if done or detached, 130 if interrupted; if failed, the highest status of a failed process, as in Slurm."""
         own = [outcome.own_status for outcome in self.outcomes] if self.state == "failed" else []
         return max([_EXIT_STATUS[self.state], *own])
 
@@ -132,17 +134,17 @@ class RunReport:
 
     @property
     def checkpoint(self) -> Path | None:
-        """The last checkpoint, if one has come here."""
+        """The last checkpoint in the run folder; None if none was collected."""
         path = self.folder / "checkpoints" / "last.pt"
         return path if path.exists() else None
 
     def _summary(self) -> dict[str, Any]:
-        """The metrics' own, with the checkpoint as it lies here instead of on its node."""
+        """The summary of the metrics, with the checkpoint's path on this machine instead of its path on the node."""
         summary = self.metrics.summary()
         return summary | ({"checkpoint": str(self.checkpoint)} if self.checkpoint else {})
 
     def write(self) -> None:
-        """Write result.json and metrics.jsonl, each whole."""
+        """Write result.json and metrics.jsonl, each atomically."""
         with appearing(self.folder / "metrics.jsonl") as out:
             out.writelines(line.text for line in _merged(self.metrics.files))
         write_whole(self.folder / "result.json", json.dumps(self.to_json(), indent=1) + "\n")
@@ -156,22 +158,22 @@ def _analysed(report: RunReport) -> RunReport:
 
 
 def print_report(report: RunReport, console: Console) -> None:
-    """The closing text: results, or what failed first and why."""
+    """Print the text at the end of a run: results, or the first failure and its cause."""
     if report.state == "done":
         _print_done(report, console)
     elif report.state == "interrupted":
         by = f" by {report.stopped_by}" if report.stopped_by else ""
-        told = "" if by else "; every node was told to stop"
-        word = "Stopped" if by else "Interrupted"
-        console.print(Text(f"\n{word}{by} after {report.seconds:.0f} s{told}.", "bold yellow"), soft_wrap=True)
+        told_to_all = "" if by else "; all nodes were told to stop"
+        verb = "Stopped" if by else "Interrupted"
+        console.print(Text(f"\n{verb}{by} after {report.seconds:.0f} s{told_to_all}.", "bold yellow"), soft_wrap=True)
     else:
         _print_failure(report, console)
     for finding in report.findings:
-        if not finding.get("stop"):  # one that ended the run leads the report
+        if not finding.get("stop"):  # a finding that ended the run is already printed as the failure
             console.print(Text(f"{finding['kind']}: {finding['text']}", "yellow"), soft_wrap=True)
     if report.checkpoint:
-        again = resume_command(report.run_id, report.out_of_reach)
-        go_on = "" if report.state == "done" else f"; to go on from it: {again}"
+        command = resume_command(report.run_id, report.out_of_reach)
+        go_on = "" if report.state == "done" else f"; to continue from it: {command}"
         console.print(Text(f"checkpoint: {report.checkpoint}{go_on}"), soft_wrap=True)
     for note in report.notes:
         console.print(Text(f"note: {note}", "yellow"), soft_wrap=True)
@@ -189,8 +191,8 @@ def _print_done(report: RunReport, console: Console) -> None:
         console.print(Text(last, "bold"))
     throughput = report.metrics.throughput()
     if throughput:
-        told = _throughput_table(throughput, report.outcomes, report.metrics.counted_epochs())
-        console.print(told, soft_wrap=True)
+        table = _throughput_table(throughput, report.outcomes, report.metrics.counted_epochs())
+        console.print(table, soft_wrap=True)
     if report.metrics.profile:
         print_profile(report.metrics.profile, console)
     result = report.metrics.result
@@ -232,14 +234,14 @@ def _throughput_table(throughput: Mapping[int, float], outcomes: Iterable[Outcom
     parts = [f"node{node_of.get(rank, '?')}/rank{rank} {value:,.0f}" for rank, value in throughput.items()]
     text.append(", ".join(parts) if len(parts) <= 8 else f"{len(parts)} ranks")
     which = f"{'epoch' if len(epochs) == 1 else 'epochs'} {spans(epochs)}"
-    return text.append(f" seeds/s; all together {sum(throughput.values()):,.0f} (mean of {which})")
+    return text.append(f" seeds/s; total {sum(throughput.values()):,.0f} (mean of {which})")
 
 
 def _print_failure(report: RunReport, console: Console) -> None:
     first = report.first_failure
     console.print()
     if first is None:
-        console.print(Text("The run failed, and no process left word of why.", "bold red"))
+        console.print(Text("The run failed, and no process reported a cause; see the logs.", "bold red"))
         return
     aftermath = aftermath_of(first, report.outcomes)
     console.print(Text(f"The run failed: {first.sentence}{aftermath.lead}", "bold red"), soft_wrap=True)

@@ -1,4 +1,4 @@
-"""A run's folder on this machine: ``launch.json``, the registry of runs, and what is known of a run."""
+"""A run's folder on this machine: ``launch.json``, the registry of runs, and reading a run from its folder."""
 
 from __future__ import annotations
 
@@ -26,21 +26,24 @@ Stage = Literal["connect", "preflight", "partition", "sync", "start", "train", "
 
 NAME = "launch.json"
 
-_MARKS = (NAME, "run.json")  # a folder with one of them is a run's
+_MARKS = (NAME, "run.json")  # a folder with one of these files is a run folder
 
-BEFORE_NODES = ("connect", "preflight", "partition", "sync")  #: stages in which nothing of a run runs on its nodes
+BEFORE_NODES = ("connect", "preflight", "partition", "sync")  #: stages in which no process of a run runs on its nodes
 
 _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 
 
 def boot_id() -> str:
-    """Of this machine; '' where the kernel has none (not Linux)."""
+    """Boot id of this machine; '' if the kernel has none (not Linux)."""
     return (_text_of(_BOOT_ID) or "").strip()
 
 
 @dataclass(frozen=True)
 class LaunchFile:
-    """``launch.json`` of a run folder: the launching process, and its stage. Times are of this machine's clock."""
+    """``launch.json`` of a run folder: the launching process and its stage.
+
+    Times are seconds since the epoch by the launching machine's clock.
+    """
 
     run_id: str
     name: str
@@ -56,9 +59,9 @@ class LaunchFile:
     boot_id: str
     started: float
     stage: Stage
-    since: float  #: when this stage began
-    detached: bool = False
-    resumed_from: str | None = None  #: id of an earlier run
+    since: float  #: when the stage began
+    detached: bool = False  #: the launcher ended while the run continued
+    resumed_from: str | None = None  #: id of the run that was resumed
 
     @classmethod
     def mine(
@@ -71,7 +74,7 @@ class LaunchFile:
         overrides: Sequence[str] = (),
         resumed_from: str | None = None,
     ) -> LaunchFile:
-        """Of a launch that begins now, in this process."""
+        """Describe a launch that begins now, in this process."""
         now = time.time()
         return cls(
             run_id=run_id,
@@ -93,16 +96,16 @@ class LaunchFile:
         )
 
     def at(self, stage: Stage, *, detached: bool = False) -> LaunchFile:
-        """The same launch, now at ``stage``; ``detached``: it has left the run to itself."""
+        """The same launch, now at ``stage``; ``detached``: the launcher leaves the run to its supervisors."""
         return replace(self, stage=stage, since=time.time(), detached=detached)
 
     def write(self, folder: Path) -> None:
-        """Write it whole into the run's folder, which is made if need be."""
+        """Write the file atomically into the run's folder, and create the folder if it does not exist."""
         write_whole(folder / NAME, json.dumps(asdict(self), indent=1) + "\n", private=True)
 
     @classmethod
     def read(cls, folder: Path) -> LaunchFile | None:
-        """The folder's; None where there is none. Raises FleetError when it is damaged."""
+        """Read the folder's ``launch.json``; None if it has none. Raises FleetError if the file is damaged."""
         text = _text_of(folder / NAME)
         if text is None:
             return None
@@ -110,7 +113,7 @@ class LaunchFile:
             return _from_json(json.loads(text))
         except (ValueError, RecursionError) as error:
             raise FleetError(
-                f"{folder / NAME} is damaged ({error}); delete it, the run's other files do without"
+                f"{folder / NAME} is damaged ({error}); delete it, the run's other files are enough"
             ) from None
 
     @property
@@ -120,14 +123,14 @@ class LaunchFile:
 
     @property
     def here(self) -> bool:
-        """Whether it was launched on this machine, by this or an earlier name or boot of it."""
+        """Whether the run was launched on this machine, even if its host name has changed since."""
         return self.host == socket.gethostname() or self.alive() is True
 
     def alive(self) -> bool | None:
-        """Whether the launching process still runs; None: it is another machine's, so this one cannot know.
+        """Whether the launching process still runs; None if it is on another machine and its state is unknown.
 
-        A machine is known by its boot id, as its name may change with the network. Containers share their host's
-        boot id, but not its name or processes.
+        The boot id identifies the machine, as its name may change with the network. Containers share the boot id of
+        their host, but not its name or processes.
         """
         this_boot, this_name = self.boot_id == boot_id(), self.host == socket.gethostname()
         if this_boot and procs.alive(self.pid, self.start_ticks):
@@ -136,35 +139,36 @@ class LaunchFile:
 
 
 def register(run_id: str, folder: Path) -> str:
-    """Have later commands find the run from any working directory; why they will not, or ''."""
+    """Register the run, so that later commands find it from any directory; returns '' or a warning if this failed."""
     entry = {"folder": str(folder.absolute())}
     try:
         write_whole(registry_folder() / f"{run_id}.json", json.dumps(entry) + "\n")
     except OSError as error:
-        return f"this run will be found from this folder only: {error.filename or registry_folder()}: {error.strerror}"
+        where = error.filename or registry_folder()
+        return f"this run could not be registered, so commands find it only from here: {where}: {error.strerror}"
     return ""
 
 
 def registry_folder() -> Path:
-    """``${XDG_STATE_HOME:-~/.local/state}/gnnfleet/runs``; where nobody can write, for a user without a home."""
+    """``${XDG_STATE_HOME:-~/.local/state}/gnnfleet/runs``; a path that cannot exist for a user without a home."""
     state = os.path.expanduser(os.environ.get("XDG_STATE_HOME") or "~/.local/state")
     return Path("/nonexistent" if state.startswith("~") else state) / "gnnfleet" / "runs"
 
 
 def known_runs(runs_dirs: Iterable[Path]) -> list[Path]:
-    """Folders of all registered runs and of those in ``runs_dirs``, the newest first; each once."""
+    """Folders of all registered runs and of the runs in ``runs_dirs``, newest first, each once."""
     folders = [*_registered(), *(folder for top in runs_dirs if top.is_dir() for folder in top.iterdir())]
     unique = {folder.resolve(): folder for folder in folders if is_run_folder(folder)}
     return sorted(unique.values(), key=began, reverse=True)
 
 
 def is_run_folder(folder: Path) -> bool:
-    """Whether a launch, or ``collect``, has made it."""
-    return any(os.path.isfile(folder / mark) for mark in _MARKS)  # False where it may not be looked at
+    """Whether a launch or ``collect`` created the folder."""
+    return any(os.path.isfile(folder / mark) for mark in _MARKS)  # False also without permission
 
 
 def never_ran(folder: Path) -> bool:
-    """Whether the launch that made the folder has ended before anything ran, so that its id is free again."""
+    """Whether the launch that created the folder ended before any process ran, so that its id can be used again."""
     try:
         launch = LaunchFile.read(folder)
     except FleetError:
@@ -177,14 +181,14 @@ def never_ran(folder: Path) -> bool:
 
 
 def clear(folder: Path) -> None:
-    """Remove what a launch that ``never_ran`` has left."""
+    """Remove the files of a launch that ``never_ran``."""
     for path in (folder / name for name in ("result.json", "events.jsonl", "run.json")):
         if path.is_file():
             path.unlink()
 
 
 def began(folder: Path) -> float:
-    """When the run was launched (or first brought here), as far as its folder tells."""
+    """When the run was launched or, without ``launch.json``, when its oldest file was written."""
     try:
         launch = LaunchFile.read(folder)
     except (FleetError, OSError):
@@ -193,12 +197,12 @@ def began(folder: Path) -> float:
 
 
 def last_sign(folder: Path) -> float:
-    """When the launcher last wrote something there."""
+    """When the launcher last wrote a file of the run folder."""
     return max(_mtimes(folder), default=0.0)
 
 
 def user_name() -> str:
-    """Who I am; the uid where it has no name."""
+    """Name of this process's user; the uid if it has no name."""
     try:
         return getpass.getuser()
     except (KeyError, OSError):
@@ -206,7 +210,7 @@ def user_name() -> str:
 
 
 def user_at_host() -> str:
-    """``alice@laptop``: who asks for things, as others will read it."""
+    """``alice@laptop``: this user, as other users see the author of a request."""
     return f"{user_name()}@{socket.gethostname()}"
 
 
@@ -216,7 +220,7 @@ def _registered() -> list[Path]:
 
 
 def _registered_folder(entry: Path) -> Path | None:
-    """None where the entry is damaged: one must not hide all other runs."""
+    """The folder of a registry entry; None if the entry is damaged, so that the other runs are still found."""
     try:
         return Path(json.loads(_text_of(entry) or "")["folder"])
     except (ValueError, KeyError, TypeError):
@@ -237,7 +241,7 @@ _LAUNCH = Record(
 
 
 def _from_json(value: Any) -> LaunchFile:
-    """Of what a newer version has added, nothing is taken."""
+    """Check and convert the file's content; fields that a newer version added are ignored."""
     values = _LAUNCH(value)
     lists = {name: tuple(values[name]) for name in ("argv", "own_command", "overrides")}
     known = {field.name for field in fields(LaunchFile)}
@@ -245,7 +249,7 @@ def _from_json(value: Any) -> LaunchFile:
 
 
 def _given_up_at(folder: Path) -> str:
-    """The stage at which the launch was given up; '' when it was not."""
+    """The stage at which the launch was aborted; '' if it was not."""
     events = records(EVENT, (_text_of(folder / "events.jsonl") or "").splitlines())
     return next((str(event.get("stage", "")) for event in events if event["kind"] == "given-up"), "")
 
@@ -269,78 +273,78 @@ def _text_of(path: Path) -> str | None:
 
 @dataclass(frozen=True)
 class FoundRun:
-    """A run, and what this machine knows of it."""
+    """A run as this machine knows it."""
 
     run_id: str
-    folder: Path | None  #: its run folder here; None: it was launched elsewhere and never collected here
+    folder: Path | None  #: run folder on this machine; None: launched elsewhere and never collected here
     launch: LaunchFile | None
-    plan: LaunchPlan | None  #: None when its launcher ended before there was one
+    plan: LaunchPlan | None  #: None if its launcher ended before it made a plan
     config: ResolvedConfig | None
-    result: Mapping[str, Any] | None  #: result.json here
-    config_given: Path | None = None  #: the cluster file by whose hosts it was found
+    result: Mapping[str, Any] | None  #: result.json on this machine
+    config_given: Path | None = None  #: the cluster file by whose hosts the run was found
 
     @property
     def words(self) -> str:
-        """The run as the commands we suggest name it."""
+        """Arguments that select the run in suggested commands."""
         return self.run_id + (f" --config {self.config_given}" if self.config_given and not self.folder else "")
 
     @property
     def own(self) -> bool:
-        """Whether it runs an own command, as far as can be told from here."""
+        """Whether the run is of an own command instead of the bundled trainer; False if unknown."""
         if self.launch is not None:
             return bool(self.launch.own_command)
         return self.plan is not None and bool(self.plan.own_command)
 
     @property
     def plan_is_missing(self) -> bool:
-        """Whether it may have got to its nodes although there is no plan here: deleted, or of an older version."""
+        """Whether the run may have reached its nodes although its plan is missing here: deleted, or never collected."""
         began = self.launch is None or self.launch.stage in ("start", "train", "collect")
         return self.plan is None and self.result is None and began
 
     @property
     def without_plan(self) -> str:
-        """That nothing can be said of such a run, and what helps."""
+        """Message for a run with ``plan_is_missing``."""
         return (
-            f"run {self.run_id}: {self.folder} holds no run.json, so what runs on its nodes cannot be told from here; "
-            f"they have copies, so give the cluster file: gnnfleet status {self.run_id} --config cluster.yml"
+            f"run {self.run_id}: {self.folder} has no run.json, so the state of its nodes cannot be determined; the "
+            f"nodes have copies, so give the cluster file: gnnfleet status {self.run_id} --config cluster.yml"
         )
 
     @property
     def needed_plan(self) -> LaunchPlan:
-        """The plan; raises FleetError where there is none."""
+        """The plan; raises FleetError if the run has none."""
         if self.plan_is_missing:
             raise FleetError(self.without_plan)
         if self.plan is None:
             raise FleetError(
-                f"run {self.run_id} never got to its nodes: its launcher ended before there was a plan; "
-                f"`gnnfleet status {self.run_id}` tells more"
+                f"run {self.run_id} never reached its nodes: its launcher ended before it had made a plan; "
+                f"see `gnnfleet status {self.run_id}`"
             )
         return self.plan
 
     @property
     def needed_config(self) -> ResolvedConfig:
-        """The config with the logins; raises FleetError where there is none."""
+        """The config with the logins; raises FleetError if the run has none."""
         if self.config is None:
             raise FleetError(
-                f"run {self.run_id}: {self.folder} holds no config.yml, so its hosts are not known; give --config"
+                f"run {self.run_id}: {self.folder} has no config.yml, so its hosts are not known; give --config"
             )
         return self.config
 
 
 def known_here(run_id: str, runs_dirs: Sequence[Path]) -> Path | None:
-    """The run's folder on this machine, if there is one."""
+    """The run's folder on this machine; None if it has none."""
     return next((folder for folder in known_runs(runs_dirs) if folder.name == run_id), None)
 
 
 def read_folder(folder: Path) -> FoundRun:
-    """What a run folder tells; raises FleetError when a file in it is damaged."""
+    """Read a run from its folder; raises FleetError if a file in the folder is damaged."""
     launch = LaunchFile.read(folder)
     run_id = launch.run_id if launch else folder.name
     return FoundRun(run_id, folder, launch, read_plan(folder), read_config_of(folder), read_result(folder))
 
 
 def read_plan(folder: Path) -> LaunchPlan | None:
-    """The folder's ``run.json``; None where there is none. Raises FleetError when it is damaged."""
+    """Read the folder's ``run.json``; None if it has none. Raises FleetError if the file is damaged."""
     text = _text(folder / "run.json")
     try:
         return read_run(text) if text else None
@@ -352,7 +356,7 @@ def read_plan(folder: Path) -> LaunchPlan | None:
 
 
 def read_result(folder: Path) -> dict[str, Any] | None:
-    """The folder's ``result.json``; None where there is none. Raises FleetError when it is damaged."""
+    """Read the folder's ``result.json``; None if it has none. Raises FleetError if the file is damaged."""
     text = _text(folder / "result.json")
     if not text:
         return None
@@ -360,25 +364,26 @@ def read_result(folder: Path) -> dict[str, Any] | None:
         return REPORT(json.loads(text))
     except (ValueError, RecursionError) as error:
         raise FleetError(
-            f"{folder / 'result.json'} is damaged ({error}); delete it, `gnnfleet collect {folder.name}` makes it anew"
+            f"{folder / 'result.json'} is damaged ({error}); delete it, then `gnnfleet collect {folder.name}`"
+            " writes a new one"
         ) from None
 
 
 def read_config_of(folder: Path) -> ResolvedConfig | None:
-    """The config as the run has used it; files it sent need not be on this machine any more."""
+    """Read the config that the run used; does not check files to send, which may no longer be on this machine."""
     path = folder / "config.yml"
     if not path.is_file():
         return None
     try:
         return resolve_saved(load_config(path, ("run.files=[]",)))
     except ConfigError as error:
-        raise FleetError(f"the config that run {folder.name} has used cannot be read any more:\n{error}") from None
+        raise FleetError(f"the config that run {folder.name} used cannot be read:\n{error}") from None
 
 
 def _given_folder(folder: Path) -> Path:
     if is_run_folder(folder):
         return folder
-    what = "holds no run (no launch.json or run.json)" if folder.is_dir() else "is no folder"
+    what = "is not a run folder (no launch.json or run.json)" if folder.is_dir() else "is not a folder"
     raise UsageError(f"{folder} {what}; `gnnfleet runs` lists the runs known here")
 
 

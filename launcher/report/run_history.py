@@ -1,4 +1,4 @@
-"""``gnnfleet runs``: the runs known on this machine, their states and results; finds a run by part of its id."""
+"""Lists the runs known on this machine with their states and results, and finds a run by a part of its id."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ _LISTED = 6
 
 
 def find_run(run: str | None, runs_dirs: Sequence[Path]) -> FoundRun:
-    """The run meant by ``run`` (None: the newest); raises UsageError when there is none, or several."""
+    """Find a run by id, part of an id, or folder (None: the newest); raises UsageError if none or several match."""
     if run is not None and "/" in run.rstrip("/"):
         return read_folder(_given_folder(Path(run).expanduser()))
     known = known_runs(runs_dirs)
@@ -49,20 +49,22 @@ def find_run(run: str | None, runs_dirs: Sequence[Path]) -> FoundRun:
     if not how:
         raise UsageError(f"`{run}` is the name of several run folders; give one by its path: {_paths(close)}")
     raise UsageError(
-        f"`{run}` {how} the ids of {len(close)} runs; give more of it, or its last letters. Newest:\n{_listed(close)}"
+        f"`{run}` {how} the ids of {len(close)} runs; give more of the id. Newest:\n{_listed(close)}"
     )
 
 
 def matching(ids: Sequence[str], wanted: str) -> tuple[str, list[str]]:
-    """Those of ``ids`` that are ``wanted``, else that begin with it, else end, else hold it; and which, as a verb: it
-    ``begins``, ``ends``, ``is in`` them, '' where it is all of one."""
-    ways: tuple[tuple[str, Callable[[str], bool]], ...] = (
+    """Select the ids that equal ``wanted``, or else begin with it, or else end with it, or else contain it.
+
+    Returns how they match ('', ``is the start of``, ``is the end of`` or ``is in``) and the ids.
+    """
+    rules: tuple[tuple[str, Callable[[str], bool]], ...] = (
         ("", lambda one: one == wanted),
-        ("begins", lambda one: one.startswith(wanted)),
-        ("ends", lambda one: one.endswith(wanted)),
+        ("is the start of", lambda one: one.startswith(wanted)),
+        ("is the end of", lambda one: one.endswith(wanted)),
         ("is in", lambda one: wanted in one),
     )
-    found = ((how, [one for one in ids if fits(one)]) for how, fits in ways)
+    found = ((how, [one for one in ids if fits(one)]) for how, fits in rules)
     return next(((how, names) for how, names in found if names), ("", []))
 
 
@@ -71,7 +73,7 @@ def _none_known(run: str | None, runs_dirs: Sequence[Path]) -> str:
     wanted = f"run `{run}` is not" if run else "no run is"
     return (
         f"{wanted} known on this machine (looked in {places}); "
-        "for one that was launched elsewhere give its cluster file: --config cluster.yml"
+        "for a run launched elsewhere give its cluster file: --config cluster.yml"
     )
 
 
@@ -81,9 +83,7 @@ def _names(folders: Sequence[Path]) -> str:
 
 
 def _listed(folders: Sequence[Path]) -> str:
-    """A line for each of the newest, with its state."""
-    pass
-
+    """A line for each of the newest runs, with its state."""
     newest = folders[:_LISTED]
     width = max(len(folder.name) for folder in newest)
     lines = [f"  {folder.name:{width}}  {entry_of(folder).state}" for folder in newest]
@@ -109,27 +109,27 @@ _COLUMNS = (
 
 @dataclass(frozen=True)
 class Entry:
-    """One run of the past, or one that may still go on."""
+    """One line of ``gnnfleet runs``."""
 
     run_id: str
     folder: str
-    when: float  #: launched, seconds since the epoch
-    config: str  #: as given to the launch; '' when it was launched elsewhere
+    when: float  #: time of the launch, seconds since the epoch
+    config: str  #: path of the cluster file as given to the launch; '' if launched elsewhere
     size: str  #: ``3 nodes × 6 ranks``
     state: str
-    seconds: float | None
+    seconds: float | None  #: duration
     test_accuracy: float | None
-    why: str  #: why it ended, in one line
-    resumed_from: str | None
+    why: str  #: result, or why the run ended, in one line
+    resumed_from: str | None  #: id of the run that was resumed
 
 
 def history(runs_dirs: Sequence[Path], limit: int | None = None) -> list[Entry]:
-    """All runs known here, the newest first."""
+    """All runs known on this machine, newest first."""
     return [entry_of(folder) for folder in known_runs(runs_dirs)[:limit]]
 
 
 def entry_of(folder: Path) -> Entry:
-    """What a run's folder tells of it; what is damaged is said in the entry."""
+    """Read the entry of a run from its folder; a damaged folder gives an entry with state ``damaged``."""
     try:
         launch, result, size = LaunchFile.read(folder), read_result(folder), _size(folder)
     except (FleetError, OSError) as error:
@@ -150,12 +150,12 @@ def entry_of(folder: Path) -> Entry:
 
 
 def to_json(entries: Sequence[Entry]) -> str:
-    """For ``--json``: a list, the newest first."""
+    """The output of ``--json``: a list, newest first."""
     return json.dumps([asdict(entry) for entry in entries], indent=1)
 
 
 def rendered(entries: Sequence[Entry]) -> FittedTable:
-    """A line per run, cut where the terminal ends."""
+    """A table with a line per run, cut to the width of the terminal."""
     return FittedTable(_COLUMNS, [_row(entry) for entry in entries])
 
 
@@ -168,18 +168,18 @@ def _row(entry: Entry) -> tuple[Text | str, ...]:
 
 
 def _state(launch: LaunchFile | None, result: dict[str, Any] | None, *, has_plan: bool) -> tuple[str, str]:
-    """Without asking any node: those that may still run are left to ``gnnfleet status``."""
+    """State and reason by the run's folder alone, as only ``gnnfleet status`` asks the nodes."""
     if result is not None and result["state"] != "detached":
         by = f"stopped by {result['stopped_by']}" if result.get("stopped_by") else ""
         return result["state"], by or result_words(result) or _first_note(result)
     if launch is None:
-        return "open", "collected while it ran; gnnfleet status tells more"
+        return "open", "collected while it ran; see gnnfleet status"
     if launch.alive():
         return ("running" if launch.stage in ("train", "collect", "end") else "preparing"), ""
     if launch.alive() is False and (launch.stage in BEFORE_NODES or (launch.stage == "end" and not has_plan)):
         return "never started", f"its launcher ended during {launch.stage}"
-    gone = "detached" if launch.detached else "its launcher is gone"
-    return "open", f"{gone}; gnnfleet status {launch.run_id} tells how it is"
+    why = "detached" if launch.detached else "its launcher has ended"
+    return "open", f"{why}; see gnnfleet status {launch.run_id}"
 
 
 def _size(folder: Path) -> str:

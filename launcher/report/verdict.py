@@ -1,4 +1,4 @@
-"""The state of a run in one sentence, with what the user can do next, from its folder and its nodes."""
+"""Describes the state of a run in one sentence, with the next commands, from its folder and its nodes' answers."""
 
 from __future__ import annotations
 
@@ -17,30 +17,31 @@ from launcher.text import count
 
 @dataclass(frozen=True)
 class NodeView:
-    """One node of a run, as it answered just now."""
+    """Answer of one node of a run to a status request."""
 
     node: NodePlan
-    state: Mapping[str, Any] | None = None  #: state.json
-    result: Mapping[str, Any] | None = None  #: result.json
-    lost: str = ""  #: why no result can be expected any more
-    absent: bool = False  #: nothing of the run has ever been sent there
-    unreachable: str = ""  #: why it could not be asked
-    now: float = 0.0  #: its clock when it answered
-    offset: float = 0.0  #: its clock minus ours, seconds
-    lines: Mapping[str, Sequence[str]] = field(default_factory=dict)  #: of the files asked for
+    state: Mapping[str, Any] | None = None  #: content of state.json
+    result: Mapping[str, Any] | None = None  #: content of result.json
+    lost: str = ""  #: why the node will not write a result; '' if it may
+    absent: bool = False  #: no file of the run was ever sent to the node
+    unreachable: str = ""  #: why the node did not answer; '' if it did
+    now: float = 0.0  #: the node's clock when it answered
+    offset: float = 0.0  #: the node's clock minus this machine's, in seconds
+    lines: Mapping[str, Sequence[str]] = field(default_factory=dict)  #: last lines of the requested files, by name
 
     @property
     def reached(self) -> bool:
+        """Whether the node answered."""
         return not self.unreachable
 
     @property
     def alive(self) -> bool:
-        """Its supervisor works."""
+        """Whether the node's supervisor runs."""
         return self.reached and self.state is not None and self.result is None and not self.lost
 
     @property
     def word(self) -> str:
-        """Its state in a word or two."""
+        """The node's state in one or two words."""
         if self.unreachable:
             return "unreachable"
         if self.result is not None:
@@ -51,26 +52,26 @@ class NodeView:
 
     @property
     def heartbeat_age(self) -> float | None:
-        """Seconds since its supervisor last wrote; by its own clock, whatever that shows."""
+        """Seconds since the supervisor last wrote its state, by the node's own clock; None if it does not run."""
         return max(0.0, self.now - self.state["time"]) if self.alive and self.state else None
 
     @property
     def ranks(self) -> Mapping[str, Mapping[str, Any]]:
-        """Last step of each of its ranks, by rank."""
+        """Last step of each rank of the node, by rank."""
         return (self.state or {}).get("ranks") or {}
 
     @property
     def cluster_offset(self) -> float:
-        """Its clock minus the lead node's, as the nodes have measured it; 0 when they have not."""
-        told = (self.result or {}).get("clock_offset")
-        return float(told if told is not None else (self.state or {}).get("clock_offset") or 0.0)
+        """The node's clock minus the lead node's in seconds, as the supervisors measured it; 0 if not measured."""
+        offset = (self.result or {}).get("clock_offset")
+        return float(offset if offset is not None else (self.state or {}).get("clock_offset") or 0.0)
 
 
 State = Literal["preparing", "running", "stopping", "done", "failed", "stopped", "never started", "unknown"]
 
 Views = Mapping[int, NodeView]
 
-#: Of ``gnnfleet status``.
+#: Exit status of ``gnnfleet status`` by state.
 EXIT_STATUS: Mapping[State, int] = {
     "preparing": 0,
     "running": 0,
@@ -98,12 +99,12 @@ _FROM_RESULT: Mapping[str, State] = {"done": "done", "failed": "failed", "interr
 
 @dataclass(frozen=True)
 class Verdict:
-    """The truth about a run, as far as it can be known from here."""
+    """State of a run as far as it can be determined from this machine."""
 
     state: State
     sentence: str
-    notes: tuple[str, ...] = ()  #: what else a person should know
-    next: tuple[str, ...] = ()  #: commands that go on from here, to paste
+    notes: tuple[str, ...] = ()  #: further facts for the user, one sentence each
+    next: tuple[str, ...] = ()  #: commands the user can run next, complete with arguments
 
     @property
     def exit_status(self) -> int:
@@ -111,48 +112,48 @@ class Verdict:
 
 
 def known_without_nodes(found: FoundRun) -> bool:
-    """Whether what is written here already is the whole truth: the run is over, or nothing of it can have started."""
+    """Whether the run's folder suffices: the run has ended, or no process of it can have started."""
     if found.plan is None:
         return True
     launch, result = found.launch, found.result
     if result is not None and result["state"] in _FROM_RESULT and not (result["notes"] and result["nodes"]):
-        return True  # a note on a run that was started may say that something of it is left
+        return True  # notes of a started run may report processes that are left, so its nodes are asked
     return launch is not None and launch.stage in BEFORE_NODES and launch.alive() is not None
 
 
 def from_here(found: FoundRun) -> Verdict:
-    """The verdict where ``known_without_nodes``."""
+    """The verdict by the run's folder alone, if ``known_without_nodes``."""
     if found.result is not None and found.result["state"] in _FROM_RESULT:
         return _over_by_result(found, found.result)
     if found.plan_is_missing:
         return Verdict("unknown", found.without_plan)
     if found.launch is not None and found.launch.alive() is None:
-        told = f"run {found.run_id} had not started when last heard of: {launcher_words(found)}"
-        return Verdict("unknown", told, (), (f"gnnfleet status {found.words}",))
+        sentence = f"run {found.run_id} had not started at its launcher's last update: {launcher_words(found)}"
+        return Verdict("unknown", sentence, (), (f"gnnfleet status {found.words}",))
     if found.launch is not None and found.launch.alive():
         return _preparing(found, found.launch)
-    return _never_started(found, "nothing of it runs on the nodes")
+    return _never_started(found, "it has no processes on the nodes")
 
 
 def judge(found: FoundRun, views: Views) -> Verdict:
-    """The verdict when the nodes have been asked."""
+    """The verdict by the run's folder and the answers of its nodes."""
     everyone = list(views.values())
     alive = [view for view in everyone if view.alive]
-    away = [view for view in everyone if not view.reached]
+    unreachable = [view for view in everyone if not view.reached]
     if alive:
-        return _running(found, everyone, alive, away)
-    if away:
+        return _running(found, everyone, alive, unreachable)
+    if unreachable:
         if found.result is not None and found.result["state"] in _FROM_RESULT:
-            return _over_by_result(found, found.result, away)
-        return _cannot_know(found, everyone, away)
+            return _over_by_result(found, found.result, unreachable)
+        return _cannot_know(found, everyone, unreachable)
     if all(view.result is None and not view.lost for view in everyone):
         if found.launch is not None and found.launch.alive() and found.launch.stage in (*BEFORE_NODES, "start"):
             return _preparing(found, found.launch)
-        return _never_started(found, "nothing of it runs on the nodes, which have been asked")
+        return _never_started(found, "its nodes answered that it has no processes there")
     return _over(found, everyone)
 
 
-def _running(found: FoundRun, everyone: list[NodeView], alive: list[NodeView], away: list[NodeView]) -> Verdict:
+def _running(found: FoundRun, everyone: list[NodeView], alive: list[NodeView], unreachable: list[NodeView]) -> Verdict:
     plan = found.needed_plan
     spare = done_without(everyone, plan.lead)
     broken = not plan.serve_only and any(
@@ -164,25 +165,32 @@ def _running(found: FoundRun, everyone: list[NodeView], alive: list[NodeView], a
     else:
         verb = _what_it_does(alive)
     where = progress_words(found, alive)
-    told = f"run {found.run_id} {verb}: {_size(plan)}" + (f", {where}" if where else "") + f"; {launcher_words(found)}"
-    notes = [*_away_notes(away, alive), *(_ended_note(view) for view in everyone if view.reached and not view.alive)]
+    sentence = (
+        f"run {found.run_id} {verb}: {_size(plan)}" + (f", {where}" if where else "") + f"; {launcher_words(found)}"
+    )
+    notes = [
+        *_unreachable_notes(unreachable, alive),
+        *(_ended_note(view) for view in everyone if view.reached and not view.alive),
+    ]
     here = found.words
     watch = f"gnnfleet serve status {found.run_id}" if plan.serve_only else f"gnnfleet follow {here}"
     following = () if state == "stopping" else (f"gnnfleet logs {here} -f", f"gnnfleet stop {here}")
-    return Verdict(state, told, tuple(notes), (watch, *following))
+    return Verdict(state, sentence, tuple(notes), (watch, *following))
 
 
-def _cannot_know(found: FoundRun, everyone: list[NodeView], away: list[NodeView]) -> Verdict:
+def _cannot_know(found: FoundRun, everyone: list[NodeView], unreachable: list[NodeView]) -> Verdict:
     reached = [view for view in everyone if view.reached]
     if not reached:
-        told = f"whether run {found.run_id} still runs cannot be known: no node of it can be reached from here"
+        sentence = f"run {found.run_id} may still run: none of its nodes can be reached from here"
     else:
-        rest = "the others have" if len(reached) > 1 else f"node{reached[0].node.node_rank} has"
-        told = f"run {found.run_id}: {_names(away)} cannot be reached from here; {rest} nothing of it running any more"
-    notes = [*_away_notes(away, reached), *(_ended_note(view) for view in reached), launcher_words(found)]
-    lead_told = any(view.result is not None and view.node.node_rank == found.needed_plan.lead for view in reached)
-    first = "collect" if lead_told else "status"  # the lead node ends last, and knows how
-    return Verdict("unknown", told, tuple(notes), (f"gnnfleet {first} {found.words}", f"gnnfleet stop {found.words}"))
+        rest = "the other nodes have" if len(reached) > 1 else f"node{reached[0].node.node_rank} has"
+        sentence = f"run {found.run_id} may still run: {_names(unreachable)} cannot be reached from here; {rest} ended"
+    notes = [*_unreachable_notes(unreachable, reached), *(_ended_note(view) for view in reached), launcher_words(found)]
+    lead_has_result = any(view.result is not None and view.node.node_rank == found.needed_plan.lead for view in reached)
+    first = "collect" if lead_has_result else "status"  # the lead node ends last, with the result of the run
+    return Verdict(
+        "unknown", sentence, tuple(notes), (f"gnnfleet {first} {found.words}", f"gnnfleet stop {found.words}")
+    )
 
 
 def _over(found: FoundRun, everyone: list[NodeView]) -> Verdict:
@@ -192,64 +200,70 @@ def _over(found: FoundRun, everyone: list[NodeView]) -> Verdict:
     size, gone = _size(plan), done_without(everyone, plan.lead, only_gone=True)
     words = {view.word for view in everyone if view.node.node_rank not in gone}
     if words == {"done"}:
-        state, told = "done", f"run {found.run_id} is done ({size})"
+        state, sentence = "done", f"run {found.run_id} is done ({size})"
     elif words & {"failed", "lost", "not started"}:
-        state, told = "failed", f"run {found.run_id} has failed ({size})"
+        state, sentence = "failed", f"run {found.run_id} has failed ({size})"
     else:
-        state, told = "stopped", f"run {found.run_id} was stopped ({size})"
+        state, sentence = "stopped", f"run {found.run_id} was stopped ({size})"
     why = first_cause(everyone, plan.lead)
-    untold = [view for view in everyone if _why_ended(view) not in why and view.node.label not in why]
-    notes = [_ended_note(view) for view in untold if view.word != "done"]
-    told += f": {why}" if why else ""
-    return Verdict(state, f"{told}; {launcher_words(found)}", tuple(notes), _after(found, state))  # type: ignore[arg-type]
+    others = [view for view in everyone if _why_ended(view) not in why and view.node.label not in why]
+    notes = [_ended_note(view) for view in others if view.word != "done"]
+    sentence += f": {why}" if why else ""
+    return Verdict(state, f"{sentence}; {launcher_words(found)}", tuple(notes), _after(found, state))  # type: ignore[arg-type]
 
 
-def _over_by_result(found: FoundRun, result: Mapping[str, Any], away: Sequence[NodeView] = ()) -> Verdict:
-    """By the report that lies here; ``away``: nodes out of reach now."""
+def _over_by_result(found: FoundRun, result: Mapping[str, Any], unreachable: Sequence[NodeView] = ()) -> Verdict:
+    """The verdict by the result in the run's folder; ``unreachable``: nodes that cannot be reached now."""
     state = _FROM_RESULT[result["state"]]
-    told = {"done": "is done", "failed": "has failed", "stopped": "was stopped"}[state]
+    verb = {"done": "is done", "failed": "has failed", "stopped": "was stopped"}[state]
     by = f" by {result['stopped_by']}" if result.get("stopped_by") else ""
     why, notes = result_words(result), tuple(result["notes"])
-    if not result["nodes"]:  # given up before anything ran
+    if not result["nodes"]:  # the launch ended before any process started
         why, notes = "; ".join(notes), ()
-    sentence = f"run {found.run_id} {told}{by} after {seconds_words(result['seconds'])}{f': {why}' if why else ''}"
+    sentence = f"run {found.run_id} {verb}{by} after {seconds_words(result['seconds'])}{f': {why}' if why else ''}"
     notes += tuple(
-        note for view, note in zip(away, _away_notes(away, ()), strict=True) if view.node.label not in str(notes)
+        note
+        for view, note in zip(unreachable, _unreachable_notes(unreachable, ()), strict=True)
+        if view.node.label not in str(notes)
     )
-    return Verdict(state, sentence, notes, _after(found, state, away, collected=True))
+    return Verdict(state, sentence, notes, _after(found, state, unreachable, collected=True))
 
 
-def _after(found: FoundRun, state: State, away: Sequence[NodeView] = (), *, collected: bool = False) -> tuple[str, ...]:
-    """``resume`` where there is a checkpoint to go on from; of a run not collected, its report will say."""
-    bring = () if collected else (f"gnnfleet collect {found.words}",)
+def _after(
+    found: FoundRun, state: State, unreachable: Sequence[NodeView] = (), *, collected: bool = False
+) -> tuple[str, ...]:
+    """Next commands for a run that has ended; ``resume`` only if a checkpoint is in its folder."""
+    collect = () if collected else (f"gnnfleet collect {found.words}",)
     if found.plan is not None and found.plan.serve_only:
-        return (*bring, f"gnnfleet serve --config FILE --name {found.run_id}")
+        return (*collect, f"gnnfleet serve --config FILE --name {found.run_id}")
     if state == "done":
-        return bring
+        return collect
     report = (f"gnnfleet report {found.words}",) if (found.result or {}).get("nodes") else ()
-    return (*bring, *_resume(found, away), *report)
+    return (*collect, *_resume(found, unreachable), *report)
 
 
-def _resume(found: FoundRun, away: Sequence[NodeView]) -> tuple[str, ...]:
+def _resume(found: FoundRun, unreachable: Sequence[NodeView]) -> tuple[str, ...]:
     if found.folder is None or not (found.folder / "checkpoints" / "last.pt").is_file():
         return ()
     nodes = found.plan.nodes if found.plan else ()
-    return (resume_command(found.words, excluded_names(nodes, {view.node.node_rank for view in away})),)
+    return (resume_command(found.words, excluded_names(nodes, {view.node.node_rank for view in unreachable})),)
 
 
 def _preparing(found: FoundRun, launch: LaunchFile) -> Verdict:
-    told = f"run {found.run_id} is being prepared: its launcher ({_launcher(launch)}) has been {_DOING[launch.stage]} "
-    told += f"since {clock(launch.since)}; nothing of it runs on the nodes yet"
-    return Verdict("preparing", told, (), (f"gnnfleet status {found.words}", f"gnnfleet stop {found.words}"))
+    sentence = (
+        f"run {found.run_id} is being prepared: its launcher ({_launcher(launch)}) has been {_DOING[launch.stage]} "
+    )
+    sentence += f"since {clock(launch.since)}; it has no processes on the nodes yet"
+    return Verdict("preparing", sentence, (), (f"gnnfleet status {found.words}", f"gnnfleet stop {found.words}"))
 
 
 def _never_started(found: FoundRun, nodes: str) -> Verdict:
-    told = f"run {found.run_id} never started: {launcher_words(found)}; {nodes}"
-    return Verdict("never started", told, (), _after(found, "failed", collected=True))
+    sentence = f"run {found.run_id} never started: {launcher_words(found)}; {nodes}"
+    return Verdict("never started", sentence, (), _after(found, "failed", collected=True))
 
 
 def launcher_words(found: FoundRun) -> str:
-    """What became of the launcher, as a clause."""
+    """The state of the launcher, as a clause."""
     launch = found.launch
     if launch is None:
         return "it was launched from another machine"
@@ -257,13 +271,13 @@ def launcher_words(found: FoundRun) -> str:
     if launch.stage == "end":
         return f"its launcher ({who}) has ended"
     if launch.detached:
-        return f"its launcher ({who}) has left it to itself since {clock(launch.since)}"
+        return f"its launcher ({who}) detached at {clock(launch.since)}"
     if alive:
         return f"its launcher ({who}) is {_DOING[launch.stage]}"
     if alive is None:
-        return f"it was launched by {launch.who}, whose launcher cannot be seen from here"
-    gone = clock(last_sign(found.folder)) if found.folder else clock(launch.since)
-    return f"its launcher ({who}) died while {_DOING[launch.stage]} (last sign of it {gone})"
+        return f"it was launched by {launch.who} on another machine, so the state of that launcher is unknown here"
+    last = clock(last_sign(found.folder)) if found.folder else clock(launch.since)
+    return f"its launcher ({who}) died while {_DOING[launch.stage]} (last update {last})"
 
 
 def _launcher(launch: LaunchFile) -> str:
@@ -271,20 +285,20 @@ def _launcher(launch: LaunchFile) -> str:
 
 
 def progress_words(found: FoundRun, views: Sequence[NodeView]) -> str:
-    """``epoch 4 of 10, step 13 of 40``: where the slowest rank is; '' before the first step."""
+    """``epoch 4 of 10, step 13 of 40``, the position of the slowest rank; '' before the first step."""
     steps = [rank for view in views for rank in view.ranks.values() if place_of(rank)]
     if not steps:
         return ""
     slowest = min(steps, key=place_of)
     epoch, step = place_of(slowest)
-    ours = found.launch is not None and not found.launch.own_command  # else the config here may not be the run's
-    of = f" of {found.config.train.epochs}" if found.config and ours else ""
-    done = min(step + 1, slowest["steps"])  # evaluation goes on counting
+    bundled = found.launch is not None and not found.launch.own_command  # only then do train.epochs apply
+    of = f" of {found.config.train.epochs}" if found.config and bundled else ""
+    done = min(step + 1, slowest["steps"])  # evaluation continues the count of steps
     return f"epoch {epoch}{of}, step {done} of {slowest['steps']}"
 
 
 def place_of(rank: Mapping[str, Any]) -> tuple[int, ...]:
-    """(epoch, step) a rank is at; () before its first step. ``at`` is newer than the last metrics line."""
+    """(epoch, step) of a rank; () before its first step. Prefers ``at``, which is newer than the metrics line."""
     if any(rank.get(name) is None for name in ("epoch", "step", "steps")):
         return ()
     at = rank.get("at")
@@ -292,26 +306,26 @@ def place_of(rank: Mapping[str, Any]) -> tuple[int, ...]:
 
 
 def first_cause(views: Sequence[NodeView], hub: int) -> str:
-    """Why the run ended, by the words of the node where it began; '' when all went well. ``views``: of all nodes."""
+    """Why the run ended, as its nodes report it; '' if it succeeded. ``views``: answers of all nodes."""
     gone = done_without(views, hub, only_gone=True)
     labels = tuple(view.node.label for view in views)
     results = {view.node.node_rank: view.result for view in views if view.result is not None}
-    if hub_was_cut_off(results, len(views), hub):  # what it says of the others is not so
+    if hub_was_cut_off(results, len(views), hub):  # its report on the other nodes is wrong
         views = [view for view in views if view.node.node_rank != hub]
     for view in views:
         cause = (view.result or {}).get("cause")
         if cause:
             return str(cause["reason"]) if cause["kind"] == "stop" else model.sentence(cause, labels)
     needed = [view for view in views if view.node.node_rank not in gone]
-    told = [f"node{view.node.node_rank}: {why}" for view in needed if (why := _why_ended(view))]
-    return told[0] if told else ""
+    reasons = [f"node{view.node.node_rank}: {why}" for view in needed if (why := _why_ended(view))]
+    return reasons[0] if reasons else ""
 
 
 def done_without(views: Sequence[NodeView], hub: int, *, only_gone: bool = False) -> set[int]:
-    """Nodes that the run has gone on without, and those that it could: by the hub's word."""
-    told = next((view.result or view.state or {} for view in views if view.node.node_rank == hub), {})
-    gone = set(map(int, told.get("gone") or ()))
-    return gone if only_gone else gone | set(told.get("spare") or ())
+    """Nodes that the run continued without and, unless ``only_gone``, expendable ones; as the hub reports."""
+    lead = next((view.result or view.state or {} for view in views if view.node.node_rank == hub), {})
+    gone = set(map(int, lead.get("gone") or ()))
+    return gone if only_gone else gone | set(lead.get("spare") or ())
 
 
 def _size(plan: LaunchPlan) -> str:
@@ -328,12 +342,12 @@ def _what_it_does(alive: Sequence[NodeView]) -> str:
 
 
 def result_words(result: Mapping[str, Any]) -> str:
-    """A finished run in a few words: its accuracy, or its first failure."""
+    """Result of an ended run in a few words: its accuracy, or its first failure."""
     first = result.get("first_failure")
     if first:
         return str(first.get("sentence") or first.get("reason", ""))  # older folders have no sentence
-    told = {split: result.get("metrics", {}).get(f"{split}_accuracy") for split in ("test", "val")}
-    return next((f"{split} accuracy {value:.4f}" for split, value in told.items() if value is not None), "")
+    accuracies = {split: result.get("metrics", {}).get(f"{split}_accuracy") for split in ("test", "val")}
+    return next((f"{split} accuracy {value:.4f}" for split, value in accuracies.items() if value is not None), "")
 
 
 def _why_ended(view: NodeView) -> str:
@@ -348,17 +362,17 @@ def _ended_note(view: NodeView) -> str:
     return f"{view.node.label}: {view.word}" + (f" ({why})" if why else "")
 
 
-def _away_notes(away: Sequence[NodeView], others: Sequence[NodeView]) -> list[str]:
-    """Of each node out of reach: why, and what the other nodes know of it."""
+def _unreachable_notes(unreachable: Sequence[NodeView], others: Sequence[NodeView]) -> list[str]:
+    """For each unreachable node the reason, and when another node last received a message from it."""
     notes = []
-    for view in away:
+    for view in unreachable:
         k = str(view.node.node_rank)
         heard = [other for other in others if k in ((other.state or {}).get("peers") or {})]
-        told = f"{view.node.label} cannot be reached from here: {view.unreachable}"
+        note = f"{view.node.label} cannot be reached from here: {view.unreachable}"
         if heard:
             peer = heard[0].state["peers"][k]  # type: ignore[index]
-            told += f"; node{heard[0].node.node_rank} last heard of it {peer['age']:.1f} s ago ({peer['state']})"
-        notes.append(told)
+            note += f"; node{heard[0].node.node_rank} last heard from it {peer['age']:.1f} s ago ({peer['state']})"
+        notes.append(note)
     return notes
 
 
@@ -367,7 +381,7 @@ def _names(views: Sequence[NodeView]) -> str:
 
 
 def clock(when: float) -> str:
-    """``12:03:11``, or with the date when that is another day; this machine's time zone."""
+    """``12:03:11``, with the date if it is not today; in this machine's time zone."""
     then, today = time.localtime(when), time.localtime()
     same_day = then[:3] == today[:3]
     return time.strftime("%H:%M:%S" if same_day else "%Y-%m-%d %H:%M:%S", then)

@@ -66,7 +66,7 @@ def test_a_closed_terminal(cluster: NetCluster, here: Operator, project: Path, s
         assert told["state"] == "done", told
         assert len(list(project.glob("runs/*/output/node*/rows.bin"))) == 2, "collected although nobody looked"
     else:
-        assert told["state"] == "running" and "has left it to itself" in told["sentence"], told
+        assert told["state"] == "running" and "detached at" in told["sentence"], told
         stopped = here.say("stop")
         assert stopped.status == 0, stopped.output
         assert here.status()["state"] == "stopped"

@@ -251,7 +251,7 @@ def test_an_ended_run_is_collected_listed_and_resumed_from_its_checkpoint(made, 
     assert (entries["r1"]["state"], entries["r1"]["size"]) == ("failed", "2 nodes × 2 ranks")
     assert "ended with exit status 3" in entries["r1"]["why"]
     assert (entries["r2"]["state"], entries["r2"]["why"]) == ("never started", "its launcher ended during preflight")
-    assert (entries["r3"]["state"], entries["r3"]["why"]) == ("open", "detached; gnnfleet status r3 tells how it is")
+    assert (entries["r3"]["state"], entries["r3"]["why"]) == ("open", "detached; see gnnfleet status r3")
     _, table = asked(capsys, "runs", "-n", "1")
     assert "r3" in table and "r1" not in table
 

@@ -39,9 +39,9 @@ def asked(capsys: pytest.CaptureFixture[str], *words: str) -> tuple[int, str]:
     ("name", "text", "said"),
     [
         ("result.json", "{", "result.json is damaged (Expecting"),
-        ("result.json", "[]", "delete it, `gnnfleet collect r1` makes it anew"),
+        ("result.json", "[]", "delete it, then `gnnfleet collect r1` writes a new one"),
         ("run.json", "{", "run.json is damaged: Expecting"),
-        ("launch.json", "[]", "delete it, the run's other files do without"),
+        ("launch.json", "[]", "delete it, the run's other files are enough"),
         ("config.yml", "nodes: [", "config.yml:1: not valid YAML"),
     ],
 )
@@ -56,17 +56,17 @@ def test_a_damaged_file_is_named_with_what_to_do(made, capsys, name, text, said)
 def test_a_run_without_its_plan_is_not_said_to_have_never_started(made, capsys) -> None:
     (made.folder / "run.json").unlink()
     status, told = asked(capsys, "status")
-    assert status == 3 and "what runs on its nodes cannot be told from here" in told
+    assert status == 3 and "the state of its nodes cannot be determined" in told
     for words in [["stop"], ["resume", "r1"], ["logs"]]:
         status, told = asked(capsys, *words)
-        assert status in (1, 2) and "holds no run.json" in told and "--config cluster.yml" in told
+        assert status in (1, 2) and "has no run.json" in told and "--config cluster.yml" in told
     assert json.loads(asked(capsys, "runs", "--json")[1])[0]["state"] == "open"
 
 
 def test_a_run_without_its_plan_is_found_on_the_hosts_of_the_config(made, capsys) -> None:
     (made.folder / "run.json").unlink()
     status, told = asked(capsys, "status", "r1", "--config", str(made.folder / "config.yml"))
-    assert "run r1 never started" in told and "which have been asked" in told
+    assert "run r1 never started" in told and "its nodes answered" in told
 
 
 def test_a_result_of_an_older_version_is_read(made, capsys) -> None:

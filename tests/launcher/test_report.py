@@ -222,7 +222,7 @@ def test_after_a_lost_host_the_advice_is_the_whole_line(tmp_path: Path) -> None:
     (tmp_path / "checkpoints/last.pt").write_bytes(b"weights")
     lost = Outcome.of_node(2, "gnn3", "no contact for 61 s", 170.0)
     told = printed(replace(report("failed", [lost], tmp_path), out_of_reach=("gnn3",)))
-    assert told.count("; to go on from it: gnnfleet resume r1 --exclude gnn3\n") == 1
+    assert told.count("; to continue from it: gnnfleet resume r1 --exclude gnn3\n") == 1
 
 
 def test_a_done_run_tells_accuracy_epoch_times_and_throughput_of_each_rank(tmp_path: Path) -> None:
@@ -230,7 +230,7 @@ def test_a_done_run_tells_accuracy_epoch_times_and_throughput_of_each_rank(tmp_p
     text = printed(report("done", ranks, tmp_path, metrics()))
     assert "test accuracy: 0.6543" in text and "val accuracy: 0.6100" in text
     assert any(line.split() == ["3", "2.00", "0.6667", "0.6000"] for line in text.splitlines())
-    assert "node0/rank0 250, node1/rank1 250 seeds/s; all together 500 (mean of epochs 2–3)" in text
+    assert "node0/rank0 250, node1/rank1 250 seeds/s; total 500 (mean of epochs 2–3)" in text
     assert f"run folder: {tmp_path}" in text
 
 
@@ -309,5 +309,5 @@ def test_a_script_of_ones_own_ends_with_its_last_loss_and_what_it_wrote(tmp_path
     (tmp_path / "output/node0").mkdir(parents=True)
     (tmp_path / "output/node0/model.pt").write_bytes(b"x" * 1500)
     shown = printed(replace(report("done", [], tmp_path), metrics=read_metrics(files)))
-    assert "last loss told: 0.5000, mean of 2 ranks (epoch 2, step 4 of 9)" in shown
+    assert "last loss: 0.5000, mean of 2 ranks (epoch 2, step 4 of 9)" in shown
     assert "output: 1 file in" in shown and "node0/model.pt  1.5 kB" in shown

@@ -71,7 +71,7 @@ class NodeFolder:
         groups = {entry["pgid"] for entry in entries if procs.alive(entry["pid"], entry["start_ticks"])}
         return [process for process in procs.table() if process.pgid in groups]
 
-    def left(self) -> list[procs.Process]:
+    def running(self) -> list[procs.Process]:
         """All running processes of the run on this node, including the supervisor."""
         root = self.supervisor()
         found = procs.run_processes(self.mark, root) + self.recorded()
@@ -89,11 +89,11 @@ def stop(folder: NodeFolder, timeout: float, session: str, request: dict[str, An
     deadline = time.monotonic() + timeout
     while folder.supervisor() is not None and time.monotonic() < deadline:
         time.sleep(_POLL)
-    killed = describe(folder.left())
+    killed = describe(folder.running())
     supervisor = folder.supervisor()
     if supervisor is not None:  # killed first, so that it does not report the end of its children as a failure
         procs.send(supervisor, signal.SIGKILL)
-    left = procs.end(folder.left, 0.0 if request["now"] or not killed else min(folder.grace, 1.0))
+    left = procs.end(folder.running, 0.0 if request["now"] or not killed else min(folder.grace, 1.0))
     if session:
         close_session(session)
     notes = [folder.damage, "" if left else release_leases(folder)]

@@ -29,7 +29,7 @@ from launcher.node import control, json_reader, watch
 from launcher.node.control import NodeFolder
 from launcher.node.record import append_json
 from launcher.node.supervisor.journal import Journal
-from launcher.node.supervisor.outcomes import Book
+from launcher.node.supervisor.outcomes import OutcomeBook
 from launcher.node.watch import Watcher
 from launcher.report import metrics
 from launcher.report.compare import compare, figures_of, print_comparison
@@ -456,7 +456,7 @@ NODE = json.dumps({"run_id": "r1", "token": "t", "node_rank": 0, "grace": 1.0})
 
 
 def test_an_outcome_file_or_a_started_file_of_another_kind_is_as_none(tmp_path: Path) -> None:
-    book = Book(Journal(str(tmp_path), 0), 0, (0,))
+    book = OutcomeBook(Journal(str(tmp_path), 0), 0, (0,))
     for folder in ("procs", "outcomes"):
         for text in ("5", '{"pid": "x"}', '{"name": "rank0", "node_rank": "0"}'):
             (tmp_path / folder / "rank0.json").write_text(text)

@@ -20,7 +20,7 @@ from launcher.node import procs
 from launcher.node.child_process import Loop
 from launcher.node.log_lines import LineLog
 from launcher.node.supervisor.journal import Journal, LatestWriter
-from launcher.node.supervisor.outcomes import Book, Mailbox
+from launcher.node.supervisor.outcomes import Mailbox, OutcomeBook
 from node_kit import ROOT
 from peers_kit import Run
 from waiting import wait_until
@@ -83,11 +83,11 @@ def test_ctrl_s_in_the_session_stops_nobody(tmp_path: Path) -> None:
     pid, terminal = pty.fork()
     if pid == 0:
         journal = Journal(str(tmp_path), 0)
-        journal.say("begun")
+        journal.log("begun")
         while not (tmp_path / "go").exists():
             time.sleep(0.02)
         for _ in range(2000):
-            journal.say("x" * 80)
+            journal.log("x" * 80)
         (tmp_path / "went").touch()
         os._exit(0)
     try:
@@ -103,7 +103,7 @@ def test_ctrl_s_in_the_session_stops_nobody(tmp_path: Path) -> None:
 
 
 def test_words_that_the_terminal_cannot_show_are_no_failure(tmp_path: Path) -> None:
-    code = f"from launcher.node.supervisor.journal import Journal; Journal({str(tmp_path)!r}, 0).say('a → b \\udcff')"
+    code = f"from launcher.node.supervisor.journal import Journal; Journal({str(tmp_path)!r}, 0).log('a → b \\udcff')"
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "PYTHONIOENCODING": "iso-8859-1"}
     done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, timeout=20, check=False)
     assert (done.returncode, done.stdout.decode()) == (0, "a → b ?\n")
@@ -120,14 +120,14 @@ def test_a_file_server_that_does_not_answer_has_deleted_nothing(
 
     with monkeypatch.context() as patch:
         patch.setattr(os, "stat", fails)
-        assert journal.there()
+        assert journal.folder_exists()
     shutil.rmtree(tmp_path / "run")
-    assert not journal.there()
+    assert not journal.folder_exists()
 
 
 def test_mail_from_anybody_does_not_fill_the_log(tmp_path: Path, loop: Loop) -> None:
     journal = Journal(str(tmp_path), 0)
-    mailbox = Mailbox(loop, Book(journal, 0, (0,)), "token", f"test-{os.getpid()}")
+    mailbox = Mailbox(loop, OutcomeBook(journal, 0, (0,)), "token", f"test-{os.getpid()}")
     with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as sock:
         for number in range(50):
             sock.sendto(b"[%d]" % number, f"\0gnnfleet-{os.getuid()}-test-{os.getpid()}")

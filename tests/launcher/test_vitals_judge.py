@@ -13,7 +13,7 @@ from launcher.node.peers.hub import Hub
 from launcher.node.peers.model import PeerConfig
 from launcher.node.supervisor import stacks, stall_detector
 from launcher.node.supervisor.journal import Journal
-from launcher.node.supervisor.outcomes import Book
+from launcher.node.supervisor.outcomes import OutcomeBook
 from launcher.node.supervisor.spec import NodeSpec
 from launcher.node.supervisor.stall_detector import Health, Judge
 from vitals_kit import Cluster, pace
@@ -167,7 +167,7 @@ def test_judging_512_ranks_takes_little_of_a_second() -> None:
 
 def test_lines_of_a_clock_that_hardly_moves_do_not_pile_up() -> None:
     """A script may write any t."""
-    seen = stall_detector._Pace()
+    seen = stall_detector._StragglerRule()
     entry = {"kind": "step", "own_s": 0.1, "step_s": 0.2, "batch_s": 0.0, "node_rank": 0, "where": "rank 0"}
     for second in range(2000):
         assert not list(seen.look(float(second), {0: {**entry, "t": second * 1e-6}}))
@@ -193,7 +193,7 @@ def test_a_rank_that_somebody_stopped_leads_wherever_it_runs(tmp_path: Path, mon
     spec = NodeSpec("r1", "t", 0, run_dir=str(tmp_path), ranks=(0,), labels=("node0 (gnn1)", "node1 (gnn2)"), **values)
     hub = Hub(PeerConfig("t", 0, spec.labels, "", "", 0, 9.0, 6.0), loop=cast(Loop, None))
     hub.members[1].own_ranks, hub.members[1].ahead = (1,), 300.0
-    health = Health(spec, Book(Journal(str(tmp_path), 0), 0, (0,)), hub, lambda seconds: None)
+    health = Health(spec, OutcomeBook(Journal(str(tmp_path), 0), 0, (0,)), hub, lambda seconds: None)
     monkeypatch.setattr(health, "_stacks_of_all", lambda: {0: ["train.py:7 in step()"], 1: [stacks.STOPPED]})
     finding = {"t": 50.0, "kind": "stall", "node_rank": 0, "rank": None, "text": "no process has trained", "stop": True}
     health._add(finding)

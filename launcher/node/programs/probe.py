@@ -40,7 +40,7 @@ def main(request: dict[str, Any]) -> dict[str, Any]:
     started = machine.commands(bool(request.get("devices")))
     own = addresses()
     address = numeric(request["address"]) or own_address(request["peer"])
-    leases, lease_error = held()
+    leases, lease_error = lease_facts()
     facts: dict[str, Any] = {
         "hostname": socket.gethostname(),
         "home": os.path.expanduser("~"),
@@ -56,7 +56,7 @@ def main(request: dict[str, Any]) -> dict[str, Any]:
         "names": resolved(request.get("names", [])),
         "manifest": bool(request["manifest"]) and os.path.isfile(os.path.expanduser(request["manifest"])),
         "graph": packages.graph_size(request["manifest"]),
-        "taken": taken(os.path.expanduser(request["run_dir"]), request["session"]),
+        "taken": existing_run(os.path.expanduser(request["run_dir"]), request["session"]),
     }
     facts.update(machine.capacity())
     facts.update(folders.folders(os.path.expanduser(request["workdir"]), request.get("code", "")))
@@ -130,14 +130,14 @@ def interface_of(address: str, own: list[tuple[str, str]]) -> str:
     return "lo" if address.startswith("127.") else next((name for name, one in own if one == address), "")
 
 
-def taken(run_dir: str, session: str) -> str:
+def existing_run(run_dir: str, session: str) -> str:
     """The tmux session or run folder of a planned run that already exists; '' when neither does."""
     if session and machine.tmux_has(session):
         return "tmux session %s" % session
     return run_dir if run_dir and os.path.exists(run_dir) else ""
 
 
-def held() -> tuple[list[dict[str, Any]], str]:
+def lease_facts() -> tuple[list[dict[str, Any]], str]:
     """(valid leases as dicts with their description in "words", why leases cannot be read or '')."""
     try:
         if not os.listdir(os.environ.get("GNNFLEET_LEASES") or LEASES):

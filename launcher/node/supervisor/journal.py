@@ -109,7 +109,7 @@ class Journal:
     def path(self, *names: str) -> str:
         return os.path.join(self.run_dir, *names)
 
-    def there(self) -> bool:
+    def folder_exists(self) -> bool:
         """Whether the run folder still exists; also true when its file server does not answer."""
         try:
             os.stat(self.run_dir)
@@ -123,7 +123,7 @@ class Journal:
         """Append an event to ``events.jsonl`` and, as text, to the log."""
         record = {"t": time.time(), "kind": kind, "node_rank": self.node_rank, **more}
         self.put("events.jsonl", record, append_json)
-        self.say(" ".join([kind, *(f"{key}={value}" for key, value in more.items() if value not in (None, ""))]))
+        self.log(" ".join([kind, *(f"{key}={value}" for key, value in more.items() if value not in (None, ""))]))
 
     def put(self, name: str, value: Any, write: Callable[[str, Any], None] = write_json) -> bool:
         """Write a file of the run folder; returns whether that succeeded."""
@@ -155,7 +155,7 @@ class Journal:
             self.free_reserve()
             self.put(name, value)
 
-    def say(self, text: str) -> None:
+    def log(self, text: str) -> None:
         """Write a line to supervisor.log and to the tmux session's terminal."""
         line = f"{text}\n".encode("utf-8", "replace")
         self._log.feed(line)
@@ -182,7 +182,7 @@ class Journal:
     def _log_once(self, text: str) -> None:
         if text not in self._logged:
             self._logged.add(text)
-            self.say(text)
+            self.log(text)
 
 
 def stop_request(journal: Journal) -> Mapping[str, Any] | None:

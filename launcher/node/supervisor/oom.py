@@ -49,7 +49,7 @@ class OomWatch:
         # Without a readable kernel log, a kill counted on the machine is taken for this process's.
         return pid in killed_for_memory(log) or (counted and not log)
 
-    def words(self, pid: int) -> dict[str, Any]:
+    def outcome_fields(self, pid: int) -> dict[str, Any]:
         """Fields ``oom`` and ``note`` for the outcome of a process ended by SIGKILL; {} when it was no OOM kill."""
         allowed = limit()
         if not self.killed(pid):

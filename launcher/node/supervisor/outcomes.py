@@ -21,7 +21,7 @@ from launcher.node.supervisor.spec import NodeSpec
 _MAX_MAIL = 1 << 17  # bytes of a record that a rank runner sends to the mailbox
 
 
-class Book:
+class OutcomeBook:
     """The outcomes of one node's processes, by process name, and its started ranks."""
 
     def __init__(self, journal: Journal, node_rank: int, ranks: tuple[int, ...]) -> None:
@@ -132,7 +132,7 @@ class Mailbox:
     An abstract Unix datagram socket, which needs no file; records carry the run's token.
     """
 
-    def __init__(self, loop: Loop, book: Book, token: str, address: str) -> None:
+    def __init__(self, loop: Loop, book: OutcomeBook, token: str, address: str) -> None:
         self._loop, self._book, self._token = loop, book, token
         self._warned = False  # malformed datagrams are logged once: any user of the machine can send them
         self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
@@ -148,7 +148,7 @@ class Mailbox:
         except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
             if not self._warned:
                 self._warned = True
-                self._book.journal.say(f"ignored a malformed record from a rank runner: {error!r}")
+                self._book.journal.log(f"ignored a malformed record from a rank runner: {error!r}")
 
     def close(self) -> None:
         self._loop.unwatch(self._socket)

@@ -15,7 +15,7 @@ from typing import Any
 
 from launcher.node import procs
 from launcher.node.child_process import Child
-from launcher.node.supervisor.outcomes import Book
+from launcher.node.supervisor.outcomes import OutcomeBook
 from launcher.node.supervisor.spec import NodeSpec
 
 Start = Callable[[str, Mapping[str, Any], str], Child]
@@ -33,9 +33,9 @@ def rank_environment(spec: NodeSpec, local_rank: int) -> dict[str, str]:
 
 
 class RankRunners:
-    """The rank runners of one node. ``Book`` has the outcomes of the ranks that they run."""
+    """The rank runners of one node. ``OutcomeBook`` has the outcomes of the ranks that they run."""
 
-    def __init__(self, spec: NodeSpec, book: Book, start: Start) -> None:
+    def __init__(self, spec: NodeSpec, book: OutcomeBook, start: Start) -> None:
         self._spec, self._book, self._start = spec, book, start
         self.children: dict[int, Child] = {}  #: by rank
 
@@ -57,7 +57,7 @@ class RankRunners:
     def ended_badly(self) -> Child | None:
         """A rank runner that ended with an error and was not stopped, and whose rank has not failed; else None.
 
-        Call after ``Book.look``, which reads the outcomes of the ranks.
+        Call after ``OutcomeBook.look``, which reads the outcomes of the ranks.
         """
         for rank, child in self.children.items():
             known = self._book.outcomes.get(f"rank{rank}", {})
@@ -75,7 +75,9 @@ _LEAST = 0.3  # seconds of grace at least, so that a rank runner can mark its ra
 Idle = Callable[[float], object]
 
 
-def end_processes(children: list[Child], book: Book, token: str, grace: float, idle: Idle) -> list[procs.Process]:
+def end_processes(
+    children: list[Child], book: OutcomeBook, token: str, grace: float, idle: Idle
+) -> list[procs.Process]:
     """End all processes of the run on this node; returns those that survived SIGKILL.
 
     grace: seconds between SIGTERM and SIGKILL. ``idle(seconds)`` waits and keeps the supervisor's heartbeat running.
@@ -101,7 +103,7 @@ def end_processes(children: list[Child], book: Book, token: str, grace: float, i
     return left
 
 
-def _kill_groups(children: list[Child], book: Book) -> None:
+def _kill_groups(children: list[Child], book: OutcomeBook) -> None:
     """SIGKILL ranks and server, not the rank runners, which then write their ranks' outcomes and end."""
     book.look()
     ranks = book.rank_pids().values()

@@ -60,7 +60,7 @@ class RankRunner:
             return self._not_started(error, started)
         while child.running():
             self.loop.turn(0.5)
-            self._heed_stop(child)
+            self._apply_stop(child)
             oom.look()
         child.pump()
         status = self._report(child, oom)
@@ -94,7 +94,7 @@ class RankRunner:
         self._write("outcomes", {**record, "failed": True, "note": text, "tail": [text]})
         return 127
 
-    def _heed_stop(self, child: Child) -> None:
+    def _apply_stop(self, child: Child) -> None:
         now = time.monotonic()
         alone = supervisor_gone(self.environment)
         if self._kill_at is None and (self.loop.signals or alone):
@@ -114,7 +114,7 @@ class RankRunner:
             "note": child.log.crash.innermost if signaled else "",
         }
         if signaled == "SIGKILL" and not child.stop_sent:
-            more |= watch.words(child.pid)
+            more |= watch.outcome_fields(child.pid)
         if signaled and child.log.crash.innermost:  # without Python frames, an earlier traceback says more
             more["traceback"] = child.log.crash.lines
         self._write("outcomes", outcome(self.name, self.node_rank, self.rank, child, **more))

@@ -112,7 +112,7 @@ class ServerKeeper:
         self._restarts.append(now)
         self.child, self.ready, self._again_at = None, False, now + pause
         child.pump()
-        more = self._oom.words(child.pid) if child.status[1] == "SIGKILL" else {}
+        more = self._oom.outcome_fields(child.pid) if child.status[1] == "SIGKILL" else {}
         self._last = outcome("server", self._spec.node_rank, None, child, **more)
         procs.send_group(child.pid, signal.SIGKILL)  # a remaining process could still hold the port
         self._loop.forget(child)

@@ -14,7 +14,7 @@ from launcher.node.peers.member import Member
 from launcher.node.peers.model import Peers
 from launcher.node.supervisor import stacks
 from launcher.node.supervisor.journal import Journal
-from launcher.node.supervisor.outcomes import Book
+from launcher.node.supervisor.outcomes import OutcomeBook
 from launcher.node.supervisor.spec import NodeSpec
 from launcher.node.supervisor.vitals import PHASES, Vitals
 
@@ -274,7 +274,7 @@ class Health:
     ``idle(seconds)`` waits and keeps the supervisor's heartbeat running.
     """
 
-    def __init__(self, spec: NodeSpec, book: Book, peers: Peers, idle: Callable[[float], object]) -> None:
+    def __init__(self, spec: NodeSpec, book: OutcomeBook, peers: Peers, idle: Callable[[float], object]) -> None:
         self.findings: list[Finding] = []
         self.stacks: dict[str, list[str]] | None = None  #: summaries by rank, once the hub has asked for them
         self._spec, self._book, self._peers, self._idle = spec, book, peers, idle

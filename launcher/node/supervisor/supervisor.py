@@ -27,7 +27,7 @@ from launcher.node.peers.member import Member
 from launcher.node.peers.model import Cause, NoPeers, Order, Peers, make_cause, sentence
 from launcher.node.supervisor.journal import Journal, stop_request
 from launcher.node.supervisor.oom import OomWatch
-from launcher.node.supervisor.outcomes import Book, Ended, Mailbox, describe_leases, take_leases
+from launcher.node.supervisor.outcomes import Ended, Mailbox, OutcomeBook, describe_leases, take_leases
 from launcher.node.supervisor.processes import RankRunners, end_processes
 from launcher.node.supervisor.server_keeper import ServerKeeper
 from launcher.node.supervisor.spec import NodeSpec
@@ -41,7 +41,7 @@ _LOST_GRACE = 2.0  # seconds of grace after a lost node: its detection has used 
 
 _LEAVING = 15.0  # seconds beyond the grace to wait for the other supervisors' end or acknowledgement
 
-_SIGNALS = {"SIGHUP": "its tmux session was closed", "SIGINT": "somebody pressed Ctrl-C in its session"}
+_SIGNALS = {"SIGHUP": "its tmux session was closed", "SIGINT": "Ctrl-C was pressed in its tmux session"}
 
 
 class Supervisor:
@@ -58,10 +58,10 @@ class Supervisor:
         self.token = procs.node_token(spec.token, spec.node_rank)
         me = procs.look(os.getpid())
         self.start_ticks = me.start_ticks if me else 0
-        self.me = f"{os.getpid()}:{self.start_ticks}"
-        self.book = Book(self.journal, spec.node_rank, spec.ranks)
-        self.mailbox = Mailbox(self.loop, self.book, self.token, self.me)
-        self.peers = self.meet()
+        self.address = f"{os.getpid()}:{self.start_ticks}"
+        self.book = OutcomeBook(self.journal, spec.node_rank, spec.ranks)
+        self.mailbox = Mailbox(self.loop, self.book, self.token, self.address)
+        self.peers = self.make_peers()
         self.health = Health(spec, self.book, self.peers, self.idle)
         self.oom = OomWatch()
         self.keeper = ServerKeeper(spec, self.journal, self.loop, self.oom, self.start, self.children.remove)
@@ -69,7 +69,7 @@ class Supervisor:
         self.runners = RankRunners(spec, self.book, self.start)
         self._next_heartbeat = 0.0
 
-    def meet(self) -> Peers:
+    def make_peers(self) -> Peers:
         """Create this node's connection to the other supervisors: hub, member, or none for a single node."""
         meeting = self.spec.meeting
         if meeting is None:
@@ -167,7 +167,7 @@ class Supervisor:
         """Start a process of this node with a log. Raises Ended when it cannot be started."""
         log = self.journal.path("logs", f"{log_name or name}.log")
         try:
-            env = self.spec.environment(command, self.me)
+            env = self.spec.environment(command, self.address)
             child = Child(name, command["argv"], log, env=env, cwd=command.get("cwd"))
         except OSError as error:
             where = command.get("cwd") or os.getcwd()
@@ -211,7 +211,7 @@ class Supervisor:
         if request is not None:
             cause = self.own_cause("node", "stop", describe_stop(request), request)
             raise self.stopped(describe_stop(request), cause)
-        if not self.journal.there():
+        if not self.journal.folder_exists():
             why = f"its run folder {self.spec.run_dir} has been deleted"
             raise Ended("failed", why, self.own_cause("node", "failure", why))
 
@@ -277,7 +277,7 @@ class Supervisor:
     def record(self, name: str, child: Child | None, **more: Any) -> dict[str, Any]:
         """Write and return a failed outcome of the graph server or a rank runner, running or not."""
         if child is not None and child.status[1] == "SIGKILL":
-            more |= self.oom.words(child.pid)
+            more |= self.oom.outcome_fields(child.pid)
         record = outcome(name, self.spec.node_rank, None, child, failed=True, **more)
         record["ended"] = record["ended"] or time.time()
         self.book.record(record)
@@ -303,7 +303,7 @@ class Supervisor:
         self.set_state("stopping")
         left = end_processes(self.children, self.book, self.token, self.grace(), self.idle)
         if left:
-            self.journal.say(f"could not end: {', '.join(f'{p.pid} {procs.command_line(p.pid)}' for p in left)}")
+            self.journal.log(f"could not kill: {', '.join(f'{p.pid} {procs.command_line(p.pid)}' for p in left)}")
 
     def grace(self) -> float:
         """Seconds between SIGTERM and SIGKILL."""
@@ -342,8 +342,8 @@ class Supervisor:
         for runner in self.runners.children.values():
             if runner.name not in self.book.outcomes:
                 status, signaled = runner.status
-                told = {"name": runner.name, "rank": None, "pid": runner.pid}
-                self.journal.event("process-exit", **told, returncode=status, signal=signaled)
+                known = {"name": runner.name, "rank": None, "pid": runner.pid}
+                self.journal.event("process-exit", **known, returncode=status, signal=signaled)
 
     def await_peers(self) -> None:
         """Report this node's end and wait until it is acknowledged; the hub waits until all members have ended."""
@@ -360,7 +360,7 @@ class Supervisor:
         try:
             leases.release(self.spec.run_id, self.spec.node_rank)
         except leases.LeaseError as error:
-            self.journal.say(f"leases could not be released: {error}")
+            self.journal.log(f"leases could not be released: {error}")
 
     # State shown to other programs.
 

@@ -209,12 +209,12 @@ def test_equal_arguments_give_equal_parts(method):
 @pytest.mark.parametrize(
     ("num_parts", "method", "options", "problem"),
     [
-        (2, "mettis", {}, "unknown partition method 'mettis'; there are metis, random, hash, frequency"),
+        (2, "mettis", {}, "unknown partition method 'mettis'; choose one of metis, random, hash, frequency"),
         (6, "metis", {}, "5 nodes cannot be divided into 6 .*num_parts must be from 1 to the number of nodes"),
-        (2, "metis", {"balance": "edges"}, r"unknown balance 'edges'; there are nodes, types, seeds, types\+seeds"),
-        (2, "metis", {"ballance": "nodes"}, "unknown partition option 'ballance'; there are balance, fanouts"),
+        (2, "metis", {"balance": "edges"}, r"unknown balance 'edges'; choose one of nodes, types, seeds, types\+seeds"),
+        (2, "metis", {"ballance": "nodes"}, "unknown partition option 'ballance'; the options are balance, fanouts"),
         (2, "frequency", {"fanouts": (5, -2)}, r"fanouts \(5, -2\): expected whole numbers, one per hop"),
-        (2, "frequency", {"fanouts": {"paper": (5,)}}, "'paper' is no edge type; write source__relation__target"),
+        (2, "frequency", {"fanouts": {"paper": (5,)}}, "'paper' is not an edge type; write source__relation__target"),
     ],
 )
 def test_arguments_that_cannot_be_met(num_parts, method, options, problem):

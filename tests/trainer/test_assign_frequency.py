@@ -173,5 +173,5 @@ def test_equal_seeds_even_when_there_are_fewer_than_parts():
 def test_without_train_seeds_there_is_nothing_to_go_by():
     for splits in ({}, {"train": []}, {"val": [1]}):
         dataset = graph([(0, 1)], 4, splits=splits)
-        with pytest.raises(PartitionError, match="dataset small: method frequency goes by what the train seeds visit"):
+        with pytest.raises(PartitionError, match="dataset small: method frequency needs train seeds"):
             assign_parts(dataset, 2, "frequency")

@@ -127,7 +127,7 @@ def test_parts_without_train_seeds_are_noted(tmp_path):
 def test_what_is_no_partition_is_left_alone(tmp_path):
     (tmp_path / "home").mkdir()
     (tmp_path / "home" / "thesis.tex").write_text("years of work")
-    with pytest.raises(PartitionError, match="home holds something that is not a partition"):
+    with pytest.raises(PartitionError, match="home holds files but no partition"):
         make_partition(spec(tmp_path / "home"))
     assert (tmp_path / "home" / "thesis.tex").read_text() == "years of work"
     with pytest.raises(PartitionError, match="in the way and not a folder"):

@@ -68,7 +68,7 @@ INVARIANTS = {
     "seed outside": (f"shared/{NODE}/seeds/train.npy", at(3, 100), "position 3: 100 is outside 0 to 99"),
     "global id outside": (f"shared/{NODE}/global_id.npy", at(5, -7), "position 5: -7 is outside 0 to 99"),
     "global id of another": (
-        f"shared/{NODE}/global_id.npy", at(0, 1), "orig_id.npy: position 0: node 0 has global id 0, not 1 as shared"
+        f"shared/{NODE}/global_id.npy", at(0, 1), "orig_id.npy: position 0: node 0 has global id 0, but 1 in shared global_id.npy"
     ),
     "nodes unordered": (f"part0/{NODE}/orig_id.npy", swapped, "position 1: original ids do not ascend"),
     "no such node": (f"part0/{NODE}/orig_id.npy", at(-1, 100), "position 49: 100 is outside 0 to 99"),
@@ -121,7 +121,7 @@ def test_times_beside_edges_are_those_of_the_sources(tmp_path):
 @pytest.mark.parametrize(
     ("path", "position", "problem"),
     [
-        (f"part1/{NODE}/orig_id.npy", 0, "node 0 is in an earlier part too"),
+        (f"part1/{NODE}/orig_id.npy", 0, "node 0 is also in an earlier part"),
         (f"part1/{EDGE}/orig_id.npy", 0, "edge 1 appears twice"),
     ],
 )
@@ -174,7 +174,7 @@ def test_a_manifest_that_lists_a_file_of_no_type(tmp_path):
     y = read_manifest(folder).nodes[HOMO_NODE].attrs["y"]
     changed(folder, "nodes", attrs={"y": y})
     assert [str(finding) for finding in verify_partition(folder)] == [
-        f"part0/{NODE}/attrs/x.npy: listed in the manifest, but no type has such a file"
+        f"part0/{NODE}/attrs/x.npy: listed in the manifest, but does not belong to any node or edge type"
     ]
 
 
@@ -184,6 +184,6 @@ def test_files_of_others_between_the_parts(tmp_path):
         (folder / name).parent.mkdir(exist_ok=True)
         (folder / name).write_text("?")
     assert [str(finding) for finding in verify_partition(folder)] == [
-        "shared/notes.txt: is no file of this partition; move it away",
-        "part1/nodes/paper/orig_id.npy: is no file of this partition; move it away",
+        "shared/notes.txt: is not a file of this partition; move it away",
+        "part1/nodes/paper/orig_id.npy: is not a file of this partition; move it away",
     ]

@@ -237,7 +237,7 @@ def test_int8_parts_are_of_a_newer_format_and_shown_and_checked(tmp_path) -> Non
     broken = np.load(scales)
     broken[2] = -np.inf
     np.save(scales, broken)
-    assert "part0/nodes/node/scales/x.npy: position 2: -inf is no scale of a row" in map(
+    assert "part0/nodes/node/scales/x.npy: position 2: -inf is not a valid scale of a row" in map(
         str, verify_partition(parts, digests=False)
     )
     scales.unlink()

@@ -1,1 +1,1 @@
-"""Dividing a graph and keeping the parts on disk."""
+"""Partitions a graph and writes, verifies and describes the partition folder."""

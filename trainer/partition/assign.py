@@ -1,4 +1,4 @@
-"""Which part owns each node, by one of several methods."""
+"""Assigns each node to a part by one of several methods."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ from trainer.partition.metis import metis_assignment
 
 METHODS = ("metis", "random", "hash", "frequency")
 
-#: What parts have about equal numbers of, besides nodes as a whole: nothing more, nodes of each type,
-#: train seeds of each type, or both.
+#: Parts have about equal numbers of all nodes (nodes), and also of nodes of each type (types), of train seeds of each
+#: type (seeds), or of both.
 BALANCES = ("nodes", "types", "seeds", "types+seeds")
 
 _DEFAULTS: Mapping[str, Mapping[str, Any]] = {
@@ -35,27 +35,27 @@ _DEFAULTS: Mapping[str, Mapping[str, Any]] = {
 
 
 def method_options(method: str, **given: Any) -> dict[str, Any]:
-    """Everything ``method`` is told, defaults included, as JSON values: part of a partition's fingerprint.
+    """Return all options of ``method`` with defaults, as JSON values; they are part of a partition's fingerprint.
 
-    None stands for not given, and what a method has no use for is left out. Raises ``PartitionError`` for an
-    unknown method, option or value.
+    An option that is None gets its default; an option that ``method`` does not use is left out. Raises
+    ``PartitionError`` for an unknown method, option or value.
     """
     if method not in METHODS:
-        raise PartitionError(f"unknown partition method {method!r}; there are {', '.join(METHODS)}")
+        raise PartitionError(f"unknown partition method {method!r}; choose one of {', '.join(METHODS)}")
     known = sorted({name for options in _DEFAULTS.values() for name in options})
     for name in given:
         if name not in known:
-            raise PartitionError(f"unknown partition option {name!r}; there are {', '.join(known)}")
+            raise PartitionError(f"unknown partition option {name!r}; the options are {', '.join(known)}")
     options = {name: default if given.get(name) is None else given[name] for name, default in _DEFAULTS[method].items()}
     if "balance" in options and options["balance"] not in BALANCES:
-        raise PartitionError(f"unknown balance {options['balance']!r}; there are {', '.join(BALANCES)}")
+        raise PartitionError(f"unknown balance {options['balance']!r}; choose one of {', '.join(BALANCES)}")
     if "fanouts" in options:
         options["fanouts"] = _plain_fanouts(options["fanouts"])
     return options
 
 
 def fanouts_of(plain: Any) -> Fanouts:
-    """Fanouts as the samplers take them, from ``method_options``."""
+    """Convert fanouts from ``method_options`` to the form that the samplers accept."""
     if not isinstance(plain, Mapping):
         return tuple(plain)
     return {_edge_type(name): tuple(hops) for name, hops in plain.items()}
@@ -78,7 +78,7 @@ def _plain_hops(hops: Any) -> list[int]:
 def _edge_type(name: str) -> EdgeType:
     of = type_of(name)
     if isinstance(of, str):
-        raise PartitionError(f"fanouts: {name!r} is no edge type; write source__relation__target")
+        raise PartitionError(f"fanouts: {name!r} is not an edge type; write source__relation__target")
     return of
 
 
@@ -86,7 +86,7 @@ _AT_ONCE = 1 << 20
 
 
 def hash_part(node_type: NodeType, orig_ids: Array, num_parts: int, seed: int) -> Part:
-    """The part of each node, int32 [n]; the same whatever else is in the graph. Parts are about equal, not exactly."""
+    """Return the part of each node, int32 [n], as a hash of type, original id and seed. Part sizes are about equal."""
     part = np.empty(len(orig_ids), np.int32)
     for start in range(0, len(orig_ids), _AT_ONCE):
         keys = _keys(node_type, orig_ids[start : start + _AT_ONCE], seed)
@@ -95,7 +95,10 @@ def hash_part(node_type: NodeType, orig_ids: Array, num_parts: int, seed: int) -
 
 
 def random_parts(joined: JoinedNodes, num_parts: int, seed: int) -> Part:
-    """Nodes dealt out in random order, type after type: parts differ by one node at most, in all and of each type."""
+    """Return the part of each node, int32 [total], in random order.
+
+    The sizes of parts differ by at most one node, over all types and within each type.
+    """
     part = np.empty(joined.total, np.int32)
     for (node_type, start), own in zip(joined.starts.items(), joined.split(part).values(), strict=True):
         order = np.argsort(_keys(node_type, np.arange(len(own)), seed), kind="stable")
@@ -111,28 +114,34 @@ def _keys(node_type: NodeType, ids: Array, seed: int) -> Array:
 
 @dataclass(frozen=True)
 class PartitionAssignment:
-    """The part of every node, and how good the division is."""
+    """The part of every node, and the quality of the partition."""
 
-    algorithm: str
+    algorithm: str  #: one of ``METHODS``
     seed: int
     num_parts: int
-    parts: Mapping[NodeType, npt.NDArray[np.int32]]  #: type -> [num_nodes] part of each node
-    edge_cuts: Mapping[EdgeType, float]  #: fraction of these edges whose ends lie in different parts
-    edge_cut: float  #: the same over all edges
-    balance: float  #: most nodes of a part / mean nodes of a part, over all types
-    options: Mapping[str, Any] = field(default_factory=dict)  #: what the method was told beyond the above
+    parts: Mapping[NodeType, npt.NDArray[np.int32]]  #: type -> [num_nodes], the part of each node
+    edge_cuts: Mapping[EdgeType, float]  #: share of the edges of each type whose ends are in different parts, 0 to 1
+    edge_cut: float  #: the same over all edge types
+    balance: float  #: nodes of the largest part / mean nodes of a part, over all types
+    options: Mapping[str, Any] = field(default_factory=dict)  #: further options of the method
 
 
 def assign_parts(
     dataset: Dataset, num_parts: int, method: str = "metis", seed: int = 0, **options: Any
 ) -> PartitionAssignment:
-    """Divide the nodes into ``num_parts`` parts of about equal size, the same for equal arguments.
+    """Divide the nodes into parts of about equal size; deterministic for equal arguments.
 
-    `metis` cuts few edges; `frequency` has nodes where sampling visits them most; `random` balances exactly;
-    `hash` depends on type, id and seed alone, so its parts may be empty, others' never. ``options`` are those
-    of ``methods.method_options``. Raises ``PartitionError`` for arguments that cannot be met.
+    Args:
+        num_parts: number of parts, at most the number of nodes.
+        method: `metis` cuts few edges; `frequency` places nodes in the part whose seeds' sampling visits them most;
+            `random` balances exactly; `hash` depends on type, id and seed only, so a part may be empty.
+        seed: seed of the method.
+        options: options of the method, see ``method_options``.
+
+    Raises:
+        PartitionError: for an unknown method or option, and for more parts than nodes.
     """
-    told = method_options(method, **options)
+    resolved = method_options(method, **options)
     if not 1 <= num_parts <= dataset.num_nodes:
         raise PartitionError(
             f"dataset {dataset.name}: {dataset.num_nodes} nodes cannot be divided into {num_parts} non-empty parts; "
@@ -141,18 +150,18 @@ def assign_parts(
     joined = JoinedNodes.of(dataset)
     part = np.zeros(joined.total, np.int32)
     if num_parts > 1:
-        part = _assign(dataset, joined, num_parts, method, seed, told)
-    return _assignment(dataset, joined, part, num_parts, method, seed, told)
+        part = _assign(dataset, joined, num_parts, method, seed, resolved)
+    return _assignment(dataset, joined, part, num_parts, method, seed, resolved)
 
 
 def _assign(
-    dataset: Dataset, joined: JoinedNodes, num_parts: int, method: str, seed: int, told: Mapping[str, Any]
+    dataset: Dataset, joined: JoinedNodes, num_parts: int, method: str, seed: int, options: Mapping[str, Any]
 ) -> Part:
     if method == "metis":
-        return metis_assignment(dataset, joined, num_parts, seed, told["balance"])
+        return metis_assignment(dataset, joined, num_parts, seed, options["balance"])
     if method == "frequency":
-        fanouts = fanouts_of(told["fanouts"])
-        return frequency_assignment(dataset, joined, num_parts, seed, fanouts, told["balance"])
+        fanouts = fanouts_of(options["fanouts"])
+        return frequency_assignment(dataset, joined, num_parts, seed, fanouts, options["balance"])
     if method == "random":
         return random_parts(joined, num_parts, seed)
     by_type = [hash_part(of, np.arange(nodes.num_nodes), num_parts, seed) for of, nodes in dataset.nodes.items()]
@@ -160,7 +169,13 @@ def _assign(
 
 
 def _assignment(
-    dataset: Dataset, joined: JoinedNodes, part: Part, num_parts: int, method: str, seed: int, told: Mapping[str, Any]
+    dataset: Dataset,
+    joined: JoinedNodes,
+    part: Part,
+    num_parts: int,
+    method: str,
+    seed: int,
+    options: Mapping[str, Any],
 ) -> PartitionAssignment:
     parts = joined.split(part)
     cut = {
@@ -175,7 +190,7 @@ def _assignment(
         edge_cuts={of: count / max(dataset.edges[of].num_edges, 1) for of, count in cut.items()},
         edge_cut=sum(cut.values()) / max(dataset.num_edges, 1),
         balance=float(np.bincount(part, minlength=num_parts).max()) * num_parts / len(part),
-        options=told,
+        options=options,
     )
 
 

@@ -1,8 +1,8 @@
-"""Bounds the number of nodes of each class per part, and refines an assignment within them at the least edge cut.
+"""Moves nodes between parts until every class of nodes is balanced, and then to cut fewer edges.
 
-METIS as packaged takes one weight per node, so it cannot balance several things at once. Here every
-node is in exactly one class (its type, and whether it is a train seed, as far as asked for), and each
-class is bounded by itself: then a move changes one count, and the bounds can always be met.
+METIS as packaged accepts one weight per node, so it cannot balance several quantities at once. Here every node belongs
+to exactly one class (its type, whether it is a train seed, or both), and each class has its own bounds. A move
+therefore changes one count only, and the bounds can always be met.
 """
 
 from __future__ import annotations
@@ -24,10 +24,10 @@ Part = npt.NDArray[np.int32]
 
 @dataclass(frozen=True)
 class JoinedNodes:
-    """Where the nodes of each type begin in the row."""
+    """Numbers the nodes of all types consecutively, type after type."""
 
-    starts: Mapping[NodeType, int]
-    total: int
+    starts: Mapping[NodeType, int]  #: number of the first node of each type
+    total: int  #: nodes of all types
 
     @classmethod
     def of(cls, dataset: Dataset) -> JoinedNodes:
@@ -38,13 +38,13 @@ class JoinedNodes:
         return cls(starts, total)
 
     def split(self, values: Array) -> dict[NodeType, Array]:
-        """Views of an array over all nodes, type by type."""
+        """Split an array [total, …] into one view per type."""
         ends = [*list(self.starts.values())[1:], self.total]
         return {of: values[start:end] for (of, start), end in zip(self.starts.items(), ends, strict=True)}
 
 
 def joined_adjacency(dataset: Dataset, joined: JoinedNodes) -> tuple[Array, Array]:
-    """CSR over all nodes: every edge of every type in both directions, without self loops and duplicates.
+    """Build the CSR over all nodes: every edge of every type in both directions, without self loops and duplicates.
 
     Returns ``indptr`` int64 [total + 1] and ``neighbours`` int32|int64 [nnz].
     """
@@ -52,26 +52,26 @@ def joined_adjacency(dataset: Dataset, joined: JoinedNodes) -> tuple[Array, Arra
     return joint_adjacency(lists, joined.total, np.int32 if joined.total < 2**31 else np.int64)
 
 
-SLACK = 0.03  #: METIS's own for many parts
+SLACK = 0.03  #: allowed deviation from the mean part size; METIS's default for many parts
 
-_ROUNDS = 4  #: overfull parts are emptied in so many steps, the cheapest moves first in each
+_ROUNDS = 4  #: overfull parts are emptied in this many steps, with the cheapest moves of a step first
 
 _REFINE_PASSES = 3
 
-TRAIN = "train"  #: the split whose nodes are seeds
+TRAIN = "train"  #: the split whose nodes count as seeds
 
 
 @dataclass(frozen=True)
 class NodeClasses:
-    """The class of every node, and the least and most nodes of each class a part may have."""
+    """The class of every node, and the bounds on the nodes of each class in a part."""
 
-    of: Array  #: int32 [total]
-    count: Array  #: int64 [classes]
-    least: Array  #: int64 [classes]
-    most: Array  #: int64 [classes]
+    of: Array  #: int32 [total], the class of each node
+    count: Array  #: int64 [classes], nodes of each class
+    least: Array  #: int64 [classes], fewest nodes of the class in a part
+    most: Array  #: int64 [classes], most nodes of the class in a part
 
     def sizes(self, part: Part, num_parts: int) -> Array:
-        """Nodes of each class in each part, int64 [classes, num_parts]; nodes at part -1 do not count."""
+        """Count the nodes of each class in each part, int64 [classes, num_parts]; part -1 means not assigned."""
         placed = part >= 0
         cells = self.of[placed].astype(np.int64) * num_parts + part[placed]
         return np.bincount(cells, minlength=len(self.count) * num_parts).reshape(-1, num_parts)
@@ -80,9 +80,10 @@ class NodeClasses:
 def node_classes(
     dataset: Dataset, joined: JoinedNodes, num_parts: int, balance: str, slack: float = SLACK
 ) -> NodeClasses:
-    """Classes for one of ``methods.BALANCES``; parts get between 1 - slack and 1 + slack of the mean of each.
+    """Make the classes and bounds for one of ``assign.BALANCES``.
 
-    Where that is less than one node either way, the mean rounded down or up.
+    A part must have between (1 - slack) and (1 + slack) times the mean of each class. If that range is smaller than one
+    node, the bounds are the mean rounded down and up.
     """
     of = np.zeros(joined.total, np.int32)
     own = joined.split(of)
@@ -103,7 +104,7 @@ def _bounded(of: Array, count: Array, num_parts: int, slack: float) -> NodeClass
 
 
 def fill_up(part: Part, classes: NodeClasses, num_parts: int) -> None:
-    """Place the nodes without a part (-1) so that the smallest parts of each class grow to one level first."""
+    """Assign the nodes without a part (-1), in place, so that the smallest parts of each class grow first."""
     sizes = classes.sizes(part, num_parts)
     unplaced = np.flatnonzero(part < 0)
     for number in range(len(classes.count)):
@@ -113,6 +114,7 @@ def fill_up(part: Part, classes: NodeClasses, num_parts: int) -> None:
 
 
 def _levelled(sizes: Array, extra: int) -> Array:
+    """Distribute ``extra`` nodes to fill up the smallest of ``sizes`` [num_parts]; return the nodes each part gets."""
     low, high = 0, int(sizes.max()) + extra
     while low < high:
         level = (low + high + 1) // 2
@@ -123,9 +125,9 @@ def _levelled(sizes: Array, extra: int) -> Array:
 
 
 def balance_parts(indptr: Array, neighbours: Array, part: Part, classes: NodeClasses, num_parts: int) -> None:
-    """Move nodes until every class is within its bounds, then wherever that cuts fewer edges; in place.
+    """Move nodes, in place, until every class is within its bounds, then where a move cuts fewer edges.
 
-    The graph is symmetric (CSR). The time goes with the edges, about ten passes over them at most.
+    indptr, neighbours: CSR of a symmetric graph. Takes at most about ten passes over the edges.
     """
     sizes = classes.sizes(part, num_parts)
     for step in range(_ROUNDS, 0, -1):
@@ -139,21 +141,21 @@ def balance_parts(indptr: Array, neighbours: Array, part: Part, classes: NodeCla
 def _move(
     indptr: Array, neighbours: Array, part: Part, of: Array, sizes: Array, keep: Array, room: Array
 ) -> None:  # fmt: skip
-    """Move nodes out of cells above ``keep`` into parts below ``room``, cheapest first, while there are both."""
-    takers = np.less(sizes, room[:, None])
-    donors = np.greater(sizes, keep) & takers.any(axis=1, keepdims=True)
+    """Move nodes from (class, part) cells above ``keep`` to parts below ``room``, the cheapest moves first."""
+    receivers = np.less(sizes, room[:, None])
+    donors = np.greater(sizes, keep) & receivers.any(axis=1, keepdims=True)
     if not donors.any():
         return
     nodes = np.flatnonzero(donors[of, part])
-    gains = _gains(indptr, neighbours, part, of, takers, nodes)
+    gains = _gains(indptr, neighbours, part, of, receivers, nodes)
     _move_in_order(indptr, neighbours, part, of, sizes, keep, room, nodes[np.argsort(-gains, kind="stable")])
 
 
 @njit()
-def _gains(indptr: Array, neighbours: Array, part: Array, of: Array, takers: Array, nodes: Array) -> Array:
-    """For each node, edges mended less edges cut when it goes to the best part that may take it, int64 [n]."""
+def _gains(indptr: Array, neighbours: Array, part: Array, of: Array, receivers: Array, nodes: Array) -> Array:
+    """Return by how many edges the cut shrinks if each node moves to the best part in ``receivers``, int64 [n]."""
     gains = np.zeros(len(nodes), np.int64)
-    links = np.zeros(takers.shape[1], np.int64)
+    links = np.zeros(receivers.shape[1], np.int64)
     for position in range(len(nodes)):
         node = nodes[position]
         begin, end = indptr[node], indptr[node + 1]
@@ -162,7 +164,7 @@ def _gains(indptr: Array, neighbours: Array, part: Array, of: Array, takers: Arr
         best = 0
         for slot in range(begin, end):
             other = part[neighbours[slot]]
-            if takers[of[node], other]:
+            if receivers[of[node], other]:
                 best = max(best, links[other])
         gains[position] = best - links[part[node]]
         for slot in range(begin, end):
@@ -201,7 +203,7 @@ def _move_in_order(
 def _refine(
     indptr: Array, neighbours: Array, part: Array, of: Array, sizes: Array, least: Array, most: Array, passes: int
 ) -> None:
-    """Move single nodes to the part most of their neighbours are in, where the bounds allow it."""
+    """Move single nodes to the part with most of their neighbours if the bounds allow it."""
     links = np.zeros(sizes.shape[1], np.int64)
     for _ in range(passes):
         for node in range(len(part)):

@@ -1,4 +1,4 @@
-"""``partition make|verify|inspect``."""
+"""The commands ``partition make``, ``partition verify`` and ``partition inspect``."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from trainer.partition.verify import verify_partition
 
 @click.group()
 def partition() -> None:
-    """Divide a graph, check or show the parts."""
+    """Partition a graph, check a partition folder, or describe it."""
 
 
 def _options(context: click.Context, parameter: click.Parameter, values: tuple[str, ...]) -> dict[str, Any]:
@@ -42,25 +42,35 @@ def _fanouts(context: click.Context, parameter: click.Parameter, value: str | No
 @click.option(
     "--dataset",
     required=True,
-    help="synthetic, synthetic-hetero, file, ogbn-…, or a torch_geometric dataset as Planetoid:Cora.",
+    help="synthetic, synthetic-hetero, file, ogbn-…, or a torch_geometric dataset such as Planetoid:Cora.",
 )
-@click.option("--source", help="Folder of .npy/.npz files or .pt file (file); download folder otherwise.")
+@click.option("--source", help="For dataset file: folder of .npy/.npz files, or a .pt file; otherwise download folder.")
 @click.option(
     "--option", "options", multiple=True, metavar="NAME=VALUE", callback=_options, help="Dataset option; repeatable."
 )
-@click.option("--num-parts", type=click.IntRange(min=1), default=1, show_default=True)
-@click.option("--method", type=click.Choice(METHODS), default="metis", show_default=True)
+@click.option("--num-parts", type=click.IntRange(min=1), default=1, show_default=True, help="Number of parts.")
+@click.option(
+    "--method", type=click.Choice(METHODS), default="metis", show_default=True, help="How nodes are assigned to parts."
+)
 @click.option(
     "--seed", type=click.IntRange(0, 2**32 - 1), default=0, show_default=True, help="Seed of the partition algorithm."
 )
 @click.option(
-    "--balance", type=click.Choice(BALANCES), help="What parts have equal numbers of (metis, frequency); types+seeds."
+    "--balance",
+    type=click.Choice(BALANCES),
+    help="Quantities that metis and frequency balance over the parts.  [default: types+seeds]",
 )
 @click.option(
-    "--fanouts", metavar="N,N,…", callback=_fanouts, help="What frequency counts visits by, seeds outward; 15,10,5."
+    "--fanouts",
+    metavar="N,N,…",
+    callback=_fanouts,
+    help="Fanouts per hop by which method frequency counts visits, seeds outward.  [default: 15,10,5]",
 )
 @click.option(
-    "--clusters", type=click.IntRange(min=1), default=None, help="Divide each part into so many, for Cluster-GCN."
+    "--clusters",
+    type=click.IntRange(min=1),
+    default=None,
+    help="Number of clusters that each part is divided into, for Cluster-GCN.",
 )
 @click.option(
     "--rows",
@@ -69,9 +79,9 @@ def _fanouts(context: click.Context, parameter: click.Parameter, value: str | No
     show_default=True,
     help="Round floating-point features to float16, or to int8 with a scale per row.",
 )
-@click.option("--out", "folder", required=True, type=click.Path(), help="Partition folder to make.")
+@click.option("--out", "folder", required=True, type=click.Path(), help="Partition folder to write.")
 def make(**values: Any) -> None:
-    """Load a dataset, divide it and write the partition folder."""
+    """Load a dataset, partition it and write the partition folder."""
     values["clusters"] = values["clusters"] or 0
     make_partition(PartitionSpec(**values), say=click.echo)
 
@@ -84,7 +94,7 @@ def make(**values: Any) -> None:
 @click.option("--digests/--no-digests", default=True, show_default=True, help="Read every file and compare its sha256.")
 @click.pass_context
 def verify(context: click.Context, folder: str, part_ids: tuple[int, ...], digests: bool) -> None:
-    """Check every digest and invariant of a partition folder; exit status 1 when something is wrong."""
+    """Check every digest and invariant of a partition folder; exit with status 1 when one is violated."""
     findings = verify_partition(folder, part_ids or None, digests)
     for finding in findings:
         click.echo(f"{folder}/{finding}", err=True)
@@ -98,6 +108,6 @@ def verify(context: click.Context, folder: str, part_ids: tuple[int, ...], diges
 @click.argument("folder", type=click.Path())
 @click.option("--json", "as_json", is_flag=True, help="Print JSON.")
 def inspect(folder: str, as_json: bool) -> None:
-    """Show sizes, cut and balance of a partition folder."""
+    """Print sizes, edge cut and balance of a partition folder."""
     description = describe(folder)
     click.echo(json.dumps(description.to_json(), indent=1) if as_json else render(description))

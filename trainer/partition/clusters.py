@@ -1,4 +1,4 @@
-"""Clusters inside parts, for Cluster-GCN (Chiang et al., 2019): METIS on each part's own inner edges."""
+"""Divides each part into clusters for Cluster-GCN (Chiang et al., 2019), by METIS on the edges within the part."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ from trainer.data.dataset import Dataset, EdgeData, NodeData
 from trainer.partition.assign import PartitionAssignment, assign_parts
 from trainer.partition.cut import Relabelling, relabel
 
-CLUSTER = "cluster"  #: the node attribute
+CLUSTER = "cluster"  #: name of the node attribute
 
 
 def with_clusters(dataset: Dataset, assignment: PartitionAssignment, clusters: int) -> Dataset:
-    """The dataset with node attribute `cluster`, int32 [N]: those of part p are p * clusters … (p + 1) * clusters - 1.
+    """Add the node attribute `cluster`, int32 [N]; part p has the clusters p * clusters … (p + 1) * clusters - 1.
 
-    A part with fewer nodes than ``clusters`` leaves the last ones empty. Each part reads the edges once.
-    Raises ``PartitionError`` when there is such an attribute already.
+    In a part with fewer nodes than ``clusters``, the last clusters are empty. Reads the edge list once per part. Raises
+    ``PartitionError`` when the attribute exists already.
     """
     for of, nodes in dataset.nodes.items():
         if CLUSTER in nodes.attrs:
@@ -40,7 +40,7 @@ def with_clusters(dataset: Dataset, assignment: PartitionAssignment, clusters: i
 
 
 def _inner_graph(dataset: Dataset, labels: Mapping[NodeType, Relabelling], part_id: int) -> Dataset:
-    """One part's nodes, numbered from 0 in each type, and the edges that do not leave it."""
+    """Return the nodes of one part, numbered from 0 within each type, and the edges between them."""
     nodes = {of: NodeData(len(label.owned(part_id))) for of, label in labels.items()}
     edges = {}
     for of, data in dataset.edges.items():

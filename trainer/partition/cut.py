@@ -1,4 +1,4 @@
-"""Sorts the edges of a type into the rows of their targets, part by part."""
+"""Sorts the edges of a type into rows by target node (CSC), part by part."""
 
 from __future__ import annotations
 
@@ -15,23 +15,23 @@ from trainer.core.compiled import njit
 
 @dataclass(frozen=True)
 class Relabelling:
-    """Global ids of one node type: part by part, ascending original id inside a part."""
+    """The global ids of one node type: consecutive within a part, in order of original ids."""
 
-    offsets: Ids  #: [num_parts + 1]
-    orig_id: Array  #: int32|int64 [N]: original id of each global id
-    global_id: Array  #: int32|int64 [N]: global id of each original id
+    offsets: Ids  #: [num_parts + 1]; part p owns offsets[p] <= gid < offsets[p + 1]
+    orig_id: Array  #: int32|int64 [N], original id of each global id
+    global_id: Array  #: int32|int64 [N], global id of each original id
 
     @property
     def num_parts(self) -> int:
         return len(self.offsets) - 1
 
     def owned(self, part_id: int) -> Array:
-        """Original ids of a part's nodes, ascending."""
+        """Return the original ids of a part's nodes, ascending."""
         return self.orig_id[self.offsets[part_id] : self.offsets[part_id + 1]]
 
 
 def relabel(part: npt.NDArray[np.int32], num_parts: int) -> Relabelling:
-    """Number the nodes part by part; ``part`` [N] is the part of each original id."""
+    """Assign global ids part by part; ``part`` [N] is the part of each original id."""
     offsets = np.zeros(num_parts + 1, np.int64)
     np.cumsum(np.bincount(part, minlength=num_parts), out=offsets[1:])
     orig_id = np.empty(len(part), id_dtype(len(part)))
@@ -41,7 +41,7 @@ def relabel(part: npt.NDArray[np.int32], num_parts: int) -> Relabelling:
 
 
 def id_dtype(count: int) -> type[np.signedinteger[Any]]:
-    """The smallest id type for ``count`` things."""
+    """Return int32 if it can hold ``count`` ids, else int64."""
     return np.int32 if count <= 2**31 - 1 else np.int64
 
 
@@ -54,27 +54,29 @@ def _number(part: Array, cursor: Array, orig_id: Array, global_id: Array) -> Non
         global_id[node] = gid
 
 
-EDGE_BYTES_AT_ONCE = 256 << 20  #: cut edges of as many parts together as fit; each group reads the edge list once
+EDGE_BYTES_AT_ONCE = (
+    256 << 20
+)  #: edges of parts that are sorted together, in bytes; each group reads the edge list once
 
 
 @dataclass(frozen=True)
 class EdgeRows:
-    """In-edges of the nodes of one part, in original edge order inside a row."""
+    """The in-edges of one part's nodes (CSC), in original edge order within a row."""
 
     part_id: int
-    indptr: Ids  #: [n + 1]
-    indices: Array  #: int32|int64 [e] global ids of sources
-    orig_id: Array  #: int32|int64 [e] original edge ids
+    indptr: Ids  #: [n + 1], n = nodes of the part
+    indices: Array  #: int32|int64 [e], global ids of sources
+    orig_id: Array  #: int32|int64 [e], original edge ids
 
 
 @dataclass(frozen=True)
 class EdgeCut:
-    """Where the edges of one type go."""
+    """Cuts the edges of one type into parts; an edge belongs to the part of its target."""
 
-    edge_index: Array  #: [2, E] original ids
-    source: Relabelling
-    target: Relabelling
-    indptr: Ids  #: [N of the target type + 1], rows of all parts one after the other
+    edge_index: Array  #: [2, E], original ids
+    source: Relabelling  #: global ids of the source type
+    target: Relabelling  #: global ids of the target type
+    indptr: Ids  #: [N of the target type + 1], row offsets over all parts, in order of global ids
 
     @classmethod
     def of(cls, edge_index: Array, source: Relabelling, target: Relabelling) -> EdgeCut:
@@ -82,11 +84,11 @@ class EdgeCut:
 
     @property
     def offsets(self) -> Ids:
-        """Edges of part p are ``offsets[p]`` to ``offsets[p + 1]``, int64 [num_parts + 1]."""
+        """Global edge ids of the parts, int64 [num_parts + 1]: part p owns offsets[p] <= id < offsets[p + 1]."""
         return self.indptr[self.target.offsets]
 
     def groups(self) -> Iterator[list[EdgeRows]]:
-        """All parts in order, as many together as their ids fit ``EDGE_BYTES_AT_ONCE``."""
+        """Yield the edges of all parts in order, in groups of parts of at most ``EDGE_BYTES_AT_ONCE``."""
         edge_bytes = np.dtype(id_dtype(len(self.source.orig_id))).itemsize
         edge_bytes += np.dtype(id_dtype(self.edge_index.shape[1])).itemsize
         for parts in edge_groups(self.offsets, edge_bytes, EDGE_BYTES_AT_ONCE):
@@ -108,7 +110,7 @@ class EdgeCut:
 
 
 def edge_groups(edge_offsets: Ids, edge_bytes: int, limit: int) -> Iterator[range]:
-    """Consecutive parts whose edges together stay under ``limit`` bytes; always at least one part."""
+    """Yield ranges of consecutive parts whose edges have at most ``limit`` bytes together, or of a single part."""
     start, num_parts = 0, len(edge_offsets) - 1
     while start < num_parts:
         end = start + 1
@@ -120,7 +122,7 @@ def edge_groups(edge_offsets: Ids, edge_bytes: int, limit: int) -> Iterator[rang
 
 @njit()
 def _row_limits(targets: Array, global_id: Array) -> Array:
-    """Row limits of all parts one after the other, int64 [N + 1]; ``global_id`` [N] is the targets'."""
+    """Return the row offsets over all parts, int64 [N + 1]; ``global_id`` [N] is that of the target type."""
     indptr = np.zeros(len(global_id) + 1, np.int64)
     for target in targets:
         indptr[global_id[target] + 1] += 1
@@ -134,7 +136,7 @@ def _cut_rows(
     sources: Array, targets: Array, source_gid: Array, target_gid: Array, low: int, high: int, cursor: Array,
     indices: Array, orig_id: Array,
 ) -> None:  # fmt: skip
-    """Fill the rows ``low <= gid < high`` in original edge order; ``cursor`` holds the rows' next free slots."""
+    """Fill the rows ``low <= gid < high`` in original edge order; ``cursor``: the next free slot of each row."""
     for edge in range(len(sources)):
         row = target_gid[targets[edge]]
         if low <= row < high:

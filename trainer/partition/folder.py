@@ -1,4 +1,4 @@
-"""Replaces a partition folder atomically: staged beside it, then renamed."""
+"""Writes a partition folder atomically: stages it in a folder beside the target, then renames."""
 
 from __future__ import annotations
 
@@ -21,17 +21,16 @@ _AT_FDCWD = -100
 
 _RENAME_EXCHANGE = 2
 
-_SYNCS = 8  #: at once: a file system commits together what is waiting
+_SYNCS = 8  #: parallel syncs; a file system commits pending ones together
 
-_OUR_NOTES = "gnnfleet-"  #: begins the names, after dots, of the launcher's caches and of ``PartFiles``'s note
+_OUR_NOTES = "gnnfleet-"  #: prefix, after leading dots, of hidden files that the launcher and ``PartFiles`` write
 
 
 def reusable(folder: Path, fingerprint: str) -> Manifest | None:
-    """The manifest of a complete folder with this fingerprint; None when there is work to do.
+    """Return the manifest of ``folder`` if it is complete and has this fingerprint, else None.
 
-    Completeness is judged by file sizes; digests are `verify`'s business.
-    Raises ``PartitionError`` when something that is no partition folder is in the way, or a folder
-    that would have to be replaced holds files of others.
+    A folder is complete if every file has its size; digests are not compared. Raises ``PartitionError`` when the
+    partition has to be written and ``folder`` is not a partition folder or contains other files.
     """
     _check_kind(folder)
     with contextlib.suppress(PartitionError):
@@ -43,7 +42,7 @@ def reusable(folder: Path, fingerprint: str) -> Manifest | None:
 
 
 def replaced(folder: Path) -> str | None:
-    """The partition in ``folder`` in words, ``4 parts of cora (metis)``; None when there is none."""
+    """Describe the partition in ``folder`` as ``4 parts of cora (metis)``; None when it holds no partition."""
     found = _raw_manifest(folder)
     if found is None:
         return None
@@ -55,7 +54,7 @@ def _has_size(path: Path, size: int) -> bool:
 
 
 def check_replaceable(folder: Path) -> None:
-    """Raise ``PartitionError`` unless ``folder`` is absent, empty, or holds a partition and nothing else."""
+    """Raise ``PartitionError`` unless ``folder`` is missing, empty, or holds a partition and no other files."""
     _check_kind(folder)
     _check_only_ours(folder)
 
@@ -64,13 +63,13 @@ def _check_kind(folder: Path) -> None:
     if not folder.exists() and not folder.is_symlink():
         return
     if not folder.is_dir():
-        raise PartitionError(f"{folder} is in the way and not a folder; move it away or choose another folder")
+        raise PartitionError(f"{folder} exists and is not a folder; move it away or choose another folder")
     if any(folder.iterdir()) and _raw_manifest(folder) is None:
-        raise PartitionError(f"{folder} holds something that is not a partition; move it away or choose another folder")
+        raise PartitionError(f"{folder} holds files but no partition; move it away or choose another folder")
 
 
 def _check_only_ours(folder: Path) -> None:
-    """Replacing a folder removes all that is in it; nobody else's file may go that way."""
+    """Raise ``PartitionError`` when a partition folder contains other files, as replacing it would delete them."""
     raw = _raw_manifest(folder)
     if raw is None:
         return
@@ -80,26 +79,26 @@ def _check_only_ours(folder: Path) -> None:
     for name in sorted(files_below(folder, folder)):
         if name not in ours and not is_note(name):
             raise PartitionError(
-                f"{folder / name} is not a file of the partition in {folder} that would be replaced; "
+                f"{folder / name} would be deleted, as the partition in {folder} is replaced; "
                 "move it away or choose another folder"
             )
 
 
 def files_below(folder: Path, top: Path) -> Iterator[str]:
-    """Paths, relative to ``folder``, of everything under ``top`` that is not a folder; links to folders too."""
+    """Yield the paths, relative to ``folder``, of all files and symbolic links under ``top``."""
     for below, folders, files in os.walk(top):
         links = [name for name in folders if Path(below, name).is_symlink()]
         yield from (Path(below, name).relative_to(folder).as_posix() for name in (*files, *links))
 
 
 def is_note(name: str) -> bool:
-    """Whether a file is one of our notes, or one being written, which may lie in any partition folder."""
+    """Return whether ``name`` is a hidden file of gnnfleet, complete or being written; any folder may hold them."""
     last = Path(name).name
     return last.startswith(".") and last.lstrip(".").startswith(_OUR_NOTES)
 
 
 def _raw_manifest(folder: Path) -> dict[str, Any] | None:
-    """The manifest as it stands, of whatever version; None when there is none of ours."""
+    """Return the manifest as JSON, whatever its version; None when ``folder`` holds no partition manifest."""
     try:
         raw = json.loads((folder / MANIFEST).read_text(encoding="utf-8"))
     except (OSError, ValueError):
@@ -109,9 +108,10 @@ def _raw_manifest(folder: Path) -> dict[str, Any] | None:
 
 @contextlib.contextmanager
 def staged(folder: Path) -> Iterator[Path]:
-    """A new folder beside ``folder`` that takes its name on success and is removed on any error.
+    """Yield a new folder beside ``folder``, which replaces ``folder`` on success and is removed on any error.
 
-    What a killed process left behind is removed on the way. Raises ``PartitionError``.
+    Also removes staging folders that killed processes left behind. Raises ``PartitionError`` when the disk cannot be
+    written, or ``folder`` holds other files.
     """
     staging = folder.parent / f".{folder.name}.{socket.gethostname()}.{os.getpid()}"
     try:
@@ -131,7 +131,7 @@ def staged(folder: Path) -> Iterator[Path]:
 
 
 def _remove_leftovers(folder: Path) -> None:
-    """Staging folders of processes of this host that are gone."""
+    """Remove staging folders of processes of this host that no longer exist."""
     prefix = f".{folder.name}.{socket.gethostname()}."
     for path in folder.parent.glob(f"{_glob_escaped(prefix)}*"):
         pid = path.name.removeprefix(prefix)
@@ -149,12 +149,12 @@ def _sync_folders(root: Path) -> None:
 
 
 def _install(staging: Path, folder: Path) -> None:
-    """Give ``staging`` the final name; an old partition there changes places with it, to be removed."""
+    """Rename ``staging`` to ``folder``; an old partition is exchanged with it and deleted by the caller."""
     check_replaceable(folder)
     if not folder.exists() or not any(folder.iterdir()):
         staging.rename(folder)
     elif not _exchange(staging, folder):
-        aside = staging.with_name(f"{staging.name}0")  # a leftover by its name, should we be killed between the two
+        aside = staging.with_name(f"{staging.name}0")  # named so that `_remove_leftovers` finds it if we are killed
         folder.rename(aside)
         staging.rename(folder)
         shutil.rmtree(aside)
@@ -162,7 +162,7 @@ def _install(staging: Path, folder: Path) -> None:
 
 
 def _exchange(one: Path, other: Path) -> bool:
-    """Swap two names in one step; False where kernel or file system cannot."""
+    """Exchange two names atomically; False when kernel or file system do not support it."""
     renameat2 = getattr(ctypes.CDLL(None, use_errno=True), "renameat2", None)
     if renameat2 is None:
         return False

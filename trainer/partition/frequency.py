@@ -1,10 +1,10 @@
 """Frequency partitioning: assigns each node to the part whose seeds' sampling visits it most.
 
-The idea is GraphLearn-for-PyTorch's frequency partitioner. There chunks of nodes are dealt out in id
-order; here nodes choose in order of what they lose by their second choice.
+As in GraphLearn-for-PyTorch's frequency partitioner, but nodes are assigned in descending order of the difference
+between their best and second-best part, instead of in chunks by id.
 
-The vertex-inclusion probabilities of SALIENT++ (Kaler et al., "Communication-Efficient Graph Neural
-Networks with Probabilistic Neighborhood Expansion Analysis and Caching", MLSys 2023), per node type.
+Visit probabilities are the vertex-inclusion probabilities of SALIENT++ (Kaler et al., "Communication-Efficient Graph
+Neural Networks with Probabilistic Neighborhood Expansion Analysis and Caching", MLSys 2023), per node type.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ from trainer.data.dataset import Dataset
 from trainer.partition.balance import TRAIN, JoinedNodes, NodeClasses, Part, node_classes
 from trainer.partition.metis import metis_assignment, without_empty_parts
 
-Fanouts = Sequence[int] | Mapping[EdgeType, Sequence[int]]  #: per hop, seeds outward; for all edge types, or for each
+Fanouts = Sequence[int] | Mapping[EdgeType, Sequence[int]]  #: per hop, seeds outward; for all edge types, or per type
 
-Chances = dict[NodeType, npt.NDArray[np.float32]]  #: type -> [num_nodes]
+Chances = dict[NodeType, npt.NDArray[np.float32]]  #: type -> probabilities [num_nodes]
 
-_ALL = np.inf  #: fanout -1
+_ALL = np.inf  #: stands for fanout -1
 
 
 @dataclass(frozen=True)
@@ -39,7 +39,7 @@ class InEdges:
 
     @classmethod
     def of(cls, dataset: Dataset) -> InEdges:
-        """Memory: an id per edge and 8 bytes per target of each edge type."""
+        """Build the CSC of each edge type. Memory: one id per edge and 8 bytes per target of each edge type."""
         counts = {of: nodes.num_nodes for of, nodes in dataset.nodes.items()}
         edges = {of: _in_edges(edges.edge_index, counts[of[2]]) for of, edges in dataset.edges.items()}
         return cls(counts, edges)
@@ -48,12 +48,13 @@ class InEdges:
 def visit_probabilities(
     graph: Dataset | InEdges, seeds: Mapping[NodeType, Ids], fanouts: Fanouts, chance: float = 1.0
 ) -> Chances:
-    """The chance of each node to be in a batch, type -> float32 [num_nodes], when each seed is with ``chance``.
+    """Return the probability that each node is in a batch, type -> float32 [num_nodes].
 
-    A target newly visited draws min(1, fanout / in-degree) of its in-edges; visits are taken as independent, so a
-    node's chance to be visited in a hop is 1 - prod(1 - p min(1, fanout / in-degree)) over its out-edges. Exact on
-    trees; nodes that cycles lead back to come out somewhat too likely. Edge types without fanouts are not followed;
-    weights and times are not looked at. Memory: 16 bytes per node, and 8 per target of each edge type.
+    Each seed is in the batch with probability ``chance``. A newly visited target samples min(1, fanout / in-degree) of
+    its in-edges. Visits are assumed to be independent, so a node is visited in a hop with probability
+    1 - prod(1 - p min(1, fanout / in-degree)) over its out-edges. This is exact on trees and too high on cycles. Edge
+    types without fanouts are not followed; weights and times are ignored. Memory: 16 bytes per node, and 8 bytes per
+    target of each edge type.
     """
     graph = InEdges.of(graph) if isinstance(graph, Dataset) else graph
     hops = fanouts if isinstance(fanouts, Mapping) else dict.fromkeys(graph.edges, tuple(fanouts))
@@ -99,10 +100,11 @@ def _fill(sources: Array, targets: Array, cursor: Array, by_target: Array) -> No
 def _draw(
     indptr: Array, sources: Array, fresh: Array, fanout: float, same_type: bool, drawn: Array, log_missed: Array
 ) -> None:
-    """Add to ``drawn``, float32 [rows], the chance of each of a row's in-edges to be drawn in this hop.
+    """Update the sampling probabilities for one hop of one edge type, in place.
 
-    Adds to ``log_missed`` of their sources the logarithm of the chance that the row draws none of them in this hop
-    either. A node that draws itself (where sources are of the targets' type) has been visited already.
+    ``drawn``, float32 [rows]: the probability that an in-edge of the row has been sampled, up to this hop.
+    ``log_missed``, float64 [sources]: logarithm of the probability that a source is not visited in this hop. Self loops
+    (``same_type``) are skipped, as the node has been visited already.
     """
     for row in range(len(drawn)):
         degree = indptr[row + 1] - indptr[row]
@@ -125,24 +127,25 @@ def _arrive(log_missed: Array, visited: Array, fresh: Array) -> None:
         visited[node] += fresh[node]
 
 
-_BATCH = 256  #: seeds of one step and part; the outcome hardly depends on it
+_BATCH = 256  #: seeds per step and part; has little effect on the result
 
-_HOME = 0.001  #: how much more likely a visit must be elsewhere before a node leaves METIS's part
+_HOME = 0.001  #: a node leaves METIS's part only for one whose probability of a visit is higher by this
 
 
 def frequency_assignment(
     dataset: Dataset, joined: JoinedNodes, num_parts: int, seed: int, fanouts: Fanouts, balance: str
 ) -> Part:
-    """Part of each node, int32 [total]. Memory: 4 bytes for each node and part, besides what METIS needs.
+    """Return the part of each node, int32 [total].
 
-    METIS deals out the train seeds, equally many to each part; a chance to be visited is then computed for
-    every node and part. Raises ``PartitionError`` without train seeds.
+    METIS first assigns the train seeds, equally many to each part; then the probability of a visit is computed for
+    every node and part. Memory: 4 bytes per node and part, besides METIS. Raises ``PartitionError`` when the dataset
+    has no train seeds.
     """
     seeds = {of: nodes.splits[TRAIN] for of, nodes in dataset.nodes.items() if len(nodes.splits.get(TRAIN, ()))}
     if not seeds:
         raise PartitionError(
-            f"dataset {dataset.name}: method frequency goes by what the train seeds visit, and there are none; "
-            "use method metis, or give a train split"
+            f"dataset {dataset.name}: method frequency needs train seeds, and the dataset has none; "
+            "use method metis, or add a train split"
         )
     home = metis_assignment(dataset, joined, num_parts, seed, "seeds", slack=0.0)
     chances = _chances(dataset, joined, joined.split(home), seeds, num_parts, fanouts)
@@ -158,7 +161,7 @@ def _chances(
     dataset: Dataset, joined: JoinedNodes, home: Mapping[NodeType, Part], seeds: Mapping[NodeType, Ids],
     num_parts: int, fanouts: Fanouts,
 ) -> Array:  # fmt: skip
-    """float32 [num_parts, total]: how likely a batch of each part's seeds visits each node."""
+    """Return the probability that a batch of each part's seeds visits each node, float32 [num_parts, total]."""
     graph = InEdges.of(dataset)
     in_batch = min(1.0, _BATCH * num_parts / sum(map(len, seeds.values())))
     chances = np.empty((num_parts, joined.total), np.float32)
@@ -171,7 +174,7 @@ def _chances(
 
 
 def _place(chances: Array, part: Part, classes: NodeClasses, num_parts: int) -> None:
-    """Give every node without a part (-1) one: nodes that lose most by their second choice choose first."""
+    """Assign every node without a part (-1), in place, in descending order of ``_regrets``."""
     sizes = classes.sizes(part, num_parts)
     free = np.flatnonzero(part < 0)
     order = free[np.argsort(-_regrets(chances, free), kind="stable")]
@@ -181,7 +184,7 @@ def _place(chances: Array, part: Part, classes: NodeClasses, num_parts: int) -> 
 
 @njit()
 def _regrets(chances: Array, nodes: Array) -> Array:
-    """What each node loses by its second choice, float32 [n]."""
+    """Return the difference between the best and the second-best probability of each node, float32 [n]."""
     regrets = np.zeros(len(nodes), np.float32)
     for position in range(len(nodes)):
         best = second = np.float32(0)
@@ -199,9 +202,9 @@ def _regrets(chances: Array, nodes: Array) -> Array:
 def _choose(
     chances: Array, order: Array, of: Array, sizes: Array, least: Array, most: Array, left: Array, part: Array
 ) -> None:
-    """Give each node the part that visits it most and has room; the smallest among equals.
+    """Assign each node to the part with room that visits it most; among equal parts to the smallest.
 
-    Once as many nodes of a class are ``left`` as parts below its least lack, they go there only.
+    When the nodes ``left`` of a class are just enough to bring all parts to ``least``, only such parts are considered.
     """
     num_kinds, num_parts = sizes.shape
     lack = np.zeros(num_kinds, np.int64)

@@ -1,4 +1,4 @@
-"""``partition inspect``: figures about a partition folder."""
+"""Describes a partition folder in figures (``partition inspect``)."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ class NodeFigures:
     """The nodes of one type."""
 
     num_nodes: int
-    balance: float  #: most in a part / mean of the parts
-    num_classes: int
-    splits: dict[str, int]
+    balance: float  #: nodes of the largest part / mean nodes of a part
+    num_classes: int  #: 0 without class labels
+    splits: dict[str, int]  #: name -> number of seeds
     attrs: dict[str, str]  #: name -> dtype and shape
 
 
@@ -32,54 +32,54 @@ class EdgeFigures:
     """The edges of one type."""
 
     num_edges: int
-    balance: float
-    edge_cut: float
-    attrs: dict[str, str]
-    src_times: tuple[str, ...]
+    balance: float  #: edges of the largest part / mean edges of a part
+    edge_cut: float  #: share of these edges whose ends are in different parts, 0 to 1
+    attrs: dict[str, str]  #: name -> dtype and shape
+    src_times: tuple[str, ...]  #: time attributes of the source type that are stored per edge
 
 
 @dataclass(frozen=True)
 class PartFigures:
-    """One part. Edges are counted where their target is owned."""
+    """One part. An edge is counted in the part of its target."""
 
     part_id: int
     nodes: int
     edges: int
-    cut_edges: int  #: edges whose source another part owns
-    halo: int  #: nodes of other parts that are sources of these edges
-    seeds: dict[str, int]  #: per split, as `train`; `paper/train` in a heterogeneous graph
-    bytes: int
-    nodes_of: dict[str, int]  #: per type
-    edges_of: dict[str, int]
+    cut_edges: int  #: edges whose source belongs to another part
+    halo: int  #: distinct nodes of other parts that are sources of these edges
+    seeds: dict[str, int]  #: split -> number of seeds; the key is `train`, or `paper/train` in a heterogeneous graph
+    bytes: int  #: size of the part's files
+    nodes_of: dict[str, int]  #: node type -> nodes
+    edges_of: dict[str, int]  #: edge type -> edges
 
 
 @dataclass(frozen=True)
 class Description:
-    """A partition folder in figures."""
+    """The figures of a partition folder."""
 
     folder: str
     dataset: str
     algorithm: str
     seed: int
-    options: dict[str, Any]
+    options: dict[str, Any]  #: further options of the partition method
     hetero: bool
     num_nodes: int
     num_edges: int
-    edge_cut: float
-    balance: float
-    shared_bytes: int
-    graph_attrs: dict[str, str]
-    nodes: dict[str, NodeFigures]  #: per type
-    edges: dict[str, EdgeFigures]
+    edge_cut: float  #: share of all edges whose ends are in different parts, 0 to 1
+    balance: float  #: nodes of the largest part / mean nodes of a part
+    shared_bytes: int  #: size of the files that all parts share
+    graph_attrs: dict[str, str]  #: name -> dtype and shape
+    nodes: dict[str, NodeFigures]  #: by node type
+    edges: dict[str, EdgeFigures]  #: by edge type
     parts: tuple[PartFigures, ...]
 
     def to_json(self) -> dict[str, Any]:
-        """Plain JSON values."""
+        """Convert to JSON values."""
         return asdict(self)
 
 
 def describe(folder: str | Path) -> Description:
-    """Figures of every type and part. Raises ``PartitionError`` when a file is missing."""
+    """Compute the figures of a partition folder. Raises ``PartitionError`` when a file is missing or damaged."""
     store = open_parts(folder)
     manifest = store.manifest
     seeds = dict(_seeds(store))
@@ -111,7 +111,7 @@ def describe(folder: str | Path) -> Description:
 
 
 def _seeds(store: PartStore) -> Iterator[tuple[str, Ids]]:
-    """Seeds in each part, by split."""
+    """Yield (key of ``PartFigures.seeds``, seeds in each part, int64 [num_parts])."""
     manifest = store.manifest
     for (of, split), gids in store.splits.items():
         counts = np.bincount(store.books[of].part_of(gids), minlength=manifest.num_parts)
@@ -124,6 +124,7 @@ def _balance(spec: NodeSpec | EdgeSpec) -> float:
 
 
 def _in_words(attrs: Mapping[str, AttrSpec]) -> dict[str, str]:
+    """Describe attributes as ``float32 as int8 [100, 64]``."""
     kept = {name: f" as {spec.kept}" if spec.kept else "" for name, spec in attrs.items()}
     return {name: f"{spec.dtype}{kept[name]} {list(spec.shape)}" for name, spec in attrs.items()}
 
@@ -147,21 +148,21 @@ def _part_figures(part: Part, manifest: Manifest, seeds: Mapping[str, Ids]) -> P
 
 
 def _outside(part: Part, manifest: Manifest, source: NodeType) -> tuple[int, int]:
-    """Edges from nodes of one type that other parts own, and how many such nodes."""
+    """Count the edges whose source is of this type and in another part, and the distinct sources of these edges."""
     low, high = manifest.nodes[source].offsets[part.part_id : part.part_id + 2]
     seen = new_bitset(manifest.nodes[source].num_nodes)
     found = [
         mark_outside(edges.indices, low, high, seen) for of, edges in part.edges.items() if of[0] == source
-    ]  # the set is shared: a node counts once
+    ]  # all edge types share the set, so that a node counts once
     return sum(int(outside) for outside, _ in found), sum(int(fresh) for _, fresh in found)
 
 
 def render(description: Description) -> str:
-    """The description as text: a few lines, then a table each of node types, edge types and parts."""
+    """Render a description as text: a summary, then tables of node types, edge types and parts."""
     d = description
-    told = "".join(f", {name} {value}" for name, value in d.options.items())
+    options = "".join(f", {name} {value}" for name, value in d.options.items())
     head = [
-        f"{d.folder}: {d.dataset}, {len(d.parts)} parts by {d.algorithm} (seed {d.seed}{told})",
+        f"{d.folder}: {d.dataset}, {len(d.parts)} parts by {d.algorithm} (seed {d.seed}{options})",
         f"{d.num_nodes:,} nodes, {d.num_edges:,} edges; "
         f"cut {d.edge_cut:.2%} of edges, balance {d.balance:.3f} (largest / mean nodes)",
     ]
@@ -202,7 +203,7 @@ def _listed(attrs: Mapping[str, str]) -> str:
 
 
 def _table(rows: Sequence[Sequence[str]]) -> list[str]:
-    """Figures to the right; names, and the attributes that stand last, to the left."""
+    """Align columns: numbers right; names and the last column, attributes, left."""
     last = len(rows[0]) - 1
     named = {0, last} if rows[0][last] == "attributes" else set()
     columns = [

@@ -1,4 +1,4 @@
-"""From a dataset's name to a partition folder, stage by stage."""
+"""Makes a partition folder from a dataset: loads, assigns parts and writes (``partition make``)."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from trainer.core.remote_settings import WireRows
 from trainer.data.dataset import Dataset
 from trainer.data.load import dataset_fingerprint, load_dataset
 from trainer.data.options import SourceOptions, parse_options
-from trainer.partition.assign import method_options
+from trainer.partition.assign import assign_parts, method_options
 from trainer.partition.folder import replaced, reusable
 from trainer.partition.frequency import Fanouts
 from trainer.partition.write import options_with, partition_fingerprint, write_partition
@@ -22,30 +22,31 @@ from trainer.store.manifest import Manifest
 
 @dataclass(frozen=True)
 class PartitionSpec:
-    """What to divide, how, and where to."""
+    """The arguments of ``make_partition``."""
 
-    dataset: str
-    folder: str
-    source: str | None = None
-    options: Mapping[str, Any] = field(default_factory=dict)
+    dataset: str  #: name of the dataset, see ``load_dataset``
+    folder: str  #: partition folder to write
+    source: str | None = None  #: files or download folder of the dataset
+    options: Mapping[str, Any] = field(default_factory=dict)  #: dataset options
     num_parts: int = 1
-    method: str = "metis"
-    seed: int = 0
-    balance: str | None = (
-        None  #: what parts have equal numbers of, see ``methods.BALANCES``; None: the method's default
-    )
+    method: str = "metis"  #: one of ``assign.METHODS``
+    seed: int = 0  #: seed of the method
+    balance: str | None = None  #: one of ``assign.BALANCES``; None: the method's default
     fanouts: Fanouts | None = None  #: for method `frequency`; None: its default
-    clusters: int = 0  #: divide each part into so many clusters, node attribute `cluster`; 0: do not
-    rows: WireRows = "stored"  #: what floating-point attributes of several dimensions are rounded to
+    clusters: int = 0  #: number of clusters per part, stored as node attribute `cluster`; 0: none
+    rows: WireRows = "stored"  #: type that floating-point attributes with two or more dimensions are rounded to
 
     def method_record(self) -> dict[str, Any]:
-        """What the method is told, defaults included, as JSON values. Raises ``PartitionError``."""
+        """Return all options of the method with defaults, as JSON values. Raises ``PartitionError``."""
         options = method_options(self.method, balance=self.balance, fanouts=self.fanouts)
         options |= {"clusters": self.clusters} if self.clusters else {}
         return dict(options_with(options, self.rows))
 
     def fingerprint(self) -> str:
-        """Of the partition this makes; reads no data. Raises ``DataError`` or ``PartitionError``."""
+        """Return the fingerprint of the resulting partition, without reading data.
+
+        Raises ``DataError`` or ``PartitionError`` for invalid options and missing files.
+        """
         dataset = dataset_fingerprint(self.dataset, self.source, self.options)
         time_attrs = Dataset.time_attrs
         if "time_attrs" in self.options:
@@ -54,9 +55,10 @@ class PartitionSpec:
 
 
 def make_partition(spec: PartitionSpec, say: Callable[[str], None] = print) -> Manifest:
-    """Load, assign, write; an equal partition already there is found before any data is read.
+    """Load the dataset, assign its nodes to parts and write the partition folder.
 
-    Raises ``DataError`` or ``PartitionError``; nothing is left behind then.
+    If the folder already holds an equal partition, nothing is read or written. ``say`` prints a line of progress.
+    Raises ``DataError`` or ``PartitionError``, and leaves no files behind then.
     """
     folder = Path(spec.folder)
     if (done := reusable(folder, spec.fingerprint())) is not None:
@@ -69,9 +71,6 @@ def make_partition(spec: PartitionSpec, say: Callable[[str], None] = print) -> M
     stages.end("load", f"{dataset.name}: {_counts(dataset)}")
     for note in (*dataset.notes, *_notes_for_training(dataset)):
         say(f"note: {note}")
-    # METIS is slow to import where there is nothing to divide
-    from trainer.partition.assign import assign_parts
-
     assignment = assign_parts(
         dataset, spec.num_parts, spec.method, spec.seed, balance=spec.balance, fanouts=spec.fanouts
     )
@@ -98,7 +97,7 @@ def _counts(dataset: Dataset) -> str:
 
 
 class _StageTimer:
-    """Says what each stage took."""
+    """Prints the seconds and the peak memory of each stage."""
 
     def __init__(self, say: Callable[[str], None]) -> None:
         self._say, self._since = say, time.monotonic()

@@ -1,4 +1,4 @@
-"""METIS, on a thinned graph where the graph is dense, with balance and refinement on the whole graph."""
+"""Partitions with METIS: on a sample of the edges if the graph is dense, then balances and refines with all edges."""
 
 from __future__ import annotations
 
@@ -19,18 +19,18 @@ from trainer.core.rng import GOLDEN, fraction, mix
 from trainer.data.dataset import Dataset
 from trainer.partition.balance import SLACK, JoinedNodes, Part, balance_parts, fill_up, joined_adjacency, node_classes
 
-#: METIS's memory and time go with its edges (about 90 bytes each, all levels together). Above this mean
-#: degree it sees a sample of them; the refinement afterwards makes up for what the sample hides.
+#: METIS's memory and time grow with the edges (about 90 bytes each over all levels). Above this mean degree it gets a
+#: sample of the edges; the refinement afterwards uses all of them.
 _MEAN_DEGREE = 28
 
 
 def metis_assignment(
     dataset: Dataset, joined: JoinedNodes, num_parts: int, seed: int, balance: str, slack: float = SLACK
 ) -> Part:
-    """Part of each node, int32 [total]: METIS on all types as one graph, then moved into balance.
+    """Return the part of each node, int32 [total]: METIS on all types as one graph, then ``balance_parts``.
 
-    Any graph will do: METIS sees only nodes with edges, no self loops and every edge once in both
-    directions. Raises ``PartitionError`` when METIS fails or leaves nodes without a part.
+    Works for any graph: METIS gets only nodes with edges, and every edge once in both directions, without self loops.
+    Raises ``PartitionError`` when METIS fails or returns an incomplete partition.
     """
     indptr, neighbours = joined_adjacency(dataset, joined)
     part = _connected_parts(indptr, neighbours, num_parts, seed)
@@ -41,12 +41,12 @@ def metis_assignment(
 
 
 def _connected_parts(indptr: Array, neighbours: Array, num_parts: int, seed: int) -> Part:
-    """METIS on the nodes that have edges; -1 for the others."""
+    """Run METIS on the nodes that have edges; the others get part -1."""
     if len(neighbours) > _MEAN_DEGREE * (len(indptr) - 1):
         indptr, neighbours = _thin(indptr, neighbours)
     connected = np.flatnonzero(np.diff(indptr))
     part = np.full(len(indptr) - 1, -1, np.int32)
-    if len(connected) <= num_parts:  # METIS wants more nodes than parts; balancing spreads these
+    if len(connected) <= num_parts:  # METIS needs more nodes than parts; ``fill_up`` distributes these nodes
         return part
     if len(connected) < len(part):
         compact = np.cumsum(np.diff(indptr) > 0, dtype=_metis_dtype()) - 1
@@ -56,7 +56,7 @@ def _connected_parts(indptr: Array, neighbours: Array, num_parts: int, seed: int
 
 
 def without_empty_parts(part: Part, num_parts: int) -> Part:
-    """Halve the largest part for each empty one: on tiny or odd graphs bounds alone leave some."""
+    """Move half of the largest part to each empty part, which bounds alone do not prevent on tiny graphs."""
     sizes = np.bincount(part, minlength=num_parts)
     for empty in np.flatnonzero(sizes == 0):
         largest = int(sizes.argmax())
@@ -78,20 +78,20 @@ def _call_metis(indptr: Array, neighbours: Array, num_parts: int, seed: int) -> 
         raise PartitionError(f"METIS failed ({error}); try method random, or more memory") from error
     part = np.asarray(result.vertex_part, dtype=np.int32)
     if len(part) != len(indptr) - 1 or (len(part) and not 0 <= part.min() <= part.max() < num_parts):
-        raise PartitionError("METIS gave an incomplete partition; try another seed, fewer parts, or method random")
+        raise PartitionError("METIS returned an incomplete partition; try another seed, fewer parts, or method random")
     return part
 
 
 def _metis_dtype() -> Any:
-    """The integer type METIS was built with: arrays of it are not copied."""
+    """Return the integer type that METIS was built with; arrays of this type are not copied."""
     return np.dtype(pymetis.zero_copy_dtype())
 
 
 @contextlib.contextmanager
 def _interruptible() -> Iterator[None]:
-    """Let Ctrl-C end the process at once: METIS runs for minutes without looking at Python's handlers.
+    """Let Ctrl-C end the process at once: METIS runs for minutes, during which Python's signal handlers do not run.
 
-    Nothing has been written at this stage, so there is nothing to clean up.
+    No files have been written at this stage, so no cleanup is needed.
     """
     if threading.current_thread() is not threading.main_thread():
         yield
@@ -104,10 +104,10 @@ def _interruptible() -> Iterator[None]:
 
 
 def _thin(indptr: Array, neighbours: Array) -> tuple[Array, Array]:
-    """A sample of the edges, the same for both directions, that leaves sparse nodes alone.
+    """Sample the edges, equally for both directions.
 
-    Edge (u, v) is kept with probability ``keep`` (1/deg u + 1/deg v): hubs lose most, and nodes of
-    degree up to ``keep`` lose nothing.
+    Edge (u, v) is kept with probability ``keep`` * (1/deg u + 1/deg v): hubs lose most of their edges, and nodes with a
+    degree of at most ``keep`` lose none.
     """
     keep = _MEAN_DEGREE / 2
     thinned = _thin_count(indptr, neighbours, keep)

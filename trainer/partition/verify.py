@@ -1,4 +1,4 @@
-"""``partition verify``: checks every digest, shape and invariant of a partition folder."""
+"""Checks every digest, shape and invariant of a partition folder (``partition verify``)."""
 
 from __future__ import annotations
 
@@ -23,13 +23,13 @@ from trainer.store.part_files import map_array
 
 
 def new_bitset(size: int) -> npt.NDArray[np.uint64]:
-    """One bit for each of ``size`` ids, all clear."""
+    """Make a bit set for ``size`` ids, all bits clear."""
     return np.zeros((size + 63) // 64, np.uint64)
 
 
 @njit()
 def mark(ids: Array, seen: Array) -> int:
-    """Set the bit of each id; position of the first whose bit was set already, -1 if none. Stops there."""
+    """Set the bit of each id until one is set already; return the position of that id, or -1."""
     for position in range(len(ids)):
         word, bit = ids[position] >> 6, np.uint64(1) << np.uint64(ids[position] & 63)
         if seen[word] & bit:
@@ -40,7 +40,7 @@ def mark(ids: Array, seen: Array) -> int:
 
 @njit()
 def mark_outside(ids: Array, low: int, high: int, seen: Array) -> tuple[int, int]:
-    """How many ids lie outside ``low <= id < high``, and how many of those bits were new."""
+    """Set the bits of ids outside ``low <= id < high``; return the number of such ids, and of newly set bits."""
     outside = fresh = 0
     for position in range(len(ids)):
         if ids[position] < low or ids[position] >= high:
@@ -53,7 +53,7 @@ def mark_outside(ids: Array, low: int, high: int, seen: Array) -> tuple[int, int
 
 @njit()
 def first_descent(values: Array, strict: bool) -> int:
-    """First position whose value is below (``strict``: not above) the one before it; -1 if none."""
+    """Return the first position whose value is below (``strict``: not above) the one before it, or -1."""
     for position in range(1, len(values)):
         if values[position] < values[position - 1] or (strict and values[position] == values[position - 1]):
             return position
@@ -62,7 +62,7 @@ def first_descent(values: Array, strict: bool) -> int:
 
 @njit()
 def first_unordered_row(indptr: Array, orig_id: Array) -> int:
-    """First slot where edge ids do not ascend inside their row; -1 if none."""
+    """Return the first slot where edge ids do not ascend within their row, or -1."""
     for row in range(len(indptr) - 1):
         for slot in range(indptr[row] + 1, indptr[row + 1]):
             if orig_id[slot] <= orig_id[slot - 1]:
@@ -72,7 +72,7 @@ def first_unordered_row(indptr: Array, orig_id: Array) -> int:
 
 @njit()
 def first_other_gid(orig_id: Array, global_id: Array, start: int) -> int:
-    """First row of a part whose original id has another global id than ``start`` plus the row; -1 if none."""
+    """Return the first row of a part where the global id of the original id is not ``start + row``, or -1."""
     for row in range(len(orig_id)):
         if global_id[orig_id[row]] != start + row:
             return row
@@ -81,9 +81,9 @@ def first_other_gid(orig_id: Array, global_id: Array, start: int) -> int:
 
 @njit()
 def first_other_time(indices: Array, times: Array, start: int, values: Array) -> int:
-    """First slot with another time than its source has; -1 if none.
+    """Return the first slot whose time differs from that of its source node, or -1.
 
-    Sources are looked up where they are among the global ids from ``start`` on that ``values`` belongs to.
+    ``values`` are the times of the nodes with the global ids from ``start`` on; other sources are skipped.
     """
     for slot in range(len(indices)):
         row = indices[slot] - start
@@ -94,28 +94,29 @@ def first_other_time(indices: Array, times: Array, start: int, values: Array) ->
 
 @dataclass(frozen=True)
 class Finding:
-    """One thing wrong with one file."""
+    """A problem with one file."""
 
     path: str  #: relative to the folder, as in the manifest
-    problem: str
+    problem: str  #: for the user
 
     def __str__(self) -> str:
         return f"{self.path}: {self.problem}"
 
 
-Found = Generator[Finding, None, Array | None]  #: findings, then the array when it is of the kind expected
+Found = Generator[Finding, None, Array | None]  #: yields findings, returns the array if it has the expected type
 
 
 @dataclass(frozen=True)
 class Invariants:
-    """Checks of arrays against each other; files already found broken are left out."""
+    """Checks the content of arrays, and arrays against each other."""
 
     root: Path
     manifest: Manifest
-    part_ids: Sequence[int]
-    broken: frozenset[str]  #: paths
+    part_ids: Sequence[int]  #: parts to check
+    broken: frozenset[str]  #: paths of files that are known to be broken and are skipped
 
     def check(self) -> Iterator[Finding]:
+        """Yield the problems of all types."""
         for name, attr in self.manifest.graph_attrs.items():
             yield from self._array(f"shared/graph/{name}.npy", attr.stored, attr.shape)
         for node_type, nodes in self.manifest.nodes.items():
@@ -142,7 +143,7 @@ class Invariants:
                 path = f"{top}/scales/{name}.npy"
                 scales = yield from self._array(path, np.dtype(np.float32), (rows, 1))
                 if scales is not None and len(wrong := np.flatnonzero(~(scales[:, 0] >= 0) | np.isinf(scales[:, 0]))):
-                    yield Finding(path, f"position {wrong[0]}: {scales[wrong[0], 0]} is no scale of a row")
+                    yield Finding(path, f"position {wrong[0]}: {scales[wrong[0], 0]} is not a valid scale of a row")
 
     def _orig_ids(
         self, path: str, spec: NodeSpec, part_id: int, global_id: Array | None, seen: Array
@@ -153,11 +154,12 @@ class Invariants:
         if (at := int(first_descent(ids, True))) >= 0:
             yield Finding(path, f"position {at}: original ids do not ascend")
         elif (at := int(mark(ids, seen))) >= 0:
-            yield Finding(path, f"position {at}: node {ids[at]} is in an earlier part too")
+            yield Finding(path, f"position {at}: node {ids[at]} is also in an earlier part")
         elif global_id is not None and (at := int(first_other_gid(ids, global_id, spec.offsets[part_id]))) >= 0:
             gid = spec.offsets[part_id] + at
             yield Finding(
-                path, f"position {at}: node {ids[at]} has global id {gid}, not {global_id[ids[at]]} as shared"
+                path,
+                f"position {at}: node {ids[at]} has global id {gid}, but {global_id[ids[at]]} in shared global_id.npy",
             )
 
     def _edges_of(self, edge_type: EdgeType, spec: EdgeSpec) -> Iterator[Finding]:
@@ -198,7 +200,7 @@ class Invariants:
             yield Finding(path, f"position {at}: edge {ids[at]} appears twice")
 
     def _times(self, path: str, name: str, edge_type: EdgeType, indices: Array | None, edges: int) -> Iterator[Finding]:
-        """The source's time beside every edge whose source is in a part that is checked too."""
+        """Compare the source times of edges with the sources, for sources in ``part_ids``."""
         times = yield from self._array(path, np.dtype(np.int64), (edges,))
         if times is None or indices is None:
             return
@@ -221,7 +223,7 @@ class Invariants:
         return None
 
     def _ids(self, path: str, count: int, limit: int, dtype: np.dtype[Any] | None = None) -> Found:
-        """Ids ``0 <= id < limit``, [count], of any signed integer type or the given one."""
+        """Check for ids ``0 <= id < limit``, [count], of ``dtype`` or any signed integer type."""
         ids = self._map(path)
         if ids is None:
             return None
@@ -241,7 +243,7 @@ class Invariants:
 
 
 def _count(spec: NodeSpec | EdgeSpec, part_id: int) -> int:
-    """Nodes or edges of one part."""
+    """Return the number of nodes or edges of one part."""
     return spec.offsets[part_id + 1] - spec.offsets[part_id]
 
 
@@ -249,11 +251,18 @@ _READERS = 2
 
 
 def verify_partition(folder: str | Path, part_ids: Sequence[int] | None = None, digests: bool = True) -> list[Finding]:
-    """Everything wrong with the folder; an empty list when it is sound.
+    """Return all problems of a partition folder; an empty list when it is sound.
 
-    ``part_ids`` limits the check to these parts and the shared files; that every node and edge is there is
-    only known when all parts are checked. Memory: one bit a node and an edge, besides mapped files.
-    Raises ``PartitionError`` when there is no readable manifest, or no such part.
+    Memory: one bit per node and edge, besides mapped files.
+
+    Args:
+        folder: partition folder.
+        part_ids: parts to check, besides the shared files; None: all. Only a check of all parts finds out whether every
+            node and edge exists.
+        digests: read every file and compare its sha256.
+
+    Raises:
+        PartitionError: when the manifest cannot be read, or a part does not exist.
     """
     root, manifest = Path(folder), read_manifest(folder)
     wanted = sorted(set(range(manifest.num_parts) if part_ids is None else part_ids))
@@ -268,15 +277,15 @@ def verify_partition(folder: str | Path, part_ids: Sequence[int] | None = None, 
 
 
 def _listing(root: Path, manifest: Manifest, tops: Iterable[int | None]) -> Iterator[Finding]:
-    """Files that the types ask for, that the manifest lists, and that are there: all three must agree."""
+    """Compare the files that the types need, the files that the manifest lists, and the files on disk."""
     for top in tops:
         needed = [f"{path}.npy" for path in (_shared_files(manifest) if top is None else _part_files(manifest, top))]
         listed = {entry.path for entry in manifest.files_of(top)}
         yield from (Finding(path, "not listed in the manifest") for path in needed if path not in listed)
         for path in sorted(listed - set(needed)):
-            yield Finding(path, "listed in the manifest, but no type has such a file")
+            yield Finding(path, "listed in the manifest, but does not belong to any node or edge type")
         for path in sorted(_found(root, "shared" if top is None else f"part{top}") - listed - set(needed)):
-            yield Finding(path, "is no file of this partition; move it away")
+            yield Finding(path, "is not a file of this partition; move it away")
 
 
 def _found(root: Path, top: str) -> set[str]:

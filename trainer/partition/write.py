@@ -1,4 +1,4 @@
-"""Writes a partition folder: relabelled, cut by part, with digests, in place at once or not at all."""
+"""Writes a partition folder atomically: relabels nodes, cuts edges by part, and records digests."""
 
 from __future__ import annotations
 
@@ -32,26 +32,34 @@ def partition_fingerprint(
     dataset_fingerprint: str, num_parts: int, method: str, seed: int, options: Mapping[str, Any],
     time_attrs: Sequence[str],
 ) -> str:  # fmt: skip
-    """Digest of everything a partition depends on, hex."""
+    """Return the sha256, hex, of everything that the content of a partition depends on."""
     text = json.dumps([VERSION, dataset_fingerprint, num_parts, method, seed, options, time_attrs], sort_keys=True)
     return hashlib.sha256(text.encode()).hexdigest()
 
 
 def options_with(options: Mapping[str, Any], rows: WireRows) -> Mapping[str, Any]:
-    """What the method was told, and how rows are kept where not as they are."""
+    """Add ``rows`` to the options of the method unless rows are stored as they are."""
     return options if rows == "stored" else {**options, "rows": rows}
 
 
 def write_partition(
     dataset: Dataset, assignment: PartitionAssignment, folder: str | Path, rows: WireRows = "stored"
 ) -> Manifest:
-    """Write ``folder`` and return its manifest; an equal folder already there is left as it is.
+    """Write a partition folder and return its manifest.
 
-    ``rows``: what floating-point attributes of several dimensions, labels left out, are rounded to.
-    A partition with another fingerprint is replaced. Peak memory is the dataset, 8 bytes a node, 16 bytes
-    more for each node of the largest type, and ids of at most 256 MiB (or one part's edges of one type);
-    attributes pass through in chunks of 8 MiB. Raises ``PartitionError``, and ``DataError`` for rows that cannot be
-    rounded; nothing is left behind then.
+    A folder with the same fingerprint is left unchanged; one with another fingerprint is replaced. Peak memory is the
+    dataset, 8 bytes per node, 16 further bytes per node of the largest type, and edge ids of 256 MiB (or of one part
+    and type, if that is more). Attributes are written in chunks of 8 MiB.
+
+    Args:
+        dataset: the graph.
+        assignment: the part of every node.
+        folder: partition folder to write.
+        rows: type that floating-point attributes with two or more dimensions are rounded to, except labels.
+
+    Raises:
+        PartitionError: when the folder cannot be written, or holds other files.
+        DataError: when a row cannot be rounded. No files are left behind in either case.
     """
     target = Path(folder)
     assignment = replace(assignment, options=options_with(assignment.options, rows))
@@ -70,24 +78,25 @@ def write_partition(
 
 @dataclass(frozen=True)
 class _ArrayFile:
-    """An array to be written."""
+    """An array to write."""
 
-    path: str
+    path: str  #: relative to the partition folder
     dtype: np.dtype[Any]
     shape: tuple[int, ...]
-    chunks: Iterable[Array]  #: consecutive rows
+    chunks: Iterable[Array]  #: consecutive rows of the array
 
 
 @dataclass(frozen=True)
 class _Writer:
-    """Writes lists of files; only one list's arrays are in memory at a time."""
+    """Writes arrays with a thread pool, and collects the manifest's entries."""
 
     root: Path
     pool: Executor
-    rows: WireRows
-    entries: list[FileEntry] = field(default_factory=list)
+    rows: WireRows  #: as in ``write_partition``
+    entries: list[FileEntry] = field(default_factory=list)  #: the files written so far
 
     def write(self, files: Iterable[_ArrayFile]) -> None:
+        """Write the files and wait for them, so that only their arrays are in memory."""
         self.entries.extend(self.pool.map(self._write, files))
 
     def _write(self, file: _ArrayFile) -> FileEntry:
@@ -155,7 +164,7 @@ def _attr_files(top: str, attrs: Mapping[str, Array], owned: Array, rows: WireRo
         file, form = _gathered(f"{top}/attrs/{name}.npy", values, owned), _kept_as(name, values, rows)
         if form == "int8":
             yield replace(file, dtype=np.dtype(np.int8), chunks=_rounded(file, owned, lambda some: to_int8(some)[0]))
-            again = _gathered(f"{top}/scales/{name}.npy", values, owned)  # reading twice takes less than keeping
+            again = _gathered(f"{top}/scales/{name}.npy", values, owned)  # rounds twice, to save memory
             scales = _rounded(again, owned, lambda some: to_int8(some)[1])
             yield replace(again, dtype=np.dtype(np.float32), shape=(len(owned), 1), chunks=scales)
         elif form == "float16":
@@ -165,7 +174,7 @@ def _attr_files(top: str, attrs: Mapping[str, Array], owned: Array, rows: WireRo
 
 
 def _rounded(file: _ArrayFile, owned: Array, to: Callable[[Array], Array]) -> Iterator[Array]:
-    """Its chunks rounded. Raises ``DataError`` that says which row cannot be."""
+    """Yield the rounded chunks of ``file``. Raises ``DataError`` that names a row that cannot be rounded."""
     at = 0
     for chunk in file.chunks:
         try:
@@ -189,7 +198,7 @@ def _write_nodes(writer: _Writer, node_type: NodeType, data: NodeData, labels: R
 
 def _shared_files(node_type: NodeType, data: NodeData, labels: Relabelling) -> Iterator[_ArrayFile]:
     top = f"shared/nodes/{node_type}"
-    if labels.num_parts > 1:  # else global ids are the original ones
+    if labels.num_parts > 1:  # with one part, global ids equal original ids
         yield _whole(f"{top}/global_id.npy", labels.global_id)
     for name, ids in data.splits.items():
         yield _whole(f"{top}/seeds/{name}.npy", labels.global_id[ids].astype(np.int64))
@@ -210,7 +219,7 @@ def _write_edges(
     times = _source_times(dataset, edge_type)
     for group in cut.groups():
         writer.write(file for rows in group for file in _edge_files(edge_type, rows, data, source, times, writer.rows))
-        del group  # or the next one would be made beside it
+        del group  # frees the group's memory before the next one is made
     return EdgeSpec(
         num_edges=data.num_edges,
         offsets=tuple(cut.offsets.tolist()),
@@ -221,7 +230,7 @@ def _write_edges(
 
 
 def _source_times(dataset: Dataset, edge_type: EdgeType) -> dict[str, Array]:
-    """Attributes of the source type that are times: one integer a node."""
+    """Return the time attributes of the source type: those with one integer per node."""
     source = dataset.nodes[edge_type[0]]
     times = {name: source.attrs[name] for name in dataset.time_attrs if name in source.attrs}
     return {name: at for name, at in times.items() if at.ndim == 1 and is_time(at, name in source.bfloat16)}

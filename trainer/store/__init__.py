@@ -1,1 +1,1 @@
-"""Opened partitions: memory-mapped topology and features."""
+"""Opens partition folders: manifest, memory-mapped topology and attributes, row cache."""

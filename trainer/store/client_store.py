@@ -1,4 +1,4 @@
-"""The ``PartStore`` of a client: it has the manifest and holds no part."""
+"""The ``PartStore`` of a client, which has the manifest but no parts."""
 
 from __future__ import annotations
 
@@ -17,29 +17,35 @@ from trainer.store.part_store import PartStore
 
 K = TypeVar("K")
 
-_TABLE_FROM = 0.25  #: share of a type's nodes that is asked for one by one before the whole table is fetched
+_TABLE_FROM = 0.25  #: share of a type's nodes; after so many ids were requested, the whole id table is fetched
 
 
 class SharedArrays(Protocol):
-    """Whoever has what all parts share; ``service.gateway.Gateway`` is one. All raise ``ServiceError``."""
+    """Source of the arrays that all parts share (``service.remote_graph``). All methods raise ``ServiceError``."""
 
-    def seeds(self, of: NodeType, split: str) -> Ids: ...
+    def seeds(self, of: NodeType, split: str) -> Ids:
+        """Return the global ids of a split, int64 [n]."""
+        ...
 
-    def graph_attr(self, name: str) -> Array: ...
+    def graph_attr(self, name: str) -> Array:
+        """Return an attribute of the graph as a whole."""
+        ...
 
-    def to_global(self, of: NodeType, orig_ids: Ids) -> Ids: ...
+    def to_global(self, of: NodeType, orig_ids: Ids) -> Ids:
+        """Return the global ids of original ids, int64, same shape."""
+        ...
 
 
 @dataclass(frozen=True)
 class RemoteStore(PartStore):
-    """Seeds, ids and attributes of the graph as a whole are fetched when first asked for, and kept."""
+    """Fetches seeds, global ids and graph attributes on first use, and keeps them."""
 
     source: SharedArrays = field(kw_only=True)
-    _num_asked: dict[NodeType, int] = field(kw_only=True, default_factory=dict, repr=False)
+    _num_requested: dict[NodeType, int] = field(kw_only=True, default_factory=dict, repr=False)  #: ids mapped so far
 
     @classmethod
     def of(cls, manifest: Manifest, source: SharedArrays, name: str) -> RemoteStore:
-        """The graph of ``manifest``; ``name`` says in messages where it is."""
+        """Make the store of the graph with this manifest; ``name`` stands for its folder in messages."""
 
         def table(of: NodeType) -> Array:
             return source.to_global(of, np.arange(manifest.nodes[of].num_nodes))
@@ -59,14 +65,14 @@ class RemoteStore(PartStore):
         """As in ``PartStore``. Raises ``ServiceError``."""
         if node_type not in self.global_ids:
             return orig_ids
-        asked = self._num_asked[node_type] = self._num_asked.get(node_type, 0) + len(orig_ids)
-        if asked >= _TABLE_FROM * self.manifest.nodes[node_type].num_nodes:
+        requested = self._num_requested[node_type] = self._num_requested.get(node_type, 0) + len(orig_ids)
+        if requested >= _TABLE_FROM * self.manifest.nodes[node_type].num_nodes:
             return super().to_global(node_type, orig_ids)
         return self.source.to_global(node_type, orig_ids)
 
 
 class _FetchedArrays(Mapping[K, Array], Generic[K]):
-    """Arrays by name, each fetched once; safe to use from several threads."""
+    """A mapping that fetches each array once, on first access. Thread-safe."""
 
     def __init__(self, keys: Iterable[K], fetch: Callable[[K], Array]):
         self._fetch = fetch

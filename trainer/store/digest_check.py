@@ -1,8 +1,7 @@
-"""Compares the opened files of a partition folder with the digests in its manifest, once for each run.
+"""Compares the opened files of a partition folder with the sha256 digests in its manifest, once per run.
 
-That finds what sizes and times of files do not tell: bytes that a disk, a memory or a hand has changed since the parts
-were sent. Files are read one after the other on each thread, so at the speed of the disk or of SHA-256, and are in the
-page cache afterwards.
+This finds changes that sizes and mtimes do not show: bytes changed by a disk, by memory or by hand since the parts were
+sent. It runs at the speed of the disk or of SHA-256, and leaves the files in the page cache.
 """
 
 from __future__ import annotations
@@ -20,16 +19,22 @@ from trainer.store.part_store import PartStore
 
 _BLOCK = 4 << 20
 
-_INDEXING = ("/indptr.npy", "/indices.npy", "/orig_id.npy", "/global_id.npy")  #: ends of names: kernels index with them
+_INDEXING = ("/indptr.npy", "/indices.npy", "/orig_id.npy", "/global_id.npy")  #: files whose values kernels index with
 
 
 @contextmanager
 def checked_digests(store: PartStore, note: Path | None = None) -> Iterator[None]:
-    """Compare every opened file with its sha256 in the manifest, on as many threads as there are CPUs.
+    """Compare every opened file with its sha256 in the manifest, with one thread per CPU.
 
-    Entered once the files are compared that hold ids and offsets, and left once all are, so that what is done inside
-    goes on beside the rest. note: a file of the run that remembers what was compared, for a process that is started
-    again. Raises ``PartitionError`` that names the file, and leaves the block's own exception as it is.
+    The ``with`` block starts when the files with ids and offsets have been compared. The other files are compared while
+    it runs, and leaving it waits for them.
+
+    Args:
+        store: the opened parts.
+        note: file of the run that records what was compared, so that a restarted process skips it; None: no record.
+
+    Raises:
+        PartitionError: when a file does not match; names the file. An exception of the block takes precedence.
     """
     noted = FileNote(note)
     left = [path for path in store.files if not noted.has(store.folder / path, path)]
@@ -48,7 +53,7 @@ def checked_digests(store: PartStore, note: Path | None = None) -> Iterator[None
 
 
 def sha256_of(path: Path) -> str:
-    """sha256 of a file, hex. Raises ``OSError``."""
+    """Return the sha256 of a file, hex. Raises ``OSError``."""
     digest = hashlib.sha256()
     with open(path, "rb", buffering=0) as file:
         os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_SEQUENTIAL)
@@ -59,7 +64,7 @@ def sha256_of(path: Path) -> str:
 
 
 def _finish(checks: list[Future[None]]) -> None:
-    """Wait for all, or for the first that fails."""
+    """Wait for all checks, or until one fails; raises its exception."""
     for check in wait(checks, return_when=FIRST_EXCEPTION).done:
         check.result()
 
@@ -72,5 +77,5 @@ def _check(path: Path, expected: str) -> None:
     if found != expected:
         raise PartitionError(
             f"{path} does not have the sha256 {expected[:12]}… of the manifest: it was damaged or changed since it was"
-            " made; delete it and send or make the part again (partition verify lists all that is wrong)"
+            " written; delete it and send or make the part again (partition verify lists all problems)"
         )

@@ -1,4 +1,4 @@
-"""The partition manifest: what ``manifest.json`` holds, read strictly and written atomically."""
+"""The manifest of a partition folder, ``manifest.json``: dataclasses, strict reading and atomic writing."""
 
 from __future__ import annotations
 
@@ -21,45 +21,43 @@ FORMAT = "gnnfleet-partition"
 
 VERSION = 2
 
-_VERSION_KEPT = 3  #: of a folder in which files do not hold the rows themselves: older programs must not read it
+_VERSION_KEPT = 3  #: version of folders with rounded rows (``AttrSpec.kept``), which older programs must not read
 
 MANIFEST = "manifest.json"
 
-NAME_PATTERN = re.compile(r"[A-Za-z_][A-Za-z0-9_.-]*")  #: attribute and split names: they become file names
+NAME_PATTERN = re.compile(r"[A-Za-z_][A-Za-z0-9_.-]*")  #: attribute and split names, which become file names
 
-RESERVED_ATTRS = frozenset({"orig_id", "in_degree"})  #: what can be gathered besides attributes
+RESERVED_ATTRS = frozenset({"orig_id", "in_degree"})  #: names of columns that can be gathered like attributes
 
 
 @dataclass(frozen=True)
 class FileEntry:
-    """One file of a partition folder."""
+    """One .npy file of a partition folder."""
 
-    path: str  #: relative, ``/``-separated, begins with ``shared/`` or ``part<p>/``
-    bytes: int
-    sha256: str
-    dtype: str  #: numpy name, e.g. ``int32``
+    path: str  #: relative to the folder, with ``/``; begins with ``shared/`` or ``part<p>/``
+    bytes: int  #: size of the file
+    sha256: str  #: hex
+    dtype: str  #: numpy's name, such as ``int32``
     shape: tuple[int, ...]
 
     @property
     def part_id(self) -> int | None:
-        """The part the file belongs to; None for a shared file."""
+        """The part that the file belongs to; None for a shared file."""
         top = PurePosixPath(self.path).parts[0]
         return None if top == "shared" else int(top.removeprefix("part"))
 
 
 @dataclass(frozen=True)
 class AttrSpec:
-    """One attribute over all parts."""
+    """One attribute of a node type, an edge type or the graph, over all parts."""
 
-    dtype: str  #: torch's name: ``float32``, ``bfloat16`` (kept as the uint16 with the same bits)
-    shape: tuple[int, ...]  #: of the whole array, [num_nodes, …] or [num_edges, …]
-    kept: str = (
-        ""  #: ``int8``: files hold codes, and scales beside them (``trainer.core.rounding``); rows are ``dtype``
-    )
+    dtype: str  #: torch's name, such as ``float32``; ``bfloat16`` is stored as uint16 with the same bits
+    shape: tuple[int, ...]  #: shape over all parts, [num_nodes, …] or [num_edges, …]
+    kept: str = ""  #: ``int8``: the files hold int8 codes, and scales in files of their own; '': the rows themselves
 
     @property
     def stored(self) -> np.dtype[Any]:
-        """dtype of the rows that can be gathered."""
+        """dtype of gathered rows."""
         return np.dtype("uint16" if self.dtype == "bfloat16" else self.dtype)
 
     @property
@@ -68,7 +66,10 @@ class AttrSpec:
         return np.dtype(self.kept) if self.kept else self.stored
 
     def travels_as(self, asked: WireRows) -> WireRows:
-        """How rows travel where ``asked`` is asked for: those kept as int8 always so, which loses nothing."""
+        """Return the type of the rows on the wire when ``asked`` is requested.
+
+        Rows stored as int8 are always sent as int8, which is exact.
+        """
         return "int8" if self.kept else asked
 
 
@@ -80,7 +81,7 @@ class NodeSpec:
     offsets: tuple[int, ...]  #: [num_parts + 1]; part p owns offsets[p] <= gid < offsets[p+1]
     attrs: Mapping[str, AttrSpec]
     splits: Mapping[str, int]  #: name -> number of seeds
-    num_classes: int  #: of ``y``; 0 without class labels
+    num_classes: int  #: number of classes of ``y``; 0 without class labels
 
 
 @dataclass(frozen=True)
@@ -88,60 +89,90 @@ class EdgeSpec:
     """The edges of one type; an edge belongs to the part of its target."""
 
     num_edges: int
-    offsets: tuple[int, ...]  #: [num_parts + 1] global edge ids of each part
+    offsets: tuple[int, ...]  #: [num_parts + 1]; part p owns the edges offsets[p] <= id < offsets[p+1]
     attrs: Mapping[str, AttrSpec]
-    src_times: tuple[str, ...]  #: time attributes of the source type that are kept per edge too
-    edge_cut: float  #: fraction of these edges whose ends lie in different parts
+    src_times: tuple[str, ...]  #: time attributes of the source type that are stored per edge as well
+    edge_cut: float  #: share of these edges whose ends are in different parts, 0 to 1
 
 
 @dataclass(frozen=True)
 class Manifest:
-    """What one partition folder holds; see docs/ARCHITECTURE.md."""
+    """The content of ``manifest.json``: types, attributes and files of a partition; see docs/ARCHITECTURE.md.
+
+    Args:
+        dataset: name of the dataset.
+        fingerprint: sha256 of the dataset, its options and source files, and all partition options.
+        num_parts: number of parts.
+        algorithm: partition method.
+        seed: seed of the partition method.
+        hetero: whether the graph is heterogeneous.
+        nodes: node types.
+        edges: edge types.
+        edge_cut: share of all edges whose ends are in different parts, 0 to 1.
+        balance: nodes of the largest part / mean nodes of a part, over all types.
+        graph_attrs: attributes of the graph as a whole; their shape is that of the array.
+        files: all files of the folder.
+        options: further options of the partition method.
+    """
 
     dataset: str
-    fingerprint: str  #: of dataset, options, source files, num_parts, method, its options and seed
+    fingerprint: str
     num_parts: int
     algorithm: str
     seed: int
     hetero: bool
     nodes: Mapping[NodeType, NodeSpec]
     edges: Mapping[EdgeType, EdgeSpec]
-    edge_cut: float  #: fraction of all edges whose ends lie in different parts
-    balance: float  #: most nodes of a part / mean nodes of a part, over all types
-    graph_attrs: Mapping[str, AttrSpec]  #: arrays of the graph as a whole; shape is the array's
+    edge_cut: float
+    balance: float
+    graph_attrs: Mapping[str, AttrSpec]
     files: tuple[FileEntry, ...]
-    options: Mapping[str, Any] = field(default_factory=dict)  #: what the algorithm was told beyond parts and seed
+    options: Mapping[str, Any] = field(default_factory=dict)
 
     @property
     def num_nodes(self) -> int:
-        """Nodes of all types."""
+        """Number of nodes of all types."""
         return sum(spec.num_nodes for spec in self.nodes.values())
 
     @property
     def num_edges(self) -> int:
-        """Edges of all types."""
+        """Number of edges of all types."""
         return sum(spec.num_edges for spec in self.edges.values())
 
     def attrs_of(self, of: AnyType) -> Mapping[str, AttrSpec]:
-        """Attributes of a node or edge type of the graph."""
+        """Return the attributes of a node type or edge type."""
         return self.nodes[of].attrs if isinstance(of, str) else self.edges[of].attrs
 
     def files_of(self, part_id: int | None) -> tuple[FileEntry, ...]:
-        """Files of one part; of ``shared/`` when None."""
+        """Return the files of one part, or of ``shared/`` when ``part_id`` is None."""
         return tuple(entry for entry in self.files if entry.part_id == part_id)
 
 
 def read_manifest(folder: str | Path) -> Manifest:
-    """Read and check ``manifest.json``.
+    """Read and check the manifest of a partition folder.
 
-    Raises ``PartitionError`` when it is missing, invalid, or of another format or version.
+    Args:
+        folder: partition folder, as ``python -m trainer partition make`` writes it.
+
+    Returns:
+        The manifest: node and edge types with their attributes and splits, parts and files.
+
+    Raises:
+        PartitionError: when ``manifest.json`` is missing, invalid, or of another format or version.
+
+    Example:
+        >>> manifest = gnnfleet.read_manifest("parts")
+        >>> manifest.num_parts, manifest.num_nodes
+        (4, 2708)
+        >>> manifest.attrs_of("node")["x"].shape
+        (2708, 1433)
     """
     path = Path(folder) / MANIFEST
     return parse_manifest(_read_bytes(path), path)
 
 
 def parse_manifest(text: bytes, path: str | Path) -> Manifest:
-    """The manifest in a ``manifest.json``; ``path`` says in errors where it is. Raises as ``read_manifest`` does."""
+    """Parse the content of a ``manifest.json``; ``path`` names it in messages. Raises ``PartitionError``."""
     try:
         raw = json.loads(text.decode("utf-8"))
     except ValueError as error:
@@ -161,7 +192,7 @@ def parse_manifest(text: bytes, path: str | Path) -> Manifest:
 
 
 def write_manifest(folder: str | Path, manifest: Manifest) -> Path:
-    """Write ``manifest.json`` (written beside, synced, renamed); returns its path."""
+    """Write ``manifest.json`` atomically, sync it to disk, and return its path."""
     path = Path(folder) / MANIFEST
     version = _VERSION_KEPT if any(spec.kept for spec in _all_attrs(manifest)) else VERSION
     text = _layout({"format": FORMAT, "version": version, **_to_json(manifest)}) + "\n"
@@ -170,9 +201,9 @@ def write_manifest(folder: str | Path, manifest: Manifest) -> Path:
 
 
 def manifest_digest(folder: str | Path) -> str:
-    """sha256 of ``manifest.json``, hex: equal digests mean equal partitions.
+    """Return the sha256, hex, of ``manifest.json``; equal digests mean equal partitions.
 
-    Raises ``PartitionError`` when it is missing.
+    Raises ``PartitionError`` when the file is missing or cannot be read.
     """
     return hashlib.sha256(_read_bytes(Path(folder) / MANIFEST)).hexdigest()
 
@@ -188,7 +219,7 @@ def _read_bytes(path: Path) -> bytes:
 
 
 def _to_json(manifest: Manifest) -> dict[str, Any]:
-    named = replace(manifest, nodes={}, edges={})  # asdict cannot key by tuples
+    named = replace(manifest, nodes={}, edges={})  # JSON keys cannot be tuples
     return {
         **asdict(named, dict_factory=_as_dict),
         "nodes": {type_name(of): asdict(spec, dict_factory=_as_dict) for of, spec in manifest.nodes.items()},
@@ -197,7 +228,7 @@ def _to_json(manifest: Manifest) -> dict[str, Any]:
 
 
 def _as_dict(fields: list[tuple[str, Any]]) -> dict[str, Any]:
-    """Without ``kept`` where files hold the rows themselves."""
+    """Make a dict without an empty ``kept``, which version 2 does not have."""
     return {name: value for name, value in fields if (name, value) != ("kept", "")}
 
 
@@ -209,7 +240,7 @@ def _all_attrs(manifest: Manifest) -> Iterator[AttrSpec]:
 
 
 def _layout(value: Any, depth: int = 0) -> str:
-    """JSON in which what holds no object stands on one line: an attribute, a file, offsets."""
+    """Format as JSON with one line per value that contains no objects: an attribute, a file, offsets."""
     inner = value.values() if isinstance(value, dict) else value if isinstance(value, (list, tuple)) else ()
     if not any(isinstance(item, dict) for item in inner):
         return json.dumps(value)
@@ -242,14 +273,14 @@ def _from_json(raw: dict[str, Any]) -> Manifest:
 def _node_type(name: str) -> NodeType:
     of = type_of(name)
     if not isinstance(of, str):
-        raise ValueError(f"{name!r} is no node type")
+        raise ValueError(f"{name!r} is not a node type")
     return of
 
 
 def _edge_type(name: str, node_types: Mapping[str, Any]) -> EdgeType:
     of = type_of(name)
     if isinstance(of, str) or not {of[0], of[2]} <= set(node_types):
-        raise ValueError(f"{name!r} is no edge type between the node types")
+        raise ValueError(f"{name!r} is not an edge type between the node types")
     return of
 
 
@@ -293,7 +324,7 @@ def _file_entry(raw: dict[str, Any], num_parts: int) -> FileEntry:
         raise ValueError(f"path {path!r} does not begin with shared/ or part<p>/")
     entry = FileEntry(path, _integer(raw["bytes"]), str(raw["sha256"]), str(raw["dtype"]), _shape(raw["shape"]))
     if entry.part_id is not None and entry.part_id >= num_parts:
-        raise ValueError(f"path {path!r} belongs to no part; there are {num_parts}")
+        raise ValueError(f"path {path!r} belongs to a part that does not exist; num_parts is {num_parts}")
     return entry
 
 

@@ -1,4 +1,4 @@
-"""Writing .npy files in chunks, with their digest, synced to disk."""
+"""Writes .npy files in chunks, computes their sha256 and syncs them to disk."""
 
 from __future__ import annotations
 
@@ -38,13 +38,13 @@ def write_npy(root: Path, path: str, dtype: Any, shape: tuple[int, ...], chunks:
 
 
 def rows_in_chunks(rows: Array) -> Iterator[Array]:
-    """Consecutive slices of a few megabytes."""
+    """Yield consecutive slices of rows, of a few megabytes each."""
     step = rows_per_chunk(rows)
     return (rows[start : start + step] for start in range(0, len(rows), step))
 
 
 def rows_per_chunk(rows: Array) -> int:
-    """How many rows of such an array make a chunk."""
+    """Return the number of rows in a chunk of such an array, at least 1."""
     row_bytes = rows.dtype.itemsize * int(np.prod(rows.shape[1:], dtype=np.int64))
     return max(1, _CHUNK_BYTES // max(row_bytes, 1))
 
@@ -57,5 +57,5 @@ def _header(dtype: np.dtype[Any], shape: tuple[int, ...]) -> bytes:
 
 
 def _raw(chunk: Array, dtype: np.dtype[Any]) -> Any:
-    """The chunk's bytes as a flat buffer, not copied where they are contiguous already."""
+    """Return the bytes of a chunk in ``dtype`` as a flat buffer, without a copy if possible."""
     return np.ascontiguousarray(chunk, dtype=dtype).reshape(-1).view(np.uint8)

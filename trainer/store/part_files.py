@@ -1,7 +1,7 @@
-"""Opens the files of a partition folder by memory map, and checks what their headers and ids claim.
+"""Memory-maps the files of a partition folder, and checks their headers, ids and offsets.
 
-dtype, shape and size of every file are compared with the manifest each time. Ids and offsets, with which kernels
-index without looking, are read through once for each copy of a part; a note beside the part remembers what was read.
+dtype, shape and size of every file are compared with the manifest each time. Ids and offsets, which kernels use as
+indices without bounds checks, are checked once per copy of a part; a hidden file beside the part records that.
 """
 
 from __future__ import annotations
@@ -26,17 +26,18 @@ from trainer.store.manifest import FileEntry, Manifest
 
 _NOTE = ".gnnfleet-ranges.json"
 
-_SETTLED_NS = 2_000_000_000  #: age of a change from which a file's times tell it from a later one
+_SETTLED_NS = 2_000_000_000  #: age in ns at which a change is old enough for a later one to get another mtime
 
-_CHUNK = 1 << 20  #: ids that are looked at together
+_CHUNK = 1 << 20  #: ids that are checked together
 
-_CURE = "send or make the part again (partition verify lists all that is wrong)"
+_FIX = "send or make the part again (partition verify lists all problems)"
 
 
 def map_array(path: Path) -> Array:
-    """A .npy file, memory-mapped read-only, in C order.
+    """Memory-map a .npy file read-only.
 
-    Raises ``PartitionError`` for a file that is missing, is none, or is shorter or longer than its header says.
+    Raises ``PartitionError`` for a file that is missing, is not an array in C order, or whose size does not match its
+    header.
     """
     try:
         size = _regular_size(path)
@@ -44,31 +45,33 @@ def map_array(path: Path) -> Array:
         if not isinstance(array, np.memmap):
             raise ValueError("it is an archive, not an array")
     except (FileNotFoundError, NotADirectoryError):
-        raise PartitionError(f"{path} is missing; send or make the part again (partition verify lists all)") from None
-    except Exception as error:  # numpy reads headers by Python's parser, which raises all kinds of things
         raise PartitionError(
-            f"{path} cannot be read; send or make the part again (partition verify lists all that is wrong): {error}"
+            f"{path} is missing; send or make the part again (partition verify lists all problems)"
+        ) from None
+    except Exception as error:  # numpy parses headers with Python's parser, which raises many types of exception
+        raise PartitionError(
+            f"{path} cannot be read; send or make the part again (partition verify lists all problems): {error}"
         ) from error
     if array.offset + array.nbytes != size or not array.flags.c_contiguous:
         raise PartitionError(
-            f"{path} holds {size:,} bytes, not the {array.offset + array.nbytes:,} in C order that its header says;"
-            f" {_CURE}"
+            f"{path} holds {size:,} bytes, but its header describes {array.offset + array.nbytes:,} bytes in C order;"
+            f" {_FIX}"
         )
     return array.view(np.ndarray)  # kernels are compiled for plain arrays
 
 
 def _regular_size(path: Path) -> int:
     found = os.stat(path)
-    if not stat.S_ISREG(found.st_mode):  # a pipe would be waited for
+    if not stat.S_ISREG(found.st_mode):  # opening a pipe would block
         raise ValueError("it is not a regular file")
     return found.st_size
 
 
 class FileNote:
-    """A small file that remembers of which files something was found out, until they change.
+    """A small file that records which files passed a check; an entry is valid until its file changes.
 
-    A change is seen by size, times, i-number. A file that was written within the last seconds is not remembered: times
-    are coarse, and it could be written again in the same tick.
+    A change is detected by size, mtime, ctime and inode. A file that was changed within the last two seconds is not
+    recorded: times are coarse, so a second change could go unnoticed.
     """
 
     def __init__(self, path: Path | None):
@@ -77,11 +80,14 @@ class FileNote:
         self._new: dict[str, str] = {}
 
     def has(self, path: Path, name: str, found: str = "") -> bool:
-        """Whether ``found`` was noted of the file; it will be by ``save`` if not. Raises ``PartitionError``."""
+        """Return whether the unchanged file is recorded with the value ``found``; otherwise ``save`` will record it.
+
+        Raises ``PartitionError`` when the file cannot be read.
+        """
         try:
             now = os.stat(path)
         except OSError as error:
-            raise PartitionError(f"{path} cannot be read: {error.strerror}; {_CURE}") from error
+            raise PartitionError(f"{path} cannot be read: {error.strerror}; {_FIX}") from error
         stamp = f"{now.st_size} {now.st_mtime_ns} {now.st_ctime_ns} {now.st_ino} {found}"
         if self._known.get(name) == stamp:
             return True
@@ -90,7 +96,7 @@ class FileNote:
         return False
 
     def save(self) -> None:
-        """Note what ``has`` did not know; a folder that cannot be written to stays without."""
+        """Record the files for which ``has`` returned False; ignored when the folder cannot be written."""
         if self._path is not None and self._new:
             with suppress(OSError):
                 write_whole(self._path, json.dumps({**self._known, **self._new}))
@@ -106,15 +112,15 @@ def _read_json(path: Path) -> dict[str, str]:
 
 @dataclass(frozen=True)
 class _Bounds:
-    """What the values of one file must be."""
+    """The range that the ids or offsets of one file must have."""
 
     path: str  #: relative to the partition folder
     values: Array  #: int [n]
-    limit: int  #: ids: 0 <= id < limit; offsets: they ascend from 0 to limit
-    offsets: bool
+    limit: int  #: ids: 0 <= id < limit; offsets: ascending from 0 to limit
+    offsets: bool  #: whether the values are offsets, otherwise ids
 
     def problem(self) -> str | None:
-        """What is wrong with the values, in words."""
+        """Describe the first value out of range; None when all are in range."""
         return self._offsets_problem() if self.offsets else self._ids_problem()
 
     def _ids_problem(self) -> str | None:
@@ -138,22 +144,22 @@ class _Bounds:
 
 
 class PartFiles:
-    """Opens files of one partition folder. Its methods raise ``PartitionError``."""
+    """Opens files of one partition folder. All methods raise ``PartitionError``."""
 
     def __init__(self, root: Path, manifest: Manifest):
         self.root = root
-        self.opened: list[str] = []  #: relative paths
+        self.opened: list[str] = []  #: opened files, relative to ``root``
         self._entries: Mapping[str, FileEntry] = {entry.path: entry for entry in manifest.files}
         self._bounds: list[_Bounds] = []
 
     def array(self, path: str, dtype: np.dtype[Any], shape: tuple[int, ...]) -> Array:
-        """The array in ``<path>.npy``, which must be of this kind."""
+        """Map the array in ``<path>.npy``, which must have this dtype and shape."""
         array = self._mapped(path)
         self._check_kind(path, array, array.dtype == dtype and array.shape == shape, f"{dtype.name} {list(shape)}")
         return array
 
     def ids(self, path: str, count: int, limit: int, dtype: np.dtype[Any] | None = None) -> Array:
-        """Ids ``0 <= id < limit``, [count], int32 or int64 or the given one; see ``check_ranges``."""
+        """Map ids, [count], of ``dtype``, or int32 or int64. ``check_ranges`` checks ``0 <= id < limit``."""
         array = self._mapped(path)
         kind = array.dtype in (np.int32, np.int64) if dtype is None else array.dtype == dtype
         expected = f"{'int32 or int64' if dtype is None else dtype.name} [{count}]"
@@ -162,28 +168,28 @@ class PartFiles:
         return array
 
     def offsets(self, path: str, rows: int, total: int) -> Array:
-        """Where each of ``rows`` rows begins, int64 [rows + 1], from 0 to ``total``; see ``check_ranges``."""
+        """Map row offsets, int64 [rows + 1]. ``check_ranges`` checks that they ascend from 0 to ``total``."""
         array = self.array(path, np.dtype(np.int64), (rows + 1,))
         self._bounds.append(_Bounds(f"{path}.npy", array, total, offsets=True))
         return array
 
     def check_ranges(self) -> None:
-        """Look at all ids and offsets of the opened files that have changed since somebody did."""
+        """Check all ids and offsets of the opened files, except files that did not change since their last check."""
         tops: dict[str, list[_Bounds]] = {}
         for bounds in self._bounds:
             tops.setdefault(bounds.path.partition("/")[0], []).append(bounds)
         for top, of_top in tops.items():
             note = FileNote(self.root / top / _NOTE)
-            self._look_at([each for each in of_top if not note.has(self.root / each.path, each.path, str(each.limit))])
+            self._check([each for each in of_top if not note.has(self.root / each.path, each.path, str(each.limit))])
             note.save()
 
-    def _look_at(self, all_bounds: list[_Bounds]) -> None:
+    def _check(self, all_bounds: list[_Bounds]) -> None:
         if not all_bounds:
             return
         with ThreadPoolExecutor(len(os.sched_getaffinity(0))) as pool:
             for bounds, problem in zip(all_bounds, pool.map(_Bounds.problem, all_bounds), strict=True):
                 if problem is not None:
-                    raise PartitionError(f"{self.root / bounds.path}: {problem}; {_CURE}")
+                    raise PartitionError(f"{self.root / bounds.path}: {problem}; {_FIX}")
 
     def _mapped(self, path: str) -> Array:
         name = f"{path}.npy"
@@ -198,5 +204,5 @@ class PartFiles:
         if not right:
             raise PartitionError(
                 f"{self.root / path}.npy holds {array.dtype.name} {list(array.shape)}, expected {expected} by the"
-                f" manifest; {_CURE}"
+                f" manifest; {_FIX}"
             )

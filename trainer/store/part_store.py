@@ -1,4 +1,4 @@
-"""An opened partition folder: everything memory-mapped, nothing copied."""
+"""An opened partition folder with memory-mapped arrays."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ from trainer.store.partition_book import PartitionBook
 class NodePart:
     """The nodes of one type that one part owns."""
 
-    start: int  #: first owned global id
-    orig_id: Array  #: [n] original ids, ascending
+    start: int  #: first global id of the part
+    orig_id: Array  #: int32|int64 [n], original ids, ascending
     attrs: Mapping[str, Array]  #: name -> [n, …]
-    scales: Mapping[str, Array] = field(default_factory=dict)  #: float32 [n, 1] of attributes kept as int8
+    scales: Mapping[str, Array] = field(default_factory=dict)  #: name -> float32 [n, 1], of attributes stored as int8
 
     @property
     def num_nodes(self) -> int:
@@ -34,18 +34,18 @@ class NodePart:
 
 @dataclass(frozen=True)
 class EdgePart:
-    """The in-edges by one edge type of the nodes one part owns (CSC: row = target node).
+    """The edges of one type into the nodes of one part (CSC: one row per target node).
 
-    Row order is original edge order, whatever the partition.
+    Edges within a row are in original order, so their order does not depend on the partition.
     """
 
-    start: int  #: global id of the first edge here; slot s has start + s
-    indptr: Array  #: int64 [n + 1], n = owned nodes of the target type
-    indices: Array  #: int32|int64 [e] global ids of sources
-    orig_id: Array  #: int32|int64 [e] original edge ids
+    start: int  #: global id of the first edge of the part; slot s has the id start + s
+    indptr: Array  #: int64 [n + 1], n = nodes of the target type in the part
+    indices: Array  #: int32|int64 [e], global ids of sources
+    orig_id: Array  #: int32|int64 [e], original edge ids
     attrs: Mapping[str, Array]  #: name -> [e, …]
-    src_times: Mapping[str, Array]  #: time attribute of the source type -> int64 [e]: the source node's
-    scales: Mapping[str, Array] = field(default_factory=dict)  #: float32 [e, 1] of attributes kept as int8
+    src_times: Mapping[str, Array]  #: time attribute of the source type -> int64 [e], the time of each edge's source
+    scales: Mapping[str, Array] = field(default_factory=dict)  #: name -> float32 [e, 1], of attributes stored as int8
 
     @property
     def num_edges(self) -> int:
@@ -54,7 +54,7 @@ class EdgePart:
 
 @dataclass(frozen=True)
 class Part:
-    """What one part owns."""
+    """The nodes and edges of one part."""
 
     part_id: int
     nodes: Mapping[NodeType, NodePart]
@@ -65,29 +65,29 @@ class Part:
 class PartStore:
     """Some parts of one partition, opened read-only."""
 
-    folder: Path  #: for messages only, when the parts are in memory
+    folder: Path  #: partition folder; only a name for messages when the parts are in memory or on other hosts
     manifest: Manifest
-    parts: Mapping[int, Part]
-    global_ids: Mapping[NodeType, Array]  #: [num_nodes] global id of each original id; absent where they are equal
+    parts: Mapping[int, Part]  #: part id -> part, for the parts of this host
+    global_ids: Mapping[NodeType, Array]  #: [num_nodes], global id of each original id; no entry if they are equal
     splits: Mapping[tuple[NodeType, str], Ids]  #: (type, split) -> global ids, int64 [n], in the dataset's order
-    graph_attrs: Mapping[str, Array] = field(default_factory=dict)
-    #: Of the other parts, what all hosts have where topology is replicated: all but attributes of several dimensions.
+    graph_attrs: Mapping[str, Array] = field(default_factory=dict)  #: arrays that belong to the graph as a whole
+    #: Topology "replicated": the other parts, without attributes of two or more dimensions.
     replicas: Mapping[int, Part] = field(default_factory=dict)
-    files: tuple[str, ...] = ()  #: that are mapped, relative to ``folder``
+    files: tuple[str, ...] = ()  #: mapped files, relative to ``folder``
 
     @cached_property
     def topology(self) -> Mapping[int, Part]:
-        """The parts whose edges, ids and 1-d attributes are here."""
+        """The parts whose edges, ids and 1-d attributes are on this host: ``parts`` and ``replicas``."""
         return dict(sorted({**self.replicas, **self.parts}.items()))
 
     @cached_property
     def whole_topology(self) -> bool:
-        """Whether the edges of all parts are here."""
+        """Whether the edges of all parts are on this host."""
         return len(self.topology) == self.manifest.num_parts
 
     @cached_property
     def books(self) -> Mapping[AnyType, PartitionBook]:
-        """Who owns which nodes and edges."""
+        """The partition book of each node and edge type."""
         books: dict[AnyType, PartitionBook] = {}
         for nodes, node_spec in self.manifest.nodes.items():
             books[nodes] = PartitionBook.from_offsets(node_spec.offsets)
@@ -96,12 +96,12 @@ class PartStore:
         return books
 
     def to_global(self, node_type: NodeType, orig_ids: Ids) -> Ids:
-        """Global ids of original ids, int64, same shape; the ids must lie in range."""
+        """Return the global ids of original ids, int64, same shape; the ids must be in range."""
         table = self.global_ids.get(node_type)
         return orig_ids if table is None else table[orig_ids].astype(np.int64)
 
     def seeds(self, node_type: NodeType, split: str) -> Ids:
-        """Global ids of a split's nodes, int64 [n]. Raises ``PartitionError`` for a split that is not there."""
+        """Return the global ids of a split's nodes, int64 [n]. Raises ``PartitionError`` for an unknown split."""
         if (node_type, split) not in self.splits:
             known = sorted(name for of, name in self.splits if of == node_type)
             raise PartitionError(f"{self.folder}: no split {split!r} of {node_type!r}; there are {known}")
@@ -111,11 +111,18 @@ class PartStore:
 def open_parts(
     folder: str | Path, part_ids: Sequence[int] | None = None, topology: Topology = "partitioned"
 ) -> PartStore:
-    """Open ``part_ids`` (default: all) of a partition folder; of the others what ``topology`` asks for.
+    """Open parts of a partition folder.
 
-    Raises ``PartitionError`` when the folder, its manifest, a part or a file of it is missing, and for a file that
-    holds something else than the manifest says. Ids and offsets are read through the first time; the outcome is
-    noted in the folder (``PartFiles``).
+    Ids and offsets are checked the first time; a hidden file in the folder records that (``PartFiles``).
+
+    Args:
+        folder: partition folder.
+        part_ids: parts to open; None: all.
+        topology: "replicated" also opens edges, ids and 1-d attributes of the other parts.
+
+    Raises:
+        PartitionError: when the folder, the manifest, a part or a file is missing, or a file does not match the
+            manifest.
     """
     root = Path(folder)
     manifest = read_manifest(root)
@@ -145,14 +152,14 @@ def _open_replica(opener: _Opener, part_id: int) -> Part:
         return opener.part(part_id, light=True)
     except PartitionError as error:
         raise PartitionError(
-            f"{error}\nreplicated topology needs the edges, ids and 1-d attributes of part {part_id} here too;"
+            f"{error}\nreplicated topology needs the edges, ids and 1-d attributes of part {part_id} on this host too;"
             " send them, or run with --topology partitioned"
         ) from error
 
 
 @dataclass(frozen=True)
 class _Opener:
-    """Opens what the manifest lists. ``light``: without attributes of several dimensions."""
+    """Opens the files that the manifest lists. ``light``: without attributes of two or more dimensions."""
 
     files: PartFiles
     manifest: Manifest
@@ -222,5 +229,5 @@ class _Opener:
 
 
 def _count(offsets: Sequence[int], part_id: int) -> int:
-    """Nodes or edges of one part."""
+    """Return the number of nodes or edges of one part."""
     return offsets[part_id + 1] - offsets[part_id]

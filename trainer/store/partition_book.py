@@ -1,4 +1,4 @@
-"""The partition book: which part owns a node or an edge, as an offsets array."""
+"""The partition book: maps global ids of nodes or edges to parts by an array of offsets."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from trainer.core.arrays import Ids
 
 @dataclass(frozen=True)
 class PartitionBook:
-    """Part p owns the global ids ``offsets[p] <= gid < offsets[p + 1]``."""
+    """Maps global ids to parts: part p owns the ids ``offsets[p] <= gid < offsets[p + 1]``."""
 
     offsets: Ids  #: int64 [num_parts + 1], ascending, first 0
 
@@ -26,13 +26,13 @@ class PartitionBook:
 
     @property
     def size(self) -> int:
-        """Number of ids over all parts."""
+        """Number of ids in all parts."""
         return int(self.offsets[-1])
 
     def part_of(self, gids: Ids) -> Ids:
-        """Owner of each global id; int64, same shape. Empty parts own nothing."""
+        """Return the part of each global id, int64, same shape."""
         return np.searchsorted(self.offsets, gids, side="right") - 1
 
     def range_of(self, part_id: int) -> tuple[int, int]:
-        """First and one past the last global id of a part."""
+        """Return the first global id of a part, and one past the last."""
         return int(self.offsets[part_id]), int(self.offsets[part_id + 1])

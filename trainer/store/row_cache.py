@@ -1,4 +1,4 @@
-"""Rows of other hosts cached on this host, shared by all its processes."""
+"""The row cache: rows of other hosts that all processes of a host share."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ _INDEX = "cache.json"
 
 @dataclass(frozen=True)
 class CachedRows:
-    """Rows of some nodes of one type."""
+    """Cached rows of one node type."""
 
-    slots: npt.NDArray[np.int32]  #: int32 [num_nodes] row of each global id, -1 where it is not kept
-    rows: Mapping[str, Array]  #: attribute, or ``orig_id``, ``in_degree`` -> [k, …] as it is stored
+    slots: npt.NDArray[np.int32]  #: int32 [num_nodes], index into ``rows`` for each global id, -1 if not cached
+    rows: Mapping[str, Array]  #: name of an attribute, ``orig_id`` or ``in_degree`` -> [k, …], in the stored dtype
 
     @classmethod
     def of(cls, ids: Ids, rows: Mapping[str, Array], num_nodes: int) -> CachedRows:
-        """``rows[name][i]`` is that of the global id ``ids[i]``; the type has ``num_nodes`` nodes."""
+        """Make the cache of a type with ``num_nodes`` nodes; ``rows[name][i]`` is the row of global id ``ids[i]``."""
         slots = np.full(num_nodes, -1, np.int32)
         slots[ids] = np.arange(len(ids), dtype=np.int32)
         return cls(slots, {name: np.ascontiguousarray(values) for name, values in rows.items()})
@@ -39,15 +39,15 @@ class CachedRows:
 
     @property
     def num_bytes(self) -> int:
-        """Of the rows, without their slots."""
+        """Size of the rows in bytes, without ``slots``."""
         return sum(values.nbytes for values in self.rows.values())
 
 
 @dataclass(frozen=True)
 class RowCache:
-    """Rows of the types that have some here. A column that is not kept is asked of the owners."""
+    """Cached rows of several node types. Attributes that are not cached are requested from the owners."""
 
-    types: Mapping[NodeType, CachedRows]
+    types: Mapping[NodeType, CachedRows]  #: only types with cached rows
 
     @property
     def num_rows(self) -> int:
@@ -55,13 +55,13 @@ class RowCache:
 
     @property
     def num_bytes(self) -> int:
-        """Of the rows, without their slots."""
+        """Size of the rows in bytes, without ``slots``."""
         return sum(cached.num_bytes for cached in self.types.values())
 
     def save(self, folder: str | Path) -> None:
-        """Write ``folder``: beside it, then renamed into its place; whoever has the old one open keeps it.
+        """Replace ``folder`` by a rename; processes that have the old cache open can continue to use it.
 
-        Raises ``PartitionError`` where it cannot be written.
+        Raises ``PartitionError`` when it cannot be written.
         """
         target = Path(folder)
         new, old = (target.with_name(f".{target.name}.{what}.{os.getpid()}") for what in ("new", "old"))
@@ -71,14 +71,19 @@ class RowCache:
                 target.rename(old)
             new.rename(target)
         except OSError as error:
-            raise PartitionError(f"cache {target} cannot be written: {error.strerror}; see data.cache") from error
+            raise PartitionError(
+                f"cache {target} cannot be written: {error.strerror}; free disk space, or lower data.cache"
+            ) from error
         finally:
             shutil.rmtree(new, ignore_errors=True)
             shutil.rmtree(old, ignore_errors=True)
 
     @classmethod
     def open(cls, folder: str | Path) -> RowCache:
-        """Memory-mapped, so that the processes of a host share one copy. Raises ``PartitionError``."""
+        """Memory-map a saved cache, so that the processes of a host share one copy.
+
+        Raises ``PartitionError`` when it cannot be read.
+        """
         root = Path(folder)
         try:
             index: dict[NodeType, list[str]] = json.loads((root / _INDEX).read_text(encoding="utf-8"))
@@ -89,7 +94,7 @@ class RowCache:
                 }
             )
         except (OSError, ValueError) as error:
-            raise PartitionError(f"cache {root} cannot be read: {error}; delete it, it is made again") from error
+            raise PartitionError(f"cache {root} cannot be read: {error}; delete it to create it again") from error
 
     def _write(self, folder: Path) -> None:
         shutil.rmtree(folder, ignore_errors=True)

@@ -34,8 +34,7 @@ from launcher.cli.options import (
 from launcher.errors import FleetError, Interrupted
 from launcher.run.options import LaunchOptions, choose_run_id, read_config
 
-_EPILOG = """Exit status: 0 done or detached; 1 failed, or the highest status of the failed processes; 2 bad usage or
-config; 3 preflight refused; 130 interrupted or stopped.
+_EPILOG = """Exit status: 0 done, 1 failed, 2 bad usage, 3 preflight refused, 130 stopped.
 
 \b
 Examples:
@@ -156,7 +155,9 @@ def gnnfleet(ctx: click.Context, dry_run: bool, **values: Any) -> None:
 
 
 @gnnfleet.command(
-    epilog=examples("launch --config cluster.yml --epochs 3"), short_help="Launch a run (the default with --config)."
+    epilog="Exit status: 0 done or detached; 1 failed, or the highest status of the failed processes; 2 bad usage or "
+    "config; 3 preflight refused; 130 interrupted or stopped.\n\n" + examples("launch --config cluster.yml --epochs 3"),
+    short_help="Launch a run (the default with --config).",
 )
 @config_options
 @launch_options

@@ -1,1 +1,1 @@
-"""A few host names → a first cluster.yml."""
+"""Writes a first cluster.yml for given hosts (``gnnfleet init``)."""

@@ -1,4 +1,4 @@
-"""Chooses for each host the Python to train with and the devices, so that they fit the other hosts."""
+"""Chooses for each host a Python environment and devices, with package versions that match across hosts."""
 
 from __future__ import annotations
 
@@ -15,132 +15,137 @@ from launcher.init.discover import Environment, Gpu, HostFacts
 from launcher.init.request import InitRequest
 from launcher.preflight.check_devices import MOST_USED
 
-Choice = dict[int, Environment | None]
+Choice = dict[int, Environment | None]  #: by index of the host in the request; None: no usable environment
 
 
 @dataclass(frozen=True)
-class Offer:
-    """Environments at the same place, of hosts that may all use them."""
+class SharedEnvironment:
+    """Environments at the same path on one or more hosts."""
 
-    key: str
+    key: str  #: venv, conda or python
     path: str
-    hosts: tuple[int, ...]
-    versions: Mapping[str, str]  #: on the first of these hosts
+    hosts: tuple[int, ...]  #: indices of the hosts in the request
+    versions: Mapping[str, str]  #: package → version, on the first of these hosts
 
 
-def choose(request: InitRequest, looks: Mapping[int, HostFacts]) -> Choice:
-    """For each host the environment to use; None where nothing fits.
+def choose(request: InitRequest, facts: Mapping[int, HostFacts]) -> Choice:
+    """Return for each host the environment to use, or None if none is usable.
 
-    What the request names is taken as it is. Else versions come first: those that most hosts have; then CUDA where
-    there are GPUs; then the place that most hosts have.
+    An environment that the request names is used if the host has it. Else environments with torch are ranked: all
+    packages present, the versions that most hosts have, a CUDA build on hosts with GPUs, the path that most hosts have.
     """
-    if request.local and not request.environment:  # this very Python, which is looked at first
-        return {k: next(iter(look.environments), None) for k, look in looks.items()}
+    if request.local and not request.environment:  # the first environment is the Python of this process
+        return {k: next(iter(host.environments), None) for k, host in facts.items()}
     if request.environment:
-        return {k: _named(request, look.environments) for k, look in looks.items()}
-    alike = _most_common(looks)
-    places = Counter((one.key, one.path) for look in looks.values() for one in look.environments if one.alike == alike)
+        return {k: _named(request, host.environments) for k, host in facts.items()}
+    common = _most_common(facts)
+    paths = Counter((one.key, one.path) for host in facts.values() for one in host.environments if one.alike == common)
 
-    def worth(look: HostFacts, one: Environment) -> tuple[object, ...]:
-        right_build = bool(one.versions.get("cuda")) == bool(look.gpus)
+    def rank(host: HostFacts, one: Environment) -> tuple[object, ...]:
+        right_build = bool(one.versions.get("cuda")) == bool(host.gpus)
         return (
             one.complete,
-            one.alike == alike,
+            one.alike == common,
             right_build,
-            places[one.key, one.path],
+            paths[one.key, one.path],
             -len(one.lacking),
             one.numbers("torch"),
         )
 
-    usable = {k: [one for one in look.environments if one.versions.get("torch")] for k, look in looks.items()}
-    return {k: max(usable[k], key=lambda one, k=k: worth(looks[k], one), default=None) for k in looks}  # type: ignore[misc]
+    usable = {k: [one for one in host.environments if one.versions.get("torch")] for k, host in facts.items()}
+    return {k: max(usable[k], key=lambda one, k=k: rank(facts[k], one), default=None) for k in facts}  # type: ignore[misc]
 
 
-def _named(request: InitRequest, there: Sequence[Environment]) -> Environment | None:
+def _named(request: InitRequest, found: Sequence[Environment]) -> Environment | None:
+    """Return the environment that the request names, among those found on a host; None if it is not there."""
     [(key, text)] = request.environment.items()
     path = text.rstrip("/")
-    for one in there:
+    for one in found:
         if one.path == path or key == "conda" and one.key == "conda" and one.path.rpartition("/")[2] == path:
             return Environment(key, text, one.versions)
     return None
 
 
-def _most_common(looks: Mapping[int, HostFacts]) -> tuple[str, ...]:
-    """The versions that most hosts can have, the newest torch of those; () when no host has all packages."""
+def _most_common(facts: Mapping[int, HostFacts]) -> tuple[str, ...]:
+    """Return the versions (``Environment.alike``) available on most hosts; among equals, those with the newest torch.
+
+    Returns () if no host has all packages.
+    """
     counts: Counter[tuple[str, ...]] = Counter()
     newest: dict[tuple[str, ...], tuple[int, ...]] = {}
-    for look in looks.values():
-        complete = [one for one in look.environments if one.complete]
+    for host in facts.values():
+        complete = [one for one in host.environments if one.complete]
         counts.update({one.alike for one in complete})
         newest |= {one.alike: one.numbers("torch") for one in complete}
     return max(counts, key=lambda alike: (counts[alike], newest[alike]), default=())
 
 
-def offers(looks: Mapping[int, HostFacts]) -> tuple[Offer, ...]:
-    """Places where complete environments are, those of most hosts first."""
+def shared_environments(facts: Mapping[int, HostFacts]) -> tuple[SharedEnvironment, ...]:
+    """Return the complete environments by path, those on most hosts first."""
     found: dict[tuple[str, str], list[int]] = {}
     versions: dict[tuple[str, str], Mapping[str, str]] = {}
-    for k, look in looks.items():
-        for one in look.environments:
+    for k, host in facts.items():
+        for one in host.environments:
             if one.complete:
                 found.setdefault((one.key, one.path), []).append(k)
                 versions.setdefault((one.key, one.path), one.versions)
-    made = [Offer(*place, tuple(hosts), versions[place]) for place, hosts in found.items()]
-    return tuple(sorted(made, key=lambda offer: -len(offer.hosts)))
+    shared = [SharedEnvironment(*place, tuple(hosts), versions[place]) for place, hosts in found.items()]
+    return tuple(sorted(shared, key=lambda one: -len(one.hosts)))
 
 
-def devices(look: HostFacts, environment: Environment | None) -> tuple[Gpu, ...]:
-    """GPUs that a node may use: none without a torch for CUDA, and none that others use or that is divided (MIG)."""
+def devices(host: HostFacts, environment: Environment | None) -> tuple[Gpu, ...]:
+    """Return the GPUs that a node may use: the free ones, or none if torch of the environment has no CUDA."""
     if environment is None or not environment.versions.get("cuda"):
         return ()
-    return tuple(gpu for gpu in look.gpus if free(gpu))
+    return tuple(gpu for gpu in host.gpus if free(gpu))
 
 
 def free(gpu: Gpu) -> bool:
+    """Whether a GPU is not divided (MIG) and at most the share ``MOST_USED`` of its memory is in use."""
     return not gpu.mig and gpu.used <= gpu.memory * MOST_USED
 
 
 def shares_of(
-    ranks: Iterable[int], hosts: Mapping[int, str], looks: Mapping[int, HostFacts], chosen: Choice
+    ranks: Iterable[int], hosts: Mapping[int, str], facts: Mapping[int, HostFacts], chosen: Choice
 ) -> dict[int, tuple[int, ...]]:
-    """CUDA ids of each node; those of a host that is listed several times are divided among its nodes."""
+    """Return the CUDA ids of each node. Nodes on the same host get disjoint shares of its GPUs."""
     of_host: dict[str, list[int]] = {}
     for k in ranks:
         of_host.setdefault(hosts[k].lower(), []).append(k)
     found = {}
     for same in of_host.values():
         for i, k in enumerate(same):
-            ids = [gpu.index for gpu in devices(looks[k], chosen[k])]
+            ids = [gpu.index for gpu in devices(facts[k], chosen[k])]
             found[k] = tuple(ids[len(ids) * i // len(same) : len(ids) * (i + 1) // len(same)])
     return found
 
 
 _HETERO_NAMES = ("synthetic-hetero", "ogbn-mag", "OGB_MAG", "DBLP", "IMDB", "AMiner")
 
-_READ = 16 << 20  #: bytes of a pickle that are looked through; tensors lie outside of it
+_MAX_PICKLE = 16 << 20  #: bytes read of a pickle; it does not contain the tensors
 
 
 @dataclass(frozen=True)
 class GraphDraft:
-    """What is written of a graph; ``about`` are remarks on its keys."""
+    """The graph as it is written into the file: ``data.dataset``, ``data.source`` and ``data.options``."""
 
     dataset: str
     source: str | None = None
-    hetero: bool = False
+    hetero: bool = False  #: whether it is heterogeneous
     options: Mapping[str, Any] = field(default_factory=dict)
-    about: str = ""
+    about: str = ""  #: comment on ``data.dataset``
 
     @property
     def short_name(self) -> str:
-        """For the folder of its parts."""
+        """Name of the folder of its parts."""
         name = Path(self.source).stem if self.source else self.dataset
         return re.sub(r"[^A-Za-z0-9_.-]+", "-", name).strip("-.").lower() or "graph"
 
 
 def graph_of(dataset: str, source: str | None) -> GraphDraft:
-    """Looks into ``source`` as far as that is quick; nothing is unpickled."""
+    """Return the draft of a graph. Whether ``source`` is heterogeneous is read from its names, without unpickling."""
     if dataset == "synthetic":
-        about = "made on the spot; else `file`, ogbn-products, Planetoid:Cora …"
+        about = "generated; others: `file`, ogbn-products, Planetoid:Cora …"
         return GraphDraft(dataset, source, options={"num_nodes": 100_000, "avg_degree": 15}, about=about)
     if dataset == "file" and source:
         path = Path(source).expanduser()
@@ -150,18 +155,20 @@ def graph_of(dataset: str, source: str | None) -> GraphDraft:
 
 
 def _typed_names(folder: Path) -> bool:
-    """Files such as paper__cites__paper.npy, and no plain edge_index: how the trainer reads a folder, too."""
+    """Whether a folder has files such as paper__cites__paper.npy and no edge_index; the trainer uses the same rule."""
     names = {path.stem for path in folder.iterdir()}
     return "edge_index" not in names and any(re.fullmatch(r"[^_].*?__.+?__.+", name) for name in names)
 
 
 def _pickled_hetero(path: Path) -> bool:
-    """Whether a .pt holds a HeteroData, or its to_dict(): by the names in its pickle."""
+    """Whether a .pt file contains a HeteroData or its to_dict(), judged by the strings in its pickle."""
     try:
         with zipfile.ZipFile(path) as archive:
             pickled = next(name for name in archive.namelist() if name.endswith("data.pkl"))
             with archive.open(pickled) as file:
-                words = [str(word) for _, word, _ in pickletools.genops(file.read(_READ)) if isinstance(word, str)]
+                words = [
+                    str(word) for _, word, _ in pickletools.genops(file.read(_MAX_PICKLE)) if isinstance(word, str)
+                ]
     except (OSError, ValueError, StopIteration, zipfile.BadZipFile):
-        return False  # the trainer says what is wrong with it
+        return False  # the trainer reports why the file cannot be read
     return "_global_store" in words or any(word.endswith(" HeteroData") for word in words)

@@ -1,4 +1,4 @@
-"""Examines all hosts at once: Pythons with torch, GPUs, shared folders."""
+"""Finds Pythons with torch, GPUs and shared folders on all hosts in parallel."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ from launcher.transport.base import Transport
 from launcher.transport.fanout import on_nodes
 from launcher.transport.rpc import NodeAgent, program_source
 
-_SECONDS = 120.0  # Pythons on a slow network disk
+_TIMEOUT = 120.0  # seconds; Python starts slowly from a network disk
 
-#: Behind what PATH has: a machine may have no Python but that of a conda or of ours.
+#: Appended to PATH: the only Python of a host may be that of conda or of an environment made by gnnfleet.
 _PATH = 'export PATH="$PATH:' + ":".join(
     [f"$HOME/{name}/bin" for name in ("gnnfleet-venv", "miniconda3", "miniforge3", "anaconda3", "mambaforge")]
     + ["/opt/conda/bin", "/opt/miniconda3/bin", "/usr/local/bin"]
@@ -31,24 +31,25 @@ _PATH = 'export PATH="$PATH:' + ":".join(
 
 @dataclass(frozen=True)
 class Environment:
-    """A Python on a host, as a cluster.yml names it."""
+    """A Python environment on a host."""
 
-    key: str  #: venv, conda or python
+    key: str  #: key of a node in cluster.yml: venv, conda or python
     path: str
-    versions: Mapping[str, str]
+    versions: Mapping[str, str]  #: package → version, "" if missing; also python and cuda
 
     @property
     def lacking(self) -> tuple[str, ...]:
-        """Packages that the bundled trainer needs and that are not there."""
+        """Packages that the bundled trainer needs and the environment lacks."""
         return tuple(name for name in PACKAGES if not self.versions.get(name))
 
     @property
     def complete(self) -> bool:
+        """Whether all packages are present and Python is new enough."""
         return not self.lacking and self.numbers("python", 2) >= OLDEST_PYTHON
 
     @property
     def alike(self) -> tuple[str, ...]:
-        """What must be equal on all nodes."""
+        """The leading version numbers that must be equal on all nodes."""
         return tuple(
             leading(self.versions.get(rule.name, ""), rule.numbers)
             for rule in RULES
@@ -56,78 +57,79 @@ class Environment:
         )
 
     def numbers(self, package: str, count: int = 3) -> tuple[int, ...]:
+        """Return the first ``count`` numbers of a package's version; () if it is missing."""
         words = leading(self.versions.get(package, ""), count).split(".")
         return tuple(int(word) for word in words if word.isdigit())
 
 
 @dataclass(frozen=True)
 class Gpu:
-    """A device as nvidia-smi shows it; memory in MiB."""
+    """A device as nvidia-smi reports it."""
 
-    index: int
+    index: int  #: CUDA id
     name: str
-    memory: int
-    used: int
-    mig: bool
+    memory: int  #: MiB
+    used: int  #: MiB
+    mig: bool  #: whether it is divided (MIG)
 
 
 @dataclass(frozen=True)
 class HostFacts:
-    """What one host has."""
+    """Resources of one host."""
 
     environments: tuple[Environment, ...]
     gpus: tuple[Gpu, ...]
     cpus: int
     memory: int  #: bytes
-    home: str
-    shares: tuple[str, ...]
+    home: str  #: path of the home folder
+    shares: tuple[str, ...]  #: writable folders on network file systems, and the folder of --shared
 
 
 @dataclass(frozen=True)
 class Discovery:
-    """All hosts by their place in the list: what they have, or why that is not known."""
+    """Facts or errors of all hosts, by index in ``InitRequest.hosts``."""
 
-    looks: Mapping[int, HostFacts]
+    facts: Mapping[int, HostFacts]
     errors: Mapping[int, NodeError]
-    shared: tuple[str, ...] = ()  #: folders that are one on all hosts of ``looks``
-    shared_here: tuple[str, ...] = ()  #: those of them that are the same folder on this machine
+    shared: tuple[str, ...] = ()  #: folders that all hosts of ``facts`` share
+    shared_here: tuple[str, ...] = ()  #: those of ``shared`` that this machine shares, too
 
 
 def discover(
     request: InitRequest, config: ResolvedConfig, opened: Mapping[int, Transport | TransportError]
 ) -> Discovery:
-    """Ask every host that has a line, at once. Raises nothing for a host that fails."""
-    lines = {k: line for k, line in opened.items() if isinstance(line, Transport)}
+    """Query all connected hosts in parallel. Errors of a host are returned, not raised."""
+    connections = {k: one for k, one in opened.items() if isinstance(one, Transport)}
     with open_agents() as agents:
 
-        def ask(k: int) -> HostFacts:
-            agents[k] = NodeAgent(lines[k], _python(request))
+        def query(k: int) -> HostFacts:
+            agents[k] = NodeAgent(connections[k], _python(request))
             return _host_facts(request, config, k, agents[k])
 
-        answers = on_nodes(lines, ask, timeout=_SECONDS)
-        errors: dict[int, Exception] = {k: line for k, line in opened.items() if isinstance(line, TransportError)}
+        answers = on_nodes(connections, query, timeout=_TIMEOUT)
+        errors: dict[int, Exception] = {k: one for k, one in opened.items() if isinstance(one, TransportError)}
         errors |= answers.errors
         working = {k: agents[k] for k in sorted(answers.values)}
         shared, here = _shared(answers.values, working)
     return Discovery(
         {k: answers.values[k] for k in sorted(answers.values)},
-        {k: _told(errors[k]) for k in sorted(errors)},
+        {k: _node_error(errors[k]) for k in sorted(errors)},
         shared,
         here,
     )
 
 
-def _told(error: Exception) -> NodeError:
-    """An error that is not a user's is a mistake of ours, and must not pass for a host's."""
+def _node_error(error: Exception) -> NodeError:
+    """Convert an error of a host to a NodeError. Re-raises other exceptions, which are bugs of gnnfleet."""
     if isinstance(error, NodeError):
         return error
     if isinstance(error, FleetError | TimeoutError):
-        return NodeError(f"it does not answer ({error})", remedy="look whether a disk or network folder hangs there")
+        return NodeError(f"no answer ({error})", remedy="check whether a disk or network folder of the host hangs")
     raise error
 
 
 def _python(request: InitRequest) -> Command:
-    """The Python that looks; any will do, the one that trains is found by it."""
+    """Return the Python that runs the query; any version will do, as it searches for the one to train with."""
     if request.local:
         return Command((sys.executable,))
     folders = [f"{text.rstrip('/')}/bin" for text in (request.venv, request.conda) if text and "/" in text]
@@ -136,20 +138,20 @@ def _python(request: InitRequest) -> Command:
 
 
 def _host_facts(request: InitRequest, config: ResolvedConfig, k: int, agent: NodeAgent) -> HostFacts:
-    there = agent.call("probe", _probe_request(config, k), _SECONDS)
+    probed = agent.call("probe", _probe_request(config, k), _TIMEOUT)
     given = [text for text in request.environment.values() if "/" in text]
     query = {
         "packages": program_source("packages"),
         "given": [*given, *([sys.executable] if request.local else [])],
         "shared": [request.shared] if request.shared else [],
     }
-    found = agent.call("environments", query, _SECONDS)
+    found = agent.call("environments", query, _TIMEOUT)
     return HostFacts(
         environments=tuple(Environment(**one) for one in found["environments"]),
-        gpus=tuple(Gpu(**{name: one[name] for name in Gpu.__dataclass_fields__}) for one in there["gpus"]),
-        cpus=there["cpus"],
-        memory=there["memory_limit"],
-        home=there["home"],
+        gpus=tuple(Gpu(**{name: one[name] for name in Gpu.__dataclass_fields__}) for one in probed["gpus"]),
+        cpus=probed["cpus"],
+        memory=probed["memory_limit"],
+        home=probed["home"],
         shares=tuple(found["shares"]),
     )
 
@@ -164,30 +166,33 @@ def _probe_request(config: ResolvedConfig, k: int) -> dict[str, Any]:
 # -- shared folders ------------------------------------------------------
 
 
-def _shared(looks: Mapping[int, HostFacts], agents: Mapping[int, NodeAgent]) -> tuple[tuple[str, ...], tuple[str, ...]]:
-    """(folders that are one on all hosts, those that are so on this machine as well)."""
+def _shared(facts: Mapping[int, HostFacts], agents: Mapping[int, NodeAgent]) -> tuple[tuple[str, ...], tuple[str, ...]]:
+    """Return the folders that all hosts share, and those of them that this machine shares, too."""
     if len(agents) < 2:
         return (), ()
     first, *others = agents
-    names = [folder for folder in looks[first].shares if all(folder in looks[k].shares for k in others)]
-    found = {folder: _is_one(folder, agents, first, others) for folder in names}
+    names = [folder for folder in facts[first].shares if all(folder in facts[k].shares for k in others)]
+    found = {folder: _is_shared(folder, agents, first, others) for folder in names}
     return tuple(name for name in names if found[name][0]), tuple(name for name in names if all(found[name]))
 
 
-def _is_one(folder: str, agents: Mapping[int, NodeAgent], first: int, others: Sequence[int]) -> tuple[bool, bool]:
-    """Whether a file that one host writes is there on all others; and here."""
+def _is_shared(folder: str, agents: Mapping[int, NodeAgent], first: int, others: Sequence[int]) -> tuple[bool, bool]:
+    """Write a file on one host; return whether all other hosts see it, and whether this machine does.
+
+    The file is removed at the end.
+    """
     name = f".gnnfleet-{secrets.token_hex(8)}"
 
-    def ask(op: str, k: int) -> dict[str, Any]:
-        reply: dict[str, Any] = agents[k].call("folders", {"op": op, "folder": folder, "name": name}, _SECONDS)
+    def call(op: str, k: int) -> dict[str, Any]:
+        reply: dict[str, Any] = agents[k].call("folders", {"op": op, "folder": folder, "name": name}, _TIMEOUT)
         return reply
 
     try:
-        if not ask("write", first)["written"]:
+        if not call("write", first)["written"]:
             return False, False
-        seen = on_nodes(others, lambda k: ask("look", k)["seen"], timeout=_SECONDS)
+        seen = on_nodes(others, lambda k: call("look", k)["seen"], timeout=_TIMEOUT)
         here = os.path.exists(os.path.join(folder, name))
-        ask("remove", first)
+        call("remove", first)
     except NodeError:
         return False, False
     return not seen.errors and all(seen.values.values()), here

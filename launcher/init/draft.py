@@ -1,4 +1,4 @@
-"""The text of the cluster.yml that ``gnnfleet init`` writes."""
+"""Renders the commented cluster.yml that ``gnnfleet init`` writes."""
 
 from __future__ import annotations
 
@@ -20,25 +20,26 @@ from launcher.init.request import InitRequest
 from launcher.node.exit_description import size
 from launcher.text import OWN_VENV, count
 
-COLUMN = 40
+COLUMN = 40  #: where comments after a text begin
 
-WIDTH = 118
+WIDTH = 118  #: characters; longer comments are wrapped
 
 
 @dataclass(frozen=True)
 class Line:
-    """A line of a file; one without text is a remark of its own."""
+    """A line of the file and its comment. A line without text is a comment only."""
 
     text: str = ""
-    about: str = ""
+    about: str = ""  #: the comment
 
 
 def render(lines: Iterable[Line]) -> str:
+    """Return the lines as text, with comments after or above their lines."""
     return "\n".join(text for line in lines for text in _rendered(line)) + "\n"
 
 
 def _rendered(line: Line) -> Iterator[str]:
-    """A remark that is too long for its line stands above it."""
+    """Yield the line with its comment behind it or, if it does not fit there, above it."""
     if not line.about:
         yield line.text.rstrip()
         return
@@ -53,7 +54,7 @@ def _rendered(line: Line) -> Iterator[str]:
 
 
 def value(plain: Any) -> str:
-    """A value in YAML's short form, on one line."""
+    """Return a value as YAML in flow style, on one line."""
     if isinstance(plain, int) and not isinstance(plain, bool) and plain >= 10_000:
         return f"{plain:_}"
     if isinstance(plain, dict):
@@ -67,13 +68,13 @@ _SIGNED = re.compile(r"(# Written by `gnnfleet init`[^\n]*) Unedited: ([0-9a-f]{
 
 
 def signed(text: str) -> str:
-    """``text``, whose first line is a comment, with the digest."""
+    """Add to the first line of ``text``, a comment, the digest by which ``is_unedited`` recognises the file."""
     head, _, rest = text.partition("\n")
     return f"{head} Unedited: {_digest(head, rest)}\n{rest}"
 
 
 def is_unedited(path: Path) -> bool:
-    """Nothing is lost where such a file is written anew."""
+    """Whether the file was written by ``gnnfleet init`` and not edited since, so that it may be overwritten."""
     try:
         found = _SIGNED.fullmatch(path.read_text(encoding="utf-8"))
     except (OSError, UnicodeDecodeError):
@@ -87,70 +88,70 @@ def _digest(head: str, rest: str) -> str:
 
 @dataclass(frozen=True)
 class Draft:
-    """All that the file is made of. Nodes are known by their place in ``request.hosts``."""
+    """Contents of the file. Nodes are keyed by their index in ``request.hosts``."""
 
     request: InitRequest
-    looked: Discovery
-    chosen: Choice
-    devices: Mapping[int, tuple[int, ...]]
+    discovery: Discovery
+    chosen: Choice  #: environment of each node
+    devices: Mapping[int, tuple[int, ...]]  #: CUDA ids of each node
     graph: GraphDraft
-    file: str  #: name of the file, for its own commands
-    program: str = "gnnfleet"  #: how it is called
+    file: str  #: name of the file, for the commands in its comments
+    program: str = "gnnfleet"  #: command that starts gnnfleet, for the same
 
     @property
     def default(self) -> Environment | None:
-        """The environment that stands under ``defaults``: that of most nodes."""
+        """The environment for ``defaults``: the one that most nodes use; None if no node has any."""
         found = [one for one in self.chosen.values() if one]
         places = [(one.key, one.path) for one in found]
         return max(found, key=lambda one: places.count((one.key, one.path)), default=None)
 
     @property
-    def shared_as_wished(self) -> bool:
-        """Whether the folder of ``--shared`` is one, as far as it was asked for."""
-        shared, looks = self.request.shared, list(self.looked.looks.values())
-        if not shared or len(looks) < 2:
+    def shared_confirmed(self) -> bool:
+        """Whether all hosts share the folder of ``--shared``; True without this option, or with a single host."""
+        shared, facts = self.request.shared, list(self.discovery.facts.values())
+        if not shared or len(facts) < 2:
             return True
-        return (looks[0].home + shared[1:] if shared[0] == "~" else shared) in self.looked.shared
+        return (facts[0].home + shared[1:] if shared[0] == "~" else shared) in self.discovery.shared
 
 
 def text_of(draft: Draft) -> str:
-    """The file, complete with comments."""
+    """Return the text of the file."""
     sections = (_head(draft), _defaults(draft), _nodes(draft), _data(draft), _train(draft))
     return signed(render(line for section in sections for line in [*section, Line()]).rstrip("\n") + "\n")
 
 
 def _head(draft: Draft) -> Iterator[Line]:
     request, today = draft.request, time.strftime("%Y-%m-%d")
-    yield Line("", f"Written by `gnnfleet init` on {today}, from what the hosts told; see docs/config.md.")
+    yield Line("", f"Written by `gnnfleet init` on {today}, for the hosts as found then; see docs/config.md.")
     launch = f"#   {draft.program} --config {draft.file}"
     check = f"#   {draft.program} check --config {draft.file}"
-    yield Line(f"{check:<{len(launch) + 10}}    looks at the hosts, and at every pair of them")
-    yield Line(f"{launch} --dry-run    shows what will happen, connects to nothing")
-    yield Line(f"{launch}              does it")
+    yield Line(f"{check:<{len(launch) + 10}}    checks the hosts and the network between them")
+    yield Line(f"{launch} --dry-run    shows the plan without connecting to a host")
+    yield Line(f"{launch}              launches a run")
     yield Line()
-    yield Line("name: cluster", "begins the ids of runs")
+    yield Line("name: cluster", "prefix of run ids")
     if request.local:
         yield Line("transport: local", "all nodes are on this machine, without SSH")
     elif request.host_keys:
         yield Line(
-            f"host_keys: {request.host_keys}", "of SSH: strict refuses unknown hosts, accept-new learns their keys"
+            f"host_keys: {request.host_keys}", "unknown SSH host keys: strict refuses them, accept-new stores them"
         )
 
 
 def _defaults(draft: Draft) -> Iterator[Line]:
     request, default = draft.request, draft.default
-    yield Line("defaults:", "holds for every node unless the node says otherwise")
+    yield Line("defaults:", "apply to every node; keys of a node take precedence")
     for name, plain in request.login.items():
         yield Line(f"  {name}: {value(plain)}")
     if request.environment:
         [(key, text)] = request.environment.items()
         yield Line(f"  {key}: {value(text)}", _versions(default) if default else "not found on the hosts yet")
     elif request.local:
-        yield Line("  # venv: ~/gnnfleet-venv", "environment to use instead of the one that gnnfleet runs in")
+        yield Line("  # venv: ~/gnnfleet-venv", "environment to use instead of the one of gnnfleet")
     elif default:
         yield Line(f"  {default.key}: {value(default.path)}", _versions(default))
     else:
-        yield Line(f"  venv: {OWN_VENV}", "to be made on the hosts: no Python with torch was found")
+        yield Line(f"  venv: {OWN_VENV}", "create it on the hosts: no Python with torch was found")
     yield Line("  workdir: ~/gnnfleet/node{node_rank}", "folder on the node for code, parts and runs")
     yield Line("  # procs: 2", "training processes on a node without devices; default: 1")
 
@@ -165,62 +166,64 @@ def _versions(environment: Environment) -> str:
 
 
 def _nodes(draft: Draft) -> Iterator[Line]:
-    yield Line("nodes:", "in node_rank order; the first one is the master")
+    yield Line("nodes:", "in node_rank order; the first one is the lead node")
     for k, host in enumerate(draft.request.hosts):
-        error = draft.looked.errors.get(k)
+        error = draft.discovery.errors.get(k)
         if error:
             why = reason(draft.request, k, error).replace("\n", " ")
-            yield Line("  ", f"Left out, as it could not be looked at: {why}")
+            yield Line("  ", f"Left out: {why}")
             yield Line(f"  # - {value(host)}")
         else:
             yield from _node(draft, k, host)
 
 
 def _node(draft: Draft, k: int, host: str) -> Iterator[Line]:
-    look, chosen, devices = draft.looked.looks[k], draft.chosen[k], draft.devices[k]
+    facts, chosen, devices = draft.discovery.facts[k], draft.chosen[k], draft.devices[k]
     own = _own_environment(draft, chosen)
-    machine = f"{count(look.cpus, 'CPU')}, {size(look.memory)}" + ("" if look.gpus else ", no GPU")
+    machine = f"{count(facts.cpus, 'CPU')}, {size(facts.memory)}" + ("" if facts.gpus else ", no GPU")
     keys = bool(own or devices)
     yield Line(f"  - host: {value(host)}" if keys else f"  - {value(host)}", machine)
     if own:
         yield Line(f"    {own.key}: {value(own.path)}", _versions(own))
     if devices:
-        yield Line(f"    devices: {value(devices)}", _gpus(look, devices))
-    for remark in _remarks(look, chosen):
+        yield Line(f"    devices: {value(devices)}", _gpus(facts, devices))
+    for remark in _remarks(facts, chosen):
         yield Line("    ", remark)
 
 
 def _own_environment(draft: Draft, chosen: Environment | None) -> Environment | None:
-    """Where a node has another one than ``defaults`` says."""
+    """Return the node's environment if it differs from that of ``defaults``, else None."""
     default = draft.default
     if draft.request.environment or draft.request.local or chosen is None or default is None:
         return None
     return chosen if (chosen.key, chosen.path) != (default.key, default.path) else None
 
 
-def _gpus(look: HostFacts, devices: Iterable[int]) -> str:
-    names = [gpu.name for gpu in look.gpus if gpu.index in set(devices)]
+def _gpus(facts: HostFacts, devices: Iterable[int]) -> str:
+    names = [gpu.name for gpu in facts.gpus if gpu.index in set(devices)]
     return ", ".join(f"{names.count(name)} × {name}" for name in dict.fromkeys(names)) + "; one process each"
 
 
-def _remarks(look: HostFacts, chosen: Environment | None) -> Iterator[str]:
+def _remarks(facts: HostFacts, chosen: Environment | None) -> Iterator[str]:
+    """Yield comments on missing packages and on GPUs that are not used."""
     if chosen is None:
-        yield "no Python with torch was found there"
+        yield "no Python with torch was found on this host"
     elif chosen.lacking:
-        yield f"lacks {', '.join(chosen.lacking)} there"
-    if look.gpus and chosen and not chosen.versions.get("cuda"):
-        names = ", ".join(f"{gpu.index} ({gpu.name})" for gpu in look.gpus)
-        yield f"it trains on its CPU: torch {chosen.versions['torch']} there is built without CUDA; GPUs: {names}"
+        yield f"its Python lacks {', '.join(chosen.lacking)}"
+    if facts.gpus and chosen and not chosen.versions.get("cuda"):
+        names = ", ".join(f"{gpu.index} ({gpu.name})" for gpu in facts.gpus)
+        yield f"trains on the CPU: its torch {chosen.versions['torch']} is built without CUDA; GPUs: {names}"
         return
-    for gpu in look.gpus:
+    for gpu in facts.gpus:
         if gpu.mig:
             yield f"device {gpu.index} is divided (MIG) and left out"
         elif not free(gpu):
-            yield f"device {gpu.index} is left out: others use {size(gpu.used << 20)} of its {size(gpu.memory << 20)}"
+            used = f"{size(gpu.used << 20)} of its {size(gpu.memory << 20)}"
+            yield f"device {gpu.index} is left out: other processes use {used}"
 
 
 def _data(draft: Draft) -> Iterator[Line]:
-    graph, request, looked = draft.graph, draft.request, draft.looked
+    graph, request, discovery = draft.graph, draft.request, draft.discovery
     yield Line("data:")
     yield Line(f"  dataset: {value(graph.dataset)}", graph.about)
     if graph.source:
@@ -228,29 +231,29 @@ def _data(draft: Draft) -> Iterator[Line]:
     if graph.options:
         yield Line(f"  options: {value(dict(graph.options))}")
     elif graph.dataset != "synthetic-hetero":
-        yield Line("  # options: {undirected: true}", "adds the opposite of every edge; docs/data.md has more")
+        yield Line("  # options: {undirected: true}", "adds the reverse of every edge; more in docs/data.md")
     if request.shared:
         folder = f"{request.shared}/parts/{graph.short_name}"
-        yield Line(f"  folder: {value(folder)}", "as the nodes see it")
+        yield Line(f"  folder: {value(folder)}", "path on the nodes")
         yield Line("  mode: verify", "the nodes read the parts in place; make them with `gnnfleet partition make`")
-        yield Line(f"  num_parts: {len(looked.looks)}")
-        if not draft.shared_as_wished:
-            yield Line("  ", f"{request.shared} was not found to be one folder on all nodes")
+        yield Line(f"  num_parts: {len(discovery.facts)}")
+        if not draft.shared_confirmed:
+            yield Line("  ", f"{request.shared} is not the same writable folder on all nodes")
         return
-    sent = "the parts are made here" if request.local else "made here on this machine; each node is then sent its own"
+    sent = "parts are made here" if request.local else "parts are made here on this machine, then sent to the nodes"
     yield Line(f"  folder: parts/{graph.short_name}", sent)
-    if looked.shared and not request.local:
-        where = " and this machine" if looked.shared_here else ""
-        place = (looked.shared_here or looked.shared)[0]
+    if discovery.shared and not request.local:
+        where = " and this machine" if discovery.shared_here else ""
+        place = (discovery.shared_here or discovery.shared)[0]
         parts = f"`folder: {place}/parts/{graph.short_name}`"
-        how = "with {} and `mode: verify` nothing is copied (gnnfleet init --template shared_folder)"
-        yield Line("  ", f"{place} is one folder on all nodes{where}: " + how.format(parts))
+        how = "with {} and `mode: verify` no parts are copied (gnnfleet init --template shared_folder)"
+        yield Line("  ", f"{place} is shared by all nodes{where}: " + how.format(parts))
 
 
 def _train(draft: Draft) -> Iterator[Line]:
     world = sum(len(ids) or 1 for ids in draft.devices.values())
     hetero = draft.graph.hetero
-    yield Line("train:", "for the bundled trainer; your own script goes after -- on the command line")
+    yield Line("train:", "for the bundled trainer; give your own script after -- on the command line")
     yield Line(f"  model: {'rgcn' if hetero else 'sage'}", "or rsage, hgt" if hetero else "or gcn, gat")
     yield Line("  hidden: 64" if hetero else "  hidden: 128")
     yield Line(

@@ -1,4 +1,4 @@
-"""What the user asked ``gnnfleet init`` for, and the config with which hosts are examined."""
+"""The request of the user to ``gnnfleet init``, and the config used to connect to the hosts."""
 
 from __future__ import annotations
 
@@ -26,9 +26,9 @@ _COMMAS = re.compile(r",(?![^\[\]]*\])")  # those outside brackets
 
 @dataclass(frozen=True)
 class InitRequest:
-    """Paths of this machine are absolute or begin with ``~/``, as they are written into the file."""
+    """Flags and answers of the user. Paths on this machine are absolute or begin with ``~/``."""
 
-    hosts: tuple[str, ...]  #: user@host:port each, ranges written out
+    hosts: tuple[str, ...]  #: host, user@host or user@host:port, with ranges expanded
     user: str | None = None
     key: str | None = None
     password: bool = False
@@ -37,33 +37,34 @@ class InitRequest:
     python: str | None = None
     dataset: str = ""
     source: str | None = None
-    shared: str | None = None  #: folder that all hosts see; parts are checked there instead of sent
+    shared: str | None = None  #: folder shared by all hosts; parts are read there instead of sent
     host_keys: str | None = None
 
     @property
     def local(self) -> bool:
-        """All on this machine, without SSH."""
+        """Whether all hosts are this machine, so that no SSH is needed."""
         return bool(self.hosts) and all(host in LOCAL_HOSTS for host in self.hosts)
 
     @property
     def environment(self) -> dict[str, str]:
-        """``venv``, ``conda`` or ``python``, the one that is given."""
+        """The one of ``venv``, ``conda`` and ``python`` that is given, as {key: value}; {} if none is."""
         given = {"venv": self.venv, "conda": self.conda, "python": self.python}
         return {name: text for name, text in given.items() if text}
 
     def with_environment(self, key: str, path: str) -> InitRequest:
+        """Return the request with one of ``venv``, ``conda`` and ``python`` set, and the others unset."""
         chosen = {"venv": None, "conda": None, "python": None, key: path}
         return replace(self, venv=chosen["venv"], conda=chosen["conda"], python=chosen["python"])
 
     @property
     def login(self) -> dict[str, Any]:
-        """What ``defaults`` says of the way to the hosts."""
+        """The SSH login keys of ``defaults`` that are given: user, key and password."""
         given = {"user": self.user, "key": self.key, "password": self.password}
         return {name: value for name, value in given.items() if value}
 
 
 def split_hosts(texts: Sequence[str]) -> tuple[str, ...]:
-    """``["a,b", "node[01-02]"]`` as four hosts. Raises UsageError."""
+    """Split lists and expand ranges: ``["a,b", "node[01-02]"]`` gives four hosts. Raises UsageError."""
     hosts: list[str] = []
     for text in (part.strip() for words in texts for word in words.split() for part in _COMMAS.split(word)):
         try:
@@ -74,7 +75,7 @@ def split_hosts(texts: Sequence[str]) -> tuple[str, ...]:
 
 
 def dataset_of(answer: str) -> tuple[str, str | None]:
-    """``(dataset, source)`` of a name, or of a path on this machine. Raises UsageError where nothing is there."""
+    """Return ``(dataset, source)`` for a dataset name or a path. Raises UsageError if the path does not exist."""
     path = Path(answer).expanduser()
     if path.suffix in (".pt", ".npz") or answer.startswith(("/", "./", "../", "~/")) or path.is_dir():
         return "file", written_path(existing(answer))
@@ -82,7 +83,7 @@ def dataset_of(answer: str) -> tuple[str, str | None]:
 
 
 def existing(text: str) -> Path:
-    """An absolute path of this machine. Raises UsageError when nothing is there."""
+    """Return ``text`` as an absolute path. Raises UsageError if it does not exist on this machine."""
     path = Path(text).expanduser().absolute()
     if not path.exists():
         raise UsageError(f"no file or folder {text} on this machine; the graph is read here, then sent to the hosts")
@@ -90,7 +91,7 @@ def existing(text: str) -> Path:
 
 
 def config_of(request: InitRequest, connect_timeout: float = 10.0) -> ResolvedConfig:
-    """The hosts as a config, to look at them with. Raises ConfigError in the words of flags."""
+    """Return a config of the hosts to connect with. Raises ConfigError whose messages name flags instead of keys."""
     plain = {
         "nodes": list(request.hosts),
         "transport": "local" if request.local else "ssh",
@@ -111,10 +112,10 @@ def config_of(request: InitRequest, connect_timeout: float = 10.0) -> ResolvedCo
 
 
 def in_flags(problems: Sequence[Problem]) -> ConfigError:
-    """Mistakes of ``nodes.0.venv`` as those of ``--venv``, since no file has them."""
+    """Return the problems with flags in place of keys, as ``--venv`` for ``nodes.0.venv``, since there is no file."""
 
     def flag(found: re.Match[str]) -> str:
         return "host" if found[1] == "host" else f"--{found[1].replace('_', '-')}"
 
-    said = dict.fromkeys(_OF_NODE.sub(flag, problem.message) for problem in problems)
-    return ConfigError([Problem("gnnfleet init", 0, message) for message in said])
+    messages = dict.fromkeys(_OF_NODE.sub(flag, problem.message) for problem in problems)
+    return ConfigError([Problem("gnnfleet init", 0, message) for message in messages])

@@ -1,4 +1,4 @@
-"""Lists the files of ``templates/`` and copies one so that it works in its new place."""
+"""Lists the files of ``templates/``, and adapts a copy of one to its new folder."""
 
 from __future__ import annotations
 
@@ -12,30 +12,30 @@ from pathlib import Path
 
 from launcher.errors import UsageError
 
-_BESIDE = Path(__file__).resolve().parents[2]  # a checkout
+_CHECKOUT = Path(__file__).resolve().parents[2]
 
 _INSTALLED = Path(sysconfig.get_path("data"), "share", "gnnfleet")
 
 
 @dataclass(frozen=True)
 class Template:
-    """One file that can be copied."""
+    """One template file."""
 
     name: str
     path: Path
-    about: str  #: its first sentence
+    about: str  #: first sentence of its comment
 
 
 def templates() -> tuple[Template, ...]:
-    """Those of the checkout, or those that were installed along; by name."""
-    folder = next((top / "templates" for top in (_BESIDE, _INSTALLED) if (top / "templates").is_dir()), None)
+    """Return the templates of the checkout or of the installation, sorted by name. Raises UsageError without any."""
+    folder = next((top / "templates" for top in (_CHECKOUT, _INSTALLED) if (top / "templates").is_dir()), None)
     if folder is None:
-        raise UsageError(f"no templates beside gnnfleet, and none in {_INSTALLED}; take them from a checkout")
+        raise UsageError(f"no templates in {_CHECKOUT} or {_INSTALLED}; copy them from a checkout of gnnfleet")
     return tuple(Template(path.stem, path, _about(path)) for path in sorted(folder.glob("*.yml")))
 
 
 def _about(path: Path) -> str:
-    """The first sentence of its comment, without the commands that follow."""
+    """Return the first sentence of the file's comment."""
     words: list[str] = []
     for line in path.read_text(encoding="utf-8").splitlines():
         if not line.startswith("# ") or line.startswith("#   "):
@@ -45,19 +45,19 @@ def _about(path: Path) -> str:
 
 
 def named(name: str) -> Template:
-    """Raises UsageError that names the nearest one."""
+    """Return the template of this name. Raises UsageError that suggests the most similar name."""
     found = templates()
     wanted = name.removesuffix(".yml").replace("-", "_")
     for one in found:
         if one.name == wanted:
             return one
     near = get_close_matches(wanted, [one.name for one in found], 1)
-    hint = f"did you mean {near[0]}?" if near else f"there are {', '.join(one.name for one in found)}"
+    hint = f"did you mean {near[0]}?" if near else f"the templates are {', '.join(one.name for one in found)}"
     raise UsageError(f"no template `{name}`; {hint} (gnnfleet init --list)")
 
 
 def copy_of(template: Template, dest: Path) -> str:
-    """The template's text for ``dest``: its own name and relative paths are those of the new place."""
+    """Return the template's text for ``dest``, with its file name and relative paths adapted to the new folder."""
     text = template.path.read_text(encoding="utf-8")
     text = re.sub(rf"(?<![\w/])(templates/)?{re.escape(template.path.name)}\b", str(dest), text)
     text = text.replace("../parts/", "parts/")
@@ -67,12 +67,12 @@ def copy_of(template: Template, dest: Path) -> str:
 
 
 def _outside(text: str) -> Iterator[str]:
-    """Names after ``../``, as the folder of examples."""
+    """Yield the names after ``../`` in the text: files of the checkout outside templates/."""
     for match in re.finditer(r"\.\./([\w.-]+)", text):
         yield match[1]
 
 
 def _from(folder: Path, path: Path) -> str:
-    """``path`` as written in a file of ``folder``: relative where it is below, else absolute."""
+    """Return ``path`` relative to ``folder`` if it is inside, else unchanged."""
     relative = os.path.relpath(path, folder)
     return str(path) if relative.startswith("..") else relative

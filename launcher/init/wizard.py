@@ -1,4 +1,4 @@
-"""``gnnfleet init``: connects, examines hosts, chooses, writes cluster.yml and checks it."""
+"""``gnnfleet init``: connects to the hosts, queries them, writes cluster.yml and checks it."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from launcher.files import write_whole
 from launcher.init.choose import choose, graph_of, shares_of
 from launcher.init.discover import Discovery, discover
 from launcher.init.draft import Draft, is_unedited, text_of
-from launcher.init.questions import ask_access, ask_environment, common_cure, reason, reasons
+from launcher.init.questions import ask_access, ask_environment, common_remedy, reason, reasons
 from launcher.init.request import InitRequest, config_of, in_flags
 from launcher.node.exit_description import size
 from launcher.node.programs import packages
@@ -34,36 +34,40 @@ from launcher.transport.base import Transport
 
 @dataclass(frozen=True)
 class InitOptions:
-    """How to go about it."""
+    """Options of ``gnnfleet init`` that are not part of the file."""
 
     console: Console
-    ask: bool  #: somebody is at the terminal
-    check: bool
-    as_json: bool
-    program: str = "gnnfleet"  #: how this program is called
+    ask: bool  #: whether questions may be asked at a terminal
+    check: bool  #: whether to run ``gnnfleet check`` on the new file
+    as_json: bool  #: whether to print the result as JSON on stdout
+    program: str = "gnnfleet"  #: command that starts gnnfleet, for messages
 
 
-def write_config(request: InitRequest, dest: Path, manner: InitOptions) -> int:
-    """Write ``dest``; 0 when a launch could go on, 3 when a host is left out or something is in the way."""
-    with _reached(request, manner) as (request, looked, opened):
-        if not looked.looks:
-            raise _nobody(request, looked)
-        request = ask_environment(request, looked) if manner.ask else request
-        draft = _draft(request, looked, dest, manner.program)
+def write_config(request: InitRequest, dest: Path, options: InitOptions) -> int:
+    """Query the hosts, write ``dest`` and check it.
+
+    Returns 0, or 3 if a host was left out or the check found a problem that blocks a launch. Raises PreflightRefused if
+    no host could be queried, and ConfigError; ``dest`` is then not written.
+    """
+    with _connected_hosts(request, options) as (request, discovery, opened):
+        if not discovery.facts:
+            raise _no_host(request, discovery)
+        request = ask_environment(request, discovery) if options.ask else request
+        draft = _draft(request, discovery, dest, options.program)
         text = text_of(draft)
-        _refuse_mistakes(text, dest)
+        _validate(text, dest)
         write_whole(dest, text)
-        told = _told(draft)
-        _show(draft, manner.console)
-        checked = _check(draft, dest, opened, manner) if manner.check else {}
-    if manner.as_json:
-        click.echo(json.dumps({"file": str(dest), "hosts": told, **checked}, indent=1))
-    _say_next(dest, manner, bool(checked.get("blocked")))
-    return 3 if looked.errors or checked.get("blocked") else 0
+        hosts = _hosts_json(draft)
+        _show(draft, options.console)
+        checked = _check(draft, dest, opened, options) if options.check else {}
+    if options.as_json:
+        click.echo(json.dumps({"file": str(dest), "hosts": hosts, **checked}, indent=1))
+    _print_next(dest, options, bool(checked.get("blocked")))
+    return 3 if discovery.errors or checked.get("blocked") else 0
 
 
-def _refuse_mistakes(text: str, dest: Path) -> None:
-    """Flags may contradict each other in ways that only the whole file shows; raises ConfigError before it is there."""
+def _validate(text: str, dest: Path) -> None:
+    """Raise ConfigError if the text is not a valid config, for instance because flags contradict each other."""
     with NamedTemporaryFile("w", dir=dest.absolute().parent, prefix=".", suffix=".yml") as file:
         file.write(text)
         file.flush()
@@ -73,165 +77,170 @@ def _refuse_mistakes(text: str, dest: Path) -> None:
             raise in_flags(error.problems) from None
 
 
-def _say_next(dest: Path, manner: InitOptions, blocked: bool) -> None:
-    command = f"{manner.program} check --config {dest}" if blocked else f"{manner.program} --config {dest}"
-    first = "Repair what is named above" if blocked else "Read it"
-    manner.console.print(f"Wrote [bold]{escape(str(dest))}[/]. {first}, then: {escape(command)}", soft_wrap=True)
+def _print_next(dest: Path, options: InitOptions, blocked: bool) -> None:
+    """Print which file was written, and the command to run next."""
+    command = f"{options.program} check --config {dest}" if blocked else f"{options.program} --config {dest}"
+    first = "Fix the problems above" if blocked else "Read it"
+    options.console.print(f"Wrote [bold]{escape(str(dest))}[/]. {first}, then run: {escape(command)}", soft_wrap=True)
 
 
-def _draft(request: InitRequest, looked: Discovery, dest: Path, program: str) -> Draft:
-    chosen = choose(request, looked.looks)
+def _draft(request: InitRequest, discovery: Discovery, dest: Path, program: str) -> Draft:
+    chosen = choose(request, discovery.facts)
     hosts = dict(enumerate(node.host for node in config_of(request).nodes))
-    devices = shares_of(looked.looks, hosts, looked.looks, chosen)
+    devices = shares_of(discovery.facts, hosts, discovery.facts, chosen)
     graph = graph_of(request.dataset or "synthetic", request.source)
     if graph.source:
-        graph = replace(graph, source=_as_seen_from(dest.absolute().parent, graph.source))
-    return Draft(request, looked, chosen, devices, graph, dest.name, program)
+        graph = replace(graph, source=_relative_inside(dest.absolute().parent, graph.source))
+    return Draft(request, discovery, chosen, devices, graph, dest.name, program)
 
 
-def _as_seen_from(folder: Path, source: str) -> str:
-    """Relative where it lies below the file, so that both can be moved together."""
+def _relative_inside(folder: Path, source: str) -> str:
+    """Return ``source`` relative to ``folder`` if it is inside, so that both can be moved together."""
     path = Path(source).expanduser()
     return str(path.relative_to(folder)) if path.is_relative_to(folder) else source
 
 
 @contextmanager
-def _reached(request: InitRequest, manner: InitOptions) -> Iterator[tuple[InitRequest, Discovery, Opened]]:
-    """All hosts looked at, as far as they can be reached; at a terminal with what was answered about the rest."""
-    opened = _connected(request, {}, manner)
+def _connected_hosts(request: InitRequest, options: InitOptions) -> Iterator[tuple[InitRequest, Discovery, Opened]]:
+    """Connect to the hosts and query them; at a terminal, ask about refused logins and unknown keys and try again.
+
+    Yields the request with the answers, the facts, and the open connections. Closes the connections at the end.
+    """
+    opened = _connect(request, {}, options)
     try:
-        while manner.ask:
+        while options.ask:
             errors = {k: error for k, error in opened.items() if isinstance(error, NodeError)}
-            more = ask_access(request, errors, manner.console)
-            if more == request:
+            answered = ask_access(request, errors, options.console)
+            if answered == request:
                 break
             close_all(opened)
-            request = more
-            opened = _connected(request, opened, manner)
-        with manner.console.status(f"Looking at {count(len(request.hosts), 'host')} …"):
-            looked = discover(request, config_of(request), opened)
-        yield request, looked, opened
+            request = answered
+            opened = _connect(request, opened, options)
+        with options.console.status(f"Querying {count(len(request.hosts), 'host')} …"):
+            discovery = discover(request, config_of(request), opened)
+        yield request, discovery, opened
     finally:
         close_all(opened)
 
 
-def _connected(request: InitRequest, before: Opened, manner: InitOptions) -> Opened:
-    """A line to each host, or why there is none; hosts that did not answer ``before`` are not waited for again."""
+def _connect(request: InitRequest, before: Opened, options: InitOptions) -> Opened:
+    """Return a connection or an error for each host. Hosts that were unreachable in ``before`` are not tried again."""
     config = config_of(request)
     ranks = [k for k in range(len(config.nodes)) if not isinstance(before.get(k), UnreachableError)]
     chosen = replace(config, nodes=tuple(config.nodes[k] for k in ranks))
-    asks = request.password  # for a password, on the line where the spinner would be
-    with nullcontext() if asks else manner.console.status(f"Connecting to {count(len(ranks), 'host')} …"):
+    asks = request.password  # the password prompt needs the terminal line of the spinner
+    with nullcontext() if asks else options.console.status(f"Connecting to {count(len(ranks), 'host')} …"):
         opened = connect_all(chosen)
-    return {**before, **{ranks[i]: line for i, line in opened.items()}}
+    return {**before, **{ranks[i]: one for i, one in opened.items()}}
 
 
-def _nobody(request: InitRequest, looked: Discovery) -> PreflightRefused:
-    lines = "\n  ".join(reasons(request, looked.errors))
-    cure = common_cure(request, looked.errors)
+def _no_host(request: InitRequest, discovery: Discovery) -> PreflightRefused:
+    """Return the error for the case that no host could be queried."""
+    lines = "\n  ".join(reasons(request, discovery.errors))
+    remedy = common_remedy(request, discovery.errors)
     return PreflightRefused(
-        f"no host could be looked at, so nothing was written:\n  {lines}"
-        + (f"\nTo know these keys, {cure}" if cure else "")
+        f"no host could be queried, so no file was written:\n  {lines}"
+        + (f"\nTo accept the unknown keys, {remedy}" if remedy else "")
     )
 
 
-# -- what is told --------------------------------------------------------
+# -- output --------------------------------------------------------------
 
 
-def _told(draft: Draft) -> list[dict[str, Any]]:
-    """For --json, a host each."""
+def _hosts_json(draft: Draft) -> list[dict[str, Any]]:
+    """Return one entry per host for --json."""
     return [
-        {"host": host, "error": reason(draft.request, k, draft.looked.errors[k])}
-        if k in draft.looked.errors
+        {"host": host, "error": reason(draft.request, k, draft.discovery.errors[k])}
+        if k in draft.discovery.errors
         else {
             "host": host,
             "environment": {one.key: one.path, "versions": dict(one.versions)} if (one := draft.chosen[k]) else None,
             "devices": list(draft.devices[k]),
-            "cpus": draft.looked.looks[k].cpus,
-            "memory": draft.looked.looks[k].memory,
+            "cpus": draft.discovery.facts[k].cpus,
+            "memory": draft.discovery.facts[k].memory,
         }
         for k, host in enumerate(draft.request.hosts)
     ]
 
 
 def _show(draft: Draft, console: Console) -> None:
+    """Print a table of the hosts, why hosts were left out, and how to install missing packages."""
     table = Table("Host", "CPUs", "Memory", "GPUs", "Python", box=SIMPLE_HEAD)
     for column in table.columns:
         column.overflow = "fold"
     for k, host in enumerate(draft.request.hosts):
-        table.add_row(escape(host), *map(escape, _cells(draft, k)), style="red" if k in draft.looked.errors else "")
+        table.add_row(escape(host), *map(escape, _cells(draft, k)), style="red" if k in draft.discovery.errors else "")
     console.print(table)
-    for line in reasons(draft.request, draft.looked.errors):
+    for line in reasons(draft.request, draft.discovery.errors):
         console.print(f"[bold red]left out[/] {escape(line)}", soft_wrap=True)
-    if cure := common_cure(draft.request, draft.looked.errors):
-        console.print(f"To know these keys, {escape(cure)}", soft_wrap=True)
-    if not draft.shared_as_wished:
-        console.print(
-            f"[yellow]{escape(str(draft.request.shared))} is not one folder[/] on all hosts, or not writable there"
-        )
+    if remedy := common_remedy(draft.request, draft.discovery.errors):
+        console.print(f"To accept the unknown keys, {escape(remedy)}", soft_wrap=True)
+    if not draft.shared_confirmed:
+        console.print(f"[yellow]{escape(str(draft.request.shared))} is not the same writable folder[/] on all hosts")
     lacking = [draft.request.hosts[k] for k, one in draft.chosen.items() if one is None or one.lacking]
     if lacking:
-        console.print(f"[yellow]No Python with all packages[/] on {escape(', '.join(lacking))}. There:", soft_wrap=True)
+        hosts = escape(", ".join(lacking))
+        console.print(f"[yellow]No Python with all packages[/] on {hosts}. To create one, run there:", soft_wrap=True)
         console.print(f"  {escape(_install(draft))}", soft_wrap=True)
 
 
 def _cells(draft: Draft, k: int) -> tuple[str, ...]:
-    if k in draft.looked.errors:
+    if k in draft.discovery.errors:
         return ("–", "–", "–", "left out, see below")
-    look, chosen = draft.looked.looks[k], draft.chosen[k]
+    facts, chosen = draft.discovery.facts[k], draft.chosen[k]
     used = ", ".join(map(str, draft.devices[k])) if draft.devices[k] else "none used"
-    gpus = f"{used} of {len(look.gpus)} × {look.gpus[0].name}" if look.gpus else "none"
+    gpus = f"{used} of {len(facts.gpus)} × {facts.gpus[0].name}" if facts.gpus else "none"
     python = f"{chosen.path}: torch {chosen.versions['torch']}" if chosen else "none with torch"
-    return str(look.cpus), size(look.memory), gpus, python
+    return str(facts.cpus), size(facts.memory), gpus, python
 
 
 def _install(draft: Draft) -> str:
-    """The command that makes an environment with the versions of the other hosts, else with those of this machine."""
-    pattern = next((one.versions for one in draft.chosen.values() if one and one.complete), packages.versions())
-    pins = [f"{name}=={version.partition('+')[0]}" for name in packages.PACKAGES if (version := pattern.get(name))]
-    cpu = not any(look.gpus for look in draft.looked.looks.values())
+    """Return the command that creates an environment with the versions of a complete host, else of this machine."""
+    versions = next((one.versions for one in draft.chosen.values() if one and one.complete), packages.versions())
+    pins = [f"{name}=={version.partition('+')[0]}" for name in packages.PACKAGES if (version := versions.get(name))]
+    cpu = not any(facts.gpus for facts in draft.discovery.facts.values())
     return new_venv(draft.request.venv or OWN_VENV, pins, "cpu" if cpu else "")
 
 
-def _check(draft: Draft, dest: Path, opened: Opened, manner: InitOptions) -> dict[str, Any]:
-    """``gnnfleet check`` of the new file, over the lines that are open; {"blocked", "findings"}."""
+def _check(draft: Draft, dest: Path, opened: Opened, options: InitOptions) -> dict[str, Any]:
+    """Run ``gnnfleet check`` on the new file over the open connections; return {"blocked", "findings"} for --json."""
     from dataclasses import asdict
 
     from launcher.preflight.preflight_report import print_findings
     from launcher.run.launch import check_over
 
-    options = LaunchOptions(dest)
-    config = read_config(options)
-    lines: Opened = {}
-    for k, old in enumerate(draft.looked.looks):
-        line = opened[old]
-        assert isinstance(line, Transport)
-        lines[k] = line
-    report = check_over(config, options, lines)
-    report = replace(report, findings=tuple(_in_order(draft, finding) for finding in report.findings))
-    print_findings(report, manner.console)
+    launch_options = LaunchOptions(dest)
+    config = read_config(launch_options)
+    connections: Opened = {}
+    for k, index in enumerate(draft.discovery.facts):  # hosts that were left out have no node_rank
+        connection = opened[index]
+        assert isinstance(connection, Transport)
+        connections[k] = connection
+    report = check_over(config, launch_options, connections)
+    report = replace(report, findings=tuple(_with_remedy(draft, finding) for finding in report.findings))
+    print_findings(report, options.console)
     return {"blocked": report.blocked, "findings": [asdict(finding) for finding in report.findings]}
 
 
-def _in_order(draft: Draft, finding: Finding) -> Finding:
-    """Where an environment is yet to be made, the file says already where, or a second ``init`` does."""
-    chosen = draft.chosen[list(draft.looked.looks)[finding.node_rank]]
+def _with_remedy(draft: Draft, finding: Finding) -> Finding:
+    """On a host without a usable Python, replace the remedy of Python findings by that of ``init``."""
+    chosen = draft.chosen[list(draft.discovery.facts)[finding.node_rank]]
     if chosen is not None or finding.check not in ("python", "packages"):
         return finding
-    again = f"the same `{draft.program} init` again" + (
-        "" if draft.request.environment else " (--venv DIR if it is elsewhere)"
+    again = f"run `{draft.program} init` again" + (
+        "" if draft.request.environment else " (with --venv DIR if it is in another folder)"
     )
-    remedy = f"make the environment as above, then {again}; or name another one in the file"
+    remedy = f"create the environment as shown above, then {again}; or name another environment in the file"
     return replace(finding, remedy=remedy, command="", login=())
 
 
 def check_writable(dest: Path, force: bool, ask: bool) -> None:
-    """Raises UsageError where ``dest`` must not be written; at a terminal a file that is there may be replaced."""
+    """Raise UsageError if ``dest`` must not be written. With ``ask``, asks whether to replace an existing file."""
     if dest.is_dir():
         raise UsageError(f"{dest} is a folder; name a file with -o")
     if not dest.absolute().parent.is_dir():
-        raise UsageError(f"no folder {dest.parent}; make it first, or name another file with -o")
+        raise UsageError(f"no folder {dest.parent}; create it first, or name another file with -o")
     if not dest.exists() or force or is_unedited(dest):
         return
-    if not (ask and click.confirm(f"{dest} is there already. Replace it?")):
-        raise UsageError(f"{dest} is there already and was left as it is; --force replaces it, -o names another file")
+    if not (ask and click.confirm(f"{dest} exists already. Replace it?")):
+        raise UsageError(f"{dest} exists already and was not changed; --force replaces it, -o names another file")

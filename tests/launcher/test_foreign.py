@@ -206,7 +206,7 @@ def test_import_writes_a_file_once_and_says_what_is_none(
         "10.0.0.1",
         "10.0.0.2",
     ]
-    assert run(words) == 2 and "cluster.yml is there already" in capsys.readouterr().err
+    assert run(words) == 2 and "cluster.yml exists already" in capsys.readouterr().err
     assert run([*words, "--force"]) == 0
     assert run(["import", "cluster.yml"]) == 2 and "a cluster.yml needs no import" in capsys.readouterr().err
     assert run(["import", "none.txt"]) == 2 and "none.txt: no such file" in capsys.readouterr().err

@@ -196,13 +196,13 @@ def test_what_nobody_edited_is_written_anew(
     monkeypatch.chdir(tmp_path)
     assert init(monkeypatch, "gnn1 gnn2 --yes", machine(python="/usr/bin/python3", versions=BARE), machine()) == 3
     shown = capsys.readouterr().out
-    assert "make the environment as above, then the same `gnnfleet init` again" in shown
+    assert "create the environment as shown above, then run `gnnfleet init` again" in shown
     assert "pip install" in shown and "-m pip install" not in shown
     assert init(monkeypatch, "gnn1 gnn2 --yes", machine(env()), machine(env())) == 0
     file = tmp_path / "cluster.yml"
     file.write_text(file.read_text().replace("hidden: 128", "hidden: 64"))
     assert init(monkeypatch, "gnn1 gnn2 --yes", machine(env()), machine(env())) == 2
-    assert "cluster.yml is there already" in capsys.readouterr().err and "hidden: 64" in file.read_text()
+    assert "cluster.yml exists already" in capsys.readouterr().err and "hidden: 64" in file.read_text()
 
 
 def test_a_host_left_out_is_named_with_reason_and_remedy(

@@ -1,9 +1,9 @@
-"""gnnfleet's distributed trainer: partitions, sampling, graph service, training.
+"""gnnfleet's distributed trainer: partitioning, sampling, graph service and training.
 
-It never imports ``launcher``; the two packages meet through command lines, environment
-variables and the files described in ``docs/ARCHITECTURE.md``.
+This package never imports ``launcher``. The two communicate through command lines, environment variables and the files
+described in ``docs/ARCHITECTURE.md``.
 
-Scripts import these names, and more, from ``gnnfleet``: a file trainer.py beside a script would shadow this package.
+Scripts should import these names from ``gnnfleet``, as a file trainer.py beside a script would shadow this package.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ __all__ = [
     "open",
 ]
 
-#: So that ``import trainer`` alone does not import torch.
+#: Name -> module, imported on first use, so that ``import trainer`` does not import torch.
 _LAZY = {
     "DistClusterLoader": "trainer.loader.subgraph_loaders",
     "DistGraphSAINTEdgeSampler": "trainer.loader.graph_saint",

@@ -1,4 +1,4 @@
-"""``python -m trainer``: partition, train, profile, infer, serve, inspect, verify."""
+"""The command line ``python -m trainer``: partition, train, profile, infer, serve, inspect, verify."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ from trainer.core.errors import SettingsError, TrainerError
 from trainer.core.remote_settings import SERVER_WAIT, CacheSize, RemoteAccess, Topology, WireRows
 from trainer.train.settings import F, InferJob, IntList, TrainJob, TrainSettings, settings_options
 
-#: Commands that live elsewhere: name -> (module, attribute). Imported when used, torch takes seconds.
+#: Commands of other modules: name -> (module, attribute). Imported on use, because importing torch takes seconds.
 _LAZY_COMMANDS = {name: ("trainer.partition.cli", name) for name in ("partition", "inspect", "verify")}
 
 _LAZY_COMMANDS["profile"] = ("trainer.train.profile", "profile")
 
 
 class _LazyGroup(click.Group):
-    """A group that also holds the commands of ``_LAZY_COMMANDS``."""
+    """A click group that imports the commands of ``_LAZY_COMMANDS`` on use."""
 
     def list_commands(self, ctx: click.Context) -> list[str]:
         return sorted({*super().list_commands(ctx), *_LAZY_COMMANDS})
@@ -40,8 +40,11 @@ class _LazyGroup(click.Group):
 
 
 def main(argv: list[str] | None = None) -> None:
-    """Run the command line; a ``TrainerError`` ends as one ``error:`` message and its exit status, what is none of
-    ours as its traceback. Other ranks that wait for this one are told by its end."""
+    """Run the command line.
+
+    A ``TrainerError`` prints one ``error:`` message and exits with its status; any other exception prints a traceback.
+    In a process group the process exits at once, so that ranks that wait for this one lose their connection and stop.
+    """
     try:
         cli.main(args=argv, prog_name="python -m trainer")
     except TrainerError as error:
@@ -60,8 +63,11 @@ def _in_process_group() -> bool:
 
 
 def _leave(status: int) -> NoReturn:
-    """Exit; at once where a process group is still open: Python would wait for all threads first while other ranks
-    wait for this one, and torch may abort when it takes down a group that has lost a peer."""
+    """Exit; with an open process group, skip the interpreter's shutdown.
+
+    Shutdown would wait for all threads while other ranks wait for this one, and torch may abort while it destroys a
+    group that has lost a rank.
+    """
     if _in_process_group():
         sys.stdout.flush()
         sys.stderr.flush()
@@ -71,7 +77,7 @@ def _leave(status: int) -> NoReturn:
 
 @contextlib.contextmanager
 def _importing() -> Iterator[None]:
-    """Without looking for garbage, which takes a sixth of the time of importing torch and finds none."""
+    """Disable garbage collection, which takes a sixth of the time of importing torch and frees nothing."""
     gc.disable()
     try:
         yield
@@ -80,7 +86,7 @@ def _importing() -> Iterator[None]:
 
 
 def _no_parts_if_set_empty() -> tuple[int, ...] | None:
-    """click takes an empty variable for one that is not set."""
+    """Default of --part-ids: no parts if the variable is empty, as click treats an empty variable as not set."""
     return () if "GNNFLEET_PART_IDS" in os.environ else None
 
 
@@ -98,7 +104,7 @@ _FOLDER = click.Path(path_type=Path)
 
 
 def _from_run(flag: str, variable: str, help: str, **more: Any) -> Callable[[F], F]:
-    """An option that the launcher sets by a variable, in a run."""
+    """Make an option that the launcher sets by the variable GNNFLEET_``variable``."""
     return click.option(flag, envvar=f"GNNFLEET_{variable}", help=help, **more)
 
 
@@ -115,31 +121,31 @@ def _server_wait(help: str) -> Callable[[F], F]:
 _GRAPH_OPTIONS = (
     _from_run("--parts", "PARTS", "Partition folder; client nodes of a run have none.", type=_FOLDER),
     _from_run(
-        "--part-ids", "PART_IDS", "Parts to open here; default: all, or none where the variable is set but empty.",
+        "--part-ids", "PART_IDS", "Parts to open; default: all, or none if the variable GNNFLEET_PART_IDS is empty.",
         type=IntList(), default=_no_parts_if_set_empty,
     ),
     _from_run(
-        "--cluster", "CLUSTER", "cluster.json of the run, when other hosts serve the other parts.", type=_FOLDER
+        "--cluster", "CLUSTER", "cluster.json of the run, if graph servers of other hosts have parts.", type=_FOLDER
     ),
     _from_run(
-        "--key-file", "SERVICE_KEY", "service.key of the run, when the graph service is encrypted.", type=_FOLDER
+        "--key-file", "SERVICE_KEY", "service.key of the run, if the graph service is encrypted.", type=_FOLDER
     ),
-    _server_wait("Seconds a lost graph server may take to come back."),
-    _topology("replicated: the edges of all parts are in the folder, so that only rows are asked of other hosts."),
+    _server_wait("Seconds to wait for a lost graph server."),
+    _topology("replicated: the folder has the edges of all parts, and only rows are requested from other hosts."),
     _from_run(
         "--cache", "CACHE",
-        "Rows of other hosts kept here, those most likely to be asked for: a share of them, a size (512MB), or 0.",
+        "Size of the cache for the most requested rows of other hosts: a share of them, a size (512MB), or 0.",
         type=_CacheSize(), default="10%", show_default=True,
     ),
     _from_run(
-        "--wire-rows", "WIRE_ROWS", "What floating-point rows are rounded to on their way from other hosts.",
+        "--wire-rows", "WIRE_ROWS", "Type that floating-point rows from other hosts are rounded to on the wire.",
         type=click.Choice(get_args(WireRows)), default="stored", show_default=True,
     ),
 )  # fmt: skip
 
 _DIGESTS = _from_run(
     "--digests/--no-digests", "DIGESTS",
-    "Compare the files that are opened with the sha256 in the manifest, once on each host.",
+    "Compare the opened files with their sha256 in the manifest, once per host.",
     default=True, show_default=True,
 )  # fmt: skip
 
@@ -147,25 +153,25 @@ _REMOTE_ACCESS = tuple(field.name for field in fields(RemoteAccess))
 
 
 def _graph_options(function: F) -> F:
-    """Which graph, and where its other parts are: what every rank of a run is told."""
+    """Add the options of the graph, and pass those of ``RemoteAccess`` to ``function`` as one argument."""
 
     @functools.wraps(function)
-    def reaching(**options: Any) -> Any:
+    def with_remote_access(**options: Any) -> Any:
         remote_access = RemoteAccess(**{name: options.pop(name) for name in _REMOTE_ACCESS})
         return function(**options, remote_access=remote_access)
 
     for option in reversed((*_GRAPH_OPTIONS, _DIGESTS)):
-        reaching = option(reaching)
-    return cast(F, reaching)
+        with_remote_access = option(with_remote_access)
+    return cast(F, with_remote_access)
 
 
-#: A setting may be written as in a cluster file, with underscores.
+#: Option names may be written with underscores, as in a cluster file.
 _NAMES = {"token_normalize_func": lambda name: name.replace("_", "-"), "help_option_names": ["-h", "--help"]}
 
 
 @click.group(cls=_LazyGroup, context_settings=_NAMES)
 def cli() -> None:
-    """Partition a graph, train on it, infer over it, serve its parts to other hosts."""
+    """Partition a graph, train a model on it, run inference, or serve parts to other hosts."""
 
 
 @cli.command()
@@ -178,7 +184,7 @@ def train(
     parts: Path | None, run_dir: Path, part_ids: tuple[int, ...] | None, cluster: Path | None, key_file: Path | None,
     digests: bool, remote_access: RemoteAccess, **settings: Any,
 ) -> None:  # fmt: skip
-    """Train a model on a partition folder; under torchrun, one rank of it."""
+    """Train a model on a partition folder; under torchrun, as one rank of the run."""
     job = TrainJob(TrainSettings(**settings), parts, run_dir, part_ids, cluster, key_file, remote_access, digests)
     with _importing():
         from trainer.train.job import train as run
@@ -192,17 +198,17 @@ def train(
 @_graph_options
 @click.option(
     "--nodes-at-once", type=click.IntRange(min=1), default=4096, show_default=True,
-    help="Nodes computed together: fewer take less memory.",
+    help="Number of nodes computed together; a smaller number needs less memory.",
 )  # fmt: skip
 @click.option(
     "--timeout", type=click.FloatRange(min=0, min_open=True, max=1_000_000, max_open=True), default=120.0,
-    show_default=True, help="Deadline in seconds of every wait between processes.",
+    show_default=True, help="Timeout in seconds of every wait for another process.",
 )  # fmt: skip
 def infer(**options: Any) -> None:
-    """Compute a trained model's output for every node, with all neighbours; under torchrun, one rank of it.
+    """Compute a trained model's output for every node, using all neighbours.
 
-    Writes OUT/part<p>/logits.npy (float32, a row per node) with the nodes' ids in orig_id.npy beside it, and
-    OUT/infer.json with the accuracy on each split.
+    Under torchrun, runs as one rank. Writes OUT/part<p>/logits.npy (float32, one row per node), the original ids of
+    the nodes in OUT/part<p>/orig_id.npy, and the accuracy on each split in OUT/infer.json.
     """
     job = InferJob(**options)
     with _importing():
@@ -217,29 +223,36 @@ def infer(**options: Any) -> None:
 @click.option("--bind", required=True, help="Endpoint to listen on, tcp://address:port.")
 @_from_run("--cluster", "CLUSTER", "cluster.json of the run; read again when it changes.", type=_FOLDER, required=True)
 @click.option(
-    "--node-rank", type=click.IntRange(min=0), envvar="NODE_RANK", required=True, help="Which of its nodes this is."
+    "--node-rank", type=click.IntRange(min=0), envvar="NODE_RANK", required=True, help="Node rank in the cluster."
 )
-@click.option("--ready-file", type=_FOLDER, required=True, help="Written once requests are answered.")
+@click.option("--ready-file", type=_FOLDER, required=True, help="File to write when the server accepts requests.")
 @_from_run(
-    "--key-file", "SERVICE_KEY", "service.key: encrypt; further keys to admit in clients/*.key beside it.", type=_FOLDER
+    "--key-file",
+    "SERVICE_KEY",
+    "service.key, to encrypt; also admits the keys in clients/*.key beside it.",
+    type=_FOLDER,
 )
 @click.option(
-    "--threads", type=click.IntRange(min=1), default=2, show_default=True, help="Threads that answer other servers."
+    "--threads",
+    type=click.IntRange(min=1),
+    default=2,
+    show_default=True,
+    help="Threads that answer requests other than for batches.",
 )
 @click.option(
     "--batch-threads", type=click.IntRange(min=1), default=lambda: len(os.sched_getaffinity(0)), show_default="CPUs",
-    help="Threads that make whole batches.",
+    help="Threads that make batches for clients.",
 )  # fmt: skip
 @click.option(
     "--buffer-mb", type=click.IntRange(min=1), default=512, show_default=True,
-    help="Bound in MB of batches made that clients have not taken yet.",
+    help="Largest total size in MB of finished batches that clients have not acknowledged.",
 )  # fmt: skip
-@click.option("--stats-file", type=_FOLDER, help="Load, clients and queues, as JSON every 2 s.")
-@_topology("replicated: the edges of all parts are in the folder, so only rows are asked of others.")
-@_server_wait("Seconds a lost server may take to come back when nobody else has its parts.")
+@click.option("--stats-file", type=_FOLDER, help="JSON file with load, clients and queues, written every 2 s.")
+@_topology("replicated: the folder has the edges of all parts, and only rows are requested from other hosts.")
+@_server_wait("Seconds to wait for a lost graph server when no other host has its parts.")
 @_DIGESTS
 def serve(**options: Any) -> None:
-    """Serve parts and whole batches to other hosts until SIGTERM."""
+    """Serve parts, and batches for clients, to other hosts until SIGTERM."""
     with _importing():
         from trainer.service.serve import ServeJob
         from trainer.service.serve import serve as run

@@ -26,10 +26,14 @@ class TrainerError(Exception):
     Bugs are not wrapped: they keep their own type and traceback.
 
     Example:
-        >>> try:
-        ...     graph = gnnfleet.open("parts")
-        ... except gnnfleet.TrainerError as error:
-        ...     print(error)
+        ```python
+        import gnnfleet as gf
+
+        try:
+            graph = gf.open("parts")
+        except gf.TrainerError as error:
+            print(error)
+        ```
     """
 
     exit_status = 1  #: exit status of ``python -m trainer``

@@ -41,19 +41,25 @@ class Ranks:
     The defaults describe a single process that was started without torchrun.
 
     Args:
-        rank: rank of this process in the run, from 0 (RANK).
-        world_size: number of processes in the run (WORLD_SIZE).
-        local_rank: rank among the processes of this node (LOCAL_RANK).
-        local_world_size: number of processes on this node (LOCAL_WORLD_SIZE).
-        node_rank: rank of this node in the run (NODE_RANK, else GROUP_RANK).
-        master_addr: host name or address of the rendezvous (MASTER_ADDR).
-        master_port: port of the rendezvous (MASTER_PORT).
-        host: host name of this machine, for messages.
+        rank: Rank of this process in the run, from 0 (``RANK``).
+        world_size: Number of processes in the run (``WORLD_SIZE``).
+        local_rank: Rank among the processes of this node (``LOCAL_RANK``).
+        local_world_size: Number of processes on this node (``LOCAL_WORLD_SIZE``).
+        node_rank: Rank of this node in the run (``NODE_RANK``, else ``GROUP_RANK``).
+        master_addr: Host name or address of the rendezvous (``MASTER_ADDR``).
+        master_port: Port of the rendezvous (``MASTER_PORT``).
+        host: Host name of this machine, for messages.
 
     Example:
-        >>> ranks = gnnfleet.Ranks.from_env(os.environ)
-        >>> if ranks.rank == 0:
-        ...     print(f"{ranks.world_size} processes")
+        ```python
+        import os
+
+        import gnnfleet as gf
+
+        ranks = gf.Ranks.from_env(os.environ)
+        if ranks.rank == 0:
+            print(f"{ranks.world_size} processes")
+        ```
     """
 
     rank: int = 0
@@ -70,13 +76,13 @@ class Ranks:
         """Read the environment variables that torchrun sets.
 
         Args:
-            environ: the environment, usually ``os.environ``.
+            environ: Environment variables, usually ``os.environ``.
 
         Returns:
-            The ranks of this process; a single process when neither RANK nor WORLD_SIZE is set.
+            The ranks of this process; a single process if neither ``RANK`` nor ``WORLD_SIZE`` is set.
 
         Raises:
-            SettingsError: when a variable is missing or not a whole number, or RANK is not below WORLD_SIZE.
+            SettingsError: A variable is missing or is not a whole number, or ``RANK`` is not below ``WORLD_SIZE``.
         """
         if "RANK" not in environ and "WORLD_SIZE" not in environ:
             return cls(node_rank=_number(environ, "NODE_RANK"), host=socket.gethostname())
@@ -111,17 +117,25 @@ class RankGroup:
     one rank no method communicates.
 
     Args:
-        ranks: rank and world size of this process.
-        device: device that this rank trains on.
-        timeout: longest time in seconds that a collective call may take.
-        gradients: process group for gradients; None: the default process group.
-        members: ranks that are left of the run, ascending; None: all ranks.
-        generation: how often ranks have left ``members``.
-        group: gloo process group of the collective calls; None: the default process group.
+        ranks: Rank and world size of this process.
+        device: Device that this rank trains on.
+        timeout: Seconds that a collective call may take.
+        gradients: Process group for gradients. None: the default process group.
+        members: Ranks that are left of the run, ascending. None: all ranks.
+        generation: Number of times that ranks have left ``members``.
+        group: Gloo process group of the collective calls. None: the default process group.
 
     Example:
-        >>> group = gnnfleet.RankGroup.of_process(gnnfleet.Ranks.from_env(os.environ))
-        >>> correct, seen = group.sum(torch.tensor([correct, seen])).tolist()
+        ```python
+        import os
+
+        import gnnfleet as gf
+        import torch
+
+        group = gf.RankGroup.of_process(gf.Ranks.from_env(os.environ))
+        correct, seen = 90, 100  # of this rank
+        correct, seen = group.sum(torch.tensor([correct, seen])).tolist()
+        ```
     """
 
     ranks: Ranks
@@ -139,7 +153,7 @@ class RankGroup:
         A collective call when the backend of the default process group is not gloo: it creates a gloo group.
 
         Args:
-            ranks: rank and world size of this process; those of ``torch.distributed`` replace them.
+            ranks: Rank and world size of this process; replaced by those of ``torch.distributed``.
         """
         if not (dist.is_available() and dist.is_initialized()):
             return cls(ranks, members=(ranks.rank,))
@@ -157,7 +171,11 @@ class RankGroup:
         return self.ranks.world_size if self.members is None else len(self.members)
 
     def sum(self, values: Tensor) -> Tensor:
-        """Sum a CPU tensor over all ranks, in place, and return it."""
+        """Sum a CPU tensor over all ranks, in place, and return it.
+
+        Args:
+            values: Tensor of the same shape and dtype on every rank.
+        """
         if self.size > 1:
             dist.all_reduce(values, group=self.group)
         return values
@@ -169,7 +187,7 @@ class RankGroup:
             value: None, a scalar, str or bytes, or lists, tuples and dicts of these.
 
         Raises:
-            PeerError: when the bytes of another rank cannot be decoded.
+            PeerError: The bytes of another rank cannot be decoded.
         """
         if self.size == 1:
             return [value]
@@ -179,10 +197,10 @@ class RankGroup:
         """Return the ``value`` of the group's first rank on every rank.
 
         Args:
-            value: as in ``gather``, but may contain tensors; ignored on the other ranks.
+            value: As in ``gather``, but may contain tensors; ignored on the other ranks.
 
         Raises:
-            PeerError: when the bytes of the first rank cannot be decoded.
+            PeerError: The bytes of the first rank cannot be decoded.
         """
         return value if self.size == 1 else broadcast_value(value, self.group)
 
@@ -190,14 +208,14 @@ class RankGroup:
         """Call ``work`` on every rank, and raise on all ranks if it raises on one.
 
         Args:
-            work: a function without arguments that must not communicate with other ranks.
+            work: Function without arguments that must not communicate with other ranks.
 
         Returns:
-            What ``work`` returned on this rank.
+            The result of ``work`` on this rank.
 
         Raises:
-            PeerError: when ``work`` failed on other ranks only; names the first of them and its error.
-            Exception: whatever ``work`` raised on this rank.
+            PeerError: ``work`` failed on other ranks only; names the first of them and its error.
+            Exception: The exception of ``work`` on this rank.
         """
         result: T | None = None
         error: Exception | None = None
@@ -232,7 +250,7 @@ class RankGroup:
         """Wait for all ranks.
 
         Raises:
-            RuntimeError: when ranks do not arrive within ``timeout`` seconds; names them.
+            RuntimeError: Ranks did not arrive within ``timeout`` seconds; names them.
         """
         if self.size > 1:
             dist.monitored_barrier(self.group, timedelta(seconds=self.timeout), wait_all_ranks=True)

@@ -40,11 +40,15 @@ def type_of(name: str) -> AnyType:
         The node type (str) or the edge type (source type, relation, target type).
 
     Raises:
-        DataError: when the name has two words or more than three, or a word contains other characters.
+        DataError: The name has neither one word nor three, or a word has characters other than letters, digits, ``.``,
+            ``+``, ``-`` and single ``_``.
 
     Example:
-        >>> gnnfleet.type_of("author__writes__paper")
-        ('author', 'writes', 'paper')
+        ```python
+        import gnnfleet as gf
+
+        source, relation, target = gf.type_of("author__writes__paper")
+        ```
     """
     words = name.split("__")
     for word in words:

@@ -100,19 +100,19 @@ class Manifest:
     """The content of ``manifest.json``: types, attributes and files of a partition; see docs/ARCHITECTURE.md.
 
     Args:
-        dataset: name of the dataset.
-        fingerprint: sha256 of the dataset, its options and source files, and all partition options.
-        num_parts: number of parts.
-        algorithm: partition method.
-        seed: seed of the partition method.
-        hetero: whether the graph is heterogeneous.
-        nodes: node types.
-        edges: edge types.
-        edge_cut: share of all edges whose ends are in different parts, 0 to 1.
-        balance: nodes of the largest part / mean nodes of a part, over all types.
-        graph_attrs: attributes of the graph as a whole; their shape is that of the array.
-        files: all files of the folder.
-        options: further options of the partition method.
+        dataset: Name of the dataset.
+        fingerprint: Sha256 of the dataset, its options and source files, and all partition options.
+        num_parts: Number of parts.
+        algorithm: Partition method.
+        seed: Seed of the partition method.
+        hetero: Whether the graph is heterogeneous.
+        nodes: Node types.
+        edges: Edge types.
+        edge_cut: Share of all edges whose ends are in different parts, 0 to 1.
+        balance: Nodes of the largest part / mean nodes of a part, over all types.
+        graph_attrs: Attributes of the graph as a whole; their shape is that of the array.
+        files: All files of the folder.
+        options: Further options of the partition method.
     """
 
     dataset: str
@@ -152,20 +152,22 @@ def read_manifest(folder: str | Path) -> Manifest:
     """Read and check the manifest of a partition folder.
 
     Args:
-        folder: partition folder, as ``python -m trainer partition make`` writes it.
+        folder: Partition folder, as ``python -m trainer partition make`` writes it.
 
     Returns:
         The manifest: node and edge types with their attributes and splits, parts and files.
 
     Raises:
-        PartitionError: when ``manifest.json`` is missing, invalid, or of another format or version.
+        PartitionError: ``manifest.json`` is missing, invalid, or of another format or version.
 
     Example:
-        >>> manifest = gnnfleet.read_manifest("parts")
-        >>> manifest.num_parts, manifest.num_nodes
-        (4, 2708)
-        >>> manifest.attrs_of("node")["x"].shape
-        (2708, 1433)
+        ```python
+        import gnnfleet as gf
+
+        manifest = gf.read_manifest("parts")
+        print(manifest.num_parts, manifest.num_nodes)
+        print(manifest.attrs_of("node")["x"].shape)
+        ```
     """
     path = Path(folder) / MANIFEST
     return parse_manifest(_read_bytes(path), path)

@@ -1,1 +1,1 @@
-"""Files of a plan → in place on the nodes; and logs and results back."""
+"""Sends the files of a plan to the nodes, verifies them, and fetches logs and results."""

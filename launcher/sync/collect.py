@@ -1,4 +1,4 @@
-"""Copies logs, outcomes, metrics, the last checkpoint, TensorBoard events and the script's output from the nodes."""
+"""Fetches logs, outcomes, metrics, the last checkpoint, TensorBoard events and a script's output from the nodes."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ from launcher.transport.base import Transport
 from launcher.transport.fanout import on_nodes
 from launcher.transport.rpc import call
 
-_TIMEOUT = 120.0
+_TIMEOUT = 120.0  # seconds
 
-_SMALL = 1 << 20  # bytes; such files come all in one answer
+_SMALL = 1 << 20  # bytes; files up to this size are sent together in one reply
 
-_ROOM = 32 << 20  # bytes of small files in one answer
+_ROOM = 32 << 20  # bytes of small files in one reply
 
-#: node's file → place here
+#: Files to fetch: pattern of paths below a node's run folder.
 _WANTED = (
     r"(logs/[^/]+\.log|outcomes/[^/]+\.json|metrics-rank\d+\.jsonl|checkpoints/last\.pt|output/.+|tensorboard/.+|"
     r"events\.jsonl|state\.json|result\.json)"
@@ -35,9 +35,10 @@ _WANTED = (
 
 
 def collect(plan: LaunchPlan, transports: Mapping[int, Transport | TransportError], folder: Path) -> Collected:
-    """Fetch all nodes' files at once; a node that does not answer is noted, not waited for.
+    """Fetch the files of all nodes in parallel into ``folder``. Nodes that fail are listed in the notes.
 
-    Files that are here as they are there, by size and time, are not fetched again; each appears whole.
+    A file that ``folder`` already has with the same size and time is not fetched again. Each file is written
+    atomically.
     """
     nodes = {node.node_rank: node for node in plan.nodes}
     answers = on_nodes(nodes, lambda k: _collect_node(nodes[k], transports[k], folder))
@@ -52,38 +53,38 @@ def collect(plan: LaunchPlan, transports: Mapping[int, Transport | TransportErro
     return Collected(metrics, outcomes, tuple(notes))
 
 
-def _collect_node(node: NodePlan, line: Transport | TransportError, folder: Path) -> list[str]:
-    """All wanted files of a node, the small ones in one answer; what could not be read there."""
-    if isinstance(line, TransportError):
-        raise line
-    answer, room = _pack(node, line, folder), _ROOM
+def _collect_node(node: NodePlan, transport: Transport | TransportError, folder: Path) -> list[str]:
+    """Fetch all wanted files of a node, the small ones in one reply; returns notes on files that failed."""
+    if isinstance(transport, TransportError):
+        raise transport
+    answer, room = _request_files(node, transport, folder), _ROOM
     notes = [f"{node.label}: {node.run_dir}/{path} could not be read ({why})" for path, why in answer.errors.items()]
     for path, file in answer.files.items():
-        here = folder / _place(node.node_rank, path)
-        if not _is_wanted(path) or not here.parent.resolve().is_relative_to(folder.resolve()):
-            notes.append(f"{node.label}: a file that was not asked for is left there: {path}")
+        dest = folder / _local_path(node.node_rank, path)
+        if not _is_wanted(path) or not dest.parent.resolve().is_relative_to(folder.resolve()):
+            notes.append(f"{node.label}: ignored a file that was not requested: {path}")
             continue
         if file.data is None:
-            line.download(f"{node.run_dir}/{path}", here, most=file.bytes)
+            transport.download(f"{node.run_dir}/{path}", dest, most=file.bytes)
         else:
             try:
                 content = inflated(base64.b64decode(file.data), min(file.bytes, _SMALL, room))
             except ValueError as error:
-                notes.append(f"{node.label}: {node.run_dir}/{path} came damaged ({error}); it stays there")
+                notes.append(f"{node.label}: {node.run_dir}/{path} arrived damaged ({error}); it stays on the node")
                 continue
             room -= len(content)
-            with appearing(here) as out:
+            with appearing(dest) as out:
                 out.write(content)
-        os.utime(here, ns=(file.mtime_ns, file.mtime_ns))
+        os.utime(dest, ns=(file.mtime_ns, file.mtime_ns))
     return notes
 
 
 class _File(msgspec.Struct):
-    """One file as ``node/programs/collect_files.py`` tells of it."""
+    """One file in a reply of ``node/programs/collect_files.py``."""
 
     bytes: Annotated[int, msgspec.Meta(ge=0)]
     mtime_ns: Annotated[int, msgspec.Meta(ge=-(1 << 63), le=(1 << 63) - 1)]
-    data: str | None  #: base64 of zlib; None: to be fetched by itself
+    data: str | None  #: content, zlib in base64; None for a file to be downloaded separately
 
 
 class _Files(msgspec.Struct):
@@ -91,45 +92,46 @@ class _Files(msgspec.Struct):
     errors: dict[str, str]
 
 
-def _pack(node: NodePlan, transport: Transport, folder: Path) -> _Files:
-    request = {"path": node.run_dir, "wanted": _WANTED, "have": _have(node.node_rank, folder), "small": _SMALL}
+def _request_files(node: NodePlan, transport: Transport, folder: Path) -> _Files:
+    have = _local_files(node.node_rank, folder)
+    request = {"path": node.run_dir, "wanted": _WANTED, "have": have, "small": _SMALL}
     answer = call(transport, node.python, "collect_files", request | {"room": _ROOM}, _TIMEOUT)
     try:
         return msgspec.convert(answer, _Files)
     except ValueError as error:
-        message = f"what it answers is no list of files: {error}"
+        message = f"invalid reply, expected a list of files: {error}"
         raise NodeCallError(message, host=transport.target, node_rank=transport.node_rank) from None
 
 
 def _is_wanted(path: str) -> bool:
-    """Whether a path that a node gives is one that it was asked for."""
+    """Whether a path in a node's reply is one of the requested files."""
     return is_plain_path(path) and re.fullmatch(_WANTED, path) is not None
 
 
-def _have(node_rank: int, folder: Path) -> dict[str, tuple[int, int]]:
-    """Size and time of a node's files that are here, by their path there."""
+def _local_files(node_rank: int, folder: Path) -> dict[str, tuple[int, int]]:
+    """Size in bytes and time in ns of a node's files that are in ``folder``, by their path on the node."""
     tops = {
         f"logs/node{node_rank}": "logs",
         f"outcomes/node{node_rank}": "outcomes",
         f"output/node{node_rank}": "output",
-        "tensorboard": "tensorboard",  # a folder for each rank
+        "tensorboard": "tensorboard",  # has one folder per rank
     }
     found = {}
-    for top, there in tops.items():
+    for top, on_node in tops.items():
         for path in (folder / top).rglob("*"):
             if path.is_file():
                 stat = path.stat()
                 name = path.relative_to(folder / top).as_posix()
-                loose = there == "logs" and not name.endswith(".log")
-                found[name if loose else f"{there}/{name}"] = (stat.st_size, stat.st_mtime_ns)
+                is_top_level = on_node == "logs" and not name.endswith(".log")
+                found[name if is_top_level else f"{on_node}/{name}"] = (stat.st_size, stat.st_mtime_ns)
     checkpoint = folder / "checkpoints/last.pt"
     if checkpoint.is_file():
         found["checkpoints/last.pt"] = (checkpoint.stat().st_size, checkpoint.stat().st_mtime_ns)
     return found
 
 
-def _place(node_rank: int, path: str) -> str:
-    """Where a node's file is kept here."""
+def _local_path(node_rank: int, path: str) -> str:
+    """Path below the local run folder for a node's file."""
     if path.startswith("output/"):
         return f"output/node{node_rank}/{path.removeprefix('output/')}"
     top, _, name = path.rpartition("/")
@@ -137,6 +139,6 @@ def _place(node_rank: int, path: str) -> str:
 
 
 def _outcomes(folder: Path) -> tuple[Mapping[str, Any], ...]:
-    """What became of a node's processes; damaged files are left out."""
+    """Outcomes of a node's processes; damaged files are skipped."""
     found = (record_in(OUTCOME, str(file)) for file in sorted(folder.glob("*.json")))
     return tuple(one for one in found if one is not None)

@@ -1,4 +1,4 @@
-"""Shows the progress of transfers: bars on a terminal, occasional lines elsewhere."""
+"""Shows the progress of transfers: bars on a terminal, a line every 5 s elsewhere."""
 
 from __future__ import annotations
 
@@ -23,20 +23,20 @@ _EVERY = 5.0  # seconds between lines when not on a terminal
 
 
 class TransferProgress:
-    """Counts bytes per node; safe to call from several threads. This one says nothing."""
+    """Counts bytes per node. Thread-safe. This base class prints nothing."""
 
     def start(self, node_rank: int, total: int) -> None:
-        """``total`` bytes are to be sent to this node."""
+        """Announce ``total`` bytes to be sent to a node."""
 
     def advance(self, node_rank: int, count: int) -> None:
-        """``count`` more bytes have arrived; negative when a transfer starts over."""
+        """Count ``count`` more bytes as sent; negative when a transfer starts again."""
 
     def note(self, node_rank: int, text: str) -> None:
-        """Something worth a line: a retry, nothing to send."""
+        """Print a line about a node, such as a retry."""
 
 
 class LineProgress(TransferProgress):
-    """Lines for logs and pipes."""
+    """Progress as lines, for logs and pipes."""
 
     def __init__(self, console: Console, labels: Mapping[int, str]):
         self.console, self.labels = console, labels

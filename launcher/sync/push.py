@@ -1,8 +1,8 @@
-"""Sends the files of a plan to the nodes: nothing twice, resumed when cut, never a partial file in place.
+"""Sends the files of a plan to the nodes. Files that are already there are skipped, and cut transfers are resumed.
 
-A file travels into ``<file>.part`` and is renamed once its digest is right. Our own code
-goes as one archive into ``<workdir>/code/<digest>``, which appears only when complete.
-The manifest is committed last, so a folder that has one has everything it lists.
+A file is written to ``<file>.part`` and renamed after its digest has been checked. gnnfleet's code is sent as one
+archive and unpacked to ``<workdir>/code/<digest>``, which appears only when complete. The manifest is committed last:
+a partition folder with a manifest has all files that the manifest lists.
 """
 
 from __future__ import annotations
@@ -34,31 +34,31 @@ from launcher.transport.rpc import call
 
 _BACK_OFF = (0.5, 2.0, 5.0, 10.0)  # seconds before each new connection
 
-_OTHERS_PAUSES = (0.2, 0.5, 1.0, 0.0)  #: seconds between looks whether another run has brought a file
+_OTHERS_PAUSES = (0.2, 0.5, 1.0, 0.0)  #: seconds between checks whether another run has sent a file
 
-_SLOWEST_DISK = 20e6  # bytes per second a node hashes at worst
+_SLOWEST_DISK = 20e6  # bytes per second; slowest hashing on a node that is tolerated
 
-_CALL_TIMEOUT = 60.0
+_CALL_TIMEOUT = 60.0  # seconds
 
-_LARGE = 64 << 20  # bytes from which a file is committed by itself, so that its hashing shows
+_LARGE = 64 << 20  # bytes; larger files are committed one at a time, so that progress shows during hashing
 
 
 @dataclass(frozen=True)
 class NodeSync:
-    """What one node got."""
+    """Result of the transfer to one node."""
 
     node_rank: int
     files_sent: int
     bytes_sent: int
-    bytes_present: int  #: were there already
+    bytes_present: int  #: bytes of files that the node already had
     seconds: float
 
 
 @dataclass(frozen=True)
 class SyncReport:
-    """What all nodes got, in node_rank order."""
+    """Result of the transfer to all nodes."""
 
-    nodes: tuple[NodeSync, ...]
+    nodes: tuple[NodeSync, ...]  #: in node_rank order
 
     @property
     def bytes_sent(self) -> int:
@@ -70,7 +70,7 @@ class SyncReport:
 
 
 class Stopped(FleetError):
-    """A transfer was told to stop."""
+    """A transfer was stopped, because another one failed or by Ctrl-C."""
 
     exit_status = 130
 
@@ -82,10 +82,10 @@ def sync(
     *,
     connect_timeout: float = 10.0,
 ) -> SyncReport:
-    """Bring all files of ``plan`` to their nodes, all nodes at once.
+    """Send all files of ``plan`` to the nodes, all nodes in parallel.
 
-    Raises SyncError that names node, host and file. One node's failure, or Ctrl-C, stops
-    the other transfers; what has arrived by then is resumed by the next sync.
+    A failure on one node, or Ctrl-C, stops the other transfers; the next sync resumes them. Raises SyncError, which
+    names node, host and file.
     """
     stop = threading.Event()
     archive = _CodeArchive(plan)
@@ -106,7 +106,7 @@ def sync(
 
 
 class _CodeArchive:
-    """The code of a plan as one compressed archive; the same code gives the same bytes."""
+    """The code files of a plan as one compressed archive; equal code gives equal bytes."""
 
     def __init__(self, plan: LaunchPlan):
         self.plan = plan
@@ -114,7 +114,7 @@ class _CodeArchive:
         self._data = b""
 
     def data(self) -> bytes:
-        """The archive, made when first asked for."""
+        """The archive; created by the first call."""
         with self._lock:
             if not self._data:
                 self._data = _pack(self.plan.nodes[0])
@@ -150,7 +150,7 @@ class _NodeJob:
         self.current = "its files"
 
     def run(self) -> NodeSync:
-        """Everything this node needs, through as many connections as it takes."""
+        """Send all files of the node, and reconnect when the connection breaks."""
         started = time.monotonic()
         failures, sent_before = 0, 0
         while True:
@@ -202,7 +202,7 @@ class _NodeJob:
         self.current = self.node.code_dir
         data = self.archive.data()
         sha256 = hashlib.sha256(data).hexdigest()
-        # A name of its own: launches of the same moment bring the same code, and each deletes its archive.
+        # A unique name: launches at the same time send the same code, and each deletes its own archive.
         dest = f"{self.node.code_dir}-{sha256[:8]}-{secrets.token_hex(4)}.tgz{PART_SUFFIX}"
         with tempfile.NamedTemporaryFile(suffix=".tgz") as packed:
             packed.write(data)
@@ -214,7 +214,7 @@ class _NodeJob:
         self.bytes_sent += len(data)
 
     def _send_files(self, found: list[tuple[PlannedFile, dict[str, Any]]]) -> None:
-        """Upload what is missing, from where it was cut; the manifest is committed after all others."""
+        """Upload missing files, resuming partial ones; the manifest is committed after all others."""
         todo = [(file, _have(state)) for file, state in found if state["state"] != "present"]
         need = sum(file.bytes - have for file, have in todo)
         self.bytes_present = sum(file.bytes for file, _ in found) - sum(file.bytes for file, _ in todo)
@@ -231,13 +231,15 @@ class _NodeJob:
         self._commit(waiting)
 
     def _commit(self, files: list[PlannedFile]) -> None:
-        """Have uploaded files taken; one whose digest is wrong is sent once more from its beginning."""
+        """Let the node check and rename uploaded files; a file with a wrong digest is sent once more."""
         for file, error in self._commit_once(files):
             self._check_source(file)
             self.progress.start(self.node.node_rank, file.bytes)
             self._upload(file, 0)
             if self._commit_once([file]) and not self._is_there(file):
-                raise self._error(f"{file.dest}: {error}, twice; its disk or the line to it is not to be trusted")
+                raise self._error(
+                    f"{file.dest}: {error}, in two transfers; check disk and memory of the host, and the network to it"
+                )
         self.files_sent += len(files)
 
     def _commit_once(self, files: list[PlannedFile]) -> list[tuple[PlannedFile, str]]:
@@ -254,7 +256,7 @@ class _NodeJob:
             self.transport.upload(Path(file.source), file.dest + PART_SUFFIX, offset=offset, on_bytes=self._count)
         except RemoteFileError as error:
             if error.errno != errno.ENOSPC and self._is_there(file):
-                return  # a run beside ours has sent the same file, and has taken it from under our hands
+                return  # another run has sent the same file at the same time and renamed the .part file
             self._check_room(
                 file.bytes - offset, str(PurePosixPath(file.dest).parent), full=error.errno == errno.ENOSPC
             )
@@ -266,7 +268,7 @@ class _NodeJob:
             ) from error
 
     def _is_there(self, file: PlannedFile) -> bool:
-        """Whether the node has the whole file, now or in a moment: a run beside ours may be bringing it."""
+        """Whether the node has the complete file; waits up to two seconds, as another run may be sending it."""
         for pause in _OTHERS_PAUSES:
             if self._ask({"op": "inventory", "files": [_entry(file)], "folders": []})["files"][0]["state"] == "present":
                 return True
@@ -274,12 +276,11 @@ class _NodeJob:
         return False
 
     def _check_source(self, file: PlannedFile) -> None:
-        """When the copy is wrong because our own file is, say that."""
+        """Raise SyncError if the local file has a wrong digest, which explains a wrong copy on the node."""
         if sha256_of(file.source) != file.sha256:
             raise SyncError(
-                f"{file.source} on this machine is not what its manifest says (damaged, or changed after it was made), "
-                f"so {self.node.label} did not take it. "
-                "Delete the partition folder and run again"
+                f"{file.source} on this machine differs from its manifest (damaged, or changed after partitioning), "
+                f"so {self.node.label} rejected it. Delete the partition folder and run again"
             )
 
     def _check_room(self, need: int, folder: str, full: bool = False) -> None:
@@ -311,7 +312,7 @@ class _NodeJob:
 
 
 def ask_files(transport: Transport, node: NodePlan, request: dict[str, Any], timeout: float) -> dict[str, Any]:
-    """One request to ``launcher/node/programs/files.py`` on a node; raises SyncError when it cannot be done there."""
+    """Send one request to ``launcher/node/programs/files.py`` on a node; ``timeout`` in seconds. Raises SyncError."""
     answer: dict[str, Any] = call(transport, node.python, "files", request, timeout)
     if answer.get("errno") == errno.ENOSPC:
         place = request.get("dest", node.code_dir)
@@ -347,5 +348,5 @@ def _is_code(node: NodePlan, file: PlannedFile) -> bool:
 
 
 def hash_time(files: Iterable[PlannedFile] | Iterable[PartFile]) -> float:
-    """Seconds within which any node has read these files."""
+    """Timeout in seconds for a node to read and hash these files."""
     return _CALL_TIMEOUT + sum(file.bytes for file in files) / _SLOWEST_DISK

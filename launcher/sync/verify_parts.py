@@ -1,4 +1,4 @@
-"""Mode verify: checks that parts on the nodes are complete and the same on all of them."""
+"""Mode ``verify``: checks that the parts on the nodes are complete and belong to the same partition."""
 
 from __future__ import annotations
 
@@ -20,19 +20,18 @@ _SHOWN = 12
 
 _WORDS = {
     "missing": "is missing",
-    "partial": "is missing (an unfinished transfer lies beside it)",
+    "partial": "is missing (its folder has an unfinished transfer)",
     "different": "differs from the manifest",
 }
 
 
 @dataclass(frozen=True)
 class VerifyReport:
-    """All nodes hold the same manifest, and each its own parts, the shared files, and the edges of all parts where the
-    plan wants them everywhere."""
+    """Result of a successful check: all nodes have the same manifest and all files that the plan needs."""
 
     manifest: PartitionFiles
-    files: int  #: checked, over all nodes
-    bytes: int
+    files: int  #: number of files checked on all nodes
+    bytes: int  #: their size
 
     @property
     def fingerprint(self) -> str:
@@ -40,7 +39,7 @@ class VerifyReport:
 
 
 def verify(plan: LaunchPlan, transports: Mapping[int, Transport]) -> VerifyReport:
-    """Check digests in place, all nodes at once; raises SyncError that names each node, host and file."""
+    """Check digests of the parts on all nodes in parallel. Raises SyncError, which names each node, host and file."""
     nodes = {node.node_rank: node for node in plan.nodes if node.parts}
     raw = on_nodes(nodes, lambda k: _read_manifest(nodes[k], transports[k])).or_raise()
     _all_have_one(list(nodes.values()), raw)
@@ -52,7 +51,7 @@ def verify(plan: LaunchPlan, transports: Mapping[int, Transport]) -> VerifyRepor
     wrong = [line for k in sorted(answers) for line in answers[k]]
     if wrong:
         more = [f"… and {len(wrong) - _SHOWN} more"] if len(wrong) > _SHOWN else []
-        remedy = "Bring these files over again, or make the partition anew, then launch again"
+        remedy = "Copy these files to the nodes again, or make the partition again; then launch again"
         raise SyncError("\n".join([*wrong[:_SHOWN], *more, remedy]))
     files = [file for k in wanted for file in wanted[k]]
     return VerifyReport(manifests[min(manifests)], len(files), sum(file.bytes for file in files))
@@ -60,28 +59,28 @@ def verify(plan: LaunchPlan, transports: Mapping[int, Transport]) -> VerifyRepor
 
 def _read_manifest(node: NodePlan, transport: Transport) -> bytes | None:
     with tempfile.TemporaryDirectory() as folder:
-        here = Path(folder) / "manifest.json"
+        local = Path(folder) / "manifest.json"
         try:
-            transport.download(f"{node.data_dir}/manifest.json", here, most=MOST_MANIFEST + 1)
+            transport.download(f"{node.data_dir}/manifest.json", local, most=MOST_MANIFEST + 1)
         except RemoteFileError as error:
             if error.errno == errno.ENOENT:
                 return None
             raise
-        return here.read_bytes()
+        return local.read_bytes()
 
 
 def _all_have_one(nodes: Sequence[NodePlan], raw: Mapping[int, bytes | None]) -> None:
     missing = [node for node in nodes if raw[node.node_rank] is None]
     if len(missing) == len(nodes):
         raise SyncError(
-            f"no node has a manifest.json in {nodes[0].data_dir}. With data.mode verify nothing is made at "
-            "launch: run `gnnfleet partition make --config FILE` on a machine where that folder is mounted, "
+            f"no node has a manifest.json in {nodes[0].data_dir}. With data.mode verify a launch does not partition "
+            "the graph: run `gnnfleet partition make --config FILE` on a machine where that folder is mounted, "
             "or use data.mode sync"
         )
     if missing:
         lines = [f"{node.label}: no {node.data_dir}/manifest.json" for node in missing]
         raise SyncError(
-            "\n".join([*lines, "Mount the folder there, or give its path there as `data_folder` of the node"])
+            "\n".join([*lines, "Mount the folder on these nodes, or set `data_folder` of each to its path"])
         )
 
 
@@ -97,14 +96,14 @@ def _all_the_same(plan: LaunchPlan, manifests: Mapping[int, PartitionFiles]) -> 
     common = manifests[first.node_rank]
     if common.num_parts != plan.num_parts:
         raise SyncError(
-            f"{first.label}: {first.data_dir} holds {common.num_parts} parts, the config asks for "
-            f"{plan.num_parts}; set data.num_parts, or make the partition anew"
+            f"{first.label}: {first.data_dir} has {common.num_parts} parts, but the config needs "
+            f"{plan.num_parts}; set data.num_parts, or make the partition again"
         )
     for node in others:
         if manifests[node.node_rank].files[-1].sha256 != common.files[-1].sha256:
             raise SyncError(
-                f"{node.label}: {node.data_dir}/manifest.json is another than {first.label} has "
-                f"({first.data_dir}/manifest.json); the nodes must hold parts of one and the same partition"
+                f"{node.label}: {node.data_dir}/manifest.json differs from {first.data_dir}/manifest.json on "
+                f"{first.label}; all nodes must have parts of the same partition"
             )
 
 
@@ -121,12 +120,12 @@ def _wrong_files(node: NodePlan, transport: Transport, files: tuple[PartFile, ..
 
 
 def _top(state: Mapping[str, Any], data_dir: str) -> str:
-    """``<data_dir>/part1`` for the state of a file in there."""
+    """The folder ``<data_dir>/part1`` of a file, from its state."""
     return f"{data_dir}/{state['path'].removeprefix(f'{data_dir}/').partition('/')[0]}"
 
 
 def _missing_folders(found: Iterable[Mapping[str, Any]], data_dir: str) -> dict[str, int]:
-    """Folders of parts of which no file is there, and how many files that is."""
+    """Folders of parts without any of their files, with the number of these files."""
     states: dict[str, list[str]] = {}
     for state in found:
         states.setdefault(_top(state, data_dir), []).append(state["state"])

@@ -1,6 +1,6 @@
-"""``gnnfleet compare``: runs side by side, as rows with a value for each run; reads run folders of this machine alone.
+"""Compares runs side by side, by their folders on this machine, for ``gnnfleet compare``.
 
-FoundRun → RunFigures (one run) → Comparison (rows and notes) → ``compare_table`` or JSON.
+FoundRun → RunFigures (one run) → Comparison (rows with a value for each run, and notes) → a table or JSON.
 """
 
 from __future__ import annotations
@@ -34,35 +34,36 @@ Form = Literal["text", "score", "seconds", "rate", "bytes", "share", "spent"]
 
 Section = Literal["run", "config", "results", "speed", "step", "loss", "accuracy", "versions"]
 
-_GRAPH = ("data.dataset", "data.source", "data.options", "data.serving")  #: keys that say which graph it is
+_GRAPH = ("data.dataset", "data.source", "data.options", "data.serving")  #: config keys that select the graph
 
-_GOES_ON = ("open", "running", "preparing")  #: states of a run whose end is not here
+_NOT_ENDED = ("open", "running", "preparing")  #: states of a run whose result was not collected
 
-_CUT = ("data.num_parts", "data.partition", "nodes.*.role", "nodes.*.host")  #: and how it is cut
+_CUT = ("data.num_parts", "data.partition", "nodes.*.role", "nodes.*.host")  #: config keys that affect the partition
 
 
 @dataclass(frozen=True)
 class RunFigures:
-    """What a run's folder tells. Mappings lack what is not known."""
+    """Settings, results and metrics of one run, from its folder. Mappings omit unknown values."""
 
     entry: Entry
-    config: Mapping[str, Any]  #: by dotted key; of nodes ``nodes.*.procs``, told once where all are alike
-    own_command: str
-    parts: str  #: fingerprint of the parts it trained on; '' where it is not known
-    versions: Mapping[str, str]  #: by package, and ``code``, a digest
+    config: Mapping[str, Any]  #: by dotted key; keys of nodes as ``nodes.*.procs``, one value if all nodes agree
+    own_command: str  #: '' for the bundled trainer
+    parts: str  #: fingerprint of the parts it trained on; '' if unknown
+    versions: Mapping[str, str]  #: by package, and the digest of gnnfleet's code as ``code``
     metrics: Metrics
 
     @property
     def run_id(self) -> str:
+        """Id of the run."""
         return self.entry.run_id
 
     def by_epoch(self, what: Literal["seconds", "loss"]) -> dict[int, float]:
-        """As rank 0 tells it; the loss is that of all ranks."""
+        """Seconds or loss by epoch, as rank 0 reports them; the loss is that of all ranks."""
         lines = (line for line in self.metrics.of_kind("epoch") if line.get("rank") == 0)
         return _values_by_epoch(lines, what)
 
     def accuracy_by_epoch(self) -> dict[int, float]:
-        """On the val split."""
+        """Accuracy on the val split by epoch."""
         lines = (line for line in self.metrics.of_kind("eval") if line.get("split") == "val")
         return {
             line["epoch"]: line["accuracy"] for line in lines if line.get("accuracy") is not None and "epoch" in line
@@ -71,7 +72,7 @@ class RunFigures:
 
 @dataclass(frozen=True)
 class Row:
-    """One thing of every run; None where a run does not tell."""
+    """One value of every run; None if unknown."""
 
     section: Section
     title: str
@@ -81,7 +82,7 @@ class Row:
 
     @property
     def best(self) -> tuple[int, ...]:
-        """Which runs have the best value, as far as it is shown; empty where there is nothing to choose from."""
+        """Indices of the runs with the best value, as rounded for display; empty if the row is not ranked or equal."""
         known = {i: self._shown(value) for i, value in enumerate(self.values) if _is_finite(value)}
         if not self.better or len(set(known.values())) < 2:
             return ()
@@ -90,7 +91,7 @@ class Row:
 
     @property
     def differs(self) -> bool:
-        """Whether two runs tell different things."""
+        """Whether two runs have different known values."""
         return _unlike(value for value in self.values if value is not None)
 
     def _shown(self, value: float) -> float:
@@ -100,17 +101,18 @@ class Row:
 
 @dataclass(frozen=True)
 class Comparison:
-    """Two runs or more."""
+    """A comparison of two or more runs."""
 
     runs: tuple[RunFigures, ...]
     rows: tuple[Row, ...]
     notes: tuple[str, ...]  #: why figures may not be comparable, or are missing
 
     def of(self, section: Section) -> list[Row]:
+        """The rows of a section."""
         return [row for row in self.rows if row.section == section]
 
     def to_json(self) -> dict[str, Any]:
-        """For ``--json``: ``values`` in the order of ``runs``, ``best`` their indices."""
+        """The document of ``--json``: ``values`` are in the order of ``runs``, ``best`` are indices of runs."""
         names = ("section", "title", "values", "best")
         return {
             "runs": [{"run_id": run.run_id, "folder": run.entry.folder} for run in self.runs],
@@ -120,7 +122,7 @@ class Comparison:
 
 
 def figures_of(found: FoundRun) -> RunFigures:
-    """Read a run's folder; raises FleetError where a file in it is damaged."""
+    """Read a run's folder; raises FleetError if a file in the folder is damaged."""
     assert found.folder is not None, "only runs known here are compared"
     files = sorted(found.folder.glob("logs/node*/metrics-rank*.jsonl")) or sorted(found.folder.glob("metrics.jsonl"))
     return RunFigures(
@@ -134,7 +136,7 @@ def figures_of(found: FoundRun) -> RunFigures:
 
 
 def compare(runs: Sequence[RunFigures]) -> Comparison:
-    """Put them side by side. Results are marked as better or worse only on one graph."""
+    """Compare runs. The best loss and accuracy are marked only if all runs use the same graph."""
     differing = _differing(runs)
     graphs_differ = any(_is_of(key, _GRAPH) for key in differing)
     rows = [*_run_rows(runs), *differing.values(), *_result_rows(runs, marked=not graphs_differ)]
@@ -145,10 +147,10 @@ def compare(runs: Sequence[RunFigures]) -> Comparison:
 def _run_rows(runs: Sequence[RunFigures]) -> Iterator[Row]:
     entries = [run.entry for run in runs]
     yield Row("run", "state", tuple(entry.state for entry in entries))
-    yield from _told("run", "why", (_one_line(e.why) if e.state != "done" else None for e in entries))
+    yield from _known_row("run", "why", (_one_line(e.why) if e.state != "done" else None for e in entries))
     yield Row("run", "took", tuple(entry.seconds for entry in entries), "seconds")
-    yield from _told("run", "size", (entry.size or None for entry in entries))
-    yield from _told("run", "from", (entry.resumed_from for entry in entries))
+    yield from _known_row("run", "size", (entry.size or None for entry in entries))
+    yield from _known_row("run", "from", (entry.resumed_from for entry in entries))
     if any(run.own_command for run in runs):
         yield Row("run", "command", tuple(run.own_command or "the bundled trainer" for run in runs))
 
@@ -156,27 +158,27 @@ def _run_rows(runs: Sequence[RunFigures]) -> Iterator[Row]:
 def _result_rows(runs: Sequence[RunFigures], *, marked: bool) -> Iterator[Row]:
     for split in ("test", "val"):
         scores = (_scalar(run.metrics.result.get(f"{split}_accuracy")) for run in runs)
-        yield from _told("results", f"{split} accuracy", scores, "score", "more" if marked else "")
+        yield from _known_row("results", f"{split} accuracy", scores, "score", "more" if marked else "")
     losses = (_last(run.by_epoch("loss")) for run in runs)
-    yield from _told("results", "last loss", losses, "score", "less" if marked else "")
+    yield from _known_row("results", "last loss", losses, "score", "less" if marked else "")
 
 
 def _speed_rows(runs: Sequence[RunFigures]) -> Iterator[Row]:
-    """Without the first epoch, which compiles, where there is another."""
-    yield from _told("speed", "an epoch", (_mean_of(run.by_epoch("seconds")) for run in runs), "seconds", "less")
+    """Rows of speed; means exclude the first epoch, which compiles, if a run has more."""
+    yield from _known_row("speed", "an epoch", (_mean_of(run.by_epoch("seconds")) for run in runs), "seconds", "less")
     rates = (sum(run.metrics.throughput().values()) or None for run in runs)
-    yield from _told("speed", "seeds/s", rates, "rate", "more")
+    yield from _known_row("speed", "seeds/s", rates, "rate", "more")
     received = (run.metrics.profile and run.metrics.profile.remote_bytes for run in runs)
-    yield from _told("speed", "from other hosts, an epoch", received, "bytes", "less")
+    yield from _known_row("speed", "from other hosts, an epoch", received, "bytes", "less")
     for title, name in (("others' rows cached", "hit_rate"), ("others' rows held", "held_rate")):
         shares = (getattr(run.metrics.profile, name) if run.metrics.profile else None for run in runs)
-        yield from _told("speed", title, shares, "share", "more" if name == "hit_rate" else "")
+        yield from _known_row("speed", title, shares, "share", "more" if name == "hit_rate" else "")
 
 
 def _step_rows(runs: Sequence[RunFigures]) -> Iterator[Row]:
-    """Seconds of a step, means over ranks; kinds that take under 0.5 % everywhere are left out."""
+    """Rows of seconds per step, means over ranks, without kinds that take under 0.5 % in all runs."""
     profiles = [run.metrics.profile for run in runs]
-    yield from _told("step", "a step", (profile and profile.step_s for profile in profiles), "spent", "less")
+    yield from _known_row("step", "a step", (profile and profile.step_s for profile in profiles), "spent", "less")
     for kind in dict.fromkeys(kind for profile in profiles if profile for kind in profile.spent):
         if any(profile and profile.share[kind] >= 0.005 for profile in profiles):
             yield Row("step", kind, tuple(profile and profile.spent[kind] for profile in profiles), "spent")
@@ -196,31 +198,31 @@ def _by_epoch(
 
 def _version_rows(runs: Sequence[RunFigures]) -> Iterator[Row]:
     for package in dict.fromkeys(name for run in runs for name in run.versions):
-        yield from _told("versions", package, (run.versions.get(package) or None for run in runs))
+        yield from _known_row("versions", package, (run.versions.get(package) or None for run in runs))
 
 
 def _notes(runs: Sequence[RunFigures], differing: Mapping[str, Row]) -> Iterator[str]:
     graph = [key for name in _GRAPH for key in differing if _is_of(key, [name])]
     if graph:
-        yield f"not the same graph ({', '.join(graph)}): accuracies and losses say little about each other"
+        yield f"different graphs ({', '.join(graph)}): accuracies and losses are not comparable"
     elif len({run.parts for run in runs if run.parts}) > 1 and not any(_is_of(key, _CUT) for key in differing):
-        yield "the same settings, but not the same parts: the graph's files, or what cut them, have changed in between"
+        yield "the same settings but different parts: the graph's files or the partitioner changed between the runs"
     if "train.seed" in differing:
         seeds = ", ".join(str(value) for value in differing["train.seed"].values if value is not None)
         yield f"different seeds (train.seed {seeds}): small differences may be chance"
     lengths = {run.run_id: len(run.by_epoch("seconds")) for run in runs}
     short = [run_id for run_id, epochs in lengths.items() if epochs == 1]
     if short and max(lengths.values()) > 1:
-        yield f"{', '.join(short)}: one epoch only, so its times include compiling; those of longer runs do not"
+        yield f"{', '.join(short)}: only one epoch, so its times include compilation; those of longer runs do not"
     for run in runs:
         if run.entry.state != "done":
-            yield f"{run.run_id} is not done ({run.entry.state}): its figures are of what is here of it"
-        if not run.metrics.lines and run.entry.state in _GOES_ON:
-            yield f"{run.run_id}: no metrics are here; `gnnfleet collect {run.run_id}` brings what there is"
+            yield f"{run.run_id} is not done ({run.entry.state}): its figures cover only what was collected"
+        if not run.metrics.lines and run.entry.state in _NOT_ENDED:
+            yield f"{run.run_id}: its metrics were not collected; `gnnfleet collect {run.run_id}` fetches them"
 
 
 def _differing(runs: Sequence[RunFigures]) -> dict[str, Row]:
-    """A row for each config key that is not the same in all that have a config."""
+    """A row for each config key whose value differs between the runs that use the key."""
     configs = [run.config for run in runs]
     keys = dict.fromkeys(key for config in configs for key in config)
     rows = {key: Row("config", key, tuple(config.get(key) for config in configs)) for key in keys}
@@ -228,7 +230,7 @@ def _differing(runs: Sequence[RunFigures]) -> dict[str, Row]:
 
 
 def _reads(config: Mapping[str, Any], key: str) -> bool:
-    """Whether the run that has ``config`` reads ``key``; not of a run without one."""
+    """Whether the run with ``config`` uses ``key``; False without a config."""
     return bool(config) and (not key.startswith("train.") or any(name.startswith("train.") for name in config))
 
 
@@ -244,12 +246,12 @@ def _flat(config: ClusterConfig) -> dict[str, Any]:
 
 
 def _read_by(config: Mapping[str, Any], *, own: bool) -> dict[str, Any]:
-    """Without what an own command does not read."""
+    """The config without the keys that an own command does not read."""
     return {key: value for key, value in config.items() if not (own and key.startswith("train."))}
 
 
 def _once(values: Sequence[Any]) -> Any:
-    """Of all nodes: the value they share, names as a range, else all of them."""
+    """The common value of all nodes; else names folded to ranges, or a list of all values."""
     if not _unlike(values):
         return values[0]
     return fold(values) if all(isinstance(value, str) for value in values) else list(values)
@@ -264,7 +266,7 @@ def _leaves(tree: Mapping[str, Any], above: str = "") -> Iterator[tuple[str, Any
 
 
 def _parts_of(plan: LaunchPlan | None) -> str:
-    """Parts that are sent lie in a folder named by their fingerprint."""
+    """Fingerprint of the parts: parts that are sent are in a folder of this name; '' for others."""
     folders = (
         [node.data_dir for node in plan.nodes if node.data_dir.startswith(f"{node.workdir}/data/")] if plan else []
     )
@@ -272,13 +274,17 @@ def _parts_of(plan: LaunchPlan | None) -> str:
 
 
 def _versions(events: Path, plan: LaunchPlan | None) -> dict[str, str]:
-    """As preflight has found them; several of one package where nodes differ."""
+    """Package versions as preflight found them; several of a package if nodes differ."""
     found: dict[str, list[str]] = {}
     for event in records(EVENT, events.read_bytes().split(b"\n") if events.is_file() else ()):
         for name, version in event.get("versions", {}).items() if event.get("kind") == "versions" else ():
             found.setdefault(name, []).append(str(version))
-    told = {name: ", ".join(dict.fromkeys(filter(None, versions))) for name, versions in sorted(found.items())}
-    return {name: text for name, text in told.items() if text} | ({"code": plan.code_digest[:12]} if plan else {})
+    versions_by_name = {
+        name: ", ".join(dict.fromkeys(filter(None, versions))) for name, versions in sorted(found.items())
+    }
+    return {name: text for name, text in versions_by_name.items() if text} | (
+        {"code": plan.code_digest[:12]} if plan else {}
+    )
 
 
 def _values_by_epoch(lines: Iterable[Mapping[str, Any]], what: str) -> dict[int, float]:
@@ -315,14 +321,14 @@ def _one_line(text: str) -> str | None:
     return " ".join(text.split()) or None
 
 
-def _told(
+def _known_row(
     section: Section,
     title: str,
     values: Iterable[Any],
     form: Form = "text",
     better: Literal["more", "less", ""] = "",
 ) -> Iterator[Row]:
-    """A row, where any run tells something."""
+    """A row, if the value of any run is known."""
     row = Row(section, title, tuple(values), form, better)
     if any(value is not None for value in row.values):
         yield row
@@ -344,7 +350,7 @@ _EPOCHS_SHOWN = 12
 
 
 def print_comparison(comparison: Comparison, console: Console) -> None:
-    """Notes first, as they say how far to trust the rest."""
+    """Print the notes, which limit what can be compared, then the table."""
     for note in comparison.notes:
         console.print(Text(f"note: {note}", "yellow"), soft_wrap=True)
     console.print(rendered(comparison))
@@ -353,7 +359,7 @@ def print_comparison(comparison: Comparison, console: Console) -> None:
 
 
 def rendered(comparison: Comparison) -> Table:
-    """The table, at whatever width it is printed: long values are folded."""
+    """The table; long values are wrapped to the width of the terminal."""
     table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
     table.add_column("", no_wrap=True)
     for run in comparison.runs:
@@ -371,7 +377,7 @@ def rendered(comparison: Comparison) -> Table:
 
 
 def _alike(comparison: Comparison) -> Iterator[str]:
-    """What all have in common is told in a line."""
+    """Lines on what all runs have in common, and the legend."""
     if all(run.config for run in comparison.runs) and not comparison.of("config"):
         yield "config: the same"
     versions = comparison.of("versions")
@@ -383,7 +389,7 @@ def _alike(comparison: Comparison) -> Iterator[str]:
 
 
 def _shown(section: Section, rows: Sequence[Row]) -> list[Row | None]:
-    """Of many epochs the first and the last ones, None for those between; of versions those that differ."""
+    """Rows to print: the first and last of many epochs, with None for those left out; only versions that differ."""
     if section == "versions":
         return [row for row in rows if row.differs]
     if section in ("loss", "accuracy") and len(rows) > _EPOCHS_SHOWN + 1:
@@ -414,7 +420,7 @@ def _words(row: Row, value: Any) -> str:
 
 
 def _text(value: Any) -> str:
-    """Of a config's value, as YAML has it."""
+    """A config value as written in YAML."""
     if isinstance(value, list):
         return f"[{', '.join(map(_text, value))}]"
     return str(value).lower() if isinstance(value, bool) else "–" if value is None else str(value)

@@ -1,6 +1,6 @@
-"""Reads and prints the document of ``python -m trainer profile --json``: where a run's time goes.
+"""Runs ``python -m trainer profile --json`` on a run's metrics and prints the result: time per step, by kind.
 
-The trainer analyses the metrics lines that it has written; the launcher, which never imports it, runs it as a program.
+The trainer analyses its own metrics lines; the launcher never imports the trainer, so it runs it as a program.
 """
 
 from __future__ import annotations
@@ -21,54 +21,55 @@ from rich.text import Text
 from launcher.errors import FleetError
 from launcher.text import count, spans
 
-_CODE = Path(__file__).resolve().parents[2]  # where the trainer lies, too
+_CODE = Path(__file__).resolve().parents[2]  # folder of the launcher and trainer packages
 
-_TIMEOUT = 600.0  # seconds; a minute of one rank's lines takes it about a millisecond
+_TIMEOUT = 600.0  # seconds; the lines of one rank and minute take about a millisecond
 
-_NOTABLE = 0.005  # share of a step from which on a kind has a column
+_NOTABLE = 0.005  # smallest share of a step for which a kind gets a column
 
 _GAP = "  "
 
-_DETAILS = ("ranks", "advice")  # of the document's "time", left out of result.json
+_DETAILS = ("ranks", "advice")  # keys of the document's "time" that are left out of result.json
 
 
 @dataclass(frozen=True)
 class RankProfile:
-    """One rank's means over the epochs counted."""
+    """Time per step of one rank, means over the counted epochs."""
 
     rank: int
-    node: int | None
-    step_s: float
-    spent: Mapping[str, float]  #: seconds of a step by kind
+    node: int | None  #: node_rank; None if not known
+    step_s: float  #: seconds per step
+    spent: Mapping[str, float]  #: seconds per step by kind
 
     @property
     def name(self) -> str:
+        """``node1/rank3``."""
         return rank_name(self.rank, self.node)
 
 
 @dataclass(frozen=True)
 class Profile:
-    """Where the time of a step goes; a run's ranks, one at least. Bytes are those of an epoch over all ranks."""
+    """Time per step and traffic of a run with at least one rank. Bytes are per epoch, summed over all ranks."""
 
-    epochs: tuple[int, ...]  #: counted, ascending
-    whole: bool  #: whole epochs; else the steps of the only one so far
-    step_s: float  #: mean over ranks, as ``spent`` and ``share``
-    spent: Mapping[str, float]  #: seconds of a step by kind
-    share: Mapping[str, float]  #: of a step by kind, 0 to 1
+    epochs: tuple[int, ...]  #: counted epochs, ascending
+    whole: bool  #: the counted epochs are complete; else ``epochs`` is the one that is running
+    step_s: float  #: seconds per step, mean over ranks (as ``spent`` and ``share``)
+    spent: Mapping[str, float]  #: seconds per step by kind
+    share: Mapping[str, float]  #: share of a step by kind, 0 to 1
     most_remote: RankProfile  #: the rank that waits longest for other hosts
-    remote_bytes: float | None  #: None where no epoch is whole
-    predicted: float | None  #: the same as the ranks expected it; None where one of them told nothing
+    remote_bytes: float | None  #: bytes received from other hosts; None if no epoch is complete
+    predicted: float | None  #: prediction of ``remote_bytes``; None if a rank made none
     predicted_without_cache: float | None
-    why_less: str  #: why fewer bytes came than predicted; '' where that is not so, or not known
-    hit_rate: float | None  #: of the rows that other hosts own, those cached; None without any such rows
-    held_rate: float | None  #: of the same rows, those still held from the last batches
+    why_less: str  #: why fewer bytes were received than predicted; '' if not so, or unknown
+    hit_rate: float | None  #: share of cached rows among the rows of other hosts; None without such rows
+    held_rate: float | None  #: share of held rows (kept from recent batches) among the rows of other hosts
     ranks: tuple[RankProfile, ...]
-    advice: tuple[str, ...]  #: what would make steps shorter, the weightiest sentence first
-    summary: Mapping[str, Any]  #: for result.json
+    advice: tuple[str, ...]  #: how to shorten steps, most important sentence first
+    summary: Mapping[str, Any]  #: content of ``profile`` in result.json
 
     @classmethod
     def of(cls, time: Mapping[str, Any]) -> Profile:
-        """From ``time`` of the document."""
+        """Build from ``time`` of the document, which must not be null."""
         ranks = tuple(RankProfile(one["rank"], one["node"], one["step_s"], one["spent"]) for one in time["ranks"])
         return cls(
             epochs=tuple(time["epochs"]),
@@ -87,49 +88,53 @@ class Profile:
 
 @dataclass(frozen=True)
 class RankTraffic:
-    """What one rank received, over all epochs."""
+    """Rows and bytes that one rank gathered, sums over all epochs."""
 
     rank: int
-    node: int | None
+    node: int | None  #: node_rank; None if not known
     sums: Mapping[str, float]  #: remote_bytes, rows, remote_rows, cached_rows, held_rows
-    by_host: Mapping[int, Mapping[str, float]]  #: the same but ``rows`` by the node asked
+    by_host: Mapping[int, Mapping[str, float]]  #: the same sums, without ``rows``, by the node that owns the rows
 
     @property
     def name(self) -> str:
+        """``node1/rank3``."""
         return rank_name(self.rank, self.node)
 
 
 @dataclass(frozen=True)
 class Analysis:
-    """Of the metrics lines of a run."""
+    """Analysis of the metrics lines of a run."""
 
-    profile: Profile | None = None  #: None where they do not say where time went
-    traffic: tuple[RankTraffic, ...] = ()  #: of ranks with an epoch line
+    profile: Profile | None = None  #: None if the lines have no times by kind
+    traffic: tuple[RankTraffic, ...] = ()  #: one for each rank with an epoch line
 
 
 def analyse(files: Iterable[Path], topology: str = "", *, own: bool = False) -> Analysis:
-    """Run the trainer's analysis of metrics files; those in ``node<k>/`` are of that node.
+    """Run the trainer's analysis of metrics files; a file in a folder ``node<k>`` is attributed to node k.
 
-    topology: of the plan, '' where not known; own: an own command ran. Raises FleetError when the program fails.
+    topology: the plan's topology, '' if not known; own: the run is of an own command. Raises FleetError if the program
+    fails.
     """
     paths = [str(file.absolute()) for file in files]
     if not paths:
         return Analysis()
-    words = [*(["--topology", topology] if topology else []), *(["--script"] if own else [])]
-    argv = [sys.executable, "-m", "trainer", "profile", "--json", *words, *paths]
+    options = [*(["--topology", topology] if topology else []), *(["--script"] if own else [])]
+    argv = [sys.executable, "-m", "trainer", "profile", "--json", *options, *paths]
     path = os.pathsep.join(filter(None, (str(_CODE), os.environ.get("PYTHONPATH"))))
     try:
         done = subprocess.run(
             argv, cwd=_CODE, env={**os.environ, "PYTHONPATH": path}, stdin=subprocess.DEVNULL, capture_output=True,
-            text=True, timeout=_TIMEOUT, check=True, start_new_session=True,  # Ctrl-C is the launcher's to heed
+            text=True, timeout=_TIMEOUT, check=True, start_new_session=True,  # Ctrl-C reaches only the launcher
         )  # fmt: skip
-        told = json.loads(done.stdout)
+        document = json.loads(done.stdout)
     except subprocess.CalledProcessError as error:
         last = (error.stderr.strip().splitlines() or [f"exit status {error.returncode}"])[-1]
         raise FleetError(f"the metrics could not be analysed (python -m trainer profile --json): {last}") from error
     except (OSError, subprocess.TimeoutExpired, ValueError) as error:
         raise FleetError(f"the metrics could not be analysed (python -m trainer profile --json): {error}") from error
-    return Analysis(Profile.of(told["time"]) if told["time"] else None, tuple(map(_traffic, told["traffic"])))
+    return Analysis(
+        Profile.of(document["time"]) if document["time"] else None, tuple(map(_traffic, document["traffic"]))
+    )
 
 
 def _traffic(values: dict[str, Any]) -> RankTraffic:
@@ -138,37 +143,37 @@ def _traffic(values: dict[str, Any]) -> RankTraffic:
 
 
 def print_profile(profile: Profile, console: Console) -> None:
-    """Print the table, the longest wait for other hosts, and bytes."""
+    """Print the time per step by kind, the longest wait for other hosts, and the bytes received."""
     for line in profile_lines(profile):
         console.print(Text(line), soft_wrap=True)
 
 
 def profile_lines(profile: Profile) -> Iterator[str]:
-    """The same as texts."""
+    """The lines that ``print_profile`` prints."""
     ranks, epochs = count(len(profile.ranks), "rank"), "epoch" if len(profile.epochs) == 1 else "epochs"
     which = f"{epochs} {spans(profile.epochs)}" + ("" if profile.whole else " so far")
-    yield f"where a step's {milliseconds(profile.step_s)} go, mean of {ranks}, {which}:"
+    yield f"time per step: {milliseconds(profile.step_s)}, mean of {ranks}, {which}:"
     yield from _table(profile)
     most = profile.most_remote
     if seconds := most.spent["remote"]:
-        told = f"{milliseconds(seconds)} of its {milliseconds(most.step_s)} a step ({seconds / most.step_s:.0%})"
-        yield f"longest wait for other hosts: {most.name}, {told}"
+        wait = f"{milliseconds(seconds)} of its {milliseconds(most.step_s)} per step ({seconds / most.step_s:.0%})"
+        yield f"longest wait for other hosts: {most.name}, {wait}"
     if profile.remote_bytes or (profile.whole and profile.hit_rate is not None):
-        yield "from other hosts: " + _bytes(profile)
+        yield "received from other hosts: " + _bytes(profile)
 
 
 def milliseconds(seconds: float) -> str:
-    """``182 ms``, ``1.5 ms``."""
+    """``182 ms``, ``1.5 ms``, ``9.08 s``."""
     return f"{1000 * seconds:.3g} ms" if seconds < 1 else f"{seconds:.3g} s"
 
 
 def rank_name(rank: int, node: int | None) -> str:
-    """``node1/rank3``; ``rank3`` where the node is not known."""
+    """``node1/rank3``; ``rank3`` if the node is not known."""
     return f"rank{rank}" if node is None else f"node{node}/rank{rank}"
 
 
 def _table(profile: Profile) -> Iterator[str]:
-    """A column for each kind that takes some of a step."""
+    """Lines of a table with a column for each kind that takes a notable share of a step."""
     shown = {kind: seconds for kind, seconds in profile.spent.items() if profile.share[kind] >= _NOTABLE}
     columns = [
         ("", "ms", "share"),
@@ -181,16 +186,15 @@ def _table(profile: Profile) -> Iterator[str]:
 
 
 def _bytes(profile: Profile) -> str:
-    """``12.3 MB an epoch, 12.1 MB predicted (40.2 MB without the cache)``, and where the rows of others came from."""
-    text = f"{decimal(round(profile.remote_bytes or 0))} an epoch"
+    """``12.3 MB per epoch, predicted 12.1 MB (40.2 MB without the cache); remote rows: 30% cached, …``."""
+    text = f"{decimal(round(profile.remote_bytes or 0))} per epoch"
     if profile.predicted is not None:
-        text += f", {decimal(round(profile.predicted))} predicted"
-        text += " of one that begins with nothing held" if profile.why_less else ""
-        bare = profile.predicted_without_cache
-        text += f" ({decimal(round(bare))} without the cache)" if bare is not None else ""
+        text += f", predicted {decimal(round(profile.predicted))}"
+        text += " for an epoch that starts without held rows" if profile.why_less else ""
+        uncached = profile.predicted_without_cache
+        text += f" ({decimal(round(uncached))} without the cache)" if uncached is not None else ""
     cached, held = profile.hit_rate, profile.held_rate
     if cached is not None and held is not None:
-        asked = max(0.0, 1 - cached - held)
-        text += f"; of the rows that others own {cached:.0%} were cached, {held:.0%} held from the last batches, "
-        text += f"{asked:.0%} asked for"
+        requested = max(0.0, 1 - cached - held)
+        text += f"; remote rows: {cached:.0%} cached, {held:.0%} held from recent batches, {requested:.0%} requested"
     return text

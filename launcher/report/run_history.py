@@ -48,9 +48,7 @@ def find_run(run: str | None, runs_dirs: Sequence[Path]) -> FoundRun:
         raise UsageError(f"no run `{run}` is known here; the newest are {_names(known)} (`gnnfleet runs` lists all)")
     if not how:
         raise UsageError(f"`{run}` is the name of several run folders; give one by its path: {_paths(close)}")
-    raise UsageError(
-        f"`{run}` {how} the ids of {len(close)} runs; give more of the id. Newest:\n{_listed(close)}"
-    )
+    raise UsageError(f"`{run}` {how} the ids of {len(close)} runs; give more of the id. Newest:\n{_listed(close)}")
 
 
 def matching(ids: Sequence[str], wanted: str) -> tuple[str, list[str]]:

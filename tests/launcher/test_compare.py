@@ -93,11 +93,11 @@ def test_only_keys_that_differ_are_shown_and_the_best_is_marked(tmp_path: Path) 
     [
         (
             replace(CONFIG, data=replace(CONFIG.data, options={"num_nodes": 9})),
-            "not the same graph (data.options.num_nodes)",
+            "different graphs (data.options.num_nodes)",
         ),
         (
             replace(CONFIG, data=DataConfig("file", "/g.pt", folder="/parts")),
-            "not the same graph (data.dataset, data.source, data.opt",
+            "different graphs (data.dataset, data.source, data.opt",
         ),
         (trained(seed=7), "different seeds (train.seed 0, 7): small differences may be chance"),
         (replace(CONFIG, nodes=(NodeConfig("gnn1", devices=(0, 1)), NodeConfig("gnn2"), NodeConfig("gnn3"))), ""),
@@ -122,7 +122,7 @@ def test_of_own_commands_settings_that_only_the_bundled_trainer_reads_are_left_o
 def test_parts_that_changed_under_the_same_settings_are_pointed_out(tmp_path: Path) -> None:
     first, second = (figures_of(read_folder(made(tmp_path, run_id))) for run_id in "ab")
     told = compare([replace(first, parts="4f00"), replace(second, parts="77aa")])
-    assert [note[:42] for note in told.notes] == ["the same settings, but not the same parts:"]
+    assert [note[:38] for note in told.notes] == ["the same settings but different parts:"]
     recut = replace(second, parts="77aa", config={**second.config, "data.num_parts": 4})
     assert compare([replace(first, parts="4f00"), recut]).notes == ()
 
@@ -134,8 +134,8 @@ def test_nodes_are_told_once_where_they_are_alike(tmp_path: Path) -> None:
 
 
 TABLE = """\
-note: b: one epoch only, so its times include compiling; those of longer runs do not
-note: b is not done (failed): its figures are of what is here of it
+note: b: only one epoch, so its times include compilation; those of longer runs do not
+note: b is not done (failed): its figures cover only what was collected
                               a         b
 state                         done      failed
 took                          75 s      75 s

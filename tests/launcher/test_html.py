@@ -106,7 +106,7 @@ def test_good_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
 def test_failed_run_leads_with_its_cause_and_hostile_texts_stay_texts(tmp_path: Path) -> None:
     page = report_page(read_record(made_run(tmp_path, "bad", range(1, 2), state="failed")))
     text = render(page)
-    assert page.sections[0].title == "First cause"
+    assert page.sections[0].title == "First failure"
     assert "before it fell" in text
     assert "rank 1 on node1 (local) raised ValueError" in page.headline
     assert HOSTILE not in text
@@ -118,7 +118,7 @@ def test_resumed_run_shows_where_it_went_on_and_the_earlier_curve(tmp_path: Path
     made_run(tmp_path, "first", range(1, 4))
     folder = made_run(tmp_path, "second", range(3, 6), resumed_from="first")
     page, loss = report_page(read_record(folder)), charts(folder)["loss"]
-    assert page.headline == "went on from first after epoch 2"
+    assert page.headline == "resumed from first after epoch 2"
     assert loss["data"][0]["name"] == "earlier run"
     assert max(loss["data"][0]["x"]) == 2.0
     assert loss["layout"]["shapes"][0]["x0"] == 2.0
@@ -195,7 +195,7 @@ def test_an_own_script_of_several_ranks_has_one_loss_curve_without_teeth(tmp_pat
     (loss,) = charts(folder)["loss"]["data"]
     assert set(loss["y"]) == {2.5} and loss["x"] == sorted(set(loss["x"])) and len(loss["x"]) == 8
     text = render(report_page(read_record(folder)))
-    assert "there are no curves" not in text and "so far" not in text and "tells its steps, not its epochs" in text
+    assert "there are no curves" not in text and "so far" not in text and "logs steps but no epochs" in text
 
 
 def test_the_manifest_is_shown_only_while_it_is_the_one_that_was_sent(tmp_path: Path) -> None:

@@ -35,13 +35,13 @@ def profile_of(folder: Path, *ranks: list[dict[str, Any]]) -> Profile:
 
 
 TABLE = """\
-where a step's 120 ms go, mean of 2 ranks, epochs 2–3:
+time per step: 120 ms, mean of 2 ranks, epochs 2–3:
          sample  remote  gather  forward  backward  reduce
   ms        4.0    12.0     2.0     40.0      60.0     1.0
   share      3%     10%      2%      33%       50%      1%
-longest wait for other hosts: node0/rank0, 12 ms of its 120 ms a step (10%)
-from other hosts: 2.0 MB an epoch, 2.0 MB predicted (4.0 MB without the cache); of the rows that others \
-own 50% were cached, 0% held from the last batches, 50% asked for
+longest wait for other hosts: node0/rank0, 12 ms of its 120 ms per step (10%)
+received from other hosts: 2.0 MB per epoch, predicted 2.0 MB (4.0 MB without the cache); remote rows: 50% cached, \
+0% held from recent batches, 50% requested
 """
 
 
@@ -59,7 +59,7 @@ def test_the_trainers_analysis_is_read_and_printed(tmp_path: Path, monkeypatch: 
 def test_in_the_first_epoch_its_steps_count(tmp_path: Path) -> None:
     found = profile_of(tmp_path, [line for line in lines_of(0, epochs=1) if line["kind"] != "epoch"])
     first, *rest = profile_lines(found)
-    assert first == "where a step's 9.08 s go, mean of 1 rank, epoch 1 so far:"
+    assert first == "time per step: 9.08 s, mean of 1 rank, epoch 1 so far:"
     assert not any("MB" in line for line in rest) and found.remote_bytes is None
 
 
@@ -128,7 +128,7 @@ def test_profile_of_a_run_that_was_collected(made: MadeRun, capsys: pytest.Captu
         (logs / "result.json").write_text("{}")
     assert run(["profile", "r1"]) == 0
     told = capsys.readouterr().out
-    assert told.startswith("where a step's 208 ms go, mean of 2 ranks") and "\n- 48% of a step on " in told
+    assert told.startswith("time per step: 208 ms, mean of 2 ranks") and "\n- 48% of a step on " in told
     assert run(["profile", "r1", "--json"]) == 0
     told_json = json.loads(capsys.readouterr().out)
     assert told_json["run_id"] == "r1" and told_json["advice"][0].startswith("48% of a step")

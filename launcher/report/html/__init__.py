@@ -1,1 +1,1 @@
-"""``report.html``: one page with charts for one run."""
+"""Builds ``report.html``, one page with charts of a run."""

@@ -1,4 +1,4 @@
-"""Charts of a report as plotly figures: loss, accuracy, speed, time by kind, bytes between nodes."""
+"""Builds the charts of a report as plotly figures: loss, accuracy, speed, time by kind, bytes between nodes."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from launcher.report.html.record import RunRecord
 from launcher.report.html.series import Point, Series, number
 from launcher.report.profile import Profile, rank_name
 
-_SINGLE = 12  # ranks that get a line each; more are a heat map
+_SINGLE = 12  # up to this number of ranks each gets a line; more are drawn as a heat map
 
-_BAR = 22  # pixels of a row
+_BAR = 22  # height of a row in pixels
 
 _EARLIER = "#9aa0a6"
 
-#: After Okabe and Ito, whose colours nearly everybody can tell apart; waiting for others is warm, own work cool.
+#: Colours of Okabe and Ito, safe for colour-blind readers; warm for waiting, cool for computing.
 _KIND_COLOURS = {
     "sample": "#f0e442",
     "remote": "#d55e00",
@@ -39,13 +39,13 @@ _KIND_WORDS = {
 
 _SPLIT_COLOURS = {"train": "#009e73", "val": "#0072b2", "test": "#d55e00"}
 
-_BYTES_SCALE = [[0.0, "#dbe9f6"], [1.0, "#0072b2"]]  # opaque, so that numbers upon it can be read on any page
+_BYTES_SCALE = [[0.0, "#dbe9f6"], [1.0, "#0072b2"]]  # opaque, so that numbers are readable on light and dark pages
 
 Trace = Mapping[str, Any]
 
 
 def loss_chart(record: RunRecord) -> Chart | None:
-    """Loss by step and by epoch, after that of earlier runs up to where this one went on."""
+    """Loss by step and by epoch; of a resumed run also the loss of the earlier run before that point."""
     own, begin = record.series, resumed_at(record)
     data = [
         _line("earlier run", thinned_before(_loss(one.series), begin), colour=_EARLIER) for one in record.earlier[-1:]
@@ -54,7 +54,7 @@ def loss_chart(record: RunRecord) -> Chart | None:
         _line("each step", own.step_loss, colour="#56b4e9", width=1),
         _line("mean of the epoch", own.epoch_loss, colour="#0072b2", marks=True),
     ]
-    layout = {"xaxis": {"title": {"text": "epochs"}}, "yaxis": {"title": {"text": "loss"}}, **_went_on(record)}
+    layout = {"xaxis": {"title": {"text": "epochs"}}, "yaxis": {"title": {"text": "loss"}}, **_resume_mark(record)}
     return _chart("loss", "Loss", data, layout)
 
 
@@ -69,12 +69,12 @@ def accuracy_chart(record: RunRecord) -> Chart | None:
         data.append(_line(split, points, colour=_SPLIT_COLOURS.get(split, "#cc79a7"), marks=True))
     axis = {"title": {"text": "accuracy"}, "tickformat": ".1%"}
     return _chart(
-        "accuracy", "Accuracy", data, {"xaxis": {"title": {"text": "epochs"}}, "yaxis": axis, **_went_on(record)}
+        "accuracy", "Accuracy", data, {"xaxis": {"title": {"text": "epochs"}}, "yaxis": axis, **_resume_mark(record)}
     )
 
 
 def speed_chart(record: RunRecord) -> Chart | None:
-    """Seeds per second of each rank by epoch; of many ranks a heat map."""
+    """Seeds per second of each rank by epoch, as lines or, for many ranks, as a heat map."""
     by_rank = _speeds(record.series)
     title, axis = "Throughput of each rank", {"title": {"text": "epochs"}, "dtick": _ticks(by_rank.values())}
     if len(by_rank) <= _SINGLE:
@@ -92,7 +92,7 @@ def speed_chart(record: RunRecord) -> Chart | None:
 
 
 def _seconds_speed(record: RunRecord) -> Chart | None:
-    """Of the first epoch, by the clock."""
+    """Seeds per second by time since the launch, for a run of one epoch."""
     start = record.started
     data = [
         _line(rank_name(rank, record.node_of.get(rank)), [(t - start, value) for t, value in points])
@@ -103,7 +103,7 @@ def _seconds_speed(record: RunRecord) -> Chart | None:
 
 
 def spent_chart(profile: Profile) -> Chart:
-    """A bar for each rank: milliseconds of a mean step by what the loop was at."""
+    """A bar for each rank: milliseconds per step by kind, means."""
     names = [rank.name for rank in profile.ranks]
     data = [
         {
@@ -120,17 +120,17 @@ def spent_chart(profile: Profile) -> Chart:
     ]
     layout = {
         "barmode": "stack",
-        "xaxis": {"title": {"text": "milliseconds of a step"}},
+        "xaxis": {"title": {"text": "milliseconds per step"}},
         "yaxis": {"autorange": "reversed", "type": "category"},
         "legend": {"traceorder": "normal"},
     }
-    return Chart("spent", "A mean step of each rank", data, layout, _height(len(names)) + 60)
+    return Chart("spent", "Mean step of each rank", data, layout, _height(len(names)) + 60)
 
 
 def pair_chart(
     key: str, title: str, to: Sequence[str], of: Sequence[str], z: Sequence[Sequence[float | None]], unit: str
 ) -> Chart:
-    """A heat map: a row for each node that asks, a column for each that is asked."""
+    """A heat map with a row for each requesting node and a column for each answering node."""
     texts = [["" if value is None else _short(value, unit) for value in row] for row in z]
     heat = {
         **_heat(of, to, z, {"title": {"text": unit}, "tickformat": ".0%" if unit == "share" else ".2s"}),
@@ -147,14 +147,14 @@ def pair_chart(
 
 
 def bars(key: str, title: str, names: Sequence[str], values: Sequence[float], axis: str) -> Chart:
-    """One bar for each name, upright."""
+    """A chart with one vertical bar for each name."""
     data = [{"type": "bar", "x": list(names), "y": list(values), "marker": {"color": "#0072b2"}, "showlegend": False}]
     layout = {"xaxis": {"type": "category"}, "yaxis": {"title": {"text": axis}, "rangemode": "tozero"}}
     return Chart(key, title, data, layout, 260)
 
 
 def resumed_at(record: RunRecord) -> float | None:
-    """Epochs that were done when this run went on from an earlier one; None when it did not, or has not begun."""
+    """Number of epochs that were done when this run resumed an earlier one; None if it did not, or has no epoch yet."""
     if record.found.launch is None or not record.found.launch.resumed_from:
         return None
     own = [number(line.get("epoch")) for line in record.series.epochs]
@@ -163,7 +163,7 @@ def resumed_at(record: RunRecord) -> float | None:
 
 
 def thinned_before(points: Sequence[Point], end: float | None) -> list[Point]:
-    """Those not after ``end``; all where that is not known."""
+    """The points up to ``end``; all points if ``end`` is None."""
     return [point for point in points if end is None or point[0] <= end]
 
 
@@ -171,8 +171,8 @@ def _loss(series: Series) -> tuple[Point, ...]:
     return series.step_loss or series.epoch_loss
 
 
-def _went_on(record: RunRecord) -> dict[str, Any]:
-    """A line where this run went on."""
+def _resume_mark(record: RunRecord) -> dict[str, Any]:
+    """A vertical line where this run resumed an earlier one."""
     at = resumed_at(record)
     if at is None:
         return {}
@@ -189,7 +189,7 @@ def _went_on(record: RunRecord) -> dict[str, Any]:
         "x": at,
         "yref": "paper",
         "y": 1,
-        "text": "went on here",
+        "text": "resumed here",
         "showarrow": False,
         "xanchor": "left",
         "yanchor": "bottom",
@@ -212,7 +212,7 @@ def _seeds_axis() -> dict[str, Any]:
 
 
 def _ticks(curves: Any) -> int | None:
-    """Whole epochs only, where there are few."""
+    """Distance of the ticks: 1 if there are few epochs, else plotly's choice."""
     return 1 if max((len(points) for points in curves), default=0) <= 10 else None
 
 
@@ -261,5 +261,5 @@ def _height(rows: int) -> int:
 
 
 def all_of(charts: Sequence[Chart | None]) -> Iterator[Chart]:
-    """Those that have something to draw."""
+    """The charts that are not None."""
     return (chart for chart in charts if chart is not None)

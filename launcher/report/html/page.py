@@ -1,4 +1,4 @@
-"""The parts of a report page before they become HTML. All their text is plain; the template escapes it."""
+"""Types of the content of a report page before it is rendered; all text is plain and is escaped by the template."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ Tone = Literal["", "good", "bad", "warn"]
 
 @dataclass(frozen=True)
 class Chart:
-    """A plotly figure; colours of text and background are the page's own."""
+    """A plotly figure; the page sets the colours of text and background."""
 
     key: str  #: unique in the page, of letters, digits and -
     title: str
-    data: Sequence[Mapping[str, Any]]  #: plotly's traces
-    layout: Mapping[str, Any]
+    data: Sequence[Mapping[str, Any]]  #: traces of plotly
+    layout: Mapping[str, Any]  #: layout of plotly
     height: int = 320  #: pixels
     note: str = ""
     kind: Literal["chart"] = "chart"
@@ -24,7 +24,7 @@ class Chart:
 
 @dataclass(frozen=True)
 class Table:
-    """Columns whose name begins with ``#`` hold numbers, and are aligned to the right."""
+    """A table; columns whose name begins with ``#`` contain numbers and are aligned to the right."""
 
     columns: tuple[str, ...]
     rows: tuple[tuple[str, ...], ...]
@@ -34,7 +34,7 @@ class Table:
 
 @dataclass(frozen=True)
 class Lines:
-    """Preformatted text, as a log; ``folded``: shown once it is asked for."""
+    """Preformatted text, such as a log; ``folded``: collapsed until the reader opens it."""
 
     title: str
     text: str
@@ -44,7 +44,7 @@ class Lines:
 
 @dataclass(frozen=True)
 class Words:
-    """A paragraph each."""
+    """Paragraphs, one for each text."""
 
     texts: tuple[str, ...]
     tone: Tone = ""
@@ -53,7 +53,7 @@ class Words:
 
 @dataclass(frozen=True)
 class Fact:
-    """A figure of the summary."""
+    """A labelled value in the summary."""
 
     label: str
     value: str
@@ -65,6 +65,8 @@ Block = Chart | Table | Lines | Words
 
 @dataclass(frozen=True)
 class Section:
+    """A section with a heading; ``key`` is its anchor."""
+
     key: str
     title: str
     blocks: tuple[Block, ...]
@@ -76,11 +78,11 @@ class ReportPage:
 
     title: str
     state: str  #: done, failed, interrupted, running
-    headline: str  #: one sentence on how it stands
+    headline: str  #: one sentence on the state of the run
     facts: tuple[Fact, ...]
     sections: tuple[Section, ...]
 
     @property
     def charts(self) -> list[Chart]:
-        """All of them, in the order of the page."""
+        """All charts, in the order of the page."""
         return [block for section in self.sections for block in section.blocks if isinstance(block, Chart)]

@@ -1,4 +1,4 @@
-"""Reads everything that a report shows from a run's folder on this machine."""
+"""Reads the content of a report from a run's folder on this machine."""
 
 from __future__ import annotations
 
@@ -18,47 +18,48 @@ from launcher.report.outcome import Outcome
 from launcher.report.profile import Analysis, analyse
 from launcher.report.run_folder import FoundRun, known_here, read_folder
 
-LOG_LINES = 60  #: last lines of a log that are shown
+LOG_LINES = 60  #: number of last lines of a log that are shown
 
-_LOG_BYTES = 1 << 16
+_LOG_BYTES = 1 << 16  # bytes read from the end of a log
 
-_ANCESTORS = 20  # earlier runs that are looked for
+_ANCESTORS = 20  # longest chain of resumed runs that is followed
 
 Event = Mapping[str, Any]
 
 
 @dataclass(frozen=True)
 class RunRecord:
-    """A run as its folder tells it; whatever is missing there is missing here."""
+    """Data of a run from its folder; files that are missing leave fields empty."""
 
     found: FoundRun
     series: Series
-    analysis: Analysis  #: of its metrics; empty for an earlier run
+    analysis: Analysis  #: analysis of its metrics; empty for an earlier run
     events: tuple[Event, ...]  #: in order of time
-    outcomes: tuple[Outcome, ...]  #: of all processes, by this machine's clock; empty while the run goes on
-    first: Outcome | None  #: the first cause
+    outcomes: tuple[Outcome, ...]  #: of all processes, by this machine's clock; empty while the run continues
+    first: Outcome | None  #: the first failure
     log: tuple[str, ...] = ()  #: last lines of the log of ``first``
-    manifest: Mapping[str, Any] | None = None  #: of the partition folder, where it is on this machine as it was sent
-    earlier: tuple[RunRecord, ...] = ()  #: the runs that this one went on from, oldest first, as far as they are here
+    manifest: Mapping[str, Any] | None = None  #: manifest of the parts, if this machine has the one that was sent
+    earlier: tuple[RunRecord, ...] = ()  #: the runs that this one resumed, oldest first, as far as they are here
 
     @property
     def result(self) -> Mapping[str, Any]:
-        """result.json; empty while the run goes on."""
+        """Content of result.json; empty while the run continues."""
         return self.found.result or {}
 
     @property
     def state(self) -> str:
-        """done, failed, interrupted; running while there is no end."""
+        """``done``, ``failed``, ``interrupted`` or ``detached``; ``running`` without a result."""
         return str(self.result.get("state") or "running")
 
     @property
     def folder(self) -> Path:
+        """The run's folder on this machine."""
         assert self.found.folder is not None
         return self.found.folder
 
     @property
     def started(self) -> float:
-        """Seconds since the epoch: the launch, or else the first event."""
+        """Time of the launch or, if unknown, of the first event; seconds since the epoch."""
         times = [float(event["t"]) for event in self.events[:1]]
         return self.found.launch.started if self.found.launch else min(times, default=0.0)
 
@@ -70,7 +71,7 @@ class RunRecord:
 
 
 def read_record(folder: Path, *, runs_dirs: Sequence[Path] = ()) -> RunRecord:
-    """What ``folder`` tells; raises FleetError when a file in it is damaged, or its metrics cannot be analysed."""
+    """Read a run's folder; raises FleetError if a file in it is damaged, or its metrics cannot be analysed."""
     found = read_folder(folder)
     topology = found.plan.topology.choice if found.plan else ""
     analysis = analyse(_metrics_files(folder), topology, own=found.own)
@@ -109,13 +110,13 @@ def _earlier(found: FoundRun, runs_dirs: Sequence[Path], ancestors: int) -> tupl
         return ()
     try:
         record = _read(read_folder(folder), Analysis(), folder, runs_dirs, ancestors - 1)
-    except FleetError:  # an earlier run's damage is no matter of this one
+    except FleetError:  # a damaged earlier run must not prevent the report of this one
         return ()
     return (*record.earlier, record)
 
 
 def _outcome(values: Any) -> Outcome | None:
-    """From result.json; None where it is none, or of another version."""
+    """An outcome from result.json; None if it is not one, or of another version."""
     known = checked(OUTCOME, values)
     return None if known is None else Outcome.from_record(known, str(known.get("host", "")))
 
@@ -137,7 +138,7 @@ def _last_lines(path: Path) -> tuple[str, ...]:
 
 
 def _manifest(found: FoundRun) -> Mapping[str, Any] | None:
-    """The one that was sent, if it still lies where it was read from."""
+    """The manifest that was sent, if the partition folder still has it."""
     if found.plan is None or found.config is None or not found.plan.manifest:
         return None
     source = Path(found.config.data.folder).expanduser() / "manifest.json"

@@ -1,7 +1,7 @@
-"""Renders a report page as one self-contained HTML file that loads nothing.
+"""Renders a report page as one self-contained HTML file that makes no requests.
 
-Texts of logs, hosts and configs are escaped, by the template or, where plotly draws them, here; and the page's own
-policy (Content-Security-Policy) forbids every request, so that a text that slipped through can fetch and send nothing.
+Texts from logs, hosts and configs are escaped by the template or, if plotly draws them, here. The page's
+Content-Security-Policy also forbids every request, so text that was not escaped could neither fetch nor send anything.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from launcher.report.report import RunReport, _analysed
 
 
 def written(report: RunReport) -> RunReport:
-    """Analyse the metrics, write the report's files; returns it with notes on what failed, as its words still count."""
+    """Analyse the metrics and write the report's files; a failure of either is a note in the returned report."""
     report = _analysed(report)
     try:
         report.write()
@@ -37,26 +37,24 @@ def written(report: RunReport) -> RunReport:
 
 
 def _with_html(report: RunReport) -> RunReport:
-    """With report.html in its folder. A picture must not cost a run its words, so whatever fails here is a note."""
-    pass
-
+    """Write report.html; any error is a note in the returned report, as the printed report must still appear."""
     try:
         write_html(report.folder)
     except Exception as error:  # noqa: BLE001
         why = error if isinstance(error, FleetError) else f"{type(error).__name__}: {error}"
-        return replace(report, notes=(*report.notes, f"report.html was not made: {why}"))
+        return replace(report, notes=(*report.notes, f"report.html could not be created: {why}"))
     return report
 
 
 _HERE = Path(__file__).parent
 
-_TEXTS = frozenset({"name", "x", "y", "text", "customdata", "categoryarray"})  # what may come from a run
+_TEXTS = frozenset({"name", "x", "y", "text", "customdata", "categoryarray"})  # plotly keys with text from a run
 
-_LONGEST = 160  # characters of a text in a chart
+_LONGEST = 160  # longest text in a chart, in characters
 
 
 def render(page: ReportPage, *, live: str = "") -> str:
-    """The file; ``live``: where its newest content is asked for again and again, '' in a file that is kept."""
+    """Render the whole file; ``live``: URL path that the page polls for new content, '' for a static file."""
     return str(
         _template("report.html.j2").render(
             page=page,
@@ -70,18 +68,18 @@ def render(page: ReportPage, *, live: str = "") -> str:
 
 
 def render_main(page: ReportPage) -> str:
-    """What stands between header and footer, for a page that is open."""
+    """Render the content between header and footer, to update an open page."""
     return str(_template("main.html.j2").render(page=page))
 
 
 def figures_json(page: ReportPage) -> str:
-    """All charts, safe within a script element."""
+    """All charts as JSON that is safe within a script element."""
     text = json.dumps([figure(chart) for chart in page.charts], separators=(",", ":"))
     return text.replace("&", "\\u0026").replace("<", "\\u003c").replace(">", "\\u003e")
 
 
 def figure(chart: Chart) -> dict[str, Any]:
-    """As the page's program takes it; numbers that JSON does not know are gaps."""
+    """A chart as report.js reads it; numbers that JSON cannot represent become null, a gap in the curve."""
     data = [_cleaned(trace) for trace in chart.data]
     return {"key": chart.key, "height": chart.height, "data": data, "layout": _cleaned(chart.layout)}
 
@@ -97,7 +95,7 @@ def _cleaned(value: Any, key: str = "") -> Any:
 
 
 def _escaped(text: str) -> str:
-    """Plotly reads a few tags in texts."""
+    """Cut and escape a text of a chart, as plotly interprets some HTML tags."""
     short = text if len(text) <= _LONGEST else f"{text[: _LONGEST - 1]}…"
     return short.replace("&", "&amp;").replace("<", "&lt;").replace(">", "&gt;")
 
@@ -118,7 +116,7 @@ def _own(name: str) -> str:
 
 @cache
 def _library() -> str:
-    """plotly.js, compressed: 2 MB instead of 5. The package is not imported, which would take a second."""
+    """plotly.js, compressed to 2 MB from 5 and base64-encoded; importing the package would take a second."""
     spec = find_spec("plotly")
     places = (
         [Path(place) / "package_data" / "plotly.min.js" for place in (spec.submodule_search_locations or ()) if spec]
@@ -135,8 +133,11 @@ NAME = "report.html"
 
 
 def write_html(folder: Path, dest: Path | None = None, *, runs_dirs: Sequence[Path] = ()) -> Path:
-    """Write the report of ``folder``, by default into it; where it is now. It may hold log lines of the user's, so
-    only he may read it. Raises FleetError when it cannot be made, OSError when it cannot be written."""
-    place = dest or folder / NAME
-    write_whole(place, render(report_page(read_record(folder, runs_dirs=runs_dirs))), private=True)
-    return place
+    """Write the report of the run in ``folder`` to ``dest`` (default: ``folder/report.html``) and return its path.
+
+    The file has mode 0600, as it may contain log lines. Raises FleetError if the report cannot be built, OSError if it
+    cannot be written.
+    """
+    path = dest or folder / NAME
+    write_whole(path, render(report_page(read_record(folder, runs_dirs=runs_dirs))), private=True)
+    return path

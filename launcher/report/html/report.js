@@ -14,7 +14,7 @@
 
   const narrow = () => innerWidth < 760;
 
-  // A legend takes more rows on a narrow page.
+  // On a narrow page the legend needs more rows.
   const heightOf = (figure) => figure.height + (narrow() ? 20 * Math.max(0, figure.data.length - 3) : 0);
 
   function layoutOf(figure) {
@@ -44,19 +44,19 @@
     const settings = { responsive: true, displaylogo: false, displayModeBar: false };
     let drawn = 0;
     for (const figure of figures) {
-      const place = document.getElementById("chart-" + figure.key);
-      if (!place) continue;
-      place.style.height = heightOf(figure) + "px";
-      await Plotly.react(place, figure.data, layoutOf(figure), settings);
+      const element = document.getElementById("chart-" + figure.key);
+      if (!element) continue;
+      element.style.height = heightOf(figure) + "px";
+      await Plotly.react(element, figure.data, layoutOf(figure), settings);
       drawn += 1;
     }
     body.dataset.drawn = String(drawn);
   }
 
-  function tell(error) {
-    const place = document.getElementById("problem");
-    place.textContent = "The charts could not be drawn: " + error + ". A browser of 2023 or later is needed.";
-    place.hidden = false;
+  function showError(error) {
+    const element = document.getElementById("problem");
+    element.textContent = "The charts could not be drawn: " + error + ". A browser of 2023 or later is needed.";
+    element.hidden = false;
     body.dataset.problem = String(error);
   }
 
@@ -65,23 +65,23 @@
     const fresh = document.createElement("main");
     fresh.id = "main";
     fresh.innerHTML = html;
-    for (const place of fresh.querySelectorAll(".chart")) {
-      const there = document.getElementById(place.id);
-      if (there) { there.style.height = place.style.height; place.replaceWith(there); }
+    for (const element of fresh.querySelectorAll(".chart")) {
+      const existing = document.getElementById(element.id);
+      if (existing) { existing.style.height = element.style.height; element.replaceWith(existing); }
     }
     for (const fold of fresh.querySelectorAll("details")) {
-      const there = old.querySelector('details[data-key="' + CSS.escape(fold.dataset.key) + '"]');
-      if (there) fold.open = there.open;
+      const existing = old.querySelector('details[data-key="' + CSS.escape(fold.dataset.key) + '"]');
+      if (existing) fold.open = existing.open;
     }
     old.replaceWith(fresh);
   }
 
-  async function watch(place) {
-    const sign = document.getElementById("live");
+  async function watch(url) {
+    const status = document.getElementById("live");
     let known = "";
     for (;;) {
       try {
-        const answer = await fetch(place + "?known=" + known, { cache: "no-store" });
+        const answer = await fetch(url + "?known=" + known, { cache: "no-store" });
         if (answer.status === 200) {
           const news = await answer.json();
           const top = scrollY;
@@ -93,11 +93,11 @@
           scrollTo(0, top);
           body.dataset.version = known;
         }
-        sign.className = "";
-        sign.textContent = "live";
+        status.className = "";
+        status.textContent = "live";
       } catch (error) {
-        sign.className = "away";
-        sign.textContent = "gnnfleet report --watch has ended";
+        status.className = "away";
+        status.textContent = "gnnfleet report --watch has ended";
       }
       await new Promise((go) => setTimeout(go, 2000));
     }
@@ -110,7 +110,7 @@
       dark.addEventListener("change", draw);
       if (body.dataset.live) watch(body.dataset.live);
     } catch (error) {
-      tell(error);
+      showError(error);
     }
   })();
 })();

@@ -1,4 +1,4 @@
-"""Builds the sections of a report from the record of a run."""
+"""Builds the sections of a report page from the record of a run."""
 
 from __future__ import annotations
 
@@ -30,11 +30,11 @@ from launcher.report.profile import Profile, RankTraffic
 from launcher.report.verdict import from_here
 from launcher.text import count, spans
 
-Pairs = Mapping[tuple[int, int], Mapping[str, float]]  #: (node that asked, node that was asked) → what came
+Pairs = Mapping[tuple[int, int], Mapping[str, float]]  #: (requesting node, owner node) → sums of rows and bytes
 
 
 def traffic_blocks(record: RunRecord) -> Iterator[Block]:
-    """Heat maps where the ranks told whom they asked, and a table by rank."""
+    """Heat maps of bytes and cached rows by pair of nodes, if the metrics have them, and a table by rank."""
     ranks, plan = record.analysis.traffic, record.found.plan
     if not any(rank.sums["remote_bytes"] for rank in ranks):
         return
@@ -46,7 +46,7 @@ def traffic_blocks(record: RunRecord) -> Iterator[Block]:
 
 
 def pairs_of(ranks: Iterable[RankTraffic]) -> Pairs:
-    """Sums over the ranks of each node, all epochs."""
+    """Sums over the ranks of each node and over all epochs."""
     found: dict[tuple[int, int], dict[str, float]] = {}
     for rank in ranks:
         for host, values in rank.by_host.items() if rank.node is not None else ():
@@ -59,23 +59,21 @@ def pairs_of(ranks: Iterable[RankTraffic]) -> Pairs:
 def _predicted(profile: Profile | None) -> Iterator[Block]:
     if profile is None or profile.predicted is None:
         return
-    text = f"Predicted before the first epoch: {decimal(round(profile.predicted))} an epoch"
-    bare = profile.predicted_without_cache
-    text += f", {decimal(round(bare))} without the cache" if bare is not None else ""
+    text = f"Predicted before the first epoch: {decimal(round(profile.predicted))} per epoch"
+    uncached = profile.predicted_without_cache
+    text += f", {decimal(round(uncached))} without the cache" if uncached is not None else ""
     yield Words((f"{text}{f', {profile.why_less}' if profile.why_less else ''}.",))
 
 
 def _maps(pairs: Pairs, serving: str) -> Iterator[Block]:
-    """``serving``: the cluster that was asked, where it is not the run's own nodes."""
+    """The heat maps; ``serving``: name of the serving cluster that answered, '' if the run's own nodes did."""
     asking, asked = sorted({i for i, _ in pairs}), sorted({j for _, j in pairs})
     to, of = [f"node{i}" for i in asking], [f"{serving}/node{j}" if serving else f"node{j}" for j in asked]
     sent = [[pairs[i, j]["remote_bytes"] if (i, j) in pairs else None for j in asked] for i in asking]
     yield pair_chart("bytes", "Bytes from other nodes, all epochs", to, of, sent, "bytes")
     hits = [[_hits(pairs.get((i, j))) for j in asked] for i in asking]
     if any(value is not None for row in hits for value in row):
-        yield pair_chart(
-            "hits", "Of the rows that other nodes own, those cached or held here, all epochs", to, of, hits, "share"
-        )
+        yield pair_chart("hits", "Share of remote rows that were cached or held, all epochs", to, of, hits, "share")
 
 
 def _hits(pair: Mapping[str, float] | None) -> float | None:
@@ -98,7 +96,7 @@ def _by_rank(ranks: Iterable[RankTraffic]) -> Table:
         )
         for rank in ranks
     )
-    columns = ("rank", "#bytes received", "#rows that others own", "#of those cached", "#of those held", "#asked for")
+    columns = ("rank", "#bytes received", "#remote rows", "#of these cached", "#of these held", "#of these requested")
     return Table(columns, rows, "All epochs")
 
 
@@ -112,20 +110,20 @@ _WORDS = {"interrupted": "stopped"}
 
 
 def report_page(record: RunRecord) -> ReportPage:
-    """The page; sections that have nothing to tell are left out."""
+    """Build the page, without empty sections."""
     sections = (
-        Section("cause", "First cause", tuple(_cause(record))),
+        Section("cause", "First failure", tuple(_cause(record))),
         Section("training", "Training", tuple(_training(record))),
         Section("time", "Where the time goes", tuple(_time(record))),
         Section("traffic", "Between nodes", tuple(traffic_blocks(record))),
         Section("parts", "Partition", tuple(_parts(record))),
-        Section("events", "What happened when", tuple(_events(record))),
+        Section("events", "Timeline and events", tuple(_events(record))),
         Section("nodes", "Nodes", tuple(_nodes(record))),
         Section("config", "Configuration and versions", tuple(_config(record))),
     )
     state = _WORDS.get(record.state, record.state)
-    told = tuple(section for section in sections if section.blocks)
-    return ReportPage(record.found.run_id, state, _headline(record), tuple(_facts(record)), told)
+    shown = tuple(section for section in sections if section.blocks)
+    return ReportPage(record.found.run_id, state, _headline(record), tuple(_facts(record)), shown)
 
 
 def _headline(record: RunRecord) -> str:
@@ -135,7 +133,7 @@ def _headline(record: RunRecord) -> str:
     if record.state == "interrupted":
         return f"stopped by {by}" if by else "interrupted"
     if record.state == "failed":
-        notes = record.result.get("notes") or ["no process left word of why"]
+        notes = record.result.get("notes") or ["no process reported a cause"]
         return str(notes[0])
     return _resumed_words(record)
 
@@ -146,8 +144,8 @@ def _resumed_words(record: RunRecord) -> str:
         return ""
     at = resumed_at(record)
     after = f" after epoch {at:.0f}" if at is not None else ""
-    here = "" if record.earlier else " (not on this machine, so its curves are missing here)"
-    return f"went on from {launch.resumed_from}{after}{here}"
+    here = "" if record.earlier else " (that run is not on this machine, so its curves are missing)"
+    return f"resumed from {launch.resumed_from}{after}{here}"
 
 
 def _facts(record: RunRecord) -> Iterator[Fact]:
@@ -186,11 +184,11 @@ def _cause(record: RunRecord) -> Iterator[Block]:
         aftermath = aftermath_of(first, [one for one in record.outcomes if one != first])
         yield Words((f"{first.sentence}{aftermath.lead}",), "bad")
         if first.last_lines:
-            yield Lines("what it left", "\n".join(first.last_lines))
+            yield Lines("last output", "\n".join(first.last_lines))
         if aftermath.lines:
             yield Words(aftermath.lines)
         if not record.log:
-            yield Words((f"{first.log_name} is empty, or not here.",))
+            yield Words((f"{first.log_name} is empty or was not collected.",))
         else:
             yield Lines(f"{first.log_name}, last {count(len(record.log), 'line')}", "\n".join(record.log), folded=True)
     elif record.state in ("failed", "interrupted"):
@@ -203,9 +201,9 @@ def _cause(record: RunRecord) -> Iterator[Block]:
 
 
 def _next(record: RunRecord) -> Iterator[Block]:
-    told = from_here(record.found).next
-    if told:
-        yield Lines("to go on", "\n".join(told))
+    commands = from_here(record.found).next
+    if commands:
+        yield Lines("next commands", "\n".join(commands))
 
 
 def _training(record: RunRecord) -> Iterator[Block]:
@@ -220,15 +218,15 @@ def _training(record: RunRecord) -> Iterator[Block]:
 
 def _no_epochs(record: RunRecord, drawn: bool) -> str:
     if not record.found.own:
-        return "No epoch was finished: the curves are those of single steps." if drawn else (
+        return "No epoch was finished: the curves show single steps." if drawn else (
             "No epoch was finished, so there are no curves."
         )  # fmt: skip
     if drawn:
         return (
-            "The script tells its steps, not its epochs: a point is the mean over ranks of the steps that they told "
-            "last, at most one a second each. StepLog.epoch(epoch, loss, val=accuracy) adds epochs and accuracies."
+            "The script logs steps but no epochs: a point is the mean over ranks of their latest logged steps, at most "
+            "one per second and rank. StepLog.epoch(epoch, loss, val=accuracy) adds epochs and accuracies."
         )
-    return "The script has told neither steps nor epochs (gnnfleet.StepLog does), so there are no curves."
+    return "The script logs neither steps nor epochs (see gnnfleet.StepLog), so there are no curves."
 
 
 def _time(record: RunRecord) -> Iterator[Block]:
@@ -245,11 +243,11 @@ def _parts(record: RunRecord) -> Iterator[Block]:
     manifest, plan = record.manifest, record.found.plan
     if manifest is None:
         if plan and plan.num_parts:
-            yield Words((f"{count(plan.num_parts, 'part')}; their folder is not on this machine (any more).",))
+            yield Words((f"{count(plan.num_parts, 'part')}; the partition folder is not on this machine.",))
         return
     try:
         yield from _described(manifest)
-    except (KeyError, TypeError, ValueError, IndexError):  # of another version
+    except (KeyError, TypeError, ValueError, IndexError):  # manifest of another version
         yield Words(("The manifest of the parts could not be read.",), "warn")
 
 
@@ -284,9 +282,9 @@ def _sizes(offsets: list[int]) -> list[int]:
 
 def _events(record: RunRecord) -> Iterator[Block]:
     yield from all_of([timeline_chart(record)])
-    told = tuple(f"{finding.get('kind')}: {finding.get('text')}" for finding in record.result.get("findings", ()))
-    if told:
-        yield Words(told, "warn")
+    findings = tuple(f"{finding.get('kind')}: {finding.get('text')}" for finding in record.result.get("findings", ()))
+    if findings:
+        yield Words(findings, "warn")
     rows = tuple(_event_row(record, event) for event in record.events[-200:])
     if rows:
         text = "\n".join(f"{t:>9}  {where:<14} {what}" for t, where, what in rows)
@@ -322,7 +320,7 @@ def _nodes(record: RunRecord) -> Iterator[Block]:
 
 
 def _ended(record: RunRecord) -> str:
-    return "well" if record.state == "done" else "running" if record.state == "running" else "stopped"
+    return "done" if record.state == "done" else "running" if record.state == "running" else "stopped"
 
 
 def _config(record: RunRecord) -> Iterator[Block]:
@@ -335,24 +333,22 @@ def _config(record: RunRecord) -> Iterator[Block]:
         yield _versions(versions)
     path = record.folder / "config.yml"
     if path.is_file():
-        yield Lines(
-            "config as it was used", _without_env(path.read_text(encoding="utf-8", errors="replace")), folded=True
-        )
+        yield Lines("config of the run", _without_env(path.read_text(encoding="utf-8", errors="replace")), folded=True)
     if record.result:
         text = json.dumps(record.result.get("metrics") or {}, indent=1)
         yield Lines("figures (result.json)", text, folded=True)
 
 
 def _versions(events: list[Mapping[str, Any]]) -> Table:
-    """A column for each set of nodes that have the same."""
-    told = [(spans(sorted(event.get("nodes", ()))), dict(event.get("versions", {}))) for event in events]
-    names = sorted({name for _, versions in told for name in versions})
-    rows = tuple((name, *(str(versions.get(name) or "–") for _, versions in told)) for name in names)
-    return Table(("package", *(f"node {nodes}" for nodes, _ in told)), rows, "Versions")
+    """Package versions, with a column for each set of nodes with equal versions."""
+    by_nodes = [(spans(sorted(event.get("nodes", ()))), dict(event.get("versions", {}))) for event in events]
+    names = sorted({name for _, versions in by_nodes for name in versions})
+    rows = tuple((name, *(str(versions.get(name) or "–") for _, versions in by_nodes)) for name in names)
+    return Table(("package", *(f"node {nodes}" for nodes, _ in by_nodes)), rows, "Versions")
 
 
 def _without_env(text: str) -> str:
-    """What ``env`` sets may be secret, and reports are sent around."""
+    """The config with values of ``env`` masked: they may be secret, and reports are shared."""
     try:
         tree = yaml.safe_load(text)
     except yaml.YAMLError:

@@ -1,4 +1,4 @@
-"""Builds the curves of a report from the metrics lines of all ranks, in one pass and in bounded memory."""
+"""Builds the curves of a report from the metrics lines of all ranks, in one pass and with bounded memory."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-POINTS = 1500  #: of one curve; a page with more is slow, and nobody sees them
+POINTS = 1500  #: maximum of one curve; more points make the page slow and are not visible
 
 Line = Mapping[str, Any]
 
@@ -16,11 +16,9 @@ Point = tuple[float, float]
 
 @dataclass(frozen=True)
 class Series:
-    """What the metrics of one run draw. x of a loss is in epochs done: 1.5 is the middle of the second."""
+    """Curves of one run. The x of a loss is the number of epochs done: 1.5 is the middle of the second epoch."""
 
-    step_loss: tuple[
-        Point, ...
-    ] = ()  #: (epochs done, loss of a global batch), several steps averaged where there are many
+    step_loss: tuple[Point, ...] = ()  #: (epochs done, loss of a global batch); many steps are averaged in groups
     epoch_loss: tuple[Point, ...] = ()  #: (epoch, mean loss)
     accuracy: Mapping[str, tuple[Point, ...]] = field(default_factory=dict)  #: split → (epoch, fraction)
     speed: Mapping[int, tuple[Point, ...]] = field(default_factory=dict)  #: rank → (seconds since the epoch, seeds/s)
@@ -28,21 +26,21 @@ class Series:
 
     @property
     def epochs_done(self) -> int:
-        """Of the rank that is furthest."""
+        """Number of epochs done, by the rank that has done most."""
         return max((_whole(line.get("epoch")) for line in self.epochs), default=0)
 
 
 def read_series(lines: Iterable[Line]) -> Series:
-    """Of ``lines``, each rank's in its order; a line that is not as it should be counts for nothing."""
+    """Read metrics lines, in order for each rank; malformed lines are skipped."""
     seen = _Seen()
     for line in lines:
-        seen.take(line)
+        seen.add(line)
     return seen.series()
 
 
 @dataclass
 class _Curve:
-    """Points, thinned to a half whenever there are twice too many."""
+    """Points of a curve; drops every other point whenever their number exceeds twice the maximum."""
 
     points: list[Point] = field(default_factory=list)
     _stride: int = 1
@@ -61,16 +59,16 @@ class _Curve:
 
 @dataclass
 class _Seen:
-    """What has been read."""
+    """Data of the lines read so far."""
 
-    losses: list[Point] = field(default_factory=list)  # of whole epochs, from lists over all ranks
-    covered: set[int] = field(default_factory=set)  # those epochs
-    steps: dict[int, dict[int, list[Point]]] = field(default_factory=dict)  # by epoch and rank, of step lines
+    losses: list[Point] = field(default_factory=list)  # losses over all ranks, from epoch lines
+    covered: set[int] = field(default_factory=set)  # epochs in ``losses``
+    steps: dict[int, dict[int, list[Point]]] = field(default_factory=dict)  # from step lines, by epoch and rank
     evals: dict[str, dict[float, float]] = field(default_factory=dict)
     speed: dict[int, _Curve] = field(default_factory=dict)
     epochs: list[Line] = field(default_factory=list)
 
-    def take(self, line: Line) -> None:
+    def add(self, line: Line) -> None:
         kind, rank = line.get("kind"), line.get("rank")
         if kind == "step" and isinstance(rank, int):
             self._step(rank, line)
@@ -106,7 +104,7 @@ class _Seen:
             self._step_loss(int(epoch), rank, (x, loss))
 
     def _step_loss(self, epoch: int, rank: int, point: Point) -> None:
-        """Of one rank's seeds: shown only where no line tells the loss over all ranks."""
+        """Add the loss of one rank's seeds; used only in epochs without a line of the loss over all ranks."""
         if epoch in self.covered:
             return
         points = self.steps.setdefault(epoch, {}).setdefault(rank, [])
@@ -131,8 +129,11 @@ class _Seen:
 
 
 def mean_over_ranks(by_rank: Mapping[int, Sequence[Point]]) -> list[Point]:
-    """One curve of all ranks. Each tells about one step a second, not all the same one: points that follow each other
-    are averaged until a rank comes again, so that what differs between ranks' own seeds makes no teeth."""
+    """Merge the points of all ranks into one curve.
+
+    Each rank logs about one step per second, not the same one as other ranks. Consecutive points of different ranks are
+    averaged, so that differences between the ranks' seeds do not make the curve jagged.
+    """
     groups: list[dict[int, Point]] = [{}]
     for x, y, rank in sorted((x, y, rank) for rank, points in by_rank.items() for x, y in points):
         if rank in groups[-1]:
@@ -142,12 +143,12 @@ def mean_over_ranks(by_rank: Mapping[int, Sequence[Point]]) -> list[Point]:
 
 
 def mean_point(points: Sequence[Point]) -> Point:
-    """The middle of one or more."""
+    """Mean of one or more points."""
     return sum(x for x, _ in points) / len(points), sum(y for _, y in points) / len(points)
 
 
 def thinned(points: Sequence[Point]) -> list[Point]:
-    """At most ``POINTS``: neighbours averaged."""
+    """At most ``POINTS`` points, by averaging neighbouring ones."""
     size = math.ceil(len(points) / POINTS) if points else 1
     if size == 1:
         return list(points)
@@ -155,12 +156,12 @@ def thinned(points: Sequence[Point]) -> list[Point]:
 
 
 def number(value: Any) -> float | None:
-    """A finite number, or None."""
+    """``value`` as a float if it is a finite number; else None."""
     if isinstance(value, bool) or not isinstance(value, int | float):
         return None
     try:
         return float(value) if math.isfinite(value) else None
-    except OverflowError:  # an integer beyond all floats
+    except OverflowError:  # an integer too large for a float
         return None
 
 

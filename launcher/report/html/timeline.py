@@ -1,4 +1,4 @@
-"""The timeline of a run: stages of the launch, lifetime of each process, events."""
+"""Builds the timeline chart of a run: stages of the launch, lifetime of each process, events."""
 
 from __future__ import annotations
 
@@ -9,24 +9,24 @@ from typing import Any
 from launcher.report.html.page import Chart
 from launcher.report.html.record import RunRecord
 
-_ROWS = 48  # processes that get a row each; of more, nodes do
+_ROWS = 48  # up to this number of processes each gets a row; else each node does
 
 _COLOURS = {"ended": "#009e73", "failed": "#d55e00", "stopped": "#9aa0a6", "running": "#56b4e9", "stage": "#0072b2"}
 
 _WORDS = {"stage": "launcher"}
 
-#: Events that are marks, and their words.
+#: Text of the marks, by kind of event; other events have no mark.
 _MARKS = {
     "server-ready": "graph server ready",
     "server-compiles": "graph server compiles its kernels",
-    "line-lost": "line lost",
-    "line-back": "line back",
+    "line-lost": "connection lost",
+    "line-back": "connection restored",
     "node-lost": "node lost",
     "start-failed": "could not start",
     "server-restart": "graph server started again",
     "interrupted": "interrupted",
     "detached": "launcher detached",
-    "given-up": "given up",
+    "given-up": "launch aborted",
 }
 
 _BAD = frozenset({"node-lost", "start-failed", "line-lost", "nan", "stall", "given-up"})
@@ -34,7 +34,7 @@ _BAD = frozenset({"node-lost", "start-failed", "line-lost", "nan", "stall", "giv
 
 @dataclass(frozen=True)
 class Span:
-    """Something that lasted; seconds since the launch."""
+    """A stage or a process's lifetime; times in seconds since the launch."""
 
     row: str
     begin: float
@@ -45,7 +45,7 @@ class Span:
 
 @dataclass(frozen=True)
 class Mark:
-    """Something that happened."""
+    """A mark in the timeline; ``at`` is in seconds since the launch."""
 
     row: str
     at: float
@@ -54,15 +54,15 @@ class Mark:
 
 
 def timeline_chart(record: RunRecord) -> Chart | None:
-    """A row for the launcher and each process (or node), marks for what was told."""
+    """A row for the launcher and each process (or node), with marks for events and findings."""
     spans, marks = [*_stages(record), *_lives(record)], [*_marks(record)]
     if not spans:
         return None
     rows = list(dict.fromkeys(span.row for span in spans)) + [mark.row for mark in marks]
     rows = list(dict.fromkeys(rows))
     data = [_bars(state, [span for span in spans if span.state == state]) for state in _COLOURS]
-    data += [_points("told", [mark for mark in marks if not mark.bad], "#e69f00")]
-    data += [_points("trouble", [mark for mark in marks if mark.bad], "#d55e00")]
+    data += [_points("event", [mark for mark in marks if not mark.bad], "#e69f00")]
+    data += [_points("problem", [mark for mark in marks if mark.bad], "#d55e00")]
     layout = {
         "barmode": "overlay",
         "xaxis": {"title": {"text": "seconds since the launch"}},
@@ -75,14 +75,14 @@ def timeline_chart(record: RunRecord) -> Chart | None:
 def _stages(record: RunRecord) -> Iterator[Span]:
     stages = [event for event in record.events if event.get("kind") == "stage"]
     times = [_since(record, event) for event in stages]
-    ends = [*times[1:], _end(record)][: len(times)]  # none, where the run was collected on another machine
+    ends = [*times[1:], _end(record)][: len(times)]  # empty if the run was collected on another machine
     for event, begin, end in zip(stages, times, ends, strict=True):
         if event.get("stage") != "end":
             yield Span("launcher", begin, max(begin, end), "stage", str(event.get("stage")))
 
 
 def _lives(record: RunRecord) -> Iterator[Span]:
-    """Of all processes; by our clock where the run has ended, else by the nodes' own."""
+    """Lifetimes of all processes, by this machine's clock if the run has ended, else by the nodes' clocks."""
     lives = list(_ended(record)) or list(_begun(record))
     if len(lives) <= _ROWS:
         yield from sorted(lives, key=lambda span: _order(span.row))
@@ -130,7 +130,7 @@ def _marks(record: RunRecord) -> Iterator[Mark]:
         yield Mark(_row(record, finding), _since(record, finding), f"{kind}: {finding.get('text')}", kind in _BAD)
     if record.first and record.first.ended:
         row = f"node{record.first.node_rank}/{record.first.name}"
-        yield Mark(row, record.first.ended - record.started, f"first cause: {record.first.sentence}", True)
+        yield Mark(row, record.first.ended - record.started, f"first failure: {record.first.sentence}", True)
 
 
 def _row(record: RunRecord, event: Mapping[str, Any]) -> str:
@@ -147,10 +147,10 @@ def _since(record: RunRecord, event: Mapping[str, Any]) -> float:
 
 
 def _end(record: RunRecord) -> float:
-    """When the run ended, or the last sign of it."""
-    told = [_since(record, event) for event in record.events]
+    """When the run ended: the time of its last event or metrics line."""
+    times = [_since(record, event) for event in record.events]
     lines = [points[-1][0] - record.started for points in record.series.speed.values() if points]
-    return max([*told, *lines, 0.0])
+    return max([*times, *lines, 0.0])
 
 
 def _order(row: str) -> tuple[int, str, int]:

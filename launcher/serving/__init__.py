@@ -1,1 +1,1 @@
-"""Serving clusters: graph servers that outlive runs; runs attach to them by name."""
+"""Serving clusters: graph servers that keep running between runs; runs attach to them by name."""

@@ -1,4 +1,4 @@
-"""Attaches a run to a serving cluster: finds it by name and has its servers admit a key of the run."""
+"""Attaches a run to a serving cluster: finds the cluster by name and adds a client key for the run."""
 
 from __future__ import annotations
 
@@ -28,9 +28,9 @@ from launcher.serving.cluster_state import (
     FILES,
     ClusterDescription,
     ServerState,
-    newest,
+    newest_description,
     open_serving,
-    server_lines,
+    server_rows,
     server_states,
 )
 from launcher.serving.serve_status import ServeStatus
@@ -39,47 +39,52 @@ from launcher.transport.fanout import on_nodes
 
 _TIMEOUT = 30.0
 
-#: $@: host and port pairs; prints the place in the list of each that cannot be connected to within 5 s.
+#: $@: host and port pairs. Prints the index of each pair to which no connection is made within 5 s.
 _UNREACHED = """
-place=0
+index=0
 while [ $# -gt 0 ]; do
-  (timeout 5 bash -c 'exec 3<>"/dev/tcp/$0/$1"' "$1" "$2" 2>/dev/null || echo "unreached $place") &
-  place=$((place + 1)); shift 2
+  (timeout 5 bash -c 'exec 3<>"/dev/tcp/$0/$1"' "$1" "$2" 2>/dev/null || echo "unreached $index") &
+  index=$((index + 1)); shift 2
 done
 wait
 """
 
 
-def attach_of(config: ClusterConfig, given: Path, console: Console) -> Attach | None:
-    """Attaches a run to the serving cluster that ``config`` (of file ``given``) names; None where it names none."""
+def attach_of(config: ClusterConfig, config_path: Path, console: Console) -> Attach | None:
+    """Return a function that attaches a run to the serving cluster in ``data.serving``; None if that is not set.
+
+    ``config_path``: the file of ``config``.
+    """
     name = config.data.serving
-    return None if name is None else lambda run_id: attachment(name, config, given, run_id, console)
+    return None if name is None else lambda run_id: attachment(name, config, config_path, run_id, console)
 
 
 @contextmanager
-def attachment(name: str, config: ClusterConfig, given: Path, run_id: str, console: Console) -> Iterator[Attachment]:
-    """Serving cluster ``name``, open to run ``run_id``.
+def attachment(
+    name: str, config: ClusterConfig, config_path: Path, run_id: str, console: Console
+) -> Iterator[Attachment]:
+    """Attach run ``run_id`` to serving cluster ``name``: its servers admit the run's key within the ``with`` block.
 
-    The run's key is taken back in the end, unless the run goes on. Raises UsageError and FleetError when there is no
-    such cluster, or nothing of it serves.
+    On exit the key is revoked, unless the run continues detached. Raises UsageError or FleetError if the cluster does
+    not exist or no server is running.
     """
-    made = _attach(name, config, given, run_id, console)
+    attached = _attach(name, config, config_path, run_id, console)
     try:
-        yield made
+        yield attached
     except OutOfReach:
-        made.run_continues = True
+        attached.run_continues = True
         raise
     finally:
-        if made.key and not made.run_continues:
-            for note in detach(name, config, given, run_id):
+        if attached.key and not attached.run_continues:
+            for note in detach(name, config, config_path, run_id):
                 _say(console, f"note: {note}")
 
 
-def _attach(name: str, config: ClusterConfig, given: Path, run_id: str, console: Console) -> Attachment:
-    with open_serving(name, config, given) as run:
-        there = server_states(run, (*FILES, "service.key", "run.json"))
-        cluster = newest(there, name)
-        status = ServeStatus(cluster, tuple(one for one in there.values() if one.view.node.parts))
+def _attach(name: str, config: ClusterConfig, config_path: Path, run_id: str, console: Console) -> Attachment:
+    with open_serving(name, config, config_path) as run:
+        states = server_states(run, (*FILES, "service.key", "run.json"))
+        cluster = newest_description(states, name)
+        status = ServeStatus(cluster, tuple(one for one in states.values() if one.view.node.parts))
         if len(status.down) == len(status.nodes):
             why = "\n  ".join([status.sentence, *status.notes])
             raise FleetError(f"the run cannot attach: {why}")
@@ -87,29 +92,29 @@ def _attach(name: str, config: ClusterConfig, given: Path, run_id: str, console:
         notes = [
             *filter(None, [resolve_run(config).left_out]),
             *(status.notes if status.down else ()),
-            *_other_code(there, name),
+            *_other_code(states, name),
         ]
-        server, key = server_key(there), Secret()
+        server, key = server_key(states), Secret()
         if server is not None:
             pair = new_key_pair()
             key = Secret(json.dumps({**pair, "server": server}))
             notes += admit(run, run_id, pair["public"])
     console.print(f"attached to serving cluster {name}: {cluster.words}", soft_wrap=True, markup=False)
-    for line in server_lines(cluster):
-        console.print(line, soft_wrap=True, markup=False)
+    for text in server_rows(cluster):
+        console.print(text, soft_wrap=True, markup=False)
     for note in notes:
         _say(console, f"note: {note}")
     serving = _for_run(cluster, server is not None)
-    return Attachment(serving, key, partial(check_ways, serving))
+    return Attachment(serving, key, partial(check_routes, serving))
 
 
-def detach(name: str, config: ClusterConfig, given: Path, run_id: str) -> list[str]:
-    """Have the servers admit the run no more; those that still do, with why."""
+def detach(name: str, config: ClusterConfig, config_path: Path, run_id: str) -> list[str]:
+    """Revoke the key of the run; returns a note for each server where that failed."""
     try:
-        with open_serving(name, config, given) as run:
+        with open_serving(name, config, config_path) as run:
             return withdraw(run, run_id)
     except FleetError as error:
-        return [f"the key of {run_id} was not taken back from serving cluster {name}: {error}"]
+        return [f"the key of {run_id} could not be revoked in serving cluster {name}: {error}"]
 
 
 def _say(console: Console, text: str) -> None:
@@ -121,22 +126,22 @@ def _for_run(cluster: ClusterDescription, encrypted: bool) -> ServingCluster:
 
 
 def _check_dataset(config: ClusterConfig, found: FoundRun, name: str) -> None:
-    """Raises UsageError when the config names another dataset than the one that is served."""
-    served = found.plan.dataset if found.plan and found.plan.partition else ""  # else the parts were made elsewhere
+    """Raise UsageError if ``data.dataset`` is set and differs from the dataset of the cluster."""
+    served = found.plan.dataset if found.plan and found.plan.partition else ""  # '': partitioned by another command
     wanted = config.data.dataset
     if served and wanted and served != wanted:
         raise UsageError(f"data.dataset: {wanted}, but serving cluster {name} serves {served}; leave data.dataset out")
 
 
-def _other_code(there: Mapping[int, ServerState], name: str) -> list[str]:
-    """That the servers run another version of this program; those of one wire version still talk."""
-    texts = (one.files["run.json"] for one in there.values() if "run.json" in one.files)
+def _other_code(states: Mapping[int, ServerState], name: str) -> list[str]:
+    """Return a note if the servers run another version of gnnfleet; it works if the wire version is the same."""
+    texts = (one.files["run.json"] for one in states.values() if "run.json" in one.files)
     plan = next(map(read_run, texts), None)
     if plan is None or plan.code_digest == code_digest():
         return []
     return [
-        f"serving cluster {name} runs other code than this (digest {plan.code_digest[:16]}, here "
-        f"{code_digest()[:16]}); should they not understand each other: gnnfleet serve stop {name}, and serve again"
+        f"serving cluster {name} runs another version of gnnfleet (code digest {plan.code_digest[:16]}, here "
+        f"{code_digest()[:16]}). If requests fail: gnnfleet serve stop {name}, then serve again"
     ]
 
 
@@ -144,7 +149,7 @@ def _other_code(there: Mapping[int, ServerState], name: str) -> list[str]:
 
 
 def known_serving(config: ClusterConfig) -> ServingCluster | None:
-    """The serving cluster as this machine last knew it, for a plan that connects to nothing."""
+    """Return the serving cluster from its run folder on this machine, without connecting; None if not known here."""
     if config.data.serving is None:
         return None
     folder = known_here(config.data.serving, [Path(config.run.runs_dir).expanduser()])
@@ -160,46 +165,48 @@ def _planned(node: NodePlan, host: str) -> GraphServer:
     return GraphServer(node.node_rank, host, endpoint(node.address, node.service_port), node.parts)
 
 
-def check_ways(serving: ServingCluster, plan: LaunchPlan, lines: Mapping[int, Transport]) -> list[str]:
-    """Try the way from each node of a run to each server; notes on those that are closed.
+def check_routes(serving: ServingCluster, plan: LaunchPlan, transports: Mapping[int, Transport]) -> list[str]:
+    """Test the connection from each node of a run to each server; returns a note for each that fails.
 
-    Raises PreflightRefused when a node reaches no server at all.
+    Raises PreflightRefused if a node reaches no server.
     """
-    places = [place for server in serving.servers for place in _host_and_port(server.endpoint)]
-    command = Command(("bash", "-c", _UNREACHED, "bash", *places))
+    pairs = [word for server in serving.servers for word in _host_and_port(server.endpoint)]
+    command = Command(("bash", "-c", _UNREACHED, "bash", *pairs))
     answers = on_nodes(
-        lines, lambda k: lines[k].run(command, timeout=_TIMEOUT).stdout.decode("utf-8", "replace")
+        transports, lambda k: transports[k].run(command, timeout=_TIMEOUT).stdout.decode("utf-8", "replace")
     ).or_raise()
-    closed = {k: [serving.servers[i] for i in _places(told) if i < len(serving.servers)] for k, told in answers.items()}
+    failed = {
+        k: [serving.servers[i] for i in _unreached(output) if i < len(serving.servers)] for k, output in answers.items()
+    }
     labels = {node.node_rank: node.label for node in plan.nodes}
-    cut_off = [labels[k] for k in sorted(closed) if len(closed[k]) == len(serving.servers)]
+    cut_off = [labels[k] for k in sorted(failed) if len(failed[k]) == len(serving.servers)]
     if cut_off:
-        ends = ", ".join(server.endpoint for server in serving.servers)
+        endpoints = ", ".join(server.endpoint for server in serving.servers)
         raise PreflightRefused(
-            f"{', '.join(cut_off)}: no graph server of {serving.name} can be reached from there ({ends}); open the "
-            "way in the firewall between them, and launch again"
+            f"{', '.join(cut_off)}: no graph server of {serving.name} can be reached from there ({endpoints}); open "
+            "these ports in the firewall and launch again"
         )
     return [
-        f"{labels[k]} does not reach {serving.label(server)} at {server.endpoint}; it will ask the others"
-        for k in sorted(closed)
-        for server in closed[k]
+        f"{labels[k]} cannot reach {serving.label(server)} at {server.endpoint}; it will use the other servers"
+        for k in sorted(failed)
+        for server in failed[k]
     ]
 
 
-def _host_and_port(place: str) -> tuple[str, str]:
-    host, _, port = place.removeprefix("tcp://").rpartition(":")
+def _host_and_port(endpoint: str) -> tuple[str, str]:
+    host, _, port = endpoint.removeprefix("tcp://").rpartition(":")
     return host.strip("[]"), port
 
 
-def _places(told: str) -> list[int]:
-    return sorted(int(place) for place in re.findall(r"unreached (\d{1,6})$", told, re.MULTILINE))
+def _unreached(output: str) -> list[int]:
+    return sorted(int(index) for index in re.findall(r"unreached (\d{1,6})$", output, re.MULTILINE))
 
 
 def leave(found: FoundRun) -> list[str]:
-    """A run that its launcher had left has ended: take back the key that let it in; what stands against it."""
+    """Revoke the key of a detached run that has ended; returns a note for each server where that failed."""
     plan, config = found.plan, found.config
     if plan is None or config is None or not plan.serving or not plan.encrypted:
         return []
     if found.launch is not None and found.launch.stage == "end" and not found.launch.detached:
-        return []  # its launcher has taken it back
+        return []  # its launcher has revoked the key
     return detach(plan.serving, config, found.config_given or Path("its cluster file"), found.run_id)

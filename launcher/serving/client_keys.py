@@ -1,4 +1,7 @@
-"""Client keys of a serving cluster: one for each run and notebook; the public key lies beside the servers' key."""
+"""Creates, adds and revokes client keys of a serving cluster, one for each run or notebook.
+
+The public keys are in ``clients/`` of the servers' run folders.
+"""
 
 from __future__ import annotations
 
@@ -14,76 +17,86 @@ from launcher.files import write_whole
 from launcher.manage.node_views import OpenRun
 from launcher.plan.service_key import new_key_pair
 from launcher.report.run_folder import user_name
-from launcher.serving.cluster_state import FILES, ServerState, newest, on_lines, remove_files, server_states
+from launcher.serving.cluster_state import (
+    FILES,
+    ServerState,
+    newest_description,
+    on_connections,
+    remove_files,
+    server_states,
+)
 from launcher.transport.base import Transport
 
 
 @dataclass(frozen=True)
 class MadeKey:
-    """A key file that was made."""
+    """A key file that was created."""
 
-    told: str
-    notes: tuple[str, ...]
+    told: str  #: message: how to use and to revoke the key
+    notes: tuple[str, ...]  #: servers that did not get the key, and why
 
 
 def make_key(run: OpenRun, output: Path, person: str | None) -> MadeKey:
-    """A new key file at ``output``, admitted by all servers in reach; raises FleetError when it cannot be made."""
+    """Create a key file at ``output`` and add its public key on all servers that are reachable.
+
+    ``person``: begins the key's name; None: the user. Raises UsageError or FleetError if no key can be created.
+    """
     if output.exists():
         raise UsageError(f"{output} exists already; choose another file, or delete it")
     name = run.found.run_id
-    there = server_states(run, (*FILES, "service.key"))
-    cluster = newest(there, name)
-    server = server_key(there)
-    endpoints = [place.endpoint for place in cluster.servers]
-    if server is None:
+    states = server_states(run, (*FILES, "service.key"))
+    cluster = newest_description(states, name)
+    public = server_key(states)
+    endpoints = [server.endpoint for server in cluster.servers]
+    if public is None:
         raise UsageError(
-            f"serving cluster {name} is not encrypted (run.encrypt), so it asks for no key: "
+            f"serving cluster {name} is not encrypted (run.encrypt), so clients need no key: "
             f"gnnfleet.connect({json.dumps(endpoints)})"
         )
     pair = new_key_pair()
-    guest = _guest_name(person or user_name())
-    notes = admit(run, guest, pair["public"])
-    values = {**pair, "server": server, "endpoints": endpoints, "name": name}
+    client = _client_name(person or user_name())
+    notes = admit(run, client, pair["public"])
+    values = {**pair, "server": public, "endpoints": endpoints, "name": name}
     write_whole(output, json.dumps(values, indent=1) + "\n", private=True)
-    told = f'{output}: lets in whoever has it. In Python: graph = gnnfleet.connect(key="{output}")\n'
-    return MadeKey(told + f"to take it back: delete clients/{guest}.key in the run folders of {name}", tuple(notes))
+    told = f'{output}: anyone with this file can connect. In Python: graph = gnnfleet.connect(key="{output}")\n'
+    return MadeKey(told + f"to revoke it: delete clients/{client}.key in the run folders of {name}", tuple(notes))
 
 
-def server_key(there: Mapping[int, ServerState]) -> str | None:
-    """The servers' public key; None where they are not encrypted."""
-    for one in there.values():
+def server_key(states: Mapping[int, ServerState]) -> str | None:
+    """Return the servers' public key; None if the cluster is not encrypted."""
+    for one in states.values():
         if "service.key" in one.files:
             return str(json.loads(one.files["service.key"])["public"])
     return None
 
 
-def admit(run: OpenRun, guest: str, public: str) -> list[str]:
-    """Have all servers admit ``public`` from now on; those that were not told, with why.
+def admit(run: OpenRun, client: str, public: str) -> list[str]:
+    """Add public key ``public`` under the name ``client`` on all servers; returns a note for each where that failed.
 
-    Raises FleetError when none was.
+    Raises FleetError if it failed on all.
     """
     holders = {k: node for k, node in run.nodes.items() if node.parts}
 
-    def put(k: int, line: Transport) -> None:
-        line.write(f"{public}\n".encode(), f"{holders[k].run_dir}/clients/{guest}.key", mode=0o600)
+    def put(k: int, transport: Transport) -> None:
+        transport.write(f"{public}\n".encode(), f"{holders[k].run_dir}/clients/{client}.key", mode=0o600)
 
-    errors = on_lines({k: run.attempts[k] for k in holders}, put)
+    errors = on_connections({k: run.attempts[k] for k in holders}, put)
     notes = [f"{holders[k].label} does not admit this key: {error}" for k, error in sorted(errors.items())]
     if len(errors) == len(holders):
-        raise FleetError(f"no server of {run.found.run_id} could be given the key:\n  " + "\n  ".join(notes))
+        raise FleetError(f"the key could not be added on any server of {run.found.run_id}:\n  " + "\n  ".join(notes))
     return notes
 
 
-def withdraw(run: OpenRun, guest: str) -> list[str]:
-    """Have no server admit that guest any more; those that were not told, with why."""
+def withdraw(run: OpenRun, client: str) -> list[str]:
+    """Remove the key of ``client`` on all servers; returns a note for each where that failed."""
     holders = {k: node for k, node in run.nodes.items() if node.parts}
-    errors = on_lines(
+    errors = on_connections(
         {k: run.attempts[k] for k in holders},
-        lambda k, line: remove_files(line, [f"{holders[k].run_dir}/clients/{guest}.key"]),
+        lambda k, transport: remove_files(transport, [f"{holders[k].run_dir}/clients/{client}.key"]),
     )
-    return [f"{holders[k].label} still admits key {guest}: {error}" for k, error in sorted(errors.items())]
+    return [f"{holders[k].label} still admits key {client}: {error}" for k, error in sorted(errors.items())]
 
 
-def _guest_name(person: str) -> str:
-    """File name of a key; no two are the same."""
+def _client_name(person: str) -> str:
+    """Return a unique name for a key."""
     return f"{re.sub(r'[^A-Za-z0-9_-]+', '-', person)[:40] or 'guest'}-{secrets.token_hex(3)}"

@@ -1,4 +1,4 @@
-"""The nodes that a serving cluster should have, from its config and its present nodes. Pure functions."""
+"""Computes the nodes and parts that a serving cluster should have, from its config and its present nodes."""
 
 from __future__ import annotations
 
@@ -18,81 +18,81 @@ from launcher.report.run_folder import user_at_host
 from launcher.serving.cluster_state import ServeContext, ServerState, read_description
 from launcher.transport.base import Transport
 
-Lines = Mapping[int, Transport | TransportError]
+Connections = Mapping[int, Transport | TransportError]
 
 
 @dataclass(frozen=True)
 class ServingState:
-    """A serving cluster before anything is changed: its nodes as wanted, lines to them, and how they are."""
+    """A serving cluster before anything is changed: the wanted nodes, connections to them, and their state."""
 
     roster: Roster
-    lines: Lines
-    plan: LaunchPlan | None = None  #: None: there is none of that name
-    seen: Mapping[int, ServerState] = field(default_factory=dict)
+    connections: Connections
+    plan: LaunchPlan | None = None  #: present plan; None: no cluster of that name exists
+    seen: Mapping[int, ServerState] = field(default_factory=dict)  #: present nodes by node_rank
 
     @property
     def alive(self) -> tuple[int, ...]:
-        """Nodes whose supervisor works."""
+        """Nodes whose supervisor is running."""
         return tuple(k for k, one in self.seen.items() if one.view.alive)
 
     @property
-    def away(self) -> tuple[int, ...]:
-        """Nodes of the cluster that cannot be asked."""
+    def unreachable(self) -> tuple[int, ...]:
+        """Nodes with parts that cannot be reached."""
         return tuple(k for k, one in self.seen.items() if one.view.unreachable and one.view.node.parts)
 
     @property
-    def stands(self) -> bool:
-        """Whether something of it runs, or may run where nobody can look."""
-        return bool(self.alive or self.away)
+    def running(self) -> bool:
+        """Whether a node is running, or may be running but cannot be reached."""
+        return bool(self.alive or self.unreachable)
 
     @property
     def to_start(self) -> tuple[int, ...]:
-        """Nodes that are new, or in reach and dead."""
+        """Nodes to start: new ones, and those that are reachable but not running."""
         roster = self.roster
-        skip = {*self.alive, *self.away, *roster.gone, *roster.absent}
+        skip = {*self.alive, *self.unreachable, *roster.removed, *roster.removed_before}
         return tuple(k for k in range(len(roster.config.nodes)) if k not in skip)
 
 
 @dataclass(frozen=True)
 class Roster:
-    """All nodes of a serving cluster in node_rank order: those it has keep their numbers, new ones come behind."""
+    """All nodes of a serving cluster. Present nodes keep their node_rank; new nodes follow them."""
 
     config: ResolvedConfig
-    joined: tuple[int, ...] = ()  #: have no parts yet
-    gone: tuple[int, ...] = ()  #: hold parts, but the config file lists them no more
-    absent: tuple[int, ...] = ()  #: were taken out before
+    joined: tuple[int, ...] = ()  #: new nodes, without parts so far
+    removed: tuple[int, ...] = ()  #: hold parts, but the config no longer lists them
+    removed_before: tuple[int, ...] = ()  #: were removed by an earlier ``serve``
 
 
 def first_roster(wanted: ResolvedConfig) -> Roster:
-    """Of a cluster that begins."""
+    """Return the roster of a new cluster."""
     return Roster(wanted, tuple(range(len(wanted.nodes))))
 
 
 def roster_of(plan: LaunchPlan, known: ResolvedConfig | None, wanted: ResolvedConfig) -> Roster:
-    """Of the cluster that ``plan`` has made, now that ``wanted`` is asked for; ``known``: by which it was made.
+    """Compare the nodes of the cluster's ``plan`` with config ``wanted``. ``known``: the config of ``plan``.
 
-    A node is known by its login, several on one machine by their order.
+    Nodes are identified by login; several nodes with the same login by their order.
     """
     names = _numbered([target_text(node_login(wanted, node)) for node in wanted.nodes])
-    left = dict(zip(names, wanted.nodes, strict=True))
+    unmatched = dict(zip(names, wanted.nodes, strict=True))
     nodes: list[NodeConfig] = []
     joined: list[int] = []
-    gone: list[int] = []
-    absent: list[int] = []
+    removed: list[int] = []
+    removed_before: list[int] = []
     for node, name in zip(plan.nodes, _numbered([node.target for node in plan.nodes]), strict=True):
-        listed = left.pop(name, None)
+        listed = unmatched.pop(name, None)
         nodes.append(listed or _config_of(node, known))
         if not node.parts:
-            (joined if listed else absent).append(node.node_rank)
+            (joined if listed else removed_before).append(node.node_rank)
         elif listed is None:
-            gone.append(node.node_rank)
-    joined += range(len(nodes), len(nodes) + len(left))
-    config = replace(wanted, nodes=(*nodes, *left.values()), data=replace(wanted.data, num_parts=plan.num_parts))
-    return Roster(config, tuple(joined), tuple(gone), tuple(absent))
+            removed.append(node.node_rank)
+    joined += range(len(nodes), len(nodes) + len(unmatched))
+    config = replace(wanted, nodes=(*nodes, *unmatched.values()), data=replace(wanted.data, num_parts=plan.num_parts))
+    return Roster(config, tuple(joined), tuple(removed), tuple(removed_before))
 
 
 def _numbered(names: Sequence[str]) -> list[tuple[str, int]]:
-    """Equal names told apart by their order."""
+    """Pair each name with the number of equal names before it."""
     seen: Counter[str] = Counter()
     numbered = []
     for name in names:
@@ -102,7 +102,7 @@ def _numbered(names: Sequence[str]) -> list[tuple[str, int]]:
 
 
 def _config_of(node: NodePlan, known: ResolvedConfig | None) -> NodeConfig:
-    """How a node that the file lists no more was reached."""
+    """Return the config of a node that the file no longer lists."""
     if known is not None and node.node_rank < len(known.nodes):
         return known.nodes[node.node_rank]
     if node.login is None:
@@ -110,37 +110,41 @@ def _config_of(node: NodePlan, known: ResolvedConfig | None) -> NodeConfig:
     return NodeConfig(node.login.host, node.login.port, node.login.user, role="server")
 
 
-def shares(held: Mapping[int, tuple[int, ...]], joined: Sequence[int], num_parts: int) -> dict[int, tuple[int, ...]]:
-    """Parts of each node: ``held`` stay; who joined gets copies, as many as the average holder, those with the fewest
-    holders first."""
+def assign_parts(
+    held: Mapping[int, tuple[int, ...]], joined: Sequence[int], num_parts: int
+) -> dict[int, tuple[int, ...]]:
+    """Return the parts of each node. Present nodes keep those in ``held``. Each node in ``joined`` gets as many parts
+    as the average holder, those with the fewest copies first."""
     holders = [parts for parts in held.values() if parts]
-    many = max(1, round(sum(map(len, holders)) / max(1, len(holders))))
+    number = max(1, round(sum(map(len, holders)) / max(1, len(holders))))
     copies = Counter(part for parts in holders for part in parts)
-    given: dict[int, tuple[int, ...]] = dict(held)
+    assigned: dict[int, tuple[int, ...]] = dict(held)
     for node_rank in joined:
-        rarest = sorted(range(num_parts), key=lambda part: (copies[part], part))[:many]
+        rarest = sorted(range(num_parts), key=lambda part: (copies[part], part))[:number]
         copies.update(rarest)
-        given[node_rank] = tuple(sorted(rarest))
-    return given
+        assigned[node_rank] = tuple(sorted(rarest))
+    return assigned
 
 
-def too_few(held: Mapping[int, tuple[int, ...]], gone: Sequence[int], config: ResolvedConfig) -> tuple[int, ...]:
-    """Parts that fewer nodes hold, those in ``gone`` not counted, than ``config`` wants."""
-    copies = Counter(part for node_rank, parts in held.items() if node_rank not in gone for part in parts)
+def too_few_copies(
+    held: Mapping[int, tuple[int, ...]], removed: Sequence[int], config: ResolvedConfig
+) -> tuple[int, ...]:
+    """Return the parts with fewer holders than ``data.replicas``, not counting nodes in ``removed``."""
+    copies = Counter(part for node_rank, parts in held.items() if node_rank not in removed for part in parts)
     return tuple(part for part in sorted(copies) if copies[part] < config.data.replicas)
 
 
-def only_holders(held: Mapping[int, tuple[int, ...]], gone: Sequence[int]) -> dict[int, tuple[int, ...]]:
-    """Of each node in ``gone``: the parts that no node beside those in ``gone`` holds; none for most."""
-    rest = {part for node_rank, parts in held.items() if node_rank not in gone for part in parts}
-    last = {node_rank: tuple(part for part in held[node_rank] if part not in rest) for node_rank in gone}
+def only_holders(held: Mapping[int, tuple[int, ...]], removed: Sequence[int]) -> dict[int, tuple[int, ...]]:
+    """Return the nodes in ``removed`` that hold parts without a holder outside ``removed``, with these parts."""
+    rest = {part for node_rank, parts in held.items() if node_rank not in removed for part in parts}
+    last = {node_rank: tuple(part for part in held[node_rank] if part not in rest) for node_rank in removed}
     return {node_rank: parts for node_rank, parts in last.items() if parts}
 
 
 def cluster_plan(
     context: ServeContext, found: ServingState, held: Mapping[int, tuple[int, ...]], facts: Mapping[int, NodeFacts]
 ) -> LaunchPlan:
-    """The whole cluster: nodes that run as they were planned, those to start made anew."""
+    """Plan the whole cluster. Running nodes keep their plan; nodes in ``facts`` are planned anew."""
     context.enter_stage("partition")
     config = found.roster.config
     return final_plan(
@@ -157,7 +161,7 @@ def cluster_plan(
 def _kept_servers(
     found: ServingState, held: Mapping[int, tuple[int, ...]], facts: Mapping[int, NodeFacts]
 ) -> KeptServers | None:
-    """What stays as it is."""
+    """Return what stays unchanged in the new plan; None for a new cluster."""
     if found.plan is None:
         return None
     versions = [found.plan.version]
@@ -165,13 +169,13 @@ def _kept_servers(
         if "cluster.json" in one.files:
             versions.append(read_description(one.files["cluster.json"], one.view.node.label).version)
     ports = {node.node_rank: node.service_port for node in found.plan.nodes if node.parts and node.service_port}
-    parts = {k: () if k in found.roster.gone else parts for k, parts in held.items()}
+    parts = {k: () if k in found.roster.removed else parts for k, parts in held.items()}
     running = {node.node_rank: node for node in found.plan.nodes if node.node_rank not in facts}
     return KeptServers(max(versions) + 1, parts, ports, running)
 
 
 def _addressed(found: ServingState, facts: Mapping[int, NodeFacts]) -> ResolvedConfig:
-    """The config with the addresses that preflight once found for nodes that are not looked at now."""
+    """Return the config with the known addresses of nodes for which no preflight was run now."""
     if found.plan is None:
         return found.roster.config
     known = {node.node_rank: node.address for node in found.plan.nodes if node.node_rank not in facts}
@@ -180,10 +184,10 @@ def _addressed(found: ServingState, facts: Mapping[int, NodeFacts]) -> ResolvedC
 
 
 def service_key(found: ServingState) -> Secret:
-    """The cluster's key pair, which all its servers share; '' when there is none yet."""
+    """Return the key pair that all servers of the cluster share; '' if no server has it."""
     return Secret(next((one.files["service.key"] for one in found.seen.values() if "service.key" in one.files), ""))
 
 
 def text_of(plan: LaunchPlan, name: str) -> str:
-    """A file that is the same on all nodes, as the plan has it."""
+    """Return the content of a file that is the same on all nodes."""
     return next(file.content for file in plan.nodes[0].files if file.dest.endswith(f"/{name}"))

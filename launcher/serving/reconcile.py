@@ -1,4 +1,7 @@
-"""What there is of a serving cluster before anything is changed."""
+"""Finds a serving cluster by name and compares it with a config, before ``serve`` changes it.
+
+A cluster that does not run and has other parts than wanted is removed from its nodes here.
+"""
 
 from __future__ import annotations
 
@@ -24,7 +27,7 @@ from launcher.serving.cluster_state import (
     read_files,
     server_states,
 )
-from launcher.serving.membership import Lines, Roster, ServingState, first_roster, roster_of, too_few
+from launcher.serving.membership import Connections, Roster, ServingState, first_roster, roster_of, too_few_copies
 from launcher.serving.start_stop import clear_node
 from launcher.text import count
 from launcher.transport import close_all, connect_all
@@ -34,51 +37,60 @@ from launcher.transport.fanout import on_nodes
 
 @contextmanager
 def serving_state(wanted: ResolvedConfig, name: str, console: Console) -> Iterator[ServingState]:
-    """Whatever there is of that name, known here or on the hosts of ``wanted``; lines are closed in the end."""
+    """Find the cluster on this machine or on the hosts of ``wanted``, and connect to its nodes.
+
+    If it does not run and has other parts or fewer copies than wanted, its files are moved away. Connections are closed
+    on exit.
+    """
     folder = known_here(name, [Path(wanted.run.runs_dir).expanduser()])
     found = read_folder(folder) if folder is not None else None
     _check_kind(found, name)
     plan = found.plan if found else None
     roster = roster_of(plan, found.config if found else None, wanted) if plan else first_roster(wanted)
     console.print(f"serving cluster {name}: connecting to {count(len(roster.config.nodes), 'node')}", highlight=False)
-    lines = connect_all(roster.config)
+    connections = connect_all(roster.config)
     try:
-        if plan is None and (plan := _on_hosts(lines, wanted, name)) is not None:
+        if plan is None and (plan := _plan_on_hosts(connections, wanted, name)) is not None:
             roster = roster_of(plan, None, wanted)
             if roster.config.nodes != wanted.nodes:
-                close_all(lines)
-                lines = connect_all(roster.config)
-        seen = _server_states(plan, roster, lines, name) if plan is not None else {}
-        before = ServingState(roster, lines, plan, seen)
-        if before.stands or plan is None or same_graph(before, wanted) and not _few_copies(plan, wanted):
+                close_all(connections)
+                connections = connect_all(roster.config)
+        seen = _server_states(plan, roster, connections, name) if plan is not None else {}
+        before = ServingState(roster, connections, plan, seen)
+        if before.running or plan is None or same_graph(before, wanted) and not _few_copies(plan, wanted):
             yield before
             return
-        _put_away(before)
-        told = f"serving cluster {name} does not run, and holds other parts or fewer copies than are wanted: it is"
-        console.print(f"{told} made anew; keys of notebooks, too", soft_wrap=True, markup=False, highlight=False)
+        _move_away(before)
+        why = f"serving cluster {name} does not run, and holds other parts or fewer copies than the config asks for"
+        console.print(
+            f"{why}: it is created again, and client keys must be made again",
+            soft_wrap=True,
+            markup=False,
+            highlight=False,
+        )
     finally:
-        close_all(lines)
-    lines = connect_all(wanted)
+        close_all(connections)
+    connections = connect_all(wanted)
     try:
-        yield ServingState(first_roster(wanted), lines)
+        yield ServingState(first_roster(wanted), connections)
     finally:
-        close_all(lines)
+        close_all(connections)
 
 
 def _few_copies(plan: LaunchPlan, wanted: ResolvedConfig) -> bool:
-    return bool(too_few({node.node_rank: node.parts for node in plan.nodes}, (), wanted))
+    return bool(too_few_copies({node.node_rank: node.parts for node in plan.nodes}, (), wanted))
 
 
-def _put_away(before: ServingState) -> None:
-    """Nothing of the cluster runs, and another graph is wanted: what it left on its nodes makes room for that."""
+def _move_away(before: ServingState) -> None:
+    """End leftover processes on all nodes and rename the run folders to ``<folder>-before``."""
 
-    def away(k: int) -> None:
-        node, line = before.seen[k].view.node, before.lines[k]
-        assert isinstance(line, Transport)
-        clear_node(node, line, keeps_key=False)
-        move_folder(line, node.run_dir, f"{node.run_dir}-before")
+    def move(k: int) -> None:
+        node, transport = before.seen[k].view.node, before.connections[k]
+        assert isinstance(transport, Transport)
+        clear_node(node, transport, keeps_key=False)
+        move_folder(transport, node.run_dir, f"{node.run_dir}-before")
 
-    on_nodes([k for k, one in before.seen.items() if one.view.reached and not one.view.absent], away).or_raise()
+    on_nodes([k for k, one in before.seen.items() if one.view.reached and not one.view.absent], move).or_raise()
 
 
 def _check_kind(found: FoundRun | None, name: str) -> None:
@@ -86,19 +98,21 @@ def _check_kind(found: FoundRun | None, name: str) -> None:
         raise UsageError(f"--name {name}: {found.folder} is the folder of a training run; choose another --name")
 
 
-def _server_states(plan: LaunchPlan, roster: Roster, lines: Lines, name: str) -> dict[int, ServerState]:
+def _server_states(plan: LaunchPlan, roster: Roster, connections: Connections, name: str) -> dict[int, ServerState]:
     found = FoundRun(name, None, None, plan, roster.config, None)
-    run = OpenRun(found, {node.node_rank: lines[node.node_rank] for node in plan.nodes})
+    run = OpenRun(found, {node.node_rank: connections[node.node_rank] for node in plan.nodes})
     return server_states(run, (*FILES, *SECRETS))
 
 
-def _on_hosts(lines: Lines, config: ResolvedConfig, name: str) -> LaunchPlan | None:
-    """The plan of a serving cluster that was made from another machine, as the nodes keep it."""
+def _plan_on_hosts(connections: Connections, config: ResolvedConfig, name: str) -> LaunchPlan | None:
+    """Return the plan of a cluster started from another machine, from its nodes' files; None if there is none."""
     found: dict[int, LaunchPlan] = {}
-    for k, line in lines.items():
-        if isinstance(line, Transport):
+    for k, transport in connections.items():
+        if isinstance(transport, Transport):
             folder = config.nodes[k].workdir.replace("{node_rank}", "*").rstrip("/")
-            texts = read_files(line, [f"{folder}/runs/{name}/node*/{file}" for file in ("run.json", "cluster.json")])
+            texts = read_files(
+                transport, [f"{folder}/runs/{name}/node*/{file}" for file in ("run.json", "cluster.json")]
+            )
             for path, text in texts.items():
                 if path.endswith("run.json") and (plan := read_run(text)).serve_only:
                     cluster = texts.get(path.replace("run.json", "cluster.json"))
@@ -107,7 +121,7 @@ def _on_hosts(lines: Lines, config: ResolvedConfig, name: str) -> LaunchPlan | N
 
 
 def same_graph(found: ServingState, wanted: ResolvedConfig) -> bool:
-    """Whether ``wanted`` asks for the parts that the cluster has, as far as the plans tell."""
+    """Whether the cluster has the graph and number of parts in ``wanted``, by comparing the plans."""
     if found.plan is None:
         return False
     if wanted.data.num_parts not in (None, found.plan.num_parts):
@@ -117,8 +131,8 @@ def same_graph(found: ServingState, wanted: ResolvedConfig) -> bool:
     return made == asked
 
 
-def check_goes_on(found: ServingState, wanted: ResolvedConfig, name: str) -> None:
-    """Raises UsageError when the cluster that runs serves another graph or cut of it, or is encrypted otherwise."""
+def check_compatible(found: ServingState, wanted: ResolvedConfig, name: str) -> None:
+    """Raise UsageError if a running cluster serves other parts than ``wanted``, or differs in encryption."""
     instead = f"`gnnfleet serve stop {name}` first, or choose another --name"
     if not same_graph(found, wanted):
         raise UsageError(
@@ -128,6 +142,4 @@ def check_goes_on(found: ServingState, wanted: ResolvedConfig, name: str) -> Non
     now = {"service.key" in found.seen[k].files for k in found.alive}
     if now and offline_plan(found.roster.config, name).encrypted not in now:
         is_on = "encrypted" if True in now else "not encrypted"
-        raise UsageError(
-            f"run.encrypt: serving cluster {name} runs and is {is_on}, this config wants it otherwise; {instead}"
-        )
+        raise UsageError(f"run.encrypt: serving cluster {name} runs and is {is_on}, unlike this config; {instead}")

@@ -1,4 +1,4 @@
-"""``gnnfleet serve status``: load and clients of each graph server, and how dead ones ended."""
+"""``gnnfleet serve status``: load and clients of each graph server, and how stopped ones ended."""
 
 from __future__ import annotations
 
@@ -13,12 +13,18 @@ from rich.live import Live
 from rich.text import Text
 
 from launcher.manage.node_views import OpenRun
-from launcher.serving.cluster_state import ClusterDescription, ServerState, newest, parts_words, server_states
+from launcher.serving.cluster_state import (
+    ClusterDescription,
+    ServerState,
+    newest_description,
+    parts_words,
+    server_states,
+)
 from launcher.text import Cell, Column, FittedTable, count, spans
 
-_EVERY = 2.0  # seconds between two looks with --watch
+_EVERY = 2.0  # seconds between updates with --watch
 
-_STALE = 10.0  # seconds after which what a server has written of itself is old
+_STALE = 10.0  # seconds after which statistics of a server are outdated
 
 _SERVERS = (
     Column("server", 12, cut_to=24),
@@ -50,14 +56,14 @@ _STYLES = {"serving": "green", "failed": "red", "lost": "red", "unreachable": "y
 
 @dataclass(frozen=True)
 class ServeStatus:
-    """A serving cluster at one moment."""
+    """The state of a serving cluster at one moment."""
 
     cluster: ClusterDescription
     nodes: tuple[ServerState, ...]  #: those that hold parts, in node_rank order
 
     @property
     def down(self) -> tuple[ServerState, ...]:
-        """Those that do not serve."""
+        """The nodes that do not serve."""
         return tuple(node for node in self.nodes if not node.serves)
 
     @property
@@ -68,33 +74,33 @@ class ServeStatus:
 
     @property
     def sentence(self) -> str:
-        """The whole in one line."""
+        """The state in one sentence."""
         name, down = self.cluster.name, self.down
         clients = len({client["name"] for node in self.nodes for client in _clients(node)})
         what = f"{self.cluster.words}, {count(clients, 'client')}"
         if not down:
             return f"serving cluster {name} is up: {what}"
         lost = self.lost_parts
-        gone = f"; nobody serves {parts_words(lost)}" if lost else "; all parts are served"
+        gone = f"; no server has {parts_words(lost)}" if lost else "; all parts are served"
         if len(down) == len(self.nodes):
             gone = ""
         return f"serving cluster {name}: {len(down)} of {count(len(self.nodes), 'server')} down{gone} ({what})"
 
     @property
     def lost_parts(self) -> tuple[int, ...]:
-        """Parts that no server has at the moment."""
+        """Parts that no running server has."""
         served = {part for node in self.nodes if node.serves for part in node.view.node.parts}
         return tuple(sorted(set(range(self.cluster.num_parts)) - served))
 
     @property
     def notes(self) -> list[str]:
-        """How those that are down ended, and what can be done."""
+        """How the nodes that are down ended, and the command that starts them."""
         notes = [f"{node.view.node.label}: {_how_down(node)}" for node in self.down]
         name = self.cluster.name
         return [*notes, f"start them again: gnnfleet serve --config FILE --name {name}"] if notes else []
 
     def to_json(self) -> dict[str, Any]:
-        """For ``--json``: what the servers say of themselves, as it is."""
+        """Return the ``--json`` record, with the statistics of the servers unchanged."""
         nodes = [
             {
                 "node_rank": node.view.node.node_rank,
@@ -110,7 +116,7 @@ class ServeStatus:
         return {**head, "version": self.cluster.version, "num_parts": self.cluster.num_parts, "nodes": nodes}
 
     def rendered(self) -> Group:
-        """The sentence, a row for each server, a row for each client, and what is wrong."""
+        """Render the sentence, a table of servers, a table of clients, and notes."""
         style = "bold green" if not self.down else "bold red" if self.lost_parts else "bold yellow"
         parts: list[Text | FittedTable] = [Text(self.sentence, style)]
         parts.append(FittedTable(_SERVERS, [_server_row(node) for node in self.nodes]))
@@ -122,14 +128,14 @@ class ServeStatus:
 
 
 def status_of(run: OpenRun) -> ServeStatus:
-    """Ask all nodes; raises FleetError when none knows of the cluster."""
-    there = server_states(run)
-    cluster = newest(there, run.found.run_id)
-    return ServeStatus(cluster, tuple(one for one in there.values() if one.view.node.parts))
+    """Query all nodes; raises FleetError if no node has files of the cluster."""
+    states = server_states(run)
+    cluster = newest_description(states, run.found.run_id)
+    return ServeStatus(cluster, tuple(one for one in states.values() if one.view.node.parts))
 
 
 def watch_status(run: OpenRun, console: Console) -> ServeStatus:
-    """Show the status every two seconds until Ctrl-C."""
+    """Show the status every two seconds until Ctrl-C; returns the last one."""
     with Live(console=console, auto_refresh=False) as live:
         while True:
             status = status_of(run)
@@ -148,7 +154,7 @@ def _how_down(node: ServerState) -> str:
     if view.alive:
         return f"not ready yet ({view.word})"
     if view.absent:
-        return "nothing of it is there any more"
+        return "this node has no files of it any more"
     how = view.lost or str(result.get("reason") or "") or f"it ended ({view.word})"
     asked = result.get("asked")
     return f"{how} (by {asked['by']})" if asked and asked.get("by") and asked["by"] not in how else how
@@ -175,7 +181,7 @@ def _server_row(node: ServerState) -> tuple[Cell, ...]:
 
 
 def _restarts(node: ServerState) -> int:
-    """How often its supervisor has started the graph server again."""
+    """Return how often the supervisor has restarted the graph server."""
     findings = (node.view.state or {}).get("findings") or ()
     return sum(finding["kind"] == "server-restart" for finding in findings)
 
@@ -194,7 +200,7 @@ def _client_rows(node: ServerState) -> Iterator[tuple[Cell, ...]]:
 
 
 def _fresh(node: ServerState) -> Mapping[str, Any]:
-    """What the server says of itself; nothing when that is old or it has ended."""
+    """Return the statistics of the server; empty if they are outdated or the server has ended."""
     stats, view = node.stats, node.view
     return stats if view.alive and view.now - float(stats.get("time", 0.0)) < _STALE else {}
 

@@ -121,7 +121,7 @@ def test_a_dead_server_is_started_again_and_a_new_one_joins(kit: ServingKit, toy
     time.sleep(1)
     told = kit.gnnfleet("serve", "status", "toy")
     assert told.status == 1
-    assert "1 of 2 servers down; nobody serves part 1" in told.out
+    assert "1 of 2 servers down; no server has part 1" in told.out
     assert "node1 (local): the supervisor" in told.out and "is gone" in told.out
     bobs_turn = Path(f"{kit.run_dir(toy, 1)}.starting")
     bobs_turn.write_text("bob@desk")

@@ -19,10 +19,10 @@ from launcher.errors import FleetError
 from launcher.plan.build import make_plan
 from launcher.plan.model import LaunchPlan
 from launcher.report.verdict import NodeView
-from launcher.serving.cluster_state import ServerState, newest, read_description, read_files
+from launcher.serving.cluster_state import ServerState, newest_description, read_description, read_files
 from launcher.serving.membership import ServingState, roster_of, text_of
-from launcher.serving.reconcile import check_goes_on
-from launcher.serving.serve import _check_gone
+from launcher.serving.reconcile import check_compatible
+from launcher.serving.serve import _check_removed
 from launcher.serving.serve_status import ServeStatus
 from launcher.transport import open_transport
 from operate_kit import MadeRun
@@ -145,21 +145,21 @@ def test_a_cluster_that_runs_is_not_given_another_graph() -> None:
     wanted = config("g1", "g2")
     plan = planned(wanted)
     found = ServingState(roster_of(plan, None, wanted), {}, plan, {k: there(plan, k) for k in range(2)})
-    assert found.stands
-    check_goes_on(replace(found, seen={}), wanted, "products")  # the same graph
+    assert found.running
+    check_compatible(replace(found, seen={}), wanted, "products")  # the same graph
     for other in (config("g1", "g2", num_parts=4), config("g1", "g2", options={"num_nodes": 5})):
         with pytest.raises(FleetError, match="products runs and serves other parts than this config asks for"):
-            check_goes_on(replace(found, roster=roster_of(plan, None, other)), other, "products")
+            check_compatible(replace(found, roster=roster_of(plan, None, other)), other, "products")
     with pytest.raises(FleetError, match=r"run\.encrypt: serving cluster products runs and is not encrypted"):
-        check_goes_on(found, wanted, "products")  # over SSH auto means on
+        check_compatible(found, wanted, "products")  # over SSH auto means on
 
 
 def test_a_node_that_alone_holds_a_part_cannot_be_taken_out() -> None:
     plan, fewer = planned(config("g1", "g2")), config("g1")
     found = ServingState(roster_of(plan, None, fewer), {}, plan, {k: there(plan, k) for k in range(2)})
     with pytest.raises(FleetError, match=r"but node1 \(g2\) alone holds part 1\. Keep them, or stop the cluster"):
-        _check_gone(found, {0: (0,), 1: (1,)}, "products")
-    _check_gone(found, {0: (0, 1), 1: (1,)}, "products")
+        _check_removed(found, {0: (0,), 1: (1,)}, "products")
+    _check_removed(found, {0: (0, 1), 1: (1,)}, "products")
 
 
 def test_the_newest_description_counts() -> None:
@@ -167,13 +167,13 @@ def test_the_newest_description_counts() -> None:
     nodes = {k: there(plan, k) for k in range(2)}
     newer = json.loads(text_of(plan, "cluster.json")) | {"version": 7}
     nodes[1] = replace(nodes[1], files={"cluster.json": json.dumps(newer)})
-    assert newest(nodes, "products").version == 7
+    assert newest_description(nodes, "products").version == 7
     nodes[1] = replace(nodes[1], files={"cluster.json": "{"})
     with pytest.raises(FleetError, match=r"node1 \(g2\): cluster.json is damaged"):
-        newest(nodes, "products")
+        newest_description(nodes, "products")
     away = {0: ServerState(NodeView(plan.nodes[0], unreachable="no route to host"), {})}
     with pytest.raises(FleetError, match="none of its nodes can be reached:\n  node0 .g1.: no route to host"):
-        newest(away, "products")
+        newest_description(away, "products")
 
 
 def test_files_of_a_node_are_read_as_they_are(tmp_path: Path) -> None:

@@ -11,7 +11,7 @@ from launcher.config.schema import ClusterConfig, DataConfig, NodeConfig
 from launcher.errors import UsageError
 from launcher.plan.build import make_plan
 from launcher.plan.model import LaunchPlan, Login
-from launcher.serving.membership import ServingState, only_holders, roster_of, shares, too_few
+from launcher.serving.membership import ServingState, assign_parts, only_holders, roster_of, too_few_copies
 from launcher.serving.serve import _few_copies
 
 
@@ -44,21 +44,21 @@ def test_nodes_keep_their_numbers_when_the_file_is_reordered() -> None:
     plan = served(config("g1", "g2"))
     roster = roster_of(plan, None, config("g3", "g2", "g1"))
     assert [node.host for node in roster.config.nodes] == ["g1", "g2", "g3"]
-    assert (roster.joined, roster.gone, roster.absent) == ((2,), (), ())
+    assert (roster.joined, roster.removed, roster.removed_before) == ((2,), (), ())
     assert roster.config.num_parts == 2, "one more node is no reason to cut the graph anew"
 
 
 def test_several_nodes_on_one_machine_are_told_apart_by_their_order() -> None:
     plan = served(config("g1", "g1"))
     assert roster_of(plan, None, config("g1", "g1", "g1")).joined == (2,)
-    assert roster_of(plan, None, config("g1", replicas=1)).gone == (1,)
+    assert roster_of(plan, None, config("g1", replicas=1)).removed == (1,)
 
 
 def test_a_node_that_left_and_comes_back_joins_under_its_old_number() -> None:
     plan = served(config("g1", "g2"))
     left = replace(plan, nodes=(plan.nodes[0], replace(plan.nodes[1], parts=())))
     without = roster_of(left, None, config("g1"))
-    assert (without.joined, without.gone, without.absent) == ((), (), (1,))
+    assert (without.joined, without.removed, without.removed_before) == ((), (), (1,))
     assert without.config.nodes[1].host == "g2", "so that later nodes get later numbers"
     assert roster_of(left, None, config("g1", "g2")).joined == (1,)
 
@@ -70,30 +70,30 @@ def test_the_login_of_a_node_that_left_is_known_without_the_old_file(
     plan = served(config("g1", "g2", replicas=2))
     plan = replace(plan, nodes=(plan.nodes[0], replace(plan.nodes[1], login=Login(user, host, port))))
     roster = roster_of(plan, None, config("g1"))
-    assert roster.gone == (1,)
+    assert roster.removed == (1,)
     left = roster.config.nodes[1]
     assert (left.user, left.host, left.port) == (user, host, port)
 
 
 def test_a_new_server_gets_copies_of_the_rarest_parts() -> None:
-    assert shares({0: (0, 1), 1: (2, 3)}, [2], 4)[2] == (0, 1)
-    assert shares({0: (0, 1), 1: (2, 3), 2: (0, 1)}, [3, 4], 4) == {
+    assert assign_parts({0: (0, 1), 1: (2, 3)}, [2], 4)[2] == (0, 1)
+    assert assign_parts({0: (0, 1), 1: (2, 3), 2: (0, 1)}, [3, 4], 4) == {
         0: (0, 1), 1: (2, 3), 2: (0, 1), 3: (2, 3), 4: (0, 1),
     }  # fmt: skip
-    assert shares({0: (0,), 1: ()}, [1], 1) == {0: (0,), 1: (0,)}
+    assert assign_parts({0: (0,), 1: ()}, [1], 1) == {0: (0,), 1: (0,)}
 
 
 def test_parts_with_fewer_copies_than_wanted_are_told_of() -> None:
     held = {0: (0, 1), 1: (1, 0), 2: (0,)}
-    assert too_few(held, (), config("g1", "g2", "g3", replicas=2)) == ()
-    assert too_few(held, (1,), config("g1", "g2", "g3", replicas=2)) == (1,)
-    assert too_few(held, (), config("g1", "g2", "g3", replicas=3)) == (1,)
+    assert too_few_copies(held, (), config("g1", "g2", "g3", replicas=2)) == ()
+    assert too_few_copies(held, (1,), config("g1", "g2", "g3", replicas=2)) == (1,)
+    assert too_few_copies(held, (), config("g1", "g2", "g3", replicas=3)) == (1,)
     wanted = config("g1", "g2", replicas=2)
     plan = served(config("g1", "g2"))
     found = ServingState(roster_of(plan, None, wanted), {}, plan)
     assert _few_copies(found, {0: (0,), 1: (1,)}) == (
-        "data.replicas: 2 nodes are to hold each part, but fewer hold parts 0–1. Servers that run keep what they have: "
-        "add nodes, which take the parts with the fewest holders, or stop the cluster and serve again",
+        "data.replicas: each part should be on 2 nodes, but fewer hold parts 0–1. Running servers keep their parts: "
+        "add nodes, which get the parts with the fewest copies, or stop the cluster and serve again",
     )
     assert _few_copies(found, {0: (0, 1), 1: (0, 1)}) == ()
 

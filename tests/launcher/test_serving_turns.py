@@ -17,7 +17,7 @@ from launcher.plan.build import make_plan
 from launcher.plan.model import LaunchPlan
 from launcher.report.run_folder import boot_id, user_at_host
 from launcher.serving import start_stop
-from launcher.serving.start_stop import own_turn
+from launcher.serving.start_stop import start_lock
 from launcher.transport import open_transport
 from launcher.transport.base import Transport
 from waiting import wait_until
@@ -45,11 +45,11 @@ def folders(plan: LaunchPlan) -> list[Path]:
 
 def test_one_starts_servers_at_a_time(plan: LaunchPlan, lines: dict[int, Transport]) -> None:
     only_second = replace(plan, nodes=plan.nodes[1:])
-    with own_turn(only_second, lines):
-        said = r"node1 \(local\): .+@.+ is starting serving cluster products at this moment; when that is done, serve"
-        with pytest.raises(FleetError, match=said), own_turn(plan, lines):
+    with start_lock(only_second, lines):
+        said = r"node1 \(local\): .+@.+ is starting serving cluster products at this moment; serve again when that is done"
+        with pytest.raises(FleetError, match=said), start_lock(plan, lines):
             pytest.fail("two at once")
-    with own_turn(plan, lines):
+    with start_lock(plan, lines):
         assert all(Path(f"{folder}.starting").exists() for folder in folders(plan))
     assert not any(Path(f"{folder}.starting").exists() for folder in folders(plan))
 
@@ -60,12 +60,12 @@ def test_what_a_dead_launcher_of_another_machine_left_counts_for_a_minute_and_a_
     left = Path(f"{folders(plan)[0]}.starting")
     left.parent.mkdir(parents=True)
     left.write_text(f"bob@desk {os.getpid()} 1 {boot_id()}")
-    with pytest.raises(FleetError, match=r"bob@desk is starting .* \(should it have died: 90 s after that\)"):
-        with own_turn(plan, lines):
+    with pytest.raises(FleetError, match=r"bob@desk is starting .* \(if that command was killed: after 90 s\)"):
+        with start_lock(plan, lines):
             pytest.fail("his turn")
     assert left.exists(), "his, not ours to remove"
     os.utime(left, (time.time() - 100, time.time() - 100))
-    with own_turn(plan, lines):
+    with start_lock(plan, lines):
         assert not left.read_text().startswith("bob@desk")
 
 
@@ -75,16 +75,16 @@ def test_what_a_dead_launcher_of_this_machine_left_counts_for_nothing(
     left = Path(f"{folders(plan)[0]}.starting")
     left.parent.mkdir(parents=True)
     left.write_text(f"{user_at_host()} {os.getpid()} 1 {boot_id()}")
-    with own_turn(plan, lines):
+    with start_lock(plan, lines):
         assert left.read_text() != f"{user_at_host()} {os.getpid()} 1 {boot_id()}"
 
 
 def test_a_turn_that_lasts_is_kept(
     plan: LaunchPlan, lines: dict[int, Transport], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(start_stop, "_KEPT_EVERY", 0.05)
+    monkeypatch.setattr(start_stop, "_TOUCH_EVERY", 0.05)
     mark = Path(f"{folders(plan)[0]}.starting")
-    with own_turn(plan, lines):
+    with start_lock(plan, lines):
         os.utime(mark, (1.0, 1.0))
         wait_until(lambda: mark.stat().st_mtime > 1.0)
 
@@ -95,10 +95,10 @@ def test_servers_that_were_started_meanwhile_are_not_started_again(
     folder = folders(plan)[1]
     folder.mkdir(parents=True)
     (folder / "state.json").write_text("{}")
-    with pytest.raises(FleetError, match=r"node1 \(local\): its graph server has been started meanwhile; serve again"):
-        with own_turn(plan, lines):
+    with pytest.raises(FleetError, match=r"node1 \(local\): another command has started its graph server; serve again"):
+        with start_lock(plan, lines):
             pytest.fail("it runs")
     assert not Path(f"{folder}.starting").exists()
     (folder / "result.json").write_text("{}")
-    with own_turn(plan, lines):
+    with start_lock(plan, lines):
         pass

@@ -295,12 +295,12 @@ def test_a_connection_that_ends_frees_all_it_had() -> None:
 def test_queues_are_limited() -> None:
     desk = Desk()
     assert [desk.ask(1) for _ in range(MAX_QUEUED)] == [None] * MAX_QUEUED
-    assert "64 batches of this client (client1) wait already" in desk.ask(1)
+    assert "64 batches of this client (client1) are already waiting" in desk.ask(1)
     assert desk.ask(2) is None
     assert desk.ask(2, size=100 << 20) is not None
     assert "as another client" in desk.ask(3, peer=2)
     beside = [desk.desk.submit(ScheduledRequest(Peer("h", 0), k, None)) for k in range(MAX_QUEUED + 1)]
-    assert beside[:-1] == [None] * MAX_QUEUED and "wait already" in beside[-1]
+    assert beside[:-1] == [None] * MAX_QUEUED and "are already waiting" in beside[-1]
 
 
 def test_made_up_clients_cost_nothing() -> None:

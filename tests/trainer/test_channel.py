@@ -129,6 +129,6 @@ def test_the_deadline_is_one_of_silence() -> None:
 def test_a_server_that_is_alive_but_never_answers_is_not_waited_for_without_end() -> None:
     with busy_server(answer_after=60) as endpoint, client_of(endpoint, 0.3) as client:
         start = time.monotonic()
-        with pytest.raises(ServiceError, match="connected; it is alive but busy"):
+        with pytest.raises(ServiceError, match="connected; the server is alive but busy"):
             client.hello()
         assert 2.9 < time.monotonic() - start < 30

@@ -1,12 +1,12 @@
-"""Chooses whose batch a graph server makes next: fair between clients, within a bound of bytes.
+"""Schedules the batches of a graph server: fair between clients, and within a limit of buffered bytes.
 
-Start-time fair queueing (Goyal, Vin and Cheng, SIGCOMM 1996) with the bytes of replies as cost: each client has a
-tag, what was made for it so far, and the waiting client with the smallest tag is next. One that was away begins at the
-tag served last. A batch's bytes are known only once it is made; until then the largest of the client's recent ones
-stand for them, in its tag as in the buffer.
+Start-time fair queueing (Goyal, Vin and Cheng, SIGCOMM 1996) with the bytes of replies as cost: each client has a tag,
+the cost of its batches so far, and the waiting client with the smallest tag is served next. A client without waiting
+requests restarts at the tag served last. The bytes of a batch are known only after it is made; until then the largest
+of the client's recent batches is the estimate for both tag and buffer.
 
-The buffer holds replies until they are taken. A client that holds some may have as much as is left free, no more
-(dynamic thresholds: Choudhury and Hahne, 1998), so those that never take theirs leave room for others.
+The buffer contains replies until they are acknowledged. A client with replies in it may use at most as much as is free
+(dynamic thresholds: Choudhury and Hahne, 1998), so clients that never acknowledge theirs leave room for others.
 """
 
 from __future__ import annotations
@@ -21,40 +21,40 @@ from typing import Generic, TypeVar
 from trainer.service.fair_queue import FairQueue, Peer
 from trainer.service.wire.messages import ClientName
 
-_RECENT_REPLIES = 8  #: replies of which the largest stands for the next one
+_RECENT_REPLIES = 8  #: number of recent replies of which the largest is the estimate for the next
 
 Work = TypeVar("Work")
 
 
 @dataclass(frozen=True, eq=False)
 class ScheduledRequest(Generic[Work]):
-    """One request of one connection."""
+    """A request of a connection."""
 
     peer: Peer  #: the connection
     request_id: int
     work: Work
-    client: ClientName | None = None  #: None for what is no batch
+    client: ClientName | None = None  #: None if the request is not for a batch
     size: int = 0  #: bytes of the request
 
 
 @dataclass(frozen=True)
 class ClientStatus:
-    """One client at one moment."""
+    """State of one client."""
 
     name: str
-    queue: int
-    buffer_bytes: int
-    batches: int
-    bytes: int
-    seconds_since: float  #: since it was last heard
+    queue: int  #: waiting requests
+    buffer_bytes: int  #: of its replies in the buffer, and reserved for it
+    batches: int  #: made so far
+    bytes: int  #: of those batches
+    seconds_since: float  #: since its last message
 
 
 @dataclass(frozen=True)
 class SchedulerStatus:
-    """The scheduler at one moment."""
+    """State of the scheduler."""
 
-    queue: int  #: requests waiting
-    buffer_bytes: int  #: of replies sent and not taken yet, and reserved for those being made
+    queue: int  #: waiting requests
+    buffer_bytes: int  #: of replies sent and not acknowledged, and reserved for those being made
     buffer_limit: int
     batches: int  #: made so far
     clients: tuple[ClientStatus, ...]
@@ -62,24 +62,24 @@ class SchedulerStatus:
 
 @dataclass(eq=False)
 class ClientQueue(Generic[Work]):
-    """One client; the scheduler's lock guards it."""
+    """Requests and buffered replies of one client. Guarded by the scheduler's lock."""
 
     name: ClientName
-    tag: float  #: see the docstring of this file
-    heard: float = 0.0
-    blocked_since: float | None = None  #: its next batch fits since then not beside the others'
+    tag: float  #: see the module docstring
+    heard: float = 0.0  #: time of its last message
+    blocked_since: float | None = None  #: since when its next batch does not fit into the buffer
     queue: deque[ScheduledRequest[Work]] = field(default_factory=deque)
     queued_bytes: int = 0
     making: dict[ScheduledRequest[Work], int] = field(default_factory=dict)  #: bytes reserved
-    sent: dict[tuple[Peer, int], int] = field(default_factory=dict)  #: bytes not taken yet, by peer and request id
+    sent: dict[tuple[Peer, int], int] = field(default_factory=dict)  #: bytes not acknowledged, by peer and request id
     recent: deque[int] = field(default_factory=lambda: deque(maxlen=_RECENT_REPLIES))  #: bytes of its last batches
     batches: int = 0
-    nbytes: int = 0
-    _gone: set[ScheduledRequest[Work]] = field(default_factory=set)  #: being made for connections that have ended
+    nbytes: int = 0  #: of all its batches
+    _gone: set[ScheduledRequest[Work]] = field(default_factory=set)  #: being made for closed connections
 
     @property
     def held(self) -> int:
-        """Bytes of the buffer."""
+        """Bytes that it uses of the buffer."""
         return sum(self.making.values()) + sum(self.sent.values())
 
     @property
@@ -87,7 +87,7 @@ class ClientQueue(Generic[Work]):
         return not (self.queue or self.making or self.sent)
 
     def has_work(self, peer: Peer) -> bool:
-        """Whether anything of a connection waits, is being made or has not been taken."""
+        """Whether a request of a connection waits or is being answered, or a reply is not acknowledged."""
         jobs = [*self.queue, *(job for job in self.making if job not in self._gone)]
         return any(job.peer == peer for job in jobs) or any(to == peer for to, _ in self.sent)
 
@@ -96,7 +96,7 @@ class ClientQueue(Generic[Work]):
         self.queued_bytes += job.size
 
     def start(self, cost: int) -> ScheduledRequest[Work]:
-        """The first of the queue, from now on being made."""
+        """Remove and return the first request of the queue, and reserve ``cost`` bytes."""
         job = self.queue.popleft()
         self.queued_bytes -= job.size
         self.making[job] = cost
@@ -105,7 +105,7 @@ class ClientQueue(Generic[Work]):
         return job
 
     def finish(self, job: ScheduledRequest[Work], nbytes: int) -> bool:
-        """A batch is made; whether its connection is still there."""
+        """Account for a batch that was made; returns whether its connection is still open."""
         self.tag += nbytes - self.making.pop(job)
         self.recent.append(nbytes)
         self.batches += 1
@@ -118,17 +118,17 @@ class ClientQueue(Generic[Work]):
         return True
 
     def abandon(self, job: ScheduledRequest[Work]) -> None:
-        """No batch came of it."""
+        """Account for a request that failed."""
         del self.making[job]
         self._gone.discard(job)
 
     def acknowledge_sent(self, peer: Peer) -> None:
-        """A connection asks again, so it has what was sent there, if that was all."""
+        """Acknowledge all replies to a connection that sends a new request, unless more of its requests are pending."""
         if not any(job.peer == peer for job in (*self.queue, *self.making)):
             self._forget_sent(peer)
 
     def drop(self, peer: Peer) -> None:
-        """A connection has ended."""
+        """Remove the requests and replies of a closed connection."""
         kept = [job for job in self.queue if job.peer != peer]
         self.queue = deque(kept)
         self.queued_bytes = sum(job.size for job in kept)
@@ -144,23 +144,23 @@ class ClientQueue(Generic[Work]):
             del self.sent[key]
 
 
-MAX_QUEUED = 64  #: requests waiting per client
+MAX_QUEUED = 64  #: waiting requests per client
 
-MAX_QUEUED_BYTES = 64 << 20  #: of requests waiting per client
+MAX_QUEUED_BYTES = 64 << 20  #: of waiting requests per client
 
 MAX_CLIENTS = 4096
 
-PATIENCE = 2.0  #: seconds for which all others wait for a client whose batch does not fit beside theirs
+PATIENCE = 2.0  #: seconds for which other clients wait while the next batch of one does not fit into the buffer
 
-FORGET = 60.0  #: seconds until a client without work is forgotten
+FORGET = 60.0  #: seconds after which a client without work is removed
 
-_RECENT = 32
+_RECENT = 32  #: number of recent batches of all clients
 
 
 class BatchScheduler(Generic[Work]):
-    """Hands out work to threads. Safe to use from several threads; ``clock`` is ``time.monotonic``'s kind.
+    """Hands out requests to worker threads. Thread-safe. ``clock`` is a replacement of ``time.monotonic``.
 
-    Other requests than batches (``ScheduledRequest.client`` is None) take turns with the batches, by connection.
+    Other requests than batches (``ScheduledRequest.client`` is None) alternate with batches, fairly by connection.
     """
 
     def __init__(self, buffer_limit: int, clock: Callable[[], float] = time.monotonic):
@@ -168,8 +168,8 @@ class BatchScheduler(Generic[Work]):
         self._changed = threading.Condition()
         self._clients: dict[int, ClientQueue[Work]] = {}
         self._busy: dict[int, ClientQueue[Work]] = {}  # those with work
-        self._largest: deque[int] = deque(maxlen=_RECENT)  # of all clients' last batches
-        self._client_of: dict[Peer, int] = {}  # connections with work, and whose they are
+        self._largest: deque[int] = deque(maxlen=_RECENT)  # bytes of the last batches of all clients
+        self._client_of: dict[Peer, int] = {}  # client of each connection with work
         self._others: FairQueue[ScheduledRequest[Work]] = FairQueue()
         self._running_others: set[ScheduledRequest[Work]] = set()
         self._others_next = False
@@ -178,9 +178,9 @@ class BatchScheduler(Generic[Work]):
         self._closed = False
 
     def submit(self, job: ScheduledRequest[Work]) -> str | None:
-        """Take in a request; the reason when it is refused.
+        """Queue a request; returns the reason if it is rejected, else None.
 
-        What was sent to the same connection before counts as taken, unless more of its work is under way.
+        A new batch request acknowledges earlier batches on that connection, unless more of its requests are pending.
         """
         with self._changed:
             refusal = self._queue_other(job) if job.client is None else self._queue_batch(job)
@@ -188,9 +188,9 @@ class BatchScheduler(Generic[Work]):
             return refusal
 
     def next(self, timeout: float) -> ScheduledRequest[Work] | None:
-        """The next job, waited for at most ``timeout`` seconds; None without one, and once closed.
+        """Wait at most ``timeout`` seconds for the next request; None if there is none, and once closed.
 
-        Every job must come back by ``done`` or ``failed``.
+        Each request must be reported by ``done`` or ``failed``.
         """
         with self._changed:
             until = self._clock() + timeout
@@ -204,46 +204,46 @@ class BatchScheduler(Generic[Work]):
             return None
 
     def done(self, job: ScheduledRequest[Work], nbytes: int) -> bool:
-        """A batch is made, or another answer: a batch takes ``nbytes``. Whether the connection is there to have it."""
+        """Report an answered request; a batch has ``nbytes``. Returns whether its connection is still open."""
         with self._changed:
             if job.client is None:
                 self._running_others.discard(job)
                 return True
             client = self._clients[job.client.number]
-            there = client.finish(job, nbytes)
+            is_open = client.finish(job, nbytes)
             self._batches += 1
             self._largest.append(nbytes)
-            self._settle(client, job.peer)
-            return there
+            self._update(client, job.peer)
+            return is_open
 
     def failed(self, job: ScheduledRequest[Work]) -> None:
-        """There is no batch, only an error to send, which holds nothing. It still costs as if there were."""
+        """Report a failed request. Its error reply uses no buffer, but the client is charged the estimated cost."""
         with self._changed:
             if job.client is None:
                 self._running_others.discard(job)
             else:
                 client = self._clients[job.client.number]
                 client.abandon(job)
-                self._settle(client, job.peer)
+                self._update(client, job.peer)
 
     def taken(self, peer: Peer, request_id: int) -> None:
-        """The reply to a request has arrived; other ids than those sent there say nothing."""
+        """Acknowledge the reply to a request; unknown ids are ignored."""
         with self._changed:
             if client := self._client_at(peer):
                 client.heard = self._clock()
                 client.sent.pop((peer, request_id), None)
-                self._settle(client, peer)
+                self._update(client, peer)
 
     def gone(self, peer: Peer) -> None:
-        """A connection has ended: what it asked for is dropped, what was sent to it is free."""
+        """Remove a closed connection: drop its requests, and free the buffer of its replies."""
         with self._changed:
             self._others.drop(peer)
             if client := self._client_at(peer):
                 client.drop(peer)
-                self._settle(client, peer)
+                self._update(client, peer)
 
     def pause(self, peer: Peer) -> None:
-        """Start nothing but batches for this connection, until it is let go: it takes no answers."""
+        """Hold back other requests than batches of a connection that does not receive, until ``resume``."""
         with self._changed:
             self._others.pause(peer)
 
@@ -253,35 +253,35 @@ class BatchScheduler(Generic[Work]):
             self._changed.notify_all()
 
     def peers(self) -> list[Peer]:
-        """Connections that wait for work, or have not taken it yet."""
+        """Connections with pending requests or unacknowledged replies."""
         with self._changed:
             other = [*self._others.peers(), *(job.peer for job in self._running_others)]
             return list(dict.fromkeys([*self._client_of, *other]))
 
     def holders(self) -> set[Peer]:
-        """Connections to which batches were sent that they have not taken yet."""
+        """Connections with unacknowledged batches."""
         with self._changed:
             return {peer for client in self._busy.values() for peer, _ in client.sent}
 
     def status(self) -> SchedulerStatus:
-        """Queues, buffer and clients; forgets those long without work."""
+        """State of queues, buffer and clients. Removes clients that had no work for ``FORGET`` seconds."""
         with self._changed:
             now = self._clock()
             for client in [one for one in self._clients.values() if one.idle and now - one.heard > FORGET]:
                 del self._clients[client.name.number]
             clients = tuple(client.status(now) for client in self._clients.values())
             queue = len(self._others) + sum(client.queue for client in clients)
-            return SchedulerStatus(queue, self._held(), self._limit, self._batches, clients)
+            return SchedulerStatus(queue, self._buffer_used(), self._limit, self._batches, clients)
 
     def close(self) -> None:
-        """Wake all who wait; nothing is handed out any more."""
+        """Make all calls of ``next`` return None."""
         with self._changed:
             self._closed = True
             self._changed.notify_all()
 
     def _queue_other(self, job: ScheduledRequest[Work]) -> str | None:
         if self._others.of(job.peer) >= MAX_QUEUED:
-            return f"{MAX_QUEUED} requests of this connection wait already"
+            return f"{MAX_QUEUED} requests of this connection are already waiting"
         self._others.push(job.peer, job)
         return None
 
@@ -291,7 +291,7 @@ class BatchScheduler(Generic[Work]):
             return refusal
         client.heard = self._clock()
         if len(client.queue) >= MAX_QUEUED or client.queued_bytes + job.size > MAX_QUEUED_BYTES:
-            return f"{len(client.queue)} batches of this client ({client.name.name}) wait already"
+            return f"{len(client.queue)} batches of this client ({client.name.name}) are already waiting"
         client.acknowledge_sent(job.peer)
         if not client.queue:
             client.tag = max(client.tag, self._virtual)
@@ -301,26 +301,26 @@ class BatchScheduler(Generic[Work]):
         return None
 
     def _client_for(self, job: ScheduledRequest[Work]) -> tuple[ClientQueue[Work] | None, str]:
-        """Whom a job is for, or why it is refused."""
+        """The client of a request, or None and the reason for a rejection."""
         assert job.client is not None
         number = job.client.number
         if self._client_of.get(job.peer, number) != number:
-            return None, "this connection has work under way as another client"
+            return None, "this connection has pending requests as another client"
         if number not in self._clients:
-            if len(self._clients) >= MAX_CLIENTS and not self._forget_one():
-                return None, f"{MAX_CLIENTS} clients have work under way already"
+            if len(self._clients) >= MAX_CLIENTS and not self._remove_idle_client():
+                return None, f"{MAX_CLIENTS} clients already have pending requests"
             self._clients[number] = ClientQueue(job.client, self._virtual, self._clock())
         return self._clients[number], ""
 
-    def _forget_one(self) -> bool:
-        """Make room by the first one without work; whether there is any."""
+    def _remove_idle_client(self) -> bool:
+        """Remove a client without work; returns whether there was one."""
         idle = next((number for number, client in self._clients.items() if client.idle), None)
         if idle is not None:
             del self._clients[idle]
         return idle is not None
 
     def _choose(self) -> ScheduledRequest[Work] | None:
-        """The next job that may start now; batches and others in turn."""
+        """The next request that may start now; batches and other requests alternate."""
         for other in (self._others_next, not self._others_next):
             job = self._next_other() if other else self._next_batch()
             if job is not None:
@@ -334,13 +334,13 @@ class BatchScheduler(Generic[Work]):
         return job
 
     def _next_batch(self) -> ScheduledRequest[Work] | None:
-        held, now = self._held(), self._clock()
+        used, now = self._buffer_used(), self._clock()
         for client in self._waiting():
             cost = self._cost(client)
-            if held == 0 or cost + client.held <= self._limit - held:
+            if used == 0 or cost + client.held <= self._limit - used:
                 return self._start(client, cost)
             if client.held:
-                continue  # its own replies are in the way
+                continue  # its own unacknowledged replies block it
             if client.blocked_since is None:
                 client.blocked_since = now
             if now - client.blocked_since < PATIENCE:
@@ -355,16 +355,16 @@ class BatchScheduler(Generic[Work]):
         return iter(sorted((one for one in self._busy.values() if one.queue), key=lambda one: one.tag))
 
     def _cost(self, client: ClientQueue[Work]) -> int:
-        """What its next batch will probably take: as its own recent ones, else as anyone's, else all there is."""
+        """Estimated bytes of its next batch: by its recent batches, else by those of all clients, else the limit."""
         if client.recent:
             return max(client.recent)
         return max(self._largest, default=0) or self._limit
 
-    def _held(self) -> int:
+    def _buffer_used(self) -> int:
         return sum(client.held for client in self._busy.values())
 
     def _until_patience_ends(self) -> float:
-        """Seconds until a blocked client ceases to hold up the others."""
+        """Seconds until the next blocked client ceases to block the others."""
         now = self._clock()
         ends = [one.blocked_since + PATIENCE - now for one in self._busy.values() if one.blocked_since is not None]
         return min((left for left in ends if left > 0), default=threading.TIMEOUT_MAX)
@@ -373,8 +373,8 @@ class BatchScheduler(Generic[Work]):
         number = self._client_of.get(peer)
         return None if number is None else self._clients[number]
 
-    def _settle(self, client: ClientQueue[Work], peer: Peer) -> None:
-        """After a change for the better: a connection without work is forgotten, others may start."""
+    def _update(self, client: ClientQueue[Work], peer: Peer) -> None:
+        """After a change: remove the connection if it has no work, and wake threads, since other requests may start."""
         if not client.has_work(peer):
             self._client_of.pop(peer, None)
         if client.idle:

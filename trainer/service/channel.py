@@ -1,7 +1,7 @@
-"""One connection to a graph server: requests in flight, answers by request id, resending after a lost connection.
+"""One connection to a graph server: matches replies to requests by id, and resends requests after a reconnect.
 
-A server counts as alive as long as it says so (``ALIVE``) or bytes of an answer come in; a deadline is one of silence
-therefore, though no wait is longer than ``_LONGEST`` deadlines.
+A keep-alive (``ALIVE``) or bytes of a reply show that the server is alive and restart a request's deadline. In total no
+wait is longer than ``_LONGEST`` deadlines.
 """
 
 from __future__ import annotations
@@ -29,34 +29,34 @@ from trainer.service.service_keys import ServiceKeys, is_pinned
 from trainer.service.stream import WOULD_BLOCK, MessageReader, MessageWriter
 from trainer.service.wire.frames import MAX_MESSAGE, Kind, Message, decode, encode
 
-SLICE = 0.1  #: seconds; the longest a waiting thread stays away from close() and from news of the connection
+SLICE = 0.1  #: seconds after which a waiting thread checks for ``close()`` and for changes of the connection
 
-GONE_AFTER = 3.0  #: seconds without a line until another holder is asked; half of it where the host refuses connections
+GONE_AFTER = 3.0  #: seconds without a connection until a replica is used; half of that if the host refuses connections
 
-_LONGEST = 10  #: deadlines that a server which is alive may take
+_LONGEST = 10  #: deadlines after which a wait ends although the server is alive
 
-_PROGRESS = 16_384  #: bytes on a connection that are more than signs of life
+_PROGRESS = 16_384  #: bytes received that count as progress of a reply, and cannot be pings alone
 
-_PING_AFTER = 2.0  #: seconds of silence after which the server is asked for a sign of life
+_PING_AFTER = 2.0  #: seconds without a byte after which the server is pinged
 
-_STOPPED_AFTER = 30.0  #: seconds without a byte after which a connection counts as lost: the server has been stopped
+_STOPPED_AFTER = 30.0  #: seconds without a byte after which a connection counts as lost
 
-_CONNECT_TIME = 5.0  #: seconds for an attempt to connect, handshake included
+_CONNECT_TIME = 5.0  #: seconds that an attempt to connect may take, including the handshake
 
-_FIRST_PAUSE, _LAST_PAUSE = 0.1, 1.0  #: seconds between two attempts
+_FIRST_PAUSE, _LAST_PAUSE = 0.1, 1.0  #: seconds between attempts
 
-_UNATTENDED = 1.0  #: seconds without a thread that submits or waits
+_UNATTENDED = 1.0  #: seconds without a call, after which time limits of the connection start anew
 
 _MAX_FILES = 65_536
 
-_SLOW, _BUSY = "connected, so it is slow or stuck", "connected; it is alive but busy"
+_SLOW, _BUSY = "connected, but the server is slow or stuck", "connected; the server is alive but busy"
 
 _REFUSED = "handshake refused: do both nodes have this run's service.key?"
 
 
 @functools.cache
 def allow_many_files() -> None:
-    """Raise the soft limit of open files; the usual 1024 may be too few."""
+    """Raise the soft limit of open files, of which the usual 1024 may be too few."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     wanted = _MAX_FILES if hard == resource.RLIM_INFINITY else min(hard, _MAX_FILES)
     if soft != resource.RLIM_INFINITY and soft < wanted:
@@ -64,57 +64,57 @@ def allow_many_files() -> None:
 
 
 class Call:
-    """A request in flight; ``reply`` is set once, by whichever thread receives it."""
+    """A request in flight; the thread that receives the reply sets ``reply``, once."""
 
     def __init__(self, request: Message, request_id: int):
         self.request, self.request_id = request, request_id
         self.reply: Message | None = None
-        self.gone = False  #: the server was, when ``Channel.wait`` gave up
+        self.gone = False  #: ``Channel.wait`` gave up because the server was unreachable
 
 
 class _State(Enum):
-    DOWN = 1  #: no connection; the next attempt comes after a pause
+    DOWN = 1  #: not connected; waits before the next attempt
     CONNECTING = 2
-    GREETING = 3  #: the server's is awaited
-    HANDSHAKE = 4  #: of TLS
-    WELCOME = 5  #: the server's first sign of life is awaited: it admits us
+    GREETING = 3  #: waiting for the server's greeting
+    HANDSHAKE = 4  #: TLS handshake
+    WELCOME = 5  #: waiting for the first ping, with which the server admits this client
     UP = 6
 
 
 class Channel:
-    """A TCP connection that is made anew when it is lost. Threads take turns through ``lock``; normally one owns it.
+    """A TCP connection that is reopened when it is lost. Thread-safe, though normally used by its ``owner`` only.
 
-    Nothing is read or sent but by threads that submit, tell or wait.
+    It has no thread of its own: bytes are read and sent only during ``submit``, ``send`` and ``wait``.
     """
 
     def __init__(self, endpoint: str, keys: ServiceKeys | None, gone_after: float | None = None):
-        """``gone_after``: seconds without a connection until waiting is in vain; None: only the deadline counts."""
+        """gone_after: seconds without a connection after which ``wait`` gives up; None: only the deadline counts."""
         allow_many_files()
         self.lock = threading.Lock()
         self.owner = threading.current_thread()
-        self.state = "no connection"  #: in words, for messages
+        self.state = "no connection"  #: description for messages
         self.bytes_received = 0
         host, _, port = endpoint.removeprefix("tcp://").rpartition(":")
         self._host, self._port = host.strip("[]"), int(port)
         self._context = None if keys is None else keys.client_context()
         self._server = "" if keys is None else keys.server or keys.public
         self._gone_after = gone_after
-        self._calls: WeakValueDictionary[int, Call] = WeakValueDictionary()  # an abandoned call vanishes
+        self._calls: WeakValueDictionary[int, Call] = WeakValueDictionary()  # drops calls that nothing refers to
         self._last_id = 0
         self._closed = self._refused = False
         self._down_since: float | None = time.monotonic()
-        self._heard_at = float("-inf")  # when the server last showed that it is alive
+        self._heard_at = float("-inf")  # last keep-alive or progress of a reply
         self._at = _State.DOWN
         self._sock: socket.socket | None = None
         self._reader, self._writer = MessageReader(MAX_MESSAGE, _memory), MessageWriter()
-        self._began = self._read_at = self._pinged_at = 0.0  # of the attempt; of the last byte
-        self._attended_at = time.monotonic()  # when a thread last saw to the connection
+        self._began = self._read_at = self._pinged_at = 0.0  # times of the attempt, the last byte, the last ping
+        self._attended_at = time.monotonic()  # last call that read or sent
         self._retry_at, self._pause = 0.0, _FIRST_PAUSE
-        self._progress = 0  # bytes since ``_heard_at`` was set by them
+        self._progress = 0  # bytes since ``_heard_at`` was last set because of them
         self._step()
 
     def submit(self, request: Message) -> Call:
-        """Send a request. Raises ``WireError`` when it cannot be sent as it is."""
+        """Send a request. Raises ``WireError`` when it cannot be encoded."""
         with self.lock:
             self._last_id += 1
             call = Call(request, self._last_id)
@@ -127,16 +127,16 @@ class Channel:
                 self._step()
         return call
 
-    def tell(self, message: Message) -> None:
-        """Send what has no answer; it is lost when the connection is."""
+    def send(self, message: Message) -> None:
+        """Send a message without a reply; it is not resent when the connection is lost."""
         with self.lock:
             self._put(encode(message))
 
     def wait(self, call: Call, until: float, check: Callable[[], None]) -> Message | None:
-        """The reply to ``call``; None when ``time.monotonic()`` passes ``until`` first, or the server is gone.
+        """Wait for the reply to ``call``; None when ``time.monotonic()`` passes ``until`` or the server is unreachable.
 
-        A server that is alive has its time again from then on. ``check`` is called at least every ``SLICE`` and may
-        raise to give up.
+        A sign of life from the server restarts the time limit. ``check`` is called at least every ``SLICE``; it may
+        raise to end the wait.
         """
         deadline = until - time.monotonic()
         while call.reply is None:
@@ -157,10 +157,7 @@ class Channel:
         return call.reply
 
     def abandon(self, call: Call) -> None:
-        """Nobody waits for the reply any more: make a new connection, so that the server forgets it too.
-
-        Else it would come and not be taken, and stay in the server's buffer.
-        """
+        """Give up a call, and reconnect so that the server drops it: else its reply would fill the server's buffer."""
         with self.lock:
             self._calls.pop(call.request_id, None)
             if not self._closed:
@@ -168,13 +165,13 @@ class Channel:
                 self._step()
 
     def close(self) -> None:
-        """Close the connection; waiting threads let go of the lock within a slice. Closing twice is harmless."""
+        """Close the connection; waiting threads release the lock within ``SLICE``. Idempotent."""
         with self.lock:
             self._closed = True
             self._drop()
 
     def _receive(self, patience: float) -> bool:
-        """Go on with the connection for at most ``patience`` seconds; whether a message has come."""
+        """Connect, read and send for at most ``patience`` seconds; returns whether a message was received."""
         self._attend()
         until = time.monotonic() + patience
         while not self._closed:
@@ -182,14 +179,14 @@ class Channel:
             if self._at == _State.UP and self._read():
                 return True
             left = until - time.monotonic()
-            self._look_after()
+            self._check_alive()
             if left <= 0:
                 return False
             self._await(left)
         return False
 
     def _attend(self) -> None:
-        """Begin to see to the connection: time in which nobody asked or waited tells nothing about the server."""
+        """Restart time limits after a time without calls, in which nothing was read and the server cannot be judged."""
         now = time.monotonic()
         if not self._calls or now - self._attended_at > _UNATTENDED:
             self._read_at, self._retry_at = now, min(self._retry_at, now)
@@ -197,7 +194,7 @@ class Channel:
         self._attended_at = now
 
     def _await(self, seconds: float) -> None:
-        """Until something can be done, at most so many seconds."""
+        """Wait at most ``seconds`` until the socket is ready or the next attempt to connect is due."""
         if self._sock is None:
             time.sleep(max(0.0, min(seconds, self._retry_at - time.monotonic())))
             return
@@ -209,7 +206,7 @@ class Channel:
             self._flush()
 
     def _read(self) -> bool:
-        """Take in what has come; whether there was a message."""
+        """Read available bytes; returns whether a message was complete."""
         assert self._sock is not None
         try:
             while not self._reader.messages:
@@ -221,7 +218,7 @@ class Channel:
             self._lose("connection lost")
             return False
         except WireError as error:
-            self._lose(f"connected, but its answer is no message: {error}")
+            self._lose(f"connected, but the server sent an invalid message: {error}")
             return False
         received = self._reader.messages.popleft()
         self.bytes_received += received.size
@@ -235,22 +232,22 @@ class Channel:
             self._progress, self._heard_at = 0, self._read_at
 
     def _deliver(self, parts: list[Any]) -> None:
-        """Hand a reply to its call; late duplicates and foreign bytes have none."""
+        """Set the reply of its call; ignores late duplicates and invalid messages."""
         try:
             reply = decode(parts)
         except WireError as error:
-            self.state = f"connected, but its answer is no message: {error}"
+            self.state = f"connected, but the server sent an invalid message: {error}"
             return
         if reply.kind == Kind.ALIVE:
             self.state, self._heard_at = _BUSY, time.monotonic()
-            self._put(())  # so are we: the server may keep what it has for us
+            self._put(())  # a ping, so that the server keeps replies to this client
             return
         call = self._calls.pop(reply.request_id, None)
         if call is not None:
             call.reply = reply
 
-    def _look_after(self) -> None:
-        """Ask a silent server for a sign of life; a connection on which none comes is lost."""
+    def _check_alive(self) -> None:
+        """Ping a silent server, and drop the connection if it stays silent."""
         if self._at != _State.UP:
             return
         now = time.monotonic()
@@ -260,10 +257,10 @@ class Channel:
             self._pinged_at = now
             self._put(())
 
-    # Making the connection.
+    # Connecting.
 
     def _step(self) -> None:
-        """One step towards a connection, if it can be made now."""
+        """Advance the connection as far as possible without blocking."""
         if self._at == _State.UP:
             return
         try:
@@ -271,10 +268,13 @@ class Channel:
                 self._connect()
             if self._at == _State.CONNECTING and self._connected():
                 self._writer.put_raw(stream.greeting(self._context is not None))
-                self._at, self.state = _State.GREETING, self._word("connected, but no graph server speaks there")
+                self._at, self.state = (
+                    _State.GREETING,
+                    self._keep_refusal("connected, but no graph server speaks there"),
+                )
             if self._at == _State.GREETING and self._greeted():
                 self._at = _State.HANDSHAKE if self._context else _State.WELCOME
-            if self._at == _State.HANDSHAKE and self._shaken_hands():
+            if self._at == _State.HANDSHAKE and self._handshake_done():
                 self._at = _State.WELCOME
             if self._at == _State.WELCOME and self._welcomed():
                 self._up()
@@ -282,14 +282,14 @@ class Channel:
             pass
         except (ssl.SSLError, ConnectionResetError, EOFError) as error:
             refused = self._context is not None and self._at in (_State.HANDSHAKE, _State.WELCOME)
-            self._fail(_REFUSED if refused else self._word("connection lost"), error)
+            self._fail(_REFUSED if refused else self._keep_refusal("connection lost"), error)
         except OSError as error:
             self._fail(self.state, error)
         if self._at not in (_State.DOWN, _State.UP) and time.monotonic() - self._began > _CONNECT_TIME:
             self._fail(self.state, None)
 
-    def _word(self, state: str) -> str:
-        """A refusal stays the word until a handshake succeeds, whatever the next attempts come to."""
+    def _keep_refusal(self, state: str) -> str:
+        """``state``, unless the current one is a refused handshake: that is reported until a handshake succeeds."""
         return self.state if self.state.startswith("handshake refused") else state
 
     def _connect(self) -> None:
@@ -329,7 +329,7 @@ class Channel:
             self._sock = self._context.wrap_socket(self._sock, do_handshake_on_connect=False)
         return True
 
-    def _shaken_hands(self) -> bool:
+    def _handshake_done(self) -> bool:
         assert isinstance(self._sock, ssl.SSLSocket)
         self._sock.do_handshake()
         if not is_pinned(self._sock, {self._server}):
@@ -344,7 +344,7 @@ class Channel:
         return True
 
     def _up(self) -> None:
-        """Connected; what has no answer yet is sent, again where it was before."""
+        """Mark the connection as up, and send all requests without a reply."""
         self._at, self.state = _State.UP, _SLOW
         self._down_since, self._refused, self._pause = None, False, _FIRST_PAUSE
         self._read_at = time.monotonic()
@@ -353,13 +353,13 @@ class Channel:
         self._flush()
 
     def _fail(self, state: str, error: BaseException | None) -> None:
-        """An attempt has failed; the next one comes after a pause."""
+        """End a failed attempt; the next one follows after a pause."""
         self.state, self._refused = state, isinstance(error, ConnectionRefusedError)
         self._drop()
         self._retry_at, self._pause = time.monotonic() + self._pause, min(2 * self._pause, _LAST_PAUSE)
 
     def _lose(self, state: str) -> None:
-        """The connection has ended; another one is made at once."""
+        """End a lost connection; the next attempt follows at once."""
         self.state = state
         self._drop()
         self._retry_at = time.monotonic()
@@ -372,7 +372,7 @@ class Channel:
             self._sock = None
 
     def _is_gone(self) -> bool:
-        """Whether there has been no connection for so long that another holder had better be asked."""
+        """Whether there was no connection for so long that another server should be used."""
         if self._gone_after is None or self._down_since is None:
             return False
         return time.monotonic() - self._down_since >= (self._gone_after / 2 if self._refused else self._gone_after)
@@ -380,7 +380,7 @@ class Channel:
     # Sending.
 
     def _put(self, parts: Any) -> None:
-        """Send on a connection that is up; without one, ``_up`` sends what waits for an answer."""
+        """Send on a connection that is up; otherwise ``_up`` sends pending requests later."""
         if self._at == _State.UP:
             self._writer.put(parts)
             self._flush()

@@ -1,4 +1,4 @@
-"""The client of one graph server: requests hops, rows and batches."""
+"""``HostClient``: requests hops, rows and batches from one graph server."""
 
 from __future__ import annotations
 
@@ -25,29 +25,29 @@ from trainer.service.wire import batch_messages, hop_messages, messages
 from trainer.service.wire.frames import Flag, Kind, Message, Status
 from trainer.service.wire.messages import FLAG_OF, ClientName, HelloInfo, ServerAddress, ServerStats, SharedSlice
 
-PIECE = 4 << 20  #: bytes of an answer, about
+PIECE = 4 << 20  #: approximate bytes per reply when rows are requested in pieces
 
-UNDER_WAY = 4  #: pieces
+UNDER_WAY = 4  #: pieces requested at the same time
 
-_ROW = 1 << 10  #: bytes of a row, as long as none has come
+_ROW = 1 << 10  #: assumed bytes of a row until one has been received
 
 
 class PendingRows(Protocol):
-    """An answer under way; ``client.PendingReply`` is one."""
+    """Rows that are being received; ``PendingReply`` implements it."""
 
-    received: int
+    received: int  #: bytes
 
     def result(self, timeout: float | None = None) -> list[dict[str, Array]]: ...
 
 
 class RowSizes:
-    """How many bytes rows have taken on the wire, by type and attributes. Safe to use from several threads."""
+    """Sizes of received rows by type and attributes. Thread-safe."""
 
     def __init__(self) -> None:
         self._found: dict[tuple[AnyType, tuple[str, ...]], int] = {}
 
     def rows_of(self, requests: Sequence[RowRequest]) -> int:
-        """How many rows of the widest of these requests make a piece."""
+        """Number of rows per piece, by the widest of these requests."""
         widest = max((self._found.get((request.of, request.attrs), _ROW) for request in requests), default=_ROW)
         return max(1, PIECE // widest)
 
@@ -60,15 +60,15 @@ class RowSizes:
 
 @dataclass(frozen=True)
 class RowSlice:
-    """Some rows of a request that lie next to each other."""
+    """A range of rows of a request."""
 
-    number: int  #: of the request
+    number: int  #: index of the request
     begin: int
     end: int
 
 
 def cut_requests(requests: Sequence[RowRequest], most: int) -> Iterator[list[RowSlice]]:
-    """Pieces of at most ``most`` rows, in order; a request without rows has a slice, too."""
+    """Cut requests into pieces of at most ``most`` rows, in order; a request without rows has an empty slice."""
     piece: list[RowSlice] = []
     room = most
     for number, request in enumerate(requests):
@@ -88,32 +88,35 @@ def cut_requests(requests: Sequence[RowRequest], most: int) -> Iterator[list[Row
 
 
 class RowsInPieces:
-    """The answers to ``requests``, some pieces at a time; used as ``client.PendingReply``, by one thread."""
+    """Requests rows in pieces, several at a time; has the interface of ``PendingReply``, for one thread."""
 
     def __init__(
         self, requests: Sequence[RowRequest], submit: Callable[[Sequence[RowRequest]], PendingRows], sizes: RowSizes
     ):
-        self.received = 0  #: bytes of the answers that are here
+        self.received = 0  #: bytes received so far
         self._requests, self._submit, self._sizes = requests, submit, sizes
         self._waiting = deque(cut_requests(requests, sizes.rows_of(requests)))
         self._under_way: deque[tuple[list[RowSlice], list[RowRequest], PendingRows]] = deque()
         self._found: list[dict[str, Array]] = [{} for _ in requests]
-        self._ask()
+        self._request_more()
 
     def result(self, timeout: float | None = None) -> list[dict[str, Array]]:
-        """``timeout``: for each piece. Raises as ``PendingReply``, and ``WireError`` for pieces that differ."""
+        """Wait for all rows. timeout: for each piece.
+
+        Raises as ``PendingReply.result``, and ``WireError`` for pieces of different dtypes or shapes.
+        """
         while self._under_way:
             slices, requests, pending = self._under_way[0]
             rows = pending.result(timeout)
             self.received += pending.received
             self._under_way.popleft()
-            self._ask()
+            self._request_more()
             self._sizes.note(requests, rows)
             for part, found in zip(slices, rows, strict=True):
                 self._put(part, found)
         return self._found
 
-    def _ask(self) -> None:
+    def _request_more(self) -> None:
         while self._waiting and len(self._under_way) < UNDER_WAY:
             slices = self._waiting.popleft()
             asked = [self._requests[part.number] for part in slices]
@@ -143,17 +146,17 @@ T = TypeVar("T")
 
 
 class PendingReply(Generic[T]):
-    """An answer under way. Any thread may wait for it; the one that asked does so fastest."""
+    """A reply that is being received. Any thread may wait for it; the requesting thread waits most efficiently."""
 
     def __init__(self, client: HostClient, channel: Channel, call: Call, read: Callable[[Message], T]):
         self._client, self._channel, self._call, self._read = client, channel, call, read
         self._asked_at = time.monotonic()
-        self.received = 0  #: bytes of the answer, once it is here
+        self.received = 0  #: bytes of the reply, once received
 
     def result(self, timeout: float | None = None) -> T:
-        """Wait at most ``timeout`` seconds (default: the client's deadline) from now.
+        """Wait for the reply, for at most ``timeout`` seconds (default: the client's deadline).
 
-        Raises ``ServiceError`` naming the server and the cause, ``ServerGone`` where another one may answer.
+        Raises ``ServiceError`` with the server and the cause; ``ServerGone`` if another server may be used.
         """
         patience = self._client.deadline if timeout is None else timeout
         kind = self._call.request.kind.name.lower()
@@ -165,32 +168,34 @@ class PendingReply(Generic[T]):
             raise self._client.no_answer(kind, waited, self._channel.state, self._call.gone)
         self.received = reply.size
         if reply.kind == Kind.BATCH:
-            self._channel.tell(messages.taken(self._call.request_id))
+            self._channel.send(messages.taken(self._call.request_id))
         if reply.status != Status.OK or reply.kind != self._call.request.kind:
             raise ServiceError(f"{self._client.name}: {kind} failed: {reply.text or reply.status.name}")
         try:
             return self._read(reply)
         except WireError as error:
-            raise ServiceError(f"{self._client.name}: {kind} was answered with nonsense: {error}") from None
+            raise ServiceError(f"{self._client.name}: invalid reply to {kind}: {error}") from None
 
 
 class HostClient:
-    """Asks one graph server; safe to use from several threads.
+    """Client of one graph server. Thread-safe.
 
-    Each thread has a connection of its own: measured, that halves the time of a small request
-    against one shared connection behind an I/O thread. Requests may be sent again after a lost
-    connection, which is harmless because they only read.
+    Each thread has its own connection: compared to a connection shared through an I/O thread, this halves the time of a
+    small request (measured). Requests are resent after a lost connection, which is safe because they only read.
     """
 
     def __init__(
         self, place: ServerAddress, deadline: float, keys: ServiceKeys | None = None, *, route: bool = False,
         gone_after: float | None = None, wire_rows: WireRows = "stored",
     ):  # fmt: skip
-        """``route``: ask for the whole graph, not only for the server's own parts; ``gone_after``: seconds of a
-        lost server until ``ServerGone``; None: as the channel has it; ``wire_rows``: what floating-point rows are
-        rounded to on their way."""
+        """Make a client; it connects with the first request.
+
+        route: request the whole graph, not only the server's own parts. gone_after: seconds without a connection until
+        ``ServerGone``; None: wait until the deadline. wire_rows: form to which floating-point rows are rounded for
+        sending.
+        """
         self.place = place
-        self.deadline = deadline  #: seconds
+        self.deadline = deadline  #: seconds that a reply may take
         self._keys, self._gone_after = keys, gone_after
         self._flags = Flag(Flag.ROUTE * route | FLAG_OF[wire_rows])
         self._row_sizes = RowSizes()
@@ -217,7 +222,7 @@ class HostClient:
 
     @property
     def name(self) -> str:
-        """The server in words, for messages."""
+        """Description of the server, for messages."""
         if not self.place.name:
             return f"graph server at {self.endpoint}"
         parts = ",".join(map(str, self.part_ids))
@@ -225,36 +230,35 @@ class HostClient:
 
     @property
     def bytes_received(self) -> int:
-        """Bytes of all answers so far, over all threads."""
+        """Bytes of all replies so far, over all threads."""
         with self._lock:
             return sum(channel.bytes_received for channel in self._channels)
 
     def submit_sample(self, requests: Sequence[HopRequest]) -> PendingReply[list[HopSample]]:
-        """Ask for several hops in one message; the answers' ids are int32 where they fit."""
+        """Request several hops in one message; ids of the replies are int32 if they fit."""
         return self._submit(
             lambda: hop_messages.sample_request(requests), lambda reply: hop_messages.read_samples(reply, requests)
         )
 
     def submit_gather(self, requests: Sequence[RowRequest]) -> PendingRows:
-        """Ask for rows of attributes, in pieces where they are many; each answer maps names to [n, …] in request
-        order."""
+        """Request rows of attributes, in pieces if they are large; for each request the result maps names to [n, …]."""
         return RowsInPieces(requests, self._submit_rows, self._row_sizes)
 
     def submit_has_edges(self, edge_type: EdgeType, src: Ids, dst: Ids) -> PendingReply[npt.NDArray[np.bool_]]:
-        """Ask which of these edges exist: bool [n]."""
+        """Request which of these edges exist: bool [n]."""
         return self._submit(
             lambda: messages.has_edges_request(edge_type, src, dst), lambda reply: messages.read_found(reply, len(dst))
         )
 
     def submit_edges(self, part_id: int, edge_type: EdgeType, first: int, count: int) -> PendingReply[EdgeList]:
-        """Ask for ``count`` edges of a part, at most ``EDGES_AT_ONCE``, from slot ``first`` on."""
+        """Request ``count`` edges of a part, at most ``EDGES_AT_ONCE``, from slot ``first`` on."""
         return self._submit(
             lambda: messages.edges_request(part_id, edge_type, first, count),
             lambda reply: messages.read_edges(reply, count),
         )
 
     def submit_batch(self, work: BatchWork, client: ClientName) -> PendingReply[SampledBatch]:
-        """Ask for a whole batch; the server is told when it has come."""
+        """Request a whole batch; its arrival is acknowledged to the server."""
 
         def read(reply: Message) -> SampledBatch:
             sampled = batch_messages.read_batch(reply, work)
@@ -263,37 +267,37 @@ class HostClient:
         return self._submit(lambda: batch_messages.batch_request(work, client), read)
 
     def submit_manifest(self) -> PendingReply[bytes]:
-        """Ask for the bytes of ``manifest.json``."""
+        """Request the bytes of ``manifest.json``."""
         return self._submit(lambda: Message(Kind.MANIFEST, Status.REQUEST, 0), messages.read_manifest_text)
 
     def submit_shared(self, asked: SharedSlice) -> PendingReply[Array]:
-        """Ask for rows of an array that all parts share."""
+        """Request rows of an array common to all parts."""
         return self._submit(lambda: messages.shared_request(asked), lambda reply: messages.read_shared(reply, asked))
 
     def submit_to_global(self, of: NodeType, orig_ids: Ids) -> PendingReply[Ids]:
-        """Ask for the global ids of original ids: int64 [n]."""
+        """Request the global ids of original ids: int64 [n]."""
         return self._submit(
             lambda: messages.to_global_request(of, orig_ids), lambda reply: messages.read_ids(reply, len(orig_ids))
         )
 
     def submit_hello(self) -> PendingReply[HelloInfo]:
-        """Ask who the server is."""
+        """Request name, parts and manifest digest of the server."""
         return self._submit(lambda: Message(Kind.HELLO, Status.REQUEST, 0), messages.read_hello)
 
     def sample_hops(self, requests: Sequence[HopRequest]) -> list[HopSample]:
-        """In-edges of nodes the server owns. Raises ``ServiceError``."""
+        """Sample in-edges of nodes that the server owns. Raises ``ServiceError``."""
         return self.submit_sample(requests).result()
 
     def gather(self, requests: Sequence[RowRequest]) -> list[dict[str, Array]]:
-        """Rows of nodes and edges the server owns. Raises ``ServiceError``."""
+        """Gather rows of nodes and edges that the server owns. Raises ``ServiceError``."""
         return self.submit_gather(requests).result()
 
     def has_edges(self, edge_type: EdgeType, src: Ids, dst: Ids) -> npt.NDArray[np.bool_]:
-        """Which edges to nodes the server owns exist. Raises ``ServiceError``."""
+        """Which of these edges, to nodes that the server owns, exist. Raises ``ServiceError``."""
         return self.submit_has_edges(edge_type, src, dst).result()
 
     def hello(self) -> HelloInfo:
-        """Who the server is. Raises ``ServiceError``."""
+        """Name, parts and manifest digest of the server. Raises ``ServiceError``."""
         return self.submit_hello().result()
 
     def stats(self) -> ServerStats:
@@ -301,7 +305,7 @@ class HostClient:
         return self._submit(lambda: Message(Kind.STATS, Status.REQUEST, 0), messages.read_stats).result()
 
     def close(self) -> None:
-        """End all connections; threads that wait for an answer raise ``ServiceError``."""
+        """Close all connections; threads that wait for a reply raise ``ServiceError``."""
         with self._lock:
             self._closed = True
             channels = list(self._channels)
@@ -314,15 +318,15 @@ class HostClient:
             raise ServiceError(f"{self.name}: the client was closed")
 
     def no_answer(self, kind: str, seconds: float, state: str, gone: bool) -> ServiceError:
-        """The error of a deadline that passed, or of a server that is gone."""
+        """The error for a deadline that passed, or for an unreachable server."""
         return (ServerGone if gone else ServiceError)(
             f"{self.name}: no answer within {round(seconds, 1):g} s to {kind} ({state}); " + self._advice()
         )
 
     def _advice(self) -> str:
         if not self.place.name:
-            return "is a graph server running there, and is the key one that it admits (gnnfleet serve key)?"
-        return f"is its process alive? see logs/server.log of node{self.node_rank}"
+            return "check that a graph server runs there and admits this key (gnnfleet serve key)"
+        return f"check that its process is alive: see logs/server.log of node{self.node_rank}"
 
     def _submit_rows(self, requests: Sequence[RowRequest]) -> PendingReply[list[dict[str, Array]]]:
         return self._submit(
@@ -340,7 +344,7 @@ class HostClient:
             raise ServiceError(f"{self.name}: the request cannot be sent: {error}") from None
 
     def _take_channel(self) -> Channel:
-        """The channel of a thread that has ended, or a new one."""
+        """Reuse the channel of a thread that has ended, or make a new one."""
         with self._lock:
             self.check_open()
             for channel in self._channels:

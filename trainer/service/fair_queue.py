@@ -1,4 +1,4 @@
-"""Queues in which hosts and their connections take turns, whatever the number of items each has put there."""
+"""Queues that serve hosts, and the connections of each host, in round-robin order."""
 
 from __future__ import annotations
 
@@ -12,55 +12,55 @@ T = TypeVar("T")
 class Peer(NamedTuple):
     """A connection."""
 
-    address: str  #: the other host's
+    address: str  #: of the other host
     number: int
 
 
 class FairQueue(Generic[T]):
-    """Items in the order of arrival per connection; hosts take turns, and each host's connections. Not thread-safe.
+    """Round-robin over hosts and over each host's connections, first-in first-out per connection. Not thread-safe.
 
-    A connection can be held up: its items wait, and count for nothing, until it is let go.
+    A connection can be paused: ``pop`` and ``len`` ignore its items until it is resumed.
     """
 
     def __init__(self) -> None:
-        self._hosts: dict[str, dict[Peer, deque[T]]] = {}  # no empty ones
-        self._held: dict[Peer, deque[T]] = {}
+        self._hosts: dict[str, dict[Peer, deque[T]]] = {}  # without empty queues
+        self._paused: dict[Peer, deque[T]] = {}
         self._count = 0
 
     def __len__(self) -> int:
-        """Items that may be had now."""
+        """Number of items that ``pop`` can return now."""
         return self._count
 
     def of(self, peer: Peer) -> int:
-        """How many items of a connection wait."""
-        return len(self._hosts.get(peer.address, {}).get(peer, ())) + len(self._held.get(peer, ()))
+        """Number of items of a connection, paused or not."""
+        return len(self._hosts.get(peer.address, {}).get(peer, ())) + len(self._paused.get(peer, ()))
 
     def peers(self) -> list[Peer]:
         """Connections with items."""
         waiting = [peer for queues in self._hosts.values() for peer in queues]
-        return [*waiting, *(peer for peer, queue in self._held.items() if queue)]
+        return [*waiting, *(peer for peer, queue in self._paused.items() if queue)]
 
     def push(self, peer: Peer, item: T) -> None:
-        if peer in self._held:
-            self._held[peer].append(item)
+        if peer in self._paused:
+            self._paused[peer].append(item)
             return
         self._hosts.setdefault(peer.address, {}).setdefault(peer, deque()).append(item)
         self._count += 1
 
     def pause(self, peer: Peer) -> None:
-        """Give out nothing of this connection."""
-        if peer not in self._held:
-            self._held[peer] = self._taken_out(peer)
-            self._count -= len(self._held[peer])
+        """Hold back the items of a connection."""
+        if peer not in self._paused:
+            self._paused[peer] = self._remove(peer)
+            self._count -= len(self._paused[peer])
 
     def resume(self, peer: Peer) -> None:
-        """Give out its items again."""
-        if queue := self._held.pop(peer, None):
+        """Release the items of a paused connection."""
+        if queue := self._paused.pop(peer, None):
             self._hosts.setdefault(peer.address, {})[peer] = queue
             self._count += len(queue)
 
     def pop(self) -> T | None:
-        """The next item; None when there is none."""
+        """Remove and return the next item; None if there is none."""
         if not self._hosts:
             return None
         address = next(iter(self._hosts))
@@ -69,18 +69,18 @@ class FairQueue(Generic[T]):
         queue = queues.pop(peer)
         item = queue.popleft()
         if queue:
-            queues[peer] = queue  # behind the others
+            queues[peer] = queue  # at the end
         if queues:
             self._hosts[address] = queues
         self._count -= 1
         return item
 
     def drop(self, peer: Peer) -> None:
-        """Forget what a connection asked, and that it was held."""
-        self._count -= len(self._taken_out(peer))
-        self._held.pop(peer, None)
+        """Remove a connection: its items, and that it was paused."""
+        self._count -= len(self._remove(peer))
+        self._paused.pop(peer, None)
 
-    def _taken_out(self, peer: Peer) -> deque[T]:
+    def _remove(self, peer: Peer) -> deque[T]:
         queues = self._hosts.get(peer.address, {})
         queue = queues.pop(peer, deque())
         if not queues:
@@ -89,53 +89,53 @@ class FairQueue(Generic[T]):
 
 
 class BlockingFairQueue(Generic[T]):
-    """``FairQueue`` between threads."""
+    """A thread-safe ``FairQueue`` with a blocking ``get``."""
 
     def __init__(self) -> None:
-        self._turns: FairQueue[T] = FairQueue()
+        self._queue: FairQueue[T] = FairQueue()
         self._changed = threading.Condition()
         self._closed = False
 
     def __len__(self) -> int:
-        return len(self._turns)
+        return len(self._queue)
 
     def put(self, peer: Peer, item: T) -> None:
         with self._changed:
-            self._turns.push(peer, item)
+            self._queue.push(peer, item)
             self._changed.notify()
 
     def get(self) -> T | None:
-        """The next item, waited for; None once closed."""
+        """Wait for the next item and remove it; None once closed."""
         with self._changed:
             while not self._closed:
-                if len(self._turns):
-                    return self._turns.pop()
+                if len(self._queue):
+                    return self._queue.pop()
                 self._changed.wait()
             return None
 
     def of(self, peer: Peer) -> int:
-        """How many items of a connection wait."""
+        """Number of items of a connection, paused or not."""
         with self._changed:
-            return self._turns.of(peer)
+            return self._queue.of(peer)
 
     def pause(self, peer: Peer) -> None:
-        """Give out nothing of this connection."""
+        """Hold back the items of a connection."""
         with self._changed:
-            self._turns.pause(peer)
+            self._queue.pause(peer)
 
     def resume(self, peer: Peer) -> None:
-        """Give out its items again."""
+        """Release the items of a paused connection."""
         with self._changed:
-            self._turns.resume(peer)
+            self._queue.resume(peer)
             self._changed.notify_all()
 
     def drop(self, peer: Peer) -> None:
-        """Forget what a connection asked."""
+        """Remove a connection and its items."""
         with self._changed:
-            self._turns.drop(peer)
+            self._queue.drop(peer)
 
     def close(self) -> None:
-        """Wake all who wait."""
+        """Make all calls of ``get`` return None."""
         with self._changed:
             self._closed = True
             self._changed.notify_all()

@@ -1,8 +1,8 @@
 """The thread of a graph server that moves messages between its connections and its queues.
 
-What a host may take of the server's memory is bounded: requests of one host hold ``HOST_REQUESTS`` bytes, beyond which
-its connections are not read (and its oldest incomplete message goes); answers that it has not taken hold
-``HOST_ANSWERS`` bytes, beyond which it gets no more and the connections that take nothing are ended.
+The server memory that one host can use is bounded. If a host's pending requests exceed ``HOST_REQUESTS`` bytes, its
+connections are not read, and the one with the oldest incomplete request is closed. If unsent replies to it exceed
+``HOST_ANSWERS`` bytes, the host gets no further replies, and its connections that do not receive are closed.
 """
 
 from __future__ import annotations
@@ -34,33 +34,33 @@ from trainer.service.wire.frames import Kind, decode, encode, head_of
 
 MAX_CONNECTIONS = 8192
 
-HOST_REQUESTS = 128 << 20  #: bytes
+HOST_REQUESTS = 128 << 20  #: bytes of pending requests per host
 
-HOST_ANSWERS = 128 << 20  #: bytes
+HOST_ANSWERS = 128 << 20  #: bytes of unsent replies per host
 
-HANDSHAKE_TIME = 10.0  #: seconds from a connection's begin until it is admitted
+HANDSHAKE_TIME = 10.0  #: seconds within which a connection must be admitted
 
-MAX_QUEUED = 64  #: requests of a connection that wait for a thread; then it is not read
+MAX_QUEUED = 64  #: queued requests of a connection, from which on it is not read
 
-_ALIVE_EVERY = 1.0  #: seconds
+_ALIVE_EVERY = 1.0  #: seconds between keep-alives
 
-_TICK = 0.25  #: seconds between looks at deadlines and limits
+_TICK = 0.25  #: seconds between checks of deadlines and limits
 
-_GLANCE = 0.005  #: seconds until the next look at connections that are not read
+_GLANCE = 0.005  #: seconds between checks of connections that are not read
 
 _ACCEPTED_AT_ONCE = 32
 
-_READS_AT_ONCE = 4  #: of one connection, before the others have their turn
+_READS_AT_ONCE = 4  #: reads of one connection before the others are served
 
-_MESSAGES_AT_ONCE = 32  #: of one connection
+_MESSAGES_AT_ONCE = 32  #: messages of one connection before the others are served
 
-_SENT_AHEAD = 4  #: answers of one connection that wait in memory; then its requests wait, too
+_SENT_AHEAD = 4  #: unsent replies of one connection, above which its requests wait
 
-SILENT = 8.0  #: seconds without a sign of life until one that has not taken its batches counts as stopped
+SILENT = 8.0  #: seconds without activity after which a connection with unacknowledged batches is closed
 
-_STUCK = 0.5  #: seconds without ``_PROGRESS`` until a connection that holds answers counts as one that takes none
+_STUCK = 0.5  #: seconds without ``_PROGRESS`` after which a connection with unsent replies counts as not receiving
 
-_PROGRESS = 1 << 16  #: bytes
+_PROGRESS = 1 << 16  #: bytes sent
 
 _BACKLOG = 1024
 
@@ -68,8 +68,8 @@ ShortQueue = BlockingFairQueue[tuple[Peer, Received]]
 
 
 class _State(Enum):
-    GREETING = 1  #: the other side's is awaited
-    HANDSHAKE = 2  #: of TLS
+    GREETING = 1  #: waiting for the client's greeting
+    HANDSHAKE = 2  #: TLS handshake
     OPEN = 3
 
 
@@ -79,9 +79,9 @@ class _Host:
 
     address: str
     connections: set[_Connection] = field(default_factory=set)
-    requests: int = 0  #: bytes of requests that are complete and not answered
-    partial: int = 0  #: bytes of requests that are not complete
-    unsent: int = 0  #: bytes of answers
+    requests: int = 0  #: bytes of complete requests without a reply
+    partial: int = 0  #: bytes of incomplete requests
+    unsent: int = 0  #: bytes of unsent replies
 
 
 @dataclass(eq=False)
@@ -90,27 +90,28 @@ class _Connection:
     peer: Peer
     host: _Host
     reader: MessageReader
-    since: float  #: monotonic
+    since: float  #: time of its start; this and other times: ``time.monotonic()``
     state: _State = _State.GREETING
     writer: MessageWriter = field(default_factory=MessageWriter)
-    mask: int = select.EPOLLIN  #: what epoll watches
-    hello: bytes = b""  #: the other side's greeting, so far
-    held: bool = False  #: gets no more answers for now
-    pings: int = 0  #: that have been answered
-    partial_since: float = 0.0  #: since when there is an incomplete message
-    taken: int = 0  #: bytes of answers sent since ``taken_since``
-    taken_since: float = 0.0
-    heard: float = 0.0  #: when something last came from it, or was taken by it
+    mask: int = select.EPOLLIN  #: events that epoll watches
+    hello: bytes = b""  #: bytes of the client's greeting received so far
+    paused: bool = False  #: gets no replies for now
+    pings: int = 0  #: number of pings answered
+    partial_since: float = 0.0  #: when the incomplete message began
+    progress: int = 0  #: bytes of replies sent since ``progress_since``
+    progress_since: float = 0.0
+    active_at: float = 0.0  #: when bytes were last received from it or could be sent to it
 
     def __post_init__(self) -> None:
         self.descriptor = self.sock.fileno()
 
 
 class NetworkThread(threading.Thread):
-    """Runs until ``stop()``; the only user of its sockets.
+    """Runs until ``stop()``; no other thread uses its sockets.
 
-    Requests go to ``short``. A connection that takes no answers is paused in both queues. Connections with scheduled
-    work hear each second that the server lives, and say so themselves. Bytes that are no message end their connection.
+    Puts requests into ``short``. Pauses a connection in both queues while it does not receive its replies. Sends a
+    keep-alive each second to connections with scheduled work, which reply to it. Closes a connection that sends an
+    invalid message.
     """
 
     def __init__(
@@ -122,7 +123,7 @@ class NetworkThread(threading.Thread):
         self._short, self._scheduler, self._counters, self._max_request = short, scheduler, counters, max_request
         self._alive = encode(messages.alive())
         self._epoll, self._wake = select.epoll(), os.eventfd(0, os.EFD_NONBLOCK)
-        weakref.finalize(self, os.close, self._wake)  # not before the last thread that may wake this one
+        weakref.finalize(self, os.close, self._wake)  # only once no thread can wake this one
         self._scratch = memoryview(bytearray(stream.SCRATCH))
         self._woken = self._stopping = False
         self._outbox: deque[tuple[Peer, Sequence[Any] | None]] = deque()
@@ -130,24 +131,24 @@ class NetworkThread(threading.Thread):
         self._by_fd: dict[int, _Connection] = {}
         self._by_peer: dict[Peer, _Connection] = {}
         self._hosts: dict[str, _Host] = {}
-        self._unread: set[_Connection] = set()  # not read for now
+        self._unread: set[_Connection] = set()  # currently not read
         self._count = 0
         self._tick_at = self._alive_at = 0.0
 
-    # For other threads.
+    # Methods for other threads.
 
     def reply(self, peer: Peer, parts: Sequence[Any]) -> None:
-        """Send an answer, if its connection is still there."""
+        """Send a reply, unless the connection is closed."""
         self._outbox.append((peer, parts))
         self._wake_up()
 
     def end(self, peer: Peer) -> None:
-        """End a connection that sent bytes which are no request."""
+        """Close a connection that sent an invalid request."""
         self._outbox.append((peer, None))
         self._wake_up()
 
     def stop(self) -> None:
-        """End the thread, all connections and the listener."""
+        """End the thread, and close all connections and the listener."""
         self._stopping = True
         self._wake_up()
 
@@ -194,7 +195,7 @@ class NetworkThread(threading.Thread):
     def _take_outbox(self) -> None:
         with contextlib.suppress(BlockingIOError):
             os.eventfd_read(self._wake)
-        self._woken = False  # between the two: what is put into the box from now on wakes again
+        self._woken = False  # before reading the outbox, so that later replies wake this thread again
         while self._outbox:
             peer, parts = self._outbox.popleft()
             connection = self._by_peer.get(peer)
@@ -208,13 +209,13 @@ class NetworkThread(threading.Thread):
                 self._send(connection, parts)
 
     def _serve(self, connection: _Connection, event: int) -> None:
-        """Go on with a connection on which something can be done."""
+        """Handle epoll events of a connection."""
         if event & (select.EPOLLERR | select.EPOLLHUP):
             self._close(connection)
             return
         try:
-            if event & select.EPOLLOUT:  # it takes what waited
-                connection.heard = time.monotonic()
+            if event & select.EPOLLOUT:
+                connection.active_at = time.monotonic()
                 self._flush(connection)
             if event & select.EPOLLIN:
                 self._read(connection)
@@ -232,19 +233,19 @@ class NetworkThread(threading.Thread):
                 sock, place = self._listener.accept()
             except BlockingIOError:
                 return
-            except OSError:  # gone again, or no descriptor left: the next tick ends those that wait for a handshake
-                self._end_strangers(1)
+            except OSError:  # closed by the client, or no descriptor left
+                self._close_unadmitted(1)
                 return
             self._welcome(sock, str(place[0]))
 
     def _welcome(self, sock: socket.socket, address: str) -> None:
-        if len(self._by_fd) >= MAX_CONNECTIONS and not self._end_strangers(1):
+        if len(self._by_fd) >= MAX_CONNECTIONS and not self._close_unadmitted(1):
             self._counters.add("refused")
             sock.close()
             return
         try:
             stream.set_options(sock)
-        except OSError:  # gone again
+        except OSError:  # closed by the client
             sock.close()
             return
         self._count += 1
@@ -258,21 +259,21 @@ class NetworkThread(threading.Thread):
         host.unsent += connection.writer.unsent
         self._serve(connection, select.EPOLLOUT)
 
-    def _end_strangers(self, number: int) -> int:
-        """End connections that have waited longest to be admitted; how many there were."""
+    def _close_unadmitted(self, number: int) -> int:
+        """Close up to ``number`` connections that are not admitted, oldest first; returns how many."""
         waiting = sorted((one for one in self._by_fd.values() if one.state != _State.OPEN), key=lambda one: one.since)
         for connection in waiting[:number]:
             self._close(connection)
         return min(number, len(waiting))
 
     def _close(self, connection: _Connection) -> None:
-        """End a connection; what it asked for is forgotten."""
+        """Close a connection and drop its requests."""
         descriptor, host, peer = connection.descriptor, connection.host, connection.peer
         if self._by_peer.pop(peer, None) is None:
             return
         del self._by_fd[descriptor]
         self._unread.discard(connection)
-        with contextlib.suppress(OSError, ValueError):  # TLS has closed it already
+        with contextlib.suppress(OSError, ValueError):  # closed by TLS
             self._epoll.unregister(descriptor)
         connection.sock.close()
         host.connections.discard(connection)
@@ -286,12 +287,12 @@ class NetworkThread(threading.Thread):
         self._short.drop(peer)
 
     def _forget(self, host: _Host) -> None:
-        """Forget a host of which nothing is left."""
+        """Forget a host without connections and requests."""
         if not host.connections and not host.requests and self._hosts.get(host.address) is host:
             del self._hosts[host.address]
 
     def _watch(self, connection: _Connection) -> None:
-        """Have epoll tell what can be done now."""
+        """Update the events that epoll watches."""
         if connection.peer not in self._by_peer:
             return
         mask = 0 if connection in self._unread else select.EPOLLIN
@@ -305,7 +306,7 @@ class NetworkThread(threading.Thread):
     def _read(self, connection: _Connection) -> None:
         if connection.state == _State.GREETING and not self._greeted(connection):
             return
-        if connection.state == _State.HANDSHAKE and not self._shaken_hands(connection):
+        if connection.state == _State.HANDSHAKE and not self._handshake_done(connection):
             return
         try:
             for _ in range(_READS_AT_ONCE):
@@ -319,7 +320,7 @@ class NetworkThread(threading.Thread):
     def _read_once(self, connection: _Connection) -> None:
         reader, host, before = connection.reader, connection.host, connection.reader.partial
         reader.read(connection.sock.recv_into)
-        connection.heard = time.monotonic()
+        connection.active_at = time.monotonic()
         if reader.partial and not before:
             connection.partial_since = time.monotonic()
         host.partial += reader.partial - before
@@ -327,7 +328,7 @@ class NetworkThread(threading.Thread):
             self._end_oldest_partial(host)
 
     def _take_messages(self, connection: _Connection) -> bool:
-        """Take in some of the messages that have been read; whether more may be read now."""
+        """Process some of the messages that have been read; returns whether more may be read now."""
         reader = connection.reader
         if connection.peer not in self._by_peer:
             return False
@@ -345,12 +346,12 @@ class NetworkThread(threading.Thread):
         return connection.peer in self._by_peer
 
     def _may_be_read(self, connection: _Connection) -> bool:
-        if connection.held or self._short.of(connection.peer) >= MAX_QUEUED:
+        if connection.paused or self._short.of(connection.peer) >= MAX_QUEUED:
             return False
         return connection.host.requests < HOST_REQUESTS // 2 or connection.reader.partial > 0
 
     def _end_oldest_partial(self, host: _Host) -> None:
-        """End the connection whose incomplete message began first: one that is honest is complete soon."""
+        """Close the connection with the oldest incomplete message, since well-behaved clients complete theirs soon."""
         begun = [one for one in host.connections if one.reader.partial]
         if begun:
             self._counters.add("malformed")
@@ -369,7 +370,7 @@ class NetworkThread(threading.Thread):
         if self._admission is None:
             self._open(connection)
             return True
-        if connection.writer.unsent:  # our own greeting: 8 bytes that a new connection cannot take
+        if connection.writer.unsent:  # a new connection always has room for the 8 bytes of the greeting
             raise EOFError
         connection.state = _State.HANDSHAKE
         connection.sock = self._admission.context().wrap_socket(
@@ -377,7 +378,7 @@ class NetworkThread(threading.Thread):
         )
         return True
 
-    def _shaken_hands(self, connection: _Connection) -> bool:
+    def _handshake_done(self, connection: _Connection) -> bool:
         assert isinstance(connection.sock, ssl.SSLSocket) and self._admission is not None
         try:
             connection.sock.do_handshake()
@@ -400,7 +401,7 @@ class NetworkThread(threading.Thread):
         self._counters.add("bytes_in", received.size)
         head = head_of(received.parts)
         if head is None:
-            raise WireError("no request")
+            raise WireError("not a request")
         if received.size > self._max_request:
             cause = f"the request takes {received.size} bytes, over {self._max_request}"
             self._counters.add("malformed")
@@ -420,7 +421,7 @@ class NetworkThread(threading.Thread):
         connection.writer.put(parts)
         connection.host.unsent += connection.writer.unsent - before
         if not before:
-            connection.taken, connection.taken_since = 0, time.monotonic()
+            connection.progress, connection.progress_since = 0, time.monotonic()
         try:
             self._flush(connection)
         except OSError:
@@ -429,22 +430,22 @@ class NetworkThread(threading.Thread):
     def _flush(self, connection: _Connection) -> None:
         sent = connection.writer.send(connection.sock)
         connection.host.unsent -= sent
-        connection.taken += sent
-        if connection.taken >= _PROGRESS:
-            connection.taken, connection.taken_since = 0, time.monotonic()
-        self._hold(connection)
+        connection.progress += sent
+        if connection.progress >= _PROGRESS:
+            connection.progress, connection.progress_since = 0, time.monotonic()
+        self._pause_or_resume(connection)
         self._watch(connection)
 
-    def _hold(self, connection: _Connection) -> None:
-        """Pause a connection that takes no answers, or whose host does not; let it go when it does."""
+    def _pause_or_resume(self, connection: _Connection) -> None:
+        """Pause a connection while it, or its host, has too many unsent replies."""
         ahead = connection.writer.messages > _SENT_AHEAD or connection.host.unsent > HOST_ANSWERS
-        if ahead == connection.held:
+        if ahead == connection.paused:
             return
-        connection.held = ahead
+        connection.paused = ahead
         for queue in (self._short, self._scheduler):
             (queue.pause if ahead else queue.resume)(connection.peer)
 
-    # Now and then.
+    # Periodic work.
 
     def _tick(self, now: float) -> None:
         for connection in [one for one in self._by_fd.values() if one.state != _State.OPEN]:
@@ -457,12 +458,12 @@ class NetworkThread(threading.Thread):
                 for connection in self._stuck(host, now):
                     self._close(connection)
             for connection in list(host.connections):
-                if connection.held:
-                    self._hold(connection)
+                if connection.paused:
+                    self._pause_or_resume(connection)
         if now >= self._alive_at:
             self._alive_at = now + _ALIVE_EVERY
             for peer in self._scheduler.holders():
-                if (holder := self._by_peer.get(peer)) is not None and now - holder.heard > SILENT:
+                if (holder := self._by_peer.get(peer)) is not None and now - holder.active_at > SILENT:
                     self._close(holder)
             for peer in self._scheduler.peers():
                 if (waiting := self._by_peer.get(peer)) is not None and not waiting.writer.unsent:
@@ -470,20 +471,20 @@ class NetworkThread(threading.Thread):
 
     @staticmethod
     def _stuck(host: _Host, now: float) -> Iterator[_Connection]:
-        """Connections that take none of their answers."""
+        """Connections that do not receive their replies."""
         for connection in list(host.connections):
-            if connection.writer.unsent and now - connection.taken_since > _STUCK:
+            if connection.writer.unsent and now - connection.progress_since > _STUCK:
                 yield connection
 
 
 class _Freed:
-    """Says that a request's memory is free, once nobody refers to the request any more."""
+    """Reports the size of a request when the last reference to the request is deleted."""
 
     def __init__(self, to: deque[tuple[_Host, int]], host: _Host, size: int):
-        self._to, self._what = to, (host, size)
+        self._to, self._freed = to, (host, size)
 
     def __del__(self) -> None:
-        self._to.append(self._what)
+        self._to.append(self._freed)
 
 
 def _end() -> bytes:
@@ -491,7 +492,10 @@ def _end() -> bytes:
 
 
 def bound_listener(endpoint: str) -> tuple[socket.socket, str]:
-    """A listening socket at ``tcp://address:port``, and the endpoint with its real port. Raises ``ServiceError``."""
+    """Listen at ``tcp://address:port``; returns the socket, and the endpoint with its actual port.
+
+    Raises ``ServiceError``.
+    """
     host, _, port = endpoint.removeprefix("tcp://").rpartition(":")
     bare = host.strip("[]")
     try:

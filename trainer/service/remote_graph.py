@@ -179,7 +179,9 @@ class Gateway:
     def sample_batch(self, work: BatchWork) -> SampledBatch:
         """The batch, made by a server. Raises ``SettingsError`` for more seeds than a server takes."""
         if (number := sum(map(len, work.seeds.nodes.values()))) > MAX_SEEDS:
-            raise SettingsError(f"a batch of {number} seeds; a graph server accepts at most {MAX_SEEDS}; use smaller batches")
+            raise SettingsError(
+                f"a batch of {number} seeds; a graph server accepts at most {MAX_SEEDS}; use smaller batches"
+            )
         with self._room:
             return self._ask(lambda client: client.submit_batch(work, self.client))
 

@@ -1,9 +1,8 @@
-"""Messages on a TCP connection, plain or in TLS: what graph servers and their clients send each other.
+"""Framing of messages between graph servers and clients on a TCP connection, plain or with TLS.
 
-Each side begins with a greeting: ``GNFS`` · version u16 · flags u16 (1: TLS follows). A message is a count u32, so many
-sizes u64, and the parts of these sizes (``trainer.service.wire.frames`` says what is in them), all little-endian. A
-message without parts is a sign of life: a server sends one as soon as a connection is admitted, and one back for
-each that it receives.
+Each side begins with a greeting: ``GNFS`` · version u16 · flags u16 (1: TLS follows). A message is a count of parts
+u32, the size of each part u64, and the parts (see ``trainer.service.wire.frames``), all little-endian. A message
+without parts is a ping: a server sends one as soon as it admits a connection, and one in reply to each ping.
 """
 
 from __future__ import annotations
@@ -33,53 +32,57 @@ _MAGIC = b"GNFS"
 
 _TLS = 1
 
-SCRATCH = 1 << 16  #: bytes read at once while messages are small; more than a TLS record holds
+SCRATCH = 1 << 16  #: bytes read at once while messages are small; more than a TLS record
 
-_DIRECT = 1 << 15  #: bytes; a part of which so much is missing is read into its own memory
+_DIRECT = 1 << 15  #: bytes; a part of which at least this much is missing is read directly into its memory
 
-_BUFFERS = 64  #: handed to the kernel at once
+_BUFFERS = 64  #: buffers per call of sendmsg
 
-_RECORD = 1 << 18  #: bytes handed to TLS at once
+_RECORD = 1 << 18  #: bytes per call of send with TLS
 
-_MAX_PINGS = 100  #: at a time; honest peers send one every two seconds
+_MAX_PINGS = 100  #: pings between two resets of ``MessageReader.pings``; a client sends one every two seconds
 
-WOULD_BLOCK = (BlockingIOError, ssl.SSLWantReadError, ssl.SSLWantWriteError)  #: of a socket that does not block
+WOULD_BLOCK = (
+    BlockingIOError,
+    ssl.SSLWantReadError,
+    ssl.SSLWantWriteError,
+)  #: of a non-blocking socket
 
 GREETING_BYTES = _GREETING.size
 
 
 def greeting(encrypted: bool) -> bytes:
-    """What either side sends first."""
+    """The bytes that each side sends first."""
     return _GREETING.pack(_MAGIC, VERSION, _TLS * encrypted)
 
 
 def greeting_problem(received: bytes, encrypted: bool) -> str:
-    """Why the other side's greeting rules out talking to it; '' when nothing does."""
+    """Why the other side's greeting is incompatible; '' if it is compatible."""
     magic, version, flags = _GREETING.unpack(received)
     if magic != _MAGIC:
-        return "what listens there is no graph server"
+        return "the process that listens there is not a graph server"
     if version != VERSION:
-        return f"it speaks version {version} of the protocol, not {VERSION}: is the code there the same?"
+        return f"it uses protocol version {version}, not {VERSION}: do both sides run the same version of gnnfleet?"
     if flags != _TLS * encrypted:
-        is_it = "encrypted" if flags else "not encrypted"
-        return f"handshake refused: the graph server is {is_it}; do both nodes have this run's service.key?"
+        mode = "encrypted" if flags else "not encrypted"
+        return f"handshake refused: the graph server is {mode}; do both nodes have this run's service.key?"
     return ""
 
 
 @dataclass
 class Received:
-    """One message."""
+    """A received message."""
 
     parts: list[Any]  #: buffers
-    size: int  #: bytes of all parts, as announced; of a message over the limit only the first part is kept
-    freed: object = None  #: whose end tells that nobody refers to the message any more
+    size: int  #: announced bytes of all parts; a message over the limit has only its first part, if small
+    freed: object = None  #: an object whose deletion shows that the message is no longer referenced
 
 
 class MessageReader:
-    """Cuts the bytes of a connection into messages.
+    """Parses the bytes of a connection into messages.
 
-    Messages of more than ``limit`` bytes are read to their end and their parts, but a first one of at most 64 KiB,
-    are not kept. ``allocate`` gives memory for parts, uint8 [size].
+    A message of more than ``limit`` bytes is read to its end, but only its first part is kept, if it is at most 64 KiB.
+    ``allocate`` returns memory for parts, uint8 [size].
     """
 
     def __init__(
@@ -87,9 +90,9 @@ class MessageReader:
         scratch: memoryview | None = None,
     ):  # fmt: skip
         """``scratch``: memory of ``SCRATCH`` bytes that readers of one thread share."""
-        self.messages: deque[Received] = deque()  #: complete ones
-        self.pings = 0  #: messages without parts since the owner last set it to 0
-        self.partial = 0  #: bytes held of a message that is not complete
+        self.messages: deque[Received] = deque()  #: complete messages
+        self.pings = 0  #: pings since the owner last set it to 0
+        self.partial = 0  #: stored bytes of the incomplete message
         self._limit, self._allocate = limit, allocate
         self._scratch = memoryview(bytearray(SCRATCH)) if scratch is None else scratch
         self._head = bytearray()  # count and sizes, until they are complete
@@ -97,14 +100,13 @@ class MessageReader:
         self._parts: list[Any] = []
         self._size = 0  # of the current message
         self._part: memoryview | None = None  # being filled; None between messages
-        self._filled = 0  # bytes of the current part that have come
+        self._filled = 0  # bytes received of the current part
         self._skip = False  # the current part is not kept
 
     def read(self, receive: Callable[[memoryview], int]) -> int:
-        """Make one call of ``receive`` (a socket's ``recv_into``) and take in what it gives; the number of bytes.
+        """Call ``receive`` (a socket's ``recv_into``) once and parse the bytes; returns their number.
 
-        Raises what ``receive`` does, ``EOFError`` at the end of the connection, and ``WireError`` for bytes that are
-        no messages.
+        Raises ``EOFError`` at the end of the connection, ``WireError`` for invalid bytes, and errors of ``receive``.
         """
         direct = self._part is not None and not self._skip and len(self._part) - self._filled >= _DIRECT
         target = self._part[self._filled :] if direct and self._part is not None else self._scratch
@@ -130,18 +132,18 @@ class MessageReader:
 
     @property
     def _left(self) -> int:
-        """Bytes missing of the current part."""
+        """Missing bytes of the current part."""
         return self._sizes[len(self._parts)] - self._filled
 
     def _take_sizes(self, data: memoryview) -> memoryview:
-        """Take what belongs to the count and the sizes of a message; the rest."""
+        """Take bytes of the count and the sizes of a message; returns the rest."""
         missing = 4 - len(self._head)
         if missing <= 0:
             missing = 4 + 8 * self._count - len(self._head)
         self._head += data[:missing]
         if len(self._head) >= 4:
             if self._count > MAX_PARTS:
-                raise WireError(f"a message of {self._count} parts; {MAX_PARTS} are possible")
+                raise WireError(f"a message of {self._count} parts; the limit is {MAX_PARTS}")
             if self._count == 0:
                 self._ping()
             elif len(self._head) == 4 + 8 * self._count:
@@ -165,7 +167,7 @@ class MessageReader:
         self._next_part()
 
     def _next_part(self) -> None:
-        """Begin the next part that is not empty; end the message where there is none."""
+        """Begin the next non-empty part, or complete the message if there is none."""
         while len(self._parts) < len(self._sizes):
             size = self._sizes[len(self._parts)]
             over = self._size > self._limit
@@ -183,7 +185,7 @@ class MessageReader:
         return bytearray(size) if not self._parts else self._allocate(size)
 
     def _advance(self, count: int) -> None:
-        """So many more bytes of the current part have come."""
+        """Account for ``count`` more bytes of the current part."""
         self._filled += count
         self.partial += 0 if self._skip else count
         if self._left == 0:
@@ -193,13 +195,13 @@ class MessageReader:
 
 
 class MessageWriter:
-    """What waits to be sent on a connection that does not block."""
+    """Buffers messages to be sent on a non-blocking socket."""
 
     def __init__(self) -> None:
         self.unsent = 0  #: bytes
-        self.messages = 0  #: that are not sent whole
+        self.messages = 0  #: number of messages that are not completely sent
         self._buffers: deque[memoryview] = deque()
-        self._ends: deque[int] = deque()  # of messages: bytes put so far at each one's end
+        self._ends: deque[int] = deque()  # for each message, the bytes put up to its end
         self._put = self._sent = 0
 
     def put(self, parts: Sequence[Any]) -> None:
@@ -213,11 +215,11 @@ class MessageWriter:
         self.messages += 1
 
     def put_raw(self, data: bytes) -> None:
-        """Queue bytes that are no message: a greeting."""
+        """Queue bytes without framing, for the greeting."""
         self._add(data)
 
     def send(self, sock: socket.socket) -> int:
-        """Send as much as goes at once; the number of bytes. Raises ``OSError`` when the connection has ended."""
+        """Send as much as possible without blocking; returns the number of bytes. Raises ``OSError``."""
         total = 0
         try:
             while self._buffers:
@@ -254,10 +256,10 @@ class MessageWriter:
 
 
 def set_options(sock: socket.socket) -> None:
-    """No waiting for more to send; a host that has vanished is noticed after ten seconds without acknowledgement."""
+    """Make a socket non-blocking, without Nagle's delay, and detect a host that is unreachable for ten seconds."""
     sock.setblocking(False)
     sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
     for name, value in (("TCP_KEEPIDLE", 4), ("TCP_KEEPINTVL", 2), ("TCP_KEEPCNT", 3), ("TCP_USER_TIMEOUT", 10_000)):
-        if hasattr(socket, name):  # Linux's
+        if hasattr(socket, name):  # on Linux
             sock.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)

@@ -70,8 +70,8 @@ class MemberStatus:
 class Hub:
     """``Peers`` of the lead node: the connections to all members. No method blocks."""
 
-    def __init__(self, meeting: PeerConfig, loop: Loop, clock: Callable[[], float] = time.time) -> None:
-        self.meeting = meeting
+    def __init__(self, config: PeerConfig, loop: Loop, clock: Callable[[], float] = time.time) -> None:
+        self.config = config
         self.order: Order | None = None
         self.cause: Cause | None = None
         self.lost: dict[str, dict[str, Any]] = {}
@@ -79,7 +79,7 @@ class Hub:
         self.team: Team | None = None
         self.offset = 0.0
         self.dropped: dict[str, int] = {}  #: number of unauthenticated connections closed, by reason
-        self.members = {k: MemberStatus(k) for k in range(len(meeting.labels)) if k != meeting.hub}
+        self.members = {k: MemberStatus(k) for k in range(len(config.labels)) if k != config.hub}
         self.stacks_wanted = False
         self._loop, self._clock = loop, clock
         self._own: Report = {}
@@ -93,7 +93,7 @@ class Hub:
     def open(self) -> None:
         """Start to listen; raises OSError."""
         self._opened = self._looked = time.monotonic()
-        self._listener = listen(self.meeting.bind, self.meeting.port)
+        self._listener = listen(self.config.bind, self.config.port)
         self._loop.watch(self._listener, selectors.EVENT_READ, self._accept)
 
     def look(self) -> None:
@@ -118,7 +118,7 @@ class Hub:
 
     @property
     def spare(self) -> list[int]:
-        return self.meeting.crew.spare(self._gone)
+        return self.config.crew.spare(self._gone)
 
     def report(self, report: Report) -> None:
         """Store the lead node's own report, and send its effects to the members at once."""
@@ -129,7 +129,7 @@ class Hub:
 
     def may_leave(self) -> bool:
         """Whether every member has ended or is lost; waits ``peer_timeout`` at most for those that never connected."""
-        late = self._ordered is not None and time.monotonic() - self._ordered > self.meeting.peer_timeout
+        late = self._ordered is not None and time.monotonic() - self._ordered > self.config.peer_timeout
         return not any(member.heard is not None or not late for member in self._expected())
 
     def close(self) -> None:
@@ -177,7 +177,7 @@ class Hub:
     def _authenticate(self, link: Link, message: Message) -> None:
         """Check a member's proof, make ``link`` its connection, and answer with the hub's proof."""
         k, nonce = int(message["node_rank"]), str(message["nonce"])
-        token = self.meeting.token
+        token = self.config.token
         if k not in self.members or not proven(message["proof"], token, "member", k, link.nonce, nonce):
             return self._drop(link, "could not prove to belong to this run")
         member = self.members[k]
@@ -230,7 +230,7 @@ class Hub:
 
     def _orders(self, member: MemberStatus, *, with_peers: bool = False) -> Message:
         """The hub's message to a member: cause, stop or finish order, team, and, if asked for, the table of nodes."""
-        own = {str(self.meeting.hub): {"state": self._own.get("state"), "age": 0.0}}
+        own = {str(self.config.hub): {"state": self._own.get("state"), "age": 0.0}}
         return {
             "t2": self._clock(),
             "cause": self.cause if member.left is None or self._stopping else member.left,
@@ -269,20 +269,21 @@ class Hub:
         return self.order is not None and self.order.cause is not None
 
     def _expected(self) -> Iterator[MemberStatus]:
+        """Members that have neither ended nor been lost."""
         return (member for member in self.members.values() if not (member.final or member.lost))
 
     def _overdue(self, member: MemberStatus, now: float) -> tuple[str, float]:
         """(why a member is lost, since when in seconds since the epoch); ('', 0) while it is not lost."""
-        meeting = self.meeting
+        config = self.config
         if member.heard is None:
-            late = now - self._opened > meeting.start_timeout
-            why = f"it did not report to node{meeting.hub} within {meeting.start_timeout:g} s (run.start_timeout)"
+            late = now - self._opened > config.start_timeout
+            why = f"it did not report to node{config.hub} within {config.start_timeout:g} s (run.start_timeout)"
             return (why, self._clock()) if late else ("", 0.0)
-        if member.gone is not None and now - member.gone > min(EOF_PATIENCE, meeting.peer_timeout):
+        if member.gone is not None and now - member.gone > min(EOF_PATIENCE, config.peer_timeout):
             return KILLED, member.gone_wall
-        if now - member.heard > meeting.peer_timeout:
+        if now - member.heard > config.peer_timeout:
             since = self._clock() - (now - member.heard)
-            return f"{silence(meeting)}; its machine or its network is down", since
+            return f"{silence(config)}; its machine or its network is down", since
         return "", 0.0
 
     def _lose(self, member: MemberStatus, why: str, since: float) -> None:
@@ -297,7 +298,7 @@ class Hub:
             return self._leave(member, cause)
         if cause["kind"] == "lost":
             self.lost[str(member.node_rank)] = {"since": cause["t"], "why": cause["reason"]}
-        self._stop(fatal(cause, self.meeting, self._gone))
+        self._stop(fatal(cause, self.config, self._gone))
 
     def _can_lose(self, member: MemberStatus) -> bool:
         """Whether the run can continue without ``member`` now.
@@ -305,7 +306,7 @@ class Hub:
         Not while the run stops; a server always, once all have trained; else as ``Crew.can_lose``, but a client that
         still trains only after the process group was formed, which needs all ranks.
         """
-        crew, k = self.meeting.crew, member.node_rank
+        crew, k = self.config.crew, member.node_rank
         if self._stopping:
             return False
         if crew.role(k) == "server" and self.order is not None:
@@ -318,7 +319,7 @@ class Hub:
         return known and (bool(self._own.get("begun")) or any(member.begun for member in self.members.values()))
 
     def _trains(self, member: MemberStatus) -> bool:
-        return self.meeting.crew.role(member.node_rank) != "server"
+        return self.config.crew.role(member.node_rank) != "server"
 
     def _leave(self, member: MemberStatus, cause: Cause) -> None:
         """Continue the run without a member; if it is still connected, it is ordered to stop."""
@@ -327,8 +328,8 @@ class Hub:
             "t": cause["t"] + member.ahead,
             "why": cause["reason"],
             "how": cause["kind"],
-            "kind": f"{self.meeting.crew.role(member.node_rank)}-lost",
-            "text": left_words(cause, self.meeting, self._gone),
+            "kind": f"{self.config.crew.role(member.node_rank)}-lost",
+            "text": left_words(cause, self.config, self._gone),
         }
         member.left = cause
         if member.own_ranks and not member.trained:
@@ -343,6 +344,7 @@ class Hub:
         return {member.node_rank for member in self._left()}
 
     def _left(self) -> Iterator[MemberStatus]:
+        """Members that the run continues without."""
         return (member for member in self.members.values() if member.left is not None)
 
     def _staying(self) -> Iterator[MemberStatus]:
@@ -365,9 +367,9 @@ def excused(when: float | None, pause: float, now: float) -> float | None:
 KILLED = "its supervisor ended without reporting a result; it was probably killed"
 
 
-def silence(meeting: PeerConfig) -> str:
+def silence(config: PeerConfig) -> str:
     """``no sign of life for 6 s (run.peer_timeout)``."""
-    return f"no sign of life for {meeting.peer_timeout:g} s (run.peer_timeout)"
+    return f"no sign of life for {config.peer_timeout:g} s (run.peer_timeout)"
 
 
 def listen(address: str, port: int) -> socket.socket:

@@ -75,14 +75,14 @@ _QUICK_TRIPS = 4  # round trips made without a pause at first, to measure the cl
 class Member:
     """``Peers`` of a member: the connection to the hub. No method blocks, except to resolve the hub's host name."""
 
-    def __init__(self, meeting: PeerConfig, loop: Loop, clock: Callable[[], float] = time.time) -> None:
-        self.meeting = meeting
+    def __init__(self, config: PeerConfig, loop: Loop, clock: Callable[[], float] = time.time) -> None:
+        self.config = config
         self.order: Order | None = None
         self.cause: Cause | None = None
         self.lost: dict[str, dict[str, Any]] = {}
         self.gone: dict[str, dict[str, Any]] = {}
         self.team: Team | None = None
-        self.spare = meeting.crew.spare()
+        self.spare = config.crew.spare()
         self.stacks_wanted = False
         self._loop, self._clock = loop, clock
         self._offset, self._trips = ClockOffset(), 0
@@ -100,7 +100,7 @@ class Member:
         self._hub_nonce = ""
         self._trouble = ""  # why the last attempt to connect failed
         self._opened = self._looked = self._tried = self._pinged = time.monotonic()
-        self._ping_every = max(_PING_EVERY, len(meeting.labels) / _PINGS)
+        self._ping_every = max(_PING_EVERY, len(config.labels) / _PINGS)
 
     # Methods of ``Peers``.
 
@@ -113,10 +113,10 @@ class Member:
         """The other nodes as last reported by the hub; the hub's own age is that of its last message."""
         now = time.monotonic()
         rows = {k: {**row, "age": _add(row["age"], now - self._peers_received)} for k, row in self._peers.items()}
-        key = str(self.meeting.hub)
+        key = str(self.config.hub)
         hub = {"state": rows.get(key, {}).get("state", "absent"), "age": _add(0.0, now - (self._heard or now))}
         rows[key] = hub if self._heard is not None else {"state": "absent", "age": None}
-        return {k: row for k, row in rows.items() if k != str(self.meeting.node_rank)}
+        return {k: row for k, row in rows.items() if k != str(self.config.node_rank)}
 
     def open(self) -> None:
         self._opened = self._looked = time.monotonic()
@@ -133,7 +133,7 @@ class Member:
             why, since = self._overdue(now)
             if why:
                 self._lose(why, since)
-        silent = self._heard is not None and now - self._heard > min(_SILENT, self.meeting.peer_timeout / 2)
+        silent = self._heard is not None and now - self._heard > min(_SILENT, self.config.peer_timeout / 2)
         if self._link is not None and now - self._tried > _SILENT and (silent or self._link.node_rank is None):
             self._set_aside(self._link)
         late = now - self._tried > (_TRY_EVERY if self._connecting is None else self._try_for)
@@ -189,7 +189,7 @@ class Member:
         self._loop.watch(sock, selectors.EVENT_WRITE, lambda _: self._connected())
 
     def _look_up(self) -> tuple[int, Any]:
-        found = socket.getaddrinfo(self.meeting.address, self.meeting.port, type=socket.SOCK_STREAM)
+        found = socket.getaddrinfo(self.config.address, self.config.port, type=socket.SOCK_STREAM)
         self._hub_address = found[0][0], found[0][4]
         return self._hub_address
 
@@ -248,19 +248,19 @@ class Member:
         """Answer the hub's greeting, check its proof, or take its orders. Raises ValueError on a wrong proof."""
         if link.node_rank is not None:
             return self._take_orders(message)
-        meeting, token = self.meeting, self.meeting.token
-        k = meeting.node_rank
+        config, token = self.config, self.config.token
+        k = config.node_rank
         if "hello" in message:
             self._hub_nonce, link.nonce = str(message["hello"]), secrets.token_hex(16)
             shown = proof(token, "member", k, self._hub_nonce, link.nonce)
             link.send({"node_rank": k, "nonce": link.nonce, "proof": shown})
         elif proven(message["proof"], token, "hub", k, self._hub_nonce, link.nonce):
-            link.node_rank = self.meeting.hub
+            link.node_rank = self.config.hub
             self._drop_silent()
             self._heard, self._gone = time.monotonic(), None
             self._send()
         else:
-            raise ValueError(f"the process that listens there is not node{meeting.hub} of this run")
+            raise ValueError(f"the process that listens there is not node{config.hub} of this run")
 
     def _send(self) -> None:
         link = self._proven
@@ -295,25 +295,23 @@ class Member:
 
     def _overdue(self, now: float) -> tuple[str, float]:
         """(why the hub is lost, since when in seconds since the epoch); ('', 0) while it is not lost."""
-        meeting = self.meeting
+        config = self.config
         if self._heard is None:
-            late = now - self._opened > meeting.start_timeout
-            place, trouble = f"{meeting.address} port {meeting.port}", self._trouble or "no answer"
-            why = (
-                f"it could not be reached at {place} within {meeting.start_timeout:g} s (run.start_timeout): {trouble}"
-            )
+            late = now - self._opened > config.start_timeout
+            place, trouble = f"{config.address} port {config.port}", self._trouble or "no answer"
+            why = f"it could not be reached at {place} within {config.start_timeout:g} s (run.start_timeout): {trouble}"
             return (why, self._clock()) if late else ("", 0.0)
         refused = self._trouble == os.strerror(errno.ECONNREFUSED)
-        if self._gone is not None and refused and now - self._gone > min(EOF_PATIENCE, meeting.peer_timeout):
+        if self._gone is not None and refused and now - self._gone > min(EOF_PATIENCE, config.peer_timeout):
             return KILLED, self._clock() - (now - self._gone)
-        if now - self._heard > meeting.peer_timeout:
-            return f"{silence(meeting)}; its machine or the network is down", self._clock() - (now - self._heard)
+        if now - self._heard > config.peer_timeout:
+            return f"{silence(config)}; its machine or the network is down", self._clock() - (now - self._heard)
         return "", 0.0
 
     def _lose(self, why: str, since: float) -> None:
-        self.lost[str(self.meeting.hub)] = {"since": since, "why": why}
+        self.lost[str(self.config.hub)] = {"since": since, "why": why}
         if self.order is None:
-            self.cause = make_cause(self.meeting.hub, "node", "lost", why, since)
+            self.cause = make_cause(self.config.hub, "node", "lost", why, since)
             self.order = Order(self.cause)
 
 

@@ -234,24 +234,24 @@ def sentence(cause: Mapping[str, Any], labels: tuple[str, ...]) -> str:
     return f"{who} {label} {cause['reason']}"
 
 
-def left_words(cause: Cause, meeting: PeerConfig, gone: Collection[int]) -> str:
+def left_words(cause: Cause, config: PeerConfig, gone: Collection[int]) -> str:
     """The sentence that reports the loss of a node and how the run continues; gone: nodes lost before."""
-    k, crew = cause["node_rank"], meeting.crew
+    k, crew = cause["node_rank"], config.crew
     verb = "was lost" if cause["kind"] == "lost" else "failed"
     at = time.strftime("%H:%M:%S UTC", time.gmtime(cause["t"]))
-    loss = f"{crew.role(k)} {meeting.labels[k]} {verb} at {at} ({_why(cause)})"
+    loss = f"{crew.role(k)} {config.labels[k]} {verb} at {at} ({_why(cause)})"
     if crew.role(k) != "server":
         return f"{loss}: the other nodes continue without it"
-    others = ", ".join(meeting.labels[j] for j in crew.served_by(k, gone))
+    others = ", ".join(config.labels[j] for j in crew.served_by(k, gone))
     verb = "are" if len(crew.parts[k]) > 1 else "is"
     return f"{loss}: {crew.held(k)} {verb} served by {others}" if others else f"{loss}: it is no longer needed"
 
 
-def fatal(cause: Cause, meeting: PeerConfig, gone: Collection[int]) -> Cause:
+def fatal(cause: Cause, config: PeerConfig, gone: Collection[int]) -> Cause:
     """``cause``, whose reason names the parts that no remaining node holds if it is the loss of a server."""
     if cause["kind"] not in ("failure", "lost"):
         return cause
-    addition = nobody_left(cause["node_rank"], meeting.crew, meeting.labels, gone)
+    addition = nobody_left(cause["node_rank"], config.crew, config.labels, gone)
     return {**cause, "reason": cause["reason"] + addition} if addition else cause
 
 

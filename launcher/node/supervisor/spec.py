@@ -84,7 +84,7 @@ class NodeSpec:
         return self.labels or tuple(f"node{k}" for k in range(max(self.num_nodes, self.node_rank + 1)))
 
     @property
-    def meeting(self) -> PeerConfig | None:
+    def peer_config(self) -> PeerConfig | None:
         """How the supervisors connect; None for the only node of a run."""
         if self.control is None:
             return None

@@ -71,10 +71,10 @@ class Supervisor:
 
     def make_peers(self) -> Peers:
         """Create this node's connection to the other supervisors: hub, member, or none for a single node."""
-        meeting = self.spec.meeting
-        if meeting is None:
+        config = self.spec.peer_config
+        if config is None:
             return NoPeers()
-        return Hub(meeting, self.loop) if self.spec.node_rank == meeting.hub else Member(meeting, self.loop)
+        return Hub(config, self.loop) if self.spec.node_rank == config.hub else Member(config, self.loop)
 
     # The stages of the run, in order.
 
@@ -288,9 +288,11 @@ class Supervisor:
         return f"{words}; {self.journal.trouble}" if self.journal.trouble else words
 
     def own_cause(self, name: str, kind: str, reason: str, request: Mapping[str, Any] | None = None) -> Cause:
+        """A cause on this node, at the present time."""
         return make_cause(self.spec.node_rank, name, kind, reason, time.time(), request)
 
     def found_cause(self, finding: Finding) -> Cause:
+        """The cause for a finding that ends the run."""
         name = "node" if finding["rank"] is None else f"rank{finding['rank']}"
         return {**self.own_cause(name, finding["kind"], finding["text"]), "node_rank": finding["node_rank"]}
 

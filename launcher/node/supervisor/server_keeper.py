@@ -45,7 +45,7 @@ class ServerKeeper:
         self._spec, self._journal, self._loop, self._oom = spec, journal, loop, oom
         self._start, self._forget = start, forget
         self._was_ready = False
-        self._tell_compiling_at = float("inf")  # monotonic
+        self._report_compiling_at = float("inf")  # monotonic
         self._restarts: list[float] = []  # times of the restarts that count; monotonic
         self._again_at = self._deadline = 0.0
         self._last: dict[str, Any] = {}  # outcome of the last server that ended
@@ -56,7 +56,7 @@ class ServerKeeper:
             os.remove(self._spec.ready_file)
         assert self._spec.server is not None
         found, why = _kernels({**os.environ, **self._spec.server.get("env", {})})
-        self._tell_compiling_at = float("inf") if found or why else time.monotonic() + _LATE
+        self._report_compiling_at = float("inf") if found or why else time.monotonic() + _LATE
         if why and not found:
             self._journal.event("server-compiles", reason=why)
         self.child, self.ready = self._start("server", self._spec.server), False
@@ -86,8 +86,8 @@ class ServerKeeper:
         elif not self.ready and time.monotonic() > self._deadline:
             late = f"was not ready within {self._spec.start_timeout:g} s (run.start_timeout)"
             return f"{late}: it has not written {self._spec.ready_file}"
-        elif not self.ready and time.monotonic() > self._tell_compiling_at:
-            self._tell_compiling_at = float("inf")
+        elif not self.ready and time.monotonic() > self._report_compiling_at:
+            self._report_compiling_at = float("inf")
             self._journal.event("server-compiles")
         return ""
 
@@ -103,10 +103,10 @@ class ServerKeeper:
             count = len(self._restarts)
             tried = f", after {count} restart{'s' if count > 1 else ''} (run.server_restarts)" if count else ""
             return why + tried
-        self._start_again(child, now)
+        self._schedule_restart(child, now)
         return ""
 
-    def _start_again(self, child: Child, now: float) -> None:
+    def _schedule_restart(self, child: Child, now: float) -> None:
         """Record and remove the ended server; the next one starts after ``_FIRST_PAUSE * 2 ** restarts`` seconds."""
         pause = _FIRST_PAUSE * 2 ** len(self._restarts)
         self._restarts.append(now)
@@ -117,9 +117,9 @@ class ServerKeeper:
         procs.send_group(child.pid, signal.SIGKILL)  # a remaining process could still hold the port
         self._loop.forget(child)
         self._forget(child)
-        self._tell(describe(self._last), pause)
+        self._report(describe(self._last), pause)
 
-    def _tell(self, how: str, pause: float) -> None:
+    def _report(self, how: str, pause: float) -> None:
         tries = f"{len(self._restarts)} of {self._spec.server_restarts}"
         self._journal.event("server-restart", reason=how, attempt=len(self._restarts), seconds=pause)
         text = f"server of {self._spec.label} {how}; restart {tries} in {pause:g} s"

@@ -53,7 +53,7 @@ MISTAKES = {
     "- a\n": ["1: expected keys such as `nodes:` and `data:`"],
     "name: x\n": [
         "1: missing key `nodes`: the machines, in node_rank order; the first one that trains is the lead node",
-        "1: missing section `data`: the graph and where its parts live",
+        "1: missing section `data`: the graph, and where its parts are stored",
     ],
     TWO + "data: {}\n": ["3: key `data` is given twice; first on line 2"],
     TWO + "nam: x\n": ["3: unknown key `nam` at the top level; did you mean `name`?"],
@@ -82,7 +82,7 @@ MISTAKES = {
     "nodes: [a]\ndatas: {dataset: synthetic}\n": ["2: unknown key `datas` at the top level; did you mean `data`?"],
     "nodes: [a]\ndata:\n  mode: sync\n": [
         "2: missing key `dataset` in data: `synthetic`, `file`, an `ogbn-…` name, or a torch_geometric dataset as "
-        "`Planetoid:Cora`; not needed where `serving` names a cluster that has the graph"
+        "`Planetoid:Cora`; required unless `serving` is given"
     ],
     NODES + "  - a\n  - port: 3\n": [
         "4: missing key `host` in nodes.1: host name, IP address or ~/.ssh/config alias; `localhost` when "
@@ -162,7 +162,7 @@ MISTAKES = {
         "4: nodes.0.data_folder: only for `data.mode: verify`; in mode sync the parts go below workdir"
     ],
     "nodes: [a, b]\ndata:\n  dataset: synthetic\n  num_parts: 1\n": [
-        "4: fewer parts than nodes: data.num_parts is 1 and nodes has 2 entries; leave num_parts out or raise it"
+        "4: fewer parts than nodes: data.num_parts is 1, but nodes has 2 entries; leave num_parts out or raise it"
     ],
     "nodes: [a]\ndata: {dataset: file}\n": [
         "2: data.source is missing; it is the folder or .pt file that `dataset: file` reads"

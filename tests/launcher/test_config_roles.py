@@ -131,7 +131,7 @@ def test_a_run_that_attaches_needs_no_dataset_and_may_be_clients_alone(tmp_path:
 
 def test_filters_go_by_what_trains(tmp_path: Path) -> None:
     config = load(tmp_path, SERVERS + "  - {host: d, role: client}\n" + DATA + "run: {master_addr: c}\n")
-    with pytest.raises(Exception, match="give --master-addr auto, as d is node2 now"):
+    with pytest.raises(Exception, match=r"give --master-addr auto, as the lead node is now d \(node2\)"):
         filtered(config, (), ("c",))
     assert [node.host for node in filtered(config, (), ("s1",)).nodes] == ["s2", "c", "d"]
     with pytest.raises(Exception, match=r"s1 has no `devices` in the config; it is a server"):

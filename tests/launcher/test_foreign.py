@@ -83,13 +83,13 @@ GROUPS = "".join(
 HUGE = {  # what takes for ever where nothing bounds it → the answer's beginning
     "[a]\nn[1:99999999999]\n": "2: `n[1:99999999999]` stands for too many hosts; a range may stand for 4,096 at most",
     "[a]\nn[1:4096]x[1:4096]\n": "2: `n[1:4096]x[1:4096]` stands for too many hosts",
-    "[a]\n" + "".join(f"n{i}x[1:4096]\n" for i in range(30)): "3: a group may have 4,096 hosts at most",
+    "[a]\n" + "".join(f"n{i}x[1:4096]\n" for i in range(30)): "3: a group may have at most 4,096 hosts",
     "[a]\nx ansible_port=22\n" + "[a]" * 30 + "x\n": "3: nodes.1.host: `[a][a]",
-    "[a]\n" + "x" * 5000 + "\n": "2: a line of 5,000 characters",
-    "a slots=" + "9" * 5000 + "\n": "1: a line of 5,008 characters",
+    "[a]\n" + "x" * 5000 + "\n": "2: the line has 5,000 characters",
+    "a slots=" + "9" * 5000 + "\n": "1: the line has 5,008 characters",
     "a slots=" + "9" * 50 + "\n": "1: expected `host slots=4`",
     ":" * 4000 + "\n10.0.0.1\n": "1: nodes.0.host: expected host",
-    f"[z]\nx\n{GROUPS}[g60]\nhost\n": "1: it has several groups (z, g0)",
+    f"[z]\nx\n{GROUPS}[g60]\nhost\n": "1: several groups (z, g0)",
 }
 
 

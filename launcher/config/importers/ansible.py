@@ -1,4 +1,4 @@
-"""Ansible inventories: groups of hosts with variables, in INI or YAML, as nodes."""
+"""Reads Ansible inventories, groups of hosts with variables in INI or YAML, as nodes."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ from launcher.yaml_tree import Origin, Scalar, Section, Tree, YamlSequence, desc
 
 ALL = "all"
 
-_OF_ALL = (ALL, "ungrouped")
+_IMPLICIT = (ALL, "ungrouped")  #: groups that every inventory has
 
-#: Variable of a host → key of a node. Later names are Ansible's older ones.
+#: Variable of a host → key of a node.
 KEYS: Mapping[str, str] = {
     "ansible_host": "host", "ansible_ssh_host": "host",
     "ansible_port": "port", "ansible_ssh_port": "port",
@@ -34,29 +34,29 @@ _JUMPS = ("ansible_ssh_common_args", "ansible_ssh_extra_args")
 
 _RANGE = re.compile(r"\[(\w{1,18}):(\w{1,18})(?::(\d{1,18}))?\]")
 
-_DEEPEST = 32  # groups around a group
+_MAX_DEPTH = 32  # of nested groups
 
-_MOST_ADDED = 16 * MOST  # hosts of a group, those that it is given again counted again
+_MAX_ADDED = 16 * MOST  # hosts added to a group, including repeated ones
 
 Variables = dict[str, Scalar]
 
 
 @dataclass
 class Group:
-    """One group as written, its parts perhaps spread over the file."""
+    """One group, collected from all its sections in the file."""
 
-    hosts: dict[str, Variables] = field(default_factory=dict)  #: in order
-    origins: dict[str, Origin] = field(default_factory=dict)  #: of hosts
+    hosts: dict[str, Variables] = field(default_factory=dict)  #: host → its variables, in the order of the file
+    origins: dict[str, Origin] = field(default_factory=dict)  #: host → its first line
     children: dict[str, Origin] = field(default_factory=dict)
     variables: Variables = field(default_factory=dict)
 
-    added: int = 0  #: hosts, with repetitions
+    added: int = 0  #: number of ``add`` calls
 
     def add(self, host: str, origin: Origin, variables: Variables) -> None:
-        """One more host, or more of one. Raises ConfigError for more than any cluster has."""
+        """Add a host, or variables to a host. Raises ConfigError beyond ``MOST`` hosts."""
         self.added += 1
-        if self.added > _MOST_ADDED or len(self.hosts) > MOST:
-            raise ConfigError([Problem(origin.file, origin.line, f"a group may have {MOST:,} hosts at most")])
+        if self.added > _MAX_ADDED or len(self.hosts) > MOST:
+            raise ConfigError([Problem(origin.file, origin.line, f"a group may have at most {MOST:,} hosts")])
         self.origins.setdefault(host, origin)
         self.hosts.setdefault(host, {}).update(variables)
 
@@ -65,12 +65,12 @@ Groups = dict[str, Group]
 
 
 def inventory(source: Source, groups: Groups, flags: Flags, kind: str) -> Foreign:
-    """The hosts of the chosen group as nodes. Raises ConfigError."""
+    """Convert the hosts of the selected group to nodes. Raises ConfigError."""
     _children_exist(source, groups)
     chosen = _choose(source, groups, flags.group)
     hosts = list(dict.fromkeys(host for name in chosen for host in _hosts(groups, name)))
     if not hosts:
-        raise source.wrong(1, f"group {', '.join(chosen)} has no hosts")
+        raise source.error(1, f"group {', '.join(chosen)} has no hosts")
     problems: list[Problem] = []
     notes: dict[str, None] = {}
     inner_last = _inner_last(groups)
@@ -80,28 +80,28 @@ def inventory(source: Source, groups: Groups, flags: Flags, kind: str) -> Foreig
     folder = source.path.absolute().parent
     beside = [name for name in ("group_vars", "host_vars") if (folder / name).is_dir()]
     if beside:
-        notes[f"{' and '.join(beside)} beside it are not read"] = None
-    at = source.at(1)
+        notes[f"{' and '.join(beside)} in the inventory's folder are not read"] = None
+    at = source.origin(1)
     words = f"{kind}, group {', '.join(chosen)}"
     return Foreign(words, section(at, {"nodes": YamlSequence(nodes[0].origin, tuple(nodes))}), tuple(notes))
 
 
 def expand(source: Source, line: int, name: str) -> list[str]:
-    """``node[01:03]`` and ``node[a:c]`` as Ansible counts them, both ends included. Raises ConfigError."""
+    """Expand ``node[01:03]`` and ``node[a:c]`` as Ansible does, including both ends. Raises ConfigError."""
     choices, end = [], 0
     for match in _RANGE.finditer(name):
         choices += [[name[end : match.start()]], _middle(match)]
         end = match.end()
     choices.append([name[end:]])
     if not all(choices):
-        raise source.wrong(line, f"`{name}`: expected a range such as node[01:16] or node[a:f]")
+        raise source.error(line, f"`{name}`: expected a range such as node[01:16] or node[a:f]")
     if math.prod(map(len, choices)) > MOST:
-        raise source.wrong(line, f"`{name}` stands for too many hosts; a range may stand for {MOST:,} at most")
+        raise source.error(line, f"`{name}` stands for too many hosts; a range may stand for {MOST:,} at most")
     return ["".join(words) for words in itertools.product(*choices)]
 
 
 def _middle(match: re.Match[str]) -> Sequence[str]:
-    """What one range stands for, one more than ``MOST`` at most; nothing where it is none."""
+    """Return the values of one range, at most ``MOST + 1`` of them; () if it is invalid."""
     low, high, step = match[1], match[2], int(match[3] or 1) or 1
     if low.isdecimal() and high.isdecimal():
         width = len(low) if low.startswith("0") else 0
@@ -114,25 +114,30 @@ def _middle(match: re.Match[str]) -> Sequence[str]:
 
 
 def _choose(source: Source, groups: Groups, wanted: str | None) -> list[str]:
-    """The groups asked for; else the only one that is in no other, all hosts where there are no groups."""
-    named = [name for name in groups if name not in _OF_ALL]
+    """Return the groups of --group; without it the only outermost group, or ``all`` if no group has hosts.
+
+    Raises ConfigError for an unknown group, and for several outermost groups.
+    """
+    named = [name for name in groups if name not in _IMPLICIT]
     if wanted is not None:
         names = [name.strip() for name in wanted.split(",") if name.strip()]
         if unknown := [name for name in names if name not in groups and name != ALL]:
-            raise source.wrong(1, f"there is no group `{unknown[0]}` (--group); there are {', '.join(named) or 'none'}")
+            raise source.error(1, f"no group `{unknown[0]}` (--group); the groups are {', '.join(named) or 'none'}")
         return names
     inside = {child for name in named for child in groups[name].children}
     top = [name for name in named if name not in inside and any(_hosts(groups, name))]
-    loose = any(groups[name].hosts for name in _OF_ALL if name in groups)
+    loose = any(groups[name].hosts for name in _IMPLICIT if name in groups)
     if len(top) == 1 and not loose:
         return top
     if not top:
         return [ALL]
-    raise source.wrong(1, f"it has several groups ({', '.join(top)}); choose by --group {top[0]}, or --group all")
+    raise source.error(
+        1, f"several groups ({', '.join(top)}); select one, for instance --group {top[0]}, or --group all"
+    )
 
 
 def _hosts(groups: Groups, name: str) -> Iterator[str]:
-    """A group's hosts and those of its children; `all` has everybody's."""
+    """Yield the hosts of a group and of its children; for `all`, the hosts of every group."""
     seen, waiting = set[str](), [name]
     while waiting:
         name = waiting.pop()
@@ -148,40 +153,45 @@ def _children_exist(source: Source, groups: Groups) -> None:
     for name, group in groups.items():
         for child, origin in group.children.items():
             if child not in groups:
-                raise source.wrong(origin.line, f"{name}: there is no group `{child}`")
+                raise source.error(origin.line, f"{name}: no group `{child}`")
 
 
 def _node(
     source: Source, groups: Groups, variables: Variables, host: str, problems: list[Problem], notes: dict[str, None]
 ) -> Section:
-    """One host with the variables that hold for it."""
+    """Convert one host and its variables to a node; problems and notes are added to the given containers."""
     origin = next(group.origins[host] for group in groups.values() if host in group.origins)
     items: dict[str, Tree] = {"host": text(origin, host)}
     for name, value in variables.items():
         if "{{" in value.text:
             if name in KEYS:
-                problems.append(Problem(source.name, value.origin.line, f"{name} is a template; write its value"))
+                problems.append(
+                    Problem(source.name, value.origin.line, f"{name} is a template; write the value instead")
+                )
         elif name in KEYS and value.text:
             if not (name == "ansible_python_interpreter" and value.text.startswith("auto")):
                 items[KEYS[name]] = number(value.origin, value.text) if KEYS[name] == "port" else value
         elif name in _PASSWORDS:
             items["password"] = Scalar(value.origin, "true", "bool")
-            notes[f"{name} is not taken over; the password is asked for at start"] = None
+            notes[f"{name} is not imported; gnnfleet asks for the password at start"] = None
         elif name == "ansible_connection" and value.text not in ("ssh", "smart", "paramiko", "paramiko_ssh"):
             problems.append(
-                Problem(source.name, value.origin.line, f"ansible_connection={value.text}: nodes are reached by ssh")
+                Problem(source.name, value.origin.line, f"ansible_connection={value.text}: gnnfleet supports only ssh")
             )
         elif name in _JUMPS:
-            notes[f"{name} has no counterpart; a ProxyJump belongs in ~/.ssh/config, which is read"] = None
+            notes[f"{name} is not imported; put a ProxyJump into ~/.ssh/config, which gnnfleet reads"] = None
     if host == "localhost" and "host" not in {KEYS.get(name) for name in variables}:
-        notes["localhost is reached by ssh; --set transport=local runs nodes on this machine"] = None
+        notes["localhost is reached by ssh; add --set transport=local to run nodes without SSH"] = None
     return section(origin, items)
 
 
 def _inner_last(groups: Groups) -> list[tuple[Group, set[str]]]:
-    """The groups but `all`, each with its hosts: outer groups before inner ones, those of one depth by name."""
+    """Return all groups except `all` with their hosts, outer groups before inner ones, then by name.
+
+    This is the order in which Ansible applies group variables.
+    """
     depths = dict.fromkeys(groups, 1)
-    for _ in range(_DEEPEST):
+    for _ in range(_MAX_DEPTH):
         before = dict(depths)
         for name, group in groups.items():
             for child in group.children:
@@ -193,7 +203,7 @@ def _inner_last(groups: Groups) -> list[tuple[Group, set[str]]]:
 
 
 def _variables(groups: Groups, inner_last: Sequence[tuple[Group, set[str]]], host: str) -> Variables:
-    """Those of `all`, of outer groups, of inner groups, of the host; the last one holds."""
+    """Return the variables of a host. Inner groups override outer ones, and the host's own override all groups."""
     found = dict(groups[ALL].variables) if ALL in groups else {}
     for group, hosts in inner_last:
         if host in hosts:
@@ -207,7 +217,7 @@ _HEADER = re.compile(r"\[([^\[\]:\s]+)(?::(vars|children|hosts))?\]")
 
 
 def read_ini(source: Source) -> Groups:
-    """Raises ConfigError at the first line that is none of an inventory's."""
+    """Parse an INI inventory. Raises ConfigError at the first invalid line."""
     groups: Groups = {}
     group, what = "ungrouped", "hosts"
     for line, words in source.lines(comment="#;"):
@@ -215,12 +225,12 @@ def read_ini(source: Source) -> Groups:
             group, what = header[1], header[2] or "hosts"
             groups.setdefault(group, Group())
         elif what == "children":
-            groups[group].children[words] = source.at(line)
+            groups[group].children[words] = source.origin(line)
         elif what == "vars":
             name, equals, value = (word.strip() for word in words.partition("="))
             if not equals:
-                raise source.wrong(line, f"expected name=value in [{group}:vars], found `{words}`")
-            groups[group].variables[name] = text(source.at(line), _unquoted(value))
+                raise source.error(line, f"expected name=value in [{group}:vars], found `{words}`")
+            groups[group].variables[name] = text(source.origin(line), _unquoted(value))
         else:
             _host(source, line, words, groups.setdefault(group, Group()))
     return groups
@@ -230,12 +240,12 @@ def _host(source: Source, line: int, words: str, group: Group) -> None:
     try:
         pattern, *pairs = shlex.split(words)
     except ValueError as error:
-        raise source.wrong(line, f"`{words}`: {str(error).lower()}") from None
-    origin, variables = source.at(line), {}
+        raise source.error(line, f"`{words}`: {str(error).lower()}") from None
+    origin, variables = source.origin(line), {}
     for pair in pairs:
         name, equals, value = pair.partition("=")
         if not equals:
-            raise source.wrong(line, f"expected name=value after the host, found `{pair}`")
+            raise source.error(line, f"expected name=value after the host, found `{pair}`")
         variables[name] = text(origin, value)
     name, port = _port(pattern, origin)
     for host in expand(source, line, name):
@@ -243,7 +253,7 @@ def _host(source: Source, line: int, words: str, group: Group) -> None:
 
 
 def _port(pattern: str, origin: Origin) -> tuple[str, Variables]:
-    """``host:2222``, but not ``node[01:03]``."""
+    """Split ``host:2222`` into host and port; the colon of a range, as in ``node[01:03]``, is not a port."""
     match = re.fullmatch(r"([^:\[]*(?:\[[^\]]*\][^:\[]*)*):(\d+)", pattern)
     return (match[1], {"ansible_port": text(origin, match[2])}) if match else (pattern, {})
 
@@ -253,7 +263,7 @@ def _unquoted(value: str) -> str:
 
 
 def read_yaml(source: Source) -> Groups:
-    """Raises ConfigError."""
+    """Parse a YAML inventory. Raises ConfigError."""
     problems: list[Problem] = []
     tree = read_tree(source.text, source.name, source.path.absolute().parent, problems.append)
     if problems or not isinstance(tree, Section):
@@ -270,7 +280,7 @@ def _group(source: Source, groups: Groups, name: str, tree: Tree, at: Origin) ->
     for key in keys.items:
         if key not in ("hosts", "vars", "children"):
             line = keys.keys[key].line
-            raise source.wrong(line, f"{name}: expected hosts, vars or children, found `{key}`")
+            raise source.error(line, f"{name}: expected hosts, vars or children, found `{key}`")
     hosts = _section(source, keys.items.get("hosts"), at, f"{name}.hosts")
     for pattern, variables in hosts.items.items():
         origin = hosts.keys[pattern]
@@ -285,7 +295,7 @@ def _group(source: Source, groups: Groups, name: str, tree: Tree, at: Origin) ->
 
 
 def _yaml_variables(source: Source, tree: Tree | None, at: Origin, name: str) -> Variables:
-    """Plain values only; lists and sections are no concern of a launcher."""
+    """Return the variables with scalar values; lists and mappings are ignored."""
     items = _section(source, tree, at, name).items
     return {key: value for key, value in items.items() if isinstance(value, Scalar)}
 
@@ -294,5 +304,5 @@ def _section(source: Source, tree: Tree | None, at: Origin, name: str) -> Sectio
     if tree is None or isinstance(tree, Scalar) and tree.empty:
         return Section(at, {})
     if not isinstance(tree, Section):
-        raise source.wrong(tree.origin.line, f"{name}: expected a section of keys, found {describe(tree)}")
+        raise source.error(tree.origin.line, f"{name}: expected a section of keys, found {describe(tree)}")
     return tree

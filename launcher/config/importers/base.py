@@ -1,4 +1,4 @@
-"""The result of reading a file of another launcher: a config tree, and flags given beside the file."""
+"""Types and helpers of the importers: a file of another launcher, its flags, and the config tree made of them."""
 
 from __future__ import annotations
 
@@ -14,71 +14,79 @@ from launcher.errors import ConfigError, Problem, UsageError
 from launcher.yaml_tree import Origin, Scalar, Section, Tree
 from launcher.yaml_tree import YamlSequence as TreeList
 
-_LONGEST_LINE = 4096
+_MAX_LINE = 4096  #: characters
 
 
 @dataclass(frozen=True)
 class Foreign:
-    """A foreign file as a cluster.yml."""
+    """A file of another launcher, converted to the tree of a cluster.yml."""
 
-    kind: str  #: what it was taken for, in words
-    tree: Section  #: keys of ours; origins are places in the foreign file
-    notes: tuple[str, ...] = ()
-    batch_per_process: bool = False  #: what --batch_size counts there
+    kind: str  #: format of the file, for messages
+    tree: Section  #: keys of cluster.yml; origins are lines of the other file
+    notes: tuple[str, ...] = ()  #: for the user: settings that were changed or left out
+    batch_per_process: bool = False  #: whether --batch_size counts seeds per process instead of globally
 
 
 def text(origin: Origin, value: str) -> Scalar:
+    """Return a text as a tree."""
     return Scalar(origin, value, "str")
 
 
 @dataclass(frozen=True)
 class Source:
-    """A file as the user named it."""
+    """A file and its text."""
 
-    path: Path
+    path: Path  #: as the user gave it
     text: str
 
     @property
     def name(self) -> str:
         return str(self.path)
 
-    def at(self, line: int) -> Origin:
+    def origin(self, line: int) -> Origin:
+        """Return the origin of values on this line."""
         return Origin(self.name, line, self.path.absolute().parent)
 
-    def wrong(self, line: int, message: str) -> ConfigError:
-        """One mistake, to be raised."""
+    def error(self, line: int, message: str) -> ConfigError:
+        """Return a ConfigError with a single problem, to be raised."""
         return ConfigError([Problem(self.name, line, message)])
 
     def lines(self, comment: str = "#") -> list[tuple[int, str]]:
-        """(line, text) of lines that say something, from 1, without comments. Raises ConfigError for very long ones."""
+        """Return (line number, text) of the lines that are not empty, without comments.
+
+        Raises ConfigError for a line of more than ``_MAX_LINE`` characters.
+        """
         bare = (re.split(rf"(?:^|\s)[{comment}]", line, maxsplit=1)[0].strip() for line in self.text.splitlines())
         found = [(number, line) for number, line in enumerate(bare, 1) if line]
         for at, line in found:
-            if len(line) > _LONGEST_LINE:
-                raise self.wrong(at, f"a line of {len(line):,} characters; a host with all it has takes some hundred")
+            if len(line) > _MAX_LINE:
+                raise self.error(at, f"the line has {len(line):,} characters, of at most {_MAX_LINE:,}")
         return found
 
 
 def number(origin: Origin, value: int | str) -> Scalar:
+    """Return a number as a tree."""
     return Scalar(origin, str(value), "int")
 
 
 def listed(origin: Origin, items: Sequence[Tree]) -> TreeList:
+    """Return a list as a tree."""
     return TreeList(origin, tuple(items))
 
 
 def section(origin: Origin, items: Mapping[str, Tree]) -> Section:
+    """Return a mapping as a tree; each key has the origin of its value."""
     return Section(origin, dict(items), {name: item.origin for name, item in items.items()})
 
 
-def said(words: str) -> Origin:
-    """The origin of what stands in no file; ``words`` are shown in its place."""
+def virtual_origin(words: str) -> Origin:
+    """Return the origin of a value that is in no file; messages show ``words`` instead of a file name."""
     return Origin(words, 0, Path.cwd())
 
 
-NODES_ONLY = Path("--nodes")  #: stands for the config file where there is none but ``--nodes a,b``
+NODES_ONLY = Path("--nodes")  #: path of the config when only ``--nodes`` and no file is given
 
-#: Flags of torch_geometric's launch.py → key of ours, where a key says the same.
+#: Flags of torch_geometric's launch.py → config key with the same meaning.
 FLAG_KEYS: Mapping[str, str] = {
     "num_epochs": "train.epochs",
     "learning_rate": "train.lr",
@@ -89,17 +97,17 @@ FLAG_KEYS: Mapping[str, str] = {
     "ssh_username": "nodes.*.user",
 }
 
-_RENAMED = {"ogbn-product": "ogbn-products"}  #: as torch_geometric's run_dist.sh calls it
+_RENAMED = {"ogbn-product": "ogbn-products"}  #: name in torch_geometric's run_dist.sh → name in OGB
 
 
 @dataclass(frozen=True)
 class Flags:
-    """What the command line says beside a foreign file; what is a key of ours is in the overrides instead."""
+    """Command-line flags for files of other launchers. Flags that correspond to a config key are overrides instead."""
 
-    nodes: str | None = None  #: ``a,b,c``
+    nodes: str | None = None  #: ``a,b,c``, or a number of nodes on this machine
     group: str | None = None  #: of an Ansible inventory
     dataset: str | None = None
-    batch_size: str | None = None  #: seeds per step, as the foreign launcher means it
+    batch_size: str | None = None  #: seeds per step, per process or globally, see ``Foreign.batch_per_process``
     master_addr: str | None = None
     num_nodes: int | None = None
     workspace: str | None = None
@@ -110,8 +118,10 @@ class Flags:
 
 
 def dataset_overrides(name: str) -> tuple[str, ...]:
-    """``--dataset``: another graph, so neither the options nor the parts of the file's fit. An existing path is a
-    graph of one's own."""
+    """Return the overrides for ``--dataset``, a dataset name or an existing path.
+
+    They also reset the options and the partition folder of the file, which belong to another graph.
+    """
     name = _RENAMED.get(name, name)
     here = Path(name).expanduser().exists() and (os.sep in name or "." in name)
     stem = Path(name).stem if here else re.sub(r"[^A-Za-z0-9._-]", "-", name)
@@ -120,7 +130,7 @@ def dataset_overrides(name: str) -> tuple[str, ...]:
 
 
 def node_overrides(nodes: str) -> tuple[str, ...]:
-    """``--nodes a,b`` beside a config: other hosts, and the rest as it is."""
+    """Return the overrides for ``--nodes`` given in addition to a config: only the hosts and the transport change."""
     if nodes.isdecimal():
         return (f"nodes={nodes}", "transport=local")
     hosts = ",".join(f'"{host}"' for host in split_hosts(nodes))
@@ -128,8 +138,11 @@ def node_overrides(nodes: str) -> tuple[str, ...]:
 
 
 def environment_overrides(venv: str | None, conda: str | None) -> tuple[str, ...]:
-    """``--venv`` and ``--conda``: for every node, in place of whatever it has. A shell has written out ~, which is
-    another folder on the hosts. Raises UsageError."""
+    """Return the overrides for ``--venv`` or ``--conda``, which replace the environment of every node.
+
+    An expanded home folder is written as ``~`` again, because home folders differ between hosts. Raises UsageError if
+    both are given.
+    """
     if venv and conda:
         raise UsageError("--venv and --conda: give one of them, the one that holds torch")
     key, text = ("venv", venv) if venv else ("conda", conda)
@@ -143,5 +156,5 @@ def environment_overrides(venv: str | None, conda: str | None) -> tuple[str, ...
 
 
 def split_hosts(nodes: str) -> list[str]:
-    """``a,n[1-3,7],b`` at commas outside brackets."""
+    """Split a list of hosts, as ``a,n[1-3,7],b``, at the commas outside brackets."""
     return [host.strip() for host in re.split(r",(?![^\[]*\])", nodes) if host.strip()]

@@ -1,4 +1,4 @@
-"""Detects by its content which launcher a file was written for, and reads it."""
+"""Detects from its content which launcher a file was written for, and converts it."""
 
 from __future__ import annotations
 
@@ -27,17 +27,20 @@ _LISTED = re.compile(rf"(- +)?[\"']?({HOST})(\s+\d+)?[\"']?")
 
 
 def read_foreign(path: Path, flags: Flags = Flags()) -> Foreign | None:  # noqa: B008  frozen
-    """The file as ours; None where it is ours already, or none that is known. Raises ConfigError."""
+    """Convert a file of another launcher; None for a cluster.yml, an unknown format or an unreadable file.
+
+    Raises ConfigError for problems in the file, and UsageError if --group is given for another format.
+    """
     if path == NODES_ONLY:
         return read_nodes(flags)
     try:
         source = Source(path, read_text(path, MOST_BYTES))
     except (OSError, ValueError):
-        return None  # told by the reader of ours
+        return None  # ``load_config`` reports it
     found = _read(source, flags)
     if found is None or flags.group is not None and "inventory" not in found.kind:
         if flags.group is not None:
-            raise UsageError(f"--group chooses among the groups of an Ansible inventory, and {path} is none")
+            raise UsageError(f"--group selects a group of an Ansible inventory, but {path} is not an inventory")
         return None
     return found
 
@@ -56,7 +59,7 @@ def _read(source: Source, flags: Flags) -> Foreign | None:
 
 
 def recognise(source: Source) -> str:
-    """``glt``, ``inventory-yaml``, ``inventory-ini``, ``hostfile``, ``list``, or "" for what is ours or unknown."""
+    """Return ``glt``, ``inventory-yaml``, ``inventory-ini``, ``hostfile``, ``list``, or "" for any other file."""
     keys = set(_KEY.findall(source.text))
     if keys:
         if len(keys & {*LISTS, "in_channel", "out_channel"}) >= 2:
@@ -74,7 +77,11 @@ def recognise(source: Source) -> str:
 
 
 def _is_list(lines: list[str]) -> bool:
-    """Hosts line by line; what begins as one is one with mistakes. A single word might be anything."""
+    """Whether the lines are a list of hosts.
+
+    If the first line is recognisably a host, errors in later lines are reported as such. Plain words, which might be
+    anything, count as hosts only if there are several lines and all of them match.
+    """
     first = _LISTED.fullmatch(lines[0])
     if first and (first[3] or re.search(r"[0-9.@]", first[2])):
         return True
@@ -82,8 +89,8 @@ def _is_list(lines: list[str]) -> bool:
 
 
 def graph_is_named(foreign: Foreign, tree: Section, path: Path) -> None:
-    """Raises ConfigError, with what to type, where neither file nor command line say which graph is trained on."""
+    """Raise ConfigError if neither the file nor the command line names the graph to train on."""
     if "data" not in tree.items:
-        what = f"{foreign.kind}, which says nothing of the graph; name it: add --dataset ogbn-products"
-        more = "or --dataset graph.pt (a file or folder of your own), or --dataset synthetic (made on the spot)"
+        what = f"{foreign.kind} does not name the graph to train on; add --dataset ogbn-products"
+        more = "--dataset graph.pt (your own file or folder), or --dataset synthetic (a generated graph)"
         raise ConfigError([Problem(str(path), 0, f"{what}, {more}")])

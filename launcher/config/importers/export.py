@@ -1,4 +1,4 @@
-"""Writes a config that was read from a file of another launcher as a commented cluster.yml."""
+"""Renders a config that was imported from a file of another launcher as a commented cluster.yml."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from launcher.config.importers.base import Foreign
 from launcher.text import OWN_VENV
 from launcher.yaml_tree import Dumper, Origin, Scalar, Section, Tree, YamlSequence
 
-_HERE = {"key", "source", "folder", "resume"}  #: keys whose values are paths of this machine
+_LOCAL_PATHS = {"key", "source", "folder", "resume"}  #: keys whose values are paths on this machine
 
 _ENVIRONMENT = {"python", "venv", "conda"}
 
@@ -25,9 +25,12 @@ _NUMBERS = re.compile(r"-?\d+(,-?\d+)+")
 
 
 def cluster_yml(foreign: Foreign, tree: Section, name: str, folder: Path) -> str:
-    """``tree`` as text that lies in ``folder`` and means the same there."""
-    told = f"Written by gnnfleet import from {name}, taken for {foreign.kind}."
-    head = [*_comment(told), *(line for note in foreign.notes for line in _comment(f"- {note}"))]
+    """Return ``tree`` as the text of a file in ``folder``, with relative paths adapted and origins as comments.
+
+    ``name`` is the imported file, for the comment at the top.
+    """
+    first = f"Written by gnnfleet import from {name}, read as {foreign.kind}."
+    head = [*_comment(first), *(line for note in foreign.notes for line in _comment(f"- {note}"))]
     moved = _moved(tree, folder, "")
     assert isinstance(moved, Section)
     kept = _with_defaults(moved)
@@ -41,13 +44,13 @@ def _comment(words: str) -> list[str]:
 
 
 def _moved(tree: Tree, folder: Path, key: str) -> Tree:
-    """Relative paths as they are seen from ``folder``; keys that are empty go."""
+    """Return the tree with relative paths relative to ``folder`` and without empty keys."""
     if isinstance(tree, Section):
         items = {name: _moved(item, folder, name) for name, item in tree.items.items() if not _empty(item)}
         return replace(tree, items=items)
     if isinstance(tree, YamlSequence):
         return replace(tree, items=tuple(_moved(item, folder, key) for item in tree.items))
-    if key not in _HERE or not tree.text or tree.text.startswith(("/", "~")):
+    if key not in _LOCAL_PATHS or not tree.text or tree.text.startswith(("/", "~")):
         return tree
     path = os.path.relpath(tree.origin.folder / tree.text, folder.absolute())
     return replace(tree, text=path, tag="str")
@@ -58,7 +61,7 @@ def _empty(tree: Tree) -> bool:
 
 
 def _with_defaults(tree: Section) -> Section:
-    """What all nodes have alike stands under `defaults`."""
+    """Move keys that are equal on all nodes to `defaults`."""
     nodes = tree.items.get("nodes")
     if not isinstance(nodes, YamlSequence) or len(nodes.items) < 2:
         return tree
@@ -79,7 +82,7 @@ def _with_defaults(tree: Section) -> Section:
 
 
 def _with_place(lines: list[tuple[str, str]], tree: Section) -> list[tuple[str, str]]:
-    """Where no node says which Python is its own, a line to fill in."""
+    """Add a commented `venv` line to `defaults` if no node names its Python."""
     nodes, transport = tree.items.get("nodes"), tree.items.get("transport")
     if isinstance(transport, Scalar) and transport.text == "local":
         return lines
@@ -94,7 +97,7 @@ def _with_place(lines: list[tuple[str, str]], tree: Section) -> list[tuple[str, 
 
 
 def _section(tree: Section, depth: int) -> Iterator[tuple[str, str]]:
-    """(text, comment) of each line."""
+    """Yield (text, comment) for each line of a section; ``depth`` is its indentation level."""
     before = "  " * depth
     for key, item in tree.items.items():
         if isinstance(item, Section):
@@ -112,7 +115,7 @@ def _section(tree: Section, depth: int) -> Iterator[tuple[str, str]]:
 
 
 def _entry(tree: Tree, depth: int) -> Iterator[tuple[str, str]]:
-    """One node; what stands on the host's own line says so once."""
+    """Yield the lines of one list entry. A comment equal to that of the host's line is not repeated."""
     before = "  " * depth
     if not isinstance(tree, Section):
         yield f"{before}- {_one_line(tree)}", _where(tree.origin)
@@ -140,14 +143,14 @@ def _one_line(tree: Tree) -> str:
 
 
 def _where(origin: Origin) -> str:
-    """Where a value came from."""
+    """Return the origin of a value as a comment."""
     if origin.line:
         return f"line {origin.line}"
     return "from the command line" if origin.file.startswith("--") else origin.file
 
 
 def _aligned(lines: list[tuple[str, str]]) -> Iterator[str]:
-    """Comments in one column, and a blank line before each section."""
+    """Yield the lines with comments aligned in a column and a blank line before each section."""
     column = min(48, max((len(line) for line, comment in lines if comment), default=0)) + 2
     for place, (line, comment) in enumerate(lines):
         if place and not line.startswith(" ") and line.endswith(":"):

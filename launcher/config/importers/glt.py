@@ -1,26 +1,26 @@
-"""The YAML of GraphLearn-for-PyTorch's launcher: parallel lists, one entry per node."""
+"""Reads the YAML of GraphLearn-for-PyTorch's (GLT's) launcher: parallel lists with one entry per node."""
 
 from __future__ import annotations
 
-from launcher.config.importers.base import Flags, Foreign, Source, listed, number, said, section, text
+from launcher.config.importers.base import Flags, Foreign, Source, listed, number, section, text, virtual_origin
 from launcher.errors import ConfigError, Problem
 from launcher.yaml_tree import Scalar, Section, Tree, YamlSequence, describe, read_tree
 
-#: Its lists that ours are made of, besides `nodes`.
+#: GLT's lists that are converted, besides `nodes`.
 LISTS = ("ports", "usernames", "python_bins", "dst_paths", "visible_devices", "node_ranks")
 
 _COUNTS = ("in_channel", "out_channel")
 
-_OURS = ("data", "train", "run", "defaults", "transport", "host_keys")
+_OUR_KEYS = ("data", "train", "run", "defaults", "transport", "host_keys")
 
-#: What its dist_train_sage_supervised.py has fixed.
-_TRAINS = {"hidden": "256", "dropout": "0.0", "lr": "0.01"}
+#: Settings hard-coded in GLT's dist_train_sage_supervised.py.
+_TRAIN_SETTINGS = {"hidden": "256", "dropout": "0.0", "lr": "0.01"}
 
 _FANOUTS = (15, 10, 5)
 
 
 def read_glt(source: Source, flags: Flags) -> Foreign:
-    """Raises ConfigError, with key and line, for lists of different length and everything else that does not fit."""
+    """Convert a file of GLT. Raises ConfigError for lists of unequal length, invalid node_ranks and gnnfleet keys."""
     problems: list[Problem] = []
     tree = read_tree(source.text, source.name, source.path.absolute().parent, problems.append)
     if problems or not isinstance(tree, Section):
@@ -28,7 +28,7 @@ def read_glt(source: Source, flags: Flags) -> Foreign:
     nodes = _list(tree, "nodes", problems)
     lists = {name: _list(tree, name, problems) for name in LISTS if name in tree.items}
     problems += [_unequal(tree, name, lists[name], nodes) for name in lists if _differs(tree, name, nodes)]
-    problems += [_not_theirs(tree, name) for name in tree.items if name in _OURS]
+    problems += [_our_key(tree, name) for name in tree.items if name in _OUR_KEYS]
     if not problems:
         order = _order(tree, lists, problems)
     if problems:
@@ -57,27 +57,29 @@ def _unequal(tree: Section, name: str, values: tuple[Tree, ...], nodes: tuple[Tr
     return Problem(
         at.file,
         at.line,
-        f"{name} has {len(values)} {'entry' if len(values) == 1 else 'entries'}, and nodes "
-        f"(line {first.line}) has {len(nodes)}; each node needs one",
+        f"{name} has {len(values)} {'entry' if len(values) == 1 else 'entries'}, but nodes "
+        f"(line {first.line}) has {len(nodes)}; give one entry per node",
     )
 
 
-def _not_theirs(tree: Section, name: str) -> Problem:
+def _our_key(tree: Section, name: str) -> Problem:
     at = tree.keys[name]
     return Problem(
-        at.file, at.line, f"`{name}` is gnnfleet's, the rest is GLT's; write one of both (`gnnfleet import` makes ours)"
+        at.file,
+        at.line,
+        f"`{name}` is a key of gnnfleet in a file of GLT; do not mix both (`gnnfleet import` converts GLT's)",
     )
 
 
 def _order(tree: Section, lists: dict[str, tuple[Tree, ...]], problems: list[Problem]) -> list[int]:
-    """Places in the lists, by node_ranks."""
+    """Return the indices into the lists in the order of node_ranks."""
     ranks = lists.get("node_ranks")
     if ranks is None:
         return list(range(len(_list(tree, "nodes", problems))))
     texts = [rank.text if isinstance(rank, Scalar) else "" for rank in ranks]
     if sorted(texts) != sorted(map(str, range(len(texts)))):
         at = tree.keys["node_ranks"]
-        problems.append(Problem(at.file, at.line, f"node_ranks: expected 0 to {len(texts) - 1}, each of them once"))
+        problems.append(Problem(at.file, at.line, f"node_ranks: expected each of 0 to {len(texts) - 1} once"))
         return []
     return sorted(range(len(texts)), key=lambda k: int(texts[k]))
 
@@ -100,13 +102,13 @@ def _node(host: Tree, values: dict[str, Tree]) -> Section:
 
 
 def _text(tree: Tree) -> Tree:
-    """A name such as 007 stays a text."""
+    """Convert a scalar to text, so that a name such as 007 is not read as a number."""
     return text(tree.origin, tree.text) if isinstance(tree, Scalar) and not tree.empty else tree
 
 
 def _tree(theirs: Section, nodes: list[Section]) -> Section:
-    origin = said("as in GLT's example")
-    fixed: dict[str, Tree] = {name: number(origin, value) for name, value in _TRAINS.items()}
+    origin = virtual_origin("as in GLT's example")
+    fixed: dict[str, Tree] = {name: number(origin, value) for name, value in _TRAIN_SETTINGS.items()}
     fixed["fanouts"] = listed(origin, [number(origin, fanout) for fanout in _FANOUTS])
     tree: dict[str, Tree] = {"nodes": listed(theirs.keys["nodes"], nodes)}
     dataset = theirs.items.get("dataset")
@@ -117,7 +119,7 @@ def _tree(theirs: Section, nodes: list[Section]) -> Section:
 
 
 def _data(dataset: Scalar) -> dict[str, Tree]:
-    """An OGB name, or a graph of one's own where the file names a path."""
+    """Return the `data` section for a dataset name, or for the path of an own graph."""
     origin, name = dataset.origin, dataset.text
     path = (origin.folder / name).expanduser()
     if path.exists() and ("/" in name or "." in name):
@@ -130,13 +132,13 @@ def _data(dataset: Scalar) -> dict[str, Tree]:
 
 
 def _notes(tree: Section, lists: dict[str, tuple[Tree, ...]]) -> list[str]:
-    notes = ["GLT asks for passwords; here keys and the SSH agent are tried (--set 'nodes.*.password=true' asks)"]
-    if without := [name for name in _COUNTS if name in tree.items]:
-        notes.append(f"{' and '.join(without)} have no counterpart: they are read from the graph")
+    notes = ["GLT asks for passwords, gnnfleet tries keys and the SSH agent (--set 'nodes.*.password=true' asks)"]
+    if ignored := [name for name in _COUNTS if name in tree.items]:
+        notes.append(f"{' and '.join(ignored)} are ignored: they are read from the graph")
     known = {"nodes", "dataset", *LISTS, *_COUNTS}
     if more := [name for name in tree.items if name not in known]:
-        notes.append(f"not known, and left out: {', '.join(more)}")
+        notes.append(f"unknown keys are ignored: {', '.join(more)}")
     shown = {devices.text for devices in lists.get("visible_devices", ()) if isinstance(devices, Scalar)}
     if len({len(devices.split(",")) for devices in shown}) > 1:
-        notes.append("each node has a process for each of its own devices; GLT counts those of the first node only")
+        notes.append("each node gets one process per device of its own; GLT uses the device count of the first node")
     return notes

@@ -1,11 +1,21 @@
-"""Plain lists of hosts: PyG's and DGL's ip_config, hostfiles of DeepSpeed and OpenMPI, ``--nodes``."""
+"""Reads lists of hosts: ip_config files of PyG and DGL, hostfiles of DeepSpeed and OpenMPI, and ``--nodes``."""
 
 from __future__ import annotations
 
 import posixpath
 import re
 
-from launcher.config.importers.base import Flags, Foreign, Source, listed, number, said, section, split_hosts, text
+from launcher.config.importers.base import (
+    Flags,
+    Foreign,
+    Source,
+    listed,
+    number,
+    section,
+    split_hosts,
+    text,
+    virtual_origin,
+)
 from launcher.config.importers.pyg_command import Remote
 from launcher.errors import ConfigError, Problem
 from launcher.yaml_tree import Origin, Section, Tree
@@ -22,40 +32,46 @@ _EXAMPLE_SETTINGS = {"hidden": "256", "dropout": "0.0", "lr": "0.0004"}
 
 
 def read_nodes(flags: Flags) -> Foreign:
-    """``--nodes a,b,c`` or ``--nodes 2`` with no file at all."""
-    origin = said("--nodes")
+    """Convert ``--nodes a,b,c`` or ``--nodes 2``, given without a file. Raises ConfigError for an empty list."""
+    origin = virtual_origin("--nodes")
     if (flags.nodes or "").isdecimal():
         tree = {"nodes": number(origin, flags.nodes or ""), "transport": text(origin, "local")}
         return Foreign("a number of nodes on this machine", section(origin, tree))
     hosts = [text(origin, host) for host in split_hosts(flags.nodes or "")]
     if not hosts:
-        raise ConfigError([Problem("--nodes", 0, "expected hosts, as --nodes me@host1,me@host2")])
+        raise ConfigError([Problem("--nodes", 0, "expected hosts, for instance --nodes me@host1,me@host2")])
     return Foreign("a list of hosts", section(origin, {"nodes": listed(origin, hosts)}))
 
 
 def read_ip_list(source: Source, flags: Flags) -> Foreign:
-    """A host and an optional port on each line: ``- 10.0.0.10 1234`` as PyG has it, ``10.0.0.10 1234`` as DGL."""
+    """Convert a list with a host and an optional port per line: ``- 10.0.0.10 1234`` (PyG), ``10.0.0.10 1234`` (DGL).
+
+    Raises ConfigError.
+    """
     dashed = any(line.startswith("- ") for _, line in source.lines())
     nodes, ports, problems = [], False, []
     for line, words in source.lines():
         match = _WITH_PORT.fullmatch(re.sub(r"^- +", "", words).strip("\"'"))
         if not match:
-            problems.append(Problem(source.name, line, f"expected a host and perhaps a port, found `{words}`"))
+            problems.append(Problem(source.name, line, f"expected a host and an optional port, found `{words}`"))
             continue
         ports = ports or bool(match[2])
-        nodes.append((source.at(line), match[1]))
+        nodes.append((source.origin(line), match[1]))
     if problems:
         raise ConfigError(problems)
     of_pyg = dashed or flags.remote is not None or flags.num_nodes is not None
     notes = [_port_note(of_pyg)] if ports else []
     _same_number(source, nodes, flags)
     tree = _pyg(nodes, flags, notes)
-    kind = f"a list of addresses, as {'torch_geometric' if of_pyg else 'DGL'} has it"
+    kind = f"an ip_config of {'torch_geometric' if of_pyg else 'DGL'}"
     return Foreign(kind, tree, tuple(notes), batch_per_process=of_pyg)
 
 
 def read_hostfile(source: Source) -> Foreign:
-    """``host slots=4``, as DeepSpeed and OpenMPI read it; a host that is listed again has more slots."""
+    """Convert lines of the form ``host slots=4``. The slots of a host that is listed several times are added up.
+
+    Raises ConfigError.
+    """
     slots: dict[str, tuple[Origin, int]] = {}
     problems = []
     for line, words in source.lines():
@@ -65,7 +81,7 @@ def read_hostfile(source: Source) -> Foreign:
         if not match or not count.isdecimal() or len(count) > 6 or not int(count):
             problems.append(Problem(source.name, line, f"expected `host slots=4`, found `{words}`"))
             continue
-        origin, before = slots.get(match[1], (source.at(line), 0))
+        origin, before = slots.get(match[1], (source.origin(line), 0))
         slots[match[1]] = (origin, before + int(count))
     if problems:
         raise ConfigError(problems)
@@ -74,58 +90,56 @@ def read_hostfile(source: Source) -> Foreign:
         for host, (origin, count) in slots.items()
     ]
     note = (
-        "slots are taken for training processes on the CPU (procs); where they are GPUs, as with DeepSpeed, "
-        "name them: --set 'nodes.*.devices=[0,1,2,3]'"
+        "slots are read as training processes on the CPU (procs); if they stand for GPUs, as with DeepSpeed, "
+        "add --set 'nodes.*.devices=[0,1,2,3]'"
     )
-    at = source.at(1)
-    return Foreign("a hostfile, as DeepSpeed's and OpenMPI's", section(at, {"nodes": listed(at, nodes)}), (note,))
+    at = source.origin(1)
+    return Foreign("a hostfile of DeepSpeed or OpenMPI", section(at, {"nodes": listed(at, nodes)}), (note,))
 
 
 def _port_note(of_pyg: bool) -> str:
     whose = "torch_geometric's RPC" if of_pyg else "DGL's servers"
-    return f"the ports in it are {whose}, not SSH's, and have no counterpart; ports are found by preflight"
+    return f"the ports in the file are ignored: they are for {whose}, not for SSH; preflight finds free ports"
 
 
 def _same_number(source: Source, nodes: list[tuple[Origin, str]], flags: Flags) -> None:
     if flags.num_nodes is not None and flags.num_nodes != len(nodes):
         line = nodes[-1][0].line if nodes else 1
-        raise source.wrong(
+        raise source.error(
             line,
-            f"it lists {len(nodes)} hosts, and --num_nodes is {flags.num_nodes}; make them agree, or leave it out",
+            f"the file lists {len(nodes)} hosts, but --num_nodes is {flags.num_nodes}; correct one, or omit the flag",
         )
 
 
 def _pyg(nodes: list[tuple[Origin, str]], flags: Flags, notes: list[str]) -> Section:
-    """The list with what torch_geometric's flags and quoted command say of every node, and how its examples train."""
+    """Return the tree of a list of hosts, with the settings of torch_geometric's flags, quoted command and examples."""
     remote = flags.remote or Remote("")
-    common = _of_all(remote, flags)
+    common = _common_keys(remote, flags)
     entries = [section(origin, {"host": text(origin, host), **common}) for origin, host in nodes]
-    at = said("the host list")
+    at = virtual_origin("the host list")
     tree: dict[str, Tree] = {"nodes": listed(nodes[0][0] if nodes else at, entries)}
     if remote.is_example:
-        tree["train"] = _as_examples_train(remote, flags)
+        tree["train"] = _example_settings(remote, flags)
         notes.append(
-            f"{posixpath.basename(remote.script)} is an example of torch_geometric.distributed, which cannot be "
-            "constructed any more: the bundled trainer runs in its place, with the same model and settings"
+            f"{posixpath.basename(remote.script)} is an example of torch_geometric.distributed, which no longer "
+            "works: the bundled trainer runs instead, with the same model and settings"
         )
     elif remote.words:
         notes.append(
-            "launch.py's flags are not appended to the command; it finds RANK, WORLD_SIZE, NODE_RANK, MASTER_ADDR and "
-            "GNNFLEET_PARTS in its environment, and is started once per process"
+            "launch.py's flags are not appended to the command; it is started once per process, with RANK, WORLD_SIZE, "
+            "NODE_RANK, MASTER_ADDR and GNNFLEET_PARTS in its environment"
         )
     if flags.part_config or flags.dataset_root_dir:
-        named = " and ".join(
-            name for name in ("part_config", "dataset_root_dir") if getattr(flags, name)
-        )  # of parts that only torch_geometric reads
-        notes.append(f"{named}: parts of torch_geometric cannot be read; the graph is cut anew, once, from the dataset")
+        named = " and ".join(name for name in ("part_config", "dataset_root_dir") if getattr(flags, name))
+        notes.append(f"{named}: parts of torch_geometric cannot be read; the graph is cut once more, from the dataset")
     if flags.dataset == "ogbn-product":
-        notes.append("ogbn-product is taken for ogbn-products, which is its name in OGB")
+        notes.append("ogbn-product is read as ogbn-products, its name in OGB")
     return section(at, tree)
 
 
-def _of_all(remote: Remote, flags: Flags) -> dict[str, Tree]:
-    """What holds for every node."""
-    origin = said("the quoted command")
+def _common_keys(remote: Remote, flags: Flags) -> dict[str, Tree]:
+    """Return the keys that the quoted command and the flags set on every node."""
+    origin = virtual_origin("the quoted command")
     kind, which = remote.interpreter
     common: dict[str, Tree] = {kind: text(origin, which)} if kind else {}
     if folder := remote.folder or _absolute(flags.workspace):
@@ -142,9 +156,9 @@ def _absolute(folder: str | None) -> str:
     return folder.rstrip("/") if folder and folder.startswith(("/", "~/")) else ""
 
 
-def _as_examples_train(remote: Remote, flags: Flags) -> Section:
-    """The model and settings that are fixed in torch_geometric's examples."""
-    origin = said(f"as in {posixpath.basename(remote.script)}")
+def _example_settings(remote: Remote, flags: Flags) -> Section:
+    """Return the model and settings that are hard-coded in torch_geometric's examples."""
+    origin = virtual_origin(f"as in {posixpath.basename(remote.script)}")
     hetero = "hetero" in remote.script or flags.dataset == "ogbn-mag"
     fixed: dict[str, Tree] = {name: number(origin, value) for name, value in _EXAMPLE_SETTINGS.items()}
     return section(origin, {"model": text(origin, "rsage" if hetero else "sage"), **fixed})

@@ -1,4 +1,4 @@
-"""Parses the quoted command that torch_geometric's launch.py passes to ssh: folder, environment and script."""
+"""Parses the quoted command of torch_geometric's launch.py into folder, environment, setup lines and script."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from pathlib import Path
 
 from launcher.errors import UsageError
 
-#: torch_geometric.distributed's own examples, which the bundled trainer stands in for.
+#: Examples of torch_geometric.distributed, which the bundled trainer replaces.
 EXAMPLES = {
     "e2e_homo.py", "e2e_hetero.py", "node_ogb_cpu.py", "distributed_cpu.py", "dist_train_sage_for_homo.py",
     "dist_train_sage_for_hetero.py",
@@ -21,18 +21,18 @@ _ASSIGNED = re.compile(r"([A-Za-z_]\w*)=(.*)", re.DOTALL)
 
 @dataclass(frozen=True)
 class Remote:
-    """What one such command says."""
+    """A parsed command."""
 
-    text: str
-    folder: str = ""  #: where `cd` led; "": the login folder
-    interpreter: tuple[str, str] = ("", "")  #: ("venv" | "conda" | "python", which)
-    setup: tuple[str, ...] = ()  #: lines before the script that are kept as they are
-    devices: str = ""  #: CUDA_VISIBLE_DEVICES before the script
+    text: str  #: the whole command
+    folder: str = ""  #: working folder after `cd`; "": the login folder
+    interpreter: tuple[str, str] = ("", "")  #: ("venv" | "conda" | "python", path or name)
+    setup: tuple[str, ...] = ()  #: other statements before the script, unchanged
+    devices: str = ""  #: value of CUDA_VISIBLE_DEVICES before the script
     words: tuple[str, ...] = ()  #: options of python, the script and its arguments
 
     @property
     def script(self) -> str:
-        """Its path as written; "" for ``-m module`` and ``-c``."""
+        """Path of the script as written; "" for ``-m module`` and ``-c``."""
         return next((word for word in self.words if word.endswith(".py")), "")
 
     @property
@@ -41,18 +41,18 @@ class Remote:
 
     @property
     def own_command(self) -> tuple[str, ...]:
-        """The same script as a command of one's own; () for torch_geometric's examples."""
+        """The user's own command that runs the script; () for torch_geometric's examples."""
         if self.is_example:
             return ()
         return ("python", *(self._placed(word) if word == self.script else word for word in self.words))
 
     def _placed(self, script: str) -> str:
-        """A script that is not here is one that lies on the nodes, in the folder that `cd` leads to."""
+        """Return the path of the script: on this machine if the file exists, else on the nodes, below ``folder``."""
         return script if not self.folder or Path(script).is_file() else _joined(self.folder, script)
 
 
 def parse_remote(command: str) -> Remote:
-    """``'cd …; source …/activate; python script.py'``. Raises UsageError for what cannot be carried over."""
+    """Parse ``'cd …; source …/activate; python script.py'``. Raises UsageError for commands that are not supported."""
     remote = Remote(command)
     statements = _statements(command)
     for place, statement in enumerate(statements):
@@ -61,14 +61,16 @@ def parse_remote(command: str) -> Remote:
             continue
         if any(_is_python(word) for word in words):
             if place + 1 < len(statements):
-                raise _refused(command, f"`{statements[place + 1]}` follows the script; only one script is started")
+                raise _refused(
+                    command, f"`{statements[place + 1]}` follows the script; end the command with the script"
+                )
             return _script(remote, words)
         remote = _before(remote, statement, words)
-    raise _refused(command, "there is no `python script.py` in it")
+    raise _refused(command, "expected `python script.py` in it")
 
 
 def _before(remote: Remote, statement: str, words: list[str]) -> Remote:
-    """A statement before the script."""
+    """Return ``remote`` with the effect of a statement before the script."""
     if words[0] == "cd" and len(words) == 2:
         return replace(remote, folder=_joined(remote.folder, _home(words[1], remote)))
     if words[0] in ("source", ".") and len(words) > 1 and posixpath.basename(words[1]) == "activate":
@@ -83,7 +85,7 @@ def _before(remote: Remote, statement: str, words: list[str]) -> Remote:
 
 
 def _script(remote: Remote, words: list[str]) -> Remote:
-    """The statement that starts the script."""
+    """Return ``remote`` with the statement that starts the script."""
     while words and (assigned := _ASSIGNED.fullmatch(words[0])):
         if assigned[1] == "CUDA_VISIBLE_DEVICES":
             remote = replace(remote, devices=assigned[2])
@@ -93,7 +95,7 @@ def _script(remote: Remote, words: list[str]) -> Remote:
     if not words or not _is_python(words[0]):
         raise _refused(remote.text, f"expected `python script.py`, found `{shlex.join(words)}`")
     if wrong := next((word for word in words if re.fullmatch(r"[|&<>()]+", word)), None):
-        raise _refused(remote.text, f"`{wrong}` cannot be carried over; logs are collected anyway, so leave it out")
+        raise _refused(remote.text, f"`{wrong}` is not supported; leave it out, as gnnfleet collects the output")
     python = _home(words[0], remote)
     if "/" in python and not remote.interpreter[0]:
         remote = replace(remote, interpreter=_of_python(_joined(remote.folder, python)))
@@ -103,7 +105,7 @@ def _script(remote: Remote, words: list[str]) -> Remote:
 
 
 def _of_python(path: str) -> tuple[str, str]:
-    """…/envs/pyg/bin/python is a conda environment's; of others no more is known than the interpreter."""
+    """Return ``("conda", prefix)`` for the Python of a conda environment, as …/envs/pyg/bin/python, else the Python."""
     prefix = posixpath.dirname(posixpath.dirname(path))
     return ("conda", prefix) if _manager(prefix) == "conda" else ("python", path)
 
@@ -123,7 +125,7 @@ def _joined(folder: str, path: str) -> str:
 
 
 def _home(path: str, remote: Remote) -> str:
-    """Variables are the node's to know; only $HOME has another name."""
+    """Replace $HOME by ~. Raises UsageError for other variables, whose values only the node knows."""
     path = re.sub(r"^(\$HOME|\$\{HOME\})(?=/|$)", "~", path)
     if "$" in path or "`" in path:
         raise _refused(remote.text, f"write `{path}` without a variable")
@@ -140,7 +142,7 @@ def _words(statement: str, command: str) -> list[str]:
 
 
 def _statements(command: str) -> list[str]:
-    """Split at ``;`` and ``&&`` outside quotes."""
+    """Split a command at ``;``, ``&&`` and newlines outside quotes."""
     pieces = re.findall(r"""'[^']*'|"(?:\\.|[^"\\])*"|\\.|&&|;|\n|.""", command, re.DOTALL)
     statements = [""]
     for piece in pieces:

@@ -199,7 +199,9 @@ def require_preflight(
         report.refuse_if_blocked()  # its error lists the findings; the table is not part of the JSON
     if report.blocked:
         nodes = sorted({finding.node_rank for finding in noteworthy if finding.severity == "block"})
-        raise PreflightRefused(f"preflight refused the run because of {node_ranges(nodes)}; nothing was changed there")
+        raise PreflightRefused(
+            f"preflight refused the run because of {node_ranges(nodes)}; nothing was changed on the nodes"
+        )
     context.say(f"preflight: {len(report.findings) - len(noteworthy)} checks passed")
     record_versions(context.events, report.facts)
     return report.facts, {k: attempt for k, attempt in attempts.items() if isinstance(attempt, Transport)}

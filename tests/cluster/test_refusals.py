@@ -95,7 +95,7 @@ def test_preflight_names_the_nodes_and_what_to_do(name: str, scene: Scene) -> No
         unmount(scene, 0)
         scene.cluster.hosts[1].unhide()
     words = [word for _, said in REFUSED[name].values() for word in said]
-    said_once(done, 3, *words, "nothing was changed there")
+    said_once(done, 3, *words, "nothing was changed on the nodes")
     for k in range(3):
         told = f"node{k} ({scene.nodes[k]['host']})" in done.output.split("What to do:")[1]
         assert told == (k in REFUSED[name]), f"node{k}: {done.output}"

@@ -320,7 +320,7 @@ def test_no_message_of_a_node_is_a_bug_of_ours(place: Path, data: st.DataObject)
     scene = Scene(place, FakeNode(0))
     for text in [*said, *MESSAGES]:
         if message := message_or_none(text):
-            scene.follower._take(0, message)
+            scene.follower._handle(0, message)
             scene.live.tick(all_of_them=True)
     followed = scene.follower.followed
     report = Ending(scene.plan, followed, Collected(Metrics(), {0: ()}, ()), {}).report(place, 1.0)

@@ -173,7 +173,7 @@ def test_edges_are_in_the_order_of_torch_geometrics_clusters(sparse_format, sour
         in_order = sort_edge_index(batch.edge_index, sort_by_row=sparse_format == "csr")
         assert torch.equal(batch.edge_index, in_order) and batch.num_edges
         assert_whole(batch, data)
-    with pytest.raises(SettingsError, match="sparse_format 'coo'; it is 'csr' or 'csc'"):
+    with pytest.raises(SettingsError, match="sparse_format 'coo'; expected 'csr' or 'csc'"):
         DistClusterLoader(graph, num_clusters, sparse_format="coo")
     with pytest.raises(SettingsError, match="keep_inter_cluster_edges: the other ends of edges .* are not in it"):
         DistClusterLoader(graph, num_clusters, keep_inter_cluster_edges=True)

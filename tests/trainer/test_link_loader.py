@@ -181,7 +181,7 @@ def test_no_neighbour_and_no_negative_is_later_than_its_link():
         ({"neg_sampling": {"mode": "binary", "amount": -1}}, "positive"),
         ({"neg_sampling": {"mode": "triplet", "amount": 1.5}}, "integer"),
         ({"neg_sampling": "nothing"}, "nothing"),
-        ({"avoid_links": True}, "give neg_sampling"),
+        ({"avoid_links": True}, "pass neg_sampling"),
         ({"exclude": "all"}, "'self' or 'both'"),
         ({"reverse_type": TO}, "exclude='both'"),
         ({"edge_label_index": torch.tensor([[0], [20]])}, "from 0 to 19"),
@@ -196,7 +196,7 @@ def test_what_makes_no_sense_is_refused(how, message):
 
 
 @pytest.mark.parametrize(
-    ("given", "message"), [(None, "pass edge_label_index as"), (("user", "sells", "item"), "no edge type")]
+    ("given", "message"), [(None, "pass edge_label_index as"), (("user", "sells", "item"), "is not an edge type")]
 )
 def test_a_heterogeneous_graph_needs_an_edge_type(given, message):
     with pytest.raises(SettingsError, match=message):

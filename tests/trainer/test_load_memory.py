@@ -93,7 +93,7 @@ def test_what_stores_cannot_do_is_refused():
     features, graph = stores_of(data)
     graph = MyGraphStore()
     graph.put_edge_index(tuple(data.edge_index), edge_type=None, layout="coo", size=None)
-    with pytest.raises(DataError, match="give its edges a size"):
+    with pytest.raises(DataError, match="pass size= with its edges"):
         DistNeighborLoader((features, graph), [2])
 
 

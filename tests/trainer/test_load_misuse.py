@@ -41,7 +41,7 @@ def test_numbers_of_numpy_are_numbers():
         ({"deadline": 0}, "deadline"),
         ({"timeout": -1}, "timeout"),
         ({"deadline": "5"}, "deadline"),
-        ({"attrs": "x"}, r"give a list of names, as \['x'\]"),
+        ({"attrs": "x"}, r"pass a list of names, as \['x'\]"),
         ({"input_nodes": torch.arange(5).bfloat16()}, "input_nodes"),
         ({"input_nodes": [[1, 2], [3]]}, "regular shape"),
     ],
@@ -89,7 +89,7 @@ def test_a_name_for_two_things_is_refused_until_one_is_chosen(attrs, edge_attrs)
 def test_complex_weights_are_refused_at_once():
     edge_index, num_nodes = random_graph(1, 40, 200)
     graph = opened(store_of(edge_index, num_nodes, 1, edge_attrs={"w": np.ones(200, np.complex64)}))
-    with pytest.raises(SettingsError, match="one real number an edge"):
+    with pytest.raises(SettingsError, match="one real number per edge"):
         DistNeighborLoader(graph, [3], weight_attr="w")
 
 

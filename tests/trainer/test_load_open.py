@@ -80,13 +80,13 @@ def test_a_mask_or_split_that_is_named_amiss(make, given, hint):
 
 
 def test_nothing_is_guessed_for_a_name_like_no_other():
-    with pytest.raises(SettingsError, match=r"there are \['train'\]$"):
+    with pytest.raises(SettingsError, match=r"they have \['train'\]$"):
         DistNeighborLoader(parts_of(homo_data()), [3], "everything")
 
 
 @pytest.mark.parametrize("make", [homo_data, hetero_data])
 def test_data_in_memory_needs_no_opening(make):
-    with pytest.raises(SettingsError, match="not (Hetero)?Data; give Data, .* straight to the loader"):
+    with pytest.raises(SettingsError, match="not (Hetero)?Data; pass Data, .* directly to the loader"):
         trainer.open(make())
 
 

@@ -103,7 +103,7 @@ def test_seeds_split_by_rank_are_refused_with_the_reason(folder):
     said = "".join(ended.output for ended in ranks)  # by one at least, the other may lose it before
     assert all(ended.returncode != 0 for ended in ranks)
     assert re.search(r"SettingsError: the loader made at .*:\d+ has other seeds, .* on rank \d than on rank \d", said)
-    assert "script.py:" in said and "Do not split them by rank" in said
+    assert "script.py:" in said and "Do not split seeds by rank" in said
 
 
 def test_rank_and_layout_of_the_graph_are_the_default(tmp_path):

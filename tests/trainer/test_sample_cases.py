@@ -247,7 +247,7 @@ def test_seed_that_is_no_node_is_named():
 
 TIME = TimeRule("time", "node")
 REFUSED = [
-    ({"weight": "w", "time": TIME}, "weights 'w' and times 'time' cannot both"),
+    ({"weight": "w", "time": TIME}, "weights 'w' and times 'time' cannot be used together"),
     ({"induced": True, "disjoint": True}, "induced subgraphs cannot be disjoint"),
     ({"induced": True, "time": TIME}, "induced subgraphs cannot be temporal"),
     ({"replace": True, "time": TimeRule("time", "node", last=True)}, "leave replace off"),

@@ -90,5 +90,5 @@ def test_what_makes_no_sense_is_refused():
     for message, loaders in refused.items():
         with pytest.raises(SettingsError, match=message):
             DistZipLoader(loaders)
-    with pytest.raises(SettingsError, match="give local=True to each of them"):
+    with pytest.raises(SettingsError, match="pass local=True to each of them"):
         DistZipLoader([loader], local=True)

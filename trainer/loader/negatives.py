@@ -121,7 +121,7 @@ def _running_sums(weight: Array, num_nodes: int) -> npt.NDArray[np.float64]:
     if values.shape != (num_nodes,):
         raise SettingsError(f"weights of negatives have shape {list(values.shape)}, there are {num_nodes} nodes")
     if not (np.isfinite(values).all() and (values >= 0).all() and values.sum() > 0):
-        raise SettingsError("weights of negatives must be finite, non-negative, and not all 0")
+        raise SettingsError("weights of negatives must be finite, not negative, and not all 0")
     return np.cumsum(values)
 
 

@@ -76,7 +76,7 @@ def _leave(status: int) -> NoReturn:
 
 
 @contextlib.contextmanager
-def _importing() -> Iterator[None]:
+def _without_gc() -> Iterator[None]:
     """Disable garbage collection, which takes a sixth of the time of importing torch and frees nothing."""
     gc.disable()
     try:
@@ -103,47 +103,47 @@ class _CacheSize(click.ParamType):
 _FOLDER = click.Path(path_type=Path)
 
 
-def _from_run(flag: str, variable: str, help: str, **more: Any) -> Callable[[F], F]:
+def _run_option(flag: str, variable: str, help: str, **more: Any) -> Callable[[F], F]:
     """Make an option that the launcher sets by the variable GNNFLEET_``variable``."""
     return click.option(flag, envvar=f"GNNFLEET_{variable}", help=help, **more)
 
 
 def _topology(help: str) -> Callable[[F], F]:
     choice = click.Choice(get_args(Topology))
-    return _from_run("--topology", "TOPOLOGY", help, type=choice, default="partitioned", show_default=True)
+    return _run_option("--topology", "TOPOLOGY", help, type=choice, default="partitioned", show_default=True)
 
 
 def _server_wait(help: str) -> Callable[[F], F]:
     at_least = click.FloatRange(min=0)
-    return _from_run("--server-wait", "SERVER_WAIT", help, type=at_least, default=SERVER_WAIT, show_default=True)
+    return _run_option("--server-wait", "SERVER_WAIT", help, type=at_least, default=SERVER_WAIT, show_default=True)
 
 
 _GRAPH_OPTIONS = (
-    _from_run("--parts", "PARTS", "Partition folder; client nodes of a run have none.", type=_FOLDER),
-    _from_run(
+    _run_option("--parts", "PARTS", "Partition folder; client nodes of a run have none.", type=_FOLDER),
+    _run_option(
         "--part-ids", "PART_IDS", "Parts to open; default: all, or none if the variable GNNFLEET_PART_IDS is empty.",
         type=IntList(), default=_no_parts_if_set_empty,
     ),
-    _from_run(
+    _run_option(
         "--cluster", "CLUSTER", "cluster.json of the run, if graph servers of other hosts have parts.", type=_FOLDER
     ),
-    _from_run(
+    _run_option(
         "--key-file", "SERVICE_KEY", "service.key of the run, if the graph service is encrypted.", type=_FOLDER
     ),
     _server_wait("Seconds to wait for a lost graph server."),
     _topology("replicated: the folder has the edges of all parts, and only rows are requested from other hosts."),
-    _from_run(
+    _run_option(
         "--cache", "CACHE",
         "Size of the cache for the most requested rows of other hosts: a share of them, a size (512MB), or 0.",
         type=_CacheSize(), default="10%", show_default=True,
     ),
-    _from_run(
+    _run_option(
         "--wire-rows", "WIRE_ROWS", "Type that floating-point rows from other hosts are rounded to on the wire.",
         type=click.Choice(get_args(WireRows)), default="stored", show_default=True,
     ),
 )  # fmt: skip
 
-_DIGESTS = _from_run(
+_DIGESTS = _run_option(
     "--digests/--no-digests", "DIGESTS",
     "Compare the opened files with their sha256 in the manifest, once per host.",
     default=True, show_default=True,
@@ -175,7 +175,7 @@ def cli() -> None:
 
 
 @cli.command()
-@_from_run(
+@_run_option(
     "--run-dir", "RUN_DIR", "Folder for metrics and checkpoints.", type=_FOLDER, default="run", show_default=True
 )
 @_graph_options
@@ -186,7 +186,7 @@ def train(
 ) -> None:  # fmt: skip
     """Train a model on a partition folder; under torchrun, as one rank of the run."""
     job = TrainJob(TrainSettings(**settings), parts, run_dir, part_ids, cluster, key_file, remote_access, digests)
-    with _importing():
+    with _without_gc():
         from trainer.train.job import train as run
 
     run(job)
@@ -211,22 +211,24 @@ def infer(**options: Any) -> None:
     the nodes in OUT/part<p>/orig_id.npy, and the accuracy on each split in OUT/infer.json.
     """
     job = InferJob(**options)
-    with _importing():
+    with _without_gc():
         from trainer.train.infer import infer as run
 
     run(job)
 
 
 @cli.command()
-@_from_run("--parts", "PARTS", "Partition folder.", type=_FOLDER, required=True)
+@_run_option("--parts", "PARTS", "Partition folder.", type=_FOLDER, required=True)
 @click.option("--own", "part_ids", type=IntList(), envvar="GNNFLEET_PART_IDS", required=True, help="Parts to serve.")
 @click.option("--bind", required=True, help="Endpoint to listen on, tcp://address:port.")
-@_from_run("--cluster", "CLUSTER", "cluster.json of the run; read again when it changes.", type=_FOLDER, required=True)
+@_run_option(
+    "--cluster", "CLUSTER", "cluster.json of the run; read again when it changes.", type=_FOLDER, required=True
+)
 @click.option(
     "--node-rank", type=click.IntRange(min=0), envvar="NODE_RANK", required=True, help="Node rank in the cluster."
 )
 @click.option("--ready-file", type=_FOLDER, required=True, help="File to write when the server accepts requests.")
-@_from_run(
+@_run_option(
     "--key-file",
     "SERVICE_KEY",
     "service.key, to encrypt; also admits the keys in clients/*.key beside it.",
@@ -253,7 +255,7 @@ def infer(**options: Any) -> None:
 @_DIGESTS
 def serve(**options: Any) -> None:
     """Serve parts, and batches for clients, to other hosts until SIGTERM."""
-    with _importing():
+    with _without_gc():
         from trainer.service.serve import ServeJob
         from trainer.service.serve import serve as run
 

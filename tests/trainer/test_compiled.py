@@ -142,7 +142,7 @@ def test_what_others_may_have_written_is_not_loaded(
         os.chown(compiled, 12345, 12345)
     process = start(code, kernels)
     assert process.wait() == 0 and process.output.splitlines()[-1] == "41 0"
-    assert process.output.count("others may write to it") == (writable == "folder"), process.output
+    assert process.output.count("other users may write to it") == (writable == "folder"), process.output
     assert not (tmp_path / "ran").exists()
     assert call(code, kernels) == [41, 1]
 

@@ -40,7 +40,7 @@ def test_folder_of_arrays(tmp_path):
     assert {name: ids.tolist() for name, ids in nodes.splits.items()} == {"train": [4, 0], "val": [2, 3]}
     assert not dataset.hetero and dataset.graph_attrs == {}
     assert (
-        len(dataset.notes) == 1 and "title.npy: left out, <U3 [] is neither of nodes nor of edges" in dataset.notes[0]
+        len(dataset.notes) == 1 and "title.npy: left out, <U3 [] belongs neither to nodes nor to edges" in dataset.notes[0]
     )
 
 

@@ -77,7 +77,7 @@ def test_a_file_of_somebody_else_keeps_its_folder_from_being_replaced(tmp_path, 
     foreign.parent.mkdir(exist_ok=True)
     foreign.write_text("keep me")
     said = []
-    with pytest.raises(PartitionError, match=f"{name} is not a file of the partition .* move it away or choose"):
+    with pytest.raises(PartitionError, match=f"{name} would be deleted, .* move it away or choose"):
         make_partition(spec(tmp_path / "parts"), say=said.append)
     assert foreign.read_text() == "keep me" and said == []
     assert read_manifest(tmp_path / "parts") == made
@@ -101,7 +101,7 @@ def test_a_file_that_comes_while_the_parts_are_made_is_kept(tmp_path, monkeypatc
         return real(root, manifest)
 
     monkeypatch.setattr(write, "write_manifest", late)
-    with pytest.raises(PartitionError, match="notes.txt is not a file of the partition"):
+    with pytest.raises(PartitionError, match="notes.txt would be deleted, as the partition"):
         make_partition(spec(tmp_path / "parts"), say=lambda line: None)
     assert (tmp_path / "parts" / "notes.txt").read_text() == "keep me"
     assert read_manifest(tmp_path / "parts") == made and os.listdir(tmp_path) == ["parts"]
@@ -111,7 +111,7 @@ def test_a_file_that_comes_while_the_parts_are_made_is_kept(tmp_path, monkeypatc
 def test_a_manifest_that_cannot_be_trusted_protects_the_files_it_does_not_list(tmp_path, content):
     (tmp_path / "manifest.json").write_text(f'{{"format": "gnnfleet-partition", {content}}}')
     (tmp_path / "notes.txt").write_text("keep me")
-    with pytest.raises(PartitionError, match="notes.txt is not a file of the partition"):
+    with pytest.raises(PartitionError, match="notes.txt would be deleted, as the partition"):
         make_partition(spec(tmp_path), say=lambda line: None)
 
 
@@ -130,7 +130,7 @@ def test_what_is_no_partition_is_left_alone(tmp_path):
     with pytest.raises(PartitionError, match="home holds files but no partition"):
         make_partition(spec(tmp_path / "home"))
     assert (tmp_path / "home" / "thesis.tex").read_text() == "years of work"
-    with pytest.raises(PartitionError, match="in the way and not a folder"):
+    with pytest.raises(PartitionError, match="exists and is not a folder"):
         make_partition(spec(tmp_path / "home" / "thesis.tex"))
 
 

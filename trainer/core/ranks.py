@@ -224,7 +224,7 @@ class RankGroup:
         except Exception as raised:
             error = raised
         try:
-            failures = self.gather(f"{self.ranks}: {_in_words(error)}" if error else "")
+            failures = self.gather(f"{self.ranks}: {_error_text(error)}" if error else "")
         except Exception as lost:
             if error is None:
                 raise
@@ -256,7 +256,7 @@ class RankGroup:
             dist.monitored_barrier(self.group, timedelta(seconds=self.timeout), wait_all_ranks=True)
 
 
-def _in_words(error: Exception) -> str:
+def _error_text(error: Exception) -> str:
     return str(error) if isinstance(error, TrainerError) else f"{type(error).__name__}: {error}"
 
 
@@ -288,7 +288,7 @@ def join_ranks(ranks: Ranks, device: torch.device, backend: str, timeout: float)
     if ranks.world_size == 1:
         yield RankGroup(ranks, device, timeout)
         return
-    _meet(ranks, timeout)
+    _rendezvous(ranks, timeout)
     try:
         yield RankGroup(ranks, device, timeout, gradient_group(device, backend, ranks.world_size, timeout))
     except RuntimeError as error:
@@ -330,7 +330,7 @@ def patience(timeout: float, environ: Mapping[str, str] = os.environ) -> float:
     return max(timeout, float(environ.get("GNNFLEET_START_TIMEOUT") or 0))
 
 
-def _meet(ranks: Ranks, timeout: float) -> None:
+def _rendezvous(ranks: Ranks, timeout: float) -> None:
     limit = patience(timeout)
     store = run_store(ranks, limit, wait_for_workers=True)
     try:
@@ -339,7 +339,7 @@ def _meet(ranks: Ranks, timeout: float) -> None:
         )
         dist.distributed_c10d._set_pg_timeout(timedelta(seconds=timeout))
     except (RuntimeError, ValueError) as error:
-        raise not_met(ranks, limit, error) from error
+        raise rendezvous_error(ranks, limit, error) from error
 
 
 def run_store(ranks: Ranks, timeout: float, *, wait_for_workers: bool) -> Store:
@@ -357,7 +357,7 @@ def run_store(ranks: Ranks, timeout: float, *, wait_for_workers: bool) -> Store:
             master_listen_fd=listener.detach() if listener else None,
         )  # fmt: skip
     except (RuntimeError, ValueError) as error:
-        raise not_met(ranks, timeout, error) from error
+        raise rendezvous_error(ranks, timeout, error) from error
 
 
 def _listener(address: str, port: int) -> socket.socket | None:
@@ -375,7 +375,7 @@ def _listener(address: str, port: int) -> socket.socket | None:
         return None
 
 
-def not_met(ranks: Ranks, timeout: float, error: Exception) -> PeerError:
+def rendezvous_error(ranks: Ranks, timeout: float, error: Exception) -> PeerError:
     """Return the error to raise on a rank that did not connect to the others within ``timeout`` seconds."""
     where = f"{ranks.master_addr}:{ranks.master_port}"
     return PeerError(

@@ -28,7 +28,7 @@ IDLE = 64  #: a free slab is released after this many allocations that did not u
 _HUGE = 1 << 22  #: bytes; larger blocks use huge pages, as in numpy
 
 
-def _own_pages(size: int) -> Array:
+def _map_pages(size: int) -> Array:
     """Map anonymous memory, uint8 [size], outside malloc's heap.
 
     Freeing it leaves no hole in the heap and returns it to the system at once.
@@ -56,7 +56,7 @@ class Slabs:
     The memory of an array becomes free when nothing refers to the array, its views or tensors that share it.
     """
 
-    def __init__(self, keep: int = KEEP, make: Callable[[int], Array] = _own_pages):
+    def __init__(self, keep: int = KEEP, make: Callable[[int], Array] = _map_pages):
         """keep: largest total size of free slabs in bytes; make: allocates a slab, uint8 [size]."""
         self._keep, self._make = keep, make
         self._free: deque[_FreeSlab] = deque()  # finalizers append without the lock, as they may run in any thread

@@ -160,7 +160,9 @@ def _time(array: RawArray, required: bool, notes: list[str]) -> RawArray:
     An array that does not hold times raises ``DataError`` if ``required``, and is otherwise returned with a note.
     """
     if not required and not checks.is_time(array.values, array.bfloat16):
-        notes.append(f"{array.place}: kept as a plain attribute: times are one integer per node, not {array.what}")
+        notes.append(
+            f"{array.place}: kept as a plain attribute: times are one integer per node, not {array.description}"
+        )
         return array
     return replace(array, values=checks.check_time(array.values, array.bfloat16, array.place))
 
@@ -183,7 +185,7 @@ def _classes(kept: dict[str, RawArray], splits: Mapping[str, Ids], requested: in
     if "y" not in kept:
         return requested or 0
     y = kept["y"]
-    reason = "it is bfloat16" if y.bfloat16 else checks.no_class_labels(y.values)
+    reason = "it is bfloat16" if y.bfloat16 else checks.class_label_problem(y.values)
     if requested == 0:
         return 0
     if reason:
@@ -232,7 +234,9 @@ def _attrs(arrays: RawArrays, needed: tuple[str, ...], rows: int, of: str, notes
             checks.check_attr(name, array.values, rows, of, array.place)
             kept[name] = array
         else:
-            notes.append(f"{array.place}: left out, {array.what} is not one row of numbers for each of {rows} {of}")
+            notes.append(
+                f"{array.place}: left out, {array.description} is not one row of numbers for each of {rows} {of}"
+            )
     return kept
 
 
@@ -240,11 +244,11 @@ def _graph_attrs(arrays: RawArrays, notes: list[str]) -> dict[str, Array]:
     kept, links = {}, link_arrays(arrays)
     for name, array in arrays.items():
         if array.bfloat16 or not checks.is_number(array.values) or not NAME_PATTERN.fullmatch(name):
-            notes.append(f"{array.place}: left out, {array.what} is neither of nodes nor of edges")
+            notes.append(f"{array.place}: left out, {array.description} belongs neither to nodes nor to edges")
         elif array.values.nbytes > _MOST_GRAPH_BYTES and name not in links:
             size = f"{array.values.nbytes / 1e6:.0f} MB"
             notes.append(
-                f"{array.place}: left out, {array.what} has no row per node or edge, and {size} is too much to "
+                f"{array.place}: left out, {array.description} has no row per node or edge, and {size} is too much to "
                 "copy to every host"
             )
         else:

@@ -147,7 +147,7 @@ def check_time(values: Array, bfloat16: bool, where: str) -> Array:
     return values.reshape(-1)
 
 
-def no_class_labels(y: Array) -> str:
+def class_label_problem(y: Array) -> str:
     """Return why ``y`` cannot be one class per node; '' when it can."""
     if y.ndim != 1 and y.shape[1:] != (1,):
         return f"its shape is {list(y.shape)}"
@@ -165,7 +165,7 @@ def no_class_labels(y: Array) -> str:
 def class_labels(y: Array, where: str) -> tuple[Array, int]:
     """Return labels as an integer array [N] (-1 = no label), and the number of classes.
 
-    Floats become int64, NaN becomes -1, and [N, 1] is flattened. ``y`` must have passed ``no_class_labels``. Raises
+    Floats become int64, NaN becomes -1, and [N, 1] is flattened. ``y`` must have passed ``class_label_problem``. Raises
     ``DataError`` for labels below -1.
     """
     y = y.reshape(-1)

@@ -17,7 +17,7 @@ from trainer.core.arrays import Array
 from trainer.core.errors import DataError
 from trainer.core.schema import EdgeType, NodeType, check_word
 from trainer.data.options import SourceOptions
-from trainer.data.raw_arrays import RawArray, RawArrays, RawGraph, named
+from trainer.data.raw_arrays import RawArray, RawArrays, RawGraph, by_name
 
 SUBFOLDER = "hetero"  #: sub-folder with typed arrays, for a folder that also holds the graph as a homogeneous one
 
@@ -59,7 +59,7 @@ def read_files(source: str | None, options: SourceOptions) -> RawGraph:
         from trainer.data.pyg import read_pt  # imports torch, which takes seconds and only .pt files need
 
         return read_pt(files[0])
-    arrays = named(_arrays([path for path in files if path.suffix != ".json"]))
+    arrays = by_name(_arrays([path for path in files if path.suffix != ".json"]))
     name = Path(str(source)).expanduser().resolve().stem
     typed = any(name.count("__") == 2 for name in arrays) and "edge_index" not in arrays
     if options.hetero or (options.hetero is None and typed):

@@ -12,7 +12,7 @@ from typing import Any
 from unittest import mock
 
 from trainer.core.errors import DataError
-from trainer.data.pyg import DOWNLOADS, raw_graph, reported
+from trainer.data.pyg import DOWNLOADS, errors_as_data_error, raw_graph
 from trainer.data.raw_arrays import RawGraph
 
 _NAMES = {
@@ -42,7 +42,7 @@ def read_ogb(name: str, source: str | None) -> RawGraph:
         from ogb.nodeproppred import NodePropPredDataset
     except ImportError:
         raise DataError(f"dataset {name} needs the package ogb; install it: pip install ogb") from None
-    with reported(name, source), _arrays_loadable(), contextlib.redirect_stdout(io.StringIO()):
+    with errors_as_data_error(name, source), _arrays_loadable(), contextlib.redirect_stdout(io.StringIO()):
         dataset = NodePropPredDataset(name, root=source or DOWNLOADS)
         graph, labels = dataset[0]
         splits = dataset.get_idx_split()

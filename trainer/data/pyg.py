@@ -30,7 +30,7 @@ def read_pt(path: Path) -> RawGraph:
     import torch
 
     try:
-        with _harmless_only():
+        with _safe_unpickling():
             loaded = torch.load(path, map_location="cpu", weights_only=True)
     except (pickle.UnpicklingError, RuntimeError, EOFError, OSError, ValueError, AttributeError) as error:
         raise DataError(
@@ -53,7 +53,7 @@ def first_line(error: BaseException) -> str:
 
 
 @contextlib.contextmanager
-def _harmless_only() -> Iterator[None]:
+def _safe_unpickling() -> Iterator[None]:
     """Allow ``torch.load(weights_only=True)`` to unpickle the classes that ``Data`` and ``HeteroData`` consist of.
 
     Their cache of ``is_node_attr`` is a ``defaultdict``, which torch cannot fill; it becomes a plain dict.
@@ -160,7 +160,7 @@ def read_pyg(name: str, source: str | None) -> RawGraph:
     """
     from torch_geometric.data import HeteroData
 
-    with reported(name, source):
+    with errors_as_data_error(name, source):
         dataset = _pyg_dataset(name, source)
         data, size = dataset[0], len(dataset)
     if size != 1:
@@ -180,15 +180,15 @@ def _pyg_dataset(name: str, source: str | None) -> Any:
         nearest = difflib.get_close_matches(class_name, catalogue.__all__, 1)
         hint = f"did you mean {nearest[0]!r}?" if nearest else "see torch_geometric.datasets"
         raise DataError(f"unknown dataset {name!r}; {hint} (or synthetic, synthetic-hetero, file, ogbn-…)")
-    takes = inspect.signature(kind.__init__).parameters
-    if "name" in takes and not variant:
+    parameters = inspect.signature(kind.__init__).parameters
+    if "name" in parameters and not variant:
         raise DataError(f"dataset {name}: {class_name} has several graphs; choose one as {class_name}:<name>")
     given = {"root": str(Path(source or DOWNLOADS) / class_name), "name": variant}
-    return kind(**{key: value for key, value in given.items() if key in takes})
+    return kind(**{key: value for key, value in given.items() if key in parameters})
 
 
 @contextlib.contextmanager
-def reported(name: str, source: str | None) -> Iterator[None]:
+def errors_as_data_error(name: str, source: str | None) -> Iterator[None]:
     """Convert every exception of a download or third-party reader to ``DataError``; ogb also raises ``SystemExit``."""
     try:
         yield

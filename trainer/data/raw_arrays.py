@@ -26,7 +26,7 @@ class RawArray:
         return len(self.values) if self.values.ndim else 0
 
     @property
-    def what(self) -> str:
+    def description(self) -> str:
         return f"{'bfloat16' if self.bfloat16 else self.values.dtype} {list(self.values.shape)}"
 
 
@@ -58,7 +58,7 @@ def split_prefix(name: str) -> str | None:
     return name.removesuffix(suffix) if suffix else None
 
 
-def named(found: Iterable[tuple[str, RawArray]]) -> dict[str, RawArray]:
+def by_name(found: Iterable[tuple[str, RawArray]]) -> dict[str, RawArray]:
     """Return the arrays by name. Raises ``DataError`` for a name found twice."""
     arrays: dict[str, RawArray] = {}
     for name, array in found:
@@ -92,10 +92,10 @@ def sort_arrays(raw: RawGraph, options: SourceOptions) -> RawGraph:
 
     Raises ``DataError`` when the type of an array or the number of nodes cannot be determined.
     """
-    return _links_apart(_by_target(raw, options)) if raw.hetero else _homogeneous(raw, options)
+    return _move_links_to_plain(_by_target(raw, options)) if raw.hetero else _homogeneous(raw, options)
 
 
-def _links_apart(raw: RawGraph) -> RawGraph:
+def _move_links_to_plain(raw: RawGraph) -> RawGraph:
     """Move the links to predict from edge types to ``plain``, prefixed with the name of the edge type."""
     edges, plain = {}, dict(raw.plain)
     for of, arrays in raw.edges.items():
@@ -158,7 +158,7 @@ def _by_target(raw: RawGraph, options: SourceOptions) -> RawGraph:
     if target is not None:
         own = nodes.setdefault(target, {})
         for name, array in list(plain.items()):
-            if _usual(name) or target not in counts or array.rows == counts[target]:
+            if _belongs_to_nodes(name) or target not in counts or array.rows == counts[target]:
                 if name in own:
                     raise DataError(f"{array.place}: {name} of {target} is also in {own[name].place}; remove one")
                 own[name] = plain.pop(name)
@@ -166,20 +166,20 @@ def _by_target(raw: RawGraph, options: SourceOptions) -> RawGraph:
     return replace(sorted_graph, num_nodes={of: _num_nodes(sorted_graph, of) for of in raw.node_types})
 
 
-def _usual(name: str) -> bool:
+def _belongs_to_nodes(name: str) -> bool:
     return name in ("x", "y") or split_prefix(name) is not None
 
 
 def _target(plain: RawArrays, counts: Mapping[NodeType, int], raw: RawGraph, options: SourceOptions) -> NodeType | None:
     """Return the node type of x, y and splits without a type; None when none exist and option target is not given."""
-    if options.target is not None or not any(map(_usual, plain)):
+    if options.target is not None or not any(map(_belongs_to_nodes, plain)):
         return options.target
     if len(raw.node_types) == 1:
         return raw.node_types[0]
-    rows = {array.rows for name, array in plain.items() if _usual(name) and not name.endswith("_idx")}
+    rows = {array.rows for name, array in plain.items() if _belongs_to_nodes(name) and not name.endswith("_idx")}
     fitting = [of for of in raw.node_types if rows <= {counts.get(of)}]
     if len(fitting) != 1:
-        names = ", ".join(name for name in plain if _usual(name))
+        names = ", ".join(name for name in plain if _belongs_to_nodes(name))
         what = "fit several node types: " + ", ".join(fitting) if fitting else "fit the number of nodes of no type"
         raise DataError(f"{raw.name}: {names} {what}; give option target, the node type they belong to")
     return fitting[0]

@@ -41,7 +41,7 @@ def reusable(folder: Path, fingerprint: str) -> Manifest | None:
     return None
 
 
-def replaced(folder: Path) -> str | None:
+def describe_partition(folder: Path) -> str | None:
     """Describe the partition in ``folder`` as ``4 parts of cora (metis)``; None when it holds no partition."""
     found = _raw_manifest(folder)
     if found is None:

@@ -95,14 +95,16 @@ def describe(folder: str | Path) -> Description:
         edge_cut=manifest.edge_cut,
         balance=manifest.balance,
         shared_bytes=sum(entry.bytes for entry in manifest.files_of(None)),
-        graph_attrs=_in_words(manifest.graph_attrs),
+        graph_attrs=_attr_texts(manifest.graph_attrs),
         nodes={
-            of: NodeFigures(spec.num_nodes, _balance(spec), spec.num_classes, dict(spec.splits), _in_words(spec.attrs))
+            of: NodeFigures(
+                spec.num_nodes, _balance(spec), spec.num_classes, dict(spec.splits), _attr_texts(spec.attrs)
+            )
             for of, spec in manifest.nodes.items()
         },
         edges={
             type_name(of): EdgeFigures(
-                spec.num_edges, _balance(spec), spec.edge_cut, _in_words(spec.attrs), spec.src_times
+                spec.num_edges, _balance(spec), spec.edge_cut, _attr_texts(spec.attrs), spec.src_times
             )
             for of, spec in manifest.edges.items()
         },
@@ -123,7 +125,7 @@ def _balance(spec: NodeSpec | EdgeSpec) -> float:
     return float(sizes.max() / sizes.mean()) if spec.offsets[-1] else 1.0
 
 
-def _in_words(attrs: Mapping[str, AttrSpec]) -> dict[str, str]:
+def _attr_texts(attrs: Mapping[str, AttrSpec]) -> dict[str, str]:
     """Describe attributes as ``float32 as int8 [100, 64]``."""
     kept = {name: f" as {spec.kept}" if spec.kept else "" for name, spec in attrs.items()}
     return {name: f"{spec.dtype}{kept[name]} {list(spec.shape)}" for name, spec in attrs.items()}

@@ -14,7 +14,7 @@ from trainer.data.dataset import Dataset
 from trainer.data.load import dataset_fingerprint, load_dataset
 from trainer.data.options import SourceOptions, parse_options
 from trainer.partition.assign import assign_parts, method_options
-from trainer.partition.folder import replaced, reusable
+from trainer.partition.folder import describe_partition, reusable
 from trainer.partition.frequency import Fanouts
 from trainer.partition.write import options_with, partition_fingerprint, write_partition
 from trainer.store.manifest import Manifest
@@ -64,7 +64,7 @@ def make_partition(spec: PartitionSpec, say: Callable[[str], None] = print) -> M
     if (done := reusable(folder, spec.fingerprint())) is not None:
         say(f"{folder} is up to date: {done.dataset}, {done.num_parts} parts by {done.algorithm}")
         return done
-    if (other := replaced(folder)) is not None:
+    if (other := describe_partition(folder)) is not None:
         say(f"replacing {other} in {folder}")
     stages = _StageTimer(say)
     dataset = load_dataset(spec.dataset, spec.source, spec.options)

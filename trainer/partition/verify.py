@@ -71,7 +71,7 @@ def first_unordered_row(indptr: Array, orig_id: Array) -> int:
 
 
 @njit()
-def first_other_gid(orig_id: Array, global_id: Array, start: int) -> int:
+def first_gid_mismatch(orig_id: Array, global_id: Array, start: int) -> int:
     """Return the first row of a part where the global id of the original id is not ``start + row``, or -1."""
     for row in range(len(orig_id)):
         if global_id[orig_id[row]] != start + row:
@@ -80,7 +80,7 @@ def first_other_gid(orig_id: Array, global_id: Array, start: int) -> int:
 
 
 @njit()
-def first_other_time(indices: Array, times: Array, start: int, values: Array) -> int:
+def first_time_mismatch(indices: Array, times: Array, start: int, values: Array) -> int:
     """Return the first slot whose time differs from that of its source node, or -1.
 
     ``values`` are the times of the nodes with the global ids from ``start`` on; other sources are skipped.
@@ -155,7 +155,7 @@ class Invariants:
             yield Finding(path, f"position {at}: original ids do not ascend")
         elif (at := int(mark(ids, seen))) >= 0:
             yield Finding(path, f"position {at}: node {ids[at]} is also in an earlier part")
-        elif global_id is not None and (at := int(first_other_gid(ids, global_id, spec.offsets[part_id]))) >= 0:
+        elif global_id is not None and (at := int(first_gid_mismatch(ids, global_id, spec.offsets[part_id]))) >= 0:
             gid = spec.offsets[part_id] + at
             yield Finding(
                 path,
@@ -209,7 +209,7 @@ class Invariants:
             values = self._map(f"part{part_id}/nodes/{edge_type[0]}/attrs/{name}.npy")
             if values is None or values.shape != (_count(spec, part_id),):
                 continue
-            at = int(first_other_time(indices, times, spec.offsets[part_id], values))
+            at = int(first_time_mismatch(indices, times, spec.offsets[part_id], values))
             if at >= 0:
                 value = values[indices[at] - spec.offsets[part_id]]
                 yield Finding(path, f"position {at}: {times[at]}, but {name!r} of source {indices[at]} is {value}")

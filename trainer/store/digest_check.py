@@ -40,13 +40,13 @@ def checked_digests(store: PartStore, note: Path | None = None) -> Iterator[None
     left = [path for path in store.files if not noted.has(store.folder / path, path)]
     expected = {entry.path: entry.sha256 for entry in store.manifest.files}
     first = [path for path in left if path.endswith(_INDEXING)]
-    then = sorted(set(left).difference(first), key=lambda path: -(store.folder / path).stat().st_size)
+    rest = sorted(set(left).difference(first), key=lambda path: -(store.folder / path).stat().st_size)
     pool = ThreadPoolExecutor(len(os.sched_getaffinity(0)), thread_name_prefix="digests")
     try:
-        begun = {path: pool.submit(_check, store.folder / path, expected.get(path, "")) for path in [*first, *then]}
-        _finish([begun[path] for path in first])
+        checks = {path: pool.submit(_check, store.folder / path, expected.get(path, "")) for path in [*first, *rest]}
+        _finish([checks[path] for path in first])
         yield
-        _finish(list(begun.values()))
+        _finish(list(checks.values()))
     finally:
         pool.shutdown(wait=True, cancel_futures=True)
     noted.save()

@@ -65,12 +65,12 @@ class AttrSpec:
         """dtype of the arrays in files."""
         return np.dtype(self.kept) if self.kept else self.stored
 
-    def travels_as(self, asked: WireRows) -> WireRows:
-        """Return the type of the rows on the wire when ``asked`` is requested.
+    def travels_as(self, requested: WireRows) -> WireRows:
+        """Return the type of the rows on the wire for a request for ``requested``.
 
         Rows stored as int8 are always sent as int8, which is exact.
         """
-        return "int8" if self.kept else asked
+        return "int8" if self.kept else requested
 
 
 @dataclass(frozen=True)

@@ -89,7 +89,7 @@ class SAGEConv(nn.Module):
     def without_bias(
         self, block: Block, x: Tensor, degree: Tensor | None = None, before: Activation | None = None
     ) -> Tensor:
-        """As ``forward``, without adding the bias; ``before`` is first applied to ``x``, whose memory it overwrites."""
+        """As ``forward``, without adding the bias; first applies ``before`` to ``x``, in place on CPU."""
         of_mean, of_self = self.lin_l.weight, self.lin_r.weight
         if linear_first(block, x.shape[1], len(of_mean), x.requires_grad):
             x = x if before is None else before.of(x)
@@ -144,7 +144,7 @@ class GCNConv(nn.Module):
     def without_bias(
         self, block: Block, x: Tensor, degree: Tensor | None = None, before: Activation | None = None
     ) -> Tensor:
-        """As ``forward``, without adding the bias; ``before`` is first applied to ``x``, whose memory it overwrites."""
+        """As ``forward``, without adding the bias; first applies ``before`` to ``x``, in place on CPU."""
         assert degree is not None, "GCN needs whole-graph degrees on its batches"
         out_dim, in_dim = self.lin.weight.shape
         x = x if before is None else before.of(x)
@@ -207,7 +207,7 @@ class GATConv(nn.Module):
     def without_bias(
         self, block: Block, x: Tensor, degree: Tensor | None = None, before: Activation | None = None
     ) -> Tensor:
-        """As ``forward``, without adding the bias; ``before`` is first applied to ``x``, whose memory it overwrites."""
+        """As ``forward``, without adding the bias; first applies ``before`` to ``x``, in place on CPU."""
         looped = with_self_loops(block)
         h = self.lin(x if before is None else before.of(x)).view(-1, self.heads, self.out_dim)
         out: Tensor = attend(looped, h, self._attention(looped, h))

@@ -232,12 +232,12 @@ def to_yaml(config: ClusterConfig) -> str:
 
 def _folded(problems: Sequence[Problem]) -> Iterator[Problem]:
     """Merge problems that differ only in the node, as a host range or `defaults` causes them, into one each."""
-    alike: dict[Problem, list[tuple[Problem, str]]] = {}
+    groups: dict[Problem, list[tuple[Problem, str]]] = {}
     for problem in problems:
         node = _NODE.search(problem.message)
-        anyone = replace(problem, message=_NODE.sub("nodes.*", problem.message, count=1))
-        alike.setdefault(anyone, []).append((problem, node[0] if node else ""))
-    for (first, _), *others in alike.values():
+        generic = replace(problem, message=_NODE.sub("nodes.*", problem.message, count=1))
+        groups.setdefault(generic, []).append((problem, node[0] if node else ""))
+    for (first, _), *others in groups.values():
         more = f" (also {fold(name for _, name in others)})" if others and others[0][1] else ""
         yield replace(first, message=first.message + more)
 

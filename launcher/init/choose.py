@@ -39,13 +39,15 @@ def choose(request: InitRequest, facts: Mapping[int, HostFacts]) -> Choice:
     if request.environment:
         return {k: _named(request, host.environments) for k, host in facts.items()}
     common = _most_common(facts)
-    paths = Counter((one.key, one.path) for host in facts.values() for one in host.environments if one.alike == common)
+    paths = Counter(
+        (one.key, one.path) for host in facts.values() for one in host.environments if one.matched_versions == common
+    )
 
     def rank(host: HostFacts, one: Environment) -> tuple[object, ...]:
         right_build = bool(one.versions.get("cuda")) == bool(host.gpus)
         return (
             one.complete,
-            one.alike == common,
+            one.matched_versions == common,
             right_build,
             paths[one.key, one.path],
             -len(one.lacking),
@@ -67,7 +69,7 @@ def _named(request: InitRequest, found: Sequence[Environment]) -> Environment | 
 
 
 def _most_common(facts: Mapping[int, HostFacts]) -> tuple[str, ...]:
-    """Return the versions (``Environment.alike``) available on most hosts; among equals, those with the newest torch.
+    """Return the ``matched_versions`` available on most hosts; among equals, those with the newest torch.
 
     Returns () if no host has all packages.
     """
@@ -75,9 +77,9 @@ def _most_common(facts: Mapping[int, HostFacts]) -> tuple[str, ...]:
     newest: dict[tuple[str, ...], tuple[int, ...]] = {}
     for host in facts.values():
         complete = [one for one in host.environments if one.complete]
-        counts.update({one.alike for one in complete})
-        newest |= {one.alike: one.numbers("torch") for one in complete}
-    return max(counts, key=lambda alike: (counts[alike], newest[alike]), default=())
+        counts.update({one.matched_versions for one in complete})
+        newest |= {one.matched_versions: one.numbers("torch") for one in complete}
+    return max(counts, key=lambda versions: (counts[versions], newest[versions]), default=())
 
 
 def shared_environments(facts: Mapping[int, HostFacts]) -> tuple[SharedEnvironment, ...]:

@@ -48,7 +48,7 @@ class Environment:
         return not self.lacking and self.numbers("python", 2) >= OLDEST_PYTHON
 
     @property
-    def alike(self) -> tuple[str, ...]:
+    def matched_versions(self) -> tuple[str, ...]:
         """The leading version numbers that must be equal on all nodes."""
         return tuple(
             leading(self.versions.get(rule.name, ""), rule.numbers)

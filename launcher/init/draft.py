@@ -43,9 +43,9 @@ def _rendered(line: Line) -> Iterator[str]:
     if not line.about:
         yield line.text.rstrip()
         return
-    beside = f"{line.text:<{COLUMN - 1}} # {line.about}"
-    if line.text.strip() and len(beside) <= WIDTH:
-        yield beside
+    one_line = f"{line.text:<{COLUMN - 1}} # {line.about}"
+    if line.text.strip() and len(one_line) <= WIDTH:
+        yield one_line
         return
     indent = " " * (len(line.text) - len(line.text.lstrip())) + "# "
     yield from textwrap.wrap(line.about, WIDTH, initial_indent=indent, subsequent_indent=indent, break_on_hyphens=False)

@@ -136,12 +136,12 @@ MISTAKES = {
     TWO + "train: {backend: nccl}\n": ["3: train.backend: nccl needs devices on every node, but a (node0) lists none"],
     NODES + "  - host: a\n    devices: [0, 1, 0]\n": ["4: nodes.0.devices: device 0 is listed twice"],
     NODES + "  - host: a\n    devices: [0, 1]\n    procs: 1\n": [
-        "5: nodes.0: fewer procs (1) than devices (2); each process uses one device, so leave procs out or list as many "
-        "devices"
+        "5: nodes.0: fewer procs (1) than devices (2); each process uses one device, so leave procs out or list as "
+        "many devices"
     ],
     NODES + "  - host: a\n    devices: [0]\n    procs: 2\n": [
-        "5: nodes.0: more procs (2) than devices (1); each process uses one device, so leave procs out or list as many "
-        "devices"
+        "5: nodes.0: more procs (2) than devices (1); each process uses one device, so leave procs out or list as "
+        "many devices"
     ],
     NODES + "  - host: a\n    venv: /v\n    conda: gnn\n": [
         "5: nodes.0: venv and conda are both given; keep the one that holds torch"
@@ -171,8 +171,8 @@ MISTAKES = {
         "5: data.folder is a path on the node, so it must begin with / or ~/; found `parts`"
     ],
     NODES + "  - host: a\n    workdir: /w\n  - host: b\n    workdir: /w\n  - host: a\n    workdir: /w\n": [
-        "7: nodes.2 has the same host and workdir as nodes.0 (a, /w); give each node its own workdir, or put {node_rank} "
-        "into the path"
+        "7: nodes.2 has the same host and workdir as nodes.0 (a, /w); give each node its own workdir, or put "
+        "{node_rank} into the path"
     ],
     "transport: local\ndefaults: {workdir: /w}\n" + NODES + "  - localhost\n  - 127.0.0.1\n": [
         "6: nodes.1 has the same host and workdir as nodes.0 (127.0.0.1, /w); give each node its own workdir, or put "

@@ -78,9 +78,9 @@ def inventory(source: Source, groups: Groups, flags: Flags, kind: str) -> Foreig
     if problems:
         raise ConfigError(problems)
     folder = source.path.absolute().parent
-    beside = [name for name in ("group_vars", "host_vars") if (folder / name).is_dir()]
-    if beside:
-        notes[f"{' and '.join(beside)} in the inventory's folder are not read"] = None
+    ignored = [name for name in ("group_vars", "host_vars") if (folder / name).is_dir()]
+    if ignored:
+        notes[f"{' and '.join(ignored)} in the inventory's folder are not read"] = None
     at = source.origin(1)
     words = f"{kind}, group {', '.join(chosen)}"
     return Foreign(words, section(at, {"nodes": YamlSequence(nodes[0].origin, tuple(nodes))}), tuple(notes))

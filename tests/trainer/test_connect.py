@@ -60,7 +60,7 @@ def refusal(*given, **options):
     start = time.monotonic()
     with pytest.raises(ServiceError) as caught:
         trainer.connect(*given, **options)
-    assert not [thread for thread in threading.enumerate() if thread.name == "news"]
+    assert not [thread for thread in threading.enumerate() if thread.name == "server-probe"]
     return str(caught.value), time.monotonic() - start
 
 

@@ -232,10 +232,10 @@ def test_close_wakes_those_who_wait_for_a_server(servers):
 
 def test_a_graph_that_is_dropped_leaves_no_thread(servers):
     graph = client_graph(servers)
-    assert "news" in [thread.name for thread in threading.enumerate()]
+    assert "server-probe" in [thread.name for thread in threading.enumerate()]
     del graph
     gc.collect()
-    until(lambda: "news" not in [thread.name for thread in threading.enumerate()])
+    until(lambda: "server-probe" not in [thread.name for thread in threading.enumerate()])
 
 
 def test_large_questions_are_asked_in_pieces(servers, folder, monkeypatch):

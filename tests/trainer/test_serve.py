@@ -139,7 +139,7 @@ def test_every_unfit_peer_is_named_at_once(tmp_path) -> None:
         ("{", "is not a cluster.json"),
         ("[]", "is not a cluster.json"),
         ('{"run_id": "r", "num_parts": 1}', "is not a cluster.json"),
-        ('{"run_id": "r", "num_parts": 2, "nodes": []}', r"parts \[0, 1\] of 2 are on none"),
+        ('{"run_id": "r", "num_parts": 2, "nodes": []}', r"no node has parts \[0, 1\] of 2"),
     ],
 )
 def test_bad_cluster_files(tmp_path, text: str | None, cause: str) -> None:

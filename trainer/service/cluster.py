@@ -1,4 +1,4 @@
-"""``cluster.json``: the nodes of a run, and the graph servers they ask."""
+"""Reads ``cluster.json``, the nodes of a run and its graph servers, and connects to them."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ from trainer.service.wire.messages import HelloInfo, ServerAddress
 
 ROLES = ("worker", "server", "client")
 
-_GLANCE = 0.1  #: seconds
+_GLANCE = 0.1  #: seconds of waiting for one peer before the next is checked
 
-_FOR_COPIES = 3.0  #: seconds that a node without a part of its own has to answer
+_FOR_COPIES = 3.0  #: seconds of waiting for peers whose parts other nodes have too
 
 
 @dataclass(frozen=True)
@@ -32,31 +32,31 @@ class ClusterNode:
     node_rank: int
     host: str
     role: str  #: worker: parts and trainers; server: parts; client: trainers
-    endpoint: str | None  #: of its graph server; None when it serves nothing
-    parts: tuple[int, ...]  #: on its disk; with replicas a part is on several nodes
-    ranks: tuple[int, ...]  #: of the trainer processes on it
+    endpoint: str | None  #: of its graph server; None if it has none
+    parts: tuple[int, ...]  #: on its disk; with replicas, several nodes have a part
+    ranks: tuple[int, ...]  #: of its trainer processes
 
 
 @dataclass(frozen=True)
 class Cluster:
-    """All nodes of the run, as the launcher wrote them."""
+    """Content of ``cluster.json``, which the launcher writes."""
 
     run_id: str
     num_parts: int
-    version: int  #: rises when servers join
+    version: int  #: increases when servers join
     nodes: tuple[ClusterNode, ...]
     serving: str | None = None  #: name of the serving cluster that this run is attached to
     attached: tuple[ServerAddress, ...] = ()  #: its servers
 
     @cached_property
     def servers(self) -> tuple[ServerAddress, ...]:
-        """All graph servers that this run may ask, in node order."""
+        """All graph servers of this run, in node order."""
         if self.serving is not None:
             return self.attached
         return tuple(_address(node) for node in self.nodes if node.endpoint is not None and node.parts)
 
     def node(self, node_rank: int) -> ClusterNode:
-        """Raises ``SettingsError`` where there is none of that rank."""
+        """The node of that rank. Raises ``SettingsError`` if it does not exist."""
         for node in self.nodes:
             if node.node_rank == node_rank:
                 return node
@@ -67,7 +67,7 @@ class Cluster:
         )
 
     def gateways(self) -> tuple[ServerAddress, ...]:
-        """Whom clients ask: nodes that do nothing but serve, or all servers where there are none of those."""
+        """The servers for clients: nodes with role server, or all servers if no node has it."""
         only_serve = {node.node_rank for node in self.nodes if node.role == "server"}
         chosen = tuple(place for place in self.servers if place.node_rank in only_serve)
         return self.servers if self.serving is not None or not chosen else chosen
@@ -77,7 +77,7 @@ class Cluster:
         return tuple(place for place in self.servers if self.serving is not None or place.node_rank != node_rank)
 
     def home_of(self, node_rank: int) -> ServerAddress:
-        """The gateway that a client node asks first; clients take turns. Raises ``SettingsError`` without servers."""
+        """The preferred gateway of a client node, assigned in turn. Raises ``SettingsError`` without gateways."""
         gateways = self.gateways()
         if not gateways:
             raise SettingsError(f"run {self.run_id} has no graph server for the client node {node_rank}")
@@ -85,12 +85,12 @@ class Cluster:
         return gateways[clients.index(node_rank) % len(gateways)]
 
     def ranks_of_part(self) -> tuple[tuple[int, ...], ...]:
-        """Ranks beside each part: those on a node that holds it, and on clients whose home server does."""
-        beside: list[list[int]] = [[] for _ in range(self.num_parts)]
+        """Ranks near each part: those of nodes that hold it, and of clients whose home server holds it."""
+        near: list[list[int]] = [[] for _ in range(self.num_parts)]
         for node in self.nodes:
             for part in self.home_of(node.node_rank).parts if node.role == "client" else node.parts:
-                beside[part].extend(node.ranks)
-        return tuple(map(tuple, beside))
+                near[part].extend(node.ranks)
+        return tuple(map(tuple, near))
 
 
 def _address(node: ClusterNode) -> ServerAddress:
@@ -141,14 +141,14 @@ def _ids(raw: Sequence[Any]) -> tuple[int, ...]:
 
 
 def _problem(cluster: Cluster) -> str:
-    """What is wrong with it, in words; "" when nothing is."""
+    """The first contradiction in a cluster file; "" if it is consistent."""
     nodes, attached = cluster.nodes, cluster.attached
     for numbers in ([node.node_rank for node in nodes], [place.node_rank for place in attached]):
         if len(set(numbers)) != len(numbers):
             return "two nodes have the same node_rank"
     for node in nodes:
         if node.role not in ROLES:
-            return f"node {node.node_rank} has role {node.role!r}; there are {', '.join(ROLES)}"
+            return f"node {node.node_rank} has role {node.role!r}; roles are {', '.join(ROLES)}"
         if node.role == "client" and (node.parts or node.endpoint):
             return f"node {node.node_rank} is a client and cannot hold parts {list(node.parts)} or serve"
         if node.role == "server" and node.ranks:
@@ -156,11 +156,11 @@ def _problem(cluster: Cluster) -> str:
     holders = [node.parts for node in nodes] + [place.parts for place in attached]
     held = {part for parts in holders for part in parts}
     if foreign := sorted(held - set(range(cluster.num_parts))):
-        return f"parts {foreign} are on its nodes; with num_parts {cluster.num_parts} they go from 0 on"
+        return f"its nodes have parts {foreign}, but num_parts is {cluster.num_parts}"
     if missing := sorted(set(range(cluster.num_parts)) - held):
-        return f"parts {missing} of {cluster.num_parts} are on none of its nodes"
+        return f"no node has parts {missing} of {cluster.num_parts}"
     if any(node.role == "client" for node in cluster.nodes) and not cluster.servers:
-        return "it has clients, but no graph server for them"
+        return "it has client nodes, but no graph server for them"
     return ""
 
 
@@ -168,12 +168,12 @@ def connect_cluster(
     path: str | Path, own_node_rank: int, manifest_digest: str, deadline: float, keys: ServiceKeys | None = None,
     start_deadline: float | None = None, wire_rows: WireRows = "stored",
 ) -> dict[int, HostClient]:  # fmt: skip
-    """Clients of all other nodes that serve parts, by node_rank, each having said hello.
+    """Connect to all other nodes that serve parts; returns their clients by node_rank.
 
-    A peer may start late, up to ``start_deadline`` seconds (default: ``deadline``); one all of whose parts are here or
-    with others that have answered is not waited for. ``deadline`` is that of every later request, ``wire_rows`` what
-    floating-point rows are rounded to on their way. Raises
-    ``ServiceError`` with one line per node that is missing, holds another partition, or other parts.
+    Waits up to ``start_deadline`` seconds (default: ``deadline``) for peers to start, but only ``_FOR_COPIES`` seconds
+    for peers whose parts are all on this node or on peers that have answered. deadline: seconds that later replies may
+    take. wire_rows: form to which floating-point rows are rounded for sending. Raises ``ServiceError`` with one line
+    per needed node that does not answer, or has other parts or another partition.
     """
     cluster = read_cluster(path)
     own = {part for node in cluster.nodes if node.node_rank == own_node_rank for part in node.parts}
@@ -193,7 +193,7 @@ def connect_cluster(
 
 
 def _greet(clients: Sequence[HostClient], own: set[int], manifest_digest: str, until: float) -> list[str]:
-    """What is wrong with each peer that is needed."""
+    """Wait for the replies to HELLO; returns the problem of each peer that is needed."""
     enough_at = time.monotonic() + _FOR_COPIES
     hellos = {client: client.submit_hello() for client in clients}
     problems: dict[HostClient, str] = {}
@@ -215,16 +215,17 @@ def _greet(clients: Sequence[HostClient], own: set[int], manifest_digest: str, u
 
 
 def greeting_problem(client: HostClient, info: HelloInfo, manifest_digest: str) -> str:
-    """How a server differs from the one that ``client`` is meant for; "" when it does not."""
-    who = f"node{client.node_rank} ({client.host})"
+    """How a server differs from the one expected at ``client``'s address; "" if it does not."""
+    node = f"node{client.node_rank} ({client.host})"
     if info.node_rank != client.node_rank or set(info.part_ids) != set(client.part_ids):
         return (
-            f"{who}: at {client.endpoint} answers node{info.node_rank} ({info.host}) with parts {list(info.part_ids)}; "
-            f"cluster.json says node{client.node_rank} with parts {list(client.part_ids)}. Is it left from another run?"
+            f"{node}: at {client.endpoint} answers node{info.node_rank} ({info.host}) with parts {list(info.part_ids)};"
+            f" cluster.json says node{client.node_rank} with parts {list(client.part_ids)}. Is the port used by another"
+            " run?"
         )
     if info.manifest_digest != manifest_digest:
         return (
-            f"manifest.json of {who} differs: {info.manifest_digest[:12]} there, {manifest_digest[:12]} here; "
-            "bring both nodes the same partition"
+            f"manifest.json of {node} differs: {info.manifest_digest[:12]} there, {manifest_digest[:12]} here; "
+            "copy the same partition to both nodes"
         )
     return ""

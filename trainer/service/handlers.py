@@ -1,4 +1,4 @@
-"""Answers a graph server's requests: from its own parts or, for clients without parts, from the whole graph."""
+"""Handlers of a graph server's requests, from its own parts or, for clients without parts, from the whole graph."""
 
 from __future__ import annotations
 
@@ -25,13 +25,13 @@ from trainer.service.wire.messages import FormOf, HelloInfo, ServerAddress, Serv
 from trainer.store.manifest import MANIFEST
 from trainer.store.part_store import PartStore
 
-_BYTES_OF_EDGE = 4  # at least: its source
+_BYTES_OF_EDGE = 4  # lower bound: the id of its source
 
-MAX_SHORT_ANSWER = 128 << 20  #: bytes of an answer that is no batch: clients ask for more in pieces
+MAX_SHORT_ANSWER = 128 << 20  #: bytes of a reply other than a batch; clients request more in pieces
 
 
 def check_rows(store: PartStore, requests: Sequence[RowRequest], limit: int) -> None:
-    """Raise ``ServiceError`` for rows of more than ``limit`` bytes together, ``PartitionError`` for unknown ones."""
+    """Raise ``ServiceError`` if the rows exceed ``limit`` bytes in total, ``PartitionError`` for unknown attributes."""
     total = 0
     for request in requests:
         for name in request.attrs:
@@ -42,7 +42,7 @@ def check_rows(store: PartStore, requests: Sequence[RowRequest], limit: int) -> 
 
 
 class BoundedGraph:
-    """``graph`` for one request whose neighbours and rows may take ``limit`` bytes."""
+    """Limits the neighbours and the rows of one request to ``limit`` bytes each."""
 
     def __init__(self, graph: CountedAccess, store: PartStore, limit: int):
         self._graph, self._store, self._limit = graph, store, limit
@@ -77,25 +77,25 @@ _GRAPH_KINDS = (Kind.SAMPLE, Kind.GATHER, Kind.HAS_EDGES, Kind.EDGES)
 
 
 class ServedGraph(GraphAccess, Protocol):
-    """The parts of a server."""
+    """The parts that a server owns."""
 
     @property
     def store(self) -> PartStore: ...
 
 
 class RoutedGraph(CountedAccess, Protocol):
-    """The whole graph, own parts and other servers'; ``DistGraph`` is one."""
+    """The whole graph: own parts and those of other servers; ``DistGraph`` implements it."""
 
     def edges_of(self, part_id: int, edge_type: EdgeType, first: int, count: int) -> EdgeList: ...
 
 
 def is_long(request: Message) -> bool:
-    """Whether answering may mean to wait for other servers."""
+    """Whether a handler may have to wait for other servers."""
     return request.kind == Kind.BATCH or (bool(request.flags & Flag.ROUTE) and request.kind in _GRAPH_KINDS)
 
 
 class Handlers:
-    """Answers requests; every method raises ``TrainerError`` for what the asker got wrong."""
+    """Answers requests. All methods raise ``TrainerError`` for invalid requests."""
 
     def __init__(
         self, graph: ServedGraph, info: HelloInfo, stats: Callable[[], ServerStats], topology: Topology, limit: int
@@ -117,13 +117,13 @@ class Handlers:
         }
 
     def short(self, request: Message) -> Message:
-        """The answer from what is here."""
+        """Answer a request from own parts, without waiting for other servers."""
         if request.kind not in self._short:
-            raise ServiceError(f"{request.kind.name.lower()} is no question")
+            raise ServiceError(f"{request.kind.name.lower()} is not a kind of request")
         return self._short[request.kind](request)
 
     def routed_answer(self, request: Message) -> Message:
-        """The answer of the whole graph."""
+        """Answer a request for the whole graph."""
         graph = BoundedGraph(self._whole(), self._graph.store, self._limit)
         if request.kind == Kind.SAMPLE:
             return request.reply(
@@ -137,8 +137,8 @@ class Handlers:
         return request.reply(messages.edge_arrays(self._whole().edges_of(*messages.read_edges_request(request))))
 
     def batch(self, request: Message, work: BatchWork) -> Message:
-        """A whole batch."""
-        if self._sampler is None:  # its relabel tables, one for each thread, are kept
+        """Answer a request for a batch."""
+        if self._sampler is None:  # kept for its relabel tables, one per thread
             self._sampler = SubgraphSampler(self._whole(), self._graph.store.manifest, SampleSettings({}), {})
         graph = BoundedGraph(self._whole(), self._graph.store, self._batch_limit)
         sampler = replace(
@@ -148,7 +148,7 @@ class Handlers:
 
     def _whole(self) -> RoutedGraph:
         if self.routed is None:
-            raise ServiceError("this graph server answers for its own parts only; it serves no clients")
+            raise ServiceError("this graph server serves only its own parts, and no clients")
         return self.routed
 
     def _hello(self, request: Message) -> Message:
@@ -176,7 +176,7 @@ class Handlers:
         return messages.rows_reply(request, asked, self._graph.gather(asked), self._forms(request))
 
     def _forms(self, request: Message) -> FormOf:
-        """How rows travel in the answer."""
+        """The form of each attribute's rows in the reply."""
         form = form_of(request.flags)
         if not isinstance(self._graph, LocalGraph):
             return lambda of, name: form
@@ -203,7 +203,9 @@ class Handlers:
         array = self._shared_array(asked)
         rows = array if array.ndim else array[None]
         if asked.first + asked.count > len(rows):
-            raise PartitionError(f"{asked.name} has {len(rows)} rows; asked for {asked.count} from {asked.first} on")
+            raise PartitionError(
+                f"{asked.name} has {len(rows)} rows; {asked.count} from row {asked.first} on were requested"
+            )
         if (size := asked.count * rows.dtype.itemsize * math.prod(rows.shape[1:])) > self._limit:
             raise ServiceError(f"an answer of {size} bytes is over {self._limit}; ask for fewer rows at once")
         return request.reply([array if not array.ndim else rows[asked.first : asked.first + asked.count]])

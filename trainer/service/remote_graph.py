@@ -1,4 +1,4 @@
-"""The whole graph through graph servers, for clients that hold no part."""
+"""Access to the whole graph through graph servers, for clients without parts."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ from trainer.store.manifest import AttrSpec, Manifest, parse_manifest
 
 
 class ServerChoice:
-    """Servers in the order in which they are asked, home first, and which of them are gone. Thread-safe."""
+    """The servers in order of preference, home first, and which of them are unreachable. Thread-safe."""
 
     def __init__(self, home: HostClient, *others: HostClient):
         self._clients = [home, *others]
@@ -51,14 +51,14 @@ class ServerChoice:
 
     @property
     def gone(self) -> tuple[HostClient, ...]:
-        """Those that are to be asked whether they are back."""
+        """The unreachable servers."""
         with self._changed:
             return tuple(self._gone)
 
     def pick(self, until: float) -> HostClient | None:
-        """The first living server; waits for one while ``time.monotonic()`` is below ``until``, then None.
+        """The first reachable server; waits for one until ``time.monotonic()`` is ``until``, then returns None.
 
-        None at once after ``close()``.
+        Returns None at once after ``close()``.
         """
         with self._changed:
             while not self._closed:
@@ -69,80 +69,83 @@ class ServerChoice:
                     break
             return None
 
-    def lost(self, client: HostClient, error: ServerGone) -> None:
-        """Ask others from now on."""
+    def mark_gone(self, client: HostClient, error: ServerGone) -> None:
+        """Record that a server is unreachable: ``pick`` returns others."""
         with self._changed:
             self._gone.setdefault(client, error)
 
-    def back(self, client: HostClient) -> None:
-        """It answers again."""
+    def mark_back(self, client: HostClient) -> None:
+        """Record that a server answers again."""
         with self._changed:
             if self._gone.pop(client, None):
                 self._changed.notify_all()
 
-    def join(self, client: HostClient) -> None:
-        """One more, to be asked last."""
+    def add(self, client: HostClient) -> None:
+        """Add a server, last in order."""
         with self._changed:
             self._clients.append(client)
             self._changed.notify_all()
 
     def close(self) -> None:
-        """Wake those who wait."""
+        """Make all calls of ``pick`` return None."""
         with self._changed:
             self._closed = True
             self._changed.notify_all()
 
-    def why(self, waited: float) -> str:
-        """What is wrong with each server that is gone, one per line, after ``waited`` seconds."""
+    def errors(self, waited: float) -> str:
+        """The errors of the unreachable servers after ``waited`` seconds, one per line."""
         with self._changed:
             return "\n".join(f"{error}; it was not back within {waited:g} s" for error in self._gone.values())
 
 
-_AT_ONCE = 1 << 20  #: ids or edges that one request asks for: servers bound the size of requests and answers
+_AT_ONCE = 1 << 20  #: ids or edges per request: servers limit the sizes of requests and replies
 
-_BYTES_AT_ONCE = 1 << 25  #: of rows
+_BYTES_AT_ONCE = 1 << 25  #: bytes of rows per request
 
-_SLICES_UNDER_WAY = 2
+_SLICES_UNDER_WAY = 2  #: slices of edges requested at the same time
 
-_BATCHES_UNDER_WAY = MAX_QUEUED // 2  #: for a while a server may hold those of a broken connection beside the new ones
+_BATCHES_UNDER_WAY = MAX_QUEUED // 2  #: half the limit, since a server may still count those of a broken connection
 
-_BACK_EVERY = 0.5  #: seconds between questions to a server that is gone
+_BACK_EVERY = 0.5  #: seconds between probes of unreachable servers
 
-_LEARN_EVERY = 10.0  #: seconds between questions for servers that have joined
+_LEARN_EVERY = 10.0  #: seconds between requests for the list of servers
 
-_PATIENCE_FOR_NEWS = 2.0  #: seconds an answer to those questions may take
+_PROBE_TIMEOUT = 2.0  #: seconds that the reply to such a request may take
 
 T = TypeVar("T")
 
 T_co = TypeVar("T_co", covariant=True)
 
 
-def client_name(what: str = "") -> ClientName:
-    """This process, for the servers' books and for people: ``run-7/rank3 on gpu2 (pid 811)``."""
-    words = f"{what} on {socket.gethostname()} (pid {os.getpid()})".strip()
+def client_name(role: str = "") -> ClientName:
+    """A name for this process with a random number; ``role``: such as ``run-7/rank3``."""
+    words = f"{role} on {socket.gethostname()} (pid {os.getpid()})".strip()
     return ClientName(secrets.randbits(64), words[:200])
 
 
 class _PendingReply(Protocol[T_co]):
-    """An answer under way; ``client.Pending`` is one."""
+    """A reply that is being received; ``client.PendingReply`` implements it."""
 
     def result(self, timeout: float | None = None) -> T_co: ...
 
 
 class Gateway:
-    """A ``CountedAccess`` to the whole graph, and whole batches. All methods are thread-safe.
+    """A ``CountedAccess`` to the whole graph through servers, which also make whole batches. Thread-safe.
 
-    Requests go to the first server, the *home*; while it is gone to the next one, with the same answer, since any
-    server may make any batch. All raise ``ServiceError`` naming the servers when none has answered within
-    ``server_wait`` seconds, or one that is there not within ``deadline`` seconds.
+    Requests go to the first server, the *home*, or to the next ones while it is unreachable; each server gives the same
+    replies. All methods raise ``ServiceError`` with the servers' names if all are unreachable for ``server_wait``
+    seconds, or a reachable one does not reply within ``deadline`` seconds.
     """
 
     def __init__(
         self, places: Sequence[ServerAddress], deadline: float, keys: ServiceKeys | None = None, *,
         server_wait: float = 60.0, client: ClientName | None = None, wire_rows: WireRows = "stored",
     ):  # fmt: skip
-        """``places``: home first. ``server_wait``: seconds until all servers being gone is an error. ``wire_rows``:
-        what floating-point rows are rounded to on their way. Nothing is asked before ``open``."""
+        """Make a gateway; it connects in ``open``.
+
+        places: the servers, home first. deadline: seconds that a reply may take. server_wait: seconds for which all
+        servers may be unreachable. wire_rows: form to which floating-point rows are rounded for sending.
+        """
         self.home = places[0]
         self.deadline, self.server_wait = deadline, server_wait
         self.client = client or client_name()
@@ -157,27 +160,29 @@ class Gateway:
         self.digest = ""  #: sha256 of manifest.json, hex
 
     def open(self, patience: float | None = None) -> Manifest:
-        """Get the manifest, once a server answers, within ``patience`` seconds (default: ``server_wait``)."""
-        threading.Thread(target=_look_after, args=(weakref.ref(self), self._closed), name="news", daemon=True).start()
+        """Fetch the manifest, from a server that answers within ``patience`` seconds (default: ``server_wait``)."""
+        threading.Thread(
+            target=_probe_servers, args=(weakref.ref(self), self._closed), name="server-probe", daemon=True
+        ).start()
         text = self._ask(lambda client: client.submit_manifest(), patience, known=False)
         self.digest = hashlib.sha256(text).hexdigest()
         self._manifest = parse_manifest(text, f"manifest.json of {self.home.name}")
-        self._learn(self._ask(lambda client: client.submit_hello()))
+        self._add_servers(self._ask(lambda client: client.submit_hello()))
         return self._manifest
 
     @property
     def manifest(self) -> Manifest:
-        """Known once ``open`` has returned."""
+        """The manifest; call ``open`` first."""
         assert self._manifest is not None
         return self._manifest
 
     @property
     def servers(self) -> tuple[ServerAddress, ...]:
-        """All servers that may be asked, home first."""
+        """All known servers, home first."""
         return tuple(client.place for client in self._choice.all)
 
     def sample_batch(self, work: BatchWork) -> SampledBatch:
-        """The batch, made by a server. Raises ``SettingsError`` for more seeds than a server takes."""
+        """Have a server make a batch. Raises ``SettingsError`` for more seeds than a server accepts."""
         if (number := sum(map(len, work.seeds.nodes.values()))) > MAX_SEEDS:
             raise SettingsError(
                 f"a batch of {number} seeds; a graph server accepts at most {MAX_SEEDS}; use smaller batches"
@@ -221,41 +226,41 @@ class Gateway:
         return self._shared(of, split, self.manifest.nodes[of].splits[split]).astype(np.int64)
 
     def graph_attr(self, name: str) -> Array:
-        """An attribute of the graph as a whole."""
+        """An attribute of the whole graph."""
         spec: AttrSpec = self.manifest.graph_attrs[name]
         if not spec.shape:
             return self._slice(SharedSlice(None, name, 0, 1)).reshape(())
         return self._shared(None, name, spec.shape[0])
 
     def to_global(self, of: NodeType, orig_ids: Ids) -> Ids:
-        """Global ids of original ids, int64 [n]; the ids must lie in range."""
+        """Global ids of original ids, int64 [n]; the ids must be in range."""
         pieces = [orig_ids[at : at + _AT_ONCE] for at in range(0, max(len(orig_ids), 1), _AT_ONCE)]
         found = [self._ask(lambda client, ids=ids: client.submit_to_global(of, ids)) for ids in pieces]  # type: ignore[misc]
         return found[0] if len(found) == 1 else np.concatenate(found)
 
     def close(self) -> None:
-        """End all connections; threads that wait for an answer raise ``ServiceError``."""
+        """Close all connections; threads that wait for a reply raise ``ServiceError``."""
         self._closed.set()
         self._choice.close()
         for client in self._choice.all:
             client.close()
 
-    def look_around(self, learn: bool) -> None:
-        """Ask servers that are gone whether they are back, and, to ``learn``, one that is not for those that joined."""
-        living = self._choice.pick(0) if learn else None
-        for client in (*self._choice.gone, *([living] if living else [])):
+    def probe_servers(self, learn: bool) -> None:
+        """Send HELLO to unreachable servers and, if ``learn``, to a reachable one, whose reply lists new servers."""
+        reachable = self._choice.pick(0) if learn else None
+        for client in (*self._choice.gone, *([reachable] if reachable else [])):
             try:
-                info = client.submit_hello().result(_PATIENCE_FOR_NEWS)
+                info = client.submit_hello().result(_PROBE_TIMEOUT)
                 self._check(client, info)
             except ServiceError:
-                continue  # as gone as before
-            self._learn(info)
-            self._choice.back(client)
+                continue  # still unreachable
+            self._add_servers(info)
+            self._choice.mark_back(client)
 
     def _ask(
         self, submit: Callable[[HostClient], _PendingReply[T]], patience: float | None = None, known: bool = True
     ) -> T:  # fmt: skip
-        """The answer of the first server that gives one; ``known``: it must hold the same partition."""
+        """The reply of the first server that gives one; ``known``: check first that it has the same partition."""
         patience = self.server_wait if patience is None else patience
         until, lost = time.monotonic() + patience, False
         while (client := self._choice.pick(until)) and not (lost and time.monotonic() > until):
@@ -265,30 +270,30 @@ class Gateway:
                 return submit(client).result(self.deadline + self.server_wait)
             except ServerGone as error:
                 client.check_open()
-                self._choice.lost(client, error)
+                self._choice.mark_gone(client, error)
                 until, lost = until if lost else time.monotonic() + patience, True
         self._choice.all[0].check_open()
-        raise ServiceError(self._choice.why(patience))
+        raise ServiceError(self._choice.errors(patience))
 
     def _check(self, client: HostClient, info: HelloInfo) -> None:
-        """Raise ``ServiceError`` for a server of another partition."""
+        """Check that a server has the same partition. Raises ``ServiceError``."""
         if self.digest and info.manifest_digest != self.digest:
             raise ServiceError(
-                f"{client.name}: holds another partition than {self.home.name}: its manifest.json is "
-                f"{info.manifest_digest[:12]}, there it is {self.digest[:12]}; all servers must serve the same"
+                f"{client.name}: holds another partition than {self.home.name}: the digest of its manifest.json is "
+                f"{info.manifest_digest[:12]} instead of {self.digest[:12]}; all servers must serve the same partition"
             )
         if self.digest:
             self._verified.add(client)
 
-    def _learn(self, info: HelloInfo) -> None:
-        """Add the servers that have joined."""
+    def _add_servers(self, info: HelloInfo) -> None:
+        """Add the servers that ``info`` lists in addition."""
         if info.version <= self._version:
             return
         self._version = info.version
         known = {client.endpoint for client in self._choice.all} | {self.home.endpoint}
         for place in info.servers:
             if place.endpoint not in known:
-                self._choice.join(self._connect(place))
+                self._choice.add(self._connect(place))
 
     def _connect(self, place: ServerAddress) -> HostClient:
         return HostClient(
@@ -303,14 +308,14 @@ class Gateway:
         return list(answers)
 
     def _gather_long(self, request: RowRequest) -> Mapping[str, Array]:
-        """In pieces."""
+        """Gather rows in several requests."""
         number = max(1, _BYTES_AT_ONCE // self._row_bytes(request))
         starts = range(0, max(len(request.ids), 1), number)
         pieces = [self._gather([replace(request, ids=request.ids[at : at + number])])[0] for at in starts]
         return {name: np.concatenate([piece[name] for piece in pieces]) for name in request.attrs}
 
     def _row_bytes(self, request: RowRequest) -> int:
-        """Bytes of one row asked for, and of its id. Raises ``PartitionError`` for an unknown type."""
+        """Bytes of a requested row and its id. Raises ``PartitionError`` for an unknown type."""
         specs = self.manifest.nodes if isinstance(request.of, str) else self.manifest.edges
         if request.of not in specs:
             raise PartitionError(f"no type {request.of!r}; there are {list(specs)}")
@@ -318,7 +323,7 @@ class Gateway:
         return 8 + sum(_width(attrs[name]) if name in attrs else 8 for name in request.attrs)
 
     def _width(self, of: AnyType, name: str) -> int:
-        """Bytes of a row of an attribute, as it travels."""
+        """Bytes of a row of an attribute as it is sent."""
         spec = self.manifest.attrs_of(of).get(name)
         if spec is None:
             return np.dtype(np.int64).itemsize
@@ -348,12 +353,12 @@ def _slices(offsets: Sequence[int]) -> Iterator[tuple[int, int, int]]:
 
 
 def _width(spec: AttrSpec) -> int:
-    """Bytes of a row, at least 1."""
+    """Bytes of a stored row, at least 1."""
     return max(1, spec.stored.itemsize * math.prod(spec.shape[1:]))
 
 
-def _look_after(of: weakref.ref[Gateway], closed: threading.Event) -> None:
-    """A gateway's thread for news of its servers; ends with it."""
+def _probe_servers(of: weakref.ref[Gateway], closed: threading.Event) -> None:
+    """Thread that probes a gateway's servers until the gateway is closed or deleted."""
     learn_at = time.monotonic() + _LEARN_EVERY
     while not closed.wait(_BACK_EVERY):
         gateway = of()
@@ -361,5 +366,5 @@ def _look_after(of: weakref.ref[Gateway], closed: threading.Event) -> None:
             return
         learn = time.monotonic() >= learn_at
         learn_at = time.monotonic() + _LEARN_EVERY if learn else learn_at
-        gateway.look_around(learn)
+        gateway.probe_servers(learn)
         del gateway

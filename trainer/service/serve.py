@@ -1,4 +1,4 @@
-"""``python -m trainer serve``: the graph server as a process."""
+"""``python -m trainer serve``: runs a graph server as a process."""
 
 from __future__ import annotations
 
@@ -27,39 +27,39 @@ from trainer.store.digest_check import checked_digests
 from trainer.store.manifest import manifest_digest
 from trainer.store.part_store import open_parts
 
-DIGESTS_NOTE = "digests.json"  #: beside the ready file: what a server that is started again need not compare
+DIGESTS_NOTE = "digests.json"  #: file in the ready file's folder; lists files that a restarted server need not compare
 
-_GLANCE = 0.5  #: seconds between looks at the server's own thread
+_GLANCE = 0.5  #: seconds between checks of the server's threads and of cluster.json
 
-MAX_HOP_EDGES = 1 << 27  #: that one request is answered with, 512 MiB without their ids
+MAX_HOP_EDGES = 1 << 27  #: edges in the reply to one request, 512 MiB without edge ids
 
 
 @dataclass(frozen=True)
 class ServeJob:
-    """What ``python -m trainer serve`` is told."""
+    """Arguments of ``python -m trainer serve``."""
 
     parts: Path
     part_ids: tuple[int, ...]
     bind: str  #: tcp://address:port
-    cluster: Path  #: read again whenever it changes
+    cluster: Path  #: cluster.json; read again whenever it changes
     node_rank: int
     ready_file: Path
     key_file: Path | None = None
-    threads: int = 2  #: that answer for the own parts
-    batch_threads: int = 1  #: that make whole batches, asking other servers for what is not here
-    buffer_mb: int = 512  #: of batches that clients have not taken yet
+    threads: int = 2  #: threads that answer from own parts
+    batch_threads: int = 1  #: threads that make whole batches, with requests to other servers
+    buffer_mb: int = 512  #: megabytes of batches that clients have not acknowledged
     stats_file: Path | None = None
-    server_wait: float = SERVER_WAIT  #: seconds
-    topology: Topology = "partitioned"  #: replicated: batches are sampled here, only rows are asked of other servers
-    digests: bool = True  #: whether files are compared with their digests before anything is served
+    server_wait: float = SERVER_WAIT  #: seconds to wait for unreachable servers
+    topology: Topology = "partitioned"  #: replicated: other servers are asked for rows only
+    digests: bool = True  #: compare files with their digests before serving
 
 
 def serve(job: ServeJob) -> None:
     """Serve parts of a partition folder until SIGTERM or SIGINT.
 
-    ``job.ready_file`` appears, whole, once requests are answered: ``{"endpoint", "pid"}``. That does not wait for
-    other servers; they are connected to when first needed. Raises ``SettingsError``, ``PartitionError`` or
-    ``ServiceError`` when it cannot start. Call it in the main thread: it takes over both signals.
+    Writes ``job.ready_file`` (``{"endpoint", "pid"}``, atomically) once it answers requests. It does not wait for other
+    servers, and connects to them on first use. Raises ``SettingsError``, ``PartitionError`` or ``ServiceError`` when it
+    cannot start. Must be called in the main thread, since it handles both signals.
     """
     stopping = _catch_signals()
     keys = None if job.key_file is None else read_key_file(job.key_file)
@@ -81,24 +81,24 @@ def serve(job: ServeJob) -> None:
     )  # fmt: skip
     allow_many_files()
     compared = checked_digests(store, job.ready_file.with_name(DIGESTS_NOTE)) if job.digests else nullcontext()
-    with compared:  # ranks of this host start once this server is ready, and read the same files
-        warm_up(graph)  # before anyone is answered: clients of a server that is back would wait for the compiler
+    with compared:  # ranks of this host start once this server is ready, so they do not compare the same files
+        warm_up(graph)  # before serving: clients of a restarted server would wait for the compiler
         warm_up_batches(graph)
-    give_back_freed_memory()  # the compiler's, where kernels were not on disk
+    give_back_freed_memory()  # used by the compiler if kernels were not cached on disk
     server.start()
     _write_ready(job.ready_file, server.endpoint)
     print(f"serving parts {','.join(map(str, info.part_ids))} at {server.endpoint}", flush=True)
     while server.running and not stopping.wait(_GLANCE):
         peers.follow(routed.set_remotes)
     if not stopping.is_set():
-        raise ServiceError(f"graph server at {server.endpoint} stopped by itself; its traceback stands above")
+        raise ServiceError(f"graph server at {server.endpoint} stopped because of an error; see the traceback above")
     print(f"stopping; {server.stats()}", flush=True)
     server.stop()
     peers.close()
 
 
 def _states(hosts: Mapping[int, Peer], lost: Collection[int]) -> list[dict[str, str]]:
-    """The peers as the stats file shows them."""
+    """The peers' states, for the stats file."""
     return [
         {"name": peer.client.place.name, "state": "down" if node_rank in lost else "up"}
         for node_rank, peer in hosts.items()

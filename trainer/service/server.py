@@ -1,4 +1,4 @@
-"""The graph server: answers for the parts one host owns, and, for clients without parts, for the whole graph."""
+"""The graph server: serves the parts of one host, and, to clients without parts, the whole graph."""
 
 from __future__ import annotations
 
@@ -25,11 +25,11 @@ from trainer.service.wire import batch_messages
 from trainer.service.wire.frames import MAX_ARRAY, Kind, Message, Status, decode, encode
 from trainer.service.wire.messages import HelloInfo, ServerStats
 
-MAX_REQUEST = 64 << 20  #: bytes
+MAX_REQUEST = 64 << 20  #: bytes of a request
 
-BUFFER_BYTES = 512 << 20  #: of batches that clients have not taken yet
+BUFFER_BYTES = 512 << 20  #: of batches that clients have not acknowledged
 
-_GLANCE = 1.0  #: seconds
+_GLANCE = 1.0  #: seconds between checks whether the server stops
 
 _DecodedRequest = tuple[Message, BatchWork | None, Received]
 
@@ -37,13 +37,13 @@ _DecodedRequest = tuple[Message, BatchWork | None, Received]
 class GraphServer:
     """Serves the parts of one host on one endpoint.
 
-    One thread moves messages between the network and queues. ``threads`` *short* threads answer from the own parts
-    and never wait for anybody, so that servers asking each other cannot block; ``batch_threads`` make whole batches,
-    and answer what clients ask of the whole graph, from ``routed``. In both queues connections or clients take
-    turns. A handler's error goes back to the asker; bytes that are no request are dropped and counted.
+    One thread moves messages between connections and queues. ``threads`` *short* threads answer from own parts and
+    never wait for other servers, so that servers cannot block each other. ``batch_threads`` threads make whole batches,
+    and answer requests for the whole graph, from ``routed``. Both queues are fair between connections or clients. An
+    error in a handler is sent to the client; a connection that sends an invalid request is closed, and counted.
 
-    ``max_request`` and ``max_answer`` bound the arrays of one message, in bytes. ``topology`` tells the version of the
-    cluster file and all servers. ``stats_file`` is rewritten every two seconds.
+    ``max_request`` and ``max_answer`` limit the arrays of one message, in bytes. ``topology`` returns the version of
+    the cluster file and all servers. ``stats_file`` is rewritten every two seconds.
     """
 
     def __init__(
@@ -52,7 +52,7 @@ class GraphServer:
         max_request: int = MAX_REQUEST, max_answer: int = MAX_ARRAY, topology: Topology | None = None,
         stats_file: Path | None = None, peers: PeerStates = lambda: (),
     ):  # fmt: skip
-        self.endpoint = endpoint  #: with the real port once started
+        self.endpoint = endpoint  #: with the actual port once started
         self._info, self._threads, self._batch_threads, self._keys = info, threads, batch_threads, keys
         self._max_request, self._max_answer, self._stats_file, self._peers = max_request, max_answer, stats_file, peers
         self._counters, self._busy = Counters(), BusyTime()
@@ -64,11 +64,11 @@ class GraphServer:
         self._stopping = threading.Event()
 
     def set_routed(self, routed: RoutedGraph) -> None:
-        """Answer clients from this graph from now on."""
+        """Replace the graph that answers clients."""
         self._handlers.routed = routed
 
     def start(self) -> None:
-        """Bind and answer from now on, in threads. Raises ``ServiceError`` when the endpoint cannot be bound."""
+        """Bind the endpoint and start the threads. Raises ``ServiceError`` when the endpoint cannot be bound."""
         listener, self.endpoint = bound_listener(self.endpoint)
         self._network = NetworkThread(
             listener, self._keys, self._short, self._scheduler, self._counters, self._max_request
@@ -81,7 +81,7 @@ class GraphServer:
             threading.Thread(target=self._report, args=(self._stats_file,), name="stats", daemon=True).start()
 
     def stop(self, timeout: float = 2.0) -> None:
-        """Stop answering and free the port; waits at most ``timeout`` seconds for running handlers."""
+        """Stop the threads and free the port; waits at most ``timeout`` seconds for running handlers."""
         self._stopping.set()
         self._short.close()
         self._scheduler.close()
@@ -95,7 +95,7 @@ class GraphServer:
         return self._counters.read()
 
     def scheduler_status(self) -> SchedulerStatus:
-        """Queue, buffer and clients at this moment."""
+        """State of queue, buffer and clients."""
         return self._scheduler.status()
 
     @property
@@ -104,18 +104,18 @@ class GraphServer:
         return all(thread.is_alive() for thread in (self._network, *self._workers))
 
     def _answer_short(self) -> None:
-        """Answer requests from the own parts, and hand the others to the batch scheduler."""
+        """Thread that answers requests from own parts, and queues the others in the batch scheduler."""
         while (asked := self._short.get()) is not None:
             if answer := self._receive(*asked):
                 self._network.reply(asked[0], answer)
-            asked = None  # its memory is free
+            asked = None  # frees its memory
 
     def _receive(self, peer: Peer, received: Received) -> list[Any] | None:
-        """Parts of the reply; None for bytes that are no request, and for what others answer later."""
+        """Frames of the reply; None for an invalid request, and for one that was queued."""
         try:
             request = decode(received.parts, self._max_request, self._max_request)
             if request.status != Status.REQUEST or request.kind in (Kind.ALIVE, Kind.TAKEN):
-                raise WireError("not a question")
+                raise WireError("not a request")
         except WireError:
             self._network.end(peer)
             return None
@@ -125,7 +125,7 @@ class GraphServer:
             refusal = self._scheduler.submit(self._job(peer, request, received))
         except WireError as error:
             return self._error(request, error)
-        return None if refusal is None else self._error(request, ServiceError(f"not taken on: {refusal}"))
+        return None if refusal is None else self._error(request, ServiceError(f"request rejected: {refusal}"))
 
     @staticmethod
     def _job(peer: Peer, request: Message, received: Received) -> ScheduledRequest[_DecodedRequest]:
@@ -135,7 +135,7 @@ class GraphServer:
         return ScheduledRequest(peer, request.request_id, (request, work, received), client, request.size)
 
     def _make_batches(self) -> None:
-        """Answer scheduled requests until ``stop()``."""
+        """Thread that answers scheduled requests until ``stop()``."""
         while not self._stopping.is_set():
             if (job := self._scheduler.next(_GLANCE)) is None:
                 continue
@@ -145,7 +145,7 @@ class GraphServer:
                 self._network.reply(job.peer, answer)
 
     def _do(self, job: ScheduledRequest[_DecodedRequest]) -> list[Any] | None:
-        """Parts of the reply; None when there is nobody left to have it."""
+        """Frames of the reply; None if the connection is closed."""
         request, work, _ = job.work
         if work is None:
             answer = self._answer(request, self._handlers.routed_answer)
@@ -154,7 +154,7 @@ class GraphServer:
         start = time.perf_counter()
         try:
             answer = encode(self._handlers.batch(request, work), self._max_answer)
-        except Exception as error:  # whatever a batch raises belongs to the asker, not to this server
+        except Exception as error:  # sent to the client; the server continues
             self._scheduler.failed(job)
             return self._error(request, error)
         self._counters.answered(request.kind, time.perf_counter() - start)
@@ -170,13 +170,13 @@ class GraphServer:
         return answer
 
     def _error(self, request: Message, error: Exception) -> list[Any]:
-        """The reply to a request that failed."""
+        """Frames of the error reply to a request."""
         self._counters.add("errors")
         self._counters.answered(request.kind, 0.0)
         return encode(request.error(_cause(error)))
 
     def _report(self, path: Path) -> None:
-        """Rewrite the stats file until ``stop()``."""
+        """Thread that rewrites the stats file until ``stop()``."""
         report = StatsReport(
             self._info, self.endpoint, self._batch_threads, self._counters, self._busy, self._scheduler.status,
             self._peers,
@@ -191,7 +191,7 @@ class GraphServer:
 
 
 def _cause(error: Exception) -> str:
-    """The text for the asker; an unexpected error also leaves its traceback in the server's log."""
+    """The error as text for the client; for an unexpected one the traceback is printed to the server's log."""
     if isinstance(error, TrainerError):
         return str(error)
     traceback.print_exception(error, file=sys.stderr)

@@ -1,4 +1,4 @@
-"""The other graph servers of a run: connected on first use, followed as cluster.json changes."""
+"""Connections to the other graph servers of a run, opened on first use and updated when cluster.json changes."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ from trainer.service.cluster import Cluster, greeting_problem, read_cluster
 from trainer.service.service_keys import ServiceKeys
 from trainer.service.wire.messages import ServerAddress
 
-_DEADLINE = 120.0  #: seconds of silence of a peer that is there
+_DEADLINE = 120.0  #: seconds that a reply of a reachable peer may take
 
 
 class Peer:
-    """A host for ``DistGraph`` that is greeted along with the first request, so it may start whenever it likes.
+    """A host for ``DistGraph``. HELLO is sent with the first request, so the peer may start later than this server.
 
-    Raises ``ServiceError`` for answers of a server that holds other parts or another partition.
+    Replies raise ``ServiceError`` if the peer has other parts or another partition.
     """
 
     def __init__(self, client: HostClient, manifest_digest: str):
@@ -57,7 +57,7 @@ class Peer:
         return self._greeted(self.client.submit_edges(part_id, edge_type, first, count))
 
     def check_hello(self, info: Any) -> None:
-        """Raises ``ServiceError`` for a server that is not the one we look for."""
+        """Check the reply to HELLO. Raises ``ServiceError`` if it is of another server than expected."""
         if problem := greeting_problem(self.client, info, self._manifest_digest):
             raise ServiceError(problem)
         self._checked = True
@@ -67,7 +67,7 @@ class Peer:
 
 
 class _CheckedHello:
-    """A greeting that is looked into."""
+    """A reply to HELLO that is checked when it is received."""
 
     def __init__(self, peer: Peer, pending: PendingAnswer):
         self._peer, self._pending = peer, pending
@@ -79,14 +79,14 @@ class _CheckedHello:
 
 
 class _GreetedAnswer:
-    """An answer that counts only if the greeting was right."""
+    """A reply that is returned only if the reply to HELLO passes its check."""
 
     def __init__(self, greeting: PendingAnswer, pending: PendingAnswer):
         self._greeting, self._pending = greeting, pending
 
     @property
     def received(self) -> int | None:
-        """Bytes of the answer, where it tells them."""
+        """Bytes of the reply; None if unknown."""
         return getattr(self._pending, "received", None)
 
     def result(self, timeout: float | None = None) -> Any:
@@ -95,10 +95,10 @@ class _GreetedAnswer:
 
 
 class Peers:
-    """All peers of one node, by its cluster.json as it is now. ``follow`` is called by one thread."""
+    """The peers of one node by its current cluster.json. ``follow`` must be called by one thread only."""
 
     def __init__(self, path: str | Path, node_rank: int, manifest_digest: str, keys: ServiceKeys | None):
-        """Connects to nobody yet. Raises ``SettingsError`` as ``read_cluster`` does."""
+        """Read cluster.json without connecting. Raises ``SettingsError`` as ``read_cluster`` does."""
         self._path, self._node_rank = Path(path), node_rank
         self._manifest_digest, self._keys = manifest_digest, keys
         self._stamp = _stamp(self._path)
@@ -111,8 +111,11 @@ class Peers:
         cluster = self.cluster
         return cluster.version, cluster.servers
 
-    def follow(self, tell: Callable[[Mapping[int, Peer]], None]) -> None:
-        """Look at cluster.json; ``tell`` of the peers of a higher version. A file that is wrong changes nothing."""
+    def follow(self, on_change: Callable[[Mapping[int, Peer]], None]) -> None:
+        """Read cluster.json if it changed, and call ``on_change`` with the peers of a higher version.
+
+        An invalid file is reported and ignored.
+        """
         self._retire()
         if (stamp := _stamp(self._path)) == self._stamp:
             return
@@ -120,7 +123,7 @@ class Peers:
         try:
             cluster = read_cluster(self._path)
         except SettingsError as error:
-            print(f"{error}; going on with version {self.cluster.version}", file=sys.stderr, flush=True)
+            print(f"{error}; continuing with version {self.cluster.version}", file=sys.stderr, flush=True)
             return
         if cluster.version <= self.cluster.version:
             return
@@ -128,17 +131,17 @@ class Peers:
         until = time.monotonic() + 2 * _DEADLINE
         self._retired += [(until, peer) for rank, peer in self.hosts.items() if hosts.get(rank) is not peer]
         self.cluster, self.hosts = cluster, hosts
-        tell(hosts)
+        on_change(hosts)
         names = ", ".join(place.name for place in cluster.servers)
         print(f"cluster.json version {cluster.version}: graph servers are {names}", flush=True)
 
     def close(self) -> None:
-        """End all connections."""
+        """Close all connections."""
         for peer in [*self.hosts.values(), *(peer for _, peer in self._retired)]:
             peer.client.close()
 
     def _connect(self, cluster: Cluster, known: Mapping[int, Peer]) -> dict[int, Peer]:
-        """The peers by node rank; those that are where they were stay."""
+        """The peers by node rank; those with an unchanged address are reused."""
         hosts = {}
         for place in cluster.peers_of(self._node_rank):
             peer = known.get(place.node_rank)
@@ -149,13 +152,13 @@ class Peers:
         return hosts
 
     def _retire(self) -> None:
-        """Close those that are asked no more, once nobody can be waiting for them."""
+        """Close replaced peers, once no thread can be waiting for their replies."""
         while self._retired and time.monotonic() >= self._retired[0][0]:
             self._retired.pop(0)[1].client.close()
 
 
 def _stamp(path: Path) -> tuple[int, int, int]:
-    """Changes with every rewriting of the file; zeros where there is none."""
+    """Identifies a version of the file; zeros if it does not exist."""
     try:
         stat = path.stat()
     except OSError:

@@ -1,9 +1,9 @@
-"""Keys of an encrypted graph service: TLS 1.3 in which both sides show a certificate that the other knows already.
+"""Keys of an encrypted graph service: mutual TLS 1.3 with pinned certificates.
 
-A key file (mode 0600, made by the launcher) holds a self-signed certificate and its private key. A run's servers and
-trainers share one. A server also admits the certificates in ``clients/*.key`` beside its own key file, one in base64
-(DER) per line: those of runs and notebooks that are attached to a serving cluster. There is no authority: a
-certificate is admitted when it is one of these, byte for byte.
+A key file (mode 0600, written by the launcher) has a self-signed certificate and its private key. The servers and
+trainers of a run share one. A server also admits the certificates in ``clients/*.key`` in the folder of its key file,
+one per line in base64 (DER): those of runs and notebooks that are attached to a serving cluster. No certificate
+authority is used: a certificate must be identical to an admitted one.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from trainer.core.files import write_whole
 
 _GUESTS = "clients"
 
-_REREAD = 0.5  #: seconds
+_REREAD = 0.5  #: seconds between reads of the folder of admitted certificates
 
 _MAX_GUEST_FILE = 1 << 20  #: bytes
 
@@ -33,29 +33,29 @@ _MAX_CERTIFICATE = 1 << 14  #: characters
 
 @dataclass(frozen=True)
 class ServiceKeys:
-    """A certificate and its private key, base64 of DER, and what else their file says."""
+    """Content of a key file: a certificate and its private key, base64 of DER, and optional fields."""
 
     public: str  #: certificate
     secret: str = field(repr=False)  #: private key (PKCS #8)
-    server: str = ""  #: certificate of the servers; empty: our own, as in a run of its own
-    endpoints: tuple[str, ...] = ()  #: of the servers, in a key file for a notebook
-    name: str = ""  #: of the serving cluster they belong to
+    server: str = ""  #: certificate of the servers; empty: ``public``, as in a run that is not attached
+    endpoints: tuple[str, ...] = ()  #: of the servers; only in a key file for a notebook
+    name: str = ""  #: of the serving cluster
     guests: Path | None = field(default=None, compare=False)  #: folder of further certificates that a server admits
 
     def client_context(self) -> ssl.SSLContext:
-        """For connections that accept only a server with ``server``'s certificate. Raises ``ServiceError``."""
+        """TLS context that accepts only servers with the certificate ``server``. Raises ``ssl.SSLError``."""
         return _context(ssl.PROTOCOL_TLS_CLIENT, self, [self.server or self.public])
 
 
 def _context(side: int, keys: ServiceKeys, admitted: list[str]) -> ssl.SSLContext:
     context = ssl.SSLContext(side)
     context.minimum_version = ssl.TLSVersion.TLSv1_3
-    context.check_hostname = False  # the certificate itself is known; names and addresses change
+    context.check_hostname = False  # the certificate is pinned; names and addresses change
     context.verify_mode = ssl.CERT_REQUIRED
     context.verify_flags |= ssl.VERIFY_X509_PARTIAL_CHAIN
     context.load_verify_locations(cadata="\n".join(_pem("CERTIFICATE", one) for one in admitted))
     pair = _pem("CERTIFICATE", keys.public) + _pem("PRIVATE KEY", keys.secret)
-    memory = os.memfd_create("service.key")  # ssl reads key pairs from files only
+    memory = os.memfd_create("service.key")  # ssl loads key pairs only from files
     try:
         os.write(memory, pair.encode())
         context.load_cert_chain(f"/proc/self/fd/{memory}")
@@ -64,28 +64,28 @@ def _context(side: int, keys: ServiceKeys, admitted: list[str]) -> ssl.SSLContex
     return context
 
 
-def _pem(what: str, base64_der: str) -> str:
+def _pem(label: str, base64_der: str) -> str:
     lines = (base64_der[at : at + 64] for at in range(0, len(base64_der), 64))
-    return "\n".join([f"-----BEGIN {what}-----", *lines, f"-----END {what}-----", ""])
+    return "\n".join([f"-----BEGIN {label}-----", *lines, f"-----END {label}-----", ""])
 
 
 def is_pinned(connection: ssl.SSLSocket, admitted: frozenset[str] | set[str]) -> bool:
-    """Whether the other side has shown one of these certificates."""
+    """Whether the certificate of the other side is one of ``admitted``."""
     shown = connection.getpeercert(binary_form=True)
     return shown is not None and base64.b64encode(shown).decode() in admitted
 
 
 class Admission:
-    """Whom a server lets in: its own certificate, and those in a folder as it is now. Used by one thread."""
+    """The certificates that a server admits: its own, and those in its folder of clients. For one thread."""
 
     def __init__(self, keys: ServiceKeys):
-        self.admitted = frozenset({keys.public})  #: certificates
+        self.admitted = frozenset({keys.public})  #: certificates, base64 of DER
         self._keys = keys
         self._context = _server_context(keys, self.admitted)
         self._read_at = -math.inf
 
     def context(self) -> ssl.SSLContext:
-        """For the next connection; at most ``_REREAD`` seconds old, so that a flood of strangers costs little."""
+        """TLS context for the next connection; the folder is read at most every ``_REREAD`` seconds."""
         if time.monotonic() - self._read_at >= _REREAD:
             admitted = frozenset({self._keys.public, *_guest_certificates(self._keys.guests)})
             if admitted != self.admitted:
@@ -96,17 +96,17 @@ class Admission:
 
 def _server_context(keys: ServiceKeys, admitted: frozenset[str]) -> ssl.SSLContext:
     context = _context(ssl.PROTOCOL_TLS_SERVER, keys, sorted(admitted))
-    context.num_tickets = 0  # nobody resumes a session
+    context.num_tickets = 0  # clients do not resume sessions
     return context
 
 
 def _guest_certificates(folder: Path | None) -> set[str]:
-    """Those of all readable files; a damaged line admits nobody."""
+    """The certificates in all readable files of the folder; invalid lines are ignored."""
     found: set[str] = set()
     for path in sorted(folder.glob("*.key")) if folder is not None else ():
         try:
             lines = path.read_bytes()[:_MAX_GUEST_FILE].decode("ascii", "replace").split()
-        except OSError as error:  # removed just now, or not ours to read
+        except OSError as error:  # just removed, or not readable
             print(f"key file {path} of a client cannot be read: {error.strerror}", file=sys.stderr, flush=True)
             continue
         found.update(line for line in lines if _is_certificate(line))
@@ -125,7 +125,7 @@ def _is_certificate(text: str) -> bool:
 
 
 def admit_guest(key_file: str | Path, name: str, public: str) -> Path:
-    """Have the servers with this key file admit ``public`` from now on (within a second); delete the file to revoke."""
+    """Admit the certificate ``public`` to servers with this key file, within a second; delete the file to revoke."""
     path = Path(key_file).parent / _GUESTS / f"{name}.key"
     path.parent.mkdir(mode=0o700, exist_ok=True)
     write_whole(path, f"{public}\n")
@@ -133,7 +133,7 @@ def admit_guest(key_file: str | Path, name: str, public: str) -> Path:
 
 
 def write_key_file(path: str | Path, keys: ServiceKeys) -> None:
-    """Write the pair with mode 0600, whole or not at all."""
+    """Write a key file atomically, with mode 0600."""
     fields: dict[str, object] = {"public": keys.public, "secret": keys.secret}
     optional = {"server": keys.server, "endpoints": list(keys.endpoints), "name": keys.name}
     fields |= {name: value for name, value in optional.items() if value}
@@ -143,20 +143,20 @@ def write_key_file(path: str | Path, keys: ServiceKeys) -> None:
 def read_key_file(path: str | Path) -> ServiceKeys:
     """Read a key file.
 
-    Raises ``ServiceError`` when it is missing, readable by others, or holds no certificate with its private key.
+    Raises ``ServiceError`` if it is missing, readable by others, or has no valid certificate with its private key.
     """
     path = Path(path)
     try:
         mode = path.stat().st_mode & 0o777
         text = path.read_text()
     except (OSError, UnicodeDecodeError) as error:
-        why = error.strerror if isinstance(error, OSError) else "it is no text"
+        why = error.strerror if isinstance(error, OSError) else "it is not a text file"
         raise ServiceError(
-            f"service key {path} cannot be read: {why}; the launcher writes that of a run, and `gnnfleet serve key "
-            "NAME -o FILE` one for a notebook"
+            f"service key {path} cannot be read: {why}; the launcher writes the key file of a run, and `gnnfleet "
+            "serve key NAME -o FILE` writes one for a notebook"
         ) from None
     if mode & 0o077:
-        raise ServiceError(f"service key {path} has mode {mode:04o}, others may read it; run: chmod 600 {path}")
+        raise ServiceError(f"service key {path} has mode {mode:04o}, so others may read it; run: chmod 600 {path}")
     return _parse(path, text)
 
 

@@ -1,4 +1,4 @@
-"""Counters of a graph server, and the file that shows them."""
+"""Counters of a graph server, and the content of its stats file."""
 
 from __future__ import annotations
 
@@ -15,15 +15,15 @@ from trainer.service.batch_scheduler import SchedulerStatus
 from trainer.service.wire.frames import Kind
 from trainer.service.wire.messages import HelloInfo, ServerStats
 
-STATS_EVERY = 2.0  #: seconds
+STATS_EVERY = 2.0  #: seconds between two writes of the stats file
 
 _PAGE = os.sysconf("SC_PAGE_SIZE")
 
-PeerStates = Callable[[], Sequence[Mapping[str, str]]]  #: {"name", "state": "up" | "down"} of each
+PeerStates = Callable[[], Sequence[Mapping[str, str]]]  #: {"name", "state": "up" | "down"} of each peer
 
 
 class Counters:
-    """The numbers behind ``ServerStats``; several threads add to them."""
+    """The counters of ``ServerStats``. Thread-safe."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -45,7 +45,7 @@ class Counters:
 
 
 class BusyTime:
-    """Seconds that some threads have worked, summed over them, what is under way included."""
+    """Working seconds summed over threads, including work in progress. Thread-safe."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -70,7 +70,7 @@ class BusyTime:
 
 
 class StatsReport:
-    """Makes the content of the stats file; rates are those since the last time."""
+    """Makes the content of the stats file; rates are since the previous call of ``make``."""
 
     def __init__(
         self, info: HelloInfo, endpoint: str, batch_threads: int, counters: Counters, busy: BusyTime,
@@ -108,5 +108,5 @@ class StatsReport:
 
 
 def resident_bytes() -> int:
-    """Memory of this process that is in use."""
+    """Resident memory of this process in bytes."""
     return int(Path("/proc/self/statm").read_text().split()[1]) * _PAGE

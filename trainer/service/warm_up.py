@@ -1,4 +1,4 @@
-"""Runs every kernel once that a request can need, so that no request waits for the compiler."""
+"""Compiles the kernels that requests can need, by running each once."""
 
 from __future__ import annotations
 
@@ -25,8 +25,10 @@ _OTHER_NODE = 0  #: a node rank
 
 
 def warm_up(graph: LocalGraph) -> None:
-    """Requests for own parts. Cold, that takes 8 s, and 1.3 s for each further dtype of weights or times; then Numba
-    has it on disk."""
+    """Run the kernels of requests for own parts.
+
+    Without Numba's cache on disk this takes 8 s, and 1.3 s for each further dtype of weights or times.
+    """
     _warm_rounding(graph.store)
     done: set[tuple[np.dtype[Any], ...]] = set()
     for part in graph.store.parts.values():
@@ -41,7 +43,7 @@ def warm_up(graph: LocalGraph) -> None:
 
 
 def _warm_rounding(store: PartStore) -> None:
-    """Where some rows would be rounded if asked for so: whoever asks says whether. Cold, that takes 1 s."""
+    """Run the rounding kernels if the graph has rows that a request can have rounded. Takes 1 s without a cache."""
     manifest = store.manifest
     types: list[AnyType] = [*manifest.nodes, *manifest.edges]
     specs = [(name, spec) for of in types for name, spec in manifest.attrs_of(of).items()]
@@ -62,18 +64,18 @@ def _warm_hops(
     edges, target = part.edges[edge_type], part.nodes[edge_type[2]]
     for name, spec in graph.store.manifest.edges[edge_type].attrs.items():
         kinds = edges.attrs[name].dtype, edges.indices.dtype, target.orig_id.dtype
-        usual = spec.dtype in ("float16", "float32")  # as the kernel compiled above
+        usual = spec.dtype in ("float16", "float32")  # compiled above
         if kinds in done or usual or len(spec.shape) != 1 or spec.dtype == "bfloat16" or spec.stored.kind not in "biuf":
             continue
         done.add(kinds)
-        with suppress(DataError):  # no weights, then
+        with suppress(DataError):  # the attribute is not valid as weights
             graph.sample_hops([replace(whole, fanout=1, weight=name)])
         if spec.stored.kind in "iu":
             graph.sample_hops([replace(whole, fanout=1, bound=TimeBound(nodes, name, "edge"))])
 
 
 def warm_up_batches(graph: LocalGraph) -> None:
-    """Whole batches in which other servers have a share. That is played: none of them need be there."""
+    """Run the kernels of whole batches that need other servers, with a substitute for these servers."""
     store = graph.store
     others = tuple(part for part in range(store.manifest.num_parts) if part not in store.parts)
     routed = DistGraph(graph, {_OTHER_NODE: _EmptyHost(store, others)} if others else {})
@@ -92,7 +94,7 @@ def warm_up_batches(graph: LocalGraph) -> None:
 
 
 class _EmptyHost:
-    """A server where no node has neighbours and all rows are zeros."""
+    """A substitute for another server: no node has neighbours, and all rows are zeros."""
 
     name = "elsewhere"
 

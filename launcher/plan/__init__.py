@@ -1,1 +1,1 @@
-"""``ClusterConfig`` and facts of the nodes → ``LaunchPlan``, a value: every command, port and file of a run."""
+"""Builds a ``LaunchPlan`` (every command, port and file of a run) from the config and the facts about the nodes."""

@@ -1,7 +1,7 @@
 """Builds the plan of a run from its config and the facts about its nodes.
 
-``make_plan`` is pure: the same config and facts give the same plan, and it opens no connection; ``--dry-run`` prints
-it. ``launch`` and ``serve`` apply a ``final_plan``, which has the content of every file.
+``make_plan`` is deterministic and opens no connection; ``--dry-run`` prints its plan. ``launch`` and ``serve`` carry
+out a ``final_plan``, which has the content of every file.
 """
 
 from __future__ import annotations
@@ -32,13 +32,13 @@ from launcher.text import count, spans
 
 
 def new_token() -> Secret:
-    """What marks the processes of one run."""
+    """A new random token, by which the processes of one run are recognised."""
     return Secret(secrets.token_hex(16))
 
 
 _OWN_GOES_ON = (
-    "run.on_client_loss: go-on: the bundled trainer goes on without a lost client (in an own command too, by "
-    "trainer.train.context.train); others have to form a new process group themselves (team.json, docs/ARCHITECTURE.md)"
+    "run.on_client_loss: go-on: your own command must continue without a lost client in a new process group; "
+    "trainer.train.context.train does so, for other code see team.json in docs/ARCHITECTURE.md"
 )
 
 
@@ -56,13 +56,21 @@ def make_plan(
     kept: KeptServers | None = None,
     serving: ServingCluster | None = None,
 ) -> LaunchPlan:
-    """The whole run as a value, without ``run.json`` and a service key; opens no connection and starts nothing.
+    """Build the plan of a run, without the contents of ``run.json`` and the service key.
 
-    ``facts`` are preflight's, ``manifest`` describes the parts that exist on this machine (mode sync),
-    ``token`` marks the run's processes, ``operator`` (``alice@laptop``) their leases. ``cwd`` is where the
-    files of ``own_command``, ``runs_dir`` and a relative ``resume`` are looked up. ``kept``: what a serving
-    cluster keeps. ``serving``: what a config with ``data.serving`` attaches to. Raises UsageError when one of the
-    files is named but not there.
+    Args:
+        run_id: id of the run.
+        code_digest: digest of gnnfleet's code.
+        facts: results of preflight by node_rank; None before preflight.
+        own_command: a user's command to run instead of the bundled trainer; () for the trainer.
+        manifest: the parts on the launching machine (mode ``sync``); None if they do not exist yet.
+        token: marks the run's processes.
+        operator: user and machine that launch, as ``alice@laptop``; stored in the leases.
+        cwd: folder of the files of ``own_command``, of ``runs_dir`` and of a relative ``resume``.
+        kept: state that a running serving cluster keeps.
+        serving: the serving cluster to which a config with ``data.serving`` attaches.
+
+    Raises UsageError if a file named in the command or config does not exist.
     """
     facts = facts or {}
     usable = manifest if _fits(config, manifest) else None
@@ -124,9 +132,9 @@ def final_plan(
     serving: ServingCluster | None = None,
     service_key: Secret | None = None,
 ) -> LaunchPlan:
-    """The plan that is carried out: secrets drawn, and every file with its content. Options as of ``make_plan``.
+    """The plan to carry out: with secrets, and with the content of every file. Arguments as for ``make_plan``.
 
-    ``service_key``: text of the key file of the graph service, where there is one already; else a pair is drawn.
+    ``service_key``: text of an existing key file of the graph service; None to create a new key pair.
     """
     plan = make_plan(
         config,
@@ -155,15 +163,15 @@ def final_plan(
 
 
 def _with_running(plan: LaunchPlan, running: Mapping[int, NodePlan]) -> LaunchPlan:
-    """``plan`` with the nodes of a serving cluster that run already as they are, but for the news of the others."""
+    """``plan`` of a serving cluster; running nodes keep theirs, except for parts, cluster.json and run.json."""
     cluster = next(file.content for file in plan.nodes[0].files if file.dest.endswith("/cluster.json"))
 
     def unchanged(node: NodePlan, parts: tuple[int, ...]) -> NodePlan:
         run_file = PlannedFile(f"{node.run_dir}/run.json", 0, mode=0o600)
         return replace(node, parts=parts, files=(generated(f"{node.run_dir}/cluster.json", cluster), run_file))
 
-    old = ((running.get(node.node_rank), node) for node in plan.nodes)
-    return replace(plan, nodes=tuple(unchanged(before, node.parts) if before else node for before, node in old))
+    pairs = ((running.get(node.node_rank), node) for node in plan.nodes)
+    return replace(plan, nodes=tuple(unchanged(before, node.parts) if before else node for before, node in pairs))
 
 
 def _master_addr(config: ResolvedConfig, first: Site) -> str:
@@ -241,9 +249,11 @@ def _notes(
             "with those shown), home folders for ~, absolute interpreter paths, and OMP_NUM_THREADS (cpus / processes)"
         )
     if config.makes_parts and usable is None:
-        notes.append("parts are made at launch: their files, sizes and digests are not known yet")
+        notes.append("the parts will be made at launch; their files, sizes and digests are not known yet")
         if manifest:
-            notes.append(f"{config.data.folder} holds {manifest.num_parts} parts, and {config.num_parts} are wanted")
+            notes.append(
+                f"{config.data.folder} has {manifest.num_parts} parts, but the config needs {config.num_parts}"
+            )
     return [*notes, *_shared_hosts(config)]
 
 
@@ -255,13 +265,14 @@ def _servers_of(serving: ServingCluster) -> list[str]:
 
 
 def _shared_hosts(config: ResolvedConfig) -> list[str]:
-    """Hosts that carry several nodes, which two ranges may do unawares."""
+    """Notes on hosts that run several nodes, which overlapping host ranges can cause by mistake."""
     if config.transport == "local":
         return []
     nodes: dict[str, list[str]] = {}
     for k, node in enumerate(config.nodes):
         nodes.setdefault(login_text(None, node.host, node.port), []).append(f"node{k}")
-    return [f"{host} carries {count(len(ranks), 'node')}: {fold(ranks)}" for host, ranks in nodes.items() if ranks[1:]]
+    shared = {host: ranks for host, ranks in nodes.items() if len(ranks) > 1}
+    return [f"host {host} runs {count(len(ranks), 'node')}: {fold(ranks)}" for host, ranks in shared.items()]
 
 
 def offline_plan(
@@ -272,9 +283,9 @@ def offline_plan(
     serving: ServingCluster | None = None,
     to_train: bool = False,
 ) -> LaunchPlan:
-    """The plan before preflight; parts that are here and current are part of it. Options as of ``make_plan``.
+    """The plan before preflight, with the parts on the launching machine if they are up to date.
 
-    ``to_train``: what runs is known, so parts that the bundled trainer cannot train on are refused (UsageError).
+    Arguments as for ``make_plan``. ``to_train``: raise UsageError for parts on which the bundled trainer cannot train.
     """
     _source_is_here(config)
     manifest = None
@@ -293,7 +304,7 @@ def offline_plan(
 
 
 def _source_is_here(config: ResolvedConfig) -> None:
-    """In mode sync the graph is cut on this machine."""
+    """Raise UsageError if the graph to be partitioned does not exist on the launching machine (mode ``sync``)."""
     source = config.data.source
     if config.makes_parts and config.data.dataset == "file" and source and not Path(source).expanduser().exists():
         raise UsageError(f"data.source: {source} does not exist on this machine, where the graph is partitioned")

@@ -1,4 +1,4 @@
-"""The argv and environment of each process of a node: supervisor, graph server, ranks."""
+"""Builds argv and environment of each process of a node: supervisor, graph server, ranks."""
 
 from __future__ import annotations
 
@@ -18,20 +18,20 @@ from launcher.plan.placement import Site, endpoint
 
 @dataclass(frozen=True)
 class PlanContext:
-    """What all nodes of one run have in common."""
+    """Values that are the same for all nodes of a run."""
 
     config: ResolvedConfig
     run_id: str
     token: Secret
-    operator: str  #: who launches, from where: ``alice@laptop``; '' when not told
+    operator: str  #: user and machine that launch, as ``alice@laptop``; '' if unknown
     sites: tuple[Site, ...]
     lead: int  #: node_rank of the first node that trains
-    master_addr: str  #: '' where nothing trains
+    master_addr: str  #: '' if nothing trains
     master_port: int
-    control_port: int | None  #: on the lead node; None: the supervisors need not meet
-    own: OwnCommand | None  #: None: the bundled trainer
-    resume: PlannedFile | None
-    serving: ServingCluster | None = None  #: known, and not this run's own
+    control_port: int | None  #: port of the hub on the lead node; None: the supervisors do not connect to each other
+    own: OwnCommand | None  #: the user's own command; None: the bundled trainer
+    resume: PlannedFile | None  #: checkpoint to resume from
+    serving: ServingCluster | None = None  #: the serving cluster to which the run attaches
     version: int = 1  #: of cluster.json
     topology: Topology = Topology()
 
@@ -41,7 +41,7 @@ class PlanContext:
 
     @property
     def remote(self) -> bool:
-        """One node reads all parts from its own disk; more, and clients, ask graph servers."""
+        """Whether processes use graph servers; a single worker reads all parts from its own disk."""
         return len(self.sites) > 1 or self.sites[0].node.role != "worker"
 
     @property
@@ -61,16 +61,16 @@ class PlanContext:
 
     @property
     def num_trainers(self) -> int:
-        """Nodes that train."""
+        """Number of nodes that train."""
         return len(self._trainers)
 
     def trainer_index(self, site: Site) -> int | None:
-        """Its place among the nodes that train."""
+        """The node's index among the nodes that train; None if it does not train."""
         return self._trainers.get(site.node_rank)
 
 
 class NodeCommands(NamedTuple):
-    """What runs on one node."""
+    """The commands of one node; None for processes that it does not run."""
 
     start: Command
     server: Command | None
@@ -78,21 +78,21 @@ class NodeCommands(NamedTuple):
 
 
 def node_commands(context: PlanContext, site: Site) -> NodeCommands:
-    """All commands of one node."""
+    """Build all commands of one node."""
     server = server_command(context, site) if site.serves else None
     trainer = trainer_command(context, site) if site.ranks else None
     return NodeCommands(start_command(context, site), server, trainer)
 
 
 def start_command(context: PlanContext, site: Site) -> Command:
-    """What tmux runs: the supervisor, which starts the rest from ``node.json``."""
+    """The command that tmux runs: the supervisor, which starts the other processes from ``node.json``."""
     argv = (site.python, f"{site.code_dir}/launcher/node/supervisor/supervisor.py", f"{site.run_dir}/node.json")
     folder = (f"mkdir -p {quote(_files(site))}",) if context.own and site.ranks else ()
     return Command(argv, _user_env(site, _base_env(site)), site.run_dir, (*site.setup, *folder))
 
 
 def server_command(context: PlanContext, site: Site) -> Command:
-    """The graph server over the node's own parts; it makes whole batches where clients ask for them."""
+    """The graph server for the node's parts; on a gateway it also samples whole batches for clients."""
     run, own = context.config.run, ",".join(map(str, site.parts))
     argv = [site.python, "-m", "trainer", "serve", "--parts", site.data_dir, "--own", own]
     argv += ["--bind", endpoint(site.bind, site.service_port), "--cluster", f"{site.run_dir}/cluster.json"]
@@ -106,9 +106,9 @@ def server_command(context: PlanContext, site: Site) -> Command:
 
 
 def trainer_command(context: PlanContext, site: Site) -> Command:
-    """The rank runner, which runs the command; the supervisor starts one for each rank of the node.
+    """The rank runner with the command of a rank; the supervisor starts one runner per rank of the node.
 
-    An own command is started once the node's graph server answers; the bundled trainer waits for that by itself.
+    The runner starts a user's own command after the node's graph server answers; the bundled trainer waits by itself.
     """
     argv = [site.python, f"{site.code_dir}/launcher/node/supervisor/rank_runner.py", "--run-dir", site.run_dir]
     argv += ["--await-server"] if context.own and site.serves else []
@@ -118,7 +118,7 @@ def trainer_command(context: PlanContext, site: Site) -> Command:
 
 
 def own_argv(own: OwnCommand, site: Site) -> list[str]:
-    """The user's command as the node runs it: ``python`` is the node's interpreter."""
+    """The user's command for a node, with ``python`` replaced by the node's interpreter."""
     first = site.python if own.argv[0] in ("python", "python3") else own.argv[0]
     return [first, *own.argv[1:]]
 
@@ -130,7 +130,10 @@ def _train_argv(context: PlanContext, site: Site) -> list[str]:
 
 
 def train_flags(train: TrainConfig) -> list[str]:
-    """One flag per key that has a value; true is the bare flag. ``resume`` is a path of the node's, so not here."""
+    """Command line options of the trainer, one per setting that has a value; true becomes an option without a value.
+
+    ``resume`` is left out, as its path differs between nodes.
+    """
     flags: list[str] = []
     for field in fields(train):
         value = getattr(train, field.name)
@@ -171,11 +174,11 @@ def _rank_env(context: PlanContext, site: Site) -> dict[str, str]:
         env |= {"GNNFLEET_SERVER_WAIT": f"{run.server_wait:g}"} | _reach_env(context, site)
     if run.on_client_loss == "go-on":
         env |= {"GNNFLEET_ON_CLIENT_LOSS": "go-on", "GNNFLEET_PEER_TIMEOUT": f"{run.peer_timeout:g}"}
-    env["PYTHONPATH"] = f"{site.code_dir}/launcher/node/site:{site.code_dir}"  # has ranks show their stacks
-    env["TORCH_CPP_LOG_LEVEL"] = "ERROR"  # else each rank warns of every address that has no name
+    env["PYTHONPATH"] = f"{site.code_dir}/launcher/node/site:{site.code_dir}"  # a sitecustomize that dumps stacks
+    env["TORCH_CPP_LOG_LEVEL"] = "ERROR"  # suppresses each rank's warning about addresses without a host name
     env["CUDA_VISIBLE_DEVICES"] = ",".join(map(str, site.node.devices))
     if site.node.devices:
-        env["CUDA_DEVICE_ORDER"] = "PCI_BUS_ID"  # as nvidia-smi counts; CUDA's own way puts the fastest kind first
+        env["CUDA_DEVICE_ORDER"] = "PCI_BUS_ID"  # the order of nvidia-smi; CUDA's default is the fastest device first
     if site.interface:
         env |= {"GLOO_SOCKET_IFNAME": site.interface, "NCCL_SOCKET_IFNAME": site.interface}
     if site.threads is not None:
@@ -184,8 +187,10 @@ def _rank_env(context: PlanContext, site: Site) -> dict[str, str]:
 
 
 def _world_env(context: PlanContext, site: Site) -> dict[str, str]:
-    """How large the run is and where its ranks meet, as torch.distributed.run would say it; what tells ranks of one
-    node apart is the supervisor's to add (``launcher.node.supervisor.processes``)."""
+    """Variables of torch.distributed that are equal for all ranks of a node, as torch.distributed.run sets them.
+
+    The supervisor adds those of the single rank (``launcher.node.supervisor.processes``).
+    """
     world = str(context.world_size)
     return {
         "WORLD_SIZE": world,
@@ -195,7 +200,7 @@ def _world_env(context: PlanContext, site: Site) -> dict[str, str]:
         "GROUP_WORLD_SIZE": str(context.num_trainers),
         "MASTER_ADDR": context.master_addr,
         "MASTER_PORT": str(context.master_port),
-        "TORCHELASTIC_RUN_ID": context.run_id,  # by which libraries know that these variables are set
+        "TORCHELASTIC_RUN_ID": context.run_id,  # libraries check this one to see whether the others are set
         "TORCHELASTIC_RESTART_COUNT": "0",
         "TORCHELASTIC_MAX_RESTARTS": "0",
         "TORCHELASTIC_USE_AGENT_STORE": "False",  # rank 0 holds the store
@@ -203,7 +208,7 @@ def _world_env(context: PlanContext, site: Site) -> dict[str, str]:
 
 
 def _reach_env(context: PlanContext, site: Site) -> dict[str, str]:
-    """Settings of ``trainer.core.remote_settings.RemoteAccess``: how processes read what other nodes hold."""
+    """Settings of ``trainer.core.remote_settings.RemoteAccess``: how processes read the data of other nodes."""
     env: dict[str, str] = {"GNNFLEET_WIRE_ROWS": context.config.run.wire_rows}
     if site.parts:
         env["GNNFLEET_CACHE"] = context.config.data.cache
@@ -213,7 +218,7 @@ def _reach_env(context: PlanContext, site: Site) -> dict[str, str]:
 
 
 def _user_env(site: Site, ours: dict[str, str]) -> dict[str, str]:
-    """The user's values win, except that PYTHONPATH is joined and the ranks are ours to give."""
+    """``ours`` updated by the user's ``env``; PYTHONPATH is joined, and variables of ranks cannot be overridden."""
     user = {name: value for name, value in site.node.env.items() if name not in RANK_VARIABLES}
     if "PYTHONPATH" in user:
         user["PYTHONPATH"] = f"{ours['PYTHONPATH']}:{user['PYTHONPATH']}"

@@ -1,4 +1,4 @@
-"""The files of a node: our code, its parts, and what is generated for the run."""
+"""Lists the files of a node: gnnfleet's code, parts, the user's files, and files generated for the run."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ from launcher.plan.placement import Site, endpoint, node_login
 
 
 def code_files() -> list[Path]:
-    """The files a node needs, absolute and sorted: the supervisor's, all of ``trainer/`` and of ``gnnfleet/``."""
+    """Code files that a node needs, as sorted absolute paths: ``launcher/node``, ``trainer`` and ``gnnfleet``."""
     own = [CODE_ROOT / "launcher" / "__init__.py", *(CODE_ROOT / "launcher" / "node").rglob("*.py")]
     packages = (path for package in ("gnnfleet", "trainer") for path in (CODE_ROOT / package).rglob("*"))
     return sorted([*own, *(path for path in packages if _is_code(path))])
 
 
 def code_digest() -> str:
-    """sha256 over the relative paths and contents of :func:`code_files`."""
+    """SHA-256 over the relative paths and contents of :func:`code_files`."""
     digest = hashlib.sha256()
     for path in code_files():
         digest.update(f"{relative(path)}\0{file_sha256(path)}\n".encode())
@@ -35,7 +35,7 @@ def code_digest() -> str:
 
 
 def relative(path: Path) -> str:
-    """``path`` as it is named below a node's code folder."""
+    """The path of a code file below a node's code folder."""
     return path.relative_to(CODE_ROOT).as_posix()
 
 
@@ -46,15 +46,15 @@ def _is_code(path: Path) -> bool:
 
 @dataclass(frozen=True)
 class SharedFiles:
-    """What is read or rendered once for all nodes."""
+    """Files and text that are the same for all nodes, created once."""
 
     code: tuple[PlannedFile, ...]  #: dest relative to the code folder
     cluster: PlannedFile  #: cluster.json; dest relative to the run folder
-    common: str  #: what every node.json says alike: labels, roles and parts of all nodes, as members of a JSON object
+    common: str  #: members of the JSON object in every node.json: labels, roles and parts of all nodes
 
 
 def shared_files(context: PlanContext) -> SharedFiles:
-    """Our own code with its digests, and the cluster description."""
+    """Create the ``SharedFiles`` of a run: code with digests, and cluster.json."""
     code = tuple(copied(relative(path), path) for path in code_files())
     targets = (target_text(node_login(context.config, site.node)) for site in context.sites)
     labels = tuple(node_label(site.node_rank, target) for site, target in zip(context.sites, targets, strict=True))
@@ -66,7 +66,7 @@ def shared_files(context: PlanContext) -> SharedFiles:
 def node_files(
     context: PlanContext, site: Site, commands: NodeCommands, shared: SharedFiles, manifest: PartitionFiles | None
 ) -> tuple[PlannedFile, ...]:
-    """Everything that has to be on the node before start; ``manifest`` None: no parts to send (yet)."""
+    """All files that a node needs before the start. ``manifest``: the parts to send; None: no parts (yet)."""
     files = [_below(site.code_dir, file) for file in shared.code]
     if manifest and site.parts:
         files += _part_files(site, manifest, context.topology.replicated)
@@ -78,7 +78,7 @@ def node_files(
 
 
 def _below(folder: str, file: PlannedFile) -> PlannedFile:
-    """``file`` with its relative dest below ``folder``; ``dataclasses.replace`` takes three times as long."""
+    """``file`` with its dest below ``folder``; three times as fast as ``dataclasses.replace``."""
     dest = f"{folder}/{file.dest}"
     return PlannedFile(dest, file.bytes, file.source, file.content, file.sha256, file.mode, file.secret)
 
@@ -95,9 +95,9 @@ def _generated(context: PlanContext, site: Site, commands: NodeCommands, shared:
     spec = Secret(f"{json.dumps(_node_spec(context, site, commands))[:-1]}, {shared.common}")
     files = [
         _below(site.run_dir, shared.cluster),
-        generated(f"{site.run_dir}/start.sh", start, mode=0o700),  # it holds the user's env
+        generated(f"{site.run_dir}/start.sh", start, mode=0o700),  # contains the user's env
         generated(f"{site.run_dir}/node.json", spec, mode=0o600, secret=True),
-        PlannedFile(f"{site.run_dir}/run.json", 0, mode=0o600),  # made at launch: launcher.plan.serialize
+        PlannedFile(f"{site.run_dir}/run.json", 0, mode=0o600),  # created at launch by launcher.plan.serialize
     ]
     if context.encrypted:
         files.append(PlannedFile(f"{site.run_dir}/service.key", 0, mode=0o600, secret=True))
@@ -152,7 +152,7 @@ def _node_spec(context: PlanContext, site: Site, commands: NodeCommands) -> Mapp
 
 
 def _control(context: PlanContext) -> Mapping[str, Any] | None:
-    """Where the supervisors meet: at the lead node."""
+    """Address of the hub, on the lead node; None if the supervisors do not connect to each other."""
     if context.control_port is None:
         return None
     site = context.sites[context.lead]
@@ -160,7 +160,7 @@ def _control(context: PlanContext) -> Mapping[str, Any] | None:
 
 
 def _leases(context: PlanContext, site: Site) -> list[str]:
-    """What the node takes from other runs on its machine."""
+    """Names of the devices and ports for which the node takes a lease."""
     devices = sorted(set(site.node.devices))
     leads = site.node_rank == context.lead and site.ranks
     ports = [context.master_port, *([context.control_port] if context.control_port else [])] if leads else []

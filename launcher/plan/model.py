@@ -1,4 +1,4 @@
-"""The plan as values: LaunchPlan, NodePlan, the files it places on nodes, and the facts it is made from."""
+"""The types of a plan: LaunchPlan, NodePlan, PlannedFile, and NodeFacts, from which it is built."""
 
 from __future__ import annotations
 
@@ -16,29 +16,29 @@ from launcher.files import file_sha256
 
 @dataclass(frozen=True)
 class NodeFacts:
-    """What preflight learned about one node (see ``launcher.preflight.preflight``)."""
+    """Facts about one node, found by preflight (``launcher.preflight.preflight``)."""
 
     node_rank: int
     hostname: str
-    home: str  #: absolute; replaces ``~`` in the plan
-    address: str  #: where other nodes reach this one
-    interface: str  #: of ``address``
+    home: str  #: absolute path; replaces ``~`` in the plan
+    address: str  #: address at which other nodes reach this one
+    interface: str  #: network interface of ``address``
     python: str  #: absolute interpreter path
-    versions: Mapping[str, str]  #: package -> version, '' when missing; includes 'python'
-    tmux: str  #: version, '' when missing
+    versions: Mapping[str, str]  #: package -> version, '' if missing; includes 'python'
+    tmux: str  #: version, '' if missing
     devices: tuple[str, ...]  #: names of CUDA devices by index
     disk_free: int  #: bytes at workdir
     memory: int  #: bytes
     cpus: int
-    clock_offset: float  #: node clock minus this machine's, seconds
-    free_ports: tuple[int, ...]  #: of those asked for, the ones that could be bound, in the order to take them
-    addresses: tuple[str, ...] = ()  #: all of its own
-    topology_bytes: int = 0  #: in mode verify, of the edges of all parts, if it sees them all
+    clock_offset: float  #: node's clock minus the launching machine's, seconds
+    free_ports: tuple[int, ...]  #: candidate ports that are free, in order of preference
+    addresses: tuple[str, ...] = ()  #: all addresses of the node
+    topology_bytes: int = 0  #: mode ``verify``: bytes of the edges of all parts; 0 if the node does not have all
 
 
 @dataclass(frozen=True)
 class NodePlan:
-    """All that happens on one node."""
+    """The part of the plan for one node."""
 
     node_rank: int
     login: Login | None  #: None: the launching machine itself (``transport: local``)
@@ -49,21 +49,21 @@ class NodePlan:
     address: str
     workdir: str
     code_dir: str  #: <workdir>/code/<digest>
-    data_dir: str  #: partition folder as this node sees it; '' without parts
+    data_dir: str  #: path of the partition folder on this node; '' without parts
     run_dir: str  #: <workdir>/runs/<run_id>/node<k>
     master_port: int
     service_port: int
     session: str  #: tmux session name
-    start: Command  #: what tmux runs: the supervisor
-    server: Command | None  #: what the supervisor starts first; None: nothing to serve
-    trainer: Command | None  #: the rank runner with its command, started once for each rank; None: nothing to train
+    start: Command  #: the supervisor, run by tmux
+    server: Command | None  #: the graph server, which the supervisor starts first; None: no server
+    trainer: Command | None  #: the rank runner with its command, started once per rank; None: the node does not train
     files: tuple[PlannedFile, ...]
     log_files: tuple[str, ...]
     role: Role = "worker"
-    copies: tuple[int, ...] = ()  #: of ``parts``, those that another node holds in the first place
+    copies: tuple[int, ...] = ()  #: the parts in ``parts`` of which another node is the first holder
     home: str = ""  #: label of the graph server that a client asks first
-    trainer_index: int | None = None  #: among the nodes that train: GROUP_RANK
-    topology_bytes: int = 0  #: edges of parts that it does not hold, sent to it all the same
+    trainer_index: int | None = None  #: index among the nodes that train (GROUP_RANK)
+    topology_bytes: int = 0  #: replicated topology: bytes of edges sent to the node for parts that it does not hold
 
     @property
     def target(self) -> str:
@@ -72,32 +72,32 @@ class NodePlan:
 
     @property
     def host(self) -> str:
-        """The host of the login, or ``local``."""
+        """Host name of the login, or ``local``."""
         return self.login.host if self.login else "local"
 
     @property
     def python(self) -> Command:
-        """The node's interpreter, with the setup lines that it needs."""
+        """The node's interpreter with its setup lines."""
         return Command(self.start.argv[:1], setup=self.start.setup)
 
     def program(self, name: str, *words: str) -> Command:
-        """``launcher/node/<name>.py`` of the run's code, with the interpreter and surroundings of the supervisor."""
+        """``launcher/node/<name>.py`` of the run's code, with the supervisor's interpreter, env, cwd and setup."""
         argv = (*self.start.argv[:1], f"{self.code_dir}/launcher/node/{name}.py", *words)
         return Command(argv, self.start.env, self.start.cwd, self.start.setup)
 
     @property
     def label(self) -> str:
-        """``node1 (alice@gnn2)``, as messages name a node."""
+        """The name of the node in messages: ``node1 (alice@gnn2)``."""
         return node_label(self.node_rank, self.target)
 
 
 @dataclass(frozen=True)
 class Topology:
-    """The choice, and why."""
+    """Whether nodes have the edges of all parts (``replicated``) or of their own parts only (``partitioned``)."""
 
     choice: Literal["", "replicated", "partitioned"] = ""  #: '': not decided yet, or no parts on other nodes
-    why: str = ""  #: in words; '' where there is nothing to choose
-    bytes: int = 0  #: of the edges of all parts, on every node that holds some; 0: not known
+    why: str = ""  #: reason, as text; '' if there is no choice
+    bytes: int = 0  #: bytes of the edges of all parts; 0: unknown
 
     @property
     def replicated(self) -> bool:
@@ -106,18 +106,18 @@ class Topology:
 
 @dataclass(frozen=True)
 class Partitioning:
-    """What the partitioner makes on this machine before sync; nothing when the parts are there."""
+    """The partitioning on the launching machine before sync; the command does nothing if the parts exist."""
 
     command: Command
     folder: str
-    source: str  #: what is cut: ``data.source``, else ``data.dataset``
+    source: str  #: the graph: ``data.source``, else ``data.dataset``
     method: str
-    graph: tuple[str, ...]  #: the arguments that say what is cut, and how; equal for equal parts, in whatever folder
+    graph: tuple[str, ...]  #: arguments for graph and method, without the folder; equal for equal parts
 
 
 @dataclass(frozen=True)
 class LaunchPlan:
-    """A run, complete."""
+    """The plan of a run."""
 
     run_id: str
     name: str
@@ -126,46 +126,46 @@ class LaunchPlan:
     master_addr: str
     master_port: int
     nodes: tuple[NodePlan, ...]
-    partition: Partitioning | None  #: None in mode verify, and where the parts are a serving cluster's
+    partition: Partitioning | None  #: None in mode ``verify``, and if the parts belong to a serving cluster
     runs_dir: str
     code_digest: str
-    final: bool  #: made with the facts of preflight, so nothing can change any more
-    notes: tuple[str, ...] = ()  #: what preflight will still decide
-    control_port: int | None = None  #: on the lead node, by which the nodes know of each other; None: they need not
-    lead: int = 0  #: node_rank of the first node that trains: rank 0, master port, control port
-    serving: str = ""  #: the serving cluster whose clients the nodes are; '': they serve themselves
-    version: int = 1  #: of cluster.json
+    final: bool  #: built with the facts of preflight
+    notes: tuple[str, ...] = ()  #: notes for the user, such as values that preflight will fill in
+    control_port: int | None = None  #: port of the hub on the lead node; None: supervisors do not connect to each other
+    lead: int = 0  #: node_rank of the lead node: rank 0, master port, control port
+    serving: str = ""  #: name of the serving cluster whose clients the nodes are; '': none
+    version: int = 1  #: version of cluster.json
     topology: Topology = Topology()  #: whether each node has the edges of all parts
-    dataset: str = ""  #: ``data.dataset``; '' where the file leaves it to the serving cluster
-    encrypted: bool = False  #: graph servers and clients talk by the keys in ``service.key``
-    own_command: tuple[str, ...] = ()  #: what the ranks run; (): the bundled trainer
-    train: TrainConfig | None = None  #: of the bundled trainer; None with an own command, and where nothing trains
-    manifest: str = ""  #: sha256 of the ``manifest.json`` that is sent with the parts; '' where none are (yet)
+    dataset: str = ""  #: ``data.dataset``; '' if the serving cluster defines it
+    encrypted: bool = False  #: connections between graph servers and clients use the keys in ``service.key``
+    own_command: tuple[str, ...] = ()  #: the user's command that ranks run; (): the bundled trainer
+    train: TrainConfig | None = None  #: settings of the bundled trainer; None if it does not run
+    manifest: str = ""  #: SHA-256 of the ``manifest.json`` sent with the parts; '' if no parts are sent (yet)
 
     @property
     def serve_only(self) -> bool:
-        """Nothing trains: a serving cluster."""
+        """Whether the plan is of a serving cluster, in which nothing trains."""
         return not self.world_size
 
 
 @dataclass(frozen=True)
 class KeptServers:
-    """What a serving cluster keeps when its plan is made anew, with other nodes: by node_rank in the new plan."""
+    """State that a serving cluster keeps when its nodes change; mappings are by node_rank in the new plan."""
 
-    version: int = 1  #: of the new cluster.json
+    version: int = 1  #: version of the new cluster.json
     parts: Mapping[int, tuple[int, ...]] = field(default_factory=dict)
     service_ports: Mapping[int, int] = field(default_factory=dict)
-    nodes: Mapping[int, NodePlan] = field(default_factory=dict)  #: those not started now, as they were planned
+    nodes: Mapping[int, NodePlan] = field(default_factory=dict)  #: plans of running nodes, which are not started again
 
 
 def target_text(login: Login | None) -> str:
-    """``user@host:port`` as far as given, or ``local``: how messages and tables name a node's machine."""
+    """The name of a node's machine in messages and tables: ``user@host:port`` as far as given, or ``local``."""
     return str(login) if login else "local"
 
 
 @dataclass(frozen=True)
 class Login:
-    """How SSH reaches a node, as far as the cluster file says; the rest is for ssh_config to say."""
+    """SSH destination of a node, as far as the cluster file gives it; the rest comes from ssh_config."""
 
     user: str | None
     host: str
@@ -177,26 +177,26 @@ class Login:
 
 @dataclass(frozen=True)
 class PlannedFile:
-    """One file to be on the node before start.
+    """A file that a node needs before the start.
 
-    Exactly one of source and content is set; neither for what is made at launch (service.key).
+    Either ``source`` or ``content`` is set; neither for files that are created at launch (run.json, service.key).
     """
 
     dest: str  #: path on the node
-    bytes: int  #: 0 when made at launch
-    source: str = ""  #: path on this machine
-    content: str = ""  #: generated text; a ``Secret`` when ``secret``
-    sha256: str = ""  #: '' when made at launch
+    bytes: int  #: 0 if created at launch
+    source: str = ""  #: path on the launching machine
+    content: str = ""  #: generated text; a ``Secret`` if ``secret``
+    sha256: str = ""  #: '' if created at launch
     mode: int = 0o644
     secret: bool = False
 
 
 def generated(dest: str, content: str, *, mode: int = 0o644, secret: bool = False) -> PlannedFile:
-    """A file whose text the plan itself holds."""
+    """A file with generated text."""
     raw = content.encode()
     return PlannedFile(dest, len(raw), "", content, hashlib.sha256(raw).hexdigest(), mode, secret)
 
 
 def copied(dest: str, source: Path, *, mode: int = 0o644) -> PlannedFile:
-    """A file of this machine, read for its size and digest."""
+    """A file to be copied from the launching machine; reads it for size and digest."""
     return PlannedFile(dest, source.stat().st_size, str(source), "", file_sha256(source), mode)

@@ -1,4 +1,4 @@
-"""The user's own files that are sent with a run: the script, files named in its command, a checkpoint."""
+"""Finds the user's files to send with a run: script, files named in its command, ``run.files``, a checkpoint."""
 
 from __future__ import annotations
 
@@ -14,18 +14,18 @@ from launcher.plan.model import PlannedFile, copied
 
 @dataclass(frozen=True)
 class OwnCommand:
-    """The user's command as it runs on every node, and what it needs in its working folder."""
+    """The user's command as it runs on every node, and the files in its working folder."""
 
     argv: tuple[str, ...]
     files: tuple[PlannedFile, ...]  #: dest relative to ``files/``
-    notes: tuple[str, ...]
+    notes: tuple[str, ...]  #: notes for the user
 
 
 def own_command_files(argv: Sequence[str], extra: Sequence[str], cwd: Path) -> OwnCommand:
-    """Words of ``argv`` that are files here travel along, and so do the ``extra`` files and folders.
+    """Collect the files named in ``argv``, and the files and folders in ``extra``.
 
-    Files and folders below ``cwd`` keep their relative path, others go by their name; a folder stays as it is inside,
-    also where a word of the command is one of its files.
+    Files and folders below ``cwd`` keep their relative path; others are placed by their name. Paths inside a folder are
+    kept, also for a file of that folder that the command names. Raises UsageError for missing or conflicting files.
     """
     words: list[str] = []
     notes: list[str] = []
@@ -33,7 +33,7 @@ def own_command_files(argv: Sequence[str], extra: Sequence[str], cwd: Path) -> O
     for word in argv:
         path = cwd / word
         if path.is_file() and "/" not in word and word == argv[0]:
-            words.append(word)  # a bare first word is looked up on the node's PATH, as a shell would
+            words.append(word)  # a first word without / is looked up in the node's PATH, as in a shell
         elif path.is_file():
             dest = _inside(path, extra, cwd) or _dest(path, cwd)
             _add(files, dest, path)
@@ -41,7 +41,7 @@ def own_command_files(argv: Sequence[str], extra: Sequence[str], cwd: Path) -> O
         else:
             words.append(word)
             if path.is_dir():
-                notes.append(f"folder `{word}` of your command is not sent; name it in run.files if the nodes need it")
+                notes.append(f"folder `{word}` in your command is not sent; add it to run.files if the nodes need it")
     for dest, path in _walk(extra, cwd):
         _add(files, dest, path)
     _script_is_here(argv, files, cwd)
@@ -50,7 +50,7 @@ def own_command_files(argv: Sequence[str], extra: Sequence[str], cwd: Path) -> O
 
 
 def _script_is_here(argv: Sequence[str], files: Mapping[str, Path], cwd: Path) -> None:
-    """A script that is neither sent nor named by an absolute path would only be missed on the nodes."""
+    """Raise UsageError for a script that is not sent and has no absolute path, as the nodes would not have it."""
     script = argv[1] if len(argv) > 1 and Path(argv[0]).name.startswith("python") else argv[0]
     if (
         script.endswith(".py")
@@ -58,13 +58,16 @@ def _script_is_here(argv: Sequence[str], files: Mapping[str, Path], cwd: Path) -
         and not {script, _dest(cwd / script, cwd)} & set(files)
     ):
         raise UsageError(
-            f"your own command: there is no file `{script}` in {cwd.absolute()}. It would be sent from here; "
-            "for one that lies on the nodes already, give its absolute path"
+            f"your own command: there is no file `{script}` in {cwd.absolute()}, from where scripts are sent. "
+            "Change into its folder, or give an absolute path if the script is already on the nodes"
         )
 
 
 def resume_file(config: ClusterConfig, cwd: Path) -> PlannedFile | None:
-    """The checkpoint that train.resume names, by path or by run id; dest relative to the run folder."""
+    """The checkpoint given by ``train.resume`` as a path or run id; dest relative to the run folder.
+
+    None without ``train.resume``. Raises UsageError if it does not exist.
+    """
     wanted = config.train.resume
     if wanted is None:
         return None
@@ -81,7 +84,7 @@ def _dest(path: Path, cwd: Path) -> str:
 
 
 def _inside(path: Path, extra: Sequence[str], cwd: Path) -> str:
-    """Where a file lies in one of the folders that are sent; '' in none: a script finds what is beside it."""
+    """Dest of a file inside one of the folders in ``extra``, where a script finds the files next to it; '' if none."""
     real = path.resolve()
     for folder in (Path(name) for name in extra):
         if folder.is_dir() and real.is_relative_to(folder.resolve()):
@@ -90,13 +93,15 @@ def _inside(path: Path, extra: Sequence[str], cwd: Path) -> str:
 
 
 def _add(files: dict[str, Path], dest: str, path: Path) -> None:
-    there = files.setdefault(dest, path)
-    if not there.samefile(path):
-        raise UsageError(f"{there} and {path} would both be `{dest}` on the nodes; rename one, or start further up")
+    other = files.setdefault(dest, path)
+    if not other.samefile(path):
+        raise UsageError(
+            f"{other} and {path} would both be `{dest}` on the nodes; rename one, or launch from a folder above both"
+        )
 
 
 def _walk(extra: Sequence[str], cwd: Path) -> Iterator[tuple[str, Path]]:
-    """(dest, path) of each file and of all files in each folder."""
+    """(dest, path) of each file in ``extra``, and of all files in its folders."""
     for name in extra:
         path = Path(name)
         if path.is_dir():

@@ -1,4 +1,4 @@
-"""The partition folder as the launcher sees it: its manifest, and the partitioner that makes it."""
+"""Reads the manifest of a partition folder, and runs the partitioner (``trainer partition``)."""
 
 from __future__ import annotations
 
@@ -26,9 +26,12 @@ from launcher.plan.model import Partitioning
 
 
 def partitioning(config: ResolvedConfig) -> Partitioning:
-    """``trainer partition make`` with this machine's own python; it does nothing when the parts are there."""
+    """The ``trainer partition make`` command for a config, with the launcher's Python.
+
+    The command does nothing if the parts exist.
+    """
     data, folder = config.data, os.path.expanduser(config.data.folder)
-    cut = ["--dataset", data.dataset, "--num-parts", str(config.num_parts), *_method_words(config)]
+    cut = ["--dataset", data.dataset, "--num-parts", str(config.num_parts), *_method_options(config)]
     options = ["--source", data.source] if data.source else []
     for name, value in data.options.items():
         options += ["--option", f"{name}={value if isinstance(value, str) else json.dumps(value)}"]
@@ -41,20 +44,20 @@ def _trainer_partition(*words: str) -> Command:
     return Command((sys.executable, "-m", "trainer", "partition", *words), {"PYTHONPATH": path})
 
 
-def _method_words(config: ClusterConfig) -> list[str]:
-    how = config.data.partition
-    words = ["--method", how.method, "--seed", str(how.seed)]
-    if how.method in ("metis", "frequency"):
-        words += ["--balance", how.balance]
-    if how.method == "frequency":
-        words += ["--fanouts", ",".join(map(str, config.train.fanouts))]
-    words += ["--clusters", str(how.clusters)] if how.clusters else []
-    return [*words, *(["--rows", how.rows] if how.rows != "stored" else [])]
+def _method_options(config: ClusterConfig) -> list[str]:
+    settings = config.data.partition
+    options = ["--method", settings.method, "--seed", str(settings.seed)]
+    if settings.method in ("metis", "frequency"):
+        options += ["--balance", settings.balance]
+    if settings.method == "frequency":
+        options += ["--fanouts", ",".join(map(str, config.train.fanouts))]
+    options += ["--clusters", str(settings.clusters)] if settings.clusters else []
+    return [*options, *(["--rows", settings.rows] if settings.rows != "stored" else [])]
 
 
 _FORMAT, _VERSIONS = "gnnfleet-partition", (2, 3)
 
-MOST_MANIFEST = 1 << 28  #: bytes of a manifest.json; one of a thousand parts has some ten million
+MOST_MANIFEST = 1 << 28  #: maximum bytes of a manifest.json; a thousand parts need about ten million
 
 
 @dataclass(frozen=True)
@@ -64,50 +67,52 @@ class PartFile:
     path: str  #: relative, begins with ``shared/`` or ``part<p>/``; or ``manifest.json``
     bytes: int
     sha256: str
-    flat: bool = False  #: holds a 1-d array: edges, ids, times, labels, weights; no features
+    flat: bool = False  #: a 1-d array of a part (edges, ids, times, labels, weights), needed by a replicated topology
 
 
 @dataclass(frozen=True)
 class PartitionFiles:
-    """A complete partition folder on this machine (or, in mode verify, its description)."""
+    """The files of a complete partition folder, from its manifest; in mode ``verify`` the folder is on a node."""
 
     folder: str
     dataset: str
     fingerprint: str
     num_parts: int
     files: tuple[PartFile, ...]  #: manifest.json included, last
-    train_seeds: Mapping[str, int] = field(default_factory=dict)  #: by node type; empty: the manifest does not tell
+    train_seeds: Mapping[str, int] = field(default_factory=dict)  #: number by node type; empty: unknown
 
     def of_parts(self, parts: Iterable[int], *, replicated: bool = False) -> tuple[PartFile, ...]:
-        """What a node that owns ``parts`` needs: its parts, the shared files, the manifest; with a ``replicated``
-        topology also what is 1-d of the other parts."""
+        """Files that a holder of ``parts`` needs: these parts, the shared files and the manifest.
+
+        With a ``replicated`` topology also the 1-d arrays of all other parts.
+        """
         tops = {f"part{part}" for part in parts} | {"shared", "manifest.json"}
         places = {i for top in tops for i in self._below.get(top, ())}
         return tuple(self.files[place] for place in sorted(places.union(self._flat if replicated else ())))
 
     @property
     def topology_files(self) -> int:
-        """How many those are."""
+        """Number of files that a replicated topology puts on every node."""
         return len(self._flat)
 
     @cached_property
     def topology_bytes(self) -> int:
-        """Of all that a replicated topology has on every node; 0 where the manifest does not tell."""
+        """Bytes of the files that a replicated topology puts on every node; 0 if the manifest lists none."""
         return sum(self.files[place].bytes for place in self._flat)
 
     def topology_beside(self, parts: Iterable[int]) -> int:
-        """The same, less what a node that owns ``parts`` has anyway."""
+        """``topology_bytes`` without the files of ``parts``, which their holder has anyway."""
         places = (i for part in set(parts) for i in self._below.get(f"part{part}", ()))
         return self.topology_bytes - sum(self.files[i].bytes for i in places if self.files[i].flat)
 
     @cached_property
     def _flat(self) -> list[int]:
-        """Places in ``files`` of what is 1-d in any part."""
+        """Indices in ``files`` of the 1-d arrays of all parts."""
         return [i for i, file in enumerate(self.files) if file.flat]
 
     @cached_property
     def _below(self) -> dict[str, list[int]]:
-        """Places in ``files`` by first word of the path, so that a plan looks at each file once, not once per node."""
+        """Indices in ``files`` by the first component of the path; computed once for all nodes."""
         found: dict[str, list[int]] = {}
         for place, file in enumerate(self.files):
             found.setdefault(file.path.split("/", 1)[0], []).append(place)
@@ -115,7 +120,7 @@ class PartitionFiles:
 
 
 def read_partition_files(folder: Path) -> PartitionFiles | None:
-    """Read ``folder/manifest.json``; None when there is none. Raises FleetError when it is damaged."""
+    """Read ``folder/manifest.json``; None if it does not exist. Raises FleetError if it is damaged."""
     path = folder / "manifest.json"
     try:
         with path.open("rb") as file:
@@ -132,9 +137,10 @@ def read_partition_files(folder: Path) -> PartitionFiles | None:
 
 
 def parse_manifest(raw: bytes, folder: str) -> PartitionFiles:
-    """The files that a manifest lists, and the manifest itself. Raises ValueError for what is none.
+    """Parse a manifest; ``files`` lists its files and the manifest itself. Raises ValueError for an invalid one.
 
-    It may come from a node: its paths become paths here and there, its fingerprint the name of a folder.
+    A manifest may come from a node, and its paths and fingerprint become names of files and folders, so they are
+    checked.
     """
     if len(raw) > MOST_MANIFEST:
         raise ValueError(f"it is larger than {MOST_MANIFEST:,} bytes")
@@ -175,7 +181,7 @@ class _ManifestNodes(msgspec.Struct):
 
 
 class _Manifest(msgspec.Struct):
-    """What the launcher reads of a manifest (docs/ARCHITECTURE.md has all of it)."""
+    """The fields of a manifest that the launcher uses (all are in docs/ARCHITECTURE.md)."""
 
     dataset: str
     fingerprint: Annotated[str, msgspec.Meta(pattern="^[0-9A-Za-z]{1,128}$")]
@@ -185,60 +191,60 @@ class _Manifest(msgspec.Struct):
 
 
 def _is_flat(file: _ManifestFile) -> bool:
-    """Whether a replicated topology has it: a 1-d array of a part (docs/ARCHITECTURE.md, "Replicated topology")."""
+    """Whether a file is a 1-d array of a part (docs/ARCHITECTURE.md, "Replicated topology")."""
     return file.path.startswith("part") and len(file.shape) == 1
 
 
-_STAMP = ".gnnfleet-made.json"  #: in the partition folder: what made it, so that torch need not be loaded to know
+_STAMP = ".gnnfleet-made.json"  # in the partition folder; tells whether parts are up to date without loading torch
 
-_ERROR = "error: "  #: begins the last message of a trainer command that failed
+_ERROR = "error: "  # prefix of the last message of a trainer command that failed
 
 
 class PartitionFailed(FleetError):
-    """The partitioner ended with an error."""
+    """The partitioner failed."""
 
 
 def ensure_parts(config: ResolvedConfig, console: Console) -> PartitionFiles:
-    """The parts of ``config.data.folder``, made now unless they are there; raises PartitionFailed.
+    """Run the partitioner unless ``config.data.folder`` is up to date, and return its parts. Raises PartitionFailed.
 
-    The stamp names the command and the manifest and source files it stands for; when any of
-    them differ the partitioner itself decides, by its fingerprint, whether there is work.
+    The stamp has the command, and size and time of manifest and source files. If any of them differs, the partitioner
+    runs and decides by its fingerprint whether the parts must be made again.
     """
     folder = Path(config.data.folder).expanduser()
     manifest = read_partition_files(folder)
     if manifest is not None and _read(folder / _STAMP) == _signature(config):
-        console.print(Text(f"parts in {folder} are current"), soft_wrap=True)
+        console.print(Text(f"parts in {folder} are up to date"), soft_wrap=True)
         return manifest
     run_partitioner(partitioning(config).command, console)
     manifest = read_partition_files(folder)
     if manifest is None:
-        raise PartitionFailed(f"the partitioner ended well, but there is no manifest.json in {folder}")
+        raise PartitionFailed(f"the partitioner succeeded, but {folder} has no manifest.json")
     write_whole(folder / _STAMP, json.dumps(_signature(config)))
     return manifest
 
 
 def outdated(config: ResolvedConfig) -> bool:
-    """Whether the parts here are known to stand for another dataset, other options or other files."""
+    """Whether the stamp shows that the parts were made from another dataset, other options or other files."""
     stamp = _read(Path(config.data.folder).expanduser() / _STAMP)
     return stamp is not None and stamp != _signature(config)
 
 
-def partition_words(what: str, config: ClusterConfig | None, words: Sequence[str]) -> Command:
-    """``trainer partition <what>`` for the config's graph and folder, with more words of the user's."""
-    if config is not None and what == "make":
+def partition_words(action: str, config: ClusterConfig | None, words: Sequence[str]) -> Command:
+    """The ``trainer partition <action>`` command for the config's graph and folder, with the user's ``words`` added."""
+    if config is not None and action == "make":
         made = partitioning(resolve(config)).command
         return Command((*made.argv, *words), made.env)
     folder = (str(Path(config.data.folder).expanduser()),) if config is not None else ()
-    return _trainer_partition(what, *folder, *words)
+    return _trainer_partition(action, *folder, *words)
 
 
 def run_trainer(command: Command) -> int:
-    """Run it in place of this program's own work, on the same terminal; its exit status."""
+    """Run a trainer command on the launcher's terminal; returns its exit status."""
     return subprocess.run(command.argv, env={**os.environ, **command.env}, check=False).returncode
 
 
 def run_partitioner(command: Command, console: Console) -> None:
-    """Run it with its output shown; raises PartitionFailed with its ``error:`` message, which is not shown before."""
+    """Run the partitioner and show its output, except for its ``error:`` message, which PartitionFailed has."""
     reason: list[str] = []
     process = subprocess.Popen(
         command.argv,
@@ -249,7 +255,7 @@ def run_partitioner(command: Command, console: Console) -> None:
         stderr=subprocess.STDOUT,
         text=True,
         errors="replace",
-        start_new_session=True,  # Ctrl-C is ours to pass on, once
+        start_new_session=True,  # on Ctrl-C the launcher terminates it
     )
     try:
         assert process.stdout is not None
@@ -264,9 +270,9 @@ def run_partitioner(command: Command, console: Console) -> None:
         process.wait()
         raise
     if status:
-        if reason:  # what, where and what to do, in the partitioner's own words
+        if reason:
             raise PartitionFailed("\n".join(reason).removeprefix(_ERROR))
-        raise PartitionFailed(f"partitioning failed (exit status {status}): its output stands above")
+        raise PartitionFailed(f"partitioning failed (exit status {status}): see its output above")
     for line in reason:
         _show(line, console)
 
@@ -276,7 +282,7 @@ def _show(line: str, console: Console) -> None:
 
 
 def _signature(config: ResolvedConfig) -> list[object]:
-    """What the parts stand for: the partitioner's arguments, the manifest file, the source files."""
+    """The content of the stamp: the partitioner's arguments, state of the manifest, state of the source files."""
     try:
         stat = (Path(config.data.folder).expanduser() / "manifest.json").stat()
         manifest = [stat.st_size, stat.st_mtime_ns]
@@ -286,7 +292,7 @@ def _signature(config: ResolvedConfig) -> list[object]:
 
 
 def _source_state(source: str | None) -> list[list[object]]:
-    """Path, size and mtime of every source file."""
+    """Path, size in bytes and mtime in ns of every source file."""
     if source is None:
         return []
     top = Path(source).expanduser()
@@ -302,11 +308,11 @@ def _read(stamp: Path) -> object:
 
 
 def check_train_seeds(config: ClusterConfig, parts: PartitionFiles) -> None:
-    """Raises UsageError for parts without train seeds (of ``train.target``, where that is set)."""
+    """Raise UsageError if the parts have no train seeds (of node type ``train.target``, if that is set)."""
     target = config.train.target
     if target is not None and target in parts.train_seeds:
         seeds, whose, where = parts.train_seeds[target], f"node type {target} has", f" of {target}"
-    else:  # a type that is not there is for the trainer to refuse, who lists those that are
+    else:  # the trainer refuses an unknown type and lists the existing ones
         seeds, whose, where = sum(parts.train_seeds.values()), "the graph has", ""
     if seeds or not parts.train_seeds:
         return

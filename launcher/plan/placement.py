@@ -1,6 +1,6 @@
-"""Where everything is on each node: folders, addresses, interpreter, parts.
+"""Determines folders, addresses, interpreter, ranks and parts of each node (``Site``).
 
-Everything here is a pure function of the config and, where known, of preflight's facts.
+All functions are pure functions of the config and, if known, of preflight's facts.
 """
 
 from __future__ import annotations
@@ -35,34 +35,34 @@ _SOURCE_CONDA = (
 
 _REQUIRE_CONDA = (
     "command -v conda >/dev/null || { echo 'conda was not found in the usual places: "
-    "give the environment by its prefix path, or source conda.sh in setup' >&2; exit 127; }"
+    "set conda to the path of the environment, or source conda.sh in setup' >&2; exit 127; }"
 )
 
 
 def session_name(run_id: str, node_rank: int) -> str:
-    """Of a node's tmux session."""
+    """Name of a node's tmux session."""
     return "gnnfleet-" + re.sub(r"[^A-Za-z0-9_-]", "-", f"{run_id}-node{node_rank}")
 
 
 def run_dir(workdir: str, run_id: str, node_rank: int) -> str:
-    """A run's folder on a node."""
+    """Run folder on a node."""
     return f"{workdir}/runs/{run_id}/node{node_rank}"
 
 
 @dataclass(frozen=True)
 class Site:
-    """One node's share of the cluster, its folders, and how the others reach it."""
+    """One node of a run: ranks, parts, folders, address and interpreter."""
 
     node_rank: int
     node: NodeConfig
     ranks: tuple[int, ...]
     parts: tuple[int, ...]
-    copies: tuple[int, ...]  #: of the parts, those that another node holds in the first place
+    copies: tuple[int, ...]  #: the parts in ``parts`` of which another node is the first holder
     serves: bool  #: runs a graph server
-    gateway: bool  #: clients ask it for batches
+    gateway: bool  #: its graph server samples batches for clients
     home: str  #: label of the graph server that a client asks first
-    address: str
-    bind: str  #: what the node's own services listen on; an address of the node itself
+    address: str  #: address at which other nodes reach this one
+    bind: str  #: address on which the node's services listen
     interface: str  #: '' until preflight has found it
     workdir: str
     code_dir: str
@@ -71,7 +71,7 @@ class Site:
     python: str
     setup: tuple[str, ...]
     service_port: int  #: 0 without parts
-    threads: int | None  #: OMP threads per process; None until the node's cpus are known, and without processes
+    threads: int | None  #: OMP threads per process; None if the number of CPUs is unknown, or the node does not train
 
 
 def make_sites(
@@ -83,7 +83,7 @@ def make_sites(
     serving: ServingCluster | None = None,
     kept: KeptServers | None = None,
 ) -> tuple[Site, ...]:
-    """One Site per node, in node_rank order."""
+    """Create one Site per node, in node_rank order. Arguments as for ``launcher.plan.build.make_plan``."""
     kept = kept or KeptServers()
     procs_on = host_processes(config)
     data_name = manifest.fingerprint if manifest else re.sub(r"[^\w.-]+", "-", config.data.dataset)
@@ -121,7 +121,7 @@ def make_sites(
 
 
 def _homes(config: ClusterConfig, serving: ServingCluster | None) -> dict[int, str]:
-    """Label of the graph server that each client asks first, as clients take turns."""
+    """Label of the graph server that each client asks first; clients are distributed round-robin."""
     if serving:
         labels = [serving.label(server) for server in serving.servers]
     else:
@@ -130,7 +130,7 @@ def _homes(config: ClusterConfig, serving: ServingCluster | None) -> dict[int, s
 
 
 def interpreter(config: ClusterConfig, node_rank: int) -> Command:
-    """The node's python as an argv of one word, with the setup lines it needs before it."""
+    """The node's Python as an argv of one word, with the setup lines that make it available."""
     node = config.nodes[node_rank]
     conda: tuple[str, ...] = ()
     if node.venv or (node.conda and "/" in node.conda):
@@ -144,14 +144,17 @@ def interpreter(config: ClusterConfig, node_rank: int) -> Command:
 
 
 def node_address(config: ClusterConfig, node_rank: int, fact: NodeFacts | None) -> str:
-    """Where the other nodes reach this one: as configured, else as found, else its host name."""
+    """The address at which other nodes reach this one: configured, else found by preflight, else the host name."""
     node = config.nodes[node_rank]
     found = "127.0.0.1" if config.transport == "local" else fact.address if fact else node.host
     return node.address or found
 
 
 def _bind(address: str, fact: NodeFacts | None) -> str:
-    """``address`` where it is the node's own; all of its own where it stands for it (NAT)."""
+    """The address to listen on: ``address`` if the node has it, the wildcard address if not (NAT).
+
+    For a host name, the address that preflight found.
+    """
     if fact is None or (is_ip(address) and (address in fact.addresses or not fact.addresses)):
         return address
     if not is_ip(address):
@@ -160,18 +163,18 @@ def _bind(address: str, fact: NodeFacts | None) -> str:
 
 
 def node_interface(config: ClusterConfig, node: NodeConfig, fact: NodeFacts | None) -> str:
-    """The network interface for gloo and NCCL; '' when only preflight can tell."""
+    """The network interface for gloo and NCCL; '' before preflight."""
     found = "lo" if config.transport == "local" else fact.interface if fact else ""
     return node.interface or found
 
 
 def node_login(config: ClusterConfig, node: NodeConfig) -> Login | None:
-    """The node's login; None with ``transport: local``."""
+    """The SSH destination of a node; None with ``transport: local``."""
     return None if config.transport == "local" else Login(node.user, node.host, node.port)
 
 
 def host_processes(config: ClusterConfig) -> Counter[str]:
-    """Trainer processes per machine."""
+    """Number of training processes per machine."""
     counts: Counter[str] = Counter()
     for node in config.nodes:
         counts[host_key(config, node)] += node.nproc
@@ -179,12 +182,12 @@ def host_processes(config: ClusterConfig) -> Counter[str]:
 
 
 def at_home(path: str, fact: NodeFacts | None) -> str:
-    """``path`` with a leading ``~/`` replaced once the node's home is known."""
+    """``path`` with a leading ``~/`` replaced by the node's home folder, if that is known."""
     return f"{fact.home.rstrip('/')}/{path[2:]}" if fact and path.startswith("~/") else path
 
 
 def endpoint(address: str, port: int) -> str:
-    """``tcp://address:port``; IPv6 addresses in brackets."""
+    """``tcp://address:port``, with an IPv6 address in brackets."""
     return f"tcp://[{address}]:{port}" if ":" in address else f"tcp://{address}:{port}"
 
 
@@ -197,7 +200,7 @@ def _data_dir(config: ClusterConfig, node: NodeConfig, workdir: str, name: str, 
 
 
 def is_ip(address: str) -> bool:
-    """Whether it is an address, not a host name."""
+    """Whether ``address`` is an IP address, not a host name."""
     try:
         ipaddress.ip_address(address)
     except ValueError:

@@ -1,4 +1,4 @@
-"""Chooses ports: candidates for the master, control and graph service ports, and the choice among free ones."""
+"""Chooses the master, control and graph service ports: lists candidates, and selects a free one."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ MASTER_PORT = 29500
 
 SERVICE_PORT = 29600
 
-_CANDIDATES = 64
+_CANDIDATES = 64  # per port to choose
 
 
 def master_candidates(config: ClusterConfig) -> tuple[int, ...]:
-    """Ports for torch.distributed on the lead node, the preferred one first; none where nothing trains."""
+    """Candidates for torch.distributed's port on the lead node, in order of preference; () if nothing trains."""
     if not config.world_size:
         return ()
     if config.run.master_port != "auto":
@@ -32,8 +32,10 @@ def master_candidates(config: ClusterConfig) -> tuple[int, ...]:
 
 
 def control_candidates(config: ClusterConfig) -> tuple[int, ...]:
-    """Ports on the lead node by which the nodes know of each other, the preferred one first; none for a single node,
-    and where nothing trains: servers that are kept up do without each other's supervisors."""
+    """Candidates for the hub's port on the lead node, in order of preference.
+
+    () for a single node, and if nothing trains: supervisors of a serving cluster do not connect to each other.
+    """
     if len(config.nodes) == 1 or not config.world_size:
         return ()
     if config.run.control_port != "auto":
@@ -47,14 +49,14 @@ def _fixed_service_ports(config: ClusterConfig) -> range:
 
 
 def _ports_beside(taken: Set[int | str], first: int) -> tuple[int, ...]:
-    """Ports from ``first`` that are not taken; when all are, the next ones behind."""
+    """The first 64 ports from ``first`` without those in ``taken``; if none is left, the next ones."""
     free = [port for port in range(first, first + _CANDIDATES) if port not in taken]
-    behind = (port for port in itertools.count(first + _CANDIDATES) if port not in taken)
-    return tuple(free or itertools.islice(behind, _CANDIDATES))
+    following = (port for port in itertools.count(first + _CANDIDATES) if port not in taken)
+    return tuple(free or itertools.islice(following, _CANDIDATES))
 
 
 def service_candidates(config: ClusterConfig, node_rank: int) -> tuple[int, ...]:
-    """Ports for a node's graph service; no two nodes have one in common, so a host may carry many nodes."""
+    """Candidates for a node's graph service; nodes have no candidate in common, as several may share a host."""
     if not config.nodes[node_rank].holds:
         return ()
     if config.run.service_port != "auto":
@@ -65,7 +67,7 @@ def service_candidates(config: ClusterConfig, node_rank: int) -> tuple[int, ...]
 
 
 def candidate_ports(config: ClusterConfig, node_rank: int) -> tuple[int, ...]:
-    """The ports preflight should try to bind on a node."""
+    """All candidate ports of a node, which preflight tries to bind."""
     service = service_candidates(config, node_rank) if serves(config, node_rank) else ()
     if node_rank != lead(config):
         return service
@@ -73,7 +75,7 @@ def candidate_ports(config: ClusterConfig, node_rank: int) -> tuple[int, ...]:
 
 
 def choose(candidates: tuple[int, ...], fact: NodeFacts | None) -> int:
-    """The candidate that preflight puts first; the lowest when none is known to be free (preflight refuses then)."""
+    """The first of preflight's ``free_ports`` that is a candidate; the first candidate if none is known to be free."""
     free = fact.free_ports if fact else ()
     return next((port for port in free if port in candidates), candidates[0])
 

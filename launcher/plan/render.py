@@ -1,4 +1,4 @@
-"""Prints a plan for a person: per node its host, processes, environment and files; equal nodes once."""
+"""Prints a plan: for each node host, processes, environment and files. Equal nodes are shown once."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from launcher.hostlist import fold
 from launcher.plan.model import LaunchPlan, NodePlan, Partitioning, PlannedFile
 from launcher.text import count, spans
 
-LabelledLines = Sequence[tuple[str, str]]  #: of one node: what it is, and the text
+LabelledLines = Sequence[tuple[str, str]]  #: lines about one node, as (label, text)
 
 _WORD = re.compile(r"([\w.-]+)")
 
@@ -25,15 +25,18 @@ _NUMBER = re.compile(r"([0-9]+)")
 
 @dataclass(frozen=True)
 class Fold:
-    """Nodes whose rows become equal once each one's own values are put in for ``{node_rank}``, ``{address}``, …"""
+    """Nodes with equal rows, apart from values of each node such as its rank and address.
+
+    In ``rows`` these values are replaced by ``{node_rank}``, ``{address}`` and so on (``own_values``).
+    """
 
     nodes: tuple[NodePlan, ...]
     rows: LabelledLines
 
 
 @dataclass(frozen=True)
-class _Taken:
-    """One node's rows, cut into what may differ between equal nodes (odd places) and the rest (even places)."""
+class _SplitRows:
+    """The rows of one node, split into text (even indices) and values that may differ between nodes (odd indices)."""
 
     node: NodePlan
     names: tuple[str, ...]
@@ -41,19 +44,22 @@ class _Taken:
 
 
 def fold_nodes(listed: Sequence[tuple[NodePlan, LabelledLines]]) -> list[Fold]:
-    """Groups in order of their first node. What a Fold says holds for each of its nodes to the letter."""
+    """Group equal nodes, in the order of their first node.
+
+    Replacing the names in a Fold's rows by a node's values gives exactly that node's rows.
+    """
     addresses = {node.address for node, _ in listed}
-    alike: dict[object, list[_Taken]] = {}
+    alike: dict[object, list[_SplitRows]] = {}
     for node, rows in listed:
         pieces = tuple(tuple(_pieces(text, addresses)) for _, text in rows)
-        one = _Taken(node, tuple(name for name, _ in rows), pieces)
+        one = _SplitRows(node, tuple(name for name, _ in rows), pieces)
         alike.setdefault((one.names, tuple(cut[::2] for cut in pieces)), []).append(one)
     folds = [fold for group in alike.values() for fold in _folds(group)]
     return sorted(folds, key=lambda fold: fold.nodes[0].node_rank)
 
 
 def own_values(node: NodePlan) -> Mapping[str, str]:
-    """What a node has of its own, by the name a Fold shows for it; for equal values the first name is shown."""
+    """Values of a node that may differ between equal nodes, by name; of names with equal values the first is used."""
     return {
         "{node_rank}": str(node.node_rank),
         "{service_port}": str(node.service_port),
@@ -75,10 +81,10 @@ def _inner(name: str, numbers: Sequence[int]) -> Mapping[str, str]:
 
 
 def _pieces(text: str, addresses: Set[str]) -> Iterator[str]:
-    """Plain text and, at odd places, addresses of nodes and numbers."""
+    """Split ``text`` into plain text (even indices) and addresses of nodes or numbers (odd indices)."""
     plain = ""
-    for place, word in enumerate(_WORD.split(text)):
-        if place % 2 and word in addresses:
+    for i, word in enumerate(_WORD.split(text)):
+        if i % 2 and word in addresses:
             yield plain
             yield word
             plain = ""
@@ -92,39 +98,39 @@ def _pieces(text: str, addresses: Set[str]) -> Iterator[str]:
     yield plain
 
 
-def _folds(group: list[_Taken]) -> Iterator[Fold]:
-    """One fold of the whole group, or of its parts where something differs that no name stands for."""
+def _folds(group: list[_SplitRows]) -> Iterator[Fold]:
+    """One Fold for the group, or several if a value differs that is none of ``own_values``."""
     own = [own_values(one.node) for one in group]
     names = {name: [values.get(name) for values in own] for name in own[0]}
     rows = []
     for r, title in enumerate(group[0].names):
         shown = list(group[0].pieces[r])
-        for place in range(1, len(shown), 2):
-            values = [one.pieces[r][place] for one in group]
+        for i in range(1, len(shown), 2):
+            values = [one.pieces[r][i] for one in group]
             if any(value != values[0] for value in values):
                 name = next((name for name, owned in names.items() if owned == values), None)
                 if name is None:
                     for value in dict.fromkeys(values):
-                        yield from _folds([one for one in group if one.pieces[r][place] == value])
+                        yield from _folds([one for one in group if one.pieces[r][i] == value])
                     return
-                shown[place] = name
+                shown[i] = name
         rows.append((title, "".join(shown)))
     yield Fold(tuple(one.node for one in group), tuple(rows))
 
 
 _Block = tuple[Sequence[NodePlan], Sequence[tuple[str, str]]]
 
-_MANY = 4  # nodes of which only the least and the most are told
+_MANY = 4  # from this number of nodes on, only the smallest and the largest value are shown
 
-_FOLDED = "nodes alike are told once, {node_rank} … standing for what this table has of each"
+_FOLDED = "equal nodes are shown once; {node_rank} and other names in { } stand for each node's values in this table"
 
-_FULL = "commands and environment of each node: --verbose; all as data: --json"
+_FULL = "commands and environment of each node: --verbose; everything as JSON: --json"
 
 
 def print_plan(plan: LaunchPlan, console: Console, *, every: bool = False) -> None:
-    """What ``launch`` will do: first in short, then by node, those that differ only in values of their own told once.
+    """Print a plan: a summary, then the nodes, with equal ones shown once.
 
-    ``every`` one is told by itself, with its commands in full; lines are not wrapped, so that they can be copied.
+    ``every``: show each node separately, with its full commands. Lines are not wrapped, so that they can be copied.
     """
     lines = [_heading(_summary(plan)), *map(_row, _run_rows(plan, full=every)), *_placement(plan)]
     for nodes, rows in _each(plan) if every else _folded(plan):
@@ -138,7 +144,7 @@ def _each(plan: LaunchPlan) -> Iterator[_Block]:
 
 
 def _folded(plan: LaunchPlan) -> Iterator[_Block]:
-    """Nodes that are alike, with what a person looks for; sizes only of those that stand by themselves."""
+    """Blocks of equal nodes, without commands; sizes of files are shown only for single nodes."""
     for one in fold_nodes([(node, list(_node_rows(node, sizes=False))) for node in plan.nodes]):
         yield one.nodes, _short(one.rows if len(one.nodes) > 1 else list(_node_rows(one.nodes[0])))
 
@@ -153,14 +159,14 @@ def _title(nodes: Sequence[NodePlan]) -> str:
 
 
 def print_placement(plan: LaunchPlan, console: Console) -> None:
-    """The plan in a line per node, as a launch shows it; ``print_plan`` has all of it."""
+    """Print the summary and one line per node, as a launch shows them."""
     lines = [_heading(_summary(plan)), *_placement(plan)]
     lines += [_row(("topology", _topology(plan)))] if plan.topology.why else []
     console.print(Text("\n").join(lines), soft_wrap=True)
 
 
 def _placement(plan: LaunchPlan) -> list[Text]:
-    """A table: where each node is, what it trains with, and, where roles differ, who serves what to whom."""
+    """A table with target, ranks, devices and parts of each node; if roles differ, also role, copies and server."""
     roles = _has_roles(plan)
     extra = ("role", "copies", "part data", "asks first") if roles else ("", "", "", "")
     titles = ("node", "target", extra[0], "ranks", "devices", "parts", *extra[1:], "address", "files")
@@ -180,12 +186,12 @@ def _placed(node: NodePlan) -> tuple[str, ...]:
 
 
 def _has_roles(plan: LaunchPlan) -> bool:
-    """Whether it takes more than ranks and parts to say what each node does."""
+    """Whether the nodes differ in role, or hold copies of parts."""
     return any(node.role != "worker" or node.copies for node in plan.nodes)
 
 
 def _bytes_of_parts(node: NodePlan) -> str:
-    """Of the parts alone; `-` where they are not known yet, or not sent."""
+    """Size of the node's parts; ``-`` if unknown or not sent."""
     top = f"{node.data_dir}/part"
     size = _total([file for file in node.files if node.parts and file.dest.startswith(top)])
     return decimal(size) if size else "-"
@@ -196,7 +202,7 @@ def _total(files: Sequence[PlannedFile]) -> int:
 
 
 def describe_command(command: Command) -> str:
-    """The argv as a shell would take it; secrets as ``***``."""
+    """The argv quoted for a shell; secrets as ``***``."""
     return " ".join(_word(word) for word in command.argv)
 
 
@@ -206,7 +212,7 @@ def describe_env(env: Mapping[str, str]) -> str:
 
 
 def file_groups(node: NodePlan) -> dict[str, list[PlannedFile]]:
-    """A node's files by what they are: code, parts, own (yours), generated."""
+    """A node's files by kind: code, parts, own (the user's), generated."""
     groups: dict[str, list[PlannedFile]] = {"code": [], "parts": [], "own": [], "generated": []}
     tops = {"code": node.code_dir + "/", "own": f"{node.run_dir}/files/"}
     tops |= {"parts": node.data_dir + "/"} if node.data_dir else {}
@@ -227,34 +233,35 @@ def _summary(plan: LaunchPlan) -> str:
 
 
 def _run_rows(plan: LaunchPlan, *, full: bool = False) -> Iterator[tuple[str, str]]:
-    """What holds for all nodes; without ``full``, commands in words."""
+    """Rows about the whole run; ``full``: with the partitioner's command line."""
     if made := plan.partition:
         first = f"{describe_env(made.command.env)} {describe_command(made.command)}"
-        yield "first, here", first if full else _partition_words(plan, made)
+        yield "partition", first if full else _partition_words(plan, made)
     if plan.own_command:
-        yield "trains", describe_command(Command(plan.own_command))
+        yield "training", describe_command(Command(plan.own_command))
     elif plan.train:
-        yield "trains", _training_words(plan, plan.train)
+        yield "training", _training_words(plan, plan.train)
     total = sum(_total(node.files) for node in plan.nodes)
     yield "code", f"digest {plan.code_digest[:16]}"
-    yield "move", f"{decimal(total)} in {count(sum(len(node.files) for node in plan.nodes), 'file')} to all nodes"
+    yield "transfer", f"{decimal(total)} in {count(sum(len(node.files) for node in plan.nodes), 'file')} to all nodes"
     if plan.control_port:
-        yield "nodes meet", f"at node{plan.lead}, port {plan.control_port}"
+        yield "control", f"node{plan.lead}, port {plan.control_port}"
     yield "results", f"{plan.runs_dir}/{plan.run_id} on this machine"
     if plan.topology.why:
         yield "topology", _topology(plan)
     for note in plan.notes:
         yield "note", note
     if not full:
-        yield "in full", _FULL
+        yield "details", _FULL
         if len(plan.nodes) > 1:
             yield "nodes", _FOLDED
 
 
 def _partition_words(plan: LaunchPlan, made: Partitioning) -> str:
-    """``synthetic is cut into 3 parts (metis) in parts/toy``."""
+    """``synthetic is partitioned into 3 parts (metis) in parts/toy on this machine, unless they exist``."""
     parts = count(plan.num_parts, "part")
-    return f"{made.source} is cut into {parts} ({made.method}) in {made.folder}, unless they are there"
+    where = f"{made.folder} on this machine"
+    return f"{made.source} is partitioned into {parts} ({made.method}) in {where}, unless they exist"
 
 
 def _training_words(plan: LaunchPlan, train: TrainConfig) -> str:
@@ -277,7 +284,7 @@ def _topology(plan: LaunchPlan) -> str:
 
 
 def _short(rows: Sequence[tuple[str, str]]) -> list[tuple[str, str]]:
-    """Without commands, and without what the table of all nodes has."""
+    """Rows without commands, and without those whose values are in the table of all nodes."""
     return [row for row in rows if row[0] not in ("share", "start", "server", "trainer", "  env")]
 
 
@@ -308,7 +315,7 @@ def _share(node: NodePlan) -> Iterator[str]:
     if node.parts:
         yield f"parts {_span(node.parts)}"
     if node.copies:
-        yield f"of them copies {_span(node.copies)}"
+        yield f"of which copies {_span(node.copies)}"
     if node.home:
         yield f"asks first {node.home}"
     ports = [f"master {node.master_port}"] if node.ranks else []

@@ -1,7 +1,7 @@
-"""A plan as JSON: what ``--dry-run --json`` prints, and the ``run.json`` that is kept with a run.
+"""Converts a plan to JSON: the output of ``--dry-run --json``, and the ``run.json`` of a run.
 
-Both are made of a ``LaunchPlan`` by msgspec, field by field; a ``Secret`` becomes ``***``. ``run.json`` is the plan
-without the nodes' ``files``, the same on every node and in the operator's run folder.
+msgspec converts a ``LaunchPlan`` field by field; a ``Secret`` becomes ``***``. ``run.json`` is the plan without the
+nodes' ``files``. It is the same on every node and in the operator's run folder.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ from launcher.plan.model import LaunchPlan
 
 FORMAT, VERSION = "gnnfleet-run", 3
 
-_MOST = 1 << 28  # characters of a packed plan
+_MOST = 1 << 28  # maximum bytes of a compressed plan after decompression
 
-_LARGE = 100_000  # characters; every node gets the whole plan, so that of many nodes is packed
+_LARGE = 100_000  # characters; larger plans are compressed, as every node gets the whole plan
 
 
 def to_json(plan: LaunchPlan) -> str:
@@ -43,7 +43,7 @@ def run_json(plan: LaunchPlan) -> str:
 
 
 def read_run(text: str) -> LaunchPlan:
-    """The plan in the text of a ``run.json``, nodes with ``files=()``; raises FleetError when it is none."""
+    """Parse a ``run.json``; its nodes have ``files=()``. Raises FleetError for a damaged file or another version."""
     try:
         values = json.loads(text)
         kind = values.get("format"), values.get("version")
@@ -60,12 +60,12 @@ def read_run(text: str) -> LaunchPlan:
 
 
 def _builtins(plan: LaunchPlan) -> dict[str, Any]:
-    """``plan`` as dicts, tuples, strings and numbers."""
+    """``plan`` as dicts, lists, strings and numbers."""
     values: dict[str, Any] = msgspec.to_builtins(plan, enc_hook=_plain)
     return values
 
 
 def _plain(value: object) -> str:
-    """msgspec asks for what it does not know by itself: of all that plans hold, ``Secret``."""
+    """Convert a value that msgspec does not support; in plans only ``Secret``."""
     assert isinstance(value, Secret), type(value)
     return str(value)

@@ -1,4 +1,4 @@
-"""Draws the key pair of an encrypted graph service (read by ``trainer.service.service_keys``)."""
+"""Creates the key pair of an encrypted graph service (read by ``trainer.service.service_keys``)."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ import secrets
 
 
 def new_key_pair() -> dict[str, str]:
-    """``{"public", "secret"}``: a self-signed certificate and its private key (PKCS #8), base64 of DER.
+    """``{"public", "secret"}``: a self-signed certificate and its private key (PKCS #8), both DER in base64.
 
-    The certificate does not expire (RFC 5280, section 4.1.2.5) and is valid whatever the hosts' clocks say: it is
-    admitted because it is known, and withdrawn by being deleted.
+    The certificate does not expire (RFC 5280, section 4.1.2.5) and does not depend on the hosts' clocks: a peer is
+    accepted if its certificate is in the list of known ones, and revoked by removing it.
     """
     from cryptography import x509
     from cryptography.hazmat.primitives import hashes

@@ -1,4 +1,4 @@
-"""Decides ``data.topology``: whether nodes have the edges of all parts or only those of their own. Pure functions."""
+"""Decides ``data.topology``: whether nodes have the edges of all parts or only of their own. Pure functions."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ from launcher.text import count
 if TYPE_CHECKING:
     from launcher.plan.model import NodeFacts
 
-MOST = 4 * 10**9  #: bytes of edges that a host has by ``auto``
+MOST = 4 * 10**9  #: limit of ``auto``: bytes of edges per host
 
-SHARE = 10  #: of its memory they are at most one part in so many
+SHARE = 10  #: limit of ``auto``: edges may take 1/SHARE of a host's memory
 
-MOST_FILES = 100_000  #: that are sent to all nodes together for it: they grow with the square of the nodes
+MOST_FILES = 100_000  #: limit of ``auto``: files sent to all nodes, which grow with the square of the number of nodes
 
 
 def decide(
@@ -33,56 +33,61 @@ def decide(
     manifest: PartitionFiles | None,
     facts: Mapping[int, NodeFacts],
 ) -> Topology:
-    """``manifest``: of the parts that are sent from here. In mode verify the nodes tell what they see."""
+    """Decide between ``replicated`` and ``partitioned``.
+
+    ``manifest``: the parts that are sent from the launching machine; None if unknown, and in mode ``verify``, where
+    ``facts`` have the sizes.
+    """
     holders = [site for site in sites if site.parts]
     if not holders or (len(sites) == 1 and holders[0].node.role == "worker"):
         return Topology()
     found = _bytes_known(config, holders, manifest, facts)
     if config.data.topology != "auto":
-        return Topology(config.data.topology, "data.topology says so", found)
+        return Topology(config.data.topology, "set by data.topology", found)
     if all(len(site.parts) == num_parts for site in holders):
         return Topology("partitioned", "auto: each node that holds parts has all of them", found)
     if not found:
         return _unknown(config, holders, facts)
     files = manifest.topology_files * len(holders) if manifest else 0
     if files > MOST_FILES:
-        return Topology("partitioned", f"auto: the edges of all parts for all nodes are {files:,} files", found)
+        why = f"auto: sending the edges of all parts to all nodes would take {files:,} files"
+        return Topology("partitioned", why, found)
     return _by_size(config, holders, found, facts)
 
 
 def _bytes_known(
     config: ClusterConfig, holders: Sequence[Site], manifest: PartitionFiles | None, facts: Mapping[int, NodeFacts]
 ) -> int:
-    """Of the edges of all parts; 0 where that cannot be told, or where a node does not see all of them."""
+    """Bytes of the edges of all parts; 0 if unknown, or if a node does not have all of them."""
     if config.makes_parts:
         return manifest.topology_bytes if manifest else 0
-    told = [facts[site.node_rank].topology_bytes for site in holders if site.node_rank in facts]
-    return max(told, default=0) if all(told) else 0
+    sizes = [facts[site.node_rank].topology_bytes for site in holders if site.node_rank in facts]
+    return max(sizes, default=0) if all(sizes) else 0
 
 
 def _unknown(config: ClusterConfig, holders: Sequence[Site], facts: Mapping[int, NodeFacts]) -> Topology:
-    """The plan is not final then, but where a node of mode verify has its own parts only."""
+    """The topology when sizes are unknown: undecided, or ``partitioned`` if a node lacks the edges of other parts."""
     if config.makes_parts:
-        return Topology("", "auto: decided once the parts are there")
+        return Topology("", "auto: decided when the parts exist")
     lacks = [site for site in holders if site.node_rank in facts and not facts[site.node_rank].topology_bytes]
     if not lacks:
-        return Topology("", "auto: decided once the nodes have been looked at")
+        return Topology("", "auto: decided after preflight")
     label = node_label(lacks[0].node_rank, lacks[0].node.host)
     return Topology("partitioned", f"auto: {label} does not have the edges of all parts in {lacks[0].data_dir}")
 
 
 def _by_size(config: ClusterConfig, holders: Sequence[Site], size: int, facts: Mapping[int, NodeFacts]) -> Topology:
     on_host = Counter(host_key(config, site.node) for site in holders)
-    told = f"auto: the edges of all parts take {decimal(size)}"
+    why = f"auto: the edges of all parts take {decimal(size)}"
     for site in holders:
         nodes = on_host[host_key(config, site.node)]
-        there = nodes * size
+        needed = nodes * size
         each = f" for each of {count(nodes, 'node')} on {site.node.host}" if nodes > 1 else ""
-        if there > MOST:
-            return Topology("partitioned", f"{told}{each}, and {decimal(MOST)} per host is the most", size)
+        if needed > MOST:
+            return Topology("partitioned", f"{why}{each}; the limit is {decimal(MOST)} per host", size)
         memory = facts[site.node_rank].memory if site.node_rank in facts else 0
-        if memory and there > memory // SHARE:
+        if memory and needed > memory // SHARE:
             label = node_label(site.node_rank, site.node.host)
             whose = f"more than a tenth of the memory of {label}, {decimal(memory)}"
-            return Topology("partitioned", f"{told}{each}, {whose}", size)
-    return Topology("replicated", told, size)
+            return Topology("partitioned", f"{why}{each}, {whose}", size)
+    return Topology("replicated", why, size)

@@ -41,7 +41,7 @@ def test_the_reason_of_a_failure_is_told_once(reason: str) -> None:
 def test_a_failure_without_a_message_points_to_the_output() -> None:
     shown, failure = partitioner("{}['missing']")
     assert "partition | KeyError: 'missing'" in shown
-    assert failure == "partitioning failed (exit status 1): its output stands above"
+    assert failure == "partitioning failed (exit status 1): see its output above"
 
 
 @pytest.mark.parametrize(

@@ -45,7 +45,7 @@ def test_each_node_gets_its_own_parts(tmp_path: Path) -> None:
 
 def test_parts_of_another_number_are_not_sent(tmp_path: Path) -> None:
     plan = plan_of(cluster(), manifest=parts_folder(tmp_path, 3), facts=facts_of(2))
-    assert not plan.final and "holds 3 parts, and 2 are wanted" in plan.notes[-1]
+    assert not plan.final and "has 3 parts, but the config needs 2" in plan.notes[-1]
     assert not any("part0" in file.dest for file in plan.nodes[0].files)
 
 

@@ -1,4 +1,4 @@
-"""The plan as a person reads it: nodes that are alike are told once, and nothing is told that is not so."""
+"""The plan as a person reads it: equal nodes are shown once, and each shown value is right for each of them."""
 
 from __future__ import annotations
 
@@ -77,10 +77,10 @@ def test_an_odd_node_stands_by_itself() -> None:
 
 def test_a_plan_in_short_has_what_a_person_looks_for() -> None:
     text = shown(plan_of(cluster(*CPUS[:3])))
-    assert "synthetic is cut into 3 parts (metis) in " in text and "partition make" not in text
+    assert "synthetic is partitioned into 3 parts (metis) in " in text and "partition make" not in text
     assert max(map(len, text.splitlines())) < 300 and len(text.splitlines()) < 25
     own = shown(plan_of(cluster(*CPUS[:3]), own_command=("echo", "a b")))
-    assert "  trains      echo 'a b'\n" in own
+    assert "  training    echo 'a b'\n" in own
 
 
 def test_verbose_lists_every_command_of_every_node(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -101,5 +101,5 @@ def test_verbose_lists_every_command_of_every_node(tmp_path: Path, capsys: pytes
 
 def test_hosts_with_several_nodes_are_noted() -> None:
     nodes = (*CPUS, NodeConfig("cpu2"), NodeConfig("cpu5", port=2222), NodeConfig("cpu2"))
-    assert "cpu2 carries 3 nodes: node1, node5, node7" in plan_of(cluster(*nodes)).notes
+    assert "host cpu2 runs 3 nodes: node1, node5, node7" in plan_of(cluster(*nodes)).notes
     assert not any("carries" in note for note in plan_of(cluster(*nodes[:5], nodes[6])).notes)

@@ -50,7 +50,7 @@ def topology_row(plan: LaunchPlan) -> str:
 LOCAL = ClusterConfig((NodeConfig("localhost"),) * 4, DataConfig("synthetic"), transport="local")
 SERVED = cluster(NodeConfig("s1", role="server"), NodeConfig("s2", role="server"), NodeConfig("c", role="client"))
 CASES: dict[str, tuple[ClusterConfig, dict[str, Any], str]] = {
-    "no parts yet": (cluster(), {}, "auto: decided once the parts are there"),
+    "no parts yet": (cluster(), {}, "auto: decided when the parts exist"),
     "small": (
         cluster(),
         {"manifest": parts_of(2, 10**6)},
@@ -64,13 +64,13 @@ CASES: dict[str, tuple[ClusterConfig, dict[str, Any], str]] = {
     "large": (
         cluster(),
         {"manifest": parts_of(2, 3 * GB)},
-        "partitioned (auto: the edges of all parts take 6.0 GB, and 4.0 GB per host is the most)",
+        "partitioned (auto: the edges of all parts take 6.0 GB; the limit is 4.0 GB per host)",
     ),
     "several nodes of a host": (
         LOCAL,
         {"manifest": parts_of(4, GB // 2)},
-        "partitioned (auto: the edges of all parts take 2.0 GB for each of 4 nodes on localhost, and 4.0 GB per host "
-        "is the most)",
+        "partitioned (auto: the edges of all parts take 2.0 GB for each of 4 nodes on localhost; the limit is 4.0 GB "
+        "per host)",
     ),
     "little memory": (
         cluster(),
@@ -80,12 +80,12 @@ CASES: dict[str, tuple[ClusterConfig, dict[str, Any], str]] = {
     "asked for": (
         with_data(topology="replicated"),
         {"manifest": parts_of(2, 3 * GB)},
-        "replicated (data.topology says so); 3.0 GB more for node0, 3.0 GB for node1",
+        "replicated (set by data.topology); 3.0 GB more for node0, 3.0 GB for node1",
     ),
     "asked for the other": (
         with_data(topology="partitioned"),
         {"manifest": parts_of(2, 10)},
-        "partitioned (data.topology says so)",
+        "partitioned (set by data.topology)",
     ),
     "all hold all": (
         with_data(replicas=2),
@@ -105,7 +105,7 @@ CASES: dict[str, tuple[ClusterConfig, dict[str, Any], str]] = {
     "many files": (
         cluster(*(NodeConfig(f"h{k}") for k in range(10))),
         {"manifest": parts_of(10, 10, edge_files=1001)},
-        "partitioned (auto: the edges of all parts for all nodes are 100,100 files)",
+        "partitioned (auto: sending the edges of all parts to all nodes would take 100,100 files)",
     ),
     "many nodes": (
         with_data(cluster(*(NodeConfig(f"h{k}") for k in range(5))), num_parts=6),
@@ -114,7 +114,7 @@ CASES: dict[str, tuple[ClusterConfig, dict[str, Any], str]] = {
     ),
     "one node": (cluster(NodeConfig("a")), {"manifest": parts_of(1, 10)}, ""),
     "nodes of a serving cluster": (with_data(serving="products"), {"serving": PRODUCTS}, ""),
-    "verify, not looked at": (with_data(mode="verify"), {}, "auto: decided once the nodes have been looked at"),
+    "verify, not looked at": (with_data(mode="verify"), {}, "auto: decided after preflight"),
     "verify, all there": (
         with_data(mode="verify"),
         {"facts": facts_of(2, topology_bytes=10**6)},

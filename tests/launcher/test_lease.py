@@ -9,6 +9,7 @@ import signal
 import stat
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -25,17 +26,13 @@ PROGRAM = Path(lease.__file__)
 
 
 @pytest.fixture(autouse=True)
-def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    """A folder of leases of our own, which other users reach too."""
-    path = tmp_path / "leases"
-    monkeypatch.setenv("GNNFLEET_LEASES", str(path))
-    above = [parent for parent in path.parents if parent.stat().st_uid == os.geteuid() and parent != Path("/")]
-    modes = [(parent, parent.stat().st_mode) for parent in above]
-    for parent, mode in modes:
-        parent.chmod(mode | 0o011)
-    yield path
-    for parent, mode in modes:
-        parent.chmod(mode)
+def folder(monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """The path of a folder of leases that other users can reach; pytest's own folders are closed to them."""
+    with tempfile.TemporaryDirectory(prefix="gf-leases-") as parent:
+        os.chmod(parent, 0o711)
+        path = Path(parent) / "leases"
+        monkeypatch.setenv("GNNFLEET_LEASES", str(path))
+        yield path
 
 
 class Other:
@@ -215,7 +212,7 @@ def test_a_link_in_place_of_the_folder_is_refused(folder: Path, tmp_path: Path) 
         with pytest.raises(LeaseError) as caught:
             work()
         assert str(caught.value) == f"{folder}, the folder of leases on devices and ports, is not a folder; remove it"
-    assert [path.name for path in tmp_path.iterdir()] == ["leases"]
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_a_full_disk_is_told_and_leaves_nothing_behind(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -110,7 +110,7 @@ def test_rows_that_are_short_long_or_laid_out_otherwise_are_refused(folder: Path
     np.save(path, whole)
     with open(path, "ab") as file:
         file.write(b"\0")
-    with pytest.raises(PartitionError, match=r"half.npy holds .* bytes, not the"):
+    with pytest.raises(PartitionError, match=r"half.npy holds .* bytes, but its header"):
         open_parts(folder)
 
 

@@ -120,5 +120,5 @@ def test_rows_of_other_hosts_stay_on_the_device_with_partitioned_topology(tmp_pa
 
 
 def test_a_size_that_is_none_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(SettingsError, match="device_cache: 'half' is no size"):
+    with pytest.raises(SettingsError, match="device_cache: 'half' is not a cache size"):
         job(tmp_path, tmp_path, device_cache="half")

@@ -163,9 +163,8 @@ def subgraph_kind(subgraph_type: Any, directed: bool) -> str:
 
 def fanouts_of(manifest: Manifest, num_neighbors: Fanouts) -> dict[EdgeType, tuple[int, ...]]:
     """Fanouts of every edge type, from a list, a mapping over all edge types, or torch_geometric's ``NumNeighbors``."""
-    from torch_geometric.sampler import (
-        NumNeighbors,
-    )  # imported here: it takes seconds, and the bundled trainer does not need it
+    # Imported here: it takes seconds, and the bundled trainer does not need it.
+    from torch_geometric.sampler import NumNeighbors
 
     given = num_neighbors if isinstance(num_neighbors, NumNeighbors) else None
     values: Any = num_neighbors if given is None else given.values

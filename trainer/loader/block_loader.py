@@ -52,7 +52,7 @@ class LoaderSettings:
     """
 
     split: str
-    fanouts: tuple[int, ...] | Mapping[EdgeType, tuple[int, ...]]  #: seeds outward, -1 takes all; or per edge type
+    fanouts: tuple[int, ...] | Mapping[EdgeType, tuple[int, ...]]
     global_batch: int
     seed: int = 0
     replace: bool = False

@@ -44,7 +44,7 @@ def sampler_output(sampled: SampledBatch, hetero: bool, induced: bool, copy_ids:
     As in torch_geometric, an induced subgraph has no numbers of nodes and edges per hop. With ``copy_ids`` the ids are
     copies, because a transform may write to them. ``row`` and ``col`` of an edge type are the rows of one tensor.
     """
-    from torch_geometric.sampler import HeteroSamplerOutput, SamplerOutput  # takes seconds; blocks do without
+    from torch_geometric.sampler import HeteroSamplerOutput, SamplerOutput  # slow, and not needed for blocks
 
     subgraph, rows = sampled.subgraph, sampled.rows
     node = {of: _original_ids(rows[of], copy_ids) for of in subgraph.nodes}

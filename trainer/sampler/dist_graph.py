@@ -197,8 +197,8 @@ class DistGraph:
         self, requests: Sequence[RowRequest], columns: Sequence[Mapping[str, Array]], cache: RowCache | None,
         held: HeldRows,
     ) -> list[GatherPiece]:  # fmt: skip
-        call = GatherPlan(self.local, self._holders.table(), cache, held)
-        return [piece for asked, out in zip(requests, columns, strict=True) for piece in call.pieces(asked, out)]
+        plan = GatherPlan(self.local, self._holders.table(), cache, held)
+        return [piece for asked, out in zip(requests, columns, strict=True) for piece in plan.pieces(asked, out)]
 
     def _copy_near(self, pieces: Sequence[GatherPiece]) -> tuple[()]:
         for piece in pieces:
@@ -232,7 +232,7 @@ class DistGraph:
         return hosts
 
     def has_edges(self, edge_type: EdgeType, src: Ids, dst: Ids) -> npt.NDArray[np.bool_]:
-        """Which of any edges exist: bool [n]. Raises ``ServiceError`` and ``PartitionError``."""
+        """Whether edge ``src[i]`` -> ``dst[i]`` exists: bool [n]. Raises ``ServiceError`` and ``PartitionError``."""
         if self._edges_here:
             return self.local.has_edges(edge_type, src, dst)
         check_type(self.local.store, edge_type)

@@ -128,7 +128,7 @@ def _newest(answers: Sequence[HostRows], most_rows: int) -> tuple[HostRows, ...]
 
 @dataclass(frozen=True)
 class GatherPiece:
-    """Columns of one request whose rows are looked up in the same group."""
+    """Columns of one request whose rows are looked up in the same sources."""
 
     ids: Ids  #: int64 [n]
     columns: ColumnKey

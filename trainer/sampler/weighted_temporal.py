@@ -37,7 +37,7 @@ class Conditions(NamedTuple):
 
 
 class Draws(NamedTuple):
-    """How to draw, as in ``HopRequest``."""
+    """Parameters of the draws, as in ``HopRequest``."""
 
     fanout: int
     shuffle: int

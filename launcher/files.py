@@ -89,17 +89,17 @@ def appearing(dest: Path, *, mode: int | None = None) -> Iterator[BinaryIO]:
     the umask's default.
     """
     dest.parent.mkdir(parents=True, exist_ok=True)
-    beside = dest.with_name(f".{dest.name}.{uuid.uuid4().hex[:8]}.part")
-    _unfinished.add(beside)
+    temporary = dest.with_name(f".{dest.name}.{uuid.uuid4().hex[:8]}.part")
+    _unfinished.add(temporary)
     try:
-        with os.fdopen(os.open(beside, os.O_WRONLY | os.O_CREAT | os.O_EXCL, mode or 0o666), "wb") as out:
+        with os.fdopen(os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, mode or 0o666), "wb") as out:
             if mode is not None:
                 os.fchmod(out.fileno(), mode)
             yield out
-        beside.replace(dest)
+        temporary.replace(dest)
     finally:
-        beside.unlink(missing_ok=True)
-        _unfinished.discard(beside)
+        temporary.unlink(missing_ok=True)
+        _unfinished.discard(temporary)
 
 
 @atexit.register

@@ -53,17 +53,17 @@ class LocalTransport(ProcessTransport):
 
     def write(self, data: bytes, dest: str, *, mode: int = 0o644) -> None:
         path = Path(dest).expanduser()
-        beside = path.with_name(f".{path.name}.{uuid.uuid4().hex[:8]}")
+        temporary = path.with_name(f".{path.name}.{uuid.uuid4().hex[:8]}")
         with self._file_errors("write", dest):
             path.parent.mkdir(parents=True, exist_ok=True)
             try:
                 # opened with its final mode, so that a secret is never readable by others
-                with os.fdopen(os.open(beside, os.O_WRONLY | os.O_CREAT | os.O_EXCL, mode), "wb") as out:
+                with os.fdopen(os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, mode), "wb") as out:
                     os.fchmod(out.fileno(), mode)
                     out.write(data)
-                beside.replace(path)
+                temporary.replace(path)
             finally:
-                beside.unlink(missing_ok=True)
+                temporary.unlink(missing_ok=True)
 
     def download(self, source: str, dest: Path, *, most: int | None = None, on_bytes: OnBytes | None = None) -> None:
         with self._file_errors("read", source):

@@ -173,16 +173,16 @@ class RemoteTransport(ProcessTransport):
     def write(self, data: bytes, dest: str, *, mode: int = 0o644) -> None:
         path = _relative_to_home(dest)
         folder, slash, name = path.rpartition("/")
-        beside = f"{folder}{slash}.{name}.{uuid.uuid4().hex[:8]}"
+        temporary = f"{folder}{slash}.{name}.{uuid.uuid4().hex[:8]}"
         with self._sftp("write", dest) as sftp:
             try:
-                with _open_for_writing(sftp, beside, "wx") as out:
+                with _open_for_writing(sftp, temporary, "wx") as out:
                     out.chmod(mode)  # before the content, so that a secret is never readable by others
                     out.write(data)
-                sftp.posix_rename(beside, path)
+                sftp.posix_rename(temporary, path)
             except OSError:
                 with suppress(OSError):  # cleanup only; the first error is raised
-                    sftp.remove(beside)
+                    sftp.remove(temporary)
                 raise
 
     def download(self, source: str, dest: Path, *, most: int | None = None, on_bytes: OnBytes | None = None) -> None:

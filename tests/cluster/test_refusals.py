@@ -64,7 +64,7 @@ Trouble = tuple[Callable[[Scene, int], None], list[str]]
 #: What is wrong with which node, and what the one message says of it.
 REFUSED: dict[str, dict[int, Trouble]] = {
     "logins": {
-        0: (unreachable, ["no answer on port 22 within 2 s", "is the machine up"]),
+        0: (unreachable, ["no answer on port 22 within 2 s", "check that the machine is up"]),
         1: (wrong_key, ["no key was accepted for root", "other", "ssh-copy-id root@"]),
         2: (encrypted_key, ["is encrypted and no ssh-agent is running", "ssh-add"]),
     },
@@ -75,7 +75,7 @@ REFUSED: dict[str, dict[int, Trouble]] = {
     "equipment": {
         0: (small_disk, ["needed at /mnt/small, 205 kB free", "set `workdir` to another disk"]),
         1: (other_torch, ["torch 2.4.1, but", "on node0", "-m pip install torch=="]),
-        2: (no_cuda, ["devices", "99" if shutil.which("nvidia-smi") else "nvidia-smi shows none"]),
+        2: (no_cuda, ["devices", "99" if shutil.which("nvidia-smi") else "nvidia-smi lists no device"]),
     },
 }
 

@@ -117,7 +117,7 @@ def test_a_missing_key_file_is_said_before_connecting(sshd: Sshd, tmp_path: Path
 
 def test_a_public_key_in_place_of_the_private_one(sshd: Sshd, tmp_path: Path) -> None:
     (tmp_path / "id.pub").write_text("ssh-ed25519 AAAA someone\n")
-    with pytest.raises(AuthError, match="id.pub holds no .* private key .*public half"):
+    with pytest.raises(AuthError, match="id.pub holds no .* private key .*looks like a public key"):
         ssh_to(sshd, key=tmp_path / "id.pub").connect(10)
 
 
@@ -243,7 +243,7 @@ def test_broken_lines_in_known_hosts_are_passed_over(tmp_path: Path) -> None:
 def test_a_closed_port(home: Path) -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
-    with pytest.raises(UnreachableError, match=f"connection refused on port {port} – is sshd running"):
+    with pytest.raises(UnreachableError, match=f"connection refused on port {port} – check that sshd runs"):
         ssh_to(port, password="x").connect(5)
 
 

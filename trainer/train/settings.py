@@ -44,15 +44,19 @@ class TrainSettings:
     fanouts: tuple[int, ...] = setting("Neighbours per hop, from the seeds outward; -1: all.", (15, 10, 5))
     eval_fanouts: tuple[int, ...] | None = setting("Fanouts for evaluation; default: fanouts.", None)
     replace: bool = setting("Sample neighbours with replacement.", False)
-    weight_attr: str | None = setting("Edge attribute; neighbours are drawn with probability proportional to it.", None)
-    time_attr: str | None = setting("Integer node attribute; neighbours later than their seed are left out.", None)
+    weight_attr: str | None = setting(
+        "Edge attribute used as sampling weight; edges of weight 0 are never sampled.", None
+    )
+    time_attr: str | None = setting(
+        "Integer node attribute used as time; neighbours later than their seed are never sampled.", None
+    )
     temporal_strategy: Literal["uniform", "last"] = setting(
-        "With time_attr: draw neighbours uniformly, or take the latest.", "uniform"
+        "With time_attr: sample among the earlier neighbours, or take the most recent ones.", "uniform"
     )
     disjoint: bool = setting("Sample a separate subgraph for each seed.", False)
     batch_size: int = setting("Global batch: seeds per step over all processes.", 1024, at_least=1)
     eval_batch_size: int = setting("Global batch for evaluation.", 4096, at_least=1)
-    epochs: int = setting("Total passes over the train seeds, including those before resume.", 10, at_least=1)
+    epochs: int = setting("Total passes over the train seeds, including those before `resume`.", 10, at_least=1)
     lr: float = setting("Learning rate (Adam).", 0.004, above=0)
     embedding_lr: float | None = setting(
         "Learning rate of embedding rows of nodes without features (SparseAdam); default: lr.", None, above=0
@@ -63,13 +67,15 @@ class TrainSettings:
     checkpoint_every: int = setting("Epochs between checkpoints; 0: only at the end.", 1, at_least=0)
     tensorboard: bool = setting("Write scalars for TensorBoard; needs the package tensorboard.", False)
     sampler_threads: int = setting("Sampler threads per process.", 1, at_least=1)
-    prefetch: int = setting("Batches in memory per process; at least sampler_threads + 1 are used.", 2, at_least=1)
+    prefetch: int = setting(
+        "Batches in memory per process, including the one in use; at least sampler_threads + 1.", 2, at_least=1
+    )
     device_cache: str = setting(
-        "Feature rows cached on each GPU, the most requested first: a share of all (10%), a size (512MB), or 0.", "0"
+        "Feature rows cached on each GPU, the most often needed first: a share of all (10%), a size (512MB), or 0.", "0"
     )
     backend: Literal["auto", "gloo", "nccl"] = setting("torch.distributed backend.", "auto")
     precision: Literal["float32", "bfloat16"] = setting(
-        "Precision of the layers; bfloat16 accumulates in float32, and changes results.", "float32"
+        "Type in which the layers compute; bfloat16 accumulates in float32, and changes results.", "float32"
     )
     timeout: float = setting("Seconds that a wait for another process may take.", 120.0, above=0, below=1_000_000)
     resume: str | None = setting("Checkpoint file to resume from; rank 0 reads it.", None)

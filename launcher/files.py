@@ -51,7 +51,7 @@ def read_text(path: Path, most: int) -> str:
         raise ValueError(f"not UTF-8 text (byte {error.start})") from None
 
 
-def inflated(data: bytes, most: int) -> bytes:
+def decompress(data: bytes, most: int) -> bytes:
     """Decompress zlib ``data``. Raises ValueError if it is damaged, cut off, or larger than ``most`` bytes."""
     unpacker = zlib.decompressobj()
     try:

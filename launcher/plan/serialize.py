@@ -16,7 +16,7 @@ import msgspec
 
 from launcher.command import Secret
 from launcher.errors import FleetError
-from launcher.files import inflated
+from launcher.files import decompress
 from launcher.plan.model import LaunchPlan
 
 FORMAT, VERSION = "gnnfleet-run", 3
@@ -53,7 +53,7 @@ def read_run(text: str) -> LaunchPlan:
         raise FleetError(f"run.json is of format {kind[0]} version {kind[1]}; this program reads {FORMAT} {VERSION}")
     try:
         packed = values.get("packed")
-        plan = json.loads(inflated(base64.b64decode(packed), _MOST)) if packed else values.get("plan")
+        plan = json.loads(decompress(base64.b64decode(packed), _MOST)) if packed else values.get("plan")
         return msgspec.convert(plan, LaunchPlan)
     except (ValueError, TypeError, RecursionError) as error:
         raise FleetError(f"run.json is damaged: {error}") from None

@@ -25,7 +25,7 @@ from launcher.preflight.check_storage import storage_findings
 from launcher.preflight.connectivity import Connectivity, ConnectivityTest, connectivity_findings, interface_of
 from launcher.preflight.finding import Finding, Survey, connect_finding
 from launcher.preflight.preflight_report import PreflightReport
-from launcher.preflight.shared_folder import Sharing
+from launcher.preflight.shared_folder import SharedFolderTest
 from launcher.preflight.survey import Inquiry
 from launcher.transport.base import Transport
 from launcher.transport.fanout import Answers, on_nodes
@@ -84,7 +84,7 @@ def run_preflight(
         findings += all_findings(survey)
         working = {k: agents[k] for k in facts}
         if config.data.mode == "verify":
-            findings += Sharing(survey, working).findings()
+            findings += SharedFolderTest(survey, working).findings()
         if config.transport != "local" and len(facts) > 1:
             connectivity = ConnectivityTest(config, probes, facts, working).run()
             findings += _network_findings(survey, connectivity)

@@ -21,7 +21,7 @@ def data_folder(config: ClusterConfig, k: int) -> str:
     return config.nodes[k].data_folder or config.data.folder
 
 
-class Sharing:
+class SharedFolderTest:
     """Compares the partition folders of the nodes in ``agents``; nodes without one are skipped, as another check
     reports them."""
 

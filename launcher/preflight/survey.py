@@ -18,7 +18,7 @@ from launcher.preflight.finding import GraphSize, Survey
 
 
 @dataclass(frozen=True)
-class PartsHere:
+class LocalParts:
     """The partition folder on the launching machine."""
 
     fingerprint: str
@@ -32,12 +32,12 @@ class Inquiry:
     config: ResolvedConfig
     run_id: str = ""
     code: str = ""  #: digest of gnnfleet's code
-    parts: PartsHere | None = None  #: partition folder on the launching machine (mode ``sync``)
+    parts: LocalParts | None = None  #: partition folder on the launching machine (mode ``sync``)
 
     @classmethod
     def about(cls, config: ResolvedConfig, run_id: str = "") -> Inquiry:
         """Read digests and parts. ``run_id``: the run to be launched; no node may have its folder yet."""
-        parts = parts_here(config.data.folder) if config.makes_parts else None
+        parts = local_parts(config.data.folder) if config.makes_parts else None
         return cls(config, run_id, code_digest(), parts)
 
     def request(self, k: int, peer: str = "") -> dict[str, Any]:
@@ -85,10 +85,10 @@ def _graph(found: Mapping[str, Any]) -> GraphSize:
     return GraphSize(found["nodes"], found["row_bytes"])
 
 
-def parts_here(folder: str) -> PartsHere | None:
+def local_parts(folder: str) -> LocalParts | None:
     """The partition folder at ``folder``; None if it is missing or its manifest is damaged (reported elsewhere)."""
     try:
         manifest = json.loads((Path(folder).expanduser() / "manifest.json").read_text())
-        return PartsHere(manifest["fingerprint"], _graph(size_of(manifest)))
+        return LocalParts(manifest["fingerprint"], _graph(size_of(manifest)))
     except (OSError, ValueError, KeyError, TypeError, AttributeError):
         return None

@@ -12,7 +12,7 @@ from typing import Annotated, Any
 import msgspec
 
 from launcher.errors import NodeCallError, TransportError, reason_of
-from launcher.files import appearing, inflated, is_plain_path
+from launcher.files import appearing, decompress, is_plain_path
 from launcher.node.json_reader import OUTCOME, record_in
 from launcher.plan.model import LaunchPlan, NodePlan
 from launcher.report.ending import Collected
@@ -68,7 +68,7 @@ def _collect_node(node: NodePlan, transport: Transport | TransportError, folder:
             transport.download(f"{node.run_dir}/{path}", dest, most=file.bytes)
         else:
             try:
-                content = inflated(base64.b64decode(file.data), min(file.bytes, _SMALL, room))
+                content = decompress(base64.b64decode(file.data), min(file.bytes, _SMALL, room))
             except ValueError as error:
                 notes.append(f"{node.label}: {node.run_dir}/{path} arrived damaged ({error}); it stays on the node")
                 continue

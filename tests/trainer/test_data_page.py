@@ -30,8 +30,8 @@ def shown(value: Any) -> str:
     "heading,options",
     [
         ("## Options of `file`", SourceOptions),
-        ("## A graph to try with", SyntheticOptions),
-        ("## A heterogeneous graph to try with", SyntheticHeteroOptions),
+        ("## Synthetic graphs", SyntheticOptions),
+        ("## Synthetic heterogeneous graphs", SyntheticHeteroOptions),
     ],
 )
 def test_the_page_names_every_option_and_its_default(heading: str, options: type) -> None:

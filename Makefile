@@ -19,7 +19,7 @@ export PIP_DISABLE_PIP_VERSION_CHECK := 1
 export PYTHONDONTWRITEBYTECODE :=
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-slow check size bench bench-peers clean tools-demo tools-test
+.PHONY: help demo test test-slow check docs size bench bench-peers clean tools-demo tools-test
 
 help: ## list the targets
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/make \1\t\2/p' Makefile | expand -t 20
@@ -33,12 +33,18 @@ test: tools-test $(INSTALLED) ## run the tests
 test-slow: tools-test $(INSTALLED) ## run the tests that take longer
 	$(BIN)/python -m pytest -m slow $(WORKERS) $(ARGS)
 
-check: $(INSTALLED) ## ruff, mypy, generated documentation
+docs: $(INSTALLED) ## build the documentation as a site, in site/
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
+
+check: $(INSTALLED) docs ## ruff, mypy, generated documentation
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 	@$(BIN)/python -c 'from launcher.config.reference import config_page; print(config_page(), end="")' | diff docs/config.md - || \
 	  { echo "docs/config.md is not up to date: $(BIN)/python -m launcher.config.reference"; exit 1; }
+	@$(BIN)/python -c 'from launcher.report.explain import troubleshooting_page; print(troubleshooting_page(), end="")' | \
+	  diff docs/troubleshooting.md - || \
+	  { echo "docs/troubleshooting.md is not up to date: $(BIN)/python -m launcher.report.explain"; exit 1; }
 
 size: $(INSTALLED) ## files, lines, short files and import circles of each package
 	@$(BIN)/python tests/code_size.py $(ARGS)
@@ -50,7 +56,7 @@ bench-peers: $(INSTALLED) ## compare with DGL, graphlearn-torch and torch_geomet
 	$(BIN)/python benchmarks/bench_peers.py $(ARGS)
 
 clean: ## remove the virtual environment and caches; runs and parts stay
-	rm -rf $(VENV) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) site build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 # sshd, network tools and sshfs serve the tests on namespaced hosts, which only root can make.

@@ -15,11 +15,7 @@ import yaml
 
 import gnnfleet as gf
 from launcher import errors
-from launcher.cli.completion import completion
-from launcher.cli.init import init
-from launcher.cli.main import gnnfleet, run
-from launcher.cli.report import compare, report
-from launcher.cli.runs import register_commands
+from launcher.cli.main import gnnfleet, run, with_all_commands
 from launcher.cli.serve import serve
 from launcher.config.loader import load_config
 from trainer.cli import cli
@@ -30,12 +26,7 @@ PROGRAMS = (["python", "launch.py"], ["python3", "launch.py"], ["launch.py"], ["
 MINIMAL = {"nodes": ["me@host1", "me@host2"], "data": {"dataset": "synthetic"}}
 LAUNCHES = ("plan", "launch")
 PROSE = ["README.md", "docs/operating.md", "docs/server_client.md"]
-register_commands(gnnfleet)
-gnnfleet.add_command(report)
-gnnfleet.add_command(compare)
-gnnfleet.add_command(serve)
-gnnfleet.add_command(completion)
-gnnfleet.add_command(init)
+with_all_commands()
 
 
 class Block(NamedTuple):
@@ -223,10 +214,10 @@ def test_readme_begins_with_the_two_commands() -> None:
     assert first.line < 15
 
 
-def test_readme_states_the_exit_statuses_of_the_program() -> None:
-    readme = (REPOSITORY / "README.md").read_text()
+def test_exit_statuses_are_documented() -> None:
+    page = (REPOSITORY / "docs/operating.md").read_text()
     for error in (errors.FleetError, errors.ConfigError, errors.PreflightRefused, errors.Interrupted):
-        assert re.search(rf"\| {error.exit_status} \|", readme), error
+        assert re.search(rf"\| {error.exit_status} \|", page), error
 
 
 @pytest.mark.parametrize("page", PROSE)

@@ -1,65 +1,39 @@
-"""docs/troubleshooting.md has every message that our packages can show, and none that they cannot."""
+"""launcher/report/explanations.yml has every message that our packages can show, and none that they cannot."""
 
 from __future__ import annotations
 
 import re
 from pathlib import Path
 
-from messages import Message, fixed, messages, spoken_texts
+from launcher.report.explain import contains, plain, sections, troubleshooting_page
+from messages import fixed, messages, spoken_texts
 
-PAGE = (Path(__file__).resolve().parents[1] / "docs/troubleshooting.md").read_text()
-FEWEST_LETTERS = 5  #: that an entry has; fewer would be found in anything
-
-
-def entries() -> list[str]:
-    """What the page lists: code in the first column of its tables, and lines of its blocks of plain text."""
-    rows = re.findall(r"^\| (`.*?) \| ", PAGE, re.MULTILINE)
-    listed = re.findall(r"^```text\n(.*?)^```", PAGE, re.MULTILINE | re.DOTALL)
-    return [entry for row in rows for entry in re.findall(r"`([^`]+)`", row)] + "".join(listed).splitlines()
+PAGE = Path(__file__).resolve().parents[1] / "docs/troubleshooting.md"
+FEWEST_LETTERS = 5  #: of a listed message; fewer occur in any text
+LISTED = [
+    (section, plain(message)) for section in sections() for entry in section.entries for message in entry.messages
+]
 
 
-def has(text: str, entry: str) -> bool:
-    """Whether the entry's pieces occur in the text, in this order; … stands for anything."""
-    at = 0
-    for piece in entry.split("…"):
-        found = text.find(piece, at)
-        if found < 0:
-            return False
-        at = found + len(piece)
-    return True
-
-
-ENTRIES = [fixed(entry) for entry in entries()]
-
-
-def test_every_message_has_an_entry() -> None:
-    def told(message: Message) -> bool:
-        return any(has(fixed(message.text), entry) for entry in ENTRIES)
-
+def test_every_message_is_explained() -> None:
     found = messages()
     assert len(found) > 600
-    missing = [str(message) for message in found if not told(message)]
-    assert missing == [], "no entry in docs/troubleshooting.md for:\n" + "\n".join(missing)
+    missing = [str(each) for each in found if not any(contains(fixed(each.text), listed) for _, listed in LISTED)]
+    assert missing == [], "no entry in launcher/report/explanations.yml for:\n" + "\n".join(missing)
 
 
-def test_every_entry_is_said() -> None:
-    short = [entry for entry in ENTRIES if len(re.findall(r"[A-Za-z]", entry)) < FEWEST_LETTERS]
-    assert short == [], "these would be found in anything"
-    found = [fixed(message.text) for message in messages()]
-    left = [entry for entry in ENTRIES if not any(has(text, entry) for text in found)]
-    unsaid = [entry for entry in left if not any(has(text, entry) for text in spoken_texts())]
-    assert unsaid == [], "none of our packages says that"
+def test_every_explained_message_can_be_shown() -> None:
+    ours = [listed for section, listed in LISTED if not section.others]
+    short = [listed for listed in ours if len(re.findall(r"[A-Za-z]", listed)) < FEWEST_LETTERS]
+    assert short == [], "these words occur in any text"
+    texts = [fixed(message.text) for message in messages()]
+    left = [listed for listed in ours if not any(contains(text, listed) for text in texts)]
+    unknown = [listed for listed in left if not any(contains(text, listed) for text in spoken_texts())]
+    assert unknown == [], "no package contains these messages"
 
 
-def test_every_row_has_cause_and_cure() -> None:
-    rows = [line for line in PAGE.splitlines() if line.startswith("| `")]
-    assert rows
-    for row in rows:
-        assert all(cell.strip() for cell in row.strip("|").split(" | ")) and row.count(" | ") == 2, row
-
-
-def test_contents_name_all_sections() -> None:
-    sections = re.findall(r"^## (.+)$", PAGE, re.MULTILINE)
-    contents = PAGE[PAGE.index("Contents:") : PAGE.index("## ")]
-    anchors = re.findall(r"\]\(#([a-z-]+)\)", contents)
-    assert [re.sub(r"[^a-z ]", "", each.lower()).replace(" ", "-") for each in sections] == anchors
+def test_the_page_is_up_to_date() -> None:
+    assert PAGE.read_text() == troubleshooting_page(), "run: python -m launcher.report.explain"
+    for section in sections():
+        for entry in section.entries:
+            assert all(" | " not in cell for cell in (entry.messages[0], entry.cause, entry.fix)), entry.code

@@ -262,20 +262,24 @@ def run_launch(options: LaunchOptions) -> NoReturn:
     raise click.exceptions.Exit(report.exit_status)
 
 
-def run(argv: Sequence[str] | None = None, prog_name: str = "gnnfleet") -> int:
-    """Run the program and return its exit status. Prints errors that a user can act on to stderr, without traceback."""
+def with_all_commands() -> click.Group:
+    """Import the modules of all commands and add the commands to ``gnnfleet``."""
     from launcher.cli.completion import completion
+    from launcher.cli.explain import explain
     from launcher.cli.init import init
     from launcher.cli.report import compare, report
     from launcher.cli.runs import register_commands
     from launcher.cli.serve import serve
 
     register_commands(gnnfleet)
-    gnnfleet.add_command(report)
-    gnnfleet.add_command(compare)
-    gnnfleet.add_command(serve)
-    gnnfleet.add_command(completion)
-    gnnfleet.add_command(init)
+    for command in (report, compare, serve, completion, init, explain):
+        gnnfleet.add_command(command)
+    return gnnfleet
+
+
+def run(argv: Sequence[str] | None = None, prog_name: str = "gnnfleet") -> int:
+    """Run the program and return its exit status. Prints errors that a user can act on to stderr, without traceback."""
+    with_all_commands()
     words = list(sys.argv[1:] if argv is None else argv)
     try:
         return int(gnnfleet.main(words, prog_name=prog_name, standalone_mode=False) or 0)
@@ -288,8 +292,7 @@ def run(argv: Sequence[str] | None = None, prog_name: str = "gnnfleet") -> int:
         click.secho(str(error), fg="yellow", err=True)
         return _json_error(words, str(error), error.exit_status)
     except FleetError as error:
-        click.secho(f"error: {error}", fg="red", err=True)
-        return _json_error(words, str(error), error.exit_status)
+        return _show_error(words, str(error), error.exit_status)
     except (KeyboardInterrupt, click.Abort):
         click.secho("interrupted", fg="yellow", err=True)
         return 130
@@ -297,9 +300,17 @@ def run(argv: Sequence[str] | None = None, prog_name: str = "gnnfleet") -> int:
         os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
         return 1
     except OSError as error:  # a full or read-only disk, a file without read permission
-        message = f"{error.filename}: {error.strerror}" if error.filename else str(error)
-        click.secho(f"error: {message}", fg="red", err=True)
-        return _json_error(words, message, 1)
+        return _show_error(words, f"{error.filename}: {error.strerror}" if error.filename else str(error), 1)
+
+
+def _show_error(words: Sequence[str], message: str, exit_status: int) -> int:
+    """Print an error on stderr, with the code of its explanation; return ``exit_status``."""
+    from launcher.report.explain import hint
+
+    click.secho(f"error: {message}", fg="red", err=True)
+    if more := hint(message):
+        click.secho(more, dim=True, err=True)
+    return _json_error(words, message, exit_status)
 
 
 def _json_error(words: Sequence[str], message: str, exit_status: int) -> int:

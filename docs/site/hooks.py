@@ -1,0 +1,31 @@
+"""Hooks of mkdocs: templates/ and examples/ become part of the site, and all commands are imported for cli.md."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+
+from mkdocs.structure.files import File, Files
+
+from launcher.cli.main import with_all_commands
+
+FOLDERS = {"templates": "*.yml", "examples": "*.py"}
+
+
+def on_config(config: Any) -> Any:
+    with_all_commands()  # docs/cli.md is made from them
+    return config
+
+
+def on_files(files: Files, config: Any) -> Files:
+    root = Path(config["config_file_path"]).parent
+    for folder, pattern in FOLDERS.items():
+        for path in sorted((root / folder).glob(pattern)):
+            files.append(File.generated(config, f"{folder}/{path.name}", abs_src_path=str(path)))
+    return files
+
+
+def on_page_markdown(markdown: str, **_: Any) -> str:
+    """In the repository these folders lie beside docs/, in the site below it."""
+    return re.sub(rf"\]\(\.\./({'|'.join(FOLDERS)})/", r"](\1/", markdown)

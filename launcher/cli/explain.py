@@ -1,0 +1,30 @@
+"""``gnnfleet explain``: cause and fix of a message."""
+
+from __future__ import annotations
+
+import click
+
+from launcher.cli.options import examples
+
+
+@click.command(epilog=examples("explain host-key-unknown", "explain disk"))
+@click.argument("words", nargs=-1, metavar="[CODE|WORDS]...")
+def explain(words: tuple[str, ...]) -> None:
+    """Print the cause and the fix of an error.
+
+    An error ends with its CODE. WORDS search codes, messages, causes and fixes; a pasted message works, too. Without
+    arguments all codes are listed.
+    """
+    from launcher.report.explain import as_text, search, sections
+
+    if not words:
+        for section in sections():
+            click.echo(f"{section.title}: {', '.join(entry.code for entry in section.entries)}")
+        return
+    found = search(" ".join(words))
+    if not found:
+        raise click.UsageError(f"no explanation has {' '.join(words)!r}; gnnfleet explain lists all codes")
+    if len(found) > 5:
+        click.echo(f"{len(found)} explanations: {', '.join(entry.code for entry in found)}")
+        return
+    click.echo("\n\n".join(map(as_text, found)))

@@ -1,0 +1,148 @@
+"""Explanations of messages, by code; ``gnnfleet explain`` and docs/troubleshooting.md show explanations.yml."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+
+import yaml
+
+from launcher.files import CODE_ROOT
+
+_FILE = Path(__file__).with_name("explanations.yml")
+
+_FEWEST_LETTERS = 8  # of a message's fixed words by which an error is recognised; fewer occur in anything
+
+
+@dataclass(frozen=True)
+class Explanation:
+    """Cause and fix of one problem."""
+
+    code: str  #: as users type it: ``host-key-unknown``
+    messages: tuple[str, ...]  #: fixed words of the messages that report it; … stands for a value
+    cause: str  #: Markdown
+    fix: str  #: Markdown
+
+
+@dataclass(frozen=True)
+class Section:
+    """Explanations of one subject."""
+
+    title: str
+    intro: str  #: Markdown
+    others: bool  #: the messages are not gnnfleet's own
+    entries: tuple[Explanation, ...]
+
+
+@cache
+def sections() -> tuple[Section, ...]:
+    """All explanations, in the order of the documentation."""
+    loader = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
+    return tuple(
+        Section(
+            section["section"],
+            section["intro"],
+            section.get("others", False),
+            tuple(
+                Explanation(entry["code"], tuple(entry["messages"]), entry["cause"], entry["fix"])
+                for entry in section["entries"]
+            ),
+        )
+        for section in yaml.load(_FILE.read_text(encoding="utf-8"), loader)
+    )
+
+
+@cache
+def explanations() -> dict[str, Explanation]:
+    """All explanations by code."""
+    return {entry.code: entry for section in sections() for entry in section.entries}
+
+
+def explanation_of(message: str) -> Explanation | None:
+    """The explanation whose fixed words occur in ``message``, with the most letters; None if there is none."""
+    text = plain(message)
+    best, most = None, _FEWEST_LETTERS - 1
+    for entry in explanations().values():
+        for pattern in entry.messages:
+            letters = sum(map(str.isalpha, pattern))
+            if letters > most and contains(text, plain(pattern)):
+                best, most = entry, letters
+    return best
+
+
+def search(words: str) -> list[Explanation]:
+    """Explanations for a code, a part of a code, a message, or words that all occur in code, messages, cause or fix."""
+    if words in explanations():
+        return [explanations()[words]]
+    if " " in words and (found := explanation_of(words)):
+        return [found]
+    wanted = words.lower().split()
+    return [entry for entry in explanations().values() if all(word in _haystack(entry) for word in wanted)]
+
+
+def hint(message: str) -> str:
+    """``Explain: gnnfleet explain CODE`` for an error's message; '' when no explanation fits."""
+    found = explanation_of(message)
+    return f"Explain: gnnfleet explain {found.code}" if found else ""
+
+
+def contains(text: str, pattern: str) -> bool:
+    """Whether the pieces of ``pattern`` between … occur in ``text`` in this order. Both as ``plain`` gives them."""
+    at = 0
+    for piece in pattern.split("…"):
+        found = text.find(piece, at)
+        if found < 0:
+            return False
+        at = found + len(piece)
+    return True
+
+
+@cache
+def plain(text: str) -> str:
+    """``text`` without backticks and with single spaces."""
+    return re.sub(r"\s+", " ", text.replace("`", "")).strip()
+
+
+def as_text(entry: Explanation) -> str:
+    """One explanation, as the command line prints it."""
+    return "\n".join(
+        (
+            entry.code,
+            *(f"  message: {message}" for message in entry.messages[:5]),
+            *([f"  ({len(entry.messages) - 5} more messages)"] if len(entry.messages) > 5 else []),
+            f"  cause:   {entry.cause}",
+            f"  fix:     {entry.fix}",
+        )
+    )
+
+
+def troubleshooting_page() -> str:
+    """docs/troubleshooting.md."""
+    lines = [(_FILE.with_name("troubleshooting_start.md")).read_text(encoding="utf-8").rstrip(), ""]
+    for section in sections():
+        lines += [f"## {section.title}", ""]
+        if section.intro:
+            lines += [section.intro, ""]
+        lines += ["| code and message | cause | fix |", "|---|---|---|"]
+        lines += [_row(entry) for entry in section.entries]
+        lines.append("")
+    return "\n".join(lines).rstrip() + "\n"
+
+
+def _row(entry: Explanation) -> str:
+    return f"| **{entry.code}**<br>`{entry.messages[0]}` | {entry.cause} | {entry.fix} |"
+
+
+def _haystack(entry: Explanation) -> str:
+    return " ".join((entry.code, *entry.messages, entry.cause, entry.fix)).lower()
+
+
+def main() -> None:
+    """Write docs/troubleshooting.md of this checkout."""
+    (CODE_ROOT / "docs/troubleshooting.md").write_text(troubleshooting_page(), encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()

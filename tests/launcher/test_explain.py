@@ -1,0 +1,61 @@
+"""``gnnfleet explain``, and the hint at the end of an error."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from launcher.cli.main import run
+from launcher.report.explain import explanation_of, explanations, hint, search, sections
+
+
+def test_codes_are_unique_and_complete() -> None:
+    codes = [entry.code for section in sections() for entry in section.entries]
+    assert len(codes) == len(set(codes)) == len(explanations()) > 200
+    for entry in explanations().values():
+        assert entry.messages and entry.cause and entry.fix, entry.code
+
+
+@pytest.mark.parametrize(
+    ("message", "code"),
+    [
+        ("node1 (gnn2): host key of gnn2 is not known (SHA256:abc) – log in once", "host-key-unknown"),
+        ("node1 (gnn2): connection refused on port 2222 – start sshd", "connection-refused"),
+        ("node0 (a): tmux is not installed – `sudo apt-get install -y tmux`", "no-tmux"),
+        ("rank 1 on node0 raised torch.OutOfMemoryError: CUDA out of memory. Tried 2 GiB", "gpu-out-of-memory"),
+        ("OSError: [Errno 28] No space left on device", "no-space"),
+    ],
+)
+def test_an_error_names_its_code(message: str, code: str) -> None:
+    found = explanation_of(message)
+    assert found is not None and found.code == code
+    assert hint(message) == f"Explain: gnnfleet explain {code}"
+
+
+def test_a_message_of_others_has_no_code() -> None:
+    assert explanation_of("ValueError: rank 1 does not like this") is None and hint("x") == ""
+
+
+def test_search_by_code_message_and_words() -> None:
+    assert [entry.code for entry in search("no-tmux")] == ["no-tmux"]
+    assert [entry.code for entry in search("connection refused on port 22")] == ["connection-refused"]
+    assert {"password-prompt", "password-rejected"} <= {entry.code for entry in search("password")}
+    assert search("nonsense that nobody writes") == []
+
+
+def test_the_command(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(["explain", "host-key-unknown"]) == 0
+    shown = capsys.readouterr().out
+    assert shown.startswith("host-key-unknown\n") and "cause:" in shown and "fix:" in shown
+    assert run(["explain"]) == 0 and "no-tmux" in capsys.readouterr().out
+    assert run(["explain", "nothing-of-this-name"]) == 2
+    assert "gnnfleet explain lists all codes" in capsys.readouterr().err
+
+
+def test_an_error_of_a_command_ends_with_its_code(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert run(["logs", "gone"]) != 0
+    assert capsys.readouterr().err.rstrip().endswith("Explain: gnnfleet explain unknown-run")

@@ -1,4 +1,4 @@
-"""A node's run folder with real processes, for the tests of what runs on a node."""
+"""Run folder of one node with real processes, for tests of the supervisor and other node programs."""
 
 from __future__ import annotations
 
@@ -60,11 +60,11 @@ class RunFolder:
         self.supervisor: subprocess.Popen[bytes] | None = None
 
     def rank(self, argv: list[str], env: Mapping[str, str] | None = None) -> RunFolder:
-        """One rank."""
+        """Configure one rank."""
         return self.ranks(argv, 1, env)
 
     def ranks(self, argv: list[str], nproc: int, env: Mapping[str, str] | None = None) -> RunFolder:
-        """Ranks of an own command, as ``launcher.plan.commands`` has them started."""
+        """Configure ``nproc`` ranks of a custom command, started as ``launcher.plan.commands`` starts them."""
         runner = [PYTHON, str(RANK_RUNNER), "--run-dir", str(self.path), "--await-server", "--", *argv]
         world = {"WORLD_SIZE": str(nproc), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
         self.spec["trainer"] = {"argv": runner, "env": {**world, **(env or {})}, "cwd": str(self.path)}
@@ -82,7 +82,7 @@ class RunFolder:
         return self
 
     def end(self, timeout: float = 20.0) -> dict[str, Any]:
-        """Wait for the supervisor; its result. Nothing of the run may be left then."""
+        """Wait for the supervisor and return its result; fail if a process of the run is still alive."""
         assert self.supervisor is not None
         status = self.supervisor.wait(timeout)
         result: dict[str, Any] = self.json("result.json")
@@ -94,7 +94,7 @@ class RunFolder:
         return self.start().end(timeout)
 
     def processes(self) -> list[str]:
-        """Commands of the run's processes on this machine, the supervisor not among them."""
+        """Command lines of the run's processes on this machine, without the supervisor."""
         found = procs.with_token(procs.node_token(self.token, self.spec["node_rank"]))
         return [procs.command_line(process.pid) for process in found]
 
@@ -109,16 +109,16 @@ class RunFolder:
         return [json.loads(line) for line in (self.path / "events.jsonl").read_text().splitlines()]
 
     def log(self, name: str) -> list[str]:
-        """Lines of a log without their time stamps; [] when there is none yet."""
+        """Lines of a log without their time stamps; empty if the log does not exist."""
         path = self.path / "logs" / f"{name}.log"
         return [line.partition(" ")[2] for line in path.read_text().split("\n")[:-1]] if path.exists() else []
 
     def says(self, name: str, text: str) -> Callable[[], bool]:
-        """For ``wait_until``: the log has a line with ``text``."""
+        """Return a condition for ``wait_until``: the log has a line that contains ``text``."""
         return lambda: any(text in line for line in self.log(name))
 
     def pid(self, name: str) -> int:
-        """Pid of a process once it is recorded."""
+        """Wait until the supervisor has recorded a process and return its pid."""
         return int(wait_until(lambda: self._recorded(name)))
 
     def _recorded(self, name: str) -> int | None:
@@ -127,12 +127,12 @@ class RunFolder:
         return next((process["pid"] for process in found if process["name"] == name), None)
 
     def kill(self) -> None:
-        """Clean up after a test that has failed."""
+        """Kill the processes that a failed test left running."""
         if self.supervisor is not None and self.supervisor.poll() is None:
             self.supervisor.kill()
             self.supervisor.wait()
         for process in procs.with_token(procs.node_token(self.token, self.spec["node_rank"])):
-            with suppress(ProcessLookupError):  # it died with the supervisor
+            with suppress(ProcessLookupError):  # the process died together with the supervisor
                 os.kill(process.pid, 9)
 
 

@@ -1,4 +1,4 @@
-"""A run as a launcher leaves it: run folder here, local nodes with real supervisors, made in no time."""
+"""A run as its launcher leaves it: a run folder, and local nodes with real supervisors, without launching."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from node_kit import PYTHON, ROOT, SUPERVISOR, RunFolder
 from run_kit import make_launch, make_node
 from waiting import wait_until
 
-#: Prints its rank, writes metrics as the trainer does, and waits to be ended.
+#: Prints its rank, writes metrics as the trainer does, then sleeps until it is stopped.
 TRAINS = """
 import json, os, time
 rank = int(os.environ["RANK"])
@@ -62,7 +62,7 @@ class MadeRun:
         return {"run_id": self.run_id, "node_rank": k, "num_nodes": len(self.plan.nodes)}
 
     def launched(self, stage: Stage, *, alive: bool = False, **more: Any) -> MadeRun:
-        """What its launcher has written by ``stage``; it has been killed then, unless ``alive``."""
+        """Write the files that a launcher has written by ``stage``; unless ``alive``, record its process as gone."""
         made = LaunchFile.mine(self.run_id, "toy", config="cluster.yml").at(stage)
         gone = {} if alive else {"start_ticks": 1}
         replace(made, **{**gone, "user": "alice", **more}).write(self.folder)
@@ -83,7 +83,7 @@ class MadeRun:
         return self
 
     def await_training(self, *only: int) -> None:
-        """Until the supervisors tell of their ranks' steps."""
+        """Wait until the supervisors have recorded steps of their ranks."""
         for k, node in enumerate(self.nodes):
             if not only or k in only:
                 path = node.path / "state.json"

@@ -1,4 +1,4 @@
-"""Several supervisors of one run on this machine, for the tests of how they know of each other."""
+"""Several supervisors of one run on this machine, for tests of their connections."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ SERVE = "import pathlib, time; pathlib.Path('server.ready').touch(); print('serv
 
 
 class Run:
-    """One run over ``count`` nodes, each with a supervisor, a rank and perhaps a server; no launcher.
+    """A run of ``count`` nodes without a launcher; each node has a supervisor, a rank and optionally a graph server.
 
-    ``roles``: a letter for each node (worker, server, client), ``parts`` what each holds then.
+    ``roles`` has one letter per node (w: worker, s: server, c: client), ``parts`` the parts that each node holds.
     """
 
     def __init__(
@@ -46,7 +46,7 @@ class Run:
             self.nodes.append(node)
 
     def give_role(self, node: RunFolder, roles: str, parts: Any) -> None:
-        """Servers serve and have no rank, clients the other way round."""
+        """Set a node's role: servers run a graph server and no rank, clients a rank and no graph server."""
         names = [{"w": "worker", "s": "server", "c": "client"}[letter] for letter in roles]
         role = names[node.spec["node_rank"]]
         node.spec |= {"role": role, "roles": names, "parts": parts}
@@ -56,7 +56,7 @@ class Run:
             node.spec["server"] = {"argv": [PYTHON, "-c", SERVE], "env": {}, "cwd": str(node.path)}
 
     def rank(self, node: RunFolder, argv: list[str]) -> None:
-        """The node's rank, of the same number."""
+        """Configure the node's rank; its number is the node rank."""
         k = node.spec["node_rank"]
         runner = [PYTHON, str(RANK_RUNNER), "--run-dir", str(node.path), "--await-server", "--", *argv]
         node.spec["trainer"] = {
@@ -67,7 +67,7 @@ class Run:
         node.spec["ranks"] = [k]
 
     def start(self, *, up: bool = True) -> Run:
-        """Start every supervisor and wait until all ranks run and all nodes have met."""
+        """Start every supervisor; unless ``up`` is false, wait until all ranks run and all nodes are connected."""
         for node in self.nodes:
             node.start()
         if up:
@@ -81,14 +81,14 @@ class Run:
         wait_until(lambda: self.met())
 
     def met(self) -> bool:
-        """Whether the nodes know each other, by the hub's state.json."""
+        """Whether all members are connected, according to the hub's state.json."""
         hub = self.nodes[self.lead]
         peers = hub.json("state.json")["peers"] if (hub.path / "state.json").exists() else {}
         there = ("training", "serving", "failed")
         return len(peers) == len(self.nodes) - 1 and all(peer["state"] in there for peer in peers.values())
 
     def ends(self, since: float, within: float = 10.0) -> list[dict[str, Any]]:
-        """The results of all nodes that still can give one; all must be clean within so many seconds."""
+        """Return each node's result, {} for a missing one; fail unless all processes end within ``within`` seconds."""
         for node in self.nodes:
             assert node.supervisor is not None
             node.supervisor.wait(max(0.1, since + within + 5 - time.monotonic()))
@@ -108,8 +108,8 @@ class Run:
             node.kill()
 
 
-class Wire:
-    """Carries connections to ``port``; can be cut, so that nothing gets through though nobody hangs up."""
+class Proxy:
+    """TCP proxy to ``port``; it can stop forwarding without closing its connections."""
 
     def __init__(self, port: int) -> None:
         self.target, self.cut = port, False
@@ -153,8 +153,8 @@ class Wire:
 
 
 @contextmanager
-def wire(port: int) -> Iterator[Wire]:
-    made = Wire(port)
+def tcp_proxy(port: int) -> Iterator[Proxy]:
+    made = Proxy(port)
     try:
         yield made
     finally:
@@ -162,6 +162,6 @@ def wire(port: int) -> Iterator[Wire]:
 
 
 def control(action: str, node: RunFolder, *options: str) -> subprocess.CompletedProcess[str]:
-    """``control.py`` as a command on the node."""
+    """Run ``control.py`` as a command on the node."""
     argv = [sys.executable, str(NODE / "control.py"), action, str(node.path), *options]
     return subprocess.run(argv, capture_output=True, text=True, check=False, timeout=30)

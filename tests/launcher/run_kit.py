@@ -1,4 +1,4 @@
-"""Plans and parts made by hand, for the tests of sync, following and reporting."""
+"""Hand-made plans and parts for tests of sync, monitoring and reports."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from launcher.plan.model import LaunchPlan, NodePlan, PlannedFile, copied, gener
 
 
 def make_parts(folder: Path, num_parts: int = 2, size: int = 50_000) -> Path:
-    """A partition folder as sync and verify see it: a manifest and files of known digests."""
+    """A partition folder for sync and verify: a manifest, and files with known digests."""
     files = []
     for name in [
         "shared/nodes/node/seeds/train.npy",
@@ -29,7 +29,7 @@ def make_parts(folder: Path, num_parts: int = 2, size: int = 50_000) -> Path:
 
 
 def part_files(folder: Path, node_rank: int, dest: str) -> list[PlannedFile]:
-    """What node ``node_rank`` needs of ``make_parts``: its part, the shared files, the manifest."""
+    """The files of ``make_parts`` that node ``node_rank`` needs: its part, the shared files and the manifest."""
     tops = (f"part{node_rank}", "shared", "manifest.json")
     names = [path.relative_to(folder).as_posix() for path in sorted(folder.rglob("*")) if path.is_file()]
     return [copied(f"{dest}/{name}", folder / name) for name in names if name.split("/")[0] in tops]
@@ -78,7 +78,7 @@ def make_launch(nodes: list[NodePlan]) -> LaunchPlan:
 
 
 def sync_plan(top: Path, num_nodes: int = 2, size: int = 50_000) -> LaunchPlan:
-    """Nodes below ``top`` that want code, parts from ``top/parts``, a generated file and a secret."""
+    """Plan of nodes below ``top`` that receive code, parts from ``top/parts``, a generated file and a secret."""
     parts = make_parts(top / "parts", num_nodes, size)
     code = top / "code.py"
     code.write_text("print('hello')\n")

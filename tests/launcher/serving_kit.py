@@ -1,4 +1,4 @@
-"""Serving clusters of local nodes, made and asked by the command line as a user does."""
+"""Serving clusters of local nodes, started and queried through the command line."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from launching import REPOSITORY, SYNTHETIC, TRAIN
 
 @dataclass(frozen=True)
 class Told:
-    """A command that has ended."""
+    """Exit status and output of a finished command."""
 
     status: int
     out: str
@@ -25,7 +25,7 @@ class Told:
 
     @property
     def json(self) -> Any:
-        """The last document on stdout: one line, or all of it."""
+        """The last JSON document on stdout: all of stdout, or its last line."""
         try:
             return json.loads(self.out)
         except ValueError:
@@ -33,13 +33,13 @@ class Told:
 
 
 class ServingKit:
-    """Commands in ``folder``, whose serving cluster and runs keep code and parts below ``workdirs``."""
+    """Runs commands in ``folder``; the nodes' work folders are below ``workdirs``."""
 
     def __init__(self, folder: Path, workdirs: Path):
         self.folder, self.workdirs = folder, workdirs
 
     def gnnfleet(self, *words: str, timeout: float = 120, env: dict[str, str] | None = None) -> Told:
-        """Run it to its end."""
+        """Run ``gnnfleet`` and wait for its end."""
         process = self.start(*words, env=env)
         out, err = process.communicate(timeout=timeout)
         return Told(process.returncode, out, err)
@@ -54,13 +54,13 @@ class ServingKit:
         )
 
     def serving(self, name: str, servers: int, **sections: Any) -> Path:
-        """The cluster file of so many graph servers."""
+        """Write the cluster file of ``servers`` graph servers."""
         nodes = [self._node(f"node{k}", role="server") for k in range(servers)]
         data = {"dataset": "synthetic", "options": SYNTHETIC, "folder": "parts"} | sections.pop("data", {})
         return self._write(f"{name}.yml", {"name": name, "nodes": nodes, "data": data, **sections})
 
     def training(self, name: str, serving: str, clients: int = 2, **sections: Any) -> Path:
-        """The cluster file of a run that attaches to ``serving``."""
+        """Write the cluster file of a run that attaches to ``serving``."""
         nodes = [self._node(f"node{k}") for k in range(clients)]
         train = TRAIN | sections.pop("train", {})
         return self._write(f"{name}.yml", {"name": name, "nodes": nodes, "data": {"serving": serving}, "train": train})
@@ -74,7 +74,7 @@ class ServingKit:
         return path
 
     def run_dir(self, name: str, server: int) -> Path:
-        """Of a graph server."""
+        """Run folder of a graph server."""
         return self.workdirs / f"node{server}" / "runs" / name / f"node{server}"
 
     def state(self, name: str, server: int) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""An SSH server inside the test process: keys, passwords, commands, SFTP, and the ways it can fail."""
+"""An SSH server inside the test process: keys, passwords, commands, SFTP and simulated failures."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ class Sshd:
     host_key: paramiko.PKey
     authorized: paramiko.PKey | None = None
     password: str | None = None
-    interactive: bool = False  #: the password is asked for by keyboard-interactive alone
-    both: bool = False  #: a key first, then the password
-    hang_up: int = 0  #: so many newcomers are dropped before login, as MaxStartups does
-    drop_after: int | None = None  #: bytes written over SFTP after which the line is cut
-    logins: list[str] = field(default_factory=list)  #: every login tried, with its outcome
+    interactive: bool = False  #: accept the password by keyboard-interactive only
+    both: bool = False  #: require a key, then the password
+    hang_up: int = 0  #: number of new connections closed before login, as MaxStartups does
+    drop_after: int | None = None  #: bytes written over SFTP after which the connection is cut
+    logins: list[str] = field(default_factory=list)  #: every attempted login, with its outcome
     connections: int = 0
     port: int = 0
 
@@ -56,7 +56,7 @@ class Sshd:
                 transport.start_server(threading.Event(), _Server(self))
 
     def drop(self) -> None:
-        """Cut every line, without a word."""
+        """Cut every connection without an SSH disconnect message."""
         for transport in self._transports:
             with suppress(OSError):
                 transport.sock.shutdown(socket.SHUT_RDWR)
@@ -150,7 +150,7 @@ def _pump(pipe: object, send: object) -> None:
 
 
 def _feed(channel: paramiko.Channel, process: subprocess.Popen[bytes]) -> None:
-    """Stdin to the command; when the channel goes away while it runs, so does the command."""
+    """Forward the channel to the command's stdin; kill the command if the channel closes first."""
     assert process.stdin is not None
     with suppress(OSError):
         while data := channel.recv(32768):
@@ -189,7 +189,7 @@ class _Handle(paramiko.SFTPHandle):
 
 
 class _Files(paramiko.SFTPServerInterface):
-    """The real file system; relative paths begin in the server's home."""
+    """The real file system; relative paths start in the server's home."""
 
     def __init__(self, server: paramiko.ServerInterface, sshd: Sshd):
         super().__init__(server)

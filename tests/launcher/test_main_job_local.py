@@ -1,4 +1,4 @@
-"""The main job on this machine: launch.py as a process, real tmux, the bundled trainer."""
+"""Tests of the main job on this machine: launch.py as a process, real tmux, the bundled trainer."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ from waiting import wait_until
 
 @pytest.fixture(scope="module", autouse=True)
 def private_tmux(tmp_path_factory):
-    """A tmux server of the module's own."""
+    """A tmux server for this module only."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("TMUX_TMPDIR", str(tmp_path_factory.mktemp("tmux")))
         yield
 
 
-def test_two_local_nodes_train_and_give_the_loss_curve_of_one(local_runs: dict[str, Launched]) -> None:
-    """One part and process, and two of each: the same losses to 1e-4 relative, because of the same samples."""
+def test_two_local_nodes_have_the_same_loss_curve_as_one(local_runs: dict[str, Launched]) -> None:
+    """One part and process, and two of each, give the same losses to 1e-4 relative: they draw the same samples."""
     one, two = local_runs["one"], local_runs["two"]
     assert one.status == 0, one.output
     assert two.status == 0, two.output
@@ -43,7 +43,7 @@ def test_two_local_nodes_train_and_give_the_loss_curve_of_one(local_runs: dict[s
 
 
 @pytest.mark.slow
-def test_a_graph_server_that_is_killed_in_training_costs_seconds_and_no_batch(tmp_path: Path) -> None:
+def test_killing_a_graph_server_in_training_loses_no_batch(tmp_path: Path) -> None:
     train = {"epochs": 25, "batch_size": 64}
     config = local_config(tmp_path, [1, 1], data={"topology": "partitioned", "cache": "0"}, train=train)
     calm = launch(config, "--run-id", "calm", timeout=300)
@@ -74,7 +74,7 @@ open(os.environ["GNNFLEET_RUN_DIR"] + f"/output/deep/{os.environ['RANK']}.txt", 
 
 @pytest.fixture(scope="module")
 def own_script_run(tmp_path_factory, local_workdirs, private_tmux):
-    """A launch of an own script on two nodes with one and two processes: its plan, as kept and as known before."""
+    """A launch of a custom script on two nodes with one and two processes: its recorded plan and its offline plan."""
     folder = tmp_path_factory.mktemp("own")
     (folder / "sees.py").write_text(SEES)
     words = ("python", "sees.py", "--lr", "0.01", "it's")
@@ -84,19 +84,19 @@ def own_script_run(tmp_path_factory, local_workdirs, private_tmux):
     brought = {path.relative_to(done.run_dir / "output").as_posix() for path in done.run_dir.glob("output/**/*.txt")}
     assert brought == {"node0/deep/0.txt", "node1/deep/1.txt", "node1/deep/2.txt"}
     with pytest.MonkeyPatch.context() as patch:
-        patch.chdir(folder)  # where the config's relative paths begin
+        patch.chdir(folder)  # relative paths of the config start here
         yield (
             json.loads((done.run_dir / "run.json").read_text())["plan"],
             offline_plan(resolve_run(load_config(config)), done.run_dir.name, words),
         )
 
 
-def test_what_launch_sends_is_what_the_plan_says(own_script_run):
-    """Every file with its content and mode, and every process with its words, environment and folder."""
+def test_launch_sends_the_files_and_processes_of_the_plan(own_script_run):
+    """Compares every file (content, mode) and every process (argv, environment, working directory) with the plan."""
     plan, draft = own_script_run
     for node, drafted in zip(plan["nodes"], draft.nodes, strict=True):
         sent = [file for file in drafted.files if file.source or file.secret]
-        assert len(sent) > 100 and [file.dest for file in sent if differs(file)] == []
+        assert len(sent) > 100 and [file.dest for file in sent if differs_from_plan(file)] == []
         spec = json.loads(Path(node["run_dir"], "node.json").read_text())
         for name in ("server", "trainer"):
             assert spec[name]["argv"] == node[name]["argv"]
@@ -109,8 +109,8 @@ def test_what_launch_sends_is_what_the_plan_says(own_script_run):
             assert masked(told) == node["trainer"]["env"]
 
 
-def differs(file):
-    """Whether a planned file is not on the node as planned; what a secret holds was not known before."""
+def differs_from_plan(file):
+    """Whether a file on the node differs from the plan; of a secret only the mode is compared."""
     there = Path(file.dest)
     if file.secret:
         return there.stat().st_mode & 0o777 != 0o600
@@ -137,10 +137,10 @@ def test_own_script_finds_its_rank_and_its_part(own_script_run):
             assert rows == [f"part{part}"], "a node holds the features of its own part only"
 
 
-@pytest.mark.slow  # tests/trainer/test_examples.py runs the script, and own_script_run launches one
+@pytest.mark.slow  # covered by tests/trainer/test_examples.py (the script) and own_script_run (a launch of a script)
 def test_the_example_script_trains_on_two_nodes(tmp_path, local_workdirs):
     config = local_config(tmp_path, [1, 1], local_workdirs)
     done = launch(config, "--", "python", str(REPOSITORY / "examples/train_mine.py"), "--epochs", "2")
     assert done.status == 0, done.output
     accuracies = [float(found) for found in re.findall(r"test accuracy (0\.\d+)", done.output)]
-    assert len(accuracies) == 2 and accuracies[1] > 0.3, "five classes; the graph can be learnt"
+    assert len(accuracies) == 2 and accuracies[1] > 0.3, "five classes, and the graph can be learnt"

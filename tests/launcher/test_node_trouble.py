@@ -1,4 +1,4 @@
-"""What a supervisor has to bear: slow disks, stopped terminals, other users' processes, other locales, strangers."""
+"""Tests of the supervisor's node under adverse conditions: slow disks, stopped terminals, other users, locales."""
 
 from __future__ import annotations
 
@@ -34,8 +34,8 @@ def loop() -> Iterator[Loop]:
     signal.signal(signal.SIGCHLD, old)
 
 
-def test_a_disk_that_stalls_ends_no_run(tmp_path: Path) -> None:
-    """Writing state.json takes for ever, as when a checkpoint fills a slow disk; the node is heard all the same."""
+def test_a_stalled_disk_does_not_end_the_run(tmp_path: Path) -> None:
+    """Writing state.json blocks, as on a slow disk; the hub must still receive the node's heartbeats."""
     run = Run(tmp_path, 2)
     try:
         run.start()
@@ -49,7 +49,7 @@ def test_a_disk_that_stalls_ends_no_run(tmp_path: Path) -> None:
             assert run.nodes[0].json("state.json")["peers"]["1"]["state"] == "training"
             time.sleep(0.2)
         assert time.time() - state.stat().st_mtime > 3
-        with open(stalled, "rb"):  # the disk is back
+        with open(stalled, "rb"):  # the disk responds again
             wait_until(lambda: time.time() - state.lstat().st_mtime < 2 and not stalled.exists())
         since = time.monotonic()
         (run.nodes[1].path / "control" / "stop").touch()
@@ -66,7 +66,7 @@ def mkfifo(path: Path) -> bool:
     return True
 
 
-def test_the_newest_text_is_what_stays(tmp_path: Path) -> None:
+def test_the_latest_text_is_written(tmp_path: Path) -> None:
     path = tmp_path / "state.json"
     latest = LatestWriter(str(path))
     for number in range(200):
@@ -79,7 +79,7 @@ def test_the_newest_text_is_what_stays(tmp_path: Path) -> None:
     assert error is not None and error.errno == errno.ENOENT and latest.failed() is None
 
 
-def test_ctrl_s_in_the_session_stops_nobody(tmp_path: Path) -> None:
+def test_ctrl_s_in_the_session_does_not_block_the_supervisor(tmp_path: Path) -> None:
     pid, terminal = pty.fork()
     if pid == 0:
         journal = Journal(str(tmp_path), 0)
@@ -102,7 +102,7 @@ def test_ctrl_s_in_the_session_stops_nobody(tmp_path: Path) -> None:
         os.close(terminal)
 
 
-def test_words_that_the_terminal_cannot_show_are_no_failure(tmp_path: Path) -> None:
+def test_characters_the_terminal_cannot_encode_are_replaced(tmp_path: Path) -> None:
     code = f"from launcher.node.supervisor.journal import Journal; Journal({str(tmp_path)!r}, 0).log('a → b \\udcff')"
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "PYTHONIOENCODING": "iso-8859-1"}
     done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, timeout=20, check=False)
@@ -110,9 +110,7 @@ def test_words_that_the_terminal_cannot_show_are_no_failure(tmp_path: Path) -> N
     assert (tmp_path / "logs" / "supervisor.log").read_text().endswith(" a → b ?\n")
 
 
-def test_a_file_server_that_does_not_answer_has_deleted_nothing(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_io_error_does_not_count_as_a_deleted_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     journal = Journal(str(tmp_path / "run"), 0)
 
     def fails(path: str) -> None:
@@ -125,7 +123,7 @@ def test_a_file_server_that_does_not_answer_has_deleted_nothing(
     assert not journal.folder_exists()
 
 
-def test_mail_from_anybody_does_not_fill_the_log(tmp_path: Path, loop: Loop) -> None:
+def test_malformed_datagrams_are_logged_once(tmp_path: Path, loop: Loop) -> None:
     journal = Journal(str(tmp_path), 0)
     mailbox = Mailbox(loop, OutcomeBook(journal, 0, (0,)), "token", f"test-{os.getpid()}")
     with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as sock:
@@ -136,7 +134,7 @@ def test_mail_from_anybody_does_not_fill_the_log(tmp_path: Path, loop: Loop) -> 
     assert (tmp_path / "logs" / "supervisor.log").read_text().count("ignored a malformed record") == 1
 
 
-def test_the_tail_of_long_lines_is_short(tmp_path: Path) -> None:
+def test_the_tail_of_a_log_shortens_long_lines(tmp_path: Path) -> None:
     log = LineLog(str(tmp_path / "log"))
     log.feed(b"y" * 50_000 + b"\nlast words\n")
     log.close()
@@ -144,8 +142,8 @@ def test_the_tail_of_long_lines_is_short(tmp_path: Path) -> None:
     assert len((tmp_path / "log").read_bytes()) > 50_000
 
 
-def test_a_process_of_another_user_is_let_be(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A script may have started one by sudo: below us, but not ours to end."""
+def test_a_process_of_another_user_is_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A script may have started it with sudo: it is a descendant, but the user may not kill it."""
 
     def refuse(pid: int, number: int) -> None:
         raise PermissionError(errno.EPERM, "Operation not permitted")
@@ -160,8 +158,8 @@ def test_a_process_of_another_user_is_let_be(monkeypatch: pytest.MonkeyPatch) ->
 
 
 @pytest.mark.cluster
-def test_where_other_users_processes_are_hidden() -> None:
-    """/proc with hidepid=1 shows that they are there, but not what they are."""
+def test_processes_of_other_users_hidden_by_hidepid() -> None:
+    """With hidepid=1, /proc lists processes of other users but hides their details."""
     if os.getuid() != 0:
         pytest.skip("needs root, to mount /proc anew")
     code = (

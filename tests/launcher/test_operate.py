@@ -1,4 +1,4 @@
-"""logs, stop, collect, runs and resume on runs whose launcher is gone."""
+"""Tests of logs, stop, collect, runs and resume on runs without a live launcher."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ open(os.environ["GNNFLEET_RUN_DIR"] + f"/output/{rank}.txt", "w").write("mine")
 
 
 @pytest.fixture(autouse=True)
-def elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def other_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
     monkeypatch.setenv("TMUX_TMPDIR", str(tmp_path))
     monkeypatch.setenv("COLUMNS", "200")
@@ -52,7 +52,7 @@ def made(tmp_path: Path) -> Iterator[MadeRun]:
     made.kill()
 
 
-def asked(capsys: pytest.CaptureFixture[str], *words: str) -> tuple[int, str]:
+def run_cli(capsys: pytest.CaptureFixture[str], *words: str) -> tuple[int, str]:
     status = run(list(words))
     captured = capsys.readouterr()
     return status, captured.out + captured.err
@@ -67,34 +67,34 @@ def ended(made: MadeRun) -> MadeRun:
 # --- logs --------------------------------------------------------------------------
 
 
-def test_logs_of_a_run_that_has_ended(made, capsys) -> None:
-    """Merged in order of time; chosen by rank, node, number and time; from a machine that never saw the run."""
+def test_logs_of_an_ended_run(made, capsys) -> None:
+    """Lines are merged by time, filtered by rank, node, number and time, also on a machine without the run's folder."""
     ended(made.launched("train").start(TALKS))
-    status, told = asked(capsys, "logs")
+    status, told = run_cli(capsys, "logs")
     assert status == 0
     lines = told.splitlines()
     assert sorted(lines) == sorted(f"node{k}/rank{k} | rank {k} says {i}" for k in range(2) for i in range(4))
     for k in range(2):
         own = [line for line in lines if line.startswith(f"node{k}/")]
         assert own == [f"node{k}/rank{k} | rank {k} says {i}" for i in range(4)]
-    assert asked(capsys, "logs", "--rank", "1", "-n", "2")[1].splitlines() == [
+    assert run_cli(capsys, "logs", "--rank", "1", "-n", "2")[1].splitlines() == [
         f"node1/rank1 | rank 1 says {i}" for i in (2, 3)
     ]
-    assert len(asked(capsys, "logs", "-n", "3")[1].splitlines()) == 3
-    assert len(asked(capsys, "logs", "--node", "0")[1].splitlines()) == 4
-    assert "supervisor | " in asked(capsys, "logs", "--all")[1]
-    assert len(asked(capsys, "logs", "--since", "1h")[1].splitlines()) == 8
+    assert len(run_cli(capsys, "logs", "-n", "3")[1].splitlines()) == 3
+    assert len(run_cli(capsys, "logs", "--node", "0")[1].splitlines()) == 4
+    assert "supervisor | " in run_cli(capsys, "logs", "--all")[1]
+    assert len(run_cli(capsys, "logs", "--since", "1h")[1].splitlines()) == 8
     later = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime(time.time() + 60))
-    assert asked(capsys, "logs", "--since", later) == (0, "")
-    status, told = asked(capsys, "logs", "--since", "yesterday")
+    assert run_cli(capsys, "logs", "--since", later) == (0, "")
+    status, told = run_cli(capsys, "logs", "--since", "yesterday")
     assert status == 2 and "--since yesterday: give how long ago (10m, 90s, 2h, 1d) or when" in told
-    assert asked(capsys, "logs", "--rank", "7") == (2, "error: --rank 7: the run has ranks 0 to 1\n")
-    assert asked(capsys, "logs", "--node", "2") == (2, "error: --node 2: the run has nodes 0 to 1\n")
-    assert asked(capsys, "logs", "--node", "0", "--rank", "1") == (2, "error: rank 1 is on node1, not on node0\n")
+    assert run_cli(capsys, "logs", "--rank", "7") == (2, "error: --rank 7: the run has ranks 0 to 1\n")
+    assert run_cli(capsys, "logs", "--node", "2") == (2, "error: --node 2: the run has nodes 0 to 1\n")
+    assert run_cli(capsys, "logs", "--node", "0", "--rank", "1") == (2, "error: rank 1 is on node1, not on node0\n")
 
 
-def test_clocks_that_differ_do_not_mix_up_the_order(made, capsys) -> None:
-    """Node 1's clock is five minutes fast, and node 0's supervisor has measured that."""
+def test_logs_of_nodes_with_different_clocks_are_in_order(made, capsys) -> None:
+    """Node 1's clock is five minutes ahead, and node 0's supervisor has measured this."""
     begin = 1_795_000_000
     for k, (node, ahead) in enumerate(zip(made.nodes, (0.0, 300.0), strict=True)):
         (node.path / "logs").mkdir()
@@ -105,27 +105,27 @@ def test_clocks_that_differ_do_not_mix_up_the_order(made, capsys) -> None:
         (node.path / "result.json").write_text(json.dumps(result))
     made.launched("train")
     expected = [f"node{k}/rank{k} | line {i}" for i in range(3) for k in range(2)]
-    assert asked(capsys, "logs")[1].splitlines() == expected
-    asked(capsys, "collect")
+    assert run_cli(capsys, "logs")[1].splitlines() == expected
+    run_cli(capsys, "collect")
     for node in made.nodes:
         (node.path / "logs").rename(node.path / "moved away")
-    assert asked(capsys, "logs")[1].splitlines() == expected, "from what was collected"
+    assert run_cli(capsys, "logs")[1].splitlines() == expected, "from the collected files"
 
 
 def test_logs_follow_ends_with_the_run(made, capsys) -> None:
     made.launched("train").start(TALKS)
-    status, told = asked(capsys, "logs", "-f")
+    status, told = run_cli(capsys, "logs", "-f")
     assert status == 0
     assert sorted(told.splitlines()) == sorted(
         f"node{k}/rank{k} | rank {k} says {i}" for k in range(2) for i in range(4)
     )
 
 
-def test_since_in_words() -> None:
+def test_since_accepts_durations_and_times() -> None:
     now = time.mktime((2026, 11, 20, 15, 0, 0, 0, 0, -1))
     assert since_when("90s", now) == now - 90 and since_when("2h", now) == now - 7200
     assert since_when("14:30", now) == now - 1800
-    assert since_when("15:30", now) == now - 86400 + 1800, "yesterday's, as today's is still to come"
+    assert since_when("15:30", now) == now - 86400 + 1800, "15:30 of yesterday, since 15:30 of today is in the future"
     assert since_when("2026-11-20T14:00", now) == now - 3600
     assert since_when("2026-11-20T14:00:00Z") == since_when("2026-11-20T14:00:00+00:00")
 
@@ -133,26 +133,28 @@ def test_since_in_words() -> None:
 # --- stop --------------------------------------------------------------------------
 
 
-def test_a_run_without_a_launcher_is_asked_about_collected_and_stopped(made, capsys, tmp_path) -> None:
-    """And another one on the same machine is left alone."""
+def test_status_collect_and_stop_of_a_run_without_a_launcher(made, capsys, tmp_path) -> None:
+    """Another run on the same machine is not affected."""
     other = MadeRun(tmp_path, "r2", num_nodes=1)
     try:
         for one in (made, other):
             one.launched("train").start()
         made.await_training()
         other.await_training()
-        status, told = asked(capsys, "status", "r1")
+        status, told = run_cli(capsys, "status", "r1")
         first, header, *rows = told.splitlines()
         assert status == 0
         assert first.startswith("run r1 trains: 2 nodes, 2 ranks, epoch 4 of 10, step 13 of 40; its launcher (alice@")
         assert rows[0].split()[:9] == ["node0", "(local)", "0", "training", "4", "13/40", "1,234", "0.5000", "25%"]
-        status, told = asked(capsys, "resume", "r1")
+        status, told = run_cli(capsys, "resume", "r1")
         assert status == 2 and told.startswith("error: run r1 still runs (epoch 4 of 10, step 13 of 40)")
-        status, told = asked(capsys, "collect", "r1")
-        assert status == 0 and told.startswith("run r1 still runs (epoch 4 of 10, step 13 of 40); its files so far are in")
+        status, told = run_cli(capsys, "collect", "r1")
+        assert status == 0 and told.startswith(
+            "run r1 still runs (epoch 4 of 10, step 13 of 40); its files so far are in"
+        )
         assert (made.folder / "logs/node1/rank1.log").read_text().endswith("here is rank 1\n")
         assert not (made.folder / "result.json").exists()
-        status, told = asked(capsys, "stop", "r1")
+        status, told = run_cli(capsys, "stop", "r1")
         assert (status, told.splitlines()[:3]) == (
             0,
             ["node0 (local): stopped", "node1 (local): stopped", "run r1: no process of it is left on its 2 nodes"],
@@ -164,12 +166,12 @@ def test_a_run_without_a_launcher_is_asked_about_collected_and_stopped(made, cap
     result = json.loads((made.folder / "result.json").read_text())
     assert result["state"] == "interrupted", (result, made.nodes[0].json("result.json"))
     assert "gnnfleet stop" in result["stopped_by"]
-    status, told = asked(capsys, "status", "r1")
+    status, told = run_cli(capsys, "status", "r1")
     assert status == 130 and "was stopped by" in told
-    assert asked(capsys, "stop", "r1")[0] == 0
+    assert run_cli(capsys, "stop", "r1")[0] == 0
 
 
-def test_stop_now_takes_no_grace(made, capsys) -> None:
+def test_stop_now_skips_the_grace_period(made, capsys) -> None:
     made.launched("train")
     for node in made.nodes:
         node.spec["grace"] = 30.0
@@ -177,20 +179,20 @@ def test_stop_now_takes_no_grace(made, capsys) -> None:
     for k, node in enumerate(made.nodes):
         wait_until(node.says(f"rank{k}", "deaf"))
     began = time.monotonic()
-    status, told = asked(capsys, "stop", "--now", "--json")
+    status, told = run_cli(capsys, "stop", "--now", "--json")
     assert status == 0, told
     assert time.monotonic() - began < 10
     assert [node.processes() for node in made.nodes] == [[], []]
     result = json.loads((made.folder / "result.json").read_text())
-    assert result["state"] == "interrupted" and "(gnnfleet stop)" in result["stopped_by"], "not a failure of its own"
+    assert result["state"] == "interrupted" and "(gnnfleet stop)" in result["stopped_by"], "no failure of the rank"
 
 
-def test_stop_with_a_node_out_of_reach_hides_nothing(made, capsys, monkeypatch) -> None:
-    """Status with nodes out of reach: test_operate_messages."""
+def test_stop_reports_an_unreachable_node(made, capsys, monkeypatch) -> None:
+    """``status`` with unreachable nodes is covered by test_operate_messages."""
     made.launched("train").start()
     made.await_training()
     lose_node(monkeypatch, 1)
-    status, told = asked(capsys, "stop")
+    status, told = run_cli(capsys, "stop")
     assert status == 1
     assert "node1 (local): not stopped: no answer from gnn2; the run may go on there" in told
     assert "run r1: 1 node of 2 may still run processes of it: node1 (local)" in told
@@ -198,7 +200,7 @@ def test_stop_with_a_node_out_of_reach_hides_nothing(made, capsys, monkeypatch) 
 
 
 def lose_node(monkeypatch: pytest.MonkeyPatch, k: int) -> None:
-    """Node k cannot be reached from here."""
+    """Make node k unreachable."""
     from launcher.errors import UnreachableError
     from launcher.manage import node_views as views
 
@@ -207,11 +209,11 @@ def lose_node(monkeypatch: pytest.MonkeyPatch, k: int) -> None:
     monkeypatch.setattr(views, "connect_all", lambda config: {**connect_all(config), k: lost})
 
 
-def test_stop_ends_a_launcher_that_still_prepares(made, capsys) -> None:
+def test_stop_ends_a_launcher_that_is_still_preparing(made, capsys) -> None:
     sleeper = subprocess.Popen(["sleep", "60"])
     ticks = int(Path(f"/proc/{sleeper.pid}/stat").read_text().rpartition(")")[2].split()[19])
     made.launched("sync", pid=sleeper.pid, start_ticks=ticks)
-    status, told = asked(capsys, "stop")
+    status, told = run_cli(capsys, "stop")
     assert status == 0 and f"its launcher (pid {sleeper.pid}) was stopped; nothing had been started" in told
     assert sleeper.wait(5) == -15
 
@@ -219,40 +221,40 @@ def test_stop_ends_a_launcher_that_still_prepares(made, capsys) -> None:
 # --- collect, runs ------------------------------------------------------------------
 
 
-def test_collect_on_a_machine_that_never_saw_the_run(made, capsys, monkeypatch, tmp_path) -> None:
+def test_collect_on_a_machine_without_the_run_folder(made, capsys, monkeypatch, tmp_path) -> None:
     ended(made.start(TALKS))
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "another home"))
     nodes = "".join(f"  - {{host: localhost, workdir: {node.workdir}}}\n" for node in made.plan.nodes)
     Path("cluster.yml").write_text(f"transport: local\nnodes:\n{nodes}data: {{dataset: synthetic}}\n")
-    status, told = asked(capsys, "collect", "--config", "cluster.yml")
+    status, told = run_cli(capsys, "collect", "--config", "cluster.yml")
     assert status == 0 and "Done in" in told, told
     assert Path("runs/r1/output/node1/1.txt").read_text() == "mine"
     assert json.loads(Path("runs/r1/result.json").read_text())["state"] == "done"
     monkeypatch.chdir(tmp_path)
-    assert asked(capsys, "status")[1].startswith("run r1 is done after"), "known from now on"
+    assert run_cli(capsys, "status")[1].startswith("run r1 is done after"), "registered by collect"
 
 
-def test_an_ended_run_is_collected_listed_and_resumed_from_its_checkpoint(made, capsys, tmp_path) -> None:
+def test_an_ended_run_is_listed_and_resumed_from_its_checkpoint(made, capsys, tmp_path) -> None:
     checkpoint = made.nodes[0].path / "checkpoints/last.pt"
     checkpoint.parent.mkdir()
     checkpoint.write_bytes(b"weights")
     ended(made.launched("train").start("raise SystemExit(3)"))
     again = prepared(overrides=("train.lr=0.5",))
     here = made.folder / "checkpoints/last.pt"
-    assert here.read_bytes() == b"weights", "fetched, as nobody had collected the run"
+    assert here.read_bytes() == b"weights", "fetched by resume, since the run had not been collected"
     assert again.told == f"resuming from {here}"
     assert again.options.overrides == (f"run.runs_dir={made.folder.parent}", f"train.resume={here}", "train.lr=0.5")
     assert again.options.config == made.folder / "config.yml" and again.options.resumed_from == "r1"
-    asked(capsys, "collect")
+    run_cli(capsys, "collect")
     MadeRun(tmp_path, "r2").launched("preflight")
     MadeRun(tmp_path, "r3").launched("train", detached=True)
-    entries = {entry["run_id"]: entry for entry in json.loads(asked(capsys, "runs", "--json")[1])}
+    entries = {entry["run_id"]: entry for entry in json.loads(run_cli(capsys, "runs", "--json")[1])}
     assert list(entries) == ["r3", "r2", "r1"]
     assert (entries["r1"]["state"], entries["r1"]["size"]) == ("failed", "2 nodes × 2 ranks")
     assert "ended with exit status 3" in entries["r1"]["why"]
     assert (entries["r2"]["state"], entries["r2"]["why"]) == ("never started", "its launcher ended during preflight")
     assert (entries["r3"]["state"], entries["r3"]["why"]) == ("open", "detached; see gnnfleet status r3")
-    _, table = asked(capsys, "runs", "-n", "1")
+    _, table = run_cli(capsys, "runs", "-n", "1")
     assert "r3" in table and "r1" not in table
 
 
@@ -260,13 +262,13 @@ def test_an_ended_run_is_collected_listed_and_resumed_from_its_checkpoint(made, 
 
 
 def prepared(run: str = "r1", **more: object) -> object:
-    """What ``resume`` would launch."""
+    """The launch that ``resume`` would make."""
     options = LaunchOptions(Path(), **more)
     with chosen(Choice(run)) as opened:
         return prepare(opened, Path("runs"), options)
 
 
-def test_resume_before_the_first_checkpoint_begins_anew_and_says_so(made) -> None:
+def test_resume_without_a_checkpoint_starts_from_the_beginning(made) -> None:
     made.launched("preflight")
     with chosen(Choice("r1"), offline=lambda found: True) as opened:
         again = prepare(opened, Path("runs"), LaunchOptions(Path()))
@@ -274,8 +276,8 @@ def test_resume_before_the_first_checkpoint_begins_anew_and_says_so(made) -> Non
     assert not any(text.startswith("train.resume") for text in again.options.overrides)
 
 
-def test_resume_without_a_lost_host_is_remembered_by_the_new_run(made, capsys, monkeypatch) -> None:
-    """Its config lists the hosts left, so that it goes on without being told again, with parts for as many."""
+def test_resume_without_a_lost_host_is_kept_in_the_new_runs_config(made, capsys, monkeypatch) -> None:
+    """The new run's config lists the remaining hosts, so a second resume needs no option, and its parts are as many."""
     from launcher.run import launch as launching
 
     def no_line(config: ClusterConfig) -> dict:
@@ -286,27 +288,27 @@ def test_resume_without_a_lost_host_is_remembered_by_the_new_run(made, capsys, m
     made.config = replace(made.config, nodes=tuple(map(NodeConfig, hosts)), transport="ssh")
     made.launched("preflight")
     for words in (("r1", "--exclude", "gnn3", "--run-id", "r2"), ("r2", "--run-id", "r3")):
-        assert asked(capsys, "resume", *words) == (
+        assert run_cli(capsys, "resume", *words) == (
             1,
             f"run {words[0]} left no checkpoint; the new run starts from the beginning\n"
             f"run {words[-1]}: connecting to 2 nodes\nerror: would connect to gnn1, gnn2\n",
         )
     left = load_config(made.folder.parent / "r3/config.yml")
     assert [node.host for node in left.nodes] == ["gnn1", "gnn2"] and left.num_parts == 2
-    assert asked(capsys, "--include", "gnn2", "resume", "r2")[1].endswith("would connect to gnn2\n")
-    assert "no host is called `gnn3`; the hosts are gnn[1-2]" in asked(capsys, "resume", "r2", "--exclude", "gnn3")[1]
+    assert run_cli(capsys, "--include", "gnn2", "resume", "r2")[1].endswith("would connect to gnn2\n")
+    assert "no host is called `gnn3`; the hosts are gnn[1-2]" in run_cli(capsys, "resume", "r2", "--exclude", "gnn3")[1]
 
 
-def test_resume_of_an_own_command_goes_where_it_was_launched(made) -> None:
+def test_resume_of_an_own_command_uses_the_folder_it_was_launched_in(made) -> None:
     made.launched("preflight", own_command=["python", "mine.py"], cwd=str(made.top))
     with chosen(Choice("r1"), offline=lambda found: True) as opened:
         again = prepare(opened, Path("runs"), LaunchOptions(Path()))
     assert again.options.own_command == ("python", "mine.py") and again.cwd == made.top
 
 
-def test_resume_of_a_done_run_wants_more_epochs(made, capsys) -> None:
+def test_resume_of_a_done_run_requires_more_epochs(made, capsys) -> None:
     ended(made.launched("train").start("print(1)"))
-    asked(capsys, "collect")
+    run_cli(capsys, "collect")
     with pytest.raises(
         UsageError, match="r1 has finished all its 10 epochs; to train further, give a larger number: .*--epochs 20"
     ):

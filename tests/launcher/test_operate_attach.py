@@ -1,4 +1,4 @@
-"""``attach``: real tmux on a private server, one pane per node, and the run left alone."""
+"""Tests of ``attach``: real tmux on a private server, one pane per node."""
 
 from __future__ import annotations
 
@@ -32,42 +32,42 @@ def tmux(*words: str) -> str:
     return done.stdout + done.stderr
 
 
-def nodes_running(made: MadeRun) -> None:
-    """Each node's session, as the launcher starts it; what it shows stands for the supervisor."""
+def start_sessions(made: MadeRun) -> None:
+    """Start each node's session as the launcher does, with a placeholder instead of the supervisor."""
     for node in made.plan.nodes:
         tmux("new-session", "-d", "-s", node.session, f"echo 'supervisor of {node.label}'; exec sleep 60")
 
 
-def shown(session: str, pane: int) -> str:
+def pane_text(session: str, pane: int) -> str:
     return tmux("capture-pane", "-p", "-t", f"={session}:0.{pane}")
 
 
 def test_a_pane_per_node_shows_its_session(tmp_path: Path) -> None:
     made = MadeRun(tmp_path).launched("train")
-    nodes_running(made)
+    start_sessions(made)
     with chosen(Choice("r1"), offline=lambda found: True) as opened:
         name = make_session("r1", panes_of(opened.found))
     for k in range(2):
-        wait_until(lambda k=k: f"supervisor of node{k} (local)" in shown("gnnfleet-r1", k))
+        wait_until(lambda k=k: f"supervisor of node{k} (local)" in pane_text("gnnfleet-r1", k))
     titles = tmux("list-panes", "-t", "=gnnfleet-r1:", "-F", "#{@gnnfleet_node} #{pane_width}x#{pane_height}")
     assert [line.rpartition(" ")[0] for line in titles.splitlines()] == ["node0 (local)", "node1 (local)"]
     assert "synchronize-panes off" in tmux("show-options", "-w", "-t", "=gnnfleet-r1:", "synchronize-panes")
     with chosen(Choice("r1"), offline=lambda found: True) as opened:
-        assert make_session("r1", panes_of(opened.found)) == name, "a second attach finds it"
+        assert make_session("r1", panes_of(opened.found)) == name, "a second attach reuses the session"
     tmux("kill-session", "-t", "=gnnfleet-r1")
     sessions = tmux("list-sessions", "-F", "#{session_name}").split()
-    assert sessions == ["gnnfleet-r1-node0", "gnnfleet-r1-node1"], "leaving ends nothing of the run"
+    assert sessions == ["gnnfleet-r1-node0", "gnnfleet-r1-node1"], "leaving the view ends no session of the run"
 
 
-def test_the_pane_of_an_ended_node_says_so_and_stays(tmp_path: Path) -> None:
+def test_the_pane_of_an_ended_node_stays_and_reports_the_end(tmp_path: Path) -> None:
     made = MadeRun(tmp_path).launched("train")
-    nodes_running(made)
+    start_sessions(made)
     tmux("kill-session", "-t", "=gnnfleet-r1-node1")
     with chosen(Choice("r1"), offline=lambda found: True) as opened:
         make_session("r1", panes_of(opened.found))
-    wait_until(lambda: "node1 (local): not attached (the run has ended there" in shown("gnnfleet-r1", 1))
+    wait_until(lambda: "node1 (local): not attached (the run has ended there" in pane_text("gnnfleet-r1", 1))
     tmux("kill-session", "-t", "=gnnfleet-r1-node0")
-    wait_until(lambda: "node0 (local): not attached" in shown("gnnfleet-r1", 0))
+    wait_until(lambda: "node0 (local): not attached" in pane_text("gnnfleet-r1", 0))
     assert len(tmux("list-panes", "-t", "=gnnfleet-r1:").splitlines()) == 2
 
 
@@ -77,7 +77,7 @@ def test_eighteen_nodes_fill_two_windows(tmp_path: Path) -> None:
     assert windows == ["16", "2"]
 
 
-def test_commands_to_paste(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_attach_print_lists_one_command_per_node(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     made = MadeRun(tmp_path).launched("train")
     assert run(["attach", "r1", "--print"]) == 0
     assert capsys.readouterr().out.splitlines() == [
@@ -90,7 +90,7 @@ def test_commands_to_paste(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -
     )  # fmt: skip
 
 
-def test_attach_wants_a_terminal(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch) -> None:
+def test_attach_requires_a_terminal(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch) -> None:
     MadeRun(tmp_path).launched("train")
     monkeypatch.setattr("sys.stdin", open("/dev/null"))
     assert run(["attach", "r1"]) == 2

@@ -1,4 +1,4 @@
-"""Bringing files here: many small ones in one answer, large ones one by one, nothing twice, nothing partial."""
+"""Tests of collecting files: small files packed in one call, large ones one by one, unchanged ones skipped."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from run_kit import make_launch, make_node
 
 
 class Counting(LocalTransport):
-    """Says what was asked of it."""
+    """A local transport that counts its calls."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -41,7 +41,7 @@ class Counting(LocalTransport):
 
 @pytest.fixture
 def plan(tmp_path: Path):
-    """Two nodes that have run, the first with a checkpoint and output."""
+    """Two nodes whose run has ended; the first has a checkpoint and output."""
     made = make_launch([make_node(tmp_path, k, []) for k in range(2)])
     for node in made.nodes:
         top = Path(node.run_dir)
@@ -65,7 +65,7 @@ def plan(tmp_path: Path):
     return made
 
 
-def test_everything_comes_in_one_call_per_node_and_large_files_alone(plan, tmp_path) -> None:
+def test_small_files_come_in_one_call_per_node_and_large_ones_alone(plan, tmp_path) -> None:
     lines, here = [Counting(), Counting()], tmp_path / "here"
     collected = collect(plan, dict(enumerate(lines)), here)
     assert collected.notes == ()
@@ -79,7 +79,7 @@ def test_everything_comes_in_one_call_per_node_and_large_files_alone(plan, tmp_p
     assert "secret" not in "".join(path.read_text() for path in here.rglob("*.*") if path.suffix != ".pt")
 
 
-def test_again_brings_only_what_has_changed(plan, tmp_path) -> None:
+def test_collecting_again_fetches_only_changed_files(plan, tmp_path) -> None:
     here = tmp_path / "here"
     collect(plan, {0: LocalTransport(), 1: LocalTransport()}, here)
     log = Path(plan.nodes[1].run_dir) / "logs/rank1.log"
@@ -93,7 +93,7 @@ def test_again_brings_only_what_has_changed(plan, tmp_path) -> None:
     assert (here / "logs/node1/rank1.log").read_text().endswith("more\n")
 
 
-def test_a_node_out_of_reach_is_noted_and_the_rest_comes(plan, tmp_path) -> None:
+def test_an_unreachable_node_is_noted_and_the_others_are_collected(plan, tmp_path) -> None:
     lost = UnreachableError("no answer", host="gnn2", node_rank=1)
     collected = collect(plan, {0: LocalTransport(), 1: lost}, tmp_path / "here")
     (note,) = collected.notes
@@ -108,7 +108,7 @@ def packed(content: bytes, size: int | None = None) -> dict[str, object]:
     return {"bytes": len(content) if size is None else size, "mtime_ns": 0, "data": data}
 
 
-def test_a_node_puts_nothing_elsewhere_and_no_more_than_it_announced(plan, tmp_path) -> None:
+def test_a_node_cannot_write_outside_its_folder_or_more_than_announced(plan, tmp_path) -> None:
     here, outside = tmp_path / "top/here", tmp_path / "outside"
     (here / "output").mkdir(parents=True)
     (here / "output/node0").symlink_to(outside)
@@ -138,7 +138,7 @@ def test_a_node_puts_nothing_elsewhere_and_no_more_than_it_announced(plan, tmp_p
 
 
 @pytest.mark.parametrize("answer", [[], {"files": []}, {"files": {"a": 1}, "errors": {}}, {"files": {}, "errors": [1]}])
-def test_an_answer_of_another_shape_is_that_nodes_failure(plan, tmp_path, answer) -> None:
+def test_a_malformed_answer_fails_that_node_only(plan, tmp_path, answer) -> None:
     node = FakeTransport().on_program("collect_files", lambda request: answer)
     (note,) = collect(make_launch([plan.nodes[0]]), {0: node}, tmp_path / "here").notes
     assert "its files could not be fetched" in note and "expected a list of files" in note

@@ -1,4 +1,4 @@
-"""Run folders that were damaged, made by older versions, or cannot be written: one clear message, and no untruth."""
+"""Tests of run folders that are damaged, of another version, or not writable: one clear message, no wrong state."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ COMMANDS = [["status"], ["logs"], ["collect"], ["stop"], ["resume", "r1"], ["fol
 
 
 @pytest.fixture(autouse=True)
-def elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def other_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
     monkeypatch.setenv("COLUMNS", "200")
     (tmp_path / "elsewhere").mkdir()
@@ -29,7 +29,7 @@ def made(tmp_path: Path) -> MadeRun:
     return MadeRun(tmp_path).launched("train")
 
 
-def asked(capsys: pytest.CaptureFixture[str], *words: str) -> tuple[int, str]:
+def run_cli(capsys: pytest.CaptureFixture[str], *words: str) -> tuple[int, str]:
     status = run(list(words))
     captured = capsys.readouterr()
     return status, captured.out + captured.err
@@ -45,39 +45,39 @@ def asked(capsys: pytest.CaptureFixture[str], *words: str) -> tuple[int, str]:
         ("config.yml", "nodes: [", "config.yml:1: not valid YAML"),
     ],
 )
-def test_a_damaged_file_is_named_with_what_to_do(made, capsys, name, text, said) -> None:
+def test_a_damaged_file_is_named_with_a_remedy(made, capsys, name, text, said) -> None:
     (made.folder / name).write_text(text)
     for words in COMMANDS:
-        status, told = asked(capsys, *words)
+        status, told = run_cli(capsys, *words)
         assert status == 1 and said in told and told.startswith("error: "), words
-    assert asked(capsys, "runs")[0] == 0, "one damaged folder hides no other"
+    assert run_cli(capsys, "runs")[0] == 0, "one damaged folder does not hide other runs"
 
 
-def test_a_run_without_its_plan_is_not_said_to_have_never_started(made, capsys) -> None:
+def test_a_run_with_a_lost_plan_is_not_reported_as_never_started(made, capsys) -> None:
     (made.folder / "run.json").unlink()
-    status, told = asked(capsys, "status")
+    status, told = run_cli(capsys, "status")
     assert status == 3 and "the state of its nodes cannot be determined" in told
     for words in [["stop"], ["resume", "r1"], ["logs"]]:
-        status, told = asked(capsys, *words)
+        status, told = run_cli(capsys, *words)
         assert status in (1, 2) and "has no run.json" in told and "--config cluster.yml" in told
-    assert json.loads(asked(capsys, "runs", "--json")[1])[0]["state"] == "open"
+    assert json.loads(run_cli(capsys, "runs", "--json")[1])[0]["state"] == "open"
 
 
 def test_a_run_without_its_plan_is_found_on_the_hosts_of_the_config(made, capsys) -> None:
     (made.folder / "run.json").unlink()
-    status, told = asked(capsys, "status", "r1", "--config", str(made.folder / "config.yml"))
+    status, told = run_cli(capsys, "status", "r1", "--config", str(made.folder / "config.yml"))
     assert "run r1 never started" in told and "its nodes answered" in told
 
 
 def test_a_result_of_an_older_version_is_read(made, capsys) -> None:
     (made.folder / "result.json").write_text('{"state": "done", "exit_status": 0}')
-    assert asked(capsys, "status")[0] == 0 and asked(capsys, "collect")[0] == 0
+    assert run_cli(capsys, "status")[0] == 0 and run_cli(capsys, "collect")[0] == 0
 
 
 def test_a_launch_file_of_a_newer_version_is_read(made, capsys) -> None:
     path = made.folder / "launch.json"
     path.write_text(json.dumps({**json.loads(path.read_text()), "more": 1}))
-    assert "its launcher (alice@" in asked(capsys, "status")[1]
+    assert "its launcher (alice@" in run_cli(capsys, "status")[1]
 
 
 def damaged(made: MadeRun) -> None:
@@ -90,32 +90,32 @@ def deleted(made: MadeRun) -> None:
 
 
 @pytest.mark.parametrize("change", [damaged, deleted])
-def test_a_bad_entry_of_the_registry_hides_no_other(made, capsys, change: Callable[[MadeRun], None]) -> None:
+def test_a_bad_registry_entry_does_not_hide_other_runs(made, capsys, change: Callable[[MadeRun], None]) -> None:
     change(made)
-    assert [entry["run_id"] for entry in json.loads(asked(capsys, "runs", "--json")[1])] == ["r1"]
+    assert [entry["run_id"] for entry in json.loads(run_cli(capsys, "runs", "--json")[1])] == ["r1"]
 
 
-def test_without_a_place_for_the_registry_a_run_is_operated_by_its_folder(made, capsys) -> None:
+def test_without_a_registry_a_run_is_found_by_its_folder(made, capsys) -> None:
     shutil.rmtree(made.top / "state")
     (made.top / "state").write_text("")
-    status, told = asked(capsys, "stop", str(made.folder))
+    status, told = run_cli(capsys, "stop", str(made.folder))
     assert status == 0 and "no process of it is left on its 2 nodes" in told
 
 
-def test_a_user_without_a_home_gets_no_registry_in_the_working_directory(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_user_without_a_home_has_no_registry_in_the_working_directory(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("XDG_STATE_HOME")
     monkeypatch.setattr("os.path.expanduser", lambda path: path)
     assert registry_folder() == Path("/nonexistent/gnnfleet/runs")
 
 
-def test_what_the_disk_does_not_take_is_one_message(made, capsys) -> None:
+def test_a_failed_write_of_the_result_is_one_message(made, capsys) -> None:
     (made.folder / "result.json").mkdir()
-    status, told = asked(capsys, "collect")
+    status, told = run_cli(capsys, "collect")
     assert status == 1 and "note: the report could not be written: " in told
-    assert "run folder:" in told, "the report is told all the same"
+    assert "run folder:" in told, "the report is printed nevertheless"
 
 
-def test_once_collected_the_exit_status_stays_that_of_the_run(made, capsys) -> None:
+def test_after_collect_the_exit_status_is_that_of_the_run(made, capsys) -> None:
     told = {"run_id": "r1", "state": "failed", "exit_status": 137, "seconds": 1.0, "nodes": [{}], "notes": []}
     (made.folder / "result.json").write_text(json.dumps({**told, "metrics": {}}))
-    assert [asked(capsys, word)[0] for word in ("collect", "follow", "status")] == [137, 137, 1]
+    assert [run_cli(capsys, word)[0] for word in ("collect", "follow", "status")] == [137, 137, 1]

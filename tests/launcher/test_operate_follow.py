@@ -1,4 +1,4 @@
-"""``gnnfleet follow`` is a viewer: however the watching ends, the run goes on; and it writes nothing down twice."""
+"""Tests of ``gnnfleet follow``: the run continues when following ends, and events are recorded only once."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def made(tmp_path: Path) -> Iterator[MadeRun]:
 
 
 def follow(*words: str) -> subprocess.Popen[str]:
-    """A follower without a terminal, once it has shown something of the run."""
+    """Start a follower without a terminal and wait until it has printed output of the run."""
     code = "import sys; from launcher.cli.main import run; sys.exit(run(sys.argv[1:]))"
     env = {**os.environ, "PYTHONPATH": str(ROOT)}
     process = subprocess.Popen(
@@ -49,28 +49,28 @@ def follow(*words: str) -> subprocess.Popen[str]:
     return process
 
 
-def goes_on(made: MadeRun) -> bool:
-    """Whether every supervisor still works, told of nothing else."""
+def still_runs(made: MadeRun) -> bool:
+    """Whether every supervisor still runs and has received no stop request."""
     stops = [node.path / "control" / "stop" for node in made.nodes]
     return not any(stop.exists() for stop in stops) and all(node.supervisor.poll() is None for node in made.nodes)
 
 
-def test_a_signal_ends_the_watching_alone_and_events_are_kept_once(made: MadeRun) -> None:
+def test_a_signal_ends_following_only_and_events_are_recorded_once(made: MadeRun) -> None:
     made.await_training()
     for number in (signal.SIGTERM, signal.SIGINT):
         viewer = follow()
         viewer.send_signal(number)
         said, _ = viewer.communicate(timeout=60)
         assert "Detached: run r1 goes on" in said and viewer.returncode == 0
-        assert goes_on(made)
+        assert still_runs(made)
     events = [json.loads(line) for line in (made.folder / "events.jsonl").read_text().splitlines()]
     told = [event for event in events if "node_rank" in event]
     wrote = [json.loads(line) for node in made.nodes for line in (node.path / "events.jsonl").read_text().splitlines()]
     assert sorted(told, key=lambda event: event["t"]) == sorted(wrote, key=lambda event: event["t"])
 
 
-def test_an_output_that_is_closed_ends_the_watching_alone(made: MadeRun) -> None:
-    """``gnnfleet follow | head``."""
+def test_closing_the_output_ends_following_only(made: MadeRun) -> None:
+    """As in ``gnnfleet follow | head``."""
     made.await_training()
     viewer = follow()
     assert viewer.stdout is not None
@@ -82,4 +82,4 @@ def test_an_output_that_is_closed_ends_the_watching_alone(made: MadeRun) -> None
     with (made.nodes[0].path / "metrics-rank0.jsonl").open("a") as out:
         out.write(json.dumps(metric) + "\n")
     assert viewer.wait(60) == 1
-    assert goes_on(made)
+    assert still_runs(made)

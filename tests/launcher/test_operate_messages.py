@@ -1,4 +1,4 @@
-"""Everything these commands can say of a run, provoked by what lies on its nodes; to be read aloud."""
+"""Golden test of the messages that commands print about a run in each state its nodes can be in."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ from launcher.plan.model import Login
 from launcher.report.run_folder import user_at_host
 from operate_kit import MadeRun
 
-NOT_YET = time.time() + 3600  #: of a heartbeat, whose age does not depend on how long these tests take
+NOT_YET = time.time() + 3600  #: a heartbeat in the future: its age is always shown as 0
 STEP = {"epoch": 4, "step": 12, "steps": 40, "loss": 0.5, "seeds_per_s": 1234.0, "remote_share": 0.25, "at": None}
 
 
 def state(made: MadeRun, k: int, word: str = "training", *, alive: bool = True, **more: Any) -> None:
-    """What node k's supervisor has written; this process stands for it."""
+    """Write node k's state.json as its supervisor would; this process stands in for the supervisor."""
     node = made.nodes[k]
     node.write_spec()
     me = look(os.getpid())
@@ -170,7 +170,7 @@ SCENES: dict[str, tuple[Callable[[MadeRun], Any], list[list[str]]]] = {
 
 
 def words_of(text: str, top: Path) -> str:
-    """Without what changes from run to run."""
+    """Replace what differs between runs of the test."""
     me = user_at_host()
     for old, new in {str(top): "…", me.partition("@")[2]: "laptop", "(local)": "(gnn)"}.items():
         text = text.replace(old, new)
@@ -181,7 +181,9 @@ def words_of(text: str, top: Path) -> str:
     return re.sub(r" +$", "", text, flags=re.MULTILINE)
 
 
-def test_all_that_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_messages_about_a_run_in_each_state(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     monkeypatch.setenv("COLUMNS", "200")
     told = []
     for number, (scene, (set_up, commands)) in enumerate(SCENES.items()):

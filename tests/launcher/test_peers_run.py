@@ -13,7 +13,7 @@ import pytest
 
 from launcher.node import leases
 from node_kit import python
-from peers_kit import SERVE, SLEEP, Run, wire
+from peers_kit import SERVE, SLEEP, Run, tcp_proxy
 from waiting import wait_until
 
 MakeRun = Callable[..., Run]
@@ -111,10 +111,10 @@ def test_silent_machine_is_missed(make: MakeRun, silent: int) -> None:
 
 def test_cut_wire_stops_both_sides(make: MakeRun) -> None:
     run = make(3)
-    with wire(run.port) as line:
-        run.nodes[2].spec["control"]["port"] = line.port
+    with tcp_proxy(run.port) as proxy:
+        run.nodes[2].spec["control"]["port"] = proxy.port
         run.start()
-        since, line.cut = time.monotonic(), True
+        since, proxy.cut = time.monotonic(), True
         results = run.ends(since)
     assert states(results) == ["failed", "stopped", "failed"]
     assert "2" in results[0]["lost"] and "0" in results[2]["lost"]
@@ -126,12 +126,12 @@ def test_short_cut_does_no_harm(make: MakeRun) -> None:
     """The connection is made anew, and the run goes on to its end."""
     waiting = "import os, time; print('up', flush=True)\nwhile not os.path.exists('../go'): time.sleep(0.05)"
     run = make(2, argv=python(waiting), peer_timeout=4.0)
-    with wire(run.port) as line:
-        run.nodes[1].spec["control"]["port"] = line.port
+    with tcp_proxy(run.port) as proxy:
+        run.nodes[1].spec["control"]["port"] = proxy.port
         run.start()
-        line.cut = True
+        proxy.cut = True
         time.sleep(2.6)
-        line.cut = False
+        proxy.cut = False
         time.sleep(2.0)
         assert run.met() and run.nodes[0].json("state.json")["peers"]["1"]["age"] < 2
         (run.nodes[0].path.parent / "go").touch()

@@ -42,7 +42,18 @@ def test_healthy_nodes_give_facts_and_nothing_to_do() -> None:
     assert (facts.address, facts.interface, facts.python, facts.cpus) == ("10.0.0.1", "eth0", "/usr/bin/python3", 8)
     assert abs(facts.clock_offset) < 1
     assert 29500 in report.facts[0].free_ports and 29500 not in facts.free_ports
-    for name in ("connect", "tmux", "versions", "workdir", "disk", "memory", "code", "clock", "service port", "network"):
+    for name in (
+        "connect",
+        "tmux",
+        "versions",
+        "workdir",
+        "disk",
+        "memory",
+        "code",
+        "clock",
+        "service port",
+        "network",
+    ):
         assert [f.node_rank for f in report.findings if f.check == name] == [0, 1, 2], name
 
 

@@ -34,7 +34,9 @@ def test_servers_serve_and_where_there_are_none_the_workers_do() -> None:
 
 
 def test_who_cannot_serve_is_told_why() -> None:
-    with pytest.raises(UsageError, match="all are clients, so no node can serve; give the hosts of the graph `role: server`"):
+    with pytest.raises(
+        UsageError, match="all are clients, so no node can serve; give the hosts of the graph `role: server`"
+    ):
         resolve_serving(config("c1", role="client"))
     with pytest.raises(UsageError, match="uses the graph of serving cluster products"):
         resolve_serving(config("g1", serving="products"))

@@ -46,7 +46,9 @@ def folders(plan: LaunchPlan) -> list[Path]:
 def test_one_starts_servers_at_a_time(plan: LaunchPlan, lines: dict[int, Transport]) -> None:
     only_second = replace(plan, nodes=plan.nodes[1:])
     with start_lock(only_second, lines):
-        said = r"node1 \(local\): .+@.+ is starting serving cluster products at this moment; serve again when that is done"
+        said = (
+            r"node1 \(local\): .+@.+ is starting serving cluster products at this moment; serve again when that is done"
+        )
         with pytest.raises(FleetError, match=said), start_lock(plan, lines):
             pytest.fail("two at once")
     with start_lock(plan, lines):

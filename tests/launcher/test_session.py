@@ -132,9 +132,7 @@ def test_session_that_exists_already(make: Make) -> None:
 
 def test_missing_python_is_named(make: Make) -> None:
     _, plan = make("/no/such/python3")
-    with pytest.raises(
-        SessionError, match=r"(?s)supervisor ended while it started; .*start.log:.*/no/such/python3"
-    ):
+    with pytest.raises(SessionError, match=r"(?s)supervisor ended while it started; .*start.log:.*/no/such/python3"):
         start_session(LOCAL, plan, start_timeout=10)
     assert sessions() == []
 

@@ -1,4 +1,4 @@
-"""Commands about runs of servers and clients, and about clusters that only serve."""
+"""Tests of the run commands on runs with servers and clients, and on clusters that only serve."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ SERVER = Command((PYTHON, "-c", SERVE))
 
 
 @pytest.fixture(autouse=True)
-def elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def other_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
     monkeypatch.setenv("TMUX_TMPDIR", str(tmp_path))
     monkeypatch.setenv("COLUMNS", "200")
@@ -39,15 +39,15 @@ def made(tmp_path: Path) -> Iterator[MadeRun]:
     made.kill()
 
 
-def asked(capsys: pytest.CaptureFixture[str], *words: str) -> tuple[int, str]:
-    """Exit status and all that ``gnnfleet`` printed."""
+def run_cli(capsys: pytest.CaptureFixture[str], *words: str) -> tuple[int, str]:
+    """Return the exit status and everything that ``gnnfleet`` printed."""
     status = run(list(words))
     captured = capsys.readouterr()
     return status, captured.out + captured.err
 
 
 def serving(made: MadeRun, *servers: int) -> MadeRun:
-    """Has these nodes serve and train nothing; each by itself where all do."""
+    """Make these nodes serve without ranks; each node runs on its own if all nodes serve."""
     nodes = tuple(
         replace(node, ranks=(), nproc=0, trainer=None, server=SERVER, role="server")
         if node.node_rank in servers
@@ -77,22 +77,24 @@ def serving(made: MadeRun, *servers: int) -> MadeRun:
     return made.launched("train", detached=True)
 
 
-def test_a_serving_cluster_says_so_and_is_done_when_stopped(made: MadeRun, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_serving_cluster_is_reported_and_is_done_when_stopped(
+    made: MadeRun, capsys: pytest.CaptureFixture[str]
+) -> None:
     serving(made, 0, 1)
-    status, told = asked(capsys, "resume", "r1")
+    status, told = run_cli(capsys, "resume", "r1")
     assert status == 2 and "r1 is a serving cluster" in told and "gnnfleet serve --config FILE --name r1" in told
-    status, told = asked(capsys, "status", "r1")
+    status, told = run_cli(capsys, "status", "r1")
     lines = told.splitlines()
     assert status == 0 and lines[0].startswith("run r1 serves: 2 nodes; its launcher (alice@")
     assert [line.split()[:4] for line in lines[2:4]] == [[f"node{k}", "(local)", "–", "serving"] for k in range(2)]
-    assert "2 nodes serving" in asked(capsys, "runs")[1]
-    status, told = asked(capsys, "logs", "r1", "--rank", "0")
+    assert "2 nodes serving" in run_cli(capsys, "runs")[1]
+    status, told = run_cli(capsys, "logs", "r1", "--rank", "0")
     assert status == 2 and "the run has no ranks, only graph servers" in told
-    status, told = asked(capsys, "logs", "r1")
+    status, told = run_cli(capsys, "logs", "r1")
     assert status == 0 and "node0/server | serving" in told and "node1/server | serving" in told
-    status, told = asked(capsys, "stop", "r1")
+    status, told = run_cli(capsys, "stop", "r1")
     assert status == 0 and "node1 (local): stopped" in told
-    status, told = asked(capsys, "status", "r1")
+    status, told = run_cli(capsys, "status", "r1")
     assert status == 0 and told.startswith("run r1 is done after")
     assert json.loads((made.folder / "result.json").read_text())["state"] == "done"
 
@@ -101,18 +103,18 @@ def test_following_a_serving_cluster_until_it_is_stopped(made: MadeRun, capsys: 
     serving(made, 0, 1)
     for node in made.nodes:
         (node.path / "control" / "stop").write_text('{"by": "bob@desk", "why": "gnnfleet stop", "now": false}')
-    status, told = asked(capsys, "follow", "r1", "--plain")
+    status, told = run_cli(capsys, "follow", "r1", "--plain")
     assert status == 0 and "Done in" in told and "failed" not in told
 
 
 @pytest.mark.slow
-def test_watching_a_serving_cluster_that_loses_a_server_does_the_others_no_harm(
+def test_following_a_serving_cluster_that_loses_a_server_leaves_the_other_running(
     made: MadeRun, capsys: pytest.CaptureFixture[str]
 ) -> None:
     serving(made, 0, 1)
     os.kill(made.nodes[1].supervisor.pid, signal.SIGKILL)  # type: ignore[union-attr]
     wait_until(lambda: made.nodes[1].supervisor.poll() is not None)  # type: ignore[union-attr]
-    status, told = asked(capsys, "status", "r1")
+    status, told = run_cli(capsys, "status", "r1")
     assert status == 0 and told.startswith("run r1 serves: 2 nodes"), told
     assert "note: node1 (local): lost" in told
     ended: list[bool] = []
@@ -123,13 +125,13 @@ def test_watching_a_serving_cluster_that_loses_a_server_does_the_others_no_harm(
         (made.nodes[0].path / "control" / "stop").write_text('{"by": "bob@desk", "why": "gnnfleet stop", "now": false}')
 
     threading.Thread(target=stop_the_other).start()
-    status, told = asked(capsys, "follow", "r1", "--plain")
-    assert ended == [False], "the server that was left went on until bob stopped it"
+    status, told = run_cli(capsys, "follow", "r1", "--plain")
+    assert ended == [False], "the remaining server ran until bob stopped it"
     assert "node1 (local) is lost" in told and "every node stops" not in told
 
 
 @pytest.mark.slow
-def test_a_run_that_goes_on_without_a_server_is_no_failure(made: MadeRun, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_run_that_continues_without_a_server_does_not_fail(made: MadeRun, capsys: pytest.CaptureFixture[str]) -> None:
     made.kill()
     made = MadeRun(made.top / "three", num_nodes=3)
     try:
@@ -137,7 +139,7 @@ def test_a_run_that_goes_on_without_a_server_is_no_failure(made: MadeRun, capsys
         made.await_training(2)
         os.kill(made.nodes[0].supervisor.pid, signal.SIGKILL)  # type: ignore[union-attr]
         wait_until(lambda: "0" in made.nodes[2].json("state.json")["gone"])
-        status, told = asked(capsys, "status", "r1")
+        status, told = run_cli(capsys, "status", "r1")
         assert status == 0 and told.startswith("run r1 trains: 3 nodes, 1 rank"), told
         assert "finding: server node0 was lost at" in told and "part 0 is served by node1" in told
     finally:

@@ -1,4 +1,4 @@
-"""``status`` tells the truth, whatever has become of the launcher and the nodes."""
+"""Tests of ``status`` for every state of the launcher and the nodes."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from operate_kit import MadeRun
 
 
 @pytest.fixture(autouse=True)
-def elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each test has a registry of its own, and asks from a folder that knows nothing of the run."""
+def other_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each test has its own registry and runs in a folder without the run."""
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
     monkeypatch.setenv("COLUMNS", "200")
     (tmp_path / "elsewhere").mkdir()
@@ -28,8 +28,8 @@ def made(tmp_path: Path) -> Iterator[MadeRun]:
     made.kill()
 
 
-def asked(capsys: pytest.CaptureFixture[str], *words: str) -> tuple[int, str]:
-    """Exit status and all that ``gnnfleet`` printed."""
+def run_cli(capsys: pytest.CaptureFixture[str], *words: str) -> tuple[int, str]:
+    """Return the exit status and everything that ``gnnfleet`` printed."""
     status = run(list(words))
     captured = capsys.readouterr()
     return status, captured.out + captured.err
@@ -42,8 +42,8 @@ def status_of(capsys: pytest.CaptureFixture[str], *words: str) -> dict:
     return told
 
 
-def test_from_a_machine_that_never_saw_the_run(made, capsys, monkeypatch, tmp_path) -> None:
-    """Only a cluster file, its hosts in another order, and one host more."""
+def test_status_on_a_machine_without_the_run_folder(made, capsys, monkeypatch, tmp_path) -> None:
+    """Given only a cluster file, with its hosts in another order and one host more."""
     made.start()
     made.await_training()
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "another home"))
@@ -53,16 +53,16 @@ def test_from_a_machine_that_never_saw_the_run(made, capsys, monkeypatch, tmp_pa
     config.write_text(f"transport: local\nnodes:\n{nodes}data: {{dataset: synthetic}}\n")
     told = status_of(capsys, "--config", str(config))
     assert told["run_id"] == "r1" and told["state"] == "running" and told["folder"] is None
-    assert "epoch 4, step 13 of 40" in told["sentence"], "how many epochs the run has, that file does not say"
+    assert "epoch 4, step 13 of 40" in told["sentence"], "that file does not contain the run's number of epochs"
     assert [node["state"] for node in told["nodes"]] == ["training", "training"]
     assert told["next"][0] == f"gnnfleet follow r1 --config {config}"
-    assert asked(capsys, "status", "r9", "--config", str(config)) == (
+    assert run_cli(capsys, "status", "r9", "--config", str(config)) == (
         2,
         f"error: no run `r9` on the hosts of {config}; the newest there are r1\n",
     )
 
 
-def test_finished_run_needs_no_node(made, capsys) -> None:
+def test_status_of_a_finished_run_connects_to_no_node(made, capsys) -> None:
     made.launched("end")
     result = {"run_id": "r1", "state": "failed", "exit_status": 137, "seconds": 61.2, "notes": [], "metrics": {}}
     first = {"rank": 1, "sentence": "rank 1 on node1 (gnn2) was killed by signal 9 (SIGKILL)"}

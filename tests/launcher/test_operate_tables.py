@@ -1,4 +1,4 @@
-"""``status`` and ``runs`` on narrow and wide terminals: one line each, and no word cut that matters."""
+"""Tests of the tables of ``status`` and ``runs`` at narrow and wide terminals: one line per row, key columns whole."""
 
 from __future__ import annotations
 
@@ -42,20 +42,20 @@ def status_of(host: str, user: str | None = None, **more: Any) -> Status:
 @pytest.mark.parametrize(
     ("host", "user"), [("gnn", None), ("gnn-machine-of-the-institute.example.org", "alice.liddell")]
 )
-def test_status_at_80_columns_keeps_rank_state_epoch_and_step_whole(host: str, user: str | None) -> None:
+def test_status_at_80_columns_does_not_cut_rank_state_epoch_and_step(host: str, user: str | None) -> None:
     _, titles, first, second = printed(rendered(status_of(host, user)), 80)
     assert titles.split()[:5] == ["node", "rank", "state", "epoch", "step"]
     assert second.startswith("node1 (") and " 1 " in second and " training " in second
     assert " 12  1234/40000" in first
 
 
-def test_status_at_120_columns_shows_all() -> None:
+def test_status_at_120_columns_shows_all_columns() -> None:
     _, titles, first, _ = printed(rendered(status_of("gnn")), 120)
     assert titles.split() == ["node", "rank", "state", "epoch", "step", "seeds/s", "loss", "remote", "heartbeat"]
     assert first.split()[3:] == ["training", "12", "1234/40000", "123,456", "0.5123", "25%", "1.5", "s", "ago"]
 
 
-def test_status_shows_what_takes_most_of_a_step_where_a_rank_tells() -> None:
+def test_status_shows_the_longest_phase_of_a_step_if_a_rank_reports_it() -> None:
     _, titles, first, second = printed(rendered(status_of("gnn", most=["backward", 0.412])), 130)
     assert titles.split()[-3:] == ["mostly", "remote", "heartbeat"]
     assert "  backward 41%     25%  " in first and "             –     25%  " in second
@@ -70,7 +70,7 @@ ENTRIES = [
 ]
 
 
-def test_runs_are_one_line_each_and_the_result_is_cut_at_the_end() -> None:
+def test_runs_are_one_line_each_and_only_the_result_is_cut() -> None:
     titles, first, second = printed(run_history.rendered(ENTRIES), 80)
     assert titles.split() == ["when", "run", "state", "result"]
     assert "toy-20261121-041349-042e  failed         rank 1 on node1 (gnn" in first and first.endswith("…")
@@ -81,7 +81,7 @@ def test_runs_are_one_line_each_and_the_result_is_cut_at_the_end() -> None:
 
 
 @pytest.mark.parametrize(("columns", "whole"), [(None, True), ("80", False)])
-def test_into_a_pipe_nothing_is_cut_unless_columns_says_so(
+def test_into_a_pipe_nothing_is_cut_unless_columns_is_set(
     columns: str | None, whole: bool, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(run_history, "history", lambda runs_dirs, limit: ENTRIES)
@@ -93,5 +93,5 @@ def test_into_a_pipe_nothing_is_cut_unless_columns_says_so(
     assert len(lines) == 3 and (" ".join(WHY.split()) in lines[1]) is whole and ("…" in lines[1]) is not whole
 
 
-def test_the_whole_result_is_in_json() -> None:
+def test_json_has_the_result_in_full() -> None:
     assert "x" * 200 in run_history.to_json(ENTRIES)

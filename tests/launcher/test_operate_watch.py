@@ -1,4 +1,4 @@
-"""``status --watch`` stays true while a launch goes from one stage to the next."""
+"""Test of ``status --watch`` while a launch passes from one stage to the next."""
 
 from __future__ import annotations
 
@@ -24,21 +24,23 @@ def made(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[MadeRun]:
     made.kill()
 
 
-def test_a_run_that_is_watched_from_its_preparation_is_seen_to_train_and_to_end(
+def test_status_watch_follows_a_run_from_preparation_to_its_end(
     made: MadeRun, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     told: list[str] = []
     rendered = status.rendered
     monkeypatch.setattr(status, "rendered", lambda now: told.append(now.verdict.state) or rendered(now))
 
-    def goes_on() -> None:
+    def run_continues() -> None:
         while not told:
             time.sleep(0.02)
         made.start("import time; time.sleep(4); raise SystemExit(3)")
-        wait_until(lambda: all((node.path / "state.json").exists() for node in made.nodes))  # as a launcher does
+        wait_until(
+            lambda: all((node.path / "state.json").exists() for node in made.nodes)
+        )  # launchers wait for this too
         made.launched("train", alive=True)
 
-    threading.Thread(target=goes_on, daemon=True).start()
+    threading.Thread(target=run_continues, daemon=True).start()
     assert run(["status", "--watch", str(made.folder)]) == 1
     stages = list(dict.fromkeys(told))
     assert stages[0] == "preparing" and "running" in stages and stages[-1] == "failed"

@@ -1,4 +1,4 @@
-"""The partitioner as a process of the launcher: its output, and how it ends."""
+"""Tests of the partitioner as a process of the launcher: its output and its end."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from launcher.plan.partition import PartitionFailed, partitioning, run_partition
 
 
 def partitioner(code: str) -> tuple[str, str]:
-    """What was shown, and the message of the failure ("" for none), when the partitioner is this Python code."""
+    """Run Python code as the partitioner; return what was printed and the failure's message ("" for none)."""
     shown = io.StringIO()
     try:
         run_partitioner(Command((sys.executable, "-c", code), {}), Console(file=shown, width=200))
@@ -25,14 +25,14 @@ def partitioner(code: str) -> tuple[str, str]:
     return shown.getvalue(), ""
 
 
-def test_output_is_shown_as_it_comes() -> None:
+def test_output_is_printed_line_by_line_with_a_prefix() -> None:
     assert partitioner("print('load 1 s'); print('error: 0.1 %'); print('write 1 s')") == (
         "partition | load 1 s\npartition | error: 0.1 %\npartition | write 1 s\n", ""
     )  # fmt: skip
 
 
 @pytest.mark.parametrize("reason", ["x.npy: 5 rows, but 6 nodes", "first line\\nsecond line"])
-def test_the_reason_of_a_failure_is_told_once(reason: str) -> None:
+def test_the_reason_of_a_failure_is_reported_once(reason: str) -> None:
     shown, failure = partitioner(f"import sys; print('load 1 s', flush=True); sys.exit('error: {reason}')")
     assert shown == "partition | load 1 s\n"
     assert failure == reason.replace("\\n", "\n")
@@ -54,7 +54,7 @@ def test_a_failure_without_a_message_points_to_the_output() -> None:
         ({"method": "hash", "clusters": 50}, "--method hash --seed 0 --clusters 50"),
     ],
 )
-def test_the_partitioner_is_told_what_its_method_uses(how: dict[str, Any], words: str) -> None:
+def test_the_partitioner_gets_the_options_of_its_method(how: dict[str, Any], words: str) -> None:
     data = DataConfig("synthetic", folder="/parts", partition=PartitionConfig(**how))
     config = ClusterConfig((NodeConfig("a"), NodeConfig("b")), data, TrainConfig(fanouts=(7, -1)))
     argv = partitioning(resolve_run(config)).command.argv

@@ -1,4 +1,4 @@
-"""Hub and members over real sockets in one process: who is let in, clocks, causes, and what cannot block the hub."""
+"""Tests of hub and members over real sockets in one process: admission, clocks, causes, and a hub that never blocks."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ LABELS = ("node0 (a)", "node1 (b)", "node2 (c)")
 
 
 class Room:
-    """A hub and what connects to it, all turned by one loop."""
+    """A hub and its connections, all driven by one event loop."""
 
     def __init__(self, **more: Any) -> None:
         self.loop = Loop()
@@ -60,7 +60,7 @@ class Room:
         return member
 
     def until(self, true: Callable[[], Any], timeout: float = 5.0) -> None:
-        """Turn the loop until something holds; the test fails when it does not in time."""
+        """Run the event loop until ``true()`` holds; fail after ``timeout`` seconds."""
         deadline = time.monotonic() + timeout
         while not true():
             assert time.monotonic() < deadline
@@ -94,10 +94,10 @@ def room() -> Iterator[Room]:
     signal.signal(signal.SIGCHLD, old)
 
 
-# Who is let in
+# Admission
 
 
-def test_a_member_is_heard_and_hears(room: Room) -> None:
+def test_hub_and_member_exchange_their_states(room: Room) -> None:
     member = room.member(2)
     member.report({**IDLE, "ranks": {"3": {"epoch": 1}}})
     room.until(lambda: member.offset is not None and room.hub.members[2].ranks)
@@ -112,8 +112,8 @@ def test_the_token_never_travels_and_is_needed_on_both_sides(room: Room) -> None
     assert room.hub.members[1].link is None and room.hub.members[1].heard is None and thief.offset is None
 
 
-def test_a_false_hub_is_not_believed() -> None:
-    """One that holds the port but not the token; the member says why it does not get through."""
+def test_a_hub_without_the_token_is_rejected() -> None:
+    """The false hub has the port but not the token; the member reports why it could not connect."""
     room = Room(start_timeout=0.8)
     room.hub.close()
     false = listen("127.0.0.1", room.port)
@@ -129,8 +129,8 @@ def test_a_false_hub_is_not_believed() -> None:
     member.close()
 
 
-def test_a_reflected_proof_is_none(room: Room) -> None:
-    """What the hub would say is not what a member has to say."""
+def test_a_reflected_proof_is_rejected(room: Room) -> None:
+    """A hub's proof is not valid as a member's proof."""
     sock = room.stranger()
     room.until(lambda: room.hub._strangers)
     nonce = json.loads(sock.recv(1000))["hello"]
@@ -174,7 +174,7 @@ def test_many_strangers_cannot_keep_a_member_out(room: Room) -> None:
         sock.close()
 
 
-def test_strangers_leave_nothing_behind(room: Room) -> None:
+def test_rejected_connections_leak_no_file_descriptors(room: Room) -> None:
     files = len(os.listdir("/proc/self/fd"))
     for number in range(50):
         room.stranger(b'{"node_rank": "%d"}\n' % number).close()
@@ -182,7 +182,7 @@ def test_strangers_leave_nothing_behind(room: Room) -> None:
     assert len(room.hub.dropped) < 5 and len(os.listdir("/proc/self/fd")) == files
 
 
-def test_a_member_that_sends_nonsense_is_dropped_and_may_come_back(room: Room) -> None:
+def test_a_member_that_sends_invalid_messages_is_dropped_and_may_reconnect(room: Room) -> None:
     member = room.member(1)
     room.until(lambda: member.offset is not None)
     assert member._link is not None
@@ -192,8 +192,8 @@ def test_a_member_that_sends_nonsense_is_dropped_and_may_come_back(room: Room) -
     assert not room.hub.lost
 
 
-def test_a_hub_that_is_slow_takes_no_member_for_dead(room: Room, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The member tries anew, as its line may be broken; the old line stays until then, as its end means death."""
+def test_a_slow_hub_does_not_declare_a_member_lost(room: Room, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The member reconnects; it keeps the old connection until then, since closing it would mean that it is lost."""
     monkeypatch.setattr(member_module, "_SILENT", 0.2)
     room.settings["peer_timeout"] = 30.0
     member = room.member(1)
@@ -213,14 +213,17 @@ def test_a_hub_that_is_slow_takes_no_member_for_dead(room: Room, monkeypatch: py
     assert member._silent is None and known.gone is None and not room.hub.lost
 
 
-def test_our_own_pause_is_nobodys_silence(room: Room) -> None:
+def test_a_pause_of_the_hub_does_not_count_as_silence_of_members(room: Room) -> None:
     member = room.member(1)
     room.until(lambda: member.offset is not None)
     known = room.hub.members[1]
     known.heard, room.hub._looked = time.monotonic() - 8, time.monotonic() - 8
     room.hub.look()
     assert not room.hub.lost and 0 <= room.hub.table["1"]["age"] < 1
-    known.heard, room.hub._looked = time.monotonic(), time.monotonic() - 8  # what waited for us was read already
+    known.heard, room.hub._looked = (
+        time.monotonic(),
+        time.monotonic() - 8,
+    )  # messages that arrived during the pause have been read
     room.hub.look()
     assert room.hub.table["1"]["age"] >= 0
 
@@ -255,20 +258,20 @@ def test_clocks_minutes_apart(room: Room) -> None:
     assert room.hub.cause is not None and abs(room.hub.cause["t"] - happened) < 0.01
 
 
-def test_the_quickest_round_trip_counts() -> None:
+def test_the_offset_of_the_quickest_round_trip_is_used() -> None:
     offset = ClockOffset()
     assert offset.value is None
-    offset.add(100.0, 50.9, 50.9, 101.0)  # 1 s on the way, nearly all of it there
+    offset.add(100.0, 50.9, 50.9, 101.0)  # 1 s of travel time, nearly all of it outbound
     assert offset.value == pytest.approx(49.6)
     offset.add(200.0, 150.001, 150.001, 200.002)
     offset.add(300.0, 250.3, 250.3, 300.5)
     assert offset.value == pytest.approx(50.0)
 
 
-def test_a_clock_that_is_set_is_noticed() -> None:
+def test_a_change_of_the_clock_is_detected() -> None:
     offset = ClockOffset()
     offset.add(100.0, 50.001, 50.001, 100.002)
-    offset.add(50.0, 0.5, 0.6, 10.0)  # set back in the midst of a round trip: tells nothing
+    offset.add(50.0, 0.5, 0.6, 10.0)  # clock set back during a round trip: ignored
     assert offset.value == pytest.approx(50.0)
     offset.add(200.0, 190.1, 190.1, 200.2)
     assert offset.value == pytest.approx(10.0)
@@ -277,7 +280,7 @@ def test_a_clock_that_is_set_is_noticed() -> None:
 # Causes
 
 
-def test_the_earlier_cause_wins_though_it_is_told_later(room: Room) -> None:
+def test_the_earlier_cause_wins_if_it_is_reported_later(room: Room) -> None:
     one, two = room.member(1), room.member(2)
     room.until(lambda: one.offset is not None and two.offset is not None)
     now = time.time()
@@ -288,7 +291,7 @@ def test_the_earlier_cause_wins_though_it_is_told_later(room: Room) -> None:
     assert room.hub.cause is not None and room.hub.cause["name"] == "rank1" and two.order is not None
 
 
-def test_all_trained_is_the_end(room: Room) -> None:
+def test_the_run_ends_when_all_ranks_have_trained(room: Room) -> None:
     one, two = room.member(1), room.member(2)
     room.until(lambda: one.offset is not None and two.offset is not None)
     one.report({**IDLE, "trained": True})
@@ -303,7 +306,7 @@ def test_all_trained_is_the_end(room: Room) -> None:
     room.until(lambda: room.hub.may_leave() and one.may_leave() and two.may_leave())
 
 
-def test_words_of_causes() -> None:
+def test_sentences_of_causes() -> None:
     causes = [
         make_cause(1, "rank5", "failure", "ended with exit status 3", 0),
         make_cause(2, "server", "failure", "ended while it was needed", 0),
@@ -324,7 +327,7 @@ def test_words_of_causes() -> None:
     assert earlier(None, causes[0]) is causes[0] and earlier(None, None) is None
 
 
-def test_a_hub_listens_everywhere_when_its_address_is_none_of_its_own() -> None:
+def test_a_hub_listens_on_all_interfaces_if_its_address_is_not_local() -> None:
     with listen("192.0.2.1", free_port()) as sock:
         assert sock.getsockname()[0] == "0.0.0.0"
     with listen("127.0.0.1", 0) as first, pytest.raises(OSError, match=os.strerror(98)):

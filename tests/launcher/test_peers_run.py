@@ -1,4 +1,4 @@
-"""Whole runs over several supervisors, no launcher anywhere: any failure ends all nodes, within ten seconds."""
+"""Tests of runs over several supervisors without a launcher: any failure ends all nodes within ten seconds."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ MakeRun = Callable[..., Run]
 
 @pytest.fixture
 def make(tmp_path: Path) -> Iterator[MakeRun]:
-    """Makes runs and kills what a failed test leaves."""
+    """Start runs and kill what a failed test leaves running."""
     made: list[Run] = []
 
     def run(count: int, **more: Any) -> Run:
@@ -37,7 +37,7 @@ def states(results: list[dict[str, Any]]) -> list[str | None]:
     return [result.get("state") for result in results]
 
 
-def test_failed_rank_stops_all_nodes_which_say_why(make: MakeRun) -> None:
+def test_failed_rank_stops_all_nodes_and_is_named_as_the_cause(make: MakeRun) -> None:
     run = make(3).start()
     pid, since = run.nodes[2].pid("rank2"), time.monotonic()
     os.kill(pid, signal.SIGKILL)
@@ -64,10 +64,10 @@ def test_failure_on_node_0_stops_the_members(make: MakeRun) -> None:
 
 
 @pytest.mark.slow
-def test_a_held_device_on_node_0_ends_the_others_at_once(
+def test_a_leased_device_on_node_0_ends_the_other_nodes_at_once(
     make: MakeRun, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Node 0 never gets as far as to listen for them; they must not wait for it until start_timeout."""
+    """Node 0 ends before it listens for the others; they must not wait for it until start_timeout."""
     monkeypatch.setenv("GNNFLEET_LEASES", str(tmp_path / "leases"))
     assert leases.take(["cuda:0"], leases.this_process("other", 0, "bob@desk")) == []
     run = make(2, leases=["cuda:0"], start_timeout=60.0)
@@ -79,7 +79,7 @@ def test_a_held_device_on_node_0_ends_the_others_at_once(
     assert results[1]["reason"] == f"node0 (gpu0): {results[0]['reason']}"
 
 
-def test_killed_supervisor_is_missed(make: MakeRun) -> None:
+def test_killed_supervisor_is_reported_lost(make: MakeRun) -> None:
     run = make(3).start()
     since = time.monotonic()
     run.nodes[1].supervisor.kill()  # type: ignore[union-attr]
@@ -92,8 +92,8 @@ def test_killed_supervisor_is_missed(make: MakeRun) -> None:
 
 
 @pytest.mark.parametrize("silent", [pytest.param(0, marks=pytest.mark.slow), 1])
-def test_silent_machine_is_missed(make: MakeRun, silent: int) -> None:
-    """A stopped supervisor says nothing, as one whose machine has no power; the ranks elsewhere heed no SIGTERM."""
+def test_silent_machine_is_reported_lost(make: MakeRun, silent: int) -> None:
+    """A stopped supervisor stands for a machine without power; ranks of the other nodes ignore SIGTERM."""
     stubborn = "import signal; signal.signal(signal.SIGTERM, signal.SIG_IGN); " + SLEEP
     run = make(3, argv=python(stubborn), grace=5.0).start()
     since = time.monotonic()
@@ -109,7 +109,7 @@ def test_silent_machine_is_missed(make: MakeRun, silent: int) -> None:
         assert result["cause"]["node_rank"] == silent
 
 
-def test_cut_wire_stops_both_sides(make: MakeRun) -> None:
+def test_cut_connection_stops_both_sides(make: MakeRun) -> None:
     run = make(3)
     with tcp_proxy(run.port) as proxy:
         run.nodes[2].spec["control"]["port"] = proxy.port
@@ -122,8 +122,8 @@ def test_cut_wire_stops_both_sides(make: MakeRun) -> None:
 
 
 @pytest.mark.slow
-def test_short_cut_does_no_harm(make: MakeRun) -> None:
-    """The connection is made anew, and the run goes on to its end."""
+def test_short_interruption_of_a_connection_is_harmless(make: MakeRun) -> None:
+    """The member reconnects and the run ends normally."""
     waiting = "import os, time; print('up', flush=True)\nwhile not os.path.exists('../go'): time.sleep(0.05)"
     run = make(2, argv=python(waiting), peer_timeout=4.0)
     with tcp_proxy(run.port) as proxy:
@@ -139,7 +139,7 @@ def test_short_cut_does_no_harm(make: MakeRun) -> None:
 
 
 @pytest.mark.parametrize("asked", [pytest.param(0, marks=pytest.mark.slow), 2])
-def test_stop_asked_of_any_node_stops_all(make: MakeRun, asked: int) -> None:
+def test_stop_requested_at_any_node_stops_all(make: MakeRun, asked: int) -> None:
     run = make(3).start()
     since = time.monotonic()
     request = '{"by": "alice@laptop", "why": "gnnfleet stop", "now": false}'
@@ -153,7 +153,7 @@ def test_stop_asked_of_any_node_stops_all(make: MakeRun, asked: int) -> None:
     assert [result["reason"] for result in results] == reasons
 
 
-def test_stop_now_waits_for_nobody(make: MakeRun) -> None:
+def test_stop_now_skips_the_grace_period_of_all_nodes(make: MakeRun) -> None:
     stubborn = "import signal; signal.signal(signal.SIGTERM, signal.SIG_IGN); " + SLEEP
     run = make(2, argv=python(stubborn), grace=20.0).start()
     since = time.monotonic()
@@ -172,7 +172,7 @@ def test_deleted_run_folder_stops_all(make: MakeRun) -> None:
     assert results[0]["reason"] == f"node1 (gpu1): its run folder {run.nodes[1].path} has been deleted"
 
 
-def test_nodes_may_end_at_different_times_and_serve_until_all_have(make: MakeRun) -> None:
+def test_nodes_end_at_different_times_and_serve_until_all_have_ended(make: MakeRun) -> None:
     run = make(3, server=python(SERVE))
     waiting = "import os, time; print('up', flush=True)\nwhile not os.path.exists('../go'): time.sleep(0.05)"
     run.rank(run.nodes[0], python("print('up')"))

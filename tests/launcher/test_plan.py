@@ -1,4 +1,4 @@
-"""The plan: golden values, what bash makes of its commands, secrets, ports, speed."""
+"""Tests of the plan: golden files, quoting in bash, secrets, ports, parts, threads, files."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ def test_golden_plans(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 
 
 def _without_code(plan: dict[str, Any]) -> dict[str, Any]:
-    """Our own files change with every commit, and so do the sizes of nothing else."""
+    """Remove the files of our own code, whose sizes change with every commit."""
     for node in plan["nodes"]:
         code = [file for file in node["files"] if file["dest"].startswith(node["code_dir"])]
         assert {file["dest"].removeprefix(node["code_dir"] + "/") for file in code} >= {
@@ -81,7 +81,7 @@ def _without_code(plan: dict[str, Any]) -> dict[str, Any]:
     return plan
 
 
-# What bash makes of it
+# Quoting in bash
 
 
 WORDS = st.text(st.characters(exclude_categories=["Cs"], exclude_characters="\0"), min_size=1, max_size=20)
@@ -90,7 +90,7 @@ WORDS = st.text(st.characters(exclude_categories=["Cs"], exclude_characters="\0"
 @settings(max_examples=15, deadline=None)
 @given(words=st.lists(WORDS, max_size=5), value=WORDS)
 def test_quoting_survives_bash(words: list[str], value: str) -> None:
-    words = [word for word in words if not word.startswith("~/")]  # those are for the shell to expand
+    words = [word for word in words if not word.startswith("~/")]  # expanded by the shell
     show = "import json, os, sys; print(json.dumps([sys.argv[1:], os.environ['ODD']]))"
     odd = value if not value.startswith("~/") else "x"
     command = Command((sys.executable, "-c", show, *words), {"ODD": odd})
@@ -98,7 +98,7 @@ def test_quoting_survives_bash(words: list[str], value: str) -> None:
     assert json.loads(done.stdout) == [words, odd]
 
 
-def test_start_script_and_node_json_carry_odd_names_unharmed(tmp_path: Path) -> None:
+def test_start_script_and_node_json_quote_unusual_names(tmp_path: Path) -> None:
     home = tmp_path / 'it\'s $HOME `x` "q" é'
     stub = tmp_path / "sub dir" / "python"
     stub.parent.mkdir()
@@ -137,7 +137,7 @@ def _place_generated(plan: LaunchPlan) -> dict[str, Path]:
     return placed
 
 
-def test_home_is_expanded_by_the_shell_before_preflight_knows_it(tmp_path: Path) -> None:
+def test_home_is_expanded_by_the_shell_before_preflight_finds_it(tmp_path: Path) -> None:
     start = plan_of(cluster(NodeConfig("a", venv="~/my venv"))).nodes[0].start
     show = dataclasses.replace(start, argv=("bash", "-c", 'echo "$PYTHONPATH|$PATH|$PWD"'))
     run_dir = tmp_path / "gnnfleet/node0/runs/r1/node0"
@@ -149,7 +149,7 @@ def test_home_is_expanded_by_the_shell_before_preflight_knows_it(tmp_path: Path)
     assert path.startswith(f"{tmp_path}/my venv/bin:") and cwd == str(run_dir)
 
 
-def test_conda_by_name_is_activated_or_missed_in_words(tmp_path: Path) -> None:
+def test_conda_environment_by_name_is_activated_or_reported_missing(tmp_path: Path) -> None:
     command = interpreter(cluster(NodeConfig("a", conda="my env")), 0)
     show = dataclasses.replace(command, argv=("bash", "-c", "echo $ACTIVE"))
     env = {"HOME": str(tmp_path), "PATH": "/usr/bin:/bin"}
@@ -168,7 +168,7 @@ def test_conda_by_name_is_activated_or_missed_in_words(tmp_path: Path) -> None:
 # Secrets
 
 
-def test_the_token_shows_nowhere_but_in_node_json(tmp_path: Path) -> None:
+def test_the_token_is_shown_nowhere_but_in_node_json(tmp_path: Path) -> None:
     plan = plan_of(cluster(), facts=facts_of(2))
     console = Console(file=io.StringIO(), width=80)
     print_plan(plan, console, every=True)
@@ -204,7 +204,7 @@ def test_nodes_never_share_a_port() -> None:
         assert len(every) == len(set(every)) and max(every) < 65536
 
 
-def test_busy_ports_are_passed_over() -> None:
+def test_busy_ports_are_skipped() -> None:
     plan = plan_of(cluster(), facts=facts_of(2, free_ports=(29503, 29602, 29603)))
     assert plan.master_port == 29503
     assert [node.service_port for node in plan.nodes] == [29602, 29603]
@@ -231,7 +231,7 @@ def test_processes_of_one_host_share_its_cpus() -> None:
     assert [node.trainer.env["OMP_NUM_THREADS"] for node in plan.nodes] == ["4", "4", "1", "7"]
 
 
-def test_a_single_node_serves_nothing() -> None:
+def test_a_single_node_runs_no_graph_server() -> None:
     node = plan_of(cluster(NodeConfig("a"))).nodes[0]
     assert node.server is None and not any("service.key" in file.dest for file in node.files)
     described = next(json.loads(file.content) for file in node.files if file.dest.endswith("cluster.json"))
@@ -248,7 +248,7 @@ def test_ipv6_endpoints_have_brackets() -> None:
 # Files
 
 
-def test_home_in_env_is_the_nodes_own() -> None:
+def test_home_in_env_is_that_of_the_node() -> None:
     node = NodeConfig("a", env={"DATA": "~/d", "PYTHONPATH": "~/lib"})
     plan = plan_of(cluster(node, NodeConfig("b")), facts=facts_of(2, home="/home/ann")).nodes[0]
     assert plan.trainer.env["DATA"] == plan.start.env["DATA"] == "/home/ann/d"
@@ -266,7 +266,7 @@ def test_home_in_env_is_the_nodes_own() -> None:
         (NodeConfig("::1", port=7), "[::1]:7", 'ssh -p 7 ::1 "tmux'),
     ],
 )
-def test_targets_can_be_typed(node: NodeConfig, target: str, ssh: str) -> None:
+def test_login_target_and_ssh_command_of_a_node(node: NodeConfig, target: str, ssh: str) -> None:
     plan = plan_of(cluster(node)).nodes[0]
     assert plan.target == target and ssh in how_to_stop(plan)
 
@@ -274,7 +274,7 @@ def test_targets_can_be_typed(node: NodeConfig, target: str, ssh: str) -> None:
 # The trainer's side of the command line
 
 
-def test_train_flags_are_those_the_trainer_takes() -> None:
+def test_train_flags_are_accepted_by_the_trainer() -> None:
     from trainer.train.settings import TrainSettings, settings_options
 
     @click.command()
@@ -287,7 +287,7 @@ def test_train_flags_are_those_the_trainer_takes() -> None:
     assert dataclasses.asdict(TrainSettings()) == dataclasses.asdict(TrainConfig())
 
 
-# The whole
+# The whole plan
 
 
 def test_json_is_complete() -> None:
@@ -317,7 +317,7 @@ def test_printed_plan_has_every_command_of_every_node(tmp_path: Path) -> None:
     assert "partition make" in shown and all(note in shown for note in plan.notes)
 
 
-def test_a_launch_shows_the_placement_in_a_line_per_node() -> None:
+def test_a_launch_prints_one_line_of_placement_per_node() -> None:
     plan = plan_of(cluster(NodeConfig("a", user="u", devices=(1, 3)), NodeConfig("b")), facts=facts_of(2))
     console = Console(file=io.StringIO(), width=100)
     print_placement(plan, console)
@@ -331,7 +331,7 @@ def test_a_launch_shows_the_placement_in_a_line_per_node() -> None:
 
 
 @pytest.mark.parametrize("template", sorted((CODE_ROOT / "templates").glob("*.yml")), ids=lambda path: path.name)
-def test_templates_make_plans(template: Path) -> None:
+def test_plans_of_the_templates_are_valid(template: Path) -> None:
     config = load_config(template)
     plan = plan_of(config)
     assert plan.world_size == sum(len(node.ranks) for node in plan.nodes) >= 2

@@ -1,4 +1,4 @@
-"""Which files a plan sends: our code, parts, the user's own, a checkpoint."""
+"""Tests of the files that a plan sends: our code, parts, the user's files, a checkpoint."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def test_each_node_gets_its_own_parts(tmp_path: Path) -> None:
     assert plan.final and plan.nodes[0].data_dir == "/home/user0/gnnfleet/node0/data/f1"
 
 
-def test_parts_of_another_number_are_not_sent(tmp_path: Path) -> None:
+def test_parts_of_a_different_number_are_not_sent(tmp_path: Path) -> None:
     plan = plan_of(cluster(), manifest=parts_folder(tmp_path, 3), facts=facts_of(2))
     assert not plan.final and "has 3 parts, but the config needs 2" in plan.notes[-1]
     assert not any("part0" in file.dest for file in plan.nodes[0].files)
@@ -77,7 +77,7 @@ def test_damaged_manifest_is_named(tmp_path: Path, text: str) -> None:
         ("files", [[[]]]),
     ],
 )
-def test_a_manifest_names_files_in_its_folder_alone(tmp_path: Path, place: str, value: object) -> None:
+def test_manifest_paths_outside_its_folder_are_refused(tmp_path: Path, place: str, value: object) -> None:
     text = Path(parts_folder(tmp_path, 2).folder, "manifest.json").read_text()
     manifest = json.loads(text)
     of = manifest["files"][0] if place in manifest["files"][0] else manifest
@@ -90,15 +90,15 @@ def test_a_manifest_names_files_in_its_folder_alone(tmp_path: Path, place: str, 
         read_partition_files(tmp_path)
 
 
-def test_parts_of_another_version_are_refused_with_both_numbers(tmp_path: Path) -> None:
+def test_parts_of_another_version_are_refused_naming_both_versions(tmp_path: Path) -> None:
     manifest = json.loads(Path(parts_folder(tmp_path, 2).folder, "manifest.json").read_text())
     (tmp_path / "manifest.json").write_text(json.dumps({**manifest, "version": 1}))
     with pytest.raises(FleetError, match="it has format version 1, this program reads version 2.*make the parts again"):
         read_partition_files(tmp_path)
 
 
-def test_folders_of_run_files_stay_as_they_are_inside(tmp_path: Path) -> None:
-    """Also when the launch does not start beside them; files of one name from two places are refused."""
+def test_folders_of_run_files_keep_their_structure(tmp_path: Path) -> None:
+    """Also if the launch starts in another folder. Two files that would get the same path are refused."""
     for name in ("lib/a/__init__.py", "lib/__init__.py", "lib/__pycache__/a.pyc", "elsewhere/util.py", "util.py"):
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).write_text("x")
@@ -114,7 +114,7 @@ def test_folders_of_run_files_stay_as_they_are_inside(tmp_path: Path) -> None:
         sent("util.py", "elsewhere/util.py")
 
 
-def test_own_command_takes_its_files_along(tmp_path: Path) -> None:
+def test_files_named_by_an_own_command_are_sent(tmp_path: Path) -> None:
     (tmp_path / "job" / "scripts").mkdir(parents=True)
     (tmp_path / "other").mkdir()
     for name in ("job/scripts/train.py", "other/extra.json", "job/go.sh"):
@@ -132,7 +132,7 @@ def test_own_command_takes_its_files_along(tmp_path: Path) -> None:
     assert python.trainer.argv[-3:] == ("/py", "-c", "1")
 
 
-def test_a_script_in_a_folder_that_is_sent_keeps_what_is_beside_it(tmp_path: Path) -> None:
+def test_a_script_in_a_folder_of_run_files_stays_beside_its_modules(tmp_path: Path) -> None:
     for name in ("train.py", "common.py"):
         (tmp_path / "examples").mkdir(exist_ok=True)
         (tmp_path / "examples" / name).write_text("x")
@@ -158,7 +158,7 @@ def test_resume_by_file_and_by_run_id(tmp_path: Path) -> None:
         plan_of(cluster(train=TrainConfig(resume="gone")), cwd=tmp_path)
 
 
-def test_code_files_are_the_nodes_code_and_nothing_else() -> None:
+def test_code_files_are_gnnfleet_launcher_node_and_trainer() -> None:
     names = {path.relative_to(CODE_ROOT).as_posix() for path in code_files()}
     assert {"launcher/__init__.py", "launcher/node/supervisor/supervisor.py", "trainer/core/errors.py"} <= names
     assert "gnnfleet/__init__.py" in names

@@ -1,4 +1,4 @@
-"""Servers and clients in the plan: who holds what, who asks whom, what each is sent, and how it is shown."""
+"""Tests of servers and clients in the plan: parts of each node, connections, files sent, and the printed plan."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ ROLES = st.lists(st.sampled_from(["worker", "server", "client"]), min_size=1, ma
 
 
 def nodes_of(*roles: str, **more: Any) -> ClusterConfig:
-    """Hosts h0, h1, … of these roles."""
+    """Config of hosts h0, h1, … with these roles."""
     nodes = (NodeConfig(f"h{k}", role=role) for k, role in enumerate(roles))  # type: ignore[arg-type]
     return cluster(*nodes, **more)
 
@@ -49,12 +49,12 @@ def file_of(node: NodePlan, name: str) -> Any:
     return json.loads(content.reveal() if isinstance(content, Secret) else content)
 
 
-# Who holds what
+# Holders of parts
 
 
 @settings(max_examples=60, deadline=None)
 @given(roles=ROLES, more_parts=st.integers(0, 6), replicas=st.integers(1, 7))
-def test_every_part_is_on_as_many_holders_as_wanted_and_first_on_one(
+def test_every_part_has_the_wanted_number_of_holders_and_one_first_holder(
     roles: list[str], more_parts: int, replicas: int
 ) -> None:
     config = nodes_of(*roles)
@@ -68,8 +68,8 @@ def test_every_part_is_on_as_many_holders_as_wanted_and_first_on_one(
     assert all(bool(node.parts) == (roles[k] != "client") for k, node in enumerate(held))
 
 
-def test_copies_are_on_the_holders_behind() -> None:
-    """As the issue has it: part p of holder i is on holders i + 1 … i + R - 1, too."""
+def test_replicas_are_on_the_next_holders() -> None:
+    """Part p of holder i is also on holders i + 1 … i + R - 1."""
     held = holdings(with_data(nodes_of("server", "client", "server", "worker"), num_parts=6, replicas=2))
     assert [node.parts for node in held] == [(0, 1, 4, 5), (), (0, 1, 2, 3), (2, 3, 4, 5)]
     assert [node.copies for node in held] == [(4, 5), (), (0, 1), (2, 3)]
@@ -85,14 +85,14 @@ def test_clients_get_no_parts_and_servers_no_script(tmp_path: Path) -> None:
     assert all("x.npy" not in one and "manifest.json" not in one and "train.py" in one for one in names[1:])
 
 
-# What runs
+# Processes of each role
 
 
 def commands(plan: LaunchPlan) -> list[tuple[bool, bool]]:
     return [(node.server is not None, node.trainer is not None) for node in plan.nodes]
 
 
-def test_each_role_runs_its_own() -> None:
+def test_processes_of_each_role() -> None:
     plan = plan_of(nodes_of("server", "client", "worker"), facts=facts_of(3))
     assert commands(plan) == [(True, False), (False, True), (True, True)]
     assert plan.lead == 1 and plan.master_addr == "10.0.0.2" and plan.world_size == 2
@@ -106,7 +106,7 @@ def test_each_role_runs_its_own() -> None:
         assert ("--parts" in argv) == (node.role == "worker") == ("GNNFLEET_PARTS" in node.trainer.env)
 
 
-def test_an_own_command_that_shall_go_on_without_a_client_is_told_what_that_takes(tmp_path: Path) -> None:
+def test_an_own_command_that_may_lose_a_client_notes_its_conditions(tmp_path: Path) -> None:
     config = nodes_of("server", "client", "client", run=RunConfig(on_client_loss="go-on"))
     (tmp_path / "mine.py").write_text("print()\n")
     plans = plan_of(config), plan_of(config, own_command=("python", "mine.py"), cwd=tmp_path)
@@ -114,7 +114,7 @@ def test_an_own_command_that_shall_go_on_without_a_client_is_told_what_that_take
     assert [file_of(plan.nodes[1], "node.json")["on_client_loss"] for plan in plans] == ["go-on", "go-on"]
 
 
-def test_leases_and_the_meeting_are_where_they_belong() -> None:
+def test_leases_and_hub_of_each_role() -> None:
     plan = plan_of(nodes_of("server", "client", "client"), facts=facts_of(3, free_ports=(29402, 29501, 29600)))
     specs = [file_of(node, "node.json") for node in plan.nodes]
     assert [spec["leases"] for spec in specs] == [["port:29600"], ["port:29501", "port:29402"], []]
@@ -137,14 +137,14 @@ def test_leases_and_the_meeting_are_where_they_belong() -> None:
     ],
     ids=["workers", "a client of a worker", "a client of a server", "no client"],
 )
-def test_batches_are_made_by_those_whom_clients_ask(roles: tuple[str, ...], batches: list[bool]) -> None:
+def test_only_servers_that_clients_use_make_batches(roles: tuple[str, ...], batches: list[bool]) -> None:
     plan = plan_of(nodes_of(*roles, run=RunConfig(server_threads=3)))
     asked = [node.server is not None and "--buffer-mb" in node.server.argv for node in plan.nodes]
     assert asked == batches
     assert asked == [node.server is not None and "--batch-threads" in node.server.argv for node in plan.nodes]
 
 
-def test_a_worker_with_a_client_serves_though_it_trains() -> None:
+def test_a_worker_serves_clients_while_it_trains() -> None:
     plan = plan_of(nodes_of("worker", "client"))
     assert commands(plan) == [(True, True), (False, True)] and plan.lead == 0
     assert plan.nodes[1].home == "node0 (h0)" and file_of(plan.nodes[0], "cluster.json")["nodes"][1]["endpoint"] is None
@@ -153,7 +153,7 @@ def test_a_worker_with_a_client_serves_though_it_trains() -> None:
 # Serving clusters, and runs attached to one
 
 
-def test_a_serving_cluster_is_the_servers_alone_and_they_do_not_meet() -> None:
+def test_a_serving_cluster_has_servers_only_and_no_hub() -> None:
     config = with_data(nodes_of("client", "server", "worker", "server"), num_parts=6)
     plan = plan_of(config, serve_only=True, facts=facts_of(2))
     assert [node.target for node in plan.nodes] == ["h1", "h3"] and [node.node_rank for node in plan.nodes] == [0, 1]
@@ -165,7 +165,7 @@ def test_a_serving_cluster_is_the_servers_alone_and_they_do_not_meet() -> None:
     assert [spec["leases"] for spec in specs] == [["port:29600"], ["port:29601"]]
 
 
-def test_workers_serve_where_a_file_has_no_servers() -> None:
+def test_workers_serve_if_the_file_has_no_servers() -> None:
     config = cluster(NodeConfig("a", devices=(0, 1)), NodeConfig("b", procs=2))
     plan = plan_of(config, serve_only=True)
     assert [(node.role, node.devices, node.nproc) for node in plan.nodes] == [("server", (), 0)] * 2
@@ -178,7 +178,7 @@ def test_one_server_is_a_serving_cluster() -> None:
     assert file_of(node, "cluster.json")["nodes"][0]["endpoint"] == "tcp://10.0.0.1:29600"
 
 
-def test_a_serving_cluster_keeps_what_stands() -> None:
+def test_a_serving_cluster_keeps_its_existing_parts() -> None:
     config = with_data(nodes_of("server", "server", "server"), num_parts=3)
     kept = KeptServers(version=4, parts={0: (0, 2), 1: (1,), 2: (1, 2)}, service_ports={0: 31000, 1: 31001})
     plan = plan_of(config, serve_only=True, kept=kept, facts=facts_of(3))
@@ -189,7 +189,7 @@ def test_a_serving_cluster_keeps_what_stands() -> None:
     assert plan.nodes[0].server is not None and "0,2" in plan.nodes[0].server.argv
 
 
-def test_servers_alone_are_no_run() -> None:
+def test_a_run_of_servers_only_is_refused() -> None:
     with pytest.raises(UsageError, match="all are servers, so nothing would train. Use `gnnfleet serve --config FILE`"):
         plan_of(nodes_of("server", "server"))
 
@@ -219,7 +219,7 @@ def test_one_client_alone_can_attach(tmp_path: Path) -> None:
     assert "the servers of `products`, and their keys, are looked up at launch" in offline.notes
 
 
-# What else takes plans
+# Records of a plan
 
 
 @pytest.mark.parametrize("serve_only", [False, True])
@@ -234,7 +234,7 @@ def test_records_of_a_plan_with_roles(serve_only: bool) -> None:
     assert len(board.ranks) == plan.world_size and board.fraction() is None
 
 
-def test_a_run_json_from_before_roles_is_read() -> None:
+def test_a_run_json_without_roles_is_read() -> None:
     values = json.loads(run_json(plan_of(cluster())))
     for name in ("lead", "serving", "version"):
         del values["plan"][name]
@@ -244,7 +244,7 @@ def test_a_run_json_from_before_roles_is_read() -> None:
     assert [node.role for node in read_run(json.dumps(values)).nodes] == ["worker", "worker"]
 
 
-# How it is shown
+# The printed plan
 
 
 def shown(plan: LaunchPlan) -> str:
@@ -260,8 +260,8 @@ CASES: Mapping[str, Mapping[str, Any]] = {
 }
 
 
-def test_dry_run_shows_who_serves_what(tmp_path: Path) -> None:
-    """Sizes of our own code are left out."""
+def test_dry_run_shows_the_parts_of_each_server(tmp_path: Path) -> None:
+    """Sizes of our own code are not compared."""
     from launcher.config.loader import load_config
 
     blocks = []
@@ -279,7 +279,7 @@ def test_dry_run_shows_who_serves_what(tmp_path: Path) -> None:
 
 @settings(max_examples=30, deadline=None)
 @given(roles=ROLES, replicas=st.integers(1, 3))
-def test_a_fold_holds_to_the_letter_for_any_roles(roles: list[str], replicas: int) -> None:
+def test_a_folded_plan_equals_the_unfolded_one_for_all_roles(roles: list[str], replicas: int) -> None:
     config = with_data(nodes_of(*chain(roles, ["worker", "client"], roles, roles)), replicas=replicas)
     config = with_data(config, replicas=min(replicas, len(config.holders)))
     plan = plan_of(config, facts=facts_of(len(config.nodes)))
@@ -296,7 +296,9 @@ def _filled(text: str, values: Any) -> str:
     return text
 
 
-def test_dry_run_of_servers_alone_says_what_they_are_for(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_dry_run_of_servers_only_describes_the_serving_cluster(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     config = tmp_path / "c.yml"
     config.write_text("nodes: [{host: a, role: server}]\ndata: {dataset: synthetic}\n")
     assert main.run(["--dry-run", "-c", str(config)]) == 2
@@ -306,7 +308,7 @@ def test_dry_run_of_servers_alone_says_what_they_are_for(tmp_path: Path, capsys:
 # Memory
 
 
-def test_memory_goes_by_role() -> None:
+def test_memory_estimate_depends_on_the_role() -> None:
     config = nodes_of("server", "client", "worker")
     server, client, worker = (base_memory(config, k, own_command=False) for k in range(3))
     assert worker - client == base_memory(config, 2, own_command=True) - base_memory(config, 1, own_command=True) > 0
@@ -314,6 +316,6 @@ def test_memory_goes_by_role() -> None:
     few = dataclasses.replace(config, run=RunConfig(server_buffer=100, server_threads=2))
     assert batch_memory(config, 0, None, 8) == 512 * 10**6 and batch_memory(few, 0, None, 8) == 100 * 10**6
     assert batch_memory(config, 1, None, 8) == 0 == batch_memory(config, 2, None, 8)
-    graph = GraphSize(nodes=1000, row_bytes=100)  # smaller than any batch's trees
+    graph = GraphSize(nodes=1000, row_bytes=100)  # fewer nodes than a batch would sample
     assert batch_memory(few, 0, graph, 8) == 100 * 10**6 + 2 * 100_000
     assert batch_memory(few, 1, graph, 8) == 3 * 100_000

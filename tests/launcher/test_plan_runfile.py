@@ -1,4 +1,4 @@
-"""``run.json``: what is kept of a plan with a run."""
+"""Tests of ``run.json``, the record of a plan in the run folder."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from plan_kit import TOKEN, cluster, facts_of, plan_of
 
 
 def without_secrets(value: Any) -> Any:
-    """A plan, or part of one, as run.json keeps it."""
+    """A plan, or a piece of one, without its secrets, as in run.json."""
     if isinstance(value, Command):
         env = {name: "***" if isinstance(text, Secret) else text for name, text in value.env.items()}
         return dataclasses.replace(value, env=env)
@@ -34,7 +34,7 @@ def without_secrets(value: Any) -> Any:
 
 @pytest.mark.parametrize("nodes", [1, 2, 70])
 def test_round_trip(nodes: int) -> None:
-    """Also of so many nodes that the text is packed."""
+    """Also with enough nodes that the text is compressed."""
     hosts = (NodeConfig(f"h{k}", env={"ODD": "a'b\n$(c) é"}, devices=(0, 2), setup=("true",)) for k in range(nodes))
     plan = plan_of(cluster(*hosts), facts=facts_of(nodes))
     text = run_json(plan)
@@ -43,7 +43,7 @@ def test_round_trip(nodes: int) -> None:
     assert json.loads(text)["run_id"] == "r1" and ("packed" in json.loads(text)) == (nodes == 70)
 
 
-def test_every_node_gets_the_same_file() -> None:
+def test_every_node_gets_the_same_run_json() -> None:
     plan = final_plan(resolve_run(cluster()), run_id="r1", facts=facts_of(2))
     sent = [file for node in plan.nodes for file in node.files if file.dest == f"{node.run_dir}/run.json"]
     assert len(sent) == 2 and {file.content for file in sent} == {run_json(plan)}
@@ -51,7 +51,7 @@ def test_every_node_gets_the_same_file() -> None:
     assert [len(node.files) for node in plan.nodes] == [len(node.files) for node in plan_of(cluster()).nodes]
 
 
-def test_all_nodes_get_the_same_service_key_and_it_never_shows() -> None:
+def test_all_nodes_get_the_same_service_key_and_it_is_never_shown() -> None:
     plan = final_plan(resolve_run(cluster()), run_id="r1", facts=facts_of(2))
     one, two = (
         file.content for node in plan.nodes for file in node.files if file.dest == f"{node.run_dir}/service.key"
@@ -81,7 +81,7 @@ def test_all_nodes_get_the_same_service_key_and_it_never_shows() -> None:
         ('{"format": "gnnfleet-run", "version": 3, "packed": "AAAA"}', "run.json is damaged"),
     ],
 )
-def test_what_is_no_run_file_is_said(text: str, words: str) -> None:
+def test_an_invalid_run_file_is_an_error(text: str, words: str) -> None:
     with pytest.raises(FleetError, match=words):
         read_run(text)
 
@@ -93,7 +93,7 @@ def spec_of(node: NodePlan) -> dict[str, Any]:
     return spec
 
 
-def test_node_json_says_where_the_nodes_meet_and_what_each_takes() -> None:
+def test_node_json_has_the_hubs_address_and_the_nodes_leases() -> None:
     hosts = (NodeConfig("a", devices=(2, 0)), NodeConfig("b", user="ann", devices=(1,)))
     plan = plan_of(cluster(*hosts), facts=facts_of(2, free_ports=(29402, 29501, 29600, 29601)), operator="al@laptop")
     specs = [spec_of(node) for node in plan.nodes]
@@ -107,13 +107,13 @@ def test_node_json_says_where_the_nodes_meet_and_what_each_takes() -> None:
     assert [specs[0][name] for name in settings] == [6.0, "stop", "auto", "warn"]
 
 
-def test_single_node_meets_nobody() -> None:
+def test_single_node_has_no_hub() -> None:
     plan = plan_of(cluster(NodeConfig("a")))
     spec = spec_of(plan.nodes[0])
     assert plan.control_port is None and spec["control"] is None and spec["leases"] == ["port:29500"]
 
 
-def test_what_is_printed_and_what_is_kept_are_the_same_plan() -> None:
+def test_the_printed_plan_and_run_json_are_the_same_plan() -> None:
     config = resolve_run(cluster(*(NodeConfig(f"h{k}") for k in range(3))))
     plan = final_plan(config, run_id="r1", facts=facts_of(3))
     printed, kept = json.loads(to_json(plan)), json.loads(run_json(plan))["plan"]
@@ -123,7 +123,7 @@ def test_what_is_printed_and_what_is_kept_are_the_same_plan() -> None:
     assert printed == kept
 
 
-def test_what_is_kept_grows_with_the_nodes_and_not_with_their_square() -> None:
+def test_the_size_of_run_json_is_linear_in_the_number_of_nodes() -> None:
     sizes = []
     for nodes in (5, 10, 20):
         plan = plan_of(cluster(*(NodeConfig(f"h{k}") for k in range(nodes))), facts=facts_of(nodes))

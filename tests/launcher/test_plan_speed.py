@@ -1,4 +1,4 @@
-"""What planning costs as the cluster grows, counted and not timed, so that a busy machine fails nothing."""
+"""Tests of the cost of planning for growing clusters, in function calls instead of seconds."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from plan_kit import facts_of, parts_folder, plan_of
 
 
 def config_of(folder: Path, nodes: int) -> Path:
-    """A config with one node more than wanted, and no secret of it."""
+    """A config of one host more than ``nodes``; the tests exclude it."""
     path = folder / f"{nodes}.yml"
     path.write_text(
         f"defaults: {{venv: ~/v, env: {{A: b}}}}\nnodes:\n  - host: n[0001-{nodes + 1:04}].lab\n    devices: [0, 1]\n"
@@ -34,13 +34,13 @@ def config_of(folder: Path, nodes: int) -> Path:
 
 
 def planned_for(folder: Path, nodes: int) -> LaunchPlan:
-    """Config → filtered → plan with facts and parts, all of it."""
+    """Plan with facts and parts of the filtered config."""
     config = filtered(load_config(config_of(folder, nodes)), (), ["n0002", "n*:1"])
     return plan_of(config, facts=facts_of(nodes), manifest=parts_folder(folder / f"parts{nodes}", nodes))
 
 
 def calls(folder: Path, nodes: int) -> int:
-    """Function calls of everything but the test's own making of parts."""
+    """Number of function calls of planning, printing and serialising, without making the test's parts."""
     manifest = parts_folder(folder / f"parts{nodes}", nodes)
     facts, path = facts_of(nodes), config_of(folder, nodes)
     profile = cProfile.Profile()
@@ -52,15 +52,13 @@ def calls(folder: Path, nodes: int) -> int:
     return int(pstats.Stats(profile).total_calls)  # type: ignore[attr-defined]
 
 
-def test_work_grows_with_the_nodes_and_not_with_their_square(tmp_path: Path) -> None:
-    planned_for(tmp_path, 2)  # what is computed once per process
+def test_planning_cost_is_linear_in_the_number_of_nodes(tmp_path: Path) -> None:
+    planned_for(tmp_path, 2)  # fills caches that are kept per process
     once, twice, four = (calls(tmp_path, nodes) for nodes in (40, 80, 160))
     assert (four - twice) / (twice - once) == pytest.approx(2, rel=0.1), (once, twice, four)
 
 
-def test_code_and_parts_are_read_once_however_many_nodes_get_them(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_code_and_parts_are_read_once_for_all_nodes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     read: list[Path] = []
     hashed: list[bytes] = []
 

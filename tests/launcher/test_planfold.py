@@ -1,4 +1,4 @@
-"""The plan as a person reads it: equal nodes are shown once, and each shown value is right for each of them."""
+"""Tests of the printed plan: equal nodes are shown once, and each shown value is right for each of them."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def filled_in(node: NodePlan, text: str) -> str:
     ids=["two kinds", "between", "one odd", "one host", "env of each"],
 )
 @pytest.mark.parametrize("known", [False, True], ids=["offline", "after preflight"])
-def test_a_fold_holds_for_each_of_its_nodes_to_the_letter(config: ClusterConfig, known: bool) -> None:
+def test_a_folded_block_is_exact_for_each_of_its_nodes(config: ClusterConfig, known: bool) -> None:
     plan = plan_of(config, facts=facts_of(len(config.nodes)) if known else None)
     rows = {node.node_rank: list(_node_rows(node, sizes=False)) for node in plan.nodes}
     folds = fold_nodes([(node, rows[node.node_rank]) for node in plan.nodes])
@@ -67,7 +67,7 @@ def test_two_kinds_of_nodes_are_two_blocks_and_a_table() -> None:
     assert len(text.splitlines()) < 60 < len(shown(plan_of(cluster(*GPUS, *CPUS)), every=True).splitlines())
 
 
-def test_an_odd_node_stands_by_itself() -> None:
+def test_a_node_that_differs_is_a_block_of_its_own() -> None:
     odd = dataclasses.replace(GPUS[4], env={"A": "1"})
     text = shown(plan_of(cluster(*GPUS[:4], odd, *GPUS[5:], *CPUS[:3])))
     assert "node[0-3], node[5-11]  alice@gpu[01-04].lab, alice@gpu[06-12].lab  tmux" in text
@@ -75,7 +75,7 @@ def test_an_odd_node_stands_by_itself() -> None:
     assert "A=1" in text and "node[12-14]  cpu[1-3]  tmux session" in text
 
 
-def test_a_plan_in_short_has_what_a_person_looks_for() -> None:
+def test_the_short_plan_has_the_main_values() -> None:
     text = shown(plan_of(cluster(*CPUS[:3])))
     assert "synthetic is partitioned into 3 parts (metis) in " in text and "partition make" not in text
     assert max(map(len, text.splitlines())) < 300 and len(text.splitlines()) < 25

@@ -1,4 +1,4 @@
-"""Preflight from end to end: fake nodes that answer, and this machine for real."""
+"""Tests of preflight from end to end: with fake nodes, and with this machine."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def check(config: ClusterConfig, *machines: Transport | TransportError, **more: 
     return run_preflight(config, dict(enumerate(machines)), **more)
 
 
-def test_healthy_nodes_give_facts_and_nothing_to_do() -> None:
+def test_healthy_nodes_give_facts_and_no_problems() -> None:
     report = check(cluster(3), machine(0), machine(1), machine(2))
     assert problems(report) == []
     report.refuse_if_blocked()
@@ -68,7 +68,7 @@ def test_nodes_that_cannot_be_reached_are_all_reported() -> None:
     assert list(report.facts) == [1]
 
 
-def test_no_python() -> None:
+def test_a_node_without_python() -> None:
     missing = FakeTransport(node_rank=0).on("python3 -S -c", printed(returncode=127, stderr="bash: python3: not found"))
     report = check(cluster(1), missing)
     (finding,) = report.findings
@@ -76,24 +76,24 @@ def test_no_python() -> None:
     assert "cannot run python3" in finding.message and "`venv`" in finding.remedy
 
 
-def test_what_the_plan_stores_must_fit() -> None:
+def test_a_plan_larger_than_the_disk_is_refused() -> None:
     report = check(cluster(2), machine(0), machine(1), bytes_needed={0: 10**9, 1: 11 * 10**9})
     assert problems(report) == [(1, "block", "disk")]
 
 
-def test_auto_passes_over_busy_ports() -> None:
+def test_auto_skips_busy_ports() -> None:
     busy = {str(port): "" for port in range(29500, 29563)}
     report = check(cluster(2), machine(0, busy_ports=busy), machine(1))
     assert problems(report) == []
     assert [port for port in report.facts[0].free_ports if port < 29600 and port >= 29500] == [29563]
 
 
-def test_two_launches_in_the_same_moment_hardly_take_the_same_port() -> None:
+def test_two_simultaneous_launches_rarely_choose_the_same_port() -> None:
     firsts = {check(cluster(2), machine(0), machine(1)).facts[0].free_ports[0] for _ in range(12)}
     assert len(firsts) > 4
 
 
-# -- the real thing, on this machine -------------------------------------
+# -- real checks on this machine ------------------------------------------
 
 
 def local_cluster(tmp_path: Path, count: int, **run: Any) -> ClusterConfig:
@@ -101,7 +101,7 @@ def local_cluster(tmp_path: Path, count: int, **run: Any) -> ClusterConfig:
     return cluster(count, nodes=(node,) * count, transport="local", run=RunConfig(**run))
 
 
-def test_this_machine_for_real(tmp_path: Path) -> None:
+def test_preflight_of_this_machine(tmp_path: Path) -> None:
     config = local_cluster(tmp_path, 3)
     report = run_preflight(config, connect_all(config))
     blocking = [finding for finding in report.findings if finding.severity == "block" and finding.check != "tmux"]
@@ -114,10 +114,10 @@ def test_this_machine_for_real(tmp_path: Path) -> None:
     assert abs(facts.clock_offset) < 5
 
 
-def test_a_busy_master_port_for_real(tmp_path: Path) -> None:
+def test_a_busy_master_port_of_this_machine(tmp_path: Path) -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         config = local_cluster(tmp_path, 2, master_port=taken.getsockname()[1])
         report = run_preflight(config, connect_all(config))
     finding = next(finding for finding in report.findings if finding.check == "master port")
     assert finding.severity == "block"
-    assert "python" in finding.message  # this very process holds it
+    assert "python" in finding.message  # the port is held by this process

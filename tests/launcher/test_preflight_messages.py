@@ -1,4 +1,4 @@
-"""Every message of the wire test, the agent and a session's start, as a user reads them (golden/messages_wire.txt)."""
+"""Golden test of the messages of the network test, the agent and a session's start (golden/messages_wire.txt)."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ ALWAYS = ("network", "interface", "shared folder")
 
 
 def said(config: ClusterConfig, machines: dict[int, Transport], checks: tuple[str, ...] = ALWAYS) -> str:
-    """Findings of these checks, equal ones once, with what to do."""
+    """Findings of these checks with their remedies; equal ones are listed once."""
     report = run_preflight(config, machines)
     found = [
         one for one in report.findings if one.check in checks and (one.severity != "ok" or one.check != "interface")
@@ -81,7 +81,7 @@ def of_the_wire() -> Iterator[tuple[str, str]]:
     )
 
 
-def _only(address: str):  # type: ignore[no-untyped-def]  # the fake's own kind of reply
+def _only(address: str):  # the reply function of the fake node program
     from fake_transport import wire
 
     return wire(lambda i, j, where, port: "no answer" if j == 1 and where != address else "")

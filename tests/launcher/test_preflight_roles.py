@@ -1,4 +1,4 @@
-"""Preflight with servers and clients: the routes that are needed and no others, and what each role must have."""
+"""Tests of preflight with servers and clients: required routes, and requirements of each role."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def report_of(config: ClusterConfig, closed: Closed) -> PreflightReport:
     return run_preflight(config, {k: machine(k, closed) for k in range(len(config.nodes))})
 
 
-def wire(report: PreflightReport, severity: str = "block") -> list[tuple[int, str]]:
+def network_findings(report: PreflightReport, severity: str = "block") -> list[tuple[int, str]]:
     return [(f.node_rank, f.message) for f in report.findings if f.severity == severity and f.check == "network"]
 
 
@@ -37,8 +37,8 @@ MIXED = cluster_of("server", "client", "worker", "client")  # node1 leads
 @pytest.mark.parametrize(
     ("use", "target", "sources"),
     [
-        (SERVICE, 0, {1, 2, 3}),  # everybody asks the server
-        (SERVICE, 2, {0}),  # the server asks the worker; clients do not
+        (SERVICE, 0, {1, 2, 3}),  # every other node connects to the server
+        (SERVICE, 2, {0}),  # the server connects to the worker; clients do not
         (MASTER, 1, {1, 2, 3}),
         (CONTROL, 1, {0, 1, 2, 3}),
         (FREE, 1, {2, 3}),
@@ -46,13 +46,13 @@ MIXED = cluster_of("server", "client", "worker", "client")  # node1 leads
         (FREE, 0, set()),  # nothing is trained there
     ],
 )
-def test_who_must_reach_what(use: str, target: int, sources: set[int]) -> None:
+def test_sources_that_must_reach_a_target(use: str, target: int, sources: set[int]) -> None:
     routes = RequiredRoutes(MIXED)
     assert {k for k in range(4) if routes.must_reach(k, target, use)} == sources
 
 
-def test_ways_that_are_not_needed_may_be_closed() -> None:
-    """A server is reached by none of the free ports; it reaches none of the clients but where the nodes meet."""
+def test_routes_that_are_not_required_may_be_closed() -> None:
+    """Only the server's service port, and the ports of hub and rendezvous, are open from or to the server."""
 
     def closed(source: int, target: int, address: str, port: int) -> str:
         needed = target == 0 and port == 29600 or port in (29400, 29500) or 0 not in (source, target)
@@ -60,8 +60,8 @@ def test_ways_that_are_not_needed_may_be_closed() -> None:
 
     config = cluster_of("server", "client", "client")
     report = report_of(config, closed)
-    assert wire(report) == []
-    assert {text for _, text in wire(report, "ok")} == {"all 5 pairs reach each other"}
+    assert network_findings(report) == []
+    assert {text for _, text in network_findings(report, "ok")} == {"all 5 pairs reach each other"}
 
 
 @pytest.mark.parametrize(
@@ -77,36 +77,36 @@ def test_ways_that_are_not_needed_may_be_closed() -> None:
     ],
     ids=["the server", "the meeting", "a deaf client", "a deaf server"],
 )
-def test_a_way_that_is_needed_is_missed(closed: Closed, says: str) -> None:
+def test_a_closed_required_route_is_reported(closed: Closed, says: str) -> None:
     report = report_of(MIXED, closed)
-    assert [text for _, text in wire(report)] == [says]
+    assert [text for _, text in network_findings(report)] == [says]
     deaf = [f.remedy for f in report.findings if f.severity == "block" and "29" not in f.message]
     assert all("check the firewall and the routes of node" in remedy for remedy in deaf)
 
 
-def test_servers_that_are_kept_up_need_no_meeting() -> None:
+def test_serving_clusters_need_no_hub() -> None:
     routes = RequiredRoutes(cluster_of("server", "server"))
     assert routes.reach(0, (0, 1)) == {1} and routes.reach(1, (0, 1)) == {0}
-    assert wire(report_of(cluster_of("server", "server"), lambda *way: "")) == []
+    assert network_findings(report_of(cluster_of("server", "server"), lambda *way: "")) == []
 
 
-# What each role must have
+# Requirements of each role
 
 
-def test_a_server_needs_no_cuda_beside_clients_with_devices() -> None:
+def test_a_server_needs_no_cuda_if_only_clients_have_devices() -> None:
     config = cluster_of("server", "client")
     config = replace(config, nodes=(config.nodes[0], replace(config.nodes[1], devices=(0,))))
     assert found(2, {1: with_gpus(gpu())}, config=config) == []
 
 
-def test_a_server_needs_our_packages_also_for_an_own_command() -> None:
+def test_a_server_needs_our_packages_even_with_an_own_command() -> None:
     config = cluster_of("server", "client")
     odd = {k: versions(numba="") for k in range(2)}
     kinds = [(one.node_rank, one.severity, one.check) for one in found(2, odd, config=config, own_command=True)]
     assert kinds == [(0, "block", "packages"), (1, "warn", "packages")]
 
 
-def test_a_client_is_asked_for_no_parts_and_no_service_port() -> None:
+def test_parts_and_service_port_are_not_checked_on_a_client() -> None:
     verify = cluster_of("server", "client", data=DataConfig("synthetic", folder="/parts", mode="verify"))
     inquiry = Inquiry(verify)
     assert [inquiry.request(k)["manifest"] for k in range(2)] == ["/parts/manifest.json", ""]
@@ -115,7 +115,7 @@ def test_a_client_is_asked_for_no_parts_and_no_service_port() -> None:
     assert [(one.node_rank, one.check) for one in found(2, odd, config=verify)] == [(0, "data")]
 
 
-def test_memory_of_a_server_counts_its_buffer() -> None:
+def test_memory_of_a_server_includes_its_buffer() -> None:
     config = cluster_of("server", "client", run=replace(RUN, server_buffer=20_000))
     (finding,) = found(2, config=config)
     assert (finding.node_rank, finding.severity, finding.check) == (0, "warn", "memory")

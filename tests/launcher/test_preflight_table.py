@@ -1,4 +1,4 @@
-"""The table of findings as a person sees it, and every message in it."""
+"""Tests of the printed table of findings, and a golden test of every message in it."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def table_of(survey: Survey, width: int) -> str:
 
 
 def big_cluster(**more: Any) -> Survey:
-    """64 nodes, of which five are odd."""
+    """64 nodes, five of which differ from the others."""
     nodes = tuple(NodeConfig(host=f"gnn{k:02}.lab", user="alice") for k in range(1, 65))
     old = versions(numpy="1.26.4", torch="2.11.0+cpu", python="3.11.9")
     left = [{"run_id": "run-20261121-101500-ab12", "pids": [811, 812], "commands": ["python -m trainer train"]}]
@@ -38,7 +38,7 @@ def big_cluster(**more: Any) -> Survey:
     return survey_of(cluster(64, nodes=nodes), odd, clock_offsets=clocks, bytes_needed=stored, **more)
 
 
-def test_sixty_four_nodes_with_five_odd_ones_at_80_columns() -> None:
+def test_sixty_four_nodes_with_five_different_ones_at_80_columns() -> None:
     table = table_of(big_cluster(code_digest="3fa9c1d2"), 80)
     check_text(GOLDEN / "preflight_table.txt", table)
     rows, _, advice = table.partition("Worth a look:")
@@ -48,7 +48,7 @@ def test_sixty_four_nodes_with_five_odd_ones_at_80_columns() -> None:
     assert "    ssh alice@gnn18.lab '/usr/bin/python3 -m pip install torch==2.13.0+cpu numpy==2.4.6" in advice
 
 
-def test_the_same_repair_on_many_hosts_is_one_line() -> None:
+def test_the_same_remedy_for_many_hosts_is_one_line() -> None:
     old = versions(numpy="1.26.4")
     nodes = tuple(NodeConfig(host=f"g{k}", port=2222) for k in range(8))
     table = table_of(survey_of(cluster(8, nodes=nodes), dict.fromkeys((1, 2, 3), old)), 80)
@@ -62,13 +62,13 @@ def test_into_a_pipe_each_row_is_one_line() -> None:
     assert len(rows) > 10 and {row.split()[0] for row in rows} == {"ok", "warn", "block"}
 
 
-def test_ways_that_differ_are_lines_of_their_own() -> None:
+def test_remedies_that_differ_between_hosts_are_separate_lines() -> None:
     nodes = tuple(NodeConfig(host="box", port=2200 + k) for k in range(6))
     table = table_of(survey_of(cluster(6, nodes=nodes), {k: versions(numpy="1.2") for k in (1, 2)}), 80)
     assert "    ssh -p 2201 box '" in table and "    ssh -p 2202 box '" in table
 
 
-def test_nodes_in_few_words() -> None:
+def test_nodes_are_shown_as_ranges() -> None:
     assert node_ranges([0, 1, 2, 5, 7, 8]) == "node0–node2, node5, node7–node8"
     rows = table_of(survey_of(cluster(6), {k: {"tmux": "3.4"} for k in (1, 3)}), 100)
     assert "node1, node3" in rows and "all but node1, node3" in rows and "all 6 nodes" in rows
@@ -83,7 +83,7 @@ def test_lines_of_a_refusal_are_folded() -> None:
 
 
 def devices(config: int, *gpus: dict[str, Any], **more: Any) -> tuple[ClusterConfig, dict[int, Any]]:
-    """One node that is to use ``config`` devices."""
+    """One node that is configured to use ``config`` devices."""
     node = NodeConfig(host="gpu1", user="ann", devices=tuple(range(config)))
     return cluster(1, nodes=(node,)), {0: {**with_gpus(*gpus), **more}}
 
@@ -93,7 +93,7 @@ def disk(free: int, files: int = -1) -> dict[str, Any]:
 
 
 def messages() -> list[str]:
-    """Each finding that stands against a launch or is worth a look, provoked."""
+    """Produce each finding that blocks a launch or is a warning."""
     pair, verify = cluster(2), DataConfig(dataset="synthetic", folder="/shared/parts", mode="verify")
     eight = cluster(1, nodes=(NodeConfig(host="host0", procs=8),))
     named = cluster(2, run=RunConfig(master_addr="head", master_port=29500))
@@ -153,11 +153,11 @@ def messages() -> list[str]:
 
 
 def replaced_procs(case: tuple[ClusterConfig, dict[int, Any]]) -> tuple[ClusterConfig, dict[int, Any]]:
-    """The same with two processes on the device."""
+    """The same case with two processes on the device."""
     config, facts = case
     node = NodeConfig(host="gpu1", user="ann", devices=config.nodes[0].devices, procs=2)
     return cluster(1, nodes=(node,)), facts
 
 
-def test_every_message() -> None:
+def test_messages_of_all_findings() -> None:
     check_text(GOLDEN / "messages_preflight.txt", "\n".join(messages()) + "\n")

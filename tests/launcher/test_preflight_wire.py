@@ -1,4 +1,4 @@
-"""The test of the wire: the node program on this machine, the choice of addresses, and what is said of closed ways."""
+"""Tests of preflight's network test: the node program on this machine, the choice of addresses, and closed routes."""
 
 from __future__ import annotations
 
@@ -33,15 +33,15 @@ def remedy(report: PreflightReport) -> str:
     return finding.remedy
 
 
-def word(why: str, sources: set[int], targets: set[int], *ports: int) -> Closed:
-    """Closed for these sources and targets, on these ports (none: all)."""
+def closed_for(why: str, sources: set[int], targets: set[int], *ports: int) -> Closed:
+    """A ``Closed`` that gives ``why`` for these sources and targets, on these ports (none: all ports)."""
     return lambda i, j, address, port: why if i in sources and j in targets and (not ports or port in ports) else ""
 
 
-# -- what is said --------------------------------------------------------
+# -- findings -------------------------------------------------------------
 
 
-def test_all_is_well() -> None:
+def test_open_routes_give_no_problem() -> None:
     report = report_of(4, lambda *way: "")
     assert blocked(report) == []
     fine = [(f.node_rank, f.message) for f in report.findings if f.check in ("network", "interface")]
@@ -49,8 +49,8 @@ def test_all_is_well() -> None:
         assert (k, "all 12 pairs reach each other") in fine and (k, "traffic goes over eth0") in fine
 
 
-def test_a_blocked_pair_is_named() -> None:
-    report = report_of(4, word("no answer", {2}, {0}, 29500))
+def test_a_blocked_pair_is_reported() -> None:
+    report = report_of(4, closed_for("no answer", {2}, {0}, 29500))
     assert blocked(report) == [(2, "node2 → node0:29500 blocked: no answer")]
     assert "allow TCP port 29500 of node0 in the firewall" in remedy(report)
     assert "10.0.0.0 is in the wrong network" in remedy(report)
@@ -59,14 +59,14 @@ def test_a_blocked_pair_is_named() -> None:
 @pytest.mark.parametrize(
     ("closed", "place", "says"),
     [
-        (word("refused", {0, 1, 2, 3}, {0}, 29500), 0, "all → node0:29500 blocked: refused"),
-        (word("no answer", {2}, {0, 1, 2, 3}), 2, "node2 → all blocked: no answer"),
-        (word("no answer", {0, 1, 3}, {2}), 2, "all → node2 blocked: no answer"),
-        (word("no answer", {0, 1, 3}, {2}, 29602), 2, "all → node2:29602 blocked: no answer"),
-        (word("no route", {0, 1}, {2, 3}), 2, "node0–node1 → node2–node3 blocked: no route"),
-        (word("refused", {1}, {2}, 40002), 1, "node1 → node2 blocked on free ports: refused"),
-        (word("stranger", {1}, {3}, 29603), 1, "node1 → node3:29603 blocked: another program answers there"),
-        (word("no answer", {0, 1, 2}, {1, 2, 3}, 29601, 29602, 29603), 0, "blocked: no answer"),
+        (closed_for("refused", {0, 1, 2, 3}, {0}, 29500), 0, "all → node0:29500 blocked: refused"),
+        (closed_for("no answer", {2}, {0, 1, 2, 3}), 2, "node2 → all blocked: no answer"),
+        (closed_for("no answer", {0, 1, 3}, {2}), 2, "all → node2 blocked: no answer"),
+        (closed_for("no answer", {0, 1, 3}, {2}, 29602), 2, "all → node2:29602 blocked: no answer"),
+        (closed_for("no route", {0, 1}, {2, 3}), 2, "node0–node1 → node2–node3 blocked: no route"),
+        (closed_for("refused", {1}, {2}, 40002), 1, "node1 → node2 blocked on free ports: refused"),
+        (closed_for("stranger", {1}, {3}, 29603), 1, "node1 → node3:29603 blocked: another program answers there"),
+        (closed_for("no answer", {0, 1, 2}, {1, 2, 3}, 29601, 29602, 29603), 0, "blocked: no answer"),
     ],
 )
 def test_many_blocked_pairs_are_folded(closed: Closed, place: int, says: str) -> None:
@@ -86,11 +86,11 @@ def test_many_blocked_pairs_are_folded(closed: Closed, place: int, says: str) ->
         ("name", "add 10.0.0.2 to /etc/hosts of"),
     ],
 )
-def test_the_remedy_tells_causes_apart(why: str, says: str) -> None:
-    assert says in remedy(report_of(3, word(why, {1}, {2}, 29602)))
+def test_the_remedy_depends_on_the_cause(why: str, says: str) -> None:
+    assert says in remedy(report_of(3, closed_for(why, {1}, {2}, 29602)))
 
 
-def test_sixty_four_nodes_with_a_cut_between_racks_are_one_line() -> None:
+def test_a_cut_between_racks_of_sixty_four_nodes_is_one_line() -> None:
     left, right = set(range(32)), set(range(32, 64))
     report = report_of(64, lambda i, j, *way: "no answer" if (i in left) != (j in left) else "")
     told = [message for _, message in blocked(report)]
@@ -101,7 +101,7 @@ def test_sixty_four_nodes_with_a_cut_between_racks_are_one_line() -> None:
     assert right
 
 
-def test_a_node_that_cannot_listen(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_node_that_cannot_listen_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
     def reply(request: dict[str, Any]) -> dict[str, Any]:
         answer = wire()(request)
         return {**answer, "refused": {"29500": "Address already in use"}} if request["op"] == "open" else answer
@@ -112,7 +112,7 @@ def test_a_node_that_cannot_listen(monkeypatch: pytest.MonkeyPatch) -> None:
     assert "run.master_port" in remedy(report)
 
 
-def test_a_line_lost_during_the_test_is_a_finding() -> None:
+def test_a_connection_lost_during_the_test_is_a_finding() -> None:
     broken = machine(1).on_program("network", ConnectionLost("connection lost", node_rank=1))
     report = run_preflight(cluster(2), {0: machine(0), 1: broken})
     assert [(f.node_rank, f.check) for f in report.findings if f.severity == "block"] == [(1, "connect")]
@@ -128,7 +128,7 @@ def two_networks(k: int, closed: Closed, **facts: Any) -> FakeTransport:
     return machine(k, closed, **{"addresses": there, **facts})
 
 
-def test_an_address_that_all_reach_is_chosen_where_the_first_is_not() -> None:
+def test_an_address_that_all_nodes_reach_is_preferred() -> None:
     def closed(i: int, j: int, address: str, port: int) -> str:
         return "no answer" if address == "10.0.0.2" and i == 0 else "refused" if address == "172.17.0.1" else ""
 
@@ -150,7 +150,7 @@ def test_the_configured_interface_decides() -> None:
     assert blocked(report)[0][1].startswith("no address on interface ib7; addresses of the host: 127.0.0.1 (lo), 172.")
 
 
-def test_a_node_reached_over_loopback_takes_an_outward_address() -> None:
+def test_a_node_reached_over_loopback_gets_an_outward_address() -> None:
     here = two_networks(0, lambda *way: "", address="127.0.0.1")
     report = run_preflight(cluster(2), {0: here, 1: machine(1)})
     assert (report.facts[0].address, report.facts[0].interface) == ("10.0.0.0", "eth0")
@@ -162,7 +162,7 @@ def test_nodes_that_are_all_reached_over_loopback_use_it() -> None:
     assert [fact.address for fact in report.facts.values()] == ["127.0.0.1", "127.0.0.1"]
 
 
-def test_an_address_behind_nat_is_fine_when_all_reach_it() -> None:
+def test_an_address_behind_nat_is_used_if_all_nodes_reach_it() -> None:
     asked: list[tuple[int, str]] = []
 
     def closed(i: int, j: int, address: str, port: int) -> str:
@@ -176,11 +176,11 @@ def test_an_address_behind_nat_is_fine_when_all_reach_it() -> None:
     assert {(port, address) for port, address in asked if port in (29500, 29400, 29600)} == {
         (port, "203.0.113.7") for port in (29500, 29400, 29600)
     }
-    assert (40000, "10.0.0.0") in asked  # gloo tells the others the interface's own address
+    assert (40000, "10.0.0.0") in asked  # gloo announces the interface's own address to the others
     assert (report.facts[0].address, report.facts[0].interface) == ("10.0.0.0", "eth0")
 
 
-# -- the program ---------------------------------------------------------
+# -- the node program -----------------------------------------------------
 
 
 @pytest.fixture
@@ -195,17 +195,17 @@ def connect(*targets: tuple[int, str, list[int]], token: str = "t", rank: int = 
     return found
 
 
-def test_our_own_listener_answers(listening: int) -> None:
+def test_the_listener_of_this_run_answers(listening: int) -> None:
     assert connect((7, "127.0.0.1", [listening]), (7, "localhost", [listening])) == []
     assert connect(*[(7, "127.0.0.1", [listening] * 10) for _ in range(60)]) == []
 
 
-def test_another_run_or_another_node_is_a_stranger(listening: int) -> None:
+def test_listeners_of_other_runs_and_nodes_are_rejected(listening: int) -> None:
     assert connect((7, "127.0.0.1", [listening]), token="other") == [[7, "127.0.0.1", listening, "stranger"]]
     assert connect((6, "127.0.0.1", [listening])) == [[6, "127.0.0.1", listening, "stranger"]]
 
 
-def test_what_stands_in_the_way_is_told_apart(listening: int) -> None:
+def test_causes_of_a_failed_connection_are_distinguished(listening: int) -> None:
     with socket.create_server(("127.0.0.1", 0)) as silent, socket.create_server(("127.0.0.1", 0)) as gone:
         quiet, free = silent.getsockname()[1], gone.getsockname()[1]
         gone.close()
@@ -216,7 +216,7 @@ def test_what_stands_in_the_way_is_told_apart(listening: int) -> None:
     ]
 
 
-def test_a_port_in_use_is_told() -> None:
+def test_a_port_in_use_is_reported() -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
         reply = program.main({"op": "open", "token": "t", "rank": 0, "ports": [port]})

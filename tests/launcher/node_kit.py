@@ -64,7 +64,7 @@ class RunFolder:
         return self.ranks(argv, 1, env)
 
     def ranks(self, argv: list[str], nproc: int, env: Mapping[str, str] | None = None) -> RunFolder:
-        """Configure ``nproc`` ranks of a custom command, started as ``launcher.plan.commands`` starts them."""
+        """Configure ``nproc`` ranks of an own command, started as ``launcher.plan.commands`` starts them."""
         runner = [PYTHON, str(RANK_RUNNER), "--run-dir", str(self.path), "--await-server", "--", *argv]
         world = {"WORLD_SIZE": str(nproc), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
         self.spec["trainer"] = {"argv": runner, "env": {**world, **(env or {})}, "cwd": str(self.path)}

@@ -74,7 +74,7 @@ open(os.environ["GNNFLEET_RUN_DIR"] + f"/output/deep/{os.environ['RANK']}.txt", 
 
 @pytest.fixture(scope="module")
 def own_script_run(tmp_path_factory, local_workdirs, private_tmux):
-    """A launch of a custom script on two nodes with one and two processes: its recorded plan and its offline plan."""
+    """A launch of an own script on two nodes with one and two processes: its recorded plan and its offline plan."""
     folder = tmp_path_factory.mktemp("own")
     (folder / "sees.py").write_text(SEES)
     words = ("python", "sees.py", "--lr", "0.01", "it's")

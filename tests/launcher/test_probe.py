@@ -1,4 +1,4 @@
-"""The probe on this machine: what it finds is really so."""
+"""Tests of the probe program on this machine."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def own_leases(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def smi(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """An nvidia-smi that prints what the test writes beside it."""
+    """An nvidia-smi that prints the file which the test writes next to it."""
     path = tmp_path / "bin" / "nvidia-smi"
     path.parent.mkdir()
     path.write_text(SMI)
@@ -73,7 +73,7 @@ def test_versions_are_those_that_importing_would_find() -> None:
     assert found["python"] == ".".join(map(str, sys.version_info[:3])) and found["arch"] == os.uname().machine
 
 
-def test_torch_is_asked_for_its_cuda_without_importing_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_cuda_of_torch_is_found_without_importing_torch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "torch").mkdir()
     (tmp_path / "torch/version.py").write_text("cuda: Optional[str] = '12.6'\nhip: Optional[str] = None\n")
     for name in ("torch-2.9.1+cu126.dist-info", "nvidia_nccl_cu12-2.27.5.dist-info", "nvidia_nccl_cu11-2.1.dist-info"):
@@ -85,7 +85,7 @@ def test_torch_is_asked_for_its_cuda_without_importing_it(tmp_path: Path, monkey
     assert found["numba"] == ""
 
 
-def versions_told_by(python: Path, *flags: str) -> dict[str, str]:
+def versions_found_by(python: Path, *flags: str) -> dict[str, str]:
     code = "from launcher.node.programs import packages; print(packages.versions())"
     env = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])}
     done = subprocess.run([str(python), *flags, "-c", code], env=env, capture_output=True, text=True, check=True)
@@ -94,19 +94,19 @@ def versions_told_by(python: Path, *flags: str) -> dict[str, str]:
 
 
 def test_without_the_site_module_the_same_packages_are_found(tmp_path: Path) -> None:
-    """The agent runs under ``python -S``, which reads no .pth file and knows no virtual environment."""
-    assert versions_told_by(Path(sys.executable), "-S") == versions_told_by(Path(sys.executable))
+    """The agent runs under ``python -S``, which reads no .pth file and does not activate a virtual environment."""
+    assert versions_found_by(Path(sys.executable), "-S") == versions_found_by(Path(sys.executable))
     venv.create(tmp_path / "env", symlinks=True)
     (site,) = (tmp_path / "env").glob("lib/python*/site-packages")
     (site / "numpy-1.24.2.dist-info").mkdir()
     (site / "others.pth").write_text(sysconfig.get_path("purelib"))
-    told = versions_told_by(tmp_path / "env/bin/python", "-S")
-    assert told["numpy"] == "1.24.2" and told["torch"] == versions_told_by(Path(sys.executable))["torch"]
-    assert told == versions_told_by(tmp_path / "env/bin/python")
+    told = versions_found_by(tmp_path / "env/bin/python", "-S")
+    assert told["numpy"] == "1.24.2" and told["torch"] == versions_found_by(Path(sys.executable))["torch"]
+    assert told == versions_found_by(tmp_path / "env/bin/python")
 
 
-def test_what_starts_on_all_nodes_at_once_imports_little() -> None:
-    """Each of these takes about as long as Python itself to start, on a hundred nodes at once."""
+def test_programs_for_all_nodes_import_few_modules() -> None:
+    """Importing any of these takes about as long as starting Python, on up to a hundred nodes at once."""
     heavy = {"typing", "json", "subprocess", "socket", "threading", "re", "enum", "collections"}
     programs = "agent, folders, network, probe"
     code = f"import sys; from launcher.node.programs import {programs}; print({heavy!r} & set(sys.modules))"
@@ -131,7 +131,7 @@ GPUS = """0, GPU-a, NVIDIA H200, 143771, 61000, Default, Disabled, 0, 570.86.15
 """
 
 
-def test_devices_and_who_uses_them(smi: Path) -> None:
+def test_devices_and_their_processes(smi: Path) -> None:
     Path(f"{smi}.gpus").write_text(GPUS)
     Path(f"{smi}.apps").write_text(f"GPU-a, {os.getpid()}, python, 60000\nGPU-a, 4194999, [Not Found], 500\n")
     found = probed(devices=True)
@@ -145,13 +145,13 @@ def test_devices_and_who_uses_them(smi: Path) -> None:
     assert (third["mig"], third["ecc"], third["used"]) == (False, 0, 3)
 
 
-def test_an_old_driver_is_asked_for_less(smi: Path) -> None:
+def test_an_old_driver_is_queried_for_fewer_fields(smi: Path) -> None:
     Path(f"{smi}.short").write_text("0, GPU-a, Tesla K80, 11441, 0, 418.87\n")
     found = probed(devices=True)
     assert (found["devices"], found["driver"]) == (["Tesla K80"], "418.87")
 
 
-def test_nvidia_smi_is_not_started_where_no_device_is_wanted(smi: Path) -> None:
+def test_nvidia_smi_is_started_only_if_devices_are_wanted(smi: Path) -> None:
     assert probed()["gpus"] == []
     assert not Path(f"{smi}.asked").exists()
 
@@ -159,7 +159,7 @@ def test_nvidia_smi_is_not_started_where_no_device_is_wanted(smi: Path) -> None:
 # -- folders, memory, names ----------------------------------------------
 
 
-def test_folders_are_tried_out(tmp_path: Path) -> None:
+def test_folders_are_checked_by_writing(tmp_path: Path) -> None:
     found = probed(workdir=tmp_path / "not/yet/there")
     assert found["workdir_base"] == str(tmp_path) and found["workdir_error"] == ""
     assert found["disk"]["free"] == found["disk_free"] > 0 and found["tmp"]["error"] == ""
@@ -169,7 +169,7 @@ def test_folders_are_tried_out(tmp_path: Path) -> None:
     assert folders.why_not_writable("/proc") != ""
 
 
-def test_a_full_disk_shows_only_when_written(tmp_path: Path) -> None:
+def test_a_full_disk_is_found_by_writing(tmp_path: Path) -> None:
     if os.getuid() != 0 or subprocess.run(["mount", "-t", "tmpfs", "-o", "size=32k", "t", tmp_path]).returncode:
         pytest.skip("cannot mount a small disk here")
     try:
@@ -180,14 +180,14 @@ def test_a_full_disk_shows_only_when_written(tmp_path: Path) -> None:
         subprocess.run(["umount", tmp_path], check=True)
 
 
-def test_parts_that_were_sent_before(tmp_path: Path) -> None:
+def test_bytes_of_parts_sent_before(tmp_path: Path) -> None:
     (tmp_path / "data/f1/part0").mkdir(parents=True)
     (tmp_path / "data/f1/part0/x.npy").write_bytes(bytes(1000))
     assert probed(workdir=tmp_path, parts=f"{tmp_path}/data/f1")["stored"] == 1000
     assert probed(workdir=tmp_path, parts=f"{tmp_path}/data/f2")["stored"] == 0
 
 
-def test_code_that_is_there(tmp_path: Path) -> None:
+def test_code_sent_before(tmp_path: Path) -> None:
     (tmp_path / "code" / "c0de" / "c0de").mkdir(parents=True)
     digest = "abcdef0123456789" * 4
     assert probed(workdir=tmp_path, code=digest)["code"] is False
@@ -195,7 +195,7 @@ def test_code_that_is_there(tmp_path: Path) -> None:
     assert probed(workdir=tmp_path, code=digest)["code"] is True
 
 
-def test_memory_heeds_control_groups(tmp_path: Path) -> None:
+def test_free_memory_respects_control_groups(tmp_path: Path) -> None:
     inner = tmp_path / "user/session"
     inner.mkdir(parents=True)
     (inner / "memory.max").write_text("max\n")
@@ -208,7 +208,7 @@ def test_memory_heeds_control_groups(tmp_path: Path) -> None:
     assert 0 < found["memory_free"] <= found["memory_limit"] <= found["memory"]
 
 
-def test_cpus_heed_the_time_that_a_control_group_gives(tmp_path: Path) -> None:
+def test_cpus_respect_the_quota_of_a_control_group(tmp_path: Path) -> None:
     inner = tmp_path / "user" / "session"
     inner.mkdir(parents=True)
     (inner / "cpu.max").write_text("max 100000\n")
@@ -225,7 +225,7 @@ def test_cpus_heed_the_time_that_a_control_group_gives(tmp_path: Path) -> None:
     assert 1 <= machine.cpus() <= len(os.sched_getaffinity(0))
 
 
-def test_names_are_looked_up(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_names_are_resolved_within_a_time_limit(monkeypatch: pytest.MonkeyPatch) -> None:
     assert probed(names=["localhost", "no-such-host.invalid"])["names"]["no-such-host.invalid"] == ""
     monkeypatch.setattr(probe, "RESOLVE_SECONDS", 0.2)
     monkeypatch.setattr(probe, "lookup", lambda name: time.sleep(5) if name == "slow" else "10.0.0.1")
@@ -235,14 +235,14 @@ def test_names_are_looked_up(monkeypatch: pytest.MonkeyPatch) -> None:
 # -- ports, leases, leftovers --------------------------------------------
 
 
-def test_a_port_with_lingering_connections_is_free_and_a_listening_one_is_not() -> None:
+def test_a_port_in_time_wait_is_free_and_a_listening_one_is_not() -> None:
     server = socket.create_server(("127.0.0.1", 0))
     port = server.getsockname()[1]
     assert list(probed(ports=[port])["busy_ports"]) == [str(port)]
     client = socket.create_connection(("127.0.0.1", port))
     accepted, _ = server.accept()
     server.close()
-    accepted.close()  # the server's side lingers in TIME_WAIT
+    accepted.close()  # the server's side stays in TIME_WAIT
     client.close()
     assert probed(ports=[port])["busy_ports"] == {}
 
@@ -256,14 +256,14 @@ def test_leases_of_living_runs_are_reported_and_their_ports_are_busy() -> None:
     assert found["lease_error"] == ""
 
 
-def test_leases_that_cannot_be_read_are_told(tmp_path: Path) -> None:
+def test_unreadable_leases_are_reported(tmp_path: Path) -> None:
     (tmp_path / "leases").write_text("")
     assert "is not a folder" in probed()["lease_error"]
 
 
 @pytest.fixture
 def orphan(tmp_path: Path) -> Iterator[subprocess.Popen[bytes]]:
-    """A process of run r1 on node0, in whose folder stands a supervisor that is gone."""
+    """A process of run r1 on node0, in whose folder a supervisor is recorded that no longer runs."""
     folder = tmp_path / "runs/r1/node0"
     folder.mkdir(parents=True)
     (folder / "state.json").write_text('{"state": "training", "pid": 4194999, "start_ticks": 7, "processes": []}')
@@ -273,7 +273,7 @@ def orphan(tmp_path: Path) -> Iterator[subprocess.Popen[bytes]]:
     process.wait()
 
 
-def test_leftovers_of_a_run_whose_supervisor_is_gone(tmp_path: Path, orphan: subprocess.Popen[bytes]) -> None:
+def test_processes_of_a_run_without_a_supervisor_are_leftovers(tmp_path: Path, orphan: subprocess.Popen[bytes]) -> None:
     wait_until(lambda: procs.command_line(orphan.pid).startswith("sleep"))
     expected = [{"run_id": "r1", "pids": [orphan.pid], "commands": ["sleep 60"]}]
     assert probed(workdir=tmp_path)["leftovers"] == expected
@@ -281,7 +281,7 @@ def test_leftovers_of_a_run_whose_supervisor_is_gone(tmp_path: Path, orphan: sub
     assert probed(workdir=tmp_path)["leftovers"] == []
 
 
-def test_a_run_that_lives_leaves_nothing_behind(tmp_path: Path, orphan: subprocess.Popen[bytes]) -> None:
+def test_processes_of_a_live_run_are_no_leftovers(tmp_path: Path, orphan: subprocess.Popen[bytes]) -> None:
     me = procs.look(os.getpid())
     assert me is not None
     state = f'{{"state": "training", "pid": {me.pid}, "start_ticks": {me.start_ticks}, "processes": []}}'
@@ -293,7 +293,7 @@ def test_a_run_that_lives_leaves_nothing_behind(tmp_path: Path, orphan: subproce
 
 
 def find_python(usable: Callable[[tuple[int, int]], bool]) -> str | None:
-    """A python3 of some minor version on this machine that really starts."""
+    """Find a python3 on this machine that starts and whose (major, minor) version is ``usable``."""
     for minor in range(6, 14):
         path = shutil.which(f"python3.{minor}")
         if usable((3, minor)) and path and subprocess.run([path, "-c", ""], capture_output=True).returncode == 0:
@@ -308,8 +308,8 @@ def test_the_probe_runs_on_the_oldest_python_supported() -> None:
     assert probed(python)["versions"]["python"].startswith("3.")
 
 
-def test_the_probe_loads_no_more_than_it_needs() -> None:
-    """It runs on a hundred hosts at once: each of these takes milliseconds to load."""
+def test_the_probe_imports_few_modules() -> None:
+    """The probe runs on up to a hundred hosts at once, and each of these modules takes milliseconds to load."""
     code = (
         "import json, sys; from launcher.node.programs import probe; "
         "probe.main(json.loads(sys.argv[1])); print(*sys.modules)"

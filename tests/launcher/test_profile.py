@@ -1,4 +1,4 @@
-"""Where a run's time goes: in the live view, ``status``, the report, ``gnnfleet profile``; and what would help."""
+"""Tests of a run's profile in the live view, ``status``, the report and ``gnnfleet profile``, and of its advice."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from test_report import report
 
 
 def profile_of(folder: Path, *ranks: list[dict[str, Any]]) -> Profile:
-    """Of one rank on each node."""
+    """The profile of one rank per node."""
     files = [metrics_file(folder / f"node{k}/metrics-rank{k}.jsonl", lines) for k, lines in enumerate(ranks)]
     found = analyse(files).profile
     assert found is not None
@@ -56,14 +56,14 @@ def test_the_trainers_analysis_is_read_and_printed(tmp_path: Path, monkeypatch: 
     assert (told["remote_bytes"], told["hit_rate"], told["most_remote"]["rank"]) == (2_000_000, 0.5, 0)
 
 
-def test_in_the_first_epoch_its_steps_count(tmp_path: Path) -> None:
+def test_a_first_epoch_is_profiled_from_its_steps(tmp_path: Path) -> None:
     found = profile_of(tmp_path, [line for line in lines_of(0, epochs=1) if line["kind"] != "epoch"])
     first, *rest = profile_lines(found)
     assert first == "time per step: 9.08 s, mean of 1 rank, epoch 1 so far:"
     assert not any("MB" in line for line in rest) and found.remote_bytes is None
 
 
-def test_the_advice_goes_by_the_topology_and_by_whose_script_it_was(tmp_path: Path) -> None:
+def test_the_advice_depends_on_the_topology_and_on_an_own_command(tmp_path: Path) -> None:
     file = metrics_file(tmp_path / "node0/metrics-rank0.jsonl", lines_of(0, remote=0.1))
     bundled, own = analyse([file], "partitioned").profile, analyse([file], own=True).profile
     assert bundled is not None and "data.topology: replicated" in bundled.advice[0]
@@ -81,7 +81,7 @@ def test_an_analysis_that_fails_is_a_note_of_the_report(tmp_path: Path, monkeypa
     assert json.loads((tmp_path / "result.json").read_text())["state"] == "done"
 
 
-def test_the_live_view_tells_what_takes_most_of_a_step() -> None:
+def test_the_live_view_shows_the_longest_phase_of_a_step() -> None:
     board = board_of(2, 1)
     assert not any("mostly" in line for line in shown(board))
     board.metric(step(0, 17, spent=SPENT))
@@ -93,14 +93,14 @@ def test_the_live_view_tells_what_takes_most_of_a_step() -> None:
 
 
 @pytest.mark.parametrize("spent", [None, {}, [], {"forward": float("nan")}, {"forward": "1"}, {"a": -1.0}, 5])
-def test_odd_shares_are_passed_over(spent: Any) -> None:
+def test_invalid_phase_times_are_ignored(spent: Any) -> None:
     assert largest(spent) is None
     row = RankRow(0, 0)
     row.update(step(0, spent=spent, most=spent))
     assert row.most == ""
 
 
-def test_the_report_has_the_table_and_result_json_the_figures(tmp_path: Path) -> None:
+def test_the_report_has_the_profile_and_result_json_its_numbers(tmp_path: Path) -> None:
     files = [metrics_file(tmp_path / f"metrics-rank{rank}.jsonl", lines_of(rank)) for rank in (0, 1)]
     done = report("done", [], tmp_path)
     done = replace(done, metrics=read_metrics(files).analysed())
@@ -120,7 +120,7 @@ def made(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[MadeRun]:
     made.kill()
 
 
-def test_profile_of_a_run_that_was_collected(made: MadeRun, capsys: pytest.CaptureFixture[str]) -> None:
+def test_profile_of_a_collected_run(made: MadeRun, capsys: pytest.CaptureFixture[str]) -> None:
     made.launched("end")
     for k in (0, 1):
         logs = made.folder / "logs" / f"node{k}"
@@ -134,7 +134,7 @@ def test_profile_of_a_run_that_was_collected(made: MadeRun, capsys: pytest.Captu
     assert told_json["run_id"] == "r1" and told_json["advice"][0].startswith("48% of a step")
 
 
-def test_profile_of_a_run_that_goes_on_asks_the_nodes(made: MadeRun, capsys: pytest.CaptureFixture[str]) -> None:
+def test_profile_of_a_live_run_reads_the_nodes(made: MadeRun, capsys: pytest.CaptureFixture[str]) -> None:
     made.launched("train").start()
     made.await_training()
     assert run(["profile", "r1"]) == 1

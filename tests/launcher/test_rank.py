@@ -1,4 +1,4 @@
-"""The rank runner: what it logs and records of the process it runs."""
+"""Tests of the rank runner: the log and the outcome of the process that it runs."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def outcome(folder: Path) -> dict[str, Any]:
     return record
 
 
-def test_outcome_of_a_good_end(tmp_path: Path) -> None:
+def test_outcome_of_a_successful_rank(tmp_path: Path) -> None:
     before = time.time()
     assert run_rank(tmp_path, "print('a'); import sys; print('b', file=sys.stderr)") == 0
     record = outcome(tmp_path)
@@ -68,7 +68,7 @@ def test_environment_of_the_rank(tmp_path: Path) -> None:
     assert logged(tmp_path) == ["5 1 2 1 1"]
 
 
-def test_segfault_shows_where(tmp_path: Path) -> None:
+def test_segfault_records_the_python_stack(tmp_path: Path) -> None:
     run_rank(tmp_path, "import ctypes; ctypes.string_at(0)")
     assert outcome(tmp_path)["signal"] == "SIGSEGV"
     assert "Fatal Python error: Segmentation fault" in outcome(tmp_path)["tail"]
@@ -77,8 +77,8 @@ def test_segfault_shows_where(tmp_path: Path) -> None:
     assert outcome(tmp_path)["traceback"][-1] == '  File "<string>", line 1 in <module>'
 
 
-def test_abort_on_the_way_out_does_not_hide_the_exception(tmp_path: Path) -> None:
-    """As gloo's threads have it: std::terminate where no Python runs any more, after the traceback was printed."""
+def test_abort_during_interpreter_shutdown_does_not_hide_the_exception(tmp_path: Path) -> None:
+    """As with gloo's threads: std::terminate after the traceback was printed, when no Python frame is left."""
     printed = '[rank5]: Traceback (most recent call last):\n[rank5]:   File "a.py", line 1\n[rank5]: ValueError: age\n'
     printed += "Fatal Python error: Aborted\n\nCurrent thread 0x00 (most recent call first):\n  <no Python frame>\n"
     code = f"import faulthandler, os, sys; faulthandler.disable(); sys.stderr.write({printed!r}); os.abort()"
@@ -91,13 +91,13 @@ def test_invalid_utf8_and_unfinished_last_line(tmp_path: Path) -> None:
     assert logged(tmp_path) == ["caf\ufffd \ufffd", "Zürich"]
 
 
-def test_progress_bar_leaves_its_last_state(tmp_path: Path) -> None:
+def test_only_the_last_state_of_a_progress_bar_is_logged(tmp_path: Path) -> None:
     bar = "for i in range(101): print(f'\\r{i}%', end='', flush=True)\nprint()\n"
     run_rank(tmp_path, bar + "print('dos', end='\\r\\n')\nprint('50%\\r99%\\r', end='')")
     assert logged(tmp_path) == ["100%", "dos", "99%"]
 
 
-def test_long_progress_is_seen_before_it_ends(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_long_progress_bar_is_logged_before_it_ends(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(log_lines, "SNAPSHOT_EVERY", 0.0)
     log = LineLog(str(tmp_path / "log"))
     log.feed(b"\r10%")
@@ -106,7 +106,7 @@ def test_long_progress_is_seen_before_it_ends(tmp_path: Path, monkeypatch: pytes
 
 
 @given(st.lists(st.sampled_from([b"a", b"\xc3", b"\xbc", b"\r", b"\n", b"12%"]), max_size=30), st.data())
-def test_lines_do_not_depend_on_how_the_output_arrives(data: list[bytes], draw: st.DataObject) -> None:
+def test_lines_do_not_depend_on_the_chunks_of_the_output(data: list[bytes], draw: st.DataObject) -> None:
     whole = b"".join(data)
     cut = draw.draw(st.integers(0, len(whole)))
     assert lines_of(whole) == lines_of(whole[:cut], whole[cut:])
@@ -133,7 +133,7 @@ def test_one_very_long_line_is_cut_between_characters(tmp_path: Path) -> None:
     assert max(len(piece.encode()) for piece in pieces) <= log_lines.MAX_LINE
 
 
-def test_stop_is_passed_on_and_marked(tmp_path: Path) -> None:
+def test_stop_is_forwarded_and_recorded(tmp_path: Path) -> None:
     code = "import time; print('up', flush=True)\ntry: time.sleep(60)\nfinally: print('bye')"
     runner = subprocess.Popen(
         rank_argv(tmp_path, python("import signal; signal.signal(15, lambda *_: exit(4))\n" + code)), env=ENVIRONMENT
@@ -144,7 +144,7 @@ def test_stop_is_passed_on_and_marked(tmp_path: Path) -> None:
     assert outcome(tmp_path)["stopped"] and not outcome(tmp_path)["failed"]
 
 
-def test_failure_of_its_own_is_not_marked_stopped(tmp_path: Path) -> None:
+def test_a_signal_from_elsewhere_is_a_failure_not_a_stop(tmp_path: Path) -> None:
     runner = subprocess.Popen(rank_argv(tmp_path, python("import time; time.sleep(60)")), env=ENVIRONMENT)
     record = wait_until(lambda: next(iter(tmp_path.glob("procs/rank5.json")), None))
     os.kill(json.loads(record.read_text())["pid"], signal.SIGTERM)
@@ -152,7 +152,7 @@ def test_failure_of_its_own_is_not_marked_stopped(tmp_path: Path) -> None:
     assert outcome(tmp_path)["failed"] and not outcome(tmp_path)["stopped"]
 
 
-def test_what_the_rank_leaves_behind_is_ended(tmp_path: Path) -> None:
+def test_processes_left_by_the_rank_are_killed(tmp_path: Path) -> None:
     code = (
         "import subprocess; print(subprocess.Popen(['sleep', '60'], start_new_session=True).pid); raise SystemExit(1)"
     )
@@ -184,7 +184,7 @@ def test_memory_limit(tmp_path: Path, text: str, bytes_: int | None) -> None:
     assert limit([str(tmp_path / "absent"), str(tmp_path / "memory.max")]) == bytes_
 
 
-def test_kernel_log_names_the_killed(tmp_path: Path) -> None:
+def test_processes_killed_for_memory_are_read_from_the_kernel_log(tmp_path: Path) -> None:
     lines = [
         "6,1234,99,-;oom_reaper: reaped process 41 (python3)",
         "3,1235,99,-;Out of memory: Killed process 42 (python3) total-vm:9kB, anon-rss:8kB, UID:0",
@@ -196,8 +196,8 @@ def test_kernel_log_names_the_killed(tmp_path: Path) -> None:
     assert "".join(kernel_log(str(tmp_path / "kmsg"))).splitlines() == lines
 
 
-def test_kill_by_hand_after_an_old_kill_for_memory_is_none(monkeypatch: pytest.MonkeyPatch) -> None:
-    """One before the process's last seconds was another's, as a loader's that it outlived."""
+def test_an_old_kill_for_memory_does_not_explain_a_later_kill(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A kill before the process's last seconds was that of another process, for example of a loader worker."""
     clock, count = [100.0], [0]
     monkeypatch.setattr(time, "monotonic", lambda: clock[0])
     monkeypatch.setattr(oom, "oom_kills", lambda: count[0])
@@ -211,10 +211,10 @@ def test_kill_by_hand_after_an_old_kill_for_memory_is_none(monkeypatch: pytest.M
     assert not watch.killed(5)
 
 
-def test_the_machines_count_alone_is_no_proof_where_the_kernels_log_can_be_read(
+def test_the_machines_count_is_not_used_if_the_kernel_log_is_readable(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Another program on the machine was killed for memory while this process got a plain kill -9."""
+    """Another program on the machine was killed for memory; this process was killed by kill -9."""
     count, log = [0], ["Out of memory: Killed process 77 (chrome) total-vm:9kB"]
     monkeypatch.setattr(oom, "oom_kills", lambda: count[0])
     monkeypatch.setattr(oom, "counts_our_group", lambda: False)
@@ -222,12 +222,12 @@ def test_the_machines_count_alone_is_no_proof_where_the_kernels_log_can_be_read(
     watch = OomWatch()
     count[0] = 1
     assert not watch.killed(5) and watch.killed(77)
-    log.clear()  # may not be read: then the count is all there is
+    log.clear()  # an unreadable log: only the count is left
     assert watch.killed(5)
 
 
 def memory_cgroup(limit_bytes: int) -> Path:
-    """A cgroup for the test's own child, of either version; skips where none can be made."""
+    """A cgroup (v1 or v2) for the test's child process; the test is skipped if it cannot be created."""
     version1 = Path("/sys/fs/cgroup/memory")
     top = version1 if version1.is_dir() else Path("/sys/fs/cgroup")
     made = top / f"gnnfleet-test-{os.getpid()}"
@@ -241,8 +241,8 @@ def memory_cgroup(limit_bytes: int) -> Path:
     return made
 
 
-def test_rank_beyond_its_memory_limit(tmp_path: Path) -> None:
-    """Killed by the kernel, which is said together with the limit."""
+def test_rank_that_exceeds_its_memory_limit(tmp_path: Path) -> None:
+    """The kernel kills it; the outcome names the limit."""
     group = memory_cgroup(200_000_000)
     greedy = "x = []\nwhile True: x.append(bytearray(b'1' * 10_000_000))"
     line = f"echo $$ > {group}/cgroup.procs && exec {shlex.join(rank_argv(tmp_path, python(greedy)))}"
@@ -277,15 +277,15 @@ def test_chained_exceptions_are_kept_whole(chain: str) -> None:
     assert found_in(["epoch 1"], whole, ["", "ended"]) == whole
 
 
-def test_first_traceback_counts() -> None:
+def test_the_first_traceback_is_recorded() -> None:
     assert found_in(TRACEBACK, [*TRACEBACK[:-1], "OSError: later"]) == TRACEBACK
 
 
-def test_torchs_rank_prefix_is_taken_off() -> None:
+def test_torchs_rank_prefix_is_removed() -> None:
     assert found_in([f"[rank3]: {line}" for line in TRACEBACK]) == TRACEBACK
 
 
-def test_message_of_several_lines_is_kept() -> None:
+def test_messages_of_several_lines_are_kept() -> None:
     message = ["RuntimeError: sizes differ", "\tweight: 3 and 4", "  bias: 1 and 2"]
     assert found_in(TRACEBACK[:-1], message, ["", "INFO next epoch"]) == [*TRACEBACK[:-1], *message]
 
@@ -299,8 +299,8 @@ def test_traceback_of_a_real_rank(tmp_path: Path) -> None:
     assert sum(bool(re.match("Traceback", line)) for line in found) == 2
 
 
-def test_runs_without_torch_in_reach(tmp_path: Path) -> None:
-    """With the system's bare interpreter flags: isolated, no site packages."""
+def test_runs_without_torch(tmp_path: Path) -> None:
+    """With the bare interpreter: isolated mode, no site packages."""
     argv = rank_argv(tmp_path, ["true"])
     done = subprocess.run([argv[0], "-S", "-E", *argv[1:]], env=ENVIRONMENT, capture_output=True, timeout=20)
     assert (done.returncode, done.stderr) == (0, b"")

@@ -1,4 +1,4 @@
-"""Which runs this operator knows, and what launch.json says of the process that launched one."""
+"""Tests of the registry of runs and of launch.json, which records the process that launched a run."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def made(run_id: str = "r1", **more: object) -> LaunchFile:
     return replace(LaunchFile.mine(run_id, "toy", config="cluster.yml", own_command=["python", "a.py"]), **more)
 
 
-def test_reads_back_what_was_written_at_each_stage(tmp_path: Path) -> None:
+def test_launch_file_round_trip_at_each_stage(tmp_path: Path) -> None:
     launch = made(overrides=("train.lr=0.1",), resumed_from="r0")
     launch.write(tmp_path / "r1")
     assert LaunchFile.read(tmp_path / "r1") == launch
@@ -41,14 +41,14 @@ def test_damaged_file_is_named(tmp_path: Path) -> None:
         LaunchFile.read(tmp_path)
 
 
-def test_launcher_is_alive_gone_or_elsewhere() -> None:
+def test_launcher_is_alive_gone_or_on_another_machine() -> None:
     sleeper = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
     ticks = int(Path(f"/proc/{sleeper.pid}/stat").read_text().rpartition(")")[2].split()[19])
     launch = made(pid=sleeper.pid, start_ticks=ticks)
     assert made().alive() is True
     assert launch.alive() is True
     assert replace(launch, host="renamed-by-dhcp").alive() is True
-    assert replace(launch, start_ticks=ticks - 1).alive() is False, "the pid is used again"
+    assert replace(launch, start_ticks=ticks - 1).alive() is False, "the pid has been reused"
     assert replace(launch, boot_id="the boot before").alive() is False
     assert replace(launch, host="laptop", boot_id="of the laptop").alive() is None
     sleeper.communicate(b"\n", timeout=10)
@@ -69,7 +69,7 @@ def test_runs_are_found_from_any_working_directory(tmp_path: Path, monkeypatch: 
     assert [folder.name for folder in folders] == ["new", "old"], "each once, the newest first"
 
 
-def test_a_run_whose_folder_was_deleted_is_forgotten(tmp_path: Path) -> None:
+def test_a_run_with_a_deleted_folder_is_forgotten(tmp_path: Path) -> None:
     register("gone", tmp_path / "runs/gone")
     assert known_runs([]) == []
     assert json.loads((registry_folder() / "gone.json").read_text()) == {"folder": str(tmp_path / "runs/gone")}

@@ -1,4 +1,4 @@
-"""Which failure came first, how it is told, and what the run folder holds at the end."""
+"""Tests of the first failure, the printed report, and the files of the run folder at the end."""
 
 from __future__ import annotations
 
@@ -62,12 +62,12 @@ def printed(of: RunReport) -> str:
     return console.file.getvalue()
 
 
-def test_the_earliest_failure_is_the_first() -> None:
+def test_the_earliest_failure_is_the_first_failure() -> None:
     early, late = outcome(3, 110.0), outcome(0, 111.0)
     assert first_failure([late, early]) is early
 
 
-def test_clocks_are_compared_by_this_machines() -> None:
+def test_failure_times_are_corrected_by_the_clock_offset() -> None:
     early = outcome(2, 110.0, offset=+3600.0)  # its own clock is an hour ahead
     late = outcome(0, 111.0)
     assert first_failure([late, early]) is early
@@ -82,13 +82,13 @@ def test_clocks_are_compared_by_this_machines() -> None:
         "ConnectionResetError: [Errno 104] Connection reset by peer",
     ],
 )
-def test_the_echo_of_a_lost_peer_ranks_behind_its_cause_even_when_noticed_first(echo: str) -> None:
+def test_an_error_caused_by_a_lost_peer_ranks_behind_its_cause_even_if_earlier(echo: str) -> None:
     follower = outcome(0, 109.9, traceback=raised(echo))
     cause = outcome(3, 110.0, returncode=137, signal="SIGKILL")
     assert first_failure([follower, cause]) is cause
 
 
-def test_a_rank_that_was_told_to_stop_is_never_the_cause() -> None:
+def test_a_stopped_rank_is_never_the_cause() -> None:
     stopped = outcome(0, 105.0, failed=False, stopped=True, returncode=143, signal="SIGTERM")
     cause = outcome(1, 110.0)
     assert first_failure([stopped, cause]) is cause
@@ -106,11 +106,11 @@ def test_a_rank_that_was_told_to_stop_is_never_the_cause() -> None:
         ({"returncode": 127, "note": "cannot start x: gone"}, "ended with exit status 127: cannot start x: gone"),
     ],
 )
-def test_the_reason_in_words(more: dict[str, Any], reason: str) -> None:
+def test_reasons_of_failures(more: dict[str, Any], reason: str) -> None:
     assert outcome(0, 110.0, **more).reason == reason
 
 
-def test_of_chained_tracebacks_the_last_exception_counts() -> None:
+def test_the_last_exception_of_chained_tracebacks_is_the_reason() -> None:
     chained = [*raised("KeyError: 'x'"), "", "During handling of the above exception, another exception occurred:", ""]
     assert exit_description.raised([*chained, *raised("RuntimeError: no x in batch")]) == "RuntimeError: no x in batch"
 
@@ -130,8 +130,8 @@ def test_a_failed_run_leads_with_rank_node_host_reason_lines_and_log(tmp_path: P
     assert rest[5:] and rest[5] == f"then ranks 0–2 raised {CLOSED_BY_PEER}"
 
 
-def test_the_report_says_how_long_before_the_follow_ups_even_when_clocks_differ_by_minutes(tmp_path: Path) -> None:
-    """The sentence of the issue: the node's clock is five minutes ahead, the others' are right."""
+def test_the_report_has_the_time_to_follow_up_errors_with_clocks_minutes_apart(tmp_path: Path) -> None:
+    """The clock of the failed rank's node is five minutes ahead."""
     killed = {"returncode": 137, "signal": "SIGKILL", "oom": True}
     cause = outcome(5, 110.0, offset=300.0, **killed)
     echoes = [outcome(rank, 113.2 + rank / 100, traceback=raised(CLOSED_BY_PEER)) for rank in (0, 1, 2, 3, 4, 6, 7)]
@@ -142,7 +142,7 @@ def test_the_report_says_how_long_before_the_follow_ups_even_when_clocks_differ_
     assert run.exit_status == 137
 
 
-def test_what_followed_is_folded_by_what_it_says_and_what_was_stopped_is_counted(tmp_path: Path) -> None:
+def test_equal_follow_up_errors_are_folded_and_stopped_ranks_are_counted(tmp_path: Path) -> None:
     cause = outcome(0, 110.0, returncode=3)
     echoes = [outcome(rank, 111.0, traceback=raised(f"OSError: port {rank} of 10.0.0.{rank}: gone")) for rank in (1, 2)]
     other = outcome(3, 112.0, returncode=7)
@@ -156,7 +156,7 @@ def test_what_followed_is_folded_by_what_it_says_and_what_was_stopped_is_counted
     assert "then ranks 1–2 raised OSError: port 1 of 10.0.0.1: gone" in lines
     assert "then rank 3 ended with exit status 7" in lines
     assert "stopped after it: 2 ranks" in lines
-    assert run.exit_status == 7, "the highest of those that failed by themselves; 143 was our own doing"
+    assert run.exit_status == 7, "the highest status of ranks that failed by themselves; 143 is from our own stop"
 
 
 def test_a_stall_leads_the_report_though_no_process_failed(tmp_path: Path) -> None:
@@ -170,12 +170,12 @@ def test_a_stall_leads_the_report_though_no_process_failed(tmp_path: Path) -> No
     assert f"The run failed: rank 3 on node1 (hostb): {text}" in printed(run)
     assert "  rank 3: sleep at mine.py:7" in printed(run)
     nan = {**finding, "kind": "nan", "text": "the loss of rank 3 on node1 (hostb) is NaN in epoch 2"}
-    assert Outcome.of_finding(nan, "hostb", 110.0).sentence == nan["text"], "where it was, is said once"
+    assert Outcome.of_finding(nan, "hostb", 110.0).sentence == nan["text"], "the location is stated once"
     assert "straggler: rank 0 is slow" in printed(run) and printed(run).count(text) == 1
     assert run.exit_status == 1
 
 
-def test_a_run_stopped_by_request_says_by_whom(tmp_path: Path) -> None:
+def test_a_run_stopped_by_request_names_who_stopped_it(tmp_path: Path) -> None:
     run = RunReport(
         "r1", "interrupted", (), None, Metrics(()), 60.0, tmp_path, stopped_by="alice@laptop (gnnfleet stop)"
     )
@@ -193,7 +193,7 @@ def metrics() -> list[dict[str, Any]]:
     lines: list[dict[str, Any]] = []
     for epoch in range(1, 4):
         for rank in (0, 1):
-            seconds = 10.0 if epoch == 1 else 2.0 + rank  # rank 1 waits for rank 0, which saves
+            seconds = 10.0 if epoch == 1 else 2.0 + rank  # rank 1 waits while rank 0 saves
             lines.append(
                 {
                     "t": epoch,
@@ -217,7 +217,7 @@ def metrics() -> list[dict[str, Any]]:
     return [*lines, {"t": 9.0, **result}]
 
 
-def test_after_a_lost_host_the_advice_is_the_whole_line(tmp_path: Path) -> None:
+def test_after_a_lost_host_the_advice_is_one_complete_command(tmp_path: Path) -> None:
     (tmp_path / "checkpoints").mkdir()
     (tmp_path / "checkpoints/last.pt").write_bytes(b"weights")
     lost = Outcome.of_node(2, "gnn3", "no contact for 61 s", 170.0)
@@ -225,7 +225,7 @@ def test_after_a_lost_host_the_advice_is_the_whole_line(tmp_path: Path) -> None:
     assert told.count("; to continue from it: gnnfleet resume r1 --exclude gnn3\n") == 1
 
 
-def test_a_done_run_tells_accuracy_epoch_times_and_throughput_of_each_rank(tmp_path: Path) -> None:
+def test_a_done_run_reports_accuracy_epoch_times_and_throughput_of_each_rank(tmp_path: Path) -> None:
     ranks = [outcome(rank, 110.0, failed=False, returncode=0, node_rank=rank) for rank in (0, 1)]
     text = printed(report("done", ranks, tmp_path, metrics()))
     assert "test accuracy: 0.6543" in text and "val accuracy: 0.6100" in text
@@ -234,14 +234,14 @@ def test_a_done_run_tells_accuracy_epoch_times_and_throughput_of_each_rank(tmp_p
     assert f"run folder: {tmp_path}" in text
 
 
-def test_result_json_and_metrics_are_written_whole(tmp_path: Path) -> None:
+def test_result_json_and_metrics_are_written(tmp_path: Path) -> None:
     cause = outcome(1, 110.0, traceback=TRACEBACK)
     step = {"t": 1.5, "kind": "step", "rank": 0, "epoch": 1, "step": 3, "loss": float("nan")}
     file = tmp_path / "logs" / "metrics-rank0.jsonl"
     file.parent.mkdir()
     file.write_text("".join(json.dumps(line) + "\n" for line in [step, *metrics()]) + '{"t": 99, "ra')
     found = read_metrics([file])
-    assert list(found.lines) == metrics(), "a long run has too many steps to keep them"
+    assert list(found.lines) == metrics(), "steps are not kept in memory: a long run has too many"
     replace(report("failed", [outcome(0, 111.0), cause], tmp_path), metrics=found).write()
     result = json.loads((tmp_path / "result.json").read_text())
     assert (result["state"], result["exit_status"]) == ("failed", 1)
@@ -257,7 +257,7 @@ def test_exit_status(state: RunState, status: int, tmp_path: Path) -> None:
     assert report(state, [], tmp_path).exit_status == status
 
 
-def test_metrics_of_ranks_are_merged_by_time_and_a_cut_line_is_left_out(tmp_path: Path) -> None:
+def test_metrics_of_ranks_are_merged_by_time_without_an_unfinished_line(tmp_path: Path) -> None:
     (tmp_path / "a").write_text('{"t": 1, "rank": 0}\n{"t": 3, "rank": 0}\n{"t": 4, "ra')
     (tmp_path / "b").write_text('{"t": 2, "rank": 1}\n')
     assert [line["t"] for line in read_metrics([tmp_path / "a", tmp_path / "b"]).lines] == [1, 2, 3]
@@ -267,7 +267,7 @@ ABORTED = {"returncode": 134, "signal": "SIGABRT"}
 AFTERWARDS = ["terminate called without an active exception", "Fatal Python error: Aborted", ""]
 
 
-def test_an_exception_counts_although_torch_then_aborts_the_process() -> None:
+def test_an_exception_is_the_reason_even_if_torch_then_aborts() -> None:
     """gloo's threads may call abort() while Python exits after an exception."""
     raised = outcome(
         1, 110.0, **ABORTED, traceback=TRACEBACK, tail=[*(f"[rank1]: {line}" for line in TRACEBACK), *AFTERWARDS]
@@ -284,14 +284,14 @@ def test_a_rank_that_aborts_because_its_peer_is_gone_is_not_the_first_cause() ->
     assert first_failure([follower, cause]) is cause
 
 
-def test_a_node_whose_session_was_closed_comes_before_the_ranks_that_missed_it() -> None:
+def test_a_closed_session_comes_before_the_errors_of_its_peers() -> None:
     closed = Outcome.of_stopped_node(1, "hostb", "SIGHUP", 111.0)
     follower = outcome(0, 110.5, traceback=["Traceback (most recent call last):", "  File", CLOSED_BY_PEER])
     assert first_failure([follower, closed]) is closed
     assert closed.reason == "its supervisor got SIGHUP: its tmux session was closed"
 
 
-def test_a_done_run_tells_what_it_has_done_without(tmp_path: Path) -> None:
+def test_a_done_run_reports_the_servers_and_ranks_that_it_lost(tmp_path: Path) -> None:
     text = "server node1 (g2) was lost at 12:00:00 UTC (no sign of life): parts 2, 3 are served by node0 (g1)"
     finding = {"t": 1.0, "kind": "server-lost", "node_rank": 1, "rank": None, "text": text, "stop": False}
     gone = replace(outcome(2, 110.0, returncode=137, signal="SIGKILL"), done_without=True)
@@ -300,7 +300,7 @@ def test_a_done_run_tells_what_it_has_done_without(tmp_path: Path) -> None:
     assert f"server-lost: {text}" in printed(made).replace("\n", " ") and "failed" not in printed(made)
 
 
-def test_a_script_of_ones_own_ends_with_its_last_loss_and_what_it_wrote(tmp_path: Path) -> None:
+def test_an_own_scripts_report_has_its_last_loss_and_output_files(tmp_path: Path) -> None:
     files = []
     for rank in (0, 1):
         files.append(tmp_path / f"metrics-rank{rank}.jsonl")

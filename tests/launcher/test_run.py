@@ -1,4 +1,4 @@
-"""launch.py with real processes: an own script on two ranks of one node; and what a launch draws beforehand."""
+"""Tests of launch.py as a process: an own script on two ranks of one node, with real tmux."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ dist.barrier()
 
 
 class Launched:
-    """launch.py as a process of its own, on a private tmux server."""
+    """A launch.py process with a private tmux server."""
 
     def __init__(self, folder: Path, *own: str):
         self.folder = folder
@@ -63,7 +63,7 @@ class Launched:
         return self.process.communicate(timeout=timeout)[0]
 
     def pid_of(self, rank: int) -> int:
-        """Of the training script, once it waits."""
+        """Pid of a rank's training script, once it waits."""
         file = self.folder / f"pid{rank}"
         deadline = time.monotonic() + 60
         while not (file.exists() and file.read_text()):
@@ -85,8 +85,8 @@ class Launched:
 
 @pytest.fixture
 def start() -> Iterator[Callable[..., Launched]]:
-    """Starts launch.py in a new folder with one node of two processes and an own script."""
-    folder = Path(tempfile.mkdtemp(prefix="gf-"))  # short, for tmux's socket
+    """Start launch.py in a new folder with one node of two processes and an own script."""
+    folder = Path(tempfile.mkdtemp(prefix="gf-"))  # short, since the length of tmux's socket path is limited
     launched: list[Launched] = []
     make_parts(folder / "parts", 1)
     (folder / "train_mine.py").write_text(OWN_SCRIPT)
@@ -111,19 +111,19 @@ def test_a_rank_that_raises_is_named_with_its_exception(start: Callable[..., Lau
     run = start("raise")
     output = run.output()
     assert run.process.returncode == 1, output
-    assert "node0/rank1 | rank 1 of 2, local 1, parts 0" in output  # rank 0 may be stopped before it says anything
+    assert "node0/rank1 | rank 1 of 2, local 1, parts 0" in output  # rank 0 may be stopped before it prints anything
     assert {path.name for path in (run.folder / "runs/r1/logs/node0").iterdir()} >= {"rank0.log", "rank1.log"}
     assert "The run failed: rank 1 on node0 (local) raised ValueError: rank 1 does not like this" in output
     report = output[output.index("The run failed:") :]
-    assert report.count("Traceback") == 1, "the others' are folded"
-    assert "Connection closed by peer" not in output, "what followed is folded"
+    assert report.count("Traceback") == 1, "the other rank's traceback is folded"
+    assert "Connection closed by peer" not in output, "follow-up errors are folded"
     assert "stopped after it: 1 rank" in output or "1 follow-up error" in output
     assert run.result["first_failure"]["rank"] == 1
     assert run.nothing_is_left()
 
 
-@pytest.mark.slow  # test_supervisor_messages has it without launch.py
-def test_a_rank_killed_with_9_is_told_in_words(start: Callable[..., Launched]) -> None:
+@pytest.mark.slow  # covered by test_supervisor_messages, without launch.py
+def test_a_rank_killed_with_sigkill_is_described(start: Callable[..., Launched]) -> None:
     run = start("wait")
     os.kill(run.pid_of(1), signal.SIGKILL)
     output = run.output()
@@ -132,7 +132,7 @@ def test_a_rank_killed_with_9_is_told_in_words(start: Callable[..., Launched]) -
     assert run.nothing_is_left()
 
 
-@pytest.mark.slow  # test_failures_local has Ctrl-C
+@pytest.mark.slow  # test_failures_local covers Ctrl-C
 def test_sigterm_stops_the_node_too(start: Callable[..., Launched]) -> None:
     run = start("wait")
     for rank in (0, 1):

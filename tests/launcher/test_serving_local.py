@@ -1,4 +1,4 @@
-"""Serving clusters on this machine, whole: real supervisors, graph servers and runs that attach to them."""
+"""Tests of serving clusters on this machine: real supervisors, graph servers and runs that attach to them."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from waiting import wait_until
 
 @pytest.fixture(scope="module", autouse=True)
 def private_tmux(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    """A tmux server of the module's own."""
+    """A tmux server for this module only."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("TMUX_TMPDIR", str(tmp_path_factory.mktemp("tmux")))
         yield
@@ -32,7 +32,7 @@ def kit(tmp_path_factory: pytest.TempPathFactory, local_workdirs: Path) -> Servi
 
 @pytest.fixture(scope="module")
 def toy(kit: ServingKit) -> Iterator[str]:
-    """Serving cluster ``toy``: two encrypted graph servers, a part each."""
+    """Serving cluster ``toy``: two encrypted graph servers with one part each."""
     config = kit.serving("toy", 2, run={"encrypt": "on"})
     told = kit.gnnfleet("serve", "--config", str(config))
     assert told.status == 0, told.err + told.out
@@ -44,7 +44,7 @@ def toy(kit: ServingKit) -> Iterator[str]:
 
 
 def losses(folder: Path) -> list[float]:
-    """Global loss of each step of all epochs of the run there."""
+    """Global loss of each step of all epochs of a run."""
     lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
     epochs = {line["epoch"]: line["step_loss"] for line in lines if line["kind"] == "epoch" and "step_loss" in line}
     return [loss for epoch in sorted(epochs) for loss in epochs[epoch]]
@@ -54,7 +54,7 @@ def guests(kit: ServingKit) -> list[str]:
     return sorted(path.name for path in (kit.run_dir("toy", 0) / "clients").glob("*.key"))
 
 
-def test_what_serves_goes_on_as_it_is(kit: ServingKit, toy: str) -> None:
+def test_serving_again_leaves_running_servers_alone(kit: ServingKit, toy: str) -> None:
     before = kit.state(toy, 0)["pid"]
     told = kit.gnnfleet("serve", "--config", "toy.yml", "--json")
     assert (told.status, told.json["started"], told.json["version"]) == (0, [], 1)
@@ -62,7 +62,7 @@ def test_what_serves_goes_on_as_it_is(kit: ServingKit, toy: str) -> None:
 
 
 def test_a_run_attaches_by_name_and_leaves_no_key(kit: ServingKit, toy: str, local_runs: dict[str, Launched]) -> None:
-    """Its losses are those of a run that has the graph itself."""
+    """The losses equal those of a run that holds the graph itself."""
     kit.training("one", toy, clients=1)
     told = kit.gnnfleet("--config", "one.yml", "--run-id", "run-one")
     assert told.status == 0, told.err + told.out
@@ -96,11 +96,11 @@ def test_a_run_that_is_killed_disturbs_neither_the_servers_nor_another_run(kit: 
     victim.communicate()
     assert guests(kit) == ["run-victim.key"]
     kit.gnnfleet("stop", "run-victim")
-    assert guests(kit) == [], "taken back for the launcher that was killed"
+    assert guests(kit) == [], "the key of the killed launcher has been revoked"
 
 
 def stats(kit: ServingKit) -> list[dict]:
-    """What the servers say of themselves, once they have."""
+    """Statistics of the servers, once a server reports clients."""
     found: list[dict] = []
 
     def told() -> bool:
@@ -112,8 +112,8 @@ def stats(kit: ServingKit) -> list[dict]:
 
 
 @pytest.mark.slow
-def test_a_dead_server_is_started_again_and_a_new_one_joins(kit: ServingKit, toy: str) -> None:
-    """Where it was, with what it had; those that run take no notice but of the new version."""
+def test_a_dead_server_is_restarted_and_a_new_one_joins(kit: ServingKit, toy: str) -> None:
+    """The server restarts with its address and parts; running servers only get the new version."""
     old = kit.cluster(toy, 1)
     key = (kit.run_dir(toy, 1) / "service.key").read_text()
     pid = kit.state(toy, 0)["pid"]
@@ -128,7 +128,7 @@ def test_a_dead_server_is_started_again_and_a_new_one_joins(kit: ServingKit, toy
     plan = (kit.folder / "runs" / toy / "run.json").read_text()
     told = kit.gnnfleet("serve", "--config", "toy.yml")
     assert told.status == 1 and "bob@desk is starting serving cluster toy" in told.err
-    assert (kit.folder / "runs" / toy / "run.json").read_text() == plan, "what could not be brought is not told of"
+    assert (kit.folder / "runs" / toy / "run.json").read_text() == plan, "the plan of a failed start is not recorded"
     bobs_turn.unlink()
     kit.serving("toy", 3, run={"encrypt": "on"})
     told = kit.gnnfleet("serve", "--config", "toy.yml", "--json")
@@ -143,7 +143,7 @@ def test_a_dead_server_is_started_again_and_a_new_one_joins(kit: ServingKit, toy
     kit.serving("toy", 2, run={"encrypt": "on"})
     told = kit.gnnfleet("serve", "--config", "toy.yml", "--json")
     assert (told.status, told.json["version"], len(told.json["servers"])) == (0, 3, 2), told.err
-    assert kit.state(toy, 2)["state"] == "done", "taken out, stopped"
+    assert kit.state(toy, 2)["state"] == "done", "a removed server is stopped"
 
 
 def test_a_key_for_a_notebook(kit: ServingKit, toy: str) -> None:
@@ -160,8 +160,8 @@ def test_a_key_for_a_notebook(kit: ServingKit, toy: str) -> None:
         (kit.run_dir(toy, k) / "clients" / admitted.name).unlink()
 
 
-def test_another_machine_finds_it_on_the_hosts_of_its_file(kit: ServingKit, toy: str, tmp_path: Path) -> None:
-    """Whose registry has never heard of it."""
+def test_another_machine_finds_the_cluster_on_the_hosts_of_its_file(kit: ServingKit, toy: str, tmp_path: Path) -> None:
+    """The other machine's registry has no entry of the cluster."""
     elsewhere = ServingKit(tmp_path, kit.workdirs)
     env = {"XDG_STATE_HOME": str(tmp_path / "state")}
     config = elsewhere.serving("toy", 2, run={"encrypt": "on"}, data={"folder": str(kit.folder / "parts")})
@@ -172,12 +172,12 @@ def test_another_machine_finds_it_on_the_hosts_of_its_file(kit: ServingKit, toy:
     assert (told.status, told.json["started"]) == (0, []), told.err
 
 
-def test_a_server_that_cannot_start_is_the_reason_and_nothing_is_left(kit: ServingKit, tmp_path: Path) -> None:
+def test_a_server_that_fails_to_start_is_the_reason_and_no_process_is_left(kit: ServingKit, tmp_path: Path) -> None:
     config = kit.serving("broken", 2, run={"start_timeout": 0.2})
     told = kit.gnnfleet("serve", "--config", str(config))
     assert told.status == 1
     assert "(local): " in told.err and "run.start_timeout" in told.err
-    wait_until(lambda: not any(supervisor_runs(kit, k) for k in range(2)))  # one that came up late ends by itself
+    wait_until(lambda: not any(supervisor_runs(kit, k) for k in range(2)))  # a server that started late ends by itself
 
 
 def supervisor_runs(kit: ServingKit, server: int) -> bool:

@@ -1,4 +1,4 @@
-"""What is said of serving clusters: to those who ask for what cannot be, and by ``serve status``."""
+"""Golden tests of messages about serving clusters: refused requests, and ``serve status``."""
 
 from __future__ import annotations
 
@@ -49,8 +49,8 @@ def planned(wanted: ResolvedConfig) -> LaunchPlan:
     return make_plan(wanted, run_id="products", code_digest="abc")
 
 
-def there(plan: LaunchPlan, k: int, stats: dict[str, Any] | None = None, **view: Any) -> ServerState:
-    """A node that serves, unless ``view`` says otherwise."""
+def server_state(plan: LaunchPlan, k: int, stats: dict[str, Any] | None = None, **view: Any) -> ServerState:
+    """The state of node k, which serves unless ``view`` changes it."""
     state = {"state": "serving", "time": NOW, "pid": 1}
     files = {"cluster.json": text_of(plan, "cluster.json"), "server_stats.json": json.dumps(stats or {})}
     return ServerState(NodeView(plan.nodes[k], **{"state": state, "now": NOW, **view}), files)
@@ -58,7 +58,7 @@ def there(plan: LaunchPlan, k: int, stats: dict[str, Any] | None = None, **view:
 
 def status(*hosts: str, nodes: dict[int, dict[str, Any]], **data: Any) -> ServeStatus:
     plan = planned(config(*hosts, **data))
-    answers = tuple(there(plan, k, **nodes.get(k, {"stats": STATS})) for k in range(len(hosts)))
+    answers = tuple(server_state(plan, k, **nodes.get(k, {"stats": STATS})) for k in range(len(hosts)))
     return ServeStatus(read_description(text_of(plan, "cluster.json"), "here"), answers)
 
 
@@ -69,7 +69,7 @@ def shown(told: ServeStatus) -> str:
 
 
 def statuses() -> dict[str, ServeStatus]:
-    """By what is the matter."""
+    """One status per kind of problem."""
     asked = {"state": "done", "reason": "stop requested by ann@laptop (gnnfleet stop)", "outcomes": []}
     died = {"state": "failed", "reason": "server ended while it was needed; it got SIGKILL", "outcomes": []}
     away = {"unreachable": "no route to host", "state": None}
@@ -85,7 +85,7 @@ def statuses() -> dict[str, ServeStatus]:
     }
 
 
-def test_status_says_what_is_up_and_what_helps() -> None:
+def test_messages_of_serve_status() -> None:
     check_messages("serve_status", [(how, shown(told)) for how, told in statuses().items()])
 
 
@@ -106,13 +106,13 @@ def elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-def told(capsys: pytest.CaptureFixture[str], *words: str) -> tuple[int, str]:
+def run_cli(capsys: pytest.CaptureFixture[str], *words: str) -> tuple[int, str]:
     exit_status = run(list(words))
     return exit_status, capsys.readouterr().err
 
 
 def test_messages_of_the_command_line(elsewhere: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Each by a command that connects to nothing."""
+    """No command of this test connects to a host."""
     text = "transport: local\nnodes: [{host: localhost, role: %s}]\ndata: {%s}\n"
     for name, role, data in (
         ("servers", "server", "dataset: synthetic"),
@@ -136,35 +136,35 @@ def test_messages_of_the_command_line(elsewhere: Path, capsys: pytest.CaptureFix
     ]
     blocks = []
     for command in commands:
-        exit_status, said = told(capsys, *command.split())
+        exit_status, said = run_cli(capsys, *command.split())
         blocks.append((f"gnnfleet {command}", f"exit status {exit_status}\n{said}".replace(str(elsewhere), "TMP")))
     check_messages("serve", blocks)
 
 
-def test_a_cluster_that_runs_is_not_given_another_graph() -> None:
+def test_a_running_cluster_refuses_another_graph() -> None:
     wanted = config("g1", "g2")
     plan = planned(wanted)
-    found = ServingState(roster_of(plan, None, wanted), {}, plan, {k: there(plan, k) for k in range(2)})
+    found = ServingState(roster_of(plan, None, wanted), {}, plan, {k: server_state(plan, k) for k in range(2)})
     assert found.running
     check_compatible(replace(found, seen={}), wanted, "products")  # the same graph
     for other in (config("g1", "g2", num_parts=4), config("g1", "g2", options={"num_nodes": 5})):
         with pytest.raises(FleetError, match="products runs and serves other parts than this config asks for"):
             check_compatible(replace(found, roster=roster_of(plan, None, other)), other, "products")
     with pytest.raises(FleetError, match=r"run\.encrypt: serving cluster products runs and is not encrypted"):
-        check_compatible(found, wanted, "products")  # over SSH auto means on
+        check_compatible(found, wanted, "products")  # over SSH, auto means on
 
 
-def test_a_node_that_alone_holds_a_part_cannot_be_taken_out() -> None:
+def test_the_only_holder_of_a_part_cannot_be_removed() -> None:
     plan, fewer = planned(config("g1", "g2")), config("g1")
-    found = ServingState(roster_of(plan, None, fewer), {}, plan, {k: there(plan, k) for k in range(2)})
+    found = ServingState(roster_of(plan, None, fewer), {}, plan, {k: server_state(plan, k) for k in range(2)})
     with pytest.raises(FleetError, match=r"but node1 \(g2\) alone holds part 1\. Keep them, or stop the cluster"):
         _check_removed(found, {0: (0,), 1: (1,)}, "products")
     _check_removed(found, {0: (0, 1), 1: (1,)}, "products")
 
 
-def test_the_newest_description_counts() -> None:
+def test_the_newest_description_of_the_cluster_is_used() -> None:
     plan = planned(config("g1", "g2"))
-    nodes = {k: there(plan, k) for k in range(2)}
+    nodes = {k: server_state(plan, k) for k in range(2)}
     newer = json.loads(text_of(plan, "cluster.json")) | {"version": 7}
     nodes[1] = replace(nodes[1], files={"cluster.json": json.dumps(newer)})
     assert newest_description(nodes, "products").version == 7
@@ -176,7 +176,7 @@ def test_the_newest_description_counts() -> None:
         newest_description(away, "products")
 
 
-def test_files_of_a_node_are_read_as_they_are(tmp_path: Path) -> None:
+def test_contents_of_files_are_read_unchanged(tmp_path: Path) -> None:
     (tmp_path / "a dir").mkdir()
     (tmp_path / "a dir" / "x.key").write_text("line 1\nline 2")
     (tmp_path / "a dir" / "empty.key").write_text("")

@@ -1,4 +1,4 @@
-"""Which nodes a serving cluster has, and what each holds, as its config file changes."""
+"""Tests of the roster of a serving cluster: its nodes and their parts as the config file changes."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def served(wanted: ClusterConfig) -> LaunchPlan:
     return make_plan(resolve_serving(wanted), run_id="products", code_digest="abc")
 
 
-def test_servers_serve_and_where_there_are_none_the_workers_do() -> None:
+def test_servers_serve_or_workers_if_there_are_none() -> None:
     mixed = config("g1", "g2")
     mixed = replace(mixed, nodes=(*mixed.nodes, NodeConfig("w1", devices=(0,)), NodeConfig("c1", role="client")))
     assert [node.host for node in resolve_serving(mixed).nodes] == ["g1", "g2"]
@@ -33,7 +33,7 @@ def test_servers_serve_and_where_there_are_none_the_workers_do() -> None:
     assert (only.host, only.role, only.devices) == ("w1", "server", ())
 
 
-def test_who_cannot_serve_is_told_why() -> None:
+def test_nodes_that_cannot_serve_are_refused_with_the_reason() -> None:
     with pytest.raises(
         UsageError, match="all are clients, so no node can serve; give the hosts of the graph `role: server`"
     ):
@@ -47,26 +47,26 @@ def test_nodes_keep_their_numbers_when_the_file_is_reordered() -> None:
     roster = roster_of(plan, None, config("g3", "g2", "g1"))
     assert [node.host for node in roster.config.nodes] == ["g1", "g2", "g3"]
     assert (roster.joined, roster.removed, roster.removed_before) == ((2,), (), ())
-    assert roster.config.num_parts == 2, "one more node is no reason to cut the graph anew"
+    assert roster.config.num_parts == 2, "one more node does not change the number of parts"
 
 
-def test_several_nodes_on_one_machine_are_told_apart_by_their_order() -> None:
+def test_several_nodes_of_one_machine_are_matched_by_their_order() -> None:
     plan = served(config("g1", "g1"))
     assert roster_of(plan, None, config("g1", "g1", "g1")).joined == (2,)
     assert roster_of(plan, None, config("g1", replicas=1)).removed == (1,)
 
 
-def test_a_node_that_left_and_comes_back_joins_under_its_old_number() -> None:
+def test_a_removed_node_that_returns_joins_under_its_old_number() -> None:
     plan = served(config("g1", "g2"))
     left = replace(plan, nodes=(plan.nodes[0], replace(plan.nodes[1], parts=())))
     without = roster_of(left, None, config("g1"))
     assert (without.joined, without.removed, without.removed_before) == ((), (), (1,))
-    assert without.config.nodes[1].host == "g2", "so that later nodes get later numbers"
+    assert without.config.nodes[1].host == "g2", "kept, so that later nodes get higher numbers"
     assert roster_of(left, None, config("g1", "g2")).joined == (1,)
 
 
 @pytest.mark.parametrize(("user", "host", "port"), [("ann", "g2", None), ("ann", "fe80::1", 2222), (None, "g2", None)])
-def test_the_login_of_a_node_that_left_is_known_without_the_old_file(
+def test_the_login_of_a_removed_node_is_known_without_the_old_file(
     user: str | None, host: str, port: int | None
 ) -> None:
     plan = served(config("g1", "g2", replicas=2))
@@ -85,7 +85,7 @@ def test_a_new_server_gets_copies_of_the_rarest_parts() -> None:
     assert assign_parts({0: (0,), 1: ()}, [1], 1) == {0: (0,), 1: (0,)}
 
 
-def test_parts_with_fewer_copies_than_wanted_are_told_of() -> None:
+def test_parts_with_fewer_copies_than_wanted_are_reported() -> None:
     held = {0: (0, 1), 1: (1, 0), 2: (0,)}
     assert too_few_copies(held, (), config("g1", "g2", "g3", replicas=2)) == ()
     assert too_few_copies(held, (1,), config("g1", "g2", "g3", replicas=2)) == (1,)
@@ -100,7 +100,7 @@ def test_parts_with_fewer_copies_than_wanted_are_told_of() -> None:
     assert _few_copies(found, {0: (0, 1), 1: (0, 1)}) == ()
 
 
-def test_only_who_holds_a_part_alone_cannot_leave() -> None:
+def test_only_a_sole_holder_cannot_leave() -> None:
     held = {0: (0, 1), 1: (1, 2), 2: (0, 2)}
     assert only_holders(held, [1]) == {}
     assert only_holders(held, [0, 1]) == {0: (1,), 1: (1,)}

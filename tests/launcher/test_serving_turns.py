@@ -1,4 +1,4 @@
-"""Several people who run ``gnnfleet serve`` for the same serving cluster at once."""
+"""Tests of the lock that lets one launcher at a time start the servers of a serving cluster."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def plan(tmp_path: Path) -> LaunchPlan:
 
 
 @pytest.fixture
-def lines(plan: LaunchPlan) -> Iterator[dict[int, Transport]]:
+def transports(plan: LaunchPlan) -> Iterator[dict[int, Transport]]:
     config = ClusterConfig(tuple(NodeConfig("localhost") for _ in plan.nodes), DataConfig("synthetic"))
     opened = {k: open_transport(replace(config, transport="local"), k) for k in range(2)}
     yield opened
@@ -43,64 +43,64 @@ def folders(plan: LaunchPlan) -> list[Path]:
     return [Path(node.run_dir) for node in plan.nodes]
 
 
-def test_one_starts_servers_at_a_time(plan: LaunchPlan, lines: dict[int, Transport]) -> None:
+def test_only_one_launcher_starts_servers_at_a_time(plan: LaunchPlan, transports: dict[int, Transport]) -> None:
     only_second = replace(plan, nodes=plan.nodes[1:])
-    with start_lock(only_second, lines):
+    with start_lock(only_second, transports):
         said = (
             r"node1 \(local\): .+@.+ is starting serving cluster products at this moment; serve again when that is done"
         )
-        with pytest.raises(FleetError, match=said), start_lock(plan, lines):
+        with pytest.raises(FleetError, match=said), start_lock(plan, transports):
             pytest.fail("two at once")
-    with start_lock(plan, lines):
+    with start_lock(plan, transports):
         assert all(Path(f"{folder}.starting").exists() for folder in folders(plan))
     assert not any(Path(f"{folder}.starting").exists() for folder in folders(plan))
 
 
-def test_what_a_dead_launcher_of_another_machine_left_counts_for_a_minute_and_a_half(
-    plan: LaunchPlan, lines: dict[int, Transport]
+def test_the_lock_of_a_dead_launcher_on_another_machine_expires_after_90_seconds(
+    plan: LaunchPlan, transports: dict[int, Transport]
 ) -> None:
     left = Path(f"{folders(plan)[0]}.starting")
     left.parent.mkdir(parents=True)
     left.write_text(f"bob@desk {os.getpid()} 1 {boot_id()}")
     with pytest.raises(FleetError, match=r"bob@desk is starting .* \(if that command was killed: after 90 s\)"):
-        with start_lock(plan, lines):
+        with start_lock(plan, transports):
             pytest.fail("his turn")
-    assert left.exists(), "his, not ours to remove"
+    assert left.exists(), "another user's lock is not ours to remove"
     os.utime(left, (time.time() - 100, time.time() - 100))
-    with start_lock(plan, lines):
+    with start_lock(plan, transports):
         assert not left.read_text().startswith("bob@desk")
 
 
-def test_what_a_dead_launcher_of_this_machine_left_counts_for_nothing(
-    plan: LaunchPlan, lines: dict[int, Transport]
+def test_the_lock_of_a_dead_launcher_on_this_machine_is_ignored(
+    plan: LaunchPlan, transports: dict[int, Transport]
 ) -> None:
     left = Path(f"{folders(plan)[0]}.starting")
     left.parent.mkdir(parents=True)
     left.write_text(f"{user_at_host()} {os.getpid()} 1 {boot_id()}")
-    with start_lock(plan, lines):
+    with start_lock(plan, transports):
         assert left.read_text() != f"{user_at_host()} {os.getpid()} 1 {boot_id()}"
 
 
-def test_a_turn_that_lasts_is_kept(
-    plan: LaunchPlan, lines: dict[int, Transport], monkeypatch: pytest.MonkeyPatch
+def test_a_lock_is_renewed_while_it_is_in_use(
+    plan: LaunchPlan, transports: dict[int, Transport], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(start_stop, "_TOUCH_EVERY", 0.05)
     mark = Path(f"{folders(plan)[0]}.starting")
-    with start_lock(plan, lines):
+    with start_lock(plan, transports):
         os.utime(mark, (1.0, 1.0))
         wait_until(lambda: mark.stat().st_mtime > 1.0)
 
 
-def test_servers_that_were_started_meanwhile_are_not_started_again(
-    plan: LaunchPlan, lines: dict[int, Transport]
+def test_servers_started_by_another_launcher_are_not_started_again(
+    plan: LaunchPlan, transports: dict[int, Transport]
 ) -> None:
     folder = folders(plan)[1]
     folder.mkdir(parents=True)
     (folder / "state.json").write_text("{}")
     with pytest.raises(FleetError, match=r"node1 \(local\): another command has started its graph server; serve again"):
-        with start_lock(plan, lines):
+        with start_lock(plan, transports):
             pytest.fail("it runs")
     assert not Path(f"{folder}.starting").exists()
     (folder / "result.json").write_text("{}")
-    with start_lock(plan, lines):
+    with start_lock(plan, transports):
         pass

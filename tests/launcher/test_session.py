@@ -1,4 +1,4 @@
-"""Sessions in a real tmux on a socket of the test's own."""
+"""Tests of a node's tmux session, with a real tmux on a private socket."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ Make = Callable[..., tuple[RunFolder, NodePlan]]
 
 @pytest.fixture
 def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    """A home folder, and a tmux server that only this test talks to."""
+    """A home folder, and a tmux server for this test only."""
     monkeypatch.setenv("HOME", str(tmp_path))
     monkeypatch.delenv("TMUX", raising=False)
     with tempfile.TemporaryDirectory(prefix="tmux") as sockets:  # short: socket paths are limited
@@ -41,7 +41,7 @@ def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
 
 @pytest.fixture
 def make(home: Path) -> Iterator[Make]:
-    """Makes a node's run folder, start.sh included, and its plan."""
+    """Create a node's run folder with start.sh, and its plan."""
     made: list[RunFolder] = []
 
     def make(interpreter: str = PYTHON, setup: tuple[str, ...] = ()) -> tuple[RunFolder, NodePlan]:
@@ -89,7 +89,7 @@ def sessions() -> list[str]:
     return listed.stdout.split()
 
 
-def test_start_runs_the_node_and_stop_leaves_nothing(make: Make) -> None:
+def test_start_runs_the_node_and_stop_leaves_no_process(make: Make) -> None:
     folder, plan = make()
     start_session(LOCAL, plan, start_timeout=10)
     assert sessions() == [plan.session]
@@ -170,7 +170,7 @@ def test_users_tmux_conf_neither_keeps_nor_ends_the_session(make: Make, home: Pa
     wait_until(lambda: sessions() == [])
 
 
-def test_environment_comes_from_start_sh_not_from_an_older_tmux_server(make: Make) -> None:
+def test_environment_is_that_of_start_sh_not_of_an_older_tmux_server(make: Make) -> None:
     older = ["tmux", "new-session", "-d", "-s", "older"]
     subprocess.run(older, env={**os.environ, "MARK": "stale"}, check=True)
     folder, plan = make()

@@ -1,4 +1,4 @@
-"""Python stacks of real processes, asked for from outside."""
+"""Tests of Python stacks that a supervisor requests from real processes."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def run_dir(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def start(run_dir: Path) -> Iterator[Start]:
-    """Starts a rank's command, waits until it has said something, and gives its pid."""
+    """Start a rank's command, wait for its first output and return its pid."""
     started: list[subprocess.Popen[str]] = []
 
     def one(rank: int, *argv: str, **more: str) -> int:
@@ -65,7 +65,7 @@ def start(run_dir: Path) -> Iterator[Start]:
         process.communicate()
 
 
-def test_a_sleeping_rank_shows_its_line(run_dir: Path, start: Start) -> None:
+def test_stack_of_a_sleeping_rank(run_dir: Path, start: Start) -> None:
     pids = {rank: start(rank) for rank in range(3)}
     began = time.monotonic()
     found = stacks.collect(str(run_dir), pids)
@@ -77,26 +77,26 @@ def test_a_sleeping_rank_shows_its_line(run_dir: Path, start: Start) -> None:
     assert all(line.partition(" ")[2] == told for line, told in zip(log, found[1], strict=True))
 
 
-def test_asking_twice_gives_two_answers(run_dir: Path, start: Start) -> None:
+def test_two_requests_give_two_answers(run_dir: Path, start: Start) -> None:
     pid = start(0)
-    wait_until(lambda: len(os.listdir(f"/proc/{pid}/task")) == 2)  # the one that said so is gone
+    wait_until(lambda: len(os.listdir(f"/proc/{pid}/task")) == 2)  # the thread that printed has ended
     first, second = (stacks.collect(str(run_dir), {0: pid}) for _ in range(2))
     assert first == second and (run_dir / "logs" / "stacks-rank0.log").read_text().count(AT_LOAD) == 2
 
 
-def test_workers_forked_by_a_rank_are_shown_too(run_dir: Path, start: Start) -> None:
+def test_stacks_of_workers_forked_by_a_rank(run_dir: Path, start: Start) -> None:
     pid = start(0, PYTHON, str(run_dir / "files" / "stuck.py"), "fork")
     lines = stacks.collect(str(run_dir), {0: pid})[0]
     assert lines[0] == AT_LOAD and sum(line.startswith("process ") for line in lines) == 2
     assert sum(line.endswith("line 6 in work") for line in lines) == 1
 
 
-def test_a_shell_around_the_script_is_looked_through(run_dir: Path, start: Start) -> None:
+def test_a_script_started_by_a_shell_is_found(run_dir: Path, start: Start) -> None:
     pid = start(0, "bash", "-c", f"{PYTHON} {run_dir}/files/stuck.py; true")
     assert stacks.collect(str(run_dir), {0: pid})[0][0] == AT_LOAD
 
 
-def test_a_stopped_rank_is_sent_nothing(run_dir: Path, start: Start) -> None:
+def test_a_stopped_rank_gets_no_signal(run_dir: Path, start: Start) -> None:
     pids = {0: start(0), 1: start(1)}
     os.kill(pids[1], signal.SIGSTOP)
     wait_until(lambda: Path(f"/proc/{pids[1]}/stat").read_text().split()[2] == "T")
@@ -110,7 +110,9 @@ def test_a_stopped_rank_is_sent_nothing(run_dir: Path, start: Start) -> None:
 
 
 @pytest.mark.parametrize("argv", [("bash", "-c", "echo up; sleep 60"), (PYTHON, "-I", "stuck.py")])
-def test_what_shows_no_stacks_is_described_and_lives_on(argv: tuple[str, ...], run_dir: Path, start: Start) -> None:
+def test_processes_without_python_stacks_are_described_and_not_killed(
+    argv: tuple[str, ...], run_dir: Path, start: Start
+) -> None:
     words = [word.replace("stuck.py", str(run_dir / "files" / "stuck.py")) for word in argv]
     pid = start(0, *words)
     wait_until(lambda: "S (sleeping)" in Path(f"/proc/{pid}/status").read_text())
@@ -120,26 +122,26 @@ def test_what_shows_no_stacks_is_described_and_lives_on(argv: tuple[str, ...], r
     assert "S (sleeping)" in Path(f"/proc/{pid}/status").read_text()
 
 
-def test_a_process_that_is_gone_is_said_to_be(run_dir: Path) -> None:
+def test_a_process_that_has_ended_is_reported(run_dir: Path) -> None:
     ended = subprocess.Popen(["true"])
     ended.wait()
     assert stacks.collect(str(run_dir), {0: ended.pid})[0][0] == "no Python stack, state gone"
 
 
-def test_a_rank_busy_in_c_answers(run_dir: Path, start: Start) -> None:
-    """``pow`` of huge numbers holds the interpreter's lock for minutes."""
+def test_a_rank_busy_in_c_code_answers(run_dir: Path, start: Start) -> None:
+    """``pow`` of huge numbers holds the GIL for minutes."""
     code = "print('up', flush=True)\ndef spin():\n    return pow(3, 10**8)\nspin()"
     pid = start(0, *python(code))
     time.sleep(0.2)
     assert stacks.collect(str(run_dir), {0: pid})[0][0] == "<string>:3 in spin()"
 
 
-def test_a_scripts_own_signals_are_let_be(run_dir: Path, start: Start) -> None:
+def test_a_scripts_own_signal_handlers_are_kept(run_dir: Path, start: Start) -> None:
     pid = start(0, PYTHON, str(run_dir / "files" / "stuck.py"), "usr1")
     assert stacks.collect(str(run_dir), {0: pid})[0][0] == AT_LOAD
 
 
-# What Python imports at its start.
+# Our sitecustomize, which Python imports at its start.
 
 
 def run(code: str, **env: str) -> subprocess.CompletedProcess[str]:
@@ -148,7 +150,7 @@ def run(code: str, **env: str) -> subprocess.CompletedProcess[str]:
 
 
 @pytest.mark.parametrize("folder", ["absent", "file/below"])
-def test_a_folder_that_cannot_be_written_hinders_nothing(folder: str, tmp_path: Path) -> None:
+def test_an_unwritable_folder_does_not_stop_the_script(folder: str, tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     done = run("print('fine')", PYTHONPATH=SITE, RANK="0", GNNFLEET_RUN_DIR=str(tmp_path / folder))
     assert (done.stdout, done.stderr, done.returncode) == ("fine\n", "", 0)
@@ -156,12 +158,12 @@ def test_a_folder_that_cannot_be_written_hinders_nothing(folder: str, tmp_path: 
 
 
 @pytest.mark.parametrize("rank", ["", "../x"])
-def test_what_is_no_rank_opens_nothing(rank: str, run_dir: Path) -> None:
+def test_processes_that_are_no_rank_open_no_file(rank: str, run_dir: Path) -> None:
     done = run("print('fine')", PYTHONPATH=SITE, RANK=rank, GNNFLEET_RUN_DIR=str(run_dir))
     assert (done.stdout, done.stderr) == ("fine\n", "") and list((run_dir / "procs").iterdir()) == []
 
 
-def test_the_hidden_sitecustomize_runs_as_if_alone(run_dir: Path) -> None:
+def test_the_users_sitecustomize_runs_too(run_dir: Path) -> None:
     (run_dir / "files" / "sitecustomize.py").write_text("import sys\nsys.own = __file__\nvalue = 7\n")
     code = "import sitecustomize, sys; print(sitecustomize.value, sys.own == sitecustomize.__file__)"
     done = run(code, PYTHONPATH=f"{SITE}:{run_dir}/files", RANK="0", GNNFLEET_RUN_DIR=str(run_dir))
@@ -169,13 +171,13 @@ def test_the_hidden_sitecustomize_runs_as_if_alone(run_dir: Path) -> None:
     assert (run_dir / "procs" / "stacks-rank0").exists()
 
 
-def test_an_error_in_the_hidden_one_is_pythons_to_report(run_dir: Path) -> None:
+def test_an_error_in_the_users_sitecustomize_is_reported_by_python(run_dir: Path) -> None:
     (run_dir / "files" / "sitecustomize.py").write_text("1 / 0\n")
     with_us, without = (run("print(1)", PYTHONPATH=path) for path in (f"{SITE}:{run_dir}/files", f"{run_dir}/files"))
     assert with_us.stderr == without.stderr != "" and with_us.stdout == without.stdout
 
 
-# A whole node.
+# A whole node
 
 HANGS = """
 import json, os, sys, time
@@ -197,8 +199,8 @@ with open(f"{run_dir}/metrics-rank{rank}.jsonl", "a", buffering=1) as file:
 """
 
 
-def test_a_stalled_run_ends_with_the_line_that_sleeps(tmp_path: Path) -> None:
-    """Three ranks, of which one sleeps in its fifth step."""
+def test_a_stalled_run_reports_the_line_that_blocks(tmp_path: Path) -> None:
+    """Three ranks, one of which sleeps in its fifth step."""
     node = RunFolder(tmp_path / "node0", stall_after=3, on_stall="stop")
     script = tmp_path / "node0" / "files" / "train.py"
     script.parent.mkdir(parents=True)

@@ -1,4 +1,4 @@
-"""Shared by the launcher's tests."""
+"""Fixtures shared by the launcher's tests."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from node_kit import MakeFolder, RunFolder
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Iterator[MakeFolder]:
-    """Makes run folders and kills what a failed test leaves."""
+    """Returns a factory of run folders; kills processes that a failed test leaves behind."""
     made: list[RunFolder] = []
 
     def make(**more: Any) -> RunFolder:

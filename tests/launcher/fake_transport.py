@@ -1,4 +1,4 @@
-"""The one hand-written fake of the transport boundary: scripted replies, files in memory, calls recorded."""
+"""A fake transport with scripted replies, files in memory and recorded calls."""
 
 from __future__ import annotations
 
@@ -22,13 +22,13 @@ Answer = Completed | Exception | Callable[[Command, bytes], Completed]
 
 
 def printed(text: str = "", *, returncode: int = 0, stderr: str = "") -> Completed:
-    """A finished command that printed ``text``."""
+    """Returns the result of a finished command that printed ``text``."""
     return Completed(returncode, text.encode(), stderr.encode())
 
 
 @dataclass
 class Call:
-    """One command as it was run."""
+    """One recorded command and its standard input."""
 
     command: Command
     stdin: bytes
@@ -40,7 +40,7 @@ class Call:
 
 @dataclass
 class Rule:
-    """When ``matches`` (the argv as one line, stdin) holds, the next of ``answers``; the last one stays."""
+    """Answers commands for which ``matches(argv as one line, stdin)`` is true, one answer per call; the last repeats."""
 
     matches: Callable[[str, bytes], bool]
     answers: list[Answer]
@@ -51,13 +51,13 @@ class Rule:
 
 @dataclass
 class FakeTransport(Transport):
-    """A node that exists in memory only.
+    """A transport to a node that exists in memory only.
 
     ``on("tmux new-session", printed())`` answers each command whose argv, joined by blanks,
     contains the text. ``on_program("probe", lambda request: {...})`` answers the node program
-    of that name. Rules added later win. A command
-    without a rule raises ``AssertionError``. ``files`` maps paths to contents, ``modes`` to
-    modes; ``~/`` stays as it is. ``fail`` (an exception) breaks every method from then on.
+    of that name. Rules added later take precedence. A command without a rule raises
+    ``AssertionError``. ``files`` maps paths to contents, ``modes`` maps paths to modes; ``~/`` is
+    not expanded. Once ``fail`` is set to an exception, every method raises it.
     """
 
     target: str = "fake"
@@ -65,7 +65,7 @@ class FakeTransport(Transport):
     files: dict[str, bytes] = field(default_factory=dict)
     modes: dict[str, int] = field(default_factory=dict)
     calls: list[Call] = field(default_factory=list)
-    clock: float = 0.0  #: seconds ahead of this machine's
+    clock: float = 0.0  #: seconds that the node's clock is ahead of this machine's
     fail: Exception | None = None
     connected: int = 0
     closed: int = 0
@@ -74,23 +74,23 @@ class FakeTransport(Transport):
     _lock: threading.Lock = field(default_factory=threading.Lock)
 
     def on(self, text: str, *answers: Answer) -> FakeTransport:
-        """Answer commands whose argv contains ``text``, one answer a time; the last repeats."""
+        """Answer commands whose argv contains ``text``, one answer per call; the last repeats."""
         self._rules.append(Rule(lambda line, stdin: text in line, list(answers)))
         return self
 
     def on_program(self, name: str, *replies: Callable[[dict[str, Any]], dict[str, Any]] | Exception) -> FakeTransport:
-        """Answer ``launcher/node/programs/<name>.py`` by a function of the request."""
+        """Answer ``launcher/node/programs/<name>.py`` with functions of the request, one per call."""
         called = f'["{name}", '.encode()
         self._rules.append(Rule(lambda line, stdin: stdin.startswith(called), [_program(reply) for reply in replies]))
         return self
 
     def on_stream(self, text: str, lines: list[str], returncode: int | None = 0) -> FakeTransport:
-        """Stream these lines for commands containing ``text``, then exit; None: go on until stopped."""
+        """Stream ``lines`` for commands that contain ``text``, then exit; with ``returncode=None`` run until stopped."""
         self._streams.append((text, lines, -1 if returncode is None else returncode))
         return self
 
     def lines(self) -> list[str]:
-        """The commands run so far, each as one line."""
+        """Returns the commands run so far, each as one line."""
         return [call.line for call in self.calls]
 
     def connect(self, timeout: float) -> None:
@@ -101,7 +101,7 @@ class FakeTransport(Transport):
         call = self._record(command, stdin)
         with self._lock:
             rules = [rule for rule in reversed(self._rules) if rule.matches(call.line, stdin)]
-            assert rules, f"{self.target}: nobody said what to answer to: {call.line[:300]}"
+            assert rules, f"{self.target}: no answer is scripted for: {call.line[:300]}"
             answer = rules[0].next()
         if isinstance(answer, Exception):
             raise answer
@@ -110,7 +110,7 @@ class FakeTransport(Transport):
     def stream(self, command: Command, on_line: OnLine, stop: threading.Event) -> int:
         call = self._record(command, b"")
         scripted = [entry for entry in reversed(self._streams) if entry[0] in call.line]
-        assert scripted, f"{self.target}: nobody said what to stream for: {call.line[:300]}"
+        assert scripted, f"{self.target}: no stream is scripted for: {call.line[:300]}"
         _, lines, returncode = scripted[0]
         for line in lines:
             on_line(line)
@@ -149,7 +149,7 @@ class FakeTransport(Transport):
         self.closed += 1
 
     def lose_connection(self) -> None:
-        """From now on every method raises ``ConnectionLost``."""
+        """Make every later method call raise ``ConnectionLost``."""
         self.fail = ConnectionLost("connection lost", host=self.target, node_rank=self.node_rank)
 
     def _record(self, command: Command, stdin: bytes) -> Call:
@@ -170,7 +170,7 @@ class FakeTransport(Transport):
 
 
 class FakeTalk(Talk):
-    """The agent of a fake node: its programs are the rules of ``on_program``; what ``on`` answers is how it ended."""
+    """The agent of a fake node: ``on_program`` rules answer its programs, and a failing ``on`` answer ends it."""
 
     def __init__(self, node: FakeTransport, command: Command):
         self._node, self._command = node, command
@@ -181,7 +181,7 @@ class FakeTalk(Talk):
     def send(self, line: str) -> None:
         asked = parsed(line)
         if isinstance(asked, str):
-            return  # the agent itself
+            return  # the source of the agent itself
         if not asked["program"]:
             now = time.time() + self._node.clock
             self._answers.append(MARKER + repr({"times": [now, now]}))
@@ -207,19 +207,21 @@ class FakeTalk(Talk):
         return self._ended
 
     def close(self) -> None:
-        """Nothing runs."""
+        """Does nothing, as no process runs."""
 
 
 def wire(closed: Callable[[int, int, str, int], str] | None = None) -> Callable[[dict[str, Any]], dict[str, Any]]:
-    """Replies of node/programs/network.py on a healthy node; ``closed(source, target, address, port)`` says why a route
-    is closed."""
+    """Returns the replies of node/programs/network.py on a healthy node.
+
+    ``closed(source, target, address, port)`` returns the reason why a route is closed, or "" for an open one.
+    """
 
     def reply(request: dict[str, Any]) -> dict[str, Any]:
         if request["op"] == "open":
             return {"refused": {}, "free": 40000 + request["rank"]}
-        ways = [(rank, address, port) for rank, address, ports in request["targets"] for port in ports]
-        told = [[*way, closed(request["rank"], *way) if closed else ""] for way in ways]
-        return {"blocked": [one for one in told if one[-1]]}
+        routes = [(rank, address, port) for rank, address, ports in request["targets"] for port in ports]
+        tested = [[*route, closed(request["rank"], *route) if closed else ""] for route in routes]
+        return {"blocked": [one for one in tested if one[-1]]}
 
     return reply
 

@@ -1,4 +1,4 @@
-"""Healthy nodes as node/programs/probe.py describes them, to be changed one by one."""
+"""Probe results of healthy nodes, as node/programs/probe.py returns them, and findings from changed copies."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ HEALTHY: dict[str, Any] = {
 
 
 def cluster(count: int, **changes: Any) -> ClusterConfig:
-    """Hosts host0, host1, …"""
+    """Returns a config of ``count`` nodes on the hosts host0, host1, …"""
     config = ClusterConfig(
         nodes=tuple(NodeConfig(host=f"host{k}") for k in range(count)), data=DataConfig(dataset="synthetic")
     )
@@ -62,7 +62,7 @@ def cluster(count: int, **changes: Any) -> ClusterConfig:
 
 
 def probe_of(k: int, **facts: Any) -> dict[str, Any]:
-    """What healthy node ``k`` answers, changed by ``facts``."""
+    """Returns the probe result of the healthy node ``k``, updated with ``facts``."""
     own = {"hostname": f"box{k}", "address": f"10.0.0.{k}", "interface": "eth0", "workdir": f"/w/{k}"}
     return {**HEALTHY, **own, **facts}
 
@@ -77,13 +77,13 @@ def gpu(index: int = 0, name: str = "H200", **changes: Any) -> dict[str, Any]:
 
 
 def with_gpus(*gpus: dict[str, Any], cuda: str = "12.6", driver: str = "560.35.03", **more: Any) -> dict[str, Any]:
-    """A node with these devices and a torch that can use them."""
+    """Returns probe facts of a node with these devices and a torch build that supports them."""
     own = versions(torch="2.13.0", cuda=cuda, nccl="2.27.5", **more)
     return {"gpus": list(gpus), "devices": [one["name"] for one in gpus], "driver": driver, **own}
 
 
 def survey_of(config: ClusterConfig, odd: Mapping[int, Mapping[str, Any]], **more: Any) -> Survey:
-    """All nodes healthy but those in ``odd``."""
+    """Returns a survey of healthy nodes; ``odd`` maps node ranks to facts that differ."""
     count = range(len(config.nodes))
     probes = {k: probe_of(k, **odd.get(k, {})) for k in count}
     return Survey(config, probes, more.pop("clock_offsets", dict.fromkeys(count, 0.0)), **more)
@@ -92,7 +92,7 @@ def survey_of(config: ClusterConfig, odd: Mapping[int, Mapping[str, Any]], **mor
 def found(
     count: int, odd: Mapping[int, Mapping[str, Any]] | None = None, *, config: ClusterConfig | None = None, **more: Any
 ) -> list[Finding]:
-    """What stands against a launch on ``count`` nodes, or is worth a look."""
+    """Returns the findings of preflight on ``count`` nodes, without those of severity "ok"."""
     survey = survey_of(config or cluster(count), odd or {}, **more)
     return [finding for finding in all_findings(survey) if finding.severity != "ok"]
 

@@ -1,4 +1,4 @@
-"""A run over fake nodes, and what following it said and logged."""
+"""Fake nodes that stream scripted messages, and a run that follows them."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ from launcher.text import PlainConsole
 from launcher.transport.base import OnLine
 from run_kit import make_launch, make_node
 
-Script = list[
-    Any
-]  #: what a stream does: lines to tell, an exception to raise, an Event to wait for, a function to call
+#: The steps of a stream: lines to send, an exception to raise, an Event to wait for, a function to call.
+Script = list[Any]
 
 
 def line(**message: Any) -> str:
+    """Returns one message of a node as a JSON line."""
     return json.dumps(message)
 
 
@@ -37,8 +37,8 @@ def state(word: str = "training", **more: Any) -> str:
 
 
 def event(kind: str, k: int = 0, **more: Any) -> str:
-    told = {"t": time.time(), "kind": kind, "node_rank": k, **more}
-    return line(file="events.jsonl", offset=1, lines=[json.dumps(told)])
+    logged = {"t": time.time(), "kind": kind, "node_rank": k, **more}
+    return line(file="events.jsonl", offset=1, lines=[json.dumps(logged)])
 
 
 def ended(node_rank: int, state: str = "done", more: dict[str, Any] | None = None, **outcome: Any) -> str:
@@ -54,7 +54,7 @@ def step(rank: int, number: int = 0, **more: Any) -> str:
 
 
 class FakeNode(FakeTransport):
-    """Streams what its scripts say, one script a connection; ``stop`` makes it tell that it stopped."""
+    """A node that streams one script per connection and answers ``stop``; ``stopped`` is set once it was stopped."""
 
     def __init__(self, node_rank: int, *scripts: Script):
         super().__init__(target=f"host{node_rank}", node_rank=node_rank)
@@ -89,7 +89,7 @@ class FakeNode(FakeTransport):
 
 
 class Scene:
-    """A plan over fake nodes, and what following it said and logged."""
+    """A plan over fake nodes with its follower, console output and event log."""
 
     def __init__(
         self,
@@ -106,19 +106,21 @@ class Scene:
         self.plan: LaunchPlan = replace(plan, own_command=own_command)
         self.events = tmp_path / "events.jsonl"
         self.console = PlainConsole(file=io.StringIO(), width=200)
-        lines = {node.node_rank or 0: node for node in nodes}
+        transports = {node.node_rank or 0: node for node in nodes}
         self.live, log = LiveLog(self.console, self.plan), EventLog(self.events)
         limits = Limits(lost_after, 1.0, 1.0, start_timeout, peer_timeout=0.1)
-        self.follower = RunFollower(self.plan, lines, limits, self.live, log, starts=starts, **more)
+        self.follower = RunFollower(self.plan, transports, limits, self.live, log, starts=starts, **more)
 
     def follow(self, *how: Any) -> Followed:
         return self.follower.follow(*how)
 
     @property
-    def said(self) -> str:
+    def output(self) -> str:
+        """The console output so far."""
         assert isinstance(self.console.file, io.StringIO)
         return self.console.file.getvalue()
 
     @property
     def kinds(self) -> list[str]:
+        """The kinds of all logged events, in order."""
         return [json.loads(text)["kind"] for text in self.events.read_text().splitlines()]

@@ -1,6 +1,6 @@
-"""Mutation fuzzing: texts are cut, spliced and filled with what is likely to break a reader, for some seconds.
+"""Mutation fuzzing: for some seconds, cuts and splices texts, inserts hostile values and passes them to a reader.
 
-``GNNFLEET_FUZZ_SECONDS`` sets how long each such test runs (2 without it), ``GNNFLEET_FUZZ_SEED`` other cases.
+``GNNFLEET_FUZZ_SECONDS`` sets the seconds per fuzz test (default 2), ``GNNFLEET_FUZZ_SEED`` the seed of the mutations.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ SEED = os.environ.get("GNNFLEET_FUZZ_SEED", "0")
 
 PATIENCE = 30.0  #: seconds that one case may take
 
-#: Values that readers trip over.
+#: Values that often break readers.
 HOSTILE = (
     "", "~", "null", "-1", "0", "1_", "1__0", ".5", "1e999", "nan", ".inf", "0x10", "0o7", "1:30", "٣", "²",
     "9" * 25, "9" * 5000, "20000000", "1e-3", "true", "off", "[]", "{}", "[[[]]]", "[" * 80, "{a: " * 80, "- " * 80,
@@ -38,7 +38,7 @@ _TOKEN = re.compile(r"\w+|[^\w\s]|\n[ ]*|[ ]+")
 
 
 def fuzz(seeds: Sequence[str], read: Callable[[str], object], refusal: type[Exception]) -> None:
-    """``read`` mutated texts until the time is over; anything but a value or a ``refusal`` fails the test."""
+    """Call ``read`` with mutated texts for ``SECONDS``; any exception other than a ``refusal`` fails the test."""
     until, case = time.monotonic() + SECONDS, 0
     while time.monotonic() < until:
         case += 1
@@ -50,7 +50,7 @@ def fuzz(seeds: Sequence[str], read: Callable[[str], object], refusal: type[Exce
             assert str(error).strip(), f"no message: {_shown(case, text)}"
         except Exception as error:
             raise AssertionError(f"{type(error).__name__}: {error}: {_shown(case, text)}") from error
-        assert time.monotonic() - began < PATIENCE, f"it took too long: {_shown(case, text)}"
+        assert time.monotonic() - began < PATIENCE, f"reading took too long: {_shown(case, text)}"
 
 
 def _shown(case: int, text: str) -> str:
@@ -61,7 +61,7 @@ def _shown(case: int, text: str) -> str:
 
 
 def mutated(draw: random.Random, seeds: Sequence[str]) -> str:
-    """One of the texts with some mutations."""
+    """Returns one of the texts after some mutations, cut to 50,000 characters."""
     text = draw.choice(seeds)
     for _ in range(draw.choice((1, 1, 2, 3, 5, 10))):
         text = draw.choice(_MUTATIONS)(draw, text, seeds)
@@ -69,7 +69,7 @@ def mutated(draw: random.Random, seeds: Sequence[str]) -> str:
 
 
 def _token(draw: random.Random, text: str, seeds: Sequence[str]) -> str:
-    """A word gives way to a hostile one, or to one of elsewhere."""
+    """Replaces a token with a hostile value, with a token of another seed, or with nothing."""
     spans = [match.span() for match in _TOKEN.finditer(text)] or [(0, 0)]
     start, end = draw.choice(spans)
     other = draw.choice(_TOKEN.findall(draw.choice(seeds)) or [""])
@@ -77,14 +77,14 @@ def _token(draw: random.Random, text: str, seeds: Sequence[str]) -> str:
 
 
 def _value(draw: random.Random, text: str, seeds: Sequence[str]) -> str:
-    """What stands behind a colon, an equals sign or a dash gives way."""
+    """Replaces the value after a colon, an equals sign or a dash with a hostile one."""
     spans = [match.span(1) for match in re.finditer(r"(?:[:=]|- ) *([^\n,}\]]*)", text)] or [(0, 0)]
     start, end = draw.choice(spans)
     return text[:start] + draw.choice(HOSTILE) + text[end:]
 
 
 def _line(draw: random.Random, text: str, seeds: Sequence[str]) -> str:
-    """A line goes, comes twice, moves, is indented otherwise, or comes from elsewhere."""
+    """Deletes, repeats, moves or reindents a line, or inserts a line of another seed."""
     lines = text.split("\n")
     at = draw.randrange(len(lines))
     kind = draw.randrange(5)
@@ -113,5 +113,5 @@ def _character(draw: random.Random, text: str, seeds: Sequence[str]) -> str:
 
 _MUTATIONS = (_token, _token, _value, _value, _value, _line, _line, _cut, _character)
 
-#: A long run may take longer than the time that tests have.
+#: Raises the time limit of a test above the seconds of fuzzing.
 unhurried = pytest.mark.timeout(SECONDS + 300)

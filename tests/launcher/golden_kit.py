@@ -1,4 +1,4 @@
-"""Golden files: what users read, kept as text that can be read aloud. UPDATE_GOLDEN=1 writes them anew."""
+"""Compares texts for users with golden files; UPDATE_GOLDEN=1 rewrites the files."""
 
 from __future__ import annotations
 
@@ -25,14 +25,14 @@ def check_text(path: Path, text: str) -> None:
 
 
 def check_messages(module: str, messages: Iterable[tuple[str, str]]) -> None:
-    """Compare ``(how it was provoked, what was said)`` with golden/messages_<module>.txt."""
+    """Compare ``(situation, message)`` pairs with golden/messages_<module>.txt."""
     check_text(GOLDEN / f"messages_{module}.txt", _joined(messages))
 
 
 def check_lines(module: str, messages: Mapping[str, str]) -> None:
-    """Every line of golden/messages_<module>.txt was said when it was provoked; more lines may have been.
+    """Check that each situation printed every line of its block in golden/messages_<module>.txt; more lines may appear.
 
-    For scenes of several threads or processes: how many lines come, and in which order, depends on the machine.
+    For situations with several threads or processes, where the number and order of lines depend on timing.
     """
     path = GOLDEN / f"messages_{module}.txt"
     if os.environ.get("UPDATE_GOLDEN"):
@@ -40,7 +40,7 @@ def check_lines(module: str, messages: Mapping[str, str]) -> None:
     golden = dict(block.split("\n", 1) for block in ("\n" + path.read_text(encoding="utf-8")).split("\n# ")[1:])
     assert list(golden) == list(messages)
     missing = {
-        how for how, said in messages.items() if set(golden[how].strip().splitlines()) - set(said.strip().splitlines())
+        how for how, text in messages.items() if set(golden[how].strip().splitlines()) - set(text.strip().splitlines())
     }
     if missing:
         expected, got = (
@@ -50,9 +50,11 @@ def check_lines(module: str, messages: Mapping[str, str]) -> None:
 
 
 def _joined(messages: Iterable[tuple[str, str]]) -> str:
-    return "\n".join(f"# {how}\n{said.rstrip()}\n" for how, said in messages)
+    return "\n".join(f"# {how}\n{text.rstrip()}\n" for how, text in messages)
 
 
 def _diff(path: Path, golden: str, text: str) -> str:
-    lines = difflib.unified_diff(golden.splitlines(), text.splitlines(), f"golden/{path.name}", "said now", lineterm="")
-    return "\n".join([*lines, "", "UPDATE_GOLDEN=1 writes the file anew."])
+    lines = difflib.unified_diff(
+        golden.splitlines(), text.splitlines(), f"golden/{path.name}", "printed now", lineterm=""
+    )
+    return "\n".join([*lines, "", "UPDATE_GOLDEN=1 rewrites the file."])

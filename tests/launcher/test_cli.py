@@ -1,4 +1,4 @@
-"""The command line: what it takes, what it answers, how it ends."""
+"""Tests of the command line: options, output and exit statuses."""
 
 from __future__ import annotations
 
@@ -29,6 +29,7 @@ def config(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def planned(capsys: pytest.CaptureFixture[str], *words: str) -> dict[str, Any]:
+    """Runs a command that prints a plan as JSON and returns the plan."""
     assert main.run([*words]) == 0
     plan: dict[str, Any] = json.loads(capsys.readouterr().out)
     return plan
@@ -40,7 +41,7 @@ def trainer_of(plan: dict[str, Any], node_rank: int = 0) -> list[str]:
 
 
 @pytest.mark.parametrize("dash", ["-", "_"])
-def test_names_of_older_scripts_work_with_dashes_and_underscores(
+def test_older_option_names_work_with_dashes_and_underscores(
     config: Path, capsys: pytest.CaptureFixture[str], dash: str
 ) -> None:
     options = {
@@ -63,7 +64,7 @@ def test_names_of_older_scripts_work_with_dashes_and_underscores(
     assert (plan["world_size"], plan["run_id"], Path(plan["runs_dir"]).name) == (6, "mine", "elsewhere")
 
 
-def test_processes_for_every_node_are_checked_like_the_file(config: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_num_training_procs_is_checked_like_the_config(config: Path, capsys: pytest.CaptureFixture[str]) -> None:
     words = ["--config", str(config), "--dry-run", "--num_training_procs", "3"]
     assert main.run([*words, "--batch_size", "5"]) == 2
     assert "fewer seeds than processes (6)" in capsys.readouterr().err
@@ -73,14 +74,14 @@ def test_processes_for_every_node_are_checked_like_the_file(config: Path, capsys
     assert "train is not a list" in capsys.readouterr().err
 
 
-def test_set_reaches_any_key_and_plan_is_dry_run(config: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_set_overrides_any_key_and_plan_equals_dry_run(config: Path, capsys: pytest.CaptureFixture[str]) -> None:
     words = ["--config", str(config), "--json", "--run-id", "a", "--set", "train.lr=0.5", "--set", "nodes.1.procs=2"]
     one, two = planned(capsys, "plan", *words), planned(capsys, "--dry-run", *words)
     assert one == two
     assert "--lr 0.5" in " ".join(trainer_of(one)) and one["nodes"][1]["nproc"] == 2
 
 
-def test_words_after_two_dashes_are_the_own_command(config: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_arguments_after_two_dashes_are_the_own_command(config: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (config.parent / "train_mine.py").write_text("print()")
     own = ["python", "train_mine.py", "--epochs", "9", "--", "--json"]
     for command in ([], ["launch", "--dry-run"], ["plan"]):
@@ -91,12 +92,12 @@ def test_words_after_two_dashes_are_the_own_command(config: Path, capsys: pytest
         assert any(file["dest"].endswith("/files/train_mine.py") for file in plan["nodes"][1]["files"])
 
 
-def test_options_before_a_command_count_too(config: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_options_before_a_command_apply(config: Path, capsys: pytest.CaptureFixture[str]) -> None:
     plan = planned(capsys, "--config", str(config), "--json", "plan", "--epochs", "2")
     assert "--epochs 2" in " ".join(trainer_of(plan))
 
 
-def test_run_ids_carry_the_name_and_differ(config: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_run_ids_contain_the_name_and_differ(config: Path, capsys: pytest.CaptureFixture[str]) -> None:
     ids = {planned(capsys, "plan", "--config", str(config), "--json")["run_id"] for _ in range(3)}
     assert len(ids) == 3 and all(run_id.startswith("toy-20") for run_id in ids)
 
@@ -118,14 +119,14 @@ def test_run_ids_carry_the_name_and_differ(config: Path, capsys: pytest.CaptureF
         (["--config", "cluster.yml", "--dry-run", "--resume", "no-such-run"], "no-such-run"),
     ],
 )
-def test_bad_usage_is_one_message_and_exit_status_2(
+def test_bad_usage_prints_one_message_and_exits_with_2(
     config: Path, capsys: pytest.CaptureFixture[str], words: list[str], message: str
 ) -> None:
     (config.parent / "runs/used").mkdir(parents=True)
     assert main.run(words) == 2
-    said = capsys.readouterr()
-    assert message in said.err and "Traceback" not in said.err
-    assert said.out == ""
+    output = capsys.readouterr()
+    assert message in output.err and "Traceback" not in output.err
+    assert output.out == ""
 
 
 @pytest.mark.parametrize(
@@ -137,7 +138,7 @@ def test_bad_usage_is_one_message_and_exit_status_2(
         (KeyboardInterrupt(), 130),
     ],
 )
-def test_errors_end_with_their_exit_status_and_one_line(
+def test_errors_print_one_line_and_exit_with_their_status(
     config: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, error: BaseException, status: int
 ) -> None:
     def fail(options: object) -> None:
@@ -145,27 +146,27 @@ def test_errors_end_with_their_exit_status_and_one_line(
 
     monkeypatch.setattr(main, "run_launch", fail)
     assert main.run(["--config", str(config)]) == status
-    said = capsys.readouterr().err
-    assert len(said.strip().splitlines()) == 1
+    output = capsys.readouterr().err
+    assert len(output.strip().splitlines()) == 1
     if isinstance(error, FleetError):
-        assert str(error) in said
+        assert str(error) in output
 
 
-def test_without_words_help_is_shown_and_the_status_is_2(capsys: pytest.CaptureFixture[str]) -> None:
+def test_without_arguments_help_is_printed_and_the_status_is_2(capsys: pytest.CaptureFixture[str]) -> None:
     assert main.run([]) == 2
     assert "Examples:" in capsys.readouterr().out
 
 
-def test_check_refuses_with_status_3_and_gives_json(config: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_check_prints_json_and_exits_with_3(config: Path, capsys: pytest.CaptureFixture[str]) -> None:
     words = ["--set", "nodes.1.python=/no/such/python", "--json"]
     assert main.run(["check", "--config", str(config), *words]) == 3
-    said = capsys.readouterr()
-    findings = json.loads(said.out)["findings"]
+    output = capsys.readouterr()
+    findings = json.loads(output.out)["findings"]
     assert any(f["node_rank"] == 1 and f["severity"] == "block" for f in findings)
-    assert "/no/such/python" in said.err
+    assert "/no/such/python" in output.err
 
 
-def test_partition_without_config_passes_all_words_on(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_partition_without_config_passes_all_arguments_on(monkeypatch: pytest.MonkeyPatch) -> None:
     seen: list[list[str]] = []
     monkeypatch.setattr(
         subprocess, "run", lambda argv, **_: seen.append(list(argv)) or subprocess.CompletedProcess(argv, 7)
@@ -187,7 +188,7 @@ def test_partition_with_a_config_takes_graph_and_folder_from_it(
     assert ("--num-parts" in seen[0]) == (what == "make")
 
 
-def test_dry_run_of_64_hosts_takes_little_time_and_imports_no_ssh(tmp_path: Path) -> None:
+def test_dry_run_of_64_hosts_is_fast_and_imports_no_ssh(tmp_path: Path) -> None:
     nodes = "".join(f"  - {{host: gpu{k}.example.org, devices: [0, 1, 2, 3]}}\n" for k in range(64))
     config = tmp_path / "big.yml"
     config.write_text(f"nodes:\n{nodes}data: {{dataset: ogbn-products, folder: parts}}\n")
@@ -202,4 +203,4 @@ def test_dry_run_of_64_hosts_takes_little_time_and_imports_no_ssh(tmp_path: Path
     assert done.stderr.strip() == "0 set()"
     assert "gpu63.example.org" in done.stdout
     used = after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
-    assert used < 6, "seconds of processor time: 0.5 to 1 here; other machines are slower, or busy"
+    assert used < 6, "processor time in seconds; usually 0.5 to 1, more on slow or busy machines"

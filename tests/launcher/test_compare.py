@@ -1,4 +1,4 @@
-"""``gnnfleet compare``: of run folders as runs leave them."""
+"""Tests of ``gnnfleet compare`` on run folders like those of real runs."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ CONFIG = ClusterConfig(
 VERSIONS = {"python": "3.11.7", "torch": "2.13.0"}
 
 
-def made(
+def make_run(
     top: Path,
     run_id: str,
     config: ClusterConfig = CONFIG,
@@ -33,7 +33,7 @@ def made(
     versions: dict[str, str] | None = None,
     **spent: float,
 ) -> Path:
-    """A run folder: one rank, an epoch for each loss."""
+    """Writes the run folder of a run with one rank and one epoch per loss."""
     folder = top / "runs" / run_id
     replace(LaunchFile.mine(run_id, "toy", config="cluster.yml").at("end"), started=1.0).write(folder)
     (folder / "config.yml").write_text(to_yaml(config))
@@ -70,22 +70,22 @@ def best(comparison: Comparison) -> dict[str, tuple[int, ...]]:
     return {f"{row.section} {row.title}": row.best for row in comparison.rows if row.best}
 
 
-def trained(**settings: Any) -> ClusterConfig:
+def with_train(**settings: Any) -> ClusterConfig:
     return replace(CONFIG, train=TrainConfig(**settings))
 
 
-def test_only_keys_that_differ_are_shown_and_the_best_is_marked(tmp_path: Path) -> None:
-    first = made(tmp_path, "a")
-    second = made(tmp_path, "b", trained(lr=0.1, fanouts=(5, 5)), losses=(0.8, 0.6, 0.4), forward=0.02)
-    told = compared(first, second)
-    assert values(told, "config") == {"train.lr": (0.004, 0.1), "train.fanouts": ([15, 10, 5], [5, 5])}
-    assert values(told, "loss") == {"1": (0.9, 0.8), "2": (0.5, 0.6), "3": (None, 0.4)}
-    assert values(told, "speed")["from other hosts, an epoch"] == (1e6, 1e6)
-    assert best(told) == {
+def test_only_differing_keys_are_shown_and_the_best_value_is_marked(tmp_path: Path) -> None:
+    first = make_run(tmp_path, "a")
+    second = make_run(tmp_path, "b", with_train(lr=0.1, fanouts=(5, 5)), losses=(0.8, 0.6, 0.4), forward=0.02)
+    comparison = compared(first, second)
+    assert values(comparison, "config") == {"train.lr": (0.004, 0.1), "train.fanouts": ([15, 10, 5], [5, 5])}
+    assert values(comparison, "loss") == {"1": (0.9, 0.8), "2": (0.5, 0.6), "3": (None, 0.4)}
+    assert values(comparison, "speed")["from other hosts, an epoch"] == (1e6, 1e6)
+    assert best(comparison) == {
         "results test accuracy": (1,), "results last loss": (1,), "step a step": (1,),
         "loss 1": (1,), "loss 2": (0,), "accuracy 1": (1,), "accuracy 2": (0,),
     }  # fmt: skip
-    assert told.notes == ()
+    assert comparison.notes == ()
 
 
 @pytest.mark.parametrize(
@@ -99,19 +99,23 @@ def test_only_keys_that_differ_are_shown_and_the_best_is_marked(tmp_path: Path) 
             replace(CONFIG, data=DataConfig("file", "/g.pt", folder="/parts")),
             "different graphs (data.dataset, data.source, data.opt",
         ),
-        (trained(seed=7), "different seeds (train.seed 0, 7): small differences may be chance"),
+        (with_train(seed=7), "different seeds (train.seed 0, 7): small differences may be chance"),
         (replace(CONFIG, nodes=(NodeConfig("gnn1", devices=(0, 1)), NodeConfig("gnn2"), NodeConfig("gnn3"))), ""),
     ],
     ids=["graph", "dataset", "seed", "nodes"],
 )
-def test_what_makes_figures_incomparable_is_said(config: ClusterConfig, note: str, tmp_path: Path) -> None:
-    told = compared(made(tmp_path, "a"), made(tmp_path, "b", config, losses=(0.8, 0.4)))
-    assert "".join(told.notes).startswith(note) and len(told.notes) == bool(note)
-    assert ("results last loss" in best(told)) == ("graph" not in note)  # no loss is better than that of another graph
+def test_notes_name_settings_that_make_runs_incomparable(config: ClusterConfig, note: str, tmp_path: Path) -> None:
+    comparison = compared(make_run(tmp_path, "a"), make_run(tmp_path, "b", config, losses=(0.8, 0.4)))
+    assert "".join(comparison.notes).startswith(note) and len(comparison.notes) == bool(note)
+    # losses on different graphs are not ranked
+    assert ("results last loss" in best(comparison)) == ("graph" not in note)
 
 
-def test_of_own_commands_settings_that_only_the_bundled_trainer_reads_are_left_out(tmp_path: Path) -> None:
-    bundled, ours = made(tmp_path, "a"), [made(tmp_path, "b", trained(lr=0.1)), made(tmp_path, "c", trained(seed=7))]
+def test_trainer_settings_are_left_out_for_own_commands(tmp_path: Path) -> None:
+    bundled, ours = (
+        make_run(tmp_path, "a"),
+        [make_run(tmp_path, "b", with_train(lr=0.1)), make_run(tmp_path, "c", with_train(seed=7))],
+    )
     for folder in ours:
         replace(LaunchFile.read(folder), own_command=("python", "own.py")).write(folder)
     assert values(compared(*ours), "config") == {} and compared(*ours).notes == ()
@@ -119,17 +123,17 @@ def test_of_own_commands_settings_that_only_the_bundled_trainer_reads_are_left_o
     assert values(compared(bundled, *ours), "run")["command"] == ("the bundled trainer", *["python own.py"] * 2)
 
 
-def test_parts_that_changed_under_the_same_settings_are_pointed_out(tmp_path: Path) -> None:
-    first, second = (figures_of(read_folder(made(tmp_path, run_id))) for run_id in "ab")
-    told = compare([replace(first, parts="4f00"), replace(second, parts="77aa")])
-    assert [note[:38] for note in told.notes] == ["the same settings but different parts:"]
+def test_a_note_reports_different_parts_under_the_same_settings(tmp_path: Path) -> None:
+    first, second = (figures_of(read_folder(make_run(tmp_path, run_id))) for run_id in "ab")
+    comparison = compare([replace(first, parts="4f00"), replace(second, parts="77aa")])
+    assert [note[:38] for note in comparison.notes] == ["the same settings but different parts:"]
     recut = replace(second, parts="77aa", config={**second.config, "data.num_parts": 4})
     assert compare([replace(first, parts="4f00"), recut]).notes == ()
 
 
-def test_nodes_are_told_once_where_they_are_alike(tmp_path: Path) -> None:
+def test_equal_nodes_are_shown_once(tmp_path: Path) -> None:
     more = replace(CONFIG, nodes=tuple(NodeConfig(f"gnn{k}", devices=(0,) if k else ()) for k in range(3)))
-    shown = values(compared(made(tmp_path, "a"), made(tmp_path, "b", more)), "config")
+    shown = values(compared(make_run(tmp_path, "a"), make_run(tmp_path, "b", more)), "config")
     assert shown == {"nodes.*.host": ("gnn[1-2]", "gnn[0-2]"), "nodes.*.devices": ([], [[], [0], [0]])}
 
 
@@ -178,25 +182,27 @@ the same versions of: python 3.11.7
 """
 
 
-def test_the_table(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    made(tmp_path, "a")
+def test_the_table_and_json(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    make_run(tmp_path, "a")
     other = {**VERSIONS, "torch": "2.14.0"}
-    made(tmp_path, "b", trained(lr=0.1), losses=(0.7,), state="failed", versions=other, forward=0.18)
+    make_run(tmp_path, "b", with_train(lr=0.1), losses=(0.7,), state="failed", versions=other, forward=0.18)
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("COLUMNS", "80")
     assert run(["compare", "a", "b"]) == 0
     assert "".join(f"{line.rstrip()}\n" for line in capsys.readouterr().out.splitlines()) == TABLE
     assert run(["compare", "a", "b", "--json"]) == 0
-    told = json.loads(capsys.readouterr().out)
-    assert [one["run_id"] for one in told["runs"]] == ["a", "b"]
-    assert {"section": "config", "title": "train.lr", "values": [0.004, 0.1], "best": []} in told["rows"]
+    printed = json.loads(capsys.readouterr().out)
+    assert [one["run_id"] for one in printed["runs"]] == ["a", "b"]
+    assert {"section": "config", "title": "train.lr", "values": [0.004, 0.1], "best": []} in printed["rows"]
 
 
 @pytest.mark.parametrize("words", [["a"], ["a", "a"], ["a", "runs/a"]], ids=" ".join)
 def test_one_run_is_not_compared_with_itself(
     words: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    made(tmp_path, "a")
+    make_run(tmp_path, "a")
     monkeypatch.chdir(tmp_path)
     assert run(["compare", *words]) == 2
     assert "give two or more different runs; `gnnfleet runs` lists those known here" in capsys.readouterr().err

@@ -1,4 +1,4 @@
-"""Completion in real shells: keys are typed into one on a terminal, and what it makes of them is read."""
+"""Tests of shell completion: keys are typed into real shells on a pseudo terminal."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ SHELLS = [
 ]
 
 
-#: Answers when asked what completes; else it shows how it was called.
+#: Stub of the gnnfleet program: answers completion requests, and otherwise prints its arguments.
 PROGRAM = """\
 #!/bin/sh
 [ -z "$_GNNFLEET_COMPLETE" ] && echo "<$*>" && exit
@@ -54,7 +54,7 @@ TYPED = {
 
 @pytest.fixture()
 def folder(tmp_path: Path) -> Path:
-    """With a program on the PATH, a cluster file, a script and two runs."""
+    """A folder with the stub program in bin/, a cluster file, a script and two runs."""
     (tmp_path / "bin").mkdir()
     (tmp_path / "bin/gnnfleet").write_text(PROGRAM.format(python=sys.executable))
     (tmp_path / "bin/gnnfleet").chmod(0o755)
@@ -66,7 +66,7 @@ def folder(tmp_path: Path) -> Path:
 
 
 class Terminal:
-    """A shell on a terminal, in ``folder``, that has read what ``gnnfleet completion`` prints."""
+    """A shell in ``folder`` on a pseudo terminal that has sourced the output of ``gnnfleet completion``."""
 
     def __init__(self, shell: str, folder: Path):
         argv, begin = STARTS[shell]
@@ -84,7 +84,7 @@ class Terminal:
         os.write(self.master, keys.encode())
 
     def completed(self, typed: str) -> str:
-        """The words that the program gets after Tab and Enter."""
+        """Types ``typed``, Tab and Enter, and returns the arguments that the program receives."""
         self.type(f"{typed}\t\r")
         return self.await_text("<([^<>]*)>").strip()
 
@@ -125,7 +125,7 @@ def test_a_shell_completes(shell: str, folder: Path, capsys: pytest.CaptureFixtu
     ],
     ids=lambda value: " ".join(sorted(value) if isinstance(value, set) else value),
 )
-def test_what_is_offered(
+def test_the_offered_completions(
     typed: list[str],
     offered: set[str],
     folder: Path,
@@ -144,7 +144,7 @@ def test_what_is_offered(
     assert {line.partition(",")[2] for line in capsys.readouterr().out.splitlines() if line} == offered
 
 
-def test_another_shell_is_an_error_that_names_those_there_are(
+def test_an_unknown_shell_is_an_error_that_names_the_supported_ones(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setenv("SHELL", "/bin/tcsh")

@@ -1,4 +1,4 @@
-"""cluster.yml: what is read, and how every mistake is answered."""
+"""Tests of reading cluster.yml: values, defaults, overrides and the message of each mistake."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def load(tmp_path: Path) -> Load:
 
 
 def problems(load: Load, text: str, overrides: Sequence[str] = ()) -> list[str]:
-    """What is wrong, as ``line: message``, or ``--set …: message``."""
+    """Returns the problems of a config, as ``line: message`` or ``--set …: message``."""
     with pytest.raises(ConfigError) as caught:
         load(text, overrides)
     assert str(caught.value) == "\n".join(map(str, caught.value.problems))
@@ -39,7 +39,7 @@ def problems(load: Load, text: str, overrides: Sequence[str] = ()) -> list[str]:
 
 NODES = "data: {dataset: synthetic}\nnodes:\n"
 MISTAKES = {
-    # text -> every answer, whole
+    # config -> all of its messages in full
     "nodes: [a\ndata: {dataset: x}": [
         "2: not valid YAML: a list in [ ] without `,` or the closing `]` (begun on line 1)"
     ],
@@ -205,7 +205,7 @@ MISTAKES = {
 
 
 @pytest.mark.parametrize("text", MISTAKES, ids=lambda text: repr(text)[-60:])
-def test_every_mistake_is_answered_with_its_line(load: Load, text: str) -> None:
+def test_every_mistake_is_reported_with_its_line(load: Load, text: str) -> None:
     assert problems(load, text) == MISTAKES[text]
 
 
@@ -220,7 +220,7 @@ BOMB = "a: &a [x, x, x, x, x, x, x, x, x, x]\n" + "".join(
 )
 CHAIN = "a0: &a0 [x]\n" + "".join(f"a{i}: &a{i} [*a{i - 1}]\n" for i in range(1, 100))
 MERGED = f"a: &a {{{', '.join(f'k{i}: 1' for i in range(1000))}}}\nb:\n" + "- <<: *a\n" * 1000
-HUGE = {  # what takes for ever, or more memory than there is, where nothing bounds it → one message
+HUGE = {  # config that would exhaust time or memory if nothing limited it → its one message
     DATASET + "transport: local\nnodes: 20000000\n": "3: nodes: there may be 4,096 nodes at most",
     DATASET + f"transport: local\nnodes: {'9' * 5000}\n": "3: nodes: there may be 4,096 nodes at most",
     DATASET + "nodes: ['n[1-4000]', 'm[1-4000]']\n": "2: nodes: there may be 4,096 nodes at most",
@@ -250,13 +250,13 @@ HUGE = {  # what takes for ever, or more memory than there is, where nothing bou
 
 
 @pytest.mark.parametrize("text", HUGE, ids=lambda text: f"{len(text)}-{repr(text)[-30:]}")
-def test_what_no_cluster_needs_is_refused_at_once(load: Load, text: str) -> None:
+def test_oversized_input_is_refused_within_seconds(load: Load, text: str) -> None:
     began = time.monotonic()
     assert problems(load, text) == [HUGE[text]]
     assert time.monotonic() - began < 20
 
 
-def test_all_mistakes_of_a_file_come_at_once(load: Load) -> None:
+def test_all_mistakes_of_a_file_are_reported_together(load: Load) -> None:
     text = NODES + "  - host: a\n    procs: x\n  - host: b\n    port: 0\ntrain:\n  lr: -1\n  modl: sage\n"
     assert problems(load, text) == [
         "4: nodes.0.procs: expected a whole number, found the text `x`",
@@ -279,7 +279,7 @@ def test_missing_own_file_is_named(load: Load, tmp_path: Path) -> None:
     assert problems(load, text) == [f"6: run.files: no file or folder `{tmp_path}/nix.py` on this machine"]
 
 
-def test_numbers_and_words_as_people_write_them(load: Load) -> None:
+def test_common_spellings_of_numbers_and_booleans(load: Load) -> None:
     config = load(
         TWO + "train: {lr: 1e-3, weight_decay: 1, epochs: 1_000, fanouts: '15,10,5', replace: yes}\n"
         "run: {encrypt: on}\n"
@@ -307,7 +307,7 @@ def test_dataset_options_keep_their_types(load: Load) -> None:
         ("u@[fe80::1]:22", "fe80::1", "u", 22),
     ],
 )
-def test_node_as_plain_text(load: Load, written: str, host: str, user: str | None, port: int | None) -> None:
+def test_a_node_as_plain_text(load: Load, written: str, host: str, user: str | None, port: int | None) -> None:
     node = load(f'nodes: ["{written}"]\ndata: {{dataset: synthetic}}\n').nodes[0]
     assert (node.host, node.user, node.port) == (host, user, port)
 
@@ -362,7 +362,9 @@ def test_mistakes_in_overrides_name_the_override(load: Load) -> None:
     ]
 
 
-def test_paths_start_from_where_they_are_written(load: Load, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_relative_paths_start_from_the_file_or_the_working_folder(
+    load: Load, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     elsewhere = tmp_path / "elsewhere"
     elsewhere.mkdir()
     monkeypatch.chdir(elsewhere)
@@ -384,7 +386,7 @@ def test_paths_start_from_where_they_are_written(load: Load, tmp_path: Path, mon
 
 
 @pytest.mark.parametrize("template", sorted((CODE_ROOT / "templates").glob("*.yml")), ids=lambda path: path.name)
-def test_templates_load_and_survive_being_saved(template: Path, tmp_path: Path) -> None:
+def test_templates_are_equal_after_saving_and_loading(template: Path, tmp_path: Path) -> None:
     config = load_config(template)
     saved = tmp_path / "config.yml"
     saved.write_text(to_yaml(config), encoding="utf-8")

@@ -1,4 +1,4 @@
-"""Every message about cluster.yml, host ranges, filters and leases, really provoked, in one file to read."""
+"""Golden test of every message about cluster.yml, host ranges, filters and leases."""
 
 from __future__ import annotations
 
@@ -68,7 +68,8 @@ CHOICES = [
 
 
 @pytest.fixture
-def said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Iterator[object]:
+def errors_of(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Iterator[object]:
+    """A function that plans a config with further options and returns stderr and the exit status."""
     monkeypatch.chdir(tmp_path)
 
     def plan(text: str, words: list[str]) -> str:
@@ -79,9 +80,11 @@ def said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.Capture
     yield plan
 
 
-def test_messages_of_configs_filters_and_leases(said, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:  # type: ignore[no-untyped-def]
-    found = [(title, indent(text, "    ") + "\n" + said(text, [])) for text, title in FILES.items()]
-    found += [(choice, said(CLUSTER, choice.split())) for choice in CHOICES]
+def test_messages_of_configs_filters_and_leases(  # type: ignore[no-untyped-def]
+    errors_of, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    found = [(title, indent(text, "    ") + "\n" + errors_of(text, [])) for text, title in FILES.items()]
+    found += [(choice, errors_of(CLUSTER, choice.split())) for choice in CHOICES]
     found += [(title, text.replace(str(tmp_path), "/tmp")) for title, text in lease_messages(tmp_path, monkeypatch)]
     check_messages("config", found)
 
@@ -90,7 +93,8 @@ def lease_messages(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[tu
     lease = Lease("cuda:0", "toy-20261121-120301-ab12", 1, "alice", 4711, 1, "b", 1795262591.0, "alice@laptop")
     yield "a device that is held", f"{resource_label(lease.resource)} is {describe(lease)}"
     shared = lease._replace(resource="port:29500", user="ubuntu")
-    yield "a port that is held, through a login that several share", f"{resource_label(shared.resource)} is {describe(shared)}"
+    text = f"{resource_label(shared.resource)} is {describe(shared)}"
+    yield "a port that is held, through a login that several share", text
     leases = folder / "gnnfleet-leases"
     monkeypatch.setenv("GNNFLEET_LEASES", str(leases))
     leases.symlink_to("/etc")

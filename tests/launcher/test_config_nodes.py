@@ -1,4 +1,4 @@
-"""Everything a node can have of its own, on three nodes that have nothing in common."""
+"""Tests of settings of single nodes, on three nodes that differ in every setting."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from launcher.files import CODE_ROOT
 from launcher.plan.model import NodePlan
 from plan_kit import plan_of
 
-#: A python that tells how it was started.
+#: Stub of Python that prints its path, working folder, arguments and environment.
 STUB = """#!/bin/sh
 echo "$0|$PWD|$*"
 env | grep -E '^(COMMON|LEVEL|MODULE|DEFAULT|ACTIVE|PYTHONPATH|CUDA_VISIBLE_DEVICES|GLOO_SOCKET_IFNAME)=' | sort
@@ -56,7 +56,7 @@ def nodes(tmp_path: Path) -> tuple[NodePlan, ...]:
 
 
 def ran(command: Command) -> tuple[list[str], dict[str, str]]:
-    """What bash makes of a command: the stub's ``[itself, folder, arguments]`` and the environment it saw."""
+    """Runs a command in bash; returns the stub's ``[path, working folder, arguments]`` and its environment."""
     Path(command.cwd).mkdir(parents=True, exist_ok=True)
     done = subprocess.run(
         ["env", "-i", "PATH=/usr/bin:/bin", "bash", "-c", render(command)], capture_output=True, text=True
@@ -86,13 +86,13 @@ def test_each_node_starts_with_its_own_python_environment_and_folder(
 
 
 def test_each_node_trains_on_its_own_devices_ranks_and_interface(nodes: tuple[NodePlan, ...]) -> None:
-    told = []
+    environments = []
     for node in nodes:
         argv, env = node.trainer.argv, node.trainer.env
         assert {str(argv[0]), str(argv[argv.index("--") + 1])} == {node.start.argv[0]}
         assert (env["MASTER_ADDR"], env["GROUP_WORLD_SIZE"], env["WORLD_SIZE"]) == ("gpu1", "3", "6")
-        told.append((env["GROUP_RANK"], env["CUDA_VISIBLE_DEVICES"], env.get("GLOO_SOCKET_IFNAME")))
-    assert told == [("0", "3,1", None), ("1", "", "ib0"), ("2", "0", None)]
+        environments.append((env["GROUP_RANK"], env["CUDA_VISIBLE_DEVICES"], env.get("GLOO_SOCKET_IFNAME")))
+    assert environments == [("0", "3,1", None), ("1", "", "ib0"), ("2", "0", None)]
     assert [node.ranks for node in nodes] == [(0, 1), (2, 3, 4), (5,)]
     assert [node.target for node in nodes] == ["alice@gpu1:2222", "bob@10.0.0.8", "alice@gpu3"]
 
@@ -107,7 +107,7 @@ def test_each_node_serves_its_own_parts_at_its_own_address(nodes: tuple[NodePlan
     assert served == [("0", "tcp://gpu1:7000"), ("1,2", "tcp://192.168.1.8:7001"), ("3,4", "tcp://gpu3:7002")]
 
 
-def test_each_node_is_reached_in_its_own_way(tmp_path: Path) -> None:
+def test_each_node_has_its_own_login_key_and_password(tmp_path: Path) -> None:
     config = tmp_path / "c.yml"
     config.write_text(CONFIG.replace("HERE", str(tmp_path)))
     reached = [(node.login, node.key, node.password) for node in load_config(config).nodes]
@@ -118,8 +118,8 @@ def test_each_node_is_reached_in_its_own_way(tmp_path: Path) -> None:
     ]
 
 
-def test_what_a_node_takes_on_its_machine_is_its_own(nodes: tuple[NodePlan, ...]) -> None:
-    """The leases of node.json."""
+def test_each_node_leases_its_own_devices_and_port(nodes: tuple[NodePlan, ...]) -> None:
+    """The leases in node.json name the devices and the service port of each node."""
     specs = [next(file for file in node.files if file.dest.endswith("/node.json")) for node in nodes]
     leases = [json.loads(spec.content.reveal())["leases"] for spec in specs]  # type: ignore[attr-defined]
     assert [[one for one in taken if one.startswith("cuda")] for taken in leases] == [
@@ -134,7 +134,7 @@ def test_what_a_node_takes_on_its_machine_is_its_own(nodes: tuple[NodePlan, ...]
 
 
 def commands() -> list[tuple[Path, list[str]]]:
-    """The launches that templates show in their comments, but those of an own script that is not here."""
+    """Returns the launch commands in comments of templates, except those of own scripts."""
     return [
         (template, shlex.split(line.removeprefix("#"), comments=False))
         for template in sorted((CODE_ROOT / "templates").glob("*.yml"))

@@ -1,4 +1,4 @@
-"""Host ranges: what they stand for, in a config and in messages."""
+"""Tests of host ranges: expanded in configs, folded in messages."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def logins(config: ClusterConfig) -> list[str]:
         ("gnn1", "gnn1"),
     ],
 )
-def test_what_a_range_stands_for(text: str, hosts: str) -> None:
+def test_a_range_is_expanded(text: str, hosts: str) -> None:
     assert expand(text) == hosts.split()
 
 
@@ -59,7 +59,7 @@ def test_what_a_range_stands_for(text: str, hosts: str) -> None:
         ("", ""),
     ],
 )
-def test_folded_for_a_message(names: str, folded: str) -> None:
+def test_names_are_folded_for_messages(names: str, folded: str) -> None:
     assert fold(names.split()) == folded
 
 
@@ -94,11 +94,11 @@ def test_ranges_among_nodes(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("nodes", ["node[01-03]", "['node[01-03]']", "\n  - node[01-03]", "\n  - host: node[01-03]"])
-def test_a_range_wherever_hosts_stand(tmp_path: Path, nodes: str) -> None:
+def test_a_range_in_each_notation_of_nodes(tmp_path: Path, nodes: str) -> None:
     assert logins(load(tmp_path, f"nodes: {nodes}\n")) == ["node01", "node02", "node03"]
 
 
-def test_set_counts_nodes_and_not_lines(tmp_path: Path) -> None:
+def test_set_counts_nodes_after_expansion(tmp_path: Path) -> None:
     text = "nodes:\n  - node[01-03]\n  - {host: 'gpu[1-2]', procs: 5}\n"
     config = load(tmp_path, text, ["nodes.1.procs=2", "nodes.4.procs=3"])
     assert [node.nproc for node in config.nodes] == [1, 2, 1, 5, 3]
@@ -142,12 +142,12 @@ MISTAKES = {
 
 
 @pytest.mark.parametrize("text", MISTAKES, ids=lambda text: repr(text)[-50:])
-def test_mistakes_are_told_once_with_their_line(tmp_path: Path, text: str) -> None:
+def test_mistakes_are_reported_once_with_their_line(tmp_path: Path, text: str) -> None:
     with pytest.raises(ConfigError) as caught:
         load(tmp_path, text)
     assert [f"{problem.line}: {problem.message}" for problem in caught.value.problems] == MISTAKES[text]
 
 
-def test_a_host_may_carry_several_nodes(tmp_path: Path) -> None:
+def test_a_host_may_run_several_nodes(tmp_path: Path) -> None:
     text = "nodes:\n  - {host: gpu1, devices: [0, 1]}\n  - {host: gpu1, devices: [2, 3]}\n  - n[1-2]\n  - n[2-3]\n"
     assert logins(load(tmp_path, text)) == ["gpu1", "gpu1", "n1", "n2", "n2", "n3"]

@@ -1,4 +1,4 @@
-"""Roles, replicas and serving clusters in a cluster file: what is read, and what contradicts itself."""
+"""Tests of roles, replicas and serving clusters in cluster files, and of settings that contradict each other."""
 
 from __future__ import annotations
 
@@ -76,11 +76,11 @@ MISTAKES = {
 
 
 @pytest.mark.parametrize("text", MISTAKES, ids=lambda text: repr(text)[-50:])
-def test_every_mistake_is_answered_with_its_line(tmp_path: Path, text: str) -> None:
+def test_every_mistake_is_reported_with_its_line(tmp_path: Path, text: str) -> None:
     assert problems(tmp_path, text) == MISTAKES[text]
 
 
-def test_processes_are_counted_where_something_trains(tmp_path: Path) -> None:
+def test_only_training_nodes_have_processes(tmp_path: Path) -> None:
     config = load(tmp_path, "defaults: {devices: [0, 1]}\n" + SERVERS + DATA + "train: {backend: nccl}\n")
     assert config.world_size == 2 and config.num_parts == 2 and config.holders == (0, 1)
     assert [(node.devices, node.nproc) for node in config.nodes] == [((), 0), ((), 0), ((0, 1), 2)]
@@ -91,12 +91,12 @@ def test_processes_are_counted_where_something_trains(tmp_path: Path) -> None:
     [overrides_of({"num_training_procs": 3}, ()), ("defaults.procs=3",), ("nodes.*.procs=3",)],
     ids=["--num-training-procs", "defaults", "all nodes"],
 )
-def test_what_is_said_of_all_nodes_leaves_servers_alone(tmp_path: Path, overrides: tuple[str, ...]) -> None:
+def test_procs_of_all_nodes_do_not_apply_to_servers(tmp_path: Path, overrides: tuple[str, ...]) -> None:
     config = load(tmp_path, SERVERS + DATA, overrides)
     assert [node.procs for node in config.nodes] == [None, None, 3] and config.world_size == 3
 
 
-def test_what_is_said_of_a_server_itself_is_refused(tmp_path: Path) -> None:
+def test_procs_of_a_single_server_are_refused(tmp_path: Path) -> None:
     assert problems(tmp_path, SERVERS + DATA, ["nodes.1.procs=3"]) == [
         "--set nodes.1.procs=3: nodes.1.procs: a server starts no training processes; leave procs out, or make it "
         "`role: worker`"
@@ -112,8 +112,8 @@ def test_a_role_may_be_a_default(tmp_path: Path) -> None:
     ]
 
 
-def test_the_file_of_a_serving_cluster_serves_its_runs_too(tmp_path: Path) -> None:
-    """With --serving, what the file says of parts was said to `gnnfleet serve`."""
+def test_a_config_of_a_serving_cluster_also_works_for_its_runs(tmp_path: Path) -> None:
+    """With ``data.serving``, a run ignores the settings of parts, which apply to ``gnnfleet serve`` only."""
     text = SERVERS + "data: {dataset: synthetic, num_parts: 4, replicas: 2, folder: p}\n"
     config = load(tmp_path, text, ["data.serving=products"])
     run = resolve_run(config)
@@ -123,13 +123,13 @@ def test_the_file_of_a_serving_cluster_serves_its_runs_too(tmp_path: Path) -> No
     assert resolve_run(kept).nodes == run.nodes and kept.data.serving == "products"
 
 
-def test_a_run_that_attaches_needs_no_dataset_and_may_be_clients_alone(tmp_path: Path) -> None:
+def test_a_run_that_attaches_needs_no_dataset_and_no_servers(tmp_path: Path) -> None:
     text = "nodes:\n  - {host: a, role: client}\n  - b\ndata: {serving: products}\n"
     config = load(tmp_path, text + "run: {on_client_loss: go-on}\n")
     assert config.data.dataset == "" and {node.role for node in resolve_run(config).nodes} == {"client"}
 
 
-def test_filters_go_by_what_trains(tmp_path: Path) -> None:
+def test_filters_respect_roles(tmp_path: Path) -> None:
     config = load(tmp_path, SERVERS + "  - {host: d, role: client}\n" + DATA + "run: {master_addr: c}\n")
     with pytest.raises(Exception, match=r"give --master-addr auto, as the lead node is now d \(node2\)"):
         filtered(config, (), ("c",))

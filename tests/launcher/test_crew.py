@@ -1,4 +1,4 @@
-"""Which nodes a run can do without."""
+"""Tests of Crew: which nodes a run can lose, and the messages about a loss."""
 
 from __future__ import annotations
 
@@ -24,18 +24,18 @@ ROLES = ("server", "server", "client", "client")
         ((), (), (), []),
     ],
 )
-def test_who_can_be_lost(
+def test_which_nodes_can_be_lost(
     roles: tuple[str, ...], parts: tuple[tuple[int, ...], ...], gone: tuple[int, ...], spare: list[int]
 ) -> None:
     lead = next((k for k, role in enumerate(roles) if role != "server"), 0)
     assert Crew(lead, roles, parts, go_on=True).spare(gone) == spare
 
 
-def test_clients_are_needed_unless_told_otherwise() -> None:
+def test_clients_are_needed_by_default() -> None:
     assert Crew(2, ROLES, COPIES).spare() == [0, 1]
 
 
-def test_words() -> None:
+def test_messages_of_losses() -> None:
     labels = ("node0 (g0)", "node1 (g1)", "node2 (c0)", "node3 (c1)")
     meeting = PeerConfig("t", 2, labels, "a", "b", 1, 1.0, 1.0, Crew(2, ROLES, COPIES, go_on=True))
     lost, failed = (

@@ -1,4 +1,4 @@
-"""What nodes and files say may be cut, joined, of another kind or hostile: no command crashes, no run is stopped."""
+"""Tests of damaged and hostile messages and files: no command crashes and no run is stopped."""
 
 from __future__ import annotations
 
@@ -57,9 +57,9 @@ from operate_kit import MadeRun
 from run_kit import make_launch, make_node
 from test_html import made_run
 
-EXAMPLES = int(os.environ.get("GNNFLEET_FUZZ", "25"))  #: of each fuzz test
+EXAMPLES = int(os.environ.get("GNNFLEET_FUZZ", "25"))  #: number of examples per fuzz test
 
-TITLE = "\x1b]0;me@gnn1\x07"  #: what a .bashrc prints without a line end
+TITLE = "\x1b]0;me@gnn1\x07"  #: a window title that a .bashrc prints without a line end
 
 
 @pytest.fixture(autouse=True)
@@ -71,7 +71,7 @@ def log(text: str, offset: int) -> str:
     return line(file="logs/rank0.log", offset=offset, lines=[text])
 
 
-# What a node tells while it is followed
+# Messages of a node that is followed
 
 
 @pytest.mark.parametrize(
@@ -89,63 +89,63 @@ def log(text: str, offset: int) -> str:
         '{"file": "logs/rank0.log", "lines": ["x"]}',
     ],
 )
-def test_a_damaged_line_is_a_broken_line_that_is_taken_up_again(tmp_path: Path, damage: str) -> None:
+def test_after_a_damaged_message_the_launcher_reconnects(tmp_path: Path, damage: str) -> None:
     node = FakeNode(0, [state(), log("first", 40), damage, log("told twice", 50)], [log("second", 50), ended(0)])
     scene = Scene(tmp_path, node)
     followed = scene.follow()
     assert followed.results[0]["state"] == "done" and not followed.lost
-    assert node.offsets == [{}, {"logs/rank0.log": 40}], "from the last line that was whole"
-    assert node.stops == 1 and "told twice" not in scene.said and "second" in scene.said
-    assert "disconnected (received a damaged JSON line" in scene.said or "with a field missing" in scene.said
+    assert node.offsets == [{}, {"logs/rank0.log": 40}], "reading resumes after the last complete line"
+    assert node.stops == 1 and "told twice" not in scene.output and "second" in scene.output
+    assert "disconnected (received a damaged JSON line" in scene.output or "with a field missing" in scene.output
 
 
-def test_a_line_after_what_a_profile_prints_without_a_line_end_is_heard(tmp_path: Path) -> None:
+def test_a_message_on_the_same_line_as_profile_output_is_read(tmp_path: Path) -> None:
     node = FakeNode(0, [TITLE + log("hello", 40), "welcome " + state(), ended(0)])
     scene = Scene(tmp_path, node)
     assert scene.follow().results[0]["state"] == "done"
-    assert "| hello" in scene.said
+    assert "| hello" in scene.output
 
 
-def test_joined_and_odd_events_of_a_node_end_nothing(tmp_path: Path) -> None:
+def test_joined_and_malformed_events_do_not_end_the_run(tmp_path: Path) -> None:
     joined = '{"t": 1.0, "kind": "proc{"t": 2.0, "kind": "process-start", "node_rank": 0, "name": "rank0", "rank": 0}'
     odd = ['{"kind": 5}', "[]", '{"t": 1, "kind": "process-exit", "failed": true, "rank": []}', '{"t": 1}', "{", joined]
     scene = Scene(tmp_path, FakeNode(0, [line(file="events.jsonl", offset=9, lines=odd), ended(0)]))
     assert scene.follow().results[0]["state"] == "done"
-    assert "all ranks have started: 1" in scene.said, "of two joined lines the second is whole"
+    assert "all ranks have started: 1" in scene.output, "the second of two joined lines is complete"
 
 
-def test_findings_and_causes_that_name_nodes_of_another_run_are_shown_and_no_more(tmp_path: Path) -> None:
+def test_findings_and_causes_of_unknown_nodes_are_only_shown(tmp_path: Path) -> None:
     finding = {"t": 1.0, "kind": "server-lost", "node_rank": 99, "rank": 7, "text": "node99 is gone", "stop": True}
     cause = {"node_rank": 99, "name": "rank3", "rank": 3, "kind": "failure", "reason": "raised", "t": 1.0, "asked": 5}
     more = {"cause": cause, "lost": {"98": {"since": 1.0, "why": "silent"}}, "findings": [finding]}
     scene = Scene(tmp_path, FakeNode(0, [state(findings=[finding], spare=["x"]), ended(0, "failed", more)]))
     followed = scene.follow()
-    assert followed.results[0]["state"] == "failed" and "node99 is gone" in scene.said
+    assert followed.results[0]["state"] == "failed" and "node99 is gone" in scene.output
 
 
-def test_terminal_escapes_and_lone_surrogates_of_a_node_are_not_shown(tmp_path: Path) -> None:
+def test_terminal_escapes_and_lone_surrogates_are_not_shown(tmp_path: Path) -> None:
     evil = "\x1b[2J\x1b]52;c;aGk=\x07\x9b31mred\ud800"
     reason = {"reason": f"{evil} reason"}
     node = FakeNode(0, [state(), log(f"{evil} text", 40), ended(0, "failed", reason)])
     scene = Scene(tmp_path, node)
     scene.follow()
-    assert "| red? text" in scene.said and "reason" in scene.said
-    assert not set(scene.said) & {"\x1b", "\x07", "\x9b"}
+    assert "| red? text" in scene.output and "reason" in scene.output
+    assert not set(scene.output) & {"\x1b", "\x07", "\x9b"}
 
 
-def test_the_console_of_all_commands_shows_no_escapes(capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_console_removes_escape_sequences(capsys: pytest.CaptureFixture[str]) -> None:
     console_for(stderr=False).print("\x1b[2J\x1bc[bold]\x9b2Jtext[/] end")
     assert capsys.readouterr().out == "text end\n"
 
 
-def test_a_line_without_an_end_is_not_gathered_for_ever(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_length_of_a_line_is_limited(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(process, "MAX_LINE", 1 << 20)
     with pytest.raises(TransportError, match="printed a line of more than 1 MiB"):
         LocalTransport().stream(Command(("cat", "/dev/zero")), print, threading.Event())
 
 
-def test_output_without_an_end_is_not_gathered_for_ever(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What a command prints is bounded; of its errors, the last are kept."""
+def test_the_output_of_a_command_is_limited(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Standard output of a command is limited; of its standard error, the end is kept."""
     monkeypatch.setattr(process, "MAX_LINE", 1 << 20)
     with pytest.raises(TransportError, match="a command printed more than 1 MiB"):
         LocalTransport().run(Command(("yes",)), timeout=60)
@@ -154,48 +154,48 @@ def test_output_without_an_end_is_not_gathered_for_ever(monkeypatch: pytest.Monk
     assert len(done.stderr) <= 1 << 16 and done.stderr.endswith(b"y\nlast\n")
 
 
-def test_a_log_line_that_is_too_long_comes_in_pieces(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_log_line_that_is_too_long_is_split(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(watch, "_LONGEST", 1 << 20)
     path = tmp_path / "logs/rank0.log"
     path.parent.mkdir()
     path.write_bytes(b"a" * (3 << 20) + b"\nend\n")
     watcher, told = Watcher(str(tmp_path), {}), []
-    monkeypatch.setattr(watcher, "emit", told.append)
+    monkeypatch.setattr(watcher, "emit", messages.append)
     while watcher.emit_lines():
         pass
-    lines = [text for message in told for text in message["lines"]]
+    lines = [text for message in messages for text in message["lines"]]
     assert "".join(lines) == "a" * (3 << 20) + "end" and lines[-1] == "end" and max(map(len, lines)) < 2 << 20
 
 
-# What nodes answer to commands
+# Answers of nodes to commands
 
 
 def answering(text: str) -> FakeTransport:
     return FakeTransport(target="gnn1", node_rank=0).on("", printed(text))
 
 
-def test_a_profile_that_prints_a_window_title_hides_no_run(tmp_path: Path) -> None:
-    told = TITLE + state() + "\n" + line(now=5.0) + "\n"
-    view = node_view(make_node(tmp_path, 0, []), answering(told), ())
+def test_profile_output_does_not_hide_the_state_of_a_node(tmp_path: Path) -> None:
+    answer = TITLE + state() + "\n" + line(now=5.0) + "\n"
+    view = node_view(make_node(tmp_path, 0, []), answering(answer), ())
     assert view.word == "training" and view.alive
 
 
-@pytest.mark.parametrize("told", ["", TITLE, "{}\n", '{"state": {"sta\n{"now": 5.0}\n', '{"state": 5}\n{"now": 5.0}\n'])
-def test_without_a_whole_answer_nothing_is_said_of_a_node(tmp_path: Path, told: str) -> None:
+@pytest.mark.parametrize(
+    "answer", ["", TITLE, "{}\n", '{"state": {"sta\n{"now": 5.0}\n', '{"state": 5}\n{"now": 5.0}\n']
+)
+def test_an_incomplete_answer_is_an_error(tmp_path: Path, answer: str) -> None:
     with pytest.raises(FleetError):
-        node_view(make_node(tmp_path, 0, []), answering(told), ())
+        node_view(make_node(tmp_path, 0, []), answering(answer), ())
 
 
-def test_a_profile_that_prints_a_window_title_does_not_make_stop_fail(tmp_path: Path) -> None:
-    told = TITLE + '{"stopped": true, "killed": [{"pid": 3, "command": "x"}], "leftovers": [], "notes": []}\nbye'
-    assert stop_session(answering(told), make_node(tmp_path, 0, []), timeout=1.0).killed == ("3 x",)
+def test_profile_output_does_not_make_stop_fail(tmp_path: Path) -> None:
+    answer = TITLE + '{"stopped": true, "killed": [{"pid": 3, "command": "x"}], "leftovers": [], "notes": []}\nbye'
+    assert stop_session(answering(answer), make_node(tmp_path, 0, []), timeout=1.0).killed == ("3 x",)
     with pytest.raises(FleetError, match="could not stop the run on this node"):
         stop_session(answering('{"stopped": true'), make_node(tmp_path, 0, []), timeout=1.0)
 
 
-def test_a_profile_that_prints_a_window_title_hides_no_run_on_the_hosts_of_a_config(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_profile_output_does_not_hide_a_run_from_discovery(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     made = MadeRun(tmp_path)
     host = LocalTransport()
     run = host.run
@@ -210,7 +210,7 @@ def test_a_profile_that_prints_a_window_title_hides_no_run_on_the_hosts_of_a_con
         assert found.found.run_id == "r1" and found.found.needed_plan == made.plan
 
 
-# What files say
+# Files of runs
 
 
 def test_epoch_lines_of_an_own_script_need_no_seconds_or_seeds(tmp_path: Path) -> None:
@@ -225,7 +225,7 @@ def test_epoch_lines_of_an_own_script_need_no_seconds_or_seeds(tmp_path: Path) -
     assert isinstance(console.file, io.StringIO) and "0.5000" in console.file.getvalue()
 
 
-def test_an_event_that_a_full_disk_cuts_leaves_no_half_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_event_cut_by_a_full_disk_leaves_no_partial_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path, write = tmp_path / "events.jsonl", os.write
     append_json(str(path), {"t": 1.0, "kind": "one"})
     with monkeypatch.context() as patch:
@@ -239,11 +239,11 @@ def test_an_event_that_a_full_disk_cuts_leaves_no_half_line(tmp_path: Path, monk
     assert [json.loads(text)["kind"] for text in path.read_text().splitlines()] == ["one", "two"]
 
 
-# Fuzz: real files of a run and real messages, damaged
+# Fuzz tests: damaged copies of messages and of the files of a run
 
 
 def damaged_value(draw: Callable[[Any], Any], value: Any) -> Any:
-    """``value`` with one thing in it replaced by something of another kind, or taken away."""
+    """Returns ``value`` with one element deleted or replaced with a value of another type."""
     odd = draw(
         st.sampled_from([None, True, -1, 1 << 70, 1e400, float("nan"), "", "\0\x1b\ud800", [], {}, [None], "9" * 20])
     )
@@ -270,14 +270,14 @@ def damaged_value(draw: Callable[[Any], Any], value: Any) -> Any:
 
 @st.composite
 def damaged_text(draw: Any, text: str) -> str:
-    """The text of a JSON file, or of lines of JSON, damaged once."""
+    """Draws the text of a JSON file or of JSON lines with one damage."""
     lines = text.splitlines()
     how = draw(st.sampled_from(["value", "value", "cut", "join", "noise"]))
     i = draw(st.integers(0, len(lines) - 1))
     if how == "value":
         try:
             lines[i] = json.dumps(damaged_value(draw, json.loads(lines[i])))
-        except ValueError:  # indented, or cut already
+        except ValueError:  # the file is indented, or was cut before
             return json.dumps(damaged_value(draw, json.loads(text))) if text.startswith("{\n") else text
     elif how == "cut":
         return text[: draw(st.integers(0, len(text)))]
@@ -307,23 +307,23 @@ FUZZ = settings(max_examples=EXAMPLES, deadline=None, suppress_health_check=list
 
 
 @pytest.fixture(scope="module")
-def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """For all examples of a test."""
+def shared_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder shared by all examples of a test."""
     return tmp_path_factory.mktemp("fuzz")
 
 
 @FUZZ
 @given(data=st.data())
-def test_no_message_of_a_node_is_a_bug_of_ours(place: Path, data: st.DataObject) -> None:
-    said = [data.draw(damaged_text(text)) for text in data.draw(st.lists(st.sampled_from(MESSAGES), max_size=3))]
-    (place / "events.jsonl").unlink(missing_ok=True)
-    scene = Scene(place, FakeNode(0))
-    for text in [*said, *MESSAGES]:
+def test_damaged_messages_of_a_node_crash_nothing(shared_folder: Path, data: st.DataObject) -> None:
+    damaged = [data.draw(damaged_text(text)) for text in data.draw(st.lists(st.sampled_from(MESSAGES), max_size=3))]
+    (shared_folder / "events.jsonl").unlink(missing_ok=True)
+    scene = Scene(shared_folder, FakeNode(0))
+    for text in [*damaged, *MESSAGES]:
         if message := message_or_none(text):
             scene.follower._handle(0, message)
             scene.live.tick(all_of_them=True)
     followed = scene.follower.followed
-    report = Ending(scene.plan, followed, Collected(Metrics(), {0: ()}, ()), {}).report(place, 1.0)
+    report = Ending(scene.plan, followed, Collected(Metrics(), {0: ()}, ()), {}).report(shared_folder, 1.0)
     print_report(report, scene.console)
     json.dumps(report.to_json())
     view = NodeView(scene.plan.nodes[0], result=followed.results[0], now=1.0)
@@ -333,9 +333,9 @@ def test_no_message_of_a_node_is_a_bug_of_ours(place: Path, data: st.DataObject)
 
 @FUZZ
 @given(data=st.data())
-def test_no_answer_of_a_node_crashes_status(place: Path, data: st.DataObject) -> None:
+def test_damaged_answers_do_not_crash_status(shared_folder: Path, data: st.DataObject) -> None:
     texts = [data.draw(damaged_text(text)) for text in data.draw(st.lists(st.sampled_from(MESSAGES), max_size=3))]
-    node = make_node(place, 0, [])
+    node = make_node(shared_folder, 0, [])
     try:
         view = node_view(node, answering("\n".join([*texts, line(now=5.0), ""])), ())
     except FleetError:
@@ -363,7 +363,7 @@ STATS = json.dumps(
 
 @pytest.fixture(scope="module")
 def run_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A collected run."""
+    """The folder of a failed run whose logs and outcomes were collected."""
     top = tmp_path_factory.mktemp("files")
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("XDG_STATE_HOME", str(top / "state"))
@@ -380,7 +380,7 @@ def run_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     ("name", "sound", "damaged"),
     [("events.jsonl", '"nodes": [0, 1]', '"nodes": null'), ("result.json", '"signal": null', '"signal": "SIGNED"')],
 )
-def test_what_the_fuzz_test_has_found(run_folder: Path, name: str, sound: str, damaged: str) -> None:
+def test_damage_that_earlier_fuzzing_found(run_folder: Path, name: str, sound: str, damaged: str) -> None:
     file = run_folder / name
     whole = file.read_text()
     file.write_text(whole.replace(sound, damaged))
@@ -396,7 +396,7 @@ FILES = ("events.jsonl", "result.json", "launch.json", "logs/node0/metrics-rank0
 
 @FUZZ
 @given(data=st.data())
-def test_no_file_of_a_run_crashes_what_reads_it(run_folder: Path, data: st.DataObject) -> None:
+def test_damaged_files_of_a_run_crash_no_reader(run_folder: Path, data: st.DataObject) -> None:
     file = run_folder / data.draw(st.sampled_from((*FILES, "logs/node0/result.json")))
     whole = file.read_text()
     file.write_text(data.draw(damaged_text(whole)))
@@ -407,7 +407,7 @@ def test_no_file_of_a_run_crashes_what_reads_it(run_folder: Path, data: st.DataO
 
 
 def read_all(folder: Path) -> None:
-    """As `runs`, `status`, `logs`, `compare`, `report` and `collect` do, but the trainer's analysis of metrics."""
+    """Reads a run folder as `runs`, `status`, `logs`, `compare`, `report` and `collect` do, without the trainer's analysis."""
     console = Console(file=io.StringIO(), width=200)
     entry_of(folder)
     never_ran(folder)
@@ -435,19 +435,19 @@ def read_all(folder: Path) -> None:
 
 @FUZZ
 @given(data=st.data())
-def test_no_file_on_a_node_crashes_what_reads_it_there(place: Path, data: st.DataObject) -> None:
+def test_damaged_files_on_a_node_crash_no_reader(shared_folder: Path, data: st.DataObject) -> None:
     for name in ("state", "result"):
         message = json.loads(next(text for text in MESSAGES if text.startswith(f'{{"{name}"')))
         text = data.draw(damaged_text(json.dumps(message[name])))
-        (place / f"{name}.json").write_text(text)
-    (place / "node.json").write_text(data.draw(damaged_text(NODE)))
-    told: list[dict[str, Any]] = []
-    watcher = Watcher(str(place), {}, [""])
+        (shared_folder / f"{name}.json").write_text(text)
+    (shared_folder / "node.json").write_text(data.draw(damaged_text(NODE)))
+    messages: list[dict[str, Any]] = []
+    watcher = Watcher(str(shared_folder), {}, [""])
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(watcher, "emit", told.append)
+        patch.setattr(watcher, "emit", messages.append)
         watcher.emit_once()
-    assert all(json_reader.message_in(json.dumps(one)) for one in told), "what is told is whole"
-    folder = NodeFolder(str(place))
+    assert all(json_reader.message_in(json.dumps(one)) for one in messages), "every message sent is valid"
+    folder = NodeFolder(str(shared_folder))
     json.dumps(control.status(folder))
     folder.recorded()
 
@@ -455,7 +455,7 @@ def test_no_file_on_a_node_crashes_what_reads_it_there(place: Path, data: st.Dat
 NODE = json.dumps({"run_id": "r1", "token": "t", "node_rank": 0, "grace": 1.0})
 
 
-def test_an_outcome_file_or_a_started_file_of_another_kind_is_as_none(tmp_path: Path) -> None:
+def test_malformed_outcome_and_process_files_are_ignored(tmp_path: Path) -> None:
     book = OutcomeBook(Journal(str(tmp_path), 0), 0, (0,))
     for folder in ("procs", "outcomes"):
         for text in ("5", '{"pid": "x"}', '{"name": "rank0", "node_rank": "0"}'):

@@ -1,4 +1,4 @@
-"""The report made of what the nodes told: one clock for all, lost nodes by the others' word, who asked for the end."""
+"""Tests of the final report: times on one clock, lost nodes as their peers report them, and stop requests."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ FOLDER = Path("/nowhere")
 
 
 def record(rank: int, ended: float, **more: Any) -> dict[str, Any]:
-    told = {"name": f"rank{rank}", "node_rank": rank, "rank": rank, "returncode": 0, "signal": None, "oom": False}
-    return told | {"started": 1.0, "ended": ended, "failed": False, "traceback": [], "tail": [], **more}
+    defaults = {"name": f"rank{rank}", "node_rank": rank, "rank": rank, "returncode": 0, "signal": None, "oom": False}
+    return defaults | {"started": 1.0, "ended": ended, "failed": False, "traceback": [], "tail": [], **more}
 
 
 def result(k: int, state: str, *records: dict[str, Any], **more: Any) -> dict[str, Any]:
@@ -43,21 +43,21 @@ def report(*results: dict[str, Any], nodes: int = 2, offsets: dict[int, float] |
 
 
 def test_the_first_failure_is_found_although_clocks_differ_by_minutes() -> None:
-    """By its own clock node 1 failed five minutes after node 0; by one clock 2 s before it."""
+    """By its own clock node 1 failed 298 s after node 0; by one common clock 2 s before."""
     zero = result(0, "failed", failed(0, 102.0), clock_offset=0.0)
     one = result(1, "failed", failed(1, 400.0, returncode=5), clock_offset=300.0)
     made = report(zero, one, offsets={0: 60.0, 1: 7.0})
     assert made.first_failure is not None and made.first_failure.rank == 1
-    assert made.first_failure.ended == pytest.approx(400.0 - 300.0 - 60.0), "by this machine's clock"
+    assert made.first_failure.ended == pytest.approx(400.0 - 300.0 - 60.0), "on the launching machine's clock"
     assert made.exit_status == 5
 
 
-def test_without_measured_offsets_heartbeats_tell_how_clocks_differ() -> None:
+def test_without_measured_offsets_heartbeats_give_the_clock_differences() -> None:
     made = report(result(0, "failed", failed(0, 102.0)), result(1, "failed", failed(1, 400.0)), clocks={1: 300.0})
     assert made.first_failure is not None and made.first_failure.rank == 1
 
 
-def test_a_node_that_node_0_has_lost_is_the_cause_with_its_time() -> None:
+def test_a_node_that_node_0_lost_is_the_first_failure() -> None:
     lost = {"1": {"since": 90.0, "why": "no sign of life for 6 s"}}
     zero = result(0, "failed", failed(0, 95.0, tail=["Connection closed by peer"]), lost=lost)
     mine = Lost("no contact for 12 s", 107.0, out_of_reach=True)
@@ -67,14 +67,14 @@ def test_a_node_that_node_0_has_lost_is_the_cause_with_its_time() -> None:
     assert made.state == "failed"
 
 
-def test_hosts_out_of_reach_are_named_as_exclude_takes_them() -> None:
-    """Nodes that are a whole host go by its name; one whose host has others by its login; all of them is no advice."""
+def test_unreachable_hosts_are_named_in_the_syntax_of_exclude() -> None:
+    """A host all of whose nodes are lost is named by host, a single node of a host by login; nothing if all are lost."""
     places = [(None, "gnn1", None), ("al", "gnn2", 22), ("al", "gnn3", 22), ("bo", "gnn3", 23), ("al", "fe80::1", 22)]
 
-    def excluded(*away: int) -> tuple[str, ...]:
+    def excluded(*unreachable: int) -> tuple[str, ...]:
         nodes = [replace(make_node(Path("/w"), k, []), login=Login(*place)) for k, place in enumerate(places)]
-        lost = {k: Lost("no contact for 12 s", 107.0, out_of_reach=True) for k in away}
-        followed = Followed({0: result(0, "failed")} if 0 not in away else {}, lost=lost)
+        lost = {k: Lost("no contact for 12 s", 107.0, out_of_reach=True) for k in unreachable}
+        followed = Followed({0: result(0, "failed")} if 0 not in unreachable else {}, lost=lost)
         collected = Collected(Metrics(), dict.fromkeys(range(5), ()), ())
         return Ending(make_launch(nodes), followed, collected, {}).report(FOLDER, 1.0).out_of_reach
 
@@ -84,15 +84,15 @@ def test_hosts_out_of_reach_are_named_as_exclude_takes_them() -> None:
     assert excluded(0, 1, 2, 3, 4) == ()
 
 
-def test_what_the_node_itself_said_of_its_supervisor_stands_with_the_others_time() -> None:
+def test_a_lost_supervisor_has_the_nodes_reason_and_the_peers_time() -> None:
     lost = {"1": {"since": 90.0, "why": "its connection closed"}}
     made = report(result(0, "stopped", stopped(0, 95.0), lost=lost), lost={1: Lost("the supervisor is gone", 91.0)})
     assert made.first_failure is not None
     assert (made.first_failure.reason, made.first_failure.ended) == ("the supervisor is gone", 90.0)
 
 
-def test_a_network_cut_between_two_nodes_names_the_one_that_node_0_missed() -> None:
-    """Both could tell us their end, and each says that the other was gone."""
+def test_a_network_cut_between_two_nodes_blames_the_one_that_node_0_lost() -> None:
+    """Both nodes delivered results, and each reports the other as lost."""
     zero = result(0, "stopped", stopped(0, 99.0), lost={"1": {"since": 91.0, "why": "no sign of life for 6 s"}})
     one = result(1, "stopped", stopped(1, 98.0), lost={"0": {"since": 90.0, "why": "no contact with node0 for 6 s"}})
     made = report(zero, one)
@@ -100,8 +100,8 @@ def test_a_network_cut_between_two_nodes_names_the_one_that_node_0_missed() -> N
     assert [outcome.node_rank for outcome in made.outcomes if outcome.name == "node"] == [1]
 
 
-def test_node_0_is_lost_when_it_and_all_others_lost_each_other() -> None:
-    """Its network was down for a while, and now all can tell of it."""
+def test_node_0_is_the_lost_node_when_all_others_lost_it() -> None:
+    """The network of node 0 was down for a while; later all nodes delivered results."""
     gone = {"since": 91.0, "why": "no sign of life for 6 s"}
     zero = result(0, "failed", stopped(0, 99.0), lost={"1": gone, "2": gone})
     others = [result(k, "failed", stopped(k, 98.0), lost={"0": gone}) for k in (1, 2)]
@@ -109,13 +109,13 @@ def test_node_0_is_lost_when_it_and_all_others_lost_each_other() -> None:
     assert made.first_failure is not None and made.first_failure.place == "node0 (local)"
 
 
-def test_node_0_is_lost_by_the_word_of_the_others_where_it_left_none() -> None:
+def test_the_others_report_the_loss_of_a_node_0_without_a_result() -> None:
     one = result(1, "stopped", stopped(1, 98.0), lost={"0": {"since": 90.0, "why": "no contact with node0"}})
     made = report(one, lost={0: Lost("no contact for 70 s", 160.0, out_of_reach=True)})
     assert made.first_failure is not None and made.first_failure.reason == "no contact with node0"
 
 
-def test_a_failure_on_a_node_that_then_vanished_is_told_by_the_others() -> None:
+def test_the_others_report_a_failure_on_a_node_that_vanished_later() -> None:
     cause = {"node_rank": 1, "name": "rank1", "rank": 1, "kind": "failure", "reason": "ended with exit status 3"}
     zero = result(0, "stopped", stopped(0, 95.0), cause={**cause, "t": 90.0, "asked": None})
     made = report(zero, lost={1: Lost("no contact for 70 s", 160.0, out_of_reach=True)})
@@ -123,7 +123,7 @@ def test_a_failure_on_a_node_that_then_vanished_is_told_by_the_others() -> None:
     assert made.first_failure.sentence == "rank 1 on node1 (local): ended with exit status 3"
 
 
-def test_a_stop_that_another_asked_for_says_who() -> None:
+def test_a_stop_request_names_who_sent_it() -> None:
     asked = {"by": "alice@laptop", "why": "gnnfleet stop", "now": False}
     cause = {"node_rank": 1, "name": "node", "rank": None, "kind": "stop", "reason": "…", "t": 90.0, "asked": asked}
     made = report(result(0, "stopped", stopped(0, 95.0), cause=cause), result(1, "stopped", stopped(1, 95.0)))
@@ -138,19 +138,19 @@ def test_a_failure_before_the_stop_stays_a_failure() -> None:
     assert (made.state, made.exit_status) == ("failed", 3)
 
 
-def test_our_own_ctrl_c_is_an_interruption_whatever_ranks_made_of_it() -> None:
+def test_ctrl_c_is_an_interruption_even_when_ranks_failed() -> None:
     made = report(result(0, "failed", failed(0, 95.0)), result(1, "stopped"), interrupted="Ctrl-C")
     assert made.state == "interrupted" and made.first_failure is None
 
 
-def test_a_node_out_of_our_reach_is_done_when_node_0_is() -> None:
-    """Node 0 ends well only after all others have."""
-    away = Lost("no contact for 70 s", 160.0, out_of_reach=True)
-    assert report(result(0, "done", record(0, 9.0)), lost={1: away}).state == "done"
-    assert report(result(1, "done", record(1, 9.0)), lost={0: away}).state == "failed"
+def test_an_unreachable_node_is_done_when_node_0_is() -> None:
+    """Node 0 succeeds only after all other nodes have."""
+    unreachable = Lost("no contact for 70 s", 160.0, out_of_reach=True)
+    assert report(result(0, "done", record(0, 9.0)), lost={1: unreachable}).state == "done"
+    assert report(result(1, "done", record(1, 9.0)), lost={0: unreachable}).state == "failed"
 
 
-def test_a_stall_that_stopped_the_run_is_its_cause_and_a_straggler_is_not() -> None:
+def test_a_stall_that_stopped_the_run_is_its_cause_but_a_straggler_is_not() -> None:
     stall = {"t": 90.0, "kind": "stall", "node_rank": 1, "rank": 1, "text": "no step for 131 s", "stop": True}
     slow = {"t": 10.0, "kind": "straggler", "node_rank": 0, "rank": 0, "text": "rank 0 is slow", "stop": False}
     made = report(
@@ -160,24 +160,24 @@ def test_a_stall_that_stopped_the_run_is_its_cause_and_a_straggler_is_not() -> N
     assert made.first_failure is not None and "no step for 131 s" in made.first_failure.reason
 
 
-def test_a_node_that_failed_before_it_had_processes_says_why() -> None:
+def test_a_node_that_failed_before_its_processes_started_gives_the_reason() -> None:
     reason = "CUDA device 0 is held by run x of alice since 2026-11-21 12:03:11 UTC (pid 123)"
     made = report(result(0, "failed", reason=reason), result(1, "stopped", stopped(1, 95.0)))
     assert made.first_failure is not None and made.first_failure.sentence == f"node0 (local): {reason}"
 
 
-# Nodes that the run goes on without
+# Runs that continue without a node
 
 
 def without(k: int, how: str = "lost") -> dict[str, Any]:
-    """What the hub says of it."""
+    """Returns the hub's record of node ``k``, without which the run continued."""
     text = f"server node{k} (local) was lost at 12:00:00 UTC: part 0 is served by node1 (local)"
-    told = {"since": 50.0, "t": 50.0, "why": "no sign of life", "how": how, "kind": "server-lost", "text": text}
-    return {"gone": {str(k): told}}
+    loss = {"since": 50.0, "t": 50.0, "why": "no sign of life", "how": how, "kind": "server-lost", "text": text}
+    return {"gone": {str(k): loss}}
 
 
 @pytest.mark.parametrize("how", ["lost", "failure", "out of reach"])
-def test_a_run_that_could_do_without_a_node_is_done(how: str) -> None:
+def test_a_run_that_continued_without_a_node_is_done(how: str) -> None:
     hub = result(0, "done", record(0, 95.0), **without(2, how.replace("out of reach", "lost")))
     others = [result(1, "done", record(1, 95.0))]
     others += [result(2, "failed", failed(2, 50.0))] if how == "failure" else []
@@ -188,22 +188,22 @@ def test_a_run_that_could_do_without_a_node_is_done(how: str) -> None:
     assert gone.node_rank == 2 and made.to_json()["nodes"][2]["outcomes"][0]["done_without"]
 
 
-def test_what_ended_the_run_leads_though_a_node_was_lost_before() -> None:
+def test_the_failure_that_ended_the_run_comes_before_an_earlier_loss() -> None:
     hub = result(0, "failed", failed(0, 95.0, returncode=4, traceback=[], tail=["no such column"]), **without(2))
     made = report(hub, result(1, "stopped", stopped(1, 96.0)), nodes=3, lost={2: Lost("gone", 50.0)})
     assert made.first_failure is not None and made.first_failure.rank == 0
     assert made.exit_status == 4
 
 
-def test_a_loss_that_the_others_could_not_bear_after_all_is_the_first_cause() -> None:
-    """Their ranks fell by its echo."""
+def test_a_loss_that_made_other_ranks_fail_is_the_first_failure() -> None:
+    """The other ranks failed as a consequence of the loss."""
     hub = result(0, "failed", failed(0, 51.0, tail=["Connection closed by peer"]), **without(1, "failure"))
     made = report(hub, result(1, "failed", failed(1, 50.0, returncode=7)))
     assert made.first_failure is not None and made.first_failure.rank == 1
 
 
 def test_the_hub_may_be_any_node() -> None:
-    """Clocks and losses are told by it."""
+    """Clock offsets and losses come from the hub's result."""
     plan = replace(make_launch([make_node(Path("/w"), k, []) for k in range(2)]), lead=1)
     lost = {"0": {"since": 90.0, "why": "no sign of life for 6 s"}}
     followed = Followed({1: result(1, "failed", stopped(1, 95.0), lost=lost, clock_offset=0.0)})
@@ -220,12 +220,14 @@ def test_a_serving_cluster_that_was_stopped_is_done() -> None:
     results = {k: result(k, "done", server, clock_offset=0.0, **asked) for k in range(2)}
     made = Ending(plan, Followed(results), Collected(Metrics(), {0: (), 1: ()}, ()), {0: 5.0, 1: 7.0}).report(FOLDER, 1)
     assert (made.state, made.exit_status) == ("done", 0)
-    assert [outcome.ended for outcome in made.outcomes] == [90.0, 88.0], "they do not know of each other's clocks"
+    assert [outcome.ended for outcome in made.outcomes] == [90.0, 88.0], (
+        "servers do not measure each other's clocks, so each node's own offset applies"
+    )
 
 
 @pytest.mark.parametrize("how", ["failed", "lost"])
-def test_parts_that_nobody_holds_any_more_are_named(how: str) -> None:
-    """Servers are node 1, which had left before, and node 2, which has the only other copy of part 1."""
+def test_parts_without_a_holder_are_named(how: str) -> None:
+    """Node 1, a server, was lost before; node 2 is the only other holder of part 1."""
     held: list[tuple[int, ...]] = [(), (1,), (0, 1)]
     nodes = [replace(make_node(Path("/w"), k, []), role="server" if k else "client", parts=held[k]) for k in range(3)]
     own = failed(2, 90.0, returncode=137, signal="SIGKILL", note="ended") | {"name": "server", "rank": None}

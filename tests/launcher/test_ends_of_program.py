@@ -1,4 +1,4 @@
-"""However the program ends, the terminal is as before, no half file stays, and nothing keeps it from ending."""
+"""Tests of exits of the program: the terminal is restored, no partial file stays, and nothing delays the exit."""
 
 from __future__ import annotations
 
@@ -35,23 +35,23 @@ def program(code: str, *words: str, terminal: int | None = None, **env: str) -> 
 
 
 def read_until(stream: int, text: bytes, seconds: float = 15.0) -> bytes:
-    said, deadline = b"", time.monotonic() + seconds
-    while text not in said:
-        assert select.select([stream], [], [], max(0.0, deadline - time.monotonic()))[0], said
-        said += os.read(stream, 65536)
-    return said
+    output, deadline = b"", time.monotonic() + seconds
+    while text not in output:
+        assert select.select([stream], [], [], max(0.0, deadline - time.monotonic()))[0], output
+        output += os.read(stream, 65536)
+    return output
 
 
 @pytest.fixture
 def silent_host() -> Iterator[int]:
-    """The port of a host that takes connections and never says a word."""
+    """The port of a host that accepts connections and sends nothing."""
     with socket.create_server(("127.0.0.1", 0)) as server:
         yield server.getsockname()[1]
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
-def test_status_watch_shows_the_cursor_again_when_it_is_ended(tmp_path: Path, number: int) -> None:
-    made = MadeRun(tmp_path).launched("sync", alive=True)  # by this process, so that it goes on
+def test_status_watch_shows_the_cursor_again_when_a_signal_ends_it(tmp_path: Path, number: int) -> None:
+    made = MadeRun(tmp_path).launched("sync", alive=True)  # this process is the launcher, so the run counts as alive
     near, far = pty.openpty()
     process = program(CLI, "status", "--watch", str(made.folder), terminal=far, XDG_STATE_HOME=str(tmp_path / "state"))
     os.close(far)
@@ -62,7 +62,7 @@ def test_status_watch_shows_the_cursor_again_when_it_is_ended(tmp_path: Path, nu
     os.close(near)
 
 
-def test_ctrl_c_does_not_wait_for_a_host_that_says_nothing(tmp_path: Path, silent_host: int) -> None:
+def test_ctrl_c_does_not_wait_for_a_silent_host(tmp_path: Path, silent_host: int) -> None:
     config = tmp_path / "cluster.yml"
     config.write_text(
         f"nodes: [{{host: 127.0.0.1, port: {silent_host}, user: me}}]\ndata: {{dataset: synthetic}}\n"
@@ -76,7 +76,7 @@ def test_ctrl_c_does_not_wait_for_a_host_that_says_nothing(tmp_path: Path, silen
     assert process.wait(20) == 130 and time.monotonic() - began < 5
 
 
-def test_a_file_that_a_thread_was_writing_leaves_nothing(tmp_path: Path) -> None:
+def test_an_unfinished_file_of_a_thread_is_removed(tmp_path: Path) -> None:
     code = (
         "import sys, threading, time; from pathlib import Path; from launcher.files import appearing\n"
         "def write():\n    with appearing(Path(sys.argv[1]) / 'log') as out:\n        out.write(b'x'); time.sleep(60)\n"

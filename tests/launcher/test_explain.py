@@ -1,4 +1,4 @@
-"""``gnnfleet explain``, and the hint at the end of an error."""
+"""Tests of ``gnnfleet explain`` and of the hint at the end of an error."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def test_an_error_names_its_code(message: str, code: str) -> None:
     assert hint(message) == f"Explain: gnnfleet explain {code}"
 
 
-def test_a_message_of_others_has_no_code() -> None:
+def test_an_unknown_message_has_no_code() -> None:
     assert explanation_of("ValueError: rank 1 does not like this") is None and hint("x") == ""
 
 
@@ -44,7 +44,7 @@ def test_search_by_code_message_and_words() -> None:
     assert search("nonsense that nobody writes") == []
 
 
-def test_the_command(capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_explain_command(capsys: pytest.CaptureFixture[str]) -> None:
     assert run(["explain", "host-key-unknown"]) == 0
     shown = capsys.readouterr().out
     assert shown.startswith("host-key-unknown\n") and "cause:" in shown and "fix:" in shown

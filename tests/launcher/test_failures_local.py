@@ -1,4 +1,4 @@
-"""What goes wrong without any host: one clear message, the right exit status, nothing left behind."""
+"""Tests of failures of local launches: one clear message, the right exit status, nothing left behind."""
 
 from __future__ import annotations
 
@@ -31,19 +31,19 @@ for second in range(300):
 
 @pytest.fixture(autouse=True)
 def private_tmux(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """A tmux server of the test's own, which must have ended with the test's runs."""
+    """A tmux server for this test alone; no session or process may be left after the test."""
     monkeypatch.setenv("TMUX_TMPDIR", str(tmp_path))
     yield
     listed = subprocess.run(["tmux", "list-sessions"], capture_output=True, text=True)
     assert listed.returncode != 0, f"sessions left behind: {listed.stdout}"
-    deadline = time.monotonic() + 10  # what followed the logs on a node notices within a second that nobody reads
+    deadline = time.monotonic() + 10  # the log watcher on a node notices within a second that its reader is gone
     while (left := processes_about(tmp_path)) and time.monotonic() < deadline:
         time.sleep(0.1)
     assert left == []
 
 
 def processes_about(folder: Path) -> list[str]:
-    """Command lines of running processes that name ``folder``."""
+    """Returns the command lines of running processes that contain ``folder``."""
     found = []
     for entry in Path("/proc").glob("[0-9]*/cmdline"):
         try:
@@ -55,8 +55,8 @@ def processes_about(folder: Path) -> list[str]:
     return found
 
 
-def refused(done: Launched, status: int, *words: str) -> None:
-    """Ended with ``status`` and one message that holds ``words``."""
+def assert_refused(done: Launched, status: int, *words: str) -> None:
+    """Assert that the launch ended with ``status`` and one error message that contains ``words``."""
     assert done.status == status, done.output
     assert "Traceback" not in done.output
     assert done.output.count("error:") == 1, done.output
@@ -69,22 +69,22 @@ def test_mistakes_in_the_config_are_shown_with_their_lines_before_anything_start
     (tmp_path / "cluster.yml").write_text(text)
     done = launch(tmp_path / "cluster.yml")
     found = ["cluster.yml:4: unknown key `epoch`", "did you mean `epochs`?", "cluster.yml:5: unknown key `fanout`"]
-    refused(done, 2, *found)
+    assert_refused(done, 2, *found)
     assert [path.name for path in tmp_path.iterdir()] == ["cluster.yml"]
 
 
-def test_a_busy_master_port_is_named_with_who_holds_it(tmp_path: Path) -> None:
+def test_a_busy_master_port_is_reported_with_its_process(tmp_path: Path) -> None:
     with socket.create_server(("127.0.0.1", 0)) as busy:
         port = busy.getsockname()[1]
         done = launch(local_config(tmp_path, [1]), "--master_port", str(port))
-    refused(done, 3, f"port {port} in use", f"pid {os.getpid()}", "`run.master_port`", "node0")
-    assert not (tmp_path / "node0").exists(), "nothing was changed there"
+    assert_refused(done, 3, f"port {port} in use", f"pid {os.getpid()}", "`run.master_port`", "node0")
+    assert not (tmp_path / "node0").exists(), "a refused launch changes nothing on the node"
     assert done.result["exit_status"] == 3 and f"port {port}" in done.result["notes"][0]
 
 
 @pytest.fixture
 def made(tmp_path: Path, parts: Path) -> Path:
-    """A config of two local nodes over parts that are current by their stamp, and an own script that waits."""
+    """A config of two local nodes whose parts are current according to their stamp, and an own script that waits."""
     config = local_config(tmp_path, [1, 1], data={"folder": str(parts)})
     (tmp_path / "waits.py").write_text(WAITS)
     return config
@@ -92,30 +92,30 @@ def made(tmp_path: Path, parts: Path) -> Path:
 
 @pytest.fixture(scope="module")
 def parts(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Parts made by a launch that then fails at once, so that its stamp is there."""
+    """Parts with a stamp, made by a launch whose own command fails at once."""
     folder = tmp_path_factory.mktemp("made")
     launch(local_config(folder, [1, 1]), "--", "false", env={**os.environ, "TMUX_TMPDIR": str(folder)})
     assert (folder / "parts/manifest.json").is_file()
     return folder / "parts"
 
 
-def failed_without_a_start(done: Launched) -> None:
-    """The run folder says that it failed, and no node has run anything."""
+def assert_failed_before_start(done: Launched) -> None:
+    """Assert that the run folder records a failure and that no node was started."""
     assert done.result["state"] == "failed" and done.result["exit_status"] == 1
     assert "starting" not in done.output
 
 
-def test_a_missing_part_is_named(made: Path, parts: Path) -> None:
+def test_a_missing_part_is_reported(made: Path, parts: Path) -> None:
     (parts / "part1").rename(parts / "away")
     try:
         done = launch(made, "--", "python", "waits.py")
     finally:
         (parts / "away").rename(parts / "part1")
-    refused(done, 1, f"{parts}/part1/", "is missing on this machine", "node1", "delete the partition folder")
-    failed_without_a_start(done)
+    assert_refused(done, 1, f"{parts}/part1/", "is missing on this machine", "node1", "delete the partition folder")
+    assert_failed_before_start(done)
 
 
-def test_a_flipped_byte_in_a_part_is_found_before_it_is_taken(made: Path, parts: Path) -> None:
+def test_a_flipped_byte_in_a_part_is_found_before_it_is_used(made: Path, parts: Path) -> None:
     file = parts / "part1/nodes/node/attrs/x.npy"
     whole = file.read_bytes()
     file.write_bytes(whole[:-1] + bytes([whole[-1] ^ 1]))
@@ -123,9 +123,9 @@ def test_a_flipped_byte_in_a_part_is_found_before_it_is_taken(made: Path, parts:
         done = launch(made, "--", "python", "waits.py")
     finally:
         file.write_bytes(whole)
-    refused(done, 1, str(file), "not what its manifest says", "node1", "Delete the partition folder")
-    failed_without_a_start(done)
-    assert not list(made.parent.glob("node1/**/x.npy")), "a damaged part is never taken for whole"
+    assert_refused(done, 1, str(file), "not what its manifest says", "node1", "Delete the partition folder")
+    assert_failed_before_start(done)
+    assert not list(made.parent.glob("node1/**/x.npy")), "a damaged part is never put in place"
 
 
 def test_ctrl_c_in_a_terminal_ends_everything_at_once(made: Path) -> None:
@@ -140,8 +140,8 @@ def test_ctrl_c_in_a_terminal_ends_everything_at_once(made: Path) -> None:
     assert "Interrupted after" in done.output
 
 
-def test_a_closed_terminal_leaves_the_run_to_itself(made: Path) -> None:
-    """Closing the window hangs up on launch.py and takes away what it prints to; the run belongs to the nodes."""
+def test_a_closed_terminal_detaches_the_run(made: Path) -> None:
+    """Closing the window sends SIGHUP to launch.py and closes its output; the run continues on the nodes."""
     terminal, side = pty.openpty()
     command = [sys.executable, str(REPOSITORY / "launch.py"), "--config", str(made), "--", "python", "waits.py"]
     process = subprocess.Popen(
@@ -156,28 +156,28 @@ def test_a_closed_terminal_leaves_the_run_to_itself(made: Path) -> None:
     assert process.wait(60) == 0
     (run_dir,) = (made.parent / "runs").iterdir()
     assert json.loads((run_dir / "launch.json").read_text())["detached"] is True
-    assert not (run_dir / "result.json").exists(), "it goes on"
+    assert not (run_dir / "result.json").exists(), "the run continues"
     states = [json.loads(path.read_text())["state"] for path in made.parent.glob("node*/runs/*/node*/state.json")]
     assert states == ["training", "training"]
     stop_by_hand(made.parent)
 
 
 def stop_by_hand(folder: Path) -> None:
-    """End a run that goes on without a launcher."""
+    """Stop a run that has no launcher any more."""
     for run_dir in folder.glob("node*/runs/*/node*"):
         control = REPOSITORY / "launcher/node/control.py"
         subprocess.run([sys.executable, str(control), "stop", str(run_dir)], capture_output=True, timeout=60)
 
 
 def _take_terminal() -> None:
-    """The terminal becomes the process's own; what hangs up ends it, even where these tests run under nohup."""
+    """Make stdin the controlling terminal, and restore the default of SIGHUP, which nohup ignores."""
     fcntl.ioctl(0, termios.TIOCSCTTY, 0)
     signal.signal(signal.SIGHUP, signal.SIG_DFL)
 
 
 @pytest.mark.slow
-def test_output_that_nobody_reads_any_more_stops_the_run(made: Path) -> None:
-    """launch.py … | head: the run does not go on unseen."""
+def test_a_closed_output_pipe_stops_the_run(made: Path) -> None:
+    """As in ``launch.py … | head``."""
     process = start(made, "--", "python", "waits.py", "talks")
     assert process.stdout is not None
     while "here is rank 0" not in process.stdout.readline():
@@ -195,7 +195,7 @@ def test_ctrl_c_while_the_graph_is_cut_leaves_no_parts(tmp_path: Path) -> None:
     assert done.status == 130 and "Traceback" not in done.output, done.output
     assert "nothing had been started" in done.output
     left = {path.name for path in tmp_path.iterdir()}
-    assert left <= {"cluster.yml", "runs", "tmux-0"}, "tmux makes a folder when asked"
+    assert left <= {"cluster.yml", "runs", "tmux-0"}, "tmux creates a folder when it is called"
     assert done.result["state"] == "interrupted" and "nothing had been started" in done.result["notes"][0]
 
 
@@ -206,40 +206,39 @@ def test_ctrl_c_while_the_graph_is_cut_leaves_no_parts(tmp_path: Path) -> None:
         (["--epochs", "7", "--", "python", "waits.py"], "--epochs is for the bundled trainer"),
     ],
 )
-def test_an_own_command_that_cannot_be_meant_is_refused_before_anything_starts(
-    made: Path, words: list[str], expected: str
-) -> None:
+def test_an_invalid_own_command_is_refused_before_anything_starts(made: Path, words: list[str], expected: str) -> None:
     done = launch(made, *words)
     assert done.status == 2 and expected in done.output, done.output
     assert not (made.parent / "runs").exists()
 
 
-def test_a_source_that_is_not_there_is_named_before_any_connection(tmp_path: Path) -> None:
+def test_a_missing_source_is_reported_before_any_connection(tmp_path: Path) -> None:
     config = local_config(tmp_path, [1], data={"dataset": "file", "source": "gone.pt", "options": {}})
-    refused(launch(config, "--dry-run"), 2, f"data.source: {tmp_path}/gone.pt does not exist")
+    assert_refused(launch(config, "--dry-run"), 2, f"data.source: {tmp_path}/gone.pt does not exist")
 
 
 def test_with_json_an_error_is_json_on_stdout(tmp_path: Path) -> None:
     command = [sys.executable, str(REPOSITORY / "launch.py"), "--config", "gone.yml", "--json"]
     done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=60)
     assert done.returncode == 2
-    told = json.loads(done.stdout)
-    assert (told["kind"], told["exit_status"]) == ("error", 2) and "gone.yml" in told["message"]
+    printed = json.loads(done.stdout)
+    assert (printed["kind"], printed["exit_status"]) == ("error", 2) and "gone.yml" in printed["message"]
 
 
-def test_with_json_a_refusal_says_what_stands_in_the_way(tmp_path: Path) -> None:
+def test_with_json_a_refusal_contains_the_findings(tmp_path: Path) -> None:
     config = local_config(tmp_path, [1, 1], data={"mode": "verify", "folder": "/nowhere/parts"})
     command = [sys.executable, str(REPOSITORY / "launch.py"), "--config", str(config), "--json"]
     done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=60)
     assert done.returncode == 3
-    told = [json.loads(line) for line in done.stdout.splitlines()]
-    assert [line["stage"] for line in told if line["kind"] == "stage"] == ["connect", "preflight", "end"]
-    error = told[-1]["message"]
-    assert "node1: no partitioned graph: no manifest.json in /nowhere/parts" in error and "gnnfleet partition make" in error
+    printed = [json.loads(line) for line in done.stdout.splitlines()]
+    assert [line["stage"] for line in printed if line["kind"] == "stage"] == ["connect", "preflight", "end"]
+    error = printed[-1]["message"]
+    assert "node1: no partitioned graph: no manifest.json in /nowhere/parts" in error
+    assert "gnnfleet partition make" in error
 
 
-@pytest.mark.slow  # test_supervisor_messages has it without launch.py
-def test_an_own_command_that_does_not_exist_is_named(made: Path) -> None:
+@pytest.mark.slow  # test_supervisor_messages tests this without launch.py
+def test_an_own_command_that_does_not_exist_is_reported(made: Path) -> None:
     done = launch(made, "--", "no-such-program", "--lr", "1")
     assert done.status == 127 and "Traceback" not in done.output, done.output
     assert "cannot start no-such-program" in done.output

@@ -35,7 +35,7 @@ def test_all_nodes_done_and_nothing_left_behind(tmp_path: Path) -> None:
     followed = scene.follow()
     assert {k: result["state"] for k, result in followed.results.items()} == {0: "done", 1: "done"}
     assert followed.notes == [] and not followed.lost
-    assert "node0/rank0 | hello\n" in scene.said
+    assert "node0/rank0 | hello\n" in scene.output
     assert [node.stops for node in scene.nodes] == [1, 1], "each node is swept once"
 
 
@@ -46,9 +46,9 @@ def test_a_lost_line_is_taken_up_from_the_offsets_and_no_line_is_told_twice(tmp_
     scene = Scene(tmp_path, node)
     assert scene.follow().results[0]["state"] == "done"
     assert node.offsets == [{}, {"logs/rank0.log": 30}, {"logs/rank0.log": 30}]
-    assert [text.split("| ")[1] for text in scene.said.splitlines() if "|" in text] == ["one", "two", "three"]
-    assert scene.said.count("node0 (local): disconnected (connection lost); the run goes on") == 1, "told once"
-    assert "node0 (local): reconnected after 0 s" in scene.said
+    assert [text.split("| ")[1] for text in scene.output.splitlines() if "|" in text] == ["one", "two", "three"]
+    assert scene.output.count("node0 (local): disconnected (connection lost); the run goes on") == 1, "told once"
+    assert "node0 (local): reconnected after 0 s" in scene.output
     assert "line-lost" in scene.kinds and "line-back" in scene.kinds
 
 
@@ -112,7 +112,7 @@ def test_a_failure_is_told_and_left_to_the_supervisors(tmp_path: Path) -> None:
     scene = Scene(tmp_path, failing, FakeNode(1, [ended(1, "stopped", stopped=True)]))
     followed = scene.follow()
     assert {k: result["state"] for k, result in followed.results.items()} == {0: "failed", 1: "stopped"}
-    assert "a process failed: rank0 of node0 (local); every node stops" in scene.said
+    assert "a process failed: rank0 of node0 (local); every node stops" in scene.output
     assert "all nodes have ended" in scene.events.read_text(), "swept at the end, not before"
 
 
@@ -211,7 +211,7 @@ def test_findings_are_told_once_however_often_nodes_repeat_them(tmp_path: Path) 
     told = state(findings=[finding])
     scene = Scene(tmp_path, FakeNode(0, [told, told, ended(0)]), FakeNode(1, [told, ended(1)]))
     assert scene.follow().findings == [finding]
-    assert scene.said.count("nan: the loss is nan") == 1
+    assert scene.output.count("nan: the loss is nan") == 1
 
 
 def test_detached_once_the_first_step_has_trained(tmp_path: Path) -> None:
@@ -241,7 +241,7 @@ def test_odd_metrics_lines_of_an_own_script_do_no_harm(tmp_path: Path) -> None:
     nan = json.dumps({"kind": "step", "rank": 0, "epoch": 1, "step": 3, "loss": float("nan")})
     scene = Scene(tmp_path, FakeNode(0, [told, line(file="metrics-rank0.jsonl", offset=2, lines=[nan]), ended(0)]))
     assert scene.follow().results[0]["state"] == "done"
-    assert "epoch 1 step 4  loss nan" in scene.said
+    assert "epoch 1 step 4  loss nan" in scene.output
 
 
 def test_a_terminal_that_takes_no_more_holds_the_nodes_news_back_instead_of_filling_the_memory(
@@ -280,8 +280,8 @@ def test_a_node_that_can_be_done_without_ends_nobody(tmp_path: Path) -> None:
     scene = Scene(tmp_path, hub, failing, FakeNode(2, [state(), ended(2)]))
     followed = scene.follow()
     assert {k: result["state"] for k, result in followed.results.items()} == {0: "done", 1: "failed", 2: "done"}
-    assert "a process failed: server of node1 (local)\n" in scene.said and "every node stops" not in scene.said
-    assert f"server-lost: {finding(1)['text']}" in scene.said
+    assert "a process failed: server of node1 (local)\n" in scene.output and "every node stops" not in scene.output
+    assert f"server-lost: {finding(1)['text']}" in scene.output
     assert "stop" not in scene.kinds[: scene.kinds.index("process-exit") + 1], "swept at the end alone"
 
 

@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 
 from launcher.cli.main import run
-from launcher.manage.watch_report import ReportServer, RenderedReport
+from launcher.manage.watch_report import RenderedReport, ReportServer
 from launcher.report.html.record import read_record
 from launcher.report.html.render import figure, render, write_html
 from launcher.report.html.sections import report_page

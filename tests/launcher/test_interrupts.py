@@ -141,19 +141,19 @@ class Asked:
 
 def test_ctrl_c_says_what_runs_and_asks(tmp_path: Path, terminal: Terminal) -> None:
     run = Asked(tmp_path).signal(INT)
-    run.until(lambda: "Enter: keep following" in run.scene.said)
-    assert "Ctrl-C. Run r1: 2 nodes, 2 ranks; epoch 1 of 10, step 17 of 50.\n" in run.scene.said
+    run.until(lambda: "Enter: keep following" in run.scene.output)
+    assert "Ctrl-C. Run r1: 2 nodes, 2 ranks; epoch 1 of 10, step 17 of 50.\n" in run.scene.output
     assert (
-        "s: stop every node, d: detach (the run goes on), Enter: keep following; Ctrl-C again: stop" in run.scene.said
+        "s: stop every node, d: detach (the run goes on), Enter: keep following; Ctrl-C again: stop" in run.scene.output
     )
     assert run.stops == [0, 0], "nothing happens until there is an answer"
     terminal.type("x\n")
-    run.until(lambda: "the run goes on\n" in run.scene.said)
+    run.until(lambda: "the run goes on\n" in run.scene.output)
     run.signal(INT)
     terminal.type("s")
     followed = run.end()
     assert followed.interrupted == "Ctrl-C" and set(followed.results) == {0, 1}
-    assert "Ctrl-C: stopping every node" in run.scene.said
+    assert "Ctrl-C: stopping every node" in run.scene.output
 
 
 def test_the_answer_d_leaves_the_run_to_itself(tmp_path: Path, terminal: Terminal) -> None:
@@ -165,7 +165,7 @@ def test_the_answer_d_leaves_the_run_to_itself(tmp_path: Path, terminal: Termina
 
 def test_two_ctrl_c_stop_without_an_answer(tmp_path: Path, terminal: Terminal) -> None:
     run = Asked(tmp_path).signal(INT)
-    run.until(lambda: "Enter: keep following" in run.scene.said)
+    run.until(lambda: "Enter: keep following" in run.scene.output)
     assert run.signal(INT).end().interrupted == "Ctrl-C"
     assert run.stops == [1, 1]
 
@@ -175,7 +175,7 @@ def test_without_a_terminal_nothing_is_asked(tmp_path: Path, number: int, stops:
     run = Asked(tmp_path, can_ask=False).signal(number)
     followed = run.end()
     assert run.stops == stops and bool(followed.detached) == (number == HUP)
-    assert "Enter go on" not in run.scene.said
+    assert "Enter go on" not in run.scene.output
 
 
 def test_detaching_waits_until_every_node_has_started(tmp_path: Path) -> None:
@@ -183,7 +183,7 @@ def test_detaching_waits_until_every_node_has_started(tmp_path: Path) -> None:
     may_start = threading.Event()
     starts = {0: lambda: None, 1: lambda: may_start.wait(5)}
     run = Asked(tmp_path, "detach", can_ask=False, nodes_up=1, starts=starts).signal(INT)
-    run.until(lambda: "detaching as soon as every node has started" in run.scene.said)
+    run.until(lambda: "detaching as soon as every node has started" in run.scene.output)
     time.sleep(0.1)
     assert run.thread.is_alive()
     may_start.set()

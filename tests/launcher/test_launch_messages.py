@@ -45,7 +45,7 @@ def quick(monkeypatch: pytest.MonkeyPatch) -> None:
 def followed(folder: Path, *nodes: FakeNode, **more: Any) -> str:
     scene = Scene(folder, *nodes, **more)
     result = scene.follow()
-    return scene.said + "".join(f"note: {note}\n" for note in result.notes)
+    return scene.output + "".join(f"note: {note}\n" for note in result.notes)
 
 
 def line_lost_and_back(folder: Path) -> str:
@@ -137,7 +137,7 @@ def signalled(folder: Path, *numbers: int, can_ask: bool = False, keys: str = ""
     talking = Signals(scene, *numbers, can_ask=can_ask, keys=keys)
     talking._keys_of = lambda: Typed(keys)  # type: ignore[method-assign]
     scene.follow(Interrupts(), talking)
-    return scene.said.split("ranks\n", 1)[1]
+    return scene.output.split("ranks\n", 1)[1]
 
 
 class Typed:
@@ -162,7 +162,7 @@ def detaching_early(folder: Path) -> str:
     talking = InterruptPrompt(scene.live, "detach", can_ask=False)
     talking.answer = lambda: "detach" if scene.follower._detaching == "" else None  # type: ignore[method-assign]
     scene.follow(Interrupts(), talking)
-    return scene.said
+    return scene.output
 
 
 def left(folder: Path, why: str) -> str:

@@ -89,9 +89,7 @@ def test_a_dead_server_is_started_again_on_its_port(make: MakeRun) -> None:
     results = go(run)
     assert states(results) == ["done"] * 4
     (restart,) = results[1]["findings"]
-    assert restart["text"] == (
-        "server of node1 (gpu1) was killed by signal 9 (SIGKILL); restart 1 of 3 in 0.5 s"
-    )
+    assert restart["text"] == ("server of node1 (gpu1) was killed by signal 9 (SIGKILL); restart 1 of 3 in 0.5 s")
 
 
 def test_a_dead_server_of_a_node_that_trains_is_started_again(make: MakeRun) -> None:
@@ -198,7 +196,9 @@ def test_a_lost_hub_stops_everybody(make: MakeRun) -> None:
     kill(run, 2)
     results = run.ends(since)
     assert states(results) == ["failed", "failed", None, "failed"]
-    assert results[3]["reason"] == "node2 (gpu2): its supervisor ended without reporting a result; it was probably killed"
+    assert (
+        results[3]["reason"] == "node2 (gpu2): its supervisor ended without reporting a result; it was probably killed"
+    )
 
 
 @pytest.mark.slow

@@ -1,4 +1,4 @@
-"""A node's supervisor with real processes: how runs end, and that nothing is left of them."""
+"""Tests of a node's supervisor with real processes: how runs end, and that no process is left."""
 
 from __future__ import annotations
 
@@ -119,7 +119,7 @@ def test_raising_rank_is_the_failure_and_the_others_are_stopped(folder: MakeFold
     assert run.log("rank0") == ["0 2"] and not (run.path / "outcomes" / "runner1.json").exists()
 
 
-def test_a_runner_that_ends_before_it_has_started_its_rank(folder: MakeFolder) -> None:
+def test_a_runner_that_ends_before_its_rank_started_is_the_failure(folder: MakeFolder) -> None:
     slow = "import pathlib, time; time.sleep(60)"
     run = folder(server=python(slow)).ranks(python(SLEEP), nproc=2).start()
     os.kill(run.pid("runner1"), signal.SIGKILL)
@@ -130,7 +130,7 @@ def test_a_runner_that_ends_before_it_has_started_its_rank(folder: MakeFolder) -
     assert [record["name"] for record in result["outcomes"] if record["failed"]] == ["runner1"]
 
 
-def test_a_runner_told_to_end_by_somebody_else(folder: MakeFolder) -> None:
+def test_a_runner_stopped_from_outside_is_the_failure(folder: MakeFolder) -> None:
     run = folder().ranks(python(SLEEP), nproc=2).start()
     for rank in range(2):
         wait_until(run.says(f"rank{rank}", "up"))
@@ -224,7 +224,7 @@ def test_server_that_ignores_sigterm_is_killed(folder: MakeFolder) -> None:
     "environment", ["", "os.environ.clear(); os.execv(sys.executable, [sys.executable, '-c', REST])"]
 )
 def test_process_that_left_group_and_session_is_found(folder: MakeFolder, environment: str) -> None:
-    """By the run's token; and, should it have dropped its environment, as an orphan of this node."""
+    """By the run's token, or as an orphan of this node if it has cleared its environment."""
     rest = "import time; open('escaped', 'w').write(str(__import__('os').getpid())); time.sleep(60)"
     code = ESCAPE.replace("        open(", f"        import sys; REST = {rest!r}; {environment}\n        open(")
     run = folder().rank(python(code))
@@ -232,7 +232,7 @@ def test_process_that_left_group_and_session_is_found(folder: MakeFolder, enviro
     assert not runs(int((run.path / "escaped").read_text()))
 
 
-def test_supervisor_killed_takes_everything_along(folder: MakeFolder) -> None:
+def test_killing_the_supervisor_ends_all_processes(folder: MakeFolder) -> None:
     run = folder(server=python(SERVE)).ranks(python(SLEEP), nproc=2).start()
     pids = [run.pid(name) for name in ("server", "runner0", "runner1", "rank0", "rank1")]
     run.supervisor.kill()  # type: ignore[union-attr]
@@ -251,7 +251,7 @@ def test_two_nodes_on_one_machine_do_not_touch_each_other(folder: MakeFolder) ->
     assert second.end()["state"] == "stopped"
 
 
-def test_heartbeat_goes_on(folder: MakeFolder) -> None:
+def test_heartbeat_continues(folder: MakeFolder) -> None:
     run = folder().rank(python(SLEEP)).start()
     run.pid("rank0")
     before = run.json("state.json")["time"]
@@ -260,7 +260,7 @@ def test_heartbeat_goes_on(folder: MakeFolder) -> None:
     run.end()
 
 
-def test_a_server_whose_kernels_cannot_be_kept_says_so_at_once(tmp_path: Path) -> None:
+def test_a_server_with_an_unwritable_kernel_folder_reports_it_at_once(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     serve = "import pathlib, time; pathlib.Path('server.ready').touch(); time.sleep(60)"
     run = RunFolder(tmp_path / "run", server=python(serve)).rank(python("print('up')"))

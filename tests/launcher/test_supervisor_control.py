@@ -1,4 +1,4 @@
-"""``control.py``: stopping a node and asking how it is, also when its supervisor or its files are of no help."""
+"""Tests of ``control.py``, which stops a node or reports its state, also without a working supervisor."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def test_control_status_and_stop(folder: MakeFolder) -> None:
     assert not after["alive"] and after["result"]["state"] == "stopped"
 
 
-def test_control_stops_without_the_supervisors_help(folder: MakeFolder) -> None:
+def test_control_stops_a_node_with_a_stopped_supervisor(folder: MakeFolder) -> None:
     run = folder(server=python(SERVE)).rank(python(SLEEP)).start()
     run.pid("rank0")
     os.kill(run.supervisor.pid, signal.SIGSTOP)  # type: ignore[union-attr]
@@ -57,7 +57,7 @@ def control(action: str, run: RunFolder, *options: str) -> dict[str, Any]:
     return answer
 
 
-def test_who_asks_and_why_is_in_the_result(folder: MakeFolder) -> None:
+def test_requester_and_reason_of_a_stop_are_in_the_result(folder: MakeFolder) -> None:
     run = folder().rank(python(SLEEP)).start()
     run.pid("rank0")
     control("stop", run, "--by", "alice@laptop", "--why", "gnnfleet stop")
@@ -74,7 +74,7 @@ def test_stop_now_gives_no_time(folder: MakeFolder) -> None:
     assert time.monotonic() - began < 5 and run.end()["state"] == "stopped"
 
 
-def test_stop_with_a_dead_supervisor_gives_its_leases_back(
+def test_stop_with_a_dead_supervisor_releases_its_leases(
     folder: MakeFolder, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("GNNFLEET_LEASES", str(tmp_path / "leases"))
@@ -89,7 +89,7 @@ def test_stop_with_a_dead_supervisor_gives_its_leases_back(
 
 @pytest.mark.parametrize("alive", [True, False])
 @pytest.mark.parametrize("text", ["{", "[]", '{"run_id": 1}'])
-def test_damaged_node_json_is_said_and_the_run_is_stopped_all_the_same(
+def test_a_damaged_node_json_is_reported_and_the_run_is_stopped_nevertheless(
     folder: MakeFolder, text: str, alive: bool
 ) -> None:
     run = folder(server=python(SERVE)).rank(python(SLEEP)).start()
@@ -105,7 +105,7 @@ def test_damaged_node_json_is_said_and_the_run_is_stopped_all_the_same(
 
 
 def test_full_disk(tmp_path: Path) -> None:
-    """Stopped by whatever still can be made of a file, or by signal; the result gets the room kept for it."""
+    """The stop request is a file if possible, else a signal; the result uses reserved disk space."""
     if os.getuid() != 0:
         pytest.skip("only root can mount a small disk")
     disk = tmp_path / "disk"
@@ -148,7 +148,7 @@ def fill(disk: Path) -> None:
             file.write(b"x" * 4096)
 
 
-def test_deleted_folder_is_no_run(tmp_path: Path) -> None:
+def test_a_deleted_folder_is_no_run(tmp_path: Path) -> None:
     run = Run(tmp_path, 1).nodes[0]
     shutil.rmtree(run.path)
     done = subprocess.run([PYTHON, str(NODE / "control.py"), "status", str(run.path)], capture_output=True, timeout=20)

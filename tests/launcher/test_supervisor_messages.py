@@ -1,4 +1,4 @@
-"""All that supervisors say of why a node, or the run, ended: provoked one by one and kept in a golden file."""
+"""Golden test of the reasons that supervisors give for the end of a node or of the run."""
 
 from __future__ import annotations
 
@@ -45,8 +45,8 @@ def supervisor(number: int, node: int) -> Act:
     return lambda run: os.kill(run.nodes[node].supervisor.pid, number)  # type: ignore[union-attr]
 
 
-def up(act: Act) -> Act:
-    """Once all ranks run."""
+def when_up(act: Act) -> Act:
+    """Perform ``act`` once all ranks run."""
 
     def acts(run: Run) -> None:
         run.wait_up()
@@ -59,23 +59,23 @@ def stop(text: str, node: int = 0) -> Act:
     return lambda run: write_whole(run.nodes[node].path / "control" / "stop", text)
 
 
-#: name -> (nodes, settings of each, code of the ranks, what is done to the run)
+#: name -> (nodes, settings of each, code of the ranks, action on the run)
 CASES: dict[str, tuple[int, dict[str, Any], str | list[str], Act]] = {
     "exit status": (2, {}, "import os; os.environ['RANK'] == '1' and exit(3); import time; time.sleep(60)", nothing),
     "exception": (1, {}, "raise ValueError('no such column')", nothing),
-    "kill -9": (2, {}, SLEEP, up(kill("rank1", signal.SIGKILL, 1))),
+    "kill -9": (2, {}, SLEEP, when_up(kill("rank1", signal.SIGKILL, 1))),
     "segmentation fault": (1, {}, "import ctypes; ctypes.string_at(0)", nothing),
     "no such program": (1, {}, ["/no/such/program"], nothing),
     "server never ready": (1, {"server": python(SLEEP), "start_timeout": 0.5}, SLEEP, nothing),
     "server raises": (1, {"server": python("raise OSError('port 29600 is taken')")}, SLEEP, nothing),
     "no such server": (1, {"server": ["/no/such/server"]}, SLEEP, nothing),
-    "server killed": (2, {"server": python(SERVE)}, SLEEP, up(kill("server", signal.SIGKILL, 1))),
-    "stopped by a person's touch": (2, {}, SLEEP, up(stop(""))),
-    "stopped by command": (2, {}, SLEEP, up(stop('{"by": "alice@laptop", "why": "gnnfleet stop"}', 1))),
-    "supervisor gets SIGTERM": (2, {}, SLEEP, up(supervisor(signal.SIGTERM, 1))),
-    "tmux session closed": (2, {}, SLEEP, up(supervisor(signal.SIGHUP, 1))),
-    "supervisor killed": (2, {}, SLEEP, up(supervisor(signal.SIGKILL, 1))),
-    "supervisor of node0 killed": (2, {}, SLEEP, up(supervisor(signal.SIGKILL, 0))),
+    "server killed": (2, {"server": python(SERVE)}, SLEEP, when_up(kill("server", signal.SIGKILL, 1))),
+    "stopped by a person's touch": (2, {}, SLEEP, when_up(stop(""))),
+    "stopped by command": (2, {}, SLEEP, when_up(stop('{"by": "alice@laptop", "why": "gnnfleet stop"}', 1))),
+    "supervisor gets SIGTERM": (2, {}, SLEEP, when_up(supervisor(signal.SIGTERM, 1))),
+    "tmux session closed": (2, {}, SLEEP, when_up(supervisor(signal.SIGHUP, 1))),
+    "supervisor killed": (2, {}, SLEEP, when_up(supervisor(signal.SIGKILL, 1))),
+    "supervisor of node0 killed": (2, {}, SLEEP, when_up(supervisor(signal.SIGKILL, 0))),
     "loss is no number": (
         2,
         {"on_nan": "stop"},
@@ -100,21 +100,21 @@ def test_messages(runs: Path) -> None:
     try:
         for name, (count, settings, code, act) in CASES.items():
             argv = python(code) if isinstance(code, str) else code
-            made[name] = Run(runs / str(len(made)), count, argv=argv, **settings).start(up=False)
+            made[name] = Run(runs / str(len(made)), count, argv=argv, **settings).start(when_up=False)
             act(made[name])
-        made["port taken"] = taken(runs)
-        made["node1 never starts"] = partly(runs, 0)
-        made["node0 never starts"] = partly(runs, 1)
-        text = "\n".join(told(name, run) for name, run in made.items())
+        made["port taken"] = run_with_busy_port(runs)
+        made["node1 never starts"] = run_with_one_node(runs, 0)
+        made["node0 never starts"] = run_with_one_node(runs, 1)
+        text = "\n".join(results_text(name, run) for name, run in made.items())
     finally:
         for run in made.values():
             run.kill()
     text += f"\nnode.json damaged\n  {damaged(runs)}\n"
-    check_text(GOLDEN / "messages_supervisor.txt", normal(text, runs))
+    check_text(GOLDEN / "messages_supervisor.txt", normalised(text, runs))
 
 
-def taken(folder: Path) -> Run:
-    """Its control port is another's."""
+def run_with_busy_port(folder: Path) -> Run:
+    """A run whose control port is in use."""
     run = Run(folder / "port", 2, start_timeout=1.0)
     run.nodes.pop()
     with socket.create_server(("127.0.0.1", run.port)):
@@ -122,15 +122,15 @@ def taken(folder: Path) -> Run:
     return run
 
 
-def partly(folder: Path, started: int) -> Run:
-    """Only one of two nodes ever starts."""
+def run_with_one_node(folder: Path, started: int) -> Run:
+    """A run in which only node ``started`` starts."""
     run = Run(folder / f"only{started}", 2, start_timeout=1.0)
     run.nodes = [run.nodes[started].start()]
     return run
 
 
-def told(name: str, run: Run) -> str:
-    """What each node's result says."""
+def results_text(name: str, run: Run) -> str:
+    """The results of all nodes as text."""
     lines = [name]
     for node in run.nodes:
         assert node.supervisor is not None
@@ -153,8 +153,8 @@ def damaged(folder: Path) -> str:
     return subprocess.run(argv, capture_output=True, text=True, timeout=20, check=False).stderr.strip()
 
 
-def normal(text: str, folder: Path) -> str:
-    """Without what differs from run to run."""
+def normalised(text: str, folder: Path) -> str:
+    """Replace what differs between runs of the test."""
     text = re.sub(rf"{re.escape(str(folder))}/[\w/]*?(node\d)", r"RUNS/\1", text).replace(str(folder), "RUNS")
     text = re.sub(r"port \d{4,5} \(run", "port 29400 (run", text)
     text = re.sub(r"127.0.0.1 port \d{4,5} within", "127.0.0.1 port 29400 within", text)

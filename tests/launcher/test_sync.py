@@ -1,4 +1,4 @@
-"""Sync and verify on real files through the local transport, with lines that break on purpose."""
+"""Tests of sync and verify on real files through the local transport, with simulated connection failures."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ X = "part0/nodes/node/attrs/x.npy"
 
 
 class Breaking(LocalTransport):
-    """Breaks in the middle of uploads, as often as it is told; keeps what it was asked to send."""
+    """A local transport whose first ``breaks`` uploads fail after some bytes; it records all uploads."""
 
     def __init__(self, node_rank: int, breaks: int = 0, error: Callable[[], Exception] | None = None):
         super().__init__(node_rank)
@@ -61,7 +61,7 @@ def quick_back_off(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sync_module, "_BACK_OFF", (0.01, 0.01, 0.01))
 
 
-def lines(plan: LaunchPlan, **kinds: Breaking) -> dict[int, Transport]:
+def transports(plan: LaunchPlan, **kinds: Breaking) -> dict[int, Transport]:
     return {node.node_rank: kinds.get(f"node{node.node_rank}") or Breaking(node.node_rank) for node in plan.nodes}
 
 
@@ -73,7 +73,7 @@ def bytes_of(plan: LaunchPlan, node_rank: int) -> dict[str, bytes]:
 
 def test_each_node_gets_its_part_the_shared_files_code_and_secrets(tmp_path: Path) -> None:
     plan = sync_plan(tmp_path)
-    report = sync(plan, lines(plan))
+    report = sync(plan, transports(plan))
     for node in plan.nodes:
         got = bytes_of(plan, node.node_rank)
         mine = f"part{node.node_rank}/nodes/node/attrs"
@@ -85,9 +85,9 @@ def test_each_node_gets_its_part_the_shared_files_code_and_secrets(tmp_path: Pat
     assert report.bytes_sent > 0 and report.bytes_present == 0
 
 
-def test_the_second_time_nothing_is_sent(tmp_path: Path) -> None:
+def test_a_second_sync_sends_nothing(tmp_path: Path) -> None:
     plan = sync_plan(tmp_path)
-    sync(plan, lines(plan))
+    sync(plan, transports(plan))
     again = {0: Breaking(0), 1: Breaking(1)}
     report = sync(plan, again)
     assert again[0].uploads == again[1].uploads == []
@@ -95,22 +95,22 @@ def test_the_second_time_nothing_is_sent(tmp_path: Path) -> None:
     assert report.bytes_present == sum(file.bytes for node in plan.nodes for file in node.files if file.source)
 
 
-def test_a_changed_file_is_sent_again_and_only_that(tmp_path: Path) -> None:
+def test_only_a_changed_file_is_sent_again(tmp_path: Path) -> None:
     plan = sync_plan(tmp_path)
-    sync(plan, lines(plan))
+    sync(plan, transports(plan))
     damaged = Path(plan.nodes[0].data_dir, X)
     whole = damaged.read_bytes()
     damaged.write_bytes(b"?" + whole[1:])
     line = Breaking(0)
-    sync(plan, lines(plan, node0=line))
+    sync(plan, transports(plan, node0=line))
     assert [Path(dest).name for dest, _ in line.uploads] == ["x.npy.part"]
     assert damaged.read_bytes() == whole
 
 
-def test_a_broken_line_is_opened_again_and_the_file_goes_on_from_where_it_was(tmp_path: Path) -> None:
+def test_after_a_broken_connection_the_upload_resumes(tmp_path: Path) -> None:
     plan = sync_plan(tmp_path)
     line = Breaking(0, breaks=2)
-    sync(plan, lines(plan, node0=line))
+    sync(plan, transports(plan, node0=line))
     offsets = [offset for dest, offset in line.uploads if dest.endswith("x.npy.part")]
     assert offsets == [0, 1000, 2000]
     assert line.connects == 2
@@ -118,29 +118,29 @@ def test_a_broken_line_is_opened_again_and_the_file_goes_on_from_where_it_was(tm
     assert not list(Path(plan.nodes[0].workdir).rglob("*.part"))
 
 
-def test_a_line_that_keeps_breaking_names_node_host_and_file_and_leaves_a_part_to_resume(tmp_path: Path) -> None:
+def test_a_connection_that_keeps_breaking_is_reported_and_leaves_a_part_to_resume(tmp_path: Path) -> None:
     plan = sync_plan(tmp_path)
     with pytest.raises(SyncError, match=r"node0 \(local\).*part0/nodes/node/attrs/x.npy.*run again to resume"):
-        sync(plan, lines(plan, node0=Breaking(0, breaks=99)))
+        sync(plan, transports(plan, node0=Breaking(0, breaks=99)))
     data = Path(plan.nodes[0].data_dir)
     assert not (data / X).exists() and not (data / "manifest.json").exists()
     left = (data / "part0/nodes/node/attrs/x.npy.part").stat().st_size
     line = Breaking(0)
-    sync(plan, lines(plan, node0=line))
+    sync(plan, transports(plan, node0=line))
     assert ((data / "part0/nodes/node/attrs/x.npy.part").as_posix(), left) in line.uploads
     assert (data / X).read_bytes() == (tmp_path / "parts" / X).read_bytes()
 
 
-def test_a_part_file_left_by_another_version_is_not_taken_for_whole(tmp_path: Path) -> None:
+def test_a_part_file_of_another_version_is_replaced(tmp_path: Path) -> None:
     plan = sync_plan(tmp_path)
     stale = Path(plan.nodes[0].data_dir, "part0/nodes/node/attrs/x.npy.part")
     stale.parent.mkdir(parents=True)
     stale.write_bytes(b"another graph" * 100)
-    sync(plan, lines(plan))
+    sync(plan, transports(plan))
     assert bytes_of(plan, 0)[X] == (tmp_path / "parts" / X).read_bytes()
 
 
-def test_a_byte_flipped_in_a_part_here_is_refused_and_named(tmp_path: Path) -> None:
+def test_a_changed_byte_in_a_local_part_is_refused_and_named(tmp_path: Path) -> None:
     plan = sync_plan(tmp_path)
     source = tmp_path / "parts/part1/nodes/node/attrs/y.npy"
     data = bytearray(source.read_bytes())
@@ -149,7 +149,7 @@ def test_a_byte_flipped_in_a_part_here_is_refused_and_named(tmp_path: Path) -> N
     with pytest.raises(
         SyncError, match=r"part1/nodes/node/attrs/y.npy on this machine differs from its manifest.*node1"
     ):
-        sync(plan, lines(plan))
+        sync(plan, transports(plan))
     assert not Path(plan.nodes[1].data_dir, "part1/nodes/node/attrs/y.npy").exists()
     assert not Path(plan.nodes[1].data_dir, "manifest.json").exists()
 
@@ -160,7 +160,7 @@ def test_a_full_disk_names_host_path_and_bytes(tmp_path: Path) -> None:
     with pytest.raises(
         SyncError, match=r"node1 \(local\): disk full at .*/part1/nodes/node/attrs: 50.0 kB still to be .* free"
     ):
-        sync(plan, lines(plan, node1=full))
+        sync(plan, transports(plan, node1=full))
 
 
 def test_one_node_that_fails_stops_the_others(tmp_path: Path) -> None:
@@ -177,10 +177,10 @@ def test_one_node_that_fails_stops_the_others(tmp_path: Path) -> None:
     with pytest.raises(SyncError, match="node0"):
         broken = Breaking(0, 99, lambda: RemoteFileError("cannot write x: Permission denied", errno=errno.EACCES))
         sync(plan, {0: broken, 1: Slow(1)})
-    assert time.monotonic() - started < 15  # the whole of it would be 20 s
+    assert time.monotonic() - started < 15  # without stopping, it would take 20 s
 
 
-def test_progress_counts_exactly_what_is_missing(tmp_path: Path) -> None:
+def test_progress_counts_exactly_the_bytes_sent(tmp_path: Path) -> None:
     plan = sync_plan(tmp_path, num_nodes=1)
     totals: list[int] = []
     moved: list[int] = []
@@ -192,8 +192,8 @@ def test_progress_counts_exactly_what_is_missing(tmp_path: Path) -> None:
         def advance(self, node_rank: int, count: int) -> None:
             moved.append(count)
 
-    report = sync(plan, lines(plan), Counting())
-    assert totals[1:] == [sum(len(data) for data in bytes_of(plan, 0).values())], "and first the code, packed"
+    report = sync(plan, transports(plan), Counting())
+    assert totals[1:] == [sum(len(data) for data in bytes_of(plan, 0).values())], "and first the packed code"
     assert sum(moved) == sum(totals) == report.bytes_sent
 
 
@@ -243,21 +243,21 @@ def shared_plan(folder: Path, top: Path, *, other: Path | None = None) -> Launch
     return make_launch([make_node(top, 0, [], folder), make_node(top, 1, [], other or folder)])
 
 
-def test_verify_accepts_a_whole_folder_and_the_second_time_reads_no_file(tmp_path: Path) -> None:
+def test_verify_caches_digests_by_size_and_mtime(tmp_path: Path) -> None:
     folder = make_parts(tmp_path / "shared")
     plan = shared_plan(folder, tmp_path)
-    report = verify(plan, lines(plan))
+    report = verify(plan, transports(plan))
     assert (report.fingerprint, report.files) == ("f00d", 8)
     whole = (folder / X).stat()
     (folder / X).write_bytes(b"?" * whole.st_size)
     os.utime(folder / X, ns=(whole.st_atime_ns, whole.st_mtime_ns))
-    assert verify(plan, lines(plan)).files == 8, "same size and mtime: the digest of the first time counts"
+    assert verify(plan, transports(plan)).files == 8, "same size and mtime: the stored digest is used"
 
 
-def test_verify_refuses_a_flipped_byte_and_names_node_host_and_file(tmp_path: Path) -> None:
+def test_verify_refuses_a_changed_byte_and_names_node_host_and_file(tmp_path: Path) -> None:
     folder = make_parts(tmp_path / "shared")
     plan = shared_plan(folder, tmp_path)
-    verify(plan, lines(plan))
+    verify(plan, transports(plan))
     path = folder / "part1/nodes/node/attrs/x.npy"
     data = bytearray(path.read_bytes())
     data[100] ^= 4
@@ -265,7 +265,7 @@ def test_verify_refuses_a_flipped_byte_and_names_node_host_and_file(tmp_path: Pa
     with pytest.raises(
         SyncError, match=r"node1 \(local\): .*part1/nodes/node/attrs/x.npy differs from the manifest"
     ) as caught:
-        verify(plan, lines(plan))
+        verify(plan, transports(plan))
     assert "node0" not in str(caught.value), "node 0 does not use part 1"
 
 
@@ -274,26 +274,26 @@ def test_verify_names_a_missing_part_and_a_node_without_the_folder(tmp_path: Pat
     (folder / "part1/nodes/node/attrs/y.npy").unlink()
     plan = shared_plan(folder, tmp_path)
     with pytest.raises(SyncError, match=r"node1 \(local\): .*part1/nodes/node/attrs/y.npy is missing"):
-        verify(plan, lines(plan))
+        verify(plan, transports(plan))
     plan = shared_plan(folder, tmp_path, other=tmp_path / "not-mounted")
     with pytest.raises(SyncError, match=r"node1 \(local\): no .*/not-mounted/manifest.json\n.*data_folder"):
-        verify(plan, lines(plan))
+        verify(plan, transports(plan))
 
 
-def test_verify_where_nobody_has_parts_says_how_to_make_them(tmp_path: Path) -> None:
+def test_verify_without_parts_names_the_command_that_makes_them(tmp_path: Path) -> None:
     plan = shared_plan(tmp_path / "nowhere", tmp_path)
     with pytest.raises(SyncError, match="gnnfleet partition make --config"):
-        verify(plan, lines(plan))
+        verify(plan, transports(plan))
 
 
 def test_verify_refuses_two_different_partitions(tmp_path: Path) -> None:
     plan = shared_plan(make_parts(tmp_path / "a"), tmp_path, other=make_parts(tmp_path / "b", size=90_000))
     with pytest.raises(SyncError, match="parts of the same partition"):
-        verify(plan, lines(plan))
+        verify(plan, transports(plan))
 
 
-def test_two_launches_that_bring_the_same_file_and_code_at_once_both_have_it(tmp_path: Path) -> None:
-    """Either commits and unpacks after the other: what is there already is as good."""
+def test_two_simultaneous_launches_can_send_the_same_file_and_code(tmp_path: Path) -> None:
+    """The second one to commit or unpack finds the file in place, which is no error."""
     part = tmp_path / f"x.npy{PART_SUFFIX}"
     part.write_bytes(b"rows")
     entry = {"path": str(tmp_path / "x.npy"), "bytes": 4, "sha256": sha256_of(str(part))}

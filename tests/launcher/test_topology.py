@@ -1,4 +1,4 @@
-"""``data.topology``: what ``auto`` chooses and says, what is sent for it, and what reaches the processes."""
+"""Tests of ``data.topology``: the choice of ``auto`` and its reason, the files sent, and the processes' variables."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ GB = 10**9
 
 
 def parts_of(num_parts: int, edge_bytes: int, edge_files: int = 1) -> PartitionFiles:
-    """Parts of which each has files of edges, of so many bytes, and features."""
+    """Parts with ``edge_files`` files of ``edge_bytes`` bytes each, and features."""
     files = []
     for p in range(num_parts):
         files += [PartFile(f"part{p}/edges/e{i}/indices.npy", edge_bytes, "d", True) for i in range(edge_files)]
@@ -129,7 +129,7 @@ CASES: dict[str, tuple[ClusterConfig, dict[str, Any], str]] = {
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_what_is_chosen_and_why(name: str) -> None:
+def test_chosen_topology_and_its_reason(name: str) -> None:
     config, more, row = CASES[name]
     plan = plan_of(config, **more)
     assert topology_row(plan) == row
@@ -138,7 +138,7 @@ def test_what_is_chosen_and_why(name: str) -> None:
     assert json.loads(to_json(plan))["topology"]["choice"] == (row.split()[0] if "(" in row else "")
 
 
-def test_the_edges_of_other_parts_are_sent_to_those_who_hold_parts(tmp_path: Path) -> None:
+def test_edges_of_other_parts_are_sent_to_nodes_with_parts(tmp_path: Path) -> None:
     plan = plan_of(SERVED, manifest=parts_folder(tmp_path, 2))
     sent = [{file.dest.removeprefix(f"{node.data_dir}/") for file in node.files} for node in plan.nodes]
     indptr, rows = "part{}/edges/node__to__node/indptr.npy", "part{}/nodes/node/attrs/x.npy"
@@ -149,7 +149,7 @@ def test_the_edges_of_other_parts_are_sent_to_those_who_hold_parts(tmp_path: Pat
     assert not any("indptr" in name for name in sent[2])
 
 
-def test_processes_are_told() -> None:
+def test_variables_of_the_processes() -> None:
     run = RunConfig(wire_rows="int8")
     config = replace(with_data(SERVED, cache="1GB", topology="replicated"), run=run)
     nodes = plan_of(replace(config, nodes=(*config.nodes, NodeConfig("w")))).nodes
@@ -163,14 +163,14 @@ def test_processes_are_told() -> None:
     assert alone is not None and not any(name in alone.env for name in told)
 
 
-def test_no_process_compares_digests_where_the_config_says_so() -> None:
+def test_no_process_compares_digests_if_the_config_disables_it() -> None:
     for digests, told in ((True, None), (False, "0")):
         for node in plan_of(with_data(SERVED, digests=digests)).nodes:
             for command in filter(None, (node.server, node.trainer)):
                 assert command.env.get("GNNFLEET_DIGESTS") == told
 
 
-def test_rounded_rows_and_precision_are_flags_where_they_are_asked_for(tmp_path: Path) -> None:
+def test_rounded_rows_and_precision_are_flags_if_configured(tmp_path: Path) -> None:
     file = tmp_path / "c.yml"
     text = "nodes: [a, b]\ndata: {{dataset: synthetic{}}}\n{}\n"
     file.write_text(text.format(", partition: {rows: float16}", "train: {precision: bfloat16}"))
@@ -186,7 +186,7 @@ def test_rounded_rows_and_precision_are_flags_where_they_are_asked_for(tmp_path:
     assert plan.partition is not None and "--rows" not in plan.partition.graph
 
 
-def test_a_node_of_mode_verify_tells_whether_it_sees_the_edges_of_all_parts(tmp_path: Path) -> None:
+def test_graph_size_includes_edges_only_if_those_of_all_parts_are_present(tmp_path: Path) -> None:
     found = parts_folder(tmp_path, 2)
     manifest = json.loads((tmp_path / "manifest.json").read_text())
     kind = {"nodes": {"node": {"num_nodes": 8}}}
@@ -199,7 +199,7 @@ def test_a_node_of_mode_verify_tells_whether_it_sees_the_edges_of_all_parts(tmp_
 @pytest.mark.parametrize(
     ("cache", "kept"), [("10%", 40_000), ("0", 0), ("100 kB", 100_000), ("1GB", 400_000), ("100%", 400_000)]
 )
-def test_the_cache_counts_where_ranks_ask_for_rows(cache: str, kept: int) -> None:
+def test_the_cache_counts_on_nodes_whose_ranks_fetch_rows(cache: str, kept: int) -> None:
     config = with_data(cluster(NodeConfig("a"), NodeConfig("s", role="server"), NodeConfig("c", role="client")))
     config, size = with_data(config, cache=cache), GraphSize(nodes=2000, row_bytes=400.0)
     assert [cache_memory(config, k, size) for k in range(3)] == [kept, 0, 0]

@@ -1,4 +1,4 @@
-"""A graph that the bundled trainer cannot train on is refused before anything is sent; an own command may have it."""
+"""Tests that a graph without train seeds is refused before anything is sent, except for an own command."""
 
 from __future__ import annotations
 
@@ -48,9 +48,7 @@ def test_parts_need_train_seeds(tmp_path: Path, seeds: dict[str, int], train: di
     assert str(raised.value).startswith(told)
 
 
-def test_parts_that_are_there_are_refused_before_any_connection(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_existing_parts_are_refused_before_any_connection(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     parts_with(tmp_path / "parts", node=0)
     config = tmp_path / "c.yml"
     config.write_text(f"nodes: [nowhere1, nowhere2]\ndata: {{dataset: synthetic, folder: {tmp_path}/parts}}\n")

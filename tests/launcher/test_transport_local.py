@@ -1,4 +1,4 @@
-"""What ``local``, ``ssh`` and OpenSSH's client all promise: one contract, run against each."""
+"""Tests of the contract of all transports, run against ``local``, ``ssh`` and the OpenSSH client."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def test_a_command_returns_status_and_both_outputs(node: Transport) -> None:
     assert (done.returncode, done.stdout, done.stderr) == (7, b"out\n", b"err\n")
 
 
-def test_surroundings_and_quoting(node: Transport, home: Path) -> None:
+def test_environment_and_quoting(node: Transport, home: Path) -> None:
     (home / "a b").mkdir()
     command = Command(
         ("sh", "-c", 'printf "%s|" "$PWD" "$X" "$Y" "$1"', "sh", "it's $HOME"),
@@ -78,7 +78,7 @@ def test_stdin_and_stdout_larger_than_any_window(node: Transport) -> None:
     assert node.run(Command(("cat",)), stdin=data, timeout=60).stdout == data
 
 
-def test_much_on_both_outputs_does_not_lock(node: Transport) -> None:
+def test_much_output_on_stdout_and_stderr_does_not_deadlock(node: Transport) -> None:
     done = node.run(sh("head -c 5000000 /dev/zero >&2; head -c 5000000 /dev/zero"), timeout=60)
     assert (len(done.stdout), len(done.stderr)) == (5_000_000, 5_000_000)
 
@@ -99,7 +99,7 @@ def test_timeout_ends_the_command(node: Transport, home: Path) -> None:
     assert_gone(home / "pid")
 
 
-def test_stream_hands_lines_over_as_they_come(node: Transport) -> None:
+def test_stream_passes_lines_on_as_they_arrive(node: Transport) -> None:
     times: list[float] = []
     lines: list[str] = []
 
@@ -109,7 +109,7 @@ def test_stream_hands_lines_over_as_they_come(node: Transport) -> None:
 
     script = "echo one; sleep 0.5; printf 'two\\nthr'; sleep 0.1; printf 'ee\\nno newline'; exit 4"
     assert node.stream(sh(script), on_line, threading.Event()) == 4
-    assert lines == ["one", "two", "three"]  # what no newline ended may have been cut off
+    assert lines == ["one", "two", "three"]  # an unterminated last line may be incomplete
     assert times[1] - times[0] > 0.3
 
 
@@ -127,7 +127,7 @@ def test_stop_ends_a_stream_and_its_command_at_once(node: Transport, home: Path)
     assert_gone(home / "pid")
 
 
-def test_the_streamed_command_learns_from_its_stdin_that_nobody_listens(node: Transport) -> None:
+def test_the_stdin_of_a_streamed_command_ends_when_the_stream_stops(node: Transport) -> None:
     stop = threading.Event()
     lines: list[str] = []
     threading.Timer(0.5, stop.set).start()
@@ -135,7 +135,7 @@ def test_the_streamed_command_learns_from_its_stdin_that_nobody_listens(node: Tr
     assert lines == []
 
 
-def test_an_error_in_the_callback_is_the_callers_own(node: Transport) -> None:
+def test_an_error_in_the_callback_is_raised_unchanged(node: Transport) -> None:
     def on_line(line: str) -> None:
         raise BrokenPipeError(errno.EPIPE, "my terminal")
 
@@ -158,7 +158,7 @@ def test_upload_makes_folders_and_reports_bytes(node: Transport, home: Path, tmp
     assert sum(moved) == 3_000_000
 
 
-def test_upload_goes_on_at_an_offset(node: Transport, home: Path, tmp_path: Path) -> None:
+def test_upload_resumes_at_an_offset(node: Transport, home: Path, tmp_path: Path) -> None:
     source = tmp_path / "source"
     source.write_bytes(os.urandom(200_000))
     (home / "file").write_bytes(source.read_bytes()[:70_000])
@@ -168,14 +168,14 @@ def test_upload_goes_on_at_an_offset(node: Transport, home: Path, tmp_path: Path
     assert sum(moved) == 130_000
 
 
-def test_upload_over_a_longer_file_leaves_nothing_of_it(node: Transport, home: Path, tmp_path: Path) -> None:
+def test_upload_over_a_longer_file_truncates_it(node: Transport, home: Path, tmp_path: Path) -> None:
     (home / "file").write_bytes(b"x" * 100)
     (tmp_path / "source").write_bytes(b"new")
     node.upload(tmp_path / "source", "~/file")
     assert (home / "file").read_bytes() == b"new"
 
 
-def test_write_is_whole_private_and_leaves_no_scraps(node: Transport, home: Path) -> None:
+def test_write_is_atomic_and_private_and_leaves_no_temporary_file(node: Transport, home: Path) -> None:
     node.write(b"old", "~/dir/secret", mode=0o600)
     node.write(b"new", "~/dir/secret", mode=0o600)
     assert [path.name for path in (home / "dir").iterdir()] == ["secret"]
@@ -200,14 +200,14 @@ def test_a_missing_file_is_named(node: Transport, tmp_path: Path) -> None:
     assert list(tmp_path.glob("*nothere*")) == []
 
 
-def test_a_file_in_the_way_of_a_folder_is_named(node: Transport, home: Path) -> None:
+def test_a_file_in_place_of_a_folder_is_named(node: Transport, home: Path) -> None:
     (home / "file").write_text("")
     with pytest.raises(RemoteFileError, match="cannot write .*file"):
         node.write(b"", "~/file/below")
     assert node.run(Command(("true",)), timeout=10).returncode == 0
 
 
-def test_a_missing_source_is_an_error_on_this_side(node: Transport, home: Path, tmp_path: Path) -> None:
+def test_a_missing_source_is_a_local_error(node: Transport, home: Path, tmp_path: Path) -> None:
     with pytest.raises(FileNotFoundError):
         node.upload(tmp_path / "nothere", "~/dest")
     assert not (home / "dest").exists()
@@ -221,12 +221,12 @@ def test_close_twice_and_open_again(node: Transport) -> None:
 
 
 def assert_gone(pid_file: Path) -> None:
-    """The process whose id the file holds is gone, or goes within two seconds."""
+    """Wait up to two seconds for the end of the process whose pid the file contains."""
     pid = int(pid_file.read_text())
     wait_until(lambda: not runs(pid), 2)
 
 
-# -- talking -------------------------------------------------------------
+# -- conversations (``talk``) ----------------------------------------------
 
 TWICE = sh('while read -r line; do echo "$line$line"; done; echo over >&2; exit 5')
 
@@ -238,7 +238,7 @@ def test_a_talk_answers_line_by_line(node: Transport) -> None:
             assert talk.receive(10) == word * 2
 
 
-def test_a_talk_that_ends_says_how(node: Transport) -> None:
+def test_a_talk_that_ends_has_status_and_stderr(node: Transport) -> None:
     with node.talk(sh("echo last; echo why >&2; exit 7")) as talk:
         assert (talk.receive(10), talk.receive(10), talk.receive(10)) == ("last", None, None)
         assert talk.ended() == Completed(7, b"", b"why\n")
@@ -248,8 +248,8 @@ def test_a_talk_that_ends_says_how(node: Transport) -> None:
                 time.sleep(0.01)
 
 
-def test_half_a_line_is_never_taken_for_one(node: Transport) -> None:
-    """As of a session that is killed while it prints a long line."""
+def test_an_unterminated_line_is_dropped(node: Transport) -> None:
+    """As from a session that is killed while it prints a long line."""
     script = 'printf \'whole\\n{"text": "cut\'; kill -9 $$'
     lines: list[str] = []
     assert node.stream(sh(script), lines.append, threading.Event()) < 0
@@ -258,7 +258,7 @@ def test_half_a_line_is_never_taken_for_one(node: Transport) -> None:
     assert lines == ["whole"]
 
 
-def test_a_silent_talk_runs_into_its_deadline_and_goes_on(node: Transport) -> None:
+def test_a_talk_can_go_on_after_a_timeout(node: Transport) -> None:
     with node.talk(sh("read -r x; echo got $x; sleep 30")) as talk:
         with pytest.raises(CommandTimeout, match="`sh` did not answer within 0.2 s"):
             talk.receive(0.2)

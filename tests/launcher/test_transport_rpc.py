@@ -1,4 +1,4 @@
-"""Node programs called over a transport: one at a time, and one after another in an agent."""
+"""Tests of node programs called over a transport: one call, and several calls of one agent."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ HELPER = "calls = 0\nfile = {file!r}\ndef twice(n): return 2 * n"
 
 @pytest.fixture
 def programs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    """A folder for node programs of the test's own, beside the agent."""
+    """A folder for the test's node programs, next to the agent."""
     folder = tmp_path / "programs"
     folder.mkdir()
     shutil.copy(Path(rpc.__file__).parents[1] / "node/programs/agent.py", folder)
@@ -53,19 +53,19 @@ def agent(python: Command = HERE) -> NodeAgent:
 # -- the agent -----------------------------------------------------------
 
 
-def test_an_agent_keeps_its_programs_from_call_to_call(programs: Path) -> None:
+def test_an_agent_keeps_its_programs_between_calls(programs: Path) -> None:
     left = programs / "left"
     (programs / "counter.py").write_text(COUNTER)
     (programs.parent / "helper.py").write_text(HELPER.format(file=str(left)))
     with agent() as node:
         assert node.call("counter", {"n": 3}, 10) == [6, 1]
-        (programs / "counter.py").unlink()  # its source is sent once
+        (programs / "counter.py").unlink()  # the source is sent once
         assert node.call("counter", {"n": 21}, 10) == [42, 2]
         assert not left.exists()
     assert left.exists()
 
 
-def test_noise_of_profiles_and_programs_does_no_harm(programs: Path) -> None:
+def test_output_of_profiles_and_programs_is_ignored(programs: Path) -> None:
     (programs / "echo.py").write_text(ECHO)
     setup = ("echo welcome to $HOSTNAME", "echo motd >&2")
     with agent(Command((sys.executable,), setup=setup)) as node:
@@ -73,7 +73,7 @@ def test_noise_of_profiles_and_programs_does_no_harm(programs: Path) -> None:
         assert node.call("echo", {}, 10) == {"got": {}}
 
 
-def test_a_program_that_raises_is_named_and_the_agent_lives(programs: Path) -> None:
+def test_a_program_that_raises_is_named_and_the_agent_continues(programs: Path) -> None:
     (programs / "bad.py").write_text("def main(request):\n    return 1 / request['n']")
     with agent() as node:
         message = r"(?s)^node4 \(local\): gnnfleet's program bad failed in .*python.*:.*ZeroDivisionError"
@@ -82,13 +82,13 @@ def test_a_program_that_raises_is_named_and_the_agent_lives(programs: Path) -> N
         assert node.call("bad", {"n": 2}, 10) == 0.5
 
 
-def test_an_agent_that_dies_shows_its_last_words(programs: Path) -> None:
+def test_an_agent_that_dies_shows_its_stderr(programs: Path) -> None:
     (programs / "dies.py").write_text("import os\ndef main(request):\n    os.write(2, b'fatal\\n')\n    os._exit(9)")
     with agent() as node, pytest.raises(NodeCallError, match=r"(?s)ended with status 9:\n    fatal"):
         node.call("dies", {}, 10)
 
 
-def test_an_agent_that_hangs_is_given_up(programs: Path) -> None:
+def test_an_agent_that_hangs_times_out(programs: Path) -> None:
     (programs / "hangs.py").write_text("import time\ndef main(request): time.sleep(60)")
     begun = time.monotonic()
     with agent() as node, pytest.raises(CommandTimeout, match="did not answer within"):
@@ -96,7 +96,7 @@ def test_an_agent_that_hangs_is_given_up(programs: Path) -> None:
     assert time.monotonic() - begun < 5
 
 
-def test_an_agent_needs_a_python(programs: Path) -> None:
+def test_an_agent_without_python_is_an_error(programs: Path) -> None:
     for python, says in (("/no/python", r"cannot run /no/python .* – set `python`, `venv` or"), ("false", "status 1")):
         with agent(Command((python,))) as node, pytest.raises(NodeCallError, match=says):
             node.call("agent", {}, 10)
@@ -107,8 +107,8 @@ def test_an_agent_needs_a_python(programs: Path) -> None:
     ["", "{", "[1]", "{'reply': 1}", "{'times': [1]}", "{'times': ['a', 'b']}", "{'error': 5, 'times': [1, 2]}"]
     + ["(" * 10_000, "-" * 10_000 + "1", "{'times': [1e999, 0]}", "__import__('os')", "{[]: 1}"],
 )
-def test_an_answer_of_another_kind_is_that_nodes_error(answer: str) -> None:
-    """Whatever a node says, it is data, and no fault of this program."""
+def test_an_invalid_reply_is_an_error_of_that_node(answer: str) -> None:
+    """Replies are parsed as data; an invalid one is reported as that node's error."""
     said = f"import sys\nfor _ in sys.stdin: print({MARKER + answer!r}, flush=True)"
     hostile = Command((sys.executable, "-c", said, "--"))
     with NodeAgent(LocalTransport(4), hostile) as node:
@@ -122,7 +122,7 @@ def test_clock_offset_is_exact_to_milliseconds() -> None:
         assert abs(node.clock_offset(10)) < 0.05
 
 
-def test_a_bundle_holds_what_the_program_imports() -> None:
+def test_a_bundle_contains_the_imports_of_the_program() -> None:
     assert set(bundle("probe")) >= {"programs.probe", "programs.machine", "leases"}
     assert set(bundle("agent")) == {"programs.agent"}
 
@@ -141,7 +141,7 @@ def test_one_call_is_an_agent_that_ends(programs: Path) -> None:
 
 
 def find_python(usable: Callable[[tuple[int, int]], bool]) -> Command | None:
-    """A python3 of some minor version on this machine that really starts."""
+    """Find a python3 on this machine that starts and whose (major, minor) version is ``usable``."""
     for minor in range(6, 14):
         path = shutil.which(f"python3.{minor}")
         if usable((3, minor)) and path and subprocess.run([path, "-c", ""], capture_output=True).returncode == 0:

@@ -1,4 +1,4 @@
-"""SSH alone: keys, passwords, host keys, ssh config, drops."""
+"""Tests of the SSH transport: keys, passwords, host keys, ssh config, lost connections."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def key(client: paramiko.PKey, tmp_path: Path) -> Path:
 
 @pytest.fixture
 def sshd(home: Path, client: paramiko.PKey) -> Iterator[Sshd]:
-    """Takes the key ``client`` and the password ``right``; the user knows its host key."""
+    """Accepts the key ``client`` and the password ``right``; its host key is known."""
     with serving(Sshd(home=home, host_key=new_key(), authorized=client, password="right")) as server:
         know(home, server.port, server.host_key)
         yield server
@@ -58,7 +58,7 @@ def sshd(home: Path, client: paramiko.PKey) -> Iterator[Sshd]:
 
 
 def whoami(transport: RemoteTransport) -> bytes:
-    """Connect, run one command, close."""
+    """Connect, run one command and close."""
     transport.connect(10)
     try:
         return transport.run(Command(("echo", "hello")), timeout=10).stdout
@@ -92,7 +92,7 @@ def test_a_wrong_key_names_what_was_tried(sshd: Sshd, tmp_path: Path) -> None:
 
 
 def test_a_passphrase_is_never_tried_as_a_password(sshd: Sshd, tmp_path: Path) -> None:
-    other = save_key(new_key(), tmp_path / "other", passphrase="right")  # which happens to be ann's password, too
+    other = save_key(new_key(), tmp_path / "other", passphrase="right")  # the password of ann, too
     with pytest.raises(AuthError, match="no key was accepted for ann"):
         ssh_to(sshd, key=other, password="right").connect(10)
     assert not any("password" in login for login in sshd.logins)
@@ -103,13 +103,13 @@ def test_no_key_at_all(sshd: Sshd, home: Path) -> None:
         ssh_to(sshd).connect(10)
 
 
-def test_a_host_that_takes_no_passwords_says_what_it_takes(home: Path, client: paramiko.PKey) -> None:
+def test_a_host_without_password_login_reports_the_accepted_methods(home: Path, client: paramiko.PKey) -> None:
     with serving(Sshd(home=home, host_key=new_key(), authorized=client)) as server:
         with pytest.raises(AuthError, match="does not accept a password for ann, only publickey"):
             ssh_to(server, password="right", host_keys="insecure").connect(10)
 
 
-def test_a_missing_key_file_is_said_before_connecting(sshd: Sshd, tmp_path: Path) -> None:
+def test_a_missing_key_file_is_reported_before_connecting(sshd: Sshd, tmp_path: Path) -> None:
     with pytest.raises(AuthError, match=f"key file {tmp_path}/nothere does not exist"):
         ssh_to(sshd, key=tmp_path / "nothere").connect(10)
     assert sshd.connections == 0
@@ -135,7 +135,7 @@ def test_an_encrypted_key_without_agent(sshd: Sshd, client: paramiko.PKey, tmp_p
 # -- host keys -----------------------------------------------------------
 
 
-def test_an_unknown_host_key_shows_its_fingerprint_and_the_way_out(sshd: Sshd, key: Path, home: Path) -> None:
+def test_an_unknown_host_key_shows_its_fingerprint_and_a_remedy(sshd: Sshd, key: Path, home: Path) -> None:
     (home / ".ssh/known_hosts").unlink()
     with pytest.raises(HostKeyError, match="is not known") as caught:
         ssh_to(sshd, key=key).connect(10)
@@ -145,20 +145,20 @@ def test_an_unknown_host_key_shows_its_fingerprint_and_the_way_out(sshd: Sshd, k
     assert sshd.logins == []
 
 
-def test_accept_new_learns_the_key_once(sshd: Sshd, key: Path, home: Path) -> None:
+def test_accept_new_saves_the_key_once(sshd: Sshd, key: Path, home: Path) -> None:
     (home / ".ssh/known_hosts").unlink()
     for mode in ("accept-new", "accept-new", "strict"):
         assert whoami(ssh_to(sshd, key=key, host_keys=mode)) == b"hello\n"  # type: ignore[arg-type]
     assert len((home / ".ssh/known_hosts").read_text().splitlines()) == 1
 
 
-def test_a_new_key_that_cannot_be_written_down_is_refused(sshd: Sshd, key: Path, home: Path) -> None:
+def test_a_new_key_that_cannot_be_saved_is_refused(sshd: Sshd, key: Path, home: Path) -> None:
     (home / ".ssh/config").write_text("Host *\n  UserKnownHostsFile ~/.ssh/config/known\n")
     with pytest.raises(HostKeyError, match=f"cannot be saved to {home}/.ssh/config/known"):
         ssh_to(sshd, key=key, host_keys="accept-new").connect(10)
 
 
-def test_no_known_hosts_file_is_no_file_of_that_name(
+def test_known_hosts_file_none_is_not_a_file_name(
     sshd: Sshd, key: Path, home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (home / ".ssh/config").write_text("Host *\n  UserKnownHostsFile none\n")
@@ -181,10 +181,10 @@ def test_a_changed_host_key_is_refused(sshd: Sshd, key: Path, home: Path, mode: 
 @pytest.mark.parametrize("connect", [ssh_to, openssh_to])
 @pytest.mark.parametrize("line", ["changed", "revoked"])
 @pytest.mark.parametrize("interactive", [False, True])
-def test_a_host_with_another_key_than_the_known_one_gets_no_password(
+def test_a_host_with_a_changed_or_revoked_key_gets_no_password(
     sshd: Sshd, key: Path, home: Path, connect: Callable[..., RemoteTransport], line: str, interactive: bool
 ) -> None:
-    """StrictHostKeyChecking no goes on with keys alone, which nobody in between can use; so does OpenSSH."""
+    """StrictHostKeyChecking no still allows login by key, which a man in the middle cannot use, as in OpenSSH."""
     (home / ".ssh/config").write_text("Host *\n  StrictHostKeyChecking no\n")
     known = home / ".ssh/known_hosts"
     known.unlink()
@@ -198,7 +198,7 @@ def test_a_host_with_another_key_than_the_known_one_gets_no_password(
     assert "password ok" not in sshd.logins and "interactive ok" not in sshd.logins
 
 
-def test_insecure_takes_any_key(sshd: Sshd, key: Path, home: Path) -> None:
+def test_insecure_accepts_any_key(sshd: Sshd, key: Path, home: Path) -> None:
     (home / ".ssh/known_hosts").unlink()
     know(home, sshd.port, new_key())
     assert whoami(ssh_to(sshd, key=key, host_keys="insecure")) == b"hello\n"
@@ -209,7 +209,7 @@ def test_insecure_takes_any_key(sshd: Sshd, key: Path, home: Path) -> None:
     [
         ("[127.0.0.1]:{port}", True),
         ("hashed", True),
-        ("127.0.0.1", True),  # as ssh does, a line without the port will do
+        ("127.0.0.1", True),  # as with ssh, a line without the port matches
         ("[127.0.0.*]:*", True),
         ("!127.0.0.1,!\\[127.0.0.1]:{port},*", True),
         ("[127.0.0.*]:*,![127.0.0.1]:{port}", False),
@@ -229,7 +229,7 @@ def test_known_hosts_lines(sshd: Sshd, key: Path, home: Path, names: str, fine: 
             ssh_to(sshd, key=key).connect(10)
 
 
-def test_broken_lines_in_known_hosts_are_passed_over(tmp_path: Path) -> None:
+def test_invalid_lines_in_known_hosts_are_skipped(tmp_path: Path) -> None:
     (tmp_path / "known").write_text("h ssh-ed25519 !!!\n@cert-authority * ssh-rsa AAAA\nh ssh-ed25519 AAAA\n")
     lines = list(read_known_hosts([tmp_path / "known"]))
     assert [(line.where, line.authority) for line in lines] == [
@@ -237,7 +237,7 @@ def test_broken_lines_in_known_hosts_are_passed_over(tmp_path: Path) -> None:
     ]  # fmt: skip
 
 
-# -- reaching it ---------------------------------------------------------
+# -- connecting ------------------------------------------------------------
 
 
 def test_a_closed_port(home: Path) -> None:
@@ -261,7 +261,7 @@ def test_a_port_where_something_else_listens(home: Path) -> None:
         assert time.monotonic() - started < 5
 
 
-def test_nothing_but_our_message_reaches_the_terminal(home: Path) -> None:
+def test_libraries_print_nothing_to_the_terminal(home: Path) -> None:
     script = (
         "import socket, transport_kit\nserver = socket.create_server(('127.0.0.1', 0))\n"
         "try: transport_kit.ssh_to(server.getsockname()[1], password='x').connect(1)\n"
@@ -274,23 +274,23 @@ def test_nothing_but_our_message_reaches_the_terminal(home: Path) -> None:
     assert (done.stdout, done.stderr) == (b"UnreachableError\n", b"")
 
 
-def test_a_busy_sshd_that_drops_newcomers_is_asked_again(sshd: Sshd, key: Path) -> None:
+def test_a_busy_sshd_that_drops_connections_is_retried(sshd: Sshd, key: Path) -> None:
     sshd.hang_up = 2
     assert whoami(ssh_to(sshd, key=key)) == b"hello\n"
     assert (sshd.connections, sshd.logins) == (3, ["key ok"])
 
 
-def test_one_that_always_drops_is_given_up(sshd: Sshd, key: Path) -> None:
+def test_an_sshd_that_drops_all_connections_is_an_error(sshd: Sshd, key: Path) -> None:
     sshd.hang_up = 1000
     with pytest.raises(UnreachableError, match="closed it before login.*MaxStartups"):
         ssh_to(sshd, key=key).connect(1)
     assert sshd.logins == []
 
 
-# -- a line that breaks --------------------------------------------------
+# -- lost connections -----------------------------------------------------
 
 
-def test_a_line_that_breaks_during_a_command_and_is_opened_again(sshd: Sshd, key: Path) -> None:
+def test_a_connection_lost_during_a_command_can_be_reopened(sshd: Sshd, key: Path) -> None:
     transport = ssh_to(sshd, key=key)
     transport.connect(10)
     threading.Timer(0.3, sshd.drop).start()
@@ -303,7 +303,7 @@ def test_a_line_that_breaks_during_a_command_and_is_opened_again(sshd: Sshd, key
     assert whoami(transport) == b"hello\n"
 
 
-def test_a_line_that_breaks_during_a_stream(sshd: Sshd, key: Path) -> None:
+def test_a_connection_lost_during_a_stream(sshd: Sshd, key: Path) -> None:
     transport = ssh_to(sshd, key=key)
     transport.connect(10)
     lines: list[str] = []
@@ -314,9 +314,7 @@ def test_a_line_that_breaks_during_a_stream(sshd: Sshd, key: Path) -> None:
     transport.close()
 
 
-def test_an_upload_that_breaks_off_is_taken_up_where_it_ended(
-    sshd: Sshd, key: Path, home: Path, tmp_path: Path
-) -> None:
+def test_an_interrupted_upload_resumes(sshd: Sshd, key: Path, home: Path, tmp_path: Path) -> None:
     (tmp_path / "big").write_bytes(os.urandom(2_000_000))
     transport = ssh_to(sshd, key=key)
     transport.connect(10)
@@ -347,7 +345,7 @@ def test_one_connection_serves_everything(sshd: Sshd, key: Path, tmp_path: Path)
 
 
 def test_an_alias_with_everything_in_an_included_file(sshd: Sshd, key: Path, home: Path) -> None:
-    folder = home / ".ssh/conf.d"  # in full, as ssh's own idea of ~ is that of /etc/passwd
+    folder = home / ".ssh/conf.d"  # absolute, since ssh takes ~ from /etc/passwd
     (home / ".ssh/config").write_text(f"Include {folder}/*\nHost other\n  User nobody\nHost *\n  User wrong\n")
     folder.mkdir()
     (folder / "gpu").write_text(
@@ -372,7 +370,7 @@ def test_an_alias_with_everything_in_an_included_file(sshd: Sshd, key: Path, hom
         ("", 1),
     ],
 )
-def test_ssh_is_asked_once_for_hosts_that_the_same_lines_are_about(
+def test_ssh_is_run_once_for_hosts_with_the_same_config_lines(
     home: Path, monkeypatch: pytest.MonkeyPatch, config: str, asked: int
 ) -> None:
     (home / ".ssh").mkdir()
@@ -393,7 +391,7 @@ def test_ssh_is_asked_once_for_hosts_that_the_same_lines_are_about(
         assert target == f"{options['user'][0]}@{options['hostname'][0]}"
 
 
-def test_without_an_openssh_client_the_files_are_read(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_an_openssh_client_the_config_files_are_parsed(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PATH", "")
     (home / ".ssh").mkdir()
     (home / ".ssh/config").write_text("Include more\nHost *\n  User ann\n  ProxyJump eve@door:2222\n")
@@ -404,7 +402,7 @@ def test_without_an_openssh_client_the_files_are_read(home: Path, monkeypatch: p
     assert door.known_hosts[0] == home / ".ssh/known_hosts"
 
 
-def test_a_broken_ssh_config_is_named(sshd: Sshd, home: Path) -> None:
+def test_an_invalid_ssh_config_is_named(sshd: Sshd, home: Path) -> None:
     (home / ".ssh/config").write_text("Host x\nnonsense\n")
     with pytest.raises(TransportError, match="~/.ssh/config cannot be used"):
         ssh_to(sshd, password="right").connect(5)

@@ -1,4 +1,4 @@
-"""Every message about an SSH line, provoked and compared with golden/messages_ssh.txt."""
+"""Golden test of every message about an SSH connection (golden/messages_ssh.txt)."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ Said = tuple[str, str]
 
 
 class Scene:
-    """A home folder, and hosts to log in to."""
+    """A home folder and the SSH servers of a test."""
 
     def __init__(self, home: Path, stack: ExitStack):
         self.home, self.stack, self.said = home, stack, list[Said]()
@@ -42,8 +42,8 @@ class Scene:
     def config(self, text: str = "") -> None:
         (self.home / ".ssh/config").write_text(text)
 
-    def hear(self, how: str, work: Callable[[], object]) -> None:
-        """Keep what ``work`` complains about, without what differs from one time to the next."""
+    def record(self, how: str, work: Callable[[], object]) -> None:
+        """Record the error of ``work`` without the values that differ between runs."""
         with pytest.raises(FleetError) as caught:
             work()
         text = str(caught.value).replace(str(self.home), "HOME")
@@ -60,7 +60,7 @@ class Scene:
         node = NodeConfig(host=host, port=port, user="ann", key=str(key) if key else None)
         credentials = credentials_of(node, secret)
         transport = SshTransport(node, "auto", credentials, 3)
-        self.hear(how, lambda: transport.connect(timeout))
+        self.record(how, lambda: transport.connect(timeout))
 
 
 @pytest.fixture
@@ -75,15 +75,15 @@ def scene(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Scene]:
 
 @pytest.mark.skipif(shutil.which("ssh") is None, reason="openssh-client is not installed")
 def test_messages(scene: Scene, monkeypatch: pytest.MonkeyPatch) -> None:
-    for part in (unreachable, refused, host_keys, configs, lines, by_openssh):
+    for part in (unreachable, refused, host_keys, configs, broken_connections, by_openssh):
         part(scene)
     monkeypatch.setattr("launcher.transport.auth._at_terminal", lambda: False)
-    scene.hear(
+    scene.record(
         "a password, and no terminal", lambda: ask_password("Password for ann on 16 nodes (gnn1, gnn2, gnn3, …)")
     )
     monkeypatch.setenv("PATH", "")
     scene.config("Host *\n  ProxyUseFdpass yes\n  ProxyCommand true\n")
-    scene.hear("ProxyUseFdpass without an OpenSSH client", lambda: over_ssh("gnn1"))
+    scene.record("ProxyUseFdpass without an OpenSSH client", lambda: over_ssh("gnn1"))
     check_messages("ssh", scene.said)
 
 
@@ -155,31 +155,31 @@ def configs(scene: Scene) -> None:
     scene.config()
 
 
-def lines(scene: Scene) -> None:
+def broken_connections(scene: Scene) -> None:
     host = scene.host(authorized=scene.good)
     node = NodeConfig(host="127.0.0.1", port=host.port, user="ann", key=str(scene.key))
     transport = SshTransport(node, "auto", Credentials(node.key), 3)
     transport.connect(5)
-    scene.hear("a command that takes too long", lambda: transport.run(sh("sleep 60"), timeout=0.3))
-    scene.hear("a missing file", lambda: transport.download("~/nothere", scene.home / "copy"))
+    scene.record("a command that takes too long", lambda: transport.run(sh("sleep 60"), timeout=0.3))
+    scene.record("a missing file", lambda: transport.download("~/nothere", scene.home / "copy"))
     threading.Timer(0.2, host.drop).start()
-    scene.hear("a line that breaks", lambda: transport.run(sh("sleep 60"), timeout=60))
-    scene.hear("a line that is down", lambda: transport.run(sh("true"), timeout=5))
+    scene.record("a line that breaks", lambda: transport.run(sh("sleep 60"), timeout=60))
+    scene.record("a line that is down", lambda: transport.run(sh("true"), timeout=5))
     transport.close()
 
 
 def by_openssh(scene: Scene) -> None:
-    """Where only OpenSSH's client can: here KnownHostsCommand."""
+    """Cases for which only the OpenSSH client works, here because of KnownHostsCommand."""
     host = scene.host(known=False, authorized=scene.good)
     block = f"Host gnn*\n  HostName 127.0.0.1\n  Port {host.port}\n  KnownHostsCommand /bin/cat {scene.home}/.ssh/all\n"
     scene.config(block)
     (scene.home / ".ssh/all").write_text("")
-    scene.hear("OpenSSH: unknown host", lambda: over_ssh("gnn1"))
+    scene.record("OpenSSH: unknown host", lambda: over_ssh("gnn1"))
     know(scene.home, host.port, scene.host_key)
     (scene.home / ".ssh/known_hosts").rename(scene.home / ".ssh/all")
-    scene.hear("OpenSSH: no key", lambda: over_ssh("gnn1"))
+    scene.record("OpenSSH: no key", lambda: over_ssh("gnn1"))
     scene.config(block.replace(f"Port {host.port}", "Port 1"))
-    scene.hear("OpenSSH: nobody listens", lambda: over_ssh("gnn1"))
+    scene.record("OpenSSH: nobody listens", lambda: over_ssh("gnn1"))
     scene.config()
 
 
@@ -190,8 +190,8 @@ def over_ssh(host: str) -> Transport:
     )
 
 
-def test_all_nodes_are_heard(scene: Scene) -> None:
-    """One message a node, each with its own name."""
+def test_errors_of_all_nodes_are_reported(scene: Scene) -> None:
+    """One message per node, with the node's name."""
     nodes = tuple(NodeConfig(host="127.0.0.1", port=1, user=f"u{k}") for k in range(3))
     errors = [str(error) for error in connect_all(ClusterConfig(nodes, DataConfig("synthetic"))).values()]
     assert [error.split(":")[0] for error in errors] == [f"node{k} (u{k}@127.0.0.1" for k in range(3)]

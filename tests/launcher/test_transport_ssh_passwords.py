@@ -1,4 +1,4 @@
-"""Passwords and passphrases: asked once for all, tried once on each, asked once more where refused."""
+"""Tests of passwords and passphrases: asked once per user, tried once per host, asked once more if refused."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 @pytest.fixture
 def servers(home: Path) -> Iterator[list[Sshd]]:
-    """Three hosts that take the password ``right``."""
+    """Three hosts that accept the password ``right``."""
     with ExitStack() as stack:
         made = [stack.enter_context(serving(Sshd(home, new_key(), password="right"))) for _ in range(3)]
         for server in made:
@@ -48,7 +48,7 @@ def cluster(*servers: Sshd, key: Path | None = None) -> ClusterConfig:
 
 
 class Asker:
-    """Answers prompts in turn and keeps them."""
+    """Answers prompts in turn and records them."""
 
     def __init__(self, *answers: str):
         self.answers, self.prompts = list(answers), list[str]()
@@ -82,7 +82,7 @@ def test_prompts_name_user_and_hosts(home: Path) -> None:
     assert [secret.reveal() for secret in secrets if secret is not None] == ["a"] * 16 + ["b"]
 
 
-def test_only_those_that_refused_are_asked_for_again(servers: list[Sshd]) -> None:
+def test_only_hosts_that_refused_the_password_get_another(servers: list[Sshd]) -> None:
     servers[1].password = "another"
     ask = Asker("right", "another")
     results = connect_all(cluster(*servers), ask)
@@ -92,14 +92,14 @@ def test_only_those_that_refused_are_asked_for_again(servers: list[Sshd]) -> Non
     assert [server.connections for server in servers] == [1, 2, 1]
 
 
-def test_a_password_is_shown_twice_at_most(servers: list[Sshd]) -> None:
+def test_a_user_is_asked_for_a_password_at_most_twice(servers: list[Sshd]) -> None:
     results = connect_all(cluster(servers[0]), Asker("wrong", "wrong again"))
     assert states(dict(results)) == ["PasswordRefused"]
     assert servers[0].logins == ["password refused"] * 2
     assert "wrong" not in str(results[0])
 
 
-def test_keyboard_interactive_takes_the_password(servers: list[Sshd]) -> None:
+def test_keyboard_interactive_accepts_the_password(servers: list[Sshd]) -> None:
     servers[0].interactive = True
     results = connect_all(cluster(servers[0]), Asker("right"))
     close_all(results)
@@ -116,7 +116,7 @@ def test_key_and_password(servers: list[Sshd], tmp_path: Path, interactive: bool
     assert server.logins == ["key ok", "interactive ok" if interactive else "password ok"]
 
 
-def test_a_usual_key_is_offered_where_a_password_is_not_enough(servers: list[Sshd], home: Path) -> None:
+def test_a_default_key_is_offered_if_a_password_is_not_enough(servers: list[Sshd], home: Path) -> None:
     key, server = new_key(), servers[0]
     server.authorized, server.both = key, True
     save_key(key, home / ".ssh/id_ecdsa")
@@ -149,19 +149,19 @@ def test_a_locked_key_and_a_password_are_two_questions(servers: list[Sshd], tmp_
     assert [prompt.split()[0] for prompt in ask.prompts] == ["Passphrase", "Password"]
 
 
-def test_without_a_terminal_it_is_said_what_was_wanted(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_a_terminal_the_missing_secret_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("launcher.transport.auth._at_terminal", lambda: False)
     with pytest.raises(UsageError, match="no terminal to ask on: Password for ann on gnn1; start from a terminal"):
         ask_password("Password for ann on gnn1")
 
 
 @pytest.mark.skipif(shutil.which("ssh") is None, reason="openssh-client is not installed")
-def test_openssh_gets_the_password_by_no_word_and_no_variable(servers: list[Sshd]) -> None:
+def test_openssh_gets_the_password_in_no_argument_and_no_variable(servers: list[Sshd]) -> None:
     transport = openssh_to(servers[0], password="right")
     transport.connect(10)
     try:
         assert transport.run(Command(("echo", "hello")), timeout=10).stdout == b"hello\n"
-        assert not any("right" in text for text in seen_of_children())
+        assert not any("right" in text for text in visible_in_children())
     finally:
         transport.close()
     assert servers[0].logins == ["password ok"]
@@ -175,7 +175,7 @@ def test_openssh_and_a_wrong_password(servers: list[Sshd]) -> None:
     assert "wrong" not in str(caught.value)
 
 
-def seen_of_children() -> list[str]:
+def visible_in_children() -> list[str]:
     """Command lines and environments of this process's children."""
     children = Path(f"/proc/{os.getpid()}/task").glob("*/children")
     pids = [pid for file in children for pid in file.read_text().split()]
@@ -183,7 +183,7 @@ def seen_of_children() -> list[str]:
     return [Path(f"/proc/{pid}/{name}").read_text() for pid in pids for name in ("cmdline", "environ")]
 
 
-def test_secrets_do_not_show_in_what_is_printed() -> None:
+def test_secrets_are_not_printed() -> None:
     config = ClusterConfig((NodeConfig(host="a", password=True),), DataConfig("synthetic"))
     passwords = Passwords(config, Asker("opensesame"))
     assert "opensesame" not in repr(passwords.credentials(0)) + str(vars(passwords))
@@ -198,7 +198,7 @@ def test_a_key_is_unlocked_once_for_all_nodes(
     read = paramiko.ECDSAKey.from_private_key_file
 
     def counted(name: str, passphrase: str | None = None) -> paramiko.PKey:
-        reads.extend([name] if passphrase else [])  # without one it is quick
+        reads.extend([name] if passphrase else [])  # an unencrypted key is quick to read
         return read(name, passphrase)
 
     monkeypatch.setattr(paramiko.ECDSAKey, "from_private_key_file", counted)

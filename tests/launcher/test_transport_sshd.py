@@ -1,4 +1,4 @@
-"""The SSH transport against a real OpenSSH server on loopback."""
+"""Tests of the SSH transport against a real OpenSSH server on loopback."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ class RealSshd:
 
 @pytest.fixture(scope="module")
 def sshd(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RealSshd]:
-    """Lets this user in with a fresh key from ~/.ssh of a home of its own; the client's config has two aliases."""
+    """An sshd that accepts a new key from a temporary ~/.ssh; the client's config has two aliases."""
     folder = tmp_path_factory.mktemp("sshd")
     home = folder / "home"
     (home / ".ssh").mkdir(parents=True)
@@ -114,16 +114,18 @@ def test_an_alias_through_a_jump_host(sshd: RealSshd) -> None:
     assert ssh_threads() == []
 
 
-def test_each_hop_is_asked_for_the_kind_of_host_key_that_is_known(sshd: RealSshd) -> None:
-    """These hosts show an ed25519 key unless asked; only their ecdsa keys are known."""
+def test_the_known_type_of_host_key_is_requested_of_each_hop(sshd: RealSshd) -> None:
+    """By default these hosts send an ed25519 key; only their ecdsa keys are known."""
     transport = SshTransport(NodeConfig(host="known-behind"), "strict", Credentials(), 1)
     transport.connect(10)
     assert transport.run(sh("echo x"), timeout=10).stdout == b"x\n"
     transport.close()
 
 
-def test_more_commands_at_once_than_the_server_has_sessions(node: SshTransport, sshd: RealSshd, tmp_path: Path) -> None:
-    """sshd's MaxSessions is 10; a stream and uploads go on beside 32 commands."""
+def test_more_simultaneous_commands_than_sshd_allows_sessions(
+    node: SshTransport, sshd: RealSshd, tmp_path: Path
+) -> None:
+    """sshd's MaxSessions is 10; the test runs 32 commands, a stream and uploads at once."""
     before, stop, follows = sshd.logins(), threading.Event(), threading.Event()
     source = tmp_path / "source"
     source.write_bytes(os.urandom(1_000_000))
@@ -160,7 +162,7 @@ def test_a_timeout_ends_the_remote_command(node: SshTransport, tmp_path: Path) -
     wait_until(lambda: not runs(int((tmp_path / "pid").read_text())), 2)
 
 
-def test_preflight_over_ssh_tells_one_machine_under_two_names(sshd: RealSshd, tmp_path: Path) -> None:
+def test_preflight_over_ssh_detects_one_machine_under_two_names(sshd: RealSshd, tmp_path: Path) -> None:
     nodes = tuple(NodeConfig(host=host, workdir=f"{tmp_path}/work") for host in ("direct", "behind"))
     config = ClusterConfig(nodes=nodes, data=DataConfig(dataset="synthetic"), host_keys="accept-new")
     lines = connect_all(config)
@@ -171,8 +173,8 @@ def test_preflight_over_ssh_tells_one_machine_under_two_names(sshd: RealSshd, tm
     assert [f.severity for f in report.findings if f.check == "network"] == ["ok", "ok"]
 
 
-def test_connecting_to_many_nodes_at_once_through_a_server_that_drops_bursts(sshd: RealSshd) -> None:
-    """sshd's MaxStartups 10:30:100 drops some of 24 newcomers; they are tried again."""
+def test_connecting_many_nodes_through_an_sshd_that_drops_bursts(sshd: RealSshd) -> None:
+    """sshd's MaxStartups 10:30:100 drops some of 24 new connections; they are retried."""
     config = ClusterConfig(
         nodes=(NodeConfig(host="direct"),) * 24, data=DataConfig(dataset="synthetic"), host_keys="accept-new"
     )
@@ -183,8 +185,8 @@ def test_connecting_to_many_nodes_at_once_through_a_server_that_drops_bursts(ssh
     assert ssh_threads() == []
 
 
-def test_a_host_that_falls_silent_is_noticed(node: SshTransport, monkeypatch: pytest.MonkeyPatch) -> None:
-    """No reset, no end of file: only a missing answer tells."""
+def test_a_silent_host_is_detected(node: SshTransport, monkeypatch: pytest.MonkeyPatch) -> None:
+    """No reset and no end of file: the host only stops answering."""
     monkeypatch.setattr("launcher.transport.ssh._PING_EVERY", 0.5)
     monkeypatch.setattr("launcher.transport.ssh._PING_TIMEOUT", 1.0)
     node.close()

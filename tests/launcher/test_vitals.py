@@ -1,4 +1,4 @@
-"""What a node sees of its ranks in their metrics files."""
+"""Tests of what a supervisor reads from the metrics files of its ranks."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def step(number: int, loss: float = 0.5, **more: Any) -> dict[str, Any]:
     return {**line, "seeds": 8, "seeds_per_s": 99.5, "wait_s": 1.0, "own_s": 0.2, "step_s": 0.3, "batch_s": 0.1, **more}
 
 
-def test_the_last_line_of_each_rank_is_seen(tmp_path: Path) -> None:
+def test_the_last_line_of_each_rank_is_read(tmp_path: Path) -> None:
     vitals = Vitals(str(tmp_path), [2, 3])
     assert vitals.look(50.0) == [] and vitals.ranks == {}
     write(
@@ -49,7 +49,7 @@ def test_the_last_line_of_each_rank_is_seen(tmp_path: Path) -> None:
     assert [vitals.ranks[3][name] for name in ("kind", "loss", "step", "ended")] == ["eval", 0.25, 5, True]
 
 
-def test_a_line_counts_once_it_is_whole(tmp_path: Path) -> None:
+def test_a_line_counts_once_it_is_complete(tmp_path: Path) -> None:
     vitals = Vitals(str(tmp_path), [0])
     whole = json.dumps(step(7)) + "\n"
     write(tmp_path, 0, step(6), whole[:30])
@@ -60,7 +60,7 @@ def test_a_line_counts_once_it_is_whole(tmp_path: Path) -> None:
     assert vitals.ranks[0]["step"] == 7
 
 
-def test_damage_does_no_harm(tmp_path: Path) -> None:
+def test_damaged_lines_are_ignored(tmp_path: Path) -> None:
     odd = ['{"kind": "st\n', "\0\0\xff\n", "7\n", "\n", '{"kind": 3}\n', '{"t": "x", "kind": "step", "loss": "y"}\n']
     write(tmp_path, 0, step(1), *odd, step(2, epoch="two", steps=None))
     vitals = Vitals(str(tmp_path), [0])
@@ -68,7 +68,7 @@ def test_damage_does_no_harm(tmp_path: Path) -> None:
     assert [vitals.ranks[0][name] for name in ("epoch", "step", "steps", "loss")] == [2, 2, 40, 0.5]
 
 
-def test_lines_that_nobody_could_expect_do_no_harm(tmp_path: Path) -> None:
+def test_unexpected_lines_are_ignored(tmp_path: Path) -> None:
     lines = ['{"kind": "step", "epoch": 1, "loss": 1%s}' % ("0" * 400), '{"kind": "step", "x": %s}' % ("[" * 50_000)]
     lines += ['{"kind": "%s"}' % ("x" * 300_000), '{"kind": "step", "epoch": 1, "step": 3}']
     (tmp_path / "metrics-rank0.jsonl").write_text("\n".join(lines) + "\n")
@@ -76,7 +76,7 @@ def test_lines_that_nobody_could_expect_do_no_harm(tmp_path: Path) -> None:
     assert vitals.look(1.0) == [] and vitals.ranks[0]["step"] == 3 and vitals.ranks[0]["loss"] is None
 
 
-def test_a_file_begun_anew_is_read_from_its_start(tmp_path: Path) -> None:
+def test_a_rewritten_file_is_read_from_its_start(tmp_path: Path) -> None:
     vitals = Vitals(str(tmp_path), [0])
     write(tmp_path, 0, step(1), step(30))
     vitals.look(0.0)
@@ -87,7 +87,7 @@ def test_a_file_begun_anew_is_read_from_its_start(tmp_path: Path) -> None:
     assert vitals.ranks[0]["step"] == 2
 
 
-def test_where_a_rank_is_by_its_progress_file(tmp_path: Path) -> None:
+def test_the_position_of_a_rank_is_read_from_its_progress_file(tmp_path: Path) -> None:
     write(tmp_path, 0, step(1))
     vitals, seen = Vitals(str(tmp_path), [0]), []
     for text in ("2 17 compute\n", "2 17", "", "2 17 sleep\n", "x 17 load\n"):
@@ -98,7 +98,7 @@ def test_where_a_rank_is_by_its_progress_file(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("loss", [math.nan, math.inf])
-def test_a_lost_loss_is_found_at_once_and_told_once(loss: float, tmp_path: Path) -> None:
+def test_a_loss_that_is_not_finite_is_reported_at_once_and_only_once(loss: float, tmp_path: Path) -> None:
     vitals = Vitals(str(tmp_path), [2, 3], node_rank=1, label="node1 (gnn2)", stop_on_nan=True)
     write(tmp_path, 2, step(4, 0.7))
     write(tmp_path, 3, step(4, 0.6931))
@@ -113,7 +113,7 @@ def test_a_lost_loss_is_found_at_once_and_told_once(loss: float, tmp_path: Path)
     assert vitals.look(0.0) == [] and vitals.findings == [finding]
 
 
-def test_a_look_at_eight_ranks_takes_less_than_a_millisecond(tmp_path: Path) -> None:
+def test_reading_eight_ranks_takes_less_than_a_millisecond(tmp_path: Path) -> None:
     vitals, took = Vitals(str(tmp_path), range(8)), []
     for number in range(50):
         for rank in range(8):
@@ -125,7 +125,7 @@ def test_a_look_at_eight_ranks_takes_less_than_a_millisecond(tmp_path: Path) -> 
     assert sorted(took)[len(took) // 2] < 1e-3
 
 
-def test_a_huge_file_is_taken_in_bit_by_bit(tmp_path: Path) -> None:
+def test_a_huge_file_is_read_in_pieces(tmp_path: Path) -> None:
     curve = {"t": 1.0, "kind": "epoch", "epoch": 1, "loss": 0.5, "step_loss": [0.123456789] * 250_000}
     write(tmp_path, 0, curve, step(3))
     assert os.path.getsize(tmp_path / "metrics-rank0.jsonl") > 3 << 20

@@ -1,4 +1,4 @@
-"""Every sentence that these findings can say, in a file to be read aloud."""
+"""Golden test of the sentences of stalls, stragglers and losses that are not finite."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def stragglers() -> list[str]:
     return [finding["text"] for run in (slow, remote) for finding in run.said]
 
 
-def lost_losses(folder: Path) -> list[str]:
+def non_finite_losses(folder: Path) -> list[str]:
     texts = []
     for number, lines in enumerate(
         (
@@ -72,6 +72,6 @@ def places() -> list[str]:
     return folded(stacks)
 
 
-def test_golden_messages(tmp_path: Path) -> None:
-    text = "".join(f"{line}\n" for line in [*stalls(), *stragglers(), *lost_losses(tmp_path), *places()])
+def test_sentences_of_findings(tmp_path: Path) -> None:
+    text = "".join(f"{line}\n" for line in [*stalls(), *stragglers(), *non_finite_losses(tmp_path), *places()])
     check_text(GOLDEN / "messages_vitals.txt", text)

@@ -1,4 +1,4 @@
-"""Stalls and stragglers, judged from what all nodes tell."""
+"""Tests of stalls and stragglers, which the hub judges from the states of all nodes."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from launcher.node.supervisor.stall_detector import Health, Judge
 from vitals_kit import Cluster, pace
 
 
-def test_a_stall_names_who_is_behind() -> None:
+def test_a_stall_names_the_ranks_behind() -> None:
     run = Cluster(stall_after=30)
     run.steps(1, 17, every=4)
     run.all(18, phase="reduce")
@@ -34,14 +34,14 @@ def test_a_stall_names_who_is_behind() -> None:
     )
 
 
-def test_the_time_is_learned_from_the_pauses_before() -> None:
+def test_the_time_limit_is_learned_from_earlier_pauses() -> None:
     run = Cluster()
     assert run.steps(1, 3) + run.steps(4, 5, every=60) == []
-    assert run.wait(238) == []  # five times 60 s, of which 60 have gone by
+    assert run.wait(238) == []  # five times 60 s, 60 s of which have passed
     assert len(run.wait(4)) == 1
 
 
-def test_a_first_step_of_minutes_is_learned_from() -> None:
+def test_a_first_step_of_minutes_raises_the_limit() -> None:
     run = Cluster()
     run.all(0, kind="start", epoch=None, at=[1, 0, "compute"])
     run.wait(300)
@@ -49,13 +49,13 @@ def test_a_first_step_of_minutes_is_learned_from() -> None:
     assert run.wait(1490) == [] and len(run.wait(20)) == 1
 
 
-def test_quick_steps_are_waited_for_two_minutes() -> None:
+def test_the_limit_is_at_least_two_minutes() -> None:
     run = Cluster()
     run.steps(1, 50)
     assert run.wait(119) == [] and len(run.wait(2)) == 1
 
 
-def test_after_a_stall_that_passes_the_next_is_told_too() -> None:
+def test_a_second_stall_is_reported_too() -> None:
     run = Cluster(stall_after=10, stop_on_stall=False)
     run.steps(1, 3)
     (first,) = run.wait(40)
@@ -64,7 +64,7 @@ def test_after_a_stall_that_passes_the_next_is_told_too() -> None:
     assert (first["stop"], second["stop"]) == (False, False) and "pause before was 41 s" in second["text"]
 
 
-def test_nothing_is_said_before_the_first_step_for_a_quarter_of_an_hour() -> None:
+def test_before_the_first_step_the_limit_is_a_quarter_of_an_hour() -> None:
     run = Cluster(stall_after=5)
     run.all(0, kind="start", epoch=None, at=[1, 0, "compute"])
     assert run.wait(895) == []
@@ -72,7 +72,7 @@ def test_nothing_is_said_before_the_first_step_for_a_quarter_of_an_hour() -> Non
     assert finding["text"].startswith("no process has trained its first step within 901 s; all 4 ranks are at step 0")
 
 
-def test_an_evaluation_that_goes_on_is_no_stall() -> None:
+def test_an_evaluation_with_progress_is_no_stall() -> None:
     run = Cluster(stall_after=10)
     run.steps(1, 3)
     for batch in range(10):
@@ -80,7 +80,7 @@ def test_an_evaluation_that_goes_on_is_no_stall() -> None:
         assert run.wait(8) == []
 
 
-def test_ranks_that_have_ended_or_tell_nothing_are_not_stalled() -> None:
+def test_ranks_that_ended_or_report_nothing_are_not_stalled() -> None:
     run = Cluster(stall_after=10)
     assert run.wait(1000) == []
     run.steps(1, 3)
@@ -88,7 +88,7 @@ def test_ranks_that_have_ended_or_tell_nothing_are_not_stalled() -> None:
     assert run.wait(1000) == []
 
 
-def test_scripts_get_longer_and_their_place_is_that_of_the_last_line() -> None:
+def test_own_scripts_have_a_longer_limit_and_positions_from_metrics() -> None:
     run = Cluster(at=False)
     run.steps(1, 20)
     assert run.wait(890) == []
@@ -96,11 +96,11 @@ def test_scripts_get_longer_and_their_place_is_that_of_the_last_line() -> None:
     assert finding["text"].endswith("; all 4 ranks are at step 20 of epoch 2 (from their last metrics line)")
 
 
-def test_a_supervisor_that_slept_blames_nobody() -> None:
+def test_a_suspended_supervisor_reports_no_stall() -> None:
     run = Cluster(stall_after=10)
     run.steps(1, 3)
     run.wait(5)
-    run.now += 3600  # stopped by SIGSTOP, or the whole machine was
+    run.now += 3600  # stopped by SIGSTOP, or the machine was suspended
     assert run.wait(4) == [] and len(run.wait(10)) == 1
 
 
@@ -114,16 +114,16 @@ def test_a_supervisor_that_slept_blames_nobody() -> None:
         ({"own_s": 0.41}, "it computes more slowly"),
     ],
 )
-def test_a_straggler_is_named_once_with_what_it_spends(slow: dict[str, Any], why: str) -> None:
+def test_a_straggler_is_named_once_with_its_longest_phase(slow: dict[str, Any], why: str) -> None:
     run = Cluster()
-    assert pace(run, 9, **slow) == []  # too little to go by
+    assert pace(run, 9, **slow) == []  # too few steps to judge
     (finding,) = pace(run, 60, **slow)
     assert [finding[name] for name in ("kind", "node_rank", "rank", "stop")] == ["straggler", 1, 3, False]
     start = "rank 3 on node1 (gnn2) needs 0.41 s of own work per step, the others 0.20 s; the run waits for it ("
     assert finding["text"].startswith(start + why)
 
 
-def test_the_end_of_straggling_is_told() -> None:
+def test_the_end_of_straggling_is_reported() -> None:
     run = Cluster()
     pace(run, 20, own_s=0.5)
     (ended,) = pace(run, 60)
@@ -144,7 +144,7 @@ def test_one_slow_start_is_no_straggler() -> None:
     assert pace(run, 60) == []
 
 
-def test_of_two_ranks_the_slower_one_is_named() -> None:
+def test_the_slower_of_two_ranks_is_the_straggler() -> None:
     run = Cluster()
     for _ in range(30):
         for rank, own in ((0, 0.2), (2, 0.4)):
@@ -153,7 +153,7 @@ def test_of_two_ranks_the_slower_one_is_named() -> None:
     assert [finding["rank"] for finding in run.said] == [2]
 
 
-def test_judging_512_ranks_takes_little_of_a_second() -> None:
+def test_judging_512_ranks_takes_a_fraction_of_a_second() -> None:
     judging, took = Judge(), []
     for now in range(40):
         line = {"epoch": 1, "step": now, "kind": "step", "t": now, "at": [1, now, "load"], "ended": False}
@@ -165,8 +165,8 @@ def test_judging_512_ranks_takes_little_of_a_second() -> None:
     assert sum(took) / len(took) < 0.03
 
 
-def test_lines_of_a_clock_that_hardly_moves_do_not_pile_up() -> None:
-    """A script may write any t."""
+def test_steps_with_almost_equal_times_do_not_accumulate() -> None:
+    """A script may write any ``t``."""
     seen = stall_detector._StragglerRule()
     entry = {"kind": "step", "own_s": 0.1, "step_s": 0.2, "batch_s": 0.0, "node_rank": 0, "where": "rank 0"}
     for second in range(2000):
@@ -174,8 +174,8 @@ def test_lines_of_a_clock_that_hardly_moves_do_not_pile_up() -> None:
     assert len(seen._lines[0]) < 100
 
 
-def test_a_pause_in_which_ranks_regroup_is_no_stall() -> None:
-    """Nor does it make later ones take longer to be told."""
+def test_a_pause_for_regrouping_is_no_stall() -> None:
+    """The pause does not raise the limit for later stalls either."""
     run = Cluster(stall_after=20.0)
     run.steps(0, 10)
     del run.ranks[3]
@@ -187,8 +187,8 @@ def test_a_pause_in_which_ranks_regroup_is_no_stall() -> None:
     assert "the longest pause before was 1.00 s" in run.said[0]["text"]
 
 
-def test_a_rank_that_somebody_stopped_leads_wherever_it_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """All ranks stand at the same step, so that places alone do not tell."""
+def test_a_stopped_rank_leads_the_report_wherever_it_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """All ranks are at the same step, so their positions do not show the cause."""
     values = {"num_nodes": 2, "ready_file": "", "server": None, "trainer": None, "start_timeout": 9.0, "grace": 1.0}
     spec = NodeSpec("r1", "t", 0, run_dir=str(tmp_path), ranks=(0,), labels=("node0 (gnn1)", "node1 (gnn2)"), **values)
     hub = Hub(PeerConfig("t", 0, spec.labels, "", "", 0, 9.0, 6.0), loop=cast(Loop, None))

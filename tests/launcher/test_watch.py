@@ -1,4 +1,4 @@
-"""The watcher: each line told once, whatever happens to the connection or the supervisor."""
+"""Tests of the watcher program: each log line is reported once, whatever happens to connection and supervisor."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def run(tmp_path: Path) -> Iterator[RunFolder]:
 
 
 class Watch:
-    """A watcher program and what it has told so far."""
+    """A watcher process and its messages so far."""
 
     def __init__(self, run: RunFolder, offsets: dict[str, int] | None = None) -> None:
         argv = [PYTHON, str(NODE / "watch.py"), str(run.path), "--offsets", json.dumps(offsets or {})]
@@ -44,7 +44,7 @@ class Watch:
     def _read(self, stdout: IO[str]) -> None:
         for line in stdout:
             if not line.endswith("\n"):
-                return  # a line cut by the end of the connection is worth nothing
+                return  # a line cut off at the end of the connection is ignored
             self.told.append(json.loads(line))
 
     def wait(self, timeout: float = 20.0) -> int:
@@ -63,8 +63,8 @@ def texts(lines: list[str]) -> list[str]:
     return [line.split(" ")[1] for line in lines]
 
 
-def test_tells_everything_and_the_result_last(run: RunFolder) -> None:
-    watch = Watch(run)  # before there is anything to see
+def test_reports_all_lines_and_the_result_last(run: RunFolder) -> None:
+    watch = Watch(run)  # before any file exists
     run.rank(
         python("import json; print('hello'); open('metrics-rank0.jsonl', 'w').write(json.dumps({'loss': 1}) + chr(10))")
     )
@@ -78,7 +78,7 @@ def test_tells_everything_and_the_result_last(run: RunFolder) -> None:
     assert states[-1] == "done"
 
 
-def test_lines_are_told_while_the_run_goes_on(run: RunFolder) -> None:
+def test_lines_are_reported_while_the_run_goes_on(run: RunFolder) -> None:
     run.rank(python("import time; print('up'); time.sleep(60)")).start()
     watch = Watch(run)
     wait_until(lambda: texts(watch.lines("logs/rank0.log")) == ["up"])
@@ -89,7 +89,7 @@ def test_lines_are_told_while_the_run_goes_on(run: RunFolder) -> None:
     assert watch.wait() == 0
 
 
-def test_restart_from_offsets_loses_and_doubles_nothing(run: RunFolder) -> None:
+def test_restart_from_offsets_neither_loses_nor_repeats_lines(run: RunFolder) -> None:
     run.rank(python(TALK)).start()
     told: list[str] = []
     offsets: dict[str, int] = {}
@@ -106,7 +106,7 @@ def test_restart_from_offsets_loses_and_doubles_nothing(run: RunFolder) -> None:
     assert texts(told + last.lines("logs/rank0.log")) == [str(i) for i in range(LINES)]
 
 
-def test_unfinished_line_is_told_when_it_is_whole(run: RunFolder) -> None:
+def test_unfinished_line_is_reported_when_it_is_complete(run: RunFolder) -> None:
     (run.path / "logs").mkdir()
     log = (run.path / "logs" / "rank0.log").open("a")
     log.write("one\ntw")
@@ -120,7 +120,7 @@ def test_unfinished_line_is_told_when_it_is_whole(run: RunFolder) -> None:
     assert watch.lines("logs/rank0.log") == ["one", "two", "three" * 100_000]
 
 
-def test_killed_supervisor_is_told_as_lost(run: RunFolder) -> None:
+def test_killed_supervisor_is_reported_as_lost(run: RunFolder) -> None:
     run.rank(python("import time; print('up'); time.sleep(60)")).start()
     watch = Watch(run)
     wait_until(lambda: texts(watch.lines("logs/rank0.log")) == ["up"])
@@ -133,7 +133,7 @@ def test_killed_supervisor_is_told_as_lost(run: RunFolder) -> None:
     )
 
 
-def test_what_a_rank_said_before_its_end_is_told_before_that_end(
+def test_last_lines_of_a_rank_are_reported_before_its_end(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     watcher = Watcher(str(tmp_path), {})
@@ -156,7 +156,7 @@ def test_what_a_rank_said_before_its_end_is_told_before_that_end(
 
 
 @pytest.mark.parametrize("end", ["stdin", "stdout"])
-def test_ends_when_nobody_listens(run: RunFolder, end: str) -> None:
+def test_ends_when_the_connection_closes(run: RunFolder, end: str) -> None:
     write_json(
         str(run.path / "state.json"),
         {"state": "training", "time": time.time(), "pid": os.getpid(), "start_ticks": own_ticks()},
@@ -176,7 +176,7 @@ def own_ticks() -> int:
     return int(Path("/proc/self/stat").read_text().rpartition(")")[2].split()[19])
 
 
-def test_idle_watcher_costs_next_to_nothing(run: RunFolder) -> None:
+def test_idle_watcher_uses_almost_no_cpu(run: RunFolder) -> None:
     run.rank(python("import time; time.sleep(60)")).start()
     run.pid("rank0")
     watch = Watch(run)
@@ -195,7 +195,7 @@ def cpu_seconds(pid: int) -> float:
 
 
 def once(run: RunFolder, *words: str) -> tuple[int, list[dict[str, Any]]]:
-    """What ``watch.py --once`` tells, and its exit status."""
+    """Run ``watch.py --once``; return its exit status and messages."""
     argv = [PYTHON, str(NODE / "watch.py"), str(run.path), "--once", *words]
     done = subprocess.run(argv, capture_output=True, text=True, timeout=20, stdin=subprocess.DEVNULL, check=False)
     assert done.stderr == ""
@@ -203,7 +203,7 @@ def once(run: RunFolder, *words: str) -> tuple[int, list[dict[str, Any]]]:
 
 
 def write_log(run: RunFolder, name: str, count: int, start: float = 1_000_000.0) -> None:
-    """Lines 0, 1, … one second apart, of very different lengths."""
+    """Write lines 0, 1, … one second apart, of varying lengths."""
     (run.path / "logs").mkdir(exist_ok=True)
     lines = [f"{stamp(start + i)} {i} {'x' * (i * 37 % 500)}\n" for i in range(count)]
     (run.path / "logs" / f"{name}.log").write_text("".join(lines))
@@ -213,9 +213,9 @@ def told_lines(told: list[dict[str, Any]], name: str) -> list[str]:
     return texts([line for message in told if message.get("file") == name for line in message["lines"]])
 
 
-def test_once_tells_how_a_node_is_and_ends(run: RunFolder) -> None:
+def test_once_reports_a_nodes_state_and_ends(run: RunFolder) -> None:
     status, told = once(run, "--only", "")
-    assert status == 0 and list(told[-1]) == ["now"], "nothing has begun"
+    assert status == 0 and list(told[-1]) == ["now"], "the run has not started"
     run.rank(python("import time; print('up', flush=True); time.sleep(60)")).start()
     wait_until(run.says("rank0", "up"))
     status, told = once(run, "--only", "")
@@ -227,7 +227,7 @@ def test_once_tells_how_a_node_is_and_ends(run: RunFolder) -> None:
     assert status == 3 and "is gone" in told[-1]["lost"]["reason"]
 
 
-def test_once_tells_the_result_of_a_run_that_has_ended(run: RunFolder) -> None:
+def test_once_reports_the_result_of_an_ended_run(run: RunFolder) -> None:
     run.rank(python("print('hello')")).run()
     status, told = once(run, "--only", "logs/rank*.log")
     assert status == 0 and told[-1]["result"]["state"] == "done"
@@ -236,7 +236,7 @@ def test_once_tells_the_result_of_a_run_that_has_ended(run: RunFolder) -> None:
 
 
 @pytest.mark.parametrize("since", [0, 1, 2, 500, 998, 999])
-def test_since_begins_at_that_time(run: RunFolder, since: int) -> None:
+def test_since_starts_at_that_time(run: RunFolder, since: int) -> None:
     write_log(run, "rank0", 1000)
     (run.path / "metrics-rank0.jsonl").write_text("".join(f'{{"t": {1_000_000 + i}}}\n' for i in range(1000)))
     _, told = once(run, "--since", str(1_000_000 + since))
@@ -247,7 +247,7 @@ def test_since_begins_at_that_time(run: RunFolder, since: int) -> None:
     assert told_lines(told, "logs/rank0.log") == [str(i) for i in range(max(since, 997), 1000)]
 
 
-def test_since_after_the_last_line_tells_none(run: RunFolder) -> None:
+def test_since_after_the_last_line_reports_none(run: RunFolder) -> None:
     write_log(run, "rank0", 10)
     assert told_lines(once(run, "--since", "2000000")[1], "logs/rank0.log") == []
 
@@ -259,8 +259,8 @@ def test_tail_gives_the_last_lines_of_a_long_file(run: RunFolder, tail: int) -> 
     assert told_lines(once(run, "--tail", str(tail))[1], "logs/rank0.log") == expected
 
 
-def test_what_is_no_file_is_passed_over(tmp_path: Path) -> None:
-    """Folders, and links that lead nowhere, under names that are followed."""
+def test_paths_that_are_no_file_are_ignored(tmp_path: Path) -> None:
+    """Folders and dangling links under names of log files."""
     (tmp_path / "logs" / "rank0.log").mkdir(parents=True)
     (tmp_path / "events.jsonl").symlink_to(tmp_path / "gone")
     (tmp_path / "a.jsonl").write_text('{"t": 1}\n')

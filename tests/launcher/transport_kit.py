@@ -1,4 +1,4 @@
-"""SSH keys, configs and nodes for the transport tests."""
+"""SSH keys, configs and nodes for tests of the transports."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def save_key(key: paramiko.PKey, path: Path, passphrase: str | None = None) -> P
 
 
 def know(home: Path, port: int, key: paramiko.PKey) -> None:
-    """Put the server's key into the user's known_hosts."""
+    """Add the server's key to the user's known_hosts."""
     line = f"[127.0.0.1]:{port} {key.get_name()} {key.get_base64()}\n"
     (home / ".ssh").mkdir(exist_ok=True)
     with (home / ".ssh/known_hosts").open("a") as file:
@@ -52,7 +52,7 @@ def ssh_to(
 
 
 def credentials_of(node: NodeConfig, secret: str | None) -> Credentials:
-    """What unlocks the key is its passphrase."""
+    """The secret is the key's passphrase if the node has a key, else the password."""
     given = Secret(secret) if secret is not None else None
     if node.key and given is not None and is_locked(node.key):
         return Credentials(node.key, passphrase=given)
@@ -68,7 +68,7 @@ def openssh_to(
 
 
 def ssh_threads() -> list[str]:
-    """Names of client-side threads that are alive: paramiko's, pings, feeders."""
+    """Names of live client-side threads: paramiko's, keepalives, stdin feeders."""
     kinds = (paramiko.Transport,)
     return [
         thread.name

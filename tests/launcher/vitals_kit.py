@@ -1,4 +1,4 @@
-"""Ranks of two nodes that get on as a test wants, before a judge."""
+"""Simulated ranks of two nodes, for tests of stalls and stragglers."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ LABELS = ("node0 (gnn1)", "node1 (gnn2)")
 
 
 class Cluster:
-    """Two nodes of two ranks, and what the judge says of them as time goes by."""
+    """Two nodes of two ranks each with a simulated clock; collects the judge's findings."""
 
     def __init__(self, stall_after: float | str = "auto", at: bool = True, **more: Any) -> None:
         self.judge = Judge(stall_after, LABELS, **more)
         self.at, self.now, self.said = at, 1000.0, list[dict[str, Any]]()
         self.ranks: dict[int, dict[str, Any]] = {}
-        self.generation = 0  # of the team
+        self.generation = 0  # generation of the ranks' process group
 
     def rank(self, rank: int, step: int, phase: str = "load", **more: Any) -> None:
         at = [2, step, phase] if self.at else None
@@ -28,7 +28,7 @@ class Cluster:
             self.rank(rank, step, **more)
 
     def wait(self, seconds: float) -> list[dict[str, Any]]:
-        """What is found within so many seconds without news."""
+        """Let ``seconds`` pass without news; return the findings."""
         found = []
         for _ in range(round(seconds)):
             self.now += 1
@@ -46,7 +46,7 @@ class Cluster:
 
 
 def pace(run: Cluster, seconds: int, **of_rank_3: Any) -> list[dict[str, Any]]:
-    """Steps of half a second, rank 3's as given."""
+    """Run steps of half a second; ``of_rank_3`` changes those of rank 3."""
     found = []
     for _ in range(seconds):
         for rank in range(4):

@@ -1,6 +1,6 @@
-"""`make size`: files, lines, short files and import circles of each package.
+"""`make size`: files, lines, short files and import cycles of each package.
 
-python tests/code_size.py [CHECKOUT]     default: this one
+python tests/code_size.py [CHECKOUT]     default: this checkout
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ SHORT = 60  #: lines; a shorter file needs a reason
 
 
 def size_report(repository: Path) -> str:
-    """A table of packages, the circles, and the short files, less every ``__init__.py`` that is a docstring at most."""
+    """A table of packages, the import cycles, and the short files except an ``__init__.py`` with only a docstring."""
     lines = [f"{'package':28}{'files':>6}{'lines':>8}{'median':>8}{f'under {SHORT}':>10}"]
     lengths: dict[str, list[int]] = {}
     modules = read_modules(repository)

@@ -1,4 +1,4 @@
-"""Shared by all tests."""
+"""Fixtures and settings shared by all tests."""
 
 from __future__ import annotations
 
@@ -18,28 +18,28 @@ from launching import Launched, launch, local_config
 
 REPOSITORY = Path(__file__).resolve().parents[1]
 
-#: Folders whose files are begun with, in parallel: none of those that take minutes may be left to the end.
+#: Folders whose tests are started first, so that parallel workers do not end with tests that take minutes.
 LONGEST = ("tests/cluster", "tests/trainer", "tests/launcher")
 
-#: Kernels are compiled once for all tests, hosts in namespaces and later runs of the tests included.
+#: Compiled kernels are shared by all tests, by hosts in network namespaces, and by later test runs.
 KERNELS = Path(os.environ.setdefault("GNNFLEET_KERNELS", str(REPOSITORY / ".gnnfleet" / "kernels")))
 
-for name in ("COLUMNS", "LINES"):  # not the terminal's, nor those that readline leaves to parallel workers
+for name in ("COLUMNS", "LINES"):  # independent of the terminal; readline also sets them in parallel workers
     os.environ.pop(name, None)
 
 for number in (signal.SIGINT, signal.SIGQUIT, signal.SIGHUP, signal.SIGTERM):
-    # What `nohup make test &` has us ignore, processes that tests start would ignore, too. A handler that does nothing
-    # leaves the tests themselves as they were: it is not inherited.
+    # Under `nohup make test &` these signals are ignored, and child processes would inherit that. A handler
+    # that does nothing has the same effect on the tests, but is not inherited.
     if signal.getsignal(number) == signal.SIG_IGN:
         signal.signal(number, lambda *_: None)
 
-settings.register_profile("here", deadline=None)  # a machine that does several things at once is slow at times
+settings.register_profile("here", deadline=None)  # a busy machine is slow at times
 settings.load_profile("here")
 
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_auto_num_workers(config: pytest.Config) -> int:
-    """Of ``-n auto``: tests wait for much of their time, so that one more than there are cores keeps these busy."""
+    """Number of workers for ``-n auto``: tests often wait, so one more than there are cores."""
     return min(len(os.sched_getaffinity(0)), 7) + 1
 
 
@@ -48,19 +48,19 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 def rank_of(nodeid: str) -> int:
-    """Place of a test's folder in ``LONGEST``."""
+    """Position of a test's folder in ``LONGEST``."""
     return next((k for k, folder in enumerate(LONGEST) if nodeid.startswith(folder)), len(LONGEST))
 
 
 @pytest.fixture(scope="session")
 def repository() -> Path:
-    """The checkout's root folder."""
+    """Root folder of the checkout."""
     return REPOSITORY
 
 
 @pytest.fixture(scope="session", autouse=True)
 def registry_of_runs(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    """Runs launched by tests are registered in a folder of their own, not in the user's."""
+    """Register runs launched by tests in a temporary folder instead of the user's registry."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("XDG_STATE_HOME", str(tmp_path_factory.mktemp("state")))
         yield
@@ -68,7 +68,7 @@ def registry_of_runs(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]
 
 @pytest.fixture(scope="session")
 def shared_data() -> Path:
-    """The folder of real data beside the checkout; the test is skipped where there is none."""
+    """Folder of real data next to the checkout; the test is skipped if it does not exist."""
     folder = REPOSITORY.parent / "shared" / "data"
     if not folder.is_dir():
         pytest.skip(f"no real data: {folder} is not there")
@@ -79,7 +79,7 @@ def shared_data() -> Path:
 def local_runs(tmp_path_factory: pytest.TempPathFactory, registry_of_runs: None) -> dict[str, Launched]:
     """Two launches of the bundled trainer on this machine, made once for all parallel workers.
 
-    "one": one node with one part. "two": two nodes with a part each, by METIS. Both train on the same batches.
+    "one": one node with one part. "two": two nodes with one METIS part each. Both train on the same batches.
     """
     base = tmp_path_factory.getbasetemp()
     folder = (base.parent if "PYTEST_XDIST_WORKER" in os.environ else base) / "local-runs"
@@ -101,7 +101,7 @@ def _launch_local(folder: Path, procs: list[int], **sections: dict) -> Launched:
 
 @pytest.fixture(scope="session")
 def compiled_kernels(request: pytest.FixtureRequest) -> None:
-    """What most runs need is compiled by first ones; else all processes of several runs would do so at once."""
+    """Compile the kernels that most runs need with ``local_runs``; otherwise many processes compile them at once."""
     digest = hashlib.sha256(b"".join(path.read_bytes() for path in sorted(REPOSITORY.glob("trainer/**/*.py"))))
     stamp = KERNELS / f"run-{digest.hexdigest()[:16]}"
     if not stamp.exists() and shutil.which("tmux"):
@@ -113,5 +113,5 @@ def compiled_kernels(request: pytest.FixtureRequest) -> None:
 
 @pytest.fixture(scope="session")
 def local_workdirs(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Where local nodes keep code and parts; shared by all tests, so that kernels are compiled once."""
+    """Folder of code and parts of local nodes, shared by all tests so that kernels are compiled once."""
     return tmp_path_factory.mktemp("workdirs")

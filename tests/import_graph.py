@@ -1,4 +1,4 @@
-"""Who imports whom in a checkout, read from the source: modules, packages, and circles among them."""
+"""Import graph of a checkout, read from the source: modules, packages, and cycles among them."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ PACKAGES = ("launcher", "trainer", "gnnfleet")
 class Module:
     """One Python file."""
 
-    name: str  #: dotted; of a package's ``__init__.py`` the package's
+    name: str  #: dotted name; for an ``__init__.py`` that of the package
     path: Path
 
     @cached_property
@@ -24,12 +24,12 @@ class Module:
 
     @property
     def package(self) -> str:
-        """The package whose folder holds the file."""
+        """The package that contains the file."""
         return self.name if self.path.name == "__init__.py" else self.name.rpartition(".")[0]
 
 
 def read_modules(repository: Path, packages: Iterable[str] = PACKAGES) -> dict[str, Module]:
-    """Every module of ``packages`` by dotted name."""
+    """Find every module of ``packages``, keyed by dotted name."""
     found = {}
     for path in sorted(path for package in packages for path in (repository / package).rglob("*.py")):
         words = path.relative_to(repository).with_suffix("").parts
@@ -39,9 +39,9 @@ def read_modules(repository: Path, packages: Iterable[str] = PACKAGES) -> dict[s
 
 
 def imported(module: Module, known: Collection[str]) -> Iterator[str]:
-    """Dotted names that ``module`` imports: a module among ``known`` where it is one, else as written.
+    """Yield the dotted names that ``module`` imports, as modules of ``known`` if possible, else as written.
 
-    Imports inside functions count as well, and those for type checkers. Raises ``ValueError`` for a relative import.
+    Includes imports inside functions and under ``TYPE_CHECKING``. Raises ``ValueError`` for a relative import.
     """
     for node in (inner for outer in module.body for inner in ast.walk(outer)):
         if isinstance(node, ast.Import):
@@ -54,7 +54,7 @@ def imported(module: Module, known: Collection[str]) -> Iterator[str]:
 
 
 def module_graph(modules: Mapping[str, Module]) -> dict[str, set[str]]:
-    """Which modules each module imports, inside functions and for type checkers included."""
+    """The modules that each module imports, including imports inside functions and under ``TYPE_CHECKING``."""
     return {
         name: {other for other in imported(module, modules) if other in modules and other != name}
         for name, module in modules.items()
@@ -62,9 +62,9 @@ def module_graph(modules: Mapping[str, Module]) -> dict[str, set[str]]:
 
 
 def package_graph(modules: Mapping[str, Module]) -> dict[str, set[str]]:
-    """From which others the files of each package import, imports inside functions included.
+    """The packages that each package imports, including imports inside functions.
 
-    A file beside the packages of launcher/ or trainer/ counts by itself.
+    A file directly in launcher/ or trainer/ counts as a package.
     """
     unit = {name: module.package if "." in module.package else name for name, module in modules.items()}
     graph: dict[str, set[str]] = {name: set() for name in unit.values()}
@@ -74,14 +74,14 @@ def package_graph(modules: Mapping[str, Module]) -> dict[str, set[str]]:
 
 
 def circles(graph: Mapping[str, set[str]]) -> list[list[str]]:
-    """Groups of two or more names that reach each other (strongly connected components), the largest first."""
+    """Import cycles: strongly connected components of two or more names, the largest first."""
     reached = {name: _reached(graph, name) for name in graph}
     groups = {frozenset(other for other in reached[name] if name in reached[other]) for name in graph}
     return sorted((sorted(group) for group in groups if len(group) > 1), key=lambda group: (-len(group), group))
 
 
 def _reached(graph: Mapping[str, set[str]], start: str) -> set[str]:
-    """Names at the end of a way of one step or more."""
+    """Names reachable from ``start`` by one or more imports."""
     found: set[str] = set()
     waiting = [start]
     while waiting:

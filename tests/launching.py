@@ -1,4 +1,4 @@
-"""Running launch.py as a user does, for tests: a process, its output, and what it left."""
+"""Runs launch.py as a process, as a user does, and reads its output and run folder."""
 
 from __future__ import annotations
 
@@ -16,17 +16,17 @@ import yaml
 REPOSITORY = Path(__file__).resolve().parents[1]
 SYNTHETIC = {"num_nodes": 3000, "avg_degree": 12, "num_classes": 5, "num_features": 16}
 TRAIN = {"hidden": 32, "fanouts": [5, 5], "batch_size": 256, "epochs": 2, "seed": 3, "timeout": 60}
-#: The first of the ports of each run, other ones in other processes of tests; below those of `auto` and of the kernel.
+#: The first port of each run, different in parallel test processes; below the ports of `auto` and of the kernel.
 _PORTS = itertools.cycle(range(10_000 + os.getpid() % 100 * 100, 10_100 + os.getpid() % 100 * 100, 10))
 
 
 @dataclass(frozen=True)
 class Launched:
-    """A launch.py that has ended."""
+    """A finished launch.py process."""
 
     status: int
     output: str  #: stdout and stderr
-    folder: Path  #: where it ran; runs/ lies here
+    folder: Path  #: its working directory, which contains runs/
 
     @property
     def run_dir(self) -> Path:
@@ -48,7 +48,7 @@ class Launched:
 
 
 def write_config(folder: Path, nodes: list[dict], **sections: dict) -> Path:
-    """A cluster.yml over the small synthetic graph in ``folder``."""
+    """Write a cluster.yml over the small synthetic graph in ``folder``."""
     data = {"dataset": "synthetic", "options": SYNTHETIC, "folder": "parts"} | sections.pop("data", {})
     train = TRAIN | sections.pop("train", {})
     path = folder / "cluster.yml"
@@ -57,10 +57,10 @@ def write_config(folder: Path, nodes: list[dict], **sections: dict) -> Path:
 
 
 def local_config(folder: Path, procs: list[int], workdirs: Path | None = None, **sections: dict) -> Path:
-    """A cluster.yml of local nodes with that many processes each, their state inside ``workdirs``.
+    """Write a cluster.yml of local nodes with ``procs`` processes each; their work folders are in ``workdirs``.
 
-    Tests that share ``workdirs`` (default: ``folder``) share the code there; compiled kernels, all tests share.
-    Ports are the run's own: two of `auto` that start at the same moment may find the same ones free.
+    Tests that share ``workdirs`` (default: ``folder``) share the code there; all tests share compiled kernels.
+    Ports are reserved for the run: two runs with `auto` that start at once may find the same ports free.
     """
     state = workdirs or folder
     own = {"python": sys.executable, "env": {"GNNFLEET_KERNELS": os.environ["GNNFLEET_KERNELS"]}}
@@ -73,13 +73,13 @@ def local_config(folder: Path, procs: list[int], workdirs: Path | None = None, *
 
 
 def own_ports() -> dict[str, int]:
-    """`run` of a cluster.yml whose nodes are all this machine: ports that no other run has."""
+    """Ports for the `run` section of a cluster.yml of local nodes, used by no other run."""
     first = next(_PORTS)
     return {"master_port": first, "control_port": first + 1, "service_port": first + 2}
 
 
 def start(config: Path, *words: str, env: dict[str, str] | None = None, own_group: bool = False) -> subprocess.Popen:
-    """launch.py --config … in the config's folder, output piped together."""
+    """Start launch.py --config … in the config's folder; stdout and stderr are one pipe."""
     command = [sys.executable, str(REPOSITORY / "launch.py"), "--config", str(config), *words]
     environment = {"COLUMNS": "200"} | dict(os.environ if env is None else env)  # tables without wrapped cells
     environment.pop("TMUX", None)
@@ -90,7 +90,7 @@ def start(config: Path, *words: str, env: dict[str, str] | None = None, own_grou
 
 
 def launch(config: Path, *words: str, env: dict[str, str] | None = None, timeout: float = 200) -> Launched:
-    """Run launch.py to its end."""
+    """Run launch.py and wait for its end."""
     process = start(config, *words, env=env)
     try:
         output, _ = process.communicate(timeout=timeout)
@@ -101,7 +101,7 @@ def launch(config: Path, *words: str, env: dict[str, str] | None = None, timeout
 
 
 class Running:
-    """A launch.py at work, whose output can be waited for."""
+    """A running launch.py; tests can wait for its output."""
 
     def __init__(self, config: Path, *words: str, env: dict[str, str] | None = None, own_group: bool = False):
         self.folder, self.process = config.parent, start(config, *words, env=env, own_group=own_group)
@@ -125,7 +125,7 @@ class Running:
         return "".join(self.lines)
 
     def await_line(self, text: str, timeout: float = 90) -> Running:
-        """Until a line with ``text`` has been printed."""
+        """Wait until a line that contains ``text`` has been printed."""
         with self._news:
             self._news.wait_for(lambda: self._over or any(text in line for line in self.lines), timeout)
         if not any(text in line for line in self.lines):
@@ -138,7 +138,7 @@ class Running:
         return self
 
     def end(self, timeout: float = 60) -> Launched:
-        """Wait for its end; a launch.py that does not come to one is killed."""
+        """Wait for its end; kill it after ``timeout`` seconds."""
         try:
             self.process.wait(timeout)
         except subprocess.TimeoutExpired:

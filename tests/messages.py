@@ -1,4 +1,4 @@
-"""Every message that our packages can show a user, read from the source."""
+"""Finds every message that our packages can show a user, by reading the source."""
 
 from __future__ import annotations
 
@@ -17,25 +17,33 @@ OTHERS = {
     "ClickException",
     "LookupError",
     "ImportError",
-}  # click's, and what becomes one of ours
-SHOWN = {"Problem", "report", "make_cause", "own_cause", "failed", "_finding", "_error"}  # of a config, of a run's end
-FINDINGS = {"finding": 1, "Finding": 2}  # calls that make one of preflight, with the place of its severity
-REMEDIES = {"remedy", "command", "host", "by_hand"}  # arguments that are no message
+}  # click's errors, and errors that our packages convert to their own
+SHOWN = {
+    "Problem",
+    "report",
+    "make_cause",
+    "own_cause",
+    "failed",
+    "_finding",
+    "_error",
+}  # calls that report problems of a config or the end of a run
+FINDINGS = {"finding": 1, "Finding": 2}  # calls that make a preflight finding, with the position of the severity
+REMEDIES = {"remedy", "command", "host", "by_hand"}  # names of arguments that are no message
 WORDING = (
     "transport/errors.py",
     "transport/auth.py",
     "node/peers/hub.py",
     "node/peers/member.py",
-)  # return (…, words, remedy)
-BLANK = "…"  # what stands for a value
-DEPTH = 3  # names and helpers that are followed for the words they stand for
-LEAST_WORDS = 2  # fewer are no message; of exactly so many one comes with a value
-LEAST_INSIDE = 4  # of a helper's words inside a message; fewer are a name or a number
+)  # modules with functions that return (…, text, remedy)
+BLANK = "…"  # stands for a value
+DEPTH = 3  # how many names and helpers are followed to find a text
+LEAST_WORDS = 2  # fewer words are no message; a text of exactly so many must contain a value
+LEAST_INSIDE = 4  # words of a helper's text inside a message; fewer are a name or a number
 
 
 @dataclass(frozen=True)
 class Message:
-    """One message, with … where a value comes in."""
+    """One message; … stands for each value."""
 
     file: str
     line: int
@@ -47,7 +55,7 @@ class Message:
 
 @cache
 def messages() -> list[Message]:
-    """Of all packages; the line is that of the words."""
+    """Messages of all packages; each line number is that of the text."""
     modules = _modules()
     names = _errors(modules) | OTHERS | SHOWN
     found = {message for module in modules for message in module.messages(names)}
@@ -56,7 +64,7 @@ def messages() -> list[Message]:
 
 @cache
 def spoken_texts() -> tuple[str, ...]:
-    """Every text with a space in the source of all packages, docstrings and all, as ``fixed`` has it."""
+    """Every text with a space in the source of all packages, docstrings included, normalised by ``fixed``."""
     trees = [each.tree() for each in _modules()]
     kinds = (ast.Constant, ast.JoinedStr)
     found = {text for tree in trees for each in ast.walk(tree) if isinstance(each, kinds) for text in _texts(each)}
@@ -65,7 +73,7 @@ def spoken_texts() -> tuple[str, ...]:
 
 @cache
 def fixed(text: str) -> str:
-    """Words without marks that Markdown or a terminal may change."""
+    """The text without marks that Markdown or a terminal may change."""
     return re.sub(r"\s+", " ", text.replace("`", "")).strip()
 
 
@@ -75,7 +83,7 @@ def _modules() -> list[_Module]:
 
 
 def _errors(modules: list[_Module]) -> set[str]:
-    """Names of the error classes: all that derive from ``BASES``."""
+    """Names of the error classes: ``BASES`` and all classes derived from them."""
     derived = set(BASES)
     parents = {name: bases for module in modules for name, bases in module.parents()}
     while more := {name for name, bases in parents.items() if bases & derived} - derived:
@@ -106,8 +114,8 @@ class _Module:
                 yield each.name, {ast.unparse(base).split(".")[-1] for base in each.bases}
 
     def messages(self, names: set[str]) -> Iterator[Message]:
-        for spoken in self._spoken(names | self._passing_on(names)):
-            for line, text in self._words(spoken, self._around(spoken), DEPTH):
+        for spoken in self._spoken(names | self._forwarding(names)):
+            for line, text in self._words(spoken, self._enclosing(spoken), DEPTH):
                 if " " in text and _words(text) >= LEAST_WORDS and _words(text) + text.count(BLANK) > LEAST_WORDS:
                     yield Message(self.file, line, text)
 
@@ -118,8 +126,8 @@ class _Module:
             elif isinstance(each, ast.Return) and isinstance(each.value, ast.Tuple) and self.file.endswith(WORDING):
                 yield from each.value.elts[:-1]
 
-    def _passing_on(self, names: set[str]) -> set[str]:
-        """Functions of this module that make an error of words they are given."""
+    def _forwarding(self, names: set[str]) -> set[str]:
+        """Functions of this module that make an error of a text passed to them."""
         return {
             function.name
             for function in self.functions()
@@ -129,8 +137,8 @@ class _Module:
             if isinstance(used, ast.Name) and used.id in {each.arg for each in function.args.args}
         }
 
-    def _around(self, expression: ast.expr) -> ast.AST:
-        """The innermost function that an expression stands in."""
+    def _enclosing(self, expression: ast.expr) -> ast.AST:
+        """The innermost function that contains an expression."""
         around: ast.AST = self.tree()
         for each in self.functions():
             if each.lineno <= expression.lineno <= (each.end_lineno or 0):
@@ -138,7 +146,7 @@ class _Module:
         return around
 
     def _words(self, value: ast.expr, inside: ast.AST, depth: int) -> Iterator[tuple[int, str]]:
-        """What an expression may say; names and helpers of this module are followed."""
+        """Possible texts of an expression with their line numbers; follows names and helpers of this module."""
         if isinstance(value, ast.Constant | ast.JoinedStr | ast.BinOp):
             for text in _texts(value):
                 yield value.lineno, text
@@ -200,7 +208,7 @@ def _name(function: ast.expr) -> str:
 
 
 def _spoken(call: ast.Call, names: set[str]) -> list[ast.expr]:
-    """The arguments of a call that a user reads."""
+    """The arguments of a call that are shown to a user."""
     name = _name(call.func)
     if name in FINDINGS:
         place = FINDINGS[name]
@@ -227,7 +235,7 @@ def _assigned(inside: ast.AST, name: str) -> Iterator[ast.expr]:
 
 
 def _texts(value: ast.expr) -> list[str]:
-    """The texts an expression may become, … for what is not known."""
+    """The possible texts of an expression, with … for unknown values."""
     if isinstance(value, ast.Constant):
         return [value.value] if isinstance(value.value, str) else []
     if isinstance(value, ast.BinOp):

@@ -1,4 +1,4 @@
-"""Who takes part in benchmarks/bench_peers.py, and that nothing is made for those who do not."""
+"""Tests of the selection of systems in benchmarks/bench_peers.py: nothing is prepared for those left out."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ BENCHMARKS = Path(__file__).resolve().parents[1] / "benchmarks"
 
 @pytest.fixture
 def contest(monkeypatch: pytest.MonkeyPatch) -> Iterator[ModuleType]:
-    """benchmarks/peers/contest.py, which makes notes in ``made`` instead of environments and partitions."""
+    """benchmarks/peers/contest.py with fakes that record in ``made`` the environments and partitions it would make."""
     monkeypatch.syspath_prepend(BENCHMARKS)
-    monkeypatch.delitem(sys.modules, "graphs", raising=False)  # tests/trainer has one, too
+    monkeypatch.delitem(sys.modules, "graphs", raising=False)  # tests/trainer has a module of this name too
     module = importlib.import_module("peers.contest")
     module.made = set()  # type: ignore[attr-defined]
 
@@ -46,7 +46,7 @@ def contest(monkeypatch: pytest.MonkeyPatch) -> Iterator[ModuleType]:
         (["parts"], ("DGL",), {"glt", "glt parts", "ours 2"}),
     ],
 )
-def test_nothing_is_made_for_those_left_out(
+def test_nothing_is_prepared_for_systems_left_out(
     contest: ModuleType, sections: list[str], without: tuple[str, ...], made: set[str]
 ) -> None:
     chosen = contest.contenders(sections, "small", without=without)
@@ -55,7 +55,7 @@ def test_nothing_is_made_for_those_left_out(
     assert not [one.system for one in chosen if any(text in one.system for text in without)]
 
 
-def test_ours_alone_need_no_environment(contest: ModuleType) -> None:
+def test_without_peers_no_environment_is_made(contest: ModuleType) -> None:
     assert {one.env for one in contest.contenders(["loader"], "tenfold", peers=False)} == {None}
     assert contest.made == {"ours 1"}
 

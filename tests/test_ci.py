@@ -1,4 +1,4 @@
-""".ci/run: in which order, and what it makes of slow tests that fail or that time does not suffice for."""
+"""Tests of .ci/run: the order of its steps, and its report of slow tests that fail or are cut off by time."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ FAILED = "FAILED tests/trainer/test_metis.py::test_large - assert 1 == 2"
 
 
 def ci(folder: Path, make: str) -> tuple[int, list[str], str]:
-    """Status, `make` calls and last line of .ci/run where ``make`` (a script; $1 is the target) is called instead."""
+    """Exit status, `make` calls and last line of .ci/run with a fake ``make``: shell cases of the target."""
     shutil.copytree(REPOSITORY / ".ci", folder / ".ci")
     (folder / "make").write_text(f'#!/bin/sh\necho "$*" >> {folder}/calls\ncase $1 in\n{make}\nesac\n')
     (folder / "make").chmod(0o755)
@@ -46,5 +46,5 @@ def test_slow_tests_are_reported_and_tried_twice(tmp_path: Path, slow: str, atte
 
 
 @pytest.mark.parametrize(("target", "calls"), [("check", ["check"]), ("test", ["check", "test"])])
-def test_check_and_tests_come_first_and_may_not_fail(tmp_path: Path, target: str, calls: list[str]) -> None:
+def test_check_and_tests_come_first_and_must_pass(tmp_path: Path, target: str, calls: list[str]) -> None:
     assert ci(tmp_path, f"{target}) exit 2;;")[:2] == (2, calls)

@@ -1,4 +1,4 @@
-"""README and docs: every YAML block loads, every command parses, every link leads somewhere."""
+"""Tests of README and docs: every YAML block loads, every command parses, every link and name exists."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ with_all_commands()
 
 
 class Block(NamedTuple):
-    """A fenced block of a page."""
+    """A fenced code block of a page."""
 
     page: Path
     line: int
@@ -51,7 +51,7 @@ def blocks(*languages: str) -> list[Block]:
 
 
 def commands() -> list[tuple[Block, list[str]]]:
-    """Every command line of the shell blocks, continued lines joined, comments and prompts dropped."""
+    """Every command of the shell blocks; continued lines are joined, comments and prompts removed."""
     return [
         (block, words)
         for block in blocks("bash", "sh", "shell", "console")
@@ -61,14 +61,14 @@ def commands() -> list[tuple[Block, list[str]]]:
 
 
 def launches() -> list[tuple[Block, list[str]]]:
-    """The words after ``launch.py`` of each command that runs it."""
+    """The arguments of each command that runs ``launch.py``."""
     found = ((block, words, [each for each in PROGRAMS if words[: len(each)] == each]) for block, words in commands())
     return [(block, words[len(program[0]) :]) for block, words, program in found if program]
 
 
 @pytest.mark.parametrize("block", blocks("yaml", "yml"), ids=str)
 def test_yaml_loads(block: Block, tmp_path: Path) -> None:
-    """Whole cluster files as they stand; parts of one together with what they leave out."""
+    """Whole cluster files are loaded as they are; incomplete ones together with the missing sections."""
     written = yaml.safe_load(block.text)
     missing = {key: value for key, value in MINIMAL.items() if key not in written}
     for name in (written.get("run") or {}).get("files", ()):
@@ -82,7 +82,7 @@ def test_yaml_loads(block: Block, tmp_path: Path) -> None:
 def test_launch_commands_are_valid(
     block: Block, words: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Launches run as dry runs, in a folder that has the files they name; other commands must parse."""
+    """Launches run as dry runs in a folder with the files they name; other commands must parse."""
     put_named_files(words, tmp_path)
     monkeypatch.chdir(tmp_path)
     if words[0] in gnnfleet.commands and words[0] not in LAUNCHES:
@@ -109,8 +109,8 @@ def test_trainer_commands_parse(block: Block, words: list[str]) -> None:
 
 
 @pytest.mark.parametrize("block", blocks("python"), ids=str)
-def test_python_blocks_import_what_there_is(block: Block) -> None:
-    """Of ours only ``gnnfleet``."""
+def test_python_blocks_import_modules_that_exist(block: Block) -> None:
+    """Our only package that examples import is ``gnnfleet``."""
     for statement in ast.walk(ast.parse(block.text)):
         if isinstance(statement, ast.ImportFrom) and statement.module == "gnnfleet":
             assert {each.name for each in statement.names} <= set(gf.__all__)
@@ -121,8 +121,8 @@ def test_python_blocks_import_what_there_is(block: Block) -> None:
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
-def test_names_of_gnnfleet_are_there(page: Path) -> None:
-    """In code and in prose: ``gf.open``, ``gnnfleet.nn.Trimmed``."""
+def test_names_of_gnnfleet_in_pages_exist(page: Path) -> None:
+    """Names in code and in prose, such as ``gf.open`` and ``gnnfleet.nn.Trimmed``."""
     for name in re.findall(r"(?<![\w/.])(?:gf|gnnfleet)\.([A-Za-z]\w*(?:\.[A-Za-z]\w*)*)", page.read_text()):
         found: object = gf
         for word in name.split("."):
@@ -145,7 +145,7 @@ def put_named_files(words: list[str], folder: Path) -> None:
 
 
 def before_own(words: list[str]) -> list[str]:
-    """The words up to ``--``, after which the user's own command follows."""
+    """The arguments up to ``--``, which the user's own command follows."""
     return words[: words.index("--")] if "--" in words else words
 
 
@@ -170,7 +170,7 @@ def test_relative_links_exist(page: Path) -> None:
     assert missing == []
 
 
-#: What may name files and modules of ours: pages but the log, and source, whose docstrings and comments do.
+#: Files that may name our files and modules: all pages except the logs, and the source.
 NAMING = [
     *(page for page in PAGES if page.name != "CHANGELOG.md" and page.name != "LOG.md"),
     REPOSITORY / "Makefile",
@@ -180,15 +180,17 @@ NAMING = [
 FOLDERS = ("launcher", "trainer", "gnnfleet", "benchmarks", "examples", "templates", "tests", "docs")
 
 
-def test_files_and_modules_that_are_named_exist() -> None:
-    """``launcher/plan/files.py``, ``node/control.py`` in a page, ``trainer.core.ranks.Ranks`` between backquotes."""
+def test_files_and_modules_named_in_pages_exist() -> None:
+    """Such as ``launcher/plan/files.py``, ``node/control.py`` in a page, and ``trainer.core.ranks.Ranks``."""
     files = {path.relative_to(REPOSITORY).as_posix() for top in FOLDERS for path in (REPOSITORY / top).rglob("*.*")}
     missing = []
     for page in NAMING:
         text = page.read_text()
         named = set(re.findall(rf"(?<![\w./-])((?:{'|'.join(FOLDERS)})/[\w/-]+\.(?:py|yml|md|j2|css|js))\b", text))
         if page.suffix == ".md":
-            named |= set(re.findall(r"`([\w-]+/[\w/-]+\.py)\b", text))  # some say `node/x.py` for launcher/node/x.py
+            named |= set(
+                re.findall(r"`([\w-]+/[\w/-]+\.py)\b", text)
+            )  # pages may write `node/x.py` for launcher/node/x.py
         missing += [
             f"{page.name}: {name}" for name in named if not any(f"/{each}".endswith(f"/{name}") for each in files)
         ]
@@ -198,7 +200,7 @@ def test_files_and_modules_that_are_named_exist() -> None:
 
 
 def _is_defined(name: str) -> bool:
-    """Whether ``launcher.a.b.Name`` is a module, or up to two names that stand in the source of one."""
+    """Whether ``launcher.a.b.Name`` is a module, or a module followed by up to two names in its source."""
     words = name.split(".")
     for cut in range(len(words), max(len(words) - 3, 0), -1):
         path = REPOSITORY.joinpath(*words[:cut])
@@ -230,7 +232,7 @@ def test_prose_names_only_options_that_exist(page: str) -> None:
 
 @pytest.mark.parametrize("page", [*PROSE, "docs/troubleshooting.md", "docs/first_cluster.md", "docs/migrating.md"])
 def test_commands_in_prose_and_tables_parse(page: str) -> None:
-    """What is told between backquotes, with RUN for a run."""
+    """Checks commands in backquotes, with RUN for a run."""
     told = re.findall(r"`gnnfleet ([^`]+)`", (REPOSITORY / page).read_text())
     for words in map(shlex.split, told):
         if words[0] != "COMMAND":
@@ -260,7 +262,7 @@ def test_commands_in_templates_parse_and_name_the_template(template: Path) -> No
 
 
 def parse(words: list[str]) -> None:
-    """The words after ``gnnfleet``; without a command they are a launch's."""
+    """Parse the arguments of ``gnnfleet``; without a command they are those of a launch."""
     name = words[0] if words[0] in gnnfleet.commands else "launch"
     command, words = gnnfleet.commands[name], words[1:] if words[0] == name else list(words)
     if isinstance(command, click.Group) and words and words[0] in command.commands:

@@ -1,4 +1,4 @@
-"""docs/operating.md: what it says to type about a run is typed, about a run of two nodes on this machine."""
+"""Tests of docs/operating.md: its commands are run on a run of two local nodes."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from launcher.config.schema import RunConfig
 from launching import own_ports
 
 PAGE = (Path(__file__).resolve().parents[1] / "docs/operating.md").read_text()
-WITHOUT_END = ("follow", "-f", "--watch")  # those that wait for the run's end are typed once it has ended
+WITHOUT_END = ("follow", "-f", "--watch")  # these wait for the run's end, so they are run after it
 SCRIPT = """
 import json, os, time
 rank = int(os.environ["RANK"])
@@ -28,7 +28,7 @@ time.sleep(300)
 
 
 def typed(*names: str) -> list[list[str]]:
-    """Words after ``gnnfleet`` of the commands of these names in the page's shell blocks."""
+    """The arguments of ``gnnfleet`` in the page's shell blocks, for these commands."""
     blocks = re.findall(r"^```bash\n(.*?)^```", PAGE, re.MULTILINE | re.DOTALL)
     words = [shlex.split(line)[1:] for block in blocks for line in block.splitlines()]
     return [each for each in words if each[0] in names]
@@ -36,7 +36,7 @@ def typed(*names: str) -> list[list[str]]:
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
-    """A folder with cluster.yml, in which run toy-1 goes on, detached."""
+    """A folder with cluster.yml, in which run toy-1 is in progress, detached."""
     folder = tmp_path_factory.mktemp("operating")
     config = {"name": "toy", "transport": "local", "nodes": 2, "defaults": {"workdir": "node{node_rank}"}}
     config |= {
@@ -71,7 +71,7 @@ def told(capsys: pytest.CaptureFixture[str], words: list[str]) -> tuple[int, str
     return status, captured.out + captured.err
 
 
-def test_all_that_is_typed_about_a_run(inside: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_commands_of_the_page(inside: Path, capsys: pytest.CaptureFixture[str]) -> None:
     asked = typed("status", "runs", "logs", "attach", "collect")
     assert {words[0] for words in asked} == {"status", "runs", "logs", "attach", "collect"}
     for words in asked:
@@ -88,7 +88,7 @@ def test_all_that_is_typed_about_a_run(inside: Path, capsys: pytest.CaptureFixtu
             assert told(capsys, words)[0] in (0, 130), words
 
 
-def test_the_settings_shown_are_the_defaults() -> None:
+def test_settings_of_the_page_are_the_defaults() -> None:
     shown = re.search(r"^```yaml\n(run:.*?)^```", PAGE, re.MULTILINE | re.DOTALL)
     assert shown is not None
     for key, value in yaml.safe_load(shown[1])["run"].items():

@@ -1,4 +1,4 @@
-"""The pages for a first cluster, data, an own model, several types and links: their Python runs as it stands."""
+"""Tests of the guides on a first cluster, data, own models, types and links: their Python code is run unchanged."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def inside(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-def test_first_cluster_makes_a_graph_then_breaks_it() -> None:
+def test_first_cluster_makes_a_graph_and_reports_damage() -> None:
     make, spoil = blocks("first_cluster.md", "python")
     (said,) = blocks("first_cluster.md", "text")
     names: dict[str, object] = {}
@@ -55,13 +55,13 @@ def run_script(source: str, words: Sequence[str], monkeypatch: pytest.MonkeyPatc
 
 
 def typed_words(page: str, *beginning: str) -> list[str]:
-    """The rest of the page's first command that begins so."""
+    """The remaining arguments of the page's first command that begins with ``beginning``."""
     text = "".join(blocks(page, "bash")).replace("\\\n", " ")
     lines = map(shlex.split, text.splitlines())
     return next(words[len(beginning) :] for words in lines if tuple(words[: len(beginning)]) == beginning)
 
 
-def test_own_model_learns_and_goes_on(
+def test_own_model_trains_and_resumes(
     inside: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     script, trimmed = blocks("own_model.md", "python")
@@ -77,7 +77,7 @@ def test_own_model_learns_and_goes_on(
     assert 0 < int(names["right"]) < 400  # type: ignore[call-overload]
 
 
-def test_types_and_links_are_as_shown() -> None:
+def test_types_and_links_give_the_shown_results() -> None:
     graph, nodes, links = blocks("hetero_links.md", "python")
     names: dict[str, object] = {}
     exec(graph, names)

@@ -1,4 +1,4 @@
-"""docs/security.md: a test stands behind each promise."""
+"""Tests that docs/security.md names an existing test for each promise."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ TEST = re.compile(r"`(tests/[\w/]+\.py)::(\w+)`")
 
 
 def functions_of(file: Path) -> set[str]:
-    """Functions of a test file that pytest collects."""
+    """Names of the test functions of a file."""
     nodes = ast.walk(ast.parse(file.read_text()))
     return {node.name for node in nodes if isinstance(node, ast.FunctionDef) and node.name.startswith("test")}
 
 
-def test_every_test_that_the_page_names_exists() -> None:
+def test_every_test_named_in_the_page_exists() -> None:
     named = TEST.findall(PAGE)
     assert len(named) > 30
     assert [f"{file}::{name}" for file, name in named if name not in functions_of(REPOSITORY / file)] == []

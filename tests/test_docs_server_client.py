@@ -1,4 +1,4 @@
-"""docs/server_client.md: what it says to type is typed, about servers and clients on this machine."""
+"""Tests of docs/server_client.md: its commands are run with servers and clients on this machine."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def blocks(language: str) -> list[str]:
 
 
 def typed() -> list[list[str]]:
-    """The words of each command, in the page's order, but what ends the cluster last."""
+    """The arguments of each command in the page's order, but with those that end the cluster last."""
     found = [shlex.split(line) for block in blocks("bash") for line in block.splitlines()]
     return sorted(found, key=lambda words: words[1:3] == ["serve", "stop"])
 
@@ -40,7 +40,7 @@ def nodes(workdir: str, *roles: str) -> list[dict[str, str]]:
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
-    """A folder with the files that the page's commands name: clusters of nodes on this machine."""
+    """A folder with the files that the page's commands name: clusters of local nodes."""
     folder = tmp_path_factory.mktemp("page")
     files: Mapping[str, Mapping[str, Any]] = {
         "products.yml": {"name": "both", "nodes": nodes("b", "server", "server", "client"), "data": GRAPH},
@@ -67,7 +67,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
 
 @pytest.mark.slow
 @pytest.mark.timeout(900)
-def test_all_that_is_typed(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_commands_of_the_page_in_order(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     for words in typed():
         if words[0] == "python":
             done = python(folder, words[1:])
@@ -81,7 +81,7 @@ def test_all_that_is_typed(folder: Path, capsys: pytest.CaptureFixture[str]) -> 
 
 
 def expect(words: list[str], told: str) -> None:
-    """What the page says comes of a command."""
+    """Check the output that the page promises for a command."""
     if words[1:3] == ["serve", "status"] and "--json" not in words:
         assert told.startswith("serving cluster products is up: 2 servers, 4 parts"), told
     elif words[1:3] == ["serve", "stop"]:
@@ -91,7 +91,7 @@ def expect(words: list[str], told: str) -> None:
 
 
 def python(folder: Path, words: list[str]) -> str:
-    """Output of a script of the page, with the newest checkpoint for that of RUN."""
+    """Output of a script of the page; a checkpoint of RUN is replaced by the newest one."""
     saved = max(folder.glob("runs/*/checkpoints/last.pt"), key=lambda path: path.stat().st_mtime)
     words = [str(saved) if word.startswith("runs/RUN/") else word for word in words]
     env = {**os.environ, "PYTHONPATH": str(REPOSITORY)}
@@ -100,8 +100,8 @@ def python(folder: Path, words: list[str]) -> str:
     return done.stdout
 
 
-def test_the_plan_shown_is_that_of_the_file_shown(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """But for the sizes of our own code."""
+def test_the_shown_plan_is_that_of_the_shown_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Except for the sizes of our own code."""
     (tmp_path / "products.yml").write_text(blocks("yaml")[0])
     assert run(["--config", str(tmp_path / "products.yml"), "--dry-run"]) == 0
     told = rows(capsys.readouterr().out)
@@ -113,14 +113,14 @@ def rows(text: str) -> list[str]:
     return [" ".join(line.split()[:-2]) for line in text.splitlines() if re.match(r"  node", line)]
 
 
-def test_the_settings_shown_are_the_defaults() -> None:
+def test_settings_of_the_page_are_the_defaults() -> None:
     shown = yaml.safe_load(blocks("yaml")[-1])
     for section, defaults in (("run", RunConfig()), ("train", TrainConfig())):
         for key, value in shown[section].items():
             assert getattr(defaults, key) == value, key
 
 
-def test_every_setting_of_servers_and_clients_is_told_of() -> None:
+def test_every_setting_of_servers_and_clients_is_described() -> None:
     keys = {key for key in RunConfig.__dataclass_fields__ if key.startswith("server_")} | {
         "on_client_loss",
         "wire_rows",

@@ -1,4 +1,4 @@
-"""launcher/report/explanations.yml has every message that our packages can show, and none that they cannot."""
+"""Tests that launcher/report/explanations.yml lists every message that our packages can show, and no others."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from launcher.report.explain import contains, plain, sections, troubleshooting_p
 from messages import fixed, messages, spoken_texts
 
 PAGE = Path(__file__).resolve().parents[1] / "docs/troubleshooting.md"
-FEWEST_LETTERS = 5  #: of a listed message; fewer occur in any text
+FEWEST_LETTERS = 5  #: minimum length of a listed message; shorter ones occur in any text
 LISTED = [
     (section, plain(message)) for section in sections() for entry in section.entries for message in entry.messages
 ]
@@ -25,7 +25,7 @@ def test_every_message_is_explained() -> None:
 def test_every_explained_message_can_be_shown() -> None:
     ours = [listed for section, listed in LISTED if not section.others]
     short = [listed for listed in ours if len(re.findall(r"[A-Za-z]", listed)) < FEWEST_LETTERS]
-    assert short == [], "these words occur in any text"
+    assert short == [], "these texts are too short to identify a message"
     texts = [fixed(message.text) for message in messages()]
     left = [listed for listed in ours if not any(contains(text, listed) for text in texts)]
     unknown = [listed for listed in left if not any(contains(text, listed) for text in spoken_texts())]

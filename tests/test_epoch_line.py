@@ -1,4 +1,4 @@
-"""The line of an epoch, as rank 0 prints it and as the launcher shows it."""
+"""Tests of the line of an epoch, as rank 0 prints it and as the launcher shows it."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def report(epoch: int, loss: float, seconds: float, seeds: int) -> EpochReport:
 
 
 def shown(line: str, node_rank: int = 0) -> list[str]:
-    """``line`` of the first rank of a node, as the launcher prints it for a run with that node."""
+    """``line`` from a node's first rank, as the launcher prints it."""
     console = Console(file=io.StringIO(), width=WIDTH)
     plan = make_launch([make_node(Path("/w"), node_rank, [])])
     LiveLog(console, plan, plain=True).process_lines(node_rank, f"rank{node_rank}", [line])
@@ -36,14 +36,14 @@ def shown(line: str, node_rank: int = 0) -> list[str]:
     return console.file.getvalue().splitlines()
 
 
-def test_an_epochs_line_has_loss_validation_seconds_and_speed() -> None:
+def test_the_line_of_an_epoch_has_loss_validation_seconds_and_speed() -> None:
     line = epoch_text(report(3, 0.45123, 2.5, 100_000), 10, 0.81234)
     assert shown(line) == ["node0/rank0 | epoch 3/10  loss 0.4512  val 0.8123  2.5 s  40,000 seeds/s"]
     assert "val" not in epoch_text(report(3, 0.45123, 2.5, 100_000), 10, None)
 
 
 @pytest.mark.parametrize("loss", [123_456.789, 1.2345e30])
-def test_an_epochs_line_with_large_numbers_fits_in_100_columns(loss: float) -> None:
+def test_the_line_of_an_epoch_with_large_numbers_fits_in_100_columns(loss: float) -> None:
     line = epoch_text(report(10_000, loss, 123_456.7, 10**14), 10_000, 1.0)
     (text,) = shown(line, node_rank=9999)
     assert text.startswith("node9999/rank9999 | epoch 10000/10000  loss 1")

@@ -1,4 +1,4 @@
-"""The package that users import: its names, what importing it costs, and a user's file that shadows ours."""
+"""Tests of package gnnfleet: its names, the cost of importing it, and user files that shadow our packages."""
 
 from __future__ import annotations
 
@@ -17,19 +17,19 @@ REPOSITORY = Path(__file__).resolve().parents[1]
 
 
 def python(folder: Path, *argv: str) -> subprocess.CompletedProcess[str]:
-    """Run an interpreter in ``folder`` with our packages on its path."""
+    """Run Python in ``folder`` with our packages on its path."""
     env = {**os.environ, "PYTHONPATH": str(REPOSITORY)}
     return subprocess.run([sys.executable, *argv], cwd=folder, env=env, capture_output=True, text=True, timeout=60)
 
 
 def type_checked_names(source: Path) -> set[str]:
-    """Names that a type checker sees: those imported under ``if TYPE_CHECKING``."""
+    """Names that type checkers see: those imported under ``if TYPE_CHECKING``."""
     blocks = [each.body for each in ast.parse(source.read_text()).body if isinstance(each, ast.If)]
     statements = [each for block in blocks for each in block if isinstance(each, ast.ImportFrom)]
     return {alias.name for statement in statements for alias in statement.names}
 
 
-def test_every_name_is_there_at_run_time_and_for_type_checkers() -> None:
+def test_every_name_exists_at_run_time_and_for_type_checkers() -> None:
     assert [name for name in gf.__all__ if getattr(gf, name) is None] == []
     assert type_checked_names(REPOSITORY / "gnnfleet" / "__init__.py") == set(gf.__all__) <= set(dir(gf))
     assert [name for name in gf.nn.__all__ if not hasattr(gf.nn, name)] == []
@@ -41,12 +41,12 @@ def test_names_of_trainer_are_the_same_objects() -> None:
     assert [name for name in trainer.__all__ if getattr(gf, name) is not getattr(trainer, name)] == []
 
 
-def test_a_mistyped_name_is_answered_with_the_nearest() -> None:
+def test_a_mistyped_name_suggests_the_nearest() -> None:
     with pytest.raises(AttributeError, match="no attribute 'DistNeighbourLoader'; did you mean 'DistNeighborLoader'"):
         _ = gf.DistNeighbourLoader  # type: ignore[attr-defined]
 
 
-def test_importing_it_imports_no_library() -> None:
+def test_importing_gnnfleet_imports_no_library() -> None:
     heavy = "{'torch', 'torch_geometric', 'numpy', 'numba', 'fabric', 'paramiko', 'launcher', 'trainer'}"
     done = python(REPOSITORY, "-c", f"import gnnfleet, sys; print(sorted({heavy} & set(sys.modules)))")
     assert (done.stdout, done.stderr) == ("[]\n", "")

@@ -1,4 +1,4 @@
-"""Who imports whom: the order drawn in docs/ARCHITECTURE.md, read from the source."""
+"""Tests of the order of packages drawn in docs/ARCHITECTURE.md, and of imports, read from the source."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ REPOSITORY = Path(__file__).resolve().parents[1]
 MODULES = read_modules(REPOSITORY)
 IMPORTS = {name: set(imported(module, MODULES)) for name, module in MODULES.items()}
 
-#: Packages from bottom to top: each imports only those before it, also inside functions.
+#: Packages from bottom to top; each may import only packages before it, also inside functions.
 ORDER = {
     "launcher": (
         "errors", "command", "hostlist", "files", "text", "yaml_tree", "node", "config", "transport",
@@ -23,7 +23,7 @@ ORDER = {
     "trainer": ("core", "store", "data", "partition", "sampler", "service", "graph", "loader", "nn", "train", "cli"),
     "gnnfleet": ("shadow", "nn", "tasks"),
 }  # fmt: skip
-#: What no module of a package imports.
+#: Packages that no module of a package may import.
 FOREIGN = {
     "launcher": ["gnnfleet", "trainer", "torch", "torch_geometric", "numba", "numpy", "pymetis", "ogb"],
     "trainer": ["gnnfleet", "launcher", "paramiko", "fabric", "libtmux"],
@@ -31,7 +31,7 @@ FOREIGN = {
     "trainer.core.rng": ["torch"],
     "trainer.core.arrays": ["torch"],
 }
-#: What users import or run; imported by nothing of the package.
+#: Modules that users import or run; no other module imports them.
 ENTRIES = {"trainer.__main__"}
 
 
@@ -39,26 +39,26 @@ def within(module: str, package: str) -> bool:
     return module == package or module.startswith(package + ".")
 
 
-def place(module: str) -> int:
-    """Of a module's package in ``ORDER``; the whole package's ``__init__`` and ``ENTRIES`` stand above all."""
+def layer(module: str) -> int:
+    """Position of a module's package in ``ORDER``; ``ENTRIES`` and a package's ``__init__`` are above all."""
     top, _, rest = module.partition(".")
     head = rest.split(".")[0]
     assert not rest or head in ORDER[top] or module in ENTRIES, f"{module} has no place in ORDER"
     return ORDER[top].index(head) if head in ORDER[top] else len(ORDER[top])
 
 
-def test_packages_import_only_what_is_below_them() -> None:
+def test_packages_import_only_packages_below_them() -> None:
     upward = [
         f"{module} imports {name}"
         for module in MODULES
         for name in sorted(IMPORTS[module] & MODULES.keys())
-        if name.split(".")[0] == module.split(".")[0] and name not in ORDER and place(name) > place(module)
+        if name.split(".")[0] == module.split(".")[0] and name not in ORDER and layer(name) > layer(module)
     ]
     assert upward == []
 
 
 @pytest.mark.parametrize("package", FOREIGN)
-def test_foreign_packages_stay_outside(package: str) -> None:
+def test_foreign_packages_are_not_imported(package: str) -> None:
     assert any(within(module, package) for module in MODULES), f"{package} is gone; correct FOREIGN"
     wrong = [
         f"{module} imports {name}"
@@ -77,18 +77,18 @@ def test_node_programs_use_the_standard_library_only() -> None:
             assert name.split(".")[0] in allowed or within(name, "launcher.node"), f"{module} imports {name}"
 
 
-def test_no_import_circles_among_packages_or_files() -> None:
+def test_no_import_cycles_among_packages_or_files() -> None:
     assert circles(package_graph(MODULES)) == []
     assert circles(module_graph(MODULES)) == []
 
 
-def test_circles_are_found() -> None:
+def test_import_cycles_are_found() -> None:
     graph = {"a": {"b"}, "b": {"c"}, "c": {"a"}, "d": {"a", "e"}, "e": {"d"}, "f": {"f", "a"}}
     assert circles(graph) == [["a", "b", "c"], ["d", "e"]]
 
 
-def test_what_benchmarks_and_examples_import_exists() -> None:
-    """No test runs all of them."""
+def test_imports_of_benchmarks_and_examples_exist() -> None:
+    """No test runs all of these files."""
     files = [path for folder in ("benchmarks", "examples") for path in (REPOSITORY / folder).rglob("*.py")]
     missing = [
         f"{path.relative_to(REPOSITORY)}:{node.lineno}: {node.module}.{alias.name}"
@@ -102,7 +102,7 @@ def test_what_benchmarks_and_examples_import_exists() -> None:
 
 
 def defined(module: str) -> set[str]:
-    """Names that a module has once it is imported; of a lazy package those in ``__all__`` too."""
+    """Names that a module defines or imports, including the ``__all__`` of a lazy package."""
     if module not in MODULES:
         return set()
     names = set()
@@ -114,5 +114,5 @@ def defined(module: str) -> set[str]:
         elif isinstance(node, ast.Import | ast.ImportFrom):
             names |= {(alias.asname or alias.name).split(".")[0] for alias in node.names}
         elif isinstance(node, ast.Constant) and isinstance(node.value, str):
-            names.add(node.value)  # as in __all__
+            names.add(node.value)  # a name in __all__
     return names

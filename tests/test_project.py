@@ -1,4 +1,4 @@
-"""Packaging and hygiene: what a person who clones the repository relies on."""
+"""Tests of packaging and of the repository's files."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ import launcher
 import trainer
 
 REPOSITORY = Path(__file__).resolve().parents[1]
-#: Absolute paths that mean something on one machine only; /tmp, /usr or an example below /home are fine.
+#: Absolute paths that exist on one machine only; /tmp, /usr and examples below /home are allowed.
 PRIVATE_PATH = re.compile(r"(?<![\w./~}-])/(work|farm|Users)/[\w.-]+")
 
 
@@ -67,7 +67,7 @@ def test_constraints_pin_every_direct_dependency() -> None:
 
 
 def test_all_packages_are_packaged() -> None:
-    """Every folder with Python files below our packages is found by setuptools."""
+    """setuptools finds every folder with Python files in our packages."""
     for package in ("gnnfleet", "launcher", "trainer"):
         folders = {path.parent for path in (REPOSITORY / package).rglob("*.py")}
         assert [folder for folder in folders if not (folder / "__init__.py").exists()] == []
@@ -86,7 +86,7 @@ def test_launch_py_names_a_missing_dependency(tmp_path: Path) -> None:
     assert "click is not installed" in done.stderr and f"pip install -e {REPOSITORY}" in done.stderr
 
 
-def test_console_script_is_the_same_program() -> None:
+def test_console_script_runs_the_same_program() -> None:
     target = setup()["options.entry_points"]["console_scripts"].strip().partition(" = ")[2]
     module, _, function = target.partition(":")
     assert f"from {module} import {function} as" in (REPOSITORY / "launch.py").read_text()

@@ -1,4 +1,4 @@
-"""run_dist.sh: its variables become launch.py's words, its exit status and output are launch.py's."""
+"""Tests of run_dist.sh: its variables become options of launch.py, whose exit status and output it returns."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ SCRIPT = Path(__file__).resolve().parents[1] / "run_dist.sh"
 
 @pytest.fixture
 def python(tmp_path: Path) -> Path:
-    """Stands in for the interpreter: prints its words, one a line, and exits 7."""
+    """Fake interpreter that prints its arguments, one per line, and exits with status 7."""
     path = tmp_path / "python with space"
     path.write_text('#!/bin/sh\nfor word; do echo "[$word]"; done\necho complaint >&2\nexit 7\n')
     path.chmod(0o755)
@@ -29,7 +29,7 @@ def words_of(done: subprocess.CompletedProcess[str]) -> list[str]:
     return [line[1:-1] for line in done.stdout.splitlines() if line.startswith("[")]
 
 
-def test_out_of_the_box_it_launches_the_local_template(python: Path) -> None:
+def test_without_variables_it_launches_the_local_template(python: Path) -> None:
     here = SCRIPT.parent
     assert words_of(run(python)) == [f"{here}/launch.py", "--config", f"{here}/templates/local.yml"]
 
@@ -47,8 +47,8 @@ def test_variables_become_options(python: Path) -> None:
     ]
 
 
-def test_another_dataset_brings_its_own_options_and_folder(python: Path) -> None:
-    """CONFIG's options are those of its own dataset, and so are the parts in its folder."""
+def test_another_dataset_has_its_own_options_and_folder(python: Path) -> None:
+    """The options in CONFIG are those of its own dataset, and so are the parts in its folder."""
     words = words_of(run(python, DATASET="Planetoid:Cora", DATA_OPTIONS="undirected: true"))
     assert words[3:] == [
         *("--set", "data.dataset=Planetoid:Cora", "--set", "data.options={undirected: true}"),
@@ -62,12 +62,12 @@ def test_nodes_as_hosts_and_as_a_number(python: Path) -> None:
     assert words_of(run(python, NODES="3"))[3:] == ["--set", "nodes=3", "--set", "transport=local"]
 
 
-def test_further_words_reach_launch_py_unchanged(python: Path) -> None:
+def test_further_arguments_reach_launch_py_unchanged(python: Path) -> None:
     done = run(python, "--dry-run", "--", "python", "my train.py", "$HOME")
     assert words_of(done)[3:] == ["--dry-run", "--", "python", "my train.py", "$HOME"]
 
 
-def test_exit_status_and_output_are_kept(python: Path) -> None:
+def test_exit_status_and_output_are_passed_on(python: Path) -> None:
     done = run(python)
     [log] = (python.parent / "logs").iterdir()
     assert done.returncode == 7
@@ -75,8 +75,8 @@ def test_exit_status_and_output_are_kept(python: Path) -> None:
     assert done.stdout.startswith(log.read_text()) and str(log) in done.stdout
 
 
-def test_paths_are_relative_to_where_one_stands(python: Path) -> None:
-    """As with launch.py itself; only a CONFIG that is not there is looked for beside run_dist.sh."""
+def test_paths_are_relative_to_the_working_directory(python: Path) -> None:
+    """As with launch.py; only a CONFIG that does not exist there is looked up next to run_dist.sh."""
     (python.parent / "mine.yml").touch()
     assert words_of(run(python, cwd=python.parent, CONFIG="mine.yml"))[2] == "mine.yml"
     run(python, cwd=python.parent, LOG_DIR="here")

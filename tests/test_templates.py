@@ -1,4 +1,4 @@
-"""Templates: each is there, is copied whole, loads and plans wherever it is put; those of this machine run."""
+"""Tests of the templates: each is listed, loads and plans in any folder; the local ones also run."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ NAMES = [
     "cluster", "gpu_nodes", "heterogeneous", "jump_host", "link_prediction", "local", "own_script", "server_client",
     "shared_folder", "two_cpu_nodes",
 ]  # fmt: skip
-#: What runs on this machine, as its comments say, but shorter; links are for a script alone.
+#: Shorter settings for templates that run on this machine; links are for a script only.
 RUN = {
     "local": "--set data.options.num_nodes=5000 --epochs 1",
     "heterogeneous": "--set data.options.num_nodes=3000 --epochs 1",
@@ -28,7 +28,7 @@ RUN = {
 }
 
 
-def test_list_names_all_with_a_line_each(capsys: pytest.CaptureFixture[str]) -> None:
+def test_list_has_one_line_per_template(capsys: pytest.CaptureFixture[str]) -> None:
     assert main.run(["init", "--list"]) == 0
     lines = capsys.readouterr().out.splitlines()
     assert [line.split()[0] for line in lines] == NAMES == [one.name for one in templates()]
@@ -55,7 +55,7 @@ def test_a_copy_loads_and_plans_in_another_folder(
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", RUN)
-def test_local_templates_run_elsewhere(name: str, tmp_path: Path) -> None:
+def test_local_templates_run_in_another_folder(name: str, tmp_path: Path) -> None:
     def gnnfleet(*words: str) -> None:
         done = subprocess.run(
             [sys.executable, str(REPOSITORY / "launch.py"), *words],

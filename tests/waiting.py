@@ -1,4 +1,4 @@
-"""Waiting for what other processes do, and whether they still run."""
+"""Helpers that wait for other processes and check whether they run."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 
 
 def wait_until(true: Callable[[], Any], timeout: float = 60.0) -> Any:
-    """The first true value of ``true()``; the test fails when none comes in ``timeout`` seconds."""
+    """Return the first true value of ``true()``; fail after ``timeout`` seconds."""
     deadline = time.monotonic() + timeout
     while not (value := true()):
         assert time.monotonic() < deadline, f"did not come true within {timeout} s"
@@ -18,7 +18,7 @@ def wait_until(true: Callable[[], Any], timeout: float = 60.0) -> Any:
 
 
 def runs(pid: int) -> bool:
-    """Whether there is such a process; a zombie, which the init of a container may keep for good, does not run."""
+    """Whether the process exists and is no zombie, which the init of a container may never reap."""
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in ("Z", "X")
     except (FileNotFoundError, ProcessLookupError):

@@ -1,4 +1,4 @@
-"""Partition folders of test graphs, made by the real writer."""
+"""Test kit: writes partition folders of small graphs with the real writer."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ NODE, EDGE = "nodes/node", "edges/node__to__node"
 
 
 def spec(folder, **changes):
-    """What to make of a small synthetic graph."""
+    """Return a ``PartitionSpec`` of a small synthetic graph."""
     return PartitionSpec("synthetic", str(folder), options=OPTIONS, **{"num_parts": 2, "method": "random", **changes})
 
 
@@ -29,14 +29,15 @@ def written(dataset, folder, num_parts=2, method="random", seed=0):
 
 
 def by_hand(dataset, parts, num_parts, **options):
-    """An assignment as given; a list stands for the only node type."""
+    """Return an assignment with the given parts; a list stands for the only node type."""
     given = parts if isinstance(parts, dict) else {HOMO_NODE: parts}
     arrays = {of: np.asarray(part, np.int32) for of, part in given.items()}
     return PartitionAssignment("random", 0, num_parts, arrays, dict.fromkeys(dataset.edges, 0.0), 0.0, 1.0, options)
 
 
 def odd_types():
-    """Names with '-' and '.', a type without edges, a relation without edges, self loops, multi-edges, isolated nodes.
+    """Return a graph with unusual types: names with '-' and '.', a node type without edges, an edge type without
+    edges, self loops, multi-edges and isolated nodes.
 
     Nodes of ``v-1.0`` have times and bfloat16 rows; edges have weights, vectors and int8 flags.
     """
@@ -58,12 +59,12 @@ def odd_types():
 
 
 def with_nodes(dataset, node_type, **changes):
-    """The dataset with one node type changed."""
+    """Return the dataset with changed fields of one node type."""
     return replace(dataset, nodes={**dataset.nodes, node_type: replace(dataset.nodes[node_type], **changes)})
 
 
 def expected_store(dataset, assignment):
-    """What ``open_parts`` should give, cut by the plain numpy of ``partitions``."""
+    """Return the store that ``open_parts`` should give; cut with numpy by ``partitions``."""
     return typed_store(
         {of: data.num_nodes for of, data in dataset.nodes.items()},
         {of: data.edge_index for of, data in dataset.edges.items()},
@@ -78,7 +79,7 @@ def expected_store(dataset, assignment):
 
 
 def assert_whole(folder, dataset, assignment):
-    """The folder holds exactly the dataset, in the order the format promises."""
+    """Assert that the folder holds exactly the dataset, in the order that the format defines."""
     found, expected = open_parts(folder), expected_store(dataset, assignment)
     _assert_equal(found.global_ids, expected.global_ids)
     _assert_equal(found.splits, expected.splits)
@@ -113,5 +114,5 @@ def flip_byte(path, position=-3):
 
 
 def hubs(num_edges=900):
-    """100 nodes; 7 of them have all edges."""
+    """Return a graph of 100 nodes in which seven nodes have all edges."""
     return graph([(v % 100, v % 7) for v in range(num_edges)], 100)

@@ -1,4 +1,4 @@
-"""Small partitioned graphs for tests, built in memory by plain numpy, apart from ``trainer.partition``."""
+"""Test kit: builds small partitioned graphs in memory with numpy, independently of ``trainer.partition``."""
 
 from __future__ import annotations
 
@@ -14,13 +14,14 @@ from trainer.store.part_store import EdgePart, NodePart, Part, PartStore
 
 
 def random_graph(seed, num_nodes, num_edges):
-    """Edges drawn at random: self loops and multi-edges included."""
+    """Draw random edges, self loops and multi-edges included."""
     rng = np.random.default_rng(seed)
     return rng.integers(0, num_nodes, (2, num_edges)), num_nodes
 
 
 def store_of(edge_index, num_nodes, num_parts=1, *, attrs=None, edge_attrs=None, assignment=None, **options):
-    """``PartStore`` of a homogeneous graph; node v goes to part ``assignment[v]``, by default v % num_parts."""
+    """Return the ``PartStore`` of a homogeneous graph; node v goes to part ``assignment[v]``, by default v %
+    num_parts."""
     return typed_store(
         {HOMO_NODE: num_nodes}, {HOMO_EDGE: edge_index}, num_parts,
         node_attrs={HOMO_NODE: attrs or {}}, edge_attrs={HOMO_EDGE: edge_attrs or {}},
@@ -32,11 +33,10 @@ def typed_store(
     num_nodes, edges, num_parts=1, *, node_attrs=None, edge_attrs=None, splits=None, assignment=None,
     time_attrs=("time",), only=None, hetero=True,
 ):  # fmt: skip
-    """``PartStore`` of a graph of several types.
+    """Return the ``PartStore`` of a graph with several types.
 
-    num_nodes: type -> count; edges: edge type -> [2, E]; attrs: type -> name -> rows; splits:
-    (type, split) -> original ids; assignment: type -> part of each node, by default id % num_parts;
-    only: parts to open.
+    num_nodes: type -> count; edges: edge type -> [2, E]; attrs: type -> name -> rows; splits: (type, split) ->
+    original ids; assignment: type -> part of each node, by default id % num_parts; only: parts to open.
     """
     node_attrs, edge_attrs, splits = node_attrs or {}, edge_attrs or {}, splits or {}
     owner = {of: np.arange(n) % num_parts for of, n in num_nodes.items()}
@@ -82,7 +82,8 @@ def typed_store(
 
 
 def _relabelled(owner, num_parts):
-    """By type: global id of each node, where each part's begin, and the original ids of each part."""
+    """Return per type: the global id of each node, the first global id of each part, and the original ids of each
+    part."""
     gid, offsets, owned = {}, {}, {}
     for of, parts in owner.items():
         order = np.argsort(parts, kind="stable")
@@ -99,7 +100,7 @@ def _node_spec(of, num_nodes, offsets, attrs, splits):
 
 
 def _rows_of(edge_index, owned):
-    """Edge ids of each owned target, in original edge order."""
+    """Return the edge ids of each owned target, in original edge order."""
     by_target = np.argsort(edge_index[1], kind="stable")
     bounds = np.searchsorted(edge_index[1][by_target], [owned, owned + 1])
     return [by_target[begin:end] for begin, end in bounds.T]
@@ -119,7 +120,7 @@ def _classes(attrs):
 
 
 def write_store(folder, store):
-    """A ``PartStore`` of this module as a partition folder, with a manifest as the real writer's."""
+    """Write a ``PartStore`` of this module as a partition folder with a manifest like the real writer's."""
     entries = []
 
     def save(path, array):

@@ -1,6 +1,7 @@
-"""The sampling contract in plain Python, on an uncut graph in original ids: slow, and apart from ``trainer.sampler``.
+"""Reference implementation of the sampling contract in plain Python, on an unpartitioned graph in original ids.
 
-A sampled node is named ``(tree, id)``, with tree None unless disjoint.
+Slow, and independent of ``trainer.sampler``. A sampled node is named ``(tree, id)``; tree is None unless sampling
+is disjoint.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ class PlainGraph:
         )  # fmt: skip
 
     def time(self, e, edge, rule):
-        """None where the edge type is not bounded."""
+        """Return the time that bounds this edge; None if the edge type is not bounded."""
         attrs, of = (self.edge_attrs.get(e, {}), edge) if rule.on == "edge" else (
             self.node_attrs.get(e[0], {}), self.edges[e][0][edge],
         )  # fmt: skip
@@ -43,15 +44,15 @@ class PlainGraph:
 
 @dataclass(frozen=True)
 class Rule:
-    """How one row is drawn."""
+    """How the neighbours of one target are drawn."""
 
     fanout: int
     shuffle: int = 0
     replace: bool = False
     weight: str | None = None
     time: object = None  #: TimeRule
-    until: int = 0  #: with ``time``
-    barred: frozenset = frozenset()  #: sources
+    until: int = 0  #: latest time allowed, used with ``time``
+    barred: frozenset = frozenset()  #: excluded sources
     allowed: frozenset | None = None
 
 
@@ -79,7 +80,10 @@ def row_key(key, e, node, tree_key):
 
 
 def pick(graph, e, node, rule, key, tree_key=None):
-    """(edge ids in the order drawn, whether the row was taken whole: those of a bounded row are by time then)."""
+    """Return (edge ids, whole): the edges in the order drawn; ``whole``: all candidates were taken.
+
+    A row with a time bound that is taken whole is sorted by time.
+    """
     row = [int(edge) for edge in np.flatnonzero(graph.edges[e][1] == node)]
     candidates = [edge for edge in row if passes(graph, e, edge, rule)]
     drawn, n = row_key(key, e, node, tree_key), len(candidates)
@@ -128,15 +132,15 @@ def passes(graph, e, edge, rule):
 @dataclass
 class PlainBatch:
     levels: dict  #: type -> one list of names per hop, seeds first; order within a hop is not defined
-    rows: dict  #: (edge type, hop) -> {name: (edge ids, taken whole)}
+    rows: dict  #: (edge type, hop) -> {name: (edge ids, whole)}
 
     def names_until(self, of, hop):
-        """Nodes known before ``hop``."""
+        """Return the nodes found before ``hop``."""
         return [name for level in self.levels[of][: hop + 1] for name in level]
 
 
 def plain_sample(graph, seeds, settings, key):
-    """What ``sample_multi_hop`` should find; ``seeds`` is a ``SeedSet`` in original ids."""
+    """Return the batch that ``sample_multi_hop`` should find; ``seeds`` is a ``SeedSet`` in original ids."""
     disjoint = settings.disjoint or settings.time is not None
     levels, tree_keys, untils = {of: [[]] for of in graph.num_nodes}, [], []
     for of, ids in seeds.nodes.items():

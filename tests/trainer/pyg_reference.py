@@ -1,7 +1,7 @@
-"""torch_geometric's own loaders with a sampler in plain Python, where neither pyg-lib nor torch-sparse is installed.
+"""torch_geometric's own loaders with a sampler in plain Python, for machines without pyg-lib and torch-sparse.
 
-Only the drawing of neighbours is ours, written from pyg-lib's documented behaviour; everything a
-user sees of a batch (attributes, shapes, labels, metadata) is torch_geometric's code.
+Only neighbour sampling is implemented here, from pyg-lib's documentation. All else in a batch (attributes,
+shapes, labels, metadata) comes from torch_geometric's code.
 """
 
 from __future__ import annotations
@@ -19,7 +19,8 @@ HOMO = ("", "", "")
 
 
 class PlainSampler(BaseSampler):
-    """Neighbours of ``data`` (Data or HeteroData) by plain loops: uniform, weighted, temporal; for small graphs."""
+    """Samples neighbours of ``data`` (Data or HeteroData) with plain loops: uniform, weighted, temporal; small
+    graphs only."""
 
     def __init__(
         self, data, num_neighbors, *, replace=False, disjoint=False, subgraph_type="directional",
@@ -73,7 +74,7 @@ class PlainSampler(BaseSampler):
         return {t: times.tolist() for t, times in own.items()}
 
     def take(self, edge_type, target, fanout, bound):
-        """Edge ids drawn for one target."""
+        """Draw the edge ids of one target."""
         edges = self.rows[edge_type].get(target, [])
         if bound is not None:
             edges = [e for e in edges if self._time(edge_type, e) is None or self._time(edge_type, e) <= bound]
@@ -99,7 +100,7 @@ class PlainSampler(BaseSampler):
 
 
 class _Found:
-    """A subgraph while it grows: nodes per type in order of appearance."""
+    """A subgraph under construction: nodes per type in order of appearance."""
 
     def __init__(self, sampler, seeds, times):
         self.sampler, self.num_hops = sampler, max(map(len, sampler.num_neighbors.values()))
@@ -164,7 +165,7 @@ def _ids(values):
 
 
 def node_loader(data, num_neighbors, input_nodes=None, input_time=None, *, batch_size=1, transform=None, **how):
-    """torch_geometric's NodeLoader with the plain sampler."""
+    """Return torch_geometric's NodeLoader with the plain sampler."""
     sampler = PlainSampler(data, num_neighbors, **how)
     return NodeLoader(data, sampler, input_nodes, input_time, transform=transform, batch_size=batch_size)
 
@@ -173,7 +174,7 @@ def link_loader(
     data, num_neighbors, edge_label_index=None, edge_label=None, edge_label_time=None, neg_sampling=None, *,
     batch_size=1, **how,
 ):  # fmt: skip
-    """torch_geometric's LinkLoader with the plain sampler."""
+    """Return torch_geometric's LinkLoader with the plain sampler."""
     sampler = PlainSampler(data, num_neighbors, **how)
     cast = NegativeSampling.cast(neg_sampling)
     return LinkLoader(data, sampler, edge_label_index, edge_label, edge_label_time, cast, batch_size=batch_size)

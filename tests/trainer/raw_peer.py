@@ -1,4 +1,4 @@
-"""A connection to a graph server that sends what it is told, right or wrong."""
+"""A raw connection to a graph server that sends any bytes, valid or not."""
 
 from __future__ import annotations
 
@@ -14,13 +14,14 @@ from trainer.service.stream import GREETING_BYTES, MessageReader, greeting
 
 
 def framed(parts: Sequence[Any]) -> bytes:
-    """A message as bytes, written anew here."""
+    """Encode a message as bytes, independently of the trainer's own encoder."""
     sizes = [len(part) for part in parts]
     return struct.pack(f"<I{len(sizes)}Q", len(sizes), *sizes) + b"".join(map(bytes, parts))
 
 
 class RawPeer:
-    """Greets the server; a context manager. Raises OSError and EOFError as sockets do when the server hangs up."""
+    """Connects and sends the greeting; a context manager. Raises OSError or EOFError when the server closes the
+    connection."""
 
     def __init__(self, endpoint: str, keys: ServiceKeys | None = None, *, greets: bool = True):
         host, _, port = endpoint.removeprefix("tcp://").rpartition(":")
@@ -43,11 +44,11 @@ class RawPeer:
         self.sock.close()
 
     def send(self, *parts: Any) -> None:
-        """One message."""
+        """Send one message."""
         self.sock.sendall(framed(parts))
 
     def receive(self, seconds: float) -> list[Any] | None:
-        """The next message that has parts; None when none comes in time, or the server has hung up."""
+        """Return the next non-empty message; None on timeout or when the server has closed the connection."""
         until = time.monotonic() + seconds
         while True:
             while self._reader.messages:
@@ -62,7 +63,7 @@ class RawPeer:
                 self.sock.settimeout(60)
 
     def hung_up(self, seconds: float) -> bool:
-        """Whether the server has ended the connection, or does in so many seconds."""
+        """Return whether the server closes the connection within ``seconds``."""
         until = time.monotonic() + seconds
         self.sock.settimeout(0.1)
         while time.monotonic() < until:

@@ -1,4 +1,7 @@
-"""Training runs as real processes that lose some: where each dies, who is told, and which seeds were trained."""
+"""Test kit: training runs as real processes that lose ranks.
+
+Controls when each rank dies and whether the others are notified, and records which seeds were trained.
+"""
 
 from __future__ import annotations
 
@@ -26,7 +29,7 @@ EVERY = 4  #: steps between snapshots
 
 @dataclass(frozen=True)
 class Loss:
-    """One rank that ends: at a batch of a split (of training by epoch and step), or at another ``moment``."""
+    """The end of one rank: at a batch of a split (for training: epoch and step), or at another ``moment``."""
 
     rank: int
     split: str = "train"
@@ -38,24 +41,27 @@ class Loss:
 
 @dataclass
 class Survived:
-    """A run after its losses."""
+    """The result of a run that lost ranks."""
 
     run_dir: Path
-    ended: dict[int, Ended] = field(default_factory=dict)  #: of the ranks that were left
-    seconds: float = 0.0  #: from the last loss
+    ended: dict[int, Ended] = field(default_factory=dict)  #: of the remaining ranks
+    seconds: float = 0.0  #: since the last loss
 
 
 def run_without_losses(item: TrainJob, world_size: int) -> list[Ended]:
-    """A run in which nobody dies, in a run folder that is there."""
+    """Run all ranks to the end in an existing run folder."""
     port = free_port()
     ranks = [_start(item, rank, world_size, port, None, {}) for rank in range(world_size)]
     return [finish(process) for process in ranks]
 
 
 def run_with_losses(
-    item: TrainJob, world_size: int, losses: Sequence[Loss], told: bool = True, **more_env: str
+    item: TrainJob, world_size: int, losses: Sequence[Loss], announce: bool = True, **more_env: str
 ) -> Survived:
-    """A run of ``world_size`` ranks that loses some, in this order; each loss is told as supervisors do."""
+    """Run ``world_size`` ranks and lose some in the given order.
+
+    announce: write each loss to team.json, as supervisors do.
+    """
     item.run_dir.mkdir(parents=True)
     by_rank, port = {loss.rank: loss for loss in losses}, free_port()
     ranks = {rank: _start(item, rank, world_size, port, by_rank.get(rank), more_env) for rank in range(world_size)}
@@ -65,7 +71,7 @@ def run_with_losses(
             _await_end(ranks[loss.rank], loss)
             left.remove(loss.rank)
             began = time.monotonic()
-            if told:
+            if announce:
                 write_team(item.run_dir, generation, left)
         survived.ended = {rank: finish(ranks[rank]) for rank in left}
         survived.seconds = time.monotonic() - began
@@ -76,14 +82,15 @@ def run_with_losses(
 
 
 def write_team(run_dir: Path, generation: int, ranks: set[int]) -> None:
-    """What a supervisor writes when a node is gone."""
-    told = {"generation": generation, "ranks": sorted(ranks), "lost": []}
-    (run_dir / "team.new").write_text(json.dumps(told))
+    """Write team.json as a supervisor does after it lost a node."""
+    team = {"generation": generation, "ranks": sorted(ranks), "lost": []}
+    (run_dir / "team.new").write_text(json.dumps(team))
     (run_dir / "team.new").replace(run_dir / "team.json")
 
 
 def trained_seeds(run_dir: Path, world_size: int) -> Counter[tuple[int, int]]:
-    """(epoch, seed) -> how often it has a share in the weights: what was rolled back does not count."""
+    """Count for each (epoch, seed) how often it contributes to the weights; steps that were rolled back do not
+    count."""
     notes = {rank: _notes(run_dir, rank) for rank in range(world_size)}
     backs = {note["generation"]: (note["epoch"], note["step"]) for note in notes[0] if note["kind"] == "back"}
     counted: Counter[tuple[int, int]] = Counter()
@@ -108,13 +115,13 @@ def _start(item: TrainJob, rank: int, size: int, port: int, loss: Loss | None, m
 
 
 def _rank(words: list[str], notes: Path, loss: Loss | None) -> None:
-    """One rank's whole life, in a process of its own."""
+    """Run one rank from start to end, in its own process."""
     _Note(notes, loss).install()
     main(words)
 
 
 def _await_end(process: Forked, loss: Loss) -> None:
-    """Until the process is dead, or stopped."""
+    """Wait until the process is dead or stopped."""
     until = time.monotonic() + 60
     while process.poll() is None and _state(process.pid) not in ("T", "gone"):
         assert time.monotonic() < until, f"{loss} did not happen"
@@ -129,7 +136,7 @@ def _state(pid: int) -> str:
 
 
 class _Note:
-    """Notes what this rank trains, and ends it where it is to die."""
+    """Records what this rank trains and kills the process at the moment of ``loss``."""
 
     def __init__(self, path: Path, loss: Loss | None):
         self.path, self.loss, self.generation = path, loss, 0

@@ -1,4 +1,4 @@
-"""Random typed graphs, settings and seeds for sampling tests."""
+"""Test kit: random typed graphs, sampling settings and seeds."""
 
 from __future__ import annotations
 
@@ -32,7 +32,8 @@ KINDS = {
 
 
 def typed_graph(seed, num_nodes=(12, 15, 3), num_edges=60):
-    """Three node types, five edge types: one without edges, one without attributes; multi-edges and self loops."""
+    """Return a graph of three node types and five edge types: one without edges, one without attributes;
+    multi-edges and self loops."""
     rng = np.random.default_rng(seed)
     count = dict(zip("apc", num_nodes, strict=True))
     edges = {
@@ -74,7 +75,7 @@ def random_seeds(rng, graph, exclude=False):
 
 
 def to_global(store, seeds):
-    """The seeds, given in original ids, as ``sample_multi_hop`` takes them."""
+    """Convert seeds from original ids to the global ids that ``sample_multi_hop`` expects."""
     exclude = {
         e: (store.to_global(e[2], targets), store.to_global(e[0], sources))
         for e, (targets, sources) in seeds.exclude.items()
@@ -84,19 +85,19 @@ def to_global(store, seeds):
 
 
 def sample(store, seeds, settings, key=7, tables=None):
-    """Seeds in original ids."""
+    """Sample for seeds in original ids."""
     tables = RelabelTables(store.manifest) if tables is None else tables
     return sample_multi_hop(LocalGraph(store), store.manifest, to_global(store, seeds), settings, key, tables)
 
 
 def sample_homo(store, seeds, fanouts, key=7, tables=None, **more):
-    """A homogeneous graph; seeds are original ids."""
+    """Sample a homogeneous graph; seeds are original ids."""
     settings = SampleSettings({HOMO_EDGE: tuple(fanouts)}, **more)
     return sample(store, SeedSet({HOMO_NODE: np.asarray(seeds, np.int64)}), settings, key, tables)
 
 
 def orig_nodes(store, subgraph, of=HOMO_NODE):
-    """Original ids of the sampled nodes."""
+    """Return the original ids of the sampled nodes."""
     table = np.concatenate([part.nodes[of].orig_id for part in store.parts.values()])
     return table[subgraph.nodes[of].ids]
 
@@ -107,7 +108,7 @@ def orig_edges(store, subgraph, e=HOMO_EDGE):
 
 
 def names(store, subgraph, of):
-    """(tree, original id) of every sampled node, tree None unless disjoint."""
+    """Return (tree, original id) of every sampled node; tree is None unless disjoint."""
     nodes = subgraph.nodes[of]
     trees = [None] * len(nodes.ids) if nodes.tree is None else nodes.tree.tolist()
     return list(zip(trees, orig_nodes(store, subgraph, of).tolist(), strict=True))

@@ -1,4 +1,5 @@
-"""Graphs for the subgraph samplers, whole, in parts and behind a server, and comparison of their batches."""
+"""Test kit for the subgraph samplers: graphs in memory, in parts and behind a server, and comparison of their
+batches."""
 
 from __future__ import annotations
 
@@ -17,11 +18,12 @@ from trainer.graph.seed_order import RankLayout
 from trainer.sampler.dist_graph import DistGraph
 from trainer.sampler.local_graph import LocalGraph
 
-TWO_HOSTS = RankLayout(3, ((0, 1), (2,), (0, 1), (2,)))  #: parts 0 and 2 lie beside ranks 0 and 1
+TWO_HOSTS = RankLayout(3, ((0, 1), (2,), (0, 1), (2,)))  #: ranks 0 and 2 hold parts 0 and 2
 
 
 def small_data(pairs, num_nodes):
-    """(source, target) pairs as ``Data``; row v of x is (v,), y is v, edge e has e."""
+    """Return ``Data`` with edges from (source, target) pairs; row v of x is (v,), y of node v is v, edge e has
+    attribute e."""
     edge_index = torch.tensor(pairs, dtype=torch.int64).reshape(-1, 2).T.contiguous()
     ids = torch.arange(num_nodes)
     return Data(
@@ -31,7 +33,7 @@ def small_data(pairs, num_nodes):
 
 
 def odd_data():
-    """Self loops, an edge three times, both directions of another; nodes 5, 6 and 9 have no edge."""
+    """Return a graph with self loops, a triple edge, and an edge in both directions; nodes 5, 6 and 9 have no edge."""
     return small_data([(0, 0), (1, 2), (1, 2), (2, 1), (1, 2), (3, 4), (4, 4), (8, 7), (7, 3), (0, 1), (3, 8)], 10)
 
 
@@ -40,12 +42,13 @@ def no_edges():
 
 
 def hub(leaves=300):
-    """Leaves to the hub 0 and back."""
+    """Return a star: edges from the leaves to hub 0 and back."""
     return small_data([pair for v in range(1, leaves + 1) for pair in ((v, 0), (0, v))], leaves + 1)
 
 
 def planted(num_classes=3, size=40, seed=0):
-    """Classes are communities; features tell little of a node's own class, but much of its neighbourhood's."""
+    """Return a graph whose classes are communities; a node's neighbourhood predicts its class better than its own
+    features."""
     rng = np.random.default_rng(seed)
     n = num_classes * size
     label = np.arange(n) % num_classes
@@ -59,7 +62,7 @@ def planted(num_classes=3, size=40, seed=0):
 
 
 def with_empty_part(data):
-    """Three opened parts; part 1 owns nothing."""
+    """Return a graph of three opened parts, of which part 1 owns nothing."""
     attrs = {name: data[name].numpy() for name in ("x", "y", "train_mask")}
     return opened(
         store_of(
@@ -71,14 +74,15 @@ def with_empty_part(data):
 
 @contextlib.contextmanager
 def over_the_wire(data):
-    """Parts 0 and 2 of four opened here, 1 and 3 behind a server."""
+    """Yield a graph of four parts: 0 and 2 opened in this process, 1 and 3 behind a server."""
     theirs, mine = (parts_of(data, 4, only=parts) for parts in ((1, 3), (0, 2)))
     with serving(LocalGraph(theirs.store)) as server, client_of(server.endpoint) as client:
         yield Graph(mine.store, DistGraph(mine.access.local, {1: client}))
 
 
 def assert_same_everywhere(make, data, **arguments):
-    """``make(graph, threads=…)`` gives equal batches of data in memory, in parts, by threads and over the wire."""
+    """Assert that ``make(graph, threads=…)`` gives equal batches from memory, from parts, with threads and from a
+    server."""
     expected = list(make(data, **arguments))
     assert expected
     sources = [(parts_of(data, count), threads) for count, threads in ((1, 1), (2, 3), (4, 1))]
@@ -90,12 +94,12 @@ def assert_same_everywhere(make, data, **arguments):
 
 
 def triples(batch, attr="edge_attr"):
-    """Edges as sorted (source, target, attribute) triples of batch positions."""
+    """Return edges as sorted (source, target, attribute) triples of batch positions."""
     values = batch[attr]
     return sorted(zip(*batch.edge_index.tolist(), (values[:, 0] if values.dim() > 1 else values).tolist(), strict=True))
 
 
 def edges_between(data, nodes):
-    """Ids of all edges with both ends in ``nodes``, ascending."""
+    """Return the ids of all edges with both ends in ``nodes``, ascending."""
     members = set(nodes)
     return [e for e, (u, v) in enumerate(data.edge_index.T.tolist()) if u in members and v in members]

@@ -1,4 +1,5 @@
-"""A graph of arithmetic with misbehaving attributes, and graph servers around it, here and as processes."""
+"""Test kit: a graph whose rows and neighbours are computed from ids, and graph servers for it in this and other
+processes."""
 
 from __future__ import annotations
 
@@ -25,7 +26,7 @@ INFO = HelloInfo(node_rank=1, host="10.0.0.2", part_ids=(1, 3), manifest_digest=
 
 
 class ArithmeticGraph:
-    """Node v's neighbours are v*10, v*10+1, …; row x[v] is (v, v+0.5). Some attributes misbehave."""
+    """Neighbours of node v are v*10, v*10+1, …; row x[v] is (v, v+0.5). Some attributes fail, are slow or are large."""
 
     def __init__(self):
         self.hops: list[list[HopRequest]] = []  #: requests of each call
@@ -51,7 +52,7 @@ class ArithmeticGraph:
     def _column(self, name, nodes):
         if name == "x":
             return np.stack([nodes, nodes + 0.5], axis=1).astype(np.float32)
-        if name == "wide":  # 4 KiB a row
+        if name == "wide":  # 4 KiB per row
             return np.repeat(nodes.astype(np.float32)[:, None], 1024, axis=1)
         if name.startswith("sleep"):
             time.sleep(float(name.removeprefix("sleep")))
@@ -64,7 +65,7 @@ class ArithmeticGraph:
 
 
 def rows_of(graph, ids, attrs=("x",), of=HOMO_NODE):
-    """The rows of one request."""
+    """Return the rows of one request."""
     return graph.gather([RowRequest(of, ids, tuple(attrs))])[0]
 
 
@@ -78,7 +79,7 @@ def assert_same_sample(there, here) -> None:
 
 @contextlib.contextmanager
 def serving(graph=None, keys=None, **options):
-    """A server in this process."""
+    """Run a server in this process."""
     endpoint = options.pop("endpoint", "tcp://127.0.0.1:0")
     server = GraphServer(graph or ArithmeticGraph(), endpoint, INFO, options.pop("threads", 2), keys, **options)
     server.start()
@@ -89,7 +90,7 @@ def serving(graph=None, keys=None, **options):
 
 
 def place_of(endpoint, node_rank=INFO.node_rank, host=INFO.host, parts=INFO.part_ids):
-    """Where a server of these tests is."""
+    """Return the address, node rank, host and parts of a test server."""
     return ServerAddress(f"node{node_rank} ({host})", node_rank, host, endpoint, tuple(parts))
 
 
@@ -104,7 +105,7 @@ def client_of(endpoint, deadline=5.0, keys=None, parts=INFO.part_ids, **options)
 
 @contextlib.contextmanager
 def server_process(endpoint):
-    """The same server as a process of its own, answering once this returns."""
+    """Run the same server in its own process; it answers once this function returns."""
     process = Forked(_serve, (endpoint,), server_environment())
     try:
         until = time.monotonic() + 60
@@ -131,7 +132,7 @@ def new_keys() -> ServiceKeys:
 
 
 def write_cluster(path, *nodes, num_parts=None):
-    """cluster.json of (node_rank, endpoint, parts) triples."""
+    """Write cluster.json from (node_rank, endpoint, parts) triples."""
     entries = [{"node_rank": k, "host": f"host{k}", "endpoint": e, "parts": list(p), "ranks": [k]} for k, e, p in nodes]
     count = sum(len(entry["parts"]) for entry in entries) if num_parts is None else num_parts
     path.write_text(json.dumps({"run_id": "r", "num_parts": count, "nodes": entries}))
@@ -140,9 +141,9 @@ def write_cluster(path, *nodes, num_parts=None):
 
 @contextlib.contextmanager
 def serve_process(folder, parts, own, bind, cluster, key_file=None, node_rank=None, **more):
-    """``python -m trainer serve`` as a process, and the file that says it is ready.
+    """Start ``python -m trainer serve``; return the process and its ready file.
 
-    ``node_rank``: default: the node of the cluster file with just these parts.
+    ``node_rank``: by default the node of the cluster file with exactly these parts.
     """
     if node_rank is None:
         nodes = json.loads(Path(cluster).read_text())["nodes"]

@@ -1,4 +1,5 @@
-"""A toy model over a sharded table, trained by one or several processes; and the same over one dense table."""
+"""Test kit: a toy model over a sharded embedding table, trained by one or several processes, and over one dense
+table."""
 
 from __future__ import annotations
 
@@ -23,7 +24,7 @@ OPTIMIZERS = {
 
 
 def global_batch(step: int) -> tuple[dict[str, torch.Tensor], torch.Tensor]:
-    """Ids of each type, repeats included, 12 in all, and a number to predict from each; venue is rarely asked."""
+    """Return 12 ids over all types, with repeats, and one target value per id; venue ids occur only in odd steps."""
     generator = torch.Generator().manual_seed(step)
     counts = {"author": 8, "field.of-study": 4 - step % 2, "venue": step % 2}
     ids = {of: torch.randint(0, NODES[of], (count,), generator=generator) for of, count in counts.items()}
@@ -31,7 +32,7 @@ def global_batch(step: int) -> tuple[dict[str, torch.Tensor], torch.Tensor]:
 
 
 def own_share(ids: dict[str, torch.Tensor], rank: int, size: int) -> tuple[dict[str, torch.Tensor], torch.Tensor]:
-    """A rank's ids and their places in the global batch: the last of three ranks has none."""
+    """Return a rank's ids and their positions in the global batch; the last of three ranks gets none."""
     places = dict(zip(ids, torch.arange(GLOBAL_BATCH).split([len(of) for of in ids.values()]), strict=True))
     sharing = min(size, 2)
     mine = {of: torch.arange(len(place)) % sharing == rank for of, place in places.items()}
@@ -44,7 +45,7 @@ def toy_head() -> nn.Module:
 
 
 def train_dense(optimizer: str, steps: range = range(STEPS)) -> tuple[dict[str, torch.Tensor], list[float]]:
-    """One process, one ``nn.Embedding(sparse=True)`` over all types."""
+    """Train in one process with one ``nn.Embedding(sparse=True)`` over all types."""
     whole = torch.cat([initial_rows(torch.arange(n).numpy(), DIM, 7, of) for of, n in NODES.items()])
     table, head = nn.Embedding.from_pretrained(whole, freeze=False, sparse=True), toy_head()
     sparse, dense = OPTIMIZERS[optimizer](table.parameters()), torch.optim.SGD(head.parameters(), lr=0.1)
@@ -64,7 +65,7 @@ def train_dense(optimizer: str, steps: range = range(STEPS)) -> tuple[dict[str, 
 
 
 def train_sharded(optimizer: str, steps: range, saved: Path | None) -> dict[str, object] | None:
-    """One rank of a run; rank 0 returns what a checkpoint holds."""
+    """Train one rank of a run; rank 0 returns the content of a checkpoint."""
     embedding = ShardedEmbedding(NODES, DIM, seed=7)
     size, head = embedding.size, toy_head()
     model = DistributedDataParallel(head) if size > 1 else head
@@ -95,7 +96,8 @@ def train_sharded(optimizer: str, steps: range, saved: Path | None) -> dict[str,
 
 
 def run_sharded(folder: Path, size: int, *runs: tuple[str, range, Path | None]) -> list[dict[str, object]]:
-    """What rank 0 of ``size`` processes saves after each run of (optimizer, steps, checkpoint to go on from)."""
+    """Return what rank 0 of ``size`` processes saves after each run of (optimizer, steps, checkpoint to resume
+    from)."""
     for ended in run_forked(_rank, (folder, runs), size):
         assert ended.returncode == 0, ended.output
     return [torch.load(folder / f"run{number}.pt", weights_only=True) for number in range(len(runs))]

@@ -1,4 +1,4 @@
-"""Negative links: how many, whose, from where, and that the split into ranks does not matter."""
+"""Tests of negative links: their number, sources, targets, weights and times; equal for any number of ranks."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ KEY = 12345
 
 
 def drawn(rule, places, global_size, ends, is_link=None, times=None, key=KEY):
-    """(place, j) -> (source, target) of all negatives of the positives at ``places``."""
+    """Return (place, j) -> (source, target) of all negatives of the positives at ``places``."""
     places = np.asarray(places)
     owner, j = rule.owners(places, global_size)
     src, dst = draw_negatives(
@@ -28,7 +28,7 @@ def no_links(src, dst):
 
 
 @pytest.mark.parametrize(("amount", "expected"), [(1, 7), (2, 14), (0.5, 4), (1.5, 11), (0.01, 1)])
-def test_their_number_is_the_amount_of_the_global_batch_rounded_up(amount, expected):
+def test_the_number_of_negatives_is_rounded_up_per_global_batch(amount, expected):
     rule = NegativeRule(triplet=False, amount=amount)
     owner, _ = rule.owners(np.arange(7), 7)
     assert len(owner) == expected
@@ -45,7 +45,7 @@ def test_ranks_draw_what_one_process_draws(triplet, amount):
     assert len(whole) == 9 * amount
 
 
-def test_a_fraction_is_shared_out_without_loss():
+def test_a_fractional_amount_is_split_completely_over_ranks():
     rule = NegativeRule(triplet=False, amount=0.5)
     ends = NegativeDraw(50), NegativeDraw(50)
     whole = drawn(rule, range(9), 9, ends)
@@ -53,7 +53,7 @@ def test_a_fraction_is_shared_out_without_loss():
     assert len(whole) == 5
 
 
-def test_both_ends_are_drawn_uniformly_and_apart():
+def test_both_ends_are_drawn_uniformly_and_independently():
     pairs = np.array(
         list(drawn(NegativeRule(False, 1), range(8000), 8000, (NegativeDraw(4), NegativeDraw(5))).values())
     )
@@ -66,7 +66,7 @@ def test_a_triplet_keeps_its_source():
     assert all(src == place * 10 for (place, _), (src, _) in found.items())
 
 
-def test_weights_decide_and_zero_is_never_drawn():
+def test_nodes_are_drawn_by_weight_and_never_with_weight_zero():
     weight = np.array([0.0, 1.0, 3.0, 0.0, 4.0, 0.0])
     ends = NegativeDraw(6, weight), NegativeDraw(6)
     src = np.array([src for src, _ in drawn(NegativeRule(False, 1), range(8000), 8000, ends).values()])
@@ -100,10 +100,12 @@ def test_links_are_avoided_when_asked():
     assert all((src + dst) % 3 == 0 for src, dst in avoided.values())
     free = drawn(NegativeRule(False, 2), range(100), 100, ends, is_link)
     assert any((src + dst) % 3 for src, dst in free.values())
-    assert all(pair == avoided[at] for at, pair in free.items() if sum(pair) % 3 == 0), "only hits are drawn again"
+    assert all(pair == avoided[at] for at, pair in free.items() if sum(pair) % 3 == 0), (
+        "only draws that hit a link are repeated"
+    )
 
 
-def test_where_everything_is_a_link_it_says_so():
+def test_a_graph_without_non_links_is_an_error():
     with pytest.raises(DataError, match="no negative for the link from 0 to 1"):
         drawn(NegativeRule(True, 1, avoid_links=True), [0], 1, (NegativeDraw(3), NegativeDraw(3)), lambda s, d: s >= 0)
 
@@ -112,7 +114,7 @@ def test_where_everything_is_a_link_it_says_so():
     ("weight", "message"),
     [([1.0], "shape"), ([1, -1, 1], "not negative"), ([0, 0, 0], "not all 0"), ([1, np.nan, 1], "finite")],
 )
-def test_weights_that_cannot_be(weight, message):
+def test_invalid_weights_are_refused(weight, message):
     with pytest.raises(SettingsError, match=message):
         NegativeDraw(3, np.array(weight))
 
@@ -122,7 +124,7 @@ def test_weights_and_times_at_once_are_refused():
         NegativeDraw(2, np.ones(2), np.arange(2))
 
 
-def test_another_key_draws_others():
+def test_another_key_draws_other_negatives():
     ends = NegativeDraw(1000), NegativeDraw(1000)
     rule = NegativeRule(False, 1)
     assert drawn(rule, range(20), 20, ends) != drawn(rule, range(20), 20, ends, key=KEY + 1)

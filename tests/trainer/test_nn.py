@@ -1,4 +1,4 @@
-"""Layers on blocks: equal to torch_geometric's with all neighbours, right gradients, no dependence on the split."""
+"""Tests of layers on blocks: equal to torch_geometric's with all neighbours, gradients, independence of the split."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def random_block(num_dst: int, num_src: int, most: int, seed: int = 0) -> Block:
 
 
 def directed_graph(num_nodes: int = 60, num_edges: int = 300) -> Tensor:
-    """Random directed edges without self loops or doubles; some nodes have no in-edge."""
+    """Return random directed edges without self loops or duplicates; some nodes have no in-edge."""
     rng = np.random.default_rng(3)
     pairs = rng.integers(0, num_nodes, (2, num_edges))
     pairs[1] = np.minimum(pairs[1], num_nodes - 6)
@@ -81,7 +81,7 @@ def test_both_orders_of_linear_and_aggregation_agree(name: str, monkeypatch: pyt
 
 
 def test_gcn_estimate_is_unbiased_over_samples() -> None:
-    """The mean over many samples of two of five neighbours is the layer with all five."""
+    """The mean over many samples of two of five neighbours equals the layer's output with all five."""
     torch.manual_seed(0)
     layer, x, degree = layers.GCNConv(4, 3), torch.randn(6, 4), torch.tensor([5, 9, 3, 1, 7, 2])
     whole = layer(Block(torch.tensor([0, 5]).int(), torch.arange(1, 6).int(), 6), x, degree)
@@ -150,7 +150,7 @@ def test_dropout_masks_of_kernel_and_torch_are_bit_identical(p: float, key: int)
     assert torch.equal(dropout.mask_rows(h, n_id, p, stream), dropout.mask_rows_torch(h, n_id, p, stream))
 
 
-def test_dropout_follows_the_node_not_its_place() -> None:
+def test_dropout_depends_on_the_node_not_on_its_position() -> None:
     h, n_id, order = torch.randn(5000, 8), torch.arange(5000) * 7, torch.randperm(5000)
     whole = dropout.hash_dropout(h, n_id, 0.4, 11, 1, True)
     assert torch.equal(dropout.hash_dropout(h[order], n_id[order], 0.4, 11, 1, True), whole[order])
@@ -158,7 +158,7 @@ def test_dropout_follows_the_node_not_its_place() -> None:
     assert not torch.equal(dropout.hash_dropout(h, n_id, 0.4, 11, 2, True), whole)
 
 
-def test_dropout_drops_its_share_in_every_row_and_column_and_passes_gradients() -> None:
+def test_dropout_rate_holds_per_row_and_column_and_for_gradients() -> None:
     h = torch.ones(4000, 256, requires_grad=True)
     out = dropout.hash_dropout(h, torch.arange(4000), 0.3, 5, 1, True)
     kept = (out > 0).float()
@@ -188,7 +188,7 @@ def test_a_batch_without_seeds_gives_zero_gradients(model: str) -> None:
 
 
 @pytest.mark.parametrize("model", ["sage", "gcn", "gat", "rgcn", "hgt", "rsage"])
-def test_weights_come_from_the_seed_alone(model: str) -> None:
+def test_initial_weights_depend_only_on_the_seed(model: str) -> None:
     first = build_model(Config(model), homogeneous()).state_dict()
     torch.randn(3)
     again = build_model(Config(model), homogeneous()).state_dict()
@@ -197,7 +197,7 @@ def test_weights_come_from_the_seed_alone(model: str) -> None:
     assert any(not torch.equal(first[name], other[name]) for name in first)
 
 
-def test_a_model_that_cannot_be_built_is_named() -> None:
+def test_invalid_model_settings_are_refused() -> None:
     known = "the models are sage, gcn, gat, and for heterogeneous graphs rgcn, hgt, rsage"
     with pytest.raises(SettingsError, match=f"unknown model 'gin'; {known}"):
         build_model(Config("gin"), homogeneous())

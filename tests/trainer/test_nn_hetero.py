@@ -1,4 +1,4 @@
-"""Heterogeneous layers and models on blocks: torch_geometric's results, and work only where it is needed."""
+"""Tests of heterogeneous layers and models on blocks: equal to torch_geometric's, without computing unused rows."""
 
 from __future__ import annotations
 
@@ -37,12 +37,12 @@ from trainer.nn.sharded_embedding import LocalEmbeddings
 
 EDGE_TYPES = (WRITES, CITES, HAS, WROTE, ON)
 FACTS = GraphFacts(True, "paper", tuple(NUM_NODES), EDGE_TYPES, DIMS, 4)
-WHOLE = LayerNeed(tuple(NUM_NODES), ("paper", "author", "topic"), EDGE_TYPES)  #: nothing ends in a board
+WHOLE = LayerNeed(tuple(NUM_NODES), ("paper", "author", "topic"), EDGE_TYPES)  #: no edge ends at a board
 HETERO = ["rgcn", "hgt", "rsage"]
 
 
 def whole_graph(dim: int) -> tuple[dict, dict, dict]:  # type: ignore[type-arg]
-    """Rows of every node, edges, and one block per edge type with all of them."""
+    """Return rows of every node, edges, and one block per edge type with all its edges."""
     edges = {of: torch.from_numpy(index) for of, index in typed_edges().items()}
     blocks = {}
     for of, index in edges.items():
@@ -52,7 +52,8 @@ def whole_graph(dim: int) -> tuple[dict, dict, dict]:  # type: ignore[type-arg]
 
 
 def as_one_type(x: dict[str, Tensor], edges: dict) -> tuple[Tensor, Tensor, Tensor, dict[str, int]]:  # type: ignore[type-arg]
-    """Rows of all types below each other, with edges and their numbers, as ``RGCNConv`` of torch_geometric wants."""
+    """Concatenate the rows of all types; return them with edges and edge type numbers, as torch_geometric's
+    ``RGCNConv`` expects."""
     first = dict(zip(x, np.cumsum([0, *map(len, x.values())]).tolist(), strict=False))
     index = [edges[of] + torch.tensor([[first[of[0]]], [first[of[2]]]]) for of in EDGE_TYPES]
     number = [torch.full((edges[of].shape[1],), place) for place, of in enumerate(EDGE_TYPES)]
@@ -88,13 +89,13 @@ def test_hetero_sage_equals_torch_geometric(aggr: str) -> None:
 
 @pytest.mark.parametrize("in_dim", [12, 5])
 def test_hgt_equals_torch_geometric(in_dim: int) -> None:
-    """In width 12 the skip connection takes part, in width 5 it cannot."""
+    """The skip connection is active at input width 12 and inactive at width 5."""
     torch.manual_seed(0)
     x, edges, blocks = whole_graph(in_dim)
     theirs = pyg.HGTConv(in_dim, 12, (list(NUM_NODES), list(EDGE_TYPES)), heads=3)
     for name, parameter in theirs.named_parameters():
         if name.startswith(("skip", "p_rel")):
-            nn.init.normal_(parameter)  # else all are 1
+            nn.init.normal_(parameter)  # by default all are 1
     ours = layers.HGTConv(WHOLE, dict.fromkeys(NUM_NODES, in_dim), 12, 3)
     assert ours.load_state_dict(theirs.state_dict(), strict=False).missing_keys == []
     out, expected = ours(blocks, x, NUM_NODES), theirs(x, edges)
@@ -103,7 +104,7 @@ def test_hgt_equals_torch_geometric(in_dim: int) -> None:
         torch.testing.assert_close(h, expected[of], atol=1e-5, rtol=1e-5)
 
 
-def test_layers_need_only_what_leads_to_the_target() -> None:
+def test_layers_compute_only_types_that_reach_the_target() -> None:
     last, first = reversed(layer_needs(tuple(NUM_NODES), EDGE_TYPES, "paper", 2))
     assert last == LayerNeed(("paper", "author"), ("paper",), (WRITES, CITES))
     assert first == LayerNeed(("paper", "author"), ("paper", "author"), (WRITES, CITES, WROTE))
@@ -138,7 +139,7 @@ def test_a_batch_without_seeds_gives_zero_gradients(model: str) -> None:
 
 @pytest.mark.parametrize("model", HETERO)
 def test_rows_of_a_seed_do_not_depend_on_the_other_seeds(model: str) -> None:
-    """With dropout on: the same seeds alone, in halves, give the logits of the whole batch."""
+    """With dropout on, two halves of the seeds give the same logits as the whole batch."""
     torch.manual_seed(0)
     net = build_model(Config(model, fanouts=(-1, -1), dropout=0.4), FACTS)
     whole = net(typed_batch(typed_edges(), [5, 9, 1, 28], (-1, -1)))
@@ -156,7 +157,7 @@ def test_types_with_equal_ids_do_not_share_dropout_masks() -> None:
 
 
 class CountRows:
-    """Rows that each layer gives out, by type."""
+    """Records the number of output rows of each layer, by type."""
 
     def __init__(self, net: nn.Module):
         self.rows: list[dict[str, int]] = []
@@ -189,8 +190,8 @@ def test_featureless_types_take_embeddings_or_one_vector() -> None:
         build_model(Config("rgcn", fanouts=(-1, -1)), FACTS, LocalEmbeddings({"author": 20}, 8))
 
 
-class Elsewhere:
-    """Embeddings that are trained beside the model."""
+class ExternalEmbeddings:
+    """Embeddings that are stored and trained outside the model."""
 
     dim, num_nodes = 16, {"author": 20, "board": 3}
 
@@ -202,8 +203,8 @@ class Elsewhere:
         return {of: torch.ones(len(ids), 16) for of, ids in n_id.items()}
 
 
-def test_embeddings_kept_elsewhere_are_asked_once_per_batch_for_the_types_needed() -> None:
-    rows = Elsewhere()
+def test_external_embeddings_are_looked_up_once_per_batch() -> None:
+    rows = ExternalEmbeddings()
     net = build_model(Config("hgt", fanouts=(2, 2)), FACTS, rows)
     for seeds in ([1, 2], []):
         net(typed_batch(typed_edges(), seeds, (2, 2)))
@@ -229,7 +230,7 @@ def test_a_homogeneous_batch_is_one_with_a_single_type(model: str) -> None:
 
 
 def planted(seeds: list[int]) -> tuple[HeteroBatch, Tensor]:
-    """A paper's class is that of its author's only other paper's features, two hops away."""
+    """The class of a paper follows from the features of its author's only other paper, two hops away."""
     papers, authors = np.arange(60), np.arange(60) // 2
     edges = {WRITES: np.stack([authors, papers]), WROTE: np.stack([papers, authors])}
     counts = {"paper": 60, "author": 30}
@@ -239,7 +240,7 @@ def planted(seeds: list[int]) -> tuple[HeteroBatch, Tensor]:
 
 
 @pytest.mark.parametrize("model", HETERO)
-def test_models_learn_what_is_two_hops_away(model: str) -> None:
+def test_models_learn_from_two_hops_away(model: str) -> None:
     facts = GraphFacts(True, "paper", ("paper", "author"), (WRITES, WROTE), {"paper": 3}, 3)
     net = build_model(Config(model, hidden=32, fanouts=(-1, -1), dropout=0.0), facts)
     optimizer = torch.optim.Adam(net.parameters(), lr=0.01)

@@ -1,4 +1,4 @@
-"""``gf.nn.inference``: a torch_geometric model over all nodes, layer by layer, with our loaders."""
+"""Tests of ``gf.nn.inference``: a torch_geometric model over all nodes, layer by layer, with gnnfleet's loaders."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def model_of(kind=GraphSAGE, **how):
 
 @pytest.mark.parametrize("cache", [False, True])
 @pytest.mark.parametrize(("kind", "jk"), [(GraphSAGE, None), (GraphSAGE, "last"), (GAT, None)])
-def test_layer_by_layer_is_the_whole_graph_at_once(kind, jk, cache):
+def test_layer_by_layer_equals_the_whole_graph_at_once(kind, jk, cache):
     data, model = homo_data(), model_of(kind, jk=jk)
     whole = model(data.x, data.edge_index).detach()
     for source in (data, parts_of(data, 2)):
@@ -45,7 +45,7 @@ def test_graphs_stored_as_adj_t():
         assert result.shape == (60, 5) and (at_once is None or torch.allclose(result, at_once, atol=1e-5))
 
 
-def test_what_is_refused():
+def test_unsupported_models_and_loaders_are_refused():
     model, data = model_of(), homo_data()
     refused = {
         "training mode": (model_of().train(), DistNeighborLoader(data, [-1])),

@@ -1,4 +1,4 @@
-"""Link decoders, losses and metrics against values worked out by hand; unsupervised GraphSAGE learns communities."""
+"""Tests of link decoders, losses and metrics against values computed by hand, and of unsupervised GraphSAGE."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def test_dist_mult_scales_by_relation() -> None:
 
 @pytest.mark.parametrize("decoder", [links.DotProduct(), links.DistMult(3, 2), links.MLPDecoder(2, 4)])
 @pytest.mark.parametrize("negatives", [torch.tensor([2, 0]), torch.tensor([[2, 0, 1], [1, 1, 2]])])
-def test_triplets_score_as_their_pairs(decoder: links.Decoder, negatives: Tensor) -> None:
+def test_a_triplet_scores_like_its_pairs(decoder: links.Decoder, negatives: Tensor) -> None:
     src, dst, relation = torch.tensor([0, 1]), torch.tensor([1, 2]), torch.tensor([2, 1])
     positive, negative = links.score_triplets(decoder, H, H, src, dst, negatives, relation)
     assert torch.allclose(positive, links.score_edges(decoder, H, H, torch.stack([src, dst]), relation))
@@ -42,7 +42,7 @@ def test_triplets_score_as_their_pairs(decoder: links.Decoder, negatives: Tensor
         assert torch.allclose(negative[:, column], links.score_edges(decoder, H, H, pairs, relation))
 
 
-def test_mlp_tells_directions_apart() -> None:
+def test_mlp_scores_depend_on_direction() -> None:
     decoder = links.MLPDecoder(2, 8)
     assert not torch.allclose(decoder.score(H[0], H[1]), decoder.score(H[1], H[0]))
 
@@ -59,7 +59,7 @@ def test_losses() -> None:
     assert bce.item() == pytest.approx((math.log(2) + math.log1p(math.exp(2))) / 2)
 
 
-def test_ranks_and_what_follows_from_them() -> None:
+def test_ranks_and_metrics_derived_from_them() -> None:
     positive = torch.tensor([3.0, 1.0, 0.0, 5.0])
     negative = torch.tensor([[1.0, 2, 0], [2, 3, 0], [0, 0, 0], [5, 6, 7]])
     assert metrics.ranks(positive, negative).tolist() == [1, 3, 2.5, 3.5]
@@ -81,14 +81,14 @@ def test_auc_with_ties(positive: list[float], negative: list[float], expected: f
     assert metrics.auc(torch.tensor(positive), torch.tensor(negative)).item() == pytest.approx(expected)
 
 
-def test_auc_is_the_share_of_pairs_in_order() -> None:
+def test_auc_is_the_share_of_correctly_ordered_pairs() -> None:
     positive, negative = torch.randint(0, 9, (40,)).float() + 1, torch.randint(0, 9, (30, 2)).float()
     difference = positive[:, None] - negative.flatten()
     pairs = ((difference > 0).double() + (difference == 0).double() / 2).mean()
     torch.testing.assert_close(metrics.auc(positive, negative), pairs)
 
 
-def test_sums_of_ranks_add_up() -> None:
+def test_rank_sums_can_be_added_over_processes() -> None:
     positive, negative = torch.randn(50), torch.randn(50, 20)
     whole, parts = metrics.LinkSums((1, 10)), [metrics.LinkSums((1, 10)) for _ in range(2)]
     whole.add(positive, negative)
@@ -106,7 +106,7 @@ def test_sums_of_ranks_add_up() -> None:
     assert math.isnan(metrics.LinkSums().result().mrr)
 
 
-def test_unsupervised_loss_is_the_papers() -> None:
+def test_unsupervised_loss_equals_the_published_formula() -> None:
     positive, negative = torch.tensor([1.0, 2.0]), torch.tensor([[0.0, 1.0, -1.0], [2.0, 0.0, 0.0]])
     near = (math.log1p(math.exp(-1)) + math.log1p(math.exp(-2))) / 2
     far = sum(math.log1p(math.exp(score)) for score in (0, 1, -1, 2, 0, 0)) / 6
@@ -115,7 +115,7 @@ def test_unsupervised_loss_is_the_papers() -> None:
     assert unsupervised_loss(torch.empty(0), torch.empty(0, 3)).item() == 0
 
 
-def test_pairs_of_a_walk() -> None:
+def test_pairs_of_a_random_walk() -> None:
     walks = torch.tensor([[0, 1, 2, 1], [5, 5, 5, 5]])
     pairs = walk_pairs(walks, 2)
     assert sorted(map(tuple, pairs.t().tolist())) == [(0, 1), (0, 2), (1, 2), (2, 1)]
@@ -123,7 +123,8 @@ def test_pairs_of_a_walk() -> None:
 
 
 def planted(num_nodes: int = 120, groups: int = 4) -> tuple[Tensor, Tensor]:
-    """Groups (by id modulo) with nine edges inside for one outside; int64 [2, e] both ways, and each node's group."""
+    """Return communities (id modulo ``groups``) with nine inner edges per outer edge: int64 [2, e] both ways, and the
+    groups."""
     torch.manual_seed(0)
     src = torch.arange(num_nodes).repeat_interleave(6)
     inside = torch.rand(len(src)) < 0.9
@@ -135,11 +136,11 @@ def planted(num_nodes: int = 120, groups: int = 4) -> tuple[Tensor, Tensor]:
 
 @pytest.mark.parametrize("form", ["binary", "triplets"])
 def test_unsupervised_graphsage_finds_planted_groups(form: str) -> None:
-    """From random features: rows of one group become alike, without a label."""
+    """Trained from random features without labels, rows of one group become similar."""
     edges, group = planted()
     x, model, loss = torch.randn(120, 16), GraphSAGE(16, 32, 2, 16), UnsupervisedLoss()
     optimizer = torch.optim.Adam(model.parameters(), lr=0.02)
-    before = held_together(model(x, edges), group)
+    before = same_group_auc(model(x, edges), group)
     for _ in range(25):
         h = model(x, edges)
         negatives = torch.randint(0, 120, (edges.shape[1],))
@@ -151,12 +152,12 @@ def test_unsupervised_graphsage_finds_planted_groups(form: str) -> None:
         optimizer.zero_grad()
         value.backward()
         optimizer.step()
-    after = held_together(model(x, edges), group)
+    after = same_group_auc(model(x, edges), group)
     assert before < 0.75 < 0.9 < after, (before, after)
 
 
-def held_together(h: Tensor, group: Tensor) -> float:
-    """AUC of telling pairs of one group from others by their dot product."""
+def same_group_auc(h: Tensor, group: Tensor) -> float:
+    """Return the AUC of separating pairs of one group from other pairs by their dot product."""
     scores = h.detach() @ h.detach().t()
     same = (group[:, None] == group) & ~torch.eye(len(h), dtype=torch.bool)
     return metrics.auc(scores[same], scores[group[:, None] != group]).item()

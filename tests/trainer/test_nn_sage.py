@@ -1,4 +1,4 @@
-"""The fused GraphSAGE layer and the activation before a layer: the values and gradients of the plain formulas."""
+"""Tests of the fused GraphSAGE layer and the activation before a layer: values and gradients of the plain formulas."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def gradients(loss: Tensor, model: torch.nn.Module) -> list[Tensor]:
 
 @pytest.mark.parametrize("p", [0.0, 0.4])
 @pytest.mark.parametrize("transform_first", [False, True])
-def test_sage_has_the_values_and_gradients_of_its_formula(
+def test_sage_equals_its_formula_in_values_and_gradients(
     p: float, transform_first: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(layers, "linear_first", lambda *_: transform_first)
@@ -53,7 +53,7 @@ def test_sage_has_the_values_and_gradients_of_its_formula(
 
 
 @pytest.mark.parametrize("name", ["sage", "gcn", "gat"])
-def test_a_batch_and_its_features_stay_as_they_are(name: str) -> None:
+def test_a_forward_pass_does_not_change_the_batch(name: str) -> None:
     model, batch = build_model(Config(name), homogeneous()), batch_of(torch.float32)
     before, first = batch.x.clone(), model(batch)
     assert torch.equal(batch.x, before) and torch.equal(model(batch), first)
@@ -72,7 +72,7 @@ def test_activation_is_bias_relu_and_dropout(p: float) -> None:
     torch.testing.assert_close(found, wanted)
 
 
-def test_what_is_not_a_number_stays_so() -> None:
+def test_nan_is_passed_on() -> None:
     h = torch.tensor([[float("nan"), 1.0, -1.0]])
     out = Activation(torch.zeros(3), torch.zeros(1, dtype=torch.int64), 0.0, 1, 1).of(h)
     assert out.isnan().tolist() == [[True, False, False]]

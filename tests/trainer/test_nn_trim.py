@@ -1,4 +1,4 @@
-"""torch_geometric's models trimmed: the seeds' rows of the untrimmed model, from fewer rows."""
+"""Tests of trimmed torch_geometric models: the same rows of the seeds as the untrimmed model, from fewer rows."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def plain_data(fanouts: tuple[int, ...] = (2, 2, 1)) -> Data:
 
 
 class LastRows:
-    """Rows of source nodes that reach a convolution."""
+    """Records the rows of source nodes that reach a convolution."""
 
     def __init__(self, conv: nn.Module):
         self.rows = 0
@@ -49,7 +49,7 @@ class LastRows:
 
 
 def hop_rows(data: Data | HeteroData, hops: int, types: list[str] | None = None) -> int:
-    """Nodes that came within so many hops."""
+    """Count the nodes within ``hops`` hops of the seeds."""
     if isinstance(data, Data):
         return sum(data.num_sampled_nodes[: hops + 1])
     return sum(sum(data[of].num_sampled_nodes[: hops + 1]) for of in types or TYPES)
@@ -76,7 +76,7 @@ def test_homogeneous_models(name: str) -> None:
 
 
 @pytest.mark.parametrize("hops", [2, 4])
-def test_other_hops_than_layers(hops: int) -> None:
+def test_numbers_of_hops_and_layers_may_differ(hops: int) -> None:
     data, model = plain_data((2, 2, 2, 2)[:hops]), pyg.GraphSAGE(4, 8, 3, 5)
     expected = copy.deepcopy(model)(data.x, data.edge_index)[:3]
     torch.testing.assert_close(trim.Trimmed(model)(data)[:3], expected, atol=1e-5, rtol=1e-5)
@@ -95,7 +95,7 @@ TO_HETERO: dict[str, Callable[[], Any]] = {
 def test_to_hetero(name: str, aggr: str) -> None:
     data, model = typed_data(), TO_HETERO[name]()
     theirs = pyg.to_hetero(copy.deepcopy(model), METADATA, aggr).eval()
-    theirs(data.x_dict, data.edge_index_dict)  # lazy shapes
+    theirs(data.x_dict, data.edge_index_dict)  # initialises lazy shapes
     ours = trim.to_hetero(model, METADATA, aggr).eval()
     ours(data)
     ours.model.load_state_dict(theirs.state_dict())
@@ -105,7 +105,7 @@ def test_to_hetero(name: str, aggr: str) -> None:
     assert last.rows == hop_rows(data, 1, ["author"]) < hop_rows(data, 3, ["author"])
 
 
-def test_to_hetero_of_a_sequence_hands_on_other_features() -> None:
+def test_to_hetero_of_a_sequence_returns_other_widths() -> None:
     data = typed_data()
     model = trim.to_hetero([pyg.SAGEConv((-1, -1), 8), pyg.SAGEConv((-1, -1), 5)], METADATA)
     other = {of: torch.ones(len(x), 6) for of, x in data.x_dict.items()}
@@ -155,7 +155,7 @@ def test_stacks_of_hgt(target: str | None) -> None:
 
 
 @pytest.mark.parametrize("model", [pyg.GCN(4, 8, 2, 5), trim.ConvStack([pyg.TAGConv(4, 5)])])
-def test_convolutions_that_look_further_are_refused(model: Any) -> None:
+def test_convolutions_of_several_hops_are_refused(model: Any) -> None:
     with pytest.raises(SettingsError, match="(GCN|TAG)Conv cannot be trimmed"):
         trim.Trimmed(model)
 

@@ -1,4 +1,5 @@
-"""The same batch, bit for bit, whatever the parts, hosts, wires and threads: all kinds of sampling and loaders."""
+"""Tests that batches are bit-identical for all numbers of parts, hosts and threads, local or served, for every
+loader."""
 
 from __future__ import annotations
 
@@ -38,7 +39,7 @@ PLACES = ("4 parts", "wire 4")
 
 @pytest.fixture(scope="module")
 def graphs():
-    """(kind, place) -> opened graph; "wire" has one part here and one behind each server."""
+    """Return (kind, place) -> opened graph; "wire" has one part in this process and one behind each server."""
     with contextlib.ExitStack() as stack:
         opened = {}
         for kind, make in MAKE.items():
@@ -51,7 +52,7 @@ def graphs():
 
 
 def arguments_of(data, how, seeds=19):
-    """Loader arguments: node seeds, and links of citations, each with times."""
+    """Return loader arguments: node seeds, and citation links, each with times."""
     times = torch.arange(60) % 20 + 30
     if isinstance(data, Data):
         nodes, links = torch.arange(3, 3 + seeds), data.edge_index[:, 5 : 5 + seeds]
@@ -89,7 +90,7 @@ def test_data_in_memory_gives_the_batches_of_its_partition(graphs, kind, how, lo
 
 
 def assert_same_by_name(ours, theirs):
-    """torch_geometric orders the attributes of data in memory as the user did, and may leave num_nodes to them."""
+    """Compare attributes by name: torch_geometric keeps the user's order for data in memory and may omit num_nodes."""
     for mine, other in zip(ours.stores, theirs.stores, strict=True):
         pairs = [{k: v for k, v in store.items() if v is not None and k != "num_nodes"} for store in (mine, other)]
         assert pairs[0].keys() == pairs[1].keys()
@@ -98,7 +99,7 @@ def assert_same_by_name(ours, theirs):
 
 @pytest.mark.parametrize("load", LOADS)
 @pytest.mark.parametrize("kind", MAKE)
-def test_an_encrypted_wire_changes_nothing(graphs, kind, load):
+def test_encryption_does_not_change_batches(graphs, kind, load):
     data = graphs[kind, "memory"]
     arguments = arguments_of(data, HOW["weighted"])
     with hosts_of(data, 2, new_keys()) as hosts:
@@ -121,7 +122,7 @@ MORE = {
 @pytest.mark.parametrize("load", LOADS)
 @pytest.mark.parametrize("more", MORE)
 @pytest.mark.parametrize("kind", MAKE)
-def test_every_other_argument_too(graphs, kind, more, load):
+def test_batches_are_equal_for_every_other_argument(graphs, kind, more, load):
     if load == "nodes" and more in ("hidden links", "no false negatives"):
         return
     arguments = {**arguments_of(graphs[kind, "memory"], {}), **MORE[more]}
@@ -154,7 +155,7 @@ BUNDLED = {
 
 @pytest.mark.parametrize("how", BUNDLED)
 @pytest.mark.parametrize("kind", MAKE)
-def test_the_bundled_trainers_batches_too(graphs, kind, how):
+def test_batches_of_the_bundled_trainer_are_bit_identical(graphs, kind, how):
     target = "node" if kind == "homo" else "paper"
     settings = LoaderSettings("train", **{"fanouts": (4, 3), "global_batch": 9, "target": target, **BUNDLED[how]})
 
@@ -186,7 +187,7 @@ def test_what_torch_geometric_refuses_is_refused_with_the_reason(graphs, kind, p
     nodes = arguments_of(graphs[kind, "memory"], {})["input_nodes"]
     with pytest.raises(SettingsError, match=message):
         DistNeighborLoader(graphs[kind, place], [3], nodes, **how)
-    if case in ("time without attribute", "neither node nor edge"):  # the others are refused by pyg-lib's kernels
+    if case in ("time without attribute", "neither node nor edge"):  # pyg-lib's kernels refuse the other cases
         with pytest.raises((ValueError, KeyError)):
             NeighborLoader(graphs[kind, "memory"], [3], nodes, **how)
 

@@ -1,4 +1,4 @@
-"""What a seed gets is the same however the global batch is split into ranks; negatives and links too."""
+"""Tests that the sample of a seed does not depend on the number of ranks; negatives and links included."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ GLOBAL, SEEDS = 12, 31
 
 @pytest.fixture(scope="module")
 def hosts():
-    """kind -> the graph as each of two hosts has it; rank r runs on host r % 2."""
+    """Return kind -> the graph as each of two hosts opens it; rank r runs on host r % 2."""
     with contextlib.ExitStack() as stack:
         yield {kind: stack.enter_context(hosts_of(make(), 2)) for kind, make in (("homo", homo_data),
                ("hetero", hetero_data))}  # fmt: skip
@@ -61,7 +61,7 @@ CASES = [(how, load) for how in HOW for load in LOADS if load != "nodes" or how 
 
 @pytest.mark.parametrize(("how", "load"), CASES)
 @pytest.mark.parametrize("kind", TYPES)
-def test_a_seed_gets_the_same_on_one_two_and_three_ranks(hosts, kind, how, load):
+def test_samples_are_equal_on_one_two_and_three_ranks(hosts, kind, how, load):
     arguments, of = arguments_of(kind, HOW[how], load), dict(zip(("target", "link"), TYPES[kind], strict=True))
     if load == "nodes":
         of["link"] = None
@@ -97,7 +97,7 @@ BUNDLED = {
 
 @pytest.mark.parametrize("how", BUNDLED)
 @pytest.mark.parametrize("kind", TYPES)
-def test_the_bundled_trainers_seeds_too(kind, how):
+def test_samples_of_the_bundled_trainer_are_equal_on_any_ranks(kind, how):
     graph = parts_of(homo_data() if kind == "homo" else hetero_data(), 2)
     target = TYPES[kind][0] or "node"
     settings = LoaderSettings("train", **{"fanouts": (4, 3), "global_batch": 9, "target": target, **BUNDLED[how]})
@@ -113,7 +113,7 @@ def test_the_bundled_trainers_seeds_too(kind, how):
 
 
 def _merged(shares, target):
-    """Seed, label and computation tree of each input of a global batch."""
+    """Return seed, label and computation tree of each input of a global batch."""
     found = {}
     for batch in shares:
         labels = trees(batch)[target or ""]
@@ -124,8 +124,8 @@ def _merged(shares, target):
     return found
 
 
-def test_the_trees_tell_samples_apart():
-    """The comparison itself: another seed of the draws gives every seed another tree."""
+def test_trees_differ_between_samples():
+    """Check of the comparison itself: another sampling seed gives every seed another tree."""
     graph = parts_of(homo_data(), 2)
     found = []
     for seed in (0, 1):

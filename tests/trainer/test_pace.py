@@ -1,4 +1,4 @@
-"""What the metrics lines tell of a rank's own work, and the lines of a script of one's own."""
+"""Tests of a rank's own work time in metrics lines, and of the metrics lines of user scripts."""
 
 from __future__ import annotations
 
@@ -51,27 +51,27 @@ dist.barrier()
 """
 
 
-def test_own_work_leaves_out_the_waiting_for_slower_ranks(tmp_path: Path) -> None:
-    """Three processes step together; each tells its own part of it."""
+def test_own_work_excludes_waits_for_slower_ranks(tmp_path: Path) -> None:
+    """Three processes step together; each reports only its own work."""
     for ended in run_script(["-c", SLOW_RANK], 3, tmp_path, GNNFLEET_RUN_DIR=str(tmp_path)):
         assert ended.returncode == 0, ended.output
     typical = [steady(tmp_path, rank) for rank in range(3)]
     for line in typical:
-        assert line["step_s"] > 0.2  # of the slowest
+        assert line["step_s"] > 0.2  # of the slowest rank
     assert typical[0]["own_s"] < 0.1 and typical[0]["batch_s"] < 0.05
     assert 0.1 <= typical[1]["own_s"] < 0.2 and 0.1 <= typical[1]["batch_s"] < 0.15
     assert 0.2 <= typical[2]["own_s"] and typical[2]["batch_s"] < 0.05
 
 
 def steady(run_dir: Path, rank: int) -> dict[str, float]:
-    """Medians over a rank's step lines but the first."""
+    """Return the medians over a rank's step lines, without the first."""
     lines = metrics(run_dir, "step", rank)[1:]
     middle = {name: sorted(line[name] for line in lines) for name in ("step_s", "own_s", "batch_s")}
     return {name: values[len(values) // 2] for name, values in middle.items()}
 
 
 class Progress(FewBatches):
-    """Looks, between the batches, where the rank says it is."""
+    """Reads the rank's progress file between batches."""
 
     def __init__(self, run_dir: Path):
         super().__init__()
@@ -90,7 +90,7 @@ def one_epoch(batches: FewBatches, epoch: int, run_dir: Path) -> None:
         train_epoch(model, NodeClassification(2), optimizers, batches, epoch, ALONE, log)
 
 
-def test_the_progress_file_says_where_the_rank_is(tmp_path: Path) -> None:
+def test_the_progress_file_has_epoch_and_step(tmp_path: Path) -> None:
     batches = Progress(tmp_path)
     one_epoch(batches, 7, tmp_path)
     assert [text.split() for text in batches.seen] == [["7", str(step), "load"] for step in range(3)]
@@ -98,7 +98,7 @@ def test_the_progress_file_says_where_the_rank_is(tmp_path: Path) -> None:
     assert {len(text) for text in (*batches.seen, batches.file.read_text())} == {40}
 
 
-def test_a_loss_that_is_no_number_is_written_before_the_process_fails(tmp_path: Path) -> None:
+def test_a_nan_loss_is_written_before_the_process_fails(tmp_path: Path) -> None:
     with pytest.raises(TrainingError):
         one_epoch(FewBatches(bad_step=2), 4, tmp_path)
     last = metrics(tmp_path, "step")[-1]
@@ -119,7 +119,7 @@ def test_a_step_log_outside_of_a_run_writes_nothing(tmp_path: Path, monkeypatch:
     assert list(tmp_path.iterdir()) == []
 
 
-def test_epochs_and_results_of_a_script_are_told(tmp_path: Path) -> None:
+def test_epochs_and_results_of_a_script_are_logged(tmp_path: Path) -> None:
     model = nn.Linear(2, 1)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     with trainer.StepLog(model, optimizer, environ={"GNNFLEET_RUN_DIR": str(tmp_path)}) as log:
@@ -146,7 +146,7 @@ def test_a_loss_that_carries_gradients_is_logged_without_a_warning(tmp_path: Pat
     assert [line["loss"] for line in metrics(tmp_path, "step")] == [0.5]
 
 
-def test_a_pace_leaves_no_hooks_behind() -> None:
+def test_pace_removes_its_hooks() -> None:
     model, called = nn.Linear(2, 1), []
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     with StepTimer(model, optimizer, lambda: called.append("reduced")):

@@ -1,4 +1,4 @@
-"""Opening parts takes the same work whatever their size, and training imports no more than it uses."""
+"""Tests that opening a part reads a constant number of bytes, and that training imports no more than it uses."""
 
 from __future__ import annotations
 
@@ -23,9 +23,9 @@ def bytes_read() -> int:
 
 @linux
 @pytest.mark.parametrize("topology", ["partitioned", "replicated"])
-def test_a_larger_part_is_opened_with_as_few_bytes(tmp_path, topology):
+def test_opening_reads_as_few_bytes_of_a_larger_part(tmp_path, topology):
     read = {}
-    for nodes in (5_000, 50_000):  # all files larger than the buffer that a header is read into
+    for nodes in (5_000, 50_000):  # all files are larger than the buffer into which a header is read
         folder = tmp_path / f"of{nodes}"
         attrs = {"x": np.ones((nodes, 16), np.float32)}
         write_store(folder, store_of(*random_graph(0, nodes, 10 * nodes), 2, attrs=attrs))
@@ -33,7 +33,7 @@ def test_a_larger_part_is_opened_with_as_few_bytes(tmp_path, topology):
         before = bytes_read()
         open_parts(folder, (0,), topology)
         read[nodes] = bytes_read() - before
-    assert read[50_000] <= read[5_000] + 4096  # sizes in headers and manifest have more digits
+    assert read[50_000] <= read[5_000] + 4096  # numbers in headers and manifest have more digits
     large = sum(path.stat().st_size for path in (tmp_path / "of50000").rglob("*.npy"))
     assert read[50_000] < large / 10
 

@@ -1,4 +1,4 @@
-"""Writing partitions: nothing is lost, whatever the graph and however it is cut."""
+"""Tests of writing partitions: the parts together hold the whole graph, for all graphs and methods."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ GRAPHS = {
 @pytest.mark.parametrize("method", ["metis", "hash"])
 @pytest.mark.parametrize("num_parts", [1, 2, 5])
 @pytest.mark.parametrize("name", GRAPHS)
-def test_parts_together_are_the_graph(tmp_path, name, num_parts, method):
+def test_the_parts_together_hold_the_whole_graph(tmp_path, name, num_parts, method):
     dataset = GRAPHS[name]()
     if num_parts > dataset.num_nodes:
         with pytest.raises(PartitionError, match=f"1 nodes cannot be divided into {num_parts} non-empty parts"):
@@ -69,8 +69,8 @@ def test_a_part_may_be_empty_for_one_type_only(tmp_path):
     assert [parts[p].edges["author", "writes", "paper"].num_edges for p in range(3)] == [5, 0, 2]
 
 
-def test_what_one_type_is_kept_as(tmp_path):
-    """Row v of an edge attribute belongs to edge v; times of sources stand beside the edges."""
+def test_files_and_arrays_of_one_type(tmp_path):
+    """Row v of an edge attribute belongs to edge v; source times are stored with the edges."""
     dataset = bipartite()
     dataset = with_nodes(dataset, "paper", attrs={"time": np.arange(6) * 10})
     assignment = by_hand(dataset, {"author": [0] * 4, "paper": [0, 0, 0, 1, 1, 1], "venue": [0, 0]}, 2)
@@ -105,8 +105,8 @@ def test_graph_attributes_of_any_rank(tmp_path):
     }  # fmt: skip
 
 
-def test_only_integers_are_times(tmp_path):
-    """A float or a matrix may be called time too; it is an attribute like others then."""
+def test_only_integer_vectors_are_times(tmp_path):
+    """A float or a matrix named ``time`` is an ordinary attribute."""
     for values in (np.linspace(0, 1, 8), np.ones((8, 2), np.int64)):
         dataset = with_nodes(ring(8), "node", attrs={"time": values})
         folder = written(dataset, tmp_path / f"parts{values.ndim}")
@@ -122,7 +122,7 @@ def test_one_part_needs_no_table_of_ids(tmp_path):
     assert np.array_equal(store.seeds("v-1.0", "train"), odd_types().nodes["v-1.0"].splits["train"])
 
 
-def test_original_ids_become_global_ones(tmp_path):
+def test_original_ids_map_to_global_ids(tmp_path):
     dataset = ring(6)
     write_partition(dataset, by_hand(dataset, [1, 0, 1, 0, 1, 0], 2), tmp_path / "parts")
     assert open_parts(tmp_path / "parts").to_global("node", np.arange(6)).tolist() == [3, 0, 4, 1, 5, 2]
@@ -161,7 +161,7 @@ def test_edge_groups_stay_under_the_limit():
     assert list(edge_groups(offsets, 8, 160)) == [range(0, 3), range(3, 4), range(4, 5)]
 
 
-def test_ids_are_as_small_as_they_fit(tmp_path):
+def test_ids_are_stored_in_the_smallest_dtype(tmp_path):
     part = open_parts(written(ring(8), tmp_path / "parts")).parts[0]
     nodes, edges = part.nodes["node"], part.edges["node", "to", "node"]
     small = (nodes.orig_id, edges.indices, edges.orig_id)
@@ -185,7 +185,7 @@ def test_equal_arguments_give_equal_bytes(tmp_path, method):
     assert manifest_digest(folders[0]) == manifest_digest(folders[1])
 
 
-def test_options_of_the_method_and_time_attributes_make_another_partition(tmp_path):
+def test_method_options_and_time_attributes_change_the_partition(tmp_path):
     dataset = ring(10)
     parts = [0, 1] * 5
     made = [

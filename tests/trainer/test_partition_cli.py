@@ -1,4 +1,4 @@
-"""Making, checking and looking at partitions on the command line; clusters inside parts."""
+"""Tests of ``trainer partition make``, ``verify`` and ``inspect``, and of clusters inside parts."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def run(*arguments):
     return CliRunner().invoke(partition, [str(argument) for argument in arguments])
 
 
-def test_figures_of_a_ring_cut_in_two(tmp_path):
+def test_statistics_of_a_ring_in_two_parts(tmp_path):
     dataset = ring(10)
     write_partition(dataset, by_hand(dataset, [0] * 4 + [1] * 6, 2), tmp_path / "parts")
     first, second = describe(tmp_path / "parts").parts
@@ -39,8 +39,8 @@ def test_figures_of_a_ring_cut_in_two(tmp_path):
     assert first.bytes == on_disk
 
 
-def test_figures_of_types(tmp_path):
-    """Authors write from part 1 only: paper 5 is asked for twice by author 3, which counts once in the halo."""
+def test_statistics_per_type(tmp_path):
+    """All authors are in part 1; author 3 needs paper 5 twice, which counts once in the halo."""
     dataset = bipartite()
     assignment = by_hand(dataset, {"author": [1] * 4, "paper": [0, 0, 0, 1, 1, 0], "venue": [0, 0]}, 2)
     write_partition(dataset, assignment, tmp_path / "parts")
@@ -58,7 +58,7 @@ def test_figures_of_types(tmp_path):
         assert word in table
 
 
-def test_command_line_from_nothing_to_figures(tmp_path):
+def test_make_verify_and_inspect_on_the_command_line(tmp_path):
     folder = tmp_path / "parts"
     options = [f"--option={name}={value}" for name, value in OPTIONS.items()]
     made = run("make", "--dataset", "synthetic", *options, "--num-parts", 3, "--out", folder)
@@ -73,7 +73,7 @@ def test_command_line_from_nothing_to_figures(tmp_path):
     assert "3 parts by metis (seed 0, balance types+seeds)" in table and "halo nodes" in table
 
 
-def test_options_of_methods_on_the_command_line(tmp_path):
+def test_method_options_on_the_command_line(tmp_path):
     folder = tmp_path / "parts"
     start = ("make", "--dataset", "synthetic", "--option=num_nodes=300", "--num-parts", 2, "--out", folder)
     made = run(*start, "--method", "frequency", "--fanouts", "4,-1", "--balance", "nodes")
@@ -86,7 +86,7 @@ def test_options_of_methods_on_the_command_line(tmp_path):
     assert run(*start, "--clusters", "0").exit_code == 2
 
 
-def test_command_line_statuses(tmp_path):
+def test_exit_statuses_of_the_command_line(tmp_path):
     folder = written(ring(10), tmp_path / "parts")
     flip_byte(folder / "part1" / NODE / "attrs/x.npy")
     failed = run("verify", folder)
@@ -101,7 +101,7 @@ def test_command_line_statuses(tmp_path):
 
 
 def test_clusters_are_found_inside_parts(tmp_path):
-    """Four dense blocks in two parts: each part's clusters are its blocks."""
+    """Four dense blocks in two parts: the clusters of each part are its blocks."""
     dataset = blocks(4, 12)
     parts = assign_parts(dataset, 2, balance="nodes")
     clustered = with_clusters(dataset, parts, 2)
@@ -123,7 +123,7 @@ def test_clusters_of_all_types_are_numbered_over_the_whole_graph(tmp_path):
     assert set(everything) == {0, 1, 2, 3, 4, 5, 9}  # part 2 is empty, part 3 has one node
 
 
-def test_clusters_are_kept_as_an_attribute(tmp_path):
+def test_clusters_are_stored_as_an_attribute(tmp_path):
     made = make_partition(spec(tmp_path / "parts", clusters=5), say=lambda line: None)
     assert made.options == {"clusters": 5} and verify_partition(tmp_path / "parts") == []
     parts = open_parts(tmp_path / "parts").parts
@@ -144,7 +144,7 @@ def test_an_attribute_called_cluster_is_not_overwritten():
 
 @pytest.mark.skipif(not DEBIAN.is_dir(), reason=NO_DEBIAN)
 @pytest.mark.parametrize("kind", ["homogeneous", "heterogeneous"])
-def test_real_data_is_cut_where_the_figures_say(tmp_path, kind):
+def test_statistics_of_real_data_match_its_edges(tmp_path, kind):
     dataset = load_dataset("file", str(DEBIAN), {"hetero": str(kind == "heterogeneous")})
     assignment = assign_parts(dataset, 4)
     assert assignment.edge_cut < 0.25 * assign_parts(dataset, 4, "random").edge_cut

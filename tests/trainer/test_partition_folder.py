@@ -1,4 +1,4 @@
-"""A partition folder appears whole or not at all, and replaces nothing but a partition."""
+"""Tests that a partition folder appears complete or not at all, and that only partitions are ever replaced."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from trainer.store.manifest import read_manifest
 REPO = Path(__file__).resolve().parents[2]
 
 
-def test_an_equal_partition_is_found_before_data_is_read(tmp_path, monkeypatch):
+def test_an_equal_partition_is_reused_without_reading_data(tmp_path, monkeypatch):
     made = make_partition(spec(tmp_path / "parts"), say=lambda line: None)
     monkeypatch.setattr(make, "load_dataset", lambda *_: pytest.fail("the dataset was loaded again"))
     said = []
@@ -62,7 +62,7 @@ def test_another_partition_is_replaced(tmp_path, monkeypatch, exchange):
     assert os.listdir(tmp_path) == ["parts"]
 
 
-def test_replacing_another_partition_is_said(tmp_path):
+def test_replacing_another_partition_is_logged(tmp_path):
     make_partition(spec(tmp_path / "parts", num_parts=4), say=lambda line: None)
     said = []
     make_partition(spec(tmp_path / "parts"), say=said.append)
@@ -71,7 +71,7 @@ def test_replacing_another_partition_is_said(tmp_path):
 
 
 @pytest.mark.parametrize("name", ["notes.txt", "part0/nodes/node/more.npy", "part1/mine/.hidden"])
-def test_a_file_of_somebody_else_keeps_its_folder_from_being_replaced(tmp_path, name):
+def test_a_folder_with_a_foreign_file_is_not_replaced(tmp_path, name):
     made = make_partition(spec(tmp_path / "parts", num_parts=4), say=lambda line: None)
     foreign = tmp_path / "parts" / name
     foreign.parent.mkdir(exist_ok=True)
@@ -81,10 +81,10 @@ def test_a_file_of_somebody_else_keeps_its_folder_from_being_replaced(tmp_path, 
         make_partition(spec(tmp_path / "parts"), say=said.append)
     assert foreign.read_text() == "keep me" and said == []
     assert read_manifest(tmp_path / "parts") == made
-    assert make_partition(spec(tmp_path / "parts", num_parts=4), say=said.append) == made  # nothing to replace
+    assert make_partition(spec(tmp_path / "parts", num_parts=4), say=said.append) == made  # the partition is up to date
 
 
-def test_what_the_launcher_left_goes_with_the_partition(tmp_path):
+def test_launcher_files_are_removed_with_the_partition(tmp_path):
     make_partition(spec(tmp_path / "parts", num_parts=4), say=lambda line: None)
     for name in (".gnnfleet-made.json", ".gnnfleet-digests.json", "part0/edges/.gnnfleet-digests.json"):
         (tmp_path / "parts" / name).write_text("{}")
@@ -92,7 +92,7 @@ def test_what_the_launcher_left_goes_with_the_partition(tmp_path):
     assert list((tmp_path / "parts").rglob(".gnnfleet-*")) == []
 
 
-def test_a_file_that_comes_while_the_parts_are_made_is_kept(tmp_path, monkeypatch):
+def test_a_file_added_while_the_parts_are_made_is_kept(tmp_path, monkeypatch):
     made = make_partition(spec(tmp_path / "parts", num_parts=4), say=lambda line: None)
     real = write.write_manifest
 
@@ -108,14 +108,14 @@ def test_a_file_that_comes_while_the_parts_are_made_is_kept(tmp_path, monkeypatc
 
 
 @pytest.mark.parametrize("content", ['"files": 5', '"files": [3, {}]', '"version": 99'])
-def test_a_manifest_that_cannot_be_trusted_protects_the_files_it_does_not_list(tmp_path, content):
+def test_an_invalid_manifest_does_not_allow_deleting_unlisted_files(tmp_path, content):
     (tmp_path / "manifest.json").write_text(f'{{"format": "gnnfleet-partition", {content}}}')
     (tmp_path / "notes.txt").write_text("keep me")
     with pytest.raises(PartitionError, match="notes.txt would be deleted, as the partition"):
         make_partition(spec(tmp_path), say=lambda line: None)
 
 
-def test_parts_without_train_seeds_are_noted(tmp_path):
+def test_parts_without_train_seeds_are_logged(tmp_path):
     np.save(tmp_path / "edge_index.npy", np.array([[0, 1], [1, 2]]))
     np.save(tmp_path / "y.npy", np.array([0, 1, 0]))
     source = PartitionSpec("file", str(tmp_path / "parts"), source=str(tmp_path), method="random")
@@ -124,7 +124,7 @@ def test_parts_without_train_seeds_are_noted(tmp_path):
     assert "note: no train split: the bundled trainer needs train_idx or train_mask" in said
 
 
-def test_what_is_no_partition_is_left_alone(tmp_path):
+def test_a_folder_without_a_partition_is_not_touched(tmp_path):
     (tmp_path / "home").mkdir()
     (tmp_path / "home" / "thesis.tex").write_text("years of work")
     with pytest.raises(PartitionError, match="home holds files but no partition"):

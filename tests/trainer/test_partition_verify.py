@@ -1,4 +1,4 @@
-"""Damage to a partition folder is named, with the file it is in."""
+"""Tests that verification names the damaged file of a partition folder and the kind of damage."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from trainer.store.part_store import open_parts
 
 
 def test_a_flipped_byte_names_its_file(tmp_path):
-    """Every file of a graph of several types: attributes of edges, times of sources, tables of ids."""
+    """Every file of a graph with several types: edge attributes, source times, id tables."""
     folder = written(odd_types(), tmp_path / "parts", 2)
     entries = [entry for entry in read_manifest(folder).files if 0 not in entry.shape and entry.part_id != 0]
     assert "part1/edges/v-1.0__pre-depends__v-1.0/attrs/weight.npy" in {entry.path for entry in entries}
@@ -43,7 +43,7 @@ def test_a_missing_and_a_truncated_file(tmp_path):
         open_parts(folder)
 
 
-def test_one_part_can_be_checked_where_the_others_are_not(tmp_path):
+def test_one_part_can_be_verified_without_the_others(tmp_path):
     folder = written(odd_types(), tmp_path / "parts", 2)
     for path in sorted((folder / "part1").rglob("*.npy")):
         path.unlink()
@@ -92,7 +92,7 @@ def test_every_invariant_is_checked(tmp_path, name):
 
 
 def test_sources_are_counted_within_their_own_type(tmp_path):
-    """40 targets, 5 sources: 5 would be a target, but is no source."""
+    """With 40 targets and 5 sources, id 5 is a valid target but not a valid source."""
     folder = written(odd_types(), tmp_path / "parts", 2)
     path = "part1/edges/tag__has.not__v-1.0/indices.npy"
     at(2, 5)(np.lib.format.open_memmap(folder / path, mode="r+"))
@@ -101,20 +101,20 @@ def test_sources_are_counted_within_their_own_type(tmp_path):
     ]
 
 
-def test_times_beside_edges_are_those_of_the_sources(tmp_path):
+def test_times_stored_with_edges_equal_those_of_the_sources(tmp_path):
     times = np.arange(100, dtype=np.int32)
     dataset = graph([(v % 100, v % 7) for v in range(900)], 100, {"time": times})
     folder = tmp_path / "parts"
     write_partition(dataset, by_hand(dataset, [0, 1] * 50, 2), folder)
     path = f"part0/{EDGE}/src_times/time.npy"
     edges = open_parts(folder).parts[0].edges[HOMO_EDGE]
-    for owner in (0, 1):  # of the source
+    for owner in (0, 1):  # part of the source
         slot = int(np.flatnonzero((edges.indices >= 50) == owner)[3])
         gid, time = int(edges.indices[slot]), int(edges.src_times["time"][slot])
         at(slot, -5)(np.lib.format.open_memmap(folder / path, mode="r+"))
         problem = f"{path}: position {slot}: -5, but 'time' of source {gid} is {time}"
         assert [str(finding) for finding in verify_partition(folder, digests=False)] == [problem]
-        assert bool(verify_partition(folder, [0], digests=False)) == (owner == 0)  # part 1 may not be on this machine
+        assert bool(verify_partition(folder, [0], digests=False)) == (owner == 0)  # part 1 may be on another machine
         at(slot, time)(np.lib.format.open_memmap(folder / path, mode="r+"))
 
 
@@ -142,7 +142,7 @@ def changed(folder, spec_of, **changes):
     write_manifest(folder, replace(manifest, **{spec_of: {types[spec_of]: replace(specs[types[spec_of]], **changes)}}))
 
 
-def test_edges_that_are_nowhere(tmp_path):
+def test_missing_edges_are_found(tmp_path):
     dataset = ring(10)
     write_partition(dataset, by_hand(dataset, [0, 1] * 5, 2), tmp_path / "parts")
     changed(tmp_path / "parts", "edges", num_edges=12, offsets=(0, 5, 12))
@@ -160,7 +160,7 @@ def test_an_attribute_of_another_type_or_shape(tmp_path):
     ]
 
 
-def test_a_manifest_that_forgets_a_file(tmp_path):
+def test_a_manifest_that_omits_a_file(tmp_path):
     folder = written(ring(10), tmp_path / "parts")
     manifest = read_manifest(folder)
     write_manifest(folder, replace(manifest, files=tuple(f for f in manifest.files if not f.path.endswith("/x.npy"))))
@@ -178,7 +178,7 @@ def test_a_manifest_that_lists_a_file_of_no_type(tmp_path):
     ]
 
 
-def test_files_of_others_between_the_parts(tmp_path):
+def test_foreign_files_in_a_partition_folder(tmp_path):
     folder = written(ring(10), tmp_path / "parts")
     for name in ("part1/nodes/paper/orig_id.npy", "shared/notes.txt", "part0/.gnnfleet-digests.json", "readme.txt"):
         (folder / name).parent.mkdir(exist_ok=True)

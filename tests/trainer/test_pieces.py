@@ -1,4 +1,4 @@
-"""Many rows come in pieces of a bounded size, a few of them at a time, and together are what one answer would be."""
+"""Tests of requests for many rows in pieces: bounded size, few at a time, the same rows as one answer."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ def request(count: int, attrs: tuple[str, ...] = ("x",)) -> RowRequest:
     return RowRequest(HOMO_NODE, np.arange(count), attrs)
 
 
-class Asked:
-    """Answers when waited for; counts what is under way."""
+class CountedAnswers:
+    """An answer function that computes when the result is awaited and counts the pieces in flight."""
 
     def __init__(self, answer):
         self.answer, self.under_way, self.most, self.rows = answer, 0, 0, []
@@ -40,29 +40,29 @@ class _Pending:
 
 
 @pytest.mark.parametrize("counts", [(0,), (1,), (7,), (8,), (16, 0), (0, 5, 0, 20, 3), ()])
-def test_pieces_are_all_rows_in_order_and_none_is_larger(counts) -> None:
+def test_pieces_cover_all_rows_in_order_with_bounded_size(counts) -> None:
     found = list(cut_requests([request(count) for count in counts], 8))
     for piece in found:
         assert 0 < len(piece) and sum(part.end - part.begin for part in piece) <= 8
     for number, count in enumerate(counts):
         parts = [part for piece in found for part in piece if part.number == number]
-        assert parts, "even a request without rows is asked, for what its columns are"
+        assert parts, "a request without rows is also sent: its answer has the dtypes and widths"
         assert [part.begin for part in parts] == [0, *(part.end for part in parts[:-1])] and parts[-1].end == count
         assert count == 0 or len(parts) <= 2 + count // 8
 
 
-def test_few_pieces_are_under_way_and_their_size_follows_the_rows() -> None:
-    sizes, asked = RowSizes(), Asked(ArithmeticGraph().gather)
+def test_few_pieces_are_in_flight_and_their_size_follows_the_row_size() -> None:
+    sizes, asked = RowSizes(), CountedAnswers(ArithmeticGraph().gather)
     wide = [request(40_000, ("wide",))]
     pending = RowsInPieces(wide, asked, sizes)
     assert asked.under_way == UNDER_WAY
     np.testing.assert_array_equal(pending.result()[0]["wide"][:, 1023], np.arange(40_000))
     assert asked.most <= UNDER_WAY and pending.received == 7 * len(asked.rows)
-    assert max(asked.rows) * 1024 <= pieces.PIECE, "before any has come"
-    again = Asked(ArithmeticGraph().gather)
+    assert max(asked.rows) * 1024 <= pieces.PIECE, "before the first answer"
+    again = CountedAnswers(ArithmeticGraph().gather)
     RowsInPieces(wide, again, sizes).result()
     assert max(again.rows) * 4096 <= pieces.PIECE
-    narrow = Asked(ArithmeticGraph().gather)
+    narrow = CountedAnswers(ArithmeticGraph().gather)
     for _ in range(2):
         narrow.rows.clear()
         RowsInPieces([request(100_000)], narrow, sizes).result()
@@ -71,12 +71,12 @@ def test_few_pieces_are_under_way_and_their_size_follows_the_rows() -> None:
 
 def test_pieces_of_different_kinds_are_refused() -> None:
     dtypes = iter([np.float32, np.float64] * 20)
-    asked = Asked(lambda requests: [{"x": np.ones((len(one.ids), 2), next(dtypes))} for one in requests])
+    asked = CountedAnswers(lambda requests: [{"x": np.ones((len(one.ids), 2), next(dtypes))} for one in requests])
     with pytest.raises(WireError, match=r"rows of x came as float32 \(2,\) and as float64 \(2,\)"):
         RowsInPieces([request(9_000)], asked, RowSizes()).result()
 
 
-def test_a_server_asked_in_pieces_answers_as_asked_at_once(monkeypatch) -> None:
+def test_a_server_gives_the_same_rows_in_pieces(monkeypatch) -> None:
     monkeypatch.setattr(pieces, "PIECE", 1 << 10)
     ids = np.random.default_rng(0).integers(0, 500, 777)
     with serving() as server, client_of(server.endpoint) as client:

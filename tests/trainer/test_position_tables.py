@@ -1,4 +1,4 @@
-"""Both kinds of position table give the same batches; which one is taken goes by the number of nodes."""
+"""Tests that both kinds of position table give the same batches, and that the number of nodes selects the kind."""
 
 import numpy as np
 import pytest
@@ -10,7 +10,7 @@ from trainer.sampler.row_index import IdIndex, SourceCodes, locate
 
 
 def played(table, batches):
-    """Positions and new ids of batches of (seeds, hops), as a growing subgraph asks for them."""
+    """Return positions and new ids of batches of (seeds, hops), requested as a growing subgraph does."""
     told = []
     for seeds, hops in batches:
         table.enter(seeds)
@@ -27,7 +27,7 @@ def played(table, batches):
 
 
 def random_batches(seed, num_nodes, dtype):
-    """Batches of many sizes, some of them after larger ones, with seeds that repeat."""
+    """Return batches of many sizes, some after larger ones, with repeated seeds."""
     rng = np.random.default_rng(seed)
 
     def ids(most):
@@ -45,7 +45,7 @@ def test_both_tables_give_the_same_positions(num_nodes, dtype):
         assert all(np.array_equal(a, b) for a, b in zip(direct, hashed, strict=True))
 
 
-def test_positions_are_where_nodes_are_first_met_up_to_the_largest_id():
+def test_positions_are_those_of_first_appearance_up_to_the_largest_id():
     last = MOST_HASHED - 1
     seeds, src = np.array([last, 0, last]), np.array([7, last, 2**31, 7, 0, 2**31 - 1])
     local, new = played(HashTable(), [(seeds, [src])])
@@ -53,7 +53,7 @@ def test_positions_are_where_nodes_are_first_met_up_to_the_largest_id():
     assert new.tolist() == [7, 2**31, 2**31 - 1]
 
 
-def test_a_table_is_kept_for_small_batches_and_grows_for_a_large_one():
+def test_a_table_is_reused_for_small_batches_and_grows_for_large_ones():
     table, rng = HashTable(), np.random.default_rng(0)
     small, large = rng.permutation(10**6)[:500], rng.permutation(10**6)[:100_000]
     sizes = []
@@ -64,17 +64,17 @@ def test_a_table_is_kept_for_small_batches_and_grows_for_a_large_one():
 
 
 @pytest.mark.parametrize("num_nodes, kind", [(MOST_DIRECT, DirectTable), (MOST_DIRECT + 1, HashTable)])
-def test_the_kind_goes_by_the_number_of_nodes(num_nodes, kind):
+def test_the_kind_of_table_depends_on_the_number_of_nodes(num_nodes, kind):
     assert type(make_table(num_nodes)) is kind
 
 
-def test_more_nodes_than_an_entry_can_tell_apart_are_not_hashed():
+def test_too_many_nodes_for_a_hash_entry_use_the_direct_table():
     assert type(make_table(100, most_direct=99)) is HashTable
     assert type(make_table(MOST_HASHED, most_direct=99)) is HashTable
 
 
 def assert_equal(one, other):
-    """The same subgraph in every array."""
+    """Assert that every array of the two subgraphs is equal."""
     assert one.nodes.keys() == other.nodes.keys() and one.edges.keys() == other.edges.keys()
     for of, nodes in one.nodes.items():
         assert nodes.per_hop == other.nodes[of].per_hop and np.array_equal(nodes.ids, other.nodes[of].ids)
@@ -92,7 +92,9 @@ def test_typed_graphs_are_sampled_alike_with_either_table(kind):
         store, seeds = graph.store(1 + case % 3), random_seeds(rng, graph, exclude=case % 3 > 0)
         induced = {"induced": True} if kind == "uniform" and case % 2 else {}
         settings = random_settings(rng, graph.edges, **KINDS[kind], **induced)
-        tables = [RelabelTables(store.manifest, most_direct=most) for most in (MOST_DIRECT, 0, 50)]  # 50: some of each
+        tables = [
+            RelabelTables(store.manifest, most_direct=most) for most in (MOST_DIRECT, 0, 50)
+        ]  # 50: a mixture of both kinds
         for key in range(3):
             direct, *others = [sample(store, seeds, settings, key, each) for each in tables]
             for other in others:

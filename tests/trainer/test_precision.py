@@ -1,4 +1,4 @@
-"""bfloat16: trains like float32 but for rounding, with float32 weights, gradients and sums."""
+"""Tests of bfloat16: trains like float32 except for rounding, with float32 weights, gradients and sums."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def test_loss_and_gradients_are_near_those_of_float32(
         monkeypatch.setattr(module, "linear_first", lambda *_: transform_first)
     (exact, wanted), (loss, found) = loss_and_gradients(name, "float32"), loss_and_gradients(name, "bfloat16")
     torch.testing.assert_close(loss, exact, atol=0.02, rtol=0)
-    assert not torch.equal(loss, exact)  # it is computed in bfloat16
+    assert not torch.equal(loss, exact)  # proves that bfloat16 was used
     assert found.keys() == wanted.keys()
     for of, grad in found.items():
         assert grad.dtype == torch.float32 and grad.isfinite().all(), of
@@ -72,7 +72,7 @@ def test_a_batch_without_seeds_gives_zero_gradients(name: str) -> None:
 
 
 def test_sums_of_bfloat16_rows_are_those_of_the_same_rows_in_float32() -> None:
-    block = random_block(40, 60, 300)  # as many edges that bfloat16 sums would be far off
+    block = random_block(40, 60, 300)  # so many edges that bfloat16 sums would be far off
     x, weight, dst = torch.randn(60, 2, 6).to(BF16), torch.rand(len(block.indices), 2), torch.randn(40, 2, 6).to(BF16)
     scale = torch.rand(60)
     for sums in (spmm.sum_rows_cpu, spmm.sum_rows_torch):
@@ -86,7 +86,7 @@ def test_sums_of_bfloat16_rows_are_those_of_the_same_rows_in_float32() -> None:
         torch.testing.assert_close(ours, exact, atol=1e-5, rtol=1e-5)
 
 
-def test_the_same_elements_are_dropped() -> None:
+def test_dropout_masks_equal_those_of_float32() -> None:
     h, n_id = torch.randn(300, 37), torch.randint(0, 2**40, (300,))
     ours, theirs = (mask(h.to(BF16), n_id, 0.3, 7) for mask in (dropout.mask_rows, dropout.mask_rows_torch))
     exact = dropout.mask_rows(h, n_id, 0.3, 7)
@@ -99,7 +99,7 @@ def parts(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_parts(tmp_path_factory.mktemp("data") / "parts")
 
 
-def test_a_run_trains_scores_and_goes_on_in_it(parts: Path, tmp_path: Path) -> None:
+def test_a_run_trains_evaluates_and_resumes_in_bfloat16(parts: Path, tmp_path: Path) -> None:
     runs = {name: job(parts, tmp_path / name, epochs=3, precision=name) for name in ("float32", "bfloat16")}
     results = {name: train(run, Ranks()) for name, run in runs.items()}
     np.testing.assert_allclose(curve(tmp_path / "bfloat16"), curve(tmp_path / "float32"), atol=0.05)
@@ -122,7 +122,7 @@ def test_a_run_trains_scores_and_goes_on_in_it(parts: Path, tmp_path: Path) -> N
         ("bfloat16", "cuda", "avx512f", False),
     ],
 )
-def test_a_processor_without_it_is_warned_of(
+def test_a_cpu_without_bfloat16_is_reported(
     precision: str, device: str, flags: str | None, slow: bool, tmp_path: Path
 ) -> None:
     if flags is not None:

@@ -1,4 +1,4 @@
-"""``python -m trainer profile``: the table and the advice from metrics lines."""
+"""Tests of ``python -m trainer profile``: the tables and the advice made from metrics lines."""
 
 from __future__ import annotations
 
@@ -79,7 +79,7 @@ def _lines(text: str) -> list[str]:
 
 @pytest.fixture
 def recorded(tmp_path: Path) -> Path:
-    """Two ranks as a launch collects them; the first epoch took ten times as long."""
+    """Return the folder of two ranks as a launch collects it; the first epoch took ten times as long."""
     predict = {"kind": "predict", "rank": 0, "steps": 20, "remote_bytes": 200_000_000, "hit_rate": 0.3}
     first = {**line(0, 1), "spent": dict.fromkeys(KINDS, 1.0)}
     write(tmp_path / "logs/node0", "metrics-rank0.jsonl", {"kind": "start"}, predict, first, line(0, 2), line(0, 3))
@@ -105,7 +105,7 @@ WRONG = {
 
 
 @pytest.mark.parametrize("message", WRONG)
-def test_epochs_that_are_not_there_are_refused(message: str, recorded: Path) -> None:
+def test_missing_epochs_are_refused(message: str, recorded: Path) -> None:
     result = CliRunner().invoke(cli, ["profile", str(recorded), *WRONG[message]])
     assert message in f"{result.output} {result.exception}"
 
@@ -121,14 +121,14 @@ def test_a_folder_without_lines_is_refused(tmp_path: Path) -> None:
         assert message in str(error)
 
 
-def test_a_run_under_way_is_profiled_by_its_step_lines(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_running_run_is_profiled_by_its_step_lines(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("trainer.train.metrics.STEP_INTERVAL", 0.0)
     one_epoch(tmp_path, Batches(load=0.01))
     assert run(tmp_path).startswith("epoch 1: 4 steps on 1 rank\n")
 
 
 def recorded_of(*ranks: list[dict[str, Any]]) -> RunTimes:
-    """Of one rank on each node."""
+    """Return a recorded run with one rank per node."""
     found = {}
     for k, lines in enumerate(ranks):
         found[k] = RankLines(k, node=k)
@@ -201,24 +201,24 @@ CASES: dict[str, tuple[list[list[dict[str, Any]]], str, str]] = {
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_what_would_help(name: str) -> None:
+def test_advice(name: str) -> None:
     lines, topology, first = CASES[name]
     assert advice(recorded_of(*lines), topology)[0] == first
 
 
-def test_a_prediction_that_was_off_is_told() -> None:
+def test_a_wrong_prediction_is_reported() -> None:
     lines = [{**line, "remote_bytes": 500_000.0} if line["kind"] == "predict" else line for line in lines_of(0)]
     assert "1.0 MB an epoch came from other hosts; 500.0 kB were predicted" in advice(recorded_of(lines))
 
 
-def test_what_is_held_over_epochs_explains_less_than_predicted() -> None:
+def test_rows_held_over_epochs_explain_less_traffic_than_predicted() -> None:
     traffic = {"batches": 2, "remote_bytes": 3600, "rows": 500, "remote_rows": 200, "cached_rows": 25, "held_rows": 163}
     lines = [{**line, "traffic": traffic} if "traffic" in line else line for line in lines_of(0)]
     (line,) = [line for line in advice(recorded_of(lines)) if "predicted" in line]
     assert line.startswith("3.6 kB an epoch came from other hosts; 980.0 kB were predicted for an epoch that")
 
 
-def test_waits_are_told_of_the_ranks_that_wait_and_that_they_wait_for() -> None:
+def test_waits_name_the_waiting_rank_and_the_slow_rank() -> None:
     slow = [lines_of(rank, forward=0.1, remote=0.001) for rank in (1, 2, 3)]
     told = advice(recorded_of(lines_of(0, reduce=0.18), *slow))
     assert "of 299 ms) is waiting for other ranks: the hosts or their work are unequal" in told[0]
@@ -227,7 +227,7 @@ def test_waits_are_told_of_the_ranks_that_wait_and_that_they_wait_for() -> None:
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_a_script_of_ones_own_is_not_told_of_settings_that_it_does_not_read(name: str) -> None:
+def test_advice_for_a_user_script_names_only_settings_it_reads(name: str) -> None:
     lines, topology, _ = CASES[name]
     assert not any("train." in line or "data.cache" in line for line in advice(recorded_of(*lines), script=True))
 
@@ -237,14 +237,14 @@ def test_a_script_of_ones_own_is_not_told_of_settings_that_it_does_not_read(name
     [{"spent": None}, {"spent": {"forward": 1.0}}, {"spent": {**lines_of(0)[1]["spent"], "copy": "much"}},
      {"spent": []}, {"epoch": "x"}, {"traffic": None}, {"behind": 1}],
 )  # fmt: skip
-def test_lines_that_do_not_say_where_time_went_are_left_out(spoiled: dict[str, Any], tmp_path: Path) -> None:
+def test_lines_without_times_are_ignored(spoiled: dict[str, Any], tmp_path: Path) -> None:
     write(tmp_path, "metrics-rank0.jsonl", *({**line, **spoiled} for line in lines_of(0) if line["kind"] != "predict"))
     assert json.loads(run("--json", tmp_path))["time"] is None
 
 
-def test_the_document_has_the_times_of_ranks_and_who_received_how_much_of_whom(recorded: Path) -> None:
+def test_json_has_times_of_ranks_and_traffic_between_hosts(recorded: Path) -> None:
     hosts = {"1": {"remote_bytes": 70, "remote_rows": 7, "cached_rows": 3, "held_rows": 2}}
-    again = [{**line(0, epoch), "by_host": hosts} for epoch in (3, 4)]  # a run that went on in the same folder
+    again = [{**line(0, epoch), "by_host": hosts} for epoch in (3, 4)]  # a run that was resumed in the same folder
     with (recorded / "logs/node0/metrics-rank0.jsonl").open("a") as file:
         file.writelines(json.dumps(each) + "\n" for each in again)
     told = json.loads(run("--json", "--topology", "partitioned", recorded))
@@ -272,6 +272,6 @@ def rank(number: int = 0, behind: float = 0.0, **spent: float) -> RankTimes:
     return RankTimes(number, 10, seconds, dict.fromkeys(LOADING, 0.0) | {"sample": behind}, traffic)
 
 
-def test_threads_that_keep_up_are_not_spoken_of() -> None:
-    assert thread_advice(rank(behind=0.25, sample=0.01, forward=0.2)) is None  # hidden
-    assert thread_advice(rank(behind=0.05, sample=0.1, forward=0.1)) is None  # not for want of threads
+def test_no_advice_for_threads_that_keep_up() -> None:
+    assert thread_advice(rank(behind=0.25, sample=0.01, forward=0.2)) is None  # hidden behind computation
+    assert thread_advice(rank(behind=0.05, sample=0.1, forward=0.1)) is None  # not caused by too few threads

@@ -1,4 +1,4 @@
-"""Whole neighbourhoods: the batches of torch_geometric's own loaders, links and negatives included."""
+"""Tests that batches with all neighbours equal those of torch_geometric's own loaders, links and negatives included."""
 
 from __future__ import annotations
 
@@ -38,8 +38,8 @@ def data_of(links):
 @pytest.mark.parametrize("links", LINKS)
 @pytest.mark.parametrize("negatives", NEGATIVES)
 @pytest.mark.parametrize("how", HOW)
-def test_link_batches_are_torch_geometrics_to_the_last_attribute(monkeypatch, how, negatives, links):
-    """torch_geometric is given our negatives in place of those it would draw; all else is its own."""
+def test_link_batches_equal_torch_geometrics_in_every_attribute(monkeypatch, how, negatives, links):
+    """torch_geometric gets gnnfleet's negatives in place of its own; everything else is torch_geometric's."""
     data, edge_type = data_of(links), LINKS[links]
     edges = (data if edge_type is None else data[edge_type]).edge_index[:, 3:22]
     given = edges if edge_type is None else (edge_type, edges)
@@ -48,7 +48,7 @@ def test_link_batches_are_torch_geometrics_to_the_last_attribute(monkeypatch, ho
         arguments["edge_label_time"] = torch.arange(19) + 25
     if negatives in ("none", "binary", "two"):
         arguments["edge_label"] = torch.arange(19) % 4
-    drawn = _Drawn(edge_type)
+    drawn = _GivenNegatives(edge_type)
     monkeypatch.setattr(neighbor_sampler, "neg_sample", drawn)
     theirs = iter(link_loader(data, WHOLE, given, **arguments))
     for ours in DistLinkNeighborLoader(parts_of(data, 2), WHOLE, given, **arguments):
@@ -57,8 +57,8 @@ def test_link_batches_are_torch_geometrics_to_the_last_attribute(monkeypatch, ho
     assert next(theirs, None) is None
 
 
-class _Drawn:
-    """Stands in for torch_geometric's ``neg_sample``: the negatives of a batch of ours."""
+class _GivenNegatives:
+    """Replaces torch_geometric's ``neg_sample``: returns the negatives of a batch of gnnfleet."""
 
     def __init__(self, edge_type):
         self._type = edge_type
@@ -88,7 +88,7 @@ class _Drawn:
 
 
 def as_sets(batch, edge_ids=True):
-    """Nodes (with their tree) and edges (tree, id, source, target) of every type, as original ids."""
+    """Return nodes (with their tree) and edges (tree, id, source, target) of every type, as original ids."""
     hetero = hasattr(batch, "node_types")
     nodes = {of: batch[of] for of in batch.node_types} if hetero else {"": batch}
     edges = {of: batch[of] for of in batch.edge_types} if hetero else {("", "", ""): batch}
@@ -104,7 +104,7 @@ def as_sets(batch, edge_ids=True):
 @pytest.mark.parametrize("fanouts", [WHOLE, [3, 2]])
 @pytest.mark.parametrize("more", [{}, {"subgraph_type": "induced"}, {"disjoint": True}, {"replace": True}], ids=str)
 @pytest.mark.parametrize("make", [homo_data, hetero_data])
-def test_edges_are_those_of_the_graph_and_rows_those_of_their_ids(make, more, fanouts):
+def test_edges_and_rows_of_a_batch_match_the_graph(make, more, fanouts):
     data = make()
     hetero = hasattr(data, "node_types")
     for batch in DistNeighborLoader(parts_of(data, 2), fanouts, "paper" if hetero else None, batch_size=16, **more):
@@ -120,7 +120,7 @@ def test_edges_are_those_of_the_graph_and_rows_those_of_their_ids(make, more, fa
                 assert sorted(ids[:, 0].tolist()) == inside.nonzero().view(-1).tolist()
 
 
-# torch_geometric's genuine loaders, where torch_sparse is installed ---------------------------------------------------
+# torch_geometric's own loaders, if torch_sparse is installed -----------------------------------------------------
 
 GENUINE = [
     {},
@@ -144,7 +144,7 @@ def test_genuine_neighbor_loader(make, more, fanouts):
 @pytest.mark.filterwarnings("ignore:Using 'NeighborSampler' without")
 @pytest.mark.parametrize("make", [homo_data, hetero_data])
 def test_genuine_neighbor_loader_with_repeated_seeds(make):
-    """Every copy has its edges; as a source the first stands for the node."""
+    """Every copy of a seed has its edges; as a source, the first copy represents the node."""
     pytest.importorskip("torch_sparse")
     ids = torch.tensor([3, 7, 3, 9, 3, 7])
     seeds = ids if make is homo_data else ("paper", ids)
@@ -157,7 +157,7 @@ def test_genuine_neighbor_loader_with_repeated_seeds(make):
 
 
 def _edges_of_seeds(batch, of, num_seeds):
-    """(seed's place, edge id) of the edges that lead to the first nodes."""
+    """Return (seed's position, edge id) of the edges that end at the first ``num_seeds`` nodes."""
     store = batch if of is None else batch[of]
     pairs = zip(store.edge_index[1].tolist(), store.e_id.tolist(), strict=True)
     return sorted(pair for pair in pairs if pair[0] < num_seeds)
@@ -179,7 +179,7 @@ def test_genuine_link_neighbor_loader(links, more):
 
 
 def ends_of(batch, edge_type):
-    """Original ids of a batch's links."""
+    """Return the original ids of the ends of a batch's links."""
     if edge_type is None:
         return batch.n_id[batch.edge_label_index]
     index = batch[edge_type].edge_label_index
@@ -187,9 +187,10 @@ def ends_of(batch, edge_type):
 
 
 def _assert_like(ours, theirs, subgraph_type=None):
-    """The same nodes, edges, attribute names, dtypes and widths; the compiled sampler has its own order of edges.
+    """Assert equal nodes, edges, attribute names, dtypes and widths; the compiled sampler's edge order differs.
 
-    An edge that bidirectional added has no id of its own: torch_geometric gives it any, or none.
+    The reverse edges that bidirectional adds have no id of their own: torch_geometric gives them an arbitrary id or
+    none.
     """
     edge_ids = subgraph_type != "bidirectional"
     for mine, other in zip(ours, theirs, strict=True):

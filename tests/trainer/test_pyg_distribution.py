@@ -1,7 +1,7 @@
-"""Finite fanouts: neighbours come as often as they should, by chi-square, and as often as in torch_geometric.
+"""Chi-square tests of finite fanouts: neighbours are drawn with the right probabilities, as in torch_geometric.
 
-Samples are drawn from fixed seeds, so a test that passes keeps passing; with p < 1e-4 as its bound a true bias of
-a few percent at these numbers of draws does not.
+Samples are drawn from fixed seeds, so the results are reproducible. The bound p < 1e-4 detects a bias of a few percent
+at these numbers of draws.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ ODDS = 1e-4
 
 
 def star():
-    """Node 0 with six in-edges, the i-th from node i + 1."""
+    """Return node 0 with six in-edges; edge i comes from node i + 1."""
     edge_index = torch.stack([torch.arange(1, DEGREE + 1), torch.zeros(DEGREE, dtype=torch.int64)])
     return Data(edge_index=edge_index, num_nodes=DEGREE + 1, weight=WEIGHTS, when=TIMES)
 
@@ -39,7 +39,7 @@ def partition():
 
 
 def in_trees(loader):
-    """How often each choice of neighbours came, of node 0 as so many disjoint seeds of one batch."""
+    """Count each choice of neighbours of node 0, which occurs as many disjoint seeds of one batch."""
     (batch,) = loader
     rows = [[] for _ in range(DRAWS)]
     for tree, edge in zip(batch.batch[batch.edge_index[1]].tolist(), batch.e_id.tolist(), strict=True):
@@ -55,7 +55,7 @@ def ours_of(fanout, **how):
 
 
 def epochs_of(fanout, epochs=400, **how):
-    """The same of node 0 as the only seed, from epoch to epoch."""
+    """Count each choice of neighbours of node 0 as the only seed, over many epochs."""
     loader, found = DistNeighborLoader(partition(), [fanout], torch.tensor([0]), **how), Counter()
     for _ in range(epochs):
         (batch,) = loader
@@ -64,7 +64,7 @@ def epochs_of(fanout, epochs=400, **how):
 
 
 def choices(fanout, weights, replace=False, over=range(DEGREE)):
-    """Exact probability of every choice, ascending edge ids: the draws one after the other, enumerated."""
+    """Return the exact probability of every choice (ascending edge ids), by enumerating the sequences of draws."""
     found = Counter()
     for order in itertools.product(over, repeat=fanout):
         if not replace and len(set(order)) < fanout:
@@ -79,7 +79,7 @@ def choices(fanout, weights, replace=False, over=range(DEGREE)):
 
 
 def p_value(seen, chances):
-    assert seen.keys() <= chances.keys(), "a choice that cannot be"
+    assert seen.keys() <= chances.keys(), "a choice of probability zero was drawn"
     total = sum(seen.values())
     return stats.chisquare([seen[c] for c in chances], [chances[c] * total for c in chances]).pvalue
 
@@ -106,8 +106,8 @@ def test_every_choice_has_its_probability_over_epochs(how):
     assert p_value(epochs_of(3, **arguments), chances) > ODDS
 
 
-def test_the_test_tells_a_bias():
-    """Drawn in proportion to weights that differ by a quarter, uniform is ruled out, and the other way round."""
+def test_the_chi_square_test_detects_a_bias():
+    """With weights that differ by a quarter, weighted draws are not uniform, and uniform draws are not weighted."""
     near = [1.25, *EVEN[1:]]
     seen = ours_of(3)
     assert p_value(seen, choices(3, near)) < ODDS
@@ -116,7 +116,7 @@ def test_the_test_tells_a_bias():
 
 @pytest.mark.parametrize("how", [*CASES, "temporal"])
 def test_the_reference_sampler_agrees(how):
-    """Two samples, ours and that of torch_geometric's loader, may come from one distribution."""
+    """Two-sample test: gnnfleet's draws and those of torch_geometric's loader come from one distribution."""
     arguments, chances = {**CASES, "temporal": TEMPORAL}[how]
     seeds, times = torch.zeros(DRAWS, dtype=torch.int64), torch.full((DRAWS,), 8)
     more = {"input_time": times} if how == "temporal" else {}
@@ -128,7 +128,7 @@ def test_the_reference_sampler_agrees(how):
 
 @pytest.mark.filterwarnings("ignore:Using 'NeighborSampler' without")
 def test_genuine_neighbor_loader_agrees():
-    """With replacement; without, torch_sparse 0.6.18 is itself biased: of 1 in 6 it never takes the last."""
+    """With replacement only: without replacement torch_sparse 0.6.18 is biased, it never draws the last of six."""
     pytest.importorskip("torch_sparse")
     torch.manual_seed(0)
     theirs, loader = Counter(), NeighborLoader(star(), [3], torch.tensor([0]), replace=True)
@@ -139,8 +139,8 @@ def test_genuine_neighbor_loader_agrees():
     assert stats.chi2_contingency(table).pvalue > ODDS
 
 
-def test_two_hops_draw_apart():
-    """What a node draws tells nothing of what its neighbour draws."""
+def test_draws_of_two_hops_are_independent():
+    """The draws of a node are independent of those of its neighbour."""
     both = torch.tensor([[1, 2, 3, 4, 0, 2, 3, 4], [0, 0, 0, 0, 1, 1, 1, 1]])
     graph, found = opened(store_of(both.numpy(), 5, 2)), Counter()
     seeds = torch.tensor([0, 1]).repeat(DRAWS // 2)

@@ -1,4 +1,4 @@
-"""What must hold of every batch, over random typed graphs."""
+"""Property tests of batches over random typed graphs."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ fanout_lists = st.lists(st.sampled_from([-1, 1, 2, 5]), min_size=1, max_size=3)
 
 
 def random_data(seed):
-    """Papers and authors with times, some edges with weight zero, reverses, multi-edges and self loops."""
+    """Return papers and authors with times, some edges of weight zero, reverse edges, multi-edges and self loops."""
     rng = np.random.default_rng(seed)
     counts = {"paper": int(rng.integers(2, 25)), "author": int(rng.integers(1, 12))}
     data = HeteroData()
@@ -39,12 +39,12 @@ def random_data(seed):
 
 
 def source_of(data, case):
-    """In memory, or as one to three parts."""
+    """Return the graph in memory, or as one to three parts."""
     return data if case % 4 == 0 else parts_of(data, case % 4)
 
 
 def edges_of(data, batch):
-    """(edge type, edge ids, sources, targets, tree) of a batch, nodes as original ids."""
+    """Return (edge type, edge ids, sources, targets, tree) of a batch, nodes as original ids."""
     for of in data.edge_types:
         store = batch[of]
         src, dst = batch[of[0]].n_id[store.edge_index[0]], batch[of[2]].n_id[store.edge_index[1]]
@@ -68,7 +68,7 @@ def test_no_edge_is_later_than_its_seed_and_last_takes_the_latest(case, fanouts,
 
 
 def _assert_latest(targets, stamps, edges, dst, tree, until):
-    """Of every target no candidate that was left out is later than one that was taken."""
+    """Assert that no candidate left out at a target is later than one that was taken."""
     for node, number in set(zip(dst.tolist(), tree.tolist(), strict=True)):
         taken = edges[(dst == node) & (tree == number)]
         candidates = ((targets == node) & (stamps <= until[number])).nonzero().view(-1)
@@ -94,14 +94,14 @@ def _seeds(store):
 
 
 def _positive(store, node, fanout):
-    """How many edges of a target can be taken."""
+    """Count the edges of a target that can be drawn."""
     count = int((store.weight[store.edge_index[1] == node] > 0).sum())
     return count if fanout < 0 else min(count, fanout)
 
 
 @FINITE
 @given(case=cases, fanouts=fanout_lists, more=st.sampled_from(["", "disjoint", "replace", "weight", "time", "induced"]))
-def test_excluded_links_are_no_message_edges_and_cost_no_neighbours(case, fanouts, more):
+def test_excluded_links_are_not_sampled_and_do_not_use_up_the_fanout(case, fanouts, more):
     data = random_data(case)
     how = {
         "": {}, "disjoint": {"disjoint": True}, "replace": {"replace": True}, "weight": {"weight_attr": "weight"},
@@ -120,7 +120,7 @@ def test_excluded_links_are_no_message_edges_and_cost_no_neighbours(case, fanout
 
 
 def _assert_filled(data, batch, of, fanout, barred, edges):
-    """Seeds have as many edges as the fanout and the edges that are left allow."""
+    """Assert that every seed has as many edges as the fanout and the remaining candidates allow."""
     store, num_seeds = batch[of[2]], batch[of[2]].num_sampled_nodes[0]
     found = torch.bincount(batch[of].edge_index[1], minlength=len(store.n_id))[:num_seeds]
     pairs = data[of].edge_index.t().tolist()
@@ -131,12 +131,12 @@ def _assert_filled(data, batch, of, fanout, barred, edges):
 
 @FINITE
 @given(case=cases, mode=st.sampled_from(["binary", "triplet"]), avoid=st.booleans(), timed=st.booleans())
-def test_negatives_avoid_links_when_asked_and_are_there_in_time(case, mode, avoid, timed):
+def test_negatives_avoid_links_and_are_not_later_than_their_link(case, mode, avoid, timed):
     data = random_data(case)
-    data["paper"].time[0] = data["author"].time[0] = -9  # someone is always there
+    data["paper"].time[0] = data["author"].time[0] = -9  # so that every link has a candidate
     known = set(map(tuple, data[WRITES].edge_index.t().tolist()))
     if avoid and len(known) * 2 > data["author"].num_nodes * data["paper"].num_nodes or timed and avoid:
-        avoid = False  # too dense: a refusal of its own
+        avoid = False  # this combination may be too dense and is then refused
     if avoid and mode == "triplet":
         busiest = torch.bincount(data[WRITES].edge_index.unique(dim=1)[0]).max()
         avoid = bool(busiest * 2 <= data["paper"].num_nodes)

@@ -1,8 +1,8 @@
-"""Training scripts in the style of torch_geometric's documentation, run with the lines for the loader changed.
+"""Tests of training scripts in the style of torch_geometric's documentation with a gnnfleet loader.
 
-Each script is text; what is replaced in it is data here, and all that is replaced: the import of the loader, and the
-line that loads the data. On two ranks, lines that any torch script needs to train on several are added: a process
-group, and DistributedDataParallel around the model. Model, optimizer and loop stay as they are.
+Each script is text, and all replaced lines are listed here as data: the import of the loader and the line that loads
+the graph. For two ranks the lines that every distributed torch script needs are added: a process group and
+DistributedDataParallel around the model. Model, optimizer and loop stay unchanged.
 """
 
 from __future__ import annotations
@@ -173,7 +173,7 @@ LINKS = """
         print(f"Epoch: {epoch:02d}, Loss: {loss:.4f}, Score: {score:.4f}", flush=True)
 """
 
-#: script -> the import that is changed. Of the data, the line that loads it.
+#: script -> (text, import line, its replacement, least score)
 SCRIPTS = {
     "nodes": (
         NODES, "from torch_geometric.loader import NeighborLoader",
@@ -191,18 +191,18 @@ SCRIPTS = {
 DATA_LINE = 'data = torch.load("data.pt", weights_only=False)'
 FROM_PARTS = 'data = gf.open("parts")'
 MODEL_LINE = "optimizer = torch.optim.Adam(model.parameters(), lr=0.01)"
-#: What several ranks need with any loader: the first line before the data, the second after the model. The last layer
-#: of a heterogeneous model has weights for types that the loss does not reach, which torch wants to be told.
+#: Lines needed on several ranks with any loader: the first before the data, the second after the model. The last
+#: layer of a heterogeneous model has weights that the loss does not depend on, so DDP needs find_unused_parameters.
 DDP = (
     'torch.distributed.init_process_group("gloo")\n',
     "model = torch.nn.parallel.DistributedDataParallel(model)\n",
 )
-#: Seeds by number, so that the same text serves Data and partitions; a user has them in masks or splits.
+#: Seeds as ids, so that the same text works with Data and partitions; users have masks or splits.
 SEEDS = "train_idx, test_idx = torch.arange(0, 300), torch.arange(300, 400)\n"
 
 
 def changed(name, ranks, partition=True):
-    """The script as its user would change it, by these replacements and no other."""
+    """Return the script with exactly these lines replaced."""
     text, loader, own_loader, _ = SCRIPTS[name]
     text = textwrap.dedent(text).replace(DATA_LINE, SEEDS + DATA_LINE)
     replaced = {loader: own_loader} | ({DATA_LINE: FROM_PARTS} if partition else {})
@@ -216,7 +216,7 @@ def changed(name, ranks, partition=True):
 
 
 def community_data(name):
-    """Four communities whose members mostly meet each other; features tell little of them, neighbours much."""
+    """Return a graph of four communities; a node's neighbours predict its community much better than its features."""
     g = torch.Generator().manual_seed(3)
     n = 400
     y = torch.randint(0, 4, (n,), generator=g)
@@ -244,7 +244,7 @@ def _alike(members, labels, n, g):
 
 
 def scores(output):
-    """Loss and score of every epoch."""
+    """Return (loss, score) of every epoch."""
     return [tuple(map(float, found)) for found in re.findall(r"Loss: ([\d.]+), Score: ([\d.]+)", output)]
 
 
@@ -253,14 +253,14 @@ def scores(output):
     [
         ("nodes", "memory", 1), ("hetero", "partition", 2), ("links", "partition", 2),
         pytest.param("nodes", "partition", 1, marks=pytest.mark.slow),
-        pytest.param("nodes", "partition", 2, marks=pytest.mark.slow),  # test_load_ranks has one of two ranks
+        pytest.param("nodes", "partition", 2, marks=pytest.mark.slow),  # test_load_ranks tests nodes on two ranks
         pytest.param("hetero", "memory", 1, marks=pytest.mark.slow),
         pytest.param("hetero", "partition", 1, marks=pytest.mark.slow),
         pytest.param("links", "memory", 1, marks=pytest.mark.slow),
         pytest.param("links", "partition", 1, marks=pytest.mark.slow),
     ],
 )  # fmt: skip
-def test_a_users_script_learns_with_the_loader_lines_changed(tmp_path, name, source, ranks):
+def test_a_script_learns_with_only_the_loader_lines_changed(tmp_path, name, source, ranks):
     data = community_data(name)
     if source == "memory":
         torch.save(data, tmp_path / "data.pt")
@@ -277,7 +277,7 @@ def test_a_users_script_learns_with_the_loader_lines_changed(tmp_path, name, sou
 
 @pytest.mark.parametrize("name", SCRIPTS)
 def test_no_more_than_these_lines_differ(name):
-    """One process: the import and the data. Two: the process group and the wrapper besides."""
+    """With one process two lines differ, the import and the data; with two, also the process group and the wrapper."""
     original = textwrap.dedent(SCRIPTS[name][0]).splitlines()
     for ranks, more in ((1, 0), (2, 2)):
         lines = [line for line in changed(name, ranks).splitlines() if line + "\n" != SEEDS]

@@ -1,4 +1,5 @@
-"""What a host asks of others: with topology here, a cache and held rows less of it, and never another batch."""
+"""Tests of what a host requests from other hosts: replicated topology, a cache and held rows reduce it and change no
+batch."""
 
 from __future__ import annotations
 
@@ -36,7 +37,7 @@ WAYS = (
 
 
 class Host:
-    """A host in this process that writes down what it is asked."""
+    """A host in this process that records the requests it gets."""
 
     def __init__(self, store):
         self.name, self.part_ids = f"host of {list(store.parts)}", tuple(store.parts)
@@ -56,7 +57,7 @@ class Host:
         return self._answer(self.slices, [asked], lambda _: edge_slice(self._graph.store, *asked))
 
     def asked_ids(self, of, name):
-        """All ids that this column was asked for."""
+        """Return all ids for which this column was requested."""
         found = [request.ids for request in self.rows if request.of == of and name in request.attrs]
         return np.concatenate([np.empty(0, np.int64), *found])
 
@@ -66,7 +67,7 @@ class Host:
 
 
 def host_store(data, own, topology="replicated", parts=PARTS):
-    """What one host opens."""
+    """Open the parts of one host."""
     whole = parts_of(data, parts).store
     others = {p: light(part) for p, part in whole.parts.items() if p != own} if topology == "replicated" else {}
     return dataclasses.replace(whole, parts={own: whole.parts[own]}, replicas=others)
@@ -83,7 +84,7 @@ def light(part):
 
 
 def some_rows(graph, share=0.3):
-    """A cache of some rows of every type, remote and own, with and without ids."""
+    """Return a cache of some rows of every type, remote and local, with and without original ids."""
     rng, types = np.random.default_rng(1), {}
     for of, spec in graph.manifest.nodes.items():
         ids = rng.permutation(spec.num_nodes)[: round(share * spec.num_nodes)]
@@ -95,7 +96,7 @@ def some_rows(graph, share=0.3):
 
 
 def host_of(data, topology, cache, held):
-    """One host's graph and the others, in this process."""
+    """Return the graph of one host and the recorders of the others, all in this process."""
     others = {part: Host(host_store(data, part, "partitioned")) for part in range(1, PARTS)}
     store = host_store(data, 0, topology)
     graph = Graph(store, DistGraph(LocalGraph(store), others, held=held))
@@ -106,7 +107,7 @@ def host_of(data, topology, cache, held):
 
 @pytest.mark.parametrize("how", HOW)
 @pytest.mark.parametrize("kind", MAKE)
-def test_topology_cache_and_held_rows_change_no_batch(kind, how) -> None:
+def test_topology_cache_and_held_rows_do_not_change_batches(kind, how) -> None:
     data = MAKE[kind]()
     load = "binary" if how in ("uniform", "induced") else "nodes"
     arguments = arguments_of(data, HOW[how])
@@ -119,7 +120,7 @@ def test_topology_cache_and_held_rows_change_no_batch(kind, how) -> None:
 
 
 @pytest.mark.parametrize("kind", MAKE)
-def test_over_the_wire_too(kind) -> None:
+def test_batches_are_equal_over_the_wire(kind) -> None:
     data = MAKE[kind]()
 
     def make(data, num_parts, only):
@@ -141,7 +142,7 @@ def test_over_the_wire_too(kind) -> None:
 
 
 @pytest.mark.parametrize("topology", ["partitioned", "replicated"])
-def test_a_row_that_is_cached_or_held_is_not_asked_for_again(topology) -> None:
+def test_cached_and_held_rows_are_not_requested_again(topology) -> None:
     graph, others = host_of(homo_data(), topology, cache=True, held=2)
     rng, access = np.random.default_rng(0), graph.access
     cached = np.flatnonzero(some_rows(parts_of(homo_data(), PARTS)).types["node"].slots >= 0)
@@ -172,7 +173,7 @@ def test_a_row_that_is_cached_or_held_is_not_asked_for_again(topology) -> None:
     )
 
 
-def test_what_is_handed_out_is_the_users_to_change() -> None:
+def test_changing_a_batch_does_not_change_held_rows() -> None:
     graph, _ = host_of(homo_data(), "replicated", cache=True, held=2)
     request = [RowRequest("node", np.arange(60), ("x",))]
     first = graph.access.gather(request)[0]["x"]
@@ -181,7 +182,7 @@ def test_what_is_handed_out_is_the_users_to_change() -> None:
     assert np.array_equal(graph.access.gather(request)[0]["x"], kept)
 
 
-def test_answers_are_let_go_after_some_batches() -> None:
+def test_held_rows_are_released_after_some_batches() -> None:
     graph, others = host_of(homo_data(), "replicated", cache=False, held=2)
     pieces = np.split(np.arange(*graph.store.books["node"].range_of(1))[:12], 4)
     for ids in pieces:
@@ -192,7 +193,7 @@ def test_answers_are_let_go_after_some_batches() -> None:
     assert asked == [ids.tolist() for ids in (*pieces, pieces[0])]
 
 
-def test_many_small_answers_are_held_as_one_and_found() -> None:
+def test_many_small_answers_are_merged_and_found() -> None:
     graph, others = host_of(homo_data(), "replicated", cache=False, held=100)
     far = np.arange(*graph.store.books["node"].range_of(0)).max() + 1 + np.arange(30)
     whole = parts_of(homo_data(), PARTS).access.gather([RowRequest("node", far, ("x",))])[0]["x"]
@@ -203,7 +204,7 @@ def test_many_small_answers_are_held_as_one_and_found() -> None:
     assert sum(len(host.asked_ids("node", "x")) for host in others.values()) == 30
 
 
-def test_light_columns_and_labels_are_here_where_topology_is() -> None:
+def test_small_columns_and_labels_are_local_with_replicated_topology() -> None:
     data = hetero_data()
     graph, others = host_of(data, "replicated", cache=False, held=2)
     papers = np.arange(COUNTS["paper"])
@@ -219,7 +220,7 @@ def test_light_columns_and_labels_are_here_where_topology_is() -> None:
     assert (cost.rows, cost.remote_rows, cost.remote_bytes) == (140, 0, 0)
 
 
-def test_edges_of_all_parts_are_here_where_topology_is() -> None:
+def test_edges_of_all_parts_are_local_with_replicated_topology() -> None:
     data = homo_data()
     graph, others = host_of(data, "replicated", cache=False, held=2)
     there, here = (
@@ -230,10 +231,10 @@ def test_edges_of_all_parts_are_here_where_topology_is() -> None:
     assert not any(host.slices for host in others.values())
 
 
-def test_a_cache_is_the_same_from_its_folder(tmp_path) -> None:
+def test_a_cache_can_be_saved_and_loaded(tmp_path) -> None:
     graph = parts_of(hetero_data(), PARTS)
     cache, folder = some_rows(graph), tmp_path / "here" / "cache"
-    for kept in (RowCache({}), cache):  # the second takes the place of the first
+    for kept in (RowCache({}), cache):  # the second cache overwrites the first
         kept.save(folder)
     again = RowCache.open(folder)
     assert again.types.keys() == cache.types.keys() and again.num_rows == cache.num_rows > 0
@@ -246,7 +247,7 @@ def test_a_cache_is_the_same_from_its_folder(tmp_path) -> None:
         RowCache.open(folder)
 
 
-def test_a_folder_with_the_topology_of_other_parts_opens_and_one_without_says_what_is_missing(tmp_path) -> None:
+def test_opening_with_and_without_the_topology_of_other_parts(tmp_path) -> None:
     data = homo_data()
     write_store(tmp_path, parts_of(data, 2).store)
     for path in (tmp_path / "part1").rglob("*.npy"):
@@ -262,7 +263,7 @@ def test_a_folder_with_the_topology_of_other_parts_opens_and_one_without_says_wh
         open_parts(tmp_path, [0], "replicated")
 
 
-def test_a_server_with_the_topology_of_all_parts_samples_while_the_others_are_away(tmp_path) -> None:
+def test_a_server_with_replicated_topology_samples_without_the_others(tmp_path) -> None:
     whole, parts = parts_of(homo_data(), 2), tmp_path / "parts"
     write_store(parts, whole.store)
     ends = free_endpoint(), free_endpoint()

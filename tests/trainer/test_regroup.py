@@ -1,4 +1,5 @@
-"""Ranks that are lost in mid-run: the others go on, no seed is lost or trained twice, the loss curve stays."""
+"""Tests of ranks lost during a run: the others continue, each seed is trained exactly once, the loss curve stays
+equal."""
 
 from __future__ import annotations
 
@@ -51,7 +52,7 @@ def parts(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def alone(parts: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The run folder of one process."""
+    """Return the run folder of a run with one process."""
     folder = tmp_path_factory.mktemp("alone")
     train(job(parts, folder, **SMALL), Ranks())
     return folder
@@ -62,17 +63,19 @@ def small(parts: Path, run_dir: Path) -> TrainJob:
 
 
 @pytest.mark.parametrize("name", LOSSES)
-def test_a_run_goes_on_without_the_ranks_it_loses(name: str, parts: Path, alone: Path, tmp_path: Path) -> None:
+def test_a_run_continues_without_lost_ranks(name: str, parts: Path, alone: Path, tmp_path: Path) -> None:
     world_size, losses = LOSSES[name]
     survived = run_with_losses(small(parts, tmp_path / "run"), world_size, losses)
     for ended in survived.ended.values():
         assert ended.returncode == 0, ended.output
-    assert survived.seconds < 60, "the deadline of 120 s is not for a rank known to be lost"
+    assert survived.seconds < 60, "survivors must not wait for the 120 s deadline of an announced loss"
     np.testing.assert_allclose(curve(survived.run_dir), curve(alone), rtol=1e-4)
     trained = trained_seeds(survived.run_dir, world_size)
     assert len(trained) == 3 * SEEDS and set(trained.values()) == {1}
     back = [(line["generation"], line["ranks"]) for line in metrics(survived.run_dir, "regroup")]
-    begun = any(loss.moment in ("batch", "rejoin") for loss in losses)  # before that there is nothing to go back to
+    begun = any(
+        loss.moment in ("batch", "rejoin") for loss in losses
+    )  # without one of these no rank has trained yet, so no regrouping happens
     assert back[-1:] == ([(len(losses), sorted(survived.ended))] if begun else [])
     for kind in ("eval", "checkpoint", "result"):
         ours, theirs = metrics(survived.run_dir, kind), metrics(alone, kind)
@@ -80,11 +83,13 @@ def test_a_run_goes_on_without_the_ranks_it_loses(name: str, parts: Path, alone:
     saved, whole = (load_checkpoint(folder / "checkpoints" / "last.pt") for folder in (survived.run_dir, alone))
     ours, theirs = (torch.cat([value.flatten() for value in one.model.values()]) for one in (saved, whole))
     apart = (ours - theirs).abs()
-    assert (apart > 1e-4 + 1e-3 * theirs.abs()).float().mean() < 0.03, "all but a unit whose ReLU turned by rounding"
-    assert apart.max() < 4e-3, "a step of Adam"
+    assert (apart > 1e-4 + 1e-3 * theirs.abs()).float().mean() < 0.03, (
+        "all rows except those of a unit whose ReLU flipped by rounding"
+    )
+    assert apart.max() < 4e-3, "differs by at most a step of Adam"
 
 
-def test_ranks_that_are_a_snapshot_apart_have_one_in_common() -> None:
+def test_ranks_one_snapshot_apart_share_a_snapshot() -> None:
     model = torch.nn.Linear(2, 2)
     optimizers = Optimizers(torch.optim.Adam(model.parameters()))
     ahead, behind = Snapshots(), Snapshots()
@@ -124,10 +129,10 @@ def test_no_rank_gets_two_snapshots_ahead_of_the_others(
 
 
 @pytest.mark.parametrize("first", [0, 1])
-def test_all_leave_or_all_go_on_whoever_hears_first_of_a_loss(
+def test_all_ranks_decide_alike_whichever_learns_of_a_loss_first(
     first: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Ranks 0 and 1 have done their work, 2 is lost; 1 has heard so before it knew that 0 is done."""
+    """Ranks 0 and 1 have finished and rank 2 is lost; rank 1 learns of the loss before it sees that rank 0 is done."""
     monkeypatch.setattr(regroup, "_LEAVE", 0.0)
     store, go_on = HashStore(), RegroupOptions(tmp_path / "team.json")
     everybody, waits = Team(0, (0, 1, 2)), []
@@ -149,16 +154,16 @@ def test_all_leave_or_all_go_on_whoever_hears_first_of_a_loss(
     assert ended in ([True, True], [False, False])
 
 
-def test_without_word_of_who_was_lost_the_others_end_as_ever(parts: Path, tmp_path: Path) -> None:
+def test_without_an_announced_loss_the_other_ranks_fail(parts: Path, tmp_path: Path) -> None:
     loss = Loss(1, epoch=2, step=5)
-    survived = run_with_losses(small(parts, tmp_path / "run"), 2, [loss], told=False, GNNFLEET_PEER_TIMEOUT="-8")
+    survived = run_with_losses(small(parts, tmp_path / "run"), 2, [loss], announce=False, GNNFLEET_PEER_TIMEOUT="-8")
     assert survived.ended[0].returncode == 1 and survived.seconds < 60
     assert "error: rank 0 (node0" in survived.ended[0].output and "lost another rank" in survived.ended[0].output
     assert "Traceback" not in survived.ended[0].output
 
 
-def test_who_was_taken_for_lost_ends_and_says_so(parts: Path, tmp_path: Path) -> None:
-    """Before they meet; the other trains long enough to be met."""
+def test_a_rank_reported_lost_by_mistake_ends_with_a_message(parts: Path, tmp_path: Path) -> None:
+    """Rank 1 is reported lost before the ranks meet; rank 0 trains long enough for rank 1 to reach it."""
     run_dir = tmp_path / "run"
     run_dir.mkdir()
     write_team(run_dir, 1, {0})
@@ -168,7 +173,7 @@ def test_who_was_taken_for_lost_ends_and_says_so(parts: Path, tmp_path: Path) ->
     assert len(metrics(run_dir, "epoch")) == 60
 
 
-def test_rows_that_went_with_a_rank_end_the_run_with_what_to_do(tmp_path: Path) -> None:
+def test_losing_a_share_of_embedding_rows_ends_the_run_with_advice(tmp_path: Path) -> None:
     typed = write_parts(tmp_path / "parts", 2, "synthetic-hetero", num_nodes=300)
     item = job(typed, tmp_path / "run", model="rsage", epochs=3)
     survived = run_with_losses(item, 2, [Loss(1, epoch=2)])
@@ -177,7 +182,7 @@ def test_rows_that_went_with_a_rank_end_the_run_with_what_to_do(tmp_path: Path) 
     assert "resume from the last checkpoint" in survived.ended[0].output
 
 
-def test_a_watch_that_cannot_read_the_file_ends_the_wait_for_others(tmp_path: Path) -> None:
+def test_an_unreadable_team_file_ends_the_wait_for_other_ranks(tmp_path: Path) -> None:
     go_on, cut = RegroupOptions(tmp_path / "team.json"), threading.Event()
     with _TeamWatch(go_on) as watch:
         watch.guard(Team(0, (0, 1)), cut.set)

@@ -1,4 +1,4 @@
-"""Server processes that are killed while others sample through them: with a copy, without, and for good."""
+"""Tests of killed graph servers while others sample through them: with a replica, without one, and permanently lost."""
 
 from __future__ import annotations
 
@@ -28,11 +28,11 @@ from trainer.store.part_store import open_parts
 
 NODES = 400
 SETTINGS = SampleSettings({HOMO_EDGE: (5, 3)}, edge_ids=True)
-PLACES = {1: (1, 2), 2: (2, 3, 1)}  #: parts of the servers; the asking process has part 0
+PLACES = {1: (1, 2), 2: (2, 3, 1)}  #: parts of each server; the asking process has part 0
 
 
 class Site:
-    """A partition of four parts, cluster.json, and servers to start."""
+    """A partition of four parts, cluster.json, and graph servers that tests start."""
 
     def __init__(self, folder, places):
         self.folder, self.places, self.keys = folder, places, new_keys()
@@ -66,7 +66,7 @@ class Site:
             ready.unlink(missing_ok=True)
 
     def graph(self, **options) -> DistGraph:
-        """As a trainer on node 0 has it."""
+        """Open the graph as a trainer on node 0 does."""
         clients = connect_cluster(self.cluster, 0, manifest_digest(self.parts), 30, self.keys)
         return DistGraph(LocalGraph(open_parts(self.parts, [0])), clients, **options)
 
@@ -82,7 +82,7 @@ def request_of(key: int) -> HopRequest:
 
 
 class Sampling:
-    """A thread that samples on and on, and compares."""
+    """A thread that samples continuously and compares each sample with the whole graph's."""
 
     def __init__(self, graph: DistGraph, whole: LocalGraph):
         self.done, self.longest, self.error = 0, 0.0, None
@@ -102,7 +102,7 @@ class Sampling:
             self.error = error
 
     def more(self, number: int, timeout: float) -> None:
-        """Wait for so many more samples."""
+        """Wait for ``number`` more samples."""
         until, wanted = time.monotonic() + timeout, self.done + number
         while self.done < wanted:
             assert self.error is None and time.monotonic() < until, self.error
@@ -114,7 +114,7 @@ class Sampling:
         assert self.error is None and not self._thread.is_alive(), self.error
 
 
-def test_kill_9_of_one_of_two_holders_is_a_pause_of_seconds(site) -> None:
+def test_killing_one_of_two_holders_pauses_sampling_for_seconds(site) -> None:
     here = site()
     with here.server(2), here.server(1) as process:
         sampling = Sampling(here.graph(), here.whole)
@@ -128,7 +128,7 @@ def test_kill_9_of_one_of_two_holders_is_a_pause_of_seconds(site) -> None:
     assert sampling.longest < 25
 
 
-def test_kill_9_of_the_only_holder_lasts_until_it_is_back(site) -> None:
+def test_killing_the_only_holder_pauses_sampling_until_it_is_back(site) -> None:
     here = site({1: (1, 2, 3)})
     with here.server(1) as process:
         sampling = Sampling(here.graph(server_wait=40), here.whole)
@@ -143,7 +143,7 @@ def test_kill_9_of_the_only_holder_lasts_until_it_is_back(site) -> None:
     assert sampling.longest > 1 and done < sampling.done
 
 
-def test_a_holder_that_stays_away_is_named(site) -> None:
+def test_a_permanently_lost_holder_is_named(site) -> None:
     here = site({1: (1, 2, 3)})
     with here.server(1):
         graph = here.graph(server_wait=2)
@@ -158,7 +158,7 @@ def test_a_holder_that_stays_away_is_named(site) -> None:
     assert "see logs/server.log of node1" in cause
 
 
-def test_a_run_starts_without_the_holder_of_copies(site) -> None:
+def test_a_run_starts_without_the_holder_of_replicas(site) -> None:
     here = site({1: (1, 2), 2: (1, 2, 3)})
     with here.server(2):
         start = time.monotonic()
@@ -168,7 +168,7 @@ def test_a_run_starts_without_the_holder_of_copies(site) -> None:
         assert_same_sample(graph.sample_hops([request])[0], here.whole.sample_hops([request])[0])
 
 
-def test_peers_are_met_when_first_asked_and_another_partition_is_refused(site, tmp_path) -> None:
+def test_peers_connect_on_first_use_and_another_partition_is_refused(site, tmp_path) -> None:
     here = site({1: (1, 2, 3)})
     with here.server(1):
         local = LocalGraph(open_parts(here.parts, [0]))
@@ -183,7 +183,7 @@ def test_peers_are_met_when_first_asked_and_another_partition_is_refused(site, t
         other.close()
 
 
-def test_a_new_version_of_cluster_json_moves_peers(site, capsys) -> None:
+def test_a_new_version_of_cluster_json_changes_the_peers(site, capsys) -> None:
     here = site({1: (1, 2, 3)})
     peers = Peers(here.cluster, 0, manifest_digest(here.parts), here.keys)
     graph = DistGraph(LocalGraph(open_parts(here.parts, [0])), peers.hosts, server_wait=20)

@@ -1,4 +1,4 @@
-"""Rows in less precision: how far off they may be, what stays exact, and what is refused."""
+"""Tests of rows in lower precision: bounds of the rounding error, what stays exact, and what is refused."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ SINGLES = hnp.arrays(np.float32, hnp.array_shapes(min_dims=2, max_dims=3, min_si
 
 @settings(deadline=None, max_examples=60)
 @drawn(SINGLES)
-def test_an_int8_row_is_off_by_half_a_scale_at_most_and_stays_when_rounded_again(rows) -> None:
+def test_the_int8_error_is_at_most_half_a_scale_and_rounding_is_idempotent(rows) -> None:
     codes, scales = to_int8(rows)
     back = from_int8(codes, scales)
     wide = scales.reshape(-1, *[1] * (rows.ndim - 1)).astype(np.float64)
@@ -53,7 +53,7 @@ def test_rounding_twice_gives_the_same_codes_and_scales() -> None:
         np.testing.assert_array_equal(had, has)
 
 
-def test_zeros_stay_zeros_and_the_largest_stays_what_it_is() -> None:
+def test_zeros_and_the_largest_value_stay_exact() -> None:
     rows = np.array([[0, 0, 0], [-2.54, 1.27, 0], [0, 0, 1e-45]], np.float32)
     codes, scales = to_int8(rows)
     assert scales[0, 0] == 0 and codes.tolist()[:2] == [[0, 0, 0], [-127, 64, 0]]
@@ -70,7 +70,7 @@ def test_every_float_dtype_and_any_memory_layout_rounds_alike(dtype) -> None:
     assert from_int8(codes, scales, dtype).dtype == dtype and codes.shape == rows.shape
 
 
-def test_float16_is_numpys() -> None:
+def test_float16_equals_numpy() -> None:
     bits = np.random.default_rng(3).integers(0, 2**32, 200_000, np.uint32)
     every_half = np.arange(1 << 16, dtype=np.uint16).view(np.float16).astype(np.float32)
     above = np.nextafter(every_half[np.isfinite(every_half)], np.float32(9e4))
@@ -90,8 +90,8 @@ def test_float16_is_numpys() -> None:
         (to_float16, -1e30, np.float64, "row 3 holds a number beyond 65504"),
     ],
 )
-def test_what_cannot_be_held_is_refused_by_row(to, value, dtype, cause) -> None:
-    rows = np.ones((5, 300_000 if dtype == np.float64 else 3), dtype)  # the wide ones are converted row by row
+def test_values_out_of_range_are_refused_with_their_row(to, value, dtype, cause) -> None:
+    rows = np.ones((5, 300_000 if dtype == np.float64 else 3), dtype)  # the wide rows are converted row by row
     rows[3, 1] = value
     with pytest.raises(DataError, match=cause):
         to(rows)
@@ -105,12 +105,12 @@ def test_what_cannot_be_held_is_refused_by_row(to, value, dtype, cause) -> None:
         ("x", np.float16, (9, 100), "int8", 104),
         ("x", np.float64, (9, 3, 4), "int8", 16),
         ("x", np.float32, (9, 100), "stored", 400),
-        ("x", np.float16, (9, 100), "float16", 200),  # it is one already
-        ("x", np.float32, (9, 1), "int8", 4),  # the scale alone takes as much
+        ("x", np.float16, (9, 100), "float16", 200),  # has this dtype already
+        ("x", np.float32, (9, 1), "int8", 4),  # the scale alone takes as many bytes
         ("x", np.float32, (9, 0), "int8", 0),
         ("y", np.float32, (9, 100), "int8", 400),  # labels
         ("weight", np.float32, (9,), "int8", 4),
-        ("x", np.uint16, (9, 100), "int8", 200),  # bfloat16
+        ("x", np.uint16, (9, 100), "int8", 200),  # bfloat16 bits
         ("x", np.int64, (9, 100), "float16", 800),
         ("x", np.complex64, (9, 100), "float16", 800),
     ],
@@ -123,7 +123,7 @@ def test_bytes_of_a_row(name, dtype, shape, form, size) -> None:
     np.testing.assert_array_equal(messages.restored(mark, iter(arrays)), np.ones(shape, dtype), strict=True)
 
 
-def test_rows_kept_as_int8_are_taken_like_others() -> None:
+def test_rows_stored_as_int8_are_gathered_like_others() -> None:
     rows = np.random.default_rng(4).normal(size=(50, 6)).astype(np.float32)
     codes, scales = to_int8(rows)
     out, ids, at = np.zeros((4, 6), np.float32), np.array([7, 49, 7]), np.array([3, 0, 1])
@@ -143,14 +143,14 @@ def answer(form, rows=ROWS) -> Message:
 
 
 @pytest.mark.parametrize("form", ["stored", "float16", "int8"])
-def test_an_answer_gives_back_the_dtypes_that_are_stored(form) -> None:
+def test_an_answer_restores_the_stored_dtypes(form) -> None:
     (back,) = messages.read_rows(answer(form), ASKED)
     for name, values in ROWS[0].items():
         np.testing.assert_array_equal(back[name], values, strict=True)
     assert bool(answer(form).records) == (form != "stored")
 
 
-def test_int8_is_sent_where_both_are_asked_for() -> None:
+def test_int8_wins_over_float16() -> None:
     assert messages.form_of(Flag.INT8 | Flag.FLOAT16 | Flag.ROUTE) == "int8"
     assert messages.form_of(Flag.ROUTE) == "stored"
 
@@ -168,30 +168,30 @@ def codes(rows=4, dtype=np.int8):
 @pytest.mark.parametrize(
     ("marks", "arrays"),
     [
-        (b"\x04", [codes()]),  # no scales
+        (b"\x04", [codes()]),  # without scales
         (b"\x04", [codes(), np.ones(4, np.float32)]),
         (b"\x04", [codes(), np.ones((3, 1), np.float32)]),
         (b"\x04", [codes(), np.ones((4, 1), np.float64)]),
         (b"\x04", [codes(), np.full((4, 1), np.inf, np.float32)]),
         (b"\x04", [codes(dtype=np.float16), np.ones((4, 1), np.float32)]),
         (b"\x04", [np.ones(4, np.int8), np.ones((4, 1), np.float32)]),
-        (b"\x04", [codes(), np.ones((4, 1), np.float32), codes()]),  # one more
+        (b"\x04", [codes(), np.ones((4, 1), np.float32), codes()]),  # one array too many
         (b"\x01", [codes()]),
         (b"\x01", [np.ones(4, np.float16)]),
         (b"\x06", [codes()]),
         (b"\xff", [codes()]),
         (b"\x00\x00", [codes()]),
-        (b"\x05", [np.broadcast_to(np.int8(1), (4, 1 << 26)), np.ones((4, 1), np.float32)]),  # 2 GiB once restored
+        (b"\x05", [np.broadcast_to(np.int8(1), (4, 1 << 26)), np.ones((4, 1), np.float32)]),  # 2 GiB when decoded
     ],
 )
-def test_hostile_answers_are_refused_before_memory_is_taken(marks, arrays) -> None:
+def test_hostile_answers_are_refused_before_allocation(marks, arrays) -> None:
     reply = Message(Kind.GATHER, Status.OK, 1, tuple(arrays), records=marks)
     with pytest.raises(WireError):
         messages.read_rows(reply, [RowRequest(HOMO_NODE, np.arange(4), ("x",))])
 
 
 def dataset():
-    """Rows of several kinds, of nodes and of edges."""
+    """Return a dataset with rows of several dtypes, of nodes and of edges."""
     draw = np.random.default_rng(5)
     base = skewed(60, 400)
     nodes = {"x": draw.normal(size=(60, 8)), "y": draw.normal(size=(60, 3)), "one": draw.normal(size=60)}
@@ -201,7 +201,7 @@ def dataset():
 
 
 def all_rows(store):
-    """Every attribute of the whole graph, by original id."""
+    """Return every attribute of the whole graph, by original id."""
     found, local = {}, LocalGraph(store)
     for of, names in ((HOMO_NODE, ("x", "y", "one")), (HOMO_EDGE, ("vector", "flag"))):
         rows = rows_of(local, np.arange(store.books[of].size), ("orig_id", *names), of)
@@ -210,7 +210,7 @@ def all_rows(store):
 
 
 @pytest.mark.parametrize(("form", "dtype", "off"), [("float16", np.float16, 0.002), ("int8", np.float32, 0.02)])
-def test_a_partition_keeps_features_in_less_precision_and_nothing_else(tmp_path, form, dtype, off) -> None:
+def test_a_partition_rounds_features_and_nothing_else(tmp_path, form, dtype, off) -> None:
     given, parts = dataset(), tmp_path / "parts"
     made = write_partition(given, assign_parts(given, 3, "random", 0), parts, form)
     assert verify_partition(parts) == [] and read_manifest(parts) == made and made.options["rows"] == form
@@ -226,7 +226,7 @@ def test_a_partition_keeps_features_in_less_precision_and_nothing_else(tmp_path,
         np.testing.assert_array_equal(values, back[name], strict=True)
 
 
-def test_int8_parts_are_of_a_newer_format_and_shown_and_checked(tmp_path) -> None:
+def test_int8_parts_have_a_newer_format_version_and_are_verified(tmp_path) -> None:
     given, parts = dataset(), tmp_path / "parts"
     write_partition(given, assign_parts(given, 2, "random", 0), parts, "int8")
     raw = json.loads((parts / "manifest.json").read_text())
@@ -245,14 +245,14 @@ def test_int8_parts_are_of_a_newer_format_and_shown_and_checked(tmp_path) -> Non
         open_parts(parts)
 
 
-def test_stored_rows_make_the_partition_they_always_made(tmp_path) -> None:
+def test_the_default_precision_does_not_change_the_manifest(tmp_path) -> None:
     given = dataset()
     manifest = write_partition(given, assign_parts(given, 2, "random", 0), tmp_path / "parts")
     raw = json.loads((tmp_path / "parts" / "manifest.json").read_text())
     assert raw["version"] == 2 and "rows" not in manifest.options and "kept" not in json.dumps(raw)
 
 
-def test_a_row_that_cannot_be_rounded_is_named_and_nothing_is_left(tmp_path) -> None:
+def test_a_row_that_cannot_be_rounded_is_named_and_no_folder_is_left(tmp_path) -> None:
     given = dataset()
     x = given.nodes[HOMO_NODE].attrs["x"].copy()
     x[41, 2] = 1e6
@@ -264,8 +264,8 @@ def test_a_row_that_cannot_be_rounded_is_named_and_nothing_is_left(tmp_path) -> 
 
 @pytest.mark.parametrize("kept", ["stored", "int8"])
 @pytest.mark.parametrize("form", ["stored", "float16", "int8"])
-def test_rows_of_another_host_come_as_asked(tmp_path, kept, form) -> None:
-    """Rows kept as int8 travel so, and come as if they were here."""
+def test_remote_rows_arrive_in_the_requested_precision(tmp_path, kept, form) -> None:
+    """Rows stored as int8 are sent as int8 and decoded like local rows."""
     given, parts = dataset(), tmp_path / "parts"
     write_partition(given, assign_parts(given, 2, "random", 0), parts, kept)
     here, whole, ids = open_parts(parts, [0]), LocalGraph(open_parts(parts)), np.arange(60)
@@ -282,4 +282,4 @@ def test_rows_of_another_host_come_as_asked(tmp_path, kept, form) -> None:
         bytes_of = graph.take_cost().remote_bytes
     remote = 60 - len(here.parts[0].nodes[HOMO_NODE].orig_id)
     wide = {"stored": 64, "float16": 16, "int8": 12}["int8" if kept == "int8" else form]
-    assert 0 <= bytes_of - remote * (wide + 24 + 8) < 1500  # what surrounds the arrays
+    assert 0 <= bytes_of - remote * (wide + 24 + 8) < 1500  # message overhead

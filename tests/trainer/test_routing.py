@@ -1,4 +1,4 @@
-"""Parts with several holders: same answers whoever is lost, and a clear end when nobody is left."""
+"""Tests of parts with several holders: equal answers whichever holder is lost, and a clear error if all are lost."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ WHOLE = LocalGraph(store())
 
 
 class Host:
-    """A graph server that can be lost and found."""
+    """A graph server in this process that can be lost and come back."""
 
     def __init__(self, *part_ids):
         self.part_ids, self.name, self.up, self.asked = part_ids, f"server of {part_ids}", True, 0
@@ -70,10 +70,12 @@ def graph_of(own, hosts, **options) -> DistGraph:
 
 
 def assert_all_as_whole(graph: DistGraph) -> None:
-    """Every kind of request gives what one process with all parts gives."""
+    """Assert that every kind of request gives the same as one process with all parts."""
     papers = np.random.default_rng(1).integers(0, 60, 50)
     authors = papers % 40
-    hops = hops_of_every_kind(papers, num_sources=40)[::7]  # a multiple of no condition's number
+    hops = hops_of_every_kind(papers, num_sources=40)[
+        ::7
+    ]  # the step does not divide the number of values of any condition
     for there, here in zip(graph.sample_hops(hops), WHOLE.sample_hops(hops), strict=True):
         assert_same_sample(there, here)
     rows = [RowRequest("paper", papers, ("x", "orig_id")), RowRequest("author", authors, ("time",))]
@@ -84,7 +86,7 @@ def assert_all_as_whole(graph: DistGraph) -> None:
     assert all(np.array_equal(getattr(there, name), getattr(here, name)) for name in ("src", "dst", "orig_id"))
 
 
-def test_a_lost_holder_is_replaced_by_the_next_one() -> None:
+def test_a_lost_holder_is_replaced_by_the_next() -> None:
     hosts = {1: Host(1, 2), 2: Host(2, 3), 3: Host(3, 1)}
     graph = graph_of([0], hosts)
     assert_all_as_whole(graph)
@@ -94,7 +96,7 @@ def test_a_lost_holder_is_replaced_by_the_next_one() -> None:
         lost.up = True
 
 
-def test_each_kind_of_request_finds_the_next_holder_by_itself() -> None:
+def test_each_kind_of_request_moves_to_the_next_holder() -> None:
     papers = np.arange(60)
     asks = [
         lambda graph: graph.sample_hops(hops_of_every_kind(papers, num_sources=40)[:1])[0].src,
@@ -109,7 +111,7 @@ def test_each_kind_of_request_finds_the_next_holder_by_itself() -> None:
         np.testing.assert_array_equal(ask(graph_of([0], hosts, server_wait=0)), ask(graph_of(range(PARTS), {})))
 
 
-def test_own_parts_are_never_asked_of_others() -> None:
+def test_own_parts_are_never_requested_from_others() -> None:
     other = Host(0, 1, 2, 3)
     graph = graph_of([0, 1, 2, 3], {1: other})
     assert_all_as_whole(graph)
@@ -128,7 +130,7 @@ def test_holders_share_the_load() -> None:
     assert asked == {(0, 1): 2, (0, 2): 1, (1, 1): 1, (1, 2): 2}
 
 
-def test_a_lost_host_is_not_asked_until_it_shows_life_again() -> None:
+def test_a_lost_host_gets_no_requests_until_it_answers_again() -> None:
     hosts = {1: Host(1, 2, 3), 2: Host(1, 2, 3)}
     graph, rows = graph_of([0], hosts, held=0), [RowRequest("paper", np.arange(60), ("x",))]
     hosts[1].up = False
@@ -136,15 +138,15 @@ def test_a_lost_host_is_not_asked_until_it_shows_life_again() -> None:
     asked = hosts[1].asked
     for _ in range(20):
         graph.gather(rows)
-    assert hosts[1].asked <= asked + 1  # greetings, at most one a second
+    assert hosts[1].asked <= asked + 1  # only hello requests, at most one per second
     hosts[1].up = True
     until = time.monotonic() + 60
-    while hosts[1].asked < asked + 3:  # it answers for its parts again
+    while hosts[1].asked < asked + 3:  # until the host answers for its parts again
         graph.gather(rows)
         assert time.monotonic() < until
 
 
-def test_the_only_holder_is_waited_for() -> None:
+def test_requests_wait_for_the_only_holder() -> None:
     host = Host(1, 2, 3)
     graph = graph_of([0], {1: host}, server_wait=20)
     host.up = False
@@ -175,19 +177,19 @@ def test_without_holders_the_wait_ends_with_their_names() -> None:
     )
 
 
-def test_the_last_holder_has_its_own_time_to_come_back() -> None:
+def test_the_wait_for_the_last_holder_starts_with_its_own_loss() -> None:
     hosts = {1: Host(1, 2, 3), 2: Host(1, 2, 3)}
     graph = graph_of([0], hosts, server_wait=1.0)
     hosts[1].up = False
     rows = [RowRequest("paper", np.arange(60), ("x",))]
     graph.gather(rows)
-    time.sleep(1.2)  # one holder is gone for longer than any may be
+    time.sleep(1.2)  # longer than a holder may be away, but it is not the only one
     hosts[2].up = False
     threading.Timer(0.4, lambda: setattr(hosts[2], "up", True)).start()
     np.testing.assert_array_equal(graph.gather(rows)[0]["x"], WHOLE.gather(rows)[0]["x"])
 
 
-def test_a_call_that_waits_goes_on_with_a_server_that_has_moved() -> None:
+def test_a_waiting_call_continues_with_a_moved_server() -> None:
     lost, moved = Host(1, 2, 3), Host(1, 2, 3)
     graph = graph_of([0], {1: lost}, server_wait=20)
     lost.up = False
@@ -207,7 +209,7 @@ def test_a_call_that_waits_goes_on_with_a_server_that_has_moved() -> None:
     assert not asking.is_alive() and not failed and moved.asked
 
 
-def test_peers_that_join_take_their_share_and_those_that_leave_are_asked_no_more() -> None:
+def test_joined_peers_get_requests_and_removed_peers_get_none() -> None:
     old, new = Host(1, 2, 3), Host(1, 2, 3)
     graph = graph_of([0], {1: old})
     graph.set_remotes({1: old, 2: new})

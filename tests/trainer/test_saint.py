@@ -1,4 +1,5 @@
-"""GraphSAINT: draws and normalisation by graph, seed, epoch and number alone; against torch_geometric."""
+"""Tests of GraphSAINT: draws and normalisation depend only on graph, seed, epoch and batch number; torch_geometric as
+reference."""
 
 from __future__ import annotations
 
@@ -62,12 +63,12 @@ def test_batches_are_induced_subgraphs_the_same_everywhere(kind):
 
 
 @kinds
-def test_one_rank_sees_what_several_see_together(kind):
+def test_one_rank_gets_the_batches_of_several_ranks(kind):
     graph = parts_of(homo_data(), 4)
     options = {"sample_coverage": 2, "seed": 3}
     alone = sampler(kind, graph, num_steps=12, **options)
     ranks = [sampler(kind, graph, num_steps=4, rank=rank, layout=TWO_HOSTS, **options) for rank in range(3)]
-    for _ in range(2):  # epochs
+    for _ in range(2):  # two epochs
         expected, shares = list(alone), [list(loader) for loader in ranks]
         assert [len(share) for share in shares] == [4, 4, 4]
         for mine, other in zip(chain.from_iterable(zip(*shares, strict=True)), expected, strict=True):
@@ -76,7 +77,7 @@ def test_one_rank_sees_what_several_see_together(kind):
 
 
 @kinds
-def test_each_epoch_draws_anew_and_set_epoch_goes_back(kind):
+def test_epochs_differ_and_set_epoch_repeats_one(kind):
     loader = sampler(kind, homo_data(), num_steps=3)
     first, second = nodes_of(loader), nodes_of(loader)
     loader.set_epoch(0)
@@ -85,7 +86,7 @@ def test_each_epoch_draws_anew_and_set_epoch_goes_back(kind):
 
 
 def chi_square(counts, others):
-    """Of two samples over the same classes: (statistic, the limit at p = 0.001)."""
+    """Compare two samples over the same classes: (statistic, its limit at p = 0.001)."""
     seen = counts + others > 0
     a, b = counts[seen], others[seen]
     ratio = np.sqrt(b.sum() / a.sum())
@@ -98,7 +99,7 @@ def chi_square(counts, others):
 def test_nodes_come_as_often_as_in_torch_geometric(kind):
     pytest.importorskip("torch_sparse", reason="torch_geometric's GraphSAINT needs torch-sparse")
     data = homo_data(num_nodes=40, num_edges=90)
-    both = torch.cat([data.edge_index, data.edge_index.flip(0)], 1)  # walks go the other way there
+    both = torch.cat([data.edge_index, data.edge_index.flip(0)], 1)  # torch_geometric walks in the other direction
     data = type(data)(x=data.x, y=torch.arange(40), train_mask=data.train_mask, edge_index=both,
                       edge_attr=torch.arange(180.0), num_nodes=40)  # fmt: skip
     _, theirs, more = KINDS[kind]
@@ -122,23 +123,23 @@ def test_nodes_are_drawn_by_out_degree():
         counts[orig_id[node]] += 1
     assert (counts[sources == 0] == 0).all()
     expected = sources[sources > 0] * 4000
-    assert float(((counts[sources > 0] - expected) ** 2 / expected).sum()) < 24.3  # 5 classes; p < 0.001
+    assert float(((counts[sources > 0] - expected) ** 2 / expected).sum()) < 24.3  # 5 classes, p < 0.001
 
 
 def test_edges_are_drawn_by_the_degrees_of_their_ends():
-    src, dst = np.array([0, 1, 1, 2, 4]), np.array([1, 2, 2, 3, 5])  # nothing leads to 4 or away from 5
+    src, dst = np.array([0, 1, 1, 2, 4]), np.array([1, 2, 2, 3, 5])  # no edge ends at 4 or starts at 5
     counts = np.bincount(SaintEdgeDraw.of(EdgeEnds(src, dst), 6).edges(3, 20_000), minlength=5)
-    weights = np.array([0 + 2, 1 + 1, 1 + 1, 2 + 0, 0 + 0])  # in-degree of the source, out-degree of the target
+    weights = np.array([0 + 2, 1 + 1, 1 + 1, 2 + 0, 0 + 0])  # in-degree of the source + out-degree of the target
     expected = weights[:4] / weights.sum() * 20_000
-    assert counts[4] == 0 and float(((counts[:4] - expected) ** 2 / expected).sum()) < 16.3  # 3, p = 0.001
+    assert counts[4] == 0 and float(((counts[:4] - expected) ** 2 / expected).sum()) < 16.3  # 4 classes, p < 0.001
     skewed = SaintEdgeDraw.of(EdgeEnds(np.array([0, 1, 1, 1]), np.array([1, 0, 2, 0])), 3).edges(1, 20_000)
     expected = np.array([5, 2, 1, 2]) / 10 * 20_000
     assert float(((np.bincount(skewed) - expected) ** 2 / expected).sum()) < 16.3
-    only = SaintEdgeDraw.of(EdgeEnds(np.array([0, 1]), np.array([2, 3])), 4)  # all weigh nothing: as often as any other
+    only = SaintEdgeDraw.of(EdgeEnds(np.array([0, 1]), np.array([2, 3])), 4)  # all weights are 0: the draw is uniform
     assert 4700 < only.edges(1, 10_000).sum() < 5300
 
 
-def test_walks_go_against_the_edges_and_stay_where_they_cannot():
+def test_walks_follow_edges_backwards_and_stay_at_dead_ends():
     path = parts_of(small_data([(v, v + 1) for v in range(7)], 8), 2)
     for batch in DistGraphSAINTRandomWalkSampler(path, 1, 3, num_steps=20):
         start = int(batch.n_id.max())
@@ -150,7 +151,7 @@ def test_walks_go_against_the_edges_and_stay_where_they_cannot():
 
 
 def counted_norm(kind, data, coverage, steps, seed):
-    """torch_geometric's formulas over the same subgraphs, in plain Python."""
+    """Compute torch_geometric's formulas over the same subgraphs in plain Python."""
     loader = sampler(kind, data, num_steps=steps, seed=seed)
     nodes, edges, total, number = Counter(), Counter(), 0, 0
     while total < data.num_nodes * coverage:
@@ -169,7 +170,7 @@ def counted_norm(kind, data, coverage, steps, seed):
 
 @kinds
 @pytest.mark.parametrize("make", [homo_data, odd_data])
-def test_normalisation_is_torch_geometrics(kind, make):
+def test_normalisation_equals_torch_geometrics_formula(kind, make):
     data = make()
     node_norm, edge_norm = counted_norm(kind, data, 4, 2, 5)
     for batch in sampler(kind, parts_of(data, 2), num_steps=2, sample_coverage=4, seed=5):
@@ -179,7 +180,7 @@ def test_normalisation_is_torch_geometrics(kind, make):
 
 
 @kinds
-def test_normalisation_comes_close_to_torch_geometrics_estimate(kind):
+def test_normalisation_is_close_to_torch_geometrics_estimate(kind):
     pytest.importorskip("torch_sparse", reason="torch_geometric's GraphSAINT needs torch-sparse")
     data = planted(2, 15)
     _, theirs, more = KINDS[kind]
@@ -191,14 +192,14 @@ def test_normalisation_comes_close_to_torch_geometrics_estimate(kind):
 
 
 @kinds
-def test_normalisation_is_kept_and_used_for_the_same_graph_settings_and_coverage_only(kind, tmp_path, monkeypatch):
+def test_saved_normalisation_is_used_only_for_equal_graph_and_settings(kind, tmp_path, monkeypatch):
     data, options = homo_data(), {"num_steps": 2, "sample_coverage": 3, "save_dir": tmp_path / "norm"}
     made = sampler(kind, data, **options)
     (path,) = (tmp_path / "norm").iterdir()
     assert path.name.startswith(type(made).__name__.lower() + "_3_") and path.suffix == ".pt"
     with monkeypatch.context() as patch:
         patch.setattr("trainer.loader.graph_saint._estimate", lambda *_: pytest.fail("was to be read"))
-        kept = sampler(kind, parts_of(data, 3), **options)  # parts do not matter
+        kept = sampler(kind, parts_of(data, 3), **options)  # the number of parts does not matter
     assert torch.equal(kept._norm.node, made._norm.node) and torch.equal(kept._norm.edge, made._norm.edge)
     changes = [{"seed": 1}, {"batch_size": 7}, {"sample_coverage": 4}, {"num_steps": 3}]
     others = [(homo_data(seed=8), {}), *((data, changed) for changed in changes)]
@@ -221,7 +222,7 @@ def test_a_damaged_or_foreign_file_of_statistics_is_refused(tmp_path):
         sampler("walk", homo_data(), sample_coverage=2, save_dir=path / "below a file")
 
 
-def test_walks_over_the_wire_ask_each_owner_once_a_step():
+def test_walks_over_the_wire_send_one_request_per_owner_and_step():
     with over_the_wire(homo_data()) as graph:
         (client,) = graph.access.remotes.values()
         loader = DistGraphSAINTRandomWalkSampler(graph, 30, 4)
@@ -239,7 +240,7 @@ def test_odd_graphs(kind):
             assert batch.node_norm.isfinite().all() and batch.edge_norm.isfinite().all()
 
 
-def test_what_makes_no_sense_is_refused():
+def test_invalid_settings_are_refused():
     for kind in KINDS:
         with pytest.raises(SettingsError, match="GraphSAINT takes homogeneous graphs only"):
             sampler(kind, hetero_data())

@@ -1,4 +1,4 @@
-"""Two processes share the work of GraphSAINT's normalisation."""
+"""Tests that two processes share the work of GraphSAINT's normalisation, and that both report an error of one."""
 
 from __future__ import annotations
 
@@ -32,17 +32,17 @@ def rank_of_two(folder: Path) -> None:
 
     norm, shared = made()._norm, len(drawn)
     if rank == 1:
-        shutil.rmtree(kept_in)  # as on a host that never made it: all make it again, or one would wait for ever
+        shutil.rmtree(kept_in)  # as on a new host: both ranks must compute it again, else rank 1 would wait forever
     torch.save((norm.node, norm.edge), folder / f"made{rank}.pt")
     again, after = made()._norm, len(anew)
     kept = made()._norm
     same = torch.equal(norm.node, again.node) and torch.equal(kept.edge, norm.edge)
-    dist.barrier()  # both ranks part from each other together
+    dist.barrier()  # end both ranks at the same time
     assert (shared > 0, after, len(anew), same) == (True, 2, 2, True)
     dist.destroy_process_group()
 
 
-def test_normalisation_of_two_ranks_is_that_of_one(tmp_path):
+def test_two_ranks_compute_the_normalisation_of_one(tmp_path):
     write_store(tmp_path / "parts", parts_of(homo_data(), 2).store)
     for ended in run_forked(rank_of_two, (tmp_path,), 2):
         assert ended.returncode == 0, ended.output
@@ -53,7 +53,7 @@ def test_normalisation_of_two_ranks_is_that_of_one(tmp_path):
 
 
 def rank_with_a_damaged_file(folder: Path) -> None:
-    """Rank 1 cannot read the normalisation that it kept, then not write it; then it has no memory for an estimate."""
+    """Rank 1 cannot read its saved normalisation, then cannot write it, then runs out of memory in an estimate."""
     dist.init_process_group("gloo")
     rank = dist.get_rank()
     graph, kept_in = trainer.open(folder / "parts"), folder / f"norm{rank}"
@@ -88,7 +88,7 @@ def rank_with_a_damaged_file(folder: Path) -> None:
     dist.destroy_process_group()
 
 
-def test_what_fails_on_one_rank_is_told_on_all(tmp_path):
+def test_an_error_on_one_rank_is_raised_on_all(tmp_path):
     write_store(tmp_path / "parts", parts_of(homo_data(), 2).store)
     first, second = run_forked(rank_with_a_damaged_file, (tmp_path,), 2)
     assert (first.returncode, second.returncode) == (0, 0), first.output + second.output

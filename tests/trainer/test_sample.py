@@ -1,4 +1,4 @@
-"""The picks of one hop: prefixes, distributions, conditions."""
+"""Tests of one-hop sampling: prefixes, distributions, conditions."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from trainer.sampler.types import HopRequest, RowRequest, TimeBound
 
 
 def star(degree):
-    """Node 0 with ``degree`` in-edges from 1…degree."""
+    """Return a graph in which node 0 has ``degree`` in-edges from nodes 1…degree."""
     return np.stack([np.arange(1, degree + 1), np.zeros(degree, np.int64)])
 
 
@@ -31,13 +31,13 @@ def star_graph(degree, weights=None, times=None):
 
 
 def picked(graph, fanout, key, *, node=0, shuffle=0, **more):
-    """Sources picked for one node; of a star's middle, edge e comes from e + 1."""
+    """Return the sources picked for one node; at the centre of a star, edge e comes from node e + 1."""
     request = HopRequest(HOMO_EDGE, np.array([node]), fanout, shuffle, key, **more)
     return graph.sample_hops([request])[0].src
 
 
 def counts_of(graph, degree, fanout, draws, **more):
-    """How often each neighbour came at each place: [fanout, degree]."""
+    """Count how often each neighbour was picked at each position: [fanout, degree]."""
     seen = np.zeros((fanout, degree))
     for step in range(draws):
         seen[np.arange(fanout), picked(graph, fanout, batch_key(0, 0, 0, step), **more) - 1] += 1
@@ -45,7 +45,7 @@ def counts_of(graph, degree, fanout, draws, **more):
 
 
 def test_mixer_is_splitmix64():
-    """First outputs of the reference SplitMix64 generator seeded with 0."""
+    """Compare with the first outputs of the reference SplitMix64 generator seeded with 0."""
     golden = 0x9E3779B97F4A7C15
     outputs = [int(mix(np.uint64((golden * i) % 2**64))) for i in (1, 2, 3)]
     assert outputs == [0xE220A8397B1DCDAF, 0x6E789E6AA1B965F4, 0x06C45D188009454F]
@@ -66,7 +66,7 @@ def test_shuffled_is_a_permutation_that_depends_on_the_key():
 @pytest.mark.parametrize(("degree", "fanout"), [(12, 4), (100, 10), (100, 90), (5000, 20)])
 @pytest.mark.parametrize("kind", ["uniform", "filtered", "weighted", "last"])
 def test_smaller_fanout_is_a_prefix_of_a_larger_one(degree, fanout, kind):
-    """Whatever way it is carried out: whole row, list of displaced places, scratch row, heap."""
+    """Holds for every implementation: whole row, list of swapped positions, scratch row, heap."""
     rng = np.random.default_rng(degree)
     graph = star_graph(degree, weights=rng.random(degree) + 0.1, times=rng.integers(0, 9, degree))
     bound = TimeBound(np.array([9]), "t", "edge", last=kind == "last")
@@ -79,7 +79,7 @@ def test_smaller_fanout_is_a_prefix_of_a_larger_one(degree, fanout, kind):
     assert np.array_equal(np.sort(whole), np.arange(1, degree + 1))
 
 
-def test_conditions_that_nothing_fails_change_no_draw():
+def test_conditions_that_every_edge_meets_change_no_draw():
     graph = star_graph(300, times=np.zeros(300, np.int64))
     for fanout, replace in ((5, False), (200, False), (-1, False), (7, True)):
         plain = picked(graph, fanout, 4, replace=replace, shuffle=3)
@@ -92,14 +92,14 @@ def test_conditions_that_nothing_fails_change_no_draw():
             assert np.array_equal(picked(graph, fanout, 4, replace=replace, shuffle=3, **condition), plain)
 
 
-def test_row_taken_whole_keeps_edge_order_when_nobody_wants_a_prefix():
+def test_whole_row_keeps_edge_order_when_no_prefix_is_needed():
     graph = star_graph(9, weights=np.arange(1, 10))
     for more in ({}, {"weight": "w"}):
         assert np.array_equal(picked(graph, -1, 3, **more), np.arange(1, 10))
 
 
 @pytest.mark.parametrize("last", [False, True])
-def test_row_taken_whole_is_in_order_of_time_when_nobody_wants_a_prefix(last):
+def test_whole_temporal_row_is_sorted_by_time_when_no_prefix_is_needed(last):
     times = np.random.default_rng(3).integers(0, 40, 200)
     bound = TimeBound(np.array([30]), "t", "edge", last=last)
     in_time = np.flatnonzero(times <= 30)
@@ -108,8 +108,8 @@ def test_row_taken_whole_is_in_order_of_time_when_nobody_wants_a_prefix(last):
 
 
 @pytest.mark.parametrize(("degree", "kind"), [(80, "plain"), (12, "filtered")])
-def test_picks_are_uniform_and_independent_of_place(degree, kind):
-    """Chi-square of every (place, neighbour) count, against uniform and against numpy's sampler."""
+def test_picks_are_uniform_at_every_position(degree, kind):
+    """Chi-square test of every (position, neighbour) count, against uniform and against numpy's sampler."""
     fanout, draws = 4, 3000
     graph = star_graph(degree, times=np.zeros(degree, np.int64))
     bound = TimeBound(np.array([0]), "t", "edge") if kind == "filtered" else None
@@ -121,7 +121,7 @@ def test_picks_are_uniform_and_independent_of_place(degree, kind):
 
 
 def test_pairs_of_picks_are_uniform():
-    """Both picks together: all ordered pairs of five neighbours come equally often."""
+    """All ordered pairs of five neighbours are equally frequent."""
     seen = pair_counts(star_graph(5), 5)
     assert np.all(np.diag(seen) == 0)
     assert stats.chisquare(seen[~np.eye(5, dtype=bool)]).pvalue > 1e-4
@@ -135,7 +135,7 @@ WEIGHTS = np.array([0.0, 1.0, 2.0, 0.5, 4.0, 0.0, 0.25])
 
 
 @pytest.mark.parametrize("dtype", [np.float16, np.int32])
-def test_weighted_replacement_draws_each_by_its_weight(dtype):
+def test_weighted_replacement_draws_by_weight(dtype):
     weights = (WEIGHTS * 4).astype(dtype)
     seen = pair_counts(star_graph(7, weights=weights), 7, replace=True, weight="w")
     share = weights[weights > 0].astype(np.float64) / weights.sum()
@@ -144,8 +144,8 @@ def test_weighted_replacement_draws_each_by_its_weight(dtype):
     assert stats.chisquare(both.ravel(), np.outer(share, share).ravel() * both.sum()).pvalue > 1e-4
 
 
-def test_weighted_draws_without_replacement_are_those_of_an_urn():
-    """P(a, then b) = w_a / W * w_b / (W - w_a), and as often as numpy's sampler takes each."""
+def test_weighted_draws_without_replacement_follow_the_urn_model():
+    """P(a, then b) = w_a / W * w_b / (W - w_a); each neighbour as often as in numpy's sampler."""
     seen = pair_counts(star_graph(7, weights=WEIGHTS), 7, weight="w")
     total = WEIGHTS.sum()
     expected = np.outer(WEIGHTS / total, WEIGHTS) / (total - WEIGHTS)[:, None]
@@ -173,10 +173,10 @@ def test_replacement_fills_the_fanout_from_few_neighbours():
     assert len(picked(graph, 10, 5, replace=True)) == 10
     assert picked(graph, 10, 5, replace=True, weight="w").tolist() == [2] * 10
     assert len(picked(graph, 10, 5, node=1, replace=True)) == 0
-    assert picked(graph, -1, 5, replace=True).tolist() == [1, 2], "-1 takes the row"
+    assert picked(graph, -1, 5, replace=True).tolist() == [1, 2], "fanout -1 takes the whole row"
 
 
-def test_excluded_edges_are_made_up_for_by_others():
+def test_excluded_edges_are_replaced_by_others():
     graph = star_graph(20)
     exclude = np.zeros(17, np.int64), np.arange(1, 18)
     for key in range(50):
@@ -185,7 +185,7 @@ def test_excluded_edges_are_made_up_for_by_others():
 
 
 @pytest.mark.parametrize("wrong", [-1.0, np.nan, np.inf])
-def test_wrong_weight_is_named_with_its_edge(wrong):
+def test_an_invalid_weight_is_named_with_its_edge(wrong):
     weights = np.ones(6)
     weights[4] = wrong
     with pytest.raises(DataError, match=rf"edge 4 of .* has the weight {wrong} in 'w'"):
@@ -193,7 +193,7 @@ def test_wrong_weight_is_named_with_its_edge(wrong):
 
 
 @pytest.mark.parametrize("case", range(40))
-def test_one_hop_is_as_the_plain_sampler_draws_it(case):
+def test_one_hop_equals_the_plain_sampler(case):
     """Edge ids in order, for random requests that combine conditions."""
     rng = np.random.default_rng(case)
     graph = typed_graph(case, num_edges=80)
@@ -224,7 +224,7 @@ def test_one_hop_is_as_the_plain_sampler_draws_it(case):
         assert row.tolist() == pick(graph, e, int(nodes[i]), how, case, int(trees[i]))[0]
 
 
-HUB = 100_000  # neighbours
+HUB = 100_000  # number of neighbours
 
 
 @cache
@@ -251,7 +251,7 @@ def test_hub(more):
         assert picks.min() >= 1000
 
 
-def test_unknown_and_foreign_things_are_refused():
+def test_unknown_types_and_foreign_nodes_are_refused():
     edge_index, num_nodes = random_graph(1, num_nodes=20, num_edges=50)
     half = LocalGraph(store_of(edge_index, num_nodes, num_parts=2, only=[0], edge_attrs={"x": np.ones((50, 2))}))
     first, last = np.array([0]), np.array([19])
@@ -279,7 +279,7 @@ def test_unknown_and_foreign_things_are_refused():
         half.gather([RowRequest("paper", first, ("x",))])
 
 
-def test_gather_brings_rows_of_any_dtype_and_rank():
+def test_gather_returns_rows_of_any_dtype_and_rank():
     edge_index, num_nodes = random_graph(1, num_nodes=30, num_edges=200)
     attrs = {
         "x": np.arange(30 * 3, dtype=np.float16).reshape(30, 3),
@@ -329,7 +329,7 @@ def test_edges_are_found_and_listed(num_parts):
 
 
 def test_kernels_release_the_gil():
-    """Two threads at once in a kernel compiled with nogil: the dispatcher says so."""
+    """Two threads run a compiled nogil kernel at once; the dispatcher's options confirm nogil."""
     used = (
         neighbor_kernels.draw_edges,
         neighbor_kernels.relabel,

@@ -1,4 +1,4 @@
-"""Multi-hop sampling: what must hold whatever the graph, adversarial graphs, refusals."""
+"""Tests of multi-hop sampling: properties that hold for every graph, adversarial graphs, refusals."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from trainer.sampler.types import SampleSettings, SeedSet, TimeRule
 from trainer.store.manifest import AttrSpec, EdgeSpec, NodeSpec
 from trainer.store.part_store import EdgePart, NodePart, Part, PartStore
 
-#: Digests of nodes and blocks drawn by the sampler that knew one node type and one edge type only.
+#: Digests of nodes and blocks drawn by the first version of the sampler, which supported only one node and edge type.
 GOLDEN = [
     ((5, 3), False, "320b76f198230e09"),
     ((15, 10, 5), False, "b2711a34225c3a8b"),
@@ -35,7 +35,7 @@ GOLDEN = [
 
 
 @pytest.mark.parametrize(("fanouts", "replace", "digest"), GOLDEN)
-def test_samples_of_homogeneous_graphs_stay_as_they_were(fanouts, replace, digest):
+def test_samples_of_homogeneous_graphs_do_not_change(fanouts, replace, digest):
     store = store_of(*random_graph(42, 500, 8000), 3)
     subgraph = sample_homo(store, np.arange(0, 100, 9), fanouts, batch_key(1, 2, 3, 4), replace=replace)
     blocks = [cut_block(subgraph, HOMO_EDGE, hop)[:2] for hop in range(len(fanouts))]
@@ -58,7 +58,7 @@ def test_full_fanout_is_the_exact_neighbourhood(seed, hops):
 
 
 def neighbourhood(edge_index, seeds, hops):
-    """Nodes within ``hops`` in-edges of the seeds, and the edges on the way."""
+    """Return the nodes within ``hops`` in-edges of the seeds, and the edges between them on the way."""
     reached, edges, frontier = set(seeds.tolist()), set(), set(seeds.tolist())
     for _ in range(hops):
         taken = np.flatnonzero(np.isin(edge_index[1], sorted(frontier)))
@@ -110,8 +110,8 @@ def test_every_row_of_every_block_has_its_fanout(fanouts, replace):
 
 @pytest.mark.parametrize("more", [{}, {"replace": True}, {"disjoint": True}])
 @pytest.mark.parametrize("fanouts", FANOUTS)
-def test_a_seed_sees_the_same_whatever_else_is_in_its_batch(fanouts, more):
-    """The computation tree below each seed, as original ids, is equal alone, in thirds and together."""
+def test_the_sample_of_a_seed_does_not_depend_on_its_batch(fanouts, more):
+    """The computation tree of each seed (original ids) is equal alone, in thirds and in the whole batch."""
     store = store_of(*random_graph(5, num_nodes=200, num_edges=2500))
     chosen = SampleSettings({HOMO_EDGE: fanouts}, **more)
 
@@ -123,7 +123,7 @@ def test_a_seed_sees_the_same_whatever_else_is_in_its_batch(fanouts, more):
 
 
 def trees(subgraph):
-    """For each seed the nested neighbour lists that blocks let a model see, as global ids, digested."""
+    """Return a digest per seed of the nested neighbour lists that the blocks give a model, as global ids."""
     nodes = subgraph.nodes[HOMO_NODE]
     levels = [str(node) for node in nodes.ids]
     for hop in reversed(range(subgraph.num_hops)):
@@ -137,7 +137,7 @@ def trees(subgraph):
 
 
 @pytest.mark.parametrize("ask_again", [True, False])
-def test_duplicate_seeds_keep_their_places_and_see_the_same(ask_again):
+def test_duplicate_seeds_keep_their_positions_and_samples(ask_again):
     store = store_of(*random_graph(6, num_nodes=50, num_edges=400))
     subgraph = sample_homo(store, [4, 7, 4], (5, 3), ask_again=ask_again)
     assert subgraph.nodes[HOMO_NODE].ids[:3].tolist() == [4, 7, 4]
@@ -145,7 +145,7 @@ def test_duplicate_seeds_keep_their_places_and_see_the_same(ask_again):
     assert first == again
 
 
-def test_disjoint_trees_share_no_node_and_draw_apart():
+def test_disjoint_trees_share_no_node_and_draw_independently():
     store = store_of(*random_graph(6, num_nodes=50, num_edges=1500))
     subgraph = sample_homo(store, [4, 4, 9], (5, 3), disjoint=True, ask_again=False)
     nodes, edges = subgraph.nodes[HOMO_NODE], subgraph.edges[HOMO_EDGE]
@@ -153,7 +153,7 @@ def test_disjoint_trees_share_no_node_and_draw_apart():
     assert len(set(zip(nodes.tree.tolist(), nodes.ids.tolist(), strict=True))) == len(nodes.ids)
     assert np.array_equal(nodes.tree[edges.src], nodes.tree[edges.dst()])
     first, second = (set(nodes.ids[edges.src[edges.dst() == seed]].tolist()) for seed in (0, 1))
-    assert first != second, "the same node draws anew in each tree"
+    assert first != second, "the same node must have another draw in each tree"
 
 
 @pytest.mark.parametrize("most_direct", [100, 99])
@@ -186,7 +186,7 @@ def test_self_loops_and_multi_edges(more):
     assert sorted(subgraph.edges[HOMO_EDGE].edge.tolist()) == [0, 1, 2, 3, 4]
 
 
-def test_types_without_a_fanout_or_an_edge_come_back_empty():
+def test_types_without_a_fanout_or_an_edge_are_empty():
     graph = typed_graph(1)
     subgraph = sample(graph.store(), SeedSet({"p": np.array([1])}), SampleSettings({WRITES: (3,)}, edge_ids=True))
     assert list(subgraph.edges) == list(graph.edges) and list(subgraph.nodes) == list(graph.num_nodes)
@@ -194,8 +194,8 @@ def test_types_without_a_fanout_or_an_edge_come_back_empty():
     assert subgraph.edges[CITES].fanouts == (0,) and cut_block(subgraph, CITES, 0)[0].tolist() == [0, 0]
 
 
-def test_ids_beyond_the_reach_of_32_bits():
-    """A graph of more than two billion nodes, of which this process holds the last ten."""
+def test_ids_beyond_32_bits():
+    """A graph of more than two billion nodes, of which this process stores the last ten."""
     count, start = 2**31 + 20, 2**31 + 10
     spec = store_of(np.zeros((2, 1), np.int64), 2, 2).manifest
     manifest = dataclasses.replace(
@@ -216,7 +216,7 @@ def test_ids_beyond_the_reach_of_32_bits():
         assert sorted(subgraph.edges[HOMO_EDGE].edge.tolist()) == [start + 8, start + 9]
 
 
-def test_an_induced_subgraph_without_hops_is_that_of_the_seeds():
+def test_an_induced_subgraph_without_hops_has_only_the_seeds():
     store = store_of(np.array([[0, 1, 2, 3], [1, 2, 3, 0]]), 4)
     subgraph = sample_homo(store, np.array([1, 2, 0]), (), edge_ids=True, induced=True)
     assert orig_nodes(store, subgraph).tolist() == [1, 2, 0]
@@ -224,7 +224,7 @@ def test_an_induced_subgraph_without_hops_is_that_of_the_seeds():
 
 
 def test_a_hub_in_every_tree():
-    """Twenty seeds around one node with 100,000 neighbours, temporal: each has its own draw."""
+    """Twenty seeds around one node with 100,000 neighbours, temporal: each seed has its own draw."""
     size = 100_000
     edges = np.concatenate(
         [np.stack([np.arange(size), np.full(size, size)]), np.stack([np.full(20, size), np.arange(20)])], 1
@@ -237,7 +237,7 @@ def test_a_hub_in_every_tree():
     assert edges_of.per_hop[1] == 5 * edges_of.per_hop[0] > 0 and len(set(hubs.tolist())) > 20
 
 
-def test_seed_that_is_no_node_is_named():
+def test_an_invalid_seed_is_named():
     store = store_of(np.empty((2, 0), np.int64), 5)
     with pytest.raises(DataError, match="seed 5 at position 1 is not a node; ids go from 0 to 4"):
         sample_homo(store, [3, 5], (5,))
@@ -261,13 +261,13 @@ REFUSED = [
 
 
 @pytest.mark.parametrize(("more", "message"), REFUSED)
-def test_settings_that_make_no_sense_are_refused(more, message):
+def test_invalid_settings_are_refused(more, message):
     manifest = typed_graph(0).store().manifest
     with pytest.raises(SettingsError, match=message):
         check_settings(manifest, SampleSettings(**{"fanouts": {WRITES: (2,)}, **more}))
 
 
-def test_times_are_asked_for_and_must_lie_with_the_edges():
+def test_temporal_sampling_needs_seed_times_and_source_times():
     graph = typed_graph(0)
     chosen = SampleSettings({WRITES: (2,)}, time=TIME)
     with pytest.raises(SettingsError, match="needs a time for each seed of 'p'"):

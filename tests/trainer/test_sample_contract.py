@@ -1,4 +1,5 @@
-"""Multi-hop sampling against the contract in plain Python, and one part against several."""
+"""Tests of multi-hop sampling against the plain Python implementation of the contract, and of one part against
+several."""
 
 from __future__ import annotations
 
@@ -51,7 +52,7 @@ def test_same_nodes_and_edges_as_the_plain_sampler(kind, case):
 
 
 def check_blocks(graph, store, subgraph, plain, e):
-    """Every block holds exactly the hop's fanout for all nodes known before it."""
+    """Assert that every block holds exactly the hop's fanout for all nodes found before the hop."""
     src_names, dst_names = names(store, subgraph, e[0]), names(store, subgraph, e[2])
     for hop in range(subgraph.num_hops):
         indptr, indices, num_src = cut_block(subgraph, e, hop)
@@ -66,7 +67,7 @@ def check_blocks(graph, store, subgraph, plain, e):
 
 
 def check_expansion(graph, store, subgraph, plain, e):
-    """Every node is expanded once, where it first appears; the order within a row is the contract's, too."""
+    """Assert that every node is expanded once, in the hop after its first appearance, in the contract's row order."""
     edges = subgraph.edges[e]
     targets, found = names(store, subgraph, e[2]), orig_edges(store, subgraph, e).tolist()
     wanted, per_hop = [], []
@@ -111,7 +112,7 @@ def test_induced_subgraph_holds_all_edges_between_its_nodes(case, num_parts):
     store = graph.store(num_parts)
     seeds = random_seeds(rng, graph, exclude=case % 2 > 0)
     settings = random_settings(rng, graph.edges, induced=True, weight="w" if case % 3 == 0 else None)
-    seeds.nodes["p"][:] = np.arange(4)  # without repeats: an edge between copies would be counted for each
+    seeds.nodes["p"][:] = np.arange(4)  # without repeats: an edge between copies would be counted for each copy
     seeds.nodes["a"][:] = [5, 7]
     subgraph = sample(store, seeds, settings, case)
     drawn = plain_sample(graph, seeds, settings, case)
@@ -130,8 +131,8 @@ def test_induced_subgraph_holds_all_edges_between_its_nodes(case, num_parts):
 
 
 @pytest.mark.parametrize("kind", ["uniform", "replace", "weighted"])
-def test_nodes_are_numbered_where_they_first_appear(kind):
-    """Edge type by edge type, in the manifest's order, within each hop."""
+def test_nodes_are_numbered_by_first_appearance(kind):
+    """Numbering goes edge type by edge type, in the manifest's order, within each hop."""
     graph, seeds, settings, key = situation(kind, 3)
     store = graph.store()
     subgraph = sample(store, seeds, settings, key)

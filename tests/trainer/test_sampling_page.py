@@ -1,4 +1,4 @@
-"""docs/sampling.md: its Python blocks run, one after the other."""
+"""Tests that the Python blocks of docs/sampling.md run, one after the other."""
 
 from __future__ import annotations
 

@@ -32,6 +32,7 @@ from trainer.core.schema import HOMO_EDGE, HOMO_NODE
 from trainer.sampler.types import HopRequest, RowRequest
 from trainer.service import client as pieces
 from trainer.service import network_thread
+from trainer.service import server as server_module
 from trainer.service.client import HostClient
 from trainer.service.stats import resident_bytes
 from trainer.service.stream import MAX_PARTS, PING
@@ -331,6 +332,13 @@ def test_a_thread_that_dies_ends_the_server(server, monkeypatch) -> None:
     monkeypatch.setattr(threading, "excepthook", lambda args: None)
     with RawPeer(server.endpoint) as peer:
         peer.send(*encode(Message(Kind.HELLO, Status.REQUEST, 1)))
+        wait_until(lambda: not server.running)
+
+
+def test_a_stats_thread_that_dies_ends_the_server(tmp_path, monkeypatch) -> None:
+    monkeypatch.setattr(threading, "excepthook", lambda args: None)
+    monkeypatch.setattr(server_module.StatsReport, "make", lambda self: 1 / 0)
+    with serving(stats_file=tmp_path / "stats.json") as server:
         wait_until(lambda: not server.running)
 
 

@@ -1,4 +1,4 @@
-"""A partition folder of a small synthetic graph, and training runs as real processes."""
+"""Test kit: a partition folder of a small synthetic graph, and training runs as real processes."""
 
 from __future__ import annotations
 
@@ -34,28 +34,29 @@ def write_parts(folder: Path, num_parts: int = 1, dataset: str = "synthetic", **
 
 @dataclass(frozen=True)
 class Ended:
-    """A process that has ended."""
+    """Status and output of a finished process."""
 
     returncode: int
     output: str
 
 
 def job(parts: Path, run_dir: Path, **settings: Any) -> TrainJob:
-    """A small job: 180 train seeds in steps of 89, 89 and 2, so that a third rank once has none."""
+    """Return a small training job: 180 train seeds in steps of 89, 89 and 2, so that a third rank gets no seed in
+    the last step."""
     small: dict[str, Any] = {"batch_size": 89, "fanouts": (5, 5), "hidden": 16, "timeout": 120.0, "epochs": 1}
     return TrainJob(TrainSettings(**{**small, **settings}), parts, run_dir)
 
 
 def start_rank(jobs: Sequence[TrainJob], rank: int, world_size: int, port: int, **more_env: str) -> Forked:
-    """A process that is one rank of each training job in turn."""
+    """Start a process that runs one rank of each training job in turn."""
     return start_words([command_line(item) for item in jobs], rank, world_size, port, **more_env)
 
 
 def start_words(lines: Sequence[list[str]], rank: int, world_size: int, port: int, **more_env: str) -> Forked:
-    """A process that is one rank of each command line in turn; the last one ends the process.
+    """Start a process that runs one rank of each command line in turn; the last command ends the process.
 
-    They meet at ``port`` and those after it: at one port, a quick rank could join the rendezvous that
-    rank 0 is just taking down.
+    The jobs use ``port``, ``port + 1`` and so on: on one port, a fast rank could join the rendezvous that rank 0
+    is closing.
     """
     return Forked(_in_turn, (list(lines),), rank_environment(rank, world_size, port, **more_env))
 
@@ -74,26 +75,26 @@ def _in_turn(lines: list[list[str]]) -> None:
 def start_script(
     words: Sequence[str], rank: int, world_size: int, port: int, cwd: Path = REPOSITORY, **more_env: str
 ) -> Forked:  # fmt: skip
-    """What ``python *words`` would run, as one rank."""
+    """Start ``python *words`` as one rank."""
     return fork(words, rank_environment(rank, world_size, port, **more_env), cwd)
 
 
 def run_script(words: Sequence[str], world_size: int, cwd: Path, **more_env: str) -> list[Ended]:
-    """All ranks of a script, to their ends."""
+    """Run all ranks of a script and wait for their end."""
     port = free_port()
     ranks = [start_script(words, rank, world_size, port, cwd, **more_env) for rank in range(world_size)]
     return [finish(process) for process in ranks]
 
 
 def run_forked(work: Callable[..., None], args: Sequence[Any], world_size: int) -> list[Ended]:
-    """``work(*args)`` on all ranks, to their ends."""
+    """Run ``work(*args)`` on all ranks and wait for their end."""
     port = free_port()
     ranks = [Forked(work, args, rank_environment(rank, world_size, port)) for rank in range(world_size)]
     return [finish(process) for process in ranks]
 
 
 def rank_environment(rank: int, world_size: int, port: int, **more: str) -> dict[str, str]:
-    """The environment of one rank of several on this machine."""
+    """Return the environment of one of several ranks on this machine."""
     env = environment()
     env |= {"PYTHONPATH": str(REPOSITORY), "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
     env |= {"RANK": str(rank), "WORLD_SIZE": str(world_size), "LOCAL_RANK": str(rank), "NODE_RANK": "0"}
@@ -102,13 +103,13 @@ def rank_environment(rank: int, world_size: int, port: int, **more: str) -> dict
 
 
 def environment() -> dict[str, str]:
-    """This process's, without what a run would have told it; it still finds the compiled kernels."""
+    """Return this process's environment without a run's variables; the compiled kernels are still found."""
     kept = {"GNNFLEET_KERNELS"}
     return {name: value for name, value in os.environ.items() if name in kept or not name.startswith("GNNFLEET_")}
 
 
 def command_line(item: TrainJob) -> list[str]:
-    """The job as arguments of ``python -m trainer``."""
+    """Return the job as arguments of ``python -m trainer``."""
     words = ["train", "--parts", str(item.parts), "--run-dir", str(item.run_dir), *_places(item)]
     for name, value in asdict(item.settings).items():
         if value is not None and value is not False:
@@ -119,7 +120,7 @@ def command_line(item: TrainJob) -> list[str]:
 
 
 def infer_words(item: InferJob) -> list[str]:
-    """The same for inference."""
+    """Return the inference job as arguments of ``python -m trainer``."""
     words = ["infer", "--checkpoint", str(item.checkpoint), "--parts", str(item.parts), "--out", str(item.out)]
     words += ["--nodes-at-once", str(item.nodes_at_once), "--timeout", str(item.timeout)]
     return [*words, *_places(item)]
@@ -134,7 +135,7 @@ def _places(item: TrainJob | InferJob) -> list[str]:
 
 
 def finish(process: Forked, timeout: float = 120) -> Ended:
-    """Wait for a process; one that does not end is killed, and the test fails."""
+    """Wait for a process; on timeout kill it and fail the test."""
     try:
         output, _ = process.communicate(timeout=timeout)
     except subprocess.TimeoutExpired:
@@ -145,13 +146,14 @@ def finish(process: Forked, timeout: float = 120) -> Ended:
 
 
 def run_ranks(world_size: int, *jobs: TrainJob) -> list[Ended]:
-    """Whole runs, one after the other, all ranks on this machine."""
+    """Run jobs one after the other, with all ranks on this machine."""
     port = free_port(len(jobs))
     return [finish(process) for process in [start_rank(jobs, rank, world_size, port) for rank in range(world_size)]]
 
 
 def free_port(count: int = 1) -> int:
-    """The first of ``count`` neighbouring ports that are free; below those that the kernel or a run's `auto` takes."""
+    """Return the first of ``count`` free consecutive ports, below the ports that the kernel and a run's `auto`
+    choose."""
     while True:
         first = random.randrange(20_000, 29_300)
         with ExitStack() as stack:
@@ -163,18 +165,18 @@ def free_port(count: int = 1) -> int:
 
 
 def metrics(run_dir: Path, kind: str, rank: int = 0) -> list[dict[str, Any]]:
-    """The metrics lines of one kind."""
+    """Return the metrics lines of one kind."""
     lines = (run_dir / f"metrics-rank{rank}.jsonl").read_text().splitlines()
     return [line for line in map(json.loads, lines) if line["kind"] == kind]
 
 
 def curve(run_dir: Path) -> list[float]:
-    """Global loss of every step of every epoch."""
+    """Return the global loss of every step of every epoch."""
     return [loss for line in metrics(run_dir, "epoch") for loss in line["step_loss"]]
 
 
 class FewBatches:
-    """Hand-made batches for one process: one layer, every seed with two neighbours."""
+    """Hand-made batches for one process: one layer, two neighbours per seed."""
 
     def __init__(self, steps: int = 3, seeds: int = 8, width: int = 5, bad_step: int | None = None):
         self.steps, self.seeds, self.width, self.bad_step = steps, seeds, width, bad_step

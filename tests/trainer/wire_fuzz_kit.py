@@ -1,6 +1,7 @@
-"""Damages messages between graph servers and clients, and byte streams, and reads what is left of them.
+"""Fuzzer for messages between graph servers and clients, and for byte streams.
 
-Each function runs in a process of its own: a fault in a kernel could end it. It prints ``done TRIED REFUSED``.
+Each function runs in its own process, because a fault in a kernel could end it, and prints ``done TRIED
+REFUSED``.
 """
 
 from __future__ import annotations
@@ -23,12 +24,12 @@ from trainer.service.wire import batch_messages, hop_messages, messages
 from trainer.service.wire.frames import Kind, Message, Status, decode, encode
 from trainer.store.part_store import open_parts
 
-LIMIT = 1 << 24  #: bytes of an answer, and of a message that a reader keeps
-SLOWEST = 30.0  #: seconds that one case may take
+LIMIT = 1 << 24  #: bytes of an answer, and of a message that a reader buffers
+SLOWEST = 30.0  #: longest time of one case, seconds
 
 
 def make_handlers(folder: Path) -> tuple[Handlers, int]:
-    """The handlers of a server with all parts, and the number of nodes."""
+    """Return the handlers of a server with all parts, and the number of nodes."""
     graph = LocalGraph(open_parts(folder))
     manifest = graph.store.manifest
     info = messages.HelloInfo(0, "host", (0, 1), "digest")
@@ -39,7 +40,7 @@ def make_handlers(folder: Path) -> tuple[Handlers, int]:
 
 
 def answer(handlers: Handlers, request: Message) -> Message:
-    """As a server's threads make it."""
+    """Answer a request as a server's threads do."""
     if request.status != Status.REQUEST or request.kind in (Kind.ALIVE, Kind.TAKEN):
         raise WireError("not a request")
     if request.kind == Kind.BATCH:
@@ -49,7 +50,7 @@ def answer(handlers: Handlers, request: Message) -> Message:
 
 
 def cases(seed: int, seconds: float) -> Iterator[tuple[str, random.Random]]:
-    """Numbers of cases until the time is over; fails for a case that takes long."""
+    """Yield case numbers until the time is over; fails if one case takes too long."""
     until, number = time.monotonic() + seconds, 0
     while time.monotonic() < until:
         number += 1
@@ -59,7 +60,7 @@ def cases(seed: int, seconds: float) -> Iterator[tuple[str, random.Random]]:
 
 
 def requests(folder: Path, seed: int, seconds: float) -> None:
-    """Damaged requests at a server: a reply, or an error with a message."""
+    """Send damaged requests to a server: each gives a reply, or an error with a message."""
     handlers, num_nodes = make_handlers(folder)
     forge, tried, refused = Forge(seed, num_nodes), 0, 0
     for case, _ in cases(seed, seconds):
@@ -77,7 +78,7 @@ def requests(folder: Path, seed: int, seconds: float) -> None:
 
 
 def replies(folder: Path, seed: int, seconds: float) -> None:
-    """Damaged replies at a client: a value, or an error with a message."""
+    """Give damaged replies to a client: each gives a value, or an error with a message."""
     handlers, num_nodes = make_handlers(folder)
     answered = []
     for request in valid_requests(num_nodes):
@@ -103,7 +104,7 @@ def replies(folder: Path, seed: int, seconds: float) -> None:
 
 
 def reader_of(request: Message) -> Callable[[Message], object]:
-    """The function by which a client reads the reply to ``request``."""
+    """Return the function with which a client reads the reply to ``request``."""
     if request.kind == Kind.BATCH:
         work, _ = batch_messages.read_batch_request(request)
         return lambda reply: batch_messages.read_batch(reply, work)
@@ -130,7 +131,7 @@ def reader_of(request: Message) -> Callable[[Message], object]:
 
 
 def damaged(draw: random.Random, frames: Frames, other: Frames) -> Frames:
-    """Some changes of bits, numbers, lengths and order."""
+    """Apply random changes of bits, numbers, lengths and order."""
     frames = list(frames)
     for _ in range(draw.choice((1, 1, 2, 4))):
         place = draw.randrange(len(frames))
@@ -156,7 +157,7 @@ def damaged(draw: random.Random, frames: Frames, other: Frames) -> Frames:
 
 
 class Pieces:
-    """Gives ``data`` in pieces of random sizes, as a socket does."""
+    """Returns ``data`` in pieces of random sizes, as a socket does."""
 
     def __init__(self, data: bytes, draw: random.Random):
         self._data, self._draw = io.BytesIO(data), draw
@@ -166,7 +167,7 @@ class Pieces:
 
 
 def streams(folder: Path, seed: int, seconds: float) -> None:
-    """Damaged streams of bytes, in pieces: messages, or ``WireError``; few bytes are kept."""
+    """Feed damaged byte streams in pieces: each gives messages or ``WireError``, and few bytes are buffered."""
     forge, tried, refused = Forge(seed, 100), 0, 0
     for case, draw in cases(seed, seconds):
         sent = [forge.as_it_is() for _ in range(draw.randint(1, 4))]

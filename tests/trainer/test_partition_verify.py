@@ -68,7 +68,8 @@ INVARIANTS = {
     "seed outside": (f"shared/{NODE}/seeds/train.npy", at(3, 100), "position 3: 100 is outside 0 to 99"),
     "global id outside": (f"shared/{NODE}/global_id.npy", at(5, -7), "position 5: -7 is outside 0 to 99"),
     "global id of another": (
-        f"shared/{NODE}/global_id.npy", at(0, 1), "orig_id.npy: position 0: node 0 has global id 0, but 1 in shared global_id.npy"
+        f"shared/{NODE}/global_id.npy", at(0, 1),
+        "orig_id.npy: position 0: node 0 has global id 0, but 1 in shared global_id.npy",
     ),
     "nodes unordered": (f"part0/{NODE}/orig_id.npy", swapped, "position 1: original ids do not ascend"),
     "no such node": (f"part0/{NODE}/orig_id.npy", at(-1, 100), "position 49: 100 is outside 0 to 99"),

@@ -1,4 +1,4 @@
-"""The forecast of docs/scaling.md: seconds of hosts from CPU seconds and bytes."""
+"""Tests of the model in docs/scaling.md that predicts seconds per epoch from CPU seconds and bytes."""
 
 from __future__ import annotations
 
@@ -7,7 +7,9 @@ from pathlib import Path
 
 import pytest
 
-sys.path.append(str(Path(__file__).resolve().parents[2] / "benchmarks"))  # behind: it has a graphs.py, too
+sys.path.append(
+    str(Path(__file__).resolve().parents[2] / "benchmarks")
+)  # appended, because benchmarks also has a graphs.py
 
 from scaling.model import Hardware, HostFigures, Measured, predict
 
@@ -15,7 +17,7 @@ HOST = HostFigures(
     rank_cpu=70.0, server_cpu=10.0, line_bytes=0, remote_bytes=0, rows=0, remote_rows=0, cached_rows=0, held_rows=0,
     steps=10,
 )  # fmt: skip
-#: 8 s of CPU a step on 8 usable cores, 100 MB/s, 10 ms for a round trip.
+#: 8 s of CPU per step on 8 usable cores, 100 MB/s, 10 ms per round trip.
 PLAIN = Hardware(cores=16, efficiency=0.5, gbit=1.0, usable=0.8, latency=0.01)
 
 

@@ -1,4 +1,4 @@
-"""A cluster of real server processes: serve, cluster.json, hello, keys, endings."""
+"""Tests of real graph server processes: serve, cluster.json, hello, keys, how they end."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ from trainer.store.part_store import open_parts
 
 @pytest.fixture
 def parts(tmp_path):
-    """A partition of four parts on disk."""
+    """Write a partition of four parts."""
     edge_index, num_nodes = random_graph(3, 200, 2000)
     x = np.random.default_rng(0).normal(size=(num_nodes, 4)).astype(np.float32)
     write_store(tmp_path / "parts", store_of(edge_index, num_nodes, 4, attrs={"x": x}))
@@ -86,14 +86,14 @@ def test_busy_port_ends_with_one_line_and_status_1(tmp_path, parts) -> None:
     ]
 
 
-def test_parts_that_no_node_owns(tmp_path, parts) -> None:
+def test_parts_that_differ_from_cluster_json_are_refused(tmp_path, parts) -> None:
     cluster = write_cluster(tmp_path / "cluster.json", (0, None, [0, 1]), (1, None, [2, 3]))
     with serve_process(tmp_path, parts, [0, 3], "tcp://127.0.0.1:0", cluster) as (process, _):
         output, _ = process.communicate(timeout=60)
     assert process.returncode == 2 and "node 0 has parts [0, 1], not [0, 3]" in output
 
 
-def test_a_ready_file_that_cannot_be_is_one_line(tmp_path, parts) -> None:
+def test_a_ready_file_that_cannot_be_written_is_an_error(tmp_path, parts) -> None:
     cluster = write_cluster(tmp_path / "cluster.json", (0, None, [0, 1, 2, 3]))
     with serve_process(tmp_path / "none", parts, [0, 1, 2, 3], "tcp://127.0.0.1:0", cluster) as (process, ready):
         output, _ = process.communicate(timeout=60)
@@ -116,7 +116,7 @@ def test_a_peer_may_start_late(tmp_path) -> None:
     found[0][1].close()
 
 
-def test_every_unfit_peer_is_named_at_once(tmp_path) -> None:
+def test_all_unfit_peers_are_named_in_one_message(tmp_path) -> None:
     absent = free_endpoint()
     with serving() as one, serving() as two:
         nodes = [(0, None, [0]), (1, one.endpoint, [1, 3]), (2, two.endpoint, [2]), (4, absent, [4])]
@@ -201,7 +201,7 @@ def test_no_request_waits_for_the_compiler(tmp_path) -> None:
 
 
 def test_no_batch_waits_for_the_compiler(tmp_path) -> None:
-    """In a process of its own, where nothing has been compiled yet."""
+    """Runs in its own process, in which no kernel has been compiled yet."""
     rng = np.random.default_rng(0)
     edge_index, num_nodes = random_graph(3, 4000, 20_000)
     attrs = {"x": rng.random((4000, 3)), "y": rng.integers(0, 5, 4000), "half": rng.random(4000).astype(np.float16)}
@@ -217,7 +217,7 @@ def sample_after_warming_up(parts: Path) -> None:
         return {each.__name__: len(each.signatures) for each in found if isinstance(each, Dispatcher)}
 
     graph, other = (LocalGraph(open_parts(parts, [part])) for part in (0, 1))
-    assert not any(compiled().values()), "otherwise this shows nothing"
+    assert not any(compiled().values()), "warming up compiled no kernel, so this test proves nothing"
     warm_up(graph)
     warm_up_batches(graph)
     before = compiled()

@@ -1,4 +1,4 @@
-"""The graph service: same answers as direct calls, and a clear error in time for whatever goes wrong."""
+"""Tests of the graph service: the same answers as direct calls, and a clear error by the deadline for every failure."""
 
 from __future__ import annotations
 
@@ -97,14 +97,14 @@ def test_several_threads_with_several_requests_in_flight(server, client) -> None
     assert stats.seconds["sample"] > 0
 
 
-def test_an_answer_may_be_awaited_by_another_thread(client) -> None:
+def test_another_thread_may_await_an_answer(client) -> None:
     pending = [submit_rows(client, np.array([k])) for k in range(20)]
     with ThreadPoolExecutor(5) as pool:
         found = list(pool.map(lambda one: one.result()[0]["x"][0, 0], pending))
     assert found == list(range(20))
 
 
-def test_connections_of_ended_threads_are_used_again(client) -> None:
+def test_connections_of_ended_threads_are_reused(client) -> None:
     for _ in range(5):
         thread = threading.Thread(target=client.hello)
         thread.start()
@@ -113,14 +113,14 @@ def test_connections_of_ended_threads_are_used_again(client) -> None:
 
 
 def test_hundreds_of_connections(server) -> None:
-    """64 hosts with several threads each pass 1024 open files."""
+    """64 hosts with several threads each need more than 1024 open files."""
     clients = [HostClient(place_of(server.endpoint, rank, "h", [1]), 20.0) for rank in range(30)]
     together = threading.Barrier(12, timeout=20)
 
     def ask_all() -> int:
         together.wait()
         found = sum(client.hello() == INFO for client in clients)
-        together.wait()  # all threads live until now, so none takes over another's connection
+        together.wait()  # all threads are alive here, so none takes over another's connection
         return found
 
     with ThreadPoolExecutor(12) as pool:
@@ -138,11 +138,11 @@ def test_a_failing_handler_answers_at_once_and_the_server_lives(client, attr: st
     start = time.monotonic()
     with pytest.raises(ServiceError, match=rf"node1 \(10.0.0.2\) at tcp://.*, parts 1,3: gather failed: .*{cause}"):
         rows_of(client, NODES, [attr])
-    assert time.monotonic() - start < 4  # its deadline is 5 s
+    assert time.monotonic() - start < 4  # the client's deadline is 5 s
     assert client.hello() == INFO and client.stats().errors == 1
 
 
-def test_a_slow_request_holds_up_nobody_and_misses_its_own_deadline(client) -> None:
+def test_a_slow_request_delays_no_other_and_misses_its_deadline(client) -> None:
     slow = submit_rows(client, NODES, "sleep4")
     start = time.monotonic()
     rows_of(client, NODES)
@@ -153,7 +153,7 @@ def test_a_slow_request_holds_up_nobody_and_misses_its_own_deadline(client) -> N
     np.testing.assert_array_equal(slow.result(timeout=60)[0]["sleep4"], NODES)
 
 
-def test_nobody_there_is_an_error_at_the_deadline() -> None:
+def test_an_absent_server_is_an_error_at_the_deadline() -> None:
     with client_of(free_endpoint(), deadline=0.7) as client:
         start = time.monotonic()
         with pytest.raises(ServiceError, match=r"node1 \(10.0.0.2\) at tcp.*parts 1,3: .*0.7 s to hello "
@@ -162,7 +162,7 @@ def test_nobody_there_is_an_error_at_the_deadline() -> None:
         assert 0.65 < time.monotonic() - start < 20
 
 
-def test_a_server_that_starts_late_is_waited_for() -> None:
+def test_a_client_waits_for_a_server_that_starts_late() -> None:
     endpoint = free_endpoint()
     with client_of(endpoint, deadline=10) as client:
         pending = client.submit_hello()
@@ -171,7 +171,7 @@ def test_a_server_that_starts_late_is_waited_for() -> None:
             assert pending.result() == INFO
 
 
-def test_killed_server_is_named_by_the_deadline() -> None:
+def test_a_killed_server_is_named_by_the_deadline() -> None:
     endpoint = free_endpoint()
     with server_process(endpoint) as process, client_of(endpoint, deadline=1.5) as client:
         client.hello()
@@ -183,7 +183,7 @@ def test_killed_server_is_named_by_the_deadline() -> None:
         assert 1.4 < time.monotonic() - start < 20
 
 
-def test_restarted_server_answers_what_was_in_flight() -> None:
+def test_a_restarted_server_answers_requests_in_flight() -> None:
     endpoint = free_endpoint()
     with client_of(endpoint, deadline=20) as client:
         with server_process(endpoint) as process:
@@ -198,7 +198,7 @@ def test_restarted_server_answers_what_was_in_flight() -> None:
             assert client.hello() == INFO
 
 
-def test_close_wakes_those_who_wait(client) -> None:
+def test_close_wakes_waiting_threads(client) -> None:
     failures: list[str] = []
 
     def wait() -> None:
@@ -222,14 +222,14 @@ def test_close_wakes_those_who_wait(client) -> None:
 
 
 def test_too_large_an_answer_is_refused_with_a_reason(monkeypatch) -> None:
-    monkeypatch.setattr(pieces, "PIECE", 1 << 30)  # asked for at once
+    monkeypatch.setattr(pieces, "PIECE", 1 << 30)  # request all rows in one piece
     with serving(max_answer=100_000) as server, client_of(server.endpoint) as client:
         with pytest.raises(ServiceError, match="200000 bytes is over 100000; ask for fewer nodes"):
             rows_of(client, np.arange(25_000))
         assert len(rows_of(client, np.arange(10_000))["x"]) == 10_000
 
 
-def test_malformed_messages_end_their_connection_and_are_counted_while_others_are_served(server, client) -> None:
+def test_malformed_messages_close_only_their_connection_and_are_counted(server, client) -> None:
     rng = random.Random(0)
     request = messages.gather_request([RowRequest(HOMO_NODE, np.arange(3000), ("x",))])
     good = [bytes(part) for part in encode(request)]
@@ -241,13 +241,13 @@ def test_malformed_messages_end_their_connection_and_are_counted_while_others_ar
         parts[victim] = parts[victim][:cut] + rng.randbytes(rng.randrange(1, 40))
         with RawPeer(server.endpoint) as peer:
             peer.send(*parts[: rng.randint(1, 2)], *[b""] * rng.randint(0, 2))
-            answered += peer.receive(60) is not None  # a few mutants are still requests
+            answered += peer.receive(60) is not None  # a few mutants are still valid requests
         if number % 20 == 0:
             np.testing.assert_array_equal(rows_of(client, NODES)["x"][:, 0], NODES)
     assert answered < 10 and client.stats().malformed == 300 - answered
 
 
-def test_junk_on_the_port_harms_nobody() -> None:
+def test_random_bytes_on_the_port_do_no_harm() -> None:
     junk = (b"GET / HTTP/1.0\r\n\r\n", random.Random(1).randbytes(5000), b"\xff" + bytes(8) + b"\x7f" * 500)
     with serving() as server, client_of(server.endpoint) as client:
         for words in junk:
@@ -267,7 +267,7 @@ def test_announced_sizes_take_no_memory(sizes: list[int]) -> None:
         assert resident_bytes() - before < 64 << 20
 
 
-def test_a_request_over_the_limit_is_refused_with_a_reason_and_the_connection_goes_on() -> None:
+def test_a_request_over_the_limit_is_refused_and_the_connection_stays_open() -> None:
     with serving(max_request=100_000) as server, RawPeer(server.endpoint) as peer:
         head, body = encode(Message(Kind.GATHER, Status.REQUEST, 7, (np.zeros(200_000, np.uint8),)))
         peer.send(head, body)
@@ -277,16 +277,16 @@ def test_a_request_over_the_limit_is_refused_with_a_reason_and_the_connection_go
         assert decode(peer.receive(60)).request_id == 8
 
 
-def test_more_parts_than_a_message_has_end_the_connection(server, client) -> None:
+def test_too_many_parts_in_a_message_close_the_connection(server, client) -> None:
     with RawPeer(server.endpoint) as peer:
         peer.sock.sendall(struct.pack("<I", MAX_PARTS + 1))
         assert peer.hung_up(60)
     assert client.stats().malformed == 1
 
 
-def test_signs_of_life_are_answered_but_a_flood_of_them_ends_the_connection(server, client) -> None:
+def test_pings_are_answered_but_a_flood_of_them_closes_the_connection(server, client) -> None:
     with RawPeer(server.endpoint) as peer:
-        peer.sock.recv(1 << 16)  # the welcome
+        peer.sock.recv(1 << 16)  # the server's greeting
         peer.sock.sendall(PING)
         assert peer.sock.recv(1 << 16) == PING
         with contextlib.suppress(ConnectionResetError, BrokenPipeError):
@@ -370,7 +370,7 @@ def test_encrypted_service_answers_only_the_runs_key() -> None:
                 assert time.monotonic() - start < 20
         knows_the_server = replace(other, server=keys.public)
         with pytest.raises((OSError, EOFError)), RawPeer(server.endpoint, knows_the_server) as stranger:
-            while True:  # TLS 1.3 tells a client of its refusal with the first answer
+            while True:  # with TLS 1.3 a client sees its refusal with the first answer
                 stranger.send(*encode(Message(Kind.HELLO, Status.REQUEST, 1)))
                 stranger.sock.recv(1)
         with client_of(server.endpoint, keys=keys) as client:
@@ -378,7 +378,7 @@ def test_encrypted_service_answers_only_the_runs_key() -> None:
     assert stats.refused >= 3 and stats.requests == 1 and stats.malformed == 0
 
 
-def test_a_client_refused_once_gets_in_when_the_right_server_comes() -> None:
+def test_a_refused_client_connects_once_the_right_server_runs() -> None:
     endpoint, keys = free_endpoint(), new_keys()
     with client_of(endpoint, deadline=10, keys=keys) as client:
         with serving(endpoint=endpoint):
@@ -389,8 +389,8 @@ def test_a_client_refused_once_gets_in_when_the_right_server_comes() -> None:
             assert pending.result() == INFO
 
 
-def test_a_connection_that_is_not_read_and_ends_costs_nothing(monkeypatch) -> None:
-    """Though its end is told again and again as long as nobody takes notice."""
+def test_an_unread_connection_that_ends_uses_no_cpu(monkeypatch) -> None:
+    """Its end is reported repeatedly by the poller until the server handles it."""
     monkeypatch.setattr(network_thread, "MAX_QUEUED", 1)
     with serving(threads=1) as server, client_of(server.endpoint, 60) as client:
         with RawPeer(server.endpoint) as peer:
@@ -399,7 +399,7 @@ def test_a_connection_that_is_not_read_and_ends_costs_nothing(monkeypatch) -> No
                 peer.send(*encode(slow))
             peer.sock.setsockopt(
                 socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0)
-            )  # a reset, as when killed
+            )  # a reset, as when the process is killed
         assert client.hello() == INFO
         busy = time.process_time()
         time.sleep(0.5)

@@ -1,4 +1,4 @@
-"""A server of whole batches: as sampled here, bounded, and free again when its clients are gone."""
+"""Tests of a server of whole batches: equal to local sampling, bounded memory, freed when clients disconnect."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def server(graph):
 
 
 def peer_of(server):
-    """A connection that sends what it is told and takes nothing."""
+    """Open a raw connection that sends any bytes and acknowledges no batch."""
     return RawPeer(server.endpoint)
 
 
@@ -58,7 +58,7 @@ def ask(peer, request_id, work=WORK, client=ME):
 
 
 def answer_of(peer, seconds=30.0, kind=Kind.BATCH):
-    """The next message that is not only a sign of life."""
+    """Return the next message other than a sign of life."""
     until = time.monotonic() + seconds
     while parts := peer.receive(max(0, until - time.monotonic())):
         message = decode(parts)
@@ -79,7 +79,7 @@ def test_batches_equal_those_sampled_here(graph, server, name: str) -> None:
     assert all(array.flags.writeable for rows in there.rows.values() for array in rows.values())
 
 
-def test_batches_are_taken_and_counted(server) -> None:
+def test_batches_are_acknowledged_and_counted(server) -> None:
     with client_of(server.endpoint, route=True) as client:
         for _ in range(5):
             client.submit_batch(WORK, ME).result()
@@ -88,7 +88,7 @@ def test_batches_are_taken_and_counted(server) -> None:
     assert (shown.name, shown.batches) == (ME.name, 5) and shown.bytes > 5 * 1000
 
 
-def test_what_is_wrong_with_a_batch_is_told_and_holds_nothing(graph, server) -> None:
+def test_an_invalid_batch_request_is_an_error_and_the_connection_stays_usable(graph, server) -> None:
     seeds = dataclasses.replace(WORK.seeds, nodes={HOMO_NODE: np.array([5, 10**9])})
     negative = dataclasses.replace(WORK.seeds, nodes={HOMO_NODE: np.array([-1])})
     wrong = {
@@ -107,8 +107,8 @@ def test_what_is_wrong_with_a_batch_is_told_and_holds_nothing(graph, server) -> 
     assert server.stats().errors == 4
 
 
-def test_giant_fanouts_and_batches_are_refused_before_they_take_memory(graph, monkeypatch) -> None:
-    monkeypatch.setattr(pieces, "PIECE", 1 << 30)  # rows are asked for at once
+def test_giant_fanouts_and_batches_are_refused_before_allocation(graph, monkeypatch) -> None:
+    monkeypatch.setattr(pieces, "PIECE", 1 << 30)  # request all rows in one piece
     giant = dataclasses.replace(
         WORK.settings, fanouts={HOMO_EDGE: (2**31 - 1, 2**31 - 1)}, replace=True, edge_ids=False
     )
@@ -168,7 +168,7 @@ def test_shared_arrays_and_ids(graph, server) -> None:
                 client.submit_to_global(of, np.array(wrong)).result()
 
 
-def test_hello_tells_of_all_servers(graph) -> None:
+def test_hello_lists_all_servers(graph) -> None:
     places = (
         ServerAddress("node1 (a)", 1, "a", "tcp://10.0.0.1:5", (0, 1)),
         ServerAddress("node2", 2, "b", "tcp://b:5", ()),
@@ -178,7 +178,7 @@ def test_hello_tells_of_all_servers(graph) -> None:
     assert (info.version, info.servers) == (7, places)
 
 
-def test_a_server_without_the_whole_graph_says_so(graph) -> None:
+def test_a_server_without_the_whole_graph_refuses_batches(graph) -> None:
     with serving(graph.access.local) as server, client_of(server.endpoint, route=True) as client:
         with pytest.raises(ServiceError, match="its own parts only"):
             client.submit_batch(WORK, ME).result()
@@ -186,7 +186,7 @@ def test_a_server_without_the_whole_graph_says_so(graph) -> None:
         assert same_batch(client.submit_batch(WORK, ME).result(), sample(graph, WORK))
 
 
-def test_clients_that_wait_or_hold_hear_that_the_server_lives(server) -> None:
+def test_clients_with_open_batches_get_signs_of_life(server) -> None:
     with peer_of(server) as peer:
         ask(peer, 1)
         assert answer_of(peer).request_id == 1
@@ -199,7 +199,7 @@ def test_clients_that_wait_or_hold_hear_that_the_server_lives(server) -> None:
         assert not peer.receive(1.5)
 
 
-def test_a_client_that_leaves_is_freed_within_seconds(server) -> None:
+def test_batches_of_a_disconnected_client_are_freed_within_seconds(server) -> None:
     with peer_of(server) as peer:
         for number in range(10):
             ask(peer, number, client=ClientName(9, "leaver"))
@@ -210,7 +210,7 @@ def test_a_client_that_leaves_is_freed_within_seconds(server) -> None:
     assert server.running
 
 
-def test_one_that_takes_nothing_stops_nobody_and_the_bound_holds(graph) -> None:
+def test_clients_that_acknowledge_nothing_block_no_other_and_the_buffer_is_bounded(graph) -> None:
     one = len(
         b"".join(
             bytes(frame)
@@ -233,7 +233,7 @@ def test_one_that_takes_nothing_stops_nobody_and_the_bound_holds(graph) -> None:
 
 
 def test_twenty_clients_at_once_have_equal_shares(graph) -> None:
-    """Though every fourth has four times as many batches under way."""
+    """One client in four keeps four times as many batches in flight."""
     done, stop = dict.fromkeys(range(20), 0), threading.Event()
 
     def work(number: int) -> None:
@@ -251,7 +251,7 @@ def test_twenty_clients_at_once_have_equal_shares(graph) -> None:
         place = ServerAddress("node1", 1, "h", server.endpoint, (0, 1, 2))
         running = [pool.submit(work, number) for number in range(20)]
         wait_until(lambda: min(done.values()) > 0)
-        before = dict(done)  # who came first has had the server for itself
+        before = dict(done)  # the client that started first had the server to itself
         wait_until(lambda: sum(done.values()) > sum(before.values()) + 400)
         got = {number: done[number] - before[number] for number in done}
         stop.set()
@@ -261,8 +261,8 @@ def test_twenty_clients_at_once_have_equal_shares(graph) -> None:
     assert all(abs(count - mean) < 0.5 * mean for count in got.values()), got
 
 
-def one_way_and_wrong() -> list[list[bytes]]:
-    """Messages that nobody may send to a server, or that say nothing."""
+def invalid_messages() -> list[list[bytes]]:
+    """Return messages that a server does not accept from a client, and malformed ones."""
     return [
         encode(messages.alive()), encode(messages.taken(4711)), encode(Message(Kind.TAKEN, Status.OK, 1)),
         encode(Message(Kind.ALIVE, Status.REQUEST, 1)), encode(Message(Kind.BATCH, Status.OK, 1)),
@@ -284,8 +284,8 @@ def requests_that_fail() -> list[Message]:
     ]  # fmt: skip
 
 
-def test_hostile_messages_are_dropped_or_answered_and_others_served(graph, server) -> None:
-    wrong, failing = one_way_and_wrong(), list(map(encode, requests_that_fail()))
+def test_hostile_messages_do_not_stop_the_server(graph, server) -> None:
+    wrong, failing = invalid_messages(), list(map(encode, requests_that_fail()))
     harmless = encode(messages.taken(4711))
     with client_of(server.endpoint, route=True) as client:
         for parts in wrong:
@@ -304,7 +304,7 @@ def test_hostile_messages_are_dropped_or_answered_and_others_served(graph, serve
     assert server.running
 
 
-def test_who_asks_for_too_much_at_once_is_told_so_at_once(graph, monkeypatch) -> None:
+def test_a_request_that_is_too_large_is_refused_at_once(graph, monkeypatch) -> None:
     monkeypatch.setattr(pieces, "PIECE", 1 << 30)
     many = np.zeros(50_000, np.int64)
     with batch_server(graph, max_request=100_000) as server, client_of(server.endpoint, route=True) as client:
@@ -316,7 +316,7 @@ def test_who_asks_for_too_much_at_once_is_told_so_at_once(graph, monkeypatch) ->
         assert time.monotonic() - start < 30 and len(rows_of(client, many[:9])["x"]) == 9
 
 
-def test_the_stats_file_tells_what_goes_on(graph, tmp_path) -> None:
+def test_the_stats_file_has_load_clients_and_peers(graph, tmp_path) -> None:
     path, peers = tmp_path / "stats.json", [{"name": "node2 (b)", "state": "down"}]
     with batch_server(graph, stats_file=path, peers=lambda: peers) as server:
         with client_of(server.endpoint, route=True) as client:

@@ -1,4 +1,4 @@
-"""A graph cut into parts answers the same here, routed to other hosts, and over the wire."""
+"""Tests that a partitioned graph gives equal answers locally, routed to other hosts, and over the wire."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def test_a_homogeneous_graph_answers_the_same_over_the_wire() -> None:
             rows_of(client, nodes[:0], ["z"])
 
 
-def test_ids_beyond_32_bits_here_and_over_the_wire() -> None:
+def test_ids_beyond_32_bits_locally_and_over_the_wire() -> None:
     far, far_edge = 2**33, 2**40
     manifest = store_of(np.empty((2, 0), np.int64), 1).manifest
     nodes = replace(manifest.nodes[HOMO_NODE], num_nodes=far + 3, offsets=(0, far, far + 3))
@@ -70,7 +70,7 @@ def test_ids_beyond_32_bits_here_and_over_the_wire() -> None:
 
 
 def test_what_a_small_request_asks_for_is_bounded_before_it_is_drawn() -> None:
-    """A few hundred bytes that would be answered with gigabytes."""
+    """A request of a few hundred bytes could otherwise need an answer of gigabytes."""
     edge_index, num_nodes = random_graph(5, 300, 3000)
     graph = LocalGraph(store_of(edge_index, num_nodes, 1))
     nodes = np.repeat(np.arange(300), 40)

@@ -1,4 +1,4 @@
-"""Requests and answers of the graph service round trip with every field, and misfits are refused."""
+"""Tests of requests and answers of the graph service: every field round-trips, invalid messages are refused."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def sent(message: Message) -> Message:
 
 
 def flat(value):
-    """A request as comparable plain values."""
+    """Convert a request into plain values that can be compared."""
     if isinstance(value, np.ndarray):
         return value.dtype.name, value.tolist()
     if isinstance(value, tuple):
@@ -59,7 +59,7 @@ def _with_edge(request: HopRequest) -> HopRequest:
     return dataclasses.replace(request, with_edge=True)
 
 
-def test_what_requests_share_is_sent_once_and_shared_again_there() -> None:
+def test_arrays_shared_by_requests_are_sent_once_and_shared_on_receipt() -> None:
     bound = TimeBound(np.arange(4), "time", "edge")
     asked = [dataclasses.replace(PLAIN, edge_type=("a", f"r{k}", "b"), bound=bound, trees=NODES) for k in range(50)]
     message = hop_messages.sample_request(asked)
@@ -69,7 +69,7 @@ def test_what_requests_share_is_sent_once_and_shared_again_there() -> None:
     assert len({id(request.bound.times) for request in back}) == 1
 
 
-def fits_no_request() -> dict[str, list[HopRequest]]:
+def invalid_requests() -> dict[str, list[HopRequest]]:
     short = NODES[:2]
     return {
         "fanout below -1": [dataclasses.replace(PLAIN, fanout=-2)],
@@ -87,17 +87,17 @@ def fits_no_request() -> dict[str, list[HopRequest]]:
     }
 
 
-@pytest.mark.parametrize("name", fits_no_request())
-def test_requests_that_make_no_sense_are_refused(name: str, monkeypatch) -> None:
+@pytest.mark.parametrize("name", invalid_requests())
+def test_invalid_requests_are_refused(name: str, monkeypatch) -> None:
     monkeypatch.setattr("trainer.service.wire.frames.narrow_ids", lambda ids: ids)
-    message = hop_messages.sample_request(fits_no_request()[name])
+    message = hop_messages.sample_request(invalid_requests()[name])
     with pytest.raises(WireError):
         hop_messages.read_sample_request(message)
 
 
 @pytest.mark.parametrize("place", range(9))
 @pytest.mark.parametrize("wrong", [-2, 99, -(2**31)])
-def test_places_that_are_not_there_are_refused(place: int, wrong: int) -> None:
+def test_references_to_missing_arrays_are_refused(place: int, wrong: int) -> None:
     full = hops_of_every_kind()[-1]
     assert all(value is not None for value in vars(full).values())
     message = hop_messages.sample_request([full])
@@ -109,7 +109,7 @@ def test_places_that_are_not_there_are_refused(place: int, wrong: int) -> None:
 
 
 @pytest.mark.parametrize("flags", [32, 2**31, 4, 8, 16, 4 | 8, 4 | 16])
-def test_flags_that_say_nothing_are_refused(flags: int) -> None:
+def test_unknown_flags_are_refused(flags: int) -> None:
     message = hop_messages.sample_request([PLAIN])
     records = bytearray(message.records)
     struct.pack_into("<I", records, 36, flags)
@@ -119,7 +119,7 @@ def test_flags_that_say_nothing_are_refused(flags: int) -> None:
 
 @pytest.mark.parametrize("read", [hop_messages.read_sample_request, messages.read_gather_request,
                                   messages.read_has_edges_request, messages.read_edges_request])  # fmt: skip
-def test_half_a_record_is_refused(read) -> None:
+def test_a_truncated_record_is_refused(read) -> None:
     message = Message(Kind.SAMPLE, Status.REQUEST, 1, (NODES,), "a__b__c", bytes(17))
     with pytest.raises(WireError, match="17 bytes of records"):
         read(message)
@@ -129,7 +129,7 @@ def reply(*arrays: np.ndarray) -> Message:
     return Message(Kind.SAMPLE, Status.OK, 1, arrays)
 
 
-def test_samples_that_do_not_fit_are_refused() -> None:
+def test_samples_of_wrong_shape_are_refused() -> None:
     counts, src = np.array([1, 2], np.int32), np.arange(3)
     asked = [dataclasses.replace(PLAIN, nodes=NODES[:2])]
     assert hop_messages.read_samples(reply(counts, src), asked)[0].src.tolist() == [0, 1, 2]
@@ -157,7 +157,7 @@ def test_row_requests_round_trip() -> None:
     assert list(map(flat, messages.read_gather_request(sent(message)))) == list(map(flat, asked))
 
 
-def test_rows_come_back_to_the_requests_that_asked() -> None:
+def test_rows_are_returned_to_their_requests() -> None:
     asked = [RowRequest("a", NODES, ("x", "y")), RowRequest("a", NODES, ()), RowRequest("a", NODES, ("x",))]
     there = messages.read_gather_request(sent(messages.gather_request(asked)))
     rows = [{name: np.full((4, 2), ord(name)) for name in request.attrs} for request in there]
@@ -169,7 +169,7 @@ def test_rows_come_back_to_the_requests_that_asked() -> None:
     assert back[0]["y"][0, 0] == ord("y") and back[2]["x"].shape == (4, 2)
 
 
-def test_rows_that_do_not_fit_are_refused() -> None:
+def test_rows_of_wrong_shape_are_refused() -> None:
     for arrays in [(), (np.ones((2, 4)),), (np.array(3.0),), (np.ones(4), np.ones(4))]:
         with pytest.raises(WireError):
             messages.read_rows(reply(*arrays), [RowRequest("a", NODES, ("x",))])
@@ -182,12 +182,12 @@ def test_more_rows_than_an_answer_holds_are_refused() -> None:
         messages.read_gather_request(messages.gather_request([*most, most[0]]))
 
 
-def test_a_name_with_a_line_break_cannot_be_asked_for() -> None:
+def test_a_name_with_a_line_break_is_refused() -> None:
     with pytest.raises(WireError, match="has a line break"):
         messages.gather_request([RowRequest("a", NODES, ("x\ny",))])
 
 
-def test_questions_for_edges_round_trip() -> None:
+def test_has_edges_requests_round_trip() -> None:
     back = messages.read_has_edges_request(sent(messages.has_edges_request(WRITES, NODES, NODES + 2**40)))
     assert flat(back) == flat((WRITES, NODES, NODES + 2**40))
     with pytest.raises(WireError, match="4 sources, 3 targets"):

@@ -1,4 +1,4 @@
-"""What one call's requests share is split once and shared again by what each host is asked."""
+"""Tests that arrays shared by one call's requests are split once and stay shared in the requests to each host."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class HostRows:
 
 
 class Recorder:
-    """A host that notes what it is asked and finds nothing."""
+    """A host that records its requests and returns nothing."""
 
     name = "recorder"
 
@@ -46,7 +46,7 @@ def graph_of(*hosts):
     return DistGraph(LocalGraph(store), dict(enumerate(hosts, 1)))
 
 
-def test_shared_arrays_are_cut_once_per_host() -> None:
+def test_shared_arrays_are_split_once_per_host() -> None:
     hosts = Recorder(1), Recorder(2)
     nodes, trees, sources = np.array([1, 5, 9, 6, 10, 2]), np.arange(6), np.arange(12)
     bound = TimeBound(np.arange(6) * 10, "t", "node")
@@ -69,7 +69,7 @@ def test_shared_arrays_are_cut_once_per_host() -> None:
     assert others[0].exclude[1] is others[2].exclude[1] and others[0].sources is sources
 
 
-def test_rows_of_one_owner_go_out_as_they_are() -> None:
+def test_rows_of_one_owner_are_not_copied() -> None:
     host = Recorder(1, 2)
     nodes = np.array([5, 9, 5])
     graph = graph_of(host)
@@ -81,7 +81,7 @@ def test_rows_of_one_owner_go_out_as_they_are() -> None:
 
 def test_one_array_for_two_types_is_split_by_each() -> None:
     host, nodes = Recorder(2), np.array([4, 8])
-    store = typed_store({"a": 9, "b": 18}, {}, 3, only=[0, 1])  # a: part 2 from 6 on, b: from 12 on
+    store = typed_store({"a": 9, "b": 18}, {}, 3, only=[0, 1])  # part 2 begins at id 6 of a and at id 12 of b
     graph = DistGraph(LocalGraph(store), {1: host})
     rows = graph.gather([RowRequest("a", nodes, ("orig_id",)), RowRequest("b", nodes, ("orig_id",))])
     ((only,),) = host.asked

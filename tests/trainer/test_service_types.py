@@ -1,4 +1,4 @@
-"""Typed graphs: local, routed and over the wire alike, one message per host and call."""
+"""Tests of typed graphs: equal answers locally, routed and over the wire, with one message per host and call."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ def whole() -> LocalGraph:
 
 @pytest.fixture(scope="module")
 def hosts(tmp_path_factory):
-    """Clients of two server processes, and the parts of this one."""
+    """Yield a graph of this process's parts and the clients of two server processes."""
     folder = tmp_path_factory.mktemp("typed")
     parts = folder / "parts"
     write_store(parts, papers_parts())
@@ -91,25 +91,27 @@ def hosts(tmp_path_factory):
             client.close()
 
 
-def asked_so_far(graph: DistGraph) -> dict[int, int]:
-    """Requests each host has answered, without the one that asks."""
+def requests_so_far(graph: DistGraph) -> dict[int, int]:
+    """Return the number of requests each host has answered, without this stats request."""
     return {rank: client.stats().requests for rank, client in graph.remotes.items()}
 
 
-def test_hops_under_all_conditions_are_the_same_anywhere_in_one_message(whole, hosts) -> None:
+def test_hops_under_all_conditions_are_equal_everywhere_in_one_message(whole, hosts) -> None:
     nodes = np.random.default_rng(1).integers(0, COUNTS["paper"], 80)
     asked = hops_of_every_kind(nodes, WRITES, COUNTS["author"])
     asked += [replace(PLAIN, edge_type=CITES, nodes=nodes, fanout=4, key=9)]
-    before = asked_so_far(hosts)
+    before = requests_so_far(hosts)
     hosts.take_cost()
     there = hosts.sample_hops(asked)
-    assert asked_so_far(hosts) == {rank: count + 2 for rank, count in before.items()}  # one, and one stats each
+    assert requests_so_far(hosts) == {
+        rank: count + 2 for rank, count in before.items()
+    }  # the request and one stats request each
     assert hosts.take_cost().remote_bytes > 0 == hosts.take_cost().remote_bytes
     differing = set()
     for mine, theirs in zip(whole.sample_hops(asked), there, strict=True):
         assert_same_sample(theirs, mine)
         differing.add(mine.src.tobytes())
-    assert len(differing) > 100  # the conditions did change what is found
+    assert len(differing) > 100  # the conditions changed the result
 
 
 def test_rows_of_every_dtype_and_rank_in_one_message(whole, hosts) -> None:
@@ -122,9 +124,9 @@ def test_rows_of_every_dtype_and_rank_in_one_message(whole, hosts) -> None:
         RowRequest("author", papers % 60, ("time", "in_degree")),
         RowRequest(CITES, edges[:0], ("flag",)),
     ]
-    before = asked_so_far(hosts)
+    before = requests_so_far(hosts)
     there = hosts.gather(asked)
-    assert asked_so_far(hosts) == {rank: count + 2 for rank, count in before.items()}
+    assert requests_so_far(hosts) == {rank: count + 2 for rank, count in before.items()}
     for request, mine, theirs in zip(asked, whole.gather(asked), there, strict=True):
         assert list(theirs) == list(mine) == list(request.attrs)
         for name in request.attrs:
@@ -136,27 +138,27 @@ def test_rows_of_every_dtype_and_rank_in_one_message(whole, hosts) -> None:
 def test_a_host_that_owns_no_rows_of_a_call_gets_no_message(whole, hosts) -> None:
     book = whole.books["author"]
     authors = np.arange(book.range_of(2)[0], book.range_of(2)[1])
-    before = asked_so_far(hosts)
+    before = requests_so_far(hosts)
     praised = hosts.sample_hops([replace(PLAIN, edge_type=NONE_YET, nodes=authors)])[0]
     assert praised.counts.tolist() == [0] * len(authors)
     np.testing.assert_array_equal(rows_of(hosts, authors, ["time"], "author")["time"],
                                   rows_of(whole, authors, ["time"], "author")["time"])  # fmt: skip
-    after = asked_so_far(hosts)
+    after = requests_so_far(hosts)
     assert (after[1] - before[1], after[2] - before[2]) == (3, 1)
 
 
-def test_calls_without_rows_ask_nobody(hosts) -> None:
-    before = asked_so_far(hosts)
+def test_calls_without_rows_send_no_message(hosts) -> None:
+    before = requests_so_far(hosts)
     empty = np.empty(0, np.int64)
     sample = hosts.sample_hops([replace(PLAIN, edge_type=WRITES, nodes=empty, with_edge=True)])[0]
     assert len(sample.counts) == len(sample.src) == 0 and sample.edge is not None
     assert rows_of(hosts, empty, ["deep"], "paper")["deep"].shape == (0, 2, 1, 3, 2)
     assert len(hosts.has_edges(WRITES, empty, empty)) == 0
     assert hosts.sample_hops([]) == hosts.gather([]) == []
-    assert asked_so_far(hosts) == {rank: count + 1 for rank, count in before.items()}
+    assert requests_so_far(hosts) == {rank: count + 1 for rank, count in before.items()}
 
 
-def test_edges_are_found_wherever_they_are(whole, hosts) -> None:
+def test_edges_are_found_on_any_host(whole, hosts) -> None:
     rng = np.random.default_rng(3)
     src, dst = rng.integers(0, COUNTS["author"], 3000), rng.integers(0, COUNTS["paper"], 3000)
     there = hosts.has_edges(WRITES, src, dst)
@@ -194,7 +196,7 @@ def test_unknown_names_and_ids_are_named(hosts) -> None:
             ask()
 
 
-def test_a_server_names_what_it_does_not_have(whole, hosts) -> None:
+def test_a_server_names_the_ids_and_attributes_it_lacks(whole, hosts) -> None:
     client, mine = hosts.remotes[1], np.arange(*whole.books["paper"].range_of(1))
     plain = replace(PLAIN, edge_type=WRITES, nodes=mine)
     who = r"graph server of node1 \(host1\) at tcp://.*, parts 1,2: "
@@ -227,8 +229,8 @@ def test_slices_of_a_part_make_up_its_edges(whole, edge_type, step: int) -> None
             np.testing.assert_array_equal(found, getattr(expected, name))
 
 
-class Lying:
-    """A host whose answers do not fit its partition."""
+class MismatchedHost:
+    """A host whose answers do not match its partition."""
 
     store = None
 
@@ -245,7 +247,7 @@ class Lying:
 @pytest.mark.parametrize("rows", [np.zeros(1, np.int32), np.zeros((1, 2), np.int64), np.zeros(2, np.int64)])
 def test_rows_of_another_kind_are_refused(whole, rows) -> None:
     one = whole.books["paper"].range_of(3)[0]
-    with serving(Lying(rows)) as server, client_of(server.endpoint, parts=(3,)) as client:
+    with serving(MismatchedHost(rows)) as server, client_of(server.endpoint, parts=(3,)) as client:
         graph = DistGraph(LocalGraph(papers_parts(only=[0, 1, 2])), {1: client})
         with pytest.raises(
             ServiceError, match="graph server of node1 .*(manifest has int64|invalid reply to gather: y of shape)"
@@ -255,6 +257,6 @@ def test_rows_of_another_kind_are_refused(whole, rows) -> None:
 
 def test_samples_of_another_length_are_refused() -> None:
     wrong = [HopSample(np.zeros(7, np.int32), np.empty(0, np.int64), None)]
-    with serving(Lying(samples=wrong)) as server, client_of(server.endpoint) as client:
+    with serving(MismatchedHost(samples=wrong)) as server, client_of(server.endpoint) as client:
         with pytest.raises(ServiceError, match="invalid reply to sample: counts of .* for 4 nodes"):
             client.sample_hops([PLAIN])

@@ -1,4 +1,4 @@
-"""ShaDow: each root's neighbourhood, whatever the parts; against plain Python and torch_geometric."""
+"""Tests of ShaDow sampling: a subgraph per root, equal for all parts; references: plain Python and torch_geometric."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from trainer.core.errors import SettingsError
 
 
 def neighbourhood(data, root, depth):
-    """Ids of all nodes within ``depth`` steps against the edges, ascending."""
+    """Return the ids of all nodes within ``depth`` steps against the edge direction, ascending."""
     found = {root}
     for _ in range(depth):
         found |= {u for u, v in data.edge_index.T.tolist() if v in found}
@@ -35,7 +35,7 @@ def neighbourhood(data, root, depth):
 
 
 def subgraphs(batch):
-    """Per root: (root id, node ids, edge ids), and every edge between nodes of its own subgraph."""
+    """Return per root (root id, node ids, edge ids); assert that every edge joins nodes of its own subgraph."""
     ends = batch.batch[batch.edge_index]
     assert torch.equal(ends[0], ends[1]) and torch.equal(batch.ptr.diff(), batch.batch.bincount(minlength=len(batch)))
     return [
@@ -53,7 +53,7 @@ def subgraphs(batch):
 def test_whole_neighbourhoods_with_all_edges_inside_them(make, num_neighbors):
     data = make()
     graph = parts_of(data, 3)
-    roots = [3, 0, 3, 5, 5]  # repeats have a subgraph each
+    roots = [3, 0, 3, 5, 5]  # each repeat has its own subgraph
     (batch,) = DistShaDowKHopSampler(graph, 2, num_neighbors, torch.tensor(roots), batch_size=5)
     expected = [(root, nodes, edges_between(data, nodes)) for root in roots for nodes in [neighbourhood(data, root, 2)]]
     assert subgraphs(batch) == expected
@@ -64,7 +64,7 @@ def test_whole_neighbourhoods_with_all_edges_inside_them(make, num_neighbors):
 
 
 def local(batch, ends):
-    """Where the end of each edge of the batch is in its own subgraph."""
+    """Map the edge ends of a batch to positions in their own subgraphs."""
     members = zip(batch.batch.tolist(), batch.n_id.tolist(), strict=True)
     place = {member: place for place, member in enumerate(members)}
     trees = batch.batch[batch.edge_index[1]].tolist()
@@ -83,7 +83,7 @@ def test_drawn_neighbourhoods_are_bit_identical_everywhere(replace):
 
 @pytest.mark.parametrize("num_roots", [2, 21])
 @pytest.mark.filterwarnings("ignore:2 roots for 3 ranks")
-def test_a_root_gets_the_same_whatever_the_number_of_ranks(num_roots):
+def test_the_subgraph_of_a_root_does_not_depend_on_the_number_of_ranks(num_roots):
     graph, options = parts_of(homo_data(), 4), {"shuffle": True, "seed": 2}
     roots = torch.arange(num_roots)
     whole = list(DistShaDowKHopSampler(graph, 2, 2, roots, batch_size=9, **options))
@@ -95,7 +95,7 @@ def test_a_root_gets_the_same_whatever_the_number_of_ranks(num_roots):
         assert sorted(subgraphs(batch)) == sorted(found for share in own for found in subgraphs(share))
 
 
-def test_each_epoch_draws_anew_and_set_epoch_goes_back():
+def test_epochs_differ_and_set_epoch_repeats_one():
     loader = DistShaDowKHopSampler(homo_data(), 1, 2, [1, 2, 3], batch_size=3)
     first, second = (subgraphs(next(iter(loader))) for _ in range(2))
     loader.set_epoch(0)
@@ -103,7 +103,7 @@ def test_each_epoch_draws_anew_and_set_epoch_goes_back():
     assert len(loader(torch.tensor([2]))) == 1
 
 
-def test_a_neighbour_is_drawn_as_often_as_any_other():
+def test_neighbours_are_drawn_uniformly():
     data, counts = hub(8), np.zeros(9)
     loader = DistShaDowKHopSampler(data, 1, 3, torch.zeros(4000, dtype=torch.int64), batch_size=500)
     for batch in loader:
@@ -114,7 +114,7 @@ def test_a_neighbour_is_drawn_as_often_as_any_other():
     assert statistic < 24.3  # chi-square, 7 degrees of freedom, p = 0.001
 
 
-def test_empty_part_hub_and_split_names():
+def test_an_empty_part_a_hub_and_split_names():
     for data in (odd_data(), no_edges()):
         graph = with_empty_part(data)
         found = [item for batch in DistShaDowKHopSampler(graph, 1, -1, batch_size=4) for item in subgraphs(batch)]
@@ -129,7 +129,7 @@ def test_empty_part_hub_and_split_names():
     assert batch is None
 
 
-def test_what_makes_no_sense_is_refused():
+def test_invalid_settings_are_refused():
     with pytest.raises(SettingsError, match="ShaDow takes homogeneous graphs only.*to_homogeneous"):
         DistShaDowKHopSampler(hetero_data(), 2, 5)
     with pytest.raises(SettingsError, match="num_neighbors must be a whole number of at least -1, not \\[5, 5\\]"):
@@ -139,7 +139,7 @@ def test_what_makes_no_sense_is_refused():
 
 
 @pytest.mark.parametrize("make", [homo_data, odd_data])
-def test_torch_geometrics_batches_where_all_neighbours_are_taken(make):
+def test_batches_with_all_neighbours_equal_torch_geometrics(make):
     pytest.importorskip("torch_sparse", reason="torch_geometric's ShaDow needs torch-sparse")
     data = make()
     theirs = ShaDowKHopSampler(data, 2, 1000, torch.tensor([4, 1, 4, 9]), batch_size=3)
@@ -151,7 +151,7 @@ def test_torch_geometrics_batches_where_all_neighbours_are_taken(make):
                 assert torch.equal(mine[name], other[name]), name
 
 
-def test_edges_are_by_root_then_source_then_target():
+def test_edges_are_sorted_by_root_source_and_target():
     for data in (homo_data(), parts_of(homo_data(), 2)):
         for batch in DistShaDowKHopSampler(data, 2, 3, torch.tensor([4, 1, 4, 9]), batch_size=3):
             assert torch.equal(batch.edge_index, sort_edge_index(batch.edge_index)) and batch.num_edges
@@ -159,7 +159,7 @@ def test_edges_are_by_root_then_source_then_target():
             assert (batch.batch[batch.edge_index[0]].diff() >= 0).all()
 
 
-def test_a_deep_model_learns_on_shallow_subgraphs():
+def test_a_model_deeper_than_its_subgraphs_learns():
     data = planted()
     torch.manual_seed(0)
     model = GraphSAGE(3, 16, 3, 3)
@@ -172,4 +172,4 @@ def test_a_deep_model_learns_on_shallow_subgraphs():
         optimizer.step()
     (batch,) = DistShaDowKHopSampler(data, 1, -1, ~data.train_mask, batch_size=999)
     correct = model(batch.x, batch.edge_index)[batch.root_n_id].argmax(1) == batch.y
-    assert float(correct.float().mean()) > 0.85  # their own features alone tell about 0.6
+    assert float(correct.float().mean()) > 0.85  # the roots' own features alone give about 0.6

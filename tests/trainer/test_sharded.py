@@ -1,4 +1,4 @@
-"""Sharded embeddings train as one dense table does, whatever the number of processes."""
+"""Tests that sharded embeddings train as one dense table does, for any number of processes."""
 
 from __future__ import annotations
 
@@ -18,7 +18,10 @@ Trained = dict[tuple[str, int], Any]
 
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory: pytest.TempPathFactory) -> Trained:
-    """(optimizer, processes) -> what the run saved; "resumed": the second half, after three processes' first half."""
+    """Return (optimizer, processes) -> what the run saved.
+
+    "resumed": the second half of the steps, from the checkpoint of three processes after the first half.
+    """
     three, two = (tmp_path_factory.mktemp(name) for name in ("three", "two"))
     runs = [(name, WHOLE, None) for name in OPTIMIZERS]
     found = {(name, 1): train_sharded(*run) for name, run in zip(OPTIMIZERS, runs, strict=True)}
@@ -32,7 +35,7 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Trained:
 
 @pytest.mark.parametrize("size", [1, 2, 3])
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
-def test_tables_and_losses_are_those_of_one_dense_table(optimizer: str, size: int, trained: Trained) -> None:
+def test_tables_and_losses_equal_those_of_one_dense_table(optimizer: str, size: int, trained: Trained) -> None:
     tables, losses = train_dense(optimizer)
     run = trained[optimizer, size]
     np.testing.assert_allclose(run["losses"], losses, rtol=1e-5)
@@ -41,13 +44,13 @@ def test_tables_and_losses_are_those_of_one_dense_table(optimizer: str, size: in
 
 
 @pytest.mark.parametrize("size", [1, 2])
-def test_a_run_goes_on_with_another_number_of_processes(size: int, trained: Trained) -> None:
+def test_a_run_resumes_with_another_number_of_processes(size: int, trained: Trained) -> None:
     resumed, whole = trained["resumed", size], trained["sparse_adam", 1]
     np.testing.assert_allclose(resumed["losses"], whole["losses"][STEPS // 2 :], rtol=1e-5)
     torch.testing.assert_close(resumed["embedding"], whole["embedding"], atol=1e-5, rtol=1e-5)
 
 
-def test_rows_never_looked_up_stay_as_they_began() -> None:
+def test_rows_never_looked_up_do_not_change() -> None:
     embedding = ShardedEmbedding({"a": 50, "b": 2}, 3, seed=1)
     before = embedding.weight.detach().clone()
     optimizer = torch.optim.SparseAdam([embedding.weight], lr=0.1)
@@ -61,7 +64,7 @@ def test_rows_never_looked_up_stay_as_they_began() -> None:
     assert embedding.weight.grad is not None and embedding.weight.grad.values().tolist()[0] == [2.0, 2.0, 2.0]
 
 
-def test_without_gradients_a_lookup_leaves_nothing_behind() -> None:
+def test_a_lookup_without_gradients_changes_nothing() -> None:
     embedding = ShardedEmbedding({"a": 5}, 3)
     with torch.no_grad():
         rows = embedding.lookup({"a": torch.tensor([3, 1])})["a"]
@@ -70,7 +73,7 @@ def test_without_gradients_a_lookup_leaves_nothing_behind() -> None:
     assert torch.equal(rows, embedding.weight[[3, 1]])
 
 
-def test_first_rows_depend_on_seed_type_and_id_only() -> None:
+def test_initial_rows_depend_only_on_seed_type_and_id() -> None:
     ids = np.arange(4000)
     rows = initial_rows(ids, 8, 1, "author")
     assert torch.equal(initial_rows(ids[[77, 5]], 8, 1, "author"), rows[[77, 5]])
@@ -80,7 +83,7 @@ def test_first_rows_depend_on_seed_type_and_id_only() -> None:
     assert len(rows.flatten().unique()) > 0.99 * rows.numel()
 
 
-def test_no_types_and_no_ids_are_fine() -> None:
+def test_a_lookup_may_have_no_types_or_no_ids() -> None:
     empty = ShardedEmbedding({}, DIM)
     assert empty.lookup({}) == {} and embedding_state(empty) == {
         "tables": {}, "optimizer_rows": {}, "optimizer_rest": {},
@@ -91,7 +94,7 @@ def test_no_types_and_no_ids_are_fine() -> None:
 
 
 @pytest.mark.parametrize("n_id", [{"a": [5]}, {"a": [-1]}, {"c": [0]}])
-def test_a_node_that_is_not_there_gets_no_other_ones_row(n_id: dict[str, list[int]]) -> None:
+def test_an_unknown_node_is_refused(n_id: dict[str, list[int]]) -> None:
     embedding = ShardedEmbedding({"a": 5, "b": 3}, DIM)
     with pytest.raises(DataError, match="node type|nodes range"):
         embedding.lookup({of: torch.tensor(ids) for of, ids in n_id.items()})

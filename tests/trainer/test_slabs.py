@@ -1,4 +1,4 @@
-"""Memory of large arrays is used again, and never while anything still refers to it."""
+"""Tests that the memory of large arrays is reused, and never while anything still refers to it."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ def address(array: np.ndarray) -> int:
     return array.__array_interface__["data"][0]
 
 
-def test_memory_comes_back_once_nothing_refers_to_it() -> None:
+def test_memory_is_reused_once_nothing_refers_to_it() -> None:
     slabs = Slabs()
     array = slabs.empty((LARGE, 3), np.float32)
     assert (
@@ -32,7 +32,7 @@ def test_memory_comes_back_once_nothing_refers_to_it() -> None:
     assert address(slabs.empty((LARGE * 6,), np.int16)) == where
 
 
-def test_small_arrays_and_other_sizes_have_their_own() -> None:
+def test_small_arrays_and_other_sizes_have_their_own_memory() -> None:
     slabs = Slabs()
     assert slabs.empty((0, 5), np.float64).shape == (0, 5)
     first = slabs.empty((LARGE + 5,), np.uint8)
@@ -51,14 +51,14 @@ def test_cast_copies() -> None:
     assert cast(np.float32(2.5).reshape(()), np.int64) == 2
 
 
-def test_no_more_is_kept_than_wanted() -> None:
+def test_free_memory_is_bounded() -> None:
     slabs = Slabs(keep=3 * LARGE)
     arrays = [slabs.empty((LARGE,), np.uint8) for _ in range(9)]
     del arrays
     assert slabs.free_bytes <= 3 * LARGE
 
 
-def test_there_are_as_many_slabs_as_arrays_at_once_however_their_sizes_change() -> None:
+def test_the_number_of_slabs_follows_the_number_of_live_arrays() -> None:
     made: list[int] = []
 
     def make(size: int) -> np.ndarray:
@@ -68,13 +68,13 @@ def test_there_are_as_many_slabs_as_arrays_at_once_however_their_sizes_change() 
     slabs, sizes, older = Slabs(make=make), np.random.default_rng(0), None
     for _ in range(200):
         array = slabs.empty((LARGE * 3 + int(sizes.integers(LARGE)),), np.uint8)
-        older = array  # two at once, while the next one is there and this name still holds the one before
+        older = array  # keeps two arrays alive at once: the new one and the previous one
         del array
         assert slabs.free_bytes + len(older) <= 2 * 4.2 * LARGE
     assert older is not None and len(made) < 20
 
 
-def test_the_slab_that_fits_best_is_taken() -> None:
+def test_the_smallest_slab_that_fits_is_reused() -> None:
     slabs = Slabs()
     arrays = [slabs.empty((LARGE * size,), np.uint8) for size in (7, 5, 6)]
     where = [address(array) for array in arrays]
@@ -83,7 +83,7 @@ def test_the_slab_that_fits_best_is_taken() -> None:
     assert [address(array) for array in again] == [where[1], where[2], where[0]]
 
 
-def test_what_nobody_has_wanted_for_long_is_let_go() -> None:
+def test_slabs_unused_for_long_are_freed() -> None:
     slabs = Slabs()
     slabs.empty((LARGE * 20,), np.uint8)
     assert slabs.free_bytes >= LARGE * 20

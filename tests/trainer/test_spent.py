@@ -1,4 +1,4 @@
-"""Where a step's seconds go: kinds that add up, and a slow stage that shows up as what it is."""
+"""Tests of the split of a step's time into kinds: the kinds add up, and a slow stage is measured as its own kind."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ WORK = Cost(remote_bytes=100, rows=10, remote_rows=6, cached_rows=2, sample_s=0.
 
 
 class Batches(FewBatches):
-    """Slow ones, or slow to be copied, of which somebody else says what they cost."""
+    """Batches that are slow to load or to copy, with a preset cost."""
 
     def __init__(self, load: float = 0.0, copy: float = 0.0, cost: Cost = WORK):
         super().__init__(steps=5)
@@ -54,7 +54,7 @@ class SlowToCopy(Batch):
 
 
 class Sleeps(nn.Module):
-    """A model that takes its time, forward, backward, or after its last gradient."""
+    """A model that sleeps in forward, or in backward before its first gradient."""
 
     def __init__(self, forward: float = 0.0, backward: float = 0.0):
         super().__init__()
@@ -102,13 +102,13 @@ def only_sleep_takes_time(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.usefixtures("only_sleep_takes_time")
 @pytest.mark.parametrize("kind", SLOW)
-def test_a_slow_stage_shows_up_as_what_it_is(kind: str, tmp_path: Path) -> None:
+def test_a_slow_stage_is_measured_as_its_own_kind(kind: str, tmp_path: Path) -> None:
     line = one_epoch(tmp_path, **SLOW[kind]).lap.means()
     assert tuple(line["spent"]) == KINDS and line["step_s"] == SLEEP
     assert line["spent"] == pytest.approx({**dict.fromkeys(KINDS, 0.0), kind: SLEEP}, abs=2e-6)
 
 
-def test_the_kinds_add_up_to_the_step_and_the_wait_is_split_as_the_work_was(tmp_path: Path) -> None:
+def test_the_kinds_add_up_to_the_step_and_loader_waits_are_split_by_work(tmp_path: Path) -> None:
     line = one_epoch(tmp_path, Batches(load=0.01)).line
     spent = line["spent"]
     assert sum(spent.values()) == pytest.approx(line["step_s"], abs=1e-9)
@@ -120,7 +120,7 @@ def test_the_kinds_add_up_to_the_step_and_the_wait_is_split_as_the_work_was(tmp_
     assert line["traffic"] == {"batches": 5, **sums} and line["remote_share"] == 0.6
 
 
-def test_each_step_line_tells_of_what_came_since_the_last(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_each_step_line_covers_the_time_since_the_last(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("trainer.train.metrics.STEP_INTERVAL", 0.0)
     one_epoch(tmp_path, Batches())
     lines = metrics(tmp_path, "step")
@@ -128,7 +128,7 @@ def test_each_step_line_tells_of_what_came_since_the_last(tmp_path: Path, monkey
     assert all(sum(line["spent"].values()) == pytest.approx(line["step_s"], abs=1e-9) for line in lines)
 
 
-def test_a_loader_that_does_not_tell_what_it_did_was_sampling() -> None:
+def test_time_of_a_loader_without_costs_counts_as_sampling() -> None:
     assert StepTimes.of(1, [0.5, 0, 0, 0, 0, 0, 0], [BatchWait(0.5, Cost())]).means()["spent"]["sample"] == 0.5
     assert "spent" not in StepTimes.of(1, [0.5, 0, 0, 0, 0, 0, 0], [BatchWait(0.5, None)]).means()
 
@@ -142,7 +142,7 @@ def test_laps_add_up() -> None:
 
 
 def rank_with_a_peer(run_dir: Path) -> None:
-    """Rank 1 computes longer."""
+    """Run one rank of two; rank 1 computes longer."""
     dist.init_process_group("gloo")
     rank = dist.get_rank()
     model = DistributedDataParallel(Sleeps(forward=0.1 * rank))
@@ -163,7 +163,7 @@ def test_a_rank_waits_for_a_slower_one_in_reduce(tmp_path: Path) -> None:
 
 
 class Event:
-    """A device's event: reached when the clock of the test comes to it."""
+    """A device event; it is reached when the test's clock gets to its time."""
 
     now = 0.0
 
@@ -177,8 +177,8 @@ class Event:
         return (later.at - self.at) * 1000
 
 
-def test_on_a_device_its_own_clock_gives_the_shares(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Marks that the device has not reached count with a later lap."""
+def test_on_a_device_its_events_give_the_shares(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Events that the device has not reached yet count with a later step."""
     monkeypatch.setattr(spent_module, "_event", Event)
     clock = DeviceClock()
 
@@ -198,14 +198,12 @@ def test_on_a_device_its_own_clock_gives_the_shares(monkeypatch: pytest.MonkeyPa
 
     step(3.0, 1.0)
     only_forward = [0, 0, 1, 0, 0, 0, 0]
-    assert shares() == only_forward  # the end of the step has not been reached
+    assert shares() == only_forward  # the event at the end of the step has not been reached
     step(2.0, 1.0)
     assert shares() == [0, 0, 0.667, 0, 0.333, 0, 0]
 
 
-def test_a_loader_tells_what_its_batches_took_and_a_step_log_passes_it_on(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_step_log_records_the_costs_of_a_loader(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("trainer.train.metrics.STEP_INTERVAL", 0.0)
     loader = trainer.DistNeighborLoader(homo_data(), [3, 2], batch_size=20)
     model = nn.Linear(loader.graph.manifest.nodes["node"].attrs["x"].shape[1], 1)

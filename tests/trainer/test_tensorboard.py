@@ -1,4 +1,4 @@
-"""Scalars for TensorBoard, read back by its own reader."""
+"""Tests of TensorBoard scalars, read back with TensorBoard's own reader."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ Curves = dict[str, list[tuple[int, Any]]]
 
 
 def read_back(folder: Path) -> Curves:
-    """(step, value) by tag."""
+    """Return (step, value) by tag."""
     accumulator = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
     events = accumulator.EventAccumulator(str(folder)).Reload()
     return {
@@ -25,7 +25,7 @@ def read_back(folder: Path) -> Curves:
     }
 
 
-def test_a_rank_writes_its_figures_and_rank_0_those_of_the_run(tmp_path: Path) -> None:
+def test_each_rank_writes_its_metrics_and_rank_0_those_of_the_run(tmp_path: Path) -> None:
     spent = {"sample": 0.2, "reduce": 0.1}
     for rank in (0, 1):
         losses = {"step_loss": [4.0, 3.0, 2.0, 1.0]} if rank == 0 else {}
@@ -59,7 +59,7 @@ def test_without_the_package_the_option_is_refused(tmp_path: Path, monkeypatch: 
         MetricsLog(tmp_path, 0, tensorboard=True)
 
 
-def test_who_does_not_ask_for_it_does_not_import_it(tmp_path: Path) -> None:
+def test_tensorboard_is_imported_only_if_the_option_is_set(tmp_path: Path) -> None:
     program = f"""
 import pathlib, sys
 import trainer.train.job, trainer.train.steplog

@@ -1,4 +1,4 @@
-"""Training: the same on one process and on several, resumed and not; odd graphs; what is refused."""
+"""Tests of training: equal on one and several processes, resumed or not; unusual graphs; refusals."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def parts(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def alone(parts: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The run folders of one process, one per model, two epochs."""
+    """Return the run folders of one process, one per model, two epochs."""
     folder = tmp_path_factory.mktemp("alone")
     for model in MODELS:
         train(job(parts, folder / model, model=model, epochs=2), Ranks())
@@ -56,7 +56,10 @@ def alone(parts: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def together(parts: Path, alone: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The same on three processes; besides ``resumed``: sage's second epoch from the one process's checkpoint."""
+    """Return the run folders of three processes.
+
+    ``resumed``: sage's second epoch, from the checkpoint of the run with one process.
+    """
     folder = tmp_path_factory.mktemp("together")
     first = str(alone / "sage" / "checkpoints" / "epoch-0001.pt")
     jobs = [job(parts, folder / model, model=model, epochs=2) for model in MODELS]
@@ -92,7 +95,7 @@ def test_a_resumed_run_continues_the_curve_exactly(parts: Path, alone: Path, tmp
     assert metrics(tmp_path, "result")[0]["test_accuracy"] == metrics(alone / "sage", "result")[0]["test_accuracy"]
 
 
-def test_a_checkpoint_with_nothing_left_to_train_is_said_and_scored(
+def test_resuming_a_finished_run_only_evaluates(
     parts: Path, alone: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     capsys.readouterr()
@@ -103,7 +106,7 @@ def test_a_checkpoint_with_nothing_left_to_train_is_said_and_scored(
     assert ended["test_accuracy"] == before["test_accuracy"] and ended["epoch_seconds"] == []
 
 
-def test_the_best_weights_load_as_the_page_says(
+def test_the_best_weights_load_as_documented(
     parts: Path, alone: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     page = (REPOSITORY / "docs" / "ARCHITECTURE.md").read_text()
@@ -119,7 +122,7 @@ def test_the_best_weights_load_as_the_page_says(
     assert all(torch.equal(value, best.model[name]) for name, value in found["model"].state_dict().items())
 
 
-def test_the_page_lists_the_keys_of_a_checkpoint(alone: Path) -> None:
+def test_the_docs_list_the_keys_of_a_checkpoint(alone: Path) -> None:
     saved = torch.load(alone / "sage" / "checkpoints" / "last.pt", weights_only=True)
     page = (REPOSITORY / "docs" / "ARCHITECTURE.md").read_text()
     table = page.split("## Checkpoints")[1].split("\n## ")[0]
@@ -145,14 +148,14 @@ def test_training_learns_and_reports_the_best_epoch(tmp_path: Path, capsys: pyte
     assert kept == {"last.pt", "epoch-0011.pt", "epoch-0012.pt", f"epoch-{result['best_epoch']:04d}.pt"}
 
 
-def test_a_loss_that_is_no_number_names_epoch_and_step(tmp_path: Path) -> None:
+def test_a_nan_loss_names_epoch_and_step(tmp_path: Path) -> None:
     model = BlockModel([SAGEConv(5, 2)], 0.0)
     optimizers = Optimizers(torch.optim.Adam(model.parameters()))
     with MetricsLog(tmp_path, 0) as log, pytest.raises(TrainingError, match="loss is nan in epoch 4 at step 2"):
         train_epoch(model, NodeClassification(2), optimizers, FewBatches(bad_step=2), 4, ALONE, log)
 
 
-def test_an_output_that_is_no_number_is_no_score() -> None:
+def test_a_nan_output_gives_no_score() -> None:
     with pytest.raises(TrainingError, match="output is NaN on seeds of an evaluation split"):
         evaluate(BlockModel([SAGEConv(5, 2)], 0.0), NodeClassification(2), FewBatches(bad_step=1), ALONE)
 
@@ -163,7 +166,7 @@ SPLITS = {"train": NODES[:7], "val": NODES[7:9], "test": NODES[9:]}
 
 
 def edge_case(folder: Path, edges: list[tuple[int, int]], attrs: dict[str, np.ndarray], splits: Any = SPLITS) -> Path:
-    """A partition folder of 12 nodes in 5 parts, written by the real writer."""
+    """Write a partition folder of 12 nodes in 5 parts with the real writer."""
     data = graph(edges, 12, attrs, splits)
     write_partition(data, assign_parts(data, 5, "random"), folder)
     return folder
@@ -185,7 +188,7 @@ TRAINABLE = {
 
 @pytest.mark.parametrize("model", MODELS)
 @pytest.mark.parametrize("name", TRAINABLE)
-def test_odd_graphs_train(name: str, model: str, tmp_path: Path) -> None:
+def test_unusual_graphs_train(name: str, model: str, tmp_path: Path) -> None:
     parts = edge_case(tmp_path / "parts", *TRAINABLE[name])
     result = train(job(parts, tmp_path, model=model, batch_size=3, fanouts=(2, 2), hidden=8), Ranks())
     splits = TRAINABLE[name][2]
@@ -210,8 +213,8 @@ def test_a_graph_that_cannot_be_trained_on_is_one_clear_error(
         train(job(edge_case(tmp_path / "parts", CHAIN, attrs, splits), tmp_path), Ranks())
 
 
-def test_any_model_and_loader_fit(tmp_path: Path) -> None:
-    """The loop asks nothing of a model but an output per batch."""
+def test_the_loop_accepts_any_model_and_loader(tmp_path: Path) -> None:
+    """The training loop requires of a model only one output per batch."""
     model = BlockModel([SAGEConv(5, 2)], 0.0)
     settings = TrainSettings(epochs=30, lr=0.05, fanouts=(2,), eval_every=10, checkpoint_every=0)
     loaders = {"train": FewBatches(seeds=64), "val": FewBatches(seeds=64)}
@@ -223,7 +226,7 @@ def test_any_model_and_loader_fit(tmp_path: Path) -> None:
     assert {path.name for path in result.checkpoint.parent.iterdir()} == {"epoch-0030.pt", "last.pt"}
 
 
-def test_step_lines_are_rationed(tmp_path: Path) -> None:
+def test_step_lines_are_rate_limited(tmp_path: Path) -> None:
     model = BlockModel([SAGEConv(5, 2)], 0.0)
     optimizers = Optimizers(torch.optim.SGD(model.parameters()))
     with MetricsLog(tmp_path, 0) as log:
@@ -236,7 +239,7 @@ def test_step_lines_are_rationed(tmp_path: Path) -> None:
     }  # fmt: skip
 
 
-def test_a_run_folder_that_cannot_be_is_an_error(tmp_path: Path) -> None:
+def test_an_unusable_run_folder_is_an_error(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(SettingsError, match="metrics-rank0.jsonl cannot be written: .*; choose another --run-dir"):
         MetricsLog(tmp_path / "file", 0)

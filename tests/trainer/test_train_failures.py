@@ -1,4 +1,4 @@
-"""Ranks that fail, differ, or never come: every rank ends soon, with the reason."""
+"""Tests of ranks that fail, differ or never start: every rank ends soon, with the reason."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def test_a_killed_rank_ends_the_others_soon_with_one_line(victim: int, parts: Pa
     processes = [start_rank([endless], rank, 2, port) for rank in range(2)]
     deadline = time.monotonic() + 60
     while not _trained_a_while(tmp_path):
-        assert time.monotonic() < deadline, "the run did not get going"
+        assert time.monotonic() < deadline, "the run did not start"
         time.sleep(0.1)
     os.kill(processes[victim].pid, signal.SIGKILL)
     killed = time.monotonic()
@@ -50,7 +50,7 @@ def _trained_a_while(run_dir: Path) -> bool:
 
 
 def run_unlike(*jobs: TrainJob) -> list[Ended]:
-    """One run in which each rank has a job of its own."""
+    """Run training with a different job on each rank."""
     port = free_port()
     processes = [start_rank([item], rank, len(jobs), port) for rank, item in enumerate(jobs)]
     return [finish(process) for process in processes]
@@ -63,7 +63,7 @@ def test_ranks_with_different_partitions_refuse_and_name_the_host(parts: Path, t
         assert "differs between ranks; rank 0 (node0, " in ended.output and ", rank 1 (node0, " in ended.output
 
 
-def test_a_rank_that_cannot_open_its_part_ends_all_with_its_reason(parts: Path, tmp_path: Path) -> None:
+def test_a_rank_that_cannot_open_its_part_ends_all_ranks_with_its_reason(parts: Path, tmp_path: Path) -> None:
     missing = tmp_path / "no-parts"
     first, second = run_unlike(job(parts, tmp_path), job(missing, tmp_path))
     assert first.returncode == second.returncode == 1
@@ -72,7 +72,7 @@ def test_a_rank_that_cannot_open_its_part_ends_all_with_its_reason(parts: Path, 
 
 
 class Slow(RankGroup):
-    """Rank 1 takes its time to read what others say, or dies before."""
+    """Rank 1 delays reading the other ranks' values by 1.5 s, or dies before it has read them."""
 
     dies = False
 
@@ -104,7 +104,7 @@ def rank_that_settles(dies: bool) -> None:
 
 
 def settle(dies: bool) -> list[list[str]]:
-    """What two ranks say of whom the first cannot start and the second reads its reason 1.5 s late, or dies."""
+    """Return the output lines of two ranks: rank 0 cannot start, rank 1 reads its reason 1.5 s late or dies."""
     ranks = run_forked(rank_that_settles, (dies,), 2)
     return [line.split(maxsplit=3) for ended in ranks for line in ended.output.splitlines()]
 
@@ -117,13 +117,14 @@ def test_no_rank_ends_before_the_others_have_read_its_reason() -> None:
     assert reasons["0"] == "no such part" and reasons["1"].endswith("): no such part")
 
 
-def test_a_rank_with_a_reason_does_not_wait_for_ever_for_one_that_died() -> None:
+def test_a_failing_rank_does_not_wait_forever_for_a_dead_one() -> None:
     said = settle(dies=True)
     assert [(rank, rest[0]) for word, rank, _, *rest in said if word == "raised"] == [("0", "no such part")]
 
 
 def rank_without_memory(kind: type[Exception], waits: float) -> None:
-    """Rank 0 fails in what all ranks do, by none of our errors; rank 1 says what it is told, and when."""
+    """Rank 0 fails in a collective step with an error that is not the trainer's; rank 1 prints the error it gets and
+    when."""
     ranks = Ranks.from_env(os.environ)
 
     def work() -> None:
@@ -141,14 +142,14 @@ def rank_without_memory(kind: type[Exception], waits: float) -> None:
 
 
 @pytest.mark.parametrize("kind", [MemoryError, torch.cuda.OutOfMemoryError])
-def test_an_error_of_any_kind_on_one_rank_ends_all_with_its_cause(kind: type[Exception]) -> None:
+def test_any_error_on_one_rank_ends_all_ranks_with_its_cause(kind: type[Exception]) -> None:
     first, second = (ended.output for ended in run_forked(rank_without_memory, (kind, 100.0), 2))
     assert f"raised 0 {kind.__name__} no room for 3 GB" in first
     assert "raised 1 PeerError rank 0 (node0, " in second and f"{kind.__name__}: no room for 3 GB" in second
 
 
 def rank_that_fails_alone(told: Path) -> None:
-    """``python -m trainer train`` in which rank 0 runs out of memory beside a thread that waits, and rank 1 waits."""
+    """Run ``python -m trainer train``: rank 0 runs out of memory while one of its threads waits, and rank 1 waits."""
 
     def train(job: TrainJob) -> None:
         ranks = Ranks.from_env(os.environ)
@@ -162,7 +163,7 @@ def rank_that_fails_alone(told: Path) -> None:
     main(["train", "--parts", str(told), "--run-dir", str(told)])
 
 
-def test_a_rank_that_fails_alone_ends_at_once_whatever_its_threads_wait_for(tmp_path: Path) -> None:
+def test_a_rank_that_fails_alone_ends_at_once_despite_waiting_threads(tmp_path: Path) -> None:
     began = time.monotonic()
     first, second = run_forked(rank_that_fails_alone, (tmp_path,), 2)
     assert time.monotonic() - began < 60
@@ -170,7 +171,7 @@ def test_a_rank_that_fails_alone_ends_at_once_whatever_its_threads_wait_for(tmp_
     assert second.returncode == 1 and "error: rank 1 (node0, " in second.output and "Traceback" not in second.output
 
 
-def test_a_rank_that_never_comes_is_an_error_within_the_deadline(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_rank_that_never_starts_is_an_error_within_the_deadline(monkeypatch: pytest.MonkeyPatch) -> None:
     environ = {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
     for name, value in environ.items():
         monkeypatch.setenv(name, value)

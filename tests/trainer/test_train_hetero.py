@@ -1,4 +1,5 @@
-"""Training on heterogeneous graphs: several processes as one, rows of featureless nodes, what to classify."""
+"""Tests of training on heterogeneous graphs: any number of processes, rows of featureless nodes, choice of the
+target."""
 
 from __future__ import annotations
 
@@ -30,7 +31,7 @@ SMALL: dict[str, Any] = {"num_nodes": 300, "time": True, "edge_weight": True}
 
 @pytest.fixture(scope="module")
 def parts(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Papers with features, authors and fields without."""
+    """Write papers with features, authors and fields without."""
     return write_parts(tmp_path_factory.mktemp("typed") / "parts", 3, "synthetic-hetero", **SMALL)
 
 
@@ -44,7 +45,10 @@ def alone(parts: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def together(parts: Path, alone: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The same on three processes; besides ``resumed``: rgcn's second epoch from the one process's checkpoint."""
+    """Return the run folders of three processes.
+
+    ``resumed``: rgcn's second epoch, from the checkpoint of the run with one process.
+    """
     folder = tmp_path_factory.mktemp("together")
     jobs = [job(parts, folder / name, epochs=2, batch_size=44, **settings) for name, settings in RUNS.items()]
     first = str(alone / "rgcn" / "checkpoints" / "epoch-0001.pt")
@@ -67,7 +71,9 @@ def test_several_processes_train_the_same_model_and_rows_as_one(name: str, alone
     assert next(scores) == pytest.approx(next(scores), abs=1.5 / 60)
 
 
-def test_a_resumed_run_goes_on_with_its_rows(parts: Path, alone: Path, together: Path, tmp_path: Path) -> None:
+def test_a_resumed_run_continues_with_its_embedding_rows(
+    parts: Path, alone: Path, together: Path, tmp_path: Path
+) -> None:
     first = str(alone / "rgcn" / "checkpoints" / "epoch-0001.pt")
     train(job(parts, tmp_path, epochs=2, batch_size=44, resume=first, **RUNS["rgcn"]), Ranks())
     assert curve(tmp_path) == curve(alone / "rgcn")[3:]
@@ -77,7 +83,8 @@ def test_a_resumed_run_goes_on_with_its_rows(parts: Path, alone: Path, together:
 
 
 def test_rows_of_featureless_nodes_are_learnt(tmp_path: Path) -> None:
-    """Papers say nothing of their class; their fields do, to whoever learns which field is of which class."""
+    """A paper's features do not predict its class; its fields do, once the model has learnt which field has which
+    class."""
     rng = np.random.default_rng(0)
     y = rng.integers(2, size=600)
     about = np.stack([rng.integers(60, size=2400) * 2 + np.tile(y, 4), np.tile(np.arange(600), 4)])
@@ -93,7 +100,7 @@ def test_rows_of_featureless_nodes_are_learnt(tmp_path: Path) -> None:
 
 
 def split_of(count: int) -> dict[str, np.ndarray]:
-    """Half to train on."""
+    """Return a split with half of the nodes for training."""
     ids = np.arange(count)
     return {"train": ids[::2], "val": ids[1::4], "test": ids[3::4]}
 
@@ -113,7 +120,7 @@ WRITES = ("author", "writes", "paper")
         (("paper",), {"time_attr": "t"}, SettingsError, "time_attr 't' is neither a node-level nor an edge-level"),
     ],
 )
-def test_what_cannot_be_trained_is_one_clear_error(
+def test_a_graph_or_model_that_cannot_be_trained_is_one_clear_error(
     labelled: tuple[str, ...], settings: dict[str, Any], error: type[Exception], message: str, tmp_path: Path
 ) -> None:
     data = hetero({"author": 4, "paper": 6}, {WRITES: [(0, 0), (1, 2)]})

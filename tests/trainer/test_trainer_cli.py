@@ -1,4 +1,4 @@
-"""The trainer's command line, and the settings and ranks it reads."""
+"""Tests of the trainer's command line, and of the settings and ranks it reads."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from trainer.train.settings import TrainJob, TrainSettings
 
 @pytest.fixture
 def jobs(monkeypatch: pytest.MonkeyPatch) -> list[TrainJob]:
-    """The jobs that ``train`` would have run."""
+    """Return the jobs that ``train`` would have run."""
     import trainer.train.job
 
     taken: list[TrainJob] = []
@@ -39,7 +39,7 @@ def invoke(*words: str) -> Any:
     return CliRunner().invoke(cli, ["train", "--parts", "parts", *words])
 
 
-def test_settings_are_the_launchers_field_for_field() -> None:
+def test_settings_have_the_same_fields_as_the_launchers() -> None:
     """``launcher`` writes one flag per key of its train section."""
     theirs, ours = dataclasses.fields(TrainConfig), dataclasses.fields(TrainSettings)
     names = [field.name for field in ours]
@@ -50,7 +50,7 @@ def test_settings_are_the_launchers_field_for_field() -> None:
     assert [field.metadata["limits"] for field in ours] == [field.metadata["limits"] for field in theirs]
 
 
-def test_flags_of_the_launcher_give_back_its_settings(jobs: list[TrainJob]) -> None:
+def test_flags_of_the_launcher_round_trip_to_its_settings(jobs: list[TrainJob]) -> None:
     from launcher.plan.commands import train_flags
 
     values = {"model": "gat", "hidden": 64, "fanouts": (-1, 4), "layers": 2, "replace": True, "lr": 0.5, "timeout": 9.0}
@@ -58,7 +58,7 @@ def test_flags_of_the_launcher_give_back_its_settings(jobs: list[TrainJob]) -> N
     assert jobs == [TrainJob(TrainSettings(**values), Path("parts"), Path("run"))]
 
 
-def test_flags_may_have_underscores_and_lists_commas(jobs: list[TrainJob]) -> None:
+def test_flags_accept_underscores_and_comma_separated_lists(jobs: list[TrainJob]) -> None:
     result = invoke("--batch_size", "512", "--eval-batch-size=64", "--eval_fanouts", "-1,3", "--fanouts", "15,10")
     assert result.exit_code == 0, result.output
     settings = jobs[0].settings
@@ -66,7 +66,7 @@ def test_flags_may_have_underscores_and_lists_commas(jobs: list[TrainJob]) -> No
     assert (settings.eval_fanouts, settings.fanouts) == ((-1, 3), (15, 10))
 
 
-def test_places_come_from_the_environment_of_a_run(jobs: list[TrainJob]) -> None:
+def test_folders_come_from_the_environment_of_a_run(jobs: list[TrainJob]) -> None:
     env = {
         "GNNFLEET_PARTS": "/data/parts", "GNNFLEET_PART_IDS": "0,2", "GNNFLEET_CLUSTER": "/run/cluster.json",
         "GNNFLEET_SERVICE_KEY": "/run/service.key", "GNNFLEET_RUN_DIR": "/run",
@@ -77,7 +77,7 @@ def test_places_come_from_the_environment_of_a_run(jobs: list[TrainJob]) -> None
 
 
 @pytest.mark.parametrize("value,part_ids", [("", ()), (None, None), ("1", (1,))])
-def test_an_empty_list_of_parts_is_no_part_rather_than_all(
+def test_an_empty_list_of_parts_means_no_part_not_all(
     jobs: list[TrainJob], value: str | None, part_ids: tuple[int, ...] | None
 ) -> None:
     assert CliRunner(env={"GNNFLEET_PART_IDS": value}).invoke(cli, ["train", "--parts", "p"]).exit_code == 0
@@ -101,7 +101,9 @@ def test_an_empty_list_of_parts_is_no_part_rather_than_all(
         (["--eval-fanouts", "5"], "eval_fanouts has 1 numbers, fanouts 3"),
     ],
 )
-def test_settings_that_make_no_sense_exit_2(words: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_invalid_settings_exit_with_status_2(
+    words: list[str], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     with pytest.raises(SystemExit) as ended:
         main(["train", "--parts", "parts", *words])
     assert ended.value.code == 2
@@ -109,12 +111,12 @@ def test_settings_that_make_no_sense_exit_2(words: list[str], message: str, caps
     assert said.startswith("error: ") and message in said
 
 
-def test_all_mistakes_are_told_at_once() -> None:
+def test_all_mistakes_are_reported_at_once() -> None:
     with pytest.raises(SettingsError, match="epochs is 0.*\n.*batch_size is -1|batch_size is -1.*\n.*epochs is 0"):
         TrainSettings(epochs=0, batch_size=-1)
 
 
-def test_a_list_that_is_none_is_refused_by_its_flag() -> None:
+def test_an_invalid_list_is_refused_with_its_flag() -> None:
     result = invoke("--fanouts", "15;10")
     assert result.exit_code == 2
     assert "'15;10' is not a list of whole numbers like 15,10,5" in result.output
@@ -144,7 +146,7 @@ def test_help_lists_every_command() -> None:
     assert all(f"  {name} " in listed for name in ("infer", "inspect", "partition", "serve", "train", "verify"))
 
 
-def test_help_of_infer_says_what_is_written() -> None:
+def test_help_of_infer_names_the_files_it_writes() -> None:
     said = CliRunner().invoke(cli, ["infer", "--help"]).output
     assert "--nodes-at-once" in said and "logits.npy" in said and "infer.json" in said
 
@@ -192,7 +194,7 @@ def test_ranks_come_from_the_environment() -> None:
         ({"RANK": "2", "WORLD_SIZE": "2", "MASTER_ADDR": "a", "MASTER_PORT": "1"}, "RANK 2 is not below WORLD_SIZE 2"),
     ],
 )
-def test_an_environment_that_makes_no_sense_is_refused(environ: dict[str, str], message: str) -> None:
+def test_an_invalid_environment_is_refused(environ: dict[str, str], message: str) -> None:
     with pytest.raises(SettingsError, match=message):
         Ranks.from_env(environ)
 

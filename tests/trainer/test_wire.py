@@ -1,4 +1,4 @@
-"""Messages survive the wire unchanged, and nothing else is accepted."""
+"""Tests of messages on the wire: they arrive unchanged, and malformed messages are refused."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ ARRAYS = (
     np.arange(2000, dtype=np.float64),
     np.empty((7, 0)),
 )
-LARGE = np.arange(2000)  #: in a frame of its own
+LARGE = np.arange(2000)  #: large enough for its own frame
 
 
 def sent(message: Message, **limits: int) -> list[bytes]:
@@ -103,12 +103,12 @@ def test_unaligned_frames_give_aligned_arrays() -> None:
         np.array([1], np.longdouble),
     ],
 )
-def test_refuses_to_send_other_arrays(array: np.ndarray) -> None:
+def test_unsupported_arrays_are_refused_when_sent(array: np.ndarray) -> None:
     with pytest.raises(WireError, match="cannot be sent"):
         encode(message(array))
 
 
-def test_refuses_to_send_beyond_the_limit() -> None:
+def test_messages_over_the_limit_are_refused_when_sent() -> None:
     with pytest.raises(WireError, match="fewer nodes"):
         encode(message(np.zeros(101, np.uint8)), max_array=100)
 
@@ -165,7 +165,7 @@ def test_damaged_messages_raise_wire_error(name: str) -> None:
     assert issubclass(WireError, ServiceError)
 
 
-def test_larger_than_allowed_is_refused() -> None:
+def test_messages_over_the_limit_are_refused_on_receipt() -> None:
     frames = sent(message(np.zeros(1000, np.uint8)))
     assert len(decode(frames, max_array=1000).arrays[0]) == 1000
     with pytest.raises(WireError):
@@ -191,12 +191,12 @@ def test_random_damage_never_raises_anything_else() -> None:
     assert refused > 750
 
 
-def test_a_long_error_is_cut_and_still_readable() -> None:
+def test_a_long_error_is_truncated_and_readable() -> None:
     error = decode(sent(message().error("ü" * 100_000)))
     assert error.status == Status.ERROR and error.text.startswith("üüü") and len(error.text) < 100_000
 
 
 @pytest.mark.parametrize("text", ["", "[]", "{}", '{"node_rank": "x"}', "nonsense"])
-def test_hello_that_is_none(text: str) -> None:
+def test_an_invalid_hello_is_refused(text: str) -> None:
     with pytest.raises(WireError):
         messages.read_hello(Message(Kind.HELLO, Status.OK, 1, (), text))

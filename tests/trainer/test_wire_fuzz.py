@@ -1,6 +1,6 @@
-"""Damaged messages between graph servers and clients: a value or a clear error, never a crash or a hang.
+"""Fuzz tests of messages between graph servers and clients: a value or a clear error, never a crash or a hang.
 
-``GNNFLEET_FUZZ_SECONDS`` sets how long each test runs (2 without it), ``GNNFLEET_FUZZ_SEED`` other cases.
+``GNNFLEET_FUZZ_SECONDS`` sets how long each test runs (default 2), ``GNNFLEET_FUZZ_SEED`` selects other cases.
 """
 
 from __future__ import annotations

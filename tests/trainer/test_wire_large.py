@@ -1,4 +1,4 @@
-"""Large arrays travel in parts of their own; what does not fit its announcement is refused."""
+"""Tests of large arrays, sent in frames of their own, and of frames that do not match their announcement."""
 
 from __future__ import annotations
 
@@ -21,17 +21,17 @@ def sent(message: Message) -> list[bytes]:
 
 
 @pytest.mark.parametrize("size", [SMALL + 1, 3 << 20])
-def test_a_large_array_is_a_part_of_its_own(size: int) -> None:
+def test_a_large_array_is_sent_as_its_own_frame(size: int) -> None:
     whole = np.random.default_rng(size).integers(0, 255, size).astype(np.uint8)
     head, *parts = encode(answer(whole, NOISE[:SMALL], NOISE))
     assert list(map(len, parts)) == [size, len(NOISE)]
-    assert np.shares_memory(parts[0], whole)  # nothing is copied to be sent
+    assert np.shares_memory(parts[0], whole)  # sending does not copy
     back = decode([head, *map(bytes, parts)])
     np.testing.assert_array_equal(back.arrays[0], whole)
     assert back.size == size + len(NOISE) + len(head)
 
 
-def test_parts_that_do_not_fit_are_refused() -> None:
+def test_frames_of_wrong_size_are_refused() -> None:
     head, first, last = sent(answer(SMOOTH, NOISE))
     for wrong in ([head, last, first], [head, first], [head, first, last, b""], [head, first + last],
                   [head, first[:-1], last + b"x"], [head, first, last[:-1]]):  # fmt: skip
@@ -46,7 +46,7 @@ def test_flags_of_a_request_arrive() -> None:
         assert decode(sent(asked)) == asked
 
 
-def test_a_message_that_is_too_large_altogether_is_refused() -> None:
+def test_a_message_over_the_total_limit_is_refused() -> None:
     frames = sent(answer(SMOOTH, SMOOTH))
     assert len(decode(frames, max_message=2 * SMOOTH.nbytes).arrays) == 2
     with pytest.raises(WireError, match=f"arrays of {2 * SMOOTH.nbytes} bytes"):

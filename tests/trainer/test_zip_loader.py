@@ -1,4 +1,4 @@
-"""Several loaders as one: the same positions of each, shared out over the ranks."""
+"""Tests of the zip loader: several loaders as one, the same positions of each, split over the ranks."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def mark(data):
     return data
 
 
-def test_each_loader_draws_for_itself_and_each_epoch_anew():
+def test_loaders_draw_independently_and_epochs_differ():
     data = homo_data(num_edges=2000)
     loader = DistZipLoader([DistNeighborLoader(data, [3]), DistNeighborLoader(data, [3])], batch_size=60, shuffle=True)
     epochs = [list(loader), list(loader)]
@@ -54,7 +54,7 @@ def test_each_loader_draws_for_itself_and_each_epoch_anew():
     assert torch.equal(one.n_id, same.n_id) and torch.equal(one.e_id, same.e_id)
 
 
-def test_ranks_share_the_positions_and_get_the_same_as_one_alone():
+def test_ranks_split_the_positions_and_get_the_batches_of_one_process():
     graph, layout = parts_of(homo_data(), 4), TWO_HOSTS
     whole = list(DistZipLoader(pair(graph), batch_size=4 * layout.world_size, shuffle=True))
     ranks = [
@@ -79,7 +79,7 @@ def test_loaders_of_several_kinds_and_graphs():
     assert typed["author"].input_id.tolist() == [0, 1, 2, 3, 4]
 
 
-def test_what_makes_no_sense_is_refused():
+def test_invalid_combinations_are_refused():
     loader = DistNeighborLoader(homo_data(), [2])
     refused = {
         "loaders is empty": [],

@@ -40,7 +40,7 @@ class Call:
 
 @dataclass
 class Rule:
-    """Answers commands for which ``matches(argv as one line, stdin)`` is true, one answer per call; the last repeats."""
+    """Answers commands for which ``matches(argv as one line, stdin)`` is true, one answer a call; the last repeats."""
 
     matches: Callable[[str, bytes], bool]
     answers: list[Answer]
@@ -85,7 +85,7 @@ class FakeTransport(Transport):
         return self
 
     def on_stream(self, text: str, lines: list[str], returncode: int | None = 0) -> FakeTransport:
-        """Stream ``lines`` for commands that contain ``text``, then exit; with ``returncode=None`` run until stopped."""
+        """Stream ``lines`` for commands that contain ``text``, then exit; ``returncode=None``: run until stopped."""
         self._streams.append((text, lines, -1 if returncode is None else returncode))
         return self
 

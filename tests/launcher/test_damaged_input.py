@@ -53,7 +53,7 @@ from launcher.text import console_for
 from launcher.transport import process
 from launcher.transport.base import Completed
 from launcher.transport.local import LocalTransport
-from operate_kit import MadeRun
+from operate_kit import LocalRun
 from run_kit import make_launch, make_node
 from test_html import made_run
 
@@ -159,7 +159,7 @@ def test_a_log_line_that_is_too_long_is_split(tmp_path: Path, monkeypatch: pytes
     path = tmp_path / "logs/rank0.log"
     path.parent.mkdir()
     path.write_bytes(b"a" * (3 << 20) + b"\nend\n")
-    watcher, told = Watcher(str(tmp_path), {}), []
+    watcher, messages = Watcher(str(tmp_path), {}), []
     monkeypatch.setattr(watcher, "emit", messages.append)
     while watcher.emit_lines():
         pass
@@ -196,7 +196,7 @@ def test_profile_output_does_not_make_stop_fail(tmp_path: Path) -> None:
 
 
 def test_profile_output_does_not_hide_a_run_from_discovery(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    made = MadeRun(tmp_path)
+    made = LocalRun(tmp_path)
     host = LocalTransport()
     run = host.run
 
@@ -407,7 +407,7 @@ def test_damaged_files_of_a_run_crash_no_reader(run_folder: Path, data: st.DataO
 
 
 def read_all(folder: Path) -> None:
-    """Reads a run folder as `runs`, `status`, `logs`, `compare`, `report` and `collect` do, without the trainer's analysis."""
+    """Reads a run folder like `runs`, `status`, `logs`, `compare`, `report` and `collect`, without metrics analysis."""
     console = Console(file=io.StringIO(), width=200)
     entry_of(folder)
     never_ran(folder)

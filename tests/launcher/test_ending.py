@@ -68,7 +68,7 @@ def test_a_node_that_node_0_lost_is_the_first_failure() -> None:
 
 
 def test_unreachable_hosts_are_named_in_the_syntax_of_exclude() -> None:
-    """A host all of whose nodes are lost is named by host, a single node of a host by login; nothing if all are lost."""
+    """A host whose nodes are all lost is named by host, a single node of a host by login; none if all are lost."""
     places = [(None, "gnn1", None), ("al", "gnn2", 22), ("al", "gnn3", 22), ("bo", "gnn3", 23), ("al", "fe80::1", 22)]
 
     def excluded(*unreachable: int) -> tuple[str, ...]:

@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 
 from node_kit import ROOT
-from operate_kit import MadeRun
+from operate_kit import LocalRun
 
 HIDE, SHOW = b"\x1b[?25l", b"\x1b[?25h"
 CLI = "from launcher.cli.main import main; main()"
@@ -51,7 +51,7 @@ def silent_host() -> Iterator[int]:
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
 def test_status_watch_shows_the_cursor_again_when_a_signal_ends_it(tmp_path: Path, number: int) -> None:
-    made = MadeRun(tmp_path).launched("sync", alive=True)  # this process is the launcher, so the run counts as alive
+    made = LocalRun(tmp_path).launched("sync", alive=True)  # this process is the launcher, so the run counts as alive
     near, far = pty.openpty()
     process = program(CLI, "status", "--watch", str(made.folder), terminal=far, XDG_STATE_HOME=str(tmp_path / "state"))
     os.close(far)

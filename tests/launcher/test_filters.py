@@ -1,4 +1,4 @@
-"""--include and --exclude: which hosts and devices are left, and what is said when they name nothing."""
+"""Tests of --include and --exclude: the remaining hosts and devices, and errors for names that match nothing."""
 
 from __future__ import annotations
 
@@ -31,8 +31,8 @@ LAB = cluster(
 NAMELESS = cluster(NodeConfig("gnn1.x"), NodeConfig("gnn2.x"), NodeConfig("gnn3.x"), NodeConfig("gnn3.x"))
 
 
-def left(config: ClusterConfig, include: Sequence[str] = (), exclude: Sequence[str] = ()) -> str:
-    """``host:devices/procs`` of what is left."""
+def remaining(config: ClusterConfig, include: Sequence[str] = (), exclude: Sequence[str] = ()) -> str:
+    """Returns ``host:devices/procs`` of each remaining node, joined by blanks."""
     words = []
     for node in filtered(config, include, exclude).nodes:
         devices = ",".join(map(str, node.devices))
@@ -73,9 +73,9 @@ def left(config: ClusterConfig, include: Sequence[str] = (), exclude: Sequence[s
 def test_included(include: list[str], hosts: str) -> None:
     if hosts == "ERROR":
         with pytest.raises(UsageError):
-            left(LAB, include)
+            remaining(LAB, include)
     else:
-        assert left(LAB, include) == hosts
+        assert remaining(LAB, include) == hosts
 
 
 @pytest.mark.parametrize(
@@ -88,25 +88,25 @@ def test_included(include: list[str], hosts: str) -> None:
     ],
 )
 def test_excluded(exclude: list[str], hosts: str) -> None:
-    assert left(LAB, exclude=exclude) == hosts
+    assert remaining(LAB, exclude=exclude) == hosts
 
 
-def test_excluded_from_what_is_included() -> None:
-    assert left(LAB, ["node0*", "gpu1:0"], ["node[02-03]", "node04:0"]) == "node01.lab node04.lab:3,2 gpu1:0/1"
+def test_exclude_applies_after_include() -> None:
+    assert remaining(LAB, ["node0*", "gpu1:0"], ["node[02-03]", "node04:0"]) == "node01.lab node04.lab:3,2 gpu1:0/1"
 
 
-def test_labels_of_our_tables_name_nodes_where_no_host_is_called_so() -> None:
-    assert left(NAMELESS, ["node[0-1]"]) == "gnn1.x gnn2.x"
-    assert left(NAMELESS, exclude=["node3"]) == "gnn1.x gnn2.x gnn3.x"
-    with pytest.raises(UsageError, match="no host is called `node0`"):  # not node01.lab, which is our node0
-        left(LAB, ["node0"])
+def test_node_labels_are_accepted_unless_hosts_have_similar_names() -> None:
+    assert remaining(NAMELESS, ["node[0-1]"]) == "gnn1.x gnn2.x"
+    assert remaining(NAMELESS, exclude=["node3"]) == "gnn1.x gnn2.x gnn3.x"
+    with pytest.raises(UsageError, match="no host is called `node0`"):  # nor is node01.lab chosen, whose label is node0
+        remaining(LAB, ["node0"])
 
 
-def test_nothing_asked_changes_nothing() -> None:
+def test_no_filter_changes_nothing() -> None:
     assert filtered(LAB, (), ()) is LAB
 
 
-def test_parts_master_and_ranks_go_with_what_is_left() -> None:
+def test_parts_master_and_ranks_follow_the_remaining_nodes() -> None:
     config = filtered(LAB, ["node0[2-4]"], ["node04:0"])
     assert (config.num_parts, config.world_size) == (3, 1 + 2 + 2)
     plan = plan_of(config)
@@ -144,7 +144,7 @@ MISTAKES = {
 
 
 @pytest.mark.parametrize("asked", MISTAKES, ids=str)
-def test_what_names_nothing_is_told(asked: tuple[tuple[str, ...], tuple[str, ...]]) -> None:
+def test_names_that_match_nothing_are_errors(asked: tuple[tuple[str, ...], tuple[str, ...]]) -> None:
     with pytest.raises(UsageError) as caught:
         filtered(LAB, *asked)
     assert str(caught.value) == MISTAKES[asked]
@@ -157,7 +157,7 @@ def test_a_long_list_of_hosts_is_cut() -> None:
     assert len(str(caught.value)) < 300 and str(caught.value).endswith(" …")
 
 
-def test_a_master_that_is_left_out_is_told() -> None:
+def test_an_excluded_master_is_an_error() -> None:
     config = cluster(NodeConfig("a", address="10.0.0.1"), NodeConfig("b"), run=RunConfig(master_addr="10.0.0.1"))
     assert filtered(config, ["a"], ()).run.master_addr == "10.0.0.1"
     with pytest.raises(UsageError) as caught:
@@ -169,7 +169,7 @@ def test_a_master_that_is_left_out_is_told() -> None:
 
 
 @given(st.text(alphabet="node01gpu*?[]-,:@. ", max_size=16))
-def test_any_text_chooses_some_or_is_refused(spec: str) -> None:
+def test_any_text_chooses_nodes_or_is_refused(spec: str) -> None:
     try:
         kept = filtered(LAB, [spec], ()).nodes
     except UsageError as error:
@@ -179,7 +179,7 @@ def test_any_text_chooses_some_or_is_refused(spec: str) -> None:
     assert kept and all(set(node.devices) <= set(LAB.nodes[hosts.index(node.host)].devices) | {2, 3} for node in kept)
 
 
-# On the command line.
+# On the command line
 
 
 @pytest.fixture
@@ -198,7 +198,7 @@ def targets(capsys: pytest.CaptureFixture[str], *words: str) -> list[str]:
     return [node["login"]["host"] for node in json.loads(capsys.readouterr().out)["nodes"]]
 
 
-def test_every_command_takes_them(config: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_every_command_accepts_filters(config: Path, capsys: pytest.CaptureFixture[str]) -> None:
     for command in (["plan"], ["launch", "--dry-run"], ["--dry-run"]):
         asked = ["--config", str(config), "--include", "n*", "--exclude", "n2", "--exclude", "n3"]
         assert targets(capsys, *command, *asked) == ["n1.lab", "n4.lab"]
@@ -207,11 +207,11 @@ def test_every_command_takes_them(config: Path, capsys: pytest.CaptureFixture[st
     ]
 
 
-def test_what_nodes_add_up_to_is_checked_after_choosing(config: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """All eight are too many for the file's num_parts and batch_size; what is chosen is not."""
+def test_totals_over_nodes_are_checked_after_filtering(config: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Eight nodes are too many for the num_parts and batch_size of the file; the chosen nodes are not."""
     assert main.run(["plan", "-c", str(config)]) == 2
-    said = capsys.readouterr().err
-    assert "cluster.yml:4: fewer parts than nodes: data.num_parts is 5" in said and "global batch is 6" in said
+    output = capsys.readouterr().err
+    assert "cluster.yml:4: fewer parts than nodes: data.num_parts is 5" in output and "global batch is 6" in output
     assert targets(capsys, "plan", "-c", str(config), "--include", "n[1-4],g1") == [
         *("n1.lab", "n2.lab", "n3.lab", "n4.lab", "g1.lab")
     ]
@@ -221,13 +221,15 @@ def test_what_nodes_add_up_to_is_checked_after_choosing(config: Path, capsys: py
     assert "error: --include x: no host is called `x`; the hosts are n[1-4].lab, g[1-4].lab" in capsys.readouterr().err
 
 
-def test_mistakes_of_the_file_come_before_those_of_the_choice(config: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_mistakes_of_the_file_are_reported_before_those_of_filters(
+    config: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert main.run(["plan", "-c", str(config), "--include", "x", "--set", "nodes.1.procs=0"]) == 2
-    said = capsys.readouterr().err
-    assert "nodes.1.procs: must be at least 1" in said and "--include" not in said
+    output = capsys.readouterr().err
+    assert "nodes.1.procs: must be at least 1" in output and "--include" not in output
 
 
-def test_partition_follows_the_choice(
+def test_partition_uses_the_filtered_nodes(
     config: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     seen: list[str] = []

@@ -1,4 +1,4 @@
-"""Findings about packages, devices and a machine's limits, from scripted facts."""
+"""Tests of findings about packages, devices and machine limits, from changed probe results."""
 
 from __future__ import annotations
 
@@ -17,6 +17,7 @@ from launcher.preflight.preflight import all_findings
 
 
 def the_one(*arguments: Any, **more: Any) -> Finding:
+    """Returns the only finding; arguments as for ``found``."""
     (finding,) = found(*arguments, **more)
     return finding
 
@@ -38,7 +39,7 @@ def on_devices(count: int, *devices: int, **more: Any) -> ClusterConfig:
         ("numpy", "1.26.4", "2.4.6"),
     ],
 )
-def test_the_odd_version_is_named_with_the_others(package: str, version: str, usual: str) -> None:
+def test_a_differing_version_is_reported_with_the_usual_one(package: str, version: str, usual: str) -> None:
     finding = the_one(3, {0: versions(**{package: version})})
     assert (finding.node_rank, finding.severity, finding.check) == (0, "block", "packages")
     assert f"{usual} on node1 (host1), node2 (host2)" in finding.message
@@ -53,10 +54,10 @@ def test_another_python_needs_another_interpreter() -> None:
     assert "too old" in the_one(1, {0: versions(python="3.9.2")}).message
 
 
-def test_differences_without_harm_are_listed_and_stop_nothing() -> None:
+def test_harmless_differences_are_listed_but_do_not_block() -> None:
     other = versions(python="3.11.9", torch="2.13.0+cu126", cuda="12.6", numpy="2.4.5", msgspec="0.18", glibc="2.31")
     assert found(3, {1: other}) == []
-    said = next(
+    message = next(
         f.message for f in all_findings(survey_of(cluster(3), {1: other})) if f.check == "versions" and f.node_rank
     )
     for words in (
@@ -65,12 +66,12 @@ def test_differences_without_harm_are_listed_and_stop_nothing() -> None:
         "torch build cu12.6, cpu on",
         "glibc 2.31, 2.36",
     ):
-        assert words in said
-    assert "CUDA" not in said and "NCCL" not in said  # nobody uses devices
+        assert words in message
+    assert "CUDA" not in message and "NCCL" not in message  # no node uses devices
 
 
 def test_one_command_repairs_all_packages_of_a_host() -> None:
-    """Builds are as on nodes of the same kind; what differs without harm is left alone."""
+    """The command installs the builds of nodes of the same kind and keeps packages that differ without harm."""
     odd = {"python": "/e/bin/python", **versions(torch="", numba="0.60", numpy="2.4.5", msgspec="")}
     finding = the_one(3, {2: odd})
     assert finding.message.startswith("torch, msgspec not installed for /e/bin/python; numba 0.60, but 0.68.1 on")
@@ -78,8 +79,11 @@ def test_one_command_repairs_all_packages_of_a_host() -> None:
     assert finding.paste() == f"ssh host2 '/e/bin/python -m pip install {words}'"
 
 
-def test_a_system_python_without_torch_is_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    """It may refuse pip (PEP 668): an environment, with the others' versions, else with this machine's."""
+def test_no_packages_are_installed_into_a_system_python(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A system Python may refuse pip (PEP 668), so the remedy is a venv with the versions of the other nodes.
+
+    If no node has torch, the versions are those of the launching machine.
+    """
     monkeypatch.setattr(
         "launcher.preflight.check_packages._own", lambda: {**VERSIONS, "torch": "2.12.1", "cuda": "12.6"}
     )
@@ -93,10 +97,12 @@ def test_a_system_python_without_torch_is_left_alone(monkeypatch: pytest.MonkeyP
     assert [one.command.partition(" torch_geometric")[0] for one in everywhere] == [f"{new}2.12.1+cpu", f"{new}2.12.1"]
     assert "--set defaults.venv=~/gnnfleet-venv" in everywhere[0].remedy
     older = the_one(1, {0: versions(**{**dict.fromkeys(PACKAGES, ""), "python": "3.10.4"})})
-    assert older.command.endswith(f"pip install {' '.join(PACKAGES)} {cpu}")  # newer releases may not support it
+    assert older.command.endswith(
+        f"pip install {' '.join(PACKAGES)} {cpu}"
+    )  # without versions, as new releases may not support Python 3.10
 
 
-def test_the_command_logs_in_as_the_config_does(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_command_uses_the_login_of_the_config(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("launcher.preflight.check_packages._own", lambda: VERSIONS)
     node = NodeConfig(host="gpu1", user="bob", port=2222, key="/k/id", setup=("module load cuda",))
     finding = the_one(1, {0: versions(numba="")}, config=cluster(1, nodes=(node,)))
@@ -106,10 +112,10 @@ def test_the_command_logs_in_as_the_config_does(monkeypatch: pytest.MonkeyPatch)
     assert here.paste() == command
 
 
-def test_an_own_command_needs_torch_alone() -> None:
+def test_an_own_command_requires_torch_only() -> None:
     odd = {1: versions(torch_geometric="", numba=""), 2: versions(numba="0.50")}
-    told = [(f.node_rank, f.severity, f.check) for f in found(3, odd, own_command=True)]
-    assert told == [(1, "warn", "packages"), (2, "warn", "packages")]
+    findings = [(f.node_rank, f.severity, f.check) for f in found(3, odd, own_command=True)]
+    assert findings == [(1, "warn", "packages"), (2, "warn", "packages")]
     assert the_one(2, {1: versions(torch="")}, own_command=True).severity == "block"
 
 
@@ -122,7 +128,9 @@ def test_a_cpu_build_of_torch_is_replaced_by_the_build_of_the_other_device_nodes
     assert "torch==2.13.0+cu126 --extra-index-url https://download.pytorch.org/whl/cu126" in finding.command
     assert the_one(3, odd, config=config, own_command=True).severity == "warn"
     alone = the_one(1, {0: odd[2]}, config=on_devices(1, 0)).command
-    assert alone.startswith("/usr/bin/python3 -m pip uninstall -y torch && ")  # pip takes 2.13.0+cpu for 2.13.0
+    assert alone.startswith(
+        "/usr/bin/python3 -m pip uninstall -y torch && "
+    )  # pip treats an installed 2.13.0+cpu as 2.13.0
 
 
 @pytest.mark.parametrize(
@@ -136,8 +144,10 @@ def test_a_cpu_build_of_torch_is_replaced_by_the_build_of_the_other_device_nodes
 def test_nccl_must_be_the_same_and_cuda_of_one_major_version(change: dict[str, str], says: str | None) -> None:
     odd = with_gpus(gpu(), driver="580.65")
     odd["versions"] = {**odd["versions"], **change}
-    told = [f.message for f in found(3, {0: with_gpus(gpu()), 1: with_gpus(gpu()), 2: odd}, config=on_devices(3, 0))]
-    assert told == ([says] if says else [])
+    messages = [
+        f.message for f in found(3, {0: with_gpus(gpu()), 1: with_gpus(gpu()), 2: odd}, config=on_devices(3, 0))
+    ]
+    assert messages == ([says] if says else [])
 
 
 # -- devices -------------------------------------------------------------
@@ -172,7 +182,7 @@ def test_devices(devices: list[dict[str, Any]], severity: str | None, says: str)
         assert says in finding.message
 
 
-def test_a_leased_device_is_told_once_with_its_run() -> None:
+def test_a_leased_device_is_reported_once_with_its_run() -> None:
     facts = {**with_gpus(gpu(0, used=40_000, holders=[HOLDER])), "leases": [LEASE]}
     finding = the_one(1, {0: facts}, config=on_devices(1, 0))
     assert finding.severity == "block" and finding.message == f"CUDA device 0 is {LEASE['words']}"
@@ -203,14 +213,14 @@ def test_disk() -> None:
     needed = {0: 2 * GB, 1: 2 * GB}
     assert the_one(2, {1: disk(GB)}, bytes_needed=needed).message == "2.0 GB needed at /home/ann, 1.0 GB free"
     assert the_one(2, {1: disk(2 * GB + 1)}, bytes_needed=needed).severity == "warn"
-    assert found(2, {1: {**disk(GB), "stored": 1.5 * GB}}, bytes_needed=needed) == []  # sent before
+    assert found(2, {1: {**disk(GB), "stored": 1.5 * GB}}, bytes_needed=needed) == []  # 1.5 of 2 GB were sent before
     assert "no inodes left" in the_one(1, {0: disk(9 * GB, files=0)}).message
 
 
-def test_nodes_of_one_machine_add_up() -> None:
+def test_needs_of_nodes_on_one_machine_are_added_up() -> None:
     same = {"hostname": "box", **disk(3 * GB)}
-    told = found(2, {0: same, 1: same}, bytes_needed={0: 2 * GB, 1: 2 * GB})
-    assert [f.message for f in told] == ["4.0 GB needed at /home/ann by 2 nodes on this host, 3.0 GB free"] * 2
+    findings = found(2, {0: same, 1: same}, bytes_needed={0: 2 * GB, 1: 2 * GB})
+    assert [f.message for f in findings] == ["4.0 GB needed at /home/ann by 2 nodes on this host, 3.0 GB free"] * 2
     small = {"hostname": "box", "memory_limit": GB // 2}
     assert "at least 700 MB of memory needed by 2 nodes" in found(2, {0: small, 1: small})[0].message
 
@@ -224,12 +234,12 @@ def test_a_work_folder_that_cannot_be_written(error: str, remedy: str) -> None:
     assert finding.message == f"workdir /w/0: cannot write in /home/ann: {error}" and remedy in finding.remedy
 
 
-def test_noexec_matters_to_own_programs_only() -> None:
+def test_noexec_is_reported_for_own_commands_only() -> None:
     assert found(1, {0: {"noexec": True}}) == []
     assert the_one(1, {0: {"noexec": True}}, own_command=True).severity == "warn"
 
 
-def test_memory_against_what_the_processes_take() -> None:
+def test_memory_against_the_needs_of_the_processes() -> None:
     procs = cluster(1, nodes=(NodeConfig(host="host0", procs=8),))
     block = the_one(1, {0: {"memory_limit": 2 * GB}}, config=procs)
     assert block.severity == "block" and block.message == "at least 2.2 GB of memory needed, the limit is 2.0 GB"
@@ -256,7 +266,7 @@ def test_shared_memory_and_tmp() -> None:
     assert the_one(1, {0: full}).message.endswith("no space left on device")
 
 
-def test_data_must_be_there_in_mode_verify() -> None:
+def test_data_must_exist_in_mode_verify() -> None:
     config = cluster(2, data=DataConfig(dataset="synthetic", folder="/shared/parts", mode="verify"))
     finding = the_one(2, {0: {"manifest": True}}, config=config)
     assert (finding.node_rank, finding.check) == (1, "data")
@@ -278,36 +288,36 @@ def test_data_must_be_there_in_mode_verify() -> None:
         ({"names": {"head": "127.0.1.1"}}, "block", "names", "resolves to 127.0.1.1, which is this node itself"),
     ],
 )
-def test_what_is_wrong_with_a_machine(facts: Mapping[str, Any], severity: str, check: str, says: str) -> None:
+def test_findings_about_a_machine(facts: Mapping[str, Any], severity: str, check: str, says: str) -> None:
     config = cluster(2, run=RunConfig(master_addr="head"))
     finding = the_one(2, {1: facts}, config=config)
     assert (finding.node_rank, finding.severity, finding.check) == (1, severity, check)
     assert says in finding.message and finding.remedy
 
 
-def test_unusual_words_of_tmux_are_believed() -> None:
+def test_unusual_versions_of_tmux_are_accepted() -> None:
     assert found(3, {0: {"tmux": "next-3.5"}, 1: {"tmux": "master"}, 2: {"tmux": "3.3a"}}) == []
 
 
-def test_open_files_that_setup_can_raise() -> None:
+def test_the_remedy_for_open_files_depends_on_the_hard_limit() -> None:
     assert "`ulimit -n 260`" in the_one(1, {0: {"open_files": 64}}).remedy
     assert "limits.conf" in the_one(1, {0: {"open_files": 64, "open_files_most": 64}}).remedy
 
 
-def test_a_clock_far_off_does_no_harm() -> None:
-    told = the_one(1, clock_offsets={0: 300.0})
-    assert (told.severity, told.message) == ("warn", "clock is 300 s ahead of the launching machine's")
-    assert "no action needed" in told.remedy and found(1, clock_offsets={0: -4.0}) == []
+def test_a_wrong_clock_is_only_a_warning() -> None:
+    finding = the_one(1, clock_offsets={0: 300.0})
+    assert (finding.severity, finding.message) == ("warn", "clock is 300 s ahead of the launching machine's")
+    assert "no action needed" in finding.remedy and found(1, clock_offsets={0: -4.0}) == []
 
 
-def test_a_busy_master_port_names_who_holds_it() -> None:
+def test_a_busy_master_port_is_reported_with_the_process_that_uses_it() -> None:
     config = cluster(2, run=RunConfig(master_port=29500))
     finding = the_one(2, {0: {"busy_ports": {"29500": "pid 7: python old.py"}}}, config=config)
     assert (finding.node_rank, finding.severity, finding.check) == (0, "block", "master port")
     assert finding.message == "port 29500 is in use (pid 7: python old.py)" and "run.master_port" in finding.remedy
 
 
-def test_leftovers_come_with_the_command_that_ends_them() -> None:
+def test_leftovers_are_reported_with_the_command_that_ends_them() -> None:
     left = {"leftovers": [{"run_id": "r1", "pids": [5, 6], "commands": ["python train.py"]}]}
     finding = the_one(1, {0: left})
     assert finding.severity == "warn" and "2 processes of run r1 still running" in finding.message
@@ -321,11 +331,11 @@ def test_one_machine_under_two_names() -> None:
     assert "node0 (host0)" in finding.message
 
 
-def test_our_code_is_never_a_difference() -> None:
+def test_code_on_one_node_only_is_not_a_difference() -> None:
     survey: Survey = survey_of(cluster(2), {0: {"code": True}}, code_digest="0123456789abcdef")
-    told = [f.message for f in all_findings(survey) if f.check == "code"]
-    assert told == ["gnnfleet's code 01234567 is on the host", "gnnfleet's code 01234567 will be sent at launch"]
+    messages = [f.message for f in all_findings(survey) if f.check == "code"]
+    assert messages == ["gnnfleet's code 01234567 is on the host", "gnnfleet's code 01234567 will be sent at launch"]
 
 
-def test_sizes_in_words() -> None:
+def test_formatted_sizes() -> None:
     assert [size(n) for n in (5, 1500, 82_440_372_224, 10**15)] == ["5 B", "1.5 kB", "82 GB", "1000 TB"]

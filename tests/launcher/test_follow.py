@@ -1,4 +1,4 @@
-"""A run followed to its end on fake nodes: lines that break, nodes that fail, what the others say of them."""
+"""Tests of following a run on fake nodes: lost connections, failing nodes and the reports of their peers."""
 
 from __future__ import annotations
 
@@ -29,17 +29,17 @@ def quick(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(follow_module, "_LOST_TO_PEERS", 0.3)
 
 
-def test_all_nodes_done_and_nothing_left_behind(tmp_path: Path) -> None:
+def test_a_run_whose_nodes_are_all_done_leaves_nothing_behind(tmp_path: Path) -> None:
     log = line(file="logs/rank0.log", offset=9, lines=["2026-11-20T21:00:00.123Z hello"])
     scene = Scene(tmp_path, FakeNode(0, [log, ended(0)]), FakeNode(1, [ended(1)]))
     followed = scene.follow()
     assert {k: result["state"] for k, result in followed.results.items()} == {0: "done", 1: "done"}
     assert followed.notes == [] and not followed.lost
     assert "node0/rank0 | hello\n" in scene.output
-    assert [node.stops for node in scene.nodes] == [1, 1], "each node is swept once"
+    assert [node.stops for node in scene.nodes] == [1, 1], "each node is cleaned up once"
 
 
-def test_a_lost_line_is_taken_up_from_the_offsets_and_no_line_is_told_twice(tmp_path: Path) -> None:
+def test_a_reconnected_stream_resumes_at_the_offsets_and_repeats_no_line(tmp_path: Path) -> None:
     first = line(file="logs/rank0.log", offset=30, lines=["one", "two"])
     rest = line(file="logs/rank0.log", offset=60, lines=["three"])
     node = FakeNode(0, [first, BROKEN], [BROKEN], [rest, ended(0)])
@@ -47,28 +47,39 @@ def test_a_lost_line_is_taken_up_from_the_offsets_and_no_line_is_told_twice(tmp_
     assert scene.follow().results[0]["state"] == "done"
     assert node.offsets == [{}, {"logs/rank0.log": 30}, {"logs/rank0.log": 30}]
     assert [text.split("| ")[1] for text in scene.output.splitlines() if "|" in text] == ["one", "two", "three"]
-    assert scene.output.count("node0 (local): disconnected (connection lost); the run goes on") == 1, "told once"
+    assert scene.output.count("node0 (local): disconnected (connection lost); the run goes on") == 1, "logged once"
     assert "node0 (local): reconnected after 0 s" in scene.output
     assert "line-lost" in scene.kinds and "line-back" in scene.kinds
 
 
-def test_a_line_that_stays_lost_stops_nobody_while_another_node_tells(tmp_path: Path) -> None:
-    """Longer than lost_after: the run belongs to the nodes."""
-    away, other = FakeNode(0), FakeNode(1)
-    away.fail = ConnectionLost("no route", host="host0")
-    other.scripts = [[state(), lambda: time.sleep(1.0), lambda: back(away), lambda: time.sleep(0.3), ended(1)]]
-    away.scripts = [[ended(0)]]
-    scene = Scene(tmp_path, away, other, lost_after=0.3)
+def test_an_error_while_a_node_is_stopped_is_reported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fails(*_: Any) -> str:
+        raise RuntimeError("a bug")
+
+    monkeypatch.setattr(follow_module, "stop_node", fails)
+    followed = Scene(tmp_path, FakeNode(0, [ended(0)])).follow()
+    assert followed.notes == ["node0 (local): stopping it failed: RuntimeError('a bug')"]
+
+
+def test_a_lost_connection_stops_no_node_while_another_is_connected(tmp_path: Path) -> None:
+    """The connection is lost for longer than lost_after, but the other node is still connected."""
+    unreachable, other = FakeNode(0), FakeNode(1)
+    unreachable.fail = ConnectionLost("no route", host="host0")
+    other.scripts = [
+        [state(), lambda: time.sleep(1.0), lambda: reconnect(unreachable), lambda: time.sleep(0.3), ended(1)]
+    ]
+    unreachable.scripts = [[ended(0)]]
+    scene = Scene(tmp_path, unreachable, other, lost_after=0.3)
     followed = scene.follow()
     assert set(followed.results) == {0, 1} and not followed.lost and not followed.detached
     assert "stop" not in scene.kinds[: scene.kinds.index("line-back")]
 
 
-def back(node: FakeNode) -> None:
+def reconnect(node: FakeNode) -> None:
     node.fail = None
 
 
-def test_when_no_node_is_within_reach_the_run_is_left_to_itself(tmp_path: Path) -> None:
+def test_when_no_node_is_reachable_the_launcher_detaches(tmp_path: Path) -> None:
     nodes = [FakeNode(0, [state(), BROKEN]), FakeNode(1, [state(), BROKEN])]
     for node in nodes:
         node.on("control.py", AssertionError("the run must not be touched"))
@@ -79,44 +90,44 @@ def test_when_no_node_is_within_reach_the_run_is_left_to_itself(tmp_path: Path) 
     assert [node.stops for node in nodes] == [0, 0]
 
 
-def test_a_node_out_of_reach_while_the_others_end_is_waited_for_and_then_lost(tmp_path: Path) -> None:
-    away, other = FakeNode(0, [state(), BROKEN]), FakeNode(1)
+def test_an_unreachable_node_counts_as_lost_some_time_after_the_others_ended(tmp_path: Path) -> None:
+    unreachable, other = FakeNode(0, [state(), BROKEN]), FakeNode(1)
     other.scripts = [[state(), lambda: time.sleep(0.2), ended(1)]]
     started = time.monotonic()
-    followed = Scene(tmp_path, away, other, lost_after=0.6).follow()
+    followed = Scene(tmp_path, unreachable, other, lost_after=0.6).follow()
     assert time.monotonic() - started > 0.8
     assert followed.lost[0].why.startswith("no contact for") and followed.lost[0].out_of_reach
     assert "tmux kill-session -t '=gnnfleet-r1-node0'" in followed.notes[0]
     assert "stops by itself if it cannot reach the other nodes" in followed.notes[0]
 
 
-def test_a_node_that_the_others_have_lost_too_is_not_waited_for_so_long(tmp_path: Path) -> None:
-    away = FakeNode(1, [state(), BROKEN])
-    word = {"lost": {"1": {"since": 5.0, "why": "no sign of life for 6 s"}}}
-    scene = Scene(tmp_path, FakeNode(0, [state(), ended(0, "stopped", word)]), away, lost_after=60.0)
+def test_the_wait_for_an_unreachable_node_is_short_if_its_peers_lost_it_too(tmp_path: Path) -> None:
+    unreachable = FakeNode(1, [state(), BROKEN])
+    loss = {"lost": {"1": {"since": 5.0, "why": "no sign of life for 6 s"}}}
+    scene = Scene(tmp_path, FakeNode(0, [state(), ended(0, "stopped", loss)]), unreachable, lost_after=60.0)
     started = time.monotonic()
     followed = scene.follow()
     assert time.monotonic() - started < 5 and followed.lost[1].out_of_reach
 
 
-def test_a_node_whose_line_comes_back_after_the_others_ended_still_tells_its_result(tmp_path: Path) -> None:
+def test_a_node_that_reconnects_after_the_others_ended_delivers_its_result(tmp_path: Path) -> None:
     late = FakeNode(0, [state(), BROKEN], [BROKEN], [BROKEN], [ended(0)])
     followed = Scene(tmp_path, late, FakeNode(1, [ended(1)])).follow()
     assert set(followed.results) == {0, 1} and not followed.lost
 
 
-def test_a_failure_is_told_and_left_to_the_supervisors(tmp_path: Path) -> None:
-    """They stop each other; from here nobody is asked to while they do."""
+def test_a_failure_is_logged_and_left_to_the_supervisors(tmp_path: Path) -> None:
+    """The supervisors stop each other; meanwhile the launcher sends no stop."""
     gone = event("process-exit", name="rank0", rank=0, failed=True, returncode=1)
     failing = FakeNode(0, [gone, ended(0, "failed", failed=True, returncode=1)])
     scene = Scene(tmp_path, failing, FakeNode(1, [ended(1, "stopped", stopped=True)]))
     followed = scene.follow()
     assert {k: result["state"] for k, result in followed.results.items()} == {0: "failed", 1: "stopped"}
     assert "a process failed: rank0 of node0 (local); every node stops" in scene.output
-    assert "all nodes have ended" in scene.events.read_text(), "swept at the end, not before"
+    assert "all nodes have ended" in scene.events.read_text(), "nodes are cleaned up at the end, not before"
 
 
-def test_nodes_that_do_not_stop_each_other_are_helped(tmp_path: Path) -> None:
+def test_the_launcher_stops_nodes_that_do_not_stop_each_other(tmp_path: Path) -> None:
     failing, other = FakeNode(0), FakeNode(1)
     gone = event("process-exit", name="rank0", rank=0, failed=True, returncode=1)
     failing.scripts = [[gone, other.stopped, ended(0, "failed", failed=True, returncode=1)]]
@@ -131,7 +142,9 @@ def test_a_supervisor_that_dies_ends_the_run(tmp_path: Path) -> None:
     gone = line(lost={"reason": "the supervisor (pid 7) is gone", "state": {"time": 100.0}})
     followed = Scene(tmp_path, FakeNode(0, [state(time=time.time() + 300), gone]), other).follow()
     assert followed.lost[0].why == "the supervisor (pid 7) is gone"
-    assert followed.lost[0].when == pytest.approx(100.0 - 300.0, abs=1), "by our clock: that node is 5 minutes ahead"
+    assert followed.lost[0].when == pytest.approx(100.0 - 300.0, abs=1), (
+        "on the launching machine's clock; the node's is 5 minutes ahead"
+    )
     assert other.stops == 1
 
 
@@ -148,7 +161,7 @@ def test_a_node_that_could_not_be_started_ends_the_others(tmp_path: Path) -> Non
     assert "start-failed" in scene.kinds
 
 
-def test_a_line_that_breaks_while_a_node_starts_does_not_fail_it(tmp_path: Path) -> None:
+def test_a_connection_lost_while_a_node_starts_does_not_fail_the_start(tmp_path: Path) -> None:
     answers = [BROKEN, SessionError("node0 (local): tmux session x exists already; end it")]
 
     def start() -> None:
@@ -158,10 +171,10 @@ def test_a_line_that_breaks_while_a_node_starts_does_not_fail_it(tmp_path: Path)
     assert scene.follow().results[0]["state"] == "done"
 
 
-def test_a_host_that_is_lost_while_its_node_is_started_is_not_waited_for_as_long_as_a_start(
+def test_the_wait_for_a_host_lost_during_its_start_is_shorter_than_start_timeout(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It answers nothing, so the line is closed; and nobody can connect to it any more."""
+    """The host does not answer, so the launcher closes the connection; connecting again fails."""
     monkeypatch.setattr(node_stream, "SILENCE", 0.3)
     monkeypatch.setattr(node_stream, "START_PATIENCE", 0.5)
     lost, other, closed = FakeNode(0), FakeNode(1), threading.Event()
@@ -175,7 +188,7 @@ def test_a_host_that_is_lost_while_its_node_is_started_is_not_waited_for_as_long
     monkeypatch.setattr(lost, "connect", connect)
 
     def start() -> None:
-        assert closed.wait(20), "nobody asks whether the host lives"
+        assert closed.wait(20), "the launcher must test the connection of a silent host"
         raise BROKEN
 
     scene = Scene(tmp_path, lost, other, starts={0: start, 1: lambda: None}, start_timeout=600.0)
@@ -183,21 +196,19 @@ def test_a_host_that_is_lost_while_its_node_is_started_is_not_waited_for_as_long
     assert "host0" in followed.lost[0].why and followed.results[1]["state"] == "stopped"
 
 
-def test_when_two_of_three_hosts_are_gone_neither_is_waited_for_long(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """A member that has lost the lead node knows nothing of the other member."""
+def test_the_wait_for_two_of_three_lost_hosts_is_short(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Members are connected to the lead node only, so a member cannot report the loss of another."""
     monkeypatch.setattr(follow_module, "_LOST_TO_PEERS", 0.3)
-    told = {"lost": {"0": {"since": 1.0, "why": "no sign of life for 6 s"}}}
+    loss = {"lost": {"0": {"since": 1.0, "why": "no sign of life for 6 s"}}}
     scene = Scene(
-        tmp_path, FakeNode(0, [state(), BROKEN]), FakeNode(1, [ended(1, "failed", told)]), FakeNode(2, [BROKEN]),
+        tmp_path, FakeNode(0, [state(), BROKEN]), FakeNode(1, [ended(1, "failed", loss)]), FakeNode(2, [BROKEN]),
         lost_after=60.0,
     )  # fmt: skip
     followed = scene.follow()
     assert set(followed.lost) == {0, 2} and not followed.detached
 
 
-def test_a_stopped_node_that_says_nothing_more_is_not_waited_for(tmp_path: Path) -> None:
+def test_the_wait_for_a_silent_node_after_a_stop_is_short(tmp_path: Path) -> None:
     scene = Scene(tmp_path, FakeNode(0, [threading.Event()]))
     scene.follower.interrupt("Ctrl-C")
     started = time.monotonic()
@@ -206,22 +217,22 @@ def test_a_stopped_node_that_says_nothing_more_is_not_waited_for(tmp_path: Path)
     assert time.monotonic() - started < 5
 
 
-def test_findings_are_told_once_however_often_nodes_repeat_them(tmp_path: Path) -> None:
+def test_repeated_findings_are_logged_once(tmp_path: Path) -> None:
     finding = {"t": 1.0, "kind": "nan", "node_rank": 0, "rank": 0, "text": "the loss is nan", "stop": False}
-    told = state(findings=[finding])
-    scene = Scene(tmp_path, FakeNode(0, [told, told, ended(0)]), FakeNode(1, [told, ended(1)]))
+    message = state(findings=[finding])
+    scene = Scene(tmp_path, FakeNode(0, [message, message, ended(0)]), FakeNode(1, [message, ended(1)]))
     assert scene.follow().findings == [finding]
     assert scene.output.count("nan: the loss is nan") == 1
 
 
-def test_detached_once_the_first_step_has_trained(tmp_path: Path) -> None:
+def test_detach_waits_for_the_first_training_step(tmp_path: Path) -> None:
     node = FakeNode(0, [state(), step(0), threading.Event()])
     scene = Scene(tmp_path, node, leave_when_trained=True, starts={0: lambda: None})
     followed = scene.follow()
     assert followed.detached == "trained" and node.stops == 0
 
 
-def test_an_own_command_without_metrics_is_detached_once_all_ranks_run(tmp_path: Path) -> None:
+def test_detach_from_an_own_command_without_metrics_waits_for_all_ranks(tmp_path: Path) -> None:
     started = event("process-start", name="rank0", rank=0, pid=9)
     node = FakeNode(0, [state(), started, threading.Event()])
     before = time.monotonic()
@@ -229,24 +240,22 @@ def test_an_own_command_without_metrics_is_detached_once_all_ranks_run(tmp_path:
     assert followed.detached == "trained" and time.monotonic() - before > 0.2
 
 
-def test_a_run_that_fails_before_its_first_step_is_reported_although_detaching_was_wanted(tmp_path: Path) -> None:
+def test_a_run_that_fails_before_its_first_step_is_reported_despite_detach(tmp_path: Path) -> None:
     node = FakeNode(0, [state(), ended(0, "failed", failed=True, returncode=1)])
     followed = Scene(tmp_path, node, leave_when_trained=True).follow()
     assert not followed.detached and followed.results[0]["state"] == "failed"
 
 
-def test_odd_metrics_lines_of_an_own_script_do_no_harm(tmp_path: Path) -> None:
+def test_malformed_metrics_lines_of_an_own_script_are_ignored(tmp_path: Path) -> None:
     lines = ["[1]", "nonsense", '{"kind": "step"}', '{"kind": "step", "rank": 0, "epoch": "one", "loss": null}']
-    told = line(file="metrics-rank0.jsonl", offset=1, lines=lines)
+    message = line(file="metrics-rank0.jsonl", offset=1, lines=lines)
     nan = json.dumps({"kind": "step", "rank": 0, "epoch": 1, "step": 3, "loss": float("nan")})
-    scene = Scene(tmp_path, FakeNode(0, [told, line(file="metrics-rank0.jsonl", offset=2, lines=[nan]), ended(0)]))
+    scene = Scene(tmp_path, FakeNode(0, [message, line(file="metrics-rank0.jsonl", offset=2, lines=[nan]), ended(0)]))
     assert scene.follow().results[0]["state"] == "done"
     assert "epoch 1 step 4  loss nan" in scene.output
 
 
-def test_a_terminal_that_takes_no_more_holds_the_nodes_news_back_instead_of_filling_the_memory(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_slow_terminal_does_not_fill_the_queue_of_messages(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(follow_module, "_MAX_QUEUED", 10)
     scene = Scene(tmp_path, FakeNode(0, [*(step(0, number) for number in range(50)), ended(0)]))
     waiting: list[int] = []
@@ -260,7 +269,7 @@ def test_a_terminal_that_takes_no_more_holds_the_nodes_news_back_instead_of_fill
     assert len(waiting) == 50 and max(waiting) <= 10
 
 
-# Nodes that the run can do without
+# Expendable nodes
 
 CAUSE = {"node_rank": 0, "name": "rank0", "rank": 0, "kind": "failure", "reason": "raised", "t": 1.0, "asked": None}
 
@@ -270,8 +279,8 @@ def finding(k: int) -> dict[str, Any]:
     return {"t": 1.0, "kind": "server-lost", "node_rank": k, "rank": None, "text": text, "stop": False}
 
 
-def test_a_node_that_can_be_done_without_ends_nobody(tmp_path: Path) -> None:
-    """Neither when it fails, nor when its supervisor is gone; the hub says what becomes of it."""
+def test_a_failure_of_an_expendable_node_stops_no_other_node(tmp_path: Path) -> None:
+    """A failing server stops no other node; the hub records the loss."""
     crash = event("process-exit", 1, name="server", rank=None, failed=True, returncode=1)
     going = threading.Event()
     hub = FakeNode(0, [state(spare=[1, 2]), going, state(spare=[], gone={"1": {}}, findings=[finding(1)])])
@@ -282,10 +291,10 @@ def test_a_node_that_can_be_done_without_ends_nobody(tmp_path: Path) -> None:
     assert {k: result["state"] for k, result in followed.results.items()} == {0: "done", 1: "failed", 2: "done"}
     assert "a process failed: server of node1 (local)\n" in scene.output and "every node stops" not in scene.output
     assert f"server-lost: {finding(1)['text']}" in scene.output
-    assert "stop" not in scene.kinds[: scene.kinds.index("process-exit") + 1], "swept at the end alone"
+    assert "stop" not in scene.kinds[: scene.kinds.index("process-exit") + 1], "nodes are cleaned up at the end only"
 
 
-def test_a_lost_supervisor_of_a_spare_node_is_swept_there_alone(tmp_path: Path) -> None:
+def test_a_lost_supervisor_of_an_expendable_node_stops_no_other_node(tmp_path: Path) -> None:
     lost = line(lost={"reason": "the supervisor is gone", "state": None})
     hub = FakeNode(0, [state(spare=[1]), lambda: time.sleep(1.0), ended(0, more={"gone": {"1": {}}})])
     gone = FakeNode(1, [state(), lambda: time.sleep(0.3), lost])
@@ -293,21 +302,21 @@ def test_a_lost_supervisor_of_a_spare_node_is_swept_there_alone(tmp_path: Path) 
     followed = scene.follow()
     assert followed.results[0]["state"] == "done" and followed.lost[1].why == "the supervisor is gone"
     stops = [json.loads(text) for text in scene.events.read_text().splitlines() if '"stop"' in text]
-    assert [told["reason"] for told in stops] == ["all nodes have ended"]
+    assert [stop["reason"] for stop in stops] == ["all nodes have ended"]
 
 
-def test_our_line_to_the_rest_lost_after_a_spare_node_has_ended_leaves_the_run_to_itself(tmp_path: Path) -> None:
+def test_losing_all_connections_after_an_expendable_node_ended_detaches(tmp_path: Path) -> None:
     hub = FakeNode(0, [state(spare=[], gone={"1": {}}), lambda: time.sleep(0.3), BROKEN])
     scene = Scene(tmp_path, hub, FakeNode(1, [ended(1, "failed", failed=True)]), lost_after=0.4)
     followed = scene.follow()
     assert followed.detached == "unreachable" and 0 not in followed.lost
 
 
-@pytest.mark.parametrize("word", [{"lost": {"0": {"since": 1.0, "why": "no sign of life for 6 s"}}}, {"cause": CAUSE}])
-def test_when_nodes_say_that_the_run_is_over_a_lead_node_out_of_reach_is_lost(tmp_path: Path, word: Any) -> None:
-    """As when the only client's host is gone: each of its servers is one that the run could do without."""
+@pytest.mark.parametrize("more", [{"lost": {"0": {"since": 1.0, "why": "no sign of life for 6 s"}}}, {"cause": CAUSE}])
+def test_an_unreachable_lead_node_is_lost_once_other_nodes_report_the_end(tmp_path: Path, more: Any) -> None:
+    """Example: the host of the only client is lost, and the remaining nodes are expendable servers."""
     lead = FakeNode(0, [state(spare=[1, 2]), lambda: time.sleep(0.3), BROKEN])
-    servers = (FakeNode(k, [state(spare=[1, 2]), lambda: time.sleep(0.5), ended(k, "failed", word)]) for k in (1, 2))
+    servers = (FakeNode(k, [state(spare=[1, 2]), lambda: time.sleep(0.5), ended(k, "failed", more)]) for k in (1, 2))
     scene = Scene(tmp_path, lead, *servers, lost_after=0.4)
     followed = scene.follow()
     assert not followed.detached and set(followed.results) == {1, 2}

@@ -1,4 +1,4 @@
-"""Other launchers' files: golden/foreign has a folder for each: the file, the words typed, and our cluster.yml."""
+"""Tests of files of other launchers. Each folder of golden/foreign has a file, a command line and our cluster.yml."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ CASES = sorted(path for path in (GOLDEN / "foreign").iterdir() if path.is_dir())
 
 
 def options_of(words: list[str], monkeypatch: pytest.MonkeyPatch) -> LaunchOptions:
-    """What a dry run with these words would be told to do."""
+    """Returns the launch options of a dry run with these arguments."""
     seen: list[LaunchOptions] = []
     monkeypatch.setattr("launcher.cli.main.show_plan", seen.append)
     assert run(["--dry-run", *words]) == 0
@@ -30,17 +30,17 @@ def options_of(words: list[str], monkeypatch: pytest.MonkeyPatch) -> LaunchOptio
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
-def test_import_writes_what_the_file_means(
+def test_import_writes_an_equivalent_config(
     case: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """The written file is the golden one, and loads to the config that a launch with the foreign file has."""
+    """The written file equals the golden one and loads to the same config as the foreign file."""
     monkeypatch.chdir(case)
     words = shlex.split((case / "words").read_text())
     options = options_of(words, monkeypatch)
     written = imported(options, case)
     golden = case / "cluster.yml"
-    told = "".join(f"# own command: {word}\n" for word in options.own_command)
-    check_text(golden, told + written)
+    heading = "".join(f"# own command: {word}\n" for word in options.own_command)
+    check_text(golden, heading + written)
     assert load_config(golden) == read_config(options)
     elsewhere = tmp_path / "cluster.yml"
     elsewhere.write_text(imported(options, tmp_path))
@@ -48,7 +48,7 @@ def test_import_writes_what_the_file_means(
 
 
 GLT = "nodes: [a, b]\nports: [22, 22]\nusernames: [u, v]\ndataset: synthetic\n"
-WRONG = {  # content of a file `hosts`, and the words after --config hosts
+WRONG = {  # content of a file `hosts`, and the arguments after --config hosts
     "lists of different length": ("nodes: [a, b]\nports: [22]\nusernames: [u, v, w]\ndataset: synthetic\n", ""),
     "ranks that are none": (f"{GLT}node_ranks: [1, 2]\n", ""),
     "a port that is none": (GLT.replace("22]", "ssh]"), ""),
@@ -80,7 +80,7 @@ WRONG = {  # content of a file `hosts`, and the words after --config hosts
 GROUPS = "".join(
     f"[g{i}:children]\nx{i}\ny{i}\n[x{i}:children]\ng{i + 1}\n[y{i}:children]\ng{i + 1}\n" for i in range(60)
 )
-HUGE = {  # what takes for ever where nothing bounds it → the answer's beginning
+HUGE = {  # text that would take unbounded time if nothing limited it → beginning of the message
     "[a]\nn[1:99999999999]\n": "2: `n[1:99999999999]` stands for too many hosts; a range may stand for 4,096 at most",
     "[a]\nn[1:4096]x[1:4096]\n": "2: `n[1:4096]x[1:4096]` stands for too many hosts",
     "[a]\n" + "".join(f"n{i}x[1:4096]\n" for i in range(30)): "3: a group may have at most 4,096 hosts",
@@ -103,7 +103,7 @@ def test_oversized_input_is_refused_within_seconds(tmp_path: Path, text: str) ->
     assert time.monotonic() - began < 20
 
 
-def test_mistakes_are_answered_with_the_foreign_line(
+def test_mistakes_are_reported_with_their_line_in_the_foreign_file(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.chdir(tmp_path)
@@ -122,15 +122,15 @@ SAMPLES = {
 }  # fmt: skip
 
 
-def told_commands() -> list[str]:
-    """Lines with launch.py or gnnfleet in the first table and in the text blocks of docs/migrating.md."""
+def documented_commands() -> list[str]:
+    """Returns the commands in the first table and in the text blocks of docs/migrating.md."""
     text = (CODE_ROOT / "docs/migrating.md").read_text().replace("\\\n", "").replace("$PWD", ".")
     rows = re.findall(r"`(python launch\.py [^`]*)` \|$", text, re.MULTILINE)
     blocks = "".join(re.findall(r"^```text\n(.*?)^```", text, re.MULTILINE | re.DOTALL))
     return rows + re.findall(r"^(?:python launch\.py|gnnfleet) .*$", blocks, re.MULTILINE)
 
 
-@pytest.mark.parametrize("command", told_commands())
+@pytest.mark.parametrize("command", documented_commands())
 def test_commands_of_the_migration_guide_work(command: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     for name, sample in SAMPLES.items():
@@ -141,11 +141,11 @@ def test_commands_of_the_migration_guide_work(command: str, tmp_path: Path, monk
     assert run(words if words[0] in ("check", "import") else ["--dry-run", *words]) == 0
 
 
-def test_the_table_has_a_line_for_each_launcher() -> None:
-    assert len(told_commands()) >= 8
+def test_the_migration_guide_has_commands_for_each_launcher() -> None:
+    assert len(documented_commands()) >= 8
 
 
-def test_what_is_per_process_there_follows_the_processes_chosen_here(
+def test_a_batch_size_per_process_is_multiplied_by_the_processes_chosen(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.chdir(GOLDEN / "foreign/glt")
@@ -160,7 +160,7 @@ def test_what_is_per_process_there_follows_the_processes_chosen_here(
     assert read_config(ours).train.batch_size == 700
 
 
-def test_nodes_and_dataset_change_a_file_of_ours(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_nodes_and_dataset_options_change_a_cluster_yml(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     Path("graph.pt").touch()
     Path("cluster.yml").write_text(
@@ -183,8 +183,8 @@ def test_nodes_and_dataset_change_a_file_of_ours(tmp_path: Path, monkeypatch: py
     assert (config.data.options, config.data.folder) == ({"undirected": True}, str(tmp_path / "parts/graph"))
 
 
-def test_an_environment_named_replaces_all_others(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A shell has written out ~, which is not the hosts'."""
+def test_an_environment_option_replaces_all_others(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A shell has expanded ~ to the local home, which is not that of the hosts."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("HOME", "/home/me")
     Path("cluster.yml").write_text(
@@ -196,7 +196,7 @@ def test_an_environment_named_replaces_all_others(tmp_path: Path, monkeypatch: p
     assert [(node.venv, node.conda, node.python) for node in nodes] == [(None, "gnn", "python3")] * 2
 
 
-def test_import_writes_a_file_once_and_says_what_is_none(
+def test_import_overwrites_nothing_and_refuses_files_that_need_no_import(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.chdir(tmp_path)

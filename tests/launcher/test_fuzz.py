@@ -1,4 +1,4 @@
-"""Config files, files of other launchers and manifests of any content: a value, or an error with a message."""
+"""Fuzz tests of config files, files of other launchers and manifests: each is read or refused with a message."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ OVERRIDES = [
 
 
 def test_configs(tmp_path: Path) -> None:
-    """What is read is written and read again to the same."""
+    """A config that was read is unchanged after saving and loading."""
     path = tmp_path / "c.yml"
 
     def read(text: str) -> None:
@@ -86,7 +86,7 @@ def test_overrides(tmp_path: Path) -> None:
 
 
 def test_files_of_other_launchers(tmp_path: Path) -> None:
-    """What is read means the same once it is written as a cluster.yml."""
+    """A foreign file that was read gives the same config when imported as a cluster.yml."""
     path, ours = tmp_path / "hosts", tmp_path / "ours" / "c.yml"
     ours.parent.mkdir()
 
@@ -109,7 +109,7 @@ def test_commands_of_other_launchers() -> None:
 
 
 def test_manifests(tmp_path: Path) -> None:
-    """What is accepted names files below the folder alone."""
+    """An accepted manifest names only files below its folder."""
     folder = Path(parts_folder(tmp_path, 2).folder)
     path = folder / "manifest.json"
     seed = path.read_text()

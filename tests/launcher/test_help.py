@@ -1,4 +1,4 @@
-"""``--help`` of every command fits a terminal of 80x40 and ends with an example; that of a launch may be longer."""
+"""Tests of ``--help``: it fits a terminal of 80x40 (80x50 for ``launch``) and ends with an example."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ WIDTH, LINES, LINES_OF_LAUNCH = 80, 40, 50
 
 
 def commands(above: tuple[str, ...] = (), group: click.Group = gnnfleet) -> Iterator[tuple[str, ...]]:
-    """The words of every command, those of groups included."""
+    """Yields the name of every command and group as a tuple of words."""
     yield above
     for name, command in group.commands.items():
         if isinstance(command, click.Group):
@@ -35,7 +35,7 @@ def test_help(words: tuple[str, ...], monkeypatch: pytest.MonkeyPatch, capsys: p
     assert lines[-1].startswith("    gnnfleet ")
 
 
-def test_what_the_short_help_of_the_program_leaves_out_is_in_that_of_launch(
+def test_help_of_launch_has_all_options_of_the_program(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     assert run(["launch", "--help"]) == 0

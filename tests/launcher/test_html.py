@@ -1,4 +1,4 @@
-"""``report.html``: what a reader sees, that hostile texts stay texts, and that Chromium draws it without network."""
+"""Tests of ``report.html``: its content, escaping of hostile texts, and drawing in Chromium without network."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from launcher.report.html.render import figure, render, write_html
 from launcher.report.html.sections import report_page
 from launcher.report.html.series import POINTS, read_series
 from launcher.report.outcome import Outcome
-from operate_kit import MadeRun
+from operate_kit import LocalRun
 
 HOSTILE = "</script><script>document.title='owned'</script><img src=http://127.0.0.1:9/x onerror=alert(1)>"
 KINDS = ("sample", "remote", "gather", "copy", "forward", "backward", "reduce", "optimizer", "other")
@@ -54,8 +54,8 @@ def outcome(rank: int, **more: Any) -> dict[str, Any]:
 
 
 def made_run(top: Path, run_id: str, epochs: range, *, state: str = "done", **launch: Any) -> Path:
-    """A run folder of two nodes as a launcher leaves it."""
-    folder = MadeRun(top, run_id).launched("end", started=T, **launch).folder
+    """Writes the run folder of a finished run on two nodes."""
+    folder = LocalRun(top, run_id).launched("end", started=T, **launch).folder
     for rank in (0, 1):
         lines = [epoch_line(rank, e, **({"step_loss": [1.0, 0.9, 0.8]} if rank == 0 else {})) for e in epochs]
         lines += [{"t": T + e, "kind": "eval", "rank": 0, "epoch": e, "split": "val", "accuracy": 0.5} for e in epochs]
@@ -103,18 +103,18 @@ def test_good_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert drawn["hits"]["data"][0]["z"] == [[None, 0.5], [0.5, None]]
 
 
-def test_failed_run_leads_with_its_cause_and_hostile_texts_stay_texts(tmp_path: Path) -> None:
+def test_failed_run_starts_with_its_cause_and_escapes_hostile_texts(tmp_path: Path) -> None:
     page = report_page(read_record(made_run(tmp_path, "bad", range(1, 2), state="failed")))
     text = render(page)
     assert page.sections[0].title == "First failure"
     assert "before it fell" in text
     assert "rank 1 on node1 (local) raised ValueError" in page.headline
     assert HOSTILE not in text
-    assert text.count("<script") == 3  # charts, library and program
+    assert text.count("<script") == 3  # chart data, library and program
     assert "<img" not in text
 
 
-def test_resumed_run_shows_where_it_went_on_and_the_earlier_curve(tmp_path: Path) -> None:
+def test_resumed_run_shows_where_it_resumed_and_the_earlier_curve(tmp_path: Path) -> None:
     made_run(tmp_path, "first", range(1, 4))
     folder = made_run(tmp_path, "second", range(3, 6), resumed_from="first")
     page, loss = report_page(read_record(folder)), charts(folder)["loss"]
@@ -125,7 +125,7 @@ def test_resumed_run_shows_where_it_went_on_and_the_earlier_curve(tmp_path: Path
 
 
 @pytest.mark.parametrize("left", ["launch.json", "launch.json config.yml", "launch.json result.json"])
-def test_a_folder_with_little_in_it_has_a_report(tmp_path: Path, left: str) -> None:
+def test_an_incomplete_folder_has_a_report(tmp_path: Path, left: str) -> None:
     folder = made_run(tmp_path, "little", range(1, 2))
     for path in [*folder.iterdir()]:
         if path.name not in left.split():
@@ -133,7 +133,7 @@ def test_a_folder_with_little_in_it_has_a_report(tmp_path: Path, left: str) -> N
     assert "little" in write_html(folder).read_text()
 
 
-def test_long_curves_are_thinned_and_bad_lines_count_for_nothing() -> None:
+def test_long_curves_are_thinned_and_bad_lines_are_ignored() -> None:
     step = {"kind": "step", "rank": 0, "epoch": 1, "steps": 9**5, "loss": 1.0, "seeds_per_s": 2}
     steps = [{**step, "t": T + i, "step": i} for i in range(20 * POINTS)]
     bad: list[dict[str, Any]] = [{"kind": "step"}, {"kind": "epoch", "rank": 0, "loss": float("nan"), "epoch": "x"}]
@@ -143,7 +143,7 @@ def test_long_curves_are_thinned_and_bad_lines_count_for_nothing() -> None:
     assert series.epoch_loss == ()
 
 
-def test_live_report_is_for_this_machine_and_who_knows_its_address(tmp_path: Path) -> None:
+def test_live_report_requires_the_secret_address_on_this_machine(tmp_path: Path) -> None:
     page = report_page(read_record(made_run(tmp_path, "live", range(1, 3))))
     server = ReportServer(RenderedReport.of(page))
     threading.Thread(target=server.serve_forever, daemon=True).start()
@@ -175,19 +175,19 @@ def test_chromium_draws_all_charts_without_errors_or_requests(tmp_path: Path) ->
     assert "data-problem" not in done.stdout
     assert "<title>bad: failed</title>" in done.stdout
     assert "CONSOLE" not in done.stderr
-    assert str(file) in net.read_text()  # it does log what is asked for
+    assert str(file) in net.read_text()  # the network log works
     assert not re.findall(r'"url":"https?://127[^"]*"', net.read_text())
 
 
 def step_lines(rank: int) -> list[dict[str, Any]]:
-    """An own script's, whose ranks tell different steps and differ in their loss by 1."""
+    """Returns metrics of an own script whose ranks log different steps and whose losses differ by 1."""
     step = {"kind": "step", "rank": rank, "steps": 10, "seeds_per_s": 5.0, "seeds": 4}
     at = [(epoch, i) for epoch in (1, 2) for i in range(0, 10, 3)]
     return [{**step, "t": T + 9 * epoch + i, "epoch": epoch, "step": i + rank // 2, "loss": 2.0 + rank % 2}
             for epoch, i in at]  # fmt: skip
 
 
-def test_an_own_script_of_several_ranks_has_one_loss_curve_without_teeth(tmp_path: Path) -> None:
+def test_an_own_script_of_several_ranks_has_one_smooth_loss_curve(tmp_path: Path) -> None:
     folder = made_run(tmp_path, "own", range(0), own_command=("python", "own.py"))
     for rank in (0, 1, 2, 3):
         file = folder / f"logs/node{rank % 2}/metrics-rank{rank}.jsonl"
@@ -198,14 +198,14 @@ def test_an_own_script_of_several_ranks_has_one_loss_curve_without_teeth(tmp_pat
     assert "there are no curves" not in text and "so far" not in text and "logs steps but no epochs" in text
 
 
-def test_the_manifest_is_shown_only_while_it_is_the_one_that_was_sent(tmp_path: Path) -> None:
+def test_the_manifest_is_shown_only_if_unchanged_since_the_launch(tmp_path: Path) -> None:
     folder = made_run(tmp_path, "parts", range(1, 2))
     manifest, kept = tmp_path / "parts" / "manifest.json", json.loads((folder / "run.json").read_text())
     manifest.parent.mkdir(exist_ok=True)
     manifest.write_text('{"num_parts": 2}')
-    assert read_record(folder).manifest is None, "none was sent"
+    assert read_record(folder).manifest is None, "no manifest was sent"
     kept["plan"]["manifest"] = hashlib.sha256(manifest.read_bytes()).hexdigest()
     (folder / "run.json").write_text(json.dumps(kept))
     assert read_record(folder).manifest == {"num_parts": 2}
     manifest.write_text('{"num_parts": 3}')
-    assert read_record(folder).manifest is None, "it is another one now"
+    assert read_record(folder).manifest is None, "the manifest has changed since"

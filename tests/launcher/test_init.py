@@ -1,4 +1,4 @@
-"""gnnfleet init: from hosts to a file (golden/init), what it says, and what it finds on this machine for real."""
+"""Tests of gnnfleet init: written files (golden/init), messages, and discovery on this machine."""
 
 from __future__ import annotations
 
@@ -38,20 +38,20 @@ def env(path: str = "~/gnnfleet-venv", key: str = "venv", versions: Mapping[str,
     return {"key": key, "path": path, "versions": versions}
 
 
-def machine(*there: dict[str, Any], shares: tuple[str, ...] = (), one: bool = True, **facts: Any) -> FakeTransport:
-    """A host with these environments; ``one``: its folders of ``shares`` are those of the other hosts."""
+def machine(*found: dict[str, Any], shares: tuple[str, ...] = (), one: bool = True, **facts: Any) -> FakeTransport:
+    """Returns a host with these environments; ``one``: whether its folders in ``shares`` are really shared."""
     k = next(_serial)
     addresses = [["lo", "127.0.0.1"], ["eth0", f"10.0.0.{k}"]]
     fake = FakeTransport(target="host").on_program("network", wire())
     fake.on_program("probe", lambda request: probe_of(k, addresses=addresses, boot_id=f"b{k}", **facts))
-    fake.on_program("environments", lambda request: {"environments": there, "shares": shares})
+    fake.on_program("environments", lambda request: {"environments": found, "shares": shares})
     return fake.on_program(
         "folders", lambda request: {"written": True, "seen": one, "identity": [], "op": request["op"]}
     )
 
 
 def hetero_graph(folder: Path) -> str:
-    """As torch.save lays a HeteroData out, as far as it is looked at: names in a pickle, and no tensor."""
+    """Writes the parts of a file of torch.save that init reads for a HeteroData: a pickle with names, no tensor."""
     with zipfile.ZipFile(folder / "graph.pt", "w") as archive:
         archive.writestr("graph/data.pkl", pickle.dumps({"_global_store": {}, "_node_store_dict": {}}, 2))
     return "graph.pt"
@@ -124,14 +124,14 @@ CASES = {
 
 
 def init(monkeypatch: pytest.MonkeyPatch, words: str, *machines: Machine) -> int:
-    """One invocation over made-up hosts."""
+    """Runs gnnfleet init with fake hosts and returns the exit status."""
     monkeypatch.setattr(wizard, "connect_all", lambda config: dict(enumerate(machines)))
     monkeypatch.setenv("COLUMNS", "160")
     return main.run(["init", *words.split()])
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_files_are_as_the_golden_ones(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_written_files_equal_the_golden_ones(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     case, golden = CASES[name], GOLDEN / "init" / f"{name}.yml"
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("HOME", str(tmp_path))
@@ -145,15 +145,17 @@ def test_files_are_as_the_golden_ones(name: str, tmp_path: Path, monkeypatch: py
     assert len(config.nodes) == sum(not isinstance(one, TransportError) for one in case.machines)
 
 
-def test_with_json_the_hosts_and_what_check_found(
+def test_json_contains_the_hosts_and_the_findings(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.chdir(tmp_path)
     assert init(monkeypatch, "gnn1 gnn2 --yes --json", machine(env(), tmux=""), machine(env())) == 3
-    told = json.loads(capsys.readouterr().out)
-    assert told["file"] == "cluster.yml" and [host["host"] for host in told["hosts"]] == ["gnn1", "gnn2"]
-    assert told["hosts"][0]["environment"] == {"venv": "~/gnnfleet-venv", "versions": VERSIONS}
-    assert told["blocked"] and {"tmux"} == {one["check"] for one in told["findings"] if one["severity"] == "block"}
+    printed = json.loads(capsys.readouterr().out)
+    assert printed["file"] == "cluster.yml" and [host["host"] for host in printed["hosts"]] == ["gnn1", "gnn2"]
+    assert printed["hosts"][0]["environment"] == {"venv": "~/gnnfleet-venv", "versions": VERSIONS}
+    assert printed["blocked"] and {"tmux"} == {
+        one["check"] for one in printed["findings"] if one["severity"] == "block"
+    }
 
 
 def test_messages(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
@@ -179,20 +181,22 @@ def test_messages(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytes
         ("no such template", "--template serverclient", ()),
         ("nor anything like it", "--template x", ()),
     ]
-    said = []
+    messages = []
     for how, words, machines in provoked:
         status = init(monkeypatch, words, *machines)
         shown = capsys.readouterr()
         assert status in (2, 3) and sorted(os.listdir(tmp_path)) == ["there.yml"], how
-        said.append((f"{how}: gnnfleet init {words}", f"{shown.out}{shown.err}".strip() + f"\nexit status {status}"))
-    check_messages("init", said)
+        messages.append(
+            (f"{how}: gnnfleet init {words}", f"{shown.out}{shown.err}".strip() + f"\nexit status {status}")
+        )
+    check_messages("init", messages)
     assert (tmp_path / "there.yml").read_text() == "mine\n"
 
 
-def test_what_nobody_edited_is_written_anew(
+def test_an_unedited_file_is_overwritten(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """So that the same command again, once a host is repaired, needs no --force."""
+    """Repeating the command after a host was repaired needs no --force."""
     monkeypatch.chdir(tmp_path)
     assert init(monkeypatch, "gnn1 gnn2 --yes", machine(python="/usr/bin/python3", versions=BARE), machine()) == 3
     shown = capsys.readouterr().out
@@ -205,7 +209,7 @@ def test_what_nobody_edited_is_written_anew(
     assert "cluster.yml exists already" in capsys.readouterr().err and "hidden: 64" in file.read_text()
 
 
-def test_a_host_left_out_is_named_with_reason_and_remedy(
+def test_an_excluded_host_is_reported_with_reason_and_remedy(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.chdir(tmp_path)
@@ -217,8 +221,8 @@ def test_a_host_left_out_is_named_with_reason_and_remedy(
     assert all(pin in shown for pin in pins.split())
 
 
-def test_pythons_are_found_where_people_keep_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Virtual environments, also in projects, and conda's; one that is broken is passed over."""
+def test_pythons_are_found_in_the_usual_places(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Finds virtual environments, also in projects, and those of conda; skips broken ones."""
     monkeypatch.setenv("HOME", str(tmp_path))
     (tmp_path / "gnnfleet-venv").symlink_to(sys.prefix)
     for name in ("project/.venv", "broken"):
@@ -241,8 +245,8 @@ def test_pythons_are_found_where_people_keep_them(tmp_path: Path, monkeypatch: p
     assert str(tmp_path) in reply["shares"] and str(tmp_path / "no") not in reply["shares"]
 
 
-def test_at_a_terminal_it_asks_and_the_file_passes_check(tmp_path: Path) -> None:
-    """Nothing typed: two nodes here; a graph that is not there is asked for again."""
+def test_questions_at_a_terminal_lead_to_a_file_that_passes_check(tmp_path: Path) -> None:
+    """Empty answers give two local nodes; for a graph that does not exist init asks again."""
     with Terminal("init", cwd=tmp_path, env={**os.environ, "XDG_CACHE_HOME": str(tmp_path)}) as terminal:
         terminal.await_text("Hosts (").type("\n")
         terminal.await_text("Graph (").type("./none.pt\n")

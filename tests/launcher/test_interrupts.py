@@ -1,4 +1,4 @@
-"""Ctrl-C, SIGTERM, SIGHUP while a run goes on: what each asks for, what is asked, and what an answer does."""
+"""Tests of Ctrl-C, SIGTERM and SIGHUP during a run: the action of each signal, the question, and its answers."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ import pytest
 from rich.console import Console
 
 from follow_kit import FakeNode, Scene, ended, state, step
-from launcher.run import interrupts as talking_module
+from launcher.run import interrupts as interrupts_module
 from launcher.run import monitor as follow_module
 from launcher.run.interrupts import InterruptPrompt, Interrupts, Keys, OnInterrupt, Policy
 from launcher.run.live_log import LiveLog
@@ -46,7 +46,7 @@ def quick(monkeypatch: pytest.MonkeyPatch) -> None:
         ("stop", False, HUP, "detach"),
     ],
 )
-def test_what_a_signal_means(on_interrupt: OnInterrupt, can_ask: bool, number: int, meaning: str) -> None:
+def test_the_action_of_a_signal(on_interrupt: OnInterrupt, can_ask: bool, number: int, meaning: str) -> None:
     assert Policy(on_interrupt, can_ask).action(number, 100.0) == meaning
 
 
@@ -62,11 +62,13 @@ def test_what_a_signal_means(on_interrupt: OnInterrupt, can_ask: bool, number: i
         ("stop", True, HUP, "detach"),
     ],
 )
-def test_what_a_signal_means_to_a_viewer(on_interrupt: OnInterrupt, can_ask: bool, number: int, meaning: str) -> None:
+def test_the_action_of_a_signal_in_a_viewer(
+    on_interrupt: OnInterrupt, can_ask: bool, number: int, meaning: str
+) -> None:
     assert Policy(on_interrupt, can_ask, viewer=True).action(number, 100.0) == meaning
 
 
-def test_the_second_ctrl_c_within_two_seconds_stops_and_a_later_one_asks_again() -> None:
+def test_a_second_ctrl_c_within_two_seconds_stops_and_a_later_one_asks_again() -> None:
     policy = Policy("ask", True)
     assert [policy.action(INT, at) for at in (100.0, 101.9)] == ["ask", "stop"]
     policy = Policy("ask", True)
@@ -76,7 +78,7 @@ def test_the_second_ctrl_c_within_two_seconds_stops_and_a_later_one_asks_again()
 
 
 class Terminal:
-    """A pseudo terminal: what is typed into ``near`` arrives at ``far``."""
+    """A pseudo terminal; the program reads from ``far`` what the test writes to ``near``."""
 
     def __init__(self) -> None:
         self.near, self.far = pty.openpty()
@@ -92,13 +94,13 @@ class Terminal:
 @pytest.fixture
 def terminal(monkeypatch: pytest.MonkeyPatch) -> Iterator[Terminal]:
     made = Terminal()
-    monkeypatch.setattr(talking_module, "Keys", lambda: Keys(made.far))
+    monkeypatch.setattr(interrupts_module, "Keys", lambda: Keys(made.far))
     yield made
     made.close()
 
 
-class Asked:
-    """A run of two fake nodes that goes on until it is stopped; signals and keys by hand."""
+class InterruptedRun:
+    """A run of two fake nodes that ends only when it is stopped; tests send it signals and keys."""
 
     def __init__(
         self, tmp_path: Path, on_interrupt: OnInterrupt = "ask", *, can_ask: bool = True, nodes_up: int = 2, **more: Any
@@ -108,17 +110,17 @@ class Asked:
             node.scripts = [[state(), step(k, 16), node.stopped, ended(k, "stopped", stopped=True)]]
         self.scene = Scene(tmp_path, *nodes, **more)
         self.interrupts = Interrupts()
-        self.talking = InterruptPrompt(self.scene.live, on_interrupt, can_ask=can_ask)
-        self.talking.live.board.epochs = 10
+        self.prompt = InterruptPrompt(self.scene.live, on_interrupt, can_ask=can_ask)
+        self.prompt.live.board.epochs = 10
         self.followed: Any = None
         self.thread = threading.Thread(target=self._follow, daemon=True)
         self.thread.start()
         self.until(lambda: len(self.scene.live.board.stepping()) == nodes_up)
 
     def _follow(self) -> None:
-        self.followed = self.scene.follow(self.interrupts, self.talking)
+        self.followed = self.scene.follow(self.interrupts, self.prompt)
 
-    def signal(self, number: int) -> Asked:
+    def signal(self, number: int) -> InterruptedRun:
         assert self.interrupts._receiver is not None
         self.interrupts._receiver(number)
         return self
@@ -139,14 +141,14 @@ class Asked:
         return [node.stops for node in self.scene.nodes]
 
 
-def test_ctrl_c_says_what_runs_and_asks(tmp_path: Path, terminal: Terminal) -> None:
-    run = Asked(tmp_path).signal(INT)
+def test_ctrl_c_shows_the_state_of_the_run_and_asks(tmp_path: Path, terminal: Terminal) -> None:
+    run = InterruptedRun(tmp_path).signal(INT)
     run.until(lambda: "Enter: keep following" in run.scene.output)
     assert "Ctrl-C. Run r1: 2 nodes, 2 ranks; epoch 1 of 10, step 17 of 50.\n" in run.scene.output
     assert (
         "s: stop every node, d: detach (the run goes on), Enter: keep following; Ctrl-C again: stop" in run.scene.output
     )
-    assert run.stops == [0, 0], "nothing happens until there is an answer"
+    assert run.stops == [0, 0], "no node is stopped before the answer"
     terminal.type("x\n")
     run.until(lambda: "the run goes on\n" in run.scene.output)
     run.signal(INT)
@@ -156,15 +158,15 @@ def test_ctrl_c_says_what_runs_and_asks(tmp_path: Path, terminal: Terminal) -> N
     assert "Ctrl-C: stopping every node" in run.scene.output
 
 
-def test_the_answer_d_leaves_the_run_to_itself(tmp_path: Path, terminal: Terminal) -> None:
-    run = Asked(tmp_path).signal(INT)
+def test_the_answer_d_detaches(tmp_path: Path, terminal: Terminal) -> None:
+    run = InterruptedRun(tmp_path).signal(INT)
     terminal.type("d")
     assert run.end().detached == "asked"
     assert run.stops == [0, 0]
 
 
-def test_two_ctrl_c_stop_without_an_answer(tmp_path: Path, terminal: Terminal) -> None:
-    run = Asked(tmp_path).signal(INT)
+def test_two_ctrl_c_stop_the_run_without_an_answer(tmp_path: Path, terminal: Terminal) -> None:
+    run = InterruptedRun(tmp_path).signal(INT)
     run.until(lambda: "Enter: keep following" in run.scene.output)
     assert run.signal(INT).end().interrupted == "Ctrl-C"
     assert run.stops == [1, 1]
@@ -172,17 +174,17 @@ def test_two_ctrl_c_stop_without_an_answer(tmp_path: Path, terminal: Terminal) -
 
 @pytest.mark.parametrize(("number", "stops"), [(INT, [1, 1]), (TERM, [1, 1]), (HUP, [0, 0])])
 def test_without_a_terminal_nothing_is_asked(tmp_path: Path, number: int, stops: list[int]) -> None:
-    run = Asked(tmp_path, can_ask=False).signal(number)
+    run = InterruptedRun(tmp_path, can_ask=False).signal(number)
     followed = run.end()
     assert run.stops == stops and bool(followed.detached) == (number == HUP)
     assert "Enter go on" not in run.scene.output
 
 
 def test_detaching_waits_until_every_node_has_started(tmp_path: Path) -> None:
-    """A node that is not up yet would have nobody to see that it never came."""
+    """Otherwise no launcher would report that a node never started."""
     may_start = threading.Event()
     starts = {0: lambda: None, 1: lambda: may_start.wait(5)}
-    run = Asked(tmp_path, "detach", can_ask=False, nodes_up=1, starts=starts).signal(INT)
+    run = InterruptedRun(tmp_path, "detach", can_ask=False, nodes_up=1, starts=starts).signal(INT)
     run.until(lambda: "detaching as soon as every node has started" in run.scene.output)
     time.sleep(0.1)
     assert run.thread.is_alive()
@@ -190,7 +192,7 @@ def test_detaching_waits_until_every_node_has_started(tmp_path: Path) -> None:
     assert run.end().detached == "asked"
 
 
-def test_keys_are_read_without_enter_and_the_terminal_is_as_before(terminal: Terminal) -> None:
+def test_keys_are_read_without_enter_and_the_terminal_is_restored(terminal: Terminal) -> None:
     import termios
 
     before = termios.tcgetattr(terminal.far)
@@ -202,16 +204,16 @@ def test_keys_are_read_without_enter_and_the_terminal_is_as_before(terminal: Ter
     assert termios.tcgetattr(terminal.far) == before
 
 
-def test_a_question_stands_below_the_live_view(terminal: Terminal, tmp_path: Path) -> None:
+def test_a_question_is_shown_below_the_live_view(terminal: Terminal, tmp_path: Path) -> None:
     console = Console(file=io.StringIO(), width=100, height=24, force_terminal=True, color_system=None)
     scene = Scene(tmp_path, FakeNode(0))
     live = LiveLog(console, scene.plan)
-    with live, InterruptPrompt(live, "ask", can_ask=True) as talking:
-        assert talking.signal(INT, 100.0) is None
+    with live, InterruptPrompt(live, "ask", can_ask=True) as prompt:
+        assert prompt.signal(INT, 100.0) is None
         assert [line.plain for line in live.picture()][-1].startswith("s: stop every node")
         terminal.type("\n")
         time.sleep(0.05)
-        assert talking.answer() is None
+        assert prompt.answer() is None
         assert not any("stop every node" in line.plain for line in live.picture())
 
 
@@ -237,20 +239,20 @@ def program(body: str, after: float = 0.0) -> subprocess.Popen[str]:
     return process
 
 
-def test_before_anything_runs_the_first_signal_ends_and_the_second_leaves_at_once() -> None:
+def test_before_the_start_the_first_signal_ends_and_the_next_exits_at_once() -> None:
     process = program("time.sleep(20)", after=20)
     process.send_signal(INT)
     assert process.stdout is not None
     assert process.stdout.readline() == "interrupted; nothing had been started on the nodes\n"
     process.send_signal(INT)
-    time.sleep(0.6)  # the second so soon is an echo, as of a wrapper script
+    time.sleep(0.6)  # a second signal within this time is ignored as a duplicate, e.g. from a wrapper script
     assert process.poll() is None
     process.send_signal(INT)
     assert process.wait(5) == 130
     assert process.stderr is not None and "what may still run" in process.stderr.read()
 
 
-def test_while_stopping_one_more_signal_leaves_at_once_with_what_may_still_run() -> None:
+def test_while_stopping_one_more_signal_exits_at_once_with_a_message() -> None:
     process = program(
         """
         def receive(number):
@@ -270,14 +272,14 @@ def test_while_stopping_one_more_signal_leaves_at_once_with_what_may_still_run()
     assert process.stderr is not None and "what may still run" in process.stderr.read()
 
 
-def test_a_terminal_closed_while_collecting_changes_nothing() -> None:
+def test_a_hangup_while_collecting_is_ignored() -> None:
     process = program(
         "interrupts.ignore_hangup = True; signal.raise_signal(signal.SIGHUP); time.sleep(0.1); sys.exit(7)"
     )
     assert process.wait(5) == 7
 
 
-def test_keys_are_read_where_many_files_are_open(terminal: Terminal) -> None:
+def test_keys_are_read_from_a_file_descriptor_above_1024(terminal: Terminal) -> None:
     import fcntl
     import resource
 

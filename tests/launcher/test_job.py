@@ -1,4 +1,4 @@
-"""The operator's run folder during a launch: whose id is free again, what a full disk does, who may read it."""
+"""Tests of the run folder during a launch: reuse of run ids, a full disk, file permissions."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from launcher.run import launch as run_module
 from launcher.run.launch import LaunchContext
 from launcher.run.options import LaunchOptions, choose_run_id
 
-PROGRAM_GONE = 1  # start_ticks that no living process has
+PROGRAM_GONE = 1  # start_ticks that no running process has
 
 
 @pytest.fixture(autouse=True)
@@ -29,30 +29,30 @@ def config(tmp_path: Path) -> ClusterConfig:
     return ClusterConfig((NodeConfig("a", env={"API_KEY": "hush"}),), DataConfig("synthetic"), run=run)
 
 
-def job_of(config: ClusterConfig) -> LaunchContext:
+def launch_context(config: ClusterConfig) -> LaunchContext:
     return LaunchContext(config, LaunchOptions(Path("cluster.yml")), "r1", Console(file=io.StringIO()))
 
 
 @pytest.mark.parametrize("stage", ["preflight", "partition", "sync"])
-def test_the_id_of_a_launch_that_was_refused_is_free_again(config: ClusterConfig, stage: Stage) -> None:
-    job = job_of(config)
-    job.enter_stage(stage)
+def test_the_run_id_of_a_refused_launch_can_be_used_again(config: ClusterConfig, stage: Stage) -> None:
+    context = launch_context(config)
+    context.enter_stage(stage)
     with pytest.raises(UsageError, match="exists already"):
-        choose_run_id(config, "r1")  # it goes on
-    job.give_up("failed", "preflight refused the run because of node0", 3)
+        choose_run_id(config, "r1")  # the launch is still going on
+    context.give_up("failed", "preflight refused the run because of node0", 3)
     assert choose_run_id(config, "r1") == "r1"
-    again = job_of(config)
-    assert not (again.folder / "result.json").exists(), "else status would tell of the launch before"
+    again = launch_context(config)
+    assert not (again.folder / "result.json").exists(), "else status would show the earlier launch"
     assert "given-up" not in (again.folder / "events.jsonl").read_text()
 
 
 @pytest.mark.parametrize(("stage", "free"), [("connect", True), ("sync", True), ("start", False), ("train", False)])
-def test_the_id_of_a_launcher_that_was_killed_is_free_unless_it_may_run(
+def test_the_run_id_of_a_killed_launcher_can_be_used_again_unless_the_run_may_have_started(
     config: ClusterConfig, stage: Stage, free: bool
 ) -> None:
-    job = job_of(config)
-    gone = LaunchFile(**{**vars(job.file), "start_ticks": PROGRAM_GONE}).at(stage)
-    gone.write(job.folder)
+    context = launch_context(config)
+    gone = LaunchFile(**{**vars(context.file), "start_ticks": PROGRAM_GONE}).at(stage)
+    gone.write(context.folder)
     if free:
         assert choose_run_id(config, "r1") == "r1"
         return
@@ -60,16 +60,16 @@ def test_the_id_of_a_launcher_that_was_killed_is_free_unless_it_may_run(
         choose_run_id(config, "r1")
 
 
-def test_the_id_of_a_run_that_began_stays_taken(config: ClusterConfig) -> None:
-    job = job_of(config)
-    job.enter_stage("start")
-    job.give_up("failed", "something broke", 1)
+def test_the_run_id_of_a_started_run_cannot_be_used_again(config: ClusterConfig) -> None:
+    context = launch_context(config)
+    context.enter_stage("start")
+    context.give_up("failed", "something broke", 1)
     with pytest.raises(UsageError, match="exists already"):
         choose_run_id(config, "r1")
 
 
-def test_what_holds_the_environment_is_for_its_user_alone(config: ClusterConfig) -> None:
-    folder = job_of(config).folder
+def test_files_with_environment_variables_are_readable_by_their_user_only(config: ClusterConfig) -> None:
+    folder = launch_context(config).folder
     open_to_all = [path.name for path in folder.iterdir() if path.stat().st_mode & 0o077]
     assert "hush" in (folder / "config.yml").read_text()
     assert open_to_all == ["events.jsonl"]
@@ -79,14 +79,16 @@ def full(*args: object, **more: object) -> None:
     raise OSError(28, "No space left on device")
 
 
-def test_a_full_disk_here_refuses_a_launch_that_nobody_could_come_back_to(
+def test_a_full_disk_refuses_a_launch_without_a_run_file(
     config: ClusterConfig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    job = job_of(config)
+    context = launch_context(config)
     monkeypatch.setattr(run_module, "write_whole", full)
     with pytest.raises(
         FleetError, match=r"run.json cannot be written: No space left on device; nothing has been start"
     ):
-        job.write_file("run.json", "{}")
-    job.give_up("failed", "run.json cannot be written", 1)
-    assert isinstance(job.console.file, io.StringIO) and "No space left on device" in job.console.file.getvalue()
+        context.write_file("run.json", "{}")
+    context.give_up("failed", "run.json cannot be written", 1)
+    assert (
+        isinstance(context.console.file, io.StringIO) and "No space left on device" in context.console.file.getvalue()
+    )

@@ -1,4 +1,4 @@
-"""Every message that following, asking, detaching and giving up can say, in a file to be read aloud."""
+"""Golden test of every message of following a run, asking, detaching and giving up."""
 
 from __future__ import annotations
 
@@ -48,11 +48,11 @@ def followed(folder: Path, *nodes: FakeNode, **more: Any) -> str:
     return scene.output + "".join(f"note: {note}\n" for note in result.notes)
 
 
-def line_lost_and_back(folder: Path) -> str:
+def connection_lost_and_back(folder: Path) -> str:
     return followed(folder, FakeNode(0, [state(), BROKEN], [state(), ended(0)]))
 
 
-def line_never_back(folder: Path) -> str:
+def connection_never_back(folder: Path) -> str:
     other = FakeNode(1, [state(), ended(1)])
     return followed(folder, FakeNode(0, [state(), BROKEN]), other, lost_after=0.3)
 
@@ -86,8 +86,8 @@ def stopped_elsewhere(folder: Path) -> str:
 
 def finding(folder: Path) -> str:
     text = "the loss of rank 0 on node0 is nan at epoch 3 step 17; the last finite one was 0.4512"
-    told = {"t": 1.0, "kind": "nan", "node_rank": 0, "rank": 0, "text": text, "stop": False}
-    return followed(folder, FakeNode(0, [state(findings=[told]), ended(0)]))
+    record = {"t": 1.0, "kind": "nan", "node_rank": 0, "rank": 0, "text": text, "stop": False}
+    return followed(folder, FakeNode(0, [state(findings=[record]), ended(0)]))
 
 
 def started(folder: Path) -> str:
@@ -100,20 +100,20 @@ def late_servers(folder: Path) -> str:
     nodes = [dataclasses.replace(make_node(folder, k, []), server=server) for k in range(4)]
     starting = StartProgress(make_launch(nodes))
     starting.add(2, {"kind": "server-ready"}, 4.0)
-    said = [starting.late(5.0), starting.late(8.0)]
+    messages = [starting.late(5.0), starting.late(8.0)]
     reason = (
         "/home/a/.cache/gnnfleet/kernels cannot be written, so compiled kernels are kept in /tmp/gnnfleet-kernels-7"
     )
-    said += [starting.add(0, {"kind": "server-compiles", "reason": reason}, 6.0)]
+    messages += [starting.add(0, {"kind": "server-compiles", "reason": reason}, 6.0)]
     for k in (0, 1):
         starting.add(k, {"kind": "server-compiles"}, 6.1)
-    said += [starting.late(9.0), starting.late(61.0), starting.late(200.0, over={3})]
-    said += [starting.add(k, {"kind": "server-ready"}, 201.0) for k in (0, 1, 3)]
-    return "".join(f"{line}\n" for line in [*said, starting.late(400.0)] if line)
+    messages += [starting.late(9.0), starting.late(61.0), starting.late(200.0, over={3})]
+    messages += [starting.add(k, {"kind": "server-ready"}, 201.0) for k in (0, 1, 3)]
+    return "".join(f"{line}\n" for line in [*messages, starting.late(400.0)] if line)
 
 
 class Signals(InterruptPrompt):
-    """Signals that come by themselves, once the first step is known."""
+    """A prompt that receives the given signals as soon as the first step is logged."""
 
     def __init__(self, scene: Scene, *numbers: int, can_ask: bool = False, keys: str = ""):
         super().__init__(scene.live, "ask", can_ask=can_ask)
@@ -121,8 +121,8 @@ class Signals(InterruptPrompt):
         self.live.board.epochs = 10
 
     def answer(self) -> Any:
-        if self._keys is not None and (wish := super().answer()):
-            return wish
+        if self._keys is not None and (action := super().answer()):
+            return action
         if self._keys is None and not self.numbers and self.typed:
             self.numbers, self.typed = [signal.SIGTERM], ""
         if self.numbers and self.live.board.stepping() and (self._keys is None or not self.typed):
@@ -134,14 +134,14 @@ def signalled(folder: Path, *numbers: int, can_ask: bool = False, keys: str = ""
     node = FakeNode(0)
     node.scripts = [[state(), step(0, 16), node.stopped, ended(0, "stopped", stopped=True)]]
     scene = Scene(folder, node)
-    talking = Signals(scene, *numbers, can_ask=can_ask, keys=keys)
-    talking._keys_of = lambda: Typed(keys)  # type: ignore[method-assign]
-    scene.follow(Interrupts(), talking)
+    prompt = Signals(scene, *numbers, can_ask=can_ask, keys=keys)
+    prompt._keys_of = lambda: Typed(keys)  # type: ignore[method-assign]
+    scene.follow(Interrupts(), prompt)
     return scene.output.split("ranks\n", 1)[1]
 
 
 class Typed:
-    """Keys that were typed already."""
+    """A source of keys that were typed before."""
 
     def __init__(self, keys: str):
         self.keys = list(keys)
@@ -159,20 +159,20 @@ class Typed:
 def detaching_early(folder: Path) -> str:
     wait = threading.Event()
     scene = Scene(folder, FakeNode(0, [state(), threading.Event()]), starts={0: lambda: wait.wait(0.3)})
-    talking = InterruptPrompt(scene.live, "detach", can_ask=False)
-    talking.answer = lambda: "detach" if scene.follower._detaching == "" else None  # type: ignore[method-assign]
-    scene.follow(Interrupts(), talking)
+    prompt = InterruptPrompt(scene.live, "detach", can_ask=False)
+    prompt.answer = lambda: "detach" if scene.follower._detaching == "" else None  # type: ignore[method-assign]
+    scene.follow(Interrupts(), prompt)
     return scene.output
 
 
-def left(folder: Path, why: str) -> str:
+def detached(folder: Path, why: str) -> str:
     console = Console(file=io.StringIO(), width=200)
     scene = Scene(folder, FakeNode(0))
-    going = FollowContext(scene.plan, {}, RunConfig(), folder, 0.0, View(console), EventLog(folder / "e.jsonl"))
+    context = FollowContext(scene.plan, {}, RunConfig(), folder, 0.0, View(console), EventLog(folder / "e.jsonl"))
     board = Board.of(dataclasses.replace(scene.plan, train=TrainConfig(epochs=10)))
     board.metric({"kind": "step", "rank": 0, "epoch": 1, "step": 0, "steps": 50})
     try:
-        report_detached(going, Followed(detached=why), board)  # type: ignore[arg-type]
+        report_detached(context, Followed(detached=why), board)  # type: ignore[arg-type]
     except OutOfReach as error:
         return f"error: {error}"
     assert isinstance(console.file, io.StringIO)
@@ -192,8 +192,8 @@ def no_folder(folder: Path) -> str:
 CASES: dict[str, Callable[[Path], str]] = {
     "all ranks have started, and the first line of progress": started,
     "graph servers take long": late_servers,
-    "a line breaks and comes back": line_lost_and_back,
-    "a line breaks for good while the other node ends": line_never_back,
+    "a line breaks and comes back": connection_lost_and_back,
+    "a line breaks for good while the other node ends": connection_never_back,
     "a process fails": failed_process,
     "a supervisor is killed": supervisor_gone,
     "a node cannot be started": not_started,
@@ -205,17 +205,17 @@ CASES: dict[str, Callable[[Path], str]] = {
     "Ctrl-C twice": lambda folder: signalled(folder, signal.SIGINT, signal.SIGINT, can_ask=True),
     "SIGTERM": lambda folder: signalled(folder, signal.SIGTERM),
     "detaching before all nodes have started": detaching_early,
-    "--detach": lambda folder: left(folder, "trained"),
-    "the answer d": lambda folder: left(folder, "asked"),
-    "no node within reach": lambda folder: left(folder, "unreachable"),
+    "--detach": lambda folder: detached(folder, "trained"),
+    "the answer d": lambda folder: detached(folder, "asked"),
+    "no node within reach": lambda folder: detached(folder, "unreachable"),
     "the runs folder cannot be made": no_folder,
 }
 
 
 def test_messages(tmp_path: Path) -> None:
-    said = {}
+    messages = {}
     for how, provoke in CASES.items():
-        folder = tmp_path / str(len(said))
+        folder = tmp_path / str(len(messages))
         folder.mkdir()
-        said[how] = re.sub(r"\b\d+(\.\d)? s\b(?! \()", "N s", provoke(folder))
-    check_lines("launch", said)
+        messages[how] = re.sub(r"\b\d+(\.\d)? s\b(?! \()", "N s", provoke(folder))
+    check_lines("launch", messages)

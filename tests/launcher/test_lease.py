@@ -1,4 +1,4 @@
-"""Leases: who holds what, what ends with its process, and what other users can and cannot do."""
+"""Tests of leases on devices and ports: conflicts, processes that end, damaged files and other users."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ PROGRAM = Path(lease.__file__)
 
 @pytest.fixture(autouse=True)
 def folder(monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    """The path of a folder of leases that other users can reach; pytest's own folders are closed to them."""
+    """The path of a folder of leases that other users can access; pytest's folders are closed to them."""
     with tempfile.TemporaryDirectory(prefix="gf-leases-") as parent:
         os.chmod(parent, 0o711)
         path = Path(parent) / "leases"
@@ -36,7 +36,7 @@ def folder(monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
 
 
 class Other:
-    """A process that takes leases and lives on until told."""
+    """A process that takes leases and runs until it is killed."""
 
     def __init__(self, run_id: str, resources: Sequence[str]) -> None:
         code = "import sys, time; from launcher.node.leases import *\n"
@@ -73,25 +73,25 @@ def edit(file: Path, **changes: Any) -> None:
 
 
 def as_user(uid: int, work: Callable[[], object]) -> str:
-    """What ``work`` returns or raises when done by another user, in a child of ours."""
+    """Runs ``work`` as another user in a child process; returns the repr of its result, or its exception as text."""
     reader, writer = os.pipe()
     if not (child := os.fork()):
         os.setresgid(uid, uid, uid)
         os.setresuid(uid, uid, uid)
         try:
-            said = repr(work())
+            outcome = repr(work())
         except BaseException as error:
-            said = f"{type(error).__name__}: {error}"
-        os.write(writer, said.encode())
+            outcome = f"{type(error).__name__}: {error}"
+        os.write(writer, outcome.encode())
         os._exit(0)
     os.close(writer)
     with os.fdopen(reader) as pipe:
-        said = pipe.read()
+        outcome = pipe.read()
     os.waitpid(child, 0)
-    return said
+    return outcome
 
 
-def test_taken_held_and_released(folder: Path) -> None:
+def test_leases_are_taken_held_and_released(folder: Path) -> None:
     assert held() == [] and not folder.exists()
     before = time.time()
     assert take(["cuda:0", "cuda:2", "port:29500"], this_process("run-a", 1, "alice@laptop")) == []
@@ -103,7 +103,7 @@ def test_taken_held_and_released(folder: Path) -> None:
     assert held() == [] and list(folder.iterdir()) == []
 
 
-def test_what_is_held_elsewhere_is_refused_and_nothing_of_it_taken(other: Callable[..., Other]) -> None:
+def test_after_a_conflict_no_lease_is_taken(other: Callable[..., Other]) -> None:
     theirs = other("run-b", "cuda:1", "port:29600")
     conflicts = take(["cuda:0", "cuda:1", "port:29600"], this_process("run-a", 0))
     assert names(conflicts) == [("cuda:1", "run-b"), ("port:29600", "run-b")]
@@ -112,7 +112,7 @@ def test_what_is_held_elsewhere_is_refused_and_nothing_of_it_taken(other: Callab
     assert other("run-c", "cuda:1").conflicts == 1
 
 
-def test_described_for_a_person() -> None:
+def test_descriptions_of_leases() -> None:
     one = lease.Lease("cuda:0", "toy-1", 0, "alice", 123, 1, "boot", 1795262591.0, "alice@laptop")
     assert describe(one) == "held by run toy-1 of alice since 2026-11-21 12:03:11 UTC (pid 123)"
     shared = one._replace(user="ubuntu")
@@ -120,13 +120,13 @@ def test_described_for_a_person() -> None:
     assert [lease.resource_label(name) for name in ("cuda:0", "port:29500")] == ["CUDA device 0", "port 29500"]
 
 
-def test_taking_again_what_one_holds_changes_nothing() -> None:
+def test_taking_a_lease_twice_changes_nothing() -> None:
     me = this_process("run-a", 0)
     assert take(["cuda:0"], me) == [] == take(["cuda:0", "cuda:1"], me)
     assert names(take(["cuda:0"], this_process("run-a", 1))) == [("cuda:0", "run-a")]
 
 
-def test_release_touches_only_its_own_run_and_node() -> None:
+def test_release_ends_only_leases_of_its_own_run_and_node() -> None:
     for run_id, node_rank, name in (("a", 0, "cuda:0"), ("a", 1, "cuda:1"), ("b", 0, "cuda:2")):
         take([name], this_process(run_id, node_rank))
     release("a", 0)
@@ -146,7 +146,7 @@ def test_leases_end_with_their_process(folder: Path, other: Callable[..., Other]
 
 
 @pytest.mark.parametrize("change", [{"boot_id": "before"}, {"start_ticks": 1}, {"pid": 2**22 + 1}], ids=str)
-def test_a_reboot_or_a_pid_used_again_ends_a_lease(folder: Path, change: dict[str, Any]) -> None:
+def test_a_reboot_or_a_reused_pid_ends_a_lease(folder: Path, change: dict[str, Any]) -> None:
     take(["cuda:0"], this_process("run-a", 0))
     edit(next(folder.iterdir()), **change)
     assert take(["cuda:0"], this_process("run-b", 0)) == []
@@ -160,8 +160,8 @@ def test_a_zombie_holds_nothing(other: Callable[..., Other]) -> None:
     assert held() == []
 
 
-def test_of_two_that_race_exactly_one_wins() -> None:
-    """50 rounds, started together by a pipe that closes; who has won holds until both have tried."""
+def test_exactly_one_of_two_concurrent_processes_gets_the_leases() -> None:
+    """50 rounds; closing a pipe starts both processes, and the winner keeps its leases until both have tried."""
     for turn in range(50):
         (start, starter), (tell, teller), (end, ender) = os.pipe(), os.pipe(), os.pipe()
         children = []
@@ -185,7 +185,7 @@ def test_of_two_that_race_exactly_one_wins() -> None:
     assert held() == []
 
 
-def test_damaged_and_foreign_files_mean_nothing(folder: Path) -> None:
+def test_damaged_and_foreign_files_are_ignored(folder: Path) -> None:
     take(["cuda:0", "cuda:1", "cuda:2", "cuda:3"], this_process("run-a", 0))
     uid = os.geteuid()
     edit(folder / f"cuda-0.{uid}.json", run_id="\x1b[2Jhello")
@@ -215,7 +215,7 @@ def test_a_link_in_place_of_the_folder_is_refused(folder: Path, tmp_path: Path) 
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_full_disk_is_told_and_leaves_nothing_behind(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_full_disk_is_reported_and_leaves_nothing_behind(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     take(["cuda:5"], this_process("run-b", 0))
     real, writes = lease._write, iter([False, True])
 
@@ -230,8 +230,8 @@ def test_a_full_disk_is_told_and_leaves_nothing_behind(folder: Path, monkeypatch
     assert names(held()) == [("cuda:5", "run-b")]
 
 
-def test_a_file_larger_than_allowed_is_told(folder: Path) -> None:
-    """A real write that fails: the process may write no byte."""
+def test_a_file_size_limit_is_reported(folder: Path) -> None:
+    """The write really fails, as the process may not write a single byte."""
     code = (
         "from launcher.node.leases import *; import resource, signal; signal.signal(signal.SIGXFSZ, signal.SIG_IGN)\n"
     )
@@ -242,7 +242,7 @@ def test_a_file_larger_than_allowed_is_told(folder: Path) -> None:
     assert list(folder.iterdir()) == []
 
 
-def test_a_folder_kept_locked_is_told(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_locked_folder_is_reported(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     import fcntl
 
     monkeypatch.setattr(lease, "_PATIENCE", 0.05)
@@ -256,12 +256,12 @@ def test_a_folder_kept_locked_is_told(folder: Path, monkeypatch: pytest.MonkeyPa
 
 
 @as_root
-def test_other_users_share_the_folder_and_see_who_holds_what(folder: Path) -> None:
+def test_other_users_share_the_folder_and_see_all_leases(folder: Path) -> None:
     take(["cuda:0"], this_process("run-a", 0))
     assert as_user(NOBODY, lambda: names(held())) == "[('cuda:0', 'run-a')]"
     assert "'run-a'" in as_user(NOBODY, lambda: take(["cuda:0", "cuda:1"], this_process("run-n", 0)))
     assert as_user(NOBODY, lambda: release("run-a", 0)) == "None"
-    assert names(held()) == [("cuda:0", "run-a")], "another user's release touches nothing"
+    assert names(held()) == [("cuda:0", "run-a")], "another user's release has no effect"
 
     def theirs() -> object:
         assert take(["cuda:1"], this_process("run-n", 0)) == []
@@ -269,11 +269,11 @@ def test_other_users_share_the_folder_and_see_who_holds_what(folder: Path) -> No
 
     assert as_user(NOBODY, theirs) == "[('nobody', 'run-n')]"
     assert names(held()) == [("cuda:0", "run-a")], "the other user's process has ended"
-    assert take(["cuda:1"], this_process("run-a", 0)) == [], "his dead file is in nobody's way"
+    assert take(["cuda:1"], this_process("run-a", 0)) == [], "the file of the ended process blocks no one"
 
 
 @as_root
-def test_a_user_cannot_speak_for_another(folder: Path) -> None:
+def test_a_user_cannot_forge_leases_of_another(folder: Path) -> None:
     take([], this_process("run-a", 0))
     me = this_process("forged", 0)
     text = json.dumps(lease.Lease("cuda:0", *me)._asdict())
@@ -285,37 +285,37 @@ def test_a_user_cannot_speak_for_another(folder: Path) -> None:
 
 
 @as_root
-def test_a_name_of_ours_in_another_users_hands_is_told(folder: Path) -> None:
+def test_a_lease_file_of_another_owner_is_reported(folder: Path) -> None:
     take([], this_process("run-a", 0))
     assert as_user(NOBODY, (folder / "cuda-0.1.json").touch) == "None"
-    said = as_user(1, lambda: (held(), take(["cuda:0"], this_process("run-a", 0))))
-    assert said == (
+    outcome = as_user(1, lambda: (held(), take(["cuda:0"], this_process("run-a", 0))))
+    assert outcome == (
         f"LeaseError: {folder}/cuda-0.1.json belongs to nobody and was not created by gnnfleet; have it removed"
     )
 
 
 @as_root
-def test_a_folder_that_another_user_made_for_himself_is_told(folder: Path) -> None:
+def test_a_folder_that_only_its_owner_can_write_to_is_reported(folder: Path) -> None:
     folder.mkdir(mode=0o755)
     os.chown(folder, NOBODY, NOBODY)
-    said = as_user(1, lambda: (held(), take(["cuda:0"], this_process("run-a", 0))))
+    outcome = as_user(1, lambda: (held(), take(["cuda:0"], this_process("run-a", 0))))
     remedy = "have it removed or made writable for all users (chmod 1777)"
-    assert said == f"LeaseError: {folder} belongs to nobody and has mode 755; {remedy}"
+    assert outcome == f"LeaseError: {folder} belongs to nobody and has mode 755; {remedy}"
     folder.chmod(0o700)
     assert as_user(1, held) == f"LeaseError: {folder} belongs to nobody and has mode 700; {remedy}"
     assert as_user(NOBODY, lambda: take(["cuda:0"], this_process("run-a", 0))) == "[]"
-    assert stat.S_IMODE(folder.stat().st_mode) == 0o1777, "its owner puts it right"
+    assert stat.S_IMODE(folder.stat().st_mode) == 0o1777, "its owner's call corrects the mode"
 
 
 @as_root
-def test_a_process_that_proc_hides_still_holds(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_process_hidden_in_proc_keeps_its_leases(monkeypatch: pytest.MonkeyPatch) -> None:
     take(["cuda:0"], this_process("run-a", 0))
     monkeypatch.setattr(lease, "_start_ticks", lambda pid: None)
     assert as_user(NOBODY, lambda: names(held())) == "[('cuda:0', 'run-a')]"
 
 
-def test_runs_as_bare_source_without_our_packages(tmp_path: Path) -> None:
-    """As preflight sends it, under any Python from 3.8 that is here."""
+def test_the_module_runs_as_bare_source_without_packages(tmp_path: Path) -> None:
+    """As preflight sends the module, under this Python and Python 3.8 where it is installed."""
     take(["cuda:0"], this_process("run-a", 0))
     code = "import sys; space = {'__name__': 'gnnfleet_node'}; exec(sys.stdin.read(), space); print(space['held']())"
     for python in [sys.executable, "python3.8"]:
@@ -324,13 +324,13 @@ def test_runs_as_bare_source_without_our_packages(tmp_path: Path) -> None:
             done = subprocess.run(argv, input=PROGRAM.read_text(), cwd=tmp_path, capture_output=True, text=True)
         except FileNotFoundError:
             continue
-        if "not found" in done.stderr or "not installed" in done.stderr:  # a shim for a version that is not here
+        if "not found" in done.stderr or "not installed" in done.stderr:  # a shim for a version that is not installed
             continue
         assert "resource='cuda:0', run_id='run-a'" in done.stdout, done.stderr
 
 
-def test_costs_little() -> None:
-    """Preflight and every supervisor ask; 20 leases must not be felt."""
+def test_leases_cost_little_time() -> None:
+    """Preflight and every supervisor read and take leases; 20 leases must cost little time."""
     before = resource.getrusage(resource.RUSAGE_SELF)
     me = this_process("run-a", 0)
     for _ in range(20):

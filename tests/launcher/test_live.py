@@ -1,4 +1,4 @@
-"""The live view: what it shows, in how many lines and columns, and what of it comes first."""
+"""Tests of the live view: its content, size and order."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from run_kit import make_launch, make_node
 
 
 def plan_of(nodes: int, ranks: int) -> LaunchPlan:
-    """``ranks`` ranks on each node."""
+    """Returns a plan of ``nodes`` nodes with ``ranks`` ranks each."""
     made = []
     for k in range(nodes):
         node = make_node(Path("/w"), k, [])
@@ -72,7 +72,7 @@ def test_64_ranks_fit_a_terminal_of_80_by_24_as_one_row_per_node() -> None:
     assert lines[2].startswith("node0") and "0–3" in lines[2] and "8,136" in lines[2]
 
 
-def test_where_nodes_do_not_fit_either_the_ones_to_look_at_come_first() -> None:
+def test_in_a_short_terminal_nodes_with_problems_come_first() -> None:
     board = board_of(64, 1)
     board.connection_lost(40, "no route")
     board.ended(17, "failed")
@@ -94,24 +94,24 @@ def test_narrow_terminals_drop_columns(width: int, kept: str) -> None:
     assert max(map(len, lines)) <= width
 
 
-def test_a_node_without_heartbeat_is_called_silent_with_how_long() -> None:
+def test_a_node_without_heartbeat_is_shown_as_silent_with_the_time() -> None:
     board = board_of(1, 1)
     assert board.nodes[0].heard is not None
     board.nodes[0].heard -= 9.0
     assert "silent" in shown(board)[2] and shown(board)[2].endswith("9 s")
 
 
-def test_the_time_left_follows_from_the_pace_so_far() -> None:
+def test_the_time_left_is_estimated_from_the_speed_so_far() -> None:
     board = Board.of(plan_of(1, 1))
     board.metric(step(0, 49, epoch=1))
     assert "left" not in shown(board)[0]
     assert board._first is not None
     board._first = board._first[0] - 60.0, board._first[1]
-    board.metric(step(0, 49, epoch=3))  # two epochs in a minute; seven to go
+    board.metric(step(0, 49, epoch=3))  # two epochs in a minute; seven are left
     assert shown(board)[0].endswith("about 3:30 left") or shown(board)[0].endswith("about 3:29 left")
 
 
-def test_ranks_that_the_run_goes_on_without_hold_nothing_up() -> None:
+def test_lost_ranks_do_not_hold_back_the_progress_of_the_run() -> None:
     board = board_of(3, 1)
     board.finding({"kind": "client-lost", "node_rank": 2, "text": "client node2 was lost"})
     for rank in (0, 1):
@@ -132,7 +132,7 @@ def test_hours_are_shown_as_hours() -> None:
     assert [clock(5), clock(65), clock(3605)] == ["0:05", "1:05", "1:00:05"]
 
 
-def test_log_lines_scroll_above_the_table_and_it_goes_away_in_the_end() -> None:
+def test_log_lines_scroll_above_the_table_which_disappears_at_the_end() -> None:
     console = Console(file=io.StringIO(), width=100, height=24, force_terminal=True, color_system=None)
     live = LiveLog(console, plan_of(2, 1), board=board_of(2, 1))
     with live:
@@ -146,7 +146,7 @@ def test_log_lines_scroll_above_the_table_and_it_goes_away_in_the_end() -> None:
 
 
 def played(text: str) -> list[str]:
-    """What a terminal shows after ``text``: it knows line ends, cursor up and erase line, as rich uses them."""
+    """Returns the lines of a terminal after ``text``; knows line ends, cursor up and erase line, which rich uses."""
     rows, row = [""], 0
     i = 0
     while i < len(text):

@@ -1,4 +1,4 @@
-"""What a user sees while a run goes on."""
+"""Tests of the console output of a run: log lines, progress lines and tracebacks."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def step(rank: int, number: int, **more: Any) -> dict[str, Any]:
     return {**at, "loss": 1.25, "seeds": 512, "seeds_per_s": 1000.0, "wait_s": 0.0, **more}
 
 
-def test_lines_carry_node_and_rank_aligned_and_without_the_stamp() -> None:
+def test_lines_start_with_node_and_rank_aligned_and_have_no_timestamp() -> None:
     live, text = view()
     live.file_lines(0, "logs/rank0.log", stamped("one", "  two [red] {x}"))
     live.file_lines(11, "logs/rank11.log", stamped("three"))
@@ -63,7 +63,7 @@ def test_on_a_terminal_each_node_has_its_colour_and_control_characters_do_no_har
     assert out.count("\x1b[36mnode0/rank0") == 3 and "\x1b[35mnode1/rank1" in out
 
 
-def test_lines_of_many_threads_are_never_mixed() -> None:
+def test_lines_of_several_threads_are_not_mixed() -> None:
     live, text = view()
     threads = [
         threading.Thread(target=lambda k=k: [live.process_lines(k, f"rank{k}", ["x" * 200] * 3) for _ in range(30)])
@@ -78,7 +78,7 @@ def test_lines_of_many_threads_are_never_mixed() -> None:
     assert all(line.endswith("| " + "x" * 200) and line.startswith("node") for line in lines)
 
 
-def test_steps_become_one_line_every_few_seconds_when_not_on_a_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_a_terminal_steps_give_one_line_every_few_seconds(monkeypatch: pytest.MonkeyPatch) -> None:
     now = [1000.0]
     monkeypatch.setattr(live_log.time, "monotonic", lambda: now[0])
     live, text = view()
@@ -91,7 +91,7 @@ def test_steps_become_one_line_every_few_seconds_when_not_on_a_terminal(monkeypa
     assert lines[1] == "epoch 2 step 5/50  loss 1.2500  2,000 seeds/s on 2 of 12 ranks"
 
 
-def test_a_traceback_that_ends_the_run_is_left_to_the_report() -> None:
+def test_a_traceback_that_ends_the_run_is_shown_by_the_report_only() -> None:
     live, text = view()
     live.process_lines(0, "rank0", ["before", *TRACEBACK])
     live.process_lines(1, "rank1", ["[rank1]: " + line for line in TRACEBACK])
@@ -114,7 +114,7 @@ def test_a_traceback_that_does_not_end_the_run_is_shown_in_order(monkeypatch: py
     assert [line.split("| ")[1] for line in text().splitlines()] == [*TRACEBACK, "goes on"]
 
 
-def test_noise_of_rank_runners_and_the_supervisor_is_not_shown() -> None:
+def test_output_of_rank_runners_and_the_supervisor_is_not_shown() -> None:
     live, text = view()
     for name in ("runners", "supervisor", "server"):
         live.file_lines(0, f"logs/{name}.log", stamped("noise"))

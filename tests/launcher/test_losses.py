@@ -1,4 +1,4 @@
-"""Runs of servers and clients that lose nodes: which losses they bear, over several supervisors and no launcher."""
+"""Tests of runs of servers and clients that lose nodes, with several supervisors and no launcher."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ ONE_COPY = [[0], [1], [], []]
 
 @pytest.fixture
 def make(tmp_path: Path) -> Iterator[MakeRun]:
-    """Makes runs of two servers and two clients, and kills what a failed test leaves."""
+    """Returns a factory of runs, by default of two servers and two clients; kills all processes in the end."""
     made: list[Run] = []
 
     def run(parts: list[list[int]], roles: str = "sscc", **more: Any) -> Run:
@@ -40,19 +40,19 @@ def states(results: list[dict[str, Any]]) -> list[str | None]:
     return [result.get("state") for result in results]
 
 
-def go(run: Run) -> list[dict[str, Any]]:
-    """Let the ranks end well."""
+def finish(run: Run) -> list[dict[str, Any]]:
+    """Let the ranks succeed and return the results of the nodes."""
     (run.nodes[0].path.parent / "go").touch()
     return run.ends(time.monotonic(), within=8)
 
 
-def gone(run: Run, k: int) -> dict[str, Any]:
-    """What the hub says of a node that the run goes on without, once it does."""
+def loss_of(run: Run, k: int) -> dict[str, Any]:
+    """Waits until the run continues without node ``k`` and returns the hub's record of the loss."""
     hub = run.nodes[run.lead]
     wait_until((hub.path / "state.json").exists)
     wait_until(lambda: str(k) in hub.json("state.json")["gone"])
-    told: dict[str, Any] = hub.json("state.json")["gone"][str(k)]
-    return told
+    loss: dict[str, Any] = hub.json("state.json")["gone"][str(k)]
+    return loss
 
 
 def kill(run: Run, k: int) -> None:
@@ -63,16 +63,16 @@ def kinds(run: Run, k: int) -> list[str]:
     return [event["kind"] for event in run.nodes[k].events()]
 
 
-def test_servers_and_clients_end_well_and_meet_at_the_first_that_trains(make: MakeRun) -> None:
+def test_servers_and_clients_succeed_with_the_first_training_node_as_hub(make: MakeRun) -> None:
     run = make(ONE_COPY).start()
     assert [node.json("state.json")["state"] for node in run.nodes] == ["serving", "serving", "training", "training"]
     assert run.nodes[2].json("state.json")["spare"] == []
-    results = go(run)
+    results = finish(run)
     assert states(results) == ["done"] * 4 and all(result["gone"] == {} for result in results)
     assert results[2]["clock_offset"] == 0.0
 
 
-def test_a_dead_server_is_started_again_on_its_port(make: MakeRun) -> None:
+def test_a_dead_server_is_restarted_on_its_port(make: MakeRun) -> None:
     serve = (
         "import os, pathlib, socket, time; s = socket.create_server(('127.0.0.1', int(os.environ['AT'])))\n"
         "pathlib.Path('server.ready').touch(); print('serving', flush=True); time.sleep(60)"
@@ -86,26 +86,26 @@ def test_a_dead_server_is_started_again_on_its_port(make: MakeRun) -> None:
     wait_until(lambda: node.json("state.json")["state"] == "restarting")
     wait_until(lambda: node.log("server") == ["serving"] * 2 and node.json("state.json")["state"] == "serving")
     assert node.pid("server") != first and kinds(run, 1).count("server-ready") == 2
-    results = go(run)
+    results = finish(run)
     assert states(results) == ["done"] * 4
     (restart,) = results[1]["findings"]
     assert restart["text"] == ("server of node1 (gpu1) was killed by signal 9 (SIGKILL); restart 1 of 3 in 0.5 s")
 
 
-def test_a_dead_server_of_a_node_that_trains_is_started_again(make: MakeRun) -> None:
+def test_a_dead_server_of_a_worker_is_restarted(make: MakeRun) -> None:
     run = make([[0], [1]], "ww").start()
     node = run.nodes[0]
     first = node.pid("server")
     os.kill(first, signal.SIGKILL)
     wait_until(lambda: kinds(run, 0).count("server-ready") == 2 and node.pid("server") != first)
     assert node.json("state.json")["state"] == "training"
-    results = go(run)
+    results = finish(run)
     assert states(results) == ["done"] * 2
     assert [finding["kind"] for finding in results[0]["findings"]] == ["server-restart"]
 
 
 @pytest.mark.slow
-def test_a_server_that_keeps_dying_ends_the_run_which_names_its_parts(make: MakeRun) -> None:
+def test_a_server_that_keeps_dying_ends_the_run_with_the_names_of_its_parts(make: MakeRun) -> None:
     run = make(ONE_COPY, server_restarts=1).start()
     node = run.nodes[1]
     os.kill(node.pid("server"), signal.SIGKILL)
@@ -119,7 +119,7 @@ def test_a_server_that_keeps_dying_ends_the_run_which_names_its_parts(make: Make
 
 
 @pytest.mark.slow
-def test_a_server_that_never_was_ready_is_not_started_again(make: MakeRun) -> None:
+def test_a_server_that_was_never_ready_is_not_restarted(make: MakeRun) -> None:
     run = make(ONE_COPY)
     run.nodes[0].spec["server"]["argv"] = python("raise OSError('port 29600 is taken')")
     since = time.monotonic()
@@ -132,7 +132,7 @@ def test_a_server_that_never_was_ready_is_not_started_again(make: MakeRun) -> No
     "how",
     [pytest.param("lost", marks=pytest.mark.slow), "failed", pytest.param("before ready", marks=pytest.mark.slow)],
 )
-def test_a_run_goes_on_without_a_server_whose_parts_another_holds(make: MakeRun, how: str) -> None:
+def test_a_run_continues_without_a_server_whose_parts_have_another_holder(make: MakeRun, how: str) -> None:
     run = make(TWO_COPIES, server_restarts=0)
     if how == "before ready":
         run.nodes[0].spec["server"]["argv"] = python("import time; time.sleep(0.5); raise OSError('port is taken')")
@@ -141,43 +141,43 @@ def test_a_run_goes_on_without_a_server_whose_parts_another_holds(make: MakeRun,
         kill(run, 0)
     elif how == "failed":
         os.kill(run.nodes[0].pid("server"), signal.SIGKILL)
-    told = gone(run, 0)
+    loss = loss_of(run, 0)
     verb = "was lost" if how == "lost" else "failed"
-    assert told["text"].startswith(f"server node0 (gpu0) {verb} at ")
-    assert told["text"].endswith("): parts 0, 1 are served by node1 (gpu1)")
-    results = go(run)
+    assert loss["text"].startswith(f"server node0 (gpu0) {verb} at ")
+    assert loss["text"].endswith("): parts 0, 1 are served by node1 (gpu1)")
+    results = finish(run)
     assert states(results) == [None if how == "lost" else "failed", "done", "done", "done"]
     assert set(results[2]["gone"]) == {"0"} and results[2]["lost"] == {} and results[2]["cause"] is None
     assert "server-lost" in kinds(run, 2)
     assert [finding["kind"] for finding in results[2]["findings"]] == ["server-lost"]
 
 
-def test_the_second_server_takes_the_last_copies_along(make: MakeRun) -> None:
+def test_the_loss_of_the_last_holder_ends_the_run(make: MakeRun) -> None:
     run = make(TWO_COPIES).start()
     kill(run, 1)
-    gone(run, 1)
+    loss_of(run, 1)
     since = time.monotonic()
     kill(run, 0)
     results = run.ends(since)
     assert states(results) == [None, None, "failed", "stopped"]
     why = "its supervisor ended without reporting a result; it was probably killed"
-    told = f"node0 (gpu0): {why}; no other node holds parts 0, 1, as node1 (gpu1) was lost before"
-    assert results[2]["reason"] == results[3]["reason"] == told
+    reason = f"node0 (gpu0): {why}; no other node holds parts 0, 1, as node1 (gpu1) was lost before"
+    assert results[2]["reason"] == results[3]["reason"] == reason
     assert set(results[2]["gone"]) == {"1"} and set(results[2]["lost"]) == {"0"}
 
 
 @pytest.mark.slow
-def test_a_server_that_never_comes_is_done_without(make: MakeRun) -> None:
+def test_a_run_continues_without_a_server_that_never_started(make: MakeRun) -> None:
     run = make(TWO_COPIES, start_timeout=5.0)
     for node in run.nodes[1:]:
         node.start()
-    assert "did not report to node2 within 5 s (run.start_timeout)" in gone(run, 0)["why"]
+    assert "did not report to node2 within 5 s (run.start_timeout)" in loss_of(run, 0)["why"]
     run.nodes.pop(0)
-    assert states(go(run)) == ["done"] * 3
+    assert states(finish(run)) == ["done"] * 3
 
 
 @pytest.mark.slow
-def test_a_server_lost_when_all_have_trained_is_no_harm(make: MakeRun) -> None:
+def test_the_loss_of_a_server_after_training_is_harmless(make: MakeRun) -> None:
     run = make(ONE_COPY, grace=4.0)
     stubborn = "import signal; signal.signal(signal.SIGTERM, signal.SIG_IGN); " + SERVE
     run.nodes[0].spec["server"]["argv"] = python(stubborn)
@@ -190,7 +190,7 @@ def test_a_server_lost_when_all_have_trained_is_no_harm(make: MakeRun) -> None:
 
 
 @pytest.mark.slow
-def test_a_lost_hub_stops_everybody(make: MakeRun) -> None:
+def test_a_lost_hub_stops_all_nodes(make: MakeRun) -> None:
     run = make(TWO_COPIES, on_client_loss="go-on").start()
     since = time.monotonic()
     kill(run, 2)
@@ -202,7 +202,7 @@ def test_a_lost_hub_stops_everybody(make: MakeRun) -> None:
 
 
 @pytest.mark.slow
-def test_a_stop_request_to_a_server_stops_everybody(make: MakeRun) -> None:
+def test_a_stop_request_to_a_server_stops_all_nodes(make: MakeRun) -> None:
     run = make(TWO_COPIES, on_client_loss="go-on").start()
     since = time.monotonic()
     (run.nodes[1].path / "control" / "stop").write_text('{"by": "al@pc", "why": "gnnfleet stop", "now": false}')
@@ -224,7 +224,7 @@ def test_a_lost_client_ends_the_run_by_default(make: MakeRun) -> None:
 
 
 @pytest.mark.parametrize("how", ["lost", pytest.param("failed", marks=pytest.mark.slow)])
-def test_the_others_go_on_without_a_client_and_their_ranks_are_told(make: MakeRun, how: str) -> None:
+def test_the_run_continues_without_a_client_and_its_ranks_get_the_new_team(make: MakeRun, how: str) -> None:
     run = make([*ONE_COPY, []], "ssccc", on_client_loss="go-on").start()
     if how == "lost":
         kill(run, 3)
@@ -236,7 +236,7 @@ def test_the_others_go_on_without_a_client_and_their_ranks_are_told(make: MakeRu
         assert (team["generation"], team["ranks"]) == (1, [2, 4])
         assert [(one["node_rank"], one["ranks"]) for one in team["lost"]] == [(3, [3])]
     assert not (run.nodes[3].path / "team.json").exists()
-    results = go(run)
+    results = finish(run)
     assert states(results) == ["done", "done", "done", None if how == "lost" else "failed", "done"]
     verb = "was lost" if how == "lost" else "failed"
     assert results[2]["gone"]["3"]["text"].startswith(f"client node3 (gpu3) {verb} at ")
@@ -246,20 +246,20 @@ def test_the_others_go_on_without_a_client_and_their_ranks_are_told(make: MakeRu
 def test_two_clients_lost_one_after_the_other(make: MakeRun) -> None:
     run = make([*ONE_COPY, []], "ssccc", on_client_loss="go-on").start()
     kill(run, 4)
-    gone(run, 4)
+    loss_of(run, 4)
     os.kill(run.nodes[3].pid("rank3"), signal.SIGSEGV)
-    gone(run, 3)
-    team = wait_until(lambda: (told := run.nodes[2].json("team.json"))["generation"] == 2 and told)
+    loss_of(run, 3)
+    team = wait_until(lambda: (team_file := run.nodes[2].json("team.json"))["generation"] == 2 and team_file)
     assert team["ranks"] == [2] and [one["node_rank"] for one in team["lost"]] == [4, 3]
-    assert states(go(run)) == ["done", "done", "done", "failed", None]
+    assert states(finish(run)) == ["done", "done", "done", "failed", None]
 
 
 @pytest.mark.slow
-def test_a_client_lost_before_the_ranks_have_met_ends_the_run(make: MakeRun) -> None:
+def test_a_client_lost_before_all_ranks_joined_ends_the_run(make: MakeRun) -> None:
     run = make(TWO_COPIES, on_client_loss="go-on", start_timeout=5.0)
     late = python("import time; time.sleep(60)")
     for node in run.nodes[2:3]:
-        node.spec["trainer"]["argv"] = late  # no rank of it has started
+        node.spec["trainer"]["argv"] = late  # its ranks never join the others
     since = time.monotonic()
     for node in run.nodes[:3]:
         node.start()
@@ -270,11 +270,11 @@ def test_a_client_lost_before_the_ranks_have_met_ends_the_run(make: MakeRun) -> 
 
 
 @pytest.mark.slow
-def test_a_client_that_was_only_silent_hears_that_it_is_out(make: MakeRun) -> None:
+def test_a_client_that_was_only_suspended_stops_after_its_exclusion(make: MakeRun) -> None:
     run = make(ONE_COPY, on_client_loss="go-on").start()
     os.kill(run.nodes[3].supervisor.pid, signal.SIGSTOP)  # type: ignore[union-attr]
-    gone(run, 3)
+    loss_of(run, 3)
     os.kill(run.nodes[3].supervisor.pid, signal.SIGCONT)  # type: ignore[union-attr]
     assert run.nodes[3].supervisor.wait(15) == 1  # type: ignore[union-attr]
     assert run.nodes[3].json("result.json")["state"] == "stopped"
-    assert states(go(run)) == ["done", "done", "done", "stopped"]
+    assert states(finish(run)) == ["done", "done", "done", "stopped"]

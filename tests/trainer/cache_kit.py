@@ -1,4 +1,4 @@
-"""Hosts of a partition in one process: each with its own parts, asking the others directly, a thread for each rank."""
+"""Hosts of a partition in one process: each opens its own parts and calls the others directly; ranks are threads."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from trainer.store.part_store import open_parts
 
 
 class Owner:
-    """What asks a host's graph, without a network."""
+    """Stands in for a host's client: answers requests from the host's ``LocalGraph`` without a network."""
 
     def __init__(self, part_ids: Sequence[int], local: LocalGraph):
         self.part_ids, self.name, self._local = tuple(part_ids), f"host of {part_ids}", local
@@ -47,7 +47,7 @@ class _Meeting:
 
 @dataclass(frozen=True)
 class Threads:
-    """Ranks that are threads."""
+    """One of several ranks that are threads; has the interface of ``Ranks``."""
 
     rank: int
     meeting: _Meeting
@@ -70,14 +70,14 @@ class Threads:
 
 
 def together(size: int, work: Callable[[Threads], Any]) -> list[Any]:
-    """``work`` of every rank, each in a thread."""
+    """Run ``work`` for every rank, each in a thread. Returns the results by rank."""
     meeting = _Meeting(size)
     with ThreadPoolExecutor(size) as pool:
         return list(pool.map(lambda rank: work(Threads(rank, meeting)), range(size)))
 
 
 def hosts(folder: Any, num_parts: int, topology: str = "partitioned", **options: Any) -> list[Graph]:
-    """Host p has part p; one rank on each. ``options`` of each ``DistGraph``."""
+    """Return one graph per host; host p holds part p and runs one rank. ``options`` go to each ``DistGraph``."""
     locals_ = [LocalGraph(open_parts(folder, [part])) for part in range(num_parts)]
     layout = RankLayout(num_parts, tuple((part,) for part in range(num_parts)))
     graphs = []
@@ -93,5 +93,5 @@ def loader_of(graph: Graph, rank: int, fanouts: Any, batch: int, **options: Any)
 
 
 def received(loader: BatchLoader, epoch: int = 1) -> Cost:
-    """What an epoch's batches took."""
+    """Return the total cost of an epoch's batches."""
     return Cost.total(loader.sample(share).cost for share in loader.shares(epoch))

@@ -1,4 +1,4 @@
-"""Shared by the trainer's tests."""
+"""Fixtures shared by the trainer's tests."""
 
 from __future__ import annotations
 
@@ -8,5 +8,5 @@ import torch
 
 @pytest.fixture(scope="session", autouse=True)
 def one_thread() -> None:
-    """Small steps: on a busy machine threads that wait for each other cost far more than they save."""
+    """Run torch with one thread: for small tensors, synchronising threads costs more time than it saves."""
     torch.set_num_threads(1)

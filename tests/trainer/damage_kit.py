@@ -1,6 +1,6 @@
-"""Damages files of a small partition folder in all kinds of ways, and opens, samples and gathers what is left.
+"""Damages files of a small partition folder, then opens the folder and samples and gathers from it.
 
-``damage`` runs in a process of its own: what the kernels do with damaged files could end it.
+Run ``damage`` in a process of its own: a kernel that reads a damaged file could crash it.
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ from trainer.sampler.types import HopRequest, RowRequest, TimeBound
 from trainer.store.digest_check import checked_digests
 from trainer.store.part_store import open_parts
 
-HEADER = 128  #: bytes, of the arrays here
+HEADER = 128  #: bytes of the .npy headers in this folder
 
 
 def small_folder(folder: Path) -> Path:
-    """Two parts, three node types, edge weights and times, attributes in bfloat16, int8 with scales, and float64."""
+    """Write two parts: three node types, edge weights and times, attributes in bfloat16, scaled int8 and float64."""
     dataset = odd_types()
     tag = dataset.nodes["tag"]
     wide = np.random.default_rng(1).random((5, 70), np.float32)
@@ -38,7 +38,7 @@ def small_folder(folder: Path) -> Path:
 
 
 def all_of(folder: Path, digests: bool) -> str:
-    """Digest of what can be sampled and gathered from a folder."""
+    """Return a digest of all samples and rows of a folder. ``digests``: verify the files' digests first."""
     store = open_parts(folder, (0,), "replicated")
     if digests:
         with checked_digests(store):
@@ -74,7 +74,7 @@ def _answers(graph: LocalGraph):
 
 
 class Damage:
-    """One way to damage one file, drawn by a number."""
+    """One kind of damage to one file, both drawn from ``seed``."""
 
     def __init__(self, seed: int, folder: Path):
         self.rng = np.random.default_rng(seed)
@@ -86,7 +86,7 @@ class Damage:
         return f"{self.how} {self.path.name} {self.other.name}"
 
     def apply(self) -> None:
-        """Damage it; its times stay."""
+        """Damage the file but keep its access and modification times."""
         before = os.stat(self.path)
         getattr(self, self.how)()
         if os.path.isfile(self.path) and not self.path.is_symlink():
@@ -109,7 +109,7 @@ class Damage:
         self._flip(HEADER, self.path.stat().st_size)
 
     def do_extreme(self) -> None:
-        """Values of 8 bytes at the ends of the ranges of integers, infinity, NaN."""
+        """Overwrite 8 bytes with the largest or smallest integers, infinity or NaN."""
         values = [2**31 - 1, -1, 2**63 - 1, -(2**63), 0x7FF0000000000000, 0x7FC000007FC00000, 0x7F8000007F800000]
         size = self.path.stat().st_size
         if size >= HEADER + 8:
@@ -118,7 +118,7 @@ class Damage:
                 file.write(np.int64(self.rng.choice(values)).tobytes())
 
     def do_header_word(self) -> None:
-        """Another dtype, order or shape of the same length in the header."""
+        """Replace the dtype, order or shape in the header by a text of the same length."""
         words = [
             (b"<i8", b"<f8"),
             (b"<i8", b"<u8"),
@@ -196,9 +196,10 @@ class Damage:
 
 
 def damage(sound: Path, work: Path, seed: int, seconds: float) -> None:
-    """Damage copies of ``sound`` for so long; prints what it tries, at last ``done`` and how many were tried.
+    """Damage a copy of ``sound`` repeatedly for ``seconds``.
 
-    Raises ``AssertionError`` for a wrong row where digests are compared, and what is none of our errors.
+    Prints each case, and finally ``done`` with the number of cases and how many were refused. Raises
+    ``AssertionError`` for a wrong row that the digest check missed, and any error that is no ``TrainerError``.
     """
     shutil.copytree(sound, work)
     right, until, tried, refused = all_of(work, True), time.monotonic() + seconds, 0, 0
@@ -208,7 +209,7 @@ def damage(sound: Path, work: Path, seed: int, seconds: float) -> None:
         print(number, case, flush=True)
         case.apply()
         try:
-            all_of(work, False)  # rows may be wrong, ids must not be such that a kernel reads beyond its arrays
+            all_of(work, False)  # rows may be wrong, but no kernel may read beyond its arrays
         except TrainerError as error:
             assert str(error)
         try:

@@ -1,4 +1,4 @@
-"""Folders of arrays for dataset `file`."""
+"""Folders of .npy arrays for the dataset `file`."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import numpy as np
 
 
 def save_arrays(folder: Path, **arrays: np.ndarray | None) -> str:
-    """One .npy per array; None leaves one out. Returns the folder as option ``source``."""
+    """Write one .npy file per array, except those that are None. Returns the folder, for option ``source``."""
     folder.mkdir(exist_ok=True, parents=True)
     for name, values in arrays.items():
         if values is not None:

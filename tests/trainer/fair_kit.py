@@ -1,7 +1,7 @@
-"""Many light client processes on one graph server: no torch, only a gateway and threads that ask for batches.
+"""Many light client processes of one graph server: no torch, only a gateway and threads that request batches.
 
-As a program it is forked into the clients, one for each entry of the JSON list in its second argument, which ask the
-server at the first until stdin ends. Each batch received is a line on stdout: client, time, bytes.
+As a program (``fair_kit.py ENDPOINT CLIENTS``) it forks one client for each entry of the JSON list CLIENTS. The clients
+request batches until stdin ends. Each received batch is one line on stdout: client, time, bytes.
 """
 
 from __future__ import annotations
@@ -31,17 +31,17 @@ SETTINGS = SampleSettings({HOMO_EDGE: (5, 5)})
 
 @dataclass(frozen=True)
 class Asks:
-    """What a client asks for."""
+    """The batches that one client requests."""
 
     name: str
     seeds: int = 100
-    under_way: int = 2  #: batches
-    attr: str = "x"  #: of nodes
+    under_way: int = 2  #: batches requested at the same time
+    attr: str = "x"  #: node attribute
 
 
 @dataclass(frozen=True)
 class Got:
-    """A batch that has arrived."""
+    """A received batch."""
 
     client: int
     at: float  #: ``time.monotonic``, the same clock in all processes of a machine
@@ -49,7 +49,7 @@ class Got:
 
 
 class Crowd:
-    """The processes, and what they have received so far."""
+    """The client processes and the batches they have received."""
 
     def __init__(self, endpoint: str, clients: Sequence[Asks]):
         self.clients = clients
@@ -71,7 +71,7 @@ class Crowd:
         return [one for one in list(self._got) if since <= one.at < until]
 
     def await_all(self, batches: int = 1, seconds: float = 60.0, of: Sequence[int] | None = None) -> None:
-        """Until each client (or those in ``of``) has so many batches more than now."""
+        """Wait until each client (or each in ``of``) has received ``batches`` more batches."""
         start, waiting = time.monotonic(), set(range(len(self.clients)) if of is None else of)
         while waiting:
             assert time.monotonic() < start + seconds, f"no batches for clients {sorted(waiting)}"
@@ -91,7 +91,7 @@ class Crowd:
 
 @contextlib.contextmanager
 def crowd_of(endpoint: str, clients: Sequence[Asks]) -> Iterator[Crowd]:
-    """All of them at work."""
+    """Yield a crowd in which each client has received its first batch."""
     crowd = Crowd(endpoint, clients)
     try:
         crowd.await_all()
@@ -101,7 +101,7 @@ def crowd_of(endpoint: str, clients: Sequence[Asks]) -> Iterator[Crowd]:
 
 
 def shares(got: Sequence[Got], clients: Sequence[int], nbytes: bool = False) -> dict[int, float]:
-    """What each client has had, as a multiple of the equal share; in bytes or in batches."""
+    """Return what each client received as a multiple of the equal share, in bytes or in batches."""
     had = dict.fromkeys(clients, 0)
     for one in got:
         if one.client in had:
@@ -111,7 +111,7 @@ def shares(got: Sequence[Got], clients: Sequence[int], nbytes: bool = False) -> 
 
 
 def ask_for_batches(number: int, endpoint: str, asks: Asks) -> None:
-    """A client's life."""
+    """Open a gateway and start threads that request batches for ever."""
     gateway = Gateway([place_of(endpoint)], 60.0, server_wait=60.0, client=client_name(asks.name))
     num_nodes = gateway.open(60.0).nodes[HOMO_NODE].num_nodes
     for thread in range(asks.under_way):
@@ -134,7 +134,7 @@ def main(endpoint: str, clients: str) -> None:
     for number, asks in enumerate(json.loads(clients)):
         if (pid := os.fork()) == 0:
             os.close(opener)
-            os.read(gate, 1)  # until all are there and their pids have been told
+            os.read(gate, 1)  # returns once all clients are forked and their pids are printed
             return ask_for_batches(number, endpoint, Asks(**asks))
         pids.append(pid)
     os.write(1, (json.dumps(pids) + "\n").encode())

@@ -1,4 +1,4 @@
-"""A partition folder behind graph servers in this process, and clients of them."""
+"""Graph servers of a partition folder within this process, and their clients."""
 
 from __future__ import annotations
 
@@ -25,18 +25,18 @@ HALVES = ((0, 1), (2, 3))  #: two servers with two parts each
 
 
 class Servers:
-    """Graph servers of one folder, server k holding ``held[k]``; each asks the others for what it has not."""
+    """Graph servers of one folder; server k holds the parts ``held[k]`` and requests other parts from its peers."""
 
     def __init__(self, folder: Path, held: Sequence[Sequence[int]], keys: ServiceKeys | None = None):
         self.folder, self.held, self.keys = folder, held, keys
-        self.version, self.listed = 1, tuple(range(len(held)))  #: what HELLO tells
+        self.version, self.listed = 1, tuple(range(len(held)))  #: topology version and servers that HELLO reports
         self.servers: dict[int, GraphServer] = {}
         self.places: dict[int, ServerAddress] = {}
         self._clients: list[HostClient] = []
         self._locals: dict[int, LocalGraph] = {}
 
     def start(self, number: int) -> None:
-        """Start a server, or start it again where it was."""
+        """Start a server; a restarted server keeps its endpoint."""
         parts = tuple(self.held[number])
         endpoint = self.places[number].endpoint if number in self.places else "tcp://127.0.0.1:0"
         local = self._locals[number] = LocalGraph(open_parts(self.folder, parts))
@@ -47,7 +47,7 @@ class Servers:
         self.places[number] = ServerAddress(f"node{number} (s{number})", number, f"s{number}", server.endpoint, parts)
 
     def join(self) -> None:
-        """Tell all servers of each other."""
+        """Connect all servers to each other."""
         for number, server in self.servers.items():
             others = {of: HostClient(place, 20, self.keys, gone_after=1) for of, place in self.places.items()}
             others.pop(number)
@@ -71,7 +71,7 @@ class Servers:
 def serving_parts(
     folder: Path, held: Sequence[Sequence[int]] = HALVES, keys: ServiceKeys | None = None
 ) -> Iterator[Servers]:
-    """All servers, started."""
+    """Start all servers and connect them to each other."""
     servers = Servers(folder, held, keys)
     try:
         for number in range(len(held)):
@@ -83,7 +83,7 @@ def serving_parts(
 
 
 def written(folder: Path, data, num_parts: int = 4) -> Path:
-    """``data`` as a partition folder."""
+    """Write ``data`` as a partition folder and return it."""
     write_store(folder, parts_of(data, num_parts).store)
     return folder
 
@@ -91,7 +91,7 @@ def written(folder: Path, data, num_parts: int = 4) -> Path:
 def client_graph(
     servers: Servers, home: int = 0, ranks: Ranks | None = None, placed: RankLayout | None = None, **options
 ) -> Graph:
-    """The graph as a client of ``home`` has it."""
+    """Open the graph as a client whose home server is ``home``."""
     numbers = [home, *(number for number in servers.places if number != home)]
     places = [servers.places[number] for number in numbers]
     gateway = Gateway(places, options.pop("deadline", 20.0), servers.keys, **{"server_wait": 10.0, **options})
@@ -100,7 +100,7 @@ def client_graph(
 
 @contextmanager
 def worker_graphs(servers: Servers) -> Iterator[list[Graph]]:
-    """The same folder in worker mode: the graph as each of the nodes has it that hold what the servers do."""
+    """Open the folder in worker mode: one graph per node, holding the same parts as the server of that number."""
     with ExitStack() as stack:
         graphs = []
         for number, parts in enumerate(servers.held):

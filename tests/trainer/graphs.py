@@ -1,4 +1,4 @@
-"""Small graphs with known shapes, as ``Dataset`` values."""
+"""Small ``Dataset`` values with known shapes."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def graph(
     name: str = "small",
     edge_attrs: Mapping[str, np.ndarray] | None = None,
 ) -> Dataset:
-    """A dataset of (source, target) pairs. Default x: row v is (v, v/2, -v); default y: v mod 3."""
+    """Build a homogeneous dataset from (source, target) pairs. Default x: row v is (v, v/2, -v); default y: v mod 3."""
     edge_index = np.asarray(edges, dtype=np.int64).reshape(-1, 2).T
     ids = np.arange(num_nodes)
     x = np.stack((ids, ids / 2, -ids), axis=1).astype(np.float32)
@@ -40,7 +40,7 @@ def graph(
 
 
 def ring(num_nodes: int) -> Dataset:
-    """v -> v + 1, one direction: every node has one in-edge."""
+    """Edges v -> v + 1 around the ring; every node has one in-edge."""
     return graph([(v, (v + 1) % num_nodes) for v in range(num_nodes)], num_nodes, name="ring")
 
 
@@ -50,14 +50,14 @@ def star(leaves: int) -> Dataset:
 
 
 def skewed(num_nodes: int, num_edges: int, seed: int = 0) -> Dataset:
-    """Directed; few nodes have most of the edges; with self loops and multi-edges."""
+    """A directed graph with skewed degrees, self loops and multi-edges."""
     rng = np.random.default_rng(seed)
     ends = (rng.random((num_edges, 2)) ** 3 * num_nodes).astype(np.int64)
     return graph(rng.permutation(num_nodes)[ends], num_nodes, name=f"skewed-{seed}")
 
 
 def empty(num_nodes: int) -> Dataset:
-    """No edge at all."""
+    """A graph without edges."""
     return graph([], num_nodes, name="empty")
 
 
@@ -68,7 +68,7 @@ def odd() -> Dataset:
 
 
 def blocks(num_blocks: int, size: int, seed: int = 0) -> Dataset:
-    """Dense blocks joined in a ring by single edges: the best cut is known."""
+    """Dense blocks joined in a ring by single edges; the best cut is known."""
     rng = np.random.default_rng(seed)
     edges = [(b * size, (b + 1) % num_blocks * size) for b in range(num_blocks)]
     for b in range(num_blocks):
@@ -83,7 +83,7 @@ def hetero(
     edge_attrs: Mapping[EdgeType, Mapping[str, np.ndarray]] | None = None,
     name: str = "typed",
 ) -> Dataset:
-    """A dataset of several types; nodes have x, y and splits as in ``graph``, of their own type."""
+    """Build a heterogeneous dataset; the nodes of each type have x, y and splits as in ``graph``."""
     nodes = {of: graph([], count).nodes[HOMO_NODE] for of, count in num_nodes.items()}
     typed = {
         of: graph(pairs, 0, {}, {}, edge_attrs=(edge_attrs or {}).get(of)).edges[HOMO_EDGE]

@@ -1,4 +1,4 @@
-"""Hostile messages for a graph server, and a process that sends them: ``python hostile_kit.py ATTACK``, as JSON."""
+"""Hostile messages for a graph server, and a program that sends them: ``python hostile_kit.py ATTACK`` (JSON)."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from trainer.service.wire.frames import Flag, Kind, Message, Status, encode
 
 Frames = list[bytes]
 
-HEADER = struct.Struct("<4sHBBQIIII")  #: as ``wire`` draws it, written anew here
+HEADER = struct.Struct("<4sHBBQIIII")  #: written independently of the header in ``trainer.service.wire``
 DESCRIPTOR_BYTES = 8 + 8 * 8
 POOL = 3000  #: messages made at a time; each is sent several times
 EXTREMES = (
@@ -55,20 +55,20 @@ EXTREMES = (
 
 @dataclass(frozen=True)
 class Attack:
-    """What one process sends."""
+    """What one attacking process sends, and how it connects."""
 
     endpoint: str
     seed: int
     count: int  #: messages
-    key_file: str | None = None  #: of the run; None where nothing is encrypted, or of a stranger
-    stranger: bool = False  #: has no key, or does not even speak as clients do
+    key_file: str | None = None  #: of the run; None without encryption, or for a stranger
+    stranger: bool = False  #: has no key, or does not follow the clients' protocol
     server_key: str = ""  #: the server's public key, which a stranger may know
-    reads: bool = True  #: takes the answers off the line
-    glutton: bool = False  #: asks for large answers and takes none, till it is ended
+    reads: bool = True  #: reads the replies
+    glutton: bool = False  #: requests large replies and reads none, until it is killed
 
 
 def valid_requests(num_nodes: int) -> list[Message]:
-    """Requests of every kind that a server answers, small ones and some with frames of their own."""
+    """Return requests of every kind that a server answers: small ones, and some with arrays in separate frames."""
     nodes, many = np.array([3, 0, num_nodes - 1]), np.arange(1500) % num_nodes
     hop = HopRequest(HOMO_EDGE, nodes, 3, 1, 2**64 - 1)
     settings = SampleSettings({HOMO_EDGE: (3, 2)}, edge_ids=True)
@@ -103,7 +103,7 @@ def valid_requests(num_nodes: int) -> list[Message]:
 
 
 class Forge:
-    """Hostile messages without end, from a seed."""
+    """Generates hostile messages from a seed."""
 
     def __init__(self, seed: int, num_nodes: int):
         self._random = random.Random(seed)
@@ -121,7 +121,7 @@ class Forge:
         return self._random.choice(self._kinds)()
 
     def bytes_sent(self) -> bytes:
-        """A message as it goes over the line; some announce other parts than they have."""
+        """Return a message as its bytes on the connection; some announce frame sizes that are wrong."""
         parts = self.message()
         data = framed(parts)
         if self._random.random() < 0.1:
@@ -130,12 +130,12 @@ class Forge:
         return data
 
     def polite(self) -> bytes:
-        """A message that is answered, if only with an error."""
+        """Return a message that the server answers, possibly with an error."""
         make = self._random.choice((self.as_it_is, self.as_it_is, self.wrong_records))
         return framed(make())
 
     def noise(self) -> Frames:
-        """Random bytes, some behind our magic."""
+        """Random bytes, sometimes after the protocol's magic number."""
         frames = [
             self._random.randbytes(self._random.choice((0, 1, 7, 36, 500))) for _ in range(self._random.randint(1, 4))
         ]
@@ -155,7 +155,7 @@ class Forge:
         return frames
 
     def wrong_header(self) -> Frames:
-        """Other kinds, statuses and versions, giant counts."""
+        """Wrong kinds, statuses and versions, and giant counts."""
         frames, _ = self._some()
         fields = list(HEADER.unpack_from(frames[0]))
         for place in self._random.sample(range(1, 9), self._random.randint(1, 2)):
@@ -165,7 +165,7 @@ class Forge:
         return frames
 
     def wrong_descriptor(self) -> Frames:
-        """Giant and negative shapes, unknown dtypes, arrays that are elsewhere than announced."""
+        """Giant and negative shapes, unknown dtypes, and arrays in another place than announced."""
         frames = next(frames for frames in self._shuffled_valid() if HEADER.unpack_from(frames[0])[5])
         head = bytearray(frames[0])
         begin = HEADER.size + DESCRIPTOR_BYTES * self._random.randrange(HEADER.unpack_from(head)[5])
@@ -177,7 +177,7 @@ class Forge:
         return [bytes(head), *frames[1:]]
 
     def wrong_records(self) -> Frames:
-        """Places, fanouts, counts and ids that are not there."""
+        """Records with invalid positions, fanouts, counts and ids."""
         frames = next(frames for frames in self._shuffled_valid() if HEADER.unpack_from(frames[0])[6])
         head = bytearray(frames[0])
         fields = HEADER.unpack_from(head)
@@ -189,7 +189,7 @@ class Forge:
         return [bytes(head), *frames[1:]]
 
     def shuffled(self) -> Frames:
-        """Frames too many, too few, twice, or in another order."""
+        """Frames added, repeated, removed or in another order."""
         frames, place = self._some()
         choice = self._random.randrange(4)
         if choice == 0:
@@ -204,7 +204,7 @@ class Forge:
         return frames
 
     def bomb(self) -> Frames:
-        """An array that is announced far larger than what is sent."""
+        """An array announced as far larger than the data sent."""
         announced = self._random.choice((5000, 2**20, 2**28, 2**30, 2**32))
         kind = self._random.choice((Kind.GATHER, Kind.BATCH, Kind.SAMPLE))
         head = HEADER.pack(b"GNFS", wire.VERSION, kind, 0, 1, 1, 0, 0, int(Flag.ROUTE))
@@ -212,26 +212,26 @@ class Forge:
         return [head + described, *[bytes(1 << 20)] * self._random.randint(0, 3)]
 
     def reply(self) -> Frames:
-        """An answer, sent to a server."""
+        """A reply, sent to a server."""
         frames, _ = self._some()
         fields = list(HEADER.unpack_from(frames[0]))
         fields[3] = self._random.choice((1, 2))
         return [HEADER.pack(*fields) + frames[0][HEADER.size :], *frames[1:]]
 
     def crowd(self) -> Frames:
-        """As many arrays as there may be, or a lot of empty frames."""
+        """The most arrays that a message may have, or many empty frames."""
         if self._random.random() < 0.95:
             return [b""] * self._random.choice((2, 64, 1000))
         return self._random.choice(self._crowds)
 
     def one_way(self) -> Frames:
-        """TAKEN of batches of others, and what only servers say."""
+        """TAKEN for batches of other clients, and ALIVE, which only servers send."""
         kind = self._random.choice((Kind.TAKEN, Kind.ALIVE))
         number = self._random.choice((*range(9), 2**64 - 1, self._random.getrandbits(64)))
         return [HEADER.pack(b"GNFS", wire.VERSION, kind, self._random.randrange(3), number, 0, 0, 0, 0)]
 
     def as_it_is(self) -> Frames:
-        """Nothing is wrong with it, but nobody may want the answer."""
+        """A valid request."""
         return self._some()[0]
 
     def _some(self) -> tuple[Frames, int]:
@@ -248,7 +248,7 @@ class Forge:
 
 @contextlib.contextmanager
 def attacking(attack: Attack) -> Iterator[subprocess.Popen[str]]:
-    """A process that attacks; it prints one JSON line when it is done: messages, connections, seconds."""
+    """Start an attacking process; when done it prints one JSON line with messages, connections and seconds."""
     argv = [sys.executable, __file__, json.dumps(asdict(attack))]
     path = ":".join((str(Path(__file__).resolve().parents[2]), str(Path(__file__).resolve().parent)))
     process = subprocess.Popen(
@@ -262,9 +262,10 @@ def attacking(attack: Attack) -> Iterator[subprocess.Popen[str]]:
 
 
 def send_as_insider(attack: Attack, num_nodes: int) -> int:
-    """From connections that are admitted, at speed. The number of connections.
+    """Attack as fast as possible over connections that the server admits. Returns the number of connections.
 
-    Each sends some messages that are read to their end, whatever is wrong with them, and then one that may be anything.
+    Each connection sends some messages that are framed correctly, whatever their content, and then one that may be
+    anything.
     """
     forge, chance, sent, connections = Forge(attack.seed, num_nodes), random.Random(attack.seed), 0, 0
     keys = read_key_file(attack.key_file) if attack.key_file else None
@@ -285,7 +286,7 @@ def send_as_insider(attack: Attack, num_nodes: int) -> int:
 
 
 def send_as_glutton(attack: Attack, num_nodes: int) -> None:
-    """Large answers are asked for and left on the line, which stays open. Never returns."""
+    """Request large replies over connections that stay open and read none of them. Never returns."""
     ids = np.arange(20_000) % num_nodes
     gather = messages.gather_request([RowRequest(HOMO_NODE, ids, ("x",))])
     greed = [gather, replace(gather, flags=Flag.ROUTE), messages.edges_request(0, HOMO_EDGE, 0, 4000)]
@@ -299,14 +300,14 @@ def send_as_glutton(attack: Attack, num_nodes: int) -> None:
 
 
 def send_as_stranger(attack: Attack) -> int:
-    """From connections that have no key, a wrong one, or speak something else. The number of connections."""
+    """Attack without a key, with a wrong one, or in another protocol. Returns the number of connections."""
     chance, sent, connections = random.Random(attack.seed), 0, 0
     open_ones: list[RawPeer] = []
     while sent < attack.count:
         connections += 1
         payload, number = _payload(chance)
         sent += number
-        with contextlib.suppress(OSError, EOFError):  # the server hangs up while we still talk
+        with contextlib.suppress(OSError, EOFError):  # the server closes the connection while this side still sends
             if chance.random() < 0.2:
                 with RawPeer(attack.endpoint, _wrong_keys(attack, chance)) as peer:
                     peer.send(payload)
@@ -321,7 +322,7 @@ def send_as_stranger(attack: Attack) -> int:
 
 
 def _payload(chance: random.Random) -> tuple[bytes, int]:
-    """What a stranger's TCP connection says, and how many messages that is."""
+    """Return the bytes that a stranger sends over one TCP connection, and how many messages they count as."""
     plain, encrypted = greeting(False), greeting(True)
     some = [framed([chance.randbytes(chance.randrange(250))]) for _ in range(20)]
     hello = b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03" + chance.randbytes(500)
@@ -343,7 +344,7 @@ def _payload(chance: random.Random) -> tuple[bytes, int]:
 
 
 def _wrong_keys(attack: Attack, chance: random.Random) -> ServiceKeys:
-    """A key of nobody, or of nobody but knowing the server's certificate."""
+    """Return an unknown key pair, sometimes with the server's real public key."""
     own = chance.choice(_strangers_keys())
     return replace(own, server=chance.choice((own.public, attack.server_key or own.public)))
 

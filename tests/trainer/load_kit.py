@@ -1,4 +1,4 @@
-"""The same small graph as torch_geometric data and as opened parts, and comparison of batches."""
+"""Small graphs as torch_geometric data and as opened parts, and a comparison of batches."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ COUNTS = {"author": 40, "paper": 70, "venue": 5}
 
 
 def homo_data(num_nodes=60, num_edges=260, seed=5):
-    """With self loops, multi-edges, attributes of several dtypes and ranks, and one of the graph as a whole."""
+    """A graph with self loops, multi-edges, and attributes of several dtypes and ranks."""
     edge_index, _ = random_graph(seed, num_nodes, num_edges)
     rng = np.random.default_rng(seed + 1)
     return Data(
@@ -35,7 +35,7 @@ def homo_data(num_nodes=60, num_edges=260, seed=5):
 
 
 def hetero_data(seed=6):
-    """Three node types, one of them without edges; one has no attribute but its time."""
+    """Three node types: ``venue`` has no edges, ``author`` has no attribute besides its time."""
     rng = np.random.default_rng(seed)
     data = HeteroData()
     for of, count in COUNTS.items():
@@ -56,7 +56,7 @@ def hetero_data(seed=6):
 
 
 def parts_of(data, num_parts=1, **options):
-    """``data`` as an opened graph of in-memory parts, nodes dealt out at random."""
+    """Open ``data`` as a graph of in-memory parts, with nodes assigned to parts at random."""
     rng = np.random.default_rng(num_parts)
     if isinstance(data, Data):
         masks = {"train": np.flatnonzero(data.train_mask.numpy())}
@@ -85,19 +85,19 @@ def opened(store):
 
 
 def plain_graph(num_parts=1, **options):
-    """Topology only."""
+    """A graph without attributes."""
     edge_index, num_nodes = random_graph(5, 60, 260)
     return opened(store_of(edge_index, num_nodes, num_parts, **options))
 
 
 def content(batch):
-    """Everything in a batch but ``blocks``, by (type, attribute)."""
+    """Return all values of a batch except ``blocks``, by (type, attribute)."""
     stores = [(store._key, store) for store in batch.stores]
     return {(of, key): value for of, store in stores for key, value in store.items() if key != "blocks"}
 
 
 def assert_same(ours, theirs, ignore=()):
-    """Equal attributes with equal values, dtypes and shapes; None is as good as absent."""
+    """Assert equal attributes with equal values, dtypes and shapes; None counts as absent."""
     mine, others = ({k: v for k, v in content(b).items() if v is not None} for b in (ours, theirs))
     drop = {key for key in mine.keys() ^ others.keys() if key[1] in ignore}
     assert mine.keys() - drop == others.keys() - drop

@@ -1,4 +1,4 @@
-"""Blocks and typed batches for tests of models: by plain Python from edge lists, apart from ``trainer.sampler``."""
+"""Blocks and typed batches for tests of models, built in plain Python from edge lists without ``trainer.sampler``."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from trainer.core.batch import Block, HeteroBatch
 from trainer.core.schema import HOMO_EDGE, HOMO_NODE
 from trainer.nn.graph_facts import GraphFacts
 
-#: An author writes papers; papers cite papers; topics stand above papers, and each topic belongs to a board.
+#: Authors write papers, papers cite papers, papers have topics, and boards point to topics.
 WRITES, CITES, HAS, WROTE, ON = (
     ("author", "writes", "paper"), ("paper", "cites", "paper"), ("paper", "has", "topic"),
     ("paper", "by", "author"), ("board", "on", "topic"),
@@ -37,7 +37,7 @@ def homogeneous(in_dim=5, num_classes=4):
 
 
 def whole_graph_block(num_nodes, edge_index):
-    """Every node a target with all of its in-edges."""
+    """Return a block in which every node is a target with all of its in-edges."""
     order = torch.argsort(edge_index[1], stable=True)
     counts = torch.bincount(edge_index[1], minlength=num_nodes)
     indptr = torch.nn.functional.pad(counts.cumsum(0), (1, 0)).int()
@@ -45,14 +45,17 @@ def whole_graph_block(num_nodes, edge_index):
 
 
 def typed_edges(seed=0, num_nodes=None, per_type=90):
-    """Random edges of five types, int64 [2, e] each; multi-edges and self loops included."""
+    """Return random edges of five types, int64 [2, e] each, including multi-edges and self loops."""
     rng, counts = np.random.default_rng(seed), num_nodes or NUM_NODES
     ends = {of: (counts[of[0]], counts[of[2]]) for of in (WRITES, CITES, HAS, WROTE, ON)}
     return {of: np.stack([rng.integers(0, n, per_type) for n in size]) for of, size in ends.items()}
 
 
 def typed_batch(edges, seeds, fanouts, num_nodes=None, *, key=77, rng=None, target="paper", dims=None):
-    """``HeteroBatch`` around ``seeds``; -1 takes all. Picks differ from the trainer's, shapes and order do not."""
+    """Sample a ``HeteroBatch`` around ``seeds``; fanout -1 takes all.
+
+    The sampled neighbours differ from the trainer's; shapes and order are the same.
+    """
     num_nodes, rng = num_nodes or NUM_NODES, rng or np.random.default_rng(1)
     known = {of: list(seeds) if of == target else [] for of in num_nodes}
     counts, hops = {of: [len(ids)] for of, ids in known.items()}, []
@@ -75,7 +78,10 @@ def typed_batch(edges, seeds, fanouts, num_nodes=None, *, key=77, rng=None, targ
 
 
 def pyg_batch(edges, seeds, fanouts, num_nodes=None, *, target="paper", dims=None, rng=None):
-    """``HeteroData`` as torch_geometric's loader gives: every node expanded once, at the hop after it appeared."""
+    """Sample a ``HeteroData`` as torch_geometric's loader does: each node is expanded once, in the hop after its first.
+
+    ``edge_attr`` [e, 3] of every edge type is random.
+    """
     num_nodes, rng = num_nodes or NUM_NODES, rng or np.random.default_rng(1)
     dims = dict.fromkeys(num_nodes, 4) if dims is None else dims
     known = {of: list(seeds) if of == target else [] for of in num_nodes}
@@ -128,5 +134,5 @@ def _block(rows, num_src):
 
 
 def _widened(block, num_src):
-    """Other edge types of the hop found sources too."""
+    """Raise the block's number of sources to those that all edge types of the hop found."""
     return Block(block.indptr, block.indices, num_src)

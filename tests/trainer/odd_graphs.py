@@ -1,4 +1,4 @@
-"""Graphs that break samplers: nothing there, everything there, everything at one place."""
+"""Extreme graphs for tests of samplers: without edges, complete, or with all edges at one node."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def homo(edges, num_nodes):
 
 
 def hetero(edges, counts):
-    """``edges``: edge type -> pairs."""
+    """Build typed data from ``edges``: edge type -> (source, target) pairs, and ``counts``: nodes per type."""
     data = HeteroData()
     for of, count in counts.items():
         data[of].num_nodes = count
@@ -41,7 +41,7 @@ def hetero(edges, counts):
 
 
 def hub(size):
-    """Everything leads to node 0, and from there to three nodes."""
+    """All nodes point to node 0, which points to nodes 0, 1 and 2."""
     return [(i, 0) for i in range(1, size + 1)] + [(0, 1), (0, 2), (0, 0)]
 
 
@@ -66,7 +66,10 @@ GRAPHS = {
 
 
 def seeds_of(data):
-    """Node seeds: all, the first again and again, the last. Links: pairs that need not be edges. Both with times."""
+    """Return loader arguments and the number of node seeds.
+
+    Node seeds are up to nine ids, the last id and repetitions of the first. Links are pairs that need not be edges.
+    """
     count = data.num_nodes if isinstance(data, Data) else data["item"].num_nodes
     ids = torch.tensor([*range(min(count, 9)), 0, 0, count - 1, 0])
     src = data.num_nodes if isinstance(data, Data) else data["user"].num_nodes
@@ -80,7 +83,7 @@ def seeds_of(data):
 
 
 def cut(data, num_parts, only=None, empty=()):
-    """Opened parts of ``data``, nodes dealt out in turn, to all parts but ``empty``."""
+    """Open ``data`` as parts; nodes are assigned round-robin to all parts except ``empty``."""
     full = [part for part in range(num_parts) if part not in empty]
     nodes = {"node": data} if isinstance(data, Data) else {of: data[of] for of in data.node_types}
     edges = {("node", "to", "node"): data} if isinstance(data, Data) else {of: data[of] for of in data.edge_types}

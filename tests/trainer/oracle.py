@@ -1,4 +1,4 @@
-"""The equality oracle: one batch under every way of cutting, serving and sharing out the same graph."""
+"""Compares the batches of one graph across partitions, hosts, graph servers and ranks."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from trainer.service.wire.messages import HelloInfo
 
 @contextlib.contextmanager
 def hosts_of(data, num_parts, keys=None, make=parts_of):
-    """The graph as each of ``num_parts`` hosts has it: one part opened, the others behind graph servers."""
+    """Yield the graph of each of ``num_parts`` hosts: one part is opened, the others are behind graph servers."""
     with contextlib.ExitStack() as stack:
         stores = [make(data, num_parts, only=[part]).store for part in range(num_parts)]
         ends = [stack.enter_context(_served(store, part, keys)) for part, store in enumerate(stores)]
@@ -52,7 +52,7 @@ def _served(store, part, keys):
 
 
 def loader_of(graph, load, arguments):
-    """``load``: nodes, binary or triplet; of the arguments each takes those that it knows."""
+    """Return the loader for ``load`` (nodes, binary or triplet); arguments of the other kind are dropped."""
     only = {"nodes": ("input_nodes", "input_time"), "links": ("edge_label_index", "edge_label_time", "edge_label")}
     kind = "nodes" if load == "nodes" else "links"
     other = only["links" if kind == "nodes" else "nodes"]
@@ -66,7 +66,7 @@ def loader_of(graph, load, arguments):
 
 
 def assert_identical(ours, theirs, ignore=()):
-    """Two batches, or lists of batches: every attribute, block and number in the same order, bit for bit."""
+    """Assert that two batches, or lists of batches, have bit-identical attributes and blocks in the same order."""
     mine, others = dict(_leaves(ours)), dict(_leaves(theirs))
     drop = {path for path in mine.keys() ^ others.keys() if path[-1] in ignore}
     assert [path for path in mine if path not in drop] == [path for path in others if path not in drop]
@@ -76,7 +76,7 @@ def assert_identical(ours, theirs, ignore=()):
 
 
 def _leaves(value, path=()):
-    """(path, plain value) of everything in a batch; a tensor is its dtype, shape and bytes."""
+    """Yield (path, plain value) for every leaf of a batch; a tensor becomes its dtype, shape and bytes."""
     if isinstance(value, torch.Tensor):
         yield path, (value.dtype, tuple(value.shape), value.numpy().tobytes())
     elif hasattr(value, "stores"):
@@ -85,7 +85,7 @@ def _leaves(value, path=()):
                 yield from _leaves(store[name], (*path, store._key, name))
     elif is_dataclass(value):
         for field in fields(value):
-            if field.name != "cost":  # where it was fetched, and how fast
+            if field.name != "cost":  # traffic and times differ between runs
                 yield from _leaves(getattr(value, field.name), (*path, field.name))
     elif isinstance(value, dict):
         for key, item in value.items():
@@ -98,11 +98,11 @@ def _leaves(value, path=()):
         yield path, value
 
 
-# What a seed gets, whoever gets it ------------------------------------------------------------------------------------
+# What a seed gets, on any rank ----------------------------------------------------------------------------------------
 
 
 def layout_of(world_size, num_parts):
-    """Ranks beside parts in turn; with one more rank than parts, two beside the first."""
+    """Assign ranks to parts round-robin; with one more rank than parts, the first part has two."""
     ranks = [[] for _ in range(num_parts)]
     for rank in range(world_size):
         ranks[rank % num_parts].append(rank)
@@ -110,11 +110,11 @@ def layout_of(world_size, num_parts):
 
 
 def facts(batches, load, target=None, link=None):
-    """What the seeds of these shares of a global batch got, as one multiset: equal for every split into ranks.
+    """Return what the seeds of a global batch's shares got, as one multiset that is equal for every split into ranks.
 
-    ``target``: node type of the seeds, ``link``: edge type of the links, where heterogeneous. Node seeds are told by
-    input id, links by theirs; of link batches that are not disjoint, nodes stand for themselves, since two ranks may
-    have the same one.
+    For heterogeneous graphs, ``target`` is the node type of the seeds and ``link`` the edge type of the links. Node
+    seeds, and the trees of disjoint batches, are identified by input id. In link batches that are not disjoint, seed
+    nodes are identified by their own id and counted once, since two ranks may have the same one.
     """
     found = Counter(fact for batch in batches for fact in _facts(batch, load, target, link))
     return {fact: 1 if fact[0] == "node" else count for fact, count in found.items()}
@@ -143,7 +143,7 @@ def _facts(batch, load, target, link):
 
 
 def _edges(batch, nodes, input_id, hetero):
-    """Every edge with the seed in whose tree it is."""
+    """Yield every edge with the seed whose tree contains it."""
     for of in batch.edge_types if hetero else [("", "", "")]:
         store, ends = (batch[of] if hetero else batch), (nodes[of[0]], nodes[of[2]])
         trees = ends[1].batch[store.edge_index[1]].tolist()
@@ -154,7 +154,7 @@ def _edges(batch, nodes, input_id, hetero):
 
 
 def _links(batch, nodes, link):
-    """Positives and negatives, as original ids."""
+    """Yield positive and negative links as original ids."""
     src, dst, store = (nodes[link[0]], nodes[link[2]], batch[link]) if link else (batch, batch, batch)
     if "dst_neg_index" in dst:
         columns = store.input_id, src.n_id[src.src_index], dst.n_id[dst.dst_pos_index], dst.n_id[dst.dst_neg_index]
@@ -166,7 +166,7 @@ def _links(batch, nodes, link):
 
 
 def trees(batch):
-    """For every node, by type, a digest of the computation tree that the blocks let a model see below it."""
+    """Return, by node type, a digest per node of its computation tree in the blocks."""
     layers = batch.blocks
     hetero = isinstance(layers[0], dict)
     if not hetero:

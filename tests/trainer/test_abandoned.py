@@ -1,4 +1,4 @@
-"""A batch that its client no longer waits for leaves the server's buffer."""
+"""Tests of abandoned requests: a batch that its client no longer waits for leaves the server's buffer."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ WORK = HOMO["attributes and labels"]
 
 @pytest.fixture
 def server(monkeypatch):
-    """Its first batch takes a second."""
+    """A graph server whose first batch takes one second."""
     graph = parts_of(homo_data(), 3)
     with serving(graph.access.local, routed=graph.access) as server:
         batch, slow = server._handlers.batch, [1.0]
@@ -29,7 +29,7 @@ def server(monkeypatch):
         yield server
 
 
-def test_a_batch_given_up_is_free_while_the_client_goes_on_elsewhere(server) -> None:
+def test_a_batch_whose_client_timed_out_leaves_the_buffer(server) -> None:
     with client_of(server.endpoint, route=True) as client:
         client.hello()
         with pytest.raises(ServiceError, match="no answer within .* to batch"):
@@ -40,7 +40,7 @@ def test_a_batch_given_up_is_free_while_the_client_goes_on_elsewhere(server) -> 
             time.sleep(0.02)
 
 
-def test_the_next_batch_on_the_same_line_comes(server) -> None:
+def test_a_connection_still_works_after_an_abandoned_batch(server) -> None:
     with client_of(server.endpoint, route=True) as client:
         client.hello()
         with pytest.raises(ServiceError):

@@ -1,4 +1,4 @@
-"""Odd graphs through every kind of sampling and loader: it runs, and parts, wires and ranks change nothing."""
+"""Tests of extreme graphs with every kind of sampling and loader: batches do not depend on parts, network or ranks."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def arguments_of(data, how, load):
 
 @pytest.fixture(scope="module")
 def places():
-    """Graph name -> its data, one part, and the other ways to have it."""
+    """A function of a graph's name: its data, one opened part, and [four parts, four parts of which two are empty]."""
     with_wires = {}
 
     def of(name):
@@ -56,7 +56,7 @@ def places():
 
 @pytest.mark.parametrize("how", HOW)
 @pytest.mark.parametrize("name", GRAPHS)
-def test_parts_and_empty_parts_change_nothing(places, name, how):
+def test_batches_do_not_depend_on_parts_or_empty_parts(places, name, how):
     data, whole, others = places(name)
     for load in LOADS:
         arguments = arguments_of(data, how, load)
@@ -72,8 +72,8 @@ def _count(arguments, load):
 
 
 @pytest.mark.parametrize("name", GRAPHS)
-def test_the_wire_changes_nothing(places, name):
-    """Each way of sampling by one of the loaders; over full parts, test_oracle has all of them."""
+def test_batches_over_the_network_are_identical(places, name):
+    """Each kind of sampling is tested with one loader; test_oracle.py tests all combinations over full parts."""
     data, whole, _ = places(name)
     with hosts_of(data, 4, make=EMPTY) as hosts:
         for how, load in zip(HOW, itertools.cycle(LOADS), strict=False):
@@ -83,7 +83,7 @@ def test_the_wire_changes_nothing(places, name):
 
 @pytest.mark.parametrize("how", [name for name in HOW if name != "induced"])
 @pytest.mark.parametrize("name", GRAPHS)
-def test_whole_neighbourhoods_are_torch_geometrics(places, name, how):
+def test_whole_neighbourhoods_equal_those_of_torch_geometric(places, name, how):
     data, _, (graph, _) = places(name)
     arguments = {**arguments_of(data, how, "nodes"), "num_neighbors": [-1, -1], "shuffle": False}
     theirs = {k: v for k, v in arguments.items() if k not in ("edge_label_index", "edge_label_time", "shuffle", "seed")}
@@ -94,8 +94,8 @@ def test_whole_neighbourhoods_are_torch_geometrics(places, name, how):
 @pytest.mark.filterwarnings("ignore:.* for 3 ranks")
 @pytest.mark.parametrize("how", [name for name in HOW if name not in ("induced", "bidirectional")])
 @pytest.mark.parametrize("name", GRAPHS)
-def test_ranks_change_nothing_and_may_go_empty(places, name, how):
-    """Also with fewer seeds than ranks: every rank has as many batches, perhaps without seeds."""
+def test_shares_of_ranks_add_up_to_the_same_batches(places, name, how):
+    """Every rank gets the same number of batches, some without seeds when there are fewer seeds than ranks."""
     data, whole, (graph, _) = places(name)
     for load in LOADS:
         of = {"target": None, "link": None}
@@ -117,7 +117,7 @@ def test_ranks_change_nothing_and_may_go_empty(places, name, how):
 
 
 def _first(arguments, count):
-    """The same with so many seeds."""
+    """Return the arguments with only the first ``count`` seeds."""
 
     def cut_one(value):
         return (value[0], value[1][..., :count]) if isinstance(value, tuple) else value[..., :count]
@@ -127,7 +127,7 @@ def _first(arguments, count):
 
 
 @pytest.mark.parametrize("name", GRAPHS)
-def test_the_bundled_trainers_batches(places, name):
+def test_batches_of_the_bundled_trainer_do_not_depend_on_parts(places, name):
     data, whole, others = places(name)
     target = "node" if isinstance(data, Data) else "item"
     for more in ({}, {"replace": True}, {"weight": "edge_weight"}, {"time_attr": "time"}, {"disjoint": True}):

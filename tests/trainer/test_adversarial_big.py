@@ -1,4 +1,4 @@
-"""A hub with a million neighbours, and ids beyond 2^31, through partition, loaders and wire."""
+"""Tests of a hub with a million neighbours and of ids beyond 2^31, through partitioning, loaders and network."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ HOW = {
 
 
 def hub():
-    """A million nodes lead to node 0, and node 0 leads to ten of them."""
+    """A million nodes point to node 0, and node 0 points to ten of them."""
     ends = torch.arange(1, MILLION + 1)
     edges = torch.cat(
         [torch.stack([ends, torch.zeros_like(ends)]), torch.stack([torch.zeros(10), ends[:10]]).long()], 1
@@ -52,7 +52,7 @@ def hub():
 
 @pytest.fixture(scope="module")
 def hubs(tmp_path_factory):
-    """The graph in memory, and cut into two parts, which are here and behind the wire."""
+    """The graph in memory, opened from two parts on one host, and opened on two hosts that request the other part."""
     data, folder = hub(), tmp_path_factory.mktemp("hub")
     dataset = dataset_of(data, "hub", ("when",))
     write_partition(dataset, assign_parts(dataset, 2, "hash"), folder)
@@ -106,13 +106,13 @@ COUNT, DEGREE = FAR + 10, 3
 
 
 def sources_of(nodes):
-    """In-neighbours of nodes, [n, 3]: on both sides of 2^31, and the node itself."""
+    """Return the in-neighbours of nodes, [n, 3]: ids on both sides of 2^31, and the node itself."""
     near, far = nodes * 5 % COUNT, FAR + nodes % 10
     return np.stack([near, far, nodes], axis=1)
 
 
 class FarGraph:
-    """The first part, of more than two billion nodes, by arithmetic; node v's edges are 3 v, 3 v + 1, 3 v + 2."""
+    """The first part, with more than two billion nodes that are computed; node v's edges are 3 v, 3 v + 1, 3 v + 2."""
 
     def sample_hops(self, requests):
         return [self._hop(request) for request in requests]
@@ -135,7 +135,7 @@ class FarGraph:
 
 
 def far_store():
-    """Ten nodes of part 1, as arrays."""
+    """Return a store of part 1 with its ten nodes as arrays."""
     ids = np.arange(FAR, COUNT)
     edges = np.arange(FAR * DEGREE, COUNT * DEGREE)
     value = {"value": AttrSpec("int64", (COUNT,))}
@@ -183,7 +183,7 @@ def test_ids_beyond_32_bits_in_node_batches(far, fanout, more):
 
 
 def reached(seeds, hops):
-    """Nodes within so many hops."""
+    """Return all nodes within ``hops`` hops of ``seeds``."""
     found = set(seeds.tolist())
     for _ in range(hops):
         found |= set(sources_of(np.array(sorted(found))).ravel().tolist())

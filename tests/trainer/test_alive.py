@@ -1,4 +1,4 @@
-"""How many batches there are at once, which is what memory a loader and a training process take."""
+"""Tests of how many batches exist at once, which bounds the memory of a loader and of a training process."""
 
 from __future__ import annotations
 
@@ -26,11 +26,11 @@ ALONE = RankGroup(Ranks(), torch.device("cpu"))
 
 
 class Result:
-    """Of a job."""
+    """The result of one job."""
 
 
 class Census:
-    """Counts what has been made and is still there."""
+    """Counts the objects that are alive, and the most that were alive at once."""
 
     def __init__(self):
         self.alive, self.most, self._lock = 0, 0, threading.Lock()
@@ -48,13 +48,13 @@ class Census:
 
 
 @pytest.mark.parametrize(("threads", "ahead", "most"), [(1, 1, 2), (1, 2, 2), (1, 4, 4), (3, 2, 4), (2, 5, 5)])
-def test_results_at_once_are_bounded_where_each_is_let_go(threads, ahead, most):
+def test_the_number_of_results_alive_at_once_is_bounded(threads, ahead, most):
     census = Census()
     results = ordered_ahead(lambda _: census.enter(Result()), range(40), threads=threads, ahead=ahead, deadline=60)
     for number in range(40):
         result = next(results)
         until = time.monotonic() + 30
-        while number < 10 and census.alive < most:  # the threads do all they may
+        while number < 10 and census.alive < most:  # the threads work ahead as far as allowed
             assert time.monotonic() < until
             time.sleep(0.001)
         del result
@@ -73,7 +73,7 @@ def test_a_thread_works_while_a_result_is_in_use():
 
 
 class Counted(BatchLoader):
-    """A loader whose batches are counted."""
+    """A loader whose batches are counted in ``census``."""
 
     census: Census
 
@@ -82,7 +82,7 @@ class Counted(BatchLoader):
 
 
 @pytest.mark.parametrize("does", ["train", "evaluate"])
-def test_training_and_evaluation_have_two_batches_at_once_at_most(does, tmp_path):
+def test_training_and_evaluation_hold_at_most_two_batches_at_once(does, tmp_path):
     loader = Counted(parts_of(homo_data(), 1), LoaderSettings("train", (3, 2), 4), 0, RankLayout.single(1))
     loader.census = Census()
     width = next(iter(loader.epoch(9))).x.shape[1]

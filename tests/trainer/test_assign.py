@@ -1,4 +1,4 @@
-"""Which part owns each node: cuts are small, bounds hold, any graph will do."""
+"""Tests of ``assign_parts``: edge cuts are small, balance bounds hold, and any graph can be partitioned."""
 
 from __future__ import annotations
 
@@ -25,12 +25,12 @@ GRAPHS = [ring(23), star(40), skewed(200, 3000), empty(9), odd(), graph([(0, 0)]
 
 
 def sizes(assignment, of=HOMO_NODE, ids=slice(None)):
-    """Nodes of one type, or some of them, in each part."""
+    """Return the number of nodes of one type, or of those in ``ids``, in each part."""
     return np.bincount(assignment.parts[of][ids], minlength=assignment.num_parts)
 
 
 def typed_blocks(num_blocks=4, size=40, seed=0):
-    """Blocks of papers and authors, each block a complete bipartite graph; nothing joins the blocks."""
+    """Blocks of papers and authors; each block is a complete bipartite graph, and no edge joins two blocks."""
     rng = np.random.default_rng(seed)
     paper, author = rng.permutation(num_blocks * size), rng.permutation(num_blocks * size // 4)
     pairs = [
@@ -81,8 +81,8 @@ def test_metis_on_a_directed_star_and_ring():
 
 
 @pytest.mark.parametrize("balance", BALANCES)
-def test_balance_bounds_what_it_names_and_costs_the_rest_nothing(balance):
-    """Seeds all in one half of a chain of blocks: cutting the chain in two would give one part all of them."""
+def test_only_the_named_groups_are_balanced(balance):
+    """All seeds lie in one of two joined blocks; the best cut would give one part all of them."""
     size = 100
     inner = [(b * size + i, b * size + j) for b in range(2) for i in range(size) for j in range(i)]
     dataset = graph([*inner, (0, size)], 2 * size, splits={"train": range(size)})
@@ -95,8 +95,8 @@ def test_balance_bounds_what_it_names_and_costs_the_rest_nothing(balance):
         assert of_seeds.min() == 0 and assignment.edge_cut == 1 / dataset.num_edges
 
 
-def test_types_are_balanced_where_the_best_cut_would_not():
-    """Authors write only papers of the first half, so a cut between the halves leaves one part without authors."""
+def test_types_are_balanced_against_the_best_cut():
+    """Authors write only papers of the first half, so the best cut leaves one part without authors."""
     rng = np.random.default_rng(0)
     writes = np.stack((rng.integers(0, 60, 4000), rng.integers(0, 300, 4000)))
     cites = np.concatenate([rng.integers(0, 300, (2, 6000)), rng.integers(300, 600, (2, 6000))], axis=1)
@@ -120,7 +120,7 @@ def bounds(count, num_parts):
 
 
 def assert_bounded(assignment, dataset, balance):
-    """Within 3 % of the mean (or of one node): each type's seeds, and its other nodes."""
+    """Assert that each type's seeds, and its other nodes, are within 3 % (or one node) of the mean per part."""
     for of, nodes in dataset.nodes.items():
         seeds = np.isin(np.arange(nodes.num_nodes), nodes.splits.get("train", []) if "seeds" in balance else [])
         groups = [seeds] if balance == "seeds" else [seeds, ~seeds] if "types" in balance else []
@@ -132,7 +132,7 @@ def assert_bounded(assignment, dataset, balance):
 
 @st.composite
 def typed_graphs(draw):
-    """Up to three types of 0 to 200 nodes, up to four edge types: loops, multi-edges, hubs, isolated nodes."""
+    """Draw up to three types of 0 to 200 nodes and up to four edge types: loops, multi-edges, hubs, isolated nodes."""
     rng = np.random.default_rng(draw(st.integers(0, 2**32)))
     count = {f"t{i}": draw(st.sampled_from([1, 0, 2, 3, 30, 200])) for i in range(draw(st.integers(1, 3)))}
     count["t0"] = max(count["t0"], 1)
@@ -172,7 +172,7 @@ def test_any_graph_is_divided_within_bounds(dataset, num_parts, method, balance)
 
 @pytest.mark.parametrize("method", ["metis", "random", "frequency"])
 @pytest.mark.parametrize("dataset", [empty(7), star(6), ring(7)], ids=lambda dataset: dataset.name)
-def test_no_part_is_empty_when_there_are_just_nodes_enough(dataset, method):
+def test_no_part_is_empty_with_as_many_nodes_as_parts(dataset, method):
     assert sizes(assign_parts(dataset, 7, method)).tolist() == [1] * 7
 
 
@@ -184,7 +184,7 @@ def test_random_follows_the_seed():
     assert np.array_equal(one, same) and not np.array_equal(one, other)
 
 
-def test_hash_depends_on_nothing_but_type_id_and_seed():
+def test_hash_depends_only_on_type_id_and_seed():
     small, large = assign_parts(ring(50), 4, "hash"), assign_parts(skewed(5000, 9000), 4, "hash")
     assert np.array_equal(small.parts[HOMO_NODE], large.parts[HOMO_NODE][:50])
     ids = np.array([49, 3, 17])
@@ -217,12 +217,12 @@ def test_equal_arguments_give_equal_parts(method):
         (2, "frequency", {"fanouts": {"paper": (5,)}}, "'paper' is not an edge type; write source__relation__target"),
     ],
 )
-def test_arguments_that_cannot_be_met(num_parts, method, options, problem):
+def test_invalid_arguments_are_refused(num_parts, method, options, problem):
     with pytest.raises(PartitionError, match=problem):
         assign_parts(ring(5), num_parts, method, **options)
 
 
-def test_options_are_json_and_only_what_the_method_uses():
+def test_options_are_json_and_contain_only_those_of_the_method():
     typed = {("a", "to", "b"): (3, -1), "b__to__a": [2, 2]}
     options = method_options("frequency", balance=None, fanouts=typed)
     assert options == {"balance": "types+seeds", "fanouts": {"a__to__b": [3, -1], "b__to__a": [2, 2]}}
@@ -233,14 +233,14 @@ def test_options_are_json_and_only_what_the_method_uses():
     assert assign_parts(ring(5), 2, balance="nodes").options == {"balance": "nodes"}
 
 
-def test_choices_and_defaults_are_the_launchers():
+def test_choices_and_defaults_equal_the_launchers():
     hints, default = typing.get_type_hints(PartitionConfig), PartitionConfig()
     assert typing.get_args(hints["method"]) == METHODS
     assert typing.get_args(hints["balance"]) == BALANCES
     assert method_options(default.method) == {"balance": default.balance}
 
 
-def test_what_the_launcher_says_is_understood(monkeypatch):
+def test_the_launchers_command_is_accepted(monkeypatch):
     made = []
     monkeypatch.setattr("trainer.partition.cli.make_partition", lambda spec, say: made.append(spec))
     how = PartitionConfig(method="frequency", balance="types", clusters=3, seed=2)

@@ -1,4 +1,4 @@
-"""Visit probabilities against simulated sampling, and parts that follow them."""
+"""Tests of visit probabilities against simulated sampling, and of the partition method `frequency`."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ CITES, WRITES = ("paper", "cites", "paper"), ("author", "writes", "paper")
 
 
 def neighbours(dataset):
-    """(edge type, target) -> sources."""
+    """Return (edge type, target) -> sources."""
     rows = {}
     for of, edges in dataset.edges.items():
         for source, target in edges.edge_index.T.tolist():
@@ -25,7 +25,7 @@ def neighbours(dataset):
 
 
 def sampled(rows, edge_types, seeds, fanouts, rng):
-    """All (type, node) that neighbour sampling without replacement visits; plain loops."""
+    """Return all (type, node) that neighbour sampling without replacement visits, found with plain loops."""
     visited = {(of, node) for of, ids in seeds.items() for node in ids}
     fresh = set(visited)
     for hop in range(len(next(iter(fanouts.values())))):
@@ -41,7 +41,7 @@ def sampled(rows, edge_types, seeds, fanouts, rng):
 
 
 def frequencies(dataset, seeds, fanouts, turns=1500, chance=1.0):
-    """How often each node is visited: type -> [num_nodes]."""
+    """Return the fraction of ``turns`` batches that visit each node: type -> [num_nodes]."""
     rng, rows = np.random.default_rng(0), neighbours(dataset)
     counts = {of: np.zeros(nodes.num_nodes) for of, nodes in dataset.nodes.items()}
     for _ in range(turns):
@@ -85,7 +85,7 @@ def test_probabilities_by_type_agree_with_simulated_sampling():
 
 
 def test_rare_visits_to_a_hub_add_up():
-    """A hundred thousand targets that are each in a batch once in a million ask one hub."""
+    """A hub has a hundred thousand targets, each of which is a seed with probability 1e-6."""
     count = 100_000
     edges = np.stack((np.zeros(count, np.int64), np.arange(1, count + 1)))
     dataset = Dataset.homogeneous("hub", NodeData(count + 1), EdgeData(edges), "h")
@@ -102,7 +102,7 @@ def test_in_edges_can_be_given_instead_of_a_dataset():
 
 
 def communities(num=4, size=100, seed=0):
-    """Groups whose nodes take their in-edges from their own group; every fifth node is a train seed."""
+    """Groups with in-edges only from their own group; every fifth node is a train seed."""
     rng = np.random.default_rng(seed)
     target = np.repeat(np.arange(num * size), 8)
     source = target // size * size + rng.integers(0, size, len(target))
@@ -120,8 +120,8 @@ def test_nodes_go_to_the_part_whose_seeds_visit_them():
     assert np.bincount(parts[dataset.nodes[HOMO_NODE].splits["train"]]).tolist() == [20] * 4
 
 
-def test_fanouts_decide():
-    """Each author belongs to one group of papers by one relation, to the other by another: what is followed counts."""
+def test_parts_depend_on_fanouts():
+    """Two relations join each author to opposite groups of papers; only the relation with a fanout counts."""
     pairs = np.array([(paper // 20, paper) for paper in range(40)])
     swapped = np.array([(1 - paper // 20, paper) for paper in range(40)])
     ring = [(b * 20 + i, b * 20 + (i + s) % 20) for b in range(2) for i in range(20) for s in range(1, 6)]
@@ -138,7 +138,7 @@ def test_fanouts_decide():
 
 
 def remote_share(dataset, parts, num_parts, fanouts):
-    """Of the nodes that batches of each part's seeds visit, how many lie in other parts."""
+    """Return the fraction of nodes visited by batches of each part's seeds that lie in other parts."""
     rng, rows, remote, seen = np.random.default_rng(0), neighbours(dataset), 0, 0
     train = dataset.nodes[HOMO_NODE].splits["train"]
     for part_id in range(num_parts):
@@ -150,7 +150,7 @@ def remote_share(dataset, parts, num_parts, fanouts):
     return remote / seen
 
 
-def test_fewer_visits_leave_their_part_than_by_chance():
+def test_fewer_visits_leave_their_part_than_with_random_parts():
     rng = np.random.default_rng(2)
     target = rng.integers(0, 600, 4000)
     near = (target + rng.integers(-20, 21, 4000)) % 600
@@ -162,7 +162,7 @@ def test_fewer_visits_leave_their_part_than_by_chance():
     assert share["frequency"] < 0.25 * share["random"]
 
 
-def test_equal_seeds_even_when_there_are_fewer_than_parts():
+def test_parts_have_equal_numbers_of_seeds():
     for count in (1, 3, 7, 50):
         dataset = graph(np.random.default_rng(0).integers(0, 300, (900, 2)), 300, splits={"train": range(count)})
         assignment = assign_parts(dataset, 7, "frequency")
@@ -170,7 +170,7 @@ def test_equal_seeds_even_when_there_are_fewer_than_parts():
         assert np.ptp(found) <= 1 and np.bincount(assignment.parts[HOMO_NODE]).min() >= 41
 
 
-def test_without_train_seeds_there_is_nothing_to_go_by():
+def test_train_seeds_are_required():
     for splits in ({}, {"train": []}, {"val": [1]}):
         dataset = graph([(0, 1)], 4, splits=splits)
         with pytest.raises(PartitionError, match="dataset small: method frequency needs train seeds"):

@@ -1,4 +1,4 @@
-"""A rank that starts beside its node's graph server waits for it."""
+"""Tests of ``await_own_server``: a rank waits for the graph server of its own node."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from trainer.core.errors import ServiceError
 from trainer.graph.environment import await_own_server
 
 
-def test_it_goes_on_once_the_ready_file_is_there(tmp_path: Path) -> None:
+def test_it_returns_once_the_ready_file_exists(tmp_path: Path) -> None:
     ready = tmp_path / "server.ready"
     waiter = threading.Thread(target=await_own_server, args=({"GNNFLEET_SERVER_READY": str(ready)},))
     waiter.start()
@@ -24,13 +24,13 @@ def test_it_goes_on_once_the_ready_file_is_there(tmp_path: Path) -> None:
     assert not waiter.is_alive()
 
 
-def test_without_a_graph_server_there_is_nothing_to_wait_for() -> None:
+def test_it_returns_at_once_without_a_graph_server() -> None:
     await_own_server({"GNNFLEET_SERVER_READY": ""})
     await_own_server({})
 
 
-def test_a_server_that_never_comes(tmp_path: Path) -> None:
-    told = {"GNNFLEET_SERVER_READY": str(tmp_path / "no"), "GNNFLEET_START_TIMEOUT": "0.1", "NODE_RANK": "2"}
-    words = "node2: its graph server was not ready within 0.1 s (run.start_timeout)"
-    with pytest.raises(ServiceError, match=re.escape(words)):
-        await_own_server(told)
+def test_a_server_that_never_becomes_ready(tmp_path: Path) -> None:
+    environment = {"GNNFLEET_SERVER_READY": str(tmp_path / "no"), "GNNFLEET_START_TIMEOUT": "0.1", "NODE_RANK": "2"}
+    message = "node2: its graph server was not ready within 0.1 s (run.start_timeout)"
+    with pytest.raises(ServiceError, match=re.escape(message)):
+        await_own_server(environment)

@@ -1,4 +1,4 @@
-"""Clients share a server fairly, its buffer stays within the bound, and nobody can hold up the others for ever."""
+"""Tests of ``BatchScheduler``: fair shares, a bounded buffer, and no client that blocks the others for ever."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from trainer.service.batch_scheduler import FORGET, MAX_CLIENTS, MAX_QUEUED, PAT
 from trainer.service.fair_queue import Peer
 from trainer.service.wire.messages import ClientName
 
-NOW = 0.0  #: a ``next`` that does not wait
+NOW = 0.0  #: timeout of ``next``: do not wait
 
 
 class Clock:
-    """Time that passes only when told."""
+    """A clock that advances only when ``now`` is changed."""
 
     def __init__(self):
         self.now = 100.0
@@ -26,40 +26,40 @@ class Clock:
         return self.now
 
 
-class Desk:
-    """A desk with clients that ask by number; peer and client have the same number unless told."""
+class Driver:
+    """Drives a scheduler with numbered clients; a client's peer has the same number unless given."""
 
     def __init__(self, limit=1 << 40):
         self.clock = Clock()
-        self.desk = BatchScheduler(limit, self.clock)
+        self.scheduler = BatchScheduler(limit, self.clock)
         self._last_id = 0
 
     def ask(self, client, peer=None, size=0):
         self._last_id += 1
         job = ScheduledRequest(peer_of(client if peer is None else peer), self._last_id, None, named(client), size)
-        return self.desk.submit(job)
+        return self.scheduler.submit(job)
 
     def next(self):
-        return self.desk.next(NOW)
+        return self.scheduler.next(NOW)
 
     def make(self, nbytes):
-        """The next batch, made but not taken."""
+        """Make the next batch, which its client does not yet acknowledge."""
         job = self.next()
         assert job is not None
-        self.desk.done(job, nbytes)
+        self.scheduler.done(job, nbytes)
         return job
 
     def take(self, job):
-        self.desk.taken(job.peer, job.request_id)
+        self.scheduler.taken(job.peer, job.request_id)
 
     def teach(self, client, nbytes):
-        """Let the desk know how large a client's batches are."""
+        """Show the scheduler how large a client's batches are."""
         self.ask(client)
         self.take(self.make(nbytes))
 
     @property
     def held(self):
-        return self.desk.status().buffer_bytes
+        return self.scheduler.status().buffer_bytes
 
 
 def named(number):
@@ -71,23 +71,23 @@ def peer_of(number):
 
 
 def shares(sizes, rounds=4000, in_flight=4, threads=2):
-    """Bytes that each client had after so many batches, all asking again at once."""
-    desk, served, making = Desk(), Counter(), []
+    """Return the bytes each client received in ``rounds`` batches; every received batch is requested again at once."""
+    driver, served, making = Driver(), Counter(), []
     for client, nbytes in sizes.items():
-        desk.teach(client, nbytes)
+        driver.teach(client, nbytes)
     for client in sizes:
         for _ in range(in_flight):
-            desk.ask(client)
+            driver.ask(client)
     for _ in range(rounds):
-        making.append(desk.next())
+        making.append(driver.next())
         if len(making) < threads:
             continue
         job = making.pop(0)
         nbytes = sizes[job.client.number]
-        desk.desk.done(job, nbytes)
-        desk.take(job)
+        driver.scheduler.done(job, nbytes)
+        driver.take(job)
         served[job.client.number] += nbytes
-        desk.ask(job.client.number)
+        driver.ask(job.client.number)
     return served
 
 
@@ -101,237 +101,237 @@ def shares(sizes, rounds=4000, in_flight=4, threads=2):
     ids=["equal", "unequal", "one small"],
 )
 @pytest.mark.parametrize("in_flight", [2, 8])
-def test_twenty_clients_have_equal_bytes(sizes, in_flight) -> None:
+def test_twenty_clients_receive_equal_bytes(sizes, in_flight) -> None:
     served = shares(sizes, in_flight=in_flight)
     mean = sum(served.values()) / len(sizes)
     assert all(abs(served[client] - mean) < 0.1 * mean for client in sizes), served
 
 
 def test_a_client_with_more_connections_gets_no_more() -> None:
-    desk, served = Desk(), Counter()
+    driver, served = Driver(), Counter()
     for peer in range(16):
-        desk.ask(1, peer=peer)
-    desk.ask(2, peer=99)
-    desk.ask(2, peer=98)
+        driver.ask(1, peer=peer)
+    driver.ask(2, peer=99)
+    driver.ask(2, peer=98)
     for _ in range(2000):
-        job = desk.make(500)
-        desk.take(job)
+        job = driver.make(500)
+        driver.take(job)
         served[job.client.number] += 1
-        desk.desk.submit(ScheduledRequest(job.peer, 10_000 + job.request_id, None, job.client))
+        driver.scheduler.submit(ScheduledRequest(job.peer, 10_000 + job.request_id, None, job.client))
     assert abs(served[1] - served[2]) <= 4
 
 
-def test_one_who_comes_later_neither_waits_nor_catches_up() -> None:
-    desk, served = Desk(), Counter()
+def test_a_late_client_neither_waits_nor_catches_up() -> None:
+    driver, served = Driver(), Counter()
     for _ in range(1000):
-        desk.ask(1)
-        desk.take(desk.make(100))
+        driver.ask(1)
+        driver.take(driver.make(100))
     for client in (1, 2):
         for _ in range(3):
-            desk.ask(client)
+            driver.ask(client)
     for _ in range(200):
-        job = desk.make(100)
-        desk.take(job)
-        desk.ask(job.client.number)
+        job = driver.make(100)
+        driver.take(job)
+        driver.ask(job.client.number)
         served[job.client.number] += 1
     assert abs(served[1] - served[2]) <= 2
 
 
-def test_failing_batches_are_not_free() -> None:
-    desk, served = Desk(), Counter()
-    desk.teach(1, 1000)
+def test_failed_batches_count_towards_the_share() -> None:
+    driver, served = Driver(), Counter()
+    driver.teach(1, 1000)
     for client in (1, 2):
-        desk.ask(client)
-        desk.ask(client)
+        driver.ask(client)
+        driver.ask(client)
     for _ in range(100):
-        job = desk.next()
+        job = driver.next()
         served[job.client.number] += 1
         if job.client.number == 1:
-            desk.desk.failed(job)
+            driver.scheduler.failed(job)
         else:
-            desk.desk.done(job, 1000)
-            desk.take(job)
-        desk.ask(job.client.number)
+            driver.scheduler.done(job, 1000)
+            driver.take(job)
+        driver.ask(job.client.number)
     assert abs(served[1] - served[2]) <= 3
 
 
 @pytest.mark.parametrize("seed", range(5))
-def test_the_buffer_never_passes_its_bound_and_everybody_is_served(seed) -> None:
+def test_the_buffer_stays_within_its_limit_and_every_client_is_served(seed) -> None:
     rng, limit = random.Random(seed), 10_000
     sizes = {client: rng.choice([50, 400, 1500, 4000]) for client in range(12)}
-    desk, making, sent, served = Desk(limit), [], [], Counter()
+    driver, making, sent, served = Driver(limit), [], [], Counter()
     for client, size in sizes.items():
-        desk.teach(client, size)
+        driver.teach(client, size)
         for peer in range(3):
-            desk.ask(client, peer=100 * client + peer)
+            driver.ask(client, peer=100 * client + peer)
     for _ in range(6000):
-        desk.clock.now += 0.01
+        driver.clock.now += 0.01
         act = rng.random()
-        if act < 0.5 and len(making) < 4 and (job := desk.next()):
+        if act < 0.5 and len(making) < 4 and (job := driver.next()):
             making.append(job)
         elif act < 0.8 and making:
             job = making.pop(rng.randrange(len(making)))
-            assert desk.desk.done(job, sizes[job.client.number])
+            assert driver.scheduler.done(job, sizes[job.client.number])
             sent.append(job)
         elif sent:
             job = sent.pop(rng.randrange(len(sent)))
-            desk.take(job)
+            driver.take(job)
             served[job.client.number] += 1
-            desk.ask(job.client.number, peer=job.peer.number)
-        assert desk.held <= limit
+            driver.ask(job.client.number, peer=job.peer.number)
+        assert driver.held <= limit
     assert len(served) == len(sizes)
 
 
-def test_a_batch_larger_than_the_bound_comes_alone() -> None:
-    desk = Desk(limit=1000)
-    desk.teach(1, 5000)
-    desk.teach(2, 100)
-    desk.ask(2)
-    small = desk.make(100)
-    desk.ask(1)
-    assert desk.next() is None
-    desk.take(small)
-    large = desk.make(5000)
-    assert desk.held == 5000
-    desk.ask(2)
-    assert desk.next() is None
-    desk.take(large)
-    assert desk.next().client.number == 2
+def test_a_batch_larger_than_the_buffer_is_made_alone() -> None:
+    driver = Driver(limit=1000)
+    driver.teach(1, 5000)
+    driver.teach(2, 100)
+    driver.ask(2)
+    small = driver.make(100)
+    driver.ask(1)
+    assert driver.next() is None
+    driver.take(small)
+    large = driver.make(5000)
+    assert driver.held == 5000
+    driver.ask(2)
+    assert driver.next() is None
+    driver.take(large)
+    assert driver.next().client.number == 2
 
 
-def test_as_long_as_nothing_is_known_batches_are_made_one_by_one() -> None:
-    desk = Desk(limit=1000)
-    desk.ask(1)
-    desk.ask(2)
-    first = desk.next()
-    assert desk.next() is None
-    desk.desk.done(first, 300)
-    assert desk.next().client.number == 2 and desk.held == 600
+def test_batches_are_made_one_by_one_until_their_size_is_known() -> None:
+    driver = Driver(limit=1000)
+    driver.ask(1)
+    driver.ask(2)
+    first = driver.next()
+    assert driver.next() is None
+    driver.scheduler.done(first, 300)
+    assert driver.next().client.number == 2 and driver.held == 600
 
 
-def test_one_that_never_takes_its_replies_leaves_room_for_others() -> None:
-    desk = Desk(limit=1000)
-    desk.teach(1, 100)
-    desk.teach(2, 100)
+def test_a_client_that_reads_no_replies_leaves_room_for_others() -> None:
+    driver = Driver(limit=1000)
+    driver.teach(1, 100)
+    driver.teach(2, 100)
     for peer in range(100, 120):
-        desk.ask(1, peer=peer)
-    while desk.next() is not None:
+        driver.ask(1, peer=peer)
+    while driver.next() is not None:
         pass
-    assert 300 <= desk.held <= 500
+    assert 300 <= driver.held <= 500
     for _ in range(200):
-        desk.ask(2)
-        job = desk.make(100)
+        driver.ask(2)
+        job = driver.make(100)
         assert job.client.number == 2
-        desk.take(job)
+        driver.take(job)
 
 
-def test_the_others_wait_a_while_for_one_whose_batch_needs_room_and_then_go_on() -> None:
-    desk = Desk(limit=1000)
-    desk.teach(1, 600)
+def test_other_clients_wait_a_limited_time_for_a_batch_that_needs_room() -> None:
+    driver = Driver(limit=1000)
+    driver.teach(1, 600)
     for client in (2, 2, 3):
-        desk.teach(client, 100)
+        driver.teach(client, 100)
     held = []
     for peer in range(100, 105):
-        desk.ask(2, peer=peer)
-        held.append(desk.make(100))
-    desk.ask(1)
-    desk.ask(2)
-    assert desk.next() is None
-    desk.clock.now += PATIENCE - 0.1
-    assert desk.next() is None
-    desk.clock.now += 0.2
-    assert desk.next() is None  # the second holds half of the buffer
-    desk.ask(3)
-    assert desk.next().client.number == 3
+        driver.ask(2, peer=peer)
+        held.append(driver.make(100))
+    driver.ask(1)
+    driver.ask(2)
+    assert driver.next() is None
+    driver.clock.now += PATIENCE - 0.1
+    assert driver.next() is None
+    driver.clock.now += 0.2
+    assert driver.next() is None  # client 2 occupies half of the buffer
+    driver.ask(3)
+    assert driver.next().client.number == 3
     for job in held[:4]:
-        desk.take(job)
-    assert desk.next().client.number == 1
+        driver.take(job)
+    assert driver.next().client.number == 1
 
 
-def test_the_next_request_of_a_connection_says_that_the_last_reply_came() -> None:
-    desk = Desk(limit=1000)
-    desk.teach(1, 100)
-    desk.ask(1, peer=5)
-    desk.make(100)
-    assert desk.held == 100
-    desk.ask(1, peer=6)
-    assert desk.held == 100
-    desk.ask(1, peer=5)
-    assert desk.held == 0
+def test_the_next_request_of_a_connection_acknowledges_its_last_reply() -> None:
+    driver = Driver(limit=1000)
+    driver.teach(1, 100)
+    driver.ask(1, peer=5)
+    driver.make(100)
+    assert driver.held == 100
+    driver.ask(1, peer=6)
+    assert driver.held == 100
+    driver.ask(1, peer=5)
+    assert driver.held == 0
 
 
-def test_foreign_and_unknown_ids_are_not_taken_for_taken() -> None:
-    desk = Desk()
-    desk.ask(1)
-    job = desk.make(100)
-    desk.desk.taken(peer_of(2), job.request_id)
-    desk.desk.taken(job.peer, 4711)
-    assert desk.held == 100
-    desk.take(job)
-    desk.take(job)
-    assert desk.held == 0
+def test_acknowledgements_with_foreign_or_unknown_ids_are_ignored() -> None:
+    driver = Driver()
+    driver.ask(1)
+    job = driver.make(100)
+    driver.scheduler.taken(peer_of(2), job.request_id)
+    driver.scheduler.taken(job.peer, 4711)
+    assert driver.held == 100
+    driver.take(job)
+    driver.take(job)
+    assert driver.held == 0
 
 
-def test_a_connection_that_ends_frees_all_it_had() -> None:
-    desk = Desk()
+def test_a_closed_connection_frees_its_batches() -> None:
+    driver = Driver()
     for _ in range(4):
-        desk.ask(1)
-    desk.ask(1, peer=2)
-    desk.ask(3)
-    sent = desk.make(100)
-    making = next(job for job in iter(desk.next, None) if job.peer == peer_of(1))
-    assert sorted(desk.desk.peers()) == [peer_of(1), peer_of(2), peer_of(3)]
-    desk.desk.gone(peer_of(1))
-    assert peer_of(1) not in desk.desk.peers()
-    assert not desk.desk.done(making, 100)
-    left = {job.peer for job in iter(desk.next, None)}
+        driver.ask(1)
+    driver.ask(1, peer=2)
+    driver.ask(3)
+    sent = driver.make(100)
+    making = next(job for job in iter(driver.next, None) if job.peer == peer_of(1))
+    assert sorted(driver.scheduler.peers()) == [peer_of(1), peer_of(2), peer_of(3)]
+    driver.scheduler.gone(peer_of(1))
+    assert peer_of(1) not in driver.scheduler.peers()
+    assert not driver.scheduler.done(making, 100)
+    left = {job.peer for job in iter(driver.next, None)}
     assert left <= {peer_of(2), peer_of(3)} and sent.peer == peer_of(1)
-    desk.desk.gone(peer_of(2))
-    desk.desk.gone(peer_of(3))
-    desk.desk.gone(Peer("10.0.0.9", 0))
-    assert desk.desk.peers() == [] and desk.desk.status().queue == 0
+    driver.scheduler.gone(peer_of(2))
+    driver.scheduler.gone(peer_of(3))
+    driver.scheduler.gone(Peer("10.0.0.9", 0))
+    assert driver.scheduler.peers() == [] and driver.scheduler.status().queue == 0
 
 
 def test_queues_are_limited() -> None:
-    desk = Desk()
-    assert [desk.ask(1) for _ in range(MAX_QUEUED)] == [None] * MAX_QUEUED
-    assert "64 batches of this client (client1) are already waiting" in desk.ask(1)
-    assert desk.ask(2) is None
-    assert desk.ask(2, size=100 << 20) is not None
-    assert "as another client" in desk.ask(3, peer=2)
-    beside = [desk.desk.submit(ScheduledRequest(Peer("h", 0), k, None)) for k in range(MAX_QUEUED + 1)]
+    driver = Driver()
+    assert [driver.ask(1) for _ in range(MAX_QUEUED)] == [None] * MAX_QUEUED
+    assert "64 batches of this client (client1) are already waiting" in driver.ask(1)
+    assert driver.ask(2) is None
+    assert driver.ask(2, size=100 << 20) is not None
+    assert "as another client" in driver.ask(3, peer=2)
+    beside = [driver.scheduler.submit(ScheduledRequest(Peer("h", 0), k, None)) for k in range(MAX_QUEUED + 1)]
     assert beside[:-1] == [None] * MAX_QUEUED and "are already waiting" in beside[-1]
 
 
-def test_made_up_clients_cost_nothing() -> None:
-    desk = Desk()
+def test_the_number_of_remembered_clients_is_bounded() -> None:
+    driver = Driver()
     for client in range(3 * MAX_CLIENTS):
-        desk.ask(client, peer=client % 7)
-        desk.take(desk.make(10))
-    assert len(desk.desk.status().clients) == MAX_CLIENTS
-    desk.clock.now += FORGET + 1
-    assert desk.desk.status().clients == ()
+        driver.ask(client, peer=client % 7)
+        driver.take(driver.make(10))
+    assert len(driver.scheduler.status().clients) == MAX_CLIENTS
+    driver.clock.now += FORGET + 1
+    assert driver.scheduler.status().clients == ()
 
 
 def test_other_requests_and_batches_take_turns() -> None:
-    desk = Desk()
-    desk.teach(1, 100)
+    driver = Driver()
+    driver.teach(1, 100)
     for number in range(4):
-        desk.ask(1)
-        desk.desk.submit(ScheduledRequest(Peer("h", number % 2), number, None))
-    order = [job.client is None for job in iter(desk.next, None)]
+        driver.ask(1)
+        driver.scheduler.submit(ScheduledRequest(Peer("h", number % 2), number, None))
+    order = [job.client is None for job in iter(driver.next, None)]
     assert order in ([True, False] * 4, [False, True] * 4)
-    assert {Peer("h", 0), Peer("h", 1)} < set(desk.desk.peers())
+    assert {Peer("h", 0), Peer("h", 1)} < set(driver.scheduler.peers())
 
 
-def test_status_tells_what_is_going_on() -> None:
-    desk = Desk(limit=1000)
-    desk.teach(1, 100)
-    desk.ask(1)
-    desk.ask(1)
-    desk.make(150)
-    desk.clock.now += 5
-    status = desk.desk.status()
+def test_status_reports_queues_buffer_and_clients() -> None:
+    driver = Driver(limit=1000)
+    driver.teach(1, 100)
+    driver.ask(1)
+    driver.ask(1)
+    driver.make(150)
+    driver.clock.now += 5
+    status = driver.scheduler.status()
     assert (status.queue, status.buffer_bytes, status.buffer_limit, status.batches) == (1, 150, 1000, 2)
     (client,) = status.clients
     assert (client.name, client.queue, client.buffer_bytes, client.batches, client.bytes) == ("client1", 1, 150, 2, 250)
@@ -339,30 +339,30 @@ def test_status_tells_what_is_going_on() -> None:
 
 
 def test_no_wakeup_is_lost() -> None:
-    """Threads that wait long see every change that lets them start."""
-    desk = BatchScheduler(1000)
+    """Waiting threads notice every change that allows a batch to start."""
+    scheduler = BatchScheduler(1000)
     made, lock = Counter(), threading.Lock()
 
     def work() -> None:
-        while (job := desk.next(30)) is not None:
-            if desk.done(job, 400):
+        while (job := scheduler.next(30)) is not None:
+            if scheduler.done(job, 400):
                 with lock:
                     made[job.client.number] += 1
-                desk.taken(job.peer, job.request_id)
+                scheduler.taken(job.peer, job.request_id)
 
     workers = [threading.Thread(target=work) for _ in range(3)]
     for worker in workers:
         worker.start()
     for number in range(600):
         until = time.monotonic() + 5
-        while desk.submit(ScheduledRequest(Peer("h", number % 9), number, None, named(number % 3))):
+        while scheduler.submit(ScheduledRequest(Peer("h", number % 9), number, None, named(number % 3))):
             assert time.monotonic() < until
             time.sleep(0.001)
     until = time.monotonic() + 10
     while sum(made.values()) < 600 and time.monotonic() < until:
         time.sleep(0.005)
     assert made == Counter({0: 200, 1: 200, 2: 200})
-    desk.close()
+    scheduler.close()
     for worker in workers:
         worker.join(5)
         assert not worker.is_alive()

@@ -1,4 +1,4 @@
-"""Work and batches go over the wire and come back bit for bit, whatever the kind of sampling."""
+"""Tests that batch requests and batches of every kind of sampling are encoded and decoded bit for bit."""
 
 from __future__ import annotations
 
@@ -93,7 +93,7 @@ def sample(graph, work: BatchWork) -> SampledBatch:
 
 
 @pytest.mark.parametrize("name", [*HOMO, *HETERO])
-def test_work_there_and_its_batch_back(graphs, name: str) -> None:
+def test_a_request_and_its_batch_are_decoded_unchanged(graphs, name: str) -> None:
     graph, work = (graphs["homo"], HOMO[name]) if name in HOMO else (graphs["hetero"], HETERO[name])
     request = sent(batch_messages.batch_request(work, ME))
     there, client = batch_messages.read_batch_request(request)
@@ -134,7 +134,7 @@ def places(draw, targets: int, edges: int) -> Places:
 
 @st.composite
 def sampled(draw):
-    """A batch of made-up content, and work that it fits."""
+    """Draw a batch with random content and a request that it answers."""
     hops, induced, disjoint = draw(st.integers(0, 3)), draw(st.booleans()), draw(st.booleans())
     nodes, edges = {}, {}
     for of in draw(st.lists(st.sampled_from(["a", "b", "c.d"]), min_size=1, max_size=3, unique=True)):
@@ -166,7 +166,7 @@ def sampled(draw):
 
 @settings(max_examples=60, deadline=None)
 @given(sampled())
-def test_any_batch_comes_back_bit_for_bit(made_of) -> None:
+def test_any_batch_is_decoded_bit_for_bit(made_of) -> None:
     made, work = made_of
     request = sent(batch_messages.batch_request(work, ME))
     assert flat(batch_messages.read_batch_request(request)[0]) == flat(work)
@@ -183,22 +183,25 @@ def test_any_batch_comes_back_bit_for_bit(made_of) -> None:
         (work_of(fanouts={HOMO_EDGE: (-2,)}), "fanouts"),
         (work_of(SeedSet({HOMO_NODE: SEEDS}, {HOMO_NODE: SEEDS[1:]})), "of another length"),
         (work_of(SeedSet({HOMO_NODE: SEEDS}, times={"other": SEEDS})), "of another length"),
-        (work_of(SeedSet({HOMO_NODE: SEEDS}, exclude={HOMO_EDGE: (SEEDS, SEEDS[1:])})), "different numbers of targets and sources"),
+        (
+            work_of(SeedSet({HOMO_NODE: SEEDS}, exclude={HOMO_EDGE: (SEEDS, SEEDS[1:])})),
+            "different numbers of targets and sources",
+        ),
         (work_of(labels=("other", ("y",))), "which has no seeds"),
     ],
 )
-def test_work_beyond_the_bounds_is_refused(work: BatchWork, cause: str) -> None:
+def test_requests_beyond_the_limits_are_refused(work: BatchWork, cause: str) -> None:
     with pytest.raises(WireError, match=cause):
         batch_messages.read_batch_request(sent(batch_messages.batch_request(work, ME)))
 
 
 @pytest.mark.parametrize("name", ["x" * 201, "bell\a", "\x1b[31mred"])
-def test_names_of_clients_can_be_shown(name: str) -> None:
+def test_client_names_must_be_printable(name: str) -> None:
     with pytest.raises(WireError, match="printable"):
         batch_messages.read_client(sent(batch_messages.batch_request(work_of(), ClientName(1, name))))
 
 
-def test_damaged_requests_raise_nothing_but_wire_errors() -> None:
+def test_damaged_requests_raise_only_wire_errors() -> None:
     rng = random.Random(0)
     works = [*HOMO.values(), *HETERO.values()]
     refused = 0
@@ -216,7 +219,7 @@ def test_damaged_requests_raise_nothing_but_wire_errors() -> None:
     assert refused > 1000
 
 
-def test_damaged_batches_raise_nothing_but_wire_errors_and_stay_within_their_arrays(graphs) -> None:
+def test_damaged_batches_raise_service_errors_or_index_within_their_arrays(graphs) -> None:
     rng, work = random.Random(1), HOMO["attributes and labels"]
     good = batch_messages.batch_reply(batch_messages.batch_request(work, ME), sample(graphs["homo"], work))
     refused = 0

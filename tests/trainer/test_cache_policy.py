@@ -1,4 +1,4 @@
-"""Which rows of other hosts a host caches, and whether its ranks then receive what was predicted."""
+"""Tests of which rows of other hosts a host caches, and of the predicted traffic of its ranks."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def typed(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def filled(folder, topology, size, tmp_path, fanouts=FANOUTS, wire_rows="stored", **options):
-    """Every rank's prediction, and its loader on a graph with a cache."""
+    """Return each rank's prediction and its loader on a graph with a filled cache."""
     graphs = hosts(folder, 2, topology, wire_rows=wire_rows)
     loaders = [loader_of(graph, rank, fanouts, BATCH, **options) for rank, graph in enumerate(graphs)]
 
@@ -55,7 +55,7 @@ def filled(folder, topology, size, tmp_path, fanouts=FANOUTS, wire_rows="stored"
 
 
 def visited(loader, of, epochs):
-    """How often each node was in a batch."""
+    """Return how many batches of ``epochs`` contain each node, float64 [num_nodes]."""
     counts = np.zeros(loader.graph.manifest.nodes[of].num_nodes)
     for share in (share for epoch in epochs for share in loader.shares(epoch)):
         counts[loader.sampler.subgraph(loader._seed_set(share), share.key).nodes[of].ids] += 1
@@ -74,7 +74,7 @@ def remote_of(loader, of):
 @pytest.mark.parametrize("topology", ["partitioned", "replicated"])
 @pytest.mark.parametrize("options", [{}, {"replace": True}], ids=["plain", "with replacement"])
 def test_the_rows_chosen_are_those_that_later_batches_request(skewed, tmp_path, topology, options) -> None:
-    """In epochs that were not counted they have nearly as many hits as the best choice would have had."""
+    """In epochs that were not presampled, the cached rows have over 93 % of the hits of the best choice."""
     (prediction, _), loaders = filled(skewed, topology, "10%", tmp_path, **options)
     real, remote = visited(loaders[0], HOMO_NODE, range(101, 107)), remote_of(loaders[0], HOMO_NODE)
     chosen = np.flatnonzero(cached_slots(loaders[0], HOMO_NODE) >= 0)
@@ -95,11 +95,11 @@ def test_rows_of_every_type_are_counted(typed, tmp_path) -> None:
 
 @pytest.mark.parametrize("topology", ["partitioned", "replicated"])
 @pytest.mark.parametrize("size", ["0", "10%", "200KB"])
-def test_what_was_predicted_is_received(skewed, tmp_path, topology, size) -> None:
+def test_received_bytes_equal_the_prediction(skewed, tmp_path, topology, size) -> None:
     found, loaders = filled(skewed, topology, size, tmp_path)
     for prediction, loader in zip(found, loaders, strict=True):
         assert received(loader).remote_bytes == prediction.remote_bytes
-        loader.graph.access.use_cache(loader.graph.access._cache)  # lets go of the rows held
+        loader.graph.access.use_cache(loader.graph.access._cache)  # drops the held rows
         assert received(loader, epoch=101).remote_bytes == pytest.approx(prediction.remote_bytes, rel=0.1)
         assert prediction.presampled == prediction.steps == 12
     assert not list(tmp_path.glob("*/*")), "files are left"
@@ -118,8 +118,8 @@ def test_a_cache_saves_bytes_and_changes_no_batch(skewed, tmp_path) -> None:
 
 
 @pytest.mark.parametrize("fanouts", [(2,), (8, 4), (15, 10, 5)], ids=str)
-def test_a_larger_cache_never_brings_more_bytes(tmp_path, monkeypatch, fanouts) -> None:
-    """Also where a batch visits most of the graph, so that held rows alone save much."""
+def test_a_larger_cache_never_increases_received_bytes(tmp_path, monkeypatch, fanouts) -> None:
+    """With large fanouts a batch visits most of the graph, so held rows alone save much."""
     monkeypatch.setattr(cache_policy, "MOST_STEPS", 12)
     folder = write_parts(tmp_path, 2, **{**SKEWED, "num_nodes": 4000})
     brought = []
@@ -132,7 +132,7 @@ def test_a_larger_cache_never_brings_more_bytes(tmp_path, monkeypatch, fanouts) 
 
 @pytest.mark.parametrize("topology", ["partitioned", "replicated"])
 @pytest.mark.parametrize("size", ["0", "10%"])
-def test_some_steps_tell_of_the_others(skewed, tmp_path, monkeypatch, topology, size) -> None:
+def test_some_presampled_steps_predict_the_others(skewed, tmp_path, monkeypatch, topology, size) -> None:
     monkeypatch.setattr(cache_policy, "MOST_STEPS", 8)  # of 12
     found, loaders = filled(skewed, topology, size, tmp_path)
     for prediction, loader in zip(found, loaders, strict=True):
@@ -141,7 +141,7 @@ def test_some_steps_tell_of_the_others(skewed, tmp_path, monkeypatch, topology, 
 
 
 @pytest.mark.parametrize("wire_rows", ["float16", "int8"])
-def test_rounded_rows_are_predicted_as_they_travel(skewed, tmp_path, monkeypatch, wire_rows) -> None:
+def test_the_prediction_counts_rounded_rows_as_sent(skewed, tmp_path, monkeypatch, wire_rows) -> None:
     monkeypatch.setattr(cache_policy, "MOST_STEPS", 12)
     for topology in ("partitioned", "replicated"):
         stored, _ = filled(skewed, topology, "10%", tmp_path)
@@ -176,7 +176,7 @@ def test_of_rows_requested_equally_often_the_first_are_chosen() -> None:
     assert chosen_ids(found, {"a": 10, "b": 10}, 20) == {"a": [2, 6], "b": []}
 
 
-def test_rows_not_requested_so_far_fill_what_is_left_of_the_budget() -> None:
+def test_unrequested_rows_fill_the_rest_of_the_budget() -> None:
     found = counts(a=([2, 6], [1, 1]))
     assert chosen_ids(found, {"a": 10, "b": 10}, 45, others=[1, 2, 5, 6, 9]) == {"a": [1, 2, 5, 6]}
     assert chosen_ids(found, {"a": 10, "b": 10}, 10**6, others=[1, 2, 5, 6, 9]) == {"a": [1, 2, 5, 6, 9]}
@@ -189,8 +189,8 @@ def test_one_host_has_nothing_to_cache(skewed, tmp_path) -> None:
         assert together(1, fill) == [None]
 
 
-def test_ranks_of_a_host_share_what_its_first_presamples_and_clients_take_part(skewed, tmp_path) -> None:
-    """Ranks 0 and 1 on host 0, 2 on host 1; rank 3 is a client, which has no part and asks graph servers."""
+def test_only_the_first_rank_of_each_host_presamples(skewed, tmp_path) -> None:
+    """Ranks 0 and 1 are on host 0, rank 2 is on host 1, and rank 3 is a client without a part."""
     first, again, other = hosts(skewed, 2)[0], hosts(skewed, 2)[0], hosts(skewed, 2)[1]
     client = Graph(dataclasses.replace(first.store, parts={}), None)
     graphs, nodes = [first, again, other, client], ["h0", "h0", "h1", "h2"]
@@ -232,7 +232,7 @@ dist.barrier()
 
 
 @pytest.mark.slow
-def test_a_script_of_ones_own_on_two_hosts(tmp_path) -> None:
+def test_a_users_script_on_two_hosts(tmp_path) -> None:
     options = {**SKEWED, "num_nodes": 6000}
     with two_nodes(tmp_path, **options) as nodes:
         port = free_port()
@@ -249,7 +249,7 @@ def test_a_script_of_ones_own_on_two_hosts(tmp_path) -> None:
 
 
 @pytest.mark.slow
-def test_training_tells_what_it_expects_and_what_it_received(tmp_path) -> None:
+def test_training_reports_predicted_and_received_bytes(tmp_path) -> None:
     with two_nodes(tmp_path, **SKEWED) as nodes:
         run_dir = tmp_path / "run"
         jobs = lambda node: [command_line(node.job(run_dir, fanouts=FANOUTS, batch_size=BATCH, epochs=2))]  # noqa: E731

@@ -1,4 +1,4 @@
-"""When a server counts as gone, and how long one may take that says it is alive."""
+"""Tests of when a client counts a graph server as gone, and how long it waits for one that reports it is alive."""
 
 from __future__ import annotations
 
@@ -45,15 +45,15 @@ def seconds_until_gone(client) -> float:
     return time.monotonic() - start
 
 
-def test_a_host_that_refuses_is_gone_after_half_the_time_of_a_silent_one() -> None:
+def test_a_host_that_refuses_connections_counts_as_gone_sooner_than_a_silent_one() -> None:
     with client_of(free_endpoint(), 20, gone_after=1.6) as client:
         assert 0.7 < seconds_until_gone(client) < 10
-    with socket.create_server(("127.0.0.1", 0)) as mute:  # takes connections, says nothing
+    with socket.create_server(("127.0.0.1", 0)) as mute:  # accepts connections but sends nothing
         with client_of(f"tcp://127.0.0.1:{mute.getsockname()[1]}", 20, gone_after=1.6) as client:
             assert 1.5 < seconds_until_gone(client) < 10
 
 
-def test_a_server_that_is_gone_is_found_again() -> None:
+def test_the_client_reconnects_to_a_restarted_server() -> None:
     endpoint = free_endpoint()
     with client_of(endpoint, 20, gone_after=1) as client:
         with serving(endpoint=endpoint):
@@ -72,7 +72,7 @@ def test_a_server_that_is_gone_is_found_again() -> None:
 
 @contextlib.contextmanager
 def busy_server(answer_after: float):
-    """Says each 0.2 s that it is alive, and answers the first request after that many seconds."""
+    """Serve one connection: send ALIVE every 0.2 s and answer the first request after ``answer_after`` seconds."""
     with socket.create_server(("127.0.0.1", 0)) as listener:
         stop = threading.Event()
 
@@ -101,13 +101,13 @@ def busy_server(answer_after: float):
             thread.join(5)
 
 
-def test_a_server_that_was_stopped_is_asked_for_a_sign_of_life_and_given_up(monkeypatch) -> None:
+def test_a_stopped_server_is_pinged_and_counts_as_gone(monkeypatch) -> None:
     monkeypatch.setattr(channel, "_PING_AFTER", 0.1)
     monkeypatch.setattr(channel, "_STOPPED_AFTER", 0.6)
     endpoint = free_endpoint()
     with server_process(endpoint) as process, client_of(endpoint, 20, gone_after=1) as client:
         slow = client.submit_gather([RowRequest(HOMO_NODE, np.arange(3), ("sleep1.5",))])
-        assert len(slow.result()[0]["sleep1.5"]) == 3  # silent, but it answers when asked
+        assert len(slow.result()[0]["sleep1.5"]) == 3  # sends nothing by itself, but answers pings
         os.kill(process.pid, signal.SIGSTOP)
         wait_until(lambda: Path(f"/proc/{process.pid}/stat").read_text().rpartition(")")[2].split()[0] == "T")
         assert seconds_until_gone(client) < 10
@@ -121,12 +121,12 @@ def answers(client) -> bool:
     return False
 
 
-def test_the_deadline_is_one_of_silence() -> None:
+def test_the_deadline_restarts_while_the_server_is_alive() -> None:
     with busy_server(answer_after=4) as endpoint, client_of(endpoint, 2) as client:
         assert client.hello() == INFO
 
 
-def test_a_server_that_is_alive_but_never_answers_is_not_waited_for_without_end() -> None:
+def test_the_wait_for_a_server_that_is_alive_but_never_answers_is_bounded() -> None:
     with busy_server(answer_after=60) as endpoint, client_of(endpoint, 0.3) as client:
         start = time.monotonic()
         with pytest.raises(ServiceError, match="connected; the server is alive but busy"):

@@ -1,4 +1,4 @@
-"""Checkpoints: whole or not there, readable without unpickling code, refused where they do not fit."""
+"""Tests of checkpoints: written atomically, loaded without unpickling code, refused where they do not fit the run."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def made(epoch: int = 3, best_epoch: int | None = 2, **settings: Any) -> Checkpo
     )
 
 
-def test_what_is_saved_comes_back(tmp_path: Path) -> None:
+def test_a_checkpoint_is_loaded_as_saved(tmp_path: Path) -> None:
     saved = made()
     path = save_checkpoint(tmp_path / "checkpoints", saved)
     assert path == tmp_path / "checkpoints" / "epoch-0003.pt"
@@ -70,7 +70,7 @@ def test_what_is_saved_comes_back(tmp_path: Path) -> None:
     assert torch.load(path, weights_only=True)["epoch"] == 3
 
 
-def test_the_two_newest_and_the_best_stay(tmp_path: Path) -> None:
+def test_the_two_newest_and_the_best_are_kept(tmp_path: Path) -> None:
     for epoch in range(1, 7):
         save_checkpoint(tmp_path, made(epoch, best_epoch=min(epoch, 2)))
     assert sorted(path.name for path in tmp_path.iterdir()) == [
@@ -79,7 +79,7 @@ def test_the_two_newest_and_the_best_stay(tmp_path: Path) -> None:
     assert load_checkpoint(tmp_path / "last.pt").epoch == 6
 
 
-def test_a_disk_that_fills_up_leaves_the_old_checkpoint_and_no_rest(
+def test_a_full_disk_leaves_the_old_checkpoint_and_no_other_file(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     save_checkpoint(tmp_path, made(1, 1))
@@ -95,12 +95,13 @@ def test_a_disk_that_fills_up_leaves_the_old_checkpoint_and_no_rest(
     assert load_checkpoint(tmp_path / "last.pt").epoch == 1
 
 
-def test_a_death_while_writing_never_shows_half_a_file(tmp_path: Path) -> None:
-    """A child is killed in the middle of its second checkpoint."""
+def test_a_process_that_dies_while_writing_leaves_no_partial_file(tmp_path: Path) -> None:
+    """A child process exits while it writes its second checkpoint."""
     save_checkpoint(tmp_path, made(1, 1))
     child = os.fork()
     if child == 0:
-        module.torch.save = lambda content, file: (file.write(b"PK half"), file.flush(), os._exit(9))  # type: ignore[assignment]
+        crash = lambda content, file: (file.write(b"PK half"), file.flush(), os._exit(9))  # noqa: E731
+        module.torch.save = crash  # type: ignore[assignment]
         save_checkpoint(tmp_path, made(2, 1))
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 9
     assert sorted(path.name for path in tmp_path.glob("*.pt")) == ["epoch-0001.pt", "last.pt"]
@@ -147,9 +148,9 @@ def test_every_difference_to_the_run_is_named() -> None:
     assert "target is author, in the checkpoint paper" in message and "lr" not in message
 
 
-def test_what_does_not_change_the_curve_may_differ() -> None:
+def test_settings_that_do_not_change_the_loss_curve_may_differ() -> None:
     other = TrainSettings(epochs=99, eval_every=5, sampler_threads=4, timeout=5.0, resume="last.pt", layers=3)
     recut = graph_record(dataclasses.replace(MANIFEST, num_parts=4, fingerprint="g"), "paper")
-    check_fits(made(), other, recut, "last.pt")  # raises for anything that counts
+    check_fits(made(), other, recut, "last.pt")  # raises for any difference that changes the loss curve
     with pytest.raises(CheckpointError, match="of another run: lr is 0.5, in the checkpoint 0.004$"):
         check_fits(made(), dataclasses.replace(other, lr=0.5), recut, "last.pt")

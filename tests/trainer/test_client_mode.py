@@ -1,4 +1,4 @@
-"""Clients, which hold no part: every loader gives what it gives on an opened graph, bit for bit."""
+"""Tests of clients, which hold no part: every loader gives the same batches as on an opened graph, bit for bit."""
 
 from __future__ import annotations
 
@@ -95,7 +95,7 @@ def hetero(tmp_path_factory):
 
 @contextmanager
 def both_ways(folder, data):
-    """The graph as opened here, and as a client of two servers has it; and the servers."""
+    """Yield the graph opened from its folder, the graph of a client of two servers, and the servers."""
     with serving_parts(written(folder, data)) as servers, open_graph(folder) as local, client_graph(servers) as client:
         yield local, client, servers
 
@@ -116,7 +116,7 @@ def test_every_loader_gives_the_same_batches_of_several_types(hetero, loader):
         assert_identical(list(got), list(expected))
 
 
-def test_a_batch_by_position_and_rows_that_a_transform_asks_for(homo):
+def test_a_batch_by_position_and_rows_that_a_transform_requests(homo):
     def more(out):
         out.node = torch.cat([out.node, torch.tensor([59])])
         return out
@@ -127,7 +127,7 @@ def test_a_batch_by_position_and_rows_that_a_transform_asks_for(homo):
         assert_identical(got([3, 1, 2]), expected([3, 1, 2]))
 
 
-def test_a_graph_of_servers_answers_as_an_opened_one(homo, hetero):
+def test_a_remote_graph_equals_an_opened_one(homo, hetero):
     for local, client, _ in (homo, hetero):
         assert client.manifest == local.manifest and client.digest == local.digest
         assert (client.near_parts, client.layout) == ((0, 1), local.layout)
@@ -147,7 +147,7 @@ def test_a_graph_of_servers_answers_as_an_opened_one(homo, hetero):
         homo[1].store.seeds("node", "tset")
 
 
-def test_attributes_of_the_graph_as_a_whole_travel_too(tmp_path):
+def test_graph_attributes_are_sent_to_clients(tmp_path):
     store = parts_of(homo_data(), 2).store
     given = {
         "names": np.arange(7.0),
@@ -164,8 +164,8 @@ def test_attributes_of_the_graph_as_a_whole_travel_too(tmp_path):
         assert all(torch.equal(batch[name], torch.from_numpy(values)) for name, values in given.items())
 
 
-def test_prefetch_batches_are_under_way_at_once(homo):
-    """With one sampler thread; they would wait for each other otherwise."""
+def test_prefetched_batches_are_requested_concurrently(homo):
+    """One sampler thread requests four batches at once; the barrier would time out otherwise."""
     local, _, servers = homo
     together = threading.Barrier(4, timeout=10)
     with client_graph(servers) as client:
@@ -173,7 +173,7 @@ def test_prefetch_batches_are_under_way_at_once(homo):
         client.access.sample_batch = lambda work: (together.wait(), sample(work))[1]
         loader = DistNeighborLoader(client, [4, 3], "train", batch_size=9, threads=1, prefetch=4, drop_last=True)
         expected = DistNeighborLoader(local, [4, 3], "train", batch_size=9, drop_last=True)
-        assert len(loader) % 4 == 0, "the last ones would wait for more"
+        assert len(loader) % 4 == 0, "the last batches would wait at the barrier"
         assert_identical(list(loader), list(expected))
 
 
@@ -187,8 +187,8 @@ SPLITS = {
 
 
 @pytest.mark.parametrize("split", SPLITS)
-def test_two_workers_and_two_servers_with_two_clients_give_every_rank_the_same(tmp_path, split):
-    """Two ranks each: same shares of the seeds, same batches, in training and evaluation order."""
+def test_workers_and_clients_give_every_rank_the_same_batches(tmp_path, split):
+    """Each worker or client has two ranks; shares of the seeds and batches are equal, shuffled and in order."""
     make, options = SPLITS[split]
     layout = RankLayout.from_cluster(cluster_of("worker"))
     assert RankLayout.from_cluster(cluster_of("server")) == layout
@@ -205,7 +205,7 @@ def test_two_workers_and_two_servers_with_two_clients_give_every_rank_the_same(t
 
 
 def cluster_of(mode):
-    """Two nodes that hold two parts each; their ranks are there, or on a client node for each."""
+    """Two nodes that hold two parts each; the ranks run on these nodes, or on one client node for each."""
     here = [ClusterNode(k, f"h{k}", mode, f"tcp://h{k}:1", HALVES[k], ()) for k in (0, 1)]
     ranks = [(0, 1), (2, 3)]
     if mode == "worker":

@@ -1,4 +1,4 @@
-"""Training and inference on client nodes: the same figures as on workers, and nothing of the graph on them."""
+"""Tests of training and inference on client nodes: results equal those of workers, without a part on the client."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def servers(parts):
 
 
 def cluster_file(path: Path, servers, clients: dict[int, list[int]]) -> Path:
-    """cluster.json of these servers and of client nodes with these ranks."""
+    """Write a cluster.json with these servers and with client nodes; ``clients``: node rank -> ranks."""
     nodes = [
         {"node_rank": place.node_rank, "host": place.host, "role": "server", "endpoint": place.endpoint,
          "parts": list(place.parts), "ranks": []}
@@ -68,7 +68,7 @@ def test_one_client_trains_and_infers_as_one_process_with_all_parts(parts, serve
             np.testing.assert_allclose(ours, theirs, rtol=1e-5, atol=1e-5)
 
 
-def test_a_script_on_a_client_node_opens_its_graph_without_naming_anything(parts, servers, tmp_path):
+def test_a_script_on_a_client_node_opens_its_graph_without_arguments(parts, servers, tmp_path):
     cluster = cluster_file(tmp_path / "cluster.json", servers, {2: [0, 1], 3: [2]})
     ranks = {"RANK": "2", "WORLD_SIZE": "3", "MASTER_ADDR": "a", "MASTER_PORT": "1"}
     with open_any(environ={**client_env(cluster, 3), **ranks}) as graph:
@@ -79,7 +79,7 @@ def test_a_script_on_a_client_node_opens_its_graph_without_naming_anything(parts
         assert loader.rank == 2 and all(batch.batch_size > 0 for batch in loader)
 
 
-def test_parts_are_asked_for_where_the_node_is_no_client(servers, tmp_path):
+def test_a_node_that_is_no_client_needs_parts(servers, tmp_path):
     cluster = cluster_file(tmp_path / "cluster.json", servers, {2: [0]})
     for place in (None, cluster):
         with pytest.raises(SettingsError, match=r"no partition folder: give --parts .* node 0 is none"):
@@ -87,7 +87,7 @@ def test_parts_are_asked_for_where_the_node_is_no_client(servers, tmp_path):
 
 
 def in_ranks(lines: list[list[list[str]]], environments: list[dict[str, str]]) -> None:
-    """Whole runs, one rank for each environment."""
+    """Run the command lines of each rank with its environment, and assert that they succeed."""
     port, size = free_port(len(lines[0])), len(environments)
     processes = [start_words(lines[rank], rank, size, port, **environments[rank]) for rank in range(size)]
     for ended in [finish(process) for process in processes]:
@@ -100,7 +100,7 @@ def accuracies(line: dict[str, object]) -> dict[str, object]:
 
 @pytest.mark.slow
 def test_two_workers_and_two_clients_with_two_processes_have_the_same_loss_curve(parts, servers, tmp_path):
-    """From the launcher's variables alone, inference included; each host writes into a folder of its own."""
+    """Clients read everything from the launcher's variables; for inference each host writes into its own folder."""
     cluster = cluster_file(tmp_path / "cluster.json", servers, {2: [0, 1], 3: [2, 3]})
     runs, environments, lines = {}, [], []
     settings = job(parts, tmp_path, epochs=2).settings

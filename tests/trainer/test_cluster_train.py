@@ -1,4 +1,4 @@
-"""Training over two nodes, as the processes a launcher would start: a graph server and a rank on each."""
+"""Tests of training on two nodes with the processes that the launcher starts: a graph server and a rank on each."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ RUNS: dict[str, dict[str, Any]] = {
 
 @dataclass(frozen=True)
 class Node:
-    """One node: its own part only, on its own disk, and its graph server."""
+    """One node with a folder that holds only its own part, and its graph server."""
 
     rank: int
     parts: Path
@@ -48,14 +48,14 @@ class Node:
         return replace(plain, part_ids=(self.rank,), cluster=self.cluster, key_file=self.key_file)
 
     def infer_job(self, checkpoint: Path, out: Path) -> InferJob:
-        """Results stay on each node; only the first one has the checkpoint."""
+        """Return the node's inference job: results stay on each node, and only node 0 has the checkpoint."""
         seen = checkpoint if self.rank == 0 else Path("/nowhere.pt")
         return InferJob(seen, self.parts, out / f"node{self.rank}", (self.rank,), self.cluster, self.key_file)
 
 
 @contextmanager
 def two_nodes(folder: Path, **options: Any) -> Iterator[list[Node]]:
-    """Encrypted graph servers of two nodes, ready; ``options`` of the graph."""
+    """Start the encrypted graph servers of two nodes and wait until they are ready. ``options`` go to the dataset."""
     whole = write_parts(folder / "whole", 2, **options)
     endpoints = [free_endpoint(), free_endpoint()]
     cluster = write_cluster(folder / "cluster.json", (0, endpoints[0], [0]), (1, endpoints[1], [1]))
@@ -74,7 +74,7 @@ def two_nodes(folder: Path, **options: Any) -> Iterator[list[Node]]:
 
 
 def start(nodes: list[Node], lines: Callable[[Node], list[list[str]]]) -> list[subprocess.Popen[str]]:
-    """One rank on each node; each does all its command lines, one after the other."""
+    """Start one rank on each node, which runs its command lines one after the other."""
     port = free_port(len(lines(nodes[0])))
     where = {"LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}
     return [start_words(lines(node), node.rank, 2, port, NODE_RANK=str(node.rank), **where) for node in nodes]
@@ -82,7 +82,7 @@ def start(nodes: list[Node], lines: Callable[[Node], list[list[str]]]) -> list[s
 
 @pytest.fixture(scope="module")
 def on_two_nodes(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The run folders of two nodes, one per entry of ``RUNS``, and what gat's best weights give, in ``inferred``."""
+    """Run folders of two nodes, one per entry of ``RUNS``; ``inferred`` has the inference results of the gat run."""
     folder = tmp_path_factory.mktemp("two-nodes")
 
     def lines(node: Node) -> list[list[str]]:
@@ -116,8 +116,8 @@ def test_two_nodes_infer_as_one_process_does(on_two_nodes: Path, tmp_path: Path)
         ours, theirs = on_two_nodes / "inferred" / f"node{part}" / f"part{part}", tmp_path / "out" / f"part{part}"
         assert np.array_equal(np.load(ours / "orig_id.npy"), np.load(theirs / "orig_id.npy"))
         np.testing.assert_allclose(np.load(ours / "logits.npy"), np.load(theirs / "logits.npy"), atol=1e-5, rtol=1e-5)
-    told = json.loads((on_two_nodes / "inferred" / "node0" / "infer.json").read_text())
-    assert told["accuracy"] == pytest.approx(dict(alone.accuracy))
+    record = json.loads((on_two_nodes / "inferred" / "node0" / "infer.json").read_text())
+    assert record["accuracy"] == pytest.approx(dict(alone.accuracy))
 
 
 def test_a_graph_server_killed_in_mid_epoch_and_not_started_again_ends_every_rank(tmp_path: Path) -> None:
@@ -134,7 +134,7 @@ def test_a_graph_server_killed_in_mid_epoch_and_not_started_again_ends_every_ran
         nodes[1].server.kill()
         killed = time.monotonic()
         asker, other = (finish(process, timeout=90) for process in processes)
-        assert time.monotonic() - killed < 60, "the deadline of 120 s is not for a server that was given up"
+        assert time.monotonic() - killed < 60, "the ranks waited for the deadline of 120 s, not for server_wait"
     assert asker.returncode == other.returncode == 1
     errors = [[line for line in ended.output.splitlines() if "error: " in line] for ended in (asker, other)]
     assert len(errors[0]) == len(errors[1]) == 1, asker.output + other.output

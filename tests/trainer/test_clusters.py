@@ -1,4 +1,4 @@
-"""Cluster-GCN batches: whole clusters and all edges between them, each once an epoch, shared out by host."""
+"""Tests of ``DistClusterLoader``: batches are whole clusters with all edges between them, each once per epoch."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from trainer.store.part_store import open_parts
 
 
 def clustered(num_parts=4, per_part=3, edges=260):
-    """Opened parts with attribute ``cluster`` as ``partition make --clusters`` numbers them; the clusters by node."""
+    """Return opened parts with attribute ``cluster``, the data, and the cluster number of each node."""
     data = homo_data(num_edges=edges)
     rng = np.random.default_rng(1)
     part = np.arange(data.num_nodes) % num_parts
@@ -38,12 +38,12 @@ def clustered(num_parts=4, per_part=3, edges=260):
 
 
 def nodes_of(clusters, numbers):
-    """Cluster after cluster, by id."""
+    """Return the nodes of these clusters in order, sorted by id within a cluster."""
     return [int(node) for number in numbers for node in np.flatnonzero(clusters == number)]
 
 
 def assert_whole(batch, data):
-    """All edges between the batch's nodes, and nothing else."""
+    """Assert that the batch has exactly the edges between its nodes, and the right attributes."""
     assert sorted(batch.e_id.tolist()) == edges_between(data, batch.n_id.tolist())
     assert torch.equal(batch.n_id[batch.edge_index], data.edge_index[:, batch.e_id])
     assert torch.equal(batch.x, data.x[batch.n_id]) and torch.equal(batch.edge_attr, data.edge_attr[batch.e_id])
@@ -62,7 +62,7 @@ def test_a_batch_is_its_clusters_in_order_with_all_edges_between_them(threads):
 
 @pytest.mark.parametrize("batch_size", [1, 2, 3, 4, 5, 12, 40])
 @pytest.mark.parametrize("drop_last", [False, True])
-def test_every_cluster_once_and_equally_many_steps_on_every_rank(batch_size, drop_last):
+def test_every_cluster_comes_once_and_ranks_have_equally_many_steps(batch_size, drop_last):
     graph, _, cluster = clustered()
     loaders = [
         DistClusterLoader(graph, batch_size=batch_size, shuffle=True, drop_last=drop_last, rank=rank, layout=TWO_HOSTS)
@@ -79,7 +79,7 @@ def test_every_cluster_once_and_equally_many_steps_on_every_rank(batch_size, dro
 
 
 def test_ranks_take_the_clusters_of_their_own_host_first():
-    graph, _, cluster = clustered()  # of 12 clusters ranks 0 and 1 have 6 beside them, rank 2 has 6 too
+    graph, _, cluster = clustered()  # 6 of 12 clusters lie on the host of ranks 0 and 1, 6 on the host of rank 2
     for epoch in range(3):
         own = {}
         for rank in range(3):
@@ -109,8 +109,8 @@ def test_whole_parts_are_the_clusters_where_the_partition_has_none():
     assert len(batch.e_id) == data.num_edges
 
 
-def test_the_partitions_own_clusters(tmp_path):
-    """As ``partition make --clusters 3`` writes them, heterogeneous graphs and all."""
+def test_clusters_of_the_partition(tmp_path):
+    """Clusters are written as by ``partition make --clusters 3``, for a heterogeneous graph."""
     dataset = graphs.bipartite()
     assignment = assign_parts(dataset, 2, "metis", 0)
     write_partition(with_clusters(dataset, assignment, 3), assignment, tmp_path / "parts")
@@ -140,7 +140,7 @@ def test_graphs_in_memory_are_divided_by_metis(make):
 
 
 class GivenClusters(ClusterData):
-    """torch_geometric's clusters, given instead of made by METIS, which needs torch-sparse or pyg-lib."""
+    """torch_geometric's ``ClusterData`` with given clusters; its METIS would need torch-sparse or pyg-lib."""
 
     def __init__(self, data, cluster, num_parts):
         self._given = torch.from_numpy(cluster).long()
@@ -151,7 +151,7 @@ class GivenClusters(ClusterData):
 
 
 @pytest.mark.parametrize("batch_size", [1, 4, 5])
-def test_torch_geometrics_batches_of_the_same_clusters(batch_size):
+def test_batches_equal_those_of_torch_geometric(batch_size):
     graph, data, cluster = clustered()
     data.id = torch.arange(data.num_nodes)  # its nodes are in no particular order within a cluster
     theirs = ClusterLoader(GivenClusters(data, cluster, 12), batch_size=batch_size)
@@ -202,7 +202,7 @@ def test_fewer_clusters_than_ranks_leave_some_without_nodes():
     assert [batch.num_nodes for batch in found].count(0) == 1
 
 
-def test_what_makes_no_sense_is_refused():
+def test_invalid_arguments_are_refused():
     with pytest.raises(SettingsError, match="num_clusters: a graph in memory is not divided into clusters yet"):
         DistClusterLoader(homo_data())
     with pytest.raises(SettingsError, match="num_clusters is for graphs in memory.*partition make --clusters K"):

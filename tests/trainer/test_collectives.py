@@ -1,4 +1,4 @@
-"""Values between ranks: data only, never objects."""
+"""Tests of the values that ranks exchange: plain data and tensors, never pickled objects."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ TENSORS = {
 
 
 def names_used(path: Path) -> set[str]:
-    """Every name and attribute in a module's code."""
+    """Return every name and attribute used in a module."""
     nodes = list(ast.walk(ast.parse(path.read_text())))
     return {n.attr for n in nodes if isinstance(n, ast.Attribute)} | {n.id for n in nodes if isinstance(n, ast.Name)}
 
@@ -62,7 +62,7 @@ def test_ranks_exchange_values_and_tensors() -> None:
         assert ended.returncode == 0, ended.output
 
 
-def test_numbers_of_numpy_are_sent_as_plain_ones() -> None:
+def test_numpy_numbers_are_sent_as_python_numbers() -> None:
     found = decode(encode([np.float64(0.5), np.int64(3), np.bool_(True)], []), [])
     assert found == [0.5, 3, True] and [type(value) for value in found] == [float, int, bool]
 
@@ -72,12 +72,12 @@ def test_numbers_of_numpy_are_sent_as_plain_ones() -> None:
     [
         pickle.dumps({"rank": 0}),
         b"",
-        b"\xc7\x00\x05",  # an extension of a kind that there is not
+        b"\xc7\x00\x05",  # a MessagePack extension of an unknown type
         b"\x91" * 100_000,  # lists in lists
         encode(torch.empty(2), []).replace(b"float32", b"no_type"),
     ],
 )
-def test_what_is_no_value_is_refused(data: bytes) -> None:
+def test_invalid_data_is_refused(data: bytes) -> None:
     with pytest.raises(PeerError, match="cannot be decoded"):
         decode(data, [])
 

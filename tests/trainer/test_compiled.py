@@ -1,4 +1,4 @@
-"""Compiled kernels are found again wherever the code lies, and made anew when anything they are made from changes."""
+"""Tests of cached kernels: reused wherever the code lies, compiled again when their code or constants change."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def inner(x):
 
 @pytest.fixture
 def code(tmp_path: Path) -> Path:
-    """A package ``trainer`` with nothing but two kernels."""
+    """A package ``trainer`` that contains only two kernels."""
     folder = tmp_path / "code" / "trainer"
     (folder / "core").mkdir(parents=True)
     for package in (folder, folder / "core"):
@@ -50,12 +50,12 @@ def code(tmp_path: Path) -> Path:
 
 
 def start(code: Path, kernels: Path) -> Forked:
-    """A process that calls the kernel of that package and prints what it gives for 20, and how much came compiled."""
+    """Start a process that calls the package's kernel with 20 and prints the result and the number of cache hits."""
     return Forked(call_outer, (), {**os.environ, "GNNFLEET_KERNELS": str(kernels), "CODE": str(code)})
 
 
 def call_outer() -> None:
-    tempfile.tempdir = None  # as the environment has it, not as when the parent looked
+    tempfile.tempdir = None  # read TMPDIR again; the parent has cached its own
     for name in [name for name in sys.modules if name.partition(".")[0] == "trainer"]:
         del sys.modules[name]
     sys.path.insert(0, os.environ["CODE"])
@@ -70,8 +70,8 @@ def call(code: Path, kernels: Path) -> list[int]:
     return [int(word) for word in process.output.splitlines()[-1].split()]
 
 
-def test_what_was_compiled_is_found_until_it_is_damaged(code: Path, tmp_path: Path) -> None:
-    """By several that compile at once, by the same code again, and by another copy of it."""
+def test_compiled_kernels_are_reused_until_damaged(code: Path, tmp_path: Path) -> None:
+    """Three processes compile at once; later processes, also with a copy of the code, reuse their kernels."""
     kernels = tmp_path / "kernels"
     started = [start(code, kernels) for _ in range(3)]
     assert [process.communicate()[0].split()[0] for process in started] == ["41"] * 3
@@ -85,7 +85,7 @@ def test_what_was_compiled_is_found_until_it_is_damaged(code: Path, tmp_path: Pa
     assert call(code, kernels) == [41, 1]
 
 
-def test_what_a_kernel_calls_and_its_constants_count(code: Path, tmp_path: Path) -> None:
+def test_a_kernel_is_recompiled_when_its_callees_or_constants_change(code: Path, tmp_path: Path) -> None:
     kernels = tmp_path / "kernels"
     call(code, kernels)
     changes = [("outer.py", "+ PLUS", "- PLUS", 39), ("inner.py", "x * 2", "x * 3", 59), ("inner.py", "= 1", "= 5", 55)]
@@ -93,11 +93,11 @@ def test_what_a_kernel_calls_and_its_constants_count(code: Path, tmp_path: Path)
         source = code / "trainer" / file
         source.write_text(source.read_text().replace(old, new))
         now = time.time() + later
-        os.utime(source, (now, now))  # Python takes a file of the same size and second for the one it has compiled
+        os.utime(source, (now, now))  # else Python reuses its bytecode of a file with the same size and second
         assert call(code, kernels) == [answer, 0]
 
 
-def test_where_its_folder_cannot_be_made_a_temporary_one_keeps_it(
+def test_kernels_go_to_a_temporary_folder_when_theirs_cannot_be_created(
     code: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "file").touch()
@@ -111,7 +111,7 @@ def test_where_its_folder_cannot_be_made_a_temporary_one_keeps_it(
 
 
 class Planted:
-    """Unpickled, it makes a file."""
+    """Creates a file when unpickled."""
 
     def __init__(self, path: Path):
         self.path = path
@@ -121,10 +121,10 @@ class Planted:
 
 
 @pytest.mark.parametrize("writable", ["folder", "file", "file of another"])
-def test_what_others_may_have_written_is_not_loaded(
+def test_kernels_that_other_users_could_write_are_not_loaded(
     code: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, writable: str
 ) -> None:
-    """Where the folder is open to others, a private one takes its place, with a warning."""
+    """If the folder is writable by others, a private folder replaces it, with a warning."""
     kernels, temporary = tmp_path / "kernels", tmp_path / "tmp"
     temporary.mkdir()
     monkeypatch.setenv("TMPDIR", str(temporary))
@@ -147,7 +147,7 @@ def test_what_others_may_have_written_is_not_loaded(
     assert call(code, kernels) == [41, 1]
 
 
-def test_kernels_of_the_trainer_lie_there() -> None:
+def test_the_trainers_kernels_are_in_the_configured_folder() -> None:
     assert str(kernels_folder()) == os.environ["GNNFLEET_KERNELS"]
     assert isinstance(draw_edges._cache._cache_file, KernelFiles)
 
@@ -174,8 +174,8 @@ print(got.sum(), ready, total(4) if len(sys.argv) > 1 else "")
 """
 
 
-def test_what_is_loaded_does_not_make_the_compiler_ready_and_what_is_compiled_after_it_does(code, tmp_path):
-    """A kernel that allocates; and one, compiled anew, that calls the loaded one."""
+def test_loaded_kernels_do_not_initialise_the_compiler(code, tmp_path):
+    """``squares`` allocates an array; ``total`` calls ``squares`` and is compiled after ``squares`` was loaded."""
     (code / "trainer" / "mixed.py").write_text(MIXED)
     environment = {**os.environ, "GNNFLEET_KERNELS": str(tmp_path / "kernels"), "PYTHONPATH": str(code)}
 

@@ -1,4 +1,4 @@
-"""``trainer.connect``: a graph from a notebook, and what can be wrong with the servers or the key."""
+"""Tests of ``trainer.connect``: graphs for notebooks, and errors of servers and keys."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from trainer.service.service_keys import admit_guest, write_key_file
 
 @pytest.fixture(autouse=True)
 def impatient(monkeypatch):
-    """Servers are called gone three times sooner than in use."""
+    """Count servers as gone after one second, to keep the tests short."""
     monkeypatch.setattr(open, "GONE_AFTER", 1.0)
 
 
@@ -43,7 +43,7 @@ def plain(folder):
 
 @pytest.fixture(scope="module")
 def secured(folder, tmp_path_factory):
-    """Servers with a key, and the key file of a guest whom they admit."""
+    """Servers with a key, and the key file of a guest that they admit."""
     home = tmp_path_factory.mktemp("keys")
     own = replace(new_keys(), guests=home / "clients")
     write_key_file(home / "service.key", own)
@@ -56,7 +56,7 @@ def secured(folder, tmp_path_factory):
 
 
 def refusal(*given, **options):
-    """The message of a connection that fails, and how long that took."""
+    """Return the message of a failing ``connect`` and the seconds it took."""
     start = time.monotonic()
     with pytest.raises(ServiceError) as caught:
         trainer.connect(*given, **options)
@@ -84,7 +84,7 @@ def test_one_endpoint_is_enough_to_find_the_others(plain):
         assert repr(graph).startswith("Graph(") and repr(graph).endswith(" 4 parts; served by node1 (s1))")
 
 
-def test_a_key_file_says_who_one_is_and_where_the_servers_are(secured, folder):
+def test_a_key_file_contains_identity_and_endpoints(secured, folder):
     servers, key = secured
     with trainer.connect(key=key) as graph, open_graph(folder) as local:
         assert_identical(
@@ -94,12 +94,12 @@ def test_a_key_file_says_who_one_is_and_where_the_servers_are(secured, folder):
         assert graph.num_nodes == 60
 
 
-def test_an_endpoint_that_does_not_answer_is_passed_over(plain):
+def test_an_endpoint_that_does_not_answer_is_skipped(plain):
     with trainer.connect([free_endpoint(), plain.places[0].endpoint], deadline=5) as graph:
         assert graph.gateway.home.name == "node0 (s0)"
 
 
-def test_a_server_that_is_not_there_is_named_at_once():
+def test_an_unreachable_server_is_reported_at_once():
     absent = free_endpoint()
     message, seconds = refusal(absent, deadline=30)
     assert message.startswith(f"graph server at {absent}: no answer") and "no connection" in message
@@ -107,7 +107,7 @@ def test_a_server_that_is_not_there_is_named_at_once():
 
 
 @pytest.mark.parametrize("who", ["a stranger's key", "no key"])
-def test_a_key_that_is_not_admitted_is_said_to_be_so(secured, tmp_path, who):
+def test_a_key_that_is_not_admitted_is_reported(secured, tmp_path, who):
     servers, _ = secured
     key = None
     if who == "a stranger's key":
@@ -118,7 +118,7 @@ def test_a_key_that_is_not_admitted_is_said_to_be_so(secured, tmp_path, who):
     assert seconds < 20
 
 
-def test_what_is_wrong_at_all_endpoints_is_said_once(secured, tmp_path):
+def test_an_error_at_all_endpoints_is_reported_once(secured, tmp_path):
     servers, _ = secured
     first, second = (place.endpoint for place in servers.places.values())
     key = tmp_path / "stranger.key"
@@ -134,7 +134,7 @@ def test_a_key_for_servers_that_do_not_encrypt(plain, secured):
     assert "handshake refused" in message and seconds < 20
 
 
-def test_what_is_no_graph_server_is_said_to_be_none():
+def test_a_web_server_at_the_endpoint_is_reported():
     web = http.server.ThreadingHTTPServer(("127.0.0.1", 0), http.server.BaseHTTPRequestHandler)
     thread = threading.Thread(target=web.serve_forever)
     thread.start()
@@ -148,25 +148,25 @@ def test_what_is_no_graph_server_is_said_to_be_none():
     assert seconds < 20
 
 
-def test_one_that_accepts_and_says_nothing_ends_by_the_deadline():
+def test_a_silent_server_is_given_up_at_the_deadline():
     with socket.create_server(("127.0.0.1", 0)) as silent:
         message, seconds = refusal(f"tcp://127.0.0.1:{silent.getsockname()[1]}", deadline=2)
     assert "no graph server speaks there" in message and seconds < 20
 
 
-def test_another_program_on_the_port_ends_by_the_deadline():
+def test_another_program_on_the_port_is_given_up_at_the_deadline():
     with socket.create_server(("127.0.0.1", 0)) as other:
         message, seconds = refusal(f"tcp://127.0.0.1:{other.getsockname()[1]}", deadline=1.5)
     assert "connected, but no graph server speaks there" in message and seconds < 20
 
 
 @pytest.mark.parametrize("endpoint", ["10.0.0.2:29601", "tcp://10.0.0.2", "tcp://10.0.0.2:0", "http://a:1", 7, []])
-def test_what_is_no_endpoint(endpoint):
+def test_invalid_endpoints_are_refused(endpoint):
     with pytest.raises(SettingsError, match="endpoint"):
         trainer.connect(endpoint)
 
 
-def test_a_key_file_that_is_not_there(tmp_path):
+def test_a_missing_key_file(tmp_path):
     with pytest.raises(
         ServiceError, match=r"none.key cannot be read: No such file or directory; .*`gnnfleet serve key"
     ):
@@ -174,7 +174,7 @@ def test_a_key_file_that_is_not_there(tmp_path):
 
 
 def test_a_model_over_a_remote_graph(tmp_path):
-    """Inference by sampling: whole neighbourhoods give each node's row, wherever the graph is."""
+    """Inference with whole neighbourhoods equals a full-graph forward pass."""
     from torch_geometric.nn import SAGEConv
 
     folder, conv = written(tmp_path, hetero_data()), SAGEConv((4, 4), 3)

@@ -1,4 +1,4 @@
-"""Files of a partition folder that are not what the manifest says: a clear error, never a crash or a wrong row."""
+"""Tests of partition files that do not match the manifest: an error, never a crash or a wrong row."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ from trainer.store.part_store import open_parts
 from trainer.train.job import find_damage, train
 from trainer.train.settings import TrainJob, TrainSettings
 
-SECONDS = float(os.environ.get("GNNFLEET_DAMAGE_SECONDS") or 3)  #: longer: `make test` has no time for more
+SECONDS = float(os.environ.get("GNNFLEET_DAMAGE_SECONDS") or 3)  #: of random damage; set the variable to test longer
 EDGES = "part0/edges/v-1.0__pre-depends__v-1.0"
 NODES = "part0/nodes"
 
@@ -46,7 +46,7 @@ def folder(tmp_path: Path) -> Path:
 
 
 @pytest.mark.timeout(SECONDS + 240)
-def test_whatever_is_damaged_is_an_error_and_never_a_crash_or_a_wrong_row(sound: Path, tmp_path: Path) -> None:
+def test_damage_never_causes_a_crash_or_a_wrong_row(sound: Path, tmp_path: Path) -> None:
     seed = time.time_ns() % 2**40
     process = Forked(damage, (sound, tmp_path / "work", seed, SECONDS), environment())
     with suppress(subprocess.TimeoutExpired):
@@ -60,7 +60,7 @@ def test_whatever_is_damaged_is_an_error_and_never_a_crash_or_a_wrong_row(sound:
 
 @pytest.mark.timeout(60)
 @pytest.mark.parametrize("name", ["manifest.json", f"{EDGES}/indices.npy", "part0/.gnnfleet-ranges.json"])
-def test_nobody_waits_for_a_pipe_in_the_place_of_a_file(folder: Path, name: str) -> None:
+def test_a_named_pipe_in_place_of_a_file_does_not_block(folder: Path, name: str) -> None:
     (folder / name).unlink(missing_ok=True)
     os.mkfifo(folder / name)
     if name.endswith("ranges.json"):
@@ -76,7 +76,7 @@ def rewrite(path: Path, change) -> None:
 
 
 @pytest.mark.parametrize(
-    ("file", "change", "told"),
+    ("file", "change", "message"),
     [
         ("indices", lambda values: values[:-1], "holds int.* expected int.* by the manifest"),
         ("indices", lambda values: values.astype(np.float32), "holds float32"),
@@ -91,13 +91,13 @@ def rewrite(path: Path, change) -> None:
         ("orig_id", lambda values: values + 10**6, "is outside 0 to"),
     ],
 )
-def test_ids_and_offsets_that_kernels_cannot_index_with_are_refused(folder, file, change, told) -> None:
+def test_ids_and_offsets_out_of_range_are_refused(folder, file, change, message) -> None:
     rewrite(folder / EDGES / f"{file}.npy", lambda values: change(values).astype(change(values).dtype))
-    with pytest.raises(PartitionError, match=f"{file}.npy.*{told}"):
+    with pytest.raises(PartitionError, match=f"{file}.npy.*{message}"):
         open_parts(folder)
 
 
-def test_rows_that_are_short_long_or_laid_out_otherwise_are_refused(folder: Path) -> None:
+def test_rows_of_another_length_or_layout_are_refused(folder: Path) -> None:
     path = folder / NODES / "v-1.0" / "attrs" / "half.npy"
     whole = np.load(path)
     for change in (whole[:-1], np.concatenate([whole, whole[:1]]), whole.astype(">u2"), whole.astype(np.int16)):
@@ -114,12 +114,12 @@ def test_rows_that_are_short_long_or_laid_out_otherwise_are_refused(folder: Path
         open_parts(folder)
 
 
-def test_ranges_are_looked_at_once_and_again_when_a_file_has_changed(folder, monkeypatch) -> None:
+def test_ranges_are_checked_once_and_again_after_a_change(folder, monkeypatch) -> None:
     monkeypatch.setattr(part_files, "_SETTLED_NS", 0)
     looked = []
     look = part_files._Bounds.problem
     monkeypatch.setattr(part_files._Bounds, "problem", lambda self: looked.append(self.path) or look(self))
-    time.sleep(0.05)  # longer than the kernel's clock of files ticks
+    time.sleep(0.05)  # longer than the resolution of file times
     open_parts(folder)
     first = set(looked)
     looked.clear()
@@ -136,8 +136,8 @@ def test_ranges_are_looked_at_once_and_again_when_a_file_has_changed(folder, mon
     assert looked == [f"{EDGES}/indices.npy"]
 
 
-def test_files_written_just_now_are_looked_at_again(folder, monkeypatch) -> None:
-    """Their times could be those of a later change as well."""
+def test_files_written_just_now_are_checked_again(folder, monkeypatch) -> None:
+    """A later change could leave the same file times."""
     looked = []
     look = part_files._Bounds.problem
     monkeypatch.setattr(part_files._Bounds, "problem", lambda self: looked.append(self.path) or look(self))
@@ -148,7 +148,7 @@ def test_files_written_just_now_are_looked_at_again(folder, monkeypatch) -> None
 
 
 def flip_a_byte(path: Path) -> None:
-    """In place, with the times that it had."""
+    """Flip a bit near the end of the file, and keep its times."""
     before = path.stat()
     with open(path, "r+b") as file:
         file.seek(-4, os.SEEK_END)
@@ -163,18 +163,18 @@ def test_a_flipped_byte_is_found_by_its_digest(folder: Path) -> None:
     store = open_parts(folder)
     inside = []
     with pytest.raises(PartitionError, match=r"half.npy does not have the sha256"), checked_digests(store):
-        inside.append("attributes may be compared later")
+        inside.append("digests of attributes may be compared later")
     assert inside
 
 
-def test_what_kernels_index_with_is_compared_first(folder: Path) -> None:
+def test_digests_of_index_files_are_compared_first(folder: Path) -> None:
     flip_a_byte(folder / EDGES / "orig_id.npy")
     store = open_parts(folder)
     with pytest.raises(PartitionError, match=r"orig_id.npy does not have the sha256"), checked_digests(store):
         raise AssertionError("entered")
 
 
-def test_a_process_that_is_started_again_in_the_same_run_compares_nothing_twice(folder, tmp_path, monkeypatch) -> None:
+def test_a_restarted_process_does_not_compare_digests_again(folder, tmp_path, monkeypatch) -> None:
     monkeypatch.setattr(part_files, "_SETTLED_NS", 0)
     time.sleep(0.05)
     note = tmp_path / "run" / "digests.json"
@@ -201,25 +201,27 @@ def test_a_sound_folder_is_opened_alike_with_and_without_digests(sound: Path) ->
 def test_a_graph_server_compares_its_files_before_it_serves(folder: Path, tmp_path: Path, monkeypatch) -> None:
     monkeypatch.setattr(serve, "_catch_signals", threading.Event)
     cluster = write_cluster(tmp_path / "cluster.json", (0, None, [0, 1]))
-    told = ServeJob(folder, (0, 1), "tcp://127.0.0.1:0", cluster, 0, tmp_path / "server.ready")
+    serve_job = ServeJob(folder, (0, 1), "tcp://127.0.0.1:0", cluster, 0, tmp_path / "server.ready")
     flip_a_byte(folder / EDGES / "orig_id.npy")
     with pytest.raises(PartitionError, match=r"orig_id.npy does not have the sha256"):
-        serve.serve(told)
-    assert not told.ready_file.exists()
+        serve.serve(serve_job)
+    assert not serve_job.ready_file.exists()
     monkeypatch.setattr(serve, "warm_up", lambda graph: sys.exit("goes on"))
     with pytest.raises(SystemExit, match="goes on"):
-        serve.serve(replace(told, digests=False))
+        serve.serve(replace(serve_job, digests=False))
 
 
-def test_where_no_server_does_the_first_rank_of_a_node_compares(folder: Path, tmp_path: Path, monkeypatch) -> None:
+def test_without_a_graph_server_the_first_rank_of_a_node_compares_digests(
+    folder: Path, tmp_path: Path, monkeypatch
+) -> None:
     monkeypatch.delenv("GNNFLEET_SERVER_READY", raising=False)
-    told = TrainJob(TrainSettings(target="v-1.0"), folder, tmp_path)
-    assert find_damage(told, Ranks()) is None
+    train_job = TrainJob(TrainSettings(target="v-1.0"), folder, tmp_path)
+    assert find_damage(train_job, Ranks()) is None
     flip_a_byte(folder / NODES / "v-1.0" / "attrs" / "half.npy")
     with pytest.raises(PartitionError, match=r"half.npy does not have the sha256"):
-        train(told, Ranks())
-    assert find_damage(replace(told, digests=False), Ranks()) is None
-    assert find_damage(told, Ranks(rank=1, world_size=2, local_rank=1)) is None
+        train(train_job, Ranks())
+    assert find_damage(replace(train_job, digests=False), Ranks()) is None
+    assert find_damage(train_job, Ranks(rank=1, world_size=2, local_rank=1)) is None
     run = {"GNNFLEET_PARTS": str(folder), "GNNFLEET_PART_IDS": "0,1", "GNNFLEET_CLUSTER": ""}
     with pytest.raises(PartitionError, match=r"half.npy does not have the sha256"):
         open_any(environ=run)
@@ -228,7 +230,7 @@ def test_where_no_server_does_the_first_rank_of_a_node_compares(folder: Path, tm
     open_any(folder).close()
 
 
-def test_damage_on_one_rank_is_told_on_all(folder: Path, tmp_path: Path) -> None:
+def test_damage_found_by_one_rank_is_reported_by_all(folder: Path, tmp_path: Path) -> None:
     damaged, port = shutil.copytree(folder, tmp_path / "damaged"), free_port()
     flip_a_byte(damaged / NODES / "v-1.0" / "attrs" / "half.npy")
     jobs = [replace(job(parts, tmp_path), settings=TrainSettings(target="v-1.0")) for parts in (folder, damaged)]

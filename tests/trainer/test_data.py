@@ -1,4 +1,4 @@
-"""Datasets: what is read is what was saved, and every mistake gets one clear answer."""
+"""Tests of homogeneous datasets from folders of arrays: what is read, and the error for every mistake."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from trainer.data.options import SourceOptions, parse_options
 
 
 def save_graph(folder, **changes):
-    """A folder of six nodes; ``changes`` replace arrays, None leaves one out."""
+    """Write a graph of six nodes as a folder; ``changes`` replace arrays, and None omits one."""
     arrays = {
         "edge_index": np.array([[0, 1, 2, 4, 4], [1, 2, 0, 3, 3]], np.int32),
         "x": np.arange(12, dtype=np.float16).reshape(6, 2),
@@ -40,7 +40,8 @@ def test_folder_of_arrays(tmp_path):
     assert {name: ids.tolist() for name, ids in nodes.splits.items()} == {"train": [4, 0], "val": [2, 3]}
     assert not dataset.hetero and dataset.graph_attrs == {}
     assert (
-        len(dataset.notes) == 1 and "title.npy: left out, <U3 [] belongs neither to nodes nor to edges" in dataset.notes[0]
+        len(dataset.notes) == 1
+        and "title.npy: left out, <U3 [] belongs neither to nodes nor to edges" in dataset.notes[0]
     )
 
 
@@ -59,7 +60,7 @@ def test_attributes_go_to_nodes_edges_or_the_graph_by_their_rows(tmp_path):
     assert dataset.edges[HOMO_EDGE].attrs["edge_attr"].dtype == np.complex64
 
 
-def test_as_many_edges_as_nodes_then_the_name_decides(tmp_path):
+def test_names_decide_when_nodes_and_edges_are_equally_many(tmp_path):
     ring = np.stack((np.arange(6), np.roll(np.arange(6), 1)))
     arrays = {"edge_index": ring, "edge_kind": np.arange(6), "age": np.arange(6)}
     dataset = load_dataset("file", save_graph(tmp_path, **arrays))
@@ -108,7 +109,7 @@ def test_times_are_integers_one_per_node(tmp_path):
     assert load_dataset("file", source, {"time_attrs": "none"}).time_attrs == ()
 
 
-def test_a_time_that_nobody_asked_for_may_be_anything(tmp_path):
+def test_an_unrequested_time_attribute_may_have_any_dtype(tmp_path):
     source = save_graph(tmp_path, time=np.linspace(0, 1, 6))
     dataset = load_dataset("file", source)
     assert np.array_equal(nodes_of(dataset).attrs["time"], np.linspace(0, 1, 6))
@@ -172,7 +173,7 @@ def test_other_byte_orders_are_read_right(tmp_path):
 
 
 @pytest.mark.parametrize("dtype", ["uint8", "int16", "uint64"])
-def test_edges_of_any_integer_type_and_more_nodes_than_it_counts(dtype, tmp_path):
+def test_edge_dtypes_smaller_than_the_number_of_nodes(dtype, tmp_path):
     edges, rows = np.array([[0, 4], [3, 5]], dtype), {"x": np.zeros((400, 2)), "y": np.zeros(400, int)}
     dataset = load_dataset("file", save_graph(tmp_path, edge_index=edges, val_mask=None, **rows), {"undirected": True})
     assert dataset.num_nodes == 400 and dataset.edges[HOMO_EDGE].edge_index.T.tolist() == [
@@ -237,7 +238,7 @@ MISTAKES = {
 
 
 @pytest.mark.parametrize("mistake", MISTAKES)
-def test_a_mistake_is_answered_with_its_place(tmp_path, mistake):
+def test_a_mistake_is_reported_with_its_place(tmp_path, mistake):
     changes, options, message = MISTAKES[mistake]
     with pytest.raises(DataError, match=message):
         load_dataset("file", save_graph(tmp_path / "bad", **changes), options)
@@ -269,7 +270,7 @@ def test_splits_may_overlap_and_masks_may_have_columns(tmp_path):
         (lambda folder: str(folder), "no .npy or .npz file; expected at least edge_index.npy"),
     ],
 )
-def test_a_source_that_is_not_there(tmp_path, make, message):
+def test_a_missing_source(tmp_path, make, message):
     with pytest.raises(DataError, match=message):
         load_dataset("file", make(tmp_path))
 

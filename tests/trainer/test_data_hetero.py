@@ -1,4 +1,4 @@
-"""Heterogeneous graphs in folders: names say the type, and every mistake gets one clear answer."""
+"""Tests of heterogeneous datasets from folders of arrays: types by file name, and the error for every mistake."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ WRITES, CITES = ("author", "writes", "paper"), ("paper", "cites", "paper")
 
 
 def save_typed(folder, counts=None, **changes):
-    """Two authors and three papers; ``changes`` replace arrays, None leaves one out."""
+    """Write a graph of two authors and three papers; ``changes`` replace arrays, and None omits one."""
     arrays = {
         "author__writes__paper": np.array([[0, 0, 1], [0, 1, 2]], np.int32),
         "author__writes__paper__edge_weight": np.array([1.0, 2.0, 3.0], np.float32),
@@ -86,7 +86,7 @@ def test_subfolder_beside_the_homogeneous_graph(tmp_path):
     assert load_dataset("file", source, {"hetero": True}).nodes["author"].num_nodes == 4
 
 
-def test_undirected_is_torch_geometrics(tmp_path):
+def test_undirected_equals_torch_geometric(tmp_path):
     data = HeteroData()
     data["author"].num_nodes, data["paper"].num_nodes = 2, 3
     data[WRITES].edge_index = torch.tensor([[0, 0, 1], [0, 1, 2]])
@@ -137,21 +137,21 @@ MISTAKES = {
 
 
 @pytest.mark.parametrize("mistake", MISTAKES)
-def test_a_mistake_is_answered_with_its_place(tmp_path, mistake):
+def test_a_mistake_is_reported_with_its_place(tmp_path, mistake):
     changes, options, message = MISTAKES[mistake]
     with pytest.raises(DataError, match=message):
         load_dataset("file", save_typed(tmp_path / "bad", **changes), options)
 
 
 @pytest.mark.parametrize("content", ["[3]", '{"paper": -1}', '{"paper": "3"}', "{"])
-def test_counts_that_are_none(tmp_path, content):
+def test_invalid_node_counts(tmp_path, content):
     source = save_typed(tmp_path)
     (tmp_path / "num_nodes.json").write_text(content)
     with pytest.raises(DataError, match=r"num_nodes.json(: expected \{node type: number| cannot be read as JSON)"):
         load_dataset("file", source)
 
 
-def test_typed_arrays_asked_for_where_there_are_none(tmp_path):
+def test_missing_typed_arrays(tmp_path):
     source = save_arrays(tmp_path, edge_index=np.zeros((2, 1), int), x=np.zeros((2, 1)))
     with pytest.raises(DataError, match="no edges; a heterogeneous graph has arrays named source__relation__target"):
         load_dataset("file", source, {"hetero": True})

@@ -1,4 +1,4 @@
-"""Held-out links: disjoint, gone from the edges both ways, known to every host."""
+"""Tests of held-out links: disjoint, removed from the edges in both directions, known to every host."""
 
 from __future__ import annotations
 
@@ -27,14 +27,14 @@ def turned(links: set[tuple[int, int]]) -> set[tuple[int, int]]:
 
 
 def held_out(name: str, **options):
-    """(val, test, dataset, all edges of each type before)."""
+    """Return val links, test links, the dataset, and all edges of each type before links were held out."""
     whole = load_dataset(name, None, {**SMALL, **{k: v for k, v in options.items() if not k.startswith("hold_out")}})
     dataset = load_dataset(name, None, {**SMALL, **options})
     val, test = (pairs(dataset.graph_attrs[f"{split}_links"]) for split in ("val", "test"))
     return val, test, dataset, {of: pairs(data.edge_index) for of, data in whole.edges.items()}
 
 
-def test_links_of_a_homogeneous_graph_go_with_their_opposites():
+def test_links_of_a_homogeneous_graph_are_held_out_in_both_directions():
     val, test, dataset, before = held_out("synthetic", hold_out="node__to__node")
     edges = pairs(dataset.edges[HOMO_EDGE].edge_index)
     assert not val & test and val and test
@@ -65,7 +65,7 @@ def test_a_relation_between_two_types_and_its_reverse(of, back):
     assert {len(rows) for rows in dataset.edges[of].attrs.values()} == {dataset.edges[of].num_edges}
 
 
-def test_copies_of_an_edge_go_together_and_loops_stay(tmp_path):
+def test_multi_edges_are_held_out_together_and_self_loops_are_kept(tmp_path):
     rng = np.random.default_rng(0)
     edge_index = rng.integers(30, size=(2, 4000))
     weight = np.arange(4000.0)
@@ -87,12 +87,12 @@ def test_the_choice_does_not_depend_on_the_other_edges():
     assert few[:2] == many[:2]
 
 
-def test_the_fingerprint_says_what_was_held_out():
+def test_the_fingerprint_depends_on_the_held_out_links():
     wanted = [{}, {"hold_out": "node__to__node"}, {"hold_out": "node__to__node", "hold_out_test": 0.2}]
     assert len({dataset_fingerprint("synthetic", None, options) for options in wanted}) == 3
 
 
-def test_parts_carry_the_links(tmp_path):
+def test_partitions_contain_the_held_out_links(tmp_path):
     options = {**SMALL, "hold_out": "paper__cites__paper"}
     dataset = load_dataset("synthetic-hetero", None, options)
     spec = PartitionSpec("synthetic-hetero", str(tmp_path / "parts"), options=options, num_parts=2)
@@ -113,6 +113,6 @@ def test_parts_carry_the_links(tmp_path):
         ({"hold_out": "paper__cites__paper", "hold_out_val": -0.1}, "shares"),
     ],
 )
-def test_refusals(options, message):
+def test_invalid_options_are_refused(options, message):
     with pytest.raises(DataError, match=message):
         load_dataset("synthetic-hetero", None, {**SMALL, **options})

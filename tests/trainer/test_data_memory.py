@@ -1,4 +1,4 @@
-"""torch_geometric objects in memory become a Dataset that shares their tensors."""
+"""Tests of ``dataset_of``: a torch_geometric object becomes a ``Dataset`` that shares its tensors."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def test_data_shares_its_tensors_and_keeps_masks_as_attributes():
 
 
 @pytest.mark.parametrize("num_edges", [3, 4])
-def test_torch_geometrics_rule_tells_node_from_edge_attributes(num_edges):
+def test_node_and_edge_attributes_follow_torch_geometrics_rule(num_edges):
     ends = torch.arange(num_edges) % 4
     data = Data(edge_index=torch.stack((ends, ends)), num_nodes=4)
     data.edge_kind, data.kind = torch.zeros(num_edges), torch.zeros(4)
@@ -85,14 +85,14 @@ def test_times_of_other_names_and_kinds():
     assert dataset_of(data, "mine", time_attrs=("time", "year")).time_attrs == ("year",)
 
 
-def test_what_numpy_cannot_hold_stays_with_the_data():
+def test_tensors_that_numpy_cannot_represent_are_left_out():
     data = small()
     data.small, data.sparse = torch.zeros(4).to(torch.float8_e5m2), torch.eye(4).to_sparse()
     dataset = dataset_of(data, "mine")
     assert {"small", "sparse"}.isdisjoint({*dataset.nodes[HOMO_NODE].attrs, *dataset.graph_attrs})
 
 
-def test_graphs_without_edges_or_ends():
+def test_graphs_without_edges_or_without_nodes_of_a_type():
     empty = dataset_of(Data(x=torch.zeros(2, 1)), "mine")
     assert empty.nodes[HOMO_NODE].num_nodes == 2 and empty.edges[HOMO_EDGE].num_edges == 0
     data = HeteroData()
@@ -109,19 +109,21 @@ def test_edges_of_a_transposed_adjacency_matrix(layout):
     assert dataset_of(data, "mine").edges["a", "to", "b"].edge_index.tolist() == [[1, 0, 2], [0, 1, 1]]
 
 
-def test_a_mask_that_fits_nothing_is_named():
+def test_a_mask_of_another_length_is_reported():
     data = small()
     data.val_mask, data.edge_mask, data.masks = torch.ones(5).bool(), torch.ones(3).bool(), torch.ones(5).bool()
-    with pytest.warns(UserWarning, match="mine: val_mask has 5 entries, but the graph has 4 nodes: it is not used") as said:
+    with pytest.warns(
+        UserWarning, match="mine: val_mask has 5 entries, but the graph has 4 nodes: it is not used"
+    ) as warned:
         dataset = dataset_of(data, "mine")
-    assert len(said) == 1 and list(dataset.nodes[HOMO_NODE].splits) == ["train"]
+    assert len(warned) == 1 and list(dataset.nodes[HOMO_NODE].splits) == ["train"]
 
 
 def test_torch_geometric_warns_once_that_it_infers_the_number_of_nodes():
     data = Data(edge_index=torch.tensor([[0, 1, 2], [1, 2, 3]]), kind=torch.zeros(4), length=torch.zeros(3), title="t")
-    with warnings.catch_warnings(record=True) as said:
+    with warnings.catch_warnings(record=True) as warned:
         warnings.simplefilter("always")
         for batch in DistNeighborLoader(data, [1, 1], batch_size=2):
             assert len(batch.kind) == len(batch.n_id)
-    assert sum("infer 'num_nodes'" in str(warning.message) for warning in said) == 1
+    assert sum("infer 'num_nodes'" in str(warning.message) for warning in warned) == 1
     assert "num_nodes" not in data

@@ -1,4 +1,4 @@
-"""docs/data.md names every dataset option with its default."""
+"""Tests that docs/data.md lists every dataset option with its default."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ PAGE = Path(__file__).resolve().parents[2] / "docs" / "data.md"
 
 
 def table(heading: str) -> dict[str, str]:
-    """Option -> default of the first option table after ``heading``."""
+    """Return option -> default from the first option table after ``heading``."""
     rows = PAGE.read_text().split(heading)[1].split("| option |")[1].split("\n\n")[0]
     return dict(re.findall(r"^\| `(\w+)` \|\s*`?([^|`]*?)`?\s*\|", rows, re.MULTILINE))
 

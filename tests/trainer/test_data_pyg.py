@@ -1,4 +1,4 @@
-"""PyG's graphs: saved as .pt, by name from torch_geometric and ogb."""
+"""Tests of PyG graphs as datasets: saved as .pt, or by name from torch_geometric and ogb."""
 
 from __future__ import annotations
 
@@ -89,8 +89,8 @@ def split_by_torch_geometric(data, **options):
 
 
 @pytest.mark.parametrize("num_val", [0.0, 0.5])
-def test_links_that_torch_geometric_split_stay_with_the_graph(tmp_path, num_val):
-    """With num_val 0 there are as many of them as edges."""
+def test_links_split_by_torch_geometric_become_graph_attributes(tmp_path, num_val):
+    """With num_val=0 the number of links equals the number of edges."""
     options = {"num_val": num_val, "num_test": 0.0, "neg_sampling_ratio": 0.0, "add_negative_train_samples": False}
     plain = split_by_torch_geometric(pyg_graph(), **options)
     typed = split_by_torch_geometric(typed_graph(), edge_types=[("author", "writes", "paper")], **options)
@@ -104,7 +104,7 @@ def test_links_that_torch_geometric_split_stay_with_the_graph(tmp_path, num_val)
         assert not any("edge_label" in note for note in dataset.notes)
 
 
-def test_links_of_a_partition_are_what_the_link_loader_takes(tmp_path):
+def test_links_of_a_partition_can_be_given_to_the_link_loader(tmp_path):
     data = typed_graph()
     of = ("author", "writes", "paper")
     data[of].edge_label_index, data[of].edge_label = torch.tensor([[1, 0], [0, 2]]), torch.tensor([0.0, 1.0])
@@ -120,7 +120,7 @@ def test_links_of_a_partition_are_what_the_link_loader_takes(tmp_path):
     assert authors.tolist() == [1, 0] and papers.tolist() == [0, 2] and batch[of].edge_label.tolist() == [0, 1]
 
 
-def test_what_torch_geometric_remembers_of_attributes_is_harmless(tmp_path):
+def test_files_with_attribute_caches_of_torch_geometric_are_loaded(tmp_path):
     data = pyg_graph()
     known = set(torch.serialization.get_safe_globals())
     assert data.is_node_attr("x") and data.is_edge_attr("length")
@@ -193,7 +193,7 @@ def test_a_heterogeneous_dataset_of_torch_geometric():
     assert {end for source, _, target in dataset.edges for end in (source, target)} <= {*dataset.nodes}
 
 
-def test_public_datasets_that_cannot_be_had(tmp_path, monkeypatch):
+def test_public_datasets_that_cannot_be_loaded(tmp_path, monkeypatch):
     with pytest.raises(DataError, match="unknown dataset 'Planetiod:Cora'; did you mean 'Planetoid'"):
         load_dataset("Planetiod:Cora")
     with pytest.raises(DataError, match="choose one as Planetoid:<name>"):
@@ -208,7 +208,7 @@ def test_public_datasets_that_cannot_be_had(tmp_path, monkeypatch):
 
 
 class FakeOgb:
-    """What ``NodePropPredDataset`` gives, with a cache file as ogb writes it."""
+    """Stands in for ``NodePropPredDataset``, with a cache file as ogb writes it."""
 
     def __init__(self, name, root):
         self.cache = f"{root}/data_processed"
@@ -222,7 +222,7 @@ class FakeOgb:
         torch.save({"graph": graph, "labels": np.array([[0], [1], [0]])}, self.cache, pickle_protocol=4)
 
     def __getitem__(self, index):
-        loaded = torch.load(self.cache)  # as ogb writes it; torch refuses pickled arrays by itself
+        loaded = torch.load(self.cache)  # as ogb does; by default torch refuses the pickled arrays
         return loaded["graph"], loaded["labels"]
 
     def get_idx_split(self):
@@ -230,7 +230,7 @@ class FakeOgb:
 
 
 class FakeMag:
-    """ogbn-mag's way to say the types."""
+    """Stands in for ogbn-mag, which gives its arrays in dictionaries by type."""
 
     def __init__(self, name, root):
         pass

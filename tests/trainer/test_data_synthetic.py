@@ -1,4 +1,4 @@
-"""Made graphs: as asked, the same every time, and worth learning on."""
+"""Tests of synthetic graphs: they follow their options, are reproducible, and can be learnt."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def digest(dataset):
     return hashed.hexdigest()
 
 
-def test_synthetic_is_simple_undirected_and_as_asked():
+def test_synthetic_is_simple_undirected_and_follows_its_options():
     dataset = load_dataset("synthetic", None, SMALL)
     source, target = dataset.edges[HOMO_EDGE].edge_index
     pairs = source.astype(np.int64) * 3000 + target
@@ -50,7 +50,7 @@ def test_synthetic_degrees_are_skewed_by_the_option():
     assert share_of_top_percent(2.2) > 2 * share_of_top_percent(6.0)
 
 
-def test_synthetic_neighbours_tell_more_than_features_and_neither_tells_all():
+def test_synthetic_neighbours_improve_accuracy_over_features_alone():
     dataset = load_dataset("synthetic", None, {"num_nodes": 5000})
     x, y, train, test = (
         dataset.nodes["node"].attrs["x"],
@@ -74,14 +74,14 @@ def test_synthetic_neighbours_tell_more_than_features_and_neither_tells_all():
     assert 0.3 < alone < 0.7 and alone + 0.15 < together < 0.98
 
 
-def test_synthetic_is_the_same_for_a_seed_and_another_for_another():
+def test_synthetic_is_determined_by_its_seed():
     one, same, other = (digest(made(seed=seed)) for seed in (1, 1, 2))
     assert one == same != other
     assert digest(made("synthetic-hetero")) == digest(made("synthetic-hetero"))
 
 
-def test_synthetic_is_what_it_always_was():
-    """Benchmarks and loss curves of earlier versions stay comparable."""
+def test_synthetic_equals_that_of_earlier_versions():
+    """Fixed values keep benchmarks and loss curves comparable with earlier versions."""
     dataset = load_dataset("synthetic", None, {"num_nodes": 3000, "avg_degree": 12, "num_classes": 5, "train": 240})
     nodes = dataset.nodes["node"]
     assert nodes.attrs["y"][:12].tolist() == [4, 3, 2, 1, 1, 0, 0, 0, 0, 4, 3, 4]
@@ -119,7 +119,7 @@ def test_synthetic_options_out_of_range(options, message):
 # Weights and times
 
 
-def test_weights_are_positive_equal_both_ways_and_larger_inside_a_class():
+def test_weights_are_positive_symmetric_and_larger_within_a_class():
     plain, dataset = made(), made(edge_weight=True)
     edges, y = dataset.edges[HOMO_EDGE], dataset.nodes["node"].attrs["y"]
     assert np.array_equal(edges.edge_index, plain.edges[HOMO_EDGE].edge_index) and list(edges.attrs) == ["edge_weight"]
@@ -131,7 +131,7 @@ def test_weights_are_positive_equal_both_ways_and_larger_inside_a_class():
     assert weight[inside].mean() > 3 * weight[~inside].mean()
 
 
-def test_times_run_forward_and_the_latest_nodes_are_tested():
+def test_most_edges_go_forward_in_time_and_splits_follow_time():
     dataset = made(time=True, edge_weight=True)
     nodes, edges = dataset.nodes["node"], dataset.edges[HOMO_EDGE]
     time, (source, target) = nodes.attrs["time"], edges.edge_index
@@ -175,7 +175,7 @@ def neighbour_means(edges, x, num_nodes):
     return around / np.maximum(np.bincount(edges[1], minlength=num_nodes), 1)[:, None]
 
 
-def test_relations_told_apart_say_more_than_all_in_one():
+def test_separate_relations_predict_better_than_merged_ones():
     dataset = made("synthetic-hetero", num_nodes=4000)
     papers, classes = dataset.nodes["paper"], dataset.nodes["paper"].num_classes
     x, y, train, test = papers.attrs["x"], papers.attrs["y"], papers.splits["train"], papers.splits["test"]
@@ -191,8 +191,8 @@ def test_relations_told_apart_say_more_than_all_in_one():
 
     alone = accuracy(x)
     mixed = accuracy(x, neighbour_means(np.hstack(list(between.values())), x, 4000))
-    told_apart = accuracy(x, *(neighbour_means(edges, x, 4000) for edges in between.values()))
-    assert alone < mixed < told_apart - 0.03 and told_apart < accuracy(
+    by_relation = accuracy(x, *(neighbour_means(edges, x, 4000) for edges in between.values()))
+    assert alone < mixed < by_relation - 0.03 and by_relation < accuracy(
         x, *(neighbour_means(edges, x, 4000) for edges in between.values()), by_author
     ) < 0.95  # fmt: skip
 

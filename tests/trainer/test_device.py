@@ -1,4 +1,4 @@
-"""Rows that stay on the device, and memory from which a GPU copies; what needs CUDA is skipped without."""
+"""Tests of attribute rows kept on the device and of copies to a GPU; tests that need CUDA are skipped without it."""
 
 from __future__ import annotations
 
@@ -73,13 +73,13 @@ def test_joined_puts_each_row_in_its_place() -> None:
     assert kept.joined(torch.tensor([[1.0], [2.0]])).tolist() == [[11.0], [1.0], [10.0], [2.0]]
 
 
-def test_a_batch_for_the_processor_is_not_copied(graph: Graph) -> None:
+def test_a_batch_for_the_cpu_is_not_copied(graph: Graph) -> None:
     batch = next(loader_of(graph).epoch(1))
     assert feed(CPU)(batch) is batch and len(list(tensors_of(batch))) > 5
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
-def test_batches_on_a_gpu_are_those_of_the_processor(graph: Graph, tmp_path: Path) -> None:
+def test_batches_on_a_gpu_equal_those_on_the_cpu(graph: Graph, tmp_path: Path) -> None:
     device = torch.device("cuda", 0)
     loader, bring = loader_of(graph), feed(device)
     loader.keep(kept_of(graph, 0.3, device))
@@ -89,7 +89,7 @@ def test_batches_on_a_gpu_are_those_of_the_processor(graph: Graph, tmp_path: Pat
         assert_identical(moved.to(CPU), expected)
 
 
-def test_the_rows_asked_for_most_stay_on_the_device_up_to_a_share(graph: Graph) -> None:
+def test_the_most_requested_rows_are_kept_up_to_the_cache_size(graph: Graph) -> None:
     loader = loader_of(graph)
     plan = batch_plan(graph, loader)
     rows = device_rows(graph, plan, CacheSize.parse("20%"), CPU)
@@ -98,7 +98,7 @@ def test_the_rows_asked_for_most_stay_on_the_device_up_to_a_share(graph: Graph) 
     assert 0 < sum(kept.rows.nbytes for kept in rows.values()) <= 0.2 * sum(every)
     loader.keep(rows)
     left = sum(map(_num_rows, loader.epoch(1))) / sum(map(_num_rows, loader_of(graph).epoch(1)))
-    assert left < 0.8, "better than rows picked at random"
+    assert left < 0.8, "no better than rows picked at random"
     loader.keep(whole)
     assert [_num_rows(batch) for batch in loader.epoch(1)] == [0] * len(loader)
     assert device_rows(graph, plan, CacheSize.parse("0"), CPU) == {}
@@ -119,6 +119,6 @@ def test_rows_of_other_hosts_stay_on_the_device_with_partitioned_topology(tmp_pa
         assert_identical(batch.to(CPU), expected)
 
 
-def test_a_size_that_is_none_is_refused(tmp_path: Path) -> None:
+def test_an_invalid_cache_size_is_refused(tmp_path: Path) -> None:
     with pytest.raises(SettingsError, match="device_cache: 'half' is not a cache size"):
         job(tmp_path, tmp_path, device_cache="half")

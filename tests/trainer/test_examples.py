@@ -1,4 +1,4 @@
-"""The commands of docs/examples.md, as they stand there: each example runs and learns what was planted."""
+"""Tests that run the commands of docs/examples.md unchanged and check that each example learns."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from trainer.cli import cli
 
 PAGE = REPOSITORY / "docs" / "examples.md"
 
-#: What each script prints at last, and the least it must be. Chance is 0.2 (plain, times), 0.125 (papers), AUC 0.5.
+#: Pattern of each script's result, and its minimum. Chance is 0.2 (plain, times), 0.125 (papers) and AUC 0.5.
 BARS = {
     "train_mine": (r"test accuracy ([\d.]+)\n$", 0.6),
     "node_classification": (r"test accuracy ([\d.]+)\n$", 0.6),
@@ -44,7 +44,7 @@ def named(words: list[str], option: str) -> str:
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Where the commands run: like a checkout, with parts of its own."""
+    """The working directory of the commands: like a checkout, with its own parts."""
     made = tmp_path_factory.mktemp("checkout")
     (made / "examples").symlink_to(REPOSITORY / "examples")
     return made
@@ -52,7 +52,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def parts(folder: Path, request: pytest.FixtureRequest) -> None:
-    """The parts that a command names, made by the page's own command."""
+    """Make the parts that the command names, with the page's command for them."""
     wanted = named(request.getfixturevalue("words"), "--parts")
     if (folder / wanted).exists():
         return
@@ -80,7 +80,7 @@ NOT_ALONE = {"common", "prepare_debian", "remote_loader"}
 
 
 def marks(words: list[str]) -> tuple[pytest.MarkDecorator, ...]:
-    """A script that runs again, on another graph, is a slow test."""
+    """Mark further runs of the same script, on other graphs, as slow."""
     return () if words is next(first for first in RUNS if first[1] == words[1]) else (pytest.mark.slow,)
 
 

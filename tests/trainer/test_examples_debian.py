@@ -1,4 +1,4 @@
-"""What the examples derive from the Debian graph, and what they reach on it."""
+"""Tests of the data that the examples derive from the Debian graph, and of their accuracy on it."""
 
 from __future__ import annotations
 
@@ -58,13 +58,13 @@ def test_derived_edges_are_those_of_the_homogeneous_graph_with_the_strongest_rel
     assert set(np.unique(weight)) == {1, 2, 4, 8}
 
 
-def test_derived_times_put_what_a_package_needs_before_it(debian: Path, derived: Path):
+def test_derived_times_put_dependencies_before_their_packages(debian: Path, derived: Path):
     time = np.load(derived / "time.npy")
     needs = [np.load(debian / "hetero" / f"package__{name}__package.npy") for name in ("depends", "pre-depends")]
     src, dst = np.concatenate(needs, axis=1).astype(np.int64)
     assert time.dtype == np.int64 and time.min() == 0
-    assert np.mean(time[dst] < time[src]) > 0.95, "but for cycles"
-    assert np.all(time[np.setdiff1d(np.arange(len(time)), src)] == 0), "what depends on nothing comes first"
+    assert np.mean(time[dst] < time[src]) > 0.95, "all but the packages in cycles come after their dependencies"
+    assert np.all(time[np.setdiff1d(np.arange(len(time)), src)] == 0), "packages without dependencies come first"
 
 
 @pytest.mark.slow

@@ -1,4 +1,4 @@
-"""Examples on two ranks, started by the launcher."""
+"""Tests of examples on two ranks that the launcher starts."""
 
 from __future__ import annotations
 
@@ -22,4 +22,4 @@ def test_links_and_rows_of_featureless_types_over_two_ranks(tmp_path, local_work
     done = launch(config, "--", "python", str(EXAMPLES / "link_prediction.py"), *words, "--epochs", "2")
     assert done.status == 0, done.output
     (auc,) = re.findall(r"test, model: .*AUC ([\d.]+)", done.output)
-    assert float(auc) > 0.8, "said once, of all ranks"
+    assert float(auc) > 0.8, "the AUC of all ranks, printed once"

@@ -1,4 +1,4 @@
-"""Rows from other ranks: any dtype and shape, ranks that ask for nothing, and ranks that are gone."""
+"""Tests of ``exchange_rows``: any dtype and shape, ranks that request nothing, and lost ranks."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def table(dtype, shape):
 
 
 def rank_of_two(rank, folder, then):
-    """Rank 0 asks for nothing in the first exchanges; rank 1 then leaves, or says nothing more."""
+    """Rank 0 requests nothing in the first exchanges; then rank 1 exits or sends nothing more."""
     dist.init_process_group(
         "gloo", init_method=f"file://{folder}/store", rank=rank, world_size=2, timeout=timedelta(seconds=5)
     )
@@ -46,14 +46,14 @@ def rank_of_two(rank, folder, then):
 
 
 @pytest.mark.parametrize("then", ["gone", "silent"])
-def test_rows_of_any_kind_and_a_peer_that_is_lost(tmp_path, then):
+def test_rows_of_any_dtype_and_shape_and_a_lost_peer(tmp_path, then):
     asker, other = (Forked(rank_of_two, (rank, tmp_path, then), environment()) for rank in range(2))
     assert asker.wait(60) == 0, asker.output
     other.kill()
     assert {path.name for path in tmp_path.iterdir()} >= {"rank0", "rank1", "noticed"}
 
 
-def test_one_process_asks_itself():
+def test_a_single_rank_reads_its_own_rows():
     rows = table(torch.bfloat16, (3,))
     assert torch.equal(exchange_rows(IDS[:0], IDS[:0], lambda ids: rows[ids]), rows[:0])
     assert torch.equal(exchange_rows(IDS.flip(0), IDS * 0, lambda ids: rows[ids]), rows.flip(0))

@@ -1,5 +1,6 @@
-"""Twenty client processes on one graph server: equal shares, bounded memory, and buffers free again when some hang or
-die."""
+"""Tests of one graph server with twenty client processes: equal shares, bounded memory, and buffers that are freed
+when clients hang or die.
+"""
 
 from __future__ import annotations
 
@@ -22,8 +23,8 @@ NODES, EDGES = 20_000, 300_000
 COLUMNS = {"x": 64, "wide": 512}  # float32
 CLIENTS = 20
 BUFFER_MB = 64
-MARGIN_MB = 40  #: beside the buffer: batches being made, what the network holds, and what malloc keeps
-FREED_WITHIN = 40.0  # seconds, on a busy machine; the server waits for eight
+MARGIN_MB = 40  #: besides the buffer: batches being made, socket buffers, and memory that malloc keeps
+FREED_WITHIN = 40.0  #: seconds on a busy machine; the server itself waits for eight
 
 
 @pytest.fixture(scope="module")
@@ -37,7 +38,7 @@ def parts(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 class Server:
-    """A graph server process and what its stats file says."""
+    """A graph server process and its stats file."""
 
     def __init__(self, endpoint: str, pid: int, stats: Path):
         self.endpoint, self.pid, self._stats = endpoint, pid, stats
@@ -48,12 +49,12 @@ class Server:
 
     @property
     def memory(self) -> float:
-        """Of its own, MB: the parts are mapped files, which the kernel may drop."""
+        """Anonymous memory in MB. The parts are mapped files, which the kernel may drop, and are not counted."""
         lines = Path(f"/proc/{self.pid}/status").read_text().splitlines()
         return next(int(line.split()[1]) / 1000 for line in lines if line.startswith("RssAnon:"))
 
     def held(self, names: Collection[str]) -> int:
-        """Bytes of the buffer that these clients have."""
+        """Return the bytes of the buffer that these clients occupy."""
         stats = self.stats
         assert stats["buffer_bytes"] <= stats["buffer_limit"] == BUFFER_MB * 1e6
         return sum(one["buffer_bytes"] for one in stats["clients"] if one["name"].split()[0] in names)
@@ -75,7 +76,7 @@ def server(parts: Path, tmp_path: Path) -> Iterator[Server]:
 
 
 def window(crowd: Crowd, batches: int, seconds: float = 120.0) -> list[Got]:
-    """So many batches on end, all clients being at work."""
+    """Return at least ``batches`` batches in a row, received while all clients are active."""
     crowd.await_all(3)
     start = time.monotonic()
     wait_until(lambda: len(crowd.got(start)) >= batches, seconds)
@@ -90,8 +91,8 @@ def test_twenty_clients_have_equal_shares(server: Server) -> None:
 
 
 @pytest.mark.slow
-def test_shares_are_of_bytes_whatever_the_size_of_a_batch(server: Server) -> None:
-    """Every fourth asks for batches four times as large, and with more of them under way."""
+def test_shares_are_equal_in_bytes_for_any_batch_size(server: Server) -> None:
+    """Every fourth client requests batches four times as large, and more of them at the same time."""
     asks = [Asks(f"client{k}", *((400, 4) if k % 4 == 0 else (100, 3))) for k in range(CLIENTS)]
     with crowd_of(server.endpoint, asks) as crowd:
         got = window(crowd, 120 * CLIENTS)
@@ -103,7 +104,7 @@ def test_shares_are_of_bytes_whatever_the_size_of_a_batch(server: Server) -> Non
 
 @pytest.mark.slow
 def test_clients_that_hang_or_die_cost_no_more_than_the_buffer(server: Server) -> None:
-    """Six that hang would have 36 batches of 11 MB sent to them, were it not for the buffer's bound."""
+    """Without the buffer's limit, the server would make 36 batches of 11 MB for the six hanging clients."""
     hanging, killed, others = range(6), range(6, 9), range(9, CLIENTS)
     asks = [Asks(f"client{k}", 200, *((6, "wide") if k in hanging else (2, "x"))) for k in range(CLIENTS)]
     before = server.memory
@@ -111,7 +112,7 @@ def test_clients_that_hang_or_die_cost_no_more_than_the_buffer(server: Server) -
         crowd.send(signal.SIGSTOP, hanging)
         start = time.monotonic()
         peak, held = watched(server, 6, [f"client{k}" for k in hanging])
-        assert held > 10e6, "what hangs holds some of the buffer"
+        assert held > 10e6, "hanging clients occupy some of the buffer"
         assert peak - before < BUFFER_MB + MARGIN_MB
         share = shares(crowd.got(start), [*killed, *others])
         assert all(abs(each - 1) < 0.1 for each in share.values()), share
@@ -127,7 +128,7 @@ def test_clients_that_hang_or_die_cost_no_more_than_the_buffer(server: Server) -
 
 
 def watched(server: Server, seconds: float, names: Collection[str]) -> tuple[float, float]:
-    """The server's largest memory over that time, MB, and the most bytes that those clients held of its buffer."""
+    """Return the server's peak memory in MB and the most buffer bytes of these clients, both over ``seconds``."""
     peak = held = 0.0
     start = time.monotonic()
     while time.monotonic() < start + seconds:

@@ -1,4 +1,4 @@
-"""manifest.json: what is written is read back; what cannot be trusted is refused with a reason."""
+"""Tests of manifest.json: it is read as written, and invalid content is refused with a reason."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def a_manifest() -> Manifest:
 
 
 def edited(folder, change):
-    """A folder whose manifest's JSON went through ``change``."""
+    """Write a manifest whose JSON was altered by ``change``, and return its folder."""
     path = write_manifest(folder, a_manifest())
     raw = json.loads(path.read_text())
     change(raw)
@@ -57,11 +57,11 @@ def edited(folder, change):
 
 
 def put(*keys):
-    """Set the value at a path of keys, the last of which is the value."""
+    """Return a function that sets a value in the JSON; ``keys`` are a path of keys, followed by the value."""
 
     def change(raw):
-        *way, key, value = keys
-        for step in way:
+        *path, key, value = keys
+        for step in path:
             raw = raw[step]
         raw[key] = value
 
@@ -77,7 +77,7 @@ def without(*keys):
     return change
 
 
-def test_what_is_written_is_read_back(tmp_path):
+def test_a_manifest_is_read_as_written(tmp_path):
     write_manifest(tmp_path, a_manifest())
     assert read_manifest(tmp_path) == a_manifest()
     assert [path.name for path in tmp_path.iterdir()] == ["manifest.json"]
@@ -98,8 +98,8 @@ def test_schema_on_disk(tmp_path):
     }  # fmt: skip
 
 
-def test_a_manifest_is_read_line_by_line(tmp_path):
-    """A file, an attribute and the offsets of a type take one line each."""
+def test_a_manifest_is_laid_out_in_readable_lines(tmp_path):
+    """Each file, each attribute and the offsets of a type take one line."""
     lines = write_manifest(tmp_path, a_manifest()).read_text().splitlines()
     assert '   "offsets": [0, 3, 5],' in lines
     assert '    "x": {"dtype": "bfloat16", "shape": [5, 8]}' in lines
@@ -143,17 +143,20 @@ def a_file(path):
         (put("edges", "paper__by__author", {}), "'paper__by__author' is not an edge type between the node types"),
         (put("files", [a_file("../../etc/passwd")]), "begin with"),
         (put("files", [a_file("part0/../x")]), "begin with"),
-        (put("files", [a_file("part2/nodes/paper/orig_id.npy")]), "belongs to a part that does not exist; num_parts is 2"),
+        (
+            put("files", [a_file("part2/nodes/paper/orig_id.npy")]),
+            "belongs to a part that does not exist; num_parts is 2",
+        ),
         (put("files", [{"path": "part0/x"}]), "key 'bytes' is missing"),
     ],
 )
-def test_what_cannot_be_trusted_is_refused(tmp_path, change, reason):
+def test_invalid_manifests_are_refused(tmp_path, change, reason):
     with pytest.raises(PartitionError, match=reason) as caught:
         read_manifest(edited(tmp_path, change))
     assert str(tmp_path / "manifest.json") in str(caught.value)
 
 
-def test_missing_folder_and_manifest_are_told_apart(tmp_path):
+def test_a_missing_folder_and_a_missing_manifest_have_different_messages(tmp_path):
     with pytest.raises(PartitionError, match="the folder does not exist; make one"):
         read_manifest(tmp_path / "nowhere")
     with pytest.raises(PartitionError, match="the folder holds no partition"):

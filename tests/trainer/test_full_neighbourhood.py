@@ -1,4 +1,4 @@
-"""``num_neighbors=[-1] * k``: whole neighbourhoods, hubs included."""
+"""Tests of ``num_neighbors=[-1] * k``: whole neighbourhoods, including those of hubs."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ LEAVES = 200_000
 
 @pytest.fixture(scope="module")
 def hub():
-    """Every leaf points to the hub 0 and back, and a tail leads to one leaf: tail <- leaf <- hub <- all leaves."""
+    """A hub with edges to and from every leaf, and a tail that one leaf points to."""
     leaves = torch.arange(1, LEAVES + 1)
     zeros = torch.zeros_like(leaves)
     edges = torch.stack([torch.cat([leaves, zeros, leaves[:1]]), torch.cat([zeros, leaves, leaves[-1:] + 1])])

@@ -1,4 +1,4 @@
-"""Small models, whose gradients are averaged without DistributedDataParallel, train as they do with it."""
+"""Tests that small models, whose gradients are averaged without DistributedDataParallel, train as with it."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from trainer.core.ranks import RankGroup, Ranks
 from trainer.train.optimize import Adam, Optimizers, averaged
 
 def trained(ours):
-    torch.manual_seed(1 + ours * dist.get_rank())  # all begin with rank 0's weights
+    torch.manual_seed(1 + ours * dist.get_rank())  # all ranks start from rank 0's weights
     model = nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 3))
     if ours:
         wrapped, average = averaged(model, RankGroup(Ranks.from_env(os.environ), torch.device("cpu")))
@@ -35,18 +35,18 @@ def trained(ours):
 
 dist.init_process_group("gloo")
 ours = trained(True)
-assert "alone" not in sys.argv or "torch._dynamo" not in sys.modules, "two seconds of imports are back"
+assert "alone" not in sys.argv or "torch._dynamo" not in sys.modules, "torch._dynamo was imported"
 assert torch.equal(ours, trained(False))
 """
 
 
-def test_small_models_train_as_with_torch_s_own(tmp_path: Path) -> None:
+def test_small_models_train_as_with_ddp(tmp_path: Path) -> None:
     for ended in run_script(["-c", TRAIN], 2, tmp_path):
         assert ended.returncode == 0, ended.output
 
 
 @pytest.mark.slow  # two processes import torch and torch._dynamo
-def test_they_import_no_compiler() -> None:
+def test_averaging_does_not_import_the_compiler() -> None:
     port = free_port()
     argv = [sys.executable, "-c", TRAIN, "alone"]
     ranks = [

@@ -1,4 +1,4 @@
-"""A graph server under a flood of hostile messages keeps answering others, rightly and soon, and keeps its memory."""
+"""Tests of a graph server under hostile messages: it answers others correctly and soon, and its memory is bounded."""
 
 from __future__ import annotations
 
@@ -52,14 +52,14 @@ LOG = 10 << 20  #: bytes that it may log
 
 @dataclass(frozen=True)
 class Target:
-    """The live server under attack."""
+    """The graph server under attack."""
 
     place: ServerAddress
     keys: ServiceKeys | None
     key_file: Path | None
     process: psutil.Process
     log: Path
-    graph: DistGraph  #: the same, here
+    graph: DistGraph  #: the same graph, opened in this process
 
     def client(self, deadline: float) -> HostClient:
         return HostClient(self.place, deadline, self.keys, route=True)
@@ -67,10 +67,10 @@ class Target:
 
 @dataclass
 class Honest:
-    """A client that asks and compares all the while."""
+    """A client that sends requests and compares the replies until the context ends."""
 
     target: Target
-    waits: list[float] = field(default_factory=list)  #: seconds until all answers of a round were there
+    waits: list[float] = field(default_factory=list)  #: seconds until all replies of a round were received
     most_memory: int = 0  #: of the server, bytes
     wrong: list[BaseException] = field(default_factory=list)
 
@@ -104,7 +104,7 @@ class Honest:
 
 
 def ask_and_compare(client: HostClient, graph: DistGraph, nodes: np.ndarray) -> None:
-    """One hop, rows, and a whole batch."""
+    """Request one hop, rows and a whole batch, and compare each with the local result."""
     request = HopRequest(HOMO_EDGE, nodes, 5, 2, 3, with_edge=True)
     assert_same_sample(client.sample_hops([request])[0], graph.sample_hops([request])[0])
     np.testing.assert_array_equal(rows_of(client, nodes)["x"], rows_of(graph, nodes)["x"])
@@ -143,9 +143,10 @@ def target(folder: Path, keys: ServiceKeys | None = None) -> Iterator[Target]:
 
 
 def storm(victim: Target, insiders: int, strangers: int, seed: int) -> Honest:
-    """Attack from three processes while an honest client works, and look at the server afterwards.
+    """Attack from three processes while an honest client works, then check the server's memory, log and statistics.
 
-    ``insiders``: messages from sockets that have the key, half of which read no answers; ``strangers``: from others.
+    ``insiders`` is the number of messages over connections with the key, half of which read no replies; ``strangers``
+    is the number over other connections.
     """
     endpoint, half = victim.place.endpoint, insiders // 2
     key_file = str(victim.key_file) if victim.keys else None
@@ -158,19 +159,19 @@ def storm(victim: Target, insiders: int, strangers: int, seed: int) -> Honest:
     with contextlib.ExitStack() as stack:
         honest = stack.enter_context(Honest(victim))
         running = [stack.enter_context(attacking(attack)) for attack in attacks]
-        said = [json.loads(process.communicate(timeout=1500)[0]) for process in running]
+        sent = [json.loads(process.communicate(timeout=1500)[0]) for process in running]
     assert not honest.wrong, honest.wrong
     with contextlib.closing(victim.client(60.0)) as client:
         ask_and_compare(client, victim.graph, np.arange(NODES))
         stats = client.stats()
     grown = (honest.most_memory - before) >> 20
-    print(said, f"{len(honest.waits)} rounds, p99 {honest.p99:.3f} s, at most {max(honest.waits):.2f} s,", stats)
+    print(sent, f"{len(honest.waits)} rounds, p99 {honest.p99:.3f} s, at most {max(honest.waits):.2f} s,", stats)
     print(f"memory: {grown} MiB more")
     assert len(honest.waits) > 5 and max(honest.waits) < PATIENCE
     assert honest.most_memory - before < ROOM
     assert victim.log.stat().st_size < LOG
-    assert stats.malformed > sum(one["connections"] for one in said[:2]) // 20
-    assert stats.refused > said[2]["connections"] // 4
+    assert stats.malformed > sum(one["connections"] for one in sent[:2]) // 20
+    assert stats.refused > sent[2]["connections"] // 4
     return honest
 
 
@@ -189,7 +190,7 @@ def test_a_million_hostile_messages_do_no_harm(tmp_path, encrypted: bool) -> Non
 
 
 def test_two_hundred_busy_clients_that_are_killed_do_no_harm(tmp_path) -> None:
-    """Each has asked for a hundred batches and rows that it never takes."""
+    """Each client sends about a hundred requests for batches and rows and never reads the replies."""
     asked = [encode(request) for request in valid_requests(NODES)[-9:]] * 12
     with target(tmp_path, new_keys()) as victim, Honest(victim) as honest:
         before = victim.process.memory_info().rss
@@ -198,7 +199,7 @@ def test_two_hundred_busy_clients_that_are_killed_do_no_harm(tmp_path) -> None:
                 peers = [crowd.enter_context(RawPeer(victim.place.endpoint, victim.keys)) for _ in range(50)]
                 for peer in peers:
                     peer.sock.settimeout(0.2)
-                    with contextlib.suppress(OSError):  # it is not read any more
+                    with contextlib.suppress(OSError):  # the server has stopped reading from this connection
                         for parts in asked:
                             peer.send(*parts)
                 for peer in peers:
@@ -209,7 +210,7 @@ def test_two_hundred_busy_clients_that_are_killed_do_no_harm(tmp_path) -> None:
     assert honest.most_memory - before < ROOM
 
 
-def test_answers_that_nobody_takes_do_not_fill_the_memory(tmp_path) -> None:
+def test_unread_replies_do_not_fill_the_memory(tmp_path) -> None:
     with target(tmp_path, new_keys()) as victim, Honest(victim) as honest:
         before, until = victim.process.memory_info().rss, time.monotonic() + 5
         greedy = Attack(victim.place.endpoint, 1, 3000, str(victim.key_file), glutton=True)

@@ -1,4 +1,4 @@
-"""Full-graph inference gives what sampled inference gives with all neighbours, whatever the number of ranks."""
+"""Tests that full-graph inference equals sampled inference with all neighbours, for any number of ranks."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def parts_of(folder: Path, hetero: bool) -> Path:
 
 
 def sampled_logits(parts: Path, checkpoint: Path) -> dict[int, np.ndarray]:
-    """Original id -> logits, for the seeds of all splits, by batches with all neighbours."""
+    """Return original id -> logits of the seeds of all splits, computed from batches with all neighbours."""
     model, _ = trained_model(load_checkpoint(checkpoint), read_manifest(parts))
     target = load_checkpoint(checkpoint).graph["target"]
     found = {}
@@ -60,7 +60,7 @@ def sampled_logits(parts: Path, checkpoint: Path) -> dict[int, np.ndarray]:
 
 
 def whole_logits(out: Path) -> np.ndarray:
-    """By original id, from the files of all parts."""
+    """Read the logits of all parts and return them in order of original id."""
     ids = np.concatenate([np.load(out / f"part{part}" / "orig_id.npy") for part in range(3)])
     assert sorted(ids.tolist()) == list(range(len(ids)))
     logits = np.concatenate([np.load(out / f"part{part}" / "logits.npy") for part in range(3)])
@@ -68,7 +68,7 @@ def whole_logits(out: Path) -> np.ndarray:
 
 
 @pytest.mark.parametrize("model", MODELS)
-def test_every_node_has_what_sampling_all_neighbours_gives(model: str, trained: Path, tmp_path: Path) -> None:
+def test_logits_equal_those_of_sampling_all_neighbours(model: str, trained: Path, tmp_path: Path) -> None:
     parts, checkpoint = parts_of(trained, MODELS[model]), trained / model / "checkpoints" / "last.pt"
     result = infer(InferJob(checkpoint, parts, tmp_path, nodes_at_once=50), Ranks())
     logits = whole_logits(tmp_path)
@@ -81,8 +81,8 @@ def test_every_node_has_what_sampling_all_neighbours_gives(model: str, trained: 
     assert not list(tmp_path.glob(".layers*"))
 
 
-def test_ranks_change_nothing_but_rounding(trained: Path, tmp_path: Path) -> None:
-    """Two models by two processes, with chunks of one node and of all."""
+def test_results_on_two_ranks_differ_only_by_rounding(trained: Path, tmp_path: Path) -> None:
+    """Two processes infer two models, one with all nodes of a part at once and one with 23 nodes at once."""
     chosen = {"gat": 10_000, "rgcn": 23}
     runs = []
     for model, at_once in chosen.items():
@@ -98,16 +98,14 @@ def test_ranks_change_nothing_but_rounding(trained: Path, tmp_path: Path) -> Non
         np.testing.assert_allclose(two, one, atol=1e-5, rtol=1e-5)
 
 
-def test_the_command_says_how_good_the_model_is(
-    trained: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_command_prints_the_accuracy(trained: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     words = infer_words(InferJob(trained / "sage" / "checkpoints" / "last.pt", trained / "homo", tmp_path / "out"))
     with pytest.raises(SystemExit) as ended:
         main(words)
     assert ended.value.code == 0
-    said = capsys.readouterr().out
+    printed = capsys.readouterr().out
     test = metrics(trained / "sage", "result")[0]["test_accuracy"]
-    assert said.startswith("600 node nodes, weights of epoch ") and f"test {test:.4f}" in said
+    assert printed.startswith("600 node nodes, weights of epoch ") and f"test {test:.4f}" in printed
 
 
 def test_a_checkpoint_of_another_graph_is_refused(trained: Path, tmp_path: Path) -> None:
@@ -116,15 +114,15 @@ def test_a_checkpoint_of_another_graph_is_refused(trained: Path, tmp_path: Path)
         infer(InferJob(checkpoint, trained / "hetero", tmp_path), Ranks())
 
 
-def test_a_model_bound_by_time_is_refused(tmp_path: Path) -> None:
+def test_a_temporal_model_is_refused(tmp_path: Path) -> None:
     parts = write_parts(tmp_path / "parts", 1, "synthetic-hetero", num_nodes=100, time=True)
     train(job(parts, tmp_path / "run", model="rsage", time_attr="time"), Ranks())
     with pytest.raises(CheckpointError, match="trained with time_attr 'time', which leaves out neighbours later"):
         infer(InferJob(tmp_path / "run" / "checkpoints" / "last.pt", parts, tmp_path / "out"), Ranks())
 
 
-def test_edges_of_no_weight_are_not_there(tmp_path: Path) -> None:
-    """As in sampling by weight."""
+def test_edges_of_weight_zero_are_ignored(tmp_path: Path) -> None:
+    """Inference ignores edges of weight 0, as weighted sampling does."""
     edges = [(v, (v + d) % 12) for v in range(12) for d in (1, 5)]
     weights = {"w": np.tile(np.array([1.0, 0.0]), 12)}
     found = {}

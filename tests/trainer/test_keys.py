@@ -1,4 +1,4 @@
-"""Who may talk to a server: its own key, the keys in clients/ beside its key file as it is now, nobody else."""
+"""Tests of admission to a graph server: only its own key and the keys currently in `clients/` next to its key file."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from trainer.service.service_keys import admit_guest, read_key_file, write_key_f
 
 @pytest.fixture
 def guarded(tmp_path):
-    """A server with a key file, and that file."""
+    """Yield a server with a key file, and the path of that file."""
     path = tmp_path / "service.key"
     write_key_file(path, new_keys())
     with serving(keys=read_key_file(path)) as server:
@@ -23,11 +23,11 @@ def guarded(tmp_path):
 
 
 def guest_of(path):
-    """A key pair of its own for the servers with that key file."""
+    """Return a new key pair of a client of the servers with this key file."""
     return replace(new_keys(), server=read_key_file(path).public)
 
 
-def may_enter(endpoint, keys, deadline=1.0) -> bool:
+def is_admitted(endpoint, keys, deadline=1.0) -> bool:
     with client_of(endpoint, deadline, keys) as client:
         try:
             return client.hello() == INFO
@@ -36,21 +36,21 @@ def may_enter(endpoint, keys, deadline=1.0) -> bool:
             return False
 
 
-def test_a_guest_is_admitted_as_long_as_its_file_is_there(guarded) -> None:
+def test_a_guest_is_admitted_while_its_file_exists(guarded) -> None:
     server, path = guarded
     guest, other = guest_of(path), guest_of(path)
-    assert may_enter(server.endpoint, read_key_file(path), 20) and not may_enter(server.endpoint, guest)
+    assert is_admitted(server.endpoint, read_key_file(path), 20) and not is_admitted(server.endpoint, guest)
     file = admit_guest(path, "run-7", guest.public)
-    assert may_enter(server.endpoint, guest, deadline=20) and not may_enter(server.endpoint, other)
+    assert is_admitted(server.endpoint, guest, deadline=20) and not is_admitted(server.endpoint, other)
     file.unlink()
     until = time.monotonic() + 30
-    while may_enter(server.endpoint, guest):
+    while is_admitted(server.endpoint, guest):
         assert time.monotonic() < until
         time.sleep(0.2)
-    assert may_enter(server.endpoint, read_key_file(path), 20)
+    assert is_admitted(server.endpoint, read_key_file(path), 20)
 
 
-def test_a_guest_that_came_too_early_gets_in_once_admitted(guarded) -> None:
+def test_a_guest_connects_once_it_is_admitted(guarded) -> None:
     server, path = guarded
     guest = guest_of(path)
     with client_of(server.endpoint, 30, guest) as client:
@@ -61,7 +61,7 @@ def test_a_guest_that_came_too_early_gets_in_once_admitted(guarded) -> None:
         assert pending.result() == INFO
 
 
-def test_several_keys_in_one_file_and_damaged_ones_beside(guarded) -> None:
+def test_files_with_several_keys_and_damaged_files(guarded) -> None:
     server, path = guarded
     one, two = guest_of(path), guest_of(path)
     folder = path.parent / "clients"
@@ -70,17 +70,17 @@ def test_several_keys_in_one_file_and_damaged_ones_beside(guarded) -> None:
     (folder / "folder.key").mkdir()
     (folder / "notes.txt").write_text(two.public)
     (folder / "several.key").write_text(f"\n{one.public}\r\n\nshort\n")
-    assert may_enter(server.endpoint, one, deadline=20) and not may_enter(server.endpoint, two)
+    assert is_admitted(server.endpoint, one, deadline=20) and not is_admitted(server.endpoint, two)
 
 
-def test_a_guest_speaks_only_with_servers_of_the_key_it_was_given(guarded) -> None:
+def test_a_guest_connects_only_to_servers_with_the_expected_key(guarded) -> None:
     server, path = guarded
     guest = guest_of(path)
     admit_guest(path, "run", guest.public)
-    assert not may_enter(server.endpoint, replace(guest, server=new_keys().public))
+    assert not is_admitted(server.endpoint, replace(guest, server=new_keys().public))
 
 
-def test_a_key_file_for_a_notebook_says_where_its_servers_are(tmp_path) -> None:
+def test_a_notebooks_key_file_contains_the_endpoints(tmp_path) -> None:
     path, run = tmp_path / "products.key", new_keys()
     keys = replace(new_keys(), server=run.public, endpoints=("tcp://10.0.0.1:5000",), name="products")
     write_key_file(path, keys)
@@ -90,7 +90,7 @@ def test_a_key_file_for_a_notebook_says_where_its_servers_are(tmp_path) -> None:
 
 
 @pytest.mark.parametrize("server", ["short", 5, "\u00e9" * 40])
-def test_a_damaged_server_key_is_one_line(tmp_path, server) -> None:
+def test_a_damaged_server_key_is_refused(tmp_path, server) -> None:
     path, keys = tmp_path / "service.key", new_keys()
     write_key_file(path, keys)
     path.write_text(json.dumps({**json.loads(path.read_text()), "server": server}))

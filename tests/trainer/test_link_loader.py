@@ -1,4 +1,4 @@
-"""Batches around links: against torch_geometric's own loader, over ranks, without leaks."""
+"""Tests of ``DistLinkNeighborLoader``: equal to torch_geometric's loader, for any ranks, without leaking seed links."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def hetero():
 
 
 def shapes(batch):
-    """Every attribute of a batch with its dtype and shape; sampled sizes left out where negatives differ."""
+    """Return (type, attribute) -> (dtype, number of dimensions) or Python type; sizes differ with the negatives."""
     stores = (
         [("", batch)] if isinstance(batch, Data) else [(of, batch[of]) for of in batch.node_types + batch.edge_types]
     )
@@ -62,7 +62,7 @@ CASES = [
 
 @pytest.mark.parametrize("how", CASES, ids=str)
 @pytest.mark.parametrize("kind", ["homo", "hetero"])
-def test_batches_have_the_attributes_of_torch_geometrics(kind, how):
+def test_batches_have_the_same_attributes_as_torch_geometrics(kind, how):
     data = homo() if kind == "homo" else hetero()
     links = data.edge_index[:, :10] if kind == "homo" else (TO, data[TO].edge_index[:, :10])
     theirs = list(link_loader(data, [-1, -1], links, batch_size=4, **how))
@@ -72,7 +72,7 @@ def test_batches_have_the_attributes_of_torch_geometrics(kind, how):
 
 
 @pytest.mark.parametrize("disjoint", [False, True])
-def test_positives_alone_give_exactly_torch_geometrics_subgraph(disjoint):
+def test_without_negatives_the_subgraph_equals_torch_geometrics(disjoint):
     data = homo()
     theirs = link_loader(data, [-1, -1], data.edge_index, batch_size=7, disjoint=disjoint)
     for own, other in zip(DistLinkNeighborLoader(data, [-1, -1], batch_size=7, disjoint=disjoint), theirs, strict=True):
@@ -88,12 +88,12 @@ def test_positives_alone_give_exactly_torch_geometrics_subgraph(disjoint):
 
 
 def links_of(batch):
-    """(source, target, label) of a binary batch, as original ids."""
+    """Return (source, target, label) for the links of a binary batch, as original ids."""
     ends = batch.n_id[batch.edge_label_index].tolist()
     return list(zip(*ends, batch.edge_label.tolist(), strict=True))
 
 
-def test_the_split_into_ranks_changes_no_link_and_no_negative():
+def test_links_and_negatives_do_not_depend_on_ranks():
     data = homo()
     how = {"neg_sampling": {"mode": "binary", "amount": 1.5}, "shuffle": True, "seed": 3}
     whole = list(DistLinkNeighborLoader(data, [3, 2], batch_size=12, **how))
@@ -104,7 +104,7 @@ def test_the_split_into_ranks_changes_no_link_and_no_negative():
 
 
 @pytest.mark.parametrize("fanout", [-1, 4])
-def test_seed_links_and_reverses_are_hidden_from_message_passing(fanout):
+def test_excluded_links_and_their_reverses_are_not_sampled(fanout):
     data = homo()
     both = torch.cat([data.edge_index, data.edge_index.flip(0), data.edge_index[:, :20]], dim=1)  # doubled ones too
     data = Data(x=data.x, edge_index=both)
@@ -116,10 +116,10 @@ def test_seed_links_and_reverses_are_hidden_from_message_passing(fanout):
         seeds |= {(b, a) for a, b in seeds}
         assert not seeds & set(map(tuple, batch.n_id[batch.edge_index].t().tolist()))
         leaks += len(seeds & set(map(tuple, other.n_id[other.edge_index].t().tolist())))
-    assert leaks > 0, "without exclude they are seen, as in torch_geometric"
+    assert leaks > 0, "without exclude, seed links are among the edges, as in torch_geometric"
 
 
-def test_hidden_links_do_not_cost_neighbours():
+def test_excluded_links_do_not_reduce_the_fanout():
     """A target with enough other edges still gets its full fanout."""
     hub = torch.stack([torch.arange(1, 30), torch.zeros(29, dtype=torch.int64)])
     data = Data(edge_index=hub, num_nodes=30)
@@ -128,7 +128,7 @@ def test_hidden_links_do_not_cost_neighbours():
     assert not set(batch.n_id[batch.edge_index[0]].tolist()) & {1, 2, 3, 4, 5}
 
 
-def test_reverses_of_a_heterogeneous_graph_are_hidden_too():
+def test_reverse_edges_of_a_heterogeneous_graph_are_excluded_too():
     data = hetero()
     for batch in DistLinkNeighborLoader(data, [-1, -1], TO, batch_size=5, exclude="both"):
         of = batch[TO].edge_label_index
@@ -139,7 +139,7 @@ def test_reverses_of_a_heterogeneous_graph_are_hidden_too():
             assert not seeds & set(zip(*(reversed(pairs) if flip else pairs), strict=True))
 
 
-def test_negatives_are_no_links_when_asked():
+def test_negatives_avoid_links_on_request():
     data = homo(num_nodes=9)
     known = set(map(tuple, data.edge_index.t().tolist()))
     loader = DistLinkNeighborLoader(
@@ -190,7 +190,7 @@ def test_no_neighbour_and_no_negative_is_later_than_its_link():
         ({"edge_label": torch.ones(3)}, "one row for each of 60"),
     ],
 )
-def test_what_makes_no_sense_is_refused(how, message):
+def test_invalid_arguments_are_refused(how, message):
     with pytest.raises(SettingsError, match=message):
         DistLinkNeighborLoader(homo(), [2], **how)
 
@@ -204,7 +204,10 @@ def test_a_heterogeneous_graph_needs_an_edge_type(given, message):
 
 
 def without_edges(kind):
-    """(data, links, where a batch notes them): no edges at all, or a wholly held-out relation among others."""
+    """Return data, links, and a function from a batch to the links' store.
+
+    The graph has no edges at all, or lacks only the edges of the links' relation.
+    """
     links = torch.randint(0, 7, (2, 30), generator=torch.Generator().manual_seed(4))
     if kind == "homo":
         return Data(num_nodes=20), links, lambda batch: batch
@@ -219,14 +222,14 @@ def without_edges(kind):
 
 @pytest.mark.parametrize("kind", ["homo", "one type", "hetero", "2 parts"])
 @pytest.mark.parametrize("negatives", [None, "binary"])
-def test_links_of_a_type_without_edges_are_seeds_all_the_same(kind, negatives):
-    data, links, noted = without_edges(kind)
+def test_links_of_a_type_without_edges_can_be_seeds(kind, negatives):
+    data, links, links_store = without_edges(kind)
     hops = [] if kind in ("homo", "one type") else [3]
     avoid = {"avoid_links": True, "exclude": "self"} if negatives else {}
     loader = DistLinkNeighborLoader(data, hops, links, neg_sampling=negatives, batch_size=10, **avoid)
     given = links if kind == "homo" else links[1]
     for step, batch in enumerate(loader):
-        store = noted(batch)
+        store = links_store(batch)
         src, dst = (batch, batch) if kind == "homo" else (batch[store._key[0]], batch[store._key[2]])
         ends = torch.stack([src.n_id[store.edge_label_index[0]], dst.n_id[store.edge_label_index[1]]])
         assert torch.equal(ends[:, :10], given[:, 10 * step : 10 * step + 10])
@@ -239,7 +242,7 @@ def test_links_of_a_type_without_edges_are_seeds_all_the_same(kind, negatives):
         assert loader.inputs.edge_type not in loader.graph.manifest.edges
 
 
-def test_a_relation_that_is_nearly_anothers_name_is_warned_of():
+def test_a_misspelt_relation_causes_a_warning():
     links = torch.zeros(2, 3, dtype=torch.int64)
     with pytest.warns(UserWarning, match=r"no edges of \('user', 'buy', 'item'\).*did you mean 'buys'"):
         DistLinkNeighborLoader(hetero(), [2], (("user", "buy", "item"), links))

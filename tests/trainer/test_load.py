@@ -1,4 +1,4 @@
-"""Loading: seeds, their split over ranks, prefetching, and the same batch by every road."""
+"""Tests of ``BatchLoader``: seeds, their split over ranks, prefetching, and identical batches for every placement."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def graph_store(num_parts, only=None):
 
 @contextmanager
 def opened(num_parts, here):
-    """The graph with parts ``here`` opened in process and each other part behind a real server."""
+    """Open the parts ``here`` in this process and serve every other part by a graph server."""
     with ExitStack() as stack:
         store = graph_store(num_parts, only=here)
         clients = {}
@@ -61,7 +61,8 @@ def opened(num_parts, here):
         yield Graph(store, DistGraph(LocalGraph(store), clients), clients)
 
 
-ROADS = {
+#: Where parts are -> number of parts, and those opened in this process.
+PLACEMENTS = {
     "one part": (1, [0]),
     "two parts here": (2, [0, 1]),
     "two parts, one over the wire": (2, [0]),
@@ -88,21 +89,21 @@ def assert_same_batch(ours, theirs):
 
 
 @pytest.mark.parametrize("threads", [1, 4])
-@pytest.mark.parametrize("road", ROADS)
-def test_batches_are_bit_identical_by_every_road(road, threads):
+@pytest.mark.parametrize("placement", PLACEMENTS)
+def test_batches_are_identical_for_every_placement(placement, threads):
     with opened(1, [0]) as graph:
         expected = batches(graph)
-    with opened(*ROADS[road]) as graph:
+    with opened(*PLACEMENTS[placement]) as graph:
         got = batches(graph, threads=threads)
         crossed = sum(batch.cost.remote_bytes for batch in got)
     assert len(got) == len(expected) == 5
     for ours, theirs in zip(got, expected, strict=True):
         assert_same_batch(ours, theirs)
-    assert (crossed > 0) == ("wire" in road)
+    assert (crossed > 0) == ("wire" in placement)
 
 
 def test_ranks_share_every_global_batch():
-    """Three ranks on two nodes: together they see the one-process batch, seed for seed."""
+    """Three ranks on two nodes together get the seeds of each batch of one process."""
     with opened(1, [0]) as graph:
         whole = batches(graph)
     layout = RankLayout(3, ((0, 1), (2,)))
@@ -149,10 +150,10 @@ def test_split_is_complete_balanced_and_local_first(world, num_parts, seeds, sal
     counts = np.bincount(ranks, minlength=world)
     assert counts.sum() == seeds and counts.max() - counts.min() <= 1
     for part in range(num_parts):
-        strangers = [rank for rank in ranks[parts == part] if rank not in ranks_of_part[part]]
+        elsewhere = [rank for rank in ranks[parts == part] if rank not in ranks_of_part[part]]
         own = counts[list(ranks_of_part[part])]
         taken = [np.sum((ranks == rank) & (parts == part)) for rank in ranks_of_part[part]]
-        assert not strangers or list(own) == taken, "a seed left home while a rank there took strangers"
+        assert not elsewhere or list(own) == taken, "a seed left its host although a rank there took seeds of others"
 
 
 def test_layout_follows_the_cluster_file(tmp_path):
@@ -179,7 +180,7 @@ def test_seed_order_counts_the_short_last_step():
         SeedOrder(10, 0, 0)
 
 
-def test_work_ahead_keeps_order_and_runs_side_by_side():
+def test_work_ahead_keeps_order_and_runs_concurrently():
     barrier = threading.Barrier(3)
 
     def work(job):
@@ -193,18 +194,18 @@ def sampler_threads():
     return [thread for thread in threading.enumerate() if thread.name.startswith("sampler")]
 
 
-@pytest.mark.parametrize("road", ["two parts here", "two parts, one over the wire"])
-def test_an_epoch_left_early_ends_its_threads_and_the_next_is_whole(road):
-    with opened(*ROADS[road]) as graph:
+@pytest.mark.parametrize("placement", ["two parts here", "two parts, one over the wire"])
+def test_an_epoch_closed_early_ends_its_threads_and_the_next_is_complete(placement):
+    with opened(*PLACEMENTS[placement]) as graph:
         loader = BatchLoader(graph, LoaderSettings("train", (6, 4), 10, threads=3), 0, RankLayout.single(2))
         expected = [batch.input_id.tolist() for batch in loader.epoch(1)]
         begun = loader.epoch(1)
         next(begun)
-        assert sampler_threads(), "otherwise this test shows nothing"
+        assert sampler_threads(), "no sampler threads were running"
         begun.close()
         until = time.monotonic() + 60
         while sampler_threads():
-            assert time.monotonic() < until, "sampler threads go on after the iterator was closed"
+            assert time.monotonic() < until, "sampler threads still run after the iterator was closed"
             time.sleep(0.01)
         for _ in DistNeighborLoader(graph, [4, 3], "train", batch_size=16):
             break
@@ -249,7 +250,7 @@ def test_a_typed_batch_holds_rows_of_the_types_that_have_them_and_exact_blocks()
                 assert torch.equal(block.indptr.diff().long(), degree if fanout < 0 else degree.clamp(max=fanout))
 
 
-def test_a_part_that_nobody_serves_is_an_error_and_leaves_no_connection(tmp_path, monkeypatch):
+def test_a_part_without_a_server_is_an_error_and_closes_all_connections(tmp_path, monkeypatch):
     from trainer.graph import open as opening
 
     store, closed = graph_store(3, only=[0]), []
@@ -263,7 +264,7 @@ def test_a_part_that_nobody_serves_is_an_error_and_leaves_no_connection(tmp_path
     assert closed == [client]
 
 
-def test_an_error_in_a_thread_reaches_the_consumer_at_its_place():
+def test_an_error_in_a_thread_is_raised_after_earlier_results():
     def work(job):
         if job == 2:
             raise ServiceError("node1 is gone")
@@ -275,7 +276,7 @@ def test_an_error_in_a_thread_reaches_the_consumer_at_its_place():
         next(ahead)
 
 
-def test_nothing_is_begun_after_a_failure():
+def test_no_job_starts_after_a_failure():
     begun = []
 
     def work(job):
@@ -292,7 +293,7 @@ def test_nothing_is_begun_after_a_failure():
     assert begun == [0, 1]
 
 
-def test_a_stuck_thread_is_noticed():
+def test_a_stuck_thread_is_an_error_at_the_deadline():
     release = threading.Event()
     begun = time.monotonic()
     with pytest.raises(ServiceError, match=r"made no batch within 0\.3 s"):

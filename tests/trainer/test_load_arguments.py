@@ -1,4 +1,4 @@
-"""Arguments of the node loader: every form that is honoured, and what is refused, with the reason."""
+"""Tests of the arguments of ``DistNeighborLoader``: every accepted form, and the reason for each refusal."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def test_forms_of_typed_input_nodes(given, nodes):
     assert batch["paper"].n_id[: batch["paper"].batch_size].tolist() == list(nodes)
 
 
-def test_input_id_and_time_are_what_the_caller_says():
+def test_input_id_and_time_can_be_given():
     loader = DistNeighborLoader(
         homo_data(), [2], [5, 6, 7], torch.tensor([9, 8, 7]), time_attr="time", input_id=torch.tensor([50, 60, 70])
     )
@@ -104,12 +104,12 @@ def test_worker_init_fn_is_called_on_each_sampler_thread():
 
     def prepare(number):
         called.append((number, threading.current_thread().name))
-        both.wait(30)  # the second thread makes batches too
+        both.wait(30)  # waits until both threads have started
 
     batches = list(DistNeighborLoader(homo_data(), [2], num_workers=2, worker_init_fn=prepare, batch_size=5))
     assert sorted(number for number, _ in called) == [0, 1] and len({name for _, name in called}) == 2
     assert len(batches) == 12
-    list(DistNeighborLoader(homo_data(), [2], worker_init_fn=prepare))  # without workers never, as in torch
+    list(DistNeighborLoader(homo_data(), [2], worker_init_fn=prepare))  # not called without workers, as in torch
     assert len(called) == 2
 
     def fail(number):
@@ -140,7 +140,7 @@ def test_subgraph_type_as_enum_and_the_deprecated_directed():
     assert torch.equal(next(iter(given)).e_id, next(iter(old)).e_id)
 
 
-def test_transforms_see_and_change_what_torch_geometrics_would():
+def test_transforms_work_as_in_torch_geometric():
     def drop_last_node(out):
         keep = (out.row < len(out.node) - 1) & (out.col < len(out.node) - 1)
         out.node, out.row, out.col, out.edge = out.node[:-1], out.row[keep], out.col[keep], out.edge[keep]
@@ -159,7 +159,7 @@ def test_transforms_see_and_change_what_torch_geometrics_would():
             assert torch.equal(batch.x, data.x[batch.n_id]) and torch.equal(batch.edge_attr, data.edge_attr[batch.e_id])
 
 
-def test_a_transform_may_bring_nodes_in_but_not_edges_of_a_partition():
+def test_a_transform_may_add_nodes_but_not_edges_of_a_partition():
     def add_hub(out):
         out.node = torch.cat([out.node, torch.tensor([59])])
         return out
@@ -219,7 +219,7 @@ HOMO_REFUSALS = {
 
 @pytest.mark.parametrize("what", HOMO_REFUSALS)
 @pytest.mark.parametrize("source", ["memory", "2 parts"])
-def test_refusals(source, what):
+def test_invalid_arguments_are_refused(source, what):
     arguments, message = HOMO_REFUSALS[what]
     data = homo_data() if source == "memory" else parts_of(homo_data(), 2)
     with pytest.raises(SettingsError, match=message):
@@ -246,7 +246,7 @@ HETERO_REFUSALS = {
 
 
 @pytest.mark.parametrize("what", HETERO_REFUSALS)
-def test_refusals_of_typed_graphs(what):
+def test_invalid_arguments_for_typed_graphs_are_refused(what):
     arguments, message = HETERO_REFUSALS[what]
     given = {"num_neighbors": [2], "input_nodes": "paper", **arguments}
     with pytest.raises(SettingsError, match=message):

@@ -1,4 +1,4 @@
-"""Loaders on data in memory and on torch_geometric's feature and graph stores."""
+"""Tests of loaders on data in memory and on torch_geometric's feature and graph stores."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from trainer.sampler.types import RowRequest
 
 
 def stores_of(data, layout="coo", times=("time",)):
-    """The same graph behind the store interfaces; only node attributes, as torch_geometric's loaders read them."""
+    """Return the graph as a feature and a graph store; as for torch_geometric's loaders, only with node attributes."""
     features, graph = MyFeatureStore(), MyGraphStore()
     if isinstance(data, Data):
         nodes, edges = {None: data}, {None: data}
@@ -82,7 +82,7 @@ def test_stores_that_hold_one_partition_are_refused_by_name():
             DistNeighborLoader(pair, [2])
 
 
-def test_what_stores_cannot_do_is_refused():
+def test_unsupported_uses_of_stores_are_refused():
     data = homo_data()
     with pytest.raises(SettingsError, match=r"a \(feature store, graph store\) pair has no edge weights"):
         DistNeighborLoader(stores_of(data), [2], weight_attr="edge_weight")
@@ -97,7 +97,7 @@ def test_what_stores_cannot_do_is_refused():
         DistNeighborLoader((features, graph), [2])
 
 
-def test_custom_attributes_pass_through_as_torch_geometric_passes_them():
+def test_custom_attributes_are_handled_as_in_torch_geometric():
     data = homo_data()
     data.title, data.scale, data.names = "a graph", torch.tensor([1.0, 2.0]), ["a", "b"]
     data.face_index = torch.arange(120).view(2, 60)  # rows along the last dimension
@@ -118,7 +118,7 @@ def test_data_in_memory_is_shared_not_copied_and_not_changed():
     assert sorted(data.keys()) == keys and data.num_nodes == 60
 
 
-def test_edge_rows_of_a_graph_in_memory_can_be_gathered_by_others():
+def test_edge_rows_of_a_graph_in_memory_can_be_gathered():
     data = hetero_data()
     ((rows),) = as_graph(data).access.gather([RowRequest(CITES, np.arange(200), ("orig_id", "edge_attr"))])
     assert np.array_equal(rows["edge_attr"], data[CITES].edge_attr.numpy()[rows["orig_id"]])
@@ -139,13 +139,13 @@ def test_adversarial_graphs_in_memory():
     assert batch.n_id.tolist() == [4, 1, 4] and batch.edge_index.shape == (2, 0) and batch.num_sampled_edges == [0, 0]
     hub = Data(edge_index=torch.stack([torch.arange(1000), torch.zeros(1000, dtype=torch.long)]), num_nodes=1000)
     (batch,) = DistNeighborLoader(hub, [-1], [0])
-    assert batch.num_sampled_edges == [1000]  # node 0 among them: a self loop
+    assert batch.num_sampled_edges == [1000]  # including a self loop of node 0
     wrong = Data(edge_index=torch.tensor([[0, 9], [1, 2]]), num_nodes=5)
     with pytest.raises(DataError, match="9 at position 1, but 'node' has 5 nodes"):
         DistNeighborLoader(wrong, [2])
 
 
-def test_a_node_type_that_only_edges_know_is_refused():
+def test_a_node_type_without_nodes_is_refused():
     data = HeteroData()
     data["paper"].num_nodes = 3
     data["author", "writes", "paper"].edge_index = torch.tensor([[0], [1]])

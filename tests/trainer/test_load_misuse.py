@@ -1,4 +1,4 @@
-"""What users get wrong, or type differently, in the loaders' arguments: a clear word, or the same batches."""
+"""Tests of misused loader arguments, which are refused with a clear message, and of other accepted types."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def first_nodes(**options):
     return next(iter(loader)).n_id.tolist()
 
 
-def test_numbers_of_numpy_are_numbers():
+def test_numpy_numbers_are_accepted():
     assert first_nodes(seed=np.int64(3), batch_size=np.int32(9)) == first_nodes(seed=3)
     loaders = [DistNeighborLoader(parts_of(homo_data()), [3], batch_size=9, shuffle=True) for _ in range(2)]
     loaders[0].set_epoch(np.int64(2))
@@ -31,7 +31,7 @@ def test_numbers_of_numpy_are_numbers():
 
 
 @pytest.mark.parametrize(
-    ("options", "told"),
+    ("options", "message"),
     [
         ({"seed": 1.5}, "seed"),
         ({"num_workers": "2"}, "num_workers"),
@@ -46,8 +46,8 @@ def test_numbers_of_numpy_are_numbers():
         ({"input_nodes": [[1, 2], [3]]}, "regular shape"),
     ],
 )
-def test_what_is_no_number_or_no_list_is_named(options, told):
-    with pytest.raises(SettingsError, match=told):
+def test_arguments_of_the_wrong_type_are_named(options, message):
+    with pytest.raises(SettingsError, match=message):
         DistNeighborLoader(parts_of(homo_data()), [3], **options)
 
 
@@ -62,12 +62,12 @@ def test_names_of_attributes_may_come_from_an_iterator():
     assert "x" in batch and "y" in batch and "image" not in batch
 
 
-def test_any_mapping_says_the_types_of_seeds():
+def test_seeds_may_be_any_mapping_over_types():
     batch = next(iter(DistNeighborLoader(hetero_data(), [3], MappingProxyType({"paper": [1], "author": [2]}))))
     assert batch["paper"].batch_size + batch["author"].batch_size == 1
 
 
-def test_a_transform_that_returns_nothing_is_named():
+def test_a_transform_that_returns_nothing_is_reported():
     loader = DistNeighborLoader(homo_data(), [3], transform_sampler_output=lambda out: None)
     with pytest.raises(SettingsError, match="transform_sampler_output must return the output, not NoneType"):
         next(iter(loader))
@@ -76,7 +76,7 @@ def test_a_transform_that_returns_nothing_is_named():
 @pytest.mark.parametrize(
     ("attrs", "edge_attrs"), [({"w": np.zeros(40)}, {"w": np.zeros(200)}), ({"edge_index": np.zeros(40)}, {})]
 )
-def test_a_name_for_two_things_is_refused_until_one_is_chosen(attrs, edge_attrs):
+def test_an_ambiguous_attribute_name_is_refused_until_one_is_chosen(attrs, edge_attrs):
     edge_index, num_nodes = random_graph(1, 40, 200)
     graph = opened(store_of(edge_index, num_nodes, 2, attrs=attrs, edge_attrs=edge_attrs))
     with pytest.raises(SettingsError, match="names attributes of two of nodes, edges and graph"):
@@ -94,7 +94,7 @@ def test_complex_weights_are_refused_at_once():
 
 
 @pytest.mark.parametrize("edge_index", [torch.rand(2, 5), torch.zeros(3, 5).long(), torch.zeros(5).long()])
-def test_edges_that_are_none_are_refused(edge_index):
+def test_invalid_edges_are_refused(edge_index):
     with pytest.raises(DataError, match="edge_index"):
         DistNeighborLoader(Data(num_nodes=4, edge_index=edge_index), [3])
 
@@ -108,7 +108,7 @@ def test_times_in_a_column_are_not_copied_for_every_batch():
 
 
 @pytest.mark.parametrize("links", [[], [[0, 1], [1]], (torch.tensor([0, 1]), torch.tensor([1])), [[[0], [1]]]])
-def test_links_of_no_shape_are_refused(links):
+def test_links_of_another_shape_are_refused(links):
     with pytest.raises(SettingsError):
         DistLinkNeighborLoader(homo_data(), [3], links)
 

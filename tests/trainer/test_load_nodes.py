@@ -1,4 +1,4 @@
-"""DistNeighborLoader against torch_geometric's own loader, and the same batch over any number of parts."""
+"""Tests of ``DistNeighborLoader`` against torch_geometric's loader, and of equal batches for any number of parts."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def seeds_of(data):
 @pytest.mark.parametrize("how", [name for name in HOW if name != "induced"])
 @pytest.mark.parametrize("make", [homo_data, hetero_data])
 @pytest.mark.parametrize("source", ["memory", "2 parts"])
-def test_whole_neighbourhoods_are_torch_geometrics_batches_to_the_last_attribute(make, how, source):
+def test_whole_neighbourhoods_equal_torch_geometrics_batches(make, how, source):
     data = make()
     seeds, count = seeds_of(data)
     arguments = with_times(HOW[how], count)
@@ -80,12 +80,12 @@ def test_ranks_get_equally_many_batches_and_every_seed_once(num_seeds, drop_last
         assert all(ids for share in shares for ids in share), "a batch without seeds makes a mean loss NaN"
 
 
-def test_fewer_seeds_than_ranks_are_warned_of():
+def test_fewer_seeds_than_ranks_cause_a_warning():
     with pytest.warns(UserWarning, match="2 seeds for 3 ranks: some batches have no seed"):
         DistNeighborLoader(homo_data(), [2], torch.arange(2), layout=RankLayout.everywhere(3, 1))
 
 
-def test_several_input_types_are_one_sequence_and_noted_at_each():
+def test_seeds_of_several_types_form_one_sequence():
     data = hetero_data()
     inputs = {"paper": torch.tensor([5, 6, 7, 8, 9]), "author": data["author"].time > 20}
     loader = DistNeighborLoader(parts_of(data, 2), [2, 2], inputs, batch_size=4, shuffle=True, disjoint=True)
@@ -142,8 +142,8 @@ def test_one_gather_per_batch(monkeypatch):
     assert calls == [6] * len(loader)
 
 
-def test_blocks_compute_what_the_edges_say():
-    """The sum over a seed's one-hop neighbours, by blocks and by edge_index."""
+def test_blocks_contain_the_same_edges_as_edge_index():
+    """The last block has the edges of ``edge_index`` whose targets are seeds."""
     data = hetero_data()
     for batch in DistNeighborLoader(parts_of(data, 2), [3, 2], ("paper", "train"), batch_size=10):
         block, edges = batch.blocks[-1][CITES], batch[CITES].edge_index

@@ -1,4 +1,4 @@
-"""What a script asks of its ``data``, asked of an opened graph; and what users open or name by mistake."""
+"""Tests of the properties that an opened graph shares with torch_geometric data, and of mistakes in opening graphs."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ ASKED = ("num_nodes", "num_edges", "num_features", "num_node_features")
 
 @pytest.mark.parametrize("make", [homo_data, hetero_data])
 @pytest.mark.parametrize("open_", [as_graph, parts_of, lambda data: parts_of(data, 2)])
-def test_a_graph_answers_as_its_data(make, open_):
+def test_a_graph_has_the_properties_of_its_data(make, open_):
     data = make()
     graph = open_(data)
     assert {name: getattr(graph, name) for name in ASKED} == {name: getattr(data, name) for name in ASKED}
@@ -31,7 +31,7 @@ def test_a_graph_answers_as_its_data(make, open_):
         assert graph.metadata() == (["node"], [("node", "to", "node")])
 
 
-def test_width_is_that_of_torch_geometric_for_a_column_and_for_none():
+def test_num_features_of_a_column_and_of_a_graph_without_features():
     data = homo_data()
     data.x = data.x[:, 0]
     assert parts_of(data).num_features == data.num_features == 1
@@ -47,7 +47,7 @@ def test_a_model_is_made_from_the_graph_alone():
 
 def test_a_model_is_made_for_the_types_of_the_graph():
     data = hetero_data()
-    del data["venue"]  # no edge ends there, which to_hetero refuses
+    del data["venue"]  # to_hetero refuses node types without in-edges
     graph = parts_of(data, 2)
     model = to_hetero(GraphSAGE((-1, -1), 8, 2, graph.num_classes), graph.metadata())
     batch = next(iter(DistNeighborLoader(graph, [3, 2], ("paper", "train"), batch_size=8)))
@@ -55,7 +55,7 @@ def test_a_model_is_made_for_the_types_of_the_graph():
     assert model(x, batch.edge_index_dict)["paper"][: batch["paper"].batch_size].shape == (8, 3)
 
 
-def test_classes_that_are_nobodys_or_several_are_not_guessed():
+def test_num_classes_is_an_error_without_labels_or_with_several():
     with pytest.raises(SettingsError, match="no node type has class labels"):
         _ = plain_graph().num_classes
     labels = {"a": {"y": np.arange(3)}, "b": {"y": np.arange(4)}}
@@ -74,12 +74,12 @@ def test_classes_that_are_nobodys_or_several_are_not_guessed():
         (hetero_data, "train_mask", r"did you mean \('paper', 'train'\)"),
     ],
 )
-def test_a_mask_or_split_that_is_named_amiss(make, given, hint):
+def test_a_misspelt_mask_or_split_gets_a_hint(make, given, hint):
     with pytest.raises(SettingsError, match=hint):
         DistNeighborLoader(parts_of(make()), [3], given)
 
 
-def test_nothing_is_guessed_for_a_name_like_no_other():
+def test_an_unknown_name_gets_no_hint():
     with pytest.raises(SettingsError, match=r"they have \['train'\]$"):
         DistNeighborLoader(parts_of(homo_data()), [3], "everything")
 
@@ -90,7 +90,7 @@ def test_data_in_memory_needs_no_opening(make):
         trainer.open(make())
 
 
-def test_a_file_of_data_is_to_be_partitioned_first(tmp_path):
+def test_opening_a_file_of_data_advises_to_partition_it(tmp_path):
     path = tmp_path / "graph.pt"
     torch.save(homo_data(), path)
     with pytest.raises(SettingsError, match=f"{path} is a file, .* partition make --dataset file --source {path} "):
@@ -100,14 +100,14 @@ def test_a_file_of_data_is_to_be_partitioned_first(tmp_path):
 @pytest.mark.parametrize(
     "loader", [lambda g: DistShaDowKHopSampler(g, 2, 3), lambda g: DistGraphSAINTNodeSampler(g, 3)]
 )
-def test_advice_on_several_types_can_be_followed(loader):
+def test_homogeneous_samplers_refuse_typed_graphs_with_advice(loader):
     with pytest.raises(SettingsError, match="take a partition of its to_homogeneous"):
         loader(parts_of(hetero_data()))
     with pytest.raises(SettingsError, match=r"take HeteroData.to_homogeneous\(\)"):
         loader(hetero_data())
 
 
-def test_public_names_are_listed_and_near_ones_suggested():
+def test_public_names_are_listed_and_similar_ones_suggested():
     assert set(trainer.__all__) <= set(dir(trainer))
     with pytest.raises(AttributeError, match="did you mean 'DistNeighborLoader'"):
         _ = trainer.DistNeighbourLoader

@@ -1,4 +1,4 @@
-"""Loaders in several processes, and opening a graph by what the environment says."""
+"""Tests of loaders in several processes, and of opening a graph from environment variables."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from trainer.core.errors import PartitionError, SettingsError
 from trainer.graph.environment import open_any, this_process
 from trainer.graph.seed_order import RankLayout
 
-#: As torch_geometric's documentation has it, but for the import and the data argument.
+#: The example of torch_geometric's documentation with another import and data argument, and a loader of rank 0 alone.
 SCRIPT = """
     import sys
     import torch
@@ -36,7 +36,7 @@ SCRIPT = """
     torch.manual_seed(12345)
     model = DistributedDataParallel(GraphSAGE(4, 8, num_layers=2, out_channels=5))
     optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
-    if dist.get_rank() == 0:  # a loader of its own, which no other rank makes
+    if dist.get_rank() == 0:  # a local loader that no other rank creates
         own = NeighborLoader(data, [2], input_nodes=torch.arange(17), batch_size=4, local=True)
         print("OWN", len(own), sum(batch.batch_size for batch in own), flush=True)
     train_loader = NeighborLoader(data, num_neighbors=[5, 5], input_nodes=train_idx, batch_size=4, shuffle=True)
@@ -66,14 +66,14 @@ SCRIPT = """
 
 @pytest.fixture
 def folder(tmp_path):
-    """With the script and its parts."""
+    """A folder that contains the script and its parts."""
     write_store(tmp_path / "parts", parts_of(homo_data(), 2).store)
     (tmp_path / "script.py").write_text(textwrap.dedent(SCRIPT))
     return tmp_path
 
 
 def by_torchrun(words, folder):
-    """What all ranks say together."""
+    """Run a script with torchrun on two ranks and return their output."""
     env = environment() | {"PYTHONPATH": str(REPOSITORY), "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
     argv = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", *words]
     done = subprocess.run(argv, cwd=folder, env=env, capture_output=True, text=True, timeout=240)
@@ -95,15 +95,15 @@ def test_a_script_for_torch_geometrics_loader_runs_distributed_with_the_loader_l
     assert found[0][2] == found[1][2], "DDP keeps the ranks' weights equal"
     seeds = [int(seed) for *_, seen in found for seed in seen.split(",")]
     assert sorted(seeds) == list(range(17))
-    assert "OWN 5 17" in output, "a local loader gives one rank all seeds, and does not disturb the others"
+    assert "OWN 5 17" in output, "a local loader gives one rank all seeds and does not affect other ranks"
 
 
 def test_seeds_split_by_rank_are_refused_with_the_reason(folder):
     ranks = run_script(["script.py", "parts", "torch.arange(16).split(8)[dist.get_rank()]"], 2, folder)
-    said = "".join(ended.output for ended in ranks)  # by one at least, the other may lose it before
+    output = "".join(ended.output for ended in ranks)  # one rank may lose the other before it prints the error
     assert all(ended.returncode != 0 for ended in ranks)
-    assert re.search(r"SettingsError: the loader made at .*:\d+ has other seeds, .* on rank \d than on rank \d", said)
-    assert "script.py:" in said and "Do not split seeds by rank" in said
+    assert re.search(r"SettingsError: the loader made at .*:\d+ has other seeds, .* on rank \d than on rank \d", output)
+    assert "script.py:" in output and "Do not split seeds by rank" in output
 
 
 def test_rank_and_layout_of_the_graph_are_the_default(tmp_path):
@@ -143,14 +143,14 @@ def environ_of(tmp_path, **more):
     return run | more
 
 
-def test_inside_a_run_nothing_has_to_be_named(tmp_path):
+def test_inside_a_run_open_needs_no_arguments(tmp_path):
     environ = environ_of(tmp_path, RANK="1", WORLD_SIZE="3", NODE_RANK="0")
     with open_any(environ=environ) as graph:
         assert sorted(graph.store.parts) == [0, 1] and graph.ranks.rank == 1
         assert graph.layout == RankLayout(3, ((0, 1), (0, 1)))
 
 
-def test_a_process_beside_the_run_loads_everything_and_a_wrong_number_of_ranks_is_refused(tmp_path):
+def test_a_process_without_a_rank_loads_everything_and_a_wrong_number_of_ranks_is_refused(tmp_path):
     environ = environ_of(tmp_path)
     with open_any(environ=environ) as graph:
         assert graph.layout == RankLayout.single(2)
@@ -160,13 +160,13 @@ def test_a_process_beside_the_run_loads_everything_and_a_wrong_number_of_ranks_i
         open_any(environ=environ, node_rank=7)
 
 
-def test_outside_a_run_the_folder_has_to_be_named():
+def test_outside_a_run_open_needs_a_folder():
     with pytest.raises(SettingsError, match="GNNFLEET_PARTS, GNNFLEET_PART_IDS, GNNFLEET_CLUSTER not set"):
         open_any(environ={})
     assert this_process({}).world_size == 1
 
 
-def test_a_name_that_trainer_has_not():
+def test_an_unknown_attribute_of_trainer():
     with pytest.raises(AttributeError, match="has no attribute 'NeighborLoader'"):
         trainer.NeighborLoader  # noqa: B018
 

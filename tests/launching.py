@@ -130,7 +130,7 @@ class Running:
             self._news.wait_for(lambda: self._over or any(text in line for line in self.lines), timeout)
         if not any(text in line for line in self.lines):
             self.process.kill()
-            raise AssertionError(f"launch.py has not said {text!r}:\n{self.output}")
+            raise AssertionError(f"launch.py has not printed {text!r}:\n{self.output}")
         return self
 
     def send(self, signum: int) -> Running:

@@ -17,14 +17,14 @@ def lines_of(rank: int, epochs: int = 3, **spent: float) -> list[dict[str, Any]]
     """Metrics lines of a rank: its prediction, then one step line and one epoch line per epoch."""
     spent = {**SPENT, **spent}
     traffic = {"batches": 10, "remote_bytes": 1_000_000, "rows": 5000, "remote_rows": 2000, "cached_rows": 1000}
-    told = {**OLD, "rank": rank, "spent": spent, "step_s": round(sum(spent.values()), 6), "traffic": traffic}
-    told["behind"] = {"sample": 0.02, "remote": 0.01, "gather": 0.03}
+    common = {**OLD, "rank": rank, "spent": spent, "step_s": round(sum(spent.values()), 6), "traffic": traffic}
+    common["behind"] = {"sample": 0.02, "remote": 0.01, "gather": 0.03}
     predict = {"kind": "predict", "rank": rank, "t": 0.0, "steps": 10, "hit_rate": 0.5, "cache_rows": 3}
     lines = [{**predict, "remote_bytes": 980_000.0, "remote_bytes_without_cache": 2_000_000.0}]
     for epoch in range(1, epochs + 1):
         slow = {"spent": {**spent, "forward": 9.0}, "step_s": 9.0} if epoch == 1 else {}  # the first epoch compiles
-        lines.append({**told, **slow, "kind": "step", "t": epoch, "epoch": epoch, "step": 4, "steps": 10})
-        lines.append({**told, **slow, "kind": "epoch", "t": epoch + 0.5, "epoch": epoch})
+        lines.append({**common, **slow, "kind": "step", "t": epoch, "epoch": epoch, "step": 4, "steps": 10})
+        lines.append({**common, **slow, "kind": "epoch", "t": epoch + 0.5, "epoch": epoch})
     return lines
 
 

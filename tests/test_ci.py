@@ -39,8 +39,8 @@ def ci(folder: Path, make: str) -> tuple[int, list[str], str]:
     ],
 )  # fmt: skip
 def test_slow_tests_are_reported_and_tried_twice(tmp_path: Path, slow: str, attempts: int, last: str) -> None:
-    returned, calls, said = ci(tmp_path, f"test-slow) {slow};;")
-    assert (returned, said.endswith(last)) == (0, True), said
+    returned, calls, last_line = ci(tmp_path, f"test-slow) {slow};;")
+    assert (returned, last_line.endswith(last)) == (0, True), last_line
     assert calls[:2] == ["check", "test"] and len(calls) == 2 + attempts
     assert calls[2].startswith("test-slow ARGS=--session-timeout=3")
 

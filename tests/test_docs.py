@@ -233,11 +233,11 @@ def test_prose_names_only_options_that_exist(page: str) -> None:
 @pytest.mark.parametrize("page", [*PROSE, "docs/troubleshooting.md", "docs/first_cluster.md", "docs/migrating.md"])
 def test_commands_in_prose_and_tables_parse(page: str) -> None:
     """Checks commands in backquotes, with RUN for a run."""
-    told = re.findall(r"`gnnfleet ([^`]+)`", (REPOSITORY / page).read_text())
-    for words in map(shlex.split, told):
+    command_lines = re.findall(r"`gnnfleet ([^`]+)`", (REPOSITORY / page).read_text())
+    for words in map(shlex.split, command_lines):
         if words[0] != "COMMAND":
             parse(words)
-    assert told or page in ("README.md", "docs/first_cluster.md")
+    assert command_lines or page in ("README.md", "docs/first_cluster.md")
 
 
 def test_every_command_has_an_example_that_parses() -> None:

@@ -65,7 +65,7 @@ def inside(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return folder
 
 
-def told(capsys: pytest.CaptureFixture[str], words: list[str]) -> tuple[int, str]:
+def run_cli(capsys: pytest.CaptureFixture[str], words: list[str]) -> tuple[int, str]:
     status = run(words)
     captured = capsys.readouterr()
     return status, captured.out + captured.err
@@ -76,16 +76,16 @@ def test_commands_of_the_page(inside: Path, capsys: pytest.CaptureFixture[str]) 
     assert {words[0] for words in asked} == {"status", "runs", "logs", "attach", "collect"}
     for words in asked:
         if not set(words) & set(WITHOUT_END):
-            status, text = told(capsys, words)
+            status, text = run_cli(capsys, words)
             assert status == 0 and "toy-1" in text or words[0] == "logs" and "here is rank" in text, (words, text)
     first, *others = typed("stop")
-    status, text = told(capsys, first)
+    status, text = run_cli(capsys, first)
     assert status == 0 and "no process of it is left on its 2 nodes" in text
     for words in others:
-        assert told(capsys, words)[0] == 0, words
+        assert run_cli(capsys, words)[0] == 0, words
     for words in [*asked, *typed("follow")]:
         if set(words) & set(WITHOUT_END):
-            assert told(capsys, words)[0] in (0, 130), words
+            assert run_cli(capsys, words)[0] in (0, 130), words
 
 
 def test_settings_of_the_page_are_the_defaults() -> None:

@@ -37,14 +37,14 @@ def inside(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 def test_first_cluster_makes_a_graph_and_reports_damage() -> None:
     make, spoil = blocks("first_cluster.md", "python")
-    (said,) = blocks("first_cluster.md", "text")
+    (shown,) = blocks("first_cluster.md", "text")
     names: dict[str, object] = {}
     exec(make, names)
     words = ["make", "--dataset", "file", "--source", "graph.pt", "--num-parts", "3", "--out", "parts"]
     assert partition(*words)[0] == 0
     exec(spoil, names)
     status, text = partition(*words)
-    pieces = [piece for piece in said.strip().split("…") if piece]
+    pieces = [piece for piece in shown.strip().split("…") if piece]
     assert status == 1 and all(piece in text for piece in pieces), text
 
 

@@ -74,20 +74,20 @@ def test_commands_of_the_page_in_order(folder: Path, capsys: pytest.CaptureFixtu
             assert re.search(r"^test accuracy 0\.\d{4} of 600 nodes$", done, re.MULTILINE), done
         elif WITHOUT_END not in words:
             status = run([*(["--plain"] if words[1] == "--config" else []), *words[1:]])
-            told = capsys.readouterr()
-            assert status == 0, (words, told.out + told.err)
-            expect(words, told.out)
+            output = capsys.readouterr()
+            assert status == 0, (words, output.out + output.err)
+            expect(words, output.out)
     assert {path.name for path in folder.glob("*.key")} == {"products.key", "ann.key"}
 
 
-def expect(words: list[str], told: str) -> None:
+def expect(words: list[str], output: str) -> None:
     """Check the output that the page promises for a command."""
     if words[1:3] == ["serve", "status"] and "--json" not in words:
-        assert told.startswith("serving cluster products is up: 2 servers, 4 parts"), told
+        assert output.startswith("serving cluster products is up: 2 servers, 4 parts"), output
     elif words[1:3] == ["serve", "stop"]:
-        assert "run products: no process of it is left on its 2 nodes" in told
+        assert "run products: no process of it is left on its 2 nodes" in output
     elif words[-1] == "train.yml":
-        assert "attached to serving cluster products: 2 servers, 4 parts" in told and "test accuracy" in told
+        assert "attached to serving cluster products: 2 servers, 4 parts" in output and "test accuracy" in output
 
 
 def python(folder: Path, words: list[str]) -> str:
@@ -104,9 +104,9 @@ def test_the_shown_plan_is_that_of_the_shown_file(tmp_path: Path, capsys: pytest
     """Except for the sizes of our own code."""
     (tmp_path / "products.yml").write_text(blocks("yaml")[0])
     assert run(["--config", str(tmp_path / "products.yml"), "--dry-run"]) == 0
-    told = rows(capsys.readouterr().out)
+    output = rows(capsys.readouterr().out)
     (shown,) = (rows(block) for block in blocks("text") if "asks first" in block)
-    assert len(shown) == 6 and set(shown) <= set(told), told
+    assert len(shown) == 6 and set(shown) <= set(output), output
 
 
 def rows(text: str) -> list[str]:

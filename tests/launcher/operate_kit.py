@@ -30,12 +30,12 @@ time.sleep(300)
 """
 
 
-class MadeRun:
+class LocalRun:
     """Run ``r1`` of two local nodes below ``top``, one rank each."""
 
     def __init__(self, top: Path, run_id: str = "r1", num_nodes: int = 2):
         self.top, self.run_id = top, run_id
-        self.away: tuple[int, ...] = ()  #: nodes that cannot be reached
+        self.unreachable: tuple[int, ...] = ()  #: nodes that cannot be reached
         self.folder = top / "runs" / run_id
         self.plan = self._plan(num_nodes)
         self.config = ClusterConfig(
@@ -61,18 +61,18 @@ class MadeRun:
     def _spec(self, k: int) -> dict[str, Any]:
         return {"run_id": self.run_id, "node_rank": k, "num_nodes": len(self.plan.nodes)}
 
-    def launched(self, stage: Stage, *, alive: bool = False, **more: Any) -> MadeRun:
+    def launched(self, stage: Stage, *, alive: bool = False, **more: Any) -> LocalRun:
         """Write the files that a launcher has written by ``stage``; unless ``alive``, record its process as gone."""
-        made = LaunchFile.mine(self.run_id, "toy", config="cluster.yml").at(stage)
+        launch_file = LaunchFile.mine(self.run_id, "toy", config="cluster.yml").at(stage)
         gone = {} if alive else {"start_ticks": 1}
-        replace(made, **{**gone, "user": "alice", **more}).write(self.folder)
+        replace(launch_file, **{**gone, "user": "alice", **more}).write(self.folder)
         (self.folder / "config.yml").write_text(to_yaml(self.config))
         if stage not in ("connect", "preflight", "partition"):
             (self.folder / "run.json").write_text(run_json(self.plan))
         register(self.run_id, self.folder)
         return self
 
-    def start(self, code: str = TRAINS, *only: int) -> MadeRun:
+    def start(self, code: str = TRAINS, *only: int) -> LocalRun:
         """Start supervisors with one rank each."""
         for k, node in enumerate(self.nodes):
             if not only or k in only:

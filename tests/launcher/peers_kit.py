@@ -84,8 +84,8 @@ class Run:
         """Whether all members are connected, according to the hub's state.json."""
         hub = self.nodes[self.lead]
         peers = hub.json("state.json")["peers"] if (hub.path / "state.json").exists() else {}
-        there = ("training", "serving", "failed")
-        return len(peers) == len(self.nodes) - 1 and all(peer["state"] in there for peer in peers.values())
+        connected = ("training", "serving", "failed")
+        return len(peers) == len(self.nodes) - 1 and all(peer["state"] in connected for peer in peers.values())
 
     def ends(self, since: float, within: float = 10.0) -> list[dict[str, Any]]:
         """Return each node's result, {} for a missing one; fail unless all processes end within ``within`` seconds."""
@@ -124,14 +124,14 @@ class Proxy:
                 here = self._listener.accept()[0]
                 while self.cut:
                     time.sleep(0.02)
-                there = socket.create_connection(("127.0.0.1", self.target), 5)
+                connected = socket.create_connection(("127.0.0.1", self.target), 5)
             except OSError:
                 if self._listener.fileno() < 0:
                     return
                 here.close()
                 continue
-            self._sockets += [here, there]
-            for source, sink in ((here, there), (there, here)):
+            self._sockets += [here, connected]
+            for source, sink in ((here, connected), (connected, here)):
                 threading.Thread(target=self._carry, args=(source, sink), daemon=True).start()
 
     def _carry(self, source: socket.socket, sink: socket.socket) -> None:

@@ -16,7 +16,7 @@ from launching import REPOSITORY, SYNTHETIC, TRAIN
 
 
 @dataclass(frozen=True)
-class Told:
+class Finished:
     """Exit status and output of a finished command."""
 
     status: int
@@ -38,11 +38,11 @@ class ServingKit:
     def __init__(self, folder: Path, workdirs: Path):
         self.folder, self.workdirs = folder, workdirs
 
-    def gnnfleet(self, *words: str, timeout: float = 120, env: dict[str, str] | None = None) -> Told:
+    def gnnfleet(self, *words: str, timeout: float = 120, env: dict[str, str] | None = None) -> Finished:
         """Run ``gnnfleet`` and wait for its end."""
         process = self.start(*words, env=env)
         out, err = process.communicate(timeout=timeout)
-        return Told(process.returncode, out, err)
+        return Finished(process.returncode, out, err)
 
     def start(self, *words: str, env: dict[str, str] | None = None) -> subprocess.Popen[str]:
         environment = {"COLUMNS": "200", **os.environ, **(env or {})}

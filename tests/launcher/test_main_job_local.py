@@ -105,17 +105,17 @@ def test_launch_sends_the_files_and_processes_of_the_plan(own_script_run):
             seen = json.loads(Path(node["run_dir"], f"seen{rank}.json").read_text())
             assert seen["argv"] == ["sees.py", "--lr", "0.01", "it's"] == node["trainer"]["argv"][-4:]
             assert seen["cwd"] == node["trainer"]["cwd"]
-            told = {name: seen["env"].get(name) for name in node["trainer"]["env"]}
-            assert masked(told) == node["trainer"]["env"]
+            environment = {name: seen["env"].get(name) for name in node["trainer"]["env"]}
+            assert masked(environment) == node["trainer"]["env"]
 
 
 def differs_from_plan(file):
     """Whether a file on the node differs from the plan; of a secret only the mode is compared."""
-    there = Path(file.dest)
+    sent_file = Path(file.dest)
     if file.secret:
-        return there.stat().st_mode & 0o777 != 0o600
+        return sent_file.stat().st_mode & 0o777 != 0o600
     planned = Path(file.source).read_bytes()
-    return there.read_bytes() != planned or len(planned) != file.bytes
+    return sent_file.read_bytes() != planned or len(planned) != file.bytes
 
 
 def masked(env):

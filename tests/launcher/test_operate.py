@@ -19,7 +19,7 @@ from launcher.manage.resume import prepare
 from launcher.manage.select import Choice, chosen
 from launcher.manage.show_logs import since_when
 from launcher.run.options import LaunchOptions
-from operate_kit import MadeRun
+from operate_kit import LocalRun
 from waiting import wait_until
 
 IGNORES_TERM = (
@@ -47,9 +47,9 @@ def other_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture
-def made(tmp_path: Path) -> Iterator[MadeRun]:
-    yield (made := MadeRun(tmp_path))
-    made.kill()
+def local_run(tmp_path: Path) -> Iterator[LocalRun]:
+    yield (local_run := LocalRun(tmp_path))
+    local_run.kill()
 
 
 def run_cli(capsys: pytest.CaptureFixture[str], *words: str) -> tuple[int, str]:
@@ -58,21 +58,21 @@ def run_cli(capsys: pytest.CaptureFixture[str], *words: str) -> tuple[int, str]:
     return status, captured.out + captured.err
 
 
-def ended(made: MadeRun) -> MadeRun:
-    for node in made.nodes:
+def ended(local_run: LocalRun) -> LocalRun:
+    for node in local_run.nodes:
         node.supervisor.wait(20)
-    return made
+    return local_run
 
 
 # --- logs --------------------------------------------------------------------------
 
 
-def test_logs_of_an_ended_run(made, capsys) -> None:
+def test_logs_of_an_ended_run(local_run, capsys) -> None:
     """Lines are merged by time, filtered by rank, node, number and time, also on a machine without the run's folder."""
-    ended(made.launched("train").start(TALKS))
-    status, told = run_cli(capsys, "logs")
+    ended(local_run.launched("train").start(TALKS))
+    status, output = run_cli(capsys, "logs")
     assert status == 0
-    lines = told.splitlines()
+    lines = output.splitlines()
     assert sorted(lines) == sorted(f"node{k}/rank{k} | rank {k} says {i}" for k in range(2) for i in range(4))
     for k in range(2):
         own = [line for line in lines if line.startswith(f"node{k}/")]
@@ -86,37 +86,37 @@ def test_logs_of_an_ended_run(made, capsys) -> None:
     assert len(run_cli(capsys, "logs", "--since", "1h")[1].splitlines()) == 8
     later = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime(time.time() + 60))
     assert run_cli(capsys, "logs", "--since", later) == (0, "")
-    status, told = run_cli(capsys, "logs", "--since", "yesterday")
-    assert status == 2 and "--since yesterday: give how long ago (10m, 90s, 2h, 1d) or when" in told
+    status, output = run_cli(capsys, "logs", "--since", "yesterday")
+    assert status == 2 and "--since yesterday: give how long ago (10m, 90s, 2h, 1d) or when" in output
     assert run_cli(capsys, "logs", "--rank", "7") == (2, "error: --rank 7: the run has ranks 0 to 1\n")
     assert run_cli(capsys, "logs", "--node", "2") == (2, "error: --node 2: the run has nodes 0 to 1\n")
     assert run_cli(capsys, "logs", "--node", "0", "--rank", "1") == (2, "error: rank 1 is on node1, not on node0\n")
 
 
-def test_logs_of_nodes_with_different_clocks_are_in_order(made, capsys) -> None:
+def test_logs_of_nodes_with_different_clocks_are_in_order(local_run, capsys) -> None:
     """Node 1's clock is five minutes ahead, and node 0's supervisor has measured this."""
     begin = 1_795_000_000
-    for k, (node, ahead) in enumerate(zip(made.nodes, (0.0, 300.0), strict=True)):
+    for k, (node, ahead) in enumerate(zip(local_run.nodes, (0.0, 300.0), strict=True)):
         (node.path / "logs").mkdir()
         stamps = [time.strftime("%Y-%m-%dT%H:%M:%S.000Z", time.gmtime(begin + 2 * i + k + ahead)) for i in range(3)]
         (node.path / "logs" / f"rank{k}.log").write_text("".join(f"{t} line {i}\n" for i, t in enumerate(stamps)))
         node.write_spec()
         result = {"node_rank": k, "state": "done", "reason": "", "outcomes": [], "clock_offset": ahead}
         (node.path / "result.json").write_text(json.dumps(result))
-    made.launched("train")
+    local_run.launched("train")
     expected = [f"node{k}/rank{k} | line {i}" for i in range(3) for k in range(2)]
     assert run_cli(capsys, "logs")[1].splitlines() == expected
     run_cli(capsys, "collect")
-    for node in made.nodes:
+    for node in local_run.nodes:
         (node.path / "logs").rename(node.path / "moved away")
     assert run_cli(capsys, "logs")[1].splitlines() == expected, "from the collected files"
 
 
-def test_logs_follow_ends_with_the_run(made, capsys) -> None:
-    made.launched("train").start(TALKS)
-    status, told = run_cli(capsys, "logs", "-f")
+def test_logs_follow_ends_with_the_run(local_run, capsys) -> None:
+    local_run.launched("train").start(TALKS)
+    status, output = run_cli(capsys, "logs", "-f")
     assert status == 0
-    assert sorted(told.splitlines()) == sorted(
+    assert sorted(output.splitlines()) == sorted(
         f"node{k}/rank{k} | rank {k} says {i}" for k in range(2) for i in range(4)
     )
 
@@ -133,70 +133,70 @@ def test_since_accepts_durations_and_times() -> None:
 # --- stop --------------------------------------------------------------------------
 
 
-def test_status_collect_and_stop_of_a_run_without_a_launcher(made, capsys, tmp_path) -> None:
+def test_status_collect_and_stop_of_a_run_without_a_launcher(local_run, capsys, tmp_path) -> None:
     """Another run on the same machine is not affected."""
-    other = MadeRun(tmp_path, "r2", num_nodes=1)
+    other = LocalRun(tmp_path, "r2", num_nodes=1)
     try:
-        for one in (made, other):
+        for one in (local_run, other):
             one.launched("train").start()
-        made.await_training()
+        local_run.await_training()
         other.await_training()
-        status, told = run_cli(capsys, "status", "r1")
-        first, header, *rows = told.splitlines()
+        status, output = run_cli(capsys, "status", "r1")
+        first, header, *rows = output.splitlines()
         assert status == 0
         assert first.startswith("run r1 trains: 2 nodes, 2 ranks, epoch 4 of 10, step 13 of 40; its launcher (alice@")
         assert rows[0].split()[:9] == ["node0", "(local)", "0", "training", "4", "13/40", "1,234", "0.5000", "25%"]
-        status, told = run_cli(capsys, "resume", "r1")
-        assert status == 2 and told.startswith("error: run r1 still runs (epoch 4 of 10, step 13 of 40)")
-        status, told = run_cli(capsys, "collect", "r1")
-        assert status == 0 and told.startswith(
+        status, output = run_cli(capsys, "resume", "r1")
+        assert status == 2 and output.startswith("error: run r1 still runs (epoch 4 of 10, step 13 of 40)")
+        status, output = run_cli(capsys, "collect", "r1")
+        assert status == 0 and output.startswith(
             "run r1 still runs (epoch 4 of 10, step 13 of 40); its files so far are in"
         )
-        assert (made.folder / "logs/node1/rank1.log").read_text().endswith("here is rank 1\n")
-        assert not (made.folder / "result.json").exists()
-        status, told = run_cli(capsys, "stop", "r1")
-        assert (status, told.splitlines()[:3]) == (
+        assert (local_run.folder / "logs/node1/rank1.log").read_text().endswith("here is rank 1\n")
+        assert not (local_run.folder / "result.json").exists()
+        status, output = run_cli(capsys, "stop", "r1")
+        assert (status, output.splitlines()[:3]) == (
             0,
             ["node0 (local): stopped", "node1 (local): stopped", "run r1: no process of it is left on its 2 nodes"],
         )
-        assert [node.processes() for node in made.nodes] == [[], []]
+        assert [node.processes() for node in local_run.nodes] == [[], []]
         assert other.nodes[0].processes() and other.nodes[0].json("state.json")["state"] == "training"
     finally:
         other.kill()
-    result = json.loads((made.folder / "result.json").read_text())
-    assert result["state"] == "interrupted", (result, made.nodes[0].json("result.json"))
+    result = json.loads((local_run.folder / "result.json").read_text())
+    assert result["state"] == "interrupted", (result, local_run.nodes[0].json("result.json"))
     assert "gnnfleet stop" in result["stopped_by"]
-    status, told = run_cli(capsys, "status", "r1")
-    assert status == 130 and "was stopped by" in told
+    status, output = run_cli(capsys, "status", "r1")
+    assert status == 130 and "was stopped by" in output
     assert run_cli(capsys, "stop", "r1")[0] == 0
 
 
-def test_stop_now_skips_the_grace_period(made, capsys) -> None:
-    made.launched("train")
-    for node in made.nodes:
+def test_stop_now_skips_the_grace_period(local_run, capsys) -> None:
+    local_run.launched("train")
+    for node in local_run.nodes:
         node.spec["grace"] = 30.0
-    made.start(IGNORES_TERM)
-    for k, node in enumerate(made.nodes):
+    local_run.start(IGNORES_TERM)
+    for k, node in enumerate(local_run.nodes):
         wait_until(node.says(f"rank{k}", "deaf"))
     began = time.monotonic()
-    status, told = run_cli(capsys, "stop", "--now", "--json")
-    assert status == 0, told
+    status, output = run_cli(capsys, "stop", "--now", "--json")
+    assert status == 0, output
     assert time.monotonic() - began < 10
-    assert [node.processes() for node in made.nodes] == [[], []]
-    result = json.loads((made.folder / "result.json").read_text())
+    assert [node.processes() for node in local_run.nodes] == [[], []]
+    result = json.loads((local_run.folder / "result.json").read_text())
     assert result["state"] == "interrupted" and "(gnnfleet stop)" in result["stopped_by"], "no failure of the rank"
 
 
-def test_stop_reports_an_unreachable_node(made, capsys, monkeypatch) -> None:
+def test_stop_reports_an_unreachable_node(local_run, capsys, monkeypatch) -> None:
     """``status`` with unreachable nodes is covered by test_operate_messages."""
-    made.launched("train").start()
-    made.await_training()
+    local_run.launched("train").start()
+    local_run.await_training()
     lose_node(monkeypatch, 1)
-    status, told = run_cli(capsys, "stop")
+    status, output = run_cli(capsys, "stop")
     assert status == 1
-    assert "node1 (local): not stopped: no answer from gnn2; the run may go on there" in told
-    assert "run r1: 1 node of 2 may still run processes of it: node1 (local)" in told
-    assert made.nodes[0].processes() == []
+    assert "node1 (local): not stopped: no answer from gnn2; the run may go on there" in output
+    assert "run r1: 1 node of 2 may still run processes of it: node1 (local)" in output
+    assert local_run.nodes[0].processes() == []
 
 
 def lose_node(monkeypatch: pytest.MonkeyPatch, k: int) -> None:
@@ -209,45 +209,49 @@ def lose_node(monkeypatch: pytest.MonkeyPatch, k: int) -> None:
     monkeypatch.setattr(views, "connect_all", lambda config: {**connect_all(config), k: lost})
 
 
-def test_stop_ends_a_launcher_that_is_still_preparing(made, capsys) -> None:
+def test_stop_ends_a_launcher_that_is_still_preparing(local_run, capsys) -> None:
     sleeper = subprocess.Popen(["sleep", "60"])
     ticks = int(Path(f"/proc/{sleeper.pid}/stat").read_text().rpartition(")")[2].split()[19])
-    made.launched("sync", pid=sleeper.pid, start_ticks=ticks)
-    status, told = run_cli(capsys, "stop")
-    assert status == 0 and f"its launcher (pid {sleeper.pid}) was stopped; nothing had been started" in told
+    local_run.launched("sync", pid=sleeper.pid, start_ticks=ticks)
+    status, output = run_cli(capsys, "stop")
+    assert status == 0 and f"its launcher (pid {sleeper.pid}) was stopped; nothing had been started" in output
     assert sleeper.wait(5) == -15
 
 
 # --- collect, runs ------------------------------------------------------------------
 
 
-def test_collect_on_a_machine_without_the_run_folder(made, capsys, monkeypatch, tmp_path) -> None:
-    ended(made.start(TALKS))
+def test_collect_on_a_machine_without_the_run_folder(local_run, capsys, monkeypatch, tmp_path) -> None:
+    ended(local_run.start(TALKS))
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "another home"))
-    nodes = "".join(f"  - {{host: localhost, workdir: {node.workdir}}}\n" for node in made.plan.nodes)
+    nodes = "".join(f"  - {{host: localhost, workdir: {node.workdir}}}\n" for node in local_run.plan.nodes)
     Path("cluster.yml").write_text(f"transport: local\nnodes:\n{nodes}data: {{dataset: synthetic}}\n")
-    status, told = run_cli(capsys, "collect", "--config", "cluster.yml")
-    assert status == 0 and "Done in" in told, told
+    status, output = run_cli(capsys, "collect", "--config", "cluster.yml")
+    assert status == 0 and "Done in" in output, output
     assert Path("runs/r1/output/node1/1.txt").read_text() == "mine"
     assert json.loads(Path("runs/r1/result.json").read_text())["state"] == "done"
     monkeypatch.chdir(tmp_path)
     assert run_cli(capsys, "status")[1].startswith("run r1 is done after"), "registered by collect"
 
 
-def test_an_ended_run_is_listed_and_resumed_from_its_checkpoint(made, capsys, tmp_path) -> None:
-    checkpoint = made.nodes[0].path / "checkpoints/last.pt"
+def test_an_ended_run_is_listed_and_resumed_from_its_checkpoint(local_run, capsys, tmp_path) -> None:
+    checkpoint = local_run.nodes[0].path / "checkpoints/last.pt"
     checkpoint.parent.mkdir()
     checkpoint.write_bytes(b"weights")
-    ended(made.launched("train").start("raise SystemExit(3)"))
+    ended(local_run.launched("train").start("raise SystemExit(3)"))
     again = prepared(overrides=("train.lr=0.5",))
-    here = made.folder / "checkpoints/last.pt"
+    here = local_run.folder / "checkpoints/last.pt"
     assert here.read_bytes() == b"weights", "fetched by resume, since the run had not been collected"
     assert again.told == f"resuming from {here}"
-    assert again.options.overrides == (f"run.runs_dir={made.folder.parent}", f"train.resume={here}", "train.lr=0.5")
-    assert again.options.config == made.folder / "config.yml" and again.options.resumed_from == "r1"
+    assert again.options.overrides == (
+        f"run.runs_dir={local_run.folder.parent}",
+        f"train.resume={here}",
+        "train.lr=0.5",
+    )
+    assert again.options.config == local_run.folder / "config.yml" and again.options.resumed_from == "r1"
     run_cli(capsys, "collect")
-    MadeRun(tmp_path, "r2").launched("preflight")
-    MadeRun(tmp_path, "r3").launched("train", detached=True)
+    LocalRun(tmp_path, "r2").launched("preflight")
+    LocalRun(tmp_path, "r3").launched("train", detached=True)
     entries = {entry["run_id"]: entry for entry in json.loads(run_cli(capsys, "runs", "--json")[1])}
     assert list(entries) == ["r3", "r2", "r1"]
     assert (entries["r1"]["state"], entries["r1"]["size"]) == ("failed", "2 nodes × 2 ranks")
@@ -268,15 +272,15 @@ def prepared(run: str = "r1", **more: object) -> object:
         return prepare(opened, Path("runs"), options)
 
 
-def test_resume_without_a_checkpoint_starts_from_the_beginning(made) -> None:
-    made.launched("preflight")
+def test_resume_without_a_checkpoint_starts_from_the_beginning(local_run) -> None:
+    local_run.launched("preflight")
     with chosen(Choice("r1"), offline=lambda found: True) as opened:
         again = prepare(opened, Path("runs"), LaunchOptions(Path()))
     assert again.told == "run r1 left no checkpoint; the new run starts from the beginning"
     assert not any(text.startswith("train.resume") for text in again.options.overrides)
 
 
-def test_resume_without_a_lost_host_is_kept_in_the_new_runs_config(made, capsys, monkeypatch) -> None:
+def test_resume_without_a_lost_host_is_kept_in_the_new_runs_config(local_run, capsys, monkeypatch) -> None:
     """The new run's config lists the remaining hosts, so a second resume needs no option, and its parts are as many."""
     from launcher.run import launch as launching
 
@@ -285,29 +289,29 @@ def test_resume_without_a_lost_host_is_kept_in_the_new_runs_config(made, capsys,
 
     monkeypatch.setattr(launching, "connect_all", no_line)
     hosts = ("gnn1", "gnn2", "gnn3")
-    made.config = replace(made.config, nodes=tuple(map(NodeConfig, hosts)), transport="ssh")
-    made.launched("preflight")
+    local_run.config = replace(local_run.config, nodes=tuple(map(NodeConfig, hosts)), transport="ssh")
+    local_run.launched("preflight")
     for words in (("r1", "--exclude", "gnn3", "--run-id", "r2"), ("r2", "--run-id", "r3")):
         assert run_cli(capsys, "resume", *words) == (
             1,
             f"run {words[0]} left no checkpoint; the new run starts from the beginning\n"
             f"run {words[-1]}: connecting to 2 nodes\nerror: would connect to gnn1, gnn2\n",
         )
-    left = load_config(made.folder.parent / "r3/config.yml")
+    left = load_config(local_run.folder.parent / "r3/config.yml")
     assert [node.host for node in left.nodes] == ["gnn1", "gnn2"] and left.num_parts == 2
     assert run_cli(capsys, "--include", "gnn2", "resume", "r2")[1].endswith("would connect to gnn2\n")
     assert "no host is called `gnn3`; the hosts are gnn[1-2]" in run_cli(capsys, "resume", "r2", "--exclude", "gnn3")[1]
 
 
-def test_resume_of_an_own_command_uses_the_folder_it_was_launched_in(made) -> None:
-    made.launched("preflight", own_command=["python", "mine.py"], cwd=str(made.top))
+def test_resume_of_an_own_command_uses_the_folder_it_was_launched_in(local_run) -> None:
+    local_run.launched("preflight", own_command=["python", "mine.py"], cwd=str(local_run.top))
     with chosen(Choice("r1"), offline=lambda found: True) as opened:
         again = prepare(opened, Path("runs"), LaunchOptions(Path()))
-    assert again.options.own_command == ("python", "mine.py") and again.cwd == made.top
+    assert again.options.own_command == ("python", "mine.py") and again.cwd == local_run.top
 
 
-def test_resume_of_a_done_run_requires_more_epochs(made, capsys) -> None:
-    ended(made.launched("train").start("print(1)"))
+def test_resume_of_a_done_run_requires_more_epochs(local_run, capsys) -> None:
+    ended(local_run.launched("train").start("print(1)"))
     run_cli(capsys, "collect")
     with pytest.raises(
         UsageError, match="r1 has finished all its 10 epochs; to train further, give a larger number: .*--epochs 20"

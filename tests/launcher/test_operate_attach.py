@@ -13,7 +13,7 @@ from launcher.cli.main import run
 from launcher.config.schema import NodeConfig
 from launcher.manage.attach import Pane, attach_argv, make_session, panes_of
 from launcher.manage.select import Choice, chosen
-from operate_kit import MadeRun
+from operate_kit import LocalRun
 from waiting import wait_until
 
 
@@ -32,9 +32,9 @@ def tmux(*words: str) -> str:
     return done.stdout + done.stderr
 
 
-def start_sessions(made: MadeRun) -> None:
+def start_sessions(local_run: LocalRun) -> None:
     """Start each node's session as the launcher does, with a placeholder instead of the supervisor."""
-    for node in made.plan.nodes:
+    for node in local_run.plan.nodes:
         tmux("new-session", "-d", "-s", node.session, f"echo 'supervisor of {node.label}'; exec sleep 60")
 
 
@@ -43,8 +43,8 @@ def pane_text(session: str, pane: int) -> str:
 
 
 def test_a_pane_per_node_shows_its_session(tmp_path: Path) -> None:
-    made = MadeRun(tmp_path).launched("train")
-    start_sessions(made)
+    local_run = LocalRun(tmp_path).launched("train")
+    start_sessions(local_run)
     with chosen(Choice("r1"), offline=lambda found: True) as opened:
         name = make_session("r1", panes_of(opened.found))
     for k in range(2):
@@ -60,8 +60,8 @@ def test_a_pane_per_node_shows_its_session(tmp_path: Path) -> None:
 
 
 def test_the_pane_of_an_ended_node_stays_and_reports_the_end(tmp_path: Path) -> None:
-    made = MadeRun(tmp_path).launched("train")
-    start_sessions(made)
+    local_run = LocalRun(tmp_path).launched("train")
+    start_sessions(local_run)
     tmux("kill-session", "-t", "=gnnfleet-r1-node1")
     with chosen(Choice("r1"), offline=lambda found: True) as opened:
         make_session("r1", panes_of(opened.found))
@@ -78,20 +78,20 @@ def test_eighteen_nodes_fill_two_windows(tmp_path: Path) -> None:
 
 
 def test_attach_print_lists_one_command_per_node(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    made = MadeRun(tmp_path).launched("train")
+    local_run = LocalRun(tmp_path).launched("train")
     assert run(["attach", "r1", "--print"]) == 0
     assert capsys.readouterr().out.splitlines() == [
         f"env TMUX= tmux attach -r -t =gnnfleet-r1-node{k}" for k in range(2)
     ]
     node = NodeConfig("gnn2", port=2222, user="alice", key="/keys/my key")
-    far = replace(made.config, transport="ssh", nodes=(node, node))
-    assert attach_argv(far, made.plan.nodes[1]) == (
+    far = replace(local_run.config, transport="ssh", nodes=(node, node))
+    assert attach_argv(far, local_run.plan.nodes[1]) == (
         "ssh", "-t", "-p", "2222", "-i", "/keys/my key", "alice@gnn2", "tmux attach -r -t =gnnfleet-r1-node1",
     )  # fmt: skip
 
 
 def test_attach_requires_a_terminal(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch) -> None:
-    MadeRun(tmp_path).launched("train")
+    LocalRun(tmp_path).launched("train")
     monkeypatch.setattr("sys.stdin", open("/dev/null"))
     assert run(["attach", "r1"]) == 2
     assert "attach needs a terminal; --print shows the command for each node" in capsys.readouterr().err

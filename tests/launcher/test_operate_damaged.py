@@ -11,7 +11,7 @@ import pytest
 
 from launcher.cli.main import run
 from launcher.report.run_folder import registry_folder
-from operate_kit import MadeRun
+from operate_kit import LocalRun
 
 COMMANDS = [["status"], ["logs"], ["collect"], ["stop"], ["resume", "r1"], ["follow"], ["attach"]]
 
@@ -25,8 +25,8 @@ def other_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture
-def made(tmp_path: Path) -> MadeRun:
-    return MadeRun(tmp_path).launched("train")
+def local_run(tmp_path: Path) -> LocalRun:
+    return LocalRun(tmp_path).launched("train")
 
 
 def run_cli(capsys: pytest.CaptureFixture[str], *words: str) -> tuple[int, str]:
@@ -36,7 +36,7 @@ def run_cli(capsys: pytest.CaptureFixture[str], *words: str) -> tuple[int, str]:
 
 
 @pytest.mark.parametrize(
-    ("name", "text", "said"),
+    ("name", "text", "message"),
     [
         ("result.json", "{", "result.json is damaged (Expecting"),
         ("result.json", "[]", "delete it, then `gnnfleet collect r1` writes a new one"),
@@ -45,61 +45,61 @@ def run_cli(capsys: pytest.CaptureFixture[str], *words: str) -> tuple[int, str]:
         ("config.yml", "nodes: [", "config.yml:1: not valid YAML"),
     ],
 )
-def test_a_damaged_file_is_named_with_a_remedy(made, capsys, name, text, said) -> None:
-    (made.folder / name).write_text(text)
+def test_a_damaged_file_is_named_with_a_remedy(local_run, capsys, name, text, message) -> None:
+    (local_run.folder / name).write_text(text)
     for words in COMMANDS:
-        status, told = run_cli(capsys, *words)
-        assert status == 1 and said in told and told.startswith("error: "), words
+        status, output = run_cli(capsys, *words)
+        assert status == 1 and message in output and output.startswith("error: "), words
     assert run_cli(capsys, "runs")[0] == 0, "one damaged folder does not hide other runs"
 
 
-def test_a_run_with_a_lost_plan_is_not_reported_as_never_started(made, capsys) -> None:
-    (made.folder / "run.json").unlink()
-    status, told = run_cli(capsys, "status")
-    assert status == 3 and "the state of its nodes cannot be determined" in told
+def test_a_run_with_a_lost_plan_is_not_reported_as_never_started(local_run, capsys) -> None:
+    (local_run.folder / "run.json").unlink()
+    status, output = run_cli(capsys, "status")
+    assert status == 3 and "the state of its nodes cannot be determined" in output
     for words in [["stop"], ["resume", "r1"], ["logs"]]:
-        status, told = run_cli(capsys, *words)
-        assert status in (1, 2) and "has no run.json" in told and "--config cluster.yml" in told
+        status, output = run_cli(capsys, *words)
+        assert status in (1, 2) and "has no run.json" in output and "--config cluster.yml" in output
     assert json.loads(run_cli(capsys, "runs", "--json")[1])[0]["state"] == "open"
 
 
-def test_a_run_without_its_plan_is_found_on_the_hosts_of_the_config(made, capsys) -> None:
-    (made.folder / "run.json").unlink()
-    status, told = run_cli(capsys, "status", "r1", "--config", str(made.folder / "config.yml"))
-    assert "run r1 never started" in told and "its nodes answered" in told
+def test_a_run_without_its_plan_is_found_on_the_hosts_of_the_config(local_run, capsys) -> None:
+    (local_run.folder / "run.json").unlink()
+    status, output = run_cli(capsys, "status", "r1", "--config", str(local_run.folder / "config.yml"))
+    assert "run r1 never started" in output and "its nodes answered" in output
 
 
-def test_a_result_of_an_older_version_is_read(made, capsys) -> None:
-    (made.folder / "result.json").write_text('{"state": "done", "exit_status": 0}')
+def test_a_result_of_an_older_version_is_read(local_run, capsys) -> None:
+    (local_run.folder / "result.json").write_text('{"state": "done", "exit_status": 0}')
     assert run_cli(capsys, "status")[0] == 0 and run_cli(capsys, "collect")[0] == 0
 
 
-def test_a_launch_file_of_a_newer_version_is_read(made, capsys) -> None:
-    path = made.folder / "launch.json"
+def test_a_launch_file_of_a_newer_version_is_read(local_run, capsys) -> None:
+    path = local_run.folder / "launch.json"
     path.write_text(json.dumps({**json.loads(path.read_text()), "more": 1}))
     assert "its launcher (alice@" in run_cli(capsys, "status")[1]
 
 
-def damaged(made: MadeRun) -> None:
+def damaged(local_run: LocalRun) -> None:
     (registry_folder() / "other.json").write_text("{")
     (registry_folder() / "older.json").write_text("[]")
 
 
-def deleted(made: MadeRun) -> None:
+def deleted(local_run: LocalRun) -> None:
     (registry_folder() / "gone.json").write_text('{"folder": "/no/such/run"}')
 
 
 @pytest.mark.parametrize("change", [damaged, deleted])
-def test_a_bad_registry_entry_does_not_hide_other_runs(made, capsys, change: Callable[[MadeRun], None]) -> None:
-    change(made)
+def test_a_bad_registry_entry_does_not_hide_other_runs(local_run, capsys, change: Callable[[LocalRun], None]) -> None:
+    change(local_run)
     assert [entry["run_id"] for entry in json.loads(run_cli(capsys, "runs", "--json")[1])] == ["r1"]
 
 
-def test_without_a_registry_a_run_is_found_by_its_folder(made, capsys) -> None:
-    shutil.rmtree(made.top / "state")
-    (made.top / "state").write_text("")
-    status, told = run_cli(capsys, "stop", str(made.folder))
-    assert status == 0 and "no process of it is left on its 2 nodes" in told
+def test_without_a_registry_a_run_is_found_by_its_folder(local_run, capsys) -> None:
+    shutil.rmtree(local_run.top / "state")
+    (local_run.top / "state").write_text("")
+    status, output = run_cli(capsys, "stop", str(local_run.folder))
+    assert status == 0 and "no process of it is left on its 2 nodes" in output
 
 
 def test_a_user_without_a_home_has_no_registry_in_the_working_directory(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -108,14 +108,14 @@ def test_a_user_without_a_home_has_no_registry_in_the_working_directory(monkeypa
     assert registry_folder() == Path("/nonexistent/gnnfleet/runs")
 
 
-def test_a_failed_write_of_the_result_is_one_message(made, capsys) -> None:
-    (made.folder / "result.json").mkdir()
-    status, told = run_cli(capsys, "collect")
-    assert status == 1 and "note: the report could not be written: " in told
-    assert "run folder:" in told, "the report is printed nevertheless"
+def test_a_failed_write_of_the_result_is_one_message(local_run, capsys) -> None:
+    (local_run.folder / "result.json").mkdir()
+    status, output = run_cli(capsys, "collect")
+    assert status == 1 and "note: the report could not be written: " in output
+    assert "run folder:" in output, "the report is printed nevertheless"
 
 
-def test_after_collect_the_exit_status_is_that_of_the_run(made, capsys) -> None:
-    told = {"run_id": "r1", "state": "failed", "exit_status": 137, "seconds": 1.0, "nodes": [{}], "notes": []}
-    (made.folder / "result.json").write_text(json.dumps({**told, "metrics": {}}))
+def test_after_collect_the_exit_status_is_that_of_the_run(local_run, capsys) -> None:
+    output = {"run_id": "r1", "state": "failed", "exit_status": 137, "seconds": 1.0, "nodes": [{}], "notes": []}
+    (local_run.folder / "result.json").write_text(json.dumps({**output, "metrics": {}}))
     assert [run_cli(capsys, word)[0] for word in ("collect", "follow", "status")] == [137, 137, 1]

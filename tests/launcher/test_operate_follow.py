@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from node_kit import ROOT
-from operate_kit import MadeRun
+from operate_kit import LocalRun
 
 
 @pytest.fixture(autouse=True)
@@ -24,9 +24,9 @@ def elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture
-def made(tmp_path: Path) -> Iterator[MadeRun]:
-    yield (made := MadeRun(tmp_path).launched("train").start())
-    made.kill()
+def local_run(tmp_path: Path) -> Iterator[LocalRun]:
+    yield (local_run := LocalRun(tmp_path).launched("train").start())
+    local_run.kill()
 
 
 def follow(*words: str) -> subprocess.Popen[str]:
@@ -42,44 +42,46 @@ def follow(*words: str) -> subprocess.Popen[str]:
         start_new_session=True,
     )
     assert process.stdout is not None
-    said = []
-    while not said or (said[-1] and "here is rank" not in said[-1]):
-        said.append(process.stdout.readline())
-    assert said[-1], said
+    printed = []
+    while not printed or (printed[-1] and "here is rank" not in printed[-1]):
+        printed.append(process.stdout.readline())
+    assert printed[-1], printed
     return process
 
 
-def still_runs(made: MadeRun) -> bool:
+def still_runs(local_run: LocalRun) -> bool:
     """Whether every supervisor still runs and has received no stop request."""
-    stops = [node.path / "control" / "stop" for node in made.nodes]
-    return not any(stop.exists() for stop in stops) and all(node.supervisor.poll() is None for node in made.nodes)
+    stops = [node.path / "control" / "stop" for node in local_run.nodes]
+    return not any(stop.exists() for stop in stops) and all(node.supervisor.poll() is None for node in local_run.nodes)
 
 
-def test_a_signal_ends_following_only_and_events_are_recorded_once(made: MadeRun) -> None:
-    made.await_training()
+def test_a_signal_ends_following_only_and_events_are_recorded_once(local_run: LocalRun) -> None:
+    local_run.await_training()
     for number in (signal.SIGTERM, signal.SIGINT):
         viewer = follow()
         viewer.send_signal(number)
-        said, _ = viewer.communicate(timeout=60)
-        assert "Detached: run r1 goes on" in said and viewer.returncode == 0
-        assert still_runs(made)
-    events = [json.loads(line) for line in (made.folder / "events.jsonl").read_text().splitlines()]
-    told = [event for event in events if "node_rank" in event]
-    wrote = [json.loads(line) for node in made.nodes for line in (node.path / "events.jsonl").read_text().splitlines()]
-    assert sorted(told, key=lambda event: event["t"]) == sorted(wrote, key=lambda event: event["t"])
+        printed, _ = viewer.communicate(timeout=60)
+        assert "Detached: run r1 goes on" in printed and viewer.returncode == 0
+        assert still_runs(local_run)
+    events = [json.loads(line) for line in (local_run.folder / "events.jsonl").read_text().splitlines()]
+    recorded = [event for event in events if "node_rank" in event]
+    wrote = [
+        json.loads(line) for node in local_run.nodes for line in (node.path / "events.jsonl").read_text().splitlines()
+    ]
+    assert sorted(recorded, key=lambda event: event["t"]) == sorted(wrote, key=lambda event: event["t"])
 
 
-def test_closing_the_output_ends_following_only(made: MadeRun) -> None:
+def test_closing_the_output_ends_following_only(local_run: LocalRun) -> None:
     """As in ``gnnfleet follow | head``."""
-    made.await_training()
+    local_run.await_training()
     viewer = follow()
     assert viewer.stdout is not None
     viewer.stdout.close()
     metric = {"t": 0, "kind": "step", "rank": 0, "epoch": 5, "step": 1, "steps": 40, "loss": 0.1, "seeds_per_s": 1.0}
-    log = made.nodes[0].path / "logs" / "rank0.log"
+    log = local_run.nodes[0].path / "logs" / "rank0.log"
     with log.open("a") as out:
         out.write("something more to print\n" * 3)
-    with (made.nodes[0].path / "metrics-rank0.jsonl").open("a") as out:
+    with (local_run.nodes[0].path / "metrics-rank0.jsonl").open("a") as out:
         out.write(json.dumps(metric) + "\n")
     assert viewer.wait(60) == 1
-    assert still_runs(made)
+    assert still_runs(local_run)

@@ -20,118 +20,127 @@ from launcher.manage import node_views
 from launcher.node.procs import look
 from launcher.plan.model import Login
 from launcher.report.run_folder import user_at_host
-from operate_kit import MadeRun
+from operate_kit import LocalRun
 
 NOT_YET = time.time() + 3600  #: a heartbeat in the future: its age is always shown as 0
 STEP = {"epoch": 4, "step": 12, "steps": 40, "loss": 0.5, "seeds_per_s": 1234.0, "remote_share": 0.25, "at": None}
 
 
-def state(made: MadeRun, k: int, word: str = "training", *, alive: bool = True, **more: Any) -> None:
+def state(local_run: LocalRun, k: int, word: str = "training", *, alive: bool = True, **more: Any) -> None:
     """Write node k's state.json as its supervisor would; this process stands in for the supervisor."""
-    node = made.nodes[k]
+    node = local_run.nodes[k]
     node.write_spec()
     me = look(os.getpid())
     assert me is not None
     ticks = me.start_ticks if alive else 1
-    told = {
+    record = {
         "state": word,
         "time": NOT_YET if alive else time.time(),
         "pid": me.pid,
         "start_ticks": ticks,
         "ranks": {str(k): STEP},
     }
-    (node.path / "state.json").write_text(json.dumps({**told, **more}))
+    (node.path / "state.json").write_text(json.dumps({**record, **more}))
 
 
-def result(made: MadeRun, k: int, word: str, reason: str = "", **more: Any) -> None:
-    state(made, k, word)
-    told = {"node_rank": k, "state": word, "reason": reason, "outcomes": [], "cause": None, **more}
-    (made.nodes[k].path / "result.json").write_text(json.dumps(told))
+def result(local_run: LocalRun, k: int, word: str, reason: str = "", **more: Any) -> None:
+    state(local_run, k, word)
+    record = {"node_rank": k, "state": word, "reason": reason, "outcomes": [], "cause": None, **more}
+    (local_run.nodes[k].path / "result.json").write_text(json.dumps(record))
 
 
-def trains(made: MadeRun, **more: Any) -> None:
+def trains(local_run: LocalRun, **more: Any) -> None:
     for k in range(2):
-        state(made, k, **more)
+        state(local_run, k, **more)
 
 
-def collected(made: MadeRun, word: str, **more: Any) -> None:
-    made.launched("end")
-    told = {"run_id": "r1", "state": word, "seconds": 754.0, "notes": [], "metrics": {}, "nodes": [{}], **more}
-    (made.folder / "result.json").write_text(json.dumps(told))
+def collected(local_run: LocalRun, word: str, **more: Any) -> None:
+    local_run.launched("end")
+    record = {"run_id": "r1", "state": word, "seconds": 754.0, "notes": [], "metrics": {}, "nodes": [{}], **more}
+    (local_run.folder / "result.json").write_text(json.dumps(record))
 
 
-def asked_to_stop(made: MadeRun) -> None:
-    made.launched("train", detached=True)
+def asked_to_stop(local_run: LocalRun) -> None:
+    local_run.launched("train", detached=True)
     for k in range(2):
         cause = {"node_rank": 0, "name": "node", "kind": "stop", "reason": "stop requested by bob@desk (gnnfleet stop)"}
-        result(made, k, "stopped", "stop requested by bob@desk (gnnfleet stop)", cause=cause)
+        result(local_run, k, "stopped", "stop requested by bob@desk (gnnfleet stop)", cause=cause)
 
 
-def failed(made: MadeRun) -> None:
-    made.launched("train")
-    result(made, 0, "failed", "told by the others: node1", cause={**CAUSE, "node_rank": 1})
-    result(made, 1, "failed", "rank 1 ran out of memory (killed by the kernel)")
+def failed(local_run: LocalRun) -> None:
+    local_run.launched("train")
+    result(local_run, 0, "failed", "told by the others: node1", cause={**CAUSE, "node_rank": 1})
+    result(local_run, 1, "failed", "rank 1 ran out of memory (killed by the kernel)")
 
 
 CAUSE = {"name": "rank1", "rank": 1, "kind": "failure", "reason": "ran out of memory (killed by the kernel)"}
 
 
-def half_started(made: MadeRun) -> None:
-    made.launched("start")
-    state(made, 0, "starting")
+def half_started(local_run: LocalRun) -> None:
+    local_run.launched("start")
+    state(local_run, 0, "starting")
 
 
-def lost_supervisor(made: MadeRun) -> None:
-    made.launched("train")
-    state(made, 0)
-    state(made, 1, alive=False)
+def lost_supervisor(local_run: LocalRun) -> None:
+    local_run.launched("train")
+    state(local_run, 0)
+    state(local_run, 1, alive=False)
 
 
-def done_while_collecting(made: MadeRun) -> None:
-    made.launched("collect")
+def done_while_collecting(local_run: LocalRun) -> None:
+    local_run.launched("collect")
     for k in range(2):
-        result(made, k, "done")
+        result(local_run, k, "done")
 
 
-def host_lost(made: MadeRun) -> None:
-    nodes = tuple(replace(node, login=Login(None, f"gnn{node.node_rank + 1}", None)) for node in made.plan.nodes)
-    made.plan = replace(made.plan, nodes=nodes)
+def host_lost(local_run: LocalRun) -> None:
+    nodes = tuple(replace(node, login=Login(None, f"gnn{node.node_rank + 1}", None)) for node in local_run.plan.nodes)
+    local_run.plan = replace(local_run.plan, nodes=nodes)
     first = {"sentence": "node1 (gnn2): no sign of life for 6 s"}
     note = "node1 (gnn2): its files could not be fetched (no answer within 10 s); they stay there in /w/runs/r1/node1"
-    collected(made, "failed", first_failure=first, notes=[note])
-    result(made, 0, "failed", "told by the others: node1", cause={**CAUSE, "node_rank": 1})
-    state_file = made.nodes[0].path / "state.json"
+    collected(local_run, "failed", first_failure=first, notes=[note])
+    result(local_run, 0, "failed", "told by the others: node1", cause={**CAUSE, "node_rank": 1})
+    state_file = local_run.nodes[0].path / "state.json"
     at = {"ranks": {"0": {**STEP, "step": 39, "at": [4, 40, 0]}}}  # evaluating
     state_file.write_text(json.dumps(json.loads(state_file.read_text()) | at))
-    (made.folder / "checkpoints").mkdir()
-    (made.folder / "checkpoints/last.pt").write_bytes(b"weights")
-    made.away = (1,)
+    (local_run.folder / "checkpoints").mkdir()
+    (local_run.folder / "checkpoints/last.pt").write_bytes(b"weights")
+    local_run.unreachable = (1,)
 
 
-def out_of_reach(*ranks: int) -> Callable[[MadeRun], None]:
-    def set_up(made: MadeRun) -> None:
-        made.launched("train")
-        trains(made, peers={"1": {"state": "training", "age": 0.4}})
-        made.away = ranks
+def out_of_reach(*ranks: int) -> Callable[[LocalRun], None]:
+    def set_up(local_run: LocalRun) -> None:
+        local_run.launched("train")
+        trains(local_run, peers={"1": {"state": "training", "age": 0.4}})
+        local_run.unreachable = ranks
 
     return set_up
 
 
-SCENES: dict[str, tuple[Callable[[MadeRun], Any], list[list[str]]]] = {
-    "launcher killed while connecting": (lambda made: made.launched("connect"), [["status"], ["stop"], ["logs"]]),
-    "launcher killed during preflight": (lambda made: made.launched("preflight"), [["status"], ["attach"]]),
-    "launcher killed while partitioning": (lambda made: made.launched("partition"), [["status"], ["collect"]]),
-    "launcher killed during sync": (lambda made: made.launched("sync"), [["status"], ["runs"]]),
-    "launcher alive during sync": (lambda made: made.launched("sync", alive=True), [["status"], ["resume", "r1"]]),
-    "launcher killed while starting, before any node": (lambda made: made.launched("start"), [["status"]]),
+SCENES: dict[str, tuple[Callable[[LocalRun], Any], list[list[str]]]] = {
+    "launcher killed while connecting": (
+        lambda local_run: local_run.launched("connect"),
+        [["status"], ["stop"], ["logs"]],
+    ),
+    "launcher killed during preflight": (lambda local_run: local_run.launched("preflight"), [["status"], ["attach"]]),
+    "launcher killed while partitioning": (
+        lambda local_run: local_run.launched("partition"),
+        [["status"], ["collect"]],
+    ),
+    "launcher killed during sync": (lambda local_run: local_run.launched("sync"), [["status"], ["runs"]]),
+    "launcher alive during sync": (
+        lambda local_run: local_run.launched("sync", alive=True),
+        [["status"], ["resume", "r1"]],
+    ),
+    "launcher killed while starting, before any node": (lambda local_run: local_run.launched("start"), [["status"]]),
     "launcher killed while starting": (half_started, [["status"]]),
     "launcher killed while training": (
-        lambda made: trains(made.launched("train")),
+        lambda local_run: trains(local_run.launched("train")),
         [["status"], ["collect"], ["resume", "r1"], ["runs"]],
     ),
-    "detached": (lambda made: trains(made.launched("train", detached=True)), [["status"]]),
+    "detached": (lambda local_run: trains(local_run.launched("train", detached=True)), [["status"]]),
     "launched elsewhere, home shared": (
-        lambda made: trains(made.launched("train", host="laptop", boot_id="its own")),
+        lambda local_run: trains(local_run.launched("train", host="laptop", boot_id="its own")),
         [["status"]],
     ),
     "launcher killed while collecting": (done_while_collecting, [["status"]]),
@@ -141,16 +150,18 @@ SCENES: dict[str, tuple[Callable[[MadeRun], Any], list[list[str]]]] = {
     "node 1 out of reach": (out_of_reach(1), [["status"], ["logs", "--all"]]),
     "no node in reach": (out_of_reach(0, 1), [["status"], ["collect"]]),
     "done and collected": (
-        lambda made: collected(made, "done", metrics={"test_accuracy": 0.8123}),
+        lambda local_run: collected(local_run, "done", metrics={"test_accuracy": 0.8123}),
         [["status"], ["stop"], ["resume", "r1"], ["runs"]],
     ),
     "failed with a host lost, and collected": (host_lost, [["status"]]),
     "refused by preflight": (
-        lambda made: collected(made, "failed", nodes=[], notes=["preflight refused the run because of node1"]),
+        lambda local_run: collected(
+            local_run, "failed", nodes=[], notes=["preflight refused the run because of node1"]
+        ),
         [["status"], ["runs"]],
     ),
     "mistyped": (
-        lambda made: [MadeRun(made.top, name).launched("connect") for name in ("r12", "toy-aa12", "r1")],
+        lambda local_run: [LocalRun(local_run.top, name).launched("connect") for name in ("r12", "toy-aa12", "r1")],
         [
             ["status", "nonsense"],
             ["status", "r"],
@@ -161,9 +172,9 @@ SCENES: dict[str, tuple[Callable[[MadeRun], Any], list[list[str]]]] = {
             ["status", "./nowhere"],
         ],
     ),
-    "no run at all": (lambda made: None, [["status"], ["status", "r1"], ["runs"]]),
+    "no run at all": (lambda local_run: None, [["status"], ["status", "r1"], ["runs"]]),
     "a damaged launch.json": (
-        lambda made: (made.launched("train").folder / "launch.json").write_text("{"),
+        lambda local_run: (local_run.launched("train").folder / "launch.json").write_text("{"),
         [["status"]],
     ),
 }
@@ -185,25 +196,25 @@ def test_messages_about_a_run_in_each_state(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setenv("COLUMNS", "200")
-    told = []
+    record = []
     for number, (scene, (set_up, commands)) in enumerate(SCENES.items()):
         top = tmp_path / str(number)
         (top / "here").mkdir(parents=True)
         monkeypatch.chdir(top / "here")
         monkeypatch.setenv("XDG_STATE_HOME", str(top / "state"))
-        made = MadeRun(top)
-        set_up(made)
+        local_run = LocalRun(top)
+        set_up(local_run)
         with monkeypatch.context() as patch:
-            lose(patch, made.away)
+            lose(patch, local_run.unreachable)
             for command in commands:
                 status = run(command)
                 captured = capsys.readouterr()
-                said = words_of(captured.out + captured.err, top)
-                told.append((f"{scene}: gnnfleet {' '.join(command)} [exit {status}]", said))
-    check_messages("operate", told)
+                output = words_of(captured.out + captured.err, top)
+                record.append((f"{scene}: gnnfleet {' '.join(command)} [exit {status}]", output))
+    check_messages("operate", record)
 
 
-def lose(patch: pytest.MonkeyPatch, away: tuple[int, ...]) -> None:
+def lose(patch: pytest.MonkeyPatch, unreachable: tuple[int, ...]) -> None:
     connect_all = node_views.connect_all
-    errors = {k: UnreachableError("no answer within 10 s", host=f"gnn{k}", node_rank=k) for k in away}
+    errors = {k: UnreachableError("no answer within 10 s", host=f"gnn{k}", node_rank=k) for k in unreachable}
     patch.setattr(node_views, "connect_all", lambda config: {**connect_all(config), **errors})

@@ -21,9 +21,9 @@ from launcher.transport.base import Transport
 
 def machine(k: int, **facts: Any) -> FakeTransport:
     """A healthy node, changed by ``facts``."""
-    there = [["lo", "127.0.0.1"], ["eth0", f"10.0.0.{k}"]]
+    interfaces = [["lo", "127.0.0.1"], ["eth0", f"10.0.0.{k}"]]
     fake = FakeTransport(target=f"host{k}", node_rank=k).on_program("network", wire())
-    return fake.on_program("probe", lambda request: probe_of(k, addresses=there, **facts))
+    return fake.on_program("probe", lambda request: probe_of(k, addresses=interfaces, **facts))
 
 
 def problems(report: PreflightReport) -> list[tuple[int, str, str]]:

@@ -26,7 +26,7 @@ from wire_kit import Closed, cluster, machine
 ALWAYS = ("network", "interface", "shared folder")
 
 
-def said(config: ClusterConfig, machines: dict[int, Transport], checks: tuple[str, ...] = ALWAYS) -> str:
+def findings_text(config: ClusterConfig, machines: dict[int, Transport], checks: tuple[str, ...] = ALWAYS) -> str:
     """Findings of these checks with their remedies; equal ones are listed once."""
     report = run_preflight(config, machines)
     found = [
@@ -36,20 +36,20 @@ def said(config: ClusterConfig, machines: dict[int, Transport], checks: tuple[st
     return "\n".join(dict.fromkeys(lines))
 
 
-def shut(why: str, sources: set[int], targets: set[int], *ports: int) -> Closed:
+def closed_for(why: str, sources: set[int], targets: set[int], *ports: int) -> Closed:
     return lambda i, j, address, port: why if i in sources and j in targets and (not ports or port in ports) else ""
 
 
 CLOSED = {
-    "a port of node0, from one node": shut("no answer", {2}, {0}, 29500),
-    "a port of node0, from all": shut("refused", {0, 1, 2, 3}, {0}, 29400),
-    "a node that nobody reaches": shut("no answer", {0, 1, 3}, {2}),
-    "a node that reaches nobody": shut("no route", {3}, {0, 1, 2}),
-    "free ports of a node": shut("no answer", {0, 1, 2}, {3}, 40003),
+    "a port of node0, from one node": closed_for("no answer", {2}, {0}, 29500),
+    "a port of node0, from all": closed_for("refused", {0, 1, 2, 3}, {0}, 29400),
+    "a node that nobody reaches": closed_for("no answer", {0, 1, 3}, {2}),
+    "a node that reaches nobody": closed_for("no route", {3}, {0, 1, 2}),
+    "free ports of a node": closed_for("no answer", {0, 1, 2}, {3}, 40003),
     "two networks": lambda i, j, *way: "no route" if (i < 2) != (j < 2) else "",
-    "something else at the address": shut("stranger", {0, 1, 3}, {2}, 29602),
-    "a name that one node does not know": shut("name", {1}, {3}, 29603),
-    "a connection that is cut off": shut("reset", {1}, {3}, 29603),
+    "something else at the address": closed_for("stranger", {0, 1, 3}, {2}, 29602),
+    "a name that one node does not know": closed_for("name", {1}, {3}, 29603),
+    "a connection that is cut off": closed_for("reset", {1}, {3}, 29603),
 }
 
 
@@ -57,17 +57,17 @@ def of_the_wire() -> Iterator[tuple[str, str]]:
     def four(closed: Closed) -> dict[int, Transport]:
         return {k: machine(k, closed) for k in range(4)}
 
-    yield "all is well", said(cluster(4), four(lambda *way: ""))
+    yield "all is well", findings_text(cluster(4), four(lambda *way: ""))
     for how, closed in CLOSED.items():
-        yield how, said(cluster(4), four(closed))
+        yield how, findings_text(cluster(4), four(closed))
     config = cluster(2)
     wrong = replace(config, nodes=(replace(config.nodes[0], interface="ib7"), config.nodes[1]))
-    yield "an interface that is not there", said(wrong, {k: machine(k) for k in range(2)}, ("interface",))
+    yield "an interface that is not there", findings_text(wrong, {k: machine(k) for k in range(2)}, ("interface",))
     taken = machine(0).on_program(
         "network",
         lambda request: {"refused": {"29500": "Address already in use"}, "free": 1, "blocked": []},
     )
-    yield "a port taken between two looks", said(config, {0: taken, 1: machine(1)}, ("master port",))
+    yield "a port taken between two looks", findings_text(config, {0: taken, 1: machine(1)}, ("master port",))
     there = [["eth0", "10.0.0.1"], ["ib0", "10.9.0.1"]]
     other = {0: machine(0), 1: machine(1, addresses=there)}
     for one in other.values():
@@ -99,7 +99,7 @@ def of_folders() -> Iterator[tuple[str, str]]:
         for k in range(3):
             reply = {"written": written, "seen": k > 0 and seen[k - 1], "identity": [sizes[k]]}
             machines[k] = machine(k, manifest=True).on_program("folders", lambda request, r=reply: r)
-        yield how, said(config, machines, ("shared folder",))
+        yield how, findings_text(config, machines, ("shared folder",))
 
 
 def of_the_agent() -> Iterator[tuple[str, str]]:

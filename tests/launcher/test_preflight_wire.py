@@ -124,8 +124,8 @@ TWO_NETWORKS = {"addresses": [["lo", "127.0.0.1"], ["docker0", "172.17.0.1"]]}
 
 
 def two_networks(k: int, closed: Closed, **facts: Any) -> FakeTransport:
-    there = [["lo", "127.0.0.1"], ["docker0", "172.17.0.1"], ["eth0", f"10.0.0.{k}"], ["ib0", f"10.9.0.{k}"]]
-    return machine(k, closed, **{"addresses": there, **facts})
+    addresses = [["lo", "127.0.0.1"], ["docker0", "172.17.0.1"], ["eth0", f"10.0.0.{k}"], ["ib0", f"10.9.0.{k}"]]
+    return machine(k, closed, **{"addresses": addresses, **facts})
 
 
 def test_an_address_that_all_nodes_reach_is_preferred() -> None:

@@ -100,9 +100,9 @@ def test_without_the_site_module_the_same_packages_are_found(tmp_path: Path) -> 
     (site,) = (tmp_path / "env").glob("lib/python*/site-packages")
     (site / "numpy-1.24.2.dist-info").mkdir()
     (site / "others.pth").write_text(sysconfig.get_path("purelib"))
-    told = versions_found_by(tmp_path / "env/bin/python", "-S")
-    assert told["numpy"] == "1.24.2" and told["torch"] == versions_found_by(Path(sys.executable))["torch"]
-    assert told == versions_found_by(tmp_path / "env/bin/python")
+    in_venv = versions_found_by(tmp_path / "env/bin/python", "-S")
+    assert in_venv["numpy"] == "1.24.2" and in_venv["torch"] == versions_found_by(Path(sys.executable))["torch"]
+    assert in_venv == versions_found_by(tmp_path / "env/bin/python")
 
 
 def test_programs_for_all_nodes_import_few_modules() -> None:

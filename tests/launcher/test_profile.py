@@ -21,7 +21,7 @@ from launcher.report.profile import Profile, analyse, profile_lines
 from launcher.report.report import print_report
 from launcher.run.live_state import RankRow
 from metrics_kit import SPENT, lines_of, metrics_file
-from operate_kit import MadeRun
+from operate_kit import LocalRun
 from test_live import board_of, shown, step
 from test_report import report
 
@@ -50,10 +50,10 @@ def test_the_trainers_analysis_is_read_and_printed(tmp_path: Path, monkeypatch: 
     monkeypatch.delenv("PYTHONPATH", raising=False)
     found = profile_of(Path("logs"), lines_of(0), lines_of(1))
     assert "\n".join(profile_lines(found)) + "\n" == TABLE
-    told = found.summary
-    assert told["spent"] == pytest.approx(SPENT) and sum(told["share"].values()) == pytest.approx(1, abs=0.01)
-    assert told["predicted"] == {"remote_bytes": 1_960_000, "remote_bytes_without_cache": 4_000_000}
-    assert (told["remote_bytes"], told["hit_rate"], told["most_remote"]["rank"]) == (2_000_000, 0.5, 0)
+    output = found.summary
+    assert output["spent"] == pytest.approx(SPENT) and sum(output["share"].values()) == pytest.approx(1, abs=0.01)
+    assert output["predicted"] == {"remote_bytes": 1_960_000, "remote_bytes_without_cache": 4_000_000}
+    assert (output["remote_bytes"], output["hit_rate"], output["most_remote"]["rank"]) == (2_000_000, 0.5, 0)
 
 
 def test_a_first_epoch_is_profiled_from_its_steps(tmp_path: Path) -> None:
@@ -76,8 +76,8 @@ def test_an_analysis_that_fails_is_a_note_of_the_report(tmp_path: Path, monkeypa
         metrics.analysed()
     file = metrics_file(tmp_path / "metrics-rank0.jsonl", lines_of(0))
     monkeypatch.setattr("sys.executable", "/bin/false")
-    made = written(replace(report("done", [], tmp_path), metrics=read_metrics([file])))
-    assert "the metrics could not be analysed" in made.notes[0]
+    with_note = written(replace(report("done", [], tmp_path), metrics=read_metrics([file])))
+    assert "the metrics could not be analysed" in with_note.notes[0]
     assert json.loads((tmp_path / "result.json").read_text())["state"] == "done"
 
 
@@ -112,34 +112,34 @@ def test_the_report_has_the_profile_and_result_json_its_numbers(tmp_path: Path) 
 
 
 @pytest.fixture
-def made(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[MadeRun]:
+def local_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[LocalRun]:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
-    made = MadeRun(tmp_path)
-    yield made
-    made.kill()
+    local_run = LocalRun(tmp_path)
+    yield local_run
+    local_run.kill()
 
 
-def test_profile_of_a_collected_run(made: MadeRun, capsys: pytest.CaptureFixture[str]) -> None:
-    made.launched("end")
+def test_profile_of_a_collected_run(local_run: LocalRun, capsys: pytest.CaptureFixture[str]) -> None:
+    local_run.launched("end")
     for k in (0, 1):
-        logs = made.folder / "logs" / f"node{k}"
+        logs = local_run.folder / "logs" / f"node{k}"
         metrics_file(logs / f"metrics-rank{k}.jsonl", lines_of(k, remote=0.1))
         (logs / "result.json").write_text("{}")
     assert run(["profile", "r1"]) == 0
-    told = capsys.readouterr().out
-    assert told.startswith("time per step: 208 ms, mean of 2 ranks") and "\n- 48% of a step on " in told
+    output = capsys.readouterr().out
+    assert output.startswith("time per step: 208 ms, mean of 2 ranks") and "\n- 48% of a step on " in output
     assert run(["profile", "r1", "--json"]) == 0
     told_json = json.loads(capsys.readouterr().out)
     assert told_json["run_id"] == "r1" and told_json["advice"][0].startswith("48% of a step")
 
 
-def test_profile_of_a_live_run_reads_the_nodes(made: MadeRun, capsys: pytest.CaptureFixture[str]) -> None:
-    made.launched("train").start()
-    made.await_training()
+def test_profile_of_a_live_run_reads_the_nodes(local_run: LocalRun, capsys: pytest.CaptureFixture[str]) -> None:
+    local_run.launched("train").start()
+    local_run.await_training()
     assert run(["profile", "r1"]) == 1
     assert "no rank has reported timings" in capsys.readouterr().err
-    for k, node in enumerate(made.nodes):
+    for k, node in enumerate(local_run.nodes):
         metrics_file(node.path / f"metrics-rank{k}.jsonl", lines_of(k))
     assert run(["profile", "r1"]) == 0
     assert "mean of 2 ranks, epochs 2–3" in capsys.readouterr().out

@@ -137,8 +137,8 @@ def test_the_report_has_the_time_to_follow_up_errors_with_clocks_minutes_apart(t
     echoes = [outcome(rank, 113.2 + rank / 100, traceback=raised(CLOSED_BY_PEER)) for rank in (0, 1, 2, 3, 4, 6, 7)]
     run = report("failed", [*echoes, cause], tmp_path)
     head = printed(run).strip().splitlines()[0]
-    told = "rank 5 on node2 (host2) ran out of memory (killed by the kernel), 3.2 s before 7 follow-up errors"
-    assert head == f"The run failed: {told}"
+    expected = "rank 5 on node2 (host2) ran out of memory (killed by the kernel), 3.2 s before 7 follow-up errors"
+    assert head == f"The run failed: {expected}"
     assert run.exit_status == 137
 
 
@@ -146,8 +146,8 @@ def test_equal_follow_up_errors_are_folded_and_stopped_ranks_are_counted(tmp_pat
     cause = outcome(0, 110.0, returncode=3)
     echoes = [outcome(rank, 111.0, traceback=raised(f"OSError: port {rank} of 10.0.0.{rank}: gone")) for rank in (1, 2)]
     other = outcome(3, 112.0, returncode=7)
-    told = {"failed": False, "stopped": True, "returncode": 143, "signal": "SIGTERM"}
-    stopped = [outcome(rank, 112.5, **told) for rank in (4, 5)]
+    expected = {"failed": False, "stopped": True, "returncode": 143, "signal": "SIGTERM"}
+    stopped = [outcome(rank, 112.5, **expected) for rank in (4, 5)]
     run = report("failed", [cause, *echoes, other, *stopped], tmp_path)
     lines = printed(run).strip().splitlines()
     assert (
@@ -221,8 +221,8 @@ def test_after_a_lost_host_the_advice_is_one_complete_command(tmp_path: Path) ->
     (tmp_path / "checkpoints").mkdir()
     (tmp_path / "checkpoints/last.pt").write_bytes(b"weights")
     lost = Outcome.of_node(2, "gnn3", "no contact for 61 s", 170.0)
-    told = printed(replace(report("failed", [lost], tmp_path), out_of_reach=("gnn3",)))
-    assert told.count("; to continue from it: gnnfleet resume r1 --exclude gnn3\n") == 1
+    expected = printed(replace(report("failed", [lost], tmp_path), out_of_reach=("gnn3",)))
+    assert expected.count("; to continue from it: gnnfleet resume r1 --exclude gnn3\n") == 1
 
 
 def test_a_done_run_reports_accuracy_epoch_times_and_throughput_of_each_rank(tmp_path: Path) -> None:

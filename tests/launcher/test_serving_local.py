@@ -34,13 +34,13 @@ def kit(tmp_path_factory: pytest.TempPathFactory, local_workdirs: Path) -> Servi
 def toy(kit: ServingKit) -> Iterator[str]:
     """Serving cluster ``toy``: two encrypted graph servers with one part each."""
     config = kit.serving("toy", 2, run={"encrypt": "on"})
-    told = kit.gnnfleet("serve", "--config", str(config))
-    assert told.status == 0, told.err + told.out
-    assert "serving cluster toy is up: 2 servers, 2 parts" in told.out
+    done = kit.gnnfleet("serve", "--config", str(config))
+    assert done.status == 0, done.err + done.out
+    assert "serving cluster toy is up: 2 servers, 2 parts" in done.out
     yield "toy"
-    told = kit.gnnfleet("serve", "stop", "toy")
-    assert told.status == 0, told.err + told.out
-    assert "run toy: no process of it is left on its" in told.out
+    done = kit.gnnfleet("serve", "stop", "toy")
+    assert done.status == 0, done.err + done.out
+    assert "run toy: no process of it is left on its" in done.out
 
 
 def losses(folder: Path) -> list[float]:
@@ -56,17 +56,17 @@ def guests(kit: ServingKit) -> list[str]:
 
 def test_serving_again_leaves_running_servers_alone(kit: ServingKit, toy: str) -> None:
     before = kit.state(toy, 0)["pid"]
-    told = kit.gnnfleet("serve", "--config", "toy.yml", "--json")
-    assert (told.status, told.json["started"], told.json["version"]) == (0, [], 1)
+    done = kit.gnnfleet("serve", "--config", "toy.yml", "--json")
+    assert (done.status, done.json["started"], done.json["version"]) == (0, [], 1)
     assert kit.state(toy, 0)["pid"] == before
 
 
 def test_a_run_attaches_by_name_and_leaves_no_key(kit: ServingKit, toy: str, local_runs: dict[str, Launched]) -> None:
     """The losses equal those of a run that holds the graph itself."""
     kit.training("one", toy, clients=1)
-    told = kit.gnnfleet("--config", "one.yml", "--run-id", "run-one")
-    assert told.status == 0, told.err + told.out
-    assert "attached to serving cluster toy: 2 servers, 2 parts" in told.out
+    done = kit.gnnfleet("--config", "one.yml", "--run-id", "run-one")
+    assert done.status == 0, done.err + done.out
+    assert "attached to serving cluster toy: 2 servers, 2 parts" in done.out
     assert guests(kit) == []
     expected = [loss for epoch in (1, 2) for loss in local_runs["one"].step_losses(epoch)]
     assert losses(kit.folder / "runs/run-one") == pytest.approx(expected, rel=1e-4)
@@ -103,11 +103,11 @@ def stats(kit: ServingKit) -> list[dict]:
     """Statistics of the servers, once a server reports clients."""
     found: list[dict] = []
 
-    def told() -> bool:
+    def done() -> bool:
         found[:] = kit.gnnfleet("serve", "status", "toy", "--json").json["nodes"]
         return any(node["stats"].get("clients") for node in found)
 
-    wait_until(told, 30)
+    wait_until(done, 30)
     return found
 
 
@@ -119,21 +119,21 @@ def test_a_dead_server_is_restarted_and_a_new_one_joins(kit: ServingKit, toy: st
     pid = kit.state(toy, 0)["pid"]
     os.kill(kit.state(toy, 1)["pid"], signal.SIGKILL)
     time.sleep(1)
-    told = kit.gnnfleet("serve", "status", "toy")
-    assert told.status == 1
-    assert "1 of 2 servers down; no server has part 1" in told.out
-    assert "node1 (local): the supervisor" in told.out and "is gone" in told.out
+    done = kit.gnnfleet("serve", "status", "toy")
+    assert done.status == 1
+    assert "1 of 2 servers down; no server has part 1" in done.out
+    assert "node1 (local): the supervisor" in done.out and "is gone" in done.out
     bobs_turn = Path(f"{kit.run_dir(toy, 1)}.starting")
     bobs_turn.write_text("bob@desk")
     plan = (kit.folder / "runs" / toy / "run.json").read_text()
-    told = kit.gnnfleet("serve", "--config", "toy.yml")
-    assert told.status == 1 and "bob@desk is starting serving cluster toy" in told.err
+    done = kit.gnnfleet("serve", "--config", "toy.yml")
+    assert done.status == 1 and "bob@desk is starting serving cluster toy" in done.err
     assert (kit.folder / "runs" / toy / "run.json").read_text() == plan, "the plan of a failed start is not recorded"
     bobs_turn.unlink()
     kit.serving("toy", 3, run={"encrypt": "on"})
-    told = kit.gnnfleet("serve", "--config", "toy.yml", "--json")
-    assert told.status == 0, told.err + told.out
-    assert (told.json["started"], told.json["version"]) == ([1, 2], 2)
+    done = kit.gnnfleet("serve", "--config", "toy.yml", "--json")
+    assert done.status == 0, done.err + done.out
+    assert (done.json["started"], done.json["version"]) == ([1, 2], 2)
     new = kit.cluster(toy, 0)
     assert new["nodes"][:2] == old["nodes"]
     assert (new["nodes"][2]["parts"], new["version"]) == ([0], 2)
@@ -141,14 +141,14 @@ def test_a_dead_server_is_restarted_and_a_new_one_joins(kit: ServingKit, toy: st
     assert (kit.run_dir(toy, 2) / "service.key").read_text() == key
     assert kit.state(toy, 0)["pid"] == pid
     kit.serving("toy", 2, run={"encrypt": "on"})
-    told = kit.gnnfleet("serve", "--config", "toy.yml", "--json")
-    assert (told.status, told.json["version"], len(told.json["servers"])) == (0, 3, 2), told.err
+    done = kit.gnnfleet("serve", "--config", "toy.yml", "--json")
+    assert (done.status, done.json["version"], len(done.json["servers"])) == (0, 3, 2), done.err
     assert kit.state(toy, 2)["state"] == "done", "a removed server is stopped"
 
 
 def test_a_key_for_a_notebook(kit: ServingKit, toy: str) -> None:
-    told = kit.gnnfleet("serve", "key", "toy", "-o", "toy.key", "--for", "ann")
-    assert told.status == 0, told.err
+    done = kit.gnnfleet("serve", "key", "toy", "-o", "toy.key", "--for", "ann")
+    assert done.status == 0, done.err
     path = kit.folder / "toy.key"
     values = json.loads(path.read_text())
     assert path.stat().st_mode & 0o777 == 0o600
@@ -162,21 +162,21 @@ def test_a_key_for_a_notebook(kit: ServingKit, toy: str) -> None:
 
 def test_another_machine_finds_the_cluster_on_the_hosts_of_its_file(kit: ServingKit, toy: str, tmp_path: Path) -> None:
     """The other machine's registry has no entry of the cluster."""
-    elsewhere = ServingKit(tmp_path, kit.workdirs)
+    other_kit = ServingKit(tmp_path, kit.workdirs)
     env = {"XDG_STATE_HOME": str(tmp_path / "state")}
-    config = elsewhere.serving("toy", 2, run={"encrypt": "on"}, data={"folder": str(kit.folder / "parts")})
-    assert "is not known on this machine" in elsewhere.gnnfleet("serve", "status", "toy", env=env).err
-    told = elsewhere.gnnfleet("serve", "status", "toy", "--config", str(config), env=env)
-    assert "serving cluster toy is up: 2 servers, 2 parts" in told.out, told.err
-    told = elsewhere.gnnfleet("serve", "--config", str(config), "--json", env=env)
-    assert (told.status, told.json["started"]) == (0, []), told.err
+    config = other_kit.serving("toy", 2, run={"encrypt": "on"}, data={"folder": str(kit.folder / "parts")})
+    assert "is not known on this machine" in other_kit.gnnfleet("serve", "status", "toy", env=env).err
+    done = other_kit.gnnfleet("serve", "status", "toy", "--config", str(config), env=env)
+    assert "serving cluster toy is up: 2 servers, 2 parts" in done.out, done.err
+    done = other_kit.gnnfleet("serve", "--config", str(config), "--json", env=env)
+    assert (done.status, done.json["started"]) == (0, []), done.err
 
 
 def test_a_server_that_fails_to_start_is_the_reason_and_no_process_is_left(kit: ServingKit, tmp_path: Path) -> None:
     config = kit.serving("broken", 2, run={"start_timeout": 0.2})
-    told = kit.gnnfleet("serve", "--config", str(config))
-    assert told.status == 1
-    assert "(local): " in told.err and "run.start_timeout" in told.err
+    done = kit.gnnfleet("serve", "--config", str(config))
+    assert done.status == 1
+    assert "(local): " in done.err and "run.start_timeout" in done.err
     wait_until(lambda: not any(supervisor_runs(kit, k) for k in range(2)))  # a server that started late ends by itself
 
 

@@ -25,7 +25,7 @@ from launcher.serving.reconcile import check_compatible
 from launcher.serving.serve import _check_removed
 from launcher.serving.serve_status import ServeStatus
 from launcher.transport import open_transport
-from operate_kit import MadeRun
+from operate_kit import LocalRun
 
 NOW = 1_795_000_000.0
 STATS = {
@@ -62,9 +62,9 @@ def status(*hosts: str, nodes: dict[int, dict[str, Any]], **data: Any) -> ServeS
     return ServeStatus(read_description(text_of(plan, "cluster.json"), "here"), answers)
 
 
-def shown(told: ServeStatus) -> str:
+def shown(shown_status: ServeStatus) -> str:
     console = Console(file=io.StringIO(), width=150, highlight=False)
-    console.print(told.rendered(), soft_wrap=True)
+    console.print(shown_status.rendered(), soft_wrap=True)
     return "\n".join(line.rstrip() for line in console.file.getvalue().splitlines())  # type: ignore[attr-defined]
 
 
@@ -72,35 +72,35 @@ def statuses() -> dict[str, ServeStatus]:
     """One status per kind of problem."""
     asked = {"state": "done", "reason": "stop requested by ann@laptop (gnnfleet stop)", "outcomes": []}
     died = {"state": "failed", "reason": "server ended while it was needed; it got SIGKILL", "outcomes": []}
-    away = {"unreachable": "no route to host", "state": None}
+    unreachable_node = {"unreachable": "no route to host", "state": None}
     starting = {"state": "starting", "time": NOW}
     old = {**STATS, "time": NOW - 60}
     return {
         "all is well": status("g1", "g2", nodes={1: {"stats": {**STATS, "clients": []}}}),
         "one has died": status("g1", "g2", nodes={1: {"result": died}}),
         "one has died, another has its parts": status("g1", "g2", nodes={1: {"result": died}}, replicas=2),
-        "one is out of reach, one starts": status("g1", "g2", nodes={0: away, 1: {"state": starting}}),
+        "one is out of reach, one starts": status("g1", "g2", nodes={0: unreachable_node, 1: {"state": starting}}),
         "stopped": status("g1", "g2", nodes={0: {"result": asked}, 1: {"result": asked}}),
         "what a server says of itself is old": status("g1", nodes={0: {"stats": old}}),
     }
 
 
 def test_messages_of_serve_status() -> None:
-    check_messages("serve_status", [(how, shown(told)) for how, told in statuses().items()])
+    check_messages("serve_status", [(how, shown(shown_status)) for how, shown_status in statuses().items()])
 
 
 def test_exit_statuses_and_json_of_status() -> None:
     made = statuses()
-    assert [told.exit_status for told in made.values()] == [0, 1, 1, 1, 1, 0]
+    assert [shown_status.exit_status for shown_status in made.values()] == [0, 1, 1, 1, 1, 0]
     gone = status("g1", nodes={0: {"unreachable": "no route to host", "state": None}})
     assert gone.exit_status == 3
-    told = made["all is well"].to_json()
-    assert told["nodes"][0]["stats"] == STATS
-    assert (told["name"], told["num_parts"], told["version"]) == ("products", 2, 1)
+    shown_status = made["all is well"].to_json()
+    assert shown_status["nodes"][0]["stats"] == STATS
+    assert (shown_status["name"], shown_status["num_parts"], shown_status["version"]) == ("products", 2, 1)
 
 
 @pytest.fixture
-def elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def empty_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
     monkeypatch.chdir(tmp_path)
     return tmp_path
@@ -111,7 +111,7 @@ def run_cli(capsys: pytest.CaptureFixture[str], *words: str) -> tuple[int, str]:
     return exit_status, capsys.readouterr().err
 
 
-def test_messages_of_the_command_line(elsewhere: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_messages_of_the_command_line(empty_folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """No command of this test connects to a host."""
     text = "transport: local\nnodes: [{host: localhost, role: %s}]\ndata: {%s}\n"
     for name, role, data in (
@@ -119,8 +119,8 @@ def test_messages_of_the_command_line(elsewhere: Path, capsys: pytest.CaptureFix
         ("clients", "client", "serving: products"),
         ("worker", "worker", "serving: products"),
     ):
-        (elsewhere / f"{name}.yml").write_text(text % (role, data))
-    MadeRun(elsewhere, "trained").launched("end")
+        (empty_folder / f"{name}.yml").write_text(text % (role, data))
+    LocalRun(empty_folder, "trained").launched("end")
     commands = [
         "serve",
         "serve --config clients.yml",
@@ -137,7 +137,7 @@ def test_messages_of_the_command_line(elsewhere: Path, capsys: pytest.CaptureFix
     blocks = []
     for command in commands:
         exit_status, said = run_cli(capsys, *command.split())
-        blocks.append((f"gnnfleet {command}", f"exit status {exit_status}\n{said}".replace(str(elsewhere), "TMP")))
+        blocks.append((f"gnnfleet {command}", f"exit status {exit_status}\n{said}".replace(str(empty_folder), "TMP")))
     check_messages("serve", blocks)
 
 
@@ -171,9 +171,9 @@ def test_the_newest_description_of_the_cluster_is_used() -> None:
     nodes[1] = replace(nodes[1], files={"cluster.json": "{"})
     with pytest.raises(FleetError, match=r"node1 \(g2\): cluster.json is damaged"):
         newest_description(nodes, "products")
-    away = {0: ServerState(NodeView(plan.nodes[0], unreachable="no route to host"), {})}
+    unreachable_node = {0: ServerState(NodeView(plan.nodes[0], unreachable="no route to host"), {})}
     with pytest.raises(FleetError, match="none of its nodes can be reached:\n  node0 .g1.: no route to host"):
-        newest_description(away, "products")
+        newest_description(unreachable_node, "products")
 
 
 def test_contents_of_files_are_read_unchanged(tmp_path: Path) -> None:

@@ -46,10 +46,10 @@ def folders(plan: LaunchPlan) -> list[Path]:
 def test_only_one_launcher_starts_servers_at_a_time(plan: LaunchPlan, transports: dict[int, Transport]) -> None:
     only_second = replace(plan, nodes=plan.nodes[1:])
     with start_lock(only_second, transports):
-        said = (
+        pattern = (
             r"node1 \(local\): .+@.+ is starting serving cluster products at this moment; serve again when that is done"
         )
-        with pytest.raises(FleetError, match=said), start_lock(plan, transports):
+        with pytest.raises(FleetError, match=pattern), start_lock(plan, transports):
             pytest.fail("two at once")
     with start_lock(plan, transports):
         assert all(Path(f"{folder}.starting").exists() for folder in folders(plan))

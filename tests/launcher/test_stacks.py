@@ -74,7 +74,7 @@ def test_stack_of_a_sleeping_rank(run_dir: Path, start: Start) -> None:
     assert stacks.folded(found) == [f"ranks 0-2: {AT_LOAD}"]
     log = (run_dir / "logs" / "stacks-rank1.log").read_text().splitlines()
     assert sum(line.endswith("line 4 in load") for line in log) == 2, "both threads"
-    assert all(line.partition(" ")[2] == told for line, told in zip(log, found[1], strict=True))
+    assert all(line.partition(" ")[2] == expected for line, expected in zip(log, found[1], strict=True))
 
 
 def test_two_requests_give_two_answers(run_dir: Path, start: Start) -> None:

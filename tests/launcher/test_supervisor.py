@@ -266,6 +266,6 @@ def test_a_server_with_an_unwritable_kernel_folder_reports_it_at_once(tmp_path: 
     run = RunFolder(tmp_path / "run", server=python(serve)).rank(python("print('up')"))
     run.spec["server"]["env"] = {"GNNFLEET_KERNELS": str(tmp_path / "file/kernels"), "TMPDIR": str(tmp_path)}
     assert run.run()["state"] == "done"
-    (told,) = (event["reason"] for event in run.events() if event["kind"] == "server-compiles")
+    (reason,) = (event["reason"] for event in run.events() if event["kind"] == "server-compiles")
     kept = f"{tmp_path}/gnnfleet-kernels-{os.geteuid()}"
-    assert told == f"{tmp_path}/file/kernels cannot be written, so compiled kernels are kept in {kept}"
+    assert reason == f"{tmp_path}/file/kernels cannot be written, so compiled kernels are kept in {kept}"

@@ -153,21 +153,21 @@ def test_variables_of_the_processes() -> None:
     run = RunConfig(wire_rows="int8")
     config = replace(with_data(SERVED, cache="1GB", topology="replicated"), run=run)
     nodes = plan_of(replace(config, nodes=(*config.nodes, NodeConfig("w")))).nodes
-    told = {"GNNFLEET_TOPOLOGY": "replicated", "GNNFLEET_CACHE": "1GB", "GNNFLEET_WIRE_ROWS": "int8"}
+    expected = {"GNNFLEET_TOPOLOGY": "replicated", "GNNFLEET_CACHE": "1GB", "GNNFLEET_WIRE_ROWS": "int8"}
     for command in (nodes[0].server, nodes[3].server, nodes[3].trainer):
-        assert command is not None and command.env.items() >= told.items()
+        assert command is not None and command.env.items() >= expected.items()
     client = nodes[2].trainer
     assert client is not None and client.env["GNNFLEET_WIRE_ROWS"] == "int8"
     assert not {"GNNFLEET_TOPOLOGY", "GNNFLEET_CACHE"} & set(client.env)
     alone = plan_of(cluster(NodeConfig("a"))).nodes[0].trainer
-    assert alone is not None and not any(name in alone.env for name in told)
+    assert alone is not None and not any(name in alone.env for name in expected)
 
 
 def test_no_process_compares_digests_if_the_config_disables_it() -> None:
-    for digests, told in ((True, None), (False, "0")):
+    for digests, expected in ((True, None), (False, "0")):
         for node in plan_of(with_data(SERVED, digests=digests)).nodes:
             for command in filter(None, (node.server, node.trainer)):
-                assert command.env.get("GNNFLEET_DIGESTS") == told
+                assert command.env.get("GNNFLEET_DIGESTS") == expected
 
 
 def test_rounded_rows_and_precision_are_flags_if_configured(tmp_path: Path) -> None:

@@ -54,6 +54,6 @@ def test_existing_parts_are_refused_before_any_connection(tmp_path: Path, capsys
     config.write_text(f"nodes: [nowhere1, nowhere2]\ndata: {{dataset: synthetic, folder: {tmp_path}/parts}}\n")
     for words in (["launch"], ["launch", "--dry-run"]):
         assert main.run([*words, "-c", str(config)]) == 2
-        said = capsys.readouterr()
-        assert "no train split" in said.err and "connecting" not in said.out
+        captured = capsys.readouterr()
+        assert "no train split" in captured.err and "connecting" not in captured.out
     assert main.run(["launch", "--dry-run", "-c", str(config), "--", "true"]) == 0

@@ -109,8 +109,8 @@ def test_an_agent_without_python_is_an_error(programs: Path) -> None:
 )
 def test_an_invalid_reply_is_an_error_of_that_node(answer: str) -> None:
     """Replies are parsed as data; an invalid one is reported as that node's error."""
-    said = f"import sys\nfor _ in sys.stdin: print({MARKER + answer!r}, flush=True)"
-    hostile = Command((sys.executable, "-c", said, "--"))
+    program = f"import sys\nfor _ in sys.stdin: print({MARKER + answer!r}, flush=True)"
+    hostile = Command((sys.executable, "-c", program, "--"))
     with NodeAgent(LocalTransport(4), hostile) as node:
         for ask in (lambda: node.call("agent", {}, 10), lambda: node.clock_offset(10)):
             with pytest.raises(NodeCallError, match="invalid reply from"):

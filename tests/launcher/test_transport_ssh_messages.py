@@ -28,7 +28,7 @@ class Scene:
     """A home folder and the SSH servers of a test."""
 
     def __init__(self, home: Path, stack: ExitStack):
-        self.home, self.stack, self.said = home, stack, list[Said]()
+        self.home, self.stack, self.recorded = home, stack, list[Said]()
         (home / ".ssh").mkdir()
         self.good, self.host_key = new_key(), new_key()
         self.key = save_key(self.good, home / "keys/good")
@@ -51,7 +51,7 @@ class Scene:
         text = re.sub(
             r"(cannot be used|log in as ann|this host's key|not connect): .*?(?= – |$)", r"\1: (ssh's words)", text
         )
-        self.said.append((how, re.sub(r"\b\d{5}\b", "PORT", text)))
+        self.recorded.append((how, re.sub(r"\b\d{5}\b", "PORT", text)))
 
     def connect(
         self, how: str, to: Sshd | str, *, key: Path | None = None, secret: str | None = None, timeout: float = 3
@@ -84,7 +84,7 @@ def test_messages(scene: Scene, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PATH", "")
     scene.config("Host *\n  ProxyUseFdpass yes\n  ProxyCommand true\n")
     scene.record("ProxyUseFdpass without an OpenSSH client", lambda: over_ssh("gnn1"))
-    check_messages("ssh", scene.said)
+    check_messages("ssh", scene.recorded)
 
 
 def unreachable(scene: Scene) -> None:

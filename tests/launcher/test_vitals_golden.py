@@ -29,7 +29,7 @@ def stalls() -> list[str]:
     script.rank(1, 1, kind="epoch", at=None)
     for run in (behind, loading, together, evaluating, script):
         run.wait(100)
-    return [run.said[-1]["text"] for run in (started, behind, loading, together, evaluating, script)]
+    return [run.findings[-1]["text"] for run in (started, behind, loading, together, evaluating, script)]
 
 
 def stragglers() -> list[str]:
@@ -37,7 +37,7 @@ def stragglers() -> list[str]:
     pace(slow, 20, own_s=0.41)
     pace(slow, 60)
     pace(remote, 20, own_s=0.41, batch_s=0.3, remote_share=0.83)
-    return [finding["text"] for run in (slow, remote) for finding in run.said]
+    return [finding["text"] for run in (slow, remote) for finding in run.findings]
 
 
 def non_finite_losses(folder: Path) -> list[str]:

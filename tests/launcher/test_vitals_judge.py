@@ -150,7 +150,7 @@ def test_the_slower_of_two_ranks_is_the_straggler() -> None:
         for rank, own in ((0, 0.2), (2, 0.4)):
             run.rank(rank, round(run.now), own_s=own, step_s=0.5, batch_s=0.0)
         run.wait(1)
-    assert [finding["rank"] for finding in run.said] == [2]
+    assert [finding["rank"] for finding in run.findings] == [2]
 
 
 def test_judging_512_ranks_takes_a_fraction_of_a_second() -> None:
@@ -183,8 +183,8 @@ def test_a_pause_for_regrouping_is_no_stall() -> None:
     assert run.wait(200) == [], "the others wait for each other"
     run.ranks[0]["at"] = [2, 11, "load"]
     run.wait(320)
-    assert [finding["kind"] for finding in run.said] == ["stall"]
-    assert "the longest pause before was 1.00 s" in run.said[0]["text"]
+    assert [finding["kind"] for finding in run.findings] == ["stall"]
+    assert "the longest pause before was 1.00 s" in run.findings[0]["text"]
 
 
 def test_a_stopped_rank_leads_the_report_wherever_it_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

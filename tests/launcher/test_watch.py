@@ -36,7 +36,7 @@ class Watch:
     def __init__(self, run: RunFolder, offsets: dict[str, int] | None = None) -> None:
         argv = [PYTHON, str(NODE / "watch.py"), str(run.path), "--offsets", json.dumps(offsets or {})]
         self.process = subprocess.Popen(argv, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
-        self.told: list[dict[str, Any]] = []
+        self.messages: list[dict[str, Any]] = []
         assert self.process.stdout is not None
         self._reader = threading.Thread(target=self._read, args=(self.process.stdout,))
         self._reader.start()
@@ -45,7 +45,7 @@ class Watch:
         for line in stdout:
             if not line.endswith("\n"):
                 return  # a line cut off at the end of the connection is ignored
-            self.told.append(json.loads(line))
+            self.messages.append(json.loads(line))
 
     def wait(self, timeout: float = 20.0) -> int:
         status = self.process.wait(timeout)
@@ -53,10 +53,10 @@ class Watch:
         return status
 
     def offsets(self) -> dict[str, int]:
-        return {message["file"]: message["offset"] for message in self.told if "file" in message}
+        return {message["file"]: message["offset"] for message in self.messages if "file" in message}
 
     def lines(self, name: str) -> list[str]:
-        return [line for message in self.told if message.get("file") == name for line in message["lines"]]
+        return [line for message in self.messages if message.get("file") == name for line in message["lines"]]
 
 
 def texts(lines: list[str]) -> list[str]:
@@ -73,8 +73,8 @@ def test_reports_all_lines_and_the_result_last(run: RunFolder) -> None:
     assert texts(watch.lines("logs/rank0.log")) == ["hello"]
     assert watch.lines("metrics-rank0.jsonl") == ['{"loss": 1}']
     assert json.loads(watch.lines("events.jsonl")[-1])["kind"] == "node-end"
-    assert watch.told[-1]["result"]["state"] == "done"
-    states = [message["state"]["state"] for message in watch.told if "state" in message]
+    assert watch.messages[-1]["result"]["state"] == "done"
+    states = [message["state"]["state"] for message in watch.messages if "state" in message]
     assert states[-1] == "done"
 
 
@@ -82,8 +82,8 @@ def test_lines_are_reported_while_the_run_goes_on(run: RunFolder) -> None:
     run.rank(python("import time; print('up'); time.sleep(60)")).start()
     watch = Watch(run)
     wait_until(lambda: texts(watch.lines("logs/rank0.log")) == ["up"])
-    heartbeats = sum("state" in message for message in watch.told)
-    wait_until(lambda: sum("state" in message for message in watch.told) > heartbeats + 1, timeout=5)
+    heartbeats = sum("state" in message for message in watch.messages)
+    wait_until(lambda: sum("state" in message for message in watch.messages) > heartbeats + 1, timeout=5)
     (run.path / "control" / "stop").touch()
     run.end()
     assert watch.wait() == 0
@@ -91,19 +91,19 @@ def test_lines_are_reported_while_the_run_goes_on(run: RunFolder) -> None:
 
 def test_restart_from_offsets_neither_loses_nor_repeats_lines(run: RunFolder) -> None:
     run.rank(python(TALK)).start()
-    told: list[str] = []
+    messages: list[str] = []
     offsets: dict[str, int] = {}
     for _ in range(3):
         watch = Watch(run, offsets)
         wait_until(lambda watch=watch: len(watch.lines("logs/rank0.log")) > 500)
         watch.process.kill()
         watch.wait()
-        told += watch.lines("logs/rank0.log")
+        messages += watch.lines("logs/rank0.log")
         offsets.update(watch.offsets())
     last = Watch(run, offsets)
     run.end()
     assert last.wait() == 0
-    assert texts(told + last.lines("logs/rank0.log")) == [str(i) for i in range(LINES)]
+    assert texts(messages + last.lines("logs/rank0.log")) == [str(i) for i in range(LINES)]
 
 
 def test_unfinished_line_is_reported_when_it_is_complete(run: RunFolder) -> None:
@@ -127,7 +127,7 @@ def test_killed_supervisor_is_reported_as_lost(run: RunFolder) -> None:
     run.supervisor.kill()
     run.supervisor.wait()
     assert watch.wait() == 3
-    lost = watch.told[-1]["lost"]
+    lost = watch.messages[-1]["lost"]
     assert (
         f"the supervisor (pid {run.supervisor.pid}) is gone" in lost["reason"] and lost["state"]["state"] == "training"
     )
@@ -151,8 +151,8 @@ def test_last_lines_of_a_rank_are_reported_before_its_end(
     watcher.emit_lines()
     monkeypatch.setattr(watcher, "files", scan)
     watcher.emit_lines()
-    told = [line for each in capsys.readouterr().out.splitlines() for line in json.loads(each)["lines"]]
-    assert told == ['{"kind": "first"}', "last words", '{"kind": "process-exit"}']
+    messages = [line for each in capsys.readouterr().out.splitlines() for line in json.loads(each)["lines"]]
+    assert messages == ['{"kind": "first"}', "last words", '{"kind": "process-exit"}']
 
 
 @pytest.mark.parametrize("end", ["stdin", "stdout"])
@@ -209,54 +209,56 @@ def write_log(run: RunFolder, name: str, count: int, start: float = 1_000_000.0)
     (run.path / "logs" / f"{name}.log").write_text("".join(lines))
 
 
-def told_lines(told: list[dict[str, Any]], name: str) -> list[str]:
-    return texts([line for message in told if message.get("file") == name for line in message["lines"]])
+def texts_of(messages: list[dict[str, Any]], name: str) -> list[str]:
+    return texts([line for message in messages if message.get("file") == name for line in message["lines"]])
 
 
 def test_once_reports_a_nodes_state_and_ends(run: RunFolder) -> None:
-    status, told = once(run, "--only", "")
-    assert status == 0 and list(told[-1]) == ["now"], "the run has not started"
+    status, messages = once(run, "--only", "")
+    assert status == 0 and list(messages[-1]) == ["now"], "the run has not started"
     run.rank(python("import time; print('up', flush=True); time.sleep(60)")).start()
     wait_until(run.says("rank0", "up"))
-    status, told = once(run, "--only", "")
-    assert status == 0 and [next(iter(message)) for message in told] == ["state", "now"]
-    assert told[0]["state"]["state"] == "training" and abs(told[1]["now"] - time.time()) < 5
+    status, messages = once(run, "--only", "")
+    assert status == 0 and [next(iter(message)) for message in messages] == ["state", "now"]
+    assert messages[0]["state"]["state"] == "training" and abs(messages[1]["now"] - time.time()) < 5
     run.supervisor.kill()
     run.supervisor.wait()
-    status, told = once(run, "--only", "")
-    assert status == 3 and "is gone" in told[-1]["lost"]["reason"]
+    status, messages = once(run, "--only", "")
+    assert status == 3 and "is gone" in messages[-1]["lost"]["reason"]
 
 
 def test_once_reports_the_result_of_an_ended_run(run: RunFolder) -> None:
     run.rank(python("print('hello')")).run()
-    status, told = once(run, "--only", "logs/rank*.log")
-    assert status == 0 and told[-1]["result"]["state"] == "done"
-    assert {message["file"] for message in told if "file" in message} == {"logs/rank0.log"}
-    assert told_lines(told, "logs/rank0.log") == ["hello"]
+    status, messages = once(run, "--only", "logs/rank*.log")
+    assert status == 0 and messages[-1]["result"]["state"] == "done"
+    assert {message["file"] for message in messages if "file" in message} == {"logs/rank0.log"}
+    assert texts_of(messages, "logs/rank0.log") == ["hello"]
 
 
 @pytest.mark.parametrize("since", [0, 1, 2, 500, 998, 999])
 def test_since_starts_at_that_time(run: RunFolder, since: int) -> None:
     write_log(run, "rank0", 1000)
     (run.path / "metrics-rank0.jsonl").write_text("".join(f'{{"t": {1_000_000 + i}}}\n' for i in range(1000)))
-    _, told = once(run, "--since", str(1_000_000 + since))
-    assert told_lines(told, "logs/rank0.log") == [str(i) for i in range(since, 1000)]
-    metrics = [line for message in told if message.get("file") == "metrics-rank0.jsonl" for line in message["lines"]]
+    _, messages = once(run, "--since", str(1_000_000 + since))
+    assert texts_of(messages, "logs/rank0.log") == [str(i) for i in range(since, 1000)]
+    metrics = [
+        line for message in messages if message.get("file") == "metrics-rank0.jsonl" for line in message["lines"]
+    ]
     assert [json.loads(line)["t"] for line in metrics] == [1_000_000 + i for i in range(since, 1000)]
-    _, told = once(run, "--since", str(1_000_000 + since - 0.5), "--tail", "3")
-    assert told_lines(told, "logs/rank0.log") == [str(i) for i in range(max(since, 997), 1000)]
+    _, messages = once(run, "--since", str(1_000_000 + since - 0.5), "--tail", "3")
+    assert texts_of(messages, "logs/rank0.log") == [str(i) for i in range(max(since, 997), 1000)]
 
 
 def test_since_after_the_last_line_reports_none(run: RunFolder) -> None:
     write_log(run, "rank0", 10)
-    assert told_lines(once(run, "--since", "2000000")[1], "logs/rank0.log") == []
+    assert texts_of(once(run, "--since", "2000000")[1], "logs/rank0.log") == []
 
 
 @pytest.mark.parametrize("tail", [0, 1, 7, 4999, 5000, 6000])
 def test_tail_gives_the_last_lines_of_a_long_file(run: RunFolder, tail: int) -> None:
     write_log(run, "rank0", 5000)
     expected = [str(i) for i in range(max(0, 5000 - tail), 5000)]
-    assert told_lines(once(run, "--tail", str(tail))[1], "logs/rank0.log") == expected
+    assert texts_of(once(run, "--tail", str(tail))[1], "logs/rank0.log") == expected
 
 
 def test_paths_that_are_no_file_are_ignored(tmp_path: Path) -> None:
@@ -266,6 +268,6 @@ def test_paths_that_are_no_file_are_ignored(tmp_path: Path) -> None:
     (tmp_path / "a.jsonl").write_text('{"t": 1}\n')
     argv = [PYTHON, str(NODE / "watch.py"), str(tmp_path), "--once"]
     done = subprocess.run(argv, capture_output=True, text=True, timeout=20, check=False)
-    told = [json.loads(line) for line in done.stdout.splitlines()]
+    messages = [json.loads(line) for line in done.stdout.splitlines()]
     assert (done.returncode, done.stderr) == (0, "")
-    assert [message.get("file") for message in told] == ["a.jsonl", None]
+    assert [message.get("file") for message in messages] == ["a.jsonl", None]

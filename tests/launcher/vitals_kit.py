@@ -14,7 +14,7 @@ class Cluster:
 
     def __init__(self, stall_after: float | str = "auto", at: bool = True, **more: Any) -> None:
         self.judge = Judge(stall_after, LABELS, **more)
-        self.at, self.now, self.said = at, 1000.0, list[dict[str, Any]]()
+        self.at, self.now, self.findings = at, 1000.0, list[dict[str, Any]]()
         self.ranks: dict[int, dict[str, Any]] = {}
         self.generation = 0  # generation of the ranks' process group
 
@@ -34,7 +34,7 @@ class Cluster:
             self.now += 1
             nodes = {node: {str(rank): self.ranks[rank] for rank in self.ranks if rank // 2 == node} for node in (0, 1)}
             found += self.judge.look(self.now, nodes, self.generation)
-        self.said += found
+        self.findings += found
         return found
 
     def steps(self, first: int, last: int, every: float = 1.0) -> list[dict[str, Any]]:

@@ -30,8 +30,8 @@ def this_machine() -> dict[str, Any]:
 def machine(k: int, closed: Closed | None = None, **facts: Any) -> FakeTransport:
     def probe(request: dict[str, Any]) -> dict[str, Any]:
         own = {"hostname": f"box{k}", "address": f"10.0.0.{k}", "interface": "eth0", "workdir": f"/w/{k}"}
-        there = [["lo", "127.0.0.1"], ["eth0", f"10.0.0.{k}"]]
-        return {**this_machine(), **own, "addresses": there, "busy_ports": {}, **facts}
+        addresses = [["lo", "127.0.0.1"], ["eth0", f"10.0.0.{k}"]]
+        return {**this_machine(), **own, "addresses": addresses, "busy_ports": {}, **facts}
 
     fake = FakeTransport(target=f"host{k}", node_rank=k)
     return fake.on_program("probe", probe).on_program("network", wire(closed))

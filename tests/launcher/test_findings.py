@@ -97,9 +97,8 @@ def test_no_packages_are_installed_into_a_system_python(monkeypatch: pytest.Monk
     assert [one.command.partition(" torch_geometric")[0] for one in everywhere] == [f"{new}2.12.1+cpu", f"{new}2.12.1"]
     assert "--set defaults.venv=~/gnnfleet-venv" in everywhere[0].remedy
     older = the_one(1, {0: versions(**{**dict.fromkeys(PACKAGES, ""), "python": "3.10.4"})})
-    assert older.command.endswith(
-        f"pip install {' '.join(PACKAGES)} {cpu}"
-    )  # without versions, as new releases may not support Python 3.10
+    # without versions, as new releases may not support Python 3.10
+    assert older.command.endswith(f"pip install {' '.join(PACKAGES)} {cpu}")
 
 
 def test_the_command_uses_the_login_of_the_config(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -128,9 +127,8 @@ def test_a_cpu_build_of_torch_is_replaced_by_the_build_of_the_other_device_nodes
     assert "torch==2.13.0+cu126 --extra-index-url https://download.pytorch.org/whl/cu126" in finding.command
     assert the_one(3, odd, config=config, own_command=True).severity == "warn"
     alone = the_one(1, {0: odd[2]}, config=on_devices(1, 0)).command
-    assert alone.startswith(
-        "/usr/bin/python3 -m pip uninstall -y torch && "
-    )  # pip treats an installed 2.13.0+cpu as 2.13.0
+    # pip treats an installed 2.13.0+cpu as 2.13.0
+    assert alone.startswith("/usr/bin/python3 -m pip uninstall -y torch && ")
 
 
 @pytest.mark.parametrize(

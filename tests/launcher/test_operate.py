@@ -281,7 +281,7 @@ def test_resume_without_a_checkpoint_starts_from_the_beginning(local_run) -> Non
 
 
 def test_resume_without_a_lost_host_is_kept_in_the_new_runs_config(local_run, capsys, monkeypatch) -> None:
-    """The new run's config lists the remaining hosts, so a second resume needs no option, and its parts are as many."""
+    """The new run's config has only the remaining hosts and as many parts; resuming that run needs no option."""
     from launcher.run import launch as launching
 
     def no_line(config: ClusterConfig) -> dict:

@@ -47,7 +47,7 @@ def run_cli(capsys: pytest.CaptureFixture[str], *words: str) -> tuple[int, str]:
 
 
 def serving(local_run: LocalRun, *servers: int) -> LocalRun:
-    """Make these nodes serve without ranks; each node runs on its own if all nodes serve."""
+    """Make these nodes graph servers without ranks; if no node trains, the nodes have no hub."""
     nodes = tuple(
         replace(node, ranks=(), nproc=0, trainer=None, server=SERVER, role="server")
         if node.node_rank in servers

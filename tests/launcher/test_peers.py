@@ -193,7 +193,7 @@ def test_a_member_that_sends_invalid_messages_is_dropped_and_may_reconnect(room:
 
 
 def test_a_slow_hub_does_not_declare_a_member_lost(room: Room, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The member reconnects; it keeps the old connection until then, since closing it would mean that it is lost."""
+    """The member reconnects, but closes the old connection only then: the hub takes a closed one for a lost member."""
     monkeypatch.setattr(member_module, "_SILENT", 0.2)
     room.settings["peer_timeout"] = 30.0
     member = room.member(1)

@@ -67,7 +67,7 @@ class Launched:
         file = self.folder / f"pid{rank}"
         deadline = time.monotonic() + 60
         while not (file.exists() and file.read_text()):
-            assert time.monotonic() < deadline and self.process.poll() is None, "the script did not get to wait"
+            assert time.monotonic() < deadline and self.process.poll() is None, "the script did not start to wait"
             time.sleep(0.05)
         return int(file.read_text())
 

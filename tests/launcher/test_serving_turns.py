@@ -64,7 +64,7 @@ def test_the_lock_of_a_dead_launcher_on_another_machine_expires_after_90_seconds
     left.write_text(f"bob@desk {os.getpid()} 1 {boot_id()}")
     with pytest.raises(FleetError, match=r"bob@desk is starting .* \(if that command was killed: after 90 s\)"):
         with start_lock(plan, transports):
-            pytest.fail("his turn")
+            pytest.fail("bob's lock is still valid")
     assert left.exists(), "another user's lock is not ours to remove"
     os.utime(left, (time.time() - 100, time.time() - 100))
     with start_lock(plan, transports):

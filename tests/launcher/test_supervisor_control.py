@@ -66,7 +66,7 @@ def test_requester_and_reason_of_a_stop_are_in_the_result(folder: MakeFolder) ->
     assert result["reason"] == "stop requested by alice@laptop (gnnfleet stop)"
 
 
-def test_stop_now_gives_no_time(folder: MakeFolder) -> None:
+def test_control_stop_now_skips_the_grace_period(folder: MakeFolder) -> None:
     run = folder(grace=30.0).rank(python("import signal; signal.signal(15, signal.SIG_IGN); " + SLEEP)).start()
     wait_until(run.says("rank0", "up"))
     began = time.monotonic()

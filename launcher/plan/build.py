@@ -38,7 +38,7 @@ def new_token() -> Secret:
 
 _OWN_GOES_ON = (
     "run.on_client_loss: go-on: your own command must continue without a lost client in a new process group; "
-    "trainer.train.context.train does so, for other code see team.json in docs/ARCHITECTURE.md"
+    "trainer/train/regroup.py shows how (team.json in docs/ARCHITECTURE.md)"
 )
 
 

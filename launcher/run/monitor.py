@@ -462,7 +462,10 @@ class RunFollower:
 
     def _stop_node(self, k: int) -> None:
         """Stop one node; reconnects once if the connection is broken."""
-        note = stop_node(self._nodes[k], self.transports[k], self.limits, self._stop_reason)
+        try:
+            note = stop_node(self._nodes[k], self.transports[k], self.limits, self._stop_reason)
+        except Exception as error:  # unreported, the run would be waited for
+            note = f"{self._label(k)}: stopping it failed: {error!r}"
         if note:
             self.followed.notes.append(note)
         self._messages.put(NodeMessage(k, {"stopped": not note}))

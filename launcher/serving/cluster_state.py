@@ -270,7 +270,7 @@ class ServeContext(LaunchContext):
     def give_up(self, state: RunState, why: str, exit_status: int) -> None:
         """Record that the new servers were not started."""
         if self.running:
-            self.events.add("config_path-up", stage=self.file.stage, reason=why)
+            self.events.add("given-up", stage=self.file.stage, reason=why)
         else:
             super().give_up(state, why, exit_status)
 

@@ -148,7 +148,7 @@ class _Link:
                 self.ssh.open_session(timeout=_PING_TIMEOUT).close()
             except paramiko.ChannelException:
                 continue  # the host refused a session, so it is alive
-            except CONNECTION_ERRORS:
+            except Exception:  # whatever it is, without this thread nobody would notice that the host is gone
                 self.ssh.close()
 
     def _stop(self) -> None:

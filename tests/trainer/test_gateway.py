@@ -1,4 +1,4 @@
-"""The gateway of a client: another server when one is gone, home again, joined servers, and what errors say."""
+"""Tests of ``Gateway``: failover to another server, return to the home server, joining servers, and errors."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ TWICE = ((0, 1, 2, 3), (0, 1, 2, 3))  #: every part on both servers
 
 @pytest.fixture(autouse=True)
 def impatient(monkeypatch):
-    """Servers are called gone three times sooner than in use."""
+    """Count servers as gone after one second, to keep the tests short."""
     monkeypatch.setattr(gateway_module, "GONE_AFTER", 1.0)
 
 
@@ -60,18 +60,18 @@ def loader(graph):
 
 
 def served(servers, number) -> int:
-    """Batches that a server has made."""
+    """Return the number of batches that a server has made."""
     return sum(client.batches for client in servers.servers[number].scheduler_status().clients)
 
 
 def until(holds, seconds=60.0):
     end = time.monotonic() + seconds
     while not holds():
-        assert time.monotonic() < end, "it did not come to be in time"
+        assert time.monotonic() < end, f"the condition did not hold within {seconds} s"
         time.sleep(0.02)
 
 
-def test_batches_are_asked_of_the_home_server(servers, expected):
+def test_batches_are_requested_from_the_home_server(servers, expected):
     with client_graph(servers, home=1) as graph:
         assert_identical(list(loader(graph)), expected)
         assert (served(servers, 0), served(servers, 1)) == (0, len(expected))
@@ -88,7 +88,7 @@ def test_more_batches_ahead_than_a_server_queues_for_one_client(servers, folder)
         assert_identical(list(far_ahead(graph)), list(far_ahead(local)))
 
 
-def test_a_lost_home_is_replaced_in_mid_epoch_and_gone_back_to(servers, expected):
+def test_a_lost_home_server_is_replaced_and_used_again_once_back(servers, expected):
     with client_graph(servers) as graph:
         batches = iter(loader(graph))
         got = [next(batches) for _ in range(5)]
@@ -103,11 +103,11 @@ def test_a_lost_home_is_replaced_in_mid_epoch_and_gone_back_to(servers, expected
         before = served(servers, 1)
         got += list(batches)
         assert_identical(got, expected)
-        assert served(servers, 1) <= before + 2, "those under way when home came back"
+        assert served(servers, 1) <= before + 2, "only batches requested before the home server was back"
         assert served(servers, 0) >= 5
 
 
-def test_without_another_server_its_restart_is_waited_for(folder, expected):
+def test_without_another_server_the_client_waits_for_the_restart(folder, expected):
     with serving_parts(folder, TWICE[:1]) as servers, client_graph(servers) as graph:
         batches = iter(loader(graph))
         got = [next(batches) for _ in range(3)]
@@ -118,7 +118,7 @@ def test_without_another_server_its_restart_is_waited_for(folder, expected):
         timer.join()
 
 
-def test_when_none_comes_back_all_are_named(servers):
+def test_the_error_names_all_servers_when_none_comes_back(servers):
     with client_graph(servers, server_wait=2.0) as graph:
         batches = iter(loader(graph))
         next(batches)
@@ -140,14 +140,14 @@ def test_when_none_comes_back_all_are_named(servers):
         )
 
 
-def test_opening_passes_over_a_server_that_is_not_there(servers, expected):
+def test_opening_skips_an_unreachable_server(servers, expected):
     absent = ServerAddress("node9 (far)", 9, "far", free_endpoint(), (0,))
     servers.places = {9: absent, **servers.places}
     with client_graph(servers, home=9) as graph:
         assert_identical(list(loader(graph)), expected)
 
 
-def test_opening_fails_within_its_patience_naming_the_server():
+def test_opening_fails_within_its_timeout_and_names_the_server():
     place = ServerAddress("node9 (far) of products", 9, "far", free_endpoint(), (0, 2))
     start = time.monotonic()
     with contextlib.closing(Gateway([place], 30.0)) as gateway, pytest.raises(ServiceError) as caught:
@@ -156,7 +156,7 @@ def test_opening_fails_within_its_patience_naming_the_server():
     assert str(caught.value).startswith(f"graph server of node9 (far) of products at {place.endpoint}, parts 0,2: ")
 
 
-def test_a_server_that_joins_is_learnt_and_used(folder, expected, monkeypatch):
+def test_a_server_that_joins_is_discovered_and_used(folder, expected, monkeypatch):
     monkeypatch.setattr(gateway_module, "_LEARN_EVERY", 0.3)
     with serving_parts(folder, TWICE) as servers:
         servers.listed = (0,)
@@ -171,13 +171,13 @@ def test_a_server_that_joins_is_learnt_and_used(folder, expected, monkeypatch):
 
 
 def replace_places(servers, numbers):
-    """As a client that knows these servers only sees them."""
+    """Return a view of ``servers`` with only the servers in ``numbers``, for a client that does not know the others."""
 
-    class Seen:
+    class View:
         places = {number: servers.places[number] for number in numbers}
         keys = servers.keys
 
-    return Seen
+    return View
 
 
 def test_a_server_of_another_partition_is_refused(folder, tmp_path):
@@ -191,7 +191,7 @@ def test_a_server_of_another_partition_is_refused(folder, tmp_path):
                 list(loader(graph))
 
 
-def test_many_threads_through_the_loss_of_a_server(servers, expected, folder):
+def test_many_threads_survive_the_loss_of_a_server(servers, expected, folder):
     with client_graph(servers) as graph, open_graph(folder) as local:
         how = {"batch_size": 4, "shuffle": True}
         loaders = [DistNeighborLoader(graph, [4, 3], "train", seed=k, prefetch=3, **how) for k in range(4)]
@@ -208,7 +208,7 @@ def test_many_threads_through_the_loss_of_a_server(servers, expected, folder):
             assert_identical(got[k], list(mine))
 
 
-def test_close_wakes_those_who_wait_for_a_server(servers):
+def test_close_wakes_threads_that_wait_for_a_server(servers):
     with client_graph(servers, server_wait=60.0) as graph:
         for number in (0, 1):
             servers.stop(number)
@@ -238,7 +238,21 @@ def test_a_graph_that_is_dropped_leaves_no_thread(servers):
     until(lambda: "server-probe" not in [thread.name for thread in threading.enumerate()])
 
 
-def test_large_questions_are_asked_in_pieces(servers, folder, monkeypatch):
+def test_an_error_of_a_probe_does_not_end_the_probes(servers, monkeypatch, capfd):
+    monkeypatch.setattr(gateway_module, "_BACK_EVERY", 0.02)
+    probes = []
+
+    def fails(self, learn):
+        probes.append(learn)
+        raise RuntimeError("a bug")
+
+    monkeypatch.setattr(gateway_module.Gateway, "probe_servers", fails)
+    with client_graph(servers):
+        until(lambda: len(probes) > 3)
+    assert "RuntimeError: a bug" in capfd.readouterr().err
+
+
+def test_large_requests_are_split(servers, folder, monkeypatch):
     monkeypatch.setattr(gateway_module, "_AT_ONCE", 7)
     monkeypatch.setattr(gateway_module, "_BYTES_AT_ONCE", 300)
     with client_graph(servers) as graph, open_graph(folder) as local:
@@ -259,17 +273,17 @@ def test_large_questions_are_asked_in_pieces(servers, folder, monkeypatch):
         assert graph.access.take_cost() == Cost()
 
 
-def test_ids_are_asked_for_few_at_a_time_until_the_table_is_worth_it(servers):
+def test_the_whole_id_table_is_requested_after_a_quarter_of_it(servers):
     with client_graph(servers) as graph:
         asked = []
         to_global = graph.access.to_global
         graph.access.to_global = lambda of, ids: asked.append(len(ids)) or to_global(of, ids)
         for _ in range(9):
             graph.store.to_global(HOMO_NODE, np.arange(4))
-        assert asked == [4, 4, 4, 60], "a quarter of the nodes, then all of them once"
+        assert asked == [4, 4, 4, 60], "after a quarter of the nodes, all ids are requested once"
 
 
-def test_what_a_server_cannot_do_is_its_error_and_not_a_lost_server(servers):
+def test_a_failed_request_is_an_error_and_not_a_lost_server(servers):
     settings = SampleSettings({HOMO_EDGE: (2,)}, weight="price")
     work = BatchWork(settings, SeedSet({HOMO_NODE: np.arange(3)}), 5, {})
     with client_graph(servers) as graph:

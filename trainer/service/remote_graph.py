@@ -9,6 +9,7 @@ import secrets
 import socket
 import threading
 import time
+import traceback
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -366,5 +367,8 @@ def _probe_servers(of: weakref.ref[Gateway], closed: threading.Event) -> None:
             return
         learn = time.monotonic() >= learn_at
         learn_at = time.monotonic() + _LEARN_EVERY if learn else learn_at
-        gateway.probe_servers(learn)
+        try:
+            gateway.probe_servers(learn)
+        except Exception:  # without this thread no server would be used again after an interruption
+            traceback.print_exc()
         del gateway

@@ -74,11 +74,10 @@ class GraphServer:
             listener, self._keys, self._short, self._scheduler, self._counters, self._max_request
         )  # fmt: skip
         work = [self._answer_short] * self._threads + [self._make_batches] * self._batch_threads
+        work += [self._report_stats] * (self._stats_file is not None)
         self._workers = [threading.Thread(target=run, name=run.__name__.strip("_"), daemon=True) for run in work]
         for thread in (self._network, *self._workers):
             thread.start()
-        if self._stats_file is not None:
-            threading.Thread(target=self._report, args=(self._stats_file,), name="stats", daemon=True).start()
 
     def stop(self, timeout: float = 2.0) -> None:
         """Stop the threads and free the port; waits at most ``timeout`` seconds for running handlers."""
@@ -175,8 +174,10 @@ class GraphServer:
         self._counters.answered(request.kind, 0.0)
         return encode(request.error(_cause(error)))
 
-    def _report(self, path: Path) -> None:
-        """Thread that rewrites the stats file until ``stop()``."""
+    def _report_stats(self) -> None:
+        """Rewrite the stats file until ``stop()``."""
+        path = self._stats_file
+        assert path is not None
         report = StatsReport(
             self._info, self.endpoint, self._batch_threads, self._counters, self._busy, self._scheduler.status,
             self._peers,

@@ -18,7 +18,7 @@ from trainer.sampler.local_graph import LocalGraph
 from trainer.store.part_store import open_parts
 
 
-class Owner:
+class LocalClient:
     """Stands in for a host's client: answers requests from the host's ``LocalGraph`` without a network."""
 
     def __init__(self, part_ids: Sequence[int], local: LocalGraph):
@@ -36,7 +36,7 @@ def _answer(value: Any) -> Any:
 
 
 @dataclass
-class _Meeting:
+class _Exchange:
     size: int
     values: list[Any] = field(default_factory=list)
 
@@ -50,30 +50,30 @@ class Threads:
     """One of several ranks that are threads; has the interface of ``Ranks``."""
 
     rank: int
-    meeting: _Meeting
+    exchange: _Exchange
 
     @property
     def size(self) -> int:
-        return self.meeting.size
+        return self.exchange.size
 
     def gather(self, value: Any) -> list[Any]:
-        self.meeting.values[self.rank] = value
-        self.meeting.barrier.wait()
-        found = list(self.meeting.values)
-        self.meeting.barrier.wait()
+        self.exchange.values[self.rank] = value
+        self.exchange.barrier.wait()
+        found = list(self.exchange.values)
+        self.exchange.barrier.wait()
         return found
 
     def agree(self, work: Callable[[], Any]) -> Any:
         result = work()
-        self.meeting.barrier.wait()
+        self.exchange.barrier.wait()
         return result
 
 
-def together(size: int, work: Callable[[Threads], Any]) -> list[Any]:
+def run_ranks(size: int, work: Callable[[Threads], Any]) -> list[Any]:
     """Run ``work`` for every rank, each in a thread. Returns the results by rank."""
-    meeting = _Meeting(size)
+    exchange = _Exchange(size)
     with ThreadPoolExecutor(size) as pool:
-        return list(pool.map(lambda rank: work(Threads(rank, meeting)), range(size)))
+        return list(pool.map(lambda rank: work(Threads(rank, exchange)), range(size)))
 
 
 def hosts(folder: Any, num_parts: int, topology: str = "partitioned", **options: Any) -> list[Graph]:
@@ -83,7 +83,7 @@ def hosts(folder: Any, num_parts: int, topology: str = "partitioned", **options:
     graphs = []
     for own in range(num_parts):
         store = open_parts(folder, [own], topology)
-        others = {part: Owner([part], locals_[part]) for part in range(num_parts) if part != own}
+        others = {part: LocalClient([part], locals_[part]) for part in range(num_parts) if part != own}
         graphs.append(Graph(store, DistGraph(LocalGraph(store), others, **options), placed=layout))
     return graphs
 

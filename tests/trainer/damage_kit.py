@@ -37,7 +37,7 @@ def small_folder(folder: Path) -> Path:
     return folder
 
 
-def all_of(folder: Path, digests: bool) -> str:
+def content_digest(folder: Path, digests: bool) -> str:
     """Return a digest of all samples and rows of a folder. ``digests``: verify the files' digests first."""
     store = open_parts(folder, (0,), "replicated")
     if digests:
@@ -202,24 +202,24 @@ def damage(sound: Path, work: Path, seed: int, seconds: float) -> None:
     ``AssertionError`` for a wrong row that the digest check missed, and any error that is no ``TrainerError``.
     """
     shutil.copytree(sound, work)
-    right, until, tried, refused = all_of(work, True), time.monotonic() + seconds, 0, 0
+    right, until, tried, refused = content_digest(work, True), time.monotonic() + seconds, 0, 0
     while time.monotonic() < until:
         number = seed + tried
         case = Damage(number, work)
         print(number, case, flush=True)
         case.apply()
         try:
-            all_of(work, False)  # rows may be wrong, but no kernel may read beyond its arrays
+            content_digest(work, False)  # rows may be wrong, but no kernel may read beyond its arrays
         except TrainerError as error:
             assert str(error)
         try:
-            changed = all_of(work, True) != right
+            changed = content_digest(work, True) != right
             assert not changed or case.path.name == "manifest.json", "a wrong row"
         except TrainerError:
             refused += 1
         tried += 1
         _restore(sound, work, case)
-    assert all_of(work, True) == right
+    assert content_digest(work, True) == right
     print(f"done {tried} {refused}", flush=True)
 
 

@@ -30,7 +30,7 @@ SETTINGS = SampleSettings({HOMO_EDGE: (5, 5)})
 
 
 @dataclass(frozen=True)
-class Asks:
+class BatchRequests:
     """The batches that one client requests."""
 
     name: str
@@ -40,7 +40,7 @@ class Asks:
 
 
 @dataclass(frozen=True)
-class Got:
+class ReceivedBatch:
     """A received batch."""
 
     client: int
@@ -48,27 +48,27 @@ class Got:
     nbytes: int
 
 
-class Crowd:
+class ClientProcesses:
     """The client processes and the batches they have received."""
 
-    def __init__(self, endpoint: str, clients: Sequence[Asks]):
+    def __init__(self, endpoint: str, clients: Sequence[BatchRequests]):
         self.clients = clients
         argv = [sys.executable, __file__, endpoint, json.dumps([asdict(one) for one in clients])]
         pipe = subprocess.PIPE
         self._process = subprocess.Popen(argv, stdin=pipe, stdout=pipe, text=True, env=server_environment())
         assert self._process.stdout is not None
         self.pids: list[int] = json.loads(self._process.stdout.readline())
-        self._got: list[Got] = []
+        self._received: list[ReceivedBatch] = []
         threading.Thread(target=self._read, daemon=True).start()
 
     def _read(self) -> None:
         assert self._process.stdout is not None
         for line in self._process.stdout:
             client, at, nbytes = line.split()
-            self._got.append(Got(int(client), float(at), int(nbytes)))
+            self._received.append(ReceivedBatch(int(client), float(at), int(nbytes)))
 
-    def got(self, since: float = 0.0, until: float = float("inf")) -> list[Got]:
-        return [one for one in list(self._got) if since <= one.at < until]
+    def received(self, since: float = 0.0, until: float = float("inf")) -> list[ReceivedBatch]:
+        return [one for one in list(self._received) if since <= one.at < until]
 
     def await_all(self, batches: int = 1, seconds: float = 60.0, of: Sequence[int] | None = None) -> None:
         """Wait until each client (or each in ``of``) has received ``batches`` more batches."""
@@ -76,7 +76,7 @@ class Crowd:
         while waiting:
             assert time.monotonic() < start + seconds, f"no batches for clients {sorted(waiting)}"
             time.sleep(0.1)
-            counts = Counter(one.client for one in self.got(start))
+            counts = Counter(one.client for one in self.received(start))
             waiting -= {client for client, count in counts.items() if count >= batches}
 
     def send(self, signum: int, clients: Sequence[int]) -> None:
@@ -90,52 +90,54 @@ class Crowd:
 
 
 @contextlib.contextmanager
-def crowd_of(endpoint: str, clients: Sequence[Asks]) -> Iterator[Crowd]:
-    """Yield a crowd in which each client has received its first batch."""
-    crowd = Crowd(endpoint, clients)
+def running_clients(endpoint: str, clients: Sequence[BatchRequests]) -> Iterator[ClientProcesses]:
+    """Start the clients and wait until each has received its first batch."""
+    processes = ClientProcesses(endpoint, clients)
     try:
-        crowd.await_all()
-        yield crowd
+        processes.await_all()
+        yield processes
     finally:
-        crowd.close()
+        processes.close()
 
 
-def shares(got: Sequence[Got], clients: Sequence[int], nbytes: bool = False) -> dict[int, float]:
+def shares(received: Sequence[ReceivedBatch], clients: Sequence[int], nbytes: bool = False) -> dict[int, float]:
     """Return what each client received as a multiple of the equal share, in bytes or in batches."""
     had = dict.fromkeys(clients, 0)
-    for one in got:
+    for one in received:
         if one.client in had:
             had[one.client] += one.nbytes if nbytes else 1
     equal = sum(had.values()) / len(had)
     return {client: count / equal for client, count in had.items()}
 
 
-def ask_for_batches(number: int, endpoint: str, asks: Asks) -> None:
+def run_client(number: int, endpoint: str, requests: BatchRequests) -> None:
     """Open a gateway and start threads that request batches for ever."""
-    gateway = Gateway([place_of(endpoint)], 60.0, server_wait=60.0, client=client_name(asks.name))
+    gateway = Gateway([place_of(endpoint)], 60.0, server_wait=60.0, client=client_name(requests.name))
     num_nodes = gateway.open(60.0).nodes[HOMO_NODE].num_nodes
-    for thread in range(asks.under_way):
+    for thread in range(requests.under_way):
         rng = np.random.default_rng((number, thread))
-        threading.Thread(target=_ask, args=(number, gateway, asks, num_nodes, rng)).start()
+        threading.Thread(target=_request_batches, args=(number, gateway, requests, num_nodes, rng)).start()
 
 
-def _ask(number: int, gateway: Gateway, asks: Asks, num_nodes: int, rng: np.random.Generator) -> None:
-    attrs = {HOMO_NODE: (asks.attr,)}
+def _request_batches(
+    number: int, gateway: Gateway, requests: BatchRequests, num_nodes: int, rng: np.random.Generator
+) -> None:
+    attrs = {HOMO_NODE: (requests.attr,)}
     while True:
-        seeds = SeedSet({HOMO_NODE: rng.integers(0, num_nodes, asks.seeds)})
+        seeds = SeedSet({HOMO_NODE: rng.integers(0, num_nodes, requests.seeds)})
         made = gateway.sample_batch(BatchWork(SETTINGS, seeds, int(rng.integers(1 << 60)), attrs))
         nbytes = sum(array.nbytes for rows in made.rows.values() for array in rows.values())
-        os.write(1, f"{number} {time.monotonic()} {nbytes}\n".encode())  # shorter than PIPE_BUF: lines stay whole
+        os.write(1, f"{number} {time.monotonic()} {nbytes}\n".encode())  # shorter than PIPE_BUF, so lines are not mixed
 
 
 def main(endpoint: str, clients: str) -> None:
     pids = []
     gate, opener = os.pipe()
-    for number, asks in enumerate(json.loads(clients)):
+    for number, requests in enumerate(json.loads(clients)):
         if (pid := os.fork()) == 0:
             os.close(opener)
             os.read(gate, 1)  # returns once all clients are forked and their pids are printed
-            return ask_for_batches(number, endpoint, Asks(**asks))
+            return run_client(number, endpoint, BatchRequests(**requests))
         pids.append(pid)
     os.write(1, (json.dumps(pids) + "\n").encode())
     os.close(opener)

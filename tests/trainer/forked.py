@@ -31,8 +31,8 @@ class Forked:
     def __init__(self, work: Callable[..., None], args: Sequence[Any], env: Mapping[str, str], cwd: Path = REPOSITORY):
         handle, self._output = tempfile.mkstemp(dir=_outputs.name)
         os.close(handle)
-        life = (work, tuple(args), dict(env), cwd, self._output)
-        self._process = _context.Process(target=_live, args=life, daemon=True)
+        arguments = (work, tuple(args), dict(env), cwd, self._output)
+        self._process = _context.Process(target=_forked_main, args=arguments, daemon=True)
         _start_server()
         self._process.start()
 
@@ -92,7 +92,7 @@ def _start_server() -> None:
                 os.environ[name] = value
 
 
-def _live(work: Callable[..., None], args: tuple[Any, ...], env: dict[str, str], cwd: Path, output: str) -> None:
+def _forked_main(work: Callable[..., None], args: tuple[Any, ...], env: dict[str, str], cwd: Path, output: str) -> None:
     """Main function of the forked process: redirect its output, set its environment and call ``work``."""
     handle = os.open(output, os.O_WRONLY | os.O_APPEND)
     for stream in (1, 2):

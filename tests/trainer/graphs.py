@@ -12,7 +12,7 @@ from trainer.core.schema import HOMO_EDGE, HOMO_NODE, EdgeType
 from trainer.data.dataset import Dataset, EdgeData, NodeData
 
 DEBIAN = Path(__file__).resolve().parents[2].parent / "shared" / "data" / "debian"
-NO_DEBIAN = f"real data is not there: {DEBIAN}"
+NO_DEBIAN = f"the Debian data does not exist: {DEBIAN}"
 
 
 def graph(

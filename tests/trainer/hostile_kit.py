@@ -302,7 +302,7 @@ def send_as_glutton(attack: Attack, num_nodes: int) -> None:
 def send_as_stranger(attack: Attack) -> int:
     """Attack without a key, with a wrong one, or in another protocol. Returns the number of connections."""
     chance, sent, connections = random.Random(attack.seed), 0, 0
-    open_ones: list[RawPeer] = []
+    open_peers: list[RawPeer] = []
     while sent < attack.count:
         connections += 1
         payload, number = _payload(chance)
@@ -314,10 +314,10 @@ def send_as_stranger(attack: Attack) -> int:
                     peer.receive(0.01)
                 continue
             peer = RawPeer(attack.endpoint, greets=False)
-            open_ones.append(peer)  # half of them are left open for a while
+            open_peers.append(peer)  # half of them are left open for a while
             peer.sock.sendall(payload)
-        if open_ones and (chance.random() < 0.5 or len(open_ones) > 200):
-            open_ones.pop(chance.randrange(len(open_ones))).close()
+        if open_peers and (chance.random() < 0.5 or len(open_peers) > 200):
+            open_peers.pop(chance.randrange(len(open_peers))).close()
     return connections
 
 

@@ -103,7 +103,7 @@ def test_shares_of_ranks_add_up_to_the_same_batches(places, name, how):
             of = {"target": "item", "link": None if load == "nodes" else TO}
         for few in (None, 1) if how != "uniform" else (None, 2, 1, 0):
             arguments = arguments_of(data, how, load)
-            rest = _count(arguments, load) % 6  # one or two over would join the batch before on three ranks, not on one
+            rest = _count(arguments, load) % 6  # on three ranks, a rest of 1 or 2 joins the batch before
             few_or_full = _count(arguments, load) - (rest if rest < 3 else 0) if few is None else few
             arguments = _first(arguments, few_or_full)
             expected = [facts([b], load, **of) for b in loader_of(whole, load, {**arguments, "batch_size": 6})]

@@ -96,10 +96,10 @@ def sample(graph, work: BatchWork) -> SampledBatch:
 def test_a_request_and_its_batch_are_decoded_unchanged(graphs, name: str) -> None:
     graph, work = (graphs["homo"], HOMO[name]) if name in HOMO else (graphs["hetero"], HETERO[name])
     request = sent(batch_messages.batch_request(work, ME))
-    there, client = batch_messages.read_batch_request(request)
+    decoded, client = batch_messages.read_batch_request(request)
     assert client == ME == batch_messages.read_client(request)
-    assert flat(there) == flat(work)
-    made = sample(graph, there)
+    assert flat(decoded) == flat(work)
+    made = sample(graph, decoded)
     frames = [bytes(frame) for frame in encode(batch_messages.batch_reply(request, made))]
     back = batch_messages.read_batch(decode(frames), work)
     rows = sum(len(next(iter(columns.values()))) for columns in made.rows.values()) + (

@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from cache_kit import hosts, loader_of, received, together
+from cache_kit import hosts, loader_of, received, run_ranks
 from test_cluster_train import start, two_nodes
 from train_kit import command_line, finish, free_port, metrics, start_script, write_parts
 from trainer.core.remote_settings import CacheSize
@@ -51,7 +51,7 @@ def filled(folder, topology, size, tmp_path, fanouts=FANOUTS, wire_rows="stored"
         plan, limit = batch_plan(graph, loaders[ranks.rank]), CacheSize.parse(size)
         return fill_cache(graph.access, graph.store, plan, node, limit, tmp_path / node, ranks)
 
-    return [found.prediction for found in together(2, work)], loaders
+    return [found.prediction for found in run_ranks(2, work)], loaders
 
 
 def visited(loader, of, epochs):
@@ -133,7 +133,7 @@ def test_a_larger_cache_never_increases_received_bytes(tmp_path, monkeypatch, fa
 @pytest.mark.parametrize("topology", ["partitioned", "replicated"])
 @pytest.mark.parametrize("size", ["0", "10%"])
 def test_some_presampled_steps_predict_the_others(skewed, tmp_path, monkeypatch, topology, size) -> None:
-    monkeypatch.setattr(cache_policy, "MOST_STEPS", 8)  # of 12
+    monkeypatch.setattr(cache_policy, "MOST_STEPS", 8)  # of 12 steps per epoch
     found, loaders = filled(skewed, topology, size, tmp_path)
     for prediction, loader in zip(found, loaders, strict=True):
         assert received(loader).remote_bytes == pytest.approx(prediction.remote_bytes, rel=0.07)
@@ -148,7 +148,7 @@ def test_the_prediction_counts_rounded_rows_as_sent(skewed, tmp_path, monkeypatc
         rounded, _ = filled(skewed, topology, "10%", tmp_path, wire_rows=wire_rows)
         assert rounded[0].cache_bytes == stored[0].cache_bytes
         assert rounded[0].hit_rate == stored[0].hit_rate
-        if topology == "replicated":  # else ids travel, too
+        if topology == "replicated":  # otherwise ids of edges are sent, too
             width = {"float16": 32, "int8": 20}[wire_rows]
             assert rounded[0].remote_bytes == pytest.approx(stored[0].remote_bytes * width / 64)
         assert rounded[0].remote_bytes < stored[0].remote_bytes
@@ -186,7 +186,7 @@ def test_one_host_has_nothing_to_cache(skewed, tmp_path) -> None:
     plan = batch_plan(hosts(skewed, 2)[0], loader_of(hosts(skewed, 2)[0], 0, FANOUTS, BATCH))
     with open_graph(skewed) as alone:
         fill = lambda ranks: fill_cache(alone.access, alone.store, plan, "h", CacheSize(0.1), tmp_path, ranks)  # noqa: E731
-        assert together(1, fill) == [None]
+        assert run_ranks(1, fill) == [None]
 
 
 def test_only_the_first_rank_of_each_host_presamples(skewed, tmp_path) -> None:
@@ -206,7 +206,7 @@ def test_only_the_first_rank_of_each_host_presamples(skewed, tmp_path) -> None:
             plan = dataclasses.replace(plan, requests=lambda epoch: sampled.append(rank) or loader.requests(epoch))
         return fill_cache(graph.access, graph.store, plan, nodes[rank], CacheSize(0.1), tmp_path / nodes[rank], ranks)
 
-    found = together(4, work)
+    found = run_ranks(4, work)
     assert found[0].prediction == found[1].prediction != found[2].prediction and found[3] is None
     assert set(sampled) == {0, 2}
     rows = [graph.access._cache.num_rows for graph in (first, again)]
@@ -243,7 +243,7 @@ def test_a_users_script_on_two_hosts(tmp_path) -> None:
             lines = [line.split()[1:] for line in ended.output.splitlines() if line.startswith("RESULT")]
             (_, expected0, received0, rows0), (_, expected10, received10, rows10) = lines
             assert int(rows0) == 0 and int(rows10) > 100
-            assert int(received10) < 0.9 * int(received0)  # ids of edges are most of it
+            assert int(received10) < 0.9 * int(received0)  # most of the traffic are ids of edges
             assert int(received0) == pytest.approx(int(expected0), rel=0.1)
             assert int(received10) == pytest.approx(int(expected10), rel=0.1)
 

@@ -206,9 +206,9 @@ def test_workers_and_clients_give_every_rank_the_same_batches(tmp_path, split):
 
 def cluster_of(mode):
     """Two nodes that hold two parts each; the ranks run on these nodes, or on one client node for each."""
-    here = [ClusterNode(k, f"h{k}", mode, f"tcp://h{k}:1", HALVES[k], ()) for k in (0, 1)]
+    servers = [ClusterNode(k, f"h{k}", mode, f"tcp://h{k}:1", HALVES[k], ()) for k in (0, 1)]
     ranks = [(0, 1), (2, 3)]
     if mode == "worker":
-        return Cluster("r", 4, 1, tuple(replace(node, ranks=ranks[node.node_rank]) for node in here))
-    there = [ClusterNode(k + 2, f"h{k + 2}", "client", None, (), ranks[k]) for k in (0, 1)]
-    return Cluster("r", 4, 1, (*here, *there))
+        return Cluster("r", 4, 1, tuple(replace(node, ranks=ranks[node.node_rank]) for node in servers))
+    clients = [ClusterNode(k + 2, f"h{k + 2}", "client", None, (), ranks[k]) for k in (0, 1)]
+    return Cluster("r", 4, 1, (*servers, *clients))

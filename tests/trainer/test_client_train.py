@@ -51,15 +51,15 @@ def client_env(cluster: Path, node_rank: int) -> dict[str, str]:
 
 def test_one_client_trains_and_infers_as_one_process_with_all_parts(parts, servers, tmp_path, monkeypatch):
     cluster = cluster_file(tmp_path / "cluster.json", servers, {2: [0]})
-    there = TrainJob(job(parts, tmp_path, epochs=2).settings, None, tmp_path / "client", (), cluster)
-    here = job(parts, tmp_path / "local", epochs=2)
-    expected = train(here)
+    on_client = TrainJob(job(parts, tmp_path, epochs=2).settings, None, tmp_path / "client", (), cluster)
+    on_one_process = job(parts, tmp_path / "local", epochs=2)
+    expected = train(on_one_process)
     monkeypatch.setenv("NODE_RANK", "2")
-    found = train(there)
+    found = train(on_client)
     assert found.test_accuracy == expected.test_accuracy
-    assert curve(there.run_dir) == curve(here.run_dir)
-    assert [line["remote_share"] for line in metrics(there.run_dir, "epoch")] == [1.0, 1.0]
-    checkpoint = here.run_dir / "checkpoints" / "last.pt"
+    assert curve(on_client.run_dir) == curve(on_one_process.run_dir)
+    assert [line["remote_share"] for line in metrics(on_client.run_dir, "epoch")] == [1.0, 1.0]
+    checkpoint = on_one_process.run_dir / "checkpoints" / "last.pt"
     scores = infer(InferJob(checkpoint, None, tmp_path / "out-client", (), cluster))
     assert scores.accuracy == infer(InferJob(checkpoint, parts, tmp_path / "out-local")).accuracy
     for part in range(4):

@@ -153,7 +153,7 @@ class GivenClusters(ClusterData):
 @pytest.mark.parametrize("batch_size", [1, 4, 5])
 def test_batches_equal_those_of_torch_geometric(batch_size):
     graph, data, cluster = clustered()
-    data.id = torch.arange(data.num_nodes)  # its nodes are in no particular order within a cluster
+    data.id = torch.arange(data.num_nodes)  # torch_geometric does not sort the nodes of a cluster
     theirs = ClusterLoader(GivenClusters(data, cluster, 12), batch_size=batch_size)
     for mine, other in zip(DistClusterLoader(graph, batch_size=batch_size), theirs, strict=True):
         order, to_id = mine.n_id.argsort(), other.id.argsort()
@@ -166,7 +166,7 @@ def test_batches_equal_those_of_torch_geometric(batch_size):
 @pytest.mark.parametrize("sparse_format", ["csr", "csc"])
 @pytest.mark.parametrize("source", ["memory", "parts"])
 def test_edges_are_in_the_order_of_torch_geometrics_clusters(sparse_format, source):
-    data = homo_data(num_edges=900)  # some edges twice
+    data = homo_data(num_edges=900)  # includes multi-edges
     graph = clustered(edges=900)[0] if source == "parts" else data
     num_clusters = None if source == "parts" else 5
     for batch in DistClusterLoader(graph, num_clusters, sparse_format=sparse_format, batch_size=3, shuffle=True):
@@ -181,7 +181,7 @@ def test_edges_are_in_the_order_of_torch_geometrics_clusters(sparse_format, sour
 
 def test_odd_graphs_and_clusters_without_nodes():
     for data in (odd_data(), no_edges(), small_data([(0, 0), (0, 0)], 2)):
-        cluster = np.where(np.arange(data.num_nodes) < 2, 9, 4)  # numbers 0 to 3 and 5 to 8 have no node
+        cluster = np.where(np.arange(data.num_nodes) < 2, 9, 4)  # clusters 0 to 3 and 5 to 8 have no nodes
         attrs = {"x": data.x.numpy(), "cluster": cluster}
         store = store_of(data.edge_index.numpy(), data.num_nodes, 3, attrs=attrs,
                          edge_attrs={"edge_attr": data.edge_attr.numpy()},

@@ -19,7 +19,7 @@ from trainer.core.errors import PeerError
 from trainer.core.ranks import RankGroup, Ranks
 
 TRAINER = Path(__file__).resolve().parents[2] / "trainer"
-#: Files that unpickle, each with its own test: kernels of a private folder, and arrays through restricted unpicklers.
+#: Files that may unpickle, each with its own test: kernels from a private folder, arrays with restricted unpicklers.
 UNPICKLE = {"core/compiled.py", "data/ogb.py", "data/pyg.py"}
 
 VALUES = {"none": None, "floats": [math.inf, -0.0, 1e300], "ids": (1, (2, "x"), ()), 7: [True, b"raw"]}
@@ -52,8 +52,8 @@ def exchange_values() -> None:
     found = group.from_first({"of": TENSORS, "n": (1, 2)} if group.rank == 0 else None)
     assert found is not None and found["n"] == (1, 2) and found["of"].keys() == TENSORS.keys()
     for name, tensor in TENSORS.items():
-        there = found["of"][name]
-        assert there.dtype == tensor.dtype and torch.equal(there, tensor), name
+        received = found["of"][name]
+        assert received.dtype == tensor.dtype and torch.equal(received, tensor), name
     dist.destroy_process_group()
 
 
@@ -73,7 +73,7 @@ def test_numpy_numbers_are_sent_as_python_numbers() -> None:
         pickle.dumps({"rank": 0}),
         b"",
         b"\xc7\x00\x05",  # a MessagePack extension of an unknown type
-        b"\x91" * 100_000,  # lists in lists
+        b"\x91" * 100_000,  # nested lists
         encode(torch.empty(2), []).replace(b"float32", b"no_type"),
     ],
 )

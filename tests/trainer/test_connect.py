@@ -25,7 +25,7 @@ from trainer.service.service_keys import admit_guest, write_key_file
 
 
 @pytest.fixture(autouse=True)
-def impatient(monkeypatch):
+def short_timeouts(monkeypatch):
     """Count servers as gone after one second, to keep the tests short."""
     monkeypatch.setattr(open, "GONE_AFTER", 1.0)
 

@@ -15,7 +15,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from damage_kit import all_of, damage, small_folder
+from damage_kit import content_digest, damage, small_folder
 from forked import Forked
 from service_kit import write_cluster
 from train_kit import environment, finish, free_port, job, start_rank
@@ -195,7 +195,7 @@ def test_a_restarted_process_does_not_compare_digests_again(folder, tmp_path, mo
 
 
 def test_a_sound_folder_is_opened_alike_with_and_without_digests(sound: Path) -> None:
-    assert all_of(sound, True) == all_of(sound, False)
+    assert content_digest(sound, True) == content_digest(sound, False)
 
 
 def test_a_graph_server_compares_its_files_before_it_serves(folder: Path, tmp_path: Path, monkeypatch) -> None:

@@ -14,7 +14,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from fair_kit import Asks, Crowd, Got, crowd_of, shares
+from fair_kit import BatchRequests, ClientProcesses, ReceivedBatch, running_clients, shares
 from partitions import random_graph, store_of, write_store
 from service_kit import serve_process, wait_for, write_cluster
 from waiting import wait_until
@@ -63,7 +63,7 @@ class Server:
 @contextmanager
 def server_of(parts: Path, folder: Path) -> Iterator[Server]:
     cluster = write_cluster(folder / "cluster.json", (0, "tcp://127.0.0.1:1", [0]))
-    # one thread, so that clients wait for the server and not for a processor
+    # with one thread, clients wait for the server and not for a CPU
     options = {"batch_threads": 1, "buffer_mb": BUFFER_MB, "stats_file": folder / "stats.json"}
     with serve_process(folder, parts, [0], "tcp://127.0.0.1:0", cluster, **options) as (process, ready):
         yield Server(wait_for(ready, process)["endpoint"], process.pid, folder / "stats.json")
@@ -75,30 +75,30 @@ def server(parts: Path, tmp_path: Path) -> Iterator[Server]:
         yield made
 
 
-def window(crowd: Crowd, batches: int, seconds: float = 120.0) -> list[Got]:
+def window(clients: ClientProcesses, batches: int, seconds: float = 120.0) -> list[ReceivedBatch]:
     """Return at least ``batches`` batches in a row, received while all clients are active."""
-    crowd.await_all(3)
+    clients.await_all(3)
     start = time.monotonic()
-    wait_until(lambda: len(crowd.got(start)) >= batches, seconds)
-    return crowd.got(start)
+    wait_until(lambda: len(clients.received(start)) >= batches, seconds)
+    return clients.received(start)
 
 
 @pytest.mark.slow
 def test_twenty_clients_have_equal_shares(server: Server) -> None:
-    with crowd_of(server.endpoint, [Asks(f"client{k}") for k in range(CLIENTS)]) as crowd:
-        share = shares(window(crowd, 60 * CLIENTS), range(CLIENTS))
+    with running_clients(server.endpoint, [BatchRequests(f"client{k}") for k in range(CLIENTS)]) as clients:
+        share = shares(window(clients, 60 * CLIENTS), range(CLIENTS))
     assert all(abs(each - 1) < 0.1 for each in share.values()), share
 
 
 @pytest.mark.slow
 def test_shares_are_equal_in_bytes_for_any_batch_size(server: Server) -> None:
     """Every fourth client requests batches four times as large, and more of them at the same time."""
-    asks = [Asks(f"client{k}", *((400, 4) if k % 4 == 0 else (100, 3))) for k in range(CLIENTS)]
-    with crowd_of(server.endpoint, asks) as crowd:
-        got = window(crowd, 120 * CLIENTS)
-    share = shares(got, range(CLIENTS), nbytes=True)
+    requests = [BatchRequests(f"client{k}", *((400, 4) if k % 4 == 0 else (100, 3))) for k in range(CLIENTS)]
+    with running_clients(server.endpoint, requests) as clients:
+        received = window(clients, 120 * CLIENTS)
+    share = shares(received, range(CLIENTS), nbytes=True)
     assert all(abs(each - 1) < 0.1 for each in share.values()), share
-    batches = shares(got, range(CLIENTS))
+    batches = shares(received, range(CLIENTS))
     assert batches[0] < 0.5 * batches[1]
 
 
@@ -106,22 +106,22 @@ def test_shares_are_equal_in_bytes_for_any_batch_size(server: Server) -> None:
 def test_clients_that_hang_or_die_cost_no_more_than_the_buffer(server: Server) -> None:
     """Without the buffer's limit, the server would make 36 batches of 11 MB for the six hanging clients."""
     hanging, killed, others = range(6), range(6, 9), range(9, CLIENTS)
-    asks = [Asks(f"client{k}", 200, *((6, "wide") if k in hanging else (2, "x"))) for k in range(CLIENTS)]
+    requests = [BatchRequests(f"client{k}", 200, *((6, "wide") if k in hanging else (2, "x"))) for k in range(CLIENTS)]
     before = server.memory
-    with crowd_of(server.endpoint, asks) as crowd:
-        crowd.send(signal.SIGSTOP, hanging)
+    with running_clients(server.endpoint, requests) as clients:
+        clients.send(signal.SIGSTOP, hanging)
         start = time.monotonic()
         peak, held = watched(server, 6, [f"client{k}" for k in hanging])
         assert held > 10e6, "hanging clients occupy some of the buffer"
         assert peak - before < BUFFER_MB + MARGIN_MB
-        share = shares(crowd.got(start), [*killed, *others])
+        share = shares(clients.received(start), [*killed, *others])
         assert all(abs(each - 1) < 0.1 for each in share.values()), share
-        crowd.send(signal.SIGKILL, killed)
+        clients.send(signal.SIGKILL, killed)
         away = [f"client{k}" for k in (*hanging, *killed)]
         wait_until(lambda: server.held(away) == 0, FREED_WITHIN)
-        crowd.await_all(3, of=others)
-        crowd.send(signal.SIGCONT, hanging)
-        crowd.await_all(3, of=[*hanging, *others])
+        clients.await_all(3, of=others)
+        clients.send(signal.SIGCONT, hanging)
+        clients.await_all(3, of=[*hanging, *others])
         assert server.memory - before < BUFFER_MB + MARGIN_MB
     wait_until(lambda: server.stats["buffer_bytes"] == 0, FREED_WITHIN)
     print(f"memory of {before:.0f} MB has grown by {peak - before:.0f} MB at most, {held / 1e6:.0f} MB held")

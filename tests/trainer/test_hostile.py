@@ -109,11 +109,13 @@ def ask_and_compare(client: HostClient, graph: DistGraph, nodes: np.ndarray) -> 
     assert_same_sample(client.sample_hops([request])[0], graph.sample_hops([request])[0])
     np.testing.assert_array_equal(rows_of(client, nodes)["x"], rows_of(graph, nodes)["x"])
     work = BatchWork(SampleSettings({HOMO_EDGE: (4, 3)}), SeedSet({HOMO_NODE: nodes[:50]}), 9, {HOMO_NODE: ("x",)})
-    there = client.submit_batch(work, NAME).result()
-    here = SubgraphSampler(graph, graph.local.store.manifest, work.settings, work.attrs).sample(work.seeds, work.key)
-    np.testing.assert_array_equal(there.subgraph.edges[HOMO_EDGE].src, here.subgraph.edges[HOMO_EDGE].src)
-    for name, rows in here.rows[HOMO_NODE].items():
-        np.testing.assert_array_equal(there.rows[HOMO_NODE][name], rows)
+    received = client.submit_batch(work, NAME).result()
+    expected = SubgraphSampler(graph, graph.local.store.manifest, work.settings, work.attrs).sample(
+        work.seeds, work.key
+    )
+    np.testing.assert_array_equal(received.subgraph.edges[HOMO_EDGE].src, expected.subgraph.edges[HOMO_EDGE].src)
+    for name, rows in expected.rows[HOMO_NODE].items():
+        np.testing.assert_array_equal(received.rows[HOMO_NODE][name], rows)
 
 
 @contextlib.contextmanager
@@ -203,7 +205,7 @@ def test_two_hundred_busy_clients_that_are_killed_do_no_harm(tmp_path) -> None:
                         for parts in asked:
                             peer.send(*parts)
                 for peer in peers:
-                    peer.sock.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))  # as when killed
+                    peer.sock.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))  # reset on close
         with contextlib.closing(victim.client(60.0)) as client:
             ask_and_compare(client, victim.graph, np.arange(300))
     assert not honest.wrong, honest.wrong

@@ -106,7 +106,7 @@ def test_links_and_negatives_do_not_depend_on_ranks():
 @pytest.mark.parametrize("fanout", [-1, 4])
 def test_excluded_links_and_their_reverses_are_not_sampled(fanout):
     data = homo()
-    both = torch.cat([data.edge_index, data.edge_index.flip(0), data.edge_index[:, :20]], dim=1)  # doubled ones too
+    both = torch.cat([data.edge_index, data.edge_index.flip(0), data.edge_index[:, :20]], dim=1)  # with multi-edges
     data = Data(x=data.x, edge_index=both)
     loader = DistLinkNeighborLoader(data, [fanout, fanout], both[:, :60], batch_size=6, exclude="both")
     leaky = DistLinkNeighborLoader(data, [fanout, fanout], both[:, :60], batch_size=6)

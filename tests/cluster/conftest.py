@@ -1,4 +1,4 @@
-"""Tests on several sshd in network namespaces: `cluster` marker, skip reason, fixtures."""
+"""Fixtures of the tests on several sshd in network namespaces, and the skip reason for the marker `cluster`."""
 
 from __future__ import annotations
 
@@ -26,28 +26,31 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 @pytest.fixture(scope="session", autouse=True)
 def hosts_share_kernels(compiled_kernels: None) -> None:
-    """They look for compiled kernels where the tests have them."""
+    """Set GNNFLEET_KERNELS, so that the hosts use the tests' folder of compiled kernels."""
 
 
 @pytest.fixture(scope="session")
 def three_hosts(tmp_path_factory: pytest.TempPathFactory) -> Iterator[NetCluster]:
-    """Three hosts that also take a password, for all tests of a worker; they share ``cluster.shared_folder``."""
+    """Yield three hosts that also accept a password, shared by all tests of a worker.
+
+    All hosts see ``cluster.shared_folder`` at the same path.
+    """
     with NetCluster(3, password=True, shared_folder=tmp_path_factory.mktemp("shared")) as made:
         yield made
 
 
 @pytest.fixture
 def cluster(three_hosts: NetCluster) -> Iterator[NetCluster]:
-    """The three hosts, without processes, links and programs as they were afterwards."""
+    """Yield the three hosts; afterwards end their processes, restore their links and unhide programs."""
     yield three_hosts
     for host in three_hosts.hosts:
         host.full_speed()
         host.unhide()
-    end_processes(three_hosts)  # a test that failed must not fail the next one too
+    end_processes(three_hosts)  # a failed test must not make the next one fail
 
 
 @pytest.fixture
 def make_cluster() -> Iterator[Callable[..., NetCluster]]:
-    """``make_cluster(n, **options)``: hosts for one test only."""
+    """Return ``make_cluster(n, **options)``, which creates hosts for one test."""
     with ExitStack() as stack:
         yield lambda count, **options: stack.enter_context(NetCluster(count, **options))

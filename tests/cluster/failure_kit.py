@@ -1,4 +1,4 @@
-"""The scene of failures on real hosts: three nodes, a run folder, and what may be left behind."""
+"""Test kit for failures on real hosts: three nodes, a run folder, and checks for leftover files and processes."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from netns import DISK, NetCluster
 from netns_tools import Process
 from ssh_nodes import ssh_nodes
 
-#: Trains nothing, but all ranks meet in every step, as in data-parallel training.
+#: A script that trains nothing; all ranks meet in every step, as in data-parallel training.
 STEPS = """
 import os, sys, time, torch, torch.distributed as dist
 dist.init_process_group("gloo")
@@ -24,7 +24,7 @@ for step in range(10000):
         raise ValueError("no such column: age")
     time.sleep(0.05)
 """
-#: The same without torch, where no rank needs another.
+#: The same without torch: no rank depends on another.
 COUNTS = """
 import time
 for step in range(10000):
@@ -32,13 +32,13 @@ for step in range(10000):
     time.sleep(0.05)
 """
 WAITS = "import os, time; print('here is rank', os.environ['RANK'], flush=True); time.sleep(300)\n"
-#: What is on a node, for comparing before and after; -xdev: the repository itself may lie, bound, under /tmp.
+#: Files on a node, compared before and after; -xdev because the repository itself may be bind-mounted under /tmp.
 STATE_OF = f"find ~ /tmp {DISK} /dev/shm -xdev -path ~/.ssh -prune -o -type f -print 2>/dev/null | sort"
 
 
 @dataclass
 class Scene:
-    """A cluster.yml over three nodes (one, two and one process) in a folder of the test's own."""
+    """A cluster.yml over three nodes (with one, two and one process) in the test's own folder."""
 
     cluster: NetCluster
     folder: Path
@@ -69,7 +69,7 @@ class Scene:
         return Running(self.config, *words, env=self.cluster.environment(**self.env))
 
     def own_home(self, *, hosts_known: bool = True) -> Path:
-        """A home without the cluster's key, for the operator."""
+        """Return the operator's environment with a home that lacks the cluster's key."""
         home = self.folder / "home"
         (home / ".ssh").mkdir(parents=True)
         if hosts_known:
@@ -82,15 +82,15 @@ class Scene:
             self.nodes[k]["key"] = str(self.cluster.identity)
 
     def files(self, k: int) -> str:
-        """All files on host k."""
+        """Return all files on host k."""
         return self.cluster.hosts[k].run(["bash", "-c", STATE_OF], check=False).stdout
 
     def processes(self, k: int, words: str) -> list[Process]:
-        """Processes of host k whose command begins with a Python and these words."""
+        """Return the processes of host k whose command is a Python followed by ``words``."""
         return [each for each in self.cluster.hosts[k].processes() if each.cmdline.partition(" ")[2].startswith(words)]
 
     def left_behind(self) -> list[str]:
-        """Processes of any kind, tmux sessions included, and locks."""
+        """Return leftover processes of any kind, tmux sessions included, and locks."""
         hosts = [host for host in self.cluster.hosts if host.init_pid]
         found = [f"{host.name}: {process}" for host in hosts for process in host.processes()]
         return found + [line for k in range(len(hosts)) for line in self.files(k).splitlines() if line.endswith("lock")]
@@ -103,12 +103,12 @@ def scene(cluster: NetCluster, tmp_path: Path, parts: Path) -> Scene:
 
 @pytest.fixture(scope="session")
 def parts(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Where the parts are made by the first launch that gets that far."""
+    """Return the folder for the parts; the first launch that needs them creates them."""
     return tmp_path_factory.mktemp("parts") / "synthetic"
 
 
-def said_once(done: Launched, status: int, *words: str) -> None:
-    """Ended with ``status``, and one message that holds ``words``."""
+def assert_one_message(done: Launched, status: int, *words: str) -> None:
+    """Assert that the launch ended with ``status`` and printed one message that contains all ``words``."""
     assert done.status == status, done.output
     assert done.output.count("error:") == 1, done.output
     assert "Traceback" not in done.output

@@ -1,4 +1,4 @@
-"""Which faults there are, what a report must say of each, and random draws of them."""
+"""The kinds of faults, the report expected of each, and random draws."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 NODES = 4
 
-#: All ranks meet in every step, as in data-parallel training; a file asks a rank to go wrong.
+#: A script whose ranks meet in every step, as in data-parallel training; a file triggers the fault of a rank.
 JOB = """
 import ctypes, json, os, sys, time, torch, torch.distributed as dist
 rank, steps, folder = int(os.environ["RANK"]), int(sys.argv[1]), os.environ["GNNFLEET_RUN_DIR"]
@@ -39,15 +39,15 @@ dist.barrier()
 
 @dataclass(frozen=True)
 class Fault:
-    """One thing that goes wrong on one host, once the job has done ``step`` steps (-1: as soon as ranks start)."""
+    """One fault on one host, injected once the job has done ``step`` steps (-1: as soon as ranks start)."""
 
     kind: str
     node: int
     step: int
-    clock: int | None = None  #: a host whose clock is five minutes off meanwhile
-    crowded: bool = False  #: the node runs two ranks, and it is the second that goes wrong
-    detached: bool = False  #: nobody watches: the launcher has left the run to itself before
-    bundled: bool = False  #: the bundled trainer instead of a script of one's own
+    clock: int | None = None  #: node rank of a host whose clock is five minutes off
+    crowded: bool = False  #: the node runs two ranks, and the second one fails
+    detached: bool = False  #: the launcher detaches before the fault
+    bundled: bool = False  #: the bundled trainer instead of a user script
 
     def __str__(self) -> str:
         moment = "detached" if self.detached else "at start" if self.step < 0 else f"step {self.step}"
@@ -57,21 +57,21 @@ class Fault:
 
     @property
     def procs(self) -> list[int]:
-        """Ranks of each node."""
+        """Number of ranks per node."""
         return [2 if self.crowded and k == self.node else 1 for k in range(NODES)]
 
     @property
     def ranks(self) -> range:
-        """Ranks of the node that goes wrong."""
+        """Ranks of the faulty node."""
         return range(self.node, self.node + self.procs[self.node])
 
     @property
     def victim(self) -> str:
-        """The job's process that goes wrong, as outcomes call it."""
+        """The process that fails, named as in outcomes."""
         return f"rank{self.ranks[-1]}"
 
 
-#: What the report must name: a rank, the server or the node as a whole, the words of the reason, the least exit status.
+#: Expected report: what is named (rank, server or node), possible words of the reason, least exit status.
 EXPECTED: dict[str, tuple[str, tuple[str, ...], int]] = {
     "kill": ("rank", ("was killed by signal 9 (SIGKILL)",), 137),
     "server": ("server", ("was killed by signal 9 (SIGKILL)",), 137),
@@ -85,13 +85,13 @@ EXPECTED: dict[str, tuple[str, tuple[str, ...], int]] = {
     "disk": ("rank", ("No space left on device",), 1),
 }
 KINDS = (*EXPECTED, "launcher", "clock")
-ASKED = ("exception", "exit", "segfault", "memory")  # of the job, by a file
-AWAY = ("power", "network")  # the host itself cannot be reached
-_SCRIPT_ONLY = (*ASKED, "disk")
+TRIGGERED = ("exception", "exit", "segfault", "memory")  # faults that the job causes itself, triggered by a file
+UNREACHABLE = ("power", "network")  # faults that make the host unreachable
+_SCRIPT_ONLY = (*TRIGGERED, "disk")
 
 
 def draw(count: int, seed: int) -> list[Fault]:
-    """``count`` faults at random: every kind comes before any kind comes again."""
+    """Draw ``count`` random faults; every kind is drawn before any kind repeats."""
     chance = random.Random(seed)
     faults: list[Fault] = []
     while len(faults) < count:

@@ -1,4 +1,4 @@
-"""Faults on namespaced hosts: how they are injected into a run, and what must be said and left afterwards."""
+"""Injects faults into runs on namespaced hosts, and checks the report and what is left behind."""
 
 from __future__ import annotations
 
@@ -12,37 +12,37 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
-from fault_draw import ASKED, AWAY, EXPECTED, JOB, NODES, Fault, draw
+from fault_draw import EXPECTED, JOB, NODES, TRIGGERED, UNREACHABLE, Fault, draw
 from launching import REPOSITORY, Launched, Running, write_config
 from netns import Host, Machine, NetCluster
 from netns_python import own_python, set_clock
 from operator_kit import end_processes
 from ssh_nodes import WORKDIR, ssh_nodes
 
-CLEAN_WITHIN = 10.0  # seconds from the fault until nothing of the run is left
+CLEAN_WITHIN = 10.0  # seconds from the fault until no process of the run may be left
 STEPS_OF_A_GOOD_RUN = 60
 EPOCHS_OF_A_GOOD_RUN = 40
-#: Leases of living processes, as a run that came next would find them.
+#: Prints the leases of living processes, as the next run would find them.
 HELD = f"import sys; sys.path.insert(0, {str(REPOSITORY)!r}); from launcher.node import leases; print(*leases.held())"
 
 
 @dataclass(frozen=True)
 class Verdict:
-    """What came of one fault."""
+    """The result of one fault."""
 
     fault: Fault
-    said: str  #: the report's first line, or what status said
+    reported: str  #: the report's first line, or the output of status
     status: int
     clean_after: float  #: seconds
     wrong: tuple[str, ...]
 
     def __str__(self) -> str:
         result = "ok" if not self.wrong else "WRONG: " + "; ".join(self.wrong)
-        return f"{self.fault}: exit {self.status}, clean after {self.clean_after:.1f} s, {self.said!r}: {result}"
+        return f"{self.fault}: exit {self.status}, clean after {self.clean_after:.1f} s, {self.reported!r}: {result}"
 
 
 class FaultyCluster:
-    """Four hosts, one after another of whose runs goes wrong."""
+    """Four hosts that run one job per fault."""
 
     def __init__(self, cluster: NetCluster, folder: Path):
         self.cluster, self.folder = cluster, folder
@@ -60,7 +60,7 @@ class FaultyCluster:
     # --- one fault ------------------------------------------------------------------------
 
     def run(self, fault: Fault) -> Verdict:
-        """Launch, inject, wait for the end, look at everything."""
+        """Launch, inject the fault, wait for the end, check everything."""
         self.serial += 1
         for k, host in enumerate(self.cluster.hosts):
             set_clock(host, 300 if k == fault.clock else 0)
@@ -79,21 +79,21 @@ class FaultyCluster:
         began = time.monotonic()
         try:
             self._inject(fault, running)
-            if fault.kind in ASKED:
-                self._await_taken_up(fault)
+            if fault.kind in TRIGGERED:
+                self._await_triggered(fault)
                 began = time.monotonic()
             if fault.kind == "launcher":
                 return self._after_launcher(fault, running)
             if fault.kind == "clock":
                 return self._after_clock(fault, running)
-            clean_after = self._clean_after(began, besides=fault.node if fault.kind in AWAY else None)
+            clean_after = self._clean_after(began, besides=fault.node if fault.kind in UNREACHABLE else None)
             done = None if fault.detached else running.end()
         finally:
             self._repair(fault)
-        if fault.kind in AWAY:
+        if fault.kind in UNREACHABLE:
             clean_after = max(clean_after, self._clean_after(time.monotonic()))
-        told = () if done else self._wrong_in_status(fault)
-        return self._judge(fault, done or self._collect(), clean_after, told)
+        found = () if done else self._wrong_in_status(fault)
+        return self._judge(fault, done or self._collect(), clean_after, found)
 
     def _launch(self, fault: Fault) -> Running:
         folder = self.folder / self.run_id
@@ -119,12 +119,12 @@ class FaultyCluster:
         else:
             running.await_line(f"epoch {fault.step}/" if fault.bundled else f"step {fault.step}")
 
-    def _await_taken_up(self, fault: Fault) -> None:
-        """Until the job does what it was asked to; a detached one may still be importing."""
+    def _await_triggered(self, fault: Fault) -> None:
+        """Wait until the job has read its trigger; the script of a detached run may still be importing."""
         asked = self.cluster.hosts[fault.node].root_path(f"/tmp/fault-{fault.victim}")
         deadline = time.monotonic() + 60
         while asked.exists():
-            assert time.monotonic() < deadline, f"{fault.victim} never did what it was asked to"
+            assert time.monotonic() < deadline, f"{fault.victim} did not read its trigger file"
             time.sleep(0.05)
 
     @property
@@ -133,7 +133,7 @@ class FaultyCluster:
 
     def _inject(self, fault: Fault, running: Running) -> None:
         host = self.cluster.hosts[fault.node]
-        if fault.kind in ASKED:
+        if fault.kind in TRIGGERED:
             if fault.kind == "memory":
                 assert host.memory is not None
                 host.limit_memory(host.memory.used() + (150 << 20))
@@ -157,7 +157,7 @@ class FaultyCluster:
 
     @staticmethod
     def _kill(host: Host, words: str, rank: str = "") -> None:
-        """Kill -9 the Python on ``host`` whose command has these words, be it that of a certain rank."""
+        """Send SIGKILL to the Python on ``host`` whose command has ``words``; ``rank``: only that rank's process."""
         mark = f"RANK={rank.removeprefix('rank')}\0"
         deadline = time.monotonic() + 20
         while time.monotonic() < deadline:
@@ -185,22 +185,22 @@ class FaultyCluster:
 
     @staticmethod
     def left(hosts: Iterable[Host]) -> list[str]:
-        """Processes of any kind, tmux included."""
+        """Return processes of any kind, tmux included."""
         return [f"{host.name}: {process}" for host in hosts for process in host.processes()]
 
     def held(self) -> list[str]:
-        """Leases that stand in a next run's way."""
-        told = [(host.name, host.run([sys.executable, "-c", HELD]).stdout.strip()) for host in self.cluster.hosts]
-        return [f"{name} holds {leases}" for name, leases in told if leases]
+        """Return leases that would block the next run."""
+        found = [(host.name, host.run([sys.executable, "-c", HELD]).stdout.strip()) for host in self.cluster.hosts]
+        return [f"{name} holds {leases}" for name, leases in found if leases]
 
     def _clean_after(self, began: float, besides: int | None = None) -> float:
-        """Seconds since ``began`` until nothing is left, at most three times what is allowed."""
+        """Wait until no process is left, at most three times the limit; return the seconds since ``began``."""
         hosts = [host for k, host in enumerate(self.cluster.hosts) if k != besides]
         while self.left(hosts) and time.monotonic() - began < 3 * CLEAN_WITHIN:
             time.sleep(0.1)
         return time.monotonic() - began
 
-    def _judge(self, fault: Fault, done: Launched, clean_after: float, told: Iterable[str]) -> Verdict:
+    def _judge(self, fault: Fault, done: Launched, clean_after: float, found: Iterable[str]) -> Verdict:
         who, words, least = EXPECTED[fault.kind]
         head = next((line for line in done.output.splitlines() if line.startswith("The run failed:")), "(no report)")
         result = json.loads((self.folder / self.run_id / "runs" / self.run_id / "result.json").read_text())
@@ -212,7 +212,7 @@ class FaultyCluster:
             if each["failed"] and not each["stopped"]
         ]
         names = {"rank": [fault.victim], "server": ["server"], "node": ["node"]}[who]
-        if fault.kind == "disk":  # whichever of the node's ranks writes first
+        if fault.kind == "disk":  # either rank of the node may write first
             names = [f"rank{rank}" for rank in fault.ranks]
         traces = done.output.count("Traceback") - sum("Traceback" in line for line in first.get("traceback", ()))
         checks = {
@@ -223,23 +223,23 @@ class FaultyCluster:
             f"not clean: {self.left(self.cluster.hosts)}": clean_after <= CLEAN_WITHIN,
             f"{traces} tracebacks of ours": fault.step < 0 or traces <= 0 or fault.kind in ("exception", "disk"),
         }
-        wrong = (*told, *(what for what, right in checks.items() if not right), *self.held())
+        wrong = (*found, *(what for what, right in checks.items() if not right), *self.held())
         return Verdict(fault, head, done.status, clean_after, wrong)
 
     def _wrong_in_status(self, fault: Fault) -> list[str]:
-        """With nobody having watched, the nodes themselves know the first cause."""
-        said = self._gnnfleet("status", self.run_id)
+        """Check that ``status``, run after a detached run failed, reports the first cause."""
+        reported = self._gnnfleet("status", self.run_id)
         words = EXPECTED[fault.kind][1]
-        right = said.returncode == 1 and f"node{fault.node}" in said.stdout.split("\n")[0]
-        right = right and any(word in said.stdout.replace("\n", " ") for word in words)
-        return [] if right else [f"status {said.returncode}: {said.stdout + said.stderr!r}"]
+        right = reported.returncode == 1 and f"node{fault.node}" in reported.stdout.split("\n")[0]
+        right = right and any(word in reported.stdout.replace("\n", " ") for word in words)
+        return [] if right else [f"status {reported.returncode}: {reported.stdout + reported.stderr!r}"]
 
     def _collect(self) -> Launched:
         done = self._gnnfleet("collect", self.run_id)
         return Launched(done.returncode, done.stdout + done.stderr, self.folder)
 
     def _after_launcher(self, fault: Fault, running: Running) -> Verdict:
-        """The run goes on; ``status`` tells the truth from elsewhere, ``stop`` ends it."""
+        """Check that the run continues: ``status`` run elsewhere reports it, and ``stop`` ends it."""
         running.process.wait()
         trains = self._until(lambda: self._gnnfleet("status", self.run_id), lambda done: "trains" in done.stdout)
         wrong = [] if "trains" in trains.stdout else [f"status says {trains.stdout + trains.stderr!r}"]
@@ -251,11 +251,11 @@ class FaultyCluster:
             wrong.append(f"stop: {stopped.stdout + stopped.stderr!r}; then {after.stdout + after.stderr!r}")
         if clean_after > CLEAN_WITHIN:
             wrong.append(f"not clean: {self.left(self.cluster.hosts)}")
-        said = trains.stdout.splitlines()[0] if trains.stdout else ""
-        return Verdict(fault, said, stopped.returncode, clean_after, (*wrong, *self.held()))
+        reported = trains.stdout.splitlines()[0] if trains.stdout else ""
+        return Verdict(fault, reported, stopped.returncode, clean_after, (*wrong, *self.held()))
 
     def _after_clock(self, fault: Fault, running: Running) -> Verdict:
-        """A clock that is off does no harm."""
+        """Check that a wrong clock does no harm."""
         if fault.detached:
             self._until(lambda: self._gnnfleet("status", self.run_id), lambda done: "is done" in done.stdout, 60)
         done = self._collect() if fault.detached else running.end()
@@ -281,14 +281,15 @@ class FaultyCluster:
 
 
 def _is_python(cmdline: str, words: str) -> bool:
-    """``python … words …``; not the runner, whose arguments have them too."""
+    """Return whether the command is ``python … words …``; the rank runner, whose arguments include them, does not
+    count."""
     program, *arguments = cmdline.split() or [""]
     given = " ".join(arguments).removeprefix("-u ").removeprefix("-m ")
     return "python" in program and (f"{given} ".startswith(f"{words} ") or given.split(" ")[0].endswith(f"/{words}"))
 
 
 def main(count: int, seed: int, folder: Path) -> int:
-    """Draw and inject; returns how many went wrong."""
+    """Draw and inject ``count`` faults; return how many had a wrong result."""
     os.makedirs(folder, exist_ok=True)
     wrong = 0
     with NetCluster(NODES, machines=FaultyCluster.machines()) as cluster:
@@ -297,7 +298,7 @@ def main(count: int, seed: int, folder: Path) -> int:
             began = time.monotonic()
             try:
                 verdict = faulty.run(fault)
-            except AssertionError as error:  # it did not even get to the fault; the others can still be tried
+            except AssertionError as error:  # the fault was not injected; the others can still be tried
                 verdict = Verdict(fault, "", -1, 0.0, (f"never got there: {str(error)[-500:]}",))
                 end_processes(cluster)
             print(f"{time.monotonic() - began:5.1f} s  {verdict}", flush=True)

@@ -1,4 +1,7 @@
-"""Fault script, ``python tests/cluster/faults.py --count 50 --seed 1``: a line per fault; exit 1 if one is wrong."""
+"""Command line of the fault tests: ``python tests/cluster/faults.py --count 50 --seed 1``.
+
+Prints one line per fault; exits with 1 if any result is wrong.
+"""
 
 from __future__ import annotations
 

@@ -56,16 +56,18 @@ __all__ = ["Host", "Machine", "NetCluster", "NetnsError", "Process", "remove_lef
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 OWN = ("/tmp", "/run", "/dev/shm")
-DISK = "/tmp/gnnfleet"  # a folder of every host that a power cut leaves, at a path that no cluster's name is part of
-BRIDGE_MAC = "02:00:00:00:00:01"  # else that of some host, and another's once that host is powered off
-PASSWORD = "correct-horse-9"  # of root and PASSWORD_USER on hosts made with password=True
+DISK = "/tmp/gnnfleet"  # a folder of every host that survives a power cut; its path contains no cluster's name
+BRIDGE_MAC = (
+    "02:00:00:00:00:01"  # fixed: a bridge takes over the MAC of some host, and another one after that host's power-off
+)
+PASSWORD = "correct-horse-9"  # password of root and PASSWORD_USER on hosts made with password=True
 PASSWORD_HASH = "$6$gnnfleet$FlffmUHd8jMB5CKYvAOydeqTZ7F3umb87lM.c5Ncj4IHPUIzRpEmm7D7gtgJtNGHzGI6C06R8pYVBocfx9FuS1"
 PASSWORD_USER = "worker"
 _serial = itertools.count()
 
 
 class Host:
-    """One machine of the cluster. ``home`` is as seen on the host, see ``root_path``."""
+    """One machine of the cluster. ``home`` is the path on the host; see ``root_path``."""
 
     def __init__(self, cluster: NetCluster, index: int, machine: Machine):
         self.cluster, self.index, self.machine = cluster, index, machine
@@ -73,16 +75,16 @@ class Host:
         self.name = f"{cluster.name}h{index}"
         self.address = f"{cluster.prefix}.{10 + index}"
         self.home = str(cluster.folder / "home")
-        self.folder = cluster.folder / f"h{index}"  # bound over cluster.folder on this host
+        self.folder = cluster.folder / f"h{index}"  # bind-mounted over cluster.folder on this host
         self.init_pid = 0
         self._process: subprocess.Popen[bytes] | None = None
         self._hidden: list[str] = []
         self._slow = False
 
-    # --- life -------------------------------------------------------------------------
+    # --- power ------------------------------------------------------------------------
 
     def prepare(self) -> None:
-        """Write what stays on the host's disk: home, keys, /etc files."""
+        """Write the files that stay on the host's disk: home, keys, /etc files."""
         for name in ("etc", "home/.ssh", "keep", "disk"):
             (self.folder / name).mkdir(parents=True, mode=0o700, exist_ok=True)
         keygen(self.folder / "etc/host_key", self.name)
@@ -123,7 +125,7 @@ class Host:
         return "".join(f"{name} {value}\n" for name, value in options.items())
 
     def power_on(self) -> None:
-        """Boot; returns at once, ``wait_until_up`` waits."""
+        """Boot the host; returns at once, ``wait_until_up`` waits."""
         link, mac = self.name, "02:00:" + ":".join(f"{byte:02x}" for byte in socket.inet_aton(self.address))
         ip(f"netns add {self.name}")
         inside = self.machine.interface
@@ -131,7 +133,7 @@ class Host:
         ip(f"-n {self.name} addr add {self.address}/24 dev {inside}")
         ip(f"-n {self.name} link set lo up")
         ip(f"-n {self.name} link set {inside} up")
-        if self.machine.behind is not None:  # no answer ever gets back to the operator
+        if self.machine.behind is not None:  # drops every answer to the operator
             ip(f"-n {self.name} route add blackhole {self.cluster.prefix}.1/32")
         ip(f"link set {link} master {self.cluster.bridge} up")
         if self.memory:
@@ -148,7 +150,7 @@ class Host:
             )
 
     def _init_script(self) -> str:
-        """Bash as pid 1: it makes the host's own view of the file system, then reaps orphans."""
+        """Return the Bash script of pid 1: sets up the host's own view of the file system, then reaps orphans."""
         quote, folder = shlex.quote, self.cluster.folder
         kept = [(quote(str(path)), quote(f"{self.folder}/keep/{k}")) for k, path in enumerate(self.cluster.kept())]
         lines = ["set -e", f"hostname {self.name}", "mount -t proc proc /proc"]
@@ -162,7 +164,7 @@ class Host:
         return "\n".join([*lines, f"/usr/sbin/sshd -D -e -f {folder}/etc/sshd_config &", "wait"])
 
     def wait_until_up(self, timeout: float = 20.0) -> None:
-        """Return when sshd answers; raises ``NetnsError`` with the console's last lines."""
+        """Wait until sshd answers; raises ``NetnsError`` with the console's last lines."""
         deadline = time.monotonic() + timeout
         while not self._answers():
             dead = self._process is None or self._process.poll() is not None
@@ -188,14 +190,14 @@ class Host:
         return int(Path(f"/proc/{pid}/task/{pid}/children").read_text().split()[0])
 
     def power_cut(self) -> None:
-        """The plug is pulled: no FIN reaches anyone. /tmp is lost, the home folder stays."""
+        """Stop the host without any FIN to its peers. /tmp is lost, the home folder stays."""
         self.cut_network()
         self.destroy()
 
     def destroy(self) -> None:
-        """Kill everything on the host and take its interface away; safe to call twice."""
+        """Kill everything on the host and remove its interface; safe to call twice."""
         if self._process is not None:
-            self._process.kill()  # --kill-child takes pid 1 along, and that all others
+            self._process.kill()  # --kill-child kills pid 1, and with it all processes of the host
             self._process.wait()
             self._process = None
         kill_namespace(self.name)
@@ -227,20 +229,20 @@ class Host:
         return done
 
     def root_path(self, path: str | Path) -> Path:
-        """Where the outside sees the host's ``path`` (``~/`` is the host's home)."""
+        """Return the path outside of the host for ``path`` on the host (``~/`` is the host's home)."""
         text = str(path)
         absolute = self.home + text[1:] if text == "~" or text.startswith("~/") else text
         return Path(f"/proc/{self.init_pid}/root") / absolute.lstrip("/")
 
     def write(self, path: str, text: str, *, mode: int = 0o644) -> None:
-        """Put a file on the host, e.g. a wrapper that plays another Python."""
+        """Write a file on the host, e.g. a wrapper that replaces a Python."""
         place = self.root_path(path)
         place.parent.mkdir(parents=True, exist_ok=True)
         place.write_text(text)
         place.chmod(mode)
 
     def processes(self, *, system: bool = False) -> list[Process]:
-        """What runs on the host, without pid 1 and sshd (unless ``system``) and without zombies."""
+        """Return the host's processes without zombies, and without pid 1 and sshd unless ``system``."""
         found = [each for each in processes_of(self.init_pid) if each.cmdline] if self.init_pid else []
         return found if system else [each for each in found if each.pid != 1 and "sshd" not in each.cmdline.split()[0]]
 
@@ -248,21 +250,21 @@ class Host:
         """Signal a process by its pid on the host."""
         self.run(["bash", "-c", f"kill -{int(signum)} {pid}"])
 
-    # --- trouble ----------------------------------------------------------------------
+    # --- faults -----------------------------------------------------------------------
 
     def cut_network(self) -> None:
-        """Packets to and from the host vanish; its interface still looks fine."""
+        """Drop all packets to and from the host; its interface stays up."""
         self._port_state(0)
 
     def restore_network(self) -> None:
         self._port_state(3)
 
     def _port_state(self, state: int) -> None:
-        """Of the bridge: 0 disabled, 3 forwarding."""
+        """Set the state of the bridge port: 0 disabled, 3 forwarding."""
         tool(["bridge", "link", "set", "dev", self.name, "state", str(state)])
 
     def slow_link(self, rate: str = "10mbit") -> None:
-        """Limit both directions to ``rate`` (in the words of ``tc``)."""
+        """Limit both directions to ``rate`` (in ``tc`` notation)."""
         self._slow = True
         shape = f"root tbf rate {rate} burst 64kb latency 200ms"
         tool(["tc", "qdisc", "replace", "dev", self.name, *shape.split()])
@@ -277,12 +279,12 @@ class Host:
         tool(["tc", "-n", self.name, "qdisc", "del", "dev", self.machine.interface, "root"], check=False)
 
     def limit_memory(self, size: int | None) -> None:
-        """Have the kernel end processes once all of the host together take more than ``size`` bytes."""
+        """Limit the memory of all processes together to ``size`` bytes; the kernel kills processes beyond it."""
         assert self.memory is not None
         self.memory.limit(size)
 
     def hide(self, path: str) -> None:
-        """Make a file or folder vanish on this host only, as if it were not installed."""
+        """Hide a file or folder on this host only, as if it were not installed."""
         parent, upper = str(Path(path).parent), f"/run/hidden{Path(path).parent}"
         layers = f"lowerdir={parent},upperdir={upper}/upper,workdir={upper}/work"
         script = (
@@ -294,19 +296,19 @@ class Host:
         self._hidden.append(path)
 
     def unhide(self) -> None:
-        """Bring everything hidden back."""
+        """Restore everything hidden."""
         for parent in {str(Path(path).parent) for path in self._hidden}:
             self.run(["bash", "-c", f"umount -l {parent} && rm -r /run/hidden{parent}"])
         self._hidden.clear()
 
 
 class NetCluster:
-    """``hosts`` on one bridge. A context manager; cleans up at interpreter exit as well.
+    """``hosts`` on one bridge. A context manager; also cleans up at interpreter exit.
 
-    ``shared_folder``: a folder that all hosts and the operator see at the same path; made if missing.
-    ``password``: sshd also takes PASSWORD, for root and for PASSWORD_USER.
+    ``shared_folder``: a folder that all hosts and the operator see at the same path; created if missing.
+    ``password``: sshd also accepts PASSWORD, for root and for PASSWORD_USER.
     ``sshd_options``: lines of sshd_config, e.g. ``{"MaxSessions": "2"}``.
-    ``machines``: what single hosts have for themselves, by index.
+    ``machines``: settings of single hosts, by index.
     """
 
     def __init__(
@@ -352,7 +354,7 @@ class NetCluster:
             self.shared_folder.mkdir(parents=True, exist_ok=True)
         written = self.folder / "owner.new"
         written.write_text(f"{self.owner} {start_ticks(self.owner)}")
-        written.rename(self.folder / "owner")  # whole at once: others look at it in remove_leftovers
+        written.rename(self.folder / "owner")  # written atomically: remove_leftovers of other processes reads it
         ip(f"link add {self.bridge} address {BRIDGE_MAC} type bridge")
         ip(f"addr add {self.prefix}.1/24 dev {self.bridge}")
         ip(f"link set {self.bridge} up")
@@ -365,13 +367,13 @@ class NetCluster:
         self.ssh_config(self.operator_ssh_config)
 
     def kept(self) -> list[Path]:
-        """What must stay visible although it lies under one of the hosts' own folders."""
+        """Return the paths under a host's own folders that must stay visible."""
         wanted = [REPOSITORY, Path(sys.prefix), Path(sys.base_prefix).resolve()]
         wanted += [self.shared_folder.resolve()] if self.shared_folder else []
         return [path for path in dict.fromkeys(wanted) if any(path.is_relative_to(own) for own in OWN)]
 
     def ssh_config(self, path: Path) -> Path:
-        """Write a client config that knows the hosts by name, with known_hosts beside it."""
+        """Write an ssh client config with an alias per host, and known_hosts next to it."""
         known = path.with_name("known_hosts")
         blocks = [
             f"Host {host.name} {host.address}\n  HostName {host.address}\n  User root\n  IdentityFile {self.identity}\n"
@@ -388,13 +390,14 @@ class NetCluster:
         return path
 
     def environment(self, **more: str) -> dict[str, str]:
-        """For a launcher process: this one's, with a home that holds the cluster's SSH files."""
+        """Return the environment of a launcher process: this process's, with a home that holds the cluster's SSH
+        files."""
         dropped = {"SSH_AUTH_SOCK", "TMUX", "TMUX_PANE"}
         kept = {name: value for name, value in os.environ.items() if name not in dropped}
         return kept | {"HOME": str(self.operator_home)} | more
 
     def close(self) -> None:
-        """Take everything down; safe to call twice, and a no-op in forked children."""
+        """Remove everything; safe to call twice, and a no-op in forked children."""
         if os.getpid() != self.owner:
             return
         atexit.unregister(self.close)

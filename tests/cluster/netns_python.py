@@ -1,4 +1,4 @@
-"""Interpreters of a host's own: another path, another layout, and a clock that can be set."""
+"""Python interpreters that belong to one host: other path, other layout, adjustable clock."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import venv
 
 from netns import Host
 
-#: A module for a host's own Python: time.time() with an offset that is read anew ten times a second.
+#: Module for a host's own Python: time.time() with an offset that is read again ten times a second.
 CLOCK = """
 import os, time
 _real, _ticks, _file = time.time, time.monotonic, {file!r}
@@ -29,8 +29,11 @@ time.time = _time
 
 
 def own_python(host: Host, folder: str = "venv", *, conda: bool = False) -> str:
-    """Path on the host of an interpreter in its home folder, with all that ours has and a clock of its own;
-    a virtual environment, or laid out like a conda prefix."""
+    """Create an interpreter in the host's home folder and return its path on the host.
+
+    The interpreter has all packages of the tests' Python and an adjustable clock. Layout: a virtual environment, or a
+    conda prefix.
+    """
     top = host.folder / "home" / folder
     venv.create(top, symlinks=True)
     (site,) = top.glob("lib/python*/site-packages")
@@ -43,5 +46,5 @@ def own_python(host: Host, folder: str = "venv", *, conda: bool = False) -> str:
 
 
 def set_clock(host: Host, seconds: float) -> None:
-    """Put the clock of the host's own interpreters forward (or back) by that much, at any time."""
+    """Shift the clock of the host's own interpreters by ``seconds``; may be called at any time."""
     (host.folder / "home/.clock").write_text(f"{seconds:+g}")

@@ -1,4 +1,4 @@
-"""What ``netns`` needs from the kernel and its tools: ip, ssh-keygen, /proc."""
+"""Kernel tools that ``netns`` uses: ip, ssh-keygen, cgroups, /proc."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import NamedTuple
 
-STATE = Path("/var/tmp/gnnfleet-netns")  # neither /tmp nor /run, which every host has its own of
+STATE = Path("/var/tmp/gnnfleet-netns")  # not in /tmp or /run, because every host has its own
 TOOLS = {
     "ip": "iproute2",
     "bridge": "iproute2",
@@ -31,18 +31,18 @@ SEARCH_PATH = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
 
 @dataclass(frozen=True)
 class Machine:
-    """What makes a host unlike the others."""
+    """Settings that distinguish one host from the others."""
 
     interface: str = "eth0"
     sshd: Mapping[str, str] = field(default_factory=dict)  #: lines of sshd_config
     authorized: Path | None = None  #: the public key that may log in, if not the operator's
-    password: bool = False  #: takes PASSWORD
-    behind: int | None = None  #: the operator reaches it only through that host
-    own_memory: bool = False  #: ``limit_memory`` works; needs a memory cgroup
+    password: bool = False  #: accepts PASSWORD
+    behind: int | None = None  #: index of the host through which alone the operator reaches this one
+    own_memory: bool = False  #: makes ``limit_memory`` usable; needs a memory cgroup
 
 
 def no_memory_limits() -> str:
-    """Why hosts cannot have a memory limit here, or ''."""
+    """Return why hosts cannot have a memory limit on this machine, or ''."""
     probe = MemoryCgroup(f"gfprobe{os.getpid()}")
     try:
         probe.make()
@@ -64,7 +64,7 @@ class MemoryCgroup:
 
     @property
     def mounts(self) -> list[str]:
-        """Shell lines that show it in a namespace whose /sys is new."""
+        """Return shell lines that mount the cgroup in a namespace with a new /sys."""
         if not self._old.is_dir():
             return ["mount -t cgroup2 cgroup2 /sys/fs/cgroup"]
         return [
@@ -79,17 +79,17 @@ class MemoryCgroup:
         self.folder.mkdir(exist_ok=True)
 
     def limit(self, size: int | None) -> None:
-        """None: no limit."""
+        """Set the limit in bytes; None removes it."""
         name, none = ("memory.limit_in_bytes", "-1") if self._old.is_dir() else ("memory.max", "max")
         (self.folder / name).write_text(none if size is None else str(size))
 
     def used(self) -> int:
-        """Bytes taken now."""
+        """Return the bytes in use."""
         name = "memory.usage_in_bytes" if self._old.is_dir() else "memory.current"
         return int((self.folder / name).read_text())
 
     def remove(self) -> None:
-        for _ in range(100):  # the kernel takes a moment to let go of the last process
+        for _ in range(100):  # the kernel releases the last process after a moment
             try:
                 self.folder.rmdir()
             except FileNotFoundError:
@@ -101,7 +101,7 @@ class MemoryCgroup:
 
 
 def unavailable() -> str:
-    """Why no cluster can be made here, or ''."""
+    """Return why no cluster can be created on this machine, or ''."""
     if not sys.platform.startswith("linux") or os.geteuid() != 0:
         return "needs Linux and root"
     missing = {package for tool, package in TOOLS.items() if not shutil.which(tool, path=SEARCH_PATH)}
@@ -112,11 +112,11 @@ def unavailable() -> str:
 
 
 class NetnsError(RuntimeError):
-    """A host could not be set up; the message carries the tool's own words."""
+    """A host could not be set up; the message contains the tool's output."""
 
 
 class Process(NamedTuple):
-    """A process of a host, as the host itself sees it."""
+    """A process of a host, with the pid that the host sees."""
 
     pid: int
     cmdline: str
@@ -129,12 +129,12 @@ def kill_namespace(name: str) -> None:
 
 
 def state(pid: int) -> str:
-    """R, S, D, Z …; '' when there is no such process."""
+    """Return the process state (R, S, D, Z …); '' if the process does not exist."""
     return _stat(pid)[0]
 
 
 def start_ticks(pid: int) -> str:
-    """When ``pid`` started, in clock ticks since boot; '' when there is no such process."""
+    """Return the start time of ``pid`` in clock ticks since boot; '' if the process does not exist."""
     return _stat(pid)[19]
 
 
@@ -155,9 +155,9 @@ def processes_of(init_pid: int) -> Iterator[Process]:
 
 
 def free_prefix(seed: int) -> str:
-    """The first three numbers of a /24 in 10/8 that no route of this machine touches.
+    """Return the first three numbers of a /24 in 10/8 that no route of this machine covers.
 
-    ``seed`` tells apart clusters that start at the same moment.
+    ``seed`` separates clusters that start at the same moment.
     """
     routes = ip("-4 route show table all")
     for offset in range(1000):
@@ -169,7 +169,7 @@ def free_prefix(seed: int) -> str:
 
 
 def public_key(path: Path) -> str:
-    """Type and key, without the comment."""
+    """Return type and key, without the comment."""
     return " ".join(path.read_text().split()[:2])
 
 
@@ -189,11 +189,11 @@ def tool(argv: Sequence[str], *, check: bool = True) -> str:
 
 
 def remove_leftovers() -> None:
-    """Take down clusters whose process is gone (killed before it could clean up)."""
+    """Remove clusters whose process was killed before it could clean up."""
     for owner in STATE.glob("gf*/owner"):
         try:
             pid, _, ticks = owner.read_text().partition(" ")
-        except FileNotFoundError:  # its owner has just removed it
+        except FileNotFoundError:  # removed by its owner at this moment
             continue
         if start_ticks(int(pid)) == ticks:
             continue

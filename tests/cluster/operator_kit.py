@@ -1,4 +1,4 @@
-"""Somebody who operates runs on namespaced hosts, from a machine and a folder of their own."""
+"""Test kit: a user who operates runs on namespaced hosts from their own machine and folder."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from netns import NetCluster
 
 
 class Operator:
-    """Somebody at a machine of their own: a home with the cluster's key, and a folder that knows nothing."""
+    """A user on their own machine: a home with the cluster's key, and a working folder without any runs."""
 
     def __init__(self, cluster: NetCluster, home: Path):
         self.cwd = home / "somewhere"
@@ -22,8 +22,8 @@ class Operator:
         shutil.copytree(cluster.operator_home / ".ssh", home / ".ssh", dirs_exist_ok=True)
         self.env = cluster.environment(HOME=str(home), XDG_STATE_HOME=str(home / ".local/state"), COLUMNS="200")
 
-    def say(self, *words: str, timeout: float = 90) -> Launched:
-        """``gnnfleet words``."""
+    def gnnfleet(self, *words: str, timeout: float = 90) -> Launched:
+        """Run ``gnnfleet *words``."""
         argv = [sys.executable, str(REPOSITORY / "launch.py"), *words]
         done = subprocess.run(argv, cwd=self.cwd, env=self.env, capture_output=True, text=True, timeout=timeout)
         return Launched(done.returncode, done.stdout + done.stderr, self.cwd)
@@ -31,19 +31,19 @@ class Operator:
     def status(self, *words: str) -> dict:
         argv = [sys.executable, str(REPOSITORY / "launch.py"), "status", "--json", *words]
         done = subprocess.run(argv, cwd=self.cwd, env=self.env, capture_output=True, text=True, timeout=60)
-        told: dict = json.loads(done.stdout)
-        assert told["exit_status"] == done.returncode, done.stderr
-        return told
+        status: dict = json.loads(done.stdout)
+        assert status["exit_status"] == done.returncode, done.stderr
+        return status
 
 
 def stage_in(project: Path) -> str:
-    """The stage of the only launch from that folder; '' while there is none."""
+    """Return the stage of the only launch from that folder; '' if no launch has begun."""
     found = list((project / "runs").glob("*/launch.json"))
     return str(json.loads(found[0].read_text())["stage"]) if found else ""
 
 
 def await_stage(project: Path, stage: str, seconds: float = 120) -> None:
-    """Return as soon as it has got there."""
+    """Wait until the launch reaches the stage."""
     deadline = time.monotonic() + seconds
     while (at := stage_in(project)) != stage:
         assert at != "end" and time.monotonic() < deadline, f"the launcher is at {at!r} and not at {stage!r}"
@@ -51,12 +51,12 @@ def await_stage(project: Path, stage: str, seconds: float = 120) -> None:
 
 
 def run_processes(cluster: NetCluster) -> list[str]:
-    """What of runs lives on the hosts."""
+    """Return the processes of runs on the hosts."""
     return [f"{host.name}: {process}" for host in cluster.hosts for process in host.processes()]
 
 
 def end_processes(cluster: NetCluster) -> None:
-    """A test that fails must not fail the next one too."""
+    """End all processes on the hosts, so that a failed test does not make the next one fail."""
     for host in cluster.hosts:
         for process in host.processes():
             host.run(["kill", "-9", str(process.pid)], check=False)

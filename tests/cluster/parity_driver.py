@@ -1,4 +1,5 @@
-"""Runs on the operator's host: does plain ``ssh`` get in, and do we? For each variant of stdin, one JSON line."""
+"""Runs on the operator's host and compares plain ``ssh`` with gnnfleet's login. Prints one JSON line per variant on
+stdin."""
 
 from __future__ import annotations
 
@@ -22,8 +23,8 @@ from launcher.transport import open_transport
 from launcher.transport.openssh import OpenSshTransport
 
 HOME = Path.home()
-TIMEOUT = 15.0  # the machine may be busy
-HANGS = 80.0  #: seconds of one variant, after which the stacks of all threads are told
+TIMEOUT = 15.0  # generous, because the machine may be busy
+HANGS = 80.0  #: seconds for one variant; after that the stacks of all threads are printed
 
 
 def main() -> None:
@@ -40,7 +41,7 @@ def main() -> None:
 
 @contextlib.contextmanager
 def prepared(variant: dict[str, Any]) -> Iterator[None]:
-    """A home as the variant has it, with its agent."""
+    """Create the variant's home folder and its ssh-agent."""
     shutil.rmtree(HOME / ".ssh", ignore_errors=True)
     for name, text in variant["files"].items():
         path = HOME / ".ssh" / name
@@ -88,7 +89,7 @@ def agent(keys: list[str]) -> Iterator[str]:
 
 
 def listens(path: str) -> bool:
-    """The file is there a moment before connections are taken."""
+    """Return whether the agent accepts connections; its socket file appears a moment earlier."""
     with socket.socket(socket.AF_UNIX) as client:
         return client.connect_ex(path) == 0
 

@@ -1,4 +1,5 @@
-"""Runs of graph servers and clients on namespaced hosts: what each rank trained, and what is done to them meanwhile."""
+"""Test kit: runs of graph servers and clients on namespaced hosts; records what each rank trained and injects
+faults."""
 
 from __future__ import annotations
 
@@ -18,12 +19,12 @@ from netns import Host, NetCluster
 from netns_tools import Process
 from ssh_nodes import ssh_nodes
 
-SERVERS, CLIENTS = (0, 1), (2, 3, 4)  #: node ranks; the first client leads
-EPOCHS, SEEDS, STEPS = 3, 900, 30  #: of a run; train seeds and steps of an epoch
+SERVERS, CLIENTS = (0, 1), (2, 3, 4)  #: node ranks; the first client is the lead node
+EPOCHS, SEEDS, STEPS = 3, 900, 30  #: of a run; train seeds and steps per epoch
 GRAPH = {"num_nodes": 3000, "avg_degree": 12, "num_classes": 5, "num_features": 16}
 TRAIN = {"hidden": 16, "fanouts": [5, 5], "batch_size": 30, "epochs": EPOCHS, "seed": 3, "timeout": 60}
 Section = dict[str, Any]
-#: The bundled trainer, in a step of so many seconds at least; notes what it trains and where it goes back to.
+#: The bundled trainer with a least time per step; records which seeds it trains and where it rolls back to.
 NOTED = """
 import json, os, sys, time
 from trainer.cli import main
@@ -58,7 +59,7 @@ main(["train", *words])
 
 @dataclass
 class Stage:
-    """Five hosts, two of which serve two parts each, and what a run of one process on one part gives."""
+    """Five hosts, two of which serve two parts each, and the reference curves of one process with one part."""
 
     cluster: NetCluster
     folder: Path  #: of all runs; holds the partition that they share
@@ -70,7 +71,7 @@ class Stage:
         self, *, pause: float = 0.02, replicas: int = 1, data: Section | None = None, train: Section | None = None,
         **run: Any,
     ) -> Run:  # fmt: skip
-        """Start one; ``data``, ``train`` and ``run`` are these sections of the YAML."""
+        """Start a run; ``data``, ``train`` and ``run`` are these sections of the YAML."""
         self.serial += 1
         folder = self.folder / f"{self.folder.name}-{self.serial}"
         folder.mkdir()
@@ -86,14 +87,14 @@ class Stage:
         return Run(self, folder, Running(config, *argv, env=self.cluster.environment()))
 
     def left(self, besides: Iterable[int] = ()) -> list[str]:
-        """Processes of any kind on the hosts, tmux included."""
+        """Return the processes of any kind on the hosts, tmux included, except on the hosts ``besides``."""
         hosts = [host for k, host in enumerate(self.cluster.hosts) if k not in besides and host.init_pid]
         return [f"{host.name}: {process}" for host in hosts for process in host.processes()]
 
 
 @dataclass
 class Run:
-    """One of its runs."""
+    """One run of a stage."""
 
     stage: Stage
     folder: Path
@@ -104,11 +105,11 @@ class Run:
         return self.stage.cluster.hosts[k]
 
     def path(self, k: int, name: str = "") -> Path:
-        """In node ``k``'s run folder, as the outside sees it."""
+        """Return the path of ``name`` in node ``k``'s run folder, as seen from outside the host."""
         return self.host(k).folder / "disk/runs" / self.folder.name / f"node{k}" / name
 
     def await_step(self, epoch: int, step: int, timeout: float = 200) -> Run:
-        """Until the lead node's first rank has trained it, which no other is more than a step behind."""
+        """Wait until the lead node's first rank has trained the step; other ranks are at most one step behind."""
         until = time.monotonic() + timeout
         while not any((each["epoch"], each["step"]) >= (epoch, step) for each in self.notes(CLIENTS[0], 0)):
             assert self.running.process.poll() is None and time.monotonic() < until, self.running.output
@@ -116,15 +117,15 @@ class Run:
         return self
 
     def processes(self, k: int, words: str) -> list[Process]:
-        """Of node ``k``, those whose command is a Python and then ``words``."""
+        """Return node ``k``'s processes whose command is a Python followed by ``words``."""
         return [each for each in self.host(k).processes() if each.cmdline.partition(" ")[2].startswith(words)]
 
     def kill_server(self, k: int) -> None:
-        """kill -9"""
+        """Kill the server with SIGKILL."""
         self._signal_server(k, signal.SIGKILL)
 
     def stop_server(self, k: int) -> None:
-        """It lives, but does nothing any more."""
+        """Suspend the server with SIGSTOP: the process lives, but does nothing."""
         self._signal_server(k, signal.SIGSTOP)
 
     def _signal_server(self, k: int, signum: int) -> None:
@@ -132,7 +133,7 @@ class Run:
         self.host(k).kill(process.pid, signum)
 
     def kill_rank(self, k: int) -> None:
-        """kill -9 of the first of node ``k``'s ranks."""
+        """Kill the first rank of node ``k`` with SIGKILL."""
         self.host(k).kill(self.processes(k, "noted.py")[0].pid)
 
     def end(self, timeout: float = 200) -> Launched:
@@ -144,7 +145,8 @@ class Run:
         return [json.loads(line) for line in whole.splitlines()]
 
     def trained(self) -> Counter[tuple[int, int]]:
-        """(epoch, seed) -> how often it has a share in the weights: what was rolled back does not count."""
+        """Count for each (epoch, seed) how often it contributes to the weights; steps that were rolled back do not
+        count."""
         nodes = [k for k, count in zip(CLIENTS, self.stage.procs, strict=False) for _ in range(count)]
         notes = {rank: self.notes(k, rank) for rank, k in enumerate(nodes)}
         backs = {note["generation"]: (note["epoch"], note["step"]) for note in notes[0] if note.get("back")}
@@ -157,7 +159,7 @@ class Run:
 
 
 def server_client_nodes(cluster: NetCluster, procs: Sequence[int] = (2, 2, 2)) -> list[dict[str, Any]]:
-    """Two servers, and clients with so many processes each."""
+    """Return two servers, and clients with ``procs`` processes each."""
     nodes = ssh_nodes(cluster, (1, 1, *procs))
     for k, node in enumerate(nodes):
         node["role"] = "server" if k in SERVERS else "client"
@@ -167,7 +169,7 @@ def server_client_nodes(cluster: NetCluster, procs: Sequence[int] = (2, 2, 2)) -
 
 
 def flags(settings: dict[str, Any]) -> list[str]:
-    """``train`` of a YAML as flags of the trainer."""
+    """Convert ``train`` of a YAML to flags of the trainer."""
     words = {
         name: ",".join(map(str, value)) if isinstance(value, list) else str(value) for name, value in settings.items()
     }
@@ -177,7 +179,7 @@ def flags(settings: dict[str, Any]) -> list[str]:
 def curves_of_one_process(
     folder: Path, workdirs: Path, data: Section | None = None, train: Section | None = None
 ) -> list[list[float]]:
-    """Step losses of each epoch on one part, on this machine."""
+    """Train in one process on one part on this machine; return the step losses of each epoch."""
     folder.mkdir()
     settings = TRAIN | (train or {})
     done = launch(local_config(folder, [1], workdirs, data=data or {"options": GRAPH}, train=settings), timeout=900)
@@ -186,14 +188,14 @@ def curves_of_one_process(
 
 
 def same_curves(done: Launched, stage: Stage) -> None:
-    """The run went well, and every step's loss is that of one process."""
+    """Assert that the run succeeded and that every step's loss equals that of one process."""
     assert done.status == 0, done.output
     for epoch, curve in enumerate(stage.curves, 1):
         assert done.step_losses(epoch) == pytest.approx(curve, rel=1e-4), f"epoch {epoch}"
 
 
 def every_seed_once(run: Run, seeds: int = SEEDS) -> None:
-    """No seed was trained twice or lost."""
+    """Assert that every seed was trained exactly once per epoch."""
     counted = run.trained()
     assert set(counted.values()) == {1}
     epochs = range(1, len(run.stage.curves) + 1)

@@ -1,4 +1,4 @@
-"""A serving cluster on namespaced hosts, the runs that attach to it, and those who operate both."""
+"""Test kit: a serving cluster on namespaced hosts, the runs that attach to it, and the operators of both."""
 
 from __future__ import annotations
 
@@ -15,30 +15,31 @@ from netns import NetCluster
 from operator_kit import Operator
 from ssh_nodes import WORKDIR, ssh_nodes
 
-SERVERS = (0, 1)  #: hosts, two parts of their own each
+SERVERS = (0, 1)  #: hosts with two parts each
 CLIENTS = (2, 3)
-SPARE = 4  #: a server that joins
+SPARE = 4  #: a server that joins later
 NAME = "toy"
 
 
 class ServingHosts:
-    """Commands of one operator, in a folder of theirs, about serving cluster ``toy``."""
+    """Commands of one operator for the serving cluster ``toy``."""
 
     def __init__(self, cluster: NetCluster, home: Path):
-        self.cluster, self.here = cluster, Operator(cluster, home)
-        self.folder = self.here.cwd
+        self.cluster, self.operator = cluster, Operator(cluster, home)
+        self.folder = self.operator.cwd
 
-    def say(self, *words: str, timeout: float = 150) -> Launched:
-        return self.here.say(*words, timeout=timeout)
+    def gnnfleet(self, *words: str, timeout: float = 150) -> Launched:
+        return self.operator.gnnfleet(*words, timeout=timeout)
 
     def serve(self, hosts: tuple[int, ...] = SERVERS, **sections: Any) -> Launched:
-        """``gnnfleet serve`` with those hosts in the file."""
+        """Run ``gnnfleet serve`` with these hosts in the config file."""
         data = {"dataset": "synthetic", "options": SYNTHETIC, "folder": "parts", "num_parts": 4, "replicas": 2}
         config = {"name": NAME, "nodes": self._nodes(hosts, role="server"), "data": data, **sections}
-        return self.say("serve", "--config", str(self._write(NAME, config)))
+        return self.gnnfleet("serve", "--config", str(self._write(NAME, config)))
 
     def training(self, name: str, clients: tuple[int, ...], epochs: int = 2, servers: tuple[int, ...] = ()) -> Path:
-        """The file of a run on those hosts, one process each; ``servers``: where to look for the cluster."""
+        """Write the config of a run on these hosts, one process each; ``servers``: hosts on which the cluster is looked
+        up."""
         nodes = [*self._nodes(servers, role="server"), *self._nodes(clients, role="client")]
         data, train = {"serving": NAME}, TRAIN | {"epochs": epochs, "batch_size": 128}
         run = {"server_wait": 30}
@@ -46,7 +47,7 @@ class ServingHosts:
 
     def start(self, name: str, clients: tuple[int, ...], epochs: int = 2, servers: tuple[int, ...] = ()) -> Running:
         config = self.training(name, clients, epochs, servers)
-        return Running(config, "--run-id", name, "--plain", env=self.here.env)
+        return Running(config, "--run-id", name, "--plain", env=self.operator.env)
 
     def _nodes(self, hosts: tuple[int, ...], role: str) -> list[dict[str, Any]]:
         nodes = ssh_nodes(self.cluster)
@@ -60,15 +61,15 @@ class ServingHosts:
         return path
 
     def status(self) -> dict[str, Any]:
-        """``gnnfleet serve status --json``."""
+        """Return the output of ``gnnfleet serve status --json``."""
         argv = [sys.executable, str(REPOSITORY / "launch.py"), "serve", "status", NAME, "--json"]
-        done = subprocess.run(argv, cwd=self.folder, env=self.here.env, capture_output=True, text=True, timeout=60)
-        told: dict[str, Any] = json.loads(done.stdout)
-        assert told["exit_status"] == done.returncode, done.stderr
-        return told
+        done = subprocess.run(argv, cwd=self.folder, env=self.operator.env, capture_output=True, text=True, timeout=60)
+        status: dict[str, Any] = json.loads(done.stdout)
+        assert status["exit_status"] == done.returncode, done.stderr
+        return status
 
     def served_batches(self) -> dict[str, int]:
-        """Batches made so far for each run that is a client, over all servers."""
+        """Return the batches made so far per client run, summed over all servers."""
         made: dict[str, int] = {}
         for node in self.status()["nodes"]:
             for client in node["stats"].get("clients", ()):
@@ -77,25 +78,25 @@ class ServingHosts:
         return made
 
     def guests(self, k: int, node_rank: int | None = None) -> list[str]:
-        """Keys that the server on host k lets in."""
+        """Return the names of the client keys that the server on host k accepts."""
         run_dir = f"{WORKDIR}/runs/{NAME}/node{k if node_rank is None else node_rank}"
         folder = self.cluster.hosts[k].root_path(f"{run_dir}/clients")
         return sorted(path.stem for path in folder.glob("*.key"))
 
     def supervisor(self, k: int) -> int:
-        """Pid of server k's supervisor on its host."""
+        """Return the pid of server k's supervisor on its host."""
         path = self.cluster.hosts[k].root_path(f"{WORKDIR}/runs/{NAME}/node{k}/state.json")
         return int(json.loads(path.read_text())["pid"])
 
     def kill_run(self, running: Running, clients: tuple[int, ...]) -> None:
-        """kill -9 of the launcher and of all that is on its hosts."""
+        """Kill the launcher and all processes on the run's hosts with SIGKILL."""
         running.process.kill()
         for k in clients:
             for process in self.cluster.hosts[k].processes():
                 self.cluster.hosts[k].run(["kill", "-9", str(process.pid)], check=False)
 
     def curve(self, name: str) -> list[float]:
-        """Global loss of each step of a run that has ended well."""
+        """Return the global loss of each step of a finished run."""
         lines = map(json.loads, (self.folder / "runs" / name / "metrics.jsonl").read_text().splitlines())
         epochs = {line["epoch"]: line["step_loss"] for line in lines if line["kind"] == "epoch" and "step_loss" in line}
         return [loss for epoch in sorted(epochs) for loss in epochs[epoch]]

@@ -1,4 +1,4 @@
-"""Nodes of a cluster.yml over namespaced hosts, all of which share the compiled kernels of the graph server."""
+"""Builds the nodes of a cluster.yml from namespaced hosts; all use the same compiled kernels of the graph server."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ WORKDIR = DISK
 
 
 def ssh_nodes(cluster: NetCluster, procs: Sequence[int] = (), pythons: Sequence[str] = ()) -> list[dict]:
-    """One node for each host, or as many as ``procs`` has; one process each, and the tests' own Python."""
+    """Return one node per host (or per entry of ``procs``), with one process by default and the tests' own Python."""
     return [
         {
             "host": host.address,

@@ -1,4 +1,4 @@
-"""A launch.py on a terminal of its own: what it shows can be waited for, and keys can be typed."""
+"""Runs launch.py in its own pseudo-terminal: waits for output and types keys."""
 
 from __future__ import annotations
 
@@ -38,16 +38,16 @@ class Terminal:
 
     @property
     def shown(self) -> str:
-        """All that has been shown so far, without escape sequences."""
+        """All output so far, without escape sequences."""
         return _ESCAPES.sub("", self._raw.decode("utf-8", "replace"))
 
     def read(self, seconds: float) -> bool:
-        """Take in what comes within that time; False once the program has closed the terminal."""
+        """Read output for ``seconds``; return False once the program has closed the terminal."""
         if not select.select([self._ours], [], [], seconds)[0]:
             return True
         try:
             data = os.read(self._ours, 65536)
-        except OSError:  # EIO: nobody has it open any more
+        except OSError:  # EIO: no process has the terminal open
             return False
         self._raw += data
         return bool(data)
@@ -64,7 +64,7 @@ class Terminal:
         return self
 
     def end(self, timeout: float = 120) -> int:
-        """Wait for the program's end; its exit status."""
+        """Wait for the program's end; return its exit status."""
         deadline = time.monotonic() + timeout
         while self.read(0.2):
             if time.monotonic() > deadline:
@@ -72,7 +72,7 @@ class Terminal:
         return self.process.wait(10)
 
     def hang_up(self) -> None:
-        """The window is closed."""
+        """Close the terminal, as when its window is closed."""
         os.close(self._ours)
         self._ours = -1
 

@@ -1,4 +1,4 @@
-"""Nodes behind one jump host share a line to it, however few newcomers it takes at a time."""
+"""Tests of nodes behind one jump host: they share one SSH connection to it, although it limits new connections."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ BEHIND = 8
 
 @pytest.fixture(scope="module")
 def cluster() -> Iterator[NetCluster]:
-    """Host 0 is the jump host; it drops every newcomer from the fourth on."""
+    """Yield the hosts; host 0 is the jump host and refuses a fourth unauthenticated connection (MaxStartups)."""
     options = {"MaxStartups": "3:100:3", "LogLevel": "VERBOSE"}
     with NetCluster(1 + BEHIND, sshd_options=options) as made:
         yield made
@@ -28,7 +28,7 @@ def cluster() -> Iterator[NetCluster]:
 
 @pytest.fixture
 def config(cluster: NetCluster, monkeypatch: pytest.MonkeyPatch) -> ClusterConfig:
-    """All hosts but the first, through it."""
+    """Return a config with all hosts but the first, reached through the first."""
     for name, value in cluster.environment().items():
         monkeypatch.setenv(name, value)
     monkeypatch.delenv("SSH_AUTH_SOCK", raising=False)
@@ -46,7 +46,7 @@ def logins(host: Host) -> int:
 
 
 def sessions(host: Host) -> list[Process]:
-    """Who is logged in there."""
+    """Return the login sessions on the host."""
     return [process for process in host.processes(system=True) if process.cmdline.startswith("sshd: root")]
 
 
@@ -67,11 +67,15 @@ def test_one_login_at_the_jump_host_serves_all_nodes(cluster: NetCluster, config
     assert logins(cluster.hosts[0]) == before + 1
     lines[0].close()
     del lines[0]
-    assert names_of(lines) == [host.name for host in cluster.hosts[2:]], "closing one node leaves the others their line"
+    assert names_of(lines) == [host.name for host in cluster.hosts[2:]], (
+        "closing one node's transport keeps the shared connection open"
+    )
     close_all(dict(lines))
 
 
-def test_a_jump_host_line_that_breaks_is_opened_again_for_all(cluster: NetCluster, config: ClusterConfig) -> None:
+def test_a_broken_connection_to_the_jump_host_is_reopened_for_all_nodes(
+    cluster: NetCluster, config: ClusterConfig
+) -> None:
     lines = opened(config)
     jump = cluster.hosts[0]
     before = logins(jump)
@@ -87,7 +91,7 @@ def test_a_jump_host_line_that_breaks_is_opened_again_for_all(cluster: NetCluste
     close_all(dict(lines))
 
 
-def test_the_jump_host_is_left_when_all_nodes_are(cluster: NetCluster, config: ClusterConfig) -> None:
+def test_the_jump_host_connection_closes_with_the_last_node(cluster: NetCluster, config: ClusterConfig) -> None:
     close_all(dict(opened(config)))
     deadline = time.monotonic() + 10
     while sessions(cluster.hosts[0]) and time.monotonic() < deadline:

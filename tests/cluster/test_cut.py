@@ -1,4 +1,4 @@
-"""A network cut of five seconds ends no run, and no node is taken for lost: supervisors on real hosts, all defaults."""
+"""Test of a network cut of five seconds between supervisors with default settings: no run ends, no node is lost."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def cluster() -> Iterator[NetCluster]:
 
 
 def spec(cluster: NetCluster, k: int) -> dict:
-    """A server and two clients, the first of which leads."""
+    """Return the node.json of a server and two clients; the first client leads."""
     folder, trains = f"{cluster.hosts[k].home}/run", ROLES[k] == "client"
     runner = [sys.executable, str(RANK), "--run-dir", folder, "--", sys.executable, "-c", WAIT]
     server = {"argv": [sys.executable, "-c", SERVE], "env": {}, "cwd": folder}
@@ -51,10 +51,10 @@ def spec(cluster: NetCluster, k: int) -> dict:
     }
 
 
-def start(host: Host, told: dict) -> None:
-    host.run(["mkdir", "-p", told["run_dir"]])
-    host.write(f"{told['run_dir']}/node.json", json.dumps(told))
-    words = f"setsid {sys.executable} {SUPERVISOR} {told['run_dir']}/node.json </dev/null >/dev/null 2>&1 &"
+def start(host: Host, node_spec: dict) -> None:
+    host.run(["mkdir", "-p", node_spec["run_dir"]])
+    host.write(f"{node_spec['run_dir']}/node.json", json.dumps(node_spec))
+    words = f"setsid {sys.executable} {SUPERVISOR} {node_spec['run_dir']}/node.json </dev/null >/dev/null 2>&1 &"
     host.run(["bash", "-c", words])
 
 
@@ -63,17 +63,17 @@ def read(host: Host, name: str) -> dict:
     return json.loads(path.read_text()) if path.exists() else {}
 
 
-def wait_for(true, seconds: float) -> None:
+def wait_for(condition, seconds: float) -> None:
     deadline = time.monotonic() + seconds
-    while not true():
+    while not condition():
         assert time.monotonic() < deadline
         time.sleep(0.05)
 
 
 @pytest.mark.cluster
 @pytest.mark.slow
-def test_a_cut_of_five_seconds_harms_nobody(cluster: NetCluster) -> None:
-    """Of the server's host, of a client's, and of the lead node's, wherever in the beat of a second it begins."""
+def test_a_cut_of_five_seconds_ends_no_run(cluster: NetCluster) -> None:
+    """Cuts the server's host, a client's host and the lead node's, at different phases of the heartbeat."""
     for k, host in enumerate(cluster.hosts):
         start(host, spec(cluster, k))
     lead = cluster.hosts[1]

@@ -1,4 +1,4 @@
-"""Examples on three sshd hosts that share nothing: heterogeneous, and links."""
+"""Tests of examples on three sshd hosts that share nothing: heterogeneous graph, and links."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ LINKS = ["--relation", "paper__cites__paper", "--fanouts", "6,3", "--lr", "0.01"
             0.5,
             marks=pytest.mark.slow,
         ),  # fmt: skip
-        # tests/trainer/test_examples_launched.py has it on two nodes of this machine
+        # tests/trainer/test_examples_launched.py runs it on two nodes of this machine
         pytest.param("link_prediction", LINKS, r"test, model: .*AUC ([\d.]+)", 0.8, marks=pytest.mark.slow),
     ],
 )

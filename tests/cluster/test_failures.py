@@ -1,4 +1,4 @@
-"""What goes wrong on real hosts: one clear message, the right exit status and first cause, nothing left behind."""
+"""Tests of failures on real hosts: one clear message, the right exit status and first cause, nothing left behind."""
 
 from __future__ import annotations
 
@@ -11,16 +11,16 @@ from pathlib import Path
 
 import pytest
 
-from failure_kit import Scene, mount, said_once, unmount
+from failure_kit import Scene, assert_one_message, mount, unmount
 from launcher.plan.files import code_files
 from launching import Launched, Running
 from ssh_nodes import WORKDIR
 
-# --- while files are brought ----------------------------------------------------------------------
+# --- during sync -------------------------------------------------------------------------------------
 
 
 def test_a_missing_part_and_a_flipped_byte_are_named_in_one_message(scene: Scene, local_runs: dict) -> None:
-    """Mode verify: the parts are on the nodes already; one lacks a part, the other has a damaged one."""
+    """Mode verify with parts that are on the nodes already; one node lacks a part, another has a damaged one."""
     scene.nodes = scene.nodes[:2]
     scene.data = {"mode": "verify", "folder": "/tmp/parts"}
     folders = [host.root_path("/tmp/parts") for host in scene.cluster.hosts[:2]]
@@ -37,17 +37,17 @@ def test_a_missing_part_and_a_flipped_byte_are_named_in_one_message(scene: Scene
             shutil.rmtree(folder)
     missing = f"node0 (root@{scene.host(0)}): /tmp/parts/part0 is missing, with all its 6 files"
     flipped = f"node1 (root@{scene.host(1)}): /tmp/parts/part1/nodes/node/attrs/x.npy differs from the manifest"
-    said_once(done, 1, missing, flipped, "Copy these files to the nodes again")
+    assert_one_message(done, 1, missing, flipped, "Copy these files to the nodes again")
     assert scene.left_behind() == []
 
 
 @pytest.mark.parametrize("place", ["code", pytest.param("data", marks=pytest.mark.slow)])
 def test_a_disk_that_fills_up_during_sync_is_named(scene: Scene, place: str) -> None:
-    """Code that passes the look before and does not fit, as files take whole pages; and code that does, archive too."""
+    """Code that passes preflight but does not fit, because files use whole pages; and parts that do not fit."""
     sizes = [file.stat().st_size for file in code_files()]
     in_pages = sum(-(-size // 4096) * 4096 for size in sizes)
     size = f"{int(1.15 * sum(sizes)) if place == 'code' else in_pages + sum(sizes) // 2}"
-    scene.parts = scene.folder / "parts"  # not made yet, so that preflight cannot know their size
+    scene.parts = scene.folder / "parts"  # not made yet, so that preflight does not know their size
     scene.data = {"options": {"num_nodes": 40_000}}  # parts larger than the code
     mount(scene, size)
     scene.nodes[1]["workdir"] = "/mnt/small/home"
@@ -55,13 +55,14 @@ def test_a_disk_that_fills_up_during_sync_is_named(scene: Scene, place: str) -> 
         done = scene.launch("--", "python", "waits.py")
     finally:
         unmount(scene)
-    said_once(done, 1, f"node1 (root@{scene.host(1)}): disk full at /mnt/small/home/{place}/", "Make room")
+    assert_one_message(done, 1, f"node1 (root@{scene.host(1)}): disk full at /mnt/small/home/{place}/", "Make room")
     assert done.result["state"] == "failed" and scene.left_behind() == []
 
 
 @pytest.mark.slow
 def test_a_full_disk_does_not_hide_the_first_cause(scene: Scene) -> None:
-    """What went wrong is known though its node could write no more. A disk that is the cause: see test_faults."""
+    """The first cause is known although its node could write nothing more. A full disk as the cause: see
+    test_faults."""
     host = scene.cluster.hosts[1]
     host.run(["mount", "-t", "tmpfs", "-o", "size=4m", "tmpfs", WORKDIR])
     try:
@@ -80,8 +81,8 @@ def test_a_full_disk_does_not_hide_the_first_cause(scene: Scene) -> None:
 
 
 @pytest.mark.slow
-def test_ctrl_c_during_sync_leaves_only_what_the_next_sync_takes_up(scene: Scene) -> None:
-    earlier = scene.running("--", "python", "waits.py").await_line("here is rank 1")  # our code is there then
+def test_ctrl_c_during_sync_leaves_only_files_that_the_next_sync_reuses(scene: Scene) -> None:
+    earlier = scene.running("--", "python", "waits.py").await_line("here is rank 1")  # places the code on the nodes
     shutil.rmtree(earlier.send(signal.SIGINT).end().run_dir)
     scene.parts = scene.folder / "parts"
     scene.data = {"options": {"num_nodes": 3000, "avg_degree": 12, "num_classes": 5, "num_features": 500}}
@@ -107,11 +108,11 @@ def test_ctrl_c_during_sync_leaves_only_what_the_next_sync_takes_up(scene: Scene
     again = scene.running("--", "python", "waits.py").await_line("here is rank 1")
     again.send(signal.SIGINT).end()
     there = [event["bytes"] for event in events(again, "synced")]
-    assert sum(there) < total_bytes(scene.parts) - partial / 2, "what had arrived is not sent again"
+    assert sum(there) < total_bytes(scene.parts) - partial / 2, "files that had arrived must not be sent again"
 
 
 def events(running: Running, kind: str) -> list[dict]:
-    """Of the last run in this folder."""
+    """Return the events of the last run in this folder."""
     folder = max((running.folder / "runs").iterdir(), key=lambda path: path.stat().st_mtime)
     lines = map(json.loads, (folder / "events.jsonl").read_text().splitlines())
     return [line for line in lines if line["kind"] == kind]
@@ -121,11 +122,12 @@ def total_bytes(folder: Path) -> int:
     return sum(path.stat().st_size for path in folder.rglob("*.npy"))
 
 
-# --- while it runs: the first cause leads, everything else ends, soon -----------------------------
+# --- during the run: the first cause leads the report, everything else ends soon -----------------
 
 
 def failed(scene: Scene, done: Launched, name: str, reason: str, *, node_rank: int = 1, status: int = 1) -> None:
-    """The run failed at ``name`` on that node for ``reason``, and all ended ten seconds after that."""
+    """Assert that the run failed at ``name`` on that node for ``reason``, and that everything ended within ten
+    seconds."""
     first = done.result["first_failure"]
     assert (first["name"], first["node_rank"], first["reason"]) == (name, node_rank, reason), done.output
     assert first["host"] == f"root@{scene.host(node_rank)}"
@@ -135,7 +137,7 @@ def failed(scene: Scene, done: Launched, name: str, reason: str, *, node_rank: i
     assert f"runs/{done.run_dir.name}/logs/node{node_rank}/{name}.log" in done.output
     accounted_for(done, head)
     own = [each["returncode"] for each in outcomes(done) if each["failed"] and not each["stopped"]]
-    assert done.status == max(own) >= status, "highest of those that failed by themselves"
+    assert done.status == max(own) >= status, "highest status among processes that failed on their own"
     assert (done.run_dir / "result.json").stat().st_mtime - first["ended"] < 10
     assert scene.left_behind() == []
 
@@ -145,15 +147,15 @@ def outcomes(done: Launched) -> list[dict]:
 
 
 def accounted_for(done: Launched, head: str) -> None:
-    """What followed is counted, echoes of the failure behind it in the first line, and what was stopped below."""
+    """Assert that the report counts all others: failures that followed in the first line, stopped processes below."""
     others = [each for each in outcomes(done) if each != done.result["first_failure"]]
     assert sorted(each["name"] for each in others if each["name"] == "server") == ["server"] * 3
     assert len(others) == 6, "three more ranks and three servers"
     echoes = sum(each["failed"] and not each["stopped"] for each in others)
     assert not echoes or re.search(rf"(, [\d.]+ s before|;) {echoes} follow-up errors?$", head), head
     stopped = sum(each["stopped"] for each in others)
-    told = re.search("^stopped after it: (.*)$", done.output, re.M)
-    assert sum(map(int, re.findall(r"\d+", told[1] if told else "0"))) == stopped, done.output
+    stopped_after = re.search("^stopped after it: (.*)$", done.output, re.M)
+    assert sum(map(int, re.findall(r"\d+", stopped_after[1] if stopped_after else "0"))) == stopped, done.output
 
 
 @pytest.mark.parametrize("rank", ["1", pytest.param("3", marks=pytest.mark.slow)])
@@ -165,7 +167,7 @@ def test_a_rank_that_raises_leads_the_report(scene: Scene, rank: str) -> None:
     failed(scene, done, f"rank{rank}", "raised ValueError: no such column: age", node_rank=node_rank)
 
 
-@pytest.mark.slow  # test_run has it on this machine, and test_faults one that the kernel kills
+@pytest.mark.slow  # test_run has this on one machine, and test_faults a rank killed by the kernel
 def test_a_rank_killed_with_9_leads_the_report(scene: Scene) -> None:
     running = scene.running("--", "python", "steps.py").await_line("step 9")
     scene.cluster.hosts[1].kill(scene.processes(1, "steps.py")[0].pid)
@@ -176,12 +178,12 @@ def test_a_rank_killed_with_9_leads_the_report(scene: Scene) -> None:
 
 
 def run_processes(scene: Scene) -> list[str]:
-    """Of the run itself; not those by which the launcher follows it and collects logs."""
+    """Return the processes of the run, without those with which the launcher follows it and collects logs."""
     words = ("steps.py", "supervisor.py", "trainer serve", "tmux")
     return [line for line in scene.left_behind() if any(word in line for word in words)]
 
 
-@pytest.mark.slow  # test_failures_local has Ctrl-C on this machine
+@pytest.mark.slow  # test_failures_local has Ctrl-C on one machine
 @pytest.mark.parametrize("signum", [signal.SIGINT, signal.SIGTERM])
 def test_a_signal_to_the_launcher_ends_every_node(scene: Scene, signum: int) -> None:
     running = scene.running("--", "python", "steps.py").await_line("step 9")
@@ -199,8 +201,8 @@ def test_a_signal_to_the_launcher_ends_every_node(scene: Scene, signum: int) -> 
     assert scene.left_behind() == []
 
 
-def test_a_run_id_that_is_taken_on_nodes_is_refused_and_the_other_run_left_alone(scene: Scene) -> None:
-    """By a session on node1, by a run folder on node2."""
+def test_a_run_id_in_use_on_nodes_is_refused_and_the_other_run_continues(scene: Scene) -> None:
+    """The run id is used by a session on node1 and by a run folder on node2."""
     live, ended = scene.cluster.hosts[1:]
     live.run(["tmux", "new-session", "-d", "-s", "gnnfleet-mine-node1", "sleep 60"])
     ended.run(["mkdir", "-p", f"{WORKDIR}/runs/mine/node2"])
@@ -211,14 +213,16 @@ def test_a_run_id_that_is_taken_on_nodes_is_refused_and_the_other_run_left_alone
     finally:
         live.run(["tmux", "kill-server"], check=False)
         ended.run(["rm", "-r", f"{WORKDIR}/runs/mine"])
-    said_once(done, 3, f"node1 ({live.address})", "the run id is already in use: tmux session gnnfleet-mine-node1 exists")
-    said_once(done, 3, f"the run id is already in use: {WORKDIR}/runs/mine/node2", "choose another --run-id")
-    assert sessions == ["gnnfleet-mine-node1"], "what was there before is left alone"
+    assert_one_message(
+        done, 3, f"node1 ({live.address})", "the run id is already in use: tmux session gnnfleet-mine-node1 exists"
+    )
+    assert_one_message(done, 3, f"the run id is already in use: {WORKDIR}/runs/mine/node2", "choose another --run-id")
+    assert sessions == ["gnnfleet-mine-node1"], "existing processes and files are not touched"
     assert [scene.files(k) for k in range(3)] == before and scene.left_behind() == []
 
 
 @pytest.mark.slow
-def test_a_closed_tmux_session_is_the_cause_not_the_ranks_that_missed_their_peers(scene: Scene) -> None:
+def test_a_closed_tmux_session_is_the_cause_not_the_ranks_that_lost_peers(scene: Scene) -> None:
     running = scene.running("--", "python", "steps.py").await_line("step 9")
     scene.cluster.hosts[1].run(["tmux", "kill-server"])
     done = running.end()
@@ -230,8 +234,8 @@ def test_a_closed_tmux_session_is_the_cause_not_the_ranks_that_missed_their_peer
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("name", "command"), [("rank3", "-m trainer train"), ("server", "-m trainer serve")])
-def test_killing_a_part_of_the_bundled_trainer_leads_the_report(scene: Scene, name: str, command: str) -> None:
-    """The peers of a killed rank or graph server fail too, some of them earlier than it is noticed."""
+def test_killing_a_process_of_the_bundled_trainer_leads_the_report(scene: Scene, name: str, command: str) -> None:
+    """The peers of a killed rank or graph server fail too, some of them before its death is noticed."""
     scene.train = {"epochs": 5000}
     running = scene.running().await_line("epoch 3/5000")
     scene.cluster.hosts[2].kill(scene.processes(2, command)[0].pid)
@@ -246,7 +250,7 @@ def test_killing_a_part_of_the_bundled_trainer_leads_the_report(scene: Scene, na
 
 @pytest.mark.slow
 @pytest.mark.parametrize("trouble", ["power", "network"])
-def test_a_node_that_falls_silent_is_given_up_and_the_others_stopped(scene: Scene, trouble: str) -> None:
+def test_a_silent_node_is_reported_lost_and_the_others_are_stopped(scene: Scene, trouble: str) -> None:
     scene.run = {"connect_timeout": 3}
     host = scene.cluster.hosts[2]
     running = scene.running("--", "python", "steps.py").await_line("step 9")
@@ -266,9 +270,9 @@ def test_a_node_that_falls_silent_is_given_up_and_the_others_stopped(scene: Scen
     assert done.status >= 1 and "Traceback" not in done.output, done.output
     first = done.result["first_failure"]
     assert (first["name"], first["node_rank"]) == ("node", 2), done.output
-    assert "no sign of life for 6 s (run.peer_timeout)" in first["reason"], "as its peers say"
+    assert "no sign of life for 6 s (run.peer_timeout)" in first["reason"], "the reason comes from its peers"
     assert f'ssh root@{host.address} "tmux kill-session' in done.output, "its processes cannot be reached"
     assert seconds < 30 and left == []
     while trouble == "network" and scene.left_behind() and time.monotonic() < deadline:
         time.sleep(1)
-    assert scene.left_behind() == [], "once the network is back, its ranks notice that the others are gone"
+    assert scene.left_behind() == [], "once the network is back, its ranks notice the loss of the others and end"

@@ -1,4 +1,5 @@
-"""Random faults: the first cause is named, every node is clean within ten seconds, the exit status is right."""
+"""Tests of random faults: the first cause is named, every node is clean within ten seconds, the exit status is
+right."""
 
 from __future__ import annotations
 
@@ -22,7 +23,7 @@ def faulty(tmp_path_factory: pytest.TempPathFactory) -> Iterator[FaultyCluster]:
         yield FaultyCluster(cluster, tmp_path_factory.mktemp("faults"))
 
 
-def test_a_draw_has_every_kind_before_any_comes_again() -> None:
+def test_a_draw_has_every_kind_before_any_kind_repeats() -> None:
     assert {fault.kind for fault in draw(len(KINDS), SEED)} == set(KINDS)
     assert draw(20, SEED) == draw(20, SEED) != draw(20, SEED + 1)
 

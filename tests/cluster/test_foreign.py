@@ -1,4 +1,4 @@
-"""Other launchers' files on namespaced hosts, as they are but for hosts and paths."""
+"""Tests of other launchers' files on namespaced hosts, unchanged except for hosts and paths."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from launching import REPOSITORY, Launched, launch
 from netns import NetCluster
 from ssh_nodes import WORKDIR
 
-KERNELS = f"GNNFLEET_KERNELS={os.environ['GNNFLEET_KERNELS']}"  # the hosts share what the tests have compiled
+KERNELS = f"GNNFLEET_KERNELS={os.environ['GNNFLEET_KERNELS']}"  # hosts use the tests' compiled kernels
 GLT = """\
 # IP addresses for all nodes.
 # Note: The first 3 params are expected to form usernames@nodes:ports
@@ -82,7 +82,7 @@ IP_CONFIG=${{PYG_WORKSPACE}}/ip_config.yaml
 
 @pytest.fixture
 def graph(tmp_path: Path) -> Path:
-    """A small graph of one's own, in the folder of .npy files that a path in these files may name."""
+    """Return a small user graph as a folder of .npy files, to be named as a path in these files."""
     folder, rng = tmp_path / "my_graph", np.random.default_rng(0)
     folder.mkdir()
     labels = rng.integers(3, size=600)
@@ -105,9 +105,9 @@ def on_these_hosts(cluster: NetCluster, text: str, graph: Path) -> str:
     return text.format(*addresses, python=sys.executable, folder=WORKDIR, graph=graph, launch=launcher)
 
 
-@pytest.mark.slow  # tests/launcher/test_foreign.py has its plan
-def test_glts_yaml_launches_as_it_is(cluster: NetCluster, tmp_path: Path, graph: Path) -> None:
-    """The hosts have no GPUs, which is said on the command line."""
+@pytest.mark.slow  # tests/launcher/test_foreign.py tests its plan
+def test_a_graphlearn_torch_yaml_launches_unchanged(cluster: NetCluster, tmp_path: Path, graph: Path) -> None:
+    """The hosts have no GPUs, so the command line overrides the devices."""
     config = tmp_path / "dist_train_sage_sup_config.yml"
     config.write_text(on_these_hosts(cluster, GLT, graph))
     words = "--epochs 2 --batch_size 64 --master_addr 0.0.0.0 --master_port 11345 --set nodes.*.devices=[]"
@@ -119,7 +119,7 @@ def test_glts_yaml_launches_as_it_is(cluster: NetCluster, tmp_path: Path, graph:
 
 
 @pytest.mark.slow
-def test_torch_geometrics_run_dist_launches_as_it_is(cluster: NetCluster, tmp_path: Path, graph: Path) -> None:
+def test_torch_geometrics_run_dist_launches_unchanged(cluster: NetCluster, tmp_path: Path, graph: Path) -> None:
     (tmp_path / "ip_config.yaml").write_text("".join(f"- {host.address} 1234\n" for host in cluster.hosts[:2]))
     script = tmp_path / "run_dist.sh"
     script.write_text(on_these_hosts(cluster, RUN_DIST, graph))

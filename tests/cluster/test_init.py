@@ -1,4 +1,4 @@
-"""gnnfleet init on real hosts: what it finds there becomes a file that passes check; who is away is named."""
+"""Test of gnnfleet init on real hosts: it writes a file that passes check, and names unreachable hosts."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from terminal import Terminal
 
 
 @pytest.mark.slow
-def test_hosts_are_looked_at_and_the_file_passes_check(make_cluster, tmp_path) -> None:
-    """A virtual environment of each is found; a host that is not there is left out with its reason; unknown keys are
-    learned where a person says so, and a password is asked for where no key gets in."""
+def test_init_probes_hosts_and_its_file_passes_check(make_cluster, tmp_path) -> None:
+    """Finds each host's virtual environment, leaves out an unreachable host with the reason, learns host keys after
+    confirmation and asks for a password if no key is accepted."""
     cluster: NetCluster = make_cluster(2, password=True)
     for host in cluster.hosts:
         host.run(["ln", "-s", sys.prefix, f"{host.home}/gnnfleet-venv"])

@@ -1,4 +1,4 @@
-"""The main job on three sshd hosts: launch.py as a process, nothing shared unless a test says so."""
+"""Tests of the main job on three sshd hosts: launch.py as a process, no shared folder unless the test uses one."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ SHARED_DATA = Path(__file__).resolve().parents[3] / "shared" / "data" / "debian"
 
 
 def left_behind(cluster: NetCluster) -> list[str]:
-    """Processes on the hosts besides the system's own, in words."""
+    """Return the non-system processes on the hosts, as text."""
     return [f"{host.name}: {process}" for host in cluster.hosts for process in host.processes()]
 
 
-def test_from_nothing_to_a_collected_result_with_the_loss_curve_of_one_process(
+def test_a_first_launch_collects_results_with_the_loss_curve_of_one_process(
     cluster: NetCluster, tmp_path: Path, local_runs: dict[str, Launched]
 ) -> None:
     alone = local_runs["one"]
@@ -47,7 +47,7 @@ def test_a_second_launch_sends_no_part_again(cluster: NetCluster, tmp_path: Path
 
 
 def bytes_sent(run_dir: Path) -> dict[int, int]:
-    """Bytes that sync sent to each node of a run."""
+    """Return the bytes that sync sent to each node of a run."""
     events = map(json.loads, (run_dir / "events.jsonl").read_text().splitlines())
     return {event["node_rank"]: event["bytes"] for event in events if event["kind"] == "synced"}
 
@@ -55,7 +55,7 @@ def bytes_sent(run_dir: Path) -> dict[int, int]:
 def test_parts_in_a_shared_folder_are_verified_in_place(
     cluster: NetCluster, tmp_path: Path, local_runs: dict[str, Launched]
 ) -> None:
-    """Parts that are not there, or damaged: tests/cluster/test_failures.py."""
+    """Missing or damaged parts: tests/cluster/test_failures.py."""
     assert cluster.shared_folder is not None
     parts = cluster.shared_folder / "parts"
     shutil.copytree(local_runs["two"].folder / "parts", parts)
@@ -66,7 +66,7 @@ def test_parts_in_a_shared_folder_are_verified_in_place(
     assert done.status == 0, done.output
     for rank in (0, 1):
         assert "manifest.json part0 part1 shared" in (done.run_dir / f"logs/node{rank}/rank{rank}.log").read_text()
-    assert sorted(parts.rglob("*.npy")) == before, "nothing was sent there"
+    assert sorted(parts.rglob("*.npy")) == before, "no part was sent"
     assert left_behind(cluster) == []
 
 
@@ -76,7 +76,8 @@ def test_parts_in_a_shared_folder_are_verified_in_place(
 def test_the_real_graph_reaches_the_reference_accuracy(
     cluster: NetCluster, tmp_path: Path, local_workdirs: Path
 ) -> None:
-    """Global batch 1024, fanouts 15,10,5, at most twenty epochs: at least 0.77; and one process's first epoch."""
+    """Global batch 1024, fanouts 15,10,5, at most twenty epochs: accuracy at least 0.77; first epoch equal to one
+    process's."""
     train = {"hidden": 256, "fanouts": [15, 10, 5], "batch_size": 1024, "epochs": 20, "lr": 0.004, "dropout": 0.3}
     data = {"dataset": "file", "source": str(SHARED_DATA), "options": {}}
     done = launch(

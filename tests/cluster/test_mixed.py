@@ -1,4 +1,4 @@
-"""Clusters of unlike machines in one run: processes, logins, interpreters, interfaces, ways to get there."""
+"""Tests of different machines in one run: numbers of processes, logins, interpreters, interfaces, jump hosts."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ dist.destroy_process_group()
 
 @pytest.fixture(scope="module")
 def keys(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A key that no file of the operator's home holds."""
+    """Create a key pair that is not in the operator's home."""
     folder = tmp_path_factory.mktemp("keys")
     keygen(folder / "agent_key", "agent")
     return folder / "agent_key"
@@ -37,7 +37,10 @@ def keys(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def mixed(keys: Path) -> Iterator[NetCluster]:
-    """Host 0: key, another interface name; 1: password only; 2: key of the agent only, behind host 0."""
+    """Yield hosts with different logins.
+
+    Host 0: key, another interface name; host 1: password only; host 2: a key that only the agent holds, behind host 0.
+    """
     machines = {
         0: Machine(interface="ens7"),
         1: Machine(password=True, sshd={"PubkeyAuthentication": "no"}),
@@ -49,7 +52,7 @@ def mixed(keys: Path) -> Iterator[NetCluster]:
 
 @pytest.fixture
 def agent(keys: Path, tmp_path: Path) -> Iterator[str]:
-    """Socket of an ssh-agent that holds the key."""
+    """Yield the socket of an ssh-agent that holds the key."""
     socket = str(tmp_path / "agent.sock")
     process = subprocess.Popen(["ssh-agent", "-D", "-a", socket], stdout=subprocess.DEVNULL)
     try:
@@ -63,7 +66,7 @@ def agent(keys: Path, tmp_path: Path) -> Iterator[str]:
 
 
 def operator_home(cluster: NetCluster, folder: Path) -> Path:
-    """A home whose ssh config knows the way to host 2, and no more of logins than a person would write."""
+    """Return a home whose ssh config has the route to host 2 and otherwise only typical entries."""
     home = folder / "home"
     (home / ".ssh").mkdir(parents=True)
     shutil.copy(cluster.operator_ssh_config.with_name("known_hosts"), home / ".ssh/known_hosts")
@@ -93,8 +96,8 @@ def nodes_of(cluster: NetCluster) -> list[dict]:
 
 @pytest.mark.slow
 def test_unlike_machines_work_together_in_one_run(mixed: NetCluster, agent: str, tmp_path: Path) -> None:
-    """1, 2 and 3 processes; two nodes on one host; a jump host; password, key and agent; conda prefix and venv;
-    another interface name."""
+    """1, 2 and 3 processes; two nodes on one host; a jump host; password, key and agent; conda prefix and venv; another
+    interface name."""
     home = operator_home(mixed, tmp_path)
     (tmp_path / "sum.py").write_text(SUM)
     data = {"options": {"num_nodes": 500, "num_features": 4}}
@@ -108,9 +111,15 @@ def test_unlike_machines_work_together_in_one_run(mixed: NetCluster, agent: str,
     assert status == 0, shown
     assert shown.count("Password for") == 1 and PASSWORD not in shown
     run = tmp_path / "runs/mixed"
-    said = {log.name: (log.parent.name, log.read_text().split()) for log in run.glob("logs/node*/rank*.log")}
-    assert [said[f"rank{rank}.log"][0] for rank in range(7)] == ["node0", "node1", "node1", *["node2"] * 3, "node3"]
-    for node, words in said.values():
+    rank_logs = {log.name: (log.parent.name, log.read_text().split()) for log in run.glob("logs/node*/rank*.log")}
+    assert [rank_logs[f"rank{rank}.log"][0] for rank in range(7)] == [
+        "node0",
+        "node1",
+        "node1",
+        *["node2"] * 3,
+        "node3",
+    ]
+    for node, words in rank_logs.values():
         assert words[words.index("sum") + 1] == "21"
         assert words[words.index("over") + 1] == ("ens7" if node in ("node0", "node3") else "eth0")
         folder = {"node0": "envs/gnn", "node1": "conda/gnn", "node2": "venv", "node3": "envs/gnn"}[node]

@@ -1,4 +1,4 @@
-"""The test cluster itself: hosts are separate machines as far as a launcher can tell."""
+"""Tests of the namespaced test cluster: its hosts behave like separate machines."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def answers(host: Host) -> bool:
 
 
 def settled(host: Host, wanted: list[str]) -> bool:
-    """Whether exactly these processes remain, once those that are about to end have ended."""
+    """Return whether exactly these processes remain, after processes that were ending have ended."""
     deadline = time.monotonic() + 10
     while [process.cmdline for process in host.processes()] != wanted:
         if time.monotonic() > deadline:
@@ -84,7 +84,7 @@ def test_hosts_see_the_repository_and_its_python(cluster: NetCluster) -> None:
     assert done.stdout.strip() == str(netns.REPOSITORY / "launcher/__init__.py")
 
 
-def test_processes_are_the_hosts_own(cluster: NetCluster) -> None:
+def test_hosts_have_their_own_processes(cluster: NetCluster) -> None:
     first, second, _ = cluster.hosts
     assert ssh(first, "sleep 98765 >/dev/null 2>&1 &").returncode == 0
     assert settled(first, ["sleep 98765"]) and settled(second, [])
@@ -92,7 +92,7 @@ def test_processes_are_the_hosts_own(cluster: NetCluster) -> None:
     assert settled(first, [])
 
 
-def test_hidden_program_is_gone_on_that_host_only(cluster: NetCluster) -> None:
+def test_a_hidden_program_is_missing_on_that_host_only(cluster: NetCluster) -> None:
     first, second, _ = cluster.hosts
     first.hide("/usr/bin/find")
     assert first.run(["bash", "-c", "command -v find"], check=False).returncode == 1
@@ -102,7 +102,7 @@ def test_hidden_program_is_gone_on_that_host_only(cluster: NetCluster) -> None:
     assert first.run(["find", "/etc/hostname"]).stdout
 
 
-def test_cut_network_goes_silent_and_heals(cluster: NetCluster) -> None:
+def test_a_cut_network_drops_packets_until_it_is_restored(cluster: NetCluster) -> None:
     host = cluster.hosts[0]
     with socket.create_connection((host.address, 22)) as line:
         assert line.recv(4) == b"SSH-"
@@ -111,11 +111,11 @@ def test_cut_network_goes_silent_and_heals(cluster: NetCluster) -> None:
         assert answers(cluster.hosts[1])
         host.restore_network()
         line.sendall(b"SSH-2.0-test\r\n")
-        assert line.recv(100), "a connection from before the cut goes on"
+        assert line.recv(100), "a connection opened before the cut still works"
     assert answers(host)
 
 
-def test_power_cut_kills_and_tells_no_one(make_cluster: Callable[..., NetCluster]) -> None:
+def test_a_power_cut_kills_without_closing_connections(make_cluster: Callable[..., NetCluster]) -> None:
     [host] = make_cluster(1).hosts
     host.write("~/kept", "1")
     host.write("/tmp/lost", "1")
@@ -147,7 +147,7 @@ def test_slow_link_limits_the_rate(cluster: NetCluster) -> None:
     slow = seconds()
     host.full_speed()
     assert slow > 0.8 * size * 8 / 2e6
-    assert any(seconds() < slow / 2 for _ in range(3)), "one login may take long"
+    assert any(seconds() < slow / 2 for _ in range(3)), "a single login may be slow"
 
 
 def test_password_login(make_cluster: Callable[..., NetCluster]) -> None:
@@ -165,7 +165,7 @@ def test_shared_folder_is_the_same_everywhere(make_cluster: Callable[..., NetClu
     assert second.run(["cat", f"{tmp_path}/file"]).stdout == (tmp_path / "file").read_text() == "shared\n"
 
 
-def test_nothing_is_left() -> None:
+def test_nothing_is_left_after_closing_a_cluster() -> None:
     with NetCluster(2) as cluster:
         ssh(cluster.hosts[0], "sleep 98765 >/dev/null 2>&1 &")
         process_ids = [host.init_pid for host in cluster.hosts]
@@ -187,7 +187,7 @@ def test_leftovers_of_a_killed_process_are_removed() -> None:
     assert_gone(name)
 
 
-def test_clusters_side_by_side() -> None:
+def test_two_clusters_at_once() -> None:
     names: list[str] = []
 
     def start() -> None:

@@ -1,4 +1,4 @@
-"""What preflight refuses on real hosts: one clear message, and nothing has been changed."""
+"""Tests of preflight refusals on real hosts: one clear message, and nothing changed on the nodes."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from failure_kit import Scene, mount, said_once, unmount
+from failure_kit import Scene, assert_one_message, mount, unmount
 from launching import REPOSITORY, Launched
 
 
@@ -61,7 +61,7 @@ def small_disk(scene: Scene, k: int) -> None:
 
 
 Trouble = tuple[Callable[[Scene, int], None], list[str]]
-#: What is wrong with which node, and what the one message says of it.
+#: The fault, the node it is on, and the texts that the one message must contain.
 REFUSED: dict[str, dict[int, Trouble]] = {
     "logins": {
         0: (unreachable, ["no answer on port 22 within 2 s", "check that the machine is up"]),
@@ -95,21 +95,21 @@ def test_preflight_names_the_nodes_and_what_to_do(name: str, scene: Scene) -> No
         unmount(scene, 0)
         scene.cluster.hosts[1].unhide()
     words = [word for _, said in REFUSED[name].values() for word in said]
-    said_once(done, 3, *words, "nothing was changed on the nodes")
+    assert_one_message(done, 3, *words, "nothing was changed on the nodes")
     for k in range(3):
-        told = f"node{k} ({scene.nodes[k]['host']})" in done.output.split("What to do:")[1]
-        assert told == (k in REFUSED[name]), f"node{k}: {done.output}"
+        listed = f"node{k} ({scene.nodes[k]['host']})" in done.output.split("What to do:")[1]
+        assert listed == (k in REFUSED[name]), f"node{k}: {done.output}"
     assert after == before and scene.left_behind() == []
     assert (done.result["state"], done.result["exit_status"], done.result["nodes"]) == ("failed", 3, [])
 
 
 def test_an_unknown_host_key_is_shown_whole(scene: Scene) -> None:
-    """Also on a narrow terminal: the fingerprint is there to be compared."""
+    """The fingerprint is shown completely, also on a narrow terminal, so that it can be compared."""
     home = scene.own_home(hosts_known=False)
     scene.give_keys(0, 1, 2)
     scene.env["COLUMNS"] = "80"
     done = scene.launch()
-    said_once(done, 3, f"ssh-keyscan {scene.host(1)} >> {home}/.ssh/known_hosts", "accept-new")
+    assert_one_message(done, 3, f"ssh-keyscan {scene.host(1)} >> {home}/.ssh/known_hosts", "accept-new")
     for host in scene.cluster.hosts:
         shown = subprocess.run(["ssh-keygen", "-lf", host.folder / "etc/host_key.pub"], capture_output=True, text=True)
         assert shown.stdout.split()[1] in "".join(done.output.split())
@@ -121,14 +121,16 @@ def test_a_wrong_password_is_refused_and_not_shown(scene: Scene) -> None:
     scene.give_keys(0, 2)
     scene.nodes[1] |= {"user": "worker", "password": True}
     status, output = answer_prompts(scene.config, "not-this-one", scene.cluster.environment(**scene.env, COLUMNS="200"))
-    said_once(Launched(status, output, scene.folder), 3, "password of worker was not accepted", "check user and")
+    assert_one_message(
+        Launched(status, output, scene.folder), 3, "password of worker was not accepted", "check user and"
+    )
     assert "not-this-one" not in output
-    assert output.count("Password for worker on") == 2, "asked once more, in case of a slip"
+    assert output.count("Password for worker on") == 2, "the password is asked for once more"
     assert scene.left_behind() == []
 
 
 def answer_prompts(config: Path, answer: str, env: dict[str, str]) -> tuple[int, str]:
-    """launch.py on a terminal of its own, ``answer`` typed whenever it asks; exit status and what it showed."""
+    """Run launch.py in a pseudo-terminal and type ``answer`` at every prompt; return exit status and output."""
     pid, terminal = pty.fork()
     if pid == 0:
         os.chdir(config.parent)

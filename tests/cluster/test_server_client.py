@@ -1,4 +1,4 @@
-"""Server-client mode on real hosts: two servers with two parts each, three clients with two processes each."""
+"""Tests of server-client mode on real hosts: two servers with two parts each, three clients with two processes each."""
 
 from __future__ import annotations
 
@@ -33,13 +33,13 @@ def hosts(five_hosts: NetCluster, tmp_path_factory: pytest.TempPathFactory, loca
 @pytest.fixture
 def stage(hosts: Stage) -> Iterator[Stage]:
     yield hosts
-    end_processes(hosts.cluster)  # a test that failed must not fail the next one too
+    end_processes(hosts.cluster)  # a failed test must not make the next one fail
 
 
-def test_a_killed_server_is_started_again_and_nothing_is_lost(
+def test_a_killed_server_is_restarted_and_no_seed_is_lost(
     five_hosts: NetCluster, tmp_path: Path, local_runs: dict[str, Launched]
 ) -> None:
-    """Two clients with one process each; their losses are those of one process with one part."""
+    """Two clients with one process each; their losses equal those of one process with one part."""
     stage = Stage(five_hosts, tmp_path, [local_runs["one"].step_losses(epoch) for epoch in (1, 2)], procs=(1, 1))
     try:
         run = stage.run(pause=0.3, train=launching.TRAIN).await_step(1, 2)
@@ -55,7 +55,7 @@ def test_a_killed_server_is_started_again_and_nothing_is_lost(
 
 
 @pytest.mark.slow
-def test_the_loss_curve_of_one_process_and_no_part_on_a_client(stage: Stage) -> None:
+def test_the_loss_curve_equals_one_process_and_clients_hold_no_part(stage: Stage) -> None:
     run = stage.run()
     done = run.end()
     same_curves(done, stage)
@@ -74,7 +74,7 @@ def no_part_on_a_client(stage: Stage) -> None:
 
 
 @pytest.mark.slow
-def test_with_a_copy_of_its_parts_the_others_do_not_even_wait_for_a_killed_server(stage: Stage) -> None:
+def test_with_replicas_clients_do_not_wait_for_a_killed_server(stage: Stage) -> None:
     run = stage.run(replicas=2).await_step(2, 3)
     run.kill_server(0)
     done = run.end()
@@ -84,7 +84,7 @@ def test_with_a_copy_of_its_parts_the_others_do_not_even_wait_for_a_killed_serve
 
 
 @pytest.mark.slow
-def test_a_server_that_may_not_be_started_again_ends_the_run_which_names_it_and_its_parts(stage: Stage) -> None:
+def test_without_restarts_a_killed_server_ends_the_run_and_is_named_with_its_parts(stage: Stage) -> None:
     run = stage.run(server_restarts=0).await_step(1, 5)
     killed = time.time()
     run.kill_server(1)
@@ -112,23 +112,24 @@ def test_a_server_whose_host_is_powered_off(stage: Stage, replicas: int) -> None
 
 
 @pytest.mark.slow
-def test_a_server_that_answers_no_more_is_waited_for_as_long_as_configured(stage: Stage) -> None:
-    """It lives, so nobody starts it again; it is noticed after 30 s, and whom a rank waited for leads the report."""
+def test_clients_wait_for_a_suspended_server_as_long_as_configured(stage: Stage) -> None:
+    """The suspended server is not restarted, because it lives; it is noticed after 30 s, and the report names it as the
+    cause."""
     run = stage.run(server_wait=8).await_step(1, 5)
     run.stop_server(1)
     stopped = time.time()
     done = run.end()
     first = done.result["first_failure"]
     assert done.status == 1 and first["name"].startswith("rank"), done.output
-    told = "\n".join(first["tail"])
-    assert "parts 2, 3: no graph server that holds them came back within 8 s (run.server_wait)" in told
-    assert f"graph server of node1 ({stage.cluster.hosts[1].address})" in told
+    tail = "\n".join(first["tail"])
+    assert "parts 2, 3: no graph server that holds them came back within 8 s (run.server_wait)" in tail
+    assert f"graph server of node1 ({stage.cluster.hosts[1].address})" in tail
     assert (done.run_dir / "result.json").stat().st_mtime - stopped < 30 + 8 + 30
     assert stage.left() == []
 
 
 @pytest.mark.slow
-def test_with_a_copy_of_its_parts_the_others_take_over_from_a_server_that_answers_no_more(stage: Stage) -> None:
+def test_with_replicas_the_other_server_replaces_a_suspended_one(stage: Stage) -> None:
     run = stage.run(replicas=2, server_wait=8).await_step(2, 3)
     run.stop_server(1)
     done = run.end()
@@ -138,8 +139,8 @@ def test_with_a_copy_of_its_parts_the_others_take_over_from_a_server_that_answer
 
 
 @pytest.mark.slow
-def test_when_the_only_clients_host_is_powered_off_the_run_is_reported(stage: Stage) -> None:
-    """Each server alone is one that the run could do without; both together say that it is over."""
+def test_a_power_off_of_the_only_clients_host_ends_the_run_with_a_report(stage: Stage) -> None:
+    """The run can do without each single server; the loss of the only client's host must still end it."""
     host, run = stage.cluster.hosts[2], replace(stage, procs=(2,), serial=100).run(replicas=2).await_step(1, 5)
     try:
         host.power_cut()
@@ -156,7 +157,7 @@ def test_when_the_only_clients_host_is_powered_off_the_run_is_reported(stage: St
 
 
 def ended_by(done: Launched, stage: Stage, k: int, name: str, since: float, seconds: float, *words: str) -> None:
-    """The run failed by node ``k``, soon, and its report says so in its first line."""
+    """Assert that the run failed soon at node ``k``, and that the first line of the report names it."""
     first = done.result["first_failure"]
     assert done.status >= 1 and (first["node_rank"], first["name"]) == (k, name), done.output
     (head,) = (line for line in done.output.splitlines() if line.startswith("The run failed:"))
@@ -171,7 +172,7 @@ def ended_by(done: Launched, stage: Stage, k: int, name: str, since: float, seco
 
 
 @pytest.mark.slow
-def test_without_a_killed_client_the_others_go_on_as_if_nothing_were(stage: Stage) -> None:
+def test_with_go_on_the_others_continue_without_a_killed_client(stage: Stage) -> None:
     run = stage.run(on_client_loss="go-on").await_step(2, 25)
     run.kill_rank(3)
     done = run.end()
@@ -182,7 +183,7 @@ def test_without_a_killed_client_the_others_go_on_as_if_nothing_were(stage: Stag
 
 
 @pytest.mark.slow
-def test_without_a_client_that_is_powered_off_the_others_go_on(stage: Stage) -> None:
+def test_with_go_on_the_others_continue_without_a_powered_off_client(stage: Stage) -> None:
     host, run = stage.cluster.hosts[4], stage.run(on_client_loss="go-on").await_step(2, 25)
     try:
         host.power_cut()
@@ -215,7 +216,7 @@ def test_by_default_a_lost_client_ends_the_run(stage: Stage, trouble: str) -> No
 
 
 @pytest.mark.slow
-def test_the_lead_client_is_one_that_the_run_cannot_do_without(stage: Stage) -> None:
+def test_losing_the_lead_client_ends_the_run(stage: Stage) -> None:
     run = stage.run(on_client_loss="go-on").await_step(2, 3)
     since = time.time()
     run.kill_rank(2)
@@ -241,7 +242,7 @@ def test_a_network_cut_of_five_seconds_changes_nothing(stage: Stage, k: int) -> 
 
 
 @pytest.mark.slow
-def test_a_server_behind_ten_megabits_slows_the_run_and_no_more(stage: Stage) -> None:
+def test_a_server_behind_ten_megabits_only_slows_the_run(stage: Stage) -> None:
     host, run = stage.cluster.hosts[0], stage.run().await_step(1, 3)
     host.slow_link("10mbit")
     try:
@@ -255,7 +256,8 @@ def test_a_server_behind_ten_megabits_slows_the_run_and_no_more(stage: Stage) ->
 
 @pytest.mark.slow
 def test_a_server_and_two_clients_lost_one_after_the_other(stage: Stage) -> None:
-    """The first client while the others still look for the parts that the server held; the second in an evaluation."""
+    """The first client is killed while the others still look for the parts of the lost server, the second during
+    evaluation."""
     host, run = stage.cluster.hosts[1], stage.run(replicas=2, on_client_loss="go-on").await_step(1, 10)
     try:
         host.power_cut()
@@ -276,8 +278,8 @@ def test_a_server_and_two_clients_lost_one_after_the_other(stage: Stage) -> None
 @pytest.mark.slow
 @pytest.mark.skipif(not SHARED_DATA.is_dir(), reason="the debian graph is not beside the repository")
 @pytest.mark.timeout(1800)
-def test_the_real_graph_has_the_loss_curve_of_one_process(stage: Stage, local_workdirs) -> None:
-    """Two epochs; and again while a server is killed in the second."""
+def test_the_loss_curve_on_the_real_graph_equals_one_process(stage: Stage, local_workdirs) -> None:
+    """Two epochs, without faults and with a server killed in the second epoch."""
     data = {"dataset": "file", "source": str(SHARED_DATA), "options": {}}
     train = {"hidden": 64, "fanouts": [15, 10, 5], "batch_size": 1024, "epochs": 2, "lr": 0.004}
     curves = curves_of_one_process(stage.folder / "real-alone", local_workdirs, data, train)

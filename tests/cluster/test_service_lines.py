@@ -1,4 +1,4 @@
-"""The graph service over lines that are slow, cut for a while, or dead."""
+"""Tests of the graph service over connections that are slow, cut for a while, or dead."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ pytestmark = pytest.mark.slow
 
 @pytest.fixture
 def host() -> Iterator[Host]:
-    """A machine with a graph server."""
+    """Yield a host with a graph server."""
     with NetCluster(1) as cluster:
         (host,) = cluster.hosts
         path = f"{REPOSITORY}:{REPOSITORY}/tests/trainer"
@@ -36,7 +36,7 @@ def host() -> Iterator[Host]:
 def client_of(host: Host, deadline: float, gone_after: float | None = None) -> HostClient:
     endpoint = f"tcp://{host.address}:{_PORT}"
     client = HostClient(ServerAddress("node1 (h1)", 1, "h1", endpoint, (0,)), deadline, gone_after=gone_after)
-    until = time.monotonic() + 60  # its kernels may have to be compiled first
+    until = time.monotonic() + 60  # the server may have to compile its kernels first
     while True:
         try:
             client.hello()
@@ -46,7 +46,7 @@ def client_of(host: Host, deadline: float, gone_after: float | None = None) -> H
 
 
 def gather_wide(client: HostClient, rows: int) -> float:
-    """Ask for so many rows of 4 KiB; seconds until they were there."""
+    """Request ``rows`` rows of 4 KiB; return the seconds until they arrived."""
     start, nodes = time.monotonic(), np.arange(rows)
     (answer,) = client.gather([RowRequest(HOMO_NODE, nodes, ("wide",))])
     np.testing.assert_array_equal(answer["wide"][:, 1023], nodes)
@@ -54,7 +54,7 @@ def gather_wide(client: HostClient, rows: int) -> float:
 
 
 def test_large_answers_over_ten_megabits_arrive_at_the_first_attempt(host: Host) -> None:
-    """One of 30 MB, then 24 at once: longer than the deadline, which is of silence."""
+    """One answer of 30 MB, then 24 at once: longer than the deadline, which limits silence, not duration."""
     client = client_of(host, deadline=8)
     host.slow_link("10mbit")
     assert gather_wide(client, 7500) > 20
@@ -62,7 +62,7 @@ def test_large_answers_over_ten_megabits_arrive_at_the_first_attempt(host: Host)
         took = list(pool.map(lambda _: gather_wide(client, 400), range(24)))
     assert max(took) > 20
     host.full_speed()
-    # hello; the large one in two pieces, as rows were taken for 1 KiB before any had come; none was sent twice
+    # hello; the large answer in two pieces, as rows counted as 1 KiB before the first answer; none was sent twice
     assert client.stats().requests == 1 + 2 + 24
     client.close()
 
@@ -82,7 +82,7 @@ def test_a_cut_of_five_seconds_loses_nothing(host: Host) -> None:
     client.close()
 
 
-def test_a_host_that_vanishes_is_gone_within_seconds(host: Host) -> None:
+def test_a_vanished_host_is_reported_lost_within_seconds(host: Host) -> None:
     client = client_of(host, deadline=60, gone_after=3)
     gather_wide(client, 3)
     host.cut_network()

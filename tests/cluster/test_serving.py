@@ -1,4 +1,5 @@
-"""A serving cluster on real hosts: runs come, go and crash, servers are lost and join, a notebook reads the graph."""
+"""Tests of a serving cluster on real hosts: runs come, go and crash, servers are lost and join, a notebook reads the
+graph."""
 
 from __future__ import annotations
 
@@ -27,7 +28,7 @@ from trainer.train.settings import TrainSettings
 from waiting import wait_until
 
 LONG = 5000  # epochs
-#: On this machine: tests/launcher/test_serving_local.py.
+#: On one machine: tests/launcher/test_serving_local.py.
 pytestmark = pytest.mark.slow
 
 
@@ -40,20 +41,20 @@ def cluster() -> Iterator[NetCluster]:
 
 @pytest.fixture(scope="module")
 def toy(cluster: NetCluster, tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServingHosts]:
-    """Serving cluster ``toy``: two graph servers, encrypted, each part on both."""
+    """Start serving cluster ``toy``: two graph servers, encrypted, each part on both."""
     hosts = ServingHosts(cluster, tmp_path_factory.mktemp("home"))
-    told = hosts.serve()
-    assert told.status == 0, told.output
-    assert f"serving cluster {NAME} is up: 2 servers, 4 parts" in told.output
+    done = hosts.serve()
+    assert done.status == 0, done.output
+    assert f"serving cluster {NAME} is up: 2 servers, 4 parts" in done.output
     yield hosts
-    told = hosts.say("serve", "stop", NAME)
-    assert told.status == 0 and f"run {NAME}: no process of it is left on its" in told.output, told.output
+    done = hosts.gnnfleet("serve", "stop", NAME)
+    assert done.status == 0 and f"run {NAME}: no process of it is left on its" in done.output, done.output
     assert run_processes(cluster) == []
 
 
 @pytest.fixture(scope="module")
 def curve(toy: ServingHosts) -> list[float]:
-    """Loss of each step of a run by itself."""
+    """Return the loss of each step of a single run."""
     done = toy.start("alone", CLIENTS, epochs=6).end(150)
     assert done.status == 0, done.output
     assert f"attached to serving cluster {NAME}: 2 servers, 4 parts" in done.output
@@ -66,10 +67,10 @@ def test_a_run_attaches_by_name_and_leaves_no_key(toy: ServingHosts, curve: list
     assert toy.served_batches()["alone"] >= len(curve) * len(CLIENTS)
 
 
-def test_of_two_runs_at_once_one_is_killed_and_the_other_is_not_disturbed(
+def test_killing_one_of_two_runs_does_not_disturb_the_other(
     cluster: NetCluster, toy: ServingHosts, curve: list[float], tmp_path: Path
 ) -> None:
-    """The other's operator has never heard of the cluster: it is found on the hosts of the file."""
+    """The other operator has no record of the cluster: it is found on the hosts of the config file."""
     serves = [toy.supervisor(k) for k in SERVERS]
     elsewhere = ServingHosts(cluster, tmp_path / "elsewhere")
     victim = toy.start("victim", (CLIENTS[0],), LONG).await_line("epoch 1/", 120)
@@ -81,28 +82,30 @@ def test_of_two_runs_at_once_one_is_killed_and_the_other_is_not_disturbed(
     assert done.status == 0, done.output
     assert elsewhere.curve("other") == pytest.approx(curve, rel=1e-4)
     assert [toy.supervisor(k) for k in SERVERS] == serves
-    toy.say("stop", "victim")
+    toy.gnnfleet("stop", "victim")
     assert toy.guests(0) == toy.guests(1) == []
     assert {node["state"] for node in toy.status()["nodes"]} == {"serving"}
 
 
 @pytest.mark.timeout(900)
-def test_a_run_outlives_the_servers_it_began_with(cluster: NetCluster, toy: ServingHosts, curve: list[float]) -> None:
-    """One host is lost and repaired, a third one joins, and then both first ones are lost."""
+def test_a_run_continues_after_losing_all_its_first_servers(
+    cluster: NetCluster, toy: ServingHosts, curve: list[float]
+) -> None:
+    """One host is lost and restored, a third one joins, then both first ones are lost."""
     first, second = (cluster.hosts[k] for k in SERVERS)
     run = toy.start("endures", CLIENTS, LONG).await_line("epoch 2/", 120)
     first.power_cut()
     goes_on(run)
-    told = toy.status()
-    assert "1 of 2 servers down; all parts are served" in told["sentence"] and told["exit_status"] == 1
+    status = toy.status()
+    assert "1 of 2 servers down; all parts are served" in status["sentence"] and status["exit_status"] == 1
     first.power_on()
     first.wait_until_up()
-    told = toy.serve()
-    assert told.status == 0 and "starting 1 graph server" in told.output, told.output
-    assert toy.guests(0) == ["endures"], "the run is still let in"
-    told = toy.serve((*SERVERS, SPARE))
-    assert told.status == 0 and f"serving cluster {NAME} is up: 3 servers, 4 parts" in told.output, told.output
-    goes_on(run, seconds=15)  # clients ask every ten seconds who has joined
+    done = toy.serve()
+    assert done.status == 0 and "starting 1 graph server" in done.output, done.output
+    assert toy.guests(0) == ["endures"], "the run's key is still accepted"
+    done = toy.serve((*SERVERS, SPARE))
+    assert done.status == 0 and f"serving cluster {NAME} is up: 3 servers, 4 parts" in done.output, done.output
+    goes_on(run, seconds=15)  # clients look for joined servers every ten seconds
     for host in (first, second):
         host.power_cut()
     goes_on(run)
@@ -119,7 +122,7 @@ def test_a_run_outlives_the_servers_it_began_with(cluster: NetCluster, toy: Serv
 
 
 def goes_on(run: Running, seconds: float = 0.0) -> None:
-    """It makes two more epochs, and for so long."""
+    """Wait until the run has finished two more epochs, and for at least ``seconds``."""
     at, start = epochs(run), time.monotonic()
     wait_until(lambda: epochs(run) >= at + 2 and time.monotonic() > start + seconds, 90)
 
@@ -129,7 +132,7 @@ def epochs(run: Running) -> int:
 
 
 def test_the_status_in_a_terminal(toy: ServingHosts, curve: list[float]) -> None:
-    """Every server and client on a line of its own, in a window of usual width."""
+    """Every server and client has its own line in a window of usual width."""
     with Terminal("serve", "status", NAME, cwd=toy.folder, env=toy.here.env, columns=120) as terminal:
         status, lines = terminal.end(60), terminal.shown.splitlines()
     assert status == 0
@@ -142,9 +145,9 @@ def test_the_status_in_a_terminal(toy: ServingHosts, curve: list[float]) -> None
 
 
 def test_a_notebook_reads_the_graph_and_scores_the_model(toy: ServingHosts, curve: list[float], tmp_path: Path) -> None:
-    """From outside the cluster, with a key file and the checkpoint alone."""
-    told = toy.say("serve", "key", NAME, "-o", "ann.key", "--for", "ann")
-    assert told.status == 0, told.output
+    """Runs outside of the cluster, with only a key file and the checkpoint."""
+    done = toy.gnnfleet("serve", "key", NAME, "-o", "ann.key", "--for", "ann")
+    assert done.status == 0, done.output
     saved = load_checkpoint(toy.folder / "runs/alone/checkpoints/last.pt")
     with trainer.connect(key=toy.folder / "ann.key", deadline=30, name="ann") as graph:
         batch = trainer.DistNeighborLoader(graph, [3, 3], range(40), batch_size=40)(range(40))
@@ -160,13 +163,13 @@ def test_a_notebook_reads_the_graph_and_scores_the_model(toy: ServingHosts, curv
 
 
 def test_a_wrong_key_is_refused_with_one_message(toy: ServingHosts, tmp_path: Path) -> None:
-    told = toy.say("serve", "key", NAME, "-o", str(tmp_path / "bob.key"))
-    assert told.status == 0, told.output
+    done = toy.gnnfleet("serve", "key", NAME, "-o", str(tmp_path / "bob.key"))
+    assert done.status == 0, done.output
     keys = read_key_file(tmp_path / "bob.key")
     write_key_file(tmp_path / "wrong.key", ServiceKeys(**new_key_pair(), server=keys.server, endpoints=keys.endpoints))
     start = time.monotonic()
     with pytest.raises(ServiceError) as caught:
         trainer.connect(key=tmp_path / "wrong.key", deadline=30)
     assert time.monotonic() - start < 10
-    said = str(caught.value)
-    assert said.count("is the key one that it admits") == 1 and "\n" not in said
+    message = str(caught.value)
+    assert message.count("is the key one that it admits") == 1 and "\n" not in message

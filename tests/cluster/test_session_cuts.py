@@ -1,5 +1,7 @@
-"""SSH sessions of the launcher and of a viewer are killed while ranks print long lines: no run is stopped by it, and
-neither of them misses a line."""
+"""Test of killed SSH sessions of the launcher and of a viewer while ranks print long lines.
+
+No run stops because of it, and neither program misses a line.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +22,7 @@ from netns import Host, NetCluster
 from ssh_nodes import ssh_nodes
 from waiting import wait_until
 
-CUTS = int(os.environ.get("GNNFLEET_CUTS", "6"))  #: of each of the two
+CUTS = int(os.environ.get("GNNFLEET_CUTS", "6"))  #: for the launcher and for the viewer
 PRINTS = """
 import os, time
 number, folder = 0, os.environ["GNNFLEET_RUN_DIR"]
@@ -35,20 +37,20 @@ LINE = re.compile(rb"^node(\d)/rank\1 +\| (?:LINE (\d+) |(\d+) lines$)", re.MULT
 
 @dataclass
 class Watcher:
-    """A launcher or viewer at work."""
+    """A running launcher or viewer."""
 
     process: subprocess.Popen[bytes]
     output: Path
     cuts: int = 0
 
     def ports(self, host: Host) -> set[str]:
-        """Of its connections to a host's sshd."""
+        """Return the local ports of the process's connections to a host's sshd."""
         listed = subprocess.run(["ss", "-Htnp", "dst", host.address], capture_output=True, text=True, check=True)
         mine = [line.split() for line in listed.stdout.splitlines() if f"pid={self.process.pid}," in line]
         return {words[3].rpartition(":")[2] for words in mine if words[4].endswith(":22")}
 
     def cut(self, host: Host) -> None:
-        """Kill the sshd processes of its connection."""
+        """Kill the sshd processes of the connection to this host."""
         (port,) = wait_until(lambda: self.ports(host))
         listed = host.run(["ss", "-Htnp", "sport", "=", ":22", "and", "dport", "=", f":{port}"]).stdout
         pids = set(re.findall(r"pid=(\d+)", listed))
@@ -57,7 +59,7 @@ class Watcher:
         self.cuts += 1
 
     def numbers(self) -> dict[int, list[int]]:
-        """Lines shown of each rank, and behind them how many it has printed."""
+        """Return the numbers of the shown lines by rank; the last number is the total that the rank printed."""
         shown: dict[int, list[int]] = {}
         for k, number, total in LINE.findall(self.output.read_bytes()):
             shown.setdefault(int(k), []).append(int(number or total))
@@ -66,7 +68,7 @@ class Watcher:
 
 @pytest.fixture
 def watch(cluster: NetCluster, tmp_path: Path) -> Callable[..., Watcher]:
-    """Starts launch.py with these words."""
+    """Return a function that starts launch.py with the given words."""
 
     def start(name: str, *words: str) -> Watcher:
         output = tmp_path / f"{name}.txt"
@@ -82,7 +84,7 @@ def watch(cluster: NetCluster, tmp_path: Path) -> Callable[..., Watcher]:
 
 @pytest.mark.slow
 @pytest.mark.timeout(900)
-def test_cut_sessions_stop_no_run_and_lose_no_line(
+def test_killed_sessions_stop_no_run_and_lose_no_line(
     cluster: NetCluster, tmp_path: Path, watch: Callable[..., Watcher]
 ) -> None:
     (tmp_path / "prints.py").write_text(PRINTS)

@@ -1,5 +1,7 @@
-"""Several runs at once on the same hosts, all with the same command: none is touched by another's end, and a CUDA
-device belongs to one of them."""
+"""Tests of several runs at once on the same hosts with the same command.
+
+The end of one run does not affect the others, and a CUDA device belongs to one run.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +19,7 @@ from netns import Machine, NetCluster
 from operator_kit import Operator, end_processes, run_processes
 from ssh_nodes import ssh_nodes
 
-#: Two devices that nobody uses; asked for processes on them it says nothing.
+#: A stand-in for nvidia-smi: two idle devices; asked for processes it prints nothing.
 NVIDIA_SMI = """#!/bin/sh
 case "$*" in *--query-gpu*) for gpu in 0 1; do
   echo "$gpu, GPU-$gpu, NVIDIA H100, 81559, 4, Default, Disabled, 0, 550.54"; done;; esac
@@ -37,7 +39,7 @@ def cluster() -> Iterator[NetCluster]:
 
 
 @pytest.fixture
-def here(cluster: NetCluster, tmp_path: Path) -> Iterator[Operator]:
+def operator(cluster: NetCluster, tmp_path: Path) -> Iterator[Operator]:
     yield Operator(cluster, tmp_path / "home")
     end_processes(cluster)
 
@@ -48,7 +50,7 @@ def parts(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 
 def config_in(folder: Path, cluster: NetCluster, parts: str, devices: int | None = None) -> Path:
-    """A cluster.yml over both hosts, with or without a CUDA device."""
+    """Return a cluster.yml over both hosts, with or without a CUDA device."""
     folder.mkdir()
     (folder / "steps.py").write_text(STEPS)
     nodes = ssh_nodes(cluster)
@@ -59,12 +61,12 @@ def config_in(folder: Path, cluster: NetCluster, parts: str, devices: int | None
     return write_config(folder, nodes, data={"folder": parts, "options": {"num_nodes": 400, "num_features": 4}})
 
 
-def started(config: Path, run_id: str, here: Operator) -> Running:
-    return Running(config, "--run-id", run_id, "--", "python", "steps.py", env=here.env)
+def started(config: Path, run_id: str, operator: Operator) -> Running:
+    return Running(config, "--run-id", run_id, "--", "python", "steps.py", env=operator.env)
 
 
 def steps_on(running: Running) -> None:
-    """It makes further steps."""
+    """Wait until the run makes further steps."""
     made = sum(" | step " in line for line in running.lines)
     deadline = time.monotonic() + 30
     while sum(" | step " in line for line in running.lines) < made + 6:
@@ -73,73 +75,74 @@ def steps_on(running: Running) -> None:
 
 
 def processes(cluster: NetCluster, run_id: str) -> list[str]:
-    """Of a run, on all hosts."""
+    """Return the processes of a run on all hosts."""
     return [str(each) for host in cluster.hosts for each in host.processes() if f"/runs/{run_id}/" in each.cmdline]
 
 
 def test_ending_one_run_leaves_the_others_alone(
-    cluster: NetCluster, here: Operator, tmp_path: Path, parts: str
+    cluster: NetCluster, operator: Operator, tmp_path: Path, parts: str
 ) -> None:
     config = config_in(tmp_path / "project", cluster, parts)
-    kept = started(config, "kept", here).await_line(TRAINS)
-    interrupted = started(config, "interrupted", here).await_line(TRAINS)
-    stopped = started(config, "stopped", here).await_line(TRAINS)
+    kept = started(config, "kept", operator).await_line(TRAINS)
+    interrupted = started(config, "interrupted", operator).await_line(TRAINS)
+    stopped = started(config, "stopped", operator).await_line(TRAINS)
     assert interrupted.send(signal.SIGINT).end().status == 130
     steps_on(kept)
     steps_on(stopped)
-    asked = here.say("stop", "stopped")
+    asked = operator.gnnfleet("stop", "stopped")
     done = stopped.end()
     assert asked.status == 0 and done.status == 130, asked.output + done.output
     assert re.search(r"Stopped by \S+@\S+ \(gnnfleet stop\)", done.output), done.output
     for gone in ("interrupted", "stopped"):
         assert processes(cluster, gone) == []
     steps_on(kept)
-    assert here.status("kept")["state"] == "running"
+    assert operator.status("kept")["state"] == "running"
     assert kept.send(signal.SIGTERM).end().status == 130
     assert run_processes(cluster) == []
 
 
-def test_a_failing_run_fails_alone(cluster: NetCluster, here: Operator, tmp_path: Path, parts: str) -> None:
+def test_a_failing_run_fails_alone(cluster: NetCluster, operator: Operator, tmp_path: Path, parts: str) -> None:
     config = config_in(tmp_path / "project", cluster, parts)
-    kept = started(config, "kept2", here).await_line(TRAINS)
-    failing = Running(config, "--run-id", "failing", "--", "python", "steps.py", "raise", "1", env=here.env)
-    assert failing.end(90).status in (1, 134), failing.output  # gloo may abort it on its way out
+    kept = started(config, "kept2", operator).await_line(TRAINS)
+    failing = Running(config, "--run-id", "failing", "--", "python", "steps.py", "raise", "1", env=operator.env)
+    assert failing.end(90).status in (1, 134), failing.output  # gloo may abort the process when it ends
     steps_on(kept)
     assert kept.send(signal.SIGINT).end().status == 130
 
 
-def test_a_held_device_is_refused_with_who_holds_it_and_since_when(
-    cluster: NetCluster, here: Operator, tmp_path: Path, parts: str
+def test_a_leased_device_is_refused_with_its_holder_and_start_time(
+    cluster: NetCluster, operator: Operator, tmp_path: Path, parts: str
 ) -> None:
     first = config_in(tmp_path / "first", cluster, parts, devices=0)
-    holder = started(first, "holder", here).await_line(TRAINS)
-    refused = started(first, "second", here).end()
+    holder = started(first, "holder", operator).await_line(TRAINS)
+    refused = started(first, "second", operator).end()
     assert refused.status == 3, refused.output
     holds = r"CUDA device 0 is held by run holder of root( \(\S+\))? since [\d-]{10} [\d:]{8} UTC \(pid \d+\)"
     for word in (holds, "gnnfleet stop holder", "because of node0–node1; nothing was changed"):
         assert re.search(word, refused.output), f"{word!r} is not in:\n{refused.output}"
     steps_on(holder)
-    other = started(config_in(tmp_path / "other", cluster, parts, devices=1), "beside", here).await_line(TRAINS)
+    other = started(config_in(tmp_path / "other", cluster, parts, devices=1), "beside", operator).await_line(TRAINS)
     assert other.send(signal.SIGINT).end().status == 130
     steps_on(holder)
-    assert here.say("stop", "holder").status == 0
+    assert operator.gnnfleet("stop", "holder").status == 0
     assert holder.end().status == 130
-    after = started(first, "after", here).await_line(TRAINS)
-    assert after.send(signal.SIGINT).end().status == 130, "what was held is free again"
+    after = started(first, "after", operator).await_line(TRAINS)
+    assert after.send(signal.SIGINT).end().status == 130, "the lease is released"
 
 
-def test_of_two_runs_that_want_a_device_at_once_one_gets_it(
-    cluster: NetCluster, here: Operator, tmp_path: Path, parts: str
+def test_only_one_of_two_simultaneous_runs_gets_a_device(
+    cluster: NetCluster, operator: Operator, tmp_path: Path, parts: str
 ) -> None:
-    """Preflight cannot see it yet: the leases on the nodes decide, and a run that got only some of its nodes ends."""
+    """Preflight cannot see the conflict yet: the leases on the nodes decide, and a run that got only some nodes
+    ends."""
     config = config_in(tmp_path / "project", cluster, parts, devices=0)
-    both = [started(config, f"racer{number}", here) for number in (1, 2)]
+    both = [started(config, f"racer{number}", operator) for number in (1, 2)]
     deadline = time.monotonic() + 90
     while time.monotonic() < deadline and not any(racer.process.poll() is not None for racer in both):
         time.sleep(0.1)
     losers = [racer for racer in both if racer.process.poll() is not None]
     assert losers
-    for loser in losers:  # both, where each was first on one node
+    for loser in losers:  # both, if each was first on one node
         done = loser.end()
         assert done.status in (1, 3) and "CUDA device 0 is held by run racer" in done.output, done.output
     for winner in (racer for racer in both if racer not in losers):

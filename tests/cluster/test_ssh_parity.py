@@ -1,4 +1,4 @@
-"""Where plain ``ssh HOST`` works, gnnfleet works, and nowhere else: both over many configs of client and server."""
+"""Tests that gnnfleet logs in exactly where plain ``ssh HOST`` does, for many configs of client and server."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ PASSPHRASE = "open sesame"
 
 @dataclass(frozen=True)
 class Variant:
-    """A home folder: ``config`` of the client, keys by name, what else is in ~/.ssh."""
+    """A home folder: ``config`` of the client, keys by name, and other files in ~/.ssh."""
 
     name: str
     config: str
@@ -48,12 +48,12 @@ class Variant:
     env: dict[str, str] = field(default_factory=dict)
     before: str = ""
     after: str = ""
-    by: str = "paramiko"  #: which program we get in by
+    by: str = "paramiko"  #: the client that gnnfleet should log in with
     host: str = "node"
 
 
 def at(port: int = 22, more: str = "") -> str:
-    """A block for the alias ``node``."""
+    """Return a config block for the alias ``node``."""
     return f"Host node\n  HostName {{address}}\n  Port {port}\n{more}"
 
 
@@ -139,7 +139,7 @@ VARIANTS = [
     Variant("host certificate", at(2201), known="@cert-authority [{address}]:2201 {ca.pub}", by="ssh"),
     Variant("host certificate, wrong authority", at(2201), works=False,
             known="@cert-authority [{address}]:2201 {stranger.pub}"),
-    # ways
+    # routes
     Variant("ProxyJump", JUMP + at(more="  ProxyJump bastion\n")),
     Variant("two jump hosts", JUMP + "Host inner\n  HostName {address}\n  Port 2206\n" + at(
             more="  ProxyJump bastion,inner\n")),
@@ -179,7 +179,7 @@ while data := sys.stdin.buffer.raw.read(65536):
 
 @pytest.fixture(scope="module")
 def keys(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Key pairs, and what the authority ``ca`` signed."""
+    """Return a folder of key pairs, and of the certificates that the authority ``ca`` signed."""
     folder = tmp_path_factory.mktemp("keys")
     for name in KEYS:
         kind = ["-t", "rsa", "-b", "2048"] if "rsa" in name else ["-t", "ed25519"]
@@ -191,7 +191,7 @@ def keys(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def answers(keys: Path) -> Iterator[dict[str, dict[str, object]]]:
-    """What became of each variant, by name: operator on host 0, bastion host 1, target host 2."""
+    """Return the result of each variant, by name: operator on host 0, bastion host 1, target host 2."""
     with NetCluster(3) as cluster:
         operator, bastion, target = cluster.hosts
         serve(target, keys, [bastion])
@@ -200,7 +200,7 @@ def answers(keys: Path) -> Iterator[dict[str, dict[str, object]]]:
         operator.write("~/tube.py", TUBE)
         values = substitutions(cluster, keys)
         variants = [as_json(variant, values, keys) for variant in VARIANTS]
-        # to files: a child that outlives the driver would keep a pipe open
+        # into files: a child that outlives the driver would keep a pipe open
         driver = f"PYTHONPATH={REPOSITORY} {sys.executable} {parity_driver.__file__} >~/told 2>~/errors"
         done = operator.run(["sh", "-c", driver], stdin=json.dumps(variants), timeout=280, check=False)
         assert done.returncode == 0, operator.root_path("~/errors").read_text()
@@ -209,7 +209,7 @@ def answers(keys: Path) -> Iterator[dict[str, dict[str, object]]]:
 
 
 @pytest.mark.parametrize("variant", VARIANTS, ids=lambda variant: variant.name)
-def test_we_get_in_where_ssh_does(answers: dict[str, dict[str, object]], variant: Variant) -> None:
+def test_gnnfleet_logs_in_where_ssh_does(answers: dict[str, dict[str, object]], variant: Variant) -> None:
     answer = answers[variant.name]
     assert answer["ssh"] == variant.works, answer["said"]
     assert answer["ours"] == answer["ssh"], answer["error"] or answer["said"]
@@ -217,7 +217,7 @@ def test_we_get_in_where_ssh_does(answers: dict[str, dict[str, object]], variant
 
 
 def serve(target: Host, keys: Path, others: list[Host]) -> None:
-    """The target's further sshd; who may log in there and on the ``others``."""
+    """Start the target's further sshd and set who may log in on the target and on ``others``."""
     folder = target.root_path("~/sshd")
     folder.mkdir()
     keygen("-q", "-s", str(keys / "ca"), "-I", "it", "-h", "-n", target.address, str(keys / "host.pub"))
@@ -234,7 +234,7 @@ def serve(target: Host, keys: Path, others: list[Host]) -> None:
 
 
 def substitutions(cluster: NetCluster, keys: Path) -> dict[str, str]:
-    """What stands for {address} and its like in the variants."""
+    """Return the values of {address} and the other placeholders in the variants."""
     operator, bastion, target = cluster.hosts
     public = {path.name: path.read_text().strip() for path in keys.glob("*.pub")}
     public["host22.pub"] = (target.folder / "etc/host_key.pub").read_text().strip()

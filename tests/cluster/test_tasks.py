@@ -1,4 +1,4 @@
-"""A fabric group over the hosts of a cluster.yml."""
+"""Tests of a fabric group over the hosts of a cluster.yml."""
 
 from __future__ import annotations
 
@@ -18,22 +18,22 @@ def config(cluster: NetCluster, tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     return write_config(tmp_path, [{"host": host.address, "user": "root"} for host in cluster.hosts])
 
 
-def test_commands_and_files_go_to_every_host_and_the_lines_are_closed(
+def test_a_group_runs_commands_and_copies_files_on_every_host(
     cluster: NetCluster, config: Path, tmp_path: Path
 ) -> None:
     (tmp_path / "note").write_text("hello")
     with cluster_group(config) as group:
-        said = group.run("hostname; cat note 2>/dev/null", hide=True, warn=True)
+        results = group.run("hostname; cat note 2>/dev/null", hide=True, warn=True)
         group.put(str(tmp_path / "note"), "note")
         again = group.run("cat note", hide=True)
         lines = [connection.transport for connection in group]
-    names = {connection.host: result.stdout.split() for connection, result in said.items()}
+    names = {connection.host: result.stdout.split() for connection, result in results.items()}
     assert names == {host.address: [host.name] for host in cluster.hosts}
     assert [result.stdout for result in again.values()] == ["hello"] * 3
     assert not any(line.is_active() for line in lines)
 
 
-def test_what_cannot_be_is_one_clear_error(cluster: NetCluster, config: Path, tmp_path: Path) -> None:
+def test_invalid_hosts_and_groups_are_one_clear_error(cluster: NetCluster, config: Path, tmp_path: Path) -> None:
     with pytest.raises(UsageError, match="transport: local"), cluster_group(local_config(tmp_path, [1])):
         pass
     write_config(tmp_path, [{"host": f"{cluster.prefix}.99", "user": "root"}], run={"connect_timeout": 1})

@@ -1,4 +1,5 @@
-"""Preflight's test of the wire on real hosts: what is closed is named, and each node gets an address that all reach."""
+"""Tests of preflight's network checks on real hosts: closed ports are named, and each node gets an address that all
+reach."""
 
 from __future__ import annotations
 
@@ -27,7 +28,7 @@ PORTS = RunConfig(master_port=29500, control_port=29400, service_port=29600)
 
 @pytest.fixture(scope="module")
 def hosts(tmp_path_factory: pytest.TempPathFactory) -> Iterator[list[Host]]:
-    """Four hosts; the last one's interface has another name."""
+    """Yield four hosts; the last one's interface has another name."""
     shared = tmp_path_factory.mktemp("shared")
     with NetCluster(4, shared_folder=shared, machines={3: Machine(interface="ens7")}) as cluster:
         with mock.patch.dict(os.environ, cluster.environment(), clear=True):
@@ -36,7 +37,7 @@ def hosts(tmp_path_factory: pytest.TempPathFactory) -> Iterator[list[Host]]:
 
 @pytest.fixture(autouse=True)
 def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What does not answer here within a second never will."""
+    """Shorten the timeout to one second: on these hosts nothing answers later."""
     monkeypatch.setattr(connectivity, "_SECONDS", 1.0)
 
 
@@ -69,7 +70,7 @@ def interfaces(report: PreflightReport) -> list[str]:
 
 @contextmanager
 def rules(host: Host, *words: str) -> Iterator[None]:
-    """Routes and rules of ``ip`` on one host, for a while."""
+    """Apply ``ip`` routes or rules on one host for the duration of the context."""
     with ExitStack() as stack:
         for text in words:
             what, _, rest = text.partition(" ")
@@ -78,7 +79,7 @@ def rules(host: Host, *words: str) -> Iterator[None]:
         yield
 
 
-def test_all_ways_open_and_each_node_its_own_interface(hosts: list[Host]) -> None:
+def test_open_network_and_each_node_with_its_own_interface(hosts: list[Host]) -> None:
     begun = time.monotonic()
     report = check(config_of(hosts))
     assert time.monotonic() - begun < 10
@@ -90,7 +91,7 @@ def test_all_ways_open_and_each_node_its_own_interface(hosts: list[Host]) -> Non
     assert [site.bind for site in sites] == [host.address for host in hosts]
 
 
-def test_nothing_listens_any_more_afterwards(hosts: list[Host]) -> None:
+def test_no_port_is_left_listening(hosts: list[Host]) -> None:
     check(config_of(hosts))
     for host in hosts:
         listening = host.run(["bash", "-c", "cat /proc/net/tcp /proc/net/tcp6"]).stdout
@@ -115,15 +116,15 @@ def test_one_port_closed(hosts: list[Host], where: int, rule: str, says: str) ->
     assert blocked(check(config_of(hosts))) == []
 
 
-def test_a_node_that_others_cannot_see(hosts: list[Host]) -> None:
+def test_a_node_that_others_cannot_reach(hosts: list[Host]) -> None:
     others = [host.address for k, host in enumerate(hosts) if k != 1]
     with rules(hosts[1], *(f"route blackhole {address}" for address in others)):
         told = blocked(check(config_of(hosts)))
     assert told == ["node1 → all blocked: no route", "all → node1 blocked: no answer"]
 
 
-def test_the_network_that_all_share_is_taken(hosts: list[Host]) -> None:
-    """Node1 and node2 do not see each other on the first network, but on a second one."""
+def test_the_network_that_all_nodes_share_is_chosen(hosts: list[Host]) -> None:
+    """Node1 and node2 cannot reach each other on the first network, but on a second one."""
     second = [f"172.31.99.{10 + k}" for k in range(4)]
     with ExitStack() as stack:
         for host, address in zip(hosts, second, strict=True):
@@ -136,14 +137,14 @@ def test_the_network_that_all_share_is_taken(hosts: list[Host]) -> None:
 
 
 def test_a_name_that_is_loopback_on_its_own_host(hosts: list[Host]) -> None:
-    """As Debian installs it: the host's own name is 127.0.1.1 there."""
+    """The host's own name is 127.0.1.1 on the host itself, as Debian installs it."""
     report = check(with_node(config_of(hosts), 0, address=hosts[0].name))
     assert blocked(report) == []
     assert (report.facts[0].address, report.facts[0].interface) == (hosts[0].address, "eth0")
 
 
 def test_an_address_behind_nat(hosts: list[Host]) -> None:
-    """An address that leads to node1, but is on none of its interfaces."""
+    """An address that leads to node1, but belongs to none of its interfaces."""
     outside = "198.51.100.7"
     with ExitStack() as stack:
         stack.enter_context(rules(hosts[1], f"route local {outside} dev lo"))
@@ -185,6 +186,6 @@ def says(config: ClusterConfig, name: str) -> set[str]:
     return {finding.message for finding in check(config).findings if finding.check == name}
 
 
-def test_clocks_are_told_to_milliseconds(hosts: list[Host]) -> None:
+def test_clock_offsets_are_measured_to_milliseconds(hosts: list[Host]) -> None:
     facts: dict[int, NodeFacts] = check(config_of(hosts)).facts
     assert all(abs(fact.clock_offset) < 0.05 for fact in facts.values())

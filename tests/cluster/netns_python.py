@@ -31,8 +31,8 @@ time.time = _time
 def own_python(host: Host, folder: str = "venv", *, conda: bool = False) -> str:
     """Create an interpreter in the host's home folder and return its path on the host.
 
-    The interpreter has all packages of the tests' Python and an adjustable clock. Layout: a virtual environment, or a
-    conda prefix.
+    The interpreter has all packages of the tests' Python and an adjustable clock.
+    conda: lay the folder out like a conda prefix instead of a virtual environment.
     """
     top = host.folder / "home" / folder
     venv.create(top, symlinks=True)

@@ -61,7 +61,7 @@ def small_disk(scene: Scene, k: int) -> None:
 
 
 Trouble = tuple[Callable[[Scene, int], None], list[str]]
-#: The fault, the node it is on, and the texts that the one message must contain.
+#: Case -> node rank -> (function that makes the node unusable, texts that the one message must contain).
 REFUSED: dict[str, dict[int, Trouble]] = {
     "logins": {
         0: (unreachable, ["no answer on port 22 within 2 s", "check that the machine is up"]),
@@ -94,7 +94,7 @@ def test_preflight_names_the_nodes_and_what_to_do(name: str, scene: Scene) -> No
     finally:
         unmount(scene, 0)
         scene.cluster.hosts[1].unhide()
-    words = [word for _, said in REFUSED[name].values() for word in said]
+    words = [word for _, texts in REFUSED[name].values() for word in texts]
     assert_one_message(done, 3, *words, "nothing was changed on the nodes")
     for k in range(3):
         listed = f"node{k} ({scene.nodes[k]['host']})" in done.output.split("What to do:")[1]

@@ -113,8 +113,10 @@ def test_a_server_whose_host_is_powered_off(stage: Stage, replicas: int) -> None
 
 @pytest.mark.slow
 def test_clients_wait_for_a_suspended_server_as_long_as_configured(stage: Stage) -> None:
-    """The suspended server is not restarted, because it lives; it is noticed after 30 s, and the report names it as the
-    cause."""
+    """A suspended server is not restarted, because its process lives. Clients notice it after 30 s.
+
+    The report leads with a waiting rank, whose output names the server.
+    """
     run = stage.run(server_wait=8).await_step(1, 5)
     run.stop_server(1)
     stopped = time.time()

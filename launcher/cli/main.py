@@ -31,7 +31,7 @@ from launcher.cli.options import (
     show,
     with_options,
 )
-from launcher.errors import FleetError, Interrupted
+from launcher.errors import ConfigError, FleetError, Interrupted, PreflightRefused, UsageError
 from launcher.run.options import LaunchOptions, choose_run_id, read_config
 
 _EPILOG = """Exit status: 0 done, 1 failed, 2 bad usage, 3 preflight refused, 130 stopped.
@@ -279,6 +279,8 @@ def with_all_commands() -> click.Group:
 
 def run(argv: Sequence[str] | None = None, prog_name: str = "gnnfleet") -> int:
     """Run the program and return its exit status. Prints errors that a user can act on to stderr, without traceback."""
+    from launcher.report.explain import hint
+
     with_all_commands()
     words = list(sys.argv[1:] if argv is None else argv)
     try:
@@ -292,7 +294,8 @@ def run(argv: Sequence[str] | None = None, prog_name: str = "gnnfleet") -> int:
         click.secho(str(error), fg="yellow", err=True)
         return _json_error(words, str(error), error.exit_status)
     except FleetError as error:
-        return _show_error(words, str(error), error.exit_status)
+        explains_itself = isinstance(error, (UsageError, ConfigError, PreflightRefused))
+        return _show_error(words, str(error), error.exit_status, "" if explains_itself else hint(str(error)))
     except (KeyboardInterrupt, click.Abort):
         click.secho("interrupted", fg="yellow", err=True)
         return 130
@@ -300,15 +303,14 @@ def run(argv: Sequence[str] | None = None, prog_name: str = "gnnfleet") -> int:
         os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
         return 1
     except OSError as error:  # a full or read-only disk, a file without read permission
-        return _show_error(words, f"{error.filename}: {error.strerror}" if error.filename else str(error), 1)
+        message = f"{error.filename}: {error.strerror}" if error.filename else str(error)
+        return _show_error(words, message, 1, hint(message))
 
 
-def _show_error(words: Sequence[str], message: str, exit_status: int) -> int:
-    """Print an error on stderr, with the code of its explanation; return ``exit_status``."""
-    from launcher.report.explain import hint
-
+def _show_error(words: Sequence[str], message: str, exit_status: int, more: str) -> int:
+    """Print an error and ``more``, lines about it, on stderr; return ``exit_status``."""
     click.secho(f"error: {message}", fg="red", err=True)
-    if more := hint(message):
+    if more:
         click.secho(more, dim=True, err=True)
     return _json_error(words, message, exit_status)
 

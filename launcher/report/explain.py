@@ -82,10 +82,10 @@ def search(words: str) -> list[Explanation]:
     return [entry for entry in explanations().values() if all(word in _haystack(entry) for word in wanted)]
 
 
-def hint(message: str) -> str:
-    """``Explain: gnnfleet explain CODE`` for an error's message; '' when no explanation fits."""
-    found = explanation_of(message)
-    return f"Explain: gnnfleet explain {found.code}" if found else ""
+def hint(*messages: str) -> str:
+    """``Explain: gnnfleet explain CODE`` for messages; with several codes a line for each, '' without one."""
+    found = {entry.code: None for entry in map(explanation_of, messages) if entry}
+    return "\n".join(f"Explain: gnnfleet explain {code}" for code in found)
 
 
 def contains(text: str, pattern: str) -> bool:

@@ -17,6 +17,7 @@ from launcher.errors import FleetError
 from launcher.files import appearing, write_whole
 from launcher.node.json_reader import METRIC, checked, json_object
 from launcher.plan.model import NodePlan
+from launcher.report.explain import hint
 from launcher.report.first_failure import aftermath_of
 from launcher.report.metrics import Metrics, _by_node, _merged
 from launcher.report.outcome import Outcome
@@ -252,3 +253,5 @@ def _print_failure(report: RunReport, console: Console) -> None:
         console.print(Text(f"log: {log}"), soft_wrap=True)
     for line in aftermath.lines:
         console.print(Text(line, "dim"), soft_wrap=True)
+    if more := hint(first.sentence):
+        console.print(Text(more, "dim"))

@@ -30,6 +30,7 @@ from launcher.plan.serialize import run_json
 from launcher.preflight.preflight import run_preflight
 from launcher.preflight.preflight_report import PreflightReport, node_ranges, print_findings
 from launcher.report.events import EventLog
+from launcher.report.explain import hint
 from launcher.report.metrics import Metrics
 from launcher.report.report import RunReport, RunState
 from launcher.report.run_folder import LaunchFile, Stage, clear, register, user_at_host
@@ -193,7 +194,7 @@ def require_preflight(
     report = _preflight(context.config, attempts, draft, run_id=context.run_id if new_run else "")
     noteworthy = [finding for finding in report.findings if finding.severity != "ok"]
     if noteworthy:
-        print_findings(replace(report, findings=tuple(noteworthy)), context.console)
+        _print_findings(replace(report, findings=tuple(noteworthy)), context.console)
     context.notes = tuple(finding.line() for finding in noteworthy if finding.severity == "block")
     if context.options.as_json:
         report.refuse_if_blocked()  # its error lists the findings; the table is not part of the JSON
@@ -333,10 +334,17 @@ def run_check(config: ClusterConfig, options: LaunchOptions, console: Console) -
         report = _preflight(resolved, attempts, draft, run_id=options.run_id or "")
     finally:
         close_all(attempts)
-    print_findings(report, console)
+    _print_findings(report, console)
     if options.as_json:
         click.echo(json.dumps(asdict(report), indent=1))
     return 3 if report.blocked else 0
+
+
+def _print_findings(report: PreflightReport, console: Console) -> None:
+    """Print the findings, and which explanations there are of blocking ones."""
+    print_findings(report, console)
+    if more := hint(*(finding.message for finding in report.findings if finding.severity == "block")):
+        console.print(Text(more, "dim"))
 
 
 def check_over(config: ClusterConfig, options: LaunchOptions, attempts: Opened) -> PreflightReport:

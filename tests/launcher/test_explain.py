@@ -53,9 +53,14 @@ def test_the_explain_command(capsys: pytest.CaptureFixture[str]) -> None:
     assert "gnnfleet explain lists all codes" in capsys.readouterr().err
 
 
-def test_an_error_of_a_command_ends_with_its_code(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    assert run(["logs", "gone"]) != 0
-    assert capsys.readouterr().err.rstrip().endswith("Explain: gnnfleet explain unknown-run")
+def test_a_finding_that_blocks_is_followed_by_its_code(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    config = tmp_path / "cluster.yml"
+    config.write_text("nodes: ['127.0.0.1:1']\ndata: {dataset: synthetic}\n")
+    assert run(["check", "--config", str(config)]) == 3
+    shown = capsys.readouterr()
+    assert "Explain: gnnfleet explain connection-refused" in shown.out + shown.err
+
+
+def test_mistakes_on_the_command_line_have_no_code(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(["logs", "gone"]) == 2
+    assert "Explain" not in capsys.readouterr().err

@@ -77,7 +77,7 @@ def test_a_busy_master_port_is_reported_with_its_process(tmp_path: Path) -> None
     with socket.create_server(("127.0.0.1", 0)) as busy:
         port = busy.getsockname()[1]
         done = launch(local_config(tmp_path, [1]), "--master_port", str(port))
-    assert_refused(done, 3, f"port {port} in use", f"pid {os.getpid()}", "`run.master_port`", "node0")
+    assert_refused(done, 3, f"port {port} is in use", f"pid {os.getpid()}", "`run.master_port`", "node0")
     assert not (tmp_path / "node0").exists(), "a refused launch changes nothing on the node"
     assert done.result["exit_status"] == 3 and f"port {port}" in done.result["notes"][0]
 
@@ -123,7 +123,7 @@ def test_a_flipped_byte_in_a_part_is_found_before_it_is_used(made: Path, parts: 
         done = launch(made, "--", "python", "waits.py")
     finally:
         file.write_bytes(whole)
-    assert_refused(done, 1, str(file), "not what its manifest says", "node1", "Delete the partition folder")
+    assert_refused(done, 1, str(file), "differs from its manifest", "node1", "Delete the partition folder")
     assert_failed_before_start(done)
     assert not list(made.parent.glob("node1/**/x.npy")), "a damaged part is never put in place"
 

@@ -82,7 +82,7 @@ def test_a_script_on_a_client_node_opens_its_graph_without_arguments(parts, serv
 def test_a_node_that_is_no_client_needs_parts(servers, tmp_path):
     cluster = cluster_file(tmp_path / "cluster.json", servers, {2: [0]})
     for place in (None, cluster):
-        with pytest.raises(SettingsError, match=r"no partition folder: give --parts .* node 0 is none"):
+        with pytest.raises(SettingsError, match=r"no partition folder: give --parts .* node 0 is not a client"):
             train(TrainJob(TrainSettings(), None, tmp_path, (), place))
 
 

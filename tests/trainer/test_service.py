@@ -147,7 +147,7 @@ def test_a_slow_request_delays_no_other_and_misses_its_deadline(client) -> None:
     start = time.monotonic()
     rows_of(client, NODES)
     client.deadline = 0.5
-    with pytest.raises(ServiceError, match=r"no answer within 0.5 s to gather \(connected, so it is slow"):
+    with pytest.raises(ServiceError, match=r"no answer within 0.5 s to gather \(connected, but the server is slow"):
         slow.result()
     assert 0.45 < time.monotonic() - start < 4
     np.testing.assert_array_equal(slow.result(timeout=60)[0]["sleep4"], NODES)

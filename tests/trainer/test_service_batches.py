@@ -113,7 +113,7 @@ def test_giant_fanouts_and_batches_are_refused_before_allocation(graph, monkeypa
         WORK.settings, fanouts={HOMO_EDGE: (2**31 - 1, 2**31 - 1)}, replace=True, edge_ids=False
     )
     with batch_server(graph, max_answer=1 << 20) as server, client_of(server.endpoint, route=True) as client:
-        with pytest.raises(ServiceError, match="over 268435456 neighbours"):
+        with pytest.raises(ServiceError, match="more than 268435456 neighbours"):
             client.submit_batch(dataclasses.replace(WORK, settings=giant), ME).result()
         many = dataclasses.replace(giant, fanouts={HOMO_EDGE: (60_000,)})
         with pytest.raises(ServiceError, match="over 1048576 bytes; make batches or fanouts smaller"):
@@ -155,7 +155,7 @@ def test_shared_arrays_and_ids(graph, server) -> None:
         np.testing.assert_array_equal(found, graph.store.to_global(HOMO_NODE, ids))
         assert found.dtype == np.int64
         for asked, cause in (
-            (SharedSlice(HOMO_NODE, "train", 0, 10**6), "rows; asked for 1000000"),
+            (SharedSlice(HOMO_NODE, "train", 0, 10**6), "39 rows; 1000000 from row 0 on were requested"),
             (SharedSlice(HOMO_NODE, "none", 0, 1), "no split 'none'"),
             (SharedSlice(None, "none", 0, 1), "no attribute 'none' of the graph"),
         ):
@@ -180,7 +180,7 @@ def test_hello_lists_all_servers(graph) -> None:
 
 def test_a_server_without_the_whole_graph_refuses_batches(graph) -> None:
     with serving(graph.access.local) as server, client_of(server.endpoint, route=True) as client:
-        with pytest.raises(ServiceError, match="its own parts only"):
+        with pytest.raises(ServiceError, match="only its own parts"):
             client.submit_batch(WORK, ME).result()
         server.set_routed(graph.access)
         assert same_batch(client.submit_batch(WORK, ME).result(), sample(graph, WORK))

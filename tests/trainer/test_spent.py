@@ -103,7 +103,7 @@ def only_sleep_takes_time(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.usefixtures("only_sleep_takes_time")
 @pytest.mark.parametrize("kind", SLOW)
 def test_a_slow_stage_is_measured_as_its_own_kind(kind: str, tmp_path: Path) -> None:
-    line = one_epoch(tmp_path, **SLOW[kind]).lap.means()
+    line = one_epoch(tmp_path, **SLOW[kind]).times.means()
     assert tuple(line["spent"]) == KINDS and line["step_s"] == SLEEP
     assert line["spent"] == pytest.approx({**dict.fromkeys(KINDS, 0.0), kind: SLEEP}, abs=2e-6)
 

@@ -115,7 +115,7 @@ WRITES = ("author", "writes", "paper")
         (("author", "paper"), {}, SettingsError, "typed: author, paper can all be classified; choose one as target"),
         (("paper",), {"target": "venue"}, SettingsError, "target is 'venue'; typed has author, paper"),
         (("paper",), {"target": "author"}, DataError, "typed: nodes of type author have no y; training needs labels y"),
-        (("paper",), {"model": "sage"}, SettingsError, "model 'sage' is for graphs with one node and one edge type"),
+        (("paper",), {"model": "sage"}, SettingsError, "model 'sage' is for homogeneous graphs"),
         (("paper",), {"weight_attr": "w"}, SettingsError, "no edge type has the weight attribute 'w'"),
         (("paper",), {"time_attr": "t"}, SettingsError, "time_attr 't' is neither a node-level nor an edge-level"),
     ],

@@ -1,6 +1,6 @@
-"""What the examples share: meeting the other ranks, sums over them, one command line.
+"""Helpers of the examples: opening the graph on all ranks, sums over ranks, the command line.
 
-Send it along when launching: --set run.files=[examples], or as templates/heterogeneous.yml has it.
+List it in run.files when launching: --set run.files=[examples], or as in templates/heterogeneous.yml.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ import gnnfleet as gf
 
 
 def arguments(description: str | None, **defaults: Any) -> argparse.ArgumentParser:
-    """``--parts`` and what most examples let one choose; ``defaults`` are theirs."""
+    """Parse ``--parts`` and the options that most examples have; ``defaults``: the example's default values."""
     parser = argparse.ArgumentParser(description=(description or "").partition("\n")[0], allow_abbrev=False)
     parser.add_argument("--parts", help="partition folder; default: that of the run which launch.py started")
     known = {"epochs": 3, "batch_size": 512, "lr": 0.005, "hidden": 64, "fanouts": "10,5", "dropout": 0.2} | defaults
@@ -33,29 +33,29 @@ def numbers(text: str) -> list[int]:
 
 @contextmanager
 def opened(parts: str | None) -> Iterator[Any]:
-    """The graph, and torch.distributed over all ranks; a group of one where no launcher started this process."""
+    """Open the graph and torch.distributed over all ranks; without a launcher the process group has one rank."""
     alone = {} if "RANK" in os.environ else {"store": dist.HashStore(), "rank": 0, "world_size": 1}
     dist.init_process_group("gloo", **alone)
     torch.manual_seed(0)
     with gf.open(parts) as graph:
         yield graph
-        dist.barrier()  # the graph server of this node must outlive the slowest rank
+        dist.barrier()  # the graph server of this node must run until the slowest rank is done
     dist.destroy_process_group()
 
 
 def total(*values: Any) -> list[float]:
-    """Sums over all ranks."""
+    """Return the sum of each value over all ranks."""
     sums = torch.tensor([float(value) for value in values], dtype=torch.float64)
     dist.all_reduce(sums)
     return sums.tolist()  # type: ignore[no-any-return]
 
 
 def divisor(seeds: int) -> float:
-    """What to divide a loss summed over own seeds by, so that DDP's mean over ranks is that of the global batch."""
+    """Return the divisor of a loss sum over this rank's seeds, so that DDP's mean over ranks is the global batch's mean."""
     return total(seeds)[0] / dist.get_world_size()
 
 
 def say(text: str) -> None:
-    """Once, not by every rank."""
+    """Print on rank 0 only."""
     if dist.get_rank() == 0:
         print(text, flush=True)

@@ -1,10 +1,10 @@
-"""Full-graph inference with a model of one's own: train on samples, then compute every node with all its neighbours.
+"""Full-graph inference with a user model: train on samples, then compute every node from all its neighbours.
 
     python -m trainer partition make --dataset synthetic --out parts/synthetic
     python examples/full_inference.py --parts parts/synthetic --out predictions
 
-Layer after layer for all nodes, each once. A rank keeps the rows of its nodes on disk, others ask it for those they
-need. The bundled models need no script: python -m trainer infer.
+Computes one layer after the other, each node once per layer. A rank stores the rows of its nodes on disk and sends
+other ranks the rows they need. The bundled models need no script: python -m trainer infer.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ import gnnfleet as gf
 
 
 class Layers:
-    """torch_geometric's GraphSAGE cut between its layers."""
+    """torch_geometric's GraphSAGE, computed layer by layer."""
 
     needs_degree = False
 
@@ -33,7 +33,7 @@ class Layers:
         return batch.x
 
     def layer(self, number, blocks, rows, num_dst, degree):
-        """Rows of some nodes from those of all their neighbours; a block is CSR by target."""
+        """Compute the rows of some nodes from the rows of all their neighbours; a block is CSR by target."""
         x, block = rows[gf.HOMO_NODE], blocks[gf.HOMO_EDGE]
         targets = torch.repeat_interleave(torch.arange(block.num_dst), block.indptr.diff())
         edges = torch.stack([block.indices.long(), targets])
@@ -59,7 +59,7 @@ def main() -> None:
 
 
 def accuracy(graph, rows, rank):
-    """On the test nodes; each rank scores those it computed."""
+    """Return the accuracy on the test nodes; each rank scores the nodes that it computed."""
     seeds = np.asarray(graph.store.seeds(gf.HOMO_NODE, "test"))
     seeds = seeds[rows.shares.owners(seeds) == rank]
     (found,) = graph.access.gather([gf.RowRequest(gf.HOMO_NODE, seeds, ("y",))])

@@ -4,8 +4,8 @@
     python examples/hetero_classification.py --parts parts/papers
     python launch.py --config templates/heterogeneous.yml -- python examples/hetero_classification.py
 
-Nodes without features get trainable rows. They are spread over the ranks: a step fetches those its batch needs and
-sends their gradients back. All other parameters are in the model and DistributedDataParallel averages their gradients.
+Nodes without features get trainable rows. The rows are sharded over the ranks: each step fetches the rows of its batch
+and sends their gradients back. All other parameters are in the model; DistributedDataParallel averages their gradients.
 """
 
 from __future__ import annotations
@@ -25,13 +25,13 @@ import gnnfleet as gf
 
 
 class Model(nn.Module):
-    """Input rows of one width, a HeteroConv per hop, one linear layer for the target type."""
+    """Linear input layers to one width, a HeteroConv per hop, a linear layer for the target type."""
 
     def __init__(self, facts, needs, hidden, dropout):
         super().__init__()
         self.target = facts.target
         self.lins = ModuleDict({of: nn.Linear(width, hidden) for of, width in facts.in_dims.items()})
-        warnings.filterwarnings("ignore", "There exist node types")  # the last layers need not update all of them
+        warnings.filterwarnings("ignore", "There exist node types")  # the last layers do not update all types
         convs = [HeteroConv({of: SAGEConv(hidden, hidden) for of in need.edge_types}) for need in needs]
         self.gnn = gf.nn.TrimmedHetero(convs, facts.target, dropout=dropout)
         self.head = nn.Linear(hidden, facts.num_classes)
@@ -51,7 +51,9 @@ def train(graph, options) -> None:
     nodes = graph.manifest.nodes
     target = options.target or next(of for of, spec in nodes.items() if spec.splits.get("train"))
     fanouts, facts = numbers(options.fanouts), gf.nn.facts_of(graph.manifest, target)
-    needs = gf.nn.layer_needs(facts.node_types, facts.edge_types, target, len(fanouts))  # what each layer computes
+    needs = gf.nn.layer_needs(
+        facts.node_types, facts.edge_types, target, len(fanouts)
+    )  # types that each layer computes
     bare = {of: nodes[of].num_nodes for of in needs[0].sources if "x" not in nodes[of].attrs}
     embedding = gf.nn.ShardedEmbedding(bare, options.hidden)
     model = DistributedDataParallel(Model(facts, needs, options.hidden, options.dropout))

@@ -1,12 +1,12 @@
-"""Link prediction: an encoder on sampled neighbourhoods; links that it never saw are ranked against 1,000 others.
+"""Link prediction: an encoder on sampled neighbourhoods, evaluated by ranking unseen links against 1,000 negatives.
 
     python -m trainer partition make --dataset synthetic-hetero --option hold_out=paper__cites__paper --out parts/links
     python examples/link_prediction.py --parts parts/links --relation paper__cites__paper
     python launch.py --config templates/link_prediction.yml -- python examples/link_prediction.py
 
-The partition holds links out (dataset option hold_out): those are no edges, so message passing never sees them. The
-links of a training batch are edges; exclude="both" hides them and their reverses from this batch. Homogeneous and
-heterogeneous graphs.
+The partition holds links out (dataset option hold_out): they are no edges, so message passing never uses them. The
+links of a training batch are edges; exclude="both" hides them and their reverses in this batch. Works with homogeneous
+and heterogeneous graphs.
 """
 
 from __future__ import annotations
@@ -27,12 +27,12 @@ DECODERS = {
     "distmult": lambda dim: gf.nn.DistMult(1, dim),
     "mlp": lambda d: gf.nn.MLPDecoder(d, d),
 }
-NEGATIVES = 1000  #: per link that is scored
-SHARED = 32  #: negatives per link in training: a drawn node costs a neighbourhood, so links share them
+NEGATIVES = 1000  #: per scored link
+SHARED = 32  #: negatives per link in training; links share them, because every drawn node needs a sampled neighbourhood
 
 
 class Model(nn.Module):
-    """GraphSAGE per edge type on a batch's blocks, one linear layer for each end of a link, a decoder."""
+    """GraphSAGE per edge type on a batch's blocks, a linear layer for each end of a link, and a decoder."""
 
     def __init__(self, graph, relation, hidden, fanouts, dropout, decoder):
         super().__init__()
@@ -45,7 +45,7 @@ class Model(nn.Module):
         self.decoder = DECODERS[decoder](hidden)
 
     def forward(self, batch, rows):
-        """Scores of a triplet batch: links [n], and each with its own and the next links' negatives [n, SHARED]."""
+        """Return scores of a triplet batch: links [n], and links with their own and the next links' negatives [n, SHARED]."""
         src, dst = self.encode(batch, rows)
         src, ends = src[nodes(batch, self.source).src_index], nodes(batch, self.target)
         following = (torch.arange(len(src))[:, None] + torch.arange(SHARED)) % len(src)
@@ -53,12 +53,12 @@ class Model(nn.Module):
         return self.decoder.score(src, right), self.decoder.score(src[:, None], wrong)
 
     def encode(self, batch, rows):
-        """Rows of the seeds of both ends' types; ``rows``: trainable rows of nodes by type."""
+        """Return the rows of the seeds of both end types; ``rows``: trainable rows of nodes by type."""
         x = dict(rows)
         for of, lin in self.lins.items():
             x[of] = lin(nodes(batch, of).x.float()) + x.get(of, 0)
         for number, (layer, blocks) in enumerate(zip(self.layers, batch.blocks, strict=True)):
-            hop = len(self.layers) - number  # targets are the nodes known before the layer's hop
+            hop = len(self.layers) - number  # the targets are the nodes found before the layer's hop
             known = {of: sum(nodes(batch, of).num_sampled_nodes[:hop]) for of in layer.need.targets}
             x = {of: self.dropout(h.relu()) for of, h in x.items()}
             x = layer(blocks if isinstance(blocks, dict) else {gf.HOMO_EDGE: blocks}, x, known)
@@ -66,7 +66,7 @@ class Model(nn.Module):
 
 
 def layer_needs(manifest, wanted, num_layers):
-    """What each layer computes so that the last one has the rows of the wanted types."""
+    """Return the types each layer must compute so that the last layer has the rows of the wanted types."""
     needs = []
     for _ in range(num_layers):
         edge_types = tuple(of for of in manifest.edges if of[2] in wanted)
@@ -78,7 +78,7 @@ def layer_needs(manifest, wanted, num_layers):
 
 
 def nodes(batch, of):
-    """The batch's nodes of one type."""
+    """Return the batch's nodes of one type."""
     return batch if of == gf.HOMO_NODE else batch[of]
 
 
@@ -133,14 +133,14 @@ def train(graph, options) -> None:
 
 
 def popularity(links, num_nodes):
-    """What the number of links that a node has already is worth: every model has to beat it."""
+    """Return a baseline scorer by a node's number of known links; a useful model must be better."""
     count = torch.bincount(torch.from_numpy(links.inputs.dst), minlength=num_nodes).float()
     return lambda src, dst: count[dst]
 
 
 @torch.no_grad()
 def embed_all(graph, relation, options, encode):
-    """Rows of all nodes of both ends' types, on every rank: as many bytes as nodes * hidden * 4 for each end."""
+    """Return the rows of all nodes of both end types, on every rank; memory: nodes * hidden * 4 bytes per end."""
     types = dict.fromkeys(relation[::2])
     seeds = dict.fromkeys(types) if graph.manifest.hetero else None
     batches = gf.DistNeighborLoader(graph, numbers(options.eval_fanouts or options.fanouts), seeds, batch_size=2048)
@@ -150,13 +150,13 @@ def embed_all(graph, relation, options, encode):
             own = nodes(batch, of)
             table[own.n_id[: own.batch_size]] = rows[: own.batch_size]
     for table in tables:
-        dist.all_reduce(table)  # each node is some rank's seed, the others have zeros there
+        dist.all_reduce(table)  # each node is the seed of one rank; the other ranks have zeros
     return tables
 
 
 @torch.no_grad()
 def evaluate(links, num_nodes, score):
-    """Each link's target against 1,000 nodes drawn evenly, the same for any number of ranks."""
+    """Rank each link's target against 1,000 uniformly drawn nodes; the draws do not depend on the number of ranks."""
     sums, chunks = gf.nn.LinkSums(), torch.from_numpy(links.copy()).split(64, dim=1)
     for number in range(dist.get_rank(), len(chunks), dist.get_world_size()):
         src, dst = chunks[number]

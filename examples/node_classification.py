@@ -1,4 +1,4 @@
-"""Node classification on a homogeneous graph: torch_geometric's GraphSAGE, trimmed, best validation weights.
+"""Node classification on a homogeneous graph: torch_geometric's GraphSAGE, trimmed; keeps the best validation weights.
 
 python -m trainer partition make --dataset synthetic --out parts/synthetic
 python examples/node_classification.py --parts parts/synthetic
@@ -26,10 +26,10 @@ def main() -> None:
 
 
 def train(graph, options, **sampling):
-    """The trained model and its test accuracy; ``sampling``: more arguments of the loaders."""
+    """Train; return the model and its test accuracy. ``sampling``: more arguments of the loaders."""
     fanouts = numbers(options.fanouts)
     gnn = GraphSAGE(graph.num_features, options.hidden, len(fanouts), graph.num_classes, options.dropout)
-    model = DistributedDataParallel(gf.nn.Trimmed(gnn))  # each layer computes only what later layers read
+    model = DistributedDataParallel(gf.nn.Trimmed(gnn))  # each layer computes only rows that later layers use
     optimizer = torch.optim.Adam(model.parameters(), lr=options.lr)
     loaders = {
         split: gf.DistNeighborLoader(

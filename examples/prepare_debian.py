@@ -1,11 +1,11 @@
-"""The Debian package graph with weights and times, which it does not carry itself: both are derived here.
+"""Derive edge weights and node times for the Debian package graph, which has neither.
 
     python examples/prepare_debian.py debian derived
     python -m trainer partition make --dataset file --source derived --out parts/derived
 
-edge_weight: how binding the strongest relation between two packages is: 8 depends and pre-depends, 4 recommends, 2
-suggests, 1 enhances and breaks. time: no date, but the longest chain of dependencies below a package, so that what a
-package needs is earlier than itself; a cycle of dependencies is cut at the package that most others wait for.
+edge_weight: strength of the strongest relation between two packages: 8 depends and pre-depends, 4 recommends, 2
+suggests, 1 enhances and breaks. time: length of the longest chain of dependencies below a package (not a date), so
+dependencies are earlier than their dependents; a cycle is cut at the package on which most other packages wait.
 """
 
 from __future__ import annotations
@@ -42,7 +42,10 @@ def main() -> None:
 
 
 def weighted(relations: dict[str, np.ndarray], num_nodes: int) -> tuple[np.ndarray, np.ndarray]:
-    """All relations both ways without self loops, each pair once with its largest weight: int64 [2, E], float32 [E]."""
+    """Return all relations in both directions without self loops, each pair once with its largest weight.
+
+    Returns int64 [2, E] and float32 [E].
+    """
     keys, weights = [], []
     for name, (src, dst) in relations.items():
         own = src != dst
@@ -56,13 +59,13 @@ def weighted(relations: dict[str, np.ndarray], num_nodes: int) -> tuple[np.ndarr
 
 
 def depth(depends: np.ndarray, num_nodes: int) -> np.ndarray:
-    """Longest chain of dependencies below each package, int64 [N]; ``depends``: [2, E], row 0 needs row 1."""
+    """Return the longest dependency chain below each package, int64 [N]; ``depends``: [2, E], row 0 needs row 1."""
     src, dst = np.unique(depends[:, depends[0] != depends[1]], axis=1)
     level, waits = np.zeros(num_nodes, np.int64), np.bincount(src, minlength=num_nodes)
     settled = np.zeros(num_nodes, bool)
     while not settled.all():
         ready = (waits == 0) & ~settled
-        if not ready.any():  # what is left depends on cycles
+        if not ready.any():  # all remaining packages depend on cycles
             needed = np.bincount(dst[~settled[src]], minlength=num_nodes)
             ready[np.argmax(np.where(settled, -1, needed))] = True
         settled |= ready

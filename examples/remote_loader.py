@@ -1,9 +1,9 @@
-"""A graph that graph servers hold, read from a notebook or a laptop: what is in it, batches, a trained model's score.
+"""Use a graph on graph servers from a notebook or laptop: list its types, load batches, score a trained model.
 
     gnnfleet serve key products -o products.key
     python examples/remote_loader.py --key products.key --checkpoint runs/RUN/checkpoints/last.pt
 
-Nothing of the graph is stored here. In a notebook leave ``graph`` open while you work, and close it at the end.
+No part of the graph is stored on this machine. In a notebook keep ``graph`` open while you work; close it at the end.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import gnnfleet as gf
 
 
 def look(graph):
-    """Batches as torch_geometric's NeighborLoader makes them; the servers sample, four batches ahead."""
+    """Load batches as from torch_geometric's NeighborLoader; the servers sample four batches ahead."""
     print(graph)
     loader = gf.DistNeighborLoader(graph, [10, 5], batch_size=256, input_nodes=range(1000), prefetch_factor=4)
     nodes = sum(batch.num_nodes for batch in loader)
@@ -26,7 +26,7 @@ def look(graph):
 
 @torch.no_grad()
 def score(graph, checkpoint):
-    """Test accuracy of a model of the bundled trainer, with the neighbours that it samples itself."""
+    """Return the test accuracy of a bundled trainer's model on sampled neighbours."""
     saved = gf.load_checkpoint(checkpoint)
     model, _ = gf.trained_model(saved, graph.manifest)
     wants_degree = bool(getattr(model, "needs_degree", False))

@@ -1,11 +1,11 @@
-"""Temporal node classification: a seed sees no neighbour later than itself, in no hop.
+"""Temporal node classification: no hop samples a neighbour later than the seed.
 
     python -m trainer partition make --dataset synthetic --option time=true --out parts/temporal
     python examples/temporal_classification.py --parts parts/temporal
 
-Each seed has a subgraph of its own then (disjoint), since what it may see depends on its time. With --strategy last
-the latest neighbours are taken instead of drawn ones. Validation and test nodes of the synthetic graph are later than
-the train nodes. Full-graph inference does not apply to such a model: score it by sampling, as here.
+Each seed gets its own subgraph (disjoint), because the allowed neighbours depend on its time. --strategy last takes
+the latest neighbours instead of random ones. Validation and test nodes of the synthetic graph are later than the train
+nodes. Full-graph inference does not apply to such a model: evaluate it by sampling, as this example does.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ def main() -> None:
 
 
 def look_ahead(graph, options, rule):
-    """Sampled nodes later than the seed of their subgraph, and all sampled nodes, over the test seeds."""
+    """Count the sampled nodes later than the seed of their subgraph, and all sampled nodes, over the test seeds."""
     later = neighbours = 0
     for batch in gf.DistNeighborLoader(
         graph, numbers(options.fanouts), "test", batch_size=options.batch_size, attrs=[options.time], **rule

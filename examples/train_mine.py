@@ -1,4 +1,4 @@
-"""A training loop of one's own on gnnfleet's partitions: plain PyTorch, torch_geometric batches.
+"""A user's training loop on gnnfleet's partitions: plain PyTorch with torch_geometric batches.
 
 python launch.py --config templates/local.yml -- python examples/train_mine.py --lr 0.01
 """
@@ -31,10 +31,10 @@ def main() -> None:
         gf.DistNeighborLoader(graph, [10, 5], split, batch_size=options.batch_size, shuffle=split == "train")
         for split in ("train", "test")
     )
-    log = gf.StepLog(model, optimizer, train)  # the launcher shows loss and speed, and finds NaN and stalls
+    log = gf.StepLog(model, optimizer, train)  # lets the launcher show loss and speed and detect NaN and stalls
     for epoch in range(options.epochs):
         model.train()
-        for step, batch in enumerate(train):  # as many on every rank, so that DDP never waits for one that has none
+        for step, batch in enumerate(train):  # the same number of steps on every rank, as DDP requires
             out = model(batch.x.float(), batch.edge_index)[: batch.batch_size]
             loss = cross_entropy(out, batch.y[: batch.batch_size])
             optimizer.zero_grad()
@@ -50,7 +50,7 @@ def main() -> None:
         dist.all_reduce(right)
         if dist.get_rank() == 0:
             print(f"epoch {epoch + 1}: loss {loss:.4f}, test accuracy {right[0] / right[1]:.4f}")
-    dist.barrier()  # the graph server of this node must outlive the slowest rank
+    dist.barrier()  # the graph server of this node must run until the slowest rank is done
     graph.close()
     dist.destroy_process_group()
 

@@ -1,9 +1,9 @@
-"""Unsupervised GraphSAGE: neighbours become alike, drawn nodes differ; then a linear classifier on the frozen rows.
+"""Unsupervised GraphSAGE: embeds neighbours alike and random nodes apart; then a linear classifier on frozen rows.
 
     python -m trainer partition make --dataset synthetic --out parts/synthetic
     python examples/unsupervised_sage.py --parts parts/synthetic
 
-Labels are used only to judge the rows at the end. Edges of the graph are the positives; each has one drawn negative.
+Labels are used only for the final evaluation. The positives are the graph's edges, each with one drawn negative.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ def main() -> None:
 
 
 def learn(graph, options):
-    """An encoder from links alone."""
+    """Train and return an encoder from links alone."""
     fanouts = numbers(options.fanouts)
     gnn = GraphSAGE(graph.num_features, options.hidden, len(fanouts))
     model, loss_of = DistributedDataParallel(gf.nn.Trimmed(gnn)), gf.nn.UnsupervisedLoss()
@@ -54,7 +54,7 @@ def learn(graph, options):
 
 
 def classify(graph, options, model) -> None:
-    """Accuracy of logistic regression on the frozen rows, and on the features they were made of."""
+    """Return the accuracy of logistic regression on the frozen rows, and on the input features."""
     embedded, plain = {}, {}
     for split in ("train", "test"):
         batches = gf.DistNeighborLoader(graph, numbers(options.fanouts), split, attrs=["x", "y"], batch_size=2048)
@@ -65,7 +65,7 @@ def classify(graph, options, model) -> None:
 
 @torch.no_grad()
 def rows_of(model, batches):
-    """This rank's seeds: (rows, labels), and (features, labels)."""
+    """Return (rows, labels) and (features, labels) of this rank's seeds."""
     rows, x, y = [], [], []
     for batch in batches:
         batch.x, own = batch.x.float(), batch.batch_size
@@ -81,7 +81,7 @@ def linear_probe(splits, graph) -> float:
     layers = nn.Sequential(nn.BatchNorm1d(width, affine=False), nn.Linear(width, graph.num_classes))
     model = DistributedDataParallel(layers)
     optimizer = torch.optim.Adam(model.parameters(), lr=0.05, weight_decay=1e-5)
-    for _ in range(100):  # full batches: rows are computed once
+    for _ in range(100):  # full batch: the rows are computed once
         optimizer.zero_grad()
         (cross_entropy(model(x), y, reduction="sum") / divisor(len(y))).backward()
         optimizer.step()

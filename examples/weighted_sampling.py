@@ -1,10 +1,11 @@
-"""Weighted sampling: a neighbour's chance to be drawn goes with its edge's weight; beside it uniform sampling.
+"""Weighted sampling: neighbours are drawn with probability proportional to edge weight; compared with uniform sampling.
 
     python -m trainer partition make --dataset synthetic --option edge_weight=true --out parts/weighted
     python examples/weighted_sampling.py --parts parts/weighted
 
-The weights decide which neighbours are seen, the model is the same. They matter where there are more neighbours than
-the fanouts take, and where they say something: in the synthetic graph edges inside a class weigh four times as much.
+The weights only decide which neighbours are sampled; the model is the same. They have an effect if nodes have more
+neighbours than the fanout and the weights are informative: in the synthetic graph an edge inside a class weighs four
+times as much.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
-"""Bytes that hosts receive from each other in an epoch: without a cache, with the default one, and as foretold.
+"""Bytes that hosts receive from each other in an epoch: without a cache, with the default cache, and predicted.
 
-Hosts are graphs in one process, each with its own part and replicated topology, that ask each other directly; what
-they receive is counted where it would come from the network. Features are 16 numbers wide: rows count, not their width.
-GNNFLEET_DEBIAN names the folder of the Debian dependency graph (``data.dataset: file``), where there is one.
+All hosts are graphs in one process, each with its own part and replicated topology, which call each other directly;
+bytes are counted where they would arrive from the network. Features have 16 columns: only the number of rows matters.
+GNNFLEET_DEBIAN names the folder of the Debian dependency graph (``data.dataset: file``), if available.
 """
 
 from __future__ import annotations
@@ -41,14 +41,14 @@ CACHE = Path(__file__).resolve().parent.parent / ".gnnfleet" / "bench"
 
 @dataclass(frozen=True)
 class Case:
-    """A graph and how it is trained on."""
+    """A graph with its sampling settings and partitions."""
 
     name: str
     dataset: str
     options: Mapping[str, str]
     fanouts: tuple[int, ...]
     batch: int
-    cuts: tuple[tuple[int, str], ...]  #: numbers of parts and methods
+    cuts: tuple[tuple[int, str], ...]  #: (number of parts, partitioning method)
     source: str | None = None
 
 
@@ -89,20 +89,20 @@ def _debian() -> list[Case]:
 
 
 def _rows(case: Case, folder: Path, num_parts: int, method: str, held: int | None) -> list[Row]:
-    """Of host 0, whose batches a real host would have."""
-    name = f"{case.name}, {num_parts} parts by {method}" + (", nothing held" if held == 0 else "")
+    """Return the rows of the table for host 0; its batches are those of a real host."""
+    name = f"{case.name}, {num_parts} parts by {method}" + (", no held rows" if held == 0 else "")
     without, _, _ = _epoch(case, folder, num_parts, held, "0")
-    with_cache, foretold, seconds = _epoch(case, folder, num_parts, held, "10%")
+    with_cache, predicted, seconds = _epoch(case, folder, num_parts, held, "10%")
     received = with_cache.remote_bytes / 1e6
     rows = [Row(f"{name}: received with 10%", received, "MB", "without", without.remote_bytes / 1e6)]
     if held is None:
-        rows.append(Row("… as foretold", foretold / 1e6, "MB", "received", received, "equal"))
+        rows.append(Row("… predicted", predicted / 1e6, "MB", "received", received, "equal"))
         rows.append(Row("… presampling and fetching", seconds, "CPU s"))
     return rows
 
 
 def _epoch(case: Case, folder: Path, num_parts: int, held: int | None, size: str) -> tuple[Cost, float, float]:
-    """What host 0 receives in an epoch, what was foretold, and the CPU seconds of presampling and fetching."""
+    """Return what host 0 receives in an epoch, the predicted bytes, and the CPU seconds of presampling and fetching."""
     graph = _host(folder, num_parts, held)
     loader = BatchLoader(graph, LoaderSettings("train", case.fanouts, case.batch), 0, graph.layout)
     group, began = RankGroup(Ranks(), torch.device("cpu")), time.process_time()
@@ -116,7 +116,7 @@ def _epoch(case: Case, folder: Path, num_parts: int, held: int | None, size: str
 
 
 def _host(folder: Path, num_parts: int, held: int | None) -> Graph:
-    """Host 0 of as many as there are parts."""
+    """Open the graph as host 0 of ``num_parts`` hosts."""
     store = open_parts(folder, [0], "replicated")
     others = {part: _Owner(part, LocalGraph(open_parts(folder, [part]))) for part in range(1, num_parts)}
     options = {} if held is None else {"held": held}
@@ -125,8 +125,8 @@ def _host(folder: Path, num_parts: int, held: int | None) -> Graph:
 
 
 @dataclass(frozen=True)
-class _Now:
-    """An answer that is there."""
+class _ReadyAnswer:
+    """An answer that is available at once."""
 
     value: Any
 
@@ -136,7 +136,7 @@ class _Now:
 
 @dataclass(frozen=True)
 class _Owner:
-    """What asks another host's graph, without a network."""
+    """Answers requests for the part of another host in this process."""
 
     part: int
     local: LocalGraph
@@ -149,8 +149,8 @@ class _Owner:
     def name(self) -> str:
         return f"host {self.part}"
 
-    def submit_gather(self, requests: list[RowRequest]) -> _Now:
-        return _Now(self.local.gather(requests))
+    def submit_gather(self, requests: list[RowRequest]) -> _ReadyAnswer:
+        return _ReadyAnswer(self.local.gather(requests))
 
 
 def main() -> None:

@@ -1,4 +1,4 @@
-"""Partitioning from memory to files: seconds and peak memory, beside METIS on its own."""
+"""Partitioning from a graph in memory to files: seconds and peak memory, compared with METIS alone."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ SPAWN = multiprocessing.get_context("spawn")
 
 
 def run(small: bool) -> list[Row]:
-    """Each in a process of its own, so that peaks do not mix; the graph is made there first."""
+    """Measure each method in its own process, which also creates the graph, so that memory peaks are separate."""
     random, metis, alone = (in_process(way, small) for way in ("random", "metis", "pymetis alone"))
     return [
         Row("random, assign and write", random[0], "s"),
@@ -31,7 +31,7 @@ def run(small: bool) -> list[Row]:
 
 
 def in_process(way: str, small: bool) -> tuple[float, float, float]:
-    """Seconds, GB beyond what the loaded graph takes, and the share of edges cut."""
+    """Return seconds, GB beyond the loaded graph, and the share of cut edges."""
     ours, theirs = SPAWN.Pipe()
     worker = SPAWN.Process(target=measure, args=(way, small, theirs))
     worker.start()
@@ -51,7 +51,7 @@ def measure(way: str, small: bool, out: Connection) -> None:
     dataset = load_dataset("synthetic", None, options)
     warm = load_dataset("synthetic", None, {"num_nodes": "2000"})
     folder = CACHE / f"partition-{way.replace(' ', '-')}"
-    for graph in (warm, dataset):  # the first compiles kernels
+    for graph in (warm, dataset):  # the first graph compiles the kernels
         shutil.rmtree(folder, ignore_errors=True)
         forget_peak()
         before, begun = memory("VmRSS"), time.perf_counter()
@@ -67,7 +67,7 @@ def measure(way: str, small: bool, out: Connection) -> None:
 
 
 def pymetis_alone(edge_index: np.ndarray, num_nodes: int) -> float:
-    """What a user would write: scipy for the symmetric adjacency, pymetis for the parts."""
+    """The direct approach: scipy for the symmetric adjacency, pymetis for the parts."""
     import pymetis
     from scipy.sparse import coo_matrix
 
@@ -82,11 +82,11 @@ def pymetis_alone(edge_index: np.ndarray, num_nodes: int) -> float:
 
 
 def forget_peak() -> None:
-    """From here on VmHWM is the most memory used since now; getrusage would count what the parent process had."""
+    """Reset VmHWM, so that it is the peak from now on; getrusage would include the parent process's memory."""
     Path("/proc/self/clear_refs").write_text("5")
 
 
 def memory(which: str) -> float:
-    """GB of this process: VmRSS now, VmHWM at most."""
+    """Return GB of this process: VmRSS is the current value, VmHWM the peak."""
     status = Path("/proc/self/status").read_text()
     return int(re.search(rf"{which}:\s+(\d+) kB", status)[1]) * 1024 / 1e9  # type: ignore[index]

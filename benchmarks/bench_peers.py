@@ -1,14 +1,14 @@
-"""`make bench-peers`: gnnfleet beside DGL, graphlearn-torch and torch_geometric, in turn, on one graph.
+"""`make bench-peers`: compares gnnfleet, DGL, graphlearn-torch and torch_geometric, run in turn on one graph.
 
 \b
 python benchmarks/bench_peers.py                        all sections, one turn
 python benchmarks/bench_peers.py --only loader,train    some of loader, parts, train, partition
-python benchmarks/bench_peers.py --without shipped      without graphlearn-torch as shipped, which takes longest
-python benchmarks/bench_peers.py --small                a small graph, to see that everything runs
-python benchmarks/bench_peers.py --tenfold              our loader on a graph of ten times the size, for the trend
+python benchmarks/bench_peers.py --without shipped      without graphlearn-torch as shipped, the slowest one
+python benchmarks/bench_peers.py --small                a small graph, to check that everything runs
+python benchmarks/bench_peers.py --tenfold              gnnfleet's loader on a graph of ten times the size
 
-Prints tables for docs/LOG.md; keeps .gnnfleet/bench/peers/<size>.json and .md, and docs/peers.svg where matplotlib is
-installed. A peer that cannot be installed, or fails, is a line, not a failure. docs/benchmarks.md: more.
+Prints tables for docs/LOG.md; writes .gnnfleet/bench/peers/<size>.json and .md, and docs/peers.svg if matplotlib is
+installed. A peer that cannot be installed or fails is reported in one line and left out. See docs/benchmarks.md.
 """
 
 from __future__ import annotations
@@ -40,11 +40,13 @@ def sections(_: click.Context, __: click.Parameter, text: str) -> tuple[str, ...
 @click.command(help=__doc__)
 @click.option("--only", default=",".join(SECTIONS), callback=sections, metavar="NAME,…", help="Sections to run.")
 @click.option("--small", is_flag=True, help="A small graph.")
-@click.option("--tenfold", is_flag=True, help="3M nodes, 155M edges; loader only, ours only (about 15 GB).")
-@click.option("--without", multiple=True, metavar="TEXT", help="Leave out those whose name has it; repeatable.")
-@click.option("--turns", default=1, type=click.IntRange(1), help="How often everybody runs, in turn.")
-@click.option("--epochs", default=3, type=click.IntRange(1), help="Epochs of a run that only loads.")
-@click.option("--train-epochs", default=8, type=click.IntRange(1), help="Epochs that everybody trains.")
+@click.option("--tenfold", is_flag=True, help="3M nodes, 155M edges; only gnnfleet's loader (about 15 GB).")
+@click.option(
+    "--without", multiple=True, metavar="TEXT", help="Leave out systems whose name contains TEXT; repeatable."
+)
+@click.option("--turns", default=1, type=click.IntRange(1), help="Number of runs of each system, in turn.")
+@click.option("--epochs", default=3, type=click.IntRange(1), help="Epochs of runs that only load batches.")
+@click.option("--train-epochs", default=8, type=click.IntRange(1), help="Epochs of training runs.")
 def main(
     only: tuple[str, ...],
     small: bool,
@@ -54,7 +56,7 @@ def main(
     epochs: int,
     train_epochs: int,
 ) -> None:
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that what was started is ended, too
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that processes started here are ended, too
     size = "small" if small else "tenfold" if tenfold else "large"
     FOLDER.mkdir(parents=True, exist_ok=True)
     chosen = contenders(("loader",) if tenfold else only, size, not tenfold, without)
@@ -65,9 +67,9 @@ def main(
 def compete(
     chosen: Sequence[Contender], size: str, turns: int, of: Mapping[str, int], epochs: int
 ) -> tuple[dict[Contender, list[Run]], dict[str, float]]:
-    """The runs of everybody, turn by turn, and the seconds that each section took.
+    """Run all contenders, turn by turn; return their runs and the seconds of each section.
 
-    ``epochs``: of sections other than those ``of`` names.
+    ``epochs``: number of epochs of sections that ``of`` does not name.
     """
     found: dict[Contender, list[Run]] = {one: [] for one in chosen}
     took = dict.fromkeys(SECTIONS, 0.0)

@@ -1,4 +1,4 @@
-"""Sampling and gathering on one machine: our kernels beside plain numpy and torch."""
+"""Sampling and gathering on one machine: gnnfleet's kernels compared with plain numpy and torch."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def shares_of(graph: Graph, target: NodeType) -> list[SeedShare]:
 
 
 def sampler(store: PartStore, target: NodeType, fanouts: dict[EdgeType, tuple[int, ...]], **kind: Any) -> Work:
-    """Samples a share's seeds; for one thread. Temporal seeds may see half of the edges."""
+    """Return a function that samples a share's seeds in one thread; temporal seeds may use half of the edges."""
     graph, tables, split = LocalGraph(store), RelabelTables(store.manifest), store.seeds(target, "train")
     settings = SampleSettings(fanouts, **kind)
 
@@ -60,13 +60,13 @@ def sampler(store: PartStore, target: NodeType, fanouts: dict[EdgeType, tuple[in
 
 
 def speed(work: Work, shares: list[SeedShare]) -> float:
-    """Million edges per second."""
+    """Return million edges per second."""
     edges = sum(len(found.src) for share in shares for found in work(share).edges.values())
     return edges / 1e6 / median_seconds(lambda: [work(share) for share in shares])
 
 
 def sampling(graph: Graph, shares: list[SeedShare]) -> list[Row]:
-    """Edges per second of multi-hop sampling, against numpy doing the same hops with whole-array operations."""
+    """Measure edges per second of multi-hop sampling, compared with whole-array numpy for the same hops."""
     fanouts = {HOMO_EDGE: FANOUTS}
     works = [sampler(graph.store, HOMO_NODE, fanouts) for _ in range(2)]
     million = sum(len(works[0](share).edges[HOMO_EDGE].src) for share in shares) / 1e6
@@ -87,10 +87,10 @@ def sampling(graph: Graph, shares: list[SeedShare]) -> list[Row]:
 
 
 def positions(graph: Graph, shares: list[SeedShare], small: bool) -> list[Row]:
-    """Where batches have their nodes, by hashing and by an entry for every node, as graphs grow; CPU time."""
+    """Measure CPU time to find the positions of nodes in batches, with hash and direct tables, for growing graphs."""
     work = sampler(graph.store, HOMO_NODE, {HOMO_EDGE: FANOUTS})
     edges = [work(share) for share in shares[:4]]
-    met = [found.nodes[HOMO_NODE].ids[found.edges[HOMO_EDGE].src] for found in edges]  # as the kernels drew them
+    met = [found.nodes[HOMO_NODE].ids[found.edges[HOMO_EDGE].src] for found in edges]  # in the order drawn
     num_nodes = graph.manifest.nodes[HOMO_NODE].num_nodes
     rng, rows = np.random.default_rng(0), []
     for more in (1, 10) if small else (1, 10, 100, 333):
@@ -113,7 +113,7 @@ def place_all(table: PositionTable, batches: list[np.ndarray]) -> None:
 
 
 def alternately(works: list[Callable[[], None]], repeats: int = 9) -> list[float]:
-    """Median CPU seconds of this thread for each, in turn, after one round that does not count."""
+    """Return the median CPU seconds of this thread per function; they run in turn, after a warm-up round."""
     taken: list[list[float]] = [[] for _ in works]
     for _ in range(repeats + 1):
         for work, seconds in zip(works, taken, strict=True):
@@ -124,7 +124,7 @@ def alternately(works: list[Callable[[], None]], repeats: int = 9) -> list[float
 
 
 def steered(graph: Graph, shares: list[SeedShare]) -> list[Row]:
-    """Conditional draws look at every edge of a row; beside the plain draws of the same run."""
+    """Measure conditional draws, which read every edge of a row, compared with plain draws in the same run."""
     store = with_columns(graph.store)
     kinds: dict[str, dict[str, Any]] = {
         "weighted": {"weight": "weight"},
@@ -143,7 +143,7 @@ def steered(graph: Graph, shares: list[SeedShare]) -> list[Row]:
 
 
 def with_columns(store: PartStore) -> PartStore:
-    """The store with a weight and a time for every edge, in memory."""
+    """Return the store with a weight and a time for every edge, in memory."""
     (part,) = store.parts.values()
     edges, spec, rng = part.edges[HOMO_EDGE], store.manifest.edges[HOMO_EDGE], np.random.default_rng(0)
     columns = {
@@ -156,7 +156,7 @@ def with_columns(store: PartStore) -> PartStore:
 
 
 def hetero(small: bool) -> list[Row]:
-    """Papers, authors and fields: eight edge types, one call per hop."""
+    """Measure papers, authors and fields: eight edge types, one call per hop."""
     folder = CACHE / f"{'small' if small else 'large'}-hetero"
     options = {"num_nodes": "10000" if small else "200000", "avg_degree": "20", "all_features": "true"}
     make_partition(PartitionSpec("synthetic-hetero", str(folder), None, options, 1, "random"))
@@ -166,7 +166,7 @@ def hetero(small: bool) -> list[Row]:
 
 
 def numpy_sample(graph: Graph, seeds: np.ndarray) -> np.ndarray:
-    """The same fanouts by whole-array numpy, which has to draw with replacement."""
+    """Sample the same fanouts with whole-array numpy, which must draw with replacement."""
     (part,) = graph.store.parts.values()
     indptr, indices = part.edges[HOMO_EDGE].indptr, part.edges[HOMO_EDGE].indices
     rng = np.random.default_rng(0)
@@ -181,7 +181,7 @@ def numpy_sample(graph: Graph, seeds: np.ndarray) -> np.ndarray:
 
 
 def gathering(graph: Graph, shares: list[SeedShare]) -> list[Row]:
-    """GB/s of feature rows, against torch's index_select on the same memory."""
+    """Measure GB/s of feature rows, compared with torch's index_select on the same memory."""
     work = sampler(graph.store, HOMO_NODE, {HOMO_EDGE: FANOUTS})
     nodes = [work(share).nodes[HOMO_NODE].ids for share in shares]
     (part,) = graph.store.parts.values()
@@ -194,7 +194,7 @@ def gathering(graph: Graph, shares: list[SeedShare]) -> list[Row]:
 
 
 def epoch(graph: Graph) -> list[Row]:
-    """Seconds for one epoch of finished batches, by one sampler thread and by two."""
+    """Measure the seconds of an epoch of finished batches with one and with two sampler threads."""
 
     def load(threads: int) -> float:
         loader = BatchLoader(graph, LoaderSettings("train", FANOUTS, BATCH, threads=threads), 0, RankLayout.single(1))

@@ -1,9 +1,9 @@
-"""Work of 1, 2 and 4 hosts that share the same cores; and what real hosts would take.
+"""CPU work of 1, 2 and 4 hosts that share the same cores, and the predicted time on real hosts.
 
-python benchmarks/run.py scaling                 measure for the same global batch, keep the figures, show a forecast
-python benchmarks/bench_scaling.py --per-host    batches of one size per host: the global one grows
-python benchmarks/bench_scaling.py --predict     the forecast again: --cores 16 --gbit 1 --efficiency 0.5
-GNNFLEET_DEBIAN names the folder of the Debian dependency graph (``data.dataset: file``), where there is one.
+python benchmarks/run.py scaling                 measure with a fixed global batch, save results, predict
+python benchmarks/bench_scaling.py --per-host    a fixed batch per host: the global batch grows
+python benchmarks/bench_scaling.py --predict     predict again from saved results: --cores 16 --gbit 1 --efficiency 0.5
+GNNFLEET_DEBIAN names the folder of the Debian dependency graph (``data.dataset: file``), if available.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ def cases(small: bool) -> list[Case]:
 
 
 def run(small: bool, per_host: bool = False) -> list[Row]:
-    """One core for all: what processes take from each other by sharing two is no work of theirs."""
+    """Measure on one core: with two shared cores, contention between processes would count as their work."""
     cores = sorted(os.sched_getaffinity(0))[:1]
     measured = {
         case.name: [measure(sized(case, count) if per_host else case, count, cores) for count in COUNTS]
@@ -57,21 +57,22 @@ def run(small: bool, per_host: bool = False) -> list[Row]:
 
 
 def sized(case: Case, count: int) -> Case:
-    """With a global batch that gives each host what it has of the usual one where there are most."""
+    """Return the case with a global batch proportional to the number of hosts; at the most hosts it is the usual
+    batch."""
     return replace(case, batch=case.batch // COUNTS[-1] * count)
 
 
 def measure(case: Case, count: int, cores: Sequence[int]) -> Measured:
-    """Hosts first, then their batches in one process."""
+    """Measure the hosts first, then their batches in one process."""
     folder = CACHE / f"scaling-{case.name}-{count}"
     make_partition(PartitionSpec(case.dataset, str(folder), case.source, case.options, count, "metis"), lambda _: None)
     hosts = train_on(case, folder, count, CACHE / "scaling-run", cores)
-    told = {"batch_size": case.batch, "fanouts": case.fanouts, "hidden": case.hidden, "epochs": case.epochs}
-    argv = [sys.executable, "-m", "scaling.alone", str(folder), str(count), json.dumps(told)]
+    settings = {"batch_size": case.batch, "fanouts": case.fanouts, "hidden": case.hidden, "epochs": case.epochs}
+    argv = [sys.executable, "-m", "scaling.alone", str(folder), str(count), json.dumps(settings)]
     with pinned(cores):
         done = subprocess.run(argv, cwd=HERE, env=_path(), stdout=subprocess.PIPE, check=True)
-    said = json.loads(done.stdout.splitlines()[-1])
-    return Measured(tuple(hosts), said["cpu"], said["edges"], said["rows"], said["weight_bytes"])
+    alone = json.loads(done.stdout.splitlines()[-1])
+    return Measured(tuple(hosts), alone["cpu"], alone["edges"], alone["rows"], alone["weight_bytes"])
 
 
 def _path() -> dict[str, str]:
@@ -84,7 +85,7 @@ def rows(name: str, runs: Sequence[Measured]) -> Iterator[Row]:
         at = f"{name}, {len(each.hosts)} hosts: "
         yield Row(at + "CPU of an epoch", each.cpu, "s", "1 host", one.cpu, "equal")
         yield Row("… of all hosts' batches", each.cpu, "s", "in one process", each.alone_cpu, "equal")
-        yield Row("… growth that is ours", each.cpu / each.alone_cpu - 1, "")
+        yield Row("… growth by distribution", each.cpu / each.alone_cpu - 1, "")
         yield Row("… growth by smaller batches", each.alone_cpu / one.alone_cpu - 1, "")
         yield Row("… of graph servers", each.sum("server_cpu"), "s")
         yield Row("… edges sampled", each.edges / 1e6, "M", "1 host", one.edges / 1e6, "equal")
@@ -93,20 +94,20 @@ def rows(name: str, runs: Sequence[Measured]) -> Iterator[Row]:
             yield Row(f"… … {kind.replace('_', ' ')}", each.sum(kind) / 1e6, "M")
         yield Row("… rows' bytes received", each.sum("remote_bytes") / 1e6, "MB")
         yield Row("… gradients received", each.reduced_bytes / 1e6, "MB")
-        yield Row("… over all lines", each.sum("line_bytes") / 1e6, "MB")
+        yield Row("… over all connections", each.sum("line_bytes") / 1e6, "MB")
 
 
 def forecast(measured: dict[str, list[Measured]], hardware: Sequence[Hardware]) -> None:
-    """Print what hosts of that kind would take."""
+    """Print the predicted times on such hosts."""
     for name, runs in measured.items():
         for on in hardware:
             print(f"\n{name}\n\n" + "\n".join(table(runs, on)))
 
 
 @click.command(help=__doc__)
-@click.option("--small", is_flag=True, help="Small sizes, to see that it runs.")
-@click.option("--per-host", is_flag=True, help="A batch of the same size for each host.")
-@click.option("--predict", is_flag=True, help="From the figures of the last run.")
+@click.option("--small", is_flag=True, help="Small sizes, to check that it runs.")
+@click.option("--per-host", is_flag=True, help="A fixed batch size per host.")
+@click.option("--predict", is_flag=True, help="Predict from the results of the last run.")
 @click.option("--cores", default=Hardware.cores, show_default=True)
 @click.option("--efficiency", default=Hardware.efficiency, show_default=True)
 @click.option("--gbit", default=Hardware.gbit, show_default=True)

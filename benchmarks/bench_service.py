@@ -1,4 +1,4 @@
-"""The graph service on loopback, server in a process of its own, beside torch.distributed.rpc doing the same."""
+"""The graph service on the loopback, with the server in its own process, compared with torch.distributed.rpc."""
 
 from __future__ import annotations
 
@@ -67,7 +67,8 @@ def run(small: bool) -> list[Row]:
 
 
 def measure(gather: Callable[[np.ndarray], object], few: np.ndarray, many: np.ndarray) -> dict[str, float]:
-    """Latency in µs of a small gather, requests/s of four threads, MB/s of a large one by one and four threads."""
+    """Measure a small gather (latency in µs, requests/s of four threads) and a large one (MB/s of one and four
+    threads)."""
 
     def times(count: int, nodes: np.ndarray) -> None:
         for _ in range(count):
@@ -124,7 +125,7 @@ def rpc_server(num_nodes: int) -> Iterator[Callable[[np.ndarray], object]]:
 
 def _rpc_join(name: str, rank: int, meeting: str) -> None:
     os.environ["TP_SOCKET_IFNAME"] = os.environ["GLOO_SOCKET_IFNAME"] = "lo"
-    warnings.filterwarnings("ignore", category=UserWarning)  # torch about its own process groups
+    warnings.filterwarnings("ignore", category=UserWarning)  # torch's warnings about its own process groups
     options = rpc.TensorPipeRpcBackendOptions(
         init_method=meeting,
         _transports=["uv"],

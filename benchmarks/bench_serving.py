@@ -1,8 +1,8 @@
-"""Server-client mode: a client's epoch of loading from our graph server, beside graphlearn-torch's on the same graph.
+"""Server-client mode: loading an epoch from a graph server, gnnfleet compared with graphlearn-torch on the same graph.
 
-Both load all train seeds over TCP on the loopback, a server and a client on one machine; loader only. graphlearn-torch
-samples with replacement, so that a batch of its has a seventh fewer nodes than ours has by default, and brings no edge
-ids, as our blocks do not and our ``Data`` does.
+Both load all train seeds over TCP on the loopback, with a server and a client on one machine; no training.
+graphlearn-torch samples with replacement, so its batches have a seventh fewer nodes than gnnfleet's by default. Its
+batches have no edge ids; gnnfleet's ``Data`` has them, its blocks do not.
 """
 
 from __future__ import annotations
@@ -29,11 +29,11 @@ from trainer.service.service_keys import ServiceKeys, write_key_file
 HERE = Path(__file__).resolve().parent
 GLT_JOB = HERE / "peers/glt_job.py"
 ON_LOOPBACK = {"TP_SOCKET_IFNAME": "lo", "GLOO_SOCKET_IFNAME": "lo"}
-TURNS = 2  #: how often each way is run, in turn
+TURNS = 2  #: number of runs of each configuration, in turn
 
-#: What graphlearn-torch's documented job sets, on one server; its default buffer, 64 MB, is too small for a batch, and
-#: then it waits for ever. Then with its seed set, which makes its sampler a great deal faster, and with what was found
-#: to be best for it.
+#: graphlearn-torch settings: its documented example on one server, with a larger buffer, because the default of 64 MB
+#: is too small for a batch and then blocks forever; the same with a fixed seed, which makes its sampler much faster;
+#: and the fastest settings found.
 DOCUMENTED = {"seed": None, "concurrency": 4, "prefetch": 2, "buffer": "1GB"}
 SEEDED = DOCUMENTED | {"seed": 1}
 TUNED = {"seed": 1, "workers": 2, "concurrency": 2, "prefetch": 4, "buffer": "1GB"}
@@ -41,7 +41,7 @@ TUNED = {"seed": 1, "workers": 2, "concurrency": 2, "prefetch": 4, "buffer": "1G
 
 @dataclass(frozen=True)
 class Way:
-    """One way to load the epochs."""
+    """One configuration of loading the epochs."""
 
     name: str
     make: Callable[[int, Path], Job]  #: from a port and an empty folder
@@ -82,13 +82,13 @@ def one_run(way: Way, network: Sequence[str]) -> Done:
     with tempfile.TemporaryDirectory() as folder:
         done = run_job(way.make(free_port(), Path(folder)), network, Path(folder) / "log")
     if not done.says["complete"]:
-        print(f"serving: {way.name}: seeds are missing or came twice: {done.says['seeds']} an epoch")
+        print(f"serving: {way.name}: seeds are missing or repeated: {done.says['seeds']} per epoch")
     print(f"serving: {way.name}: {done}", flush=True)
     return done
 
 
 def rows(way: Way, best: Way | None) -> list[Row]:
-    """Time, memory and bytes of a way, beside those of graphlearn-torch at its best."""
+    """Return time, memory and bytes of a configuration, compared with graphlearn-torch's best one."""
     name = "graphlearn-torch, best" if best else ""
 
     def row(what: str, unit: str, figure: Callable[[Way], float]) -> Row:
@@ -105,7 +105,7 @@ def rows(way: Way, best: Way | None) -> list[Row]:
     ]
 
 
-# -- ours ----------------------------------------------------------------
+# -- gnnfleet ------------------------------------------------------------
 
 
 def our_ways(small: bool) -> list[Way]:
@@ -182,7 +182,7 @@ def common() -> dict[str, Any]:
 
 
 def free_port() -> int:
-    """One of two neighbours that are free: graphlearn-torch takes both."""
+    """Return a free port whose successor is free too: graphlearn-torch uses both."""
     with socket.create_server(("127.0.0.1", 0)) as holder:
         return int(holder.getsockname()[1])
 

@@ -1,7 +1,8 @@
-"""Fan-out over real sshd hosts: connect, check every host, start a session on each; ours beside other ways.
+"""Fan-out over real sshd hosts: connect, check every host, start a session on each; gnnfleet compared with other tools.
 
-The others do less: one Python on each host that prints versions and tries a port, where ours is the whole preflight
-with every pair of hosts on every port. They start a bare tmux session in the same command; ours is awaited.
+The other tools do less: one Python per host prints versions and tests a port, while gnnfleet runs its whole preflight
+with every pair of hosts on every port. They start a bare tmux session in the same command; gnnfleet waits until its
+session is ready.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ from table import Row
 
 REPEATS = 3
 RUN = "bench"
-PYTHON = sys.executable  # every host sees it
+PYTHON = sys.executable  # available on every host
 PROGRAM = """
 import socket, sys
 from importlib import metadata
@@ -58,7 +59,7 @@ print(time.perf_counter() - begun)
 
 @dataclass(frozen=True)
 class Scene:
-    """Hosts and how ours sees them."""
+    """The hosts and gnnfleet's config of them."""
 
     cluster: NetCluster
     config: ClusterConfig
@@ -83,7 +84,8 @@ def run(small: bool) -> list[Row]:
 
 
 def know_neighbours(cluster: NetCluster) -> None:
-    """The kernel keeps 1,024 neighbours for all namespaces together; 100 hosts have 9,900, so they are told."""
+    """Set permanent neighbour entries: the kernel stores 1,024 for all namespaces together, and 100 hosts need
+    9,900."""
     for host in cluster.hosts:
         others = [other.address for other in cluster.hosts if other is not host]
         lines = [f"neigh replace {address} lladdr {mac(address)} dev eth0 nud permanent" for address in others]
@@ -91,12 +93,12 @@ def know_neighbours(cluster: NetCluster) -> None:
 
 
 def mac(address: str) -> str:
-    """As ``netns`` makes it."""
+    """Return the MAC that ``netns`` gives to this address."""
     return "02:00:" + ":".join(f"{byte:02x}" for byte in socket.inet_aton(address))
 
 
 def fan_out(scene: Scene, other_python: Path | None) -> Iterator[Row]:
-    """Rows of one cluster; ours and the others take turns, so that the machine's other work meets all of them."""
+    """Yield the rows of one cluster; the tools take turns, so that other load on the machine affects all of them."""
     count = len(scene.hosts)
     prepare_sessions(scene)
     for name, work, command in (
@@ -115,7 +117,7 @@ def fan_out(scene: Scene, other_python: Path | None) -> Iterator[Row]:
 
 
 def others(scene: Scene, command: str, other_python: Path | None) -> dict[str, Callable[[], float]]:
-    """How else one may run a command on all hosts; each returns its seconds."""
+    """Return the other ways to run a command on all hosts; each returns its seconds."""
     ways: dict[str, Callable[[], float]] = {
         "ssh processes, xargs -P 32": lambda: timed(lambda: with_openssh(scene.cluster, command)),
         "fabric ThreadingGroup": lambda: timed(lambda: with_fabric(scene.cluster, command)),
@@ -131,7 +133,7 @@ def timed(work: Callable[[], object]) -> float:
     return time.perf_counter() - begun
 
 
-# -- ours ----------------------------------------------------------------
+# -- gnnfleet ------------------------------------------------------------
 
 
 def preflight(scene: Scene) -> None:
@@ -166,7 +168,7 @@ def opened(config: ClusterConfig) -> Iterator[dict[int, Transport]]:
         close_all(dict(lines))
 
 
-# -- the others ----------------------------------------------------------
+# -- other tools ---------------------------------------------------------
 
 
 def check_command() -> str:
@@ -193,7 +195,7 @@ def with_fabric(cluster: NetCluster, command: str) -> None:
 
 
 def with_parallel_ssh(cluster: NetCluster, command: str, python: Path) -> float:
-    """Its own time, without that of loading it."""
+    """Return the seconds that the tool itself reports, without its import time."""
     asked = json.dumps([[host.address for host in cluster.hosts], str(cluster.identity), command])
     done = subprocess.run(
         [python, "-c", PARALLEL_SSH], input=asked, text=True, check=True, timeout=300, capture_output=True
@@ -202,7 +204,7 @@ def with_parallel_ssh(cluster: NetCluster, command: str, python: Path) -> float:
 
 
 def parallel_ssh() -> Path | None:
-    """A Python that has parallel-ssh, in a virtual environment of its own; None where it cannot be installed."""
+    """Return a Python with parallel-ssh in its own virtual environment; None if it cannot be installed."""
     python = TOOLS / "bin/python"
     if not (TOOLS / "ready").exists():
         pip = [python, "-m", "pip", "install", "--quiet", "parallel-ssh"]
@@ -220,7 +222,7 @@ def parallel_ssh() -> Path | None:
 
 
 def prepare_sessions(scene: Scene) -> None:
-    """On each host a stand-in for a node's start.sh: it is up at once."""
+    """Write a stand-in for a node's start.sh on each host; it reports ready at once."""
     for k, host in enumerate(scene.hosts):
         folder = run_dir(f"{host.home}/gnnfleet/node{k}", RUN, k)
         host.write(f"{folder}/start.sh", f"touch {folder}/state.json; sleep 60")

@@ -1,7 +1,7 @@
 """From `launch` to the first trained step, on nodes that have code and parts already, phase by phase.
 
-Two local nodes, and two sshd hosts in network namespaces where that can be had. A launch before each brings code,
-parts and compiled kernels. Beside them: what `python -c "import torch"` takes.
+Runs two local nodes, and two sshd hosts in network namespaces where the machine allows them. A launch before each
+measurement sends code, parts and compiled kernels. For comparison: the time of `python -c "import torch"`.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ GRAPH = {"num_nodes": 20_000, "avg_degree": 10, "num_classes": 5, "num_features"
 TRAIN = {"hidden": 32, "fanouts": [5, 5], "batch_size": 512, "epochs": 1, "seed": 3}
 LIMIT = 600.0  # seconds of a launch
 
-#: What ends each phase, and whether the last node's or rank's counts, by kind and name of events and metrics lines.
+#: The end of each phase, as kind and name of an event or metrics line; the last node or rank counts.
 ENDS = (
     ("connect", "stage", "preflight"), ("preflight", "stage", "partition"), ("partition", "stage", "sync"),
     ("sync", "stage", "start"), ("supervisors up", "supervisor-start", ""), ("server ready", "server-ready", ""),
@@ -48,7 +48,7 @@ def run(small: bool) -> list[Row]:
 
 
 def importing_torch() -> float:
-    """Seconds of `python -c "import torch"`, the better of two."""
+    """Return the seconds of `python -c "import torch"`, the better of two."""
     found = []
     for _ in range(2):
         begun = time.perf_counter()
@@ -60,7 +60,7 @@ def importing_torch() -> float:
 def phases(
     name: str, folder: Path, nodes: list[dict[str, Any]], more: Mapping[str, Any], env: Mapping[str, str], torch: float
 ) -> list[Row]:
-    """Of a second launch; the row of all of it stands beside what importing torch takes."""
+    """Return the phases of a second launch; the row of the whole launch is compared with importing torch."""
     config = folder / "cluster.yml"
     data = {"dataset": "synthetic", "options": GRAPH, "folder": "parts"}
     config.write_text(yaml.safe_dump({"nodes": nodes, "data": data, "train": TRAIN, **more}))
@@ -79,12 +79,13 @@ def phases(
 
 
 def ended(run_dir: Path) -> list[tuple[str, float]]:
-    """(phase, when it ended: seconds since the epoch) in the order of ``ENDS``."""
+    """Return (phase, its end in seconds since the epoch) in the order of ``ENDS``."""
     lines = [json.loads(line) for name in ("events.jsonl", "metrics.jsonl") for line in (run_dir / name).open()]
     return [(phase, max(line["t"] for line in lines if meant(line, kind, name))) for phase, kind, name in ENDS]
 
 
 def meant(line: Mapping[str, Any], kind: str, name: str) -> bool:
-    """Whether it is of that kind, and of that stage or of a process named so; of steps only the first."""
+    """Return whether the line has this kind and a stage or process of this name; of step lines only the first
+    counts."""
     called = str(line.get("stage") or line.get("name") or "")
     return line["kind"] == kind and called.startswith(name) and not line.get("step")

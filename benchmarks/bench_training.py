@@ -1,4 +1,4 @@
-"""A training epoch on blocks, beside the usual loop on the same batches with torch_geometric's layers."""
+"""A training epoch on blocks, compared with the usual loop of torch_geometric's layers on the same batches."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def block_loader(graph: Graph) -> BatchLoader:
 
 
 def product_seconds(graph: Graph, dtype: torch.dtype) -> float:
-    """What the dense products of a step take by themselves: the floor under a step on this machine."""
+    """Return the seconds of a step's dense matrix products alone: the lower bound of a step on this machine."""
     (batch,) = islice(block_loader(graph).epoch(0), 1)
     return sum(seconds_of(*shape, dtype) for shape in products(graph, batch))
 
@@ -71,7 +71,8 @@ def seconds_of(m: int, k: int, n: int, dtype: torch.dtype) -> float:
 
 
 def products(graph: Graph, batch: Batch) -> list[tuple[int, int, int]]:
-    """(m, k, n) of every product of a step: forward, gradient of weights, and of rows but in the first layer."""
+    """Return (m, k, n) of every matrix product of a step: forward, weight gradients, and row gradients except in the
+    first layer."""
     facts = facts_of(graph.manifest)
     dims = [facts.in_dims[facts.target], *[HIDDEN] * (len(FANOUTS) - 1), facts.num_classes]
     found = []
@@ -83,7 +84,8 @@ def products(graph: Graph, batch: Batch) -> list[tuple[int, int, int]]:
 
 
 def on_edges(graph: Graph, steps: int, trim: bool) -> tuple[float, list[float]]:
-    """What torch_geometric's tutorials do: every layer on every edge of the batch; or each on those it needs."""
+    """Train as torch_geometric's tutorials do, each layer on all edges of the batch; ``trim``: only on the edges it
+    needs."""
     loader = DistNeighborLoader(graph, list(FANOUTS), "train", batch_size=BATCH, shuffle=True)
     facts = facts_of(graph.manifest)
     model = GraphSAGE(facts.in_dims[facts.target], HIDDEN, len(FANOUTS), facts.num_classes)
@@ -99,7 +101,7 @@ def on_edges(graph: Graph, steps: int, trim: bool) -> tuple[float, list[float]]:
 
 
 def timed(model: nn.Module, steps) -> tuple[float, list[float]]:  # type: ignore[no-untyped-def]
-    """Mean seconds a step (the first is a warm-up) and the losses."""
+    """Return mean seconds per step (the first is a warm-up) and the losses."""
     optimizer = torch.optim.Adam(model.parameters(), lr=0.004)
     losses, begun, count = [], 0.0, 0
     for count, (forward, batch, y) in enumerate(steps):

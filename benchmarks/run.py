@@ -1,8 +1,8 @@
-"""`make bench`: every benchmark, one after another, each a table of our figure beside another's.
+"""`make bench`: runs all benchmarks in turn; each prints a table of gnnfleet's results and those of alternatives.
 
 python benchmarks/run.py                 all of them
 python benchmarks/run.py sampling ssh    some of them
-python benchmarks/run.py --small         small sizes, to see that they run
+python benchmarks/run.py --small         small sizes, to check that they run
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ NAMES = ("sampling", "service", "serving", "training", "partition", "plan", "ssh
 
 @click.command(help=__doc__)
 @click.argument("names", nargs=-1, type=click.Choice(NAMES))
-@click.option("--small", is_flag=True, help="Small sizes, to see that everything runs.")
+@click.option("--small", is_flag=True, help="Small sizes, to check that everything runs.")
 def main(names: tuple[str, ...], small: bool) -> None:
     from table import show
 

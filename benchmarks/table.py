@@ -1,4 +1,4 @@
-"""What every benchmark returns, and how it is shown."""
+"""The result rows of benchmarks, and how they are printed."""
 
 from __future__ import annotations
 
@@ -13,18 +13,18 @@ from rich.table import Table
 
 @dataclass(frozen=True)
 class Row:
-    """One measured thing, and the same thing done another way in the same run."""
+    """One measured value, and the value of another method measured in the same run."""
 
     what: str
     value: float
     unit: str
-    against: str = ""  #: name of the other way
-    other: float | None = None  #: its value, same unit
-    better: str = "less"  #: whether ``less`` or ``more`` of the unit is better; ``equal``: they should agree
+    against: str = ""  #: name of the other method
+    other: float | None = None  #: its value, in the same unit
+    better: str = "less"  #: which values are better: ``less``, ``more``, or ``equal`` if both should agree
 
     @property
     def ratio(self) -> float | None:
-        """How many times better than the other way."""
+        """Return how many times better than the other value."""
         if self.other is None or self.better == "equal":
             return None
         return self.other / self.value if self.better == "less" else self.value / self.other
@@ -42,7 +42,7 @@ def show(title: str, rows: Iterable[Row]) -> None:
 
 
 def median_seconds(work: Callable[[], object], repeats: int = 5) -> float:
-    """Median wall time of ``work`` after one warm-up."""
+    """Return the median wall time of ``work`` after one warm-up."""
     work()
     return statistics.median(_seconds(work) for _ in range(repeats))
 

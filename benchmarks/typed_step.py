@@ -1,4 +1,4 @@
-"""A step of a heterogeneous model on blocks, beside torch_geometric's layers on the same sampled batch."""
+"""A training step of a heterogeneous model on blocks, compared with torch_geometric's layers on the same batch."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ RELATIONS = (
 
 
 def typed_step(model: str, small: bool) -> Row:
-    """Least seconds of a step, over some repeats, with the same widths and edges on both sides."""
+    """Return the least seconds of a step over several repeats, with equal widths and edges on both sides."""
     facts, batch = typed_batch(4_000 if small else 200_000, 32 if small else 512)
     settings = TrainSettings(model=model, hidden=HIDDEN, heads=HEADS, fanouts=FANOUTS, dropout=0.0)  # type: ignore[arg-type]
     ours, theirs = least(build_model(settings, facts), batch), least(Reference(model, facts), batch)
@@ -56,7 +56,7 @@ def typed_batch(num_papers: int, seeds: int) -> tuple[GraphFacts, HeteroBatch]:
 
 
 class Reference(nn.Module):
-    """The model from torch_geometric's layers, each on all edges of the batch, as its examples have it."""
+    """The model with torch_geometric's layers, each on all edges of the batch, as in its examples."""
 
     def __init__(self, name: str, facts: GraphFacts):
         super().__init__()
@@ -83,7 +83,7 @@ class Reference(nn.Module):
         return self.head(rows[batch.target][: batch.num_seeds])  # type: ignore[no-any-return]
 
     def _joined(self, conv: nn.Module, rows: NodeTensors, edges: dict[EdgeType, Tensor]) -> NodeTensors:
-        """``RGCNConv`` wants the nodes of all types in one array."""
+        """Concatenate the nodes of all types, because ``RGCNConv`` needs them in one array."""
         sizes = [len(h) for h in rows.values()]
         first = dict(zip(rows, [0, *torch.tensor(sizes).cumsum(0).tolist()], strict=False))
         index = [edge + torch.tensor([[first[of[0]]], [first[of[2]]]]) for of, edge in edges.items()]

@@ -51,7 +51,7 @@ def total(*values: Any) -> list[float]:
 
 
 def divisor(seeds: int) -> float:
-    """Return the divisor of a loss sum over this rank's seeds, so that DDP's mean over ranks is the global batch's mean."""
+    """Return the divisor of this rank's summed loss with which DDP's mean over ranks is the global batch's mean."""
     return total(seeds)[0] / dist.get_world_size()
 
 

@@ -51,9 +51,7 @@ def train(graph, options) -> None:
     nodes = graph.manifest.nodes
     target = options.target or next(of for of, spec in nodes.items() if spec.splits.get("train"))
     fanouts, facts = numbers(options.fanouts), gf.nn.facts_of(graph.manifest, target)
-    needs = gf.nn.layer_needs(
-        facts.node_types, facts.edge_types, target, len(fanouts)
-    )  # types that each layer computes
+    needs = gf.nn.layer_needs(facts.node_types, facts.edge_types, target, len(fanouts))  # types per layer
     bare = {of: nodes[of].num_nodes for of in needs[0].sources if "x" not in nodes[of].attrs}
     embedding = gf.nn.ShardedEmbedding(bare, options.hidden)
     model = DistributedDataParallel(Model(facts, needs, options.hidden, options.dropout))

@@ -45,7 +45,7 @@ class Model(nn.Module):
         self.decoder = DECODERS[decoder](hidden)
 
     def forward(self, batch, rows):
-        """Return scores of a triplet batch: links [n], and links with their own and the next links' negatives [n, SHARED]."""
+        """Return scores of a triplet batch: links [n], links with their own and the next negatives [n, SHARED]."""
         src, dst = self.encode(batch, rows)
         src, ends = src[nodes(batch, self.source).src_index], nodes(batch, self.target)
         following = (torch.arange(len(src))[:, None] + torch.arange(SHARED)) % len(src)

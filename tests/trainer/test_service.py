@@ -295,7 +295,7 @@ def test_pings_are_answered_but_a_flood_of_them_closes_the_connection(server, cl
     assert client.hello() == INFO and client.stats().malformed == 1
 
 
-def test_who_does_not_greet_is_shown_out(monkeypatch) -> None:
+def test_a_client_without_a_greeting_is_disconnected(monkeypatch) -> None:
     monkeypatch.setattr(network_thread, "HANDSHAKE_TIME", 0.3)
     with serving() as server, RawPeer(server.endpoint, greets=False) as silent, client_of(server.endpoint) as client:
         assert client.hello() == INFO

@@ -91,7 +91,7 @@ def _say(one: Contender, runs: Sequence[Run], seconds: float) -> None:
     told = f"{runs[-1].median:.3f} s, {runs[-1].memory / 1e6:.0f} MB" if runs else "-"
     print(f"peers: {one.section}: {one.system}: {told} ({seconds:.0f} s in all)", flush=True)
     if runs and not runs[-1].complete:
-        print(f"peers: {one.section}: {one.system}: seeds are missing, or came twice", flush=True)
+        print(f"peers: {one.section}: {one.system}: an epoch missed or repeated seeds", flush=True)
 
 
 def report(

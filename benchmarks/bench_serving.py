@@ -82,7 +82,7 @@ def one_run(way: Way, network: Sequence[str]) -> Done:
     with tempfile.TemporaryDirectory() as folder:
         done = run_job(way.make(free_port(), Path(folder)), network, Path(folder) / "log")
     if not done.says["complete"]:
-        print(f"serving: {way.name}: seeds are missing or repeated: {done.says['seeds']} per epoch")
+        print(f"serving: {way.name}: an epoch missed or repeated seeds; seeds by epoch: {done.says['seeds']}")
     print(f"serving: {way.name}: {done}", flush=True)
     return done
 

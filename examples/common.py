@@ -20,7 +20,7 @@ import gnnfleet as gf
 def arguments(description: str | None, **defaults: Any) -> argparse.ArgumentParser:
     """Parse ``--parts`` and the options that most examples have; ``defaults``: the example's default values."""
     parser = argparse.ArgumentParser(description=(description or "").partition("\n")[0], allow_abbrev=False)
-    parser.add_argument("--parts", help="partition folder; default: that of the run which launch.py started")
+    parser.add_argument("--parts", help="partition folder; default under launch.py: the folder of the run")
     known = {"epochs": 3, "batch_size": 512, "lr": 0.005, "hidden": 64, "fanouts": "10,5", "dropout": 0.2} | defaults
     for name, default in known.items():
         parser.add_argument(f"--{name.replace('_', '-')}", type=type(default), default=default, help=f"{default}")

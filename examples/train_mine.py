@@ -16,7 +16,7 @@ import gnnfleet as gf
 
 def main() -> None:
     args = argparse.ArgumentParser()
-    args.add_argument("--parts", help="partition folder, where torchrun or nothing started this; else the run's")
+    args.add_argument("--parts", help="partition folder; default under launch.py: the folder of the run")
     args.add_argument("--lr", type=float, default=0.01)
     args.add_argument("--epochs", type=int, default=3)
     args.add_argument("--batch-size", type=int, default=512, help="seeds per step and process")

@@ -1,4 +1,4 @@
-"""Who takes part in `make bench-peers`, section by section, and what one run of each told."""
+"""The systems that `make bench-peers` compares in each section, and the measurements of one run of a system."""
 
 from __future__ import annotations
 
@@ -28,33 +28,33 @@ SECTIONS = ("loader", "parts", "train", "partition")
 WITH_REPLACEMENT = "draws with replacement, so fewer distinct edges"
 AS_SHIPPED = "as shipped"  #: slow by a factor of ten; runs in the first turn only
 
-#: Both hosts of DGL have names in /dev/shm that would meet on one machine.
+#: DGL uses the same names in /dev/shm on both hosts, which would clash on one machine.
 OWN_SHM = ("unshare", "--mount", "sh", "-c", 'mount -t tmpfs tmpfs /dev/shm && exec "$@"', "sh")
-#: graphlearn-torch leaves its 1 GB rings behind when it is killed; with a namespace they end.
+#: graphlearn-torch leaves its 1 GB ring buffers behind when it is killed; an IPC namespace deletes them at its end.
 OWN_IPC = ("unshare", "--ipc")
 ON_LOOPBACK = {"TP_SOCKET_IFNAME": "lo", "GLOO_SOCKET_IFNAME": "lo"}
 
 
 @dataclass(frozen=True, eq=False)
 class Contender:
-    """One system in one setting."""
+    """One system with one choice of settings, in one section of the benchmark."""
 
     section: str
     system: str
-    script: str  #: of this folder
-    env: PeerEnv | None  #: the environment that it runs in; None for this one
+    script: str  #: file name in this folder
+    env: PeerEnv | None  #: Python environment of the system; None for the environment of this process
     task: str
     hosts: int = 1
-    told: Mapping[str, Any] = field(default_factory=dict)  #: settings beside the common ones
+    told: Mapping[str, Any] = field(default_factory=dict)  #: settings in addition to those that all systems get
     note: str = ""
-    once: bool = False  #: in the first turn only, and few epochs
-    wrapped: tuple[str, ...] = ()  #: what its hosts are started by
-    make_parts: Callable[[], Path] | None = None  #: makes its partition, where it reads one that others may share
-    copied: bool = False  #: each host gets a copy, so that no page of memory is counted half
+    once: bool = False  #: run in the first turn only, with few epochs
+    wrapped: tuple[str, ...] = ()  #: words before the command of each host
+    make_parts: Callable[[], Path] | None = None  #: returns the folder of an existing partition, made once
+    copied: bool = False  #: copy the partition for each host: a page shared by two hosts would count half for each
 
     @property
     def parts(self) -> Path | None:
-        """Folder of its partition, made at the first call."""
+        """Folder of the partition that the system reads, made at the first call; None if it reads none."""
         return self.make_parts() if self.make_parts else None
 
     @property
@@ -63,23 +63,23 @@ class Contender:
 
     @property
     def cut(self) -> str:
-        """How its parts were made; those by the same method are compared."""
+        """Partition method; systems are compared on parts made by the same method."""
         return "METIS" if "METIS" in self.system else "random"
 
 
 @dataclass(frozen=True)
 class Run:
-    """One contender's run, hosts together."""
+    """Measurements of one run of a contender, combined over its hosts."""
 
-    seconds: tuple[float, ...]  #: of each epoch, or of the one partitioning; the slowest host's
+    seconds: tuple[float, ...]  #: of each epoch, or of the one partitioning, on the slowest host
     cpu: float | None  #: processor seconds of all hosts in the median epoch
-    memory: int  #: bytes, of the host that took most
+    memory: int  #: bytes, on the host that used the most
     edges: int | None
     nodes: int | None
-    complete: bool  #: all seeds came, each once
+    complete: bool  #: each epoch loaded every seed exactly once
     loss: float | None
     accuracy: float | None
-    more: Mapping[str, Any]  #: the first host's words
+    more: Mapping[str, Any]  #: the JSON that the first host printed
 
     @property
     def median(self) -> float:
@@ -87,9 +87,10 @@ class Run:
 
 
 def contenders(sections: Sequence[str], size: str, peers: bool = True, without: Sequence[str] = ()) -> list[Contender]:
-    """Those of ``sections`` that can run here: ours, others if ``peers``, none whose name has a text of ``without``.
+    """Return the contenders of ``sections`` that can run on this machine, after making what they need to run.
 
-    Makes their environments and partitions, and nothing for those left out; prints a line for each that cannot run.
+    Without ``peers``, only gnnfleet. A system whose name contains one of the texts ``without`` is left out. Makes the
+    Python environments and partitions of the others, and prints a line for each contender that cannot run.
     """
     everybody = [*_ours(size), *(_dgl(size) + _glt(size) if peers else [])]
     wanted = [one for name in sections for one in everybody if one.section == name]
@@ -100,18 +101,18 @@ def contenders(sections: Sequence[str], size: str, peers: bool = True, without: 
             failed.add(one.env)
     can = [one for one in wanted if one.env not in failed]
     if any(one.wrapped == OWN_SHM for one in can) and not _permitted(OWN_SHM):
-        print("peers: DGL on two hosts needs a /dev/shm for each, which only root can mount here: left out")
+        print("peers: DGL on two hosts is left out: each host needs its own /dev/shm, which only root can mount")
         can = [one for one in can if one.wrapped != OWN_SHM]
     return can
 
 
 def _prepared(one: Contender) -> bool:
-    """Whether its environment and partition could be made."""
+    """Make the contender's Python environment and partition; return False, after printing why, if that fails."""
     try:
         if one.env and _python(one.env) is None:
             return False
         if one.wrapped != OWN_SHM or _permitted(OWN_SHM):
-            one.parts  # noqa: B018  makes it
+            one.parts  # noqa: B018  makes the partition
     except (OSError, subprocess.SubprocessError) as error:
         said = getattr(error, "stderr", None) or b""
         print(f"peers: left out: {error}\n{said.decode(errors='replace')[-600:]}")
@@ -126,12 +127,12 @@ def _python(env: PeerEnv | None) -> Path | None:
 
 @cache
 def _permitted(wrapper: tuple[str, ...]) -> bool:
-    """Whether this user may start programs by ``wrapper``."""
+    """Return whether this user may run commands prefixed by ``wrapper``, such as ``unshare --ipc``."""
     return subprocess.run([*wrapper, "true"], capture_output=True).returncode == 0
 
 
 def run_once(one: Contender, size: str, epochs: int) -> Run:
-    """Raises ``RuntimeError`` with the end of what it said when it fails."""
+    """Run a contender on all its hosts. Raises ``RuntimeError`` with the end of a failed host's output."""
     with tempfile.TemporaryDirectory(dir=FOLDER) as name:
         folder = Path(name)
         ports = free_ports(4)
@@ -146,17 +147,17 @@ def _argv(one: Contender, size: str, rank: int, ports: list[int], folder: Path, 
     if one.copied:
         shutil.copytree(parts, folder / f"parts{rank}")
         parts = folder / f"parts{rank}"
-    elif one.parts:  # what belongs to the run stands beside the folder by its name
+    elif one.parts:  # files of the run are written next to this link
         (folder / f"parts{rank}").symlink_to(parts)
         parts = folder / f"parts{rank}"
     told = {
         "folder": str(parts), "fanouts": FANOUTS, "batch": BATCH if size != "small" else 256, "warm": 1, "rank": rank,
         "ports": ports, "hidden": 256, "lr": 0.004, "classes": PEER_SIZES[size]["num_classes"], "epochs": epochs,
     }  # fmt: skip
-    if one.once:  # an epoch that is timed, after one that is not where it trains
+    if one.once:  # one timed epoch; training first has one that is not timed
         told |= {"warm": 0, "epochs": 2 if one.section == "train" else 1}
     python = _python(one.env)
-    assert python, "contenders() leaves out those without an environment"
+    assert python, "contenders() leaves out systems without an environment"
     command = [python, HERE / one.script, one.task, peer_graph(size), json.dumps(told | dict(one.told))]
     return [*one.wrapped, *command]
 
@@ -165,7 +166,7 @@ def _together(one: Contender, size: str, done: Sequence[HostDone]) -> Run:
     says = [host.says for host in done]
     seconds = [max(each) for each in zip(*(said["seconds"] for said in says), strict=True)]
     if one.section == "train" and len(seconds) > 1:
-        seconds = seconds[1:]  # the first one compiles, connects, fills caches
+        seconds = seconds[1:]  # the first epoch compiles kernels, connects and fills caches
     seeds = [sum(each) for each in zip(*(said["seeds"] for said in says), strict=True)] if _loads(one) else []
     complete = all(count == PEER_SIZES[size]["train"] for count in seeds) and all(
         said.get("complete", True) for said in says
@@ -202,7 +203,7 @@ def free_ports(count: int) -> list[int]:
             holder.close()
 
 
-# -- who ------------------------------------------------------------------
+# -- systems ------------------------------------------------------------------
 
 
 def _ours(size: str) -> list[Contender]:
@@ -232,7 +233,7 @@ def _ours(size: str) -> list[Contender]:
 
 def _dgl(size: str) -> list[Contender]:
     def one(section: str, name: str, task: str = "", cut: str = "", **told: Any) -> Contender:
-        """On two hosts, with the parts that the method ``cut`` makes, where that is given."""
+        """Return a contender: with ``cut``, a partition method, on two hosts with one part each; else on one host."""
         make_parts = partial(_dgl_parts, size, cut) if cut else None
         return Contender(
             section, f"DGL 2.1.0, {name}", "dgl_job.py", DGL, task or section, HOSTS if cut else 1, told,
@@ -263,7 +264,7 @@ def _glt_parts(size: str) -> Path:
 
 
 def _made_by(env: PeerEnv, folder: Path, *words: str | Path) -> Path:
-    """``folder``, made by the script and arguments ``words`` with the environment's Python, unless it is there."""
+    """Return ``folder``. Unless it is complete, first make it with the command ``words``, run by Python of ``env``."""
     python = _python(env)
     if python and not (folder / "ready").exists():
         subprocess.run([python, *words], check=True, capture_output=True)

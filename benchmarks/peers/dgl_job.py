@@ -1,9 +1,10 @@
-"""DGL 2.1.0 in `make bench-peers`, a process that stands for a host; run with the Python of ``envs.DGL``.
+"""One simulated host with DGL 2.1.0, for `make bench-peers`; run with the Python of ``envs.DGL``.
 
-python dgl_job.py TASK PLAIN SETTINGS, where TASK is ``loader``, ``graphbolt``, ``parts``, ``train``, ``partition``, or
-``server``, which the process starts itself. Two hosts of one machine must not see each other's /dev/shm: start each as
-``unshare --mount sh -c 'mount -t tmpfs tmpfs /dev/shm && exec "$@"' sh python dgl_job.py …``.
-Settings (JSON): folder, fanouts, batch, warm, epochs, and of some tasks workers, rank, ports, method, hidden, lr.
+python dgl_job.py TASK PLAIN SETTINGS
+TASK is ``loader``, ``graphbolt``, ``parts``, ``train`` or ``partition``. ``parts`` and ``train`` start a second process
+with TASK ``server``. PLAIN is a folder from ``plain.py``. SETTINGS is JSON: folder, fanouts, batch, warm, epochs; some
+tasks also need workers, rank, ports, method, hidden, lr, classes. Two hosts on one machine must not share /dev/shm:
+start each with ``unshare --mount sh -c 'mount -t tmpfs tmpfs /dev/shm && exec "$@"' sh python dgl_job.py …``.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ Settings = dict[str, Any]
 
 
 def loader(plain: Path, told: Settings) -> Settings:
-    """One machine: ``NeighborSampler`` that brings features and labels, ``DataLoader``."""
+    """Load epochs on one machine with ``DataLoader`` and a ``NeighborSampler`` that prefetches features and labels."""
     graph, train = _graph(plain), torch.from_numpy(np.load(plain / "train.npy"))
     graph = graph.formats("csc")
     sampler = dgl.dataloading.NeighborSampler(
@@ -51,7 +52,7 @@ def loader(plain: Path, told: Settings) -> Settings:
 
 
 def graphbolt(plain: Path, told: Settings) -> Settings:
-    """One machine: GraphBolt's pipeline over its fused in-memory graph."""
+    """Load epochs on one machine with GraphBolt's data pipeline on a graph in memory."""
     import dgl.graphbolt as gb
 
     train = torch.from_numpy(np.load(plain / "train.npy"))
@@ -88,7 +89,7 @@ def _edges(blocks: Any) -> int:
 
 
 def partition(plain: Path, told: Settings) -> Settings:
-    """From a graph in memory to files."""
+    """Partition a graph in memory into files, with ``dgl.distributed.partition_graph``."""
     graph = _graph(plain)
     spent, begun = cpu_seconds(), time.perf_counter()
     dist.partition_graph(graph, "bench", HOSTS, told["folder"], part_method=told["method"], graph_formats="csc")
@@ -99,7 +100,7 @@ def partition(plain: Path, told: Settings) -> Settings:
 
 
 def parts(plain: Path, told: Settings) -> Settings:
-    """This host's half of the seeds, features and labels pulled as in the documented loop."""
+    """Load this host's half of the seeds; fetch features and labels as the loop in DGL's documentation does."""
     graph = _joined(told)
     loading = _loader(graph, "train_mask", told, shuffle=True)
 
@@ -112,7 +113,7 @@ def parts(plain: Path, told: Settings) -> Settings:
 
 
 def train(plain: Path, told: Settings) -> Settings:
-    """The documented loop, then the test split by sampling."""
+    """Train with the loop in DGL's documentation, then score the test split on sampled neighbours."""
     graph = _joined(told)
     loading = _loader(graph, "train_mask", told, shuffle=True)
     torch.manual_seed(0)
@@ -133,7 +134,7 @@ def train(plain: Path, told: Settings) -> Settings:
 
 
 class Sage(nn.Module):
-    """The documented example's, without dropout."""
+    """The GraphSAGE model of DGL's documentation, without dropout."""
 
     def __init__(self, width: int, told: Settings):
         super().__init__()
@@ -167,7 +168,7 @@ def _loader(graph: Any, mask: str, told: Settings, shuffle: bool) -> Any:
 
 
 def _joined(told: Settings) -> Any:
-    """Start this host's server, join the others, open the graph. What DGL's launch script sets, it sets."""
+    """Start this host's server, connect to the other host and open the graph, with the variables of DGL's launcher."""
     rank, folder = told["rank"], Path(told["folder"])
     places = folder.with_suffix(f".ip{rank}")
     places.write_text("".join(f"{HERE} {port}\n" for port in told["ports"][1 : 1 + HOSTS]))

@@ -1,6 +1,6 @@
-"""The peers' own Python environments, each made once under ``~/.cache/gnnfleet-bench``; needs Python 3.11 and pip.
+"""Python environments of the other systems, made once under ``~/.cache/gnnfleet-bench`` with Python 3.11 and pip.
 
-python benchmarks/peers/envs.py dgl glt      makes these now
+python benchmarks/peers/envs.py dgl glt      make these environments now
 """
 
 from __future__ import annotations
@@ -18,20 +18,20 @@ ROOT = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "gnnfl
 
 @dataclass(frozen=True)
 class PeerEnv:
-    """What one peer is installed from."""
+    """How to install another system into a Python environment of its own."""
 
-    name: str  #: the folder's
+    name: str  #: of the folder
     title: str
     steps: tuple[tuple[str, ...], ...]  #: one pip call each
-    proof: str  #: a Python line that works when it is there
+    proof: str  #: Python code that succeeds if the system is installed
 
     @property
     def folder(self) -> Path:
         return ROOT / self.name
 
 
-#: Torch 2.1 lacks symbols of the wheel, 2.5 refuses its ``torch.device(0)`` where no GPU is.
-#: Wheels of torch-sparse that pip has kept may be of another torch, hence no cache.
+#: The wheel needs symbols that torch 2.1 lacks, and calls ``torch.device(0)``, which torch 2.5 refuses without a GPU.
+#: ``--no-cache-dir`` because a wheel of torch-sparse in pip's cache may have been built for another torch.
 GLT = PeerEnv(
     "glt",
     "graphlearn-torch 0.2.4",
@@ -43,7 +43,7 @@ GLT = PeerEnv(
     "import graphlearn_torch",
 )  # fmt: skip
 
-#: The wheel brings libraries for torch 2.0.0 to 2.2.1. torchdata from 0.8 on lacks ``datapipes`` pieces it imports.
+#: The wheel has libraries for torch 2.0.0 to 2.2.1, and imports parts of ``torchdata.datapipes`` that 0.8 removed.
 DGL = PeerEnv(
     "dgl",
     "DGL 2.1.0",
@@ -58,10 +58,10 @@ PEERS = {env.name: env for env in (DGL, GLT)}
 
 
 def peer_python(env: PeerEnv) -> Path | None:
-    """A Python that has the peer, made at the first call (5 GB; up to 20 minutes on 2 cores); None where that fails.
+    """Return the Python of an environment, made at the first call; None, after printing why, if that fails.
 
-    Waits while another process makes it. Prints one line where it fails, and keeps pip's words in ``<folder>.failed``,
-    which stops further attempts.
+    An environment takes 5 GB and up to 20 minutes on 2 cores. Waits if another process is making it. A failure is
+    written with pip's output to ``<folder>.failed``; as long as this file exists, later calls fail at once.
     """
     ROOT.mkdir(parents=True, exist_ok=True)
     with env.folder.with_suffix(".lock").open("w") as lock:
@@ -77,7 +77,7 @@ def _found_or_made(env: PeerEnv) -> Path | None:
         return _without(env, f"an earlier attempt failed; remove {failed} to try again")
     interpreter = shutil.which("python3.11")
     if interpreter is None:
-        return _without(env, "its wheel is for Python 3.11, which is not here")
+        return _without(env, "its wheel needs Python 3.11, which is not installed")
     try:
         _make(env, interpreter)
     except (OSError, subprocess.SubprocessError) as error:

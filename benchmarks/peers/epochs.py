@@ -1,4 +1,4 @@
-"""How an epoch of a loader is timed and checked, whichever loader it is; needs numpy only."""
+"""Times and checks epochs of any system's loader; imports only numpy, so it runs in every environment."""
 
 from __future__ import annotations
 
@@ -19,17 +19,20 @@ def timed_epochs(
     epochs: int,
     meet: Callable[[], object] = lambda: None,
 ) -> dict[str, Any]:
-    """Iterate so many epochs; ``look`` at a batch: its seeds, edges and nodes.
+    """Iterate over ``loader`` for ``warm`` untimed epochs, then for ``epochs`` timed ones, and return measurements.
 
-    ``seconds``: from asking for the first batch to having the last one, of each epoch after ``warm`` others; ``ended``:
-    until the loader said that there are no more. ``cpu``: processor seconds of client and servers. ``bytes``: what the
-    loopback moved. ``seeds``: distinct ones that came in each epoch; ``complete``: each came once in every epoch.
-    ``expected``: None where other processes load the rest. ``meet`` waits for them before every epoch.
+    look: returns a batch's seeds, number of edges and number of nodes.
+    expected: all seeds of an epoch; None if other processes load a share of the seeds.
+    meet: called before each epoch, to wait for other processes.
+
+    Returns lists with one value per timed epoch: ``seconds`` until the last batch arrived, ``ended`` (seconds until the
+    iterator stopped), ``cpu`` (seconds of client and servers), ``bytes`` received on the loopback, ``seeds`` (number of
+    distinct ones). ``complete``: each expected seed came exactly once in every epoch.
     """
     for _ in range(warm):
         meet()
         for batch in loader:
-            del batch  # a batch that is kept keeps its place in graphlearn-torch's ring, which then stands still
+            del batch  # graphlearn-torch stops while the loop keeps batches, which occupy its ring buffer
     seconds, ended, counts, bytes_moved, cpu, complete = [], [], [], [], [], True
     edges = nodes = batches = 0
     for _ in range(epochs):
@@ -59,7 +62,11 @@ def timed_epochs(
 def learned_epochs(
     loader: Iterable[Any], step: Callable[[Any], Any], epochs: int, meet: Callable[[], object]
 ) -> dict[str, Any]:
-    """Train so many epochs; ``step`` trains on a batch and gives its loss: seconds and mean loss of each epoch."""
+    """Train ``epochs`` epochs; return seconds, mean loss and CPU seconds of each.
+
+    step: trains on a batch and returns the loss.
+    meet: called before each epoch, to wait for other processes.
+    """
     seconds, losses, cpu = [], [], []
     for _ in range(epochs):
         meet()
@@ -74,7 +81,7 @@ def learned_epochs(
 
 
 def cpu_seconds() -> float:
-    """Of this process, of those in the environment's ``BENCH_SERVERS`` (pids), and of all children."""
+    """CPU seconds of this process, of the processes whose pids ``BENCH_SERVERS`` lists, and of the children of both."""
     return sum(map(_tree_seconds, [os.getpid(), *map(int, os.environ.get("BENCH_SERVERS", "").split())]))
 
 
@@ -84,13 +91,13 @@ def _tree_seconds(pid: int) -> float:
         children = [
             int(child) for file in Path(f"/proc/{pid}/task").glob("*/children") for child in file.read_text().split()
         ]
-    except OSError:  # has ended
+    except OSError:  # the process has ended
         return 0.0
-    own = sum(map(int, fields[11:15])) / os.sysconf("SC_CLK_TCK")  # with children that have ended
+    own = sum(map(int, fields[11:15])) / os.sysconf("SC_CLK_TCK")  # includes children that have ended
     return own + sum(map(_tree_seconds, children))
 
 
 def loopback_bytes() -> int:
-    """Received on ``lo`` since the start, of all processes in this network namespace."""
+    """Bytes received on ``lo`` so far by all processes of this network namespace."""
     lines = Path("/proc/self/net/dev").read_text().splitlines()
     return next(int(line.split()[1]) for line in (line.replace(":", " ") for line in lines) if line.split()[0] == "lo")

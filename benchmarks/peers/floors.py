@@ -1,4 +1,4 @@
-"""What no system can go below on this machine: bytes over its copy rate, multiplications over its matrix product's."""
+"""Lower bounds of seconds on this machine: bytes / copy rate + operations / rate of a matrix product."""
 
 from __future__ import annotations
 
@@ -12,47 +12,47 @@ import torch
 
 from graphs import PEER_SIZES
 
-WIDTH = 100  #: features; the small graph's are fewer, and its floors not worth reading
+WIDTH = 100  #: features per node; the small graph has fewer, so its lower bounds are wrong
 
 
 @dataclass(frozen=True)
 class Machine:
-    """Measured rates, all cores."""
+    """Measured rates of this machine with all cores."""
 
     bytes_per_s: float  #: read and written, of a copy of 256 MB
     flops: float  #: of a float32 matrix product [65536, 256] × [256, 256]
     cores: int
 
     def said(self) -> str:
-        """One line."""
+        """The rates as one line of text."""
         memory, product = self.bytes_per_s / 1e9, self.flops / 1e9
         return f"{self.cores} cores; memory {memory:.1f} GB/s (copy), {product:.0f} GFLOP/s (GEMM)"
 
     def loading(self, edges: int, nodes: int) -> float:
-        """Seconds of an epoch: an edge is read once and written once, 4 bytes each; a row is read and written."""
+        """Least seconds to load an epoch: read and write 4 bytes per edge and one feature row per node."""
         return (8 * edges + 2 * 4 * WIDTH * nodes) / self.bytes_per_s
 
     def training(self, layers: list[list[int]], hidden: int, classes: int) -> float:
-        """Seconds of the dense products (forward, weights, inputs), and of reading a row per edge each way.
+        """Least seconds to train an epoch: dense products forward and backward, and reading one row per edge in each.
 
-        ``layers``: [targets, sources, edges] of an epoch, from the outermost on.
+        ``layers``: number of [targets, sources, edges] of each layer in an epoch, input layer first.
         """
         flops = moved = 0.0
         widths = [WIDTH, *[hidden] * (len(layers) - 1), classes]
         for layer, (targets, _, edges) in enumerate(layers):
-            times = 2 if layer == 0 else 3  # nobody needs the gradient of the features
+            times = 2 if layer == 0 else 3  # the features need no gradient
             flops += times * 2 * 2 * targets * widths[layer] * widths[layer + 1]
             moved += (2 if layer else 1) * edges * 4 * min(widths[layer], widths[layer + 1])
         return flops / self.flops + moved / self.bytes_per_s
 
     def writing(self, size: str) -> float:
-        """Seconds of reading graph and rows and writing them, ids as int32."""
+        """Least seconds to partition: read and write all edges (int32 ids) and feature rows."""
         nodes, edges = PEER_SIZES[size]["num_nodes"], PEER_SIZES[size]["num_nodes"] * PEER_SIZES[size]["avg_degree"]
         return (2 * 8 * edges + 2 * 4 * WIDTH * nodes) / self.bytes_per_s
 
 
 def measured() -> Machine:
-    """Best of several, as a floor should be."""
+    """Measure this machine; a rate is the best of five attempts, as a lower bound of seconds needs."""
     source, target = np.ones(64 << 20, np.float32), np.empty(64 << 20, np.float32)
     a, b = torch.ones(1 << 16, 256), torch.ones(256, 256)
     copy = min(_seconds(lambda: np.copyto(target, source)) for _ in range(5))

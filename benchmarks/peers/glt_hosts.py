@@ -1,8 +1,9 @@
-"""graphlearn-torch's worker mode in `make bench-peers`, a process that stands for a host; run with its own Python.
+"""One simulated host with graphlearn-torch's worker mode, for `make bench-peers`; run with the Python of ``envs.GLT``.
 
-python glt_hosts.py TASK PLAIN SETTINGS, where TASK is ``loader`` (one machine), ``parts``, ``train`` or ``partition``.
-Settings (JSON): folder (of ``glt_job.py cut``), fanouts, batch, warm, epochs, and of some tasks seed (null: as
-shipped), rank, ports, trim, hidden, lr, classes.
+python glt_hosts.py TASK PLAIN SETTINGS
+TASK is ``loader`` (one machine), ``parts``, ``train`` or ``partition``. PLAIN is a folder from ``plain.py``. SETTINGS
+is JSON: folder (from ``glt_job.py cut``), fanouts, batch, warm, epochs; some tasks also need seed (null: default),
+rank, ports, trim, hidden, lr, classes.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ Settings = dict[str, Any]
 
 
 def loader(plain: Path, told: Settings) -> Settings:
-    """One machine."""
+    """Load epochs on one machine."""
     train = torch.from_numpy(np.load(plain / "train.npy"))
     loading = NeighborLoader(
         whole(str(plain)), told["fanouts"], train, batch_size=told["batch"], shuffle=True, device=LOCAL,
@@ -40,7 +41,7 @@ def loader(plain: Path, told: Settings) -> Settings:
 
 
 def parts(plain: Path, told: Settings) -> Settings:
-    """This host's half of the seeds."""
+    """Load this host's half of the seeds."""
     _join(told)
     loading = _loader(plain, "train", told, 1, shuffle=True)
     found = timed_epochs(loading, look, None, told["warm"], told["epochs"], torch.distributed.barrier)
@@ -50,7 +51,10 @@ def parts(plain: Path, told: Settings) -> Settings:
 
 
 def train(plain: Path, told: Settings) -> Settings:
-    """The documented loop, every layer on every edge; ``trim``: each layer on those it needs."""
+    """Train with the loop in graphlearn-torch's documentation, in which every layer uses every edge.
+
+    With ``trim`` in the settings, each layer uses only the edges that later layers need.
+    """
     _join(told)
     train, test = (_loader(plain, name, told, k, name == "train") for k, name in enumerate(("train", "test"), 1))
     torch.manual_seed(0)
@@ -89,7 +93,7 @@ def _forward(model: Any, batch: Any, told: Settings) -> torch.Tensor:
 
 
 def partition(plain: Path, told: Settings) -> Settings:
-    """From tensors in memory to files."""
+    """Partition tensors in memory into files, with ``RandomPartitioner``."""
     edges, x = (torch.from_numpy(np.load(plain / f"{name}.npy")) for name in ("edge_index", "x"))
     edges = edges.long()
     spent, begun = cpu_seconds(), time.perf_counter()
@@ -105,7 +109,7 @@ def _join(told: Settings) -> None:
 
 
 def _loader(plain: Path, split: str, told: Settings, port: int, shuffle: bool) -> Any:
-    """As the documented job makes it, on processors."""
+    """The loader of graphlearn-torch's documented example, on the CPU."""
     seeds = torch.from_numpy(np.load(plain / f"{split}.npy")).chunk(HOSTS)[told["rank"]]
     options = glt.MpDistSamplingWorkerOptions(
         num_workers=1, worker_devices=[LOCAL], worker_concurrency=4, master_addr=HERE, master_port=told["ports"][port],

@@ -1,11 +1,11 @@
-"""graphlearn-torch's server-client mode on one machine; run with the Python of ``glt_env``, not with ours.
+"""graphlearn-torch's server-client mode on one machine; run with the Python of ``envs.GLT``.
 
-glt_job.py cut     PLAIN FOLDER SERVERS             its partitions of a plain graph, one per server
-glt_job.py server  PLAIN FOLDER RANK SERVERS PORT   a graph server; ends with the client
-glt_job.py client  PLAIN SETTINGS                   loads epochs and prints one JSON line
+glt_job.py cut     PLAIN FOLDER SERVERS             partition a graph of ``plain.py``, one part per server
+glt_job.py server  PLAIN FOLDER RANK SERVERS PORT   run a graph server until the client ends
+glt_job.py client  PLAIN SETTINGS                   load epochs and print one JSON line
 
-Settings (JSON): folder, servers, port, fanouts, batch, warm, epochs, and those of its own loader: seed, workers,
-concurrency, prefetch, buffer.
+SETTINGS is JSON: folder, servers, port, fanouts, batch, warm, epochs, and options of graphlearn-torch's loader: seed,
+workers, concurrency, prefetch, buffer.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ LOCAL = torch.device("cpu")
 
 
 def cut(plain: str, folder: str, servers: str) -> None:
-    """Its partitioner's parts, and the seeds of each server; it has no partition into one."""
+    """Write one part and one file of seeds per server; a single server reads PLAIN, as one part cannot be made."""
     source, target, parts = Path(plain), Path(folder), int(servers)
     target.mkdir(parents=True, exist_ok=True)
     edges, x, y, train = (torch.from_numpy(np.load(source / f"{name}.npy")) for name in NAMES)
@@ -39,7 +39,7 @@ def cut(plain: str, folder: str, servers: str) -> None:
 
 
 def server(plain: str, folder: str, rank: str, servers: str, port: str) -> None:
-    torch.multiprocessing.set_start_method("spawn")  # its own mixture of fork and spawn is refused since Python 3.11.5
+    torch.multiprocessing.set_start_method("spawn")  # the default, a mix of fork and spawn, fails since Python 3.11.5
     data = whole(plain) if servers == "1" else part_of(folder, int(rank))
     glt.init_server(int(servers), int(rank), data, HERE, int(port), num_clients=1)
     glt.wait_and_shutdown_server()

@@ -1,4 +1,4 @@
-"""Servers and a client as processes: what the client says, and what memory both took."""
+"""Runs servers and a client, or simulated hosts, as processes; returns the JSON they print and their peak memory."""
 
 from __future__ import annotations
 
@@ -22,26 +22,29 @@ GLANCE = 0.25  #: seconds between looks at the memory
 
 @dataclass(frozen=True)
 class Job:
-    """Servers that run until the client is done."""
+    """Commands of servers and of a client; the servers run until the client ends."""
 
     servers: Sequence[Argv]
     client: Argv
     cwd: Path
-    ready: Sequence[Path] = ()  #: files that appear when servers answer
+    ready: Sequence[Path] = ()  #: files that exist once the servers answer
     env: Mapping[str, str] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
 class Done:
-    """How a job went."""
+    """Result of a ``Job``."""
 
-    says: Mapping[str, Any]  #: the client's last line
+    says: Mapping[str, Any]  #: JSON of the last line that the client printed
     server_memory: int  #: bytes, peak of the proportional set sizes of all servers' processes
     client_memory: int
 
 
 def run_job(job: Job, network: Sequence[str], log: Path, timeout: float = 900.0) -> Done:
-    """Run a job. Raises ``RuntimeError`` with the end of its output when the client fails."""
+    """Run a job, with ``network`` before each command; output goes to ``log``.
+
+    Raises ``RuntimeError`` with the end of the log if the client fails or a server does not start.
+    """
     with contextlib.ExitStack() as stack, log.open("w") as out:
         servers = [stack.enter_context(_process([*network, *argv], job, out)) for argv in job.servers]
         _await(job.ready, servers, timeout)
@@ -59,18 +62,18 @@ def run_job(job: Job, network: Sequence[str], log: Path, timeout: float = 900.0)
 
 @dataclass(frozen=True)
 class HostDone:
-    """How a process that stands for a host, with all its children, went."""
+    """Result of a process that simulates a host, with all its children."""
 
-    says: Mapping[str, Any]  #: its last line that is JSON
-    memory: int  #: bytes, peak of the proportional set size of all its processes
+    says: Mapping[str, Any]  #: the last line of JSON that the process printed
+    memory: int  #: bytes, peak of the proportional set size of the process and its children
 
 
 def run_hosts(
     hosts: Sequence[Argv], cwd: Path, folder: Path, env: Mapping[str, str] | None = None, timeout: float = 900.0
 ) -> list[HostDone]:
-    """Run hosts side by side; output goes to files in ``folder``.
+    """Run the commands of all hosts at the same time; their output goes to files in ``folder``.
 
-    Raises ``RuntimeError`` with the end of its output as soon as one fails, or when time is up.
+    Raises ``RuntimeError`` with the end of a host's output as soon as the host fails, or after ``timeout`` seconds.
     """
     outs, errors = ([folder / f"host{k}.{kind}" for k in range(len(hosts))] for kind in ("out", "err"))
     with contextlib.ExitStack() as stack:
@@ -87,7 +90,7 @@ def run_hosts(
             if time.monotonic() > until:
                 break
             time.sleep(0.05)
-        codes = [process.poll() for process in processes]  # before those that remain are ended
+        codes = [process.poll() for process in processes]  # before the remaining processes are killed
     for code, err in zip(codes, errors, strict=True):
         if code:
             raise RuntimeError(f"exit {code}\n{err.read_text()[-3000:]}")
@@ -95,7 +98,7 @@ def run_hosts(
 
 
 def _host_done(process: subprocess.Popen[str], out: Path, err: Path, watch: _Watch, timeout: float) -> HostDone:
-    lines = [line for line in out.read_text().splitlines() if line.startswith("{")]  # DGL has last words of its own
+    lines = [line for line in out.read_text().splitlines() if line.startswith("{")]  # DGL prints other lines at its end
     if process.returncode or not lines:
         raise RuntimeError(f"exit {process.returncode} (within {timeout:.0f} s)\n{err.read_text()[-3000:]}")
     return HostDone(json.loads(lines[-1]), watch.peak)
@@ -103,10 +106,13 @@ def _host_done(process: subprocess.Popen[str], out: Path, err: Path, watch: _Wat
 
 @contextlib.contextmanager
 def private_loopback() -> Iterator[list[str]]:
-    """What to put before a command so that it has a loopback of its own, whose bytes can be counted; else nothing."""
+    """Make a network namespace; yield the words to put before a command so that it runs there.
+
+    The namespace's loopback counts only the bytes of such commands. Yields no words if it cannot be made.
+    """
     name = f"gnnfleet-bench-{os.getpid()}"
     if os.geteuid() or subprocess.run(["ip", "netns", "add", name], capture_output=True).returncode:
-        print("serving: no network namespace (not root?), so bytes are those of the whole machine")
+        print("serving: cannot make a network namespace (not root?), so bytes include other programs of this machine")
         yield []
         return
     try:
@@ -129,10 +135,10 @@ def _process(argv: Argv, job: Job, out: Any, stdout: int | None = None) -> Itera
         process.terminate()
         with contextlib.suppress(subprocess.TimeoutExpired):
             process.wait(5)
-        for member in family:  # workers that outlive it
+        for member in family:  # children that still run
             with contextlib.suppress(psutil.NoSuchProcess):
                 member.kill()
-        with contextlib.suppress(ProcessLookupError):  # what outlives a leader that has ended before
+        with contextlib.suppress(ProcessLookupError):  # processes whose parent had already ended
             os.killpg(process.pid, signal.SIGKILL)
         process.wait(5)
 
@@ -141,7 +147,7 @@ def _await(files: Sequence[Path], servers: Sequence[subprocess.Popen[str]], time
     until = time.monotonic() + timeout
     while not all(file.exists() for file in files):
         if time.monotonic() > until or any(server.poll() is not None for server in servers):
-            raise RuntimeError(f"a server did not come up: {[server.args for server in servers]}")
+            raise RuntimeError(f"a server did not start: {[server.args for server in servers]}")
         time.sleep(0.05)
 
 
@@ -153,7 +159,7 @@ def _family(pid: int) -> list[psutil.Process]:
 
 
 class _Watch:
-    """The peak memory of processes and all their children, from a thread."""
+    """A thread that measures the peak memory of processes and all their children."""
 
     def __init__(self, pids: Sequence[int]):
         self._pids, self._done = pids, threading.Event()

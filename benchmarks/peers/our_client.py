@@ -1,7 +1,8 @@
-"""Our client of a graph server, a process: python our_client.py PLAIN SETTINGS.
+"""Loads epochs from a graph server with gnnfleet's client and prints one JSON line.
 
-Settings (JSON): endpoint, key (path or null), fanouts, batch, prefetch, replace, loader (``data``: as in
-torch_geometric, ``blocks``: the bundled trainer's), warm, epochs.
+python our_client.py PLAIN SETTINGS
+PLAIN is a folder from ``plain.py``. SETTINGS is JSON: endpoint, key (path or null), fanouts, batch, prefetch, replace,
+loader (``data``: ``DistNeighborLoader``, ``blocks``: ``BatchLoader``), warm, epochs.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ if TYPE_CHECKING:
 
 
 class Blocks:
-    """The bundled trainer's loader, an epoch at each iteration."""
+    """A ``BatchLoader`` as an iterable; each iteration yields the batches of the next epoch."""
 
     def __init__(self, graph: gf.Graph, settings: dict[str, Any]):
         chosen = gf.LoaderSettings(
@@ -48,10 +49,10 @@ def look_at_data(data: Data) -> tuple[Tensor, int, int]:
 
 
 def loader_of(graph: gf.Graph, settings: dict[str, Any]) -> tuple[Any, Any]:
-    """The loader, and how to look at its batches."""
+    """Return the loader, and a function from a batch to its seeds, number of edges and number of nodes."""
     if settings["loader"] == "blocks":
         return Blocks(graph, settings), look_at_blocks
-    loader = gf.DistNeighborLoader(  # imports torch_geometric, which blocks do without
+    loader = gf.DistNeighborLoader(  # imports torch_geometric, which ``BatchLoader`` does not
         graph, settings["fanouts"], "train", batch_size=settings["batch"], shuffle=True, prefetch=settings["prefetch"],
         replace=settings["replace"],
     )  # fmt: skip

@@ -1,8 +1,9 @@
-"""Our side of `make bench-peers`, a process that stands for a host: python our_job.py TASK PLAIN SETTINGS.
+"""One simulated host with gnnfleet, for `make bench-peers`; prints one JSON line. Training is in our_train.py.
 
-Tasks: ``loader`` (one machine), ``parts`` (one of two hosts, loads only), ``partition``; our_train.py has the other.
-Settings (JSON): folder, fanouts, batch, warm, epochs, and of some tasks kind (``blocks``, ``data``), threads, rank,
-ports, topology, cache, method, classes. Prints one JSON line.
+python our_job.py TASK PLAIN SETTINGS
+TASK is ``loader`` (one machine), ``parts`` (load on one of two hosts) or ``partition``. PLAIN is a folder from
+``plain.py``. SETTINGS is JSON: folder, fanouts, batch, warm, epochs; some tasks also need kind (``blocks``, ``data``),
+threads, rank, ports, topology, cache, method, classes.
 """
 
 from __future__ import annotations
@@ -36,7 +37,7 @@ Settings = dict[str, Any]
 
 
 class Epochs:
-    """An epoch of a ``BatchLoader`` at each iteration, with what the layers of its batches held."""
+    """A ``BatchLoader`` as an iterable of one epoch per iteration; sums the batches' layer sizes and costs."""
 
     def __init__(self, loader: BatchLoader):
         self._loader, self._epoch = loader, -1
@@ -57,7 +58,7 @@ class Epochs:
 
 
 def loader(plain: Path, told: Settings) -> Settings:
-    """All seeds of the train split on one machine that has everything."""
+    """Load all seeds of the train split on one machine that has the whole graph."""
     expected = np.load(plain / "train.npy")
     with open_graph(told["folder"]) as graph:
         loading, look = _loading(graph, told)
@@ -83,7 +84,7 @@ def _loading(graph: Graph, told: Settings, rank: int = 0, layout: RankLayout | N
 
 
 def _more(loading: Any) -> Settings:
-    """Of the last epoch: layers, and the rows that came from elsewhere."""
+    """Sizes of the layers in the last epoch, and bytes and rows by where the rows came from; {} if not counted."""
     if not isinstance(loading, Epochs):
         return {}
     names = ("remote_bytes", "rows", "remote_rows", "cached_rows", "held_rows")
@@ -92,7 +93,7 @@ def _more(loading: Any) -> Settings:
 
 
 def parts(plain: Path, told: Settings) -> Settings:
-    """This host's half of each global batch."""
+    """Load this host's half of each global batch."""
     rank = told["rank"]
     torch.distributed.init_process_group(
         "gloo", init_method=f"tcp://{HERE}:{told['ports'][0]}", rank=rank, world_size=HOSTS
@@ -115,7 +116,7 @@ def _remote_access(told: Settings) -> RemoteAccess:
 
 
 def partition(plain: Path, told: Settings) -> Settings:
-    """From arrays in memory to files; a small graph first, which compiles."""
+    """Partition arrays in memory into files; before the measurement, a small graph, to compile the kernels."""
     from trainer.data.dataset import Dataset, EdgeData, NodeData
 
     names = ("edge_index", "x", "y", "train", "val", "test")

@@ -1,7 +1,8 @@
-"""A host that trains in `make bench-peers`, and the graph server of one: python our_train.py train PLAIN SETTINGS.
+"""One simulated host that trains with gnnfleet, for `make bench-peers`: runs a graph server and the bundled trainer.
 
-It stands for the launcher, so that it imports no torch: its memory is counted as the host's. Settings (JSON) as of
-our_job.py, with hidden, lr and, optionally, prefetch.
+python our_train.py train PLAIN SETTINGS
+SETTINGS is JSON as for our_job.py, with hidden, lr and optionally prefetch. This process plays the launcher's role; it
+does not import torch, because its memory counts as the host's.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ Settings = dict[str, Any]
 
 @contextlib.contextmanager
 def graph_server(told: Settings) -> Iterator[Path]:
-    """This host's graph server, as the launcher starts one; yields its ``cluster.json``."""
+    """Run this host's graph server with the launcher's command line; yields the path of ``cluster.json``."""
     rank, folder = told["rank"], Path(told["folder"])
     cluster, ready = folder.with_suffix(".cluster.json"), folder.with_suffix(".ready")
     places = [f"tcp://{HERE}:{port}" for port in told["ports"][1 : 1 + HOSTS]]
@@ -49,7 +50,7 @@ def graph_server(told: Settings) -> Iterator[Path]:
 
 
 def train(told: Settings) -> Settings:
-    """The bundled trainer, as the launcher starts it."""
+    """Run the bundled trainer with the launcher's command line; return times, losses and accuracy of its run."""
     rank, folder = told["rank"], Path(told["folder"])
     run = folder.with_suffix(".run")
     shutil.rmtree(run, ignore_errors=True)

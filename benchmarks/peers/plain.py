@@ -1,4 +1,4 @@
-"""The benchmark graph in files that any system can read."""
+"""Writes the benchmark graphs as .npy files, which every compared system can read."""
 
 from __future__ import annotations
 
@@ -13,12 +13,15 @@ from trainer.data.load import load_dataset
 
 
 def plain_graph(small: bool) -> Path:
-    """Folder of edge_index.npy [2, E], x.npy, y.npy and train.npy, val.npy, test.npy, in original ids; written once."""
+    """Return the folder of the large or small benchmark graph, written once.
+
+    Files: edge_index.npy [2, E], x.npy, y.npy, train.npy, val.npy, test.npy; nodes have their original ids.
+    """
     return _written(CACHE / f"plain-{'small' if small else 'large'}", SMALL if small else LARGE)
 
 
 def peer_graph(size: str) -> Path:
-    """The same of one of ``PEER_SIZES``."""
+    """Return the folder of the graph ``PEER_SIZES[size]``, with the files of ``plain_graph``."""
     return _written(CACHE / f"peers/{size}-plain", PEER_SIZES[size])
 
 
@@ -31,6 +34,6 @@ def _written(folder: Path, sizes: Mapping[str, float]) -> Path:
     folder.mkdir(parents=True, exist_ok=True)
     for name in ("train", "val", "test"):
         arrays[name] = nodes.splits[name]
-    for name, array in arrays.items():  # test last: it says that all are there
+    for name, array in arrays.items():  # test.npy is last: its existence means that all files are complete
         np.save(folder / f"{name}.npy", array)
     return folder

@@ -1,6 +1,7 @@
-"""torch_geometric's ``NeighborLoader`` with torch-sparse in `make bench-peers`; run with the Python of ``envs.GLT``.
+"""torch_geometric's ``NeighborLoader`` with torch-sparse, for `make bench-peers`; run with the Python of ``envs.GLT``.
 
-python pyg_job.py loader PLAIN SETTINGS. Settings (JSON): fanouts, batch, warm, epochs, workers.
+python pyg_job.py loader PLAIN SETTINGS
+PLAIN is a folder from ``plain.py``. SETTINGS is JSON: fanouts, batch, warm, epochs, workers.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ Settings = dict[str, Any]
 
 
 def loader(plain: Path, told: Settings) -> Settings:
-    """One machine."""
+    """Load epochs on one machine."""
     edges, x, y, train = (
         torch.from_numpy(np.load(plain / f"{name}.npy")) for name in ("edge_index", "x", "y", "train")
     )

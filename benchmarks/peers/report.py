@@ -1,4 +1,4 @@
-"""What `make bench-peers` prints and keeps."""
+"""The tables, JSON and plot of `make bench-peers`."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ TITLES = {
     "train": "Training an epoch, two parts on two processes",
     "partition": "Partitioning into two, from memory to files",
 }
-#: Of torch_geometric, whose distributed package and METIS need pyg-lib, which the package index lacks: seconds as
-#: published in this project's issue on speed, another run on 2 cores. Never measured by this program.
+#: Seconds of torch_geometric's distributed package and METIS, never measured by this program: both need pyg-lib, which
+#: the package index lacks. The values are from another run on 2 cores, published in this project's issue on speed.
 PUBLISHED = {
     "parts": ("torch_geometric.distributed, repaired", "4.7 to 5.9"),
     "train": ("torch_geometric.distributed, repaired, documented loop", "85 to 93"),
@@ -31,7 +31,7 @@ HEAD = "| system | s | times ours | CPU s | peak memory/host | times ours | edge
 
 
 def table(section: str, found: Found, took: float, floor: float | None) -> str:
-    """The section's table, ours first, then the others from the fastest on."""
+    """Markdown table of a section: gnnfleet's rows first, then the other systems, fastest first."""
     ran = {one: runs for one, runs in found.items() if runs}
     order = sorted(ran, key=lambda one: (not one.ours, median(ran[one])))
     lines = [f"**{TITLES[section]}** ({took:.0f} s)", "", HEAD, "|---|" + "---:|" * 8 + "---|"]
@@ -44,7 +44,10 @@ def table(section: str, found: Found, took: float, floor: float | None) -> str:
 
 
 def floor_of(section: str, found: Found, layers: list[list[int]] | None, machine: Machine, size: str) -> float | None:
-    """Seconds; None where too little is known. ``layers``: those of an epoch of the bundled loader."""
+    """Lower bound of a section's seconds on this machine; None if the sizes that it needs were not measured.
+
+    layers: number of [targets, sources, edges] of each layer in an epoch of gnnfleet's ``BatchLoader``.
+    """
     if section == "partition":
         return machine.writing(size)
     if section == "train":
@@ -54,14 +57,14 @@ def floor_of(section: str, found: Found, layers: list[list[int]] | None, machine
 
 
 def _against(one: Contender, ran: Found) -> Sequence[Run] | None:
-    """Our fastest on parts that were made the same way."""
+    """Runs of gnnfleet's fastest contender on parts made by the same method as ``one``'s."""
     ours = [other for other in ran if other.ours]
     same = [other for other in ours if other.cut == one.cut] or ours
     return ran[min(same, key=lambda other: median(ran[other]))] if same else None
 
 
 def median(runs: Sequence[Run]) -> float:
-    """Over all epochs of all turns."""
+    """Median seconds over all epochs of all runs."""
     return statistics.median(second for run in runs for second in run.seconds)
 
 
@@ -80,7 +83,7 @@ def _line(one: Contender, runs: Sequence[Run], best: Sequence[Run] | None) -> st
 
 
 def as_json(found: Found, took: Mapping[str, float], machine: Machine) -> dict[str, Any]:
-    """Everything, to compare runs with."""
+    """All measurements as JSON, to compare with those of other days."""
     systems = [
         {"section": one.section, "system": one.system, "note": one.note, "runs": [asdict(run) for run in runs]}
         for one, runs in found.items()
@@ -89,7 +92,7 @@ def as_json(found: Found, took: Mapping[str, float], machine: Machine) -> dict[s
 
 
 def plot(found: Found, path: Path) -> None:
-    """Bars of each section, seconds; a line where matplotlib is not installed."""
+    """Write a bar chart of the seconds in each section; prints a line instead if matplotlib is not installed."""
     try:
         from matplotlib import pyplot
     except ImportError:

@@ -1,1 +1,1 @@
-"""How work grows with hosts, measured on one machine, and what real hosts would make of it."""
+"""Measures on one machine how the work of training grows with the number of hosts; predicts times on real hosts."""

@@ -1,4 +1,4 @@
-"""The batches of all hosts, trained on by one process that has all parts: what their work takes without a network.
+"""Trains on the batches of all hosts in one process that has all parts, to measure the work without a network.
 
     python -m scaling.alone FOLDER HOSTS SETTINGS
 
@@ -30,7 +30,7 @@ from trainer.train.task import node_classification, pick_target
 
 
 class AllHosts:
-    """The batches of every rank, one rank after the other; counts what they hold."""
+    """Yields the batches of every rank, one rank after the other; counts their edges and rows."""
 
     def __init__(self, loaders: Sequence[BatchLoader]):
         self.loaders, self.edges, self.rows = loaders, 0, 0

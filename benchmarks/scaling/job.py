@@ -1,4 +1,4 @@
-"""One training run over several hosts of this machine, as real processes: a rank and a graph server on each."""
+"""Runs one training on several simulated hosts of this machine, each with a process of a rank and a graph server."""
 
 from __future__ import annotations
 
@@ -21,18 +21,18 @@ from .places import Place, free_ports, places
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 _TICKS = os.sysconf("SC_CLK_TCK")
-_TIMEOUT = 1800.0  #: seconds of a run
+_TIMEOUT = 1800.0  #: most seconds of a run
 _GLANCE = 0.02  #: seconds between looks at the metrics lines
 
 
 @dataclass(frozen=True)
 class Case:
-    """A graph and how it is trained on."""
+    """A graph, and settings of training on it."""
 
     name: str
     dataset: str
     options: Mapping[str, str]
-    batch: int  #: global
+    batch: int  #: global batch size
     fanouts: tuple[int, ...]
     hidden: int
     epochs: int
@@ -40,7 +40,7 @@ class Case:
 
 
 def train_on(case: Case, folder: Path, count: int, run_dir: Path, cores: Sequence[int]) -> list[HostFigures]:
-    """Train on ``count`` hosts that share ``cores``; raises ``RuntimeError`` with the log of who failed."""
+    """Train on ``count`` hosts that share ``cores``; raises ``RuntimeError`` with all logs if a process fails."""
     shutil.rmtree(run_dir, ignore_errors=True)
     run_dir.mkdir(parents=True)
     with pinned(cores), places(count) as where, contextlib.ExitStack() as stack:
@@ -61,7 +61,7 @@ def train_on(case: Case, folder: Path, count: int, run_dir: Path, cores: Sequenc
 
 @contextlib.contextmanager
 def pinned(cores: Sequence[int]) -> Iterator[None]:
-    """Processes begun meanwhile run on these cores only."""
+    """Within the context, new processes run on these cores only."""
     before = os.sched_getaffinity(0)
     os.sched_setaffinity(0, cores)
     try:
@@ -71,7 +71,10 @@ def pinned(cores: Sequence[int]) -> Iterator[None]:
 
 
 def environment(**more: str) -> dict[str, str]:
-    """One thread in torch: several that share a core would spin while they wait for each other."""
+    """Environment of a process, plus ``more``.
+
+    torch gets one thread: threads that share a core would spin while they wait for each other.
+    """
     kept = {name: value for name, value in os.environ.items() if not name.startswith("GNNFLEET_")}
     return kept | {"PYTHONPATH": str(REPOSITORY), "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""} | more
 
@@ -98,7 +101,7 @@ def _servers(
     where: Sequence[Place],
     ports: Sequence[int],
 ) -> list[subprocess.Popen[bytes]]:  # fmt: skip
-    """A graph server on each host, ready."""
+    """Start a graph server on each host, and wait until all answer."""
     found = []
     for k, place in enumerate(where):
         words = ["serve", "--parts", str(folder), "--own", str(k), "--bind", f"tcp://{place.address}:{ports[k]}"]
@@ -128,7 +131,7 @@ def _rank_env(rank: int, count: int, lead: Place, port: int, place: Place) -> di
 def _process(
     words: Sequence[str], place: Place, run_dir: Path, name: str, env: Mapping[str, str]
 ) -> Iterator[subprocess.Popen[bytes]]:
-    """``python -m trainer …`` on a host, its output in a file; ended in the end."""
+    """Run ``python -m trainer`` with arguments ``words`` on a host until the context ends; its output goes to a file."""
     argv = [*place.enter, sys.executable, "-m", "trainer", *words]
     with (run_dir / f"{name}.log").open("wb") as log:
         process = subprocess.Popen(argv, env=env, stdout=log, stderr=subprocess.STDOUT, cwd=run_dir)
@@ -145,7 +148,7 @@ def _process(
 
 @dataclass(frozen=True)
 class _Mark:
-    """What had been used when an epoch had ended on all hosts."""
+    """CPU seconds of each graph server and bytes received by each host, from the start to the end of one epoch."""
 
     server_cpu: tuple[float, ...]
     received: tuple[int, ...]
@@ -155,7 +158,10 @@ def _mark(
     case: Case, epoch: int, run_dir: Path, servers: Sequence[subprocess.Popen[bytes]],
     ranks: Sequence[subprocess.Popen[bytes]], where: Sequence[Place],
 ) -> _Mark:  # fmt: skip
-    """Wait for the end of an epoch. The last one ends some milliseconds before the evaluation, of a few seeds."""
+    """Wait until all ranks have ended an epoch, then read CPU seconds and bytes.
+
+    Those of the last epoch include some milliseconds of the evaluation, which has a few seeds.
+    """
     deadline = time.monotonic() + _TIMEOUT
     while any(len(epoch_lines(run_dir, k)) < epoch for k in range(len(where))):
         _check(servers, run_dir, deadline, ranks if epoch < case.epochs else ())
@@ -169,7 +175,7 @@ def _check(
     living: Sequence[subprocess.Popen[bytes]], run_dir: Path, deadline: float,
     more: Sequence[subprocess.Popen[bytes]],
 ) -> None:  # fmt: skip
-    """Wait a moment; raises when somebody has ended, or time is up."""
+    """Sleep for ``_GLANCE``; raises ``RuntimeError`` if a process of ``living`` or ``more`` has ended, or too late."""
     if time.monotonic() > deadline or any(process.poll() is not None for process in (*living, *more)):
         logs = [f"{log.name}: {log.read_text(errors='replace')[-1500:]}" for log in sorted(run_dir.glob("*.log"))]
         raise RuntimeError("a process ended, or took too long\n" + "\n".join(logs))
@@ -177,14 +183,14 @@ def _check(
 
 
 def epoch_lines(run_dir: Path, rank: int) -> list[dict[str, Any]]:
-    """What a rank has written of the epochs it has ended."""
+    """The epoch lines that a rank has written so far."""
     path = run_dir / f"metrics-rank{rank}.jsonl"
     text = path.read_text() if path.exists() else ""
     return [json.loads(line) for line in text[: text.rfind("\n") + 1].splitlines() if '"kind": "epoch"' in line]
 
 
 def _cpu_seconds(pid: int) -> float:
-    """User and system time of a process so far."""
+    """Seconds of user and system time of a process so far."""
     fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     return (int(fields[11]) + int(fields[12])) / _TICKS
 

@@ -1,4 +1,4 @@
-"""Seconds per epoch on real hosts, from CPU seconds and bytes measured on one machine; docs/scaling.md explains it."""
+"""Predicts seconds per epoch on real hosts from measurements on one machine; docs/scaling.md explains the model."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from typing import Any
 
 @dataclass(frozen=True)
 class HostFigures:
-    """One host's, per epoch: means over the epochs after the first."""
+    """Measurements of one simulated host, per epoch: means over all epochs except the first."""
 
-    rank_cpu: float  #: seconds
+    rank_cpu: float  #: CPU seconds
     server_cpu: float
-    line_bytes: float  #: received over its line; 0 on loopback
-    remote_bytes: float  #: received rows and what belongs to them
+    line_bytes: float  #: bytes that the host received from the network; 0 on loopback
+    remote_bytes: float  #: received in replies to requests for rows
     rows: float
     remote_rows: float
     cached_rows: float
@@ -28,13 +28,13 @@ class HostFigures:
 
 @dataclass(frozen=True)
 class Hardware:
-    """What the hosts are supposed to be."""
+    """Assumed properties of the real hosts."""
 
     cores: int = 16
-    efficiency: float = 0.5  #: of all cores, against as many times one
-    gbit: float = 10.0  #: of a host's line, each way
-    usable: float = 0.9  #: of that, for what is sent
-    latency: float = 100e-6  #: seconds of a round trip, a server's waking up included
+    efficiency: float = 0.5  #: speed of all cores / (number of cores * speed of one core)
+    gbit: float = 10.0  #: of a host's network connection, in each direction
+    usable: float = 0.9  #: share of ``gbit`` that is left for payload
+    latency: float = 100e-6  #: seconds of a round trip, including the wake-up of the server
     threads: int = 1  #: sampler threads, each waits for one batch's rows
 
     @property
@@ -48,12 +48,12 @@ class Hardware:
 
 @dataclass(frozen=True)
 class Measured:
-    """A run on so many hosts of one machine, and the same batches in one process."""
+    """Measurements of a run on simulated hosts of one machine, and of the same batches in one process."""
 
     hosts: tuple[HostFigures, ...]
-    alone_cpu: float  #: seconds of an epoch
+    alone_cpu: float  #: CPU seconds of an epoch in one process
     edges: float  #: sampled in an epoch, over all hosts and layers
-    rows: float  #: gathered
+    rows: float  #: gathered in an epoch
     weight_bytes: float
 
     @property
@@ -61,26 +61,26 @@ class Measured:
         return sum(host.cpu for host in self.hosts)
 
     def sum(self, name: str) -> float:
-        """Of a field of all hosts."""
+        """Sum of the field ``name`` over all hosts."""
         return float(sum(getattr(host, name) for host in self.hosts))
 
     @property
     def reduced_bytes(self) -> float:
-        """Received by all hosts for gradients, in a ring."""
+        """Bytes of gradients that all hosts receive per epoch, with a ring all-reduce."""
         return 2 * (len(self.hosts) - 1) * self.weight_bytes * self.hosts[0].steps
 
     @classmethod
     def load(cls, fields: dict[str, Any]) -> Measured:
-        """From ``asdict``."""
+        """Inverse of ``dataclasses.asdict``."""
         return cls(**{**fields, "hosts": tuple(HostFigures(**host) for host in fields["hosts"])})
 
 
 @dataclass(frozen=True)
 class Prediction:
-    """Seconds of a step."""
+    """Predicted seconds of a step by cause, and the number of steps."""
 
     compute: float
-    exposed: float  #: waiting for rows that computing does not hide
+    exposed: float  #: waiting for remote rows beyond the time of computing
     reduce: float
     steps: float
 
@@ -90,7 +90,7 @@ class Prediction:
 
 
 def predict(measured: Measured, on: Hardware) -> Prediction:
-    """All hosts wait for the slowest in each step."""
+    """Predict the times on hosts ``on``; in each step all hosts wait for the slowest."""
     hosts, count = measured.hosts, len(measured.hosts)
     return Prediction(
         compute=max(_compute(host, on) for host in hosts),
@@ -105,18 +105,21 @@ def _compute(host: HostFigures, on: Hardware) -> float:
 
 
 def _remote(host: HostFigures, on: Hardware) -> float:
-    """Owners are asked side by side, once per batch, as all edges are here."""
+    """Seconds of fetching a batch's remote rows: one request to each owner, all at the same time.
+
+    One round is enough because the topology is replicated.
+    """
     return host.remote_bytes / host.steps / on.bytes_per_s + (on.latency if host.remote_bytes else 0.0)
 
 
 def _reduce(weight_bytes: float, count: int, on: Hardware) -> float:
-    """A ring: each host passes on 2 (p - 1) pieces of a p-th of the gradients."""
+    """Seconds of a ring all-reduce of p hosts: each sends 2 (p - 1) pieces, each a p-th of the gradients."""
     pieces = 2 * (count - 1)
     return pieces * (weight_bytes / count / on.bytes_per_s + on.latency / 2)
 
 
 def table(runs: Sequence[Measured], on: Hardware) -> list[str]:
-    """Markdown."""
+    """Return the lines of a Markdown table of predictions for ``on``, one row per run."""
     first = predict(runs[0], on).epoch
     lines = [f"| hosts of {on.name} | compute ms | exposed ms | all-reduce ms | s per epoch | times faster |"]
     lines += ["|---|---|---|---|---|---|"]

@@ -1,4 +1,4 @@
-"""Hosts of a benchmark: network namespaces where root can make them, else names for loopback."""
+"""Simulated hosts of a benchmark: a network namespace each if this user may make them, else all on the loopback."""
 
 from __future__ import annotations
 
@@ -15,23 +15,23 @@ _PORTS = range(20_000, 30_000)  # below those that the kernel hands out
 
 @dataclass(frozen=True)
 class Place:
-    """Where a host's processes run."""
+    """How to start processes of a simulated host, and how to reach them."""
 
     address: str
-    enter: tuple[str, ...] = ()  #: words before a command that is to run there
+    enter: tuple[str, ...] = ()  #: words before a command, to run it on the host
     interface: str = "lo"
-    wire: str = ""  #: this machine's end of the host's line; none on loopback
+    wire: str = ""  #: this machine's end of the host's virtual Ethernet pair; '' on loopback
 
     @property
     def received(self) -> int:
-        """Bytes that came over the host's line, headers included; 0 on loopback."""
+        """Bytes that the host has received from the network, including headers; 0 on loopback."""
         path = Path("/sys/class/net") / self.wire / "statistics/tx_bytes"  # sent at this end
         return int(path.read_text()) if self.wire else 0
 
 
 @contextlib.contextmanager
 def places(count: int) -> Iterator[list[Place]]:
-    """So many hosts of this machine."""
+    """Make ``count`` hosts, which exist until the context ends."""
     if unavailable():
         yield [Place("127.0.0.1")] * count
         return
@@ -43,7 +43,7 @@ def places(count: int) -> Iterator[list[Place]]:
 
 
 def free_ports(count: int) -> list[int]:
-    """Ports nobody here listens on, all different."""
+    """Return different ports on which no process listens."""
     found: list[int] = []
     for port in _PORTS:
         with contextlib.suppress(OSError), socket.create_server(("127.0.0.1", port)):

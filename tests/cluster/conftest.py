@@ -1,4 +1,4 @@
-"""Fixtures of the tests on several sshd in network namespaces, and the skip reason for the marker `cluster`."""
+"""Fixtures for tests on several SSH hosts in network namespaces. Tests are skipped where no such host can be made."""
 
 from __future__ import annotations
 
@@ -26,12 +26,12 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 @pytest.fixture(scope="session", autouse=True)
 def hosts_share_kernels(compiled_kernels: None) -> None:
-    """Set GNNFLEET_KERNELS, so that the hosts use the tests' folder of compiled kernels."""
+    """Set GNNFLEET_KERNELS, so that the hosts use the folder where the tests keep compiled kernels."""
 
 
 @pytest.fixture(scope="session")
 def three_hosts(tmp_path_factory: pytest.TempPathFactory) -> Iterator[NetCluster]:
-    """Yield three hosts that also accept a password, shared by all tests of a worker.
+    """Yield three hosts that also accept a password; all tests of one pytest worker use these hosts.
 
     All hosts see ``cluster.shared_folder`` at the same path.
     """
@@ -41,7 +41,8 @@ def three_hosts(tmp_path_factory: pytest.TempPathFactory) -> Iterator[NetCluster
 
 @pytest.fixture
 def cluster(three_hosts: NetCluster) -> Iterator[NetCluster]:
-    """Yield the three hosts; afterwards end their processes, restore their links and unhide programs."""
+    """Yield the cluster of three hosts. After the test, end all processes on the hosts, remove the limits of their
+    links, and restore the programs that the test hid."""
     yield three_hosts
     for host in three_hosts.hosts:
         host.full_speed()
@@ -51,6 +52,6 @@ def cluster(three_hosts: NetCluster) -> Iterator[NetCluster]:
 
 @pytest.fixture
 def make_cluster() -> Iterator[Callable[..., NetCluster]]:
-    """Return ``make_cluster(n, **options)``, which creates hosts for one test."""
+    """Return the function ``make_cluster(n, **options)``, which creates ``n`` hosts for one test."""
     with ExitStack() as stack:
         yield lambda count, **options: stack.enter_context(NetCluster(count, **options))

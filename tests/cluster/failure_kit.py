@@ -13,7 +13,7 @@ from netns import DISK, NetCluster
 from netns_tools import Process
 from ssh_nodes import ssh_nodes
 
-#: A script that trains nothing; all ranks meet in every step, as in data-parallel training.
+#: A user script that trains nothing; all ranks call all_reduce in every step, as in data-parallel training.
 STEPS = """
 import os, sys, time, torch, torch.distributed as dist
 dist.init_process_group("gloo")
@@ -24,7 +24,7 @@ for step in range(10000):
         raise ValueError("no such column: age")
     time.sleep(0.05)
 """
-#: The same without torch: no rank depends on another.
+#: A user script that only counts steps, without torch; no rank waits for another rank.
 COUNTS = """
 import time
 for step in range(10000):
@@ -32,13 +32,14 @@ for step in range(10000):
     time.sleep(0.05)
 """
 WAITS = "import os, time; print('here is rank', os.environ['RANK'], flush=True); time.sleep(300)\n"
-#: Files on a node, compared before and after; -xdev because the repository itself may be bind-mounted under /tmp.
+#: Shell command that lists the files on a node; tests compare its output before and after a launch. -xdev because the
+#: repository itself may be bind-mounted under /tmp.
 STATE_OF = f"find ~ /tmp {DISK} /dev/shm -xdev -path ~/.ssh -prune -o -type f -print 2>/dev/null | sort"
 
 
 @dataclass
 class Scene:
-    """A cluster.yml over three nodes (with one, two and one process) in the test's own folder."""
+    """A folder of one test with a cluster.yml of three nodes (with one, two and one process) and three user scripts."""
 
     cluster: NetCluster
     folder: Path
@@ -69,7 +70,7 @@ class Scene:
         return Running(self.config, *words, env=self.cluster.environment(**self.env))
 
     def own_home(self, *, hosts_known: bool = True) -> Path:
-        """Return the operator's environment with a home that lacks the cluster's key."""
+        """Create a home folder without the SSH key of the cluster, let launches use it as HOME, and return its path."""
         home = self.folder / "home"
         (home / ".ssh").mkdir(parents=True)
         if hosts_known:
@@ -82,15 +83,15 @@ class Scene:
             self.nodes[k]["key"] = str(self.cluster.identity)
 
     def files(self, k: int) -> str:
-        """Return all files on host k."""
+        """Return the paths of all files on host k, one per line."""
         return self.cluster.hosts[k].run(["bash", "-c", STATE_OF], check=False).stdout
 
     def processes(self, k: int, words: str) -> list[Process]:
-        """Return the processes of host k whose command is a Python followed by ``words``."""
+        """Return the processes of host k whose command line is a program, usually Python, followed by ``words``."""
         return [each for each in self.cluster.hosts[k].processes() if each.cmdline.partition(" ")[2].startswith(words)]
 
     def left_behind(self) -> list[str]:
-        """Return leftover processes of any kind, tmux sessions included, and locks."""
+        """Return all processes on the hosts, those of tmux included, and all lock files."""
         hosts = [host for host in self.cluster.hosts if host.init_pid]
         found = [f"{host.name}: {process}" for host in hosts for process in host.processes()]
         return found + [line for k in range(len(hosts)) for line in self.files(k).splitlines() if line.endswith("lock")]
@@ -103,12 +104,13 @@ def scene(cluster: NetCluster, tmp_path: Path, parts: Path) -> Scene:
 
 @pytest.fixture(scope="session")
 def parts(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Return the folder for the parts; the first launch that needs them creates them."""
+    """Return a folder path for the parts of the graph; the first launch that needs the parts creates the folder."""
     return tmp_path_factory.mktemp("parts") / "synthetic"
 
 
 def assert_one_message(done: Launched, status: int, *words: str) -> None:
-    """Assert that the launch ended with ``status`` and printed one message that contains all ``words``."""
+    """Assert that the launch ended with ``status`` and printed one error message, and that its output contains all
+    ``words``."""
     assert done.status == status, done.output
     assert done.output.count("error:") == 1, done.output
     assert "Traceback" not in done.output

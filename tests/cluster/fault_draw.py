@@ -1,4 +1,4 @@
-"""The kinds of faults, the report expected of each, and random draws."""
+"""The kinds of faults that tests inject into runs, the report expected for each kind, and random draws of faults."""
 
 from __future__ import annotations
 
@@ -7,7 +7,8 @@ from dataclasses import dataclass
 
 NODES = 4
 
-#: A script whose ranks meet in every step, as in data-parallel training; a file triggers the fault of a rank.
+#: A user script whose ranks call all_reduce in every step, as in data-parallel training. A rank fails as soon as the
+#: file /tmp/fault-rankN exists; the file contains the kind of the fault.
 JOB = """
 import ctypes, json, os, sys, time, torch, torch.distributed as dist
 rank, steps, folder = int(os.environ["RANK"]), int(sys.argv[1]), os.environ["GNNFLEET_RUN_DIR"]
@@ -39,7 +40,7 @@ dist.barrier()
 
 @dataclass(frozen=True)
 class Fault:
-    """One fault on one host, injected once the job has done ``step`` steps (-1: as soon as ranks start)."""
+    """One fault on one host. It is injected once the job has done ``step`` steps (-1: as soon as the ranks start)."""
 
     kind: str
     node: int
@@ -47,7 +48,7 @@ class Fault:
     clock: int | None = None  #: node rank of a host whose clock is five minutes off
     crowded: bool = False  #: the node runs two ranks, and the second one fails
     detached: bool = False  #: the launcher detaches before the fault
-    bundled: bool = False  #: the bundled trainer instead of a user script
+    bundled: bool = False  #: the run uses the bundled trainer instead of a user script
 
     def __str__(self) -> str:
         moment = "detached" if self.detached else "at start" if self.step < 0 else f"step {self.step}"
@@ -57,21 +58,22 @@ class Fault:
 
     @property
     def procs(self) -> list[int]:
-        """Number of ranks per node."""
+        """Return the number of ranks of each node."""
         return [2 if self.crowded and k == self.node else 1 for k in range(NODES)]
 
     @property
     def ranks(self) -> range:
-        """Ranks of the faulty node."""
+        """Return the ranks of the faulty node."""
         return range(self.node, self.node + self.procs[self.node])
 
     @property
     def victim(self) -> str:
-        """The process that fails, named as in outcomes."""
+        """Return the name of the process that fails, as in outcomes, e.g. ``rank2``."""
         return f"rank{self.ranks[-1]}"
 
 
-#: Expected report: what is named (rank, server or node), possible words of the reason, least exit status.
+#: Kind of fault -> the report expected for it: which of rank, server and node is named as the first failure; texts of
+#: which the reason contains at least one; the least exit status.
 EXPECTED: dict[str, tuple[str, tuple[str, ...], int]] = {
     "kill": ("rank", ("was killed by signal 9 (SIGKILL)",), 137),
     "server": ("server", ("was killed by signal 9 (SIGKILL)",), 137),
@@ -91,7 +93,7 @@ _SCRIPT_ONLY = (*TRIGGERED, "disk")
 
 
 def draw(count: int, seed: int) -> list[Fault]:
-    """Draw ``count`` random faults; every kind is drawn before any kind repeats."""
+    """Draw ``count`` random faults; no kind is drawn again before every kind has been drawn."""
     chance = random.Random(seed)
     faults: list[Fault] = []
     while len(faults) < count:

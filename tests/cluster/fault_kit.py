@@ -1,4 +1,4 @@
-"""Injects faults into runs on namespaced hosts, and checks the report and what is left behind."""
+"""Test kit that injects faults into runs on namespaced hosts. It checks the report, and that nothing is left behind."""
 
 from __future__ import annotations
 
@@ -22,18 +22,18 @@ from ssh_nodes import WORKDIR, ssh_nodes
 CLEAN_WITHIN = 10.0  # seconds from the fault until no process of the run may be left
 STEPS_OF_A_GOOD_RUN = 60
 EPOCHS_OF_A_GOOD_RUN = 40
-#: Prints the leases of living processes, as the next run would find them.
+#: Python code that prints the leases of all living processes on a host; these leases would block the next run.
 HELD = f"import sys; sys.path.insert(0, {str(REPOSITORY)!r}); from launcher.node import leases; print(*leases.held())"
 
 
 @dataclass(frozen=True)
 class Verdict:
-    """The result of one fault."""
+    """The behaviour of a run after one fault; ``wrong`` describes each deviation from the expected behaviour."""
 
     fault: Fault
-    reported: str  #: the report's first line, or the output of status
+    reported: str  #: the first line of the report, or of the output of ``gnnfleet status``
     status: int
-    clean_after: float  #: seconds
+    clean_after: float  #: seconds from the fault until no process of the run was left
     wrong: tuple[str, ...]
 
     def __str__(self) -> str:
@@ -42,7 +42,7 @@ class Verdict:
 
 
 class FaultyCluster:
-    """Four hosts that run one job per fault."""
+    """Four hosts; each call of ``run`` launches a job on them and injects one fault."""
 
     def __init__(self, cluster: NetCluster, folder: Path):
         self.cluster, self.folder = cluster, folder
@@ -60,7 +60,7 @@ class FaultyCluster:
     # --- one fault ------------------------------------------------------------------------
 
     def run(self, fault: Fault) -> Verdict:
-        """Launch, inject the fault, wait for the end, check everything."""
+        """Launch a job, inject the fault, wait for the end of the run, and check its report and what is left behind."""
         self.serial += 1
         for k, host in enumerate(self.cluster.hosts):
             set_clock(host, 300 if k == fault.clock else 0)
@@ -120,7 +120,8 @@ class FaultyCluster:
             running.await_line(f"epoch {fault.step}/" if fault.bundled else f"step {fault.step}")
 
     def _await_triggered(self, fault: Fault) -> None:
-        """Wait until the job has read its trigger; the script of a detached run may still be importing."""
+        """Wait until the job has read the file that triggers the fault; the script of a detached run may still be
+        importing."""
         asked = self.cluster.hosts[fault.node].root_path(f"/tmp/fault-{fault.victim}")
         deadline = time.monotonic() + 60
         while asked.exists():
@@ -157,7 +158,8 @@ class FaultyCluster:
 
     @staticmethod
     def _kill(host: Host, words: str, rank: str = "") -> None:
-        """Send SIGKILL to the Python on ``host`` whose command has ``words``; ``rank``: only that rank's process."""
+        """Send SIGKILL to the Python process on ``host`` that runs ``words``; if ``rank`` is given, to the process of
+        that rank."""
         mark = f"RANK={rank.removeprefix('rank')}\0"
         deadline = time.monotonic() + 20
         while time.monotonic() < deadline:
@@ -185,16 +187,17 @@ class FaultyCluster:
 
     @staticmethod
     def left(hosts: Iterable[Host]) -> list[str]:
-        """Return processes of any kind, tmux included."""
+        """Return all processes on ``hosts``, those of tmux included."""
         return [f"{host.name}: {process}" for host in hosts for process in host.processes()]
 
     def held(self) -> list[str]:
-        """Return leases that would block the next run."""
+        """Return the leases on all hosts that would block the next run."""
         found = [(host.name, host.run([sys.executable, "-c", HELD]).stdout.strip()) for host in self.cluster.hosts]
         return [f"{name} holds {leases}" for name, leases in found if leases]
 
     def _clean_after(self, began: float, besides: int | None = None) -> float:
-        """Wait until no process is left, at most three times the limit; return the seconds since ``began``."""
+        """Wait until no process is left on the hosts except on host ``besides``, at most three times CLEAN_WITHIN;
+        return the seconds since ``began``."""
         hosts = [host for k, host in enumerate(self.cluster.hosts) if k != besides]
         while self.left(hosts) and time.monotonic() - began < 3 * CLEAN_WITHIN:
             time.sleep(0.1)
@@ -227,7 +230,7 @@ class FaultyCluster:
         return Verdict(fault, head, done.status, clean_after, wrong)
 
     def _wrong_in_status(self, fault: Fault) -> list[str]:
-        """Check that ``status``, run after a detached run failed, reports the first cause."""
+        """Check that ``gnnfleet status`` reports the first cause after a detached run has failed."""
         reported = self._gnnfleet("status", self.run_id)
         words = EXPECTED[fault.kind][1]
         right = reported.returncode == 1 and f"node{fault.node}" in reported.stdout.split("\n")[0]
@@ -239,7 +242,8 @@ class FaultyCluster:
         return Launched(done.returncode, done.stdout + done.stderr, self.folder)
 
     def _after_launcher(self, fault: Fault, running: Running) -> Verdict:
-        """Check that the run continues: ``status`` run elsewhere reports it, and ``stop`` ends it."""
+        """Check that a run continues after its launcher was killed: ``gnnfleet status``, called in another folder, says
+        that the run trains, and ``gnnfleet stop`` ends the run."""
         running.process.wait()
         trains = self._until(lambda: self._gnnfleet("status", self.run_id), lambda done: "trains" in done.stdout)
         wrong = [] if "trains" in trains.stdout else [f"status says {trains.stdout + trains.stderr!r}"]
@@ -255,7 +259,7 @@ class FaultyCluster:
         return Verdict(fault, reported, stopped.returncode, clean_after, (*wrong, *self.held()))
 
     def _after_clock(self, fault: Fault, running: Running) -> Verdict:
-        """Check that a wrong clock does no harm."""
+        """Check that a run succeeds although the clock of one host is wrong."""
         if fault.detached:
             self._until(lambda: self._gnnfleet("status", self.run_id), lambda done: "is done" in done.stdout, 60)
         done = self._collect() if fault.detached else running.end()
@@ -281,15 +285,15 @@ class FaultyCluster:
 
 
 def _is_python(cmdline: str, words: str) -> bool:
-    """Return whether the command is ``python … words …``; the rank runner, whose arguments include them, does not
-    count."""
+    """Return whether the process is a Python that runs ``words`` itself. The rank runner, whose arguments include the
+    command of a rank, does not count."""
     program, *arguments = cmdline.split() or [""]
     given = " ".join(arguments).removeprefix("-u ").removeprefix("-m ")
     return "python" in program and (f"{given} ".startswith(f"{words} ") or given.split(" ")[0].endswith(f"/{words}"))
 
 
 def main(count: int, seed: int, folder: Path) -> int:
-    """Draw and inject ``count`` faults; return how many had a wrong result."""
+    """Inject ``count`` random faults; return after how many of these a run behaved wrongly."""
     os.makedirs(folder, exist_ok=True)
     wrong = 0
     with NetCluster(NODES, machines=FaultyCluster.machines()) as cluster:

@@ -1,6 +1,6 @@
 """Command line of the fault tests: ``python tests/cluster/faults.py --count 50 --seed 1``.
 
-Prints one line per fault; exits with 1 if any result is wrong.
+Prints one line per fault; exits with status 1 if a run behaved wrongly after any fault.
 """
 
 from __future__ import annotations

@@ -67,7 +67,8 @@ _serial = itertools.count()
 
 
 class Host:
-    """One machine of the cluster. ``home`` is the path on the host; see ``root_path``."""
+    """One machine of the cluster. ``home`` is a path on the host; ``root_path`` converts it to a path on the
+    outside."""
 
     def __init__(self, cluster: NetCluster, index: int, machine: Machine):
         self.cluster, self.index, self.machine = cluster, index, machine
@@ -84,7 +85,7 @@ class Host:
     # --- power ------------------------------------------------------------------------
 
     def prepare(self) -> None:
-        """Write the files that stay on the host's disk: home, keys, /etc files."""
+        """Write the files that survive a power-off of the host: its home folder, keys and files of /etc."""
         for name in ("etc", "home/.ssh", "keep", "disk"):
             (self.folder / name).mkdir(parents=True, mode=0o700, exist_ok=True)
         keygen(self.folder / "etc/host_key", self.name)
@@ -125,7 +126,7 @@ class Host:
         return "".join(f"{name} {value}\n" for name, value in options.items())
 
     def power_on(self) -> None:
-        """Boot the host; returns at once, ``wait_until_up`` waits."""
+        """Begin to boot the host; call ``wait_until_up`` to wait for the end of the boot."""
         link, mac = self.name, "02:00:" + ":".join(f"{byte:02x}" for byte in socket.inet_aton(self.address))
         ip(f"netns add {self.name}")
         inside = self.machine.interface
@@ -150,7 +151,8 @@ class Host:
             )
 
     def _init_script(self) -> str:
-        """Return the Bash script of pid 1: sets up the host's own view of the file system, then reaps orphans."""
+        """Return the Bash script that runs as pid 1 of the host: it mounts the host's own file systems, starts sshd and
+        reaps orphans."""
         quote, folder = shlex.quote, self.cluster.folder
         kept = [(quote(str(path)), quote(f"{self.folder}/keep/{k}")) for k, path in enumerate(self.cluster.kept())]
         lines = ["set -e", f"hostname {self.name}", "mount -t proc proc /proc"]
@@ -164,7 +166,8 @@ class Host:
         return "\n".join([*lines, f"/usr/sbin/sshd -D -e -f {folder}/etc/sshd_config &", "wait"])
 
     def wait_until_up(self, timeout: float = 20.0) -> None:
-        """Wait until sshd answers; raises ``NetnsError`` with the console's last lines."""
+        """Wait until sshd answers. If the host does not boot in time, raise ``NetnsError`` with the end of its console
+        output."""
         deadline = time.monotonic() + timeout
         while not self._answers():
             dead = self._process is None or self._process.poll() is not None
@@ -190,12 +193,12 @@ class Host:
         return int(Path(f"/proc/{pid}/task/{pid}/children").read_text().split()[0])
 
     def power_cut(self) -> None:
-        """Stop the host without any FIN to its peers. /tmp is lost, the home folder stays."""
+        """Stop the host without any TCP FIN to other hosts. /tmp is lost, the home folder stays."""
         self.cut_network()
         self.destroy()
 
     def destroy(self) -> None:
-        """Kill everything on the host and remove its interface; safe to call twice."""
+        """Kill all processes on the host and remove its network interface; may be called twice."""
         if self._process is not None:
             self._process.kill()  # --kill-child kills pid 1, and with it all processes of the host
             self._process.wait()
@@ -229,25 +232,25 @@ class Host:
         return done
 
     def root_path(self, path: str | Path) -> Path:
-        """Return the path outside of the host for ``path`` on the host (``~/`` is the host's home)."""
+        """Convert a path on the host to the path of the same file outside of the host; ``~/`` is the host's home."""
         text = str(path)
         absolute = self.home + text[1:] if text == "~" or text.startswith("~/") else text
         return Path(f"/proc/{self.init_pid}/root") / absolute.lstrip("/")
 
     def write(self, path: str, text: str, *, mode: int = 0o644) -> None:
-        """Write a file on the host, e.g. a wrapper that replaces a Python."""
+        """Write a file on the host, and create its folder if missing."""
         place = self.root_path(path)
         place.parent.mkdir(parents=True, exist_ok=True)
         place.write_text(text)
         place.chmod(mode)
 
     def processes(self, *, system: bool = False) -> list[Process]:
-        """Return the host's processes without zombies, and without pid 1 and sshd unless ``system``."""
+        """Return the processes on the host, without zombies; pid 1 and sshd are included only if ``system`` is true."""
         found = [each for each in processes_of(self.init_pid) if each.cmdline] if self.init_pid else []
         return found if system else [each for each in found if each.pid != 1 and "sshd" not in each.cmdline.split()[0]]
 
     def kill(self, pid: int, signum: int = signal.SIGKILL) -> None:
-        """Signal a process by its pid on the host."""
+        """Send a signal to a process; ``pid`` is its pid as the host sees it."""
         self.run(["bash", "-c", f"kill -{int(signum)} {pid}"])
 
     # --- faults -----------------------------------------------------------------------
@@ -260,18 +263,18 @@ class Host:
         self._port_state(3)
 
     def _port_state(self, state: int) -> None:
-        """Set the state of the bridge port: 0 disabled, 3 forwarding."""
+        """Set the state of the host's port on the bridge: 0 disabled, 3 forwarding."""
         tool(["bridge", "link", "set", "dev", self.name, "state", str(state)])
 
     def slow_link(self, rate: str = "10mbit") -> None:
-        """Limit both directions to ``rate`` (in ``tc`` notation)."""
+        """Limit the host's network link to ``rate`` (as in ``tc``) in both directions."""
         self._slow = True
         shape = f"root tbf rate {rate} burst 64kb latency 200ms"
         tool(["tc", "qdisc", "replace", "dev", self.name, *shape.split()])
         tool(["tc", "-n", self.name, "qdisc", "replace", "dev", self.machine.interface, *shape.split()])
 
     def full_speed(self) -> None:
-        """Undo ``slow_link``."""
+        """Remove the limit of ``slow_link``."""
         if not self._slow:
             return
         self._slow = False
@@ -279,12 +282,13 @@ class Host:
         tool(["tc", "-n", self.name, "qdisc", "del", "dev", self.machine.interface, "root"], check=False)
 
     def limit_memory(self, size: int | None) -> None:
-        """Limit the memory of all processes together to ``size`` bytes; the kernel kills processes beyond it."""
+        """Limit the memory of all processes on the host together to ``size`` bytes (None: no limit); the kernel kills a
+        process when the limit is exceeded."""
         assert self.memory is not None
         self.memory.limit(size)
 
     def hide(self, path: str) -> None:
-        """Hide a file or folder on this host only, as if it were not installed."""
+        """Hide a file or folder on this host only, e.g. a program, as if it were not installed."""
         parent, upper = str(Path(path).parent), f"/run/hidden{Path(path).parent}"
         layers = f"lowerdir={parent},upperdir={upper}/upper,workdir={upper}/work"
         script = (
@@ -296,19 +300,20 @@ class Host:
         self._hidden.append(path)
 
     def unhide(self) -> None:
-        """Restore everything hidden."""
+        """Show again all files and folders that ``hide`` has hidden."""
         for parent in {str(Path(path).parent) for path in self._hidden}:
             self.run(["bash", "-c", f"umount -l {parent} && rm -r /run/hidden{parent}"])
         self._hidden.clear()
 
 
 class NetCluster:
-    """``hosts`` on one bridge. A context manager; also cleans up at interpreter exit.
+    """Several hosts on one network bridge. A context manager that removes the hosts at the end of its block, or when
+    the interpreter exits.
 
     ``shared_folder``: a folder that all hosts and the operator see at the same path; created if missing.
-    ``password``: sshd also accepts PASSWORD, for root and for PASSWORD_USER.
-    ``sshd_options``: lines of sshd_config, e.g. ``{"MaxSessions": "2"}``.
-    ``machines``: settings of single hosts, by index.
+    ``password``: whether sshd also accepts the password PASSWORD, for root and for PASSWORD_USER.
+    ``sshd_options``: options of sshd_config on all hosts, e.g. ``{"MaxSessions": "2"}``.
+    ``machines``: settings of single hosts, by the index of the host.
     """
 
     def __init__(
@@ -367,13 +372,14 @@ class NetCluster:
         self.ssh_config(self.operator_ssh_config)
 
     def kept(self) -> list[Path]:
-        """Return the paths under a host's own folders that must stay visible."""
+        """Return the folders of this machine (repository, Python, ``shared_folder``) that lie below a folder of which
+        each host has its own copy, e.g. /tmp, but that the hosts must see."""
         wanted = [REPOSITORY, Path(sys.prefix), Path(sys.base_prefix).resolve()]
         wanted += [self.shared_folder.resolve()] if self.shared_folder else []
         return [path for path in dict.fromkeys(wanted) if any(path.is_relative_to(own) for own in OWN)]
 
     def ssh_config(self, path: Path) -> Path:
-        """Write an ssh client config with an alias per host, and known_hosts next to it."""
+        """Write an ssh client config with one alias per host, and a known_hosts file in the same folder."""
         known = path.with_name("known_hosts")
         blocks = [
             f"Host {host.name} {host.address}\n  HostName {host.address}\n  User root\n  IdentityFile {self.identity}\n"
@@ -390,14 +396,14 @@ class NetCluster:
         return path
 
     def environment(self, **more: str) -> dict[str, str]:
-        """Return the environment of a launcher process: this process's, with a home that holds the cluster's SSH
-        files."""
+        """Return an environment for launcher processes: the environment of this process, but with HOME set to a folder
+        that has an SSH key, config and known_hosts for the hosts, and with the variables ``more``."""
         dropped = {"SSH_AUTH_SOCK", "TMUX", "TMUX_PANE"}
         kept = {name: value for name, value in os.environ.items() if name not in dropped}
         return kept | {"HOME": str(self.operator_home)} | more
 
     def close(self) -> None:
-        """Remove everything; safe to call twice, and a no-op in forked children."""
+        """Remove all hosts, the bridge and their files; may be called twice. Does nothing in a forked child."""
         if os.getpid() != self.owner:
             return
         atexit.unregister(self.close)

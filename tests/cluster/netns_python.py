@@ -1,4 +1,4 @@
-"""Python interpreters that belong to one host: other path, other layout, adjustable clock."""
+"""Creates Python interpreters for single hosts, each with its own path, layout and adjustable clock."""
 
 from __future__ import annotations
 
@@ -7,7 +7,8 @@ import venv
 
 from netns import Host
 
-#: Module for a host's own Python: time.time() with an offset that is read again ten times a second.
+#: Module that interpreters of ``own_python`` import at start: it shifts time.time() by an offset that is read from a
+#: file ten times a second.
 CLOCK = """
 import os, time
 _real, _ticks, _file = time.time, time.monotonic, {file!r}
@@ -32,7 +33,7 @@ def own_python(host: Host, folder: str = "venv", *, conda: bool = False) -> str:
     """Create an interpreter in the host's home folder and return its path on the host.
 
     The interpreter has all packages of the tests' Python and an adjustable clock.
-    conda: lay the folder out like a conda prefix instead of a virtual environment.
+    If ``conda`` is true, its folder looks like a conda prefix instead of a virtual environment.
     """
     top = host.folder / "home" / folder
     venv.create(top, symlinks=True)
@@ -46,5 +47,6 @@ def own_python(host: Host, folder: str = "venv", *, conda: bool = False) -> str:
 
 
 def set_clock(host: Host, seconds: float) -> None:
-    """Shift the clock of the host's own interpreters by ``seconds``; may be called at any time."""
+    """Set the clock of all interpreters that ``own_python`` created on the host to ``seconds`` ahead of the true time;
+    may be called while these interpreters run."""
     (host.folder / "home/.clock").write_text(f"{seconds:+g}")

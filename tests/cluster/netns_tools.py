@@ -1,4 +1,4 @@
-"""Kernel tools that ``netns`` uses: ip, ssh-keygen, cgroups, /proc."""
+"""Functions of ``netns`` that call ip and ssh-keygen, and that use cgroups and /proc."""
 
 from __future__ import annotations
 
@@ -35,14 +35,14 @@ class Machine:
 
     interface: str = "eth0"
     sshd: Mapping[str, str] = field(default_factory=dict)  #: lines of sshd_config
-    authorized: Path | None = None  #: the public key that may log in, if not the operator's
-    password: bool = False  #: accepts PASSWORD
-    behind: int | None = None  #: index of the host through which alone the operator reaches this one
-    own_memory: bool = False  #: makes ``limit_memory`` usable; needs a memory cgroup
+    authorized: Path | None = None  #: the public key that may log in; None: that of the operator
+    password: bool = False  #: whether sshd accepts the password PASSWORD
+    behind: int | None = None  #: index of the jump host, through which alone the operator reaches this host
+    own_memory: bool = False  #: whether ``Host.limit_memory`` is usable; needs a memory cgroup
 
 
 def no_memory_limits() -> str:
-    """Return why hosts cannot have a memory limit on this machine, or ''."""
+    """Return the reason why this machine cannot limit the memory of hosts, or '' if it can."""
     probe = MemoryCgroup(f"gfprobe{os.getpid()}")
     try:
         probe.make()
@@ -64,7 +64,7 @@ class MemoryCgroup:
 
     @property
     def mounts(self) -> list[str]:
-        """Return shell lines that mount the cgroup in a namespace with a new /sys."""
+        """Return shell lines that mount the cgroup file system in a mount namespace whose /sys is new."""
         if not self._old.is_dir():
             return ["mount -t cgroup2 cgroup2 /sys/fs/cgroup"]
         return [
@@ -79,12 +79,12 @@ class MemoryCgroup:
         self.folder.mkdir(exist_ok=True)
 
     def limit(self, size: int | None) -> None:
-        """Set the limit in bytes; None removes it."""
+        """Limit the memory to ``size`` bytes; None removes the limit."""
         name, none = ("memory.limit_in_bytes", "-1") if self._old.is_dir() else ("memory.max", "max")
         (self.folder / name).write_text(none if size is None else str(size))
 
     def used(self) -> int:
-        """Return the bytes in use."""
+        """Return how many bytes of memory are in use."""
         name = "memory.usage_in_bytes" if self._old.is_dir() else "memory.current"
         return int((self.folder / name).read_text())
 
@@ -101,7 +101,7 @@ class MemoryCgroup:
 
 
 def unavailable() -> str:
-    """Return why no cluster can be created on this machine, or ''."""
+    """Return the reason why no hosts can be created on this machine, or '' if they can."""
     if not sys.platform.startswith("linux") or os.geteuid() != 0:
         return "needs Linux and root"
     missing = {package for tool, package in TOOLS.items() if not shutil.which(tool, path=SEARCH_PATH)}
@@ -112,11 +112,11 @@ def unavailable() -> str:
 
 
 class NetnsError(RuntimeError):
-    """A host could not be set up; the message contains the tool's output."""
+    """A host could not be created, or a command on a host failed; the message contains the command's error output."""
 
 
 class Process(NamedTuple):
-    """A process of a host, with the pid that the host sees."""
+    """A process on a host; ``pid`` is its pid as the host sees it."""
 
     pid: int
     cmdline: str
@@ -129,12 +129,12 @@ def kill_namespace(name: str) -> None:
 
 
 def state(pid: int) -> str:
-    """Return the process state (R, S, D, Z …); '' if the process does not exist."""
+    """Return the state of process ``pid`` (R, S, D, Z …); '' if the process does not exist."""
     return _stat(pid)[0]
 
 
 def start_ticks(pid: int) -> str:
-    """Return the start time of ``pid`` in clock ticks since boot; '' if the process does not exist."""
+    """Return the start time of process ``pid`` in clock ticks since boot; '' if the process does not exist."""
     return _stat(pid)[19]
 
 
@@ -155,9 +155,9 @@ def processes_of(init_pid: int) -> Iterator[Process]:
 
 
 def free_prefix(seed: int) -> str:
-    """Return the first three numbers of a /24 in 10/8 that no route of this machine covers.
+    """Return the first three numbers of a /24 network in 10.0.0.0/8 that is in no route of this machine.
 
-    ``seed`` separates clusters that start at the same moment.
+    The search starts at a network that depends on ``seed``, so that clusters that start at the same moment differ.
     """
     routes = ip("-4 route show table all")
     for offset in range(1000):
@@ -169,7 +169,7 @@ def free_prefix(seed: int) -> str:
 
 
 def public_key(path: Path) -> str:
-    """Return type and key, without the comment."""
+    """Return the type and the key in a public key file, without the comment."""
     return " ".join(path.read_text().split()[:2])
 
 
@@ -189,7 +189,7 @@ def tool(argv: Sequence[str], *, check: bool = True) -> str:
 
 
 def remove_leftovers() -> None:
-    """Remove clusters whose process was killed before it could clean up."""
+    """Remove the hosts and files of clusters whose test process was killed before it could remove them."""
     for owner in STATE.glob("gf*/owner"):
         try:
             pid, _, ticks = owner.read_text().partition(" ")

@@ -1,4 +1,4 @@
-"""Test kit: a user who operates runs on namespaced hosts from their own machine and folder."""
+"""Test kit for users who call ``gnnfleet status``, ``stop`` and ``resume`` for runs on namespaced hosts."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from netns import NetCluster
 
 
 class Operator:
-    """A user on their own machine: a home with the cluster's key, and a working folder without any runs."""
+    """A user with a home folder that has the SSH key of the hosts, and a working folder without any runs."""
 
     def __init__(self, cluster: NetCluster, home: Path):
         self.cwd = home / "somewhere"
@@ -23,7 +23,7 @@ class Operator:
         self.env = cluster.environment(HOME=str(home), XDG_STATE_HOME=str(home / ".local/state"), COLUMNS="200")
 
     def gnnfleet(self, *words: str, timeout: float = 90) -> Launched:
-        """Run ``gnnfleet *words``."""
+        """Run ``gnnfleet`` with the arguments ``words`` in the working folder, and wait for its end."""
         argv = [sys.executable, str(REPOSITORY / "launch.py"), *words]
         done = subprocess.run(argv, cwd=self.cwd, env=self.env, capture_output=True, text=True, timeout=timeout)
         return Launched(done.returncode, done.stdout + done.stderr, self.cwd)
@@ -37,13 +37,13 @@ class Operator:
 
 
 def stage_in(project: Path) -> str:
-    """Return the stage of the only launch from that folder; '' if no launch has begun."""
+    """Return the stage (e.g. ``sync``) of the only launch from the folder ``project``; '' if no launch has begun."""
     found = list((project / "runs").glob("*/launch.json"))
     return str(json.loads(found[0].read_text())["stage"]) if found else ""
 
 
 def await_stage(project: Path, stage: str, seconds: float = 120) -> None:
-    """Wait until the launch reaches the stage."""
+    """Wait until the only launch from the folder ``project`` reaches ``stage``."""
     deadline = time.monotonic() + seconds
     while (at := stage_in(project)) != stage:
         assert at != "end" and time.monotonic() < deadline, f"the launcher is at {at!r} and not at {stage!r}"
@@ -51,12 +51,12 @@ def await_stage(project: Path, stage: str, seconds: float = 120) -> None:
 
 
 def run_processes(cluster: NetCluster) -> list[str]:
-    """Return the processes of runs on the hosts."""
+    """Return all processes on the hosts, except pid 1 and sshd."""
     return [f"{host.name}: {process}" for host in cluster.hosts for process in host.processes()]
 
 
 def end_processes(cluster: NetCluster) -> None:
-    """End all processes on the hosts, so that a failed test does not make the next one fail."""
+    """Kill all processes on the hosts, except pid 1 and sshd, so that a failed test does not make the next one fail."""
     for host in cluster.hosts:
         for process in host.processes():
             host.run(["kill", "-9", str(process.pid)], check=False)

@@ -1,5 +1,7 @@
-"""Runs on the operator's host and compares plain ``ssh`` with gnnfleet's login. Prints one JSON line per variant on
-stdin."""
+"""Program that compares the login of plain ``ssh`` with that of gnnfleet. It runs on the operator's host.
+
+Reads a JSON list of variants (home folder and host to log in to) from stdin; prints the result of each as a JSON line.
+"""
 
 from __future__ import annotations
 
@@ -24,7 +26,7 @@ from launcher.transport.openssh import OpenSshTransport
 
 HOME = Path.home()
 TIMEOUT = 15.0  # generous, because the machine may be busy
-HANGS = 80.0  #: seconds for one variant; after that the stacks of all threads are printed
+HANGS = 80.0  #: seconds for one variant; then the stacks of all threads are printed and the program exits
 
 
 def main() -> None:
@@ -41,7 +43,7 @@ def main() -> None:
 
 @contextlib.contextmanager
 def prepared(variant: dict[str, Any]) -> Iterator[None]:
-    """Create the variant's home folder and its ssh-agent."""
+    """Write the SSH files of a variant to the home folder, set its environment and start its ssh-agent."""
     shutil.rmtree(HOME / ".ssh", ignore_errors=True)
     for name, text in variant["files"].items():
         path = HOME / ".ssh" / name
@@ -89,7 +91,7 @@ def agent(keys: list[str]) -> Iterator[str]:
 
 
 def listens(path: str) -> bool:
-    """Return whether the agent accepts connections; its socket file appears a moment earlier."""
+    """Return whether the ssh-agent accepts connections at ``path``; the socket file exists a moment earlier."""
     with socket.socket(socket.AF_UNIX) as client:
         return client.connect_ex(path) == 0
 

@@ -1,5 +1,7 @@
-"""Test kit: runs of graph servers and clients on namespaced hosts; records what each rank trained and injects
-faults."""
+"""Test kit for runs of graph servers and clients on namespaced hosts.
+
+It records which seeds each rank trains, kills or suspends processes, and compares losses with those of one process.
+"""
 
 from __future__ import annotations
 
@@ -20,11 +22,12 @@ from netns_tools import Process
 from ssh_nodes import ssh_nodes
 
 SERVERS, CLIENTS = (0, 1), (2, 3, 4)  #: node ranks; the first client is the lead node
-EPOCHS, SEEDS, STEPS = 3, 900, 30  #: of a run; train seeds and steps per epoch
+EPOCHS, SEEDS, STEPS = 3, 900, 30  #: epochs of a run; train seeds and steps of each epoch
 GRAPH = {"num_nodes": 3000, "avg_degree": 12, "num_classes": 5, "num_features": 16}
 TRAIN = {"hidden": 16, "fanouts": [5, 5], "batch_size": 30, "epochs": EPOCHS, "seed": 3, "timeout": 60}
 Section = dict[str, Any]
-#: The bundled trainer with a least time per step; records which seeds it trains and where it rolls back to.
+#: The bundled trainer with a pause after each step. It records the seeds of each step, and after each loss of a client
+#: the step from which training continues.
 NOTED = """
 import json, os, sys, time
 from trainer.cli import main
@@ -59,19 +62,21 @@ main(["train", *words])
 
 @dataclass
 class Stage:
-    """Five hosts, two of which serve two parts each, and the reference curves of one process with one part."""
+    """Five hosts for runs: two graph servers with two parts each, and clients. Also the losses of a run with one
+    process and one part, for comparison."""
 
     cluster: NetCluster
-    folder: Path  #: of all runs; holds the partition that they share
-    curves: list[list[float]]  #: of the run with one process: global loss of each step of each epoch
-    procs: Sequence[int] = (2, 2, 2)  #: of each client
-    serial: int = 0
+    folder: Path  #: folder of all runs, and of the parts that all runs use
+    curves: list[list[float]]  #: losses of the run with one process: for each epoch, the global loss of each step
+    procs: Sequence[int] = (2, 2, 2)  #: number of processes of each client
+    serial: int = 0  #: number of the latest run
 
     def run(
         self, *, pause: float = 0.02, replicas: int = 1, data: Section | None = None, train: Section | None = None,
         **run: Any,
     ) -> Run:  # fmt: skip
-        """Start a run; ``data``, ``train`` and ``run`` are these sections of the YAML."""
+        """Start a run. ``data`` and ``run`` are settings of these sections of the cluster.yml, ``train`` options of the
+        trainer; ``pause`` is the pause after each step, in seconds."""
         self.serial += 1
         folder = self.folder / f"{self.folder.name}-{self.serial}"
         folder.mkdir()
@@ -87,14 +92,14 @@ class Stage:
         return Run(self, folder, Running(config, *argv, env=self.cluster.environment()))
 
     def left(self, besides: Iterable[int] = ()) -> list[str]:
-        """Return the processes of any kind on the hosts, tmux included, except on the hosts ``besides``."""
+        """Return all processes on the hosts, those of tmux included, except on the hosts ``besides``."""
         hosts = [host for k, host in enumerate(self.cluster.hosts) if k not in besides and host.init_pid]
         return [f"{host.name}: {process}" for host in hosts for process in host.processes()]
 
 
 @dataclass
 class Run:
-    """One run of a stage."""
+    """One run of graph servers and clients on the hosts of a ``Stage``."""
 
     stage: Stage
     folder: Path
@@ -109,7 +114,7 @@ class Run:
         return self.host(k).folder / "disk/runs" / self.folder.name / f"node{k}" / name
 
     def await_step(self, epoch: int, step: int, timeout: float = 200) -> Run:
-        """Wait until the lead node's first rank has trained the step; other ranks are at most one step behind."""
+        """Wait until rank 0 has trained ``step`` of ``epoch``; other ranks are at most one step behind."""
         until = time.monotonic() + timeout
         while not any((each["epoch"], each["step"]) >= (epoch, step) for each in self.notes(CLIENTS[0], 0)):
             assert self.running.process.poll() is None and time.monotonic() < until, self.running.output
@@ -117,15 +122,15 @@ class Run:
         return self
 
     def processes(self, k: int, words: str) -> list[Process]:
-        """Return node ``k``'s processes whose command is a Python followed by ``words``."""
+        """Return the processes of node ``k`` whose command line is a program, usually Python, followed by ``words``."""
         return [each for each in self.host(k).processes() if each.cmdline.partition(" ")[2].startswith(words)]
 
     def kill_server(self, k: int) -> None:
-        """Kill the server with SIGKILL."""
+        """Kill the graph server of node ``k`` with SIGKILL."""
         self._signal_server(k, signal.SIGKILL)
 
     def stop_server(self, k: int) -> None:
-        """Suspend the server with SIGSTOP: the process lives, but does nothing."""
+        """Suspend the graph server of node ``k`` with SIGSTOP: the process lives, but does nothing."""
         self._signal_server(k, signal.SIGSTOP)
 
     def _signal_server(self, k: int, signum: int) -> None:
@@ -145,8 +150,8 @@ class Run:
         return [json.loads(line) for line in whole.splitlines()]
 
     def trained(self) -> Counter[tuple[int, int]]:
-        """Count for each (epoch, seed) how often it contributes to the weights; steps that were rolled back do not
-        count."""
+        """Return for each (epoch, seed) how often the seed was trained in that epoch. Steps that were rolled back after
+        the loss of a client do not count."""
         nodes = [k for k, count in zip(CLIENTS, self.stage.procs, strict=False) for _ in range(count)]
         notes = {rank: self.notes(k, rank) for rank, k in enumerate(nodes)}
         backs = {note["generation"]: (note["epoch"], note["step"]) for note in notes[0] if note.get("back")}
@@ -159,7 +164,8 @@ class Run:
 
 
 def server_client_nodes(cluster: NetCluster, procs: Sequence[int] = (2, 2, 2)) -> list[dict[str, Any]]:
-    """Return two servers, and clients with ``procs`` processes each."""
+    """Return the nodes of a cluster.yml: two servers, and one client for each entry of ``procs`` with so many
+    processes."""
     nodes = ssh_nodes(cluster, (1, 1, *procs))
     for k, node in enumerate(nodes):
         node["role"] = "server" if k in SERVERS else "client"
@@ -169,7 +175,7 @@ def server_client_nodes(cluster: NetCluster, procs: Sequence[int] = (2, 2, 2)) -
 
 
 def flags(settings: dict[str, Any]) -> list[str]:
-    """Convert ``train`` of a YAML to flags of the trainer."""
+    """Convert settings of the section ``train`` of a cluster.yml to command-line options of the trainer."""
     words = {
         name: ",".join(map(str, value)) if isinstance(value, list) else str(value) for name, value in settings.items()
     }
@@ -179,7 +185,7 @@ def flags(settings: dict[str, Any]) -> list[str]:
 def curves_of_one_process(
     folder: Path, workdirs: Path, data: Section | None = None, train: Section | None = None
 ) -> list[list[float]]:
-    """Train in one process on one part on this machine; return the step losses of each epoch."""
+    """Train in one process with one part on this machine; return, for each epoch, the loss of each step."""
     folder.mkdir()
     settings = TRAIN | (train or {})
     done = launch(local_config(folder, [1], workdirs, data=data or {"options": GRAPH}, train=settings), timeout=900)
@@ -188,7 +194,7 @@ def curves_of_one_process(
 
 
 def same_curves(done: Launched, stage: Stage) -> None:
-    """Assert that the run succeeded and that every step's loss equals that of one process."""
+    """Assert that the run succeeded and that the loss of every step equals that of the run with one process."""
     assert done.status == 0, done.output
     for epoch, curve in enumerate(stage.curves, 1):
         assert done.step_losses(epoch) == pytest.approx(curve, rel=1e-4), f"epoch {epoch}"

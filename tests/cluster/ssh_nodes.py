@@ -1,4 +1,4 @@
-"""Builds the nodes of a cluster.yml from namespaced hosts; all use the same compiled kernels of the graph server."""
+"""Lists namespaced hosts as nodes of a cluster.yml; all nodes use the same folder of compiled kernels."""
 
 from __future__ import annotations
 
@@ -8,12 +8,13 @@ from collections.abc import Sequence
 
 from netns import DISK, NetCluster
 
-#: The same path on every host of all clusters.
+#: The work folder on every host; each host has its own folder at this path.
 WORKDIR = DISK
 
 
 def ssh_nodes(cluster: NetCluster, procs: Sequence[int] = (), pythons: Sequence[str] = ()) -> list[dict]:
-    """Return one node per host (or per entry of ``procs``), with one process by default and the tests' own Python."""
+    """Return one node for each host, with one process and the Python of the tests. If ``procs`` is given, it has the
+    number of processes for each node, and further hosts are left out; ``pythons`` has the Python for each node."""
     return [
         {
             "host": host.address,

@@ -22,7 +22,8 @@ _ESCAPES = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]|\r")
 
 
 class Terminal:
-    """``launch.py words…`` with a controlling terminal of ``columns`` x ``lines``. A context manager."""
+    """A process of ``launch.py words…`` whose controlling terminal has ``columns`` x ``lines`` characters. A context
+    manager that kills the process at the end of its block."""
 
     def __init__(self, *words: str, cwd: Path, env: Mapping[str, str], columns: int = 160, lines: int = 40):
         self._ours, theirs = pty.openpty()
@@ -38,11 +39,11 @@ class Terminal:
 
     @property
     def shown(self) -> str:
-        """All output so far, without escape sequences."""
+        """Return all output so far, without escape sequences."""
         return _ESCAPES.sub("", self._raw.decode("utf-8", "replace"))
 
     def read(self, seconds: float) -> bool:
-        """Read output for ``seconds``; return False once the program has closed the terminal."""
+        """Wait at most ``seconds`` for output and read it; return False once the program has closed the terminal."""
         if not select.select([self._ours], [], [], seconds)[0]:
             return True
         try:
@@ -64,7 +65,7 @@ class Terminal:
         return self
 
     def end(self, timeout: float = 120) -> int:
-        """Wait for the program's end; return its exit status."""
+        """Read output until the program ends; return the exit status."""
         deadline = time.monotonic() + timeout
         while self.read(0.2):
             if time.monotonic() > deadline:
@@ -72,7 +73,7 @@ class Terminal:
         return self.process.wait(10)
 
     def hang_up(self) -> None:
-        """Close the terminal, as when its window is closed."""
+        """Close the terminal, as when a user closes the window."""
         os.close(self._ours)
         self._ours = -1
 

@@ -1,4 +1,5 @@
-"""Tests of nodes behind one jump host: they share one SSH connection to it, although it limits new connections."""
+"""Tests of nodes behind one jump host: all nodes share one SSH connection to the jump host, which refuses many at
+once."""
 
 from __future__ import annotations
 
@@ -20,7 +21,8 @@ BEHIND = 8
 
 @pytest.fixture(scope="module")
 def cluster() -> Iterator[NetCluster]:
-    """Yield the hosts; host 0 is the jump host and refuses a fourth unauthenticated connection (MaxStartups)."""
+    """Yield nine hosts. Host 0 is the jump host; it refuses a fourth simultaneous connection that has not yet logged in
+    (MaxStartups)."""
     options = {"MaxStartups": "3:100:3", "LogLevel": "VERBOSE"}
     with NetCluster(1 + BEHIND, sshd_options=options) as made:
         yield made
@@ -28,7 +30,7 @@ def cluster() -> Iterator[NetCluster]:
 
 @pytest.fixture
 def config(cluster: NetCluster, monkeypatch: pytest.MonkeyPatch) -> ClusterConfig:
-    """Return a config with all hosts but the first, reached through the first."""
+    """Return a config whose nodes are all hosts but host 0; ssh reaches the nodes through host 0."""
     for name, value in cluster.environment().items():
         monkeypatch.setenv(name, value)
     monkeypatch.delenv("SSH_AUTH_SOCK", raising=False)
@@ -46,7 +48,7 @@ def logins(host: Host) -> int:
 
 
 def sessions(host: Host) -> list[Process]:
-    """Return the login sessions on the host."""
+    """Return the sshd processes of login sessions on the host."""
     return [process for process in host.processes(system=True) if process.cmdline.startswith("sshd: root")]
 
 

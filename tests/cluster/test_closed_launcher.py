@@ -1,6 +1,6 @@
-"""Tests of a launcher whose terminal is closed, or whose machine goes down, at any stage.
+"""Tests of a launcher whose terminal is closed, or that is killed, at any stage of a launch.
 
-Checks that status, run elsewhere, is correct, and that the run can be followed, stopped or launched again.
+Afterwards, ``gnnfleet status`` in another folder is correct, and the run can be stopped or resumed.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from operator_kit import Operator, await_stage, run_processes
 from ssh_nodes import ssh_nodes
 from terminal import Terminal
 
-#: A run that succeeds; collecting its output takes a while over a slow connection.
+#: A user script that succeeds at once; collecting its output takes a while over a slow connection.
 QUICK = """
 import os
 folder = os.environ["GNNFLEET_RUN_DIR"] + "/output"
@@ -27,7 +27,7 @@ open(f"{folder}/rows.bin", "wb").write(os.urandom(1_500_000))
 print("hello from rank", os.environ["RANK"], flush=True)
 """
 WORDS = ("--config", "cluster.yml", "--", "python", "job.py")
-#: Closing the terminal during training, on one machine: tests/launcher/test_failures_local.py.
+#: Slow; tests/launcher/test_failures_local.py always tests a terminal that is closed during training, on one machine.
 pytestmark = pytest.mark.slow
 BEFORE_NODES = ("preflight", "partition", "sync")
 
@@ -39,7 +39,7 @@ def operator(cluster: NetCluster, tmp_path: Path) -> Operator:
 
 @pytest.fixture
 def project(cluster: NetCluster, tmp_path: Path) -> Path:
-    """Return a folder with a script and a cluster.yml whose parts have not been made yet."""
+    """Return a folder with a user script and a cluster.yml of two nodes; the parts of its graph do not exist yet."""
     folder = tmp_path / "project"
     folder.mkdir()
     (folder / "job.py").write_text(QUICK)
@@ -50,8 +50,8 @@ def project(cluster: NetCluster, tmp_path: Path) -> Path:
 
 @pytest.mark.parametrize("stage", ["preflight", "partition", "sync", "start", "train", "collect"])
 def test_a_closed_terminal(cluster: NetCluster, operator: Operator, project: Path, stage: str) -> None:
-    """Before nodes have started, closing the terminal ends the launch; later the run continues, or is collected to its
-    end."""
+    """If the terminal closes before any node was started, the launch ends. Later, the run continues on the nodes; if it
+    has ended, the launcher still collects its files."""
     if stage in ("sync", "collect"):
         for host in cluster.hosts:
             host.slow_link("4mbit")
@@ -92,7 +92,7 @@ def test_resume_after_the_launcher_died(cluster: NetCluster, operator: Operator,
 
 
 def resumed(operator: Operator, project: Path, run_id: str) -> None:
-    """Launch the run again from elsewhere, this time to a successful end."""
+    """Assert that ``gnnfleet resume`` in another folder launches the run again, and that the new run succeeds."""
     (project / "job.py").write_text(QUICK)
     again = operator.gnnfleet("resume", run_id)
     assert again.status == 0 and "Done in" in again.output, again.output

@@ -28,7 +28,8 @@ def cluster() -> Iterator[NetCluster]:
 
 
 def spec(cluster: NetCluster, k: int) -> dict:
-    """Return the node.json of a server and two clients; the first client leads."""
+    """Return the content of node k's node.json: node 0 is a server, nodes 1 and 2 are clients, node 1 is the lead
+    node."""
     folder, trains = f"{cluster.hosts[k].home}/run", ROLES[k] == "client"
     runner = [sys.executable, str(RANK), "--run-dir", folder, "--", sys.executable, "-c", WAIT]
     server = {"argv": [sys.executable, "-c", SERVE], "env": {}, "cwd": folder}
@@ -73,7 +74,7 @@ def wait_for(condition, seconds: float) -> None:
 @pytest.mark.cluster
 @pytest.mark.slow
 def test_a_cut_of_five_seconds_ends_no_run(cluster: NetCluster) -> None:
-    """Cuts the server's host, a client's host and the lead node's, at different phases of the heartbeat."""
+    """The network of each host is cut once or twice, each time at another moment between two heartbeats."""
     for k, host in enumerate(cluster.hosts):
         start(host, spec(cluster, k))
     lead = cluster.hosts[1]

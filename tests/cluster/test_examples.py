@@ -1,4 +1,4 @@
-"""Tests of examples on three sshd hosts that share nothing: heterogeneous graph, and links."""
+"""Tests of two examples on three SSH hosts without a shared folder: a heterogeneous graph, and link prediction."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""Tests of random faults: the first cause is named, every node is clean within ten seconds, the exit status is
-right."""
+"""Tests of random faults: the report names the first cause, no process is left on any node after ten seconds, and the
+exit status is right."""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""Tests of other launchers' files on namespaced hosts, unchanged except for hosts and paths."""
+"""Tests that gnnfleet launches config files and scripts of other launchers on namespaced hosts.
+
+The files are unchanged except for hosts and paths.
+"""
 
 from __future__ import annotations
 
@@ -82,7 +85,7 @@ IP_CONFIG=${{PYG_WORKSPACE}}/ip_config.yaml
 
 @pytest.fixture
 def graph(tmp_path: Path) -> Path:
-    """Return a small user graph as a folder of .npy files, to be named as a path in these files."""
+    """Return the folder of a small user graph, which consists of .npy files."""
     folder, rng = tmp_path / "my_graph", np.random.default_rng(0)
     folder.mkdir()
     labels = rng.integers(3, size=600)
@@ -107,7 +110,7 @@ def on_these_hosts(cluster: NetCluster, text: str, graph: Path) -> str:
 
 @pytest.mark.slow  # tests/launcher/test_foreign.py tests its plan
 def test_a_graphlearn_torch_yaml_launches_unchanged(cluster: NetCluster, tmp_path: Path, graph: Path) -> None:
-    """The hosts have no GPUs, so the command line overrides the devices."""
+    """The file asks for four GPUs per node; the hosts have none, so the command line overrides this."""
     config = tmp_path / "dist_train_sage_sup_config.yml"
     config.write_text(on_these_hosts(cluster, GLT, graph))
     words = "--epochs 2 --batch_size 64 --master_addr 0.0.0.0 --master_port 11345 --set nodes.*.devices=[]"

@@ -1,4 +1,5 @@
-"""Tests of the main job on three sshd hosts: launch.py as a process, no shared folder unless the test uses one."""
+"""Tests of a launch on three SSH hosts with the bundled trainer: results are collected, losses equal those of one
+process, and parts are not sent twice."""
 
 from __future__ import annotations
 
@@ -16,7 +17,7 @@ SHARED_DATA = Path(__file__).resolve().parents[3] / "shared" / "data" / "debian"
 
 
 def left_behind(cluster: NetCluster) -> list[str]:
-    """Return the non-system processes on the hosts, as text."""
+    """Return all processes on the hosts, except pid 1 and sshd."""
     return [f"{host.name}: {process}" for host in cluster.hosts for process in host.processes()]
 
 
@@ -47,7 +48,7 @@ def test_a_second_launch_sends_no_part_again(cluster: NetCluster, tmp_path: Path
 
 
 def bytes_sent(run_dir: Path) -> dict[int, int]:
-    """Return the bytes that sync sent to each node of a run."""
+    """Return the number of bytes that sync sent to each node of a run, by node rank."""
     events = map(json.loads, (run_dir / "events.jsonl").read_text().splitlines())
     return {event["node_rank"]: event["bytes"] for event in events if event["kind"] == "synced"}
 
@@ -55,7 +56,7 @@ def bytes_sent(run_dir: Path) -> dict[int, int]:
 def test_parts_in_a_shared_folder_are_verified_in_place(
     cluster: NetCluster, tmp_path: Path, local_runs: dict[str, Launched]
 ) -> None:
-    """Missing or damaged parts: tests/cluster/test_failures.py."""
+    """Here all parts are in place; tests/cluster/test_failures.py has missing and damaged parts."""
     assert cluster.shared_folder is not None
     parts = cluster.shared_folder / "parts"
     shutil.copytree(local_runs["two"].folder / "parts", parts)
@@ -76,8 +77,8 @@ def test_parts_in_a_shared_folder_are_verified_in_place(
 def test_the_real_graph_reaches_the_reference_accuracy(
     cluster: NetCluster, tmp_path: Path, local_workdirs: Path
 ) -> None:
-    """Global batch 1024, fanouts 15,10,5, at most twenty epochs: accuracy at least 0.77; first epoch equal to one
-    process's."""
+    """Train twenty epochs with a global batch of 1024 and fanouts 15, 10, 5: the test accuracy is at least 0.77, and
+    the losses of the first epoch equal those of one process."""
     train = {"hidden": 256, "fanouts": [15, 10, 5], "batch_size": 1024, "epochs": 20, "lr": 0.004, "dropout": 0.3}
     data = {"dataset": "file", "source": str(SHARED_DATA), "options": {}}
     done = launch(

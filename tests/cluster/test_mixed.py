@@ -1,4 +1,5 @@
-"""Tests of different machines in one run: numbers of processes, logins, interpreters, interfaces, jump hosts."""
+"""Tests of a run on hosts that differ in their numbers of processes, logins, interpreters, network interfaces and jump
+hosts."""
 
 from __future__ import annotations
 
@@ -29,7 +30,7 @@ dist.destroy_process_group()
 
 @pytest.fixture(scope="module")
 def keys(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Create a key pair that is not in the operator's home."""
+    """Create an SSH key pair outside of the operator's home folder, and return the path of the private key."""
     folder = tmp_path_factory.mktemp("keys")
     keygen(folder / "agent_key", "agent")
     return folder / "agent_key"
@@ -37,9 +38,10 @@ def keys(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def mixed(keys: Path) -> Iterator[NetCluster]:
-    """Yield hosts with different logins.
+    """Yield three hosts with different logins.
 
-    Host 0: key, another interface name; host 1: password only; host 2: a key that only the agent holds, behind host 0.
+    Host 0 accepts the operator's key, and its network interface has another name. Host 1 accepts only a password. Host
+    2 accepts a key that only the ssh-agent has; it is reached through host 0.
     """
     machines = {
         0: Machine(interface="ens7"),
@@ -52,7 +54,7 @@ def mixed(keys: Path) -> Iterator[NetCluster]:
 
 @pytest.fixture
 def agent(keys: Path, tmp_path: Path) -> Iterator[str]:
-    """Yield the socket of an ssh-agent that holds the key."""
+    """Yield the socket of an ssh-agent that has the key of host 2."""
     socket = str(tmp_path / "agent.sock")
     process = subprocess.Popen(["ssh-agent", "-D", "-a", socket], stdout=subprocess.DEVNULL)
     try:
@@ -66,7 +68,8 @@ def agent(keys: Path, tmp_path: Path) -> Iterator[str]:
 
 
 def operator_home(cluster: NetCluster, folder: Path) -> Path:
-    """Return a home whose ssh config has the route to host 2 and otherwise only typical entries."""
+    """Create a home folder for the operator. Its ssh config has the jump host for host 2 and the key file for host
+    0."""
     home = folder / "home"
     (home / ".ssh").mkdir(parents=True)
     shutil.copy(cluster.operator_ssh_config.with_name("known_hosts"), home / ".ssh/known_hosts")
@@ -96,8 +99,8 @@ def nodes_of(cluster: NetCluster) -> list[dict]:
 
 @pytest.mark.slow
 def test_unlike_machines_work_together_in_one_run(mixed: NetCluster, agent: str, tmp_path: Path) -> None:
-    """1, 2 and 3 processes; two nodes on one host; a jump host; password, key and agent; conda prefix and venv; another
-    interface name."""
+    """The four nodes have 1, 2, 3 and 1 processes; two of them are on one host, and one is behind a jump host. Their
+    hosts accept a password, a key file or a key of the agent, and use a conda prefix or a venv."""
     home = operator_home(mixed, tmp_path)
     (tmp_path / "sum.py").write_text(SUM)
     data = {"options": {"num_nodes": 500, "num_features": 4}}

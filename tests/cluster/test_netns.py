@@ -39,7 +39,7 @@ def answers(host: Host) -> bool:
 
 
 def settled(host: Host, wanted: list[str]) -> bool:
-    """Return whether exactly these processes remain, after processes that were ending have ended."""
+    """Wait up to ten seconds until exactly the processes ``wanted`` run on the host; return whether this happened."""
     deadline = time.monotonic() + 10
     while [process.cmdline for process in host.processes()] != wanted:
         if time.monotonic() > deadline:

@@ -1,4 +1,4 @@
-"""Tests of operating runs on real hosts: the launcher is killed at any stage, status and stop run elsewhere."""
+"""Tests of ``gnnfleet status``, ``stop`` and ``resume`` in other folders, after a launcher was killed at any stage."""
 
 from __future__ import annotations
 
@@ -18,7 +18,8 @@ QUICK = "print('hello from a rank', flush=True)\n"
 
 @pytest.fixture
 def config(cluster: NetCluster, tmp_path: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Return a cluster.yml in its own folder, with two scripts; the parts are made once for all tests."""
+    """Return a cluster.yml of two nodes in a new folder that also has two user scripts. All tests use the same
+    parts."""
     (tmp_path / "project").mkdir()
     (tmp_path / "project/steps.py").write_text(COUNTS)
     (tmp_path / "project/quick.py").write_text(QUICK)
@@ -40,7 +41,7 @@ LONGER = [pytest.param(stage, marks=pytest.mark.slow) for stage in ("connect", "
 
 @pytest.mark.parametrize("stage", ["train", *LONGER])
 def test_launcher_killed_at_any_stage(cluster: NetCluster, config: Path, tmp_path: Path, stage: str) -> None:
-    """Status from another folder is correct, and stop leaves nothing behind."""
+    """``gnnfleet status`` in another folder is correct, and ``gnnfleet stop`` leaves no process behind."""
     operator = Operator(cluster, tmp_path / "home")
     script = "quick.py" if stage == "collect" else "steps.py"
     at = killed_at(stage, Running(config, "--", "python", script, env=operator.env))

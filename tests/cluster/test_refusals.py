@@ -1,4 +1,4 @@
-"""Tests of preflight refusals on real hosts: one clear message, and nothing changed on the nodes."""
+"""Tests of launches that preflight refuses on real hosts: one clear message, and no file is changed on the nodes."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def small_disk(scene: Scene, k: int) -> None:
 
 
 Trouble = tuple[Callable[[Scene, int], None], list[str]]
-#: Case -> node rank -> (function that makes the node unusable, texts that the one message must contain).
+#: Case -> node rank -> (function that makes the node unusable, texts that the error message must contain).
 REFUSED: dict[str, dict[int, Trouble]] = {
     "logins": {
         0: (unreachable, ["no answer on port 22 within 2 s", "check that the machine is up"]),
@@ -104,7 +104,8 @@ def test_preflight_names_the_nodes_and_what_to_do(name: str, scene: Scene) -> No
 
 
 def test_an_unknown_host_key_is_shown_whole(scene: Scene) -> None:
-    """The fingerprint is shown completely, also on a narrow terminal, so that it can be compared."""
+    """The message contains the whole fingerprint of each host key, even on a narrow terminal, so that users can compare
+    it."""
     home = scene.own_home(hosts_known=False)
     scene.give_keys(0, 1, 2)
     scene.env["COLUMNS"] = "80"

@@ -1,4 +1,4 @@
-"""Tests of the graph service over connections that are slow, cut for a while, or dead."""
+"""Tests of requests to a graph server over a network connection that is slow, cut for a while, or dead."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ pytestmark = pytest.mark.slow
 
 @pytest.fixture
 def host() -> Iterator[Host]:
-    """Yield a host with a graph server."""
+    """Yield a host on which a graph server runs."""
     with NetCluster(1) as cluster:
         (host,) = cluster.hosts
         path = f"{REPOSITORY}:{REPOSITORY}/tests/trainer"
@@ -46,7 +46,7 @@ def client_of(host: Host, deadline: float, gone_after: float | None = None) -> H
 
 
 def gather_wide(client: HostClient, rows: int) -> float:
-    """Request ``rows`` rows of 4 KiB; return the seconds until they arrived."""
+    """Request ``rows`` feature rows of 4 KiB each; return the seconds until they arrived."""
     start, nodes = time.monotonic(), np.arange(rows)
     (answer,) = client.gather([RowRequest(HOMO_NODE, nodes, ("wide",))])
     np.testing.assert_array_equal(answer["wide"][:, 1023], nodes)
@@ -54,7 +54,8 @@ def gather_wide(client: HostClient, rows: int) -> float:
 
 
 def test_large_answers_over_ten_megabits_arrive_at_the_first_attempt(host: Host) -> None:
-    """One answer of 30 MB, then 24 at once: longer than the deadline, which limits silence, not duration."""
+    """One answer of 30 MB, and then 24 answers at once, take longer than the deadline. They arrive all the same,
+    because the deadline limits the time without any data, not the whole time."""
     client = client_of(host, deadline=8)
     host.slow_link("10mbit")
     assert gather_wide(client, 7500) > 20

@@ -1,5 +1,5 @@
-"""Tests of a serving cluster on real hosts: runs come, go and crash, servers are lost and join, a notebook reads the
-graph."""
+"""Tests of a serving cluster on real hosts: runs attach to it and are killed, servers are lost and join, and a notebook
+reads the graph."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from trainer.train.settings import TrainSettings
 from waiting import wait_until
 
 LONG = 5000  # epochs
-#: On one machine: tests/launcher/test_serving_local.py.
+#: Slow; tests/launcher/test_serving_local.py tests a serving cluster on one machine.
 pytestmark = pytest.mark.slow
 
 
@@ -41,7 +41,7 @@ def cluster() -> Iterator[NetCluster]:
 
 @pytest.fixture(scope="module")
 def toy(cluster: NetCluster, tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServingHosts]:
-    """Start serving cluster ``toy``: two graph servers, encrypted, each part on both."""
+    """Start the serving cluster ``toy``: two graph servers with encrypted connections, each of which has all parts."""
     hosts = ServingHosts(cluster, tmp_path_factory.mktemp("home"))
     done = hosts.serve()
     assert done.status == 0, done.output
@@ -54,7 +54,7 @@ def toy(cluster: NetCluster, tmp_path_factory: pytest.TempPathFactory) -> Iterat
 
 @pytest.fixture(scope="module")
 def curve(toy: ServingHosts) -> list[float]:
-    """Return the loss of each step of a single run."""
+    """Return the loss of each step of a run that was alone on the serving cluster."""
     done = toy.start("alone", CLIENTS, epochs=6).end(150)
     assert done.status == 0, done.output
     assert f"attached to serving cluster {NAME}: 2 servers, 4 parts" in done.output
@@ -70,7 +70,8 @@ def test_a_run_attaches_by_name_and_leaves_no_key(toy: ServingHosts, curve: list
 def test_killing_one_of_two_runs_does_not_disturb_the_other(
     cluster: NetCluster, toy: ServingHosts, curve: list[float], tmp_path: Path
 ) -> None:
-    """The other operator has no record of the cluster: it is found on the hosts of the config file."""
+    """The second run is launched by a user who has no record of the serving cluster; gnnfleet finds the cluster by
+    asking the hosts of the config file."""
     serves = [toy.supervisor(k) for k in SERVERS]
     elsewhere = ServingHosts(cluster, tmp_path / "elsewhere")
     victim = toy.start("victim", (CLIENTS[0],), LONG).await_line("epoch 1/", 120)
@@ -91,7 +92,7 @@ def test_killing_one_of_two_runs_does_not_disturb_the_other(
 def test_a_run_continues_after_losing_all_its_first_servers(
     cluster: NetCluster, toy: ServingHosts, curve: list[float]
 ) -> None:
-    """One host is lost and restored, a third one joins, then both first ones are lost."""
+    """One of two servers is lost and restored, a third server joins, then the first two servers are lost at once."""
     first, second = (cluster.hosts[k] for k in SERVERS)
     run = toy.start("endures", CLIENTS, LONG).await_line("epoch 2/", 120)
     first.power_cut()
@@ -132,7 +133,7 @@ def epochs(run: Running) -> int:
 
 
 def test_the_status_in_a_terminal(toy: ServingHosts, curve: list[float]) -> None:
-    """Every server and client has its own line in a window of usual width."""
+    """In a terminal of 120 columns, each server has its own line, and no line is longer than the terminal is wide."""
     with Terminal("serve", "status", NAME, cwd=toy.folder, env=toy.here.env, columns=120) as terminal:
         status, lines = terminal.end(60), terminal.shown.splitlines()
     assert status == 0
@@ -145,7 +146,8 @@ def test_the_status_in_a_terminal(toy: ServingHosts, curve: list[float]) -> None
 
 
 def test_a_notebook_reads_the_graph_and_scores_the_model(toy: ServingHosts, curve: list[float], tmp_path: Path) -> None:
-    """Runs outside of the cluster, with only a key file and the checkpoint."""
+    """A Python process on a machine outside of the serving cluster reads the graph and evaluates a model; it needs only
+    a key file and the checkpoint."""
     done = toy.gnnfleet("serve", "key", NAME, "-o", "ann.key", "--for", "ann")
     assert done.status == 0, done.output
     saved = load_checkpoint(toy.folder / "runs/alone/checkpoints/last.pt")

@@ -1,6 +1,6 @@
-"""Test of killed SSH sessions of the launcher and of a viewer while ranks print long lines.
+"""Test that kills the SSH sessions of the launcher and of ``gnnfleet follow`` while ranks print long lines.
 
-No run stops because of it, and neither program misses a line.
+The run does not stop, and neither program misses a line.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from netns import Host, NetCluster
 from ssh_nodes import ssh_nodes
 from waiting import wait_until
 
-CUTS = int(os.environ.get("GNNFLEET_CUTS", "6"))  #: for the launcher and for the viewer
+CUTS = int(os.environ.get("GNNFLEET_CUTS", "6"))  #: number of killed sessions of the launcher, and of the viewer
 PRINTS = """
 import os, time
 number, folder = 0, os.environ["GNNFLEET_RUN_DIR"]
@@ -37,20 +37,20 @@ LINE = re.compile(rb"^node(\d)/rank\1 +\| (?:LINE (\d+) |(\d+) lines$)", re.MULT
 
 @dataclass
 class Watcher:
-    """A running launcher or viewer."""
+    """A running process of the launcher or of ``gnnfleet follow`` that prints lines of a run to a file."""
 
     process: subprocess.Popen[bytes]
     output: Path
     cuts: int = 0
 
     def ports(self, host: Host) -> set[str]:
-        """Return the local ports of the process's connections to a host's sshd."""
+        """Return the local ports of the connections that the process has to the sshd of a host."""
         listed = subprocess.run(["ss", "-Htnp", "dst", host.address], capture_output=True, text=True, check=True)
         mine = [line.split() for line in listed.stdout.splitlines() if f"pid={self.process.pid}," in line]
         return {words[3].rpartition(":")[2] for words in mine if words[4].endswith(":22")}
 
     def cut(self, host: Host) -> None:
-        """Kill the sshd processes of the connection to this host."""
+        """Kill the sshd processes on the host that serve the connection of this process."""
         (port,) = wait_until(lambda: self.ports(host))
         listed = host.run(["ss", "-Htnp", "sport", "=", ":22", "and", "dport", "=", f":{port}"]).stdout
         pids = set(re.findall(r"pid=(\d+)", listed))
@@ -59,7 +59,8 @@ class Watcher:
         self.cuts += 1
 
     def numbers(self) -> dict[int, list[int]]:
-        """Return the numbers of the shown lines by rank; the last number is the total that the rank printed."""
+        """Return for each rank the numbers of its lines that were shown. A rank numbers its lines; its last line has
+        the total number of lines."""
         shown: dict[int, list[int]] = {}
         for k, number, total in LINE.findall(self.output.read_bytes()):
             shown.setdefault(int(k), []).append(int(number or total))
@@ -68,7 +69,7 @@ class Watcher:
 
 @pytest.fixture
 def watch(cluster: NetCluster, tmp_path: Path) -> Callable[..., Watcher]:
-    """Return a function that starts launch.py with the given words."""
+    """Return a function that starts launch.py with the arguments ``words`` and writes its output to ``<name>.txt``."""
 
     def start(name: str, *words: str) -> Watcher:
         output = tmp_path / f"{name}.txt"

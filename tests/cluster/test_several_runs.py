@@ -1,6 +1,6 @@
-"""Tests of several runs at once on the same hosts with the same command.
+"""Tests of several simultaneous runs of the same command on the same hosts.
 
-The end of one run does not affect the others, and a CUDA device belongs to one run.
+The end of one run does not affect the other runs, and only one run at a time can use a CUDA device.
 """
 
 from __future__ import annotations
@@ -19,13 +19,13 @@ from netns import Machine, NetCluster
 from operator_kit import Operator, end_processes, run_processes
 from ssh_nodes import ssh_nodes
 
-#: A stand-in for nvidia-smi: two idle devices; asked for processes it prints nothing.
+#: A stub of nvidia-smi: it lists two idle devices, and no processes.
 NVIDIA_SMI = """#!/bin/sh
 case "$*" in *--query-gpu*) for gpu in 0 1; do
   echo "$gpu, GPU-$gpu, NVIDIA H100, 81559, 4, Default, Disabled, 0, 550.54"; done;; esac
 """
 TRAINS = "rank1 | step 9"
-#: Leases of devices, without launches: tests/launcher/test_lease.py.
+#: Slow; tests/launcher/test_lease.py tests leases of devices without launches.
 pytestmark = pytest.mark.slow
 
 
@@ -50,7 +50,8 @@ def parts(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 
 def config_in(folder: Path, cluster: NetCluster, parts: str, devices: int | None = None) -> Path:
-    """Return a cluster.yml over both hosts, with or without a CUDA device."""
+    """Write a cluster.yml with one node on each of both hosts; ``devices`` is the CUDA device of each node (None: no
+    device)."""
     folder.mkdir()
     (folder / "steps.py").write_text(STEPS)
     nodes = ssh_nodes(cluster)
@@ -66,7 +67,7 @@ def started(config: Path, run_id: str, operator: Operator) -> Running:
 
 
 def steps_on(running: Running) -> None:
-    """Wait until the run makes further steps."""
+    """Wait until the run has done a few more steps."""
     made = sum(" | step " in line for line in running.lines)
     deadline = time.monotonic() + 30
     while sum(" | step " in line for line in running.lines) < made + 6:
@@ -75,7 +76,7 @@ def steps_on(running: Running) -> None:
 
 
 def processes(cluster: NetCluster, run_id: str) -> list[str]:
-    """Return the processes of a run on all hosts."""
+    """Return the processes of the run ``run_id`` on all hosts."""
     return [str(each) for host in cluster.hosts for each in host.processes() if f"/runs/{run_id}/" in each.cmdline]
 
 
@@ -133,8 +134,8 @@ def test_a_leased_device_is_refused_with_its_holder_and_start_time(
 def test_only_one_of_two_simultaneous_runs_gets_a_device(
     cluster: NetCluster, operator: Operator, tmp_path: Path, parts: str
 ) -> None:
-    """Preflight cannot see the conflict yet: the leases on the nodes decide, and a run that got only some nodes
-    ends."""
+    """When both runs pass preflight, neither has leased the device yet; the supervisor on each node gives the lease to
+    one of the runs. A run that did not get the device on every node ends."""
     config = config_in(tmp_path / "project", cluster, parts, devices=0)
     both = [started(config, f"racer{number}", operator) for number in (1, 2)]
     deadline = time.monotonic() + 90

@@ -1,4 +1,5 @@
-"""Tests that gnnfleet logs in exactly where plain ``ssh HOST`` does, for many configs of client and server."""
+"""Tests that gnnfleet can log in exactly where plain ``ssh HOST`` can, for many configs of the ssh client and of
+sshd."""
 
 from __future__ import annotations
 
@@ -15,7 +16,7 @@ import pytest
 import parity_driver
 from netns import REPOSITORY, Host, NetCluster
 
-#: sshd_config of the target, by port; {dir} is a folder with the keys
+#: Port -> sshd_config of the sshd that listens there on the target host; {dir} is a folder with keys.
 SERVERS = {
     2201: "HostKey {dir}/host\nHostCertificate {dir}/host-cert.pub\n",
     2202: "HostKey {dir}/host\nTrustedUserCAKeys {dir}/ca.pub\nAuthorizedKeysFile none\n",
@@ -35,7 +36,8 @@ PASSPHRASE = "open sesame"
 
 @dataclass(frozen=True)
 class Variant:
-    """A home folder: ``config`` of the client, keys by name, and other files in ~/.ssh."""
+    """One case: the files in the operator's ~/.ssh (``config``, keys, known hosts, others), and whether ``ssh``
+    works."""
 
     name: str
     config: str
@@ -53,7 +55,7 @@ class Variant:
 
 
 def at(port: int = 22, more: str = "") -> str:
-    """Return a config block for the alias ``node``."""
+    """Return a block of an ssh config that defines the alias ``node``, with the further lines ``more``."""
     return f"Host node\n  HostName {{address}}\n  Port {port}\n{more}"
 
 
@@ -179,7 +181,7 @@ while data := sys.stdin.buffer.raw.read(65536):
 
 @pytest.fixture(scope="module")
 def keys(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Return a folder of key pairs, and of the certificates that the authority ``ca`` signed."""
+    """Create a folder of SSH key pairs, and of certificates that are signed with the key ``ca``; return the folder."""
     folder = tmp_path_factory.mktemp("keys")
     for name in KEYS:
         kind = ["-t", "rsa", "-b", "2048"] if "rsa" in name else ["-t", "ed25519"]
@@ -191,7 +193,8 @@ def keys(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def answers(keys: Path) -> Iterator[dict[str, dict[str, object]]]:
-    """Return the result of each variant, by name: operator on host 0, bastion host 1, target host 2."""
+    """Yield the results of ``ssh`` and of gnnfleet for each variant, by its name. Host 0 is that of the operator, host
+    1 the jump host, and host 2 the target of the logins."""
     with NetCluster(3) as cluster:
         operator, bastion, target = cluster.hosts
         serve(target, keys, [bastion])
@@ -217,7 +220,8 @@ def test_gnnfleet_logs_in_where_ssh_does(answers: dict[str, dict[str, object]], 
 
 
 def serve(target: Host, keys: Path, others: list[Host]) -> None:
-    """Start the target's further sshd and set who may log in on the target and on ``others``."""
+    """Start an sshd on the target for each entry of SERVERS, and set which keys may log in on the target and on
+    ``others``."""
     folder = target.root_path("~/sshd")
     folder.mkdir()
     keygen("-q", "-s", str(keys / "ca"), "-I", "it", "-h", "-n", target.address, str(keys / "host.pub"))
@@ -234,7 +238,7 @@ def serve(target: Host, keys: Path, others: list[Host]) -> None:
 
 
 def substitutions(cluster: NetCluster, keys: Path) -> dict[str, str]:
-    """Return the values of {address} and the other placeholders in the variants."""
+    """Return the values of ``{address}`` and of all other placeholders in the texts of variants, by name."""
     operator, bastion, target = cluster.hosts
     public = {path.name: path.read_text().strip() for path in keys.glob("*.pub")}
     public["host22.pub"] = (target.folder / "etc/host_key.pub").read_text().strip()

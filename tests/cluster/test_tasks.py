@@ -1,4 +1,4 @@
-"""Tests of a fabric group over the hosts of a cluster.yml."""
+"""Tests of ``cluster_group``, which makes a fabric group of the hosts of a cluster.yml."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""Tests of preflight's network checks on real hosts: closed ports are named, and each node gets an address that all
-reach."""
+"""Tests of the network checks of preflight on real hosts: closed ports are named, and each node gets an address that
+all other nodes can reach."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ PORTS = RunConfig(master_port=29500, control_port=29400, service_port=29600)
 
 @pytest.fixture(scope="module")
 def hosts(tmp_path_factory: pytest.TempPathFactory) -> Iterator[list[Host]]:
-    """Yield four hosts; the last one's interface has another name."""
+    """Yield four hosts; the network interface of the last host has another name."""
     shared = tmp_path_factory.mktemp("shared")
     with NetCluster(4, shared_folder=shared, machines={3: Machine(interface="ens7")}) as cluster:
         with mock.patch.dict(os.environ, cluster.environment(), clear=True):
@@ -37,7 +37,7 @@ def hosts(tmp_path_factory: pytest.TempPathFactory) -> Iterator[list[Host]]:
 
 @pytest.fixture(autouse=True)
 def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Shorten the timeout to one second: on these hosts nothing answers later."""
+    """Set the timeout of the network checks to one second, because these hosts answer within that time or never."""
     monkeypatch.setattr(connectivity, "_SECONDS", 1.0)
 
 
@@ -70,7 +70,7 @@ def interfaces(report: PreflightReport) -> list[str]:
 
 @contextmanager
 def rules(host: Host, *words: str) -> Iterator[None]:
-    """Apply ``ip`` routes or rules on one host for the duration of the context."""
+    """Add routes, rules or addresses with ``ip`` on one host, and delete them at the end of the context."""
     with ExitStack() as stack:
         for text in words:
             what, _, rest = text.partition(" ")
@@ -124,7 +124,7 @@ def test_a_node_that_others_cannot_reach(hosts: list[Host]) -> None:
 
 
 def test_the_network_that_all_nodes_share_is_chosen(hosts: list[Host]) -> None:
-    """Node1 and node2 cannot reach each other on the first network, but on a second one."""
+    """Node1 and node2 cannot reach each other on the first of two networks, but on the second one."""
     second = [f"172.31.99.{10 + k}" for k in range(4)]
     with ExitStack() as stack:
         for host, address in zip(hosts, second, strict=True):
@@ -137,14 +137,15 @@ def test_the_network_that_all_nodes_share_is_chosen(hosts: list[Host]) -> None:
 
 
 def test_a_name_that_is_loopback_on_its_own_host(hosts: list[Host]) -> None:
-    """The host's own name is 127.0.1.1 on the host itself, as Debian installs it."""
+    """On the host itself, its name resolves to 127.0.1.1, as on a fresh Debian; other hosts resolve it to its
+    address."""
     report = check(with_node(config_of(hosts), 0, address=hosts[0].name))
     assert blocked(report) == []
     assert (report.facts[0].address, report.facts[0].interface) == (hosts[0].address, "eth0")
 
 
 def test_an_address_behind_nat(hosts: list[Host]) -> None:
-    """An address that leads to node1, but belongs to none of its interfaces."""
+    """The configured address of node1 leads to node1, but belongs to none of its network interfaces."""
     outside = "198.51.100.7"
     with ExitStack() as stack:
         stack.enter_context(rules(hosts[1], f"route local {outside} dev lo"))

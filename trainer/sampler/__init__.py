@@ -1,1 +1,1 @@
-"""Seeds → sampled subgraphs and rows: kernels that release the GIL, one hop, many hops, requests to the owners."""
+"""Sampling: from seed nodes to subgraphs and the attributes of their nodes and edges."""

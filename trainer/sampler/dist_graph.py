@@ -1,4 +1,6 @@
-"""``DistGraph``: access to the whole graph, to own parts by memory map and to other parts through their hosts."""
+"""``DistGraph``: access to the whole graph. Reads this host's parts by memory map, and requests other parts from other
+hosts.
+"""
 
 from __future__ import annotations
 
@@ -29,7 +31,7 @@ from trainer.store.row_cache import RowCache
 
 @dataclass(frozen=True)
 class _EdgeQuery:
-    """Asks which of these edges exist."""
+    """A question to a host: for each i, does an edge ``src[i]`` -> ``dst[i]`` exist?"""
 
     edge_type: EdgeType
     src: Ids
@@ -41,7 +43,7 @@ T = TypeVar("T", HopRequest, RowRequest, _EdgeQuery)
 
 @dataclass(frozen=True)
 class _HostRequest(Generic[T]):
-    """The rows of one request that one host answers."""
+    """The share of one host in one request: the rows that this host answers."""
 
     number: int  #: index of the request in the call
     at: Array  #: int32 positions of these rows in the request
@@ -53,7 +55,9 @@ _HostRequests = dict[int, list[_HostRequest[T]]]  #: by host
 
 @dataclass(frozen=True)
 class _RequestKind(Generic[T]):
-    """How to send requests of one kind to a host, answer them from own parts, and restrict them to some rows."""
+    """Functions for one kind of request: send it to a host, answer it from this host's parts, restrict it to
+    some rows.
+    """
 
     submit: Callable[[RemoteHost, Sequence[T]], PendingAnswer]
     local: Callable[[Sequence[T]], Sequence[Any]]
@@ -64,7 +68,7 @@ class _RequestKind(Generic[T]):
 
 @dataclass(frozen=True)
 class _SingleAnswer:
-    """Wraps a pending answer as a list of one."""
+    """Wraps a pending answer so that ``result`` returns a list with this one answer."""
 
     pending: PendingAnswer
 
@@ -87,16 +91,17 @@ class _EdgeSlice:
 
 
 class DistGraph:
-    """Sends each row of a request to its owner: one message per remote host and call, while local rows are answered
-    here.
+    """Access to the whole graph: splits each request by the host that owns its rows, and merges the answers. Each call
+    sends one message to each other host; this host's rows are answered while the others work.
 
-    With replicas a part has several owners, which answer identically. If a host is lost (``ServerGone``), its rows are
-    requested from the next owner, or from the same one once it is back, for up to ``server_wait`` seconds. ``turn`` is
-    a number of this process's node; it spreads the nodes' requests over the owners.
+    If parts are replicated, several hosts own a part, and any of them gives the same answer. If a host is lost
+    (``ServerGone``), its rows are requested from the next owner of their part, or from the same host once it is back,
+    for up to ``server_wait`` seconds. ``turn`` is a number that differs between nodes, so that different nodes ask
+    different owners first.
 
-    If the topology of all parts is on this host, edges and 1-d columns are never requested from others. Other rows are
-    first looked up in the cache and in the answers of the last ``held`` batches. ``wire_rows`` is the rounding of rows
-    that other hosts send.
+    If this host has the topology of all parts, edges and 1-d attributes are never requested from other hosts. Other
+    attributes are first looked up in the cache and in the answers to the last ``held`` batches. ``wire_rows``: how
+    other hosts round the rows that they send.
     """
 
     def __init__(
@@ -134,15 +139,17 @@ class DistGraph:
 
     @property
     def remotes(self) -> Mapping[int, RemoteHost]:
-        """The other hosts, by node rank."""
+        """Clients of the other hosts, by node rank."""
         return self._holders.remotes
 
     def set_remotes(self, remotes: Mapping[int, RemoteHost]) -> None:
-        """Replace the hosts of future requests. Calls in progress finish with the old hosts, or with these."""
+        """Use these clients of the other hosts for future requests. Calls in progress may use the old or the new
+        clients.
+        """
         self._holders.set_remotes(remotes)
 
     def use_cache(self, cache: RowCache | None) -> None:
-        """Look up rows in ``cache`` from now on; None for no cache."""
+        """Look up rows in ``cache`` from now on; None: use no cache."""
         self._cache = cache
         self._held.clear()
 
@@ -151,7 +158,9 @@ class DistGraph:
         return self._holders.lost_hosts()
 
     def sample_hops(self, requests: Sequence[HopRequest]) -> list[HopSample]:
-        """Neighbours of any nodes, in request order. Raises ``ServiceError`` and ``PartitionError``."""
+        """Return sampled neighbours of nodes of any part, one answer per request. Raises ``ServiceError`` and
+        ``PartitionError``.
+        """
         if self._edges_here:
             return self.local.sample_hops(requests)
         split = RequestSplit(self._by_host)
@@ -166,7 +175,9 @@ class DistGraph:
         return [_merged(request, found) for request, found in zip(requests, answers, strict=True)]
 
     def gather(self, requests: Sequence[RowRequest]) -> list[Mapping[str, Array]]:
-        """Rows of any nodes and edges, in request order. Raises ``ServiceError`` and ``PartitionError``."""
+        """Return attributes of nodes and edges of any part: for each request a mapping of names to arrays. Raises
+        ``ServiceError`` and ``PartitionError``.
+        """
         if not self.remotes:
             return self.local.gather(requests)
         columns = [self.local.new_rows(request) for request in requests]
@@ -187,9 +198,10 @@ class DistGraph:
         return [*columns]
 
     def pieces(self, requests: Sequence[RowRequest], cache: RowCache | None, held: HeldRows) -> list[GatherPiece]:
-        """Where ``gather`` would take these rows from, given this cache and these held rows. Sends no request.
+        """Return where ``gather`` would take these rows from if it used this cache and these held rows. Sends no
+        request.
 
-        The columns to be filled take no memory. Raises ``PartitionError``.
+        The arrays in the result have the right shapes, but take no memory. Raises ``PartitionError``.
         """
         return self._pieces(requests, [self.local.no_rows(request) for request in requests], cache, held)
 
@@ -208,7 +220,7 @@ class DistGraph:
         return ()
 
     def _rows_by_host(self, piece: GatherPiece) -> ByHost:
-        """Number of a piece's rows that belong to each other host: requested, cached and held."""
+        """Count the remote rows of a piece by the host that owns them: all of them, the cached and the held ones."""
         cached = self._owned(piece, [piece.cached[1]] if piece.cached else [])
         held = self._owned(piece, [placed for _, placed in piece.held])
         asked = {host: len(at) for host, at in piece.asked.items()}
@@ -221,7 +233,7 @@ class DistGraph:
         )
 
     def _owned(self, piece: GatherPiece, placed: Sequence[RowPlacement]) -> dict[int, int]:
-        """Number of the rows at these places per host that would otherwise be requested from it."""
+        """Count these cached or held rows by the host that they would otherwise be requested from."""
         if not placed:
             return {}
         ids = np.concatenate([piece.ids[one.at] for one in placed])
@@ -232,7 +244,9 @@ class DistGraph:
         return hosts
 
     def has_edges(self, edge_type: EdgeType, src: Ids, dst: Ids) -> npt.NDArray[np.bool_]:
-        """Whether edge ``src[i]`` -> ``dst[i]`` exists: bool [n]. Raises ``ServiceError`` and ``PartitionError``."""
+        """Return for each i whether an edge ``src[i]`` -> ``dst[i]`` exists: bool [n]. Raises ``ServiceError`` and
+        ``PartitionError``.
+        """
         if self._edges_here:
             return self.local.has_edges(edge_type, src, dst)
         check_type(self.local.store, edge_type)
@@ -246,9 +260,10 @@ class DistGraph:
         return found
 
     def edge_list(self, edge_type: EdgeType) -> EdgeList:
-        """All edges of a type, by global id. At most two slices of a part are in flight per host.
+        """Return all edges of a type, in the order of their global ids.
 
-        Memory: 24 bytes per edge. Raises ``ServiceError`` and ``PartitionError``.
+        Edges of other hosts are requested in slices, so that a host has about two slices to send at a time. Memory: 24
+        bytes per edge. Raises ``ServiceError`` and ``PartitionError``.
         """
         check_type(self.local.store, edge_type)
         whole = EdgeList(*(np.empty(self.books[edge_type].size, np.int64) for _ in range(3)))
@@ -267,7 +282,9 @@ class DistGraph:
         return whole
 
     def edges_of(self, part_id: int, edge_type: EdgeType, first: int, count: int) -> EdgeList:
-        """Edges ``first`` to ``first + count`` of any part, by slot. Raises ``ServiceError`` and ``PartitionError``."""
+        """Return ``count`` edges of any part, from slot ``first`` of the part's edge arrays on. Raises ``ServiceError``
+        and ``PartitionError``.
+        """
         check_type(self.local.store, edge_type)
         if not 0 <= part_id < self.local.store.manifest.num_parts:
             raise PartitionError(f"no part {part_id}; parts go from 0 to {self.local.store.manifest.num_parts - 1}")
@@ -278,11 +295,15 @@ class DistGraph:
         return self._received(piece, edge_type, host, self._ask_slice(piece, edge_type, host))
 
     def take_cost(self) -> Cost:
-        """Bytes, rows and waiting time of this thread since the last call. Rows are not counted without other hosts."""
+        """Return the bytes, rows and waiting time of the calling thread since its last call of this method. Rows are
+        not counted if there are no other hosts.
+        """
         return self._meter.take()
 
     def _ask(self, shares: _HostRequests[T], kind: _RequestKind[T]) -> Iterator[tuple[int, _HostRequest[T], Any]]:
-        """Yield each request with its host and answer. Own rows are answered while the remote hosts work."""
+        """Send the requests of all hosts, and yield (host, request, answer) for each. Rows of a lost host are requested
+        again from other owners.
+        """
         while shares:
             asked = {host: [share.request for share in mine] for host, mine in shares.items()}
             in_flight = {
@@ -308,7 +329,7 @@ class DistGraph:
             shares = self._reassign(unanswered, kind)
 
     def _reassign(self, unanswered: Sequence[_HostRequest[T]], kind: _RequestKind[T]) -> _HostRequests[T]:
-        """Assign unanswered rows to their current holders, once each part has one."""
+        """Wait until each part of the unanswered rows has a reachable host, and assign the rows to these hosts."""
         shares: _HostRequests[T] = defaultdict(list)
         if not unanswered:
             return shares
@@ -320,7 +341,7 @@ class DistGraph:
         return shares
 
     def _slices(self, edge_type: EdgeType) -> Iterator[_EdgeSlice]:
-        """All slices of a type, alternating between the parts."""
+        """Cut all edges of a type into slices for single requests, alternating between the parts."""
         book = self.books[edge_type]
         of_parts = []
         for part_id in range(book.num_parts):
@@ -332,7 +353,9 @@ class DistGraph:
         return (one for turn in zip_longest(*of_parts) for one in turn if one is not None)
 
     def _owners(self, split: RequestSplit, of: AnyType, ids: Ids) -> Groups:
-        """Rows by host. Raises ``PartitionError`` for an id outside all parts."""
+        """Group ids by the host that answers for them: positions by host. Raises ``PartitionError`` for an id outside
+        all parts.
+        """
         groups = split.groups(of, ids)
         if NOBODY in groups:
             wrong = int(ids[groups[NOBODY][0]])
@@ -340,7 +363,9 @@ class DistGraph:
         return groups
 
     def _by_host(self, of: AnyType, ids: Ids) -> Groups:
-        """Rows by host. If an id is outside all parts, only this row, as ``NOBODY``."""
+        """Group ids by the host that answers for them. If an id is outside all parts, return only its position, under
+        ``NOBODY``.
+        """
         table = self._holders.table()
         wrong, placed = locate(ids, self.books[of].offsets, self._codes.of_hosts(table), self._codes)
         if wrong >= 0:
@@ -349,7 +374,7 @@ class DistGraph:
         return {code - first - 1: rows.at for code, rows in placed.items()}
 
     def _check_hop(self, request: HopRequest) -> None:
-        """Raise ``PartitionError`` for an unknown type or attribute, on whichever host the rows are."""
+        """Raise ``PartitionError`` for an unknown edge type or attribute, so that no host has to."""
         check_type(self.local.store, request.edge_type)
         if request.weight is not None:
             row_spec(self.local.store, request.edge_type, request.weight)
@@ -361,14 +386,16 @@ class DistGraph:
         return not self.remotes or self.local.store.whole_topology
 
     def _holder_of(self, part_id: int) -> int:
-        """Host that answers for the edges of a part."""
+        """Return the host that answers for the edges of a part."""
         return HERE if part_id in self.local.store.topology else int(self._holders.table()[part_id + 1])
 
     def _ask_slice(self, piece: _EdgeSlice, edge_type: EdgeType, host: int) -> PendingAnswer:
         return self.remotes[host].submit_edges(piece.part_id, edge_type, piece.first, piece.count)
 
     def _received(self, piece: _EdgeSlice, edge_type: EdgeType, host: int, pending: PendingAnswer) -> EdgeList:
-        """Wait for a slice from ``host``; if it is lost, from the part's next holder."""
+        """Wait for a slice of edges from ``host``. If the host is lost, request the slice from another owner of the
+        part.
+        """
         while True:
             try:
                 edges: EdgeList = pending.result()
@@ -382,7 +409,9 @@ class DistGraph:
             return edges
 
     def _add_bytes(self, host: int, pending: PendingAnswer, arrays: Iterable[Array | None]) -> None:
-        """Count the received bytes as sent; for a host in this process, the size of its arrays."""
+        """Count the bytes of an answer: those received from the network, or the size of the arrays if the host is in
+        this process.
+        """
         received = getattr(pending, "received", None)
         if received is None:
             received = sum(array.nbytes for array in arrays if array is not None)

@@ -1,4 +1,4 @@
-"""Assembles the rows of a request: copies local rows, requests remote rows and copies them as they arrive."""
+"""Collects the attributes that requests ask for: finds the source of each row and copies rows from the sources."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ ColumnKey = tuple[AnyType, tuple[str, ...]]  #: a type and names of its attribut
 
 @dataclass(frozen=True)
 class HostRows:
-    """Rows that a host sent; read-only."""
+    """Rows that another host sent, and their ids; read-only."""
 
     ids: Ids  #: int64 [m]
     rows: Mapping[str, Array]  #: name -> [m, …]
@@ -46,7 +46,9 @@ class HostRows:
 
 @dataclass(frozen=True)
 class HeldAnswers:
-    """Answers of one kind, the oldest first, and an index of their ids."""
+    """Answers of other hosts that are kept for later batches, the oldest first, and an index of their ids. All answers
+    have the same type and attributes.
+    """
 
     answers: tuple[HostRows, ...] = ()
     index: IdIndex = NO_INDEX
@@ -59,11 +61,12 @@ class _HeldKind:
 
 
 class HeldRows:
-    """Answers by kind. Thread-safe: an object returned by ``of`` does not change.
+    """Rows of other hosts that recent batches received, by type and attributes, for reuse by the next batches.
+    Thread-safe: an object returned by ``of`` does not change.
 
-    The oldest answers are dropped once the others hold as many rows as the last ``batches`` batches needed of other
-    hosts. Cached rows are included in this number, so with a cache the same room lasts for more batches. The answers
-    themselves are held, not the arrays handed out, which the user may change.
+    Enough answers are kept for as many rows as the last ``batches`` batches needed from other hosts; older answers are
+    dropped. Cached rows count as needed, so with a cache the kept answers cover more batches. The arrays kept are not
+    those returned to the user, who may change them.
     """
 
     def __init__(self, batches: int = HELD_BATCHES):
@@ -76,7 +79,7 @@ class HeldRows:
         return HeldAnswers() if kept is None else kept.held
 
     def add(self, columns: ColumnKey, needed: int, answers: Sequence[HostRows]) -> None:
-        """Add the answers for a batch that needed ``needed`` rows of other hosts."""
+        """Keep the answers to a batch that needed ``needed`` rows of other hosts."""
         if self._batches == 0 or needed == 0:
             return
         with self._lock:
@@ -90,7 +93,9 @@ class HeldRows:
 
 
 def _with_more(held: HeldAnswers, answers: Sequence[HostRows], most_rows: int) -> HeldAnswers:
-    """Add answers within the bounds, in few arrays. The index is rebuilt only if old answers were dropped."""
+    """Return ``held`` with more answers: at most ``most_rows`` rows, ``MOST_BYTES`` bytes and ``MOST_ANSWERS`` arrays.
+    The index is rebuilt only if old answers were dropped.
+    """
     every = (*held.answers, *answers)
     found = _newest(every, most_rows)
     if not found:
@@ -106,7 +111,9 @@ def _with_more(held: HeldAnswers, answers: Sequence[HostRows], most_rows: int) -
 
 
 def _joined(answers: tuple[HostRows, ...]) -> tuple[HostRows, ...]:
-    """Join the two adjacent answers with the fewest rows, so that every id keeps its place."""
+    """Join the two adjacent answers that have the fewest rows together. The place of each id in the index stays
+    valid.
+    """
     pairs = [len(one.ids) + len(next_one.ids) for one, next_one in pairwise(answers)]
     at = pairs.index(min(pairs))
     one, other = answers[at : at + 2]
@@ -115,7 +122,7 @@ def _joined(answers: tuple[HostRows, ...]) -> tuple[HostRows, ...]:
 
 
 def _newest(answers: Sequence[HostRows], most_rows: int) -> tuple[HostRows, ...]:
-    """The newest answers that fit the bounds."""
+    """Return the newest answers that have at most ``most_rows`` rows and ``MOST_BYTES`` bytes together."""
     kept: deque[HostRows] = deque()
     rows = nbytes = 0
     for answer in reversed(answers):
@@ -128,7 +135,7 @@ def _newest(answers: Sequence[HostRows], most_rows: int) -> tuple[HostRows, ...]
 
 @dataclass(frozen=True)
 class GatherPiece:
-    """Columns of one request whose rows are looked up in the same sources."""
+    """A part of a request: the attributes that all come from the same sources, and the source of each row."""
 
     ids: Ids  #: int64 [n]
     columns: ColumnKey
@@ -141,13 +148,15 @@ class GatherPiece:
     keeps: bool  #: whether answers are held for the next batches
 
     def copy_near(self, local: LocalGraph) -> None:
-        """Copy the rows that need no request: own, cached and held ones."""
+        """Copy the rows that need no request to another host: those of own parts, the cached and the held ones."""
         local.fill(self.columns[0], self.out, self.own)
         for rows, placed in [self.cached, *self.held] if self.cached else self.held:
             self._put(rows, placed)
 
     def put(self, host: str, rows: Columns, at: npt.NDArray[np.int32]) -> None:
-        """Copy the rows that ``host`` sent. Raises ``ServiceError`` for a wrong dtype or shape."""
+        """Copy the rows that ``host`` sent to the positions ``at`` of the answer. Raises ``ServiceError`` for a wrong
+        dtype or shape.
+        """
         for name, values in self.out.items():
             found, kind = rows[name], (values.dtype, values.shape[1:])
             if (found.dtype, found.shape[1:]) != kind:
@@ -170,7 +179,9 @@ class GatherPiece:
 
 
 class GatherPlan:
-    """Divides the requests of one call into pieces. ``hosts`` is ``PartHolders.table``: who answers for which part."""
+    """Divides the requests of one call into pieces. ``hosts``: the host that answers for each part
+    (``PartHolders.table``).
+    """
 
     def __init__(self, local: LocalGraph, hosts: Array, cache: RowCache | None, held: HeldRows):
         self._local, self._cache, self._held = local, cache, held
@@ -182,8 +193,8 @@ class GatherPlan:
         self._located: dict[tuple[Any, ...], Mapping[int, RowPlacement]] = {}
 
     def pieces(self, request: RowRequest, out: Columns) -> Iterator[GatherPiece]:
-        """Yield the pieces of a request; ``out`` comes from ``LocalGraph.new_rows``. Raises ``PartitionError`` for an
-        id outside all parts.
+        """Yield the pieces of a request. ``out``: the arrays to be filled, from ``LocalGraph.new_rows``. Raises
+        ``PartitionError`` for an id outside all parts.
         """
         # 1-d columns, which every host has with replicated topology
         on_all_hosts = {name for name in out if self._local.store.whole_topology and out[name].ndim == 1}
@@ -218,7 +229,9 @@ class GatherPlan:
     def _places(
         self, request: RowRequest, all_here: bool, slots: Array | None, held: IdIndex
     ) -> Mapping[int, RowPlacement]:
-        """Locate the rows, once for all pieces with the same ids and sources, so that ids are sent once."""
+        """Return the rows of the request by source. Pieces with the same ids and sources get the same arrays, so that
+        the ids are sent once.
+        """
         key = request.of, id(request.ids), all_here, id(slots), id(held) if held is not NO_INDEX else 0
         if key not in self._located:
             book = self._local.books[request.of]
@@ -233,5 +246,5 @@ class GatherPlan:
 
 
 def _width(out: Columns, names: Sequence[str]) -> int:
-    """Bytes of one row of these columns."""
+    """Return the bytes of one row of these attributes."""
     return sum(math.prod(out[name].shape[1:]) * out[name].itemsize for name in names)

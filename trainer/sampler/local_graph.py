@@ -1,4 +1,4 @@
-"""Samples one hop and gathers rows on the parts of this process, directly from memory maps."""
+"""Samples one hop, and reads attributes, in the parts on this host, directly from memory maps."""
 
 from __future__ import annotations
 
@@ -38,19 +38,23 @@ class LocalGraph:
         self._singles: dict[tuple[int, EdgeType, str], Array] = {}
 
     def sample_hops(self, requests: Sequence[HopRequest]) -> list[HopSample]:
-        """Draw neighbours of owned nodes.
+        """Return sampled neighbours of nodes in the opened parts, one answer per request.
 
-        Raises ``SettingsError`` if an answer could exceed ``max_edges``, ``PartitionError`` for a node of another part
-        and for an unknown type or attribute, ``DataError`` for a weight that is negative or not finite.
+        Raises ``SettingsError`` if an answer could have more than ``max_edges`` edges, ``PartitionError`` for a node of
+        another part and for an unknown type or attribute, ``DataError`` for a weight that is negative or not finite.
         """
         return [self._sample(request) for request in requests]
 
     def gather(self, requests: Sequence[RowRequest]) -> list[Mapping[str, Array]]:
-        """Rows of owned nodes or edges: attribute name -> [n, …]. Raises ``PartitionError``."""
+        """Return attributes of nodes or edges in the opened parts: for each request a mapping of names to arrays [n,
+        …]. Raises ``PartitionError``.
+        """
         return [self._gather(request) for request in requests]
 
     def has_edges(self, edge_type: EdgeType, src: Ids, dst: Ids) -> npt.NDArray[np.bool_]:
-        """Whether the edge ``src[i]`` -> ``dst[i]`` exists, for owned targets: bool [n]. Raises ``PartitionError``."""
+        """Return for each i whether an edge ``src[i]`` -> ``dst[i]`` exists: bool [n]. Raises ``PartitionError`` for a
+        target of another part.
+        """
         check_type(self.store, edge_type)
         found: npt.NDArray[np.bool_] = np.zeros(len(dst), np.bool_)
         for part_id, placed in self.by_part(edge_type[2], dst).items():
@@ -61,7 +65,9 @@ class LocalGraph:
         return found
 
     def edge_list(self, edge_type: EdgeType) -> EdgeList:
-        """All edges of a type whose targets are in the opened parts. Raises ``PartitionError``."""
+        """Return all edges of a type whose targets are in the opened parts. Raises ``PartitionError`` for an unknown
+        type.
+        """
         check_type(self.store, edge_type)
         ends = [_ends(part, edge_type) for part in self.store.parts.values()]
         nothing = [np.empty(0, np.int64)]
@@ -87,7 +93,7 @@ class LocalGraph:
         return answers[0][1] if len(groups) == 1 else merge_samples(len(request.nodes), answers, request.with_edge)
 
     def most_edges(self, request: HopRequest) -> int:
-        """Upper bound of the edges in the answer, computed before drawing. Raises as ``sample_hops``."""
+        """Return an upper bound of the number of edges in the answer, without drawing. Raises ``PartitionError``."""
         check_type(self.store, request.edge_type)
         return self._most_edges(request, self.by_part(request.edge_type[2], request.nodes))
 
@@ -104,7 +110,9 @@ class LocalGraph:
         return most
 
     def _read(self, part: Part, request: HopRequest) -> tuple[NodePart, EdgePart]:
-        """Nodes and edges to sample from. float16 weights, which the kernels cannot read, are converted once."""
+        """Return the target nodes and the edges of the request in a part. float16 weights are converted to float32
+        once, because the kernels cannot read float16.
+        """
         nodes, edges = _ends(part, request.edge_type)
         name = request.weight
         if name is None or name not in edges.attrs or edges.attrs[name].dtype != np.float16:
@@ -115,19 +123,23 @@ class LocalGraph:
         return nodes, replace(edges, attrs={**edges.attrs, name: self._singles[key]})
 
     def _gather(self, request: RowRequest) -> Mapping[str, Array]:
-        """Multi-dimensional columns are only available for own parts, 1-d columns also for replicas."""
+        """Return the attributes of one request. 1-d attributes can also be read from a part of which only the topology
+        is here.
+        """
         out = self.new_rows(request)
         all_1d = all(values.ndim == 1 for values in out.values())
         self.fill(request.of, out, self._by_part(request.of, request.ids, self._topology if all_1d else self._own))
         return out
 
     def new_rows(self, request: RowRequest) -> dict[str, Array]:
-        """Uninitialized arrays for the answer. Raises ``PartitionError`` for an unknown type or attribute."""
+        """Return uninitialized arrays in which to collect the answer to a request. Raises ``PartitionError`` for an
+        unknown type or attribute.
+        """
         specs = self._row_specs(request)
         return {name: slabs.empty((len(request.ids), *shape), dtype) for name, (dtype, shape) in specs.items()}
 
     def no_rows(self, request: RowRequest) -> dict[str, Array]:
-        """Read-only arrays with the dtypes and shapes of ``new_rows`` that take no memory."""
+        """Return read-only arrays that have the dtypes and shapes of ``new_rows``, but take no memory."""
         specs = self._row_specs(request)
         return {name: blank_rows(len(request.ids), *spec) for name, spec in specs.items()}
 
@@ -136,7 +148,8 @@ class LocalGraph:
         return {name: row_spec(self.store, request.of, name) for name in request.attrs}
 
     def fill(self, of: AnyType, out: Mapping[str, Array], placed: Mapping[int, RowPlacement]) -> None:
-        """Copy rows of parts on this host into the columns ``out`` [n, …].
+        """Copy rows of parts on this host into the arrays ``out`` [n, …]. ``placed``: for each part, its rows and their
+        positions in ``out``.
 
         Raises ``PartitionError`` for a part that is not on this host.
         """
@@ -155,7 +168,9 @@ class LocalGraph:
                     put_rows(_column(table, name), rows, values)
 
     def by_part(self, of: AnyType, ids: Ids) -> Mapping[int, RowPlacement]:
-        """Rows of nodes or edges by part, including replicas of topology. Raises ``PartitionError``."""
+        """Group ids by part, including parts of which only the topology is on this host. Raises ``PartitionError`` for
+        other parts.
+        """
         return self._by_part(of, ids, self._topology)
 
     def _by_part(self, of: AnyType, ids: Ids, of_part: Array) -> Mapping[int, RowPlacement]:
@@ -172,7 +187,7 @@ class LocalGraph:
 
 
 def _ends(part: Part, edge_type: EdgeType) -> tuple[NodePart, EdgePart]:
-    """The target nodes and the edges of one edge type."""
+    """Return the target nodes and the edges of an edge type in a part."""
     return part.nodes[edge_type[2]], part.edges[edge_type]
 
 
@@ -185,7 +200,7 @@ def _column(table: NodePart | EdgePart, name: str) -> Array:
 
 
 def _codes_of(parts: Collection[int], num_parts: int) -> Array:
-    """The ``of_part`` argument of ``locate`` for these parts."""
+    """Return the argument ``of_part`` of ``locate`` that finds only rows of these parts."""
     codes = [part if part in parts else -1 for part in range(num_parts)]
     return read_only(np.array([-1, *codes, -1], np.int32))
 
@@ -195,7 +210,7 @@ def _table(part: Part, of: AnyType) -> NodePart | EdgePart:
 
 
 def _in_degree(part: Part, of: AnyType, rows: Ids) -> Ids:
-    """Number of in-edges over all edge types, int64 [n]."""
+    """Return the in-degree of each node, summed over all edge types that end at it: int64 [n]."""
     degree = np.zeros(len(rows), np.int64)
     for edge_type, edges in part.edges.items():
         if edge_type[2] == of:

@@ -1,7 +1,8 @@
-"""Samples many hops: from seeds to the ids and edges of one batch.
+"""Samples all hops of a batch: from seeds to the ids and edges of a subgraph.
 
-A node is requested once per edge type, where it first appears. A smaller fanout is a prefix of a larger one, so the
-blocks of later hops are cut from the same answer. Nodes are requested again only if a later hop has a larger fanout.
+The neighbours of a node are requested once per edge type, when the node first appears. The neighbours drawn with a
+smaller fanout are the first of those drawn with a larger one, so the blocks of later hops are cut from the same answer.
+The neighbours of a node are requested again only if a later hop has a larger fanout.
 """
 
 from __future__ import annotations
@@ -38,13 +39,13 @@ def sample_multi_hop(
 ) -> SampledSubgraph:
     """Sample a subgraph around ``seeds``.
 
-    Each hop is one call for all edge types. New nodes are numbered edge type by edge type, in the schema's order.
-    ``tables`` are clean again after the call.
+    Each hop is one call of ``graph.sample_hops`` for all edge types. New nodes are numbered edge type by edge type, in
+    the schema's order. ``tables`` are all zeros before and after the call.
 
     Raises:
-        ServiceError: An owner does not answer.
+        ServiceError: A host that is needed does not answer.
         DataError: A seed is not a node, or a weight is negative or not finite.
-        SettingsError: See ``check_settings``; also for temporal seeds without times.
+        SettingsError: The settings do not fit the graph (``check_settings``), or temporal seeds have no times.
     """
     check_settings(schema, settings)
     _check_seeds(schema, seeds, settings)
@@ -58,10 +59,11 @@ def sample_multi_hop(
 
 
 def cut_block(subgraph: SampledSubgraph, edge_type: EdgeType, hop: int) -> tuple[Positions, Positions, int]:
-    """CSR (indptr, indices, num_src) of one hop by one edge type, in int32 batch positions.
+    """Return the edges of one type that one hop uses, as CSR: (indptr, indices, number of sources), in int32 batch
+    positions.
 
-    Targets are all nodes of their type known before the hop, with their first ``fanouts[hop]`` edges. Sources are the
-    nodes known after the hop. For an induced subgraph each block is the whole subgraph.
+    Targets are all nodes of the target type known before the hop, with the first ``fanouts[hop]`` edges of each.
+    Sources are the nodes known after the hop. In an induced subgraph, the block of every hop is the whole subgraph.
     """
     edges = subgraph.edges[edge_type]
     src_per_hop, dst_per_hop = (subgraph.nodes[of].per_hop for of in (edge_type[0], edge_type[2]))
@@ -123,7 +125,7 @@ class _SubgraphGrowth:
         self._close_level()
 
     def grow(self, graph: GraphAccess, hop: int) -> None:
-        """Request the neighbours of one hop and add them."""
+        """Request the neighbours of one hop, and add the answers to the subgraph."""
         queries = [query for of in self._edges if (query := self._query(of, hop))]
         trees = [self._nodes[q.edge_type[2]].trees_since(q.first) for q in queries]
         samples = graph.sample_hops([self._request(q, t) for q, t in zip(queries, trees, strict=True)])
@@ -229,7 +231,7 @@ class _EdgeGrowth:
         self._per_hop = [0] * len(fanouts)
 
     def add(self, query: _HopQuery, hop: int, sample: HopSample, local: Positions) -> None:
-        """Add an answer; ``local`` are the batch positions of its sources."""
+        """Add an answer to the subgraph. ``local``: the batch positions of the answer's sources."""
         known = self._whole if query.whole else self._drawn
         self._requested_again |= query.whole or query.first < len(known.count)
         begins = self._num_edges + np.cumsum(sample.counts, dtype=np.int64) - sample.counts
@@ -265,7 +267,7 @@ _NO_ROWS = EdgeRanges(np.empty(0, np.int64), np.empty(0, np.int32))
 
 
 def _padded(rows: EdgeRanges, num_targets: int) -> EdgeRanges:
-    """The first ``num_targets`` rows; rows that were not requested are empty."""
+    """Return the edge ranges of the first ``num_targets`` nodes. Nodes that were not requested have an empty range."""
     missing = max(0, num_targets - len(rows.count))
     if missing == 0:
         return EdgeRanges(rows.begin[:num_targets], rows.count[:num_targets])
@@ -276,9 +278,10 @@ def _padded(rows: EdgeRanges, num_targets: int) -> EdgeRanges:
 
 
 def _first_lacking(fanouts: Sequence[int], hop: int) -> int:
-    """The first level whose nodes need more neighbours for this hop than they have; all later levels do too.
+    """Return the first level (nodes first met at the same hop) whose nodes have fewer neighbours than ``hop`` needs.
+    All later levels also have too few.
 
-    A hop needs its fanout of neighbours for all nodes known before it: level 0 to its own level.
+    A hop needs ``fanouts[hop]`` neighbours of each node that was met before it.
     """
     for earlier in reversed(range(hop)):
         if fanouts[earlier] < 0 or 0 <= fanouts[hop] <= fanouts[earlier]:
@@ -287,7 +290,9 @@ def _first_lacking(fanouts: Sequence[int], hop: int) -> int:
 
 
 def _shuffle_of(fanouts: Sequence[int], hop: int, level: int) -> int:
-    """The largest fanout that may use a prefix of this hop's picks: of a later hop, or of a node requested again."""
+    """Return the largest fanout that may use the first picks of this hop again, in a later hop or for a node requested
+    again.
+    """
     others = fanouts if level < hop else fanouts[hop + 1 :]
     return max((fanout for fanout in others if fanout >= 0), default=0)
 
@@ -297,12 +302,14 @@ def _mixed(fanouts: Sequence[int]) -> bool:
 
 
 def _only(fanouts: Sequence[int], whole: bool) -> tuple[int, ...]:
-    """Fanouts of the hops that take whole rows, or of those that draw; 0 for the others."""
+    """Keep the fanouts of the hops that take all neighbours (``whole``), or else of the hops that draw. The other
+    fanouts become 0.
+    """
     return tuple(fanout if (fanout < 0) == whole else 0 for fanout in fanouts)
 
 
 def _tree_keys(seeds: SeedSet) -> Ids:
-    """Key of each tree's draws, by default the tree's number: int64 [trees]."""
+    """Return the number that enters the key of each tree's draws, by default the number of the tree: int64 [trees]."""
     count = np.arange(sum(map(len, seeds.nodes.values())))
     starts = np.cumsum([0, *map(len, seeds.nodes.values())])
     pieces = [
@@ -313,5 +320,5 @@ def _tree_keys(seeds: SeedSet) -> Ids:
 
 
 def _tree_times(seeds: SeedSet) -> Ids:
-    """The latest time of each tree: int64 [trees]."""
+    """Return the latest time that an edge of each tree may have: int64 [trees]."""
     return np.concatenate([np.empty(0, np.int64), *(seeds.times[of] for of in seeds.nodes)], dtype=np.int64)

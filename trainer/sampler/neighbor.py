@@ -1,4 +1,4 @@
-"""Draws neighbours of nodes of one part; chooses the kernel for each row of in-edges."""
+"""Draws neighbours of nodes of one part. Nodes with conditions on their edges use a slower kernel than others."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ MOST_EDGES = 1 << 28  #: largest number of edges in one answer, limited by the a
 
 
 def sample_rows(nodes: NodePart, edges: EdgePart, request: HopRequest, num_sources: int) -> HopSample:
-    """Return the edges that ``request`` asks for; its nodes must belong to the part.
+    """Return the edges that ``request`` asks for. All nodes of the request must belong to this part.
 
-    Raises ``DataError`` for a weight that is negative or not finite, and ``PartitionError`` for an attribute that is
-    missing or of the wrong kind, and for more than ``MOST_EDGES`` edges.
+    Raises ``DataError`` for a weight that is negative or not finite, and ``PartitionError`` for more than
+    ``MOST_EDGES`` edges and for an attribute that is missing or not usable as weight or time.
     """
     if request.bound is not None or request.weight is not None or request.sources is not None:
         return _conditional(nodes, edges, request, num_sources)
@@ -81,7 +81,7 @@ def _conditional(nodes: NodePart, edges: EdgePart, request: HopRequest, num_sour
 
 
 def _edge_dtype(edges: EdgePart) -> type[np.int32] | type[np.int64]:
-    """Dtype of global edge ids: the narrowest that holds all ids of the part."""
+    """Return the narrowest dtype that holds all global edge ids of the part."""
     return np.int32 if edges.start + edges.num_edges < 2**31 else np.int64
 
 
@@ -135,7 +135,9 @@ def _weights(edges: EdgePart, request: HopRequest) -> Array:
 
 
 def _excluded(request: HopRequest) -> tuple[Ids, Ids, Ids]:
-    """Excluded sources sorted by target, and the range of each row's."""
+    """Return the sources of the excluded edges sorted by target, and the begin and end of each requested node's
+    range.
+    """
     if request.exclude is None:
         return (np.empty(0, np.int64),) * 3
     targets, sources = request.exclude
@@ -145,7 +147,9 @@ def _excluded(request: HopRequest) -> tuple[Ids, Ids, Ids]:
 
 
 def _allowed(request: HopRequest, num_sources: int) -> Array:
-    """One bit per source node; memory pages without an allowed source stay unallocated."""
+    """Return a bit array with one bit per source node, set for ``request.sources``; empty if all sources are allowed.
+    Memory pages without a set bit stay unallocated.
+    """
     if request.sources is None:
         return np.empty(0, np.uint8)
     bits = np.zeros(num_sources // 8 + 1, np.uint8)

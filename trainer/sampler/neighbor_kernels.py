@@ -1,6 +1,6 @@
-"""Numba kernels for sampling and relabelling. They release the GIL and work on arrays of the caller.
+"""Numba kernels for sampling and relabelling. They release the GIL, and write results into arrays of the caller.
 
-``nodes`` are global ids; minus ``first_node``, the first id of the part, they are rows of the part's CSC arrays.
+``nodes`` are global ids. A global id minus ``first_node``, the first id of the part, is a row of the part's CSC arrays.
 """
 
 from __future__ import annotations
@@ -51,7 +51,9 @@ _ROWS_AHEAD = 16  #: number of rows by which indptr and orig_id are prefetched
 
 @_jit
 def count_picks(indptr: Any, nodes: Any, first_node: int, fanout: int, replace: bool, counts: Any) -> int:
-    """Fill ``counts`` int32 [n] with the number of neighbours to draw per node; return the longest row's length."""
+    """Fill ``counts`` int32 [n] with the number of neighbours to draw per node; return the largest degree of
+    the nodes.
+    """
     longest = 0
     for i in range(len(nodes)):
         row = nodes[i] - first_node
@@ -69,13 +71,14 @@ def draw_edges(
     indptr: Any, indices: Any, nodes: Any, first_node: int, orig_id: Any, trees: Any, counts: Any, replace: bool,
     fanout: int, shuffle: int, key: Any, longest: int, first_edge: int, src: Any, edge: Any,
 ) -> None:  # fmt: skip
-    """Fill ``src`` [counts.sum()] with drawn sources of ``nodes``, and ``edge``, unless empty, with edge ids.
+    """Draw in-edges of ``nodes``. Fills ``src`` [counts.sum()] with their sources and, unless it is empty, ``edge``
+    with their ids.
 
-    Without replacement, the picks of a row are the first ``counts[i]`` steps of one Fisher-Yates shuffle of its edges,
-    so that fewer picks are a prefix of more. Of a row that is taken whole only the first ``shuffle`` places are
-    shuffled. ``trees`` int64 [n] is empty unless disjoint.
+    Without replacement, the picks of a node are the first ``counts[i]`` places of a Fisher-Yates shuffle of its edges,
+    so fewer picks are the first of more picks. If all edges of a node are taken, only the first ``shuffle`` places are
+    shuffled. ``trees`` int64 [n] is the number that enters the keys of disjoint sampling; empty if not disjoint.
 
-    Several hundred slots are drawn before they are read, so that their cache lines are prefetched.
+    Several hundred slots are drawn before any of them is read, so that their cache lines are prefetched.
     """
     slots = np.empty(_AT_ONCE + (max(longest, fanout) if replace else longest), np.int64)
     order, moved = np.empty(longest, np.int32), np.empty(longest, np.int32)
@@ -117,7 +120,8 @@ def draw_edges(
 
 @_jit
 def _shuffle(picks: Any, begin: int, degree: int, steps: int, drawn: Any, order: Any, moved: Any) -> None:
-    """The first ``len(picks)`` of begin, begin + 1, … after that many steps of a Fisher-Yates shuffle.
+    """Fill ``picks`` with the first places of the list begin, begin + 1, … after ``steps`` steps of a Fisher-Yates
+    shuffle.
 
     ``order`` int32 holds 0, 1, 2, … before and after the call.
     """
@@ -134,7 +138,7 @@ def _shuffle(picks: Any, begin: int, degree: int, steps: int, drawn: Any, order:
 
 @_jit
 def _shuffle_listed(picks: Any, begin: int, degree: int, drawn: Any, where: Any, what: Any) -> None:
-    """The same shuffle, storing only the displaced places instead of the whole row."""
+    """As ``_shuffle``, with one step per pick, but store only the displaced places instead of the whole list."""
     for j in range(len(picks)):
         other = j + draw(drawn, j, degree - j)
         chosen, here = other, j
@@ -152,9 +156,10 @@ def _shuffle_listed(picks: Any, begin: int, degree: int, drawn: Any, where: Any,
 
 @_jit
 def relabel(src: Any, table: Any, first_new: int, local: Any, new: Any) -> int:
-    """Map global ids to batch positions, numbering new ids consecutively; return the number of new ids.
+    """Map global ids to batch positions, numbering new ids from ``first_new`` on; return the number of new ids.
 
-    ``table`` int32 [num_nodes] holds position + 1, 0 for new ids. Fills ``local`` int32 [len(src)] and ``new``.
+    ``table`` int32 [num_nodes] holds position + 1 for each known id, and 0 for others. Fills ``local`` int32 [len(src)]
+    with the positions and the beginning of ``new`` with the new ids.
     """
     found = 0
     for i in range(len(src)):
@@ -172,7 +177,7 @@ def relabel(src: Any, table: Any, first_new: int, local: Any, new: Any) -> int:
 
 @_jit
 def enter_seeds(seeds: Any, table: Any) -> None:
-    """Enter each seed with its position; a repeated seed keeps its first position."""
+    """Enter the index of each seed into ``table`` as its position; a repeated seed keeps its first position."""
     for i in range(len(seeds)):
         if table[seeds[i]] == 0:
             table[seeds[i]] = i + 1
@@ -180,7 +185,7 @@ def enter_seeds(seeds: Any, table: Any) -> None:
 
 @_jit
 def forget(nodes: Any, table: Any) -> None:
-    """Reset the entries of ``nodes`` to 0."""
+    """Reset the entries of ``nodes`` in ``table`` to 0."""
     for i in range(len(nodes)):
         if i + _IDS_AHEAD < len(nodes):
             prefetch(table, nodes[i + _IDS_AHEAD])
@@ -189,9 +194,10 @@ def forget(nodes: Any, table: Any) -> None:
 
 @_jit
 def find_edges(indptr: Any, indices: Any, rows: Any, sources: Any, order: Any, found: Any) -> None:
-    """Set ``found[order[i]]`` if row ``rows[i]`` has ``sources[i]``. Pairs are sorted by (row, source).
+    """Set ``found[order[i]]`` if node ``rows[i]`` of the part has an in-edge from ``sources[i]``. The pairs
+    (``rows[i]``, ``sources[i]``) must be sorted.
 
-    Each row is read once, however many pairs refer to it.
+    The edges of a node are read once, however many pairs refer to the node.
     """
     begin = 0
     while begin < len(rows):
@@ -208,7 +214,9 @@ def find_edges(indptr: Any, indices: Any, rows: Any, sources: Any, order: Any, f
 
 @_jit
 def first_at_least(values: Any, low: int, high: int, wanted: int) -> int:
-    """First index in ``values[low:high]``, ascending, with a value of at least ``wanted``, else ``high``."""
+    """Return the first index in the ascending ``values[low:high]`` whose value is at least ``wanted``, or ``high`` if
+    there is none.
+    """
     while low < high:
         middle = (low + high) >> 1
         if values[middle] < wanted:
@@ -220,7 +228,9 @@ def first_at_least(values: Any, low: int, high: int, wanted: int) -> int:
 
 @_jit
 def block_rows(row_begin: Any, row_count: Any, fanout: int, edges: Any, indptr: Any) -> Any:
-    """CSR of the first ``fanout`` (-1: all) edges of every row. Fills ``indptr`` and returns the indices."""
+    """Make a CSR of the first ``fanout`` edges of every row (-1: of all edges). Fills ``indptr`` and returns the
+    indices.
+    """
     total = 0
     for i in range(len(row_begin)):
         indptr[i] = total
@@ -236,7 +246,9 @@ def block_rows(row_begin: Any, row_count: Any, fanout: int, edges: Any, indptr: 
 
 @_jit
 def write_ends(src: Any, counts: Any, ends: Any) -> None:
-    """Fill ``ends`` [2, e] with source and target of each edge. Edges are grouped by target; ``counts`` per target."""
+    """Fill ``ends`` [2, e] with the source and the target of each edge. Edges are grouped by target; ``counts`` is the
+    number of edges of each target.
+    """
     cursor = 0
     for target in range(len(counts)):
         for _ in range(counts[target]):
@@ -247,7 +259,9 @@ def write_ends(src: Any, counts: Any, ends: Any) -> None:
 
 @_jit
 def scatter_runs(values: Any, counts: Any, positions: Any, begins: Any, out: Any) -> None:
-    """Copy run k of ``values``, of length ``counts[k]``, to ``out[begins[positions[k]]:]``."""
+    """Cut ``values`` into consecutive runs of ``counts[k]`` values, and copy run k to ``out`` from
+    ``begins[positions[k]]`` on.
+    """
     cursor = 0
     for k in range(len(positions)):
         begin = begins[positions[k]]
@@ -258,7 +272,9 @@ def scatter_runs(values: Any, counts: Any, positions: Any, begins: Any, out: Any
 
 @_jit
 def take_numbers(source: Any, rows: Any, positions: Any, out: Any) -> None:
-    """``out[positions[i]] = source[rows[i]]`` for 1-d arrays; ``out`` may be a wider integer type than ``source``."""
+    """Set ``out[positions[i]] = source[rows[i]]`` for 1-d arrays; ``out`` may be a wider integer type than
+    ``source``.
+    """
     last = len(rows) - 1
     for i in range(len(rows)):
         prefetch(source, np.int64(rows[min(i + _IDS_AHEAD, last)]))
@@ -267,7 +283,7 @@ def take_numbers(source: Any, rows: Any, positions: Any, out: Any) -> None:
 
 @_jit
 def take_rows(source: Any, rows: Any, positions: Any, out: Any) -> None:
-    """``out[positions[i]] = source[rows[i]]`` for 2-d arrays of one dtype."""
+    """Set ``out[positions[i]] = source[rows[i]]`` for 2-d arrays of one dtype."""
     for i in range(len(rows)):
         row, position = rows[i], positions[i]
         for j in range(source.shape[1]):

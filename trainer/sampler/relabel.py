@@ -1,7 +1,7 @@
 """Maps global ids to batch positions, numbered in the order in which sampling first meets the nodes.
 
-Uses a ``DirectTable`` or ``HashTable`` by the number of nodes; for disjoint sampling a hash table of (node, tree)
-pairs. A table belongs to one thread and is reused; between batches it is all zeros.
+Uses a ``DirectTable`` for few nodes and a ``HashTable`` for many, and for disjoint sampling a hash table of (node,
+tree) pairs. The first two kinds of table are reused by one thread, and are all zeros between batches.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ _jit = njit(boundscheck=False)
 
 
 class PositionTable(Protocol):
-    """Batch positions of the nodes of one type."""
+    """A mapping of global ids of one node type to batch positions."""
 
     def enter(self, seeds: Ids) -> None:
         """Enter each seed with its index as position; a repeated seed keeps its first position."""
@@ -52,19 +52,21 @@ class PositionTable(Protocol):
         """
 
     def clean(self, chunks: Sequence[Ids]) -> None:
-        """Reset the table to zeros. ``chunks`` hold all ids entered since the last reset."""
+        """Reset the table to zeros. ``chunks``: arrays that contain all ids entered since the last reset."""
 
     def holds_any(self) -> bool:
         """Whether the table is not all zeros."""
 
 
 def make_table(num_nodes: int, most_direct: int = MOST_DIRECT) -> PositionTable:
-    """Return the kind of table for a type with this number of nodes."""
+    """Return an empty table for a node type of ``num_nodes`` nodes."""
     return HashTable() if most_direct < num_nodes <= MOST_HASHED else DirectTable(num_nodes)
 
 
 class DirectTable:
-    """A table with an entry for every node. Memory: up to 4 bytes per node, allocated as batches touch it."""
+    """A table with an entry for every node of the type. Memory: up to 4 bytes per node, allocated as batches
+    touch it.
+    """
 
     def __init__(self, num_nodes: int):
         self._table: npt.NDArray[np.int32] = np.zeros(num_nodes, np.int32)  #: position + 1, 0 for unseen
@@ -77,7 +79,7 @@ class DirectTable:
         return found
 
     def clean(self, chunks: Sequence[Ids]) -> None:
-        """Reset all entries if most cache lines hold an entered id, else only the entered ids."""
+        """Reset the whole table if the entered ids are in most of its cache lines, else only the entered ids."""
         if sum(map(len, chunks)) * _CLOSE > len(self._table):
             self._table.fill(0)
             return
@@ -89,10 +91,11 @@ class DirectTable:
 
 
 class HashTable:
-    """Open addressing with linear probing, at most half full. Grows to the size that the largest batch needed and stays
-    there.
+    """A hash table with open addressing and linear probing, at most half full. Grows as batches need it, and never
+    shrinks.
 
-    An entry is ``id << 32 | position + 1``, 0 in a free slot. Memory: 16 to 32 bytes per node of that batch.
+    An entry is ``id << 32 | position + 1``, 0 in a free slot. Memory: 16 to 32 bytes per node of the largest batch so
+    far.
     """
 
     def __init__(self) -> None:
@@ -137,14 +140,14 @@ class HashTable:
 
 
 def free_slots(bits: int) -> npt.NDArray[np.uint64]:
-    """An empty hash table with ``2**bits`` slots."""
+    """Return an empty hash table with ``2**bits`` slots."""
     return np.zeros(1 << bits, np.uint64)
 
 
 @_jit
 def _relabel(src: Any, begin: int, slots: Any, first_new: int, room: int, local: Any, new: Any) -> Any:
-    """As ``PositionTable.relabel``, from ``src[begin]`` until ``room`` ids were new; returns (where it stopped, new
-    ids).
+    """Do as ``PositionTable.relabel`` from ``src[begin]`` on, but stop after ``room`` new ids. Returns the index where
+    it stopped and the number of new ids.
     """
     shift, last = shift_of(slots), len(src) - 1
     found, i = 0, begin
@@ -181,7 +184,7 @@ def _copy(slots: Any, larger: Any) -> None:
 
 @_jit
 def slot_of(node: Any, slots: Any, shift: Any) -> Any:
-    """Slot of the node, or the free slot where it would be entered."""
+    """Return the slot that holds the node, or the free slot to enter it into."""
     slot, mask = _home(node, shift), len(slots) - 1
     while (slots[slot] != _EMPTY) & (slots[slot] >> _S32 != np.uint64(node)):
         slot = (slot + 1) & mask
@@ -190,13 +193,13 @@ def slot_of(node: Any, slots: Any, shift: Any) -> Any:
 
 @_jit
 def _home(node: Any, shift: Any) -> Any:
-    """First slot of the search for a node: the highest bits of its product with the golden ratio."""
+    """Return the slot where the search for a node begins: the highest bits of its product with the golden ratio."""
     return np.int64((np.uint64(node) * GOLDEN) >> shift)
 
 
 @_jit
 def shift_of(slots: Any) -> Any:
-    """Right shift that reduces 64 bits to a slot number."""
+    """Return by how many bits a 64-bit hash must be shifted right to give a slot number of this table."""
     bits = 0
     while (1 << bits) < len(slots):
         bits += 1
@@ -208,12 +211,12 @@ TreePairs = npt.NDArray[np.int64]
 
 
 def _empty_pairs(room: int) -> TreePairs:
-    """An empty set for ``room`` pairs, which fill it at most half."""
+    """Return an empty hash table of (node, tree) pairs that ``room`` pairs fill at most half."""
     return np.zeros(2 << max(2 * room, 1).bit_length(), np.int64)
 
 
 def _pairs_with_room(pairs: TreePairs, used: int, more: int) -> TreePairs:
-    """Return the set, or a larger copy if ``more`` pairs do not fit besides the ``used`` ones."""
+    """Return ``pairs``, which holds ``used`` pairs, or a larger copy if ``more`` further pairs do not fit."""
     if len(pairs) >= 4 * (used + more):
         return pairs
     larger = _empty_pairs(used + more)
@@ -225,11 +228,12 @@ def _pairs_with_room(pairs: TreePairs, used: int, more: int) -> TreePairs:
 def _relabel_pairs(
     src: Any, counts: Any, trees: Any, pairs: Any, first_new: int, local: Any, new: Any, new_trees: Any
 ) -> int:  # fmt: skip
-    """Map (tree of the row, global id) to batch positions, numbering new pairs consecutively; return the number of new
+    """Map (node, tree) pairs to batch positions, numbering new pairs from ``first_new`` on; return the number of new
     pairs.
 
-    Row i has ``counts[i]`` entries of ``src`` and belongs to ``trees[i]``. Fills ``local`` int32 [len(src)], ``new``
-    and ``new_trees``.
+    ``src`` holds global ids of nodes: first ``counts[0]`` nodes of tree ``trees[0]``, then ``counts[1]`` nodes of
+    ``trees[1]``, and so on. Fills ``local`` int32 [len(src)] with positions, and the beginning of ``new`` and
+    ``new_trees`` with the new pairs.
     """
     found = 0
     cursor = 0
@@ -262,7 +266,7 @@ def _copy_pairs(pairs: Any, larger: Any) -> None:
 
 @_jit
 def _pair_slot_of(pairs: Any, node: Any, tree: Any) -> Any:
-    """Slot of the pair, or the free slot where it would be entered."""
+    """Return the slot that holds the pair, or the free slot to enter it into."""
     mask = (len(pairs) >> 1) - 1
     slot = np.int64(mix(np.uint64(node) ^ (np.uint64(tree) << np.uint64(40))) & np.uint64(mask))
     while True:
@@ -273,16 +277,16 @@ def _pair_slot_of(pairs: Any, node: Any, tree: Any) -> Any:
 
 
 class RelabelTables:
-    """Tables from global id to batch position, one per node type. For one thread; clean between batches."""
+    """Tables from global id to batch position, one per node type. For use by one thread; all zeros between batches."""
 
     def __init__(self, schema: GraphSchema, most_direct: int = MOST_DIRECT):
-        """``most_direct``: largest number of nodes of a type for a ``DirectTable``."""
+        """``most_direct``: a type with more nodes than this uses a ``HashTable``, others a ``DirectTable``."""
         self._sizes: Mapping[NodeType, int] = {of: spec.num_nodes for of, spec in schema.nodes.items()}
         self._tables: dict[NodeType, PositionTable] = {}
         self._most_direct = most_direct
 
     def table(self, of: NodeType) -> PositionTable:
-        """The table of one type, created on first use."""
+        """Return the table of one type; it is created on first use."""
         if of not in self._tables:
             self._tables[of] = make_table(self._sizes[of], self._most_direct)
         return self._tables[of]
@@ -298,12 +302,14 @@ class NodeGrowth:
         self.level_starts = [0]  #: position of the first node of each hop, seeds first; the last hop is still growing
 
     def enter(self, seeds: Ids, _first_tree: int) -> None:
-        """Add the seeds; a repeated seed has the position of its first occurrence."""
+        """Add the seeds. A repeated seed keeps the position of its first occurrence."""
         self._add_chunk(seeds)
         self._tables.table(self._of).enter(seeds)
 
     def meet(self, src: Array, _counts: Positions, _trees: Positions | None) -> Positions:
-        """Return the positions of ``src`` (int32); new nodes are appended."""
+        """Return the batch positions of the nodes ``src`` (int32). Nodes that are not in the subgraph yet are appended
+        to it.
+        """
         local = np.empty(len(src), np.int32)
         new = slabs.empty(len(src), np.int64)
         found = self._tables.table(self._of).relabel(src, self._count, local, new)
@@ -311,19 +317,19 @@ class NodeGrowth:
         return local
 
     def close_level(self) -> None:
-        """End the current hop; nodes added from now on belong to the next one."""
+        """End the current hop. Nodes added from now on belong to the next hop."""
         self.level_starts.append(self._count)
 
     def since(self, first: int) -> Ids:
-        """Global ids of the nodes from position ``first`` on, which must be the start of a hop."""
+        """Return the global ids of the nodes from position ``first`` on. A hop must begin at this position."""
         return _from(self._ids, first, np.int64)
 
     def trees_since(self, _first: int) -> Positions | None:
-        """Trees of these nodes, when disjoint."""
+        """Return the trees of the nodes from position ``first`` on; None if sampling is not disjoint."""
         return None
 
     def clean(self) -> None:
-        """Reset the table to zeros."""
+        """Reset the relabel table of this type to zeros."""
         self._tables.table(self._of).clean(self._ids)
 
     def finish(self) -> NodeSet:
@@ -363,11 +369,11 @@ class TreeGrowth(NodeGrowth):
         return _from(self._trees, first, np.int32)
 
     def clean(self) -> None:
-        """Nothing to do: the pairs are not reused."""
+        """Do nothing: the hash table of pairs is not reused."""
 
 
 def _from(chunks: list[Array], first: int, dtype: type) -> Array:
-    """Concatenate the chunks from position ``first`` on, which must be the start of a chunk."""
+    """Concatenate the chunks from position ``first`` on. A chunk must begin at this position."""
     begins = np.cumsum([0, *map(len, chunks)])
     rest = [chunk for chunk, begin in zip(chunks, begins, strict=False) if begin >= first]
     return rest[0] if len(rest) == 1 else np.concatenate([np.empty(0, dtype), *rest])

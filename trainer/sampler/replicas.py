@@ -1,4 +1,6 @@
-"""Chooses the host that answers for each part: its first reachable holder. Detects when lost hosts return."""
+"""Chooses the host that answers for each part: the first reachable host that has the part. Detects when lost hosts
+return.
+"""
 
 from __future__ import annotations
 
@@ -22,13 +24,15 @@ _POLL = 0.05  #: seconds between checks while waiting
 
 
 class PendingAnswer(Protocol):
-    """An answer in flight. ``result`` waits ``timeout`` seconds, by default until the client's deadline."""
+    """An answer that has not arrived yet. ``result`` waits ``timeout`` seconds, by default until the client's
+    deadline.
+    """
 
     def result(self, timeout: float | None = None) -> Any: ...
 
 
 class RemoteHost(Protocol):
-    """The methods of ``service.client.HostClient`` that routing needs."""
+    """A client of another host: the methods of ``service.client.HostClient`` that ``DistGraph`` uses."""
 
     @property
     def part_ids(self) -> Sequence[int]: ...
@@ -48,10 +52,11 @@ class RemoteHost(Protocol):
 
 
 class PartHolders:
-    """The hosts of all parts, and which hosts are lost. Thread-safe.
+    """The holders of each part (hosts that have it), and which hosts are lost. Thread-safe.
 
-    Own parts are answered by this process. The holders of another part are ordered by part number and ``turn``, so that
-    different nodes prefer different holders. Lost hosts are probed repeatedly and used again once they answer.
+    This process itself answers for its own parts. The holders of another part are tried in an order that depends on the
+    part number and on ``turn``, so that different nodes prefer different holders. Lost hosts are probed repeatedly, and
+    used again once they answer.
     """
 
     def __init__(
@@ -65,7 +70,9 @@ class PartHolders:
         self.set_remotes(remotes)
 
     def set_remotes(self, remotes: Mapping[int, RemoteHost]) -> None:
-        """Replace the hosts of future requests. Removed hosts stay known, because requests to them may be in flight."""
+        """Use these clients of the other hosts for future requests. Removed hosts stay known, because requests to them
+        may be in flight.
+        """
         with self._lock:
             self._lost = {
                 host: lost_host for host, lost_host in self._lost.items() if remotes.get(host) is self.remotes[host]
@@ -75,16 +82,18 @@ class PartHolders:
             self._table = self._make_table()
 
     def table(self) -> Array:
-        """The host that answers for each part: int16 [num_parts + 2], part p at index p + 1; both ends are ``NOBODY``.
+        """Return the host that answers for each part: int16 [num_parts + 2], part p at index p + 1; both ends are
+        ``NOBODY``.
 
-        A part whose holders are all lost keeps its first holder. int16 allows numpy's radix sort.
+        If all holders of a part are lost, the table contains its first holder. The dtype is int16 because numpy sorts
+        it by radix sort.
         """
         if self._lost:
             self._check_lost()
         return self._table
 
     def lost_hosts(self) -> frozenset[int]:
-        """The lost hosts, after checking which of them are back."""
+        """Check which lost hosts are back, and return the node ranks of those that are still lost."""
         if self._lost:
             self._check_lost()
         return frozenset(self._lost)
@@ -101,8 +110,8 @@ class PartHolders:
     def wait_for(self, parts: Iterable[int]) -> None:
         """Wait until each of these parts has a reachable holder.
 
-        Raises ``ServiceError`` with the cause for each missing part, ``server_wait`` seconds after its last holder was
-        lost.
+        Raises ``ServiceError`` with the causes if some parts have none ``server_wait`` seconds after they lost their
+        last holder.
         """
         wanted = sorted(set(parts))
         while missing := self._missing(wanted):
@@ -116,7 +125,7 @@ class PartHolders:
         return [part for part in parts if lost.issuperset(self._of_part[part])]
 
     def _lost_since(self, part: int) -> float:
-        """Time at which the last holder of a part was lost."""
+        """Return the time at which the last holder of a part was lost."""
         since = [lost_host.since for host in self._of_part[part] if (lost_host := self._lost.get(host)) is not None]
         return max(since, default=time.monotonic())  # no holder is lost: one has just returned
 
@@ -131,7 +140,9 @@ class PartHolders:
         )
 
     def _check_lost(self) -> None:
-        """Check whether lost hosts are back. Runs in one thread at a time and does not block."""
+        """Mark lost hosts that answer again as reachable. Does not block; returns at once if another thread is
+        checking.
+        """
         if not self._lock.acquire(blocking=False):
             return
         try:
@@ -152,7 +163,7 @@ class PartHolders:
 
 
 class _LostHost:
-    """A host that does not answer, and the probe that waits for it."""
+    """A host that does not answer, and the pending request that shows when it answers again."""
 
     def __init__(self, host: RemoteHost, error: ServiceError):
         self.error, self.since = error, time.monotonic()
@@ -160,7 +171,7 @@ class _LostHost:
         self._probe: PendingAnswer | None = None
 
     def is_back(self) -> bool:
-        """Whether the host has answered; probes at most every ``_RETRY_EVERY`` seconds."""
+        """Return whether the host has answered. Sends at most one probe per ``_RETRY_EVERY`` seconds."""
         if time.monotonic() < self._next_check:
             return False
         try:
@@ -174,7 +185,9 @@ class _LostHost:
 
 
 def _in_turn(part: int, own: Collection[int], remotes: Mapping[int, RemoteHost], turn: int) -> tuple[int, ...]:
-    """The holders of a part in the order they are used: (HERE,) if it is opened, () if it has none."""
+    """Return the holders of a part in the order in which they are tried: only ``HERE`` if this process has opened the
+    part.
+    """
     if part in own:
         return (HERE,)
     holders = [host for host in sorted(remotes) if part in remotes[host].part_ids]

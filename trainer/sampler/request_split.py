@@ -19,10 +19,10 @@ Groups = Mapping[int, Array]  #: host -> int32 positions, ascending
 
 
 class RequestSplit:
-    """Splits the arrays of one call by host.
+    """Splits the arrays of one call by the host that answers for each id.
 
-    Equal cuts of one array are the same object, so that they are sent once. An instance lives as long as the call, so
-    the ``id()`` of an array stays unique.
+    The same cut of the same array is made once and is the same object, so that it is sent once. Arrays are identified
+    by ``id()``, so use an instance only while the arrays of its call exist.
     """
 
     def __init__(self, group: Callable[[AnyType, Ids], Groups]):
@@ -31,14 +31,14 @@ class RequestSplit:
         self._cuts: dict[tuple[int, int], Ids] = {}
 
     def groups(self, of: AnyType, ids: Ids) -> Groups:
-        """Positions of ``ids``, int64 [n], by host."""
+        """Return the positions in ``ids`` (int64 [n]) by the host that answers for the ids there."""
         key = of, id(ids)
         if key not in self._groups:
             self._groups[key] = self._group(of, ids)
         return self._groups[key]
 
     def cut(self, array: Ids, at: Array) -> Ids:
-        """Return ``array[at]``; ``at`` comes from ``groups``."""
+        """Return ``array[at]``; ``at`` must be an array that ``groups`` returned."""
         if len(at) == len(array):
             return array
         key = id(array), id(at)
@@ -47,7 +47,9 @@ class RequestSplit:
         return self._cuts[key]
 
     def hop(self, request: HopRequest, host: int, at: Array) -> HopRequest:
-        """The part of a request that ``host`` needs: its rows, and exclusions of edges it owns."""
+        """Return the share of a request that ``host`` answers: the nodes at the positions ``at``, and the excluded
+        edges that end at nodes of this host.
+        """
         bound = request.bound
         return replace(
             request,
@@ -66,7 +68,7 @@ class RequestSplit:
 
 
 def cut_request(request: HopRequest, at: Array) -> HopRequest:
-    """Restrict a request to the rows at positions ``at``, with their exclusions."""
+    """Restrict a request to the nodes at the positions ``at``, and to the excluded edges that end at these nodes."""
     nodes = request.nodes[at]
     return replace(
         request,
@@ -83,7 +85,9 @@ def _exclusions_of(nodes: Ids, targets: Ids, sources: Ids) -> tuple[Ids, Ids] | 
 
 
 def merge_samples(num_rows: int, answers: Sequence[tuple[Array, HopSample]], with_edge: bool) -> HopSample:
-    """Merge (positions, sample of these positions) pairs into one sample in request order."""
+    """Merge answers for parts of a request into one answer, in request order. ``answers``: (positions in the request,
+    sample).
+    """
     counts = np.zeros(num_rows, np.int32)
     for positions, sample in answers:
         counts[positions] = sample.counts
@@ -108,9 +112,9 @@ EDGES_AT_ONCE = 1 << 22  #: edges per request of an edge list: at most 96 MiB
 
 
 def edge_slice(store: PartStore, part_id: int, edge_type: EdgeType, first: int, count: int) -> EdgeList:
-    """Edges ``first`` to ``first + count`` of a part, by slot.
+    """Return ``count`` edges of a part, from slot ``first`` of the part's edge arrays on.
 
-    Raises ``PartitionError`` for a part that is not open, an unknown type, or slots out of range.
+    Raises ``PartitionError`` for a part that is not open, an unknown edge type, or slots out of range.
     """
     check_type(store, edge_type)
     if part_id not in store.topology:

@@ -1,4 +1,6 @@
-"""Finds the source of each row of a request: an own part, the cache, a held answer, or another host."""
+"""Finds the source of each row of a request: an own part, the cache, an answer held from an earlier batch, or another
+host.
+"""
 
 from __future__ import annotations
 
@@ -24,20 +26,22 @@ _S32, _LOW = np.uint64(32), np.uint64(0xFFFFFFFF)
 
 @dataclass(frozen=True)
 class RowPlacement:
-    """Rows of one source and their positions in the request."""
+    """Which rows of one source to copy, and to which positions of the answer."""
 
     rows: Array  #: int32|int64 [m] row numbers in the source
     at: npt.NDArray[np.int32]  #: int32 [m] positions in the request, ascending
 
     @classmethod
     def in_order(cls, at: npt.NDArray[np.int32]) -> RowPlacement:
-        """For a source that holds exactly these rows, in this order."""
+        """Return the placement that copies all rows of a source, in order, to the positions ``at``."""
         return cls(np.arange(len(at), dtype=np.int32), at)
 
 
 @dataclass(frozen=True)
 class IdIndex:
-    """Hash table from ids to positions in several concatenated arrays. Ids of 2**32 and more are never found."""
+    """A hash table that maps an id to its position in the concatenation of several arrays. Ids of 2**32 and more are
+    never found.
+    """
 
     #: uint64 [a power of two], as in ``HashTable``; holds the position in the concatenated arrays
     slots: npt.NDArray[np.uint64]
@@ -45,7 +49,9 @@ class IdIndex:
 
     @classmethod
     def of(cls, arrays: Sequence[Ids]) -> IdIndex:
-        """Index these arrays. For an id in several arrays the last one counts. The table is a quarter to half full."""
+        """Make an index of these arrays, a quarter to half full. For an id that occurs several times, its last position
+        is found.
+        """
         bits = max(4, int(2 * sum(map(len, arrays))).bit_length())
         return cls(free_slots(bits), cls.ends_of(()))._entered(arrays)
 
@@ -54,7 +60,9 @@ class IdIndex:
         return read_only(np.cumsum([len(ids) for ids in arrays], dtype=np.int64))
 
     def with_more(self, arrays: Sequence[Ids]) -> IdIndex | None:
-        """A copy that also indexes these arrays; None if they do not fit."""
+        """Return a copy of the index that also has the ids of these arrays; None if the table would be more than half
+        full.
+        """
         total = int(self.ends[-1]) if len(self.ends) else 0
         if 2 * (total + sum(map(len, arrays))) > len(self.slots):
             return None
@@ -75,7 +83,9 @@ NO_INDEX = IdIndex(read_only(np.empty(0, np.uint64)), read_only(np.empty(0, np.i
 
 @dataclass(frozen=True)
 class SourceCodes:
-    """Numbers the sources of rows: parts, the cache, held answers, hosts. Negative: no source."""
+    """Numbers for the sources of rows: first the parts, then the cache, held answers and hosts. A negative number is no
+    source.
+    """
 
     num_parts: int
     num_held: int
@@ -92,23 +102,27 @@ class SourceCodes:
         return self.num_parts + 1 + self.num_held
 
     def of_parts(self, hosts: Array, here: int) -> Array:
-        """Source of each part, int32 [num_parts + 2], part p at index p + 1. ``hosts`` is ``PartHolders.table``."""
+        """Return the source of the rows of each part, int32 [num_parts + 2], part p at index p + 1. ``hosts`` is
+        ``PartHolders.table``.
+        """
         codes = hosts.astype(np.int32) + self.first_host
         parts = np.arange(-1, self.num_parts + 1, dtype=np.int32)
         return np.where(hosts == here, parts, np.where(hosts < 0, -1, codes)).astype(np.int32)
 
     def of_hosts(self, hosts: Array) -> Array:
-        """As ``of_parts``, by host only: this host is ``first_host``, node rank 0 the code after it, and so on."""
+        """Return the host of the rows of each part, like ``of_parts``: ``first_host`` for this host, ``first_host + 1``
+        for node rank 0, and so on.
+        """
         return np.where(hosts < -1, -1, hosts.astype(np.int32) + self.first_host + 1).astype(np.int32)
 
 
 def locate(
     ids: Ids, offsets: Ids, of_part: Array, codes: SourceCodes, slots: Array | None = None, held: IdIndex = NO_INDEX
 ) -> tuple[int, Mapping[int, RowPlacement]]:
-    """Return (-1, rows by source), or (position of an id outside all parts, {}).
+    """Find the source of each row. Returns (-1, rows by source), or (position of an id outside all parts, {}).
 
-    ``ids``: int64 [n]. Row numbers refer to the part, the cache or the held answer; for another host they count the
-    rows requested from it. ``slots`` of the cache apply only to ids of other hosts.
+    ``ids``: int64 [n]. The row numbers in the result are those in the part, the cache or the held answer; rows to be
+    requested from another host are numbered from 0. ``slots`` and ``held`` are used only for ids of other hosts.
     """
     wide = offsets[-1] >= 2**31  # a part may then have more rows than int32 can count
     source, row = np.empty(len(ids), np.int16), np.empty(len(ids), np.int64 if wide else np.int32)
@@ -133,7 +147,7 @@ def locate(
 
 
 def put_rows(source: Array, placed: RowPlacement, out: Array) -> None:
-    """``out[at] = source[rows]``; both have the same dtype, or both are integers."""
+    """Set ``out[placed.at] = source[placed.rows]``. Both arrays have the same dtype, or both are integers."""
     if len(placed.at) == 0:
         return
     if source.dtype != out.dtype:
@@ -147,7 +161,7 @@ def put_rows(source: Array, placed: RowPlacement, out: Array) -> None:
 
 
 def _as_words(array: Array) -> Array:
-    """View as 2-d array of unsigned integers, so that one kernel serves all dtypes of a width."""
+    """View an array as a 2-d array of unsigned integers, so that one kernel serves all dtypes of the same width."""
     dtype = array.dtype
     flat = np.ascontiguousarray(array).reshape(len(array), math.prod(array.shape[1:]))
     return flat.view(np.dtype(f"u{dtype.itemsize}")) if dtype.itemsize in (1, 2, 4, 8) else flat.view(np.uint8)
@@ -188,7 +202,9 @@ def _locate(
 
 @_jit
 def _part_of(offsets: Any, number: int) -> int:
-    """The last part that begins at or before ``number`` (empty parts begin at the same id); -1 before the first."""
+    """Return the last part whose first id is at most ``number`` (an empty part begins where the next one does); -1 if
+    there is none.
+    """
     low, high = 0, len(offsets)
     while low < high:
         middle = (low + high) >> 1
@@ -217,7 +233,7 @@ def _enter(ids: Any, begin: int, held: Any) -> None:
 
 @_jit
 def _find(held: Any, shift: Any, number: Any) -> Any:
-    """Position of ``number``, -1 if it is not in the table."""
+    """Return the position of ``number``, or -1 if it is not in the table."""
     if number >= MOST_HASHED:
         return -1
     return np.int64(held[slot_of(number, held, shift)] & _LOW) - 1

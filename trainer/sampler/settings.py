@@ -1,4 +1,4 @@
-"""Checks sampling settings against a graph."""
+"""Checks that the settings of neighbour sampling fit a graph."""
 
 from __future__ import annotations
 
@@ -82,7 +82,9 @@ def _check_time(schema: GraphSchema, rule: TimeRule) -> None:
 
 
 def _check_source_times(schema: GraphSchema, attr: str) -> None:
-    """Check that edges store their source's time; without it neighbours would silently be unbounded."""
+    """Check that the partition stores the times of source nodes with the edges. Without them, edges of any time would
+    be sampled without an error.
+    """
     for of, spec in schema.edges.items():
         if attr in schema.nodes[of[0]].attrs and attr not in spec.src_times:
             raise SettingsError(
@@ -97,7 +99,9 @@ def _names(specs: Mapping[NodeType, NodeSpec] | Mapping[EdgeType, EdgeSpec]) -> 
 
 
 def bound_here(rule: TimeRule, spec: EdgeSpec) -> bool:
-    """Whether the rule applies to edges of this type; other types have no such time and are not bounded."""
+    """Return whether the time rule restricts edges of this type. Edge types without the time attribute are not
+    restricted.
+    """
     return rule.attr in (spec.src_times if rule.on == "node" else spec.attrs)
 
 
@@ -111,7 +115,9 @@ def check_type(store: PartStore, of: AnyType) -> None:
 
 
 def row_spec(store: PartStore, of: AnyType, name: str) -> tuple[np.dtype[Any], tuple[int, ...]]:
-    """dtype and shape of one row of an attribute. Raises ``PartitionError`` for an unknown attribute."""
+    """Return dtype and shape of an attribute's value for one node or edge. Raises ``PartitionError`` for an unknown
+    attribute.
+    """
     check_type(store, of)
     if name == "orig_id" or (name == "in_degree" and isinstance(of, str)):
         return np.dtype(np.int64), ()
@@ -123,5 +129,5 @@ def row_spec(store: PartStore, of: AnyType, name: str) -> tuple[np.dtype[Any], t
 
 
 def blank_rows(count: int, dtype: np.dtype[Any], shape: tuple[int, ...]) -> Array:
-    """Zeros of ``dtype`` [count, …], read-only, that take no memory."""
+    """Return a read-only array of zeros, ``dtype`` [count, …], that takes no memory."""
     return np.broadcast_to(np.zeros((), dtype), (count, *shape))

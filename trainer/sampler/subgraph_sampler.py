@@ -1,4 +1,4 @@
-"""Samples a batch's subgraph and gathers its rows."""
+"""Makes batches: samples a subgraph around seeds, and gathers the attributes of its nodes and edges."""
 
 from __future__ import annotations
 
@@ -17,14 +17,16 @@ from trainer.sampler.types import GraphAccess, GraphSchema, RowRequest, SampledS
 
 
 class CountedAccess(GraphAccess, Protocol):
-    """A graph that counts what each thread received from other hosts; implemented by ``DistGraph``."""
+    """Access to a graph that counts what each thread received from other hosts; implemented by ``DistGraph``."""
 
     def take_cost(self) -> Cost: ...
 
 
 @dataclass(frozen=True)
 class BatchWork:
-    """All inputs of a batch besides the graph. Every process that does this work makes the same batch."""
+    """Everything that determines a batch, except the graph: every process that executes this work makes the
+    same batch.
+    """
 
     settings: SampleSettings
     seeds: SeedSet
@@ -35,7 +37,7 @@ class BatchWork:
 
 @dataclass(frozen=True)
 class SampledBatch:
-    """Ids and rows of one batch, as numpy arrays."""
+    """The subgraph of a batch and the attributes of its nodes and edges, as numpy arrays."""
 
     subgraph: SampledSubgraph
     rows: Mapping[AnyType, Columns]  #: of every node type, and of every edge type whose edge ids were requested
@@ -59,7 +61,7 @@ class SubgraphSampler:
     _local: threading.local = field(default_factory=threading.local, repr=False)
 
     def sample(self, seeds: SeedSet, key: int) -> SampledBatch:
-        """Sample a subgraph and gather all its rows in one call. Raises ``ServiceError``."""
+        """Sample a subgraph and gather the attributes of its nodes and edges. Raises ``ServiceError``."""
         access = self.access
         access.take_cost()
         began = time.perf_counter()
@@ -79,17 +81,19 @@ class SubgraphSampler:
         return SampledBatch(subgraph, rows, found, sampling + gathering + seconds, kept)
 
     def subgraph(self, seeds: SeedSet, key: int) -> SampledSubgraph:
-        """Sample nodes and edges without rows. Raises ``ServiceError``."""
+        """Sample nodes and edges, without attributes. Raises ``ServiceError``."""
         return self.multi_hop(seeds, self.settings, key)
 
     def requests(self, seeds: SeedSet, key: int) -> list[RowRequest]:
-        """Return the row requests of ``sample``; samples, but gathers no rows. Raises ``ServiceError``."""
+        """Sample a subgraph and return the requests for its attributes that ``sample`` would send. Raises
+        ``ServiceError``.
+        """
         self.access.take_cost()
         subgraph = self.subgraph(seeds, key)
         return [*self._requests(subgraph, self._slots(subgraph)), *self._label_requests(seeds)]
 
     def multi_hop(self, seeds: SeedSet, settings: SampleSettings, key: int) -> SampledSubgraph:
-        """Call ``sample_multi_hop`` on this graph with the tables of this thread."""
+        """Call ``sample_multi_hop`` with the graph of this sampler and the relabel tables of this thread."""
         return sample_multi_hop(self.access, self.schema, seeds, settings, key, self._tables())
 
     def _slots(self, subgraph: SampledSubgraph) -> dict[NodeType, Array]:
@@ -116,5 +120,7 @@ class SubgraphSampler:
 
 
 def _missing(subgraph: SampledSubgraph, kept: Mapping[NodeType, Array]) -> list[RowRequest]:
-    """Requests for the rows of ``x`` that are not on the device."""
+    """Return requests for the rows of ``x`` that are not on the device. ``kept``: each node's slot on the device, -1
+    for none.
+    """
     return [RowRequest(of, subgraph.nodes[of].ids[slots < 0], ("x",)) for of, slots in kept.items()]

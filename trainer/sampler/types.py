@@ -1,7 +1,7 @@
-"""Types that the stages of sampling exchange: requests, hops, seeds, subgraphs.
+"""Data types of sampling: requests to a graph, answers, seeds and subgraphs.
 
-Node ids are global ids of their node type, edge ids global ids of their edge type. Both are contiguous per part, so a
-``PartitionBook`` returns the part of a node or an edge.
+Node ids are global ids of their node type, edge ids are global ids of their edge type. The ids of a part are
+contiguous, so a ``PartitionBook`` can tell the part of a node or an edge from its id.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ class GraphSchema(Protocol):
 
 @dataclass(frozen=True)
 class TimeBound:
-    """Restricts each row to edges that are not later than the row's time."""
+    """Restricts the neighbours of each node to edges that are not later than a time given for this node."""
 
     times: Ids  #: int64 [n] latest time of each row
     attr: str  #: integer attribute
@@ -42,11 +42,12 @@ class TimeBound:
 
 @dataclass(frozen=True)
 class HopRequest:
-    """Requests in-edges of ``nodes`` by one edge type. The answer is a pure function of the fields and the graph.
+    """A request to sample in-edges of ``nodes`` of one edge type. The answer depends only on these fields and the
+    graph.
 
-    Row i draws with a key made of ``key``, the original id of ``nodes[i]`` and, if given, ``trees[i]``. Its candidates
-    are its edges that pass ``bound``, ``exclude`` and ``sources`` and, with ``weight``, have a weight above 0; they are
-    in original edge order.
+    The random numbers for ``nodes[i]`` depend on ``key``, on the node's original id and, if given, on ``trees[i]``.
+    Candidates are the node's edges that ``bound``, ``exclude`` and ``sources`` allow and, with ``weight``, have a
+    weight above 0. They are in original edge order.
     """
 
     edge_type: EdgeType
@@ -65,7 +66,7 @@ class HopRequest:
 
 @dataclass(frozen=True)
 class HopSample:
-    """The sampled edges, grouped by target in request order."""
+    """The answer to a ``HopRequest``: edges grouped by target, targets in request order."""
 
     counts: npt.NDArray[np.int32]  #: int32 [n] number of edges per row
     src: Array  #: int32|int64 [counts.sum()] global ids of sources
@@ -74,7 +75,7 @@ class HopSample:
 
 @dataclass(frozen=True)
 class RowRequest:
-    """Requests rows of attributes of nodes or edges of one type.
+    """A request for attributes of nodes or edges of one type.
 
     Besides the dataset's attributes, nodes have ``orig_id`` and ``in_degree`` (over all edge types that end at them),
     and edges have ``orig_id``; all int64.
@@ -114,23 +115,25 @@ class EdgeList:
 
 
 class GraphAccess(Protocol):
-    """Reads a graph that is local, remote or both. All methods are thread-safe.
+    """Access to a whole graph, whose parts are on this host or on others. All methods are thread-safe.
 
-    All raise ``ServiceError`` if an owner does not answer, and ``PartitionError`` for an unknown type or attribute, or
-    an id outside all parts.
+    All methods raise ``ServiceError`` if a host that is needed does not answer, and ``PartitionError`` for an unknown
+    type or attribute, or an id outside all parts.
     """
 
     def sample_hops(self, requests: Sequence[HopRequest]) -> list[HopSample]:
-        """Answer several requests, in order, with one message per owner."""
+        """Return sampled in-edges, one answer per request. Each host gets one message."""
 
     def gather(self, requests: Sequence[RowRequest]) -> list[Mapping[str, Array]]:
-        """For each request, a mapping of names to rows [n, …] in the stored dtype, with one message per owner."""
+        """Return for each request a mapping of attribute names to arrays [n, …] in the stored dtype. Each host gets one
+        message.
+        """
 
     def has_edges(self, edge_type: EdgeType, src: Ids, dst: Ids) -> npt.NDArray[np.bool_]:
-        """Whether the edge ``src[i]`` -> ``dst[i]`` exists: bool [n]."""
+        """Return for each i whether an edge ``src[i]`` -> ``dst[i]`` exists: bool [n]."""
 
     def edge_list(self, edge_type: EdgeType) -> EdgeList:
-        """All edges of a type. Memory: 24 bytes per edge."""
+        """Return all edges of a type. Memory: 24 bytes per edge."""
 
 
 Positions = npt.NDArray[np.int32]
@@ -138,7 +141,7 @@ Positions = npt.NDArray[np.int32]
 
 @dataclass(frozen=True)
 class TimeRule:
-    """Temporal sampling: only edges that are not later than the seed of their tree."""
+    """The rule of temporal sampling: an edge in a seed's tree must not be later than the seed."""
 
     attr: str  #: integer attribute
     on: Literal["node", "edge"]  #: whether it is an attribute of source nodes or of edges
@@ -147,7 +150,7 @@ class TimeRule:
 
 @dataclass(frozen=True)
 class SampleSettings:
-    """How neighbours are drawn; ``settings.check_settings`` checks them against the graph."""
+    """How neighbours are drawn. ``settings.check_settings`` checks that the settings fit a graph."""
 
     #: from the seeds outward, -1 takes all; equally many hops for every edge type
     fanouts: Mapping[EdgeType, tuple[int, ...]]
@@ -168,7 +171,7 @@ class SampleSettings:
 
 @dataclass(frozen=True)
 class SeedSet:
-    """The seeds of one call. Positions count through the types in the mapping's order."""
+    """The seeds of one call. Seeds are numbered consecutively over all types, in the order of ``nodes``."""
 
     nodes: Mapping[NodeType, Ids]  #: int64 global ids; repeats allowed
     #: int64 per seed, used in the keys of its draws when disjoint: the seed's place in the *global* batch, so that its
@@ -178,13 +181,15 @@ class SeedSet:
     exclude: Mapping[EdgeType, tuple[Ids, Ids]] = field(default_factory=dict)  #: (targets, sources) of edges to exclude
 
     def without(self, exclude: Mapping[EdgeType, tuple[Ids, Ids]]) -> SeedSet:
-        """The same seeds, with these edges excluded."""
+        """Return the same seeds with other excluded edges."""
         return replace(self, exclude=exclude)
 
 
 @dataclass(frozen=True)
 class NodeSet:
-    """Sampled nodes of one type in order of first appearance, seeds first. An index into it is a *batch position*."""
+    """The sampled nodes of one type in order of first appearance, seeds first. The index of a node in this order is its
+    *batch position*.
+    """
 
     ids: Ids  #: int64 [n] global ids
     per_hop: tuple[int, ...]  #: [hops + 1] number of new nodes per hop, seeds first
@@ -193,7 +198,7 @@ class NodeSet:
 
 @dataclass(frozen=True)
 class EdgeRanges:
-    """Position of each target's edges in an edge array."""
+    """For each target, which range of an edge array holds its edges."""
 
     begin: npt.NDArray[np.int64]  #: int64 [targets]
     count: Positions  #: int32 [targets]
@@ -201,10 +206,10 @@ class EdgeRanges:
 
 @dataclass(frozen=True)
 class EdgeSet:
-    """Sampled edges of one type, grouped by target; ids are batch positions.
+    """The sampled edges of one type, grouped by target. Sources and targets are batch positions.
 
-    Targets are the nodes known before the last hop (all nodes if induced). A target that was not requested has no
-    edges.
+    Targets are the nodes known before the last hop (in an induced subgraph all nodes). A target whose neighbours were
+    not requested has no edges.
     """
 
     fanouts: tuple[int, ...]
@@ -218,11 +223,13 @@ class EdgeSet:
     whole: EdgeRanges | None = None
 
     def dst(self) -> Positions:
-        """Target of each edge, int32 [e]. Valid only if every node was requested once."""
+        """Return the target of each edge, int32 [e]. Valid only if the neighbours of every node were requested once."""
         return np.repeat(np.arange(len(self.row_count), dtype=np.int32), self.row_count)
 
     def ends(self) -> npt.NDArray[np.int64]:
-        """Source and target of each edge, int64 [2, e]. Valid only if every node was requested once."""
+        """Return source and target of each edge, int64 [2, e]. Valid only if the neighbours of every node were
+        requested once.
+        """
         found: npt.NDArray[np.int64] = slabs.empty((2, len(self.src)), np.int64)
         neighbor_kernels.write_ends(read_only(self.src), read_only(self.row_count), found)
         return found

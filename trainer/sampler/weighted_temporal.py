@@ -1,8 +1,8 @@
-"""Numba kernels for weighted, temporal and filtered draws.
+"""Numba kernels that draw edges by weight, or among edges that meet conditions, such as a latest time.
 
-The candidate slots of a row are listed in scratch memory, then drawn from, so the time is proportional to the row's
-degree. Weighted draws without replacement are an exponential race (Efraimidis and Spirakis, "Weighted random sampling
-with a reservoir", Information Processing Letters 97, 2006).
+The edges of a node that meet the conditions are listed first and then drawn from, so the time is proportional to the
+node's degree. Weighted draws without replacement are an exponential race (Efraimidis and Spirakis, "Weighted random
+sampling with a reservoir", Information Processing Letters 97, 2006).
 """
 
 from __future__ import annotations
@@ -25,7 +25,9 @@ _ROUNDING = 1.0 + 1e-12
 
 
 class Conditions(NamedTuple):
-    """Conditions on the edges of a row; an empty array is no condition. Rows as in the request."""
+    """Conditions that edges must meet to be candidates; an empty array is no condition. e: edges of the part, n:
+    requested nodes.
+    """
 
     times: Any  #: integer [e]
     bounds: Any  #: int64 [n] latest time of each row
@@ -37,7 +39,7 @@ class Conditions(NamedTuple):
 
 
 class Draws(NamedTuple):
-    """Parameters of the draws, as in ``HopRequest``."""
+    """How to draw; the fields have the meaning they have in ``HopRequest``."""
 
     fanout: int
     shuffle: int
@@ -52,11 +54,12 @@ def pick_candidates(
     indptr: Any, indices: Any, rows: Any, orig_id: Any, trees: Any, conditions: Any, draws: Any, longest: int,
     counts: Any, most: int,
 ) -> Any:  # fmt: skip
-    """Return (picked slots int64 grouped by row, -1), or (empty, slot) for an edge with an invalid weight.
+    """Draw edges that meet the conditions. Returns (drawn slots int64, grouped by requested node; -1).
 
-    Returns (empty, ``TOO_MANY``) for more than ``most`` picks. Fills ``counts`` int32 [n]. ``longest`` is the highest
-    degree of a row. With times, a row that is taken whole is sorted by time, earliest first, as in torch_geometric,
-    unless a later hop uses a prefix of it (``draws.shuffle``).
+    Returns (empty, slot) for an edge with an invalid weight, and (empty, ``TOO_MANY``) for more than ``most`` drawn
+    edges. Fills ``counts`` int32 [n] with the number of edges per node. ``longest`` is the highest degree of a node.
+    With times, if all candidates of a node are taken, they are sorted by time, earliest first, as in torch_geometric,
+    unless a later hop uses the first of them (``draws.shuffle``).
     """
     slots, values = np.empty(longest, np.int64), np.empty(longest, np.float64)
     ranks = values.view(np.int64)
@@ -94,7 +97,7 @@ def pick_candidates(
 
 @_jit
 def allow(sources: Any, bits: Any) -> None:
-    """Set the bits of these sources."""
+    """Set the bits of these source nodes."""
     for i in range(len(sources)):
         bits[sources[i] >> 3] |= np.uint8(1 << (sources[i] & 7))
 
@@ -103,8 +106,8 @@ def allow(sources: Any, bits: Any) -> None:
 def _collect(
     indptr: Any, indices: Any, row: int, i: int, conditions: Any, weighted: bool, slots: Any, values: Any
 ) -> int:
-    """List the row's candidates, and their weights in ``values``; return their number, or -1 - slot of an invalid
-    weight.
+    """List the slots of a node's edges that meet the conditions, and in ``values`` their weights. Returns their number,
+    or -1 - slot for an edge with an invalid weight.
     """
     timed, chosen = len(conditions.bounds) > 0, len(conditions.allowed) > 0
     low, high = 0, 0
@@ -132,7 +135,9 @@ def _collect(
 
 @_jit
 def _take_shuffled(slots: Any, shuffle: int, drawn: Any, picks: Any) -> None:
-    """The first steps of a Fisher-Yates shuffle; of a row taken whole only ``shuffle`` places are shuffled."""
+    """Draw without replacement: take the first places of a Fisher-Yates shuffle. If all slots are taken, only the first
+    ``shuffle`` places are shuffled.
+    """
     steps = len(picks) if len(picks) < len(slots) else min(shuffle, len(slots) - 1)
     for j in range(steps):
         other = j + draw(drawn, j, len(slots) - j)
@@ -143,7 +148,7 @@ def _take_shuffled(slots: Any, shuffle: int, drawn: Any, picks: Any) -> None:
 
 @_jit
 def _take_with_replacement(slots: Any, values: Any, weighted: bool, drawn: Any, picks: Any) -> None:
-    """Draw with replacement; by weight, number j is looked up in the running sum of the weights."""
+    """Draw with replacement. With weights, a random number is looked up in the running sum of the weights."""
     if not weighted:
         for j in range(len(picks)):
             picks[j] = slots[draw(drawn, j, len(slots))]
@@ -164,8 +169,9 @@ def _take_with_replacement(slots: Any, values: Any, weighted: bool, drawn: Any, 
 
 @_jit
 def _take_race(slots: Any, values: Any, ranks: Any, begin: int, shuffle: int, drawn: Any, picks: Any) -> None:
-    """The edges that arrive first; the edge at place p has an exponential arrival time with its weight as rate, drawn
-    by p.
+    """Draw by weight without replacement: give each edge an exponentially distributed arrival time with its weight as
+    rate, and take the edges that arrive first. The random number of an edge depends on its place among the node's
+    edges.
     """
     wanted = len(picks)
     if wanted and (wanted < len(slots) or shuffle > 0):
@@ -195,7 +201,7 @@ def _arrival(drawn: Any, place: Any) -> Any:
 
 @_jit
 def _take_last(times: Any, slots: Any, ranks: Any, shuffle: int, picks: Any) -> None:
-    """The latest edges, latest first; of equal times the later in the row first."""
+    """Take the latest edges, the latest first. Of edges with equal times, the one stored later comes first."""
     wanted = len(picks)
     if wanted and (wanted < len(slots) or shuffle > 0):
         for k in range(len(slots)):
@@ -213,7 +219,7 @@ def _take_last(times: Any, slots: Any, ranks: Any, shuffle: int, picks: Any) -> 
 
 @_jit
 def _sort_by_time(times: Any, picks: Any, ranks: Any) -> None:
-    """Sort by time, then slot."""
+    """Sort the picked slots by time, then by slot."""
     in_order = True
     for k in range(len(picks)):
         ranks[k] = np.int64(times[picks[k]])
@@ -234,7 +240,7 @@ def _make_heap(ranks: Any, slots: Any, size: int) -> None:
 
 @_jit
 def _keep_smaller(ranks: Any, slots: Any, k: int, size: int) -> None:
-    """Replace the heap's largest pair by pair ``k`` if this is smaller."""
+    """Replace the largest pair of the heap by pair ``k`` if pair ``k`` is smaller."""
     if ranks[k] < ranks[0] or (ranks[k] == ranks[0] and slots[k] < slots[0]):
         ranks[0], slots[0] = ranks[k], slots[k]
         _sift(ranks, slots, 0, size)
@@ -268,7 +274,9 @@ def _sift(ranks: Any, slots: Any, top: int, size: int) -> None:
 
 @_jit
 def _with_room(out: Any, used: int, more: int) -> Any:
-    """Return ``out``, or a copy of twice the needed length if ``more`` entries do not fit."""
+    """Return ``out``, which holds ``used`` entries, or a copy of twice the needed length if ``more`` further entries do
+    not fit.
+    """
     if used + more <= len(out):
         return out
     larger = np.empty(2 * (used + more), np.int64)

@@ -1,4 +1,4 @@
-"""Type aliases for numpy arrays, by content; shapes are given in docstrings and comments."""
+"""Type aliases for numpy arrays, named after what the arrays contain. Docstrings and comments state the shapes."""
 
 from __future__ import annotations
 
@@ -18,7 +18,8 @@ Columns = Mapping[str, Array]  #: attribute name -> [n, …], one row per node o
 def read_only(array: Array) -> Array:
     """Return a read-only view of ``array``.
 
-    Memory maps and received frames are read-only. If all inputs are, Numba compiles each kernel once.
+    Numba compiles a kernel again for every combination of read-only and writable arguments. Memory maps and received
+    frames are read-only, so a kernel that gets all its inputs as read-only views is compiled once.
     """
     view = array.view()
     view.flags.writeable = False

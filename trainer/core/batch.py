@@ -1,4 +1,4 @@
-"""Batches as the bundled models receive them: the blocks and rows of one rank's share of a global batch."""
+"""Batches in the form that the bundled models receive: one rank's seeds, the sampled blocks and the rows of nodes."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ from trainer.core.schema import EdgeType, NodeType
 
 @dataclass(frozen=True)
 class Block:
-    """The bipartite graph of one layer, as CSR over the targets.
+    """The bipartite graph of one layer, as CSR with one row per target node.
 
-    The targets are the first ``num_dst`` of the ``num_src`` source nodes. Ids are positions in the batch's node list,
-    so a layer maps rows ``[num_src, f]`` to rows ``[num_dst, g]``.
+    The targets are the first ``num_dst`` of the ``num_src`` source nodes. Ids are positions in the batch's list of
+    nodes, so a layer gets rows ``[num_src, f]`` and returns rows ``[num_dst, g]``.
     """
 
     indptr: Tensor  #: int32 [num_dst + 1]
@@ -29,22 +29,22 @@ class Block:
         return len(self.indptr) - 1
 
     def to(self, device: torch.device, non_blocking: bool = False) -> Block:
-        """Copy the block to ``device``. Also called by torch_geometric's ``Data.to``."""
+        """Copy the block to ``device``. torch_geometric's ``Data.to`` calls this method too."""
         indptr, indices = (part.to(device, non_blocking=non_blocking) for part in (self.indptr, self.indices))
         return replace(self, indptr=indptr, indices=indices)
 
 
 @dataclass(frozen=True)
 class KeptRows:
-    """The rows of a batch that the device caches; ``x`` holds only the others until ``Batch.to``."""
+    """The rows of a batch that are cached on the device; until ``Batch.to``, ``x`` contains only the other rows."""
 
     slots: Tensor  #: int32 [n], index into ``rows`` for each node; -1 for rows that are in ``x``
     rows: Tensor  #: float [k, f], the cache on the device
 
     def joined(self, others: Tensor, non_blocking: bool = False) -> Tensor:
-        """Return all rows of the batch, float [n, f], on the device of ``rows``.
+        """Return the rows of all nodes of the batch, float [n, f], on the device of ``rows``.
 
-        ``others``: the rows with slot -1, in node order.
+        ``others``: the rows of the nodes whose slot is -1, in node order.
         """
         slots = self.slots.to(self.rows.device, non_blocking=non_blocking).long()
         others = others.to(self.rows.device, non_blocking=non_blocking)
@@ -77,7 +77,7 @@ class Batch:
     cost: Cost = Cost()  #: bytes, rows and seconds spent on making the batch
 
     def to(self, device: torch.device, non_blocking: bool = False) -> Batch:
-        """The batch with its tensors, and all rows of ``x``, on ``device``."""
+        """Return the batch with all tensors on ``device``, and with the rows of all nodes in ``x``."""
         if device.type == "cpu" and self.kept is None:
             return self
 
@@ -100,9 +100,10 @@ class Batch:
 class HeteroBatch:
     """One rank's share of one training step on a heterogeneous graph. All seeds are of the type ``target``.
 
-    ``blocks[0]`` is the input of the first layer. In a layer, the targets of type t are its nodes known before the
-    layer's hop, and the sources those known after the hop, for every edge type. An edge type without sampled edges has
-    an empty block. ``num_nodes[t][h]`` counts the nodes of type t known after hop h.
+    ``blocks[0]`` is the input of the first layer. Each layer belongs to one hop. For every edge type of a layer, the
+    targets are the nodes of the target type that were in the batch before the hop, and the sources are the nodes of the
+    source type that were in the batch after the hop. An edge type without sampled edges has an empty block.
+    ``num_nodes[t][h]`` is the number of nodes of type t in the batch after hop h.
     """
 
     step: int
@@ -120,7 +121,7 @@ class HeteroBatch:
     cost: Cost = Cost()  #: bytes, rows and seconds spent on making the batch
 
     def to(self, device: torch.device, non_blocking: bool = False) -> HeteroBatch:
-        """The batch with its tensors, and all rows of ``x``, on ``device``."""
+        """Return the batch with all tensors on ``device``, and with the rows of all nodes in ``x``."""
         if device.type == "cpu" and not self.kept:
             return self
 

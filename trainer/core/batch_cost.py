@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 
 class FromHost(NamedTuple):
-    """Bytes and rows of one other host."""
+    """The bytes received from one other host, and the rows of a batch that this host owns."""
 
     remote_bytes: int = 0  #: bytes received from this host
     remote_rows: int = 0  #: rows that this host owns: received, cached or held
@@ -20,7 +20,7 @@ class FromHost(NamedTuple):
 
 
 class ByHost(dict[int, FromHost]):
-    """``FromHost`` by node rank; a missing entry means zero. Treated as immutable."""
+    """A ``FromHost`` for each node rank; a missing entry stands for zero bytes and rows. Treated as immutable."""
 
     def __add__(self, other: ByHost) -> ByHost:
         return self._with(other, 1) if other else self
@@ -68,7 +68,7 @@ class Cost:
 
     @property
     def remote_share(self) -> float | None:
-        """Share of the gathered rows that other hosts own, 0 to 1; None with one host."""
+        """Share of the gathered rows that other hosts own, 0 to 1; None in a run on one host."""
         return round(self.remote_rows / self.rows, 4) if self.rows else None
 
 
@@ -85,7 +85,7 @@ class CostMeter:
         self._own.cost = self._now() + cost
 
     def take(self) -> Cost:
-        """Return what this thread added since its last ``take``, and reset its sum."""
+        """Return the sum of what this thread added since it last called ``take``, and set the sum to zero."""
         cost = self._now()
         self._own.cost = Cost()
         return cost

@@ -26,10 +26,10 @@ _TUPLE, _TENSOR = 1, 2  # MessagePack extension types
 
 
 def gather_values(value: T, group: Any = None) -> list[T]:
-    """Return every rank's ``value``, in rank order, on every rank. The values must not contain tensors.
+    """Collect ``value`` from every rank, and return the list of all values, in rank order, on every rank.
 
-    A collective call of ``group`` (None: the default process group). Raises ``PeerError`` when the bytes of another
-    rank cannot be decoded.
+    The values must not contain tensors. All ranks of ``group`` (None: the default process group) must call this. Raises
+    ``PeerError`` when the bytes of another rank cannot be decoded.
     """
     size, device = group_size(group), wire_device(group)
     own = torch.frombuffer(bytearray(encode(value, [])), dtype=torch.uint8).to(device)
@@ -44,10 +44,10 @@ def gather_values(value: T, group: Any = None) -> list[T]:
 
 
 def broadcast_value(value: T, group: Any = None, source: int = 0) -> T:
-    """Return the ``value`` of group rank ``source`` on every rank. Tensors in it are broadcast as raw bytes.
+    """Return on every rank the ``value`` that the rank ``source`` of the group passed; other ranks' values are ignored.
 
-    A collective call of ``group`` (None: the default process group). Raises ``PeerError`` when the bytes of
-    ``source`` cannot be decoded.
+    Tensors in the value are sent as raw bytes. All ranks of ``group`` (None: the default process group) must call this.
+    Raises ``PeerError`` when the bytes of ``source`` cannot be decoded.
     """
     device, sends = wire_device(group), group_rank(group) == source
     tensors: list[Tensor] = []
@@ -79,8 +79,8 @@ def encode(value: object, tensors: list[Tensor]) -> bytes:
 def decode(data: bytes, tensors: list[Tensor]) -> Any:
     """Decode the bytes that ``encode`` returned.
 
-    Its tensors are allocated and appended to ``tensors`` in the same order; the caller fills them. Raises
-    ``PeerError`` when ``data`` cannot be decoded.
+    The tensors of the value are allocated and appended to ``tensors``, in the same order as by ``encode``. The caller
+    fills the tensors. Raises ``PeerError`` when ``data`` cannot be decoded.
     """
 
     def extended(code: int, inner: memoryview) -> object:

@@ -1,8 +1,9 @@
 """Compiles Numba kernels once per host and caches the compiled code in one folder per user.
 
-Numba's own cache lies beside the source: every copy of the source compiles again, and two processes that compile at
-the same time may corrupt the index. Here the file name is a hash of everything the code was compiled from: the sources,
-the signature, the processor and the versions of Python and Numba.
+Numba by itself caches compiled code beside the source file. Every copy of the source would be compiled again, and two
+processes that compile at the same time may corrupt Numba's index file. Here the name of a file with compiled code is a
+hash of everything that the code was compiled from: the sources, the signature, the processor and the versions of Python
+and Numba.
 """
 
 from __future__ import annotations
@@ -38,7 +39,7 @@ _UNUSED_DAYS = 60
 def njit(**options: Any) -> Callable[[Callable[..., Any]], Any]:
     """Decorate a kernel as ``numba.njit(nogil=True, cache=True, **options)``, cached in ``kernels_folder()``.
 
-    Falls back to Numba's own cache when no folder can be written.
+    If neither this folder nor the temporary folder can be written, Numba's own cache is used.
     """
 
     def decorate(function: Callable[..., Any]) -> Any:
@@ -62,10 +63,10 @@ def kernels_folder() -> Path:
 
 
 class KernelCache(FunctionCache):
-    """Numba's cache of one function, but compiled code is loaded without initialising the compiler.
+    """Numba's cache of one function, but loading compiled code does not initialise the compiler.
 
-    Initialising imports everything that Numba can compile, SciPy's linear algebra included, which takes 0.7 s and
-    30 MB per process. A kernel that must be compiled still initialises the compiler.
+    Initialising the compiler imports everything that Numba can compile, SciPy's linear algebra included, which takes
+    0.7 s and 30 MB per process. A kernel that is not cached still initialises the compiler.
     """
 
     def load_overload(self, sig: Any, target_context: Any) -> Any:
@@ -77,14 +78,14 @@ class KernelCache(FunctionCache):
 class KernelFiles:
     """Stores the compiled code of one kernel, one file per signature. Replaces Numba's index and data files.
 
-    Without an index processes need no lock: two processes that write the same file name write the same code.
+    There is no index, so processes need no lock: two processes that write the same file name write the same code.
     """
 
     def __init__(self, folder: Path, name: str, source: str):
         self._folder, self._name, self._source = folder, name.replace("<locals>.", ""), source
 
     def load(self, key: tuple[Any, ...]) -> Any:
-        """Return the saved code. None when the file is missing or damaged, or other users may have written it."""
+        """Return the saved compiled code; None if the file is missing or damaged, or if other users may write to it."""
         try:
             path = self._path(key)
             with path.open("rb") as file:
@@ -129,7 +130,8 @@ class KernelFiles:
 def source_digest(source: str) -> str:
     """Return the sha256 of a source file and of all trainer modules that it imports, directly or indirectly.
 
-    Functions and constants of imported modules are compiled into a kernel. Only imports at the top level count.
+    Imported modules count because their functions and constants are compiled into the kernels. Imports inside functions
+    are ignored.
     """
     found: dict[str, str] = {}
     waiting = [(os.path.relpath(source, ROOT), source)]  # relative, so that copies of the code share compiled kernels
@@ -144,7 +146,7 @@ def source_digest(source: str) -> str:
 
 @cache
 def _read(path: str) -> tuple[str, tuple[tuple[str, str], ...]]:
-    """Return the sha256 of a file and the trainer modules that it imports, each as (name, path)."""
+    """Return the sha256 of a file, and (name, path) of every trainer module that the file imports."""
     with open(path, "rb") as file:
         content = file.read()
     modules: list[str] = []
@@ -157,7 +159,7 @@ def _read(path: str) -> tuple[str, tuple[tuple[str, str], ...]]:
 
 @cache
 def _file_of(module: str) -> str:
-    """Return the file of a module; '' when ``module`` names something inside a module."""
+    """Return the source file of a module; '' when ``module`` is the name of a function or constant inside a module."""
     base = os.path.join(ROOT, *module.split(".")[1:])
     return next((path for path in (f"{base}.py", os.path.join(base, "__init__.py")) if os.path.isfile(path)), "")
 
@@ -166,8 +168,8 @@ def _file_of(module: str) -> str:
 def _usable_folder() -> Path | None:
     """Create the folder for compiled kernels, delete kernels that were not used for long, and return the folder.
 
-    Warns and uses a folder below the temporary folder when the usual one cannot be written, or when other users may
-    write to it (compiled kernels are code). None when the temporary folder cannot be written either.
+    If the folder cannot be written, or other users may write to it (compiled kernels are code), warns and uses a folder
+    below the system's temporary folder. Returns None if that folder cannot be written either.
     """
     folder = kernels_folder()
     try:
@@ -186,7 +188,7 @@ def _usable_folder() -> Path | None:
 
 
 def _why_unusable(folder: Path) -> str:
-    """Create ``folder`` if necessary and return why it cannot be used; '' when it can."""
+    """Create ``folder`` if necessary. Return why compiled kernels cannot be kept in it; '' if they can."""
     try:
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         if others_may_write(folder.stat()):
@@ -197,9 +199,9 @@ def _why_unusable(folder: Path) -> str:
 
 
 def _private_folder() -> Path:
-    """Create a folder below the temporary folder that only this user may write to.
+    """Create and return a folder below the system's temporary folder that only this user may write to.
 
-    Its name is the same for all processes of the user, unless another user created a folder of that name.
+    All processes of the user get the same folder, unless another user created a folder of that name.
     """
     folder = Path(tempfile.gettempdir(), f"gnnfleet-kernels-{os.geteuid()}")
     folder.mkdir(mode=0o700, exist_ok=True)
@@ -208,7 +210,7 @@ def _private_folder() -> Path:
 
 
 def others_may_write(found: os.stat_result) -> bool:
-    """Return whether a user other than this one and root owns the file or folder, or may write to it.
+    """Return whether anyone except this user and root owns a file or folder or may write to it, given its ``os.stat``.
 
     The user's private group (same name as the user, no other members) counts as the user.
     """
@@ -224,7 +226,7 @@ def others_may_write(found: os.stat_result) -> bool:
 
 
 def _remove_unused(folder: Path) -> None:
-    """Delete kernels that were not used for ``_UNUSED_DAYS``; at most once a day."""
+    """Delete kernels in ``folder`` that were not used for ``_UNUSED_DAYS`` days. Looks for them at most once a day."""
     stamp = folder / "looked"
     if stamp.exists() and time.time() - stamp.stat().st_mtime < 86400:
         return

@@ -56,7 +56,7 @@ class PartitionError(TrainerError):
 class SettingsError(TrainerError, ValueError):
     """An argument, option or environment variable is invalid, or arguments contradict each other.
 
-    Also a ``ValueError``, because the loaders of torch_geometric raise that for invalid arguments.
+    It is also a ``ValueError``, because the loaders of torch_geometric raise ``ValueError`` for invalid arguments.
     """
 
     exit_status = 2
@@ -70,7 +70,7 @@ class ServiceError(TrainerError):
 
 
 class ServerGone(ServiceError):
-    """A graph server is gone or cannot be reached; another holder of its parts may answer."""
+    """A graph server is gone or cannot be reached. Another server that holds the same parts may still answer."""
 
 
 class WireError(ServiceError):

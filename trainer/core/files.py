@@ -44,7 +44,7 @@ def write_whole(
 
 
 def read_regular(path: Path) -> bytes:
-    """Read a regular file. Raises ``OSError`` for other kinds of file: reading a pipe or device could block."""
+    """Return the content of a regular file. Raises ``OSError`` for a pipe or device, as reading one could block."""
     with open(os.open(path, os.O_RDONLY | os.O_NONBLOCK), "rb") as file:
         if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
             raise OSError(errno.EINVAL, "it is not a regular file", str(path))
@@ -52,7 +52,7 @@ def read_regular(path: Path) -> bytes:
 
 
 def sync_path(path: str | Path) -> None:
-    """Wait until a file, or the directory entries of a folder, are on the disk. Raises ``OSError``."""
+    """Wait until the content of a file, or the entries of a folder, are on the disk. Raises ``OSError``."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)

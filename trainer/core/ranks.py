@@ -148,9 +148,10 @@ class RankGroup:
 
     @classmethod
     def of_process(cls, ranks: Ranks) -> RankGroup:
-        """Return the group of all ranks of the initialised ``torch.distributed``; without it, this rank alone.
+        """Return the group of all ranks of ``torch.distributed``; if that is not initialised, of this rank alone.
 
-        A collective call when the backend of the default process group is not gloo: it creates a gloo group.
+        All ranks must call this if the backend of the default process group is not gloo, because a gloo group is
+        created then.
 
         Args:
             ranks: Rank and world size of this process; replaced by those of ``torch.distributed``.
@@ -162,7 +163,7 @@ class RankGroup:
 
     @property
     def rank(self) -> int:
-        """Rank of this process within the group. Messages name ``ranks.rank``, its rank in the run."""
+        """Rank of this process within the group. Error messages name ``ranks.rank`` instead, the rank in the run."""
         return self.ranks.rank if self.members is None else self.members.index(self.ranks.rank)
 
     @property
@@ -181,7 +182,7 @@ class RankGroup:
         return values
 
     def gather(self, value: T) -> list[T]:
-        """Return every rank's ``value``, in rank order, on every rank.
+        """Collect ``value`` from every rank, and return the list of all values, in rank order, on every rank.
 
         Args:
             value: None, a scalar, str or bytes, or lists, tuples and dicts of these.
@@ -194,7 +195,7 @@ class RankGroup:
         return gather_values(value, self.group)
 
     def from_first(self, value: T) -> T:
-        """Return the ``value`` of the group's first rank on every rank.
+        """Return on every rank the ``value`` that the first rank of the group passed.
 
         Args:
             value: As in ``gather``, but may contain tensors; ignored on the other ranks.
@@ -205,7 +206,7 @@ class RankGroup:
         return value if self.size == 1 else broadcast_value(value, self.group)
 
     def agree(self, work: Callable[[], T]) -> T:
-        """Call ``work`` on every rank, and raise on all ranks if it raises on one.
+        """Call ``work`` on every rank. If the call raises on any rank, all ranks raise.
 
         Args:
             work: Function without arguments that must not communicate with other ranks.
@@ -238,9 +239,10 @@ class RankGroup:
         return result  # type: ignore[return-value]
 
     def settle(self) -> None:
-        """Wait, at most ten seconds, until every rank has received the last answer. Called before all ranks raise.
+        """Wait, at most ten seconds, until every rank has received the result of the last collective call.
 
-        If a process ended earlier, the others would report a lost connection instead of its error.
+        Called before all ranks raise. If the process of one rank ended too early, other ranks would report a lost
+        connection instead of the error of that rank.
         """
         if self.size > 1:
             with suppress(RuntimeError):  # a missing rank: the error that the caller is about to raise says more
@@ -278,10 +280,11 @@ def pick_device(ranks: Ranks, environ: Mapping[str, str] = os.environ) -> torch.
 
 @contextmanager
 def join_ranks(ranks: Ranks, device: torch.device, backend: str, timeout: float) -> Iterator[RankGroup]:
-    """Create the process group of all ranks (gloo; NCCL for gradients if all have CUDA), and destroy it at the end.
+    """Create the gloo process group of all ranks for the ``with`` block, and destroy it at the end.
 
-    After an exception the group stays open until the process ends: the other ranks would notice the closed connections
-    before this rank has reported its error. Raises ``PeerError`` when a rank does not connect or is lost later, and
+    If all ranks have CUDA and ``backend`` is not gloo, a NCCL group for gradients is created as well. After an
+    exception the groups stay open until the process ends, because other ranks would notice closed connections before
+    this rank has reported its error. Raises ``PeerError`` when a rank does not connect or is lost later, and
     ``SettingsError`` for NCCL without a CUDA device.
     """
     check_backend(ranks, device, backend)
@@ -312,10 +315,7 @@ def lost_peer(ranks: Ranks, timeout: float, error: Exception) -> PeerError:
 
 
 def check_backend(ranks: Ranks, device: torch.device, backend: str) -> None:
-    """Check ``backend`` against ``device``, and make a CUDA device the current one.
-
-    Raises ``SettingsError`` for NCCL without a CUDA device.
-    """
+    """Raise ``SettingsError`` if ``backend`` is nccl and ``device`` is not CUDA. Make a CUDA device the current one."""
     if backend == "nccl" and device.type != "cuda":
         raise SettingsError(f"backend nccl needs a CUDA device, and {ranks} has none; use auto or gloo")
     if device.type == "cuda":
@@ -323,9 +323,10 @@ def check_backend(ranks: Ranks, device: torch.device, backend: str) -> None:
 
 
 def patience(timeout: float, environ: Mapping[str, str] = os.environ) -> float:
-    """Return the timeout of the first rendezvous in seconds: ``timeout``, or GNNFLEET_START_TIMEOUT if larger.
+    """Return the seconds to wait for all ranks at the start: ``timeout``, or GNNFLEET_START_TIMEOUT if that is larger.
 
-    In a run, a rank arrives only when its node's graph server is ready, which may have to compile kernels first.
+    In a run, a rank connects only when the graph server of its node is ready, and the server may have to compile
+    kernels.
     """
     return max(timeout, float(environ.get("GNNFLEET_START_TIMEOUT") or 0))
 
@@ -345,8 +346,8 @@ def _rendezvous(ranks: Ranks, timeout: float) -> None:
 def run_store(ranks: Ranks, timeout: float, *, wait_for_workers: bool) -> Store:
     """Connect to the key-value store of the run: torchrun's on the lead node, or else one that rank 0 creates.
 
-    A store has no authentication, so rank 0 listens on MASTER_ADDR only, if that is an address of this host. Raises
-    ``PeerError`` when the store cannot be reached.
+    A store has no authentication. If rank 0 creates the store and MASTER_ADDR is an address of this host, the store
+    listens on this address only. Raises ``PeerError`` when the store cannot be reached.
     """
     of_agent = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
     listener = None if of_agent or ranks.rank else _listener(ranks.master_addr, ranks.master_port)
@@ -361,10 +362,11 @@ def run_store(ranks: Ranks, timeout: float, *, wait_for_workers: bool) -> Store:
 
 
 def _listener(address: str, port: int) -> socket.socket | None:
-    """Return a socket that listens on ``address`` only, or None to let the store listen on all addresses.
+    """Return a socket that listens on ``address`` only, or None if the store must listen on all addresses.
 
-    None when ``address`` is a host name, which other hosts may resolve to another address of this host, or is not an
-    address of this host (NAT), or when the port is in use, which the store itself reports.
+    The result is None in three cases: ``address`` is a host name, which other hosts may resolve to another address of
+    this host; ``address`` is not an address of this host (NAT); or the port is in use, an error that the store itself
+    reports.
     """
     try:
         literal = ipaddress.ip_address("127.0.0.1" if address == "localhost" else address)
@@ -387,7 +389,10 @@ def rendezvous_error(ranks: Ranks, timeout: float, error: Exception) -> PeerErro
 
 
 def gradient_group(device: torch.device, backend: str, size: int, timeout: float) -> Any:
-    """Return the process group for gradients: a NCCL group if all ranks have CUDA, else None for the default group."""
+    """Return a NCCL process group for gradients, or None to use the default process group.
+
+    NCCL is used if ``backend`` is nccl, or if it is auto and all ranks have CUDA. All ranks must call this function.
+    """
     kinds = gather_values(device.type) if size > 1 else [device.type]
     if backend == "gloo" or (backend == "auto" and set(kinds) != {"cuda"}):
         return None

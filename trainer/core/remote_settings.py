@@ -1,4 +1,4 @@
-"""Settings for access to other hosts' parts: server wait, topology, row cache, rounding of rows on the wire."""
+"""Settings for access to parts on other hosts: server wait, topology, row cache, rounding of rows on the wire."""
 
 from __future__ import annotations
 
@@ -23,14 +23,14 @@ _UNITS = {"B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
 
 @dataclass(frozen=True)
 class CacheSize:
-    """Size of the cache for rows of other hosts: a share of those rows, or a number of bytes."""
+    """Size of the cache for rows of other hosts: a share of all rows that other hosts own, or a number of bytes."""
 
     share: float = 0.0  #: share of all remote rows, 0 to 1; ignored when ``bytes`` is set
     bytes: int | None = None  #: size in bytes
 
     @classmethod
     def parse(cls, text: str) -> CacheSize:
-        """Parse ``10%``, ``512MB``, or ``0`` for no cache. Raises ``SettingsError``."""
+        """Parse a share such as ``10%``, a number of bytes such as ``512MB``, or ``0``. Raises ``SettingsError``."""
         if text.strip() in ("0", "none"):
             return cls()
         found = _SIZE.fullmatch(text.strip())
@@ -51,7 +51,7 @@ class CacheSize:
 
 @dataclass(frozen=True)
 class RemoteAccess:
-    """Settings for access to other hosts' parts; equal on every rank of a run."""
+    """Settings for access to parts on other hosts; equal on every rank of a run."""
 
     server_wait: float = SERVER_WAIT  #: seconds to wait for a lost graph server
     topology: Topology = "partitioned"  #: replicated: this host has the edges of all parts and requests only rows
@@ -60,7 +60,7 @@ class RemoteAccess:
 
     @classmethod
     def from_env(cls, environ: Mapping[str, str] = os.environ) -> RemoteAccess:
-        """Read the GNNFLEET_ variables that the launcher sets for every process. Raises ``SettingsError``."""
+        """Read the GNNFLEET_ variables of these settings, which the launcher sets. Raises ``SettingsError``."""
         return cls(
             server_wait=float(environ.get("GNNFLEET_SERVER_WAIT") or cls.server_wait),
             topology=cast(Topology, _one_of(environ, "GNNFLEET_TOPOLOGY", get_args(Topology))),

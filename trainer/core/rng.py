@@ -1,7 +1,7 @@
-"""Counter-based random numbers without state: every draw is a hash of its key and index.
+"""Counter-based random numbers without state: every random number is a hash of a key and an index.
 
-The mixer is the finalizer of SplitMix64 (Steele, Lea and Flood, "Fast Splittable Pseudorandom
-Number Generators", OOPSLA 2014).
+The hash function is the finalizer of SplitMix64 (Steele, Lea and Flood, "Fast Splittable Pseudorandom Number
+Generators", OOPSLA 2014).
 """
 
 from __future__ import annotations
@@ -33,19 +33,22 @@ def mix(z: Any) -> Any:
 
 @numba.njit(inline="always")
 def node_key(batch: Any, orig_id: Any) -> Any:
-    """Return the uint64 key of one node's draws within a batch; ``orig_id`` is the node's original id."""
+    """Return the uint64 key for the random numbers of a node in a batch: of the batch's key and the original id."""
     return mix(batch ^ mix(np.uint64(orig_id) + GOLDEN))
 
 
 @numba.njit(inline="always")
 def tree_key(node: Any, tree: Any) -> Any:
-    """Return the uint64 key of a node's draws within one tree of a disjoint batch; ``node`` is its ``node_key``."""
+    """Return the uint64 key for the random numbers of a node in tree number ``tree`` of a disjoint batch.
+
+    ``node`` is the ``node_key`` of the node.
+    """
     return mix(node ^ mix(np.uint64(tree) + GOLDEN))
 
 
 @numba.njit(inline="always")
 def draw(key: Any, i: Any, bound: Any) -> Any:
-    """Return the i-th draw under ``key``: int64, uniform in [0, bound), bound < 2**31 (bias below 2**-32 * bound)."""
+    """Return number ``i`` of ``key``: int64, uniform in [0, bound), bound < 2**31 (bias below 2**-32 * bound)."""
     high = mix(key + np.uint64(i) * GOLDEN) >> _S32
     return np.int64((high * np.uint64(bound)) >> _S32)
 
@@ -57,12 +60,12 @@ def fraction(z: Any) -> Any:
 
 
 def fractions(z: Any) -> npt.NDArray[np.float64]:
-    """Apply ``fraction`` to an array of uint64, outside kernels."""
+    """As ``fraction``, but for an array of uint64 and for use outside kernels."""
     return np.asarray(z >> _S11, np.float64) / 9007199254740992.0
 
 
 def hashed(z: Any) -> Any:
-    """Apply ``mix`` to a numpy uint64 or an array of uint64, outside kernels."""
+    """As ``mix``, but for a numpy uint64 or an array of uint64 and for use outside kernels."""
     with np.errstate(over="ignore"):
         return mix.py_func(z)
 

@@ -1,12 +1,12 @@
 """Rounds floating-point rows to float16, or to int8 with one float32 scale per row.
 
-An int8 row is ``code * scale``. The scale is the largest absolute value of the row / 127, and a code is the whole
-number nearest to value / scale, so the error of a value is at most half a scale (besides float32's own rounding). A row
-of zeros has the scale 0. Rounding is idempotent: rounded rows give the same codes and scales again. All arithmetic is
-float32; other dtypes are converted a few rows at a time.
+The values of an int8 row are ``code * scale``. The scale is the largest absolute value of the row / 127, and a code is
+the whole number nearest to value / scale, so the error of a value is at most half a scale (besides float32's own
+rounding). A row of zeros has the scale 0. Rows that were rounded before give the same codes and scales again. All
+arithmetic is float32; other dtypes are converted a few rows at a time.
 
-Rows that a form cannot represent raise ``Unroundable``: for int8 a row with inf or NaN, for float16 a finite number
-that would become infinite (absolute value 65520 or more). inf and NaN are kept in float16.
+``Unroundable`` is raised for a row that the type cannot represent: for int8 a row with inf or NaN, for float16 a row
+with a finite number that would become infinite (absolute value 65520 or more). float16 rows may contain inf and NaN.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ class Unroundable(DataError):
 
 
 def rounds(name: str, dtype: npt.DTypeLike, shape: tuple[int, ...], form: WireRows) -> bool:
-    """Return whether an attribute, [n, …] of ``dtype``, is rounded when ``form`` is requested.
+    """Return whether rows of this attribute, ``dtype`` [n, …], are rounded if a request asks for the type ``form``.
 
     Labels (``y``), 1-d attributes and integers are never rounded, nor are rows that would not become smaller.
     """
@@ -63,7 +63,7 @@ def rounds(name: str, dtype: npt.DTypeLike, shape: tuple[int, ...], form: WireRo
 
 
 def row_bytes(name: str, dtype: npt.DTypeLike, shape: tuple[int, ...], form: WireRows) -> int:
-    """Return the bytes of one row of an attribute, [n, …] of ``dtype``, on the wire when ``form`` is requested."""
+    """Return the bytes that one row of this attribute, ``dtype`` [n, …], takes on the wire if ``form`` is requested."""
     return _row_bytes(np.dtype(dtype), shape, form if rounds(name, dtype, shape, form) else "stored")
 
 
@@ -111,9 +111,9 @@ def from_float16(rows: Array, dtype: npt.DTypeLike) -> Array:
 
 
 def _in_single(rows: Array) -> Iterator[tuple[int, Array]]:
-    """Yield (number of the first row, C-contiguous float32 [k, width]) for consecutive rows.
+    """Yield consecutive rows as (number of the first row, C-contiguous float32 [k, width]).
 
-    Rows that are C-contiguous float32 already are not copied.
+    Rows that are C-contiguous float32 already are yielded together, without a copy.
     """
     flat = _flat(rows)
     step = max(1, _ROWS_BYTES // max(1, flat.shape[1] * _SINGLE.itemsize))
@@ -131,7 +131,7 @@ def _flat(rows: Array) -> Array:
 
 @njit()
 def _quantize(rows: Array, bits: Array, codes: Array, scales: Array) -> int:
-    """Fill ``codes`` and ``scales``; return the first row with inf or NaN, or -1.
+    """Fill ``codes`` and ``scales`` from ``rows``. Return the first row with inf or NaN, or -1.
 
     ``bits``: the same memory as ``rows``, as uint32. Comparing integers finds the largest value faster.
     """
@@ -163,7 +163,7 @@ def _scale(codes: Array, scales: Array, out: Array) -> None:
 
 
 def take_scaled(codes: Array, scales: Array, rows: Array, at: Array, out: Array) -> None:
-    """``out[at[i]] = codes[rows[i]] * scales[rows[i]]``; codes int8 [N, …], scales float32 [N, 1], out float32."""
+    """Set ``out[at[i]] = codes[rows[i]] * scales[rows[i]]``; codes int8 [N, …], scales float32 [N, 1], out float32."""
     _take_scaled(read_only(_flat(codes)), read_only(scales), read_only(rows), read_only(at), _flat(out))
 
 
@@ -177,7 +177,7 @@ def _take_scaled(codes: Array, scales: Array, rows: Array, at: Array, out: Array
 
 @njit()
 def _halve(rows: Array, bits: Array, out: Array) -> int:
-    """Fill ``out`` with float16 bits, rounded to nearest, ties to even; return the first row that overflows, or -1.
+    """Fill ``out`` with ``rows`` as float16 bits (nearest, ties to even); return the first row that overflows, or -1.
 
     Numba has no float16 on the CPU, and numpy takes twice as long. ``bits``: the same memory as ``rows``, as uint32.
     """

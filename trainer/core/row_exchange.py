@@ -1,7 +1,7 @@
 """Exchanges rows between ranks by torch.distributed: each rank requests rows by id, and their owners send them.
 
-The functions are collective calls: every rank takes part, also with an empty request. Timeouts are those of the process
-group. A single process does not communicate.
+All ranks of the process group must call these functions, also if they request no rows. Timeouts are those of the
+process group. A single process does not communicate.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ _waited = [0.0]  # seconds that this process spent in exchanges
 
 
 def take_waited() -> float:
-    """Return the seconds spent exchanging rows, waiting for other ranks included, and reset the counter."""
+    """Return the seconds this process spent exchanging rows since the last call, including the wait for other ranks."""
     seconds, _waited[0] = _waited[0], 0.0
     return seconds
 
@@ -43,7 +43,7 @@ def wire_device(group: Any = None) -> torch.device:
 
 @dataclass(frozen=True)
 class Route:
-    """The ids that this rank requests from each rank, and those that each rank requests from it.
+    """The ids that this rank requests from each rank, and the ids that each rank requests from this one.
 
     Made by ``plan_route``.
     """
@@ -55,7 +55,7 @@ class Route:
     group: Any = None  #: process group; None: the default one
 
     def fetch(self, answers: Tensor) -> Tensor:
-        """Send the requested rows, and return the rows of this rank's own request [n, …].
+        """Send the rows that were requested from this rank, and return the rows that this rank requested, [n, …].
 
         ``answers``: [m, …], row i belongs to ``asked[i]``.
         """
@@ -64,17 +64,18 @@ class Route:
         return rows
 
     def push(self, rows: Tensor) -> Tensor:
-        """Send one row for each id of this rank's request [n, …] to its owner, such as a gradient.
+        """Send one row, such as a gradient, for each id of this rank's request to the owner of the id.
 
-        Returns the rows received, [m, …]; row i belongs to ``asked[i]``.
+        ``rows``: [n, …]. Returns the rows that ranks sent for the ids of this rank, [m, …]; row i belongs to
+        ``asked[i]``.
         """
         return _all_to_all(rows[self.order.to(rows.device)], self.counts, self.asked_counts, self.group)
 
 
 def plan_route(ids: Tensor, owners: Tensor, group: Any = None) -> Route:
-    """Send every owner the ids that are requested from it; a collective call.
+    """Tell every owner which ids this rank requests from it. All ranks must call this.
 
-    ids and owners (ranks): int64 [n], repeats allowed.
+    ``ids`` and the rank that owns each, ``owners``: int64 [n], repeats allowed.
     """
     size = group_size(group)
     order = torch.argsort(owners, stable=True) if size > 1 else torch.arange(len(ids), device=ids.device)
@@ -86,17 +87,17 @@ def plan_route(ids: Tensor, owners: Tensor, group: Any = None) -> Route:
 
 
 def exchange_rows(ids: Tensor, owners: Tensor, answer: Callable[[Tensor], Tensor], group: Any = None) -> Tensor:
-    """Fetch the row of each id from its owner; a collective call.
+    """Fetch the row of each id from the rank that owns it, and return the rows [n, …]. All ranks must call this.
 
-    ids and owners (ranks): int64 [n], repeats allowed. ``answer`` returns the rows [m, …] of the ids [m] that other
-    ranks request from this one. Returns [n, …].
+    ``ids`` and the rank that owns each, ``owners``: int64 [n], repeats allowed. ``answer`` returns the rows [m, …] for
+    the ids [m] that are requested from this rank.
     """
     route = plan_route(ids, owners, group)
     return route.fetch(answer(route.asked))
 
 
 def _all_to_all(rows: Tensor, counts: tuple[int, ...], into: tuple[int, ...], group: Any) -> Tensor:
-    """Send ``counts[r]`` rows to each rank r, in order; return the rows received, ``into[r]`` from each rank r."""
+    """Send ``counts[r]`` consecutive rows to each rank r; return the rows received, ``into[r]`` from rank r."""
     if len(counts) == 1:
         return rows
     device = wire_device(group)

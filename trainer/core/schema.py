@@ -26,7 +26,7 @@ _WORD = re.compile(r"[A-Za-z0-9](?:[A-Za-z0-9.+-]|_(?!_))*")  #: without ``__``,
 
 
 def type_name(of: AnyType) -> str:
-    """Return the name of a type in folders and JSON: ``paper``, ``author__writes__paper``."""
+    """Return the name of a node or edge type in folders and JSON: ``paper``, ``author__writes__paper``."""
     return of if isinstance(of, str) else "__".join(of)
 
 

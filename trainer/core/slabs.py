@@ -1,4 +1,4 @@
-"""Reuses the memory of large arrays: page faults of new memory cost more than writing the rows."""
+"""Reuses the memory of large freed arrays, as the page faults of new memory take longer than writing the rows."""
 
 from __future__ import annotations
 
@@ -29,9 +29,9 @@ _HUGE = 1 << 22  #: bytes; larger blocks use huge pages, as in numpy
 
 
 def _map_pages(size: int) -> Array:
-    """Map anonymous memory, uint8 [size], outside malloc's heap.
+    """Map anonymous memory outside malloc's heap, and return it as uint8 [size].
 
-    Freeing it leaves no hole in the heap and returns it to the system at once.
+    When the memory is freed, it goes back to the system at once and leaves no hole in the heap.
     """
     if not hasattr(mmap, "MAP_ANONYMOUS"):
         return np.empty(size, np.uint8)
@@ -44,16 +44,16 @@ def _map_pages(size: int) -> Array:
 
 @dataclass(frozen=True, eq=False)
 class _FreeSlab:
-    """A slab that no array uses."""
+    """A slab (block of memory) that no array uses."""
 
     memory: Array  #: uint8
     since: int  #: number of allocations when the slab became free
 
 
 class Slabs:
-    """Allocates large arrays from the memory of freed ones. Thread-safe.
+    """Allocates large arrays in slabs (blocks of memory), and reuses the slabs of freed arrays. Thread-safe.
 
-    The memory of an array becomes free when nothing refers to the array, its views or tensors that share it.
+    A slab becomes free when nothing refers to its array, to views of the array, or to tensors that share the memory.
     """
 
     def __init__(self, keep: int = KEEP, make: Callable[[int], Array] = _map_pages):
@@ -129,7 +129,7 @@ _slabs = Slabs()
 
 
 def use_pinned() -> None:
-    """Allocate page-locked slabs from now on, from which a GPU can copy asynchronously."""
+    """From now on, allocate slabs in page-locked memory, from which a GPU can copy asynchronously."""
     global _slabs
     _slabs = _pinned
 
@@ -151,12 +151,12 @@ def cast(array: Array, dtype: npt.DTypeLike) -> Array:
 
 
 def empty(shape: tuple[int, ...] | int, dtype: Any) -> Array:
-    """Allocate an uninitialised array as ``np.empty`` does, large ones from this process's slabs."""
+    """Allocate an uninitialised array as ``np.empty`` does; a large one uses a slab of this process."""
     return _slabs.empty((shape,) if isinstance(shape, int) else shape, dtype)
 
 
 def glibc() -> ctypes.CDLL | None:
-    """Return the C library if it is glibc, else None: other libraries (musl) have no mallopt."""
+    """Return the C library if it is glibc, else None. Other C libraries, such as musl, have no ``mallopt``."""
     if not sys.platform.startswith("linux"):
         return None
     libc = ctypes.CDLL(None)
@@ -164,7 +164,7 @@ def glibc() -> ctypes.CDLL | None:
 
 
 def give_back_freed_memory() -> None:
-    """Return free heap memory to the system. Call it after work that is not repeated soon."""
+    """Return the free memory of malloc's heap to the system. Call this after work that is not repeated soon."""
     if (libc := glibc()) is not None:
         libc.malloc_trim(0)
 
@@ -175,10 +175,11 @@ _KEEP = 2**31 - 1  #: trim threshold of the heap in bytes, the largest that mall
 
 
 def keep_freed_memory() -> bool:
-    """Stop glibc's malloc from mapping large blocks separately and from returning freed ones to the system.
+    """Stop glibc's malloc from mapping large blocks separately and from returning freed memory to the system.
 
-    Arrays of a training step have tens of MiB each. Mapped separately, they cost a page fault per 4 KiB in every step,
-    a third of the step's time in a measurement. Returns whether it worked; other C libraries are left unchanged.
+    Arrays of a training step have tens of MiB each. If malloc maps them separately, they cost a page fault per 4 KiB in
+    every step; in a measurement, that was a third of the step's time. Returns whether the settings were accepted.
+    False, and nothing changes, if the C library is not glibc.
     """
     libc = glibc()
     if libc is None:

@@ -1,7 +1,7 @@
 """Builds the plan of a run from its config and the facts about its nodes.
 
-``make_plan`` is deterministic and opens no connection; ``--dry-run`` prints its plan. ``launch`` and ``serve`` carry
-out a ``final_plan``, which has the content of every file.
+``make_plan`` is deterministic and opens no connection; ``--dry-run`` prints the plan that it returns. ``launch`` and
+``serve`` carry out the plan that ``final_plan`` returns, which also has the content of every file.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from launcher.text import count, spans
 
 
 def new_token() -> Secret:
-    """A new random token, by which the processes of one run are recognised."""
+    """Return a new random token. Each process of a run has the token in its environment, by which it is recognised."""
     return Secret(secrets.token_hex(16))
 
 
@@ -61,16 +61,16 @@ def make_plan(
     Args:
         run_id: id of the run.
         code_digest: digest of gnnfleet's code.
-        facts: results of preflight by node_rank; None before preflight.
+        facts: facts that preflight found, by node_rank; None before preflight.
         own_command: a user's command to run instead of the bundled trainer; () for the trainer.
-        manifest: the parts on the launching machine (mode ``sync``); None if they do not exist yet.
-        token: marks the run's processes.
+        manifest: files of the parts on the launching machine (mode ``sync``); None if the parts do not exist yet.
+        token: random text by which the processes of the run are recognised; None for no token.
         operator: user and machine that launch, as ``alice@laptop``; stored in the leases.
-        cwd: folder of the files of ``own_command``, of ``runs_dir`` and of a relative ``resume``.
-        kept: state that a running serving cluster keeps.
+        cwd: folder to which relative paths in ``own_command``, ``run.runs_dir`` and ``train.resume`` refer.
+        kept: state that a running serving cluster keeps when its nodes change.
         serving: the serving cluster to which a config with ``data.serving`` attaches.
 
-    Raises UsageError if a file named in the command or config does not exist.
+    Raises UsageError if a file named in ``own_command`` or in the config does not exist.
     """
     facts = facts or {}
     usable = manifest if _fits(config, manifest) else None
@@ -132,9 +132,10 @@ def final_plan(
     serving: ServingCluster | None = None,
     service_key: Secret | None = None,
 ) -> LaunchPlan:
-    """The plan to carry out: with secrets, and with the content of every file. Arguments as for ``make_plan``.
+    """Build the plan that a launch carries out: with secrets, and with the content of every file.
 
-    ``service_key``: text of an existing key file of the graph service; None to create a new key pair.
+    The arguments are those of ``make_plan``, and ``service_key``: text of an existing key file of the graph service;
+    None to create a new key pair.
     """
     plan = make_plan(
         config,
@@ -163,7 +164,10 @@ def final_plan(
 
 
 def _with_running(plan: LaunchPlan, running: Mapping[int, NodePlan]) -> LaunchPlan:
-    """``plan`` of a serving cluster; running nodes keep theirs, except for parts, cluster.json and run.json."""
+    """Return ``plan``, in which nodes of the serving cluster that already run have the NodePlan that they run with.
+
+    ``running``: these NodePlans by node_rank. Only their parts, cluster.json and run.json are replaced.
+    """
     cluster = next(file.content for file in plan.nodes[0].files if file.dest.endswith("/cluster.json"))
 
     def unchanged(node: NodePlan, parts: tuple[int, ...]) -> NodePlan:
@@ -265,7 +269,7 @@ def _servers_of(serving: ServingCluster) -> list[str]:
 
 
 def _shared_hosts(config: ResolvedConfig) -> list[str]:
-    """Notes on hosts that run several nodes, which overlapping host ranges can cause by mistake."""
+    """Return a note for each host that runs several nodes, as host ranges that overlap by mistake can cause this."""
     if config.transport == "local":
         return []
     nodes: dict[str, list[str]] = {}
@@ -283,9 +287,10 @@ def offline_plan(
     serving: ServingCluster | None = None,
     to_train: bool = False,
 ) -> LaunchPlan:
-    """The plan before preflight, with the parts on the launching machine if they are up to date.
+    """Build the plan without facts from preflight; it has the parts on the launching machine if they are up to date.
 
-    Arguments as for ``make_plan``. ``to_train``: raise UsageError for parts on which the bundled trainer cannot train.
+    The arguments are those of ``make_plan``, and ``to_train``: raise UsageError if the bundled trainer cannot train on
+    these parts.
     """
     _source_is_here(config)
     manifest = None

@@ -1,4 +1,4 @@
-"""Builds argv and environment of each process of a node: supervisor, graph server, ranks."""
+"""Builds the command line and the environment of each process of a node: supervisor, graph server, ranks."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class PlanContext:
     own: OwnCommand | None  #: the user's own command; None: the bundled trainer
     resume: PlannedFile | None  #: checkpoint to resume from
     serving: ServingCluster | None = None  #: the serving cluster to which the run attaches
-    version: int = 1  #: of cluster.json
+    version: int = 1  #: version of cluster.json
     topology: Topology = Topology()
 
     @property
@@ -41,7 +41,10 @@ class PlanContext:
 
     @property
     def remote(self) -> bool:
-        """Whether processes use graph servers; a single worker reads all parts from its own disk."""
+        """Whether the run uses graph servers.
+
+        A run with a single worker uses none: it reads all parts from its own disk.
+        """
         return len(self.sites) > 1 or self.sites[0].node.role != "worker"
 
     @property
@@ -65,12 +68,12 @@ class PlanContext:
         return len(self._trainers)
 
     def trainer_index(self, site: Site) -> int | None:
-        """The node's index among the nodes that train; None if it does not train."""
+        """Return the index of node ``site`` among the nodes that train; None if it does not train."""
         return self._trainers.get(site.node_rank)
 
 
 class NodeCommands(NamedTuple):
-    """The commands of one node; None for processes that it does not run."""
+    """The commands of one node's processes; None for a process that the node does not run."""
 
     start: Command
     server: Command | None
@@ -85,14 +88,14 @@ def node_commands(context: PlanContext, site: Site) -> NodeCommands:
 
 
 def start_command(context: PlanContext, site: Site) -> Command:
-    """The command that tmux runs: the supervisor, which starts the other processes from ``node.json``."""
+    """Build the command that tmux runs on a node: the supervisor, which starts the processes in ``node.json``."""
     argv = (site.python, f"{site.code_dir}/launcher/node/supervisor/supervisor.py", f"{site.run_dir}/node.json")
     folder = (f"mkdir -p {quote(_files(site))}",) if context.own and site.ranks else ()
     return Command(argv, _user_env(site, _base_env(site)), site.run_dir, (*site.setup, *folder))
 
 
 def server_command(context: PlanContext, site: Site) -> Command:
-    """The graph server for the node's parts; on a gateway it also samples whole batches for clients."""
+    """Build the command of a node's graph server. On a gateway the server also samples whole batches for clients."""
     run, own = context.config.run, ",".join(map(str, site.parts))
     argv = [site.python, "-m", "trainer", "serve", "--parts", site.data_dir, "--own", own]
     argv += ["--bind", endpoint(site.bind, site.service_port), "--cluster", f"{site.run_dir}/cluster.json"]
@@ -106,9 +109,10 @@ def server_command(context: PlanContext, site: Site) -> Command:
 
 
 def trainer_command(context: PlanContext, site: Site) -> Command:
-    """The rank runner with the command of a rank; the supervisor starts one runner per rank of the node.
+    """Build the command of the rank runner, a program that runs one rank. The supervisor starts one for each rank.
 
-    The runner starts a user's own command after the node's graph server answers; the bundled trainer waits by itself.
+    A rank that runs a user's own command is started when the node's graph server answers. The bundled trainer is
+    started at once and waits for the graph server itself.
     """
     argv = [site.python, f"{site.code_dir}/launcher/node/supervisor/rank_runner.py", "--run-dir", site.run_dir]
     argv += ["--await-server"] if context.own and site.serves else []
@@ -118,7 +122,7 @@ def trainer_command(context: PlanContext, site: Site) -> Command:
 
 
 def own_argv(own: OwnCommand, site: Site) -> list[str]:
-    """The user's command for a node, with ``python`` replaced by the node's interpreter."""
+    """Return the user's command for a node; a first word ``python`` becomes the path of the node's interpreter."""
     first = site.python if own.argv[0] in ("python", "python3") else own.argv[0]
     return [first, *own.argv[1:]]
 
@@ -130,9 +134,10 @@ def _train_argv(context: PlanContext, site: Site) -> list[str]:
 
 
 def train_flags(train: TrainConfig) -> list[str]:
-    """Command line options of the trainer, one per setting that has a value; true becomes an option without a value.
+    """Return the command line options of the trainer: one for each setting in ``train`` that has a value.
 
-    ``resume`` is left out, as its path differs between nodes.
+    A setting that is true becomes an option without a value. ``resume`` is left out, as the checkpoint's path differs
+    between nodes.
     """
     flags: list[str] = []
     for field in fields(train):
@@ -187,9 +192,9 @@ def _rank_env(context: PlanContext, site: Site) -> dict[str, str]:
 
 
 def _world_env(context: PlanContext, site: Site) -> dict[str, str]:
-    """Variables of torch.distributed that are equal for all ranks of a node, as torch.distributed.run sets them.
+    """Return the variables that torch.distributed.run sets to the same value for all ranks of a node.
 
-    The supervisor adds those of the single rank (``launcher.node.supervisor.processes``).
+    The supervisor adds the variables that differ between ranks (``launcher.node.supervisor.processes``).
     """
     world = str(context.world_size)
     return {
@@ -208,7 +213,10 @@ def _world_env(context: PlanContext, site: Site) -> dict[str, str]:
 
 
 def _reach_env(context: PlanContext, site: Site) -> dict[str, str]:
-    """Settings of ``trainer.core.remote_settings.RemoteAccess``: how processes read the data of other nodes."""
+    """Return the variables that say how processes read the data of other nodes.
+
+    The processes read these variables in ``trainer.core.remote_settings.RemoteAccess``.
+    """
     env: dict[str, str] = {"GNNFLEET_WIRE_ROWS": context.config.run.wire_rows}
     if site.parts:
         env["GNNFLEET_CACHE"] = context.config.data.cache
@@ -218,7 +226,11 @@ def _reach_env(context: PlanContext, site: Site) -> dict[str, str]:
 
 
 def _user_env(site: Site, ours: dict[str, str]) -> dict[str, str]:
-    """``ours`` updated by the user's ``env``; PYTHONPATH is joined, and variables of ranks cannot be overridden."""
+    """Return ``ours`` with the variables in ``env`` of the node's config added.
+
+    A PYTHONPATH in ``env`` is appended to that in ``ours``. Variables that gnnfleet sets for each rank are not
+    replaced.
+    """
     user = {name: value for name, value in site.node.env.items() if name not in RANK_VARIABLES}
     if "PYTHONPATH" in user:
         user["PYTHONPATH"] = f"{ours['PYTHONPATH']}:{user['PYTHONPATH']}"

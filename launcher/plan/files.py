@@ -1,4 +1,4 @@
-"""Lists the files of a node: gnnfleet's code, parts, the user's files, and files generated for the run."""
+"""Lists the files that a node gets: gnnfleet's code, parts, the user's files, and files generated for the run."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ from launcher.plan.placement import Site, endpoint, node_login
 
 
 def code_files() -> list[Path]:
-    """Code files that a node needs, as sorted absolute paths: ``launcher/node``, ``trainer`` and ``gnnfleet``."""
+    """Return the code that every node gets, as sorted absolute paths: ``launcher/node``, ``trainer``, ``gnnfleet``."""
     own = [CODE_ROOT / "launcher" / "__init__.py", *(CODE_ROOT / "launcher" / "node").rglob("*.py")]
     packages = (path for package in ("gnnfleet", "trainer") for path in (CODE_ROOT / package).rglob("*"))
     return sorted([*own, *(path for path in packages if _is_code(path))])
 
 
 def code_digest() -> str:
-    """SHA-256 over the relative paths and contents of :func:`code_files`."""
+    """Return the SHA-256 over relative path and content of each file in :func:`code_files`."""
     digest = hashlib.sha256()
     for path in code_files():
         digest.update(f"{relative(path)}\0{file_sha256(path)}\n".encode())
@@ -35,7 +35,7 @@ def code_digest() -> str:
 
 
 def relative(path: Path) -> str:
-    """The path of a code file below a node's code folder."""
+    """Return the path of a code file relative to the folder of gnnfleet's code, which is the same on a node."""
     return path.relative_to(CODE_ROOT).as_posix()
 
 
@@ -46,7 +46,7 @@ def _is_code(path: Path) -> bool:
 
 @dataclass(frozen=True)
 class SharedFiles:
-    """Files and text that are the same for all nodes, created once."""
+    """Files and text of a run that are the same for all nodes, created once."""
 
     code: tuple[PlannedFile, ...]  #: dest relative to the code folder
     cluster: PlannedFile  #: cluster.json; dest relative to the run folder
@@ -54,7 +54,7 @@ class SharedFiles:
 
 
 def shared_files(context: PlanContext) -> SharedFiles:
-    """Create the ``SharedFiles`` of a run: code with digests, and cluster.json."""
+    """Create the ``SharedFiles`` of a run: gnnfleet's code with digests, cluster.json, and common text of node.json."""
     code = tuple(copied(relative(path), path) for path in code_files())
     targets = (target_text(node_login(context.config, site.node)) for site in context.sites)
     labels = tuple(node_label(site.node_rank, target) for site, target in zip(context.sites, targets, strict=True))
@@ -66,7 +66,10 @@ def shared_files(context: PlanContext) -> SharedFiles:
 def node_files(
     context: PlanContext, site: Site, commands: NodeCommands, shared: SharedFiles, manifest: PartitionFiles | None
 ) -> tuple[PlannedFile, ...]:
-    """All files that a node needs before the start. ``manifest``: the parts to send; None: no parts (yet)."""
+    """Return all files that a node needs before its processes start.
+
+    ``manifest``: files of the parts to send; None if no parts are sent, or they do not exist yet.
+    """
     files = [_below(site.code_dir, file) for file in shared.code]
     if manifest and site.parts:
         files += _part_files(site, manifest, context.topology.replicated)
@@ -78,7 +81,7 @@ def node_files(
 
 
 def _below(folder: str, file: PlannedFile) -> PlannedFile:
-    """``file`` with its dest below ``folder``; three times as fast as ``dataclasses.replace``."""
+    """Return ``file`` with ``folder`` before its destination. Three times as fast as ``dataclasses.replace``."""
     dest = f"{folder}/{file.dest}"
     return PlannedFile(dest, file.bytes, file.source, file.content, file.sha256, file.mode, file.secret)
 
@@ -152,7 +155,10 @@ def _node_spec(context: PlanContext, site: Site, commands: NodeCommands) -> Mapp
 
 
 def _control(context: PlanContext) -> Mapping[str, Any] | None:
-    """Address of the hub, on the lead node; None if the supervisors do not connect to each other."""
+    """Return where supervisors connect to each other: an address and port of the lead node's supervisor.
+
+    None if the supervisors do not connect to each other.
+    """
     if context.control_port is None:
         return None
     site = context.sites[context.lead]
@@ -160,7 +166,7 @@ def _control(context: PlanContext) -> Mapping[str, Any] | None:
 
 
 def _leases(context: PlanContext, site: Site) -> list[str]:
-    """Names of the devices and ports for which the node takes a lease."""
+    """Return what the node reserves by leases: its devices, as ``cuda:0``, and its ports, as ``port:29500``."""
     devices = sorted(set(site.node.devices))
     leads = site.node_rank == context.lead and site.ranks
     ports = [context.master_port, *([context.control_port] if context.control_port else [])] if leads else []

@@ -1,4 +1,4 @@
-"""The types of a plan: LaunchPlan, NodePlan, PlannedFile, and NodeFacts, from which it is built."""
+"""The types of a plan: LaunchPlan, NodePlan, PlannedFile and others, and NodeFacts, from which a plan is built."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ class NodeFacts:
 
 @dataclass(frozen=True)
 class NodePlan:
-    """The part of the plan for one node."""
+    """What one node of a run stores and runs: addresses, folders, files and commands."""
 
     node_rank: int
     login: Login | None  #: None: the launching machine itself (``transport: local``)
@@ -67,21 +67,27 @@ class NodePlan:
 
     @property
     def target(self) -> str:
-        """``user@host:port`` as far as the cluster file gives it, or ``local``."""
+        """Name of the node's machine: ``user@host:port`` or, for the launching machine itself, ``local``.
+
+        User and port are left out if the cluster file does not give them.
+        """
         return target_text(self.login)
 
     @property
     def host(self) -> str:
-        """Host name of the login, or ``local``."""
+        """Host name to which SSH connects; ``local`` for the launching machine itself."""
         return self.login.host if self.login else "local"
 
     @property
     def python(self) -> Command:
-        """The node's interpreter with its setup lines."""
+        """Command that starts the node's Python, with the shell lines (``setup``) that make this Python available."""
         return Command(self.start.argv[:1], setup=self.start.setup)
 
     def program(self, name: str, *words: str) -> Command:
-        """``launcher/node/<name>.py`` of the run's code, with the supervisor's interpreter, env, cwd and setup."""
+        """Return the command that runs ``launcher/node/<name>.py`` on the node with the arguments ``words``.
+
+        Interpreter, environment, working folder and ``setup`` are those of the node's supervisor.
+        """
         argv = (*self.start.argv[:1], f"{self.code_dir}/launcher/node/{name}.py", *words)
         return Command(argv, self.start.env, self.start.cwd, self.start.setup)
 
@@ -106,7 +112,9 @@ class Topology:
 
 @dataclass(frozen=True)
 class Partitioning:
-    """The partitioning on the launching machine before sync; the command does nothing if the parts exist."""
+    """How the launching machine partitions the graph before it sends files. The command does nothing if the parts
+    exist.
+    """
 
     command: Command
     folder: str
@@ -117,7 +125,7 @@ class Partitioning:
 
 @dataclass(frozen=True)
 class LaunchPlan:
-    """The plan of a run."""
+    """The plan of a run or of a serving cluster: its nodes, ports, files and commands."""
 
     run_id: str
     name: str
@@ -144,13 +152,15 @@ class LaunchPlan:
 
     @property
     def serve_only(self) -> bool:
-        """Whether the plan is of a serving cluster, in which nothing trains."""
+        """Whether this is the plan of a serving cluster, in which no node trains."""
         return not self.world_size
 
 
 @dataclass(frozen=True)
 class KeptServers:
-    """State that a serving cluster keeps when its nodes change; mappings are by node_rank in the new plan."""
+    """What a serving cluster keeps when nodes are added or removed. Keys of the mappings are node_ranks in the new
+    plan.
+    """
 
     version: int = 1  #: version of the new cluster.json
     parts: Mapping[int, tuple[int, ...]] = field(default_factory=dict)
@@ -159,13 +169,16 @@ class KeptServers:
 
 
 def target_text(login: Login | None) -> str:
-    """The name of a node's machine in messages and tables: ``user@host:port`` as far as given, or ``local``."""
+    """Return the name of a node's machine: ``user@host:port`` or, without ``login``, ``local``.
+
+    User and port are left out if the cluster file does not give them.
+    """
     return str(login) if login else "local"
 
 
 @dataclass(frozen=True)
 class Login:
-    """SSH destination of a node, as far as the cluster file gives it; the rest comes from ssh_config."""
+    """The user, host and port to which SSH connects. For what the cluster file does not give, ssh_config decides."""
 
     user: str | None
     host: str
@@ -177,9 +190,10 @@ class Login:
 
 @dataclass(frozen=True)
 class PlannedFile:
-    """A file that a node needs before the start.
+    """A file that a node needs before its processes start.
 
-    Either ``source`` or ``content`` is set; neither for files that are created at launch (run.json, service.key).
+    Either ``source`` or ``content`` is set; neither is set for files that are created at launch (run.json,
+    service.key).
     """
 
     dest: str  #: path on the node
@@ -192,11 +206,11 @@ class PlannedFile:
 
 
 def generated(dest: str, content: str, *, mode: int = 0o644, secret: bool = False) -> PlannedFile:
-    """A file with generated text."""
+    """Return a ``PlannedFile`` with the text ``content``."""
     raw = content.encode()
     return PlannedFile(dest, len(raw), "", content, hashlib.sha256(raw).hexdigest(), mode, secret)
 
 
 def copied(dest: str, source: Path, *, mode: int = 0o644) -> PlannedFile:
-    """A file to be copied from the launching machine; reads it for size and digest."""
+    """Return a ``PlannedFile`` that is copied from the launching machine; reads ``source`` for its size and digest."""
     return PlannedFile(dest, source.stat().st_size, str(source), "", file_sha256(source), mode)

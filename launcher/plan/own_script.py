@@ -1,4 +1,7 @@
-"""Finds the user's files to send with a run: script, files named in its command, ``run.files``, a checkpoint."""
+"""Finds the user's files that are sent with a run.
+
+These are the script and other files that the user's command names, the files in ``run.files``, and a checkpoint.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +17,7 @@ from launcher.plan.model import PlannedFile, copied
 
 @dataclass(frozen=True)
 class OwnCommand:
-    """The user's command as it runs on every node, and the files in its working folder."""
+    """A user's command as it runs on every node, and the files that are sent into its working folder."""
 
     argv: tuple[str, ...]
     files: tuple[PlannedFile, ...]  #: dest relative to ``files/``
@@ -22,10 +25,11 @@ class OwnCommand:
 
 
 def own_command_files(argv: Sequence[str], extra: Sequence[str], cwd: Path) -> OwnCommand:
-    """Collect the files named in ``argv``, and the files and folders in ``extra``.
+    """Collect the files that the user's command ``argv`` names, and the files and folders in ``extra``.
 
-    Files and folders below ``cwd`` keep their relative path; others are placed by their name. Paths inside a folder are
-    kept, also for a file of that folder that the command names. Raises UsageError for missing or conflicting files.
+    A file or folder below ``cwd`` has the same relative path on the nodes; any other is stored under its name. A file
+    in one of the folders keeps its place in that folder, also if the command names the file. Raises UsageError for a
+    missing file, and for different files that would have the same path on the nodes.
     """
     words: list[str] = []
     notes: list[str] = []
@@ -50,7 +54,7 @@ def own_command_files(argv: Sequence[str], extra: Sequence[str], cwd: Path) -> O
 
 
 def _script_is_here(argv: Sequence[str], files: Mapping[str, Path], cwd: Path) -> None:
-    """Raise UsageError for a script that is not sent and has no absolute path, as the nodes would not have it."""
+    """Raise UsageError if the command's script is not sent and has a relative path, as the nodes would not have it."""
     script = argv[1] if len(argv) > 1 and Path(argv[0]).name.startswith("python") else argv[0]
     if (
         script.endswith(".py")
@@ -64,9 +68,9 @@ def _script_is_here(argv: Sequence[str], files: Mapping[str, Path], cwd: Path) -
 
 
 def resume_file(config: ClusterConfig, cwd: Path) -> PlannedFile | None:
-    """The checkpoint given by ``train.resume`` as a path or run id; dest relative to the run folder.
+    """Return the checkpoint that ``train.resume`` gives by path or run id; ``dest`` is relative to the run folder.
 
-    None without ``train.resume``. Raises UsageError if it does not exist.
+    None if ``train.resume`` is not set. Raises UsageError if the checkpoint does not exist.
     """
     wanted = config.train.resume
     if wanted is None:
@@ -84,7 +88,10 @@ def _dest(path: Path, cwd: Path) -> str:
 
 
 def _inside(path: Path, extra: Sequence[str], cwd: Path) -> str:
-    """Dest of a file inside one of the folders in ``extra``, where a script finds the files next to it; '' if none."""
+    """Return the path that a file gets on the nodes because it is in a folder in ``extra``; '' if it is in none.
+
+    The file keeps its place in the folder, so that a script finds the files next to it.
+    """
     real = path.resolve()
     for folder in (Path(name) for name in extra):
         if folder.is_dir() and real.is_relative_to(folder.resolve()):
@@ -101,7 +108,7 @@ def _add(files: dict[str, Path], dest: str, path: Path) -> None:
 
 
 def _walk(extra: Sequence[str], cwd: Path) -> Iterator[tuple[str, Path]]:
-    """(dest, path) of each file in ``extra``, and of all files in its folders."""
+    """Yield (path on the nodes, path here) of each file in ``extra`` and of each file in a folder in ``extra``."""
     for name in extra:
         path = Path(name)
         if path.is_dir():

@@ -26,9 +26,9 @@ from launcher.plan.model import Partitioning
 
 
 def partitioning(config: ResolvedConfig) -> Partitioning:
-    """The ``trainer partition make`` command for a config, with the launcher's Python.
+    """Return the ``trainer partition make`` command that makes the parts for a config.
 
-    The command does nothing if the parts exist.
+    The command runs with the launcher's Python, and does nothing if the parts exist.
     """
     data, folder = config.data, os.path.expanduser(config.data.folder)
     cut = ["--dataset", data.dataset, "--num-parts", str(config.num_parts), *_method_options(config)]
@@ -72,7 +72,7 @@ class PartFile:
 
 @dataclass(frozen=True)
 class PartitionFiles:
-    """The files of a complete partition folder, from its manifest; in mode ``verify`` the folder is on a node."""
+    """All files of a partition folder, as its manifest lists them. In mode ``verify`` the folder is on a node."""
 
     folder: str
     dataset: str
@@ -82,9 +82,9 @@ class PartitionFiles:
     train_seeds: Mapping[str, int] = field(default_factory=dict)  #: number by node type; empty: unknown
 
     def of_parts(self, parts: Iterable[int], *, replicated: bool = False) -> tuple[PartFile, ...]:
-        """Files that a holder of ``parts`` needs: these parts, the shared files and the manifest.
+        """Return the files that a node with ``parts`` needs: those of the parts, the shared files and the manifest.
 
-        With a ``replicated`` topology also the 1-d arrays of all other parts.
+        ``replicated``: also the 1-d arrays of all other parts, which a replicated topology needs.
         """
         tops = {f"part{part}" for part in parts} | {"shared", "manifest.json"}
         places = {i for top in tops for i in self._below.get(top, ())}
@@ -92,16 +92,16 @@ class PartitionFiles:
 
     @property
     def topology_files(self) -> int:
-        """Number of files that a replicated topology puts on every node."""
+        """Number of 1-d arrays of all parts: files that a replicated topology stores on every node."""
         return len(self._flat)
 
     @cached_property
     def topology_bytes(self) -> int:
-        """Bytes of the files that a replicated topology puts on every node; 0 if the manifest lists none."""
+        """Bytes of the 1-d arrays of all parts, which a replicated topology stores on every node; 0 if unknown."""
         return sum(self.files[place].bytes for place in self._flat)
 
     def topology_beside(self, parts: Iterable[int]) -> int:
-        """``topology_bytes`` without the files of ``parts``, which their holder has anyway."""
+        """Return ``topology_bytes`` without the files of ``parts``, for a node that holds these parts anyway."""
         places = (i for part in set(parts) for i in self._below.get(f"part{part}", ()))
         return self.topology_bytes - sum(self.files[i].bytes for i in places if self.files[i].flat)
 
@@ -112,7 +112,7 @@ class PartitionFiles:
 
     @cached_property
     def _below(self) -> dict[str, list[int]]:
-        """Indices in ``files`` by the first component of the path; computed once for all nodes."""
+        """Indices in ``files`` by the first name in the path: ``shared``, ``part0``, …; computed once for all nodes."""
         found: dict[str, list[int]] = {}
         for place, file in enumerate(self.files):
             found.setdefault(file.path.split("/", 1)[0], []).append(place)
@@ -120,7 +120,7 @@ class PartitionFiles:
 
 
 def read_partition_files(folder: Path) -> PartitionFiles | None:
-    """Read ``folder/manifest.json``; None if it does not exist. Raises FleetError if it is damaged."""
+    """Read ``folder/manifest.json``; None if there is no such file. Raises FleetError if the file is damaged."""
     path = folder / "manifest.json"
     try:
         with path.open("rb") as file:
@@ -137,10 +137,10 @@ def read_partition_files(folder: Path) -> PartitionFiles | None:
 
 
 def parse_manifest(raw: bytes, folder: str) -> PartitionFiles:
-    """Parse a manifest; ``files`` lists its files and the manifest itself. Raises ValueError for an invalid one.
+    """Parse ``raw``, the content of a ``manifest.json``. Raises ValueError if it is invalid.
 
-    A manifest may come from a node, and its paths and fingerprint become names of files and folders, so they are
-    checked.
+    The ``files`` of the result are the files that the manifest lists, and the manifest itself. A manifest may come from
+    a node. Its paths and its fingerprint become names of files and folders here, so both are checked.
     """
     if len(raw) > MOST_MANIFEST:
         raise ValueError(f"it is larger than {MOST_MANIFEST:,} bytes")
@@ -181,7 +181,7 @@ class _ManifestNodes(msgspec.Struct):
 
 
 class _Manifest(msgspec.Struct):
-    """The fields of a manifest that the launcher uses (all are in docs/ARCHITECTURE.md)."""
+    """The fields of a manifest that the launcher uses. docs/ARCHITECTURE.md describes all fields."""
 
     dataset: str
     fingerprint: Annotated[str, msgspec.Meta(pattern="^[0-9A-Za-z]{1,128}$")]
@@ -191,7 +191,7 @@ class _Manifest(msgspec.Struct):
 
 
 def _is_flat(file: _ManifestFile) -> bool:
-    """Whether a file is a 1-d array of a part (docs/ARCHITECTURE.md, "Replicated topology")."""
+    """Return whether a file is a 1-d array of a part (docs/ARCHITECTURE.md, "Replicated topology")."""
     return file.path.startswith("part") and len(file.shape) == 1
 
 
@@ -205,10 +205,11 @@ class PartitionFailed(FleetError):
 
 
 def ensure_parts(config: ResolvedConfig, console: Console) -> PartitionFiles:
-    """Run the partitioner unless ``config.data.folder`` is up to date, and return its parts. Raises PartitionFailed.
+    """Return the parts in ``config.data.folder``; runs the partitioner first, unless the parts are up to date.
 
-    The stamp has the command, and size and time of manifest and source files. If any of them differs, the partitioner
-    runs and decides by its fingerprint whether the parts must be made again.
+    A stamp file in this folder has the last partitioner command, and size and time of the manifest and the source
+    files. If any of these has changed, the partitioner runs; it makes new parts only if their fingerprint would differ.
+    Raises PartitionFailed.
     """
     folder = Path(config.data.folder).expanduser()
     manifest = read_partition_files(folder)
@@ -224,13 +225,16 @@ def ensure_parts(config: ResolvedConfig, console: Console) -> PartitionFiles:
 
 
 def outdated(config: ResolvedConfig) -> bool:
-    """Whether the stamp shows that the parts were made from another dataset, other options or other files."""
+    """Return whether the stamp file shows that the parts are from another dataset, other options or other files."""
     stamp = _read(Path(config.data.folder).expanduser() / _STAMP)
     return stamp is not None and stamp != _signature(config)
 
 
 def partition_words(action: str, config: ClusterConfig | None, words: Sequence[str]) -> Command:
-    """The ``trainer partition <action>`` command for the config's graph and folder, with the user's ``words`` added."""
+    """Return the command ``trainer partition <action>`` with the arguments ``words``.
+
+    A ``config`` adds its partition folder and, for ``make``, the options that describe its graph.
+    """
     if config is not None and action == "make":
         made = partitioning(resolve(config)).command
         return Command((*made.argv, *words), made.env)
@@ -239,12 +243,15 @@ def partition_words(action: str, config: ClusterConfig | None, words: Sequence[s
 
 
 def run_trainer(command: Command) -> int:
-    """Run a trainer command on the launcher's terminal; returns its exit status."""
+    """Run a trainer command on the launcher's terminal; return the exit status of the command."""
     return subprocess.run(command.argv, env={**os.environ, **command.env}, check=False).returncode
 
 
 def run_partitioner(command: Command, console: Console) -> None:
-    """Run the partitioner and show its output, except for its ``error:`` message, which PartitionFailed has."""
+    """Run the partitioner and print its output. Raises PartitionFailed if it fails.
+
+    The partitioner's last message, ``error: …``, is not printed but becomes the text of PartitionFailed.
+    """
     reason: list[str] = []
     process = subprocess.Popen(
         command.argv,
@@ -282,7 +289,7 @@ def _show(line: str, console: Console) -> None:
 
 
 def _signature(config: ResolvedConfig) -> list[object]:
-    """The content of the stamp: the partitioner's arguments, state of the manifest, state of the source files."""
+    """Return the content of the stamp file: partitioner arguments, size and time of manifest and source files."""
     try:
         stat = (Path(config.data.folder).expanduser() / "manifest.json").stat()
         manifest = [stat.st_size, stat.st_mtime_ns]
@@ -292,7 +299,7 @@ def _signature(config: ResolvedConfig) -> list[object]:
 
 
 def _source_state(source: str | None) -> list[list[object]]:
-    """Path, size in bytes and mtime in ns of every source file."""
+    """Return path, size in bytes and mtime in ns of each file of the graph at ``source``."""
     if source is None:
         return []
     top = Path(source).expanduser()

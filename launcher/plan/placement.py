@@ -1,6 +1,6 @@
 """Determines folders, addresses, interpreter, ranks and parts of each node (``Site``).
 
-All functions are pure functions of the config and, if known, of preflight's facts.
+The results depend only on the config and, after preflight, on the facts about the nodes.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ def session_name(run_id: str, node_rank: int) -> str:
 
 
 def run_dir(workdir: str, run_id: str, node_rank: int) -> str:
-    """Run folder on a node."""
+    """Return the path of a run folder on a node."""
     return f"{workdir}/runs/{run_id}/node{node_rank}"
 
 
@@ -83,7 +83,7 @@ def make_sites(
     serving: ServingCluster | None = None,
     kept: KeptServers | None = None,
 ) -> tuple[Site, ...]:
-    """Create one Site per node, in node_rank order. Arguments as for ``launcher.plan.build.make_plan``."""
+    """Create one Site per node, in node_rank order. The arguments are those of ``launcher.plan.build.make_plan``."""
     kept = kept or KeptServers()
     procs_on = host_processes(config)
     data_name = manifest.fingerprint if manifest else re.sub(r"[^\w.-]+", "-", config.data.dataset)
@@ -121,7 +121,10 @@ def make_sites(
 
 
 def _homes(config: ClusterConfig, serving: ServingCluster | None) -> dict[int, str]:
-    """Label of the graph server that each client asks first; clients are distributed round-robin."""
+    """Return the home server of each client by node_rank: the label of the graph server that it asks first.
+
+    Clients are assigned to graph servers round-robin.
+    """
     if serving:
         labels = [serving.label(server) for server in serving.servers]
     else:
@@ -130,7 +133,7 @@ def _homes(config: ClusterConfig, serving: ServingCluster | None) -> dict[int, s
 
 
 def interpreter(config: ClusterConfig, node_rank: int) -> Command:
-    """The node's Python as an argv of one word, with the setup lines that make it available."""
+    """Return a command that starts the node's Python, with the shell lines that make this Python available."""
     node = config.nodes[node_rank]
     conda: tuple[str, ...] = ()
     if node.venv or (node.conda and "/" in node.conda):
@@ -144,16 +147,20 @@ def interpreter(config: ClusterConfig, node_rank: int) -> Command:
 
 
 def node_address(config: ClusterConfig, node_rank: int, fact: NodeFacts | None) -> str:
-    """The address at which other nodes reach this one: configured, else found by preflight, else the host name."""
+    """Return the address at which other nodes reach a node.
+
+    This is the configured address, else the one that preflight found, else the host name.
+    """
     node = config.nodes[node_rank]
     found = "127.0.0.1" if config.transport == "local" else fact.address if fact else node.host
     return node.address or found
 
 
 def _bind(address: str, fact: NodeFacts | None) -> str:
-    """The address to listen on: ``address`` if the node has it, the wildcard address if not (NAT).
+    """Return the address at which a node listens.
 
-    For a host name, the address that preflight found.
+    Before preflight this is ``address``. After preflight it is ``address`` if the node has this IP address, else the
+    wildcard address (NAT). If ``address`` is a host name, it is the IP address that preflight found.
     """
     if fact is None or (is_ip(address) and (address in fact.addresses or not fact.addresses)):
         return address
@@ -163,18 +170,18 @@ def _bind(address: str, fact: NodeFacts | None) -> str:
 
 
 def node_interface(config: ClusterConfig, node: NodeConfig, fact: NodeFacts | None) -> str:
-    """The network interface for gloo and NCCL; '' before preflight."""
+    """Return the network interface for gloo and NCCL: configured, or found by preflight; '' if neither."""
     found = "lo" if config.transport == "local" else fact.interface if fact else ""
     return node.interface or found
 
 
 def node_login(config: ClusterConfig, node: NodeConfig) -> Login | None:
-    """The SSH destination of a node; None with ``transport: local``."""
+    """Return where SSH connects for a node; None with ``transport: local``."""
     return None if config.transport == "local" else Login(node.user, node.host, node.port)
 
 
 def host_processes(config: ClusterConfig) -> Counter[str]:
-    """Number of training processes per machine."""
+    """Return the number of training processes on each machine."""
     counts: Counter[str] = Counter()
     for node in config.nodes:
         counts[host_key(config, node)] += node.nproc
@@ -182,12 +189,12 @@ def host_processes(config: ClusterConfig) -> Counter[str]:
 
 
 def at_home(path: str, fact: NodeFacts | None) -> str:
-    """``path`` with a leading ``~/`` replaced by the node's home folder, if that is known."""
+    """Return ``path`` with a leading ``~/`` replaced by the node's home folder, if preflight has found this folder."""
     return f"{fact.home.rstrip('/')}/{path[2:]}" if fact and path.startswith("~/") else path
 
 
 def endpoint(address: str, port: int) -> str:
-    """``tcp://address:port``, with an IPv6 address in brackets."""
+    """Return ``tcp://address:port``, with an IPv6 address in brackets."""
     return f"tcp://[{address}]:{port}" if ":" in address else f"tcp://{address}:{port}"
 
 
@@ -200,7 +207,7 @@ def _data_dir(config: ClusterConfig, node: NodeConfig, workdir: str, name: str, 
 
 
 def is_ip(address: str) -> bool:
-    """Whether ``address`` is an IP address, not a host name."""
+    """Return whether ``address`` is an IP address, not a host name."""
     try:
         ipaddress.ip_address(address)
     except ValueError:

@@ -1,4 +1,4 @@
-"""Chooses the master, control and graph service ports: lists candidates, and selects a free one."""
+"""Chooses the master, control and graph service ports of a run: lists candidates, and selects a free one."""
 
 from __future__ import annotations
 
@@ -22,7 +22,10 @@ _CANDIDATES = 64  # per port to choose
 
 
 def master_candidates(config: ClusterConfig) -> tuple[int, ...]:
-    """Candidates for torch.distributed's port on the lead node, in order of preference; () if nothing trains."""
+    """Return the candidates for the master port, in order of preference; () if no node trains.
+
+    The master port is torch.distributed's port on the lead node.
+    """
     if not config.world_size:
         return ()
     if config.run.master_port != "auto":
@@ -32,9 +35,10 @@ def master_candidates(config: ClusterConfig) -> tuple[int, ...]:
 
 
 def control_candidates(config: ClusterConfig) -> tuple[int, ...]:
-    """Candidates for the hub's port on the lead node, in order of preference.
+    """Return the candidates for the control port, in order of preference.
 
-    () for a single node, and if nothing trains: supervisors of a serving cluster do not connect to each other.
+    The control port is the port on the lead node at which the supervisors connect to each other. They do not connect in
+    a run with one node and in a serving cluster, so these have no candidates.
     """
     if len(config.nodes) == 1 or not config.world_size:
         return ()
@@ -49,14 +53,17 @@ def _fixed_service_ports(config: ClusterConfig) -> range:
 
 
 def _ports_beside(taken: Set[int | str], first: int) -> tuple[int, ...]:
-    """The first 64 ports from ``first`` without those in ``taken``; if none is left, the next ones."""
+    """Return the first 64 ports from ``first`` without those in ``taken``; if none is left, the next 64 instead."""
     free = [port for port in range(first, first + _CANDIDATES) if port not in taken]
     following = (port for port in itertools.count(first + _CANDIDATES) if port not in taken)
     return tuple(free or itertools.islice(following, _CANDIDATES))
 
 
 def service_candidates(config: ClusterConfig, node_rank: int) -> tuple[int, ...]:
-    """Candidates for a node's graph service; nodes have no candidate in common, as several may share a host."""
+    """Return the candidates for the port of a node's graph server.
+
+    Two nodes never have a candidate in common, as both may run on the same host.
+    """
     if not config.nodes[node_rank].holds:
         return ()
     if config.run.service_port != "auto":
@@ -67,7 +74,7 @@ def service_candidates(config: ClusterConfig, node_rank: int) -> tuple[int, ...]
 
 
 def candidate_ports(config: ClusterConfig, node_rank: int) -> tuple[int, ...]:
-    """All candidate ports of a node, which preflight tries to bind."""
+    """Return all candidate ports of a node. Preflight tries to listen on each of them."""
     service = service_candidates(config, node_rank) if serves(config, node_rank) else ()
     if node_rank != lead(config):
         return service
@@ -75,7 +82,7 @@ def candidate_ports(config: ClusterConfig, node_rank: int) -> tuple[int, ...]:
 
 
 def choose(candidates: tuple[int, ...], fact: NodeFacts | None) -> int:
-    """The first of preflight's ``free_ports`` that is a candidate; the first candidate if none is known to be free."""
+    """Return the first port in ``fact.free_ports`` that is a candidate; without such a port, the first candidate."""
     free = fact.free_ports if fact else ()
     return next((port for port in free if port in candidates), candidates[0])
 

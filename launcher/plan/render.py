@@ -1,4 +1,4 @@
-"""Prints a plan: for each node host, processes, environment and files. Equal nodes are shown once."""
+"""Prints a plan: host, processes, environment and files of each node. Similar nodes are shown together."""
 
 from __future__ import annotations
 
@@ -25,9 +25,9 @@ _NUMBER = re.compile(r"([0-9]+)")
 
 @dataclass(frozen=True)
 class Fold:
-    """Nodes with equal rows, apart from values of each node such as its rank and address.
+    """Similar nodes that are shown together: their rows differ only in values such as rank and address.
 
-    In ``rows`` these values are replaced by ``{node_rank}``, ``{address}`` and so on (``own_values``).
+    In ``rows`` each such value is replaced by a name, such as ``{node_rank}`` and ``{address}`` (``own_values``).
     """
 
     nodes: tuple[NodePlan, ...]
@@ -36,7 +36,7 @@ class Fold:
 
 @dataclass(frozen=True)
 class _SplitRows:
-    """The rows of one node, split into text (even indices) and values that may differ between nodes (odd indices)."""
+    """The rows of one node, each split into text (even indices) and numbers or addresses (odd indices)."""
 
     node: NodePlan
     names: tuple[str, ...]
@@ -44,9 +44,10 @@ class _SplitRows:
 
 
 def fold_nodes(listed: Sequence[tuple[NodePlan, LabelledLines]]) -> list[Fold]:
-    """Group equal nodes, in the order of their first node.
+    """Group nodes whose rows differ only in ``own_values``; the groups are in the order of their first nodes.
 
-    Replacing the names in a Fold's rows by a node's values gives exactly that node's rows.
+    ``listed``: each node with its rows. The rows of a node are the rows of its Fold with the node's values in place of
+    the names.
     """
     addresses = {node.address for node, _ in listed}
     alike: dict[object, list[_SplitRows]] = {}
@@ -59,7 +60,10 @@ def fold_nodes(listed: Sequence[tuple[NodePlan, LabelledLines]]) -> list[Fold]:
 
 
 def own_values(node: NodePlan) -> Mapping[str, str]:
-    """Values of a node that may differ between equal nodes, by name; of names with equal values the first is used."""
+    """Return the values in which nodes that are shown together may differ, by name.
+
+    If several names have the same value on each of these nodes, the first name is shown.
+    """
     return {
         "{node_rank}": str(node.node_rank),
         "{service_port}": str(node.service_port),
@@ -81,7 +85,7 @@ def _inner(name: str, numbers: Sequence[int]) -> Mapping[str, str]:
 
 
 def _pieces(text: str, addresses: Set[str]) -> Iterator[str]:
-    """Split ``text`` into plain text (even indices) and addresses of nodes or numbers (odd indices)."""
+    """Yield the pieces of ``text``: plain text (even indices), and numbers or addresses of nodes (odd indices)."""
     plain = ""
     for i, word in enumerate(_WORD.split(text)):
         if i % 2 and word in addresses:
@@ -99,7 +103,7 @@ def _pieces(text: str, addresses: Set[str]) -> Iterator[str]:
 
 
 def _folds(group: list[_SplitRows]) -> Iterator[Fold]:
-    """One Fold for the group, or several if a value differs that is none of ``own_values``."""
+    """Yield one Fold for the group; several if its nodes differ in a value that is not in ``own_values``."""
     own = [own_values(one.node) for one in group]
     names = {name: [values.get(name) for values in own] for name in own[0]}
     rows = []
@@ -128,7 +132,7 @@ _FULL = "commands and environment of each node: --verbose; everything as JSON: -
 
 
 def print_plan(plan: LaunchPlan, console: Console, *, every: bool = False) -> None:
-    """Print a plan: a summary, then the nodes, with equal ones shown once.
+    """Print a plan: a summary, then the nodes; similar nodes are shown together.
 
     ``every``: show each node separately, with its full commands. Lines are not wrapped, so that they can be copied.
     """
@@ -144,13 +148,13 @@ def _each(plan: LaunchPlan) -> Iterator[_Block]:
 
 
 def _folded(plan: LaunchPlan) -> Iterator[_Block]:
-    """Blocks of equal nodes, without commands; sizes of files are shown only for single nodes."""
+    """Yield similar nodes with their common rows, without commands; sizes of files are shown only for single nodes."""
     for one in fold_nodes([(node, list(_node_rows(node, sizes=False))) for node in plan.nodes]):
         yield one.nodes, _short(one.rows if len(one.nodes) > 1 else list(_node_rows(one.nodes[0])))
 
 
 def _title(nodes: Sequence[NodePlan]) -> str:
-    """``node0  alice@gpu01.lab  tmux session …``, ``node[0-63]  alice@gpu[01-64].lab  tmux session …``."""
+    """Return the heading of one node or of several: ``node[0-63]  alice@gpu[01-64].lab  tmux session …``."""
     ranks, targets = fold(f"node{node.node_rank}" for node in nodes), fold(node.target for node in nodes)
     session = nodes[0].session
     if len(nodes) > 1:
@@ -159,14 +163,17 @@ def _title(nodes: Sequence[NodePlan]) -> str:
 
 
 def print_placement(plan: LaunchPlan, console: Console) -> None:
-    """Print the summary and one line per node, as a launch shows them."""
+    """Print the summary of a plan and one line per node, as a launch shows them."""
     lines = [_heading(_summary(plan)), *_placement(plan)]
     lines += [_row(("topology", _topology(plan)))] if plan.topology.why else []
     console.print(Text("\n").join(lines), soft_wrap=True)
 
 
 def _placement(plan: LaunchPlan) -> list[Text]:
-    """A table with target, ranks, devices and parts of each node; if roles differ, also role, copies and server."""
+    """Return a table with a line for each node: target, ranks, devices, parts, address, files.
+
+    If there are roles other than worker, or copies of parts, it also has role, copies, bytes of parts and home server.
+    """
     roles = _has_roles(plan)
     extra = ("role", "copies", "part data", "asks first") if roles else ("", "", "", "")
     titles = ("node", "target", extra[0], "ranks", "devices", "parts", *extra[1:], "address", "files")
@@ -186,12 +193,12 @@ def _placed(node: NodePlan) -> tuple[str, ...]:
 
 
 def _has_roles(plan: LaunchPlan) -> bool:
-    """Whether the nodes differ in role, or hold copies of parts."""
+    """Return whether any node has another role than worker, or holds copies of parts."""
     return any(node.role != "worker" or node.copies for node in plan.nodes)
 
 
 def _bytes_of_parts(node: NodePlan) -> str:
-    """Size of the node's parts; ``-`` if unknown or not sent."""
+    """Return the size of the part files that are sent to the node; ``-`` if it is unknown or none are sent."""
     top = f"{node.data_dir}/part"
     size = _total([file for file in node.files if node.parts and file.dest.startswith(top)])
     return decimal(size) if size else "-"
@@ -202,17 +209,17 @@ def _total(files: Sequence[PlannedFile]) -> int:
 
 
 def describe_command(command: Command) -> str:
-    """The argv quoted for a shell; secrets as ``***``."""
+    """Return the words of a command, quoted for a shell; secrets are shown as ``***``."""
     return " ".join(_word(word) for word in command.argv)
 
 
 def describe_env(env: Mapping[str, str]) -> str:
-    """``A=1 B='two words'``, sorted; secrets as ``***``."""
+    """Return environment variables as ``A=1 B='two words'``, sorted; secrets are shown as ``***``."""
     return " ".join(f"{name}={_word(value)}" for name, value in sorted(env.items()))
 
 
 def file_groups(node: NodePlan) -> dict[str, list[PlannedFile]]:
-    """A node's files by kind: code, parts, own (the user's), generated."""
+    """Return a node's files in four groups: code, parts, own (the user's), generated."""
     groups: dict[str, list[PlannedFile]] = {"code": [], "parts": [], "own": [], "generated": []}
     tops = {"code": node.code_dir + "/", "own": f"{node.run_dir}/files/"}
     tops |= {"parts": node.data_dir + "/"} if node.data_dir else {}
@@ -233,7 +240,7 @@ def _summary(plan: LaunchPlan) -> str:
 
 
 def _run_rows(plan: LaunchPlan, *, full: bool = False) -> Iterator[tuple[str, str]]:
-    """Rows about the whole run; ``full``: with the partitioner's command line."""
+    """Yield the rows about the whole run. ``full``: show the partitioner's command line instead of a sentence."""
     if made := plan.partition:
         first = f"{describe_env(made.command.env)} {describe_command(made.command)}"
         yield "partition", first if full else _partition_words(plan, made)
@@ -258,21 +265,21 @@ def _run_rows(plan: LaunchPlan, *, full: bool = False) -> Iterator[tuple[str, st
 
 
 def _partition_words(plan: LaunchPlan, made: Partitioning) -> str:
-    """``synthetic is partitioned into 3 parts (metis) in parts/toy on this machine, unless they exist``."""
+    """Describe the partitioning: ``synthetic is partitioned into 3 parts (metis) in parts/toy on this machine, …``."""
     parts = count(plan.num_parts, "part")
     where = f"{made.folder} on this machine"
     return f"{made.source} is partitioned into {parts} ({made.method}) in {where}, unless they exist"
 
 
 def _training_words(plan: LaunchPlan, train: TrainConfig) -> str:
-    """``the bundled trainer: sage, hidden 256, fanouts 15,10,5, …``."""
+    """Describe the training: ``the bundled trainer: sage, hidden 256, fanouts 15,10,5, …``."""
     batch = f"batches of {train.batch_size} seeds over {count(plan.world_size, 'process', 'es')}"
     shape = f"{train.model}, hidden {train.hidden}, fanouts {','.join(map(str, train.fanouts))}"
     return f"the bundled trainer: {shape}, {batch}, {count(train.epochs, 'epoch')}"
 
 
 def _topology(plan: LaunchPlan) -> str:
-    """``replicated (auto: the edges of all parts take 34.2 MB); 17.1 MB more for node0, 17.0 MB for node1``."""
+    """Describe the topology: ``replicated (auto: the edges of all parts take 34.2 MB); 17.1 MB more for node0, …``."""
     text = f"{plan.topology.choice} ({plan.topology.why})" if plan.topology.choice else plan.topology.why
     more = {f"node{node.node_rank}": node.topology_bytes for node in plan.nodes if node.topology_bytes}
     if not more:
@@ -284,7 +291,7 @@ def _topology(plan: LaunchPlan) -> str:
 
 
 def _short(rows: Sequence[tuple[str, str]]) -> list[tuple[str, str]]:
-    """Rows without commands, and without those whose values are in the table of all nodes."""
+    """Return the rows of a node without its commands, and without the values that the table of all nodes shows."""
     return [row for row in rows if row[0] not in ("share", "start", "server", "trainer", "  env")]
 
 
@@ -351,7 +358,7 @@ def _devices(node: NodePlan) -> str:
 
 
 def _span(numbers: Sequence[int]) -> str:
-    """``0-3``, ``0,3-4``; ``-`` for none."""
+    """Return numbers as ranges, such as ``0-3`` and ``0,3-4``; ``-`` if there are none."""
     return spans(numbers).replace("–", "-").replace(" ", "") or "-"
 
 

@@ -27,12 +27,12 @@ _LARGE = 100_000  # characters; larger plans are compressed, as every node gets 
 
 
 def to_json(plan: LaunchPlan) -> str:
-    """The complete plan as indented JSON, secrets as ``***``."""
+    """Return the complete plan as indented JSON; secrets are shown as ``***``."""
     return json.dumps(_builtins(plan), indent=1)
 
 
 def run_json(plan: LaunchPlan) -> str:
-    """``plan`` as the text of a ``run.json``."""
+    """Return the text of the ``run.json`` of a plan."""
     head = {"format": FORMAT, "version": VERSION, "run_id": plan.run_id}
     values = _builtins(replace(plan, nodes=tuple(replace(node, files=()) for node in plan.nodes)))
     text = json.dumps({**head, "plan": values})
@@ -43,7 +43,10 @@ def run_json(plan: LaunchPlan) -> str:
 
 
 def read_run(text: str) -> LaunchPlan:
-    """Parse a ``run.json``; its nodes have ``files=()``. Raises FleetError for a damaged file or another version."""
+    """Parse the text of a ``run.json``. The nodes of the returned plan have no ``files``.
+
+    Raises FleetError for a damaged file or another version.
+    """
     try:
         values = json.loads(text)
         kind = values.get("format"), values.get("version")
@@ -60,12 +63,12 @@ def read_run(text: str) -> LaunchPlan:
 
 
 def _builtins(plan: LaunchPlan) -> dict[str, Any]:
-    """``plan`` as dicts, lists, strings and numbers."""
+    """Return ``plan`` as dicts, lists, strings and numbers."""
     values: dict[str, Any] = msgspec.to_builtins(plan, enc_hook=_plain)
     return values
 
 
 def _plain(value: object) -> str:
-    """Convert a value that msgspec does not support; in plans only ``Secret``."""
+    """Convert a value of a type that msgspec does not know. In a plan the only such type is ``Secret``."""
     assert isinstance(value, Secret), type(value)
     return str(value)

@@ -8,10 +8,11 @@ import secrets
 
 
 def new_key_pair() -> dict[str, str]:
-    """``{"public", "secret"}``: a self-signed certificate and its private key (PKCS #8), both DER in base64.
+    """Return ``{"public": …, "secret": …}``: a self-signed certificate and its private key (PKCS #8).
 
-    The certificate does not expire (RFC 5280, section 4.1.2.5) and does not depend on the hosts' clocks: a peer is
-    accepted if its certificate is in the list of known ones, and revoked by removing it.
+    Both are DER in base64. The certificate never expires (RFC 5280, section 4.1.2.5), so the hosts' clocks do not
+    matter. Each side of a connection has a list of certificates that it accepts; a certificate is revoked by removing
+    it there.
     """
     from cryptography import x509
     from cryptography.hazmat.primitives import hashes

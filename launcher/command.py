@@ -25,7 +25,7 @@ class Secret(str):
 
 @dataclass(frozen=True)
 class Command:
-    """An argv list with its environment, working directory and setup lines."""
+    """An argv list with environment variables, a working directory, and shell lines that run before it."""
 
     argv: tuple[str, ...]
     env: Mapping[str, str] = field(default_factory=dict)
@@ -34,7 +34,7 @@ class Command:
 
 
 def render(command: Command) -> str:
-    """``command`` as bash source with every word quoted; a leading ``~/`` in cwd and argv is still expanded."""
+    """Return ``command`` as bash source, with every word quoted except a leading ``~/``, which bash expands."""
     lines = ["set -e", *command.setup]
     lines += [f"export {name}={quote(value)}" for name, value in sorted(command.env.items())]
     if command.cwd:
@@ -44,7 +44,7 @@ def render(command: Command) -> str:
 
 
 def shell_line(command: Command) -> str:
-    """``render(command)`` wrapped in ``exec bash -c '…'``, which any POSIX login shell can run."""
+    """Return ``render(command)`` wrapped in ``exec bash -c '…'``, which any POSIX login shell can run."""
     return f"exec bash -c {shlex.quote(render(command))}"
 
 

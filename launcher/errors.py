@@ -70,7 +70,7 @@ def node_label(node_rank: int, host: str) -> str:
 
 
 class PreflightRefused(FleetError):
-    """At least one finding blocks the run."""
+    """Preflight has at least one finding that blocks the run."""
 
     exit_status = 3
 
@@ -106,14 +106,14 @@ class AuthError(TransportError):
 
 
 class PasswordRefused(AuthError):
-    """A password or passphrase was wrong. With ``wants_more``: the key was accepted and the host also asks for a
+    """A password or passphrase was wrong. With ``wants_more`` the host accepted the key and also requires a
     password."""
 
     wants_more = False
 
 
 class HostKeyError(TransportError):
-    """The host key differs from the known one, is revoked, or is unknown and ``host_keys`` does not allow to add it."""
+    """The host key was revoked, differs from the known one, or is unknown and ``host_keys`` (config) refuses it."""
 
 
 class CommandTimeout(TransportError):
@@ -147,11 +147,11 @@ class OutOfReach(FleetError):
 
 
 def reason_of(error: Exception) -> str:
-    """The message of ``error`` without the node's name and the remedy that ``str()`` of a TransportError adds."""
+    """Return the message of ``error``, without the node's name and the remedy that ``str()`` adds."""
     return error.message if isinstance(error, TransportError) else str(error)
 
 
 class Interrupted(FleetError):
-    """Ctrl-C."""
+    """The user pressed Ctrl-C."""
 
     exit_status = 130

@@ -14,7 +14,10 @@ from typing import BinaryIO
 
 
 def written_path(path: Path) -> str:
-    """``path`` as text for a config file: ``~/…`` inside the home folder, since hosts have other home folders."""
+    """Return ``path`` as a config file has it.
+
+    A path in the home folder begins with ``~/``, because the home folder has another path on other hosts.
+    """
     home = os.path.expanduser("~").rstrip("/")
     text = str(path)
     return "~" + text[len(home) :] if home and text.startswith(home + "/") else text
@@ -83,10 +86,10 @@ _unfinished: set[Path] = set()
 
 @contextmanager
 def appearing(dest: Path, *, mode: int | None = None) -> Iterator[BinaryIO]:
-    """Open a temporary file in the folder of ``dest`` and rename it to ``dest`` when the block ends without an error.
+    """Open a temporary file next to ``dest``; rename it to ``dest`` when the ``with`` block ends without an error.
 
-    Missing parent folders are created. ``mode``: permissions of the file before its first byte is written; None for
-    the umask's default.
+    Missing parent folders are created. ``mode``: permissions of the file before its first byte is written; None for the
+    umask's default.
     """
     dest.parent.mkdir(parents=True, exist_ok=True)
     temporary = dest.with_name(f".{dest.name}.{uuid.uuid4().hex[:8]}.part")
@@ -104,7 +107,7 @@ def appearing(dest: Path, *, mode: int | None = None) -> Iterator[BinaryIO]:
 
 @atexit.register
 def remove_unfinished() -> None:
-    """Remove temporary files that threads had not finished when the program ends."""
+    """At the exit of the program, remove temporary files that daemon threads were still writing."""
     for path in tuple(_unfinished):
         path.unlink(missing_ok=True)
 

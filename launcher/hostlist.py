@@ -44,7 +44,7 @@ def expand(text: str) -> list[str]:
 
 
 def fold(names: Iterable[str]) -> str:
-    """Host names as text, such as ``node[01-16].lab, gpu1``.
+    """Return a list of host names as one text with ranges, such as ``node[01-16].lab, gpu1``.
 
     Consecutive names become one range if they differ only in one number that counts up by one.
     """
@@ -58,7 +58,10 @@ def fold(names: Iterable[str]) -> str:
 
 
 def _span(text: str, span: str) -> tuple[int, int, int]:
-    """First number, last number + 1, and the width in digits (0: no leading zeros) of one span such as ``01-16``."""
+    """Parse a span of numbers such as ``01-16``.
+
+    Returns the first number, the last number + 1, and the width in digits (0: no leading zeros).
+    """
     match = _SPAN.fullmatch(span)
     if not match:
         inside = f", found `{span}`" if span else ""
@@ -84,13 +87,16 @@ def _alternate(between: Sequence[str], chosen: Sequence[str]) -> list[str]:
 
 
 def _follows(run: list[str], name: str) -> bool:
-    """Whether ``name`` continues the names in ``run``, counting up in the same number."""
+    """Whether the host range made of the names in ``run`` can be extended by ``name``."""
     place = _incremented(run[-1], name)
     return place is not None and (len(run) == 1 or place == _incremented(run[0], run[1]))
 
 
 def _incremented(before: str, after: str) -> int | None:
-    """Index (in ``_DIGITS.split``) of the only number in which two names differ, if it is one higher in the second."""
+    """Find the number by which two host names differ, if it is their only difference and one higher in ``after``.
+
+    Returns the index of the number in ``_DIGITS.split(before)``, else None.
+    """
     one, two = _DIGITS.split(before), _DIGITS.split(after)
     differing = [place for place, (a, b) in enumerate(itertools.zip_longest(one, two)) if a != b]
     if len(one) != len(two) or len(differing) != 1 or not differing[0] % 2:

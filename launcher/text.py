@@ -111,10 +111,10 @@ def printable(text: str, *, colours: bool = False) -> str:
 
 
 class PlainConsole(Console):
-    """A rich console that removes terminal escapes from the text it prints, as text from nodes may contain any."""
+    """A rich console that removes terminal escapes from text, because text from nodes may contain them."""
 
     def render(self, renderable: RenderableType, options: ConsoleOptions | None = None) -> Iterator[Segment]:
-        """Segments of the renderable, with their text passed through ``printable``."""
+        """Yield the segments of ``renderable``, with the text of each passed through ``printable``."""
         for segment in super().render(renderable, options):
             if segment.control or not _UNPRINTABLE.search(segment.text):
                 yield segment
@@ -138,13 +138,13 @@ WHEELS = "https://download.pytorch.org/whl/"
 
 
 def new_venv(venv: str, pins: Sequence[str], tag: str) -> str:
-    """The shell command that creates ``venv`` and installs ``pins`` in it.
+    """Return the shell command that creates the virtual environment ``venv`` and installs the packages ``pins`` in it.
 
-    ``tag``: build of torch, such as ``cpu`` or ``cu126``; "" for the one on PyPI.
+    ``tag``: build of torch, such as ``cpu`` or ``cu126``; "" for the build on PyPI.
     """
     return f"python3 -m venv {venv} && {venv}/bin/pip install {' '.join([*pins, *index(tag)])}"
 
 
 def index(tag: str) -> list[str]:
-    """pip arguments that name the index with this build of torch; none for ""."""
+    """Return pip arguments for the package index that has the build ``tag`` of torch; none if ``tag`` is "" (PyPI)."""
     return [f"--extra-index-url {WHEELS}{tag}"] if tag else []

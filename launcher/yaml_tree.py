@@ -18,7 +18,7 @@ from launcher.hostlist import MOST, RangeError, expand, is_range
 
 
 class Dumper(yaml.SafeDumper):
-    """Quotes text such as ``1e-3``, which PyYAML would write without quotes and ``load_config`` reads as a number."""
+    """A YAML dumper that quotes text such as ``1e-3``; without quotes ``load_config`` would read it as a number."""
 
 
 def _represent_text(dumper: yaml.SafeDumper, text: str) -> yaml.Node:
@@ -131,9 +131,9 @@ Extent = tuple[int, int]  #: number of values in trees, and their depth
 
 
 def extent(trees: Iterable[Tree], known: dict[int, Extent]) -> Extent:
-    """Number of values and depth of all trees together; an aliased tree counts each time it occurs.
+    """Return the number of values in all ``trees`` together, and the depth of the deepest one.
 
-    ``known``: cache of extents by ``id`` of the tree.
+    A tree that YAML aliases repeat counts each time. ``known``: cache of extents by ``id`` of the tree.
     """
     values = depth = 0
     for tree in trees:
@@ -160,7 +160,7 @@ def shortened(text: str) -> str:
 
 
 def describe(tree: Tree) -> str:
-    """A description of the value for "expected …, found …"."""
+    """Describe a value for messages of the form "expected …, found …"."""
     if isinstance(tree, Section):
         return "a section of keys"
     if isinstance(tree, YamlSequence):
@@ -273,15 +273,15 @@ def _explain(error: yaml.YAMLError, text: str) -> tuple[int, str]:
 
 
 def _touches_a_word(mark: yaml.Mark) -> bool:
-    """Whether the marked character directly follows a word, as the bracket of ``node[01-04]`` does."""
+    """Whether a word ends directly before the marked character, as it does before the bracket of ``node[01-04]``."""
     return bool((mark.buffer or "")[mark.pointer - 1 : mark.pointer].strip())
 
 
 def expand_nodes(tree: Tree) -> Tree:
-    """Expand the value of ``nodes``: ``2`` to two times localhost, ``node[01-04]`` to four hosts.
+    """Expand the value of ``nodes``: ``2`` to two entries for localhost, ``node[01-04]`` to four hosts.
 
     Each node keeps the file and line of the entry it comes from. An invalid range is left as it is, for the config
-    reader to report. Raises RangeError for more than ``MOST`` nodes, or if their values exceed the limit.
+    reader to report. Raises RangeError for more than ``MOST`` nodes, or more values than a config may have.
     """
     if isinstance(tree, Scalar) and is_count(tree):
         number = int(tree.text) if len(tree.text) < 10 else MOST + 1

@@ -91,7 +91,10 @@ def serving_names(ctx: click.Context, parameter: click.Parameter, typed: str) ->
 
 
 def host_names(ctx: click.Context, parameter: click.Parameter, typed: str) -> list[CompletionItem]:
-    """Complete hosts of the config given before, else those in ~/.ssh/config. Of a list, complete the last host."""
+    """Complete hosts of the config that the command line names, else of ~/.ssh/config.
+
+    In a comma-separated list the last host is completed.
+    """
     before, comma, begun = typed.rpartition(",")
     config = _given(ctx, "config")
     names = _hosts_of(Path(config)) if config else _hosts_of_ssh()

@@ -93,7 +93,6 @@ def foreign_options(command: F) -> F:
 
 
 def _at_least_one(ctx: click.Context, option: click.Parameter, workers: int | None) -> int | None:
-    """Map 0 worker processes to one sampler thread."""
     return None if workers is None else max(1, workers)
 
 
@@ -142,7 +141,7 @@ def config_of(values: Mapping[str, Any]) -> Path | None:
 
 
 def flags_of(values: Mapping[str, Any], remote: Remote | None) -> Flags:
-    """Return the command-line flags that complement a file of another launcher."""
+    """Return the command-line flags that say how to read a file of another launcher."""
     names = (
         "nodes", "group", "dataset", "batch_size", "master_addr", "num_nodes", "workspace", "part_config",
         "dataset_root_dir",

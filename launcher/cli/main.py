@@ -308,7 +308,7 @@ def run(argv: Sequence[str] | None = None, prog_name: str = "gnnfleet") -> int:
 
 
 def _show_error(words: Sequence[str], message: str, exit_status: int, more: str) -> int:
-    """Print an error and ``more``, lines about it, on stderr; return ``exit_status``."""
+    """Print an error, then the lines ``more``, on stderr; return ``exit_status``."""
     click.secho(f"error: {message}", fg="red", err=True)
     if more:
         click.secho(more, dim=True, err=True)

@@ -303,7 +303,7 @@ def register_commands(group: click.Group) -> None:
 
 
 def _choice(ctx: click.Context, values: Mapping[str, Any]) -> Choice:
-    """Return which run to use; options before the command apply too."""
+    """Return the options that select a run: those of this command, else those given before it."""
     from launcher.manage.select import Choice
 
     before: Mapping[str, Any] = ctx.obj or {}

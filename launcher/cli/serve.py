@@ -117,7 +117,7 @@ def _options(ctx: click.Context, values: dict[str, Any]) -> LaunchOptions:
 
 
 def _read(options: LaunchOptions, name: str | None) -> ClusterConfig:
-    """Read the config. For a running cluster it may list more nodes than parts, since the parts exist already."""
+    """Read the config. It may list more nodes than parts if the serving cluster exists, since its parts do, too."""
     try:
         return read_config(options)
     except ConfigError:
@@ -128,7 +128,7 @@ def _read(options: LaunchOptions, name: str | None) -> ClusterConfig:
 
 
 def _without_num_parts(options: LaunchOptions) -> ClusterConfig | None:
-    """Read the config without data.num_parts; None if it is still invalid."""
+    """Read the config without data.num_parts; None if it is then still invalid."""
     try:
         return read_config(replace(options, overrides=(*options.overrides, "data.num_parts=null")))
     except ConfigError:

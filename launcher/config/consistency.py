@@ -37,7 +37,7 @@ _UNITS = {"B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
 
 @dataclass(frozen=True)
 class CacheSize:
-    """Size of a row cache, either as a share of the rows or in bytes."""
+    """Maximum size of a row cache: a share of the rows, or a number of bytes."""
 
     share: float = 0.0  #: 0 to 1; ignored if ``bytes`` is given
     bytes: int | None = None
@@ -46,7 +46,7 @@ class CacheSize:
     def parse(cls, text: str, rows: str = "the remote rows") -> CacheSize:
         """Parse ``10%``, ``512MB``, or ``0`` for no cache.
 
-        ``rows`` describes the rows that a share refers to. Raises ValueError with a message for the user.
+        ``rows`` names in messages the rows of which ``10%`` is a share. Raises ValueError with a message for the user.
         """
         if text.strip() in ("0", "none"):
             return cls()
@@ -61,7 +61,7 @@ class CacheSize:
         return cls(share=number / 100)
 
     def of_rows(self, num_remote: float, row_bytes: float) -> int:
-        """Return the maximum bytes to cache of ``num_remote`` rows of ``row_bytes`` bytes each."""
+        """Return the maximum size in bytes of a cache for ``num_remote`` rows of ``row_bytes`` bytes each."""
         total = num_remote * row_bytes
         return round(self.share * total if self.bytes is None else min(self.bytes, total))
 
@@ -117,7 +117,10 @@ def _node(config: ClusterConfig, node: NodeConfig, k: int, reader: Reader) -> No
 
 
 def _server(node: NodeConfig, k: int, reader: Reader) -> None:
-    """Report training keys of a server. ``Reader`` has already removed those given for all nodes."""
+    """Report ``procs`` and ``devices`` of a node with ``role: server``, which does not train.
+
+    ``Reader`` has already removed those that the user set for all nodes at once.
+    """
     for name in ("procs", "devices"):
         if node.role == "server" and getattr(node, name):
             reader.report(
@@ -145,7 +148,7 @@ def _nodes(config: ClusterConfig, reader: Reader) -> None:
 
 
 def _holders(config: ClusterConfig, reader: Reader) -> None:
-    """Report when no node holds parts, or num_parts or replicas do not fit the number of nodes that do."""
+    """Report that no node holds parts, or that num_parts or replicas do not fit the number of nodes that hold parts."""
     holders, data = len(config.holders), config.data
     if not holders:
         reader.report(
@@ -228,7 +231,8 @@ def _cache(key: str, text: str, rows: str, reader: Reader) -> None:
 def _serving(config: ClusterConfig, reader: Reader) -> None:
     """Report an invalid name of a serving cluster, and data keys that contradict a ``data.serving`` in the file.
 
-    With ``--set data.serving`` the other data keys are allowed: the file may be the one that the cluster runs from.
+    If ``data.serving`` comes from ``--set``, other data keys are allowed, as the file may be the one that describes the
+    serving cluster.
     """
     if not is_run_id(config.data.serving or ""):
         reader.report(

@@ -24,11 +24,11 @@ _ADDRESS = re.compile(r"[0-9.]+|.*:.*")
 
 
 def filtered(config: ClusterConfig, include: Sequence[str], exclude: Sequence[str]) -> ClusterConfig:
-    """Return ``config`` with the included nodes and devices (default: all) without the excluded ones.
+    """Return ``config`` with only the included nodes and devices (default: all), minus the excluded ones.
 
     Nodes keep their order and get new node ranks; the lead node is the first remaining node that trains. ``procs``
-    follows the number of remaining devices, the default number of parts that of remaining nodes. Raises UsageError if a
-    name matches no node or device, or no node remains.
+    becomes the number of remaining devices, and the default of ``num_parts`` the number of remaining nodes that hold
+    parts. Raises UsageError if a name matches no node or device, or no node remains.
     """
     if not include and not exclude:
         return config
@@ -46,9 +46,10 @@ def filtered(config: ClusterConfig, include: Sequence[str], exclude: Sequence[st
 def _rest(
     node: NodeConfig, kept: frozenset[int] | None, dropped: bool, removed: frozenset[int] | None
 ) -> NodeConfig | None:
-    """Return the node with its remaining devices, or None if nothing of it remains.
+    """Return the node with its remaining devices, or None if it has none left or is excluded as a whole.
 
-    ``kept`` and ``removed`` are device ids, None for the whole node; ``removed`` counts only if ``dropped``.
+    ``kept``: included device ids, None for all. ``dropped``: whether an ``--exclude`` names the node; ``removed`` are
+    then the excluded device ids, None for the whole node.
     """
     if dropped and removed is None:
         return None
@@ -59,7 +60,7 @@ def _rest(
 
 
 def _chosen(config: ClusterConfig, specs: Sequence[str], option: str) -> Chosen:
-    """Return the union of the nodes and devices that ``specs`` name. Raises UsageError."""
+    """Return the nodes, and the devices of each, that at least one of ``specs`` names. Raises UsageError."""
     found: dict[int, frozenset[int] | None] = {}
     names = _Names(config)
     for spec in specs:

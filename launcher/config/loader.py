@@ -231,7 +231,7 @@ def to_yaml(config: ClusterConfig) -> str:
 
 
 def _folded(problems: Sequence[Problem]) -> Iterator[Problem]:
-    """Merge problems that differ only in the node, as a host range or `defaults` causes them, into one each."""
+    """Merge problems that differ only in the node, since a host range or `defaults` repeats a mistake per node."""
     groups: dict[Problem, list[tuple[Problem, str]]] = {}
     for problem in problems:
         node = _NODE.search(problem.message)

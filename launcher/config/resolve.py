@@ -23,7 +23,7 @@ class ResolvedConfig(ClusterConfig):
 
     @property
     def serve_only(self) -> bool:
-        """Whether no node trains, so that the config is one of a serving cluster."""
+        """Whether no node trains: the config then describes a serving cluster."""
         return not self.world_size
 
 
@@ -69,7 +69,11 @@ def resolve_serving(config: ClusterConfig) -> ResolvedConfig:
 
 
 def resolve_saved(config: ClusterConfig, nodes: Sequence[NodeConfig] | None = None) -> ResolvedConfig:
-    """Resolve the config of an existing run: its ``config.yml``, or a file with ``nodes`` in the run's order."""
+    """Resolve the config of an existing run.
+
+    ``config`` was read from the ``config.yml`` of the run folder; or from another file, then ``nodes`` lists its nodes
+    in the order of the run.
+    """
     return _resolved(config, **({} if nodes is None else {"nodes": tuple(nodes)}))
 
 

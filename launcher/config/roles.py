@@ -75,12 +75,16 @@ def serves(config: ClusterConfig, k: int) -> bool:
 
 
 def gateways(config: ClusterConfig) -> tuple[int, ...]:
-    """Return the node_ranks whose graph servers clients use: ``role: server`` nodes, else all that serve."""
+    """Return the node_ranks of the servers to which clients connect: ``role: server`` nodes, else all that serve."""
     return tuple(k for k in servers(config) if config.nodes[k].role == "server") or servers(config)
 
 
 def holdings(config: ClusterConfig) -> tuple[HeldParts, ...]:
-    """Return the parts of each node: its own block, and replicas of the previous ``replicas - 1`` blocks."""
+    """Return the parts of each node.
+
+    These are one block of consecutive ids per holder, and copies of the blocks of the ``replicas - 1`` holders before
+    it.
+    """
     holders, num_parts = config.holders, config.num_parts
     blocks = [part_block(i, len(holders), num_parts) for i in range(len(holders))]
     found = {}

@@ -62,7 +62,7 @@ _hints = cache(get_type_hints)
 
 
 class _Wrong(Exception):
-    """A value of the wrong type, or outside its limits; the message names neither file nor key."""
+    """A value has the wrong type or is outside its limits; the message names neither file nor key."""
 
 
 @dataclass
@@ -206,7 +206,10 @@ class Reader:
         self.report((*path, item.name), f"missing {kind} `{item.name}`{place}: {_help(item)}")
 
     def _unknown(self, name: str, cls: type, at: Origin, path: KeyPath) -> None:
-        """Report an unknown key, with the section that has a key of this name, or with the most similar key here."""
+        """Report an unknown key.
+
+        The message names the section that has this key, or else the most similar key of this section.
+        """
         place = f"in {dotted(path)}" if path else "at the top level"
         known = [item.name for item in fields(cls)] + ([] if path else ["defaults"])
         near = difflib.get_close_matches(name[:_MAX_NUMBER_CHARS], known, 1)
@@ -319,7 +322,7 @@ def _is_server(node: Section) -> bool:
 
 
 def _without_set_on_all(server: Section) -> Section:
-    """Remove training keys set with ``--set nodes.*.procs=2``: they apply only to nodes that train."""
+    """Remove from a server the training keys that were set for all nodes, as by ``--set nodes.*.procs=2``."""
     set_on_all = {
         name
         for name in _TRAINING_KEYS
@@ -410,7 +413,7 @@ def _default(item: Field[Any]) -> Any:
 
 
 def _placeholder(item: Field[Any]) -> Any:
-    """Return a value of the right type, so that the rest of the file can still be checked."""
+    """Return a valid value to use in place of an invalid one, so that the rest of the file can still be checked."""
     if _has_default(item):
         return _default(item)
     return {"nodes": (), "data": _hints(ClusterConfig)["data"](dataset="")}.get(item.name, "")

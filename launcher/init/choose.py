@@ -59,7 +59,7 @@ def choose(request: InitRequest, facts: Mapping[int, HostFacts]) -> Choice:
 
 
 def _named(request: InitRequest, found: Sequence[Environment]) -> Environment | None:
-    """Return the environment that the request names, among those found on a host; None if it is not there."""
+    """Return the environment of a host that the request names; None if the host does not have it."""
     [(key, text)] = request.environment.items()
     path = text.rstrip("/")
     for one in found:
@@ -69,9 +69,9 @@ def _named(request: InitRequest, found: Sequence[Environment]) -> Environment | 
 
 
 def _most_common(facts: Mapping[int, HostFacts]) -> tuple[str, ...]:
-    """Return the ``matched_versions`` available on most hosts; among equals, those with the newest torch.
+    """Return the ``matched_versions`` that most hosts have in a complete environment; among equals, the newest torch.
 
-    Returns () if no host has all packages.
+    Returns () if no host has a complete environment.
     """
     counts: Counter[tuple[str, ...]] = Counter()
     newest: dict[tuple[str, ...], tuple[int, ...]] = {}
@@ -83,7 +83,7 @@ def _most_common(facts: Mapping[int, HostFacts]) -> tuple[str, ...]:
 
 
 def shared_environments(facts: Mapping[int, HostFacts]) -> tuple[SharedEnvironment, ...]:
-    """Return the complete environments by path, those on most hosts first."""
+    """Return the environments that have all packages, one per path; those on most hosts come first."""
     found: dict[tuple[str, str], list[int]] = {}
     versions: dict[tuple[str, str], Mapping[str, str]] = {}
     for k, host in facts.items():
@@ -139,7 +139,7 @@ class GraphDraft:
 
     @property
     def short_name(self) -> str:
-        """Name of the folder of its parts."""
+        """Name of the graph, for the folder that will hold its parts."""
         name = Path(self.source).stem if self.source else self.dataset
         return re.sub(r"[^A-Za-z0-9_.-]+", "-", name).strip("-.").lower() or "graph"
 

@@ -49,7 +49,7 @@ class Environment:
 
     @property
     def matched_versions(self) -> tuple[str, ...]:
-        """The leading version numbers that must be equal on all nodes."""
+        """The leading version numbers of the packages whose versions must agree on all nodes, such as torch."""
         return tuple(
             leading(self.versions.get(rule.name, ""), rule.numbers)
             for rule in RULES
@@ -129,7 +129,10 @@ def _node_error(error: Exception) -> NodeError:
 
 
 def _python(request: InitRequest) -> Command:
-    """Return the Python that runs the query; any version will do, as it searches for the one to train with."""
+    """Return the Python that runs the query on a host.
+
+    Any version will do, since the query searches for the Python to train with.
+    """
     if request.local:
         return Command((sys.executable,))
     folders = [f"{text.rstrip('/')}/bin" for text in (request.venv, request.conda) if text and "/" in text]
@@ -167,7 +170,7 @@ def _probe_request(config: ResolvedConfig, k: int) -> dict[str, Any]:
 
 
 def _shared(facts: Mapping[int, HostFacts], agents: Mapping[int, NodeAgent]) -> tuple[tuple[str, ...], tuple[str, ...]]:
-    """Return the folders that all hosts share, and those of them that this machine shares, too."""
+    """Return the folders that all hosts share, and which of these folders this machine shares as well."""
     if len(agents) < 2:
         return (), ()
     first, *others = agents

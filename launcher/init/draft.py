@@ -115,7 +115,7 @@ class Draft:
 
 
 def text_of(draft: Draft) -> str:
-    """Return the text of the file."""
+    """Return the text of the new cluster.yml."""
     sections = (_head(draft), _defaults(draft), _nodes(draft), _data(draft), _train(draft))
     return signed(render(line for section in sections for line in [*section, Line()]).rstrip("\n") + "\n")
 

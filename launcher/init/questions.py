@@ -35,7 +35,7 @@ def reasons(request: InitRequest, errors: Mapping[int, NodeError]) -> Iterator[s
 
 
 def common_remedy(request: InitRequest, errors: Mapping[int, NodeError]) -> str:
-    """Return the remedy for all hosts with unknown keys; "" for fewer than two such hosts."""
+    """Return one remedy for all hosts whose SSH keys are unknown; "" for fewer than two such hosts."""
     unknown = [k for k, error in errors.items() if is_unknown(error)]
     return _remedy(request, unknown) if len(unknown) > 1 else ""
 
@@ -47,7 +47,7 @@ def reason(request: InitRequest, k: int, error: NodeError) -> str:
 
 
 def _remedy(request: InitRequest, ranks: list[int]) -> str:
-    """Return the remedy for hosts with unknown keys."""
+    """Return what the user can do about hosts whose SSH keys are unknown."""
     nodes = config_of(request).nodes
     logins = [shlex.join(login_words(config_of(request), nodes[k])) for k in ranks]
     fingerprints = "compare the fingerprint" + ("s" if len(ranks) > 1 else "")
@@ -75,7 +75,10 @@ def ask_graph() -> tuple[str, str | None]:
 
 
 def ask_environment(request: InitRequest, discovery: Discovery) -> InitRequest:
-    """Ask for the environment if several are complete on all hosts, or none is on any; return the request with it."""
+    """Ask which environment to use; return the request with the answer.
+
+    Asks only if no host has an environment with all packages, or if several such environments are on all hosts.
+    """
     found = shared_environments(discovery.facts)
     if request.environment or request.local or not discovery.facts or len(found) == 1:
         return request

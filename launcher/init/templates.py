@@ -35,7 +35,7 @@ def templates() -> tuple[Template, ...]:
 
 
 def _about(path: Path) -> str:
-    """Return the first sentence of the file's comment."""
+    """Return what a template is for: the first sentence of the comment at its top."""
     words: list[str] = []
     for line in path.read_text(encoding="utf-8").splitlines():
         if not line.startswith("# ") or line.startswith("#   "):
@@ -67,7 +67,7 @@ def copy_of(template: Template, dest: Path) -> str:
 
 
 def _outside(text: str) -> Iterator[str]:
-    """Yield the names after ``../`` in the text: files of the checkout outside templates/."""
+    """Yield the paths in the text that begin with ``../``; they name files of the checkout outside templates/."""
     for match in re.finditer(r"\.\./([\w.-]+)", text):
         yield match[1]
 

@@ -223,7 +223,7 @@ def _check(draft: Draft, dest: Path, opened: Opened, options: InitOptions) -> di
 
 
 def _with_remedy(draft: Draft, finding: Finding) -> Finding:
-    """On a host without a usable Python, replace the remedy of Python findings by that of ``init``."""
+    """Replace the remedy of a finding about Python or packages on a host where ``init`` found no usable Python."""
     chosen = draft.chosen[list(draft.discovery.facts)[finding.node_rank]]
     if chosen is not None or finding.check not in ("python", "packages"):
         return finding

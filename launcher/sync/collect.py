@@ -109,7 +109,10 @@ def _is_wanted(path: str) -> bool:
 
 
 def _local_files(node_rank: int, folder: Path) -> dict[str, tuple[int, int]]:
-    """Size in bytes and time in ns of a node's files that are in ``folder``, by their path on the node."""
+    """Return size in bytes and time in ns of the files that were fetched from a node before.
+
+    Keys are paths on the node, relative to its run folder.
+    """
     tops = {
         f"logs/node{node_rank}": "logs",
         f"outcomes/node{node_rank}": "outcomes",
@@ -131,7 +134,7 @@ def _local_files(node_rank: int, folder: Path) -> dict[str, tuple[int, int]]:
 
 
 def _local_path(node_rank: int, path: str) -> str:
-    """Path below the local run folder for a node's file."""
+    """Return where a file of a node is stored, relative to the run folder on this machine."""
     if path.startswith("output/"):
         return f"output/node{node_rank}/{path.removeprefix('output/')}"
     top, _, name = path.rpartition("/")

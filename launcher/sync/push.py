@@ -114,7 +114,7 @@ class _CodeArchive:
         self._data = b""
 
     def data(self) -> bytes:
-        """The archive; created by the first call."""
+        """Return the archive as bytes; the first call makes it."""
         with self._lock:
             if not self._data:
                 self._data = _pack(self.plan.nodes[0])
@@ -268,7 +268,7 @@ class _NodeJob:
             ) from error
 
     def _is_there(self, file: PlannedFile) -> bool:
-        """Whether the node has the complete file; waits up to two seconds, as another run may be sending it."""
+        """Whether the node has the complete file. Waits for it up to two seconds, as another run may be sending it."""
         for pause in _OTHERS_PAUSES:
             if self._ask({"op": "inventory", "files": [_entry(file)], "folders": []})["files"][0]["state"] == "present":
                 return True

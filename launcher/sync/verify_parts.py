@@ -120,12 +120,12 @@ def _wrong_files(node: NodePlan, transport: Transport, files: tuple[PartFile, ..
 
 
 def _top(state: Mapping[str, Any], data_dir: str) -> str:
-    """The folder ``<data_dir>/part1`` of a file, from its state."""
+    """Return the part folder, such as ``<data_dir>/part1``, of the file that a node's reply ``state`` describes."""
     return f"{data_dir}/{state['path'].removeprefix(f'{data_dir}/').partition('/')[0]}"
 
 
 def _missing_folders(found: Iterable[Mapping[str, Any]], data_dir: str) -> dict[str, int]:
-    """Folders of parts without any of their files, with the number of these files."""
+    """Return the part folders in which all files are missing, each with the number of its files."""
     states: dict[str, list[str]] = {}
     for state in found:
         states.setdefault(_top(state, data_dir), []).append(state["state"])

@@ -93,8 +93,10 @@ class Login(AuthStrategy):
         self._agent_keys: Sequence[AgentKey] = ()
 
     def get_sources(self) -> Iterator[Offer]:
-        """Offers in order. A password without a configured key comes first, as servers count refused keys as
-        failures."""
+        """Yield keys and passwords in the order in which to try them.
+
+        A password comes first unless the config names a key, because servers count each refused key as a failure.
+        """
         user, passwords = self.host.user, list(self._passwords())
         yield from () if self.credentials.key else passwords
         if self.host.uses_keys or self.credentials.key:
@@ -118,7 +120,7 @@ class Login(AuthStrategy):
         return result
 
     def _accepted(self, transport: paramiko.Transport, offers: list[Offer]) -> Offer:
-        """Try offers until the host is satisfied; returns the last one. Raises LoginRefused."""
+        """Try ``offers`` until the host accepts the login; return the last one tried. Raises LoginRefused."""
         tried: list[str] = []
         postponed: list[Offer] = []  # their method was not allowed yet; it may be the host's second factor
         allowed: Collection[str] | None = None  # None: unknown
@@ -155,7 +157,7 @@ class Login(AuthStrategy):
         raise LoginRefused(tried, allowed or (), [path for path in self.files if is_locked(path)], self.credentials)
 
     def _passwords(self) -> Iterator[Offer]:
-        """``password`` comes before ``keyboard-interactive``, which may ask for a one-time code."""
+        """Yield the password for each method, the one that may ask for a one-time code last (keyboard-interactive)."""
         if self.credentials.password is not None:
             user, secret = self.host.user, self.credentials.password.reveal()
             yield Offer(user, "password", "the password", lambda ssh: ssh.auth_password(user, secret, fallback=False))
@@ -164,9 +166,10 @@ class Login(AuthStrategy):
             )
 
     def _keys(self) -> Iterator[tuple[paramiko.PKey, str]]:
-        """Keys to offer, each with its label: certificates, the agent's keys for configured files, its others, files.
+        """Yield the keys to offer, each with its label.
 
-        A ``key`` of the cluster.yml comes before the agent's keys. Files that are missing, encrypted or no keys are
+        Order: certificates, keys of the agent that the config names as files, other keys of the agent, key files. The
+        ``key`` of the cluster.yml comes before the keys of the agent. Files that are missing, encrypted or no keys are
         skipped.
         """
         by_blob = {key.blob: key for key in self._agent_keys}
@@ -240,7 +243,7 @@ def _agent_label(key: AgentKey) -> str:
 
 
 def _certified(key: paramiko.PKey, path: str) -> paramiko.PKey:
-    """A copy of the key with the certificate at ``path``."""
+    """Return a copy of the key that also has the certificate in the file ``path``."""
     copied = AgentKey(key.agent, key.blob, key.comment) if isinstance(key, AgentKey) else copy.copy(key)
     copied.load_certificate(path)
     return copied
@@ -255,7 +258,7 @@ def _public_blob(path: str) -> bytes | None:
 
 
 def _plain(blob: bytes) -> bytes:
-    """The blob of the public key in ``blob``, which may be a certificate."""
+    """Return the public key in ``blob``, which is that of a key or of a certificate."""
     kind = paramiko.Message(blob).get_text().removesuffix(_CERT)
     try:
         return paramiko.PKey.from_type_string(kind, blob).asbytes()
@@ -357,7 +360,7 @@ def _at_terminal() -> bool:
 
 @dataclass(frozen=True)
 class _Question:
-    """A question for one secret, the same for all nodes that need it."""
+    """A question for a password or a passphrase, asked once for all nodes that need the same one."""
 
     kind: str  #: ``Password`` or ``Passphrase``
     about: str  #: user name or path
@@ -399,9 +402,9 @@ class Passwords:
         self._ask_for(sorted({*refused, *wants_password}), lambda rank: "Not accepted. " if rank in refused else "")
 
     def _ask_for(self, ranks: Sequence[int], before: Callable[[int], str]) -> None:
-        """Ask the last question of each rank; ranks with equal questions share one answer.
+        """Ask each node in ``ranks`` its last question; nodes with equal questions share one answer.
 
-        ``before``: text to put before a rank's prompt.
+        ``before``: returns the text to put before the prompt of a rank.
         """
         for question in dict.fromkeys(self._questions[rank][-1] for rank in ranks):
             sharing = [rank for rank in ranks if self._questions[rank][-1] == question]
@@ -411,7 +414,7 @@ class Passwords:
 
 
 def _first_question(node: NodeConfig) -> _Question:
-    """Asks for the passphrase if the node's key is encrypted, else for a password."""
+    """Return the question for the passphrase if the node's key is encrypted, else the one for the password."""
     if node.key and is_locked(os.path.expanduser(node.key)):
         return _Question("Passphrase", node.key)
     return _password_of(node)

@@ -78,8 +78,8 @@ def checking_mode(host_keys: str, host: SshHost) -> str:
 class HostKeyCheck(paramiko.MissingHostKeyPolicy):
     """Accepts or refuses the key that a host presents.
 
-    Its errors name no node, as a jump host serves several nodes. ``known`` has the known_hosts lines for ``name``
-    (host and port). As with OpenSSH, a line without the port also suffices to accept a key.
+    The errors it raises name no node, as a jump host serves several nodes. ``known`` has the known_hosts lines for
+    ``name`` (host and port). As with OpenSSH, a line without the port also suffices to accept a key.
     """
 
     def __init__(self, host: SshHost, host_keys: str):

@@ -95,7 +95,7 @@ class OpenSshTransport(RemoteTransport):
         return ssh_argv(self.node.user, self.node.port)
 
     def _use_control_master(self) -> bool:
-        """Use the user's own ControlMaster; False if none is open. It stays open when the launcher ends."""
+        """Use the user's own ControlMaster, which stays open when the launcher ends; False if none is open."""
         argv = [*self._login_argv(), *_options(_BATCH)]
         check = [*argv, "-O", "check", "--", self.node.host]
         if subprocess.run(check, capture_output=True, stdin=subprocess.DEVNULL, timeout=_CHECK_TIMEOUT).returncode:
@@ -229,7 +229,7 @@ class _SshProcess(PipeProcess):
 
 
 class _SftpPipe:
-    """The methods of a channel that paramiko's SFTP client uses, over the socket of ``ssh -s … sftp``."""
+    """The socket of ``ssh -s … sftp``, with the methods of a channel that paramiko's SFTP client calls."""
 
     def __init__(self, sock: socket.socket, process: subprocess.Popen[bytes]):
         self._sock, self._process = sock, process
@@ -254,7 +254,10 @@ def _options(options: Mapping[str, str]) -> Sequence[str]:
 
 
 def _is_ready(master: subprocess.Popen[bytes], seconds: float) -> bool:
-    """Wait for the line that ends the login; False if it does not come in time. A login profile may print others."""
+    """Wait for the line that marks the end of the login; False if it does not come in time.
+
+    Lines before it, which the login profile may print, are skipped.
+    """
     assert master.stdout is not None
     timer = threading.Timer(seconds, master.kill)
     timer.start()

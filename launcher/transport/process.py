@@ -47,7 +47,7 @@ _PRINT_PID = "echo gnnfleet-pid:$$ >&2"
 
 
 def with_pid(command: Command) -> str:
-    """The command line for the node's login shell; the command first writes its pid to stderr."""
+    """Return the command line for the login shell of a node; it writes its pid to stderr, then runs ``command``."""
     return shell_line(replace(command, setup=(_PRINT_PID, *command.setup)))
 
 
@@ -128,7 +128,7 @@ class Process(ABC):
         return [line.rstrip(b"\r").decode("utf-8", "replace") for line in lines]
 
     def await_pid(self, deadline: float) -> int:
-        """The command's pid; 0 if it has not written it by ``deadline`` (monotonic time)."""
+        """Return the pid that the command writes to stderr; 0 if none comes by ``deadline`` (monotonic time)."""
         while not self.pid and time.monotonic() < deadline and self.read(max(0.0, deadline - time.monotonic())):
             pass
         return self.pid
@@ -272,7 +272,7 @@ class ProcessTransport(Transport):
 
 
 class ProcessTalk(Talk):
-    """A ``Talk`` with a ``Process``; ``end`` kills the command if it is still running and closes it."""
+    """A ``Talk`` with a ``Process``. ``end`` kills the command if it is still running, and closes its pipes."""
 
     def __init__(self, transport: ProcessTransport, process: Process, name: str, end: Callable[[], None]):
         self._transport, self._process, self._name, self._end = transport, process, name, end

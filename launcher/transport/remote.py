@@ -80,8 +80,10 @@ class RemoteTransport(ProcessTransport):
 
     @abstractmethod
     def _await_end(self) -> None:
-        """Wait up to a second until ``_alive`` turns False: a failed write may be the first sign of a lost
-        connection."""
+        """Wait up to a second until ``_alive`` is False.
+
+        Called after a failed write, which may be the first sign of a lost connection.
+        """
 
     @abstractmethod
     def _disconnect(self) -> None:
@@ -239,7 +241,7 @@ _turns: dict[str, threading.BoundedSemaphore] = {}
 
 @contextmanager
 def login_turn(route: Route) -> Iterator[None]:
-    """Limit parallel logins to ``_LOGINS_AT_ONCE`` per address, and per proxy or jump host."""
+    """Wait until fewer than ``_LOGINS_AT_ONCE`` logins are in progress at this address, proxy or jump host."""
     last, through = route[-1], route[-2].target if len(route) > 1 else ""
     place = last.proxy_command.replace(last.host, "") or f"{through} {last.host}:{last.port}"
     with _turns_lock:

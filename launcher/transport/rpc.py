@@ -159,7 +159,7 @@ def call(transport: Transport, python: Command, program: str, request: dict[str,
 
 
 def _ended(done: Completed, python: str, transport: Transport) -> NodeCallError:
-    """The error for an interpreter that ended without a reply."""
+    """Return the error for a Python process on a node that ended without a reply."""
     stderr = done.stderr.decode("utf-8", "replace").strip().splitlines()
     where: dict[str, Any] = _where(transport)
     if done.returncode in (126, 127):

@@ -124,7 +124,7 @@ class SshTransport(RemoteTransport):
 
 
 class _Link:
-    """An open connection to one machine with its ping thread; ``close`` also ends its use of a jump host."""
+    """An open connection to one machine, with its ping thread; ``close`` also releases the jump host on the way."""
 
     def __init__(self, connection: Connection, cleanup: ExitStack):
         self.connection, self.ssh = connection, connection.transport
@@ -210,7 +210,10 @@ def _close(connection: Connection) -> None:
 
 @contextmanager
 def _socket(host: SshHost, timeout: float) -> Iterator[socket.socket]:
-    """A TCP connection, or a socket to a ProxyCommand; paramiko's ProxyCommand uses no shell and ends on Ctrl-C."""
+    """Open a TCP connection to the host, or start the ProxyCommand and yield a socket to it.
+
+    paramiko's own ProxyCommand is not used: it runs the command without a shell, and Ctrl-C ends it.
+    """
     if not host.proxy_command:
         source = (host.bind_address, 0) if host.bind_address else None
         name = host.host
@@ -250,7 +253,10 @@ class _JumpHost:
     opening: threading.Lock = field(default_factory=threading.Lock)
 
     def connection(self, route: Route, host_keys: str, timeout: float) -> Connection:
-        """The open connection; opened if necessary. Callers that waited during a failed attempt get the same error."""
+        """Return the open connection to the jump host; open it first if necessary.
+
+        If opening fails, all callers that waited for it get the same error.
+        """
         asked = time.monotonic()
         with self.opening:
             if self.link is None or not self.link.is_alive:
@@ -280,7 +286,7 @@ class _JumpHosts:
 
     @contextmanager
     def shared(self, route: Route, host_keys: str, timeout: float) -> Iterator[Connection]:
-        """The open connection to the last host of ``route``. Raises as ``_connect`` does."""
+        """Yield the open connection to the last host of ``route``, a jump host. Raises as ``_connect`` does."""
         key = (host_keys, *route)
         with self._lock:
             jump = self._hosts.setdefault(key, _JumpHost())
@@ -302,7 +308,7 @@ _JUMP_HOSTS = _JumpHosts()
 
 
 class _DataArrived(threading.Event):
-    """Set by stdout's and stderr's buffers of a channel; cleared only by ``reset``.
+    """An event that is set when data arrives on stdout or stderr of a channel, and cleared only by ``reset``.
 
     paramiko's buffers call ``clear`` when one of them is empty, which would hide data in the other.
     """

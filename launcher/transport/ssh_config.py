@@ -196,10 +196,10 @@ def _resolved(name: str, user: str | None, port: int | None) -> SshHost:
 
 
 def _lookup_key(name: str, blocks: Blocks | None) -> tuple[str, object]:
-    """The HostName of ``name``, and a key that is equal for all names with the same other options.
+    """Return the HostName of ``name``, and a key for the cache of options printed by ``ssh -G``.
 
-    ``ssh -G`` then runs once per key: it takes 5 ms of CPU time, which adds up for 100 hosts. Returns ("", name) if
-    the config does not allow this.
+    Names whose options differ only in HostName have the same key. ``ssh -G`` runs once per key, since it takes 5 ms of
+    CPU time, which adds up for 100 hosts. If the config does not allow this, returns ("", name).
     """
     if blocks is None or name != name.lower() or ssh_program() is None:
         return "", name
@@ -304,7 +304,7 @@ def _ssh_host(name: str, user: str | None, port: int | None, options: Options) -
 
 
 def _tokens(name: str, host: str, port: int, user: str, key_alias: str) -> Mapping[str, str]:
-    """Values of the tokens of ssh_config, such as ``%h``; the others are left to OpenSSH."""
+    """Return the values of tokens such as ``%h`` in ssh_config. Tokens that are missing here are left to OpenSSH."""
     machine = socket.gethostname()
     return {
         "%": "%",

@@ -1,4 +1,4 @@
-"""Reads Ansible inventories, groups of hosts with variables in INI or YAML, as nodes."""
+"""Converts the hosts of an Ansible inventory, an INI or YAML file with groups and variables, to nodes."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ Variables = dict[str, Scalar]
 
 @dataclass
 class Group:
-    """One group, collected from all its sections in the file."""
+    """A group of an inventory, merged from all sections of the file that describe it."""
 
     hosts: dict[str, Variables] = field(default_factory=dict)  #: host → its variables, in the order of the file
     origins: dict[str, Origin] = field(default_factory=dict)  #: host → its first line
@@ -114,9 +114,11 @@ def _middle(match: re.Match[str]) -> Sequence[str]:
 
 
 def _choose(source: Source, groups: Groups, wanted: str | None) -> list[str]:
-    """Return the groups of --group; without it the only outermost group, or ``all`` if no group has hosts.
+    """Return the names of the groups to import.
 
-    Raises ConfigError for an unknown group, and for several outermost groups.
+    These are the groups given by ``--group``, else the only group that is inside no other one, or ``all`` if no group
+    has hosts. Raises ConfigError for an unknown group, or if ``--group`` is missing and several groups are inside no
+    other one.
     """
     named = [name for name in groups if name not in _IMPLICIT]
     if wanted is not None:
@@ -159,7 +161,7 @@ def _children_exist(source: Source, groups: Groups) -> None:
 def _node(
     source: Source, groups: Groups, variables: Variables, host: str, problems: list[Problem], notes: dict[str, None]
 ) -> Section:
-    """Convert one host and its variables to a node; problems and notes are added to the given containers."""
+    """Convert a host and its variables to a node; add what the user must know to ``problems`` and ``notes``."""
     origin = next(group.origins[host] for group in groups.values() if host in group.origins)
     items: dict[str, Tree] = {"host": text(origin, host)}
     for name, value in variables.items():

@@ -1,4 +1,4 @@
-"""Types and helpers of the importers: a file of another launcher, its flags, and the config tree made of them."""
+"""Types and helpers for importing files of other launchers: file, flags, and functions that make the config tree."""
 
 from __future__ import annotations
 
@@ -28,13 +28,13 @@ class Foreign:
 
 
 def text(origin: Origin, value: str) -> Scalar:
-    """Return a text as a tree."""
+    """Return a YAML tree node for a text that was read from the file of another launcher."""
     return Scalar(origin, value, "str")
 
 
 @dataclass(frozen=True)
 class Source:
-    """A file and its text."""
+    """A file of another launcher: path and content."""
 
     path: Path  #: as the user gave it
     text: str
@@ -44,7 +44,7 @@ class Source:
         return str(self.path)
 
     def origin(self, line: int) -> Origin:
-        """Return the origin of values on this line."""
+        """Return the origin (file and line) for values that are read from line ``line`` of this file."""
         return Origin(self.name, line, self.path.absolute().parent)
 
     def error(self, line: int, message: str) -> ConfigError:
@@ -65,17 +65,17 @@ class Source:
 
 
 def number(origin: Origin, value: int | str) -> Scalar:
-    """Return a number as a tree."""
+    """Return a YAML tree node for a number that was read from the file of another launcher."""
     return Scalar(origin, str(value), "int")
 
 
 def listed(origin: Origin, items: Sequence[Tree]) -> TreeList:
-    """Return a list as a tree."""
+    """Return a YAML tree node for a list of tree nodes."""
     return TreeList(origin, tuple(items))
 
 
 def section(origin: Origin, items: Mapping[str, Tree]) -> Section:
-    """Return a mapping as a tree; each key has the origin of its value."""
+    """Return a YAML tree node for a mapping; each key gets the origin (file and line) of its value."""
     return Section(origin, dict(items), {name: item.origin for name, item in items.items()})
 
 
@@ -102,7 +102,10 @@ _RENAMED = {"ogbn-product": "ogbn-products"}  #: name in torch_geometric's run_d
 
 @dataclass(frozen=True)
 class Flags:
-    """Command-line flags for files of other launchers. Flags that correspond to a config key are overrides instead."""
+    """Command-line flags that say how to read a file of another launcher.
+
+    Flags that correspond to a config key are not among them; they become overrides, as with ``--set``.
+    """
 
     nodes: str | None = None  #: ``a,b,c``, or a number of nodes on this machine
     group: str | None = None  #: of an Ansible inventory
@@ -118,9 +121,9 @@ class Flags:
 
 
 def dataset_overrides(name: str) -> tuple[str, ...]:
-    """Return the overrides for ``--dataset``, a dataset name or an existing path.
+    """Return the overrides for ``--dataset``, whose value is a dataset name or an existing path.
 
-    They also reset the options and the partition folder of the file, which belong to another graph.
+    The overrides also reset the dataset's options and the partition folder, which the file gives for another graph.
     """
     name = _RENAMED.get(name, name)
     here = Path(name).expanduser().exists() and (os.sep in name or "." in name)
@@ -130,7 +133,7 @@ def dataset_overrides(name: str) -> tuple[str, ...]:
 
 
 def node_overrides(nodes: str) -> tuple[str, ...]:
-    """Return the overrides for ``--nodes`` given in addition to a config: only the hosts and the transport change."""
+    """Return the overrides for ``--nodes`` given in addition to a config: they change only hosts and transport."""
     if nodes.isdecimal():
         return (f"nodes={nodes}", "transport=local")
     hosts = ",".join(f'"{host}"' for host in split_hosts(nodes))

@@ -1,4 +1,4 @@
-"""Detects from its content which launcher a file was written for, and converts it."""
+"""Recognises by the content of a file which launcher it was written for, and converts it."""
 
 from __future__ import annotations
 

@@ -25,9 +25,10 @@ _NUMBERS = re.compile(r"-?\d+(,-?\d+)+")
 
 
 def cluster_yml(foreign: Foreign, tree: Section, name: str, folder: Path) -> str:
-    """Return ``tree`` as the text of a file in ``folder``, with relative paths adapted and origins as comments.
+    """Return the config ``tree`` as text of a cluster.yml that will be in ``folder``.
 
-    ``name`` is the imported file, for the comment at the top.
+    Relative paths start from ``folder``. A comment behind each value names the line it was read from. ``name`` is the
+    imported file, for the comment at the top.
     """
     first = f"Written by gnnfleet import from {name}, read as {foreign.kind}."
     head = [*_comment(first), *(line for note in foreign.notes for line in _comment(f"- {note}"))]
@@ -44,7 +45,7 @@ def _comment(words: str) -> list[str]:
 
 
 def _moved(tree: Tree, folder: Path, key: str) -> Tree:
-    """Return the tree with relative paths relative to ``folder`` and without empty keys."""
+    """Return the tree without empty keys, and with relative paths that start from ``folder``."""
     if isinstance(tree, Section):
         items = {name: _moved(item, folder, name) for name, item in tree.items.items() if not _empty(item)}
         return replace(tree, items=items)
@@ -82,7 +83,7 @@ def _with_defaults(tree: Section) -> Section:
 
 
 def _with_place(lines: list[tuple[str, str]], tree: Section) -> list[tuple[str, str]]:
-    """Add a commented `venv` line to `defaults` if no node names its Python."""
+    """Add a commented `venv` line to `defaults`, unless the imported file names a Python."""
     nodes, transport = tree.items.get("nodes"), tree.items.get("transport")
     if isinstance(transport, Scalar) and transport.text == "local":
         return lines
@@ -143,7 +144,7 @@ def _one_line(tree: Tree) -> str:
 
 
 def _where(origin: Origin) -> str:
-    """Return the origin of a value as a comment."""
+    """Return where a value was read, such as ``line 3``, for a comment."""
     if origin.line:
         return f"line {origin.line}"
     return "from the command line" if origin.file.startswith("--") else origin.file

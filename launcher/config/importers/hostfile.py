@@ -112,7 +112,7 @@ def _same_number(source: Source, nodes: list[tuple[Origin, str]], flags: Flags) 
 
 
 def _pyg(nodes: list[tuple[Origin, str]], flags: Flags, notes: list[str]) -> Section:
-    """Return the tree of a list of hosts, with the settings of torch_geometric's flags, quoted command and examples."""
+    """Return the config tree for a list of hosts, with settings from torch_geometric's flags, command and examples."""
     remote = flags.remote or Remote("")
     common = _common_keys(remote, flags)
     entries = [section(origin, {"host": text(origin, host), **common}) for origin, host in nodes]

@@ -21,7 +21,7 @@ _ASSIGNED = re.compile(r"([A-Za-z_]\w*)=(.*)", re.DOTALL)
 
 @dataclass(frozen=True)
 class Remote:
-    """A parsed command."""
+    """The quoted command of torch_geometric's launch.py, parsed."""
 
     text: str  #: the whole command
     folder: str = ""  #: working folder after `cd`; "": the login folder
@@ -41,7 +41,8 @@ class Remote:
 
     @property
     def own_command(self) -> tuple[str, ...]:
-        """The user's own command that runs the script; () for torch_geometric's examples."""
+        """The command that runs the user's script; () for torch_geometric's examples: the bundled trainer runs
+        instead."""
         if self.is_example:
             return ()
         return ("python", *(self._placed(word) if word == self.script else word for word in self.words))
@@ -70,7 +71,7 @@ def parse_remote(command: str) -> Remote:
 
 
 def _before(remote: Remote, statement: str, words: list[str]) -> Remote:
-    """Return ``remote`` with the effect of a statement before the script."""
+    """Return ``remote`` with the folder, environment or setup line that a statement before the script sets."""
     if words[0] == "cd" and len(words) == 2:
         return replace(remote, folder=_joined(remote.folder, _home(words[1], remote)))
     if words[0] in ("source", ".") and len(words) > 1 and posixpath.basename(words[1]) == "activate":

@@ -112,8 +112,9 @@ class Topology:
 
 @dataclass(frozen=True)
 class Partitioning:
-    """How the launching machine partitions the graph before it sends files. The command does nothing if the parts
-    exist.
+    """How the launching machine partitions the graph before it sends files.
+
+    The command does nothing if the parts exist.
     """
 
     command: Command
@@ -158,8 +159,9 @@ class LaunchPlan:
 
 @dataclass(frozen=True)
 class KeptServers:
-    """What a serving cluster keeps when nodes are added or removed. Keys of the mappings are node_ranks in the new
-    plan.
+    """What a serving cluster keeps when nodes are added or removed.
+
+    Keys of the mappings are node_ranks in the new plan.
     """
 
     version: int = 1  #: version of the new cluster.json

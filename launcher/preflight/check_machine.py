@@ -19,7 +19,7 @@ _FILES_BASE, _FILES_PER_RANK = 256, 4  # open files of a process: base, and per 
 
 
 def machine_findings(survey: Survey, k: int) -> Iterator[Finding]:
-    """Findings about the machine of node ``k``."""
+    """Yield findings about the machine of node ``k``."""
     for check in (_tmux, _run_id, _open_files, _clock, _names, _service_port, _leases, _leftovers):
         yield from check(survey, k)
 
@@ -48,7 +48,7 @@ def _run_id(survey: Survey, k: int) -> Iterator[Finding]:
 
 
 def _open_files(survey: Survey, k: int) -> Iterator[Finding]:
-    """Every rank has connections to every other rank and every graph server."""
+    """Check how many files a process may open: every rank connects to every other rank and every graph server."""
     needed = _FILES_BASE + _FILES_PER_RANK * survey.world_size
     now, most = survey.probes[k]["open_files"], survey.probes[k]["open_files_most"]
     if now >= needed:
@@ -73,7 +73,9 @@ def _clock(survey: Survey, k: int) -> Iterator[Finding]:
 
 
 def _names(survey: Survey, k: int) -> Iterator[Finding]:
-    """Host names by which the nodes connect to each other must resolve on every node, and not to itself."""
+    """Check that node ``k`` can resolve the host names in the config, and does not resolve another node's name to
+    itself.
+    """
     for name, address in survey.probes[k]["names"].items():
         whose = [j for j, node in enumerate(survey.config.nodes) if node.address == name]
         owner = whose[0] if whose else lead(survey.config)
@@ -99,7 +101,10 @@ def _service_port(survey: Survey, k: int) -> Iterator[Finding]:
 
 
 def ports_finding(survey: Survey, k: int, check: str, candidates: tuple[int, ...], setting: str) -> Finding:
-    """A finding that blocks if none of the ``candidates`` is free on node ``k``. ``setting``: the config key."""
+    """Return a finding about a port; it blocks if none of the ``candidates`` for this port is free on node ``k``.
+
+    ``setting``: the config key that sets the port.
+    """
     busy: Mapping[str, str] = survey.probes[k]["busy_ports"]
     if any(str(port) not in busy for port in candidates):
         return survey.finding(k, "ok", check, f"{check} free")
@@ -126,7 +131,7 @@ def _leftovers(survey: Survey, k: int) -> Iterator[Finding]:
 
 
 def same_machine(survey: Survey) -> Iterator[Finding]:
-    """Findings that block nodes which share a machine and a work folder."""
+    """Yield a blocking finding for each node that has the same machine and work folder as an earlier node."""
     first: dict[tuple[Any, ...], int] = {}
     for k in sorted(survey.probes):
         probe = survey.probes[k]

@@ -1,4 +1,4 @@
-"""Preflight checks of Python and packages: too old, missing, or different between nodes, with a command to fix them.
+"""Preflight checks of Python and packages: too old, missing, or different between nodes, with a command as remedy.
 
 How much of a version must be equal on all nodes:
 
@@ -12,9 +12,9 @@ How much of a version must be equal on all nodes:
 - numba and numpy: the minor version. Integer promotion differs between some (NEP 50), and one different bit in the
   hash that draws neighbours gives nodes different samples for the same seed.
 
-Other differences are harmless: msgspec reads the JSON of every msgspec; the driver only has to be new enough; glibc and
-the processor may round the logarithm of weighted sampling differently, but a vertex's neighbours are always drawn by
-its owner.
+Other differences are harmless. JSON that one version of msgspec writes can be read by every other; the driver only has
+to be new enough; glibc and the processor may round the logarithm of weighted sampling differently, but the neighbours
+of a vertex are always drawn by the node that owns the vertex.
 """
 
 from __future__ import annotations
@@ -61,14 +61,14 @@ _SPOKEN = {"cuda": "torch's CUDA", "nccl": "NCCL", "build": "torch build", "arch
 
 
 def usual(versions: Iterable[str]) -> str:
-    """The most frequent version, at a tie the first of them; '' if there is none."""
+    """Return the most frequent version, or the first of several equally frequent ones; '' if there is no version."""
     counts = Counter(version for version in versions if version)
     return counts.most_common(1)[0][0] if counts else ""
 
 
 @dataclass(frozen=True)
 class Difference:
-    """A version on one node that differs from the one on most nodes."""
+    """The version of a package on one node that differs from the version on most nodes."""
 
     rule: Rule
     found: str  #: version on the node
@@ -86,12 +86,15 @@ class Difference:
 
 
 def leading(version: str, numbers: int) -> str:
-    """The first ``numbers`` numbers of a version, without its build tag (+cpu, +cu126)."""
+    """Return the first ``numbers`` numbers of a version, without its build tag (+cpu, +cu126)."""
     return ".".join(version.partition("+")[0].split(".")[:numbers])
 
 
 def differences(rule: Rule, versions: Mapping[int, str]) -> dict[int, Difference]:
-    """Differences by node_rank, for nodes whose version differs from most; nodes without a version are skipped."""
+    """Return a Difference for each node whose version differs from that on most nodes, by node_rank.
+
+    ``versions``: version of the rule's package by node_rank; a node with '' is skipped.
+    """
     known = {k: version.partition("+")[0] for k, version in sorted(versions.items()) if version}
     compatible = usual(leading(version, rule.numbers) for version in known.values()) if rule.numbers else ""
     agreeing = [k for k, version in known.items() if leading(version, rule.numbers) == compatible]
@@ -116,7 +119,7 @@ _SYSTEM = ("/usr/bin/", "/bin/")  # Pythons of the operating system, in which pi
 
 
 def package_findings(survey: Survey) -> Iterator[Finding]:
-    """Findings about Python and packages of all nodes."""
+    """Yield findings about Python and the packages on all nodes."""
     odd = _odd(survey)
     for k in sorted(survey.probes):
         found = [*_python(survey, k, odd[k]), *_packages(survey, k, odd[k])]
@@ -158,7 +161,7 @@ def _python(survey: Survey, k: int, odd: Sequence[Difference]) -> Iterator[Findi
 
 
 def _packages(survey: Survey, k: int, odd: Sequence[Difference]) -> Iterator[Finding]:
-    """One finding with all problems of a node's packages, since one command fixes all of them."""
+    """Yield one finding with all problems of a node's packages, as one command repairs all of them."""
     missing = [name for name in PACKAGES if not survey.version(k, name)]
     differing = [one for one in odd if one.blocks and one.name != "python"]
     words = [f"{listed(missing)} not installed for {survey.probes[k]['python']}"] if missing else []
@@ -176,7 +179,7 @@ def _packages(survey: Survey, k: int, odd: Sequence[Difference]) -> Iterator[Fin
 
 
 def _has_system_python(survey: Survey, k: int) -> bool:
-    """Whether the node uses the operating system's Python without torch, in which pip should not install."""
+    """Return whether the node uses a Python of the operating system without torch: pip should not install there."""
     return not survey.version(k, "torch") and survey.probes[k]["python"].startswith(_SYSTEM)
 
 
@@ -201,7 +204,11 @@ def _cannot_use_devices(survey: Survey, k: int) -> bool:
 def _breaks(
     survey: Survey, k: int, missing: Iterable[str], differing: Iterable[Difference], without_cuda: Iterable[str]
 ) -> bool:
-    """Whether the problems block the run: all do, but a user's own command is assumed to need torch only."""
+    """Return whether the problems of a node's packages block the run.
+
+    All problems do, but if ranks run a user's own command, only those with packages that every command is assumed to
+    need.
+    """
     if not survey.own_command or survey.config.nodes[k].role == "server":
         return any([*missing, *differing, *without_cuda])
     return any(name in _OWN_NEEDS for name in missing) or any(one.rule.needed_by == "all" for one in differing)
@@ -214,7 +221,7 @@ def _summary(survey: Survey, k: int, odd: Sequence[Difference]) -> str:
 
 
 def repair(survey: Survey, k: int, names: Sequence[str]) -> str:
-    """The shell command that installs on node ``k`` the versions of ``names`` that most nodes have."""
+    """Return the shell command that installs the packages ``names`` on node ``k`` in the versions of most nodes."""
     pip = f"{shlex.quote(survey.probes[k]['python'])} -m pip"
     wanted = dict.fromkeys("torch" if name == "cuda" else name for name in names)
     pins = [_pin(survey, k, name) for name in wanted]
@@ -236,7 +243,10 @@ def _pin(survey: Survey, k: int, name: str) -> str:
 
 
 def _here(survey: Survey, k: int, name: str) -> str:
-    """The launching machine's version of a package; '' if the node's Python is older, which that may not support."""
+    """Return the launching machine's version of a package, to install it on node ``k``.
+
+    '' if the Python of node ``k`` is older than here, as it may not support this version.
+    """
     own = _own()
     fits = _numbers(survey.version(k, "python")) >= _numbers(own["python"])
     return own.get(name, "").partition("+")[0] if fits else ""
@@ -252,7 +262,7 @@ def _numbers(version: str) -> tuple[int, ...]:
 
 
 def _most(survey: Survey, name: str, ranks: Sequence[int]) -> str:
-    """The version that most of ``ranks`` have, without its build tag."""
+    """Return the version of package ``name`` that most of the nodes ``ranks`` have, without its build tag."""
     rule = next(rule for rule in RULES if rule.name == name)
     versions = [survey.version(k, name).partition("+")[0] for k in ranks]
     compatible = usual(leading(version, rule.numbers) for version in versions)
@@ -260,13 +270,16 @@ def _most(survey: Survey, name: str, ranks: Sequence[int]) -> str:
 
 
 def _like(survey: Survey, k: int) -> list[int]:
-    """Nodes with devices if ``k`` has devices, else nodes without."""
+    """Return the nodes with devices if node ``k`` has devices, else the nodes without devices."""
     wanted = bool(survey.config.nodes[k].devices)
     return [j for j in sorted(survey.probes) if bool(survey.config.nodes[j].devices) == wanted]
 
 
 def _torch_tag(survey: Survey, k: int) -> str:
-    """Build tag of torch for node ``k``, as on similar nodes: ``cu126``, ``cpu``, or '' for the build on PyPI."""
+    """Return the build tag of the torch to install on node ``k``: ``cu126``, ``cpu``, or '' for the build on PyPI.
+
+    The tag is that of most nodes which, like node ``k``, have devices or have none.
+    """
     like = [j for j in _like(survey, k) if survey.version(j, "torch")]
     if survey.config.nodes[k].devices:
         cuda = usual(survey.version(j, "cuda") for j in like)

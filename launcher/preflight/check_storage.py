@@ -1,4 +1,4 @@
-"""Preflight checks of work folder, disk, memory, /tmp, /dev/shm, partition folder and code."""
+"""Preflight checks of work folder, disk, memory, /tmp, /dev/shm, partition folder and gnnfleet's code."""
 
 from __future__ import annotations
 
@@ -23,15 +23,20 @@ RANK = 260 * _MB  #: one rank of the bundled trainer
 
 
 def base_memory(config: ClusterConfig, node_rank: int, own_command: bool) -> int:
-    """Minimum memory of the node's processes in bytes; ranks of a user's own command count as 0."""
+    """Return the minimum memory of a node's processes in bytes.
+
+    Ranks of a user's own command count as 0, as their memory is unknown.
+    """
     node = config.nodes[node_rank]
     ranks = (RUNNER + (0 if own_command else RANK)) * node.nproc if node.trains else 0
     return SUPERVISOR + (SERVER if serves(config, node_rank) else 0) + ranks
 
 
 def batch_memory(config: ClusterConfig, node_rank: int, graph: GraphSize | None, cpus: int) -> int:
-    """Maximum memory of batches in bytes: those prefetched by ranks, and those that a server samples and buffers for
-    clients. ``cpus``: number of CPUs of the node."""
+    """Return the maximum memory of a node's batches in bytes. ``cpus``: number of CPUs of the node.
+
+    Ranks prefetch batches; a graph server samples and buffers batches for clients.
+    """
     alive = max(config.train.prefetch, config.train.sampler_threads + 1) + 1  # includes the one in use; one in reserve
     found = _batch(config, graph) * alive * config.nodes[node_rank].nproc
     if clients(config) and node_rank in gateways(config):
@@ -41,7 +46,10 @@ def batch_memory(config: ClusterConfig, node_rank: int, graph: GraphSize | None,
 
 
 def cache_memory(config: ClusterConfig, node_rank: int, graph: GraphSize | None) -> int:
-    """Bytes of cached rows of a node (``data.cache``): files in its run folder that its ranks map into memory."""
+    """Return the bytes of the rows of other nodes that a node caches (``data.cache``).
+
+    The cache consists of files in the node's run folder, which the ranks map into memory.
+    """
     parts = len(holdings(config)[node_rank].parts)
     if graph is None or not parts or not config.nodes[node_rank].trains:
         return 0
@@ -50,7 +58,7 @@ def cache_memory(config: ClusterConfig, node_rank: int, graph: GraphSize | None)
 
 
 def _batch(config: ClusterConfig, graph: GraphSize | None) -> int:
-    """Maximum size of one rank's batch in bytes, if all its vertices are different; 0 if the graph is unknown."""
+    """Return the size of one rank's batch in bytes if all its vertices are different; 0 if the graph is unknown."""
     if graph is None or not config.world_size:
         return 0
     seeds = -(-config.train.batch_size // config.world_size)
@@ -58,7 +66,7 @@ def _batch(config: ClusterConfig, graph: GraphSize | None) -> int:
 
 
 def _tree(train: TrainConfig) -> int:
-    """Maximum number of vertices sampled for one seed; a fanout of -1 counts as all vertices."""
+    """Return the maximum number of vertices sampled for one seed; a fanout of -1 counts as all vertices."""
     total = width = 1
     for fanout in train.fanouts:
         width *= fanout if fanout > 0 else 1 << 40
@@ -74,7 +82,7 @@ _SHM_PER_PROCESS = 64 << 20  # bytes; NCCL's buffers between two processes on on
 
 
 def storage_findings(survey: Survey, k: int) -> Iterator[Finding]:
-    """Findings about disk, memory and data of node ``k``."""
+    """Yield findings about disk, memory, data and code of node ``k``."""
     for check in (_workdir, _disk, _memory, _tmp, _shm, _data, _code):
         yield from check(survey, k)
 
@@ -120,7 +128,10 @@ def _disk(survey: Survey, k: int) -> Iterator[Finding]:
 
 
 def _memory(survey: Survey, k: int) -> Iterator[Finding]:
-    """Parts and cached rows are memory-mapped files: if they exceed memory, training is slower but does not fail."""
+    """Check that the memory of the machine is enough for its nodes.
+
+    Parts and cached rows are memory-mapped files: if these exceed memory, training is slower but does not fail.
+    """
     probe, sharing, own = survey.probes[k], survey.same_machine(k), survey.own_command
     least = sum(base_memory(survey.config, j, own) for j in sharing)
     graph = None if own else survey.graph
@@ -152,7 +163,7 @@ def _tmp(survey: Survey, k: int) -> Iterator[Finding]:
 
 
 def _shm(survey: Survey, k: int) -> Iterator[Finding]:
-    """NCCL connects the processes of one machine through /dev/shm, which has 64 MB in Docker by default."""
+    """Check the size of /dev/shm, which connects NCCL processes on one machine; in Docker it has 64 MB by default."""
     devices = sum(len(survey.config.nodes[j].devices) for j in survey.same_machine(k))
     needed, free = devices * _SHM_PER_PROCESS, survey.probes[k]["shm"]["free"]
     if devices > 1 and survey.config.nodes[k].devices and free < needed:
@@ -176,7 +187,7 @@ def _data(survey: Survey, k: int) -> Iterator[Finding]:
 
 
 def _code(survey: Survey, k: int) -> Iterator[Finding]:
-    """Reports whether the node has gnnfleet's code; a launch sends it otherwise."""
+    """Report whether the node already has gnnfleet's code, or a launch will send it."""
     if survey.code_digest:
         state = "is on the host" if survey.probes[k]["code"] else "will be sent at launch"
         yield survey.finding(k, "ok", "code", f"gnnfleet's code {survey.code_digest[:8]} {state}")

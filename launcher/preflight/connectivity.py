@@ -1,9 +1,9 @@
 """Tests the network between all nodes on the ports that training will use, and chooses the address of each node.
 
-All nodes listen, then all connect in parallel (``node/programs/network.py``). Every node connects to the lead node's
-control port, and every node that trains to its master port. Nodes that train also connect to a free port of each
-other, as gloo and NCCL do. Clients of a graph server connect to its service port. If some nodes cannot reach an
-address, the other addresses of that node are tested too.
+All nodes listen, then all connect in parallel (``node/programs/network.py``). Every node connects to the control port
+of the lead node, and every node that trains connects to the master port of the lead node. Nodes that train also connect
+to a free port of each other, as gloo and NCCL do. Clients of a graph server connect to its service port. If some nodes
+cannot reach the first address of a node, its other addresses are tested too.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ class Endpoint(NamedTuple):
 
 
 class BlockedRoute(NamedTuple):
-    """A node that cannot connect to an endpoint."""
+    """A node and an endpoint to which this node cannot connect."""
 
     source: int  #: node_rank
     endpoint: Endpoint
@@ -55,7 +55,7 @@ class BlockedRoute(NamedTuple):
 
 @dataclass(frozen=True)
 class Listeners:
-    """Addresses and ports of one node during the test."""
+    """The addresses and ports at which one node listens during the network test."""
 
     own: tuple[str, ...]  #: the node's own addresses for gloo and NCCL, the best first
     public: str  #: configured address that is not one of ``own`` (a name, or outside a NAT); '' if there is none
@@ -63,7 +63,7 @@ class Listeners:
     refused: Mapping[str, str]  #: use -> error, for ports on which the node could not listen
 
     def endpoints(self, node_rank: int, own: str, master_addr: str) -> list[Endpoint]:
-        """Endpoints that other nodes must reach if the node uses its address ``own``."""
+        """Return the endpoints of the node that other nodes must reach if the node uses its address ``own``."""
         found = []
         for use, port in self.ports.items():
             address = own if use == FREE else self.public or own
@@ -74,7 +74,7 @@ class Listeners:
 
 @dataclass(frozen=True)
 class Connectivity:
-    """The result of the test; mappings are by node_rank."""
+    """The result of the network test. Keys of the mappings are node_ranks."""
 
     listening: Mapping[int, Listeners]
     address: Mapping[int, str]  #: the address that was chosen among the node's own
@@ -93,9 +93,9 @@ class RequiredRoutes:
         self.meet = bool(control_candidates(config))
 
     def must_reach(self, source: int, target: int, use: str) -> bool:
-        """Whether ``source`` must connect to the port of ``target`` for ``use``.
+        """Return whether node ``source`` must connect to the port that node ``target`` has for ``use``.
 
-        For the master and control ports ``target`` is the lead node, which also tests its own ports.
+        If ``use`` is the master or the control port, ``target`` is the lead node, which also connects to its own port.
         """
         if use in (MASTER, CONTROL):
             return use == CONTROL or source in self.trainers
@@ -106,7 +106,7 @@ class RequiredRoutes:
         return source in self.trainers and target in self.trainers
 
     def reach(self, source: int, nodes: Collection[int]) -> frozenset[int]:
-        """The nodes among ``nodes`` that ``source`` must reach on any port."""
+        """Return the nodes among ``nodes`` to which node ``source`` must connect, on whatever port."""
         found = {target for target in nodes if target in self.holders and self.must_reach(source, target, SERVICE)}
         found |= {target for target in nodes if self.must_reach(source, target, FREE)}
         found |= {self.lead} & {*nodes} if self.meet else set()
@@ -114,10 +114,11 @@ class RequiredRoutes:
 
 
 def own_addresses(config: ClusterConfig, k: int, probe: Mapping[str, Any], loopback: bool) -> tuple[str, ...]:
-    """Addresses of node ``k`` itself, the best first.
+    """Return the addresses that node ``k`` itself has, the best first.
 
-    The order is: the configured interface, the address at which SSH arrived, real interfaces before virtual ones, IPv4
-    before IPv6, private before public. ``loopback``: include loopback addresses (all nodes are one machine).
+    If ``interface`` is configured, only addresses of this interface count. The address at which SSH arrived is first,
+    then real interfaces come before virtual ones, IPv4 before IPv6, and private before public addresses. ``loopback``:
+    include loopback addresses, as all nodes are on one machine.
     """
     node = config.nodes[k]
     usable = [(name, address) for name, address in probe["addresses"] if loopback or not _is_loopback(address)]
@@ -134,13 +135,16 @@ def own_addresses(config: ClusterConfig, k: int, probe: Mapping[str, Any], loopb
 
 
 def public_address(config: ClusterConfig, k: int, own: Collection[str]) -> str:
-    """The configured address if it is not one of the node's own (a name, or outside a NAT), else ''."""
+    """Return the configured address of node ``k`` if it is not in ``own``, the addresses that the node itself has.
+
+    It is then a host name or an address outside a NAT. '' if it is in ``own``, or not configured.
+    """
     given = config.nodes[k].address or ""
     return "" if given in own else given
 
 
 def all_on_one_machine(probes: Mapping[int, Mapping[str, Any]]) -> bool:
-    """Whether every node was reached over loopback, so that nodes also connect to each other over loopback."""
+    """Return whether every node was reached over loopback, so that the nodes connect to each other over it too."""
     return all(_is_loopback(probe["address"]) for probe in probes.values())
 
 
@@ -149,7 +153,10 @@ def _is_loopback(address: str) -> bool:
 
 
 def ports_of(config: ClusterConfig, k: int, fact: NodeFacts) -> dict[str, int]:
-    """The free ports of node ``k`` that training will use, by use; ports in use are reported by another check."""
+    """Return the ports of node ``k`` that training will use, by use.
+
+    Ports that are not free are left out, as another check reports them.
+    """
     candidates = {SERVICE: service_candidates(config, k)}
     if k == lead(config):
         candidates |= {MASTER: master_candidates(config), CONTROL: control_candidates(config)}
@@ -158,7 +165,7 @@ def ports_of(config: ClusterConfig, k: int, fact: NodeFacts) -> dict[str, int]:
 
 
 class ConnectivityTest:
-    """One test of the network between all nodes that answered."""
+    """A test of the network between all nodes that answered preflight."""
 
     def __init__(
         self,
@@ -174,7 +181,10 @@ class ConnectivityTest:
         self.errors: dict[int, Exception] = {}
 
     def run(self) -> Connectivity:
-        """Test every required pair; if a node's first address cannot be reached by all, test its others too."""
+        """Test every pair of nodes that must connect.
+
+        If not all nodes can reach the first address of a node, the other addresses of this node are tested too.
+        """
         self._open_all()
         chosen = {k: listeners.own[0] for k, listeners in self.listening.items()}
         reach = {k: self.routes.reach(k, self.listening) for k in self.listening}
@@ -200,12 +210,12 @@ class ConnectivityTest:
         return Listeners(own, public_address(self.config, k, own), kept, refused)
 
     def _endpoints(self, chosen: Mapping[int, str]) -> list[Endpoint]:
-        """The endpoints of all nodes in ``chosen``, at the given addresses."""
+        """Return the endpoints of the nodes in ``chosen``, which gives the address of each of these nodes."""
         master = "" if self.config.run.master_addr == "auto" else self.config.run.master_addr
         return [one for k, own in chosen.items() for one in self.listening[k].endpoints(k, own, master)]
 
     def _connect_all(self, endpoints: Collection[Endpoint]) -> list[BlockedRoute]:
-        """Let every node connect to the endpoints that it must reach; returns those that fail."""
+        """Let every node connect to those of ``endpoints`` that it must reach; return the routes that are blocked."""
         by_address = {(one.node_rank, one.address, one.port): one for one in endpoints}
 
         def connect(k: int) -> list[BlockedRoute]:
@@ -223,9 +233,10 @@ class ConnectivityTest:
     def _try_other_addresses(
         self, chosen: dict[int, str], blocked: list[BlockedRoute]
     ) -> tuple[dict[int, str], list[BlockedRoute]]:
-        """Test all addresses of the nodes that some could not reach, and choose for each the one that most reach.
+        """Test all addresses of each node that other nodes cannot reach, and choose the address with fewest blocked
+        routes.
 
-        Returns the chosen address of every node, and the routes that are blocked with them.
+        Returns the chosen address of every node, and the routes that are blocked if nodes use these addresses.
         """
         unreached = sorted({one.endpoint.node_rank for one in blocked})
         endpoints = {(k, own): self._endpoints({k: own}) for k in unreached for own in self.listening[k].own}
@@ -241,7 +252,7 @@ class ConnectivityTest:
 
 
 def _targets(endpoints: Iterable[Endpoint]) -> list[tuple[int, str, list[int]]]:
-    """(node_rank, address, ports), the form of a request to ``node/programs/network.py``."""
+    """Group endpoints into (node_rank, address, ports), the form of a request to ``node/programs/network.py``."""
     found: dict[tuple[int, str], list[int]] = defaultdict(list)
     for one in endpoints:
         found[one.node_rank, one.address].append(one.port)
@@ -263,7 +274,7 @@ _ALL = ""  # a use: all ports of the node
 
 
 class Group(NamedTuple):
-    """Nodes that cannot reach other nodes, all for the same reason and the same use."""
+    """Nodes that cannot reach other nodes, on ports of the same use and for the same reason."""
 
     sources: frozenset[int]  #: node_ranks
     targets: tuple[int, ...]  #: node_ranks
@@ -272,7 +283,7 @@ class Group(NamedTuple):
 
 
 def connectivity_findings(survey: Survey, result: Connectivity) -> Iterator[Finding]:
-    """One finding per node without problems, and one per group of blocked routes."""
+    """Yield one finding for each node without problems, and one for each group of blocked routes."""
     for k, listeners in result.listening.items():
         for use, why in listeners.refused.items():
             remedy = f"end the process that uses it, or set `{_SETTINGS[use]}` to another port"
@@ -294,7 +305,7 @@ def _success(result: Connectivity, others_blocked: bool) -> str:
 
 
 def _interfaces(survey: Survey, result: Connectivity) -> Iterator[Finding]:
-    """The network interface that each node will use; a configured one without an address blocks."""
+    """Yield findings on the network interface of each node; a configured interface without an address blocks."""
     for k, listeners in result.listening.items():
         address = result.address[k]
         name = interface_of(survey.probes[k], address)
@@ -310,7 +321,7 @@ def _interfaces(survey: Survey, result: Connectivity) -> Iterator[Finding]:
 
 
 def interface_of(probe: Mapping[str, object], address: str) -> str:
-    """Name of the interface that has ``address``; '' if none has it."""
+    """Return the name of the network interface that has ``address``; '' if no interface has it."""
     addresses = probe["addresses"]
     assert isinstance(addresses, (list, tuple))
     return next((name for name, own in addresses if own == address), "")
@@ -328,9 +339,10 @@ def _listed(probe: Mapping[str, object]) -> str:
 def grouped(
     blocked: Collection[BlockedRoute], nodes: Collection[int], reach: Mapping[int, frozenset[int]] | None = None
 ) -> list[Group]:
-    """Blocked routes in as few groups as possible. A node that reaches none of its targets is a group of its own.
+    """Put blocked routes into as few groups as possible.
 
-    ``reach``: the nodes that each node must reach; None: all others.
+    A node that reaches none of the nodes that it must reach is a group of its own. ``reach``: the nodes that each node
+    must reach; None: each node must reach all others.
     """
     everyone = frozenset(nodes)
     wanted = reach or {k: everyone - {k} for k in everyone}
@@ -353,7 +365,7 @@ def _commonest(blocked: Collection[BlockedRoute], source: int) -> str:
 
 
 def _by_sources(sources: Mapping[tuple[int, str, str], set[int]]) -> list[Group]:
-    """Groups of targets that the same sources cannot reach, for the same use and reason."""
+    """Group nodes that the same other nodes cannot reach, on ports of the same use and for the same reason."""
     closed: dict[tuple[int, frozenset[int], str], set[str]] = defaultdict(set)
     for (target, use, why), who in sources.items():
         others = frozenset(who - {target}) or frozenset([target])  # the lead node also connects to itself
@@ -385,7 +397,11 @@ def _node_names(ranks: Collection[int], all_of: int) -> str:
 
 
 def _port_text(result: Connectivity, group: Group) -> str:
-    """``:29500`` if all targets have the same port, ``(service ports)`` if not, '' for all ports or free ones."""
+    """Return the port of a group's targets as text: ``:29500``, or ``(service ports)`` if the targets have different
+    ports.
+
+    '' if the group is about all ports or about free ports.
+    """
     if group.use in (_ALL, FREE):
         return ""
     ports = {result.listening[k].ports[group.use] for k in group.targets}
@@ -416,7 +432,7 @@ def _remedy(survey: Survey, result: Connectivity, group: Group) -> str:
 
 
 def _address_of(survey: Survey, result: Connectivity, k: int, use: str) -> str:
-    """The address at which other nodes connect to node ``k`` for ``use``."""
+    """Return the address at which other nodes connect to the port that node ``k`` has for ``use``."""
     if use == MASTER and survey.config.run.master_addr != "auto":
         return survey.config.run.master_addr
     return result.address[k] if use == FREE else result.listening[k].public or result.address[k]

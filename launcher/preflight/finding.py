@@ -1,4 +1,4 @@
-"""``Finding``, the result of one check, and ``Survey``, the replies of all nodes from which findings are made."""
+"""``Finding``, the result of one check, and ``Survey``, the answers of all nodes, which the checks evaluate."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from launcher.errors import NodeCallError, NodeError, node_label
 
 
 def connect_finding(config: ClusterConfig, node_rank: int, error: Exception) -> Finding:
-    """The finding for a node that cannot be reached, or whose Python fails."""
+    """Return the finding for a node that cannot be reached, or on which Python fails."""
     what, remedy = str(error), ""
     if isinstance(error, NodeError):
         what, remedy = error.message, error.remedy
@@ -39,12 +39,12 @@ class Finding:
     login: tuple[str, ...] = ()  #: argv that logs in to the node, as ("ssh", "alice@gnn2"); () for transport ``local``
 
     def line(self) -> str:
-        """One line of text: node, message, remedy and command."""
+        """Return the finding as one line of text: node, message, remedy and command."""
         remedy = "; ".join(filter(None, [self.remedy, self.paste() and f"`{self.paste()}`"]))
         return f"{node_label(self.node_rank, self.host)}: {self.message}" + (f" – {remedy}" if remedy else "")
 
     def paste(self) -> str:
-        """``command`` as the user runs it on the launching machine; '' without one."""
+        """Return ``command`` with the ssh command that runs it on the node; '' if the finding has no command."""
         if not self.command or not self.login:
             return self.command
         return f"{shlex.join(self.login)} {shlex.quote(self.command)}"
@@ -60,7 +60,7 @@ class GraphSize:
 
 @dataclass(frozen=True)
 class Survey:
-    """The input of all checks, by node_rank of the nodes that answered."""
+    """What all checks evaluate. Keys of the mappings are the node_ranks of the nodes that answered."""
 
     config: ResolvedConfig
     probes: Mapping[int, Mapping[str, Any]]  #: replies of ``node/programs/probe.py``
@@ -80,16 +80,18 @@ class Survey:
         return Finding(node_rank, self.host(node_rank), severity, check, message, remedy, command, login)
 
     def version(self, node_rank: int, name: str) -> str:
-        """Version of a package; '' if it is not installed or unknown."""
+        """Return the version of package ``name`` on a node; '' if the package is not installed or its version is
+        unknown.
+        """
         return str(self.probes[node_rank]["versions"].get(name, ""))
 
     def machine(self, node_rank: int) -> tuple[str, str]:
-        """An identity that is equal for nodes on the same machine: host name and boot id."""
+        """Return host name and boot id of a node's machine; they are equal for nodes on the same machine."""
         probe = self.probes[node_rank]
         return probe["hostname"], probe["boot_id"]
 
     def same_machine(self, node_rank: int) -> list[int]:
-        """node_ranks of the nodes on this node's machine, itself included."""
+        """Return the node_ranks of all nodes on the machine of node ``node_rank``, including ``node_rank``."""
         return self._machines[self.machine(node_rank)]
 
     @cached_property
@@ -104,14 +106,14 @@ class Survey:
         return self.config.world_size
 
     def labels(self, ranks: Sequence[int]) -> str:
-        """Names of nodes: ``node1 (gnn2), node2 (gnn3)``, or ``4 nodes`` for more than three."""
+        """Return the names of nodes: ``node1 (gnn2), node2 (gnn3)``, or ``4 nodes`` for more than three."""
         if len(ranks) > 3:
             return f"{len(ranks)} nodes"
         return ", ".join(node_label(k, self.host(k)) for k in ranks)
 
 
 def login_words(config: ClusterConfig, node: NodeConfig) -> tuple[str, ...]:
-    """argv of the ssh command that logs in to a node; () for transport ``local``."""
+    """Return the words of the ssh command that logs in to a node; () for transport ``local``."""
     if config.transport == "local":
         return ()
     port = ("-p", str(node.port)) if node.port else ()

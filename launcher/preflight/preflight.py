@@ -1,6 +1,6 @@
 """Checks every node before anything is sent: returns facts for the plan and findings for the user.
 
-One Python process per node (``NodeAgent``) runs all programs, for all nodes in parallel: machine and packages
+One Python process per node (``NodeAgent``) runs the test programs, on all nodes in parallel: machine and packages
 (``node/programs/probe.py``), then shared folders (``launcher.preflight.shared_folder``), then the network between the
 nodes (``launcher.preflight.connectivity``).
 """
@@ -33,7 +33,7 @@ from launcher.transport.rpc import NodeAgent
 
 
 def all_findings(survey: Survey) -> list[Finding]:
-    """Run every check of ``survey``, for every node that answered."""
+    """Evaluate what all nodes answered. The tests of shared folders and of the network are not included."""
     found: list[Finding] = []
     for node_rank in sorted(survey.probes):
         found.append(survey.finding(node_rank, "ok", "connect", "connected"))
@@ -62,12 +62,12 @@ def run_preflight(
     """Check all nodes in parallel.
 
     Args:
-        transports: results of ``connect_all`` by node_rank.
+        transports: for each node_rank its connection, or why there is none (the result of ``connect_all``).
         own_command: the run starts a user's command instead of the bundled trainer.
         bytes_needed: bytes that the plan will store on each node, by node_rank.
-        run_id: id of the run; a node that already has it gets a blocking finding.
+        run_id: id of the run; a node that already has a run of this id gets a blocking finding.
 
-    A node that cannot be reached or fails becomes a finding, not an exception.
+    A node that cannot be reached, or whose checks fail, is reported as a finding; no exception is raised.
     """
     opened = {k: one for k, one in transports.items() if isinstance(one, Transport)}
     errors: dict[int, Exception] = {k: one for k, one in transports.items() if isinstance(one, TransportError)}
@@ -93,7 +93,7 @@ def run_preflight(
 
 
 def _raise_unexpected(errors: Mapping[int, Exception]) -> None:
-    """Raise the first error that is a bug of gnnfleet, which must not be reported as a finding."""
+    """Raise the first error that only a bug of gnnfleet can cause; such errors must not become findings."""
     for error in errors.values():
         if not isinstance(error, FleetError | TimeoutError):
             raise error
@@ -101,7 +101,7 @@ def _raise_unexpected(errors: Mapping[int, Exception]) -> None:
 
 @contextmanager
 def open_agents() -> Iterator[dict[int, NodeAgent]]:
-    """An empty mapping for agents by node_rank; at the end of the block all agents in it are closed."""
+    """Provide an empty dict for agents by node_rank, and close all agents in it at the end of the block."""
     agents: dict[int, NodeAgent] = {}
     try:
         yield agents
@@ -112,9 +112,9 @@ def open_agents() -> Iterator[dict[int, NodeAgent]]:
 def _probe_all(
     inquiry: Inquiry, transports: Mapping[int, Transport], agents: dict[int, NodeAgent]
 ) -> Answers[tuple[dict[str, Any], float]]:
-    """Start an agent on each node and probe it: (reply of node/programs/probe.py, clock offset in seconds) per node.
+    """Start an agent on each node, add it to ``agents``, and ask it about the node.
 
-    The agents are added to ``agents``.
+    Returns (reply of ``node/programs/probe.py``, clock offset in seconds) by node_rank.
     """
 
     def probe(k: int) -> tuple[dict[str, Any], float]:
@@ -147,7 +147,7 @@ def _facts(config: ResolvedConfig, k: int, probe: Mapping[str, Any], offset: flo
 
 
 def _shuffled(ports: Iterable[int]) -> tuple[int, ...]:
-    """Ports in random order, so that two launches at the same time rarely choose the same port."""
+    """Return ports in random order, so that two launches at the same time rarely choose the same port."""
     free = list(ports)
     return tuple(random.sample(free, len(free)))
 
@@ -162,6 +162,6 @@ def _network_findings(survey: Survey, connectivity: Connectivity) -> list[Findin
 
 
 def _with_address(fact: NodeFacts, probe: Mapping[str, Any], connectivity: Connectivity) -> NodeFacts:
-    """``fact`` with the address that the network test chose, and its interface."""
+    """Return ``fact`` with the address that the network test chose, and with the interface of this address."""
     address = connectivity.address.get(fact.node_rank, fact.address)
     return replace(fact, address=address, interface=interface_of(probe, address))

@@ -1,4 +1,4 @@
-"""The preflight report: findings of all nodes, grouped in one table."""
+"""The preflight report: prints the findings of all nodes in one table, then what the user can do."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from launcher.text import UNBOUNDED
 
 @dataclass(frozen=True)
 class PreflightReport:
-    """The result of preflight."""
+    """The result of preflight: facts about the nodes, and findings for the user."""
 
     facts: dict[int, NodeFacts] = field(default_factory=dict)  #: by node_rank, of the nodes that answered
     findings: tuple[Finding, ...] = ()
@@ -44,8 +44,10 @@ _LOOP = 3  # minimum number of hosts with the same command for which one shell l
 
 
 def print_findings(report: PreflightReport, console: Console) -> None:
-    """Print a table of all findings, with equal ones of several nodes in one row and blocking ones last, then the
-    remedies."""
+    """Print a table of all findings, then what the user can do about warnings and blocking findings.
+
+    Equal findings of several nodes are in one row; blocking findings come last.
+    """
     everyone = sorted({finding.node_rank for finding in report.findings} | set(report.facts))
     table = Table("", "Check", "Nodes", "Finding", title="Preflight", title_justify="left", box=SIMPLE_HEAD)
     for column in table.columns:
@@ -63,7 +65,7 @@ def print_findings(report: PreflightReport, console: Console) -> None:
 
 
 def finding_lines(findings: Sequence[Finding]) -> list[str]:
-    """One line per finding, for an error message; equal findings of several nodes share a line."""
+    """Return one line per finding, for an error message; equal findings of several nodes share a line."""
     same: dict[tuple[str, str, str, str], list[Finding]] = {}
     for one in findings:
         same.setdefault((one.check, one.message, one.remedy, one.command), []).append(one)
@@ -77,7 +79,11 @@ def _folded_line(nodes: Sequence[Finding]) -> str:
 
 
 def nodes_of(findings: Sequence[Finding], everyone: Sequence[int]) -> str:
-    """Names of the nodes of ``findings``: ``all 64 nodes``, ``node3 (gnn4)``, ranges, or ``all but …`` if shorter."""
+    """Return the names of the nodes that have ``findings``.
+
+    They are shown as ``node3 (gnn4)``, ``all 64 nodes``, ranges, or ``all but …`` if that is shorter. ``everyone``: all
+    node_ranks.
+    """
     ranks = _ranks(findings)
     if len(ranks) == 1:
         return f"node{ranks[0]} ({findings[0].host})"
@@ -89,7 +95,7 @@ def nodes_of(findings: Sequence[Finding], everyone: Sequence[int]) -> str:
 
 
 def node_ranges(ranks: Sequence[int]) -> str:
-    """``node0–node7, node9`` for sorted node_ranks."""
+    """Return sorted node_ranks as text: ``node0–node7, node9``."""
     runs: list[list[int]] = []
     for rank in ranks:
         if runs and rank == runs[-1][-1] + 1:
@@ -100,7 +106,7 @@ def node_ranges(ranks: Sequence[int]) -> str:
 
 
 def _rows(findings: Sequence[Finding]) -> dict[tuple[str, str, str], list[Finding]]:
-    """Findings by (severity, check, message), blocking ones last, next to the prompt of the shell."""
+    """Group findings by (severity, check, message). Blocking ones come last: next to the prompt of the shell."""
     order = list(_STYLES)
     ordered = sorted(findings, key=lambda finding: order.index(finding.severity))
     rows: dict[tuple[str, str, str], list[Finding]] = {}
@@ -110,7 +116,10 @@ def _rows(findings: Sequence[Finding]) -> dict[tuple[str, str, str], list[Findin
 
 
 def _remedies(findings: Sequence[Finding], everyone: Sequence[int]) -> Iterator[str]:
-    """Remedies, one per group of nodes with the same; commands are on separate lines, so that they can be copied."""
+    """Yield lines that say what the user can do; nodes with the same remedy share a line.
+
+    Commands are on lines of their own, so that they can be copied.
+    """
     same: dict[tuple[str, str, str], list[Finding]] = {}
     for finding in findings:
         if finding.remedy or finding.command:
@@ -122,7 +131,7 @@ def _remedies(findings: Sequence[Finding], everyone: Sequence[int]) -> Iterator[
 
 
 def _commands(nodes: Sequence[Finding]) -> list[str]:
-    """The commands to paste; one loop over the hosts if only the host differs."""
+    """Return the commands that the user pastes into a shell; one loop over the hosts if only the host differs."""
     logins = {node.login[:-1] for node in nodes}
     hosts = list(dict.fromkeys(node.login[-1] for node in nodes if node.login))
     if len(hosts) < _LOOP or len(logins) > 1:

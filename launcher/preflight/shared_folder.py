@@ -17,13 +17,15 @@ _TIMEOUT = 60.0  # seconds; a network disk may be slow to wake up
 
 
 def data_folder(config: ClusterConfig, k: int) -> str:
-    """Path of the partition folder on node ``k`` (mode ``verify``)."""
+    """Return the path of the partition folder on node ``k`` (mode ``verify``)."""
     return config.nodes[k].data_folder or config.data.folder
 
 
 class SharedFolderTest:
-    """Compares the partition folders of the nodes in ``agents``; nodes without one are skipped, as another check
-    reports them."""
+    """Tests which nodes share one partition folder.
+
+    Nodes without a partition folder are skipped, as another check reports them.
+    """
 
     def __init__(self, survey: Survey, agents: Mapping[int, NodeAgent]):
         with_folder = [k for k in sorted(agents) if survey.probes[k]["manifest"]]
@@ -31,7 +33,7 @@ class SharedFolderTest:
         self.name = f".gnnfleet-{secrets.token_hex(8)}"
 
     def findings(self) -> Iterator[Finding]:
-        """One finding per node; none for a single node."""
+        """Yield one finding per node with a partition folder; none if there is only one such node."""
         if len(self.agents) < 2:
             return
         try:

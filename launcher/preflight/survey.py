@@ -1,4 +1,4 @@
-"""Builds the requests to ``node/programs/probe.py``, and the ``Survey`` from its replies."""
+"""Builds the requests to ``node/programs/probe.py``, and the ``Survey`` from the replies to these requests."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from launcher.preflight.finding import GraphSize, Survey
 
 @dataclass(frozen=True)
 class LocalParts:
-    """The partition folder on the launching machine."""
+    """Fingerprint and size of the graph in the partition folder on the launching machine."""
 
     fingerprint: str
     graph: GraphSize
@@ -27,7 +27,7 @@ class LocalParts:
 
 @dataclass(frozen=True)
 class Inquiry:
-    """The requests of one preflight; it reads the files on the launching machine once."""
+    """What one preflight asks the nodes. Files on the launching machine are read once, for all nodes."""
 
     config: ResolvedConfig
     run_id: str = ""
@@ -36,12 +36,19 @@ class Inquiry:
 
     @classmethod
     def about(cls, config: ResolvedConfig, run_id: str = "") -> Inquiry:
-        """Read digests and parts. ``run_id``: the run to be launched; no node may have its folder yet."""
+        """Create the requests of a preflight; reads gnnfleet's code and the manifest on the launching machine.
+
+        ``run_id``: id of the run to be launched; nodes report whether they already have a run folder of this id.
+        """
         parts = local_parts(config.data.folder) if config.makes_parts else None
         return cls(config, run_id, code_digest(), parts)
 
     def request(self, k: int, peer: str = "") -> dict[str, Any]:
-        """The request to node ``k``. ``peer``: an address of another node, for a node reached over loopback."""
+        """Return the request to node ``k``.
+
+        ``peer``: the address of another node. A node that was reached over loopback reports its own address on the
+        route to it.
+        """
         config, node, run_id = self.config, self.config.nodes[k], self.run_id
         local = "127.0.0.1" if config.transport == "local" else ""
         workdir, parts = node_workdir(node, k), node.data_folder or config.data.folder
@@ -66,7 +73,9 @@ class Inquiry:
         own_command: bool = False,
         bytes_needed: Mapping[int, int] | None = None,
     ) -> Survey:
-        """The ``Survey`` of all replies. ``bytes_needed``: bytes that the plan stores on each node."""
+        """Build the ``Survey`` from the replies of all nodes. ``bytes_needed``: bytes that the plan stores on each
+        node.
+        """
         graph = (
             self.parts.graph
             if self.parts
@@ -76,7 +85,7 @@ class Inquiry:
 
 
 def _names(config: ResolvedConfig) -> list[str]:
-    """Host names in the config by which nodes connect to each other; IP addresses are left out."""
+    """Return the host names in the config by which nodes connect to each other; IP addresses are left out."""
     given = [config.run.master_addr, *(node.address for node in config.nodes)]
     return [name for name in dict.fromkeys(given) if name and name != "auto" and not is_ip(name)]
 
@@ -86,7 +95,10 @@ def _graph(found: Mapping[str, Any]) -> GraphSize:
 
 
 def local_parts(folder: str) -> LocalParts | None:
-    """The partition folder at ``folder``; None if it is missing or its manifest is damaged (reported elsewhere)."""
+    """Read the manifest in the partition folder ``folder`` on the launching machine.
+
+    None if it is missing or damaged, which other code reports.
+    """
     try:
         manifest = json.loads((Path(folder).expanduser() / "manifest.json").read_text())
         return LocalParts(manifest["fingerprint"], _graph(size_of(manifest)))

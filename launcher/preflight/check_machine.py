@@ -73,8 +73,9 @@ def _clock(survey: Survey, k: int) -> Iterator[Finding]:
 
 
 def _names(survey: Survey, k: int) -> Iterator[Finding]:
-    """Check that node ``k`` can resolve the host names in the config, and does not resolve another node's name to
-    itself.
+    """Check that node ``k`` can resolve the host names by which nodes connect to each other.
+
+    A name of another machine must not resolve to a loopback address, which is node ``k`` itself.
     """
     for name, address in survey.probes[k]["names"].items():
         whose = [j for j, node in enumerate(survey.config.nodes) if node.address == name]

@@ -116,9 +116,10 @@ class RequiredRoutes:
 def own_addresses(config: ClusterConfig, k: int, probe: Mapping[str, Any], loopback: bool) -> tuple[str, ...]:
     """Return the addresses that node ``k`` itself has, the best first.
 
-    If ``interface`` is configured, only addresses of this interface count. The address at which SSH arrived is first,
-    then real interfaces come before virtual ones, IPv4 before IPv6, and private before public addresses. ``loopback``:
-    include loopback addresses, as all nodes are on one machine.
+    If ``address`` is configured and the node has it, it is the only one; if ``interface`` is configured, only addresses
+    of this interface count. Else the address at which SSH arrived is first; then real interfaces come before virtual
+    ones, IPv4 before IPv6, and private before public addresses. ``loopback``: include loopback addresses, as all nodes
+    are on one machine.
     """
     node = config.nodes[k]
     usable = [(name, address) for name, address in probe["addresses"] if loopback or not _is_loopback(address)]
@@ -233,8 +234,7 @@ class ConnectivityTest:
     def _try_other_addresses(
         self, chosen: dict[int, str], blocked: list[BlockedRoute]
     ) -> tuple[dict[int, str], list[BlockedRoute]]:
-        """Test all addresses of each node that other nodes cannot reach, and choose the address with fewest blocked
-        routes.
+        """Test all addresses of each node that other nodes cannot reach; choose the one with the fewest blocked routes.
 
         Returns the chosen address of every node, and the routes that are blocked if nodes use these addresses.
         """
@@ -397,8 +397,7 @@ def _node_names(ranks: Collection[int], all_of: int) -> str:
 
 
 def _port_text(result: Connectivity, group: Group) -> str:
-    """Return the port of a group's targets as text: ``:29500``, or ``(service ports)`` if the targets have different
-    ports.
+    """Return the port of the group's targets: ``:29500``, or ``(service ports)`` if they have different ports.
 
     '' if the group is about all ports or about free ports.
     """

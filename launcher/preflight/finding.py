@@ -80,9 +80,7 @@ class Survey:
         return Finding(node_rank, self.host(node_rank), severity, check, message, remedy, command, login)
 
     def version(self, node_rank: int, name: str) -> str:
-        """Return the version of package ``name`` on a node; '' if the package is not installed or its version is
-        unknown.
-        """
+        """Return the version of package ``name`` on a node; '' if it is not installed or its version is unknown."""
         return str(self.probes[node_rank]["versions"].get(name, ""))
 
     def machine(self, node_rank: int) -> tuple[str, str]:

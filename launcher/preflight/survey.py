@@ -73,9 +73,7 @@ class Inquiry:
         own_command: bool = False,
         bytes_needed: Mapping[int, int] | None = None,
     ) -> Survey:
-        """Build the ``Survey`` from the replies of all nodes. ``bytes_needed``: bytes that the plan stores on each
-        node.
-        """
+        """Build the ``Survey`` from the replies of all nodes. ``bytes_needed``: what the plan stores on each node."""
         graph = (
             self.parts.graph
             if self.parts

@@ -1,7 +1,7 @@
 """gnnfleet's distributed trainer: partitioning, sampling, graph service and training.
 
-This package never imports ``launcher``. The two communicate through command lines, environment variables and the files
-described in ``docs/ARCHITECTURE.md``.
+This package never imports ``launcher``. Launcher and trainer communicate through command lines, environment variables
+and the files described in ``docs/ARCHITECTURE.md``.
 
 Scripts should import these names from ``gnnfleet``, as a file trainer.py beside a script would shadow this package.
 """

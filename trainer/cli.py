@@ -26,7 +26,7 @@ _LAZY_COMMANDS["profile"] = ("trainer.train.profile", "profile")
 
 
 class _LazyGroup(click.Group):
-    """A click group that imports the commands of ``_LAZY_COMMANDS`` on use."""
+    """A click group that imports a command of ``_LAZY_COMMANDS`` only when the command is used."""
 
     def list_commands(self, ctx: click.Context) -> list[str]:
         return sorted({*super().list_commands(ctx), *_LAZY_COMMANDS})
@@ -42,8 +42,9 @@ class _LazyGroup(click.Group):
 def main(argv: list[str] | None = None) -> None:
     """Run the command line.
 
-    A ``TrainerError`` prints one ``error:`` message and exits with its status; any other exception prints a traceback.
-    In a process group the process exits at once, so that ranks that wait for this one lose their connection and stop.
+    A ``TrainerError`` prints one ``error:`` message and exits with the error's status; any other exception prints a
+    traceback. After an error, a rank in a process group ends at once, so that ranks that wait for it lose their
+    connection and stop.
     """
     try:
         cli.main(args=argv, prog_name="python -m trainer")
@@ -63,7 +64,7 @@ def _in_process_group() -> bool:
 
 
 def _leave(status: int) -> NoReturn:
-    """Exit; with an open process group, skip the interpreter's shutdown.
+    """Exit the process. With an open process group, skip the interpreter's shutdown.
 
     Shutdown would wait for all threads while other ranks wait for this one, and torch may abort while it destroys a
     group that has lost a rank.
@@ -77,7 +78,7 @@ def _leave(status: int) -> NoReturn:
 
 @contextlib.contextmanager
 def _without_gc() -> Iterator[None]:
-    """Disable garbage collection, which takes a sixth of the time of importing torch and frees nothing."""
+    """Disable garbage collection for the ``with`` block. Torch's import takes a sixth less time without it."""
     gc.disable()
     try:
         yield
@@ -86,7 +87,7 @@ def _without_gc() -> Iterator[None]:
 
 
 def _no_parts_if_set_empty() -> tuple[int, ...] | None:
-    """Default of --part-ids: no parts if the variable is empty, as click treats an empty variable as not set."""
+    """Return () if GNNFLEET_PART_IDS is set but empty, which click treats as not set; else None, for all parts."""
     return () if "GNNFLEET_PART_IDS" in os.environ else None
 
 
@@ -104,7 +105,7 @@ _FOLDER = click.Path(path_type=Path)
 
 
 def _run_option(flag: str, variable: str, help: str, **more: Any) -> Callable[[F], F]:
-    """Make an option that the launcher sets by the variable GNNFLEET_``variable``."""
+    """Make a command-line option whose value the launcher sets by the environment variable GNNFLEET_``variable``."""
     return click.option(flag, envvar=f"GNNFLEET_{variable}", help=help, **more)
 
 
@@ -153,7 +154,7 @@ _REMOTE_ACCESS = tuple(field.name for field in fields(RemoteAccess))
 
 
 def _graph_options(function: F) -> F:
-    """Add the options of the graph, and pass those of ``RemoteAccess`` to ``function`` as one argument."""
+    """Add the options that open a graph to a command; those of ``RemoteAccess`` reach ``function`` as one argument."""
 
     @functools.wraps(function)
     def with_remote_access(**options: Any) -> Any:

@@ -23,9 +23,9 @@ def both_ways(
 ) -> dict[EdgeType, EdgeData]:
     """Add the reverse of every edge, as torch_geometric's ``ToUndirected`` does.
 
-    An edge type ``(a, r, b)`` between two node types gets the reverse type ``(b, rev_r, a)`` with the edges in the same
-    order. An edge type within one node type gets both directions itself, unless ``reverse_types`` is set. Raises
-    ``DataError`` when a reverse type exists already.
+    For an edge type ``(a, r, b)`` between two node types, the type ``(b, rev_r, a)`` is added, with the edges in the
+    same order. If both ends have the same node type, the reverse edges are added to the edge type itself, unless
+    ``reverse_types`` is set. Raises ``DataError`` when a type to be added exists already.
     """
     result = dict(edges)
     for of, data in edges.items():
@@ -41,15 +41,15 @@ def both_ways(
 
 
 def reverse(data: EdgeData) -> EdgeData:
-    """Swap sources and targets; the attributes are shared with ``data``."""
+    """Return the edges with sources and targets swapped. The attributes are shared with ``data``."""
     return EdgeData(np.ascontiguousarray(data.edge_index[::-1]), data.attrs, data.bfloat16)
 
 
 def merged(data: EdgeData, num_nodes: int) -> EdgeData:
     """Return both directions of every edge, without duplicates, sorted by source then target.
 
-    Of duplicate edges, the first one's attributes are kept, and a given edge takes precedence over a reversed one.
-    Attributes of duplicates are not added up.
+    If several edges are equal, the attributes of the first are kept, and edges in ``data`` come before reversed ones.
+    The attributes are not added up.
     """
     if not data.attrs:
         return EdgeData(undirected(data.edge_index, num_nodes))
@@ -58,7 +58,7 @@ def merged(data: EdgeData, num_nodes: int) -> EdgeData:
 
 
 def _first_of_equal(edge_index: Array) -> tuple[Array, Array]:
-    """Return the coalesced edges, and for each the position in ``edge_index`` that its attributes come from."""
+    """Return both directions of every edge, sorted, without duplicates; and the edge whose attributes each one gets."""
     both = np.concatenate([edge_index, edge_index[::-1]], axis=1)
     order = np.lexsort((both[1], both[0]))  # stable, so a given edge comes before an equal reversed one
     both = both[:, order]
@@ -75,7 +75,7 @@ _MOST_GRAPH_BYTES = 16 << 20  #: largest graph attribute in bytes; every host ge
 
 
 def build_dataset(raw: RawGraph, options: SourceOptions, fingerprint: str) -> Dataset:
-    """Check the arrays and assign them to types, attributes and splits.
+    """Check the arrays of ``raw``, and assign them to types, attributes and splits.
 
     Every edge type needs ``edge_index`` [2, E]. ``<split>_idx`` and ``<split>_mask`` become splits, an array with one
     row per node or edge becomes an attribute of its type, and any other array an attribute of the graph. Raises
@@ -155,9 +155,10 @@ def _node_data(of: NodeType, graph: RawGraph, options: SourceOptions, notes: lis
 
 
 def _time(array: RawArray, required: bool, notes: list[str]) -> RawArray:
-    """Return the times as one integer per node.
+    """Return an array of times, converted to one integer per node.
 
-    An array that does not hold times raises ``DataError`` if ``required``, and is otherwise returned with a note.
+    If the array does not contain times, raises ``DataError`` if ``required``; otherwise adds a message to ``notes`` and
+    returns the array unchanged.
     """
     if not required and not checks.is_time(array.values, array.bfloat16):
         notes.append(
@@ -180,7 +181,7 @@ def _num_classes_type(graph: RawGraph, options: SourceOptions) -> NodeType | Non
 def _classes(kept: dict[str, RawArray], splits: Mapping[str, Ids], requested: int | None, notes: list[str]) -> int:
     """Convert ``y`` in ``kept`` to class labels and return the number of classes.
 
-    If ``y`` cannot be class labels, it stays a plain target, with a note, and the number is 0.
+    If ``y`` cannot be class labels, it is not converted, ``notes`` gets a message, and the result is 0.
     """
     if "y" not in kept:
         return requested or 0
@@ -223,9 +224,10 @@ def _bfloat16(kept: RawArrays) -> frozenset[str]:
 
 
 def _attrs(arrays: RawArrays, needed: tuple[str, ...], rows: int, of: str, notes: list[str]) -> dict[str, RawArray]:
-    """Return the arrays with one row of numbers per node or edge.
+    """Return the arrays that have one row of numbers for each node or edge of a type.
 
-    Others are left out with a note; those in ``needed`` raise ``DataError``.
+    Any other array is left out, with a message in ``notes``; if its name is in ``needed``, raises ``DataError``
+    instead.
     """
     kept = {}
     for name, array in arrays.items():
@@ -263,7 +265,7 @@ def _check_time_attrs(nodes: Mapping[NodeType, NodeData], options: SourceOptions
 
 
 def _splits(arrays: dict[str, RawArray], num_nodes: int, options: SourceOptions) -> dict[str, Ids]:
-    """Remove the splits from ``arrays`` and return them as node ids."""
+    """Remove the arrays ``<split>_idx`` and ``<split>_mask`` from ``arrays``, and return the node ids of each split."""
     splits: dict[str, Ids] = {}
     for key in sorted(key for key in arrays if split_prefix(key) is not None):
         prefix, array = str(split_prefix(key)), arrays.pop(key)

@@ -1,4 +1,4 @@
-"""``Dataset``, a graph in memory, and the checks that arrays of every source must pass."""
+"""``Dataset``, a graph in memory, and the checks that arrays from any source must pass."""
 
 from __future__ import annotations
 
@@ -107,7 +107,7 @@ def check_attr(name: str, values: Array, rows: int, of: str, where: str) -> None
 
 
 def is_number(values: Array) -> bool:
-    """Return whether ``values`` are booleans or numbers of a size that torch supports as well."""
+    """Return whether the dtype of ``values`` is boolean or a number of a size that torch supports as well."""
     return values.dtype.kind in "biufc" and values.dtype.itemsize <= (16 if values.dtype.kind == "c" else 8)
 
 
@@ -148,7 +148,7 @@ def check_time(values: Array, bfloat16: bool, where: str) -> Array:
 
 
 def class_label_problem(y: Array) -> str:
-    """Return why ``y`` cannot be one class per node; '' when it can."""
+    """Return why ``y`` cannot be one class label per node; '' when it can."""
     if y.ndim != 1 and y.shape[1:] != (1,):
         return f"its shape is {list(y.shape)}"
     if y.dtype.kind == "c":
@@ -185,8 +185,8 @@ def class_labels(y: Array, where: str) -> tuple[Array, int]:
 def check_num_classes(num_classes: int | None, y: Array, found: int, where: str) -> int:
     """Return the number of classes: ``num_classes`` if given, else ``found``.
 
-    Raises ``DataError`` for labels that do not fit ``num_classes``. Without ``num_classes``, raises it when more
-    classes than nodes were found.
+    Raises ``DataError`` for a label that is not below ``num_classes``, and, if ``num_classes`` is not given, for more
+    classes than nodes.
     """
     position = int(np.argmax(y)) if len(y) else 0
     if num_classes is None and found > len(y):

@@ -23,8 +23,8 @@ def first_outside(ids: Array, num_nodes: int) -> int:
 def symmetric_adjacency(edge_index: Array, num_nodes: int, dtype: Any = np.int32) -> tuple[Array, Array]:
     """Build the CSR of the graph with every edge in both directions, without self loops and duplicates.
 
-    Returns ``indptr`` int64 [num_nodes + 1] and ``neighbours`` ``dtype`` [nnz]. The order within a row is that of the
-    edge list.
+    Returns ``indptr`` int64 [num_nodes + 1] and ``neighbours`` ``dtype`` [nnz]. The neighbours of a node are in the
+    order of the edge list.
     """
     return joint_adjacency([(edge_index, 0, 0)], num_nodes, dtype)
 
@@ -32,9 +32,10 @@ def symmetric_adjacency(edge_index: Array, num_nodes: int, dtype: Any = np.int32
 def joint_adjacency(
     lists: Sequence[tuple[Array, int, int]], num_nodes: int, dtype: Any = np.int32
 ) -> tuple[Array, Array]:
-    """Build one ``symmetric_adjacency`` of several edge lists.
+    """Build the CSR of ``symmetric_adjacency`` for several edge lists together.
 
-    lists: (edges [2, E], source offset, target offset) each; the offsets are added to rows 0 and 1.
+    Each list is (edges [2, E], source offset, target offset). The offsets are added to the sources (row 0) and targets
+    (row 1).
     """
     indptr = np.zeros(num_nodes + 1, np.int64)
     for edges, source, target in lists:
@@ -52,7 +53,7 @@ def joint_adjacency(
 def undirected(edge_index: Array, num_nodes: int) -> Array:
     """Return both directions of every edge, without duplicates, sorted by source then target: int32|int64 [2, E'].
 
-    Self loops are kept, once each.
+    Each self loop is kept once.
     """
     loops = np.unique(edge_index[0][edge_index[0] == edge_index[1]])
     indptr, neighbours = symmetric_adjacency(edge_index, num_nodes, edge_index.dtype)

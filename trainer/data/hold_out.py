@@ -23,7 +23,7 @@ _REVERSE = "rev_"
 
 
 class HoldOut(Protocol):
-    """The hold-out options, which the options of every dataset have."""
+    """The options for holding out links, which every dataset has."""
 
     @property
     def hold_out(self) -> str | None: ...
@@ -34,12 +34,13 @@ class HoldOut(Protocol):
 
 
 def hold_out_links(dataset: Dataset, options: HoldOut) -> Dataset:
-    """Move a share of one edge type's links to the graph attributes ``val_links`` and ``test_links``.
+    """Move some links of the edge type ``hold_out`` to the graph attributes ``val_links`` and ``test_links``.
 
-    Links are chosen by a hash of their two ends, so all copies of an edge are held out together, and within one node
-    type both directions. The same links are removed from the reverse edge type, ``rev_<relation>`` (or ``<relation>``
-    for an edge type ``rev_<relation>``), if it exists. Self loops are kept. Raises ``DataError`` for an unknown edge
-    type and for shares out of range.
+    The options state the shares of the links to move. A hash of source and target decides whether a link is moved, so
+    all copies of an edge are moved together, and so are both directions if the ends have the same node type. The same
+    links are removed from the reverse edge type, ``rev_<relation>`` (or ``<relation>`` for an edge type
+    ``rev_<relation>``), if it exists. Self loops between nodes of one type are kept. Raises ``DataError`` for an
+    unknown edge type and for shares out of range.
     """
     if options.hold_out is None:
         return dataset
@@ -59,7 +60,7 @@ def hold_out_links(dataset: Dataset, options: HoldOut) -> Dataset:
 
 @dataclass(frozen=True)
 class _HeldOutLinks:
-    """Chooses links to hold out by a hash of their ends."""
+    """Decides which links are held out, by a hash of their source and target."""
 
     either_way: bool  #: treat (u, v) and (v, u) as the same link
     val: float  #: share of the links, 0 to 1
@@ -111,6 +112,6 @@ def _kept(data: EdgeData, keep: _Flags) -> EdgeData:
 
 
 def _distinct(edge_index: Array, chosen: _Flags) -> Array:
-    """Return the chosen links without duplicates, sorted by source then target: int64 [2, n]."""
+    """Return the edges where ``chosen`` is true, without duplicates, sorted by source then target: int64 [2, n]."""
     links: Array = np.unique(edge_index[:, chosen].astype(np.int64), axis=1)
     return links

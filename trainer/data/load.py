@@ -41,7 +41,7 @@ def load_dataset(name: str, source: str | None = None, options: Mapping[str, Any
 
 
 def _whole(name: str, source: str | None, options: Options, fingerprint: str) -> Dataset:
-    """Load or generate the graph with all links, before any are held out."""
+    """Load or generate the graph, before links are held out."""
     if isinstance(options, SyntheticOptions):
         return make_synthetic(options, fingerprint)
     if isinstance(options, SyntheticHeteroOptions):
@@ -50,9 +50,9 @@ def _whole(name: str, source: str | None, options: Options, fingerprint: str) ->
 
 
 def dataset_fingerprint(name: str, source: str | None = None, options: Mapping[str, Any] | None = None) -> str:
-    """Return the sha256 of the name, the options with defaults, and the sizes and mtimes of the source files.
+    """Return the sha256 of a dataset's name, its options with defaults, and the sizes and mtimes of its source files.
 
-    Reads no data. Raises ``DataError`` for unknown or invalid options and for missing files.
+    The content of the files is not read. Raises ``DataError`` for unknown or invalid options and for missing files.
     """
     parsed = _options(name, options)
     paths = source_files(source, parsed) if name == "file" and isinstance(parsed, SourceOptions) else []
@@ -67,7 +67,7 @@ def _options(name: str, options: Mapping[str, Any] | None) -> Options:
 
 
 def _place(path: Path, source: str | None) -> str:
-    """Return the path of a file relative to the source folder, or its name when the source is a file."""
+    """Return the path of a file relative to the source folder, or the file's name when the source is a file."""
     folder = Path(str(source)).expanduser()
     return path.relative_to(folder).as_posix() if folder.is_dir() else path.name
 

@@ -1,4 +1,4 @@
-"""Wraps PyG's ``Data`` and ``HeteroData`` in memory as a ``Dataset``, without copies and most checks."""
+"""Wraps PyG's ``Data`` and ``HeteroData`` in memory as a ``Dataset``, without copies and without most of the checks."""
 
 from __future__ import annotations
 
@@ -25,10 +25,10 @@ def dataset_of(data: Data | HeteroData, name: str, time_attrs: tuple[str, ...] =
 
     PyG's own rules decide whether an attribute belongs to nodes or edges. A boolean ``<split>_mask`` [N] is both an
     attribute and a split; a mask that fits neither nodes nor edges gives a warning. Attributes other than dense tensors
-    are ignored. Of ``time_attrs``, the result lists those that are one integer per node in every type that has them.
-    Type names are not checked. Edges come from ``edge_index``, else from ``adj_t``; without both the type has no edges,
-    as in torch_geometric. Raises ``DataError`` for an edge type that ends at a type without nodes, and for one with
-    edge attributes but no edges.
+    are ignored. ``Dataset.time_attrs`` lists those of ``time_attrs`` that are one integer per node in every type that
+    has the attribute. Type names are not checked. Edges come from ``edge_index``, or else from ``adj_t``; as in
+    torch_geometric, a type without both has no edges. Raises ``DataError`` for an edge type that ends at a type without
+    nodes, and for one with edge attributes but no edges.
     """
     from torch_geometric.data import HeteroData
 
@@ -53,7 +53,7 @@ def dataset_of(data: Data | HeteroData, name: str, time_attrs: tuple[str, ...] =
 def shared_array(tensor: torch.Tensor) -> Array:
     """Return a numpy view of a tensor; bfloat16 becomes uint16 with the same bits.
 
-    Raises ``TypeError`` when numpy has no such dtype.
+    Raises ``TypeError`` for a tensor whose dtype numpy does not have.
     """
     import torch
 
@@ -79,9 +79,9 @@ def _edge_data(store: Any, name: str) -> EdgeData:
 
 
 def _edge_index(store: Any, name: str) -> Array:
-    """Return the edges [2, E], or [2, 0] without edges.
+    """Return the edges of an edge type, [2, E], or [2, 0] if it has no edges.
 
-    Edges of ``adj_t`` are numbered row by row, as in torch_geometric.
+    If the edges come from ``adj_t``, they are numbered row by row, as in torch_geometric.
     """
     if "edge_index" in store:
         return shared_array(store.edge_index)
@@ -113,7 +113,7 @@ def _of(store: Any) -> str:
 
 
 def _by_row(key: str, value: Any, store: Any, edges: bool) -> bool:
-    """Return whether PyG would index this attribute by sampled nodes (or edges)."""
+    """Return whether PyG selects rows of this attribute by sampled nodes (``edges``: by sampled edges)."""
     if key == "edge_index" or not _is_dense(value) or value.dim() == 0:
         return False
     along = store._parent().__cat_dim__(key, value, store)
@@ -125,7 +125,7 @@ def _by_row(key: str, value: Any, store: Any, edges: bool) -> bool:
 def _sort_attrs(store: Any, num_nodes: int) -> None:
     """Let PyG classify the attributes as node or edge attributes and cache the result.
 
-    ``num_nodes`` is set meanwhile, because PyG warns whenever it infers it.
+    ``num_nodes`` is set while PyG does so, as PyG warns whenever it infers the number.
     """
     had_num_nodes = "num_nodes" in store
     store.num_nodes = num_nodes

@@ -1,4 +1,4 @@
-"""Reads ``ogbn-*`` graphs, homogeneous or ogbn-mag, through the package ogb."""
+"""Reads the homogeneous ``ogbn-*`` graphs and ogbn-mag through the package ogb."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def _renamed(values: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _by_type(values: Mapping[str, Any]) -> dict[Any, dict[str, Any]]:
-    """Convert ogb's name -> type -> array to type -> name -> array."""
+    """Convert ogb's nested dict, name -> type -> array, to type -> name -> array."""
     typed: dict[Any, dict[str, Any]] = {}
     for name, by_type in values.items():
         for of, array in (by_type or {}).items():
@@ -66,7 +66,7 @@ def _by_type(values: Mapping[str, Any]) -> dict[Any, dict[str, Any]]:
 
 @contextlib.contextmanager
 def _arrays_loadable() -> Iterator[None]:
-    """Patch ``torch.load`` so that it unpickles the numpy arrays that ogb caches, and nothing else.
+    """Let ``torch.load`` unpickle the numpy arrays that ogb caches, and nothing else, within the ``with`` block.
 
     ogb pickles with protocol 4, which ``torch.load(weights_only=True)`` cannot read.
     """

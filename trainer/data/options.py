@@ -38,7 +38,7 @@ class SyntheticOptions:
 
 @dataclass(frozen=True)
 class SyntheticHeteroOptions:
-    """Options of dataset `synthetic-hetero`: papers, authors and fields with planted classes."""
+    """Options of dataset `synthetic-hetero`: a graph of papers, authors and fields with planted classes."""
 
     num_nodes: int = 10_000  #: number of papers; half as many authors, a twentieth as many fields
     avg_degree: float = 6.0  #: mean number of papers that a paper cites, and that it disputes
@@ -79,12 +79,12 @@ class SourceOptions:
 
     @property
     def times(self) -> tuple[str, ...]:
-        """Names of time attributes. Those in ``time_attrs`` must hold times; the default `time` need not."""
+        """Names of time attributes: those of option ``time_attrs``, which must hold times, or else `time`."""
         return ("time",) if self.time_attrs is None else self.time_attrs
 
 
 def parse_options(kind: type[T], options: Mapping[str, Any], dataset: str) -> T:
-    """Make a ``kind`` dataclass from ``options``; text is converted to the type of the field.
+    """Make a dataclass of type ``kind`` from ``options``. A text is converted to the type of its field.
 
     Raises ``DataError`` for an unknown name or a value of another type.
     """
@@ -141,7 +141,7 @@ def _text(value: Any) -> str:
 
 
 def _names(value: Any) -> tuple[str, ...]:
-    """Parse names from a list, from ``a,b``, from a JSON list (a list in a cluster file becomes one), or ``none``."""
+    """Parse names: a list, ``a,b``, a JSON list (in which a list of the config file arrives), or ``none``."""
     if isinstance(value, str):
         if value.strip().lower() == "none":
             return ()

@@ -41,13 +41,13 @@ def read_pt(path: Path) -> RawGraph:
 
 
 def _unsafe_class(error: BaseException) -> str:
-    """Name the class or function in the file that is not allowed; otherwise return torch's message."""
+    """Say which class or function in the file is not allowed; without a name in torch's message, return the message."""
     named = re.search(r"GLOBAL (\S+) was not an allowed", str(error))
     return f"it holds {named[1]}, which is neither a tensor nor a graph" if named else first_line(error)
 
 
 def first_line(error: BaseException) -> str:
-    """Return the first line of an error's message, or the one with torch's reason; at most 200 characters."""
+    """Return the first line of an error's message, or torch's line with the reason; at most 200 characters."""
     lines = [line for line in str(error).splitlines() if "Unsupported" in line] or str(error).splitlines()
     return lines[0].strip()[:200] if lines else type(error).__name__
 
@@ -56,7 +56,8 @@ def first_line(error: BaseException) -> str:
 def _safe_unpickling() -> Iterator[None]:
     """Allow ``torch.load(weights_only=True)`` to unpickle the classes that ``Data`` and ``HeteroData`` consist of.
 
-    Their cache of ``is_node_attr`` is a ``defaultdict``, which torch cannot fill; it becomes a plain dict.
+    These classes cache the results of ``is_node_attr`` in a ``defaultdict``, which torch cannot fill; a plain dict
+    replaces it.
     """
     from torch import serialization
 
@@ -90,7 +91,7 @@ _plain_dict.__module__, _plain_dict.__name__, _plain_dict.__qualname__ = "collec
 
 
 def _mapping(loaded: Any, path: Path) -> Mapping[str, Any]:
-    """Return the one graph in a loaded object; ``InMemoryDataset`` saves (data, slices[, class])."""
+    """Return the one graph in a loaded object as a mapping. ``InMemoryDataset`` saves (data, slices[, class])."""
     if isinstance(loaded, tuple):
         if len(loaded) < 2 or loaded[1] is not None:
             raise DataError(f"{path} holds a collection of graphs; one graph is expected")
@@ -103,7 +104,7 @@ def _mapping(loaded: Any, path: Path) -> Mapping[str, Any]:
 
 
 def raw_graph(name: str, values: Mapping[Any, Any], place: str) -> RawGraph:
-    """Make a ``RawGraph`` from the result of ``Data.to_dict`` (by name) or ``HeteroData.to_dict`` (by type, name)."""
+    """Make a ``RawGraph`` from a dict of ``Data.to_dict`` (by name) or ``HeteroData.to_dict`` (by type, then name)."""
     if "_global_store" in values or any(isinstance(key, tuple) for key in values):
         return _typed_graph(name, values, place)
     num_nodes = values.get("num_nodes")
@@ -135,7 +136,7 @@ def _typed_graph(name: str, values: Mapping[Any, Any], place: str) -> RawGraph:
 
 
 def _raw_arrays(values: Mapping[str, Any], place: str) -> tuple[dict[str, RawArray], list[str]]:
-    """Return tensors and arrays by name, and notes on those without a numpy dtype."""
+    """Return the tensors and arrays by name, and a note on each tensor whose dtype numpy does not have."""
     if "adj_t" in values and values.get("edge_index") is None:
         raise DataError(f"{place}: the graph is stored as adj_t; re-save it with edge_index (before T.ToSparseTensor)")
     import torch
@@ -154,9 +155,10 @@ def _raw_arrays(values: Mapping[str, Any], place: str) -> tuple[dict[str, RawArr
 
 
 def read_pyg(name: str, source: str | None) -> RawGraph:
-    """Read a dataset of ``torch_geometric.datasets``: ``KarateClub``, or ``Planetoid:Cora`` for a class with names.
+    """Read a dataset of ``torch_geometric.datasets``, named by class or by class and name.
 
-    ``source`` is the download folder. Raises ``DataError`` when the dataset cannot be downloaded, or is not one graph.
+    Examples of names are ``KarateClub`` and ``Planetoid:Cora``. ``source`` is the download folder. Raises ``DataError``
+    when the dataset cannot be downloaded, or is not one graph.
     """
     from torch_geometric.data import HeteroData
 
@@ -189,7 +191,7 @@ def _pyg_dataset(name: str, source: str | None) -> Any:
 
 @contextlib.contextmanager
 def errors_as_data_error(name: str, source: str | None) -> Iterator[None]:
-    """Convert every exception of a download or third-party reader to ``DataError``; ogb also raises ``SystemExit``."""
+    """Raise ``DataError`` for every exception of a download or third-party reader (ogb also raises ``SystemExit``)."""
     try:
         yield
     except DataError:
@@ -197,5 +199,5 @@ def errors_as_data_error(name: str, source: str | None) -> Iterator[None]:
     except (Exception, SystemExit) as error:
         raise DataError(
             f"dataset {name} cannot be downloaded or read ({type(error).__name__}: {first_line(error)}); check the "
-            f"network, or put the files into {source or DOWNLOADS} (source: names this folder)"
+            f"network, or put the files into {source or DOWNLOADS} (or set `source` to the folder that holds them)"
         ) from error

@@ -1,4 +1,4 @@
-"""Raw arrays of a source, and their assignment to nodes, edges or the graph as a whole."""
+"""Arrays as they are in a source, and their assignment to nodes, edges or the graph as a whole."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ SPLIT_SUFFIXES = ("_idx", "_mask")
 
 @dataclass(frozen=True)
 class RawArray:
-    """One array as the source has it."""
+    """One array as it is in the source."""
 
     values: Array
     place: str  #: file, or file and name within it, for messages
@@ -35,7 +35,7 @@ RawArrays = Mapping[str, RawArray]
 
 @dataclass(frozen=True)
 class RawGraph:
-    """A graph as the source has it: arrays with a type in their name, and plain ones."""
+    """A graph as it is in the source: arrays that have a type in their name, and arrays that have none."""
 
     name: str
     plain: RawArrays = field(default_factory=dict)  #: all arrays of a homogeneous graph; otherwise those without a type
@@ -47,19 +47,19 @@ class RawGraph:
 
     @property
     def node_types(self) -> tuple[NodeType, ...]:
-        """Every node type with attributes, a number of nodes or edges, in the order found."""
+        """Every node type that has attributes, a stated number of nodes, or edges, in the order found."""
         ends = [end for source, _, target in self.edges for end in (source, target)]
         return tuple(dict.fromkeys([*self.num_nodes, *self.nodes, *ends]))
 
 
 def split_prefix(name: str) -> str | None:
-    """Return the split in an array's name (``train`` for ``train_idx`` and ``train_mask``), or None."""
+    """Return the name of the split in an array's name (``train`` for ``train_idx`` and ``train_mask``), or None."""
     suffix = next((suffix for suffix in SPLIT_SUFFIXES if name.endswith(suffix)), None)
     return name.removesuffix(suffix) if suffix else None
 
 
 def by_name(found: Iterable[tuple[str, RawArray]]) -> dict[str, RawArray]:
-    """Return the arrays by name. Raises ``DataError`` for a name found twice."""
+    """Make a dict of the pairs (name, array). Raises ``DataError`` for a name found twice."""
     arrays: dict[str, RawArray] = {}
     for name, array in found:
         if name in arrays:
@@ -74,9 +74,9 @@ _LINKS = "_label_index"  #: suffix of T.RandomLinkSplit's links; the names of th
 
 
 def link_arrays(arrays: RawArrays) -> dict[str, RawArray]:
-    """Return the links to predict, ``edge_label_index`` [2, m], and their labels, ``edge_label`` [m].
+    """Return the links to predict in ``arrays``, ``edge_label_index`` [2, m], and their labels, ``edge_label`` [m].
 
-    They are not edge attributes, even if m equals the number of edges.
+    These arrays are not edge attributes, even if m equals the number of edges.
     """
     links = {name: array for name, array in arrays.items() if name.endswith(_LINKS) and _are_links(array)}
     labels = [name.removesuffix("_index") for name in links]
@@ -136,7 +136,7 @@ def _owner(name: str, array: RawArray, num_nodes: int, num_edges: int) -> str:
 
 
 def _homogeneous_nodes(raw: RawGraph, options: SourceOptions) -> int:
-    """Return the number of nodes; the edges do not determine it, as the last nodes may be isolated."""
+    """Return the number of nodes. It cannot be derived from the edges, as the last nodes may be isolated."""
     if options.num_nodes is not None:
         return options.num_nodes
     if HOMO_NODE in raw.num_nodes:
@@ -171,7 +171,10 @@ def _belongs_to_nodes(name: str) -> bool:
 
 
 def _target(plain: RawArrays, counts: Mapping[NodeType, int], raw: RawGraph, options: SourceOptions) -> NodeType | None:
-    """Return the node type of x, y and splits without a type; None when none exist and option target is not given."""
+    """Return the node type that x, y and splits without a type belong to: option target, or the type that fits.
+
+    None when there are no such arrays and the option is not given.
+    """
     if options.target is not None or not any(map(_belongs_to_nodes, plain)):
         return options.target
     if len(raw.node_types) == 1:
@@ -196,7 +199,11 @@ def _num_nodes(raw: RawGraph, of: NodeType) -> int:
 
 
 def _known_nodes(raw: RawGraph, of: NodeType) -> int | None:
-    """Return the number of nodes as the source states it, else by x or y, else by attributes that agree, else None."""
+    """Return the number of nodes of a type, or None if it is unknown.
+
+    The number comes from the source, or else from the rows of x or y, or else from the other attributes if all have the
+    same number of rows.
+    """
     if of in raw.num_nodes:
         return raw.num_nodes[of]
     arrays = {name: array for name, array in raw.nodes.get(of, {}).items() if not name.endswith("_idx")}

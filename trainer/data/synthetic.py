@@ -31,7 +31,7 @@ _ROWS_AT_ONCE = 1 << 16
 
 
 def check_limits(dataset: str, options: AnySynthetic, limits: Mapping[str, tuple[float, float]]) -> None:
-    """Raise ``DataError`` for an option out of range."""
+    """Raise ``DataError`` for an option outside its range in ``limits``."""
     for name, (low, high) in limits.items():
         value = getattr(options, name)
         if not low <= value <= high:
@@ -39,7 +39,7 @@ def check_limits(dataset: str, options: AnySynthetic, limits: Mapping[str, tuple
 
 
 def class_features(y: Array, options: AnySynthetic, rng: np.random.Generator) -> Array:
-    """Return features, float32 [N, F]: the centre of the class, a random vector of length 2, plus noise."""
+    """Return features, float32 [N, F]: for each class a random vector of length 2, plus noise for each node."""
     centres = rng.standard_normal((options.num_classes, options.num_features), dtype=np.float32)
     centres *= 2.0 / np.linalg.norm(centres, axis=1, keepdims=True)
     x = np.empty((len(y), options.num_features), np.float32)
@@ -52,9 +52,10 @@ def class_features(y: Array, options: AnySynthetic, rng: np.random.Generator) ->
 
 
 def node_splits(dataset: str, options: AnySynthetic, shuffled: Array, time: Array | None = None) -> dict[str, Ids]:
-    """Return train, val and test as node ids, taken in order from ``shuffled``.
+    """Return the node ids of train, val and test, taken in this order from ``shuffled``.
 
-    With times, the splits are the latest nodes, sorted by time: train before val before test.
+    If nodes have times, the splits consist of the latest nodes: those of train are earlier than those of val, and those
+    of val earlier than those of test.
     """
     sizes = {
         name: int(asked if (asked := getattr(options, name)) >= 1 else asked * options.num_nodes)
@@ -77,17 +78,17 @@ def node_splits(dataset: str, options: AnySynthetic, shuffled: Array, time: Arra
 
 
 def node_times(num_nodes: int, rng: np.random.Generator) -> Array:
-    """Draw node times, int64 [N]."""
+    """Draw a time for each node, int64 [N]."""
     return rng.integers(TIMES, size=num_nodes)
 
 
 def mostly_forward(earlier: Array, later: Array, rng: np.random.Generator) -> Array:
-    """Return which edges to keep, bool [E], so that most lead from earlier to later nodes; given both ends' times."""
+    """Return which edges to keep, bool [E], by the times of both ends: all with ``earlier <= later``, a few others."""
     return (earlier <= later) | (rng.random(len(earlier)) < _AGAINST_TIME)
 
 
 def edge_times(one: Array, other: Array, rng: np.random.Generator) -> Array:
-    """Draw edge times, int64 [E]: the later of both ends' times, plus a delay for some edges."""
+    """Draw a time for each edge, int64 [E]: the later of the times of its two ends, plus a delay for some edges."""
     late = (rng.random(len(one)) < _LATE) * rng.integers(TIMES // 10, size=len(one))
     return np.maximum(one, other) + late
 
@@ -104,9 +105,10 @@ _SHARE_OF_LARGEST = 0.02  #: a hub's expected degree is at most this share of th
 def make_synthetic(options: SyntheticOptions, fingerprint: str) -> Dataset:
     """Generate a simple undirected graph (both directions stored, sorted by source) with x, y and splits.
 
-    Labels are the communities. The source of an edge is drawn in proportion to power-law weights; so is its target,
-    from the source's community with probability ``homophily``. Self loops and duplicates are dropped. With times, most
-    edges from a later to an earlier node are left out. Raises ``DataError`` for options out of range.
+    The label of a node is its community. The source of an edge is drawn in proportion to power-law weights of the
+    nodes. So is the target, with probability ``homophily`` from the source's community only. Self loops and duplicates
+    are dropped. With times, most edges from a later to an earlier node are left out. Raises ``DataError`` for options
+    out of range.
     """
     _check(options)
     rng = np.random.default_rng(options.seed)
@@ -133,7 +135,7 @@ def _edge_data(options: SyntheticOptions, edge_index: Array, y: Array, time: Arr
 
 
 def _equal_both_ways(edge_index: Array, y: Array, rng: np.random.Generator) -> Array:
-    """Draw weights that are equal for both directions of an edge."""
+    """Draw edge weights, float32 [E], that are equal for both directions of an edge."""
     pairs = edge_index.min(axis=0).astype(np.int64) * len(y) + edge_index.max(axis=0)
     pairs, place = np.unique(pairs, return_inverse=True)
     return edge_weights(y[pairs // len(y)] == y[pairs % len(y)], rng)[place]
@@ -183,10 +185,10 @@ def _uniform(seed: np.uint64, counter: np.uint64) -> float:
 
 @njit()
 def _draw(drawn: Array, seed: np.uint64, homophily: float, cumulative: Array, bounds: Array, by_class: Array) -> None:
-    """Fill ``drawn`` [2, E] with edges.
+    """Draw edges and write their sources and targets to ``drawn`` [2, E].
 
-    ``by_class``: nodes sorted by class; ``cumulative``: sums of their expected degrees; ``bounds``: values of
-    ``cumulative`` where classes begin and end.
+    ``by_class``: nodes sorted by class; ``cumulative``: sums of the expected degrees of these nodes; ``bounds``: values
+    of ``cumulative`` where classes begin and end.
     """
     total, last = cumulative[-1], len(by_class) - 1
     for edge in range(drawn.shape[1]):
@@ -269,7 +271,7 @@ def _relations(
 def _draw_links(
     wanted: Array, classes: Array, degree: float, homophily: float, rng: np.random.Generator
 ) -> _DrawnLinks:
-    """Draw about ``degree`` distinct other ends per paper: of its ``wanted`` class with probability ``homophily``."""
+    """Draw about ``degree`` distinct nodes per paper, with probability ``homophily`` of the class in ``wanted``."""
     papers = np.repeat(np.arange(len(wanted)), rng.poisson(degree, len(wanted)))
     by_class = np.argsort(classes, kind="stable")
     bounds = np.searchsorted(classes[by_class], [wanted[papers], wanted[papers] + 1])
@@ -282,7 +284,7 @@ def _draw_links(
 
 
 def _among_papers(links: _DrawnLinks, time: Array | None, rng: np.random.Generator) -> _DrawnLinks:
-    """Remove self loops and, with times, most references to later papers."""
+    """Remove self loops and, if papers have times, most links to later papers."""
     keep = links.papers != links.others
     if time is not None:
         keep &= mostly_forward(time[links.others], time[links.papers], rng)

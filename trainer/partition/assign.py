@@ -37,7 +37,7 @@ _DEFAULTS: Mapping[str, Mapping[str, Any]] = {
 def method_options(method: str, **given: Any) -> dict[str, Any]:
     """Return all options of ``method`` with defaults, as JSON values; they are part of a partition's fingerprint.
 
-    An option that is None gets its default; an option that ``method`` does not use is left out. Raises
+    An option whose value is None gets its default. An option that ``method`` does not use is left out. Raises
     ``PartitionError`` for an unknown method, option or value.
     """
     if method not in METHODS:
@@ -86,7 +86,7 @@ _AT_ONCE = 1 << 20
 
 
 def hash_part(node_type: NodeType, orig_ids: Array, num_parts: int, seed: int) -> Part:
-    """Return the part of each node, int32 [n], as a hash of type, original id and seed. Part sizes are about equal."""
+    """Return the part of each node, int32 [n], a hash of type, original id and seed. Part sizes are about equal."""
     part = np.empty(len(orig_ids), np.int32)
     for start in range(0, len(orig_ids), _AT_ONCE):
         keys = _keys(node_type, orig_ids[start : start + _AT_ONCE], seed)
@@ -95,7 +95,7 @@ def hash_part(node_type: NodeType, orig_ids: Array, num_parts: int, seed: int) -
 
 
 def random_parts(joined: JoinedNodes, num_parts: int, seed: int) -> Part:
-    """Return the part of each node, int32 [total], in random order.
+    """Assign nodes to parts at random, and return the part of each node, int32 [total].
 
     The sizes of parts differ by at most one node, over all types and within each type.
     """

@@ -1,8 +1,8 @@
 """Moves nodes between parts until every class of nodes is balanced, and then to cut fewer edges.
 
 METIS as packaged accepts one weight per node, so it cannot balance several quantities at once. Here every node belongs
-to exactly one class (its type, whether it is a train seed, or both), and each class has its own bounds. A move
-therefore changes one count only, and the bounds can always be met.
+to exactly one class (its type, whether it is a train seed, or both), and each class has bounds on its nodes in a part.
+Moving a node changes the counts of one class only, so the bounds can always be met.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ TRAIN = "train"  #: the split whose nodes count as seeds
 
 @dataclass(frozen=True)
 class NodeClasses:
-    """The class of every node, and the bounds on the nodes of each class in a part."""
+    """The class of every node, and the fewest and most nodes of each class that a part may have."""
 
     of: Array  #: int32 [total], the class of each node
     count: Array  #: int64 [classes], nodes of each class
@@ -80,10 +80,10 @@ class NodeClasses:
 def node_classes(
     dataset: Dataset, joined: JoinedNodes, num_parts: int, balance: str, slack: float = SLACK
 ) -> NodeClasses:
-    """Make the classes and bounds for one of ``assign.BALANCES``.
+    """Divide the nodes into classes as ``balance``, one of ``assign.BALANCES``, says; compute the bounds of each class.
 
-    A part must have between (1 - slack) and (1 + slack) times the mean of each class. If that range is smaller than one
-    node, the bounds are the mean rounded down and up.
+    A part must have between (1 - slack) and (1 + slack) times the mean number of nodes of a class. If that range is
+    smaller than one node, the bounds are the mean rounded down and up.
     """
     of = np.zeros(joined.total, np.int32)
     own = joined.split(of)
@@ -104,7 +104,7 @@ def _bounded(of: Array, count: Array, num_parts: int, slack: float) -> NodeClass
 
 
 def fill_up(part: Part, classes: NodeClasses, num_parts: int) -> None:
-    """Assign the nodes without a part (-1), in place, so that the smallest parts of each class grow first."""
+    """Give a part to every node that has none (-1), in place. In each class, the smallest parts grow first."""
     sizes = classes.sizes(part, num_parts)
     unplaced = np.flatnonzero(part < 0)
     for number in range(len(classes.count)):
@@ -114,7 +114,7 @@ def fill_up(part: Part, classes: NodeClasses, num_parts: int) -> None:
 
 
 def _levelled(sizes: Array, extra: int) -> Array:
-    """Distribute ``extra`` nodes to fill up the smallest of ``sizes`` [num_parts]; return the nodes each part gets."""
+    """Return how many of ``extra`` nodes each part gets, so that the parts with the smallest ``sizes`` grow first."""
     low, high = 0, int(sizes.max()) + extra
     while low < high:
         level = (low + high + 1) // 2
@@ -125,9 +125,9 @@ def _levelled(sizes: Array, extra: int) -> Array:
 
 
 def balance_parts(indptr: Array, neighbours: Array, part: Part, classes: NodeClasses, num_parts: int) -> None:
-    """Move nodes, in place, until every class is within its bounds, then where a move cuts fewer edges.
+    """Move nodes between parts, in place, until every class is within its bounds, then to cut fewer edges.
 
-    indptr, neighbours: CSR of a symmetric graph. Takes at most about ten passes over the edges.
+    ``indptr`` and ``neighbours`` are the CSR of a symmetric graph. Takes at most about ten passes over the edges.
     """
     sizes = classes.sizes(part, num_parts)
     for step in range(_ROUNDS, 0, -1):
@@ -141,7 +141,10 @@ def balance_parts(indptr: Array, neighbours: Array, part: Part, classes: NodeCla
 def _move(
     indptr: Array, neighbours: Array, part: Part, of: Array, sizes: Array, keep: Array, room: Array
 ) -> None:  # fmt: skip
-    """Move nodes from (class, part) cells above ``keep`` to parts below ``room``, the cheapest moves first."""
+    """Move nodes of each class from parts with more than ``keep`` of them to parts with fewer than ``room``.
+
+    Nodes whose move cuts the fewest edges are moved first.
+    """
     receivers = np.less(sizes, room[:, None])
     donors = np.greater(sizes, keep) & receivers.any(axis=1, keepdims=True)
     if not donors.any():
@@ -153,7 +156,10 @@ def _move(
 
 @njit()
 def _gains(indptr: Array, neighbours: Array, part: Array, of: Array, receivers: Array, nodes: Array) -> Array:
-    """Return by how many edges the cut shrinks if each node moves to the best part in ``receivers``, int64 [n]."""
+    """Return by how many edges the cut shrinks if a node moves to the best part, int64 [n], for each of ``nodes``.
+
+    ``receivers`` states which parts may receive nodes of each class.
+    """
     gains = np.zeros(len(nodes), np.int64)
     links = np.zeros(receivers.shape[1], np.int64)
     for position in range(len(nodes)):
@@ -203,7 +209,7 @@ def _move_in_order(
 def _refine(
     indptr: Array, neighbours: Array, part: Array, of: Array, sizes: Array, least: Array, most: Array, passes: int
 ) -> None:
-    """Move single nodes to the part with most of their neighbours if the bounds allow it."""
+    """Move each node to the part that has most of its neighbours, if the bounds of the node's class allow it."""
     links = np.zeros(sizes.shape[1], np.int64)
     for _ in range(passes):
         for node in range(len(part)):

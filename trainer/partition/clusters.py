@@ -19,10 +19,11 @@ CLUSTER = "cluster"  #: name of the node attribute
 
 
 def with_clusters(dataset: Dataset, assignment: PartitionAssignment, clusters: int) -> Dataset:
-    """Add the node attribute `cluster`, int32 [N]; part p has the clusters p * clusters … (p + 1) * clusters - 1.
+    """Divide every part into clusters; add the cluster number of each node as node attribute `cluster`, int32 [N].
 
-    In a part with fewer nodes than ``clusters``, the last clusters are empty. Reads the edge list once per part. Raises
-    ``PartitionError`` when the attribute exists already.
+    Part p has the clusters p * clusters to (p + 1) * clusters - 1. In a part with fewer nodes than ``clusters``, the
+    last clusters are empty. Reads the edge list once per part. Raises ``PartitionError`` when the attribute exists
+    already.
     """
     for of, nodes in dataset.nodes.items():
         if CLUSTER in nodes.attrs:

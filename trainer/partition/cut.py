@@ -31,7 +31,7 @@ class Relabelling:
 
 
 def relabel(part: npt.NDArray[np.int32], num_parts: int) -> Relabelling:
-    """Assign global ids part by part; ``part`` [N] is the part of each original id."""
+    """Assign global ids to nodes, part by part. ``part`` [N] is the part of each original id."""
     offsets = np.zeros(num_parts + 1, np.int64)
     np.cumsum(np.bincount(part, minlength=num_parts), out=offsets[1:])
     orig_id = np.empty(len(part), id_dtype(len(part)))
@@ -88,7 +88,10 @@ class EdgeCut:
         return self.indptr[self.target.offsets]
 
     def groups(self) -> Iterator[list[EdgeRows]]:
-        """Yield the edges of all parts in order, in groups of parts of at most ``EDGE_BYTES_AT_ONCE``."""
+        """Yield the edges of all parts in order, as lists of parts with at most ``EDGE_BYTES_AT_ONCE`` bytes of edges.
+
+        The edges of a single part may have more bytes.
+        """
         edge_bytes = np.dtype(id_dtype(len(self.source.orig_id))).itemsize
         edge_bytes += np.dtype(id_dtype(self.edge_index.shape[1])).itemsize
         for parts in edge_groups(self.offsets, edge_bytes, EDGE_BYTES_AT_ONCE):
@@ -110,7 +113,7 @@ class EdgeCut:
 
 
 def edge_groups(edge_offsets: Ids, edge_bytes: int, limit: int) -> Iterator[range]:
-    """Yield ranges of consecutive parts whose edges have at most ``limit`` bytes together, or of a single part."""
+    """Yield ranges of consecutive parts: of parts with at most ``limit`` bytes of edges together, or of one part."""
     start, num_parts = 0, len(edge_offsets) - 1
     while start < num_parts:
         end = start + 1
@@ -122,7 +125,10 @@ def edge_groups(edge_offsets: Ids, edge_bytes: int, limit: int) -> Iterator[rang
 
 @njit()
 def _row_limits(targets: Array, global_id: Array) -> Array:
-    """Return the row offsets over all parts, int64 [N + 1]; ``global_id`` [N] is that of the target type."""
+    """Return the CSC row offsets over all parts, int64 [N + 1], with one row per target node in order of global id.
+
+    ``global_id`` [N] is the global id of each original id of the target type.
+    """
     indptr = np.zeros(len(global_id) + 1, np.int64)
     for target in targets:
         indptr[global_id[target] + 1] += 1
@@ -136,7 +142,10 @@ def _cut_rows(
     sources: Array, targets: Array, source_gid: Array, target_gid: Array, low: int, high: int, cursor: Array,
     indices: Array, orig_id: Array,
 ) -> None:  # fmt: skip
-    """Fill the rows ``low <= gid < high`` in original edge order; ``cursor``: the next free slot of each row."""
+    """Fill the rows of the targets with ``low <= global id < high``. Edges within a row are in original order.
+
+    ``cursor``: the next free slot of each row.
+    """
     for edge in range(len(sources)):
         row = target_gid[targets[edge]]
         if low <= row < high:

@@ -1,4 +1,4 @@
-"""Writes a partition folder atomically: stages it in a folder beside the target, then renames."""
+"""Writes a partition folder atomically: writes to a staging folder beside the target, then renames."""
 
 from __future__ import annotations
 
@@ -27,10 +27,11 @@ _OUR_NOTES = "gnnfleet-"  #: prefix, after leading dots, of hidden files that th
 
 
 def reusable(folder: Path, fingerprint: str) -> Manifest | None:
-    """Return the manifest of ``folder`` if it is complete and has this fingerprint, else None.
+    """Return the manifest of ``folder`` if the partition is complete and has this fingerprint, else None.
 
-    A folder is complete if every file has its size; digests are not compared. Raises ``PartitionError`` when the
-    partition has to be written and ``folder`` is not a partition folder or contains other files.
+    A partition is complete if every file has the size stated in the manifest; digests are not compared. Raises
+    ``PartitionError`` when the partition has to be written and ``folder`` is not a partition folder or contains other
+    files.
     """
     _check_kind(folder)
     with contextlib.suppress(PartitionError):
@@ -92,7 +93,7 @@ def files_below(folder: Path, top: Path) -> Iterator[str]:
 
 
 def is_note(name: str) -> bool:
-    """Return whether ``name`` is a hidden file of gnnfleet, complete or being written; any folder may hold them."""
+    """Return whether ``name`` is a hidden file of gnnfleet, complete or not. Any folder may contain such files."""
     last = Path(name).name
     return last.startswith(".") and last.lstrip(".").startswith(_OUR_NOTES)
 
@@ -108,7 +109,7 @@ def _raw_manifest(folder: Path) -> dict[str, Any] | None:
 
 @contextlib.contextmanager
 def staged(folder: Path) -> Iterator[Path]:
-    """Yield a new folder beside ``folder``, which replaces ``folder`` on success and is removed on any error.
+    """Yield a new folder beside ``folder``. The new folder replaces ``folder`` on success and is removed on any error.
 
     Also removes staging folders that killed processes left behind. Raises ``PartitionError`` when the disk cannot be
     written, or ``folder`` holds other files.
@@ -131,7 +132,7 @@ def staged(folder: Path) -> Iterator[Path]:
 
 
 def _remove_leftovers(folder: Path) -> None:
-    """Remove staging folders of processes of this host that no longer exist."""
+    """Remove the staging folders of ``folder`` that ended processes of this host left behind."""
     prefix = f".{folder.name}.{socket.gethostname()}."
     for path in folder.parent.glob(f"{_glob_escaped(prefix)}*"):
         pid = path.name.removeprefix(prefix)
@@ -149,7 +150,7 @@ def _sync_folders(root: Path) -> None:
 
 
 def _install(staging: Path, folder: Path) -> None:
-    """Rename ``staging`` to ``folder``; an old partition is exchanged with it and deleted by the caller."""
+    """Rename ``staging`` to ``folder``. An old partition is renamed to ``staging`` in exchange, or deleted."""
     check_replaceable(folder)
     if not folder.exists() or not any(folder.iterdir()):
         staging.rename(folder)
@@ -162,7 +163,7 @@ def _install(staging: Path, folder: Path) -> None:
 
 
 def _exchange(one: Path, other: Path) -> bool:
-    """Exchange two names atomically; False when kernel or file system do not support it."""
+    """Exchange two names atomically. Returns False if the kernel or the file system does not support this."""
     renameat2 = getattr(ctypes.CDLL(None, use_errno=True), "renameat2", None)
     if renameat2 is None:
         return False

@@ -1,7 +1,7 @@
-"""Frequency partitioning: assigns each node to the part whose seeds' sampling visits it most.
+"""Method `frequency`: assigns each node to the part whose train seeds sample it most.
 
-As in GraphLearn-for-PyTorch's frequency partitioner, but nodes are assigned in descending order of the difference
-between their best and second-best part, instead of in chunks by id.
+GraphLearn-for-PyTorch's frequency partitioner assigns nodes in chunks by id. Here the first nodes are those whose
+probabilities of a visit in the best and in the second-best part differ most.
 
 Visit probabilities are the vertex-inclusion probabilities of SALIENT++ (Kaler et al., "Communication-Efficient Graph
 Neural Networks with Probabilistic Neighborhood Expansion Analysis and Caching", MLSys 2023), per node type.
@@ -50,9 +50,10 @@ def visit_probabilities(
 ) -> Chances:
     """Return the probability that each node is in a batch, type -> float32 [num_nodes].
 
-    Each seed is in the batch with probability ``chance``. A newly visited target samples min(1, fanout / in-degree) of
-    its in-edges. Visits are assumed to be independent, so a node is visited in a hop with probability
-    1 - prod(1 - p min(1, fanout / in-degree)) over its out-edges. This is exact on trees and too high on cycles. Edge
+    Each seed is in the batch with probability ``chance``. A target that is visited for the first time samples each
+    in-edge with probability min(1, fanout / in-degree). Visits are assumed to be independent, so a node is visited in a
+    hop with probability 1 - prod(1 - p min(1, fanout / in-degree)) over its out-edges, where p is the probability that
+    the target of the edge was first visited in the hop before. This is exact on trees and too high on cycles. Edge
     types without fanouts are not followed; weights and times are ignored. Memory: 16 bytes per node, and 8 bytes per
     target of each edge type.
     """
@@ -100,7 +101,7 @@ def _fill(sources: Array, targets: Array, cursor: Array, by_target: Array) -> No
 def _draw(
     indptr: Array, sources: Array, fresh: Array, fanout: float, same_type: bool, drawn: Array, log_missed: Array
 ) -> None:
-    """Update the sampling probabilities for one hop of one edge type, in place.
+    """Update ``drawn`` and ``log_missed`` for one hop along one edge type, in place.
 
     ``drawn``, float32 [rows]: the probability that an in-edge of the row has been sampled, up to this hop.
     ``log_missed``, float64 [sources]: logarithm of the probability that a source is not visited in this hop. Self loops
@@ -137,9 +138,9 @@ def frequency_assignment(
 ) -> Part:
     """Return the part of each node, int32 [total].
 
-    METIS first assigns the train seeds, equally many to each part; then the probability of a visit is computed for
-    every node and part. Memory: 4 bytes per node and part, besides METIS. Raises ``PartitionError`` when the dataset
-    has no train seeds.
+    METIS assigns the train seeds, equally many to each part. Then the probability that a part's seeds visit a node is
+    computed for every node and part, and every other node is assigned to a part that visits it often. Memory: 4 bytes
+    per node and part, besides METIS. Raises ``PartitionError`` when the dataset has no train seeds.
     """
     seeds = {of: nodes.splits[TRAIN] for of, nodes in dataset.nodes.items() if len(nodes.splits.get(TRAIN, ()))}
     if not seeds:
@@ -161,7 +162,7 @@ def _chances(
     dataset: Dataset, joined: JoinedNodes, home: Mapping[NodeType, Part], seeds: Mapping[NodeType, Ids],
     num_parts: int, fanouts: Fanouts,
 ) -> Array:  # fmt: skip
-    """Return the probability that a batch of each part's seeds visits each node, float32 [num_parts, total]."""
+    """For each part, return the probability that a batch of its seeds visits each node, float32 [num_parts, total]."""
     graph = InEdges.of(dataset)
     in_batch = min(1.0, _BATCH * num_parts / sum(map(len, seeds.values())))
     chances = np.empty((num_parts, joined.total), np.float32)
@@ -174,7 +175,7 @@ def _chances(
 
 
 def _place(chances: Array, part: Part, classes: NodeClasses, num_parts: int) -> None:
-    """Assign every node without a part (-1), in place, in descending order of ``_regrets``."""
+    """Give a part to every node that has none (-1), in place, in descending order of ``_regrets``."""
     sizes = classes.sizes(part, num_parts)
     free = np.flatnonzero(part < 0)
     order = free[np.argsort(-_regrets(chances, free), kind="stable")]
@@ -184,7 +185,7 @@ def _place(chances: Array, part: Part, classes: NodeClasses, num_parts: int) -> 
 
 @njit()
 def _regrets(chances: Array, nodes: Array) -> Array:
-    """Return the difference between the best and the second-best probability of each node, float32 [n]."""
+    """Return the difference between each node's highest and second-highest probability of a visit, float32 [n]."""
     regrets = np.zeros(len(nodes), np.float32)
     for position in range(len(nodes)):
         best = second = np.float32(0)
@@ -202,9 +203,10 @@ def _regrets(chances: Array, nodes: Array) -> Array:
 def _choose(
     chances: Array, order: Array, of: Array, sizes: Array, least: Array, most: Array, left: Array, part: Array
 ) -> None:
-    """Assign each node to the part with room that visits it most; among equal parts to the smallest.
+    """Assign each node in ``order`` to the part that visits it most and has room; of equal parts, to the smallest.
 
-    When the nodes ``left`` of a class are just enough to bring all parts to ``least``, only such parts are considered.
+    When the remaining nodes of a class (``left``) are just enough to bring all parts to ``least``, only parts below
+    ``least`` are considered.
     """
     num_kinds, num_parts = sizes.shape
     lack = np.zeros(num_kinds, np.int64)

@@ -1,4 +1,4 @@
-"""Describes a partition folder in figures (``partition inspect``)."""
+"""Computes and prints the sizes, edge cut and balance of a partition folder (``partition inspect``)."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from trainer.store.part_store import Part, PartStore, open_parts
 
 @dataclass(frozen=True)
 class NodeFigures:
-    """The nodes of one type."""
+    """The figures of one node type."""
 
     num_nodes: int
     balance: float  #: nodes of the largest part / mean nodes of a part
@@ -29,7 +29,7 @@ class NodeFigures:
 
 @dataclass(frozen=True)
 class EdgeFigures:
-    """The edges of one type."""
+    """The figures of one edge type."""
 
     num_edges: int
     balance: float  #: edges of the largest part / mean edges of a part
@@ -40,7 +40,7 @@ class EdgeFigures:
 
 @dataclass(frozen=True)
 class PartFigures:
-    """One part. An edge is counted in the part of its target."""
+    """The figures of one part. An edge is counted in the part of its target."""
 
     part_id: int
     nodes: int
@@ -113,7 +113,7 @@ def describe(folder: str | Path) -> Description:
 
 
 def _seeds(store: PartStore) -> Iterator[tuple[str, Ids]]:
-    """Yield (key of ``PartFigures.seeds``, seeds in each part, int64 [num_parts])."""
+    """Yield for each split the key of ``PartFigures.seeds`` and the number of seeds in each part, int64 [num_parts]."""
     manifest = store.manifest
     for (of, split), gids in store.splits.items():
         counts = np.bincount(store.books[of].part_of(gids), minlength=manifest.num_parts)
@@ -126,7 +126,7 @@ def _balance(spec: NodeSpec | EdgeSpec) -> float:
 
 
 def _attr_texts(attrs: Mapping[str, AttrSpec]) -> dict[str, str]:
-    """Describe attributes as ``float32 as int8 [100, 64]``."""
+    """Describe each attribute by dtype, stored type and shape, such as ``float32 as int8 [100, 64]``."""
     kept = {name: f" as {spec.kept}" if spec.kept else "" for name, spec in attrs.items()}
     return {name: f"{spec.dtype}{kept[name]} {list(spec.shape)}" for name, spec in attrs.items()}
 
@@ -150,7 +150,7 @@ def _part_figures(part: Part, manifest: Manifest, seeds: Mapping[str, Ids]) -> P
 
 
 def _outside(part: Part, manifest: Manifest, source: NodeType) -> tuple[int, int]:
-    """Count the edges whose source is of this type and in another part, and the distinct sources of these edges."""
+    """Count the edges of ``part`` that come from nodes of type ``source`` in other parts, and count these nodes."""
     low, high = manifest.nodes[source].offsets[part.part_id : part.part_id + 2]
     seen = new_bitset(manifest.nodes[source].num_nodes)
     found = [
@@ -205,7 +205,7 @@ def _listed(attrs: Mapping[str, str]) -> str:
 
 
 def _table(rows: Sequence[Sequence[str]]) -> list[str]:
-    """Align columns: numbers right; names and the last column, attributes, left."""
+    """Return a table as lines with aligned columns: numbers right; names and attributes (the last column) left."""
     last = len(rows[0]) - 1
     named = {0, last} if rows[0][last] == "attributes" else set()
     columns = [

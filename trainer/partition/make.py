@@ -37,13 +37,13 @@ class PartitionSpec:
     rows: WireRows = "stored"  #: type that floating-point attributes with two or more dimensions are rounded to
 
     def method_record(self) -> dict[str, Any]:
-        """Return all options of the method with defaults, as JSON values. Raises ``PartitionError``."""
+        """Return all options of the partition method with defaults, as JSON values. Raises ``PartitionError``."""
         options = method_options(self.method, balance=self.balance, fanouts=self.fanouts)
         options |= {"clusters": self.clusters} if self.clusters else {}
         return dict(options_with(options, self.rows))
 
     def fingerprint(self) -> str:
-        """Return the fingerprint of the resulting partition, without reading data.
+        """Return the fingerprint that the partition will have, without reading data.
 
         Raises ``DataError`` or ``PartitionError`` for invalid options and missing files.
         """
@@ -57,8 +57,8 @@ class PartitionSpec:
 def make_partition(spec: PartitionSpec, say: Callable[[str], None] = print) -> Manifest:
     """Load the dataset, assign its nodes to parts and write the partition folder.
 
-    If the folder already holds an equal partition, nothing is read or written. ``say`` prints a line of progress.
-    Raises ``DataError`` or ``PartitionError``, and leaves no files behind then.
+    If the folder already holds an equal partition, nothing is read or written. ``say`` gets one line of progress at a
+    time. Raises ``DataError`` or ``PartitionError``; then no files are left behind.
     """
     folder = Path(spec.folder)
     if (done := reusable(folder, spec.fingerprint())) is not None:

@@ -1,4 +1,4 @@
-"""Partitions with METIS: on a sample of the edges if the graph is dense, then balances and refines with all edges."""
+"""Partitions with METIS, on a sample of the edges if the graph is dense. Then balances and refines with all edges."""
 
 from __future__ import annotations
 
@@ -27,10 +27,11 @@ _MEAN_DEGREE = 28
 def metis_assignment(
     dataset: Dataset, joined: JoinedNodes, num_parts: int, seed: int, balance: str, slack: float = SLACK
 ) -> Part:
-    """Return the part of each node, int32 [total]: METIS on all types as one graph, then ``balance_parts``.
+    """Assign nodes to parts by METIS, then balance the parts; return the part of each node, int32 [total].
 
-    Works for any graph: METIS gets only nodes with edges, and every edge once in both directions, without self loops.
-    Raises ``PartitionError`` when METIS fails or returns an incomplete partition.
+    METIS gets the nodes of all types as one graph: only nodes with edges, and every edge once in both directions,
+    without self loops, so any graph can be partitioned. Raises ``PartitionError`` when METIS fails or returns an
+    incomplete partition.
     """
     indptr, neighbours = joined_adjacency(dataset, joined)
     part = _connected_parts(indptr, neighbours, num_parts, seed)
@@ -41,7 +42,7 @@ def metis_assignment(
 
 
 def _connected_parts(indptr: Array, neighbours: Array, num_parts: int, seed: int) -> Part:
-    """Run METIS on the nodes that have edges; the others get part -1."""
+    """Run METIS on the nodes that have edges, and return the part of each node; nodes without edges get -1."""
     if len(neighbours) > _MEAN_DEGREE * (len(indptr) - 1):
         indptr, neighbours = _thin(indptr, neighbours)
     connected = np.flatnonzero(np.diff(indptr))
@@ -56,7 +57,7 @@ def _connected_parts(indptr: Array, neighbours: Array, num_parts: int, seed: int
 
 
 def without_empty_parts(part: Part, num_parts: int) -> Part:
-    """Move half of the largest part to each empty part, which bounds alone do not prevent on tiny graphs."""
+    """Move half of the largest part to each empty part, in place. On tiny graphs, balanced parts can be empty."""
     sizes = np.bincount(part, minlength=num_parts)
     for empty in np.flatnonzero(sizes == 0):
         largest = int(sizes.argmax())
@@ -83,15 +84,16 @@ def _call_metis(indptr: Array, neighbours: Array, num_parts: int, seed: int) -> 
 
 
 def _metis_dtype() -> Any:
-    """Return the integer type that METIS was built with; arrays of this type are not copied."""
+    """Return the integer type that METIS was built with. pymetis does not copy arrays of this type."""
     return np.dtype(pymetis.zero_copy_dtype())
 
 
 @contextlib.contextmanager
 def _interruptible() -> Iterator[None]:
-    """Let Ctrl-C end the process at once: METIS runs for minutes, during which Python's signal handlers do not run.
+    """Let Ctrl-C end the process at once within the ``with`` block.
 
-    No files have been written at this stage, so no cleanup is needed.
+    METIS runs for minutes, during which Python's signal handlers do not run. No files have been written at this stage,
+    so no cleanup is needed.
     """
     if threading.current_thread() is not threading.main_thread():
         yield
@@ -104,10 +106,10 @@ def _interruptible() -> Iterator[None]:
 
 
 def _thin(indptr: Array, neighbours: Array) -> tuple[Array, Array]:
-    """Sample the edges, equally for both directions.
+    """Return a sample of the edges. Both directions of an edge are kept, or neither.
 
     Edge (u, v) is kept with probability ``keep`` * (1/deg u + 1/deg v): hubs lose most of their edges, and nodes with a
-    degree of at most ``keep`` lose none.
+    degree of at most ``keep``, half of ``_MEAN_DEGREE``, lose none.
     """
     keep = _MEAN_DEGREE / 2
     thinned = _thin_count(indptr, neighbours, keep)

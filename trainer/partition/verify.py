@@ -29,7 +29,7 @@ def new_bitset(size: int) -> npt.NDArray[np.uint64]:
 
 @njit()
 def mark(ids: Array, seen: Array) -> int:
-    """Set the bit of each id until one is set already; return the position of that id, or -1."""
+    """Set the bits of ``ids``, up to the first id whose bit is set already. Return the position of that id, or -1."""
     for position in range(len(ids)):
         word, bit = ids[position] >> 6, np.uint64(1) << np.uint64(ids[position] & 63)
         if seen[word] & bit:
@@ -40,7 +40,7 @@ def mark(ids: Array, seen: Array) -> int:
 
 @njit()
 def mark_outside(ids: Array, low: int, high: int, seen: Array) -> tuple[int, int]:
-    """Set the bits of ids outside ``low <= id < high``; return the number of such ids, and of newly set bits."""
+    """Set the bits of the ids outside ``low <= id < high``. Return the number of these ids and of newly set bits."""
     outside = fresh = 0
     for position in range(len(ids)):
         if ids[position] < low or ids[position] >= high:
@@ -62,7 +62,7 @@ def first_descent(values: Array, strict: bool) -> int:
 
 @njit()
 def first_unordered_row(indptr: Array, orig_id: Array) -> int:
-    """Return the first slot where edge ids do not ascend within their row, or -1."""
+    """Return the first position in ``orig_id`` where edge ids do not ascend within a row, or -1."""
     for row in range(len(indptr) - 1):
         for slot in range(indptr[row] + 1, indptr[row + 1]):
             if orig_id[slot] <= orig_id[slot - 1]:
@@ -72,7 +72,7 @@ def first_unordered_row(indptr: Array, orig_id: Array) -> int:
 
 @njit()
 def first_gid_mismatch(orig_id: Array, global_id: Array, start: int) -> int:
-    """Return the first row of a part where the global id of the original id is not ``start + row``, or -1."""
+    """Return the first row of a part whose node has another global id in ``global_id`` than ``start + row``, or -1."""
     for row in range(len(orig_id)):
         if global_id[orig_id[row]] != start + row:
             return row
@@ -81,9 +81,9 @@ def first_gid_mismatch(orig_id: Array, global_id: Array, start: int) -> int:
 
 @njit()
 def first_time_mismatch(indices: Array, times: Array, start: int, values: Array) -> int:
-    """Return the first slot whose time differs from that of its source node, or -1.
+    """Return the first edge whose entry in ``times`` differs from the time of the edge's source node, or -1.
 
-    ``values`` are the times of the nodes with the global ids from ``start`` on; other sources are skipped.
+    ``values`` are the times of the nodes with the global ids from ``start`` on. Edges from other sources are skipped.
     """
     for slot in range(len(indices)):
         row = indices[slot] - start
@@ -108,7 +108,7 @@ Found = Generator[Finding, None, Array | None]  #: yields findings, returns the 
 
 @dataclass(frozen=True)
 class Invariants:
-    """Checks the content of arrays, and arrays against each other."""
+    """Checks the content of the arrays of a partition, and whether arrays agree with each other."""
 
     root: Path
     manifest: Manifest
@@ -116,7 +116,7 @@ class Invariants:
     broken: frozenset[str]  #: paths of files that are known to be broken and are skipped
 
     def check(self) -> Iterator[Finding]:
-        """Yield the problems of all types."""
+        """Yield the problems of the graph attributes and of all node and edge types."""
         for name, attr in self.manifest.graph_attrs.items():
             yield from self._array(f"shared/graph/{name}.npy", attr.stored, attr.shape)
         for node_type, nodes in self.manifest.nodes.items():
@@ -200,7 +200,7 @@ class Invariants:
             yield Finding(path, f"position {at}: edge {ids[at]} appears twice")
 
     def _times(self, path: str, name: str, edge_type: EdgeType, indices: Array | None, edges: int) -> Iterator[Finding]:
-        """Compare the source times of edges with the sources, for sources in ``part_ids``."""
+        """Yield a finding if source times of edges differ from the sources' times, for sources in ``part_ids``."""
         times = yield from self._array(path, np.dtype(np.int64), (edges,))
         if times is None or indices is None:
             return
@@ -223,7 +223,10 @@ class Invariants:
         return None
 
     def _ids(self, path: str, count: int, limit: int, dtype: np.dtype[Any] | None = None) -> Found:
-        """Check for ids ``0 <= id < limit``, [count], of ``dtype`` or any signed integer type."""
+        """Return the ids in the file ``path``; yield a finding instead if the file is not as expected.
+
+        Expected are ids ``0 <= id < limit``, [count], of ``dtype`` (None: any signed integer type).
+        """
         ids = self._map(path)
         if ids is None:
             return None

@@ -32,13 +32,13 @@ def partition_fingerprint(
     dataset_fingerprint: str, num_parts: int, method: str, seed: int, options: Mapping[str, Any],
     time_attrs: Sequence[str],
 ) -> str:  # fmt: skip
-    """Return the sha256, hex, of everything that the content of a partition depends on."""
+    """Return the sha256, hex, of all settings and inputs that the content of a partition depends on."""
     text = json.dumps([VERSION, dataset_fingerprint, num_parts, method, seed, options, time_attrs], sort_keys=True)
     return hashlib.sha256(text.encode()).hexdigest()
 
 
 def options_with(options: Mapping[str, Any], rows: WireRows) -> Mapping[str, Any]:
-    """Add ``rows`` to the options of the method unless rows are stored as they are."""
+    """Return the options of the method, with ``rows`` added unless rows are stored without rounding."""
     return options if rows == "stored" else {**options, "rows": rows}
 
 
@@ -78,7 +78,7 @@ def write_partition(
 
 @dataclass(frozen=True)
 class _ArrayFile:
-    """An array to write."""
+    """A .npy file to write."""
 
     path: str  #: relative to the partition folder
     dtype: np.dtype[Any]
@@ -88,7 +88,7 @@ class _ArrayFile:
 
 @dataclass(frozen=True)
 class _Writer:
-    """Writes arrays with a thread pool, and collects the manifest's entries."""
+    """Writes .npy files in a thread pool, and collects their entries for the manifest."""
 
     root: Path
     pool: Executor
@@ -96,7 +96,7 @@ class _Writer:
     entries: list[FileEntry] = field(default_factory=list)  #: the files written so far
 
     def write(self, files: Iterable[_ArrayFile]) -> None:
-        """Write the files and wait for them, so that only their arrays are in memory."""
+        """Write the files and wait until all are written. Arrays of other files need not be in memory meanwhile."""
         self.entries.extend(self.pool.map(self._write, files))
 
     def _write(self, file: _ArrayFile) -> FileEntry:
@@ -174,7 +174,7 @@ def _attr_files(top: str, attrs: Mapping[str, Array], owned: Array, rows: WireRo
 
 
 def _rounded(file: _ArrayFile, owned: Array, to: Callable[[Array], Array]) -> Iterator[Array]:
-    """Yield the rounded chunks of ``file``. Raises ``DataError`` that names a row that cannot be rounded."""
+    """Yield the chunks of ``file``, rounded by ``to``. Raises ``DataError`` that names a row that cannot be rounded."""
     at = 0
     for chunk in file.chunks:
         try:
@@ -230,7 +230,7 @@ def _write_edges(
 
 
 def _source_times(dataset: Dataset, edge_type: EdgeType) -> dict[str, Array]:
-    """Return the time attributes of the source type: those with one integer per node."""
+    """Return the time attributes of the edges' source type that are one integer per node."""
     source = dataset.nodes[edge_type[0]]
     times = {name: source.attrs[name] for name in dataset.time_attrs if name in source.attrs}
     return {name: at for name, at in times.items() if at.ndim == 1 and is_time(at, name in source.bfloat16)}

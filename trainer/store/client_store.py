@@ -1,4 +1,4 @@
-"""The ``PartStore`` of a client, which has the manifest but no parts."""
+"""The ``PartStore`` of a client process, which has the manifest but no parts."""
 
 from __future__ import annotations
 
@@ -21,7 +21,10 @@ _TABLE_FROM = 0.25  #: share of a type's nodes; after so many ids were requested
 
 
 class SharedArrays(Protocol):
-    """Source of the arrays that all parts share (``service.remote_graph``). All methods raise ``ServiceError``."""
+    """Reads the arrays that all parts share from graph servers. All methods raise ``ServiceError``.
+
+    ``service.remote_graph.Gateway`` implements this protocol.
+    """
 
     def seeds(self, of: NodeType, split: str) -> Ids:
         """Return the global ids of a split, int64 [n]."""
@@ -38,14 +41,14 @@ class SharedArrays(Protocol):
 
 @dataclass(frozen=True)
 class RemoteStore(PartStore):
-    """Fetches seeds, global ids and graph attributes on first use, and keeps them."""
+    """A ``PartStore`` without parts. Fetches seeds, global ids and graph attributes on first use, and keeps them."""
 
     source: SharedArrays = field(kw_only=True)
     _num_requested: dict[NodeType, int] = field(kw_only=True, default_factory=dict, repr=False)  #: ids mapped so far
 
     @classmethod
     def of(cls, manifest: Manifest, source: SharedArrays, name: str) -> RemoteStore:
-        """Make the store of the graph with this manifest; ``name`` stands for its folder in messages."""
+        """Make the store of a graph with this manifest. Messages show ``name`` in place of a partition folder."""
 
         def table(of: NodeType) -> Array:
             return source.to_global(of, np.arange(manifest.nodes[of].num_nodes))
@@ -62,7 +65,11 @@ class RemoteStore(PartStore):
         )
 
     def to_global(self, node_type: NodeType, orig_ids: Ids) -> Ids:
-        """As in ``PartStore``. Raises ``ServiceError``."""
+        """Return the global ids of original ids, int64, same shape. Raises ``ServiceError``.
+
+        When ids of a quarter of the type's nodes have been requested, the global ids of all its nodes are fetched and
+        kept.
+        """
         if node_type not in self.global_ids:
             return orig_ids
         requested = self._num_requested[node_type] = self._num_requested.get(node_type, 0) + len(orig_ids)

@@ -1,7 +1,7 @@
 """Compares the opened files of a partition folder with the sha256 digests in its manifest, once per run.
 
-This finds changes that sizes and mtimes do not show: bytes changed by a disk, by memory or by hand since the parts were
-sent. It runs at the speed of the disk or of SHA-256, and leaves the files in the page cache.
+The comparison finds changes that sizes and mtimes do not show: bytes changed by a disk, by memory or by hand since the
+parts were sent. It runs at the speed of the disk or of SHA-256, and leaves the files in the page cache.
 """
 
 from __future__ import annotations
@@ -27,14 +27,14 @@ def checked_digests(store: PartStore, note: Path | None = None) -> Iterator[None
     """Compare every opened file with its sha256 in the manifest, with one thread per CPU.
 
     The ``with`` block starts when the files with ids and offsets have been compared. The other files are compared while
-    it runs, and leaving it waits for them.
+    the block runs, and the end of the block waits for the result.
 
     Args:
         store: the opened parts.
         note: file of the run that records what was compared, so that a restarted process skips it; None: no record.
 
     Raises:
-        PartitionError: when a file does not match; names the file. An exception of the block takes precedence.
+        PartitionError: when a file does not match; the message names it. An exception of the block takes precedence.
     """
     noted = FileNote(note)
     left = [path for path in store.files if not noted.has(store.folder / path, path)]
@@ -64,7 +64,7 @@ def sha256_of(path: Path) -> str:
 
 
 def _finish(checks: list[Future[None]]) -> None:
-    """Wait for all checks, or until one fails; raises its exception."""
+    """Wait until all checks have ended or one has failed. Raises the exception of a failed check."""
     for check in wait(checks, return_when=FIRST_EXCEPTION).done:
         check.result()
 

@@ -57,16 +57,16 @@ class AttrSpec:
 
     @property
     def stored(self) -> np.dtype[Any]:
-        """dtype of gathered rows."""
+        """dtype of the rows when they are gathered, which for rows stored as int8 is not the dtype in the files."""
         return np.dtype("uint16" if self.dtype == "bfloat16" else self.dtype)
 
     @property
     def in_files(self) -> np.dtype[Any]:
-        """dtype of the arrays in files."""
+        """dtype of the array in the attribute's file."""
         return np.dtype(self.kept) if self.kept else self.stored
 
     def travels_as(self, requested: WireRows) -> WireRows:
-        """Return the type of the rows on the wire for a request for ``requested``.
+        """Return the type in which rows are sent if a request asks for the type ``requested``.
 
         Rows stored as int8 are always sent as int8, which is exact.
         """
@@ -230,7 +230,7 @@ def _to_json(manifest: Manifest) -> dict[str, Any]:
 
 
 def _as_dict(fields: list[tuple[str, Any]]) -> dict[str, Any]:
-    """Make a dict without an empty ``kept``, which version 2 does not have."""
+    """Make a dict of the fields. An empty ``kept`` is left out, as version 2 does not have this field."""
     return {name: value for name, value in fields if (name, value) != ("kept", "")}
 
 
@@ -242,7 +242,7 @@ def _all_attrs(manifest: Manifest) -> Iterator[AttrSpec]:
 
 
 def _layout(value: Any, depth: int = 0) -> str:
-    """Format as JSON with one line per value that contains no objects: an attribute, a file, offsets."""
+    """Format ``value`` as JSON; every value that contains no objects (an attribute, a file, offsets) is on one line."""
     inner = value.values() if isinstance(value, dict) else value if isinstance(value, (list, tuple)) else ()
     if not any(isinstance(item, dict) for item in inner):
         return json.dumps(value)

@@ -19,7 +19,7 @@ _CHUNK_BYTES = 8 << 20
 
 
 def write_npy(root: Path, path: str, dtype: Any, shape: tuple[int, ...], chunks: Iterable[Array]) -> FileEntry:
-    """Write ``root/path`` (little-endian) from consecutive chunks of rows; returns its manifest entry.
+    """Write ``root/path`` (little-endian) from consecutive chunks of rows; return its entry for the manifest.
 
     Raises ``OSError``.
     """
@@ -44,7 +44,7 @@ def rows_in_chunks(rows: Array) -> Iterator[Array]:
 
 
 def rows_per_chunk(rows: Array) -> int:
-    """Return the number of rows in a chunk of such an array, at least 1."""
+    """Return how many rows of this dtype and shape make a chunk of ``_CHUNK_BYTES``, at least 1."""
     row_bytes = rows.dtype.itemsize * int(np.prod(rows.shape[1:], dtype=np.int64))
     return max(1, _CHUNK_BYTES // max(row_bytes, 1))
 
@@ -57,5 +57,5 @@ def _header(dtype: np.dtype[Any], shape: tuple[int, ...]) -> bytes:
 
 
 def _raw(chunk: Array, dtype: np.dtype[Any]) -> Any:
-    """Return the bytes of a chunk in ``dtype`` as a flat buffer, without a copy if possible."""
+    """Convert a chunk to ``dtype`` and return it as a flat buffer of bytes, without a copy if possible."""
     return np.ascontiguousarray(chunk, dtype=dtype).reshape(-1).view(np.uint8)

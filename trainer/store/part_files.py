@@ -1,7 +1,8 @@
 """Memory-maps the files of a partition folder, and checks their headers, ids and offsets.
 
 dtype, shape and size of every file are compared with the manifest each time. Ids and offsets, which kernels use as
-indices without bounds checks, are checked once per copy of a part; a hidden file beside the part records that.
+indices without bounds checks, are checked only once per copy of a part: a hidden file in the part's folder records that
+the check has passed.
 """
 
 from __future__ import annotations
@@ -68,7 +69,7 @@ def _regular_size(path: Path) -> int:
 
 
 class FileNote:
-    """A small file that records which files passed a check; an entry is valid until its file changes.
+    """A small file that records which files passed a check. The record of a file is valid until the file changes.
 
     A change is detected by size, mtime, ctime and inode. A file that was changed within the last two seconds is not
     recorded: times are coarse, so a second change could go unnoticed.
@@ -80,9 +81,9 @@ class FileNote:
         self._new: dict[str, str] = {}
 
     def has(self, path: Path, name: str, found: str = "") -> bool:
-        """Return whether the unchanged file is recorded with the value ``found``; otherwise ``save`` will record it.
+        """Return whether ``path`` is recorded as ``name`` with the value ``found`` and has not changed since.
 
-        Raises ``PartitionError`` when the file cannot be read.
+        If not, ``save`` will record it. Raises ``PartitionError`` when the file cannot be read.
         """
         try:
             now = os.stat(path)
@@ -96,7 +97,7 @@ class FileNote:
         return False
 
     def save(self) -> None:
-        """Record the files for which ``has`` returned False; ignored when the folder cannot be written."""
+        """Record the files for which ``has`` returned False. Does nothing if the folder cannot be written."""
         if self._path is not None and self._new:
             with suppress(OSError):
                 write_whole(self._path, json.dumps({**self._known, **self._new}))
@@ -112,7 +113,7 @@ def _read_json(path: Path) -> dict[str, str]:
 
 @dataclass(frozen=True)
 class _Bounds:
-    """The range that the ids or offsets of one file must have."""
+    """The ids or offsets in one file, and their allowed range."""
 
     path: str  #: relative to the partition folder
     values: Array  #: int [n]
@@ -159,7 +160,10 @@ class PartFiles:
         return array
 
     def ids(self, path: str, count: int, limit: int, dtype: np.dtype[Any] | None = None) -> Array:
-        """Map ids, [count], of ``dtype``, or int32 or int64. ``check_ranges`` checks ``0 <= id < limit``."""
+        """Map the ids in ``<path>.npy``, [count], of ``dtype`` (None: int32 or int64).
+
+        ``check_ranges`` will check that ``0 <= id < limit``.
+        """
         array = self._mapped(path)
         kind = array.dtype in (np.int32, np.int64) if dtype is None else array.dtype == dtype
         expected = f"{'int32 or int64' if dtype is None else dtype.name} [{count}]"
@@ -168,13 +172,16 @@ class PartFiles:
         return array
 
     def offsets(self, path: str, rows: int, total: int) -> Array:
-        """Map row offsets, int64 [rows + 1]. ``check_ranges`` checks that they ascend from 0 to ``total``."""
+        """Map the row offsets in ``<path>.npy``, int64 [rows + 1].
+
+        ``check_ranges`` will check that the offsets ascend from 0 to ``total``.
+        """
         array = self.array(path, np.dtype(np.int64), (rows + 1,))
         self._bounds.append(_Bounds(f"{path}.npy", array, total, offsets=True))
         return array
 
     def check_ranges(self) -> None:
-        """Check all ids and offsets of the opened files, except files that did not change since their last check."""
+        """Check the ranges of all ids and offsets in the opened files; skip files unchanged since their last check."""
         tops: dict[str, list[_Bounds]] = {}
         for bounds in self._bounds:
             tops.setdefault(bounds.path.partition("/")[0], []).append(bounds)

@@ -113,7 +113,8 @@ def open_parts(
 ) -> PartStore:
     """Open parts of a partition folder.
 
-    Ids and offsets are checked the first time; a hidden file in the folder records that (``PartFiles``).
+    Ids and offsets are checked when a part is opened for the first time. A hidden file in the part's folder records
+    that (``PartFiles``).
 
     Args:
         folder: partition folder.

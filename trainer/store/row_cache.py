@@ -45,7 +45,7 @@ class CachedRows:
 
 @dataclass(frozen=True)
 class RowCache:
-    """Cached rows of several node types. Attributes that are not cached are requested from the owners."""
+    """Cached rows of several node types. Attributes that are not cached are requested from the owners of the rows."""
 
     types: Mapping[NodeType, CachedRows]  #: only types with cached rows
 
@@ -59,9 +59,9 @@ class RowCache:
         return sum(cached.num_bytes for cached in self.types.values())
 
     def save(self, folder: str | Path) -> None:
-        """Replace ``folder`` by a rename; processes that have the old cache open can continue to use it.
+        """Write the cache to ``folder``. If a cache exists there, processes that have it open can continue to use it.
 
-        Raises ``PartitionError`` when it cannot be written.
+        Raises ``PartitionError`` when the cache cannot be written.
         """
         target = Path(folder)
         new, old = (target.with_name(f".{target.name}.{what}.{os.getpid()}") for what in ("new", "old"))
@@ -82,7 +82,7 @@ class RowCache:
     def open(cls, folder: str | Path) -> RowCache:
         """Memory-map a saved cache, so that the processes of a host share one copy.
 
-        Raises ``PartitionError`` when it cannot be read.
+        Raises ``PartitionError`` when the cache cannot be read.
         """
         root = Path(folder)
         try:

@@ -82,11 +82,11 @@ class FilledCache:
 def fill_cache(
     access: object, store: PartStore, plan: BatchPlan, node: str, size: CacheSize, folder: Path, ranks: RankGroup
 ) -> FilledCache | None:
-    """Cache the rows of other hosts that this host's ranks request most. Collective.
+    """Cache the rows of other hosts that this host's ranks request most. All ranks must call this.
 
-    The first rank of each host presamples its own batches and writes the rows into files in ``folder``, which the other
-    ranks map. The files are then unlinked; their memory is freed when the last process ends. ``node`` is the host's
-    name, equal on its ranks.
+    The first rank of each host presamples its own batches and writes the most requested rows into files in ``folder``,
+    which the host's other ranks map. Then the files are unlinked; their memory is freed when the last process ends.
+    ``node`` is a name of the host, equal on all ranks of the host.
 
     Returns None if all parts are on this host, and in clients of graph servers. Raises ``TrainerError`` on all ranks.
     """
@@ -108,7 +108,7 @@ def cache_rows(
     graph: OpenedGraph, fanouts: Sequence[int] | Mapping[EdgeType, Sequence[int]], split: str, batch_size: int,
     size: str, node_type: NodeType | None, replace: bool, attrs: Mapping[NodeType, Sequence[str]] | None,
 ) -> Prediction | None:  # fmt: skip
-    """Implements ``Graph.cache_rows``."""
+    """Cache rows as ``Graph.cache_rows`` describes; that method calls this function."""
     ranks = RankGroup.of_process(graph.ranks)
     plan, limit = ranks.agree(
         lambda: (_plan(graph, fanouts, split, batch_size, node_type, replace, attrs), CacheSize.parse(size))
@@ -127,11 +127,10 @@ def cache_rows(
 def device_rows(
     graph: OpenedGraph, plan: BatchPlan, size: CacheSize, device: torch.device
 ) -> dict[NodeType, DeviceRows]:
-    """Copy the features ``x`` that this rank's batches request most to ``device``, as float32; {} if ``size`` is 0
-    bytes.
+    """Copy the rows of ``x`` that this rank's batches request most to ``device``, as float32.
 
-    A share in ``size`` refers to all rows of the graph. Raises ``SettingsError`` in a client, which receives whole
-    batches, and ``ServiceError`` if an owner does not answer.
+    A share in ``size`` refers to all rows of the graph; if ``size`` is 0 bytes, the result is {}. Raises
+    ``SettingsError`` in a client, which receives whole batches, and ``ServiceError`` if an owner does not answer.
     """
     specs = graph.manifest.nodes
     widths = {of: 4 * int(np.prod(spec.attrs["x"].shape[1:])) for of, spec in specs.items() if "x" in spec.attrs}
@@ -150,7 +149,11 @@ def device_rows(
 def _fill(
     access: object, store: PartStore, plan: BatchPlan, size: CacheSize, folder: Path, scratch: list[Path]
 ) -> tuple[Prediction | None, Path | None]:
-    """Return the prediction, and the folder of the cache, created in a new folder that is appended to ``scratch``."""
+    """Choose, fetch and save the rows to cache; return the predicted traffic and the folder of the cache.
+
+    The folder is in a new temporary folder, which is appended to ``scratch``; None if no rows are cached. Both results
+    are None if this process has no parts or all parts.
+    """
     if not isinstance(access, DistGraph) or not 0 < len(store.parts) < store.manifest.num_parts:
         return None, None
     columns, steps = CachedColumns.of(plan, store), presample(access, plan)
@@ -178,7 +181,10 @@ def _fetch(access: DistGraph, store: PartStore, of: NodeType, ids: Ids, columns:
 
 
 def _save(cache: RowCache, folder: Path, scratch: list[Path]) -> Path:
-    """Write the cache into a new folder in ``folder``, which is appended to ``scratch``. Raises ``PartitionError``."""
+    """Write the cache to a new temporary folder in ``folder``, and return the path of the cache.
+
+    The temporary folder is appended to ``scratch``. Raises ``PartitionError``.
+    """
     try:
         folder.mkdir(parents=True, exist_ok=True)
         scratch.append(Path(tempfile.mkdtemp(prefix="cache-", dir=folder)))
@@ -196,7 +202,7 @@ def _use(access: object, path: Path | None) -> None:
 
 @contextmanager
 def _temporary_folders() -> Iterator[list[Path]]:
-    """Yield a list; the folders that were appended to it are deleted at the end."""
+    """Yield an empty list; folders that the ``with`` block appends to the list are deleted at the end."""
     scratch: list[Path] = []
     try:
         yield scratch
@@ -220,7 +226,7 @@ def _plan(
     graph: OpenedGraph, fanouts: Sequence[int] | Mapping[EdgeType, Sequence[int]], split: str, batch_size: int,
     node_type: NodeType | None, replace: bool, attrs: Mapping[NodeType, Sequence[str]] | None,
 ) -> BatchPlan:  # fmt: skip
-    """The batches of a loader with these arguments, in a seed order of our own: the loader's is unknown."""
+    """Return the batches of a loader with these arguments, but in another seed order, as the loader's is unknown."""
     given = fanouts if isinstance(fanouts, Mapping) else dict.fromkeys(graph.manifest.edges, fanouts)
     hops = {of: tuple(values) for of, values in given.items()}
     check_settings(graph.manifest, SampleSettings(hops, replace=replace))
@@ -242,7 +248,7 @@ def _plan(
 
 
 def _requests_edges(graph: OpenedGraph, edge_types: Mapping[EdgeType, object]) -> bool:
-    """Whether edge attributes come from other hosts; with replicated topology only multi-dimensional ones do."""
+    """Return whether edge attributes come from other hosts; with replicated topology only multi-dimensional ones do."""
     shapes = [spec.shape for of in edge_types for spec in graph.manifest.edges[of].attrs.values()]
     return not graph.store.whole_topology or any(len(shape) > 1 for shape in shapes)
 

@@ -1,8 +1,9 @@
 """Chooses the rows of other hosts that a host caches, and predicts the bytes that a rank receives in an epoch.
 
 Sampling is a pure function of seed, epoch and step. A rank therefore samples some batches of its run in advance,
-without gathering their rows, and counts the rows of other hosts that they request. The most requested rows are cached.
-To predict an epoch's bytes, the same batches are replayed through cache and held rows by the code that ``gather`` uses.
+without gathering rows, and counts the rows of other hosts that these batches request. The most requested rows are
+cached. To predict the bytes of an epoch, the code of ``DistGraph.gather`` processes the same batches with the cache and
+with held rows, but sends no requests.
 """
 
 from __future__ import annotations
@@ -51,7 +52,7 @@ class BatchPlan:
 
     @property
     def epoch_steps(self) -> float:
-        """Number of steps of an epoch; a short last step counts as a fraction."""
+        """Number of steps of an epoch; a last step with fewer seeds counts as a fraction."""
         return min(float(self.order.num_steps), self.order.num_seeds / self.order.global_batch)
 
 
@@ -65,14 +66,14 @@ class PresampledStep:
 
 @dataclass(frozen=True)
 class RowCounts:
-    """Number of requests for each row of one node type."""
+    """How often each row of one node type is requested."""
 
     ids: Ids  #: int64 [n] global ids, ascending
     counts: npt.NDArray[np.int64]  #: int64 [n], at least 1
 
     @classmethod
     def of(cls, requested: Sequence[Ids]) -> RowCounts:
-        """Count the ids in several arrays."""
+        """Count how often each id occurs in ``requested``, a list of arrays of ids."""
         return cls(*np.unique(np.concatenate([np.empty(0, np.int64), *requested]), return_counts=True))
 
 
@@ -85,7 +86,7 @@ class CachedColumns:
 
     @classmethod
     def of(cls, plan: BatchPlan, store: PartStore) -> CachedColumns:
-        """Choose the columns. With replicated topology every host has all 1-d columns, so they are not cached."""
+        """Choose the columns. With replicated topology every host has all 1-d columns, so only others are cached."""
         names, row_bytes = {}, {}
         for of, every in plan.columns.items():
             shapes = {name: row_spec(store, of, name)[1] for name in every}
@@ -108,7 +109,7 @@ class Prediction:
     cache_bytes: int  #: size of the cache
 
     def line(self) -> dict[str, float]:
-        """Values for the metrics file."""
+        """Return these values as the metrics file records them."""
         return {
             "steps": self.steps,
             "presampled": self.presampled,
@@ -124,7 +125,7 @@ def presample(access: CountedAccess, plan: BatchPlan) -> list[PresampledStep]:
     """Sample the first batches of a run, epoch after epoch, without gathering rows.
 
     Stops after ``MOST_STEPS`` batches, ``MOST_SECONDS`` seconds, or ``ENOUGH_ROWS`` requested rows. The more batches
-    are counted, the better the cache fits the remaining ones. With partitioned topology, sampling asks the graph
+    are presampled, the better the cache fits the remaining batches. With partitioned topology, sampling asks the graph
     servers of other hosts. Memory: 8 bytes per requested row. Raises ``ServiceError``.
     """
     steps: list[PresampledStep] = []
@@ -142,10 +143,10 @@ def presample(access: CountedAccess, plan: BatchPlan) -> list[PresampledStep]:
 
 
 def counted_steps(steps: Sequence[PresampledStep], plan: BatchPlan) -> Sequence[PresampledStep]:
-    """The presampled steps whose rows are counted: all if they cover an epoch, else all but the last third.
+    """Return the presampled steps whose requests are counted: all if they cover an epoch, else all but the last third.
 
     ``predict`` extrapolates from the last third. These steps must not be counted, because the cache fits counted
-    batches better than others.
+    batches better than other batches.
     """
     return steps if len(steps) >= plan.order.num_steps else steps[: len(steps) - _third(steps)]
 
@@ -153,7 +154,7 @@ def counted_steps(steps: Sequence[PresampledStep], plan: BatchPlan) -> Sequence[
 def count_remote_rows(
     access: DistGraph, steps: Sequence[PresampledStep], columns: CachedColumns
 ) -> dict[NodeType, RowCounts]:
-    """Count the requests of ``steps`` for each row of other hosts, for the types in ``columns``."""
+    """Count how often ``steps`` request each row of other hosts, for the node types in ``columns``."""
     requested: dict[NodeType, list[Ids]] = defaultdict(list)
     nothing = HeldRows(0)
     for step in steps:
@@ -165,7 +166,7 @@ def count_remote_rows(
 
 
 def count_rows(steps: Sequence[PresampledStep], name: str) -> dict[NodeType, RowCounts]:
-    """Count the requests of ``steps`` for column ``name`` of each node, on whichever host it is."""
+    """Count how often ``steps`` request the column ``name`` of each node, whichever host owns the node."""
     requested: dict[NodeType, list[Ids]] = defaultdict(list)
     for request in (request for step in steps for request in step.requests if name in request.attrs):
         if isinstance(request.of, str):
@@ -179,8 +180,9 @@ def most_requested(
 ) -> dict[NodeType, Ids]:  # fmt: skip
     """Choose the rows with the most requests per byte, at most ``budget`` bytes in total; returns ascending global ids.
 
-    Ties go to the earlier type, then to the lower id. If all counted rows fit, the remaining ``candidates`` of the same
-    types fill the budget in this order, because an epoch may request rows that were not counted.
+    Among equal rows, those of the earlier type and then those with the lower id are chosen. If all rows in ``counts``
+    fit, other rows from ``candidates``, of the same types and in the same order, fill the budget, because an epoch may
+    request rows that were not counted.
     """
     types = [of for of in row_bytes if of in counts and len(counts[of].ids)]
     chosen, left = {}, budget
@@ -202,14 +204,14 @@ def most_requested(
 
 
 def remote_ids(store: PartStore, of: NodeType) -> Ids:
-    """Global ids of the nodes in parts of other hosts, int64, ascending."""
+    """Return the global ids of the nodes in parts of other hosts, int64, ascending."""
     book = store.books[of]
     ranges = [book.range_of(part) for part in range(book.num_parts) if part not in store.parts]
     return np.concatenate([np.empty(0, np.int64), *(np.arange(begin, end) for begin, end in ranges)])
 
 
 def budget_of(size: CacheSize, store: PartStore, row_bytes: Mapping[NodeType, int]) -> int:
-    """Size of the cache in bytes; a share refers to all rows in parts of other hosts."""
+    """Return the size of the cache in bytes. A share in ``size`` refers to all rows in parts of other hosts."""
     if size.bytes is not None:
         return size.bytes
     here = {of: [store.books[of].range_of(part) for part in store.parts] for of in row_bytes}
@@ -218,9 +220,10 @@ def budget_of(size: CacheSize, store: PartStore, row_bytes: Mapping[NodeType, in
 
 
 def predict(access: DistGraph, plan: BatchPlan, steps: Sequence[PresampledStep], cache: RowCache | None) -> Prediction:
-    """Replay the presampled steps of epoch 1 through ``cache`` and held rows, and predict an epoch's bytes.
+    """Predict the bytes that a rank receives in an epoch, with and without ``cache``, from the presampled steps.
 
-    Steps that were not presampled are assumed to be like the last third of those that were.
+    Only steps of epoch 1 are used. Steps that were not presampled are assumed to be like the last third of the
+    presampled ones.
     """
     steps = steps[: plan.order.num_steps]
     without = _Replay(access, None, plan.threads)
@@ -246,7 +249,7 @@ def predict(access: DistGraph, plan: BatchPlan, steps: Sequence[PresampledStep],
 
 
 class _Replay:
-    """Replays presampled steps as ``DistGraph.gather`` would process them; requests nothing and counts per step."""
+    """Processes presampled steps as ``DistGraph.gather`` does, without requests; counts bytes and rows per step."""
 
     def __init__(self, access: DistGraph, cache: RowCache | None, threads: int):
         self.received: list[float] = []  #: bytes from other hosts
@@ -280,7 +283,7 @@ class _Replay:
 
 
 def _blank_answer(piece: GatherPiece, at: npt.NDArray[np.int32]) -> HostRows:
-    """An answer for these rows of ``piece``, with blank rows that take no memory."""
+    """Return what an owner would answer for the rows at ``at`` of ``piece``, with blank rows that take no memory."""
     rows = {name: blank_rows(len(at), values.dtype, values.shape[1:]) for name, values in piece.out.items()}
     return HostRows(piece.ids[at], rows)
 
@@ -290,7 +293,7 @@ def _third(steps: Sequence[PresampledStep]) -> int:
 
 
 def _wire_bytes(store: PartStore, of: AnyType, name: str, wire_rows: WireRows) -> int:
-    """Bytes of one row of a column as it is sent."""
+    """Return the bytes of one row of a column when another host sends the row."""
     spec = store.manifest.attrs_of(of).get(name)
     if spec is None:
         return _stored_bytes(store, of, name)

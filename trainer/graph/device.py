@@ -24,7 +24,7 @@ from trainer.store.row_cache import CachedRows
 
 
 def as_tensor(values: Array, spec: AttrSpec) -> Tensor:
-    """Stored rows as a tensor of the dataset's dtype; shares memory."""
+    """Return stored rows as a tensor of the dataset's dtype that shares the memory of the rows."""
     if spec.dtype == "bfloat16":
         return torch.from_numpy(values.view(np.int16)).view(torch.bfloat16)
     return torch.from_numpy(values)
@@ -62,9 +62,10 @@ def feed(device: torch.device) -> Callable[[B], B]:
 
 
 class CudaFeed:
-    """Copies batches on a separate stream; returns a batch once its copy is queued before the device's next work.
+    """Copies batches to a CUDA device on a separate stream.
 
-    The host runs ahead of the device, so the copy of a batch overlaps with the work on the previous one.
+    A batch is returned as soon as its copy is queued; the device waits for the copy before it starts work queued later.
+    The host does not wait, so the copy of a batch overlaps with the device's work on the previous batch.
     """
 
     def __init__(self, device: torch.device):

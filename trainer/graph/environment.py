@@ -30,7 +30,7 @@ def open_any(
     node_rank: int | None = None, key_file: str | Path | None = None, deadline: float = 120.0,
     environ: Mapping[str, str] = os.environ,
 ) -> Graph:  # fmt: skip
-    """Implements ``gnnfleet.open``."""
+    """Open a graph as ``gnnfleet.open`` describes; that function calls this one."""
     if path is not None:
         _check_path(path)
     ranks = this_process(environ)
@@ -62,9 +62,10 @@ def open_any(
 
 
 def compares_digests(ranks: Ranks, environ: Mapping[str, str] = os.environ) -> bool:
-    """Whether this process compares the files it opens with the digests in the manifest.
+    """Return whether this process compares the files it opens with the digests in the manifest.
 
-    The node's graph server compares them before it is ready. Without a graph server, the node's first rank does.
+    If the node has a graph server, the server compares the files before it is ready. Otherwise the node's first rank
+    does.
     """
     return ranks.local_rank == 0 and not environ.get("GNNFLEET_SERVER_READY")
 
@@ -72,8 +73,8 @@ def compares_digests(ranks: Ranks, environ: Mapping[str, str] = os.environ) -> b
 def await_own_server(environ: Mapping[str, str] = os.environ) -> None:
     """Wait until this node's graph server has written its ready file, if the launcher started one.
 
-    Reads GNNFLEET_SERVER_READY and GNNFLEET_START_TIMEOUT (seconds). Raises ``ServiceError`` after that time. By then
-    the supervisor, which watches the server, has usually ended the run.
+    Reads GNNFLEET_SERVER_READY (the file) and GNNFLEET_START_TIMEOUT (seconds). Raises ``ServiceError`` if the file is
+    missing after this time. Usually the supervisor, which watches the server, ends the run earlier.
     """
     ready, seconds = environ.get("GNNFLEET_SERVER_READY"), float(environ.get("GNNFLEET_START_TIMEOUT") or 120)
     until = time.monotonic() + seconds
@@ -87,15 +88,16 @@ def await_own_server(environ: Mapping[str, str] = os.environ) -> None:
 
 
 def is_client(cluster: str | Path | None, node_rank: int) -> bool:
-    """Whether a node of a run is a client: it holds no part and asks graph servers. Raises ``SettingsError`` for a bad
-    cluster file.
+    """Return whether a node of a run is a client, which holds no part and asks graph servers.
+
+    Raises ``SettingsError`` for a bad cluster file.
     """
     nodes = read_cluster(cluster).nodes if cluster else ()
     return any(node.node_rank == node_rank and node.role == "client" for node in nodes)
 
 
 def this_process(environ: Mapping[str, str] = os.environ) -> Ranks:
-    """Ranks from torchrun's variables, else from an initialized process group."""
+    """Return the ranks from torchrun's variables, else from an initialized process group."""
     ranks = Ranks.from_env(environ)
     torch = sys.modules.get("torch")  # not imported: no process group can exist
     if "RANK" in environ or torch is None:
@@ -128,7 +130,10 @@ def _check_in_run(environ: Mapping[str, str]) -> None:
 
 
 def _layout_of_run(cluster: str | Path, ranks: Ranks) -> RankLayout | None:
-    """The run's layout; None for a single process outside the run, which then reads all parts itself."""
+    """Return which ranks are beside each part in the run.
+
+    None for a single process outside the run, which reads all parts itself.
+    """
     layout = RankLayout.from_cluster(read_cluster(cluster))
     if layout.world_size == ranks.world_size:
         return layout

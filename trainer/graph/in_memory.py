@@ -27,10 +27,10 @@ from trainer.store.part_store import EdgePart, NodePart, Part, PartStore
 
 
 def dataset_of_stores(feature_store: Any, graph_store: Any, time_attr: str | None = None) -> Dataset:
-    """Return topology, sizes and times of a (feature store, graph store) pair. Edge ids are positions in the stored
-    edge list.
+    """Return topology, sizes and times of a (feature store, graph store) pair as a ``Dataset``.
 
-    Raises ``DataError`` if the number of nodes is unknown, ``SettingsError`` for an unknown time attribute.
+    Edge ids are positions in the stored edge list. Raises ``DataError`` if the number of nodes is unknown,
+    ``SettingsError`` for an unknown time attribute.
     """
     edge_attrs = graph_store.get_all_edge_attrs()
     if not edge_attrs:
@@ -74,7 +74,7 @@ def _count(edge_attrs: list[Any], edge_index: dict[EdgeType, Array]) -> int:
 
 
 def _times(feature_store: Any, time_attr: str, hetero: bool) -> dict[AnyType, Array]:
-    """The time attribute of every type that has it, for all nodes or edges.
+    """Return the times of all nodes or edges of every type that has the attribute ``time_attr``.
 
     As in torch_geometric, times in a homogeneous graph belong to nodes if the attribute is called ``time``, else to
     edges.
@@ -132,7 +132,7 @@ def _is_stores(data: Any) -> bool:
 
 
 def _check_whole(stores: Any) -> None:
-    """Reject the stores of torch_geometric.distributed, whose ids and rows are those of one partition."""
+    """Raise ``SettingsError`` for stores of torch_geometric.distributed, which contain one partition of a graph."""
     for store in stores:
         if any(base.__module__.startswith("torch_geometric.distributed.") for base in type(store).__mro__):
             raise SettingsError(
@@ -155,7 +155,7 @@ def graph_of(dataset: Dataset, source: Any = None) -> Graph:
 
 
 def _node_attrs(dataset: Dataset, data: NodeData) -> dict[str, Array]:
-    """The attributes, uncopied except for times, which must be contiguous to gather rows from them."""
+    """Return the attributes without a copy, except times, which must be contiguous to gather rows from them."""
     times = {name: np.ascontiguousarray(data.attrs[name]) for name in dataset.time_attrs if name in data.attrs}
     return {**data.attrs, **times}
 
@@ -191,7 +191,7 @@ def _check_ends(ids: Array, dataset: Dataset, of: EdgeType, end: NodeType) -> No
 
 
 class _ReorderedRows(Mapping[str, Array]):
-    """Attributes with reordered rows; each attribute is reordered on first access."""
+    """A mapping of attributes whose rows are reordered; each attribute is reordered on first access."""
 
     def __init__(self, attrs: Mapping[str, Array], rows: Array):
         self._attrs, self._rows = attrs, rows

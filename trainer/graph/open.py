@@ -38,7 +38,7 @@ class Graph:
     """An opened graph, from ``gnnfleet.open`` or ``gnnfleet.connect``.
 
     Pass it to the loaders. Close it after use, or use it in a ``with`` statement. Rows and edges stay on disk and on
-    other hosts; batches bring those they need.
+    other hosts; a batch contains only the rows and edges that it needs.
 
     Args:
         store: Manifest, splits, and memory maps of the parts on this host.
@@ -67,7 +67,7 @@ class Graph:
     source: Any = None
 
     def __repr__(self) -> str:
-        """One line for notebooks."""
+        """Describe the graph in one line, for notebooks."""
         here = ", ".join(map(str, self.store.parts))
         where = f"served by {self.gateway.home.name}" if self.gateway else f"parts here: {here or 'none'}"
         manifest = self.manifest
@@ -76,12 +76,12 @@ class Graph:
 
     @property
     def manifest(self) -> Manifest:
-        """Types, sizes, attributes and parts of the graph, as ``manifest.json`` has them."""
+        """Types, sizes, attributes and parts of the graph: the content of ``manifest.json``."""
         return self.store.manifest
 
     @property
     def layout(self) -> RankLayout:
-        """The ranks beside each part."""
+        """For each part, the ranks beside it: the ranks on hosts that hold the part."""
         return self.placed or RankLayout.everywhere(self.ranks.world_size, self.manifest.num_parts)
 
     @property
@@ -119,19 +119,21 @@ class Graph:
         return SubgraphSampler(self.access, self.manifest, settings, attrs, labels)
 
     def threads(self, threads: int, prefetch: int) -> int:
-        """Number of sampler threads of a loader. In a client it is at least ``prefetch``: each thread only waits for
-        one batch.
+        """Return the number of sampler threads of a loader.
+
+        In a client it is at least ``prefetch``, as each thread only waits for a batch of a graph server.
         """
         return max(threads, prefetch) if self.gateway else threads
 
     def patience(self, deadline: float, num_requests: int) -> float:
-        """Seconds that a batch may take which makes ``num_requests`` requests, one after the other."""
+        """Return the seconds that a batch may take if it makes ``num_requests`` requests, one after the other."""
         return (deadline + (self.gateway.server_wait if self.gateway else 0.0)) * num_requests
 
     @property
     def node_types(self) -> list[NodeType]:
-        """Node types in the partition's order, which may differ from the data's. ``["node"]`` if the graph is
-        homogeneous.
+        """Node types in the partition's order, which may differ from the order in the data.
+
+        ``["node"]`` if the graph is homogeneous.
         """
         return list(self.manifest.nodes)
 
@@ -192,8 +194,8 @@ class Graph:
     ) -> Prediction | None:  # fmt: skip
         """Cache on this host the rows of other hosts that batches of ``split`` request most often.
 
-        Samples some batches in advance without gathering their rows, counts the rows of other hosts that they request,
-        and fetches the most requested ones. Collective: all processes of an initialized ``torch.distributed`` call it.
+        Samples some batches in advance without gathering rows, counts the rows of other hosts that the batches request,
+        and fetches the most requested rows. All processes of an initialized ``torch.distributed`` must call this.
 
         Args:
             fanouts: ``num_neighbors`` of the loader: a list, or a mapping over edge types.
@@ -294,7 +296,7 @@ def open_client(
     cluster: Cluster, ranks: Ranks, *, key_file: str | Path | None = None, deadline: float = 120.0,
     remote_access: RemoteAccess | None = None, placed: RankLayout | None = None,
 ) -> Graph:  # fmt: skip
-    """Open the graph in a client node of a run: all of it through graph servers, the home server first.
+    """Open the graph in a client node of a run. All data comes from graph servers, first from the node's home server.
 
     Raises:
         ServiceError: No server answers within ``deadline`` seconds, or a server has a different partition.
@@ -313,7 +315,7 @@ def open_client(
 def connect_servers(
     endpoints: str | Sequence[str] | None, key: str | Path | None, ranks: Ranks, *, deadline: float, name: str,
 ) -> Graph:  # fmt: skip
-    """Implements ``gnnfleet.connect``."""
+    """Open a graph as ``gnnfleet.connect`` describes; that function calls this one."""
     keys = None if key is None else read_key_file(Path(key).expanduser())
     named = endpoints or (keys.endpoints if keys else ())
     endpoint_list = list(named) if isinstance(named, Sequence) and not isinstance(named, str) else [named]
@@ -348,7 +350,7 @@ def _check_endpoint(endpoint: object) -> None:
 
 
 def _reachable_servers(endpoints: Sequence[str], keys: ServiceKeys | None, deadline: float) -> list[ServerAddress]:
-    """Addresses of the servers that answer at ``endpoints``, followed by the servers that they list.
+    """Return the addresses of the servers that answer at ``endpoints``, and then of the other servers of their cluster.
 
     Raises ``ServiceError`` with the cause for each endpoint if none answers.
     """
@@ -368,7 +370,10 @@ def _reachable_servers(endpoints: Sequence[str], keys: ServiceKeys | None, deadl
 
 
 def _say_hello(clients: Sequence[HostClient], patience: float) -> tuple[list[tuple[str, HelloInfo]], list[str]]:
-    """Return (endpoint, answer) of the servers that answer, and an error text for each of the others."""
+    """Send a first request to each server.
+
+    Returns (endpoint, answer) for each server that answers, and an error text for each other server.
+    """
     until = time.monotonic() + patience
     hellos = [(client, client.submit_hello()) for client in clients]
     found, problems = [], []
@@ -381,7 +386,7 @@ def _say_hello(clients: Sequence[HostClient], patience: float) -> tuple[list[tup
 
 
 def _connect_error(endpoints: Sequence[str], problems: Sequence[str]) -> str:
-    """One error text per endpoint; a single text if all endpoints failed alike."""
+    """Return one line of error text per endpoint, or a single line if all endpoints failed alike."""
     kinds = {
         re.sub(r"within [\d.]+ s", "", problem.replace(endpoint, ""))
         for endpoint, problem in zip(endpoints, problems, strict=True)
@@ -392,7 +397,7 @@ def _connect_error(endpoints: Sequence[str], problems: Sequence[str]) -> str:
 
 
 def _address_of(endpoint: str, info: HelloInfo) -> ServerAddress:
-    """The server's address: name and parts as it reports them, endpoint as the user reaches it."""
+    """Return the address of a server: name and parts as the server reports them, endpoint as the user reaches it."""
     listed = [place for place in info.servers if place.node_rank == info.node_rank]
     name = listed[0].name if listed else f"node{info.node_rank} ({info.host})"
     return ServerAddress(name, info.node_rank, info.host, endpoint, info.part_ids)

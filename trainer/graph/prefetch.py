@@ -27,19 +27,18 @@ def ordered_ahead(
     work: Callable[[Item], Result], items: Iterable[Item], *, threads: int, ahead: int, deadline: float,
     thread_init: Callable[[int], object] | None = None,
 ) -> Generator[Result, None, None]:  # fmt: skip
-    """Yield ``work(item)`` for each item, in order, computed by ``threads`` threads; at most ``ahead`` results exist at
-    once.
+    """Yield ``work(item)`` for each item, in order. The results are computed ahead by ``threads`` threads.
 
-    The result in use counts until the next one is requested. No reference to it is kept here, so memory is bounded by
-    ``ahead`` results if the caller drops each result before it requests the next. At least ``threads + 1`` results are
-    allowed.
+    At most ``ahead`` results exist at once, but at least ``threads + 1`` are allowed. The result that the caller uses
+    counts until the caller requests the next one. This function keeps no reference to it, so memory is bounded if the
+    caller drops each result before the next request.
 
-    If ``work`` raises, the error is raised at the item's place in the order and no later item is started: after a lost
-    host each would wait for its deadline, and a process cannot exit before its threads. Raises ``ServiceError`` if a
-    result is not ready ``deadline`` seconds after it is requested.
+    If ``work`` raises, the error is raised at the item's place in the order and no later item is started: after the
+    loss of a host, each later item would wait for its deadline, and a process cannot exit before its threads have
+    ended. Raises ``ServiceError`` if a result is not ready ``deadline`` seconds after it is requested.
 
-    ``thread_init`` is called with the number of each thread, from 0, before the thread's first item. An error in it is
-    raised in place of that item's result.
+    ``thread_init`` is called with the number of each thread, from 0, before the thread's first item. An error in
+    ``thread_init`` is raised in place of that item's result.
     """
     pending: deque[Future[Result]] = deque()
     failed: list[int] = []  #: numbers of the items whose work raised
@@ -82,18 +81,18 @@ def _wait(future: Future[Result], deadline: float) -> Result:
 
 
 class Sampler(Protocol):
-    """Makes batches of one kind; thread-safe. Both methods raise ``ServiceError``."""
+    """Makes batches with fixed settings; thread-safe. Both methods raise ``ServiceError``."""
 
     def sample(self, seeds: SeedSet, key: int) -> SampledBatch:
-        """Sample a subgraph and gather its rows."""
+        """Sample a subgraph around ``seeds`` and gather the rows of its nodes and edges."""
 
     def subgraph(self, seeds: SeedSet, key: int) -> SampledSubgraph:
-        """Sample a subgraph without rows."""
+        """Sample a subgraph around ``seeds`` without gathering rows."""
 
 
 @dataclass(frozen=True)
 class RemoteSampler:
-    """Requests each batch from a graph server, with one message."""
+    """A ``Sampler`` that requests each batch from a graph server, with one message per batch."""
 
     gateway: Gateway
     settings: SampleSettings

@@ -1,7 +1,7 @@
-"""The order of seeds, and each rank's share of every step.
+"""The order of the seeds in an epoch, and each rank's share of every step.
 
-All ranks compute the same order and the same split. They therefore agree on the number of steps, and no seed is lost or
-repeated, whatever the number of ranks, hosts and parts.
+All ranks compute the same order and the same shares. They therefore agree on the number of steps, and no seed is lost
+or repeated, whatever the number of ranks, hosts and parts.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ OTHER_STREAM = 3
 
 @dataclass(frozen=True)
 class SeedOrder:
-    """Cuts the seeds of one split into global batches; a pure function of (seed, epoch)."""
+    """Cuts the seeds of one split into global batches. The batches depend on seed and epoch only."""
 
     num_seeds: int
     global_batch: int  #: seeds per step over all ranks
@@ -43,30 +43,30 @@ class SeedOrder:
 
     @property
     def num_steps(self) -> int:
-        """Number of steps of an epoch; the last one may be short."""
+        """Number of steps of an epoch. The last step may have fewer seeds."""
         full, rest = divmod(self.num_seeds, self.global_batch)
         left_out = self.drop_last or rest == 0 or (full > 0 and rest < self.least)
         return full if left_out else full + 1
 
     def epoch(self, epoch: int) -> Ids:
-        """Positions in the split's seed list, int64 [num_seeds], in training order."""
+        """Return the order of the seeds in an epoch: positions in the split's seed list, int64 [num_seeds]."""
         if not self.shuffle:
             return np.arange(self.num_seeds)
         return shuffled(self.num_seeds, batch_key(self.seed, self.stream, epoch, -1))
 
     def step(self, order: Ids, step: int) -> Ids:
-        """Positions of one global batch, int64; ``order`` is the result of ``epoch``."""
+        """Return positions of the seeds of one global batch in the seed list, int64; ``order`` comes from ``epoch``."""
         joins_rest = step == self.num_steps - 1 and not self.drop_last
         return order[step * self.global_batch : None if joins_rest else (step + 1) * self.global_batch]
 
     def key(self, epoch: int, step: int) -> int:
-        """Key of one batch, for sampling and dropout."""
+        """Return the key from which the random numbers of one batch are drawn, for sampling and dropout."""
         return batch_key(self.seed, self.stream, epoch, step)
 
 
 @dataclass(frozen=True)
 class RankLayout:
-    """Assigns ranks to parts: seeds of a part go first to the ranks beside it.
+    """Assigns ranks to parts: the seeds of a part go first to the ranks beside the part (``ranks_of_part``).
 
     Args:
         world_size: Number of ranks.
@@ -87,21 +87,21 @@ class RankLayout:
 
     @classmethod
     def single(cls, num_parts: int) -> RankLayout:
-        """One rank that reads all parts."""
+        """Return the layout of one rank that reads all parts."""
         return cls.everywhere(1, num_parts)
 
     @classmethod
     def everywhere(cls, world_size: int, num_parts: int) -> RankLayout:
-        """Every rank reads all parts itself."""
+        """Return the layout in which every rank reads all parts itself."""
         return cls(world_size, (tuple(range(world_size)),) * num_parts)
 
     @classmethod
     def from_cluster(cls, cluster: Cluster) -> RankLayout:
-        """The layout that ``cluster.json`` describes."""
+        """Return the layout that ``cluster.json`` describes."""
         return cls(sum(len(node.ranks) for node in cluster.nodes), cluster.ranks_of_part())
 
     def table(self) -> npt.NDArray[np.int64]:
-        """The ranks of each part: int64 [num_parts, most ranks of a part], padded with -1."""
+        """Return the ranks of each part: int64 [num_parts, most ranks of a part], padded with -1."""
         width = max((len(ranks) for ranks in self.ranks_of_part), default=0)
         return np.array([[*ranks, *[-1] * (width - len(ranks))] for ranks in self.ranks_of_part], np.int64)
 
@@ -130,10 +130,10 @@ def shares(
 
 
 def split_step(parts: Ids, layout: RankLayout) -> Ids:
-    """Assign the seeds of a global batch to ranks, given the seeds' parts: int64 [n], the rank of each seed.
+    """Assign the seeds of a global batch, given the part of each, to ranks; return the rank of each, int64 [n].
 
     Every rank gets ``n // world_size`` seeds or one more (lower ranks first). Within this quota a seed goes to a rank
-    beside its part; the remaining seeds go, in order, to ranks that have room.
+    beside the part of the seed; the remaining seeds go, in order, to ranks that have room.
     """
     n, world_size = len(parts), layout.world_size
     room = np.full(world_size, n // world_size)
@@ -145,7 +145,10 @@ def split_step(parts: Ids, layout: RankLayout) -> Ids:
 
 @njit()
 def _assign(parts: Any, ranks_of_part: Any, room: Any, rank_of: Any) -> None:
-    """Fill ``rank_of`` and count ``room`` down; ``room`` sums to the number of seeds."""
+    """Write the rank of each seed to ``rank_of``.
+
+    ``room``, the number of seeds that each rank may still get, is counted down; its sum is the number of seeds.
+    """
     n = len(parts)
     for i in range(n):
         best = -1

@@ -66,7 +66,8 @@ class Interrupts:
 
     @contextmanager
     def handed_to(self, receiver: Callable[[int], None]) -> Iterator[None]:
-        """Pass signals to ``receiver``. It runs inside the signal handler, so it must be reentrant."""
+        """Within the ``with`` block, call ``receiver(number)`` for each signal. ``receiver`` runs inside the signal
+        handler, so it must be reentrant."""
         self._receiver = receiver
         try:
             yield
@@ -104,7 +105,7 @@ class Interrupts:
 
 @dataclass
 class Policy:
-    """Decides how a running run reacts to a signal."""
+    """Decides whether a signal stops the run, detaches this process from the run, or makes it ask the user."""
 
     on_interrupt: OnInterrupt
     can_ask: bool  #: stdin and stdout are a terminal
@@ -112,10 +113,11 @@ class Policy:
     _asked: float = -_TWICE  # monotonic seconds of the last signal that asked or detached
 
     def action(self, number: int, now: float) -> OnInterrupt:
-        """Return the action for signal ``number`` at ``now`` (monotonic seconds).
+        """Return ``stop``, ``detach`` or ``ask`` for signal ``number``, received at ``now`` (monotonic seconds).
 
-        ``ask`` applies only to Ctrl-C; a second Ctrl-C within two seconds means ``stop``. SIGHUP means ``detach``. A
-        viewer also detaches on SIGTERM, and when it should ask but has no terminal.
+        SIGHUP detaches. Any other signal does what ``on_interrupt`` says, but a second one within two seconds of one
+        that asked or detached stops the run. Only Ctrl-C at a terminal can ask; another signal, or Ctrl-C without a
+        terminal, stops the run instead. A viewer (``gnnfleet follow``) detaches on SIGTERM, and wherever it cannot ask.
         """
         if number == signal.SIGHUP or (self.viewer and number == signal.SIGTERM):
             return "detach"
@@ -177,7 +179,8 @@ _ANSWERS: dict[str, OnInterrupt | None] = {"s": "stop", "d": "detach", "\n": Non
 
 
 class InterruptPrompt:
-    """Maps signals and key presses to stop, detach or continue. A context manager that restores the terminal."""
+    """Turns signals and key presses into actions: stop the run, detach from it, or continue. As a context manager it
+    restores the terminal settings on exit."""
 
     def __init__(
         self, live: LiveLog, on_interrupt: OnInterrupt = "stop", *, can_ask: bool | None = None, viewer: bool = False
@@ -189,7 +192,8 @@ class InterruptPrompt:
         self._stack = ExitStack()
 
     def signal(self, number: int, now: float) -> OnInterrupt | None:
-        """Return the action for a signal; None: the question is shown and ``answer`` will return it."""
+        """Return ``stop`` or ``detach`` for a signal. If the user has to be asked, show the question and return None;
+        ``answer`` then returns the answer."""
         self.cause = _WORDS[signal.Signals(number)]
         action = self.policy.action(number, now)
         if action == "ask":
@@ -199,7 +203,8 @@ class InterruptPrompt:
         return action
 
     def answer(self) -> OnInterrupt | None:
-        """Return the answer to the open question; None: no answer yet, or the answer is to continue the run."""
+        """Return ``stop`` or ``detach`` if the user has chosen it; None: no question is open, it is not answered yet,
+        or the answer is to continue the run."""
         if self._keys is None:
             return None
         for key in self._keys.pressed().lower():
@@ -241,5 +246,5 @@ class InterruptPrompt:
 
 
 def at_terminal(live: LiveLog) -> bool:
-    """Whether the output is a terminal and stdin can answer a question."""
+    """Whether the output is a terminal, and stdin is one too, so that the user can answer a question."""
     return live.console.is_terminal and sys.stdin is not None and sys.stdin.isatty()

@@ -107,7 +107,8 @@ class LaunchContext:
         self.events.add("stage", stage=stage)
 
     def write_file(self, name: str, text: str) -> None:
-        """Write a file that later commands need to find the run; raises FleetError when it cannot be written."""
+        """Write a file of the run folder on this machine that later commands need to find the run. Raises FleetError
+        when it cannot be written."""
         try:
             write_whole(self.folder / name, text, private=True)
         except OSError as error:
@@ -120,7 +121,8 @@ class LaunchContext:
         self.console.print(Text(text, style), soft_wrap=True)
 
     def give_up(self, state: RunState, why: str, exit_status: int) -> None:
-        """Record that the launch ends before a run has started; write result.json unless it exists."""
+        """Record that the launch has ended before a run was started: in events.jsonl, in launch.json, and in
+        result.json unless that exists."""
         self.events.add("given-up", stage=self.file.stage, reason=why)
         if not (self.folder / "result.json").exists():
             seconds = time.time() - self.started
@@ -134,11 +136,11 @@ class LaunchContext:
 
 
 def launch(config: ClusterConfig, options: LaunchOptions, console: Console, attach: Attach | None = None) -> RunReport:
-    """Launch ``config``, follow the run to its end, collect its files, and report.
+    """Launch a run of ``config``, follow it to its end, collect its files, and print and return its report.
 
-    ``attach`` is given for a run that reads its graph from a serving cluster. With ``options.detach`` it returns once
-    the first step has trained. Raises FleetError for failures before anything runs on the nodes; the report has all
-    later ones.
+    ``attach``: for a run that reads its graph from a serving cluster, the function that attaches the run to the
+    cluster. With ``options.detach``, return once the first training step is done. Raises FleetError for a failure
+    before anything runs on the nodes; later failures are described in the report.
     """
     resolved = resolve_run(config)
     run_id = choose_run_id(config, options.run_id)
@@ -169,7 +171,8 @@ def launch(config: ClusterConfig, options: LaunchOptions, console: Console, atta
 
 @contextmanager
 def connected(context: LaunchContext) -> Iterator[dict[int, Transport | TransportError]]:
-    """Connect to every node: yields a Transport, or the error, by node_rank; closes the connections on exit."""
+    """Connect to every node of the run. Yields, by node_rank, a Transport or the error of connecting; closes the
+    connections on exit."""
     context.events.add("stage", stage="connect")
     context.say(f"run {context.run_id}: connecting to {count(len(context.config.nodes), 'node')}")
     attempts = connect_all(context.config)
@@ -186,7 +189,8 @@ def require_preflight(
     *,
     new_run: bool = True,
 ) -> tuple[Mapping[int, NodeFacts], dict[int, Transport]]:
-    """Run preflight and return facts and transports by node_rank; raises PreflightRefused if a finding blocks the run.
+    """Run preflight; return the facts about each node and the transports, both by node_rank. Raises PreflightRefused if
+    a finding blocks the run.
 
     ``new_run``: also check that no files of this run id are on the nodes yet.
     """
@@ -211,7 +215,8 @@ def require_preflight(
 def _preflight(
     config: ResolvedConfig, attempts: Mapping[int, Transport | TransportError], draft: LaunchPlan, *, run_id: str
 ) -> PreflightReport:
-    """Run preflight with the disk space that ``draft`` needs; parts that do not exist yet are not counted."""
+    """Run preflight, which also checks that each node has disk space for the files in ``draft``; parts that do not
+    exist yet are not counted."""
     return run_preflight(
         config,
         attempts,
@@ -222,7 +227,7 @@ def _preflight(
 
 
 def record_versions(events: EventLog, facts: Mapping[int, NodeFacts]) -> None:
-    """Log the package versions, one event for all nodes that have the same ones."""
+    """Add the package versions of the nodes to ``events``: one event for all nodes with equal versions."""
     alike: dict[tuple[tuple[str, str], ...], list[int]] = {}
     for k, fact in sorted(facts.items()):
         alike.setdefault(tuple(sorted(fact.versions.items())), []).append(k)
@@ -233,7 +238,8 @@ def record_versions(events: EventLog, facts: Mapping[int, NodeFacts]) -> None:
 def check_attachment(
     context: LaunchContext, attached: Attachment, plan: LaunchPlan, transports: Mapping[int, Transport]
 ) -> None:
-    """Check that the nodes reach the graph servers; prints notes, raises PreflightRefused if a node reaches none."""
+    """Check that every node of the run reaches a graph server of the serving cluster. Prints a note for each server
+    that a node cannot reach; raises PreflightRefused if a node reaches none."""
     for note in attached.check_reachable(plan, transports):
         context.say(f"note: {note}", "yellow")
 
@@ -265,7 +271,8 @@ def execute_plan(
     transports: Mapping[int, Transport],
     interrupts: Interrupts,
 ) -> RunReport:
-    """Send the files, start the nodes, follow the run, collect, report."""
+    """Send the files of ``plan`` to the nodes, start the nodes, follow the run, collect its files, and print and return
+    its report."""
     print_placement(plan, context.console)
     context.write_file("run.json", run_json(plan))
     interrupts.message = "interrupted; the next launch reuses the files that have been sent so far"
@@ -306,7 +313,8 @@ def start_and_conduct(context: LaunchContext, following: FollowContext, interrup
 
 
 def send_files(context: LaunchContext, plan: LaunchPlan, transports: Mapping[int, Transport]) -> None:
-    """Send the files of the plan to the nodes; with ``data.mode: verify``, first verify the parts on the nodes."""
+    """Send the files of ``plan`` to its nodes. With ``data.mode: verify``, first verify the parts that are on the
+    nodes."""
     if context.config.data.mode == "verify" and not context.config.data.serving:
         checked = verify(plan, transports)
         if not context.options.own_command and not plan.serve_only:
@@ -327,7 +335,8 @@ def send_files(context: LaunchContext, plan: LaunchPlan, transports: Mapping[int
 
 
 def run_check(config: ClusterConfig, options: LaunchOptions, console: Console) -> int:
-    """Run preflight on every node and print the findings. Returns the exit status: 0, or 3 if a finding blocks."""
+    """Run preflight on every node and print the findings. Returns the exit status: 0, or 3 if a finding blocks the
+    run."""
     resolved, draft = _drafted(config, options)
     attempts = connect_all(resolved)
     try:
@@ -341,14 +350,14 @@ def run_check(config: ClusterConfig, options: LaunchOptions, console: Console) -
 
 
 def _print_findings(report: PreflightReport, console: Console) -> None:
-    """Print the findings, and which explanations there are of blocking ones."""
+    """Print the findings of preflight, and the ``gnnfleet explain`` commands for those that block the run."""
     print_findings(report, console)
     if more := hint(*(finding.message for finding in report.findings if finding.severity == "block")):
         console.print(Text(more, "dim"))
 
 
 def check_over(config: ClusterConfig, options: LaunchOptions, attempts: Opened) -> PreflightReport:
-    """Run preflight like ``run_check``, but over open connections and without printing."""
+    """Run preflight over the open connections ``attempts`` and return its report; prints nothing."""
     resolved, draft = _drafted(config, options)
     return _preflight(resolved, attempts, draft, run_id=options.run_id or "")
 

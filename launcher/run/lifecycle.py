@@ -1,4 +1,4 @@
-"""Monitors a run, collects its files and reports it; shared by launches and ``gnnfleet follow``."""
+"""Follows a run to its end, collects its files and reports it, for launches and for ``gnnfleet follow``."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ Starts = Mapping[int, Callable[[], None]]
 
 @dataclass(frozen=True)
 class View:
-    """How a run is displayed, and the action of the first Ctrl-C."""
+    """Where and how the progress of a run is printed, and what the first Ctrl-C does."""
 
     console: Console
     on_interrupt: OnInterrupt = "ask"
@@ -44,7 +44,7 @@ class View:
 
 @dataclass(frozen=True)
 class FollowContext:
-    """Context shared by following, collecting and reporting a run."""
+    """What is needed to follow a run, to collect its files, and to report it."""
 
     plan: LaunchPlan
     transports: Mapping[int, Transport]
@@ -69,11 +69,11 @@ def conduct(
     starts: Starts | None = None,
     leave_when_trained: bool = False,
 ) -> RunReport:
-    """Follow a run to its end, collect its files, and report.
+    """Follow a run to its end, collect its files, and print and return its report.
 
-    ``starts`` has a function for each node that starts it. Without ``starts`` the run is running already and this
-    process only views it: signals and closed outputs end the view, not the run. A detached run is reported with the
-    state ``detached``. Raises OutOfReach when no node has answered for ``run.lost_after`` seconds.
+    ``starts``: for each node_rank, the function that starts the node. None: the run is running already and this process
+    only views it; then signals and closed outputs end the view, not the run. The report of a detached run has the state
+    ``detached``. Raises OutOfReach when no node has answered for ``run.lost_after`` seconds.
     """
     interrupts.exit_message = "\n  ".join(
         ["exited immediately; processes of the run may still be running.", *map(how_to_stop, context.plan.nodes)]
@@ -131,7 +131,8 @@ def _report(context: FollowContext, followed: Followed, collected: Collected) ->
 
 
 def report_detached(context: FollowContext, followed: Followed, board: Board) -> RunReport:
-    """Print the commands for a detached run; raises OutOfReach if the launcher detached because it lost all nodes."""
+    """Print that this process has detached from the run, and the commands to use next. Raises OutOfReach if it detached
+    because no node could be reached."""
     run_id = context.plan.run_id
     context.events.add("detached", why=followed.detached)
     if followed.detached == "unreachable":
@@ -161,10 +162,11 @@ def rejoin(
     view: View,
     events: EventLog,
 ) -> RunReport:
-    """Follow a run that is running or has ended, with the view, report and exit status of its launcher.
+    """Follow a run that another process has launched, or that has ended already; prints and returns the same report as
+    its launcher.
 
-    ``transports`` need not be connected. ``started``: seconds since the epoch. Raises Interrupted, OutOfReach, and any
-    TransportError in ``transports``.
+    ``transports`` need not be connected. ``started``: start of the run, in seconds since the epoch. Raises Interrupted,
+    OutOfReach, and any TransportError in ``transports``.
     """
     for attempt in transports.values():
         if isinstance(attempt, TransportError):

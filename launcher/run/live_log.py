@@ -47,9 +47,10 @@ def without_stamp(line: str) -> str:
 
 
 class LiveLog:
-    """Prints whole lines and shows the board. Thread-safe.
+    """Prints the output of a run line by line and, on a terminal, a live view below it: a table of nodes and ranks.
+    Thread-safe.
 
-    ``plain``: print a progress line every few seconds instead of the live view, as without a terminal.
+    ``plain``: print a progress line every few seconds instead of the live view, as is done without a terminal.
     """
 
     def __init__(self, console: Console, plan: LaunchPlan, *, plain: bool = False, board: Board | None = None):
@@ -95,7 +96,8 @@ class LiveLog:
                     self.say(line, "bold")
 
     def file_lines(self, node_rank: int, file: str, lines: Sequence[str]) -> None:
-        """Handle new lines of a node's ``logs/<name>.log`` or ``metrics-rank<r>.jsonl``."""
+        """Take new lines of a file of one node: print those of ``logs/<name>.log``, add those of
+        ``metrics-rank<r>.jsonl`` to the table."""
         if file.startswith("metrics-"):
             for metric in parsed(lines):
                 self.metric(metric)
@@ -119,7 +121,7 @@ class LiveLog:
             self._print(source, lines[:first])
 
     def metric(self, metric: Metric) -> None:
-        """Add a metrics line to the board; without live view, print progress every few seconds."""
+        """Add a metrics line to the table; if there is no live view, print a progress line every few seconds."""
         with self._lock:
             self.board.metric(metric)
             now = time.monotonic()
@@ -129,7 +131,8 @@ class LiveLog:
                     self.say(self.board.progress_line())
 
     def tick(self, *, all_of_them: bool = False) -> None:
-        """Print delayed lines that are due (``all_of_them``: all) and redraw the board; call it every 0.1 s or so."""
+        """Print the delayed lines that are due (``all_of_them``: all delayed lines) and redraw the live view; to be
+        called about every 0.1 s."""
         with self._lock:
             now = time.monotonic()
             for source in [source for source, held in self._held.items() if all_of_them or held.until <= now]:
@@ -140,14 +143,14 @@ class LiveLog:
                 self._refresh(now)
 
     def quiet(self) -> None:
-        """Stop printing output of processes, once the run is being stopped; it is still in their logs."""
+        """Print no more output of processes, because the run is being stopped; their logs still contain the output."""
         with self._lock:
             self._print_waiting()
             self._quiet = True
             self._held.clear()
 
     def picture(self) -> list[Text]:
-        """Return the board as last drawn, since printing a line above it must not render it again."""
+        """Return the table as last rendered, so that printing a line above the table does not render it again."""
         return self._picture
 
     def _refresh(self, now: float) -> None:
@@ -172,7 +175,7 @@ class LiveLog:
             self._print_waiting()
 
     def _print_waiting(self) -> None:
-        """Print the waiting lines at once, as each print moves the live view."""
+        """Print all waiting lines in a single call, as each call moves the live view."""
         with self._lock:
             if self._waiting:
                 self._last_print = time.monotonic()
@@ -181,7 +184,7 @@ class LiveLog:
 
 
 class _Below:
-    """Renderable of ``rich.live``: the board as last drawn."""
+    """The object that ``rich.live`` draws below the printed lines: the table as last rendered."""
 
     def __init__(self, log: LiveLog):
         self.log = log
@@ -192,12 +195,12 @@ class _Below:
 
 @dataclass
 class _Held:
-    """A delayed traceback and the lines after it."""
+    """A traceback of one process, and the lines after it; they are printed at the time ``until``."""
 
     until: float  #: monotonic seconds
     lines: list[str]
 
 
 def parsed(lines: Iterable[str]) -> list[Metric]:
-    """Parse metrics lines; skips lines of own scripts that are no JSON objects."""
+    """Parse lines of a metrics file; skips lines that are no JSON objects, as the user's own script may write."""
     return list(records(METRIC, lines))

@@ -21,7 +21,7 @@ OLD_HEARTBEAT = 5.0  #: seconds without heartbeat after which a node needs atten
 
 @dataclass
 class RankRow:
-    """The last step of one rank; None: not known."""
+    """The last step that one rank has reported; a field is None while its value is not known."""
 
     rank: int
     node_rank: int
@@ -36,7 +36,8 @@ class RankRow:
     ended: str = ""  #: 'done' or 'failed'
 
     def update(self, metric: Metric) -> None:
-        """Update from a ``step`` line or from a heartbeat; ignores older lines and values of wrong type."""
+        """Update the row from a ``step`` metrics line or from a heartbeat; ignores older lines and values of the wrong
+        type."""
         t = _number(metric.get("t"))
         if t is not None and t < self.t:
             return
@@ -50,7 +51,7 @@ class RankRow:
 
     @property
     def place(self) -> tuple[int, int]:
-        """(epoch, step) for comparisons; unknown values come first."""
+        """(epoch, step), to compare the progress of ranks; a rank without a known step comes first."""
         return self.epoch if self.epoch is not None else -1, self.step if self.step is not None else -1
 
 
@@ -68,7 +69,8 @@ class NodeRow:
     left: bool = False  #: the run goes on without this node
 
     def age(self, now: float) -> float | None:
-        """Seconds since its last heartbeat; None before the first and after the end."""
+        """Seconds between the last heartbeat of the node and ``now``; None before the first heartbeat and after the
+        node has ended."""
         return None if self.heard is None or self.over else max(0.0, now - self.heard)
 
 
@@ -94,14 +96,14 @@ class Board:
         return Board(plan.run_id, nodes, ranks, epochs, time.monotonic() - elapsed)
 
     def state(self, node_rank: int, state: Mapping[str, Any]) -> None:
-        """Handle a heartbeat, the content of ``state.json``."""
+        """Update a node and its ranks from a heartbeat, which is the content of the node's ``state.json``."""
         node = self.nodes[node_rank]
         node.heard, node.state, node.connection_error = time.monotonic(), str(state["state"]), ""
         for rank, metric in (state.get("ranks") or {}).items():
             self.metric({"kind": "step", **metric, "rank": int(rank)})
 
     def metric(self, metric: Metric) -> None:
-        """Handle a metrics line; ignores unknown kinds and ranks."""
+        """Update a rank from a metrics line; ignores lines of kinds other than ``step`` and of unknown ranks."""
         row = self.ranks.get(metric.get("rank", -1))
         if row is None or metric.get("kind") != "step":
             return
@@ -110,7 +112,7 @@ class Board:
             self._first = time.monotonic(), done
 
     def finding(self, finding: Mapping[str, Any]) -> None:
-        """Handle a finding of the supervisors."""
+        """Add a finding of the supervisors, and mark the node that it names."""
         self.findings.append(f"{finding['kind']}: {finding['text']}")
         k = finding["node_rank"]
         self.suspects.add(k)
@@ -130,16 +132,16 @@ class Board:
         self.ranks[rank].ended = "failed" if failed else "done"
 
     def ended(self, node_rank: int, state: str) -> None:
-        """Mark a node as ended, with the state of its result or ``lost``."""
+        """Mark a node as ended. ``state``: the state in the node's result, or ``lost``."""
         node = self.nodes[node_rank]
         node.state, node.over, node.connection_error = state, True, ""
 
     def remaining(self) -> list[RankRow]:
-        """Return all ranks except those that the run goes on without."""
+        """Return all ranks, without those of nodes that the run goes on without."""
         return [row for row in self.ranks.values() if not self.nodes[row.node_rank].left]
 
     def stepping(self) -> list[RankRow]:
-        """Return the remaining ranks that have reported a step."""
+        """Return the ranks that have reported a step, without those of nodes that the run goes on without."""
         return [row for row in self.remaining() if row.step is not None]
 
     def slowest(self) -> RankRow | None:
@@ -147,14 +149,15 @@ class Board:
         return min(self.stepping(), key=lambda row: row.place, default=None)
 
     def fraction(self) -> float | None:
-        """Return the completed fraction of all epochs, by the slowest rank; None: not known."""
+        """Return the fraction of all epochs that the slowest rank has completed, 0 to 1; None: not known."""
         row = self.slowest()
         if row is None or not self.epochs or row.epoch is None or row.step is None or not row.steps:
             return None
         return min(1.0, (row.epoch - 1 + (row.step + 1) / row.steps) / self.epochs)
 
     def seconds_left(self, now: float) -> float | None:
-        """Estimate the remaining seconds by the rate since the first step seen; None: not known yet."""
+        """Estimate the remaining seconds of the run from the progress since the first step seen; None: not known
+        yet."""
         done = self.fraction()
         if done is None or self._first is None:
             return None
@@ -162,11 +165,11 @@ class Board:
         return (1.0 - done) * since / at_first if since > _RATE_AFTER and at_first > 0 else None
 
     def seeds_per_s(self) -> float:
-        """Return the sum over all remaining ranks."""
+        """Return the seeds per second of the run: the sum over all ranks that are not lost."""
         return sum(row.seeds_per_s or 0.0 for row in self.remaining())
 
     def loss(self) -> float | None:
-        """Return the mean over the ranks that have reported a loss."""
+        """Return the mean loss of the ranks that have reported one; None if none has."""
         return mean(row.loss for row in self.remaining())
 
     def severity(self, node_rank: int, now: float) -> int:
@@ -179,7 +182,8 @@ class Board:
         return 2 if node_rank in self.suspects else 3
 
     def progress_line(self) -> str:
-        """Return the progress of all ranks in one line: slowest rank's step, mean loss, sum of seeds per second."""
+        """Return the progress of the run in one line: the step of the slowest rank, the mean loss, and the seeds per
+        second of all ranks."""
         row, loss = self.slowest(), self.loss()
         if row is None:
             return "no step yet" if self.ranks else "serving"
@@ -214,7 +218,8 @@ def mean(values: Iterable[float | None]) -> float | None:
 
 
 def most_of(metric: Metric) -> str:
-    """Return the phase that takes most of a step, as ``forward 41%``; '' if ``metric`` does not have it."""
+    """Return the phase that takes most of a step, and its share, as ``forward 41%``; '' if ``metric`` does not name
+    it."""
     most = largest(metric.get("spent")) or metric.get("most")
     return f"{most[0]} {most[1]:.0%}" if isinstance(most, list) and len(most) == 2 else ""
 

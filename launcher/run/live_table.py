@@ -20,7 +20,7 @@ _STYLES = ("bold red", "yellow", "yellow", "")  # by severity
 
 @dataclass(frozen=True)
 class Line:
-    """One table row as texts; ``severity`` as of ``Board.severity``."""
+    """The cells of one table row, as texts. ``severity``: as returned by ``Board.severity``."""
 
     node: str
     host: str
@@ -38,7 +38,7 @@ class Line:
 
 @dataclass(frozen=True)
 class Column:
-    """One column. If the table is too wide, columns are left out, the lowest ``worth`` first."""
+    """One column of the table. If the table is too wide, the columns with the lowest ``worth`` are left out."""
 
     title: str
     text: Callable[[Line], str]  #: cell of a row
@@ -94,8 +94,8 @@ def clock(seconds: float) -> str:
 
 
 def _lines(board: Board, now: float, room: int) -> tuple[list[Line], str]:
-    """Return the rows, and a text for nodes that are left out. One row per rank if they fit in ``room``, else one per
-    node, else the nodes that need most attention."""
+    """Return at most ``room`` table rows, and a text about the nodes that have no row: a row for each rank if all fit,
+    else a row for each node, else rows only for the nodes that need most attention."""
     nodes = sorted(board.nodes.values(), key=lambda node: (board.severity(node.node_rank, now), node.node_rank))
     if sum(max(1, len(node.ranks)) for node in nodes) <= room:
         return [line for node in sorted(nodes, key=_node_rank) for line in _rank_lines(board, node, now)], ""
@@ -110,7 +110,7 @@ def _node_rank(node: NodeRow) -> int:
 
 
 def _rank_lines(board: Board, node: NodeRow, now: float) -> list[Line]:
-    """Return a row per rank; only the first has the node's name and host."""
+    """Return a table row for each rank of a node; only the first row has the node's name and host."""
     rows = [board.ranks[rank] for rank in node.ranks]
     if not rows:
         return [_node_line(board, node, now)]
@@ -127,7 +127,8 @@ def _node_line(board: Board, node: NodeRow, now: float) -> Line:
 
 
 def _line(board: Board, node: NodeRow, rows: list[RankRow], now: float) -> Line:
-    """Return one row for some ranks of a node: step of the slowest, sum of seeds/s, mean loss and remote share."""
+    """Return one table row for the ranks ``rows`` of a node: step of the slowest rank, sum of seeds/s, mean loss and
+    mean remote share."""
     stepping = [row for row in rows if row.step is not None]
     slowest = min(stepping, key=lambda row: row.place, default=None)
     age = node.age(now)
@@ -159,7 +160,8 @@ def _state(node: NodeRow, rows: list[RankRow], age: float | None) -> str:
 
 
 def _rest(board: Board, nodes: list[NodeRow]) -> str:
-    """Return a text such as ``… 52 more nodes: training, epoch 3 step 17/50 or further``."""
+    """Return a text about nodes that have no row, such as ``… 52 more nodes: training, epoch 3 step 17/50 or
+    further``."""
     states = sorted({node.state for node in nodes})
     rows = [board.ranks[rank] for node in nodes for rank in node.ranks if board.ranks[rank].step is not None]
     slowest = min(rows, key=lambda row: row.place, default=None)
@@ -168,7 +170,8 @@ def _rest(board: Board, nodes: list[NodeRow]) -> str:
 
 
 def _table(lines: list[Line], rest: str, width: int) -> list[Text]:
-    """Return titles and rows; leaves out columns of the lowest ``worth`` until the table fits in ``width``."""
+    """Return the column titles, the rows and the text ``rest``, as lines; leaves out columns of the lowest ``worth``
+    until the table fits in ``width``."""
     columns = [column for column in _COLUMNS if any(column.text(line) for line in lines)]
     while _width(columns, lines) > width and len(columns) > 1:
         columns.remove(min(columns, key=lambda column: column.worth))

@@ -29,7 +29,8 @@ _LATE = (8.0, 60.0, 180.0)  # seconds after the start at which graph servers tha
 
 
 class StartProgress:
-    """Counts graph servers and ranks that have started, from the nodes' events. Times are seconds since the start."""
+    """Counts the graph servers and ranks that have started, by events of the nodes. Times are in seconds since the run
+    was started."""
 
     def __init__(self, plan: LaunchPlan):
         self._servers = {node.node_rank for node in plan.nodes if node.server}
@@ -41,9 +42,10 @@ class StartProgress:
         self.all_ranks_at: float | None = None
 
     def add(self, k: int, event: Mapping[str, Any], now: float) -> str:
-        """Add an event of node ``k``; returns a text to print, or ''.
+        """Count an event of node ``k``; returns a text to print, or ''.
 
-        Texts: all graph servers are ready; all ranks have started; a graph server cannot store compiled kernels.
+        The text says that all graph servers are ready, that all ranks have started, or that a graph server cannot store
+        its compiled kernels.
         """
         kind = "ranks" if event["kind"] == "process-start" and event.get("rank") is not None else event["kind"]
         self._seen[kind] += 1
@@ -61,9 +63,9 @@ class StartProgress:
         return f"all {what}: {self._expected[kind]} in {now:.1f} s"
 
     def late(self, now: float, over: Collection[int] = ()) -> str:
-        """Return a text that names the graph servers that are not ready, at the times in ``_LATE``; otherwise ''.
+        """Return a text that names the graph servers that are not ready yet; '' except at the times in ``_LATE``.
 
-        ``over``: nodes that have ended.
+        ``over``: nodes that have ended, which the text does not name.
         """
         late = self._servers - self._ready - set(over)
         if not late or self._reports == len(_LATE) or now < _LATE[self._reports]:
@@ -98,9 +100,10 @@ _JOIN_TIMEOUT = 3.0  # seconds to wait for the node streams to end
 class RunFollower:
     """Follows all nodes of a run from start to the last result.
 
-    ``starts``: a function for each node that starts it; None if the run has started already. ``tail``: log lines of
-    each file to show first; default: all. ``leave_when_trained``: detach once the first step has trained, or all ranks
-    of an own command have run for two seconds. ``on_training``: called when all ranks have started.
+    ``starts``: for each node_rank, the function that starts the node; None if the run has started already. ``tail``:
+    how many of the last log lines of each file to show first; None: all. ``leave_when_trained``: detach once the first
+    training step is done, or all ranks of the user's own command have run for two seconds. ``on_training``: called when
+    all ranks have started.
     """
 
     def __init__(
@@ -171,7 +174,7 @@ class RunFollower:
         return self.followed
 
     def abandon(self) -> None:
-        """Stop every node without output, after an error in the launcher such as a closed output."""
+        """Stop every node and print nothing, after an error in the launcher such as a closed output."""
         self.stop("the launcher failed")
         for stopper in list(self._stoppers.values()):
             stopper.join(self.limits.grace + STOP_EXTRA + self.limits.connect_timeout)
@@ -204,7 +207,7 @@ class RunFollower:
     # Signals and answers.
 
     def _handle_input(self, interrupts: Interrupts, prompt: InterruptPrompt) -> None:
-        """Handle pending signals and the answer to the open question."""
+        """Act on the signals received so far, and on the user's answer to the question whether to stop or detach."""
         action = prompt.answer()
         while not self._signals.empty():
             action = prompt.signal(self._signals.get(), time.monotonic()) or action
@@ -217,8 +220,8 @@ class RunFollower:
         interrupts.exit_on_next = bool(self._stop_reason)
 
     def _over(self) -> bool:
-        """Whether following ends: the run is detached, or every node has ended and been cleaned up. A stopped node
-        counts as ended after ``_LAST_RESULT`` seconds without a result."""
+        """Whether following is over: this process has detached, or every node has ended and is cleaned up. A node that
+        was stopped counts as ended after ``_LAST_RESULT`` seconds even without a result."""
         if self.followed.detached:
             return True
         if not self.followed.ended >= set(self._nodes):
@@ -228,7 +231,7 @@ class RunFollower:
         return not any(stopper.is_alive() for stopper in self._stoppers.values())
 
     def _join_streams(self) -> None:
-        """Wait until the node streams have ended their ``watch.py`` on the nodes."""
+        """Wait until the threads that follow the nodes have ended, and with them ``watch.py`` on the nodes."""
         deadline = time.monotonic() + _JOIN_TIMEOUT
         for stream in self._streams.values():
             stream.join(max(0.0, deadline - time.monotonic()))
@@ -236,13 +239,14 @@ class RunFollower:
     # Messages of nodes.
 
     def _put(self, message: NodeMessage) -> None:
-        """Queue a message; blocks the node stream while the terminal accepts no output (Ctrl-S)."""
+        """Queue a message from the thread that follows a node; blocks that thread while the queue is full, as when the
+        terminal accepts no output (Ctrl-S)."""
         while self._messages.qsize() >= _MAX_QUEUED and not self._enough.wait(_TURN):
             pass
         self._messages.put(message)
 
     def _turn(self) -> None:
-        """Handle one message, or wait up to ``_TURN`` seconds for one."""
+        """Handle one message of a node, or wait up to ``_TURN`` seconds for one."""
         try:
             message = self._messages.get(timeout=_TURN)
         except queue.Empty:
@@ -267,7 +271,8 @@ class RunFollower:
             self._handle_connection(k, message)
 
     def _handle_connection(self, k: int, message: Mapping[str, Any]) -> None:
-        """Handle a message of the node stream itself: connection lost or restored, node started or not."""
+        """Handle a message about the connection to node ``k``: the connection is lost or restored, or the node was
+        started or not."""
         if "broken" in message:
             why = message["broken"]
             self.live.board.connection_lost(k, why)
@@ -303,7 +308,7 @@ class RunFollower:
             self._handle_finding(finding)
 
     def _handle_finding(self, finding: Mapping[str, Any]) -> None:
-        """Print a finding once; every heartbeat of every node repeats it."""
+        """Print a finding when it is received for the first time; every heartbeat of every node repeats it."""
         if finding not in self.followed.findings:
             self.followed.findings.append(finding)
             self.live.board.finding(finding)
@@ -334,9 +339,11 @@ class RunFollower:
             self._handle_failure(k, f"a process failed: {name} of {self._label(k)}", f"{name} of node{k} failed")
 
     def _handle_failure(self, k: int, text: str, reason: str) -> None:
-        """Print the failure ``text``, and set the time at which this launcher stops the nodes itself.
+        """Print ``text`` about the failure of node ``k``, and set the time at which this launcher stops the nodes
+        itself.
 
-        The loss of a node that the run can do without is only printed; the hub decides whether the run continues.
+        The loss of a node that the run can do without is only printed; the supervisor on the lead node decides whether
+        the run continues.
         """
         if self._failing:
             return
@@ -352,7 +359,7 @@ class RunFollower:
         self._stop_at = time.monotonic() + self.limits.peer_timeout + _STOP_AFTER
 
     def _handle_start(self, k: int, event: Mapping[str, Any]) -> None:
-        """Print when all graph servers are ready and when all ranks have started."""
+        """Count a start event of node ``k``; print when all graph servers are ready and when all ranks have started."""
         before = self._starting.all_ranks_at
         if text := self._starting.add(k, event, time.monotonic() - self._began):
             self.live.say(text, "dim")
@@ -372,7 +379,8 @@ class RunFollower:
             self._handle_failure(k, f"{self._label(k)} {result['state']} ({why})", f"node{k} {result['state']}")
 
     def _handle_lost(self, k: int, lost: Mapping[str, Any]) -> None:
-        """Handle the message of ``watch.py`` that the supervisor of node ``k`` has gone."""
+        """Record node ``k`` as lost after a message of ``watch.py`` that the node's supervisor has ended without a
+        result."""
         state = lost.get("state")
         when = state["time"] - self.followed.clocks.get(k, 0.0) if state else time.time()
         self._lose(k, Lost(lost["reason"], when))
@@ -412,7 +420,8 @@ class RunFollower:
         self._check_unreachable(now)
 
     def _detach_if_due(self, now: float) -> None:
-        """Detach if the user or ``--detach`` asks for it, but not before every node has been started."""
+        """Detach once the user has asked for it, or with ``--detach`` once training has begun, but not before every
+        node has been started."""
         if self._stop_reason or self._failing or self._not_started:
             return
         ranks_at = self._starting.all_ranks_at
@@ -423,9 +432,11 @@ class RunFollower:
             self.followed.detached = "trained"
 
     def _check_unreachable(self, now: float) -> None:
-        """If no remaining node can be reached for too long, detach from the run, or record these nodes as lost.
+        """If none of the nodes that have not ended can be reached for too long, detach from the run, or record these
+        nodes as lost.
 
-        It detaches after ``lost_after`` seconds if no node that the run needs has ended.
+        Detaches after ``lost_after`` seconds if no node that the run needs has ended; otherwise records the nodes as
+        lost.
         """
         waiting = [k for k in self._nodes if k not in self.followed.ended]
         broken = {k: stream.broken_since for k, stream in self._streams.items() if k in waiting}
@@ -445,14 +456,15 @@ class RunFollower:
                 self._lose(k, Lost(f"no contact for {now - (broken[k] or now):.0f} s", time.time(), out_of_reach=True))
 
     def _lost_to_others(self, nodes: Iterable[int]) -> bool:
-        """Whether an ended node reports one of ``nodes`` as lost. One suffices: a node that has lost the lead node gets
-        no reports about the others."""
+        """Whether the result of an ended node reports one of ``nodes`` as lost. One is enough: a node that has lost the
+        lead node gets no reports about other nodes."""
         return any(str(k) in missed_by(result) for result in self.followed.results.values() for k in nodes)
 
     # Cleaning up, in a thread for each node.
 
     def _clean_up(self, k: int) -> None:
-        """Stop node ``k`` in a thread, unless that has begun or the node was given up as unreachable."""
+        """Start a thread that stops node ``k``, unless it was started before or the node was given up as
+        unreachable."""
         if k in self._stoppers:
             return
         lost = self.followed.lost.get(k)
@@ -461,7 +473,8 @@ class RunFollower:
             self._stoppers[k].start()
 
     def _stop_node(self, k: int) -> None:
-        """Stop one node; reconnects once if the connection is broken."""
+        """Stop node ``k``, after one attempt to reconnect if the connection is broken; queue a message with the
+        result."""
         try:
             note = stop_node(self._nodes[k], self.transports[k], self.limits, self._stop_reason)
         except Exception as error:  # unreported, the run would be waited for

@@ -32,10 +32,10 @@ Start = Callable[[], None]  #: starts the node's supervisor; raises FleetError
 
 @dataclass(frozen=True)
 class NodeMessage:
-    """One message about a node: a line of ``watch.py``, or one of the stream itself.
+    """One message about a node: a line that ``watch.py`` printed on the node, or a message made by ``NodeStream``.
 
-    The stream's own: ``{"started": true}``, ``{"not-started": error}``, ``{"broken": why}``, ``{"back": seconds}``,
-    ``{"bug": text}``.
+    The messages of ``NodeStream`` are ``{"started": true}``, ``{"not-started": error}``, ``{"broken": why}``
+    (connection lost), ``{"back": seconds}`` (connection restored) and ``{"bug": text}``.
     """
 
     node_rank: int
@@ -43,10 +43,11 @@ class NodeMessage:
 
 
 class NodeStream(threading.Thread):
-    """Passes messages of one node to ``put`` until the node has ended or ``enough`` is set.
+    """Thread that passes the messages of one node to ``put`` until the node has ended or ``enough`` is set.
 
-    After a lost connection it reconnects until it succeeds and continues at ``offsets`` (file -> byte). ``tail``: begin
-    with this many last lines of each file. ``start``: starts the node first; may take ``start_timeout`` seconds.
+    After a lost connection it tries to reconnect until it succeeds, and continues each file at its byte in ``offsets``.
+    ``tail``: how many of the last lines of each file to begin with. ``start``: function that starts the node first; it
+    may take ``start_timeout`` seconds.
     """
 
     def __init__(
@@ -83,7 +84,8 @@ class NodeStream(threading.Thread):
             self._put_message({"bug": f"following the node failed: {error!r}"})
 
     def close_if_silent(self, now: float) -> None:
-        """Close the connection after too long a silence, as TCP does not report a vanished peer."""
+        """Close the connection if the node has sent nothing for too long, as TCP does not report that the other machine
+        has vanished. While the node is being started, test the connection instead."""
         if self._starting and now - self._last_probe > SILENCE:
             self._last_probe = now
             threading.Thread(target=self._probe, daemon=True).start()
@@ -106,9 +108,10 @@ class NodeStream(threading.Thread):
         return self.over or self.enough.is_set()
 
     def _begun(self) -> bool:
-        """Start the node, if it is to be started; returns whether to follow it.
+        """Start the node if ``start`` was given; returns whether to follow the node.
 
-        If the connection is lost meanwhile, the node may have started all the same.
+        If the connection breaks while the node is being started, the node may be running nevertheless: after a
+        reconnect, a session that exists already counts as started.
         """
         deadline, unsure = time.monotonic() + self._start_timeout, False
         while self._start_node is not None and not self.enough.is_set():
@@ -140,7 +143,7 @@ class NodeStream(threading.Thread):
         return False
 
     def _stream(self) -> str:
-        """Run ``watch.py`` until it ends; returns the reason."""
+        """Run ``watch.py`` on the node and pass on its messages until it ends; returns why it ended."""
         self._last_message, self._has_messages, self._streaming = time.monotonic(), False, True
         try:
             tail = None if self.offsets else self._tail  # after a reconnect, send all lines that were missed
@@ -173,13 +176,14 @@ class NodeStream(threading.Thread):
             self._put_message({"broken": why})
 
     def _connection_works(self) -> None:
-        """Report a restored connection, after a message has arrived."""
+        """Report that a lost connection works again; called when a message of the node has arrived."""
         if self.broken_since is not None:
             self._put_message({"back": time.monotonic() - self.broken_since})
             self.broken_since, self._pause = None, RETRY_EVERY
 
     def _reconnect(self, deadline: float = math.inf) -> None:
-        """Try to reconnect until it succeeds, following ends, or ``deadline`` (monotonic seconds) has passed."""
+        """Try to reconnect until that succeeds, the node need not be followed any more, or ``deadline`` (monotonic
+        seconds) has passed."""
         while not self._ended() and time.monotonic() < deadline and not self.enough.wait(self._pause):
             self._pause = min(_RETRY_SLOWEST, self._pause * 1.2)
             try:
@@ -193,7 +197,7 @@ class NodeStream(threading.Thread):
 
 
 def for_machines(node_rank: int, file: str, lines: Sequence[str]) -> Iterator[Mapping[str, Any]]:
-    """Yield the ``--json`` records for new lines of a metrics file or rank log."""
+    """Yield the records that ``--json`` prints for new lines of a metrics file or of a rank's log."""
     if file.startswith("metrics-"):
         yield from ({**metric, "node_rank": node_rank} for metric in parsed(lines))
     elif file.startswith("logs/rank"):

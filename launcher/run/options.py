@@ -49,7 +49,7 @@ TRAINER_ONLY = ("epochs", "batch_size", "num_neighbors", "resume")
 
 @dataclass(frozen=True)
 class LaunchOptions:
-    """Options of one ``gnnfleet`` call."""
+    """Options of one ``gnnfleet`` command that launches a run."""
 
     config: Path
     overrides: tuple[str, ...] = ()  #: ``key=value``
@@ -72,8 +72,8 @@ class LaunchOptions:
 
 
 def overrides_of(values: Mapping[str, Any], sets: Sequence[str]) -> tuple[str, ...]:
-    """Return config overrides as ``key=value``, later ones win: ``--nodes`` and ``--dataset``, then ``--set``, then all
-    other options."""
+    """Return config overrides, as ``key=value``, from the options of the command line. Later overrides win: ``--nodes``
+    and ``--dataset`` come first, then ``--set``, then all other options."""
     nodes = node_overrides(values["nodes"]) if values.get("nodes") and values["config"] != NODES_ONLY else ()
     environment = environment_overrides(values.get("venv"), values.get("conda"))
     dataset = dataset_overrides(values["dataset"]) if values.get("dataset") else ()
@@ -83,8 +83,8 @@ def overrides_of(values: Mapping[str, Any], sets: Sequence[str]) -> tuple[str, .
 
 
 def read_config(options: LaunchOptions) -> ClusterConfig:
-    """Read the config file and apply overrides and host selection. Files of other launchers are converted, with a
-    notice on stderr. Raises ConfigError and UsageError."""
+    """Read the config file that ``options`` names; apply the overrides, ``--include`` and ``--exclude``. A file of
+    another launcher is converted, with a notice on stderr. Raises ConfigError and UsageError."""
     from launcher.config.importers.detect import read_foreign
     from launcher.config.loader import load_config
 
@@ -99,7 +99,8 @@ def read_config(options: LaunchOptions) -> ClusterConfig:
 
 
 def foreign_overrides(options: LaunchOptions, foreign: Foreign) -> tuple[tuple[str, ...], tuple[str, ...]]:
-    """Return the config overrides with the foreign launcher's meaning of options, and notes for the user."""
+    """Return the config overrides of ``options``, changed where an option means something else in the launcher that
+    ``foreign`` was written for, and notes for the user."""
     from launcher.config.loader import overridden, world_size
 
     overrides, notes = list(options.overrides), [f"note: {note}" for note in foreign.notes]
@@ -124,9 +125,10 @@ def foreign_overrides(options: LaunchOptions, foreign: Foreign) -> tuple[tuple[s
 
 
 def choose_run_id(config: ClusterConfig, wanted: str | None) -> str:
-    """Return ``wanted``, or a new id ``<name>-YYYYmmdd-HHMMSS-xxxx``.
+    """Return the run id ``wanted``; None: make a new one, ``<name>-YYYYmmdd-HHMMSS-xxxx``.
 
-    Raises UsageError for an invalid id, or one in use. An id whose launch ended before anything ran can be used again.
+    Raises UsageError if ``wanted`` is not a valid id, or is in use. An id whose launch ended before anything ran can be
+    used again.
     """
     if wanted is None:
         name = re.sub(r"[^A-Za-z0-9_-]+", "-", config.name).strip("-_")[:40] or "run"

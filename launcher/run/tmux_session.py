@@ -61,7 +61,8 @@ class StopReport:
 
 
 def new_session_argv(node: NodePlan) -> tuple[str, ...]:
-    """Return the arguments of tmux that create the session; it ends with its command, whatever tmux.conf sets."""
+    """Return the arguments of tmux that create the session of a node. The session ends when its command ends, whatever
+    tmux.conf says."""
     command = " ".join(quote(word) for word in ("bash", "-c", _RUN, "bash", node.run_dir))
     start = ("new-session", "-d", "-s", node.session, "-x", "220", "-y", "50", command)
     return (*start, ";", "set-option", "-w", "remain-on-exit", "off", ";", "set-option", "destroy-unattached", "off")
@@ -120,9 +121,9 @@ def stop_report(done: Completed, node: NodePlan) -> StopReport:
 
 
 def watch_command(node: NodePlan, offsets: dict[str, int], *, tail: int | None = None) -> Command:
-    """Return the ``watch.py`` command that streams metrics, events and rank logs.
+    """Return the command that runs ``watch.py`` on a node to stream metrics, events and rank logs.
 
-    It starts at ``offsets`` (file -> byte), and with at most the last ``tail`` lines of each file.
+    ``offsets``: the byte at which to begin, by file. ``tail``: begin with at most so many last lines of each file.
     """
     words = ["--offsets", json.dumps(offsets), "--only", "*.jsonl,logs/rank*.log"]
     words += ["--tail", str(tail)] if tail is not None else []
@@ -157,7 +158,7 @@ def stop_node(node: NodePlan, transport: Transport, limits: Limits, why: str = "
 
 
 def how_to_stop(node: NodePlan) -> str:
-    """Return a note with the command that stops this node by hand."""
+    """Return a sentence that tells the user the command that stops the processes of this node."""
     command = f"tmux kill-session -t '={node.session}'"  # without =, tmux matches prefixes of names
     if node.login is None:
         return f"To stop its processes: {command}"

@@ -1,4 +1,4 @@
-"""Batches in the form that the bundled models receive: one rank's seeds, the sampled blocks and the rows of nodes."""
+"""Batches in the form that the bundled models receive: one rank's seeds, sampled blocks, and rows of nodes."""
 
 from __future__ import annotations
 

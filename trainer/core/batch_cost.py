@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 
 class FromHost(NamedTuple):
-    """The bytes received from one other host, and the rows of a batch that this host owns."""
+    """The bytes received from one other host, and the rows of a batch that the other host owns."""
 
     remote_bytes: int = 0  #: bytes received from this host
     remote_rows: int = 0  #: rows that this host owns: received, cached or held

@@ -33,22 +33,25 @@ def mix(z: Any) -> Any:
 
 @numba.njit(inline="always")
 def node_key(batch: Any, orig_id: Any) -> Any:
-    """Return the uint64 key for the random numbers of a node in a batch: of the batch's key and the original id."""
+    """Combine a batch's key and a node's original id into the uint64 key for the node's random numbers in the batch."""
     return mix(batch ^ mix(np.uint64(orig_id) + GOLDEN))
 
 
 @numba.njit(inline="always")
 def tree_key(node: Any, tree: Any) -> Any:
-    """Return the uint64 key for the random numbers of a node in tree number ``tree`` of a disjoint batch.
+    """Combine a node's ``node_key`` and a tree number into the uint64 key for the node's random numbers in the tree.
 
-    ``node`` is the ``node_key`` of the node.
+    A disjoint batch has one tree per seed.
     """
     return mix(node ^ mix(np.uint64(tree) + GOLDEN))
 
 
 @numba.njit(inline="always")
 def draw(key: Any, i: Any, bound: Any) -> Any:
-    """Return number ``i`` of ``key``: int64, uniform in [0, bound), bound < 2**31 (bias below 2**-32 * bound)."""
+    """Return random number ``i`` for ``key``: int64, uniform in [0, bound), where bound < 2**31.
+
+    The bias is below 2**-32 * bound.
+    """
     high = mix(key + np.uint64(i) * GOLDEN) >> _S32
     return np.int64((high * np.uint64(bound)) >> _S32)
 
@@ -60,12 +63,12 @@ def fraction(z: Any) -> Any:
 
 
 def fractions(z: Any) -> npt.NDArray[np.float64]:
-    """As ``fraction``, but for an array of uint64 and for use outside kernels."""
+    """Apply ``fraction`` to an array of uint64. For use outside compiled kernels."""
     return np.asarray(z >> _S11, np.float64) / 9007199254740992.0
 
 
 def hashed(z: Any) -> Any:
-    """As ``mix``, but for a numpy uint64 or an array of uint64 and for use outside kernels."""
+    """Apply ``mix`` to a numpy uint64 or an array of uint64. For use outside compiled kernels."""
     with np.errstate(over="ignore"):
         return mix.py_func(z)
 

@@ -104,7 +104,7 @@ def _mapping(loaded: Any, path: Path) -> Mapping[str, Any]:
 
 
 def raw_graph(name: str, values: Mapping[Any, Any], place: str) -> RawGraph:
-    """Make a ``RawGraph`` from a dict of ``Data.to_dict`` (by name) or ``HeteroData.to_dict`` (by type, then name)."""
+    """Make a ``RawGraph`` from the result of ``Data.to_dict`` (by name) or ``HeteroData.to_dict`` (by type)."""
     if "_global_store" in values or any(isinstance(key, tuple) for key in values):
         return _typed_graph(name, values, place)
     num_nodes = values.get("num_nodes")

@@ -83,7 +83,7 @@ def node_times(num_nodes: int, rng: np.random.Generator) -> Array:
 
 
 def mostly_forward(earlier: Array, later: Array, rng: np.random.Generator) -> Array:
-    """Return which edges to keep, bool [E], by the times of both ends: all with ``earlier <= later``, a few others."""
+    """Return which edges to keep, bool [E]: all with ``earlier <= later`` (times of both ends), and a few others."""
     return (earlier <= later) | (rng.random(len(earlier)) < _AGAINST_TIME)
 
 

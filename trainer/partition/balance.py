@@ -24,7 +24,7 @@ Part = npt.NDArray[np.int32]
 
 @dataclass(frozen=True)
 class JoinedNodes:
-    """Numbers the nodes of all types consecutively, type after type."""
+    """A numbering of the nodes of all types: consecutive, type after type."""
 
     starts: Mapping[NodeType, int]  #: number of the first node of each type
     total: int  #: nodes of all types

@@ -162,7 +162,7 @@ def _chances(
     dataset: Dataset, joined: JoinedNodes, home: Mapping[NodeType, Part], seeds: Mapping[NodeType, Ids],
     num_parts: int, fanouts: Fanouts,
 ) -> Array:  # fmt: skip
-    """For each part, return the probability that a batch of its seeds visits each node, float32 [num_parts, total]."""
+    """Return the probability that a batch of each part's seeds visits each node, float32 [num_parts, total]."""
     graph = InEdges.of(dataset)
     in_batch = min(1.0, _BATCH * num_parts / sum(map(len, seeds.values())))
     chances = np.empty((num_parts, joined.total), np.float32)

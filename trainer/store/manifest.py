@@ -174,7 +174,7 @@ def read_manifest(folder: str | Path) -> Manifest:
 
 
 def parse_manifest(text: bytes, path: str | Path) -> Manifest:
-    """Parse the content of a ``manifest.json``; ``path`` names it in messages. Raises ``PartitionError``."""
+    """Parse the content of a ``manifest.json``. Messages show ``path``. Raises ``PartitionError``."""
     try:
         raw = json.loads(text.decode("utf-8"))
     except ValueError as error:

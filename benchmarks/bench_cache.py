@@ -1,7 +1,8 @@
-"""Bytes that hosts receive from each other in an epoch: without a cache, with the default cache, and predicted.
+"""Measures the bytes that a host receives from other hosts in an epoch, without and with the default cache.
 
-All hosts are graphs in one process, each with its own part and replicated topology, which call each other directly;
-bytes are counted where they would arrive from the network. Features have 16 columns: only the number of rows matters.
+Also compares the received with the predicted bytes. One process simulates all hosts: each is a ``Graph`` with one part
+and replicated topology, and calls the others directly. Bytes are counted where a host would receive them from the
+network. Features have only 16 columns, as only the number of rows matters.
 GNNFLEET_DEBIAN names the folder of the Debian dependency graph (``data.dataset: file``), if available.
 """
 
@@ -89,7 +90,10 @@ def _debian() -> list[Case]:
 
 
 def _rows(case: Case, folder: Path, num_parts: int, method: str, held: int | None) -> list[Row]:
-    """Return the rows of the table for host 0; its batches are those of a real host."""
+    """Measure host 0, which loads the same batches as on a real cluster.
+
+    held: number of earlier batches whose remote rows are kept; None for the default.
+    """
     name = f"{case.name}, {num_parts} parts by {method}" + (", no held rows" if held == 0 else "")
     without, _, _ = _epoch(case, folder, num_parts, held, "0")
     with_cache, predicted, seconds = _epoch(case, folder, num_parts, held, "10%")
@@ -102,7 +106,7 @@ def _rows(case: Case, folder: Path, num_parts: int, method: str, held: int | Non
 
 
 def _epoch(case: Case, folder: Path, num_parts: int, held: int | None, size: str) -> tuple[Cost, float, float]:
-    """Return what host 0 receives in an epoch, the predicted bytes, and the CPU seconds of presampling and fetching."""
+    """Return what host 0 received in an epoch, the predicted bytes, and the CPU seconds of filling the cache."""
     graph = _host(folder, num_parts, held)
     loader = BatchLoader(graph, LoaderSettings("train", case.fanouts, case.batch), 0, graph.layout)
     group, began = RankGroup(Ranks(), torch.device("cpu")), time.process_time()
@@ -126,7 +130,7 @@ def _host(folder: Path, num_parts: int, held: int | None) -> Graph:
 
 @dataclass(frozen=True)
 class _ReadyAnswer:
-    """An answer that is available at once."""
+    """Replaces the future of a reply from another host; its result is available at once."""
 
     value: Any
 
@@ -136,7 +140,7 @@ class _ReadyAnswer:
 
 @dataclass(frozen=True)
 class _Owner:
-    """Answers requests for the part of another host in this process."""
+    """Replaces the connection to another host: answers requests from this host's part, in this process."""
 
     part: int
     local: LocalGraph

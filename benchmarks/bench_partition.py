@@ -1,4 +1,4 @@
-"""Partitioning from a graph in memory to files: seconds and peak memory, compared with METIS alone."""
+"""Measures seconds and peak memory of partitioning a graph in memory into files, compared with METIS alone."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def run(small: bool) -> list[Row]:
 
 
 def in_process(way: str, small: bool) -> tuple[float, float, float]:
-    """Return seconds, GB beyond the loaded graph, and the share of cut edges."""
+    """Partition in a new process; return seconds, peak GB minus that of the loaded graph, and share of cut edges."""
     ours, theirs = SPAWN.Pipe()
     worker = SPAWN.Process(target=measure, args=(way, small, theirs))
     worker.start()
@@ -67,7 +67,7 @@ def measure(way: str, small: bool, out: Connection) -> None:
 
 
 def pymetis_alone(edge_index: np.ndarray, num_nodes: int) -> float:
-    """The direct approach: scipy for the symmetric adjacency, pymetis for the parts."""
+    """Partition with scipy and pymetis only, without writing files; return the share of cut edges."""
     import pymetis
     from scipy.sparse import coo_matrix
 
@@ -82,11 +82,11 @@ def pymetis_alone(edge_index: np.ndarray, num_nodes: int) -> float:
 
 
 def forget_peak() -> None:
-    """Reset VmHWM, so that it is the peak from now on; getrusage would include the parent process's memory."""
+    """Reset the peak memory of this process, which ``VmHWM`` reports. (getrusage would include the parent process.)"""
     Path("/proc/self/clear_refs").write_text("5")
 
 
 def memory(which: str) -> float:
-    """Return GB of this process: VmRSS is the current value, VmHWM the peak."""
+    """Return GB of this process; which: ``VmRSS`` for the current memory, ``VmHWM`` for the peak."""
     status = Path("/proc/self/status").read_text()
     return int(re.search(rf"{which}:\s+(\d+) kB", status)[1]) * 1024 / 1e9  # type: ignore[index]

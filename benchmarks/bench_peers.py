@@ -1,14 +1,14 @@
-"""`make bench-peers`: compares gnnfleet, DGL, graphlearn-torch and torch_geometric, run in turn on one graph.
+"""`make bench-peers`: compares gnnfleet with DGL, graphlearn-torch and torch_geometric on one graph.
 
 \b
-python benchmarks/bench_peers.py                        all sections, one turn
-python benchmarks/bench_peers.py --only loader,train    some of loader, parts, train, partition
-python benchmarks/bench_peers.py --without shipped      without graphlearn-torch as shipped, the slowest one
+python benchmarks/bench_peers.py                        all sections; runs each system once
+python benchmarks/bench_peers.py --only loader,train    some of the sections loader, parts, train, partition
+python benchmarks/bench_peers.py --without shipped      leave out graphlearn-torch as shipped, the slowest system
 python benchmarks/bench_peers.py --small                a small graph, to check that everything runs
-python benchmarks/bench_peers.py --tenfold              gnnfleet's loader on a graph of ten times the size
+python benchmarks/bench_peers.py --tenfold              only gnnfleet's loader, on a graph ten times as large
 
 Prints tables for docs/LOG.md; writes .gnnfleet/bench/peers/<size>.json and .md, and docs/peers.svg if matplotlib is
-installed. A peer that cannot be installed or fails is reported in one line and left out. See docs/benchmarks.md.
+installed. A system that fails or cannot be installed is left out, with one line that says why. See docs/benchmarks.md.
 """
 
 from __future__ import annotations
@@ -67,9 +67,9 @@ def main(
 def compete(
     chosen: Sequence[Contender], size: str, turns: int, of: Mapping[str, int], epochs: int
 ) -> tuple[dict[Contender, list[Run]], dict[str, float]]:
-    """Run all contenders, turn by turn; return their runs and the seconds of each section.
+    """Run all contenders once per turn; return the runs of each, and the seconds of each section.
 
-    ``epochs``: number of epochs of sections that ``of`` does not name.
+    of: number of epochs by section. epochs: number of epochs in sections that ``of`` lacks.
     """
     found: dict[Contender, list[Run]] = {one: [] for one in chosen}
     took = dict.fromkeys(SECTIONS, 0.0)

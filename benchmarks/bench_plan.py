@@ -1,4 +1,4 @@
-"""Planning: from a config with host ranges to every command and file of every node, compared with a time limit."""
+"""Measures planning: the seconds from a config with host ranges to the plan of every node, compared with a limit."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def run(small: bool) -> list[Row]:
 
 
 def stages(folder: Path, count: int) -> list[Row]:
-    """Return the seconds of each stage for one cluster of nodes with four devices."""
+    """Measure each stage of planning for ``count`` nodes with four devices each."""
     path = folder / "cluster.yml"
     path.write_text(
         "defaults: {venv: ~/venv, env: {A: b}, devices: [0, 1, 2, 3]}\n"
@@ -50,7 +50,7 @@ def stages(folder: Path, count: int) -> list[Row]:
 
 
 def parts_of(count: int) -> PartitionFiles:
-    """Return twelve files per part, as a graph of a few types has."""
+    """Return the file list of a partition into ``count`` parts, with twelve files each, as with a few node types."""
     names = [f"part{part}/nodes/node/attrs/a{i}.npy" for part in range(count) for i in range(12)]
     files = [PartFile(name, 10**6, "0" * 64) for name in [*names, "shared/seeds.npy", "manifest.json"]]
     return PartitionFiles("parts", "synthetic", "f1", count, tuple(files))

@@ -1,4 +1,4 @@
-"""Sampling and gathering on one machine: gnnfleet's kernels compared with plain numpy and torch."""
+"""Measures sampling and gathering on one machine: gnnfleet's kernels compared with plain numpy and torch."""
 
 from __future__ import annotations
 
@@ -47,7 +47,10 @@ def shares_of(graph: Graph, target: NodeType) -> list[SeedShare]:
 
 
 def sampler(store: PartStore, target: NodeType, fanouts: dict[EdgeType, tuple[int, ...]], **kind: Any) -> Work:
-    """Return a function that samples a share's seeds in one thread; temporal seeds may use half of the edges."""
+    """Return a function that samples the neighbourhoods of a ``SeedShare``, in the calling thread.
+
+    kind: more fields of ``SampleSettings``. With ``time``, all seeds are at time 500, after half of the edges.
+    """
     graph, tables, split = LocalGraph(store), RelabelTables(store.manifest), store.seeds(target, "train")
     settings = SampleSettings(fanouts, **kind)
 
@@ -60,13 +63,13 @@ def sampler(store: PartStore, target: NodeType, fanouts: dict[EdgeType, tuple[in
 
 
 def speed(work: Work, shares: list[SeedShare]) -> float:
-    """Return million edges per second."""
+    """Measure million sampled edges per second."""
     edges = sum(len(found.src) for share in shares for found in work(share).edges.values())
     return edges / 1e6 / median_seconds(lambda: [work(share) for share in shares])
 
 
 def sampling(graph: Graph, shares: list[SeedShare]) -> list[Row]:
-    """Measure edges per second of multi-hop sampling, compared with whole-array numpy for the same hops."""
+    """Measure edges per second of multi-hop sampling, compared with ``numpy_sample``."""
     fanouts = {HOMO_EDGE: FANOUTS}
     works = [sampler(graph.store, HOMO_NODE, fanouts) for _ in range(2)]
     million = sum(len(works[0](share).edges[HOMO_EDGE].src) for share in shares) / 1e6
@@ -87,10 +90,13 @@ def sampling(graph: Graph, shares: list[SeedShare]) -> list[Row]:
 
 
 def positions(graph: Graph, shares: list[SeedShare], small: bool) -> list[Row]:
-    """Measure CPU time to find the positions of nodes in batches, with hash and direct tables, for growing graphs."""
+    """Compare the CPU times of numbering a batch's nodes with a hash table and with an array of all nodes.
+
+    The ids of the nodes are spread to simulate graphs of up to 333 times the size.
+    """
     work = sampler(graph.store, HOMO_NODE, {HOMO_EDGE: FANOUTS})
     edges = [work(share) for share in shares[:4]]
-    met = [found.nodes[HOMO_NODE].ids[found.edges[HOMO_EDGE].src] for found in edges]  # in the order drawn
+    met = [found.nodes[HOMO_NODE].ids[found.edges[HOMO_EDGE].src] for found in edges]  # in the order of sampling
     num_nodes = graph.manifest.nodes[HOMO_NODE].num_nodes
     rng, rows = np.random.default_rng(0), []
     for more in (1, 10) if small else (1, 10, 100, 333):
@@ -113,7 +119,7 @@ def place_all(table: PositionTable, batches: list[np.ndarray]) -> None:
 
 
 def alternately(works: list[Callable[[], None]], repeats: int = 9) -> list[float]:
-    """Return the median CPU seconds of this thread per function; they run in turn, after a warm-up round."""
+    """Call the functions in turn; return the median CPU seconds of each, without its first call."""
     taken: list[list[float]] = [[] for _ in works]
     for _ in range(repeats + 1):
         for work, seconds in zip(works, taken, strict=True):
@@ -124,7 +130,7 @@ def alternately(works: list[Callable[[], None]], repeats: int = 9) -> list[float
 
 
 def steered(graph: Graph, shares: list[SeedShare]) -> list[Row]:
-    """Measure conditional draws, which read every edge of a row, compared with plain draws in the same run."""
+    """Compare weighted, disjoint, temporal and induced sampling with plain sampling."""
     store = with_columns(graph.store)
     kinds: dict[str, dict[str, Any]] = {
         "weighted": {"weight": "weight"},
@@ -143,7 +149,7 @@ def steered(graph: Graph, shares: list[SeedShare]) -> list[Row]:
 
 
 def with_columns(store: PartStore) -> PartStore:
-    """Return the store with a weight and a time for every edge, in memory."""
+    """Return the store with two more edge attributes, random weights and times, in memory."""
     (part,) = store.parts.values()
     edges, spec, rng = part.edges[HOMO_EDGE], store.manifest.edges[HOMO_EDGE], np.random.default_rng(0)
     columns = {
@@ -156,7 +162,7 @@ def with_columns(store: PartStore) -> PartStore:
 
 
 def hetero(small: bool) -> list[Row]:
-    """Measure papers, authors and fields: eight edge types, one call per hop."""
+    """Measure sampling on the synthetic heterogeneous graph, which has eight edge types."""
     folder = CACHE / f"{'small' if small else 'large'}-hetero"
     options = {"num_nodes": "10000" if small else "200000", "avg_degree": "20", "all_features": "true"}
     make_partition(PartitionSpec("synthetic-hetero", str(folder), None, options, 1, "random"))
@@ -166,7 +172,7 @@ def hetero(small: bool) -> list[Row]:
 
 
 def numpy_sample(graph: Graph, seeds: np.ndarray) -> np.ndarray:
-    """Sample the same fanouts with whole-array numpy, which must draw with replacement."""
+    """Sample ``FANOUTS`` hops with numpy operations on whole arrays, which must draw with replacement."""
     (part,) = graph.store.parts.values()
     indptr, indices = part.edges[HOMO_EDGE].indptr, part.edges[HOMO_EDGE].indices
     rng = np.random.default_rng(0)
@@ -181,7 +187,7 @@ def numpy_sample(graph: Graph, seeds: np.ndarray) -> np.ndarray:
 
 
 def gathering(graph: Graph, shares: list[SeedShare]) -> list[Row]:
-    """Measure GB/s of feature rows, compared with torch's index_select on the same memory."""
+    """Measure GB/s of gathering feature rows, compared with torch's ``index_select`` on the same rows."""
     work = sampler(graph.store, HOMO_NODE, {HOMO_EDGE: FANOUTS})
     nodes = [work(share).nodes[HOMO_NODE].ids for share in shares]
     (part,) = graph.store.parts.values()
@@ -194,7 +200,7 @@ def gathering(graph: Graph, shares: list[SeedShare]) -> list[Row]:
 
 
 def epoch(graph: Graph) -> list[Row]:
-    """Measure the seconds of an epoch of finished batches with one and with two sampler threads."""
+    """Measure the seconds of loading an epoch with one and with two sampler threads."""
 
     def load(threads: int) -> float:
         loader = BatchLoader(graph, LoaderSettings("train", FANOUTS, BATCH, threads=threads), 0, RankLayout.single(1))

@@ -1,7 +1,7 @@
-"""CPU work of 1, 2 and 4 hosts that share the same cores, and the predicted time on real hosts.
+"""Measures the CPU work of 1, 2 and 4 simulated hosts that share a core, and predicts times on real hosts.
 
-python benchmarks/run.py scaling                 measure with a fixed global batch, save results, predict
-python benchmarks/bench_scaling.py --per-host    a fixed batch per host: the global batch grows
+python benchmarks/run.py scaling                 keep the global batch size; save results, then predict
+python benchmarks/bench_scaling.py --per-host    keep the batch size per host
 python benchmarks/bench_scaling.py --predict     predict again from saved results: --cores 16 --gbit 1 --efficiency 0.5
 GNNFLEET_DEBIAN names the folder of the Debian dependency graph (``data.dataset: file``), if available.
 """
@@ -45,7 +45,10 @@ def cases(small: bool) -> list[Case]:
 
 
 def run(small: bool, per_host: bool = False) -> list[Row]:
-    """Measure on one core: with two shared cores, contention between processes would count as their work."""
+    """Measure on a single core: with two cores, contention between processes would count as CPU time.
+
+    per_host: keep the batch size per host instead of the global batch size.
+    """
     cores = sorted(os.sched_getaffinity(0))[:1]
     measured = {
         case.name: [measure(sized(case, count) if per_host else case, count, cores) for count in COUNTS]
@@ -57,13 +60,12 @@ def run(small: bool, per_host: bool = False) -> list[Row]:
 
 
 def sized(case: Case, count: int) -> Case:
-    """Return the case with a global batch proportional to the number of hosts; at the most hosts it is the usual
-    batch."""
+    """Return the case with the same batch size per host as with ``COUNTS[-1]`` hosts."""
     return replace(case, batch=case.batch // COUNTS[-1] * count)
 
 
 def measure(case: Case, count: int, cores: Sequence[int]) -> Measured:
-    """Measure the hosts first, then their batches in one process."""
+    """Train on ``count`` hosts, then on the same batches in one process."""
     folder = CACHE / f"scaling-{case.name}-{count}"
     make_partition(PartitionSpec(case.dataset, str(folder), case.source, case.options, count, "metis"), lambda _: None)
     hosts = train_on(case, folder, count, CACHE / "scaling-run", cores)
@@ -98,7 +100,7 @@ def rows(name: str, runs: Sequence[Measured]) -> Iterator[Row]:
 
 
 def forecast(measured: dict[str, list[Measured]], hardware: Sequence[Hardware]) -> None:
-    """Print the predicted times on such hosts."""
+    """Print the predicted times of each case on each kind of hosts."""
     for name, runs in measured.items():
         for on in hardware:
             print(f"\n{name}\n\n" + "\n".join(table(runs, on)))

@@ -1,4 +1,4 @@
-"""The graph service on the loopback, with the server in its own process, compared with torch.distributed.rpc."""
+"""Measures requests to a graph server in another process over the loopback; compared with torch.distributed.rpc."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ SPAWN = multiprocessing.get_context("spawn")
 
 
 class Rows:
-    """A graph that is one feature matrix, [n, 100] float32."""
+    """Replaces a graph: answers requests from one feature matrix, [n, 100] float32."""
 
     def __init__(self, num_nodes: int):
         self.x = np.random.default_rng(0).random((num_nodes, DIM), np.float32)
@@ -67,8 +67,11 @@ def run(small: bool) -> list[Row]:
 
 
 def measure(gather: Callable[[np.ndarray], object], few: np.ndarray, many: np.ndarray) -> dict[str, float]:
-    """Measure a small gather (latency in µs, requests/s of four threads) and a large one (MB/s of one and four
-    threads)."""
+    """Measure requests for the rows of ``few`` and of ``many`` nodes.
+
+    Returns ``latency`` (µs) and ``rate`` (requests/s of four threads) for ``few``, and ``large`` and ``large4`` (MB/s
+    of one and of four threads) for ``many``.
+    """
 
     def times(count: int, nodes: np.ndarray) -> None:
         for _ in range(count):

@@ -1,8 +1,8 @@
-"""Server-client mode: loading an epoch from a graph server, gnnfleet compared with graphlearn-torch on the same graph.
+"""Measures loading an epoch from a graph server: gnnfleet compared with graphlearn-torch on the same graph.
 
-Both load all train seeds over TCP on the loopback, with a server and a client on one machine; no training.
-graphlearn-torch samples with replacement, so its batches have a seventh fewer nodes than gnnfleet's by default. Its
-batches have no edge ids; gnnfleet's ``Data`` has them, its blocks do not.
+Server and client run on one machine and use TCP over the loopback. The client loads batches of all train seeds, without
+training. graphlearn-torch samples with replacement, so by default its batches have a seventh fewer nodes than those of
+gnnfleet. Of all compared batches, only gnnfleet's ``Data`` batches contain edge ids.
 """
 
 from __future__ import annotations
@@ -31,9 +31,9 @@ GLT_JOB = HERE / "peers/glt_job.py"
 ON_LOOPBACK = {"TP_SOCKET_IFNAME": "lo", "GLOO_SOCKET_IFNAME": "lo"}
 TURNS = 2  #: number of runs of each configuration, in turn
 
-#: graphlearn-torch settings: its documented example on one server, with a larger buffer, because the default of 64 MB
-#: is too small for a batch and then blocks forever; the same with a fixed seed, which makes its sampler much faster;
-#: and the fastest settings found.
+#: Settings of graphlearn-torch. DOCUMENTED: as in its documentation, except for the buffer: the default of 64 MB is too
+#: small for a batch, so the loader would block forever. SEEDED: with a fixed seed, which makes its sampler much faster.
+#: TUNED: the fastest settings found.
 DOCUMENTED = {"seed": None, "concurrency": 4, "prefetch": 2, "buffer": "1GB"}
 SEEDED = DOCUMENTED | {"seed": 1}
 TUNED = {"seed": 1, "workers": 2, "concurrency": 2, "prefetch": 4, "buffer": "1GB"}
@@ -41,16 +41,16 @@ TUNED = {"seed": 1, "workers": 2, "concurrency": 2, "prefetch": 4, "buffer": "1G
 
 @dataclass(frozen=True)
 class Way:
-    """One configuration of loading the epochs."""
+    """A loader with its settings, and the results of its runs."""
 
     name: str
-    make: Callable[[int, Path], Job]  #: from a port and an empty folder
+    make: Callable[[int, Path], Job]  #: makes the commands from a free port and an empty folder
     turns: int = TURNS
     found: list[Done] = field(default_factory=list)
 
     @property
     def seconds(self) -> float:
-        """Median over all epochs of all turns."""
+        """Median seconds of an epoch over all runs."""
         return statistics.median(second for done in self.found for second in done.says["seconds"])
 
     @property
@@ -61,7 +61,7 @@ class Way:
         return max(getattr(done, name) for done in self.found)
 
     def rate(self, what: str) -> float:
-        """Million nodes or edges of batches per second."""
+        """Million ``what`` (nodes or edges) of batches per second."""
         return float(self.found[-1].says[what]) / self.seconds / 1e6
 
     def megabytes(self) -> float:
@@ -88,7 +88,7 @@ def one_run(way: Way, network: Sequence[str]) -> Done:
 
 
 def rows(way: Way, best: Way | None) -> list[Row]:
-    """Return time, memory and bytes of a configuration, compared with graphlearn-torch's best one."""
+    """Return time, memory and bytes of ``way``, compared with ``best``: graphlearn-torch with its fastest settings."""
     name = "graphlearn-torch, best" if best else ""
 
     def row(what: str, unit: str, figure: Callable[[Way], float]) -> Row:
@@ -182,7 +182,7 @@ def common() -> dict[str, Any]:
 
 
 def free_port() -> int:
-    """Return a free port whose successor is free too: graphlearn-torch uses both."""
+    """Return a free port; graphlearn-torch also uses the next port, which is not checked."""
     with socket.create_server(("127.0.0.1", 0)) as holder:
         return int(holder.getsockname()[1])
 

@@ -59,7 +59,7 @@ print(time.perf_counter() - begun)
 
 @dataclass(frozen=True)
 class Scene:
-    """The hosts and gnnfleet's config of them."""
+    """The simulated hosts, and a gnnfleet config that names them."""
 
     cluster: NetCluster
     config: ClusterConfig
@@ -84,8 +84,10 @@ def run(small: bool) -> list[Row]:
 
 
 def know_neighbours(cluster: NetCluster) -> None:
-    """Set permanent neighbour entries: the kernel stores 1,024 for all namespaces together, and 100 hosts need
-    9,900."""
+    """Add permanent ARP entries for all pairs of hosts.
+
+    100 hosts need 9,900 entries, but the kernel keeps at most 1,024 that are not permanent, over all namespaces.
+    """
     for host in cluster.hosts:
         others = [other.address for other in cluster.hosts if other is not host]
         lines = [f"neigh replace {address} lladdr {mac(address)} dev eth0 nud permanent" for address in others]
@@ -93,12 +95,12 @@ def know_neighbours(cluster: NetCluster) -> None:
 
 
 def mac(address: str) -> str:
-    """Return the MAC that ``netns`` gives to this address."""
+    """Return the MAC address that ``netns`` gives to the host with this IP address."""
     return "02:00:" + ":".join(f"{byte:02x}" for byte in socket.inet_aton(address))
 
 
 def fan_out(scene: Scene, other_python: Path | None) -> Iterator[Row]:
-    """Yield the rows of one cluster; the tools take turns, so that other load on the machine affects all of them."""
+    """Measure all tools on one set of hosts; the tools run in turn, so that other load affects all of them alike."""
     count = len(scene.hosts)
     prepare_sessions(scene)
     for name, work, command in (
@@ -117,7 +119,7 @@ def fan_out(scene: Scene, other_python: Path | None) -> Iterator[Row]:
 
 
 def others(scene: Scene, command: str, other_python: Path | None) -> dict[str, Callable[[], float]]:
-    """Return the other ways to run a command on all hosts; each returns its seconds."""
+    """Return functions by name of tool; each runs ``command`` on all hosts and returns the seconds it took."""
     ways: dict[str, Callable[[], float]] = {
         "ssh processes, xargs -P 32": lambda: timed(lambda: with_openssh(scene.cluster, command)),
         "fabric ThreadingGroup": lambda: timed(lambda: with_fabric(scene.cluster, command)),
@@ -195,7 +197,7 @@ def with_fabric(cluster: NetCluster, command: str) -> None:
 
 
 def with_parallel_ssh(cluster: NetCluster, command: str, python: Path) -> float:
-    """Return the seconds that the tool itself reports, without its import time."""
+    """Run ``command`` on all hosts with parallel-ssh; return the seconds without those of its import."""
     asked = json.dumps([[host.address for host in cluster.hosts], str(cluster.identity), command])
     done = subprocess.run(
         [python, "-c", PARALLEL_SSH], input=asked, text=True, check=True, timeout=300, capture_output=True
@@ -204,7 +206,7 @@ def with_parallel_ssh(cluster: NetCluster, command: str, python: Path) -> float:
 
 
 def parallel_ssh() -> Path | None:
-    """Return a Python with parallel-ssh in its own virtual environment; None if it cannot be installed."""
+    """Return the Python of a virtual environment with parallel-ssh; None if parallel-ssh cannot be installed."""
     python = TOOLS / "bin/python"
     if not (TOOLS / "ready").exists():
         pip = [python, "-m", "pip", "install", "--quiet", "parallel-ssh"]
@@ -222,7 +224,7 @@ def parallel_ssh() -> Path | None:
 
 
 def prepare_sessions(scene: Scene) -> None:
-    """Write a stand-in for a node's start.sh on each host; it reports ready at once."""
+    """Write a start.sh on each host that reports ready at once, instead of a node's real start.sh."""
     for k, host in enumerate(scene.hosts):
         folder = run_dir(f"{host.home}/gnnfleet/node{k}", RUN, k)
         host.write(f"{folder}/start.sh", f"touch {folder}/state.json; sleep 60")

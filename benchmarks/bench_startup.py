@@ -1,7 +1,7 @@
-"""From `launch` to the first trained step, on nodes that have code and parts already, phase by phase.
+"""Measures the seconds from `launch` to the first training step, by phase, on nodes that already have code and parts.
 
-Runs two local nodes, and two sshd hosts in network namespaces where the machine allows them. A launch before each
-measurement sends code, parts and compiled kernels. For comparison: the time of `python -c "import torch"`.
+Measures two local nodes, and two sshd hosts in network namespaces if the machine allows them. Each measured launch
+follows one that sent code, parts and compiled kernels. For comparison, also measures `python -c "import torch"`.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ def run(small: bool) -> list[Row]:
 
 
 def importing_torch() -> float:
-    """Return the seconds of `python -c "import torch"`, the better of two."""
+    """Measure the seconds of `python -c "import torch"` twice; return the smaller value."""
     found = []
     for _ in range(2):
         begun = time.perf_counter()
@@ -60,7 +60,10 @@ def importing_torch() -> float:
 def phases(
     name: str, folder: Path, nodes: list[dict[str, Any]], more: Mapping[str, Any], env: Mapping[str, str], torch: float
 ) -> list[Row]:
-    """Return the phases of a second launch; the row of the whole launch is compared with importing torch."""
+    """Launch twice; return the seconds of each phase of the second launch, and of all of it.
+
+    torch: seconds of `import torch`, for comparison.
+    """
     config = folder / "cluster.yml"
     data = {"dataset": "synthetic", "options": GRAPH, "folder": "parts"}
     config.write_text(yaml.safe_dump({"nodes": nodes, "data": data, "train": TRAIN, **more}))
@@ -79,13 +82,16 @@ def phases(
 
 
 def ended(run_dir: Path) -> list[tuple[str, float]]:
-    """Return (phase, its end in seconds since the epoch) in the order of ``ENDS``."""
+    """Return each phase of ``ENDS`` with the time at which it ended, in seconds since 1970."""
     lines = [json.loads(line) for name in ("events.jsonl", "metrics.jsonl") for line in (run_dir / name).open()]
     return [(phase, max(line["t"] for line in lines if meant(line, kind, name))) for phase, kind, name in ENDS]
 
 
 def meant(line: Mapping[str, Any], kind: str, name: str) -> bool:
-    """Return whether the line has this kind and a stage or process of this name; of step lines only the first
-    counts."""
+    """Return whether an event or metrics line marks the end of a phase.
+
+    The line must have the kind ``kind``, and a stage or process whose name starts with ``name``. Lines of steps after
+    the first do not count.
+    """
     called = str(line.get("stage") or line.get("name") or "")
     return line["kind"] == kind and called.startswith(name) and not line.get("step")

@@ -1,4 +1,4 @@
-"""A training epoch on blocks, compared with the usual loop of torch_geometric's layers on the same batches."""
+"""Measures training steps on blocks, compared with the usual training loop of torch_geometric."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def block_loader(graph: Graph) -> BatchLoader:
 
 
 def product_seconds(graph: Graph, dtype: torch.dtype) -> float:
-    """Return the seconds of a step's dense matrix products alone: the lower bound of a step on this machine."""
+    """Measure only the dense matrix products of a training step, as a lower bound of a step on this machine."""
     (batch,) = islice(block_loader(graph).epoch(0), 1)
     return sum(seconds_of(*shape, dtype) for shape in products(graph, batch))
 
@@ -71,8 +71,10 @@ def seconds_of(m: int, k: int, n: int, dtype: torch.dtype) -> float:
 
 
 def products(graph: Graph, batch: Batch) -> list[tuple[int, int, int]]:
-    """Return (m, k, n) of every matrix product of a step: forward, weight gradients, and row gradients except in the
-    first layer."""
+    """Return the shapes of all matrix products of a training step: (m, k, n) for [m, k] @ [k, n].
+
+    A layer has products for its output, for the gradient of its weights and, except in the first layer, of its input.
+    """
     facts = facts_of(graph.manifest)
     dims = [facts.in_dims[facts.target], *[HIDDEN] * (len(FANOUTS) - 1), facts.num_classes]
     found = []
@@ -84,8 +86,10 @@ def products(graph: Graph, batch: Batch) -> list[tuple[int, int, int]]:
 
 
 def on_edges(graph: Graph, steps: int, trim: bool) -> tuple[float, list[float]]:
-    """Train as torch_geometric's tutorials do, each layer on all edges of the batch; ``trim``: only on the edges it
-    needs."""
+    """Train as torch_geometric's tutorials do; return mean seconds per step and the losses.
+
+    Each layer uses all edges of the batch, or with ``trim`` only the edges that later layers need.
+    """
     loader = DistNeighborLoader(graph, list(FANOUTS), "train", batch_size=BATCH, shuffle=True)
     facts = facts_of(graph.manifest)
     model = GraphSAGE(facts.in_dims[facts.target], HIDDEN, len(FANOUTS), facts.num_classes)
@@ -101,7 +105,7 @@ def on_edges(graph: Graph, steps: int, trim: bool) -> tuple[float, list[float]]:
 
 
 def timed(model: nn.Module, steps) -> tuple[float, list[float]]:  # type: ignore[no-untyped-def]
-    """Return mean seconds per step (the first is a warm-up) and the losses."""
+    """Train on ``steps``, tuples (forward, batch, y); return mean seconds per step, without the first, and losses."""
     optimizer = torch.optim.Adam(model.parameters(), lr=0.004)
     losses, begun, count = [], 0.0, 0
     for count, (forward, batch, y) in enumerate(steps):

@@ -1,4 +1,4 @@
-"""The graphs of the benchmarks, partitioned once and kept between runs."""
+"""Makes the partitioned graphs of the benchmarks; they are kept on disk between runs."""
 
 from __future__ import annotations
 
@@ -11,8 +11,9 @@ from trainer.partition.make import PartitionSpec, make_partition
 LARGE = {"num_nodes": 300_000, "avg_degree": 52.95, "num_classes": 47, "num_features": 100, "train": 24_000}
 SMALL = {"num_nodes": 20_000, "avg_degree": 20.0, "num_classes": 16, "num_features": 64, "train": 4_000}
 
-#: The graphs for the comparison with peers: as above, with smaller evaluation splits, because evaluation is the same
-#: work for all. The tenfold graph shows the trend; it has as many seeds, so that seconds per epoch can be compared.
+#: The graphs for the comparison with other systems. Their evaluation splits are smaller than those of LARGE and SMALL,
+#: because all systems evaluate in the same way. The tenfold graph has as many train seeds as the large one, so that
+#: seconds per epoch can be compared.
 PEER_SIZES = {
     "small": SMALL | {"val": 1_000, "test": 2_000},
     "large": LARGE | {"val": 1_000, "test": 10_000},
@@ -24,12 +25,12 @@ FANOUTS, BATCH = (15, 10, 5), 1024
 
 
 def partitioned(small: bool, num_parts: int) -> Path:
-    """Return the folder of the benchmark graph, partitioned at random into ``num_parts``."""
+    """Return the folder of the large or small benchmark graph, partitioned at random into ``num_parts`` parts."""
     return _made(CACHE / f"{'small' if small else 'large'}-{num_parts}", SMALL if small else LARGE, num_parts, "random")
 
 
 def peer_partition(size: str, num_parts: int, method: str = "random") -> Path:
-    """Return the folder of the graph of ``PEER_SIZES``, partitioned with ``method``."""
+    """Return the folder of the graph ``PEER_SIZES[size]``, partitioned with ``method``."""
     return _made(CACHE / f"peers/{size}-ours-{method}-{num_parts}", PEER_SIZES[size], num_parts, method)
 
 

@@ -1,4 +1,4 @@
-"""The result rows of benchmarks, and how they are printed."""
+"""Results of benchmarks as rows of a printed table."""
 
 from __future__ import annotations
 
@@ -13,18 +13,18 @@ from rich.table import Table
 
 @dataclass(frozen=True)
 class Row:
-    """One measured value, and the value of another method measured in the same run."""
+    """A measured value, and for comparison the value of another method in the same run."""
 
     what: str
     value: float
     unit: str
     against: str = ""  #: name of the other method
-    other: float | None = None  #: its value, in the same unit
+    other: float | None = None  #: value of the other method, in the same unit
     better: str = "less"  #: which values are better: ``less``, ``more``, or ``equal`` if both should agree
 
     @property
     def ratio(self) -> float | None:
-        """Return how many times better than the other value."""
+        """How many times better ``value`` is than ``other``; None if there is nothing to compare."""
         if self.other is None or self.better == "equal":
             return None
         return self.other / self.value if self.better == "less" else self.value / self.other
@@ -42,7 +42,7 @@ def show(title: str, rows: Iterable[Row]) -> None:
 
 
 def median_seconds(work: Callable[[], object], repeats: int = 5) -> float:
-    """Return the median wall time of ``work`` after one warm-up."""
+    """Return the median seconds of a call of ``work``, after one warm-up call."""
     work()
     return statistics.median(_seconds(work) for _ in range(repeats))
 

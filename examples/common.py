@@ -1,6 +1,7 @@
-"""Helpers of the examples: opening the graph on all ranks, sums over ranks, the command line.
+"""Functions that the examples share: command-line options, opening the graph on all ranks, sums over ranks.
 
-List it in run.files when launching: --set run.files=[examples], or as in templates/heterogeneous.yml.
+A launch must copy this file to all nodes: --set run.files=[examples], or the same key in the config file, as in
+templates/heterogeneous.yml.
 """
 
 from __future__ import annotations
@@ -18,7 +19,10 @@ import gnnfleet as gf
 
 
 def arguments(description: str | None, **defaults: Any) -> argparse.ArgumentParser:
-    """Parse ``--parts`` and the options that most examples have; ``defaults``: the example's default values."""
+    """Return a parser of ``--parts`` and the options that most examples have.
+
+    defaults: default values by option, also of options that only this example has.
+    """
     parser = argparse.ArgumentParser(description=(description or "").partition("\n")[0], allow_abbrev=False)
     parser.add_argument("--parts", help="partition folder; default under launch.py: the folder of the run")
     known = {"epochs": 3, "batch_size": 512, "lr": 0.005, "hidden": 64, "fanouts": "10,5", "dropout": 0.2} | defaults
@@ -33,7 +37,7 @@ def numbers(text: str) -> list[int]:
 
 @contextmanager
 def opened(parts: str | None) -> Iterator[Any]:
-    """Open the graph and torch.distributed over all ranks; without a launcher the process group has one rank."""
+    """Join the process group of all ranks, and open the graph; without a launcher the group has one rank."""
     alone = {} if "RANK" in os.environ else {"store": dist.HashStore(), "rank": 0, "world_size": 1}
     dist.init_process_group("gloo", **alone)
     torch.manual_seed(0)
@@ -51,7 +55,10 @@ def total(*values: Any) -> list[float]:
 
 
 def divisor(seeds: int) -> float:
-    """Return the divisor of this rank's summed loss with which DDP's mean over ranks is the global batch's mean."""
+    """Return the number by which each rank divides its loss, summed over its ``seeds`` seeds, before ``backward``.
+
+    DDP then averages the gradients over ranks to the gradient of the mean loss of the global batch.
+    """
     return total(seeds)[0] / dist.get_world_size()
 
 

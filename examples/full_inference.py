@@ -1,4 +1,4 @@
-"""Full-graph inference with a user model: train on samples, then compute every node from all its neighbours.
+"""Full-graph inference with your own model: train on samples, then compute every node from all its neighbours.
 
     python -m trainer partition make --dataset synthetic --out parts/synthetic
     python examples/full_inference.py --parts parts/synthetic --out predictions
@@ -21,7 +21,7 @@ import gnnfleet as gf
 
 
 class Layers:
-    """torch_geometric's GraphSAGE, computed layer by layer."""
+    """The ``LayerStack`` of torch_geometric's GraphSAGE, from which ``WholeGraph`` computes layer by layer."""
 
     needs_degree = False
 
@@ -33,7 +33,7 @@ class Layers:
         return batch.x
 
     def layer(self, number, blocks, rows, num_dst, degree):
-        """Compute the rows of some nodes from the rows of all their neighbours; a block is CSR by target."""
+        """Compute the rows of some nodes from those of all their neighbours; a block stores edges as CSR by target."""
         x, block = rows[gf.HOMO_NODE], blocks[gf.HOMO_EDGE]
         targets = torch.repeat_interleave(torch.arange(block.num_dst), block.indptr.diff())
         edges = torch.stack([block.indices.long(), targets])

@@ -25,7 +25,7 @@ import gnnfleet as gf
 
 
 class Model(nn.Module):
-    """Linear input layers to one width, a HeteroConv per hop, a linear layer for the target type."""
+    """A linear layer per node type with features, a HeteroConv per hop, and a linear output layer."""
 
     def __init__(self, facts, needs, hidden, dropout):
         super().__init__()

@@ -4,9 +4,9 @@
     python examples/link_prediction.py --parts parts/links --relation paper__cites__paper
     python launch.py --config templates/link_prediction.yml -- python examples/link_prediction.py
 
-The partition holds links out (dataset option hold_out): they are no edges, so message passing never uses them. The
-links of a training batch are edges; exclude="both" hides them and their reverses in this batch. Works with homogeneous
-and heterogeneous graphs.
+The dataset option hold_out removes some links from the edges, for validation and test, so message passing never uses
+them. The links of a training batch are edges of the graph; exclude="both" hides them and their reverse edges while this
+batch is sampled. Works with homogeneous and heterogeneous graphs.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ SHARED = 32  #: negatives per link in training; links share them, because every 
 
 
 class Model(nn.Module):
-    """GraphSAGE per edge type on a batch's blocks, a linear layer for each end of a link, and a decoder."""
+    """GraphSAGE layers per edge type on blocks, then a linear layer each for source and target rows, and a decoder."""
 
     def __init__(self, graph, relation, hidden, fanouts, dropout, decoder):
         super().__init__()
@@ -45,7 +45,10 @@ class Model(nn.Module):
         self.decoder = DECODERS[decoder](hidden)
 
     def forward(self, batch, rows):
-        """Return scores of a triplet batch: links [n], links with their own and the next negatives [n, SHARED]."""
+        """Return the scores of a triplet batch: of its links, [n], and of their negatives, [n, SHARED].
+
+        The negatives of a link are its own and those of the next SHARED - 1 links.
+        """
         src, dst = self.encode(batch, rows)
         src, ends = src[nodes(batch, self.source).src_index], nodes(batch, self.target)
         following = (torch.arange(len(src))[:, None] + torch.arange(SHARED)) % len(src)
@@ -53,7 +56,7 @@ class Model(nn.Module):
         return self.decoder.score(src, right), self.decoder.score(src[:, None], wrong)
 
     def encode(self, batch, rows):
-        """Return the rows of the seeds of both end types; ``rows``: trainable rows of nodes by type."""
+        """Return the rows of a batch's source and target nodes; ``rows``: trainable rows of input nodes by type."""
         x = dict(rows)
         for of, lin in self.lins.items():
             x[of] = lin(nodes(batch, of).x.float()) + x.get(of, 0)
@@ -66,7 +69,7 @@ class Model(nn.Module):
 
 
 def layer_needs(manifest, wanted, num_layers):
-    """Return the types each layer must compute so that the last layer has the rows of the wanted types."""
+    """Return the node and edge types that each layer needs for the last one to compute rows of the types ``wanted``."""
     needs = []
     for _ in range(num_layers):
         edge_types = tuple(of for of in manifest.edges if of[2] in wanted)
@@ -78,7 +81,7 @@ def layer_needs(manifest, wanted, num_layers):
 
 
 def nodes(batch, of):
-    """Return the batch's nodes of one type."""
+    """Return the part of a batch that describes the nodes of type ``of``."""
     return batch if of == gf.HOMO_NODE else batch[of]
 
 
@@ -133,14 +136,17 @@ def train(graph, options) -> None:
 
 
 def popularity(links, num_nodes):
-    """Return a baseline scorer by a node's number of known links; a useful model must be better."""
+    """Return a baseline: a function that scores a link by its target's number of training links."""
     count = torch.bincount(torch.from_numpy(links.inputs.dst), minlength=num_nodes).float()
     return lambda src, dst: count[dst]
 
 
 @torch.no_grad()
 def embed_all(graph, relation, options, encode):
-    """Return the rows of all nodes of both end types, on every rank; memory: nodes * hidden * 4 bytes per end."""
+    """Return the rows of all possible source nodes and of all possible target nodes, on every rank.
+
+    They take nodes * hidden * 4 bytes for sources, and as much for targets.
+    """
     types = dict.fromkeys(relation[::2])
     seeds = dict.fromkeys(types) if graph.manifest.hetero else None
     batches = gf.DistNeighborLoader(graph, numbers(options.eval_fanouts or options.fanouts), seeds, batch_size=2048)
@@ -156,7 +162,7 @@ def embed_all(graph, relation, options, encode):
 
 @torch.no_grad()
 def evaluate(links, num_nodes, score):
-    """Rank each link's target against 1,000 uniformly drawn nodes; the draws do not depend on the number of ranks."""
+    """Rank each link's target among 1,000 uniformly drawn nodes, which are the same for any number of ranks."""
     sums, chunks = gf.nn.LinkSums(), torch.from_numpy(links.copy()).split(64, dim=1)
     for number in range(dist.get_rank(), len(chunks), dist.get_world_size()):
         src, dst = chunks[number]

@@ -26,7 +26,7 @@ def main() -> None:
 
 
 def train(graph, options, **sampling):
-    """Train; return the model and its test accuracy. ``sampling``: more arguments of the loaders."""
+    """Train; return the model and its test accuracy. ``sampling``: more arguments of ``DistNeighborLoader``."""
     fanouts = numbers(options.fanouts)
     gnn = GraphSAGE(graph.num_features, options.hidden, len(fanouts), graph.num_classes, options.dropout)
     model = DistributedDataParallel(gf.nn.Trimmed(gnn))  # each layer computes only rows that later layers use

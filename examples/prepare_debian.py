@@ -1,4 +1,4 @@
-"""Derive edge weights and node times for the Debian package graph, which has neither.
+"""Add edge weights and node times, derived from its relations, to the Debian package graph.
 
     python examples/prepare_debian.py debian derived
     python -m trainer partition make --dataset file --source derived --out parts/derived
@@ -42,9 +42,9 @@ def main() -> None:
 
 
 def weighted(relations: dict[str, np.ndarray], num_nodes: int) -> tuple[np.ndarray, np.ndarray]:
-    """Return all relations in both directions without self loops, each pair once with its largest weight.
+    """Merge all relations into one undirected graph without self loops: edges int64 [2, E], weights float32 [E].
 
-    Returns int64 [2, E] and float32 [E].
+    A pair of packages with several relations gets the largest of their weights.
     """
     keys, weights = [], []
     for name, (src, dst) in relations.items():
@@ -59,7 +59,10 @@ def weighted(relations: dict[str, np.ndarray], num_nodes: int) -> tuple[np.ndarr
 
 
 def depth(depends: np.ndarray, num_nodes: int) -> np.ndarray:
-    """Return the longest dependency chain below each package, int64 [N]; ``depends``: [2, E], row 0 needs row 1."""
+    """Return the length of the longest dependency chain below each package, int64 [N].
+
+    depends: [2, E]; package ``depends[0, e]`` depends on package ``depends[1, e]``.
+    """
     src, dst = np.unique(depends[:, depends[0] != depends[1]], axis=1)
     level, waits = np.zeros(num_nodes, np.int64), np.bincount(src, minlength=num_nodes)
     settled = np.zeros(num_nodes, bool)

@@ -16,7 +16,7 @@ import gnnfleet as gf
 
 
 def look(graph):
-    """Load batches as from torch_geometric's NeighborLoader; the servers sample four batches ahead."""
+    """Load batches like those of torch_geometric's NeighborLoader, which the servers sample; print their size."""
     print(graph)
     loader = gf.DistNeighborLoader(graph, [10, 5], batch_size=256, input_nodes=range(1000), prefetch_factor=4)
     nodes = sum(batch.num_nodes for batch in loader)
@@ -26,7 +26,7 @@ def look(graph):
 
 @torch.no_grad()
 def score(graph, checkpoint):
-    """Return the test accuracy of a bundled trainer's model on sampled neighbours."""
+    """Print the test accuracy, on sampled neighbours, of a model that the bundled trainer trained."""
     saved = gf.load_checkpoint(checkpoint)
     model, _ = gf.trained_model(saved, graph.manifest)
     wants_degree = bool(getattr(model, "needs_degree", False))

@@ -1,9 +1,9 @@
-"""Unsupervised GraphSAGE: embeds neighbours alike and random nodes apart; then a linear classifier on frozen rows.
+"""Unsupervised GraphSAGE: trains embeddings that are similar for neighbours, then a linear classifier on them.
 
     python -m trainer partition make --dataset synthetic --out parts/synthetic
     python examples/unsupervised_sage.py --parts parts/synthetic
 
-Labels are used only for the final evaluation. The positives are the graph's edges, each with one drawn negative.
+Only the classifier uses labels. Positive pairs are the edges of the graph; each has one random negative pair.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ def main() -> None:
 
 
 def learn(graph, options):
-    """Train and return an encoder from links alone."""
+    """Train an encoder on links, without labels, and return it."""
     fanouts = numbers(options.fanouts)
     gnn = GraphSAGE(graph.num_features, options.hidden, len(fanouts))
     model, loss_of = DistributedDataParallel(gf.nn.Trimmed(gnn)), gf.nn.UnsupervisedLoss()
@@ -54,7 +54,7 @@ def learn(graph, options):
 
 
 def classify(graph, options, model) -> None:
-    """Return the accuracy of logistic regression on the frozen rows, and on the input features."""
+    """Print the test accuracies of logistic regression on the input features and on the encoder's rows."""
     embedded, plain = {}, {}
     for split in ("train", "test"):
         batches = gf.DistNeighborLoader(graph, numbers(options.fanouts), split, attrs=["x", "y"], batch_size=2048)
@@ -65,7 +65,7 @@ def classify(graph, options, model) -> None:
 
 @torch.no_grad()
 def rows_of(model, batches):
-    """Return (rows, labels) and (features, labels) of this rank's seeds."""
+    """Return two pairs for this rank's seeds: (rows of the encoder, labels) and (input features, labels)."""
     rows, x, y = [], [], []
     for batch in batches:
         batch.x, own = batch.x.float(), batch.batch_size

@@ -4,8 +4,8 @@
     python examples/weighted_sampling.py --parts parts/weighted
 
 The weights only decide which neighbours are sampled; the model is the same. They have an effect if nodes have more
-neighbours than the fanout and the weights are informative: in the synthetic graph an edge inside a class weighs four
-times as much.
+neighbours than the fanout and the weights are informative. In the synthetic graph, an edge between nodes of one class
+has four times the weight of other edges.
 """
 
 from __future__ import annotations

@@ -131,7 +131,7 @@ def _rank_env(rank: int, count: int, lead: Place, port: int, place: Place) -> di
 def _process(
     words: Sequence[str], place: Place, run_dir: Path, name: str, env: Mapping[str, str]
 ) -> Iterator[subprocess.Popen[bytes]]:
-    """Run ``python -m trainer`` with arguments ``words`` on a host until the context ends; its output goes to a file."""
+    """Run ``python -m trainer`` with arguments ``words`` on a host until the context ends; output goes to a file."""
     argv = [*place.enter, sys.executable, "-m", "trainer", *words]
     with (run_dir / f"{name}.log").open("wb") as log:
         process = subprocess.Popen(argv, env=env, stdout=log, stderr=subprocess.STDOUT, cwd=run_dir)

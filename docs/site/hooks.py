@@ -1,4 +1,4 @@
-"""Hooks of mkdocs: templates/ and examples/ become part of the site, and all commands are imported for cli.md."""
+"""Hooks of mkdocs: add templates/ and examples/ to the site, and import all commands, from which cli.md is made."""
 
 from __future__ import annotations
 
@@ -27,5 +27,5 @@ def on_files(files: Files, config: Any) -> Files:
 
 
 def on_page_markdown(markdown: str, **_: Any) -> str:
-    """In the repository these folders lie beside docs/, in the site below it."""
+    """Adapt links to templates/ and examples/: next to docs/ in the repository, but at the top level of the site."""
     return re.sub(rf"\]\(\.\./({'|'.join(FOLDERS)})/", r"](\1/", markdown)

@@ -1,1 +1,3 @@
-"""The graph service: graph servers, which sample and gather from the parts of a host, and their clients."""
+"""The graph service: graph servers, which answer requests from the parts on their host, and the clients of graph
+servers.
+"""

@@ -1,12 +1,14 @@
-"""Schedules the batches of a graph server: fair between clients, and within a limit of buffered bytes.
+"""Decides in which order a graph server makes the batches that clients request: fairly between clients, and within a
+limit of buffered bytes.
 
-Start-time fair queueing (Goyal, Vin and Cheng, SIGCOMM 1996) with the bytes of replies as cost: each client has a tag,
-the cost of its batches so far, and the waiting client with the smallest tag is served next. A client without waiting
-requests restarts at the tag served last. The bytes of a batch are known only after it is made; until then the largest
-of the client's recent batches is the estimate for both tag and buffer.
+Uses start-time fair queueing (Goyal, Vin and Cheng, SIGCOMM 1996) with the bytes of replies as cost. Each client has a
+tag, the cost of its batches so far, and the waiting client with the smallest tag is served next. When a client without
+waiting requests sends one, its tag is raised to the tag served last. The bytes of a batch are known only after it is
+made; until then, the largest of the client's recent batches is used as an estimate.
 
-The buffer contains replies until they are acknowledged. A client with replies in it may use at most as much as is free
-(dynamic thresholds: Choudhury and Hahne, 1998), so clients that never acknowledge theirs leave room for others.
+The buffer contains replies until clients acknowledge them. A client that already has replies in the buffer may use at
+most as many bytes as are free (dynamic thresholds: Choudhury and Hahne, 1998). So clients that never acknowledge
+replies leave room for others.
 """
 
 from __future__ import annotations
@@ -28,7 +30,7 @@ Work = TypeVar("Work")
 
 @dataclass(frozen=True, eq=False)
 class ScheduledRequest(Generic[Work]):
-    """A request of a connection."""
+    """A request that waits for a worker thread or is being answered, and the connection that sent it."""
 
     peer: Peer  #: the connection
     request_id: int
@@ -39,7 +41,7 @@ class ScheduledRequest(Generic[Work]):
 
 @dataclass(frozen=True)
 class ClientStatus:
-    """State of one client."""
+    """State of one client in the scheduler, for the stats file."""
 
     name: str
     queue: int  #: waiting requests
@@ -51,7 +53,7 @@ class ClientStatus:
 
 @dataclass(frozen=True)
 class SchedulerStatus:
-    """State of the scheduler."""
+    """State of the scheduler and of its clients, for the stats file."""
 
     queue: int  #: waiting requests
     buffer_bytes: int  #: of replies sent and not acknowledged, and reserved for those being made
@@ -62,7 +64,7 @@ class SchedulerStatus:
 
 @dataclass(eq=False)
 class ClientQueue(Generic[Work]):
-    """Requests and buffered replies of one client. Guarded by the scheduler's lock."""
+    """The requests and buffered replies of one client. Callers must hold the lock of the scheduler."""
 
     name: ClientName
     tag: float  #: see the module docstring
@@ -79,7 +81,7 @@ class ClientQueue(Generic[Work]):
 
     @property
     def held(self) -> int:
-        """Bytes that it uses of the buffer."""
+        """Return how many bytes of the buffer this client uses or has reserved."""
         return sum(self.making.values()) + sum(self.sent.values())
 
     @property
@@ -87,7 +89,9 @@ class ClientQueue(Generic[Work]):
         return not (self.queue or self.making or self.sent)
 
     def has_work(self, peer: Peer) -> bool:
-        """Whether a request of a connection waits or is being answered, or a reply is not acknowledged."""
+        """Return whether a connection has a request that waits or is being answered, or a reply that is not
+        acknowledged.
+        """
         jobs = [*self.queue, *(job for job in self.making if job not in self._gone)]
         return any(job.peer == peer for job in jobs) or any(to == peer for to, _ in self.sent)
 
@@ -96,7 +100,7 @@ class ClientQueue(Generic[Work]):
         self.queued_bytes += job.size
 
     def start(self, cost: int) -> ScheduledRequest[Work]:
-        """Remove and return the first request of the queue, and reserve ``cost`` bytes."""
+        """Remove and return the first request of the queue, and reserve ``cost`` bytes of the buffer for the reply."""
         job = self.queue.popleft()
         self.queued_bytes -= job.size
         self.making[job] = cost
@@ -105,7 +109,9 @@ class ClientQueue(Generic[Work]):
         return job
 
     def finish(self, job: ScheduledRequest[Work], nbytes: int) -> bool:
-        """Account for a batch that was made; returns whether its connection is still open."""
+        """Record that a batch of ``nbytes`` was made. Returns whether the connection that requested it is still
+        open.
+        """
         self.tag += nbytes - self.making.pop(job)
         self.recent.append(nbytes)
         self.batches += 1
@@ -118,17 +124,19 @@ class ClientQueue(Generic[Work]):
         return True
 
     def abandon(self, job: ScheduledRequest[Work]) -> None:
-        """Account for a request that failed."""
+        """Record that a request failed, and release the bytes reserved for its reply."""
         del self.making[job]
         self._gone.discard(job)
 
     def acknowledge_sent(self, peer: Peer) -> None:
-        """Acknowledge all replies to a connection that sends a new request, unless more of its requests are pending."""
+        """Treat all replies to a connection as acknowledged, unless other requests of this connection are pending.
+        Called when the connection sends a new request.
+        """
         if not any(job.peer == peer for job in (*self.queue, *self.making)):
             self._forget_sent(peer)
 
     def drop(self, peer: Peer) -> None:
-        """Remove the requests and replies of a closed connection."""
+        """Remove the requests and replies of a connection that was closed."""
         kept = [job for job in self.queue if job.peer != peer]
         self.queue = deque(kept)
         self.queued_bytes = sum(job.size for job in kept)
@@ -158,9 +166,10 @@ _RECENT = 32  #: number of recent batches of all clients
 
 
 class BatchScheduler(Generic[Work]):
-    """Hands out requests to worker threads. Thread-safe. ``clock`` is a replacement of ``time.monotonic``.
+    """Hands out requests to worker threads. Thread-safe. ``clock`` is used in place of ``time.monotonic``.
 
-    Other requests than batches (``ScheduledRequest.client`` is None) alternate with batches, fairly by connection.
+    Requests that are not for a batch (``ScheduledRequest.client`` is None) alternate with batches; among themselves
+    they are served in turn, by connection.
     """
 
     def __init__(self, buffer_limit: int, clock: Callable[[], float] = time.monotonic):
@@ -178,9 +187,10 @@ class BatchScheduler(Generic[Work]):
         self._closed = False
 
     def submit(self, job: ScheduledRequest[Work]) -> str | None:
-        """Queue a request; returns the reason if it is rejected, else None.
+        """Queue a request. Returns None, or the reason why the request is rejected.
 
-        A new batch request acknowledges earlier batches on that connection, unless more of its requests are pending.
+        A new request for a batch acknowledges earlier batches on the same connection, unless other requests of this
+        connection are pending.
         """
         with self._changed:
             refusal = self._queue_other(job) if job.client is None else self._queue_batch(job)
@@ -188,9 +198,9 @@ class BatchScheduler(Generic[Work]):
             return refusal
 
     def next(self, timeout: float) -> ScheduledRequest[Work] | None:
-        """Wait at most ``timeout`` seconds for the next request; None if there is none, and once closed.
+        """Return the next request, or None if none can start within ``timeout`` seconds or the scheduler is closed.
 
-        Each request must be reported by ``done`` or ``failed``.
+        The caller must report each request by ``done`` or ``failed``.
         """
         with self._changed:
             until = self._clock() + timeout
@@ -204,7 +214,9 @@ class BatchScheduler(Generic[Work]):
             return None
 
     def done(self, job: ScheduledRequest[Work], nbytes: int) -> bool:
-        """Report an answered request; a batch has ``nbytes``. Returns whether its connection is still open."""
+        """Record that a request was answered; ``nbytes`` is the size of a batch. Returns whether the connection that
+        sent the request is still open.
+        """
         with self._changed:
             if job.client is None:
                 self._running_others.discard(job)
@@ -217,7 +229,9 @@ class BatchScheduler(Generic[Work]):
             return is_open
 
     def failed(self, job: ScheduledRequest[Work]) -> None:
-        """Report a failed request. Its error reply uses no buffer, but the client is charged the estimated cost."""
+        """Record that a request failed. The error reply uses no buffer, but the client's tag keeps the
+        estimated cost.
+        """
         with self._changed:
             if job.client is None:
                 self._running_others.discard(job)
@@ -227,7 +241,7 @@ class BatchScheduler(Generic[Work]):
                 self._update(client, job.peer)
 
     def taken(self, peer: Peer, request_id: int) -> None:
-        """Acknowledge the reply to a request; unknown ids are ignored."""
+        """Record that a client has acknowledged the reply to a request. Unknown request ids are ignored."""
         with self._changed:
             if client := self._client_at(peer):
                 client.heard = self._clock()
@@ -235,7 +249,7 @@ class BatchScheduler(Generic[Work]):
                 self._update(client, peer)
 
     def gone(self, peer: Peer) -> None:
-        """Remove a closed connection: drop its requests, and free the buffer of its replies."""
+        """Drop the requests of a connection that was closed, and free the buffer of its replies."""
         with self._changed:
             self._others.drop(peer)
             if client := self._client_at(peer):
@@ -243,7 +257,9 @@ class BatchScheduler(Generic[Work]):
                 self._update(client, peer)
 
     def pause(self, peer: Peer) -> None:
-        """Hold back other requests than batches of a connection that does not receive, until ``resume``."""
+        """Hold back the requests of a connection that are not for a batch until ``resume``, because it does not receive
+        its replies.
+        """
         with self._changed:
             self._others.pause(peer)
 
@@ -253,18 +269,18 @@ class BatchScheduler(Generic[Work]):
             self._changed.notify_all()
 
     def peers(self) -> list[Peer]:
-        """Connections with pending requests or unacknowledged replies."""
+        """Return the connections that have pending requests or unacknowledged replies."""
         with self._changed:
             other = [*self._others.peers(), *(job.peer for job in self._running_others)]
             return list(dict.fromkeys([*self._client_of, *other]))
 
     def holders(self) -> set[Peer]:
-        """Connections with unacknowledged batches."""
+        """Return the connections that have unacknowledged batches."""
         with self._changed:
             return {peer for client in self._busy.values() for peer, _ in client.sent}
 
     def status(self) -> SchedulerStatus:
-        """State of queues, buffer and clients. Removes clients that had no work for ``FORGET`` seconds."""
+        """Return the state of queues, buffer and clients. Removes clients that had no work for ``FORGET`` seconds."""
         with self._changed:
             now = self._clock()
             for client in [one for one in self._clients.values() if one.idle and now - one.heard > FORGET]:
@@ -301,7 +317,7 @@ class BatchScheduler(Generic[Work]):
         return None
 
     def _client_for(self, job: ScheduledRequest[Work]) -> tuple[ClientQueue[Work] | None, str]:
-        """The client of a request, or None and the reason for a rejection."""
+        """Return the client of a request, or None and the reason why the request is rejected."""
         assert job.client is not None
         number = job.client.number
         if self._client_of.get(job.peer, number) != number:
@@ -313,14 +329,14 @@ class BatchScheduler(Generic[Work]):
         return self._clients[number], ""
 
     def _remove_idle_client(self) -> bool:
-        """Remove a client without work; returns whether there was one."""
+        """Remove one client that has no work, if there is one. Returns whether there was one."""
         idle = next((number for number, client in self._clients.items() if client.idle), None)
         if idle is not None:
             del self._clients[idle]
         return idle is not None
 
     def _choose(self) -> ScheduledRequest[Work] | None:
-        """The next request that may start now; batches and other requests alternate."""
+        """Return a request that may start now, or None. Batches and other requests alternate."""
         for other in (self._others_next, not self._others_next):
             job = self._next_other() if other else self._next_batch()
             if job is not None:
@@ -355,7 +371,9 @@ class BatchScheduler(Generic[Work]):
         return iter(sorted((one for one in self._busy.values() if one.queue), key=lambda one: one.tag))
 
     def _cost(self, client: ClientQueue[Work]) -> int:
-        """Estimated bytes of its next batch: by its recent batches, else by those of all clients, else the limit."""
+        """Estimate the bytes of the client's next batch: from its recent batches, else from recent batches of all
+        clients, else the buffer limit.
+        """
         if client.recent:
             return max(client.recent)
         return max(self._largest, default=0) or self._limit
@@ -364,7 +382,7 @@ class BatchScheduler(Generic[Work]):
         return sum(client.held for client in self._busy.values())
 
     def _until_patience_ends(self) -> float:
-        """Seconds until the next blocked client ceases to block the others."""
+        """Return the seconds until a client whose batch does not fit into the buffer stops holding up other clients."""
         now = self._clock()
         ends = [one.blocked_since + PATIENCE - now for one in self._busy.values() if one.blocked_since is not None]
         return min((left for left in ends if left > 0), default=threading.TIMEOUT_MAX)
@@ -374,7 +392,9 @@ class BatchScheduler(Generic[Work]):
         return None if number is None else self._clients[number]
 
     def _update(self, client: ClientQueue[Work], peer: Peer) -> None:
-        """After a change: remove the connection if it has no work, and wake threads, since other requests may start."""
+        """Forget a connection that has no more work, and wake the waiting threads, because other requests may be able
+        to start.
+        """
         if not client.has_work(peer):
             self._client_of.pop(peer, None)
         if client.idle:

@@ -1,7 +1,7 @@
-"""One connection to a graph server: matches replies to requests by id, and resends requests after a reconnect.
+"""One connection to a graph server. Matches replies to requests by id, and resends requests after a reconnect.
 
-A keep-alive (``ALIVE``) or bytes of a reply show that the server is alive and restart a request's deadline. In total no
-wait is longer than ``_LONGEST`` deadlines.
+A keep-alive (``ALIVE``) or bytes of a reply show that the server is alive, and restart the deadline of a request. Even
+so, no wait is longer than ``_LONGEST`` deadlines.
 """
 
 from __future__ import annotations
@@ -56,7 +56,9 @@ _REFUSED = "handshake refused: do both nodes have this run's service.key?"
 
 @functools.cache
 def allow_many_files() -> None:
-    """Raise the soft limit of open files, of which the usual 1024 may be too few."""
+    """Raise the soft limit of open files of this process; the usual limit of 1024 may be too low for all
+    connections.
+    """
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     wanted = _MAX_FILES if hard == resource.RLIM_INFINITY else min(hard, _MAX_FILES)
     if soft != resource.RLIM_INFINITY and soft < wanted:
@@ -64,7 +66,7 @@ def allow_many_files() -> None:
 
 
 class Call:
-    """A request in flight; the thread that receives the reply sets ``reply``, once."""
+    """A request without a reply yet. The thread that receives the reply sets ``reply``, once."""
 
     def __init__(self, request: Message, request_id: int):
         self.request, self.request_id = request, request_id
@@ -82,13 +84,16 @@ class _State(Enum):
 
 
 class Channel:
-    """A TCP connection that is reopened when it is lost. Thread-safe, though normally used by its ``owner`` only.
+    """A TCP connection to a graph server that is reopened when it is lost. Thread-safe, but normally used only by the
+    thread ``owner``.
 
-    It has no thread of its own: bytes are read and sent only during ``submit``, ``send`` and ``wait``.
+    The channel has no thread of its own: bytes are read and sent only during ``submit``, ``send`` and ``wait``.
     """
 
     def __init__(self, endpoint: str, keys: ServiceKeys | None, gone_after: float | None = None):
-        """gone_after: seconds without a connection after which ``wait`` gives up; None: only the deadline counts."""
+        """``gone_after``: seconds without a connection after which ``wait`` gives up; None: ``wait`` gives up only at
+        the deadline.
+        """
         allow_many_files()
         self.lock = threading.Lock()
         self.owner = threading.current_thread()
@@ -114,7 +119,7 @@ class Channel:
         self._step()
 
     def submit(self, request: Message) -> Call:
-        """Send a request. Raises ``WireError`` when it cannot be encoded."""
+        """Send a request. Raises ``WireError`` if the request cannot be encoded."""
         with self.lock:
             self._last_id += 1
             call = Call(request, self._last_id)
@@ -128,15 +133,16 @@ class Channel:
         return call
 
     def send(self, message: Message) -> None:
-        """Send a message without a reply; it is not resent when the connection is lost."""
+        """Send a message that has no reply. It is not sent again if the connection is lost."""
         with self.lock:
             self._put(encode(message))
 
     def wait(self, call: Call, until: float, check: Callable[[], None]) -> Message | None:
-        """Wait for the reply to ``call``; None when ``time.monotonic()`` passes ``until`` or the server is unreachable.
+        """Wait for the reply to ``call``. Returns None if ``time.monotonic()`` passes ``until`` or the server is
+        unreachable.
 
-        A sign of life from the server restarts the time limit. ``check`` is called at least every ``SLICE``; it may
-        raise to end the wait.
+        A sign of life from the server restarts the time limit. ``check`` is called at least every ``SLICE`` seconds,
+        and may raise an error to end the wait.
         """
         deadline = until - time.monotonic()
         while call.reply is None:
@@ -157,7 +163,9 @@ class Channel:
         return call.reply
 
     def abandon(self, call: Call) -> None:
-        """Give up a call, and reconnect so that the server drops it: else its reply would fill the server's buffer."""
+        """Give up a call. Reconnects, so that the server drops the request; otherwise the reply would stay in the
+        server's buffer.
+        """
         with self.lock:
             self._calls.pop(call.request_id, None)
             if not self._closed:
@@ -165,13 +173,15 @@ class Channel:
                 self._step()
 
     def close(self) -> None:
-        """Close the connection; waiting threads release the lock within ``SLICE``. Idempotent."""
+        """Close the connection. Threads that wait for a reply notice this within ``SLICE`` seconds. May be called
+        repeatedly.
+        """
         with self.lock:
             self._closed = True
             self._drop()
 
     def _receive(self, patience: float) -> bool:
-        """Connect, read and send for at most ``patience`` seconds; returns whether a message was received."""
+        """Connect, read and send for at most ``patience`` seconds. Returns whether a message was received."""
         self._attend()
         until = time.monotonic() + patience
         while not self._closed:
@@ -186,7 +196,9 @@ class Channel:
         return False
 
     def _attend(self) -> None:
-        """Restart time limits after a time without calls, in which nothing was read and the server cannot be judged."""
+        """Restart the time limits of the connection if no method was called for a while: nothing was read in this time,
+        so it does not show whether the server is alive.
+        """
         now = time.monotonic()
         if not self._calls or now - self._attended_at > _UNATTENDED:
             self._read_at, self._retry_at = now, min(self._retry_at, now)
@@ -194,7 +206,7 @@ class Channel:
         self._attended_at = now
 
     def _await(self, seconds: float) -> None:
-        """Wait at most ``seconds`` until the socket is ready or the next attempt to connect is due."""
+        """Wait until the socket is ready or the next attempt to connect is due, for at most ``seconds``."""
         if self._sock is None:
             time.sleep(max(0.0, min(seconds, self._retry_at - time.monotonic())))
             return
@@ -206,7 +218,7 @@ class Channel:
             self._flush()
 
     def _read(self) -> bool:
-        """Read available bytes; returns whether a message was complete."""
+        """Read available bytes. Returns whether a message was completed."""
         assert self._sock is not None
         try:
             while not self._reader.messages:
@@ -232,7 +244,9 @@ class Channel:
             self._progress, self._heard_at = 0, self._read_at
 
     def _deliver(self, parts: list[Any]) -> None:
-        """Set the reply of its call; ignores late duplicates and invalid messages."""
+        """Assign a reply to the call that waits for it. Ignores replies without a waiting call, and invalid
+        messages.
+        """
         try:
             reply = decode(parts)
         except WireError as error:
@@ -247,7 +261,7 @@ class Channel:
             call.reply = reply
 
     def _check_alive(self) -> None:
-        """Ping a silent server, and drop the connection if it stays silent."""
+        """Ping a server that sends nothing, and drop the connection if it still sends nothing."""
         if self._at != _State.UP:
             return
         now = time.monotonic()
@@ -260,7 +274,7 @@ class Channel:
     # Connecting.
 
     def _step(self) -> None:
-        """Advance the connection as far as possible without blocking."""
+        """Continue with connecting as far as possible without blocking."""
         if self._at == _State.UP:
             return
         try:
@@ -289,7 +303,9 @@ class Channel:
             self._fail(self.state, None)
 
     def _keep_refusal(self, state: str) -> str:
-        """``state``, unless the current one is a refused handshake: that is reported until a handshake succeeds."""
+        """Return ``state``, or the present state if it is a refused handshake, which is reported until a handshake
+        succeeds.
+        """
         return self.state if self.state.startswith("handshake refused") else state
 
     def _connect(self) -> None:
@@ -344,7 +360,7 @@ class Channel:
         return True
 
     def _up(self) -> None:
-        """Mark the connection as up, and send all requests without a reply."""
+        """Mark the connection as up, and send all requests that have no reply yet."""
         self._at, self.state = _State.UP, _SLOW
         self._down_since, self._refused, self._pause = None, False, _FIRST_PAUSE
         self._read_at = time.monotonic()
@@ -353,13 +369,13 @@ class Channel:
         self._flush()
 
     def _fail(self, state: str, error: BaseException | None) -> None:
-        """End a failed attempt; the next one follows after a pause."""
+        """End a failed attempt to connect. The next attempt follows after a pause."""
         self.state, self._refused = state, isinstance(error, ConnectionRefusedError)
         self._drop()
         self._retry_at, self._pause = time.monotonic() + self._pause, min(2 * self._pause, _LAST_PAUSE)
 
     def _lose(self, state: str) -> None:
-        """End a lost connection; the next attempt follows at once."""
+        """Close a connection that was lost. An attempt to reconnect follows at once."""
         self.state = state
         self._drop()
         self._retry_at = time.monotonic()
@@ -372,7 +388,7 @@ class Channel:
             self._sock = None
 
     def _is_gone(self) -> bool:
-        """Whether there was no connection for so long that another server should be used."""
+        """Return whether there was no connection for so long that another server should be used."""
         if self._gone_after is None or self._down_since is None:
             return False
         return time.monotonic() - self._down_since >= (self._gone_after / 2 if self._refused else self._gone_after)
@@ -380,7 +396,7 @@ class Channel:
     # Sending.
 
     def _put(self, parts: Any) -> None:
-        """Send on a connection that is up; otherwise ``_up`` sends pending requests later."""
+        """Send a message if the connection is up. If it is not, ``_up`` sends the pending requests later."""
         if self._at == _State.UP:
             self._writer.put(parts)
             self._flush()

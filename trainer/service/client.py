@@ -1,4 +1,4 @@
-"""``HostClient``: requests hops, rows and batches from one graph server."""
+"""``HostClient``: sends requests for neighbours, attributes and batches to one graph server."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ _ROW = 1 << 10  #: assumed bytes of a row until one has been received
 
 
 class PendingRows(Protocol):
-    """Rows that are being received; ``PendingReply`` implements it."""
+    """A reply with attributes that is being received; ``PendingReply`` implements it."""
 
     received: int  #: bytes
 
@@ -41,13 +41,13 @@ class PendingRows(Protocol):
 
 
 class RowSizes:
-    """Sizes of received rows by type and attributes. Thread-safe."""
+    """The bytes per row of earlier replies, by type and attributes. Thread-safe."""
 
     def __init__(self) -> None:
         self._found: dict[tuple[AnyType, tuple[str, ...]], int] = {}
 
     def rows_of(self, requests: Sequence[RowRequest]) -> int:
-        """Number of rows per piece, by the widest of these requests."""
+        """Return how many rows to request at once, from the largest bytes per row of these requests."""
         widest = max((self._found.get((request.of, request.attrs), _ROW) for request in requests), default=_ROW)
         return max(1, PIECE // widest)
 
@@ -68,7 +68,7 @@ class RowSlice:
 
 
 def cut_requests(requests: Sequence[RowRequest], most: int) -> Iterator[list[RowSlice]]:
-    """Cut requests into pieces of at most ``most`` rows, in order; a request without rows has an empty slice."""
+    """Cut requests, in order, into pieces of at most ``most`` rows. A request without rows has an empty slice."""
     piece: list[RowSlice] = []
     room = most
     for number, request in enumerate(requests):
@@ -88,7 +88,9 @@ def cut_requests(requests: Sequence[RowRequest], most: int) -> Iterator[list[Row
 
 
 class RowsInPieces:
-    """Requests rows in pieces, several at a time; has the interface of ``PendingReply``, for one thread."""
+    """Requests many rows in pieces, several at a time, and joins the replies. Has the interface of ``PendingReply``;
+    for one thread.
+    """
 
     def __init__(
         self, requests: Sequence[RowRequest], submit: Callable[[Sequence[RowRequest]], PendingRows], sizes: RowSizes
@@ -101,9 +103,9 @@ class RowsInPieces:
         self._request_more()
 
     def result(self, timeout: float | None = None) -> list[dict[str, Array]]:
-        """Wait for all rows. timeout: for each piece.
+        """Wait for all rows. ``timeout``: seconds to wait for each piece.
 
-        Raises as ``PendingReply.result``, and ``WireError`` for pieces of different dtypes or shapes.
+        Raises the errors of ``PendingReply.result``, and ``WireError`` if pieces differ in dtype or shape.
         """
         while self._under_way:
             slices, requests, pending = self._under_way[0]
@@ -146,7 +148,9 @@ T = TypeVar("T")
 
 
 class PendingReply(Generic[T]):
-    """A reply that is being received. Any thread may wait for it; the requesting thread waits most efficiently."""
+    """A reply that is being received. Any thread may wait for it, but the thread that sent the request does so with the
+    least overhead.
+    """
 
     def __init__(self, client: HostClient, channel: Channel, call: Call, read: Callable[[Message], T]):
         self._client, self._channel, self._call, self._read = client, channel, call, read
@@ -156,7 +160,8 @@ class PendingReply(Generic[T]):
     def result(self, timeout: float | None = None) -> T:
         """Wait for the reply, for at most ``timeout`` seconds (default: the client's deadline).
 
-        Raises ``ServiceError`` with the server and the cause; ``ServerGone`` if another server may be used.
+        Raises ``ServiceError`` with the server and the cause; ``ServerGone`` if the server is unreachable and another
+        one may be used.
         """
         patience = self._client.deadline if timeout is None else timeout
         kind = self._call.request.kind.name.lower()
@@ -180,19 +185,20 @@ class PendingReply(Generic[T]):
 class HostClient:
     """Client of one graph server. Thread-safe.
 
-    Each thread has its own connection: compared to a connection shared through an I/O thread, this halves the time of a
-    small request (measured). Requests are resent after a lost connection, which is safe because they only read.
+    Each thread has its own connection. Compared to a connection that is shared through an I/O thread, this halves the
+    time of a small request (measured). Requests are sent again after a connection was lost, which is safe because they
+    only read.
     """
 
     def __init__(
         self, place: ServerAddress, deadline: float, keys: ServiceKeys | None = None, *, route: bool = False,
         gone_after: float | None = None, wire_rows: WireRows = "stored",
     ):  # fmt: skip
-        """Make a client; it connects with the first request.
+        """Make a client, which connects at the first request.
 
-        route: request the whole graph, not only the server's own parts. gone_after: seconds without a connection until
-        ``ServerGone``; None: wait until the deadline. wire_rows: form to which floating-point rows are rounded for
-        sending.
+        ``route``: request the whole graph, not only the parts of the server. ``gone_after``: seconds without a
+        connection until ``ServerGone``; None: wait until the deadline. ``wire_rows``: how the server rounds
+        floating-point rows for sending.
         """
         self.place = place
         self.deadline = deadline  #: seconds that a reply may take
@@ -222,7 +228,7 @@ class HostClient:
 
     @property
     def name(self) -> str:
-        """Description of the server, for messages."""
+        """Return a description of the server for messages."""
         if not self.place.name:
             return f"graph server at {self.endpoint}"
         parts = ",".join(map(str, self.part_ids))
@@ -230,35 +236,41 @@ class HostClient:
 
     @property
     def bytes_received(self) -> int:
-        """Bytes of all replies so far, over all threads."""
+        """Return the bytes of all replies so far, over all threads."""
         with self._lock:
             return sum(channel.bytes_received for channel in self._channels)
 
     def submit_sample(self, requests: Sequence[HopRequest]) -> PendingReply[list[HopSample]]:
-        """Request several hops in one message; ids of the replies are int32 if they fit."""
+        """Request sampled neighbours; all requests are sent in one message. Ids in the replies are int32 if
+        they fit.
+        """
         return self._submit(
             lambda: hop_messages.sample_request(requests), lambda reply: hop_messages.read_samples(reply, requests)
         )
 
     def submit_gather(self, requests: Sequence[RowRequest]) -> PendingRows:
-        """Request rows of attributes, in pieces if they are large; for each request the result maps names to [n, …]."""
+        """Request attributes, in pieces if they are large. The result has for each request a mapping of names to arrays
+        [n, …].
+        """
         return RowsInPieces(requests, self._submit_rows, self._row_sizes)
 
     def submit_has_edges(self, edge_type: EdgeType, src: Ids, dst: Ids) -> PendingReply[npt.NDArray[np.bool_]]:
-        """Request which of these edges exist: bool [n]."""
+        """Request for each i whether an edge ``src[i]`` -> ``dst[i]`` exists: bool [n]."""
         return self._submit(
             lambda: messages.has_edges_request(edge_type, src, dst), lambda reply: messages.read_found(reply, len(dst))
         )
 
     def submit_edges(self, part_id: int, edge_type: EdgeType, first: int, count: int) -> PendingReply[EdgeList]:
-        """Request ``count`` edges of a part, at most ``EDGES_AT_ONCE``, from slot ``first`` on."""
+        """Request ``count`` edges of a part, at most ``EDGES_AT_ONCE``, from slot ``first`` of the part's edge arrays
+        on.
+        """
         return self._submit(
             lambda: messages.edges_request(part_id, edge_type, first, count),
             lambda reply: messages.read_edges(reply, count),
         )
 
     def submit_batch(self, work: BatchWork, client: ClientName) -> PendingReply[SampledBatch]:
-        """Request a whole batch; its arrival is acknowledged to the server."""
+        """Request a whole batch. When it has arrived, the client acknowledges it to the server."""
 
         def read(reply: Message) -> SampledBatch:
             sampled = batch_messages.read_batch(reply, work)
@@ -271,17 +283,17 @@ class HostClient:
         return self._submit(lambda: Message(Kind.MANIFEST, Status.REQUEST, 0), messages.read_manifest_text)
 
     def submit_shared(self, asked: SharedSlice) -> PendingReply[Array]:
-        """Request rows of an array common to all parts."""
+        """Request rows of an array that belongs to the whole graph: the seeds of a split, or a graph attribute."""
         return self._submit(lambda: messages.shared_request(asked), lambda reply: messages.read_shared(reply, asked))
 
     def submit_to_global(self, of: NodeType, orig_ids: Ids) -> PendingReply[Ids]:
-        """Request the global ids of original ids: int64 [n]."""
+        """Request the global ids of nodes given by original ids: int64 [n]."""
         return self._submit(
             lambda: messages.to_global_request(of, orig_ids), lambda reply: messages.read_ids(reply, len(orig_ids))
         )
 
     def submit_hello(self) -> PendingReply[HelloInfo]:
-        """Request name, parts and manifest digest of the server."""
+        """Request the node rank, parts and manifest digest of the server."""
         return self._submit(lambda: Message(Kind.HELLO, Status.REQUEST, 0), messages.read_hello)
 
     def sample_hops(self, requests: Sequence[HopRequest]) -> list[HopSample]:
@@ -293,19 +305,21 @@ class HostClient:
         return self.submit_gather(requests).result()
 
     def has_edges(self, edge_type: EdgeType, src: Ids, dst: Ids) -> npt.NDArray[np.bool_]:
-        """Which of these edges, to nodes that the server owns, exist. Raises ``ServiceError``."""
+        """Return for each i whether an edge ``src[i]`` -> ``dst[i]`` exists; the server must own the targets. Raises
+        ``ServiceError``.
+        """
         return self.submit_has_edges(edge_type, src, dst).result()
 
     def hello(self) -> HelloInfo:
-        """Name, parts and manifest digest of the server. Raises ``ServiceError``."""
+        """Return the node rank, parts and manifest digest of the server. Raises ``ServiceError``."""
         return self.submit_hello().result()
 
     def stats(self) -> ServerStats:
-        """The server's counters. Raises ``ServiceError``."""
+        """Return the counters of the server. Raises ``ServiceError``."""
         return self._submit(lambda: Message(Kind.STATS, Status.REQUEST, 0), messages.read_stats).result()
 
     def close(self) -> None:
-        """Close all connections; threads that wait for a reply raise ``ServiceError``."""
+        """Close all connections. Threads that wait for a reply raise ``ServiceError``."""
         with self._lock:
             self._closed = True
             channels = list(self._channels)
@@ -313,12 +327,14 @@ class HostClient:
             channel.close()
 
     def check_open(self) -> None:
-        """Raises ``ServiceError`` after ``close()``."""
+        """Raise ``ServiceError`` if ``close`` was called."""
         if self._closed:
             raise ServiceError(f"{self.name}: the client was closed")
 
     def no_answer(self, kind: str, seconds: float, state: str, gone: bool) -> ServiceError:
-        """The error for a deadline that passed, or for an unreachable server."""
+        """Return the error for a request that was not answered: ``ServerGone`` if the server is unreachable, else
+        ``ServiceError``.
+        """
         return (ServerGone if gone else ServiceError)(
             f"{self.name}: no answer within {round(seconds, 1):g} s to {kind} ({state}); " + self._advice()
         )
@@ -344,7 +360,7 @@ class HostClient:
             raise ServiceError(f"{self.name}: the request cannot be sent: {error}") from None
 
     def _take_channel(self) -> Channel:
-        """Reuse the channel of a thread that has ended, or make a new one."""
+        """Return the channel of a thread that has ended, or a new channel."""
         with self._lock:
             self.check_open()
             for channel in self._channels:

@@ -1,4 +1,4 @@
-"""Reads ``cluster.json``, the nodes of a run and its graph servers, and connects to them."""
+"""Reads ``cluster.json``, which lists the nodes and graph servers of a run, and connects to the graph servers."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ _FOR_COPIES = 3.0  #: seconds of waiting for peers whose parts other nodes have 
 
 @dataclass(frozen=True)
 class ClusterNode:
-    """One node of the run."""
+    """One node of the run, as listed in ``cluster.json``."""
 
     node_rank: int
     host: str
@@ -39,7 +39,7 @@ class ClusterNode:
 
 @dataclass(frozen=True)
 class Cluster:
-    """Content of ``cluster.json``, which the launcher writes."""
+    """The content of ``cluster.json``, which the launcher writes: nodes, parts and graph servers of a run."""
 
     run_id: str
     num_parts: int
@@ -50,13 +50,13 @@ class Cluster:
 
     @cached_property
     def servers(self) -> tuple[ServerAddress, ...]:
-        """All graph servers of this run, in node order."""
+        """Return all graph servers of this run, in node order."""
         if self.serving is not None:
             return self.attached
         return tuple(_address(node) for node in self.nodes if node.endpoint is not None and node.parts)
 
     def node(self, node_rank: int) -> ClusterNode:
-        """The node of that rank. Raises ``SettingsError`` if it does not exist."""
+        """Return the node with this rank. Raises ``SettingsError`` if there is none."""
         for node in self.nodes:
             if node.node_rank == node_rank:
                 return node
@@ -67,17 +67,21 @@ class Cluster:
         )
 
     def gateways(self) -> tuple[ServerAddress, ...]:
-        """The servers for clients: nodes with role server, or all servers if no node has it."""
+        """Return the servers that clients use: those of nodes with the role server, or all servers if no node has this
+        role.
+        """
         only_serve = {node.node_rank for node in self.nodes if node.role == "server"}
         chosen = tuple(place for place in self.servers if place.node_rank in only_serve)
         return self.servers if self.serving is not None or not chosen else chosen
 
     def peers_of(self, node_rank: int) -> tuple[ServerAddress, ...]:
-        """The servers of all other nodes."""
+        """Return the graph servers of all nodes but this one."""
         return tuple(place for place in self.servers if self.serving is not None or place.node_rank != node_rank)
 
     def home_of(self, node_rank: int) -> ServerAddress:
-        """The preferred gateway of a client node, assigned in turn. Raises ``SettingsError`` without gateways."""
+        """Return the home server of a client node; clients are assigned to the gateways in turn. Raises
+        ``SettingsError`` if there are no gateways.
+        """
         gateways = self.gateways()
         if not gateways:
             raise SettingsError(f"run {self.run_id} has no graph server for the client node {node_rank}")
@@ -85,7 +89,9 @@ class Cluster:
         return gateways[clients.index(node_rank) % len(gateways)]
 
     def ranks_of_part(self) -> tuple[tuple[int, ...], ...]:
-        """Ranks near each part: those of nodes that hold it, and of clients whose home server holds it."""
+        """Return the ranks near each part: the ranks of nodes that have the part, and of clients whose home server has
+        it.
+        """
         near: list[list[int]] = [[] for _ in range(self.num_parts)]
         for node in self.nodes:
             for part in self.home_of(node.node_rank).parts if node.role == "client" else node.parts:
@@ -99,7 +105,7 @@ def _address(node: ClusterNode) -> ServerAddress:
 
 
 def read_cluster(path: str | Path) -> Cluster:
-    """Read ``cluster.json``. Raises ``SettingsError`` when it is missing, incomplete or contradicts itself."""
+    """Read ``cluster.json``. Raises ``SettingsError`` if the file is missing, incomplete or contradicts itself."""
     try:
         cluster = _parse(json.loads(Path(path).read_text()))
     except OSError as error:
@@ -141,7 +147,7 @@ def _ids(raw: Sequence[Any]) -> tuple[int, ...]:
 
 
 def _problem(cluster: Cluster) -> str:
-    """The first contradiction in a cluster file; "" if it is consistent."""
+    """Return the first contradiction in a cluster file, or "" if there is none."""
     nodes, attached = cluster.nodes, cluster.attached
     for numbers in ([node.node_rank for node in nodes], [place.node_rank for place in attached]):
         if len(set(numbers)) != len(numbers):
@@ -168,12 +174,12 @@ def connect_cluster(
     path: str | Path, own_node_rank: int, manifest_digest: str, deadline: float, keys: ServiceKeys | None = None,
     start_deadline: float | None = None, wire_rows: WireRows = "stored",
 ) -> dict[int, HostClient]:  # fmt: skip
-    """Connect to all other nodes that serve parts; returns their clients by node_rank.
+    """Connect to the graph servers of all other nodes. Returns a client for each, by node rank.
 
-    Waits up to ``start_deadline`` seconds (default: ``deadline``) for peers to start, but only ``_FOR_COPIES`` seconds
-    for peers whose parts are all on this node or on peers that have answered. deadline: seconds that later replies may
-    take. wire_rows: form to which floating-point rows are rounded for sending. Raises ``ServiceError`` with one line
-    per needed node that does not answer, or has other parts or another partition.
+    Waits up to ``start_deadline`` seconds (default: ``deadline``) for other servers to start, but only ``_FOR_COPIES``
+    seconds for a server whose parts are all on this node or on servers that have answered. ``deadline``: seconds that
+    later replies may take. ``wire_rows``: how servers round floating-point rows for sending. Raises ``ServiceError``
+    with one line for each needed server that does not answer, or has other parts or another partition than expected.
     """
     cluster = read_cluster(path)
     own = {part for node in cluster.nodes if node.node_rank == own_node_rank for part in node.parts}
@@ -193,7 +199,9 @@ def connect_cluster(
 
 
 def _greet(clients: Sequence[HostClient], own: set[int], manifest_digest: str, until: float) -> list[str]:
-    """Wait for the replies to HELLO; returns the problem of each peer that is needed."""
+    """Wait for the replies to HELLO. Returns a message for each server that is needed and does not answer as
+    expected.
+    """
     enough_at = time.monotonic() + _FOR_COPIES
     hellos = {client: client.submit_hello() for client in clients}
     problems: dict[HostClient, str] = {}
@@ -215,7 +223,9 @@ def _greet(clients: Sequence[HostClient], own: set[int], manifest_digest: str, u
 
 
 def greeting_problem(client: HostClient, info: HelloInfo, manifest_digest: str) -> str:
-    """How a server differs from the one expected at ``client``'s address; "" if it does not."""
+    """Return how a server's reply to HELLO differs from what ``cluster.json`` and the partition of this node say, or
+    "".
+    """
     node = f"node{client.node_rank} ({client.host})"
     if info.node_rank != client.node_rank or set(info.part_ids) != set(client.part_ids):
         return (

@@ -1,4 +1,4 @@
-"""Queues that serve hosts, and the connections of each host, in round-robin order."""
+"""Queues that serve hosts in turn, and the connections of each host in turn."""
 
 from __future__ import annotations
 
@@ -10,16 +10,17 @@ T = TypeVar("T")
 
 
 class Peer(NamedTuple):
-    """A connection."""
+    """A connection of a graph server: the address of the other host and a number."""
 
     address: str  #: of the other host
     number: int
 
 
 class FairQueue(Generic[T]):
-    """Round-robin over hosts and over each host's connections, first-in first-out per connection. Not thread-safe.
+    """A queue that serves hosts in turn and the connections of a host in turn. Items of one connection stay in order.
+    Not thread-safe.
 
-    A connection can be paused: ``pop`` and ``len`` ignore its items until it is resumed.
+    While a connection is paused, ``pop`` and ``len`` ignore its items.
     """
 
     def __init__(self) -> None:
@@ -28,15 +29,15 @@ class FairQueue(Generic[T]):
         self._count = 0
 
     def __len__(self) -> int:
-        """Number of items that ``pop`` can return now."""
+        """Return the number of items that ``pop`` can return now."""
         return self._count
 
     def of(self, peer: Peer) -> int:
-        """Number of items of a connection, paused or not."""
+        """Return the number of items of a connection, even if it is paused."""
         return len(self._hosts.get(peer.address, {}).get(peer, ())) + len(self._paused.get(peer, ()))
 
     def peers(self) -> list[Peer]:
-        """Connections with items."""
+        """Return the connections that have items."""
         waiting = [peer for queues in self._hosts.values() for peer in queues]
         return [*waiting, *(peer for peer, queue in self._paused.items() if queue)]
 
@@ -48,7 +49,7 @@ class FairQueue(Generic[T]):
         self._count += 1
 
     def pause(self, peer: Peer) -> None:
-        """Hold back the items of a connection."""
+        """Hold back the items of a connection until ``resume``."""
         if peer not in self._paused:
             self._paused[peer] = self._remove(peer)
             self._count -= len(self._paused[peer])
@@ -60,7 +61,7 @@ class FairQueue(Generic[T]):
             self._count += len(queue)
 
     def pop(self) -> T | None:
-        """Remove and return the next item; None if there is none."""
+        """Remove and return the next item, or return None if there is none."""
         if not self._hosts:
             return None
         address = next(iter(self._hosts))
@@ -76,7 +77,7 @@ class FairQueue(Generic[T]):
         return item
 
     def drop(self, peer: Peer) -> None:
-        """Remove a connection: its items, and that it was paused."""
+        """Remove the items of a connection, and forget whether the connection was paused."""
         self._count -= len(self._remove(peer))
         self._paused.pop(peer, None)
 
@@ -89,7 +90,7 @@ class FairQueue(Generic[T]):
 
 
 class BlockingFairQueue(Generic[T]):
-    """A thread-safe ``FairQueue`` with a blocking ``get``."""
+    """A thread-safe ``FairQueue`` whose ``get`` waits for an item."""
 
     def __init__(self) -> None:
         self._queue: FairQueue[T] = FairQueue()
@@ -105,7 +106,7 @@ class BlockingFairQueue(Generic[T]):
             self._changed.notify()
 
     def get(self) -> T | None:
-        """Wait for the next item and remove it; None once closed."""
+        """Wait for the next item, remove it and return it. Returns None once the queue is closed."""
         with self._changed:
             while not self._closed:
                 if len(self._queue):
@@ -114,12 +115,12 @@ class BlockingFairQueue(Generic[T]):
             return None
 
     def of(self, peer: Peer) -> int:
-        """Number of items of a connection, paused or not."""
+        """Return the number of items of a connection, even if it is paused."""
         with self._changed:
             return self._queue.of(peer)
 
     def pause(self, peer: Peer) -> None:
-        """Hold back the items of a connection."""
+        """Hold back the items of a connection until ``resume``."""
         with self._changed:
             self._queue.pause(peer)
 

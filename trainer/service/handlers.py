@@ -1,4 +1,6 @@
-"""Handlers of a graph server's requests, from its own parts or, for clients without parts, from the whole graph."""
+"""Answers the requests to a graph server: from the parts on its host or, for clients without parts, from the whole
+graph.
+"""
 
 from __future__ import annotations
 
@@ -31,7 +33,9 @@ MAX_SHORT_ANSWER = 128 << 20  #: bytes of a reply other than a batch; clients re
 
 
 def check_rows(store: PartStore, requests: Sequence[RowRequest], limit: int) -> None:
-    """Raise ``ServiceError`` if the rows exceed ``limit`` bytes in total, ``PartitionError`` for unknown attributes."""
+    """Raise ``ServiceError`` if the answer to these requests is larger than ``limit`` bytes, and ``PartitionError`` for
+    unknown attributes.
+    """
     total = 0
     for request in requests:
         for name in request.attrs:
@@ -42,7 +46,9 @@ def check_rows(store: PartStore, requests: Sequence[RowRequest], limit: int) -> 
 
 
 class BoundedGraph:
-    """Limits the neighbours and the rows of one request to ``limit`` bytes each."""
+    """Access to the whole graph for one request. Raises ``ServiceError`` if the sampled edges or the rows take more
+    than ``limit`` bytes.
+    """
 
     def __init__(self, graph: CountedAccess, store: PartStore, limit: int):
         self._graph, self._store, self._limit = graph, store, limit
@@ -77,25 +83,27 @@ _GRAPH_KINDS = (Kind.SAMPLE, Kind.GATHER, Kind.HAS_EDGES, Kind.EDGES)
 
 
 class ServedGraph(GraphAccess, Protocol):
-    """The parts that a server owns."""
+    """Access to the parts on the host of a graph server."""
 
     @property
     def store(self) -> PartStore: ...
 
 
 class RoutedGraph(CountedAccess, Protocol):
-    """The whole graph: own parts and those of other servers; ``DistGraph`` implements it."""
+    """Access to the whole graph: parts on the host of a graph server and those of other servers. ``DistGraph``
+    implements it.
+    """
 
     def edges_of(self, part_id: int, edge_type: EdgeType, first: int, count: int) -> EdgeList: ...
 
 
 def is_long(request: Message) -> bool:
-    """Whether a handler may have to wait for other servers."""
+    """Return whether the server may have to wait for other servers to answer this request."""
     return request.kind == Kind.BATCH or (bool(request.flags & Flag.ROUTE) and request.kind in _GRAPH_KINDS)
 
 
 class Handlers:
-    """Answers requests. All methods raise ``TrainerError`` for invalid requests."""
+    """Answers the requests to a graph server. All methods raise ``TrainerError`` for invalid requests."""
 
     def __init__(
         self, graph: ServedGraph, info: HelloInfo, stats: Callable[[], ServerStats], topology: Topology, limit: int
@@ -117,13 +125,13 @@ class Handlers:
         }
 
     def short(self, request: Message) -> Message:
-        """Answer a request from own parts, without waiting for other servers."""
+        """Answer a request from the parts on this host, without waiting for other servers."""
         if request.kind not in self._short:
             raise ServiceError(f"{request.kind.name.lower()} is not a kind of request")
         return self._short[request.kind](request)
 
     def routed_answer(self, request: Message) -> Message:
-        """Answer a request for the whole graph."""
+        """Answer a request that is not for a batch from the whole graph, asking other servers where needed."""
         graph = BoundedGraph(self._whole(), self._graph.store, self._limit)
         if request.kind == Kind.SAMPLE:
             return request.reply(
@@ -176,7 +184,7 @@ class Handlers:
         return messages.rows_reply(request, asked, self._graph.gather(asked), self._forms(request))
 
     def _forms(self, request: Message) -> FormOf:
-        """The form of each attribute's rows in the reply."""
+        """Return the function that tells how to round the rows of an attribute in the reply."""
         form = form_of(request.flags)
         if not isinstance(self._graph, LocalGraph):
             return lambda of, name: form

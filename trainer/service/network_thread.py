@@ -1,8 +1,9 @@
-"""The thread of a graph server that moves messages between its connections and its queues.
+"""The thread of a graph server that receives requests from all connections and sends replies.
 
-The server memory that one host can use is bounded. If a host's pending requests exceed ``HOST_REQUESTS`` bytes, its
-connections are not read, and the one with the oldest incomplete request is closed. If unsent replies to it exceed
-``HOST_ANSWERS`` bytes, the host gets no further replies, and its connections that do not receive are closed.
+One client host can use only a limited amount of the server's memory. If the pending requests of a host exceed
+``HOST_REQUESTS`` bytes, its connections are not read, and the one with the oldest incomplete request is closed. If the
+unsent replies to a host exceed ``HOST_ANSWERS`` bytes, the host gets no further replies, and those of its connections
+that do not receive are closed.
 """
 
 from __future__ import annotations
@@ -75,7 +76,7 @@ class _State(Enum):
 
 @dataclass(eq=False)
 class _Host:
-    """All connections from one address."""
+    """A client host: all connections from one address."""
 
     address: str
     connections: set[_Connection] = field(default_factory=set)
@@ -107,11 +108,11 @@ class _Connection:
 
 
 class NetworkThread(threading.Thread):
-    """Runs until ``stop()``; no other thread uses its sockets.
+    """The thread that owns all sockets of a graph server. Runs until ``stop()``.
 
-    Puts requests into ``short``. Pauses a connection in both queues while it does not receive its replies. Sends a
-    keep-alive each second to connections with scheduled work, which reply to it. Closes a connection that sends an
-    invalid message.
+    Puts requests into the queue ``short``. While a connection does not receive its replies, its requests in both queues
+    are held back. Sends a keep-alive each second to connections with scheduled work, and the clients reply to it.
+    Closes a connection that sends an invalid message.
     """
 
     def __init__(
@@ -260,7 +261,9 @@ class NetworkThread(threading.Thread):
         self._serve(connection, select.EPOLLOUT)
 
     def _close_unadmitted(self, number: int) -> int:
-        """Close up to ``number`` connections that are not admitted, oldest first; returns how many."""
+        """Close up to ``number`` connections that are not admitted yet, the oldest first. Returns how many were
+        closed.
+        """
         waiting = sorted((one for one in self._by_fd.values() if one.state != _State.OPEN), key=lambda one: one.since)
         for connection in waiting[:number]:
             self._close(connection)
@@ -287,12 +290,12 @@ class NetworkThread(threading.Thread):
         self._short.drop(peer)
 
     def _forget(self, host: _Host) -> None:
-        """Forget a host without connections and requests."""
+        """Forget a host that has no connections and no requests."""
         if not host.connections and not host.requests and self._hosts.get(host.address) is host:
             del self._hosts[host.address]
 
     def _watch(self, connection: _Connection) -> None:
-        """Update the events that epoll watches."""
+        """Tell epoll which events of a connection matter now."""
         if connection.peer not in self._by_peer:
             return
         mask = 0 if connection in self._unread else select.EPOLLIN
@@ -328,7 +331,7 @@ class NetworkThread(threading.Thread):
             self._end_oldest_partial(host)
 
     def _take_messages(self, connection: _Connection) -> bool:
-        """Process some of the messages that have been read; returns whether more may be read now."""
+        """Process some of the messages that have been read. Returns whether more may be read now."""
         reader = connection.reader
         if connection.peer not in self._by_peer:
             return False
@@ -351,7 +354,9 @@ class NetworkThread(threading.Thread):
         return connection.host.requests < HOST_REQUESTS // 2 or connection.reader.partial > 0
 
     def _end_oldest_partial(self, host: _Host) -> None:
-        """Close the connection with the oldest incomplete message, since well-behaved clients complete theirs soon."""
+        """Close the connection of a host whose incomplete message began first; a normal client completes its messages
+        soon.
+        """
         begun = [one for one in host.connections if one.reader.partial]
         if begun:
             self._counters.add("malformed")
@@ -437,7 +442,7 @@ class NetworkThread(threading.Thread):
         self._watch(connection)
 
     def _pause_or_resume(self, connection: _Connection) -> None:
-        """Pause a connection while it, or its host, has too many unsent replies."""
+        """Hold back the requests of a connection while too many replies to it, or to its host, are unsent."""
         ahead = connection.writer.messages > _SENT_AHEAD or connection.host.unsent > HOST_ANSWERS
         if ahead == connection.paused:
             return
@@ -471,14 +476,14 @@ class NetworkThread(threading.Thread):
 
     @staticmethod
     def _stuck(host: _Host, now: float) -> Iterator[_Connection]:
-        """Connections that do not receive their replies."""
+        """Yield the connections of a host that do not receive their replies."""
         for connection in list(host.connections):
             if connection.writer.unsent and now - connection.progress_since > _STUCK:
                 yield connection
 
 
 class _Freed:
-    """Reports the size of a request when the last reference to the request is deleted."""
+    """An object that reports the size of a request when the last reference to the request is deleted."""
 
     def __init__(self, to: deque[tuple[_Host, int]], host: _Host, size: int):
         self._to, self._freed = to, (host, size)
@@ -492,9 +497,9 @@ def _end() -> bytes:
 
 
 def bound_listener(endpoint: str) -> tuple[socket.socket, str]:
-    """Listen at ``tcp://address:port``; returns the socket, and the endpoint with its actual port.
+    """Listen at ``tcp://address:port``. Returns the socket, and the endpoint with the actual port.
 
-    Raises ``ServiceError``.
+    Raises ``ServiceError`` if it is not possible to listen there.
     """
     host, _, port = endpoint.removeprefix("tcp://").rpartition(":")
     bare = host.strip("[]")

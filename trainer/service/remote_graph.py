@@ -1,4 +1,4 @@
-"""Access to the whole graph through graph servers, for clients without parts."""
+"""Access to the whole graph through graph servers, for nodes that have no parts."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ from trainer.store.manifest import AttrSpec, Manifest, parse_manifest
 
 
 class ServerChoice:
-    """The servers in order of preference, home first, and which of them are unreachable. Thread-safe."""
+    """Graph servers in order of preference, the home server first, and which of them are unreachable. Thread-safe."""
 
     def __init__(self, home: HostClient, *others: HostClient):
         self._clients = [home, *others]
@@ -52,12 +52,13 @@ class ServerChoice:
 
     @property
     def gone(self) -> tuple[HostClient, ...]:
-        """The unreachable servers."""
+        """Return the servers that are unreachable."""
         with self._changed:
             return tuple(self._gone)
 
     def pick(self, until: float) -> HostClient | None:
-        """The first reachable server; waits for one until ``time.monotonic()`` is ``until``, then returns None.
+        """Return the first reachable server. If none is reachable, wait for one until ``time.monotonic()`` is
+        ``until``, then return None.
 
         Returns None at once after ``close()``.
         """
@@ -71,7 +72,7 @@ class ServerChoice:
             return None
 
     def mark_gone(self, client: HostClient, error: ServerGone) -> None:
-        """Record that a server is unreachable: ``pick`` returns others."""
+        """Record that a server is unreachable, so that ``pick`` returns others."""
         with self._changed:
             self._gone.setdefault(client, error)
 
@@ -82,7 +83,7 @@ class ServerChoice:
                 self._changed.notify_all()
 
     def add(self, client: HostClient) -> None:
-        """Add a server, last in order."""
+        """Add a server as the last choice."""
         with self._changed:
             self._clients.append(client)
             self._changed.notify_all()
@@ -94,7 +95,7 @@ class ServerChoice:
             self._changed.notify_all()
 
     def errors(self, waited: float) -> str:
-        """The errors of the unreachable servers after ``waited`` seconds, one per line."""
+        """Return a message for the user, one line per unreachable server; ``waited``: seconds waited for them."""
         with self._changed:
             return "\n".join(f"{error}; it was not back within {waited:g} s" for error in self._gone.values())
 
@@ -119,7 +120,9 @@ T_co = TypeVar("T_co", covariant=True)
 
 
 def client_name(role: str = "") -> ClientName:
-    """A name for this process with a random number; ``role``: such as ``run-7/rank3``."""
+    """Return a random number and a name by which servers know this process. ``role`` is a text such as
+    ``run-7/rank3``.
+    """
     words = f"{role} on {socket.gethostname()} (pid {os.getpid()})".strip()
     return ClientName(secrets.randbits(64), words[:200])
 
@@ -131,21 +134,23 @@ class _PendingReply(Protocol[T_co]):
 
 
 class Gateway:
-    """A ``CountedAccess`` to the whole graph through servers, which also make whole batches. Thread-safe.
+    """Access to the whole graph through graph servers, for a process without parts. Servers can also make whole
+    batches. Thread-safe.
 
-    Requests go to the first server, the *home*, or to the next ones while it is unreachable; each server gives the same
-    replies. All methods raise ``ServiceError`` with the servers' names if all are unreachable for ``server_wait``
-    seconds, or a reachable one does not reply within ``deadline`` seconds.
+    Requests go to the first server, the *home* server, or to the next ones while it is unreachable; each server gives
+    the same replies. All methods raise ``ServiceError`` with the servers' names if all servers are unreachable for
+    ``server_wait`` seconds, or a reachable one does not reply within ``deadline`` seconds.
     """
 
     def __init__(
         self, places: Sequence[ServerAddress], deadline: float, keys: ServiceKeys | None = None, *,
         server_wait: float = 60.0, client: ClientName | None = None, wire_rows: WireRows = "stored",
     ):  # fmt: skip
-        """Make a gateway; it connects in ``open``.
+        """Make a gateway, which connects in ``open``.
 
-        places: the servers, home first. deadline: seconds that a reply may take. server_wait: seconds for which all
-        servers may be unreachable. wire_rows: form to which floating-point rows are rounded for sending.
+        ``places``: the servers, the home server first. ``deadline``: seconds that a reply may take. ``server_wait``:
+        seconds for which all servers may be unreachable. ``wire_rows``: how servers round floating-point rows for
+        sending.
         """
         self.home = places[0]
         self.deadline, self.server_wait = deadline, server_wait
@@ -161,7 +166,9 @@ class Gateway:
         self.digest = ""  #: sha256 of manifest.json, hex
 
     def open(self, patience: float | None = None) -> Manifest:
-        """Fetch the manifest, from a server that answers within ``patience`` seconds (default: ``server_wait``)."""
+        """Fetch the manifest of the partition from a server. Waits ``patience`` seconds for a reachable server
+        (default: ``server_wait``).
+        """
         threading.Thread(
             target=_probe_servers, args=(weakref.ref(self), self._closed), name="server-probe", daemon=True
         ).start()
@@ -173,17 +180,17 @@ class Gateway:
 
     @property
     def manifest(self) -> Manifest:
-        """The manifest; call ``open`` first."""
+        """Return the manifest of the partition; ``open`` must have been called."""
         assert self._manifest is not None
         return self._manifest
 
     @property
     def servers(self) -> tuple[ServerAddress, ...]:
-        """All known servers, home first."""
+        """Return the addresses of all known servers, the home server first."""
         return tuple(client.place for client in self._choice.all)
 
     def sample_batch(self, work: BatchWork) -> SampledBatch:
-        """Have a server make a batch. Raises ``SettingsError`` for more seeds than a server accepts."""
+        """Return a batch that a server makes. Raises ``SettingsError`` for more seeds than a server accepts."""
         if (number := sum(map(len, work.seeds.nodes.values()))) > MAX_SEEDS:
             raise SettingsError(
                 f"a batch of {number} seeds; a graph server accepts at most {MAX_SEEDS}; use smaller batches"
@@ -223,31 +230,33 @@ class Gateway:
         return self._meter.take()
 
     def seeds(self, of: NodeType, split: str) -> Ids:
-        """Global ids of a split's nodes, int64 [n], in the dataset's order."""
+        """Return the global ids of a split's nodes, int64 [n], in the dataset's order."""
         return self._shared(of, split, self.manifest.nodes[of].splits[split]).astype(np.int64)
 
     def graph_attr(self, name: str) -> Array:
-        """An attribute of the whole graph."""
+        """Return an attribute of the graph as a whole."""
         spec: AttrSpec = self.manifest.graph_attrs[name]
         if not spec.shape:
             return self._slice(SharedSlice(None, name, 0, 1)).reshape(())
         return self._shared(None, name, spec.shape[0])
 
     def to_global(self, of: NodeType, orig_ids: Ids) -> Ids:
-        """Global ids of original ids, int64 [n]; the ids must be in range."""
+        """Return the global ids of nodes given by original ids, int64 [n]. The ids must be in range."""
         pieces = [orig_ids[at : at + _AT_ONCE] for at in range(0, max(len(orig_ids), 1), _AT_ONCE)]
         found = [self._ask(lambda client, ids=ids: client.submit_to_global(of, ids)) for ids in pieces]  # type: ignore[misc]
         return found[0] if len(found) == 1 else np.concatenate(found)
 
     def close(self) -> None:
-        """Close all connections; threads that wait for a reply raise ``ServiceError``."""
+        """Close all connections. Threads that wait for a reply raise ``ServiceError``."""
         self._closed.set()
         self._choice.close()
         for client in self._choice.all:
             client.close()
 
     def probe_servers(self, learn: bool) -> None:
-        """Send HELLO to unreachable servers and, if ``learn``, to a reachable one, whose reply lists new servers."""
+        """Send HELLO to unreachable servers and, if ``learn``, to a reachable one. Replies list all servers, and new
+        ones are added.
+        """
         reachable = self._choice.pick(0) if learn else None
         for client in (*self._choice.gone, *([reachable] if reachable else [])):
             try:
@@ -261,7 +270,9 @@ class Gateway:
     def _ask(
         self, submit: Callable[[HostClient], _PendingReply[T]], patience: float | None = None, known: bool = True
     ) -> T:  # fmt: skip
-        """The reply of the first server that gives one; ``known``: check first that it has the same partition."""
+        """Send a request to the first reachable server, or to the next one if it is lost, and return the reply.
+        ``known``: check first that the server has the same partition.
+        """
         patience = self.server_wait if patience is None else patience
         until, lost = time.monotonic() + patience, False
         while (client := self._choice.pick(until)) and not (lost and time.monotonic() > until):
@@ -277,7 +288,7 @@ class Gateway:
         raise ServiceError(self._choice.errors(patience))
 
     def _check(self, client: HostClient, info: HelloInfo) -> None:
-        """Check that a server has the same partition. Raises ``ServiceError``."""
+        """Raise ``ServiceError`` if a server has another partition than the home server."""
         if self.digest and info.manifest_digest != self.digest:
             raise ServiceError(
                 f"{client.name}: holds another partition than {self.home.name}: the digest of its manifest.json is "
@@ -287,7 +298,7 @@ class Gateway:
             self._verified.add(client)
 
     def _add_servers(self, info: HelloInfo) -> None:
-        """Add the servers that ``info`` lists in addition."""
+        """Add the servers in a reply to HELLO that are not known yet."""
         if info.version <= self._version:
             return
         self._version = info.version
@@ -309,14 +320,16 @@ class Gateway:
         return list(answers)
 
     def _gather_long(self, request: RowRequest) -> Mapping[str, Array]:
-        """Gather rows in several requests."""
+        """Request many rows by several requests."""
         number = max(1, _BYTES_AT_ONCE // self._row_bytes(request))
         starts = range(0, max(len(request.ids), 1), number)
         pieces = [self._gather([replace(request, ids=request.ids[at : at + number])])[0] for at in starts]
         return {name: np.concatenate([piece[name] for piece in pieces]) for name in request.attrs}
 
     def _row_bytes(self, request: RowRequest) -> int:
-        """Bytes of a requested row and its id. Raises ``PartitionError`` for an unknown type."""
+        """Return the bytes of the id and the requested attributes of one node or edge. Raises ``PartitionError`` for an
+        unknown type.
+        """
         specs = self.manifest.nodes if isinstance(request.of, str) else self.manifest.edges
         if request.of not in specs:
             raise PartitionError(f"no type {request.of!r}; there are {list(specs)}")
@@ -324,7 +337,7 @@ class Gateway:
         return 8 + sum(_width(attrs[name]) if name in attrs else 8 for name in request.attrs)
 
     def _width(self, of: AnyType, name: str) -> int:
-        """Bytes of a row of an attribute as it is sent."""
+        """Return the bytes of an attribute of one node or edge as it is sent."""
         spec = self.manifest.attrs_of(of).get(name)
         if spec is None:
             return np.dtype(np.int64).itemsize
@@ -347,19 +360,19 @@ class Gateway:
 
 
 def _slices(offsets: Sequence[int]) -> Iterator[tuple[int, int, int]]:
-    """(part, first slot, number of edges) of all edges of a type."""
+    """Cut all edges of a type into slices for single requests: (part, first slot, number of edges)."""
     for part_id, (begin, end) in enumerate(zip(offsets, offsets[1:], strict=False)):
         for first in range(0, end - begin, _AT_ONCE):
             yield part_id, first, min(_AT_ONCE, end - begin - first)
 
 
 def _width(spec: AttrSpec) -> int:
-    """Bytes of a stored row, at least 1."""
+    """Return the bytes of an attribute of one node or edge as it is stored, at least 1."""
     return max(1, spec.stored.itemsize * math.prod(spec.shape[1:]))
 
 
 def _probe_servers(of: weakref.ref[Gateway], closed: threading.Event) -> None:
-    """Thread that probes a gateway's servers until the gateway is closed or deleted."""
+    """Probe a gateway's servers until the gateway is closed or deleted; the body of a thread."""
     learn_at = time.monotonic() + _LEARN_EVERY
     while not closed.wait(_BACK_EVERY):
         gateway = of()

@@ -57,9 +57,9 @@ class ServeJob:
 def serve(job: ServeJob) -> None:
     """Serve parts of a partition folder until SIGTERM or SIGINT.
 
-    Writes ``job.ready_file`` (``{"endpoint", "pid"}``, atomically) once it answers requests. It does not wait for other
-    servers, and connects to them on first use. Raises ``SettingsError``, ``PartitionError`` or ``ServiceError`` when it
-    cannot start. Must be called in the main thread, since it handles both signals.
+    Writes ``job.ready_file`` (``{"endpoint", "pid"}``, atomically) once the server answers requests. Does not wait for
+    other servers, but connects to each when it is first needed. Raises ``SettingsError``, ``PartitionError`` or
+    ``ServiceError`` if the server cannot start. Must be called in the main thread, because it handles both signals.
     """
     stopping = _catch_signals()
     keys = None if job.key_file is None else read_key_file(job.key_file)
@@ -98,7 +98,7 @@ def serve(job: ServeJob) -> None:
 
 
 def _states(hosts: Mapping[int, Peer], lost: Collection[int]) -> list[dict[str, str]]:
-    """The peers' states, for the stats file."""
+    """Return for the stats file which other servers are up and which are down."""
     return [
         {"name": peer.client.place.name, "state": "down" if node_rank in lost else "up"}
         for node_rank, peer in hosts.items()

@@ -1,4 +1,4 @@
-"""The graph server: serves the parts of one host, and, to clients without parts, the whole graph."""
+"""The graph server: serves the parts on one host and, for clients without parts, the whole graph."""
 
 from __future__ import annotations
 
@@ -35,15 +35,16 @@ _DecodedRequest = tuple[Message, BatchWork | None, Received]
 
 
 class GraphServer:
-    """Serves the parts of one host on one endpoint.
+    """Serves the parts on one host at one endpoint.
 
-    One thread moves messages between connections and queues. ``threads`` *short* threads answer from own parts and
-    never wait for other servers, so that servers cannot block each other. ``batch_threads`` threads make whole batches,
-    and answer requests for the whole graph, from ``routed``. Both queues are fair between connections or clients. An
-    error in a handler is sent to the client; a connection that sends an invalid request is closed, and counted.
+    One thread receives requests and sends replies. ``threads`` threads answer short requests from the parts on this
+    host; they never wait for other servers, so servers cannot block each other. ``batch_threads`` threads make whole
+    batches, and answer requests for the whole graph, by ``routed``. The queue of each kind is fair between connections
+    or clients. If a request fails, the client gets the error. A connection that sends an invalid request is closed and
+    counted.
 
     ``max_request`` and ``max_answer`` limit the arrays of one message, in bytes. ``topology`` returns the version of
-    the cluster file and all servers. ``stats_file`` is rewritten every two seconds.
+    ``cluster.json`` and all servers. ``stats_file`` is rewritten every two seconds.
     """
 
     def __init__(
@@ -64,11 +65,13 @@ class GraphServer:
         self._stopping = threading.Event()
 
     def set_routed(self, routed: RoutedGraph) -> None:
-        """Replace the graph that answers clients."""
+        """Replace the access to the whole graph by which clients without parts are answered."""
         self._handlers.routed = routed
 
     def start(self) -> None:
-        """Bind the endpoint and start the threads. Raises ``ServiceError`` when the endpoint cannot be bound."""
+        """Listen at the endpoint and start the threads. Raises ``ServiceError`` if it is not possible to listen
+        there.
+        """
         listener, self.endpoint = bound_listener(self.endpoint)
         self._network = NetworkThread(
             listener, self._keys, self._short, self._scheduler, self._counters, self._max_request
@@ -80,7 +83,9 @@ class GraphServer:
             thread.start()
 
     def stop(self, timeout: float = 2.0) -> None:
-        """Stop the threads and free the port; waits at most ``timeout`` seconds for running handlers."""
+        """Stop the threads and free the port. Waits at most ``timeout`` seconds for requests that are being
+        answered.
+        """
         self._stopping.set()
         self._short.close()
         self._scheduler.close()
@@ -90,27 +95,31 @@ class GraphServer:
             thread.join(max(0.0, until - time.monotonic()))
 
     def stats(self) -> ServerStats:
-        """Counters since the start."""
+        """Return the counters since the start of the server."""
         return self._counters.read()
 
     def scheduler_status(self) -> SchedulerStatus:
-        """State of queue, buffer and clients."""
+        """Return the state of the batch scheduler: queue, buffer and clients."""
         return self._scheduler.status()
 
     @property
     def running(self) -> bool:
-        """False once one of its threads has ended."""
+        """Return whether all threads of the server are running."""
         return all(thread.is_alive() for thread in (self._network, *self._workers))
 
     def _answer_short(self) -> None:
-        """Thread that answers requests from own parts, and queues the others in the batch scheduler."""
+        """Answer requests that need only the parts on this host, and pass other requests to the batch scheduler; the
+        body of a thread.
+        """
         while (asked := self._short.get()) is not None:
             if answer := self._receive(*asked):
                 self._network.reply(asked[0], answer)
             asked = None  # frees its memory
 
     def _receive(self, peer: Peer, received: Received) -> list[Any] | None:
-        """Frames of the reply; None for an invalid request, and for one that was queued."""
+        """Return the frames of the reply to a request; None if the request is invalid or was passed to the batch
+        scheduler.
+        """
         try:
             request = decode(received.parts, self._max_request, self._max_request)
             if request.status != Status.REQUEST or request.kind in (Kind.ALIVE, Kind.TAKEN):
@@ -134,7 +143,7 @@ class GraphServer:
         return ScheduledRequest(peer, request.request_id, (request, work, received), client, request.size)
 
     def _make_batches(self) -> None:
-        """Thread that answers scheduled requests until ``stop()``."""
+        """Answer requests from the batch scheduler until ``stop()``; the body of a thread."""
         while not self._stopping.is_set():
             if (job := self._scheduler.next(_GLANCE)) is None:
                 continue
@@ -144,7 +153,7 @@ class GraphServer:
                 self._network.reply(job.peer, answer)
 
     def _do(self, job: ScheduledRequest[_DecodedRequest]) -> list[Any] | None:
-        """Frames of the reply; None if the connection is closed."""
+        """Answer a scheduled request. Returns the frames of the reply; None if the connection is closed."""
         request, work, _ = job.work
         if work is None:
             answer = self._answer(request, self._handlers.routed_answer)
@@ -169,13 +178,13 @@ class GraphServer:
         return answer
 
     def _error(self, request: Message, error: Exception) -> list[Any]:
-        """Frames of the error reply to a request."""
+        """Return the frames of an error reply."""
         self._counters.add("errors")
         self._counters.answered(request.kind, 0.0)
         return encode(request.error(_cause(error)))
 
     def _report_stats(self) -> None:
-        """Rewrite the stats file until ``stop()``."""
+        """Rewrite the stats file every few seconds until ``stop()``; the body of a thread."""
         path = self._stats_file
         assert path is not None
         report = StatsReport(
@@ -192,7 +201,9 @@ class GraphServer:
 
 
 def _cause(error: Exception) -> str:
-    """The error as text for the client; for an unexpected one the traceback is printed to the server's log."""
+    """Return the text of an error for the client. Of an unexpected error, the traceback is printed to the
+    server's log.
+    """
     if isinstance(error, TrainerError):
         return str(error)
     traceback.print_exception(error, file=sys.stderr)

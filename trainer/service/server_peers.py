@@ -1,4 +1,6 @@
-"""Connections to the other graph servers of a run, opened on first use and updated when cluster.json changes."""
+"""Connections of a graph server to the other graph servers of a run, opened at first use and updated when cluster.json
+changes.
+"""
 
 from __future__ import annotations
 
@@ -23,9 +25,10 @@ _DEADLINE = 120.0  #: seconds that a reply of a reachable peer may take
 
 
 class Peer:
-    """A host for ``DistGraph``. HELLO is sent with the first request, so the peer may start later than this server.
+    """Another graph server, for use by ``DistGraph``. HELLO is sent with the first request, so the other server may
+    start later than this one.
 
-    Replies raise ``ServiceError`` if the peer has other parts or another partition.
+    Waiting for a reply raises ``ServiceError`` if the other server has other parts or another partition than expected.
     """
 
     def __init__(self, client: HostClient, manifest_digest: str):
@@ -57,7 +60,7 @@ class Peer:
         return self._greeted(self.client.submit_edges(part_id, edge_type, first, count))
 
     def check_hello(self, info: Any) -> None:
-        """Check the reply to HELLO. Raises ``ServiceError`` if it is of another server than expected."""
+        """Check a reply to HELLO. Raises ``ServiceError`` if another server than expected has answered."""
         if problem := greeting_problem(self.client, info, self._manifest_digest):
             raise ServiceError(problem)
         self._checked = True
@@ -67,7 +70,7 @@ class Peer:
 
 
 class _CheckedHello:
-    """A reply to HELLO that is checked when it is received."""
+    """A pending reply to HELLO; ``result`` checks the reply."""
 
     def __init__(self, peer: Peer, pending: PendingAnswer):
         self._peer, self._pending = peer, pending
@@ -79,14 +82,14 @@ class _CheckedHello:
 
 
 class _GreetedAnswer:
-    """A reply that is returned only if the reply to HELLO passes its check."""
+    """A pending reply; ``result`` first waits for the reply to HELLO and checks it."""
 
     def __init__(self, greeting: PendingAnswer, pending: PendingAnswer):
         self._greeting, self._pending = greeting, pending
 
     @property
     def received(self) -> int | None:
-        """Bytes of the reply; None if unknown."""
+        """Return the bytes of the reply; None if unknown."""
         return getattr(self._pending, "received", None)
 
     def result(self, timeout: float | None = None) -> Any:
@@ -95,10 +98,10 @@ class _GreetedAnswer:
 
 
 class Peers:
-    """The peers of one node by its current cluster.json. ``follow`` must be called by one thread only."""
+    """The other graph servers that the latest cluster.json lists. ``follow`` must be called by one thread only."""
 
     def __init__(self, path: str | Path, node_rank: int, manifest_digest: str, keys: ServiceKeys | None):
-        """Read cluster.json without connecting. Raises ``SettingsError`` as ``read_cluster`` does."""
+        """Read cluster.json, without connecting to the servers. Raises ``SettingsError`` like ``read_cluster``."""
         self._path, self._node_rank = Path(path), node_rank
         self._manifest_digest, self._keys = manifest_digest, keys
         self._stamp = _stamp(self._path)
@@ -107,14 +110,15 @@ class Peers:
         self._retired: list[tuple[float, Peer]] = []
 
     def topology(self) -> tuple[int, tuple[ServerAddress, ...]]:
-        """Version and servers of the cluster.json read last."""
+        """Return the version of the cluster.json read last, and all servers that it lists."""
         cluster = self.cluster
         return cluster.version, cluster.servers
 
     def follow(self, on_change: Callable[[Mapping[int, Peer]], None]) -> None:
-        """Read cluster.json if it changed, and call ``on_change`` with the peers of a higher version.
+        """Read cluster.json again if it changed. If its version is higher than before, call ``on_change`` with the new
+        peers.
 
-        An invalid file is reported and ignored.
+        A message is printed if the file is invalid, and the file is ignored.
         """
         self._retire()
         if (stamp := _stamp(self._path)) == self._stamp:
@@ -141,7 +145,9 @@ class Peers:
             peer.client.close()
 
     def _connect(self, cluster: Cluster, known: Mapping[int, Peer]) -> dict[int, Peer]:
-        """The peers by node rank; those with an unchanged address are reused."""
+        """Return the peers that a cluster.json lists, by node rank. Those in ``known`` whose address has not changed
+        are kept.
+        """
         hosts = {}
         for place in cluster.peers_of(self._node_rank):
             peer = known.get(place.node_rank)
@@ -152,13 +158,13 @@ class Peers:
         return hosts
 
     def _retire(self) -> None:
-        """Close replaced peers, once no thread can be waiting for their replies."""
+        """Close the connections to replaced peers once no thread can be waiting for a reply from them."""
         while self._retired and time.monotonic() >= self._retired[0][0]:
             self._retired.pop(0)[1].client.close()
 
 
 def _stamp(path: Path) -> tuple[int, int, int]:
-    """Identifies a version of the file; zeros if it does not exist."""
+    """Return a value that differs between versions of a file; zeros if the file does not exist."""
     try:
         stat = path.stat()
     except OSError:

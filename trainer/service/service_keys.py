@@ -1,9 +1,9 @@
 """Keys of an encrypted graph service: mutual TLS 1.3 with pinned certificates.
 
-A key file (mode 0600, written by the launcher) has a self-signed certificate and its private key. The servers and
-trainers of a run share one. A server also admits the certificates in ``clients/*.key`` in the folder of its key file,
-one per line in base64 (DER): those of runs and notebooks that are attached to a serving cluster. No certificate
-authority is used: a certificate must be identical to an admitted one.
+A key file (mode 0600, written by the launcher) contains a self-signed certificate and its private key. The servers and
+trainers of a run share one key file. A server also admits the certificates in ``clients/*.key`` in the folder of its
+key file, one per line in base64 (DER): those of runs and notebooks that are attached to a serving cluster. No
+certificate authority is used: a certificate must be identical to an admitted one.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ _MAX_CERTIFICATE = 1 << 14  #: characters
 
 @dataclass(frozen=True)
 class ServiceKeys:
-    """Content of a key file: a certificate and its private key, base64 of DER, and optional fields."""
+    """The content of a key file: a certificate and its private key (base64 of DER), and optional fields."""
 
     public: str  #: certificate
     secret: str = field(repr=False)  #: private key (PKCS #8)
@@ -43,7 +43,7 @@ class ServiceKeys:
     guests: Path | None = field(default=None, compare=False)  #: folder of further certificates that a server admits
 
     def client_context(self) -> ssl.SSLContext:
-        """TLS context that accepts only servers with the certificate ``server``. Raises ``ssl.SSLError``."""
+        """Return a TLS context that accepts only servers with the certificate ``server``. Raises ``ssl.SSLError``."""
         return _context(ssl.PROTOCOL_TLS_CLIENT, self, [self.server or self.public])
 
 
@@ -70,13 +70,15 @@ def _pem(label: str, base64_der: str) -> str:
 
 
 def is_pinned(connection: ssl.SSLSocket, admitted: frozenset[str] | set[str]) -> bool:
-    """Whether the certificate of the other side is one of ``admitted``."""
+    """Return whether the certificate of the other side of a TLS connection is one of ``admitted``."""
     shown = connection.getpeercert(binary_form=True)
     return shown is not None and base64.b64encode(shown).decode() in admitted
 
 
 class Admission:
-    """The certificates that a server admits: its own, and those in its folder of clients. For one thread."""
+    """The certificates that a server admits: its own, and those in the folder ``clients`` beside its key file. For one
+    thread.
+    """
 
     def __init__(self, keys: ServiceKeys):
         self.admitted = frozenset({keys.public})  #: certificates, base64 of DER
@@ -85,7 +87,9 @@ class Admission:
         self._read_at = -math.inf
 
     def context(self) -> ssl.SSLContext:
-        """TLS context for the next connection; the folder is read at most every ``_REREAD`` seconds."""
+        """Return the TLS context for the next connection. Reads the folder of clients again, at most every ``_REREAD``
+        seconds.
+        """
         if time.monotonic() - self._read_at >= _REREAD:
             admitted = frozenset({self._keys.public, *_guest_certificates(self._keys.guests)})
             if admitted != self.admitted:
@@ -101,7 +105,7 @@ def _server_context(keys: ServiceKeys, admitted: frozenset[str]) -> ssl.SSLConte
 
 
 def _guest_certificates(folder: Path | None) -> set[str]:
-    """The certificates in all readable files of the folder; invalid lines are ignored."""
+    """Return the certificates in all key files of the folder. Invalid lines and unreadable files are skipped."""
     found: set[str] = set()
     for path in sorted(folder.glob("*.key")) if folder is not None else ():
         try:
@@ -125,7 +129,9 @@ def _is_certificate(text: str) -> bool:
 
 
 def admit_guest(key_file: str | Path, name: str, public: str) -> Path:
-    """Admit the certificate ``public`` to servers with this key file, within a second; delete the file to revoke."""
+    """Write a file that makes servers with this key file admit the certificate ``public``, within a second. Deleting
+    the file revokes the admission.
+    """
     path = Path(key_file).parent / _GUESTS / f"{name}.key"
     path.parent.mkdir(mode=0o700, exist_ok=True)
     write_whole(path, f"{public}\n")
@@ -143,7 +149,8 @@ def write_key_file(path: str | Path, keys: ServiceKeys) -> None:
 def read_key_file(path: str | Path) -> ServiceKeys:
     """Read a key file.
 
-    Raises ``ServiceError`` if it is missing, readable by others, or has no valid certificate with its private key.
+    Raises ``ServiceError`` if the file is missing or readable by others, or has no valid certificate with its private
+    key.
     """
     path = Path(path)
     try:

@@ -23,7 +23,7 @@ PeerStates = Callable[[], Sequence[Mapping[str, str]]]  #: {"name", "state": "up
 
 
 class Counters:
-    """The counters of ``ServerStats``. Thread-safe."""
+    """Counts the requests, errors and bytes of a graph server for ``ServerStats``. Thread-safe."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -45,7 +45,9 @@ class Counters:
 
 
 class BusyTime:
-    """Working seconds summed over threads, including work in progress. Thread-safe."""
+    """Counts the seconds that threads spend working, summed over threads and including work in progress.
+    Thread-safe.
+    """
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -70,7 +72,7 @@ class BusyTime:
 
 
 class StatsReport:
-    """Makes the content of the stats file; rates are since the previous call of ``make``."""
+    """Makes the content of the stats file. Rates are averages since the previous call of ``make``."""
 
     def __init__(
         self, info: HelloInfo, endpoint: str, batch_threads: int, counters: Counters, busy: BusyTime,
@@ -108,5 +110,5 @@ class StatsReport:
 
 
 def resident_bytes() -> int:
-    """Resident memory of this process in bytes."""
+    """Return the resident memory of this process in bytes."""
     return int(Path("/proc/self/statm").read_text().split()[1]) * _PAGE

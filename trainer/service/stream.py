@@ -1,7 +1,7 @@
-"""Framing of messages between graph servers and clients on a TCP connection, plain or with TLS.
+"""Reads and writes messages on a TCP connection between a graph server and a client, plain or with TLS.
 
-Each side begins with a greeting: ``GNFS`` · version u16 · flags u16 (1: TLS follows). A message is a count of parts
-u32, the size of each part u64, and the parts (see ``trainer.service.wire.frames``), all little-endian. A message
+Each side begins with a greeting: ``GNFS`` · version u16 · flags u16 (1: TLS follows). A message is the number of its
+parts u32, the size of each part u64, and the parts (see ``trainer.service.wire.frames``), all little-endian. A message
 without parts is a ping: a server sends one as soon as it admits a connection, and one in reply to each ping.
 """
 
@@ -52,12 +52,12 @@ GREETING_BYTES = _GREETING.size
 
 
 def greeting(encrypted: bool) -> bytes:
-    """The bytes that each side sends first."""
+    """Return the bytes that each side of a connection sends first."""
     return _GREETING.pack(_MAGIC, VERSION, _TLS * encrypted)
 
 
 def greeting_problem(received: bytes, encrypted: bool) -> str:
-    """Why the other side's greeting is incompatible; '' if it is compatible."""
+    """Return why the other side's greeting is incompatible; '' if it is compatible."""
     magic, version, flags = _GREETING.unpack(received)
     if magic != _MAGIC:
         return "the process that listens there is not a graph server"
@@ -71,7 +71,7 @@ def greeting_problem(received: bytes, encrypted: bool) -> str:
 
 @dataclass
 class Received:
-    """A received message."""
+    """A message that was received, as a list of buffers."""
 
     parts: list[Any]  #: buffers
     size: int  #: announced bytes of all parts; a message over the limit has only its first part, if small
@@ -79,17 +79,17 @@ class Received:
 
 
 class MessageReader:
-    """Parses the bytes of a connection into messages.
+    """Splits the bytes received on a connection into messages.
 
-    A message of more than ``limit`` bytes is read to its end, but only its first part is kept, if it is at most 64 KiB.
-    ``allocate`` returns memory for parts, uint8 [size].
+    A message of more than ``limit`` bytes is read to its end, but only its first part is kept, and only if this part
+    has at most 64 KiB. ``allocate`` returns memory for parts, uint8 [size].
     """
 
     def __init__(
         self, limit: int, allocate: Callable[[int], Array] = lambda size: np.empty(size, np.uint8),
         scratch: memoryview | None = None,
     ):  # fmt: skip
-        """``scratch``: memory of ``SCRATCH`` bytes that readers of one thread share."""
+        """``scratch``: a buffer of ``SCRATCH`` bytes that all readers of one thread may share."""
         self.messages: deque[Received] = deque()  #: complete messages
         self.pings = 0  #: pings since the owner last set it to 0
         self.partial = 0  #: stored bytes of the incomplete message
@@ -104,7 +104,7 @@ class MessageReader:
         self._skip = False  # the current part is not kept
 
     def read(self, receive: Callable[[memoryview], int]) -> int:
-        """Call ``receive`` (a socket's ``recv_into``) once and parse the bytes; returns their number.
+        """Call ``receive`` (a socket's ``recv_into``) once and process the bytes. Returns the number of bytes.
 
         Raises ``EOFError`` at the end of the connection, ``WireError`` for invalid bytes, and errors of ``receive``.
         """
@@ -132,11 +132,11 @@ class MessageReader:
 
     @property
     def _left(self) -> int:
-        """Missing bytes of the current part."""
+        """Return how many bytes of the present part are missing."""
         return self._sizes[len(self._parts)] - self._filled
 
     def _take_sizes(self, data: memoryview) -> memoryview:
-        """Take bytes of the count and the sizes of a message; returns the rest."""
+        """Read the beginning of a message: the number of parts and their sizes. Returns the bytes that follow it."""
         missing = 4 - len(self._head)
         if missing <= 0:
             missing = 4 + 8 * self._count - len(self._head)
@@ -167,7 +167,7 @@ class MessageReader:
         self._next_part()
 
     def _next_part(self) -> None:
-        """Begin the next non-empty part, or complete the message if there is none."""
+        """Begin the next part that is not empty, or complete the message if there is none."""
         while len(self._parts) < len(self._sizes):
             size = self._sizes[len(self._parts)]
             over = self._size > self._limit
@@ -185,7 +185,7 @@ class MessageReader:
         return bytearray(size) if not self._parts else self._allocate(size)
 
     def _advance(self, count: int) -> None:
-        """Account for ``count`` more bytes of the current part."""
+        """Record that ``count`` more bytes of the present part were received."""
         self._filled += count
         self.partial += 0 if self._skip else count
         if self._left == 0:
@@ -195,7 +195,7 @@ class MessageReader:
 
 
 class MessageWriter:
-    """Buffers messages to be sent on a non-blocking socket."""
+    """Keeps messages that are not completely sent yet, and sends them on a non-blocking socket."""
 
     def __init__(self) -> None:
         self.unsent = 0  #: bytes
@@ -205,7 +205,7 @@ class MessageWriter:
         self._put = self._sent = 0
 
     def put(self, parts: Sequence[Any]) -> None:
-        """Queue a message."""
+        """Queue a message for sending."""
         sizes = [len(part) for part in parts]
         prefix = struct.pack(f"<I{len(sizes)}Q", len(sizes), *sizes)
         self._add(prefix + parts[0] if parts else prefix)
@@ -215,11 +215,11 @@ class MessageWriter:
         self.messages += 1
 
     def put_raw(self, data: bytes) -> None:
-        """Queue bytes without framing, for the greeting."""
+        """Queue bytes that are not a message: the greeting."""
         self._add(data)
 
     def send(self, sock: socket.socket) -> int:
-        """Send as much as possible without blocking; returns the number of bytes. Raises ``OSError``."""
+        """Send as many bytes as possible without blocking; returns their number. Raises ``OSError``."""
         total = 0
         try:
             while self._buffers:
@@ -256,7 +256,9 @@ class MessageWriter:
 
 
 def set_options(sock: socket.socket) -> None:
-    """Make a socket non-blocking, without Nagle's delay, and detect a host that is unreachable for ten seconds."""
+    """Make a socket non-blocking and disable Nagle's algorithm. An error is raised later if the other host is
+    unreachable for ten seconds.
+    """
     sock.setblocking(False)
     sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)

@@ -1,4 +1,4 @@
-"""Compiles the kernels that requests can need, by running each once."""
+"""Compiles all Numba kernels that requests to a graph server can need, by running each once."""
 
 from __future__ import annotations
 
@@ -25,9 +25,9 @@ _OTHER_NODE = 0  #: a node rank
 
 
 def warm_up(graph: LocalGraph) -> None:
-    """Run the kernels of requests for own parts.
+    """Compile the kernels for requests that are answered from the parts on this host.
 
-    Without Numba's cache on disk this takes 8 s, and 1.3 s for each further dtype of weights or times.
+    If the compiled code is not cached on disk, this takes 8 s, and 1.3 s for each further dtype of weights or times.
     """
     _warm_rounding(graph.store)
     done: set[tuple[np.dtype[Any], ...]] = set()
@@ -43,7 +43,9 @@ def warm_up(graph: LocalGraph) -> None:
 
 
 def _warm_rounding(store: PartStore) -> None:
-    """Run the rounding kernels if the graph has rows that a request can have rounded. Takes 1 s without a cache."""
+    """Compile the kernels that round rows to float16 or int8, if the graph has rows that a request may ask for in that
+    form. Takes 1 s if the compiled code is not cached.
+    """
     manifest = store.manifest
     types: list[AnyType] = [*manifest.nodes, *manifest.edges]
     specs = [(name, spec) for of in types for name, spec in manifest.attrs_of(of).items()]
@@ -75,7 +77,9 @@ def _warm_hops(
 
 
 def warm_up_batches(graph: LocalGraph) -> None:
-    """Run the kernels of whole batches that need other servers, with a substitute for these servers."""
+    """Compile the kernels for whole batches with parts of other servers, by making batches with a substitute for the
+    other servers.
+    """
     store = graph.store
     others = tuple(part for part in range(store.manifest.num_parts) if part not in store.parts)
     routed = DistGraph(graph, {_OTHER_NODE: _EmptyHost(store, others)} if others else {})
@@ -94,7 +98,7 @@ def warm_up_batches(graph: LocalGraph) -> None:
 
 
 class _EmptyHost:
-    """A substitute for another server: no node has neighbours, and all rows are zeros."""
+    """A substitute for another server: its nodes have no neighbours, and all its attributes are zeros."""
 
     name = "elsewhere"
 

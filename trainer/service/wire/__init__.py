@@ -1,1 +1,1 @@
-"""Messages of the graph service: frames of raw little-endian arrays, and typed requests and replies."""
+"""The messages of the graph service: raw little-endian arrays, and typed requests and replies made of them."""

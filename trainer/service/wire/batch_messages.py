@@ -1,8 +1,8 @@
-"""Encodes and decodes requests for whole batches, and their replies.
+"""Encodes and decodes requests for whole batches, and the replies.
 
-The records of both are a sequence of int64, some of them indices into the message's tables of names and arrays; the
-functions below define its order. A request begins with the key of the batch, the number of the client (2 × u64) and
-the index of the client's name.
+The records of a request or reply are a sequence of int64. Some of the numbers are indices into the names and arrays of
+the message. The functions below define the order of the numbers. A request begins with the key of the batch, the number
+of the client (2 × u64) and the index of the client's name.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ _FANOUT_LIMIT = 1 << 31
 
 
 class _RecordWriter:
-    """Collects the numbers of the records, and the names and arrays that they refer to."""
+    """Collects the numbers of a message's records, and the names and arrays to which these numbers refer."""
 
     def __init__(self) -> None:
         self.table = TableWriter()
@@ -47,7 +47,7 @@ class _RecordWriter:
         self._numbers += numbers
 
     def many(self, numbers: Sequence[int]) -> None:
-        """Put a count and the numbers."""
+        """Add the number of elements, then the elements."""
         self.put(len(numbers), *numbers)
 
     def names(self, names: Iterable[str]) -> None:
@@ -57,12 +57,14 @@ class _RecordWriter:
         self.put(*map(self.table.array, arrays))
 
     def rows(self, rows: Columns) -> None:
-        """Put columns by name."""
+        """Add arrays and their names."""
         self.names(rows)
         self.arrays(*rows.values())
 
     def rounded(self, of: AnyType, rows: Columns, form_of: FormOf) -> None:
-        """Put columns by name, rounded, each with its mark."""
+        """Add arrays and their names. The arrays are rounded to their form, and each has a mark for how it was
+        rounded.
+        """
         self.names(rows)
         for name, column in rows.items():
             mark, arrays = rounded(name, column, form_of(of, name))
@@ -75,7 +77,7 @@ class _RecordWriter:
 
 
 class _RecordReader:
-    """Reads the records of ``_RecordWriter``. All methods raise ``WireError`` for invalid numbers."""
+    """Reads the records that ``_RecordWriter`` has written. All methods raise ``WireError`` for invalid numbers."""
 
     def __init__(self, message: Message, skip: int = 0):
         records = message.records[skip:]
@@ -90,7 +92,7 @@ class _RecordReader:
         return self._run(1)[0]
 
     def count(self) -> int:
-        """A count of entries, each of at least one number."""
+        """Read the number of elements of a sequence, each of which takes at least one number of the records."""
         return self._within(self.number())
 
     def many(self) -> tuple[int, ...]:
@@ -124,7 +126,9 @@ class _RecordReader:
         return {name: restored(self.number(), arrays) for name in self.names()}
 
     def _each_once(self) -> Iterator[Array]:
-        """Yield arrays by ascending index: restoring the same one often would take more memory than the message."""
+        """Yield arrays whose indices must ascend. If the same array could be restored often, this could take much more
+        memory than the message.
+        """
         while True:
             place = self.number()
             if place <= self._last:
@@ -147,7 +151,7 @@ class _RecordReader:
 
 
 def batch_request(work: BatchWork, client: ClientName) -> Message:
-    """Encode a request for a whole batch. Raises ``WireError`` if it exceeds a limit."""
+    """Encode a request for a whole batch. Raises ``WireError`` if the message exceeds a limit."""
     out = _RecordWriter()
     name = out.table.name(client.name)
     _put_settings(out, work.settings)
@@ -192,7 +196,7 @@ def _put_seeds(out: _RecordWriter, seeds: SeedSet) -> None:
 
 
 def read_client(message: Message) -> ClientName:
-    """Decode the client of a batch request. Raises ``WireError``."""
+    """Decode which client sent a request for a batch. Raises ``WireError``."""
     if len(message.records) < _HEADER.size:
         raise WireError(f"{len(message.records)} bytes of records")
     _, number, place = _HEADER.unpack_from(message.records)
@@ -203,7 +207,9 @@ def read_client(message: Message) -> ClientName:
 
 
 def read_batch_request(message: Message) -> tuple[BatchWork, ClientName]:
-    """Decode the batch and the client of a request. Raises ``WireError`` if it is invalid or exceeds a limit."""
+    """Decode a request for a batch, and which client sent it. Raises ``WireError`` if the request is invalid or exceeds
+    a limit.
+    """
     client = read_client(message)
     reader = _RecordReader(message, _HEADER.size)
     key, _, _ = _HEADER.unpack_from(message.records)
@@ -260,7 +266,9 @@ def _read_seeds(reader: _RecordReader) -> SeedSet:
 
 
 def batch_reply(request: Message, sampled: SampledBatch, form_of: FormOf = lambda of, name: "stored") -> Message:
-    """Encode the reply to a batch request. Raises ``DataError`` for rows that their form cannot represent."""
+    """Encode the reply to a request for a batch. Raises ``DataError`` for rows that cannot be rounded to the requested
+    form.
+    """
     out, subgraph = _RecordWriter(), sampled.subgraph
     out.put(subgraph.num_hops, subgraph.induced, len(subgraph.nodes))
     for of, nodes in subgraph.nodes.items():
@@ -283,10 +291,10 @@ def batch_reply(request: Message, sampled: SampledBatch, form_of: FormOf = lambd
 
 
 def read_batch(reply: Message, work: BatchWork) -> SampledBatch:
-    """Decode the batch that a server sampled for ``work``.
+    """Decode a reply: the batch that a server made for ``work``.
 
-    Its cost counts the reply's bytes, and all rows as rows of other hosts. Raises ``WireError`` if the reply does not
-    fit ``work``.
+    ``cost`` of the batch: the bytes of the reply; all rows count as remote rows. Raises ``WireError`` if the reply does
+    not fit ``work``.
     """
     reader = _RecordReader(reply)
     num_hops, induced, count = reader.number(), bool(reader.number()), reader.count()
@@ -350,7 +358,9 @@ def _check_subgraph(subgraph: SampledSubgraph, work: BatchWork) -> None:
 
 
 def _check_rows(subgraph: SampledSubgraph, rows: Mapping[AnyType, Columns], work: BatchWork) -> int:
-    """Check the rows; returns their number."""
+    """Check that the reply has the requested attributes of all nodes and edges. Returns the number of nodes and
+    edges.
+    """
     found: dict[AnyType, Ids] = {of: nodes.ids for of, nodes in subgraph.nodes.items()}
     found |= {of: edges.edge for of, edges in subgraph.edges.items() if edges.edge is not None}
     for of, ids in found.items():
@@ -359,7 +369,9 @@ def _check_rows(subgraph: SampledSubgraph, rows: Mapping[AnyType, Columns], work
 
 
 def _check_labels(labels: Columns, work: BatchWork) -> int:
-    """Check the labels; returns their number."""
+    """Check that the reply has the requested attributes of all seeds. Returns the number of seeds with such
+    attributes.
+    """
     of, names = work.labels
     number = len(work.seeds.nodes[of]) if names else 0
     _check_columns(of, labels, names, number)

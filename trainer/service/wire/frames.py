@@ -1,8 +1,8 @@
 """The wire format: a fixed header and raw little-endian arrays, without pickle.
 
-A message is a list of parts (``trainer.service.stream``). Part 0, the head, has the header, one descriptor per array,
-the records and the text, whose meaning depends on the kind (``messages``), and then the small arrays, each aligned to
-8 bytes. Each further part is the memory of a larger, C-contiguous array. Ids are sent as int32 if they fit.
+A message is a list of parts (``trainer.service.stream``). Part 0, the head, consists of the header, one descriptor per
+array, records and text, whose meaning depends on the kind of message (``messages``), and the small arrays, each aligned
+to 8 bytes. Each further part is the memory of a larger, C-contiguous array. Ids are sent as int32 if they fit.
 
 ======  =====================================================================
 header  magic ``GNFS`` · version u16 · kind u8 · status u8 · request id u64 · arrays u32 · bytes of records u32 ·
@@ -69,7 +69,7 @@ MAX_HEAD = _HEADER.size + MAX_ARRAYS * (_DESCRIPTOR.size + SMALL) + MAX_RECORDS 
 
 
 class Kind(IntEnum):
-    """Kinds of messages."""
+    """The kinds of messages between clients and graph servers."""
 
     HELLO = 1
     SAMPLE = 2
@@ -98,7 +98,9 @@ class Flag(IntFlag):
 
 
 class Status(IntEnum):
-    """Whether a message is a request or which kind of reply; the text of an ERROR is its cause."""
+    """Whether a message is a request, a reply or an error reply. The text of an ERROR message is the cause of the
+    error.
+    """
 
     REQUEST = 0
     OK = 1
@@ -124,19 +126,20 @@ class Message:
     size: int = field(default=0, compare=False)  #: bytes of its frames; 0 unless received
 
     def reply(self, arrays: Sequence[Array] = (), text: str = "", records: bytes = b"") -> Message:
-        """The reply to this request."""
+        """Return a reply to this request."""
         return Message(self.kind, Status.OK, self.request_id, tuple(arrays), text, records)
 
     def error(self, cause: str) -> Message:
-        """The error reply to this request; a long cause is truncated."""
+        """Return an error reply to this request; a long cause is truncated."""
         text = cause.encode("utf-8", "replace")[:MAX_TEXT].decode("utf-8", "ignore")
         return Message(self.kind, Status.ERROR, self.request_id, (), text)
 
 
 def encode(message: Message, max_array: int = MAX_ARRAY, request_id: int | None = None) -> list[Any]:
-    """Frames to send: the head as bytes, then the larger arrays, without a copy if they are C-contiguous.
+    """Return the frames to send: the head as bytes, then the larger arrays, without a copy if they are C-contiguous.
 
-    ``request_id`` replaces the message's own. Raises ``WireError`` for a message that ``decode`` would reject.
+    ``request_id`` is used in place of ``message.request_id``. Raises ``WireError`` for a message that ``decode`` would
+    reject.
     """
     text, records = message.text.encode(), message.records
     if len(message.arrays) > MAX_ARRAYS or len(text) > MAX_TEXT or len(records) > MAX_RECORDS:
@@ -162,7 +165,7 @@ def encode(message: Message, max_array: int = MAX_ARRAY, request_id: int | None 
 
 
 def _on_wire(array: Array, max_array: int) -> Array:
-    """Convert to little-endian and C-contiguous."""
+    """Return the array as little-endian and C-contiguous. Raises ``WireError`` if it cannot be sent."""
     dtype = array.dtype.newbyteorder("<")
     if dtype not in _CODE_OF_DTYPE:
         raise WireError(f"arrays of dtype {array.dtype} cannot be sent; only booleans and numbers up to 128 bits can")
@@ -179,11 +182,11 @@ def _describe(array: Array) -> bytes:
 
 
 def decode(frames: Sequence[Any], max_array: int = MAX_ARRAY, max_message: int = MAX_MESSAGE) -> Message:
-    """Parse a message from received frames, which are bytes or other buffers.
+    """Decode a message from received frames, which are bytes or other buffers.
 
-    An array with a frame of its own is a view of it if alignment allows, else a copy. Raises ``WireError`` for anything
-    but a valid message of this version, and, before allocating memory, for arrays over ``max_array`` bytes each or
-    ``max_message`` bytes in total.
+    A larger array, which has a frame of its own, is a view of this frame if alignment allows, else a copy. Raises
+    ``WireError`` for anything but a valid message of this version. It is also raised, before memory is allocated, for
+    arrays over ``max_array`` bytes each or ``max_message`` bytes in total.
     """
     if not frames:
         raise WireError("a message without frames")
@@ -209,7 +212,7 @@ def decode(frames: Sequence[Any], max_array: int = MAX_ARRAY, max_message: int =
 
 
 def head_of(frames: Sequence[Any]) -> Message | None:
-    """Read only kind and request id of a request; None if the header is not that of a request."""
+    """Decode only the kind and the id of a request. Returns None if the header is not that of a request."""
     head = bytes(memoryview(frames[0])[: _HEADER.size]) if frames else b""
     if len(head) < _HEADER.size:
         return None
@@ -221,7 +224,7 @@ def head_of(frames: Sequence[Any]) -> Message | None:
 
 @dataclass(frozen=True)
 class _ArrayHeader:
-    """A received array descriptor."""
+    """The descriptor of an array in a received message."""
 
     dtype: np.dtype[Any]
     shape: list[int]
@@ -231,7 +234,9 @@ class _ArrayHeader:
 def _read_arrays(
     head: bytes, count: int, end: int, frames: Sequence[Any], max_array: int, max_message: int
 ) -> tuple[Array, ...]:
-    """Read all arrays, the small ones from offset ``end`` of the head; head and frames must have no bytes left."""
+    """Decode all arrays of a message; the small ones begin at offset ``end`` of the head. Raises ``WireError`` if bytes
+    are left.
+    """
     headers = [_read_descriptor(head, position, max_array) for position in range(count)]
     total, needed = sum(one.size for one in headers), sum(one.size > SMALL for one in headers)
     if total > max_message or needed != len(frames):
@@ -258,7 +263,9 @@ def _read_descriptor(head: bytes, position: int, max_array: int) -> _ArrayHeader
 
 
 def _num_bytes(shape: list[int], dtype: np.dtype[Any], limit: int) -> int:
-    """Bytes of an array; of an empty one its non-zero dimensions count. Raises ``WireError`` above ``limit``."""
+    """Return the bytes of an array. Raises ``WireError`` above ``limit``, also for an empty array whose non-zero
+    dimensions alone are that large.
+    """
     size = math.prod(shape) * dtype.itemsize
     if size > limit or (not size and math.prod(filter(None, shape)) * dtype.itemsize > limit):
         raise WireError(f"shape {shape} of {dtype} is over {limit} bytes")
@@ -275,7 +282,7 @@ def _array(buffer: Any, one: _ArrayHeader) -> Array:
 
 
 def narrow_ids(ids: Array) -> Array:
-    """Ids as int32 if they fit, else int64; a copy unless they are int32 already."""
+    """Return ids as int32 if they fit, else as int64. The result is a copy unless the ids are int32 already."""
     fits = not len(ids) or (int(ids.max()) <= _INT32_MAX and int(ids.min()) >= -_INT32_MAX)
     if not fits:
         return slabs.cast(ids, np.int64)
@@ -283,7 +290,7 @@ def narrow_ids(ids: Array) -> Array:
 
 
 def narrow(array: Array) -> Array:
-    """An int64 array as int32 if it fits; other arrays unchanged."""
+    """Return an int64 array as int32 if its values fit, and other arrays unchanged."""
     if array.dtype != np.int64 or (array.size and not -_INT32_MAX <= array.min() <= array.max() <= _INT32_MAX):
         return array
     return slabs.cast(array, np.int32)
@@ -297,12 +304,14 @@ def check_ids(array: Array) -> Array:
 
 
 def widen_ids(array: Array) -> Ids:
-    """Received ids as int64 [n]. Raises ``WireError`` unless they are int32 or int64 [n]."""
+    """Return received ids as int64 [n]. Raises ``WireError`` unless they are int32 or int64 [n]."""
     return slabs.cast(check_ids(array), np.int64)
 
 
 class TableWriter:
-    """Collects the arrays and names of a message. Methods return the index that records use to refer to them."""
+    """Collects the arrays and names of a message. Methods that add one return the index by which records refer
+    to it.
+    """
 
     def __init__(self) -> None:
         self._arrays: list[Array] = []
@@ -310,7 +319,7 @@ class TableWriter:
         self._names: dict[str, int] = {}
 
     def ids(self, array: Ids | None) -> int:
-        """Add int64 [n], sent as int32 if it fits; returns its index, the same for the same object."""
+        """Add ids int64 [n], which are sent as int32 if they fit. An array that was already added keeps its index."""
         if array is None:
             return NONE
         if id(array) not in self._places:
@@ -319,14 +328,18 @@ class TableWriter:
         return self._places[id(array)][0]
 
     def array(self, array: Array | None) -> int:
-        """Add an array of any dtype, int64 sent as int32 if it fits; returns the index for ``TableReader.array``."""
+        """Add an array of any dtype; int64 is sent as int32 if it fits. Only ``TableReader.array`` can read the
+        index.
+        """
         if array is None:
             return NONE
         self._arrays.append(sent := narrow(array))
         return 2 * (len(self._arrays) - 1) + (sent.dtype != array.dtype)
 
     def name(self, name: str | None) -> int:
-        """Add a name; returns its index. Raises ``WireError`` for a line break, which separates names."""
+        """Add a name. Raises ``WireError`` for a name with a line break, because line breaks separate the names of a
+        message.
+        """
         if name is None:
             return NONE
         if "\n" in name:
@@ -334,20 +347,22 @@ class TableWriter:
         return self._names.setdefault(name, len(self._names))
 
     def type(self, of: AnyType) -> int:
-        """Add a type's name; returns its index."""
+        """Add the name of a node type or edge type."""
         return self.name(type_name(of))
 
     def message(self, kind: Kind, records: bytes) -> Message:
-        """The request, with request id 0."""
+        """Return a request with the collected arrays and names. Its request id is 0; the channel sets another one."""
         return Message(kind, Status.REQUEST, 0, tuple(self._arrays), "\n".join(self._names), records)
 
     def reply_to(self, request: Message, records: bytes) -> Message:
-        """The reply to ``request``."""
+        """Return a reply to ``request`` with the collected arrays and names."""
         return request.reply(self._arrays, "\n".join(self._names), records)
 
 
 class TableReader:
-    """The arrays and names of a received message. All methods raise ``WireError`` for an index out of range."""
+    """The arrays and names of a received message, by index. All methods raise ``WireError`` for an index out of
+    range.
+    """
 
     def __init__(self, message: Message):
         self._message = message
@@ -356,19 +371,19 @@ class TableReader:
         self._types: dict[int, AnyType] = {}
 
     def records(self, record: struct.Struct) -> Iterator[tuple[Any, ...]]:
-        """Unpack the message's records."""
+        """Yield the records of the message, each unpacked by ``record``."""
         if len(self._message.records) % record.size:
             raise WireError(f"{len(self._message.records)} bytes of records of {record.size}")
         return record.iter_unpack(self._message.records)
 
     def ids(self, place: int) -> Ids:
-        """Ids int64 [n]; the same object for the same index."""
+        """Return ids as int64 [n]. The same index always gives the same object."""
         if place not in self._wide:
             self._wide[place] = widen_ids(self._message.arrays[self._check(place, len(self._message.arrays), "array")])
         return self._wide[place]
 
     def array(self, place: int) -> Array:
-        """An array in its original dtype and shape."""
+        """Return an array in its original dtype and shape."""
         sent = self._message.arrays[self._check(place // 2, len(self._message.arrays), "array")]
         if place % 2 and sent.dtype != np.int32:
             raise WireError(f"array {place // 2} of dtype {sent.dtype} in place of int32")
@@ -378,7 +393,7 @@ class TableReader:
         return self._names[self._check(place, len(self._names), "name")]
 
     def type(self, place: int) -> AnyType:
-        """A node or edge type; it is well-formed, but the graph may lack it."""
+        """Return a node type or edge type. It is well-formed, but the graph may not have it."""
         if place not in self._types:
             try:
                 self._types[place] = type_of(self.name(place))

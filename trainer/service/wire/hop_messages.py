@@ -1,8 +1,9 @@
-"""Encodes and decodes hop requests and replies.
+"""Encodes and decodes requests for sampled neighbours (``HopRequest``), and the replies.
 
-A request is a record with indices into the message's tables: edge type, nodes, trees, times, attribute of the time,
-weight, targets and sources to exclude, sources (9 × i32, -1: absent) · flags u32 · fanout i64 · shuffle i64 · key u64.
-The reply has the arrays counts, sources and, if requested, edge ids of each request in turn.
+A request is a record of indices into the arrays and names of the message, and numbers: edge type, nodes, trees, times,
+attribute of the time, weight, targets and sources to exclude, sources (9 × i32, -1: absent) · flags u32 · fanout i64 ·
+shuffle i64 · key u64. The reply contains, for each request in turn, the arrays counts, sources and, if requested, edge
+ids.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ _MAX_FANOUT = (1 << 31) - 1  # counts are int32
 
 
 def sample_request(requests: Sequence[HopRequest]) -> Message:
-    """Encode several hop requests in one message. Raises ``WireError`` if they exceed a limit."""
+    """Encode several requests in one message. Raises ``WireError`` if they exceed a limit."""
     table = TableWriter()
     return table.message(Kind.SAMPLE, b"".join(_record(table, request) for request in requests))
 
@@ -61,7 +62,7 @@ def _flags(request: HopRequest) -> int:
 
 
 def read_sample_request(message: Message) -> list[HopRequest]:
-    """Decode hop requests. Raises ``WireError`` unless the message consists of valid ones."""
+    """Decode the requests in a message. Raises ``WireError`` if one is invalid."""
     table = TableReader(message)
     requests = [_read_record(table, *record) for record in table.records(_RECORD)]
     if sum(map(_num_arrays, requests)) > MAX_ARRAYS:
@@ -116,7 +117,7 @@ def _num_arrays(request: HopRequest) -> int:
 
 
 def sample_arrays(samples: Sequence[HopSample]) -> list[Array]:
-    """The arrays of the reply."""
+    """Return the arrays of a reply with these samples."""
     arrays: list[Array] = []
     for sample in samples:
         arrays += sample.counts, narrow_ids(sample.src)
@@ -126,7 +127,7 @@ def sample_arrays(samples: Sequence[HopSample]) -> list[Array]:
 
 
 def read_samples(message: Message, requests: Sequence[HopRequest]) -> list[HopSample]:
-    """Decode the reply to ``requests``. Raises ``WireError`` if it does not fit them."""
+    """Decode the reply to ``requests``. Raises ``WireError`` if the reply does not fit the requests."""
     if len(message.arrays) != sum(map(_num_arrays, requests)):
         raise WireError(f"{len(message.arrays)} arrays for {len(requests)} requests")
     arrays = iter(message.arrays)

@@ -1,7 +1,8 @@
-"""Encodes and decodes the requests and replies of the graph service, except hops and batches.
+"""Encodes and decodes the requests and replies of the graph service, except those for sampled neighbours and batches.
 
-Each array of rows has a *mark* of one byte: how it was rounded, and from which dtype. float16 rows are sent as one
-array, int8 rows as two: codes [n, …] and scales float32 [n, 1] (``trainer.core.rounding``). Mark 0: not rounded.
+Each array of attribute rows has a *mark* of one byte, which tells how the array was rounded, and from which dtype. Rows
+rounded to float16 are sent as one array, rows rounded to int8 as two: codes [n, …] and scales float32 [n, 1]
+(``trainer.core.rounding``). Mark 0: not rounded.
 """
 
 from __future__ import annotations
@@ -51,12 +52,14 @@ FLAG_OF: dict[WireRows, Flag] = {"stored": Flag.NONE, "float16": Flag.FLOAT16, "
 
 
 def form_of(flags: Flag) -> WireRows:
-    """The form that a request's flags allow; int8 if they allow both."""
+    """Return the form to which rows are rounded for a request with these flags; int8 if the flags allow both forms."""
     return "int8" if flags & Flag.INT8 else "float16" if flags & Flag.FLOAT16 else "stored"
 
 
 def rounded(name: str, rows: Array, form: WireRows) -> tuple[int, list[Array]]:
-    """Round rows of an attribute: mark and arrays. Raises ``DataError`` for rows that ``form`` cannot represent."""
+    """Round an attribute's rows to ``form``. Returns the mark and the arrays to send. Raises ``DataError`` for rows
+    that ``form`` cannot represent.
+    """
     if not rounding.rounds(name, rows.dtype, rows.shape, form):
         return 0, [rows]
     try:
@@ -67,7 +70,9 @@ def rounded(name: str, rows: Array, form: WireRows) -> tuple[int, list[Array]]:
 
 
 def restored(mark: int, arrays: Iterator[Array]) -> Array:
-    """Inverse of ``rounded``, from the next of ``arrays``. Raises ``WireError`` for invalid marks or arrays."""
+    """Undo ``rounded``: take the next one or two of ``arrays`` and return the rows. Raises ``WireError`` for invalid
+    marks or arrays.
+    """
     if not 0 <= mark < len(_MARKS):
         raise WireError(f"rows of mark {mark}; marks go to {len(_MARKS) - 1}")
     form, dtype = _MARKS[mark]
@@ -119,7 +124,7 @@ FormOf = Callable[[AnyType, str], WireRows]  #: the form in which rows of an att
 
 @dataclass(frozen=True)
 class HelloInfo:
-    """Reply of a graph server to HELLO."""
+    """The reply of a graph server to HELLO: which server answers, its parts, and all servers that it knows."""
 
     node_rank: int
     host: str
@@ -131,7 +136,7 @@ class HelloInfo:
 
 @dataclass(frozen=True)
 class ClientName:
-    """A client that requests batches: one training process, over all its connections."""
+    """The identity of a client that requests batches. A client is one training process with all its connections."""
 
     number: int  #: random uint64, by which the server accounts shares and buffers
     name: str  #: for display: ``run-7/rank3 on gpu2 (pid 811)``
@@ -139,7 +144,7 @@ class ClientName:
 
 @dataclass(frozen=True)
 class SharedSlice:
-    """A range of rows of an array common to all parts."""
+    """A range of rows of an array that belongs to the whole graph: the seeds of a split, or a graph attribute."""
 
     of: NodeType | None  #: the type of which ``name`` is a split; None: ``name`` is an attribute of the whole graph
     name: str
@@ -149,7 +154,7 @@ class SharedSlice:
 
 @dataclass(frozen=True)
 class ServerStats:
-    """Counters of a graph server since its start."""
+    """Counters of a graph server since it started."""
 
     requests: int  #: answered, including errors
     errors: int  #: answered with an error
@@ -161,7 +166,7 @@ class ServerStats:
 
 
 def gather_request(requests: Sequence[RowRequest]) -> Message:
-    """Encode row requests, with a record of type, ids and name for each attribute."""
+    """Encode requests for attributes. The message has a record for each attribute: type, ids and name."""
     table = TableWriter()
     records = [
         _ROW_RECORD.pack(table.type(request.of), table.ids(request.ids), table.name(name))
@@ -172,7 +177,9 @@ def gather_request(requests: Sequence[RowRequest]) -> Message:
 
 
 def read_gather_request(message: Message) -> list[RowRequest]:
-    """Decode row requests; adjacent records of the same rows are one request. Raises ``WireError``."""
+    """Decode requests for attributes. Adjacent records with the same type and ids become one request. Raises
+    ``WireError``.
+    """
     if len(message.records) > MAX_ARRAYS * _ROW_RECORD.size:
         raise WireError(f"{len(message.records) // _ROW_RECORD.size} arrays requested; the limit is {MAX_ARRAYS}")
     table, requests = TableReader(message), []
@@ -185,9 +192,10 @@ def read_gather_request(message: Message) -> list[RowRequest]:
 def rows_reply(
     message: Message, requests: Sequence[RowRequest], rows: Sequence[Mapping[str, Array]], form_of: FormOf
 ) -> Message:  # fmt: skip
-    """Encode the reply to a GATHER; its records are the marks of the arrays, none if no array is rounded.
+    """Encode the reply to a request for attributes. Its records are the marks of the arrays; no records if no array is
+    rounded.
 
-    Raises ``DataError`` for rows that their form cannot represent.
+    Raises ``DataError`` for rows that cannot be rounded to the requested form.
     """
     columns = [
         rounded(name, np.asarray(found[name]), form_of(request.of, name))
@@ -199,7 +207,9 @@ def rows_reply(
 
 
 def read_rows(message: Message, requests: Sequence[RowRequest]) -> list[dict[str, Array]]:
-    """Decode rows, in their stored dtype. Raises ``WireError`` unless each requested attribute has one row per id."""
+    """Decode attributes, in their stored dtype. Raises ``WireError`` unless each requested attribute has one row per
+    id.
+    """
     number = sum(len(request.attrs) for request in requests)
     marks, arrays = iter(message.records or bytes(number)), iter(message.arrays)
     if len(message.records) not in (0, number):
@@ -215,13 +225,15 @@ def read_rows(message: Message, requests: Sequence[RowRequest]) -> list[dict[str
 
 
 def has_edges_request(edge_type: EdgeType, src: Ids, dst: Ids) -> Message:
-    """Encode a request for which of these edges exist."""
+    """Encode the question for each i whether an edge ``src[i]`` -> ``dst[i]`` exists."""
     table = TableWriter()
     return table.message(Kind.HAS_EDGES, _PAIR_RECORD.pack(table.type(edge_type), table.ids(src), table.ids(dst)))
 
 
 def read_has_edges_request(message: Message) -> tuple[EdgeType, Ids, Ids]:
-    """Decode edge type, sources and targets. Raises ``WireError`` for an invalid request."""
+    """Decode the question which edges exist: edge type, sources and targets. Raises ``WireError`` for an invalid
+    request.
+    """
     table = TableReader(message)
     of, src, dst = _only(table.records(_PAIR_RECORD))
     if len(table.ids(src)) != len(table.ids(dst)):
@@ -230,20 +242,24 @@ def read_has_edges_request(message: Message) -> tuple[EdgeType, Ids, Ids]:
 
 
 def read_found(message: Message, count: int) -> npt.NDArray[np.bool_]:
-    """Decode one boolean per edge. Raises ``WireError`` for any other reply."""
+    """Decode the answer to the question which edges exist: one boolean per edge. Raises ``WireError`` for any other
+    reply.
+    """
     if len(message.arrays) != 1 or message.arrays[0].dtype != np.bool_ or message.arrays[0].shape != (count,):
         raise WireError(f"arrays {[(str(array.dtype), array.shape) for array in message.arrays]} for {count} edges")
     return message.arrays[0]
 
 
 def edges_request(part_id: int, edge_type: EdgeType, first: int, count: int) -> Message:
-    """Encode a request for a slice of a part's edges."""
+    """Encode a request for ``count`` edges of a part, from slot ``first`` of the part's edge arrays on."""
     table = TableWriter()
     return table.message(Kind.EDGES, _SLICE_RECORD.pack(table.type(edge_type), part_id, first, count))
 
 
 def read_edges_request(message: Message) -> tuple[int, EdgeType, int, int]:
-    """Decode part, edge type, first slot and number of edges. Raises ``WireError``, also for too many edges."""
+    """Decode a request for edges: part, edge type, first slot and number of edges. Raises ``WireError``, also for too
+    many edges.
+    """
     table = TableReader(message)
     of, part_id, first, count = _only(table.records(_SLICE_RECORD))
     if not 0 <= count <= EDGES_AT_ONCE or not 0 <= first <= _MAX_SLOT:
@@ -252,12 +268,12 @@ def read_edges_request(message: Message) -> tuple[int, EdgeType, int, int]:
 
 
 def edge_arrays(edges: EdgeList) -> list[Array]:
-    """The arrays of the reply to EDGES."""
+    """Return the arrays of a reply with these edges."""
     return [narrow_ids(edges.src), narrow_ids(edges.dst), narrow_ids(edges.orig_id)]
 
 
 def read_edges(message: Message, count: int) -> EdgeList:
-    """Decode ``count`` edges. Raises ``WireError`` for any other reply."""
+    """Decode a reply of ``count`` edges. Raises ``WireError`` for any other reply."""
     if len(message.arrays) != 3 or any(len(check_ids(ids)) != count for ids in message.arrays):
         raise WireError(f"arrays of shapes {[array.shape for array in message.arrays]} for {count} edges")
     src, dst, orig_id = map(widen_ids, message.arrays)
@@ -272,14 +288,14 @@ def read_manifest_text(message: Message) -> bytes:
 
 
 def shared_request(asked: SharedSlice) -> Message:
-    """Encode a request for rows of a shared array."""
+    """Encode a request for rows of an array that belongs to the whole graph."""
     table = TableWriter()
     of = NONE if asked.of is None else table.type(asked.of)
     return table.message(Kind.SHARED, _SHARED_RECORD.pack(of, table.name(asked.name), asked.first, asked.count))
 
 
 def read_shared_request(message: Message) -> SharedSlice:
-    """Decode a request for rows of a shared array. Raises ``WireError``."""
+    """Decode a request for rows of an array that belongs to the whole graph. Raises ``WireError``."""
     table = TableReader(message)
     of, name, first, count = _only(table.records(_SHARED_RECORD))
     if not 0 <= first <= _MAX_SLOT or not 0 <= count <= _MAX_SLOT:
@@ -288,7 +304,9 @@ def read_shared_request(message: Message) -> SharedSlice:
 
 
 def read_shared(message: Message, asked: SharedSlice) -> Array:
-    """Decode rows of a shared array. Raises ``WireError`` for another number of rows."""
+    """Decode rows of an array that belongs to the whole graph. Raises ``WireError`` for another number of rows than
+    requested.
+    """
     rows = [array.shape[0] if array.ndim else 1 for array in message.arrays]
     if rows != [asked.count]:
         raise WireError(f"arrays of {rows} rows for {asked}")
@@ -296,32 +314,32 @@ def read_shared(message: Message, asked: SharedSlice) -> Array:
 
 
 def to_global_request(of: NodeType, orig_ids: Ids) -> Message:
-    """Encode a request for the global ids of original ids."""
+    """Encode a request for the global ids of nodes given by original ids."""
     table = TableWriter()
     return table.message(Kind.TO_GLOBAL, _IDS_RECORD.pack(table.type(of), table.ids(orig_ids)))
 
 
 def read_to_global_request(message: Message) -> tuple[NodeType, Ids]:
-    """Decode node type and original ids. Raises ``WireError`` for an invalid request."""
+    """Decode a request for global ids: node type and original ids. Raises ``WireError`` for an invalid request."""
     table = TableReader(message)
     of, ids = _only(table.records(_IDS_RECORD))
     return table.node_type(of), table.ids(ids)
 
 
 def read_ids(message: Message, count: int) -> Ids:
-    """Decode ids, int64 [count]. Raises ``WireError`` for any other reply."""
+    """Decode a reply of ``count`` ids, int64. Raises ``WireError`` for any other reply."""
     if len(message.arrays) != 1 or message.arrays[0].shape != (count,):
         raise WireError(f"arrays of shapes {[array.shape for array in message.arrays]} for {count} ids")
     return widen_ids(message.arrays[0])
 
 
 def taken(request_id: int) -> Message:
-    """A message that acknowledges the batch of a request; it has no reply."""
+    """Return the message by which a client acknowledges a batch; it has no reply."""
     return Message(Kind.TAKEN, Status.REQUEST, request_id)
 
 
 def alive() -> Message:
-    """A keep-alive to a client that waits for batches; it has no reply."""
+    """Return a keep-alive to a client that waits for batches; it has no reply."""
     return Message(Kind.ALIVE, Status.OK, 0)
 
 
@@ -333,7 +351,7 @@ def _only(records: Iterator[tuple[Any, ...]]) -> tuple[Any, ...]:
 
 
 def info_text(info: HelloInfo | ServerStats) -> str:
-    """JSON text of a reply to HELLO or STATS."""
+    """Return the JSON text of a reply to HELLO or STATS."""
     return json.dumps(asdict(info))
 
 

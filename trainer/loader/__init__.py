@@ -1,1 +1,3 @@
-"""Loaders: seeds → batches; order of the seeds, split over the ranks, negatives, and torch_geometric's batches."""
+"""Loaders: turn seeds into batches. Order the seeds, split them over the ranks, draw negatives, and make
+torch_geometric's batches.
+"""

@@ -1,4 +1,4 @@
-"""Checks the loaders' arguments, which are named as in torch_geometric, and turns them into settings."""
+"""Checks the arguments of loaders, which have the same names as in torch_geometric, and turns them into settings."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ class LoadOptions:
 
 
 def whole_number(name: str, value: object, least: int | None) -> int:
-    """Return an integer argument as ``int``. Raises ``SettingsError`` if it is not one or is below ``least``."""
+    """Return an integer argument as ``int``. Raises ``SettingsError`` if it is not an integer or is below ``least``."""
     whole = isinstance(value, (int, np.integer)) and not isinstance(value, bool)
     if not whole or (least is not None and value < least):  # type: ignore[operator]
         at_least = "" if least is None else f" of at least {least}"
@@ -73,7 +73,7 @@ def whole_number(name: str, value: object, least: int | None) -> int:
 def load_options(
     given: Mapping[str, Any], *, seed: int | None, threads: int | None, prefetch: int | None, deadline: float
 ) -> LoadOptions:
-    """Combine DataLoader's keyword arguments with those of this package.
+    """Combine the keyword arguments of torch's ``DataLoader`` with those that only this package has.
 
     ``num_workers`` is the number of sampler threads, ``prefetch_factor`` the number of batches ahead per thread,
     ``timeout`` the deadline, and ``generator`` gives the seed. ``worker_init_fn`` is called on each sampler thread,
@@ -128,8 +128,8 @@ def sample_settings(
     disjoint: bool = False, temporal_strategy: str = "uniform", time_attr: str | None = None,
     weight_attr: str | None = None,
 ) -> SampleSettings:  # fmt: skip
-    """Settings of torch_geometric's view of a batch. Raises ``SettingsError`` if they contradict each other or the
-    graph.
+    """Turn torch_geometric's arguments into settings of the sampler. Raises ``SettingsError`` if they contradict each
+    other or the graph.
     """
     if temporal_strategy not in ("uniform", "last"):
         raise SettingsError(f"temporal_strategy {temporal_strategy!r}; expected 'uniform' or 'last'")
@@ -151,7 +151,7 @@ def sample_settings(
 
 
 def subgraph_kind(subgraph_type: Any, directed: bool) -> str:
-    """``directional``, ``bidirectional`` or ``induced``, from a string or torch_geometric's enum."""
+    """Return ``directional``, ``bidirectional`` or ``induced`` for a string or a member of torch_geometric's enum."""
     if not directed:
         warnings.warn("directed=False is deprecated; use subgraph_type='induced'", DeprecationWarning, stacklevel=4)
         return "induced"
@@ -162,7 +162,9 @@ def subgraph_kind(subgraph_type: Any, directed: bool) -> str:
 
 
 def fanouts_of(manifest: Manifest, num_neighbors: Fanouts) -> dict[EdgeType, tuple[int, ...]]:
-    """Fanouts of every edge type, from a list, a mapping over all edge types, or torch_geometric's ``NumNeighbors``."""
+    """Return the fanouts of every edge type, given as a list, a mapping over all edge types, or torch_geometric's
+    ``NumNeighbors``.
+    """
     # Imported here: it takes seconds, and the bundled trainer does not need it.
     from torch_geometric.sampler import NumNeighbors
 
@@ -191,7 +193,9 @@ def _whole(fanouts: Any) -> tuple[int, ...]:
 
 
 def time_level(manifest: Manifest, attr: str) -> Literal["node", "edge"]:
-    """Whether ``attr`` is an attribute of nodes or of edges. Raises ``SettingsError`` if it is neither or both."""
+    """Return whether ``attr`` is an attribute of nodes or of edges. Raises ``SettingsError`` if it is an attribute of
+    neither or of both.
+    """
     on_nodes = [of for of, spec in manifest.nodes.items() if attr in spec.attrs]
     on_edges = [of for of, spec in manifest.edges.items() if attr in spec.attrs]
     if on_nodes and on_edges:
@@ -202,7 +206,9 @@ def time_level(manifest: Manifest, attr: str) -> Literal["node", "edge"]:
 
 
 def wanted_attrs(graph: Graph, attrs: AttrNames | None) -> dict[AnyType, tuple[str, ...]]:
-    """Attributes to bring, for every node and edge type. Raises ``SettingsError`` for an unknown attribute or type."""
+    """Return the names of the attributes to gather, for every node and edge type. Raises ``SettingsError`` for an
+    unknown attribute or type.
+    """
     known: dict[AnyType, tuple[str, ...]] = {}
     known |= {of: tuple(spec.attrs) for of, spec in graph.manifest.nodes.items()}
     known |= {of: tuple(spec.attrs) for of, spec in graph.manifest.edges.items()}
@@ -235,7 +241,7 @@ def _check_known(names: Sequence[str], known: set[str]) -> None:
 
 @dataclass(frozen=True)
 class OutputOptions:
-    """How a sampled subgraph is turned into a batch."""
+    """Options for making a batch from a sampled subgraph."""
 
     subgraph_type: str = "directional"
     transform: Callable[[Any], Any] | None = None

@@ -1,4 +1,4 @@
-"""The loader of the bundled trainer: batches of blocks, made ahead."""
+"""The loader of the bundled trainer. Its batches consist of blocks, one per layer, and are made ahead."""
 
 from __future__ import annotations
 
@@ -116,11 +116,11 @@ class BatchLoader:
         return self.order.num_steps
 
     def keep(self, rows: Mapping[NodeType, DeviceRows]) -> None:
-        """Leave ``x`` of these rows out of the batches; it is added when a batch is moved to the device that stores the
-        rows.
+        """Do not gather ``x`` of the nodes in ``rows``, which are stored on a device. ``x`` is completed when a batch
+        is moved to this device.
 
         Raises:
-            SettingsError: This process is a client, whose graph servers send whole batches.
+            SettingsError: This process is a client: its batches are made by graph servers.
         """
         if not isinstance(self.sampler, SubgraphSampler):
             raise SettingsError("a client node cannot cache rows on its device: graph servers send it whole batches")
@@ -138,20 +138,20 @@ class BatchLoader:
         return ordered_ahead(self.load, work, threads=threads, ahead=s.prefetch, deadline=self._patience)
 
     def shares(self, epoch: int, first_step: int = 0) -> Iterator[SeedShare]:
-        """Yield this rank's seeds of every step."""
+        """Yield the seeds of this rank for every step of an epoch, from ``first_step`` on."""
         return shares(self.order, self._part_of, self.rank, self.layout, epoch, first_step)
 
     def load(self, share: SeedShare) -> AnyBatch:
-        """Sample and gather the batch of one share."""
+        """Make the batch for this rank's seeds of one step."""
         sampled = self.sample(share)
         return self._hetero(share, sampled) if self.graph.manifest.hetero else self._homo(share, sampled)
 
     def sample(self, share: SeedShare) -> SampledBatch:
-        """Subgraph and rows of one share, as numpy arrays."""
+        """Return the subgraph and the attributes for this rank's seeds of one step, as numpy arrays."""
         return self.sampler.sample(self._seed_set(share), share.key)
 
     def requests(self, epoch: int) -> Iterator[list[RowRequest]]:
-        """Yield the row requests of each batch without gathering rows. Not available in a client."""
+        """Yield the requests for attributes of each batch, without sending them. Not available in a client."""
         assert isinstance(self.sampler, SubgraphSampler)
         sampler = replace(self.sampler, _local=threading.local())  # its relabel tables are freed with it
         return (sampler.requests(self._seed_set(share), share.key) for share in self.shares(epoch))
@@ -215,7 +215,7 @@ class BatchLoader:
 
 
 def sampling_of(graph: Graph, settings: LoaderSettings) -> SampleSettings:
-    """Sampling settings of the bundled trainer's batches: exact blocks, no edge ids."""
+    """Return the settings of the sampler for the bundled trainer: exact blocks, no edge ids."""
     given = settings.fanouts
     every = {of: tuple(given) for of in graph.manifest.edges} if not isinstance(given, Mapping) else dict(given)
     time = None
@@ -226,7 +226,7 @@ def sampling_of(graph: Graph, settings: LoaderSettings) -> SampleSettings:
 
 
 def columns_of(graph: Graph, settings: LoaderSettings) -> dict[AnyType, tuple[str, ...]]:
-    """Attributes to gather: the features of the node types that have them, and in-degrees if wanted."""
+    """Return the attributes to gather: ``x`` of the node types that have it, and the in-degrees if wanted."""
     wanted: dict[AnyType, tuple[str, ...]] = {
         of: ("x",) for of, spec in graph.manifest.nodes.items() if "x" in spec.attrs
     }
@@ -236,23 +236,23 @@ def columns_of(graph: Graph, settings: LoaderSettings) -> dict[AnyType, tuple[st
 
 
 def labels_of(graph: Graph, settings: LoaderSettings) -> tuple[NodeType, tuple[str, ...]]:
-    """Node type of the seeds, and the attributes to gather of the seeds only."""
+    """Return the node type of the seeds, and the attributes that are gathered only of the seeds."""
     return settings.target, (("y",) if "y" in graph.manifest.nodes[settings.target].attrs else ())
 
 
 def as_label(labels: Tensor) -> Tensor:
-    """Convert integer labels to int64, as cross entropy needs; return others unchanged."""
+    """Convert integer labels to int64, as cross entropy needs; return other labels unchanged."""
     whole = not (labels.is_floating_point() or labels.is_complex() or labels.dtype == torch.bool)
     return labels.long() if whole else labels
 
 
 def homo_blocks(subgraph: SampledSubgraph) -> tuple[Block, ...]:
-    """Blocks of a homogeneous graph in layer order, the outermost hop first."""
+    """Return the blocks of a homogeneous graph in layer order, the outermost hop first."""
     return tuple(_block(subgraph, HOMO_EDGE, hop) for hop in reversed(range(subgraph.num_hops)))
 
 
 def hetero_blocks(subgraph: SampledSubgraph) -> tuple[dict[EdgeType, Block], ...]:
-    """Blocks of each edge type that has fanouts, in layer order, the outermost hop first."""
+    """Return the blocks of each edge type that has fanouts, in layer order, the outermost hop first."""
     sampled = [of for of, edges in subgraph.edges.items() if edges.fanouts]
     return tuple({of: _block(subgraph, of, hop) for of in sampled} for hop in reversed(range(subgraph.num_hops)))
 

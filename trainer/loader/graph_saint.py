@@ -38,7 +38,7 @@ from trainer.sampler.types import HopRequest, RowRequest, SeedSet
 
 @dataclass(frozen=True)
 class SaintNodeDraw:
-    """Draws nodes by out-degree, with replacement."""
+    """Draws nodes with replacement; the chance of a node is proportional to its out-degree."""
 
     running: Ids  #: int64 [N] running sum of the nodes' out-degrees
 
@@ -47,13 +47,15 @@ class SaintNodeDraw:
         return cls(np.cumsum(np.bincount(ends.src, minlength=num_nodes)))
 
     def __call__(self, key: int, count: int) -> Ids:
-        """The distinct nodes among ``count`` draws, ascending original ids."""
+        """Draw ``count`` nodes. Returns the distinct ones: original ids, ascending."""
         return np.unique(np.searchsorted(self.running, uniform(key, count, int(self.running[-1])), "right"))
 
 
 @dataclass(frozen=True)
 class SaintEdgeDraw:
-    """Draws edges with replacement, weighted by in-degree of the source plus out-degree of the target."""
+    """Draws edges with replacement. The chance of an edge is proportional to the in-degree of its source plus the
+    out-degree of its target.
+    """
 
     ends: EdgeEnds
     running: Ids  #: int64 [E] running sum of the edges' weights
@@ -65,20 +67,21 @@ class SaintEdgeDraw:
         return cls(ends, np.cumsum(weights if weights.any() else np.ones_like(weights)))
 
     def __call__(self, key: int, count: int) -> Ids:
-        """The distinct ends of ``count`` drawn edges, ascending original ids."""
+        """Draw ``count`` edges. Returns the distinct nodes at their ends: original ids, ascending."""
         edges = self.edges(key, count)
         return np.unique(np.concatenate([self.ends.src[edges], self.ends.dst[edges]])).astype(np.int64)
 
     def edges(self, key: int, count: int) -> Ids:
-        """Original ids of ``count`` drawn edges: int64 [count]."""
+        """Draw ``count`` edges. Returns their original ids: int64 [count]."""
         return np.searchsorted(self.running, uniform(key, count, int(self.running[-1])), "right")
 
 
 def visited_by_walks(graph: Graph, key: int, num_walks: int, walk_length: int) -> Ids:
-    """Global ids of the nodes on all walks, including the start nodes: int64, distinct, by original id.
+    """Make random walks and return the distinct nodes on them, including the start nodes: global ids int64, in the
+    order of original ids.
 
-    A step goes from a node to the source of a randomly drawn in-edge. Each step is one request per owner. Raises
-    ``ServiceError``.
+    A step goes from a node to the source of a randomly drawn in-edge. Each step sends one request to each host that
+    owns nodes of the walks. Raises ``ServiceError``.
     """
     num_nodes = graph.manifest.nodes[HOMO_NODE].num_nodes
     at = graph.store.to_global(HOMO_NODE, uniform(key, num_walks, num_nodes))
@@ -96,7 +99,7 @@ def visited_by_walks(graph: Graph, key: int, num_walks: int, walk_length: int) -
 
 
 def uniform(key: int, count: int, bound: int) -> Ids:
-    """``count`` uniform integers in [0, bound): int64 [count]."""
+    """Return ``count`` random integers, uniform in [0, bound): int64 [count]."""
     draws = fractions(hashed(np.arange(count, dtype=np.uint64) * GOLDEN + np.uint64(key)))
     return np.minimum(
         (draws * bound).astype(np.int64), bound - 1
@@ -110,7 +113,7 @@ _FORMAT = "gnnfleet-saint-norm 1"
 
 @dataclass(frozen=True)
 class SaintNorm:
-    """Normalisation coefficients, indexed by original id."""
+    """GraphSAINT's normalisation coefficients of nodes and edges, indexed by original id."""
 
     node: Tensor  #: float32 [N] weight of each node's loss
     edge: Tensor  #: float32 [E] weight of each edge's message
@@ -119,14 +122,15 @@ class SaintNorm:
 def saint_norm(
     loader: GraphSAINTSampler, ends: EdgeEnds, coverage: int, save_dir: str | Path | None, log: bool, group: RankGroup
 ) -> SaintNorm:  # fmt: skip
-    """Return the normalisation of a loader's subgraphs, from ``save_dir`` if a matching file is there.
+    """Return the normalisation coefficients for a loader's subgraphs. They are read from ``save_dir`` if a matching
+    file is there.
 
-    Uses torch_geometric's formulas. Collective over ``group``, whose ranks share the work.
+    Uses torch_geometric's formulas. All ranks of ``group`` must call this function; they share the work.
 
     Raises:
         ServiceError: Another host fails.
         SettingsError: The file or folder cannot be read or written.
-        PeerError: One of the above, on the other ranks.
+        PeerError: Another rank has raised one of these errors.
     """
     key, path, saved = group.agree(lambda: _saved(loader, ends, coverage, save_dir))
     if all(group.gather(saved is not None)):
@@ -140,10 +144,11 @@ def saint_norm(
 
 
 def _estimate(loader: GraphSAINTSampler, ends: EdgeEnds, coverage: int, group: RankGroup) -> tuple[SaintNorm, int]:
-    """Estimate the coefficients from sampled subgraphs; returns them and the number of subgraphs.
+    """Estimate the normalisation coefficients from sampled subgraphs. Returns the coefficients and the number of
+    subgraphs.
 
-    Each round samples as many subgraphs as an epoch has over all ranks, until the subgraphs have ``coverage`` nodes per
-    node of the graph.
+    Each round samples as many subgraphs as an epoch has over all ranks. Rounds are repeated until the subgraphs have,
+    on average, each node of the graph ``coverage`` times.
     """
     num_nodes = loader.graph.manifest.nodes[HOMO_NODE].num_nodes
     nodes, edges = torch.zeros(num_nodes, dtype=torch.int32), torch.zeros(len(ends.src), dtype=torch.int32)
@@ -176,7 +181,7 @@ def _estimate(loader: GraphSAINTSampler, ends: EdgeEnds, coverage: int, group: R
 
 
 def _norm_of(nodes: Tensor, edges: Tensor, ends: EdgeEnds, num_subgraphs: int) -> SaintNorm:
-    """Coefficients from the number of subgraphs that contain each node and each edge."""
+    """Compute the coefficients. ``nodes`` and ``edges``: how many subgraphs contain each node and each edge."""
     node, edge = nodes.float(), edges.float()
     ratio = (node[torch.from_numpy(ends.src)] / edge).clamp(0, 1e4)
     ratio[ratio.isnan()] = 0.1
@@ -194,7 +199,7 @@ def _saved(
 
 
 def _digest(loader: GraphSAINTSampler, ends: EdgeEnds, coverage: int) -> str:
-    """Hexadecimal digest of graph, settings and coverage."""
+    """Return a hexadecimal digest of everything that determines the coefficients: graph, settings and coverage."""
     num_nodes = loader.graph.manifest.nodes[HOMO_NODE].num_nodes
     digest = hashlib.sha256(
         f"{loader.draws} {loader.options.seed} {loader.order.num_seeds} {coverage} {num_nodes}".encode()
@@ -217,7 +222,7 @@ def _read(path: Path, key: str) -> SaintNorm | None:
 
 
 def _write(path: Path, key: str, norm: SaintNorm) -> None:
-    """Save the normalisation. Several ranks may write the same file at once."""
+    """Save the normalisation coefficients. Several ranks may write the same file at once."""
     saved = {"format": _FORMAT, "made_for": key, "node_norm": norm.node, "edge_norm": norm.edge}
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -230,11 +235,11 @@ _NORMS = ("node_norm", "edge_norm")
 
 
 class GraphSAINTSampler(PyGLoader):
-    """Base class of the three GraphSAINT samplers, with torch_geometric's arguments, defaults and batches.
+    """Base class of the three GraphSAINT samplers, which have torch_geometric's arguments, defaults and batches.
 
     Each rank gets ``num_steps`` subgraphs per epoch. Subgraph number ``step * world_size + rank`` of an epoch depends
-    only on graph, seed, epoch and number: one rank with ``num_steps = W * n`` yields the same subgraphs as W ranks with
-    ``num_steps = n`` together.
+    only on the graph, the seed, the epoch and this number: one rank with ``num_steps = W * n`` yields the same
+    subgraphs as W ranks with ``num_steps = n`` together.
     """
 
     def __init__(
@@ -271,27 +276,33 @@ class GraphSAINTSampler(PyGLoader):
 
     @property
     def draws(self) -> str:
-        """Names the draw and its size: with graph, seed, epoch and number it determines a subgraph."""
+        """Return a name for the kind of draw and the number of draws. With graph, seed, epoch and the subgraph's
+        number, this determines a subgraph.
+        """
         return f"{type(self).__name__} {self.num_samples}"
 
     def prepare(self) -> EdgeEnds | None:
-        """Compute the tables of ``draw_nodes``. Returns the edges if they had to be read."""
+        """Compute what ``draw_nodes`` needs. Returns the edges of the graph if they had to be read for this,
+        else None.
+        """
         return None
 
     @abstractmethod
     def draw_nodes(self, key: int) -> Ids:
-        """Global ids of a subgraph's nodes, distinct, by original id: int64 [n]. Raises ``ServiceError``."""
+        """Draw the nodes of a subgraph. Returns distinct global ids in the order of original ids: int64 [n]. Raises
+        ``ServiceError``.
+        """
 
     def shares(self, epoch: int) -> Iterator[SeedShare]:
         for share in super().shares(epoch):
             yield replace(share, key=self.key(epoch, int(share.positions[0])))
 
     def key(self, epoch: int, number: int) -> int:
-        """Key of the draws of one subgraph."""
+        """Return the key of the random draws for one subgraph."""
         return batch_key(self.options.seed, OTHER_STREAM, epoch, number)
 
     def part_of(self, positions: Ids) -> Ids:
-        """Part 0 for every subgraph: no host is closer to one than another."""
+        """Return part 0 for every subgraph: no host is closer to a subgraph than another."""
         return positions * 0
 
     def seeds(self, share: SeedShare) -> BatchSeeds:

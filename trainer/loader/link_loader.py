@@ -1,7 +1,7 @@
-"""torch_geometric's ``LinkNeighborLoader`` on a partitioned graph.
+"""``DistLinkNeighborLoader``: torch_geometric's ``LinkNeighborLoader`` on a partitioned graph.
 
-Shapes and orders are those of ``LinkNeighborLoader``. Below, n is the number of positives in this rank's share, k the
-number of their negatives.
+Shapes and orders of arrays are those of ``LinkNeighborLoader``. In this file, n is the number of positives (given
+links) of this rank in one step, k the number of their negatives (drawn links).
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ _ROLE = 1 << 32  #: trees are numbered place + role * 2^32, so that every seed o
 
 @dataclass(frozen=True)
 class LinkBatch:
-    """The positives of this rank in one step and their negatives, as original ids."""
+    """The positives (given links) of this rank in one step and their negatives (drawn links), as original ids."""
 
     edge_type: EdgeType
     src: Ids  #: int64 [n]
@@ -57,7 +57,7 @@ class LinkBatch:
 
 @dataclass(frozen=True)
 class LinkIndex:
-    """Positions of the links' ends among the batch's nodes of the end's type."""
+    """For each link: the index of its source and of its target in the batch's list of nodes of that type."""
 
     src: Ids  #: int64: positives, followed by binary negatives
     dst: Ids  #: int64, same length as ``src``
@@ -67,7 +67,9 @@ class LinkIndex:
 
 @dataclass(frozen=True)
 class _LinkEnd:
-    """The seeds at one end of the links, in torch_geometric's order: positives first."""
+    """The seeds at one end (source or target) of the links: first those of positives, then those of negatives, as in
+    torch_geometric.
+    """
 
     ids: Ids  #: original ids
     trees: Ids  #: int64: keys of their trees, when disjoint
@@ -77,10 +79,10 @@ class _LinkEnd:
 def seeds_of(
     links: LinkBatch, rule: NegativeRule | None, store: PartStore, disjoint: bool
 ) -> tuple[SeedSet, LinkIndex]:
-    """Return the seed nodes of a link batch, and the positions of its links among them.
+    """Return the seed nodes of a batch of links, and for each link the positions of its ends among the seeds.
 
-    Seeds are the distinct end nodes, by ascending original id. In disjoint batches every end of every link is a seed of
-    its own.
+    Seeds are the distinct nodes at the ends of the links, by ascending original id. In disjoint batches each end of
+    each link is a seed of its own.
     """
     triplet = rule is not None and rule.triplet
     src, dst = _ends(links, triplet)
@@ -100,8 +102,8 @@ def seeds_of(
 def excluded(
     edge_type: EdgeType, reverse: EdgeType | None, src: Ids, dst: Ids, store: PartStore
 ) -> dict[EdgeType, tuple[Ids, Ids]]:
-    """Return ``SeedSet.exclude`` for links ``src`` -> ``dst`` (original ids) and, if ``reverse`` is given, their
-    reverses.
+    """Return the value of ``SeedSet.exclude`` that excludes the links ``src`` -> ``dst`` (original ids) and, if
+    ``reverse`` is given, the reverse edges of this type.
     """
     sources, targets = store.to_global(edge_type[0], src), store.to_global(edge_type[2], dst)
     pairs = {edge_type: [(targets, sources)]}
@@ -319,7 +321,7 @@ class DistLinkNeighborLoader(PyGLoader):
             link.edge_label_index, link.edge_label, link.edge_label_time = out.metadata[1:4]
 
     def _links(self, share: SeedShare) -> LinkBatch:
-        """The positives and negatives of this rank in one step."""
+        """Return the positives and negatives of this rank in one step."""
         inputs, own = self.inputs, share.positions
         src, dst = inputs.src[own], inputs.dst[own]
         times = None if inputs.times is None else inputs.times[own]
@@ -338,7 +340,7 @@ class DistLinkNeighborLoader(PyGLoader):
         return self.graph.access.has_edges(of, store.to_global(of[0], src), store.to_global(of[2], dst))
 
     def _metadata(self, share: SeedShare, links: LinkBatch, index: LinkIndex) -> tuple[Any, ...]:
-        """Metadata in the form that torch_geometric's ``edge_sample`` returns."""
+        """Return the metadata of a batch in the form that torch_geometric's ``edge_sample`` returns."""
         input_id = self.inputs.input_id
         ids = torch.from_numpy(share.positions if input_id is None else input_id[share.positions])
         times = None if links.times is None else torch.from_numpy(links.times)
@@ -358,7 +360,7 @@ class DistLinkNeighborLoader(PyGLoader):
         return torch.cat([label, label.new_zeros((num_negatives, *label.shape[1:]))])
 
     def _by_link(self, batch: Any, index: LinkIndex) -> Any:
-        """Replace tree numbers (one per seed) by the positions of the links that the seeds belong to."""
+        """Replace the numbers of trees (one tree per seed) by the position of the link to which the seed belongs."""
         owners = torch.from_numpy(np.concatenate(list(index.owners.values())))
         if isinstance(batch, dict):
             return {of: owners[trees] for of, trees in batch.items()}

@@ -24,7 +24,7 @@ from trainer.sampler.types import RowRequest, SampleSettings
 
 @dataclass(frozen=True)
 class LinkInputs:
-    """The seed links; their positions count from 0."""
+    """The seed links of a loader. The position of a link is its index here."""
 
     edge_type: EdgeType
     src: Ids  #: int64 [n] original ids
@@ -37,7 +37,7 @@ class LinkInputs:
         return len(self.src)
 
     def digest(self) -> str:
-        """Digest of the links, to compare them between ranks."""
+        """Return a digest of the links, by which ranks check that they have the same links."""
         total = hashlib.sha256(f"{self.edge_type} {len(self.src)}".encode())
         for array in (self.src, self.dst, self.times, None if self.label is None else as_array(self.label)):
             total.update(b"" if array is None else np.ascontiguousarray(array).data)
@@ -51,7 +51,7 @@ def link_inputs(
 
     Homogeneous graph: None (all edges) or ids [2, n]. Heterogeneous graph: an edge type, or (edge type, None | ids).
     Links given by ids may be of a type without edges in the graph, such as a relation that was held out completely.
-    Raises ``SettingsError``, and ``ServiceError`` while all edges are read from other hosts.
+    Raises ``SettingsError``, and ``ServiceError`` if another host fails while all edges are read.
     """
     edge_type, given = _typed(graph, edge_label_index)
     ends = _all_links(graph, edge_type) if given is None else _given_links(graph, edge_type, given)
@@ -64,7 +64,9 @@ def link_inputs(
 
 
 def negative_rule(neg_sampling: Any, ratio: float | None, avoid_links: bool) -> tuple[NegativeRule | None, Any]:
-    """Return the rule, and torch_geometric's ``NegativeSampling``, which has the weights. Raises ``SettingsError``."""
+    """Return the rule for negatives, and torch_geometric's ``NegativeSampling``, which contains the weights of nodes;
+    (None, None) for no negatives. Raises ``SettingsError``.
+    """
     try:
         given = NegativeSampling("binary", ratio) if ratio else NegativeSampling.cast(neg_sampling)
     except (TypeError, ValueError) as error:
@@ -79,7 +81,9 @@ def negative_rule(neg_sampling: Any, ratio: float | None, avoid_links: bool) -> 
 def node_draws(
     graph: Graph, edge_type: EdgeType, weights: NegativeSampling, settings: SampleSettings
 ) -> tuple[NegativeDraw, NegativeDraw]:
-    """How negatives are drawn at each end of the links. With node times, fetches all of them: 16 bytes per node."""
+    """Return how the sources and the targets of negatives are drawn. If nodes have times, the times of all nodes are
+    read: 16 bytes per node.
+    """
     draws = []
     for end, weight in ((SRC, weights.src_weight), (DST, weights.dst_weight)):
         of = edge_type[0] if end == SRC else edge_type[2]
@@ -89,9 +93,10 @@ def node_draws(
 
 
 def labels_with_negatives(label: Tensor | None, rule: NegativeRule | None) -> Tensor | None:
-    """Return the labels of the positives, increased by one if the lowest is 0, which is the label of negatives.
+    """Return the labels of the positives. If the lowest label is 0, all are increased by one, because 0 is the label of
+    negatives.
 
-    Raises ``SettingsError`` for labels together with triplets.
+    Raises ``SettingsError`` if labels are given with triplet negatives.
     """
     if label is None or rule is None:
         return label
@@ -104,11 +109,11 @@ def labels_with_negatives(label: Tensor | None, rule: NegativeRule | None) -> Te
 
 
 def canonical(graph: Graph, given: Any, with_ids: bool = False) -> EdgeType:
-    """Return the edge type for a full triple, or for an unambiguous (source, target) pair or relation name.
+    """Return the edge type that is given as a full triple, or as an unambiguous (source, target) pair or relation name.
 
-    With ``with_ids`` the type may have no edges in the graph if its node types exist; a (source, target) pair then
-    means the relation ``to``, as in torch_geometric. Warns if the relation's name is similar to that of an existing
-    type. Raises ``SettingsError``.
+    If ``with_ids``, the type may have no edges in the graph, as long as its node types exist; a (source, target) pair
+    then means the relation ``to``, as in torch_geometric. Warns if the name of such a relation is similar to that of an
+    existing type. Raises ``SettingsError``.
     """
     names = (given,) if isinstance(given, str) else tuple(given)
     if names in graph.manifest.edges:
@@ -164,7 +169,7 @@ def _given_links(graph: Graph, edge_type: EdgeType, given: Any) -> tuple[Ids, Id
 
 
 def _all_links(graph: Graph, edge_type: EdgeType) -> tuple[Ids, Ids]:
-    """Both ends of every edge, indexed by edge id."""
+    """Return source and target of every edge, as original node ids, indexed by original edge id."""
     edges = graph.access.edge_list(edge_type)
     src, dst = np.empty(len(edges.src), np.int64), np.empty(len(edges.src), np.int64)
     src[edges.orig_id] = _original(graph, edge_type[0], edges.src)

@@ -1,7 +1,7 @@
 """Draws negative links.
 
-Negative (i, j) is the j-th negative of the link at place i of the global batch. Its draw depends on this place and on
-original ids, and therefore neither on ranks nor on the partition.
+Negative (i, j) is the j-th negative of the link at place i of the global batch. The random draw of a negative depends
+on i, j and original ids, and therefore neither on ranks nor on the partition.
 """
 
 from __future__ import annotations
@@ -27,7 +27,9 @@ IsLink = Callable[[Ids, Ids], npt.NDArray[np.bool_]]  #: (sources, targets), ori
 
 @dataclass(frozen=True)
 class NegativeRule:
-    """Kind and number of negatives, as in torch_geometric's ``NegativeSampling``; whether real links are avoided."""
+    """Kind and number of negatives, as in torch_geometric's ``NegativeSampling``, and whether links of the graph are
+    avoided.
+    """
 
     triplet: bool  #: draw targets for the source of each positive; else draw both ends
     amount: float  #: negatives per positive; an integer for triplets
@@ -35,15 +37,15 @@ class NegativeRule:
 
     @property
     def most(self) -> int:
-        """Largest number of negatives of one positive."""
+        """Return the largest number of negatives that a positive can have."""
         return math.ceil(self.amount)
 
     def owners(self, places: Ids, global_size: int) -> tuple[Ids, Ids]:
-        """Return the negatives of the positives at ``places``: index into ``places`` and number j of each, int64 [m]
-        each.
+        """Return which negatives the positives at ``places`` have. For each negative: the index of its positive in
+        ``places``, and its number j among the negatives of this positive, int64 [m] each.
 
-        The global batch has ceil(amount * global_size) negatives. Negatives with j = 0 come first, so with a fractional
-        amount the first places of the batch have one more.
+        The global batch has ceil(amount * global_size) negatives: first those with j = 0, and so on. With a fractional
+        amount, the first places of the batch therefore have one negative more than the others.
         """
         total = math.ceil(self.amount * global_size)
         j, owner = np.divmod(np.arange(self.most * len(places)), max(len(places), 1))
@@ -52,7 +54,7 @@ class NegativeRule:
 
 
 class NegativeDraw:
-    """Draws original ids of one node type: uniformly, by weight, or among nodes up to a given time."""
+    """Draws nodes of one type (original ids): uniformly, by weight, or among nodes up to a given time."""
 
     def __init__(self, num_nodes: int, weight: Array | None = None, times: Array | None = None):
         """Args:
@@ -71,7 +73,9 @@ class NegativeDraw:
             self._sorted_times = times[self._by_time]
 
     def draw(self, keys: npt.NDArray[np.uint64], times: Ids | None = None) -> Ids:
-        """Draw one original id per key, int64 [n], not later than ``times`` if given. Raises ``DataError``."""
+        """Draw one original id per key, int64 [n]. If ``times`` is given, the time of the i-th node is at most
+        ``times[i]``. Raises ``DataError``.
+        """
         if len(keys) == 0:
             return np.empty(0, np.int64)
         if self._num_nodes == 0:
@@ -91,11 +95,12 @@ def draw_negatives(
     rule: NegativeRule, key: int, places: Ids, owner: Ids, j: Ids, positives: tuple[Ids, Ids],
     ends: tuple[NegativeDraw, NegativeDraw], is_link: IsLink, times: Ids | None = None,
 ) -> tuple[Ids, Ids]:  # fmt: skip
-    """Draw the negatives that ``rule.owners`` returned; returns original ids (sources, targets), int64 [m] each.
+    """Draw negatives. Returns original ids (sources, targets), int64 [m] each.
 
-    ``places`` [n] are the places of the positives in the global batch, ``positives`` their original ids, ``times`` [n]
-    their times. The source of a triplet is that of its positive. With ``rule.avoid_links``, draws that hit a link are
-    repeated. Raises ``DataError`` if a negative is still a link after 64 draws.
+    ``places`` [n]: the places of the positives in the global batch. ``owner`` and ``j``: the result of ``rule.owners``.
+    ``positives``: sources and targets of the positives, original ids. ``times`` [n]: times of the positives. A triplet
+    has the source of its positive. With ``rule.avoid_links``, draws that hit a link of the graph are repeated. Raises
+    ``DataError`` if a negative is still a link after 64 draws.
     """
     src = np.empty(len(owner), np.int64)
     dst = np.empty(len(owner), np.int64)

@@ -1,4 +1,4 @@
-"""torch_geometric's ``NeighborLoader`` on a partitioned graph."""
+"""``DistNeighborLoader``: torch_geometric's ``NeighborLoader`` on a partitioned graph."""
 
 from __future__ import annotations
 
@@ -159,7 +159,7 @@ class DistNeighborLoader(PyGLoader):
         return BatchSeeds(seeds, self._metadata(split))
 
     def _times(self, split: dict[NodeType, tuple[Ids, Ids]], nodes: dict[NodeType, Ids]) -> dict[NodeType, Ids]:
-        """Times of the seeds: those given by the caller, else those of the nodes."""
+        """Return the times of the seeds: those given by the caller, else those stored with the nodes."""
         time = self.settings.time
         if time is None:
             return {}
@@ -171,7 +171,7 @@ class DistNeighborLoader(PyGLoader):
         return {of: times.get(of, own.get(of)) for of in split}  # type: ignore[misc]
 
     def _metadata(self, split: dict[NodeType, tuple[Ids, Ids]]) -> tuple[Any, Any]:
-        """(input_id, seed_time); mappings over node types if the seeds were given as a mapping."""
+        """Return (input_id, seed_time) for a batch; mappings over node types if the seeds were given as a mapping."""
         ids, times = {}, {}
         for of, (_, own) in split.items():
             inputs = self.inputs.of[of]

@@ -28,7 +28,7 @@ class TypeInputs:
 
 @dataclass(frozen=True)
 class NodeInputs:
-    """The seeds of all input types; a *position* counts through the types in order."""
+    """The seeds of a loader, by node type. The *position* of a seed is its number, counted over all types in order."""
 
     of: Mapping[NodeType, TypeInputs]
 
@@ -36,7 +36,9 @@ class NodeInputs:
         return sum(len(inputs.nodes) for inputs in self.of.values())
 
     def split(self, positions: Ids) -> dict[NodeType, tuple[Ids, Ids]]:
-        """For each type, the indices into ``positions`` of its seeds, and their positions among the type's seeds."""
+        """Split positions by node type. Returns for each type the indices in ``positions`` of its seeds, and their
+        positions among the seeds of this type.
+        """
         begin, found = 0, {}
         for of, inputs in self.of.items():
             rows = np.flatnonzero((positions >= begin) & (positions < begin + len(inputs.nodes)))
@@ -45,7 +47,7 @@ class NodeInputs:
         return found
 
     def digest(self) -> str:
-        """Digest of the seeds, to compare them between ranks."""
+        """Return a digest of the seeds, by which ranks check that they have the same seeds."""
         total = hashlib.sha256()
         for of, inputs in self.of.items():
             total.update(f"{of} {len(inputs.nodes)}".encode())
@@ -71,7 +73,7 @@ def node_inputs(graph: Graph, input_nodes: Any, input_time: Any = None, input_id
 
 
 def split_name(input_nodes: Any) -> str | None:
-    """The name of the split if ``input_nodes`` is one, else None."""
+    """Return the name of the split if ``input_nodes`` is a split, else None."""
     if isinstance(input_nodes, tuple) and len(input_nodes) == 2:
         input_nodes = input_nodes[1]
     return input_nodes if isinstance(input_nodes, str) else None
@@ -99,7 +101,7 @@ def _forms(graph: Graph, given: Any) -> dict[NodeType, Any]:
 
 
 def _typed_split_hint(graph: Graph, name: str) -> str:
-    """Hint for a split, or a mask named like one, that was passed without its node type."""
+    """Return a hint for the user if a split, or a mask with the name of a split, was given without its node type."""
     split = name.removesuffix("_mask")
     if meant := sorted(key for key in graph.store.splits if key[1] == split):
         return f"; did you mean {' or '.join(map(str, meant))}?"
@@ -107,7 +109,9 @@ def _typed_split_hint(graph: Graph, name: str) -> str:
 
 
 def _split_hint(name: str, known: list[str]) -> str:
-    """Hint for a mistyped split; ``train_mask`` of the data is the split ``train`` of a partition."""
+    """Return a hint for the user if a known split has a similar name. Data in memory has ``train_mask`` where a
+    partition has the split ``train``.
+    """
     nearest = difflib.get_close_matches(name.removesuffix("_mask"), known, 1)
     return f"; did you mean {nearest[0]!r}?" if nearest else ""
 
@@ -149,7 +153,7 @@ def as_array(values: Any) -> Array:
 
 
 def checked_ids(values: Array, num_nodes: int, of: NodeType, where: str) -> Ids:
-    """Return original node ids as int64. Raises ``SettingsError`` for an id outside the type."""
+    """Return original node ids as int64. Raises ``SettingsError`` if an id is not that of a node of this type."""
     if values.ndim != 1 or values.dtype.kind not in "iu":
         raise SettingsError(
             f"{where}: {values.dtype} {list(values.shape)}; expected whole node ids [n], or a boolean mask"

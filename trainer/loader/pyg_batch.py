@@ -1,4 +1,4 @@
-"""Converts sampled subgraphs and rows to torch_geometric batches."""
+"""Makes torch_geometric's batches from sampled subgraphs and gathered attributes."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ Output: TypeAlias = "SamplerOutput | HeteroSamplerOutput"
 
 
 def sampler_output(sampled: SampledBatch, hetero: bool, induced: bool, copy_ids: bool) -> Output:
-    """Return torch_geometric's sampler output: original ids, edges in batch positions.
+    """Return a subgraph as torch_geometric's sampler output: nodes as original ids, edges in batch positions.
 
     As in torch_geometric, an induced subgraph has no numbers of nodes and edges per hop. With ``copy_ids`` the ids are
     copies, because a transform may write to them. ``row`` and ``col`` of an edge type are the rows of one tensor.
@@ -64,7 +64,9 @@ def sampler_output(sampled: SampledBatch, hetero: bool, induced: bool, copy_ids:
 
 
 def edge_index(row: Tensor, col: Tensor) -> Tensor:
-    """Return [2, e]: the tensor whose rows are ``row`` and ``col`` if it exists, else a new one."""
+    """Return the edges as one tensor [2, e]. If ``row`` and ``col`` are the rows of one tensor, it is returned without
+    a copy.
+    """
     whole = row._base
     if whole is None or whole is not col._base or whole.shape != (2, len(row)) or len(col) != len(row):
         return torch.stack([row, col])
@@ -73,8 +75,7 @@ def edge_index(row: Tensor, col: Tensor) -> Tensor:
 
 
 def sort_edges(out: Output, of: EdgeType | None, by_source: bool = False) -> None:
-    """Sort the edges of one type (None: the only one) by target, then source; with ``by_source`` by source, then
-    target.
+    """Sort the edges of one type (None: the only one) by target, then source; if ``by_source``, by source, then target.
 
     Edges between the same two nodes keep their order.
     """
@@ -96,9 +97,9 @@ def sort_edges(out: Output, of: EdgeType | None, by_source: bool = False) -> Non
 
 
 def _order_by(first: Array, second: Array) -> Ids | None:
-    """Stable order by ``first``, then ``second``: int64 [n]; None if the edges are in order already.
+    """Return the stable order by ``first``, then by ``second``: int64 [n]; None if the edges are in this order already.
 
-    Sorts by counting, because both keys are positions in a batch.
+    Uses counting sort, because both keys are batch positions.
     """
     order: Ids | None = None
     for keys in (second, first):
@@ -111,7 +112,9 @@ def _order_by(first: Array, second: Array) -> Ids | None:
 
 @njit()
 def _counting_sort(keys: Any, order: Any, begin: Any, sorted_: Any) -> Any:
-    """Sort ``order`` by key into ``sorted_``. ``begin`` holds zeros, one more than the number of keys."""
+    """Fill ``sorted_`` with the elements of ``order``, sorted by their keys. ``begin`` holds zeros, one more than the
+    number of keys.
+    """
     for k in range(len(keys)):
         begin[keys[k] + 1] += 1
     for key in range(1, len(begin)):
@@ -142,7 +145,7 @@ Attrs = Mapping[AnyType, tuple[str, ...]]
 
 
 def join_of(graph: Graph, attrs: Attrs, custom_cls: Callable[[], Any] | None) -> Join:
-    """Return the function that adds attributes to the batches of this graph."""
+    """Return the function that adds attributes to batches, which depends on where the graph is stored."""
     if isinstance(graph.source, (Data, HeteroData)):
         return MemoryJoin(graph.source)
     if graph.source is not None:
@@ -151,7 +154,9 @@ def join_of(graph: Graph, attrs: Attrs, custom_cls: Callable[[], Any] | None) ->
 
 
 def gathered_attrs(graph: Graph, attrs: Attrs) -> Attrs:
-    """Attributes that the sampler threads gather; none if torch_geometric filters data in this process."""
+    """Return the attributes that sampler threads gather; none if the graph is in memory, where torch_geometric takes
+    the attributes.
+    """
     return attrs if graph.source is None else {}
 
 
@@ -162,10 +167,10 @@ def _join_stores(stores: Any, out: Output, custom_cls: Callable[[], Any] | None)
 
 
 class MemoryJoin:
-    """Takes the rows of ``Data`` or ``HeteroData`` by torch_geometric's own filter.
+    """Adds the attributes of ``Data`` or ``HeteroData`` in memory to batches, by torch_geometric's own filter.
 
-    This filter does not accept a sparse tensor of torch as ``adj_t``. It gets an edge list instead, from which a batch
-    gets a CSR tensor with the edges' values.
+    The filter does not accept an ``adj_t`` that is a sparse tensor of torch. Such an ``adj_t`` is replaced by an edge
+    list for the filter, and the batch gets a CSR tensor with the values of its edges.
     """
 
     def __init__(self, data: Data | HeteroData):
@@ -199,7 +204,9 @@ def _edge_store(data: Data | HeteroData, of: EdgeType | None) -> Any:
 
 
 class PartitionJoin:
-    """Uses the rows that were gathered with the subgraph, reordered if a transform changed nodes or edges."""
+    """Adds attributes that were gathered with the subgraph to batches, in another order if a transform changed nodes or
+    edges.
+    """
 
     def __init__(self, graph: Graph, attrs: Attrs, custom_cls: Callable[[], Any] | None):
         self._graph, self._attrs, self._custom_cls = graph, attrs, custom_cls
@@ -245,7 +252,9 @@ class PartitionJoin:
         return (manifest.nodes[of] if isinstance(of, str) else manifest.edges[of]).attrs[name]
 
     def _rows_of_nodes(self, of: NodeType, node: Tensor, sampled: SampledBatch) -> Columns:
-        """Rows of the output's nodes; rows of nodes that a transform added are requested."""
+        """Return the attributes of the nodes in a sampler output. If a transform added nodes, the attributes are
+        requested again.
+        """
         wanted, rows = node.numpy(), sampled.rows[of]
         if (at := places_of(wanted, rows["orig_id"])) is not None:
             return _take(rows, at)
@@ -265,7 +274,9 @@ class PartitionJoin:
 
 
 def _check_names_differ(attrs: Attrs, graph_attrs: Iterable[str]) -> None:
-    """Raise ``SettingsError`` for a name that nodes, edges and graph would share in one ``Data``."""
+    """Raise ``SettingsError`` if attributes of nodes, edges or graph have the same name, because a batch stores all of
+    them in one ``Data``.
+    """
     names = ["edge_index", *graph_attrs, *attrs[HOMO_NODE], *attrs[HOMO_EDGE]]
     if twice := [name for name, count in Counter(names).items() if count > 1]:
         raise SettingsError(

@@ -1,6 +1,7 @@
-"""Base classes of the loaders that return torch_geometric batches.
+"""Base classes of the loaders that return torch_geometric's batches.
 
-A loader implements ``seeds`` (the seeds of a share of the global batch) and ``annotate`` (what it adds to a batch).
+A loader implements ``seeds``, which returns the seeds of a rank for one step, and ``annotate``, which adds attributes
+about the seeds to a batch.
 """
 
 from __future__ import annotations
@@ -41,9 +42,10 @@ _made: Counter[str] = Counter()  #: number of loaders made by each line of the u
 
 
 class SameOnAllRanks:
-    """Compares a loader's seeds with those of the same loader on other ranks, once, without waiting for them.
+    """Checks once that a loader has the same seeds as the same loader on other ranks, without waiting for these ranks.
 
-    Loaders are identified by the line of the user's code that made them, and by a count per line.
+    A loader is identified by the line of the user's code that made it, and by how many loaders this line had made
+    before.
     """
 
     def __init__(self, digest: str, rank: int, world_size: int):
@@ -54,8 +56,8 @@ class SameOnAllRanks:
         self._done = False
 
     def check(self) -> None:
-        """Raise ``SettingsError`` if another rank has different seeds or settings. Does nothing without a process
-        group.
+        """Raise ``SettingsError`` if another rank has different seeds or settings. Without a process group, do
+        nothing.
         """
         if self._done or self._world_size == 1 or not (dist.is_available() and dist.is_initialized()):
             return
@@ -77,7 +79,7 @@ class SameOnAllRanks:
 
 
 def _caller() -> str:
-    """File and line of the nearest caller outside this package."""
+    """Return file and line of the innermost caller outside this package."""
     frame = sys._getframe(1)
     while frame.f_code.co_filename.startswith(_TRAINER) and frame.f_back is not None:
         frame = frame.f_back
@@ -89,7 +91,7 @@ _NO_STEP = -2  #: step number of the batches of ``loader(index)``
 
 @dataclass(frozen=True)
 class BatchSeeds:
-    """The seeds of one share, and what the batch reports about them."""
+    """The seeds of a rank for one step, and what the batch reports about them."""
 
     seeds: SeedSet
     metadata: Any  #: ``metadata`` of torch_geometric's SamplerOutput
@@ -103,7 +105,7 @@ class _SeededBatch:
 
 
 class RankLoader(ABC):
-    """Yields this rank's share of every step's global batch. Each iteration is the next epoch."""
+    """Yields for every step a batch from this rank's share of the global batch. Each iteration is the next epoch."""
 
     def __init__(self, options: LoadOptions, order: SeedOrder, rank: int, layout: RankLayout, digest: str):
         self.options, self.order, self.rank, self.layout = options, order, rank, layout
@@ -115,15 +117,15 @@ class RankLoader(ABC):
 
     @abstractmethod
     def part_of(self, positions: Ids) -> Ids:
-        """Part of each input, int64 [n]; inputs go first to the ranks on the hosts of their part."""
+        """Return the part of each input, int64 [n]. An input is given to a rank on a host of its part, if possible."""
 
     @abstractmethod
     def work(self, share: SeedShare) -> Any:
-        """Make a batch as far as sampler threads do. Raises ``ServiceError``."""
+        """Do the part of making a batch that sampler threads do. Raises ``ServiceError``."""
 
     @abstractmethod
     def finish(self, made: Any) -> Any:
-        """Complete a batch in the iterating thread."""
+        """Complete a batch in the thread that iterates over the loader."""
 
     @property
     @abstractmethod
@@ -133,7 +135,7 @@ class RankLoader(ABC):
     @property
     @abstractmethod
     def patience(self) -> float:
-        """Seconds that a batch may take."""
+        """Seconds that making a batch may take."""
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}()"
@@ -145,7 +147,7 @@ class RankLoader(ABC):
 
     @property
     def dataset(self) -> range:
-        """Positions of all inputs, of all ranks."""
+        """Positions of all inputs, over all ranks."""
         return range(self.order.num_seeds)
 
     def __len__(self) -> int:
@@ -161,7 +163,7 @@ class RankLoader(ABC):
         return self._batches(epoch)
 
     def __call__(self, index: Any) -> Any:
-        """Return the batch of the inputs at positions ``index``, for this rank alone.
+        """Return a batch of the inputs at the positions ``index``, for this rank alone.
 
         Repeated calls in an epoch return the same batch. Raises ``SettingsError`` for a position out of range.
         """
@@ -175,11 +177,13 @@ class RankLoader(ABC):
         return self.finish(self.work(share))
 
     def shares(self, epoch: int) -> Iterator[SeedShare]:
-        """This rank's share of every step of an epoch."""
+        """Yield the inputs of this rank for every step of an epoch."""
         return shares(self.order, self.part_of, self.rank, self.layout, epoch)
 
     def group(self) -> RankGroup:
-        """The process group if its ranks are those of the loader, else this rank alone. Collective."""
+        """Return the process group if it has the ranks of the loader, else a group of this rank alone. All ranks must
+        call this method.
+        """
         world_size = self.layout.world_size
         if dist.is_available() and dist.is_initialized() and dist.get_world_size() == world_size:
             return RankGroup.of_process(Ranks(self.rank, world_size))
@@ -196,7 +200,7 @@ class RankLoader(ABC):
 
 
 class PyGLoader(RankLoader):
-    """Yields this rank's ``Data`` or ``HeteroData`` of every step."""
+    """Yields for every step this rank's batch as ``Data`` or ``HeteroData``."""
 
     def __init__(
         self, graph: Graph, num_inputs: int, digest: str, settings: SampleSettings, attrs: Attrs,
@@ -216,23 +220,23 @@ class PyGLoader(RankLoader):
 
     @property
     def cost(self) -> Cost:
-        """Total bytes, rows and sampler-thread seconds of all batches made so far, including those made ahead."""
+        """Total bytes, rows and seconds of sampler threads for all batches made so far, including those made ahead."""
         return self._costs.sum
 
     def make_sampler(self, attrs: Attrs) -> Sampler:
-        """Return the sampler of the batches."""
+        """Return the sampler that makes batches with these attributes."""
         return self.graph.sampler(self.settings, attrs)
 
     @abstractmethod
     def seeds(self, share: SeedShare) -> BatchSeeds:
-        """Return the seed nodes of one share. Raises ``ServiceError``."""
+        """Return the seed nodes of a rank for one step. Raises ``ServiceError``."""
 
     @abstractmethod
     def annotate(self, data: Any, out: Output) -> None:
-        """Add attributes about the seeds to a batch, from ``out.metadata``."""
+        """Add attributes about the seeds, which are in ``out.metadata``, to a batch."""
 
     def output(self, sampled: SampledBatch, seeded: BatchSeeds) -> Output:
-        """Convert a subgraph to torch_geometric's sampler output, with metadata."""
+        """Convert a subgraph to torch_geometric's sampler output, with metadata about the seeds."""
         copy_ids = self.output_options.transform_sampler_output is not None
         out = sampler_output(sampled, self.graph.manifest.hetero, self.settings.induced, copy_ids)
         out.metadata = seeded.metadata
@@ -240,7 +244,9 @@ class PyGLoader(RankLoader):
 
     @property
     def num_requests(self) -> int:
-        """Largest number of successive requests of a batch; each has its own deadline."""
+        """Largest number of requests that a batch sends one after the other. Each of these requests has its own
+        deadline.
+        """
         return self.settings.num_hops + 2
 
     @property
@@ -253,7 +259,9 @@ class PyGLoader(RankLoader):
 
     @property
     def _joins_late(self) -> bool:
-        """Whether the iterating thread must call the user's ``transform_sampler_output``."""
+        """Whether the user's ``transform_sampler_output`` must be called by the thread that iterates over the
+        loader.
+        """
         return self.output_options.transform_sampler_output is not None and not self.output_options.on_threads
 
     def work(self, share: SeedShare) -> Any:
@@ -293,7 +301,7 @@ class PyGLoader(RankLoader):
 
 
 def _set_sample_info(data: Any, out: Output) -> None:
-    """Set ids, trees and numbers per hop, as torch_geometric's loaders do."""
+    """Set node ids, edge ids, trees and numbers per hop in a batch, as torch_geometric's loaders do."""
     if isinstance(out, SamplerOutput):
         if "n_id" not in data:
             data.n_id = out.node
@@ -311,7 +319,7 @@ def _set_sample_info(data: Any, out: Output) -> None:
 
 
 def _rank_and_layout(graph: Graph, local: bool, rank: int | None, layout: RankLayout | None) -> tuple[int, RankLayout]:
-    """Return the rank and layout to load by. Raises ``SettingsError``."""
+    """Return the rank and layout of a loader: those given, or else those of the graph. Raises ``SettingsError``."""
     num_parts = graph.manifest.num_parts
     if local:
         if rank is not None or layout is not None:

@@ -38,7 +38,9 @@ from trainer.sampler.types import GraphSchema, NodeSet, Positions, RowRequest, S
 
 
 def induced_settings(schema: GraphSchema) -> SampleSettings:
-    """Settings that add no node to the seeds and return all edges between them, with edge ids."""
+    """Return the settings of a sampler that adds no nodes to the seeds and returns all edges between them, with edge
+    ids.
+    """
     return SampleSettings(dict.fromkeys(schema.edges, (0,)), induced=True, edge_ids=True, ask_again=False)
 
 
@@ -54,7 +56,7 @@ def check_homogeneous(graph: Graph, what: str) -> None:
 
 @dataclass(frozen=True)
 class EdgeEnds:
-    """Both ends of every edge of a homogeneous graph: original node ids, indexed by original edge id."""
+    """Source and target of every edge of a homogeneous graph: original node ids, indexed by original edge id."""
 
     src: Array  #: int32|int64 [E]
     dst: Array  #: int32|int64 [E]
@@ -74,13 +76,15 @@ class EdgeEnds:
 
 
 def tensor_of(values: Array) -> torch.Tensor:
-    """int64 tensor of ids or positions."""
+    """Return ids or positions as an int64 tensor."""
     return torch.from_numpy(values.astype(np.int64, copy=False))
 
 
 @dataclass(frozen=True)
 class Neighbourhoods(SampledSubgraph):
-    """The neighbourhoods of several roots: their union as one subgraph, and the members of each."""
+    """The neighbourhoods of several roots: one subgraph that is their union, and a list of the nodes of each
+    neighbourhood.
+    """
 
     #: int32 [m] position of a node in the union; the first entries are the roots
     member: Positions = field(kw_only=True)
@@ -88,25 +92,29 @@ class Neighbourhoods(SampledSubgraph):
 
 
 class NeighbourhoodSampler:
-    """Samples a tree per root, then requests edges and rows once for each distinct node."""
+    """Samples the nodes around each root, then requests edges and attributes once for each distinct node."""
 
     def __init__(self, graph: Graph, settings: SampleSettings, attrs: Attrs):
         self._draw = graph.sampler(settings, {})
         self._join = graph.sampler(induced_settings(graph.manifest), attrs)
 
     def subgraph(self, seeds: SeedSet, key: int) -> Neighbourhoods:
-        """The neighbourhoods without rows. Raises ``ServiceError``."""
+        """Sample the neighbourhoods of the seeds, without attributes. Raises ``ServiceError``."""
         drawn, distinct, member = self._drawn(seeds, key)
         return _joined(drawn, member, self._join.subgraph(distinct, key))
 
     def sample(self, seeds: SeedSet, key: int) -> SampledBatch:
-        """The neighbourhoods, and rows of their distinct nodes and edges. Raises ``ServiceError``."""
+        """Sample the neighbourhoods of the seeds, and gather the attributes of their distinct nodes and edges. Raises
+        ``ServiceError``.
+        """
         drawn, distinct, member = self._drawn(seeds, key)
         sampled = self._join.sample(distinct, key)
         return changed(sampled, subgraph=_joined(drawn, member, sampled.subgraph))
 
     def _drawn(self, seeds: SeedSet, key: int) -> tuple[NodeSet, SeedSet, Positions]:
-        """The sampled nodes, the distinct ones as seeds, and the index of each node among these."""
+        """Sample nodes around the seeds. Returns the nodes of all trees, the distinct nodes as seeds, and for each node
+        of the trees its index among the distinct ones.
+        """
         drawn = self._draw.subgraph(seeds, key).nodes[HOMO_NODE]
         distinct, member = np.unique(drawn.ids, return_inverse=True)
         return drawn, SeedSet({HOMO_NODE: distinct}), member.astype(np.int32)
@@ -205,7 +213,9 @@ class DistShaDowKHopSampler(PyGLoader):
         return BatchSeeds(SeedSet({HOMO_NODE: roots}, {HOMO_NODE: share.places}), None)
 
     def output(self, sampled: SampledBatch, seeded: BatchSeeds) -> Output:
-        """Neighbourhoods one after the other, nodes by id, edges by source and target, as in torch_geometric."""
+        """Return one neighbourhood after the other, with nodes in the order of their ids and edges by source, then
+        target, as in torch_geometric.
+        """
         found = sampled.subgraph
         assert isinstance(found, Neighbourhoods)
         ids, edges = sampled.rows[HOMO_NODE]["orig_id"], found.edges[HOMO_EDGE]
@@ -244,8 +254,9 @@ def edges_within(
 ) -> tuple[Ids, Ids, Ids]:
     """Return the edges inside each group of nodes: (sources, targets, edges), int64 [e] each, grouped by target.
 
-    ``row_begin``, ``row_count`` and ``src`` are the edges of the union, grouped by target. Group r is
-    ``member[ptr[r]:ptr[r + 1]]``. Sources and targets are indices into ``member``, edges are indices into ``src``.
+    ``row_begin``, ``row_count`` and ``src``: edges of a graph with ``num_nodes`` nodes, grouped by target. Group r is
+    ``member[ptr[r]:ptr[r + 1]]``. In the result, sources and targets are indices into ``member``, edges are indices
+    into ``src``.
     """
     at = np.full(num_nodes, -1, np.int64)
     found = np.empty((3, _visit(row_begin, row_count, src, member, ptr, at, np.empty((3, 0), np.int64))), np.int64)
@@ -255,7 +266,9 @@ def edges_within(
 
 @njit()
 def _visit(row_begin: Any, row_count: Any, src: Any, member: Any, ptr: Any, at: Any, found: Any) -> int:
-    """Return the number of edges; fill ``found`` if it has room. ``at`` is all -1 before and after the call."""
+    """Return the number of edges inside the groups, and fill ``found`` with them if it has room. ``at`` is all -1
+    before and after the call.
+    """
     count, fill = 0, found.shape[1] > 0
     for group in range(len(ptr) - 1):
         for place in range(ptr[group], ptr[group + 1]):
@@ -361,10 +374,10 @@ class DistClusterLoader(PyGLoader):
         return self.clusters.part[positions]
 
     def shares(self, epoch: int) -> Iterator[SeedShare]:
-        """This rank's clusters of every step.
+        """Yield the clusters of this rank for every step.
 
-        Clusters are split over the epoch as a whole, not step by step, so that more of them stay on the host of their
-        part.
+        Clusters are split over the ranks for the whole epoch, not step by step. So more of them are given to a rank on
+        a host of their part.
         """
         o, order = self.order, self.order.epoch(epoch)
         rank_of = split_step(self.part_of(order), self.layout)
@@ -382,39 +395,39 @@ class DistClusterLoader(PyGLoader):
         return BatchSeeds(SeedSet(nodes), None)
 
     def output(self, sampled: SampledBatch, seeded: BatchSeeds) -> Output:
-        """As for other loaders, with the edges in the order of ``sparse_format``."""
+        """Convert a subgraph to torch_geometric's sampler output, with the edges in the order of ``sparse_format``."""
         out = super().output(sampled, seeded)
         for of in [None] if isinstance(out, SamplerOutput) else list(out.row):
             sort_edges(out, of, self.sparse_format == "csr")
         return out
 
     def annotate(self, data: Any, out: Output) -> None:
-        """Cluster batches have no further attributes."""
+        """Do nothing: batches of clusters have no attributes about seeds."""
 
 
 @dataclass(frozen=True)
 class ClusterMembers:
-    """The nodes of one type, grouped by cluster."""
+    """The nodes of one type, grouped by the cluster they belong to."""
 
     nodes: Ids  #: int64 [N] global ids, by original id within a cluster
     begin: Ids  #: int64 [clusters + 1] where each cluster begins in ``nodes``
 
     def of(self, clusters: Ids) -> Ids:
-        """The nodes of the given clusters: int64 global ids."""
+        """Return the nodes of the given clusters: int64 global ids."""
         pieces = [self.nodes[self.begin[c] : self.begin[c + 1]] for c in clusters]
         return np.concatenate([np.empty(0, np.int64), *pieces])
 
 
 @dataclass(frozen=True)
 class Clusters:
-    """All clusters that have nodes, in the order of their numbers."""
+    """All clusters that have nodes, in the order of the cluster numbers."""
 
     members: Mapping[NodeType, ClusterMembers]
     part: Ids  #: int64 [clusters] part that has most of the cluster's nodes
 
     @classmethod
     def of(cls, graph: Graph, cluster: Mapping[NodeType, Array]) -> Clusters:
-        """Make clusters from the cluster number of each node, indexed by original id."""
+        """Make clusters. ``cluster``: for each node type the cluster number of each node, indexed by original id."""
         numbers = np.unique(np.concatenate(list(cluster.values())))
         members, votes = {}, np.zeros((len(numbers), graph.manifest.num_parts), np.int64)
         for of, values in cluster.items():
@@ -425,7 +438,7 @@ class Clusters:
         return cls(members, votes.argmax(1))
 
     def digest(self) -> str:
-        """Digest of the clusters, to compare them between ranks."""
+        """Return a digest of the clusters, by which ranks check that they have the same clusters."""
         total = hashlib.sha256()
         for members in self.members.values():
             total.update(members.nodes.data)
@@ -434,7 +447,7 @@ class Clusters:
 
 
 def _cluster_of_nodes(graph: Graph, num_clusters: int | None, seed: int) -> dict[NodeType, Array]:
-    """Cluster number of each node, for every type: integers [N], indexed by original id."""
+    """Return for every node type the cluster number of each node: integers [N], indexed by original id."""
     if num_clusters is not None:
         return _by_metis(graph, whole_number("num_clusters", num_clusters, 1), seed)
     having = [of for of, spec in graph.manifest.nodes.items() if CLUSTER in spec.attrs]

@@ -1,4 +1,4 @@
-"""torch_geometric's ``ZipLoader`` for the loaders of this package."""
+"""``DistZipLoader``: torch_geometric's ``ZipLoader`` for the loaders of this package."""
 
 from __future__ import annotations
 
@@ -78,7 +78,7 @@ class DistZipLoader(RankLoader):
 
     @property
     def cost(self) -> Cost:
-        """Sum of the costs of all loaders."""
+        """Sum of the costs of all loaders that are combined."""
         return Cost.total(loader.cost for loader in self.loaders)
 
     @property
@@ -103,14 +103,14 @@ class DistZipLoader(RankLoader):
 
 
 def _with_own_key(share: SeedShare, number: int) -> SeedShare:
-    """The same share with a different key for each loader, so that their draws are independent."""
+    """Return the share with another key for each loader, so that the loaders draw independently."""
     if number == 0:
         return share
     return replace(share, key=int(hashed(np.uint64(share.key) ^ hashed(np.uint64(number) + GOLDEN))))
 
 
 def _checked(loaders: list[PyGLoader]) -> PyGLoader:
-    """Return the first loader. Raises ``SettingsError`` if the loaders cannot be combined."""
+    """Check that the loaders can be combined, and return the first one. Raises ``SettingsError``."""
     if not loaders:
         raise SettingsError("loaders is empty; pass at least one loader")
     for loader in loaders:

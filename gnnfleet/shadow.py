@@ -7,7 +7,7 @@ from pathlib import Path
 
 
 def check_not_shadowed(package: str) -> None:
-    """Raise ``ImportError`` if ``import package`` would not find the package next to this one.
+    """Raise ``ImportError`` if ``import package`` would find another module than the package installed with gnnfleet.
 
     The other module is not imported, as it may be the user's own script.
     """

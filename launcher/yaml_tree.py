@@ -93,7 +93,7 @@ class _Loader(yaml.SafeLoader):
         self._values = self._depth = 0
 
     def compose_node(self, parent: yaml.Node | None, index: Any) -> yaml.Node | None:
-        """Compose a value and everything below it. Raises MarkedYAMLError beyond the limits."""
+        """Compose a value and everything below it. Raises MarkedYAMLError for too many values or levels."""
         self._values, self._depth = self._values + 1, self._depth + 1
         if self._depth > _MOST_DEPTH or self._values > _MOST_VALUES:
             many = f"it has more than {_MOST_VALUES:,} values"
@@ -303,7 +303,7 @@ def expand_nodes(tree: Tree) -> Tree:
 
 
 def check_values(values: int) -> None:
-    """Raise RangeError if the nodes together, with ``defaults`` applied to each, have too many values."""
+    """Raise RangeError if all nodes together, each with its copy of ``defaults``, have too many values for a config."""
     if values > _MOST_EXPANDED:
         raise RangeError(f"the nodes stand for more than {_MOST_EXPANDED:,} values")
 

@@ -190,7 +190,7 @@ def import_command(config_options: Callable[[click.Command], click.Command]) -> 
 
 
 def imported(options: LaunchOptions, folder: Path) -> str:
-    """Return the text of a cluster.yml in ``folder`` with the settings of the other launcher's file and flags.
+    """Return the text of a cluster.yml in ``folder`` that has the settings of another launcher's file and flags.
 
     Raises ConfigError and UsageError.
     """

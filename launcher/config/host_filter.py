@@ -105,9 +105,9 @@ def _named(config: ClusterConfig, names: _Names, name: str) -> Iterator[tuple[in
 def _with_devices(
     config: ClusterConfig, ranks: Sequence[int], wanted: frozenset[int]
 ) -> Iterator[tuple[int, frozenset[int]]]:
-    """Yield the nodes in ``ranks`` that have any of the ``wanted`` devices; nodes of one host share its device ids.
+    """Yield each node in ``ranks`` that has some of the ``wanted`` device ids, with these ids.
 
-    Raises LookupError if a host lacks one of the devices.
+    Raises LookupError if the nodes on a host do not have all of the ``wanted`` devices between them.
     """
     hosts: dict[str, dict[int, tuple[int, ...]]] = {}
     for k in ranks:

@@ -182,8 +182,9 @@ def load_config(
 ) -> ClusterConfig:
     """Read the file, apply overrides, select nodes with ``choose``, and check the result.
 
-    Each node of the file is checked, but the cluster as a whole only with the selected nodes. A file of another
-    launcher is converted; ``foreign`` is one that was already read. Raises ConfigError with all problems found.
+    Each node of the file is checked; the checks of the cluster as a whole see only the selected nodes. A file of
+    another launcher is converted, unless ``foreign`` is given, the converted file. Raises ConfigError with all problems
+    found.
     """
     problems: list[Problem] = []
 

@@ -145,7 +145,11 @@ class GraphDraft:
 
 
 def graph_of(dataset: str, source: str | None) -> GraphDraft:
-    """Return the draft of a graph. Whether ``source`` is heterogeneous is read from its names, without unpickling."""
+    """Return the dataset, source and options of the graph, as cluster.yml will have them.
+
+    Whether ``source`` is heterogeneous is judged by file names, or by the strings in a .pt file, which is not
+    unpickled.
+    """
     if dataset == "synthetic":
         about = "generated; others: `file`, ogbn-products, Planetoid:Cora …"
         return GraphDraft(dataset, source, options={"num_nodes": 100_000, "avg_degree": 15}, about=about)

@@ -112,7 +112,10 @@ def config_of(request: InitRequest, connect_timeout: float = 10.0) -> ResolvedCo
 
 
 def in_flags(problems: Sequence[Problem]) -> ConfigError:
-    """Return the problems with flags in place of keys, as ``--venv`` for ``nodes.0.venv``, since there is no file."""
+    """Return the problems with names of flags in place of config keys, such as ``--venv`` for ``nodes.0.venv``.
+
+    The user gave the values as flags of ``gnnfleet init``, not in a file.
+    """
 
     def flag(found: re.Match[str]) -> str:
         return "host" if found[1] == "host" else f"--{found[1].replace('_', '-')}"

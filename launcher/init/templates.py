@@ -73,6 +73,6 @@ def _outside(text: str) -> Iterator[str]:
 
 
 def _from(folder: Path, path: Path) -> str:
-    """Return ``path`` relative to ``folder`` if it is inside, else unchanged."""
+    """Return ``path`` relative to ``folder`` if ``path`` is inside ``folder``, else unchanged."""
     relative = os.path.relpath(path, folder)
     return str(path) if relative.startswith("..") else relative

@@ -44,7 +44,7 @@ def collect(plan: LaunchPlan, transports: Mapping[int, Transport | TransportErro
     answers = on_nodes(nodes, lambda k: _collect_node(nodes[k], transports[k], folder))
     notes = [
         f"{nodes[k].label}: its files could not be fetched ({reason_of(answers.errors[k])}); "
-        f"they stay there in {nodes[k].run_dir}"
+        f"they are still on the node, in {nodes[k].run_dir}"
         for k in sorted(answers.errors)
     ]
     notes += [note for k in sorted(answers.values) for note in answers.values[k]]

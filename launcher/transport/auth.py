@@ -315,7 +315,10 @@ def is_locked(path: str) -> bool:
 
 
 def key_problem(path: str, passphrase: Secret | None, agent: str) -> tuple[str, str] | None:
-    """(message, remedy) if the private key at ``path`` cannot be used, else None. ``agent``: socket path or ""."""
+    """Return (message, remedy) if the private key at ``path`` cannot be used, else None.
+
+    ``agent``: path of the socket of ssh-agent, "" without an agent.
+    """
     if not os.path.isfile(path):
         return f"key file {path} does not exist", "correct `key` in the config"
     if not os.access(path, os.R_OK):
@@ -395,8 +398,11 @@ class Passwords:
         return Credentials(key, secrets.get("Password"), secrets.get("Passphrase"))
 
     def ask_again(self, refused: Collection[int], wants_password: Collection[int]) -> None:
-        """Ask again for the nodes in ``refused``, and for a password for those in ``wants_password``, whose hosts
-        accepted the key and require a password as well."""
+        """Ask again for the passwords and passphrases that were refused.
+
+        Nodes in ``wants_password`` are also asked for a password: their hosts accepted the key and require a password,
+        too.
+        """
         for rank in wants_password:
             self._questions[rank] = (*self._questions[rank], _password_of(self._config.nodes[rank]))
         self._ask_for(sorted({*refused, *wants_password}), lambda rank: "Not accepted. " if rank in refused else "")

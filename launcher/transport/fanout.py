@@ -19,7 +19,7 @@ class Answers(Generic[T]):
     errors: dict[int, Exception] = field(default_factory=dict)
 
     def or_raise(self) -> dict[int, T]:
-        """The values; raises the error of the lowest node_rank if there is one."""
+        """Return the values; if any node has an error, raise that of the lowest node_rank."""
         for node_rank in sorted(self.errors):
             raise self.errors[node_rank]
         return self.values

@@ -49,7 +49,7 @@ def read_known_hosts(paths: Sequence[Path]) -> Iterator[KnownKey]:
 
 @lru_cache(maxsize=16)
 def _lines_of(path: Path, mtime_ns: int, size: int) -> tuple[KnownKey, ...]:
-    """Lines of one file, read once for all nodes as long as its time and size stay the same."""
+    """Return the lines of one known_hosts file; the file is read again only if its time or size has changed."""
     lines = enumerate(path.read_text(errors="replace").splitlines(), 1)
     return tuple(known for number, line in lines if (known := _parse(line, f"{path}:{number}")))
 
@@ -106,7 +106,7 @@ class HostKeyCheck(paramiko.MissingHostKeyPolicy):
         return list(dict.fromkeys(types))
 
     def missing_host_key(self, client: paramiko.SSHClient, hostname: str, key: paramiko.PKey) -> None:
-        """Called by paramiko with the host's key; returns to accept it. Raises HostKeyError for an untrusted key.
+        """Return if the key that paramiko got from the host is accepted, else raise HostKeyError.
 
         With mode ``no`` a changed or revoked key sets ``distrust`` instead, and login continues without passwords, as
         in OpenSSH: a machine in the middle could use a password but not a signature.

@@ -132,7 +132,10 @@ class OpenSshTransport(RemoteTransport):
         raise Dropped(error) if output.lower().startswith(_DROPPED) else error
 
     def _askpass(self, folder: Path, host: SshHost) -> tuple[Mapping[str, str], Mapping[str, str]]:
-        """Options and environment for ssh: no prompts, or prompts answered by a script in ``folder`` (mode 0700)."""
+        """Return the options and environment with which ssh gets the password or passphrase.
+
+        Without one of them ssh does not prompt; else a script in ``folder`` (mode 0700) answers its prompt.
+        """
         given = self.credentials
         secret, about = (given.passphrase, given.key) if given.passphrase is not None else (given.password, None)
         if secret is None:
@@ -150,7 +153,10 @@ class OpenSshTransport(RemoteTransport):
         return {"BatchMode": "no", "NumberOfPasswordPrompts": "1"}, environment
 
     def _checking(self, host: SshHost) -> dict[str, str]:
-        """Options for host keys as in the config; ``ask`` becomes ``yes``, as ssh cannot ask the user."""
+        """Return the ssh options that check host keys as the config says.
+
+        ``ask`` becomes ``yes`` (refuse unknown keys), as this ssh process cannot ask the user.
+        """
         mode = checking_mode(self.host_keys, host)
         if mode == "insecure":
             return {"StrictHostKeyChecking": "no", "UserKnownHostsFile": os.devnull, "GlobalKnownHostsFile": os.devnull}

@@ -99,7 +99,7 @@ class Process(ABC):
             self.close_input()
 
     def join_feeder(self) -> None:
-        """Wait up to 5 s for the thread of ``feed``."""
+        """Wait up to 5 s for the end of the thread that ``feed`` may have started."""
         if self._feeder is not None:
             self._feeder.join(_JOIN_TIMEOUT)
 

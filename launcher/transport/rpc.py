@@ -56,8 +56,10 @@ def program_source(name: str) -> str:
 
 @cache
 def bundle(name: str) -> dict[str, str]:
-    """Sources of a program and of all ``launcher.node`` modules that it imports, by dotted name below
-    ``launcher.node``."""
+    """Return the sources of a program and of all ``launcher.node`` modules that it imports.
+
+    Keys are dotted names below ``launcher.node``.
+    """
     sources: dict[str, str] = {}
     waiting = [f"programs.{name}"]
     while waiting:

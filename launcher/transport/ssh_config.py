@@ -333,7 +333,10 @@ def _path(text: str, tokens: Mapping[str, str]) -> str:
 
 
 def _agent(value: str, tokens: Mapping[str, str]) -> str:
-    """The agent's socket: a path, ``$VARIABLE``, ``SSH_AUTH_SOCK`` or ``none``."""
+    """Return the path of the socket of ssh-agent; "" for none.
+
+    ``value`` is that of the ssh_config keyword IdentityAgent: a path, ``$VARIABLE``, ``SSH_AUTH_SOCK`` or ``none``.
+    """
     if value == "SSH_AUTH_SOCK" or re.fullmatch(r"\$\w+", value):
         return os.environ.get(value.lstrip("$"), "")
     return "" if value.lower() == "none" else _path(value, tokens)

@@ -1,4 +1,5 @@
-"""Tests of collecting files: small files packed in one call, large ones one by one, unchanged ones skipped."""
+"""Tests of collecting files from nodes: small files come packed in one call, large files one by one, and unchanged
+files not at all."""
 
 from __future__ import annotations
 
@@ -19,7 +20,7 @@ from run_kit import make_launch, make_node
 
 
 class Counting(LocalTransport):
-    """A local transport that counts its calls."""
+    """A local transport that counts the commands and records the downloads."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -41,7 +42,7 @@ class Counting(LocalTransport):
 
 @pytest.fixture
 def plan(tmp_path: Path):
-    """Two nodes whose run has ended; the first has a checkpoint and output."""
+    """Return the plan of a run on two local nodes that has ended; the first node has a checkpoint and output files."""
     made = make_launch([make_node(tmp_path, k, []) for k in range(2)])
     for node in made.nodes:
         top = Path(node.run_dir)
@@ -98,7 +99,8 @@ def test_an_unreachable_node_is_noted_and_the_others_are_collected(plan, tmp_pat
     collected = collect(plan, {0: LocalTransport(), 1: lost}, tmp_path / "here")
     (note,) = collected.notes
     assert note == (
-        "node1 (local): its files could not be fetched (no answer); they stay there in " + plan.nodes[1].run_dir
+        "node1 (local): its files could not be fetched (no answer); they are still on the node, in "
+        + plan.nodes[1].run_dir
     )
     assert (tmp_path / "here/logs/node0/rank0.log").exists()
 

@@ -1,4 +1,4 @@
-"""Golden test of the messages that commands print about a run in each state its nodes can be in."""
+"""Golden test of the messages that commands print about a run, for each state in which a node can be."""
 
 from __future__ import annotations
 
@@ -27,7 +27,8 @@ STEP = {"epoch": 4, "step": 12, "steps": 40, "loss": 0.5, "seeds_per_s": 1234.0,
 
 
 def state(local_run: LocalRun, k: int, word: str = "training", *, alive: bool = True, **more: Any) -> None:
-    """Write node k's state.json as its supervisor would; this process stands in for the supervisor."""
+    """Write state.json of node k as a supervisor would. It has the pid of this process as that of the supervisor; if
+    ``alive`` is false, it looks as if the supervisor had ended."""
     node = local_run.nodes[k]
     node.write_spec()
     me = look(os.getpid())
@@ -97,7 +98,8 @@ def host_lost(local_run: LocalRun) -> None:
     nodes = tuple(replace(node, login=Login(None, f"gnn{node.node_rank + 1}", None)) for node in local_run.plan.nodes)
     local_run.plan = replace(local_run.plan, nodes=nodes)
     first = {"sentence": "node1 (gnn2): no sign of life for 6 s"}
-    note = "node1 (gnn2): its files could not be fetched (no answer within 10 s); they stay there in /w/runs/r1/node1"
+    unread = "its files could not be fetched (no answer within 10 s)"
+    note = f"node1 (gnn2): {unread}; they are still on the node, in /w/runs/r1/node1"
     collected(local_run, "failed", first_failure=first, notes=[note])
     result(local_run, 0, "failed", "told by the others: node1", cause={**CAUSE, "node_rank": 1})
     state_file = local_run.nodes[0].path / "state.json"
@@ -181,7 +183,7 @@ SCENES: dict[str, tuple[Callable[[LocalRun], Any], list[list[str]]]] = {
 
 
 def words_of(text: str, top: Path) -> str:
-    """Replace what differs between runs of the test."""
+    """Replace the values in ``text`` that differ from one execution of the test to the next, e.g. times and pids."""
     me = user_at_host()
     for old, new in {str(top): "…", me.partition("@")[2]: "laptop", "(local)": "(gnn)"}.items():
         text = text.replace(old, new)

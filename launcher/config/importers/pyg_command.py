@@ -106,7 +106,7 @@ def _script(remote: Remote, words: list[str]) -> Remote:
 
 
 def _of_python(path: str) -> tuple[str, str]:
-    """Return ``("conda", prefix)`` for the Python of a conda environment, as …/envs/pyg/bin/python, else the Python."""
+    """Return ``("conda", prefix)`` if ``path`` is the Python of a conda environment, else ``("python", path)``."""
     prefix = posixpath.dirname(posixpath.dirname(path))
     return ("conda", prefix) if _manager(prefix) == "conda" else ("python", path)
 

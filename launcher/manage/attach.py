@@ -36,26 +36,27 @@ done
 
 @dataclass(frozen=True)
 class Pane:
-    """One pane of the local session."""
+    """One pane of the local tmux session; it shows the tmux session of one node."""
 
     label: str
     argv: tuple[str, ...]  #: command that attaches to the node's session
 
     @property
     def command(self) -> str:
-        """The command quoted for a shell."""
+        """``argv`` as one line, quoted for a shell."""
         return shlex.join(self.argv)
 
 
 def panes_of(found: FoundRun) -> list[Pane]:
-    """Return one pane per node, by node_rank."""
+    """Return one pane for each node, in order of node_rank."""
     config = found.needed_config
     nodes = found.needed_plan.nodes
     return [Pane(node.label, attach_argv(config, node)) for node in nodes]
 
 
 def attach_argv(config: ResolvedConfig, node: NodePlan) -> tuple[str, ...]:
-    """Return the command that attaches to a node's session; read-only, as key presses would reach the supervisor."""
+    """Return the command that attaches to the tmux session of a node; read-only, as key presses would reach the
+    supervisor."""
     attach = ("tmux", "attach", "-r", "-t", f"={node.session}")
     if config.transport == "local":
         return ("env", "TMUX=", *attach)
@@ -70,12 +71,13 @@ def _ssh(node: NodeConfig) -> tuple[str, ...]:
 
 
 def session_of(run_id: str) -> str:
-    """Return the name of the local session."""
+    """Return the name of the local tmux session that shows the nodes of the run."""
     return "gnnfleet-" + re.sub(r"[^A-Za-z0-9_-]", "-", run_id)
 
 
 def make_session(run_id: str, panes: Sequence[Pane]) -> str:
-    """Create the local session with its panes unless it exists; returns its name. Raises SessionError."""
+    """Create the local tmux session with its panes, unless it exists; returns the session's name. Raises
+    SessionError."""
     name = session_of(run_id)
     server = libtmux.Server()
     try:
@@ -96,7 +98,7 @@ def make_session(run_id: str, panes: Sequence[Pane]) -> str:
 
 
 def _fill(window: libtmux.Window, group: Sequence[Pane]) -> None:
-    """Add the other panes of a window, tiled, with the node's label in the border of each pane."""
+    """Add all panes of ``group`` but the first to a window, tiled, with the node's label in the border of each pane."""
     window.rename_window(group[0].label.split()[0] if len(group) == 1 else "nodes")
     for option, value in {"synchronize-panes": "off", "pane-border-status": "top", "remain-on-exit": "on"}.items():
         window.set_option(option, value)
@@ -116,7 +118,8 @@ def _pane_command(pane: Pane) -> str:
 
 
 def enter(name: str) -> int:
-    """Attach this terminal to the session, or switch to it from inside tmux; returns tmux's exit status."""
+    """Attach this terminal to the local tmux session ``name``, or switch to it from inside tmux; returns the exit
+    status of tmux."""
     signal.signal(signal.SIGTERM, signal.SIG_DFL)  # tmux restores the terminal itself
     verb = "switch-client" if os.environ.get("TMUX") else "attach-session"
     try:

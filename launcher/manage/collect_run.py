@@ -32,7 +32,7 @@ class CollectResult:
     exit_status: int
 
     def to_json(self) -> dict[str, Any]:
-        """Return the ``--json`` record."""
+        """Return the record that ``--json`` prints."""
         values = {
             "folder": str(self.folder),
             "told": self.told,
@@ -92,7 +92,8 @@ def report_of(run: OpenRun, views: Mapping[int, NodeView], collected: Collected,
 
 
 def prepare_folder(run: OpenRun, folder: Path) -> None:
-    """Write run.json and config.yml if needed, and register the folder, so that later commands find the run."""
+    """Write run.json and config.yml into ``folder`` if they are missing, and register the folder, so that later
+    commands find the run."""
     found = run.found
     if not (folder / NAME).exists() and not (folder / "run.json").exists():
         write_whole(folder / "run.json", run_json(found.needed_plan), private=True)
@@ -101,18 +102,21 @@ def prepare_folder(run: OpenRun, folder: Path) -> None:
 
 
 def folder_for(run: OpenRun, runs_dir: Path) -> Path:
-    """Return the folder for the run's files on this machine."""
+    """Return the folder on this machine for the files of the run: the one that it has already, or a new one in
+    ``runs_dir``."""
     return run.found.folder or runs_dir / run.found.run_id
 
 
 def _end_is_known(views: Mapping[int, NodeView], lead: int) -> bool:
-    """Whether the lead node has a result. Its hub ends last, so its result also covers nodes that are unreachable."""
+    """Whether the lead node has a result. The lead node ends last, so its result also tells what became of unreachable
+    nodes."""
     hub = views.get(lead)
     return hub is not None and hub.result is not None
 
 
 def _seconds(run: OpenRun, views: Mapping[int, NodeView]) -> float:
-    """Return the duration: from the launch, or the first process start, to the last process end."""
+    """Return the duration of the run in seconds: from the launch (if this machine does not know it, from the first
+    process start) to the last process end."""
     records = [(view, record) for view in views.values() for record in (view.result or {}).get("outcomes", ())]
     begins = [record["started"] - view.offset for view, record in records if record["started"]]
     ends = [record["ended"] - view.offset for view, record in records if record["ended"]]

@@ -28,7 +28,7 @@ _IF_THERE = f'if [ -e "$1/node.json" ]; then exec bash -c "$2"; else echo "{_ABS
 
 @dataclass(frozen=True)
 class OpenRun:
-    """A run and its connections: a Transport, or the error, by node_rank."""
+    """A run and the connections to its nodes: by node_rank, a Transport or the error of connecting."""
 
     found: FoundRun
     attempts: Mapping[int, Transport | TransportError]
@@ -39,18 +39,19 @@ class OpenRun:
 
     @property
     def transports(self) -> dict[int, Transport]:
-        """The nodes that were reached."""
+        """The transports of the nodes that were reached, by node_rank."""
         return {k: attempt for k, attempt in self.attempts.items() if isinstance(attempt, Transport)}
 
     @property
     def errors(self) -> dict[int, TransportError]:
-        """The nodes that were not reached."""
+        """The errors of the nodes that were not reached, by node_rank."""
         return {k: attempt for k, attempt in self.attempts.items() if isinstance(attempt, TransportError)}
 
     def views(
         self, ranks: Sequence[int] | None = None, options: Callable[[int], Sequence[str]] = lambda k: ("--only", "")
     ) -> dict[int, NodeView]:
-        """Query all nodes, or those in ``ranks``. ``options``: of ``watch.py --once`` per node; default: no files."""
+        """Query the state of all nodes, or of those in ``ranks``, in parallel. ``options``: returns the options of
+        ``watch.py --once`` for a node_rank; by default no log or metrics file is read."""
         nodes = {k: node for k, node in self.nodes.items() if ranks is None or k in ranks}
         asked = [k for k in nodes if k in self.transports]
         answers = on_nodes(asked, lambda k: node_view(nodes[k], self.transports[k], options(k)))
@@ -61,7 +62,7 @@ class OpenRun:
 
 @contextmanager
 def opened(found: FoundRun) -> Iterator[OpenRun]:
-    """Connect to all nodes with the logins of the run's config; closes the connections on exit."""
+    """Connect to all nodes of ``found`` with the logins in its config; closes the connections on exit."""
     ranks = [node.node_rank for node in found.needed_plan.nodes]
     attempts = connect_all(found.needed_config)
     try:
@@ -71,7 +72,8 @@ def opened(found: FoundRun) -> Iterator[OpenRun]:
 
 
 def node_view(node: NodePlan, transport: Transport, words: Sequence[str]) -> NodeView:
-    """Query one node with the options ``words`` of ``watch.py``; raises FleetError if that fails."""
+    """Query the state of one node by ``watch.py --once`` with the options ``words``; raises FleetError if that
+    fails."""
     watch = node.program("watch", node.run_dir, "--once", *words)
     done = transport.run(if_there(node, watch), timeout=_TIMEOUT)
     ended = time.time()
@@ -82,12 +84,13 @@ def node_view(node: NodePlan, transport: Transport, words: Sequence[str]) -> Nod
 
 
 def if_there(node: NodePlan, program: Command) -> Command:
-    """Return a command that runs ``program`` only if the node has the run's files; it creates nothing otherwise."""
+    """Return a command that runs ``program`` only if the run folder exists on the node; otherwise it prints a mark and
+    creates nothing."""
     return Command(("bash", "-c", _IF_THERE, "bash", node.run_dir, render(replace(program, cwd=""))))
 
 
 def was_absent(done: Completed) -> bool:
-    """Whether an ``if_there`` command found no files of the run."""
+    """Whether a command made by ``if_there`` has found no run folder on the node."""
     return _ABSENT.encode() in done.stdout
 
 

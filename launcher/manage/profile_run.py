@@ -20,7 +20,8 @@ _FILES = "metrics-rank*.jsonl"
 
 
 def run_profile(run: OpenRun) -> tuple[Profile, dict[int, str]]:
-    """Return the profile, and the reason for each missing node, by node_rank. Raises FleetError without any timings."""
+    """Return where the time of the run goes, and for each node without timings the reason, by node_rank. Raises
+    FleetError if no rank has timings."""
     plan = run.found.needed_plan
     missing: dict[int, str] = {}
     with tempfile.TemporaryDirectory(prefix="gnnfleet-profile-") as folder:
@@ -36,19 +37,20 @@ def run_profile(run: OpenRun) -> tuple[Profile, dict[int, str]]:
 
 
 def show_profile(profile: Profile, console: Console) -> None:
-    """Print the table and the advice."""
+    """Print where a run's time goes, as a table by phase, then suggestions."""
     print_profile(profile, console)
     for line in profile.advice:
         console.print(f"- {line}", soft_wrap=True, markup=False)
 
 
 def to_json(run: OpenRun, profile: Profile) -> dict[str, Any]:
-    """Return the ``--json`` record."""
+    """Return the record that ``--json`` prints."""
     return {"run_id": run.found.run_id, **profile.summary, "advice": list(profile.advice)}
 
 
 def _metrics_files(run: OpenRun, folder: Path, missing: dict[int, str]) -> Iterator[Path]:
-    """Yield metrics files of all ranks; writes the last lines of nodes that are not collected below ``folder``."""
+    """Yield a metrics file for each rank: the collected one, or a copy in ``folder`` of its last lines on the node.
+    Adds the reason for each unreachable node to ``missing``."""
     not_collected = []
     for node in run.found.needed_plan.nodes:
         logs = collected_logs(run.found, node.node_rank)

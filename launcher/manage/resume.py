@@ -26,12 +26,14 @@ class PreparedResume:
 
 
 def needs_no_node(found: FoundRun) -> bool:
-    """Whether the run has ended (or never began) and its files are on this machine."""
+    """Whether the run can be resumed without asking its nodes: it has ended (or never began), and its files are on this
+    machine."""
     return known_without_nodes(found)
 
 
 def prepare(run: OpenRun, runs_dir: Path, options: LaunchOptions) -> PreparedResume:
-    """Return what to launch; collects the run first if needed. ``options``: of this command, without a config file.
+    """Return the launch that resumes a run; first collects the run's files if they are not here. ``options``: those of
+    the resume command, which has no config file.
 
     Raises UsageError if the run is still running or has nothing left to train.
     """
@@ -98,7 +100,8 @@ def _check_unfinished(found: FoundRun, options: LaunchOptions, own: Sequence[str
 
 
 def own_command_of(found: FoundRun) -> tuple[str, ...]:
-    """Return the own command of the run; () for the bundled trainer. Raises UsageError if it is not known here."""
+    """Return the user's own command that the run trains with; () for the bundled trainer. Raises UsageError if this
+    machine does not know the command."""
     if found.launch is not None:
         return found.launch.own_command
     if not found.own:
@@ -110,7 +113,8 @@ def own_command_of(found: FoundRun) -> tuple[str, ...]:
 
 
 def go_to(cwd: Path | None) -> None:
-    """Change to the directory in which the own command was launched, as it may have relative paths."""
+    """Change to ``cwd``, the directory in which the user's own command was launched, as the command may contain
+    relative paths."""
     if cwd is None:
         return
     try:

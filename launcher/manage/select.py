@@ -49,8 +49,8 @@ class RunFileSeen:
 def discovered(config: ClusterConfig, config_path: Path, run: str | None) -> Iterator[OpenRun]:
     """Find a run on the hosts of ``config`` (read from ``config_path``) and open it.
 
-    ``run``: its id or part of the id; None: the newest. The config may list the hosts in another order than the run,
-    and other hosts. Raises UsageError if no host has such a run, FleetError if no host can be reached.
+    ``run``: the run's id or a part of it; None: the newest run. The config may list the run's hosts in another order,
+    and other hosts as well. Raises UsageError if no host has such a run, FleetError if no host can be reached.
     """
     attempts = connect_all(config)
     try:
@@ -67,7 +67,8 @@ def discovered(config: ClusterConfig, config_path: Path, run: str | None) -> Ite
 
 
 def _list_runs(config: ClusterConfig, attempts: Mapping[int, Transport | TransportError]) -> list[RunFileSeen]:
-    """List all run.json files in the hosts' work folders, with any value for ``{node_rank}``."""
+    """List the run.json files in the work folders of all hosts; ``{node_rank}`` in the path of a work folder stands for
+    any value."""
     transports = {k: attempt for k, attempt in attempts.items() if isinstance(attempt, Transport)}
     if not transports:
         errors = "\n".join(f"  {error}" for error in attempts.values())
@@ -114,7 +115,7 @@ def _mtime(item: tuple[str, int]) -> int:
 
 
 def _read_plan(seen: list[RunFileSeen], attempts: Mapping[int, Transport | TransportError]) -> LaunchPlan:
-    """Return the plan from the first run.json in ``seen`` that can be read; every node has a copy."""
+    """Return the plan of a run, from the first run.json in ``seen`` that can be read; every node has a copy."""
     errors: list[str] = []
     for one in seen:
         transport = attempts[one.host]
@@ -132,9 +133,10 @@ def _read_plan(seen: list[RunFileSeen], attempts: Mapping[int, Transport | Trans
 
 
 def _match_hosts(plan: LaunchPlan, config: ClusterConfig, seen: list[RunFileSeen]) -> dict[int, int]:
-    """Map node_ranks of the run to indices of the config's nodes: by login, then by host, then by the run's files.
+    """Return, for each node_rank of the run, the index of its node in ``config``: the node with the same login, else
+    the one with the same host, else a host that has files of this node_rank.
 
-    Files come last, since in a shared work folder every host has the files of all nodes.
+    Files are compared last, since in a shared work folder every host has the files of all nodes.
     """
     logins = {node.login: i for i, node in reversed(list(enumerate(config.nodes)))}
     hosts = {node.host: i for i, node in reversed(list(enumerate(config.nodes)))}
@@ -174,7 +176,7 @@ class Choice:
 
 @contextmanager
 def chosen(choice: Choice, *, offline: Callable[[FoundRun], bool] = lambda found: False) -> Iterator[OpenRun]:
-    """Find the run and connect to its nodes, unless ``offline`` returns True for it.
+    """Find the run that ``choice`` names and connect to its nodes; without connections if ``offline(run)`` is true.
 
     Raises UsageError if the run is not found, FleetError if it has no plan or no node can be reached.
     """
@@ -194,7 +196,7 @@ def chosen(choice: Choice, *, offline: Callable[[FoundRun], bool] = lambda found
 
 
 def _any_graph(config: Path) -> tuple[str, ...]:
-    """Return overrides that make a file without ``data``, such as a host list, a valid config."""
+    """Return overrides that make a config file without ``data``, such as a host list, valid."""
     from launcher.config.importers.detect import read_foreign
 
     foreign = read_foreign(config)
@@ -202,13 +204,13 @@ def _any_graph(config: Path) -> tuple[str, ...]:
 
 
 def _planned_here(choice: Choice) -> bool:
-    """Whether this machine has the plan of the run."""
+    """Whether this machine has the run.json of the run that ``choice`` names."""
     folder = known_here(str(choice.run), choice.runs_dirs)
     return folder is not None and (folder / "run.json").is_file()
 
 
 def _with_folder(found: FoundRun, choice: Choice) -> FoundRun:
-    """Add the run folder of this machine, if it exists, to a run found on its hosts."""
+    """Add the run folder on this machine, if there is one, to a run that was found on its hosts."""
     folder = known_here(found.run_id, choice.runs_dirs)
     if folder is None:
         return found

@@ -53,7 +53,7 @@ class Wanted:
     servers: bool = False  #: logs of graph servers instead of ranks
 
     def of(self, plan: LaunchPlan) -> Wanted:
-        """Return the selection for this run: graph servers' logs if it only serves."""
+        """Return this selection, changed to the logs of graph servers if the run has only servers."""
         return replace(self, servers=True) if plan.serve_only else self
 
     def nodes(self, plan: LaunchPlan) -> list[int]:
@@ -73,7 +73,7 @@ class Wanted:
 
     @property
     def patterns(self) -> list[str]:
-        """Glob patterns of the log files."""
+        """Glob patterns of the selected log files, relative to a node's run folder."""
         if self.rank is not None:
             return [f"logs/rank{self.rank}.log"]
         return ["logs/*.log"] if self.every else ["logs/server.log" if self.servers else "logs/rank*.log"]
@@ -90,7 +90,7 @@ class Line:
 
 
 def print_logs(run: OpenRun, wanted: Wanted, printer: LinePrinter) -> dict[int, str]:
-    """Print all lines so far, merged by time; returns the reason for each node whose lines are missing."""
+    """Print all log lines written so far, merged by time; returns, by node_rank, why lines of a node are missing."""
     plan = run.found.needed_plan
     missing: dict[int, str] = {}
     sources: list[Iterator[Line]] = []
@@ -115,7 +115,8 @@ def print_logs(run: OpenRun, wanted: Wanted, printer: LinePrinter) -> dict[int, 
 
 
 def follow_logs(run: OpenRun, wanted: Wanted, printer: LinePrinter) -> dict[int, str]:
-    """Print new lines until every node has ended or Ctrl-C; returns the reason for each node that was lost.
+    """Print new log lines until every node has ended or the user presses Ctrl-C; returns, by node_rank, why a node was
+    lost.
 
     Starts with the last ten lines of each log, unless ``wanted`` has ``last`` or ``since``.
     """
@@ -198,7 +199,8 @@ class _Follower(threading.Thread):
 
 
 def collected_logs(found: FoundRun, node_rank: int) -> Path | None:
-    """Return the local folder with all logs of a node; None if they are not collected or not complete."""
+    """Return the folder on this machine that has all logs of a node; None if they were not collected, or before the
+    node ended."""
     folder = found.folder / "logs" / f"node{node_rank}" if found.folder else None
     return folder if folder is not None and (folder / "result.json").is_file() else None
 
@@ -209,26 +211,28 @@ def all_collected(found: FoundRun) -> bool:
 
 
 def _query(run: OpenRun, wanted: Wanted, ranks: Sequence[int]) -> dict[int, NodeView]:
-    """Query the nodes for the selected lines."""
+    """Ask the nodes ``ranks`` for the log lines that ``wanted`` selects."""
     offsets = _clock_offsets(run, wanted, ranks)
     return run.views(ranks, lambda k: _options(wanted, wanted.last, offsets.get(k, 0.0)))
 
 
 def _clock_offsets(run: OpenRun, wanted: Wanted, ranks: Sequence[int]) -> dict[int, float]:
-    """Return node clock minus this machine's in seconds, by node_rank; empty without --since."""
+    """Return by how many seconds each node's clock is ahead of this machine's, by node_rank; {} without --since."""
     return {k: view.offset for k, view in run.views(ranks).items()} if wanted.since is not None else {}
 
 
 def _options(wanted: Wanted, tail: int | None, offset: float) -> list[str]:
-    """Return the options of ``watch.py``; ``offset``: the node's clock minus this machine's, seconds."""
+    """Return the options of ``watch.py`` that select the wanted lines; ``offset``: seconds by which the node's clock is
+    ahead of this machine's."""
     words = ["--only", ",".join(wanted.patterns)]
     words += ["--since", f"{wanted.since + offset:.3f}"] if wanted.since is not None else []
     return words + (["--tail", str(tail)] if tail is not None else [])
 
 
 def _lines_of(view: NodeView, hub: NodeView | None) -> list[Iterator[Line]]:
-    """Return one iterator per log. Times are converted to the hub's clock by the nodes' own measurement, and from there
-    to this machine's clock."""
+    """Return one iterator over lines for each log of a node. Times are by this machine's clock: converted first to the
+    lead node's clock, by the offset that the node has measured, and then from the lead node's clock to this
+    machine's."""
     offset = view.offset
     if hub is not None and hub.now and (hub is view or view.cluster_offset):
         offset = view.cluster_offset + hub.offset
@@ -236,7 +240,7 @@ def _lines_of(view: NodeView, hub: NodeView | None) -> list[Iterator[Line]]:
 
 
 def _lines_here(folder: Path, node_rank: int, wanted: Wanted) -> list[Iterator[Line]]:
-    """Return one iterator per collected log, with times by the lead node's clock."""
+    """Return one iterator over lines for each collected log of a node, with times by the lead node's clock."""
     result = record_in(RESULT, str(folder / "result.json")) or {}
     offset = float(result.get("clock_offset") or 0.0)
     files = sorted({file for pattern in wanted.patterns for file in folder.glob(pattern.removeprefix("logs/"))})
@@ -264,7 +268,7 @@ def process_name(file: str) -> str:
 
 
 class LinePrinter:
-    """Prints lines with node and process in front. Thread-safe."""
+    """Prints log lines, each with its node and process in front. Thread-safe."""
 
     def __init__(self, console: Console, plan: LaunchPlan, *, times: bool, every: bool):
         self.console, self.times = console, times
@@ -275,7 +279,6 @@ class LinePrinter:
         self._lock = threading.Lock()
 
     def put(self, line: Line) -> None:
-        """Print one line."""
         prefix = f"node{line.node_rank}/{line.name}".ljust(self._width) + " | "
         if self.times:
             prefix = f"{_local(line.when)} {prefix}"

@@ -54,7 +54,7 @@ class Status:
     views: Mapping[int, NodeView]  #: empty if the run folder on this machine suffices
 
     def to_json(self) -> dict[str, Any]:
-        """Return the ``--json`` record."""
+        """Return the record that ``--json`` prints."""
         launch = self.found.launch
         return {
             "run_id": self.found.run_id,
@@ -72,7 +72,8 @@ class Status:
 
 
 def status_now(run: OpenRun) -> Status:
-    """Return the state of the run; queries the nodes unless the run folder on this machine suffices."""
+    """Return the state of the run; queries the nodes unless the run folder on this machine contains the end of the
+    run."""
     if known_without_nodes(run.found):
         return Status(run.found, from_here(run.found), {})
     views = run.views()
@@ -97,7 +98,7 @@ def watch_status(run: OpenRun, console: Console) -> Status:
 
 
 def _reread(found: FoundRun) -> FoundRun:
-    """Read the run folder again; keeps values that only the nodes have."""
+    """Return ``found`` with what its run folder on this machine says now; keeps the plan if only the nodes have it."""
     if found.folder is None:
         return found
     now = read_folder(found.folder)
@@ -105,7 +106,7 @@ def _reread(found: FoundRun) -> FoundRun:
 
 
 def rendered(status: Status) -> Group:
-    """Render the sentence, the table, notes, findings, and commands to run next."""
+    """Render the state: one sentence, a table of nodes and ranks, notes, findings, and commands to run next."""
     verdict = status.verdict
     parts: list[Text | FittedTable] = [Text(verdict.sentence, _STYLES.get(verdict.state, "bold"))]
     if status.views:
@@ -120,7 +121,8 @@ def rendered(status: Status) -> Group:
 
 
 def _table(rows: list[tuple[Cell, ...]]) -> FittedTable:
-    """Make the table; leaves out column ``mostly`` if no rank reports it, as before the first step."""
+    """Return the table of nodes and ranks; leaves out the column ``mostly`` if no rank reports it, as before the first
+    step."""
     index = next(i for i, column in enumerate(_COLUMNS) if column.title == "mostly")
     if any(row[index] != "–" for row in rows):
         return FittedTable(_COLUMNS, rows)
@@ -128,7 +130,8 @@ def _table(rows: list[tuple[Cell, ...]]) -> FittedTable:
 
 
 def _rows(view: NodeView) -> Iterator[tuple[Cell, ...]]:
-    """Yield one row per rank; ranks without a step, and graph servers, have only the node's state."""
+    """Yield one table row per rank. A rank without a step has only the state of its node; so has the row of a node
+    without ranks."""
     state = Text(view.word, _NODE_STYLES.get(view.word, ""))
     age = view.heartbeat_age
     beat = f"{age:.1f} s ago" if age is not None else "–"
@@ -158,7 +161,7 @@ def _number(value: float | None, form: str) -> str:
 
 
 def _findings(views: Mapping[int, NodeView]) -> list[str]:
-    """Return the texts of all nodes' findings in order of time, without duplicates."""
+    """Return the texts of the findings of all nodes, in order of time and without duplicates."""
     found = [
         finding for view in views.values() for finding in ((view.result or view.state or {}).get("findings") or [])
     ]

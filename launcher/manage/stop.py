@@ -63,13 +63,13 @@ class NodeStopResult:
         return f"{self.node.label}: stopped{forced}"
 
     def to_json(self) -> dict[str, Any]:
-        """Return the ``--json`` record."""
+        """Return the record that ``--json`` prints."""
         values = {"node_rank": self.node.node_rank, "target": self.node.target, "was": self.was, "clean": self.clean}
         return values | {"killed": list(self.killed), "leftovers": list(self.leftovers), "trouble": self.trouble}
 
 
 def stop_run(run: OpenRun, views: Mapping[int, NodeView], *, now: bool) -> list[NodeStopResult]:
-    """Stop all nodes in parallel. ``now``: kill processes without waiting ``run.grace`` seconds."""
+    """Stop all nodes of the run in parallel. ``now``: kill processes without waiting ``run.grace`` seconds."""
     nodes = run.nodes
     grace = run.found.config.run.grace if run.found.config else 5.0
     timeout = _NOW if now else grace + _EXTRA
@@ -112,7 +112,7 @@ def stop_launcher(launch: LaunchFile) -> bool:
 
 
 def summary(found: FoundRun, stopped: list[NodeStopResult]) -> str:
-    """Return the result of all nodes in one sentence."""
+    """Return one sentence about the results of all nodes."""
     dirty = [one for one in stopped if not one.clean]
     if not dirty:
         return f"run {found.run_id}: no process of it is left on its {count(len(stopped), 'node')}"
@@ -135,7 +135,7 @@ class StopResult:
         return 0 if self.clean else 1
 
     def to_json(self) -> dict[str, Any]:
-        """Return the ``--json`` record."""
+        """Return the record that ``--json`` prints."""
         values = {"run_id": self.run_id, "told": self.told, "exit_status": self.exit_status}
         folder = str(self.collected.folder) if self.collected else None
         return values | {"nodes": [node.to_json() for node in self.nodes], "folder": folder}
@@ -172,7 +172,7 @@ def end_run(run: OpenRun, runs_dir: Path, console: Console, *, now: bool) -> Sto
 
 
 def _end_here(found: FoundRun) -> StopResult:
-    """Stop a run that has nothing on its nodes: ends its launcher on this machine, if that is still preparing it."""
+    """Stop a run that has nothing on its nodes: end its launcher, if one on this machine is still preparing the run."""
     if found.plan_is_missing:
         raise FleetError(found.without_plan.replace("gnnfleet status", "gnnfleet stop"))
     launch = found.launch

@@ -33,7 +33,7 @@ EVERY = 3.0  # seconds between updates from the nodes
 
 @dataclass(frozen=True)
 class RenderedReport:
-    """A rendered version of the report."""
+    """The report as rendered at one time."""
 
     page: ReportPage
     version: str  #: digest of the content
@@ -48,7 +48,8 @@ class RenderedReport:
 
 
 class ReportServer(ThreadingHTTPServer):
-    """HTTP server of one report. Its URL has a secret part, as other users of this machine can connect too."""
+    """HTTP server of one report. Its URL has a secret part, as other users of this machine can connect to the port
+    too."""
 
     daemon_threads = True
 
@@ -97,9 +98,9 @@ class _Handler(BaseHTTPRequestHandler):
 
 
 def watch_report(run: OpenRun, folder: Path, *, port: int | None = None, runs_dirs: Sequence[Path] = ()) -> None:
-    """Serve the report until Ctrl-C; while the run goes on, collect its files every ``EVERY`` seconds.
+    """Serve the report of the run until Ctrl-C. While the run goes on, collect the run's files every ``EVERY`` seconds.
 
-    ``port``: None for any free port.
+    ``port``: None: any free port.
     """
     over = known_without_nodes(run.found) or _update(run, folder)
     server = ReportServer(_rendered(folder, runs_dirs), port or 0)
@@ -122,7 +123,8 @@ def watch_report(run: OpenRun, folder: Path, *, port: int | None = None, runs_di
 
 
 def _update(run: OpenRun, folder: Path) -> bool:
-    """Collect the run's files, unless its launcher has written the result; returns whether the run has ended."""
+    """Collect the run's files, unless the launcher of the run has already written the result; returns whether the run
+    has ended."""
     if read_result(folder) is not None:
         return True
     try:

@@ -51,9 +51,9 @@ wait
 
 
 def attach_of(config: ClusterConfig, config_path: Path, console: Console) -> Attach | None:
-    """Return a function that attaches a run to the serving cluster in ``data.serving``; None if that is not set.
+    """Return a function that attaches a run to the serving cluster that ``data.serving`` names; None if it is not set.
 
-    ``config_path``: the file of ``config``.
+    ``config_path``: the file from which ``config`` was read.
     """
     name = config.data.serving
     return None if name is None else lambda run_id: attachment(name, config, config_path, run_id, console)
@@ -63,7 +63,8 @@ def attach_of(config: ClusterConfig, config_path: Path, console: Console) -> Att
 def attachment(
     name: str, config: ClusterConfig, config_path: Path, run_id: str, console: Console
 ) -> Iterator[Attachment]:
-    """Attach run ``run_id`` to serving cluster ``name``: its servers admit the run's key within the ``with`` block.
+    """Attach run ``run_id`` to serving cluster ``name``: within the ``with`` block, the cluster's servers accept the
+    key of the run.
 
     On exit the key is revoked, unless the run continues detached. Raises UsageError or FleetError if the cluster does
     not exist or no server is running.
@@ -109,7 +110,8 @@ def _attach(name: str, config: ClusterConfig, config_path: Path, run_id: str, co
 
 
 def detach(name: str, config: ClusterConfig, config_path: Path, run_id: str) -> list[str]:
-    """Revoke the key of the run; returns a note for each server where that failed."""
+    """Revoke the key of run ``run_id`` on all servers of the serving cluster; returns a note for each server where that
+    failed."""
     try:
         with open_serving(name, config, config_path) as run:
             return withdraw(run, run_id)
@@ -126,7 +128,7 @@ def _for_run(cluster: ClusterDescription, encrypted: bool) -> ServingCluster:
 
 
 def _check_dataset(config: ClusterConfig, found: FoundRun, name: str) -> None:
-    """Raise UsageError if ``data.dataset`` is set and differs from the dataset of the cluster."""
+    """Raise UsageError if ``data.dataset`` is set and is not the dataset that the serving cluster serves."""
     served = found.plan.dataset if found.plan and found.plan.partition else ""  # '': partitioned by another command
     wanted = config.data.dataset
     if served and wanted and served != wanted:
@@ -134,7 +136,8 @@ def _check_dataset(config: ClusterConfig, found: FoundRun, name: str) -> None:
 
 
 def _other_code(states: Mapping[int, ServerState], name: str) -> list[str]:
-    """Return a note if the servers run another version of gnnfleet; it works if the wire version is the same."""
+    """Return a note if the graph servers run another version of gnnfleet than this machine, which works if the wire
+    version is the same."""
     texts = (one.files["run.json"] for one in states.values() if "run.json" in one.files)
     plan = next(map(read_run, texts), None)
     if plan is None or plan.code_digest == code_digest():
@@ -149,7 +152,8 @@ def _other_code(states: Mapping[int, ServerState], name: str) -> list[str]:
 
 
 def known_serving(config: ClusterConfig) -> ServingCluster | None:
-    """Return the serving cluster from its run folder on this machine, without connecting; None if not known here."""
+    """Return the serving cluster that ``config`` names, read from its run folder on this machine without connecting;
+    None if it has none here."""
     if config.data.serving is None:
         return None
     folder = known_here(config.data.serving, [Path(config.run.runs_dir).expanduser()])
@@ -166,7 +170,8 @@ def _planned(node: NodePlan, host: str) -> GraphServer:
 
 
 def check_routes(serving: ServingCluster, plan: LaunchPlan, transports: Mapping[int, Transport]) -> list[str]:
-    """Test the connection from each node of a run to each server; returns a note for each that fails.
+    """Test the connection from each node of the run to each graph server of ``serving``; returns a note for each
+    connection that fails.
 
     Raises PreflightRefused if a node reaches no server.
     """
@@ -203,7 +208,8 @@ def _unreached(output: str) -> list[int]:
 
 
 def leave(found: FoundRun) -> list[str]:
-    """Revoke the key of a detached run that has ended; returns a note for each server where that failed."""
+    """Revoke the key of a detached run that has ended, in its serving cluster; returns a note for each server where
+    that failed."""
     plan, config = found.plan, found.config
     if plan is None or config is None or not plan.serving or not plan.encrypted:
         return []

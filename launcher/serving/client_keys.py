@@ -39,7 +39,8 @@ class MadeKey:
 def make_key(run: OpenRun, output: Path, person: str | None) -> MadeKey:
     """Create a key file at ``output`` and add its public key on all servers that are reachable.
 
-    ``person``: begins the key's name; None: the user. Raises UsageError or FleetError if no key can be created.
+    ``person``: first part of the key's name; None: the name of the user. Raises UsageError or FleetError if no key can
+    be created.
     """
     if output.exists():
         raise UsageError(f"{output} exists already; choose another file, or delete it")
@@ -63,7 +64,7 @@ def make_key(run: OpenRun, output: Path, person: str | None) -> MadeKey:
 
 
 def server_key(states: Mapping[int, ServerState]) -> str | None:
-    """Return the servers' public key; None if the cluster is not encrypted."""
+    """Return the public key of the graph servers, which is the same on all; None if the cluster is not encrypted."""
     for one in states.values():
         if "service.key" in one.files:
             return str(json.loads(one.files["service.key"])["public"])
@@ -71,9 +72,10 @@ def server_key(states: Mapping[int, ServerState]) -> str | None:
 
 
 def admit(run: OpenRun, client: str, public: str) -> list[str]:
-    """Add public key ``public`` under the name ``client`` on all servers; returns a note for each where that failed.
+    """Make all servers accept the public key ``public``, under the name ``client``; returns a note for each server
+    where that failed.
 
-    Raises FleetError if it failed on all.
+    Raises FleetError if it failed on all servers.
     """
     holders = {k: node for k, node in run.nodes.items() if node.parts}
 
@@ -88,7 +90,7 @@ def admit(run: OpenRun, client: str, public: str) -> list[str]:
 
 
 def withdraw(run: OpenRun, client: str) -> list[str]:
-    """Remove the key of ``client`` on all servers; returns a note for each where that failed."""
+    """Remove the public key of ``client`` from all servers; returns a note for each server where that failed."""
     holders = {k: node for k, node in run.nodes.items() if node.parts}
     errors = on_connections(
         {k: run.attempts[k] for k in holders},
@@ -98,5 +100,5 @@ def withdraw(run: OpenRun, client: str) -> list[str]:
 
 
 def _client_name(person: str) -> str:
-    """Return a unique name for a key."""
+    """Return a unique name for a new key of ``person``."""
     return f"{re.sub(r'[^A-Za-z0-9_-]+', '-', person)[:40] or 'guest'}-{secrets.token_hex(3)}"

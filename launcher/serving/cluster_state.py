@@ -46,20 +46,21 @@ class ClusterDescription:
 
     @property
     def words(self) -> str:
-        """The size as ``3 servers, 4 parts``."""
+        """The number of servers and parts, as ``3 servers, 4 parts``."""
         return f"{count(len(self.servers), 'server')}, {count(self.num_parts, 'part')}"
 
     def label(self, server: GraphServer) -> str:
-        """Return ``node1 (gnn2)``."""
+        """Return the name of a server's node and host in messages, as ``node1 (gnn2)``."""
         return node_label(server.node_rank, server.host)
 
     def to_json(self) -> dict[str, Any]:
-        """Return the ``--json`` record."""
+        """Return the record that ``--json`` prints."""
         return {**asdict(self), "servers": [asdict(server) for server in self.servers]}
 
 
 def read_description(text: str, where: str) -> ClusterDescription:
-    """Parse the text of a ``cluster.json``; raises FleetError if it is damaged. ``where``: its node or path."""
+    """Parse the text of a ``cluster.json``; raises FleetError if it is damaged. ``where``: the node or path that the
+    text comes from, for the message."""
     try:
         raw: Mapping[str, Any] = json.loads(text)
         servers = tuple(_server(node) for node in raw["nodes"] if node["endpoint"] and node["parts"])
@@ -74,7 +75,7 @@ def _server(node: Mapping[str, Any]) -> GraphServer:
 
 
 def server_rows(cluster: ClusterDescription) -> list[str]:
-    """Return one row of text per server: label, endpoint, parts."""
+    """Return one line of text for each server: label, endpoint, parts."""
     width = max((len(cluster.label(server)) for server in cluster.servers), default=0)
     return [
         f"  {cluster.label(server):{width}}  {server.endpoint}  {parts_words(server.parts)}"
@@ -102,7 +103,7 @@ exit 0
 
 @dataclass(frozen=True)
 class ServerState:
-    """The state of one node, and some of its files."""
+    """The state of one node of a serving cluster, and the content of some files in its run folder."""
 
     view: NodeView
     files: Mapping[str, str]  #: content of files in its run folder, by relative path
@@ -125,7 +126,8 @@ SECRETS = ("service.key", "clients/*.key")
 def server_states(
     run: OpenRun, names: Sequence[str] = FILES, ranks: Sequence[int] | None = None
 ) -> dict[int, ServerState]:
-    """Query all nodes of a serving cluster (or ``ranks``) and read the files in ``names``."""
+    """Query the state of all nodes of a serving cluster (or of those in ``ranks``), and read the files ``names`` of
+    each."""
     views = run.views(ranks)
     reached = [k for k, view in views.items() if view.reached]
     files = on_nodes(reached, lambda k: _files_of(run, k, names)).or_raise()
@@ -167,7 +169,7 @@ def move_folder(transport: Transport, folder: str, dest: str) -> None:
 
 
 def newest_description(states: Mapping[int, ServerState], name: str) -> ClusterDescription:
-    """Return the newest ``cluster.json`` on the nodes; raises FleetError if no node has one."""
+    """Return the ``cluster.json`` with the highest version on the nodes; raises FleetError if no node has one."""
     texts = {k: one.files["cluster.json"] for k, one in states.items() if "cluster.json" in one.files}
     clusters = [read_description(text, states[k].view.node.label) for k, text in texts.items()]
     if not clusters:
@@ -176,7 +178,7 @@ def newest_description(states: Mapping[int, ServerState], name: str) -> ClusterD
 
 
 def why_unknown(states: Mapping[int, ServerState]) -> str:
-    """Return why no node has a ``cluster.json``."""
+    """Return a text that says why ``cluster.json`` was found on no node."""
     unreachable = [
         f"  {one.view.node.label}: {one.view.unreachable}" for one in states.values() if one.view.unreachable
     ]
@@ -187,7 +189,7 @@ def why_unknown(states: Mapping[int, ServerState]) -> str:
 
 
 def check_serving(found: FoundRun) -> None:
-    """Raise UsageError if the run is not a serving cluster."""
+    """Raise UsageError if ``found`` is a training run, not a serving cluster."""
     if found.plan is not None and not found.plan.serve_only:
         raise UsageError(f"{found.run_id} is a training run, not a serving cluster; `gnnfleet serve` starts those")
 
@@ -196,8 +198,8 @@ def check_serving(found: FoundRun) -> None:
 def open_serving(name: str, config: ClusterConfig, config_path: Path) -> Iterator[OpenRun]:
     """Find serving cluster ``name`` and connect to its nodes.
 
-    It is looked up on this machine, then on the server nodes of ``config`` (read from ``config_path``).
-    Raises UsageError if there is none of that name.
+    Looks for the cluster on this machine, then on the server nodes of ``config`` (read from ``config_path``). Raises
+    UsageError if no cluster has that name.
     """
     folder = known_here(name, [Path(config.run.runs_dir).expanduser()])
     if folder is not None and (folder / "run.json").is_file():
@@ -223,7 +225,8 @@ def open_serving(name: str, config: ClusterConfig, config_path: Path) -> Iterato
 def on_connections(
     attempts: Mapping[int, Transport | TransportError], work: Callable[[int, Transport], Any]
 ) -> dict[int, Exception]:
-    """Run ``work`` on all connected nodes in parallel; returns the errors by node_rank, with those of connecting."""
+    """Run ``work(node_rank, transport)`` on all connected nodes in parallel. Returns errors by node_rank: those of
+    ``work``, and those of nodes that could not be connected."""
     transports = {k: attempt for k, attempt in attempts.items() if isinstance(attempt, Transport)}
     errors: dict[int, Exception] = {k: error for k, error in attempts.items() if isinstance(error, TransportError)}
     return errors | on_nodes(transports, lambda k: work(k, transports[k])).errors
@@ -233,9 +236,9 @@ def on_connections(
 def open_named(
     name: str, config: Path | None, runs_dir: str | None, offline: Callable[[FoundRun], bool]
 ) -> Iterator[OpenRun]:
-    """Find serving cluster ``name`` and connect to its nodes, unless ``offline`` returns True for it.
+    """Find serving cluster ``name`` and connect to its nodes; without connections if ``offline(cluster)`` is true.
 
-    Raises UsageError if there is none of that name, neither on this machine nor on the hosts of ``config``.
+    Raises UsageError if no cluster of that name is known on this machine or on the hosts of ``config``.
     """
     with chosen(Choice(name, config, (), runs_dir), offline=offline) as run:
         if run.found.run_id != name and Path(name).name != run.found.run_id:
@@ -245,10 +248,10 @@ def open_named(
 
 
 class ServeContext(LaunchContext):
-    """State of one ``gnnfleet serve``.
+    """State of one ``gnnfleet serve`` command.
 
-    If the cluster is ``running`` already, its stage and result are recorded only when all new servers run, since a
-    failure of a new server does not affect the others.
+    ``running``: the cluster runs already. Then the stage and the result in its run folder change only when all new
+    servers run, since the failure of a new server does not affect the other servers.
     """
 
     def __init__(self, config: ResolvedConfig, options: LaunchOptions, name: str, console: Console, *, running: bool):
@@ -261,7 +264,7 @@ class ServeContext(LaunchContext):
         return EventLog(self.folder / "events.jsonl", sys.stdout if self.options.as_json else None)
 
     def enter_stage(self, stage: Stage, *, detached: bool = False) -> None:
-        """Record that ``stage`` begins."""
+        """Record that ``stage`` begins: in a running cluster only as an event."""
         if self.running and not detached:
             self.events.add("stage", stage=stage)
         else:
@@ -275,13 +278,14 @@ class ServeContext(LaunchContext):
             super().give_up(state, why, exit_status)
 
     def keep_plan(self, plan: LaunchPlan) -> None:
-        """Write config.yml and run.json, and register the cluster; call it before anything is started."""
+        """Write config.yml and run.json of the cluster, and register the cluster; to be called before anything is
+        started."""
         data = replace(self.config.data, num_parts=None)  # the plan has the number
         self.write_file("config.yml", to_yaml(replace(self.config, data=data)))
         self.write_file("run.json", run_json(plan))
         register(self.run_id, self.folder)
 
     def done(self) -> None:
-        """Record that all servers run."""
+        """Record that all servers of the cluster run."""
         (self.folder / "result.json").unlink(missing_ok=True)
         self.enter_stage("train", detached=True)

@@ -23,7 +23,8 @@ Connections = Mapping[int, Transport | TransportError]
 
 @dataclass(frozen=True)
 class ServingState:
-    """A serving cluster before anything is changed: the wanted nodes, connections to them, and their state."""
+    """What ``serve`` finds before it changes anything: the nodes that the cluster shall have, connections to them, and
+    the state of its present nodes."""
 
     roster: Roster
     connections: Connections
@@ -32,22 +33,22 @@ class ServingState:
 
     @property
     def alive(self) -> tuple[int, ...]:
-        """Nodes whose supervisor is running."""
+        """The node_ranks of nodes whose supervisor is running."""
         return tuple(k for k, one in self.seen.items() if one.view.alive)
 
     @property
     def unreachable(self) -> tuple[int, ...]:
-        """Nodes with parts that cannot be reached."""
+        """The node_ranks of nodes that hold parts but cannot be reached."""
         return tuple(k for k, one in self.seen.items() if one.view.unreachable and one.view.node.parts)
 
     @property
     def running(self) -> bool:
-        """Whether a node is running, or may be running but cannot be reached."""
+        """Whether any node is running, or cannot be reached and so may be running."""
         return bool(self.alive or self.unreachable)
 
     @property
     def to_start(self) -> tuple[int, ...]:
-        """Nodes to start: new ones, and those that are reachable but not running."""
+        """The node_ranks of nodes to start: new ones, and those that are reachable but not running."""
         roster = self.roster
         skip = {*self.alive, *self.unreachable, *roster.removed, *roster.removed_before}
         return tuple(k for k in range(len(roster.config.nodes)) if k not in skip)
@@ -55,7 +56,8 @@ class ServingState:
 
 @dataclass(frozen=True)
 class Roster:
-    """All nodes of a serving cluster. Present nodes keep their node_rank; new nodes follow them."""
+    """All nodes that a serving cluster shall have. Nodes that it has already keep their node_rank; new nodes get the
+    next numbers."""
 
     config: ResolvedConfig
     joined: tuple[int, ...] = ()  #: new nodes, without parts so far
@@ -69,9 +71,10 @@ def first_roster(wanted: ResolvedConfig) -> Roster:
 
 
 def roster_of(plan: LaunchPlan, known: ResolvedConfig | None, wanted: ResolvedConfig) -> Roster:
-    """Compare the nodes of the cluster's ``plan`` with config ``wanted``. ``known``: the config of ``plan``.
+    """Compare the nodes in the cluster's present ``plan`` with those that the config ``wanted`` lists. ``known``: the
+    config that ``plan`` was made from; None if not known.
 
-    Nodes are identified by login; several nodes with the same login by their order.
+    A node is recognised by its login. Several nodes with the same login are matched in their order.
     """
     names = _numbered([target_text(node_login(wanted, node)) for node in wanted.nodes])
     unmatched = dict(zip(names, wanted.nodes, strict=True))
@@ -92,7 +95,7 @@ def roster_of(plan: LaunchPlan, known: ResolvedConfig | None, wanted: ResolvedCo
 
 
 def _numbered(names: Sequence[str]) -> list[tuple[str, int]]:
-    """Pair each name with the number of equal names before it."""
+    """Pair each name with the number of times that it has occurred before in ``names``."""
     seen: Counter[str] = Counter()
     numbered = []
     for name in names:
@@ -102,7 +105,7 @@ def _numbered(names: Sequence[str]) -> list[tuple[str, int]]:
 
 
 def _config_of(node: NodePlan, known: ResolvedConfig | None) -> NodeConfig:
-    """Return the config of a node that the file no longer lists."""
+    """Return the config of a node that the config file no longer lists."""
     if known is not None and node.node_rank < len(known.nodes):
         return known.nodes[node.node_rank]
     if node.login is None:
@@ -113,8 +116,8 @@ def _config_of(node: NodePlan, known: ResolvedConfig | None) -> NodeConfig:
 def assign_parts(
     held: Mapping[int, tuple[int, ...]], joined: Sequence[int], num_parts: int
 ) -> dict[int, tuple[int, ...]]:
-    """Return the parts of each node. Present nodes keep those in ``held``. Each node in ``joined`` gets as many parts
-    as the average holder, those with the fewest copies first."""
+    """Return the parts of each node, by node_rank. Nodes in ``held`` keep their parts. Each node in ``joined`` gets as
+    many parts as an average node that holds parts; it gets the parts with the fewest copies."""
     holders = [parts for parts in held.values() if parts]
     number = max(1, round(sum(map(len, holders)) / max(1, len(holders))))
     copies = Counter(part for parts in holders for part in parts)
@@ -129,13 +132,13 @@ def assign_parts(
 def too_few_copies(
     held: Mapping[int, tuple[int, ...]], removed: Sequence[int], config: ResolvedConfig
 ) -> tuple[int, ...]:
-    """Return the parts with fewer holders than ``data.replicas``, not counting nodes in ``removed``."""
+    """Return the parts that fewer than ``data.replicas`` nodes hold, not counting nodes in ``removed``."""
     copies = Counter(part for node_rank, parts in held.items() if node_rank not in removed for part in parts)
     return tuple(part for part in sorted(copies) if copies[part] < config.data.replicas)
 
 
 def only_holders(held: Mapping[int, tuple[int, ...]], removed: Sequence[int]) -> dict[int, tuple[int, ...]]:
-    """Return the nodes in ``removed`` that hold parts without a holder outside ``removed``, with these parts."""
+    """Return, by node_rank, the parts that only nodes in ``removed`` hold; nodes without such parts are left out."""
     rest = {part for node_rank, parts in held.items() if node_rank not in removed for part in parts}
     last = {node_rank: tuple(part for part in held[node_rank] if part not in rest) for node_rank in removed}
     return {node_rank: parts for node_rank, parts in last.items() if parts}
@@ -144,7 +147,8 @@ def only_holders(held: Mapping[int, tuple[int, ...]], removed: Sequence[int]) ->
 def cluster_plan(
     context: ServeContext, found: ServingState, held: Mapping[int, tuple[int, ...]], facts: Mapping[int, NodeFacts]
 ) -> LaunchPlan:
-    """Plan the whole cluster. Running nodes keep their plan; nodes in ``facts`` are planned anew."""
+    """Return the plan of the whole cluster. Nodes in ``facts`` are planned anew; all other nodes keep their present
+    plan."""
     context.enter_stage("partition")
     config = found.roster.config
     return final_plan(
@@ -161,7 +165,7 @@ def cluster_plan(
 def _kept_servers(
     found: ServingState, held: Mapping[int, tuple[int, ...]], facts: Mapping[int, NodeFacts]
 ) -> KeptServers | None:
-    """Return what stays unchanged in the new plan; None for a new cluster."""
+    """Return what the new plan takes over from the present one; None for a new cluster."""
     if found.plan is None:
         return None
     versions = [found.plan.version]
@@ -175,7 +179,8 @@ def _kept_servers(
 
 
 def _addressed(found: ServingState, facts: Mapping[int, NodeFacts]) -> ResolvedConfig:
-    """Return the config with the known addresses of nodes for which no preflight was run now."""
+    """Return the config of the cluster, in which nodes without new preflight facts have the address from the present
+    plan."""
     if found.plan is None:
         return found.roster.config
     known = {node.node_rank: node.address for node in found.plan.nodes if node.node_rank not in facts}
@@ -184,10 +189,11 @@ def _addressed(found: ServingState, facts: Mapping[int, NodeFacts]) -> ResolvedC
 
 
 def service_key(found: ServingState) -> Secret:
-    """Return the key pair that all servers of the cluster share; '' if no server has it."""
+    """Return the content of ``service.key``, the key pair that all servers of the cluster share; '' if no server has
+    the file."""
     return Secret(next((one.files["service.key"] for one in found.seen.values() if "service.key" in one.files), ""))
 
 
 def text_of(plan: LaunchPlan, name: str) -> str:
-    """Return the content of a file that is the same on all nodes."""
+    """Return the content of file ``name`` in the plan; the file is the same on all nodes."""
     return next(file.content for file in plan.nodes[0].files if file.dest.endswith(f"/{name}"))

@@ -1,6 +1,6 @@
 """Finds a serving cluster by name and compares it with a config, before ``serve`` changes it.
 
-A cluster that does not run and has other parts than wanted is removed from its nodes here.
+The files of a cluster that does not run and has other parts than wanted are moved away here.
 """
 
 from __future__ import annotations
@@ -37,10 +37,10 @@ from launcher.transport.fanout import on_nodes
 
 @contextmanager
 def serving_state(wanted: ResolvedConfig, name: str, console: Console) -> Iterator[ServingState]:
-    """Find the cluster on this machine or on the hosts of ``wanted``, and connect to its nodes.
+    """Find serving cluster ``name`` on this machine or on the hosts of ``wanted``, and connect to its nodes.
 
-    If it does not run and has other parts or fewer copies than wanted, its files are moved away. Connections are closed
-    on exit.
+    If the cluster does not run and has other parts or fewer copies than wanted, its files are moved away and it counts
+    as new. Connections are closed on exit.
     """
     folder = known_here(name, [Path(wanted.run.runs_dir).expanduser()])
     found = read_folder(folder) if folder is not None else None
@@ -82,7 +82,7 @@ def _few_copies(plan: LaunchPlan, wanted: ResolvedConfig) -> bool:
 
 
 def _move_away(before: ServingState) -> None:
-    """End leftover processes on all nodes and rename the run folders to ``<folder>-before``."""
+    """On all nodes of the cluster, end leftover processes and rename the run folder to ``<folder>-before``."""
 
     def move(k: int) -> None:
         node, transport = before.seen[k].view.node, before.connections[k]
@@ -105,7 +105,8 @@ def _server_states(plan: LaunchPlan, roster: Roster, connections: Connections, n
 
 
 def _plan_on_hosts(connections: Connections, config: ResolvedConfig, name: str) -> LaunchPlan | None:
-    """Return the plan of a cluster started from another machine, from its nodes' files; None if there is none."""
+    """Return the plan of a cluster that was started from another machine, from the files on its hosts; None if the
+    hosts have no such cluster."""
     found: dict[int, LaunchPlan] = {}
     for k, transport in connections.items():
         if isinstance(transport, Transport):
@@ -121,7 +122,7 @@ def _plan_on_hosts(connections: Connections, config: ResolvedConfig, name: str) 
 
 
 def same_graph(found: ServingState, wanted: ResolvedConfig) -> bool:
-    """Whether the cluster has the graph and number of parts in ``wanted``, by comparing the plans."""
+    """Whether the cluster has the graph and the number of parts that ``wanted`` asks for; compares the plans."""
     if found.plan is None:
         return False
     if wanted.data.num_parts not in (None, found.plan.num_parts):
@@ -132,7 +133,7 @@ def same_graph(found: ServingState, wanted: ResolvedConfig) -> bool:
 
 
 def check_compatible(found: ServingState, wanted: ResolvedConfig, name: str) -> None:
-    """Raise UsageError if a running cluster serves other parts than ``wanted``, or differs in encryption."""
+    """Raise UsageError if a running cluster serves other parts than ``wanted`` asks for, or differs in encryption."""
     instead = f"`gnnfleet serve stop {name}` first, or choose another --name"
     if not same_graph(found, wanted):
         raise UsageError(

@@ -47,7 +47,7 @@ class Served:
         return 1 if self.left else 0
 
     def to_json(self) -> dict[str, Any]:
-        """Return the ``--json`` record."""
+        """Return the record that ``--json`` prints."""
         values = {"started": list(self.started), "left": list(self.left), "folder": str(self.folder)}
         return {"kind": "serving", **self.cluster.to_json(), **values, "exit_status": self.exit_status}
 
@@ -76,7 +76,7 @@ def serve(config: ClusterConfig, options: LaunchOptions, name: str, console: Con
 
 
 def reconcile(context: ServeContext, found: ServingState) -> Served:
-    """Start missing servers, send the new plan to running ones, stop those that were removed from the config."""
+    """Start missing servers, send the new plan to running servers, and stop those that the config no longer lists."""
     held = _held(found)
     _check_removed(found, held, context.run_id)
     to_start = found.to_start
@@ -109,7 +109,7 @@ def _stop_removed(context: ServeContext, found: ServingState) -> list[str]:
 
 
 def _held(found: ServingState) -> dict[int, tuple[int, ...]]:
-    """Return the parts of each node; empty for a new cluster, whose placement the plan makes."""
+    """Return the parts of each node, by node_rank; {} for a new cluster, since its plan then distributes the parts."""
     if found.plan is None:
         return {}
     held = {node.node_rank: node.parts for node in found.plan.nodes}
@@ -117,7 +117,8 @@ def _held(found: ServingState) -> dict[int, tuple[int, ...]]:
 
 
 def _few_copies(found: ServingState, held: Mapping[int, tuple[int, ...]]) -> tuple[str, ...]:
-    """Return a note if parts have fewer copies than ``data.replicas``, as running servers keep their parts."""
+    """Return a note if some parts are on fewer than ``data.replicas`` nodes: running servers keep their parts, so
+    copies may be missing."""
     few, wanted = too_few_copies(held, found.roster.removed, found.roster.config), found.roster.config.data.replicas
     if not few:
         return ()
@@ -129,7 +130,7 @@ def _few_copies(found: ServingState, held: Mapping[int, tuple[int, ...]]) -> tup
 
 
 def _check_removed(found: ServingState, held: Mapping[int, tuple[int, ...]], name: str) -> None:
-    """Raise UsageError if removed nodes hold the last copy of a part."""
+    """Raise UsageError if a node that the config no longer lists holds the last copy of a part."""
     lost = only_holders(held, found.roster.removed)
     if lost:
         holders = "; ".join(f"{_label(found, k)} alone holds {parts_words(parts)}" for k, parts in lost.items())
@@ -150,7 +151,7 @@ def _versions_differ(found: ServingState) -> bool:
 
 
 def _left(found: ServingState) -> tuple[str, ...]:
-    """Return a note for each node that could not be reached."""
+    """Return a note for each node that was not changed because it could not be reached."""
     return tuple(
         f"{_label(found, k)} cannot be reached ({found.seen[k].view.unreachable}); it was not changed"
         for k in found.unreachable
@@ -159,7 +160,8 @@ def _left(found: ServingState) -> tuple[str, ...]:
 
 
 def _facts(context: ServeContext, found: ServingState, to_start: tuple[int, ...]) -> Mapping[int, NodeFacts]:
-    """Run preflight on the nodes to start, and leave out ports that running servers use."""
+    """Run preflight on the nodes in ``to_start`` and return the facts about them, without free ports that the plan
+    gives to other servers."""
     draft = offline_plan(found.roster.config, context.run_id)
     attempts = {k: found.connections[k] for k in to_start}
     facts, _ = require_preflight(context, attempts, draft, new_run=found.plan is None)
@@ -171,14 +173,15 @@ def _facts(context: ServeContext, found: ServingState, to_start: tuple[int, ...]
 
 
 def _print_servers(context: ServeContext, cluster: ClusterDescription, to_start: tuple[int, ...]) -> None:
-    """Print each server with its parts, and which are running already."""
+    """Print each server with its parts, and mark those that are running already."""
     context.say(f"serving cluster {cluster.name}: {cluster.words}")
     for server, row in zip(cluster.servers, server_rows(cluster), strict=True):
         context.say(row + ("" if server.node_rank in to_start else "  (running)"))
 
 
 def start(context: ServeContext, found: ServingState, plan: LaunchPlan, to_start: tuple[int, ...]) -> None:
-    """Send the files to the nodes in ``to_start``, start them, and wait until they serve; stop them on any error."""
+    """Send the files to the nodes in ``to_start``, start these nodes, and wait until they serve; on any error, stop
+    them."""
     new = replace(plan, nodes=tuple(node for node in plan.nodes if node.node_rank in to_start))
     transports = {k: each for k, each in found.connections.items() if isinstance(each, Transport) and k in to_start}
     with start_lock(new, transports):
@@ -192,7 +195,8 @@ def start(context: ServeContext, found: ServingState, plan: LaunchPlan, to_start
 def _send_files(
     context: ServeContext, found: ServingState, new: LaunchPlan, transports: Mapping[int, Transport]
 ) -> None:
-    """Clear the state of earlier servers on the nodes of ``new`` and send all files, client keys included."""
+    """Remove what earlier servers left on the nodes of ``new``, then send these nodes all files, including the public
+    keys of clients."""
     for k in transports:
         if k in found.seen and found.plan is not None:
             clear_node(found.plan.nodes[k], transports[k], keeps_key=new.encrypted)

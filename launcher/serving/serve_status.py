@@ -88,19 +88,20 @@ class ServeStatus:
 
     @property
     def lost_parts(self) -> tuple[int, ...]:
-        """Parts that no running server has."""
+        """Parts that no running server holds."""
         served = {part for node in self.nodes if node.serves for part in node.view.node.parts}
         return tuple(sorted(set(range(self.cluster.num_parts)) - served))
 
     @property
     def notes(self) -> list[str]:
-        """How the nodes that are down ended, and the command that starts them."""
+        """Lines for the user: how each node that does not serve has ended, and the command that starts it again."""
         notes = [f"{node.view.node.label}: {_how_down(node)}" for node in self.down]
         name = self.cluster.name
         return [*notes, f"start them again: gnnfleet serve --config FILE --name {name}"] if notes else []
 
     def to_json(self) -> dict[str, Any]:
-        """Return the ``--json`` record, with the statistics of the servers unchanged."""
+        """Return the record that ``--json`` prints; the statistics of the servers are included as the servers wrote
+        them."""
         nodes = [
             {
                 "node_rank": node.view.node.node_rank,
@@ -128,7 +129,7 @@ class ServeStatus:
 
 
 def status_of(run: OpenRun) -> ServeStatus:
-    """Query all nodes; raises FleetError if no node has files of the cluster."""
+    """Query all nodes of a serving cluster; raises FleetError if no node has files of the cluster."""
     states = server_states(run)
     cluster = newest_description(states, run.found.run_id)
     return ServeStatus(cluster, tuple(one for one in states.values() if one.view.node.parts))
@@ -181,7 +182,7 @@ def _server_row(node: ServerState) -> tuple[Cell, ...]:
 
 
 def _restarts(node: ServerState) -> int:
-    """Return how often the supervisor has restarted the graph server."""
+    """Return how often the supervisor of a node has restarted the graph server."""
     findings = (node.view.state or {}).get("findings") or ()
     return sum(finding["kind"] == "server-restart" for finding in findings)
 
@@ -200,7 +201,7 @@ def _client_rows(node: ServerState) -> Iterator[tuple[Cell, ...]]:
 
 
 def _fresh(node: ServerState) -> Mapping[str, Any]:
-    """Return the statistics of the server; empty if they are outdated or the server has ended."""
+    """Return the statistics of a graph server; {} if they are outdated or the server has ended."""
     stats, view = node.stats, node.view
     return stats if view.alive and view.now - float(stats.get("time", 0.0)) < _STALE else {}
 

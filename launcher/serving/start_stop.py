@@ -38,7 +38,8 @@ _NO_FILES = ("--only", "")
 
 
 def clear_node(node: NodePlan, transport: Transport, *, keeps_key: bool) -> None:
-    """End processes left by a dead supervisor, and remove its files, which would be read as those of the next one."""
+    """End the processes that a dead supervisor left on a node, and remove its files, which would otherwise be read as
+    files of the next supervisor."""
     words = ("stop", node.run_dir, "--timeout", f"{_STOP:g}", "--session", node.session, "--now")
     stop = node.program("control", *words, "--why", "gnnfleet serve")
     done = transport.run(if_there(node, stop), timeout=_STOP + STOP_EXTRA)
@@ -88,7 +89,8 @@ def _when(view: NodeView) -> float:
 
 
 def _why_ended(view: NodeView) -> str:
-    """Return the reason that the node reported, and the last log lines of its graph server."""
+    """Return a text for the user: why a node ended, as the node reported it, and the last log lines of its graph
+    server."""
     result = view.result or {}
     why = view.lost or str(result.get("reason", "")) or f"it ended ({view.word})"
     tail = [text for one in result.get("outcomes", ()) if one["name"] == "server" for text in one["tail"]]
@@ -102,7 +104,7 @@ def _log(node: NodePlan) -> str:
 
 
 def _stop_all(nodes: Mapping[int, NodePlan], transports: Mapping[int, Transport], grace: float) -> list[str]:
-    """Stop all nodes; returns a note for each where that failed."""
+    """Stop all nodes; returns a note for each node where that failed."""
     errors = on_nodes(nodes, lambda k: _stop_node(nodes[k], transports[k], grace)).errors
     return [f"{nodes[k].label} may still run: {error}. {how_to_stop(nodes[k])}" for k, error in errors.items()]
 
@@ -119,7 +121,8 @@ _UPDATED = ("run.json", "cluster.json")  # servers reload when cluster.json chan
 
 
 def update_running(plan: LaunchPlan, connections: Connections, excluded: Sequence[int]) -> list[str]:
-    """Send the new plan to all nodes with parts except ``excluded``; returns a note for each where that failed."""
+    """Write the new run.json and cluster.json to all nodes with parts except ``excluded``; returns a note for each node
+    where that failed."""
     others = {node.node_rank: node for node in plan.nodes if node.parts and node.node_rank not in excluded}
 
     def update(k: int, transport: Transport) -> None:
@@ -141,7 +144,7 @@ def stop_removed(
     removed: Sequence[int],
     grace: float,
 ) -> list[str]:
-    """Stop the nodes in ``removed``; returns a note for each that may still run."""
+    """Stop the nodes ``removed``, which the config no longer lists; returns a note for each that may still run."""
     alive = [k for k in removed if states[k].view.alive or states[k].view.unreachable]
     errors = on_connections(
         {k: connections[k] for k in alive}, lambda k, transport: _stop_node(nodes[k], transport, grace)
@@ -234,12 +237,12 @@ def _lock(node: NodePlan, transport: Transport, name: str) -> None:
 
 
 def _last_row(done: Completed) -> str:
-    """Return the last row of the output; a shell profile may print before it."""
+    """Return the last line of a command's output; a shell profile may have printed lines before it."""
     return (done.stdout.decode("utf-8", "replace").strip().splitlines() or [""])[-1]
 
 
 def _is_dead(owner: str) -> bool:
-    """Whether the owner of a lock is a process of this machine that has ended."""
+    """Whether ``owner``, the content of a lock file, names a process of this machine that has ended."""
     match = _OWNER.search(owner)
     here = match is not None and match["boot_id"] == boot_id() and match["who"].endswith(f"@{socket.gethostname()}")
     return match is not None and here and not procs.alive(int(match["pid"]), int(match["start_ticks"]))

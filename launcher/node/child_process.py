@@ -20,9 +20,10 @@ _READS_AT_ONCE = 32  # more than a pipe holds, so one pump after the end reads a
 
 
 class Child:
-    """A process in its own session, whose output goes to a log. The kernel kills it when its parent ends.
+    """A child process in its own session; its output goes to a log file. The kernel kills it when its parent ends.
 
-    log: path of the log file; cwd: None for the parent's. Raises OSError when the process cannot be started.
+    log: path of the log file. cwd: working directory; None for the parent's. Raises OSError when the process cannot be
+    started.
     """
 
     def __init__(self, name: str, argv: Sequence[str], log: str, *, env: Mapping[str, str], cwd: str | None = None):
@@ -50,11 +51,11 @@ class Child:
         os.set_blocking(self._pipe, False)
 
     def fileno(self) -> int:
-        """File descriptor of the process's output, for a selector."""
+        """File descriptor of the pipe with the process's output; lets a selector wait for the object itself."""
         return self._pipe
 
     def pump(self) -> bool:
-        """Log the output written so far; False once no process has the pipe open."""
+        """Copy the output written so far to the log; returns False once no process has the pipe open."""
         for _ in range(_READS_AT_ONCE):
             try:
                 data = os.read(self._pipe, _READ)
@@ -66,7 +67,7 @@ class Child:
         return True
 
     def running(self) -> bool:
-        """Whether the process runs; sets ``ended`` when it has ended."""
+        """Whether the process still runs; when it does not, sets ``ended``."""
         if self.ended is None and self.process.poll() is not None:
             self.ended = time.time()
         return self.ended is None
@@ -96,9 +97,10 @@ class Child:
 
 
 class Loop:
-    """Single-threaded event loop for output of children, sockets, signals and timeouts.
+    """Single-threaded event loop: waits for output and ends of children, sockets, signals and timeouts.
 
-    numbers: signals to catch. Received ones are appended to ``signals``, for the caller of ``turn`` to act on.
+    numbers: the signals to catch. They are appended to ``signals`` when they arrive; the caller of ``turn`` acts on
+    them.
     """
 
     def __init__(self, *numbers: int) -> None:
@@ -115,19 +117,19 @@ class Loop:
             signal.signal(number, lambda received, _: self.signals.append(received))
 
     def add(self, child: Child) -> None:
-        """Log the output of ``child`` from now on."""
+        """Copy the output of ``child`` to its log from now on."""
         self._children.append(child)
         self._selector.register(child, selectors.EVENT_READ, child)
 
     def forget(self, child: Child) -> None:
-        """Remove a child that has ended, and log its last output."""
+        """Stop waiting for a child that has ended, and copy the rest of its output to its log."""
         self._children.remove(child)
         if child.fileno() in self._selector.get_map():
             self._selector.unregister(child)
         child.close()
 
     def watch(self, opened: socket.socket, events: int, ready: Callable[[int], None]) -> None:
-        """Call ``ready(events)`` whenever a socket is ready for one of ``events`` (of selectors).
+        """Call ``ready(events)`` whenever a socket is ready for one of ``events`` (as defined in ``selectors``).
 
         A further call for the same socket replaces ``events`` and ``ready``.
         """
@@ -156,7 +158,7 @@ class Loop:
         return self._selector.get_map().get(key.fd) == key
 
     def _reap(self) -> None:
-        """Wait for ended children, and for orphans that this process adopted."""
+        """Collect the exit status of children that have ended, and of adopted orphans, so that no zombies remain."""
         own = {child.pid: child for child in self._children}
         while True:
             try:
@@ -172,7 +174,7 @@ class Loop:
 
 
 def exit_status(returncode: int | None) -> tuple[int | None, str | None]:
-    """Popen's returncode as (exit status as in a shell, signal name or None)."""
+    """The returncode of a Popen as (exit status as in a shell, signal name or None)."""
     if returncode is None or returncode >= 0:
         return returncode, None
     return 128 - returncode, signal_name(-returncode)
@@ -187,7 +189,8 @@ def signal_name(number: int) -> str:
 
 
 def outcome(name: str, node_rank: int, rank: int | None, child: Child | None = None, **more: Any) -> dict[str, Any]:
-    """An outcome record (docs/ARCHITECTURE.md, "Node run folder"); ``more`` overrides the values from ``child``."""
+    """Make an outcome record, which says how a process ended (docs/ARCHITECTURE.md, "Node run folder"). ``more``
+    overrides the values taken from ``child``."""
     returncode, signaled = child.status if child else (None, None)
     record: dict[str, Any] = {
         "name": name,

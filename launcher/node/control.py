@@ -32,7 +32,8 @@ _SLACK = 6.0  # seconds a supervisor may need beyond its grace, to write outcome
 
 
 class NodeFolder:
-    """A node's run folder, read by another program than its supervisor. Raises SystemExit if there is no node.json."""
+    """The run folder of a node, as read by another program than the node's supervisor. Raises SystemExit if the folder
+    has no node.json."""
 
     def __init__(self, run_dir: str) -> None:
         self.run_dir = os.path.abspath(run_dir)
@@ -66,7 +67,7 @@ class NodeFolder:
         return state["pid"] if state and procs.alive(state["pid"], state["start_ticks"]) else None
 
     def recorded(self) -> list[procs.Process]:
-        """Running processes in the process groups recorded in ``state.json``."""
+        """Running processes in the process groups that are listed in ``state.json``."""
         entries = (self.state or {}).get("processes", [])
         groups = {entry["pgid"] for entry in entries if procs.alive(entry["pid"], entry["start_ticks"])}
         return [process for process in procs.table() if process.pgid in groups]
@@ -80,7 +81,7 @@ class NodeFolder:
 
 
 def stop(folder: NodeFolder, timeout: float, session: str, request: dict[str, Any]) -> dict[str, Any]:
-    """Stop the node, by SIGKILL after about ``timeout`` seconds.
+    """Stop the node's processes of the run; after about ``timeout`` seconds, kill them with SIGKILL.
 
     session: tmux session to close, or ''. request: content of ``control/stop``. Returns {"stopped": whether no process
     is left, "killed", "leftovers": [{"pid", "command"}], "notes": [text]}.
@@ -101,7 +102,7 @@ def stop(folder: NodeFolder, timeout: float, session: str, request: dict[str, An
 
 
 def release_leases(folder: NodeFolder) -> str:
-    """Release the leases of a node without supervisor; returns why that failed, else ''."""
+    """Release the leases of a node whose supervisor has ended; returns why that failed, or ''."""
     try:
         if folder.lease_key is not None:
             leases.release(*folder.lease_key)
@@ -126,12 +127,12 @@ def request_stop(folder: NodeFolder, request: dict[str, Any]) -> None:
 
 
 def describe(processes: list[procs.Process]) -> list[dict[str, Any]]:
-    """[{"pid", "command"}] of processes."""
+    """[{"pid", "command"}] for the given processes."""
     return [{"pid": process.pid, "command": procs.command_line(process.pid)} for process in processes]
 
 
 def close_session(name: str) -> None:
-    """Close the tmux session of that name, if it still exists."""
+    """Close the tmux session ``name`` if it exists."""
     try:
         subprocess.run(["tmux", "kill-session", "-t", f"={name}"], capture_output=True, timeout=10, check=False)
     except FileNotFoundError:  # tmux is not installed
@@ -139,7 +140,8 @@ def close_session(name: str) -> None:
 
 
 def status(folder: NodeFolder) -> dict[str, Any]:
-    """The content of ``state.json`` with the node's liveness, stop request and result (docs/ARCHITECTURE.md)."""
+    """The content of ``state.json``, whether the supervisor is alive, whether a stop was requested, and the result
+    (docs/ARCHITECTURE.md)."""
     state = folder.state
     processes = [
         {**entry, "alive": procs.alive(entry["pid"], entry["start_ticks"])}
@@ -158,7 +160,7 @@ def status(folder: NodeFolder) -> dict[str, Any]:
 
 
 def result(folder: NodeFolder) -> dict[str, Any] | None:
-    """Content of ``result.json``; None while it does not exist, or when it is damaged."""
+    """Content of ``result.json``; None if the file is missing or damaged."""
     return record_in(RESULT, folder.path("result.json"))
 
 

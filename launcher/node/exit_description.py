@@ -15,7 +15,7 @@ _CRASHES = {
 
 
 def describe(record: Mapping[str, Any]) -> str:
-    """How the process of an outcome record ended: ``was killed by signal 9 (SIGKILL)``."""
+    """How a process ended, from its outcome record: ``was killed by signal 9 (SIGKILL)``."""
     signaled, note = record["signal"], record["note"]
     if record["oom"]:
         return f"ran out of memory (killed by the kernel{f'; {note}' if note else ''})"
@@ -31,9 +31,10 @@ def describe(record: Mapping[str, Any]) -> str:
 
 
 def ended_by(record: Mapping[str, Any]) -> str:
-    """The exception that ended the process, e.g. ``ValueError: no such column``; '' when none did.
+    """The exception that ended a process, from its outcome record, e.g. ``ValueError: no such column``; '' when none
+    did.
 
-    Python then exits with status 1, or by SIGABRT when threads of torch abort its shutdown.
+    After an exception Python exits with status 1, or by SIGABRT when threads of torch abort its shutdown.
     """
     exception = raised(record["traceback"])
     if record["signal"] == "SIGABRT":

@@ -29,14 +29,14 @@ _TOP = re.compile(r'\{"(?:file|state|quiet|result|lost|now|stopped)": ')
 
 
 class Damaged(ValueError):
-    """A message of a node that is cut off, not JSON, or has fields missing or of the wrong type."""
+    """Raised for a message of a node that is cut off, is not JSON, or has fields missing or of the wrong type."""
 
 
 # -- kinds -----------------------------------------------------------------
 
 
 def text(value: Any) -> str:
-    """A string; characters that UTF-8 cannot encode, and NUL, are replaced."""
+    """Kind: a string. Characters that UTF-8 cannot encode, and NUL, are replaced."""
     if not isinstance(value, str):
         raise ValueError
     if not value.isascii():
@@ -45,47 +45,47 @@ def text(value: Any) -> str:
 
 
 def real(value: Any) -> float:
-    """A number, including NaN and infinities."""
+    """Kind: a number, including NaN and infinities."""
     if isinstance(value, bool) or not isinstance(value, (int, float)) or (isinstance(value, int) and not _fits(value)):
         raise ValueError
     return value
 
 
 def number(value: Any) -> float:
-    """A finite number."""
+    """Kind: a finite number."""
     if not math.isfinite(real(value)):
         raise ValueError
     return value  # type: ignore[no-any-return]
 
 
 def moment(value: Any) -> float:
-    """A time in seconds since the epoch."""
+    """Kind: a time in seconds since the epoch."""
     if not 0 <= number(value) < _LATEST:
         raise ValueError
     return value  # type: ignore[no-any-return]
 
 
 def whole(value: Any) -> int:
-    """A signed 64-bit integer."""
+    """Kind: a signed 64-bit integer."""
     if type(value) is not int or not _fits(value):
         raise ValueError
     return value
 
 
 def place(value: Any) -> int:
-    """An integer >= 0: a rank, a node_rank, a pid, a count."""
+    """Kind: an integer >= 0, such as a rank, a node_rank, a pid or a count."""
     if whole(value) < 0:
         raise ValueError
     return int(value)
 
 
 def flag(value: Any) -> bool:
-    """True or false; any other value counts as false."""
+    """Kind: true or false; any other value counts as false."""
     return value is True
 
 
 def one_of(*words: str) -> Kind:
-    """A kind: one of the strings ``words``."""
+    """Make a kind: one of the strings ``words``."""
 
     def kind(value: Any) -> str:
         if not isinstance(value, str) or value not in words:
@@ -96,7 +96,7 @@ def one_of(*words: str) -> Kind:
 
 
 def matching(pattern: str) -> Kind:
-    """A kind: a string that matches the regular expression ``pattern`` completely."""
+    """Make a kind: a string that matches the regular expression ``pattern`` completely."""
     compiled = re.compile(pattern)
 
     def kind(value: Any) -> str:
@@ -108,12 +108,12 @@ def matching(pattern: str) -> Kind:
 
 
 def none_or(kind: Kind) -> Kind:
-    """A kind: None or a value of ``kind``."""
+    """Make a kind: None, or a value of ``kind``."""
     return lambda value: None if value is None else kind(value)
 
 
 def items(kind: Kind) -> Kind:
-    """A kind: a list, from which values that are not of ``kind`` are removed."""
+    """Make a kind: a list, from which values that are not of ``kind`` are removed."""
 
     def listed(value: Any) -> list[Any]:
         if not isinstance(value, (list, tuple)):
@@ -124,7 +124,7 @@ def items(kind: Kind) -> Kind:
 
 
 def table(kind: Kind, key: str = r"\d{1,9}") -> Kind:
-    """A kind: an object, from which entries are removed whose key does not match ``key`` or whose value is not of
+    """Make a kind: an object, from which an entry is removed if its key does not match ``key`` or its value is not of
     ``kind``."""
     known = re.compile(key)
 
@@ -140,8 +140,8 @@ def table(kind: Kind, key: str = r"\d{1,9}") -> Kind:
 class Record:
     """A kind: an object with declared fields.
 
-    need: required fields. default: fields with (kind, default), which replaces a missing or wrong value; a callable
-    default is called. may: optional fields, removed when they are not of their kind.
+    need: required fields, with their kinds. default: fields with (kind, default); the default, or the result of calling
+    it, replaces a missing or wrong value. may: optional fields, removed when they are not of their kind.
     """
 
     def __init__(self, need: dict[str, Kind], default: dict[str, tuple[Kind, Any]], may: dict[str, Kind]) -> None:
@@ -182,9 +182,9 @@ def _fits(value: int) -> bool:
 
 
 def json_object(line: str | bytes) -> dict[str, Any] | None:
-    """The object in a line of JSON; None if there is none.
+    """The JSON object in a line of text; None if there is none.
 
-    A full disk may have cut off a line, so that the next one follows in the same line: then the last complete object.
+    After a full disk has cut off a line, the next object follows in the same line: then the last complete object.
     """
     if len(line) > MAX_LINE:
         return None
@@ -205,13 +205,13 @@ def _parsed(line: str | bytes) -> Any:
 
 
 def records(kind: Record, lines: Iterable[str | bytes]) -> list[dict[str, Any]]:
-    """The records of ``kind`` in lines of JSON; other lines are skipped."""
+    """The records of ``kind`` in lines of JSON; lines without one are skipped."""
     tried = (_tried(kind, json_object(line)) for line in lines)
     return [one for ok, one in tried if ok]
 
 
 def record_in(kind: Record, file: str) -> dict[str, Any] | None:
-    """The record in a file; None if the file does not exist or does not contain a record of ``kind``."""
+    """The record in a file; None if the file does not exist or contains no record of ``kind``."""
     try:
         with open(file, "rb") as opened:
             data = opened.read(MAX_LINE + 1)
@@ -221,15 +221,15 @@ def record_in(kind: Record, file: str) -> dict[str, Any] | None:
 
 
 def checked(kind: Record, value: Any) -> dict[str, Any] | None:
-    """``value`` as a record of ``kind``; None if it is not one."""
+    """A validated copy of ``value`` as a record of ``kind``; None if it is not one."""
     ok, one = _tried(kind, value)
     return one if ok else None
 
 
 def message_in(line: str) -> dict[str, Any] | None:
-    """The message of watch.py or control.py in a line of a node's output; None if the line has none.
+    """The message of watch.py or control.py in a line of a node's output; None if the line has no message.
 
-    A login profile may have printed text before the message in the same line. Raises Damaged.
+    A login profile may have printed text before the message, in the same line. Raises Damaged.
     """
     found = _TOP.search(line)
     if found is None:

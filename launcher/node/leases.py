@@ -33,7 +33,7 @@ _RUN_ID = re.compile(r"[A-Za-z0-9_-]{1,100}")
 
 
 class Lease(NamedTuple):
-    """One resource and the process that holds it."""
+    """A lease: one resource, and the process that holds it."""
 
     resource: str  #: ``cuda:0`` or ``port:29500``
     run_id: str
@@ -47,7 +47,7 @@ class Lease(NamedTuple):
 
 
 class Holder(NamedTuple):
-    """A process that takes leases: a Lease without its resource."""
+    """A process that takes leases; the fields of ``Lease`` without the resource."""
 
     run_id: str
     node_rank: int
@@ -64,15 +64,15 @@ class LeaseError(OSError):
 
 
 def this_process(run_id: str, node_rank: int, host: str = "") -> Holder:
-    """The calling process as a holder. host: as in ``Lease``."""
+    """The calling process as a ``Holder``. host: user and machine that launched the run, as in ``Lease``."""
     pid = os.getpid()
     return Holder(run_id, node_rank, _user(os.geteuid()), pid, _start_ticks(pid) or 0, _boot_id(), time.time(), host)
 
 
 def held(resources: Iterable[str] | None = None) -> list[Lease]:
-    """Valid leases on ``resources`` (None: on any), sorted by file name. Raises LeaseError.
+    """The valid leases on ``resources`` (None: on any resource), sorted by file name. Raises LeaseError.
 
-    Removes this user's files of dead processes.
+    Removes this user's lease files of processes that have ended.
     """
     wanted = None if resources is None else set(resources)
     with _folder(create=False) as folder:
@@ -81,9 +81,10 @@ def held(resources: Iterable[str] | None = None) -> list[Lease]:
 
 
 def take(resources: Iterable[str], holder: Holder) -> list[Lease]:
-    """Take leases on all of ``resources``, or on none; returns the conflicting leases of other holders ([]: success).
+    """Take leases on all of ``resources``, or on none; returns the leases of other holders that prevent it ([]:
+    success).
 
-    Raises LeaseError when there is no conflict but the leases cannot be written.
+    Raises LeaseError when no other holder prevents it but the leases cannot be written.
     """
     wanted = sorted(set(resources))
     with _folder(create=True) as folder:
@@ -95,7 +96,7 @@ def take(resources: Iterable[str], holder: Holder) -> list[Lease]:
 
 
 def release(run_id: str, node_rank: int) -> None:
-    """Remove all leases of a node of this user's run. Raises LeaseError."""
+    """Remove all leases of one node of a run of this user. Raises LeaseError."""
     with _folder(create=False) as folder:
         for lease in _living(folder) if folder is not None else ():
             if (lease.run_id, lease.node_rank) == (run_id, node_rank):
@@ -118,7 +119,8 @@ def resource_label(resource: str) -> str:
 
 @contextmanager
 def _folder(create: bool) -> Iterator[Any]:
-    """File descriptor of the folder, exclusively locked; None if it does not exist and ``create`` is false."""
+    """Within the ``with`` block: the file descriptor of the lease folder, exclusively locked; None if the folder does
+    not exist and ``create`` is false."""
     path = os.environ.get("GNNFLEET_LEASES") or FOLDER
     descriptor = None
     try:
@@ -136,7 +138,7 @@ def _folder(create: bool) -> Iterator[Any]:
 
 
 def _not_ours(path: str, name: str | None) -> str:
-    """Message for a permission error: the file or folder, its owner, and the remedy."""
+    """The message for a permission error: names the file or folder, its owner, and what to do."""
     file = os.path.join(path, name or "")
     if name and file != path and os.path.lexists(file):
         return "%s belongs to %s and was not created by gnnfleet; have it removed" % (file, _owner(file))
@@ -148,7 +150,8 @@ def _not_ours(path: str, name: str | None) -> str:
 
 
 def _locked(path: str, create: bool) -> int | None:
-    """Open and lock the folder; again if a cleaner of /tmp removed it meanwhile. Raises OSError."""
+    """Open and lock the lease folder; starts again if a cleaner of /tmp removes the folder meanwhile. Raises
+    OSError."""
     deadline = time.monotonic() + _PATIENCE
     while True:
         descriptor = _opened(path, create)
@@ -183,7 +186,7 @@ def _opened(path: str, create: bool) -> int | None:
 
 
 def _make(path: str) -> None:
-    """Create the folder with the mode of /tmp: all users may add files, and remove only their own."""
+    """Create the lease folder with the mode of /tmp: all users may add files, and remove only their own."""
     mask = os.umask(0)
     try:
         with suppress(FileExistsError):  # another process was faster
@@ -193,7 +196,7 @@ def _make(path: str) -> None:
 
 
 def _lock(descriptor: int, path: str, deadline: float) -> None:
-    """Lock the folder itself: a lock file could be removed, or belong to another user."""
+    """Lock the lease folder itself, since a lock file could be removed or belong to another user."""
     while True:
         try:
             return fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -204,7 +207,7 @@ def _lock(descriptor: int, path: str, deadline: float) -> None:
 
 
 def _living(folder: int) -> list[Lease]:
-    """Valid leases; removes invalid ones of this user."""
+    """The valid leases in the open lease folder; removes invalid lease files of this user."""
     found = []
     for name in sorted(os.listdir(folder)):
         match = _NAME.fullmatch(name)
@@ -218,7 +221,7 @@ def _living(folder: int) -> list[Lease]:
 
 
 def _read(folder: int, name: str, uid: int) -> Lease | None:
-    """The lease in a file owned by the user ``uid`` of its name; None if it is not a regular file with a lease."""
+    """The lease in the file ``name``; None if it is not a regular file with a lease, owned by the user ``uid``."""
     try:
         descriptor = os.open(name, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC, dir_fd=folder)
     except OSError:  # a link, unreadable, or gone
@@ -235,7 +238,7 @@ def _read(folder: int, name: str, uid: int) -> Lease | None:
 
 
 def _sound(lease: Lease) -> bool:
-    """Whether each value has its type, and each text is printable."""
+    """Whether each value of a lease has the right type, and each text is printable."""
     texts = (lease.resource, lease.run_id, lease.user, lease.boot_id, lease.host)
     numbers = (lease.node_rank, lease.pid, lease.start_ticks)
     return (

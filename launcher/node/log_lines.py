@@ -1,4 +1,4 @@
-"""Writes process output as time-stamped log lines, and keeps its tail and its first traceback."""
+"""Writes the output of a process as time-stamped log lines; remembers the last lines and the first traceback."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ _MAX_MESSAGE = 10  # lines of an exception's message after the first, indented o
 
 
 class TracebackFinder:
-    """Keeps the first Python traceback in a stream of lines, including chained exceptions."""
+    """Finds the first Python traceback in lines of output, with all its chained exceptions, and keeps it."""
 
     def __init__(self) -> None:
         self.lines: list[str] = []
@@ -85,7 +85,7 @@ class TracebackFinder:
 
 
 class CrashFinder:
-    """Keeps faulthandler's stack of the crashed thread (ranks run with PYTHONFAULTHANDLER)."""
+    """Finds and keeps the stack that faulthandler prints of a crashed thread (ranks run with PYTHONFAULTHANDLER)."""
 
     def __init__(self) -> None:
         self.lines: list[str] = []
@@ -104,15 +104,15 @@ class CrashFinder:
 
     @property
     def innermost(self) -> str:
-        """Where the process crashed, ``in load() at data.py:17``; '' when it printed no frame."""
+        """Where the process crashed, as ``in load() at data.py:17``; '' when the printed stack has no frame."""
         frame = next(filter(None, map(_CRASH_FRAME.match, self.lines)), None)
         return f"in {frame[3]}() at {frame[1]}:{frame[2]}" if frame else ""
 
 
 class LineLog:
-    """A log file that is fed raw bytes; each line is written at once with a time stamp.
+    """A log file for the output of a process, given as raw bytes; each line is written at once, with a time stamp.
 
-    Of a line redrawn with carriage returns only the last state is kept. Invalid UTF-8 is replaced by U+FFFD. Lines
+    Of a line redrawn with carriage returns, only the last state is written. Invalid UTF-8 is replaced by U+FFFD. Lines
     that cannot be written (full disk) are dropped, and their number is logged once the disk has room again.
     """
 
@@ -135,7 +135,7 @@ class LineLog:
         self._snapshot()
 
     def close(self) -> None:
-        """Write the last line, if it has no line end, and close the file."""
+        """Write the last line, even without a line end, and close the file."""
         if self._partial:
             self._emit([self._partial.rstrip(b"\r")])
             self._partial = b""
@@ -170,7 +170,7 @@ class LineLog:
 
 
 def _last_state(line: bytes) -> bytes:
-    """The last state of a line redrawn with carriage returns; trailing carriage returns are kept."""
+    """What a line redrawn with carriage returns shows at the end; trailing carriage returns are kept."""
     return line[line.rstrip(b"\r").rfind(b"\r") + 1 :]
 
 

@@ -1,4 +1,4 @@
-"""Finds and ends processes by /proc: identity, descendants, environment, signals.
+"""Finds and ends processes by /proc: by pid, ancestry, environment or process group.
 
 A process is identified by its pid and start time, because pids are reused.
 """
@@ -66,7 +66,7 @@ def ancestors(pid: int) -> set[int]:
 
 
 def descendants(pid: int, processes: Iterable[Process] | None = None) -> list[Process]:
-    """Children of ``pid`` and all further descendants. processes: the process table, read if not given."""
+    """The children of ``pid`` and all further descendants. processes: the process table; None: read it now."""
     children: dict[int, list[Process]] = {}
     for process in table() if processes is None else processes:
         children.setdefault(process.ppid, []).append(process)
@@ -80,7 +80,8 @@ def descendants(pid: int, processes: Iterable[Process] | None = None) -> list[Pr
 
 
 def node_token(token: str, node_rank: int) -> str:
-    """Value of GNNFLEET_TOKEN for a run's processes on one node; differs by node, as two may share a machine."""
+    """Value of GNNFLEET_TOKEN for the processes of a run on one node; differs from node to node, as two nodes may share
+    a machine."""
     return f"{token}-node{node_rank}"
 
 
@@ -103,10 +104,8 @@ def _holds(pid: int, entry: str) -> bool:
 
 
 def run_processes(entry: str, root: int | None = None) -> list[Process]:
-    """Processes of a run on this machine: with ``entry`` in their environment, or descendants of the pid ``root``.
-
-    Without the calling process and its ancestors.
-    """
+    """Processes of a run on this machine: those with ``entry`` in their environment, and descendants of the pid
+    ``root``; without the calling process and its ancestors."""
     processes = table()
     spared = ancestors(os.getpid())
     found = with_variable(entry, processes) + (descendants(root, processes) if root else [])
@@ -139,10 +138,11 @@ def send_group(pgid: int, number: int) -> None:
 
 
 def end(find: Callable[[], list[Process]], grace: float, wait: Callable[[], object] | None = None) -> list[Process]:
-    """Send SIGTERM to the processes of ``find``, and SIGKILL after ``grace`` seconds; returns the survivors.
+    """Send SIGTERM to the processes that ``find`` returns, and SIGKILL after ``grace`` seconds; returns the processes
+    that still run.
 
-    ``find`` is called repeatedly, so that processes started meanwhile are ended too. Gives up 5 s after the grace.
-    ``wait`` is called between two calls of ``find``; by default it sleeps 50 ms.
+    ``find`` is called repeatedly, so that processes started meanwhile are ended too. Gives up 5 s after the grace
+    period. ``wait`` is called between two calls of ``find``; by default it sleeps 50 ms.
     """
     pause = wait or (lambda: time.sleep(0.05))
     termed: set[int] = set()

@@ -11,7 +11,7 @@ from typing import Any
 
 
 def stamp(when: float) -> str:
-    """``when``, seconds since the epoch, in UTC: ``2026-11-20T21:00:00.123Z``."""
+    """Format ``when``, seconds since the epoch, in UTC: ``2026-11-20T21:00:00.123Z``."""
     milliseconds = int(when * 1000)
     whole = time.strftime("%Y-%m-%dT%H:%M:%S", time.gmtime(milliseconds // 1000))
     return f"{whole}.{milliseconds % 1000:03d}Z"

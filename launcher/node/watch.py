@@ -51,9 +51,9 @@ _START_WAIT = 60.0  # seconds a supervisor may take to appear
 
 
 class Watcher:
-    """Prints the new content of one run folder.
+    """Prints the new content of one run folder, one JSON message per line.
 
-    offsets: bytes already printed, by file; only: patterns of the files to print.
+    offsets: number of bytes already printed, by file. only: patterns of the files to print.
     """
 
     def __init__(self, run_dir: str, offsets: dict[str, int], only: Sequence[str] = ("*",)) -> None:
@@ -83,7 +83,7 @@ class Watcher:
                 self.emit_quiet()
 
     def emit_once(self) -> int:
-        """Print the present content; returns the exit status, 0 while the run continues."""
+        """Print the present content of the run folder; returns the exit status, 0 while the run continues."""
         self.emit_state()
         end = self.end()
         for name, size in list(self.files()):
@@ -95,7 +95,8 @@ class Watcher:
         return LOST if end is not None and "lost" in end else 0
 
     def skip(self, since: float | None, tail: int | None) -> None:
-        """Skip lines before ``since`` (seconds since the epoch, by this clock) and all but the last ``tail`` lines."""
+        """Do not print lines before ``since`` (seconds since the epoch, by this clock), nor lines before the last
+        ``tail`` ones of each file."""
         for name, _ in self.files():
             path = self._path(name)
             skipped = [self.offsets.get(name, 0)]
@@ -104,7 +105,7 @@ class Watcher:
             self.offsets[name] = max(skipped)
 
     def end(self) -> dict[str, Any] | None:
-        """The ``result`` or ``lost`` message; None while the supervisor runs."""
+        """The last message to print, ``result`` or ``lost``; None while the supervisor runs."""
         reason = self.lost()
         result = record_in(RESULT, self._path("result.json"))  # read after the supervisor's liveness
         if result is not None:
@@ -112,7 +113,7 @@ class Watcher:
         return {"lost": {"reason": reason, "state": self._state}} if reason else None
 
     def lost(self) -> str:
-        """Why no result will be written; '' while it can still come."""
+        """Why the supervisor will not write a result any more; '' while it still can."""
         if self._state is None:
             waited = time.monotonic() > self._give_up
             return f"no supervisor has started within {_START_WAIT:g} s" if waited else ""
@@ -130,18 +131,19 @@ class Watcher:
             self.emit({"state": state})
 
     def emit_quiet(self) -> None:
-        """Show that the connection works although the supervisor writes nothing (its disk may be full, or stall)."""
+        """Print a ``quiet`` message when due: it shows that the connection works although the supervisor writes
+        nothing, as when its disk is full or stalls."""
         quiet = time.monotonic() - self._printed
         if quiet > _QUIET:
             self.emit({"quiet": round(quiet, 1)})
 
     def emit(self, message: dict[str, Any]) -> None:
-        """Print one JSON line."""
+        """Print one message as a line of JSON."""
         print(json.dumps(message), flush=True)
         self._printed = time.monotonic()
 
     def emit_lines(self) -> bool:
-        """Print new lines of all files, at most a chunk of each; returns whether there were any.
+        """Print new lines of all files, about 256 KiB at most of each; returns whether there were any.
 
         Events are read first and printed last, so that the output of a process is printed before its end.
         """
@@ -159,7 +161,8 @@ class Watcher:
         return b""
 
     def emit_new(self, name: str, data: bytes) -> bool:
-        """Print ``data``, the ``new_lines`` of a file, and advance its offset; returns whether there is any."""
+        """Print ``data``, new lines of file ``name``, and advance the file's offset; returns whether there was anything
+        to print."""
         if data:
             self.offsets[name] = self.offsets.get(name, 0) + len(data)
             whole = data[:-1] if data.endswith(b"\n") else data
@@ -168,7 +171,7 @@ class Watcher:
         return bool(data)
 
     def files(self) -> Iterator[tuple[str, int]]:
-        """Followed files that exist, as (path in the run folder, bytes)."""
+        """(path in the run folder, bytes) of each existing file whose lines are to be printed."""
         yield from self._scan("", ".jsonl")
         yield from self._scan("logs", ".log")
 
@@ -201,7 +204,8 @@ def disk_full(path: str) -> bool:
 
 
 def complete_lines(path: str, offset: int) -> bytes:
-    """Complete lines of ``path`` from ``offset`` on, about 256 KiB at most; a piece of a line longer than 8 MiB."""
+    """The complete lines of ``path`` from byte ``offset`` on, about 256 KiB at most; of a line longer than 8 MiB only a
+    piece."""
     with open(path, "rb") as file:
         file.seek(offset)
         data = file.read(_CHUNK)
@@ -213,7 +217,8 @@ def complete_lines(path: str, offset: int) -> bytes:
 
 
 def first_since(path: str, since: float) -> int:
-    """Byte offset of the first line not earlier than ``since``, by binary search: lines are in order of time."""
+    """Byte offset of the first line of a log that is not earlier than ``since``; by binary search, as lines are in
+    order of time."""
     wanted = stamp(since)
     later: Callable[[bytes], bool] = (
         (lambda line: _time_of(line) >= since)
@@ -233,7 +238,7 @@ def first_since(path: str, since: float) -> int:
 
 
 def _line_from(file: BinaryIO, offset: int) -> tuple[int, bytes]:
-    """(byte offset, line) of the first line that begins at ``offset`` or later."""
+    """(byte offset, text) of the first line that begins at ``offset`` or later."""
     file.seek(max(0, offset - 1))
     if offset:
         file.readline()
@@ -270,7 +275,7 @@ def _nth_last_line_end(data: bytes, number: int) -> int:
 
 
 def pause_or_exit(seconds: float) -> None:
-    """Sleep; raises BrokenPipeError when the reader has closed this program's standard input."""
+    """Sleep; raises BrokenPipeError when the program that reads the output has closed this program's standard input."""
     if not stat.S_ISFIFO(os.fstat(0).st_mode) and not stat.S_ISSOCK(os.fstat(0).st_mode):
         time.sleep(seconds)
     elif select.select([0], [], [], seconds)[0] and not os.read(0, 4096):

@@ -46,7 +46,7 @@ _ENDS = ("done", "failed", "stopped")
 
 @dataclass
 class MemberStatus:
-    """The hub's record of one member; times are in seconds, monotonic unless noted."""
+    """What the hub knows about one member. Times are in seconds, monotonic unless noted."""
 
     node_rank: int
     link: Link | None = None
@@ -68,7 +68,7 @@ class MemberStatus:
 
 
 class Hub:
-    """``Peers`` of the lead node: the connections to all members. No method blocks."""
+    """The ``Peers`` of the lead node: its connections to all members. No method blocks."""
 
     def __init__(self, config: PeerConfig, loop: Loop, clock: Callable[[], float] = time.time) -> None:
         self.config = config
@@ -97,7 +97,8 @@ class Hub:
         self._loop.watch(self._listener, selectors.EVENT_READ, self._accept)
 
     def look(self) -> None:
-        """Declare overdue members lost, and drop connections that have not authenticated themselves in time."""
+        """Declare members lost that have been silent for too long, and close connections that have not authenticated
+        themselves in time."""
         now = time.monotonic()
         pause = now - self._looked
         self._looked = now
@@ -121,14 +122,15 @@ class Hub:
         return self.config.crew.spare(self._gone)
 
     def report(self, report: Report) -> None:
-        """Store the lead node's own report, and send its effects to the members at once."""
+        """Store the lead node's own report; if it changes what the members have to do, tell them at once."""
         self._own = report
         if report.get("cause"):
             self._stop(report["cause"])
         self._finish()
 
     def may_leave(self) -> bool:
-        """Whether every member has ended or is lost; waits ``peer_timeout`` at most for those that never connected."""
+        """Whether the hub may exit: every member has ended or is lost. For members that have never connected, it waits
+        at most ``peer_timeout`` after the first stop order."""
         late = self._ordered is not None and time.monotonic() - self._ordered > self.config.peer_timeout
         return not any(member.heard is not None or not late for member in self._expected())
 
@@ -175,7 +177,7 @@ class Hub:
             self._take_report(self.members[link.node_rank], message)
 
     def _authenticate(self, link: Link, message: Message) -> None:
-        """Check a member's proof, make ``link`` its connection, and answer with the hub's proof."""
+        """Check a member's proof, make ``link`` the connection to that member, and answer with the hub's proof."""
         k, nonce = int(message["node_rank"]), str(message["nonce"])
         token = self.config.token
         if k not in self.members or not proven(message["proof"], token, "member", k, link.nonce, nonce):
@@ -204,7 +206,7 @@ class Hub:
     # Heartbeats.
 
     def _take_report(self, member: MemberStatus, message: Message) -> None:
-        """Store a member's report, act on its cause, and answer with the hub's orders."""
+        """Store a member's report, act on the cause in it, and answer with the hub's orders."""
         if "ping" in message:
             return self._pong(member)
         got, sent = self._clock(), float(message["t"])
@@ -229,7 +231,8 @@ class Hub:
             member.link.send({"pong": 1})
 
     def _orders(self, member: MemberStatus, *, with_peers: bool = False) -> Message:
-        """The hub's message to a member: cause, stop or finish order, team, and, if asked for, the table of nodes."""
+        """The hub's message to a member: the cause of the run's end, the order to stop or to finish, the team, and with
+        ``with_peers`` the state of all nodes."""
         own = {str(self.config.hub): {"state": self._own.get("state"), "age": 0.0}}
         return {
             "t2": self._clock(),
@@ -258,7 +261,7 @@ class Hub:
             self._broadcast()
 
     def _finish(self) -> None:
-        """Order all nodes to finish once every remaining node with ranks has trained."""
+        """Order all nodes to finish once every node with ranks that is not lost has trained."""
         trained = [self._own.get("trained", False), *(member.trained for member in self._staying())]
         if self.order is None and any(trained) and False not in trained:
             self.order = Order()
@@ -273,7 +276,7 @@ class Hub:
         return (member for member in self.members.values() if not (member.final or member.lost))
 
     def _overdue(self, member: MemberStatus, now: float) -> tuple[str, float]:
-        """(why a member is lost, since when in seconds since the epoch); ('', 0) while it is not lost."""
+        """(why a member is lost, the time of its loss in seconds since the epoch); ('', 0) while it is not lost."""
         config = self.config
         if member.heard is None:
             late = now - self._opened > config.start_timeout
@@ -291,7 +294,7 @@ class Hub:
         self._end_or_leave(member, make_cause(member.node_rank, "node", "lost", why, since))
 
     def _end_or_leave(self, member: MemberStatus, cause: Cause) -> None:
-        """Continue without the member if the run can, else stop the run for ``cause``."""
+        """Continue the run without the member if possible, else stop the run for ``cause``."""
         if member.left is not None:
             return
         if cause["kind"] in ("failure", "lost") and cause["node_rank"] == member.node_rank and self._can_lose(member):
@@ -303,8 +306,8 @@ class Hub:
     def _can_lose(self, member: MemberStatus) -> bool:
         """Whether the run can continue without ``member`` now.
 
-        Not while the run stops; a server always, once all have trained; else as ``Crew.can_lose``, but a client that
-        still trains only after the process group was formed, which needs all ranks.
+        While the run stops: no. A server when all ranks have trained: yes. Otherwise ``Crew.can_lose`` decides; in
+        addition, a client that still trains can only be lost after the process group was formed, which needs all ranks.
         """
         crew, k = self.config.crew, member.node_rank
         if self._stopping:
@@ -314,7 +317,8 @@ class Hub:
         return crew.can_lose(k, self._gone) and (crew.role(k) == "server" or bool(member.trained) or self._begun())
 
     def _begun(self) -> bool:
-        """Whether the process group may exist: all training nodes have reported their ranks, and one has started."""
+        """Whether the process group may have been formed: all training nodes have reported their ranks, and one rank
+        has started."""
         known = all(member.own_ranks is not None for member in self._staying() if self._trains(member))
         return known and (bool(self._own.get("begun")) or any(member.begun for member in self.members.values()))
 
@@ -322,7 +326,8 @@ class Hub:
         return self.config.crew.role(member.node_rank) != "server"
 
     def _leave(self, member: MemberStatus, cause: Cause) -> None:
-        """Continue the run without a member; if it is still connected, it is ordered to stop."""
+        """Continue the run without a member, because of ``cause``; if the member is still connected, it gets the order
+        to stop."""
         self.gone[str(member.node_rank)] = {
             "since": cause["t"],
             "t": cause["t"] + member.ahead,
@@ -360,7 +365,8 @@ class Hub:
 
 
 def excused(when: float | None, pause: float, now: float) -> float | None:
-    """``when`` moved forward by ``pause``, to ``now`` at most, so that a suspended machine loses no peer."""
+    """``when`` moved forward by ``pause`` seconds, to ``now`` at most: time for which this machine was suspended does
+    not count as another node's silence."""
     return None if when is None else min(when + pause, now)
 
 
@@ -368,7 +374,7 @@ KILLED = "its supervisor ended without reporting a result; it was probably kille
 
 
 def silence(config: PeerConfig) -> str:
-    """``no sign of life for 6 s (run.peer_timeout)``."""
+    """Why a node is lost that has been silent for too long: ``no sign of life for 6 s (run.peer_timeout)``."""
     return f"no sign of life for {config.peer_timeout:g} s (run.peer_timeout)"
 
 

@@ -29,9 +29,10 @@ Message = dict[str, Any]
 
 
 class Link:
-    """One end of a connection.
+    """One end of a connection between two supervisors.
 
-    ``received(message)`` is called for each message; ``closed(reason)`` when the connection ends without ``close``.
+    ``received(message)`` is called for each message; ``closed(reason)`` when the connection ends without a call of
+    ``close``.
     """
 
     def __init__(
@@ -48,11 +49,12 @@ class Link:
 
     @property
     def waiting(self) -> bool:
-        """Whether messages still wait to be sent."""
+        """Whether messages have not been sent yet."""
         return bool(self._unsent)
 
     def send(self, message: Message) -> None:
-        """Send a message, later if the socket is not writable; closes when more than ``MAX_UNSENT`` bytes wait."""
+        """Send a message, later if the socket is not writable; closes the connection when more than ``MAX_UNSENT``
+        bytes have not been sent."""
         if not self._open:
             return
         self._unsent += json.dumps(message).encode() + b"\n"
@@ -134,7 +136,7 @@ def proof(token: str, role: str, node_rank: int, hub_nonce: str, member_nonce: s
 
 
 def proven(shown: Any, token: str, role: str, node_rank: int, hub_nonce: str, member_nonce: str) -> bool:
-    """Whether ``shown`` equals ``proof(...)``; compared in constant time."""
+    """Whether ``shown`` is the right proof, ``proof(...)``; compared in constant time."""
     return isinstance(shown, str) and hmac.compare_digest(
         shown.encode(), proof(token, role, node_rank, hub_nonce, member_nonce).encode()
     )

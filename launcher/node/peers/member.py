@@ -1,7 +1,9 @@
-"""A member's side of its connection to the hub (see ``launcher.node.peers.model``), and the offset of their clocks.
+"""A member's side of its connection to the hub (see ``launcher.node.peers.model``), and the offset between the clocks
+of member and hub.
 
-As in NTP (RFC 5905, section 8): for a round trip sent here at t0, received there at t1, answered there at t2 and
-received here at t3, the clock offset is ((t0 - t1) + (t3 - t2)) / 2, wrong by at most half the network time.
+The offset is measured as in NTP (RFC 5905, section 8): for a message sent here at t0, received by the hub at t1,
+answered there at t2, with the answer received here at t3, it is ((t0 - t1) + (t3 - t2)) / 2, wrong by at most half the
+time on the network.
 """
 
 from __future__ import annotations
@@ -27,7 +29,7 @@ _SLACK = 0.005  # seconds by which the offsets of two round trips may differ bey
 
 
 class ClockOffset:
-    """This clock minus the hub's, in seconds, from the quickest of the last ``_KEPT`` round trips."""
+    """Seconds by which this clock is ahead of the hub's, from the quickest of the last ``_KEPT`` round trips."""
 
     def __init__(self) -> None:
         self._trips: deque[tuple[float, float]] = deque(maxlen=_KEPT)  # (network time, offset) in seconds
@@ -39,11 +41,12 @@ class ClockOffset:
 
     @property
     def quickest(self) -> float | None:
-        """Network time of the quickest round trip in seconds; None before the first."""
+        """Seconds that the quickest round trip took on the network; None before the first one."""
         return min(self._trips)[0] if self._trips else None
 
     def add(self, t0: float, t1: float, t2: float, t3: float) -> None:
-        """Add a round trip. When it contradicts the earlier ones, a clock was set, and the earlier ones are dropped."""
+        """Add a round trip. If it contradicts the earlier round trips, a clock has been set, and the earlier ones are
+        dropped."""
         on_the_way = (t3 - t0) - (t2 - t1)
         if on_the_way < 0:  # a clock was set during the round trip
             return
@@ -73,7 +76,7 @@ _QUICK_TRIPS = 4  # round trips made without a pause at first, to measure the cl
 
 
 class Member:
-    """``Peers`` of a member: the connection to the hub. No method blocks, except to resolve the hub's host name."""
+    """The ``Peers`` of a member: its connection to the hub. No method blocks, except to resolve the hub's host name."""
 
     def __init__(self, config: PeerConfig, loop: Loop, clock: Callable[[], float] = time.time) -> None:
         self.config = config
@@ -110,7 +113,7 @@ class Member:
 
     @property
     def table(self) -> dict[str, dict[str, Any]]:
-        """The other nodes as last reported by the hub; the hub's own age is that of its last message."""
+        """The other nodes as the hub last reported them; for the hub itself, "age" is the age of its last message."""
         now = time.monotonic()
         rows = {k: {**row, "age": _add(row["age"], now - self._peers_received)} for k, row in self._peers.items()}
         key = str(self.config.hub)
@@ -161,8 +164,8 @@ class Member:
 
     @property
     def _try_for(self) -> float:
-        """Seconds for an attempt to connect: short once the round trip is known, since after a network cut the next
-        attempt may be the first to succeed."""
+        """Seconds to wait for an attempt to connect: short once the round trip is known, since after a network cut the
+        next attempt may be the first to succeed."""
         trip = self._offset.quickest
         return _TRY_FOR if trip is None else min(_TRY_FOR, max(_TRY_EVERY, _TRIPS_FOR * trip))
 
@@ -216,7 +219,8 @@ class Member:
             self._connecting = None
 
     def _set_aside(self, link: Link) -> None:
-        """Replace a connection: close it if it was not authenticated, else keep it open until a new one is."""
+        """Give up ``link`` for a new connection: close it if it was not authenticated, else keep it open until the new
+        one is authenticated."""
         self._link = None
         if link.node_rank is None:
             return link.close()
@@ -239,7 +243,7 @@ class Member:
 
     @property
     def _proven(self) -> Link | None:
-        """The authenticated connection to the hub, if any."""
+        """The connection to the hub if the hub has proved its identity, else None."""
         return self._link if self._link is not None and self._link.node_rank is not None else self._silent
 
     # Messages.
@@ -269,7 +273,7 @@ class Member:
         link.send({"t": self._clock(), "offset": self.offset, **self._own})
 
     def _take_orders(self, message: Message) -> None:
-        """Store what a message of the hub says: clocks, table of nodes, team, cause and orders."""
+        """Store the content of a message of the hub: clocks, the state of other nodes, team, cause and orders."""
         now = self._clock()
         self._heard = time.monotonic()
         if "pong" in message:
@@ -294,7 +298,7 @@ class Member:
     # Loss of the hub.
 
     def _overdue(self, now: float) -> tuple[str, float]:
-        """(why the hub is lost, since when in seconds since the epoch); ('', 0) while it is not lost."""
+        """(why the hub is lost, the time of its loss in seconds since the epoch); ('', 0) while it is not lost."""
         config = self.config
         if self._heard is None:
             late = now - self._opened > config.start_timeout

@@ -18,7 +18,8 @@ from typing import Any, NamedTuple, Protocol
 class Crew:
     """The roles and parts of a run's nodes, and which nodes the run can lose.
 
-    It can lose a server while other nodes hold its parts, a client if ``go_on`` is set, the lead node never.
+    The run can lose a server as long as other nodes hold all its parts, and a client if ``go_on`` is set; it can never
+    lose the lead node.
     """
 
     lead: int  #: node_rank of the hub
@@ -30,42 +31,42 @@ class Crew:
         return self.roles[k] if self.roles else "worker"
 
     def can_lose(self, k: int, gone: Collection[int] = ()) -> bool:
-        """Whether the run can continue without node ``k`` after the nodes ``gone`` have left."""
+        """Whether the run can continue without node ``k``, given that the nodes ``gone`` have been lost before."""
         if self.role(k) == "server":
             return k != self.lead and not self.last_copies(k, gone) and self._clients_have_others(k, gone)
         return self.role(k) == "client" and self.go_on and k != self.lead
 
     def spare(self, gone: Collection[int] = ()) -> list[int]:
-        """The nodes that the run could lose next; any one of them, not all."""
+        """The nodes that the run could lose next: any one of them, but not all. gone: nodes lost before."""
         return [k for k in range(len(self.roles)) if k not in gone and self.can_lose(k, gone)]
 
     def last_copies(self, k: int, gone: Collection[int] = ()) -> list[int]:
-        """Parts held only by ``k`` and nodes in ``gone``."""
+        """The parts of node ``k`` that no node holds except ``k`` and nodes in ``gone``."""
         return [part for part in self._held(k) if not self.holders([part], {*gone, k})]
 
     def holders(self, parts: Collection[int], gone: Collection[int]) -> list[int]:
-        """Nodes, not in ``gone``, that hold any of ``parts``."""
+        """The nodes that hold any of ``parts``, without those in ``gone``."""
         return [j for j in range(len(self.parts)) if j not in gone and set(parts) & set(self._held(j))]
 
     def served_by(self, k: int, gone: Collection[int]) -> list[int]:
-        """Other nodes, not in ``gone``, that hold any part of ``k``."""
+        """The other nodes that hold any part of node ``k``, without those in ``gone``."""
         return self.holders(self._held(k), {*gone, k})
 
     def held(self, k: int) -> str:
-        """The parts of ``k`` as text: ``parts 2, 3``."""
+        """The parts of node ``k`` as text: ``parts 2, 3``."""
         return parts_words(self._held(k))
 
     def _held(self, k: int) -> tuple[int, ...]:
         return self.parts[k] if k < len(self.parts) else ()
 
     def _clients_have_others(self, k: int, gone: Collection[int]) -> bool:
-        """Whether a server other than ``k`` is left for the clients; true when the run has no clients."""
+        """Whether the clients still have a server if node ``k`` is lost; true when the run has no clients."""
         servers = [j for j, role in enumerate(self.roles) if role == "server" and j != k and j not in gone]
         return bool(servers) or "client" not in self.roles
 
 
 def parts_words(parts: Collection[int]) -> str:
-    """``part 2``, ``parts 2, 3``."""
+    """Parts as text: ``part 2``, ``parts 2, 3``."""
     return f"part{'s' if len(parts) > 1 else ''} {', '.join(map(str, sorted(parts)))}"
 
 
@@ -107,7 +108,7 @@ class PeerConfig:
 
 
 class Order(NamedTuple):
-    """An order to this node: to stop because of ``cause``, or, without a cause, to finish as all nodes have trained."""
+    """An order of the hub to a node: stop because of ``cause``; without a cause: finish, as all nodes have trained."""
 
     cause: Cause | None = None
 
@@ -122,27 +123,28 @@ class Peers(Protocol):
     team: Team | None  #: the remaining ranks; None until some are lost
 
     def open(self) -> None:
-        """Listen (hub) or connect (member); raises OSError when the hub cannot listen."""
+        """Start to listen (hub) or to connect (member); raises OSError when the hub cannot listen."""
 
     def look(self) -> None:
         """Check timeouts; called several times a second."""
 
     def report(self, report: Report) -> None:
-        """Send this node's state; called with each heartbeat and each change."""
+        """Send this node's state to the other supervisors; called with each heartbeat and each change."""
 
     def may_leave(self) -> bool:
-        """Whether this supervisor may exit: its end is acknowledged, and no other supervisor needs it."""
+        """Whether this supervisor may exit: the other supervisors know that it has ended, and none needs it any
+        more."""
 
     def close(self) -> None:
         """Close all connections."""
 
     @property
     def offset(self) -> float | None:
-        """This clock minus the hub's, in seconds; None until measured."""
+        """Seconds by which this clock is ahead of the hub's; None until measured."""
 
     @property
     def table(self) -> dict[str, dict[str, Any]]:
-        """The other nodes, by node_rank: {"state", "age": seconds since the last message, or None}."""
+        """The state of each other node, by node_rank: {"state", "age": seconds since its last message, or None}."""
 
     @property
     def spare(self) -> list[int]:
@@ -150,7 +152,7 @@ class Peers(Protocol):
 
 
 class NoPeers:
-    """``Peers`` of the only node of a run."""
+    """The ``Peers`` of a run with a single node: there are no others."""
 
     def __init__(self) -> None:
         self.order: Order | None = None
@@ -200,7 +202,8 @@ def _asked(request: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def received_cause(value: Any, ahead: float) -> Cause | None:
-    """A cause from a node whose clock is ``ahead`` seconds ahead, in this node's time.
+    """Check a cause received from a node whose clock is ``ahead`` seconds ahead, and convert its time to this node's
+    clock.
 
     Raises ValueError, KeyError or TypeError when ``value`` is not a cause.
     """
@@ -235,7 +238,7 @@ def sentence(cause: Mapping[str, Any], labels: tuple[str, ...]) -> str:
 
 
 def left_words(cause: Cause, config: PeerConfig, gone: Collection[int]) -> str:
-    """The sentence that reports the loss of a node and how the run continues; gone: nodes lost before."""
+    """The sentence that reports that a node was lost and how the run continues. gone: nodes lost before."""
     k, crew = cause["node_rank"], config.crew
     verb = "was lost" if cause["kind"] == "lost" else "failed"
     at = time.strftime("%H:%M:%S UTC", time.gmtime(cause["t"]))
@@ -248,7 +251,8 @@ def left_words(cause: Cause, config: PeerConfig, gone: Collection[int]) -> str:
 
 
 def fatal(cause: Cause, config: PeerConfig, gone: Collection[int]) -> Cause:
-    """``cause``, whose reason names the parts that no remaining node holds if it is the loss of a server."""
+    """``cause``; if a server was lost, the reason also names the parts that no remaining node holds. gone: nodes lost
+    before."""
     if cause["kind"] not in ("failure", "lost"):
         return cause
     addition = nobody_left(cause["node_rank"], config.crew, config.labels, gone)
@@ -256,7 +260,8 @@ def fatal(cause: Cause, config: PeerConfig, gone: Collection[int]) -> Cause:
 
 
 def nobody_left(k: int, crew: Crew, labels: Sequence[str], gone: Collection[int]) -> str:
-    """``; no other node holds part 1`` if server node ``k`` had the last copy, else ''. gone: nodes lost before."""
+    """``; no other node holds part 1`` if node ``k`` is a server that had the last copy, else ''. gone: nodes lost
+    before."""
     missing = crew.last_copies(k, gone) if crew.role(k) == "server" else []
     if not missing:
         return ""
@@ -265,9 +270,9 @@ def nobody_left(k: int, crew: Crew, labels: Sequence[str], gone: Collection[int]
 
 
 def next_team(before: Team | None, staying: Sequence[Sequence[int]], lost: Sequence[int], cause: Cause) -> Team:
-    """The team after the loss of a node: the ranks ``staying`` of all remaining nodes that still train.
+    """The team after the loss of a node: ``staying`` has the ranks of each remaining node that still trains.
 
-    before: the previous team; lost: ranks of the lost node; cause: why it was lost.
+    before: the previous team; lost: ranks of the lost node; cause: why that node was lost.
     """
     loss = {"node_rank": cause["node_rank"], "ranks": list(lost), "why": _why(cause)}
     return {
@@ -278,6 +283,6 @@ def next_team(before: Team | None, staying: Sequence[Sequence[int]], lost: Seque
 
 
 def _why(cause: Cause) -> str:
-    """The cause without its node: ``rank 3 was killed by signal 9 (SIGKILL)``."""
+    """What happened according to a cause, without the node: ``rank 3 was killed by signal 9 (SIGKILL)``."""
     name = cause["name"]
     return str(cause["reason"]) if name == "node" else f"{name.replace('rank', 'rank ')} {cause['reason']}"

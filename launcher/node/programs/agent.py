@@ -32,7 +32,7 @@ PROGRAMS = PACKAGE + ".programs"
 
 
 class SentModules:
-    """Finder and loader for ``sys.meta_path`` of the modules that were sent."""
+    """Import hook for ``sys.meta_path``: imports modules from the source texts that were sent."""
 
     def __init__(self) -> None:
         self.sources = {}  # type: dict[str, str]
@@ -69,7 +69,7 @@ def serve(lines: BinaryIO, answers: BinaryIO) -> None:
 
 
 def answer_to(request: dict[str, Any], sent: SentModules) -> dict[str, Any]:
-    """Run the program of a request; returns {"reply"}, {"error": traceback}, or {} without a program."""
+    """Run the program that a request names; returns {"reply"}, {"error": traceback}, or {} if it names none."""
     sent.sources.update(request["sources"])
     if not request["program"]:
         return {}
@@ -82,7 +82,7 @@ def answer_to(request: dict[str, Any], sent: SentModules) -> dict[str, Any]:
 
 
 def leave() -> None:
-    """Call ``leave()`` of each loaded program that defines it, then end the process without interpreter shutdown."""
+    """Call ``leave()`` of each loaded program that defines it, then end this process without interpreter shutdown."""
     for name, module in list(sys.modules.items()):
         if name.startswith(PACKAGE + ".") and hasattr(module, "leave"):
             module.leave()

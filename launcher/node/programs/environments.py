@@ -54,7 +54,7 @@ SHARES = 8  # folders in the reply
 
 
 def main(request: dict[str, Any]) -> dict[str, Any]:
-    """Answer one request; see the module's docstring."""
+    """Answer one request, as described at the top of this module."""
     found = list(candidates(request["given"]))[:MOST]
     versions: dict[int, dict[str, str]] = {}
     waiting = list(enumerate(found))
@@ -71,7 +71,8 @@ def main(request: dict[str, Any]) -> dict[str, Any]:
 
 
 def worker(waiting: list[tuple[int, dict[str, str]]], versions: dict[int, dict[str, str]], source: str) -> None:
-    """Fill ``versions`` by index, until ``waiting`` is empty."""
+    """Take (index, environment) from ``waiting`` until it is empty, and store the package versions as
+    ``versions[index]``."""
     while True:
         try:
             index, one = waiting.pop()
@@ -81,7 +82,8 @@ def worker(waiting: list[tuple[int, dict[str, str]]], versions: dict[int, dict[s
 
 
 def versions_of(program: str, source: str) -> dict[str, str]:
-    """Package versions of a Python, found as in preflight; {} when it does not run. source: of packages.py."""
+    """Package versions of the Python ``program``, found as in preflight; {} when it does not run. source: text of
+    packages.py."""
     try:
         done = subprocess.run(
             [program, "-c", source + ENDING],
@@ -99,7 +101,8 @@ def versions_of(program: str, source: str) -> dict[str, str]:
 
 
 def candidates(given: list[str]) -> Iterator[dict[str, str]]:
-    """Each Python once, as {"key", "path", "program"}: the given ones first, then those that may have torch."""
+    """Each Python once, as {"key", "path", "program"}: first the environments and interpreters in ``given``, then those
+    that may have torch."""
     seen: set[str] = set()
     for one in [*named(given), *conda_environments(), *virtual_environments(), *interpreters()]:
         real = os.path.realpath(one["program"] if one["key"] == "python" else one["path"])
@@ -109,7 +112,7 @@ def candidates(given: list[str]) -> Iterator[dict[str, str]]:
 
 
 def named(given: list[str]) -> Iterator[dict[str, str]]:
-    """The given paths of environments and interpreters that exist."""
+    """The environments and interpreters in ``given``, a list of paths; paths that do not exist are left out."""
     for text in given:
         path = os.path.expanduser(text)
         if os.path.isdir(path):
@@ -119,7 +122,7 @@ def named(given: list[str]) -> Iterator[dict[str, str]]:
 
 
 def of_prefix(key: str, prefix: str) -> dict[str, str]:
-    """The environment in the folder ``prefix``."""
+    """The environment in the folder ``prefix``, as {"key", "path", "program"}."""
     return {"key": key, "path": prefix, "program": os.path.join(prefix, "bin", "python")}
 
 
@@ -150,7 +153,7 @@ def virtual_environments() -> Iterator[dict[str, str]]:
 
 
 def interpreters() -> Iterator[dict[str, str]]:
-    """Pythons on PATH, each as its environment if it belongs to one, and pyenv's with torch."""
+    """Pythons on PATH (if one belongs to an environment, that environment), and pyenv's Pythons with torch."""
     folders = [folder for folder in os.environ.get("PATH", os.defpath).split(os.pathsep) if folder.startswith("/")]
     for folder in folders:
         prefix = os.path.dirname(folder.rstrip("/"))
@@ -169,7 +172,7 @@ def interpreters() -> Iterator[dict[str, str]]:
 
 
 def has_torch(prefix: str) -> bool:
-    """Whether the environment has torch, or includes the system's packages, which may have it."""
+    """Whether the environment in ``prefix`` has torch, or includes the system's packages, which may contain torch."""
     if any("true" in line for line in lines_of(os.path.join(prefix, "pyvenv.cfg")) if "system-site" in line):
         return True
     libraries = os.path.join(prefix, "lib")

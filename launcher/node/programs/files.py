@@ -25,7 +25,8 @@ Entry = dict[str, Any]
 
 
 class DigestCache:
-    """SHA-256 digests of files, cached in a file per folder; valid while size and mtime (ns) are unchanged."""
+    """SHA-256 digests of files, with a cache file in each folder; a cached digest is valid while size and mtime (ns) of
+    its file are unchanged."""
 
     def __init__(self) -> None:
         self.folders: dict[str, dict[str, Entry]] = {}
@@ -88,10 +89,11 @@ def write_whole(path: str, data: bytes) -> None:
 
 
 def inventory(files: list[Entry]) -> list[Entry]:
-    """Compare files with their expected size and digest; returns ``{path, state, have, error}`` per file.
+    """Compare files with their expected size and digest; returns ``{path, state, have, error}`` for each file.
 
-    files: ``{path, bytes, sha256}`` each. state: present (size and digest match), different, missing, or partial (an
-    incomplete transfer, ``.part``). have: bytes on this node. error: of the system, or ''.
+    files: ``{path, bytes, sha256}`` of each file. state: present (size and digest match), different, missing, or
+    partial (an incomplete transfer, ``.part``). have: how many bytes are on this node. error: message of the system, or
+    ''.
     """
     cache = DigestCache()
     with ThreadPoolExecutor(max_workers=min(4, os.cpu_count() or 1)) as pool:
@@ -118,9 +120,10 @@ def _look(entry: Entry, cache: DigestCache) -> Entry:
 
 
 def commit(files: list[Entry]) -> list[Entry]:
-    """Rename each ``.part`` to its file if the digest matches, else delete it; returns ``{path, error}`` per file.
+    """Rename each ``.part`` file to its final name if the digest matches, else delete it; returns ``{path, error}`` for
+    each.
 
-    files: ``{path, sha256[, mode]}`` each.
+    files: ``{path, sha256[, mode]}`` of each file.
     """
     cache = DigestCache()
     answers = [{"path": entry["path"], "error": _commit_one(entry, cache)} for entry in files]
@@ -185,7 +188,8 @@ def unpack(archive: str, sha256: str, dest: str) -> str:
 
 
 def disk(path: str) -> Entry:
-    """``{path: nearest existing folder, free: bytes}`` of the file system of ``path``, which need not exist."""
+    """``{path: folder, free: bytes}`` of the file system of ``path``; the folder is ``path`` or, if that does not
+    exist, the nearest folder above it that does."""
     folder = os.path.abspath(os.path.expanduser(path))
     while not os.path.isdir(folder):
         folder = os.path.dirname(folder)
@@ -205,7 +209,7 @@ def list_tree(path: str) -> list[Entry]:
 
 
 def main(request: Entry) -> Entry:
-    """Answer one request; ``{"error": message, "errno": …}`` after an OSError."""
+    """Answer one request, named by its "op"; replies ``{"error": message, "errno": …}`` after an OSError."""
     operations: dict[str, Callable[[], Entry]] = {
         "inventory": lambda: {
             "files": inventory(request["files"]),

@@ -22,7 +22,8 @@ RUNS = 1000  # run folders that are examined at most, newest first
 
 
 def folders(workdir: str, code: str) -> dict[str, Any]:
-    """Facts about the work folder (or its nearest existing parent), /tmp and /dev/shm. code: digest of the code."""
+    """Facts about the work folder (or the nearest existing folder above it), /tmp and /dev/shm. code: digest of
+    gnnfleet's code, to see whether the code was sent before."""
     real = os.path.realpath(workdir)
     there = real
     while not os.path.exists(there):
@@ -55,10 +56,8 @@ def stored(folder: str) -> int:
 
 
 def space(path: str) -> dict[str, Any]:
-    """{"free": bytes for this user, "size": bytes, "files": free files (-1: unlimited), "device": st_dev}.
-
-    All fields are 0, "files" -1, when ``path`` cannot be examined.
-    """
+    """Room of the file system of ``path``: {"free": bytes for this user, "size": bytes, "files": free files (-1:
+    unlimited), "device": st_dev}. When it cannot be examined, all fields are 0 and "files" is -1."""
     try:
         found = os.statvfs(path)
         return {
@@ -91,14 +90,15 @@ def why_not_writable(path: str) -> str:
 
 
 class Suspect:
-    """A run folder of a node whose supervisor has ended without a result. processes: as in its state.json."""
+    """A node's run folder that has no result although its supervisor has ended. processes: those listed in its
+    state.json."""
 
     def __init__(self, run_id: str, run_dir: str, processes: list[dict[str, Any]]) -> None:
         self.run_id, self.run_dir, self.processes = run_id, run_dir, processes
 
 
 def ended_without_result(workdir: str) -> list[Suspect]:
-    """Run folders below ``workdir`` without a result whose supervisor does not run."""
+    """Run folders below ``workdir`` that have no result although their supervisor does not run any more."""
     runs = os.path.join(workdir, "runs")
     try:
         names = sorted(os.listdir(runs))[-RUNS:]
@@ -149,7 +149,7 @@ _written = []  # type: list[str]
 
 
 def main(request: dict[str, Any]) -> dict[str, Any]:
-    """Answer one request; see the module's docstring."""
+    """Answer one request, as described at the top of this module."""
     folder = os.path.expanduser(request["folder"])
     path = os.path.join(folder, request["name"])
     if request["op"] == "look":
@@ -161,7 +161,7 @@ def main(request: dict[str, Any]) -> dict[str, Any]:
 
 
 def write(path: str) -> bool:
-    """Create an empty file; returns whether that succeeded."""
+    """Create an empty file for ``leave`` to remove; returns whether that succeeded."""
     try:
         os.close(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o644))
     except OSError:
@@ -171,7 +171,7 @@ def write(path: str) -> bool:
 
 
 def leave() -> None:
-    """Remove the files that were written."""
+    """Remove the files created by ``write``."""
     while _written:
         try:
             os.unlink(_written.pop())

@@ -23,7 +23,8 @@ SECONDS = 30.0  # timeout of a command; without persistence mode nvidia-smi firs
 
 
 def commands(want_devices: bool) -> dict[str, Any]:
-    """Start tmux -V and, if wanted, nvidia-smi, in the background. Returns {name: process} of those installed."""
+    """Start ``tmux -V`` and, if wanted, nvidia-smi, in the background. Returns {name: running command} of those
+    installed."""
     wanted = {"tmux": ["tmux", "-V"]}
     if want_devices:
         fields = "--query-gpu=%s,driver_version" % GPU_FIELDS
@@ -37,7 +38,7 @@ def on_path(name: str) -> bool:
 
 
 class Started:
-    """A running command; stdin and stderr are /dev/null. Used because importing subprocess takes 7 ms."""
+    """A running command with stdin and stderr at /dev/null. Used in place of subprocess, whose import takes 7 ms."""
 
     def __init__(self, argv: list[str]) -> None:
         self.stdout, theirs = os.pipe()
@@ -76,7 +77,7 @@ def output(argv: list[str]) -> str:
 
 
 def tmux_version(started: dict[str, Any]) -> str:
-    """Version of tmux; '' when it is not installed, '?' when it prints none. started: as from ``commands``."""
+    """Version of tmux; '' when tmux is not installed, '?' when it prints none. started: the result of ``commands``."""
     if "tmux" not in started:
         return ""
     words = finish(started["tmux"]).split()
@@ -101,9 +102,10 @@ def read(path: str) -> str:
 
 
 def capacity() -> dict[str, Any]:
-    """CPUs, memory in bytes and open-file limits of this login.
+    """CPUs, memory in bytes and open-file limits that this login can use.
 
-    "memory_limit", "memory_free" and "cpus" respect the limits of the cgroup; "memory" is that of the machine.
+    "memory_limit", "memory_free" and "cpus" respect the limits of the cgroup; "memory" is the memory of the whole
+    machine.
     """
     total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     words = read("/proc/meminfo").partition("MemAvailable:")[2].split()
@@ -133,7 +135,7 @@ def cpus() -> int:
 
 
 def group_cpus(root: str, path: str) -> list[float]:
-    """CPU limits, in CPUs, of a cgroup and its ancestors; [] without a limit."""
+    """CPU limits of a cgroup and its ancestors, as numbers of CPUs; [] without a limit."""
     found = []
     while True:
         folder = root + path.rstrip("/")
@@ -148,7 +150,8 @@ def group_cpus(root: str, path: str) -> list[float]:
 
 
 def group_memory() -> tuple[int, int]:
-    """(smallest limit, least free memory below a limit) of this process's cgroups, in bytes; (0, 0) without a limit."""
+    """(smallest memory limit, least free memory below a limit), in bytes, over the cgroups of this process; (0, 0)
+    without a limit."""
     found = []
     for line in read("/proc/self/cgroup").splitlines():
         _, controllers, path = line.split(":", 2)
@@ -161,7 +164,8 @@ def group_memory() -> tuple[int, int]:
 
 
 def group_limits(root: str, path: str, most: str, used: str, cache: str) -> list[tuple[int, int]]:
-    """(limit, free) in bytes of a cgroup and of its ancestors; inactive page cache counts as free.
+    """(memory limit, free memory) in bytes of a cgroup and of each of its ancestors that has a limit; inactive page
+    cache counts as free.
 
     most, used: names of the files with the limit and the usage; cache: name of the entry in memory.stat.
     """
@@ -190,7 +194,8 @@ SHORT = [
 
 
 def look(listed: str) -> dict[str, Any]:
-    """{"devices": names, "gpus": [as from ``gpu``], "driver"} from the output of nvidia-smi (``GPU_FIELDS``)."""
+    """{"devices": names, "gpus": [result of ``gpu`` for each], "driver": version} from the output of nvidia-smi
+    (``GPU_FIELDS``)."""
     rows = table(listed, 9)
     if not rows:  # an old driver that does not know all fields prints nothing
         rows = [[*row[:5], "", "", "", row[5]] for row in table(output(SHORT), 6)]
@@ -204,13 +209,14 @@ def look(listed: str) -> dict[str, Any]:
 
 
 def table(text: str, columns: int) -> list[list[str]]:
-    """Rows of a CSV text that have so many columns."""
+    """The rows of a CSV text that have exactly ``columns`` columns."""
     rows = [[word.strip() for word in line.split(",")] for line in text.splitlines()]
     return [row for row in rows if len(row) == columns]
 
 
 def gpu(row: list[str]) -> dict[str, Any]:
-    """A device as a dict, from a row of nvidia-smi; memory in MiB. Unsupported fields read '[N/A]' or similar."""
+    """One GPU as a dict, from a row that nvidia-smi printed; memory in MiB. Fields that a GPU does not support read
+    '[N/A]' or similar."""
     index, uuid, name, memory, used, mode, mig, ecc, _ = row
     return {
         "index": number(index), "uuid": uuid, "name": name, "memory": number(memory), "used": number(used),
@@ -219,7 +225,7 @@ def gpu(row: list[str]) -> dict[str, Any]:
 
 
 def holders(text: str) -> list[dict[str, Any]]:
-    """Processes with memory on a device, from the output of ``APPS``; memory in MiB."""
+    """Processes that use memory of a GPU, from the output of nvidia-smi (``APPS``); memory in MiB."""
     found = []
     for line in text.splitlines():
         words = [word.strip() for word in line.split(",")]
@@ -239,7 +245,8 @@ def command(pid: int) -> str:
 
 
 def process(pid: int) -> dict[str, Any]:
-    """{"user", "since": start time in seconds since the epoch}; '' and 0 when hidden, as in a container."""
+    """{"user", "since": start time in seconds since the epoch} of a process; '' and 0 when /proc hides it, as in a
+    container."""
     try:
         uid = os.stat("/proc/%d" % pid).st_uid
         fields = read("/proc/%d/stat" % pid).rpartition(")")[2].split()

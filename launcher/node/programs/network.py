@@ -32,14 +32,14 @@ STRANGER, NO_NAME, NO_ANSWER = "stranger", "name", "no answer"
 
 
 def main(request: dict[str, Any]) -> dict[str, Any]:
-    """Answer one request; see the module's docstring."""
+    """Answer one request, as described at the top of this module."""
     if request["op"] == "open":
         return open_all(request)
     return {"blocked": list(connect_all(request))}
 
 
 def greeting(token: str, rank: int) -> bytes:
-    """The bytes that the listener of node ``rank`` sends."""
+    """The bytes that a listener of node ``rank`` sends to each client."""
     return ("gnnfleet %s %d\n" % (token, rank)).encode()
 
 
@@ -47,7 +47,7 @@ def greeting(token: str, rank: int) -> bytes:
 
 
 def open_all(request: dict[str, Any]) -> dict[str, Any]:
-    """Listen on all ports of an "open" request; returns the reply."""
+    """Listen on all ports of a request with "op" ``open``; returns the reply."""
     listeners = Listeners(greeting(request["token"], request["rank"]))
     refused = {}
     for port in request["ports"]:
@@ -61,7 +61,7 @@ def open_all(request: dict[str, Any]) -> dict[str, Any]:
 
 
 class Listeners:
-    """Listening ports that send ``words`` to every client, in a background thread."""
+    """Listening ports, served by a background thread that sends ``words`` to every client."""
 
     def __init__(self, words: bytes):
         self.words, self.poll = words, select.epoll()
@@ -83,7 +83,7 @@ class Listeners:
                 self.greet_all(self.servers[number])
 
     def greet_all(self, server: Any) -> None:
-        """Accept, greet and close all waiting connections of a listener."""
+        """Accept all waiting connections of a listener, send each the greeting, and close it."""
         while True:
             try:
                 client, _ = server._accept()  # needs half the system calls of accept()
@@ -97,7 +97,7 @@ class Listeners:
 
 
 def open_server(port: int) -> socket.socket:
-    """A listening socket on all addresses, like that of TCPStore; IPv4 only if the machine has no IPv6."""
+    """A listening socket on all addresses, made as TCPStore makes its own; IPv4 only if the machine has no IPv6."""
     try:
         server, address = socket.socket(socket.AF_INET6, socket.SOCK_STREAM), ("::", port)
         server.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 0)
@@ -125,9 +125,10 @@ def bound(server: socket.socket, address: tuple[str, int]) -> socket.socket:
 
 
 def connect_all(request: dict[str, Any]) -> Iterator[list[Any]]:
-    """[rank, address, port, why] of each target that was not reached.
+    """[rank, address, port, why] of each target of a request that was not reached.
 
-    Targets after the own rank are tried first, so that nodes do not all connect to the same node at once.
+    Nodes with a higher node rank than this node are tried first, so that nodes do not all connect to the same node at
+    once.
     """
     own = request["rank"]
     targets = sorted(request["targets"], key=lambda target: ((target[0] - own) <= 0, target[0]))
@@ -145,7 +146,7 @@ def connect_all(request: dict[str, Any]) -> Iterator[list[Any]]:
 
 
 class Attempt:
-    """An attempt to connect to one port. words: the expected greeting."""
+    """An attempt to connect to one port of a node. words: the greeting that is expected from there."""
 
     __slots__ = ("rank", "address", "numeric", "port", "words", "socket", "deadline", "received")
 
@@ -154,7 +155,7 @@ class Attempt:
         self.received = b""
 
     def start(self, deadline: float) -> int:
-        """Start to connect; returns the socket's descriptor. Raises OSError when connecting fails at once."""
+        """Start to connect; returns the socket's descriptor. Raises OSError when the system refuses at once."""
         family = socket.AF_INET6 if ":" in self.numeric else socket.AF_INET
         self.socket, self.deadline = socket.socket(family, socket.SOCK_STREAM | socket.SOCK_NONBLOCK), deadline
         self.socket.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, NO_LINGER)
@@ -165,7 +166,7 @@ class Attempt:
         return self.socket.fileno()
 
     def read(self) -> str | None:
-        """Read the greeting: '' when it is complete and right, the error, or None while more may come."""
+        """Read more of the greeting: '' when it is complete and right, None while more may come, else the error."""
         try:
             data = self.socket.recv(256)
         except BlockingIOError:
@@ -179,7 +180,8 @@ class Attempt:
 
 
 def run_attempts(attempts: list[Attempt], seconds: float) -> Iterator[tuple[Attempt, str]]:
-    """Run all attempts, ``IN_FLIGHT`` at a time; yields each with its error, or '' on success. seconds: per attempt."""
+    """Run all attempts, at most ``IN_FLIGHT`` at a time; yields each attempt with its error, or '' on success. seconds:
+    time limit of each attempt."""
     poll, running = select.epoll(), {}  # type: Any, dict[int, Attempt]
     waiting = iter(attempts)
     left = len(attempts)
@@ -204,7 +206,7 @@ def run_attempts(attempts: list[Attempt], seconds: float) -> Iterator[tuple[Atte
 
 
 def wait_for_ended(poll: Any, running: dict[int, Attempt]) -> list[tuple[int, str]]:
-    """Wait for events or the next deadline; returns (descriptor, error or '') of the attempts that have ended."""
+    """Wait for an event or the next deadline; returns (descriptor, error or '') of each attempt that has ended."""
     if not running:
         return []
     first = next(iter(running.values()))  # the oldest one has the earliest deadline
@@ -224,7 +226,8 @@ def wait_for_ended(poll: Any, running: dict[int, Attempt]) -> list[tuple[int, st
 
 
 def resolved(names: set[str]) -> dict[str, str]:
-    """{name: numeric address, or '' when it does not resolve}; resolves all names concurrently, 10 s at most each."""
+    """The numeric address of each name, or '' when it does not resolve; resolves all names concurrently, each in 10 s
+    at most."""
     found = {name: name if is_numeric(name) else "" for name in names}
     unknown = [name for name in names if not found[name]]
     if not unknown:
@@ -256,7 +259,7 @@ def is_numeric(name: str) -> bool:
 
 
 def meaning(error: OSError) -> str:
-    """One of "refused", "no route", "no answer", "reset", or the system's error message."""
+    """The error in a word or two: "refused", "no route", "no answer", "reset", or else the message of the system."""
     known = {
         errno.ECONNREFUSED: "refused",
         errno.EHOSTUNREACH: "no route",
@@ -282,13 +285,14 @@ SCOPE_LINK = 253  # link-local addresses are ambiguous without an interface
 
 
 def addresses() -> list[tuple[str, str]]:
-    """(interface, address) of this machine's addresses, loopback included, link-local ones not; in kernel order."""
+    """(interface name, address) for each address of this machine, in the order of the kernel; with loopback, without
+    link-local addresses."""
     names = dict(socket.if_nameindex())
     return [(names.get(number, ""), address) for number, address in dumped()]
 
 
 def dumped() -> Iterator[tuple[int, str]]:
-    """(interface number, address) of all addresses, by netlink (RTM_GETADDR)."""
+    """(interface number, address) for each address of this machine, asked of the kernel by netlink (RTM_GETADDR)."""
     sock = socket.socket(socket.AF_NETLINK, socket.SOCK_RAW, 0)
     try:
         sock.sendall(struct.pack("=IHHIIB7x", 24, RTM_GETADDR, REQUEST_DUMP, 1, 0, socket.AF_UNSPEC))
@@ -305,7 +309,8 @@ def dumped() -> Iterator[tuple[int, str]]:
 
 
 def one(message: bytes) -> Iterator[tuple[int, str]]:
-    """(interface number, address) in an RTM_NEWADDR message; nothing for link-local and tentative addresses."""
+    """(interface number, address) from a netlink message RTM_NEWADDR; nothing for link-local and tentative
+    addresses."""
     family, _, flags, scope, number = struct.unpack_from("=BBBBI", message)
     found, at = {}, 8
     while at + 4 <= len(message):

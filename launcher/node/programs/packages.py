@@ -1,4 +1,4 @@
-"""Finds the package versions of a Python without importing the packages, and sizes of a partitioned graph.
+"""Finds the package versions of a Python without importing the packages, and the sizes of a partitioned graph.
 
 Importing torch would take seconds. Part of node/programs/probe.py: Python 3.8, few modules of the standard library.
 """
@@ -18,7 +18,8 @@ NCCL = ("nvidia_nccl_cu11", "nvidia_nccl_cu12", "nvidia_nccl_cu13")
 
 
 def versions() -> dict[str, str]:
-    """Versions of "python", PACKAGES, "cuda" (torch was built for), "nccl" and "glibc", and "arch"; '' if absent."""
+    """Versions of "python", of PACKAGES, of "cuda" (that torch was built for), "nccl" and "glibc", and the architecture
+    as "arch"; '' for what is absent."""
     there = installed()
     if sys.flags.no_site and not all(map(there.get, PACKAGES)):
         import site  # .pth files may add folders with the missing packages
@@ -38,7 +39,8 @@ def versions() -> dict[str, str]:
 
 
 def installed() -> dict[str, str]:
-    """{package: version} from names of dist-info and egg-info folders; importing importlib.metadata takes 20 ms."""
+    """{package: version}, from the names of dist-info and egg-info folders, as importing importlib.metadata takes 20
+    ms."""
     found: dict[str, str] = {}
     for folder in folders():
         try:
@@ -54,7 +56,8 @@ def installed() -> dict[str, str]:
 
 
 def folders() -> list[str]:
-    """Folders with packages: sys.path and, under ``python -S``, those that ``site`` would add, without .pth files."""
+    """The folders that contain packages: sys.path and, under ``python -S``, those that ``site`` would add; .pth files
+    are ignored."""
     if not sys.flags.no_site:
         return sys.path
     top = os.path.dirname(os.path.dirname(sys.executable))
@@ -71,7 +74,7 @@ def folders() -> list[str]:
 
 
 def by_metadata(package: str) -> str:
-    """Version of a package that ``installed`` misses (eggs, develop links, zip files); '' if absent."""
+    """Version of a package that ``installed`` does not find (eggs, develop links, zip files); '' if it is absent."""
     from importlib import metadata
 
     try:
@@ -101,7 +104,8 @@ def glibc() -> str:
 
 
 def graph_size(manifest: str) -> dict[str, Any]:
-    """{"nodes", "row_bytes", "topology_bytes"} of the partition with this manifest.json; {} if it cannot be read."""
+    """{"nodes", "row_bytes", "topology_bytes"} of the partitioned graph with this manifest.json; {} if the file cannot
+    be read."""
     if not manifest:
         return {}
     import json
@@ -115,14 +119,15 @@ def graph_size(manifest: str) -> dict[str, Any]:
 
 
 def size_of(manifest: dict[str, Any]) -> dict[str, Any]:
-    """{"nodes": number of graph nodes of all types, "row_bytes": mean bytes of attributes per node}."""
+    """{"nodes": number of graph nodes of all types, "row_bytes": mean bytes of attributes per graph node}."""
     nodes = sum(kind["num_nodes"] for kind in manifest["nodes"].values())
     rows = sum(file["bytes"] for file in manifest["files"] if "/nodes/" in file["path"] and "/attrs/" in file["path"])
     return {"nodes": nodes, "row_bytes": rows / max(1, nodes)}
 
 
 def topology_of(manifest: dict[str, Any], folder: str) -> int:
-    """Bytes of the 1-d files of all parts (the topology); 0 unless ``folder`` has all of them in the right size."""
+    """Bytes of the topology of all parts: the files with 1-d tensors. 0 unless ``folder`` has all of them in the right
+    size."""
     files = [file for file in manifest["files"] if file["path"].startswith("part") and len(file.get("shape", ())) == 1]
     for file in files:
         try:

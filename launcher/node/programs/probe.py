@@ -70,7 +70,7 @@ def main(request: dict[str, Any]) -> dict[str, Any]:
 def numeric(name: str) -> str:
     """The numeric address of a configured name or address; '' when it does not resolve.
 
-    Also '' for a name that resolves to loopback, as the own name of many machines does, except ``localhost``.
+    Also '' for a name that resolves to loopback, as many machines resolve their own name; except ``localhost``.
     """
     found = lookup(name) if name else ""
     return "" if is_loopback(found) and found != name and name != "localhost" else found
@@ -85,7 +85,8 @@ def lookup(name: str) -> str:
 
 
 def resolved(names: Iterable[str]) -> dict[str, str]:
-    """{name: address, or '' when it does not resolve}; resolves all at once, as name servers may answer slowly."""
+    """The address of each name, or '' when it does not resolve; resolves all at once, as name servers may answer
+    slowly."""
     import threading
 
     found = dict.fromkeys(names, "")
@@ -99,7 +100,7 @@ def resolved(names: Iterable[str]) -> dict[str, str]:
 
 
 def own_address(peer: str) -> str:
-    """This machine's address of the current SSH connection, else of the route to ``peer``, else loopback."""
+    """This machine's address in the current SSH connection, else on the route to ``peer``, else loopback."""
     words = os.environ.get("SSH_CONNECTION", "").split()
     arrived = words[2].replace("::ffff:", "").split("%")[0] if len(words) == 4 else ""
     if arrived and not is_loopback(arrived):
@@ -131,14 +132,14 @@ def interface_of(address: str, own: list[tuple[str, str]]) -> str:
 
 
 def existing_run(run_dir: str, session: str) -> str:
-    """The tmux session or run folder of a planned run that already exists; '' when neither does."""
+    """The tmux session or the run folder of a planned run, if one exists already; '' when neither does."""
     if session and machine.tmux_has(session):
         return "tmux session %s" % session
     return run_dir if run_dir and os.path.exists(run_dir) else ""
 
 
 def lease_facts() -> tuple[list[dict[str, Any]], str]:
-    """(valid leases as dicts with their description in "words", why leases cannot be read or '')."""
+    """The valid leases, as dicts with a description in "words", and why leases cannot be read, or ''."""
     try:
         if not os.listdir(os.environ.get("GNNFLEET_LEASES") or LEASES):
             return [], ""
@@ -155,7 +156,7 @@ def lease_facts() -> tuple[list[dict[str, Any]], str]:
 
 
 def leftovers(workdir: str) -> list[dict[str, Any]]:
-    """Processes of runs whose supervisor has ended without a result; as ``of_runs``."""
+    """Processes left by runs whose supervisor has ended without a result, in the format of ``of_runs``."""
     suspects = folders.ended_without_result(workdir)
     if not suspects:
         return []
@@ -165,7 +166,8 @@ def leftovers(workdir: str) -> list[dict[str, Any]]:
 
 
 def gpus(started: dict[str, Any]) -> dict[str, Any]:
-    """{"devices": names, "gpus": [...], "driver"}, in the order of nvidia-smi (PCI bus). started: commands by name."""
+    """{"devices": names, "gpus": [...], "driver"}, in the order of nvidia-smi (PCI bus). started: running commands by
+    name."""
     if "nvidia-smi" not in started:
         return {"devices": [], "gpus": [], "driver": ""}
     from launcher.node.programs import machine as devices
@@ -174,7 +176,7 @@ def gpus(started: dict[str, Any]) -> dict[str, Any]:
 
 
 def busy_ports(ports: Sequence[int], leases: Iterable[dict[str, Any]] = ()) -> dict[str, str]:
-    """{port: description of its user} of the ports that are in use or leased by a run."""
+    """The ports that are in use or leased by a run, each with a description of the user: {port: text}."""
     busy = {str(port): holder(port) for port in ports if not can_listen(port)}
     for lease in leases:
         kind, _, port = lease["resource"].partition(":")
@@ -210,7 +212,8 @@ def can_listen(port: int) -> bool:
 
 
 def holder(port: int) -> str:
-    """Pid and command of the process that listens on ``port``, if /proc shows it; '' when no process listens."""
+    """Pid and command of the process that listens on ``port``, as far as /proc shows them; '' when no process
+    listens."""
     inodes = set()
     for table in ("/proc/net/tcp", "/proc/net/tcp6"):
         for line in machine.read(table).splitlines()[1:]:
@@ -234,8 +237,8 @@ def open_files(pid: str) -> set[str]:
 
 
 def of_runs(suspects: Iterable[Suspect]) -> list[dict[str, Any]]:
-    """[{"run_id", "pids", "commands"}] of the runs with living processes: those listed in their last state.json, and
-    those with their GNNFLEET_RUN_DIR in the environment."""
+    """[{"run_id", "pids", "commands"}] of the runs in ``suspects`` that have living processes: processes listed in the
+    run's last state.json, and processes with the run's folder as GNNFLEET_RUN_DIR in the environment."""
     named = {one.run_dir: one for one in suspects}
     pids: dict[str, set[int]] = {folder: known(one) for folder, one in named.items()}
     for pid in filter(str.isdigit, os.listdir("/proc")):
@@ -250,7 +253,7 @@ def of_runs(suspects: Iterable[Suspect]) -> list[dict[str, Any]]:
 
 
 def known(suspect: Suspect) -> set[int]:
-    """Pids of the living processes listed in the run's last state.json."""
+    """Pids of the living processes that the last state.json of a run lists."""
     return {entry["pid"] for entry in suspect.processes if lives(entry.get("pid"), entry.get("start_ticks"))}
 
 

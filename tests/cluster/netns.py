@@ -1,4 +1,4 @@
-"""Several SSH hosts on one machine, for tests and benchmarks.
+"""Creates several SSH hosts on one machine, for tests and benchmarks.
 
 ::
 
@@ -8,11 +8,12 @@
 
 Each host has a network, pid, mount and UTS namespace of its own: an address on a bridge, a
 real ``sshd`` on port 22, its own /tmp, /run, /dev/shm, home folder, host key, hostname and
-/etc/hosts (with the host's own name on 127.0.1.1, as Debian installs it). All of them see the
+/etc/hosts (with the host's own name on 127.0.1.1, as Debian installs it). All hosts see the
 same /usr and the same repository and virtual environment, but share no folder for data unless
-``shared_folder`` names one. The operator, on the outside, reaches them over the bridge.
+``shared_folder`` is set. The operator's processes run outside of all hosts and reach the hosts
+over the bridge.
 
-Needs root and Linux; ``unavailable()`` says what is missing. Standard library only.
+Needs root and Linux; ``unavailable()`` returns what is missing. Uses only the standard library.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Test of gnnfleet init on real hosts: it writes a file that passes check, and names unreachable hosts."""
+"""Test of ``gnnfleet init`` on real hosts: ``gnnfleet check`` accepts the cluster.yml that init writes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Tests of the namespaced test cluster: its hosts behave like separate machines."""
+"""Tests of ``NetCluster``, which other tests use: its hosts behave like separate machines."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Fixtures shared by the launcher's tests."""
+"""Fixtures that several tests of the launcher use."""
 
 from __future__ import annotations
 
@@ -13,7 +13,8 @@ from node_kit import MakeFolder, RunFolder
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Iterator[MakeFolder]:
-    """Returns a factory of run folders; kills processes that a failed test leaves behind."""
+    """Yield a function that creates run folders of nodes; after the test, kill the processes started in these
+    folders."""
     made: list[RunFolder] = []
 
     def make(**more: Any) -> RunFolder:

@@ -1,4 +1,4 @@
-"""A fake transport with scripted replies, files in memory and recorded calls."""
+"""A transport to a node that exists in memory only: tests script its replies and read the calls that it recorded."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ Answer = Completed | Exception | Callable[[Command, bytes], Completed]
 
 
 def printed(text: str = "", *, returncode: int = 0, stderr: str = "") -> Completed:
-    """Returns the result of a finished command that printed ``text``."""
+    """Return the result of a finished command that printed ``text`` on standard output."""
     return Completed(returncode, text.encode(), stderr.encode())
 
 
@@ -40,7 +40,8 @@ class Call:
 
 @dataclass
 class Rule:
-    """Answers commands for which ``matches(argv as one line, stdin)`` is true, one answer a call; the last repeats."""
+    """The answers to commands for which ``matches(argv as one line, stdin)`` is true. Each call takes the next answer;
+    the last answer is used for all further calls."""
 
     matches: Callable[[str, bytes], bool]
     answers: list[Answer]
@@ -54,8 +55,8 @@ class FakeTransport(Transport):
     """A transport to a node that exists in memory only.
 
     ``on("tmux new-session", printed())`` answers each command whose argv, joined by blanks,
-    contains the text. ``on_program("probe", lambda request: {...})`` answers the node program
-    of that name. Rules added later take precedence. A command without a rule raises
+    contains that text. ``on_program("probe", lambda request: {...})`` answers the node program
+    of that name. If several rules match, the last added one is used. A command without a rule raises
     ``AssertionError``. ``files`` maps paths to contents, ``modes`` maps paths to modes; ``~/`` is
     not expanded. Once ``fail`` is set to an exception, every method raises it.
     """
@@ -74,23 +75,26 @@ class FakeTransport(Transport):
     _lock: threading.Lock = field(default_factory=threading.Lock)
 
     def on(self, text: str, *answers: Answer) -> FakeTransport:
-        """Answer commands whose argv contains ``text``, one answer per call; the last repeats."""
+        """Answer commands whose argv contains ``text``. Each call takes the next answer; the last answer is used for
+        all further calls."""
         self._rules.append(Rule(lambda line, stdin: text in line, list(answers)))
         return self
 
     def on_program(self, name: str, *replies: Callable[[dict[str, Any]], dict[str, Any]] | Exception) -> FakeTransport:
-        """Answer ``launcher/node/programs/<name>.py`` with functions of the request, one per call."""
+        """Answer calls of ``launcher/node/programs/<name>.py``. Each call takes the next of ``replies``, a function of
+        the request or an exception to raise; the last one is used for all further calls."""
         called = f'["{name}", '.encode()
         self._rules.append(Rule(lambda line, stdin: stdin.startswith(called), [_program(reply) for reply in replies]))
         return self
 
     def on_stream(self, text: str, lines: list[str], returncode: int | None = 0) -> FakeTransport:
-        """Stream ``lines`` for commands that contain ``text``, then exit; ``returncode=None``: run until stopped."""
+        """Let streamed commands that contain ``text`` print ``lines`` and then exit with ``returncode``; if that is
+        None, they run until they are stopped."""
         self._streams.append((text, lines, -1 if returncode is None else returncode))
         return self
 
     def lines(self) -> list[str]:
-        """Returns the commands run so far, each as one line."""
+        """Return all recorded commands, each with its arguments joined to one line."""
         return [call.line for call in self.calls]
 
     def connect(self, timeout: float) -> None:
@@ -149,7 +153,7 @@ class FakeTransport(Transport):
         self.closed += 1
 
     def lose_connection(self) -> None:
-        """Make every later method call raise ``ConnectionLost``."""
+        """Let every later method call raise ``ConnectionLost``."""
         self.fail = ConnectionLost("connection lost", host=self.target, node_rank=self.node_rank)
 
     def _record(self, command: Command, stdin: bytes) -> Call:
@@ -170,7 +174,8 @@ class FakeTransport(Transport):
 
 
 class FakeTalk(Talk):
-    """The agent of a fake node: ``on_program`` rules answer its programs, and a failing ``on`` answer ends it."""
+    """The agent on a ``FakeTransport``. It answers calls of node programs with the rules of ``on_program``; an answer
+    with a nonzero exit status ends the agent."""
 
     def __init__(self, node: FakeTransport, command: Command):
         self._node, self._command = node, command
@@ -207,11 +212,11 @@ class FakeTalk(Talk):
         return self._ended
 
     def close(self) -> None:
-        """Does nothing, as no process runs."""
+        """Do nothing, because there is no process to end."""
 
 
 def wire(closed: Callable[[int, int, str, int], str] | None = None) -> Callable[[dict[str, Any]], dict[str, Any]]:
-    """Returns the replies of node/programs/network.py on a healthy node.
+    """Return a function that replies like node/programs/network.py on a healthy node.
 
     ``closed(source, target, address, port)`` returns the reason why a route is closed, or "" for an open one.
     """

@@ -1,4 +1,4 @@
-"""Probe results of healthy nodes, as node/programs/probe.py returns them, and findings from changed copies."""
+"""Results of the probe program for healthy nodes, and the findings of preflight for nodes with some other values."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ HEALTHY: dict[str, Any] = {
 
 
 def cluster(count: int, **changes: Any) -> ClusterConfig:
-    """Returns a config of ``count`` nodes on the hosts host0, host1, …"""
+    """Return a config of ``count`` nodes on the hosts host0, host1, …; ``changes`` are other fields of the config."""
     config = ClusterConfig(
         nodes=tuple(NodeConfig(host=f"host{k}") for k in range(count)), data=DataConfig(dataset="synthetic")
     )
@@ -62,7 +62,7 @@ def cluster(count: int, **changes: Any) -> ClusterConfig:
 
 
 def probe_of(k: int, **facts: Any) -> dict[str, Any]:
-    """Returns the probe result of the healthy node ``k``, updated with ``facts``."""
+    """Return the probe result of a healthy node with node rank ``k``; ``facts`` replace some of its values."""
     own = {"hostname": f"box{k}", "address": f"10.0.0.{k}", "interface": "eth0", "workdir": f"/w/{k}"}
     return {**HEALTHY, **own, **facts}
 
@@ -77,13 +77,13 @@ def gpu(index: int = 0, name: str = "H200", **changes: Any) -> dict[str, Any]:
 
 
 def with_gpus(*gpus: dict[str, Any], cuda: str = "12.6", driver: str = "560.35.03", **more: Any) -> dict[str, Any]:
-    """Returns probe facts of a node with these devices and a torch build that supports them."""
+    """Return the facts of a probe result that describe the GPUs ``gpus`` and a torch build that supports these GPUs."""
     own = versions(torch="2.13.0", cuda=cuda, nccl="2.27.5", **more)
     return {"gpus": list(gpus), "devices": [one["name"] for one in gpus], "driver": driver, **own}
 
 
 def survey_of(config: ClusterConfig, odd: Mapping[int, Mapping[str, Any]], **more: Any) -> Survey:
-    """Returns a survey of healthy nodes; ``odd`` maps node ranks to facts that differ."""
+    """Return a survey in which all nodes of ``config`` are healthy, except for the facts in ``odd``, by node rank."""
     count = range(len(config.nodes))
     probes = {k: probe_of(k, **odd.get(k, {})) for k in count}
     return Survey(config, probes, more.pop("clock_offsets", dict.fromkeys(count, 0.0)), **more)
@@ -92,7 +92,8 @@ def survey_of(config: ClusterConfig, odd: Mapping[int, Mapping[str, Any]], **mor
 def found(
     count: int, odd: Mapping[int, Mapping[str, Any]] | None = None, *, config: ClusterConfig | None = None, **more: Any
 ) -> list[Finding]:
-    """Returns the findings of preflight on ``count`` nodes, without those of severity "ok"."""
+    """Return the findings of preflight on ``count`` nodes that are healthy except for the facts in ``odd``, by node
+    rank. Findings of severity "ok" are left out."""
     survey = survey_of(config or cluster(count), odd or {}, **more)
     return [finding for finding in all_findings(survey) if finding.severity != "ok"]
 

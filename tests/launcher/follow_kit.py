@@ -1,4 +1,4 @@
-"""Fake nodes that stream scripted messages, and a run that follows them."""
+"""Test kit: fake nodes that stream scripted messages, and a launcher that follows a run on these nodes."""
 
 from __future__ import annotations
 
@@ -23,12 +23,13 @@ from launcher.text import PlainConsole
 from launcher.transport.base import OnLine
 from run_kit import make_launch, make_node
 
-#: The steps of a stream: lines to send, an exception to raise, an Event to wait for, a function to call.
+#: The steps of a stream, in order. A step is a line to send, an exception to raise, an Event to wait for, or a function
+#: to call.
 Script = list[Any]
 
 
 def line(**message: Any) -> str:
-    """Returns one message of a node as a JSON line."""
+    """Return a message as a node streams it: one JSON line."""
     return json.dumps(message)
 
 
@@ -54,7 +55,8 @@ def step(rank: int, number: int = 0, **more: Any) -> str:
 
 
 class FakeNode(FakeTransport):
-    """A node that streams one script per connection and answers ``stop``; ``stopped`` is set once it was stopped."""
+    """A fake node that streams the next of ``scripts`` on each connection. It answers a stop request of the launcher
+    and then sets ``stopped``."""
 
     def __init__(self, node_rank: int, *scripts: Script):
         super().__init__(target=f"host{node_rank}", node_rank=node_rank)
@@ -89,7 +91,7 @@ class FakeNode(FakeTransport):
 
 
 class Scene:
-    """A plan over fake nodes with its follower, console output and event log."""
+    """A run on fake nodes: the plan, the ``RunFollower`` that follows the run, its console output and its event log."""
 
     def __init__(
         self,
@@ -116,11 +118,11 @@ class Scene:
 
     @property
     def output(self) -> str:
-        """The console output so far."""
+        """Return the console output so far."""
         assert isinstance(self.console.file, io.StringIO)
         return self.console.file.getvalue()
 
     @property
     def kinds(self) -> list[str]:
-        """The kinds of all logged events, in order."""
+        """Return the kind of each event in the event log, in order."""
         return [json.loads(text)["kind"] for text in self.events.read_text().splitlines()]

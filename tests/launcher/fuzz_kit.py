@@ -1,6 +1,7 @@
-"""Mutation fuzzing: for some seconds, cuts and splices texts, inserts hostile values and passes them to a reader.
+"""Mutation fuzzing: passes texts that are cut, spliced and filled with hostile values to a function that reads them.
 
-``GNNFLEET_FUZZ_SECONDS`` sets the seconds per fuzz test (default 2), ``GNNFLEET_FUZZ_SEED`` the seed of the mutations.
+``GNNFLEET_FUZZ_SECONDS`` is the duration of each fuzz test in seconds (default 2), ``GNNFLEET_FUZZ_SEED`` the seed of
+the random generator.
 """
 
 from __future__ import annotations
@@ -18,9 +19,9 @@ SECONDS = float(os.environ.get("GNNFLEET_FUZZ_SECONDS") or 2)
 
 SEED = os.environ.get("GNNFLEET_FUZZ_SEED", "0")
 
-PATIENCE = 30.0  #: seconds that one case may take
+PATIENCE = 30.0  #: seconds that the reader may take for one text
 
-#: Values that often break readers.
+#: Values that often break programs that read text files.
 HOSTILE = (
     "", "~", "null", "-1", "0", "1_", "1__0", ".5", "1e999", "nan", ".inf", "0x10", "0o7", "1:30", "٣", "²",
     "9" * 25, "9" * 5000, "20000000", "1e-3", "true", "off", "[]", "{}", "[[[]]]", "[" * 80, "{a: " * 80, "- " * 80,
@@ -38,7 +39,8 @@ _TOKEN = re.compile(r"\w+|[^\w\s]|\n[ ]*|[ ]+")
 
 
 def fuzz(seeds: Sequence[str], read: Callable[[str], object], refusal: type[Exception]) -> None:
-    """Call ``read`` with mutated texts for ``SECONDS``; any exception other than a ``refusal`` fails the test."""
+    """Call ``read`` for ``SECONDS`` with mutations of the texts ``seeds``. The test fails if a call raises anything
+    other than a ``refusal`` with a message, or takes longer than PATIENCE."""
     until, case = time.monotonic() + SECONDS, 0
     while time.monotonic() < until:
         case += 1
@@ -61,7 +63,7 @@ def _shown(case: int, text: str) -> str:
 
 
 def mutated(draw: random.Random, seeds: Sequence[str]) -> str:
-    """Returns one of the texts after some mutations, cut to 50,000 characters."""
+    """Return one of the texts ``seeds`` after one or more mutations, cut to 50,000 characters."""
     text = draw.choice(seeds)
     for _ in range(draw.choice((1, 1, 2, 3, 5, 10))):
         text = draw.choice(_MUTATIONS)(draw, text, seeds)
@@ -69,7 +71,7 @@ def mutated(draw: random.Random, seeds: Sequence[str]) -> str:
 
 
 def _token(draw: random.Random, text: str, seeds: Sequence[str]) -> str:
-    """Replaces a token with a hostile value, with a token of another seed, or with nothing."""
+    """Replace a token of the text with a hostile value, with a token of another seed, or with nothing."""
     spans = [match.span() for match in _TOKEN.finditer(text)] or [(0, 0)]
     start, end = draw.choice(spans)
     other = draw.choice(_TOKEN.findall(draw.choice(seeds)) or [""])
@@ -77,14 +79,14 @@ def _token(draw: random.Random, text: str, seeds: Sequence[str]) -> str:
 
 
 def _value(draw: random.Random, text: str, seeds: Sequence[str]) -> str:
-    """Replaces the value after a colon, an equals sign or a dash with a hostile one."""
+    """Replace the value after a colon, an equals sign or a dash with a hostile value."""
     spans = [match.span(1) for match in re.finditer(r"(?:[:=]|- ) *([^\n,}\]]*)", text)] or [(0, 0)]
     start, end = draw.choice(spans)
     return text[:start] + draw.choice(HOSTILE) + text[end:]
 
 
 def _line(draw: random.Random, text: str, seeds: Sequence[str]) -> str:
-    """Deletes, repeats, moves or reindents a line, or inserts a line of another seed."""
+    """Delete, repeat, move or reindent a line, or insert a line of another seed."""
     lines = text.split("\n")
     at = draw.randrange(len(lines))
     kind = draw.randrange(5)
@@ -113,5 +115,5 @@ def _character(draw: random.Random, text: str, seeds: Sequence[str]) -> str:
 
 _MUTATIONS = (_token, _token, _value, _value, _value, _line, _line, _cut, _character)
 
-#: Raises the time limit of a test above the seconds of fuzzing.
+#: Mark of fuzz tests: pytest's time limit is longer than the duration of the test.
 unhurried = pytest.mark.timeout(SECONDS + 300)

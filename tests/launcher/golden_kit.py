@@ -1,4 +1,4 @@
-"""Compares texts for users with golden files; UPDATE_GOLDEN=1 rewrites the files."""
+"""Compares texts that users see with golden files; UPDATE_GOLDEN=1 rewrites the files."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ GOLDEN = Path(__file__).parent / "golden"
 
 
 def check_text(path: Path, text: str) -> None:
-    """Compare ``text`` with a golden file; a difference is shown as a unified diff.
+    """Assert that ``text`` equals the golden file ``path``; otherwise fail with a unified diff.
 
-    UPDATE_GOLDEN=1 writes the file; read the difference before committing it.
+    With UPDATE_GOLDEN=1, write ``text`` to the file first; read what changed before committing the file.
     """
     if os.environ.get("UPDATE_GOLDEN"):
         path.write_text(text, encoding="utf-8")
@@ -25,14 +25,15 @@ def check_text(path: Path, text: str) -> None:
 
 
 def check_messages(module: str, messages: Iterable[tuple[str, str]]) -> None:
-    """Compare ``(situation, message)`` pairs with golden/messages_<module>.txt."""
+    """Assert that the ``(situation, message)`` pairs equal those in golden/messages_<module>.txt."""
     check_text(GOLDEN / f"messages_{module}.txt", _joined(messages))
 
 
 def check_lines(module: str, messages: Mapping[str, str]) -> None:
-    """Check that each situation printed every line of its block in golden/messages_<module>.txt; more lines may appear.
+    """Assert that the text of each situation in ``messages`` has all lines of its block in
+    golden/messages_<module>.txt.
 
-    For situations with several threads or processes, where the number and order of lines depend on timing.
+    The text may have more lines, in any order, because with several threads or processes this depends on timing.
     """
     path = GOLDEN / f"messages_{module}.txt"
     if os.environ.get("UPDATE_GOLDEN"):

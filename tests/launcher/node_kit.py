@@ -1,4 +1,4 @@
-"""Run folder of one node with real processes, for tests of the supervisor and other node programs."""
+"""Test kit for the supervisor and other node programs: run folders of single nodes, with real processes."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def python(code: str) -> list[str]:
 
 
 class RunFolder:
-    """One node's run folder and, once started, its supervisor."""
+    """The run folder of one node and the supervisor process that is started in it."""
 
     def __init__(self, path: Path, *, server: list[str] | None = None, **more: Any) -> None:
         self.path = path
@@ -60,11 +60,11 @@ class RunFolder:
         self.supervisor: subprocess.Popen[bytes] | None = None
 
     def rank(self, argv: list[str], env: Mapping[str, str] | None = None) -> RunFolder:
-        """Configure one rank."""
+        """Let the node run one rank with the command ``argv``."""
         return self.ranks(argv, 1, env)
 
     def ranks(self, argv: list[str], nproc: int, env: Mapping[str, str] | None = None) -> RunFolder:
-        """Configure ``nproc`` ranks of an own command, started as ``launcher.plan.commands`` starts them."""
+        """Let the node run ``nproc`` ranks with the command ``argv``, through the rank runner as in a real launch."""
         runner = [PYTHON, str(RANK_RUNNER), "--run-dir", str(self.path), "--await-server", "--", *argv]
         world = {"WORLD_SIZE": str(nproc), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
         self.spec["trainer"] = {"argv": runner, "env": {**world, **(env or {})}, "cwd": str(self.path)}
@@ -82,7 +82,8 @@ class RunFolder:
         return self
 
     def end(self, timeout: float = 20.0) -> dict[str, Any]:
-        """Wait for the supervisor and return its result; fail if a process of the run is still alive."""
+        """Wait for the end of the supervisor and return its result.json; fail if any process of the run is still
+        alive."""
         assert self.supervisor is not None
         status = self.supervisor.wait(timeout)
         result: dict[str, Any] = self.json("result.json")
@@ -94,7 +95,7 @@ class RunFolder:
         return self.start().end(timeout)
 
     def processes(self) -> list[str]:
-        """Command lines of the run's processes on this machine, without the supervisor."""
+        """Return the command lines of all processes of this node, except the supervisor."""
         found = procs.with_token(procs.node_token(self.token, self.spec["node_rank"]))
         return [procs.command_line(process.pid) for process in found]
 
@@ -109,16 +110,17 @@ class RunFolder:
         return [json.loads(line) for line in (self.path / "events.jsonl").read_text().splitlines()]
 
     def log(self, name: str) -> list[str]:
-        """Lines of a log without their time stamps; empty if the log does not exist."""
+        """Return the lines of ``logs/<name>.log`` without their time stamps; [] if the file does not exist."""
         path = self.path / "logs" / f"{name}.log"
         return [line.partition(" ")[2] for line in path.read_text().split("\n")[:-1]] if path.exists() else []
 
     def says(self, name: str, text: str) -> Callable[[], bool]:
-        """Return a condition for ``wait_until``: the log has a line that contains ``text``."""
+        """Return a condition for ``wait_until``: whether ``logs/<name>.log`` has a line that contains ``text``."""
         return lambda: any(text in line for line in self.log(name))
 
     def pid(self, name: str) -> int:
-        """Wait until the supervisor has recorded a process and return its pid."""
+        """Wait until the supervisor has recorded the process ``name`` in state.json, and return the pid of that
+        process."""
         return int(wait_until(lambda: self._recorded(name)))
 
     def _recorded(self, name: str) -> int | None:
@@ -127,7 +129,7 @@ class RunFolder:
         return next((process["pid"] for process in found if process["name"] == name), None)
 
     def kill(self) -> None:
-        """Kill the processes that a failed test left running."""
+        """Kill the supervisor and all processes of the run that still run, as after a failed test."""
         if self.supervisor is not None and self.supervisor.poll() is None:
             self.supervisor.kill()
             self.supervisor.wait()

@@ -1,4 +1,5 @@
-"""A run as its launcher leaves it: a run folder, and local nodes with real supervisors, without launching."""
+"""Test kit for commands about a run: it writes a run folder as a launcher does, and starts real supervisors on this
+machine, but no launcher."""
 
 from __future__ import annotations
 
@@ -18,7 +19,7 @@ from node_kit import PYTHON, ROOT, SUPERVISOR, RunFolder
 from run_kit import make_launch, make_node
 from waiting import wait_until
 
-#: Prints its rank, writes metrics as the trainer does, then sleeps until it is stopped.
+#: A user script that prints its rank, writes metrics as the trainer does, then sleeps until it is stopped.
 TRAINS = """
 import json, os, time
 rank = int(os.environ["RANK"])
@@ -31,7 +32,7 @@ time.sleep(300)
 
 
 class LocalRun:
-    """Run ``r1`` of two local nodes below ``top``, one rank each."""
+    """A run, by default ``r1``, of two local nodes with one rank each; all its files are below the folder ``top``."""
 
     def __init__(self, top: Path, run_id: str = "r1", num_nodes: int = 2):
         self.top, self.run_id = top, run_id
@@ -62,7 +63,8 @@ class LocalRun:
         return {"run_id": self.run_id, "node_rank": k, "num_nodes": len(self.plan.nodes)}
 
     def launched(self, stage: Stage, *, alive: bool = False, **more: Any) -> LocalRun:
-        """Write the files that a launcher has written by ``stage``; unless ``alive``, record its process as gone."""
+        """Write the files that a launcher has written when it reaches ``stage``. launch.json records a launcher that
+        still runs if ``alive`` is true, else one that has ended."""
         launch_file = LaunchFile.mine(self.run_id, "toy", config="cluster.yml").at(stage)
         gone = {} if alive else {"start_ticks": 1}
         replace(launch_file, **{**gone, "user": "alice", **more}).write(self.folder)
@@ -73,7 +75,7 @@ class LocalRun:
         return self
 
     def start(self, code: str = TRAINS, *only: int) -> LocalRun:
-        """Start supervisors with one rank each."""
+        """Start the supervisors of the nodes ``only`` (none: of all nodes), each with one rank that runs ``code``."""
         for k, node in enumerate(self.nodes):
             if not only or k in only:
                 env = {"RANK": str(k), "GNNFLEET_RUN_DIR": str(node.path)}
@@ -83,7 +85,7 @@ class LocalRun:
         return self
 
     def await_training(self, *only: int) -> None:
-        """Wait until the supervisors have recorded steps of their ranks."""
+        """Wait until the supervisors of the nodes ``only`` (none: of all nodes) have recorded a step of their rank."""
         for k, node in enumerate(self.nodes):
             if not only or k in only:
                 path = node.path / "state.json"

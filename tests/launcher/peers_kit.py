@@ -1,4 +1,4 @@
-"""Several supervisors of one run on this machine, for tests of their connections."""
+"""Test kit for the connections between supervisors: it starts several supervisors of one run on this machine."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ SERVE = "import pathlib, time; pathlib.Path('server.ready').touch(); print('serv
 
 
 class Run:
-    """A run of ``count`` nodes without a launcher; each node has a supervisor, a rank and optionally a graph server.
+    """A run of ``count`` nodes without a launcher. Each node has a supervisor, and one rank unless it is a server.
 
-    ``roles`` has one letter per node (w: worker, s: server, c: client), ``parts`` the parts that each node holds.
+    ``roles`` has one letter for each node (w: worker, s: server, c: client); ``parts`` lists the parts of each node.
     """
 
     def __init__(
@@ -46,7 +46,7 @@ class Run:
             self.nodes.append(node)
 
     def give_role(self, node: RunFolder, roles: str, parts: Any) -> None:
-        """Set a node's role: servers run a graph server and no rank, clients a rank and no graph server."""
+        """Set the role of a node: a server runs a graph server but no rank, a client a rank but no graph server."""
         names = [{"w": "worker", "s": "server", "c": "client"}[letter] for letter in roles]
         role = names[node.spec["node_rank"]]
         node.spec |= {"role": role, "roles": names, "parts": parts}
@@ -56,7 +56,7 @@ class Run:
             node.spec["server"] = {"argv": [PYTHON, "-c", SERVE], "env": {}, "cwd": str(node.path)}
 
     def rank(self, node: RunFolder, argv: list[str]) -> None:
-        """Configure the node's rank; its number is the node rank."""
+        """Let the node run one rank with the command ``argv``; the rank has the same number as the node."""
         k = node.spec["node_rank"]
         runner = [PYTHON, str(RANK_RUNNER), "--run-dir", str(node.path), "--await-server", "--", *argv]
         node.spec["trainer"] = {
@@ -81,14 +81,15 @@ class Run:
         wait_until(lambda: self.met())
 
     def met(self) -> bool:
-        """Whether all members are connected, according to the hub's state.json."""
+        """Return whether all other nodes are connected to the hub, according to state.json of the hub's node."""
         hub = self.nodes[self.lead]
         peers = hub.json("state.json")["peers"] if (hub.path / "state.json").exists() else {}
         connected = ("training", "serving", "failed")
         return len(peers) == len(self.nodes) - 1 and all(peer["state"] in connected for peer in peers.values())
 
     def ends(self, since: float, within: float = 10.0) -> list[dict[str, Any]]:
-        """Return each node's result, {} for a missing one; fail unless all processes end within ``within`` seconds."""
+        """Return result.json of each node, or {} if it is missing. Fail unless all processes of the run end within
+        ``within`` seconds of the time ``since``."""
         for node in self.nodes:
             assert node.supervisor is not None
             node.supervisor.wait(max(0.1, since + within + 5 - time.monotonic()))
@@ -109,7 +110,8 @@ class Run:
 
 
 class Proxy:
-    """TCP proxy to ``port``; it can stop forwarding without closing its connections."""
+    """A TCP proxy to ``port`` on this machine. While ``cut`` is true, it forwards nothing but keeps all connections
+    open."""
 
     def __init__(self, port: int) -> None:
         self.target, self.cut = port, False
@@ -162,6 +164,6 @@ def tcp_proxy(port: int) -> Iterator[Proxy]:
 
 
 def control(action: str, node: RunFolder, *options: str) -> subprocess.CompletedProcess[str]:
-    """Run ``control.py`` as a command on the node."""
+    """Run ``control.py <action>`` for the run folder of a node, as the launcher does on the host of the node."""
     argv = [sys.executable, str(NODE / "control.py"), action, str(node.path), *options]
     return subprocess.run(argv, capture_output=True, text=True, check=False, timeout=30)

@@ -1,4 +1,4 @@
-"""Configs, facts and parts for tests of plans."""
+"""Test kit for plans: configs, facts about nodes, and folders of parts."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ PRODUCTS = ServingCluster(
 
 
 def facts_of(count: int, **changes: Any) -> dict[int, NodeFacts]:
-    """Facts of ``count`` nodes, as preflight would report them."""
+    """Return the facts of ``count`` nodes, by node rank, as preflight would report them."""
     return {k: dataclasses.replace(_fact(k), **changes) for k in range(count)}
 
 
@@ -63,7 +63,8 @@ def plan_of(config: ClusterConfig, *, serve_only: bool = False, **more: Any) -> 
 
 
 def parts_folder(folder: Path, num_parts: int) -> PartitionFiles:
-    """A partition folder with a manifest and small files: train seeds, and edges and features of each part."""
+    """Create a folder with ``num_parts`` parts: a manifest, a file of train seeds, and small files for the edges and
+    features of each part."""
     shapes = {"shared/nodes/node/seeds/train.npy": [4]}
     for p in range(num_parts):
         shapes |= {f"part{p}/edges/node__to__node/indptr.npy": [5], f"part{p}/nodes/node/attrs/x.npy": [4, 2]}

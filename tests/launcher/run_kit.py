@@ -1,4 +1,4 @@
-"""Hand-made plans and parts for tests of sync, monitoring and reports."""
+"""Test kit for sync, following a run and reports: small plans, and folders of parts with known digests."""
 
 from __future__ import annotations
 
@@ -12,7 +12,8 @@ from launcher.plan.model import LaunchPlan, NodePlan, PlannedFile, copied, gener
 
 
 def make_parts(folder: Path, num_parts: int = 2, size: int = 50_000) -> Path:
-    """A partition folder for sync and verify: a manifest, and files with known digests."""
+    """Create a folder with ``num_parts`` parts: a manifest and files of about ``size`` bytes whose digests are in the
+    manifest."""
     files = []
     for name in [
         "shared/nodes/node/seeds/train.npy",
@@ -29,7 +30,8 @@ def make_parts(folder: Path, num_parts: int = 2, size: int = 50_000) -> Path:
 
 
 def part_files(folder: Path, node_rank: int, dest: str) -> list[PlannedFile]:
-    """The files of ``make_parts`` that node ``node_rank`` needs: its part, the shared files and the manifest."""
+    """Return the planned files that copy from a folder of ``make_parts`` what node ``node_rank`` needs: the part of
+    that number, the shared files and the manifest."""
     tops = (f"part{node_rank}", "shared", "manifest.json")
     names = [path.relative_to(folder).as_posix() for path in sorted(folder.rglob("*")) if path.is_file()]
     return [copied(f"{dest}/{name}", folder / name) for name in names if name.split("/")[0] in tops]
@@ -78,7 +80,8 @@ def make_launch(nodes: list[NodePlan]) -> LaunchPlan:
 
 
 def sync_plan(top: Path, num_nodes: int = 2, size: int = 50_000) -> LaunchPlan:
-    """Plan of nodes below ``top`` that receive code, parts from ``top/parts``, a generated file and a secret."""
+    """Return a plan of local nodes whose folders are below ``top``. Each node receives code, one part from
+    ``top/parts``, a generated file and a secret file."""
     parts = make_parts(top / "parts", num_nodes, size)
     code = top / "code.py"
     code.write_text("print('hello')\n")

@@ -1,4 +1,4 @@
-"""Serving clusters of local nodes, started and queried through the command line."""
+"""Test kit that starts serving clusters of local nodes, and runs that attach to them, with ``gnnfleet`` commands."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class Finished:
 
     @property
     def json(self) -> Any:
-        """The last JSON document on stdout: all of stdout, or its last line."""
+        """Parse stdout as one JSON document; if it is not one, parse its last line."""
         try:
             return json.loads(self.out)
         except ValueError:
@@ -33,13 +33,14 @@ class Finished:
 
 
 class ServingKit:
-    """Runs commands in ``folder``; the nodes' work folders are below ``workdirs``."""
+    """Runs ``gnnfleet`` in ``folder`` for clusters of local nodes; the work folders of the nodes are below
+    ``workdirs``."""
 
     def __init__(self, folder: Path, workdirs: Path):
         self.folder, self.workdirs = folder, workdirs
 
     def gnnfleet(self, *words: str, timeout: float = 120, env: dict[str, str] | None = None) -> Finished:
-        """Run ``gnnfleet`` and wait for its end."""
+        """Run ``gnnfleet`` with the arguments ``words`` and wait for its end."""
         process = self.start(*words, env=env)
         out, err = process.communicate(timeout=timeout)
         return Finished(process.returncode, out, err)
@@ -54,13 +55,13 @@ class ServingKit:
         )
 
     def serving(self, name: str, servers: int, **sections: Any) -> Path:
-        """Write the cluster file of ``servers`` graph servers."""
+        """Write the cluster file of a serving cluster with ``servers`` graph servers."""
         nodes = [self._node(f"node{k}", role="server") for k in range(servers)]
         data = {"dataset": "synthetic", "options": SYNTHETIC, "folder": "parts"} | sections.pop("data", {})
         return self._write(f"{name}.yml", {"name": name, "nodes": nodes, "data": data, **sections})
 
     def training(self, name: str, serving: str, clients: int = 2, **sections: Any) -> Path:
-        """Write the cluster file of a run that attaches to ``serving``."""
+        """Write the cluster file of a run that attaches to the serving cluster of the name ``serving``."""
         nodes = [self._node(f"node{k}") for k in range(clients)]
         train = TRAIN | sections.pop("train", {})
         return self._write(f"{name}.yml", {"name": name, "nodes": nodes, "data": {"serving": serving}, "train": train})
@@ -74,7 +75,7 @@ class ServingKit:
         return path
 
     def run_dir(self, name: str, server: int) -> Path:
-        """Run folder of a graph server."""
+        """Return the run folder of graph server number ``server`` of the serving cluster ``name``."""
         return self.workdirs / f"node{server}" / "runs" / name / f"node{server}"
 
     def state(self, name: str, server: int) -> dict[str, Any]:

@@ -1,4 +1,5 @@
-"""An SSH server inside the test process: keys, passwords, commands, SFTP and simulated failures."""
+"""An SSH server inside the test process. It accepts keys and passwords, runs commands, serves SFTP and can simulate
+failures."""
 
 from __future__ import annotations
 
@@ -17,16 +18,16 @@ import paramiko
 
 @dataclass
 class Sshd:
-    """A server on 127.0.0.1:``port``; relative SFTP paths and commands start in ``home``."""
+    """An SSH server on 127.0.0.1:``port``; relative SFTP paths and commands start in the folder ``home``."""
 
     home: Path
     host_key: paramiko.PKey
     authorized: paramiko.PKey | None = None
     password: str | None = None
-    interactive: bool = False  #: accept the password by keyboard-interactive only
-    both: bool = False  #: require a key, then the password
-    hang_up: int = 0  #: number of new connections closed before login, as MaxStartups does
-    drop_after: int | None = None  #: bytes written over SFTP after which the connection is cut
+    interactive: bool = False  #: whether the password is accepted by keyboard-interactive only
+    both: bool = False  #: whether a login needs a key and then the password
+    hang_up: int = 0  #: number of first connections that the server closes before login, as with MaxStartups
+    drop_after: int | None = None  #: number of bytes written over SFTP after which the server cuts all connections
     logins: list[str] = field(default_factory=list)  #: every attempted login, with its outcome
     connections: int = 0
     port: int = 0
@@ -56,7 +57,7 @@ class Sshd:
                 transport.start_server(threading.Event(), _Server(self))
 
     def drop(self) -> None:
-        """Cut every connection without an SSH disconnect message."""
+        """Close the sockets of all connections without an SSH disconnect message."""
         for transport in self._transports:
             with suppress(OSError):
                 transport.sock.shutdown(socket.SHUT_RDWR)
@@ -150,7 +151,7 @@ def _pump(pipe: object, send: object) -> None:
 
 
 def _feed(channel: paramiko.Channel, process: subprocess.Popen[bytes]) -> None:
-    """Forward the channel to the command's stdin; kill the command if the channel closes first."""
+    """Forward data of the SSH channel to stdin of the command; kill the command if the channel closes first."""
     assert process.stdin is not None
     with suppress(OSError):
         while data := channel.recv(32768):
@@ -189,7 +190,7 @@ class _Handle(paramiko.SFTPHandle):
 
 
 class _Files(paramiko.SFTPServerInterface):
-    """The real file system; relative paths start in the server's home."""
+    """SFTP access to the real file system; relative paths start in the folder ``home`` of the ``Sshd``."""
 
     def __init__(self, server: paramiko.ServerInterface, sshd: Sshd):
         super().__init__(server)

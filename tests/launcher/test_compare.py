@@ -1,4 +1,4 @@
-"""Tests of ``gnnfleet compare`` on run folders like those of real runs."""
+"""Tests of ``gnnfleet compare`` on run folders that have the same files as after real runs."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def make_run(
     versions: dict[str, str] | None = None,
     **spent: float,
 ) -> Path:
-    """Writes the run folder of a run with one rank and one epoch per loss."""
+    """Write the run folder of a run with one rank; it has one epoch for each value of ``losses``."""
     folder = top / "runs" / run_id
     replace(LaunchFile.mine(run_id, "toy", config="cluster.yml").at("end"), started=1.0).write(folder)
     (folder / "config.yml").write_text(to_yaml(config))
@@ -155,8 +155,8 @@ speed
   an epoch                    1.20 s    1.20 s
   seeds/s                     8         8
   from other hosts, an epoch  1.0 MB    1.0 MB
-  others' rows cached         50%       50%
-  others' rows held           0%        0%
+  remote rows cached          50%       50%
+  remote rows held            0%        0%
 
 where a step's time goes
   a step                      120 ms *  9.08 s

@@ -1,4 +1,4 @@
-"""Tests of shell completion: keys are typed into real shells on a pseudo terminal."""
+"""Tests of shell completion: the tests type keys into real shells on a pseudo terminal."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ SHELLS = [
 ]
 
 
-#: Stub of the gnnfleet program: answers completion requests, and otherwise prints its arguments.
+#: A stub of the program ``gnnfleet``. It answers completion requests like gnnfleet, and otherwise prints its arguments.
 PROGRAM = """\
 #!/bin/sh
 [ -z "$_GNNFLEET_COMPLETE" ] && echo "<$*>" && exit
@@ -54,7 +54,8 @@ TYPED = {
 
 @pytest.fixture()
 def folder(tmp_path: Path) -> Path:
-    """A folder with the stub program in bin/, a cluster file, a script and two runs."""
+    """Return a folder with a stub of ``gnnfleet`` in bin/, a cluster file, a user script and the run folders of two
+    runs."""
     (tmp_path / "bin").mkdir()
     (tmp_path / "bin/gnnfleet").write_text(PROGRAM.format(python=sys.executable))
     (tmp_path / "bin/gnnfleet").chmod(0o755)
@@ -66,7 +67,7 @@ def folder(tmp_path: Path) -> Path:
 
 
 class Terminal:
-    """A shell in ``folder`` on a pseudo terminal that has sourced the output of ``gnnfleet completion``."""
+    """A shell on a pseudo terminal that runs in ``folder`` and has sourced the output of ``gnnfleet completion``."""
 
     def __init__(self, shell: str, folder: Path):
         argv, begin = STARTS[shell]
@@ -84,7 +85,7 @@ class Terminal:
         os.write(self.master, keys.encode())
 
     def completed(self, typed: str) -> str:
-        """Types ``typed``, Tab and Enter, and returns the arguments that the program receives."""
+        """Type the text ``typed``, Tab and Enter; return the arguments that the shell then passes to ``gnnfleet``."""
         self.type(f"{typed}\t\r")
         return self.await_text("<([^<>]*)>").strip()
 

@@ -1,4 +1,4 @@
-"""Tests of reading cluster.yml: values, defaults, overrides and the message of each mistake."""
+"""Tests of reading a cluster.yml: values, defaults, ``--set`` overrides, and the message for each mistake."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def load(tmp_path: Path) -> Load:
 
 
 def problems(load: Load, text: str, overrides: Sequence[str] = ()) -> list[str]:
-    """Returns the problems of a config, as ``line: message`` or ``--set …: message``."""
+    """Return the mistakes that the launcher finds in a config, as ``line: message`` or ``--set …: message``."""
     with pytest.raises(ConfigError) as caught:
         load(text, overrides)
     assert str(caught.value) == "\n".join(map(str, caught.value.problems))

@@ -1,4 +1,4 @@
-"""Tests of settings of single nodes, on three nodes that differ in every setting."""
+"""Tests of settings of single nodes: three nodes have different values of every setting."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from launcher.files import CODE_ROOT
 from launcher.plan.model import NodePlan
 from plan_kit import plan_of
 
-#: Stub of Python that prints its path, working folder, arguments and environment.
+#: A stub of Python: a shell script that prints its path, working folder, arguments and environment.
 STUB = """#!/bin/sh
 echo "$0|$PWD|$*"
 env | grep -E '^(COMMON|LEVEL|MODULE|DEFAULT|ACTIVE|PYTHONPATH|CUDA_VISIBLE_DEVICES|GLOO_SOCKET_IFNAME)=' | sort
@@ -56,7 +56,8 @@ def nodes(tmp_path: Path) -> tuple[NodePlan, ...]:
 
 
 def ran(command: Command) -> tuple[list[str], dict[str, str]]:
-    """Runs a command in bash; returns the stub's ``[path, working folder, arguments]`` and its environment."""
+    """Run a command of a plan in bash, with a stub as its Python. Return ``[path, working folder, arguments]`` as the
+    stub printed them, and the environment of the stub."""
     Path(command.cwd).mkdir(parents=True, exist_ok=True)
     done = subprocess.run(
         ["env", "-i", "PATH=/usr/bin:/bin", "bash", "-c", render(command)], capture_output=True, text=True
@@ -119,7 +120,7 @@ def test_each_node_has_its_own_login_key_and_password(tmp_path: Path) -> None:
 
 
 def test_each_node_leases_its_own_devices_and_port(nodes: tuple[NodePlan, ...]) -> None:
-    """The leases in node.json name the devices and the service port of each node."""
+    """node.json of each node lists the devices and the service port of that node as leases to take."""
     specs = [next(file for file in node.files if file.dest.endswith("/node.json")) for node in nodes]
     leases = [json.loads(spec.content.reveal())["leases"] for spec in specs]  # type: ignore[attr-defined]
     assert [[one for one in taken if one.startswith("cuda")] for taken in leases] == [
@@ -134,7 +135,7 @@ def test_each_node_leases_its_own_devices_and_port(nodes: tuple[NodePlan, ...]) 
 
 
 def commands() -> list[tuple[Path, list[str]]]:
-    """Returns the launch commands in comments of templates, except those of own scripts."""
+    """Return the launch commands in comments of templates/*.yml, except commands that run a user script."""
     return [
         (template, shlex.split(line.removeprefix("#"), comments=False))
         for template in sorted((CODE_ROOT / "templates").glob("*.yml"))

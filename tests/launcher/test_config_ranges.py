@@ -1,4 +1,4 @@
-"""Tests of host ranges: expanded in configs, folded in messages."""
+"""Tests of host ranges such as ``gnn[1-4]``: a config expands them, and messages fold names of hosts into them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Tests of Crew: which nodes a run can lose, and the messages about a loss."""
+"""Tests of the class Crew, which knows which nodes a run can lose, and of the messages about a lost node."""
 
 from __future__ import annotations
 

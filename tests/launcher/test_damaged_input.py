@@ -145,7 +145,8 @@ def test_the_length_of_a_line_is_limited(monkeypatch: pytest.MonkeyPatch) -> Non
 
 
 def test_the_output_of_a_command_is_limited(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Standard output of a command is limited; of its standard error, the end is kept."""
+    """A command that prints too much on standard output is an error; of too much standard error, only the end is
+    kept."""
     monkeypatch.setattr(process, "MAX_LINE", 1 << 20)
     with pytest.raises(TransportError, match="a command printed more than 1 MiB"):
         LocalTransport().run(Command(("yes",)), timeout=60)
@@ -243,7 +244,7 @@ def test_an_event_cut_by_a_full_disk_leaves_no_partial_line(tmp_path: Path, monk
 
 
 def damaged_value(draw: Callable[[Any], Any], value: Any) -> Any:
-    """Returns ``value`` with one element deleted or replaced with a value of another type."""
+    """Return a copy of a JSON value in which one element is deleted or replaced with an odd value."""
     odd = draw(
         st.sampled_from([None, True, -1, 1 << 70, 1e400, float("nan"), "", "\0\x1b\ud800", [], {}, [None], "9" * 20])
     )
@@ -270,7 +271,8 @@ def damaged_value(draw: Callable[[Any], Any], value: Any) -> Any:
 
 @st.composite
 def damaged_text(draw: Any, text: str) -> str:
-    """Draws the text of a JSON file or of JSON lines with one damage."""
+    """Draw a damaged version of ``text``, which is a JSON file or JSON lines: a changed element, a cut, a missing line
+    end or noise."""
     lines = text.splitlines()
     how = draw(st.sampled_from(["value", "value", "cut", "join", "noise"]))
     i = draw(st.integers(0, len(lines) - 1))
@@ -308,7 +310,7 @@ FUZZ = settings(max_examples=EXAMPLES, deadline=None, suppress_health_check=list
 
 @pytest.fixture(scope="module")
 def shared_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder shared by all examples of a test."""
+    """Return a folder that all Hypothesis examples of a test use."""
     return tmp_path_factory.mktemp("fuzz")
 
 
@@ -363,7 +365,7 @@ STATS = json.dumps(
 
 @pytest.fixture(scope="module")
 def run_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The folder of a failed run whose logs and outcomes were collected."""
+    """Return the run folder of a failed run whose logs and outcomes the launcher has collected."""
     top = tmp_path_factory.mktemp("files")
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("XDG_STATE_HOME", str(top / "state"))
@@ -407,7 +409,8 @@ def test_damaged_files_of_a_run_crash_no_reader(run_folder: Path, data: st.DataO
 
 
 def read_all(folder: Path) -> None:
-    """Reads a run folder like `runs`, `status`, `logs`, `compare`, `report` and `collect`, without metrics analysis."""
+    """Read a run folder as `runs`, `status`, `logs`, `compare`, `report` and `collect` do, but without the analysis of
+    its metrics."""
     console = Console(file=io.StringIO(), width=200)
     entry_of(folder)
     never_ran(folder)

@@ -1,4 +1,4 @@
-"""Tests of exits of the program: the terminal is restored, no partial file stays, and nothing delays the exit."""
+"""Tests of the exit of ``gnnfleet``: the terminal is restored, no partial file stays, and nothing delays the exit."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def read_until(stream: int, text: bytes, seconds: float = 15.0) -> bytes:
 
 @pytest.fixture
 def silent_host() -> Iterator[int]:
-    """The port of a host that accepts connections and sends nothing."""
+    """Yield a port of this machine on which a server accepts connections but sends nothing."""
     with socket.create_server(("127.0.0.1", 0)) as server:
         yield server.getsockname()[1]
 

@@ -1,4 +1,4 @@
-"""Tests of ``gnnfleet explain`` and of the hint at the end of an error."""
+"""Tests of ``gnnfleet explain``, and of the hint at the end of an error message that names this command."""
 
 from __future__ import annotations
 

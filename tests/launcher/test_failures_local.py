@@ -1,4 +1,4 @@
-"""Tests of failures of local launches: one clear message, the right exit status, nothing left behind."""
+"""Tests of launches on this machine that fail: one clear message, the right exit status, and no process left behind."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ for second in range(300):
 
 @pytest.fixture(autouse=True)
 def private_tmux(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """A tmux server for this test alone; no session or process may be left after the test."""
+    """Use a tmux server for this test alone; after the test, assert that no session and no process is left."""
     monkeypatch.setenv("TMUX_TMPDIR", str(tmp_path))
     yield
     listed = subprocess.run(["tmux", "list-sessions"], capture_output=True, text=True)
@@ -43,7 +43,7 @@ def private_tmux(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[No
 
 
 def processes_about(folder: Path) -> list[str]:
-    """Returns the command lines of running processes that contain ``folder``."""
+    """Return the command lines of all processes on this machine that contain the path ``folder``."""
     found = []
     for entry in Path("/proc").glob("[0-9]*/cmdline"):
         try:
@@ -56,7 +56,7 @@ def processes_about(folder: Path) -> list[str]:
 
 
 def assert_refused(done: Launched, status: int, *words: str) -> None:
-    """Assert that the launch ended with ``status`` and one error message that contains ``words``."""
+    """Assert that the launch ended with ``status`` and one error message, and that its output contains ``words``."""
     assert done.status == status, done.output
     assert "Traceback" not in done.output
     assert done.output.count("error:") == 1, done.output
@@ -84,7 +84,7 @@ def test_a_busy_master_port_is_reported_with_its_process(tmp_path: Path) -> None
 
 @pytest.fixture
 def made(tmp_path: Path, parts: Path) -> Path:
-    """A config of two local nodes whose parts are current according to their stamp, and an own script that waits."""
+    """Write a config of two local nodes and a user script that waits; the parts of the graph exist already."""
     config = local_config(tmp_path, [1, 1], data={"folder": str(parts)})
     (tmp_path / "waits.py").write_text(WAITS)
     return config
@@ -92,7 +92,7 @@ def made(tmp_path: Path, parts: Path) -> Path:
 
 @pytest.fixture(scope="module")
 def parts(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Parts with a stamp, made by a launch whose own command fails at once."""
+    """Return a folder of parts, which a launch with the user command ``false`` has made."""
     folder = tmp_path_factory.mktemp("made")
     launch(local_config(folder, [1, 1]), "--", "false", env={**os.environ, "TMUX_TMPDIR": str(folder)})
     assert (folder / "parts/manifest.json").is_file()
@@ -100,7 +100,7 @@ def parts(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def assert_failed_before_start(done: Launched) -> None:
-    """Assert that the run folder records a failure and that no node was started."""
+    """Assert that result.json records a failed run with exit status 1, and that no node was started."""
     assert done.result["state"] == "failed" and done.result["exit_status"] == 1
     assert "starting" not in done.output
 
@@ -129,7 +129,7 @@ def test_a_flipped_byte_in_a_part_is_found_before_it_is_used(made: Path, parts: 
 
 
 def test_ctrl_c_in_a_terminal_ends_everything_at_once(made: Path) -> None:
-    """The terminal sends the signal to launch.py's whole process group, not to launch.py alone."""
+    """Ctrl-C in a terminal sends SIGINT to the whole process group of launch.py, not to launch.py alone."""
     running = Running(made, "--", "python", "waits.py", own_group=True).await_line("here is rank 0")
     before = time.monotonic()
     os.killpg(running.process.pid, signal.SIGINT)
@@ -141,7 +141,7 @@ def test_ctrl_c_in_a_terminal_ends_everything_at_once(made: Path) -> None:
 
 
 def test_a_closed_terminal_detaches_the_run(made: Path) -> None:
-    """Closing the window sends SIGHUP to launch.py and closes its output; the run continues on the nodes."""
+    """Closing the terminal sends SIGHUP to launch.py and closes its output; the run continues on the nodes."""
     terminal, side = pty.openpty()
     command = [sys.executable, str(REPOSITORY / "launch.py"), "--config", str(made), "--", "python", "waits.py"]
     process = subprocess.Popen(
@@ -163,7 +163,7 @@ def test_a_closed_terminal_detaches_the_run(made: Path) -> None:
 
 
 def stop_by_hand(folder: Path) -> None:
-    """Stop a run that has no launcher any more."""
+    """Stop all nodes of a run with control.py, because its launcher has ended."""
     for run_dir in folder.glob("node*/runs/*/node*"):
         control = REPOSITORY / "launcher/node/control.py"
         subprocess.run([sys.executable, str(control), "stop", str(run_dir)], capture_output=True, timeout=60)
@@ -177,7 +177,7 @@ def _take_terminal() -> None:
 
 @pytest.mark.slow
 def test_a_closed_output_pipe_stops_the_run(made: Path) -> None:
-    """As in ``launch.py … | head``."""
+    """The reader of the output ends before launch.py does, as in ``launch.py … | head``."""
     process = start(made, "--", "python", "waits.py", "talks")
     assert process.stdout is not None
     while "here is rank 0" not in process.stdout.readline():

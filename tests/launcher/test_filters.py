@@ -1,4 +1,4 @@
-"""Tests of --include and --exclude: the remaining hosts and devices, and errors for names that match nothing."""
+"""Tests of --include and --exclude: the hosts and devices that remain, and the errors for names that match nothing."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ NAMELESS = cluster(NodeConfig("gnn1.x"), NodeConfig("gnn2.x"), NodeConfig("gnn3.
 
 
 def remaining(config: ClusterConfig, include: Sequence[str] = (), exclude: Sequence[str] = ()) -> str:
-    """Returns ``host:devices/procs`` of each remaining node, joined by blanks."""
+    """Return ``host:devices/procs`` of each node that remains after --include and --exclude, joined by blanks."""
     words = []
     for node in filtered(config, include, exclude).nodes:
         devices = ",".join(map(str, node.devices))
@@ -208,7 +208,8 @@ def test_every_command_accepts_filters(config: Path, capsys: pytest.CaptureFixtu
 
 
 def test_totals_over_nodes_are_checked_after_filtering(config: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Eight nodes are too many for the num_parts and batch_size of the file; the chosen nodes are not."""
+    """num_parts and batch_size in the cluster.yml are too small for all eight nodes, but not for the five nodes that
+    ``--include`` chooses."""
     assert main.run(["plan", "-c", str(config)]) == 2
     output = capsys.readouterr().err
     assert "cluster.yml:4: fewer parts than nodes: data.num_parts is 5" in output and "global batch is 6" in output

@@ -1,4 +1,4 @@
-"""Tests of findings about packages, devices and machine limits, from changed probe results."""
+"""Tests of the findings of preflight about packages, devices and limits of machines."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from launcher.preflight.preflight import all_findings
 
 
 def the_one(*arguments: Any, **more: Any) -> Finding:
-    """Returns the only finding; arguments as for ``found``."""
+    """Return the result of ``found(*arguments, **more)``, which must be exactly one finding."""
     (finding,) = found(*arguments, **more)
     return finding
 
@@ -71,7 +71,8 @@ def test_harmless_differences_are_listed_but_do_not_block() -> None:
 
 
 def test_one_command_repairs_all_packages_of_a_host() -> None:
-    """The command installs the builds of nodes of the same kind and keeps packages that differ without harm."""
+    """The command installs the same builds of packages as on nodes of the same kind; it does not change packages whose
+    other version does no harm."""
     odd = {"python": "/e/bin/python", **versions(torch="", numba="0.60", numpy="2.4.5", msgspec="")}
     finding = the_one(3, {2: odd})
     assert finding.message.startswith("torch, msgspec not installed for /e/bin/python; numba 0.60, but 0.68.1 on")

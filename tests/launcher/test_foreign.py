@@ -1,4 +1,8 @@
-"""Tests of files of other launchers. Each folder of golden/foreign has a file, a command line and our cluster.yml."""
+"""Tests of reading files of other launchers.
+
+Each folder of golden/foreign has such a file, a command line, and the cluster.yml that ``gnnfleet import`` writes for
+it.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +26,7 @@ CASES = sorted(path for path in (GOLDEN / "foreign").iterdir() if path.is_dir())
 
 
 def options_of(words: list[str], monkeypatch: pytest.MonkeyPatch) -> LaunchOptions:
-    """Returns the launch options of a dry run with these arguments."""
+    """Return the launch options that the command line ``--dry-run *words`` sets."""
     seen: list[LaunchOptions] = []
     monkeypatch.setattr("launcher.cli.main.show_plan", seen.append)
     assert run(["--dry-run", *words]) == 0
@@ -33,7 +37,8 @@ def options_of(words: list[str], monkeypatch: pytest.MonkeyPatch) -> LaunchOptio
 def test_import_writes_an_equivalent_config(
     case: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """The written file equals the golden one and loads to the same config as the foreign file."""
+    """The cluster.yml that the import writes equals the golden file, and gives the same config as the other launcher's
+    file."""
     monkeypatch.chdir(case)
     words = shlex.split((case / "words").read_text())
     options = options_of(words, monkeypatch)
@@ -123,7 +128,7 @@ SAMPLES = {
 
 
 def documented_commands() -> list[str]:
-    """Returns the commands in the first table and in the text blocks of docs/migrating.md."""
+    """Return the ``launch.py`` and ``gnnfleet`` commands in the tables and text blocks of docs/migrating.md."""
     text = (CODE_ROOT / "docs/migrating.md").read_text().replace("\\\n", "").replace("$PWD", ".")
     rows = re.findall(r"`(python launch\.py [^`]*)` \|$", text, re.MULTILINE)
     blocks = "".join(re.findall(r"^```text\n(.*?)^```", text, re.MULTILINE | re.DOTALL))
@@ -184,7 +189,8 @@ def test_nodes_and_dataset_options_change_a_cluster_yml(tmp_path: Path, monkeypa
 
 
 def test_an_environment_option_replaces_all_others(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A shell has expanded ~ to the local home, which is not that of the hosts."""
+    """``--venv`` or ``--conda`` replaces the settings python, venv and conda of all nodes. A shell may have expanded ~
+    in the path to the local home folder; on each node, the path starts in the home folder of that host."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("HOME", "/home/me")
     Path("cluster.yml").write_text(

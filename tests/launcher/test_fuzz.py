@@ -1,4 +1,4 @@
-"""Fuzz tests of config files, files of other launchers and manifests: each is read or refused with a message."""
+"""Fuzz tests of config files, files of other launchers and manifests: each file is read, or refused with a message."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ OVERRIDES = [
 
 
 def test_configs(tmp_path: Path) -> None:
-    """A config that was read is unchanged after saving and loading."""
+    """A config that was read from a mutated file is the same after it is saved and read again."""
     path = tmp_path / "c.yml"
 
     def read(text: str) -> None:
@@ -86,7 +86,8 @@ def test_overrides(tmp_path: Path) -> None:
 
 
 def test_files_of_other_launchers(tmp_path: Path) -> None:
-    """A foreign file that was read gives the same config when imported as a cluster.yml."""
+    """A mutated file of another launcher that can be read gives the same config after it is imported as a
+    cluster.yml."""
     path, ours = tmp_path / "hosts", tmp_path / "ours" / "c.yml"
     ours.parent.mkdir()
 
@@ -109,7 +110,7 @@ def test_commands_of_other_launchers() -> None:
 
 
 def test_manifests(tmp_path: Path) -> None:
-    """An accepted manifest names only files below its folder."""
+    """A mutated manifest that is accepted names only files below the folder of the manifest."""
     folder = Path(parts_folder(tmp_path, 2).folder)
     path = folder / "manifest.json"
     seed = path.read_text()

@@ -1,4 +1,4 @@
-"""Tests of ``--help``: it fits a terminal of 80x40 (80x50 for ``launch``) and ends with an example."""
+"""Tests of ``--help``: its text fits a terminal of 80x40 (80x50 for ``launch``) and ends with an example."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ WIDTH, LINES, LINES_OF_LAUNCH = 80, 40, 50
 
 
 def commands(above: tuple[str, ...] = (), group: click.Group = gnnfleet) -> Iterator[tuple[str, ...]]:
-    """Yields the name of every command and group as a tuple of words."""
+    """Yield the name of every command and group of ``gnnfleet``, as a tuple of words."""
     yield above
     for name, command in group.commands.items():
         if isinstance(command, click.Group):

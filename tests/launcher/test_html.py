@@ -1,4 +1,4 @@
-"""Tests of ``report.html``: its content, escaping of hostile texts, and drawing in Chromium without network."""
+"""Tests of ``report.html``: its content, the escaping of hostile texts, and its display in Chromium without network."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def outcome(rank: int, **more: Any) -> dict[str, Any]:
 
 
 def made_run(top: Path, run_id: str, epochs: range, *, state: str = "done", **launch: Any) -> Path:
-    """Writes the run folder of a finished run on two nodes."""
+    """Write the run folder of a run on two nodes that has ended with ``state``, with metrics for each of ``epochs``."""
     folder = LocalRun(top, run_id).launched("end", started=T, **launch).folder
     for rank in (0, 1):
         lines = [epoch_line(rank, e, **({"step_loss": [1.0, 0.9, 0.8]} if rank == 0 else {})) for e in epochs]
@@ -180,7 +180,8 @@ def test_chromium_draws_all_charts_without_errors_or_requests(tmp_path: Path) ->
 
 
 def step_lines(rank: int) -> list[dict[str, Any]]:
-    """Returns metrics of an own script whose ranks log different steps and whose losses differ by 1."""
+    """Return the step records of one rank of a user script. Ranks 2 and 3 log other steps than ranks 0 and 1; odd ranks
+    have a loss that is larger by 1."""
     step = {"kind": "step", "rank": rank, "steps": 10, "seeds_per_s": 5.0, "seeds": 4}
     at = [(epoch, i) for epoch in (1, 2) for i in range(0, 10, 3)]
     return [{**step, "t": T + 9 * epoch + i, "epoch": epoch, "step": i + rank // 2, "loss": 2.0 + rank % 2}

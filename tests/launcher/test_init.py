@@ -1,4 +1,5 @@
-"""Tests of gnnfleet init: written files (golden/init), messages, and discovery on this machine."""
+"""Tests of ``gnnfleet init``: the files that it writes (golden/init), its messages, and what it finds on this
+machine."""
 
 from __future__ import annotations
 
@@ -39,7 +40,8 @@ def env(path: str = "~/gnnfleet-venv", key: str = "venv", versions: Mapping[str,
 
 
 def machine(*found: dict[str, Any], shares: tuple[str, ...] = (), one: bool = True, **facts: Any) -> FakeTransport:
-    """Returns a host with these environments; ``one``: whether its folders in ``shares`` are really shared."""
+    """Return a fake host on which init finds the Python environments ``found`` and the network file systems ``shares``.
+    ``one`` is whether all hosts see the same files in these file systems."""
     k = next(_serial)
     addresses = [["lo", "127.0.0.1"], ["eth0", f"10.0.0.{k}"]]
     fake = FakeTransport(target="host").on_program("network", wire())
@@ -51,7 +53,8 @@ def machine(*found: dict[str, Any], shares: tuple[str, ...] = (), one: bool = Tr
 
 
 def hetero_graph(folder: Path) -> str:
-    """Writes the parts of a file of torch.save that init reads for a HeteroData: a pickle with names, no tensor."""
+    """Write a graph.pt from which init recognises a HeteroData: the archive of torch.save with the names of the stores,
+    but without tensors."""
     with zipfile.ZipFile(folder / "graph.pt", "w") as archive:
         archive.writestr("graph/data.pkl", pickle.dumps({"_global_store": {}, "_node_store_dict": {}}, 2))
     return "graph.pt"
@@ -124,7 +127,7 @@ CASES = {
 
 
 def init(monkeypatch: pytest.MonkeyPatch, words: str, *machines: Machine) -> int:
-    """Runs gnnfleet init with fake hosts and returns the exit status."""
+    """Run ``gnnfleet init`` with the arguments ``words`` on the fake hosts ``machines``; return the exit status."""
     monkeypatch.setattr(wizard, "connect_all", lambda config: dict(enumerate(machines)))
     monkeypatch.setenv("COLUMNS", "160")
     return main.run(["init", *words.split()])
@@ -196,7 +199,8 @@ def test_messages(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytes
 def test_an_unedited_file_is_overwritten(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Repeating the command after a host was repaired needs no --force."""
+    """If init is run again, e.g. after a host was repaired, it overwrites the file that it wrote, unless the user has
+    edited that file."""
     monkeypatch.chdir(tmp_path)
     assert init(monkeypatch, "gnn1 gnn2 --yes", machine(python="/usr/bin/python3", versions=BARE), machine()) == 3
     shown = capsys.readouterr().out
@@ -222,7 +226,8 @@ def test_an_excluded_host_is_reported_with_reason_and_remedy(
 
 
 def test_pythons_are_found_in_the_usual_places(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Finds virtual environments, also in projects, and those of conda; skips broken ones."""
+    """init finds virtual environments in the home folder and in project folders, and conda environments; it skips
+    broken ones."""
     monkeypatch.setenv("HOME", str(tmp_path))
     (tmp_path / "gnnfleet-venv").symlink_to(sys.prefix)
     for name in ("project/.venv", "broken"):
@@ -246,7 +251,7 @@ def test_pythons_are_found_in_the_usual_places(tmp_path: Path, monkeypatch: pyte
 
 
 def test_questions_at_a_terminal_lead_to_a_file_that_passes_check(tmp_path: Path) -> None:
-    """Empty answers give two local nodes; for a graph that does not exist init asks again."""
+    """With empty answers, init writes a config of two local nodes. If the graph does not exist, it asks again."""
     with Terminal("init", cwd=tmp_path, env={**os.environ, "XDG_CACHE_HOME": str(tmp_path)}) as terminal:
         terminal.await_text("Hosts (").type("\n")
         terminal.await_text("Graph (").type("./none.pt\n")

@@ -1,4 +1,5 @@
-"""Tests of Ctrl-C, SIGTERM and SIGHUP during a run: the action of each signal, the question, and its answers."""
+"""Tests of Ctrl-C, SIGTERM and SIGHUP during a run: what the launcher does, and how it asks whether to stop or
+detach."""
 
 from __future__ import annotations
 
@@ -78,7 +79,7 @@ def test_a_second_ctrl_c_within_two_seconds_stops_and_a_later_one_asks_again() -
 
 
 class Terminal:
-    """A pseudo terminal; the program reads from ``far`` what the test writes to ``near``."""
+    """A pseudo terminal: the launcher reads from the end ``far`` what the test writes to the end ``near``."""
 
     def __init__(self) -> None:
         self.near, self.far = pty.openpty()
@@ -181,7 +182,7 @@ def test_without_a_terminal_nothing_is_asked(tmp_path: Path, number: int, stops:
 
 
 def test_detaching_waits_until_every_node_has_started(tmp_path: Path) -> None:
-    """Otherwise no launcher would report that a node never started."""
+    """The launcher must not end earlier, because nobody else would report that a node never started."""
     may_start = threading.Event()
     starts = {0: lambda: None, 1: lambda: may_start.wait(5)}
     run = InterruptedRun(tmp_path, "detach", can_ask=False, nodes_up=1, starts=starts).signal(INT)

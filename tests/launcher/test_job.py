@@ -1,4 +1,4 @@
-"""Tests of the run folder during a launch: reuse of run ids, a full disk, file permissions."""
+"""Tests of the run folder that a launch writes: a run id that was used before, a full disk, and file permissions."""
 
 from __future__ import annotations
 

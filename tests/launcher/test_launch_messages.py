@@ -1,4 +1,5 @@
-"""Golden test of every message of following a run, asking, detaching and giving up."""
+"""Golden test of every message that the launcher prints while it follows a run, asks, detaches, or gives up on a
+node."""
 
 from __future__ import annotations
 
@@ -113,7 +114,8 @@ def late_servers(folder: Path) -> str:
 
 
 class Signals(InterruptPrompt):
-    """A prompt that receives the given signals as soon as the first step is logged."""
+    """An ``InterruptPrompt`` that receives the signals ``numbers``, one after the other, once the first step is
+    logged."""
 
     def __init__(self, scene: Scene, *numbers: int, can_ask: bool = False, keys: str = ""):
         super().__init__(scene.live, "ask", can_ask=can_ask)
@@ -141,7 +143,7 @@ def signalled(folder: Path, *numbers: int, can_ask: bool = False, keys: str = ""
 
 
 class Typed:
-    """A source of keys that were typed before."""
+    """A keyboard on which the user has typed ``keys`` before."""
 
     def __init__(self, keys: str):
         self.keys = list(keys)

@@ -27,7 +27,7 @@ PROGRAM = Path(lease.__file__)
 
 @pytest.fixture(autouse=True)
 def folder(monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    """The path of a folder of leases that other users can access; pytest's folders are closed to them."""
+    """Yield the path of a folder for leases that other users can access, unlike the temporary folders of pytest."""
     with tempfile.TemporaryDirectory(prefix="gf-leases-") as parent:
         os.chmod(parent, 0o711)
         path = Path(parent) / "leases"
@@ -36,7 +36,7 @@ def folder(monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
 
 
 class Other:
-    """A process that takes leases and runs until it is killed."""
+    """Another process that takes leases on ``resources`` and runs until it is killed."""
 
     def __init__(self, run_id: str, resources: Sequence[str]) -> None:
         code = "import sys, time; from launcher.node.leases import *\n"
@@ -73,7 +73,7 @@ def edit(file: Path, **changes: Any) -> None:
 
 
 def as_user(uid: int, work: Callable[[], object]) -> str:
-    """Runs ``work`` as another user in a child process; returns the repr of its result, or its exception as text."""
+    """Call ``work`` in a child process as the user ``uid``. Return the repr of its result, or the exception as text."""
     reader, writer = os.pipe()
     if not (child := os.fork()):
         os.setresgid(uid, uid, uid)
@@ -161,7 +161,8 @@ def test_a_zombie_holds_nothing(other: Callable[..., Other]) -> None:
 
 
 def test_exactly_one_of_two_concurrent_processes_gets_the_leases() -> None:
-    """50 rounds; closing a pipe starts both processes, and the winner keeps its leases until both have tried."""
+    """In each of 50 rounds, two processes try to take the same leases at the same moment; the process that gets the
+    leases keeps them until both have tried."""
     for turn in range(50):
         (start, starter), (tell, teller), (end, ender) = os.pipe(), os.pipe(), os.pipe()
         children = []
@@ -231,7 +232,7 @@ def test_a_full_disk_is_reported_and_leaves_nothing_behind(folder: Path, monkeyp
 
 
 def test_a_file_size_limit_is_reported(folder: Path) -> None:
-    """The write really fails, as the process may not write a single byte."""
+    """A process that may not write a single byte to files gets an error that names the folder of leases."""
     code = (
         "from launcher.node.leases import *; import resource, signal; signal.signal(signal.SIGXFSZ, signal.SIG_IGN)\n"
     )
@@ -315,7 +316,8 @@ def test_a_process_hidden_in_proc_keeps_its_leases(monkeypatch: pytest.MonkeyPat
 
 
 def test_the_module_runs_as_bare_source_without_packages(tmp_path: Path) -> None:
-    """As preflight sends the module, under this Python and Python 3.8 where it is installed."""
+    """Preflight sends the source of leases.py to Pythons without any packages; this runs it with the Python of the
+    tests, and with Python 3.8 where that is installed."""
     take(["cuda:0"], this_process("run-a", 0))
     code = "import sys; space = {'__name__': 'gnnfleet_node'}; exec(sys.stdin.read(), space); print(space['held']())"
     for python in [sys.executable, "python3.8"]:
@@ -330,7 +332,7 @@ def test_the_module_runs_as_bare_source_without_packages(tmp_path: Path) -> None
 
 
 def test_leases_cost_little_time() -> None:
-    """Preflight and every supervisor read and take leases; 20 leases must cost little time."""
+    """Preflight and every supervisor take and read leases, so taking and reading 20 leases must be cheap."""
     before = resource.getrusage(resource.RUSAGE_SELF)
     me = this_process("run-a", 0)
     for _ in range(20):

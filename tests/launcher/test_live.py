@@ -1,4 +1,4 @@
-"""Tests of the live view: its content, size and order."""
+"""Tests of the live view of a run in a terminal: what it shows, in which order, and in how much space."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from run_kit import make_launch, make_node
 
 
 def plan_of(nodes: int, ranks: int) -> LaunchPlan:
-    """Returns a plan of ``nodes`` nodes with ``ranks`` ranks each."""
+    """Return a plan of ``nodes`` nodes, each with ``ranks`` ranks."""
     made = []
     for k in range(nodes):
         node = make_node(Path("/w"), k, [])
@@ -146,7 +146,8 @@ def test_log_lines_scroll_above_the_table_which_disappears_at_the_end() -> None:
 
 
 def played(text: str) -> list[str]:
-    """Returns the lines of a terminal after ``text``; knows line ends, cursor up and erase line, which rich uses."""
+    """Return the lines that a terminal shows after ``text`` was written to it. Of the control characters, it handles
+    those that rich uses: line end, cursor up and erase line."""
     rows, row = [""], 0
     i = 0
     while i < len(text):

@@ -1,4 +1,4 @@
-"""Tests of runs of servers and clients that lose nodes, with several supervisors and no launcher."""
+"""Tests of supervisors, without a launcher, in runs of servers and clients that lose nodes."""
 
 from __future__ import annotations
 
@@ -23,7 +23,8 @@ ONE_COPY = [[0], [1], [], []]
 
 @pytest.fixture
 def make(tmp_path: Path) -> Iterator[MakeRun]:
-    """Returns a factory of runs, by default of two servers and two clients; kills all processes in the end."""
+    """Yield a function that makes runs, by default of two servers and two clients; after the test, kill all
+    processes."""
     made: list[Run] = []
 
     def run(parts: list[list[int]], roles: str = "sscc", **more: Any) -> Run:
@@ -41,13 +42,13 @@ def states(results: list[dict[str, Any]]) -> list[str | None]:
 
 
 def finish(run: Run) -> list[dict[str, Any]]:
-    """Let the ranks succeed and return the results of the nodes."""
+    """Let all ranks of the run succeed; return the results of all nodes."""
     (run.nodes[0].path.parent / "go").touch()
     return run.ends(time.monotonic(), within=8)
 
 
 def loss_of(run: Run, k: int) -> dict[str, Any]:
-    """Waits until the run continues without node ``k`` and returns the hub's record of the loss."""
+    """Wait until the run continues without node ``k``; return the record of this loss in state.json of the hub."""
     hub = run.nodes[run.lead]
     wait_until((hub.path / "state.json").exists)
     wait_until(lambda: str(k) in hub.json("state.json")["gone"])

@@ -1,4 +1,4 @@
-"""Tests of the main job on this machine: launch.py as a process, real tmux, the bundled trainer."""
+"""Tests of a whole launch on this machine: launch.py as a process, with real tmux and the bundled trainer."""
 
 from __future__ import annotations
 
@@ -20,14 +20,15 @@ from waiting import wait_until
 
 @pytest.fixture(scope="module", autouse=True)
 def private_tmux(tmp_path_factory):
-    """A tmux server for this module only."""
+    """Use a tmux server for the tests of this module only."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("TMUX_TMPDIR", str(tmp_path_factory.mktemp("tmux")))
         yield
 
 
 def test_two_local_nodes_have_the_same_loss_curve_as_one(local_runs: dict[str, Launched]) -> None:
-    """One part and process, and two of each, give the same losses to 1e-4 relative: they draw the same samples."""
+    """A run with two parts and two processes has the same losses, to 1e-4 relative, as a run with one part and one
+    process, because both draw the same samples."""
     one, two = local_runs["one"], local_runs["two"]
     assert one.status == 0, one.output
     assert two.status == 0, two.output
@@ -74,7 +75,8 @@ open(os.environ["GNNFLEET_RUN_DIR"] + f"/output/deep/{os.environ['RANK']}.txt", 
 
 @pytest.fixture(scope="module")
 def own_script_run(tmp_path_factory, local_workdirs, private_tmux):
-    """A launch of an own script on two nodes with one and two processes: its recorded plan and its offline plan."""
+    """Launch a user script on two nodes with one and two processes. Yield the plan that the launch has recorded, and
+    the plan that ``gnnfleet plan`` makes without connecting to a node."""
     folder = tmp_path_factory.mktemp("own")
     (folder / "sees.py").write_text(SEES)
     words = ("python", "sees.py", "--lr", "0.01", "it's")
@@ -92,7 +94,7 @@ def own_script_run(tmp_path_factory, local_workdirs, private_tmux):
 
 
 def test_launch_sends_the_files_and_processes_of_the_plan(own_script_run):
-    """Compares every file (content, mode) and every process (argv, environment, working directory) with the plan."""
+    """On the nodes, every file (content, mode) and process (argv, environment, working directory) is as in the plan."""
     plan, draft = own_script_run
     for node, drafted in zip(plan["nodes"], draft.nodes, strict=True):
         sent = [file for file in drafted.files if file.source or file.secret]
@@ -110,7 +112,8 @@ def test_launch_sends_the_files_and_processes_of_the_plan(own_script_run):
 
 
 def differs_from_plan(file):
-    """Whether a file on the node differs from the plan; of a secret only the mode is compared."""
+    """Return whether a file on a node has another content or size than in the plan; of a secret file, only the mode is
+    checked."""
     sent_file = Path(file.dest)
     if file.secret:
         return sent_file.stat().st_mode & 0o777 != 0o600

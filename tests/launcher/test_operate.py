@@ -1,4 +1,4 @@
-"""Tests of logs, stop, collect, runs and resume on runs without a live launcher."""
+"""Tests of the commands logs, stop, collect, runs and resume for runs whose launcher has ended."""
 
 from __future__ import annotations
 
@@ -68,7 +68,8 @@ def ended(local_run: LocalRun) -> LocalRun:
 
 
 def test_logs_of_an_ended_run(local_run, capsys) -> None:
-    """Lines are merged by time, filtered by rank, node, number and time, also on a machine without the run's folder."""
+    """``logs`` merges lines of all ranks by time, and filters them by rank, node, number and time, even on a machine
+    that has no run folder of the run."""
     ended(local_run.launched("train").start(TALKS))
     status, output = run_cli(capsys, "logs")
     assert status == 0
@@ -94,7 +95,7 @@ def test_logs_of_an_ended_run(local_run, capsys) -> None:
 
 
 def test_logs_of_nodes_with_different_clocks_are_in_order(local_run, capsys) -> None:
-    """Node 1's clock is five minutes ahead, and node 0's supervisor has measured this."""
+    """The clock of node 1 is five minutes ahead; the supervisors have measured and recorded this."""
     begin = 1_795_000_000
     for k, (node, ahead) in enumerate(zip(local_run.nodes, (0.0, 300.0), strict=True)):
         (node.path / "logs").mkdir()
@@ -134,7 +135,7 @@ def test_since_accepts_durations_and_times() -> None:
 
 
 def test_status_collect_and_stop_of_a_run_without_a_launcher(local_run, capsys, tmp_path) -> None:
-    """Another run on the same machine is not affected."""
+    """The commands do not affect another run on the same machine."""
     other = LocalRun(tmp_path, "r2", num_nodes=1)
     try:
         for one in (local_run, other):
@@ -188,7 +189,7 @@ def test_stop_now_skips_the_grace_period(local_run, capsys) -> None:
 
 
 def test_stop_reports_an_unreachable_node(local_run, capsys, monkeypatch) -> None:
-    """``status`` with unreachable nodes is covered by test_operate_messages."""
+    """``stop`` fails if it cannot reach a node. test_operate_messages tests ``status`` in this case."""
     local_run.launched("train").start()
     local_run.await_training()
     lose_node(monkeypatch, 1)
@@ -200,7 +201,7 @@ def test_stop_reports_an_unreachable_node(local_run, capsys, monkeypatch) -> Non
 
 
 def lose_node(monkeypatch: pytest.MonkeyPatch, k: int) -> None:
-    """Make node k unreachable."""
+    """Let every connection to node k fail."""
     from launcher.errors import UnreachableError
     from launcher.manage import node_views as views
 
@@ -266,7 +267,7 @@ def test_an_ended_run_is_listed_and_resumed_from_its_checkpoint(local_run, capsy
 
 
 def prepared(run: str = "r1", **more: object) -> object:
-    """The launch that ``resume`` would make."""
+    """Return the launch that ``gnnfleet resume`` would start for the run ``run``."""
     options = LaunchOptions(Path(), **more)
     with chosen(Choice(run)) as opened:
         return prepare(opened, Path("runs"), options)
@@ -281,7 +282,8 @@ def test_resume_without_a_checkpoint_starts_from_the_beginning(local_run) -> Non
 
 
 def test_resume_without_a_lost_host_is_kept_in_the_new_runs_config(local_run, capsys, monkeypatch) -> None:
-    """The new run's config has only the remaining hosts and as many parts; resuming that run needs no option."""
+    """``resume --exclude`` records a config without the lost host for the new run, so that resuming the new run needs
+    no ``--exclude``."""
     from launcher.run import launch as launching
 
     def no_line(config: ClusterConfig) -> dict:

@@ -1,4 +1,4 @@
-"""Tests of ``attach``: real tmux on a private server, one pane per node."""
+"""Tests of ``gnnfleet attach``, which shows one tmux pane for each node, with a real tmux server."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def tmux(*words: str) -> str:
 
 
 def start_sessions(local_run: LocalRun) -> None:
-    """Start each node's session as the launcher does, with a placeholder instead of the supervisor."""
+    """Start the tmux session of each node as the launcher does, with a placeholder instead of the supervisor."""
     for node in local_run.plan.nodes:
         tmux("new-session", "-d", "-s", node.session, f"echo 'supervisor of {node.label}'; exec sleep 60")
 

@@ -1,4 +1,5 @@
-"""Tests of run folders that are damaged, of another version, or not writable: one clear message, no wrong state."""
+"""Tests of commands on run folders that are damaged, of another version of gnnfleet, or not writable: each command
+prints one clear message and no wrong state."""
 
 from __future__ import annotations
 

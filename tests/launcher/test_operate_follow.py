@@ -1,4 +1,4 @@
-"""Tests of ``gnnfleet follow``: the run continues when following ends, and events are recorded only once."""
+"""Tests of ``gnnfleet follow``: the run continues when the command ends, and each event is recorded only once."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def local_run(tmp_path: Path) -> Iterator[LocalRun]:
 
 
 def follow(*words: str) -> subprocess.Popen[str]:
-    """Start a follower without a terminal and wait until it has printed output of the run."""
+    """Start ``gnnfleet follow`` without a terminal, and wait until it has printed output of a rank."""
     code = "import sys; from launcher.cli.main import run; sys.exit(run(sys.argv[1:]))"
     env = {**os.environ, "PYTHONPATH": str(ROOT)}
     process = subprocess.Popen(
@@ -50,7 +50,7 @@ def follow(*words: str) -> subprocess.Popen[str]:
 
 
 def still_runs(local_run: LocalRun) -> bool:
-    """Whether every supervisor still runs and has received no stop request."""
+    """Return whether every supervisor of the run still runs and has received no stop request."""
     stops = [node.path / "control" / "stop" for node in local_run.nodes]
     return not any(stop.exists() for stop in stops) and all(node.supervisor.poll() is None for node in local_run.nodes)
 
@@ -72,7 +72,7 @@ def test_a_signal_ends_following_only_and_events_are_recorded_once(local_run: Lo
 
 
 def test_closing_the_output_ends_following_only(local_run: LocalRun) -> None:
-    """As in ``gnnfleet follow | head``."""
+    """The reader of the output ends first, as in ``gnnfleet follow | head``."""
     local_run.await_training()
     viewer = follow()
     assert viewer.stdout is not None

@@ -1,4 +1,5 @@
-"""Tests of the run commands on runs with servers and clients, and on clusters that only serve."""
+"""Tests of ``gnnfleet status``, ``stop`` and other commands for runs of servers and clients, and for serving
+clusters."""
 
 from __future__ import annotations
 
@@ -40,14 +41,15 @@ def local_run(tmp_path: Path) -> Iterator[LocalRun]:
 
 
 def run_cli(capsys: pytest.CaptureFixture[str], *words: str) -> tuple[int, str]:
-    """Return the exit status and everything that ``gnnfleet`` printed."""
+    """Run ``gnnfleet`` with the arguments ``words``; return the exit status and all output."""
     status = run(list(words))
     captured = capsys.readouterr()
     return status, captured.out + captured.err
 
 
 def serving(local_run: LocalRun, *servers: int) -> LocalRun:
-    """Make these nodes graph servers without ranks; if no node trains, the nodes have no hub."""
+    """Turn the nodes ``servers`` of a run into graph servers without ranks. If no node has ranks, the nodes are not
+    connected to each other."""
     nodes = tuple(
         replace(node, ranks=(), nproc=0, trainer=None, server=SERVER, role="server")
         if node.node_rank in servers

@@ -1,4 +1,4 @@
-"""Tests of ``status`` for every state of the launcher and the nodes."""
+"""Tests of ``gnnfleet status`` for every state in which the launcher and the nodes of a run can be."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from operate_kit import LocalRun
 
 @pytest.fixture(autouse=True)
 def other_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each test has its own registry and runs in a folder without the run."""
+    """Run each test with an empty registry of runs, in a folder that has no run folders."""
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
     monkeypatch.setenv("COLUMNS", "200")
     (tmp_path / "elsewhere").mkdir()
@@ -29,7 +29,7 @@ def local_run(tmp_path: Path) -> Iterator[LocalRun]:
 
 
 def run_cli(capsys: pytest.CaptureFixture[str], *words: str) -> tuple[int, str]:
-    """Return the exit status and everything that ``gnnfleet`` printed."""
+    """Run ``gnnfleet`` with the arguments ``words``; return the exit status and all output."""
     status = run(list(words))
     captured = capsys.readouterr()
     return status, captured.out + captured.err
@@ -43,7 +43,7 @@ def status_of(capsys: pytest.CaptureFixture[str], *words: str) -> dict:
 
 
 def test_status_on_a_machine_without_the_run_folder(local_run, capsys, monkeypatch, tmp_path) -> None:
-    """Given only a cluster file, with its hosts in another order and one host more."""
+    """The user has only a cluster file, which lists the hosts of the run in another order and one more host."""
     local_run.start()
     local_run.await_training()
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "another home"))

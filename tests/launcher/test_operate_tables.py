@@ -1,4 +1,5 @@
-"""Tests of the tables of ``status`` and ``runs`` at narrow and wide terminals: one line per row, key columns whole."""
+"""Tests of the tables of ``status`` and ``runs`` in narrow and wide terminals: each row is one line, and values of
+the important columns are not cut."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Tests of the partitioner as a process of the launcher: its output and its end."""
+"""Tests of how the launcher runs the partitioner as a process: it shows its output and reports how it ended."""
 
 from __future__ import annotations
 
@@ -16,7 +16,8 @@ from launcher.plan.partition import PartitionFailed, partitioning, run_partition
 
 
 def partitioner(code: str) -> tuple[str, str]:
-    """Run Python code as the partitioner; return what was printed and the failure's message ("" for none)."""
+    """Let the launcher run ``code`` in place of the partitioner. Return the console output, and the message of the
+    PartitionFailed error ("" if none was raised)."""
     shown = io.StringIO()
     try:
         run_partitioner(Command((sys.executable, "-c", code), {}), Console(file=shown, width=200))

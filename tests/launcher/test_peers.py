@@ -1,4 +1,5 @@
-"""Tests of hub and members over real sockets in one process: admission, clocks, causes, and a hub that never blocks."""
+"""Tests of the connections between the hub and the members of a run, over real sockets in one process: who is admitted,
+clock offsets, reported causes, and that the hub never blocks."""
 
 from __future__ import annotations
 
@@ -38,7 +39,7 @@ LABELS = ("node0 (a)", "node1 (b)", "node2 (c)")
 
 
 class Room:
-    """A hub and its connections, all driven by one event loop."""
+    """A hub and members that connect to it, all driven by one event loop."""
 
     def __init__(self, **more: Any) -> None:
         self.loop = Loop()
@@ -113,7 +114,8 @@ def test_the_token_never_travels_and_is_needed_on_both_sides(room: Room) -> None
 
 
 def test_a_hub_without_the_token_is_rejected() -> None:
-    """The false hub has the port but not the token; the member reports why it could not connect."""
+    """A program that listens on the port of the hub does not know the token of the run. The member does not trust it,
+    and reports that it could not connect."""
     room = Room(start_timeout=0.8)
     room.hub.close()
     false = listen("127.0.0.1", room.port)
@@ -130,7 +132,7 @@ def test_a_hub_without_the_token_is_rejected() -> None:
 
 
 def test_a_reflected_proof_is_rejected(room: Room) -> None:
-    """A hub's proof is not valid as a member's proof."""
+    """The proof with which a hub shows that it knows the token is not valid as the proof of a member."""
     sock = room.stranger()
     room.until(lambda: room.hub._strangers)
     nonce = json.loads(sock.recv(1000))["hello"]
@@ -193,7 +195,8 @@ def test_a_member_that_sends_invalid_messages_is_dropped_and_may_reconnect(room:
 
 
 def test_a_slow_hub_does_not_declare_a_member_lost(room: Room, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The member reconnects, but closes the old connection only then: the hub takes a closed one for a lost member."""
+    """A member that hears nothing from the hub connects again. It closes the old connection only after the hub has
+    accepted the new one, because the hub declares a member lost when its connection closes."""
     monkeypatch.setattr(member_module, "_SILENT", 0.2)
     room.settings["peer_timeout"] = 30.0
     member = room.member(1)

@@ -1,4 +1,5 @@
-"""Tests of servers and clients in the plan: parts of each node, connections, files sent, and the printed plan."""
+"""Tests of plans with servers and clients: the parts of each node, the addresses that they connect to, the files that
+are sent, and the printed plan."""
 
 from __future__ import annotations
 
@@ -35,7 +36,7 @@ ROLES = st.lists(st.sampled_from(["worker", "server", "client"]), min_size=1, ma
 
 
 def nodes_of(*roles: str, **more: Any) -> ClusterConfig:
-    """Config of hosts h0, h1, … with these roles."""
+    """Return a config of the hosts h0, h1, … whose roles are ``roles``."""
     nodes = (NodeConfig(f"h{k}", role=role) for k, role in enumerate(roles))  # type: ignore[arg-type]
     return cluster(*nodes, **more)
 
@@ -69,7 +70,7 @@ def test_every_part_has_the_wanted_number_of_holders_and_one_first_holder(
 
 
 def test_replicas_are_on_the_next_holders() -> None:
-    """Part p of holder i is also on holders i + 1 … i + R - 1."""
+    """With R replicas, a part of the i-th node that holds parts is also on the next R - 1 such nodes."""
     held = holdings(with_data(nodes_of("server", "client", "server", "worker"), num_parts=6, replicas=2))
     assert [node.parts for node in held] == [(0, 1, 4, 5), (), (0, 1, 2, 3), (2, 3, 4, 5)]
     assert [node.copies for node in held] == [(4, 5), (), (0, 1), (2, 3)]
@@ -261,7 +262,8 @@ CASES: Mapping[str, Mapping[str, Any]] = {
 
 
 def test_dry_run_shows_the_parts_of_each_server(tmp_path: Path) -> None:
-    """Sizes of our own code are not compared."""
+    """The printed plan equals the golden file, except for the sizes of files, which change with the code of
+    gnnfleet."""
     from launcher.config.loader import load_config
 
     blocks = []

@@ -19,7 +19,7 @@ from plan_kit import TOKEN, cluster, facts_of, plan_of
 
 
 def without_secrets(value: Any) -> Any:
-    """A plan, or a piece of one, without its secrets, as in run.json."""
+    """Return a plan, or a command of a plan, without secrets and files, as run.json records it."""
     if isinstance(value, Command):
         env = {name: "***" if isinstance(text, Secret) else text for name, text in value.env.items()}
         return dataclasses.replace(value, env=env)
@@ -34,7 +34,7 @@ def without_secrets(value: Any) -> Any:
 
 @pytest.mark.parametrize("nodes", [1, 2, 70])
 def test_round_trip(nodes: int) -> None:
-    """Also with enough nodes that the text is compressed."""
+    """Reading run.json gives the recorded plan, also with so many nodes that the plan in it is compressed."""
     hosts = (NodeConfig(f"h{k}", env={"ODD": "a'b\n$(c) é"}, devices=(0, 2), setup=("true",)) for k in range(nodes))
     plan = plan_of(cluster(*hosts), facts=facts_of(nodes))
     text = run_json(plan)

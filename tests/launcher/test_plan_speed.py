@@ -24,7 +24,7 @@ from plan_kit import facts_of, parts_folder, plan_of
 
 
 def config_of(folder: Path, nodes: int) -> Path:
-    """A config of one host more than ``nodes``; the tests exclude it."""
+    """Write a config with one host more than ``nodes``; the tests exclude that host."""
     path = folder / f"{nodes}.yml"
     path.write_text(
         f"defaults: {{venv: ~/v, env: {{A: b}}}}\nnodes:\n  - host: n[0001-{nodes + 1:04}].lab\n    devices: [0, 1]\n"
@@ -34,13 +34,14 @@ def config_of(folder: Path, nodes: int) -> Path:
 
 
 def planned_for(folder: Path, nodes: int) -> LaunchPlan:
-    """Plan with facts and parts of the filtered config."""
+    """Return the plan for ``nodes`` nodes, after one host and one device of each host were excluded."""
     config = filtered(load_config(config_of(folder, nodes)), (), ["n0002", "n*:1"])
     return plan_of(config, facts=facts_of(nodes), manifest=parts_folder(folder / f"parts{nodes}", nodes))
 
 
 def calls(folder: Path, nodes: int) -> int:
-    """Number of function calls of planning, printing and serialising, without making the test's parts."""
+    """Return the number of function calls that it takes to plan for ``nodes`` nodes, and to print and serialise the
+    plan."""
     manifest = parts_folder(folder / f"parts{nodes}", nodes)
     facts, path = facts_of(nodes), config_of(folder, nodes)
     profile = cProfile.Profile()

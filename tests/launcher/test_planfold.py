@@ -1,4 +1,5 @@
-"""Tests of the printed plan: equal nodes are shown once, and each shown value is right for each of them."""
+"""Tests of the printed plan: nodes with equal values are shown once, and every shown value is right for each of these
+nodes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Tests of preflight from end to end: with fake nodes, and with this machine."""
+"""Tests of the whole preflight, with fake nodes and with this machine as a node."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from launcher.transport.base import Transport
 
 
 def machine(k: int, **facts: Any) -> FakeTransport:
-    """A healthy node, changed by ``facts``."""
+    """Return a fake node that is healthy, except for the probe facts ``facts``."""
     interfaces = [["lo", "127.0.0.1"], ["eth0", f"10.0.0.{k}"]]
     fake = FakeTransport(target=f"host{k}", node_rank=k).on_program("network", wire())
     return fake.on_program("probe", lambda request: probe_of(k, addresses=interfaces, **facts))

@@ -1,4 +1,5 @@
-"""Golden test of the messages of the network test, the agent and a session's start (golden/messages_wire.txt)."""
+"""Golden test (golden/messages_wire.txt) of messages about the network test, the agent, and the start of a tmux
+session."""
 
 from __future__ import annotations
 
@@ -27,7 +28,8 @@ ALWAYS = ("network", "interface", "shared folder")
 
 
 def findings_text(config: ClusterConfig, machines: dict[int, Transport], checks: tuple[str, ...] = ALWAYS) -> str:
-    """Findings of these checks with their remedies; equal ones are listed once."""
+    """Run preflight; return the findings of the checks named in ``checks``, with their remedies. Equal findings are
+    listed once."""
     report = run_preflight(config, machines)
     found = [
         one for one in report.findings if one.check in checks and (one.severity != "ok" or one.check != "interface")

@@ -1,4 +1,4 @@
-"""Tests of preflight with servers and clients: required routes, and requirements of each role."""
+"""Tests of preflight with servers and clients: which ports must be reachable, and what each role requires of a node."""
 
 from __future__ import annotations
 
@@ -52,7 +52,8 @@ def test_sources_that_must_reach_a_target(use: str, target: int, sources: set[in
 
 
 def test_routes_that_are_not_required_may_be_closed() -> None:
-    """Only the server's service port, and the ports of hub and rendezvous, are open from or to the server."""
+    """Between the server and other nodes, only the service port of the server and the ports of hub and rendezvous are
+    open; this is enough."""
 
     def closed(source: int, target: int, address: str, port: int) -> str:
         needed = target == 0 and port == 29600 or port in (29400, 29500) or 0 not in (source, target)

@@ -1,4 +1,4 @@
-"""Tests of the printed table of findings, and a golden test of every message in it."""
+"""Tests of the table of findings that preflight prints, and a golden test of the message of every finding."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def table_of(survey: Survey, width: int) -> str:
 
 
 def big_cluster(**more: Any) -> Survey:
-    """64 nodes, five of which differ from the others."""
+    """Return a survey of 64 nodes, five of which have some trouble."""
     nodes = tuple(NodeConfig(host=f"gnn{k:02}.lab", user="alice") for k in range(1, 65))
     old = versions(numpy="1.26.4", torch="2.11.0+cpu", python="3.11.9")
     left = [{"run_id": "run-20261121-101500-ab12", "pids": [811, 812], "commands": ["python -m trainer train"]}]
@@ -83,7 +83,8 @@ def test_lines_of_a_refusal_are_folded() -> None:
 
 
 def devices(config: int, *gpus: dict[str, Any], **more: Any) -> tuple[ClusterConfig, dict[int, Any]]:
-    """One node that is configured to use ``config`` devices."""
+    """Return a config of one node that is to use ``config`` devices, and probe facts of this node with the GPUs
+    ``gpus``."""
     node = NodeConfig(host="gpu1", user="ann", devices=tuple(range(config)))
     return cluster(1, nodes=(node,)), {0: {**with_gpus(*gpus), **more}}
 
@@ -93,7 +94,7 @@ def disk(free: int, files: int = -1) -> dict[str, Any]:
 
 
 def messages() -> list[str]:
-    """Produce each finding that blocks a launch or is a warning."""
+    """Return the text of each finding of preflight that blocks a launch or is a warning."""
     pair, verify = cluster(2), DataConfig(dataset="synthetic", folder="/shared/parts", mode="verify")
     eight = cluster(1, nodes=(NodeConfig(host="host0", procs=8),))
     named = cluster(2, run=RunConfig(master_addr="head", master_port=29500))
@@ -153,7 +154,7 @@ def messages() -> list[str]:
 
 
 def replaced_procs(case: tuple[ClusterConfig, dict[int, Any]]) -> tuple[ClusterConfig, dict[int, Any]]:
-    """The same case with two processes on the device."""
+    """Return the case of ``devices`` with two processes on its device."""
     config, facts = case
     node = NodeConfig(host="gpu1", user="ann", devices=config.nodes[0].devices, procs=2)
     return cluster(1, nodes=(node,)), facts

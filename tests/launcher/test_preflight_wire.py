@@ -1,4 +1,4 @@
-"""Tests of preflight's network test: the node program on this machine, the choice of addresses, and closed routes."""
+"""Tests of the network test of preflight: its node program on this machine, the chosen addresses, and closed ports."""
 
 from __future__ import annotations
 
@@ -34,7 +34,8 @@ def remedy(report: PreflightReport) -> str:
 
 
 def closed_for(why: str, sources: set[int], targets: set[int], *ports: int) -> Closed:
-    """A ``Closed`` that gives ``why`` for these sources and targets, on these ports (none: all ports)."""
+    """Return a function that tells ``wire`` which routes are closed: those from ``sources`` to ``targets`` on ``ports``
+    (none: all ports), for the reason ``why``."""
     return lambda i, j, address, port: why if i in sources and j in targets and (not ports or port in ports) else ""
 
 

@@ -1,4 +1,4 @@
-"""Tests of the probe program on this machine."""
+"""Tests of the probe program, which preflight runs on each node; here it runs on this machine."""
 
 from __future__ import annotations
 
@@ -43,7 +43,8 @@ def own_leases(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def smi(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """An nvidia-smi that prints the file which the test writes next to it."""
+    """Put a stub of nvidia-smi on PATH and return its path; it prints a file that the test writes to the same
+    folder."""
     path = tmp_path / "bin" / "nvidia-smi"
     path.parent.mkdir()
     path.write_text(SMI)
@@ -94,7 +95,8 @@ def versions_found_by(python: Path, *flags: str) -> dict[str, str]:
 
 
 def test_without_the_site_module_the_same_packages_are_found(tmp_path: Path) -> None:
-    """The agent runs under ``python -S``, which reads no .pth file and does not activate a virtual environment."""
+    """The agent runs under ``python -S``, which reads no .pth file and does not activate a virtual environment; the
+    probe must find the same versions of packages as without ``-S``."""
     assert versions_found_by(Path(sys.executable), "-S") == versions_found_by(Path(sys.executable))
     venv.create(tmp_path / "env", symlinks=True)
     (site,) = (tmp_path / "env").glob("lib/python*/site-packages")
@@ -106,7 +108,8 @@ def test_without_the_site_module_the_same_packages_are_found(tmp_path: Path) -> 
 
 
 def test_programs_for_all_nodes_import_few_modules() -> None:
-    """Importing any of these takes about as long as starting Python, on up to a hundred nodes at once."""
+    """Importing one of the modules in ``heavy`` takes about as long as starting Python, and the programs run on up to a
+    hundred nodes at once."""
     heavy = {"typing", "json", "subprocess", "socket", "threading", "re", "enum", "collections"}
     programs = "agent, folders, network, probe"
     code = f"import sys; from launcher.node.programs import {programs}; print({heavy!r} & set(sys.modules))"
@@ -263,7 +266,7 @@ def test_unreadable_leases_are_reported(tmp_path: Path) -> None:
 
 @pytest.fixture
 def orphan(tmp_path: Path) -> Iterator[subprocess.Popen[bytes]]:
-    """A process of run r1 on node0, in whose folder a supervisor is recorded that no longer runs."""
+    """Yield a process of run r1 on node0 whose supervisor, as recorded in the run folder, no longer runs."""
     folder = tmp_path / "runs/r1/node0"
     folder.mkdir(parents=True)
     (folder / "state.json").write_text('{"state": "training", "pid": 4194999, "start_ticks": 7, "processes": []}')
@@ -293,7 +296,8 @@ def test_processes_of_a_live_run_are_no_leftovers(tmp_path: Path, orphan: subpro
 
 
 def find_python(usable: Callable[[tuple[int, int]], bool]) -> str | None:
-    """Find a python3 on this machine that starts and whose (major, minor) version is ``usable``."""
+    """Return the path of a python3 on this machine that starts and for whose version ``usable((major, minor))`` is
+    true."""
     for minor in range(6, 14):
         path = shutil.which(f"python3.{minor}")
         if usable((3, minor)) and path and subprocess.run([path, "-c", ""], capture_output=True).returncode == 0:
@@ -309,7 +313,8 @@ def test_the_probe_runs_on_the_oldest_python_supported() -> None:
 
 
 def test_the_probe_imports_few_modules() -> None:
-    """The probe runs on up to a hundred hosts at once, and each of these modules takes milliseconds to load."""
+    """The probe must not import modules that take milliseconds to load, because it runs on up to a hundred hosts at
+    once."""
     code = (
         "import json, sys; from launcher.node.programs import probe; "
         "probe.main(json.loads(sys.argv[1])); print(*sys.modules)"

@@ -1,4 +1,5 @@
-"""Tests of a run's profile in the live view, ``status``, the report and ``gnnfleet profile``, and of its advice."""
+"""Tests of where a run spends its time, as the live view, ``status``, the report and ``gnnfleet profile`` show it, and
+of the advice that ``gnnfleet profile`` prints."""
 
 from __future__ import annotations
 
@@ -27,7 +28,7 @@ from test_report import report
 
 
 def profile_of(folder: Path, *ranks: list[dict[str, Any]]) -> Profile:
-    """The profile of one rank per node."""
+    """Return the profile of a run with one rank on each node; ``ranks`` has the metrics of each rank."""
     files = [metrics_file(folder / f"node{k}/metrics-rank{k}.jsonl", lines) for k, lines in enumerate(ranks)]
     found = analyse(files).profile
     assert found is not None

@@ -1,4 +1,4 @@
-"""Tests of launch.py as a process: an own script on two ranks of one node, with real tmux."""
+"""Tests of launch.py as a process that launches a user script with two ranks on one node, with real tmux."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ dist.barrier()
 
 
 class Launched:
-    """A launch.py process with a private tmux server."""
+    """A process of launch.py that uses its own tmux server."""
 
     def __init__(self, folder: Path, *own: str):
         self.folder = folder
@@ -63,7 +63,7 @@ class Launched:
         return self.process.communicate(timeout=timeout)[0]
 
     def pid_of(self, rank: int) -> int:
-        """Pid of a rank's training script, once it waits."""
+        """Wait until the user script of a rank has written its pid, and return that pid."""
         file = self.folder / f"pid{rank}"
         deadline = time.monotonic() + 60
         while not (file.exists() and file.read_text()):
@@ -85,7 +85,8 @@ class Launched:
 
 @pytest.fixture
 def start() -> Iterator[Callable[..., Launched]]:
-    """Start launch.py in a new folder with one node of two processes and an own script."""
+    """Yield a function that starts launch.py in a new folder, for one node with two processes that run a user
+    script."""
     folder = Path(tempfile.mkdtemp(prefix="gf-"))  # short, since the length of tmux's socket path is limited
     launched: list[Launched] = []
     make_parts(folder / "parts", 1)

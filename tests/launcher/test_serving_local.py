@@ -19,7 +19,7 @@ from waiting import wait_until
 
 @pytest.fixture(scope="module", autouse=True)
 def private_tmux(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    """A tmux server for this module only."""
+    """Use a tmux server for the tests of this module only."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("TMUX_TMPDIR", str(tmp_path_factory.mktemp("tmux")))
         yield
@@ -32,7 +32,7 @@ def kit(tmp_path_factory: pytest.TempPathFactory, local_workdirs: Path) -> Servi
 
 @pytest.fixture(scope="module")
 def toy(kit: ServingKit) -> Iterator[str]:
-    """Serving cluster ``toy``: two encrypted graph servers with one part each."""
+    """Start the serving cluster ``toy``: two graph servers with encrypted connections and one part each."""
     config = kit.serving("toy", 2, run={"encrypt": "on"})
     done = kit.gnnfleet("serve", "--config", str(config))
     assert done.status == 0, done.err + done.out
@@ -44,7 +44,7 @@ def toy(kit: ServingKit) -> Iterator[str]:
 
 
 def losses(folder: Path) -> list[float]:
-    """Global loss of each step of all epochs of a run."""
+    """Return the global loss of each step of a run, for all epochs in order."""
     lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
     epochs = {line["epoch"]: line["step_loss"] for line in lines if line["kind"] == "epoch" and "step_loss" in line}
     return [loss for epoch in sorted(epochs) for loss in epochs[epoch]]
@@ -62,7 +62,7 @@ def test_serving_again_leaves_running_servers_alone(kit: ServingKit, toy: str) -
 
 
 def test_a_run_attaches_by_name_and_leaves_no_key(kit: ServingKit, toy: str, local_runs: dict[str, Launched]) -> None:
-    """The losses equal those of a run that holds the graph itself."""
+    """The run has the same losses as a run whose own nodes hold the graph."""
     kit.training("one", toy, clients=1)
     done = kit.gnnfleet("--config", "one.yml", "--run-id", "run-one")
     assert done.status == 0, done.err + done.out
@@ -100,7 +100,7 @@ def test_a_run_that_is_killed_disturbs_neither_the_servers_nor_another_run(kit: 
 
 
 def stats(kit: ServingKit) -> list[dict]:
-    """Statistics of the servers, once a server reports clients."""
+    """Wait until a graph server reports clients; return the nodes in the output of ``gnnfleet serve status --json``."""
     found: list[dict] = []
 
     def done() -> bool:
@@ -113,7 +113,8 @@ def stats(kit: ServingKit) -> list[dict]:
 
 @pytest.mark.slow
 def test_a_dead_server_is_restarted_and_a_new_one_joins(kit: ServingKit, toy: str) -> None:
-    """The server restarts with its address and parts; running servers only get the new version."""
+    """``gnnfleet serve`` starts a dead server again with the same address and parts. A server that still runs is not
+    restarted; it only gets the new list of servers."""
     old = kit.cluster(toy, 1)
     key = (kit.run_dir(toy, 1) / "service.key").read_text()
     pid = kit.state(toy, 0)["pid"]
@@ -161,7 +162,8 @@ def test_a_key_for_a_notebook(kit: ServingKit, toy: str) -> None:
 
 
 def test_another_machine_finds_the_cluster_on_the_hosts_of_its_file(kit: ServingKit, toy: str, tmp_path: Path) -> None:
-    """The other machine's registry has no entry of the cluster."""
+    """A machine that did not start the cluster has no entry for it in its list of clusters; it finds the cluster by
+    asking the hosts of its config file."""
     other_kit = ServingKit(tmp_path, kit.workdirs)
     env = {"XDG_STATE_HOME": str(tmp_path / "state")}
     config = other_kit.serving("toy", 2, run={"encrypt": "on"}, data={"folder": str(kit.folder / "parts")})

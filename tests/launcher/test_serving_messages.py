@@ -1,4 +1,4 @@
-"""Golden tests of messages about serving clusters: refused requests, and ``serve status``."""
+"""Golden tests of messages about serving clusters: refused commands, and the output of ``gnnfleet serve status``."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def planned(wanted: ResolvedConfig) -> LaunchPlan:
 
 
 def server_state(plan: LaunchPlan, k: int, stats: dict[str, Any] | None = None, **view: Any) -> ServerState:
-    """The state of node k, which serves unless ``view`` changes it."""
+    """Return the state of graph server k, which is healthy unless ``view`` has other values."""
     state = {"state": "serving", "time": NOW, "pid": 1}
     files = {"cluster.json": text_of(plan, "cluster.json"), "server_stats.json": json.dumps(stats or {})}
     return ServerState(NodeView(plan.nodes[k], **{"state": state, "now": NOW, **view}), files)
@@ -69,7 +69,7 @@ def shown(shown_status: ServeStatus) -> str:
 
 
 def statuses() -> dict[str, ServeStatus]:
-    """One status per kind of problem."""
+    """Return one status of a serving cluster for each kind of problem, by a description of the problem."""
     asked = {"state": "done", "reason": "stop requested by ann@laptop (gnnfleet stop)", "outcomes": []}
     died = {"state": "failed", "reason": "server ended while it was needed; it got SIGKILL", "outcomes": []}
     unreachable_node = {"unreachable": "no route to host", "state": None}
@@ -112,7 +112,7 @@ def run_cli(capsys: pytest.CaptureFixture[str], *words: str) -> tuple[int, str]:
 
 
 def test_messages_of_the_command_line(empty_folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """No command of this test connects to a host."""
+    """The commands are refused before they connect to a host."""
     text = "transport: local\nnodes: [{host: localhost, role: %s}]\ndata: {%s}\n"
     for name, role, data in (
         ("servers", "server", "dataset: synthetic"),

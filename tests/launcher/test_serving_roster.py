@@ -1,4 +1,4 @@
-"""Tests of the roster of a serving cluster: its nodes and their parts as the config file changes."""
+"""Tests of the list of nodes and parts of a serving cluster, which changes when the config file changes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Tests of a node's tmux session, with a real tmux on a private socket."""
+"""Tests of the tmux session of a node, with a real tmux server for each test."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ Make = Callable[..., tuple[RunFolder, NodePlan]]
 
 @pytest.fixture
 def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    """A home folder, and a tmux server for this test only."""
+    """Yield a new home folder; use a tmux server for this test only."""
     monkeypatch.setenv("HOME", str(tmp_path))
     monkeypatch.delenv("TMUX", raising=False)
     with tempfile.TemporaryDirectory(prefix="tmux") as sockets:  # short: socket paths are limited
@@ -41,7 +41,8 @@ def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
 
 @pytest.fixture
 def make(home: Path) -> Iterator[Make]:
-    """Create a node's run folder with start.sh, and its plan."""
+    """Yield a function that creates the run folder of a node with a start.sh, and returns it with the plan of the
+    node."""
     made: list[RunFolder] = []
 
     def make(interpreter: str = PYTHON, setup: tuple[str, ...] = ()) -> tuple[RunFolder, NodePlan]:

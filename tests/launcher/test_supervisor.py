@@ -1,4 +1,4 @@
-"""Tests of a node's supervisor with real processes: how runs end, and that no process is left."""
+"""Tests of the supervisor of a node with real processes: how a run ends, and that no process is left."""
 
 from __future__ import annotations
 
@@ -224,7 +224,9 @@ def test_server_that_ignores_sigterm_is_killed(folder: MakeFolder) -> None:
     "environment", ["", "os.environ.clear(); os.execv(sys.executable, [sys.executable, '-c', REST])"]
 )
 def test_process_that_left_group_and_session_is_found(folder: MakeFolder, environment: str) -> None:
-    """By the run's token, or as an orphan of this node if it has cleared its environment."""
+    """The supervisor finds a process that has left its process group and session by the token of the run in its
+    environment; if the process has cleared its environment, the supervisor finds it as an orphan that has become its
+    child."""
     rest = "import time; open('escaped', 'w').write(str(__import__('os').getpid())); time.sleep(60)"
     code = ESCAPE.replace("        open(", f"        import sys; REST = {rest!r}; {environment}\n        open(")
     run = folder().rank(python(code))

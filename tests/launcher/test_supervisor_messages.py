@@ -1,4 +1,4 @@
-"""Golden test of the reasons that supervisors give for the end of a node or of the run."""
+"""Golden test of the reasons that supervisors record for the end of a node or of a run."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def supervisor(number: int, node: int) -> Act:
 
 
 def when_up(act: Act) -> Act:
-    """Perform ``act`` once all ranks run."""
+    """Return an action that waits until all ranks of a run have started, and then performs ``act``."""
 
     def acts(run: Run) -> None:
         run.wait_up()
@@ -59,7 +59,7 @@ def stop(text: str, node: int = 0) -> Act:
     return lambda run: write_whole(run.nodes[node].path / "control" / "stop", text)
 
 
-#: name -> (nodes, settings of each, code of the ranks, action on the run)
+#: Name of the case -> (number of nodes, settings of each node, code or command of the ranks, action on the run).
 CASES: dict[str, tuple[int, dict[str, Any], str | list[str], Act]] = {
     "exit status": (2, {}, "import os; os.environ['RANK'] == '1' and exit(3); import time; time.sleep(60)", nothing),
     "exception": (1, {}, "raise ValueError('no such column')", nothing),
@@ -114,7 +114,7 @@ def test_messages(runs: Path) -> None:
 
 
 def run_with_busy_port(folder: Path) -> Run:
-    """A run whose control port is in use."""
+    """Return a run that has ended because another program uses its control port."""
     run = Run(folder / "port", 2, start_timeout=1.0)
     run.nodes.pop()
     with socket.create_server(("127.0.0.1", run.port)):
@@ -123,14 +123,14 @@ def run_with_busy_port(folder: Path) -> Run:
 
 
 def run_with_one_node(folder: Path, started: int) -> Run:
-    """A run in which only node ``started`` starts."""
+    """Return a run of two nodes of which only node ``started`` was started."""
     run = Run(folder / f"only{started}", 2, start_timeout=1.0)
     run.nodes = [run.nodes[started].start()]
     return run
 
 
 def results_text(name: str, run: Run) -> str:
-    """The results of all nodes as text."""
+    """Wait until all supervisors have ended; return the state, reason and cause in the result of each node, as text."""
     lines = [name]
     for node in run.nodes:
         assert node.supervisor is not None
@@ -154,7 +154,7 @@ def damaged(folder: Path) -> str:
 
 
 def normalised(text: str, folder: Path) -> str:
-    """Replace what differs between runs of the test."""
+    """Replace the values in ``text`` that differ from one execution of the test to the next, e.g. ports and pids."""
     text = re.sub(rf"{re.escape(str(folder))}/[\w/]*?(node\d)", r"RUNS/\1", text).replace(str(folder), "RUNS")
     text = re.sub(r"port \d{4,5} \(run", "port 29400 (run", text)
     text = re.sub(r"127.0.0.1 port \d{4,5} within", "127.0.0.1 port 29400 within", text)

@@ -1,4 +1,4 @@
-"""Tests of sync and verify on real files through the local transport, with simulated connection failures."""
+"""Tests of sync and of ``mode: verify`` with real files on this machine, and with simulated connection failures."""
 
 from __future__ import annotations
 
@@ -31,7 +31,8 @@ X = "part0/nodes/node/attrs/x.npy"
 
 
 class Breaking(LocalTransport):
-    """A local transport whose first ``breaks`` uploads fail after some bytes; it records all uploads."""
+    """A local transport that records all uploads. The first ``breaks`` uploads of a file x.npy fail after some
+    bytes."""
 
     def __init__(self, node_rank: int, breaks: int = 0, error: Callable[[], Exception] | None = None):
         super().__init__(node_rank)
@@ -293,7 +294,7 @@ def test_verify_refuses_two_different_partitions(tmp_path: Path) -> None:
 
 
 def test_two_simultaneous_launches_can_send_the_same_file_and_code(tmp_path: Path) -> None:
-    """The second one to commit or unpack finds the file in place, which is no error."""
+    """When two launches send the same file or code, the second launch finds it in place, which is no error."""
     part = tmp_path / f"x.npy{PART_SUFFIX}"
     part.write_bytes(b"rows")
     entry = {"path": str(tmp_path / "x.npy"), "bytes": 4, "sha256": sha256_of(str(part))}

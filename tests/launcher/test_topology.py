@@ -1,4 +1,5 @@
-"""Tests of ``data.topology``: the choice of ``auto`` and its reason, the files sent, and the processes' variables."""
+"""Tests of ``data.topology``: what ``auto`` chooses and why, which files are sent, and which environment variables the
+processes get."""
 
 from __future__ import annotations
 
@@ -26,7 +27,8 @@ GB = 10**9
 
 
 def parts_of(num_parts: int, edge_bytes: int, edge_files: int = 1) -> PartitionFiles:
-    """Parts with ``edge_files`` files of ``edge_bytes`` bytes each, and features."""
+    """Return the list of files of ``num_parts`` parts; each part has ``edge_files`` edge files of ``edge_bytes`` bytes,
+    and one feature file."""
     files = []
     for p in range(num_parts):
         files += [PartFile(f"part{p}/edges/e{i}/indices.npy", edge_bytes, "d", True) for i in range(edge_files)]

@@ -1,4 +1,5 @@
-"""Tests that a graph without train seeds is refused before anything is sent, except for an own command."""
+"""Tests that the launcher refuses a graph without train seeds before it sends any file, unless it runs a user
+command."""
 
 from __future__ import annotations
 
@@ -19,7 +20,7 @@ def config_of(folder: Path, **train: str) -> ClusterConfig:
 
 
 def parts_with(folder: Path, **train_seeds: int) -> Path:
-    """Parts whose manifest has these node types and numbers of train seeds."""
+    """Create parts whose manifest has the node types in ``train_seeds``, each with so many train seeds."""
     parts_folder(folder, 2)
     manifest = json.loads((folder / "manifest.json").read_text())
     manifest["nodes"] = {name: {"splits": {"train": n} if n else {"test": 4}} for name, n in train_seeds.items()}

@@ -1,4 +1,4 @@
-"""Tests of the contract of all transports, run against ``local``, ``ssh`` and the OpenSSH client."""
+"""Tests of what every transport must do; each test runs with the local, the paramiko and the OpenSSH transport."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ no_ssh = pytest.mark.skipif(shutil.which("ssh") is None, reason="openssh-client 
 
 @pytest.fixture(params=["local", "ssh", pytest.param("openssh", marks=no_ssh)])
 def node(request: pytest.FixtureRequest, home: Path, tmp_path: Path) -> Iterator[Transport]:
-    """A connected transport whose login folder is ``home``."""
+    """Yield a connected transport to this machine whose login folder is ``home``."""
     if request.param == "local":
         yield LocalTransport(3)
         return
@@ -221,7 +221,7 @@ def test_close_twice_and_open_again(node: Transport) -> None:
 
 
 def assert_gone(pid_file: Path) -> None:
-    """Wait up to two seconds for the end of the process whose pid the file contains."""
+    """Assert that the process whose pid is in ``pid_file`` ends within two seconds."""
     pid = int(pid_file.read_text())
     wait_until(lambda: not runs(pid), 2)
 
@@ -249,7 +249,7 @@ def test_a_talk_that_ends_has_status_and_stderr(node: Transport) -> None:
 
 
 def test_an_unterminated_line_is_dropped(node: Transport) -> None:
-    """As from a session that is killed while it prints a long line."""
+    """A session that is killed while it prints a long line ends with part of a line; the transport drops that part."""
     script = 'printf \'whole\\n{"text": "cut\'; kill -9 $$'
     lines: list[str] = []
     assert node.stream(sh(script), lines.append, threading.Event()) < 0

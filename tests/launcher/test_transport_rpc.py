@@ -1,4 +1,4 @@
-"""Tests of node programs called over a transport: one call, and several calls of one agent."""
+"""Tests of calling node programs over a transport, either directly or with several calls through one agent."""
 
 from __future__ import annotations
 
@@ -34,7 +34,8 @@ HELPER = "calls = 0\nfile = {file!r}\ndef twice(n): return 2 * n"
 
 @pytest.fixture
 def programs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    """A folder for the test's node programs, next to the agent."""
+    """Yield a folder from which the launcher takes node programs; it has the agent, and the test adds its own
+    programs."""
     folder = tmp_path / "programs"
     folder.mkdir()
     shutil.copy(Path(rpc.__file__).parents[1] / "node/programs/agent.py", folder)
@@ -108,7 +109,7 @@ def test_an_agent_without_python_is_an_error(programs: Path) -> None:
     + ["(" * 10_000, "-" * 10_000 + "1", "{'times': [1e999, 0]}", "__import__('os')", "{[]: 1}"],
 )
 def test_an_invalid_reply_is_an_error_of_that_node(answer: str) -> None:
-    """Replies are parsed as data; an invalid one is reported as that node's error."""
+    """The launcher parses replies of the agent as data and never runs them; an invalid reply raises a NodeCallError."""
     program = f"import sys\nfor _ in sys.stdin: print({MARKER + answer!r}, flush=True)"
     hostile = Command((sys.executable, "-c", program, "--"))
     with NodeAgent(LocalTransport(4), hostile) as node:
@@ -141,7 +142,7 @@ def test_one_call_is_an_agent_that_ends(programs: Path) -> None:
 
 
 def find_python(usable: Callable[[tuple[int, int]], bool]) -> Command | None:
-    """Find a python3 on this machine that starts and whose (major, minor) version is ``usable``."""
+    """Return a python3 on this machine that starts and for whose version ``usable((major, minor))`` is true."""
     for minor in range(6, 14):
         path = shutil.which(f"python3.{minor}")
         if usable((3, minor)) and path and subprocess.run([path, "-c", ""], capture_output=True).returncode == 0:

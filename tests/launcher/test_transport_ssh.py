@@ -50,7 +50,8 @@ def key(client: paramiko.PKey, tmp_path: Path) -> Path:
 
 @pytest.fixture
 def sshd(home: Path, client: paramiko.PKey) -> Iterator[Sshd]:
-    """Accepts the key ``client`` and the password ``right``; its host key is known."""
+    """Yield an SSH server that accepts the key ``client`` and the password ``right``; its host key is in
+    known_hosts."""
     with serving(Sshd(home=home, host_key=new_key(), authorized=client, password="right")) as server:
         know(home, server.port, server.host_key)
         yield server
@@ -58,7 +59,7 @@ def sshd(home: Path, client: paramiko.PKey) -> Iterator[Sshd]:
 
 
 def whoami(transport: RemoteTransport) -> bytes:
-    """Connect, run one command and close."""
+    """Connect, run ``echo hello``, close the connection, and return the output."""
     transport.connect(10)
     try:
         return transport.run(Command(("echo", "hello")), timeout=10).stdout
@@ -184,7 +185,8 @@ def test_a_changed_host_key_is_refused(sshd: Sshd, key: Path, home: Path, mode: 
 def test_a_host_with_a_changed_or_revoked_key_gets_no_password(
     sshd: Sshd, key: Path, home: Path, connect: Callable[..., RemoteTransport], line: str, interactive: bool
 ) -> None:
-    """StrictHostKeyChecking no still allows login by key, which a man in the middle cannot use, as in OpenSSH."""
+    """With StrictHostKeyChecking no, login by key is still allowed, as in OpenSSH, because a man in the middle cannot
+    use it elsewhere; a password is not sent."""
     (home / ".ssh/config").write_text("Host *\n  StrictHostKeyChecking no\n")
     known = home / ".ssh/known_hosts"
     known.unlink()

@@ -25,7 +25,7 @@ Said = tuple[str, str]
 
 
 class Scene:
-    """A home folder and the SSH servers of a test."""
+    """A home folder with an SSH key, the SSH servers of a test, and the recorded error messages."""
 
     def __init__(self, home: Path, stack: ExitStack):
         self.home, self.stack, self.recorded = home, stack, list[Said]()
@@ -43,7 +43,8 @@ class Scene:
         (self.home / ".ssh/config").write_text(text)
 
     def record(self, how: str, work: Callable[[], object]) -> None:
-        """Record the error of ``work`` without the values that differ between runs."""
+        """Record the message of the error that ``work`` raises, under the description ``how``. Values that differ from
+        one execution to the next are replaced."""
         with pytest.raises(FleetError) as caught:
             work()
         text = str(caught.value).replace(str(self.home), "HOME")
@@ -169,7 +170,7 @@ def broken_connections(scene: Scene) -> None:
 
 
 def by_openssh(scene: Scene) -> None:
-    """Cases for which only the OpenSSH client works, here because of KnownHostsCommand."""
+    """Record errors of the OpenSSH transport, which is used here because the ssh config has a KnownHostsCommand."""
     host = scene.host(known=False, authorized=scene.good)
     block = f"Host gnn*\n  HostName 127.0.0.1\n  Port {host.port}\n  KnownHostsCommand /bin/cat {scene.home}/.ssh/all\n"
     scene.config(block)
@@ -191,7 +192,7 @@ def over_ssh(host: str) -> Transport:
 
 
 def test_errors_of_all_nodes_are_reported(scene: Scene) -> None:
-    """One message per node, with the node's name."""
+    """If no node can be reached, there is one message for each node, which begins with the name of the node."""
     nodes = tuple(NodeConfig(host="127.0.0.1", port=1, user=f"u{k}") for k in range(3))
     errors = [str(error) for error in connect_all(ClusterConfig(nodes, DataConfig("synthetic"))).values()]
     assert [error.split(":")[0] for error in errors] == [f"node{k} (u{k}@127.0.0.1" for k in range(3)]

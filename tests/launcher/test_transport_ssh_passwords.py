@@ -1,4 +1,5 @@
-"""Tests of passwords and passphrases: asked once per user, tried once per host, asked once more if refused."""
+"""Tests of passwords and passphrases: each is asked for once per user and tried once on each host; if it is refused, it
+is asked for once more."""
 
 from __future__ import annotations
 
@@ -31,7 +32,7 @@ def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 @pytest.fixture
 def servers(home: Path) -> Iterator[list[Sshd]]:
-    """Three hosts that accept the password ``right``."""
+    """Yield three SSH servers that accept the password ``right``."""
     with ExitStack() as stack:
         made = [stack.enter_context(serving(Sshd(home, new_key(), password="right"))) for _ in range(3)]
         for server in made:
@@ -48,7 +49,7 @@ def cluster(*servers: Sshd, key: Path | None = None) -> ClusterConfig:
 
 
 class Asker:
-    """Answers prompts in turn and records them."""
+    """Answers each prompt with the next of ``answers``, and records the prompts."""
 
     def __init__(self, *answers: str):
         self.answers, self.prompts = list(answers), list[str]()
@@ -176,7 +177,7 @@ def test_openssh_and_a_wrong_password(servers: list[Sshd]) -> None:
 
 
 def visible_in_children() -> list[str]:
-    """Command lines and environments of this process's children."""
+    """Return the command lines and environments of all child processes of this process."""
     children = Path(f"/proc/{os.getpid()}/task").glob("*/children")
     pids = [pid for file in children for pid in file.read_text().split()]
     assert pids

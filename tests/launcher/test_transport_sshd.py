@@ -45,7 +45,8 @@ class RealSshd:
 
 @pytest.fixture(scope="module")
 def sshd(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RealSshd]:
-    """An sshd that accepts a new key from a temporary ~/.ssh; the client's config has two aliases."""
+    """Yield an OpenSSH server that accepts a new key; a temporary ~/.ssh has this key and a config with aliases for the
+    server."""
     folder = tmp_path_factory.mktemp("sshd")
     home = folder / "home"
     (home / ".ssh").mkdir(parents=True)
@@ -115,7 +116,8 @@ def test_an_alias_through_a_jump_host(sshd: RealSshd) -> None:
 
 
 def test_the_known_type_of_host_key_is_requested_of_each_hop(sshd: RealSshd) -> None:
-    """By default these hosts send an ed25519 key; only their ecdsa keys are known."""
+    """The hosts would send an ed25519 key, but known_hosts has only their ecdsa keys; the client must ask the jump host
+    and the target for those."""
     transport = SshTransport(NodeConfig(host="known-behind"), "strict", Credentials(), 1)
     transport.connect(10)
     assert transport.run(sh("echo x"), timeout=10).stdout == b"x\n"
@@ -125,7 +127,7 @@ def test_the_known_type_of_host_key_is_requested_of_each_hop(sshd: RealSshd) -> 
 def test_more_simultaneous_commands_than_sshd_allows_sessions(
     node: SshTransport, sshd: RealSshd, tmp_path: Path
 ) -> None:
-    """sshd's MaxSessions is 10; the test runs 32 commands, a stream and uploads at once."""
+    """MaxSessions of sshd is 10; the test runs 32 commands, a stream and four uploads at once."""
     before, stop, follows = sshd.logins(), threading.Event(), threading.Event()
     source = tmp_path / "source"
     source.write_bytes(os.urandom(1_000_000))
@@ -174,7 +176,7 @@ def test_preflight_over_ssh_detects_one_machine_under_two_names(sshd: RealSshd, 
 
 
 def test_connecting_many_nodes_through_an_sshd_that_drops_bursts(sshd: RealSshd) -> None:
-    """sshd's MaxStartups 10:30:100 drops some of 24 new connections; they are retried."""
+    """With MaxStartups 10:30:100, sshd drops some of 24 simultaneous connections; the launcher tries these again."""
     config = ClusterConfig(
         nodes=(NodeConfig(host="direct"),) * 24, data=DataConfig(dataset="synthetic"), host_keys="accept-new"
     )
@@ -186,7 +188,8 @@ def test_connecting_many_nodes_through_an_sshd_that_drops_bursts(sshd: RealSshd)
 
 
 def test_a_silent_host_is_detected(node: SshTransport, monkeypatch: pytest.MonkeyPatch) -> None:
-    """No reset and no end of file: the host only stops answering."""
+    """A host stops answering without closing the connection; the launcher notices this and reports a lost
+    connection."""
     monkeypatch.setattr("launcher.transport.ssh._PING_EVERY", 0.5)
     monkeypatch.setattr("launcher.transport.ssh._PING_TIMEOUT", 1.0)
     node.close()

@@ -1,4 +1,4 @@
-"""Tests of what a supervisor reads from the metrics files of its ranks."""
+"""Tests of how a supervisor reads the metrics files of the ranks on its node."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""Tests of the watcher program: each log line is reported once, whatever happens to connection and supervisor."""
+"""Tests of ``watch.py``, which streams the logs of a node to the launcher: each line is sent once, even if the
+connection is lost or the supervisor ends."""
 
 from __future__ import annotations
 
@@ -31,7 +32,7 @@ def run(tmp_path: Path) -> Iterator[RunFolder]:
 
 
 class Watch:
-    """A watcher process and its messages so far."""
+    """A process of ``watch.py`` and the messages that it has printed so far."""
 
     def __init__(self, run: RunFolder, offsets: dict[str, int] | None = None) -> None:
         argv = [PYTHON, str(NODE / "watch.py"), str(run.path), "--offsets", json.dumps(offsets or {})]
@@ -195,7 +196,7 @@ def cpu_seconds(pid: int) -> float:
 
 
 def once(run: RunFolder, *words: str) -> tuple[int, list[dict[str, Any]]]:
-    """Run ``watch.py --once``; return its exit status and messages."""
+    """Run ``watch.py --once`` for a run folder; return its exit status and its messages."""
     argv = [PYTHON, str(NODE / "watch.py"), str(run.path), "--once", *words]
     done = subprocess.run(argv, capture_output=True, text=True, timeout=20, stdin=subprocess.DEVNULL, check=False)
     assert done.stderr == ""
@@ -203,7 +204,7 @@ def once(run: RunFolder, *words: str) -> tuple[int, list[dict[str, Any]]]:
 
 
 def write_log(run: RunFolder, name: str, count: int, start: float = 1_000_000.0) -> None:
-    """Write lines 0, 1, … one second apart, of varying lengths."""
+    """Write ``logs/<name>.log`` with ``count`` numbered lines of different lengths whose times are one second apart."""
     (run.path / "logs").mkdir(exist_ok=True)
     lines = [f"{stamp(start + i)} {i} {'x' * (i * 37 % 500)}\n" for i in range(count)]
     (run.path / "logs" / f"{name}.log").write_text("".join(lines))
@@ -262,7 +263,7 @@ def test_tail_gives_the_last_lines_of_a_long_file(run: RunFolder, tail: int) -> 
 
 
 def test_paths_that_are_no_file_are_ignored(tmp_path: Path) -> None:
-    """Folders and dangling links under names of log files."""
+    """A folder and a dangling link that have the names of log files are ignored."""
     (tmp_path / "logs" / "rank0.log").mkdir(parents=True)
     (tmp_path / "events.jsonl").symlink_to(tmp_path / "gone")
     (tmp_path / "a.jsonl").write_text('{"t": 1}\n')

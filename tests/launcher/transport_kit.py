@@ -1,4 +1,4 @@
-"""SSH keys, configs and nodes for tests of the transports."""
+"""Test kit for transports: SSH keys, known hosts, and transports to servers on this machine."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from sshd_inprocess import Sshd
 
 
 def sh(script: str) -> Command:
-    """A shell script as a command."""
+    """Return the command that runs a shell script."""
     return Command(("sh", "-c", script))
 
 
@@ -31,7 +31,7 @@ def save_key(key: paramiko.PKey, path: Path, passphrase: str | None = None) -> P
 
 
 def know(home: Path, port: int, key: paramiko.PKey) -> None:
-    """Add the server's key to the user's known_hosts."""
+    """Add the host key of the SSH server on ``port`` to ``home/.ssh/known_hosts``."""
     line = f"[127.0.0.1]:{port} {key.get_name()} {key.get_base64()}\n"
     (home / ".ssh").mkdir(exist_ok=True)
     with (home / ".ssh/known_hosts").open("a") as file:
@@ -52,7 +52,8 @@ def ssh_to(
 
 
 def credentials_of(node: NodeConfig, secret: str | None) -> Credentials:
-    """The secret is the key's passphrase if the node has a key, else the password."""
+    """Return the credentials of a node; ``secret`` is the passphrase if the node has an encrypted key, else the
+    password."""
     given = Secret(secret) if secret is not None else None
     if node.key and given is not None and is_locked(node.key):
         return Credentials(node.key, passphrase=given)
@@ -68,7 +69,7 @@ def openssh_to(
 
 
 def ssh_threads() -> list[str]:
-    """Names of live client-side threads: paramiko's, keepalives, stdin feeders."""
+    """Return the names of running threads of SSH clients, those of paramiko and those of the transports."""
     kinds = (paramiko.Transport,)
     return [
         thread.name

@@ -1,4 +1,4 @@
-"""Simulated ranks of two nodes, for tests of stalls and stragglers."""
+"""Test kit for stalls and stragglers: simulated ranks on two nodes."""
 
 from __future__ import annotations
 
@@ -10,7 +10,8 @@ LABELS = ("node0 (gnn1)", "node1 (gnn2)")
 
 
 class Cluster:
-    """Two nodes of two ranks each with a simulated clock; collects the judge's findings."""
+    """Two simulated nodes with two ranks each, and a simulated clock; ``findings`` has all findings of the
+    ``Judge``."""
 
     def __init__(self, stall_after: float | str = "auto", at: bool = True, **more: Any) -> None:
         self.judge = Judge(stall_after, LABELS, **more)
@@ -28,7 +29,7 @@ class Cluster:
             self.rank(rank, step, **more)
 
     def wait(self, seconds: float) -> list[dict[str, Any]]:
-        """Let ``seconds`` pass without news; return the findings."""
+        """Let ``seconds`` pass on the simulated clock in which no rank makes progress; return the new findings."""
         found = []
         for _ in range(round(seconds)):
             self.now += 1
@@ -46,7 +47,8 @@ class Cluster:
 
 
 def pace(run: Cluster, seconds: int, **of_rank_3: Any) -> list[dict[str, Any]]:
-    """Run steps of half a second; ``of_rank_3`` changes those of rank 3."""
+    """Let all ranks train for ``seconds`` with steps of half a second; ``of_rank_3`` has other times for rank 3. Return
+    the findings."""
     found = []
     for _ in range(seconds):
         for rank in range(4):

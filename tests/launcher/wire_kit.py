@@ -1,4 +1,4 @@
-"""Fake nodes for tests of preflight's network test."""
+"""Test kit for the network test of preflight: configs and fake nodes."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ Closed = Callable[[int, int, str, int], str]
 
 
 def cluster(count: int, *, run: RunConfig | None = None, **of_node: Any) -> ClusterConfig:
-    """A cluster with fixed ports, so that messages are predictable."""
+    """Return a config of ``count`` nodes with fixed ports, so that messages are predictable."""
     nodes = tuple(NodeConfig(host=f"host{k}", **of_node) for k in range(count))
     run = run or RunConfig(master_port=29500, control_port=29400, service_port=29600)
     return ClusterConfig(nodes=nodes, data=DataConfig(dataset="synthetic"), run=run)
@@ -23,7 +23,7 @@ def cluster(count: int, *, run: RunConfig | None = None, **of_node: Any) -> Clus
 
 @cache
 def this_machine() -> dict[str, Any]:
-    """The probe's facts of this machine, as the checks see them."""
+    """Return the result of the probe program on this machine."""
     return probe_program.main(Inquiry.about(cluster(1)).request(0))
 
 

@@ -14,7 +14,8 @@ from launcher.node.record import append_json, read_json, why_unwritten, write_js
 
 
 class LatestWriter:
-    """Writes a file in a background thread; a text that is replaced before its turn is never written."""
+    """Writes a file in a background thread. A text that is replaced by a newer one before it could be written is never
+    written."""
 
     def __init__(self, path: str) -> None:
         self._path = path
@@ -25,7 +26,7 @@ class LatestWriter:
         self._thread: threading.Thread | None = None
 
     def put(self, text: str) -> None:
-        """Schedule ``text`` to be written, replacing one that still waits."""
+        """Schedule ``text`` to be written, in place of a text that has not been written yet."""
         with self._changed:
             self._next = text
             if self._thread is None:
@@ -34,12 +35,12 @@ class LatestWriter:
             self._changed.notify_all()
 
     def settle(self, seconds: float) -> bool:
-        """Wait at most ``seconds`` until nothing waits to be written; returns whether that is so."""
+        """Wait until every scheduled text is written, at most ``seconds``; returns whether that is so."""
         with self._changed:
             return self._changed.wait_for(lambda: self._next is None and not self._busy, seconds)
 
     def failed(self) -> OSError | None:
-        """The error of the last write, if any; each error is returned once."""
+        """The error of the last write, or None; each error is returned once."""
         with self._changed:
             error, self._error = self._error, None
         return error
@@ -66,13 +67,14 @@ _STDOUT = 1
 
 
 class Screen:
-    """Standard output; when it is a terminal, writes never block and are dropped instead."""
+    """Standard output. If it is a terminal, a write never blocks: a line that the terminal does not accept is
+    dropped."""
 
     def __init__(self) -> None:
         self._file = _terminal() if os.isatty(_STDOUT) else _STDOUT
 
     def show(self, line: bytes) -> None:
-        """Write a line; dropped when the terminal is stopped, or closed with its tmux session."""
+        """Write a line; it is dropped when the terminal is stopped, or closed with its tmux session."""
         try:
             os.write(self._file, line)
         except OSError:  # supervisor.log has the line
@@ -80,7 +82,8 @@ class Screen:
 
 
 def _terminal() -> int:
-    """A second descriptor of the terminal: O_NONBLOCK on the first would also affect the shell that shares it."""
+    """A second descriptor of the terminal, as O_NONBLOCK on the first would also affect the shell that uses the same
+    terminal."""
     try:
         return os.open(os.ttyname(_STDOUT), os.O_WRONLY | os.O_NONBLOCK | os.O_NOCTTY)
     except OSError:  # some containers have no device file for the terminal
@@ -93,7 +96,8 @@ _RESERVE = 1 << 18  # bytes reserved for result.json, in case the disk is full
 
 
 class Journal:
-    """Writes events, log and state of one node. A failed write is logged once and remembered as ``trouble``."""
+    """Writes the events, log and state of one node to its run folder. A failed write is logged once and remembered in
+    ``trouble``."""
 
     def __init__(self, run_dir: str, node_rank: int) -> None:
         self.run_dir, self.node_rank = run_dir, node_rank
@@ -120,7 +124,7 @@ class Journal:
         return True
 
     def event(self, kind: str, **more: Any) -> None:
-        """Append an event to ``events.jsonl`` and, as text, to the log."""
+        """Append an event to ``events.jsonl`` and, as a line of text, to the supervisor's log."""
         record = {"t": time.time(), "kind": kind, "node_rank": self.node_rank, **more}
         self.put("events.jsonl", record, append_json)
         self.log(" ".join([kind, *(f"{key}={value}" for key, value in more.items() if value not in (None, ""))]))
@@ -150,19 +154,19 @@ class Journal:
             self._note("state.json", error)
 
     def put_last(self, name: str, value: Any) -> None:
-        """Write a file that must not be lost, freeing the reserved disk space if needed."""
+        """Write a file that must not be lost; if the disk is full, first free the disk space reserved at the start."""
         if not self.put(name, value):
             self.free_reserve()
             self.put(name, value)
 
     def log(self, text: str) -> None:
-        """Write a line to supervisor.log and to the tmux session's terminal."""
+        """Write a line to supervisor.log and to the terminal of the tmux session."""
         line = f"{text}\n".encode("utf-8", "replace")
         self._log.feed(line)
         self._screen.show(line)
 
     def free_reserve(self) -> None:
-        """Free the reserved disk space."""
+        """Delete the file that reserves disk space for the last files of the run."""
         try:
             os.unlink(self.path(".reserve"))
         except OSError:  # nothing was reserved, or the run folder has been deleted
@@ -186,7 +190,8 @@ class Journal:
 
 
 def stop_request(journal: Journal) -> Mapping[str, Any] | None:
-    """Content of ``control/stop``: {"by", "why", "now"}, each may be missing; None while the file does not exist."""
+    """Content of ``control/stop``: {"by", "why", "now"}, of which each may be missing; None while no stop is
+    requested."""
     path = journal.path("control", "stop")
     if not os.path.exists(path):
         return None

@@ -26,14 +26,16 @@ _NO_LIMIT = 1 << 60  # bytes; cgroup v1 reports "no limit" as a number of about 
 
 
 class OomWatch:
-    """Detects OOM kills: call ``look`` regularly while a process runs, ``killed`` at its end."""
+    """Detects that the kernel's OOM killer has killed a process: call ``look`` regularly while the process runs,
+    ``killed`` at its end."""
 
     def __init__(self) -> None:
         self._counts: deque[tuple[float, int | None]] = deque()
         self.look()
 
     def look(self) -> None:
-        """Record the current number of OOM kills; keeps one older than ``_WINDOW``."""
+        """Note how many processes the OOM killer has killed so far; forgets older notes, except one from before
+        ``_WINDOW``."""
         now = time.monotonic()
         self._counts.append((now, oom_kills()))
         while len(self._counts) > 1 and self._counts[1][0] < now - _WINDOW:
@@ -50,7 +52,8 @@ class OomWatch:
         return pid in killed_for_memory(log) or (counted and not log)
 
     def outcome_fields(self, pid: int) -> dict[str, Any]:
-        """Fields ``oom`` and ``note`` for the outcome of a process ended by SIGKILL; {} when it was no OOM kill."""
+        """The fields ``oom`` and ``note`` in the outcome of a process that was ended by SIGKILL; {} when the OOM killer
+        did not do it."""
         allowed = limit()
         if not self.killed(pid):
             return {}
@@ -58,20 +61,21 @@ class OomWatch:
 
 
 def oom_kills(files: Sequence[str] = ()) -> int | None:
-    """Number of OOM kills, from the first of ``files`` that has the count; None when no file has it.
+    """Number of processes that the OOM killer has killed, from the first of ``files`` that has this count; None when no
+    file has it.
 
-    Default: the files of this process's cgroup, then of the whole machine.
+    Default for ``files``: those of this process's cgroup, then that of the whole machine.
     """
     return _counted(files)[1]
 
 
 def counts_our_group(files: Sequence[str] = ()) -> bool:
-    """Whether ``oom_kills`` counts only the kills in this process's cgroup."""
+    """Whether the number returned by ``oom_kills`` counts only this process's cgroup, not the whole machine."""
     return _counted(files)[0] not in ("", *_OF_ALL)
 
 
 def _counted(files: Sequence[str]) -> tuple[str, int | None]:
-    """The first file with a count, and the count; ("", None) when no file has it."""
+    """(path, number of OOM kills) of the first file that has this number; ("", None) when no file has it."""
     for path in files or (*_cgroup_files("memory.events", "memory.oom_control"), "/proc/vmstat"):
         try:
             with open(path, encoding="ascii") as file:
@@ -97,7 +101,7 @@ def limit(files: Sequence[str] = ()) -> int | None:
 
 
 def killed_for_memory(lines: Iterator[str] | Sequence[str]) -> set[int]:
-    """Pids of OOM kills in lines of the kernel log."""
+    """Pids of processes that the OOM killer has killed, according to lines of the kernel log."""
     return {int(found[1]) for line in lines if "ut of memory" in line and (found := _KILLED.search(line))}
 
 
@@ -116,7 +120,7 @@ def kernel_log(path: str = _KERNEL_LOG) -> Iterator[str]:
 
 
 def _record(log: int) -> bytes:
-    """The next record; b"" after the last. Skips records that were overwritten meanwhile."""
+    """The next record of /dev/kmsg; b"" after the last one. Skips records that were overwritten meanwhile."""
     while True:
         try:
             return os.read(log, _RECORD)
@@ -135,9 +139,9 @@ def _dmesg() -> Iterator[str]:
 
 
 def _cgroup_files(unified: str, version1: str) -> list[str]:
-    """Files of this process's memory cgroup and its ancestors, innermost first.
+    """Files of this process's memory cgroup and of its ancestors, innermost first.
 
-    unified, version1: the file's name in cgroup v2 and v1.
+    unified, version1: name of the file in cgroup v2 and in v1.
     """
     try:
         with open("/proc/self/cgroup", encoding="utf-8") as file:

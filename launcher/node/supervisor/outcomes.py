@@ -22,7 +22,8 @@ _MAX_MAIL = 1 << 17  # bytes of a record that a rank runner sends to the mailbox
 
 
 class OutcomeBook:
-    """The outcomes of one node's processes, by process name, and its started ranks."""
+    """Collects the outcomes of a node's processes (how each ended), by process name, and which of its ranks have
+    started."""
 
     def __init__(self, journal: Journal, node_rank: int, ranks: tuple[int, ...]) -> None:
         self.journal, self.node_rank, self.ranks = journal, node_rank, ranks
@@ -31,7 +32,8 @@ class OutcomeBook:
         self.stopping = False  #: ranks that end from now on were stopped
 
     def first_failure(self) -> dict[str, Any] | None:
-        """The outcome of the process that failed first without being stopped; None when none failed."""
+        """The outcome of the process that failed first, not counting processes that were stopped; None when none
+        failed."""
         failed = [record for record in self.outcomes.values() if record["failed"]]
         return min(failed, key=lambda record: float(record["ended"]), default=None)
 
@@ -63,7 +65,7 @@ class OutcomeBook:
         self.journal.event("process-start", name=f"rank{rank}", **pids, rank=rank)
 
     def _lost_rank(self, rank: int) -> dict[str, Any]:
-        """The outcome of a rank whose runner was killed before it could write one."""
+        """Make the outcome of a rank whose runner was killed before writing one."""
         return outcome(
             f"rank{rank}",
             self.node_rank,
@@ -78,12 +80,12 @@ class OutcomeBook:
         )
 
     def record(self, record: dict[str, Any]) -> None:
-        """Write and take an outcome that no rank runner has written."""
+        """Write to the run folder, and store, an outcome that no rank runner has written."""
         self.journal.put(f"outcomes/{record['name']}.json", record)
         self.take(record)
 
     def take(self, record: dict[str, Any]) -> None:
-        """Store an outcome under its process name, and log it as event ``process-exit``."""
+        """Store an outcome under the name of its process, and log it as event ``process-exit``."""
         failed = bool(record.get("failed", record["returncode"] not in (0, None)))
         record = {**record, "failed": failed, "ended": record["ended"] or time.time()}
         self.outcomes[record["name"]] = record
@@ -91,7 +93,7 @@ class OutcomeBook:
         self.journal.event("process-exit", **shown)
 
     def take_mail(self, mail: dict[str, Any]) -> None:
-        """Store a start or outcome record that a rank runner could not write. Raises ValueError or KeyError."""
+        """Store a record from the mailbox: the start or the outcome of a rank. Raises ValueError or KeyError."""
         rank = int(mail["rank"])
         name = f"rank{rank}"
         if rank not in self.ranks:
@@ -105,7 +107,8 @@ class OutcomeBook:
             self.take(OUTCOME({**mail, "name": name, "node_rank": self.node_rank}))
 
     def running(self, children: list[Child]) -> list[dict[str, Any]]:
-        """Records (name, pid, pgid, start_ticks, rank) of the running ``children`` and ranks, for ``state.json``."""
+        """Records (name, pid, pgid, start_ticks, rank) for ``state.json``, of those ``children`` and ranks that are
+        running."""
         found = [{**child.record(), "rank": None} for child in children if child.running()]
         ranks = [runner for rank, runner in self.runners.items() if f"rank{rank}" not in self.outcomes]
         return [*found, *ranks]
@@ -127,9 +130,10 @@ class OutcomeBook:
 
 
 class Mailbox:
-    """Receives records from rank runners that cannot write them because the disk is full.
+    """Receives records from rank runners that cannot write them to a file because the disk is full.
 
-    An abstract Unix datagram socket, which needs no file; records carry the run's token.
+    It is an abstract Unix datagram socket, which needs no file. Each record contains the run's token, so that records
+    of other users are ignored.
     """
 
     def __init__(self, loop: Loop, book: OutcomeBook, token: str, address: str) -> None:
@@ -156,9 +160,10 @@ class Mailbox:
 
 
 def write_or_mail(path: str, record: dict[str, Any], environment: dict[str, str]) -> None:
-    """Write a rank runner's record to ``path``; when that fails, send it to the supervisor's mailbox.
+    """Write a rank runner's record to ``path``; when that fails, send the record to the supervisor's mailbox.
 
-    environment: GNNFLEET_SUPERVISOR addresses the mailbox, GNNFLEET_TOKEN authenticates the record.
+    environment: has GNNFLEET_SUPERVISOR, the address of the mailbox, and GNNFLEET_TOKEN, which authenticates the
+    record.
     """
     try:
         write_json(path, record)
@@ -178,7 +183,8 @@ def _mail(record: dict[str, Any], environment: dict[str, str]) -> None:
 
 
 def _shortened(record: dict[str, Any]) -> dict[str, Any]:
-    """``record`` with traceback and tail cut to 60 lines of 500 characters, so that it fits into one datagram."""
+    """``record`` with its traceback and last lines cut to 60 lines of 500 characters, so that it fits into one
+    datagram."""
     short: dict[str, Any] = {
         name: [line[:500] for line in record[name][-60:]] for name in ("traceback", "tail") if name in record
     }
@@ -186,12 +192,12 @@ def _shortened(record: dict[str, Any]) -> dict[str, Any]:
 
 
 def _abstract(address: str) -> str:
-    """Abstract socket address of a supervisor; ``address`` is its ``pid:start_ticks``."""
+    """The abstract socket address of a supervisor's mailbox; ``address`` is the supervisor's ``pid:start_ticks``."""
     return f"\0gnnfleet-{os.getuid()}-{address}"
 
 
 class Ended(Exception):
-    """Raised to end this node.
+    """Raised to end this node's part in the run.
 
     state: done, failed or stopped. reason: one sentence, '' when done. cause: set when this node ends the run.
     """
@@ -201,7 +207,8 @@ class Ended(Exception):
         self.state, self.reason, self.cause = state, reason, cause
 
     def result(self, node_rank: int, cause: Cause | None) -> dict[str, Any]:
-        """Fields of ``result.json``. cause: what ended the run, on any node; written only when it was another node."""
+        """The fields of ``result.json`` about the end. cause: what ended the run, on any node; included only if that
+        was another node."""
         elsewhere = cause if cause is not None and cause["node_rank"] != node_rank else None
         asked = cause["asked"] if cause is not None else None
         return {
@@ -214,12 +221,13 @@ class Ended(Exception):
 
 
 def take_leases(spec: NodeSpec) -> list[leases.Lease]:
-    """Take all leases of the node, or none; returns the conflicting leases of other runs. Raises leases.LeaseError."""
+    """Take all leases of the node, or none; returns the leases of other runs that prevent it. Raises
+    leases.LeaseError."""
     if not spec.leases:
         return []
     return leases.take(spec.leases, leases.this_process(spec.run_id, spec.node_rank, spec.operator))
 
 
 def describe_leases(theirs: Iterable[leases.Lease]) -> str:
-    """``CUDA device 0 is held by run X of alice since …``; several are joined by "; "."""
+    """Describe leases as ``CUDA device 0 is held by run X of alice since …``; several are joined by "; "."""
     return "; ".join(f"{leases.resource_label(one.resource)} is {leases.describe(one)}" for one in theirs)

@@ -22,7 +22,8 @@ Start = Callable[[str, Mapping[str, Any], str], Child]
 
 
 def rank_environment(spec: NodeSpec, local_rank: int) -> dict[str, str]:
-    """Variables that differ between the ranks of a node; WORLD_SIZE and MASTER_* are in the command's own ``env``."""
+    """Environment variables in which the ranks of a node differ; WORLD_SIZE and MASTER_* are in the command's own
+    ``env``."""
     rank = str(spec.ranks[local_rank])
     return {
         "RANK": rank,
@@ -33,7 +34,8 @@ def rank_environment(spec: NodeSpec, local_rank: int) -> dict[str, str]:
 
 
 class RankRunners:
-    """The rank runners of one node. ``OutcomeBook`` has the outcomes of the ranks that they run."""
+    """Starts the rank runners of one node and checks whether they run. The outcomes of their ranks are in
+    ``OutcomeBook``."""
 
     def __init__(self, spec: NodeSpec, book: OutcomeBook, start: Start) -> None:
         self._spec, self._book, self._start = spec, book, start
@@ -55,9 +57,10 @@ class RankRunners:
         return any(child.running() for child in self.children.values())
 
     def ended_badly(self) -> Child | None:
-        """A rank runner that ended with an error and was not stopped, and whose rank has not failed; else None.
+        """A rank runner that ended with an error although it was not stopped and its rank has not failed; None if there
+        is none.
 
-        Call after ``OutcomeBook.look``, which reads the outcomes of the ranks.
+        To be called after ``OutcomeBook.look``, which reads the outcomes of the ranks.
         """
         for rank, child in self.children.items():
             known = self._book.outcomes.get(f"rank{rank}", {})
@@ -78,7 +81,7 @@ Idle = Callable[[float], object]
 def end_processes(
     children: list[Child], book: OutcomeBook, token: str, grace: float, idle: Idle
 ) -> list[procs.Process]:
-    """End all processes of the run on this node; returns those that survived SIGKILL.
+    """End all processes of the run on this node; returns those that still run after SIGKILL.
 
     grace: seconds between SIGTERM and SIGKILL. ``idle(seconds)`` waits and keeps the supervisor's heartbeat running.
     """
@@ -104,7 +107,8 @@ def end_processes(
 
 
 def _kill_groups(children: list[Child], book: OutcomeBook) -> None:
-    """SIGKILL ranks and server, not the rank runners, which then write their ranks' outcomes and end."""
+    """Send SIGKILL to the graph server and the ranks, but not to the rank runners, which then write the outcomes of
+    their ranks and end."""
     book.look()
     ranks = book.rank_pids().values()
     for pid in ranks:

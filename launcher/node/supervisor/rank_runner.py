@@ -30,7 +30,7 @@ _LONE_GRACE = 1.0  # seconds between SIGTERM and SIGKILL when the supervisor has
 
 
 class RankRunner:
-    """Runs one rank from its start to its outcome."""
+    """Runs one rank: starts its command, copies its output to a log, and writes how it ended (its outcome)."""
 
     def __init__(
         self, run_dir: str, argv: Sequence[str], environment: dict[str, str], await_server: bool = False
@@ -70,7 +70,8 @@ class RankRunner:
         return status
 
     def _server_ready(self) -> bool:
-        """Wait for the graph server's ready file; False when stopped before. The supervisor enforces the timeout."""
+        """Wait until the graph server's ready file exists; returns False if the rank is stopped before. The supervisor
+        limits the time."""
         while self.ready_file and not os.path.exists(self.ready_file):
             if self.loop.signals or supervisor_gone(self.environment):
                 return False
@@ -128,7 +129,8 @@ class RankRunner:
 
 
 def _left_of(child: Child) -> list[procs.Process]:
-    """Processes that the ended rank left behind: members of its process group, and orphans adopted by this process."""
+    """Processes that are left of a rank that has ended: members of its process group, and orphans adopted by this
+    process."""
     running = procs.table()
     found = [process for process in running if process.pgid == child.pid] + procs.descendants(os.getpid(), running)
     return list({process.pid: process for process in found}.values())

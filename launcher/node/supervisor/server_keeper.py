@@ -27,7 +27,7 @@ Finding = dict[str, Any]
 class ServerKeeper:
     """Starts and restarts the graph server of one node: call ``begin`` once, then ``look`` several times a second.
 
-    ``start`` starts a process, ``forget`` removes an ended one from the supervisor's list.
+    ``start(name, command)`` starts a process; ``forget(child)`` removes an ended one from the supervisor's list.
     """
 
     def __init__(
@@ -64,16 +64,17 @@ class ServerKeeper:
 
     @property
     def restarting(self) -> bool:
-        """Whether the server was ready before, and is starting again."""
+        """Whether the server has been ready before and has to become ready again after a restart."""
         return self._was_ready and not self.ready
 
     @property
     def waiting(self) -> dict[str, Any] | None:
-        """Outcome of the last server while the pause before a restart lasts, else None."""
+        """Outcome of the server that has died, during the pause before its restart; else None."""
         return self._last if self.child is None and self._last else None
 
     def look(self) -> str:
-        """Check the server and restart it when due; returns why the node fails, '' while it does not."""
+        """Check the server, and restart it when due; returns the reason if the node fails because of the server, else
+        ''."""
         if self.child is None:
             if time.monotonic() >= self._again_at:
                 self.begin()
@@ -107,7 +108,7 @@ class ServerKeeper:
         return ""
 
     def _schedule_restart(self, child: Child, now: float) -> None:
-        """Record and remove the ended server; the next one starts after ``_FIRST_PAUSE * 2 ** restarts`` seconds."""
+        """Record that the server has died; it is to be restarted after ``_FIRST_PAUSE * 2 ** restarts`` seconds."""
         pause = _FIRST_PAUSE * 2 ** len(self._restarts)
         self._restarts.append(now)
         self.child, self.ready, self._again_at = None, False, now + pause
@@ -128,9 +129,10 @@ class ServerKeeper:
 
 
 def _kernels(env: Mapping[str, str]) -> tuple[bool, str]:
-    """Whether a server with this environment finds compiled kernels, and why it does not use its cache folder.
+    """(whether a graph server with the environment ``env`` finds compiled kernels, why it does not use its usual cache
+    folder).
 
-    The second is '' when it uses the cache folder. Same rules as trainer/core/compiled.py.
+    The second is '' when the server uses its usual cache folder. Same rules as in trainer/core/compiled.py.
     """
     cache = env.get("XDG_CACHE_HOME") or os.path.join(env.get("HOME", "~"), ".cache")
     folder = env.get("GNNFLEET_KERNELS") or os.path.join(os.path.expanduser(cache), "gnnfleet", "kernels")
@@ -146,7 +148,8 @@ def _kernels(env: Mapping[str, str]) -> tuple[bool, str]:
 
 
 def _writable(folder: str) -> bool:
-    """Whether files can be created in ``folder``, or in the first existing folder above it."""
+    """Whether files can be created in ``folder`` or, while that does not exist, in the nearest existing folder above
+    it."""
     while not os.path.exists(folder) and folder != os.path.dirname(folder):
         folder = os.path.dirname(folder)
     return os.path.isdir(folder) and os.access(folder, os.W_OK | os.X_OK)

@@ -14,7 +14,8 @@ from launcher.node.record import read_json
 
 @dataclass(frozen=True)
 class NodeSpec:
-    """Content of ``node.json``; keys as in docs/ARCHITECTURE.md, "Node run folder". Times in seconds."""
+    """Content of ``node.json``. Its keys are described in docs/ARCHITECTURE.md, "Node run folder". Times are in
+    seconds."""
 
     run_id: str
     token: str
@@ -56,9 +57,10 @@ class NodeSpec:
             raise SystemExit(f"supervisor: {path} is damaged ({error}); launch the run again") from None
 
     def environment(self, command: Mapping[str, Any], supervisor: str) -> dict[str, str]:
-        """Environment of a process of this node: the supervisor's, the command's, then the variables of the run.
+        """Environment of a process of this node: variables of the supervisor, of the command, and of the run; later
+        ones override earlier ones.
 
-        supervisor: ``pid:start_ticks`` of this supervisor. Later variables override earlier ones.
+        supervisor: ``pid:start_ticks`` of this supervisor.
         """
         return {
             **os.environ,
@@ -75,17 +77,17 @@ class NodeSpec:
 
     @property
     def label(self) -> str:
-        """Name of this node for messages: ``node1 (gpu2)``."""
+        """Name of this node in messages: ``node1 (gpu2)``."""
         return self.all_labels[self.node_rank]
 
     @property
     def all_labels(self) -> tuple[str, ...]:
-        """Labels of all nodes, by node_rank; ``node<k>`` where node.json has none."""
+        """Names of all nodes in messages, by node_rank; ``node<k>`` where node.json has none."""
         return self.labels or tuple(f"node{k}" for k in range(max(self.num_nodes, self.node_rank + 1)))
 
     @property
     def peer_config(self) -> PeerConfig | None:
-        """How the supervisors connect; None for the only node of a run."""
+        """Address and timeouts of the connections to the other supervisors; None if the run has no other node."""
         if self.control is None:
             return None
         return PeerConfig(

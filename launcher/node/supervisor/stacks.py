@@ -39,7 +39,7 @@ _WRAPPERS = frozenset(["wrapper", "inner", "_fn", "__call__", "_call_impl", "_wr
 
 @dataclass
 class _Traced:
-    """One process of a rank, and its dump."""
+    """One process of a rank, and the Python stacks that it has written."""
 
     pid: int
     state: str  #: letter and word, as ``S (sleeping)``
@@ -56,7 +56,8 @@ class _Traced:
 
 
 class _Rank:
-    """The processes of a rank. They are sent the signal one after another, as forked processes share a file."""
+    """The processes of a rank. They get the signal one after another, since forked processes write their stacks to the
+    same file."""
 
     def __init__(self, run_dir: str, rank: int, pid: int, processes: Sequence[procs.Process]) -> None:
         self.rank, self.run_dir = rank, run_dir
@@ -69,7 +70,8 @@ class _Rank:
         self._begin = self._size = self._quiet = 0
 
     def turn(self) -> bool:
-        """Send the next signal, or read its dump; returns whether all processes have answered."""
+        """Send the signal to the next process, or read the stacks that it writes; returns whether all processes have
+        answered."""
         if self._waiting and not self._sent:
             self._begin = self._size = _size(self.dump)
             self._quiet, self._sent = 0, True
@@ -87,7 +89,7 @@ class _Rank:
             self._sent = False
 
     def result(self) -> list[str]:
-        """Lines of the rank's summary and all its stacks; also appends them to ``logs/stacks-rank<r>.log``."""
+        """The rank's summary followed by its stacks, as lines; also appends them to ``logs/stacks-rank<r>.log``."""
         main = self._main()
         lines = [summary(main.lines, (f"{self.run_dir}/files/", _CODE)) if main.lines else main.text[0]]
         for one in self.traced:
@@ -97,7 +99,8 @@ class _Rank:
         return lines
 
     def _main(self) -> _Traced:
-        """The rank's process; when that is a shell, the first descendant that wrote a Python stack."""
+        """The process started as the rank or, if that wrote no Python stack (such as a shell), its first descendant
+        that wrote one."""
         first = self.traced[0]
         return first if first.stopped else next((one for one in self.traced if one.lines), first)
 
@@ -108,9 +111,9 @@ _CODE = os.path.abspath(os.path.join(os.path.dirname(__file__), *[os.pardir] * 3
 def collect(
     run_dir: str, rank_pids: Mapping[int, int], wait: float = 2.0, pause: Callable[[float], object] = time.sleep
 ) -> dict[int, list[str]]:
-    """Stacks of all processes of each rank, by rank, as lines of which the first is the rank's summary.
+    """The Python stacks of all processes of each rank, by rank, as lines; the first line is the summary of the rank.
 
-    rank_pids: pid of each rank. wait: seconds at most. ``pause(seconds)`` waits between two checks.
+    rank_pids: pid of each rank. wait: limit in seconds. ``pause(seconds)`` waits between two checks.
     """
     processes = procs.table()
     ranks = [_Rank(run_dir, rank, pid, processes) for rank, pid in sorted(rank_pids.items())]
@@ -122,7 +125,7 @@ def collect(
 
 
 def folded(stacks: Mapping[int, Sequence[str]]) -> list[str]:
-    """One line per summary with all ranks that share it, the largest group first."""
+    """One line for each different summary, with all ranks that have it; the largest group of ranks first."""
     places: dict[str, list[int]] = {}
     for rank in sorted(stacks):
         places.setdefault(stacks[rank][0], []).append(rank)
@@ -131,7 +134,7 @@ def folded(stacks: Mapping[int, Sequence[str]]) -> list[str]:
 
 
 def ranges(numbers: Sequence[int]) -> str:
-    """Ascending numbers as ``0-2, 4``."""
+    """Format ascending numbers as ``0-2, 4``."""
     runs: list[list[int]] = []
     for number in numbers:
         if runs and number == runs[-1][-1] + 1:
@@ -142,7 +145,7 @@ def ranges(numbers: Sequence[int]) -> str:
 
 
 def summary(dump: Sequence[str], roots: Sequence[str] = ()) -> str:
-    """Position of the main thread in non-library code: ``backward at train.py:12`` or ``data.py:17 in load()``.
+    """Where the main thread is, in code outside libraries: ``backward at train.py:12`` or ``data.py:17 in load()``.
 
     dump: lines written by faulthandler. roots: prefixes to remove from file names.
     """
@@ -158,8 +161,8 @@ def summary(dump: Sequence[str], roots: Sequence[str] = ()) -> str:
 
 
 def _main_thread(dump: Sequence[str]) -> list[tuple[str, str, str]]:
-    """(file, line, function) of the "Current thread", which handled the signal: the main thread unless it blocks
-    signals. Innermost frame first."""
+    """(file, line, function) of each frame of the "Current thread" in a dump, innermost first. This thread has handled
+    the signal: it is the main thread, unless that blocks signals."""
     frames: list[tuple[str, str, str]] = []
     inside = False
     for line in dump:
@@ -196,7 +199,7 @@ def _status(pid: int) -> dict[str, str]:
 
 
 def _has_open(pid: int, path: str) -> bool:
-    """Whether the process has ``path`` open, so that its signal handler can write there."""
+    """Whether the process has the file ``path`` open, so that its signal handler can write to the file."""
     try:
         wanted = os.stat(path)
         found = [os.stat(f"/proc/{pid}/fd/{name}") for name in os.listdir(f"/proc/{pid}/fd")]
@@ -206,7 +209,7 @@ def _has_open(pid: int, path: str) -> bool:
 
 
 def _described(pid: int, state: str) -> str:
-    """Description of a process without a Python stack, from /proc: its state, wchan and syscall."""
+    """Describe a process that has not written a Python stack, by /proc: its state, wchan and syscall."""
     words = {name: _word(f"/proc/{pid}/{name}") for name in ("wchan", "syscall")}
     where = "".join(f", {name} {word}" for name, word in words.items() if word not in ("", "0", "running"))
     return f"no Python stack, state {state}{where}"

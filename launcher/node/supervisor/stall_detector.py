@@ -1,4 +1,5 @@
-"""Finds stalled and slow ranks (stragglers) over all nodes, on the lead node, and collects the stacks of a stall."""
+"""Finds stalled and slow ranks (stragglers) over all nodes, on the lead node; for a stall, collects the stacks of all
+ranks."""
 
 from __future__ import annotations
 
@@ -54,7 +55,7 @@ _KINDS = ("start", "step", "epoch", "eval", "checkpoint", "result")  # order of 
 class Judge:
     """Finds stalls and stragglers; ``look`` is called once a second.
 
-    Ranks without metrics lines (scripts that write none) are never called stalled.
+    A rank without metrics lines (its script writes none) is never called stalled.
     """
 
     def __init__(
@@ -67,7 +68,8 @@ class Judge:
     def look(self, now: float, nodes: Nodes, generation: int = 0) -> list[dict[str, Any]]:
         """Return new findings.
 
-        now: ``time.monotonic()``. generation: of the team; after it rises the ranks regroup, which is no stall.
+        now: ``time.monotonic()``. nodes: by node_rank, the last metrics of each rank. generation: of the team; when it
+        has risen, the ranks form a new process group, and that pause is no stall.
         """
         ranks = {
             int(rank): {**entry, "where": f"rank {rank} on {self._label(node)}", "node_rank": int(node)}
@@ -83,7 +85,8 @@ class Judge:
 
 
 class _StallRule:
-    """Compares the time without progress of any rank with a limit, fixed or learned from earlier pauses."""
+    """Finds a stall: no rank has made progress for longer than a limit, which is fixed or learned from earlier
+    pauses."""
 
     def __init__(self, after: float | None, stop: bool) -> None:
         self.after, self.stop = after, stop
@@ -147,7 +150,7 @@ class _StallRule:
 
 
 def _position(entry: Entry) -> tuple[float, ...]:
-    """Sort key of a rank's progress, from its progress file or, without one, its last metrics line."""
+    """Sort key for the progress of a rank, from its progress file or, if it has none, from its last metrics line."""
     if entry["at"] is not None:
         epoch, step, phase = entry["at"]
         return (epoch, phase == "evaluate", step, PHASES.index(phase))
@@ -156,7 +159,7 @@ def _position(entry: Entry) -> tuple[float, ...]:
 
 
 def _behind(ranks: Mapping[int, Entry]) -> list[int]:
-    """The ranks with the least progress, ascending."""
+    """The ranks with the least progress, in ascending order."""
     least = min(map(_position, ranks.values()))
     return sorted(rank for rank, entry in ranks.items() if _position(entry) == least)
 
@@ -170,7 +173,8 @@ def _names(some: Sequence[int], ranks: Mapping[int, Entry]) -> str:
 
 
 def _place(entry: Entry, many: bool = False) -> str:
-    """``is at step 5 of epoch 2 (computing)``; many: of several ranks, with "are"."""
+    """Say where a rank is: ``is at step 5 of epoch 2 (computing)``. many: the sentence is about several ranks, so it
+    has "are"."""
     verb, own = ("are", "their") if many else ("is", "its")
     if entry["at"] is None:
         epoch = f"epoch {entry['epoch'] or 0}"
@@ -188,7 +192,7 @@ def _place(entry: Entry, many: bool = False) -> str:
 
 
 class _StragglerRule:
-    """Compares each rank's own work per step with the median over all ranks."""
+    """Finds stragglers: compares the time of each rank's own work per step with the median over all ranks."""
 
     def __init__(self) -> None:
         self._lines: dict[int, deque[Entry]] = {}
@@ -238,7 +242,8 @@ class _StragglerRule:
 
 
 def _typical(lines: Sequence[Entry]) -> dict[str, float]:
-    """Median per step of own_s, step_s and batch_s in seconds; robust to a slow start or a single pause."""
+    """The medians of own_s, step_s and batch_s over ``lines``, in seconds; a slow start or a single pause does not
+    change them much."""
     return {name: statistics.median(line[name] or 0.0 for line in lines) for name in ("own_s", "step_s", "batch_s")}
 
 
@@ -269,7 +274,7 @@ _MOST = 50  # findings in a report to the other supervisors
 
 
 class Health:
-    """Collects the findings of a node and, on the hub, of all nodes; ``look`` checks at most once a second.
+    """Collects the findings of a node and, on the lead node, of all nodes; ``look`` checks at most once a second.
 
     ``idle(seconds)`` waits and keeps the supervisor's heartbeat running.
     """
@@ -284,7 +289,7 @@ class Health:
 
     @property
     def ranks(self) -> dict[int, dict[str, Any]]:
-        """Last metrics of this node's ranks, by rank (``Vitals.ranks``)."""
+        """The last metrics of each rank of this node, by rank, as in ``Vitals.ranks``."""
         return self._vitals.ranks
 
     @property
@@ -293,7 +298,7 @@ class Health:
         return self.findings[-_MOST:]
 
     def look(self) -> Finding | None:
-        """Record new findings; returns the first one that ends the run, or None."""
+        """Check and record new findings; returns the first one that ends the run, or None."""
         if time.monotonic() < self._next:
             return None
         self._next = time.monotonic() + 1.0
@@ -306,11 +311,12 @@ class Health:
         return next((finding for finding in found if finding["stop"]), None)
 
     def show_stacks(self) -> None:
-        """Collect the summaries of this node's stacks in ``stacks``, for the hub."""
+        """Collect the stacks of this node's ranks, and keep the summary of each in ``stacks``, which is sent to the
+        hub."""
         self.stacks = {str(rank): lines[:1] for rank, lines in self._collect().items()}
 
     def _add(self, finding: Finding) -> None:
-        """Record a finding; collects the stacks of all ranks for a stall."""
+        """Record a finding; for a stall, first collect the stacks of all ranks."""
         if finding["kind"] == "stall":
             found = self._stacks_of_all()
             finding["stacks"] = stacks.folded(found)
@@ -319,7 +325,8 @@ class Health:
         self._book.journal.event("finding", finding=finding)
 
     def _name_stopped(self, finding: Finding, stopped: Sequence[int]) -> None:
-        """Attribute a stall to the first stopped rank (SIGSTOP or a debugger), as all others wait for it."""
+        """If a rank is stopped (SIGSTOP or a debugger), attribute the stall to the first such rank, as all others wait
+        for it."""
         nodes = dict.fromkeys(self._spec.ranks, self._spec.node_rank)
         members = self._peers.members if isinstance(self._peers, Hub) else {}
         nodes |= {rank: k for k, member in members.items() for rank in member.own_ranks or ()}
@@ -333,7 +340,7 @@ class Health:
         finding["text"] = f"{where} is stopped (SIGSTOP or a debugger): {finding['text']}"
 
     def _judged(self) -> list[Finding]:
-        """New findings of the ``Judge``, over all nodes that the run has not lost."""
+        """New findings of stalls and stragglers, over all nodes except those that the run continues without."""
         nodes: dict[int, Any] = {self._spec.node_rank: self._vitals.ranks}
         members = self._peers.members if isinstance(self._peers, Hub) else {}
         nodes |= {k: member.ranks for k, member in members.items() if member.left is None}
@@ -348,7 +355,8 @@ class Health:
             self.findings += [finding for finding in member.findings if finding not in self.findings]
 
     def _stacks_of_all(self) -> dict[int, list[str]]:
-        """Stacks by rank, of all nodes that answer within ``_OTHERS_WAIT``."""
+        """The stacks of all ranks, by rank; without those of nodes that do not answer within ``_OTHERS_WAIT``
+        seconds."""
         hub = self._peers if isinstance(self._peers, Hub) else None
         deadline = time.monotonic() + _OTHERS_WAIT
         if hub is not None:
@@ -365,7 +373,7 @@ class Health:
 
 
 class DepartedNodes:
-    """Reports the nodes that the run continues without, and informs this node's ranks of the remaining team."""
+    """Reports nodes that the run continues without, and tells this node's ranks which ranks remain (the team)."""
 
     def __init__(self, journal: Journal, peers: Peers) -> None:
         self._journal, self._peers = journal, peers
@@ -373,7 +381,7 @@ class DepartedNodes:
         self._generation = 0
 
     def new_findings(self) -> list[dict[str, Any]]:
-        """Log and return a finding for each node that has left since the last call."""
+        """Log and return a finding for each node that the run has left behind since the last call."""
         found = []
         for k, gone in self._peers.gone.items():
             if k not in self._reported:
@@ -384,7 +392,7 @@ class DepartedNodes:
         return found
 
     def write_team(self) -> None:
-        """Write a new team to ``team.json``, where this node's ranks read which ranks continue."""
+        """If the team has changed, write it to ``team.json``, where this node's ranks read which ranks continue."""
         team = self._peers.team
         if team is not None and team["generation"] > self._generation:
             self._generation = team["generation"]

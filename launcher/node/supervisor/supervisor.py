@@ -45,7 +45,7 @@ _SIGNALS = {"SIGHUP": "its tmux session was closed", "SIGINT": "Ctrl-C was press
 
 
 class Supervisor:
-    """Runs one node from its start to ``result.json``."""
+    """Runs one node of a run from its start until ``result.json`` is written."""
 
     def __init__(self, spec: NodeSpec) -> None:
         self.spec = spec
@@ -70,7 +70,7 @@ class Supervisor:
         self._next_heartbeat = 0.0
 
     def make_peers(self) -> Peers:
-        """Create this node's connection to the other supervisors: hub, member, or none for a single node."""
+        """Make this node's connection to the other supervisors: as hub, as member, or as the only node of the run."""
         config = self.spec.peer_config
         if config is None:
             return NoPeers()
@@ -79,7 +79,8 @@ class Supervisor:
     # The stages of the run, in order.
 
     def run(self) -> int:
-        """Serve and train until done, failed or stopped, then end all processes. Returns the exit status."""
+        """Serve and train until this node is done, failed or stopped, then end all its processes. Returns the exit
+        status."""
         self.journal.event("supervisor-start", pid=os.getpid())
         try:
             self.take_leases()
@@ -127,10 +128,10 @@ class Supervisor:
         self.set_state("starting")
 
     def serve(self) -> None:
-        """Start the graph server and the rank runners, and wait until the server's ready file exists.
+        """Start the graph server and the rank runners, and wait until the ready file of the graph server exists.
 
-        Meanwhile the bundled trainer's ranks import their modules; they open the graph once the file exists. A user's
-        own command is started only then (``rank_runner.py --await-server``).
+        Meanwhile the ranks of the bundled trainer import their modules; they open the graph once the file exists. A
+        user's own command is started only once the file exists (``rank_runner.py --await-server``).
         """
         if self.spec.server is not None:
             self.keeper.begin()
@@ -143,7 +144,7 @@ class Supervisor:
         self.set_state("serving")
 
     def train(self) -> None:
-        """Wait until all ranks have ended; returns at once when the node has none."""
+        """Wait until all ranks of this node have ended; returns at once when it has none."""
         if self.spec.trainer is None:
             return
         self.set_state("training")
@@ -164,7 +165,7 @@ class Supervisor:
     # Processes.
 
     def start(self, name: str, command: Mapping[str, Any], log_name: str = "") -> Child:
-        """Start a process of this node with a log. Raises Ended when it cannot be started."""
+        """Start a process of this node, with a log file. Raises Ended when the process cannot be started."""
         log = self.journal.path("logs", f"{log_name or name}.log")
         try:
             env = self.spec.environment(command, self.address)
@@ -180,7 +181,7 @@ class Supervisor:
         return child
 
     def turn(self) -> None:
-        """Wait briefly and check everything once. Raises Ended when the node has to end."""
+        """Wait briefly, then check once everything that can end this node. Raises Ended when one has."""
         self.idle()
         self.check_requests()
         if self.spec.server is not None:
@@ -192,7 +193,8 @@ class Supervisor:
         self.check_health()
 
     def idle(self, timeout: float = _TURN) -> None:
-        """Wait at most ``timeout`` seconds, handling process output, peer messages and the heartbeat."""
+        """Wait at most ``timeout`` seconds; meanwhile handle output of processes, messages of other supervisors, and
+        the heartbeat."""
         self.loop.turn(timeout)
         self.peers.look()
         self.health.findings += self.departed.new_findings()
@@ -216,7 +218,7 @@ class Supervisor:
             raise Ended("failed", why, self.own_cause("node", "failure", why))
 
     def check_server(self) -> None:
-        """Raise Ended when the graph server has failed and is not restarted."""
+        """Raise Ended when the graph server has failed and will not be restarted."""
         restarts = len(self.keeper.findings)
         trouble = self.keeper.look()
         if trouble and self.keeper.child is not None:
@@ -227,7 +229,7 @@ class Supervisor:
             self.set_state(state)
 
     def check_ranks(self) -> None:
-        """Raise Ended when a rank failed that was not stopped, or when a rank runner failed."""
+        """Raise Ended when a rank has failed without being stopped, or when a rank runner has failed."""
         for child in self.runners.children.values():
             child.running()  # before book.look(): the outcome file of a runner exists by the time the runner has ended
         self.book.look()
@@ -239,7 +241,8 @@ class Supervisor:
             self.fail_own(runner.name, runner, "ended though its rank had not failed")
 
     def check_health(self) -> None:
-        """Collect stacks when the hub has asked for them. Raise Ended for a finding that ends the run."""
+        """Collect the stacks of this node's ranks when the hub has asked for them. Raise Ended for a finding that ends
+        the run."""
         if isinstance(self.peers, Member) and self.peers.stacks_wanted and self.health.stacks is None:
             self.health.show_stacks()
             self.report()
@@ -248,7 +251,8 @@ class Supervisor:
             raise Ended("failed", finding["text"], self.found_cause(finding))
 
     def ordered(self, order: Order) -> Ended:
-        """The end after an order of the peers; "failed" on a node that detected the loss of another while training."""
+        """The end of this node after an order of the hub: "failed" if the node had detected the loss of another node
+        while it trained."""
         if order.cause is None:
             return Ended("done", "")
         why = sentence(order.cause, self.spec.all_labels)
@@ -257,25 +261,26 @@ class Supervisor:
         return self.stopped(why, None)
 
     def stopped(self, reason: str, cause: Cause | None) -> Ended:
-        """The end after a stop: "done" for a node whose training has ended or that only serves, else "stopped"."""
+        """The end of this node after a stop: "done" if its training has ended or it only serves, else "stopped"."""
         needless = self.trained if self.trained is not None else self.state in ("serving", "restarting")
         return Ended("done" if needless else "stopped", reason, cause)
 
     def failed(self, name: str, words: str, t: float | None = None) -> Ended:
-        """The end after a failure of process ``name``, or of the node as a whole (``name`` is "node")."""
+        """The end of this node after a failure of process ``name``, or of the node as a whole (``name`` is "node")."""
         cause = self.own_cause(name, "failure", words)
         who = "" if name == "node" else f"{name.replace('rank', 'rank ')} "
         return Ended("failed", who + words, {**cause, "t": t or cause["t"]})
 
     def fail_own(self, name: str, child: Child, note: str) -> NoReturn:
-        """Record the graph server or a rank runner as failed, running or not, and raise Ended."""
+        """Record the graph server or a rank runner as failed, whether it still runs or not, and raise Ended."""
         child.pump()
         record = self.record(name, child, note=note)
         how = describe({**record, "note": record["note"] if record["oom"] else ""})
         raise self.failed(name, self.with_trouble(f"{note}; it {how}"))
 
     def record(self, name: str, child: Child | None, **more: Any) -> dict[str, Any]:
-        """Write and return a failed outcome of the graph server or a rank runner, running or not."""
+        """Write and return an outcome that says that the graph server or a rank runner has failed; it may still be
+        running."""
         if child is not None and child.status[1] == "SIGKILL":
             more |= self.oom.outcome_fields(child.pid)
         record = outcome(name, self.spec.node_rank, None, child, failed=True, **more)
@@ -284,22 +289,22 @@ class Supervisor:
         return record
 
     def with_trouble(self, words: str) -> str:
-        """Append why the run folder cannot be written, as that is often the reason of the failure."""
+        """``words``, with the reason if the run folder cannot be written, as that is often why a process fails."""
         return f"{words}; {self.journal.trouble}" if self.journal.trouble else words
 
     def own_cause(self, name: str, kind: str, reason: str, request: Mapping[str, Any] | None = None) -> Cause:
-        """A cause on this node, at the present time."""
+        """Make a cause for the end of the run that lies on this node, at the present time."""
         return make_cause(self.spec.node_rank, name, kind, reason, time.time(), request)
 
     def found_cause(self, finding: Finding) -> Cause:
-        """The cause for a finding that ends the run."""
+        """Make the cause for the end of the run from a finding."""
         name = "node" if finding["rank"] is None else f"rank{finding['rank']}"
         return {**self.own_cause(name, finding["kind"], finding["text"]), "node_rank": finding["node_rank"]}
 
     # The end.
 
     def stop_all(self, end: Ended) -> None:
-        """Report the state "stopping" to the other supervisors and end all processes of the run on this node."""
+        """Report the state "stopping" to the other supervisors, and end all processes of the run on this node."""
         if end.state == "stopped" or end.reason:
             self.journal.event("stop-requested", reason=end.reason)
         self.set_state("stopping")
@@ -308,7 +313,7 @@ class Supervisor:
             self.journal.log(f"could not kill: {', '.join(f'{p.pid} {procs.command_line(p.pid)}' for p in left)}")
 
     def grace(self) -> float:
-        """Seconds between SIGTERM and SIGKILL."""
+        """Seconds between SIGTERM and SIGKILL when this node ends its processes."""
         cause = self.cause or self.peers.cause
         if cause is not None and cause["asked"] and cause["asked"]["now"]:
             return 0.0
@@ -316,7 +321,8 @@ class Supervisor:
         return min(self.spec.grace, _LOST_GRACE) if lost else self.spec.grace
 
     def finish(self, end: Ended) -> None:
-        """Complete the outcomes, wait for the other supervisors, write ``result.json``, and release all resources."""
+        """Complete the outcomes, wait for the other supervisors, write ``result.json``, and release ports, leases and
+        disk space."""
         self.complete_outcomes()
         self.final = end.state
         self.await_peers()
@@ -331,7 +337,7 @@ class Supervisor:
         self.release()
 
     def complete_outcomes(self) -> None:
-        """Close the logs and record the outcomes of ranks, graph server and rank runners that have none yet."""
+        """Close the logs, and record the outcome of each rank, graph server and rank runner that has none yet."""
         for child in self.children:
             child.running()
             child.close()
@@ -348,14 +354,15 @@ class Supervisor:
                 self.journal.event("process-exit", **known, returncode=status, signal=signaled)
 
     def await_peers(self) -> None:
-        """Report this node's end and wait until it is acknowledged; the hub waits until all members have ended."""
+        """Report this node's end and wait until the hub has acknowledged it; on the hub, wait until all members have
+        ended."""
         self.report()
         deadline = time.monotonic() + self.spec.grace + _LEAVING
         while not self.peers.may_leave() and time.monotonic() < deadline:
             self.idle(0.05)
 
     def release(self) -> None:
-        """Close connections, and free the reserved disk space and the leases."""
+        """Close the connections to other supervisors, and free the reserved disk space and the leases."""
         self.peers.close()
         self.mailbox.close()
         self.journal.free_reserve()
@@ -391,7 +398,7 @@ class Supervisor:
         self.report()
 
     def report(self) -> None:
-        """Send this node's ``Report`` to the other supervisors."""
+        """Send this node's ``Report``, which describes its state, to the other supervisors."""
         own = {"state": self.state, "trained": self.trained, "final": self.final or None, "cause": self.cause}
         signs = {"ranks": self.health.ranks, "findings": self.health.newest, "stacks": self.health.stacks}
         team = {"own_ranks": list(self.spec.ranks), "begun": bool(self.book.runners)}

@@ -27,12 +27,12 @@ _NUMBERS = ("epoch", "step", "steps", "loss", "seeds_per_s", "remote_share", "ow
 
 
 class Vitals:
-    """Last metrics of the ranks of one node, read once a second; damaged and incomplete lines are skipped.
+    """The last metrics of each rank of a node, read once a second; damaged and incomplete lines are skipped.
 
-    ``ranks[r]`` exists once rank r's metrics file has a line: the last values of ``epoch``, ``step``, ``steps``,
-    ``loss``, ``seeds_per_s``, ``remote_share``, ``own_s``, ``step_s`` and ``batch_s`` (None: not written yet),
-    ``most`` (``largest`` of the line's ``spent``), ``kind`` and ``t`` of the last line, ``at`` ([epoch, step, phase]
-    from the progress file, or None) and ``ended``.
+    ``ranks[r]`` exists once the metrics file of rank r has a line. It has the last values of ``epoch``, ``step``,
+    ``steps``, ``loss``, ``seeds_per_s``, ``remote_share``, ``own_s``, ``step_s`` and ``batch_s`` (None: not written
+    yet); ``most``, the result of ``largest`` for the line's ``spent``; ``kind`` and ``t`` of the last line; ``at``,
+    [epoch, step, phase] from the progress file, or None; and ``ended``.
     """
 
     def __init__(
@@ -46,7 +46,8 @@ class Vitals:
         self._finite: dict[int, tuple[float, int]] = {}  # rank -> last loss that was a number, and its step
 
     def look(self, now: float, ended: Container[int] = ()) -> list[dict[str, Any]]:
-        """Read new lines; returns a list with the first ``nan`` finding, once per node, else [].
+        """Read the new lines of all ranks. The first time that a loss is not finite, returns a list with a ``nan``
+        finding, else [].
 
         now: seconds since the epoch, for lines without ``t``. ended: ranks that have ended.
         """
@@ -93,7 +94,8 @@ class Vitals:
 
 
 def largest(spent: Any) -> list[Any] | None:
-    """``[kind, share]`` of the largest entry of ``spent``, a metrics line's; share in 0..1. None where it has none."""
+    """The part of a step that takes most time, as ``[kind, share]`` with a share of 0 to 1, from the field ``spent`` of
+    a metrics line; None where the field has no numbers."""
     if not isinstance(spent, dict):
         return None
     kinds = {kind: value for kind, value in spent.items() if _is_number(value) and 0 <= value < math.inf}
@@ -105,7 +107,7 @@ def largest(spent: Any) -> list[Any] | None:
 
 
 class _Tail:
-    """Reads a growing file of JSON lines."""
+    """Reads the lines that are appended to a metrics file."""
 
     def __init__(self, path: str) -> None:
         self.path = path
@@ -147,7 +149,7 @@ def _parsed(text: bytes) -> dict[str, Any] | None:
 
 
 def _progress(path: str) -> list[Any] | None:
-    """``[epoch, step, phase]``; None when the file does not exist or is incomplete."""
+    """Read ``[epoch, step, phase]`` from a rank's progress file; None when the file does not exist or is incomplete."""
     try:
         with open(path, "rb", buffering=0) as file:
             words = file.read(64).split()

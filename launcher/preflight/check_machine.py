@@ -69,7 +69,7 @@ def _clock(survey: Survey, k: int) -> Iterator[Finding]:
         remedy = "no action needed: gnnfleet corrects times in logs; NTP would synchronise the clock"
         yield survey.finding(k, "warn", "clock", message, remedy)
     else:
-        yield survey.finding(k, "ok", "clock", "clock agrees")
+        yield survey.finding(k, "ok", "clock", "clock agrees with the launching machine's")
 
 
 def _names(survey: Survey, k: int) -> Iterator[Finding]:

@@ -1,1 +1,1 @@
-"""Reads the folder of a run and reports its state and results, as values, text and HTML."""
+"""Reads the folder of a run and reports the state and the results of the run, as values, text and HTML."""

@@ -1,6 +1,7 @@
 """Compares runs side by side, by their folders on this machine, for ``gnnfleet compare``.
 
-FoundRun → RunFigures (one run) → Comparison (rows with a value for each run, and notes) → a table or JSON.
+Each FoundRun becomes RunFigures. All RunFigures become a Comparison: rows with a value for each run, and notes. The
+Comparison is printed as a table or as JSON.
 """
 
 from __future__ import annotations
@@ -43,7 +44,7 @@ _CUT = ("data.num_parts", "data.partition", "nodes.*.role", "nodes.*.host")  #: 
 
 @dataclass(frozen=True)
 class RunFigures:
-    """Settings, results and metrics of one run, from its folder. Mappings omit unknown values."""
+    """Settings, results and metrics of one run, read from its folder. The mappings omit unknown values."""
 
     entry: Entry
     config: Mapping[str, Any]  #: by dotted key; keys of nodes as ``nodes.*.procs``, one value if all nodes agree
@@ -58,12 +59,12 @@ class RunFigures:
         return self.entry.run_id
 
     def by_epoch(self, what: Literal["seconds", "loss"]) -> dict[int, float]:
-        """Seconds or loss by epoch, as rank 0 reports them; the loss is that of all ranks."""
+        """Return seconds or loss of each epoch, as rank 0 reports them. The loss is the mean over all ranks."""
         lines = (line for line in self.metrics.of_kind("epoch") if line.get("rank") == 0)
         return _values_by_epoch(lines, what)
 
     def accuracy_by_epoch(self) -> dict[int, float]:
-        """Accuracy on the val split by epoch."""
+        """Return the accuracy on the val split after each epoch."""
         lines = (line for line in self.metrics.of_kind("eval") if line.get("split") == "val")
         return {
             line["epoch"]: line["accuracy"] for line in lines if line.get("accuracy") is not None and "epoch" in line
@@ -72,7 +73,7 @@ class RunFigures:
 
 @dataclass(frozen=True)
 class Row:
-    """One value of every run; None if unknown."""
+    """One row of a comparison: a title and the value of every run; None if the value is unknown."""
 
     section: Section
     title: str
@@ -82,7 +83,10 @@ class Row:
 
     @property
     def best(self) -> tuple[int, ...]:
-        """Indices of the runs with the best value, as rounded for display; empty if the row is not ranked or equal."""
+        """Indices of the runs with the best value, after rounding as for display.
+
+        Empty if the row has no better direction, or if all known values are equal.
+        """
         known = {i: self._shown(value) for i, value in enumerate(self.values) if _is_finite(value)}
         if not self.better or len(set(known.values())) < 2:
             return ()
@@ -91,7 +95,7 @@ class Row:
 
     @property
     def differs(self) -> bool:
-        """Whether two runs have different known values."""
+        """Whether two runs have different values; unknown values do not count."""
         return _unlike(value for value in self.values if value is not None)
 
     def _shown(self, value: float) -> float:
@@ -101,18 +105,21 @@ class Row:
 
 @dataclass(frozen=True)
 class Comparison:
-    """A comparison of two or more runs."""
+    """A comparison of two or more runs, for printing or as JSON."""
 
     runs: tuple[RunFigures, ...]
     rows: tuple[Row, ...]
     notes: tuple[str, ...]  #: why figures may not be comparable, or are missing
 
     def of(self, section: Section) -> list[Row]:
-        """The rows of a section."""
+        """Return the rows of ``section``."""
         return [row for row in self.rows if row.section == section]
 
     def to_json(self) -> dict[str, Any]:
-        """The document of ``--json``: ``values`` are in the order of ``runs``, ``best`` are indices of runs."""
+        """Return the document that ``gnnfleet compare --json`` prints.
+
+        ``values`` of a row are in the order of ``runs``; ``best`` has indices into ``runs``.
+        """
         names = ("section", "title", "values", "best")
         return {
             "runs": [{"run_id": run.run_id, "folder": run.entry.folder} for run in self.runs],
@@ -122,7 +129,7 @@ class Comparison:
 
 
 def figures_of(found: FoundRun) -> RunFigures:
-    """Read a run's folder; raises FleetError if a file in the folder is damaged."""
+    """Read the folder of a run; raises FleetError if a file in the folder is damaged."""
     assert found.folder is not None, "only runs known here are compared"
     files = sorted(found.folder.glob("logs/node*/metrics-rank*.jsonl")) or sorted(found.folder.glob("metrics.jsonl"))
     return RunFigures(
@@ -164,19 +171,22 @@ def _result_rows(runs: Sequence[RunFigures], *, marked: bool) -> Iterator[Row]:
 
 
 def _speed_rows(runs: Sequence[RunFigures]) -> Iterator[Row]:
-    """Rows of speed; means exclude the first epoch, which compiles, if a run has more."""
+    """Yield the rows on speed. Means exclude the first epoch, which compiles, if a run has more than one."""
     yield from _known_row("speed", "an epoch", (_mean_of(run.by_epoch("seconds")) for run in runs), "seconds", "less")
     rates = (sum(run.metrics.throughput().values()) or None for run in runs)
     yield from _known_row("speed", "seeds/s", rates, "rate", "more")
     received = (run.metrics.profile and run.metrics.profile.remote_bytes for run in runs)
     yield from _known_row("speed", "from other hosts, an epoch", received, "bytes", "less")
-    for title, name in (("others' rows cached", "hit_rate"), ("others' rows held", "held_rate")):
+    for title, name in (("remote rows cached", "hit_rate"), ("remote rows held", "held_rate")):
         shares = (getattr(run.metrics.profile, name) if run.metrics.profile else None for run in runs)
         yield from _known_row("speed", title, shares, "share", "more" if name == "hit_rate" else "")
 
 
 def _step_rows(runs: Sequence[RunFigures]) -> Iterator[Row]:
-    """Rows of seconds per step, means over ranks, without kinds that take under 0.5 % in all runs."""
+    """Yield the rows on seconds per step: in all, and by kind (sample, remote, forward, …); means over ranks.
+
+    A kind is left out if it takes under 0.5 % of a step in all runs.
+    """
     profiles = [run.metrics.profile for run in runs]
     yield from _known_row("step", "a step", (profile and profile.step_s for profile in profiles), "spent", "less")
     for kind in dict.fromkeys(kind for profile in profiles if profile for kind in profile.spent):
@@ -222,7 +232,7 @@ def _notes(runs: Sequence[RunFigures], differing: Mapping[str, Row]) -> Iterator
 
 
 def _differing(runs: Sequence[RunFigures]) -> dict[str, Row]:
-    """A row for each config key whose value differs between the runs that use the key."""
+    """Return a row for each config key whose value differs between the runs that use the key."""
     configs = [run.config for run in runs]
     keys = dict.fromkeys(key for config in configs for key in config)
     rows = {key: Row("config", key, tuple(config.get(key) for config in configs)) for key in keys}
@@ -230,7 +240,11 @@ def _differing(runs: Sequence[RunFigures]) -> dict[str, Row]:
 
 
 def _reads(config: Mapping[str, Any], key: str) -> bool:
-    """Whether the run with ``config`` uses ``key``; False without a config."""
+    """Return whether the run with the given config uses ``key``.
+
+    A config without any ``train`` key is of an own command, which does not use them. False if ``config`` is empty:
+    unknown.
+    """
     return bool(config) and (not key.startswith("train.") or any(name.startswith("train.") for name in config))
 
 
@@ -246,12 +260,12 @@ def _flat(config: ClusterConfig) -> dict[str, Any]:
 
 
 def _read_by(config: Mapping[str, Any], *, own: bool) -> dict[str, Any]:
-    """The config without the keys that an own command does not read."""
+    """Return ``config`` without ``train`` keys if the run is of an own command (``own``), which does not use them."""
     return {key: value for key, value in config.items() if not (own and key.startswith("train."))}
 
 
 def _once(values: Sequence[Any]) -> Any:
-    """The common value of all nodes; else names folded to ranges, or a list of all values."""
+    """Return one value for a key of all nodes: the common value, else names folded to ranges, or a list of values."""
     if not _unlike(values):
         return values[0]
     return fold(values) if all(isinstance(value, str) for value in values) else list(values)
@@ -266,7 +280,10 @@ def _leaves(tree: Mapping[str, Any], above: str = "") -> Iterator[tuple[str, Any
 
 
 def _parts_of(plan: LaunchPlan | None) -> str:
-    """Fingerprint of the parts: parts that are sent are in a folder of this name; '' for others."""
+    """Return the fingerprint of the parts that were sent to the nodes; '' if none were sent.
+
+    The fingerprint is the name of the folder that has these parts on a node.
+    """
     folders = (
         [node.data_dir for node in plan.nodes if node.data_dir.startswith(f"{node.workdir}/data/")] if plan else []
     )
@@ -274,7 +291,7 @@ def _parts_of(plan: LaunchPlan | None) -> str:
 
 
 def _versions(events: Path, plan: LaunchPlan | None) -> dict[str, str]:
-    """Package versions as preflight found them; several of a package if nodes differ."""
+    """Return package versions as preflight found them, and gnnfleet's code digest; all versions if nodes differ."""
     found: dict[str, list[str]] = {}
     for event in records(EVENT, events.read_bytes().split(b"\n") if events.is_file() else ()):
         for name, version in event.get("versions", {}).items() if event.get("kind") == "versions" else ():
@@ -328,7 +345,7 @@ def _known_row(
     form: Form = "text",
     better: Literal["more", "less", ""] = "",
 ) -> Iterator[Row]:
-    """A row, if the value of any run is known."""
+    """Yield a row if its value is known for at least one run."""
     row = Row(section, title, tuple(values), form, better)
     if any(value is not None for value in row.values):
         yield row
@@ -350,7 +367,7 @@ _EPOCHS_SHOWN = 12
 
 
 def print_comparison(comparison: Comparison, console: Console) -> None:
-    """Print the notes, which limit what can be compared, then the table."""
+    """Print notes that say what cannot be compared, then a table with a column for each run."""
     for note in comparison.notes:
         console.print(Text(f"note: {note}", "yellow"), soft_wrap=True)
     console.print(rendered(comparison))
@@ -359,7 +376,7 @@ def print_comparison(comparison: Comparison, console: Console) -> None:
 
 
 def rendered(comparison: Comparison) -> Table:
-    """The table; long values are wrapped to the width of the terminal."""
+    """Return a table with a column for each run; long values are wrapped to the width of the terminal."""
     table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
     table.add_column("", no_wrap=True)
     for run in comparison.runs:
@@ -377,7 +394,7 @@ def rendered(comparison: Comparison) -> Table:
 
 
 def _alike(comparison: Comparison) -> Iterator[str]:
-    """Lines on what all runs have in common, and the legend."""
+    """Yield lines that say what is the same in all runs, and what ``*`` means."""
     if all(run.config for run in comparison.runs) and not comparison.of("config"):
         yield "config: the same"
     versions = comparison.of("versions")
@@ -389,7 +406,11 @@ def _alike(comparison: Comparison) -> Iterator[str]:
 
 
 def _shown(section: Section, rows: Sequence[Row]) -> list[Row | None]:
-    """Rows to print: the first and last of many epochs, with None for those left out; only versions that differ."""
+    """Return the rows of a section that are printed.
+
+    Of many epochs these are the first one and the last ones, with None for those between; of versions, those that
+    differ.
+    """
     if section == "versions":
         return [row for row in rows if row.differs]
     if section in ("loss", "accuracy") and len(rows) > _EPOCHS_SHOWN + 1:
@@ -420,7 +441,7 @@ def _words(row: Row, value: Any) -> str:
 
 
 def _text(value: Any) -> str:
-    """A config value as written in YAML."""
+    """Return a config value as text, as YAML would have it."""
     if isinstance(value, list):
         return f"[{', '.join(map(_text, value))}]"
     return str(value).lower() if isinstance(value, bool) else "–" if value is None else str(value)

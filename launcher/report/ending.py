@@ -31,7 +31,7 @@ Detached = Literal["", "asked", "trained", "unreachable"]
 
 @dataclass(frozen=True)
 class Limits:
-    """Time limits of following and ending a run, in seconds."""
+    """Time limits, in seconds, for following a run and for ending it."""
 
     lost_after: float  #: the launcher gives up after this time without a connection to any node
     grace: float  #: between SIGTERM and SIGKILL
@@ -42,7 +42,7 @@ class Limits:
 
 @dataclass(frozen=True)
 class Lost:
-    """A node that ended without a result, or could not be reached."""
+    """Why and when a node was lost: it ended without a result, or could not be reached."""
 
     why: str
     when: float  #: seconds since the epoch, by this machine's clock
@@ -51,7 +51,10 @@ class Lost:
 
 @dataclass
 class Followed:
-    """The end of a run as the launcher saw it, by node_rank; or why the launcher detached from a run that continues."""
+    """What the launcher saw of the end of a run, or why it detached from a run that continues.
+
+    Keys of the mappings are node_ranks.
+    """
 
     results: dict[int, Mapping[str, Any]] = field(default_factory=dict)  #: content of result.json
     lost: dict[int, Lost] = field(default_factory=dict)
@@ -64,15 +67,15 @@ class Followed:
 
     @property
     def ended(self) -> set[int]:
-        """Nodes from which nothing more is expected."""
+        """Nodes from which the launcher expects no more messages."""
         return set(self.results) | set(self.lost) | self.silent
 
 
 class Spares:
-    """Nodes whose loss does not end the run, including those already lost.
+    """The expendable nodes of a run: the run continues if one of them is lost. Includes those already lost.
 
-    The lead node's reports decide; until the first of them, the latest report of any node is used. In a serving cluster
-    every node is expendable.
+    The lead node reports which nodes are expendable; until its first report, the latest report of any node is used. In
+    a serving cluster every node is expendable.
     """
 
     def __init__(self, plan: LaunchPlan):
@@ -85,26 +88,27 @@ class Spares:
         return self._all or (k in self._nodes and not self._over)
 
     def take_result(self, k: int, result: Mapping[str, Any]) -> None:
-        """Process node ``k``'s ``result.json``; once a result shows that the run is over, no node is expendable."""
+        """Process the ``result.json`` of node ``k``. If it shows that the run is over, no node stays expendable."""
         cause = result.get("cause")
         over = (cause["node_rank"] != k or cause["kind"] == "stop") if cause else result["state"] == "done"
         self._over = self._over or over or bool(result.get("lost"))
 
     def take(self, k: int, state: Mapping[str, Any]) -> None:
-        """Process node ``k``'s ``state.json``."""
+        """Process the ``state.json`` of node ``k``, which lists the nodes that are expendable."""
         if k == self._lead or not self._heard:
             self._heard = k == self._lead
             self._nodes = {*(state.get("spare") or ()), *map(int, state.get("gone") or ())}
 
     def discard(self, k: int) -> None:
-        """Make node ``k`` required: it never started, so the run does not have the planned nodes."""
+        """Remove node ``k`` from the expendable nodes: it never started, and a run needs every node to start."""
         self._nodes.discard(k)
 
 
 def hub_was_cut_off(results: Mapping[int, Mapping[str, Any]], nodes: int, hub: int) -> bool:
-    """Whether the lead node's own network failed: it lost all other nodes, and these report that they lost it.
+    """Return whether the lead node lost its own network: it lost all other nodes, and they report that they lost it.
 
-    Requires at least two other nodes that left a result.
+    ``results``: content of ``result.json`` by node_rank; at least two nodes other than the lead node (``hub``) must
+    have one. ``nodes``: number of nodes of the run.
     """
     others = {str(k) for k in range(nodes) if k != hub}
     if len(others) < 2 or hub not in results or set(missed_by(results[hub])) != others:
@@ -114,14 +118,17 @@ def hub_was_cut_off(results: Mapping[int, Mapping[str, Any]], nodes: int, hub: i
 
 
 def missed_by(result: Mapping[str, Any]) -> dict[str, Mapping[str, Any]]:
-    """Nodes that a node's ``result.json`` reports lost, by node_rank, including those the run continued without."""
+    """Return the nodes that ``result`` reports lost, by node_rank, including those that the run continued without.
+
+    ``result``: content of a node's ``result.json``.
+    """
     return {**(result.get("gone") or {}), **(result.get("lost") or {})}
 
 
 class Ending:
-    """Merges all reports of one run's end.
+    """Merges the reports of all nodes on the end of one run.
 
-    ``offsets``: node clocks minus this machine's in seconds, as preflight measured them.
+    ``offsets``: for each node, its clock minus this machine's in seconds, as preflight measured it.
     """
 
     def __init__(self, plan: LaunchPlan, followed: Followed, collected: Collected, offsets: Mapping[int, float]):
@@ -130,7 +137,7 @@ class Ending:
         self._offsets = offsets
 
     def report(self, folder: Path, seconds: float) -> RunReport:
-        """Build the report, without writing it; ``seconds``: duration of the run."""
+        """Build the report of the run, without writing it to a file; ``seconds``: duration of the run."""
         outcomes = tuple(self._outcomes())
         state = self._state(outcomes)
         return RunReport(
@@ -148,10 +155,11 @@ class Ending:
         )
 
     def clock_offset(self, k: int) -> float:
-        """A node's clock minus this machine's, in seconds.
+        """Return the clock of node ``k`` minus this machine's, in seconds.
 
-        Adds the node's offset to the hub, which the supervisors measure throughout the run, and the hub's offset to
-        this machine.
+        The supervisors measure throughout the run how a node's clock differs from the lead node's. To this the
+        difference between the lead node's clock and this machine's is added. Without such a measurement, the result is
+        what this machine measured itself.
         """
         to_hub = self.results.get(k, {}).get("clock_offset")
         if to_hub is None or self.plan.serve_only:
@@ -159,7 +167,7 @@ class Ending:
         return float(to_hub) + self._measured_here(self.plan.lead)
 
     def findings(self) -> list[Mapping[str, Any]]:
-        """Findings of all nodes, each once, in order of time."""
+        """Return the findings of all nodes in order of time, each only once."""
         found: list[Mapping[str, Any]] = []
         for finding in [*self.followed.findings, *(f for r in self.results.values() for f in r.get("findings") or ())]:
             if finding not in found:
@@ -167,10 +175,10 @@ class Ending:
         return sorted(found, key=lambda finding: float(finding["t"]))
 
     def lost(self) -> dict[int, Lost]:
-        """Nodes that ended without a result, or were reported lost by other nodes.
+        """Return the nodes that ended without a result, or that another node reports lost.
 
-        Of the reports only the hub's count. If the hub left no result, or was cut off itself, only reports about the
-        hub count.
+        Only what the lead node reports counts. If the lead node left no result, or lost its own network, only reports
+        that the lead node is lost count.
         """
         found, hub = dict(self.followed.lost), self.plan.lead
         trust_hub = hub in self.results and not hub_was_cut_off(self.results, len(self.plan.nodes), hub)
@@ -185,11 +193,11 @@ class Ending:
         return found
 
     def _unreachable(self) -> set[int]:
-        """Nodes without a result that the launcher could not reach in the end."""
+        """Return the nodes without a result that the launcher could not reach in the end."""
         return {k for k, lost in self.followed.lost.items() if lost.out_of_reach and k not in self.results}
 
     def _measured_here(self, k: int) -> float:
-        """A node's clock minus this machine's, as preflight measured it, or else as heartbeats show it."""
+        """Return the clock of node ``k`` minus this machine's in seconds: from preflight, or else from heartbeats."""
         return self._offsets.get(k, self.followed.clocks.get(k, 0.0))
 
     def _state(self, outcomes: tuple[Outcome, ...]) -> RunState:
@@ -200,9 +208,9 @@ class Ending:
         return "failed"
 
     def _all_done(self) -> bool:
-        """Whether all nodes are done, except those that the run continued without.
+        """Return whether all nodes are done, except those that the run continued without.
 
-        The hub is done only after all others, so if its result is ``done``, unreachable nodes are done as well.
+        The lead node is done only after all others. So if it is done, nodes that cannot be reached are done too.
         """
         needed = {node.node_rank for node in self.plan.nodes} - self.gone
         states = {k: result["state"] for k, result in self.results.items() if k in needed}
@@ -215,11 +223,11 @@ class Ending:
 
     @property
     def gone(self) -> set[int]:
-        """Nodes that the run continued without, as the hub reports."""
+        """The nodes that the run continued without, as the lead node reports."""
         return set(map(int, self.results.get(self.plan.lead, {}).get("gone") or ()))
 
     def _asked_by(self) -> str:
-        """Who requested the stop, as ``alice@laptop (gnnfleet stop)``; '' if nobody did."""
+        """Return who requested the stop of the run, as ``alice@laptop (gnnfleet stop)``; '' if nobody did."""
         stops = [(cause.get("asked"), cause["reason"]) for cause in self._causes() if cause["kind"] == "stop"]
         stops += [
             (result["asked"], result["reason"]) for _, result in sorted(self.results.items()) if result.get("asked")
@@ -230,11 +238,11 @@ class Ending:
         return ""
 
     def _causes(self) -> list[Mapping[str, Any]]:
-        """Causes of the run's end, as the nodes report them."""
+        """Return what ended the run, as each node reports it."""
         return [result["cause"] for _, result in sorted(self.results.items()) if result.get("cause")]
 
     def _outcomes(self) -> Iterator[Outcome]:
-        """Outcomes of all processes; the outcome of a lost node follows those of its processes."""
+        """Yield the outcomes of all processes. The outcome of a lost node follows those of the processes on it."""
         lost, gone = self.lost(), self.gone
         if self._all_done():
             lost = {k: how for k, how in lost.items() if k in gone}
@@ -249,7 +257,7 @@ class Ending:
             yield Outcome.of_finding(finding, host, when)
 
     def _with_parts(self, outcome: Outcome) -> Outcome:
-        """Note in the outcome of a failed server or node which parts have no holder left."""
+        """Return ``outcome``; for a failed graph server or node, with a note on the parts that no other node holds."""
         if not outcome.failed or outcome.stopped or outcome.name not in ("server", "node"):
             return outcome
         nodes = self.plan.nodes
@@ -282,7 +290,7 @@ class Ending:
             yield Outcome.of_node(k, node.target, result["reason"], self._when(k, records))
 
     def _when(self, k: int, records: Any) -> float:
-        """When a node ended, by this machine's clock."""
+        """Return when node ``k`` ended, by this machine's clock."""
         cause = self.results[k].get("cause") or {}
         if cause.get("node_rank") == k:
             return float(cause["t"]) - self.clock_offset(k)
@@ -290,7 +298,10 @@ class Ending:
         return min(ended) - self.clock_offset(k) if ended else time.time()
 
     def _reported_by_others(self, node: NodePlan, records: Any) -> Iterator[Outcome]:
-        """The failure of a process of ``node`` that ended the run, if the node itself left no record of it."""
+        """Yield the outcome of a process on ``node`` that only other nodes report.
+
+        Its failure ended the run, and ``node`` itself left no record of it.
+        """
         causes = [
             (by, result["cause"])
             for by, result in sorted(self.results.items())

@@ -18,7 +18,8 @@ from launcher.node.record import write_line
 class EventLog:
     """Appends events as JSON lines to a file and to ``stream``; thread-safe.
 
-    Several processes may write to one file (a launcher and followers of its run); each event of a node is written once.
+    Several processes may write to the same file: the launcher, and commands that follow its run. Each event of a node
+    is written only once.
     """
 
     def __init__(self, path: Path, stream: TextIO | None = None):
@@ -31,21 +32,21 @@ class EventLog:
         self._failed = False
 
     def add(self, kind: str, **more: Any) -> None:
-        """Write an event of the launcher, with the current time."""
+        """Write an event of the launcher, with the current time and the values in ``more``."""
         line = json.dumps({"t": time.time(), "kind": kind, **more}) + "\n"
         with self._lock:
             self._keep(line)
             self._stream(line)
 
     def take(self, event: Mapping[str, Any]) -> None:
-        """Write an event received from a node, unless the file already has it."""
+        """Write an event that a node sent, unless the file already has it."""
         line = json.dumps(event) + "\n"
         with self._lock:
             self._keep(line, once=True)
             self._stream(line)
 
     def tell(self, event: Mapping[str, Any]) -> None:
-        """Write only to the stream, not to the file: data that other files of the run have."""
+        """Write an event only to ``stream``, as another file of the run has its data."""
         if self.stream is not None:
             with self._lock:
                 self._stream(json.dumps(event) + "\n")
@@ -55,7 +56,10 @@ class EventLog:
         self._file.close()
 
     def _keep(self, line: str, *, once: bool = False) -> None:
-        """Append a line; an error, such as a full disk, is printed once and does not end the run."""
+        """Append a line to the file. The first error, such as a full disk, is printed and does not end the run.
+
+        ``once``: do not append an event of a node that the file already has.
+        """
         try:
             with self._locked():
                 if once and line in self._node_lines():
@@ -73,7 +77,7 @@ class EventLog:
 
     @contextmanager
     def _locked(self) -> Iterator[None]:
-        """Hold the file's lock against other processes that follow the run."""
+        """Hold the lock of the file, so that other processes that follow the run do not write to it."""
         fcntl.flock(self._file, fcntl.LOCK_EX)
         try:
             yield
@@ -81,7 +85,7 @@ class EventLog:
             fcntl.flock(self._file, fcntl.LOCK_UN)
 
     def _node_lines(self) -> set[str]:
-        """Lines in the file that are events of nodes; reads up to the end of the file."""
+        """Return the lines in the file that are events of nodes; reads what was added since the last call."""
         self._file.seek(self._read_to)
         for line in self._file:
             self._known |= {line.decode("utf-8", "replace")} if b'"node_rank"' in line else set()

@@ -1,4 +1,7 @@
-"""Explanations of messages, by code; ``gnnfleet explain`` and docs/troubleshooting.md show explanations.yml."""
+"""Finds explanations of error messages; each explanation has a code, such as ``host-key-unknown``.
+
+The explanations are in explanations.yml. ``gnnfleet explain`` prints them, and docs/troubleshooting.md lists them.
+"""
 
 from __future__ import annotations
 
@@ -18,17 +21,17 @@ _FEWEST_LETTERS = 8  # of a message's fixed words by which an error is recognise
 
 @dataclass(frozen=True)
 class Explanation:
-    """Cause and fix of one problem."""
+    """Code, messages, cause and fix of one problem."""
 
-    code: str  #: as users type it: ``host-key-unknown``
-    messages: tuple[str, ...]  #: fixed words of the messages that report it; … stands for a value
+    code: str  #: name of the explanation: ``host-key-unknown``
+    messages: tuple[str, ...]  #: fixed words of the messages that report the problem; … stands for a value
     cause: str  #: Markdown
     fix: str  #: Markdown
 
 
 @dataclass(frozen=True)
 class Section:
-    """Explanations of one subject."""
+    """Explanations of one subject, which are one section of docs/troubleshooting.md."""
 
     title: str
     intro: str  #: Markdown
@@ -38,7 +41,7 @@ class Section:
 
 @cache
 def sections() -> tuple[Section, ...]:
-    """All explanations, in the order of the documentation."""
+    """Return all sections of explanations, in the order of docs/troubleshooting.md."""
     loader = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
     return tuple(
         Section(
@@ -56,12 +59,15 @@ def sections() -> tuple[Section, ...]:
 
 @cache
 def explanations() -> dict[str, Explanation]:
-    """All explanations by code."""
+    """Return all explanations by code."""
     return {entry.code: entry for section in sections() for entry in section.entries}
 
 
 def explanation_of(message: str) -> Explanation | None:
-    """The explanation whose fixed words occur in ``message``, with the most letters; None if there is none."""
+    """Return the explanation whose fixed words occur in ``message``; None if there is none.
+
+    Of several, it is the one whose words have the most letters.
+    """
     text = plain(message)
     best, most = None, _FEWEST_LETTERS - 1
     for entry in explanations().values():
@@ -73,7 +79,10 @@ def explanation_of(message: str) -> Explanation | None:
 
 
 def search(words: str) -> list[Explanation]:
-    """Explanations for a code, a part of a code, a message, or words that all occur in code, messages, cause or fix."""
+    """Return the explanations that a user asks for by ``words``.
+
+    ``words``: a code, a part of a code, a message, or words that all occur in code, messages, cause or fix.
+    """
     if words in explanations():
         return [explanations()[words]]
     if " " in words and (found := explanation_of(words)):
@@ -83,13 +92,16 @@ def search(words: str) -> list[Explanation]:
 
 
 def hint(*messages: str) -> str:
-    """``Explain: gnnfleet explain CODE`` for messages; with several codes a line for each, '' without one."""
+    """Return ``Explain: gnnfleet explain CODE`` for messages, one line for each code; '' if none is explained."""
     found = {entry.code: None for entry in map(explanation_of, messages) if entry}
     return "\n".join(f"Explain: gnnfleet explain {code}" for code in found)
 
 
 def contains(text: str, pattern: str) -> bool:
-    """Whether the pieces of ``pattern`` between … occur in ``text`` in this order. Both as ``plain`` gives them."""
+    """Return whether the pieces of ``pattern`` between … occur in ``text`` in this order.
+
+    Both arguments are texts that ``plain`` returned.
+    """
     at = 0
     for piece in pattern.split("…"):
         found = text.find(piece, at)
@@ -101,12 +113,12 @@ def contains(text: str, pattern: str) -> bool:
 
 @cache
 def plain(text: str) -> str:
-    """``text`` without backticks and with single spaces."""
+    """Return ``text`` without backticks and with single spaces."""
     return re.sub(r"\s+", " ", text.replace("`", "")).strip()
 
 
 def as_text(entry: Explanation) -> str:
-    """One explanation, as the command line prints it."""
+    """Return an explanation as ``gnnfleet explain`` prints it."""
     return "\n".join(
         (
             entry.code,
@@ -119,7 +131,7 @@ def as_text(entry: Explanation) -> str:
 
 
 def troubleshooting_page() -> str:
-    """docs/troubleshooting.md."""
+    """Return the content of docs/troubleshooting.md."""
     lines = [(_FILE.with_name("troubleshooting_start.md")).read_text(encoding="utf-8").rstrip(), ""]
     for section in sections():
         lines += [f"## {section.title}", ""]

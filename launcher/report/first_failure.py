@@ -12,9 +12,10 @@ from launcher.text import count, spans
 
 
 def first_failure(outcomes: Iterable[Outcome]) -> Outcome | None:
-    """The earliest failure; processes that were stopped, and apparent consequences of other failures, come last.
+    """Return the outcome of the process that failed first; None if none failed.
 
-    Failures on nodes that the run continued without count only if all other failures are apparent consequences.
+    Processes that were stopped, and failures that look like consequences of others, come last. Failures on nodes that
+    the run continued without count only if all other failures look like consequences.
     """
     failed = [outcome for outcome in outcomes if outcome.failed]
     serious = [outcome for outcome in failed if not outcome.done_without]
@@ -38,14 +39,14 @@ _PARTICULAR = re.compile(r"\[?\b\d{1,3}(\.\d{1,3}){3}\b\]?(:\d+)?|0x[0-9a-f]+|\b
 
 @dataclass(frozen=True)
 class Aftermath:
-    """Text about what followed the first failure."""
+    """Text about what failed or was stopped after the first failure."""
 
     lead: str  #: ``, 3.2 s before 7 follow-up errors``; '' if nothing else failed
     lines: tuple[str, ...]  #: the errors that followed, equal ones in one line, then counts of stopped processes
 
 
 def aftermath_of(first: Outcome, outcomes: Iterable[Outcome]) -> Aftermath:
-    """Summarise the outcomes of the other processes and nodes."""
+    """Summarise the outcomes of all processes and nodes except ``first``, the first failure."""
     others = [outcome for outcome in outcomes if outcome is not first and not outcome.done_without]
     failed = [outcome for outcome in others if outcome.failed and not outcome.stopped]
     stopped = [outcome for outcome in others if outcome.stopped]
@@ -79,7 +80,7 @@ def _stopped(stopped: Iterable[Outcome]) -> list[str]:
 
 
 def _who(outcomes: Sequence[Outcome]) -> str:
-    """``rank 4``, ``ranks 0–2, 4``, and servers and nodes by name."""
+    """Return the names of processes: ``rank 4`` or ``ranks 0–2, 4``; servers and nodes by name."""
     ranks = sorted(outcome.rank for outcome in outcomes if outcome.rank is not None)
     others = [outcome.place for outcome in outcomes if outcome.rank is None]
     named = [f"{'ranks' if len(ranks) > 1 else 'rank'} {spans(ranks)}"] if ranks else []

@@ -1,4 +1,4 @@
-"""Reads the metrics lines of a run from its folder, merges them over nodes and summarises them."""
+"""Reads the metrics files of a run from its folder, merges their lines over nodes and summarises them."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _BLOCK = 1 << 16  # bytes of a metrics file read at once
 class Metrics:
     """The metrics lines of all ranks except step lines, in order of time (format: docs/ARCHITECTURE.md).
 
-    Step lines are only read from ``files`` when needed, as a long run has many millions.
+    Step lines are read from ``files`` only when needed, as a long run has many millions of them.
     """
 
     lines: tuple[Mapping[str, Any], ...] = ()
@@ -28,31 +28,31 @@ class Metrics:
     profile: Profile | None = None  #: time per step by kind; None before ``analysed``, or if the lines have no times
 
     def of_kind(self, kind: str) -> list[Mapping[str, Any]]:
-        """The lines whose ``kind`` is the given one."""
+        """Return the lines with this ``kind``."""
         return [line for line in self.lines if line.get("kind") == kind]
 
     @property
     def result(self) -> Mapping[str, Any]:
-        """The last ``result`` line; empty if the run wrote none."""
+        """The last line of kind ``result``; empty if the run wrote no such line."""
         found = self.of_kind("result")
         return found[-1] if found else {}
 
     def analysed(self) -> Metrics:
-        """The same metrics with ``profile``; raises FleetError if the analysis fails."""
+        """Return the same metrics with ``profile``; raises FleetError if the analysis fails."""
         return replace(self, profile=analyse(self.files).profile)
 
     def summary(self) -> dict[str, Any]:
-        """Content of ``metrics`` in result.json: accuracies, epoch times, profile, mean seeds per second by rank."""
+        """Return ``metrics`` of result.json: accuracies, epoch times, profile, mean seeds per second by rank."""
         result = {key: value for key, value in self.result.items() if key not in ("t", "kind", "rank")}
         result |= {"profile": dict(self.profile.summary)} if self.profile else {}
         speed = {str(rank): round(value, 1) for rank, value in self.throughput().items()}
         return {**result, "seeds_per_s": speed} if speed else result
 
     def throughput(self) -> dict[int, float]:
-        """Mean seeds per second of each rank over its epochs, without the first epoch, which compiles, if it has more.
+        """Return each rank's mean seeds per second over its epochs, without the first of several, which compiles.
 
-        Ranks take every step together, so the duration of an epoch is that of the rank that began it last: the others
-        wait for rank 0, which evaluates and writes checkpoints between epochs.
+        Ranks take every step together. Rank 0 evaluates and writes checkpoints between epochs while the others already
+        wait in their next epoch. So an epoch's duration is that of the rank that began it last.
         """
         by_rank: dict[int, list[Mapping[str, Any]]] = {}
         lasted: dict[int, float] = {}
@@ -67,12 +67,12 @@ class Metrics:
         return found
 
     def counted_epochs(self) -> list[int]:
-        """Epochs that ``throughput`` averages, ascending."""
+        """Return the epochs that ``throughput`` averages, ascending."""
         epochs = sorted({line["epoch"] for line in self._timed_epochs()})
         return epochs[1:] or epochs
 
     def _timed_epochs(self) -> list[Mapping[str, Any]]:
-        """Epoch lines with seeds and seconds; lines of an own script may lack them."""
+        """Return the epoch lines that have seeds and seconds; those of a user's own script may have neither."""
         return [line for line in self.of_kind("epoch") if {"rank", "epoch", "seconds", "seeds"} <= line.keys()]
 
 
@@ -93,14 +93,14 @@ class _Line(NamedTuple):
 
 
 def read_metrics(files: Iterable[Path]) -> Metrics:
-    """Read and merge metrics files by time; an incomplete last line of a killed writer is skipped."""
+    """Read metrics files and merge their lines by time; skips a last line that a killed writer did not complete."""
     files = tuple(files)
     lines = tuple(line.values for line in _merged(files) if line.values.get("kind") != "step")
     return Metrics(lines, files)
 
 
 def metrics_lines(files: Iterable[Path]) -> Iterator[Mapping[str, Any]]:
-    """All lines, step lines included, file by file."""
+    """Return the lines of all metrics files, file by file, including step lines."""
     return (line.values for file in files for line in _lines_of(file))
 
 
@@ -115,7 +115,10 @@ def _lines_of(file: Path) -> Iterator[_Line]:
 
 
 def _texts(file: Path) -> Iterator[bytes]:
-    """The lines of a file; reopens it for each block, as a run may have more ranks than files a process may open."""
+    """Yield the lines of a file, which is opened again for each block of lines.
+
+    A run may have more ranks, each with a metrics file, than the number of files that a process may keep open.
+    """
     offset = 0
     while True:
         with file.open("rb") as opened:

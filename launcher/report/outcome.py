@@ -23,7 +23,7 @@ _LAST_LINES = 12
 
 @dataclass(frozen=True)
 class Outcome:
-    """The end of one process, or of a whole node that was lost (``name`` is then ``node``)."""
+    """How one process ended, or how a whole node was lost (``name`` is then ``node``)."""
 
     name: str  #: rank3, server, node
     node_rank: int
@@ -43,7 +43,10 @@ class Outcome:
 
     @classmethod
     def from_record(cls, record: Mapping[str, Any], host: str, clock_offset: float = 0.0) -> Outcome:
-        """From a node's outcome record; ``clock_offset`` is the node's clock minus this machine's, in seconds."""
+        """Create an Outcome from the record that a node wrote about one of its processes.
+
+        ``clock_offset``: the node's clock minus this machine's, in seconds.
+        """
         here = {name: record[name] - clock_offset if record[name] else None for name in ("started", "ended")}
         code = record["returncode"]
         return cls(
@@ -66,12 +69,15 @@ class Outcome:
 
     @classmethod
     def of_node(cls, node_rank: int, host: str, note: str, when: float, tail: Iterable[str] = ()) -> Outcome:
-        """A node that failed as a whole: its connection was lost, or its supervisor did not start."""
+        """Create the Outcome of a node that failed: its connection was lost, or its supervisor did not start."""
         return cls("node", node_rank, host, None, None, None, None, when, True, False, False, note, (), tuple(tail))
 
     @classmethod
     def of_finding(cls, finding: Mapping[str, Any], host: str, when: float) -> Outcome:
-        """A finding that ended the run although no process failed: a stall, or a loss that is NaN or infinite."""
+        """Create the Outcome for a finding that ended the run although no process failed.
+
+        Such a finding is a stall, or a loss that is NaN or infinite.
+        """
         note = str(finding["text"])
         name = "node" if finding.get("rank") is None else f"rank{finding['rank']}"
         rank = finding.get("rank")
@@ -80,49 +86,49 @@ class Outcome:
 
     @classmethod
     def of_cause(cls, cause: Mapping[str, Any], host: str, when: float) -> Outcome:
-        """A failed process as other nodes report it, if its own node left no record."""
+        """Create the Outcome of a process that failed as other nodes report, if its own node left no record of it."""
         name, k, rank = cause["name"], cause["node_rank"], cause["rank"]
         return cls(name, k, host, rank, None, None, None, when, True, False, False, str(cause["reason"]), (), ())
 
     @classmethod
     def of_stopped_node(cls, node_rank: int, host: str, signaled: str, when: float) -> Outcome:
-        """A node whose supervisor was stopped by a signal, so not by the launcher."""
+        """Create the Outcome of a node whose supervisor got a signal that the launcher did not send."""
         why = "its tmux session was closed" if signaled == "SIGHUP" else "somebody on the node stopped it"
         return cls.of_node(node_rank, host, f"its supervisor got {signaled}: {why}", when)
 
     @property
     def log_name(self) -> str:
-        """The log file of the process, relative to the run folder."""
+        """Path of the process's log file, relative to the run folder."""
         return f"logs/node{self.node_rank}/{'supervisor' if self.name == 'node' else self.name}.log"
 
     @property
     def place(self) -> str:
-        """``rank 3 on node1 (hostb)``."""
+        """Name of the process and its node: ``rank 3 on node1 (hostb)``."""
         who = f"rank {self.rank} on " if self.rank is not None else "" if self.name == "node" else f"{self.name} of "
         return f"{who}{node_label(self.node_rank, self.host)}"
 
     @property
     def reason(self) -> str:
-        """How the process ended, as ``was killed by signal 9 (SIGKILL)``; the note if no exit status is known."""
+        """How the process ended: ``was killed by signal 9 (SIGKILL)``; the note if no exit status is known."""
         if not (self.oom or self.signal or self.returncode):
             return self.note or "ended"
         return exit_description.describe(vars(self))
 
     @property
     def sentence(self) -> str:
-        """``rank 3 on node1 (hostb) raised ValueError: …``; only the note if the note names the node."""
+        """Which process ended, and how: ``rank 3 on node1 (hostb) raised …``; only the note if it names the node."""
         if self.reason == self.note and node_label(self.node_rank, self.host) in self.note:
             return self.note
         return f"{self.place}{':' if self.reason == self.note else ''} {self.reason}"
 
     @property
     def own_status(self) -> int:
-        """Contribution to the run's exit status: at least 1 if the process failed by itself, else 0."""
+        """What the process adds to the run's exit status: 1 or more if the process failed by itself, else 0."""
         return max(1, self.returncode or 0) if self.failed and not self.stopped and not self.done_without else 0
 
     @property
     def last_lines(self) -> tuple[str, ...]:
-        """The traceback, or else the last lines of the output."""
+        """The traceback if an exception ended the process, else the last lines of its output."""
         if exit_description.ended_by(vars(self)):
             return self.traceback
         return self.tail[-_LAST_LINES:]
@@ -136,5 +142,5 @@ class Outcome:
         return bool(_FOLLOW_UP.search(last))
 
     def to_json(self) -> dict[str, Any]:
-        """For result.json."""
+        """Return the outcome as an object of result.json."""
         return {**asdict(self), "reason": self.reason, "sentence": self.sentence, "log": self.log_name}

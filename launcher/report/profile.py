@@ -1,6 +1,6 @@
-"""Runs ``python -m trainer profile --json`` on a run's metrics and prints the result: time per step, by kind.
+"""Runs ``python -m trainer profile --json`` on a run's metrics, and prints how long the parts of a step take.
 
-The trainer analyses its own metrics lines; the launcher never imports the trainer, so it runs it as a program.
+The trainer, which writes the metrics, also analyses them. The launcher never imports the trainer, so it runs a program.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ _DETAILS = ("ranks", "advice")  # keys of the document's "time" that are left ou
 
 @dataclass(frozen=True)
 class RankProfile:
-    """Time per step of one rank, means over the counted epochs."""
+    """Seconds per step of one rank: in all, and by kind (sample, remote, forward, …); means over epochs."""
 
     rank: int
     node: int | None  #: node_rank; None if not known
@@ -43,13 +43,13 @@ class RankProfile:
 
     @property
     def name(self) -> str:
-        """``node1/rank3``."""
+        """Name of the rank: ``node1/rank3``."""
         return rank_name(self.rank, self.node)
 
 
 @dataclass(frozen=True)
 class Profile:
-    """Time per step and traffic of a run with at least one rank. Bytes are per epoch, summed over all ranks."""
+    """Time per step, and traffic, of a run with at least one rank. Bytes are per epoch, summed over all ranks."""
 
     epochs: tuple[int, ...]  #: counted epochs, ascending
     whole: bool  #: the counted epochs are complete; else ``epochs`` is the one that is running
@@ -69,7 +69,7 @@ class Profile:
 
     @classmethod
     def of(cls, time: Mapping[str, Any]) -> Profile:
-        """Build from ``time`` of the document, which must not be null."""
+        """Build a Profile from ``time`` in the output of ``trainer profile --json``; it must not be null."""
         ranks = tuple(RankProfile(one["rank"], one["node"], one["step_s"], one["spent"]) for one in time["ranks"])
         return cls(
             epochs=tuple(time["epochs"]),
@@ -88,7 +88,7 @@ class Profile:
 
 @dataclass(frozen=True)
 class RankTraffic:
-    """Rows and bytes that one rank gathered, sums over all epochs."""
+    """Rows and bytes that one rank gathered, as sums over all epochs."""
 
     rank: int
     node: int | None  #: node_rank; None if not known
@@ -97,23 +97,23 @@ class RankTraffic:
 
     @property
     def name(self) -> str:
-        """``node1/rank3``."""
+        """Name of the rank: ``node1/rank3``."""
         return rank_name(self.rank, self.node)
 
 
 @dataclass(frozen=True)
 class Analysis:
-    """Analysis of the metrics lines of a run."""
+    """What ``trainer profile --json`` found in the metrics lines of a run."""
 
     profile: Profile | None = None  #: None if the lines have no times by kind
     traffic: tuple[RankTraffic, ...] = ()  #: one for each rank with an epoch line
 
 
 def analyse(files: Iterable[Path], topology: str = "", *, own: bool = False) -> Analysis:
-    """Run the trainer's analysis of metrics files; a file in a folder ``node<k>`` is attributed to node k.
+    """Analyse metrics files by ``trainer profile --json``. A file in a folder ``node<k>`` counts as one of node k.
 
-    topology: the plan's topology, '' if not known; own: the run is of an own command. Raises FleetError if the program
-    fails.
+    ``topology``: the topology in the run's plan, '' if unknown. ``own``: the run is of an own command. Raises
+    FleetError if the program fails.
     """
     paths = [str(file.absolute()) for file in files]
     if not paths:
@@ -149,7 +149,7 @@ def print_profile(profile: Profile, console: Console) -> None:
 
 
 def profile_lines(profile: Profile) -> Iterator[str]:
-    """The lines that ``print_profile`` prints."""
+    """Yield the lines that ``print_profile`` prints."""
     ranks, epochs = count(len(profile.ranks), "rank"), "epoch" if len(profile.epochs) == 1 else "epochs"
     which = f"{epochs} {spans(profile.epochs)}" + ("" if profile.whole else " so far")
     yield f"time per step: {milliseconds(profile.step_s)}, mean of {ranks}, {which}:"
@@ -163,17 +163,17 @@ def profile_lines(profile: Profile) -> Iterator[str]:
 
 
 def milliseconds(seconds: float) -> str:
-    """``182 ms``, ``1.5 ms``, ``9.08 s``."""
+    """Return a number of seconds as text: ``182 ms``, ``1.5 ms``, ``9.08 s``."""
     return f"{1000 * seconds:.3g} ms" if seconds < 1 else f"{seconds:.3g} s"
 
 
 def rank_name(rank: int, node: int | None) -> str:
-    """``node1/rank3``; ``rank3`` if the node is not known."""
+    """Return the name of a rank: ``node1/rank3``, or ``rank3`` if its node is not known."""
     return f"rank{rank}" if node is None else f"node{node}/rank{rank}"
 
 
 def _table(profile: Profile) -> Iterator[str]:
-    """Lines of a table with a column for each kind that takes a notable share of a step."""
+    """Yield the lines of a table with a column for each kind of work that takes at least 0.5 % of a step."""
     shown = {kind: seconds for kind, seconds in profile.spent.items() if profile.share[kind] >= _NOTABLE}
     columns = [
         ("", "ms", "share"),
@@ -186,7 +186,7 @@ def _table(profile: Profile) -> Iterator[str]:
 
 
 def _bytes(profile: Profile) -> str:
-    """``12.3 MB per epoch, predicted 12.1 MB (40.2 MB without the cache); remote rows: 30% cached, …``."""
+    """Describe the bytes received: ``12.3 MB per epoch, predicted 12.1 MB (40.2 MB without the cache); …``."""
     text = f"{decimal(round(profile.remote_bytes or 0))} per epoch"
     if profile.predicted is not None:
         text += f", predicted {decimal(round(profile.predicted))}"

@@ -1,4 +1,4 @@
-"""The report of an ended run as a value, written as result.json and metrics.jsonl, and printed."""
+"""Writes the report of a run that ended, as result.json and metrics.jsonl, and prints it."""
 
 from __future__ import annotations
 
@@ -30,7 +30,10 @@ _SHOWN = 8  # files of the output folder that are listed
 
 
 def last_loss(files: Iterable[Path]) -> str:
-    """``last loss: 0.4123, mean of 4 ranks (epoch 3, step 12 of 12)``, by each rank's last step line; '' if none."""
+    """Return ``last loss: 0.4123, mean of 4 ranks (epoch 3, step 12 of 12)``.
+
+    Uses the last step line in each metrics file; '' if no file has one.
+    """
     lines = [line for line in map(_last_step, files) if line]
     if not lines:
         return ""
@@ -42,7 +45,7 @@ def last_loss(files: Iterable[Path]) -> str:
 
 
 def output_lines(folder: Path) -> Iterator[str]:
-    """Lists the files under ``folder``/output with their sizes."""
+    """Yield lines that list the files under ``folder/output``, with their sizes."""
     top = folder / "output"
     found = sorted(path for path in top.rglob("*") if path.is_file()) if top.is_dir() else []
     if found:
@@ -54,7 +57,7 @@ def output_lines(folder: Path) -> Iterator[str]:
 
 
 def _last_step(file: Path) -> Mapping[str, Any]:
-    """The last complete step line with a loss; {} if the file has none or does not exist."""
+    """Return the last complete step line with a loss; {} if the file has none or does not exist."""
     if not file.is_file():
         return {}
     with file.open("rb") as opened:
@@ -64,16 +67,17 @@ def _last_step(file: Path) -> Mapping[str, Any]:
 
 
 def _step(text: bytes) -> Mapping[str, Any]:
-    """A step line with a loss; {} for any other line, or one that is not complete."""
+    """Parse a metrics line. Return {} if it is incomplete, not a step line, or without a loss."""
     line = checked(METRIC, json_object(text)) or {}
     known = line.get("kind") == "step" and {"epoch", "step"} <= line.keys() and line.get("loss") is not None
     return line if known else {}
 
 
 def excluded_names(nodes: Sequence[NodePlan], away: Collection[int]) -> tuple[str, ...]:
-    """Arguments of ``--exclude`` for the nodes whose node_rank is in ``away``.
+    """Return the words after ``--exclude`` that exclude the nodes whose node_rank is in ``away``.
 
-    Names the host, or the login if the host also has other nodes; () if no node would be left.
+    A word is the name of a host, or a login if other nodes of the run are on the same host. () if no node would be
+    left.
     """
     others = [node for node in nodes if node.node_rank not in away]
     if not others:
@@ -85,7 +89,7 @@ def excluded_names(nodes: Sequence[NodePlan], away: Collection[int]) -> tuple[st
 
 
 def resume_command(run: str, exclude: Collection[str] = ()) -> str:
-    """``gnnfleet resume RUN --exclude HOST``."""
+    """Return the command ``gnnfleet resume RUN``, with ``--exclude NAME`` for each name in ``exclude``."""
     return " ".join([f"gnnfleet resume {run}", *(f"--exclude {name}" for name in exclude)])
 
 
@@ -114,12 +118,15 @@ class RunReport:
 
     @property
     def exit_status(self) -> int:
-        """0 if done or detached, 130 if interrupted; if failed, the highest status of a failed process, as in Slurm."""
+        """Exit status of the command: 0 if the run is done or detached, 130 if it was interrupted.
+
+        If the run failed, it is the highest exit status of a process that failed by itself, as in Slurm.
+        """
         own = [outcome.own_status for outcome in self.outcomes] if self.state == "failed" else []
         return max([_EXIT_STATUS[self.state], *own])
 
     def to_json(self) -> dict[str, Any]:
-        """The content of result.json."""
+        """Return the content of result.json."""
         return {
             "run_id": self.run_id,
             "state": self.state,
@@ -135,12 +142,12 @@ class RunReport:
 
     @property
     def checkpoint(self) -> Path | None:
-        """The last checkpoint in the run folder; None if none was collected."""
+        """The last checkpoint in the run folder; None if no checkpoint was collected."""
         path = self.folder / "checkpoints" / "last.pt"
         return path if path.exists() else None
 
     def _summary(self) -> dict[str, Any]:
-        """The summary of the metrics, with the checkpoint's path on this machine instead of its path on the node."""
+        """Return the summary of the metrics, with the checkpoint's path on this machine instead of that on the node."""
         summary = self.metrics.summary()
         return summary | ({"checkpoint": str(self.checkpoint)} if self.checkpoint else {})
 
@@ -159,7 +166,7 @@ def _analysed(report: RunReport) -> RunReport:
 
 
 def print_report(report: RunReport, console: Console) -> None:
-    """Print the text at the end of a run: results, or the first failure and its cause."""
+    """Print the report of a run: its results, or its first failure with the reason."""
     if report.state == "done":
         _print_done(report, console)
     elif report.state == "interrupted":
@@ -225,7 +232,7 @@ def _epoch_row(line: Mapping[str, Any], val: Mapping[int, float | None]) -> tupl
 
 
 def _nodes_of(outcomes: Iterable[Outcome]) -> dict[int, int]:
-    """node_rank by rank."""
+    """Return the node_rank of each rank."""
     return {outcome.rank: outcome.node_rank for outcome in outcomes if outcome.rank is not None}
 
 

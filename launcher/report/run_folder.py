@@ -1,4 +1,4 @@
-"""A run's folder on this machine: ``launch.json``, the registry of runs, and reading a run from its folder."""
+"""A run's folder on this machine: its ``launch.json``, the registry of runs, and what the folder says about the run."""
 
 from __future__ import annotations
 
@@ -34,13 +34,13 @@ _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 
 
 def boot_id() -> str:
-    """Boot id of this machine; '' if the kernel has none (not Linux)."""
+    """Return the boot id of this machine; '' if the kernel has none (not Linux)."""
     return (_text_of(_BOOT_ID) or "").strip()
 
 
 @dataclass(frozen=True)
 class LaunchFile:
-    """``launch.json`` of a run folder: the launching process and its stage.
+    """Content of ``launch.json`` in a run folder: the process that launches the run, and the stage of the launch.
 
     Times are seconds since the epoch by the launching machine's clock.
     """
@@ -74,7 +74,7 @@ class LaunchFile:
         overrides: Sequence[str] = (),
         resumed_from: str | None = None,
     ) -> LaunchFile:
-        """Describe a launch that begins now, in this process."""
+        """Return the content of ``launch.json`` for a launch that begins now, in this process."""
         now = time.time()
         return cls(
             run_id=run_id,
@@ -96,16 +96,19 @@ class LaunchFile:
         )
 
     def at(self, stage: Stage, *, detached: bool = False) -> LaunchFile:
-        """The same launch, now at ``stage``; ``detached``: the launcher leaves the run to its supervisors."""
+        """Return the same launch at ``stage``, which begins now.
+
+        ``detached``: the launcher ends, and the supervisors continue the run.
+        """
         return replace(self, stage=stage, since=time.time(), detached=detached)
 
     def write(self, folder: Path) -> None:
-        """Write the file atomically into the run's folder, and create the folder if it does not exist."""
+        """Write ``launch.json`` atomically into ``folder``, which is created if it does not exist."""
         write_whole(folder / NAME, json.dumps(asdict(self), indent=1) + "\n", private=True)
 
     @classmethod
     def read(cls, folder: Path) -> LaunchFile | None:
-        """Read the folder's ``launch.json``; None if it has none. Raises FleetError if the file is damaged."""
+        """Read ``launch.json`` in ``folder``; None if there is none. Raises FleetError if the file is damaged."""
         text = _text_of(folder / NAME)
         if text is None:
             return None
@@ -118,7 +121,7 @@ class LaunchFile:
 
     @property
     def who(self) -> str:
-        """``alice@laptop``."""
+        """User and machine that launched the run: ``alice@laptop``."""
         return f"{self.user}@{self.host}"
 
     @property
@@ -127,10 +130,10 @@ class LaunchFile:
         return self.host == socket.gethostname() or self.alive() is True
 
     def alive(self) -> bool | None:
-        """Whether the launching process still runs; None if it is on another machine and its state is unknown.
+        """Return whether the launching process still runs; None if it is on another machine and its state is unknown.
 
-        The boot id identifies the machine, as its name may change with the network. Containers share the boot id of
-        their host, but not its name or processes.
+        A machine is recognised by its boot id, as its name may change with the network. A container has the boot id of
+        its host, but another name and other processes.
         """
         this_boot, this_name = self.boot_id == boot_id(), self.host == socket.gethostname()
         if this_boot and procs.alive(self.pid, self.start_ticks):
@@ -139,7 +142,10 @@ class LaunchFile:
 
 
 def register(run_id: str, folder: Path) -> str:
-    """Register the run, so that later commands find it from any directory; returns '' or a warning if this failed."""
+    """Add the run to the registry, so that later commands find it from any directory.
+
+    Returns '', or a warning if this failed.
+    """
     entry = {"folder": str(folder.absolute())}
     try:
         write_whole(registry_folder() / f"{run_id}.json", json.dumps(entry) + "\n")
@@ -150,25 +156,31 @@ def register(run_id: str, folder: Path) -> str:
 
 
 def registry_folder() -> Path:
-    """``${XDG_STATE_HOME:-~/.local/state}/gnnfleet/runs``; a path that cannot exist for a user without a home."""
+    """Return the folder of the registry of runs: ``${XDG_STATE_HOME:-~/.local/state}/gnnfleet/runs``.
+
+    For a user without a home it is a path that cannot exist.
+    """
     state = os.path.expanduser(os.environ.get("XDG_STATE_HOME") or "~/.local/state")
     return Path("/nonexistent" if state.startswith("~") else state) / "gnnfleet" / "runs"
 
 
 def known_runs(runs_dirs: Iterable[Path]) -> list[Path]:
-    """Folders of all registered runs and of the runs in ``runs_dirs``, newest first, each once."""
+    """Return the folders of all runs in the registry and in ``runs_dirs``, newest first, each only once."""
     folders = [*_registered(), *(folder for top in runs_dirs if top.is_dir() for folder in top.iterdir())]
     unique = {folder.resolve(): folder for folder in folders if is_run_folder(folder)}
     return sorted(unique.values(), key=began, reverse=True)
 
 
 def is_run_folder(folder: Path) -> bool:
-    """Whether a launch or ``collect`` created the folder."""
+    """Return whether a launch or ``gnnfleet collect`` created the folder."""
     return any(os.path.isfile(folder / mark) for mark in _MARKS)  # False also without permission
 
 
 def never_ran(folder: Path) -> bool:
-    """Whether the launch that created the folder ended before any process ran, so that its id can be used again."""
+    """Return whether the launch that created the folder ended before any process of the run started.
+
+    If so, the id of the run can be used again.
+    """
     try:
         launch = LaunchFile.read(folder)
     except FleetError:
@@ -181,14 +193,14 @@ def never_ran(folder: Path) -> bool:
 
 
 def clear(folder: Path) -> None:
-    """Remove the files of a launch that ``never_ran``."""
+    """Remove the files of a launch that ended before any process of the run started (``never_ran``)."""
     for path in (folder / name for name in ("result.json", "events.jsonl", "run.json")):
         if path.is_file():
             path.unlink()
 
 
 def began(folder: Path) -> float:
-    """When the run was launched or, without ``launch.json``, when its oldest file was written."""
+    """Return when the run was launched or, without ``launch.json``, when its oldest file was written."""
     try:
         launch = LaunchFile.read(folder)
     except (FleetError, OSError):
@@ -197,12 +209,12 @@ def began(folder: Path) -> float:
 
 
 def last_sign(folder: Path) -> float:
-    """When the launcher last wrote a file of the run folder."""
+    """Return when the launcher last wrote a file of the run folder."""
     return max(_mtimes(folder), default=0.0)
 
 
 def user_name() -> str:
-    """Name of this process's user; the uid if it has no name."""
+    """Return the name of the user of this process, or the uid if the user has no name."""
     try:
         return getpass.getuser()
     except (KeyError, OSError):
@@ -210,7 +222,7 @@ def user_name() -> str:
 
 
 def user_at_host() -> str:
-    """``alice@laptop``: this user, as other users see the author of a request."""
+    """Return ``alice@laptop``: this user and machine, as the author of requests that other users see."""
     return f"{user_name()}@{socket.gethostname()}"
 
 
@@ -220,7 +232,10 @@ def _registered() -> list[Path]:
 
 
 def _registered_folder(entry: Path) -> Path | None:
-    """The folder of a registry entry; None if the entry is damaged, so that the other runs are still found."""
+    """Return the run folder that a file in the registry names.
+
+    None if this file is damaged, so that the other runs are still found.
+    """
     try:
         return Path(json.loads(_text_of(entry) or "")["folder"])
     except (ValueError, KeyError, TypeError):
@@ -241,7 +256,7 @@ _LAUNCH = Record(
 
 
 def _from_json(value: Any) -> LaunchFile:
-    """Check and convert the file's content; fields that a newer version added are ignored."""
+    """Check and convert the content of ``launch.json``; fields that a newer version added are ignored."""
     values = _LAUNCH(value)
     lists = {name: tuple(values[name]) for name in ("argv", "own_command", "overrides")}
     known = {field.name for field in fields(LaunchFile)}
@@ -249,7 +264,7 @@ def _from_json(value: Any) -> LaunchFile:
 
 
 def _given_up_at(folder: Path) -> str:
-    """The stage at which the launch was aborted; '' if it was not."""
+    """Return the stage at which the launch was aborted; '' if the launch was not aborted."""
     events = records(EVENT, (_text_of(folder / "events.jsonl") or "").splitlines())
     return next((str(event.get("stage", "")) for event in events if event["kind"] == "given-up"), "")
 
@@ -273,7 +288,7 @@ def _text_of(path: Path) -> str | None:
 
 @dataclass(frozen=True)
 class FoundRun:
-    """A run as this machine knows it."""
+    """What this machine knows about a run; parts that are not known are None."""
 
     run_id: str
     folder: Path | None  #: run folder on this machine; None: launched elsewhere and never collected here
@@ -285,7 +300,7 @@ class FoundRun:
 
     @property
     def words(self) -> str:
-        """Arguments that select the run in suggested commands."""
+        """Arguments that select this run in a command that is suggested to the user."""
         return self.run_id + (f" --config {self.config_given}" if self.config_given and not self.folder else "")
 
     @property
@@ -297,13 +312,16 @@ class FoundRun:
 
     @property
     def plan_is_missing(self) -> bool:
-        """Whether the run may have reached its nodes although its plan is missing here: deleted, or never collected."""
+        """Whether the run may have processes on its nodes, but its plan is not on this machine.
+
+        The plan was deleted, or never collected.
+        """
         began = self.launch is None or self.launch.stage in ("start", "train", "collect")
         return self.plan is None and self.result is None and began
 
     @property
     def without_plan(self) -> str:
-        """Message for a run with ``plan_is_missing``."""
+        """The message for a run whose ``plan_is_missing``."""
         return (
             f"run {self.run_id}: {self.folder} has no run.json, so the state of its nodes cannot be determined; the "
             f"nodes have copies, so give the cluster file: gnnfleet status {self.run_id} --config cluster.yml"
@@ -311,7 +329,7 @@ class FoundRun:
 
     @property
     def needed_plan(self) -> LaunchPlan:
-        """The plan; raises FleetError if the run has none."""
+        """The plan of the run; raises FleetError if this machine does not have it."""
         if self.plan_is_missing:
             raise FleetError(self.without_plan)
         if self.plan is None:
@@ -323,7 +341,7 @@ class FoundRun:
 
     @property
     def needed_config(self) -> ResolvedConfig:
-        """The config with the logins; raises FleetError if the run has none."""
+        """The config of the run, with the logins to its nodes; raises FleetError if this machine does not have it."""
         if self.config is None:
             raise FleetError(
                 f"run {self.run_id}: {self.folder} has no config.yml, so its hosts are not known; give --config"
@@ -332,19 +350,19 @@ class FoundRun:
 
 
 def known_here(run_id: str, runs_dirs: Sequence[Path]) -> Path | None:
-    """The run's folder on this machine; None if it has none."""
+    """Return the folder of the run ``run_id`` on this machine; None if there is none."""
     return next((folder for folder in known_runs(runs_dirs) if folder.name == run_id), None)
 
 
 def read_folder(folder: Path) -> FoundRun:
-    """Read a run from its folder; raises FleetError if a file in the folder is damaged."""
+    """Read what a run folder says about its run; raises FleetError if a file in the folder is damaged."""
     launch = LaunchFile.read(folder)
     run_id = launch.run_id if launch else folder.name
     return FoundRun(run_id, folder, launch, read_plan(folder), read_config_of(folder), read_result(folder))
 
 
 def read_plan(folder: Path) -> LaunchPlan | None:
-    """Read the folder's ``run.json``; None if it has none. Raises FleetError if the file is damaged."""
+    """Read ``run.json`` in ``folder``; None if there is none. Raises FleetError if the file is damaged."""
     text = _text(folder / "run.json")
     try:
         return read_run(text) if text else None
@@ -356,7 +374,7 @@ def read_plan(folder: Path) -> LaunchPlan | None:
 
 
 def read_result(folder: Path) -> dict[str, Any] | None:
-    """Read the folder's ``result.json``; None if it has none. Raises FleetError if the file is damaged."""
+    """Read ``result.json`` in ``folder``; None if there is none. Raises FleetError if the file is damaged."""
     text = _text(folder / "result.json")
     if not text:
         return None
@@ -370,7 +388,10 @@ def read_result(folder: Path) -> dict[str, Any] | None:
 
 
 def read_config_of(folder: Path) -> ResolvedConfig | None:
-    """Read the config that the run used; does not check files to send, which may no longer be on this machine."""
+    """Read the config that a run used, from the run's folder.
+
+    Does not check the files that the run sent: they may no longer be on this machine.
+    """
     path = folder / "config.yml"
     if not path.is_file():
         return None

@@ -31,7 +31,10 @@ _LISTED = 6
 
 
 def find_run(run: str | None, runs_dirs: Sequence[Path]) -> FoundRun:
-    """Find a run by id, part of an id, or folder (None: the newest); raises UsageError if none or several match."""
+    """Find a run by its id, a part of its id, or its folder; None: the newest run.
+
+    Raises UsageError if no run matches, or several do.
+    """
     if run is not None and "/" in run.rstrip("/"):
         return read_folder(_given_folder(Path(run).expanduser()))
     known = known_runs(runs_dirs)
@@ -52,9 +55,9 @@ def find_run(run: str | None, runs_dirs: Sequence[Path]) -> FoundRun:
 
 
 def matching(ids: Sequence[str], wanted: str) -> tuple[str, list[str]]:
-    """Select the ids that equal ``wanted``, or else begin with it, or else end with it, or else contain it.
+    """Return the ids that equal ``wanted``; if there are none, those that begin, end, or contain it, in this order.
 
-    Returns how they match ('', ``is the start of``, ``is the end of`` or ``is in``) and the ids.
+    Returns (how, ids); ``how`` is '' for equal ids, else ``is the start of``, ``is the end of`` or ``is in``.
     """
     rules: tuple[tuple[str, Callable[[str], bool]], ...] = (
         ("", lambda one: one == wanted),
@@ -81,7 +84,7 @@ def _names(folders: Sequence[Path]) -> str:
 
 
 def _listed(folders: Sequence[Path]) -> str:
-    """A line for each of the newest runs, with its state."""
+    """Return a text with the id and the state of the newest runs, one line each."""
     newest = folders[:_LISTED]
     width = max(len(folder.name) for folder in newest)
     lines = [f"  {folder.name:{width}}  {entry_of(folder).state}" for folder in newest]
@@ -107,7 +110,7 @@ _COLUMNS = (
 
 @dataclass(frozen=True)
 class Entry:
-    """One line of ``gnnfleet runs``."""
+    """One line of ``gnnfleet runs``: a run with its state and result."""
 
     run_id: str
     folder: str
@@ -122,12 +125,12 @@ class Entry:
 
 
 def history(runs_dirs: Sequence[Path], limit: int | None = None) -> list[Entry]:
-    """All runs known on this machine, newest first."""
+    """Return an entry for each run known on this machine, newest first; at most ``limit``."""
     return [entry_of(folder) for folder in known_runs(runs_dirs)[:limit]]
 
 
 def entry_of(folder: Path) -> Entry:
-    """Read the entry of a run from its folder; a damaged folder gives an entry with state ``damaged``."""
+    """Read the entry of a run from its folder. If the folder is damaged, the state of the entry is ``damaged``."""
     try:
         launch, result, size = LaunchFile.read(folder), read_result(folder), _size(folder)
     except (FleetError, OSError) as error:
@@ -148,12 +151,12 @@ def entry_of(folder: Path) -> Entry:
 
 
 def to_json(entries: Sequence[Entry]) -> str:
-    """The output of ``--json``: a list, newest first."""
+    """Return what ``gnnfleet runs --json`` prints: a list of runs, newest first."""
     return json.dumps([asdict(entry) for entry in entries], indent=1)
 
 
 def rendered(entries: Sequence[Entry]) -> FittedTable:
-    """A table with a line per run, cut to the width of the terminal."""
+    """Return a table with one line per run; lines are cut to the width of the terminal."""
     return FittedTable(_COLUMNS, [_row(entry) for entry in entries])
 
 
@@ -166,7 +169,10 @@ def _row(entry: Entry) -> tuple[Text | str, ...]:
 
 
 def _state(launch: LaunchFile | None, result: dict[str, Any] | None, *, has_plan: bool) -> tuple[str, str]:
-    """State and reason by the run's folder alone, as only ``gnnfleet status`` asks the nodes."""
+    """Return the state of a run, and the reason, from its folder alone.
+
+    The nodes are not asked: only ``gnnfleet status`` does that.
+    """
     if result is not None and result["state"] != "detached":
         by = f"stopped by {result['stopped_by']}" if result.get("stopped_by") else ""
         return result["state"], by or result_words(result) or _first_note(result)

@@ -1,4 +1,7 @@
-"""Describes the state of a run in one sentence, with the next commands, from its folder and its nodes' answers."""
+"""Describes the state of a run in one sentence, and suggests the next commands.
+
+The state is found from the run's folder and the answers of its nodes.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +20,7 @@ from launcher.text import count
 
 @dataclass(frozen=True)
 class NodeView:
-    """Answer of one node of a run to a status request."""
+    """What one node of a run answered to a status request."""
 
     node: NodePlan
     state: Mapping[str, Any] | None = None  #: content of state.json
@@ -36,7 +39,7 @@ class NodeView:
 
     @property
     def alive(self) -> bool:
-        """Whether the node's supervisor runs."""
+        """Whether the supervisor of the node runs."""
         return self.reached and self.state is not None and self.result is None and not self.lost
 
     @property
@@ -52,12 +55,12 @@ class NodeView:
 
     @property
     def heartbeat_age(self) -> float | None:
-        """Seconds since the supervisor last wrote its state, by the node's own clock; None if it does not run."""
+        """Seconds since the supervisor last wrote its state, by the node's clock; None if no supervisor runs."""
         return max(0.0, self.now - self.state["time"]) if self.alive and self.state else None
 
     @property
     def ranks(self) -> Mapping[str, Mapping[str, Any]]:
-        """Last step of each rank of the node, by rank."""
+        """The last step of each rank on the node, by rank."""
         return (self.state or {}).get("ranks") or {}
 
     @property
@@ -99,7 +102,7 @@ _FROM_RESULT: Mapping[str, State] = {"done": "done", "failed": "failed", "interr
 
 @dataclass(frozen=True)
 class Verdict:
-    """State of a run as far as it can be determined from this machine."""
+    """State of a run as far as this machine can determine it, with suggested commands."""
 
     state: State
     sentence: str
@@ -112,7 +115,10 @@ class Verdict:
 
 
 def known_without_nodes(found: FoundRun) -> bool:
-    """Whether the run's folder suffices: the run has ended, or no process of it can have started."""
+    """Return whether the state of a run is known without asking its nodes.
+
+    It is if the run has ended, or if none of its processes can have started.
+    """
     if found.plan is None:
         return True
     launch, result = found.launch, found.result
@@ -122,7 +128,7 @@ def known_without_nodes(found: FoundRun) -> bool:
 
 
 def from_here(found: FoundRun) -> Verdict:
-    """The verdict by the run's folder alone, if ``known_without_nodes``."""
+    """Return the verdict on a run from its folder alone; only for runs for which ``known_without_nodes`` is true."""
     if found.result is not None and found.result["state"] in _FROM_RESULT:
         return _over_by_result(found, found.result)
     if found.plan_is_missing:
@@ -136,7 +142,7 @@ def from_here(found: FoundRun) -> Verdict:
 
 
 def judge(found: FoundRun, views: Views) -> Verdict:
-    """The verdict by the run's folder and the answers of its nodes."""
+    """Return the verdict on a run from its folder and from the answers of its nodes."""
     everyone = list(views.values())
     alive = [view for view in everyone if view.alive]
     unreachable = [view for view in everyone if not view.reached]
@@ -213,7 +219,10 @@ def _over(found: FoundRun, everyone: list[NodeView]) -> Verdict:
 
 
 def _over_by_result(found: FoundRun, result: Mapping[str, Any], unreachable: Sequence[NodeView] = ()) -> Verdict:
-    """The verdict by the result in the run's folder; ``unreachable``: nodes that cannot be reached now."""
+    """Return the verdict on a run that has ended, from the result in its folder.
+
+    ``unreachable``: nodes that cannot be reached now.
+    """
     state = _FROM_RESULT[result["state"]]
     verb = {"done": "is done", "failed": "has failed", "stopped": "was stopped"}[state]
     by = f" by {result['stopped_by']}" if result.get("stopped_by") else ""
@@ -232,7 +241,10 @@ def _over_by_result(found: FoundRun, result: Mapping[str, Any], unreachable: Seq
 def _after(
     found: FoundRun, state: State, unreachable: Sequence[NodeView] = (), *, collected: bool = False
 ) -> tuple[str, ...]:
-    """Next commands for a run that has ended; ``resume`` only if a checkpoint is in its folder."""
+    """Return the next commands for a run that has ended.
+
+    ``gnnfleet resume`` is one of these only if the run folder has a checkpoint.
+    """
     collect = () if collected else (f"gnnfleet collect {found.words}",)
     if found.plan is not None and found.plan.serve_only:
         return (*collect, f"gnnfleet serve --config FILE --name {found.run_id}")
@@ -263,7 +275,7 @@ def _never_started(found: FoundRun, nodes: str) -> Verdict:
 
 
 def launcher_words(found: FoundRun) -> str:
-    """The state of the launcher, as a clause."""
+    """Return the state of a run's launcher as a clause: ``its launcher (alice@laptop, pid 71) has ended``."""
     launch = found.launch
     if launch is None:
         return "it was launched from another machine"
@@ -285,7 +297,7 @@ def _launcher(launch: LaunchFile) -> str:
 
 
 def progress_words(found: FoundRun, views: Sequence[NodeView]) -> str:
-    """``epoch 4 of 10, step 13 of 40``, the position of the slowest rank; '' before the first step."""
+    """Return the position of the slowest rank: ``epoch 4 of 10, step 13 of 40``; '' before the first step."""
     steps = [rank for view in views for rank in view.ranks.values() if place_of(rank)]
     if not steps:
         return ""
@@ -298,7 +310,11 @@ def progress_words(found: FoundRun, views: Sequence[NodeView]) -> str:
 
 
 def place_of(rank: Mapping[str, Any]) -> tuple[int, ...]:
-    """(epoch, step) of a rank; () before its first step. Prefers ``at``, which is newer than the metrics line."""
+    """Return (epoch, step) of a rank; () before its first step.
+
+    ``rank``: what the supervisor reports of a rank. ``at`` is used if it is there, as it is newer than ``epoch`` and
+    ``step``, which come from the metrics.
+    """
     if any(rank.get(name) is None for name in ("epoch", "step", "steps")):
         return ()
     at = rank.get("at")
@@ -306,7 +322,10 @@ def place_of(rank: Mapping[str, Any]) -> tuple[int, ...]:
 
 
 def first_cause(views: Sequence[NodeView], hub: int) -> str:
-    """Why the run ended, as its nodes report it; '' if it succeeded. ``views``: answers of all nodes."""
+    """Return why the run ended, as its nodes report; '' if it succeeded.
+
+    ``views``: answers of all nodes; ``hub``: node_rank of the lead node.
+    """
     gone = done_without(views, hub, only_gone=True)
     labels = tuple(view.node.label for view in views)
     results = {view.node.node_rank: view.result for view in views if view.result is not None}
@@ -322,7 +341,10 @@ def first_cause(views: Sequence[NodeView], hub: int) -> str:
 
 
 def done_without(views: Sequence[NodeView], hub: int, *, only_gone: bool = False) -> set[int]:
-    """Nodes that the run continued without and, unless ``only_gone``, expendable ones; as the hub reports."""
+    """Return the nodes that the run continued without and, unless ``only_gone``, those it could still lose.
+
+    The lead node (``hub``) reports both; ``views``: answers of all nodes.
+    """
     lead = next((view.result or view.state or {} for view in views if view.node.node_rank == hub), {})
     gone = set(map(int, lead.get("gone") or ()))
     return gone if only_gone else gone | set(lead.get("spare") or ())
@@ -342,7 +364,7 @@ def _what_it_does(alive: Sequence[NodeView]) -> str:
 
 
 def result_words(result: Mapping[str, Any]) -> str:
-    """Result of an ended run in a few words: its accuracy, or its first failure."""
+    """Return the result of an ended run in a few words: its accuracy, or its first failure."""
     first = result.get("first_failure")
     if first:
         return str(first.get("sentence") or first.get("reason", ""))  # older folders have no sentence
@@ -363,7 +385,10 @@ def _ended_note(view: NodeView) -> str:
 
 
 def _unreachable_notes(unreachable: Sequence[NodeView], others: Sequence[NodeView]) -> list[str]:
-    """For each unreachable node the reason, and when another node last received a message from it."""
+    """Return a note for each unreachable node.
+
+    It says why, and when another node last received a message from this node.
+    """
     notes = []
     for view in unreachable:
         k = str(view.node.node_rank)
@@ -381,14 +406,14 @@ def _names(views: Sequence[NodeView]) -> str:
 
 
 def clock(when: float) -> str:
-    """``12:03:11``, with the date if it is not today; in this machine's time zone."""
+    """Return a time as text in this machine's time zone: ``12:03:11``, with the date if it is not today."""
     then, today = time.localtime(when), time.localtime()
     same_day = then[:3] == today[:3]
     return time.strftime("%H:%M:%S" if same_day else "%Y-%m-%d %H:%M:%S", then)
 
 
 def seconds_words(seconds: float) -> str:
-    """``45 s``, ``12 min``, ``3 h 5 min``."""
+    """Return a duration as text: ``45 s``, ``12 min``, ``3 h 5 min``."""
     if seconds < 120:
         return f"{seconds:.0f} s"
     minutes = round(seconds / 60)

@@ -45,7 +45,10 @@ Trace = Mapping[str, Any]
 
 
 def loss_chart(record: RunRecord) -> Chart | None:
-    """Loss by step and by epoch; of a resumed run also the loss of the earlier run before that point."""
+    """Return a chart of the loss by step and by epoch; None if there is no loss.
+
+    For a resumed run it also has the loss of the earlier run, up to the point at which it was resumed.
+    """
     own, begin = record.series, resumed_at(record)
     data = [
         _line("earlier run", thinned_before(_loss(one.series), begin), colour=_EARLIER) for one in record.earlier[-1:]
@@ -59,7 +62,7 @@ def loss_chart(record: RunRecord) -> Chart | None:
 
 
 def accuracy_chart(record: RunRecord) -> Chart | None:
-    """Accuracy of each split by epoch."""
+    """Return a chart of the accuracy on each split by epoch; None if no accuracy is known."""
     begin, data = resumed_at(record), []
     for one in record.earlier[-1:]:
         for split, points in one.series.accuracy.items():
@@ -74,7 +77,7 @@ def accuracy_chart(record: RunRecord) -> Chart | None:
 
 
 def speed_chart(record: RunRecord) -> Chart | None:
-    """Seeds per second of each rank by epoch, as lines or, for many ranks, as a heat map."""
+    """Return a chart of each rank's seeds per second by epoch: lines or, for many ranks, a heat map."""
     by_rank = _speeds(record.series)
     title, axis = "Throughput of each rank", {"title": {"text": "epochs"}, "dtick": _ticks(by_rank.values())}
     if len(by_rank) <= _SINGLE:
@@ -92,7 +95,7 @@ def speed_chart(record: RunRecord) -> Chart | None:
 
 
 def _seconds_speed(record: RunRecord) -> Chart | None:
-    """Seeds per second by time since the launch, for a run of one epoch."""
+    """Return a chart of each rank's seeds per second by time since the launch, for a run with one epoch."""
     start = record.started
     data = [
         _line(rank_name(rank, record.node_of.get(rank)), [(t - start, value) for t, value in points])
@@ -103,7 +106,7 @@ def _seconds_speed(record: RunRecord) -> Chart | None:
 
 
 def spent_chart(profile: Profile) -> Chart:
-    """A bar for each rank: milliseconds per step by kind, means."""
+    """Return a chart with a bar for each rank: mean milliseconds per step, divided by kind of work."""
     names = [rank.name for rank in profile.ranks]
     data = [
         {
@@ -130,7 +133,7 @@ def spent_chart(profile: Profile) -> Chart:
 def pair_chart(
     key: str, title: str, to: Sequence[str], of: Sequence[str], z: Sequence[Sequence[float | None]], unit: str
 ) -> Chart:
-    """A heat map with a row for each requesting node and a column for each answering node."""
+    """Return a heat map with a row for each node that requests (``to``) and a column for each that answers (``of``)."""
     texts = [["" if value is None else _short(value, unit) for value in row] for row in z]
     heat = {
         **_heat(of, to, z, {"title": {"text": unit}, "tickformat": ".0%" if unit == "share" else ".2s"}),
@@ -147,14 +150,17 @@ def pair_chart(
 
 
 def bars(key: str, title: str, names: Sequence[str], values: Sequence[float], axis: str) -> Chart:
-    """A chart with one vertical bar for each name."""
+    """Return a chart with one vertical bar for each name."""
     data = [{"type": "bar", "x": list(names), "y": list(values), "marker": {"color": "#0072b2"}, "showlegend": False}]
     layout = {"xaxis": {"type": "category"}, "yaxis": {"title": {"text": axis}, "rangemode": "tozero"}}
     return Chart(key, title, data, layout, 260)
 
 
 def resumed_at(record: RunRecord) -> float | None:
-    """Number of epochs that were done when this run resumed an earlier one; None if it did not, or has no epoch yet."""
+    """Return the number of epochs that were done when this run resumed an earlier one.
+
+    None if this run did not resume another, or has no epoch yet.
+    """
     if record.found.launch is None or not record.found.launch.resumed_from:
         return None
     own = [number(line.get("epoch")) for line in record.series.epochs]
@@ -163,7 +169,7 @@ def resumed_at(record: RunRecord) -> float | None:
 
 
 def thinned_before(points: Sequence[Point], end: float | None) -> list[Point]:
-    """The points up to ``end``; all points if ``end`` is None."""
+    """Return the points with x up to ``end``; all points if ``end`` is None."""
     return [point for point in points if end is None or point[0] <= end]
 
 
@@ -172,7 +178,7 @@ def _loss(series: Series) -> tuple[Point, ...]:
 
 
 def _resume_mark(record: RunRecord) -> dict[str, Any]:
-    """A vertical line where this run resumed an earlier one."""
+    """Return plotly's layout of a vertical line where this run resumed an earlier one; {} if it did not."""
     at = resumed_at(record)
     if at is None:
         return {}
@@ -198,7 +204,7 @@ def _resume_mark(record: RunRecord) -> dict[str, Any]:
 
 
 def _speeds(series: Series) -> dict[int, list[Point]]:
-    """Rank → (epoch, seeds/s)."""
+    """Return for each rank a list of (epoch, seeds per second)."""
     found: dict[int, list[Point]] = {}
     for line in series.epochs:
         epoch, speed = number(line.get("epoch")), number(line.get("seeds_per_s"))
@@ -212,7 +218,7 @@ def _seeds_axis() -> dict[str, Any]:
 
 
 def _ticks(curves: Any) -> int | None:
-    """Distance of the ticks: 1 if there are few epochs, else plotly's choice."""
+    """Return the distance between ticks of the epoch axis: 1 if there are few epochs, else None (plotly chooses)."""
     return 1 if max((len(points) for points in curves), default=0) <= 10 else None
 
 
@@ -261,5 +267,5 @@ def _height(rows: int) -> int:
 
 
 def all_of(charts: Sequence[Chart | None]) -> Iterator[Chart]:
-    """The charts that are not None."""
+    """Return the charts that are not None."""
     return (chart for chart in charts if chart is not None)

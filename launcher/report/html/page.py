@@ -1,4 +1,7 @@
-"""Types of the content of a report page before it is rendered; all text is plain and is escaped by the template."""
+"""Types of the content of a report page, before it is rendered as HTML.
+
+All text is plain: the HTML template escapes it.
+"""
 
 from __future__ import annotations
 
@@ -65,7 +68,7 @@ Block = Chart | Table | Lines | Words
 
 @dataclass(frozen=True)
 class Section:
-    """A section with a heading; ``key`` is its anchor."""
+    """A section of the page, with a heading; ``key`` is the anchor for links to the section."""
 
     key: str
     title: str
@@ -74,7 +77,7 @@ class Section:
 
 @dataclass(frozen=True)
 class ReportPage:
-    """A whole report."""
+    """The content of a whole report page."""
 
     title: str
     state: str  #: done, failed, interrupted, running
@@ -84,5 +87,5 @@ class ReportPage:
 
     @property
     def charts(self) -> list[Chart]:
-        """All charts, in the order of the page."""
+        """All charts of the page, from top to bottom."""
         return [block for section in self.sections for block in section.blocks if isinstance(block, Chart)]

@@ -29,7 +29,7 @@ Event = Mapping[str, Any]
 
 @dataclass(frozen=True)
 class RunRecord:
-    """Data of a run from its folder; files that are missing leave fields empty."""
+    """What the folder of a run contains for a report; a missing file leaves its field empty."""
 
     found: FoundRun
     series: Series
@@ -65,7 +65,7 @@ class RunRecord:
 
     @property
     def node_of(self) -> dict[int, int]:
-        """node_rank by rank."""
+        """The node_rank of each rank."""
         plan = self.found.plan
         return {rank: node.node_rank for node in plan.nodes for rank in node.ranks} if plan else {}
 
@@ -116,7 +116,7 @@ def _earlier(found: FoundRun, runs_dirs: Sequence[Path], ancestors: int) -> tupl
 
 
 def _outcome(values: Any) -> Outcome | None:
-    """An outcome from result.json; None if it is not one, or of another version."""
+    """Convert an outcome from result.json; None if it is not valid, or from another version."""
     known = checked(OUTCOME, values)
     return None if known is None else Outcome.from_record(known, str(known.get("host", "")))
 
@@ -138,7 +138,10 @@ def _last_lines(path: Path) -> tuple[str, ...]:
 
 
 def _manifest(found: FoundRun) -> Mapping[str, Any] | None:
-    """The manifest that was sent, if the partition folder still has it."""
+    """Return the manifest of the parts that the run used.
+
+    None if the partition folder on this machine no longer has the manifest that was sent.
+    """
     if found.plan is None or found.config is None or not found.plan.manifest:
         return None
     source = Path(found.config.data.folder).expanduser() / "manifest.json"

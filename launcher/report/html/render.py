@@ -1,7 +1,8 @@
 """Renders a report page as one self-contained HTML file that makes no requests.
 
-Texts from logs, hosts and configs are escaped by the template or, if plotly draws them, here. The page's
-Content-Security-Policy also forbids every request, so text that was not escaped could neither fetch nor send anything.
+Texts from logs, hosts and configs are escaped by the template. Texts that plotly draws are escaped in this file. The
+page's Content-Security-Policy also forbids every request, so text that was not escaped could neither fetch nor send
+anything.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ from launcher.report.report import RunReport, _analysed
 
 
 def written(report: RunReport) -> RunReport:
-    """Analyse the metrics and write the report's files; a failure of either is a note in the returned report."""
+    """Analyse the metrics and write the files of the report; what fails is a note in the returned report."""
     report = _analysed(report)
     try:
         report.write()
@@ -37,7 +38,7 @@ def written(report: RunReport) -> RunReport:
 
 
 def _with_html(report: RunReport) -> RunReport:
-    """Write report.html; any error is a note in the returned report, as the printed report must still appear."""
+    """Write report.html. Any error becomes a note in the returned report, so that the report can still be printed."""
     try:
         write_html(report.folder)
     except Exception as error:  # noqa: BLE001
@@ -54,7 +55,10 @@ _LONGEST = 160  # longest text in a chart, in characters
 
 
 def render(page: ReportPage, *, live: str = "") -> str:
-    """Render the whole file; ``live``: URL path that the page polls for new content, '' for a static file."""
+    """Render the whole HTML file.
+
+    ``live``: URL path at which an open page asks for new content; '' for a file that does not change.
+    """
     return str(
         _template("report.html.j2").render(
             page=page,
@@ -68,18 +72,21 @@ def render(page: ReportPage, *, live: str = "") -> str:
 
 
 def render_main(page: ReportPage) -> str:
-    """Render the content between header and footer, to update an open page."""
+    """Render the content between header and footer, by which an open page is updated."""
     return str(_template("main.html.j2").render(page=page))
 
 
 def figures_json(page: ReportPage) -> str:
-    """All charts as JSON that is safe within a script element."""
+    """Return all charts of the page as JSON that is safe within a script element."""
     text = json.dumps([figure(chart) for chart in page.charts], separators=(",", ":"))
     return text.replace("&", "\\u0026").replace("<", "\\u003c").replace(">", "\\u003e")
 
 
 def figure(chart: Chart) -> dict[str, Any]:
-    """A chart as report.js reads it; numbers that JSON cannot represent become null, a gap in the curve."""
+    """Return a chart in the form that report.js reads.
+
+    Numbers that JSON cannot represent become null, which is a gap in the curve.
+    """
     data = [_cleaned(trace) for trace in chart.data]
     return {"key": chart.key, "height": chart.height, "data": data, "layout": _cleaned(chart.layout)}
 
@@ -95,7 +102,7 @@ def _cleaned(value: Any, key: str = "") -> Any:
 
 
 def _escaped(text: str) -> str:
-    """Cut and escape a text of a chart, as plotly interprets some HTML tags."""
+    """Return a text of a chart, cut to 160 characters and escaped, as plotly interprets some HTML tags."""
     short = text if len(text) <= _LONGEST else f"{text[: _LONGEST - 1]}…"
     return short.replace("&", "&amp;").replace("<", "&lt;").replace(">", "&gt;")
 
@@ -116,7 +123,10 @@ def _own(name: str) -> str:
 
 @cache
 def _library() -> str:
-    """plotly.js, compressed to 2 MB from 5 and base64-encoded; importing the package would take a second."""
+    """Return plotly.js, compressed from 5 MB to 2 and encoded in base64.
+
+    The file is read without importing plotly, which would take a second.
+    """
     spec = find_spec("plotly")
     places = (
         [Path(place) / "package_data" / "plotly.min.js" for place in (spec.submodule_search_locations or ()) if spec]

@@ -1,4 +1,4 @@
-"""Builds the sections of a report page from the record of a run."""
+"""Builds the sections of a report page from the ``RunRecord`` of a run."""
 
 from __future__ import annotations
 
@@ -34,7 +34,10 @@ Pairs = Mapping[tuple[int, int], Mapping[str, float]]  #: (requesting node, owne
 
 
 def traffic_blocks(record: RunRecord) -> Iterator[Block]:
-    """Heat maps of bytes and cached rows by pair of nodes, if the metrics have them, and a table by rank."""
+    """Yield heat maps of bytes and of cached rows between pairs of nodes, and a table by rank.
+
+    Yields nothing if no rank received bytes from other nodes.
+    """
     ranks, plan = record.analysis.traffic, record.found.plan
     if not any(rank.sums["remote_bytes"] for rank in ranks):
         return
@@ -46,7 +49,7 @@ def traffic_blocks(record: RunRecord) -> Iterator[Block]:
 
 
 def pairs_of(ranks: Iterable[RankTraffic]) -> Pairs:
-    """Sums over the ranks of each node and over all epochs."""
+    """Return rows and bytes for each pair of nodes, summed over the ranks of the requesting node and all epochs."""
     found: dict[tuple[int, int], dict[str, float]] = {}
     for rank in ranks:
         for host, values in rank.by_host.items() if rank.node is not None else ():
@@ -66,7 +69,10 @@ def _predicted(profile: Profile | None) -> Iterator[Block]:
 
 
 def _maps(pairs: Pairs, serving: str) -> Iterator[Block]:
-    """The heat maps; ``serving``: name of the serving cluster that answered, '' if the run's own nodes did."""
+    """Yield the heat maps of ``pairs``.
+
+    ``serving``: name of the serving cluster that answered; '' if the run's own nodes did.
+    """
     asking, asked = sorted({i for i, _ in pairs}), sorted({j for _, j in pairs})
     to, of = [f"node{i}" for i in asking], [f"{serving}/node{j}" if serving else f"node{j}" for j in asked]
     sent = [[pairs[i, j]["remote_bytes"] if (i, j) in pairs else None for j in asked] for i in asking]
@@ -110,7 +116,7 @@ _WORDS = {"interrupted": "stopped"}
 
 
 def report_page(record: RunRecord) -> ReportPage:
-    """Build the page, without empty sections."""
+    """Build the report page of a run, without empty sections."""
     sections = (
         Section("cause", "First failure", tuple(_cause(record))),
         Section("training", "Training", tuple(_training(record))),
@@ -340,7 +346,7 @@ def _config(record: RunRecord) -> Iterator[Block]:
 
 
 def _versions(events: list[Mapping[str, Any]]) -> Table:
-    """Package versions, with a column for each set of nodes with equal versions."""
+    """Return a table of package versions with a column for each set of nodes that have equal versions."""
     by_nodes = [(spans(sorted(event.get("nodes", ()))), dict(event.get("versions", {}))) for event in events]
     names = sorted({name for _, versions in by_nodes for name in versions})
     rows = tuple((name, *(str(versions.get(name) or "–") for _, versions in by_nodes)) for name in names)
@@ -348,7 +354,7 @@ def _versions(events: list[Mapping[str, Any]]) -> Table:
 
 
 def _without_env(text: str) -> str:
-    """The config with values of ``env`` masked: they may be secret, and reports are shared."""
+    """Return the text of a config without the values in ``env``: they may be secret, and reports are shared."""
     try:
         tree = yaml.safe_load(text)
     except yaml.YAMLError:

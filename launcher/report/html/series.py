@@ -26,12 +26,12 @@ class Series:
 
     @property
     def epochs_done(self) -> int:
-        """Number of epochs done, by the rank that has done most."""
+        """Number of epochs that the fastest rank has done."""
         return max((_whole(line.get("epoch")) for line in self.epochs), default=0)
 
 
 def read_series(lines: Iterable[Line]) -> Series:
-    """Read metrics lines, in order for each rank; malformed lines are skipped."""
+    """Build the curves from metrics lines, which are in order for each rank; malformed lines are skipped."""
     seen = _Seen()
     for line in lines:
         seen.add(line)
@@ -40,7 +40,7 @@ def read_series(lines: Iterable[Line]) -> Series:
 
 @dataclass
 class _Curve:
-    """Points of a curve; drops every other point whenever their number exceeds twice the maximum."""
+    """Points of a curve. Every other point is dropped whenever there are more than twice ``POINTS``."""
 
     points: list[Point] = field(default_factory=list)
     _stride: int = 1
@@ -59,7 +59,7 @@ class _Curve:
 
 @dataclass
 class _Seen:
-    """Data of the lines read so far."""
+    """What the metrics lines that were read so far contain."""
 
     losses: list[Point] = field(default_factory=list)  # losses over all ranks, from epoch lines
     covered: set[int] = field(default_factory=set)  # epochs in ``losses``
@@ -104,7 +104,7 @@ class _Seen:
             self._step_loss(int(epoch), rank, (x, loss))
 
     def _step_loss(self, epoch: int, rank: int, point: Point) -> None:
-        """Add the loss of one rank's seeds; used only in epochs without a line of the loss over all ranks."""
+        """Add the loss of one step of one rank, for epochs in which no line has the loss over all ranks."""
         if epoch in self.covered:
             return
         points = self.steps.setdefault(epoch, {}).setdefault(rank, [])
@@ -131,8 +131,8 @@ class _Seen:
 def mean_over_ranks(by_rank: Mapping[int, Sequence[Point]]) -> list[Point]:
     """Merge the points of all ranks into one curve.
 
-    Each rank logs about one step per second, not the same one as other ranks. Consecutive points of different ranks are
-    averaged, so that differences between the ranks' seeds do not make the curve jagged.
+    Each rank logs about one step per second, and different ranks log different steps. Consecutive points of different
+    ranks are averaged, so that differences between the ranks' seeds do not make the curve jagged.
     """
     groups: list[dict[int, Point]] = [{}]
     for x, y, rank in sorted((x, y, rank) for rank, points in by_rank.items() for x, y in points):
@@ -143,12 +143,12 @@ def mean_over_ranks(by_rank: Mapping[int, Sequence[Point]]) -> list[Point]:
 
 
 def mean_point(points: Sequence[Point]) -> Point:
-    """Mean of one or more points."""
+    """Return the mean of one or more points."""
     return sum(x for x, _ in points) / len(points), sum(y for _, y in points) / len(points)
 
 
 def thinned(points: Sequence[Point]) -> list[Point]:
-    """At most ``POINTS`` points, by averaging neighbouring ones."""
+    """Return at most ``POINTS`` points; neighbouring points are replaced by their mean."""
     size = math.ceil(len(points) / POINTS) if points else 1
     if size == 1:
         return list(points)
@@ -156,7 +156,7 @@ def thinned(points: Sequence[Point]) -> list[Point]:
 
 
 def number(value: Any) -> float | None:
-    """``value`` as a float if it is a finite number; else None."""
+    """Return ``value`` as a float if it is a finite number; else None."""
     if isinstance(value, bool) or not isinstance(value, int | float):
         return None
     try:

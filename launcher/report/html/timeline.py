@@ -34,7 +34,7 @@ _BAD = frozenset({"node-lost", "start-failed", "line-lost", "nan", "stall", "giv
 
 @dataclass(frozen=True)
 class Span:
-    """A stage or a process's lifetime; times in seconds since the launch."""
+    """A bar in the timeline: a stage of the launch, or a process's lifetime. Times are seconds since the launch."""
 
     row: str
     begin: float
@@ -45,7 +45,7 @@ class Span:
 
 @dataclass(frozen=True)
 class Mark:
-    """A mark in the timeline; ``at`` is in seconds since the launch."""
+    """A mark in the timeline for an event or a finding; ``at`` is in seconds since the launch."""
 
     row: str
     at: float
@@ -54,7 +54,10 @@ class Mark:
 
 
 def timeline_chart(record: RunRecord) -> Chart | None:
-    """A row for the launcher and each process (or node), with marks for events and findings."""
+    """Return a chart with a row for the launcher and for each process, and marks for events and findings.
+
+    If there are many processes, each node has a row instead. None if there is nothing to show.
+    """
     spans, marks = [*_stages(record), *_lives(record)], [*_marks(record)]
     if not spans:
         return None
@@ -82,7 +85,10 @@ def _stages(record: RunRecord) -> Iterator[Span]:
 
 
 def _lives(record: RunRecord) -> Iterator[Span]:
-    """Lifetimes of all processes, by this machine's clock if the run has ended, else by the nodes' clocks."""
+    """Yield the lifetimes of all processes.
+
+    Times are by this machine's clock if the run has ended, else by the nodes' clocks.
+    """
     lives = list(_ended(record)) or list(_begun(record))
     if len(lives) <= _ROWS:
         yield from sorted(lives, key=lambda span: _order(span.row))
@@ -147,7 +153,7 @@ def _since(record: RunRecord, event: Mapping[str, Any]) -> float:
 
 
 def _end(record: RunRecord) -> float:
-    """When the run ended: the time of its last event or metrics line."""
+    """Return when the run ended, in seconds since the launch: the time of its last event or metrics line."""
     times = [_since(record, event) for event in record.events]
     lines = [points[-1][0] - record.started for points in record.series.speed.values() if points]
     return max([*times, *lines, 0.0])

@@ -31,7 +31,7 @@ def run_profile(run: OpenRun) -> tuple[Profile, dict[int, str]]:
         why = "; ".join(f"{plan.nodes[k].label}: {words}" for k, words in sorted(missing.items()))
         raise FleetError(
             f"run {run.found.run_id}: no rank has reported timings"
-            + (f" ({why})" if why else ": too few steps are done, or the own script trains without StepLog")
+            + (f" ({why})" if why else ": too few steps are done, or the run's own script trains without StepLog")
         )
     return profile, missing
 

@@ -73,7 +73,7 @@ def _prepared(found: FoundRun, options: LaunchOptions, notes: tuple[str, ...]) -
     overrides: tuple[str, ...] = (f"run.runs_dir={folder.parent.absolute()}",)
     told = f"run {found.run_id} left no checkpoint; the new run starts from the beginning"
     if own:
-        told = f"run {found.run_id} again: its own command must load its checkpoint itself"
+        told = f"run {found.run_id} again: the run's own command must load the checkpoint itself"
     elif checkpoint.is_file():
         overrides += (f"train.resume={checkpoint.absolute()}",)
         told = f"resuming from {checkpoint}"
@@ -107,7 +107,7 @@ def own_command_of(found: FoundRun) -> tuple[str, ...]:
     if not found.own:
         return ()
     raise UsageError(
-        f"run {found.run_id} ran an own command and was launched on another machine; "
+        f"run {found.run_id} ran a command of its own and was launched on another machine; "
         f"resume it there, or give the command again: gnnfleet resume {found.words} -- python …"
     )
 

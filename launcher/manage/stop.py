@@ -102,7 +102,9 @@ def stop_launcher(launch: LaunchFile) -> bool:
     except ProcessLookupError:
         return True
     except PermissionError:
-        raise FleetError(f"the launcher (pid {launch.pid}) belongs to {launch.who}; only they can stop it") from None
+        raise FleetError(
+            f"the launcher (pid {launch.pid}) belongs to {launch.who}; only that user can stop it"
+        ) from None
     end = time.monotonic() + _LAUNCHER_WAIT
     while launch.alive():
         if time.monotonic() > end:

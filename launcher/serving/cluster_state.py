@@ -185,13 +185,15 @@ def why_unknown(states: Mapping[int, ServerState]) -> str:
     if len(unreachable) == len(states):
         return "none of its nodes can be reached:\n" + "\n".join(unreachable)
     more = "; these cannot be reached:\n" + "\n".join(unreachable) if unreachable else ""
-    return f"none of its nodes has files of it any more{more}"
+    return f"none of its nodes has files of the cluster any more{more}"
 
 
 def check_serving(found: FoundRun) -> None:
     """Raise UsageError if ``found`` is a training run, not a serving cluster."""
     if found.plan is not None and not found.plan.serve_only:
-        raise UsageError(f"{found.run_id} is a training run, not a serving cluster; `gnnfleet serve` starts those")
+        raise UsageError(
+            f"{found.run_id} is a training run, not a serving cluster; `gnnfleet serve` starts serving clusters"
+        )
 
 
 @contextmanager

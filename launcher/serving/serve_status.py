@@ -155,7 +155,7 @@ def _how_down(node: ServerState) -> str:
     if view.alive:
         return f"not ready yet ({view.word})"
     if view.absent:
-        return "this node has no files of it any more"
+        return "this node has no files of the cluster any more"
     how = view.lost or str(result.get("reason") or "") or f"it ended ({view.word})"
     asked = result.get("asked")
     return f"{how} (by {asked['by']})" if asked and asked.get("by") and asked["by"] not in how else how

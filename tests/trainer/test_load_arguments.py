@@ -177,7 +177,7 @@ def test_a_transform_may_add_nodes_but_not_edges_of_a_partition():
 
 
 HOMO_REFUSALS = {
-    "neighbor_sampler": ({"neighbor_sampler": object()}, "neighbours are drawn by the owners"),
+    "neighbor_sampler": ({"neighbor_sampler": object()}, "neighbor_sampler: not supported"),
     "input_time alone": ({"input_time": torch.zeros(60)}, "input_time is given without time_attr"),
     "sampler": ({"sampler": [1]}, "sampler: not supported, as the loader orders the seeds"),
     "batch_sampler": ({"batch_sampler": [[1]]}, "batch_sampler: not supported, as the loader cuts"),

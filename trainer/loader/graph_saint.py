@@ -321,7 +321,7 @@ class DistGraphSAINTNodeSampler(GraphSAINTSampler):
 
     A batch has the sources of ``batch_size`` edges that are drawn with replacement, each node once, by id, and all
     edges between them. Memory: each rank reads all edges once (32 bytes per edge), and keeps 8 bytes per node. The
-    normalisation takes 4 bytes per node and edge, and 32 bytes per edge while it is computed or read.
+    normalisation coefficients take 4 bytes per node and edge, and 32 bytes per edge while they are computed or read.
 
     Args:
         data: An opened homogeneous graph (``gnnfleet.open``), or ``Data`` or stores in memory.
@@ -330,15 +330,15 @@ class DistGraphSAINTNodeSampler(GraphSAINTSampler):
         sample_coverage: How often each node is sampled on average to estimate the normalisation; 0 disables it. The
             ranks of a process group share the work, and all of them must make the loader.
         save_dir: Folder to save the normalisation in; a file for the same graph, settings and coverage is read instead.
-        log: Print on rank 0 how many subgraphs the estimate took.
+        log: Print on rank 0 how many subgraphs were sampled to estimate the normalisation.
         transform: Function called with each batch; its result is yielded instead.
-        attrs: Names of the attributes to bring, or a mapping of types to names. Default: all.
+        attrs: Names of the attributes that batches have, or a mapping of types to names. Default: all.
         seed: Seed of the order and of all draws; the same on every rank. Default: 0.
         threads: Number of sampler threads. Default: ``num_workers``, at least 1.
         prefetch: Number of batches to make ahead. Default: ``prefetch_factor`` (3) per thread.
         deadline: Seconds that one request to another host may take.
         rank: Rank of this process in ``layout``. Default: the rank of the process group.
-        layout: The ranks on the hosts of each part. Default: as the cluster file and the process group say.
+        layout: Which ranks run on the hosts of each part. Default: taken from the cluster file and the process group.
         **kwargs: Arguments of torch's ``DataLoader``: as in ``DistNeighborLoader``; ``shuffle`` and ``drop_last`` have
             no effect. ``local=True`` makes a loader of this process alone: it yields all subgraphs, and other ranks
             need not iterate it.
@@ -385,8 +385,8 @@ class DistGraphSAINTEdgeSampler(DistGraphSAINTNodeSampler):
     A batch has both ends of ``batch_size`` edges that are drawn with replacement, each node once, by id, and all edges
     between them. The chance of an edge is proportional to the in-degree of its source plus the out-degree of its
     target, as in torch_geometric. Memory: each rank reads all edges once (32 bytes per edge), and keeps 16 bytes per
-    edge (24 beyond 2^31 nodes). The normalisation takes 4 bytes per node and edge, and 32 bytes per edge while it is
-    computed or read.
+    edge (24 beyond 2^31 nodes). The normalisation coefficients take 4 bytes per node and edge, and 32 bytes per edge
+    while they are computed or read.
 
     Args:
         data: An opened homogeneous graph (``gnnfleet.open``), or ``Data`` or stores in memory.
@@ -395,15 +395,15 @@ class DistGraphSAINTEdgeSampler(DistGraphSAINTNodeSampler):
         sample_coverage: How often each node is sampled on average to estimate the normalisation; 0 disables it. The
             ranks of a process group share the work, and all of them must make the loader.
         save_dir: Folder to save the normalisation in; a file for the same graph, settings and coverage is read instead.
-        log: Print on rank 0 how many subgraphs the estimate took.
+        log: Print on rank 0 how many subgraphs were sampled to estimate the normalisation.
         transform: Function called with each batch; its result is yielded instead.
-        attrs: Names of the attributes to bring, or a mapping of types to names. Default: all.
+        attrs: Names of the attributes that batches have, or a mapping of types to names. Default: all.
         seed: Seed of the order and of all draws; the same on every rank. Default: 0.
         threads: Number of sampler threads. Default: ``num_workers``, at least 1.
         prefetch: Number of batches to make ahead. Default: ``prefetch_factor`` (3) per thread.
         deadline: Seconds that one request to another host may take.
         rank: Rank of this process in ``layout``. Default: the rank of the process group.
-        layout: The ranks on the hosts of each part. Default: as the cluster file and the process group say.
+        layout: Which ranks run on the hosts of each part. Default: taken from the cluster file and the process group.
         **kwargs: Arguments of torch's ``DataLoader``: as in ``DistNeighborLoader``; ``shuffle`` and ``drop_last`` have
             no effect. ``local=True`` makes a loader of this process alone: it yields all subgraphs, and other ranks
             need not iterate it.
@@ -445,7 +445,7 @@ class DistGraphSAINTRandomWalkSampler(GraphSAINTSampler):
     them. Walks start at nodes drawn with replacement and go from the *target* of an edge to its source, because parts
     store in-edges; torch_geometric's walks go from source to target. Both are the same on graphs with every edge in
     both directions; for other graphs store the edges reversed. A walk ends at a node without in-edges. The
-    normalisation takes 4 bytes per node and edge, and 32 bytes per edge while it is computed or read.
+    normalisation coefficients take 4 bytes per node and edge, and 32 bytes per edge while they are computed or read.
 
     Args:
         data: An opened homogeneous graph (``gnnfleet.open``), or ``Data`` or stores in memory.
@@ -455,7 +455,7 @@ class DistGraphSAINTRandomWalkSampler(GraphSAINTSampler):
         sample_coverage: How often each node is sampled on average to estimate the normalisation; 0 disables it. The
             ranks of a process group share the work, and all of them must make the loader.
         save_dir: Folder to save the normalisation in; a file for the same graph, settings and coverage is read instead.
-        log: Print on rank 0 how many subgraphs the estimate took.
+        log: Print on rank 0 how many subgraphs were sampled to estimate the normalisation.
         **kwargs: ``transform``, ``attrs``, ``seed``, ``threads``, ``prefetch``, ``deadline``, ``rank``, ``layout`` and
             arguments of torch's ``DataLoader``, as in ``DistGraphSAINTNodeSampler``.
 

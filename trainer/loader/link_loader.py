@@ -185,7 +185,7 @@ class DistLinkNeighborLoader(PyGLoader):
         edge_label_index: Seed links: None (all edges) or ids ``[2, n]``. For a heterogeneous graph an edge type, or
             ``(edge type, None | ids)``. All edges are read from all hosts when the loader is made.
         edge_label: Labels of the links, ``[n, ...]``.
-        edge_label_time: Times of the links, integer ``[n]``; needs ``time_attr``, which needs it in turn.
+        edge_label_time: Times of the links, integer ``[n]``; must be given if ``time_attr`` is, and only then.
         replace: Draw neighbours with replacement.
         subgraph_type: ``"directional"``, ``"bidirectional"`` or ``"induced"``.
         disjoint: Sample a subgraph of its own for each link end. Implied by ``time_attr``.
@@ -209,15 +209,15 @@ class DistLinkNeighborLoader(PyGLoader):
         exclude: ``"self"`` removes the links of the global batch from the sampled edges, ``"both"`` also removes their
             reverses. Default: they can be sampled, as in torch_geometric, and the model can see the edges it is to
             predict.
-        reverse_type: Edge type of the reverses, for ``exclude="both"``. Default: ``rev_<relation>`` if the graph has
-            it, else the links' own type if both ends have one node type.
-        attrs: Names of the attributes to bring, or a mapping of types to names. Default: all.
+        reverse_type: Edge type of the links' reverse edges, for ``exclude="both"``. Default: ``rev_<relation>`` if the
+            graph has this type, else the links' own type if both ends have one node type.
+        attrs: Names of the attributes that batches have, or a mapping of types to names. Default: all.
         seed: Seed of the order and of all draws; the same on every rank. Default: 0.
         threads: Number of sampler threads. Default: ``num_workers``, at least 1.
         prefetch: Number of batches to make ahead. Default: ``prefetch_factor`` (3) per thread.
         deadline: Seconds that one request to another host may take.
         rank: Rank of this process in ``layout``. Default: the rank of the process group.
-        layout: The ranks on the hosts of each part. Default: as the cluster file and the process group say.
+        layout: Which ranks run on the hosts of each part. Default: taken from the cluster file and the process group.
         **kwargs: Arguments of torch's ``DataLoader``: ``batch_size`` (per rank), ``shuffle``, ``drop_last``,
             ``pin_memory``, ``num_workers`` (sampler threads), ``prefetch_factor``, ``worker_init_fn``, ``timeout``
             (replaces ``deadline``), ``generator`` (gives the seed). ``local=True`` makes a loader of this process
@@ -263,7 +263,9 @@ class DistLinkNeighborLoader(PyGLoader):
         rank: int | None = None, layout: RankLayout | None = None, **kwargs: Any,
     ):  # fmt: skip
         if neighbor_sampler is not None:
-            raise SettingsError("neighbor_sampler: neighbours are drawn by the owners of the graph's parts")
+            raise SettingsError(
+                "neighbor_sampler: not supported, as the hosts of the graph's parts draw the neighbours; leave it out"
+            )
         if (edge_label_time is None) != (time_attr is None):
             unset = "edge_label_time" if edge_label_time is None else "time_attr"
             raise SettingsError(

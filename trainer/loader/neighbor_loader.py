@@ -66,13 +66,13 @@ class DistNeighborLoader(PyGLoader):
         directed: Deprecated; False means ``subgraph_type="induced"``.
         custom_cls: Class of the batches of an opened graph or of stores, instead of ``Data`` or ``HeteroData``.
         input_id: Ids that batches report as ``input_id`` instead of the seeds' positions.
-        attrs: Names of the attributes to bring, or a mapping of types to names. Default: all.
+        attrs: Names of the attributes that batches have, or a mapping of types to names. Default: all.
         seed: Seed of the order and of all draws; the same on every rank. Default: 0.
         threads: Number of sampler threads. Default: ``num_workers``, at least 1.
         prefetch: Number of batches to make ahead. Default: ``prefetch_factor`` (3) per thread.
         deadline: Seconds that one request to another host may take.
         rank: Rank of this process in ``layout``. Default: the rank of the process group.
-        layout: The ranks on the hosts of each part. Default: as the cluster file and the process group say.
+        layout: Which ranks run on the hosts of each part. Default: taken from the cluster file and the process group.
         **kwargs: Arguments of torch's ``DataLoader``: ``batch_size`` (per rank), ``shuffle``, ``drop_last``,
             ``pin_memory``, ``num_workers`` (sampler threads), ``prefetch_factor``, ``worker_init_fn``, ``timeout``
             (replaces ``deadline``), ``generator`` (gives the seed). ``local=True`` makes a loader of this process
@@ -111,7 +111,9 @@ class DistNeighborLoader(PyGLoader):
         rank: int | None = None, layout: RankLayout | None = None, **kwargs: Any,
     ):  # fmt: skip
         if neighbor_sampler is not None:
-            raise SettingsError("neighbor_sampler: neighbours are drawn by the owners of the graph's parts")
+            raise SettingsError(
+                "neighbor_sampler: not supported, as the hosts of the graph's parts draw the neighbours; leave it out"
+            )
         if input_time is not None and time_attr is None:
             raise SettingsError("input_time is given without time_attr; name the attribute that holds times")
         options = load_options(kwargs, seed=seed, threads=threads, prefetch=prefetch, deadline=deadline)

@@ -289,7 +289,9 @@ class PyGLoader(RankLoader):
         if o.transform_sampler_output is not None:
             out = o.transform_sampler_output(out)
             if not isinstance(out, (SamplerOutput, HeteroSamplerOutput)):
-                raise SettingsError(f"transform_sampler_output must return the output, not {type(out).__name__}")
+                raise SettingsError(
+                    f"transform_sampler_output must return the sampler's output, not {type(out).__name__}"
+                )
         data = self._join(out, made.sampled)
         _set_sample_info(data, out)
         if (
@@ -327,8 +329,8 @@ def _rank_and_layout(graph: Graph, local: bool, rank: int | None, layout: RankLa
         return 0, RankLayout.single(num_parts)
     if rank is not None and layout is None:
         raise SettingsError(
-            "rank is given without layout. Leave rank out to use the process group's; for a loader of this rank alone"
-            " pass local=True"
+            "rank is given without layout. Leave rank out to use the rank of the process group; for a loader of this"
+            " rank alone pass local=True"
         )
     rank, layout = graph.ranks.rank if rank is None else rank, layout or graph.layout
     if not 0 <= rank < layout.world_size:

@@ -140,13 +140,13 @@ class DistShaDowKHopSampler(PyGLoader):
         node_idx: Roots: None (all nodes), ids, a boolean mask, or the name of a split.
         replace: Draw with replacement, also for nodes with few neighbours (torch_geometric takes all of those).
         transform: Function called with each batch; its result is yielded instead.
-        attrs: Names of the attributes to bring, or a mapping of types to names. Default: all.
+        attrs: Names of the attributes that batches have, or a mapping of types to names. Default: all.
         seed: Seed of the order and of all draws; the same on every rank. Default: 0.
         threads: Number of sampler threads. Default: ``num_workers``, at least 1.
         prefetch: Number of batches to make ahead. Default: ``prefetch_factor`` (3) per thread.
         deadline: Seconds that one request to another host may take.
         rank: Rank of this process in ``layout``. Default: the rank of the process group.
-        layout: The ranks on the hosts of each part. Default: as the cluster file and the process group say.
+        layout: Which ranks run on the hosts of each part. Default: taken from the cluster file and the process group.
         **kwargs: Arguments of torch's ``DataLoader``: ``batch_size`` (per rank), ``shuffle``, ``drop_last``,
             ``pin_memory``, ``num_workers`` (sampler threads), ``prefetch_factor``, ``worker_init_fn``, ``timeout``
             (replaces ``deadline``), ``generator`` (gives the seed). ``local=True`` makes a loader of this process
@@ -307,13 +307,13 @@ class DistClusterLoader(PyGLoader):
         sparse_format: Order of the edges: ``"csr"`` by source, then target; ``"csc"`` by target, then source.
         keep_inter_cluster_edges: Not supported; must be False. The other ends of these edges are not in the batch.
         transform: Function called with each batch; its result is yielded instead.
-        attrs: Names of the attributes to bring, or a mapping of types to names. Default: all.
+        attrs: Names of the attributes that batches have, or a mapping of types to names. Default: all.
         seed: Seed of the order and of all draws; the same on every rank. Default: 0.
         threads: Number of sampler threads. Default: ``num_workers``, at least 1.
         prefetch: Number of batches to make ahead. Default: ``prefetch_factor`` (3) per thread.
         deadline: Seconds that one request to another host may take.
         rank: Rank of this process in ``layout``. Default: the rank of the process group.
-        layout: The ranks on the hosts of each part. Default: as the cluster file and the process group say.
+        layout: Which ranks run on the hosts of each part. Default: taken from the cluster file and the process group.
         **kwargs: Arguments of torch's ``DataLoader``: ``batch_size`` (clusters per rank), ``shuffle``, ``drop_last``,
             ``pin_memory``, ``num_workers`` (sampler threads), ``prefetch_factor``, ``worker_init_fn``, ``timeout``
             (replaces ``deadline``), ``generator`` (gives the seed). ``local=True`` makes a loader of this process
@@ -351,9 +351,9 @@ class DistClusterLoader(PyGLoader):
             raise SettingsError(f"sparse_format {sparse_format!r}; expected 'csr' or 'csc'")
         if keep_inter_cluster_edges:
             raise SettingsError(
-                "keep_inter_cluster_edges: the other ends of edges that leave the clusters of a batch are not in it;"
-                " edges between the clusters of a batch are always there. Where nodes need all their neighbours, use"
-                " DistNeighborLoader with num_neighbors=[-1]"
+                "keep_inter_cluster_edges: not supported, as the other ends of edges that leave the clusters of a batch"
+                " are not in the batch; edges between the clusters of a batch are always included. Where nodes need all"
+                " their neighbours, use DistNeighborLoader with num_neighbors=[-1]"
             )
         options = load_options(kwargs, seed=seed, threads=threads, prefetch=prefetch, deadline=deadline)
         self.sparse_format = sparse_format
@@ -452,7 +452,9 @@ def _cluster_of_nodes(graph: Graph, num_clusters: int | None, seed: int) -> dict
         return _by_metis(graph, whole_number("num_clusters", num_clusters, 1), seed)
     having = [of for of, spec in graph.manifest.nodes.items() if CLUSTER in spec.attrs]
     if not having and graph.source is not None:
-        raise SettingsError("num_clusters: a graph in memory is not divided into clusters yet; pass their number")
+        raise SettingsError(
+            "num_clusters: a graph in memory is not divided into clusters yet; pass the number of clusters to make"
+        )
     if not having:
         return {of: _part_of_nodes(graph, of) for of in graph.manifest.nodes}
     return {of: _given_clusters(graph, of) for of in graph.manifest.nodes}

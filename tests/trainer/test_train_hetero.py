@@ -111,7 +111,7 @@ WRITES = ("author", "writes", "paper")
 @pytest.mark.parametrize(
     "labelled,settings,error,message",
     [
-        ((), {}, DataError, "typed: no node type has labels y, as classes, and a train split with seeds"),
+        ((), {}, DataError, "typed: no node type has both class labels y and a train split with seeds"),
         (("author", "paper"), {}, SettingsError, "typed: author, paper can all be classified; choose one as target"),
         (("paper",), {"target": "venue"}, SettingsError, "target is 'venue'; typed has author, paper"),
         (("paper",), {"target": "author"}, DataError, "typed: nodes of type author have no y; training needs labels y"),

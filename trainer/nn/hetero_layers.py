@@ -275,7 +275,10 @@ def add_mean(out: Tensor, block: Block, x: Tensor, weight: Tensor) -> None:
 
 
 def targets_with_edges(block: Block) -> tuple[Tensor | None, Block]:
-    """Positions of the targets with edges, int64, and the block of only these; (None, block) if most have edges."""
+    """Return the positions of targets that have edges, int64, and a block of only these targets.
+
+    Returns (None, ``block``) if most targets have edges.
+    """
     rows = block.indptr.diff().nonzero().flatten()
     if len(rows) > SPARSE_TARGETS * block.num_dst:
         return None, block

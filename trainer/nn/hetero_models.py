@@ -124,7 +124,7 @@ def as_hetero(batch: Batch) -> HeteroBatch:
 
 
 def widths(need: LayerNeed, hidden: int) -> Mapping[NodeType, int]:
-    """Width of the input rows by source type: ``hidden`` for all."""
+    """Width of a layer's input rows by source type: ``hidden`` for all."""
     return dict.fromkeys(need.sources, hidden)
 
 

@@ -22,7 +22,7 @@ from trainer.nn.kernels.spmm import aggregate, attend, edge_targets
 def glorot(weight: Tensor) -> None:
     """Initialise ``weight`` [.., rows, columns] in place, with the same values as ``torch_geometric.nn.inits.glorot``.
 
-    Importing torch_geometric takes seconds.
+    Not imported from there, because importing torch_geometric takes seconds.
     """
     bound = math.sqrt(6.0 / (weight.size(-2) + weight.size(-1)))
     weight.data.uniform_(-bound, bound)

@@ -37,7 +37,7 @@ class ModelSettings(Protocol):
 
 
 def precision_of(settings: ModelSettings) -> torch.dtype:
-    """Dtype of dense products."""
+    """Dtype of dense products for ``settings.precision``."""
     return PRECISIONS[settings.precision]
 
 
@@ -97,7 +97,7 @@ HeteroBuilder = Callable[[ModelSettings, GraphFacts, Embeddings | None], nn.Modu
 
 
 def _of_types(name: str) -> HeteroBuilder:
-    """A builder of ``hetero_models``, imported at its first use, as importing torch_geometric takes seconds."""
+    """Return the builder ``name`` of ``hetero_models``, which is imported at the call: importing it takes seconds."""
 
     def build(settings: ModelSettings, facts: GraphFacts, embeddings: Embeddings | None) -> nn.Module:
         from trainer.nn.hetero_models import BUILDERS, HeteroShape

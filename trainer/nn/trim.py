@@ -103,7 +103,7 @@ class ConvStack(nn.Module):
         num_sampled_nodes_per_hop: Counts | None = None,
         num_sampled_edges_per_hop: Counts | None = None,
     ) -> Tensor:
-        """Rows of the last convolution, seeds first; trims nothing without the counts per hop."""
+        """Rows of the last convolution, seeds first; trims nothing if numbers of nodes and edges are not given."""
         for number, conv in enumerate(self.convs):
             x, edge_index, _ = self._trim(number, num_sampled_nodes_per_hop, num_sampled_edges_per_hop, x, edge_index)
             x = conv(x, edge_index)
@@ -286,7 +286,7 @@ class TrimmedHetero(nn.Module):
         return rows
 
     def _needed(self, number: int, rows: NodeTensors, indices: EdgeTensors, attrs: EdgeTensors | None) -> Any:
-        """The inputs of layer ``number`` that contribute to the target."""
+        """Keep the inputs of layer ``number`` whose node and edge types contribute to the target type."""
         if self.target is None:
             return rows, indices, attrs
         need = layer_needs(tuple(rows), tuple(indices), self.target, len(self.convs) - number)[0]
@@ -350,7 +350,7 @@ class Hops:
         return cls(_fitted(nodes, num_layers + 1), _fitted(edges, num_layers), rows, indices, attrs)
 
     def through(self, model: nn.Module, edge_arg: str | None) -> Any:
-        """Output of a model with torch_geometric's signature."""
+        """Call a model with torch_geometric's signature on these inputs."""
         extra = {edge_arg: self.attrs} if edge_arg else {}
         counts = {"num_sampled_nodes_per_hop": self.nodes, "num_sampled_edges_per_hop": self.edges}
         return model(self.rows, self.indices, **counts, **extra)

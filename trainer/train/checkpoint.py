@@ -59,7 +59,7 @@ class Checkpoint:
     embedding: Mapping[str, Any] | None = None  #: from ``embedding_state``; on rank 0 only
 
     def without_tables(self) -> Checkpoint:
-        """The checkpoint without embedding tables, which ``scatter_tables`` sends to the ranks by row."""
+        """A copy without embedding tables, to send to all ranks; ``scatter_tables`` sends the rows of the tables."""
         return replace(self, embedding=None, best=self.best and replace(self.best, embedding=None))
 
     def content(self) -> dict[str, Any]:
@@ -71,7 +71,7 @@ class Checkpoint:
 
     @classmethod
     def of_content(cls, content: Mapping[str, Any]) -> Checkpoint:
-        """Inverse of ``content``."""
+        """Make a checkpoint from what ``content`` returned."""
         values = {entry.name: content[entry.name] for entry in fields(cls)}
         best = values.pop("best")
         values["step_loss"] = tuple(values["step_loss"])
@@ -84,7 +84,7 @@ def settings_record(settings: TrainSettings) -> dict[str, Any]:
 
 
 def graph_record(manifest: Manifest, target: NodeType) -> dict[str, Any]:
-    """Identifies a dataset and the trained target, independently of its partition."""
+    """Return what identifies a dataset and the trained node type; the same for every partition of the dataset."""
     return {
         "dataset": manifest.dataset,
         "num_nodes": {of: spec.num_nodes for of, spec in manifest.nodes.items()},
@@ -129,7 +129,7 @@ def check_fits(
 ) -> None:  # fmt: skip
     """Raise ``CheckpointError`` naming every setting and graph property that differs from this run's.
 
-    graph: from ``graph_record``.
+    graph: the ``graph_record`` of this run.
     """
     ours = settings_record(settings)
     saved = {**_SINCE, **checkpoint.settings}
@@ -152,7 +152,7 @@ def _point_to(link: Path, target: Path) -> None:
 
 
 def _prune(folder: Path, newest: Checkpoint) -> None:
-    """Delete files of epochs before ``newest``, except ``KEPT_EPOCHS`` in total and the best epoch's."""
+    """Keep the ``KEPT_EPOCHS`` last epoch files up to ``newest`` and that of the best epoch; delete older ones."""
     epochs = {int(path.stem[6:]): path for path in folder.glob("epoch-*.pt") if re.fullmatch(r"epoch-\d+", path.stem)}
     older = sorted(epoch for epoch in epochs if epoch < newest.epoch)
     for epoch in older[: len(older) - (KEPT_EPOCHS - 1)]:

@@ -85,7 +85,7 @@ class EpochSums:
         self.costs.append(batch.cost)
 
     def reduce_losses(self, group: RankGroup) -> None:
-        """Sum the losses over ranks, so that they include a rank that is lost later. Collective."""
+        """Sum the losses over ranks, so that the sums include ranks that are lost later. Collective."""
         if self.losses:
             self.sums = torch.cat([self.sums, group.sum(torch.stack(self.losses).double().cpu())])
             self.losses = []
@@ -119,7 +119,7 @@ def train_epoch(
 ) -> EpochReport:  # fmt: skip
     """Train one epoch. Collective: ranks without seeds take part in every step too.
 
-    tally: sums of the steps already done; the epoch continues after them.
+    tally: sums over the steps that are already done; training continues with the next step.
     after_step: called after every step except the last.
 
     Each rank's loss is the sum over its own seeds, divided by the step's seeds over all ranks and multiplied by the
@@ -172,7 +172,7 @@ def _step_line(tally: EpochSums, timer: StepTimer, batch: AnyBatch, epoch: int, 
 
 
 def _report(tally: EpochSums, timer: StepTimer, epoch: int, group: RankGroup) -> EpochReport:
-    """Sum the losses over ranks, and check that they are finite. Collective."""
+    """Sum the losses over ranks, check that they are finite, and make the report. Collective."""
     sizes = torch.tensor(tally.sizes, dtype=torch.float64)
     tally.reduce_losses(group)
     sums = tally.sums
@@ -192,7 +192,7 @@ def _report(tally: EpochSums, timer: StepTimer, epoch: int, group: RankGroup) ->
 
 
 def _check_own(loss: float, batch: AnyBatch, epoch: int, steps: int, metrics: MetricsLog, group: RankGroup) -> None:
-    """As ``_check_finite``, but first write a metrics line, which the supervisor reads before the rank fails."""
+    """Raise ``TrainingError`` if this rank's loss is not finite, after writing a metrics line for the supervisor."""
     if not math.isfinite(loss):
         metrics.write("step", epoch=epoch, step=batch.step, steps=steps, loss=loss, seeds=batch.num_seeds)
     _check_finite(loss, epoch, batch.step, group)

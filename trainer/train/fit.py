@@ -36,7 +36,7 @@ from trainer.train.task import Task
 
 @dataclass(frozen=True)
 class FitResult:
-    """Result of a run. Test accuracy is that of the epoch with the best val accuracy."""
+    """Result of a run. The test accuracy is that of the weights with the best val accuracy."""
 
     epochs: int  #: trained in total, including those before a resume
     best_epoch: int
@@ -87,7 +87,7 @@ class Fit:
         self._starvation_printed = False
 
     def restore(self, checkpoint: Checkpoint) -> None:
-        """Continue from a checkpoint that has passed ``check_fits``; rank 0's includes the embedding tables."""
+        """Continue from a checkpoint that has passed ``check_fits``; on rank 0 it must include the embedding tables."""
         self.model.load_state_dict(dict(checkpoint.model))
         self.optimizers.model.load_state_dict(dict(checkpoint.optimizer))
         self.progress = Progress(done=checkpoint.epoch, step_loss=checkpoint.step_loss, best=checkpoint.best)
@@ -163,7 +163,7 @@ class Fit:
             )
 
     def _close_epoch(self) -> None:
-        """Evaluate, print the epoch's line and write a checkpoint, each if due."""
+        """At the end of an epoch: evaluate if due, print the epoch's line, and write a checkpoint if due."""
         score = self._score_val()
         self.progress = replace(self.progress, scored=True)
         if score is not None:  # without an evaluation no rank has waited for others since the last snapshot
@@ -175,7 +175,7 @@ class Fit:
             self._save()
 
     def _first_time(self, *report: Any) -> bool:
-        """Whether ``report`` was not yet made for this epoch; steps repeated after a regroup are reported once."""
+        """Whether this is the first call with ``report`` for this epoch; after a regroup an epoch may end twice."""
         new = (*report, self.progress.done) not in self._reported
         self._reported.add((*report, self.progress.done))
         return new
@@ -241,7 +241,7 @@ class Fit:
         return self.folder / f"epoch-{self.progress.done:04d}.pt"
 
     def _save(self) -> None:
-        """Write the checkpoint on the first rank, to which the others send their embedding rows."""
+        """Write a checkpoint on the first rank, after the other ranks have sent their embedding rows to this rank."""
         checkpoint = self._checkpoint()
         if self.group.rank == 0:
             save_checkpoint(self.folder, checkpoint)
@@ -304,7 +304,7 @@ def epoch_text(report: EpochReport, epochs: int, val_accuracy: float | None) -> 
 
 
 def traffic_text(cost: Cost, epochs: int, rank: int, prediction: Prediction | None) -> Iterator[str]:
-    """Lines about the rows that a rank got from other hosts; none without such rows. ``cost``: sum over ``epochs``."""
+    """Yield lines about the rows that a rank got from other hosts, if any; ``cost``: sum over ``epochs`` epochs."""
     if epochs == 0 or cost.remote_rows == 0:
         return
     text = f"from other hosts to rank {rank}: {cost.remote_bytes / epochs / 1e6:,.1f} MB an epoch"

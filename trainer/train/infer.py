@@ -39,7 +39,7 @@ from trainer.train.settings import InferJob
 
 @dataclass(frozen=True)
 class InferResult:
-    """Result over all ranks."""
+    """Result of full-graph inference, over all ranks."""
 
     target: NodeType
     epoch: int  #: epoch of the weights that were used
@@ -108,7 +108,7 @@ def _scratch(out: Path, rank: int) -> Path:
 
 
 def _write_parts(out: Path, graph: Graph, target: NodeType, rows: LayerRows, group: RankGroup) -> None:
-    """Write own rows. The rank with a part's first nodes creates its files; all ranks of the part write into them."""
+    """Write this rank's rows into files per part, which the rank with the part's first nodes creates."""
     own, offsets = rows.shares.own(group.rank), graph.manifest.nodes[target].offsets
     for piece in own:
         if piece.first == offsets[piece.part_id]:
@@ -142,7 +142,7 @@ def _shared_file(out: Path, piece: NodeRange) -> np.memmap[Any, Any]:
 
 
 def _accuracy(graph: Graph, target: NodeType, rows: LayerRows, group: RankGroup) -> dict[str, float]:
-    """Share of each split's nodes whose label is predicted. Collective."""
+    """For each split, the share of nodes whose label is predicted correctly. Collective."""
     spec = graph.manifest.nodes[target]
     splits = [split for split, count in spec.splits.items() if count] if "y" in spec.attrs else []
     sums = torch.zeros(len(splits), 2, dtype=torch.float64)

@@ -41,8 +41,8 @@ from trainer.train.task import node_classification, pick_target
 def find_damage(job: TrainJob | InferJob, ranks: Ranks) -> PartitionError | None:
     """Compare the files that this node's ranks open with their digests; returns the first mismatch.
 
-    Returns None without reading if another process of the node compares them or the job disables it. Reading may take
-    long; other ranks wait at the rendezvous meanwhile.
+    Reads nothing and returns None if another process of the node checks the files, or the job disables the check.
+    Reading may take long; other ranks wait at the rendezvous meanwhile.
     """
     if not job.digests or job.parts is None or not compares_digests(ranks):
         return None
@@ -54,10 +54,10 @@ def find_damage(job: TrainJob | InferJob, ranks: Ranks) -> PartitionError | None
 
 
 def open_job_graph(job: TrainJob | InferJob, ranks: Ranks, damage: PartitionError | None = None) -> Graph:
-    """Open the job's parts and connect to the hosts of the others; on a client node, connect to the graph servers.
+    """Open the job's parts and connect to the hosts of all other parts; on a client node, connect to the graph servers.
 
-    Raises ``damage`` if given, ``SettingsError`` if a node other than a client has no partition folder, and whatever
-    ``open_graph`` and ``open_client`` raise.
+    Raises ``damage`` if it is not None, ``SettingsError`` if a node other than a client has no partition folder, and
+    whatever ``open_graph`` and ``open_client`` raise.
     """
     if damage is not None:
         raise damage
@@ -93,7 +93,7 @@ def check_same_partition(graph: Graph, group: RankGroup) -> None:
 
 
 def layout_of(graph: Graph, group: RankGroup) -> RankLayout:
-    """The ranks near each part: those that read it from disk, and clients whose home server does. Collective."""
+    """Return which ranks are near each part: they read it from disk, or their home server does. Collective."""
     owned = group.gather(graph.near_parts)
     parts = range(graph.manifest.num_parts)
     return RankLayout(group.size, tuple(tuple(r for r, own in enumerate(owned) if part in own) for part in parts))
@@ -174,7 +174,7 @@ def trained_model(
 def read_on_first(path: str | Path, check: Callable[[Checkpoint], None], group: RankGroup) -> Checkpoint:
     """Read and check a checkpoint on rank 0, and send it to all ranks without embedding tables. Collective.
 
-    Raises ``CheckpointError`` on rank 0, and on the others a ``PeerError`` with its message.
+    Raises ``CheckpointError`` on rank 0, and a ``PeerError`` with the same message on the other ranks.
     """
 
     def read() -> Checkpoint | None:
@@ -210,7 +210,7 @@ def train(job: TrainJob, ranks: Ranks | None = None) -> FitResult:
 
 
 class _RunResources(ExitStack):
-    """Resources of one process for a run, opened once, also when other ranks are lost; closed at the end."""
+    """Opens graph, metrics log and model of a run once, keeps them when other ranks are lost, and closes them."""
 
     def __init__(self, job: TrainJob, ranks: Ranks, regroups: bool, damage: PartitionError | None):
         super().__init__()
@@ -218,7 +218,7 @@ class _RunResources(ExitStack):
         self._made: tuple[Fit, Callable[[RankGroup], dict[str, BatchLoader]]] | None = None
 
     def train(self, group: RankGroup) -> FitResult:
-        """Train from the beginning, or, after a loss, with the remaining ranks from a common snapshot."""
+        """Train from the beginning, or, after ranks were lost, from a snapshot that all remaining ranks have."""
         if self._made is None:
             self.close()  # resources of an attempt that ended with the loss of a rank during preparation
             self._made = self._prepare(group)
@@ -241,7 +241,7 @@ def _prepare(
 ) -> tuple[Fit, Callable[[RankGroup], dict[str, BatchLoader]]]:
     """Make task, model and loaders, and restore the checkpoint when resuming.
 
-    Returns the run, and a function that makes the loaders anew for fewer ranks.
+    Returns a ``Fit``, and a function that makes new loaders for a group of fewer ranks.
     """
     settings, manifest = job.settings, graph.manifest
     target = group.agree(lambda: pick_target(manifest, settings.target))

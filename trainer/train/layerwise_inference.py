@@ -45,7 +45,7 @@ class NodeRange:
 
 
 class NodeShares:
-    """Assignment of the nodes of one type to ranks: those of a part evenly to the ranks near the part."""
+    """Assignment of the nodes of one type to ranks: the ranks near a part share its nodes evenly."""
 
     def __init__(self, offsets: Sequence[int], layout: RankLayout):
         self.ranges = tuple(_ranges(offsets, layout))
@@ -54,7 +54,7 @@ class NodeShares:
         self._rows = np.array([of.row for of in self.ranges], np.int64)
 
     def own(self, rank: int) -> tuple[NodeRange, ...]:
-        """The ranges of a rank, ascending."""
+        """The node ranges of a rank, in ascending order."""
         return tuple(of for of in self.ranges if of.rank == rank)
 
     def owned(self, rank: int) -> int:
@@ -75,7 +75,7 @@ class NodeShares:
 
 
 def _ranges(offsets: Sequence[int], layout: RankLayout) -> Iterator[NodeRange]:
-    """Yield the ranges, ascending. Empty ones are left out, so that starts are distinct."""
+    """Yield the non-empty node ranges of all parts and ranks, in ascending order; no two start at the same node."""
     counts = [0] * layout.world_size
     for part_id, (first, last) in enumerate(zip(offsets, offsets[1:], strict=False)):
         ranks = layout.ranks_of_part[part_id] or (part_id % layout.world_size,)  # the part's host may only serve
@@ -222,7 +222,7 @@ class WholeGraph:
         return before
 
     def _layer(self, stack: LayerStack, number: int, need: LayerNeed, of: NodeType, before: LayerResults) -> LayerRows:
-        """Compute one layer for all own nodes of one type; ranks with fewer chunks add empty ones."""
+        """Compute one layer for this rank's nodes of one type; all ranks compute equally many chunks, some empty."""
         chunks = list(self._chunks(of, need))
         rows, done = None, 0
         for place in range(max(self.group.gather(len(chunks)))):
@@ -287,7 +287,7 @@ class WholeGraph:
         return torch.from_numpy(np.asarray(rows["in_degree"]))
 
     def _chunks(self, of: NodeType, need: LayerNeed) -> Iterator[Ids]:
-        """Cut own nodes into chunks of bounded size, in the order of own rows."""
+        """Cut this rank's nodes into chunks with a bounded number of nodes and edges, in the order of ``LayerRows``."""
         ending = [edge_type for edge_type in need.edge_types if edge_type[2] == of]
         for piece in self.shares[of].own(self.group.rank):
             cost = 1 / self.nodes_at_once + self._degrees(piece, of, ending) / (self.nodes_at_once * EDGES_PER_NODE)
@@ -296,7 +296,10 @@ class WholeGraph:
             yield from np.split(np.arange(piece.first, piece.last), cuts)
 
     def _degrees(self, piece: NodeRange, of: NodeType, ending: list[EdgeType]) -> Ids:
-        """Number of in-edges of own nodes: by ``ending`` if the part is open here, else all, from its server."""
+        """In-degree of each node of ``piece``, to limit the size of chunks.
+
+        Counts edges of types ``ending`` if this process opened the part; else asks a server, which counts all edges.
+        """
         part = self.graph.store.parts.get(piece.part_id)
         degrees = np.zeros(piece.last - piece.first, np.int64)
         if part is None and ending:
@@ -311,7 +314,7 @@ class WholeGraph:
         return degrees
 
     def _file(self, name: str, count: int, width: int) -> Array:
-        """A new array in a memory-mapped file, of which the page cache stores what fits into memory."""
+        """Make an array in a memory-mapped file; the page cache keeps the part that fits into memory."""
         if count * width == 0:
             return np.empty((count, width), np.float32)
         return np.lib.format.open_memmap(

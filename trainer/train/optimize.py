@@ -89,7 +89,10 @@ class MeanGradients:
                 weight.copy_(first)
 
     def __call__(self) -> None:
-        """Call after ``backward``. Raises ``RuntimeError`` when another rank is lost. Collective."""
+        """Average the gradients over ranks; call after ``backward``. Collective.
+
+        Raises ``RuntimeError`` when another rank is lost.
+        """
         own = [torch.zeros_like(w) if w.grad is None else w.grad for w in self._weights]
         flat = torch.cat([gradient.reshape(-1) for gradient in own]).mul_(1 / self._size)
         dist.all_reduce(flat)

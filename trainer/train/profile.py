@@ -182,7 +182,7 @@ _WIDTH = 110  # columns of output that does not go to a terminal
 
 
 class _EpochRange(click.ParamType):
-    """``3`` or ``2-5``."""
+    """Value of ``--epochs``: one epoch, such as ``3``, or a range, such as ``2-5``."""
 
     name = "epochs"
 
@@ -222,13 +222,13 @@ def profile(paths: tuple[Path, ...], epochs: Container[int] | None, topology: st
 
 
 def document(lines: Mapping[int, RankLines], record: RunTimes | None, sentences: list[str]) -> dict[str, Any]:
-    """The document that ``--json`` prints; ``sentences``: from ``advice``."""
+    """The JSON document that ``profile --json`` prints; ``sentences``: the result of ``advice``."""
     time = record.to_json() | {"advice": sentences} if record else None
     return {"version": VERSION, "time": time, "traffic": [rank.to_json() for rank in lines.values() if rank.epochs]}
 
 
 def show(record: RunTimes, sentences: list[str]) -> None:
-    """Print tables and advice."""
+    """Print two tables of where the time of a run goes, per step and per batch, then the advice ``sentences``."""
     from rich.console import Console  # slow to import
 
     width = shutil.get_terminal_size().columns if sys.stdout.isatty() else _WIDTH
@@ -249,7 +249,7 @@ def _title(record: RunTimes) -> str:
 
 
 def _steps(record: RunTimes) -> Any:
-    """Table of milliseconds per step by kind."""
+    """Table of the milliseconds of a training step by kind of work, one row per rank."""
     table = _table("milliseconds of a step", ("rank", *KINDS, "step"))
     rows = [(str(rank.rank), rank) for rank in record.ranks]
     for name, rank in [*rows, ("mean", record.mean)] if len(rows) > 1 else rows:
@@ -259,7 +259,7 @@ def _steps(record: RunTimes) -> Any:
 
 
 def _behind(record: RunTimes) -> Any:
-    """Table of the sampler threads' work per batch, overlapped with training or not, and the sources of its rows."""
+    """Table of a batch, one row per rank: milliseconds of a sampler thread, and where the batch's rows came from."""
     heads = ("rank", *LOADING, "rows", "remote", "cached", "held", "MB", "MB predicted")
     table = _table("per batch: milliseconds of a sampler thread, rows, MB received", heads)
     for rank in record.ranks:

@@ -130,14 +130,14 @@ class RegroupOptions:
 
     @classmethod
     def from_env(cls, environ: Mapping[str, str], run_dir: Path) -> RegroupOptions | None:
-        """None unless GNNFLEET_ON_CLIENT_LOSS is ``go-on``."""
+        """Read the options from environment variables; None unless GNNFLEET_ON_CLIENT_LOSS is ``go-on``."""
         if environ.get("GNNFLEET_ON_CLIENT_LOSS") != "go-on":
             return None
         folder = Path(environ.get("GNNFLEET_RUN_DIR") or run_dir)
         return cls(folder / "team.json", float(environ.get("GNNFLEET_PEER_TIMEOUT") or 6.0) + 10.0)
 
     def newest(self) -> Team | None:
-        """Read the file; None if it does not exist yet. Raises ``TrainingError`` if it is invalid or cannot be read."""
+        """Read ``team.json``; None if it does not exist. Raises ``TrainingError`` if it is invalid or unreadable."""
         try:
             team = json.loads(self.file.read_text(encoding="utf-8"))
             return Team(int(team["generation"]), tuple(sorted(map(int, team["ranks"]))))
@@ -168,7 +168,7 @@ def with_team(
 class _TeamWatch:
     """A thread that shuts down a team's connections when ``team.json`` names a newer team or cannot be read.
 
-    In the latter case the rank raises the error itself, when it reads the file to find the reason.
+    If the file cannot be read, the main thread raises the error: it reads the file after a failed collective.
     """
 
     def __init__(self, regroup: RegroupOptions):
@@ -177,19 +177,19 @@ class _TeamWatch:
         self._cuts: tuple[Callable[[], None], ...] = ()
 
     def guard(self, members: Team, *cuts: Callable[[], None]) -> None:
-        """Watch over ``members`` from now on; ``cuts`` shut down their connections."""
+        """Call ``cuts``, which shut down connections of the team ``members``, when a newer team is known."""
         with self._lock:
             self._members, self._cuts = members, cuts
 
     def cut(self) -> None:
-        """Shut down the connections, once per ``guard``."""
+        """Call the functions ``cuts`` of the last ``guard``, unless they were already called."""
         with self._lock:
             cuts, self._cuts = self._cuts, ()
         for cut in cuts:
             cut()
 
     def superseded(self, members: Team) -> bool:
-        """Whether the file names a newer team."""
+        """Whether ``team.json`` names a newer team than ``members``."""
         return (self._regroup.newest() or members).generation > members.generation
 
     def __enter__(self) -> _TeamWatch:
@@ -238,7 +238,7 @@ class _RegroupingRank:
         return outcome.result
 
     def _attempt(self, work: Callable[[RankGroup], T], members: Team) -> _WorkResult[T] | PeerError:
-        """Return the result of ``work``, or the loss that broke the team.
+        """Return the result of ``work``, or an error that says which loss of ranks broke the team.
 
         The error is a new object: a traceback would keep the team's process groups alive.
         """
@@ -257,7 +257,7 @@ class _RegroupingRank:
             return lost_peer(self.ranks, self.timeout, error)
 
     def _next(self, members: Team, reason: PeerError) -> Team:
-        """Wait for the team after this one. Raises ``reason`` when the file names none in time."""
+        """Wait until ``team.json`` names a newer team than ``members``. Raises ``reason`` if that takes too long."""
         until = time.monotonic() + self.regroup.patience
         while time.monotonic() < until:
             newest = self.regroup.newest()
@@ -267,7 +267,7 @@ class _RegroupingRank:
         raise reason
 
     def _meet(self, members: Team) -> RankGroup:
-        """Connect all ranks of a team."""
+        """Wait for all ranks of a team, then connect them; returns their group."""
         if self.ranks.rank not in members.ranks:
             raise CannotRegroup(f"{self.ranks} was reported lost, and the other ranks continued without it")
         self.watch.guard(members)
@@ -296,7 +296,7 @@ class _RegroupingRank:
         until = time.monotonic() + (self.timeout if members.generation else patience(self.timeout))
         while missing := self._without(members, lambda rank: f"{key}/{rank}"):
             if self.watch.superseded(members):
-                raise PeerError(f"{self.ranks}: others were lost while it waited for them")
+                raise PeerError(f"{self.ranks}: other ranks were lost while this rank waited for them")
             self._pause(missing, until)
 
     def _await_all(self, members: Team) -> None:
@@ -309,7 +309,7 @@ class _RegroupingRank:
                 break
             self._pause(missing, until)
         if self._decide(members, "again" if missing else "over") == "again":
-            raise PeerError(f"{self.ranks}: others were lost while it waited for them")
+            raise PeerError(f"{self.ranks}: other ranks were lost while this rank waited for them")
         self.store.set(f"left/{own}", "")
         until = time.monotonic() + _LEAVE
         while own == members.ranks[0] and time.monotonic() < until:
@@ -318,12 +318,14 @@ class _RegroupingRank:
             time.sleep(_POLL)
 
     def _decide(self, members: Team, end: str) -> str:
-        """How this team ends, ``over`` or ``again``. The first rank that calls this decides for all, so that no
-        rank leaves while others wait for it."""
+        """Return how this team ends: ``over``, all ranks have finished, or ``again``, they form a newer team.
+
+        The ``end`` of the first rank that calls this counts for all, so that no rank leaves while others wait.
+        """
         return self.store.compare_set(f"team{members.generation}/end", "", end).decode()
 
     def _without(self, members: Team, key: Callable[[int], str]) -> list[int]:
-        """The members whose key is not in the store."""
+        """The ranks of ``members`` whose key, ``key(rank)``, is not in the store."""
         return [rank for rank in members.ranks if not self.store.check([key(rank)])]
 
     def _pause(self, missing: list[int], until: float) -> None:
@@ -340,7 +342,7 @@ class _WorkResult(Generic[T]):
 
 
 def _done(rank: int) -> str:
-    """Key set by a rank that has finished."""
+    """Key that ``rank`` sets in the run's store when it has finished."""
     return f"done/{rank}"
 
 
@@ -377,7 +379,7 @@ class Progress:
 
 @dataclass(frozen=True)
 class Snapshot:
-    """Copy of a run's state at one position; it owns its tensors."""
+    """Copy of a run's state at one position; shares no tensors with the model."""
 
     progress: Progress
     model: Mapping[str, Tensor]
@@ -418,5 +420,5 @@ class Snapshots:
 
 
 def newest_common(positions: Iterable[tuple[RunPosition, ...]]) -> RunPosition:
-    """The last position that all ranks have a snapshot of; ``positions``: by rank."""
+    """The last position that occurs in the lists of all ranks; ``positions``: for each rank, those of its snapshots."""
     return max(set.intersection(*(set(own) for own in positions)))

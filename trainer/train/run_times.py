@@ -23,7 +23,7 @@ MetricsLine = Mapping[str, Any]
 
 @dataclass(frozen=True)
 class RankTimes:
-    """Means of one rank over the selected epochs."""
+    """Mean times and traffic of one rank over the selected epochs."""
 
     rank: int
     steps: int
@@ -59,7 +59,7 @@ class RankTimes:
 
     @property
     def name(self) -> str:
-        """``node1/rank3``; ``rank3`` if the node is unknown."""
+        """Name in messages: ``node1/rank3``, or ``rank3`` if the node is unknown."""
         return f"rank{self.rank}" if self.node is None else f"node{self.node}/rank{self.rank}"
 
     @property
@@ -79,19 +79,19 @@ class RankTimes:
 
     @property
     def work_s(self) -> float:
-        """Seconds of a sampler thread per batch."""
+        """Seconds that a sampler thread needs for a batch."""
         return sum(self.behind.values())
 
     def share(self, *kinds: str) -> float:
-        """Share of a step that ``kinds`` take, 0 to 1."""
+        """Share of a step's time that the kinds of work ``kinds`` take, 0 to 1."""
         return sum(self.spent[kind] for kind in kinds) / self.step_s if self.step_s else 0.0
 
     def part(self, rows: str, of: str) -> float | None:
-        """Ratio of two of ``TRAFFIC``, such as cached to remote rows; None if the denominator is 0."""
+        """Ratio of two fields of ``TRAFFIC``, such as cached to remote rows; None if the denominator is 0."""
         return self.traffic[rows] / self.traffic[of] if self.traffic[of] else None
 
     def per_epoch(self, name: str) -> float:
-        """One of ``TRAFFIC``, per complete epoch."""
+        """Value per complete epoch of ``name``, a field of ``TRAFFIC``."""
         return self.traffic[name] * self.steps / max(1, self.epochs)
 
     @property
@@ -115,7 +115,7 @@ class RankTimes:
 
 @dataclass(frozen=True)
 class RunTimes:
-    """Times and traffic of a run, of at least one rank."""
+    """Times and traffic of a run, with at least one rank."""
 
     epochs: tuple[int, ...]  #: selected
     without_first: bool  #: the first epoch, which compiles and warms up, was left out
@@ -123,12 +123,12 @@ class RunTimes:
 
     @property
     def whole(self) -> bool:
-        """Whether these are complete epochs; else steps of the first, unfinished epoch."""
+        """Whether the means cover complete epochs; if not, they cover steps of the unfinished first epoch."""
         return all(rank.epochs for rank in self.ranks)
 
     @property
     def mean(self) -> RankTimes:
-        """Means over ranks."""
+        """Mean times and traffic over all ranks."""
         ranks, count = self.ranks, len(self.ranks)
         spent, behind, traffic = (
             {key: sum(getattr(rank, name)[key] for rank in ranks) / count for key in getattr(ranks[0], name)}
@@ -137,7 +137,7 @@ class RunTimes:
         return RankTimes(-1, max(rank.steps for rank in ranks), spent, behind, traffic)
 
     def traffic(self, name: str) -> float:
-        """One of ``TRAFFIC``, per epoch and over all ranks."""
+        """Sum over all ranks, per epoch, of ``name``, a field of ``TRAFFIC``."""
         return sum(rank.per_epoch(name) for rank in self.ranks)
 
     def predicted(self, name: str) -> float | None:
@@ -149,13 +149,13 @@ class RunTimes:
         return sum(map(_number, values)) if all(map(_is_number, values)) else None
 
     def rate(self, rows: str) -> float | None:
-        """Share of the rows of other hosts that were ``rows``, ``cached_rows`` or ``held_rows``; None without any."""
+        """Share of the remote rows that are ``rows``: ``cached_rows`` or ``held_rows``. None without remote rows."""
         remote = sum(rank.traffic["remote_rows"] * rank.steps for rank in self.ranks)
         return sum(rank.traffic[rows] * rank.steps for rank in self.ranks) / remote if remote else None
 
     @property
     def why_less(self) -> str:
-        """Reason why fewer bytes were received than predicted; '' if that is not so or unknown."""
+        """Why fewer bytes were received than predicted; '' if not fewer were received, or the reason is unknown."""
         expected = self.predicted("remote_bytes")
         if not self.whole or not expected or self.traffic("remote_bytes") > _ROUGHLY * expected:
             return ""
@@ -193,7 +193,7 @@ class RankLines:
     predict: MetricsLine | None = None
 
     def add(self, line: MetricsLine) -> None:
-        """Add the next line of the file."""
+        """Add the next line of the rank's metrics file."""
         if line.get("kind") == "predict" and _is_number(line.get("remote_bytes")):
             self.predict = line
         elif line.get("kind") == "epoch" and isinstance(line.get("epoch"), int):
@@ -204,7 +204,7 @@ class RankLines:
 
     @property
     def timed_epochs(self) -> list[MetricsLine]:
-        """Epoch lines that have times."""
+        """The lines of epochs that contain the seconds of a step by kind of work."""
         return [line for line in self.epochs.values() if _is_timed(line)]
 
     def to_json(self) -> dict[str, Any]:
@@ -255,7 +255,7 @@ def record_of(ranks: Mapping[int, RankLines], epochs: Container[int] | None = No
         recorded[1:] if without_first else (epoch for epoch in recorded if epochs is None or epoch in epochs)
     )
     if not wanted:
-        raise SettingsError(f"none of these epochs is recorded; epochs {recorded[0]} to {recorded[-1]} are")
+        raise SettingsError(f"the metrics files contain none of these epochs, only {recorded[0]} to {recorded[-1]}")
     chosen = {rank: [line for line in lines if line["epoch"] in wanted] for rank, lines in timed.items()}
     records = [
         RankTimes.of(rank, lines, ranks[rank].predict, ranks[rank].node) for rank, lines in chosen.items() if lines
@@ -287,7 +287,7 @@ def _lines(path: Path) -> Iterator[MetricsLine]:
 
 
 def _is_timed(line: MetricsLine) -> bool:
-    """Whether a line has times and a number of batches."""
+    """Whether a metrics line contains the seconds of a step by kind of work, and a number of batches."""
     spent, behind, traffic = line.get("spent"), line.get("behind"), line.get("traffic")
     if not (isinstance(spent, Mapping) and isinstance(behind, Mapping) and isinstance(traffic, Mapping)):
         return False

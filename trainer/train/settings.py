@@ -25,7 +25,7 @@ _LIMITS: dict[str, tuple[str, Callable[[float, float], bool]]] = {
 
 
 def setting(help: str, default: Any, **limits: float) -> Any:
-    """A settings field. help: text for ``--help``; limits: ``at_least``, ``above``, ``below``."""
+    """A dataclass field of settings. help: text for ``--help``; limits: ``at_least``, ``above``, ``below``."""
     return field(default=default, metadata={"help": help, "limits": limits})
 
 

@@ -37,7 +37,7 @@ class BatchWait(NamedTuple):  # created in each step, four times as fast as a da
 
     @property
     def parts(self) -> tuple[float, float, float]:
-        """Seconds of the wait by ``LOADING``, in proportion to the sampler threads' work; all sampling when unknown."""
+        """Seconds of the wait by ``LOADING``, in proportion to the sampler threads' work; all sampling if unknown."""
         work = _work(self.cost) if self.cost is not None else (0.0, 0.0, 0.0)
         whole = sum(work)
         if whole <= 0:
@@ -48,7 +48,7 @@ class BatchWait(NamedTuple):  # created in each step, four times as fast as a da
 
 @dataclass(frozen=True)
 class StepTimes:
-    """Time of a number of steps of one rank."""
+    """Where the time of several training steps of one rank went."""
 
     steps: int = 0
     seconds: tuple[float, ...] = (0.0,) * len(KINDS)  #: by ``KINDS``, over all steps
@@ -99,7 +99,7 @@ class StepTimes:
 
 
 def behind(cost: Cost, batches: int) -> dict[str, float]:
-    """Seconds per batch that a sampler thread spends, by ``LOADING``."""
+    """Seconds that a sampler thread needs for a batch, by kind of work (``LOADING``)."""
     return {name: round(part / batches, 6) for name, part in zip(LOADING, _work(cost), strict=True)}
 
 

@@ -116,7 +116,7 @@ class StepLog:
         self._began = time.monotonic()
 
     def result(self, **accuracy: float) -> None:
-        """Record the run's final accuracy by split, such as ``test=0.70``; ``runs`` shows that of ``test``."""
+        """Record the run's final accuracy by split, such as ``test=0.70``; ``gnnfleet runs`` shows that of ``test``."""
         if self._log is not None and self._log.rank == 0:
             self._log.write("result", **{f"{split}_accuracy": float(value) for split, value in accuracy.items()})
 

@@ -59,7 +59,7 @@ def pick_target(manifest: Manifest, wanted: str | None = None) -> NodeType:
     if len(able) > 1:
         raise SettingsError(f"{manifest.dataset}: {', '.join(able)} can all be classified; choose one as target")
     if not able:
-        raise DataError(f"{manifest.dataset}: no node type has labels y, as classes, and a train split with seeds")
+        raise DataError(f"{manifest.dataset}: no node type has both class labels y and a train split with seeds")
     return able[0]
 
 

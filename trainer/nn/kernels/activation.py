@@ -42,7 +42,7 @@ class Activation:
 
 
 class _Activate(torch.autograd.Function):
-    """Saves only its result: the gradient passes where the result is above 0."""
+    """Saves only its result for the backward pass: the gradient is 0 where the result is not above 0."""
 
     @staticmethod
     def forward(ctx: Any, h: Tensor, bias: Tensor, activation: Activation) -> Tensor:

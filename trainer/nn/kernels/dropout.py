@@ -32,7 +32,8 @@ MASK32 = 0xFFFFFFFF
 def hash_dropout(h: Tensor, n_id: Tensor, p: float, key: int, layer: int, training: bool) -> Tensor:
     """Zero each element of ``h`` (float [n, f]) with probability ``p``, and scale the others by 1/(1-p).
 
-    n_id: int64 [n], original ids; key: uint64 of the batch. Returns ``h`` itself if not ``training`` or ``p`` is 0.
+    n_id: int64 [n], original ids; key: uint64, random key of the batch.
+    Returns ``h`` itself if not ``training`` or ``p`` is 0.
     """
     if not training or p == 0:
         return h
@@ -89,7 +90,7 @@ def mask_rows_torch(h: Tensor, n_id: Tensor, p: float, stream_key: int) -> Tenso
 
 
 def threshold_of(p: float) -> int:
-    """uint32 threshold: an element is dropped if its bits are below."""
+    """Threshold for probability ``p``, uint32: an element is dropped if its 32 random bits are below it."""
     return min(round(p * 2**32), MASK32)
 
 

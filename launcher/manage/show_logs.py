@@ -199,8 +199,7 @@ class _Follower(threading.Thread):
 
 
 def collected_logs(found: FoundRun, node_rank: int) -> Path | None:
-    """Return the folder on this machine that has all logs of a node; None if they were not collected, or before the
-    node ended."""
+    """Return the folder on this machine that has all logs of a node; None unless they were collected after its end."""
     folder = found.folder / "logs" / f"node{node_rank}" if found.folder else None
     return folder if folder is not None and (folder / "result.json").is_file() else None
 

@@ -276,8 +276,8 @@ class GraphSAINTSampler(PyGLoader):
 
     @property
     def draws(self) -> str:
-        """Return a name for the kind of draw and the number of draws. With graph, seed, epoch and the subgraph's
-        number, this determines a subgraph.
+        """Return a text that names the kind of draw and the number of draws. Together with graph, seed, epoch and
+        number of a subgraph, it determines the subgraph.
         """
         return f"{type(self).__name__} {self.num_samples}"
 

@@ -55,8 +55,8 @@ _HostRequests = dict[int, list[_HostRequest[T]]]  #: by host
 
 @dataclass(frozen=True)
 class _RequestKind(Generic[T]):
-    """Functions for one kind of request: send it to a host, answer it from this host's parts, restrict it to
-    some rows.
+    """The functions for one kind of request: to send it to a host, to answer it from this host's parts, and to restrict
+    it to some rows.
     """
 
     submit: Callable[[RemoteHost, Sequence[T]], PendingAnswer]
@@ -82,7 +82,7 @@ class _SingleAnswer:
 
 @dataclass(frozen=True)
 class _EdgeSlice:
-    """Consecutive edges of a part."""
+    """A range of a part's edges that is requested at once."""
 
     at: int  #: global id of the first edge
     part_id: int
@@ -198,7 +198,7 @@ class DistGraph:
         return [*columns]
 
     def pieces(self, requests: Sequence[RowRequest], cache: RowCache | None, held: HeldRows) -> list[GatherPiece]:
-        """Return where ``gather`` would take these rows from if it used this cache and these held rows. Sends no
+        """Return from which sources ``gather`` would take these rows if it used the given cache and held rows. Sends no
         request.
 
         The arrays in the result have the right shapes, but take no memory. Raises ``PartitionError``.

@@ -179,7 +179,7 @@ class GatherPiece:
 
 
 class GatherPlan:
-    """Divides the requests of one call into pieces. ``hosts``: the host that answers for each part
+    """Divides the requests of one ``gather`` call into pieces. ``hosts``: the host that answers for each part
     (``PartHolders.table``).
     """
 
@@ -246,5 +246,5 @@ class GatherPlan:
 
 
 def _width(out: Columns, names: Sequence[str]) -> int:
-    """Return the bytes of one row of these attributes."""
+    """Return the bytes that the attributes ``names`` of one node or edge take."""
     return sum(math.prod(out[name].shape[1:]) * out[name].itemsize for name in names)

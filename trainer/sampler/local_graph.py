@@ -93,7 +93,9 @@ class LocalGraph:
         return answers[0][1] if len(groups) == 1 else merge_samples(len(request.nodes), answers, request.with_edge)
 
     def most_edges(self, request: HopRequest) -> int:
-        """Return an upper bound of the number of edges in the answer, without drawing. Raises ``PartitionError``."""
+        """Return an upper bound of the number of edges in the answer to a request, without drawing. Raises
+        ``PartitionError``.
+        """
         check_type(self.store, request.edge_type)
         return self._most_edges(request, self.by_part(request.edge_type[2], request.nodes))
 

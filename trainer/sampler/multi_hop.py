@@ -278,8 +278,8 @@ def _padded(rows: EdgeRanges, num_targets: int) -> EdgeRanges:
 
 
 def _first_lacking(fanouts: Sequence[int], hop: int) -> int:
-    """Return the first level (nodes first met at the same hop) whose nodes have fewer neighbours than ``hop`` needs.
-    All later levels also have too few.
+    """Return the first level whose nodes were given fewer neighbours than ``hop`` needs; level n is the nodes first met
+    at hop n. All later levels also have too few.
 
     A hop needs ``fanouts[hop]`` neighbours of each node that was met before it.
     """
@@ -309,7 +309,9 @@ def _only(fanouts: Sequence[int], whole: bool) -> tuple[int, ...]:
 
 
 def _tree_keys(seeds: SeedSet) -> Ids:
-    """Return the number that enters the key of each tree's draws, by default the number of the tree: int64 [trees]."""
+    """Return for each seed the number that makes the random draws of its tree differ from other trees, by default the
+    number of the seed: int64 [seeds].
+    """
     count = np.arange(sum(map(len, seeds.nodes.values())))
     starts = np.cumsum([0, *map(len, seeds.nodes.values())])
     pieces = [
@@ -320,5 +322,5 @@ def _tree_keys(seeds: SeedSet) -> Ids:
 
 
 def _tree_times(seeds: SeedSet) -> Ids:
-    """Return the latest time that an edge of each tree may have: int64 [trees]."""
+    """Return for each seed its time, the latest that an edge in the seed's tree may have: int64 [seeds]."""
     return np.concatenate([np.empty(0, np.int64), *(seeds.times[of] for of in seeds.nodes)], dtype=np.int64)

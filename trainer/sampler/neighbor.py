@@ -1,4 +1,6 @@
-"""Draws neighbours of nodes of one part. Nodes with conditions on their edges use a slower kernel than others."""
+"""Draws neighbours of nodes of one part. Requests with conditions (times, weights, excluded edges) use a slower kernel
+than others.
+"""
 
 from __future__ import annotations
 

@@ -124,7 +124,7 @@ class HashTable:
             self._make_room(1)
 
     def clean(self, chunks: Sequence[Ids]) -> None:
-        """Reset all slots; this is faster than looking up each id."""
+        """Reset all slots, which is faster than resetting only the slots of the entered ids."""
         self._slots.fill(0)
         self._used = 0
 
@@ -266,7 +266,7 @@ def _copy_pairs(pairs: Any, larger: Any) -> None:
 
 @_jit
 def _pair_slot_of(pairs: Any, node: Any, tree: Any) -> Any:
-    """Return the slot that holds the pair, or the free slot to enter it into."""
+    """Return the slot that holds the (node, tree) pair, or the free slot to enter it into."""
     mask = (len(pairs) >> 1) - 1
     slot = np.int64(mix(np.uint64(node) ^ (np.uint64(tree) << np.uint64(40))) & np.uint64(mask))
     while True:

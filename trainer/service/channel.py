@@ -196,8 +196,8 @@ class Channel:
         return False
 
     def _attend(self) -> None:
-        """Restart the time limits of the connection if no method was called for a while: nothing was read in this time,
-        so it does not show whether the server is alive.
+        """Restart the time limits of the connection if no method was called for a while. Nothing was read in this time,
+        so silence does not mean that the server is stuck.
         """
         now = time.monotonic()
         if not self._calls or now - self._attended_at > _UNATTENDED:

@@ -47,7 +47,7 @@ class RowSizes:
         self._found: dict[tuple[AnyType, tuple[str, ...]], int] = {}
 
     def rows_of(self, requests: Sequence[RowRequest]) -> int:
-        """Return how many rows to request at once, from the largest bytes per row of these requests."""
+        """Return how many rows to request at once, so that a reply has about ``PIECE`` bytes."""
         widest = max((self._found.get((request.of, request.attrs), _ROW) for request in requests), default=_ROW)
         return max(1, PIECE // widest)
 

@@ -254,8 +254,8 @@ class Gateway:
             client.close()
 
     def probe_servers(self, learn: bool) -> None:
-        """Send HELLO to unreachable servers and, if ``learn``, to a reachable one. Replies list all servers, and new
-        ones are added.
+        """Send HELLO to unreachable servers and, if ``learn``, to a reachable one. The replies list all servers;
+        servers not known yet are added.
         """
         reachable = self._choice.pick(0) if learn else None
         for client in (*self._choice.gone, *([reachable] if reachable else [])):

@@ -89,7 +89,7 @@ class _GreetedAnswer:
 
     @property
     def received(self) -> int | None:
-        """Return the bytes of the reply; None if unknown."""
+        """Return how many bytes the reply has; None if unknown."""
         return getattr(self._pending, "received", None)
 
     def result(self, timeout: float | None = None) -> Any:

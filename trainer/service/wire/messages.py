@@ -281,7 +281,7 @@ def read_edges(message: Message, count: int) -> EdgeList:
 
 
 def read_manifest_text(message: Message) -> bytes:
-    """Decode the bytes of manifest.json. Raises ``WireError`` for any other reply."""
+    """Decode a reply that contains the bytes of manifest.json. Raises ``WireError`` for any other reply."""
     if len(message.arrays) != 1 or message.arrays[0].dtype != np.uint8 or message.arrays[0].ndim != 1:
         raise WireError("a manifest that is not one array of bytes")
     return message.arrays[0].tobytes()

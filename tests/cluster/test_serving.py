@@ -134,7 +134,7 @@ def epochs(run: Running) -> int:
 
 def test_the_status_in_a_terminal(toy: ServingHosts, curve: list[float]) -> None:
     """In a terminal of 120 columns, each server has its own line, and no line is longer than the terminal is wide."""
-    with Terminal("serve", "status", NAME, cwd=toy.folder, env=toy.here.env, columns=120) as terminal:
+    with Terminal("serve", "status", NAME, cwd=toy.folder, env=toy.operator.env, columns=120) as terminal:
         status, lines = terminal.end(60), terminal.shown.splitlines()
     assert status == 0
     assert lines[0].startswith(f"serving cluster {NAME} is up: ")

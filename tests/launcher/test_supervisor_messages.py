@@ -100,7 +100,7 @@ def test_messages(runs: Path) -> None:
     try:
         for name, (count, settings, code, act) in CASES.items():
             argv = python(code) if isinstance(code, str) else code
-            made[name] = Run(runs / str(len(made)), count, argv=argv, **settings).start(when_up=False)
+            made[name] = Run(runs / str(len(made)), count, argv=argv, **settings).start(up=False)
             act(made[name])
         made["port taken"] = run_with_busy_port(runs)
         made["node1 never starts"] = run_with_one_node(runs, 0)

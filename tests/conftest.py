@@ -39,7 +39,7 @@ settings.load_profile("here")
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_auto_num_workers(config: pytest.Config) -> int:
-    """Number of workers for ``-n auto``: tests often wait, so one more than there are cores."""
+    """Number of workers for ``-n auto``: one more than cores, because tests often wait."""
     return min(len(os.sched_getaffinity(0)), 7) + 1
 
 
@@ -48,7 +48,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 def rank_of(nodeid: str) -> int:
-    """Position of a test's folder in ``LONGEST``."""
+    """Position of a test's folder in ``LONGEST``, by which tests are sorted."""
     return next((k for k, folder in enumerate(LONGEST) if nodeid.startswith(folder)), len(LONGEST))
 
 
@@ -77,9 +77,9 @@ def shared_data() -> Path:
 
 @pytest.fixture(scope="session")
 def local_runs(tmp_path_factory: pytest.TempPathFactory, registry_of_runs: None) -> dict[str, Launched]:
-    """Two launches of the bundled trainer on this machine, made once for all parallel workers.
+    """Two finished launches of the bundled trainer on this machine; all parallel workers share them.
 
-    "one": one node with one part. "two": two nodes with one METIS part each. Both train on the same batches.
+    "one" has one node with one part, "two" has two nodes with one METIS part each. Both train on the same batches.
     """
     base = tmp_path_factory.getbasetemp()
     folder = (base.parent if "PYTEST_XDIST_WORKER" in os.environ else base) / "local-runs"
@@ -101,7 +101,10 @@ def _launch_local(folder: Path, procs: list[int], **sections: dict) -> Launched:
 
 @pytest.fixture(scope="session")
 def compiled_kernels(request: pytest.FixtureRequest) -> None:
-    """Compile the kernels that most runs need with ``local_runs``; otherwise many processes compile them at once."""
+    """Run ``local_runs`` first, which compile the kernels that most tests need.
+
+    Without this fixture, many processes would compile the same kernels at the same time.
+    """
     digest = hashlib.sha256(b"".join(path.read_bytes() for path in sorted(REPOSITORY.glob("trainer/**/*.py"))))
     stamp = KERNELS / f"run-{digest.hexdigest()[:16]}"
     if not stamp.exists() and shutil.which("tmux"):
@@ -113,5 +116,5 @@ def compiled_kernels(request: pytest.FixtureRequest) -> None:
 
 @pytest.fixture(scope="session")
 def local_workdirs(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Folder of code and parts of local nodes, shared by all tests so that kernels are compiled once."""
+    """Work folder of local nodes, which all tests share: code is copied to it, and kernels are compiled, only once."""
     return tmp_path_factory.mktemp("workdirs")

@@ -24,7 +24,7 @@ class Module:
 
     @property
     def package(self) -> str:
-        """The package that contains the file."""
+        """Dotted name of the package that contains the file."""
         return self.name if self.path.name == "__init__.py" else self.name.rpartition(".")[0]
 
 
@@ -39,7 +39,7 @@ def read_modules(repository: Path, packages: Iterable[str] = PACKAGES) -> dict[s
 
 
 def imported(module: Module, known: Collection[str]) -> Iterator[str]:
-    """Yield the dotted names that ``module`` imports, as modules of ``known`` if possible, else as written.
+    """Yield the dotted names that ``module`` imports: names of ``known`` modules, or other names as in the source.
 
     Includes imports inside functions and under ``TYPE_CHECKING``. Raises ``ValueError`` for a relative import.
     """
@@ -81,7 +81,7 @@ def circles(graph: Mapping[str, set[str]]) -> list[list[str]]:
 
 
 def _reached(graph: Mapping[str, set[str]], start: str) -> set[str]:
-    """Names reachable from ``start`` by one or more imports."""
+    """Names that ``start`` imports directly or through other imports."""
     found: set[str] = set()
     waiting = [start]
     while waiting:

@@ -57,9 +57,9 @@ def write_config(folder: Path, nodes: list[dict], **sections: dict) -> Path:
 
 
 def local_config(folder: Path, procs: list[int], workdirs: Path | None = None, **sections: dict) -> Path:
-    """Write a cluster.yml of local nodes with ``procs`` processes each; their work folders are in ``workdirs``.
+    """Write a cluster.yml of local nodes; ``procs``: number of processes of each node; ``workdirs``: for work folders.
 
-    Tests that share ``workdirs`` (default: ``folder``) share the code there; all tests share compiled kernels.
+    Tests that share ``workdirs`` (default: ``folder``) share the copied code; all tests share compiled kernels.
     Ports are reserved for the run: two runs with `auto` that start at once may find the same ports free.
     """
     state = workdirs or folder
@@ -73,13 +73,13 @@ def local_config(folder: Path, procs: list[int], workdirs: Path | None = None, *
 
 
 def own_ports() -> dict[str, int]:
-    """Ports for the `run` section of a cluster.yml of local nodes, used by no other run."""
+    """Reserve ports for a run on local nodes; returns keys of the `run` section of its cluster.yml."""
     first = next(_PORTS)
     return {"master_port": first, "control_port": first + 1, "service_port": first + 2}
 
 
 def start(config: Path, *words: str, env: dict[str, str] | None = None, own_group: bool = False) -> subprocess.Popen:
-    """Start launch.py --config … in the config's folder; stdout and stderr are one pipe."""
+    """Start ``launch.py --config`` in the folder of the config file; stdout and stderr go to one pipe."""
     command = [sys.executable, str(REPOSITORY / "launch.py"), "--config", str(config), *words]
     environment = {"COLUMNS": "200"} | dict(os.environ if env is None else env)  # tables without wrapped cells
     environment.pop("TMUX", None)
@@ -138,7 +138,7 @@ class Running:
         return self
 
     def end(self, timeout: float = 60) -> Launched:
-        """Wait for its end; kill it after ``timeout`` seconds."""
+        """Wait until launch.py ends; kill it after ``timeout`` seconds."""
         try:
             self.process.wait(timeout)
         except subprocess.TimeoutExpired:

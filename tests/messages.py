@@ -28,7 +28,7 @@ SHOWN = {
     "_error",
 }  # calls that report problems of a config or the end of a run
 FINDINGS = {"finding": 1, "Finding": 2}  # calls that make a preflight finding, with the position of the severity
-REMEDIES = {"remedy", "command", "host", "by_hand"}  # names of arguments that are no message
+REMEDIES = {"remedy", "command", "host", "by_hand"}  # names of arguments that contain no message
 WORDING = (
     "transport/errors.py",
     "transport/auth.py",
@@ -43,7 +43,7 @@ LEAST_INSIDE = 4  # words of a helper's text inside a message; fewer are a name 
 
 @dataclass(frozen=True)
 class Message:
-    """One message; … stands for each value."""
+    """A message in the source; … stands for each value that is inserted at run time."""
 
     file: str
     line: int
@@ -55,7 +55,7 @@ class Message:
 
 @cache
 def messages() -> list[Message]:
-    """Messages of all packages; each line number is that of the text."""
+    """All messages of our packages, sorted by file and line of the text."""
     modules = _modules()
     names = _errors(modules) | OTHERS | SHOWN
     found = {message for module in modules for message in module.messages(names)}
@@ -64,7 +64,7 @@ def messages() -> list[Message]:
 
 @cache
 def spoken_texts() -> tuple[str, ...]:
-    """Every text with a space in the source of all packages, docstrings included, normalised by ``fixed``."""
+    """All string constants with a space in the source of our packages (also docstrings), normalised by ``fixed``."""
     trees = [each.tree() for each in _modules()]
     kinds = (ast.Constant, ast.JoinedStr)
     found = {text for tree in trees for each in ast.walk(tree) if isinstance(each, kinds) for text in _texts(each)}
@@ -73,7 +73,7 @@ def spoken_texts() -> tuple[str, ...]:
 
 @cache
 def fixed(text: str) -> str:
-    """The text without marks that Markdown or a terminal may change."""
+    """The text without backquotes and with single spaces, to compare it with a page or a terminal's output."""
     return re.sub(r"\s+", " ", text.replace("`", "")).strip()
 
 
@@ -127,7 +127,7 @@ class _Module:
                 yield from each.value.elts[:-1]
 
     def _forwarding(self, names: set[str]) -> set[str]:
-        """Functions of this module that make an error of a text passed to them."""
+        """Names of this module's functions that pass an argument on as the text of an error."""
         return {
             function.name
             for function in self.functions()
@@ -146,7 +146,10 @@ class _Module:
         return around
 
     def _words(self, value: ast.expr, inside: ast.AST, depth: int) -> Iterator[tuple[int, str]]:
-        """Possible texts of an expression with their line numbers; follows names and helpers of this module."""
+        """Yield the possible texts of an expression, with line numbers.
+
+        Follows names to their assignments, and calls to functions of this module, up to ``depth`` times.
+        """
         if isinstance(value, ast.Constant | ast.JoinedStr | ast.BinOp):
             for text in _texts(value):
                 yield value.lineno, text
@@ -235,7 +238,7 @@ def _assigned(inside: ast.AST, name: str) -> Iterator[ast.expr]:
 
 
 def _texts(value: ast.expr) -> list[str]:
-    """The possible texts of an expression, with … for unknown values."""
+    """The possible texts of an expression without following names; … stands for unknown values."""
     if isinstance(value, ast.Constant):
         return [value.value] if isinstance(value.value, str) else []
     if isinstance(value, ast.BinOp):

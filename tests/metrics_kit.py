@@ -1,4 +1,4 @@
-"""Metrics lines of an invented run, for tests of their readers."""
+"""Metrics lines of an invented run, for tests of code that reads metrics files."""
 
 from __future__ import annotations
 
@@ -14,7 +14,10 @@ OLD = {"step_s": 0.12, "own_s": 0.1, "batch_s": 0.01, "seconds": 1.2, "seeds": 1
 
 
 def lines_of(rank: int, epochs: int = 3, **spent: float) -> list[dict[str, Any]]:
-    """Metrics lines of a rank: its prediction, then one step line and one epoch line per epoch."""
+    """Metrics lines of a rank: a prediction, then a step line and an epoch line for each epoch.
+
+    spent: seconds of a step by kind of work, in place of those in ``SPENT``.
+    """
     spent = {**SPENT, **spent}
     traffic = {"batches": 10, "remote_bytes": 1_000_000, "rows": 5000, "remote_rows": 2000, "cached_rows": 1000}
     common = {**OLD, "rank": rank, "spent": spent, "step_s": round(sum(spent.values()), 6), "traffic": traffic}

@@ -1,4 +1,4 @@
-"""Tests of the selection of systems in benchmarks/bench_peers.py: nothing is prepared for those left out."""
+"""Tests of the choice of systems in benchmarks/bench_peers.py: nothing is installed for systems that are left out."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ BENCHMARKS = Path(__file__).resolve().parents[1] / "benchmarks"
 
 @pytest.fixture
 def contest(monkeypatch: pytest.MonkeyPatch) -> Iterator[ModuleType]:
-    """benchmarks/peers/contest.py with fakes that record in ``made`` the environments and partitions it would make."""
+    """benchmarks/peers/contest.py with fakes, which add the names of environments and partitions to a set ``made``."""
     monkeypatch.syspath_prepend(BENCHMARKS)
     monkeypatch.delitem(sys.modules, "graphs", raising=False)  # tests/trainer has a module of this name too
     module = importlib.import_module("peers.contest")

@@ -1,4 +1,4 @@
-"""Tests of .ci/run: the order of its steps, and its report of slow tests that fail or are cut off by time."""
+"""Tests of .ci/run: the order of its steps, and its report of slow tests that fail or reach the time limit."""
 
 from __future__ import annotations
 
@@ -15,7 +15,10 @@ FAILED = "FAILED tests/trainer/test_metis.py::test_large - assert 1 == 2"
 
 
 def ci(folder: Path, make: str) -> tuple[int, list[str], str]:
-    """Exit status, `make` calls and last line of .ci/run with a fake ``make``: shell cases of the target."""
+    """Run .ci/run with a fake ``make``; return exit status, arguments of all `make` calls, and the last line.
+
+    make: branches of a shell ``case`` over the target.
+    """
     shutil.copytree(REPOSITORY / ".ci", folder / ".ci")
     (folder / "make").write_text(f'#!/bin/sh\necho "$*" >> {folder}/calls\ncase $1 in\n{make}\nesac\n')
     (folder / "make").chmod(0o755)

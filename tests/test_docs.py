@@ -51,7 +51,7 @@ def blocks(*languages: str) -> list[Block]:
 
 
 def commands() -> list[tuple[Block, list[str]]]:
-    """Every command of the shell blocks; continued lines are joined, comments and prompts removed."""
+    """Every command in the shell blocks of the pages, split into words, without comments and prompts."""
     return [
         (block, words)
         for block in blocks("bash", "sh", "shell", "console")
@@ -68,7 +68,7 @@ def launches() -> list[tuple[Block, list[str]]]:
 
 @pytest.mark.parametrize("block", blocks("yaml", "yml"), ids=str)
 def test_yaml_loads(block: Block, tmp_path: Path) -> None:
-    """Whole cluster files are loaded as they are; incomplete ones together with the missing sections."""
+    """Each block loads as a cluster file; required sections that a block lacks are added."""
     written = yaml.safe_load(block.text)
     missing = {key: value for key, value in MINIMAL.items() if key not in written}
     for name in (written.get("run") or {}).get("files", ()):
@@ -82,7 +82,7 @@ def test_yaml_loads(block: Block, tmp_path: Path) -> None:
 def test_launch_commands_are_valid(
     block: Block, words: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Launches run as dry runs in a folder with the files they name; other commands must parse."""
+    """A launch succeeds as a dry run in a folder with the files that it names; other commands only need to parse."""
     put_named_files(words, tmp_path)
     monkeypatch.chdir(tmp_path)
     if words[0] in gnnfleet.commands and words[0] not in LAUNCHES:
@@ -110,7 +110,7 @@ def test_trainer_commands_parse(block: Block, words: list[str]) -> None:
 
 @pytest.mark.parametrize("block", blocks("python"), ids=str)
 def test_python_blocks_import_modules_that_exist(block: Block) -> None:
-    """Our only package that examples import is ``gnnfleet``."""
+    """Python blocks import existing names of ``gnnfleet``, and nothing of ``launcher`` or ``trainer``."""
     for statement in ast.walk(ast.parse(block.text)):
         if isinstance(statement, ast.ImportFrom) and statement.module == "gnnfleet":
             assert {each.name for each in statement.names} <= set(gf.__all__)
@@ -122,7 +122,7 @@ def test_python_blocks_import_modules_that_exist(block: Block) -> None:
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
 def test_names_of_gnnfleet_in_pages_exist(page: Path) -> None:
-    """Names in code and in prose, such as ``gf.open`` and ``gnnfleet.nn.Trimmed``."""
+    """Names in code and prose of the pages, such as ``gf.open`` and ``gnnfleet.nn.Trimmed``, exist."""
     for name in re.findall(r"(?<![\w/.])(?:gf|gnnfleet)\.([A-Za-z]\w*(?:\.[A-Za-z]\w*)*)", page.read_text()):
         found: object = gf
         for word in name.split("."):
@@ -145,7 +145,7 @@ def put_named_files(words: list[str], folder: Path) -> None:
 
 
 def before_own(words: list[str]) -> list[str]:
-    """The arguments up to ``--``, which the user's own command follows."""
+    """The arguments before ``--``, after which a user's own command begins."""
     return words[: words.index("--")] if "--" in words else words
 
 
@@ -181,7 +181,7 @@ FOLDERS = ("launcher", "trainer", "gnnfleet", "benchmarks", "examples", "templat
 
 
 def test_files_and_modules_named_in_pages_exist() -> None:
-    """Such as ``launcher/plan/files.py``, ``node/control.py`` in a page, and ``trainer.core.ranks.Ranks``."""
+    """Examples: ``launcher/plan/files.py``, ``node/control.py`` (in pages only), and ``trainer.core.ranks.Ranks``."""
     files = {path.relative_to(REPOSITORY).as_posix() for top in FOLDERS for path in (REPOSITORY / top).rglob("*.*")}
     missing = []
     for page in NAMING:
@@ -200,7 +200,7 @@ def test_files_and_modules_named_in_pages_exist() -> None:
 
 
 def _is_defined(name: str) -> bool:
-    """Whether ``launcher.a.b.Name`` is a module, or a module followed by up to two names in its source."""
+    """Whether a dotted name is a module, or a module followed by one or two names that occur in its source."""
     words = name.split(".")
     for cut in range(len(words), max(len(words) - 3, 0), -1):
         path = REPOSITORY.joinpath(*words[:cut])
@@ -232,7 +232,7 @@ def test_prose_names_only_options_that_exist(page: str) -> None:
 
 @pytest.mark.parametrize("page", [*PROSE, "docs/troubleshooting.md", "docs/first_cluster.md", "docs/migrating.md"])
 def test_commands_in_prose_and_tables_parse(page: str) -> None:
-    """Checks commands in backquotes, with RUN for a run."""
+    """Commands in backquotes, such as `gnnfleet status RUN`, parse."""
     command_lines = re.findall(r"`gnnfleet ([^`]+)`", (REPOSITORY / page).read_text())
     for words in map(shlex.split, command_lines):
         if words[0] != "COMMAND":
@@ -262,7 +262,7 @@ def test_commands_in_templates_parse_and_name_the_template(template: Path) -> No
 
 
 def parse(words: list[str]) -> None:
-    """Parse the arguments of ``gnnfleet``; without a command they are those of a launch."""
+    """Parse arguments of ``gnnfleet``; if the first is no command, parse them as arguments of ``launch``."""
     name = words[0] if words[0] in gnnfleet.commands else "launch"
     command, words = gnnfleet.commands[name], words[1:] if words[0] == name else list(words)
     if isinstance(command, click.Group) and words and words[0] in command.commands:

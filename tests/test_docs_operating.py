@@ -28,7 +28,7 @@ time.sleep(300)
 
 
 def typed(*names: str) -> list[list[str]]:
-    """The arguments of ``gnnfleet`` in the page's shell blocks, for these commands."""
+    """The arguments of ``gnnfleet`` in the page's shell blocks, only for the commands ``names``."""
     blocks = re.findall(r"^```bash\n(.*?)^```", PAGE, re.MULTILINE | re.DOTALL)
     words = [shlex.split(line)[1:] for block in blocks for line in block.splitlines()]
     return [each for each in words if each[0] in names]
@@ -36,7 +36,7 @@ def typed(*names: str) -> list[list[str]]:
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
-    """A folder with cluster.yml, in which run toy-1 is in progress, detached."""
+    """A folder with a cluster.yml of which run toy-1 was launched with --detach and is still running."""
     folder = tmp_path_factory.mktemp("operating")
     config = {"name": "toy", "transport": "local", "nodes": 2, "defaults": {"workdir": "node{node_rank}"}}
     config |= {

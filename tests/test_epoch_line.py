@@ -1,4 +1,4 @@
-"""Tests of the line of an epoch, as rank 0 prints it and as the launcher shows it."""
+"""Tests of the line that rank 0 prints after each epoch, and that the launcher shows."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def report(epoch: int, loss: float, seconds: float, seeds: int) -> EpochReport:
 
 
 def shown(line: str, node_rank: int = 0) -> list[str]:
-    """``line`` from a node's first rank, as the launcher prints it."""
+    """Return what the launcher prints when the first rank of a node prints ``line``."""
     console = Console(file=io.StringIO(), width=WIDTH)
     plan = make_launch([make_node(Path("/w"), node_rank, [])])
     LiveLog(console, plan, plain=True).process_lines(node_rank, f"rank{node_rank}", [line])

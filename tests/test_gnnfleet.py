@@ -17,7 +17,7 @@ REPOSITORY = Path(__file__).resolve().parents[1]
 
 
 def python(folder: Path, *argv: str) -> subprocess.CompletedProcess[str]:
-    """Run Python in ``folder`` with our packages on its path."""
+    """Run a Python program in ``folder`` that can import our packages."""
     env = {**os.environ, "PYTHONPATH": str(REPOSITORY)}
     return subprocess.run([sys.executable, *argv], cwd=folder, env=env, capture_output=True, text=True, timeout=60)
 

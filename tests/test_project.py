@@ -33,7 +33,7 @@ def setup() -> configparser.ConfigParser:
 
 
 def words(text: str) -> list[str]:
-    """Names of the requirements in a setup.cfg list."""
+    """Names of the packages in a list of requirements in setup.cfg."""
     return [re.split(r"[<>=;\[ ]", line)[0].lower().replace("_", "-") for line in text.split("\n") if line.strip()]
 
 
@@ -67,7 +67,7 @@ def test_constraints_pin_every_direct_dependency() -> None:
 
 
 def test_all_packages_are_packaged() -> None:
-    """setuptools finds every folder with Python files in our packages."""
+    """Every folder with Python files has an ``__init__.py``; setuptools would leave out a folder without one."""
     for package in ("gnnfleet", "launcher", "trainer"):
         folders = {path.parent for path in (REPOSITORY / package).rglob("*.py")}
         assert [folder for folder in folders if not (folder / "__init__.py").exists()] == []

@@ -1,4 +1,4 @@
-"""Tests of the templates: each is listed, loads and plans in any folder; the local ones also run."""
+"""Tests of templates/: each file is listed, loads, and can be planned in any folder; those of local nodes also run."""
 
 from __future__ import annotations
 

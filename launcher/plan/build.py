@@ -164,9 +164,9 @@ def final_plan(
 
 
 def _with_running(plan: LaunchPlan, running: Mapping[int, NodePlan]) -> LaunchPlan:
-    """Return ``plan``, in which nodes of the serving cluster that already run have the NodePlan that they run with.
+    """Return the new plan of a serving cluster, in which each node that already runs keeps its NodePlan.
 
-    ``running``: these NodePlans by node_rank. Only their parts, cluster.json and run.json are replaced.
+    ``running``: the NodePlans of these nodes by node_rank. Only parts, cluster.json and run.json are those of ``plan``.
     """
     cluster = next(file.content for file in plan.nodes[0].files if file.dest.endswith("/cluster.json"))
 
@@ -269,7 +269,7 @@ def _servers_of(serving: ServingCluster) -> list[str]:
 
 
 def _shared_hosts(config: ResolvedConfig) -> list[str]:
-    """Return a note for each host that runs several nodes, as host ranges that overlap by mistake can cause this."""
+    """Return a note for each host that runs several nodes: overlapping host ranges cause this by mistake."""
     if config.transport == "local":
         return []
     nodes: dict[str, list[str]] = {}
@@ -287,10 +287,10 @@ def offline_plan(
     serving: ServingCluster | None = None,
     to_train: bool = False,
 ) -> LaunchPlan:
-    """Build the plan without facts from preflight; it has the parts on the launching machine if they are up to date.
+    """Build the plan that is possible before preflight.
 
-    The arguments are those of ``make_plan``, and ``to_train``: raise UsageError if the bundled trainer cannot train on
-    these parts.
+    It has the files of the parts if these are up to date on the launching machine. The arguments are those of
+    ``make_plan``, and ``to_train``: raise UsageError if the bundled trainer cannot train on these parts.
     """
     _source_is_here(config)
     manifest = None

@@ -35,7 +35,7 @@ def code_digest() -> str:
 
 
 def relative(path: Path) -> str:
-    """Return the path of a code file relative to the folder of gnnfleet's code, which is the same on a node."""
+    """Return the path of a code file relative to the folder that contains gnnfleet's code, here and on nodes."""
     return path.relative_to(CODE_ROOT).as_posix()
 
 

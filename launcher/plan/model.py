@@ -114,7 +114,7 @@ class Topology:
 class Partitioning:
     """How the launching machine partitions the graph before it sends files.
 
-    The command does nothing if the parts exist.
+    ``command`` does nothing if the parts exist.
     """
 
     command: Command

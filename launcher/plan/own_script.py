@@ -88,7 +88,7 @@ def _dest(path: Path, cwd: Path) -> str:
 
 
 def _inside(path: Path, extra: Sequence[str], cwd: Path) -> str:
-    """Return the path that a file gets on the nodes because it is in a folder in ``extra``; '' if it is in none.
+    """Return the path on the nodes of a file that is in one of the folders in ``extra``; '' for any other file.
 
     The file keeps its place in the folder, so that a script finds the files next to it.
     """

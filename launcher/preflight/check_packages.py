@@ -34,7 +34,7 @@ ALL = 99  #: all numbers of a version
 
 @dataclass(frozen=True)
 class Rule:
-    """How much of a version must be equal on all nodes."""
+    """How much of the version of one package must be equal on all nodes."""
 
     name: str
     numbers: int  #: leading numbers of the version that must be equal; 0: none
@@ -206,8 +206,8 @@ def _breaks(
 ) -> bool:
     """Return whether the problems of a node's packages block the run.
 
-    All problems do, but if ranks run a user's own command, only those with packages that every command is assumed to
-    need.
+    All problems do if the node runs the bundled trainer or a graph server. For a user's own command only these do:
+    torch is missing, or the version of a package that every command needs (``Rule.needed_by``) differs.
     """
     if not survey.own_command or survey.config.nodes[k].role == "server":
         return any([*missing, *differing, *without_cuda])
@@ -245,7 +245,7 @@ def _pin(survey: Survey, k: int, name: str) -> str:
 def _here(survey: Survey, k: int, name: str) -> str:
     """Return the launching machine's version of a package, to install it on node ``k``.
 
-    '' if the Python of node ``k`` is older than here, as it may not support this version.
+    '' if node ``k`` has an older Python than the launching machine, as that may not support this version.
     """
     own = _own()
     fits = _numbers(survey.version(k, "python")) >= _numbers(own["python"])
@@ -278,7 +278,7 @@ def _like(survey: Survey, k: int) -> list[int]:
 def _torch_tag(survey: Survey, k: int) -> str:
     """Return the build tag of the torch to install on node ``k``: ``cu126``, ``cpu``, or '' for the build on PyPI.
 
-    The tag is that of most nodes which, like node ``k``, have devices or have none.
+    It is the usual tag of the nodes with devices if node ``k`` has devices, else of the nodes without devices.
     """
     like = [j for j in _like(survey, k) if survey.version(j, "torch")]
     if survey.config.nodes[k].devices:

@@ -35,7 +35,7 @@ def base_memory(config: ClusterConfig, node_rank: int, own_command: bool) -> int
 def batch_memory(config: ClusterConfig, node_rank: int, graph: GraphSize | None, cpus: int) -> int:
     """Return the maximum memory of a node's batches in bytes. ``cpus``: number of CPUs of the node.
 
-    Ranks prefetch batches; a graph server samples and buffers batches for clients.
+    These are batches that ranks prefetch, and batches that a graph server samples and buffers for clients.
     """
     alive = max(config.train.prefetch, config.train.sampler_threads + 1) + 1  # includes the one in use; one in reserve
     found = _batch(config, graph) * alive * config.nodes[node_rank].nproc

@@ -138,14 +138,14 @@ def own_addresses(config: ClusterConfig, k: int, probe: Mapping[str, Any], loopb
 def public_address(config: ClusterConfig, k: int, own: Collection[str]) -> str:
     """Return the configured address of node ``k`` if it is not in ``own``, the addresses that the node itself has.
 
-    It is then a host name or an address outside a NAT. '' if it is in ``own``, or not configured.
+    Such an address is a host name, or is outside a NAT. '' if it is in ``own``, or no address is configured.
     """
     given = config.nodes[k].address or ""
     return "" if given in own else given
 
 
 def all_on_one_machine(probes: Mapping[int, Mapping[str, Any]]) -> bool:
-    """Return whether every node was reached over loopback, so that the nodes connect to each other over it too."""
+    """Return whether all nodes were reached over loopback; they then connect to each other over loopback too."""
     return all(_is_loopback(probe["address"]) for probe in probes.values())
 
 
@@ -166,7 +166,7 @@ def ports_of(config: ClusterConfig, k: int, fact: NodeFacts) -> dict[str, int]:
 
 
 class ConnectivityTest:
-    """A test of the network between all nodes that answered preflight."""
+    """A test of the network between all nodes that answered the requests of preflight."""
 
     def __init__(
         self,

@@ -60,7 +60,10 @@ class GraphSize:
 
 @dataclass(frozen=True)
 class Survey:
-    """What all checks evaluate. Keys of the mappings are the node_ranks of the nodes that answered."""
+    """The config and the answers of the nodes, which all checks evaluate.
+
+    Keys of the mappings are the node_ranks of the nodes that answered.
+    """
 
     config: ResolvedConfig
     probes: Mapping[int, Mapping[str, Any]]  #: replies of ``node/programs/probe.py``

@@ -33,7 +33,7 @@ from launcher.transport.rpc import NodeAgent
 
 
 def all_findings(survey: Survey) -> list[Finding]:
-    """Evaluate what all nodes answered. The tests of shared folders and of the network are not included."""
+    """Run all checks on the answers of the nodes, except the tests of shared folders and of the network."""
     found: list[Finding] = []
     for node_rank in sorted(survey.probes):
         found.append(survey.finding(node_rank, "ok", "connect", "connected"))

@@ -46,8 +46,8 @@ class Inquiry:
     def request(self, k: int, peer: str = "") -> dict[str, Any]:
         """Return the request to node ``k``.
 
-        ``peer``: the address of another node. A node that was reached over loopback reports its own address on the
-        route to it.
+        ``peer``: the address of another node. If SSH reached node ``k`` over loopback, its address is the one from
+        which it connects to ``peer``.
         """
         config, node, run_id = self.config, self.config.nodes[k], self.run_id
         local = "127.0.0.1" if config.transport == "local" else ""

@@ -85,7 +85,7 @@ class Row:
     def best(self) -> tuple[int, ...]:
         """Indices of the runs with the best value, after rounding as for display.
 
-        Empty if the row has no better direction, or if all known values are equal.
+        Empty if neither more nor less is better, or if all known values are equal.
         """
         known = {i: self._shown(value) for i, value in enumerate(self.values) if _is_finite(value)}
         if not self.better or len(set(known.values())) < 2:

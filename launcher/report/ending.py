@@ -105,7 +105,7 @@ class Spares:
 
 
 def hub_was_cut_off(results: Mapping[int, Mapping[str, Any]], nodes: int, hub: int) -> bool:
-    """Return whether the lead node lost its own network: it lost all other nodes, and they report that they lost it.
+    """Return whether the lead node was cut off: it reports all other nodes lost, and these report the lead node lost.
 
     ``results``: content of ``result.json`` by node_rank; at least two nodes other than the lead node (``hub``) must
     have one. ``nodes``: number of nodes of the run.

@@ -288,7 +288,7 @@ def _text_of(path: Path) -> str | None:
 
 @dataclass(frozen=True)
 class FoundRun:
-    """What this machine knows about a run; parts that are not known are None."""
+    """What this machine knows about a run. What is not known, or not on this machine, is None."""
 
     run_id: str
     folder: Path | None  #: run folder on this machine; None: launched elsewhere and never collected here

@@ -117,7 +117,7 @@ class Verdict:
 def known_without_nodes(found: FoundRun) -> bool:
     """Return whether the state of a run is known without asking its nodes.
 
-    It is if the run has ended, or if none of its processes can have started.
+    This is so if the run has ended, or if no process of the run can have started.
     """
     if found.plan is None:
         return True
@@ -387,7 +387,7 @@ def _ended_note(view: NodeView) -> str:
 def _unreachable_notes(unreachable: Sequence[NodeView], others: Sequence[NodeView]) -> list[str]:
     """Return a note for each unreachable node.
 
-    It says why, and when another node last received a message from this node.
+    It says why the node is unreachable, and when another node last received a message from this node.
     """
     notes = []
     for view in unreachable:

@@ -47,7 +47,7 @@ class Lines:
 
 @dataclass(frozen=True)
 class Words:
-    """Paragraphs, one for each text."""
+    """Paragraphs of text, one for each item of ``texts``."""
 
     texts: tuple[str, ...]
     tone: Tone = ""
@@ -56,7 +56,7 @@ class Words:
 
 @dataclass(frozen=True)
 class Fact:
-    """A labelled value in the summary."""
+    """A labelled value in the summary at the top of a report page."""
 
     label: str
     value: str

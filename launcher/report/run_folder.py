@@ -368,7 +368,7 @@ def read_plan(folder: Path) -> LaunchPlan | None:
         return read_run(text) if text else None
     except FleetError as error:
         raise FleetError(
-            f"{folder}: {error}. Its nodes have copies: delete this one, and give the cluster file: "
+            f"{folder}: {error}. The nodes have copies of run.json: delete it here, and give the cluster file: "
             f"gnnfleet status {folder.name} --config cluster.yml"
         ) from None
 

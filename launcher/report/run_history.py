@@ -55,8 +55,7 @@ def find_run(run: str | None, runs_dirs: Sequence[Path]) -> FoundRun:
 
 
 def matching(ids: Sequence[str], wanted: str) -> tuple[str, list[str]]:
-    """Return the ids that equal ``wanted``, or else those that begin with it, end with it, or contain it, in this
-    order.
+    """Return the ids that equal ``wanted``; if none does, those that begin with it, else end with it, else contain it.
 
     Returns (how, ids); ``how`` is '' for equal ids, else ``is the start of``, ``is the end of`` or ``is in``.
     """

@@ -44,10 +44,10 @@ class _SplitRows:
 
 
 def fold_nodes(listed: Sequence[tuple[NodePlan, LabelledLines]]) -> list[Fold]:
-    """Group nodes whose rows differ only in ``own_values``; the groups are in the order of their first nodes.
+    """Group similar nodes, whose rows differ only in ``own_values``; groups are in the order of their first nodes.
 
-    ``listed``: each node with its rows. The rows of a node are the rows of its Fold with the node's values in place of
-    the names.
+    ``listed``: each node with its rows. If the names in the rows of a Fold are replaced by the values of one of its
+    nodes, the result is exactly the rows of that node.
     """
     addresses = {node.address for node, _ in listed}
     alike: dict[object, list[_SplitRows]] = {}

@@ -30,9 +30,9 @@ _SHOWN = 8  # files of the output folder that are listed
 
 
 def last_loss(files: Iterable[Path]) -> str:
-    """Return ``last loss: 0.4123, mean of 4 ranks (epoch 3, step 12 of 12)``.
+    """Return the last loss as text: ``last loss: 0.4123, mean of 4 ranks (epoch 3, step 12 of 12)``.
 
-    Uses the last step line in each metrics file; '' if no file has one.
+    It is the mean over the last step line in each metrics file; '' if no file has such a line.
     """
     lines = [line for line in map(_last_step, files) if line]
     if not lines:

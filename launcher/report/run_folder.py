@@ -142,7 +142,7 @@ class LaunchFile:
 
 
 def register(run_id: str, folder: Path) -> str:
-    """Add the run to the registry, so that later commands find it from any directory.
+    """Add a run to the registry of runs on this machine, so that later commands find it from any directory.
 
     Returns '', or a warning if this failed.
     """

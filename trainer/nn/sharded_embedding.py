@@ -274,7 +274,7 @@ def _of_rank(whole: Tensor, embedding: ShardedEmbedding, rank: int, first: int, 
 
 
 def _padded(rows: Tensor, count: int, embedding: ShardedEmbedding) -> Tensor:
-    """``rows`` padded with zeros to ``count`` rows on the wire device; all ranks must send equal lengths."""
+    """Return ``rows`` on the wire device, padded with zeros to ``count`` rows: all ranks must send equally many."""
     part = torch.zeros(count, *rows.shape[1:], dtype=rows.dtype, device=wire_device(embedding.group))
     part[: len(rows)] = rows
     return part
@@ -290,16 +290,16 @@ def _scattered(embedding: ShardedEmbedding, parts: list[Tensor] | None, count: i
 
 
 def _by_type(embedding: ShardedEmbedding, whole: Tensor) -> Tables:
-    """Split the whole table by type; copies, so that a saved table does not include the storage of the others."""
+    """Split the whole table by type; copies, so that saving one type's table does not save the whole table."""
     pieces = whole.split(list(embedding.num_nodes.values()))
     return {of: rows.clone() for of, rows in zip(embedding.num_nodes, pieces, strict=True)}
 
 
 class Embeddings(Protocol):
-    """Trainable rows of some node types, as a model looks them up.
+    """Interface of trainable rows of some node types, which a model looks up in each batch.
 
-    An implementation that is an ``nn.Module`` becomes a submodule of the model and is trained with it. Any other
-    (``ShardedEmbedding``) needs its own optimizer.
+    An implementation that is an ``nn.Module`` becomes a submodule of the model and is trained with the model. Another
+    implementation, such as ``ShardedEmbedding``, needs an optimizer of its own.
     """
 
     dim: int  #: width of a row

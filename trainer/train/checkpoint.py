@@ -37,7 +37,7 @@ _SINCE = {"precision": "float32"}  #: values of settings that older files of thi
 
 @dataclass(frozen=True)
 class BestEpoch:
-    """Weights of the epoch with the best val accuracy so far."""
+    """Weights after the epoch with the best val accuracy so far."""
 
     epoch: int
     val_accuracy: float
@@ -79,7 +79,7 @@ class Checkpoint:
 
 
 def settings_record(settings: TrainSettings) -> dict[str, Any]:
-    """The settings as a dict of plain values, with ``layers`` filled in."""
+    """The settings as a dict of plain values; ``layers`` is never None."""
     return {**asdict(settings), "layers": len(settings.fanouts)}
 
 

@@ -51,7 +51,7 @@ class EpochReport:
 
     @property
     def line(self) -> dict[str, Any]:
-        """The fields of the ``epoch`` metrics line about this rank's time and traffic."""
+        """This rank's times and traffic, as fields of an ``epoch`` metrics line."""
         return {
             "wait_s": round(self.times.batch_s, 3),
             "cpu_s": round(self.cpu_s, 3),
@@ -206,7 +206,7 @@ def _check_finite(loss: float, epoch: int, step: int, group: RankGroup) -> None:
         )
 
 
-EVAL_EPOCH = 0  #: epoch that keys evaluation samples, so that all scores use the same ones; training counts from 1
+EVAL_EPOCH = 0  #: epoch in the random keys of evaluations: all sample the same neighbours; training counts from 1
 
 
 @dataclass(frozen=True)

@@ -49,7 +49,7 @@ class FitResult:
 
 @dataclass(frozen=True)
 class _ReportedBatches:
-    """Batches of an evaluation that update the progress file as they are yielded."""
+    """Yields the batches of an evaluation, and updates this rank's progress file at each batch."""
 
     batches: Batches
     metrics: MetricsLog
@@ -181,7 +181,7 @@ class Fit:
         return new
 
     def _wrapped(self) -> nn.Module:
-        """The model, with gradients averaged over ranks."""
+        """The model wrapped for training, so that gradients are averaged over ranks."""
         model, average = averaged(self.model, self.group)
         self.optimizers = replace(self.optimizers, average=average)
         return model

@@ -107,7 +107,7 @@ class TrainJob:
 
 @dataclass(frozen=True)
 class InferJob:
-    """Full-graph inference of one process."""
+    """Full-graph inference of one process: checkpoint, files and folders."""
 
     checkpoint: Path  #: rank 0 reads it
     parts: Path | None  #: partition folder; None on a client node, which has no parts
@@ -122,7 +122,7 @@ class InferJob:
 
 
 class IntList(click.ParamType):
-    """Comma-separated whole numbers: ``15,10,5``."""
+    """Value of an option: comma-separated whole numbers, such as ``15,10,5``."""
 
     name = "n,n,…"
 

@@ -20,7 +20,7 @@ from trainer.store.manifest import Manifest, NodeSpec
 
 
 class Task(Protocol):
-    """Computes sums over a batch's own seeds from a model's output; summed over ranks they cover the global batch."""
+    """Computes loss and correct predictions of a model's output, summed over the seeds of this rank's batch."""
 
     def loss_sum(self, out: Tensor, batch: Batch | HeteroBatch) -> Tensor:
         """Loss summed over the seeds, differentiable; 0 for a batch without seeds."""
@@ -47,7 +47,7 @@ class NodeClassification:
 def pick_target(manifest: Manifest, wanted: str | None = None) -> NodeType:
     """The node type to classify: ``wanted``, or else the only one with labels, classes and train seeds.
 
-    Raises ``SettingsError`` if ``wanted`` does not exist or several types qualify, ``DataError`` if none does.
+    Raises ``SettingsError`` if ``wanted`` does not exist or several types can be classified, ``DataError`` if none can.
     """
     if wanted is not None:
         if wanted not in manifest.nodes:

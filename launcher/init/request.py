@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -76,16 +77,16 @@ def split_hosts(texts: Sequence[str]) -> tuple[str, ...]:
 
 def dataset_of(answer: str) -> tuple[str, str | None]:
     """Return ``(dataset, source)`` for a dataset name or a path. Raises UsageError if the path does not exist."""
-    path = Path(answer).expanduser()
-    if path.suffix in (".pt", ".npz") or answer.startswith(("/", "./", "../", "~/")) or path.is_dir():
+    path = Path(os.path.expanduser(answer))
+    if path.suffix in (".pt", ".npz") or answer.startswith(("/", "./", "../", "~/")) or os.path.isdir(path):
         return "file", written_path(existing(answer))
     return answer, None
 
 
 def existing(text: str) -> Path:
     """Return ``text`` as an absolute path. Raises UsageError if it does not exist on this machine."""
-    path = Path(text).expanduser().absolute()
-    if not path.exists():
+    path = Path(os.path.expanduser(text)).absolute()
+    if not os.path.exists(path):
         raise UsageError(f"no file or folder {text} on this machine; the graph is read here, then sent to the hosts")
     return path
 

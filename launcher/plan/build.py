@@ -7,6 +7,7 @@
 from __future__ import annotations
 
 import json
+import os
 import secrets
 from collections.abc import Mapping
 from dataclasses import replace
@@ -311,5 +312,6 @@ def offline_plan(
 def _source_is_here(config: ResolvedConfig) -> None:
     """Raise UsageError if the graph to be partitioned does not exist on the launching machine (mode ``sync``)."""
     source = config.data.source
-    if config.makes_parts and config.data.dataset == "file" and source and not Path(source).expanduser().exists():
+    read_here = config.makes_parts and config.data.dataset == "file"
+    if read_here and source and not os.path.exists(os.path.expanduser(source)):
         raise UsageError(f"data.source: {source} does not exist on this machine, where the graph is partitioned")

@@ -6,15 +6,18 @@ import json
 import random
 from pathlib import Path
 
+import pytest
+
 from fuzz_kit import HOSTILE, fuzz, unhurried
 from golden_kit import GOLDEN
-from launcher.config.importers.base import Flags
+from launcher.config.importers.base import Flags, dataset_overrides
 from launcher.config.importers.detect import read_foreign
 from launcher.config.importers.export import cluster_yml
 from launcher.config.importers.pyg_command import parse_remote
 from launcher.config.loader import load_config, overridden, to_yaml
 from launcher.errors import ConfigError, FleetError, UsageError
 from launcher.files import CODE_ROOT
+from launcher.init.request import dataset_of
 from launcher.plan.partition import read_partition_files
 from plan_kit import parts_folder
 
@@ -131,3 +134,16 @@ def test_manifests(tmp_path: Path) -> None:
         found.of_parts([0, 1], replicated=True)
 
     fuzz(seeds, read, FleetError)
+
+
+def test_a_name_that_no_file_can_have_is_a_dataset(tmp_path: Path) -> None:
+    """Found by fuzzing: a name too long for the file system was an OSError."""
+    name = "a" * 3000 + ".pt"
+    path = tmp_path / "glt.yml"
+    path.write_text(f"nodes: [h]\nports: [22]\nusernames: [u]\ndataset: {name}\n")
+    foreign = read_foreign(path, Flags())
+    assert foreign is not None and load_config(path, foreign=foreign).data.dataset == name
+    for text in (name, "~nobody-of-this-name/graph.pt"):
+        assert f"data.dataset={text}" in dataset_overrides(text)
+        with pytest.raises(UsageError, match="no file or folder"):
+            dataset_of(text)

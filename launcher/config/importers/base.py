@@ -126,7 +126,7 @@ def dataset_overrides(name: str) -> tuple[str, ...]:
     The overrides also reset the dataset's options and the partition folder, which the file gives for another graph.
     """
     name = _RENAMED.get(name, name)
-    here = Path(name).expanduser().exists() and (os.sep in name or "." in name)
+    here = os.path.exists(os.path.expanduser(name)) and (os.sep in name or "." in name)
     stem = Path(name).stem if here else re.sub(r"[^A-Za-z0-9._-]", "-", name)
     dataset, source = ("file", name) if here else (name, "null")
     return (f"data.dataset={dataset}", f"data.source={source}", "data.options={}", f"data.folder=parts/{stem}")

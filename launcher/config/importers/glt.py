@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+
 from launcher.config.importers.base import Flags, Foreign, Source, listed, number, section, text, virtual_origin
 from launcher.errors import ConfigError, Problem
 from launcher.yaml_tree import Scalar, Section, Tree, YamlSequence, describe, read_tree
@@ -121,8 +123,8 @@ def _tree(theirs: Section, nodes: list[Section]) -> Section:
 def _data(dataset: Scalar) -> dict[str, Tree]:
     """Return the `data` section for a dataset name, or for the path of an own graph."""
     origin, name = dataset.origin, dataset.text
-    path = (origin.folder / name).expanduser()
-    if path.exists() and ("/" in name or "." in name):
+    path = origin.folder / os.path.expanduser(name)
+    if os.path.exists(path) and ("/" in name or "." in name):
         return {
             "dataset": text(origin, "file"),
             "source": text(origin, name),

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
+import os
 import posixpath
 import re
 import shlex
 from dataclasses import dataclass, replace
-from pathlib import Path
 
 from launcher.errors import UsageError
 
@@ -49,7 +49,7 @@ class Remote:
 
     def _placed(self, script: str) -> str:
         """Return the path of the script: on this machine if the file exists, else on the nodes, below ``folder``."""
-        return script if not self.folder or Path(script).is_file() else _joined(self.folder, script)
+        return script if not self.folder or os.path.isfile(script) else _joined(self.folder, script)
 
 
 def parse_remote(command: str) -> Remote:

@@ -36,7 +36,7 @@ class Damaged(ValueError):
 
 
 def text(value: Any) -> str:
-    """Kind: a string. Characters that UTF-8 cannot encode, and NUL, are replaced."""
+    """Check that a value is a string; characters that UTF-8 cannot encode, and NUL, are replaced. Raises ValueError."""
     if not isinstance(value, str):
         raise ValueError
     if not value.isascii():
@@ -45,42 +45,42 @@ def text(value: Any) -> str:
 
 
 def real(value: Any) -> float:
-    """Kind: a number, including NaN and infinities."""
+    """Check that a value is a number, NaN and infinities included; raises ValueError."""
     if isinstance(value, bool) or not isinstance(value, (int, float)) or (isinstance(value, int) and not _fits(value)):
         raise ValueError
     return value
 
 
 def number(value: Any) -> float:
-    """Kind: a finite number."""
+    """Check that a value is a finite number; raises ValueError."""
     if not math.isfinite(real(value)):
         raise ValueError
     return value  # type: ignore[no-any-return]
 
 
 def moment(value: Any) -> float:
-    """Kind: a time in seconds since the epoch."""
+    """Check that a value is a time in seconds since the epoch; raises ValueError."""
     if not 0 <= number(value) < _LATEST:
         raise ValueError
     return value  # type: ignore[no-any-return]
 
 
 def whole(value: Any) -> int:
-    """Kind: a signed 64-bit integer."""
+    """Check that a value is a signed 64-bit integer; raises ValueError."""
     if type(value) is not int or not _fits(value):
         raise ValueError
     return value
 
 
 def place(value: Any) -> int:
-    """Kind: an integer >= 0, such as a rank, a node_rank, a pid or a count."""
+    """Check that a JSON value is an integer >= 0, such as a rank, a pid or a count; raises ValueError."""
     if whole(value) < 0:
         raise ValueError
     return int(value)
 
 
 def flag(value: Any) -> bool:
-    """Kind: true or false; any other value counts as false."""
+    """Return whether a value is true; any other value counts as false."""
     return value is True
 
 

@@ -54,7 +54,7 @@ class SharedFiles:
 
 
 def shared_files(context: PlanContext) -> SharedFiles:
-    """Create the ``SharedFiles`` of a run: gnnfleet's code with digests, cluster.json, and common text of node.json."""
+    """Create the files that are equal on all nodes of a run: code, cluster.json and the common part of node.json."""
     code = tuple(copied(relative(path), path) for path in code_files())
     targets = (target_text(node_login(context.config, site.node)) for site in context.sites)
     labels = tuple(node_label(site.node_rank, target) for site, target in zip(context.sites, targets, strict=True))

@@ -260,7 +260,7 @@ def _flat(config: ClusterConfig) -> dict[str, Any]:
 
 
 def _read_by(config: Mapping[str, Any], *, own: bool) -> dict[str, Any]:
-    """Return ``config`` without ``train`` keys if the run is of an own command (``own``), which does not use them."""
+    """Return the keys of ``config`` that the run reads: a script of the user (``own``) reads no ``train`` keys."""
     return {key: value for key, value in config.items() if not (own and key.startswith("train."))}
 
 

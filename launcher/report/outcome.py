@@ -123,7 +123,7 @@ class Outcome:
 
     @property
     def own_status(self) -> int:
-        """What the process adds to the run's exit status: 1 or more if the process failed by itself, else 0."""
+        """Its return code, at least 1, if the process failed first-hand; 0 if it succeeded or only followed others."""
         return max(1, self.returncode or 0) if self.failed and not self.stopped and not self.done_without else 0
 
     @property

@@ -1,4 +1,4 @@
-"""Starts and stops the graph servers of a serving cluster; one ``serve`` at a time may start a node."""
+"""Starts and stops the graph servers of a serving cluster; a lock on each node admits one ``serve`` at a time."""
 
 from __future__ import annotations
 

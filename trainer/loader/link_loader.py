@@ -183,7 +183,7 @@ class DistLinkNeighborLoader(PyGLoader):
         num_neighbors: Number of neighbours per hop, starting at the links' ends; -1 takes all. A list, a mapping over
             all edge types, or torch_geometric's ``NumNeighbors``.
         edge_label_index: Seed links: None (all edges) or ids ``[2, n]``. For a heterogeneous graph an edge type, or
-            ``(edge type, None | ids)``. All edges are read from all hosts when the loader is made.
+            ``(edge type, None | ids)``. With None, the edges are read from all hosts when the loader is made.
         edge_label: Labels of the links, ``[n, ...]``.
         edge_label_time: Times of the links, integer ``[n]``; must be given if ``time_attr`` is, and only then.
         replace: Draw neighbours with replacement.
@@ -226,8 +226,8 @@ class DistLinkNeighborLoader(PyGLoader):
     Shapes:
         - ``edge_label_index``: int64 ``[2, links]``, positions in ``n_id``; positives first, then binary negatives
         - ``edge_label``: ``[links, ...]``; 0 for negatives
-        - ``src_index``, ``dst_pos_index``: int64 ``[positives]``, ``dst_neg_index``: int64 ``[positives]`` or
-            ``[positives, amount]``, for triplets instead of the above
+        - with triplet negatives, instead of these two: ``src_index`` and ``dst_pos_index``: int64 ``[positives]``,
+          ``dst_neg_index``: int64 ``[positives]`` or ``[positives, amount]``
         - ``n_id``, ``x``, ``edge_index`` and others: as in ``DistNeighborLoader``
 
     Raises:

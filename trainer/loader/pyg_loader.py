@@ -42,7 +42,9 @@ _made: Counter[str] = Counter()  #: number of loaders made by each line of the u
 
 
 class SameOnAllRanks:
-    """Checks once that a loader has the same seeds as the same loader on other ranks, without waiting for these ranks.
+    """Checks once that all ranks gave a loader the same seeds.
+
+    Each rank publishes a digest of its seeds and compares it with those published so far; it waits for no other rank.
 
     A loader is identified by the line of the user's code that made it, and by how many loaders this line had made
     before.

@@ -213,8 +213,9 @@ class DistShaDowKHopSampler(PyGLoader):
         return BatchSeeds(SeedSet({HOMO_NODE: roots}, {HOMO_NODE: share.places}), None)
 
     def output(self, sampled: SampledBatch, seeded: BatchSeeds) -> Output:
-        """Return one neighbourhood after the other, with nodes in the order of their ids and edges by source, then
-        target, as in torch_geometric.
+        """Return the neighbourhoods, concatenated in the order of the seeds.
+
+        Within each, nodes are sorted by id and edges by source, then target, as in torch_geometric.
         """
         found = sampled.subgraph
         assert isinstance(found, Neighbourhoods)

@@ -124,7 +124,7 @@ def as_hetero(batch: Batch) -> HeteroBatch:
 
 
 def widths(need: LayerNeed, hidden: int) -> Mapping[NodeType, int]:
-    """Width of a layer's input rows by source type: ``hidden`` for all."""
+    """Return the input width of a layer for each source node type: ``hidden`` for every type."""
     return dict.fromkeys(need.sources, hidden)
 
 

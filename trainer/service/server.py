@@ -1,4 +1,7 @@
-"""The graph server: serves the parts on one host and, for clients without parts, the whole graph."""
+"""The graph server: answers requests for the parts on its host.
+
+For clients without parts it makes whole batches, and requests what other parts hold from their servers.
+"""
 
 from __future__ import annotations
 

@@ -113,7 +113,10 @@ class Member:
 
     @property
     def table(self) -> dict[str, dict[str, Any]]:
-        """The other nodes as the hub last reported them; for the hub itself, "age" is the age of its last message."""
+        """The other nodes as the hub last reported them.
+
+        "age" is in seconds since the hub heard from a node; for the hub itself, since this node heard from it.
+        """
         now = time.monotonic()
         rows = {k: {**row, "age": _add(row["age"], now - self._peers_received)} for k, row in self._peers.items()}
         key = str(self.config.hub)

@@ -51,7 +51,7 @@ class ServerKeeper:
         self._last: dict[str, Any] = {}  # outcome of the last server that ended
 
     def begin(self) -> None:
-        """Start the server; raises the exceptions of ``start``."""
+        """Start the server for the first time. Raises OSError if the process cannot be started."""
         if os.path.exists(self._spec.ready_file):
             os.remove(self._spec.ready_file)
         assert self._spec.server is not None

@@ -112,7 +112,17 @@ def save_checkpoint(folder: Path, checkpoint: Checkpoint) -> Path:
 
 
 def load_checkpoint(path: str | Path) -> Checkpoint:
-    """Read a checkpoint onto the CPU. Raises ``CheckpointError`` if it is missing, damaged or not a checkpoint."""
+    """Read a checkpoint of the bundled trainer onto the CPU.
+
+    Args:
+        path: A file of ``runs/<run_id>/checkpoints``.
+
+    Returns:
+        Settings, weights, optimizer state and best weights of the run.
+
+    Raises:
+        CheckpointError: The file is missing, damaged or not a checkpoint.
+    """
     try:
         raw = torch.load(io.BytesIO(Path(path).read_bytes()), map_location="cpu", weights_only=True)
     except OSError as error:

@@ -158,9 +158,17 @@ def make_model(
 def trained_model(
     saved: Checkpoint, manifest: Manifest, device: torch.device | None = None
 ) -> tuple[nn.Module, ShardedEmbedding | None]:
-    """A checkpoint's best model, or the last if none was evaluated, in evaluation mode; and its embedding rows.
+    """Build the model of a checkpoint, with its best weights, or the last ones if none was evaluated.
 
-    Collective under torch.distributed; ``saved`` has embedding tables on rank 0 only.
+    Under torch.distributed all ranks must call it; only rank 0 needs the embedding tables of ``saved``.
+
+    Args:
+        saved: A checkpoint, see ``load_checkpoint``.
+        manifest: Manifest of the partition that the model was trained on, see ``read_manifest``.
+        device: Device of the model. Default: the CPU.
+
+    Returns:
+        The model in evaluation mode, and the trained rows of nodes without features (None if all have features).
     """
     settings, best = TrainSettings(**saved.settings), saved.best
     model, embedding = make_model(settings, manifest, saved.graph["target"], device)
@@ -269,7 +277,14 @@ def _prepare(
 
 
 def loader_settings(settings: TrainSettings, target: NodeType, split: str, want_degree: bool) -> LoaderSettings:
-    """Loader settings of a split: for training if it is the train split, else for evaluation."""
+    """Return the settings of the loader that the bundled trainer uses for a split.
+
+    Args:
+        settings: Settings of the run.
+        target: Node type of the seeds.
+        split: Name of the split; ``"train"`` gets the fanouts, the batch size and the shuffling of training.
+        want_degree: Also provide the in-degrees of nodes, as GCN needs.
+    """
     training = split == "train"
     return LoaderSettings(
         split=split,

@@ -197,14 +197,23 @@ class NodeChunk:
 
 @dataclass
 class WholeGraph:
-    """Runs a ``LayerStack`` on all nodes of a graph, distributed over the ranks."""
+    """Runs the layers of a model on all nodes of a graph, one layer after the other, distributed over the ranks.
+
+    Args:
+        graph: An opened graph.
+        layout: The ranks of each part: ``graph.layout``.
+        group: The ranks that call ``run`` together.
+        scratch: Folder for the rows of layers, which takes 4 bytes · own nodes · width for each of two layers.
+        nodes_at_once: Number of nodes computed at a time; bounds memory.
+        weight: Edge attribute; edges of weight 0 are left out, as in weighted sampling.
+    """
 
     graph: Graph
     layout: RankLayout
     group: RankGroup
-    scratch: Path  #: folder for rows of layers; needs 4 bytes * own nodes * width for each of two layers
-    nodes_at_once: int = 4096  #: nodes computed at a time; bounds memory
-    weight: str | None = None  #: edge attribute; edges of weight 0 are left out, as in weighted sampling
+    scratch: Path
+    nodes_at_once: int = 4096
+    weight: str | None = None
     shares: dict[NodeType, NodeShares] = field(init=False)
     _tables: RelabelTables = field(init=False)
 

@@ -31,7 +31,13 @@ def setting(help: str, default: Any, **limits: float) -> Any:
 
 @dataclass(frozen=True)
 class TrainSettings:
-    """Model, data and optimisation of a run. Creating one raises ``SettingsError`` that lists all invalid values."""
+    """Model, data and optimisation of a run of the bundled trainer: the keys of ``train`` in cluster.yml.
+
+    [cluster.yml](config.md#train) describes each.
+
+    Raises:
+        SettingsError: Lists all invalid values.
+    """
 
     model: Literal["sage", "gcn", "gat", "rgcn", "hgt", "rsage"] = setting(
         "Model; rgcn, hgt and rsage are for heterogeneous graphs.", "sage"

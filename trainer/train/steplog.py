@@ -20,29 +20,45 @@ from trainer.train.step_timing import HasCost, Phase, StepTimer, StepTimes, by_h
 class StepLog:
     """Reports the progress of a script to the launcher that started it, at most one line per second.
 
-    Without a launcher all methods do nothing.
+    Without a launcher all methods do nothing. The launcher uses the lines to show loss and speed, and to detect a loss
+    that is NaN or infinite, a stalled run, and a rank that the others wait for. If ``loader`` is given,
+    ``python -m trainer profile`` also shows where a step's time goes. There, the wait for a batch lasts until the model
+    is called, so it includes copying to the device, and the time from the model's output to the last gradient counts
+    as backward.
 
-    ::
+    Args:
+        model: The model that is trained; hooks on it measure the forward pass.
+        optimizer: Its optimizer; a hook on it marks the end of a step.
+        loader: A loader of gnnfleet, for the time and traffic of batches.
+        environ: Environment variables of the launcher.
+        tensorboard: Also write TensorBoard scalars, which the launcher collects in ``runs/<run_id>/tensorboard``.
 
-        log = gnnfleet.StepLog(model, optimizer, loader)
-        for epoch in range(epochs):
-            for step, batch in enumerate(loader):
-                ...                         # forward, backward, optimizer.step()
-                log.step(epoch + 1, step, len(loader), loss, batch.batch_size)
-            log.epoch(epoch + 1, mean_loss, val=accuracy)
-        log.result(test=accuracy)
+    Example:
+        ```python
+        import torch
+        import gnnfleet as gf
 
-    The launcher uses the lines to show loss and speed, and to detect a loss that is NaN or infinite, a stalled run, and
-    a rank that the others wait for. If ``loader`` is given, ``python -m trainer profile`` also shows where a step's
-    time goes. There, the wait for a batch lasts until the model is called, so it includes copying to the device, and
-    the time from the model's output to the last gradient counts as backward.
+        graph = gf.open("parts")
+        loader = gf.DistNeighborLoader(graph, [5], "train", batch_size=64)
+        model = torch.nn.Linear(graph.num_features, graph.num_classes)
+        optimizer = torch.optim.Adam(model.parameters())
+        log = gf.StepLog(model, optimizer, loader)
+        for step, batch in enumerate(loader):
+            seeds = batch.batch_size
+            loss = torch.nn.functional.cross_entropy(model(batch.x[:seeds]), batch.y[:seeds])
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+            log.step(1, step, len(loader), loss, seeds)
+        log.epoch(1, float(loss))
+        log.result(train_loss=float(loss))
+        ```
     """
 
     def __init__(
         self, model: nn.Module, optimizer: torch.optim.Optimizer, loader: HasCost | None = None,
         environ: Mapping[str, str] = os.environ, *, tensorboard: bool = False,
     ):  # fmt: skip
-        """tensorboard: also write TensorBoard scalars, which the launcher collects in ``runs/<run_id>/tensorboard``."""
         run_dir = environ.get("GNNFLEET_RUN_DIR")
         self._log = MetricsLog(Path(run_dir), Ranks.from_env(environ).rank, tensorboard) if run_dir else None
         self._timer = StepTimer(model, optimizer)

@@ -33,7 +33,7 @@ test: tools-test $(INSTALLED) ## run the tests
 test-slow: tools-test $(INSTALLED) ## run the tests that take longer
 	$(BIN)/python -m pytest -m slow $(WORKERS) $(ARGS)
 
-docs: $(INSTALLED) ## build the documentation as a site, in site/
+docs: $(INSTALLED) ## build the documentation as a site, in site/ (to read with search: .venv/bin/mkdocs serve)
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
 
 check: $(INSTALLED) docs ## ruff, mypy, generated documentation

@@ -41,6 +41,12 @@ _END_WAIT = 1.0  # seconds
 
 _RETRY_INTERVAL = 0.2  # seconds between requests for a session
 
+_SFTP_WAIT = 15.0  # seconds; a busy sshd counts a session for a while after it has ended
+
+_REFUSED = "Unable to open channel."  # paramiko's text for a refused channel whose error another thread took
+
+_RESOURCE_SHORTAGE = 4  # SSH_OPEN_RESOURCE_SHORTAGE of RFC 4254
+
 
 class NeedsOpenSsh(UnreachableError):
     """ssh_config or known_hosts use a keyword that paramiko does not support."""
@@ -98,26 +104,38 @@ class SshTransport(RemoteTransport):
 
     def _begin(self, command: Command, deadline: float) -> Process:
         """Start a command; while the server refuses another session (``MaxSessions``), ask again until ``deadline``."""
+        return _ChannelProcess(self._open_session(deadline), command)
+
+    def _begin_sftp(self) -> paramiko.SFTPClient:
+        session = self._open_session(time.monotonic() + _SFTP_WAIT)
+        session.invoke_subsystem("sftp")
+        session.settimeout(STALL)
+        return paramiko.SFTPClient(session)
+
+    def _open_session(self, deadline: float) -> paramiko.Channel:
+        """Open a session; while the server refuses another one, ask again until ``deadline`` (monotonic seconds)."""
         while True:
             try:
-                session = self._ssh().open_session(timeout=min(STALL, max(0.1, deadline - time.monotonic())))
-                return _ChannelProcess(session, command)
+                return open_session(self._ssh(), min(STALL, max(0.1, deadline - time.monotonic())))
             except paramiko.ChannelException:
                 if time.monotonic() + _RETRY_INTERVAL > deadline:
                     raise
                 time.sleep(_RETRY_INTERVAL)
 
-    def _begin_sftp(self) -> paramiko.SFTPClient:
-        sftp = paramiko.SFTPClient.from_transport(self._ssh())
-        assert sftp is not None
-        channel = sftp.get_channel()
-        assert channel is not None
-        channel.settimeout(STALL)
-        return sftp
-
     def _await_end(self) -> None:
         if self._link is not None:
             self._link.ssh.join(_END_WAIT)
+
+
+def open_session(ssh: paramiko.Transport, timeout: float) -> paramiko.Channel:
+    """Open a session. Raises ChannelException if the host refuses it, as sshd does beyond ``MaxSessions``."""
+    try:
+        return ssh.open_session(timeout=timeout)
+    except paramiko.SSHException as error:
+        # paramiko keeps one error per connection: of two sessions that are refused at once, only one gets it
+        if str(error) == _REFUSED and ssh.is_active():
+            raise paramiko.ChannelException(_RESOURCE_SHORTAGE, _REFUSED) from error
+        raise
 
 
 # -- one connection --------------------------------------------------------
@@ -145,7 +163,7 @@ class _Link:
         """
         while not self._done.wait(_PING_EVERY) and self.is_alive:
             try:
-                self.ssh.open_session(timeout=_PING_TIMEOUT).close()
+                open_session(self.ssh, _PING_TIMEOUT).close()
             except paramiko.ChannelException:
                 continue  # the host refused a session, so it is alive
             except Exception:  # whatever it is, without this thread nobody would notice that the host is gone

@@ -14,7 +14,9 @@ from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
+import paramiko
 import pytest
 
 from launcher.config.schema import ClusterConfig, DataConfig, NodeConfig
@@ -142,6 +144,26 @@ def test_more_simultaneous_commands_than_sshd_allows_sessions(
     assert numbers == list(range(32))
     assert (tmp_path / "copy3").read_bytes() == source.read_bytes()
     assert sshd.logins() == before
+
+
+def test_a_refused_session_is_requested_again(
+    node: SshTransport, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Paramiko keeps one error per connection, so that of two refused sessions one gets no ChannelException."""
+    refusals = [paramiko.SSHException("Unable to open channel."), paramiko.ChannelException(4, "Connect failed")] * 2
+    real = paramiko.Transport.open_session
+
+    def open_session(self: paramiko.Transport, **options: Any) -> paramiko.Channel:
+        if refusals:
+            raise refusals.pop()
+        return real(self, **options)
+
+    monkeypatch.setattr(paramiko.Transport, "open_session", open_session)
+    assert node.run(sh("echo x"), timeout=20).stdout == b"x\n" and not refusals
+    refusals += [paramiko.SSHException("Unable to open channel.")]
+    (tmp_path / "source").write_text("y")
+    node.upload(tmp_path / "source", f"{tmp_path}/copy")
+    assert (tmp_path / "copy").read_text() == "y" and not refusals
 
 
 def test_stop_ends_a_remote_command_that_is_silent(node: SshTransport, tmp_path: Path) -> None:

@@ -18,6 +18,7 @@ from pathlib import Path
 import pytest
 
 from launching import REPOSITORY, Launched, Running, launch, local_config, start
+from waiting import wait_until
 
 WAITS = """
 import os, sys, time
@@ -157,8 +158,8 @@ def test_a_closed_terminal_detaches_the_run(made: Path) -> None:
     (run_dir,) = (made.parent / "runs").iterdir()
     assert json.loads((run_dir / "launch.json").read_text())["detached"] is True
     assert not (run_dir / "result.json").exists(), "the run continues"
-    states = [json.loads(path.read_text())["state"] for path in made.parent.glob("node*/runs/*/node*/state.json")]
-    assert states == ["training", "training"]
+    files = list(made.parent.glob("node*/runs/*/node*/state.json"))
+    wait_until(lambda: [json.loads(file.read_text())["state"] for file in files] == ["training", "training"])
     stop_by_hand(made.parent)
 
 

@@ -2,17 +2,24 @@
 
 from __future__ import annotations
 
+import gc
+import os
+from pathlib import Path
+
 import numpy as np
 import pytest
 import torch
 from torch_geometric.nn import GraphSAGE, to_hetero
 
+import gnnfleet as gf
 import trainer
 from load_kit import hetero_data, homo_data, opened, parts_of, plain_graph
+from partition_kit import spec
 from partitions import typed_store
 from trainer import DistGraphSAINTNodeSampler, DistNeighborLoader, DistShaDowKHopSampler
 from trainer.core.errors import SettingsError
 from trainer.graph.in_memory import as_graph
+from trainer.partition.make import make_partition
 
 ASKED = ("num_nodes", "num_edges", "num_features", "num_node_features")
 
@@ -114,3 +121,19 @@ def test_public_names_are_listed_and_similar_ones_suggested():
     with pytest.raises(AttributeError, match="did you mean 'DistLinkNeighborLoader'"):
         _ = trainer.LinkNeighborLoader
     assert not hasattr(trainer, "quite_another_thing")
+
+
+def test_a_graph_that_is_dropped_closes_its_files_at_once(tmp_path: Path) -> None:
+    """Also without garbage collection: a script that opens many graphs must not run out of file descriptors."""
+    make_partition(spec(tmp_path / "parts"), say=lambda _: None)
+    gc.collect()
+    gc.disable()
+    try:
+        before = len(os.listdir("/proc/self/fd"))
+        graph = gf.open(tmp_path / "parts")
+        assert len(os.listdir("/proc/self/fd")) > before
+        graph.close()
+        del graph
+        assert len(os.listdir("/proc/self/fd")) == before
+    finally:
+        gc.enable()

@@ -321,9 +321,9 @@ def test_requests_that_never_end_are_bounded_by_host(monkeypatch) -> None:
         for peer in peers:
             with contextlib.suppress(OSError):
                 peer.sock.sendall(prefix + bytes(400_000))
-        assert peers[0].hung_up(60)
+        wait_until(lambda: client.stats().malformed >= 3)  # which ones depends on what the server reads first
+        assert any(peer.hung_up(1) for peer in peers)
         assert len(rows_of(client, np.arange(3000))["x"]) == 3000
-        assert client.stats().malformed >= 3
 
 
 def test_a_thread_that_dies_ends_the_server(server, monkeypatch) -> None:

@@ -111,23 +111,24 @@ class DistGraph:
         self.local, self.books = local, local.books
         self.held, self.wire_rows = held, wire_rows
         self._holders = PartHolders(local.store.manifest.num_parts, local.store.parts, remotes, turn, server_wait)
+        # without self: a graph that is dropped closes its files at once, not when garbage is collected
         self._hops = _RequestKind[HopRequest](
             lambda host, asked: host.submit_sample(asked),
-            lambda asked: self.local.sample_hops(asked),
+            lambda asked: local.sample_hops(asked),
             lambda request: (request.edge_type[2], request.nodes),
             cut_request,
             lambda sample: (sample.counts, sample.src, sample.edge),
         )
         self._rows = _RequestKind[RowRequest](
             lambda host, asked: host.submit_gather(asked),
-            lambda asked: self.local.gather(asked),
+            lambda asked: local.gather(asked),
             lambda request: (request.of, request.ids),
             lambda request, at: replace(request, ids=request.ids[at]),
             lambda rows: rows.values(),
         )
         self._pairs = _RequestKind[_EdgeQuery](
             lambda host, asked: _SingleAnswer(host.submit_has_edges(asked[0].edge_type, asked[0].src, asked[0].dst)),
-            lambda asked: [self.local.has_edges(pairs.edge_type, pairs.src, pairs.dst) for pairs in asked],
+            lambda asked: [local.has_edges(pairs.edge_type, pairs.src, pairs.dst) for pairs in asked],
             lambda pairs: (pairs.edge_type[2], pairs.dst),
             lambda pairs, at: _EdgeQuery(pairs.edge_type, pairs.src[at], pairs.dst[at]),
             lambda found: (found,),

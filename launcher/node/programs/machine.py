@@ -58,8 +58,10 @@ def started(argv: list[str]) -> Started:
 def finish(process: Started) -> str:
     """Wait for a command and return its output; '' when it fails or runs longer than ``SECONDS``."""
     deadline, printed = time.monotonic() + SECONDS, b""
+    poll = select.poll()  # select() takes no file descriptor above 1,023
+    poll.register(process.stdout, select.POLLIN)
     while True:
-        if not select.select([process.stdout], [], [], max(0.0, deadline - time.monotonic()))[0]:
+        if not poll.poll(max(0.0, deadline - time.monotonic()) * 1000):
             os.kill(process.pid, 9)
             break
         data = os.read(process.stdout, 65536)

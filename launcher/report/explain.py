@@ -16,6 +16,8 @@ from launcher.files import CODE_ROOT
 
 _FILE = Path(__file__).with_name("explanations.yml")
 
+_FOREIGN_EXCEPTION = re.compile(r"\braised (?!trainer\.)[\w.]+")  # in the sentence that reports how a process ended
+
 _FEWEST_LETTERS = 8  # of a message's fixed words by which an error is recognised; fewer occur in anything
 
 
@@ -66,15 +68,20 @@ def explanations() -> dict[str, Explanation]:
 def explanation_of(message: str) -> Explanation | None:
     """Return the explanation whose fixed words occur in ``message``; None if there is none.
 
-    Of several, it is the one whose words have the most letters.
+    Of several, it is the one whose words have the most letters. An exception of a user's script or of a library is
+    explained only by messages that are not gnnfleet's own, whatever words it uses.
     """
     text = plain(message)
+    foreign = _FOREIGN_EXCEPTION.search(text) is not None
     best, most = None, _FEWEST_LETTERS - 1
-    for entry in explanations().values():
-        for pattern in entry.messages:
-            letters = sum(map(str.isalpha, pattern))
-            if letters > most and contains(text, plain(pattern)):
-                best, most = entry, letters
+    for section in sections():
+        if foreign and not section.others:
+            continue
+        for entry in section.entries:
+            for pattern in entry.messages:
+                letters = sum(map(str.isalpha, pattern))
+                if letters > most and contains(text, plain(pattern)):
+                    best, most = entry, letters
     return best
 
 

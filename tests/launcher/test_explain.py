@@ -35,6 +35,9 @@ def test_an_error_names_its_code(message: str, code: str) -> None:
 
 def test_an_unknown_message_has_no_code() -> None:
     assert explanation_of("ValueError: rank 1 does not like this") is None and hint("x") == ""
+    assert explanation_of("rank 0 on node0 raised ValueError: shapes must agree") is None, "not an error of gnnfleet"
+    ours = explanation_of("rank 0 on node0 raised trainer.core.errors.DataError: x: shapes must agree")
+    assert ours is not None and ours.code == "shape-mismatch"
 
 
 def test_search_by_code_message_and_words() -> None:

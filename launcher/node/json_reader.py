@@ -328,6 +328,19 @@ STARTED = Record(
     {},
 )
 
+#: ``checkpoints/index.json``: the files from which a restart can continue.
+CHECKPOINT_INDEX = Record(
+    {
+        "checkpoints": items(
+            Record(
+                {"file": matching(r"[^/\0]+\.pt"), "epoch": place, "step": place, "bytes": place, "sha256": text}, {}, {}
+            )
+        )
+    },
+    {},
+    {},
+)
+
 _PEER = Record({}, {"state": (text, "absent"), "age": (none_or(number), None)}, {})
 
 _ABOUT_OTHERS = {

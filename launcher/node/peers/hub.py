@@ -19,6 +19,7 @@ from launcher.node.peers.link import Link, Message, proof, proven
 from launcher.node.peers.model import (
     EOF_PATIENCE,
     Cause,
+    Decision,
     Order,
     PeerConfig,
     Report,
@@ -65,6 +66,8 @@ class MemberStatus:
     stacks: dict[str, Any] | None = None  #: stack summaries by rank; None until reported
     ahead: float = 0.0  #: the member's clock minus this clock, seconds
     beats: int = 0  #: reports received
+    standing: dict[str, Any] | None = None  #: what it can contribute to a restart; None before it has ended its ranks
+    away: bool = False  #: it has left this hub for another one
 
 
 class Hub:
@@ -77,10 +80,11 @@ class Hub:
         self.lost: dict[str, dict[str, Any]] = {}
         self.gone: dict[str, dict[str, Any]] = {}
         self.team: Team | None = None
+        self.decision: Decision | None = None
         self.offset = 0.0
         self.dropped: dict[str, int] = {}  #: number of unauthenticated connections closed, by reason
-        self.members = {k: MemberStatus(k) for k in range(len(config.labels)) if k != config.hub}
-        self.stacks_wanted = False
+        self.members = {k: MemberStatus(k) for k in config.others}
+        self.stacks_wanted = self.stop_asked = False
         self._loop, self._clock = loop, clock
         self._own: Report = {}
         self._strangers: dict[Link, float] = {}
@@ -132,7 +136,35 @@ class Hub:
         """Whether the hub may exit: every member has ended or is lost. For members that have never connected, it waits
         at most ``peer_timeout`` after the first stop order."""
         late = self._ordered is not None and time.monotonic() - self._ordered > self.config.peer_timeout
-        return not any(member.heard is not None or not late for member in self._expected())
+        return not any((member.heard is not None or not late) and not member.away for member in self._expected())
+
+    def begin(self, config: PeerConfig | None) -> None:
+        assert config is not None
+        self.config, before = config, self.members
+        self.members = {}
+        for k in config.others:
+            old = before.pop(k, MemberStatus(k))
+            self.members[k] = MemberStatus(k, old.link, old.heard, old.gone, old.gone_wall, ahead=old.ahead)
+        for member in before.values():
+            if member.link is not None:
+                member.link.close()
+        self.order, self.cause, self.lost, self.team, self._own, self._ordered = None, None, {}, None, {}, None
+        self.stacks_wanted = self.stop_asked = False
+        self._opened = time.monotonic()
+
+    def inherit(self, cause: Cause, lost: dict[str, dict[str, Any]], gone: dict[str, dict[str, Any]]) -> None:
+        """Take the place of a lost hub, which is in ``lost``; ``gone``: nodes that the run has continued without."""
+        self.cause, self.order, self._ordered = cause, Order(cause), time.monotonic()
+        self.lost, self.gone = {**lost}, {**gone}
+
+    def decide(self, decision: Decision) -> None:
+        """Send a decision to all members, now and with every later message."""
+        self.decision = decision
+        self._broadcast()
+
+    def awaited(self) -> list[int]:
+        """Members that have neither ended, nor been lost, nor reported what they can contribute to a restart."""
+        return [member.node_rank for member in self._expected() if member.standing is None and not member.away]
 
     def close(self) -> None:
         if self._listener is not None:
@@ -173,7 +205,7 @@ class Hub:
     def _receive(self, link: Link, message: Message) -> None:
         if link.node_rank is None:
             self._authenticate(link, message)
-        elif self.members[link.node_rank].link is link:
+        elif link.node_rank in self.members and self.members[link.node_rank].link is link:
             self._take_report(self.members[link.node_rank], message)
 
     def _authenticate(self, link: Link, message: Message) -> None:
@@ -209,21 +241,32 @@ class Hub:
         """Store a member's report, act on the cause in it, and answer with the hub's orders."""
         if "ping" in message:
             return self._pong(member)
+        if "away" in message:
+            member.away = True
+            return
         got, sent = self._clock(), float(message["t"])
         ahead = sent - got if message["offset"] is None else float(message["offset"])
-        cause, member.ahead = received_cause(message["cause"], ahead), ahead
+        if int(message.get("generation", 0)) == self.config.generation:
+            self._take_state(member, message, ahead)
         member.heard, member.beats = time.monotonic(), member.beats + 1
+        if member.link is not None and not member.link.waiting:
+            often = member.beats % (1 + len(self.members) // _TABLE_NODES) == 0
+            member.link.send({"t0": sent, "t1": got, **self._orders(member, with_peers=often)})
+
+    def _take_state(self, member: MemberStatus, message: Message, ahead: float) -> None:
+        """Store the state in a member's report of the present attempt, and act on the cause in it."""
+        cause, member.ahead = received_cause(message["cause"], ahead), ahead
         member.state, member.trained = str(message["state"])[:20], message["trained"]
         member.ranks, member.findings = dict(message["ranks"]), list(message["findings"])
         member.stacks = message["stacks"] if message["stacks"] is None else dict(message["stacks"])
         member.own_ranks, member.begun = tuple(map(int, message["own_ranks"])), bool(message["begun"])
         member.final = message["final"] in _ENDS
+        standing = message.get("standing")
+        member.standing = None if standing is None else dict(standing)
         if cause is not None:
+            self.stop_asked = self.stop_asked or cause["kind"] == "stop"
             self._end_or_leave(member, cause)
         self._finish()
-        if member.link is not None and not member.link.waiting:
-            often = member.beats % (1 + len(self.members) // _TABLE_NODES) == 0
-            member.link.send({"t0": sent, "t1": got, **self._orders(member, with_peers=often)})
 
     def _pong(self, member: MemberStatus) -> None:
         member.heard = time.monotonic()
@@ -243,7 +286,15 @@ class Hub:
             "peers": {**own, **self.table} if with_peers else None,
             "stacks": self.stacks_wanted,
             "known_final": member.final,
+            **self._decided(member),
         }
+
+    def _decided(self, member: MemberStatus) -> Message:
+        """The decision in a message to a member: no restart for a member that the run has continued without."""
+        decision, generation = self.decision, self.config.generation
+        if member.left is not None and (decision is None or decision["generation"] <= generation):
+            decision = {"generation": generation + 1, "restart": False, "leave": False, "why": ""}
+        return {"decision": decision, "generation": generation} if decision else {}
 
     def _broadcast(self) -> None:
         for member in self.members.values():

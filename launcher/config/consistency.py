@@ -95,7 +95,7 @@ def _restarts(config: ClusterConfig, reader: Reader) -> None:
             "run.on_client_loss: go-on cannot be combined with run.restarts, which also continue without a lost client; "
             "leave on_client_loss out",
         )
-    if config.nodes and run.min_nodes > max(1, training) and reader.good(("run", "min_nodes"), ("nodes",)):
+    if run.restarts and config.nodes and run.min_nodes > max(1, training) and reader.good(("run", "min_nodes"), ("nodes",)):
         reader.report(
             ("run", "min_nodes"),
             f"run.min_nodes is {run.min_nodes}, but only {count(training, 'node')} "

@@ -293,7 +293,7 @@ class Hub:
         """The decision in a message to a member: no restart for a member that the run has continued without."""
         decision, generation = self.decision, self.config.generation
         if member.left is not None and (decision is None or decision["generation"] <= generation):
-            decision = {"generation": generation + 1, "restart": False, "leave": False, "why": ""}
+            decision = {"generation": generation + 1, "restart": False, "leave": False, "why": "", "left": True}
         return {"decision": decision, "generation": generation} if decision else {}
 
     def _broadcast(self) -> None:

@@ -163,6 +163,7 @@ class Restarts:
         self.decision: Decision | None = None  #: of the council; None while it meets
         self.records: list[dict[str, Any]] = []  #: one per restart, as in state.json
         self.lost: dict[str, dict[str, Any]] = {}  #: hubs that were lost in this attempt, as in result.json
+        self.left = False  #: the run may go on without this node
         self.why_not = ""  #: why there was no further restart; '' if that needs no words
         self._first, self._loop, self._journal = first, loop, journal
         self._gone: dict[str, dict[str, Any]] = {}  # nodes that the run goes on without, as in result.json
@@ -188,7 +189,7 @@ class Restarts:
 
     def leave(self, peers: Peers, generation: int) -> None:
         """End this node's part in the run without a decision; a hub tells the members to find another one."""
-        self.council = None
+        self.council, self.left = None, True
         if isinstance(peers, Hub):
             peers.decide({"generation": generation + 1, "restart": False, "leave": True, "why": ""})
 
@@ -201,9 +202,10 @@ class Restarts:
         self.council = None
         if decision is None or not decision["restart"]:
             self.why_not = decision["why"] if decision else ""
+            self.left = decision is None or bool(decision.get("left"))
             return None
         if self._first.node_rank not in decision["nodes"]:
-            self.why_not = "the other nodes go on without this one"
+            self.why_not, self.left = "the other nodes go on without this one", True
             return None
         new = next_spec(self._first, decision)
         before = first_cluster(spec.run_dir)
@@ -225,9 +227,12 @@ class Restarts:
         about = {"t": last["t"], "kind": "restart", "node_rank": last["cause_node"], "rank": None}
         return {**about, "text": last["text"], "stop": False}
 
-    def state(self, spec: NodeSpec) -> dict[str, Any]:
+    def state(self, spec: NodeSpec, peers: Peers) -> dict[str, Any]:
         """The fields of state.json and result.json about restarts; {} without ``run.restarts``."""
-        return {"generation": spec.generation, "hub": spec.lead, "restarts": self.records} if spec.restarts else {}
+        if not spec.restarts:
+            return {}
+        hub = peers.config.hub if isinstance(peers, (Hub, Member)) else spec.node_rank
+        return {"generation": spec.generation, "hub": hub, "restarts": self.records, "left": self.left}
 
 
 def _gone(k: int, restart: dict[str, Any]) -> dict[str, Any]:

@@ -59,14 +59,21 @@ class AttemptEnd:
 
 
 class _NoRestart(Exception):
-    """Raised with the reason why the run does not start again; '' if that needs no words."""
+    """Raised with the reason why the run does not start again; '' if that needs no words.
+
+    left: other nodes may go on by themselves.
+    """
+
+    def __init__(self, why: str, left: bool = False) -> None:
+        super().__init__(why)
+        self.left = left
 
 
 def decide(end: AttemptEnd, now: float) -> Decision:
     """Decide whether and how the run starts again.
 
     now: seconds since the epoch by the hub's clock. The result has "generation" (number of the next attempt),
-    "restart", "t", and "why" if there is no restart; else "lead" (the hub), "first" (node of rank 0), "nodes", "ranks" and "parts"
+    "restart", "t", and without a restart "why" and "left" (other nodes may go on by themselves); else "lead" (the hub), "first" (node of rank 0), "nodes", "ranks" and "parts"
     (by node_rank), "checkpoint" ({"file", "epoch", "step"} or null), "cause", "reason" (the cause as a sentence),
     "without" (nodes lost in this attempt) and "seconds" since the failure.
     """
@@ -77,7 +84,7 @@ def decide(end: AttemptEnd, now: float) -> Decision:
         nodes = _check_nodes(end)
         parts = _parts(end, nodes)
     except _NoRestart as error:
-        return {**head, "restart": False, "why": str(error)}
+        return {**head, "restart": False, "why": str(error), "left": error.left}
     training = [k for k in nodes if spec.role_of(k) in _TRAIN]
     first = max(training, key=lambda k: (end.standings[k].place, -k))
     return {
@@ -145,7 +152,8 @@ def _check_nodes(end: AttemptEnd) -> list[int]:
     doubtful = [k for k in spec.active if k not in killed and k not in end.ended and k not in end.given_up]
     if 2 * len(nodes) < len(doubtful) + bool(end.away):
         raise _NoRestart(
-            f"only {len(nodes)} of {len(doubtful)} nodes can reach each other, and the others may go on by themselves"
+            f"only {len(nodes)} of {len(doubtful)} nodes can reach each other, and the others may go on by themselves",
+            left=True,
         )
     training = [k for k in nodes if spec.role_of(k) in _TRAIN]
     if len(training) < max(1, spec.min_nodes):

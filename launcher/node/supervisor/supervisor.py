@@ -382,7 +382,7 @@ class Supervisor:
         result = {**end.result(self.spec.node_rank, cause), "outcomes": list(self.book.outcomes.values())}
         lost = {**self.restarts.lost, **self.peers.lost}
         result |= {"clock_offset": self.peers.offset, "lost": lost, "gone": self.peers.gone}
-        result |= {"findings": self.health.findings, **self.restarts.state(self.spec)}
+        result |= {"findings": self.health.findings, **self.restarts.state(self.spec, self.peers)}
         self.journal.put_last("result.json", result)
         self.release()
 
@@ -426,7 +426,7 @@ class Supervisor:
             "gone": self.peers.gone,
             "ranks": self.health.ranks,
             "findings": self.health.newest,
-            **self.restarts.state(self.spec),
+            **self.restarts.state(self.spec, self.peers),
         }
         self.journal.put_state(state)
         self.report()

@@ -81,25 +81,25 @@ def restart_candidates(config: ClusterConfig, node_rank: int) -> tuple[tuple[int
     """Return the candidates for the control port and for the master port of a node, which it uses when it becomes the
     hub, or has rank 0, after a restart (``run.restarts``).
 
-    For the lead node these are its ports in the first attempt. Ports given in the config are used on all hosts; of the
-    nodes on one host, each further one uses the next port. () if the run does not restart, or does not need the port.
+    For the lead node these are its ports in the first attempt. A port given in the config is used on every other host
+    too, by its first node. () if the run does not restart, or does not need the port.
     """
     node = config.nodes[node_rank]
     if not config.run.restarts or not config.world_size:
         return (), ()
     if node_rank == lead(config):
         return control_candidates(config), master_candidates(config)
-    host = host_key(config, node)
-    nth = sum(host_key(config, other) == host for other in config.nodes[:node_rank])
+    hosts = [host_key(config, other) for other in (config.nodes[lead(config)], *config.nodes[:node_rank])]
+    alone = host_key(config, node) not in hosts
     taken = {*_fixed_service_ports(config), config.run.control_port, config.run.master_port}
     count, run = 2 * len(config.nodes), config.run
     ours = range(RESTART_PORT + 2 * node_rank, RESTART_PORT + count * _RESTART_CANDIDATES, count)
     control = tuple(port for port in ours if port not in taken)
     master = tuple(port + 1 for port in ours if port + 1 not in taken)
-    if run.control_port != "auto":
-        control = (run.control_port + nth,)
-    if run.master_port != "auto":
-        master = (run.master_port + nth,)
+    if run.control_port != "auto" and alone:
+        control = (run.control_port,)
+    if run.master_port != "auto" and alone:
+        master = (run.master_port,)
     return control, master if node.trains else ()
 
 

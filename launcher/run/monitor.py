@@ -147,6 +147,7 @@ class RunFollower:
         self._stop_reason = ""
         self._stopped_at: dict[int, float] = {}
         self._failing = ""  # the first failure reported
+        self._failed_attempts: set[int] = set()  # of which the first failure was reported, with run.restarts
         self._spares = Spares(plan, limits.restarts)
         self._stop_at = float("inf")
         self._launching = bool(starts)  # a run that is only followed does not resend its start events
@@ -336,7 +337,11 @@ class RunFollower:
     def _handle_exit(self, k: int, event: Mapping[str, Any]) -> None:
         if event.get("rank") in self.live.board.ranks:
             self.live.board.rank_ended(event["rank"], failed=event.get("returncode") != 0)
+        generation = self.live.board.generation
+        if self.limits.restarts and generation in self._failed_attempts:
+            return
         if event.get("failed") and not self._failing and not self._stop_reason:
+            self._failed_attempts.add(generation)
             name = event.get("name", "a process")
             self._handle_failure(k, f"a process failed: {name} of {self._label(k)}", f"{name} of node{k} failed")
 

@@ -10,15 +10,15 @@ from node_kit import RunFolder, free_port, python
 from peers_kit import Run
 from waiting import wait_until
 
-#: A rank that counts steps from its checkpoint on. It ends once the file ``../go`` exists, or fails at the step in
-#: ``FAIL_AT``, which is counted over all attempts.
+#: A rank that counts steps from its checkpoint on. It ends once the file ``../go``, or that in its argument, exists. It
+#: fails at the step in ``FAIL_AT``, which is counted over all attempts.
 TRAIN = """
-import hashlib, json, os, pathlib, time
+import hashlib, json, os, pathlib, sys, time
 run, rank, world = pathlib.Path(os.environ["GNNFLEET_RUN_DIR"]), os.environ["RANK"], os.environ.get("WORLD_SIZE")
 resume, attempt = os.environ.get("GNNFLEET_RESUME"), os.environ.get("GNNFLEET_RESTART", "0")
 step = json.loads(pathlib.Path(resume).read_text()) if resume and rank == "0" else 0
 print("up", "attempt", attempt, "rank", rank, "of", world, "step", step, flush=True)
-while not os.path.exists(run / "../go"):
+while not os.path.exists(sys.argv[1] if len(sys.argv) > 1 else run / "../go"):
     if str(step) == os.environ.get("FAIL_AT"):
         raise SystemExit(3)
     step += 1

@@ -13,7 +13,7 @@ from typing import Any
 from launcher.node.child_process import Loop
 from launcher.node.peers.hub import Hub
 from launcher.node.peers.member import Member
-from launcher.node.peers.model import Cause, Decision, NoPeers, PeerConfig, Peers
+from launcher.node.peers.model import Cause, Decision, NoPeers, PeerConfig, Peers, earlier, make_cause
 from launcher.node.record import write_json
 from launcher.node.supervisor.attempt import archive, cluster_file, first_cluster, next_spec
 from launcher.node.supervisor.journal import Journal
@@ -21,6 +21,8 @@ from launcher.node.supervisor.restart import AttemptEnd, Standing, decide, recor
 from launcher.node.supervisor.spec import NodeSpec
 
 _MARGIN = 3.0  # seconds beyond peer_timeout in which a supervisor connects to a new hub
+
+_NOTICED = 3.0  # seconds that the supervisors may need to notice a node that was killed
 
 _ENDING = 10.0  # seconds beyond the grace in which the nodes end their processes and read their checkpoints
 
@@ -83,11 +85,11 @@ class Council:
     def _replace_hub(self, peers: Member) -> None:
         """Connect to the next node in the order of node_ranks, or become the hub. If this node cannot listen, it stays
         without a hub, and decides for itself alone."""
-        spec, cause = self._spec, self._cause or peers.cause
+        spec, cause = self._spec, earlier(self._cause, peers.cause)
         self._gone |= peers.gone
         known = {*self._left, *map(int, self.lost)}
         hub = next(k for k in spec.active if k not in known)
-        self._cause = self._cause or cause
+        self._cause = cause
         peers.leave()
         config = self._config(hub)
         if hub != spec.node_rank:
@@ -132,18 +134,26 @@ class Council:
         members = peers.members.values()
         standings = {one.node_rank: Standing.of(one.standing) for one in members if one.standing and _stays(one)}
         why = {int(k): str(lost["why"]) for k, lost in peers.lost.items()}
-        cause = peers.cause or self._cause
-        assert cause is not None
         return AttemptEnd(
             self._spec,
             {self._spec.node_rank: own, **standings},
-            cause,
+            self._first_cause(peers),
             {one.node_rank: why.get(one.node_rank, "") for one in members if one.lost},
             ended={one.node_rank for one in members if one.final},
             given_up={*map(int, peers.gone)},
             away={one.node_rank for one in members if one.away},
             stop=self.stop or peers.stop_asked,
         )
+
+
+    def _first_cause(self, peers: Hub) -> Cause:
+        """The cause of the end: a lost node rather than a failure shortly before, as ranks notice a killed node before
+        the supervisors do."""
+        cause = peers.cause or self._cause
+        assert cause is not None
+        lost = [make_cause(int(k), "node", "lost", one["why"], one["since"]) for k, one in peers.lost.items()]
+        first = min(lost, key=lambda one: float(one["t"]), default=cause)
+        return first if cause["kind"] == "failure" and first["t"] < cause["t"] + _NOTICED else cause
 
 
 def _stays(member: Any) -> bool:
@@ -199,7 +209,7 @@ class Restarts:
         spec: of the attempt that has ended. Returns the new one, or None if there is no next attempt for this node.
         """
         decision = self.decision
-        self.council = None
+        self.council = self.standing = None
         if decision is None or not decision["restart"]:
             self.why_not = decision["why"] if decision else ""
             self.left = decision is None or bool(decision.get("left"))

@@ -358,7 +358,13 @@ RESTART = Record(
 )
 
 #: Fields of state.json and result.json with ``run.restarts``.
-_RESTARTS: dict[str, Kind] = {"generation": place, "hub": place, "restarts": items(RESTART), "left": flag}
+_RESTARTS: dict[str, Kind] = {
+    "generation": place,
+    "hub": place,
+    "restarts": items(RESTART),
+    "left": flag,
+    "no_restart": text,
+}
 
 _ABOUT_OTHERS = {
     "clock_offset": (none_or(number), None),

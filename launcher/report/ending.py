@@ -186,7 +186,7 @@ class Ending:
             self.collected.metrics,
             seconds,
             folder,
-            notes=(*self.followed.notes, *self.collected.notes),
+            notes=(*self._restart_notes(), *self.followed.notes, *self.collected.notes),
             findings=tuple(self.findings()),
             stopped_by=self._asked_by() if state == "interrupted" and not self.followed.interrupted else "",
             out_of_reach=excluded_names(self.plan.nodes, self._unreachable()),
@@ -204,6 +204,14 @@ class Ending:
         hub, report = last_attempt(self.results, self.plan.lead)
         found = report.get("restarts") or ()
         return tuple({**one, "t": one["t"] - self.clock_offset(hub)} for one in found)
+
+    def _restart_notes(self) -> Iterator[str]:
+        """Yield a note for each node that a restart went without, and why there was no further restart."""
+        labels = [node.label for node in self.plan.nodes]
+        for one in self.restarts:
+            yield from (f"{labels[k]} was lost; the run went on without it" for k in one["without"] if k < len(labels))
+        if why := last_attempt(self.results, self.plan.lead)[1].get("no_restart"):
+            yield f"no restart: {why}"
 
     def clock_offset(self, k: int) -> float:
         """Return the clock of node ``k`` minus this machine's, in seconds.

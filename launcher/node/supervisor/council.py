@@ -242,7 +242,8 @@ class Restarts:
         if not spec.restarts:
             return {}
         hub = peers.config.hub if isinstance(peers, (Hub, Member)) else spec.node_rank
-        return {"generation": spec.generation, "hub": hub, "restarts": self.records, "left": self.left}
+        about = {"generation": spec.generation, "hub": hub, "restarts": self.records}
+        return {**about, "left": self.left, "no_restart": self.why_not}
 
 
 def _gone(k: int, restart: dict[str, Any]) -> dict[str, Any]:

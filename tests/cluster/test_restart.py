@@ -11,6 +11,7 @@ import pytest
 from failure_kit import Scene
 from launching import Running
 from netns import NetCluster
+from ssh_nodes import WORKDIR
 
 pytestmark = pytest.mark.slow
 GO = "/tmp/go"
@@ -71,7 +72,7 @@ def await_again(cluster: NetCluster, hosts: list[int], world: int, seconds: floa
     text = f"begins at [1-9][0-9]* of {world}$"
     while time.monotonic() - since < seconds:
         found = [
-            cluster.hosts[k].run(["bash", "-c", f"grep -qsE '{text}' ~/gnnfleet*/runs/again/node*/logs/rank*.log"], check=False)
+            cluster.hosts[k].run(["bash", "-c", f"grep -qsE '{text}' {WORKDIR}/runs/again/node*/logs/rank*.log"], check=False)
             for k in hosts
         ]
         if all(done.returncode == 0 for done in found):
@@ -107,7 +108,7 @@ def test_the_lead_host_without_power_and_no_launcher(scene: Scene, begun: Runnin
     deadline = time.monotonic() + 30
     while scene.processes(1, "supervisor") and time.monotonic() < deadline:
         time.sleep(0.5)
-    results = [scene.cluster.hosts[k].run(["bash", "-c", f"cat ~/gnnfleet*/runs/again/node{k}/result.json"]) for k in (1, 2)]
+    results = [scene.cluster.hosts[k].run(["bash", "-c", f"cat {WORKDIR}/runs/again/node{k}/result.json"]) for k in (1, 2)]
     assert all('"state": "done"' in result.stdout for result in results)
 
 
@@ -121,7 +122,7 @@ def test_a_cut_network_leads_to_one_run(scene: Scene, begun: Running) -> None:
     finish(scene, [0, 1])
     done = begun.end(90)
     assert done.status == 0 and done.result["state"] == "done", done.output
-    alone = host.run(["bash", "-c", "cat ~/gnnfleet*/runs/again/node2/result.json"]).stdout
+    alone = host.run(["bash", "-c", f"cat {WORKDIR}/runs/again/node2/result.json"]).stdout
     assert "no restart: only 1 of 3 nodes can reach each other" in alone
 
 

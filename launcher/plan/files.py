@@ -161,7 +161,8 @@ def _restarts(context: PlanContext, site: Site) -> Mapping[str, Any]:
     if not config.run.restarts or config.serve_only:
         return {}
     folder = "" if config.data.mode == "sync" else site.data_dir  # a folder with parts of other nodes too
-    return {"restarts": config.run.restarts, "min_nodes": config.run.min_nodes, "data_dir": folder}
+    more = {"lost_after": config.run.lost_after, "data_dir": folder}
+    return {"restarts": config.run.restarts, "min_nodes": config.run.min_nodes, **more}
 
 
 def _restart_sites(context: PlanContext) -> Mapping[str, Any]:

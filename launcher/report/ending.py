@@ -88,6 +88,7 @@ class Spares:
         self._nodes: set[int] = set()
         self._never: set[int] = set()  # did not start
         self.gone: set[int] = set()  #: with restarts: nodes that the run goes on without
+        self._generation = 0  # of the attempt to which ``gone`` refers
 
     def __contains__(self, k: int) -> bool:
         if self._restarts:
@@ -97,7 +98,7 @@ class Spares:
     def take_result(self, k: int, result: Mapping[str, Any]) -> None:
         """Process the ``result.json`` of node ``k``. If it shows that the run is over, no node stays expendable."""
         if self._restarts:
-            self.gone |= set(map(int, result["gone"]))
+            self._take_gone(result)
             self._over = self._over or not result.get("left")
             return
         cause = result.get("cause")
@@ -107,10 +108,16 @@ class Spares:
     def take(self, k: int, state: Mapping[str, Any]) -> None:
         """Process the ``state.json`` of node ``k``, which lists the nodes that are expendable."""
         if self._restarts:
-            self.gone |= set(map(int, state.get("gone") or ()))
+            self._take_gone(state)
         elif k == self._lead or not self._heard:
             self._heard = k == self._lead
             self._nodes = {*(state.get("spare") or ()), *map(int, state.get("gone") or ())}
+
+    def _take_gone(self, report: Mapping[str, Any]) -> None:
+        generation, gone = report.get("generation", 0), set(map(int, report.get("gone") or ()))
+        if generation >= self._generation:
+            self.gone = gone | (self.gone if generation == self._generation else set())
+            self._generation = generation
 
     def discard(self, k: int) -> None:
         """Remove node ``k`` from the expendable nodes: it never started, and a run needs every node to start."""

@@ -53,7 +53,7 @@ def killed(rank: int = 1) -> dict[str, Any]:
 
 
 def decided(standings: Mapping[int, Standing], spec: NodeSpec = SPEC, **more: Any) -> dict[str, Any]:
-    return decide(AttemptEnd(spec, standings, more.pop("cause", killed()), more.pop("lost", {}), **more), 1007.31)
+    return decide(AttemptEnd(spec, SPEC, standings, more.pop("cause", killed()), more.pop("lost", {}), **more), 1007.31)
 
 
 ALL = {k: standing(2, 120, (k,)) for k in range(3)}
@@ -136,6 +136,12 @@ def test_one_of_several_nodes_may_go_on_alone(how: str) -> None:
         standings = {k: standing(parts=(0, 1, 2), stepped=False) for k in (0, 1)}
         found = decided(standings, lost={2: SILENT})
     assert found["restart"]
+
+
+def test_a_node_that_comes_back_has_its_parts_again() -> None:
+    spec = replace(SPEC, nodes=(0, 1), roles=("worker", "worker", "absent"), parts=((0, 2), (1,), ()), generation=1)
+    found = decided(ALL, spec)
+    assert found["nodes"] == [0, 1, 2] and found["parts"] == {"0": [0, 2], "1": [1], "2": [2]}
 
 
 def test_the_next_attempt_of_a_node() -> None:

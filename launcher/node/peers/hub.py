@@ -5,7 +5,6 @@ Receives the heartbeats of all members, declares silent nodes lost, and decides 
 
 from __future__ import annotations
 
-import errno
 import secrets
 import selectors
 import socket
@@ -15,7 +14,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from launcher.node.child_process import Loop
-from launcher.node.peers.link import Link, Message, proof, proven
+from launcher.node.peers.link import Link, Message, listen, proof, proven
 from launcher.node.peers.model import (
     EOF_PATIENCE,
     Cause,
@@ -84,6 +83,7 @@ class Hub:
         self.offset = 0.0
         self.dropped: dict[str, int] = {}  #: number of unauthenticated connections closed, by reason
         self.members = {k: MemberStatus(k) for k in config.others}
+        self.guests: dict[int, MemberStatus] = {}  #: connected nodes that wait for the next attempt
         self.stacks_wanted = self.stop_asked = False
         self._loop, self._clock = loop, clock
         self._own: Report = {}
@@ -140,14 +140,14 @@ class Hub:
 
     def begin(self, config: PeerConfig | None) -> None:
         assert config is not None
-        self.config, before = config, self.members
-        self.members = {}
+        self.config, before = config, self.guests | self.members
+        self.members, self.guests = {}, {}
         for k in config.others:
             old = before.pop(k, MemberStatus(k))
             self.members[k] = MemberStatus(k, old.link, old.heard, old.gone, old.gone_wall, ahead=old.ahead)
         for member in before.values():
             if member.link is not None:
-                member.link.close()
+                member.link.close()  # it may come back as a guest
         self.order, self.cause, self.lost, self.team, self._own, self._ordered = None, None, {}, None, {}, None
         self.stacks_wanted = self.stop_asked = False
         self._opened = time.monotonic()
@@ -170,7 +170,8 @@ class Hub:
         if self._listener is not None:
             self._loop.unwatch(self._listener)
             self._listener.close()
-        for link in [*self._strangers, *(one.link for one in self.members.values() if one.link)]:
+        known = (*self.members.values(), *self.guests.values())
+        for link in [*self._strangers, *(one.link for one in known if one.link)]:
             link.close()
 
     def ask_stacks(self) -> None:
@@ -205,16 +206,20 @@ class Hub:
     def _receive(self, link: Link, message: Message) -> None:
         if link.node_rank is None:
             self._authenticate(link, message)
-        elif link.node_rank in self.members and self.members[link.node_rank].link is link:
-            self._take_report(self.members[link.node_rank], message)
+        elif (member := self._status(link.node_rank)) is not None and member.link is link:
+            self._take_report(member, message)
+
+    def _status(self, k: int) -> MemberStatus | None:
+        return self.members.get(k) or self.guests.get(k)
 
     def _authenticate(self, link: Link, message: Message) -> None:
         """Check a member's proof, make ``link`` the connection to that member, and answer with the hub's proof."""
         k, nonce = int(message["node_rank"]), str(message["nonce"])
         token = self.config.token
-        if k not in self.members or not proven(message["proof"], token, "member", k, link.nonce, nonce):
+        admitted = k in self.members or (self.config.guests and 0 <= k < len(self.config.labels))
+        if not admitted or not proven(message["proof"], token, "member", k, link.nonce, nonce):
             return self._drop(link, "could not prove to belong to this run")
-        member = self.members[k]
+        member = self._status(k) or self.guests.setdefault(k, MemberStatus(k))
         if member.link is not None:
             member.link.close()
         del self._strangers[link]
@@ -225,8 +230,9 @@ class Hub:
     def _closed(self, link: Link, why: str) -> None:
         if link in self._strangers:
             return self._drop(link, why)
-        member = self.members.get(-1 if link.node_rank is None else link.node_rank)
+        member = self._status(-1 if link.node_rank is None else link.node_rank)
         if member is not None and member.link is link:
+            self.guests.pop(member.node_rank, None)
             member.link, member.gone, member.gone_wall = None, time.monotonic(), self._clock()
 
     def _drop(self, link: Link, why: str) -> None:
@@ -246,7 +252,9 @@ class Hub:
             return
         got, sent = self._clock(), float(message["t"])
         ahead = sent - got if message["offset"] is None else float(message["offset"])
-        if int(message.get("generation", 0)) == self.config.generation:
+        if member.node_rank in self.guests:
+            member.standing, member.final = message.get("standing"), message["final"] in _ENDS
+        elif int(message.get("generation", 0)) == self.config.generation:
             self._take_state(member, message, ahead)
         member.heard, member.beats = time.monotonic(), member.beats + 1
         if member.link is not None and not member.link.waiting:
@@ -290,14 +298,15 @@ class Hub:
         }
 
     def _decided(self, member: MemberStatus) -> Message:
-        """The decision in a message to a member: no restart for a member that the run has continued without."""
+        """The decision in a message to a member: no restart for one that the run has finished or continued without."""
         decision, generation = self.decision, self.config.generation
-        if member.left is not None and (decision is None or decision["generation"] <= generation):
+        without = member.left is not None or (member.node_rank in self.guests and self.order == Order())
+        if without and (decision is None or decision["generation"] <= generation):
             decision = {"generation": generation + 1, "restart": False, "leave": False, "why": "", "left": True}
         return {"decision": decision, "generation": generation} if decision else {}
 
     def _broadcast(self) -> None:
-        for member in self.members.values():
+        for member in (*self.members.values(), *self.guests.values()):
             if member.link is not None:
                 member.link.send(self._orders(member))
 
@@ -427,25 +436,3 @@ KILLED = "its supervisor ended without reporting a result; it was probably kille
 def silence(config: PeerConfig) -> str:
     """Why a node is lost that has been silent for too long: ``no sign of life for 6 s (run.peer_timeout)``."""
     return f"no sign of life for {config.peer_timeout:g} s (run.peer_timeout)"
-
-
-def listen(address: str, port: int) -> socket.socket:
-    """A non-blocking listening socket; on all addresses if ``address`` is not one of this machine's. Raises OSError."""
-    infos = socket.getaddrinfo(address, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
-    family, _, _, _, place = infos[0]
-    everywhere = ("::" if family == socket.AF_INET6 else "0.0.0.0", port)
-    sock = socket.socket(family, socket.SOCK_STREAM)
-    try:
-        sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        try:
-            sock.bind(place)
-        except OSError as error:
-            if error.errno != errno.EADDRNOTAVAIL:
-                raise
-            sock.bind(everywhere)
-        sock.listen(1024)
-    except OSError:
-        sock.close()
-        raise
-    sock.setblocking(False)
-    return sock

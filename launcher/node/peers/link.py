@@ -5,6 +5,7 @@ Each end proves that it knows the run's token by an HMAC-SHA256 over both ends' 
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import hmac
 import json
@@ -140,3 +141,25 @@ def proven(shown: Any, token: str, role: str, node_rank: int, hub_nonce: str, me
     return isinstance(shown, str) and hmac.compare_digest(
         shown.encode(), proof(token, role, node_rank, hub_nonce, member_nonce).encode()
     )
+
+
+def listen(address: str, port: int) -> socket.socket:
+    """A non-blocking listening socket; on all addresses if ``address`` is not one of this machine's. Raises OSError."""
+    infos = socket.getaddrinfo(address, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
+    family, _, _, _, place = infos[0]
+    everywhere = ("::" if family == socket.AF_INET6 else "0.0.0.0", port)
+    sock = socket.socket(family, socket.SOCK_STREAM)
+    try:
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            sock.bind(place)
+        except OSError as error:
+            if error.errno != errno.EADDRNOTAVAIL:
+                raise
+            sock.bind(everywhere)
+        sock.listen(1024)
+    except OSError:
+        sock.close()
+        raise
+    sock.setblocking(False)
+    return sock

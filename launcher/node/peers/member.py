@@ -309,9 +309,9 @@ class Member:
         if message["peers"] is not None:
             self._peers, self._peers_received = dict(message["peers"]), self._heard
         self.decision = message.get("decision") or self.decision
+        self._known_final = self._known_final or bool(message["known_final"])
         if int(message.get("generation", self.config.generation)) != self.config.generation:
             return  # orders for another attempt
-        self._known_final = self._known_final or bool(message["known_final"])
         self.stacks_wanted = self.stacks_wanted or bool(message["stacks"])
         self.team = message["team"] or self.team
         behind = (float(message["t2"]) - now) if self.offset is None else -self.offset

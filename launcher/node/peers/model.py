@@ -107,6 +107,7 @@ class PeerConfig:
     crew: Crew = field(default_factory=lambda: Crew(0))
     nodes: tuple[int, ...] | None = None  #: node_ranks of the attempt; None: all nodes of the run
     generation: int = 0  #: number of the attempt; the first is 0
+    guests: bool = False  #: admit nodes that are not part of the attempt, for the next one
 
     @property
     def others(self) -> tuple[int, ...]:

@@ -7,6 +7,7 @@ connect to it. A node that does not answer within ``peer_timeout`` + 3 s is skip
 from __future__ import annotations
 
 import time
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -24,6 +25,8 @@ _MARGIN = 3.0  # seconds beyond peer_timeout in which a supervisor connects to a
 
 _NOTICED = 3.0  # seconds that the supervisors may need to notice a node that was killed
 
+_TRY_FOR = 3.0  # seconds in which another node must answer a node that was cut off
+
 _ENDING = 10.0  # seconds beyond the grace in which the nodes end their processes and read their checkpoints
 
 
@@ -35,17 +38,29 @@ def connect(spec: NodeSpec, loop: Loop) -> Peers:
     return Hub(config, loop) if spec.node_rank == config.hub else Member(config, loop)
 
 
+def _with_hub(spec: NodeSpec, hub: int, seconds: float) -> PeerConfig:
+    """The configuration of the connections with node ``hub`` as the hub, which must answer within ``seconds``."""
+    site = spec.sites[hub]
+    control = {"node_rank": hub, "address": site["address"], "bind": site["bind"], "port": site["control_port"]}
+    config = replace(spec, control=control).peer_config
+    assert config is not None
+    return replace(config, start_timeout=seconds)
+
+
 class Council:
     """Connects to the supervisors that are left, and finds the decision: call ``look`` several times a second.
 
-    spec: of the attempt that has ended. cause: what ended it, if that lies on this node.
+    spec, first: of the attempt that has ended, and of the first one. cause: what ended it, if that lies on this node.
+    history: added to a decision for a restart.
     """
 
-    def __init__(self, spec: NodeSpec, loop: Loop, peers: Peers, cause: Cause | None) -> None:
+    def __init__(
+        self, spec: NodeSpec, first: NodeSpec, loop: Loop, peers: Peers, cause: Cause | None, history: Mapping[str, Any]
+    ) -> None:
         self.peers = peers  #: replaced when the hub is lost
         self.stop = False  #: somebody has asked this node to stop the run
         self.trouble = ""  #: why this node cannot be the hub
-        self._spec, self._loop, self._cause = spec, loop, cause
+        self._spec, self._first, self._loop, self._cause, self._history = spec, first, loop, cause, history
         self._began = time.monotonic()
         self.lost: dict[str, dict[str, Any]] = {}  #: hubs that were lost, as in result.json
         self._gone: dict[str, dict[str, Any]] = {}
@@ -65,8 +80,9 @@ class Council:
         if isinstance(peers, Hub):
             return self._as_hub(peers, standing)
         assert self._cause is not None
-        end = AttemptEnd(self._spec, {self._spec.node_rank: standing}, self._cause, {}, stop=self.stop)
-        return decide(end, time.time())
+        own = {self._spec.node_rank: standing}
+        end = AttemptEnd(self._spec, self._first, own, self._cause, {}, stop=self.stop)
+        return {**decide(end, time.time()), **self._history}
 
     # With another node as the hub.
 
@@ -91,7 +107,7 @@ class Council:
         hub = next(k for k in spec.active if k not in known)
         self._cause = cause
         peers.leave()
-        config = self._config(hub)
+        config = _with_hub(spec, hub, spec.peer_timeout + _MARGIN)
         if hub != spec.node_rank:
             self.peers = Member(config, self._loop)
             self.peers.open()
@@ -110,21 +126,13 @@ class Council:
             self.trouble = f"cannot listen at {config.bind} port {config.port}: {error.strerror}"
         self.peers = made
 
-    def _config(self, hub: int) -> PeerConfig:
-        """The configuration of the connections with node ``hub`` as the hub."""
-        spec, site = self._spec, self._spec.sites[hub]
-        control = {"node_rank": hub, "address": site["address"], "bind": site["bind"], "port": site["control_port"]}
-        config = replace(spec, control=control).peer_config
-        assert config is not None
-        return replace(config, start_timeout=spec.peer_timeout + _MARGIN)
-
     # With this node as the hub.
 
     def _as_hub(self, peers: Hub, standing: Standing) -> Decision | None:
         late = time.monotonic() - self._began > self._spec.grace + self._spec.peer_timeout + _ENDING
         if peers.awaited() and not late:
             return None
-        decision = decide(self._end(peers, standing), time.time())
+        decision = {**decide(self._end(peers, standing), time.time()), **self._history}
         if self.trouble:
             decision = {**decision, "restart": False, "why": self.trouble}
         peers.decide(decision)
@@ -133,10 +141,12 @@ class Council:
     def _end(self, peers: Hub, own: Standing) -> AttemptEnd:
         members = peers.members.values()
         standings = {one.node_rank: Standing.of(one.standing) for one in members if one.standing and _stays(one)}
+        guests = {k: Standing.of(one.standing) for k, one in peers.guests.items() if one.standing}
         why = {int(k): str(lost["why"]) for k, lost in peers.lost.items()}
         return AttemptEnd(
             self._spec,
-            {self._spec.node_rank: own, **standings},
+            self._first,
+            {**guests, **standings, self._spec.node_rank: own},
             self._first_cause(peers),
             {one.node_rank: why.get(one.node_rank, "") for one in members if one.lost},
             ended={one.node_rank for one in members if one.final},
@@ -161,6 +171,45 @@ def _stays(member: Any) -> bool:
     return not (member.lost or member.final or member.away or member.left)
 
 
+class Guest:
+    """Searches the supervisors that have gone on without this node, and waits to be part of their next attempt.
+
+    Connects to the control port of one node after the other, until a hub answers. Call ``look`` several times a second.
+    """
+
+    def __init__(self, spec: NodeSpec, loop: Loop) -> None:
+        self._spec, self._loop = spec, loop
+        self._others = [k for k in range(len(spec.sites)) if k != spec.node_rank]
+        self._tried = 0
+        self._since = time.monotonic()  # of the last message of a hub
+        self.peers: Member = self._next()
+
+    def _next(self) -> Member:
+        """Try to connect to the next node."""
+        made = Member(_with_hub(self._spec, self._others[self._tried % len(self._others)], _TRY_FOR), self._loop)
+        self._tried += 1
+        made.open()
+        return made
+
+    def look(self) -> Decision | None:
+        """Return the decision to begin an attempt with this node, or that there will be none."""
+        peers, now = self.peers, time.monotonic()
+        decision = peers.decision
+        if decision is not None:
+            self._since = now
+        if decision is not None and decision["generation"] > self._spec.generation:
+            if decision["restart"] and self._spec.node_rank in decision["nodes"]:
+                return decision
+            if not decision["restart"] and not decision["leave"]:
+                return {**decision, "why": "the run has ended without this node", "left": True}
+        if peers.lost:
+            peers.leave()
+            self.peers = self._next()
+        if now - self._since > self._spec.lost_after:
+            return {"restart": False, "leave": False, "left": True, "why": ""}
+        return None
+
+
 class Restarts:
     """The restarts of a run, as seen by the supervisor of one node.
 
@@ -169,6 +218,7 @@ class Restarts:
 
     def __init__(self, first: NodeSpec, loop: Loop, journal: Journal) -> None:
         self.council: Council | None = None  #: while the supervisors decide
+        self.guest: Guest | None = None  #: while this node waits for the next attempt of the others
         self.standing: Standing | None = None  #: what this node can contribute; None while its processes run
         self.decision: Decision | None = None  #: of the council; None while it meets
         self.records: list[dict[str, Any]] = []  #: one per restart, as in state.json
@@ -187,10 +237,14 @@ class Restarts:
         self.lost = {}
         cause = own or peers.cause
         if spec.restarts and cause is not None and cause["kind"] != "stop":
-            self.council = Council(spec, self._loop, peers, own)
+            history = {"records": self.records, "gone": self._gone | peers.gone}
+            self.council = Council(spec, self._first, self._loop, peers, own, history)
 
     def look(self, peers: Peers) -> Peers:
         """Check the council; returns the connections to use, which are new ones when the hub was lost."""
+        if self.guest is not None:
+            self.decision = self.decision or self.guest.look()
+            return self.guest.peers
         if self.council is None:
             return peers
         self.decision = self.decision or self.council.look(self.standing)
@@ -203,28 +257,42 @@ class Restarts:
         if isinstance(peers, Hub):
             peers.decide({"generation": generation + 1, "restart": False, "leave": True, "why": ""})
 
+    def visit(self, spec: NodeSpec, peers: Peers) -> bool:
+        """Begin to wait for the next attempt of the other nodes, if they may have gone on without this one.
+
+        To be called after ``next_attempt`` has returned None. Returns False if there is nothing to wait for.
+        """
+        if not self.left or not isinstance(peers, (Hub, Member)) or self.guest is not None:
+            return False
+        peers.leave() if isinstance(peers, Member) else peers.close()
+        self.decision = None
+        self.guest = Guest(replace(spec, nodes=()), self._loop)
+        return True
+
     def next_attempt(self, spec: NodeSpec, peers: Peers) -> NodeSpec | None:
         """Prepare the next attempt that was decided: run folder, cluster.json, and the connections to the other nodes.
 
         spec: of the attempt that has ended. Returns the new one, or None if there is no next attempt for this node.
         """
-        decision = self.decision
-        self.council = self.standing = None
+        decision, guest = self.decision, self.guest
+        self.council = self.guest = None
         if decision is None or not decision["restart"]:
-            self.why_not = decision["why"] if decision else ""
+            self.why_not = (decision["why"] if decision else "") or (self.why_not if guest else "")
             self.left = decision is None or bool(decision.get("left"))
             return None
         if self._first.node_rank not in decision["nodes"]:
             self.why_not, self.left = "the other nodes go on without this one", True
             return None
+        self.standing, self.why_not, self.left = None, "", False
         new = next_spec(self._first, decision)
         before = first_cluster(spec.run_dir)
         archive(spec.run_dir, spec.generation)
         if before is not None:
             self._journal.put("cluster.json", cluster_file(before, new, decision), write_json)
         own = record(decision, spec)
-        self.records.append(own)
-        self._gone |= peers.gone | {str(k): _gone(k, own) for k in decision["without"]}
+        self.records = [*decision["records"], own]
+        gone = decision["gone"] | {str(k): _gone(k, own) for k in decision["without"]}
+        self._gone = {k: one for k, one in gone.items() if int(k) not in decision["nodes"]}
         self._journal.event("restart", **{key: value for key, value in own.items() if key != "t"})
         peers.begin(new.peer_config)
         peers.gone = dict(self._gone)

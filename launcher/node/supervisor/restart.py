@@ -49,7 +49,8 @@ class AttemptEnd:
     """How an attempt ended, as far as its hub knows. Keys and members are node_ranks."""
 
     spec: NodeSpec  #: of the hub's node
-    standings: Mapping[int, Standing]  #: nodes that are ready for a restart
+    first: NodeSpec  #: the same for the first attempt, of all nodes
+    standings: Mapping[int, Standing]  #: nodes that are ready for a restart; also some that were not in this attempt
     cause: Cause  #: what ended the attempt, on any node
     lost: Mapping[int, str]  #: lost nodes, and why they count as lost
     ended: Collection[int] = ()  #: nodes whose supervisors have ended, as they were told to
@@ -85,7 +86,7 @@ def decide(end: AttemptEnd, now: float) -> Decision:
         parts = _parts(end, nodes)
     except _NoRestart as error:
         return {**head, "restart": False, "why": str(error), "left": error.left}
-    training = [k for k in nodes if spec.role_of(k) in _TRAIN]
+    training = [k for k in nodes if end.first.role_of(k) in _TRAIN]
     first = max(training, key=lambda k: (end.standings[k].place, -k))
     return {
         **head,
@@ -150,12 +151,13 @@ def _check_nodes(end: AttemptEnd) -> list[int]:
     spec, nodes = end.spec, sorted(end.standings)
     killed = {k for k, why in end.lost.items() if why == KILLED and k not in end.away}
     doubtful = [k for k in spec.active if k not in killed and k not in end.ended and k not in end.given_up]
-    if 2 * len(nodes) < len(doubtful) + bool(end.away):
+    old = [k for k in nodes if k in spec.active]
+    if 2 * len(old) < len(doubtful) + bool(end.away):
         raise _NoRestart(
-            f"only {len(nodes)} of {len(doubtful)} nodes can reach each other, and the others may go on by themselves",
+            f"only {len(old)} of {len(doubtful)} nodes can reach each other, and the others may go on by themselves",
             left=True,
         )
-    training = [k for k in nodes if spec.role_of(k) in _TRAIN]
+    training = [k for k in nodes if end.first.role_of(k) in _TRAIN]
     if len(training) < max(1, spec.min_nodes):
         least = max(1, spec.min_nodes)
         raise _NoRestart(f"{len(training)} of at least {least} training nodes are left (run.min_nodes)")
@@ -165,12 +167,12 @@ def _check_nodes(end: AttemptEnd) -> list[int]:
 def _parts(end: AttemptEnd, nodes: Iterable[int]) -> dict[int, tuple[int, ...]]:
     """Return the parts that each node holds in the next attempt.
 
-    A node keeps its parts. A part that no remaining node holds goes to the node with the fewest parts among those that
+    A node keeps its parts; one that comes back has those of the first attempt. A part that no remaining node holds goes to the node with the fewest parts among those that
     have it on their disk. Raises _NoRestart if no node has it.
     """
     spec = end.spec
-    holders = [k for k in nodes if spec.role_of(k) in _HOLD]
-    held = {k: set(spec.parts_of(k)) for k in holders}
+    holders = [k for k in nodes if end.first.role_of(k) in _HOLD]
+    held = {k: set((spec if k in spec.active else end.first).parts_of(k)) for k in holders}
     every = {part for k in range(len(spec.parts)) for part in spec.parts_of(k)}
     missing = []
     for part in sorted(every - set().union(*held.values())):

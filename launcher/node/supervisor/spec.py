@@ -43,6 +43,7 @@ class NodeSpec:
     on_client_loss: str = "stop"
     restarts: int = 0  #: how often the run may start again after a failure
     min_nodes: int = 1  #: training nodes that a restart needs
+    lost_after: float = 60.0  #: seconds in which a node that was cut off tries to find the others again
     data_dir: str = ""  #: with restarts: the partition folder if it was not sent to the node, so may have all parts
     #: with restarts: host, address, bind, control_port, master_port and nproc of every node, by node_rank
     sites: tuple[Mapping[str, Any], ...] = ()
@@ -127,4 +128,5 @@ class NodeSpec:
             crew=Crew(self.lead, self.roles, self.parts, go_on=self.on_client_loss == "go-on"),
             nodes=self.nodes or None,
             generation=self.generation,
+            guests=self.restarts > 0,
         )

@@ -84,8 +84,11 @@ class Supervisor:
         self.journal.event("supervisor-start", pid=os.getpid())
         end = self.attempt()
         while self.restarts.council is not None:
-            end = self.meet(end)
+            end = self.meet(end, "regrouping")
             spec = self.restarts.next_attempt(self.spec, self.peers)
+            if spec is None and not self.leaves() and self.restarts.visit(self.spec, self.peers):
+                end = self.meet(end, "waiting")
+                spec = self.restarts.next_attempt(self.spec, self.peers)
             if spec is None:
                 break
             self.restart(spec)
@@ -114,10 +117,10 @@ class Supervisor:
         self.stop_all(end)
         return end
 
-    def meet(self, end: Ended) -> Ended:
-        """Wait until the hub has decided whether the run starts again; returns how this node ends if it does not."""
+    def meet(self, end: Ended, state: str) -> Ended:
+        """Wait until a hub has decided whether the run starts again; returns how this node ends if it does not."""
         stepped = self.health.stepped()
-        self.set_state("regrouping")
+        self.set_state(state)
         self.restarts.standing = standing_of(self.first, stepped, self.idle)
         self.report()
         while self.restarts.decision is None:
@@ -125,7 +128,7 @@ class Supervisor:
             try:
                 self.check_requests()
             except Ended as ended:
-                if self.leaves():
+                if self.leaves() or self.restarts.guest is not None:
                     self.cause = ended.cause
                     return ended
                 if self.restarts.council is not None and not self.restarts.council.stop:

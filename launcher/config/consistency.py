@@ -92,10 +92,15 @@ def _restarts(config: ClusterConfig, reader: Reader) -> None:
     if run.restarts and run.on_client_loss == "go-on" and reader.good(("run", "restarts"), ("run", "on_client_loss")):
         reader.report(
             ("run", "on_client_loss"),
-            "run.on_client_loss: go-on cannot be combined with run.restarts, which also continue without a lost client; "
-            "leave on_client_loss out",
+            "run.on_client_loss: go-on cannot be combined with run.restarts, which also continue without a lost "
+            "client; leave on_client_loss out",
         )
-    if run.restarts and config.nodes and run.min_nodes > max(1, training) and reader.good(("run", "min_nodes"), ("nodes",)):
+    if (
+        run.restarts
+        and config.nodes
+        and run.min_nodes > max(1, training)
+        and reader.good(("run", "min_nodes"), ("nodes",))
+    ):
         reader.report(
             ("run", "min_nodes"),
             f"run.min_nodes is {run.min_nodes}, but only {count(training, 'node')} "

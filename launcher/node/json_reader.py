@@ -333,7 +333,9 @@ CHECKPOINT_INDEX = Record(
     {
         "checkpoints": items(
             Record(
-                {"file": matching(r"[^/\0]+\.pt"), "epoch": place, "step": place, "bytes": place, "sha256": text}, {}, {}
+                {"file": matching(r"[^/\0]+\.pt"), "epoch": place, "step": place, "bytes": place, "sha256": text},
+                {},
+                {},
             )
         )
     },

@@ -50,7 +50,9 @@ class SharedFiles:
 
     code: tuple[PlannedFile, ...]  #: dest relative to the code folder
     cluster: PlannedFile  #: cluster.json; dest relative to the run folder
-    common: str  #: members of the JSON object in every node.json: labels, roles, parts and (restarts) sites of all nodes
+    common: (
+        str  #: members of the JSON object in every node.json: labels, roles, parts and (restarts) sites of all nodes
+    )
 
 
 def shared_files(context: PlanContext) -> SharedFiles:

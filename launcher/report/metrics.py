@@ -76,7 +76,7 @@ class Metrics:
         return [line for line in self.epochs() if {"rank", "seconds", "seeds"} <= line.keys()]
 
     def epochs(self) -> list[Mapping[str, Any]]:
-        """Return the epoch lines of all ranks. After a restart, an epoch may have been trained twice: the last counts."""
+        """Return the epoch lines of all ranks; of an epoch that was trained again after a restart, the last ones."""
         lines = (line for line in self.of_kind("epoch") if "epoch" in line)
         return [*{(line.get("rank"), line["epoch"]): line for line in lines}.values()]
 

@@ -72,7 +72,9 @@ def await_again(cluster: NetCluster, hosts: list[int], world: int, seconds: floa
     text = f"begins at [1-9][0-9]* of {world}$"
     while time.monotonic() - since < seconds:
         found = [
-            cluster.hosts[k].run(["bash", "-c", f"grep -qsE '{text}' {WORKDIR}/runs/again/node*/logs/rank*.log"], check=False)
+            cluster.hosts[k].run(
+                ["bash", "-c", f"grep -qsE '{text}' {WORKDIR}/runs/again/node*/logs/rank*.log"], check=False
+            )
             for k in hosts
         ]
         if all(done.returncode == 0 for done in found):
@@ -108,7 +110,9 @@ def test_the_lead_host_without_power_and_no_launcher(scene: Scene, begun: Runnin
     deadline = time.monotonic() + 30
     while scene.processes(1, "supervisor") and time.monotonic() < deadline:
         time.sleep(0.5)
-    results = [scene.cluster.hosts[k].run(["bash", "-c", f"cat {WORKDIR}/runs/again/node{k}/result.json"]) for k in (1, 2)]
+    results = [
+        scene.cluster.hosts[k].run(["bash", "-c", f"cat {WORKDIR}/runs/again/node{k}/result.json"]) for k in (1, 2)
+    ]
     assert all('"state": "done"' in result.stdout for result in results)
 
 

@@ -23,8 +23,8 @@ while not os.path.exists(sys.argv[1] if len(sys.argv) > 1 else run / "../go"):
         raise SystemExit(3)
     step += 1
     with open(run / f"metrics-rank{rank}.jsonl", "a") as file:
-        line = {"t": time.time(), "kind": "step", "rank": int(rank), "epoch": 1, "step": step, "steps": 9999, "loss": 1.0}
-        print(json.dumps(line), file=file)
+        line = {"t": time.time(), "kind": "step", "rank": int(rank), "epoch": 1, "step": step, "steps": 9999}
+        print(json.dumps({**line, "loss": 1.0}), file=file)
     if os.environ["LOCAL_RANK"] == "0":
         data = str(step).encode()
         (run / f"checkpoints/s{step}.pt").write_bytes(data)
@@ -56,6 +56,7 @@ class RestartRun(Run):
         self.start(up=False)
         for node in self.nodes:
             wait_until((node.path / "checkpoints/index.json").exists)
+        wait_until(lambda: len(self.nodes) == 1 or self.met())
         return self
 
     def finish(self, without: tuple[int, ...] = ()) -> dict[int, dict[str, Any]]:
@@ -68,7 +69,9 @@ class RestartRun(Run):
         return {k: node.end(40) for k, node in enumerate(self.nodes) if k not in without}
 
 
-def await_attempt(node: RunFolder, rank: int, generation: int = 1, world: int | None = None, seconds: float = 30) -> int:
+def await_attempt(
+    node: RunFolder, rank: int, generation: int = 1, world: int | None = None, seconds: float = 30
+) -> int:
     """Wait until ``rank`` runs on the node in an attempt, with ``world`` ranks; return the step at which it began."""
     words = f"up attempt {generation} rank {rank} of {'' if world is None else world}"
     wait_until(node.says(f"rank{rank}", words), seconds)

@@ -70,7 +70,9 @@ def test_a_killed_rank_restarts_all_nodes_from_the_newest_checkpoint() -> None:
     assert found["first"] == 1 and found["ranks"] == {"1": [0, 1], "0": [2], "2": [3]}
     assert found["checkpoint"] == {"file": "e2.pt", "epoch": 2, "step": 140}
     assert found["parts"] == {"0": [0], "1": [1], "2": [2]} and found["seconds"] == 7.3
-    text = "restart 1 of 3: rank 1 on node1 (b) was killed by signal 9 (SIGKILL); going on with 3 of 3 nodes from epoch 3"
+    text = (
+        "restart 1 of 3: rank 1 on node1 (b) was killed by signal 9 (SIGKILL); going on with 3 of 3 nodes from epoch 3"
+    )
     assert words(found, SPEC) == f"{text}, step 140 (7.3 s)"
 
 
@@ -145,12 +147,16 @@ def test_a_node_that_comes_back_has_its_parts_again() -> None:
 
 
 def test_the_next_attempt_of_a_node() -> None:
-    found = decided({1: standing(2, 140, (0, 1)), 2: standing(2, 120, (2,))}, replace(SPEC, node_rank=1), lost={0: SILENT})
+    found = decided(
+        {1: standing(2, 140, (0, 1)), 2: standing(2, 120, (2,))}, replace(SPEC, node_rank=1), lost={0: SILENT}
+    )
     spec = next_spec(replace(SPEC, node_rank=2, run_dir="/w/node2", ranks=(3,)), found)
     assert (spec.generation, spec.active, spec.ranks, spec.lead) == (1, (1, 2), (2,), 1)
     assert spec.control == {"node_rank": 1, "address": "10.0.0.1", "bind": "10.0.0.1", "port": 101}
     assert spec.roles == ("absent", "worker", "worker") and spec.parts == ((), (0, 1), (2,))
-    assert spec.server is not None and spec.server["argv"][3] == "2" and spec.server["env"] == {"GNNFLEET_PART_IDS": "2"}
+    assert (
+        spec.server is not None and spec.server["argv"][3] == "2" and spec.server["env"] == {"GNNFLEET_PART_IDS": "2"}
+    )
     assert spec.trainer is not None
     env = spec.trainer["env"]
     assert (env["WORLD_SIZE"], env["GROUP_RANK"], env["GROUP_WORLD_SIZE"]) == ("3", "1", "2")

@@ -71,7 +71,9 @@ def test_a_killed_rank_and_then_a_lost_lead_node(tmp_path: Path) -> None:
     run = Counting(tmp_path)
     run.await_steps(0, 1, 2)
     run.kill(1, "rank1")
-    run.running.await_line("restart 1 of 3: rank 1 on node1 (local) was killed by signal 9 (SIGKILL); going on with 3 of 3")
+    run.running.await_line(
+        "restart 1 of 3: rank 1 on node1 (local) was killed by signal 9 (SIGKILL); going on with 3 of 3"
+    )
     run.await_steps(0, 1, 2, generation=1)
     run.kill(0, "supervisor")
     run.running.await_line("restart 2 of 3: node0 (local): its supervisor ended without reporting a result")

@@ -84,7 +84,7 @@ class Hub:
         self.dropped: dict[str, int] = {}  #: number of unauthenticated connections closed, by reason
         self.members = {k: MemberStatus(k) for k in config.others}
         self.guests: dict[int, MemberStatus] = {}  #: connected nodes that wait for the next attempt
-        self.stacks_wanted = self.stop_asked = False
+        self.stacks_wanted = self.stop_asked = self.suspended = False
         self._loop, self._clock = loop, clock
         self._own: Report = {}
         self._strangers: dict[Link, float] = {}
@@ -108,6 +108,7 @@ class Hub:
         self._looked = now
         if pause > _LATE:  # this supervisor could not receive anything meanwhile
             self._excuse(pause)
+            self.suspended = True
         for member in self._expected():
             why, since = self._overdue(member, now)
             if why:
@@ -149,7 +150,7 @@ class Hub:
             if member.link is not None:
                 member.link.close()  # it may come back as a guest
         self.order, self.cause, self.lost, self.team, self._own, self._ordered = None, None, {}, None, {}, None
-        self.stacks_wanted = self.stop_asked = False
+        self.stacks_wanted = self.stop_asked = self.suspended = False
         self._opened = time.monotonic()
 
     def inherit(self, cause: Cause, lost: dict[str, dict[str, Any]], gone: dict[str, dict[str, Any]]) -> None:
@@ -302,7 +303,8 @@ class Hub:
         decision, generation = self.decision, self.config.generation
         without = member.left is not None or (member.node_rank in self.guests and self.order == Order())
         if without and (decision is None or decision["generation"] <= generation):
-            decision = {"generation": generation + 1, "restart": False, "leave": False, "why": "", "left": True}
+            own = {"restart": False, "leave": False, "why": "", "left": True, "given_up": member.left is not None}
+            decision = {"generation": generation + 1, **own}
         return {"decision": decision, "generation": generation} if decision else {}
 
     def _broadcast(self) -> None:

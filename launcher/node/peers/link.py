@@ -43,7 +43,7 @@ class Link:
         self.nonce = ""
         self._sock, self._loop, self._received, self._closed = sock, loop, received, closed
         self._partial, self._unsent = b"", b""
-        self._open = True
+        self._open, self._broken = True, False
         sock.setblocking(False)
         sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         loop.watch(sock, selectors.EVENT_READ, self._ready)
@@ -56,7 +56,7 @@ class Link:
     def send(self, message: Message) -> None:
         """Send a message, later if the socket is not writable; closes the connection when more than ``MAX_UNSENT``
         bytes have not been sent."""
-        if not self._open:
+        if not self._open or self._broken:
             return
         self._unsent += json.dumps(message).encode() + b"\n"
         if len(self._unsent) > MAX_UNSENT:
@@ -87,8 +87,8 @@ class Link:
             self._unsent = self._unsent[self._sock.send(self._unsent) :]
         except BlockingIOError:
             pass  # the loop calls ``_ready`` once the socket is writable
-        except OSError as error:
-            return self._end(error.strerror or str(error))
+        except OSError:  # the other end has closed the connection; what it sent before is read first
+            self._unsent, self._broken = b"", True
         events = selectors.EVENT_READ | (selectors.EVENT_WRITE if self._unsent else 0)
         self._loop.watch(self._sock, events, self._ready)
 

@@ -1,4 +1,4 @@
-"""Prepares the next attempt of a run after a restart was decided: its specification, cluster.json, and the run folder."""
+"""Prepares the next attempt of a run after a restart was decided: specification, cluster.json, and the run folder."""
 
 from __future__ import annotations
 

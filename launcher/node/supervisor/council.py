@@ -1,7 +1,8 @@
 """Meeting of the supervisors after an attempt that failed, at which the hub decides whether the run starts again.
 
-``Restarts`` keeps what this node knows of all restarts of the run. If the hub is lost, the remaining node with the lowest node_rank becomes the hub at its own control port, and the others
-connect to it. A node that does not answer within ``peer_timeout`` + 3 s is skipped.
+``Restarts`` keeps what this node knows of all restarts of the run. If the hub is lost, the remaining node with the
+lowest node_rank becomes the hub at its own control port, and the others connect to it. A node that does not answer
+within ``peer_timeout`` + 3 s is skipped. A node that was cut off from the others becomes their ``Guest``.
 """
 
 from __future__ import annotations
@@ -88,7 +89,7 @@ class Council:
 
     def _as_member(self, peers: Member) -> Decision | None:
         decision = peers.decision
-        if decision is not None and decision["generation"] == self._spec.generation + 1:
+        if decision is not None and decision["generation"] > self._spec.generation:
             if not decision["leave"]:
                 return decision
             self._left.add(peers.config.hub)
@@ -151,10 +152,10 @@ class Council:
             {one.node_rank: why.get(one.node_rank, "") for one in members if one.lost},
             ended={one.node_rank for one in members if one.final},
             given_up={*map(int, peers.gone)},
-            away={one.node_rank for one in members if one.away},
+            # After a pause of this hub, a closed connection may also mean that the member has found another hub.
+            away={one.node_rank for one in members if one.away or (one.lost and peers.suspended)},
             stop=self.stop or peers.stop_asked,
         )
-
 
     def _first_cause(self, peers: Hub) -> Cause:
         """The cause of the end: a lost node rather than a failure shortly before, as ranks notice a killed node before
@@ -262,7 +263,8 @@ class Restarts:
 
         To be called after ``next_attempt`` has returned None. Returns False if there is nothing to wait for.
         """
-        if not self.left or not isinstance(peers, (Hub, Member)) or self.guest is not None:
+        given_up = self.decision is not None and self.decision.get("given_up")
+        if not self.left or given_up or not isinstance(peers, (Hub, Member)):
             return False
         peers.leave() if isinstance(peers, Member) else peers.close()
         self.decision = None

@@ -1,4 +1,4 @@
-"""Decides whether a run starts again after a failure (``run.restarts``), on which nodes, and with which ranks and parts.
+"""Decides whether a run starts again after a failure (``run.restarts``), on which nodes, with which ranks and parts.
 
 All functions are pure; ``launcher.node.supervisor.council`` collects their arguments from the supervisors.
 """
@@ -74,9 +74,10 @@ def decide(end: AttemptEnd, now: float) -> Decision:
     """Decide whether and how the run starts again.
 
     now: seconds since the epoch by the hub's clock. The result has "generation" (number of the next attempt),
-    "restart", "t", and without a restart "why" and "left" (other nodes may go on by themselves); else "lead" (the hub), "first" (node of rank 0), "nodes", "ranks" and "parts"
-    (by node_rank), "checkpoint" ({"file", "epoch", "step"} or null), "cause", "reason" (the cause as a sentence),
-    "without" (nodes lost in this attempt) and "seconds" since the failure.
+    "restart", "t", "lead" (the hub), and without a restart "why" and "left" (other nodes may go on by themselves); else
+    "first" (node of rank 0), "nodes", "ranks" and "parts" (by node_rank), "checkpoint" ({"file", "epoch", "step"} or
+    null), "cause", "reason" (the cause as a sentence), "without" (nodes lost in this attempt) and "seconds" since the
+    failure.
     """
     spec = end.spec
     head = {"generation": spec.generation + 1, "lead": spec.node_rank, "leave": False, "t": now}
@@ -104,8 +105,8 @@ def decide(end: AttemptEnd, now: float) -> Decision:
 
 
 def words(decision: Decision, spec: NodeSpec) -> str:
-    """A restart as a sentence: ``restart 1 of 3: rank 2 on … was killed …; going on with 2 of 3 nodes from epoch 3, step
-    120 (7.3 s)``."""
+    """A restart as a sentence: ``restart 1 of 3: rank 2 on … was killed …; going on with 2 of 3 nodes from epoch 3,
+    step 120 (7.3 s)``."""
     found = decision["checkpoint"]
     at = f"epoch {found['epoch'] + 1}, step {found['step']}" if found else "the beginning"
     nodes = f"{len(decision['nodes'])} of {spec.num_nodes} node{'' if spec.num_nodes == 1 else 's'}"
@@ -167,8 +168,8 @@ def _check_nodes(end: AttemptEnd) -> list[int]:
 def _parts(end: AttemptEnd, nodes: Iterable[int]) -> dict[int, tuple[int, ...]]:
     """Return the parts that each node holds in the next attempt.
 
-    A node keeps its parts; one that comes back has those of the first attempt. A part that no remaining node holds goes to the node with the fewest parts among those that
-    have it on their disk. Raises _NoRestart if no node has it.
+    A node keeps its parts; one that comes back has those of the first attempt. A part that no remaining node holds goes
+    to the node with the fewest parts among those that have it on their disk. Raises _NoRestart if no node has it.
     """
     spec = end.spec
     holders = [k for k in nodes if end.first.role_of(k) in _HOLD]

@@ -239,6 +239,8 @@ class Supervisor:
         self.departed.write_team()
         if self.peers.order is not None:
             raise self.ordered(self.peers.order)
+        if self.peers.decision is not None and self.peers.decision["generation"] > self.spec.generation:
+            raise self.failed("node", "it was cut off, and the other nodes have gone on without it")
         self.check_health()
 
     def idle(self, timeout: float = _TURN) -> None:

@@ -11,6 +11,7 @@ from typing import Any
 import yaml
 from rich.filesize import decimal
 
+from launcher.report.events import finding_words
 from launcher.report.first_failure import aftermath_of
 from launcher.report.html.charts import (
     accuracy_chart,

@@ -22,7 +22,7 @@ RESTART_PORT = 20000
 
 _CANDIDATES = 64  # per port to choose
 
-_RESTART_CANDIDATES = 8  # per port that is only used after a restart
+_RESTART_PORTS = 9000  # of all nodes together, for ports that are only used after a restart
 
 
 def master_candidates(config: ClusterConfig) -> tuple[int, ...]:
@@ -93,7 +93,8 @@ def restart_candidates(config: ClusterConfig, node_rank: int) -> tuple[tuple[int
     alone = host_key(config, node) not in hosts
     taken = {*_fixed_service_ports(config), config.run.control_port, config.run.master_port}
     count, run = 2 * len(config.nodes), config.run
-    ours = range(RESTART_PORT + 2 * node_rank, RESTART_PORT + count * _RESTART_CANDIDATES, count)
+    candidates = max(4, min(_CANDIDATES, _RESTART_PORTS // count))
+    ours = range(RESTART_PORT + 2 * node_rank, RESTART_PORT + count * candidates, count)
     control = tuple(port for port in ours if port not in taken)
     master = tuple(port + 1 for port in ours if port + 1 not in taken)
     if run.control_port != "auto" and alone:

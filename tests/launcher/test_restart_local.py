@@ -21,7 +21,7 @@ from waiting import wait_until
 
 
 @pytest.fixture(autouse=True)
-def private_tmux(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+def private_tmux(compiled_kernels: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Use a tmux server for this test alone; after the test, assert that no session is left."""
     monkeypatch.setenv("TMUX_TMPDIR", str(tmp_path))
     yield
@@ -51,7 +51,12 @@ class Counting:
     def await_steps(self, *nodes: int, generation: int = 0) -> None:
         """Wait until ranks of these nodes train in an attempt."""
         for k in nodes:
-            wait_until(lambda k=k: self.state(k).get("generation") == generation and self.state(k)["ranks"], 60)
+            wait_until(lambda k=k: self.running.process.poll() is not None or self._steps(k, generation), 60)
+            assert self._steps(k, generation), self.running.output
+
+    def _steps(self, k: int, generation: int) -> bool:
+        state = self.state(k)
+        return state.get("generation") == generation and bool(state["ranks"])
 
     def kill(self, k: int, name: str) -> None:
         """Kill process ``name`` of node ``k``; ``supervisor`` for its supervisor."""
@@ -62,8 +67,8 @@ class Counting:
 
     def command(self, *words: str) -> subprocess.CompletedProcess[str]:
         """Run a gnnfleet command in the folder of the config."""
-        argv = [sys.executable, "-m", "launcher.cli.main", *words]
-        env = {**os.environ, "PYTHONPATH": str(REPOSITORY), "COLUMNS": "200"}
+        argv = [sys.executable, str(REPOSITORY / "launch.py"), *words]
+        env = {**os.environ, "COLUMNS": "200"}
         return subprocess.run(argv, cwd=self.folder, env=env, capture_output=True, text=True, timeout=90, check=False)
 
 

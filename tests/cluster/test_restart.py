@@ -12,6 +12,7 @@ from failure_kit import Scene
 from launching import Running
 from netns import NetCluster
 from ssh_nodes import WORKDIR
+from waiting import wait_until
 
 pytestmark = pytest.mark.slow
 GO = "/tmp/go"
@@ -43,6 +44,8 @@ while True:
         (run / "checkpoints/.index").write_text(json.dumps(index))
         (run / "checkpoints/.index").replace(run / "checkpoints/index.json")
     time.sleep(0.05)
+dist.barrier()
+dist.destroy_process_group()
 """
 
 
@@ -64,6 +67,7 @@ def begun(scene: Scene) -> Iterator[Running]:
         host.run(["rm", "-f", GO])
         for process in host.processes():
             host.run(["kill", "-9", str(process.pid)], check=False)
+        host.run(["rm", "-rf", f"{WORKDIR}/runs/again"])
 
 
 def await_again(cluster: NetCluster, hosts: list[int], world: int, seconds: float = 45) -> float:
@@ -98,7 +102,8 @@ def test_a_host_without_power(scene: Scene, begun: Running, lost: int) -> None:
     finish(scene, left)
     done = begun.end(90)
     assert done.status == 0 and "Done in" in done.output, done.output
-    assert done.result["state"] == "done" and [one["without"] for one in done.result["restarts"]] == [[lost]]
+    assert done.result["state"] == "done"
+    assert [(one["without"], one["generation"]) for one in done.result["restarts"]] == [([lost], 1)], done.output
     assert any(f"node{lost} " in note and "went on without it" in note for note in done.result["notes"])
 
 
@@ -107,13 +112,15 @@ def test_the_lead_host_without_power_and_no_launcher(scene: Scene, begun: Runnin
     scene.cluster.hosts[0].power_cut()
     await_again(scene.cluster, [1, 2], 3)
     finish(scene, [1, 2])
-    deadline = time.monotonic() + 30
-    while scene.processes(1, "supervisor") and time.monotonic() < deadline:
-        time.sleep(0.5)
-    results = [
-        scene.cluster.hosts[k].run(["bash", "-c", f"cat {WORKDIR}/runs/again/node{k}/result.json"]) for k in (1, 2)
-    ]
-    assert all('"state": "done"' in result.stdout for result in results)
+    for k in (1, 2):
+        result = f"{WORKDIR}/runs/again/node{k}/result.json"
+        wait_until(lambda k=k, result=result: _read(scene, k, result), 30)
+        assert '"state": "done"' in _read(scene, k, result)
+
+
+def _read(scene: Scene, k: int, path: str) -> str:
+    """The content of a file on host k; '' if it does not exist."""
+    return scene.cluster.hosts[k].run(["cat", path], check=False).stdout
 
 
 def test_a_cut_network_leads_to_one_run(scene: Scene, begun: Running) -> None:
@@ -127,7 +134,7 @@ def test_a_cut_network_leads_to_one_run(scene: Scene, begun: Running) -> None:
     done = begun.end(90)
     assert done.status == 0 and done.result["state"] == "done", done.output
     alone = host.run(["bash", "-c", f"cat {WORKDIR}/runs/again/node2/result.json"]).stdout
-    assert "no restart: only 1 of 3 nodes can reach each other" in alone
+    assert "no restart: the run has ended without this node" in alone and '"restarts": []' in alone
 
 
 def test_a_part_that_is_lost_with_its_host_ends_the_run(scene: Scene, tmp_path: Path) -> None:

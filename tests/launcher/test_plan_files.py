@@ -98,8 +98,8 @@ def test_parts_of_another_version_are_refused_naming_both_versions(tmp_path: Pat
 
 
 def test_folders_of_run_files_keep_their_structure(tmp_path: Path) -> None:
-    """Folders in ``run.files`` keep their structure even if the launch starts in another folder. Two files that would
-    get the same path on the nodes are refused."""
+    # Folders in `run.files` keep their structure even if the launch starts in another folder. Two files that would get
+    # the same path on the nodes are refused.
     for name in ("lib/a/__init__.py", "lib/__init__.py", "lib/__pycache__/a.pyc", "elsewhere/util.py", "util.py"):
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).write_text("x")

@@ -376,8 +376,8 @@ class DistClusterLoader(PyGLoader):
     def part_of(self, positions: Ids) -> Ids:
         return self.clusters.part[positions]
 
-    def shares(self, epoch: int) -> Iterator[SeedShare]:
-        """Yield the clusters of this rank for every step.
+    def shares(self, epoch: int, first_step: int = 0) -> Iterator[SeedShare]:
+        """Yield the clusters of this rank for every step, from ``first_step`` on.
 
         Clusters are split over the ranks for the whole epoch, not step by step. Therefore more clusters go to a rank on
         a host of their part.
@@ -386,7 +386,7 @@ class DistClusterLoader(PyGLoader):
         rank_of = split_step(self.part_of(order), self.layout)
         of_rank = [order[rank_of == rank] for rank in range(self.layout.world_size)]
         size = self.options.batch_size
-        for step in range(o.num_steps):
+        for step in range(first_step, o.num_steps):
             last = step == o.num_steps - 1 and not o.drop_last
             batches = [own[step * size : None if last else (step + 1) * size] for own in of_rank]
             begin = sum(map(len, batches[: self.rank]))

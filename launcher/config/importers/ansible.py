@@ -55,7 +55,7 @@ class Group:
     def add(self, host: str, origin: Origin, variables: Variables) -> None:
         """Add a host, or variables to a host. Raises ConfigError beyond ``MOST`` hosts."""
         self.added += 1
-        if self.added > _MAX_ADDED or len(self.hosts) > MOST:
+        if self.added > _MAX_ADDED or (host not in self.hosts and len(self.hosts) >= MOST):
             raise ConfigError([Problem(origin.file, origin.line, f"a group may have at most {MOST:,} hosts")])
         self.origins.setdefault(host, origin)
         self.hosts.setdefault(host, {}).update(variables)

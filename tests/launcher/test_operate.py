@@ -310,6 +310,13 @@ def test_resume_of_an_own_command_uses_the_folder_it_was_launched_in(local_run) 
     with chosen(Choice("r1"), offline=lambda found: True) as opened:
         again = prepare(opened, Path("runs"), LaunchOptions(Path()))
     assert again.options.own_command == ("python", "mine.py") and again.cwd == local_run.top
+    assert "StepLog.restore saves checkpoints" in again.told
+    checkpoint = local_run.folder / "checkpoints" / "last.pt"
+    checkpoint.parent.mkdir()
+    checkpoint.write_bytes(b"weights")
+    with chosen(Choice("r1"), offline=lambda found: True) as opened:
+        again = prepare(opened, Path("runs"), LaunchOptions(Path()))
+    assert f"train.resume={checkpoint}" in again.options.overrides and again.told == f"resuming from {checkpoint}"
 
 
 def test_resume_of_a_done_run_requires_more_epochs(local_run, capsys) -> None:

@@ -155,6 +155,9 @@ def test_resume_by_file_and_by_run_id(tmp_path: Path) -> None:
         sent = next(file for file in node.files if file.source == str(checkpoint))
         assert (sent.bytes, sent.dest) == (7, f"{node.run_dir}/resume.pt")
         assert node.trainer.argv[-2:] == ("--resume", sent.dest)
+        own = plan_of(cluster(train=TrainConfig(resume=wanted)), cwd=tmp_path, own_command=("true",)).nodes[1]
+        assert own.trainer.env["GNNFLEET_RESUME"] == f"{own.run_dir}/resume.pt"
+    assert "GNNFLEET_RESUME" not in plan_of(cluster(), own_command=("true",)).nodes[1].trainer.env
     with pytest.raises(UsageError, match="train.resume: there is no file `gone`, and no run of that id"):
         plan_of(cluster(train=TrainConfig(resume="gone")), cwd=tmp_path)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -95,10 +96,9 @@ def test_the_bundled_trainer_continues_at_the_step(
 
 def losses(run_dir: Path) -> dict[tuple[int, int], float]:
     """Return the losses that rank 0 of the script printed, by epoch and step."""
-    rows = [
-        line.split() for line in (run_dir / "logs/node0/rank0.log").read_text().splitlines() if line.startswith("loss ")
-    ]
-    return {(int(epoch), int(step)): float(loss) for _, epoch, step, loss in rows}
+    text = (run_dir / "logs/node0/rank0.log").read_text()
+    rows = re.findall(r" loss (\d+) (\d+) (\S+)$", text, re.MULTILINE)
+    return {(int(epoch), int(step)): float(loss) for epoch, step, loss in rows}
 
 
 @pytest.mark.slow

@@ -88,6 +88,7 @@ class Fit:
         self.best_rows: torch.Tensor | None = None  #: this rank's embedding rows of the best epoch
         self._snapshots = Snapshots() if regroups else None
         self._writers, self._writer = writers, CheckpointWriter(folder)
+        self._saving_s = 0.0  #: seconds by which checkpoints within the current epoch have delayed it
         self._schedule = CheckpointSchedule(settings.checkpoint_seconds, group)
         self._reported: set[tuple[Any, ...]] = set()
         self._prediction: Prediction | None = None  #: of the traffic from other hosts to this rank
@@ -177,7 +178,9 @@ class Fit:
         checkpoint = self._checkpoint(tally)
         if checkpoint is not None:
             self._writer.begin(detached(checkpoint))
-        self._schedule.saved(time.monotonic() - began)
+        seconds = time.monotonic() - began
+        self._saving_s += seconds
+        self._schedule.saved(seconds)
 
     def _snapshot(self, tally: EpochSums | None = None) -> None:
         if self._snapshots is not None:
@@ -234,10 +237,12 @@ class Fit:
 
     def _log_epoch(self, report: EpochReport) -> None:
         curve = {"step_loss": report.step_loss.tolist()} if self.group.rank == 0 else {}
+        cost = {"checkpoint_s": round(self._saving_s, 4)} if self._saving_s else {}
+        self._saving_s = 0.0
         self.metrics.write(
             "epoch", epoch=report.epoch, loss=report.loss, **curve, seconds=round(report.seconds, 3),
             seeds=report.own_seeds, seeds_per_s=round(report.own_seeds / report.seconds, 1),
-            remote_bytes=report.cost.remote_bytes, **report.line,
+            remote_bytes=report.cost.remote_bytes, **report.line, **cost,
         )  # fmt: skip
 
     def _print_epoch(self, report: EpochReport, val: Score | None) -> None:

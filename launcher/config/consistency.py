@@ -83,6 +83,29 @@ def check(config: ClusterConfig, reader: Reader) -> None:
     _data(config, reader)
     _train(config, reader)
     _ports(config, reader)
+    _restarts(config, reader)
+
+
+def _restarts(config: ClusterConfig, reader: Reader) -> None:
+    """Report settings of restarts that contradict other settings or the number of nodes."""
+    run, training = config.run, sum(node.trains for node in config.nodes)
+    if run.restarts and run.on_client_loss == "go-on" and reader.good(("run", "restarts"), ("run", "on_client_loss")):
+        reader.report(
+            ("run", "on_client_loss"),
+            "run.on_client_loss: go-on cannot be combined with run.restarts, which also continue without a lost "
+            "client; leave on_client_loss out",
+        )
+    if (
+        run.restarts
+        and config.nodes
+        and run.min_nodes > max(1, training)
+        and reader.good(("run", "min_nodes"), ("nodes",))
+    ):
+        reader.report(
+            ("run", "min_nodes"),
+            f"run.min_nodes is {run.min_nodes}, but only {count(training, 'node')} "
+            f"{'trains' if training == 1 else 'train'}; lower it",
+        )
 
 
 def _node(config: ClusterConfig, node: NodeConfig, k: int, reader: Reader) -> None:

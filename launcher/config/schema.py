@@ -323,6 +323,13 @@ class RunConfig:
         "When a `client` node is lost: `stop` the run, or `go-on` with the others. Without its lead node a run stops.",
         "stop",
     )
+    restarts: int = setting(
+        "How often a run that fails starts again by itself, from the newest checkpoint and without the nodes that were "
+        "lost; the launcher is not needed. 0: never.",
+        0,
+        at_least=0,
+    )
+    min_nodes: int = setting("Number of training nodes without which a run does not start again.", 1, at_least=1)
     server_buffer: int = setting(
         "Maximum size in MB of the finished batches that a graph server keeps for its clients.", 512, at_least=1
     )

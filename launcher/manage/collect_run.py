@@ -13,11 +13,11 @@ from launcher.errors import Interrupted
 from launcher.files import write_whole
 from launcher.manage.node_views import OpenRun
 from launcher.plan.serialize import run_json
-from launcher.report.ending import Collected, Ending, Followed, Lost
+from launcher.report.ending import Collected, Ending, Followed, Lost, first_node
 from launcher.report.html.render import written
 from launcher.report.report import RunReport
 from launcher.report.run_folder import NAME, LaunchFile, register
-from launcher.report.verdict import NodeView, progress_words
+from launcher.report.verdict import NodeView, last_hub, progress_words
 from launcher.sync.collect import collect
 
 
@@ -47,7 +47,8 @@ def collect_run(run: OpenRun, folder: Path, views: Mapping[int, NodeView] | None
     views = run.views() if views is None else views
     prepare_folder(run, folder)
     try:
-        collected = collect(run.found.needed_plan, run.attempts, folder)
+        first = first_node({k: view.report for k, view in views.items()}, run.found.needed_plan.lead)
+        collected = collect(run.found.needed_plan, run.attempts, folder, first)
     except KeyboardInterrupt:
         raise Interrupted(
             "interrupted; the files fetched so far are complete, and "
@@ -60,7 +61,7 @@ def collect_run(run: OpenRun, folder: Path, views: Mapping[int, NodeView] | None
         where = progress_words(run.found, alive)
         why = f"run {run_id} still runs{f' ({where})' if where else ''}; its files so far are in {folder}"
         return CollectResult(folder, None, why, collected.notes, 0)
-    if unreachable and not _end_is_known(views, run.found.needed_plan.lead):
+    if unreachable and not _end_is_known(views, last_hub([*views.values()], run.found.needed_plan.lead)):
         why = _unknown_end(run_id, views, folder)
         return CollectResult(folder, None, why, collected.notes, 1)
     report = written(report_of(run, views, collected, folder))

@@ -22,7 +22,7 @@ from launcher.manage.node_views import OpenRun, if_there
 from launcher.node.json_reader import RESULT, Damaged, message_in, record_in
 from launcher.plan.model import LaunchPlan, NodePlan
 from launcher.report.run_folder import FoundRun
-from launcher.report.verdict import NodeView
+from launcher.report.verdict import NodeView, last_hub
 from launcher.text import printable
 from launcher.transport.base import Transport
 
@@ -104,8 +104,9 @@ def print_logs(run: OpenRun, wanted: Wanted, printer: LinePrinter) -> dict[int, 
             remote.append(k)
     if remote:
         views = _query(run, wanted, remote)
+        hub = last_hub([*views.values()], plan.lead)
         missing = {k: view.unreachable for k, view in views.items() if view.unreachable}
-        sources += [lines for view in views.values() for lines in _lines_of(view, views.get(plan.lead))]
+        sources += [lines for view in views.values() for lines in _lines_of(view, views.get(hub))]
     merged: Iterable[Line] = heapq.merge(*sources, key=attrgetter("when"))
     if wanted.last is not None:
         merged = list(merged)[-wanted.last :] if wanted.last else []

@@ -142,10 +142,10 @@ def _rows(view: NodeView) -> Iterator[tuple[Cell, ...]]:
     state = Text(view.word, _NODE_STYLES.get(view.word, ""))
     age = view.heartbeat_age
     beat = f"{age:.1f} s ago" if age is not None else "–"
-    for i, rank in enumerate(view.node.ranks):
+    for i, rank in enumerate(view.own_ranks):
         step = view.ranks.get(str(rank), {})
         yield (view.node.label if i == 0 else "", str(rank), state, *_step_cells(step), beat if i == 0 else "")
-    if not view.node.ranks:
+    if not view.own_ranks:
         yield (view.node.label, "–", state, *_step_cells({}), beat)
 
 
@@ -183,6 +183,6 @@ def _node_json(view: NodeView) -> dict[str, Any]:
         "state": view.word,
         "why": view.unreachable or view.lost or (view.result or {}).get("reason", ""),
         "heartbeat_age": view.heartbeat_age,
-        "ranks": {str(rank): dict(view.ranks.get(str(rank), {})) for rank in view.node.ranks},
+        "ranks": {str(rank): dict(view.ranks.get(str(rank), {})) for rank in view.own_ranks},
         "findings": list((view.result or view.state or {}).get("findings") or []),
     }

@@ -334,6 +334,29 @@ STARTED = Record(
 
 _PEER = Record({}, {"state": (text, "absent"), "age": (none_or(number), None)}, {})
 
+#: A restart of a run, as all supervisors report it.
+RESTART = Record(
+    {"generation": place, "text": text},
+    {
+        **dict.fromkeys(("of", "cause_node"), (place, 0)),
+        **dict.fromkeys(("t", "seconds"), (number, 0.0)),
+        **dict.fromkeys(("nodes", "without"), (items(place), list)),
+        "reason": (text, ""),
+        "ranks": (table(items(place)), dict),
+        **dict.fromkeys(("hub", "epoch", "step"), (_RANK_OR_NONE, None)),
+    },
+    {},
+)
+
+#: Fields of state.json and result.json with ``run.restarts``.
+_RESTARTS: dict[str, Kind] = {
+    "generation": place,
+    "hub": place,
+    "restarts": items(RESTART),
+    "left": flag,
+    "no_restart": text,
+}
+
 _ABOUT_OTHERS = {
     "clock_offset": (none_or(number), None),
     "gone": (table(LOST_NODE), dict),
@@ -350,7 +373,7 @@ STATE = Record(
         "spare": (items(place), list),
         "ranks": (table(_RANK_STATE), dict),
     },
-    {},
+    _RESTARTS,
 )
 
 #: ``result.json`` of a node.
@@ -364,7 +387,7 @@ RESULT = Record(
         "outcomes": (items(OUTCOME), list),
         "lost": (table(LOST_NODE), dict),
     },
-    {},
+    _RESTARTS,
 )
 
 #: ``result.json`` of a run, on the operator's machine.
@@ -380,7 +403,7 @@ REPORT = Record(
         "stopped_by": (text, ""),
         "exit_status": (place, 1),
     },
-    {},
+    {"restarts": items(RESTART)},
 )
 
 #: A line of ``events.jsonl``, a node's or the launcher's.
@@ -395,6 +418,7 @@ EVENT = Record(
         "finding": FINDING,
         "versions": table(text, ".*"),
         "nodes": items(place),
+        "generation": place,
     },
 )
 

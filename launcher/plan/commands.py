@@ -184,6 +184,8 @@ def _rank_env(context: PlanContext, site: Site) -> dict[str, str]:
         env["GNNFLEET_RESUME"] = f"{site.run_dir}/{context.resume.dest}"
     if run.on_client_loss == "go-on":
         env |= {"GNNFLEET_ON_CLIENT_LOSS": "go-on", "GNNFLEET_PEER_TIMEOUT": f"{run.peer_timeout:g}"}
+    if run.restarts:
+        env["GNNFLEET_RESTARTS"] = str(run.restarts)  # every node keeps checkpoints
     env["PYTHONPATH"] = f"{site.code_dir}/launcher/node/site:{site.code_dir}"  # a sitecustomize that dumps stacks
     env["TORCH_CPP_LOG_LEVEL"] = "ERROR"  # suppresses each rank's warning about addresses without a host name
     env["CUDA_VISIBLE_DEVICES"] = ",".join(map(str, site.node.devices))

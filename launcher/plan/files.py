@@ -50,7 +50,9 @@ class SharedFiles:
 
     code: tuple[PlannedFile, ...]  #: dest relative to the code folder
     cluster: PlannedFile  #: cluster.json; dest relative to the run folder
-    common: str  #: members of the JSON object in every node.json: labels, roles and parts of all nodes
+    common: (
+        str  #: members of the JSON object in every node.json: labels, roles, parts and (restarts) sites of all nodes
+    )
 
 
 def shared_files(context: PlanContext) -> SharedFiles:
@@ -59,7 +61,7 @@ def shared_files(context: PlanContext) -> SharedFiles:
     targets = (target_text(node_login(context.config, site.node)) for site in context.sites)
     labels = tuple(node_label(site.node_rank, target) for site, target in zip(context.sites, targets, strict=True))
     roles, parts = [site.node.role for site in context.sites], [site.parts for site in context.sites]
-    common = json.dumps({"labels": labels, "roles": roles, "parts": parts})[1:]
+    common = json.dumps({"labels": labels, "roles": roles, "parts": parts, **_restart_sites(context)})[1:]
     return SharedFiles(code, generated("cluster.json", json.dumps(_cluster(context), indent=1)), common)
 
 
@@ -151,7 +153,35 @@ def _node_spec(context: PlanContext, site: Site, commands: NodeCommands) -> Mapp
         "role": site.node.role,
         "server_restarts": run.server_restarts,
         "on_client_loss": run.on_client_loss,
+        **_restarts(context, site),
     }
+
+
+def _restarts(context: PlanContext, site: Site) -> Mapping[str, Any]:
+    """Return what a supervisor needs to start the run again; {} without ``run.restarts``."""
+    config = context.config
+    if not config.run.restarts or config.serve_only:
+        return {}
+    folder = "" if config.data.mode == "sync" else site.data_dir  # a folder with parts of other nodes too
+    more = {"lost_after": config.run.lost_after, "data_dir": folder}
+    return {"restarts": config.run.restarts, "min_nodes": config.run.min_nodes, **more}
+
+
+def _restart_sites(context: PlanContext) -> Mapping[str, Any]:
+    """Return the addresses and ports of all nodes by node_rank, for attempts with another lead node."""
+    if not context.config.run.restarts or context.config.serve_only:
+        return {}
+    sites = [
+        {
+            "address": site.address,
+            "bind": site.bind,
+            "control_port": site.control_port,
+            "master_port": site.master_port,
+            "nproc": len(site.ranks),
+        }
+        for site in context.sites
+    ]
+    return {"sites": sites}
 
 
 def _control(context: PlanContext) -> Mapping[str, Any] | None:
@@ -170,6 +200,7 @@ def _leases(context: PlanContext, site: Site) -> list[str]:
     devices = sorted(set(site.node.devices))
     leads = site.node_rank == context.lead and site.ranks
     ports = [context.master_port, *([context.control_port] if context.control_port else [])] if leads else []
+    ports += [port for port in (site.master_port, site.control_port) if port and not leads]  # for restarts
     ports += [site.service_port] if site.serves else []
     return [*(f"cuda:{device}" for device in devices), *(f"port:{port}" for port in ports)]
 

@@ -22,7 +22,7 @@ from launcher.config.schema import ClusterConfig, NodeConfig, node_workdir
 from launcher.errors import node_label
 from launcher.plan.model import KeptServers, Login
 from launcher.plan.partition import PartitionFiles
-from launcher.plan.ports import _service_port
+from launcher.plan.ports import _service_port, choose, restart_candidates
 
 if TYPE_CHECKING:
     from launcher.plan.model import NodeFacts
@@ -72,6 +72,8 @@ class Site:
     setup: tuple[str, ...]
     service_port: int  #: 0 without parts
     threads: int | None  #: OMP threads per process; None if the number of CPUs is unknown, or the node does not train
+    control_port: int = 0  #: if the node becomes the hub after a restart; 0 without ``run.restarts``
+    master_port: int = 0  #: if the node has rank 0 after a restart; 0 without ``run.restarts``, or if it does not train
 
 
 def make_sites(
@@ -94,6 +96,7 @@ def make_sites(
         workdir = at_home(node_workdir(node, k), fact)
         address = node_address(config, k, fact)
         shell = interpreter(config, k)
+        control, master = restart_candidates(config, k)
         site = Site(
             node_rank=k,
             node=replace(node, env={name: at_home(value, fact) for name, value in node.env.items()}),
@@ -114,6 +117,8 @@ def make_sites(
             setup=shell.setup,
             service_port=kept.service_ports.get(k) or _service_port(config, k, fact),
             threads=max(1, fact.cpus // procs_on[host_key(config, node)]) if fact and node.trains else None,
+            control_port=choose(control, fact) if control else 0,
+            master_port=choose(master, fact) if master else 0,
         )
         sites.append(site)
         first_rank += node.nproc

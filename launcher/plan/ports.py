@@ -6,7 +6,7 @@ import itertools
 from collections.abc import Set
 from typing import TYPE_CHECKING
 
-from launcher.config.roles import lead, servers, serves
+from launcher.config.roles import host_key, lead, servers, serves
 from launcher.config.schema import ClusterConfig
 
 if TYPE_CHECKING:
@@ -18,7 +18,11 @@ MASTER_PORT = 29500
 
 SERVICE_PORT = 29600
 
+RESTART_PORT = 20000
+
 _CANDIDATES = 64  # per port to choose
+
+_RESTART_PORTS = 9000  # of all nodes together, for ports that are only used after a restart
 
 
 def master_candidates(config: ClusterConfig) -> tuple[int, ...]:
@@ -75,11 +79,39 @@ def service_candidates(config: ClusterConfig, node_rank: int) -> tuple[int, ...]
     return tuple(port for port in ports if port not in (config.run.master_port, config.run.control_port))
 
 
+def restart_candidates(config: ClusterConfig, node_rank: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Return the candidates for the control port and for the master port of a node, which it uses when it becomes the
+    hub, or has rank 0, after a restart (``run.restarts``).
+
+    For the lead node these are its ports in the first attempt. A port given in the config is used on every other host
+    too, by its first node. () if the run does not restart, or does not need the port.
+    """
+    node = config.nodes[node_rank]
+    if not config.run.restarts or not config.world_size:
+        return (), ()
+    if node_rank == lead(config):
+        return control_candidates(config), master_candidates(config)
+    hosts = [host_key(config, other) for other in (config.nodes[lead(config)], *config.nodes[:node_rank])]
+    alone = host_key(config, node) not in hosts
+    taken = {*_fixed_service_ports(config), config.run.control_port, config.run.master_port}
+    count, run = 2 * len(config.nodes), config.run
+    candidates = max(4, min(_CANDIDATES, _RESTART_PORTS // count))
+    ours = range(RESTART_PORT + 2 * node_rank, RESTART_PORT + count * candidates, count)
+    control = tuple(port for port in ours if port not in taken)
+    master = tuple(port + 1 for port in ours if port + 1 not in taken)
+    if run.control_port != "auto" and alone:
+        control = (run.control_port,)
+    if run.master_port != "auto" and alone:
+        master = (run.master_port,)
+    return control, master if node.trains else ()
+
+
 def candidate_ports(config: ClusterConfig, node_rank: int) -> tuple[int, ...]:
     """Return all candidate ports of a node. Preflight tries to listen on each of them."""
     service = service_candidates(config, node_rank) if serves(config, node_rank) else ()
     if node_rank != lead(config):
-        return service
+        control, master = restart_candidates(config, node_rank)
+        return (*master, *control, *service)
     return (*master_candidates(config), *control_candidates(config), *service)
 
 

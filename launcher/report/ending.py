@@ -38,6 +38,7 @@ class Limits:
     connect_timeout: float
     start_timeout: float = 120.0
     peer_timeout: float = 6.0  #: after which supervisors report a silent supervisor lost
+    restarts: int = 0  #: how often the supervisors may start the run again
 
 
 @dataclass(frozen=True)
@@ -75,33 +76,53 @@ class Spares:
     """The expendable nodes of a run: the run continues if one of them is lost. Includes those already lost.
 
     The lead node reports which nodes are expendable; until its first report, the latest report of any node is used. In
-    a serving cluster every node is expendable.
+    a serving cluster every node is expendable; so it is in a run with ``run.restarts``, until a node ends because the
+    run has ended.
     """
 
-    def __init__(self, plan: LaunchPlan):
+    def __init__(self, plan: LaunchPlan, restarts: int = 0):
         self._lead = plan.lead
         self._all = plan.serve_only
+        self._restarts = bool(restarts)
         self._heard = self._over = False
         self._nodes: set[int] = set()
+        self._never: set[int] = set()  # did not start
+        self.gone: set[int] = set()  #: with restarts: nodes that the run goes on without
+        self._generation = 0  # of the attempt to which ``gone`` refers
 
     def __contains__(self, k: int) -> bool:
+        if self._restarts:
+            return k in self.gone or not (self._over or k in self._never)
         return self._all or (k in self._nodes and not self._over)
 
     def take_result(self, k: int, result: Mapping[str, Any]) -> None:
         """Process the ``result.json`` of node ``k``. If it shows that the run is over, no node stays expendable."""
+        if self._restarts:
+            self._take_gone(result)
+            self._over = self._over or not result.get("left")
+            return
         cause = result.get("cause")
         over = (cause["node_rank"] != k or cause["kind"] == "stop") if cause else result["state"] == "done"
         self._over = self._over or over or bool(result.get("lost"))
 
     def take(self, k: int, state: Mapping[str, Any]) -> None:
         """Process the ``state.json`` of node ``k``, which lists the nodes that are expendable."""
-        if k == self._lead or not self._heard:
+        if self._restarts:
+            self._take_gone(state)
+        elif k == self._lead or not self._heard:
             self._heard = k == self._lead
             self._nodes = {*(state.get("spare") or ()), *map(int, state.get("gone") or ())}
+
+    def _take_gone(self, report: Mapping[str, Any]) -> None:
+        generation, gone = report.get("generation", 0), set(map(int, report.get("gone") or ()))
+        if generation >= self._generation:
+            self.gone = gone | (self.gone if generation == self._generation else set())
+            self._generation = generation
 
     def discard(self, k: int) -> None:
         """Remove node ``k`` from the expendable nodes: it never started, and a run needs every node to start."""
         self._nodes.discard(k)
+        self._never.add(k)
 
 
 def hub_was_cut_off(results: Mapping[int, Mapping[str, Any]], nodes: int, hub: int) -> bool:
@@ -123,6 +144,30 @@ def missed_by(result: Mapping[str, Any]) -> dict[str, Mapping[str, Any]]:
     ``result``: content of a node's ``result.json``.
     """
     return {**(result.get("gone") or {}), **(result.get("lost") or {})}
+
+
+def last_attempt(reports: Mapping[int, Mapping[str, Any] | None], lead: int) -> tuple[int, Mapping[str, Any]]:
+    """Return the hub of the last attempt of a run, and what a node reports on that attempt: the hub itself, if it has
+    reported.
+
+    ``reports``: ``state.json`` or ``result.json`` by node_rank. ``lead``: hub of the first attempt; without
+    ``run.restarts`` there is no other.
+    """
+    known = {k: report for k, report in reports.items() if report and report.get("restarts")}
+    if not known:
+        named = [report["hub"] for report in reports.values() if report and report.get("hub") is not None]
+        hub = lead if lead in named or not named or reports.get(lead) else max(set(named), key=named.count)
+        return hub, reports.get(hub) or {}
+    newest = max(known.values(), key=lambda report: (report.get("generation", 0), not report.get("left")))
+    hub = int(newest.get("hub", lead))
+    return hub, reports.get(hub) or newest
+
+
+def first_node(reports: Mapping[int, Mapping[str, Any] | None], lead: int) -> int | None:
+    """Return the node of rank 0 in the last attempt; None if the run has not started again. Arguments as in
+    ``last_attempt``."""
+    restarts = last_attempt(reports, lead)[1].get("restarts") or ()
+    return next((int(k) for k, ranks in restarts[-1]["ranks"].items() if 0 in ranks), None) if restarts else None
 
 
 class Ending:
@@ -148,11 +193,32 @@ class Ending:
             self.collected.metrics,
             seconds,
             folder,
-            notes=(*self.followed.notes, *self.collected.notes),
+            notes=(*self._restart_notes(), *self.followed.notes, *self.collected.notes),
             findings=tuple(self.findings()),
             stopped_by=self._asked_by() if state == "interrupted" and not self.followed.interrupted else "",
             out_of_reach=excluded_names(self.plan.nodes, self._unreachable()),
+            restarts=self.restarts,
         )
+
+    @property
+    def hub(self) -> int:
+        """The lead node of the last attempt."""
+        return last_attempt(self.results, self.plan.lead)[0]
+
+    @property
+    def restarts(self) -> tuple[Mapping[str, Any], ...]:
+        """The restarts of the run, with times by this machine's clock."""
+        hub, report = last_attempt(self.results, self.plan.lead)
+        found = report.get("restarts") or ()
+        return tuple({**one, "t": one["t"] - self.clock_offset(hub)} for one in found)
+
+    def _restart_notes(self) -> Iterator[str]:
+        """Yield a note for each node that a restart went without, and why there was no further restart."""
+        labels = [node.label for node in self.plan.nodes]
+        for one in self.restarts:
+            yield from (f"{labels[k]} was lost; the run went on without it" for k in one["without"] if k < len(labels))
+        if why := last_attempt(self.results, self.plan.lead)[1].get("no_restart"):
+            yield f"no restart: {why}"
 
     def clock_offset(self, k: int) -> float:
         """Return the clock of node ``k`` minus this machine's, in seconds.
@@ -164,7 +230,7 @@ class Ending:
         to_hub = self.results.get(k, {}).get("clock_offset")
         if to_hub is None or self.plan.serve_only:
             return self._measured_here(k)
-        return float(to_hub) + self._measured_here(self.plan.lead)
+        return float(to_hub) + self._measured_here(self.hub)
 
     def findings(self) -> list[Mapping[str, Any]]:
         """Return the findings of all nodes in order of time, each only once."""
@@ -180,7 +246,7 @@ class Ending:
         The lead node's reports about all nodes are used. If the lead node has no result, or its own network failed, the
         reports of other nodes about the lead node are used instead.
         """
-        found, hub = dict(self.followed.lost), self.plan.lead
+        found, hub = dict(self.followed.lost), self.hub
         trust_hub = hub in self.results and not hub_was_cut_off(self.results, len(self.plan.nodes), hub)
         for reporter, result in sorted(self.results.items()):
             for key, lost in missed_by(result).items():
@@ -219,12 +285,12 @@ class Ending:
         unreachable = {
             k for k in needed - set(states) if k in self.followed.lost and self.followed.lost[k].out_of_reach
         }
-        return needed == set(states) | unreachable and (not unreachable or self.plan.lead in states)
+        return needed == set(states) | unreachable and (not unreachable or self.hub in states)
 
     @property
     def gone(self) -> set[int]:
         """The nodes that the run continued without, as the lead node reports."""
-        return set(map(int, self.results.get(self.plan.lead, {}).get("gone") or ()))
+        return set(map(int, last_attempt(self.results, self.plan.lead)[1].get("gone") or ()))
 
     def _asked_by(self) -> str:
         """Return who requested the stop of the run, as ``alice@laptop (gnnfleet stop)``; '' if nobody did."""
@@ -280,7 +346,9 @@ class Ending:
     @property
     def _stopping(self) -> list[Mapping[str, Any]]:
         """Findings that ended the run although no process failed."""
-        return [finding for finding in self.findings() if finding.get("stop")]
+        since = max((one["t"] for one in self.restarts), default=0.0)
+        found = [finding for finding in self.findings() if finding.get("stop")]
+        return [one for one in found if not since or one["t"] - self.clock_offset(one["node_rank"]) > since]
 
     def _node_outcomes(self, node: NodePlan, records: Any, lost: Lost | None) -> Iterator[Outcome]:
         k = node.node_rank

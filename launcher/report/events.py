@@ -91,3 +91,8 @@ class EventLog:
             self._known |= {line.decode("utf-8", "replace")} if b'"node_rank"' in line else set()
         self._read_to = self._file.tell()
         return self._known
+
+
+def finding_words(finding: Mapping[str, Any]) -> str:
+    """Return a finding as text: ``stall: no process has …``; that of a restart names itself."""
+    return str(finding["text"]) if finding["kind"] == "restart" else f"{finding['kind']}: {finding['text']}"

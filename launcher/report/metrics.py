@@ -74,7 +74,12 @@ class Metrics:
 
     def _timed_epochs(self) -> list[Mapping[str, Any]]:
         """Return the epoch lines that have seeds and seconds; those of a user's own script may have neither."""
-        return [line for line in self.of_kind("epoch") if {"rank", "epoch", "seconds", "seeds"} <= line.keys()]
+        return [line for line in self.epochs() if {"rank", "seconds", "seeds"} <= line.keys()]
+
+    def epochs(self) -> list[Mapping[str, Any]]:
+        """Return the epoch lines of all ranks; of an epoch that was trained again after a restart, the last ones."""
+        lines = (line for line in self.of_kind("epoch") if "epoch" in line)
+        return [*{(line.get("rank"), line["epoch"]): line for line in lines}.values()]
 
 
 def _by_node(outcomes: Iterable[Outcome]) -> list[dict[str, Any]]:

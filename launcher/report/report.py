@@ -17,6 +17,7 @@ from launcher.errors import FleetError
 from launcher.files import appearing, write_whole
 from launcher.node.json_reader import METRIC, checked, json_object
 from launcher.plan.model import NodePlan
+from launcher.report.events import finding_words
 from launcher.report.explain import hint
 from launcher.report.first_failure import aftermath_of
 from launcher.report.metrics import Metrics, _by_node, _merged
@@ -113,6 +114,7 @@ class RunReport:
     notes: tuple[str, ...] = field(default=())  #: files that could not be collected, processes that may still run
     findings: tuple[Mapping[str, Any], ...] = field(default=())  #: findings of the nodes: nan, stall, straggler, …
     stopped_by: str = ""  #: who requested the stop, as ``alice@laptop (gnnfleet stop)``
+    restarts: tuple[Mapping[str, Any], ...] = ()  #: how the run started again: generation, text, nodes, seconds, …
     out_of_reach: tuple[str, ...] = ()  #: hosts that could not be reached in the end, as ``--exclude`` names them
 
     @property
@@ -137,6 +139,7 @@ class RunReport:
             "findings": [dict(finding) for finding in self.findings],
             "metrics": self._summary(),
             "notes": list(self.notes),
+            **({"restarts": [dict(one) for one in self.restarts]} if self.restarts else {}),
         }
 
     @property
@@ -177,7 +180,7 @@ def print_report(report: RunReport, console: Console) -> None:
         _print_failure(report, console)
     for finding in report.findings:
         if not finding.get("stop"):  # a finding that ended the run is already printed as the failure
-            console.print(Text(f"{finding['kind']}: {finding['text']}", "yellow"), soft_wrap=True)
+            console.print(Text(finding_words(finding), "yellow"), soft_wrap=True)
     if report.checkpoint:
         command = resume_command(report.run_id, report.out_of_reach)
         go_on = "" if report.state == "done" else f"; to continue from it: {command}"
@@ -191,7 +194,7 @@ def print_report(report: RunReport, console: Console) -> None:
 
 def _print_done(report: RunReport, console: Console) -> None:
     console.print(Text(f"\nDone in {report.seconds:.1f} s.", "bold green"))
-    epochs = [line for line in report.metrics.of_kind("epoch") if line.get("rank") == 0 and "epoch" in line]
+    epochs = [line for line in report.metrics.epochs() if line.get("rank") == 0]
     if epochs:
         console.print(_epoch_table(epochs, report.metrics.of_kind("eval")))
     elif last := last_loss(report.metrics.files):

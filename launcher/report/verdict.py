@@ -12,7 +12,7 @@ from typing import Any, Literal
 
 from launcher.node.peers import model
 from launcher.plan.model import LaunchPlan, NodePlan
-from launcher.report.ending import hub_was_cut_off
+from launcher.report.ending import hub_was_cut_off, last_attempt
 from launcher.report.report import excluded_names, resume_command
 from launcher.report.run_folder import BEFORE_NODES, FoundRun, LaunchFile, last_sign
 from launcher.text import count
@@ -57,6 +57,17 @@ class NodeView:
     def heartbeat_age(self) -> float | None:
         """Seconds since the supervisor last wrote its state, by the node's clock; None if no supervisor runs."""
         return max(0.0, self.now - self.state["time"]) if self.alive and self.state else None
+
+    @property
+    def report(self) -> Mapping[str, Any]:
+        """The content of result.json, else of state.json; empty if the node has neither."""
+        return self.result or self.state or {}
+
+    @property
+    def own_ranks(self) -> tuple[int, ...]:
+        """The ranks of the node, which are others after a restart."""
+        restarts = self.report.get("restarts")
+        return tuple(restarts[-1]["ranks"].get(str(self.node.node_rank), ())) if restarts else self.node.ranks
 
     @property
     def ranks(self) -> Mapping[str, Mapping[str, Any]]:
@@ -160,8 +171,8 @@ def judge(found: FoundRun, views: Views) -> Verdict:
 
 
 def _running(found: FoundRun, everyone: list[NodeView], alive: list[NodeView], unreachable: list[NodeView]) -> Verdict:
-    plan = found.needed_plan
-    spare = done_without(everyone, plan.lead)
+    plan, hub = found.needed_plan, last_hub(everyone, found.needed_plan.lead)
+    spare, again = done_without(everyone, hub), restart_words(everyone, hub)
     broken = not plan.serve_only and any(
         view.reached and view.word in ("failed", "lost") for view in everyone if view.node.node_rank not in spare
     )
@@ -171,6 +182,7 @@ def _running(found: FoundRun, everyone: list[NodeView], alive: list[NodeView], u
     else:
         verb = _what_it_does(alive)
     where = progress_words(found, alive)
+    verb += f" after {again}" if again else ""
     sentence = (
         f"run {found.run_id} {verb}: {_size(plan)}" + (f", {where}" if where else "") + f"; {launcher_words(found)}"
     )
@@ -191,8 +203,9 @@ def _cannot_know(found: FoundRun, everyone: list[NodeView], unreachable: list[No
     else:
         rest = "the other nodes have" if len(reached) > 1 else f"node{reached[0].node.node_rank} has"
         sentence = f"run {found.run_id} may still run: {_names(unreachable)} cannot be reached from here; {rest} ended"
+    hub = last_hub(everyone, found.needed_plan.lead)
     notes = [*_unreachable_notes(unreachable, reached), *(_ended_note(view) for view in reached), launcher_words(found)]
-    lead_has_result = any(view.result is not None and view.node.node_rank == found.needed_plan.lead for view in reached)
+    lead_has_result = any(view.result is not None and view.node.node_rank == hub for view in reached)
     first = "collect" if lead_has_result else "status"  # the lead node ends last, with the result of the run
     return Verdict(
         "unknown", sentence, tuple(notes), (f"gnnfleet {first} {found.words}", f"gnnfleet stop {found.words}")
@@ -202,8 +215,8 @@ def _cannot_know(found: FoundRun, everyone: list[NodeView], unreachable: list[No
 def _over(found: FoundRun, everyone: list[NodeView]) -> Verdict:
     if found.result is not None and found.result["state"] in _FROM_RESULT:
         return _over_by_result(found, found.result)
-    plan = found.needed_plan
-    size, gone = _size(plan), done_without(everyone, plan.lead, only_gone=True)
+    plan, hub = found.needed_plan, last_hub(everyone, found.needed_plan.lead)
+    size, gone = _size(plan), done_without(everyone, hub, only_gone=True)
     words = {view.word for view in everyone if view.node.node_rank not in gone}
     if words == {"done"}:
         state, sentence = "done", f"run {found.run_id} is done ({size})"
@@ -211,7 +224,7 @@ def _over(found: FoundRun, everyone: list[NodeView]) -> Verdict:
         state, sentence = "failed", f"run {found.run_id} has failed ({size})"
     else:
         state, sentence = "stopped", f"run {found.run_id} was stopped ({size})"
-    why = first_cause(everyone, plan.lead)
+    why = first_cause(everyone, hub)
     others = [view for view in everyone if _why_ended(view) not in why and view.node.label not in why]
     notes = [_ended_note(view) for view in others if view.word != "done"]
     sentence += f": {why}" if why else ""
@@ -346,9 +359,24 @@ def done_without(views: Sequence[NodeView], hub: int, *, only_gone: bool = False
     The lead node (``hub``) reports both sets. A node is expendable if the run would continue without it. ``views``:
     answers of all nodes.
     """
-    lead = next((view.result or view.state or {} for view in views if view.node.node_rank == hub), {})
+    reports = {view.node.node_rank: view.report for view in views}
+    lead = last_attempt(reports, hub)[1]
     gone = set(map(int, lead.get("gone") or ()))
-    return gone if only_gone else gone | set(lead.get("spare") or ())
+    if only_gone:
+        return gone
+    restarting = any(view.alive and "restarts" in view.report for view in views)
+    return gone | ({view.node.node_rank for view in views} if restarting else set(lead.get("spare") or ()))
+
+
+def last_hub(views: Sequence[NodeView], lead: int) -> int:
+    """Return the lead node of the last attempt; ``lead``: that of the first one."""
+    return last_attempt({view.node.node_rank: view.report for view in views}, lead)[0]
+
+
+def restart_words(views: Sequence[NodeView], lead: int) -> str:
+    """Return ``restart 1 of 3`` for a run that has started again, else ''."""
+    restarts = last_attempt({view.node.node_rank: view.report for view in views}, lead)[1].get("restarts")
+    return f"restart {restarts[-1]['generation']} of {restarts[-1]['of']}" if restarts else ""
 
 
 def _size(plan: LaunchPlan) -> str:
@@ -358,6 +386,8 @@ def _size(plan: LaunchPlan) -> str:
 
 def _what_it_does(alive: Sequence[NodeView]) -> str:
     words = {view.word for view in alive}
+    if "regrouping" in words:
+        return "prepares a restart"
     if "training" in words:
         return "trains"
     trainers = [view for view in alive if view.node.ranks]

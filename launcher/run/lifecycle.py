@@ -13,7 +13,7 @@ from rich.text import Text
 from launcher.config.schema import RunConfig
 from launcher.errors import Interrupted, OutOfReach, TransportError
 from launcher.plan.model import LaunchPlan
-from launcher.report.ending import Collected, Ending, Followed, Limits
+from launcher.report.ending import Collected, Ending, Followed, Limits, first_node
 from launcher.report.events import EventLog
 from launcher.report.html.render import written
 from launcher.report.metrics import Metrics
@@ -59,7 +59,8 @@ class FollowContext:
     @property
     def limits(self) -> Limits:
         run = self.run
-        return Limits(run.lost_after, run.grace, run.connect_timeout, run.start_timeout, run.peer_timeout)
+        times = run.lost_after, run.grace, run.connect_timeout, run.start_timeout, run.peer_timeout
+        return Limits(*times, run.restarts)
 
 
 def conduct(
@@ -113,7 +114,8 @@ def finish(context: FollowContext, followed: Followed, interrupts: Interrupts) -
     interrupts.exit_message = interrupts.message
     context.at_stage("collect")
     try:
-        collected = collect(context.plan, context.transports, context.folder)
+        results = followed.results
+        collected = collect(context.plan, context.transports, context.folder, first_node(results, context.plan.lead))
     except KeyboardInterrupt:
         nothing: Mapping[int, tuple[Mapping[str, object], ...]] = {node.node_rank: () for node in context.plan.nodes}
         written(_report(context, followed, Collected(Metrics(), nothing, (interrupts.message,))))

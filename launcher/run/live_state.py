@@ -10,6 +10,7 @@ from typing import Any
 
 from launcher.node.supervisor.vitals import largest
 from launcher.plan.model import LaunchPlan
+from launcher.report.events import finding_words
 from launcher.text import count
 
 Metric = Mapping[str, Any]
@@ -85,6 +86,8 @@ class Board:
     began: float = field(default_factory=time.monotonic)
     findings: list[str] = field(default_factory=list)  #: newest last
     suspects: set[int] = field(default_factory=set)  #: node_ranks named by findings
+    attempt: str = ""  #: ``restart 1 of 3`` after a restart
+    generation: int = 0  #: number of the attempt
     _first: tuple[float, float] | None = None  # (monotonic, fraction done) at the first step seen
 
     @staticmethod
@@ -99,8 +102,26 @@ class Board:
         """Update a node and its ranks from a heartbeat, which is the content of the node's ``state.json``."""
         node = self.nodes[node_rank]
         node.heard, node.state, node.connection_error = time.monotonic(), str(state["state"]), ""
+        restarts = state.get("restarts") or ()
+        if restarts and restarts[-1]["generation"] > self.generation:
+            self._restart(restarts[-1])
+        if state.get("generation", 0) < self.generation:
+            return  # from an earlier attempt, with other ranks
         for rank, metric in (state.get("ranks") or {}).items():
             self.metric({"kind": "step", **metric, "rank": int(rank)})
+
+    def _restart(self, restart: Mapping[str, Any]) -> None:
+        """Begin an attempt with other nodes and ranks; ``restart``: its entry in ``state.json``."""
+        self.generation, self._first = restart["generation"], None
+        self.attempt = f"restart {restart['generation']} of {restart['of']}"
+        for k, node in self.nodes.items():
+            node.ranks, node.left = tuple(restart["ranks"].get(str(k), ())), k not in restart["nodes"]
+        self.ranks = {rank: RankRow(rank, k) for k, node in self.nodes.items() for rank in node.ranks}
+
+    def forget_ends(self, node_rank: int) -> None:
+        """Forget that ranks of a node have ended, which was in an earlier attempt."""
+        for rank in self.nodes[node_rank].ranks:
+            self.ranks[rank].ended = ""
 
     def metric(self, metric: Metric) -> None:
         """Update a rank from a metrics line; ignores lines of kinds other than ``step`` and of unknown ranks."""
@@ -113,7 +134,7 @@ class Board:
 
     def finding(self, finding: Mapping[str, Any]) -> None:
         """Add a finding of the supervisors, and mark the node that it names."""
-        self.findings.append(f"{finding['kind']}: {finding['text']}")
+        self.findings.append(finding_words(finding))
         k = finding["node_rank"]
         self.suspects.add(k)
         if finding["kind"] in ("client-lost", "server-lost") and k in self.nodes:

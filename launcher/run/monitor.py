@@ -17,7 +17,7 @@ from launcher.errors import FleetError
 from launcher.node.json_reader import EVENT, records
 from launcher.plan.model import LaunchPlan
 from launcher.report.ending import Detached, Followed, Limits, Lost, Spares, missed_by
-from launcher.report.events import EventLog
+from launcher.report.events import EventLog, finding_words
 from launcher.run.interrupts import InterruptPrompt, Interrupts
 from launcher.run.live_log import LiveLog
 from launcher.run.node_stream import NodeMessage, NodeStream, for_machines
@@ -148,7 +148,8 @@ class RunFollower:
         self._stop_reason = ""
         self._stopped_at: dict[int, float] = {}
         self._failing = ""  # the first failure reported
-        self._spares = Spares(plan)
+        self._failed_attempts: set[int] = set()  # of which the first failure was reported, with run.restarts
+        self._spares = Spares(plan, limits.restarts)
         self._stop_at = float("inf")
         self._launching = bool(starts)  # a run that is only followed does not resend its start events
         self._starting = StartProgress(plan)
@@ -320,7 +321,7 @@ class RunFollower:
         if finding not in self.followed.findings:
             self.followed.findings.append(finding)
             self.live.board.finding(finding)
-            self.live.say(f"{finding['kind']}: {finding['text']}", "yellow")
+            self.live.say(finding_words(finding), "yellow")
 
     def _handle_lines(self, k: int, file: str, lines: list[str]) -> None:
         if file == "events.jsonl":
@@ -336,13 +337,19 @@ class RunFollower:
         self.events.take(event)
         if event["kind"] == "process-exit":
             self._handle_exit(k, event)
+        elif event["kind"] == "restart":
+            self.live.board.forget_ends(k)
         else:
             self._handle_start(k, event)
 
     def _handle_exit(self, k: int, event: Mapping[str, Any]) -> None:
         if event.get("rank") in self.live.board.ranks:
             self.live.board.rank_ended(event["rank"], failed=event.get("returncode") != 0)
+        generation = self.live.board.generation
+        if self.limits.restarts and generation in self._failed_attempts:
+            return
         if event.get("failed") and not self._failing and not self._stop_reason:
+            self._failed_attempts.add(generation)
             name = event.get("name", "a process")
             self._handle_failure(k, f"a process failed: {name} of {self._label(k)}", f"{name} of node{k} failed")
 
@@ -460,7 +467,7 @@ class RunFollower:
         patience = min(self.limits.lost_after, _LOST_TO_PEERS if self._lost_to_others(unreachable) else float("inf"))
         for k in waiting:
             waited = now - max(self._last_end, broken[k] or now)
-            if waited > patience or k in self._stopped_at:
+            if waited > patience or k in self._stopped_at or k in self._spares.gone:
                 self._lose(k, Lost(f"no contact for {now - (broken[k] or now):.0f} s", time.time(), out_of_reach=True))
 
     def _lost_to_others(self, nodes: Iterable[int]) -> bool:

@@ -34,14 +34,24 @@ _WANTED = (
 )
 
 
-def collect(plan: LaunchPlan, transports: Mapping[int, Transport | TransportError], folder: Path) -> Collected:
+_CHECKPOINT = "checkpoints/last.pt"
+
+
+def collect(
+    plan: LaunchPlan,
+    transports: Mapping[int, Transport | TransportError],
+    folder: Path,
+    first: int | None = None,
+) -> Collected:
     """Fetch the files of all nodes in parallel into ``folder``. Nodes that fail are listed in the notes.
+
+    first: the only node whose checkpoint is fetched, as with ``run.restarts`` several nodes have one; None: any node.
 
     A file that ``folder`` already has with the same size and time is not fetched again. Each file is written
     atomically.
     """
     nodes = {node.node_rank: node for node in plan.nodes}
-    answers = on_nodes(nodes, lambda k: _collect_node(nodes[k], transports[k], folder))
+    answers = on_nodes(nodes, lambda k: _collect_node(nodes[k], transports[k], folder, first in (None, k)))
     notes = [
         f"{nodes[k].label}: its files could not be fetched ({reason_of(answers.errors[k])}); "
         f"they are still on the node, in {nodes[k].run_dir}"
@@ -53,13 +63,17 @@ def collect(plan: LaunchPlan, transports: Mapping[int, Transport | TransportErro
     return Collected(metrics, outcomes, tuple(notes))
 
 
-def _collect_node(node: NodePlan, transport: Transport | TransportError, folder: Path) -> list[str]:
+def _collect_node(
+    node: NodePlan, transport: Transport | TransportError, folder: Path, with_checkpoint: bool
+) -> list[str]:
     """Fetch all wanted files of a node, the small ones in one reply; returns notes on files that failed."""
     if isinstance(transport, TransportError):
         raise transport
     answer, room = _request_files(node, transport, folder), _ROOM
     notes = [f"{node.label}: {node.run_dir}/{path} could not be read ({why})" for path, why in answer.errors.items()]
     for path, file in answer.files.items():
+        if path == _CHECKPOINT and not with_checkpoint:
+            continue
         dest = folder / _local_path(node.node_rank, path)
         if not _is_wanted(path) or not dest.parent.resolve().is_relative_to(folder.resolve()):
             notes.append(f"{node.label}: ignored a file that was not requested: {path}")
@@ -127,9 +141,9 @@ def _local_files(node_rank: int, folder: Path) -> dict[str, tuple[int, int]]:
                 name = path.relative_to(folder / top).as_posix()
                 is_top_level = on_node == "logs" and not name.endswith(".log")
                 found[name if is_top_level else f"{on_node}/{name}"] = (stat.st_size, stat.st_mtime_ns)
-    checkpoint = folder / "checkpoints/last.pt"
+    checkpoint = folder / _CHECKPOINT
     if checkpoint.is_file():
-        found["checkpoints/last.pt"] = (checkpoint.stat().st_size, checkpoint.stat().st_mtime_ns)
+        found[_CHECKPOINT] = (checkpoint.stat().st_size, checkpoint.stat().st_mtime_ns)
     return found
 
 

@@ -5,7 +5,6 @@ Receives the heartbeats of all members, declares silent nodes lost, and decides 
 
 from __future__ import annotations
 
-import errno
 import secrets
 import selectors
 import socket
@@ -15,10 +14,11 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from launcher.node.child_process import Loop
-from launcher.node.peers.link import Link, Message, proof, proven
+from launcher.node.peers.link import Link, Message, listen, proof, proven
 from launcher.node.peers.model import (
     EOF_PATIENCE,
     Cause,
+    Decision,
     Order,
     PeerConfig,
     Report,
@@ -65,6 +65,8 @@ class MemberStatus:
     stacks: dict[str, Any] | None = None  #: stack summaries by rank; None until reported
     ahead: float = 0.0  #: the member's clock minus this clock, seconds
     beats: int = 0  #: reports received
+    standing: dict[str, Any] | None = None  #: what it can contribute to a restart; None before it has ended its ranks
+    away: bool = False  #: it has left this hub for another one
 
 
 class Hub:
@@ -77,10 +79,12 @@ class Hub:
         self.lost: dict[str, dict[str, Any]] = {}
         self.gone: dict[str, dict[str, Any]] = {}
         self.team: Team | None = None
+        self.decision: Decision | None = None
         self.offset = 0.0
         self.dropped: dict[str, int] = {}  #: number of unauthenticated connections closed, by reason
-        self.members = {k: MemberStatus(k) for k in range(len(config.labels)) if k != config.hub}
-        self.stacks_wanted = False
+        self.members = {k: MemberStatus(k) for k in config.others}
+        self.guests: dict[int, MemberStatus] = {}  #: connected nodes that wait for the next attempt
+        self.stacks_wanted = self.stop_asked = self.suspended = False
         self._loop, self._clock = loop, clock
         self._own: Report = {}
         self._strangers: dict[Link, float] = {}
@@ -104,6 +108,7 @@ class Hub:
         self._looked = now
         if pause > _LATE:  # this supervisor could not receive anything meanwhile
             self._excuse(pause)
+            self.suspended = True
         for member in self._expected():
             why, since = self._overdue(member, now)
             if why:
@@ -132,13 +137,42 @@ class Hub:
         """Whether the hub may exit: every member has ended or is lost. For members that have never connected, it waits
         at most ``peer_timeout`` after the first stop order."""
         late = self._ordered is not None and time.monotonic() - self._ordered > self.config.peer_timeout
-        return not any(member.heard is not None or not late for member in self._expected())
+        return not any((member.heard is not None or not late) and not member.away for member in self._expected())
+
+    def begin(self, config: PeerConfig | None) -> None:
+        assert config is not None
+        self.config, before = config, self.guests | self.members
+        self.members, self.guests = {}, {}
+        for k in config.others:
+            old = before.pop(k, MemberStatus(k))
+            self.members[k] = MemberStatus(k, old.link, old.heard, old.gone, old.gone_wall, ahead=old.ahead)
+        for member in before.values():
+            if member.link is not None:
+                member.link.close()  # it may come back as a guest
+        self.order, self.cause, self.lost, self.team, self._own, self._ordered = None, None, {}, None, {}, None
+        self.stacks_wanted = self.stop_asked = self.suspended = False
+        self._opened = time.monotonic()
+
+    def inherit(self, cause: Cause, lost: dict[str, dict[str, Any]], gone: dict[str, dict[str, Any]]) -> None:
+        """Take the place of a lost hub, which is in ``lost``; ``gone``: nodes that the run has continued without."""
+        self.cause, self.order, self._ordered = cause, Order(cause), time.monotonic()
+        self.lost, self.gone = {**lost}, {**gone}
+
+    def decide(self, decision: Decision) -> None:
+        """Send a decision to all members, now and with every later message."""
+        self.decision = decision
+        self._broadcast()
+
+    def awaited(self) -> list[int]:
+        """Members that have neither ended, nor been lost, nor reported what they can contribute to a restart."""
+        return [member.node_rank for member in self._expected() if member.standing is None and not member.away]
 
     def close(self) -> None:
         if self._listener is not None:
             self._loop.unwatch(self._listener)
             self._listener.close()
-        for link in [*self._strangers, *(one.link for one in self.members.values() if one.link)]:
+        known = (*self.members.values(), *self.guests.values())
+        for link in [*self._strangers, *(one.link for one in known if one.link)]:
             link.close()
 
     def ask_stacks(self) -> None:
@@ -173,16 +207,20 @@ class Hub:
     def _receive(self, link: Link, message: Message) -> None:
         if link.node_rank is None:
             self._authenticate(link, message)
-        elif self.members[link.node_rank].link is link:
-            self._take_report(self.members[link.node_rank], message)
+        elif (member := self._status(link.node_rank)) is not None and member.link is link:
+            self._take_report(member, message)
+
+    def _status(self, k: int) -> MemberStatus | None:
+        return self.members.get(k) or self.guests.get(k)
 
     def _authenticate(self, link: Link, message: Message) -> None:
         """Check a member's proof, make ``link`` the connection to that member, and answer with the hub's proof."""
         k, nonce = int(message["node_rank"]), str(message["nonce"])
         token = self.config.token
-        if k not in self.members or not proven(message["proof"], token, "member", k, link.nonce, nonce):
+        admitted = k in self.members or (self.config.guests and 0 <= k < len(self.config.labels))
+        if not admitted or not proven(message["proof"], token, "member", k, link.nonce, nonce):
             return self._drop(link, "could not prove to belong to this run")
-        member = self.members[k]
+        member = self._status(k) or self.guests.setdefault(k, MemberStatus(k))
         if member.link is not None:
             member.link.close()
         del self._strangers[link]
@@ -193,8 +231,9 @@ class Hub:
     def _closed(self, link: Link, why: str) -> None:
         if link in self._strangers:
             return self._drop(link, why)
-        member = self.members.get(-1 if link.node_rank is None else link.node_rank)
+        member = self._status(-1 if link.node_rank is None else link.node_rank)
         if member is not None and member.link is link:
+            self.guests.pop(member.node_rank, None)
             member.link, member.gone, member.gone_wall = None, time.monotonic(), self._clock()
 
     def _drop(self, link: Link, why: str) -> None:
@@ -209,21 +248,34 @@ class Hub:
         """Store a member's report, act on the cause in it, and answer with the hub's orders."""
         if "ping" in message:
             return self._pong(member)
+        if "away" in message:
+            member.away = True
+            return
         got, sent = self._clock(), float(message["t"])
         ahead = sent - got if message["offset"] is None else float(message["offset"])
-        cause, member.ahead = received_cause(message["cause"], ahead), ahead
+        if member.node_rank in self.guests:
+            member.standing, member.final = message.get("standing"), message["final"] in _ENDS
+        elif int(message.get("generation", 0)) == self.config.generation:
+            self._take_state(member, message, ahead)
         member.heard, member.beats = time.monotonic(), member.beats + 1
+        if member.link is not None and not member.link.waiting:
+            often = member.beats % (1 + len(self.members) // _TABLE_NODES) == 0
+            member.link.send({"t0": sent, "t1": got, **self._orders(member, with_peers=often)})
+
+    def _take_state(self, member: MemberStatus, message: Message, ahead: float) -> None:
+        """Store the state in a member's report of the present attempt, and act on the cause in it."""
+        cause, member.ahead = received_cause(message["cause"], ahead), ahead
         member.state, member.trained = str(message["state"])[:20], message["trained"]
         member.ranks, member.findings = dict(message["ranks"]), list(message["findings"])
         member.stacks = message["stacks"] if message["stacks"] is None else dict(message["stacks"])
         member.own_ranks, member.begun = tuple(map(int, message["own_ranks"])), bool(message["begun"])
         member.final = message["final"] in _ENDS
+        standing = message.get("standing")
+        member.standing = None if standing is None else dict(standing)
         if cause is not None:
+            self.stop_asked = self.stop_asked or cause["kind"] == "stop"
             self._end_or_leave(member, cause)
         self._finish()
-        if member.link is not None and not member.link.waiting:
-            often = member.beats % (1 + len(self.members) // _TABLE_NODES) == 0
-            member.link.send({"t0": sent, "t1": got, **self._orders(member, with_peers=often)})
 
     def _pong(self, member: MemberStatus) -> None:
         member.heard = time.monotonic()
@@ -243,10 +295,20 @@ class Hub:
             "peers": {**own, **self.table} if with_peers else None,
             "stacks": self.stacks_wanted,
             "known_final": member.final,
+            **self._decided(member),
         }
 
+    def _decided(self, member: MemberStatus) -> Message:
+        """The decision in a message to a member: no restart for one that the run has finished or continued without."""
+        decision, generation = self.decision, self.config.generation
+        without = member.left is not None or (member.node_rank in self.guests and self.order == Order())
+        if without and (decision is None or decision["generation"] <= generation):
+            own = {"restart": False, "leave": False, "why": "", "left": True, "given_up": member.left is not None}
+            decision = {"generation": generation + 1, **own}
+        return {"decision": decision, "generation": generation} if decision else {}
+
     def _broadcast(self) -> None:
-        for member in self.members.values():
+        for member in (*self.members.values(), *self.guests.values()):
             if member.link is not None:
                 member.link.send(self._orders(member))
 
@@ -376,25 +438,3 @@ KILLED = "its supervisor ended without reporting a result; it was probably kille
 def silence(config: PeerConfig) -> str:
     """Why a node is lost that has been silent for too long: ``no sign of life for 6 s (run.peer_timeout)``."""
     return f"no sign of life for {config.peer_timeout:g} s (run.peer_timeout)"
-
-
-def listen(address: str, port: int) -> socket.socket:
-    """A non-blocking listening socket; on all addresses if ``address`` is not one of this machine's. Raises OSError."""
-    infos = socket.getaddrinfo(address, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
-    family, _, _, _, place = infos[0]
-    everywhere = ("::" if family == socket.AF_INET6 else "0.0.0.0", port)
-    sock = socket.socket(family, socket.SOCK_STREAM)
-    try:
-        sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        try:
-            sock.bind(place)
-        except OSError as error:
-            if error.errno != errno.EADDRNOTAVAIL:
-                raise
-            sock.bind(everywhere)
-        sock.listen(1024)
-    except OSError:
-        sock.close()
-        raise
-    sock.setblocking(False)
-    return sock

@@ -5,6 +5,7 @@ Each end proves that it knows the run's token by an HMAC-SHA256 over both ends' 
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import hmac
 import json
@@ -42,7 +43,7 @@ class Link:
         self.nonce = ""
         self._sock, self._loop, self._received, self._closed = sock, loop, received, closed
         self._partial, self._unsent = b"", b""
-        self._open = True
+        self._open, self._broken = True, False
         sock.setblocking(False)
         sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         loop.watch(sock, selectors.EVENT_READ, self._ready)
@@ -55,7 +56,7 @@ class Link:
     def send(self, message: Message) -> None:
         """Send a message, later if the socket is not writable; closes the connection when more than ``MAX_UNSENT``
         bytes have not been sent."""
-        if not self._open:
+        if not self._open or self._broken:
             return
         self._unsent += json.dumps(message).encode() + b"\n"
         if len(self._unsent) > MAX_UNSENT:
@@ -86,8 +87,8 @@ class Link:
             self._unsent = self._unsent[self._sock.send(self._unsent) :]
         except BlockingIOError:
             pass  # the loop calls ``_ready`` once the socket is writable
-        except OSError as error:
-            return self._end(error.strerror or str(error))
+        except OSError:  # the other end has closed the connection; what it sent before is read first
+            self._unsent, self._broken = b"", True
         events = selectors.EVENT_READ | (selectors.EVENT_WRITE if self._unsent else 0)
         self._loop.watch(self._sock, events, self._ready)
 
@@ -140,3 +141,25 @@ def proven(shown: Any, token: str, role: str, node_rank: int, hub_nonce: str, me
     return isinstance(shown, str) and hmac.compare_digest(
         shown.encode(), proof(token, role, node_rank, hub_nonce, member_nonce).encode()
     )
+
+
+def listen(address: str, port: int) -> socket.socket:
+    """A non-blocking listening socket; on all addresses if ``address`` is not one of this machine's. Raises OSError."""
+    infos = socket.getaddrinfo(address, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
+    family, _, _, _, place = infos[0]
+    everywhere = ("::" if family == socket.AF_INET6 else "0.0.0.0", port)
+    sock = socket.socket(family, socket.SOCK_STREAM)
+    try:
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            sock.bind(place)
+        except OSError as error:
+            if error.errno != errno.EADDRNOTAVAIL:
+                raise
+            sock.bind(everywhere)
+        sock.listen(1024)
+    except OSError:
+        sock.close()
+        raise
+    sock.setblocking(False)
+    return sock

@@ -21,7 +21,17 @@ from typing import Any
 from launcher.node.child_process import Loop
 from launcher.node.peers.hub import KILLED, excused, silence
 from launcher.node.peers.link import Link, Message, proof, proven
-from launcher.node.peers.model import EOF_PATIENCE, Cause, Order, PeerConfig, Report, Team, make_cause, received_cause
+from launcher.node.peers.model import (
+    EOF_PATIENCE,
+    Cause,
+    Decision,
+    Order,
+    PeerConfig,
+    Report,
+    Team,
+    make_cause,
+    received_cause,
+)
 
 _KEPT = 32  # round trips; older ones are dropped as the clocks may have drifted since
 
@@ -85,6 +95,7 @@ class Member:
         self.lost: dict[str, dict[str, Any]] = {}
         self.gone: dict[str, dict[str, Any]] = {}
         self.team: Team | None = None
+        self.decision: Decision | None = None
         self.spare = config.crew.spare()
         self.stacks_wanted = False
         self._loop, self._clock = loop, clock
@@ -155,6 +166,18 @@ class Member:
     def may_leave(self) -> bool:
         """Whether the hub has acknowledged this node's end, or is lost."""
         return self._known_final or bool(self.lost)
+
+    def begin(self, config: PeerConfig | None) -> None:
+        assert config is not None
+        self.config, self.spare = config, config.crew.spare()
+        self.order, self.cause, self.lost, self.team = None, None, {}, None
+        self.stacks_wanted, self._known_final, self._own = False, False, None
+
+    def leave(self) -> None:
+        """Close the connection to a hub that counts as lost; if the hub lives, it learns that this node has left."""
+        if self._proven is not None:
+            self._proven.send({"away": 1})
+        self.close()
 
     def close(self) -> None:
         self._forget_attempt()
@@ -285,7 +308,10 @@ class Member:
             self._offset.add(float(message["t0"]), float(message["t1"]), float(message["t2"]), now)
         if message["peers"] is not None:
             self._peers, self._peers_received = dict(message["peers"]), self._heard
+        self.decision = message.get("decision") or self.decision
         self._known_final = self._known_final or bool(message["known_final"])
+        if int(message.get("generation", self.config.generation)) != self.config.generation:
+            return  # orders for another attempt
         self.stacks_wanted = self.stacks_wanted or bool(message["stacks"])
         self.team = message["team"] or self.team
         behind = (float(message["t2"]) - now) if self.offset is None else -self.offset

@@ -81,10 +81,15 @@ Cause = dict[str, Any]
 Report = dict[str, Any]
 
 #: ``{"state", "trained": None on a node without ranks, "final": state of result.json, "cause", "ranks", "findings",
-#: "stacks": {rank: [summary]} once asked for, "own_ranks": [ranks of the node], "begun": whether one has started}``
+#: "stacks": {rank: [summary]} once asked for, "own_ranks": [ranks of the node], "begun": whether one has started}``;
+#: with ``run.restarts`` also "generation" and "standing" (launcher.node.supervisor.restart)
 Team = dict[str, Any]
 
 #: ``team.json``: {"generation": counts from 1, "ranks": [remaining], "lost": [{"node_rank", "ranks", "why"}]}
+Decision = dict[str, Any]
+
+#: What the hub decided after an attempt, for all nodes: {"generation": of the next attempt, "restart": whether there is
+#: one, "leave": the hub itself ends, …}; further keys in launcher.node.supervisor.restart
 
 
 @dataclass(frozen=True)
@@ -100,6 +105,15 @@ class PeerConfig:
     start_timeout: float  #: seconds until the first message of a node
     peer_timeout: float  #: seconds without a message after which a node is lost
     crew: Crew = field(default_factory=lambda: Crew(0))
+    nodes: tuple[int, ...] | None = None  #: node_ranks of the attempt; None: all nodes of the run
+    generation: int = 0  #: number of the attempt; the first is 0
+    guests: bool = False  #: admit nodes that are not part of the attempt, for the next one
+
+    @property
+    def others(self) -> tuple[int, ...]:
+        """Node ranks of the members."""
+        nodes = range(len(self.labels)) if self.nodes is None else self.nodes
+        return tuple(k for k in nodes if k != self.hub)
 
     @property
     def hub(self) -> int:
@@ -121,6 +135,7 @@ class Peers(Protocol):
     lost: dict[str, dict[str, Any]]  #: lost nodes that ended the run, by node_rank: {"since", "why"}
     gone: dict[str, dict[str, Any]]  #: nodes the run continues without; like ``lost``, with "t", "how", "kind", "text"
     team: Team | None  #: the remaining ranks; None until some are lost
+    decision: Decision | None  #: the last one of the hub; None before the first
 
     def open(self) -> None:
         """Start to listen (hub) or to connect (member); raises OSError when the hub cannot listen."""
@@ -134,6 +149,9 @@ class Peers(Protocol):
     def may_leave(self) -> bool:
         """Whether this supervisor may exit: the other supervisors know that it has ended, and none needs it any
         more."""
+
+    def begin(self, config: PeerConfig | None) -> None:
+        """Begin the attempt that ``config`` describes, with the connections that exist."""
 
     def close(self) -> None:
         """Close all connections."""
@@ -160,6 +178,7 @@ class NoPeers:
         self.lost: dict[str, dict[str, Any]] = {}
         self.gone: dict[str, dict[str, Any]] = {}
         self.team: Team | None = None
+        self.decision: Decision | None = None
         self.spare: list[int] = []
         self.offset = 0.0
         self.table: dict[str, dict[str, Any]] = {}
@@ -175,6 +194,9 @@ class NoPeers:
 
     def may_leave(self) -> bool:
         return True
+
+    def begin(self, config: PeerConfig | None) -> None:
+        self.order, self.cause = None, None
 
     def close(self) -> None:
         return

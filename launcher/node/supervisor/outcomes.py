@@ -206,6 +206,12 @@ class Ended(Exception):
         super().__init__(reason)
         self.state, self.reason, self.cause = state, reason, cause
 
+    def without_restart(self, why: str) -> Ended:
+        """The same end with the reason why the run did not start again, if ``why`` is not ''."""
+        if not why or self.state == "done":
+            return self
+        return Ended(self.state, f"{self.reason.rstrip('.')}; no restart: {why}", self.cause)
+
     def result(self, node_rank: int, cause: Cause | None) -> dict[str, Any]:
         """The fields of ``result.json`` about the end. cause: what ended the run, on any node; included only if that
         was another node."""

@@ -14,8 +14,9 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from launcher.node import procs
-from launcher.node.child_process import Child
+from launcher.node.child_process import Child, Loop, outcome
 from launcher.node.supervisor.outcomes import OutcomeBook
+from launcher.node.supervisor.server_keeper import ServerKeeper
 from launcher.node.supervisor.spec import NodeSpec
 
 Start = Callable[[str, Mapping[str, Any], str], Child]
@@ -104,6 +105,25 @@ def end_processes(
     )
     idle(0.0)  # reaps the last orphans; not every container's init does
     return left
+
+
+def complete_outcomes(
+    children: list[Child], keeper: ServerKeeper, runners: RankRunners, book: OutcomeBook, loop: Loop
+) -> None:
+    """Close the logs, and record the outcome of each rank, graph server and rank runner that has none yet."""
+    for child in children:
+        child.running()
+        loop.forget(child)
+    book.look()
+    if keeper.child is not None and "server" not in book.outcomes:
+        book.record(outcome("server", book.node_rank, None, keeper.child))
+    elif keeper.waiting is not None:
+        book.record(keeper.waiting)
+    for runner in runners.children.values():
+        if runner.name not in book.outcomes:
+            status, signaled = runner.status
+            known = {"name": runner.name, "rank": None, "pid": runner.pid}
+            book.journal.event("process-exit", **known, returncode=status, signal=signaled)
 
 
 def _kill_groups(children: list[Child], book: OutcomeBook) -> None:

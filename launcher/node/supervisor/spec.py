@@ -41,6 +41,14 @@ class NodeSpec:
     parts: tuple[tuple[int, ...], ...] = ()  #: part ids held by each node, by node_rank
     server_restarts: int = 3
     on_client_loss: str = "stop"
+    restarts: int = 0  #: how often the run may start again after a failure
+    min_nodes: int = 1  #: training nodes that a restart needs
+    lost_after: float = 60.0  #: seconds in which a node that was cut off tries to find the others again
+    data_dir: str = ""  #: with restarts: the partition folder if it was not sent to the node, so may have all parts
+    #: with restarts: host, address, bind, control_port, master_port and nproc of every node, by node_rank
+    sites: tuple[Mapping[str, Any], ...] = ()
+    generation: int = 0  #: number of the attempt; node.json describes the first one
+    nodes: tuple[int, ...] = ()  #: node_ranks of the attempt; (): all nodes
 
     @staticmethod
     def read(path: str) -> NodeSpec:
@@ -50,7 +58,7 @@ class NodeSpec:
             if values is None:
                 raise SystemExit(f"supervisor: no such file: {path}")
             known = {field.name: values[field.name] for field in fields(NodeSpec) if field.name in values}
-            lists = {name: tuple(known.get(name, ())) for name in ("ranks", "labels", "leases", "roles")}
+            lists = {name: tuple(known.get(name, ())) for name in ("ranks", "labels", "leases", "roles", "sites")}
             parts = tuple(map(tuple, known.get("parts", ())))
             return NodeSpec(**{**known, **lists, "parts": parts})
         except (ValueError, TypeError) as error:
@@ -86,6 +94,24 @@ class NodeSpec:
         return self.labels or tuple(f"node{k}" for k in range(max(self.num_nodes, self.node_rank + 1)))
 
     @property
+    def lead(self) -> int:
+        """Node rank of the hub."""
+        return int(self.control.get("node_rank", 0)) if self.control else self.node_rank
+
+    @property
+    def active(self) -> tuple[int, ...]:
+        """Node ranks of the attempt."""
+        return self.nodes or tuple(range(self.num_nodes))
+
+    def role_of(self, k: int) -> str:
+        """Role of node ``k``: worker, server or client; ``absent`` if the attempt goes without it."""
+        return self.roles[k] if self.roles else self.role
+
+    def parts_of(self, k: int) -> tuple[int, ...]:
+        """Part ids that node ``k`` holds."""
+        return self.parts[k] if k < len(self.parts) else ()
+
+    @property
     def peer_config(self) -> PeerConfig | None:
         """Address and timeouts of the connections to the other supervisors; None if the run has no other node."""
         if self.control is None:
@@ -99,7 +125,8 @@ class NodeSpec:
             port=int(self.control["port"]),
             start_timeout=self.start_timeout,
             peer_timeout=self.peer_timeout,
-            crew=Crew(
-                int(self.control.get("node_rank", 0)), self.roles, self.parts, go_on=self.on_client_loss == "go-on"
-            ),
+            crew=Crew(self.lead, self.roles, self.parts, go_on=self.on_client_loss == "go-on"),
+            nodes=self.nodes or None,
+            generation=self.generation,
+            guests=self.restarts > 0,
         )

@@ -270,6 +270,8 @@ _STACKS_WAIT = 2.0  # seconds that the processes of a node get to write their st
 
 _OTHERS_WAIT = 3.0  # seconds to wait for the stacks of the other nodes
 
+_TRAINED = ("step", "epoch", "eval", "checkpoint", "result")  # kinds of lines after a training step
+
 _MOST = 50  # findings in a report to the other supervisors
 
 
@@ -283,7 +285,14 @@ class Health:
         self.findings: list[Finding] = []
         self.stacks: dict[str, list[str]] | None = None  #: summaries by rank, once the hub has asked for them
         self._spec, self._book, self._peers, self._idle = spec, book, peers, idle
-        self._vitals = Vitals(spec.run_dir, spec.ranks, spec.node_rank, spec.label, spec.on_nan == "stop")
+        self._vitals = Vitals(
+            spec.run_dir,
+            spec.ranks,
+            spec.node_rank,
+            spec.label,
+            stop_on_nan=spec.on_nan == "stop",
+            at_end=spec.generation > 0,
+        )
         self._judge = Judge(spec.stall_after, spec.all_labels, spec.on_stall == "stop")
         self._next = 0.0
 
@@ -296,6 +305,11 @@ class Health:
     def newest(self) -> list[Finding]:
         """The newest findings, for ``state.json`` and the other supervisors."""
         return self.findings[-_MOST:]
+
+    def stepped(self) -> bool:
+        """Whether a rank of this node has trained a step, according to its metrics lines."""
+        self._vitals.look(time.time(), self._book.ended_ranks())
+        return any(entry["kind"] in _TRAINED for entry in self.ranks.values())
 
     def look(self) -> Finding | None:
         """Check and record new findings; returns the first one that ends the run, or None."""
@@ -377,7 +391,7 @@ class DepartedNodes:
 
     def __init__(self, journal: Journal, peers: Peers) -> None:
         self._journal, self._peers = journal, peers
-        self._reported: set[str] = set()
+        self._reported: set[str] = set(peers.gone)  # reported in an earlier attempt
         self._generation = 0
 
     def new_findings(self) -> list[dict[str, Any]]:

@@ -24,11 +24,13 @@ from launcher.node.child_process import Child, Loop, outcome, signal_name
 from launcher.node.exit_description import describe, describe_stop
 from launcher.node.peers.hub import Hub
 from launcher.node.peers.member import Member
-from launcher.node.peers.model import Cause, NoPeers, Order, Peers, make_cause, sentence
+from launcher.node.peers.model import Cause, Order, Peers, make_cause, sentence
+from launcher.node.supervisor.attempt import standing_of
+from launcher.node.supervisor.council import Restarts, connect
 from launcher.node.supervisor.journal import Journal, stop_request
 from launcher.node.supervisor.oom import OomWatch
 from launcher.node.supervisor.outcomes import Ended, Mailbox, OutcomeBook, describe_leases, take_leases
-from launcher.node.supervisor.processes import RankRunners, end_processes
+from launcher.node.supervisor.processes import RankRunners, complete_outcomes, end_processes
 from launcher.node.supervisor.server_keeper import ServerKeeper
 from launcher.node.supervisor.spec import NodeSpec
 from launcher.node.supervisor.stall_detector import DepartedNodes, Finding, Health
@@ -48,43 +50,58 @@ class Supervisor:
     """Runs one node of a run from its start until ``result.json`` is written."""
 
     def __init__(self, spec: NodeSpec) -> None:
-        self.spec = spec
+        self.first = spec  # node.json
         self.journal = Journal(spec.run_dir, spec.node_rank)
         self.loop = Loop(signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
-        self.children: list[Child] = []
+        self.restarts = Restarts(spec, self.loop, self.journal)
         self.state, self.final = "starting", ""
-        self.trained: bool | None = None if spec.trainer is None else False
-        self.cause: Cause | None = None  # set when the run was ended by this node
         self.token = procs.node_token(spec.token, spec.node_rank)
         me = procs.look(os.getpid())
         self.start_ticks = me.start_ticks if me else 0
         self.address = f"{os.getpid()}:{self.start_ticks}"
+        self._next_heartbeat = 0.0
+        self.begin(spec, connect(spec, self.loop))
+
+    def begin(self, spec: NodeSpec, peers: Peers) -> None:
+        """Create what belongs to one attempt, before it starts any process."""
+        self.spec, self.peers = spec, peers
+        self.children: list[Child] = []
+        self.trained: bool | None = None if spec.trainer is None else False
+        self.cause: Cause | None = None  # set when the attempt was ended by this node
         self.book = OutcomeBook(self.journal, spec.node_rank, spec.ranks)
         self.mailbox = Mailbox(self.loop, self.book, self.token, self.address)
-        self.peers = self.make_peers()
         self.health = Health(spec, self.book, self.peers, self.idle)
         self.oom = OomWatch()
         self.keeper = ServerKeeper(spec, self.journal, self.loop, self.oom, self.start, self.children.remove)
         self.departed = DepartedNodes(self.journal, self.peers)
         self.runners = RankRunners(spec, self.book, self.start)
-        self._next_heartbeat = 0.0
-
-    def make_peers(self) -> Peers:
-        """Make this node's connection to the other supervisors: as hub, as member, or as the only node of the run."""
-        config = self.spec.peer_config
-        if config is None:
-            return NoPeers()
-        return Hub(config, self.loop) if self.spec.node_rank == config.hub else Member(config, self.loop)
 
     # The stages of the run, in order.
 
     def run(self) -> int:
-        """Serve and train until this node is done, failed or stopped, then end all its processes. Returns the exit
-        status."""
+        """Serve and train until this node is done, failed or stopped; start again as the supervisors decide. Returns
+        the exit status."""
         self.journal.event("supervisor-start", pid=os.getpid())
+        end = self.attempt()
+        while self.restarts.council is not None:
+            end = self.meet(end, "regrouping")
+            spec = self.restarts.next_attempt(self.spec, self.peers)
+            if spec is None and not self.leaves() and self.restarts.visit(self.spec, self.peers):
+                end = self.meet(end, "waiting")
+                spec = self.restarts.next_attempt(self.spec, self.peers)
+            if spec is None:
+                break
+            self.restart(spec)
+            end = self.attempt()
+        self.finish(end.without_restart(self.restarts.why_not))
+        return 0 if end.state == "done" else 1
+
+    def attempt(self) -> Ended:
+        """Serve and train until this node is done, failed or stopped, then end all its processes."""
         try:
-            self.take_leases()
-            self.open_peers()
+            if self.spec.generation == 0:
+                self.take_leases()
+                self.open_peers()
             self.serve()
             self.train()
             self.serve_others()
@@ -95,9 +112,41 @@ class Supervisor:
             text = traceback.format_exc()
             end = Ended("failed", text, self.own_cause("node", "failure", f"its supervisor failed: {text}"))
         self.cause = end.cause
+        if not self.leaves():
+            self.restarts.meet(self.spec, self.peers, end.cause)
         self.stop_all(end)
-        self.finish(end)
-        return 0 if end.state == "done" else 1
+        return end
+
+    def meet(self, end: Ended, state: str) -> Ended:
+        """Wait until a hub has decided whether the run starts again; returns how this node ends if it does not."""
+        stepped = self.health.stepped()
+        self.set_state(state)
+        self.restarts.standing = standing_of(self.first, stepped, self.idle)
+        self.report()
+        while self.restarts.decision is None:
+            self.idle(0.05)
+            try:
+                self.check_requests()
+            except Ended as ended:
+                if self.leaves() or self.restarts.guest is not None:
+                    self.cause = ended.cause
+                    return ended
+                if self.restarts.council is not None and not self.restarts.council.stop:
+                    self.restarts.council.stop, self.cause = True, ended.cause
+                    self.report()
+        return end
+
+    def restart(self, spec: NodeSpec) -> None:
+        """Begin the attempt that ``spec`` describes; the findings of earlier attempts are kept."""
+        found = [{**finding, "stop": False} for finding in self.health.findings]
+        self.mailbox.close()
+        self.begin(spec, self.peers)
+        self.health.findings += [*found, self.restarts.finding]
+        self.set_state("starting")
+
+    def leaves(self) -> bool:
+        """Whether this node ends whatever the others do: its supervisor got a signal, or its run folder is gone."""
+        return bool(self.loop.signals) or not self.journal.folder_exists()
 
     def take_leases(self) -> None:
         """Lease this node's devices and ports. Raises Ended when another run holds one of them."""
@@ -190,6 +239,8 @@ class Supervisor:
         self.departed.write_team()
         if self.peers.order is not None:
             raise self.ordered(self.peers.order)
+        if self.peers.decision is not None and self.peers.decision["generation"] > self.spec.generation:
+            raise self.failed("node", "it was cut off, and the other nodes have gone on without it")
         self.check_health()
 
     def idle(self, timeout: float = _TURN) -> None:
@@ -197,6 +248,7 @@ class Supervisor:
         the heartbeat."""
         self.loop.turn(timeout)
         self.peers.look()
+        self.peers = self.restarts.look(self.peers)
         self.health.findings += self.departed.new_findings()
         if time.monotonic() >= self._next_heartbeat:
             self.heartbeat()
@@ -304,13 +356,15 @@ class Supervisor:
     # The end.
 
     def stop_all(self, end: Ended) -> None:
-        """Report the state "stopping" to the other supervisors, and end all processes of the run on this node."""
+        """Report the state "stopping" to the other supervisors, end all processes of the run on this node, and complete
+        their outcomes."""
         if end.state == "stopped" or end.reason:
             self.journal.event("stop-requested", reason=end.reason)
         self.set_state("stopping")
         left = end_processes(self.children, self.book, self.token, self.grace(), self.idle)
         if left:
             self.journal.log(f"could not kill: {', '.join(f'{p.pid} {procs.command_line(p.pid)}' for p in left)}")
+        complete_outcomes(self.children, self.keeper, self.runners, self.book, self.loop)
 
     def grace(self) -> float:
         """Seconds between SIGTERM and SIGKILL when this node ends its processes."""
@@ -321,9 +375,9 @@ class Supervisor:
         return min(self.spec.grace, _LOST_GRACE) if lost else self.spec.grace
 
     def finish(self, end: Ended) -> None:
-        """Complete the outcomes, wait for the other supervisors, write ``result.json``, and release ports, leases and
-        disk space."""
-        self.complete_outcomes()
+        """Wait for the other supervisors, write ``result.json``, and release ports, leases and disk space."""
+        if self.spec.restarts and self.leaves():
+            self.restarts.leave(self.peers, self.spec.generation)
         self.final = end.state
         self.await_peers()
         self.journal.event("node-end", state=end.state, reason=end.reason)
@@ -331,27 +385,11 @@ class Supervisor:
         self.journal.settle(_LEAVING)
         cause = self.peers.cause or self.cause
         result = {**end.result(self.spec.node_rank, cause), "outcomes": list(self.book.outcomes.values())}
-        result |= {"clock_offset": self.peers.offset, "lost": self.peers.lost, "gone": self.peers.gone}
-        result |= {"findings": self.health.findings}
+        lost = {**self.restarts.lost, **self.peers.lost}
+        result |= {"clock_offset": self.peers.offset, "lost": lost, "gone": self.peers.gone}
+        result |= {"findings": self.health.findings, **self.restarts.state(self.spec, self.peers)}
         self.journal.put_last("result.json", result)
         self.release()
-
-    def complete_outcomes(self) -> None:
-        """Close the logs, and record the outcome of each rank, graph server and rank runner that has none yet."""
-        for child in self.children:
-            child.running()
-            child.close()
-        self.book.look()
-        server = self.keeper.child
-        if server is not None and "server" not in self.book.outcomes:
-            self.book.record(outcome("server", self.spec.node_rank, None, server))
-        elif self.keeper.waiting is not None:
-            self.book.record(self.keeper.waiting)
-        for runner in self.runners.children.values():
-            if runner.name not in self.book.outcomes:
-                status, signaled = runner.status
-                known = {"name": runner.name, "rank": None, "pid": runner.pid}
-                self.journal.event("process-exit", **known, returncode=status, signal=signaled)
 
     def await_peers(self) -> None:
         """Report this node's end and wait until the hub has acknowledged it; on the hub, wait until all members have
@@ -393,6 +431,7 @@ class Supervisor:
             "gone": self.peers.gone,
             "ranks": self.health.ranks,
             "findings": self.health.newest,
+            **self.restarts.state(self.spec, self.peers),
         }
         self.journal.put_state(state)
         self.report()
@@ -402,6 +441,9 @@ class Supervisor:
         own = {"state": self.state, "trained": self.trained, "final": self.final or None, "cause": self.cause}
         signs = {"ranks": self.health.ranks, "findings": self.health.newest, "stacks": self.health.stacks}
         team = {"own_ranks": list(self.spec.ranks), "begun": bool(self.book.runners)}
+        if self.spec.restarts:
+            standing = self.restarts.standing and self.restarts.standing.to_json()
+            team |= {"generation": self.spec.generation, "standing": standing}
         self.peers.report({**own, **signs, **team})
 
 

@@ -36,13 +36,20 @@ class Vitals:
     """
 
     def __init__(
-        self, run_dir: str, ranks: Iterable[int], node_rank: int = 0, label: str = "", stop_on_nan: bool = False
+        self,
+        run_dir: str,
+        ranks: Iterable[int],
+        node_rank: int = 0,
+        label: str = "",
+        stop_on_nan: bool = False,
+        at_end: bool = False,
     ) -> None:
+        """at_end: skip the lines that the metrics files have already, which an earlier attempt has written."""
         self.run_dir, self.node_rank, self.stop_on_nan = run_dir, node_rank, stop_on_nan
         self.label = label or f"node{node_rank}"
         self.ranks: dict[int, dict[str, Any]] = {}
         self.findings: list[dict[str, Any]] = []
-        self._tails = {rank: _Tail(os.path.join(run_dir, f"metrics-rank{rank}.jsonl")) for rank in ranks}
+        self._tails = {rank: _Tail(os.path.join(run_dir, f"metrics-rank{rank}.jsonl"), at_end) for rank in ranks}
         self._finite: dict[int, tuple[float, int]] = {}  # rank -> last loss that was a number, and its step
 
     def look(self, now: float, ended: Container[int] = ()) -> list[dict[str, Any]]:
@@ -109,9 +116,9 @@ def largest(spent: Any) -> list[Any] | None:
 class _Tail:
     """Reads the lines that are appended to a metrics file."""
 
-    def __init__(self, path: str) -> None:
+    def __init__(self, path: str, at_end: bool = False) -> None:
         self.path = path
-        self._offset = 0
+        self._offset = os.path.getsize(path) if at_end and os.path.exists(path) else 0
         self._rest = b""
 
     def lines(self) -> Iterator[dict[str, Any]]:

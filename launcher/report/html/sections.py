@@ -11,6 +11,7 @@ from typing import Any
 import yaml
 from rich.filesize import decimal
 
+from launcher.report.events import finding_words
 from launcher.report.first_failure import aftermath_of
 from launcher.report.html.charts import (
     accuracy_chart,
@@ -168,6 +169,8 @@ def _facts(record: RunRecord) -> Iterator[Fact]:
         yield Fact("epochs", _epochs(record))
     if result:
         yield Fact("seconds", f"{float(result['seconds']):,.1f}")
+    if restarts := result.get("restarts"):
+        yield Fact("restarts", f"{len(restarts)} ({sum(one['seconds'] for one in restarts):,.1f} s)", "warn")
     if record.found.plan:
         plan = record.found.plan
         yield Fact("on", f"{count(len(plan.nodes), 'node')}, {count(plan.world_size, 'rank')}")
@@ -288,7 +291,7 @@ def _sizes(offsets: list[int]) -> list[int]:
 
 def _events(record: RunRecord) -> Iterator[Block]:
     yield from all_of([timeline_chart(record)])
-    findings = tuple(f"{finding.get('kind')}: {finding.get('text')}" for finding in record.result.get("findings", ()))
+    findings = tuple(map(finding_words, record.result.get("findings", ())))
     if findings:
         yield Words(findings, "warn")
     rows = tuple(_event_row(record, event) for event in record.events[-200:])

@@ -6,6 +6,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from launcher.report.events import finding_words
 from launcher.report.html.page import Chart
 from launcher.report.html.record import RunRecord
 
@@ -87,9 +88,10 @@ def _stages(record: RunRecord) -> Iterator[Span]:
 def _lives(record: RunRecord) -> Iterator[Span]:
     """Yield the lifetimes of all processes.
 
-    Times are by this machine's clock if the run has ended, else by the nodes' clocks.
+    Times are by this machine's clock if the run has ended, else by the nodes' clocks; the latter also with restarts,
+    as only events report the processes of earlier attempts.
     """
-    lives = list(_ended(record)) or list(_begun(record))
+    lives = ([] if record.result.get("restarts") else list(_ended(record))) or list(_begun(record))
     if len(lives) <= _ROWS:
         yield from sorted(lives, key=lambda span: _order(span.row))
         return
@@ -133,7 +135,7 @@ def _marks(record: RunRecord) -> Iterator[Mark]:
             yield Mark(_row(record, event), _since(record, event), words, kind in _BAD)
     for finding in record.result.get("findings", ()):
         kind = str(finding.get("kind"))
-        yield Mark(_row(record, finding), _since(record, finding), f"{kind}: {finding.get('text')}", kind in _BAD)
+        yield Mark(_row(record, finding), _since(record, finding), finding_words(finding), kind in _BAD)
     if record.first and record.first.ended:
         row = f"node{record.first.node_rank}/{record.first.name}"
         yield Mark(row, record.first.ended - record.started, f"first failure: {record.first.sentence}", True)

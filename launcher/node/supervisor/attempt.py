@@ -1,0 +1,215 @@
+"""Prepares the next attempt of a run after a restart was decided: specification, cluster.json, and the run folder."""
+
+from __future__ import annotations
+
+import glob
+import hashlib
+import json
+import os
+import re
+import shutil
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from dataclasses import replace
+from typing import Any
+
+from launcher.node.peers.model import Decision
+from launcher.node.record import read_json
+from launcher.node.supervisor.restart import Standing
+from launcher.node.supervisor.spec import NodeSpec
+
+#: Files of an attempt that name ranks or processes; the next attempt writes others.
+_MOVED = ("outcomes", "procs", "progress-rank*", "server.ready", "cluster.json")
+
+_CHECKPOINT = re.compile(r"epoch-(\d{4,})(?:-step-(\d{6,}))?\.pt")  # epochs done, steps done of the next epoch
+
+_COMMENT = b"sha256:"  # followed by 64 hexadecimal digits
+
+_COMMENT_BYTES = len(_COMMENT) + 64
+
+_BLOCK = 1 << 24  # bytes of a checkpoint that are read at once
+
+Idle = Callable[[float], object]
+
+
+def next_spec(first: NodeSpec, decision: Decision) -> NodeSpec:
+    """Return the specification of this node for the attempt that ``decision`` describes.
+
+    first: content of node.json, which describes the first attempt.
+    """
+    nodes, lead = [int(k) for k in decision["nodes"]], int(decision["lead"])
+    ranks = {int(k): tuple(map(int, own)) for k, own in decision["ranks"].items()}
+    own = tuple(map(int, decision["parts"].get(str(first.node_rank), ())))
+    parts = {"GNNFLEET_PART_IDS": ",".join(map(str, own))}
+    everyone = range(len(first.sites))
+    control = first.control and {"node_rank": lead, **_endpoint(first.sites[lead])}
+    return replace(
+        first,
+        generation=int(decision["generation"]),
+        nodes=tuple(nodes),
+        ranks=ranks.get(first.node_rank, ()),
+        control=control,
+        roles=tuple(first.role_of(k) if k in nodes else "absent" for k in everyone),
+        parts=tuple(tuple(map(int, decision["parts"].get(str(k), ()))) for k in everyone),
+        server=first.server and _with_env(_owning(first.server, own), parts),
+        trainer=first.trainer and _with_env(first.trainer, parts | _world(first, decision, ranks)),
+    )
+
+
+def _endpoint(site: Mapping[str, Any]) -> dict[str, Any]:
+    return {"address": site["address"], "bind": site["bind"], "port": site["control_port"]}
+
+
+def _owning(server: Mapping[str, Any], parts: tuple[int, ...]) -> Mapping[str, Any]:
+    """Return the command of a graph server with other parts after ``--own``."""
+    argv = list(server["argv"])
+    if "--own" in argv:
+        argv[argv.index("--own") + 1] = ",".join(map(str, parts))
+    return {**server, "argv": argv}
+
+
+def _with_env(command: Mapping[str, Any], env: Mapping[str, str]) -> Mapping[str, Any]:
+    return {**command, "env": {**command.get("env", {}), **env}}
+
+
+def _world(first: NodeSpec, decision: Decision, ranks: Mapping[int, tuple[int, ...]]) -> dict[str, str]:
+    """Return the variables of torchrun and of the restart for this node's ranks."""
+    leader = int(decision["first"])
+    world = str(sum(map(len, ranks.values())))
+    groups = sorted(ranks, key=lambda k: ranks[k])
+    env = {
+        "WORLD_SIZE": world,
+        "ROLE_WORLD_SIZE": world,
+        "GROUP_RANK": str(groups.index(first.node_rank)) if first.node_rank in ranks else "",
+        "GROUP_WORLD_SIZE": str(len(groups)),
+        "MASTER_PORT": str(first.sites[leader]["master_port"]),
+        "TORCHELASTIC_RESTART_COUNT": str(decision["generation"]),
+        "GNNFLEET_RESTART": str(decision["generation"]),
+    }
+    if leader != first.lead:  # else MASTER_ADDR may be run.master_addr
+        env["MASTER_ADDR"] = str(first.sites[leader]["address"])
+    if decision["checkpoint"]:
+        env["GNNFLEET_RESUME"] = os.path.join(first.run_dir, "checkpoints", str(decision["checkpoint"]["file"]))
+    return env
+
+
+def cluster_file(before: Mapping[str, Any], spec: NodeSpec, decision: Decision) -> dict[str, Any]:
+    """Return the content of cluster.json for an attempt.
+
+    before: that of the first attempt. spec: of any node, for the new attempt.
+    """
+    nodes = [
+        {
+            **node,
+            "parts": list(spec.parts_of(int(node["node_rank"]))),
+            "ranks": decision["ranks"].get(str(node["node_rank"]), []),
+        }
+        for node in before["nodes"]
+        if int(node["node_rank"]) in spec.active
+    ]
+    return {**before, "version": int(before.get("version", 1)) + spec.generation, "nodes": nodes}
+
+
+def archive(run_dir: str, generation: int) -> None:
+    """Move the files that name ranks or processes of attempt ``generation`` to ``attempts/<generation>/``.
+
+    ``state.json`` is copied, as other programs find the supervisor by it. A file that cannot be moved is deleted.
+    """
+    folder = os.path.join(run_dir, "attempts", str(generation))
+    with suppress(OSError):
+        os.makedirs(folder, exist_ok=True)
+        shutil.copy(os.path.join(run_dir, "state.json"), folder)
+    for pattern in _MOVED:
+        for path in glob.glob(os.path.join(glob.escape(run_dir), pattern)):
+            try:
+                os.rename(path, os.path.join(folder, os.path.basename(path)))
+            except OSError:
+                _remove(path)
+    for name in ("outcomes", "procs"):
+        os.makedirs(os.path.join(run_dir, name), exist_ok=True)
+
+
+def _remove(path: str) -> None:
+    with suppress(OSError):
+        shutil.rmtree(path) if os.path.isdir(path) else os.unlink(path)
+
+
+def first_cluster(run_dir: str) -> dict[str, Any] | None:
+    """The content of cluster.json of the first attempt; None if it is missing or damaged."""
+    for path in (os.path.join(run_dir, "attempts", "0", "cluster.json"), os.path.join(run_dir, "cluster.json")):
+        with suppress(OSError, ValueError):
+            value = read_json(path)
+            if isinstance(value, dict):
+                return value
+    return None
+
+
+def standing_of(first: NodeSpec, stepped: bool, idle: Idle) -> Standing:
+    """Return what this node can contribute to a restart; reads its checkpoints and the list of its parts.
+
+    ``idle(0.0)`` keeps the supervisor's heartbeat running while a large file is read.
+    """
+    return Standing(newest_checkpoint(first.run_dir, idle), parts_on_disk(first), stepped)
+
+
+def newest_checkpoint(run_dir: str, idle: Idle = lambda seconds: None) -> dict[str, Any] | None:
+    """The newest checkpoint of this node whose content matches its digest: {"file", "epoch", "step"}; None if there is
+    none.
+
+    Position and digest are stored as in trainer/train/checkpoint.py: in the file's name, and in its archive comment.
+    """
+    folder = os.path.join(run_dir, "checkpoints")
+    names: list[str] = []
+    with suppress(OSError):
+        names = os.listdir(folder)
+    matches = [match for match in map(_CHECKPOINT.fullmatch, names) if match]
+    for match in sorted(matches, key=_position, reverse=True):
+        if _is_whole(os.path.join(folder, match[0]), idle):
+            epoch, step = _position(match)
+            return {"file": match[0], "epoch": epoch, "step": step}
+    return None
+
+
+def _position(match: re.Match[str]) -> tuple[int, int]:
+    return int(match[1]), int(match[2] or 0)
+
+
+def _is_whole(path: str, idle: Idle) -> bool:
+    """Whether a checkpoint file ends with the SHA-256 of its content; False if it cannot be read."""
+    digest = hashlib.sha256()
+    try:
+        with open(path, "rb") as file:
+            left = os.fstat(file.fileno()).st_size - _COMMENT_BYTES - 2  # without the comment and its length
+            while left > 0:
+                block = file.read(min(left, _BLOCK))
+                if not block:
+                    return False
+                digest.update(block)
+                left -= len(block)
+                idle(0.0)
+            return file.read()[2:] == _COMMENT + digest.hexdigest().encode()
+    except OSError:
+        return False
+
+
+def parts_on_disk(first: NodeSpec) -> tuple[int, ...]:
+    """The parts that this node can read: its own and, from a folder that was not sent to it, all complete ones."""
+    own = set(first.parts_of(first.node_rank))
+    if not first.data_dir:
+        return tuple(sorted(own))
+    try:
+        with open(os.path.join(first.data_dir, "manifest.json"), encoding="utf-8") as file:
+            manifest = json.load(file)
+        files = [(str(one["path"]), int(one["bytes"])) for one in manifest["files"]]
+        num_parts = int(manifest["num_parts"])
+    except (OSError, ValueError, KeyError, TypeError):
+        return tuple(sorted(own))
+    damaged = {path.partition("/")[0] for path, size in files if not _has(os.path.join(first.data_dir, path), size)}
+    return tuple(sorted(own | {part for part in range(num_parts) if f"part{part}" not in damaged}))
+
+
+def _has(path: str, size: int) -> bool:
+    try:
+        return os.stat(path).st_size == size
+    except OSError:
+        return False

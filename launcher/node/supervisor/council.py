@@ -1,0 +1,322 @@
+"""Meeting of the supervisors after an attempt that failed, at which the hub decides whether the run starts again.
+
+``Restarts`` keeps what this node knows of all restarts of the run. If the hub is lost, the remaining node with the
+lowest node_rank becomes the hub at its own control port, and the others connect to it. A node that does not answer
+within ``peer_timeout`` + 3 s is skipped. A node that was cut off from the others becomes their ``Guest``.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+from launcher.node.child_process import Loop
+from launcher.node.peers.hub import Hub
+from launcher.node.peers.member import Member
+from launcher.node.peers.model import Cause, Decision, NoPeers, PeerConfig, Peers, earlier, make_cause
+from launcher.node.record import write_json
+from launcher.node.supervisor.attempt import archive, cluster_file, first_cluster, next_spec
+from launcher.node.supervisor.journal import Journal
+from launcher.node.supervisor.restart import AttemptEnd, Standing, decide, record
+from launcher.node.supervisor.spec import NodeSpec
+
+_MARGIN = 3.0  # seconds beyond peer_timeout in which a supervisor connects to a new hub
+
+_NOTICED = 3.0  # seconds that the supervisors may need to notice a node that was killed
+
+_TRY_FOR = 3.0  # seconds in which another node must answer a node that was cut off
+
+_ENDING = 10.0  # seconds beyond the grace in which the nodes end their processes and read their checkpoints
+
+
+def connect(spec: NodeSpec, loop: Loop) -> Peers:
+    """Make this node's connection to the other supervisors: as hub, as member, or as the only node of the run."""
+    config = spec.peer_config
+    if config is None:
+        return NoPeers()
+    return Hub(config, loop) if spec.node_rank == config.hub else Member(config, loop)
+
+
+def _with_hub(spec: NodeSpec, hub: int, seconds: float) -> PeerConfig:
+    """The configuration of the connections with node ``hub`` as the hub, which must answer within ``seconds``."""
+    site = spec.sites[hub]
+    control = {"node_rank": hub, "address": site["address"], "bind": site["bind"], "port": site["control_port"]}
+    config = replace(spec, control=control).peer_config
+    assert config is not None
+    return replace(config, start_timeout=seconds)
+
+
+class Council:
+    """Connects to the supervisors that are left, and finds the decision: call ``look`` several times a second.
+
+    spec, first: of the attempt that has ended, and of the first one. cause: what ended it, if that lies on this node.
+    history: added to a decision for a restart.
+    """
+
+    def __init__(
+        self, spec: NodeSpec, first: NodeSpec, loop: Loop, peers: Peers, cause: Cause | None, history: Mapping[str, Any]
+    ) -> None:
+        self.peers = peers  #: replaced when the hub is lost
+        self.stop = False  #: somebody has asked this node to stop the run
+        self.trouble = ""  #: why this node cannot be the hub
+        self._spec, self._first, self._loop, self._cause, self._history = spec, first, loop, cause, history
+        self._began = time.monotonic()
+        self.lost: dict[str, dict[str, Any]] = {}  #: hubs that were lost, as in result.json
+        self._gone: dict[str, dict[str, Any]] = {}
+        self._left: set[int] = set()  # hubs that have ended as they were told to
+        self.look(None)
+
+    def look(self, standing: Standing | None) -> Decision | None:
+        """Return the decision once there is one; meanwhile replace a lost hub.
+
+        standing: what this node can contribute; None until its processes have ended.
+        """
+        peers = self.peers
+        if isinstance(peers, Member):
+            return self._as_member(peers)
+        if standing is None:
+            return None
+        if isinstance(peers, Hub):
+            return self._as_hub(peers, standing)
+        assert self._cause is not None
+        own = {self._spec.node_rank: standing}
+        end = AttemptEnd(self._spec, self._first, own, self._cause, {}, stop=self.stop)
+        return {**decide(end, time.time()), **self._history}
+
+    # With another node as the hub.
+
+    def _as_member(self, peers: Member) -> Decision | None:
+        decision = peers.decision
+        if decision is not None and decision["generation"] > self._spec.generation:
+            if not decision["leave"]:
+                return decision
+            self._left.add(peers.config.hub)
+            self._replace_hub(peers)
+        elif peers.lost:
+            self.lost |= peers.lost
+            self._replace_hub(peers)
+        return None
+
+    def _replace_hub(self, peers: Member) -> None:
+        """Connect to the next node in the order of node_ranks, or become the hub. If this node cannot listen, it stays
+        without a hub, and decides for itself alone."""
+        spec, cause = self._spec, earlier(self._cause, peers.cause)
+        self._gone |= peers.gone
+        known = {*self._left, *map(int, self.lost)}
+        hub = next(k for k in spec.active if k not in known)
+        self._cause = cause
+        peers.leave()
+        config = _with_hub(spec, hub, spec.peer_timeout + _MARGIN)
+        if hub != spec.node_rank:
+            self.peers = Member(config, self._loop)
+            self.peers.open()
+            self.peers.cause = cause
+            return
+        made = Hub(config, self._loop)
+        assert cause is not None
+        made.inherit(cause, self.lost, self._gone)
+        for k in (*self._left, *map(int, self.lost)):
+            if k in made.members:
+                made.members[k].lost, made.members[k].final = k not in self._left, k in self._left
+                made.members[k].state = "lost"
+        try:
+            made.open()
+        except OSError as error:  # another program has taken the port; the others skip this node
+            self.trouble = f"cannot listen at {config.bind} port {config.port}: {error.strerror}"
+        self.peers = made
+
+    # With this node as the hub.
+
+    def _as_hub(self, peers: Hub, standing: Standing) -> Decision | None:
+        late = time.monotonic() - self._began > self._spec.grace + self._spec.peer_timeout + _ENDING
+        if peers.awaited() and not late:
+            return None
+        decision = {**decide(self._end(peers, standing), time.time()), **self._history}
+        if self.trouble:
+            decision = {**decision, "restart": False, "why": self.trouble}
+        peers.decide(decision)
+        return decision
+
+    def _end(self, peers: Hub, own: Standing) -> AttemptEnd:
+        members = peers.members.values()
+        standings = {one.node_rank: Standing.of(one.standing) for one in members if one.standing and _stays(one)}
+        guests = {k: Standing.of(one.standing) for k, one in peers.guests.items() if one.standing}
+        why = {int(k): str(lost["why"]) for k, lost in peers.lost.items()}
+        return AttemptEnd(
+            self._spec,
+            self._first,
+            {**guests, **standings, self._spec.node_rank: own},
+            self._first_cause(peers),
+            {one.node_rank: why.get(one.node_rank, "") for one in members if one.lost},
+            ended={one.node_rank for one in members if one.final},
+            given_up={*map(int, peers.gone)},
+            # After a pause of this hub, a closed connection may also mean that the member has found another hub.
+            away={one.node_rank for one in members if one.away or (one.lost and peers.suspended)},
+            stop=self.stop or peers.stop_asked,
+        )
+
+    def _first_cause(self, peers: Hub) -> Cause:
+        """The cause of the end: a lost node rather than a failure shortly before, as ranks notice a killed node before
+        the supervisors do."""
+        cause = peers.cause or self._cause
+        assert cause is not None
+        lost = [make_cause(int(k), "node", "lost", one["why"], one["since"]) for k, one in peers.lost.items()]
+        first = min(lost, key=lambda one: float(one["t"]), default=cause)
+        return first if cause["kind"] == "failure" and first["t"] < cause["t"] + _NOTICED else cause
+
+
+def _stays(member: Any) -> bool:
+    """Whether a member can take part in the next attempt."""
+    return not (member.lost or member.final or member.away or member.left)
+
+
+class Guest:
+    """Searches the supervisors that have gone on without this node, and waits to be part of their next attempt.
+
+    Connects to the control port of one node after the other, until a hub answers. Call ``look`` several times a second.
+    """
+
+    def __init__(self, spec: NodeSpec, loop: Loop) -> None:
+        self._spec, self._loop = spec, loop
+        self._others = [k for k in range(len(spec.sites)) if k != spec.node_rank]
+        self._tried = 0
+        self._since = time.monotonic()  # of the last message of a hub
+        self.peers: Member = self._next()
+
+    def _next(self) -> Member:
+        """Try to connect to the next node."""
+        made = Member(_with_hub(self._spec, self._others[self._tried % len(self._others)], _TRY_FOR), self._loop)
+        self._tried += 1
+        made.open()
+        return made
+
+    def look(self) -> Decision | None:
+        """Return the decision to begin an attempt with this node, or that there will be none."""
+        peers, now = self.peers, time.monotonic()
+        decision = peers.decision
+        if decision is not None:
+            self._since = now
+        if decision is not None and decision["generation"] > self._spec.generation:
+            if decision["restart"] and self._spec.node_rank in decision["nodes"]:
+                return decision
+            if not decision["restart"] and not decision["leave"]:
+                return {**decision, "why": "the run has ended without this node", "left": True}
+        if peers.lost:
+            peers.leave()
+            self.peers = self._next()
+        if now - self._since > self._spec.lost_after:
+            return {"restart": False, "leave": False, "left": True, "why": ""}
+        return None
+
+
+class Restarts:
+    """The restarts of a run, as seen by the supervisor of one node.
+
+    first: content of node.json, which describes the first attempt.
+    """
+
+    def __init__(self, first: NodeSpec, loop: Loop, journal: Journal) -> None:
+        self.council: Council | None = None  #: while the supervisors decide
+        self.guest: Guest | None = None  #: while this node waits for the next attempt of the others
+        self.standing: Standing | None = None  #: what this node can contribute; None while its processes run
+        self.decision: Decision | None = None  #: of the council; None while it meets
+        self.records: list[dict[str, Any]] = []  #: one per restart, as in state.json
+        self.lost: dict[str, dict[str, Any]] = {}  #: hubs that were lost in this attempt, as in result.json
+        self.left = False  #: the run may go on without this node
+        self.why_not = ""  #: why there was no further restart; '' if that needs no words
+        self._first, self._loop, self._journal = first, loop, journal
+        self._gone: dict[str, dict[str, Any]] = {}  # nodes that the run goes on without, as in result.json
+
+    def meet(self, spec: NodeSpec, peers: Peers, own: Cause | None) -> None:
+        """Begin a council after an attempt, unless the run cannot start again: it is done, or was stopped.
+
+        own: the cause of the end if it lies on this node.
+        """
+        self.council = self.decision = self.standing = None
+        self.lost = {}
+        cause = own or peers.cause
+        if spec.restarts and cause is not None and cause["kind"] != "stop":
+            history = {"records": self.records, "gone": self._gone | peers.gone}
+            self.council = Council(spec, self._first, self._loop, peers, own, history)
+
+    def look(self, peers: Peers) -> Peers:
+        """Check the council; returns the connections to use, which are new ones when the hub was lost."""
+        if self.guest is not None:
+            self.decision = self.decision or self.guest.look()
+            return self.guest.peers
+        if self.council is None:
+            return peers
+        self.decision = self.decision or self.council.look(self.standing)
+        self.lost = self.council.lost
+        return self.council.peers
+
+    def leave(self, peers: Peers, generation: int) -> None:
+        """End this node's part in the run without a decision; a hub tells the members to find another one."""
+        self.council, self.left = None, True
+        if isinstance(peers, Hub):
+            peers.decide({"generation": generation + 1, "restart": False, "leave": True, "why": ""})
+
+    def visit(self, spec: NodeSpec, peers: Peers) -> bool:
+        """Begin to wait for the next attempt of the other nodes, if they may have gone on without this one.
+
+        To be called after ``next_attempt`` has returned None. Returns False if there is nothing to wait for.
+        """
+        given_up = self.decision is not None and self.decision.get("given_up")
+        if not self.left or given_up or not isinstance(peers, (Hub, Member)):
+            return False
+        peers.leave() if isinstance(peers, Member) else peers.close()
+        self.decision = None
+        self.guest = Guest(replace(spec, nodes=()), self._loop)
+        return True
+
+    def next_attempt(self, spec: NodeSpec, peers: Peers) -> NodeSpec | None:
+        """Prepare the next attempt that was decided: run folder, cluster.json, and the connections to the other nodes.
+
+        spec: of the attempt that has ended. Returns the new one, or None if there is no next attempt for this node.
+        """
+        decision, guest = self.decision, self.guest
+        self.council = self.guest = None
+        if decision is None or not decision["restart"]:
+            self.why_not = (decision["why"] if decision else "") or (self.why_not if guest else "")
+            self.left = decision is None or bool(decision.get("left"))
+            return None
+        if self._first.node_rank not in decision["nodes"]:
+            self.why_not, self.left = "the other nodes go on without this one", True
+            return None
+        self.standing, self.why_not, self.left = None, "", False
+        new = next_spec(self._first, decision)
+        before = first_cluster(spec.run_dir)
+        archive(spec.run_dir, spec.generation)
+        if before is not None:
+            self._journal.put("cluster.json", cluster_file(before, new, decision), write_json)
+        own = record(decision, spec)
+        self.records = [*decision["records"], own]
+        gone = decision["gone"] | {str(k): _gone(k, own) for k in decision["without"]}
+        self._gone = {k: one for k, one in gone.items() if int(k) not in decision["nodes"]}
+        self._journal.event("restart", **{key: value for key, value in own.items() if key != "t"})
+        peers.begin(new.peer_config)
+        peers.gone = dict(self._gone)
+        return new
+
+    @property
+    def finding(self) -> dict[str, Any]:
+        """The finding that reports the last restart."""
+        last = self.records[-1]
+        about = {"t": last["t"], "kind": "restart", "node_rank": last["cause_node"], "rank": None}
+        return {**about, "text": last["text"], "stop": False}
+
+    def state(self, spec: NodeSpec, peers: Peers) -> dict[str, Any]:
+        """The fields of state.json and result.json about restarts; {} without ``run.restarts``."""
+        if not spec.restarts:
+            return {}
+        hub = peers.config.hub if isinstance(peers, (Hub, Member)) else spec.node_rank
+        about = {"generation": spec.generation, "hub": hub, "restarts": self.records}
+        return {**about, "left": self.left, "no_restart": self.why_not}
+
+
+def _gone(k: int, restart: dict[str, Any]) -> dict[str, Any]:
+    """The entry in ``gone`` for a node that is not part of the next attempt."""
+    why = restart["reason"] if restart["cause_node"] == k else "it did not take part in a restart"
+    return {"since": restart["t"], "t": restart["t"], "why": why, "how": "lost", "kind": "node-lost", "text": why}

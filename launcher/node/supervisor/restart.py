@@ -1,0 +1,197 @@
+"""Decides whether a run starts again after a failure (``run.restarts``), on which nodes, with which ranks and parts.
+
+All functions are pure; ``launcher.node.supervisor.council`` collects their arguments from the supervisors.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from launcher.node.peers.hub import KILLED
+from launcher.node.peers.model import Cause, Decision, parts_words, sentence
+from launcher.node.supervisor.spec import NodeSpec
+
+_TRAIN = ("worker", "client")  # roles
+
+_HOLD = ("worker", "server")
+
+
+@dataclass(frozen=True)
+class Standing:
+    """What a node can contribute to a restart, once it has ended its processes."""
+
+    checkpoint: Mapping[str, Any] | None = None  #: its newest one: {"file", "epoch", "step"}; None without any
+    parts: tuple[int, ...] = ()  #: part ids on its disk
+    stepped: bool = False  #: one of its ranks has trained a step in the attempt that ended
+
+    def to_json(self) -> dict[str, Any]:
+        """Return the field ``standing`` of a report."""
+        return {"checkpoint": self.checkpoint, "parts": list(self.parts), "stepped": self.stepped}
+
+    @classmethod
+    def of(cls, value: Mapping[str, Any]) -> Standing:
+        """Parse the field ``standing`` of a report; raises ValueError, KeyError or TypeError."""
+        found = value["checkpoint"]
+        if found is not None:
+            found = {"file": str(found["file"]), "epoch": int(found["epoch"]), "step": int(found["step"])}
+        return cls(found, tuple(map(int, value["parts"])), bool(value["stepped"]))
+
+    @property
+    def place(self) -> tuple[int, int]:
+        """(epochs done, steps of the next one) of the checkpoint; (-1, 0) without one."""
+        return (self.checkpoint["epoch"], self.checkpoint["step"]) if self.checkpoint else (-1, 0)
+
+
+@dataclass(frozen=True)
+class AttemptEnd:
+    """How an attempt ended, as far as its hub knows. Keys and members are node_ranks."""
+
+    spec: NodeSpec  #: of the hub's node
+    first: NodeSpec  #: the same for the first attempt, of all nodes
+    standings: Mapping[int, Standing]  #: nodes that are ready for a restart; also some that were not in this attempt
+    cause: Cause  #: what ended the attempt, on any node
+    lost: Mapping[int, str]  #: lost nodes, and why they count as lost
+    ended: Collection[int] = ()  #: nodes whose supervisors have ended, as they were told to
+    given_up: Collection[int] = ()  #: nodes that the attempt has continued without
+    away: Collection[int] = ()  #: nodes that have left for another hub
+    stop: bool = False  #: somebody has asked to stop the run
+
+
+class _NoRestart(Exception):
+    """Raised with the reason why the run does not start again; '' if that needs no words.
+
+    left: other nodes may go on by themselves.
+    """
+
+    def __init__(self, why: str, left: bool = False) -> None:
+        super().__init__(why)
+        self.left = left
+
+
+def decide(end: AttemptEnd, now: float) -> Decision:
+    """Decide whether and how the run starts again.
+
+    now: seconds since the epoch by the hub's clock. The result has "generation" (number of the next attempt),
+    "restart", "t", "lead" (the hub), and without a restart "why" and "left" (other nodes may go on by themselves); else
+    "first" (node of rank 0), "nodes", "ranks" and "parts" (by node_rank), "checkpoint" ({"file", "epoch", "step"} or
+    null), "cause", "reason" (the cause as a sentence), "without" (nodes lost in this attempt) and "seconds" since the
+    failure.
+    """
+    spec = end.spec
+    head = {"generation": spec.generation + 1, "lead": spec.node_rank, "leave": False, "t": now}
+    try:
+        _check_cause(end)
+        nodes = _check_nodes(end)
+        parts = _parts(end, nodes)
+    except _NoRestart as error:
+        return {**head, "restart": False, "why": str(error), "left": error.left}
+    training = [k for k in nodes if end.first.role_of(k) in _TRAIN]
+    first = max(training, key=lambda k: (end.standings[k].place, -k))
+    return {
+        **head,
+        "restart": True,
+        "nodes": nodes,
+        "first": first,
+        "ranks": _ranks(spec, [first, *(k for k in training if k != first)]),
+        "parts": {str(k): list(parts.get(k, ())) for k in nodes},
+        "checkpoint": end.standings[first].checkpoint,
+        "cause": end.cause,
+        "reason": sentence(end.cause, spec.all_labels),
+        "without": [k for k in spec.active if k not in nodes],
+        "seconds": round(max(0.0, now - float(end.cause["t"])), 1),
+    }
+
+
+def words(decision: Decision, spec: NodeSpec) -> str:
+    """A restart as a sentence: ``restart 1 of 3: rank 2 on … was killed …; going on with 2 of 3 nodes from epoch 3,
+    step 120 (7.3 s)``."""
+    found = decision["checkpoint"]
+    at = f"epoch {found['epoch'] + 1}, step {found['step']}" if found else "the beginning"
+    nodes = f"{len(decision['nodes'])} of {spec.num_nodes} node{'' if spec.num_nodes == 1 else 's'}"
+    head = f"restart {decision['generation']} of {spec.restarts}: {decision['reason'].rstrip('.')}"
+    return f"{head}; going on with {nodes} from {at} ({decision['seconds']:.1f} s)"
+
+
+def record(decision: Decision, spec: NodeSpec) -> dict[str, Any]:
+    """Return an entry of ``restarts`` in state.json and result.json, which is equal on all nodes."""
+    found = decision["checkpoint"] or {}
+    return {
+        "t": decision["t"],
+        "generation": decision["generation"],
+        "of": spec.restarts,
+        "text": words(decision, spec),
+        "reason": decision["reason"],
+        "cause_node": decision["cause"]["node_rank"],
+        "nodes": decision["nodes"],
+        "without": decision["without"],
+        "ranks": decision["ranks"],
+        "hub": decision["lead"],
+        "epoch": found.get("epoch"),
+        "step": found.get("step"),
+        "seconds": decision["seconds"],
+    }
+
+
+def _check_cause(end: AttemptEnd) -> None:
+    spec = end.spec
+    if end.stop or end.cause["kind"] == "stop":
+        raise _NoRestart("")
+    if end.cause["kind"] == "nan":
+        raise _NoRestart("the loss would be lost again")
+    if spec.generation >= spec.restarts:
+        raise _NoRestart(f"all {spec.restarts} of run.restarts are used up")
+    left = {*end.lost, *end.ended}
+    if not left and not any(one.stepped for one in end.standings.values()):
+        raise _NoRestart("no process had trained a step, so it would fail again")
+
+
+def _check_nodes(end: AttemptEnd) -> list[int]:
+    """Return the nodes of the next attempt, ascending; raises _NoRestart if they are too few."""
+    spec, nodes = end.spec, sorted(end.standings)
+    killed = {k for k, why in end.lost.items() if why == KILLED and k not in end.away}
+    doubtful = [k for k in spec.active if k not in killed and k not in end.ended and k not in end.given_up]
+    old = [k for k in nodes if k in spec.active]
+    if 2 * len(old) < len(doubtful) + bool(end.away):
+        raise _NoRestart(
+            f"only {len(old)} of {len(doubtful)} nodes can reach each other, and the others may go on by themselves",
+            left=True,
+        )
+    training = [k for k in nodes if end.first.role_of(k) in _TRAIN]
+    if len(training) < max(1, spec.min_nodes):
+        least = max(1, spec.min_nodes)
+        raise _NoRestart(f"{len(training)} of at least {least} training nodes are left (run.min_nodes)")
+    return nodes
+
+
+def _parts(end: AttemptEnd, nodes: Iterable[int]) -> dict[int, tuple[int, ...]]:
+    """Return the parts that each node holds in the next attempt.
+
+    A node keeps its parts; one that comes back has those of the first attempt. A part that no remaining node holds goes
+    to the node with the fewest parts among those that have it on their disk. Raises _NoRestart if no node has it.
+    """
+    spec = end.spec
+    holders = [k for k in nodes if end.first.role_of(k) in _HOLD]
+    held = {k: set((spec if k in spec.active else end.first).parts_of(k)) for k in holders}
+    every = {part for k in range(len(spec.parts)) for part in spec.parts_of(k)}
+    missing = []
+    for part in sorted(every - set().union(*held.values())):
+        having = [k for k in holders if part in end.standings[k].parts]
+        if having:
+            held[min(having, key=lambda k: (len(held[k]), k))].add(part)
+        else:
+            missing.append(part)
+    if missing:
+        raise _NoRestart(f"no remaining node has {parts_words(missing)}")
+    return {k: tuple(sorted(parts)) for k, parts in held.items()}
+
+
+def _ranks(spec: NodeSpec, training: Iterable[int]) -> dict[str, list[int]]:
+    """Return contiguous ranks by node_rank, for nodes in this order."""
+    found, next_rank = {}, 0
+    for k in training:
+        count = int(spec.sites[k]["nproc"])
+        found[str(k)] = list(range(next_rank, next_rank + count))
+        next_rank += count
+    return found

@@ -1,0 +1,143 @@
+"""Tests of runs on namespaced hosts that start again after a host was lost, with and without their launcher."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from failure_kit import Scene
+from launching import Running
+from netns import NetCluster
+from ssh_nodes import WORKDIR
+
+pytestmark = pytest.mark.slow
+GO = "/tmp/go"
+
+#: A user script whose ranks average a number in each step, as in data-parallel training; every node writes checkpoints.
+AVERAGES = """
+import hashlib, json, os, pathlib, sys, time, torch, torch.distributed as dist
+dist.init_process_group("gloo")
+rank, run = dist.get_rank(), pathlib.Path(os.environ["GNNFLEET_RUN_DIR"])
+resume = os.environ.get("GNNFLEET_RESUME")
+begin = torch.tensor([int(pathlib.Path(resume).read_bytes()[:-73]) if resume and rank == 0 else 0])
+dist.broadcast(begin, 0)
+step, loss = int(begin), 0.0
+print("begins at", step, "of", dist.get_world_size(), flush=True)
+while True:
+    go = torch.tensor([float(os.path.exists(sys.argv[1])), 1.0 / (step + 1)])
+    dist.all_reduce(go)
+    if go[0] > 0:
+        break
+    step += 1
+    line = {"t": time.time(), "kind": "step", "rank": rank, "epoch": 1, "step": step, "steps": 9999}
+    with open(run / f"metrics-rank{rank}.jsonl", "a") as file:
+        print(json.dumps({**line, "loss": float(go[1]) / dist.get_world_size()}), file=file)
+    if os.environ["LOCAL_RANK"] == "0":
+        data = str(step).encode()
+        comment = b"sha256:" + hashlib.sha256(data).hexdigest().encode()
+        (run / f"checkpoints/epoch-0000-step-{step:06d}.pt").write_bytes(data + b"G\\0" + comment)
+    time.sleep(0.05)
+"""
+
+
+@pytest.fixture
+def begun(scene: Scene) -> Iterator[Running]:
+    """Launch a run on three hosts, each part on two of them, and wait until it trains; afterwards, all hosts are on."""
+    (scene.folder / "train.py").write_text(AVERAGES)
+    scene.run = {"restarts": 3, "connect_timeout": 3, "lost_after": 20}
+    scene.data = {"replicas": 2}
+    running = scene.running("--run-id", "again", "--", "python", "train.py", GO)
+    running.await_line("begins at 0 of 4")
+    time.sleep(4)
+    yield running
+    running.process.kill()
+    for host in scene.cluster.hosts:
+        if not host.init_pid:
+            host.power_on()
+            host.wait_until_up()
+        host.run(["rm", "-f", GO])
+        for process in host.processes():
+            host.run(["kill", "-9", str(process.pid)], check=False)
+
+
+def await_again(cluster: NetCluster, hosts: list[int], world: int, seconds: float = 45) -> float:
+    """Wait until ranks on these hosts have begun again in a group of ``world`` ranks; return the seconds."""
+    since = time.monotonic()
+    text = f"begins at [1-9][0-9]* of {world}$"
+    while time.monotonic() - since < seconds:
+        found = [
+            cluster.hosts[k].run(
+                ["bash", "-c", f"grep -qsE '{text}' {WORKDIR}/runs/again/node*/logs/rank*.log"], check=False
+            )
+            for k in hosts
+        ]
+        if all(done.returncode == 0 for done in found):
+            return time.monotonic() - since
+        time.sleep(0.3)
+    raise AssertionError(f"no ranks have begun again within {seconds:g} s")
+
+
+def finish(scene: Scene, hosts: list[int]) -> None:
+    for k in hosts:
+        scene.cluster.hosts[k].run(["touch", GO])
+
+
+@pytest.mark.parametrize("lost", [0, 2])
+def test_a_host_without_power(scene: Scene, begun: Running, lost: int) -> None:
+    left = [k for k in range(3) if k != lost]
+    scene.cluster.hosts[lost].power_cut()
+    seconds = await_again(scene.cluster, left, 3)
+    begun.await_line(f"restart 1 of 3: node{lost} (root@{scene.host(lost)}): no sign of life for 6 s")
+    assert seconds < 30, "within 30 s beside the start of torch"
+    finish(scene, left)
+    done = begun.end(90)
+    assert done.status == 0 and "Done in" in done.output, done.output
+    assert done.result["state"] == "done" and [one["without"] for one in done.result["restarts"]] == [[lost]]
+    assert any(f"node{lost} " in note and "went on without it" in note for note in done.result["notes"])
+
+
+def test_the_lead_host_without_power_and_no_launcher(scene: Scene, begun: Running, tmp_path: Path) -> None:
+    begun.process.kill()
+    scene.cluster.hosts[0].power_cut()
+    await_again(scene.cluster, [1, 2], 3)
+    finish(scene, [1, 2])
+    deadline = time.monotonic() + 30
+    while scene.processes(1, "supervisor") and time.monotonic() < deadline:
+        time.sleep(0.5)
+    results = [
+        scene.cluster.hosts[k].run(["bash", "-c", f"cat {WORKDIR}/runs/again/node{k}/result.json"]) for k in (1, 2)
+    ]
+    assert all('"state": "done"' in result.stdout for result in results)
+
+
+def test_a_cut_network_leads_to_one_run(scene: Scene, begun: Running) -> None:
+    host = scene.cluster.hosts[2]
+    host.cut_network()
+    try:
+        await_again(scene.cluster, [0, 1], 3)
+    finally:
+        host.restore_network()
+    finish(scene, [0, 1])
+    done = begun.end(90)
+    assert done.status == 0 and done.result["state"] == "done", done.output
+    alone = host.run(["bash", "-c", f"cat {WORKDIR}/runs/again/node2/result.json"]).stdout
+    assert "no restart: only 1 of 3 nodes can reach each other" in alone
+
+
+def test_a_part_that_is_lost_with_its_host_ends_the_run(scene: Scene, tmp_path: Path) -> None:
+    (scene.folder / "train.py").write_text(AVERAGES)
+    scene.run = {"restarts": 3, "connect_timeout": 3, "lost_after": 20}
+    running = scene.running("--", "python", "train.py", GO).await_line("begins at 0 of 4")
+    time.sleep(3)
+    host = scene.cluster.hosts[1]
+    host.power_cut()
+    try:
+        done = running.end(90)
+    finally:
+        host.power_on()
+        host.wait_until_up()
+    assert done.status == 1 and "no restart: no remaining node has part 1" in done.output, done.output
+    assert f"The run failed: node1 (root@{scene.host(1)}): no sign of life" in done.output

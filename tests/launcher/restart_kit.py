@@ -1,0 +1,82 @@
+"""Test kit for restarts: runs without a launcher whose ranks write metrics lines and checkpoints, without torch."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from node_kit import RunFolder, free_port, python
+from peers_kit import Run
+from waiting import wait_until
+
+#: A rank that counts steps from its checkpoint on. It ends once the file ``../go``, or that in its argument, exists. It
+#: fails at the step in ``FAIL_AT``, which is counted over all attempts.
+TRAIN = """
+import hashlib, json, os, pathlib, sys, time
+run, rank, world = pathlib.Path(os.environ["GNNFLEET_RUN_DIR"]), os.environ["RANK"], os.environ.get("WORLD_SIZE")
+resume, attempt = os.environ.get("GNNFLEET_RESUME"), os.environ.get("GNNFLEET_RESTART", "0")
+step = int(pathlib.Path(resume).read_bytes()[:-73]) if resume and rank == "0" else 0
+print("up", "attempt", attempt, "rank", rank, "of", world, "step", step, flush=True)
+while not os.path.exists(sys.argv[1] if len(sys.argv) > 1 else run / "../go"):
+    if str(step) == os.environ.get("FAIL_AT"):
+        raise SystemExit(3)
+    step += 1
+    with open(run / f"metrics-rank{rank}.jsonl", "a") as file:
+        line = {"t": time.time(), "kind": "step", "rank": int(rank), "epoch": 1, "step": step, "steps": 9999}
+        print(json.dumps({**line, "loss": 1.0}), file=file)
+    if os.environ["LOCAL_RANK"] == "0":
+        data = str(step).encode()
+        comment = b"sha256:" + hashlib.sha256(data).hexdigest().encode()
+        (run / f"checkpoints/epoch-0000-step-{step:06d}.pt").write_bytes(data + b"G\\0" + comment)
+    time.sleep(0.1)
+"""
+
+
+class RestartRun(Run):
+    """A run of ``count`` nodes with one rank each, which may start again ``restarts`` times."""
+
+    def __init__(self, folder: Path, count: int, *, restarts: int = 3, **more: Any) -> None:
+        super().__init__(folder, count, argv=python(TRAIN), **more)
+        ports = [(self.port if k == self.lead else free_port(), free_port()) for k in range(count)]
+        sites = [
+            {"address": "127.0.0.1", "bind": "127.0.0.1", "control_port": control, "master_port": master, "nproc": 1}
+            for control, master in ports
+        ]
+        for node in self.nodes:
+            node.spec |= {"restarts": restarts, "sites": sites}
+            if count == 1:
+                node.spec["control"] = None
+
+    def stepping(self) -> RestartRun:
+        """Start the run and wait until every node has a checkpoint."""
+        self.start(up=False)
+        for node in self.nodes:
+            wait_until(lambda folder=node.path / "checkpoints": any(folder.glob("epoch-*.pt")))
+        wait_until(lambda: len(self.nodes) == 1 or self.met())
+        return self
+
+    def finish(self, without: tuple[int, ...] = ()) -> dict[int, dict[str, Any]]:
+        """Let all ranks succeed; return the results of all nodes except ``without``, by node_rank."""
+        (self.nodes[0].path.parent / "go").touch()
+        return self.results(without)
+
+    def results(self, without: tuple[int, ...] = ()) -> dict[int, dict[str, Any]]:
+        """Wait for the end of all nodes except ``without``; return their results by node_rank."""
+        return {k: node.end(40) for k, node in enumerate(self.nodes) if k not in without}
+
+
+def await_attempt(
+    node: RunFolder, rank: int, generation: int = 1, world: int | None = None, seconds: float = 30
+) -> int:
+    """Wait until ``rank`` runs on the node in an attempt, with ``world`` ranks; return the step at which it began."""
+    words = f"up attempt {generation} rank {rank} of {'' if world is None else world}"
+    wait_until(node.says(f"rank{rank}", words), seconds)
+    line = next(line for line in node.log(f"rank{rank}") if line.startswith(words))
+    return int(line.rpartition(" ")[2])
+
+
+def restarts(node: RunFolder) -> list[dict[str, Any]]:
+    """Return the restarts in the node's state.json."""
+    found: list[dict[str, Any]] = json.loads((node.path / "state.json").read_text())["restarts"]
+    return found

@@ -1,0 +1,123 @@
+"""Tests of launches on this machine of runs that start again after a failure."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from launcher.node import procs
+from launching import REPOSITORY, Running, local_config
+from restart_kit import TRAIN
+from waiting import wait_until
+
+
+@pytest.fixture(autouse=True)
+def private_tmux(compiled_kernels: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Use a tmux server for this test alone; after the test, assert that no session is left."""
+    monkeypatch.setenv("TMUX_TMPDIR", str(tmp_path))
+    yield
+    listed = subprocess.run(["tmux", "list-sessions"], capture_output=True, text=True)
+    subprocess.run(["tmux", "kill-server"], capture_output=True, check=False)
+    assert listed.returncode != 0, f"sessions left behind: {listed.stdout}"
+
+
+class Counting:
+    """A launch of three nodes whose ranks count steps until ``finish`` is called."""
+
+    def __init__(self, folder: Path, **run: Any) -> None:
+        self.folder = folder
+        settings = {"restarts": 3, "peer_timeout": 3, "grace": 1, **run}
+        self.config = local_config(folder, [1, 1, 1], run=settings, data={"replicas": 2})
+        (folder / "train.py").write_text(TRAIN)
+        self.running = Running(self.config, "--run-id", "again", "--", "python", "train.py", str(folder / "go"))
+
+    def node(self, k: int) -> Path:
+        return self.folder / f"node{k}/runs/again/node{k}"
+
+    def state(self, k: int) -> dict[str, Any]:
+        path = self.node(k) / "state.json"
+        found: dict[str, Any] = json.loads(path.read_text()) if path.exists() else {}
+        return found
+
+    def await_steps(self, *nodes: int, generation: int = 0) -> None:
+        """Wait until ranks of these nodes train in an attempt."""
+        for k in nodes:
+            wait_until(lambda k=k: self.running.process.poll() is not None or self._steps(k, generation), 60)
+            assert self._steps(k, generation), self.running.output
+
+    def _steps(self, k: int, generation: int) -> bool:
+        state = self.state(k)
+        return state.get("generation") == generation and bool(state["ranks"])
+
+    def kill(self, k: int, name: str) -> None:
+        """Kill process ``name`` of node ``k``; ``supervisor`` for its supervisor."""
+        if name == "supervisor":
+            os.kill(self.state(k)["pid"], signal.SIGKILL)
+            return
+        os.kill(next(one["pid"] for one in self.state(k)["processes"] if one["name"] == name), signal.SIGKILL)
+
+    def command(self, *words: str) -> subprocess.CompletedProcess[str]:
+        """Run a gnnfleet command in the folder of the config."""
+        argv = [sys.executable, str(REPOSITORY / "launch.py"), *words]
+        env = {**os.environ, "COLUMNS": "200"}
+        return subprocess.run(argv, cwd=self.folder, env=env, capture_output=True, text=True, timeout=90, check=False)
+
+
+def test_a_killed_rank_and_then_a_lost_lead_node(tmp_path: Path) -> None:
+    run = Counting(tmp_path)
+    run.await_steps(0, 1, 2)
+    run.kill(1, "rank1")
+    run.running.await_line(
+        "restart 1 of 3: rank 1 on node1 (local) was killed by signal 9 (SIGKILL); going on with 3 of 3"
+    )
+    run.await_steps(0, 1, 2, generation=1)
+    run.kill(0, "supervisor")
+    run.running.await_line("restart 2 of 3: node0 (local): its supervisor ended without reporting a result")
+    run.await_steps(1, 2, generation=2)
+    status = run.command("status", "again")
+    assert "trains after restart 2 of 3" in status.stdout, status.stdout + status.stderr
+    (tmp_path / "go").touch()
+    done = run.running.end()
+    assert done.status == 0 and "Done in" in done.output, done.output
+    assert "every node stops" not in done.output and "Traceback" not in done.output, done.output
+    result = done.result
+    assert result["state"] == "done" and result["first_failure"] is None
+    assert [one["without"] for one in result["restarts"]] == [[], [0]]
+    assert any("node0" in note for note in result["notes"]), result["notes"]
+    assert done.output.count("restart 1 of 3") == 2, "once when it happens, once in the report"
+
+
+@pytest.mark.slow
+def test_without_the_launcher(tmp_path: Path) -> None:
+    run = Counting(tmp_path)
+    run.await_steps(0, 1, 2)
+    run.running.process.kill()
+    run.kill(2, "supervisor")
+    run.await_steps(0, 1, generation=1)
+    (tmp_path / "go").touch()
+    followed = run.command("follow", "again", "--plain")
+    assert followed.returncode == 0 and "Done in" in followed.stdout, followed.stdout + followed.stderr
+    assert "restart 1 of 3: node2 (local)" in followed.stdout
+
+
+@pytest.mark.slow
+def test_a_run_that_cannot_start_again_says_why(tmp_path: Path) -> None:
+    run = Counting(tmp_path, restarts=1, min_nodes=3)
+    run.await_steps(0, 1, 2)
+    run.kill(1, "supervisor")
+    done = run.running.end()
+    assert done.status == 1 and "The run failed: node1 (local)" in done.output, done.output
+    assert "no restart: 2 of at least 3 training nodes are left (run.min_nodes)" in done.output
+    since = time.monotonic()
+    while procs.run_processes(f"GNNFLEET_RUN_DIR={run.node(0)}", None) and time.monotonic() - since < 10:
+        time.sleep(0.1)
+    assert procs.run_processes(f"GNNFLEET_RUN_DIR={run.node(0)}", None) == []

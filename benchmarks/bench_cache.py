@@ -106,7 +106,7 @@ def _rows(case: Case, folder: Path, num_parts: int, method: str, held: int | Non
 
 
 def _epoch(case: Case, folder: Path, num_parts: int, held: int | None, size: str) -> tuple[Cost, float, float]:
-    """Return what host 0 received in an epoch, the predicted bytes, and the CPU seconds of filling the cache."""
+    """Return the cost of an epoch on host 0, the predicted remote bytes, and the CPU seconds of filling the cache."""
     graph = _host(folder, num_parts, held)
     loader = BatchLoader(graph, LoaderSettings("train", case.fanouts, case.batch), 0, graph.layout)
     group, began = RankGroup(Ranks(), torch.device("cpu")), time.process_time()

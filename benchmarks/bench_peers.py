@@ -67,7 +67,7 @@ def main(
 def compete(
     chosen: Sequence[Contender], size: str, turns: int, of: Mapping[str, int], epochs: int
 ) -> tuple[dict[Contender, list[Run]], dict[str, float]]:
-    """Run all contenders once per turn; return the runs of each, and the seconds of each section.
+    """Run the contenders in ``turns`` turns; return the runs of each, and the seconds of each section.
 
     of: number of epochs by section. epochs: number of epochs in sections that ``of`` lacks.
     """

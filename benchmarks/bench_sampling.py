@@ -47,9 +47,9 @@ def shares_of(graph: Graph, target: NodeType) -> list[SeedShare]:
 
 
 def sampler(store: PartStore, target: NodeType, fanouts: dict[EdgeType, tuple[int, ...]], **kind: Any) -> Work:
-    """Return a function that samples the neighbourhoods of a ``SeedShare``, in the calling thread.
+    """Return a function that samples the neighbourhoods of the seeds of a ``SeedShare``, in the calling thread.
 
-    kind: more fields of ``SampleSettings``. With ``time``, all seeds are at time 500, after half of the edges.
+    kind: more fields of ``SampleSettings``. If ``time`` is set, all seeds have time 500, the middle of the edge times.
     """
     graph, tables, split = LocalGraph(store), RelabelTables(store.manifest), store.seeds(target, "train")
     settings = SampleSettings(fanouts, **kind)
@@ -149,7 +149,7 @@ def steered(graph: Graph, shares: list[SeedShare]) -> list[Row]:
 
 
 def with_columns(store: PartStore) -> PartStore:
-    """Return the store with two more edge attributes, random weights and times, in memory."""
+    """Return the store with random edge weights and times, in memory, as the only attributes of its edges."""
     (part,) = store.parts.values()
     edges, spec, rng = part.edges[HOMO_EDGE], store.manifest.edges[HOMO_EDGE], np.random.default_rng(0)
     columns = {
@@ -172,7 +172,7 @@ def hetero(small: bool) -> list[Row]:
 
 
 def numpy_sample(graph: Graph, seeds: np.ndarray) -> np.ndarray:
-    """Sample ``FANOUTS`` hops with numpy operations on whole arrays, which must draw with replacement."""
+    """Sample ``FANOUTS`` hops with replacement, using numpy operations on whole arrays."""
     (part,) = graph.store.parts.values()
     indptr, indices = part.edges[HOMO_EDGE].indptr, part.edges[HOMO_EDGE].indices
     rng = np.random.default_rng(0)

@@ -60,7 +60,7 @@ def run(small: bool, per_host: bool = False) -> list[Row]:
 
 
 def sized(case: Case, count: int) -> Case:
-    """Return the case with the same batch size per host as with ``COUNTS[-1]`` hosts."""
+    """Return the case with a batch size for ``count`` hosts that leaves the batch size per host unchanged."""
     return replace(case, batch=case.batch // COUNTS[-1] * count)
 
 

@@ -60,7 +60,7 @@ def importing_torch() -> float:
 def phases(
     name: str, folder: Path, nodes: list[dict[str, Any]], more: Mapping[str, Any], env: Mapping[str, str], torch: float
 ) -> list[Row]:
-    """Launch twice; return the seconds of each phase of the second launch, and of all of it.
+    """Launch twice; return the seconds of each phase of the second launch, and their sum.
 
     torch: seconds of `import torch`, for comparison.
     """

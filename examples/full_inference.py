@@ -21,7 +21,7 @@ import gnnfleet as gf
 
 
 class Layers:
-    """The ``LayerStack`` of torch_geometric's GraphSAGE, from which ``WholeGraph`` computes layer by layer."""
+    """torch_geometric's GraphSAGE as a ``LayerStack``, which ``WholeGraph`` computes layer by layer."""
 
     needs_degree = False
 

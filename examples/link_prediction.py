@@ -69,7 +69,7 @@ class Model(nn.Module):
 
 
 def layer_needs(manifest, wanted, num_layers):
-    """Return the node and edge types that each layer needs for the last one to compute rows of the types ``wanted``."""
+    """Return for each layer the node and edge types that it needs, if the last layer computes the types ``wanted``."""
     needs = []
     for _ in range(num_layers):
         edge_types = tuple(of for of in manifest.edges if of[2] in wanted)

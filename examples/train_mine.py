@@ -32,15 +32,18 @@ def main() -> None:
         for split in ("train", "test")
     )
     log = gf.StepLog(model, optimizer, train)  # lets the launcher show loss and speed and detect NaN and stalls
-    for epoch in range(options.epochs):
+    start = log.restore()  # after `gnnfleet resume`: where the last checkpoint was saved
+    for epoch in range(start.epoch, options.epochs + 1):
         model.train()
-        for step, batch in enumerate(train):  # the same number of steps on every rank, as DDP requires
+        train.set_epoch(epoch - 1, start.first_step(epoch))
+        # the same number of steps on every rank, as DDP requires
+        for step, batch in enumerate(train, start.first_step(epoch)):
             out = model(batch.x.float(), batch.edge_index)[: batch.batch_size]
             loss = cross_entropy(out, batch.y[: batch.batch_size])
             optimizer.zero_grad()
             loss.backward()
             optimizer.step()
-            log.step(epoch + 1, step, len(train), loss, batch.batch_size)
+            log.step(epoch, step, len(train), loss, batch.batch_size)
         model.eval()
         right = torch.zeros(2)
         with torch.no_grad():
@@ -49,7 +52,7 @@ def main() -> None:
                 right += torch.tensor([(out.argmax(1) == batch.y[: batch.batch_size]).sum(), batch.batch_size])
         dist.all_reduce(right)
         if dist.get_rank() == 0:
-            print(f"epoch {epoch + 1}: loss {loss:.4f}, test accuracy {right[0] / right[1]:.4f}")
+            print(f"epoch {epoch}: test accuracy {right[0] / right[1]:.4f}")
     dist.barrier()  # the graph server of this node must run until the slowest rank is done
     graph.close()
     dist.destroy_process_group()

@@ -55,7 +55,7 @@ class Problem:
 
 
 class ConfigError(FleetError):
-    """All mistakes of one config file; the file is read to its end before this is raised."""
+    """A config file is invalid; ``problems`` lists all of its mistakes, not only the first."""
 
     exit_status = 2
 
@@ -106,8 +106,10 @@ class AuthError(TransportError):
 
 
 class PasswordRefused(AuthError):
-    """A password or passphrase was wrong. With ``wants_more`` the host accepted the key and also requires a
-    password."""
+    """A password or passphrase was wrong.
+
+    ``wants_more``: the host accepted the key and requires a password as well.
+    """
 
     wants_more = False
 

@@ -14,9 +14,9 @@ from typing import BinaryIO
 
 
 def written_path(path: Path) -> str:
-    """Return ``path`` as a config file has it.
+    """Return ``path`` as text for a config file, with ``~/`` in place of the user's home folder.
 
-    A path in the home folder begins with ``~/``, because the home folder has another path on other hosts.
+    The home folder may have another path on other hosts.
     """
     home = os.path.expanduser("~").rstrip("/")
     text = str(path)

@@ -23,7 +23,7 @@ class RangeError(ValueError):
 
 
 def is_range(text: str) -> bool:
-    """Whether ``text`` contains a bracket that does not belong to an IPv6 address."""
+    """Whether ``text`` is written as a host range: it contains a bracket that is not part of an IPv6 address."""
     return "[" in (rest := _IPV6.sub("", text)) or "]" in rest
 
 
@@ -93,9 +93,9 @@ def _follows(run: list[str], name: str) -> bool:
 
 
 def _incremented(before: str, after: str) -> int | None:
-    """Find the number by which two host names differ, if it is their only difference and one higher in ``after``.
+    """Return the index in ``_DIGITS.split(before)`` of the number that is one higher in ``after``.
 
-    Returns the index of the number in ``_DIGITS.split(before)``, else None.
+    None if the names have no such number, or differ in anything else.
     """
     one, two = _DIGITS.split(before), _DIGITS.split(after)
     differing = [place for place, (a, b) in enumerate(itertools.zip_longest(one, two)) if a != b]

@@ -303,7 +303,10 @@ def expand_nodes(tree: Tree) -> Tree:
 
 
 def check_values(values: int) -> None:
-    """Raise RangeError if all nodes together, each with its copy of ``defaults``, have too many values for a config."""
+    """Raise RangeError if the nodes, each with its copy of ``defaults``, have too many values together.
+
+    ``values``: number of values of all nodes.
+    """
     if values > _MOST_EXPANDED:
         raise RangeError(f"the nodes stand for more than {_MOST_EXPANDED:,} values")
 

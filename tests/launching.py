@@ -57,10 +57,11 @@ def write_config(folder: Path, nodes: list[dict], **sections: dict) -> Path:
 
 
 def local_config(folder: Path, procs: list[int], workdirs: Path | None = None, **sections: dict) -> Path:
-    """Write a cluster.yml of local nodes; ``procs``: number of processes of each node; ``workdirs``: for work folders.
+    """Write a cluster.yml of local nodes with reserved ports.
 
-    Tests that share ``workdirs`` (default: ``folder``) share the copied code; all tests share compiled kernels.
-    Ports are reserved for the run: two runs with `auto` that start at once may find the same ports free.
+    procs: number of processes of each node.
+    workdirs: parent of the work folders, by default ``folder``; tests with the same one share the copied code.
+    Ports are reserved, because two runs with `auto` that start at once may find the same ports free.
     """
     state = workdirs or folder
     own = {"python": sys.executable, "env": {"GNNFLEET_KERNELS": os.environ["GNNFLEET_KERNELS"]}}

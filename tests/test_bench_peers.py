@@ -15,7 +15,10 @@ BENCHMARKS = Path(__file__).resolve().parents[1] / "benchmarks"
 
 @pytest.fixture
 def contest(monkeypatch: pytest.MonkeyPatch) -> Iterator[ModuleType]:
-    """benchmarks/peers/contest.py with fakes, which add the names of environments and partitions to a set ``made``."""
+    """Yield the module benchmarks/peers/contest.py with fakes that make no environments and no partitions.
+
+    The fakes add the names of what they would make to the set ``made`` of the module.
+    """
     monkeypatch.syspath_prepend(BENCHMARKS)
     monkeypatch.delitem(sys.modules, "graphs", raising=False)  # tests/trainer has a module of this name too
     module = importlib.import_module("peers.contest")

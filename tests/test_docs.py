@@ -82,7 +82,7 @@ def test_yaml_loads(block: Block, tmp_path: Path) -> None:
 def test_launch_commands_are_valid(
     block: Block, words: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """A launch succeeds as a dry run in a folder with the files that it names; other commands only need to parse."""
+    # A launch succeeds as a dry run in a folder with the files that it names; other commands only need to parse.
     put_named_files(words, tmp_path)
     monkeypatch.chdir(tmp_path)
     if words[0] in gnnfleet.commands and words[0] not in LAUNCHES:
@@ -181,7 +181,6 @@ FOLDERS = ("launcher", "trainer", "gnnfleet", "benchmarks", "examples", "templat
 
 
 def test_files_and_modules_named_in_pages_exist() -> None:
-    """Examples: ``launcher/plan/files.py``, ``node/control.py`` (in pages only), and ``trainer.core.ranks.Ranks``."""
     files = {path.relative_to(REPOSITORY).as_posix() for top in FOLDERS for path in (REPOSITORY / top).rglob("*.*")}
     missing = []
     for page in NAMING:

@@ -101,7 +101,7 @@ def python(folder: Path, words: list[str]) -> str:
 
 
 def test_the_shown_plan_is_that_of_the_shown_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """The plan in the page is what a dry run of the page's config file prints, except for the last column, sizes."""
+    # The plan in the page is what a dry run of the page's config file prints, except for the last column, sizes.
     (tmp_path / "products.yml").write_text(blocks("yaml")[0])
     assert run(["--config", str(tmp_path / "products.yml"), "--dry-run"]) == 0
     output = rows(capsys.readouterr().out)

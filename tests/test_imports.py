@@ -40,7 +40,7 @@ def within(module: str, package: str) -> bool:
 
 
 def layer(module: str) -> int:
-    """Position of a module's package in ``ORDER``; the highest one for ``ENTRIES`` and a package's ``__init__``."""
+    """Return the position of a module's package in ``ORDER``; ``ENTRIES`` and ``__init__`` come after all packages."""
     top, _, rest = module.partition(".")
     head = rest.split(".")[0]
     assert not rest or head in ORDER[top] or module in ENTRIES, f"{module} has no place in ORDER"
@@ -88,7 +88,7 @@ def test_import_cycles_are_found() -> None:
 
 
 def test_imports_of_benchmarks_and_examples_exist() -> None:
-    """Every import in benchmarks/ and examples/ exists; needed because no test runs all of these files."""
+    # Every import in benchmarks/ and examples/ exists; needed because no test runs all of these files.
     files = [path for folder in ("benchmarks", "examples") for path in (REPOSITORY / folder).rglob("*.py")]
     missing = [
         f"{path.relative_to(REPOSITORY)}:{node.lineno}: {node.module}.{alias.name}"

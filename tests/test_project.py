@@ -67,7 +67,7 @@ def test_constraints_pin_every_direct_dependency() -> None:
 
 
 def test_all_packages_are_packaged() -> None:
-    """Every folder with Python files has an ``__init__.py``; setuptools would leave out a folder without one."""
+    # Every folder with Python files has an `__init__.py`; setuptools would leave out a folder without one.
     for package in ("gnnfleet", "launcher", "trainer"):
         folders = {path.parent for path in (REPOSITORY / package).rglob("*.py")}
         assert [folder for folder in folders if not (folder / "__init__.py").exists()] == []

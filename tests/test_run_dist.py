@@ -48,7 +48,7 @@ def test_variables_become_options(python: Path) -> None:
 
 
 def test_another_dataset_has_its_own_options_and_folder(python: Path) -> None:
-    """Another DATASET than that of CONFIG gets neither CONFIG's dataset options nor its partition folder."""
+    # Another DATASET than that of CONFIG gets neither CONFIG's dataset options nor its partition folder.
     words = words_of(run(python, DATASET="Planetoid:Cora", DATA_OPTIONS="undirected: true"))
     assert words[3:] == [
         *("--set", "data.dataset=Planetoid:Cora", "--set", "data.options={undirected: true}"),
@@ -76,7 +76,7 @@ def test_exit_status_and_output_are_passed_on(python: Path) -> None:
 
 
 def test_paths_are_relative_to_the_working_directory(python: Path) -> None:
-    """As with launch.py; but a CONFIG that the working directory lacks is looked up next to run_dist.sh."""
+    # As with launch.py; but a CONFIG that the working directory lacks is looked up next to run_dist.sh.
     (python.parent / "mine.yml").touch()
     assert words_of(run(python, cwd=python.parent, CONFIG="mine.yml"))[2] == "mine.yml"
     run(python, cwd=python.parent, LOG_DIR="here")

@@ -87,10 +87,11 @@ class Run:
 
 
 def contenders(sections: Sequence[str], size: str, peers: bool = True, without: Sequence[str] = ()) -> list[Contender]:
-    """Return the contenders of ``sections`` that can run on this machine, after making what they need to run.
+    """Return the contenders of ``sections`` that can run on this machine; first make what they need.
 
-    Without ``peers``, only gnnfleet. A system whose name contains one of the texts ``without`` is left out. Makes the
-    Python environments and partitions of the others, and prints a line for each contender that cannot run.
+    Makes Python environments and partitions, and prints a line for each contender that cannot run.
+    peers: if false, return only contenders of gnnfleet.
+    without: systems whose name contains one of these texts are left out.
     """
     everybody = [*_ours(size), *(_dgl(size) + _glt(size) if peers else [])]
     wanted = [one for name in sections for one in everybody if one.section == name]
@@ -233,7 +234,7 @@ def _ours(size: str) -> list[Contender]:
 
 def _dgl(size: str) -> list[Contender]:
     def one(section: str, name: str, task: str = "", cut: str = "", **told: Any) -> Contender:
-        """Return a contender: with ``cut``, a partition method, on two hosts with one part each; else on one host."""
+        """Return a contender: on two hosts with parts made by the method ``cut``, or on one host without ``cut``."""
         make_parts = partial(_dgl_parts, size, cut) if cut else None
         return Contender(
             section, f"DGL 2.1.0, {name}", "dgl_job.py", DGL, task or section, HOSTS if cut else 1, told,
@@ -264,7 +265,7 @@ def _glt_parts(size: str) -> Path:
 
 
 def _made_by(env: PeerEnv, folder: Path, *words: str | Path) -> Path:
-    """Return ``folder``. Unless it is complete, first make it with the command ``words``, run by Python of ``env``."""
+    """Return ``folder``; if it is not complete, run the command ``words`` with the Python of ``env`` to fill it."""
     python = _python(env)
     if python and not (folder / "ready").exists():
         subprocess.run([python, *words], check=True, capture_output=True)

@@ -168,7 +168,7 @@ def _loader(graph: Any, mask: str, told: Settings, shuffle: bool) -> Any:
 
 
 def _joined(told: Settings) -> Any:
-    """Start this host's server, connect to the other host and open the graph, with the variables of DGL's launcher."""
+    """Set the environment variables of DGL's launcher, start this host's server and open the distributed graph."""
     rank, folder = told["rank"], Path(told["folder"])
     places = folder.with_suffix(f".ip{rank}")
     places.write_text("".join(f"{HERE} {port}\n" for port in told["ports"][1 : 1 + HOSTS]))

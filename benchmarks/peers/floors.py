@@ -52,7 +52,7 @@ class Machine:
 
 
 def measured() -> Machine:
-    """Measure this machine; a rate is the best of five attempts, as a lower bound of seconds needs."""
+    """Measure the rates of this machine, each as the best of five attempts."""
     source, target = np.ones(64 << 20, np.float32), np.empty(64 << 20, np.float32)
     a, b = torch.ones(1 << 16, 256), torch.ones(256, 256)
     copy = min(_seconds(lambda: np.copyto(target, source)) for _ in range(5))

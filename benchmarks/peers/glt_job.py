@@ -26,7 +26,10 @@ LOCAL = torch.device("cpu")
 
 
 def cut(plain: str, folder: str, servers: str) -> None:
-    """Write one part and one file of seeds per server; a single server reads PLAIN, as one part cannot be made."""
+    """Write the graph as one part per server, and one file of train seeds per server.
+
+    For a single server no part is written, because graphlearn-torch cannot make it; the server reads PLAIN instead.
+    """
     source, target, parts = Path(plain), Path(folder), int(servers)
     target.mkdir(parents=True, exist_ok=True)
     edges, x, y, train = (torch.from_numpy(np.load(source / f"{name}.npy")) for name in NAMES)

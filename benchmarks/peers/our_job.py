@@ -84,7 +84,7 @@ def _loading(graph: Graph, told: Settings, rank: int = 0, layout: RankLayout | N
 
 
 def _more(loading: Any) -> Settings:
-    """Sizes of the layers in the last epoch, and bytes and rows by where the rows came from; {} if not counted."""
+    """Return layer sizes of the last epoch, and sums of rows and bytes; {} if the loader does not count them."""
     if not isinstance(loading, Epochs):
         return {}
     names = ("remote_bytes", "rows", "remote_rows", "cached_rows", "held_rows")
@@ -116,7 +116,10 @@ def _remote_access(told: Settings) -> RemoteAccess:
 
 
 def partition(plain: Path, told: Settings) -> Settings:
-    """Partition arrays in memory into files; before the measurement, a small graph, to compile the kernels."""
+    """Partition arrays in memory into files.
+
+    Before the measurement, a small graph is partitioned, so that all kernels are compiled.
+    """
     from trainer.data.dataset import Dataset, EdgeData, NodeData
 
     names = ("edge_index", "x", "y", "train", "val", "test")

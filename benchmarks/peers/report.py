@@ -57,7 +57,7 @@ def floor_of(section: str, found: Found, layers: list[list[int]] | None, machine
 
 
 def _against(one: Contender, ran: Found) -> Sequence[Run] | None:
-    """Runs of gnnfleet's fastest contender on parts made by the same method as ``one``'s."""
+    """Return the runs of gnnfleet's fastest contender, if possible on parts made by the same method as for ``one``."""
     ours = [other for other in ran if other.ours]
     same = [other for other in ours if other.cut == one.cut] or ours
     return ran[min(same, key=lambda other: median(ran[other]))] if same else None
@@ -83,7 +83,7 @@ def _line(one: Contender, runs: Sequence[Run], best: Sequence[Run] | None) -> st
 
 
 def as_json(found: Found, took: Mapping[str, float], machine: Machine) -> dict[str, Any]:
-    """All measurements as JSON, to compare with those of other days."""
+    """Return all measurements as values that can be written as JSON."""
     systems = [
         {"section": one.section, "system": one.system, "note": one.note, "runs": [asdict(run) for run in runs]}
         for one, runs in found.items()

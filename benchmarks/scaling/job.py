@@ -158,9 +158,9 @@ def _mark(
     case: Case, epoch: int, run_dir: Path, servers: Sequence[subprocess.Popen[bytes]],
     ranks: Sequence[subprocess.Popen[bytes]], where: Sequence[Place],
 ) -> _Mark:  # fmt: skip
-    """Wait until all ranks have ended an epoch, then read CPU seconds and bytes.
+    """Wait until all ranks have ended an epoch; return the CPU seconds of the servers and the bytes received so far.
 
-    Those of the last epoch include some milliseconds of the evaluation, which has a few seeds.
+    For the last epoch, these include some milliseconds of the evaluation, which has a few seeds.
     """
     deadline = time.monotonic() + _TIMEOUT
     while any(len(epoch_lines(run_dir, k)) < epoch for k in range(len(where))):
@@ -175,7 +175,7 @@ def _check(
     living: Sequence[subprocess.Popen[bytes]], run_dir: Path, deadline: float,
     more: Sequence[subprocess.Popen[bytes]],
 ) -> None:  # fmt: skip
-    """Sleep for ``_GLANCE``; raises ``RuntimeError`` if a process of ``living`` or ``more`` has ended, or too late."""
+    """Sleep for ``_GLANCE``. Raises ``RuntimeError`` if a process has ended or the deadline has passed."""
     if time.monotonic() > deadline or any(process.poll() is not None for process in (*living, *more)):
         logs = [f"{log.name}: {log.read_text(errors='replace')[-1500:]}" for log in sorted(run_dir.glob("*.log"))]
         raise RuntimeError("a process ended, or took too long\n" + "\n".join(logs))

@@ -1,1 +1,1 @@
-"""Command-line interface: parses arguments and calls the packages below."""
+"""The ``gnnfleet`` command line: parses arguments and calls the other packages of ``launcher``."""

@@ -57,7 +57,10 @@ _MAX_HOSTS = 500
 
 
 def run_ids(ctx: click.Context, parameter: click.Parameter, typed: str) -> list[CompletionItem]:
-    """Complete ids of the runs known on this machine, newest first, with their start times; or a path."""
+    """Complete ids of the runs known on this machine, newest first, with their start times.
+
+    A word that contains ``/`` is completed as a path instead.
+    """
     if "/" in typed:
         return [CompletionItem(typed, type="dir")]
     from launcher.report.run_folder import began, known_runs
@@ -91,7 +94,7 @@ def serving_names(ctx: click.Context, parameter: click.Parameter, typed: str) ->
 
 
 def host_names(ctx: click.Context, parameter: click.Parameter, typed: str) -> list[CompletionItem]:
-    """Complete hosts of the config that the command line names, else of ~/.ssh/config.
+    """Complete a host name: of the config given by ``--config``, else of ~/.ssh/config.
 
     In a comma-separated list the last host is completed.
     """
@@ -143,7 +146,7 @@ def _hosts_of_ssh() -> Iterator[str]:
 
 
 def _given(ctx: click.Context, name: str) -> Any:
-    """Return the value of an option given to this command or to a group before it; None if not given."""
+    """Return the value of option ``name`` of this command or of a parent command; None if it is not given."""
     context: click.Context | None = ctx
     while context is not None:
         if context.params.get(name):

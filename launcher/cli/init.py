@@ -83,7 +83,6 @@ for _option in _OPTIONS:  # applied to a Command, options are appended in this o
 
 
 def _request_of(values: dict[str, Any]) -> InitRequest:
-    """Convert the flags to a request. Raises UsageError."""
     from launcher.files import written_path
     from launcher.init.request import InitRequest, dataset_of, existing, split_hosts
 
@@ -111,7 +110,7 @@ def _request_of(values: dict[str, Any]) -> InitRequest:
 
 
 def _check_complete(request: InitRequest, yes: bool) -> None:
-    """Raise UsageError if hosts or graph are missing and no question can be asked."""
+    """Raise UsageError if the hosts are missing, or if the graph is missing without ``--yes``."""
     missing = [] if request.hosts else ["the hosts (gnnfleet init gnn1 gnn2)"]
     missing += [] if request.dataset or yes else ["the graph (--dataset NAME or PATH, or --yes for a synthetic one)"]
     if missing:
@@ -160,6 +159,6 @@ def _copy(name: str, dest: Path, force: bool, ask: bool) -> None:
 
 
 def _program(ctx: click.Context) -> str:
-    """Return how this program was called, for the commands that are shown to the user."""
+    """Return the command that starts this program, ``gnnfleet`` or ``python launch.py``, for use in messages."""
     name = ctx.find_root().info_name or "gnnfleet"
     return "python launch.py" if name.endswith("launch.py") else "gnnfleet"

@@ -19,9 +19,10 @@ from launcher.run.options import TRAINER_ONLY, LaunchOptions, overrides_of
 
 
 def options_of(ctx: click.Context, values: dict[str, Any]) -> LaunchOptions:
-    """Return the options of one invocation. Options before the subcommand apply unless given again after it.
+    """Convert the command-line options of a launch, given before or after the subcommand, to ``LaunchOptions``.
 
-    Raises click.UsageError and UsageError.
+    Options after the subcommand take precedence; ``--set``, ``--include`` and ``--exclude`` of both places are joined.
+    Raises UsageError or click.UsageError if options are missing or contradict each other.
     """
     before: dict[str, Any] = ctx.obj or {}
     merged = {name: values[name] if values[name] not in (None, (), False) else before.get(name) for name in values}
@@ -63,7 +64,7 @@ _REMOTE = re.compile(r"(?!-).*\bpython[0-9.]*\s.*", re.DOTALL)
 
 
 def foreign_options(command: F) -> F:
-    """Decorator that adds options for host lists, and torch_geometric's launch.py flags, which the help omits."""
+    """Decorator that adds ``--nodes``, ``--dataset``, ``--group``, ``--venv``, ``--conda`` and hidden PyG flags."""
     given = (
         click.option(
             "--nodes",
@@ -103,7 +104,8 @@ def _hidden(name: str, **more: Any) -> Callable[[F], F]:
 def without_remote(ctx: click.Context, words: Sequence[str]) -> list[str]:
     """Return ``words`` without the quoted command of torch_geometric's launch.py.
 
-    The command is stored in ``ctx.meta["remote"]``. ``--extra_envs A=1 B=2`` becomes one option per value.
+    The command is stored in ``ctx.meta["remote"]``. ``--extra_envs A=1 B=2`` becomes
+    ``--extra-env A=1 --extra-env B=2``.
     """
     left: list[str] = []
     envs = False
@@ -120,16 +122,20 @@ def without_remote(ctx: click.Context, words: Sequence[str]) -> list[str]:
 
 
 def remote_of(ctx: click.Context) -> Remote | None:
-    """Parse the quoted command that ``without_remote`` stored; None without one. Raises UsageError."""
+    """Parse the quoted command that ``without_remote`` stored; None if there is no such command.
+
+    Raises UsageError for a command that is not supported.
+    """
     command = ctx.meta.get("remote")
     return parse_remote(command) if command else None
 
 
 def config_of(values: Mapping[str, Any]) -> Path | None:
-    """Return the path given by --config, or by torch_geometric's --ip_config, which is relative to its --workspace.
+    """Return the path of the config file given by ``--config`` or by torch_geometric's ``--ip_config``.
 
-    An --ip_config that is not in the workspace is relative to the current directory. Without either option, returns
-    ``NODES_ONLY`` if --nodes is given, else None.
+    The path in ``--ip_config`` is relative to ``--workspace`` or, if there is no such file, to the current directory.
+    Without either option the result is ``NODES_ONLY`` if ``--nodes`` is given, else None. Raises UsageError if both
+    options are given.
     """
     config, ip_config = values.get("config"), values.get("ip_config")
     if ip_config is None:
@@ -179,7 +185,7 @@ def _import(ctx: click.Context, file: Path | None, output: Path | None, force: b
 
 
 def import_command(config_options: Callable[[click.Command], click.Command]) -> click.Command:
-    """Return ``gnnfleet import``. It accepts all options of a launch; its help lists only the relevant ones."""
+    """Return the click command ``gnnfleet import``. It accepts all launch options; its help lists the relevant ones."""
     command = config_options(_import)
     shown = ("file", "output", "force", "sets", "dataset", "nodes", "group", "venv", "conda", "epochs", "batch_size")
     for option in command.params:
@@ -192,7 +198,7 @@ def import_command(config_options: Callable[[click.Command], click.Command]) -> 
 def imported(options: LaunchOptions, folder: Path) -> str:
     """Return the text of a cluster.yml in ``folder`` that has the settings of another launcher's file and flags.
 
-    Raises ConfigError and UsageError.
+    Raises ConfigError for problems in the file, and UsageError if it is not a file of another launcher.
     """
     from launcher.config.importers.detect import read_foreign
     from launcher.config.importers.export import cluster_yml

@@ -53,7 +53,7 @@ _ORDER = (
 
 
 class OwnCommandGroup(click.Group):
-    """A group that keeps the words after ``--``, the user's own command, in ``ctx.meta["own_command"]``."""
+    """A click group that stores the words after ``--``, the user's own command, in ``ctx.meta["own_command"]``."""
 
     command_class = GroupedOptions
 
@@ -117,7 +117,7 @@ def config_options(command: F) -> F:
 
 
 class PartitionCommand(GroupedOptions):
-    """Shows help for ``partition --help`` only; passes ``partition make --help`` on to the trainer."""
+    """A command that handles ``partition --help`` itself and passes ``partition make --help`` on to the trainer."""
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
         if args[:1] in ([], ["--help"], ["-h"]) and not ctx.resilient_parsing:
@@ -308,7 +308,6 @@ def run(argv: Sequence[str] | None = None, prog_name: str = "gnnfleet") -> int:
 
 
 def _show_error(words: Sequence[str], message: str, exit_status: int, more: str) -> int:
-    """Print an error, then the lines ``more``, on stderr; return ``exit_status``."""
     click.secho(f"error: {message}", fg="red", err=True)
     if more:
         click.secho(more, dim=True, err=True)

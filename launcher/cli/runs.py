@@ -303,7 +303,7 @@ def register_commands(group: click.Group) -> None:
 
 
 def _choice(ctx: click.Context, values: Mapping[str, Any]) -> Choice:
-    """Return the options that select a run: those of this command, else those given before it."""
+    """Return the options that select a run; those after the subcommand take precedence over those before it."""
     from launcher.manage.select import Choice
 
     before: Mapping[str, Any] = ctx.obj or {}
@@ -326,7 +326,7 @@ def _console(ctx: click.Context, values: Mapping[str, Any]) -> tuple[Console, bo
 
 
 def _is_over_here(found: FoundRun) -> bool:
-    """Whether the run folder suffices to describe the run: it has ended, or nothing ever started on a node."""
+    """Return whether the local run folder gives the state of the run, so that its nodes need not be asked."""
     from launcher.report.verdict import known_without_nodes
 
     return known_without_nodes(found)
@@ -346,7 +346,7 @@ def _show_over(found: FoundRun, console: Console, as_json: bool) -> int:
 
 
 def _leave_serving(found: FoundRun, console: Console) -> None:
-    """Remove the key with which an ended run was attached to a serving cluster; print notes about failures."""
+    """Revoke the key that an ended run used for its serving cluster; print a note for each server where this fails."""
     from launcher.serving.attach_run import leave
 
     for note in leave(found):

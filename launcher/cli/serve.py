@@ -95,7 +95,7 @@ def serve(ctx: click.Context, dry_run: bool, name: str | None, **values: Any) ->
 
 
 def _options(ctx: click.Context, values: dict[str, Any]) -> LaunchOptions:
-    """Return the options of one invocation; options before ``serve`` apply too. Raises click.UsageError."""
+    """Return the options given before and after ``serve``. Raises click.UsageError without ``--config``."""
     before: dict[str, Any] = ctx.obj or {}
     lists = {key: (*(before.get(key) or ()), *values[key]) for key in ("sets", "include", "exclude")}
     given = {key: values[key] or before.get(key) for key in ("config", "as_json", "verbose")}
@@ -117,7 +117,10 @@ def _options(ctx: click.Context, values: dict[str, Any]) -> LaunchOptions:
 
 
 def _read(options: LaunchOptions, name: str | None) -> ClusterConfig:
-    """Read the config. It may list more nodes than parts if the serving cluster exists, since its parts do, too."""
+    """Read the config of a new or existing serving cluster.
+
+    An existing cluster may have more nodes than parts: an invalid config is read again without ``data.num_parts``.
+    """
     try:
         return read_config(options)
     except ConfigError:
@@ -228,7 +231,7 @@ def key(ctx: click.Context, output: Path, person: str | None, **values: Any) -> 
 
 
 def _open(values: dict[str, Any], offline: Callable[[FoundRun], bool]) -> AbstractContextManager[OpenRun]:
-    """Open the serving cluster with connections to its nodes."""
+    """Open the serving cluster; connect to its nodes unless ``offline(cluster)`` is true."""
     from launcher.serving.cluster_state import open_named
 
     return open_named(values["name"], values["config"], values["runs_dir"], offline)

@@ -46,7 +46,7 @@ class CacheSize:
     def parse(cls, text: str, rows: str = "the remote rows") -> CacheSize:
         """Parse ``10%``, ``512MB``, or ``0`` for no cache.
 
-        ``rows`` names in messages the rows of which ``10%`` is a share. Raises ValueError with a message for the user.
+        ``rows``: the rows of which ``10%`` is a share, in words for error messages. Raises ValueError for other text.
         """
         if text.strip() in ("0", "none"):
             return cls()
@@ -70,7 +70,7 @@ LOCAL_HOSTS = ("localhost", "127.0.0.1", "::1")
 
 
 def check_nodes(config: ClusterConfig, reader: Reader) -> None:
-    """Report contradictions within a node and between two nodes; values already reported as invalid are skipped."""
+    """Report contradictions in the config of a node and between two nodes; values reported before are skipped."""
     for k, node in enumerate(config.nodes):
         _node(config, node, k, reader)
     _folders(config, reader)
@@ -140,10 +140,8 @@ def _node(config: ClusterConfig, node: NodeConfig, k: int, reader: Reader) -> No
 
 
 def _server(node: NodeConfig, k: int, reader: Reader) -> None:
-    """Report ``procs`` and ``devices`` of a node with ``role: server``, which does not train.
-
-    ``Reader`` has already removed those that the user set for all nodes at once.
-    """
+    """Report ``procs`` or ``devices`` of a node with ``role: server``, as servers do not train."""
+    # Reader has already removed values that were set for all nodes at once
     for name in ("procs", "devices"):
         if node.role == "server" and getattr(node, name):
             reader.report(

@@ -46,10 +46,10 @@ def filtered(config: ClusterConfig, include: Sequence[str], exclude: Sequence[st
 def _rest(
     node: NodeConfig, kept: frozenset[int] | None, dropped: bool, removed: frozenset[int] | None
 ) -> NodeConfig | None:
-    """Return the node with its remaining devices, or None if it has none left or is excluded as a whole.
+    """Return the node with its remaining devices; None if no device remains or the whole node is excluded.
 
-    ``kept``: included device ids, None for all. ``dropped``: whether an ``--exclude`` names the node; ``removed`` are
-    then the excluded device ids, None for the whole node.
+    ``kept``: ids of included devices; None: all devices. ``dropped``: whether an ``--exclude`` names the node.
+    ``removed``: ids of excluded devices; None if ``dropped``: the whole node.
     """
     if dropped and removed is None:
         return None
@@ -60,7 +60,7 @@ def _rest(
 
 
 def _chosen(config: ClusterConfig, specs: Sequence[str], option: str) -> Chosen:
-    """Return the nodes, and the devices of each, that at least one of ``specs`` names. Raises UsageError."""
+    """Return the nodes and devices that ``specs`` select. Raises UsageError for an unknown name or device."""
     found: dict[int, frozenset[int] | None] = {}
     names = _Names(config)
     for spec in specs:
@@ -74,7 +74,10 @@ def _chosen(config: ClusterConfig, specs: Sequence[str], option: str) -> Chosen:
 
 
 def _listed(spec: str) -> Iterator[str]:
-    """Split a list: ``a[1-2]:0,2,b`` yields ``a1:0,2``, ``a2:0,2`` and ``b``. Raises RangeError."""
+    """Split a list: ``a[1-2]:0,2,b`` yields ``a1:0,2``, ``a2:0,2`` and ``b``.
+
+    Raises RangeError for an invalid range.
+    """
     pieces: list[str] = []
     for word in re.split(r",(?![^\[]*\])", spec):
         if pieces and _MORE_DEVICES.fullmatch(word) and ":" in pieces[-1]:
@@ -86,9 +89,9 @@ def _listed(spec: str) -> Iterator[str]:
 
 
 def _named(config: ClusterConfig, names: _Names, name: str) -> Iterator[tuple[int, frozenset[int] | None]]:
-    """Yield (node_rank, devices) for one name, for ``name:devices``, or for several joined by @ as in DeepSpeed.
+    """Yield (node_rank, device ids) for ``name``, ``name:devices``, or several of these joined by @ as in DeepSpeed.
 
-    Raises LookupError if a name matches no host.
+    The device ids are None for a whole node. Raises LookupError if a name matches no host.
     """
     devices, (first, at, more) = _DEVICES.fullmatch(name), name.partition("@")
     if ranks := names.ranks(name):
@@ -107,7 +110,7 @@ def _with_devices(
 ) -> Iterator[tuple[int, frozenset[int]]]:
     """Yield each node in ``ranks`` that has some of the ``wanted`` device ids, with these ids.
 
-    Raises LookupError if the nodes on a host do not have all of the ``wanted`` devices between them.
+    Raises LookupError if a wanted device of a host belongs to none of its nodes.
     """
     hosts: dict[str, dict[int, tuple[int, ...]]] = {}
     for k in ranks:
@@ -124,7 +127,7 @@ def _with_devices(
 
 
 class _Names:
-    """Maps the names of a node to node_ranks: host with or without domain, user and port, and ``node3``."""
+    """Maps each name of a node to node_ranks: its host with or without domain, user and port, and ``node3``."""
 
     def __init__(self, config: ClusterConfig) -> None:
         self.full: dict[str, list[int]] = {}
@@ -139,7 +142,7 @@ class _Names:
     def ranks(self, name: str) -> list[int]:
         """Return the node_ranks that match ``name``, which may contain the wildcards * and ?; [] for none.
 
-        Full host names take precedence over names without domain, and these over ``node3``.
+        Host names take precedence over ``node3``. Without wildcards, full host names take precedence over short ones.
         """
         name = name.lower()
         if "*" not in name and "?" not in name:

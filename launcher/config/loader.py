@@ -182,9 +182,9 @@ def load_config(
 ) -> ClusterConfig:
     """Read the file, apply overrides, select nodes with ``choose``, and check the result.
 
-    Each node of the file is checked; the checks of the cluster as a whole see only the selected nodes. A file of
-    another launcher is converted, unless ``foreign`` is given, the converted file. Raises ConfigError with all problems
-    found.
+    All nodes of the file are checked; the checks of the cluster as a whole see only the selected nodes. A file of
+    another launcher is converted first. ``foreign``: the converted file, if the caller has converted it already. Raises
+    ConfigError with all problems found.
     """
     problems: list[Problem] = []
 
@@ -244,7 +244,7 @@ def _folded(problems: Sequence[Problem]) -> Iterator[Problem]:
 
 
 def _read_file(path: Path, report: Report) -> Section:
-    """Return the top level of the file. Raises ConfigError if the file is unreadable, empty or not a mapping."""
+    """Return the top-level mapping of a YAML file. Raises ConfigError if it is unreadable, empty or no mapping."""
     try:
         text = read_text(path, MOST_BYTES)
     except ValueError as error:

@@ -1,4 +1,4 @@
-"""Turns a config as written into a config as run: which nodes take part, their roles, and the data they use."""
+"""Determines from a config which nodes take part in a run or a serving cluster, their roles, and their data."""
 
 from __future__ import annotations
 
@@ -13,29 +13,29 @@ from launcher.hostlist import fold
 
 @dataclass(frozen=True)
 class ResolvedConfig(ClusterConfig):
-    """A config as run: ``nodes[k]`` is the node of node_rank ``k`` in the plan, the run folder and the report.
+    """The config of one run or serving cluster: it has only the nodes that take part, with their final roles.
 
-    ``resolve_run`` and ``resolve_serving`` derive it from file and flags (``ClusterConfig``). It is saved as
-    ``config.yml`` in the run folder.
+    ``nodes[k]`` has node_rank ``k`` in the plan, the run folder and the report. ``resolve_run`` and ``resolve_serving``
+    create a ResolvedConfig from a ``ClusterConfig``. It is saved as ``config.yml`` in the run folder.
     """
 
     left_out: str = ""  #: note on hosts of the file that do not take part; "" if all do; not saved
 
     @property
     def serve_only(self) -> bool:
-        """Whether no node trains: the config then describes a serving cluster."""
+        """Whether this is the config of a serving cluster, in which no node trains."""
         return not self.world_size
 
 
 def resolve(config: ClusterConfig) -> ResolvedConfig:
-    """Resolve as ``gnnfleet launch`` does, or as ``gnnfleet serve`` does if no node trains."""
+    """Resolve a config with ``resolve_run``, or with ``resolve_serving`` if no node trains."""
     return resolve_run(config) if config.world_size else resolve_serving(config)
 
 
 def resolve_run(config: ClusterConfig) -> ResolvedConfig:
-    """Resolve the config of a run. With ``data.serving`` only the nodes that train are kept, as clients without parts.
+    """Resolve the config of a run. Raises UsageError if no node trains.
 
-    Raises UsageError if no node trains.
+    With ``data.serving`` only the nodes that train take part, all with ``role: client``.
     """
     if not config.world_size:
         raise UsageError(
@@ -52,9 +52,10 @@ def resolve_run(config: ClusterConfig) -> ResolvedConfig:
 
 
 def resolve_serving(config: ClusterConfig) -> ResolvedConfig:
-    """Resolve the config of a serving cluster: its servers or, if it has none, its workers as servers.
+    """Resolve the config of a serving cluster.
 
-    Raises UsageError if no node holds parts, or the config itself attaches to a serving cluster.
+    Only the nodes with ``role: server`` take part; if there are none, the workers become servers. Raises UsageError if
+    no node holds parts, or if the config has ``data.serving``.
     """
     if config.data.serving is not None:
         raise UsageError(
@@ -71,8 +72,8 @@ def resolve_serving(config: ClusterConfig) -> ResolvedConfig:
 def resolve_saved(config: ClusterConfig, nodes: Sequence[NodeConfig] | None = None) -> ResolvedConfig:
     """Resolve the config of an existing run.
 
-    ``config`` was read from the ``config.yml`` of the run folder; or from another file, then ``nodes`` lists its nodes
-    in the order of the run.
+    ``config`` was read from the ``config.yml`` of the run folder. If it was read from another file, ``nodes`` must list
+    the nodes of the run in node_rank order.
     """
     return _resolved(config, **({} if nodes is None else {"nodes": tuple(nodes)}))
 

@@ -53,7 +53,7 @@ class HeldParts:
 def lead(config: ClusterConfig) -> int:
     """Return the node_rank of the lead node: the first node that trains, or 0 if none does.
 
-    It hosts rank 0, the rendezvous of torch.distributed and the hub of the supervisors.
+    It hosts rank 0, the rendezvous of torch.distributed, and the control port to which all supervisors connect.
     """
     return next((k for k, node in enumerate(config.nodes) if node.trains), 0)
 
@@ -75,15 +75,15 @@ def serves(config: ClusterConfig, k: int) -> bool:
 
 
 def gateways(config: ClusterConfig) -> tuple[int, ...]:
-    """Return the node_ranks of the servers to which clients connect: ``role: server`` nodes, else all that serve."""
+    """Return the node_ranks of the servers to which clients connect: ``role: server`` nodes, else all graph servers."""
     return tuple(k for k in servers(config) if config.nodes[k].role == "server") or servers(config)
 
 
 def holdings(config: ClusterConfig) -> tuple[HeldParts, ...]:
     """Return the parts of each node.
 
-    These are one block of consecutive ids per holder, and copies of the blocks of the ``replicas - 1`` holders before
-    it.
+    Each node that holds parts has one block of consecutive part ids. With ``data.replicas`` > 1 it also has copies of
+    the blocks of the ``replicas - 1`` holders before it, cyclically.
     """
     holders, num_parts = config.holders, config.num_parts
     blocks = [part_block(i, len(holders), num_parts) for i in range(len(holders))]
@@ -96,5 +96,5 @@ def holdings(config: ClusterConfig) -> tuple[HeldParts, ...]:
 
 
 def part_block(index: int, count: int, num_parts: int) -> tuple[int, ...]:
-    """Return the contiguous block of part ids of holder ``index`` of ``count``; block sizes differ by at most one."""
+    """Split ``num_parts`` ids into ``count`` contiguous blocks, equal up to one id; return block ``index``."""
     return tuple(range(index * num_parts // count, (index + 1) * num_parts // count))

@@ -225,6 +225,9 @@ class TrainConfig:
     )
     eval_every: int = setting("Epochs between evaluations on the val split; 0: only at the end.", 1, at_least=0)
     checkpoint_every: int = setting("Epochs between checkpoints; 0: only at the end.", 1, at_least=0)
+    checkpoint_seconds: float = setting(
+        "Seconds between checkpoints within an epoch; 0: none.", 60.0, at_least=0, below=1_000_000
+    )
     tensorboard: bool = setting("Write scalars for TensorBoard; each host needs the package tensorboard.", False)
     sampler_threads: int = setting("Sampler threads per process.", 1, at_least=1)
     prefetch: int = setting(
@@ -364,12 +367,12 @@ class ClusterConfig:
 
     @property
     def holders(self) -> tuple[int, ...]:
-        """node_ranks that hold parts of the graph, ascending; () if a serving cluster holds them."""
+        """node_ranks of the nodes that hold parts of the graph, ascending; () if a serving cluster holds the parts."""
         return tuple(k for k, node in enumerate(self.nodes) if node.holds) if not self.data.serving else ()
 
     @property
     def num_parts(self) -> int:
-        """Number of parts; 0 if a serving cluster holds them."""
+        """Number of parts of the graph; 0 if a serving cluster holds the parts."""
         return self.data.num_parts or len(self.holders)
 
     @property

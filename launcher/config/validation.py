@@ -88,11 +88,11 @@ class Reader:
         return path in self.origins
 
     def good(self, *paths: KeyPath) -> bool:
-        """Whether no problem was reported for these keys or for keys inside them."""
+        """Return whether these keys, and all keys inside them, are free of reported problems."""
         return not any(bad[: len(path)] == path for path in paths for bad in self.bad)
 
     def cluster(self, tree: Section) -> ClusterConfig:
-        """Convert the tree of a whole file. Invalid values are replaced by their defaults and listed in ``bad``."""
+        """Convert the tree of a whole file. Invalid values become defaults, and their keys are added to ``bad``."""
         items, keys = dict(tree.items), dict(tree.keys)
         defaults = self._defaults(items.pop("defaults", None))
         keys.pop("defaults", None)
@@ -299,7 +299,7 @@ def plain_value(tree: Tree) -> Any:
 
 
 def sections(cls: type = ClusterConfig, name: str = "") -> dict[str, type]:
-    """Map dotted names to the config dataclasses; "" is the top level, ``nodes`` one node."""
+    """Return the config dataclasses by dotted name: "" is ``ClusterConfig``, ``nodes`` is ``NodeConfig``."""
     found = {name: cls}
     for key, hint in _hints(cls).items():
         inner = get_args(hint)[0] if get_origin(hint) is tuple else hint
@@ -309,7 +309,7 @@ def sections(cls: type = ClusterConfig, name: str = "") -> dict[str, type]:
 
 
 def _wrong_range(text: str) -> str:
-    """Return the message for a host that is still a range after expansion of the list."""
+    """Return the error message for a host range that was not expanded."""
     try:
         return f"`{text}` stands for {len(expand(text))} hosts; list it under nodes"
     except RangeError as error:
@@ -336,8 +336,10 @@ def _without(node: Section, names: Collection[str]) -> Section:
 
 
 def _with_defaults(node: Section, defaults: Section) -> Section:
-    """Add defaults to a node. Keys of the node take precedence, ``env`` is merged, and any of ``python``, ``venv`` and
-    ``conda`` in the node replaces all three of the defaults."""
+    """Add defaults to a node. Keys of the node take precedence; the variables in ``env`` are merged.
+
+    If the node has ``python``, ``venv`` or ``conda``, these three keys of ``defaults`` are ignored.
+    """
     inherited = dict(defaults.items)
     if any(name in node.items for name in ("python", "venv", "conda")):
         inherited = {name: item for name, item in inherited.items() if name not in ("python", "venv", "conda")}

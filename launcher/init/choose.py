@@ -31,8 +31,9 @@ class SharedEnvironment:
 def choose(request: InitRequest, facts: Mapping[int, HostFacts]) -> Choice:
     """Return for each host the environment to use, or None if none is usable.
 
-    An environment that the request names is used if the host has it. Else environments with torch are ranked: all
-    packages present, the versions that most hosts have, a CUDA build on hosts with GPUs, the path that most hosts have.
+    If the request names an environment, only that environment is used. Otherwise environments with torch are ranked:
+    all packages present, the versions that most hosts have, a CUDA build on hosts with GPUs, the path that most hosts
+    have. Without SSH, the Python of this process is used.
     """
     if request.local and not request.environment:  # the first environment is the Python of this process
         return {k: next(iter(host.environments), None) for k, host in facts.items()}
@@ -69,9 +70,9 @@ def _named(request: InitRequest, found: Sequence[Environment]) -> Environment | 
 
 
 def _most_common(facts: Mapping[int, HostFacts]) -> tuple[str, ...]:
-    """Return the ``matched_versions`` that most hosts have in a complete environment; among equals, the newest torch.
+    """Return the most frequent ``matched_versions`` of the hosts; of equally frequent ones, that with the newest torch.
 
-    Returns () if no host has a complete environment.
+    Only environments with all packages count. Returns () if no host has such an environment.
     """
     counts: Counter[tuple[str, ...]] = Counter()
     newest: dict[tuple[str, ...], tuple[int, ...]] = {}
@@ -129,7 +130,7 @@ _MAX_PICKLE = 16 << 20  #: bytes read of a pickle; it does not contain the tenso
 
 @dataclass(frozen=True)
 class GraphDraft:
-    """The graph as it is written into the file: ``data.dataset``, ``data.source`` and ``data.options``."""
+    """The graph in the new cluster.yml: ``data.dataset``, ``data.source`` and ``data.options``."""
 
     dataset: str
     source: str | None = None

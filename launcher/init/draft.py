@@ -68,7 +68,7 @@ _SIGNED = re.compile(r"(# Written by `gnnfleet init`[^\n]*) Unedited: ([0-9a-f]{
 
 
 def signed(text: str) -> str:
-    """Add to the first line of ``text``, a comment, the digest by which ``is_unedited`` recognises the file."""
+    """Return ``text`` with a digest of its content at the end of the first line, which ``is_unedited`` checks."""
     head, _, rest = text.partition("\n")
     return f"{head} Unedited: {_digest(head, rest)}\n{rest}"
 
@@ -88,7 +88,7 @@ def _digest(head: str, rest: str) -> str:
 
 @dataclass(frozen=True)
 class Draft:
-    """Contents of the file. Nodes are keyed by their index in ``request.hosts``."""
+    """Contents of the new cluster.yml. Nodes are keyed by their index in ``request.hosts``."""
 
     request: InitRequest
     discovery: Discovery

@@ -22,7 +22,7 @@ _MAX_LOGINS = 3  #: login commands in one message
 
 
 def is_unknown(error: NodeError) -> bool:
-    """Whether the key of the host, or of a jump host before it, is unknown (rather than changed)."""
+    """Return whether the error is about an unknown (not a changed) SSH host key, of the host or of a jump host."""
     return isinstance(error, HostKeyError) and "is not known" in error.message
 
 
@@ -117,7 +117,7 @@ def ask_access(request: InitRequest, errors: Mapping[int, NodeError], console: C
 
 
 def _ask(question: str, read: Callable[[str], T], default: str = "") -> T:
-    """Ask until ``read`` accepts the answer; return its result."""
+    """Ask until ``read(answer)`` does not raise UsageError; return the result of ``read``."""
     while True:
         answer = click.prompt(question, default=default, show_default=bool(default)).strip()
         try:

@@ -48,7 +48,7 @@ class InitRequest:
 
     @property
     def environment(self) -> dict[str, str]:
-        """The one of ``venv``, ``conda`` and ``python`` that is given, as {key: value}; {} if none is."""
+        """The given key among ``venv``, ``conda`` and ``python``, as {key: value}; {} if none is given."""
         given = {"venv": self.venv, "conda": self.conda, "python": self.python}
         return {name: text for name, text in given.items() if text}
 
@@ -92,7 +92,7 @@ def existing(text: str) -> Path:
 
 
 def config_of(request: InitRequest, connect_timeout: float = 10.0) -> ResolvedConfig:
-    """Return a config of the hosts to connect with. Raises ConfigError whose messages name flags instead of keys."""
+    """Return the config to connect to the hosts. Raises ConfigError with messages that name flags instead of keys."""
     plain = {
         "nodes": list(request.hosts),
         "transport": "local" if request.local else "ssh",
@@ -113,9 +113,9 @@ def config_of(request: InitRequest, connect_timeout: float = 10.0) -> ResolvedCo
 
 
 def in_flags(problems: Sequence[Problem]) -> ConfigError:
-    """Return the problems with names of flags in place of config keys, such as ``--venv`` for ``nodes.0.venv``.
+    """Return a ConfigError whose messages name flags of ``gnnfleet init`` in place of config keys.
 
-    The user gave the values as flags of ``gnnfleet init``, not in a file.
+    For example, ``nodes.0.venv`` becomes ``--venv``.
     """
 
     def flag(found: re.Match[str]) -> str:

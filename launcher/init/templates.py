@@ -27,7 +27,7 @@ class Template:
 
 
 def templates() -> tuple[Template, ...]:
-    """Return the templates of the checkout or of the installation, sorted by name. Raises UsageError without any."""
+    """Return the templates of the checkout or of the installation by name. Raises UsageError if there are none."""
     folder = next((top / "templates" for top in (_CHECKOUT, _INSTALLED) if (top / "templates").is_dir()), None)
     if folder is None:
         raise UsageError(f"no templates in {_CHECKOUT} or {_INSTALLED}; copy them from a checkout of gnnfleet")
@@ -45,7 +45,7 @@ def _about(path: Path) -> str:
 
 
 def named(name: str) -> Template:
-    """Return the template of this name. Raises UsageError that suggests the most similar name."""
+    """Return the template called ``name``. Raises UsageError, which suggests a similar name, if there is none."""
     found = templates()
     wanted = name.removesuffix(".yml").replace("-", "_")
     for one in found:
@@ -67,7 +67,7 @@ def copy_of(template: Template, dest: Path) -> str:
 
 
 def _outside(text: str) -> Iterator[str]:
-    """Yield the paths in the text that begin with ``../``; they name files of the checkout outside templates/."""
+    """Yield each file or folder name that follows ``../`` in ``text``."""
     for match in re.finditer(r"\.\./([\w.-]+)", text):
         yield match[1]
 

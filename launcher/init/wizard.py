@@ -34,7 +34,7 @@ from launcher.transport.base import Transport
 
 @dataclass(frozen=True)
 class InitOptions:
-    """Options of ``gnnfleet init`` that are not part of the file."""
+    """Options of ``gnnfleet init`` for output, questions and the check of the new file."""
 
     console: Console
     ask: bool  #: whether questions may be asked at a terminal
@@ -46,8 +46,8 @@ class InitOptions:
 def write_config(request: InitRequest, dest: Path, options: InitOptions) -> int:
     """Query the hosts, write ``dest`` and check it.
 
-    Returns 0, or 3 if a host was left out or the check found a problem that blocks a launch. Raises PreflightRefused if
-    no host could be queried, and ConfigError; ``dest`` is then not written.
+    Returns the exit status: 0, or 3 if a host was left out or the check found a problem that blocks a launch. Raises
+    PreflightRefused if no host could be queried, and ConfigError for invalid flags; ``dest`` is then not written.
     """
     with _connected_hosts(request, options) as (request, discovery, opened):
         if not discovery.facts:
@@ -95,7 +95,7 @@ def _draft(request: InitRequest, discovery: Discovery, dest: Path, program: str)
 
 
 def _relative_inside(folder: Path, source: str) -> str:
-    """Return ``source`` relative to ``folder`` if it is inside, so that both can be moved together."""
+    """Return the path ``source`` relative to ``folder`` if it is inside ``folder``, else unchanged."""
     path = Path(source).expanduser()
     return str(path.relative_to(folder)) if path.is_relative_to(folder) else source
 
@@ -135,7 +135,7 @@ def _connect(request: InitRequest, before: Opened, options: InitOptions) -> Open
 
 
 def _no_host(request: InitRequest, discovery: Discovery) -> PreflightRefused:
-    """Return the error for the case that no host could be queried."""
+    """Return the exception to raise if no host could be queried."""
     lines = "\n  ".join(reasons(request, discovery.errors))
     remedy = common_remedy(request, discovery.errors)
     return PreflightRefused(
@@ -195,7 +195,10 @@ def _cells(draft: Draft, k: int) -> tuple[str, ...]:
 
 
 def _install(draft: Draft) -> str:
-    """Return the command that creates an environment with the versions of a complete host, else of this machine."""
+    """Return the command that creates a Python environment with all packages.
+
+    The versions are those of a host that has all packages, else those of this machine.
+    """
     versions = next((one.versions for one in draft.chosen.values() if one and one.complete), packages.versions())
     pins = [f"{name}=={version.partition('+')[0]}" for name in packages.PACKAGES if (version := versions.get(name))]
     cpu = not any(facts.gpus for facts in draft.discovery.facts.values())

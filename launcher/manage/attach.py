@@ -55,8 +55,10 @@ def panes_of(found: FoundRun) -> list[Pane]:
 
 
 def attach_argv(config: ResolvedConfig, node: NodePlan) -> tuple[str, ...]:
-    """Return the command that attaches to the tmux session of a node; read-only, as key presses would reach the
-    supervisor."""
+    """Return the command that attaches to the tmux session of a node, read-only.
+
+    Otherwise key presses would reach the supervisor.
+    """
     attach = ("tmux", "attach", "-r", "-t", f"={node.session}")
     if config.transport == "local":
         return ("env", "TMUX=", *attach)
@@ -98,7 +100,10 @@ def make_session(run_id: str, panes: Sequence[Pane]) -> str:
 
 
 def _fill(window: libtmux.Window, group: Sequence[Pane]) -> None:
-    """Add all panes of ``group`` but the first to a window, tiled, with the node's label in the border of each pane."""
+    """Split a window into tiled panes, one for each item of ``group``, with the node's label in the pane's border.
+
+    The window already has the first pane.
+    """
     window.rename_window(group[0].label.split()[0] if len(group) == 1 else "nodes")
     for option, value in {"synchronize-panes": "off", "pane-border-status": "top", "remain-on-exit": "on"}.items():
         window.set_option(option, value)

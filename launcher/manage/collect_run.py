@@ -103,21 +103,24 @@ def prepare_folder(run: OpenRun, folder: Path) -> None:
 
 
 def folder_for(run: OpenRun, runs_dir: Path) -> Path:
-    """Return the folder on this machine for the files of the run: the one that it has already, or a new one in
-    ``runs_dir``."""
+    """Return the run's folder on this machine or, if there is none, the path of a new one in ``runs_dir``."""
     return run.found.folder or runs_dir / run.found.run_id
 
 
 def _end_is_known(views: Mapping[int, NodeView], lead: int) -> bool:
-    """Whether the lead node has a result. The lead node ends last, so its result also tells what became of unreachable
-    nodes."""
+    """Whether the lead node has a result.
+
+    The lead node ends last. Its result also says how unreachable nodes ended.
+    """
     hub = views.get(lead)
     return hub is not None and hub.result is not None
 
 
 def _seconds(run: OpenRun, views: Mapping[int, NodeView]) -> float:
-    """Return the duration of the run in seconds: from the launch (if this machine does not know it, from the first
-    process start) to the last process end."""
+    """Return the duration of the run in seconds, up to the end of its last process.
+
+    It begins with the launch or, if the time of the launch is not known here, with the start of the first process.
+    """
     records = [(view, record) for view in views.values() for record in (view.result or {}).get("outcomes", ())]
     begins = [record["started"] - view.offset for view, record in records if record["started"]]
     ends = [record["ended"] - view.offset for view, record in records if record["ended"]]

@@ -28,7 +28,7 @@ _IF_THERE = f'if [ -e "$1/node.json" ]; then exec bash -c "$2"; else echo "{_ABS
 
 @dataclass(frozen=True)
 class OpenRun:
-    """A run and the connections to its nodes: by node_rank, a Transport or the error of connecting."""
+    """A run and, by node_rank, the transport to each node or the error of connecting to it."""
 
     found: FoundRun
     attempts: Mapping[int, Transport | TransportError]
@@ -50,8 +50,11 @@ class OpenRun:
     def views(
         self, ranks: Sequence[int] | None = None, options: Callable[[int], Sequence[str]] = lambda k: ("--only", "")
     ) -> dict[int, NodeView]:
-        """Query the state of all nodes, or of those in ``ranks``, in parallel. ``options``: returns the options of
-        ``watch.py --once`` for a node_rank; by default no log or metrics file is read."""
+        """Query the state of all nodes, or of those in ``ranks``, in parallel.
+
+        ``options``: function that returns the options of ``watch.py --once`` for a node_rank. By default no log or
+        metrics file is read.
+        """
         nodes = {k: node for k, node in self.nodes.items() if ranks is None or k in ranks}
         asked = [k for k in nodes if k in self.transports]
         answers = on_nodes(asked, lambda k: node_view(nodes[k], self.transports[k], options(k)))
@@ -84,8 +87,10 @@ def node_view(node: NodePlan, transport: Transport, words: Sequence[str]) -> Nod
 
 
 def if_there(node: NodePlan, program: Command) -> Command:
-    """Return a command that runs ``program`` only if the run folder exists on the node; otherwise it prints a mark and
-    creates nothing."""
+    """Return a command that runs ``program`` only if the run folder exists on the node.
+
+    Otherwise the command prints a marker for ``was_absent`` and creates nothing.
+    """
     return Command(("bash", "-c", _IF_THERE, "bash", node.run_dir, render(replace(program, cwd=""))))
 
 

@@ -20,8 +20,10 @@ _FILES = "metrics-rank*.jsonl"
 
 
 def run_profile(run: OpenRun) -> tuple[Profile, dict[int, str]]:
-    """Return where the time of the run goes, and for each node without timings the reason, by node_rank. Raises
-    FleetError if no rank has timings."""
+    """Return the profile of a run and, by node_rank, the errors of unreachable nodes.
+
+    Raises FleetError if no rank has timings.
+    """
     plan = run.found.needed_plan
     missing: dict[int, str] = {}
     with tempfile.TemporaryDirectory(prefix="gnnfleet-profile-") as folder:
@@ -49,8 +51,11 @@ def to_json(run: OpenRun, profile: Profile) -> dict[str, Any]:
 
 
 def _metrics_files(run: OpenRun, folder: Path, missing: dict[int, str]) -> Iterator[Path]:
-    """Yield a metrics file for each rank: the collected one, or a copy in ``folder`` of its last lines on the node.
-    Adds the reason for each unreachable node to ``missing``."""
+    """Yield a metrics file for each rank.
+
+    If the node's logs are collected, it is the collected file, else a copy in ``folder`` of the last lines on the node.
+    For an unreachable node, the reason is added to ``missing``.
+    """
     not_collected = []
     for node in run.found.needed_plan.nodes:
         logs = collected_logs(run.found, node.node_rank)

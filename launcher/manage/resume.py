@@ -72,8 +72,8 @@ def _prepared(found: FoundRun, options: LaunchOptions, notes: tuple[str, ...]) -
     checkpoint = folder / "checkpoints" / "last.pt"
     overrides: tuple[str, ...] = (f"run.runs_dir={folder.parent.absolute()}",)
     told = f"run {found.run_id} left no checkpoint; the new run starts from the beginning"
-    if own:
-        told = f"run {found.run_id} again: the run's own command must load the checkpoint itself"
+    if own and not checkpoint.is_file():
+        told += ", unless its command reads files of its own (StepLog.restore saves checkpoints)"
     elif checkpoint.is_file():
         overrides += (f"train.resume={checkpoint.absolute()}",)
         told = f"resuming from {checkpoint}"

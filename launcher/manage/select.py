@@ -67,8 +67,10 @@ def discovered(config: ClusterConfig, config_path: Path, run: str | None) -> Ite
 
 
 def _list_runs(config: ClusterConfig, attempts: Mapping[int, Transport | TransportError]) -> list[RunFileSeen]:
-    """List the run.json files in the work folders of all hosts; ``{node_rank}`` in the path of a work folder stands for
-    any value."""
+    """List the run.json files of all runs in the work folders of the hosts.
+
+    ``{node_rank}`` in the path of a work folder matches any text. Raises FleetError if no host can be reached.
+    """
     transports = {k: attempt for k, attempt in attempts.items() if isinstance(attempt, Transport)}
     if not transports:
         errors = "\n".join(f"  {error}" for error in attempts.values())
@@ -133,10 +135,10 @@ def _read_plan(seen: list[RunFileSeen], attempts: Mapping[int, Transport | Trans
 
 
 def _match_hosts(plan: LaunchPlan, config: ClusterConfig, seen: list[RunFileSeen]) -> dict[int, int]:
-    """Return, for each node_rank of the run, the index of its node in ``config``: the node with the same login, else
-    the one with the same host, else a host that has files of this node_rank.
+    """Return, for each node_rank of the run, the index of its node in ``config``.
 
-    Files are compared last, since in a shared work folder every host has the files of all nodes.
+    It is the node with the same login, else the one with the same host, else a host that has files of this node_rank.
+    Files come last because in a shared work folder every host has the files of all nodes.
     """
     logins = {node.login: i for i, node in reversed(list(enumerate(config.nodes)))}
     hosts = {node.host: i for i, node in reversed(list(enumerate(config.nodes)))}
@@ -196,7 +198,7 @@ def chosen(choice: Choice, *, offline: Callable[[FoundRun], bool] = lambda found
 
 
 def _any_graph(config: Path) -> tuple[str, ...]:
-    """Return overrides that make a config file without ``data``, such as a host list, valid."""
+    """Return overrides that set a dataset if a config file of another launcher, such as a host list, has none."""
     from launcher.config.importers.detect import read_foreign
 
     foreign = read_foreign(config)
@@ -210,7 +212,7 @@ def _planned_here(choice: Choice) -> bool:
 
 
 def _with_folder(found: FoundRun, choice: Choice) -> FoundRun:
-    """Add the run folder on this machine, if there is one, to a run that was found on its hosts."""
+    """Add the content of the run folder on this machine, if it exists, to a run that was found on its hosts."""
     folder = known_here(found.run_id, choice.runs_dirs)
     if folder is None:
         return found

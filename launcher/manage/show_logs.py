@@ -200,7 +200,10 @@ class _Follower(threading.Thread):
 
 
 def collected_logs(found: FoundRun, node_rank: int) -> Path | None:
-    """Return the folder on this machine that has all logs of a node; None unless they were collected after its end."""
+    """Return the folder on this machine that has all logs of a node.
+
+    None if the logs were not collected, or were collected before the node ended.
+    """
     folder = found.folder / "logs" / f"node{node_rank}" if found.folder else None
     return folder if folder is not None and (folder / "result.json").is_file() else None
 
@@ -230,9 +233,11 @@ def _options(wanted: Wanted, tail: int | None, offset: float) -> list[str]:
 
 
 def _lines_of(view: NodeView, hub: NodeView | None) -> list[Iterator[Line]]:
-    """Return one iterator over lines for each log of a node. Times are by this machine's clock: converted first to the
-    lead node's clock, by the offset that the node has measured, and then from the lead node's clock to this
-    machine's."""
+    """Return one iterator over lines for each log of a node, with times by this machine's clock.
+
+    Times are converted to the lead node's clock, by the offset that the node has measured, and then to this machine's
+    clock. Without that measurement they are converted directly, by ``view.offset``.
+    """
     offset = view.offset
     if hub is not None and hub.now and (hub is view or view.cluster_offset):
         offset = view.cluster_offset + hub.offset

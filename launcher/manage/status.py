@@ -72,8 +72,10 @@ class Status:
 
 
 def status_now(run: OpenRun) -> Status:
-    """Return the state of the run; queries the nodes unless the run folder on this machine contains the end of the
-    run."""
+    """Return the state of the run.
+
+    The nodes are queried unless the run folder on this machine already tells the state.
+    """
     if known_without_nodes(run.found):
         return Status(run.found, from_here(run.found), {})
     views = run.views()
@@ -98,7 +100,10 @@ def watch_status(run: OpenRun, console: Console) -> Status:
 
 
 def _reread(found: FoundRun) -> FoundRun:
-    """Return ``found`` with what its run folder on this machine says now; keeps the plan if only the nodes have it."""
+    """Read the run folder on this machine again, and return ``found`` with its new content.
+
+    The plan is kept if the folder has none.
+    """
     if found.folder is None:
         return found
     now = read_folder(found.folder)
@@ -130,8 +135,10 @@ def _table(rows: list[tuple[Cell, ...]]) -> FittedTable:
 
 
 def _rows(view: NodeView) -> Iterator[tuple[Cell, ...]]:
-    """Yield one table row per rank. A rank without a step has only the state of its node; so has the row of a node
-    without ranks."""
+    """Yield one table row per rank, or a single row for a node without ranks.
+
+    A rank that has not reported a step has no values in the step columns.
+    """
     state = Text(view.word, _NODE_STYLES.get(view.word, ""))
     age = view.heartbeat_age
     beat = f"{age:.1f} s ago" if age is not None else "–"

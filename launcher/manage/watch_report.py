@@ -33,7 +33,7 @@ EVERY = 3.0  # seconds between updates from the nodes
 
 @dataclass(frozen=True)
 class RenderedReport:
-    """The report as rendered at one time."""
+    """One rendering of a report: its page, a digest of the content, and the update for open pages."""
 
     page: ReportPage
     version: str  #: digest of the content
@@ -100,7 +100,7 @@ class _Handler(BaseHTTPRequestHandler):
 def watch_report(run: OpenRun, folder: Path, *, port: int | None = None, runs_dirs: Sequence[Path] = ()) -> None:
     """Serve the report of the run until Ctrl-C. While the run goes on, collect the run's files every ``EVERY`` seconds.
 
-    ``port``: None: any free port.
+    ``port``: TCP port to listen on; None: any free port.
     """
     over = known_without_nodes(run.found) or _update(run, folder)
     server = ReportServer(_rendered(folder, runs_dirs), port or 0)

@@ -80,7 +80,7 @@ class Child:
             procs.send_group(self.pid, signal.SIGTERM)
 
     def close(self) -> None:
-        """Read the last output and close the log."""
+        """Read the rest of the output and close the log."""
         self.pump()
         assert self.process.stdout is not None
         self.process.stdout.close()
@@ -174,14 +174,14 @@ class Loop:
 
 
 def exit_status(returncode: int | None) -> tuple[int | None, str | None]:
-    """The returncode of a Popen as (exit status as in a shell, signal name or None)."""
+    """Convert the returncode of a Popen to (exit status as in a shell, signal name or None)."""
     if returncode is None or returncode >= 0:
         return returncode, None
     return 128 - returncode, signal_name(-returncode)
 
 
 def signal_name(number: int) -> str:
-    """``SIGTERM`` for 15, ``SIG40`` for a real-time signal, which has no name."""
+    """Return the name of a signal: ``SIGTERM`` for 15, ``SIG40`` for a real-time signal, which has no name."""
     try:
         return signal.Signals(number).name
     except ValueError:

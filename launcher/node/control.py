@@ -32,8 +32,10 @@ _SLACK = 6.0  # seconds a supervisor may need beyond its grace, to write outcome
 
 
 class NodeFolder:
-    """The run folder of a node, as read by another program than the node's supervisor. Raises SystemExit if the folder
-    has no node.json."""
+    """The run folder of a node, for programs other than the node's supervisor.
+
+    Raises SystemExit if the folder has no node.json.
+    """
 
     def __init__(self, run_dir: str) -> None:
         self.run_dir = os.path.abspath(run_dir)

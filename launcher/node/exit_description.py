@@ -31,10 +31,10 @@ def describe(record: Mapping[str, Any]) -> str:
 
 
 def ended_by(record: Mapping[str, Any]) -> str:
-    """The exception that ended a process, from its outcome record, e.g. ``ValueError: no such column``; '' when none
-    did.
+    """Return the exception that ended a process, e.g. ``ValueError: no such column``; '' if there is none.
 
-    After an exception Python exits with status 1, or by SIGABRT when threads of torch abort its shutdown.
+    ``record``: outcome record of the process. After an exception Python exits with status 1, or by SIGABRT when threads
+    of torch abort its shutdown.
     """
     exception = raised(record["traceback"])
     if record["signal"] == "SIGABRT":
@@ -54,13 +54,13 @@ def raised(traceback: Iterable[str]) -> str:
 
 
 def signal_number(name: str) -> int:
-    """9 for ``SIGKILL``, 40 for ``SIG40``."""
+    """Return the number of a signal: 9 for ``SIGKILL``, 40 for ``SIG40``."""
     known = signal.Signals.__members__.get(name)
     return int(known) if known is not None else int(name[3:])
 
 
 def describe_stop(request: Mapping[str, Any]) -> str:
-    """``stop requested by alice@laptop (Ctrl-C)``, from the content of ``control/stop``."""
+    """Describe the content of ``control/stop`` in messages: ``stop requested by alice@laptop (Ctrl-C)``."""
     if not request.get("by"):
         return "stop requested by the file control/stop"
     return f"stop requested by {request['by']}" + (f" ({request['why']})" if request.get("why") else "")

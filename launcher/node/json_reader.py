@@ -85,7 +85,7 @@ def flag(value: Any) -> bool:
 
 
 def one_of(*words: str) -> Kind:
-    """Make a kind: one of the strings ``words``."""
+    """Return a validator (``Kind``) that accepts only the strings ``words``."""
 
     def kind(value: Any) -> str:
         if not isinstance(value, str) or value not in words:
@@ -96,7 +96,7 @@ def one_of(*words: str) -> Kind:
 
 
 def matching(pattern: str) -> Kind:
-    """Make a kind: a string that matches the regular expression ``pattern`` completely."""
+    """Return a validator (``Kind``) for strings that match the regular expression ``pattern`` completely."""
     compiled = re.compile(pattern)
 
     def kind(value: Any) -> str:
@@ -108,12 +108,12 @@ def matching(pattern: str) -> Kind:
 
 
 def none_or(kind: Kind) -> Kind:
-    """Make a kind: None, or a value of ``kind``."""
+    """Return a validator that accepts None and the values that ``kind`` accepts."""
     return lambda value: None if value is None else kind(value)
 
 
 def items(kind: Kind) -> Kind:
-    """Make a kind: a list, from which values that are not of ``kind`` are removed."""
+    """Return a validator for lists that removes the items that ``kind`` rejects."""
 
     def listed(value: Any) -> list[Any]:
         if not isinstance(value, (list, tuple)):
@@ -124,8 +124,10 @@ def items(kind: Kind) -> Kind:
 
 
 def table(kind: Kind, key: str = r"\d{1,9}") -> Kind:
-    """Make a kind: an object, from which an entry is removed if its key does not match ``key`` or its value is not of
-    ``kind``."""
+    """Return a validator for JSON objects that removes invalid entries.
+
+    An entry is valid if its key matches the regular expression ``key`` completely and ``kind`` accepts its value.
+    """
     known = re.compile(key)
 
     def kept(value: Any) -> dict[str, Any]:
@@ -138,10 +140,11 @@ def table(kind: Kind, key: str = r"\d{1,9}") -> Kind:
 
 
 class Record:
-    """A kind: an object with declared fields.
+    """A validator (``Kind``) for JSON objects with declared fields.
 
-    need: required fields, with their kinds. default: fields with (kind, default); the default, or the result of calling
-    it, replaces a missing or wrong value. may: optional fields, removed when they are not of their kind.
+    need: validator of each required field. default: for each field, its validator and the default that replaces a
+    missing or invalid value; a callable default is called. may: validator of each optional field; an invalid one is
+    removed.
     """
 
     def __init__(self, need: dict[str, Kind], default: dict[str, tuple[Kind, Any]], may: dict[str, Kind]) -> None:
@@ -182,9 +185,10 @@ def _fits(value: int) -> bool:
 
 
 def json_object(line: str | bytes) -> dict[str, Any] | None:
-    """The JSON object in a line of text; None if there is none.
+    """Parse the JSON object in a line of text; None if there is none.
 
-    After a full disk has cut off a line, the next object follows in the same line: then the last complete object.
+    Where a full disk has cut off an object, the next object follows in the same line. Then the last complete object of
+    the line is returned.
     """
     if len(line) > MAX_LINE:
         return None
@@ -205,7 +209,7 @@ def _parsed(line: str | bytes) -> Any:
 
 
 def records(kind: Record, lines: Iterable[str | bytes]) -> list[dict[str, Any]]:
-    """The records of ``kind`` in lines of JSON; lines without one are skipped."""
+    """Return the valid records of ``kind`` in lines of JSON; all other lines are skipped."""
     tried = (_tried(kind, json_object(line)) for line in lines)
     return [one for ok, one in tried if ok]
 
@@ -221,7 +225,7 @@ def record_in(kind: Record, file: str) -> dict[str, Any] | None:
 
 
 def checked(kind: Record, value: Any) -> dict[str, Any] | None:
-    """A validated copy of ``value`` as a record of ``kind``; None if it is not one."""
+    """Return a validated copy of ``value`` as a record of ``kind``; None if it is invalid."""
     ok, one = _tried(kind, value)
     return one if ok else None
 
@@ -324,21 +328,6 @@ _PROCESS = Record(
 #: ``procs/rank<r>.json``: a rank that has started.
 STARTED = Record(
     {"pid": place, "pgid": place, "start_ticks": place, "runner": Record({"pid": place, "start_ticks": place}, {}, {})},
-    {},
-    {},
-)
-
-#: ``checkpoints/index.json``: the files from which a restart can continue.
-CHECKPOINT_INDEX = Record(
-    {
-        "checkpoints": items(
-            Record(
-                {"file": matching(r"[^/\0]+\.pt"), "epoch": place, "step": place, "bytes": place, "sha256": text},
-                {},
-                {},
-            )
-        )
-    },
     {},
     {},
 )

@@ -81,10 +81,9 @@ def held(resources: Iterable[str] | None = None) -> list[Lease]:
 
 
 def take(resources: Iterable[str], holder: Holder) -> list[Lease]:
-    """Take leases on all of ``resources``, or on none; returns the leases of other holders that prevent it ([]:
-    success).
+    """Take leases on all of ``resources``, or on none if another holder has a lease on one of them.
 
-    Raises LeaseError when no other holder prevents it but the leases cannot be written.
+    Returns the leases of other holders; [] means success. Raises LeaseError if the leases cannot be written.
     """
     wanted = sorted(set(resources))
     with _folder(create=True) as folder:
@@ -104,7 +103,7 @@ def release(run_id: str, node_rank: int) -> None:
 
 
 def describe(lease: Lease) -> str:
-    """``held by run X of alice since 2026-11-21 12:03:11 UTC (pid 123)``."""
+    """Describe a lease in messages: ``held by run X of alice since 2026-11-21 12:03:11 UTC (pid 123)``."""
     since = time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime(lease.since))
     shared_login = lease.host and lease.host.partition("@")[0] != lease.user
     who = "%s (%s)" % (lease.user, lease.host) if shared_login else lease.user
@@ -112,15 +111,17 @@ def describe(lease: Lease) -> str:
 
 
 def resource_label(resource: str) -> str:
-    """``CUDA device 0``, ``port 29500``."""
+    """Return the name of a resource for messages: ``CUDA device 0``, ``port 29500``."""
     kind, _, number = resource.partition(":")
     return "%s %s" % ({"cuda": "CUDA device"}.get(kind, kind), number)
 
 
 @contextmanager
 def _folder(create: bool) -> Iterator[Any]:
-    """Within the ``with`` block: the file descriptor of the lease folder, exclusively locked; None if the folder does
-    not exist and ``create`` is false."""
+    """Lock the lease folder exclusively and yield its file descriptor.
+
+    Yields None if the folder does not exist and ``create`` is false.
+    """
     path = os.environ.get("GNNFLEET_LEASES") or FOLDER
     descriptor = None
     try:
@@ -150,8 +151,11 @@ def _not_ours(path: str, name: str | None) -> str:
 
 
 def _locked(path: str, create: bool) -> int | None:
-    """Open and lock the lease folder; starts again if a cleaner of /tmp removes the folder meanwhile. Raises
-    OSError."""
+    """Open and lock the lease folder and return its file descriptor.
+
+    None if the folder does not exist and ``create`` is false. Tries again if a cleaner of /tmp removes the folder
+    meanwhile. Raises OSError.
+    """
     deadline = time.monotonic() + _PATIENCE
     while True:
         descriptor = _opened(path, create)

@@ -170,12 +170,15 @@ class LineLog:
 
 
 def _last_state(line: bytes) -> bytes:
-    """What a line redrawn with carriage returns shows at the end; trailing carriage returns are kept."""
+    """Return what a terminal shows at the end of a line redrawn with carriage returns.
+
+    Trailing carriage returns are kept.
+    """
     return line[line.rstrip(b"\r").rfind(b"\r") + 1 :]
 
 
 def _pieces(line: bytes) -> list[bytes]:
-    """``line`` split into pieces of at most MAX_LINE bytes, not inside a UTF-8 character."""
+    """Split ``line`` into pieces of at most MAX_LINE bytes, without splitting a UTF-8 character."""
     pieces = []
     while len(line) > MAX_LINE:
         cut = MAX_LINE

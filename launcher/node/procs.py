@@ -104,8 +104,10 @@ def _holds(pid: int, entry: str) -> bool:
 
 
 def run_processes(entry: str, root: int | None = None) -> list[Process]:
-    """Processes of a run on this machine: those with ``entry`` in their environment, and descendants of the pid
-    ``root``; without the calling process and its ancestors."""
+    """Return the processes of a run on this machine, without the calling process and its ancestors.
+
+    These are the processes with ``entry`` in their environment, and the descendants of the pid ``root``.
+    """
     processes = table()
     spared = ancestors(os.getpid())
     found = with_variable(entry, processes) + (descendants(root, processes) if root else [])

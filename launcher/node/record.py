@@ -62,7 +62,10 @@ def append_json(path: str, value: Any) -> None:
 
 
 def write_line(descriptor: int, line: bytes) -> None:
-    """Append a line to an open file; removes it again if the full disk accepts only a part. Raises OSError."""
+    """Append a line to an open file. Raises OSError.
+
+    If the disk is full and only a part of the line was written, that part is removed again.
+    """
     written = os.write(descriptor, line)
     if written < len(line):
         os.ftruncate(descriptor, os.fstat(descriptor).st_size - written)

@@ -95,8 +95,10 @@ class Watcher:
         return LOST if end is not None and "lost" in end else 0
 
     def skip(self, since: float | None, tail: int | None) -> None:
-        """Do not print lines before ``since`` (seconds since the epoch, by this clock), nor lines before the last
-        ``tail`` ones of each file."""
+        """Skip lines before ``since`` and all but the last ``tail`` lines, in each file; None skips nothing.
+
+        ``since``: seconds since the epoch, by this node's clock.
+        """
         for name, _ in self.files():
             path = self._path(name)
             skipped = [self.offsets.get(name, 0)]
@@ -113,7 +115,7 @@ class Watcher:
         return {"lost": {"reason": reason, "state": self._state}} if reason else None
 
     def lost(self) -> str:
-        """Why the supervisor will not write a result any more; '' while it still can."""
+        """Return why the supervisor can no longer write a result; '' if it still can."""
         if self._state is None:
             waited = time.monotonic() > self._give_up
             return f"no supervisor has started within {_START_WAIT:g} s" if waited else ""
@@ -145,7 +147,7 @@ class Watcher:
     def emit_lines(self) -> bool:
         """Print new lines of all files, about 256 KiB at most of each; returns whether there were any.
 
-        Events are read first and printed last, so that the output of a process is printed before its end.
+        Events are read first and printed last, so that the output of a process is printed before the event of its end.
         """
         events = self.new_lines(_EVENTS) if self._followed(_EVENTS) else b""
         changed = False
@@ -275,7 +277,10 @@ def _nth_last_line_end(data: bytes, number: int) -> int:
 
 
 def pause_or_exit(seconds: float) -> None:
-    """Sleep; raises BrokenPipeError when the program that reads the output has closed this program's standard input."""
+    """Sleep for ``seconds``.
+
+    Raises BrokenPipeError if standard input is closed, which means that the reader of the output is gone.
+    """
     if not stat.S_ISFIFO(os.fstat(0).st_mode) and not stat.S_ISSOCK(os.fstat(0).st_mode):
         time.sleep(seconds)
     elif select.select([0], [], [], seconds)[0] and not os.read(0, 4096):

@@ -33,7 +33,7 @@ from launcher.text import count, spans
 
 
 def new_token() -> Secret:
-    """Return a new random token. Each process of a run has the token in its environment, by which it is recognised."""
+    """Return a random token, which is set in the environment of all processes of a run to identify them."""
     return Secret(secrets.token_hex(16))
 
 
@@ -89,7 +89,7 @@ def make_plan(
         master_port=_port(master_candidates(config), facts.get(first)) or 0,
         control_port=_port(control_candidates(config), facts.get(first)),
         own=own,
-        resume=None if own or config.serve_only else resume_file(config, cwd),
+        resume=None if config.serve_only else resume_file(config, cwd),
         serving=serving,
         version=kept.version if kept else 1,
         topology=decide(config, sites, config.num_parts, usable, facts),
@@ -165,9 +165,10 @@ def final_plan(
 
 
 def _with_running(plan: LaunchPlan, running: Mapping[int, NodePlan]) -> LaunchPlan:
-    """Return the new plan of a serving cluster, in which each node that already runs keeps its NodePlan.
+    """Return the new plan of a serving cluster with the existing NodePlan of each node that already runs.
 
-    ``running``: the NodePlans of these nodes by node_rank. Only parts, cluster.json and run.json are those of ``plan``.
+    ``running``: existing NodePlans by node_rank. Their ``parts`` are replaced by those of ``plan``, and their ``files``
+    by the cluster.json and run.json of ``plan``.
     """
     cluster = next(file.content for file in plan.nodes[0].files if file.dest.endswith("/cluster.json"))
 
@@ -270,7 +271,7 @@ def _servers_of(serving: ServingCluster) -> list[str]:
 
 
 def _shared_hosts(config: ResolvedConfig) -> list[str]:
-    """Return a note for each host that runs several nodes: overlapping host ranges cause this by mistake."""
+    """Return a note for each host that runs several nodes; overlapping host ranges may be the cause."""
     if config.transport == "local":
         return []
     nodes: dict[str, list[str]] = {}
@@ -288,10 +289,10 @@ def offline_plan(
     serving: ServingCluster | None = None,
     to_train: bool = False,
 ) -> LaunchPlan:
-    """Build the plan that is possible before preflight.
+    """Build a plan without connecting to a node.
 
-    It has the files of the parts if these are up to date on the launching machine. The arguments are those of
-    ``make_plan``, and ``to_train``: raise UsageError if the bundled trainer cannot train on these parts.
+    The plan lists the files of the parts if the parts on the launching machine are up to date. The arguments are those
+    of ``make_plan``, and ``to_train``: raise UsageError if these parts have no train seeds for the bundled trainer.
     """
     _source_is_here(config)
     manifest = None

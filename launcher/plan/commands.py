@@ -95,7 +95,7 @@ def start_command(context: PlanContext, site: Site) -> Command:
 
 
 def server_command(context: PlanContext, site: Site) -> Command:
-    """Build the command of a node's graph server. On a gateway the server also samples whole batches for clients."""
+    """Build the command of a node's graph server. A gateway also samples whole batches for clients."""
     run, own = context.config.run, ",".join(map(str, site.parts))
     argv = [site.python, "-m", "trainer", "serve", "--parts", site.data_dir, "--own", own]
     argv += ["--bind", endpoint(site.bind, site.service_port), "--cluster", f"{site.run_dir}/cluster.json"]
@@ -109,10 +109,10 @@ def server_command(context: PlanContext, site: Site) -> Command:
 
 
 def trainer_command(context: PlanContext, site: Site) -> Command:
-    """Build the command of the rank runner, a program that runs one rank. The supervisor starts one for each rank.
+    """Build the command of the rank runner, a program that the supervisor starts once per rank.
 
-    A rank that runs a user's own command is started when the node's graph server answers. The bundled trainer is
-    started at once and waits for the graph server itself.
+    The rank runner starts a user's own command when the node's graph server is ready. It starts the bundled trainer at
+    once, because the trainer itself waits for the graph server.
     """
     argv = [site.python, f"{site.code_dir}/launcher/node/supervisor/rank_runner.py", "--run-dir", site.run_dir]
     argv += ["--await-server"] if context.own and site.serves else []
@@ -133,18 +133,21 @@ def _train_argv(context: PlanContext, site: Site) -> list[str]:
     return [*argv, "--resume", f"{site.run_dir}/{context.resume.dest}"] if context.resume else argv
 
 
-def train_flags(train: TrainConfig) -> list[str]:
-    """Return the command line options of the trainer: one for each setting in ``train`` that has a value.
+_LEFT_OUT_AT_DEFAULT = ("precision", "device_cache", "checkpoint_seconds")  # keeps the shown command short
 
-    A setting that is true becomes an option without a value. ``resume`` is left out, as the checkpoint's path differs
-    between nodes.
+
+def train_flags(train: TrainConfig) -> list[str]:
+    """Return the settings in ``train`` as command-line options of the trainer.
+
+    None and false become no option, true becomes an option without a value. ``resume`` is left out, as the checkpoint's
+    path differs between nodes.
     """
     flags: list[str] = []
     for field in fields(train):
         value = getattr(train, field.name)
         if field.name == "resume" or value is None or value is False:
             continue
-        if field.name in ("precision", "device_cache") and value == field.default:
+        if field.name in _LEFT_OUT_AT_DEFAULT and value == field.default:
             continue
         flags.append("--" + field.name.replace("_", "-"))
         if value is not True:
@@ -177,6 +180,8 @@ def _rank_env(context: PlanContext, site: Site) -> dict[str, str]:
     run, env = context.config.run, _run_env(context, site) | _world_env(context, site)
     if context.remote:
         env |= {"GNNFLEET_SERVER_WAIT": f"{run.server_wait:g}"} | _reach_env(context, site)
+    if context.own and context.resume:
+        env["GNNFLEET_RESUME"] = f"{site.run_dir}/{context.resume.dest}"
     if run.on_client_loss == "go-on":
         env |= {"GNNFLEET_ON_CLIENT_LOSS": "go-on", "GNNFLEET_PEER_TIMEOUT": f"{run.peer_timeout:g}"}
     if run.restarts:
@@ -215,9 +220,9 @@ def _world_env(context: PlanContext, site: Site) -> dict[str, str]:
 
 
 def _reach_env(context: PlanContext, site: Site) -> dict[str, str]:
-    """Return the variables that say how processes read the data of other nodes.
+    """Return the environment variables that configure how processes read data of other nodes.
 
-    The processes read these variables in ``trainer.core.remote_settings.RemoteAccess``.
+    ``trainer.core.remote_settings.RemoteAccess`` reads these variables.
     """
     env: dict[str, str] = {"GNNFLEET_WIRE_ROWS": context.config.run.wire_rows}
     if site.parts:
@@ -228,7 +233,7 @@ def _reach_env(context: PlanContext, site: Site) -> dict[str, str]:
 
 
 def _user_env(site: Site, ours: dict[str, str]) -> dict[str, str]:
-    """Return ``ours`` with the variables in ``env`` of the node's config added.
+    """Return the environment variables ``ours`` and those in ``env`` of the node's config; the latter take precedence.
 
     A PYTHONPATH in ``env`` is appended to that in ``ours``. Variables that gnnfleet sets for each rank are not
     replaced.

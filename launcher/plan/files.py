@@ -35,7 +35,7 @@ def code_digest() -> str:
 
 
 def relative(path: Path) -> str:
-    """Return the path of a code file relative to the folder that contains gnnfleet's code, here and on nodes."""
+    """Return the path of a code file relative to gnnfleet's code folder; it is the same here and on the nodes."""
     return path.relative_to(CODE_ROOT).as_posix()
 
 
@@ -83,8 +83,8 @@ def node_files(
 
 
 def _below(folder: str, file: PlannedFile) -> PlannedFile:
-    """Return ``file`` with ``folder`` before its destination. Three times as fast as ``dataclasses.replace``."""
-    dest = f"{folder}/{file.dest}"
+    """Return a copy of ``file`` with ``folder`` prepended to its destination."""
+    dest = f"{folder}/{file.dest}"  # the call below is three times as fast as dataclasses.replace
     return PlannedFile(dest, file.bytes, file.source, file.content, file.sha256, file.mode, file.secret)
 
 
@@ -185,9 +185,9 @@ def _restart_sites(context: PlanContext) -> Mapping[str, Any]:
 
 
 def _control(context: PlanContext) -> Mapping[str, Any] | None:
-    """Return where supervisors connect to each other: an address and port of the lead node's supervisor.
+    """Return address and port of the lead node's supervisor, to which the other supervisors connect.
 
-    None if the supervisors do not connect to each other.
+    None if the run has no control port.
     """
     if context.control_port is None:
         return None
@@ -196,7 +196,7 @@ def _control(context: PlanContext) -> Mapping[str, Any] | None:
 
 
 def _leases(context: PlanContext, site: Site) -> list[str]:
-    """Return what the node reserves by leases: its devices, as ``cuda:0``, and its ports, as ``port:29500``."""
+    """Return the names of the leases that a node takes: ``cuda:0`` for a device, ``port:29500`` for a port."""
     devices = sorted(set(site.node.devices))
     leads = site.node_rank == context.lead and site.ranks
     ports = [context.master_port, *([context.control_port] if context.control_port else [])] if leads else []

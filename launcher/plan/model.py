@@ -159,7 +159,7 @@ class LaunchPlan:
 
 @dataclass(frozen=True)
 class KeptServers:
-    """What a serving cluster keeps when nodes are added or removed.
+    """State that a serving cluster keeps when nodes are added or removed.
 
     Keys of the mappings are node_ranks in the new plan.
     """
@@ -180,7 +180,7 @@ def target_text(login: Login | None) -> str:
 
 @dataclass(frozen=True)
 class Login:
-    """The user, host and port to which SSH connects. For what the cluster file does not give, ssh_config decides."""
+    """The user, host and port to which SSH connects; if user or port is None, the value is that of ssh_config."""
 
     user: str | None
     host: str

@@ -28,8 +28,8 @@ def own_command_files(argv: Sequence[str], extra: Sequence[str], cwd: Path) -> O
     """Collect the files that the user's command ``argv`` names, and the files and folders in ``extra``.
 
     A file or folder below ``cwd`` has the same relative path on the nodes; any other is stored under its name. A file
-    in one of the folders keeps its place in that folder, also if the command names the file. Raises UsageError for a
-    missing file, and for different files that would have the same path on the nodes.
+    inside a folder of ``extra`` keeps its path in that folder. Raises UsageError for a missing file, and for different
+    files that would have the same path on the nodes.
     """
     words: list[str] = []
     notes: list[str] = []
@@ -88,9 +88,9 @@ def _dest(path: Path, cwd: Path) -> str:
 
 
 def _inside(path: Path, extra: Sequence[str], cwd: Path) -> str:
-    """Return the path on the nodes of a file that is in one of the folders in ``extra``; '' for any other file.
+    """Return the path on the nodes of a file inside a folder of ``extra``; '' if no folder contains the file.
 
-    The file keeps its place in the folder, so that a script finds the files next to it.
+    The file keeps its path in the folder, so that a script finds the files next to it.
     """
     real = path.resolve()
     for folder in (Path(name) for name in extra):

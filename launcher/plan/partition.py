@@ -26,7 +26,7 @@ from launcher.plan.model import Partitioning
 
 
 def partitioning(config: ResolvedConfig) -> Partitioning:
-    """Return the ``trainer partition make`` command that makes the parts for a config.
+    """Return the ``Partitioning`` of a config, which contains its ``trainer partition make`` command.
 
     The command runs with the launcher's Python, and does nothing if the parts exist.
     """
@@ -101,18 +101,17 @@ class PartitionFiles:
         return sum(self.files[place].bytes for place in self._flat)
 
     def topology_beside(self, parts: Iterable[int]) -> int:
-        """Return ``topology_bytes`` without the files of ``parts``, for a node that holds these parts anyway."""
+        """Return the bytes of the 1-d arrays of all parts except ``parts``; 0 if unknown."""
         places = (i for part in set(parts) for i in self._below.get(f"part{part}", ()))
         return self.topology_bytes - sum(self.files[i].bytes for i in places if self.files[i].flat)
 
     @cached_property
     def _flat(self) -> list[int]:
-        """Indices in ``files`` of the 1-d arrays of all parts."""
         return [i for i, file in enumerate(self.files) if file.flat]
 
     @cached_property
     def _below(self) -> dict[str, list[int]]:
-        """Indices in ``files`` by the first name in the path: ``shared``, ``part0``, …; computed once for all nodes."""
+        """Indices in ``files``, grouped by the first component of the path: ``shared``, ``part0``, …"""
         found: dict[str, list[int]] = {}
         for place, file in enumerate(self.files):
             found.setdefault(file.path.split("/", 1)[0], []).append(place)
@@ -225,7 +224,7 @@ def ensure_parts(config: ResolvedConfig, console: Console) -> PartitionFiles:
 
 
 def outdated(config: ResolvedConfig) -> bool:
-    """Return whether the stamp file shows that the parts are from another dataset, other options or other files."""
+    """Return whether the parts were made from another dataset, options or files; False without a stamp file."""
     stamp = _read(Path(config.data.folder).expanduser() / _STAMP)
     return stamp is not None and stamp != _signature(config)
 
@@ -233,7 +232,7 @@ def outdated(config: ResolvedConfig) -> bool:
 def partition_words(action: str, config: ClusterConfig | None, words: Sequence[str]) -> Command:
     """Return the command ``trainer partition <action>`` with the arguments ``words``.
 
-    A ``config`` adds its partition folder and, for ``make``, the options that describe its graph.
+    With ``config`` the command also gets its partition folder and, for ``make``, the options for its graph.
     """
     if config is not None and action == "make":
         made = partitioning(resolve(config)).command

@@ -164,8 +164,8 @@ def node_address(config: ClusterConfig, node_rank: int, fact: NodeFacts | None) 
 def _bind(address: str, fact: NodeFacts | None) -> str:
     """Return the address at which a node listens.
 
-    Before preflight this is ``address``. After preflight it is ``address`` if the node has this IP address, else the
-    wildcard address (NAT). If ``address`` is a host name, it is the IP address that preflight found.
+    Before preflight the result is ``address``. After preflight a host name is replaced by the IP address that preflight
+    found, and an IP address that the node does not have (NAT) by the wildcard address.
     """
     if fact is None or (is_ip(address) and (address in fact.addresses or not fact.addresses)):
         return address
@@ -181,7 +181,7 @@ def node_interface(config: ClusterConfig, node: NodeConfig, fact: NodeFacts | No
 
 
 def node_login(config: ClusterConfig, node: NodeConfig) -> Login | None:
-    """Return where SSH connects for a node; None with ``transport: local``."""
+    """Return user, host and port for SSH to a node; None with ``transport: local``."""
     return None if config.transport == "local" else Login(node.user, node.host, node.port)
 
 

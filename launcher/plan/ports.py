@@ -39,10 +39,9 @@ def master_candidates(config: ClusterConfig) -> tuple[int, ...]:
 
 
 def control_candidates(config: ClusterConfig) -> tuple[int, ...]:
-    """Return the candidates for the control port, in order of preference.
+    """Return the candidates for the control port, in order of preference; () if no control port is needed.
 
-    The control port is the port on the lead node at which the supervisors connect to each other. They do not connect in
-    a run with one node and in a serving cluster, so these have no candidates.
+    Supervisors connect to the control port of the lead node. A run with one node and a serving cluster need none.
     """
     if len(config.nodes) == 1 or not config.world_size:
         return ()
@@ -57,7 +56,10 @@ def _fixed_service_ports(config: ClusterConfig) -> range:
 
 
 def _ports_beside(taken: Set[int | str], first: int) -> tuple[int, ...]:
-    """Return the first 64 ports from ``first`` without those in ``taken``; if none is left, the next 64 instead."""
+    """Return the ports ``first`` to ``first + 63`` that are not in ``taken``.
+
+    If all of them are in ``taken``, returns the next 64 ports that are not.
+    """
     free = [port for port in range(first, first + _CANDIDATES) if port not in taken]
     following = (port for port in itertools.count(first + _CANDIDATES) if port not in taken)
     return tuple(free or itertools.islice(following, _CANDIDATES))

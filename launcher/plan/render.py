@@ -25,9 +25,9 @@ _NUMBER = re.compile(r"([0-9]+)")
 
 @dataclass(frozen=True)
 class Fold:
-    """Similar nodes that are shown together: their rows differ only in values such as rank and address.
+    """Similar nodes that are shown together: their lines in the plan differ only in values such as rank and address.
 
-    In ``rows`` each such value is replaced by a name, such as ``{node_rank}`` and ``{address}`` (``own_values``).
+    In ``rows`` each such value is replaced by a placeholder, such as ``{node_rank}`` or ``{address}`` (``own_values``).
     """
 
     nodes: tuple[NodePlan, ...]
@@ -44,10 +44,10 @@ class _SplitRows:
 
 
 def fold_nodes(listed: Sequence[tuple[NodePlan, LabelledLines]]) -> list[Fold]:
-    """Group similar nodes, whose rows differ only in ``own_values``; groups are in the order of their first nodes.
+    """Group nodes whose rows differ only in their ``own_values``; groups are ordered by their first node.
 
-    ``listed``: each node with its rows. If the names in the rows of a Fold are replaced by the values of one of its
-    nodes, the result is exactly the rows of that node.
+    ``listed``: each node with its rows. Replacing the placeholders in the rows of a Fold by the ``own_values`` of one
+    of its nodes gives exactly the rows of that node.
     """
     addresses = {node.address for node, _ in listed}
     alike: dict[object, list[_SplitRows]] = {}
@@ -60,9 +60,9 @@ def fold_nodes(listed: Sequence[tuple[NodePlan, LabelledLines]]) -> list[Fold]:
 
 
 def own_values(node: NodePlan) -> Mapping[str, str]:
-    """Return the values in which nodes that are shown together may differ, by name.
+    """Return the values that may differ between nodes of one ``Fold``, by placeholder such as ``{node_rank}``.
 
-    If several names have the same value on each of these nodes, the first name is shown.
+    If several placeholders fit, the first one is shown.
     """
     return {
         "{node_rank}": str(node.node_rank),

@@ -9,8 +9,8 @@ How much of a version must be equal on all nodes:
 - NCCL: the full version, as ncclCommInitRank refuses others. Checked between nodes with devices only.
 - CUDA that torch is built for: the major version, as kernels and NCCL of two major versions do not work in one job.
 - torch_geometric: the minor version. Parameters of layers may differ, and must be equal on all ranks.
-- numba and numpy: the minor version. Integer promotion differs between some (NEP 50), and one different bit in the
-  hash that draws neighbours gives nodes different samples for the same seed.
+- numba and numpy: the minor version. Integer promotion differs between versions (NEP 50), and one different bit in
+  the hash that draws neighbours gives nodes different samples for the same seed.
 
 Other differences are harmless. JSON that one version of msgspec writes can be read by every other; the driver only has
 to be new enough; glibc and the processor may round the logarithm of weighted sampling differently, but the neighbours
@@ -34,7 +34,7 @@ ALL = 99  #: all numbers of a version
 
 @dataclass(frozen=True)
 class Rule:
-    """How much of the version of one package must be equal on all nodes."""
+    """How many leading numbers of one package's version must be equal on all nodes."""
 
     name: str
     numbers: int  #: leading numbers of the version that must be equal; 0: none
@@ -68,7 +68,7 @@ def usual(versions: Iterable[str]) -> str:
 
 @dataclass(frozen=True)
 class Difference:
-    """The version of a package on one node that differs from the version on most nodes."""
+    """A package version on one node, and the different version on most nodes."""
 
     rule: Rule
     found: str  #: version on the node

@@ -163,7 +163,7 @@ def _tmp(survey: Survey, k: int) -> Iterator[Finding]:
 
 
 def _shm(survey: Survey, k: int) -> Iterator[Finding]:
-    """Check the size of /dev/shm, which connects NCCL processes on one machine; in Docker it has 64 MB by default."""
+    """Check the free space in /dev/shm, which NCCL uses between processes on one machine; Docker's default is 64 MB."""
     devices = sum(len(survey.config.nodes[j].devices) for j in survey.same_machine(k))
     needed, free = devices * _SHM_PER_PROCESS, survey.probes[k]["shm"]["free"]
     if devices > 1 and survey.config.nodes[k].devices and free < needed:

@@ -2,7 +2,7 @@
 
 All nodes listen, then all connect in parallel (``node/programs/network.py``). Every node connects to the control port
 of the lead node, and every node that trains connects to the master port of the lead node. Nodes that train also connect
-to a free port of each other, as gloo and NCCL do. Clients of a graph server connect to its service port. If some nodes
+to each other on free ports, as gloo and NCCL do. Clients of a graph server connect to its service port. If some nodes
 cannot reach the first address of a node, its other addresses are tested too.
 """
 
@@ -63,7 +63,7 @@ class Listeners:
     refused: Mapping[str, str]  #: use -> error, for ports on which the node could not listen
 
     def endpoints(self, node_rank: int, own: str, master_addr: str) -> list[Endpoint]:
-        """Return the endpoints of the node that other nodes must reach if the node uses its address ``own``."""
+        """Return the endpoints at which other nodes connect to this node if it uses its address ``own``."""
         found = []
         for use, port in self.ports.items():
             address = own if use == FREE else self.public or own
@@ -85,7 +85,7 @@ class Connectivity:
 
 
 class RequiredRoutes:
-    """Which node must be able to connect to which other node, on which ports."""
+    """The routes that a run needs: which node must be able to connect to which other node, on which ports."""
 
     def __init__(self, config: ClusterConfig):
         self.lead, self.trainers = lead(config), frozenset(trainers(config))
@@ -106,7 +106,7 @@ class RequiredRoutes:
         return source in self.trainers and target in self.trainers
 
     def reach(self, source: int, nodes: Collection[int]) -> frozenset[int]:
-        """Return the nodes among ``nodes`` to which node ``source`` must connect, on whatever port."""
+        """Return the nodes among ``nodes`` to which node ``source`` must connect, on any port."""
         found = {target for target in nodes if target in self.holders and self.must_reach(source, target, SERVICE)}
         found |= {target for target in nodes if self.must_reach(source, target, FREE)}
         found |= {self.lead} & {*nodes} if self.meet else set()
@@ -114,12 +114,11 @@ class RequiredRoutes:
 
 
 def own_addresses(config: ClusterConfig, k: int, probe: Mapping[str, Any], loopback: bool) -> tuple[str, ...]:
-    """Return the addresses that node ``k`` itself has, the best first.
+    """Return the IP addresses of node ``k`` for gloo and NCCL, in order of preference.
 
-    If ``address`` is configured and the node has it, it is the only one; if ``interface`` is configured, only addresses
-    of this interface count. Else the address at which SSH arrived is first; then real interfaces come before virtual
-    ones, IPv4 before IPv6, and private before public addresses. ``loopback``: include loopback addresses, as all nodes
-    are on one machine.
+    A configured ``address`` that the node has is the only result. If ``interface`` is configured and has addresses,
+    only these are returned. The address at which SSH arrived is first; then real interfaces come before virtual ones,
+    IPv4 before IPv6, and private before public addresses. ``loopback``: include loopback addresses.
     """
     node = config.nodes[k]
     usable = [(name, address) for name, address in probe["addresses"] if loopback or not _is_loopback(address)]
@@ -136,9 +135,9 @@ def own_addresses(config: ClusterConfig, k: int, probe: Mapping[str, Any], loopb
 
 
 def public_address(config: ClusterConfig, k: int, own: Collection[str]) -> str:
-    """Return the configured address of node ``k`` if it is not in ``own``, the addresses that the node itself has.
+    """Return the configured address of node ``k`` if it is not in ``own``, else ''.
 
-    Such an address is a host name, or is outside a NAT. '' if it is in ``own``, or no address is configured.
+    Such an address is a host name, or an address outside a NAT. ``own``: the addresses that the node itself has.
     """
     given = config.nodes[k].address or ""
     return "" if given in own else given
@@ -154,7 +153,7 @@ def _is_loopback(address: str) -> bool:
 
 
 def ports_of(config: ClusterConfig, k: int, fact: NodeFacts) -> dict[str, int]:
-    """Return the ports of node ``k`` that training will use, by use.
+    """Return the port of node ``k`` for each use: ``MASTER``, ``CONTROL`` and ``SERVICE``.
 
     Ports that are not free are left out, as another check reports them.
     """
@@ -211,7 +210,7 @@ class ConnectivityTest:
         return Listeners(own, public_address(self.config, k, own), kept, refused)
 
     def _endpoints(self, chosen: Mapping[int, str]) -> list[Endpoint]:
-        """Return the endpoints of the nodes in ``chosen``, which gives the address of each of these nodes."""
+        """Return the endpoints of the nodes in ``chosen``, a mapping node_rank → address."""
         master = "" if self.config.run.master_addr == "auto" else self.config.run.master_addr
         return [one for k, own in chosen.items() for one in self.listening[k].endpoints(k, own, master)]
 
@@ -283,7 +282,7 @@ class Group(NamedTuple):
 
 
 def connectivity_findings(survey: Survey, result: Connectivity) -> Iterator[Finding]:
-    """Yield one finding for each node without problems, and one for each group of blocked routes."""
+    """Yield findings on ports, interfaces and blocked routes, and an ``ok`` finding for each node without problems."""
     for k, listeners in result.listening.items():
         for use, why in listeners.refused.items():
             remedy = f"end the process that uses it, or set `{_SETTINGS[use]}` to another port"
@@ -341,8 +340,8 @@ def grouped(
 ) -> list[Group]:
     """Put blocked routes into as few groups as possible.
 
-    A node that reaches none of the nodes that it must reach is a group of its own. ``reach``: the nodes that each node
-    must reach; None: each node must reach all others.
+    A node that reaches none of its required nodes is a group of its own. ``reach``: the nodes that each node must
+    reach; None: all other nodes.
     """
     everyone = frozenset(nodes)
     wanted = reach or {k: everyone - {k} for k in everyone}
@@ -365,7 +364,7 @@ def _commonest(blocked: Collection[BlockedRoute], source: int) -> str:
 
 
 def _by_sources(sources: Mapping[tuple[int, str, str], set[int]]) -> list[Group]:
-    """Group nodes that the same other nodes cannot reach, on ports of the same use and for the same reason."""
+    """Merge blocked routes with the same source nodes, use of the port and reason into one group."""
     closed: dict[tuple[int, frozenset[int], str], set[str]] = defaultdict(set)
     for (target, use, why), who in sources.items():
         others = frozenset(who - {target}) or frozenset([target])  # the lead node also connects to itself

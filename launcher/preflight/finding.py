@@ -44,7 +44,7 @@ class Finding:
         return f"{node_label(self.node_rank, self.host)}: {self.message}" + (f" – {remedy}" if remedy else "")
 
     def paste(self) -> str:
-        """Return ``command`` with the ssh command that runs it on the node; '' if the finding has no command."""
+        """Return a shell line that runs ``command`` on the node, over SSH if needed; '' without ``command``."""
         if not self.command or not self.login:
             return self.command
         return f"{shlex.join(self.login)} {shlex.quote(self.command)}"

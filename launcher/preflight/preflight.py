@@ -62,7 +62,7 @@ def run_preflight(
     """Check all nodes in parallel.
 
     Args:
-        transports: for each node_rank its connection, or why there is none (the result of ``connect_all``).
+        transports: connection or error of each node by node_rank (the result of ``connect_all``).
         own_command: the run starts a user's command instead of the bundled trainer.
         bytes_needed: bytes that the plan will store on each node, by node_rank.
         run_id: id of the run; a node that already has a run of this id gets a blocking finding.
@@ -112,9 +112,9 @@ def open_agents() -> Iterator[dict[int, NodeAgent]]:
 def _probe_all(
     inquiry: Inquiry, transports: Mapping[int, Transport], agents: dict[int, NodeAgent]
 ) -> Answers[tuple[dict[str, Any], float]]:
-    """Start an agent on each node, add it to ``agents``, and ask it about the node.
+    """Start an agent on each node, add it to ``agents``, and run ``node/programs/probe.py``.
 
-    Returns (reply of ``node/programs/probe.py``, clock offset in seconds) by node_rank.
+    Returns (reply of the program, clock offset in seconds) by node_rank.
     """
 
     def probe(k: int) -> tuple[dict[str, Any], float]:

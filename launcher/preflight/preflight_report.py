@@ -106,7 +106,7 @@ def node_ranges(ranks: Sequence[int]) -> str:
 
 
 def _rows(findings: Sequence[Finding]) -> dict[tuple[str, str, str], list[Finding]]:
-    """Group findings by (severity, check, message). Blocking ones come last: next to the prompt of the shell."""
+    """Group findings by (severity, check, message), in the order ok, warn, block."""
     order = list(_STYLES)
     ordered = sorted(findings, key=lambda finding: order.index(finding.severity))
     rows: dict[tuple[str, str, str], list[Finding]] = {}

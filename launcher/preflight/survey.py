@@ -27,7 +27,7 @@ class LocalParts:
 
 @dataclass(frozen=True)
 class Inquiry:
-    """What one preflight asks the nodes. Files on the launching machine are read once, for all nodes."""
+    """Data for the requests of one preflight. Files on the launching machine are read once, for all nodes."""
 
     config: ResolvedConfig
     run_id: str = ""
@@ -36,7 +36,7 @@ class Inquiry:
 
     @classmethod
     def about(cls, config: ResolvedConfig, run_id: str = "") -> Inquiry:
-        """Create the requests of a preflight; reads gnnfleet's code and the manifest on the launching machine.
+        """Create an Inquiry; reads gnnfleet's code and the partition manifest on the launching machine.
 
         ``run_id``: id of the run to be launched; nodes report whether they already have a run folder of this id.
         """
@@ -46,8 +46,8 @@ class Inquiry:
     def request(self, k: int, peer: str = "") -> dict[str, Any]:
         """Return the request to node ``k``.
 
-        ``peer``: the address of another node. If SSH reached node ``k`` over loopback, its address is the one from
-        which it connects to ``peer``.
+        ``peer``: the address of another node. If SSH reached node ``k`` over loopback, the node reports the local
+        address of its route to ``peer``.
         """
         config, node, run_id = self.config, self.config.nodes[k], self.run_id
         local = "127.0.0.1" if config.transport == "local" else ""
@@ -73,7 +73,10 @@ class Inquiry:
         own_command: bool = False,
         bytes_needed: Mapping[int, int] | None = None,
     ) -> Survey:
-        """Build the ``Survey`` from the replies of all nodes. ``bytes_needed``: what the plan stores on each node."""
+        """Build the ``Survey`` from the replies of all nodes.
+
+        ``bytes_needed``: bytes that the plan stores on each node.
+        """
         graph = (
             self.parts.graph
             if self.parts

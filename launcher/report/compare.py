@@ -85,7 +85,7 @@ class Row:
     def best(self) -> tuple[int, ...]:
         """Indices of the runs with the best value, after rounding as for display.
 
-        Empty if neither more nor less is better, or if all known values are equal.
+        Empty if the row has no better direction (higher or lower), or if all known values are equal.
         """
         known = {i: self._shown(value) for i, value in enumerate(self.values) if _is_finite(value)}
         if not self.better or len(set(known.values())) < 2:
@@ -171,7 +171,7 @@ def _result_rows(runs: Sequence[RunFigures], *, marked: bool) -> Iterator[Row]:
 
 
 def _speed_rows(runs: Sequence[RunFigures]) -> Iterator[Row]:
-    """Yield the rows on speed. Means exclude the first epoch, which compiles, if a run has more than one."""
+    """Yield the rows on speed. Means exclude the first epoch, which includes compilation, if a run has several."""
     yield from _known_row("speed", "an epoch", (_mean_of(run.by_epoch("seconds")) for run in runs), "seconds", "less")
     rates = (sum(run.metrics.throughput().values()) or None for run in runs)
     yield from _known_row("speed", "seeds/s", rates, "rate", "more")
@@ -240,10 +240,10 @@ def _differing(runs: Sequence[RunFigures]) -> dict[str, Row]:
 
 
 def _reads(config: Mapping[str, Any], key: str) -> bool:
-    """Return whether the run with the given config uses ``key``.
+    """Whether a run with this config uses the config key ``key``.
 
-    A config without any ``train`` key is of an own command, which does not use them. False if ``config`` is empty:
-    unknown.
+    Only the bundled trainer uses ``train`` keys, and its configs have at least one of them. False for an empty config,
+    which means unknown.
     """
     return bool(config) and (not key.startswith("train.") or any(name.startswith("train.") for name in config))
 
@@ -260,12 +260,15 @@ def _flat(config: ClusterConfig) -> dict[str, Any]:
 
 
 def _read_by(config: Mapping[str, Any], *, own: bool) -> dict[str, Any]:
-    """Return the keys of ``config`` that the run reads: a script of the user (``own``) reads no ``train`` keys."""
+    """Return the config keys that a run uses, without ``train`` keys if it runs the user's own command (``own``)."""
     return {key: value for key, value in config.items() if not (own and key.startswith("train."))}
 
 
 def _once(values: Sequence[Any]) -> Any:
-    """Return one value for a key of all nodes: the common value, else names folded to ranges, or a list of values."""
+    """Merge the values of a config key on all nodes.
+
+    Equal values become one value, different strings become ranges, other values become a list.
+    """
     if not _unlike(values):
         return values[0]
     return fold(values) if all(isinstance(value, str) for value in values) else list(values)
@@ -291,7 +294,10 @@ def _parts_of(plan: LaunchPlan | None) -> str:
 
 
 def _versions(events: Path, plan: LaunchPlan | None) -> dict[str, str]:
-    """Return package versions as preflight found them, and gnnfleet's code digest; all versions if nodes differ."""
+    """Return package versions from the events of preflight, and the digest of gnnfleet's code.
+
+    If the versions of a package differ between nodes, all of them are listed.
+    """
     found: dict[str, list[str]] = {}
     for event in records(EVENT, events.read_bytes().split(b"\n") if events.is_file() else ()):
         for name, version in event.get("versions", {}).items() if event.get("kind") == "versions" else ():

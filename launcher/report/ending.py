@@ -52,7 +52,7 @@ class Lost:
 
 @dataclass
 class Followed:
-    """What the launcher saw of the end of a run, or why it detached from a run that continues.
+    """What the launcher observed of a run: results, lost nodes and findings, or why it detached.
 
     Keys of the mappings are node_ranks.
     """
@@ -241,10 +241,10 @@ class Ending:
         return sorted(found, key=lambda finding: float(finding["t"]))
 
     def lost(self) -> dict[int, Lost]:
-        """Return the nodes that ended without a result, or that another node reports lost.
+        """Return the nodes that the launcher or another node reports as lost.
 
-        Only what the lead node reports counts. If the lead node left no result, or lost its own network, only reports
-        that the lead node is lost count.
+        The lead node's reports about all nodes are used. If the lead node has no result, or its own network failed, the
+        reports of other nodes about the lead node are used instead.
         """
         found, hub = dict(self.followed.lost), self.hub
         trust_hub = hub in self.results and not hub_was_cut_off(self.results, len(self.plan.nodes), hub)
@@ -259,7 +259,7 @@ class Ending:
         return found
 
     def _unreachable(self) -> set[int]:
-        """Return the nodes without a result that the launcher could not reach in the end."""
+        """Return the nodes without a result that the launcher could no longer reach."""
         return {k for k, lost in self.followed.lost.items() if lost.out_of_reach and k not in self.results}
 
     def _measured_here(self, k: int) -> float:
@@ -304,7 +304,10 @@ class Ending:
         return ""
 
     def _causes(self) -> list[Mapping[str, Any]]:
-        """Return what ended the run, as each node reports it."""
+        """Return the ``cause`` in each node's result, which says what ended the run.
+
+        Nodes without a cause are skipped.
+        """
         return [result["cause"] for _, result in sorted(self.results.items()) if result.get("cause")]
 
     def _outcomes(self) -> Iterator[Outcome]:
@@ -366,9 +369,9 @@ class Ending:
         return min(ended) - self.clock_offset(k) if ended else time.time()
 
     def _reported_by_others(self, node: NodePlan, records: Any) -> Iterator[Outcome]:
-        """Yield the outcome of a process on ``node`` that only other nodes report.
+        """Yield the Outcome of a process on ``node`` whose failure ended the run, as another node reports it.
 
-        Its failure ended the run, and ``node`` itself left no record of it.
+        Yields nothing if ``node`` itself left a record of the process.
         """
         causes = [
             (by, result["cause"])

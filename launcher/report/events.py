@@ -46,7 +46,7 @@ class EventLog:
             self._stream(line)
 
     def tell(self, event: Mapping[str, Any]) -> None:
-        """Write an event only to ``stream``, as another file of the run has its data."""
+        """Write an event to ``stream`` but not to the file, because another file of the run has its data."""
         if self.stream is not None:
             with self._lock:
                 self._stream(json.dumps(event) + "\n")
@@ -85,7 +85,7 @@ class EventLog:
             fcntl.flock(self._file, fcntl.LOCK_UN)
 
     def _node_lines(self) -> set[str]:
-        """Return the lines in the file that are events of nodes; reads what was added since the last call."""
+        """Return the lines in the file that are events of nodes; reads only what was added since the last call."""
         self._file.seek(self._read_to)
         for line in self._file:
             self._known |= {line.decode("utf-8", "replace")} if b'"node_rank"' in line else set()

@@ -68,8 +68,8 @@ def explanations() -> dict[str, Explanation]:
 def explanation_of(message: str) -> Explanation | None:
     """Return the explanation whose fixed words occur in ``message``; None if there is none.
 
-    Of several, it is the one whose words have the most letters. An exception of a user's script or of a library is
-    explained only by messages that are not gnnfleet's own, whatever words it uses.
+    If several match, the one with the most letters is returned. For an exception of a user's script or of a library,
+    only explanations of messages that are not gnnfleet's own are searched.
     """
     text = plain(message)
     foreign = _FOREIGN_EXCEPTION.search(text) is not None
@@ -105,7 +105,7 @@ def hint(*messages: str) -> str:
 
 
 def contains(text: str, pattern: str) -> bool:
-    """Return whether the pieces of ``pattern`` between … occur in ``text`` in this order.
+    """Whether the pieces of ``pattern``, split at each ``…``, occur in ``text`` in the same order.
 
     Both arguments are texts that ``plain`` returned.
     """

@@ -49,10 +49,11 @@ class Metrics:
         return {**result, "seeds_per_s": speed} if speed else result
 
     def throughput(self) -> dict[int, float]:
-        """Return each rank's mean seeds per second over its epochs, without the first of several, which compiles.
+        """Return each rank's mean seeds per second over its epochs.
 
-        Ranks take every step together. Rank 0 evaluates and writes checkpoints between epochs while the others already
-        wait in their next epoch. So an epoch's duration is that of the rank that began it last.
+        The first of several epochs is left out, since it includes compilation. An epoch's duration is that of the rank
+        that began it last: between epochs, rank 0 evaluates and writes checkpoints while the others already wait in
+        their next epoch.
         """
         by_rank: dict[int, list[Mapping[str, Any]]] = {}
         lasted: dict[int, float] = {}

@@ -86,7 +86,7 @@ class Outcome:
 
     @classmethod
     def of_cause(cls, cause: Mapping[str, Any], host: str, when: float) -> Outcome:
-        """Create the Outcome of a process that failed as other nodes report, if its own node left no record of it."""
+        """Create the Outcome of a failed process from another node's report, if its own node left no record of it."""
         name, k, rank = cause["name"], cause["node_rank"], cause["rank"]
         return cls(name, k, host, rank, None, None, None, when, True, False, False, str(cause["reason"]), (), ())
 
@@ -116,14 +116,20 @@ class Outcome:
 
     @property
     def sentence(self) -> str:
-        """Which process ended, and how: ``rank 3 on node1 (hostb) raised …``; only the note if it names the node."""
+        """Which process ended, and how: ``rank 3 on node1 (hostb) raised …``.
+
+        If the note names the node, the sentence is the note alone.
+        """
         if self.reason == self.note and node_label(self.node_rank, self.host) in self.note:
             return self.note
         return f"{self.place}{':' if self.reason == self.note else ''} {self.reason}"
 
     @property
     def own_status(self) -> int:
-        """Its return code, at least 1, if the process failed first-hand; 0 if it succeeded or only followed others."""
+        """The return code, at least 1, of a process that failed by itself.
+
+        0 if the process succeeded, was stopped, or the run continued without it.
+        """
         return max(1, self.returncode or 0) if self.failed and not self.stopped and not self.done_without else 0
 
     @property

@@ -69,7 +69,7 @@ class Profile:
 
     @classmethod
     def of(cls, time: Mapping[str, Any]) -> Profile:
-        """Build a Profile from ``time`` in the output of ``trainer profile --json``; it must not be null."""
+        """Build a Profile from ``time``, an object in the output of ``trainer profile --json``."""
         ranks = tuple(RankProfile(one["rank"], one["node"], one["step_s"], one["spent"]) for one in time["ranks"])
         return cls(
             epochs=tuple(time["epochs"]),
@@ -110,10 +110,10 @@ class Analysis:
 
 
 def analyse(files: Iterable[Path], topology: str = "", *, own: bool = False) -> Analysis:
-    """Analyse metrics files by ``trainer profile --json``. A file in a folder ``node<k>`` counts as one of node k.
+    """Analyse metrics files by ``trainer profile --json``. Files in a folder ``node<k>`` belong to node k.
 
-    ``topology``: the topology in the run's plan, '' if unknown. ``own``: the run is of an own command. Raises
-    FleetError if the program fails.
+    ``topology``: the topology in the run's plan, '' if unknown. ``own``: the run executes the user's own command
+    instead of the bundled trainer. Raises FleetError if the program fails.
     """
     paths = [str(file.absolute()) for file in files]
     if not paths:

@@ -75,10 +75,9 @@ def _step(text: bytes) -> Mapping[str, Any]:
 
 
 def excluded_names(nodes: Sequence[NodePlan], away: Collection[int]) -> tuple[str, ...]:
-    """Return the words after ``--exclude`` that exclude the nodes whose node_rank is in ``away``.
+    """Return the values of ``--exclude`` that exclude the nodes whose node_rank is in ``away``.
 
-    A word is the name of a host, or a login if other nodes of the run are on the same host. () if no node would be
-    left.
+    A value is a host name, or a login if other nodes of the run are on the same host. () if no node would be left.
     """
     others = [node for node in nodes if node.node_rank not in away]
     if not others:

@@ -96,7 +96,7 @@ class LaunchFile:
         )
 
     def at(self, stage: Stage, *, detached: bool = False) -> LaunchFile:
-        """Return the same launch at ``stage``, which begins now.
+        """Return a copy of this object at ``stage``, which begins now.
 
         ``detached``: the launcher ends, and the supervisors continue the run.
         """
@@ -305,7 +305,7 @@ class FoundRun:
 
     @property
     def own(self) -> bool:
-        """Whether the run is of an own command instead of the bundled trainer; False if unknown."""
+        """Whether the run executes the user's own command instead of the bundled trainer; False if unknown."""
         if self.launch is not None:
             return bool(self.launch.own_command)
         return self.plan is not None and bool(self.plan.own_command)
@@ -321,7 +321,7 @@ class FoundRun:
 
     @property
     def without_plan(self) -> str:
-        """The message for a run whose ``plan_is_missing``."""
+        """Error message for a run whose plan is not on this machine."""
         return (
             f"run {self.run_id}: {self.folder} has no run.json, so the state of its nodes cannot be determined; the "
             f"nodes have copies, so give the cluster file: gnnfleet status {self.run_id} --config cluster.yml"
@@ -355,7 +355,7 @@ def known_here(run_id: str, runs_dirs: Sequence[Path]) -> Path | None:
 
 
 def read_folder(folder: Path) -> FoundRun:
-    """Read what a run folder says about its run; raises FleetError if a file in the folder is damaged."""
+    """Read a run folder into a FoundRun; raises FleetError if a file in the folder is damaged."""
     launch = LaunchFile.read(folder)
     run_id = launch.run_id if launch else folder.name
     return FoundRun(run_id, folder, launch, read_plan(folder), read_config_of(folder), read_result(folder))
@@ -388,9 +388,10 @@ def read_result(folder: Path) -> dict[str, Any] | None:
 
 
 def read_config_of(folder: Path) -> ResolvedConfig | None:
-    """Read the config that a run used, from the run's folder.
+    """Read the config of a run from the run's folder; None if the folder has none.
 
-    Does not check the files that the run sent: they may no longer be on this machine.
+    Ignores ``run.files``, since these files may no longer be on this machine. Raises FleetError if the config is
+    invalid.
     """
     path = folder / "config.yml"
     if not path.is_file():

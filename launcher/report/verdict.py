@@ -325,8 +325,8 @@ def progress_words(found: FoundRun, views: Sequence[NodeView]) -> str:
 def place_of(rank: Mapping[str, Any]) -> tuple[int, ...]:
     """Return (epoch, step) of a rank; () before its first step.
 
-    ``rank``: what the supervisor reports of a rank. ``at`` is used if it is there, as it is newer than ``epoch`` and
-    ``step``, which come from the metrics.
+    ``rank``: state of a rank as the supervisor reports it. Its entry ``at``, if present, is used instead of ``epoch``
+    and ``step``, which come from the metrics and are older.
     """
     if any(rank.get(name) is None for name in ("epoch", "step", "steps")):
         return ()
@@ -354,9 +354,10 @@ def first_cause(views: Sequence[NodeView], hub: int) -> str:
 
 
 def done_without(views: Sequence[NodeView], hub: int, *, only_gone: bool = False) -> set[int]:
-    """Return the nodes that the run continued without and, unless ``only_gone``, those it could still lose.
+    """Return the nodes that the run continued without and, unless ``only_gone``, also the expendable nodes.
 
-    The lead node (``hub``) reports both; ``views``: answers of all nodes.
+    The lead node (``hub``) reports both sets. A node is expendable if the run would continue without it. ``views``:
+    answers of all nodes.
     """
     reports = {view.node.node_rank: view.report for view in views}
     lead = last_attempt(reports, hub)[1]

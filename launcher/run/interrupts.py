@@ -105,7 +105,7 @@ class Interrupts:
 
 @dataclass
 class Policy:
-    """Decides whether a signal stops the run, detaches this process from the run, or makes it ask the user."""
+    """Decides whether a signal stops the run, detaches this process from the run, or asks the user."""
 
     on_interrupt: OnInterrupt
     can_ask: bool  #: stdin and stdout are a terminal
@@ -115,9 +115,9 @@ class Policy:
     def action(self, number: int, now: float) -> OnInterrupt:
         """Return ``stop``, ``detach`` or ``ask`` for signal ``number``, received at ``now`` (monotonic seconds).
 
-        SIGHUP detaches. Any other signal does what ``on_interrupt`` says, but a second one within two seconds of one
-        that asked or detached stops the run. Only Ctrl-C at a terminal can ask; another signal, or Ctrl-C without a
-        terminal, stops the run instead. A viewer (``gnnfleet follow``) detaches on SIGTERM, and wherever it cannot ask.
+        SIGHUP returns ``detach``, as does SIGTERM in a viewer (``gnnfleet follow``). Other signals return
+        ``on_interrupt``. A second signal within two seconds returns ``stop``. Only Ctrl-C at a terminal can return
+        ``ask``; otherwise ``ask`` becomes ``stop``, or ``detach`` in a viewer.
         """
         if number == signal.SIGHUP or (self.viewer and number == signal.SIGTERM):
             return "detach"
@@ -203,8 +203,10 @@ class InterruptPrompt:
         return action
 
     def answer(self) -> OnInterrupt | None:
-        """Return ``stop`` or ``detach`` if the user has chosen it; None: no question is open, it is not answered yet,
-        or the answer is to continue the run."""
+        """Return ``stop`` or ``detach`` if the user has chosen it, else None.
+
+        None: no question is open, the question is not answered yet, or the user has chosen to continue the run.
+        """
         if self._keys is None:
             return None
         for key in self._keys.pressed().lower():

@@ -83,7 +83,11 @@ class LaunchContext:
         self.events = self._open_folder()
 
     def _open_folder(self) -> EventLog:
-        """Write config.yml before launch.json: other commands find the launch once launch.json exists."""
+        """Create the run folder and open its events.jsonl.
+
+        config.yml is written before launch.json, since other commands find the launch once launch.json exists. Raises
+        UsageError if the folder cannot be created.
+        """
         try:
             clear(self.folder)
             write_whole(self.folder / "config.yml", to_yaml(self.config), private=True)
@@ -121,8 +125,10 @@ class LaunchContext:
         self.console.print(Text(text, style), soft_wrap=True)
 
     def give_up(self, state: RunState, why: str, exit_status: int) -> None:
-        """Record that the launch has ended before a run was started: in events.jsonl, in launch.json, and in
-        result.json unless that exists."""
+        """Record that the launch has ended before a run was started.
+
+        Writes to events.jsonl, to launch.json and, unless it exists, to result.json.
+        """
         self.events.add("given-up", stage=self.file.stage, reason=why)
         if not (self.folder / "result.json").exists():
             seconds = time.time() - self.started
@@ -215,8 +221,10 @@ def require_preflight(
 def _preflight(
     config: ResolvedConfig, attempts: Mapping[int, Transport | TransportError], draft: LaunchPlan, *, run_id: str
 ) -> PreflightReport:
-    """Run preflight, which also checks that each node has disk space for the files in ``draft``; parts that do not
-    exist yet are not counted."""
+    """Run preflight, which also checks that each node has disk space for its files in ``draft``.
+
+    Parts that do not exist yet are not counted.
+    """
     return run_preflight(
         config,
         attempts,
@@ -227,7 +235,7 @@ def _preflight(
 
 
 def record_versions(events: EventLog, facts: Mapping[int, NodeFacts]) -> None:
-    """Add the package versions of the nodes to ``events``: one event for all nodes with equal versions."""
+    """Add the package versions of the nodes to ``events``: one event for each set of nodes with equal versions."""
     alike: dict[tuple[tuple[str, str], ...], list[int]] = {}
     for k, fact in sorted(facts.items()):
         alike.setdefault(tuple(sorted(fact.versions.items())), []).append(k)

@@ -164,11 +164,11 @@ def rejoin(
     view: View,
     events: EventLog,
 ) -> RunReport:
-    """Follow a run that another process has launched, or that has ended already; prints and returns the same report as
-    its launcher.
+    """Follow a run that another process has launched, or that has ended already.
 
-    ``transports`` need not be connected. ``started``: start of the run, in seconds since the epoch. Raises Interrupted,
-    OutOfReach, and any TransportError in ``transports``.
+    Prints and returns the same report as the launcher of the run. ``transports`` need not be connected. ``started``:
+    start of the run, in seconds since the epoch. Raises Interrupted, OutOfReach, and any TransportError in
+    ``transports``.
     """
     for attempt in transports.values():
         if isinstance(attempt, TransportError):

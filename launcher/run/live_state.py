@@ -158,11 +158,11 @@ class Board:
         node.state, node.over, node.connection_error = state, True, ""
 
     def remaining(self) -> list[RankRow]:
-        """Return all ranks, without those of nodes that the run goes on without."""
+        """Return the rows of all ranks, except those on nodes that the run continues without."""
         return [row for row in self.ranks.values() if not self.nodes[row.node_rank].left]
 
     def stepping(self) -> list[RankRow]:
-        """Return the ranks that have reported a step, without those of nodes that the run goes on without."""
+        """Return the rows of ranks that have reported a step, except on nodes that the run continues without."""
         return [row for row in self.remaining() if row.step is not None]
 
     def slowest(self) -> RankRow | None:

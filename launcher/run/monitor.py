@@ -63,9 +63,10 @@ class StartProgress:
         return f"all {what}: {self._expected[kind]} in {now:.1f} s"
 
     def late(self, now: float, over: Collection[int] = ()) -> str:
-        """Return a text that names the graph servers that are not ready yet; '' except at the times in ``_LATE``.
+        """Return a message that names the graph servers that are not ready yet; '' if no message is due.
 
-        ``over``: nodes that have ended, which the text does not name.
+        One message is due at each of the times in ``_LATE``. ``over``: nodes that have ended, which the message does
+        not name.
         """
         late = self._servers - self._ready - set(over)
         if not late or self._reports == len(_LATE) or now < _LATE[self._reports]:
@@ -198,7 +199,7 @@ class RunFollower:
                 self._clean_up(k)  # the others once their connection is restored
 
     def interrupt(self, cause: str) -> None:
-        """Stop the run for the user; ``cause``: the signal, as Ctrl-C."""
+        """Stop the run because of a signal. ``cause``: name of the signal, such as Ctrl-C."""
         if not self._failing:
             self.followed.interrupted = cause
         self.live.say(f"{cause}: stopping every node (Ctrl-C exits immediately)", "bold yellow")
@@ -221,8 +222,10 @@ class RunFollower:
         interrupts.exit_on_next = bool(self._stop_reason)
 
     def _over(self) -> bool:
-        """Whether following is over: this process has detached, or every node has ended and is cleaned up. A node that
-        was stopped counts as ended after ``_LAST_RESULT`` seconds even without a result."""
+        """Whether following is over: this process has detached, or every node has ended and is cleaned up.
+
+        Once every node has ended, also prints delayed lines and starts to clean up the nodes.
+        """
         if self.followed.detached:
             return True
         if not self.followed.ended >= set(self._nodes):
@@ -232,7 +235,10 @@ class RunFollower:
         return not any(stopper.is_alive() for stopper in self._stoppers.values())
 
     def _join_streams(self) -> None:
-        """Wait until the threads that follow the nodes have ended, and with them ``watch.py`` on the nodes."""
+        """Wait for the end of the threads that follow the nodes, and thereby of ``watch.py`` on the nodes.
+
+        Gives up after ``_JOIN_TIMEOUT`` seconds in all.
+        """
         deadline = time.monotonic() + _JOIN_TIMEOUT
         for stream in self._streams.values():
             stream.join(max(0.0, deadline - time.monotonic()))
@@ -272,8 +278,10 @@ class RunFollower:
             self._handle_connection(k, message)
 
     def _handle_connection(self, k: int, message: Mapping[str, Any]) -> None:
-        """Handle a message about the connection to node ``k``: the connection is lost or restored, or the node was
-        started or not."""
+        """Handle a message of ``NodeStream`` about node ``k``.
+
+        The connection is lost or restored, the node was started or not, or an internal error has occurred.
+        """
         if "broken" in message:
             why = message["broken"]
             self.live.board.connection_lost(k, why)
@@ -386,8 +394,7 @@ class RunFollower:
             self._handle_failure(k, f"{self._label(k)} {result['state']} ({why})", f"node{k} {result['state']}")
 
     def _handle_lost(self, k: int, lost: Mapping[str, Any]) -> None:
-        """Record node ``k`` as lost after a message of ``watch.py`` that the node's supervisor has ended without a
-        result."""
+        """Record node ``k`` as lost: ``watch.py`` has reported that the supervisor ended without a result."""
         state = lost.get("state")
         when = state["time"] - self.followed.clocks.get(k, 0.0) if state else time.time()
         self._lose(k, Lost(lost["reason"], when))
@@ -427,8 +434,10 @@ class RunFollower:
         self._check_unreachable(now)
 
     def _detach_if_due(self, now: float) -> None:
-        """Detach once the user has asked for it, or with ``--detach`` once training has begun, but not before every
-        node has been started."""
+        """Detach if the user has asked for it or, with ``--detach``, if training has begun.
+
+        Does nothing until every node has been started.
+        """
         if self._stop_reason or self._failing or self._not_started:
             return
         ranks_at = self._starting.all_ranks_at
@@ -439,11 +448,10 @@ class RunFollower:
             self.followed.detached = "trained"
 
     def _check_unreachable(self, now: float) -> None:
-        """If none of the nodes that have not ended can be reached for too long, detach from the run, or record these
-        nodes as lost.
+        """If no node can be reached for too long, detach from the run or record the nodes as lost.
 
-        Detaches after ``lost_after`` seconds if no node that the run needs has ended; otherwise records the nodes as
-        lost.
+        Nodes that have ended are not counted. Detaches after ``lost_after`` seconds if no node that the run needs has
+        ended; otherwise records the nodes as lost.
         """
         waiting = [k for k in self._nodes if k not in self.followed.ended]
         broken = {k: stream.broken_since for k, stream in self._streams.items() if k in waiting}
@@ -463,8 +471,10 @@ class RunFollower:
                 self._lose(k, Lost(f"no contact for {now - (broken[k] or now):.0f} s", time.time(), out_of_reach=True))
 
     def _lost_to_others(self, nodes: Iterable[int]) -> bool:
-        """Whether the result of an ended node reports one of ``nodes`` as lost. One is enough: a node that has lost the
-        lead node gets no reports about other nodes."""
+        """Whether the result of an ended node reports one of ``nodes`` as lost.
+
+        One is enough: a node that has lost the lead node gets no reports about other nodes.
+        """
         return any(str(k) in missed_by(result) for result in self.followed.results.values() for k in nodes)
 
     # Cleaning up, in a thread for each node.

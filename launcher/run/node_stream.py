@@ -110,8 +110,8 @@ class NodeStream(threading.Thread):
     def _begun(self) -> bool:
         """Start the node if ``start`` was given; returns whether to follow the node.
 
-        If the connection breaks while the node is being started, the node may be running nevertheless: after a
-        reconnect, a session that exists already counts as started.
+        If the connection breaks during the start, the node may run nevertheless. Therefore a session that already
+        exists after a reconnect counts as started.
         """
         deadline, unsure = time.monotonic() + self._start_timeout, False
         while self._start_node is not None and not self.enough.is_set():

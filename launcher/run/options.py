@@ -44,7 +44,7 @@ SHORT_KEYS: Mapping[str, str] = {
 }
 
 #: Options in ``SHORT_KEYS`` that have no effect on an own command.
-TRAINER_ONLY = ("epochs", "batch_size", "num_neighbors", "resume")
+TRAINER_ONLY = ("epochs", "batch_size", "num_neighbors")
 
 
 @dataclass(frozen=True)
@@ -99,8 +99,10 @@ def read_config(options: LaunchOptions) -> ClusterConfig:
 
 
 def foreign_overrides(options: LaunchOptions, foreign: Foreign) -> tuple[tuple[str, ...], tuple[str, ...]]:
-    """Return the config overrides of ``options``, changed where an option means something else in the launcher that
-    ``foreign`` was written for, and notes for the user."""
+    """Return the config overrides of ``options`` for a config file of another launcher, and notes for the user.
+
+    An option that has another meaning in that launcher is converted, such as a batch size per process.
+    """
     from launcher.config.loader import overridden, world_size
 
     overrides, notes = list(options.overrides), [f"note: {note}" for note in foreign.notes]

@@ -136,8 +136,10 @@ def _check_dataset(config: ClusterConfig, found: FoundRun, name: str) -> None:
 
 
 def _other_code(states: Mapping[int, ServerState], name: str) -> list[str]:
-    """Return a note if the graph servers run another version of gnnfleet than this machine, which works if the wire
-    version is the same."""
+    """Return a note if the graph servers run another version of gnnfleet than this machine.
+
+    Different versions work together if their wire version is the same.
+    """
     texts = (one.files["run.json"] for one in states.values() if "run.json" in one.files)
     plan = next(map(read_run, texts), None)
     if plan is None or plan.code_digest == code_digest():
@@ -152,8 +154,10 @@ def _other_code(states: Mapping[int, ServerState], name: str) -> list[str]:
 
 
 def known_serving(config: ClusterConfig) -> ServingCluster | None:
-    """Return the serving cluster that ``config`` names, read from its run folder on this machine without connecting;
-    None if it has none here."""
+    """Return the serving cluster that ``config`` names, from its run folder on this machine; None if there is none.
+
+    Does not connect to the nodes.
+    """
     if config.data.serving is None:
         return None
     folder = known_here(config.data.serving, [Path(config.run.runs_dir).expanduser()])

@@ -252,8 +252,8 @@ def open_named(
 class ServeContext(LaunchContext):
     """State of one ``gnnfleet serve`` command.
 
-    ``running``: the cluster runs already. Then the stage and the result in its run folder change only when all new
-    servers run, since the failure of a new server does not affect the other servers.
+    ``running``: the cluster is already running. Its recorded stage and result then change only when all new servers
+    run, since the failure of a new server does not affect the other servers.
     """
 
     def __init__(self, config: ResolvedConfig, options: LaunchOptions, name: str, console: Console, *, running: bool):

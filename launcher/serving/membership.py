@@ -23,8 +23,7 @@ Connections = Mapping[int, Transport | TransportError]
 
 @dataclass(frozen=True)
 class ServingState:
-    """What ``serve`` finds before it changes anything: the nodes that the cluster shall have, connections to them, and
-    the state of its present nodes."""
+    """State of a serving cluster before ``serve`` changes it: wanted nodes, connections to them, and present nodes."""
 
     roster: Roster
     connections: Connections
@@ -165,7 +164,10 @@ def cluster_plan(
 def _kept_servers(
     found: ServingState, held: Mapping[int, tuple[int, ...]], facts: Mapping[int, NodeFacts]
 ) -> KeptServers | None:
-    """Return what the new plan takes over from the present one; None for a new cluster."""
+    """Return what a new plan keeps of the present cluster: parts, ports and running nodes; None for a new cluster.
+
+    Also gives the next version number of the cluster.
+    """
     if found.plan is None:
         return None
     versions = [found.plan.version]
@@ -179,8 +181,7 @@ def _kept_servers(
 
 
 def _addressed(found: ServingState, facts: Mapping[int, NodeFacts]) -> ResolvedConfig:
-    """Return the config of the cluster, in which nodes without new preflight facts have the address from the present
-    plan."""
+    """Return the cluster's config in which nodes without facts in ``facts`` have the address from the present plan."""
     if found.plan is None:
         return found.roster.config
     known = {node.node_rank: node.address for node in found.plan.nodes if node.node_rank not in facts}

@@ -35,7 +35,7 @@ from launcher.transport.base import Transport
 
 @dataclass(frozen=True)
 class Served:
-    """Result of ``serve``: the cluster, and what was done."""
+    """Result of ``serve``: the cluster, the nodes that were started, and notes on what could not be done."""
 
     cluster: ClusterDescription
     started: tuple[int, ...]  #: node_ranks started by this call
@@ -160,8 +160,10 @@ def _left(found: ServingState) -> tuple[str, ...]:
 
 
 def _facts(context: ServeContext, found: ServingState, to_start: tuple[int, ...]) -> Mapping[int, NodeFacts]:
-    """Run preflight on the nodes in ``to_start`` and return the facts about them, without free ports that the plan
-    gives to other servers."""
+    """Run preflight on the nodes in ``to_start`` and return the facts about them, by node_rank.
+
+    Ports that the plan gives to other servers are removed from the free ports.
+    """
     draft = offline_plan(found.roster.config, context.run_id)
     attempts = {k: found.connections[k] for k in to_start}
     facts, _ = require_preflight(context, attempts, draft, new_run=found.plan is None)

@@ -88,7 +88,10 @@ class BarProgress(TransferProgress):
 
 @contextmanager
 def transfer_progress(console: Console, labels: Mapping[int, str]) -> Iterator[TransferProgress]:
-    """Bars when ``console`` is a terminal, lines otherwise; ``labels`` by node_rank."""
+    """Yield a progress display: bars if ``console`` is a terminal, lines otherwise.
+
+    ``labels``: names of the nodes by node_rank.
+    """
     if not console.is_terminal:
         yield LineProgress(console, labels)
         return

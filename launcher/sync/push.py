@@ -276,7 +276,7 @@ class _NodeJob:
         return False
 
     def _check_source(self, file: PlannedFile) -> None:
-        """Raise SyncError if the local file has a wrong digest, which explains a wrong copy on the node."""
+        """Raise SyncError if the local file itself has a wrong digest, since sending it again would not help."""
         if sha256_of(file.source) != file.sha256:
             raise SyncError(
                 f"{file.source} on this machine differs from its manifest (damaged, or changed after partitioning), "

@@ -78,10 +78,11 @@ class Offer(AuthSource):
 
 
 class Login(AuthStrategy):
-    """One login. ``authenticate`` raises LoginRefused, or SSHException when the host closes the connection.
+    """Authentication of one SSH login.
 
-    ``distrust`` returns an error if the host's key is not trusted, else None. An untrusted host is sent no password;
-    if the login fails for that reason, that error is raised in place of LoginRefused.
+    ``authenticate`` raises LoginRefused, or SSHException when the host closes the connection. ``distrust`` returns an
+    error if the host's key is not trusted, else None. An untrusted host is sent no password; if the login fails without
+    one, that error is raised instead of LoginRefused.
     """
 
     def __init__(
@@ -120,7 +121,7 @@ class Login(AuthStrategy):
         return result
 
     def _accepted(self, transport: paramiko.Transport, offers: list[Offer]) -> Offer:
-        """Try ``offers`` until the host accepts the login; return the last one tried. Raises LoginRefused."""
+        """Try ``offers`` until the host accepts the login; return the offer that completed it. Raises LoginRefused."""
         tried: list[str] = []
         postponed: list[Offer] = []  # their method was not allowed yet; it may be the host's second factor
         allowed: Collection[str] | None = None  # None: unknown
@@ -157,7 +158,10 @@ class Login(AuthStrategy):
         raise LoginRefused(tried, allowed or (), [path for path in self.files if is_locked(path)], self.credentials)
 
     def _passwords(self) -> Iterator[Offer]:
-        """Yield the password for each method, the one that may ask for a one-time code last (keyboard-interactive)."""
+        """Yield the password once for each method: ``password``, then ``keyboard-interactive``.
+
+        The latter is last, as the host may use it to ask for a one-time code.
+        """
         if self.credentials.password is not None:
             user, secret = self.host.user, self.credentials.password.reveal()
             yield Offer(user, "password", "the password", lambda ssh: ssh.auth_password(user, secret, fallback=False))
@@ -258,7 +262,7 @@ def _public_blob(path: str) -> bytes | None:
 
 
 def _plain(blob: bytes) -> bytes:
-    """Return the public key in ``blob``, which is that of a key or of a certificate."""
+    """Return the public key in ``blob``. ``blob``: a public key, or a certificate, which contains one."""
     kind = paramiko.Message(blob).get_text().removesuffix(_CERT)
     try:
         return paramiko.PKey.from_type_string(kind, blob).asbytes()
@@ -353,7 +357,7 @@ def ask_password(prompt: str) -> Secret:
 
 
 def _at_terminal() -> bool:
-    """Whether the user can be asked: click reads the controlling terminal, or else standard input."""
+    """Whether a terminal is available for questions: the controlling terminal or standard input, as click uses them."""
     try:
         os.close(os.open("/dev/tty", os.O_RDWR | os.O_NOCTTY))
     except OSError:
@@ -400,7 +404,7 @@ class Passwords:
     def ask_again(self, refused: Collection[int], wants_password: Collection[int]) -> None:
         """Ask again for the passwords and passphrases that were refused.
 
-        Nodes in ``wants_password`` are also asked for a password: their hosts accepted the key and require a password,
+        The hosts of the nodes in ``wants_password`` accepted the key and also require a password, which is asked for
         too.
         """
         for rank in wants_password:
@@ -408,7 +412,7 @@ class Passwords:
         self._ask_for(sorted({*refused, *wants_password}), lambda rank: "Not accepted. " if rank in refused else "")
 
     def _ask_for(self, ranks: Sequence[int], before: Callable[[int], str]) -> None:
-        """Ask each node in ``ranks`` its last question; nodes with equal questions share one answer.
+        """Ask the user the last question of each node in ``ranks``; nodes with equal questions share one answer.
 
         ``before``: returns the text to put before the prompt of a rank.
         """

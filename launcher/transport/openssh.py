@@ -132,9 +132,10 @@ class OpenSshTransport(RemoteTransport):
         raise Dropped(error) if output.lower().startswith(_DROPPED) else error
 
     def _askpass(self, folder: Path, host: SshHost) -> tuple[Mapping[str, str], Mapping[str, str]]:
-        """Return the options and environment with which ssh gets the password or passphrase.
+        """Return the options and environment by which ssh gets the password or passphrase.
 
-        Without one of them ssh does not prompt; else a script in ``folder`` (mode 0700) answers its prompt.
+        If neither is given, ssh does not prompt. Otherwise a script in ``folder`` (mode 0700) answers the prompt of
+        ssh.
         """
         given = self.credentials
         secret, about = (given.passphrase, given.key) if given.passphrase is not None else (given.password, None)

@@ -47,7 +47,7 @@ _PRINT_PID = "echo gnnfleet-pid:$$ >&2"
 
 
 def with_pid(command: Command) -> str:
-    """Return the command line for the login shell of a node; it writes its pid to stderr, then runs ``command``."""
+    """Return the command line for a node's login shell, which prints its pid to stderr and then runs ``command``."""
     return shell_line(replace(command, setup=(_PRINT_PID, *command.setup)))
 
 

@@ -1,4 +1,4 @@
-"""Base of both SSH transports: connects with retries; commands and files are sessions of one connection."""
+"""Base of both SSH transports: connects with retries; commands and file transfers share one SSH connection."""
 
 from __future__ import annotations
 
@@ -80,7 +80,7 @@ class RemoteTransport(ProcessTransport):
 
     @abstractmethod
     def _await_end(self) -> None:
-        """Wait up to a second until ``_alive`` is False.
+        """Wait up to one second for ``_alive`` to become False.
 
         Called after a failed write, which may be the first sign of a lost connection.
         """
@@ -204,7 +204,7 @@ class RemoteTransport(ProcessTransport):
 
     @contextmanager
     def _sftp(self, verb: str, path: str) -> Iterator[paramiko.SFTPClient]:
-        """An SFTP session for this caller alone; idle sessions stay open and are reused."""
+        """Yield an SFTP session for the caller's exclusive use; idle sessions stay open and are reused."""
         with self._sftp_slots, self.translated():
             if not self._alive():
                 raise EOFError("it was closed")

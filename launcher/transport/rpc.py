@@ -146,7 +146,10 @@ class NodeAgent:
 
 
 def parsed(text: str) -> Any:
-    """``literal_eval`` under a lock: CPython 3.11 counts the parser depth of all threads together (gh-106905)."""
+    """Parse a Python literal by ``literal_eval``, under a lock.
+
+    The lock is needed because CPython 3.11 counts the parser depth of all threads together (gh-106905).
+    """
     with _PARSING:
         return literal_eval(text)
 

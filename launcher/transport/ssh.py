@@ -142,7 +142,7 @@ def open_session(ssh: paramiko.Transport, timeout: float) -> paramiko.Channel:
 
 
 class _Link:
-    """An open connection to one machine, with its ping thread; ``close`` also releases the jump host on the way."""
+    """An open SSH connection to one machine, with a ping thread. ``close`` also releases the jump host, if any."""
 
     def __init__(self, connection: Connection, cleanup: ExitStack):
         self.connection, self.ssh = connection, connection.transport

@@ -143,10 +143,10 @@ def is_home_of_passwd() -> bool:
 
 
 def config_lines(path: Path | None = None, depth: int = 0) -> Iterator[str]:
-    """Lines of ~/.ssh/config, with the lines of included files in place of top-level ``Include`` lines.
+    """Yield the lines of ~/.ssh/config, with the lines of included files in place of top-level ``Include`` lines.
 
-    After an included file the current block is opened again. An ``Include`` below a ``Host`` or ``Match`` line is
-    also yielded itself, as it depends on that line.
+    An ``Include`` below a ``Host`` or ``Match`` line is also yielded itself, as it depends on that line. After the
+    included lines, the preceding ``Host`` or ``Match`` line is yielded again.
     """
     path = path or _user_config()
     if not path.is_file() or depth > _MAX_INCLUDES:
@@ -170,7 +170,7 @@ def config_lines(path: Path | None = None, depth: int = 0) -> Iterator[str]:
 
 @dataclass
 class _Entry:
-    """Cached options of the hosts to which the same lines of ssh_config apply."""
+    """Cached ssh options of hosts to which the same lines of ssh_config apply."""
 
     when: float = 0.0  #: monotonic time of the lookup
     options: Options | None = None
@@ -199,7 +199,7 @@ def _lookup_key(name: str, blocks: Blocks | None) -> tuple[str, object]:
     """Return the HostName of ``name``, and a key for the cache of options printed by ``ssh -G``.
 
     Names whose options differ only in HostName have the same key. ``ssh -G`` runs once per key, since it takes 5 ms of
-    CPU time, which adds up for 100 hosts. If the config does not allow this, returns ("", name).
+    CPU time, which adds up for 100 hosts. Returns ("", name) if the options cannot be shared between hosts.
     """
     if blocks is None or name != name.lower() or ssh_program() is None:
         return "", name
@@ -304,7 +304,7 @@ def _ssh_host(name: str, user: str | None, port: int | None, options: Options) -
 
 
 def _tokens(name: str, host: str, port: int, user: str, key_alias: str) -> Mapping[str, str]:
-    """Return the values of tokens such as ``%h`` in ssh_config. Tokens that are missing here are left to OpenSSH."""
+    """Return the values of tokens such as ``%h`` in ssh_config, without those that only OpenSSH supports."""
     machine = socket.gethostname()
     return {
         "%": "%",

@@ -120,8 +120,10 @@ class FaultyCluster:
             running.await_line(f"epoch {fault.step}/" if fault.bundled else f"step {fault.step}")
 
     def _await_triggered(self, fault: Fault) -> None:
-        """Wait until the job has read the file that triggers the fault; the script of a detached run may still be
-        importing."""
+        """Wait until the job has read the file that triggers the fault.
+
+        In a detached run this may take a while, because the user script may still be importing.
+        """
         asked = self.cluster.hosts[fault.node].root_path(f"/tmp/fault-{fault.victim}")
         deadline = time.monotonic() + 60
         while asked.exists():
@@ -293,7 +295,7 @@ def _is_python(cmdline: str, words: str) -> bool:
 
 
 def main(count: int, seed: int, folder: Path) -> int:
-    """Inject ``count`` random faults; return after how many of these a run behaved wrongly."""
+    """Inject ``count`` random faults; return the number of faults after which a run behaved wrongly."""
     os.makedirs(folder, exist_ok=True)
     wrong = 0
     with NetCluster(NODES, machines=FaultyCluster.machines()) as cluster:

@@ -68,8 +68,10 @@ _serial = itertools.count()
 
 
 class Host:
-    """One machine of the cluster. ``home`` is a path on the host; ``root_path`` converts it to a path on the
-    outside."""
+    """One host of the cluster.
+
+    ``home`` is a path on the host; ``root_path`` converts it to the path of the same folder outside of the host.
+    """
 
     def __init__(self, cluster: NetCluster, index: int, machine: Machine):
         self.cluster, self.index, self.machine = cluster, index, machine
@@ -373,8 +375,10 @@ class NetCluster:
         self.ssh_config(self.operator_ssh_config)
 
     def kept(self) -> list[Path]:
-        """Return the folders of this machine (repository, Python, ``shared_folder``) that lie below a folder of which
-        each host has its own copy, e.g. /tmp, but that the hosts must see."""
+        """Return the folders that all hosts share but that lie below a folder of which each host has its own copy.
+
+        Shared are the repository, the Python installation and ``shared_folder``; each host has e.g. its own /tmp.
+        """
         wanted = [REPOSITORY, Path(sys.prefix), Path(sys.base_prefix).resolve()]
         wanted += [self.shared_folder.resolve()] if self.shared_folder else []
         return [path for path in dict.fromkeys(wanted) if any(path.is_relative_to(own) for own in OWN)]

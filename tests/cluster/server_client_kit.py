@@ -62,8 +62,7 @@ main(["train", *words])
 
 @dataclass
 class Stage:
-    """Five hosts for runs: two graph servers with two parts each, and clients. Also the losses of a run with one
-    process and one part, for comparison."""
+    """Five hosts for runs of two graph servers and several clients, and the losses of a run with one process."""
 
     cluster: NetCluster
     folder: Path  #: folder of all runs, and of the parts that all runs use
@@ -164,8 +163,7 @@ class Run:
 
 
 def server_client_nodes(cluster: NetCluster, procs: Sequence[int] = (2, 2, 2)) -> list[dict[str, Any]]:
-    """Return the nodes of a cluster.yml: two servers, and one client for each entry of ``procs`` with so many
-    processes."""
+    """Return the nodes of a cluster.yml: two servers, and clients whose numbers of processes are ``procs``."""
     nodes = ssh_nodes(cluster, (1, 1, *procs))
     for k, node in enumerate(nodes):
         node["role"] = "server" if k in SERVERS else "client"

@@ -78,8 +78,10 @@ class ServingHosts:
         return made
 
     def guests(self, k: int, node_rank: int | None = None) -> list[str]:
-        """Return the names of the client keys that the graph server on host k accepts; ``node_rank`` is its node rank
-        if this is not k."""
+        """Return the names of the client keys that the graph server on host k accepts.
+
+        ``node_rank`` is the node rank of the server, by default k.
+        """
         run_dir = f"{WORKDIR}/runs/{NAME}/node{k if node_rank is None else node_rank}"
         folder = self.cluster.hosts[k].root_path(f"{run_dir}/clients")
         return sorted(path.stem for path in folder.glob("*.key"))

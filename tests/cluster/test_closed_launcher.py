@@ -50,8 +50,8 @@ def project(cluster: NetCluster, tmp_path: Path) -> Path:
 
 @pytest.mark.parametrize("stage", ["preflight", "partition", "sync", "start", "train", "collect"])
 def test_a_closed_terminal(cluster: NetCluster, operator: Operator, project: Path, stage: str) -> None:
-    """If the terminal closes before any node was started, the launch ends. Later, the run continues on the nodes; if
-    the run has ended, the launcher still collects its files."""
+    # If the terminal closes before any node was started, the launch ends. Later, the run continues on the nodes; if the
+    # run has ended, the launcher still collects its files.
     if stage in ("sync", "collect"):
         for host in cluster.hosts:
             host.slow_link("4mbit")

@@ -74,7 +74,7 @@ def wait_for(condition, seconds: float) -> None:
 @pytest.mark.cluster
 @pytest.mark.slow
 def test_a_cut_of_five_seconds_ends_no_run(cluster: NetCluster) -> None:
-    """The network of each host is cut once or twice, each time at another moment between two heartbeats."""
+    # The network of each host is cut once or twice, each time at another moment between two heartbeats.
     for k, host in enumerate(cluster.hosts):
         start(host, spec(cluster, k))
     lead = cluster.hosts[1]

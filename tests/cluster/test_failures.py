@@ -20,8 +20,7 @@ from ssh_nodes import WORKDIR
 
 
 def test_a_missing_part_and_a_flipped_byte_are_named_in_one_message(scene: Scene, local_runs: dict) -> None:
-    """With ``mode: verify``, the parts are on the nodes already; here one node lacks a part and another has a damaged
-    one."""
+    # With `mode: verify`, the parts are on the nodes already; here one node lacks a part and another has a damaged one.
     scene.nodes = scene.nodes[:2]
     scene.data = {"mode": "verify", "folder": "/tmp/parts"}
     folders = [host.root_path("/tmp/parts") for host in scene.cluster.hosts[:2]]
@@ -44,8 +43,7 @@ def test_a_missing_part_and_a_flipped_byte_are_named_in_one_message(scene: Scene
 
 @pytest.mark.parametrize("place", ["code", pytest.param("data", marks=pytest.mark.slow)])
 def test_a_disk_that_fills_up_during_sync_is_named(scene: Scene, place: str) -> None:
-    """Either the code passes preflight but does not fit, because each file uses whole pages, or the parts do not
-    fit."""
+    # Either the code passes preflight but does not fit, because each file uses whole pages, or the parts do not fit.
     sizes = [file.stat().st_size for file in code_files()]
     in_pages = sum(-(-size // 4096) * 4096 for size in sizes)
     size = f"{int(1.15 * sum(sizes)) if place == 'code' else in_pages + sum(sizes) // 2}"
@@ -63,8 +61,8 @@ def test_a_disk_that_fills_up_during_sync_is_named(scene: Scene, place: str) -> 
 
 @pytest.mark.slow
 def test_a_full_disk_does_not_hide_the_first_cause(scene: Scene) -> None:
-    """A rank is killed on a node whose disk is full: the report still names this rank as the first cause. test_faults
-    has a full disk that is itself the cause."""
+    # A rank is killed on a node whose disk is full: the report still names this rank as the first cause. test_faults
+    # has a full disk that is itself the cause.
     host = scene.cluster.hosts[1]
     host.run(["mount", "-t", "tmpfs", "-o", "size=4m", "tmpfs", WORKDIR])
     try:
@@ -149,8 +147,10 @@ def outcomes(done: Launched) -> list[dict]:
 
 
 def accounted_for(done: Launched, head: str) -> None:
-    """Assert that the report counts the other six processes of the run: its first line ``head`` those that failed
-    afterwards, a line below it those that were stopped."""
+    """Assert that the report accounts for the other six processes of the run.
+
+    The first line ``head`` counts follow-up errors; a further line counts the processes that were stopped.
+    """
     others = [each for each in outcomes(done) if each != done.result["first_failure"]]
     assert sorted(each["name"] for each in others if each["name"] == "server") == ["server"] * 3
     assert len(others) == 6, "three more ranks and three servers"
@@ -206,7 +206,7 @@ def test_a_signal_to_the_launcher_ends_every_node(scene: Scene, signum: int) -> 
 
 
 def test_a_run_id_in_use_on_nodes_is_refused_and_the_other_run_continues(scene: Scene) -> None:
-    """The run id is in use: node1 has a tmux session of that name, node2 a run folder."""
+    # The run id is in use: node1 has a tmux session of that name, node2 a run folder.
     live, ended = scene.cluster.hosts[1:]
     live.run(["tmux", "new-session", "-d", "-s", "gnnfleet-mine-node1", "sleep 60"])
     ended.run(["mkdir", "-p", f"{WORKDIR}/runs/mine/node2"])
@@ -239,8 +239,8 @@ def test_a_closed_tmux_session_is_the_cause_not_the_ranks_that_lost_peers(scene:
 @pytest.mark.slow
 @pytest.mark.parametrize(("name", "command"), [("rank3", "-m trainer train"), ("server", "-m trainer serve")])
 def test_killing_a_process_of_the_bundled_trainer_leads_the_report(scene: Scene, name: str, command: str) -> None:
-    """The other ranks fail as well when a rank or graph server is killed, some of them before the supervisor notices
-    that the killed process has ended."""
+    # The other ranks fail as well when a rank or graph server is killed, some of them before the supervisor notices
+    # that the killed process has ended.
     scene.train = {"epochs": 5000}
     running = scene.running().await_line("epoch 3/5000")
     scene.cluster.hosts[2].kill(scene.processes(2, command)[0].pid)

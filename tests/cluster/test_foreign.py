@@ -110,7 +110,7 @@ def on_these_hosts(cluster: NetCluster, text: str, graph: Path) -> str:
 
 @pytest.mark.slow  # tests/launcher/test_foreign.py tests its plan
 def test_a_graphlearn_torch_yaml_launches_unchanged(cluster: NetCluster, tmp_path: Path, graph: Path) -> None:
-    """The file asks for four GPUs per node; the hosts have none, so the command line overrides this."""
+    # The file asks for four GPUs per node; the hosts have none, so the command line overrides this.
     config = tmp_path / "dist_train_sage_sup_config.yml"
     config.write_text(on_these_hosts(cluster, GLT, graph))
     words = "--epochs 2 --batch_size 64 --master_addr 0.0.0.0 --master_port 11345 --set nodes.*.devices=[]"

@@ -14,8 +14,8 @@ from terminal import Terminal
 
 @pytest.mark.slow
 def test_init_probes_hosts_and_its_file_passes_check(make_cluster, tmp_path) -> None:
-    """``gnnfleet init`` finds the virtual environment of each host, saves host keys after the user confirms them, and
-    asks for a password if a host accepts no key. It leaves out an unreachable host and says why."""
+    # `gnnfleet init` finds the virtual environment of each host, saves host keys after the user confirms them, and asks
+    # for a password if a host accepts no key. It leaves out an unreachable host and says why.
     cluster: NetCluster = make_cluster(2, password=True)
     for host in cluster.hosts:
         host.run(["ln", "-s", sys.prefix, f"{host.home}/gnnfleet-venv"])

@@ -56,7 +56,7 @@ def bytes_sent(run_dir: Path) -> dict[int, int]:
 def test_parts_in_a_shared_folder_are_verified_in_place(
     cluster: NetCluster, tmp_path: Path, local_runs: dict[str, Launched]
 ) -> None:
-    """Here all parts are in place; tests/cluster/test_failures.py has missing and damaged parts."""
+    # Here all parts are in place; tests/cluster/test_failures.py has missing and damaged parts.
     assert cluster.shared_folder is not None
     parts = cluster.shared_folder / "parts"
     shutil.copytree(local_runs["two"].folder / "parts", parts)
@@ -77,8 +77,8 @@ def test_parts_in_a_shared_folder_are_verified_in_place(
 def test_the_real_graph_reaches_the_reference_accuracy(
     cluster: NetCluster, tmp_path: Path, local_workdirs: Path
 ) -> None:
-    """Train twenty epochs with a global batch of 1024 and fanouts 15, 10, 5: the test accuracy is at least 0.77, and
-    the losses of the first epoch equal those of one process."""
+    # Train twenty epochs with a global batch of 1024 and fanouts 15, 10, 5: the test accuracy is at least 0.77, and the
+    # losses of the first epoch equal those of one process.
     train = {"hidden": 256, "fanouts": [15, 10, 5], "batch_size": 1024, "epochs": 20, "lr": 0.004, "dropout": 0.3}
     data = {"dataset": "file", "source": str(SHARED_DATA), "options": {}}
     done = launch(

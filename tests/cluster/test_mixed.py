@@ -99,8 +99,8 @@ def nodes_of(cluster: NetCluster) -> list[dict]:
 
 @pytest.mark.slow
 def test_unlike_machines_work_together_in_one_run(mixed: NetCluster, agent: str, tmp_path: Path) -> None:
-    """The four nodes have 1, 2, 3 and 1 processes; two of them are on one host, and one is behind a jump host. Their
-    hosts accept a password, a key file or a key of the agent, and use a conda prefix or a venv."""
+    # The four nodes have 1, 2, 3 and 1 processes; two of them are on one host, and one is behind a jump host. Their
+    # hosts accept a password, a key file or a key of the agent, and use a conda prefix or a venv.
     home = operator_home(mixed, tmp_path)
     (tmp_path / "sum.py").write_text(SUM)
     data = {"options": {"num_nodes": 500, "num_features": 4}}

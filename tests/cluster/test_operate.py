@@ -41,7 +41,7 @@ LONGER = [pytest.param(stage, marks=pytest.mark.slow) for stage in ("connect", "
 
 @pytest.mark.parametrize("stage", ["train", *LONGER])
 def test_launcher_killed_at_any_stage(cluster: NetCluster, config: Path, tmp_path: Path, stage: str) -> None:
-    """``gnnfleet status`` in another folder is correct, and ``gnnfleet stop`` leaves no process behind."""
+    # `gnnfleet status` in another folder is correct, and `gnnfleet stop` leaves no process behind.
     operator = Operator(cluster, tmp_path / "home")
     script = "quick.py" if stage == "collect" else "steps.py"
     at = killed_at(stage, Running(config, "--", "python", script, env=operator.env))

@@ -104,8 +104,8 @@ def test_preflight_names_the_nodes_and_what_to_do(name: str, scene: Scene) -> No
 
 
 def test_an_unknown_host_key_is_shown_whole(scene: Scene) -> None:
-    """The message contains the whole fingerprint of each host key, even on a narrow terminal, so that users can compare
-    it."""
+    # The message contains the whole fingerprint of each host key, even on a narrow terminal, so that users can compare
+    # it.
     home = scene.own_home(hosts_known=False)
     scene.give_keys(0, 1, 2)
     scene.env["COLUMNS"] = "80"

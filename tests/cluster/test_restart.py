@@ -23,7 +23,7 @@ import hashlib, json, os, pathlib, sys, time, torch, torch.distributed as dist
 dist.init_process_group("gloo")
 rank, run = dist.get_rank(), pathlib.Path(os.environ["GNNFLEET_RUN_DIR"])
 resume = os.environ.get("GNNFLEET_RESUME")
-begin = torch.tensor([int(pathlib.Path(resume).read_text()) if resume and rank == 0 else 0])
+begin = torch.tensor([int(pathlib.Path(resume).read_bytes()[:-73]) if resume and rank == 0 else 0])
 dist.broadcast(begin, 0)
 step, loss = int(begin), 0.0
 print("begins at", step, "of", dist.get_world_size(), flush=True)
@@ -38,11 +38,8 @@ while True:
         print(json.dumps({**line, "loss": float(go[1]) / dist.get_world_size()}), file=file)
     if os.environ["LOCAL_RANK"] == "0":
         data = str(step).encode()
-        (run / f"checkpoints/s{step}.pt").write_bytes(data)
-        entry = {"file": f"s{step}.pt", "epoch": 0, "step": step, "bytes": len(data), "t": time.time()}
-        index = {"checkpoints": [{**entry, "sha256": hashlib.sha256(data).hexdigest()}]}
-        (run / "checkpoints/.index").write_text(json.dumps(index))
-        (run / "checkpoints/.index").replace(run / "checkpoints/index.json")
+        comment = b"sha256:" + hashlib.sha256(data).hexdigest().encode()
+        (run / f"checkpoints/epoch-0000-step-{step:06d}.pt").write_bytes(data + b"G\\0" + comment)
     time.sleep(0.05)
 dist.barrier()
 dist.destroy_process_group()

@@ -39,7 +39,7 @@ def stage(hosts: Stage) -> Iterator[Stage]:
 def test_a_killed_server_is_restarted_and_no_seed_is_lost(
     five_hosts: NetCluster, tmp_path: Path, local_runs: dict[str, Launched]
 ) -> None:
-    """The losses of two clients with one process each equal those of one process with one part."""
+    # The losses of two clients with one process each equal those of one process with one part.
     stage = Stage(five_hosts, tmp_path, [local_runs["one"].step_losses(epoch) for epoch in (1, 2)], procs=(1, 1))
     try:
         run = stage.run(pause=0.3, train=launching.TRAIN).await_step(1, 2)
@@ -113,11 +113,8 @@ def test_a_server_whose_host_is_powered_off(stage: Stage, replicas: int) -> None
 
 @pytest.mark.slow
 def test_clients_wait_for_a_suspended_server_as_long_as_configured(stage: Stage) -> None:
-    """A suspended server is not restarted, because its process lives. Clients notice after 30 s that it does not
-    answer.
-
-    The first failure in the report is a rank that waited for the server; the output of this rank names the server.
-    """
+    # A suspended server is not restarted, because its process lives. Clients notice after 30 s that it does not answer.
+    # The first failure in the report is a rank that waited for the server; the output of this rank names the server.
     run = stage.run(server_wait=8).await_step(1, 5)
     run.stop_server(1)
     stopped = time.time()
@@ -143,7 +140,7 @@ def test_with_replicas_the_other_server_replaces_a_suspended_one(stage: Stage) -
 
 @pytest.mark.slow
 def test_a_power_off_of_the_only_clients_host_ends_the_run_with_a_report(stage: Stage) -> None:
-    """The run continues if any single server is lost, but must end if the host of its only client is lost."""
+    # The run continues if any single server is lost, but must end if the host of its only client is lost.
     host, run = stage.cluster.hosts[2], replace(stage, procs=(2,), serial=100).run(replicas=2).await_step(1, 5)
     try:
         host.power_cut()
@@ -260,8 +257,8 @@ def test_a_server_behind_ten_megabits_only_slows_the_run(stage: Stage) -> None:
 
 @pytest.mark.slow
 def test_a_server_and_two_clients_lost_one_after_the_other(stage: Stage) -> None:
-    """The host of a server is powered off. One client is killed while the other clients still search for the parts of
-    that server, another client later, during evaluation."""
+    # The host of a server is powered off. One client is killed while the other clients still search for the parts of
+    # that server, another client later, during evaluation.
     host, run = stage.cluster.hosts[1], stage.run(replicas=2, on_client_loss="go-on").await_step(1, 10)
     try:
         host.power_cut()
@@ -283,7 +280,7 @@ def test_a_server_and_two_clients_lost_one_after_the_other(stage: Stage) -> None
 @pytest.mark.skipif(not SHARED_DATA.is_dir(), reason="the debian graph is not beside the repository")
 @pytest.mark.timeout(1800)
 def test_the_loss_curve_on_the_real_graph_equals_one_process(stage: Stage, local_workdirs) -> None:
-    """Train two epochs, once without faults and once with a server that is killed in the second epoch."""
+    # Train two epochs, once without faults and once with a server that is killed in the second epoch.
     data = {"dataset": "file", "source": str(SHARED_DATA), "options": {}}
     train = {"hidden": 64, "fanouts": [15, 10, 5], "batch_size": 1024, "epochs": 2, "lr": 0.004}
     curves = curves_of_one_process(stage.folder / "real-alone", local_workdirs, data, train)

@@ -54,8 +54,8 @@ def gather_wide(client: HostClient, rows: int) -> float:
 
 
 def test_large_answers_over_ten_megabits_arrive_at_the_first_attempt(host: Host) -> None:
-    """One answer of 30 MB, and then 24 answers at once, take longer than the deadline. They arrive all the same,
-    because the deadline limits the time without any data, not the whole time."""
+    # One answer of 30 MB, and then 24 answers at once, take longer than the deadline. They arrive all the same, because
+    # the deadline limits the time without any data, not the whole time.
     client = client_of(host, deadline=8)
     host.slow_link("10mbit")
     assert gather_wide(client, 7500) > 20

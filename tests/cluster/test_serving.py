@@ -70,8 +70,8 @@ def test_a_run_attaches_by_name_and_leaves_no_key(toy: ServingHosts, curve: list
 def test_killing_one_of_two_runs_does_not_disturb_the_other(
     cluster: NetCluster, toy: ServingHosts, curve: list[float], tmp_path: Path
 ) -> None:
-    """The second run is launched by a user who has no record of the serving cluster; gnnfleet finds the cluster by
-    asking the hosts of the config file."""
+    # The second run is launched by a user who has no record of the serving cluster; gnnfleet finds the cluster by
+    # asking the hosts of the config file.
     serves = [toy.supervisor(k) for k in SERVERS]
     elsewhere = ServingHosts(cluster, tmp_path / "elsewhere")
     victim = toy.start("victim", (CLIENTS[0],), LONG).await_line("epoch 1/", 120)
@@ -92,7 +92,7 @@ def test_killing_one_of_two_runs_does_not_disturb_the_other(
 def test_a_run_continues_after_losing_all_its_first_servers(
     cluster: NetCluster, toy: ServingHosts, curve: list[float]
 ) -> None:
-    """One of two servers is lost and restored, a third server joins, then the first two servers are lost at once."""
+    # One of two servers is lost and restored, a third server joins, then the first two servers are lost at once.
     first, second = (cluster.hosts[k] for k in SERVERS)
     run = toy.start("endures", CLIENTS, LONG).await_line("epoch 2/", 120)
     first.power_cut()
@@ -133,7 +133,6 @@ def epochs(run: Running) -> int:
 
 
 def test_the_status_in_a_terminal(toy: ServingHosts, curve: list[float]) -> None:
-    """In a terminal of 120 columns, each server has its own line, and no line is longer than the terminal is wide."""
     with Terminal("serve", "status", NAME, cwd=toy.folder, env=toy.operator.env, columns=120) as terminal:
         status, lines = terminal.end(60), terminal.shown.splitlines()
     assert status == 0
@@ -146,8 +145,8 @@ def test_the_status_in_a_terminal(toy: ServingHosts, curve: list[float]) -> None
 
 
 def test_a_notebook_reads_the_graph_and_scores_the_model(toy: ServingHosts, curve: list[float], tmp_path: Path) -> None:
-    """A Python process on a machine outside of the serving cluster reads the graph and evaluates a model; it needs only
-    a key file and the checkpoint."""
+    # A Python process on a machine outside of the serving cluster reads the graph and evaluates a model; it needs only
+    # a key file and the checkpoint.
     done = toy.gnnfleet("serve", "key", NAME, "-o", "ann.key", "--for", "ann")
     assert done.status == 0, done.output
     saved = load_checkpoint(toy.folder / "runs/alone/checkpoints/last.pt")

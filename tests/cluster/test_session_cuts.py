@@ -59,8 +59,10 @@ class Watcher:
         self.cuts += 1
 
     def numbers(self) -> dict[int, list[int]]:
-        """Return for each rank the numbers of its lines that were shown. A rank numbers its lines; its last line has
-        the total number of lines."""
+        """Return the numbers of the lines shown so far, by rank.
+
+        Each rank numbers the lines that it prints; the last line has their total number.
+        """
         shown: dict[int, list[int]] = {}
         for k, number, total in LINE.findall(self.output.read_bytes()):
             shown.setdefault(int(k), []).append(int(number or total))

@@ -134,8 +134,8 @@ def test_a_leased_device_is_refused_with_its_holder_and_start_time(
 def test_only_one_of_two_simultaneous_runs_gets_a_device(
     cluster: NetCluster, operator: Operator, tmp_path: Path, parts: str
 ) -> None:
-    """When both runs pass preflight, neither has leased the device yet; the supervisor on each node gives the lease to
-    one of the runs. A run that did not get the device on every node ends."""
+    # When both runs pass preflight, neither has leased the device yet; the supervisor on each node gives the lease to
+    # one of the runs. A run that did not get the device on every node ends.
     config = config_in(tmp_path / "project", cluster, parts, devices=0)
     both = [started(config, f"racer{number}", operator) for number in (1, 2)]
     deadline = time.monotonic() + 90

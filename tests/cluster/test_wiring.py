@@ -124,7 +124,7 @@ def test_a_node_that_others_cannot_reach(hosts: list[Host]) -> None:
 
 
 def test_the_network_that_all_nodes_share_is_chosen(hosts: list[Host]) -> None:
-    """Node1 and node2 cannot reach each other on the first of two networks, but on the second one."""
+    # Node1 and node2 cannot reach each other on the first of two networks, but on the second one.
     second = [f"172.31.99.{10 + k}" for k in range(4)]
     with ExitStack() as stack:
         for host, address in zip(hosts, second, strict=True):
@@ -137,15 +137,14 @@ def test_the_network_that_all_nodes_share_is_chosen(hosts: list[Host]) -> None:
 
 
 def test_a_name_that_is_loopback_on_its_own_host(hosts: list[Host]) -> None:
-    """On the host itself, its name resolves to 127.0.1.1, as on a fresh Debian; other hosts resolve it to its
-    address."""
+    # On the host itself, its name resolves to 127.0.1.1, as on a fresh Debian; other hosts resolve it to its address.
     report = check(with_node(config_of(hosts), 0, address=hosts[0].name))
     assert blocked(report) == []
     assert (report.facts[0].address, report.facts[0].interface) == (hosts[0].address, "eth0")
 
 
 def test_an_address_behind_nat(hosts: list[Host]) -> None:
-    """The configured address of node1 leads to node1, but belongs to none of its network interfaces."""
+    # The configured address of node1 leads to node1, but belongs to none of its network interfaces.
     outside = "198.51.100.7"
     with ExitStack() as stack:
         stack.enter_context(rules(hosts[1], f"route local {outside} dev lo"))

@@ -40,8 +40,11 @@ class Call:
 
 @dataclass
 class Rule:
-    """The answers to commands for which ``matches(argv as one line, stdin)`` is true. Each call takes the next answer;
-    the last answer is used for all further calls."""
+    """Answers to the commands that ``matches`` accepts.
+
+    ``matches`` is called with the argv, joined by blanks, and the standard input. Each command takes the next answer;
+    the last answer is used for all further commands.
+    """
 
     matches: Callable[[str, bytes], bool]
     answers: list[Answer]
@@ -174,8 +177,11 @@ class FakeTransport(Transport):
 
 
 class FakeTalk(Talk):
-    """The agent on a ``FakeTransport``. It answers calls of node programs with the rules of ``on_program``; an answer
-    with a nonzero exit status ends the agent."""
+    """A connection to the agent on a ``FakeTransport``.
+
+    Calls of node programs are answered by the rules of ``on_program``. An answer with a nonzero exit status ends the
+    agent.
+    """
 
     def __init__(self, node: FakeTransport, command: Command):
         self._node, self._command = node, command
@@ -218,7 +224,8 @@ class FakeTalk(Talk):
 def wire(closed: Callable[[int, int, str, int], str] | None = None) -> Callable[[dict[str, Any]], dict[str, Any]]:
     """Return a function that replies like node/programs/network.py on a healthy node.
 
-    ``closed(source, target, address, port)`` returns the reason why a route is closed, or "" for an open one.
+    ``closed(source, target, address, port)`` returns the reason why node ``source`` cannot connect to ``port`` of node
+    ``target``, or "" if it can.
     """
 
     def reply(request: dict[str, Any]) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""Results of the probe program for healthy nodes, and the findings of preflight for nodes with some other values."""
+"""Test kit for preflight: probe results of healthy nodes, and the findings if some values in the results differ."""
 
 from __future__ import annotations
 
@@ -77,13 +77,16 @@ def gpu(index: int = 0, name: str = "H200", **changes: Any) -> dict[str, Any]:
 
 
 def with_gpus(*gpus: dict[str, Any], cuda: str = "12.6", driver: str = "560.35.03", **more: Any) -> dict[str, Any]:
-    """Return the facts of a probe result that describe the GPUs ``gpus`` and a torch build that supports these GPUs."""
+    """Return the fields of a probe result for a node with the GPUs ``gpus`` and a torch build that supports them."""
     own = versions(torch="2.13.0", cuda=cuda, nccl="2.27.5", **more)
     return {"gpus": list(gpus), "devices": [one["name"] for one in gpus], "driver": driver, **own}
 
 
 def survey_of(config: ClusterConfig, odd: Mapping[int, Mapping[str, Any]], **more: Any) -> Survey:
-    """Return a survey in which all nodes of ``config`` are healthy, except for the facts in ``odd``, by node rank."""
+    """Return a survey of the nodes of ``config``, which are healthy unless ``odd`` changes them.
+
+    ``odd`` maps node ranks to fields that are replaced in the probe result.
+    """
     count = range(len(config.nodes))
     probes = {k: probe_of(k, **odd.get(k, {})) for k in count}
     return Survey(config, probes, more.pop("clock_offsets", dict.fromkeys(count, 0.0)), **more)
@@ -92,8 +95,10 @@ def survey_of(config: ClusterConfig, odd: Mapping[int, Mapping[str, Any]], **mor
 def found(
     count: int, odd: Mapping[int, Mapping[str, Any]] | None = None, *, config: ClusterConfig | None = None, **more: Any
 ) -> list[Finding]:
-    """Return the findings of preflight on ``count`` nodes that are healthy except for the facts in ``odd``, by node
-    rank. Findings of severity "ok" are left out."""
+    """Return the findings of preflight on ``count`` nodes, except findings of severity "ok".
+
+    The nodes are healthy, but ``odd`` maps node ranks to fields that are replaced in the probe result.
+    """
     survey = survey_of(config or cluster(count), odd or {}, **more)
     return [finding for finding in all_findings(survey) if finding.severity != "ok"]
 

@@ -15,7 +15,7 @@ GOLDEN = Path(__file__).parent / "golden"
 def check_text(path: Path, text: str) -> None:
     """Assert that ``text`` equals the golden file ``path``; otherwise fail with a unified diff.
 
-    With UPDATE_GOLDEN=1, write ``text`` to the file first; read what changed before committing the file.
+    With UPDATE_GOLDEN=1, first write ``text`` to the file.
     """
     if os.environ.get("UPDATE_GOLDEN"):
         path.write_text(text, encoding="utf-8")
@@ -30,10 +30,10 @@ def check_messages(module: str, messages: Iterable[tuple[str, str]]) -> None:
 
 
 def check_lines(module: str, messages: Mapping[str, str]) -> None:
-    """Assert that the text of each situation in ``messages`` has all lines of its block in
-    golden/messages_<module>.txt.
+    """Assert that each text has all lines of its block in golden/messages_<module>.txt.
 
-    The text may have more lines, in any order, because with several threads or processes this depends on timing.
+    ``messages`` maps the title of each block to a text. Further lines and any order of lines are allowed, because both
+    depend on the timing of threads and processes.
     """
     path = GOLDEN / f"messages_{module}.txt"
     if os.environ.get("UPDATE_GOLDEN"):

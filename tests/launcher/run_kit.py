@@ -30,8 +30,10 @@ def make_parts(folder: Path, num_parts: int = 2, size: int = 50_000) -> Path:
 
 
 def part_files(folder: Path, node_rank: int, dest: str) -> list[PlannedFile]:
-    """Return the planned files that copy from a folder of ``make_parts`` what node ``node_rank`` needs: the part of
-    that number, the shared files and the manifest."""
+    """Return the files that a plan copies to node ``node_rank`` from a folder made by ``make_parts``.
+
+    These are the part whose number is ``node_rank``, the shared files and the manifest.
+    """
     tops = (f"part{node_rank}", "shared", "manifest.json")
     names = [path.relative_to(folder).as_posix() for path in sorted(folder.rglob("*")) if path.is_file()]
     return [copied(f"{dest}/{name}", folder / name) for name in names if name.split("/")[0] in tops]

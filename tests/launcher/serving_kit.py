@@ -61,7 +61,7 @@ class ServingKit:
         return self._write(f"{name}.yml", {"name": name, "nodes": nodes, "data": data, **sections})
 
     def training(self, name: str, serving: str, clients: int = 2, **sections: Any) -> Path:
-        """Write the cluster file of a run that attaches to the serving cluster of the name ``serving``."""
+        """Write the cluster file of a run that attaches to the serving cluster ``serving``."""
         nodes = [self._node(f"node{k}") for k in range(clients)]
         train = TRAIN | sections.pop("train", {})
         return self._write(f"{name}.yml", {"name": name, "nodes": nodes, "data": {"serving": serving}, "train": train})

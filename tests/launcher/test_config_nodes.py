@@ -56,8 +56,10 @@ def nodes(tmp_path: Path) -> tuple[NodePlan, ...]:
 
 
 def ran(command: Command) -> tuple[list[str], dict[str, str]]:
-    """Run a command of a plan in bash, with a stub as its Python. Return ``[path, working folder, arguments]`` as the
-    stub printed them, and the environment of the stub."""
+    """Run a command of a plan in bash, with a stub as its Python; return what the stub reports.
+
+    The result is ``[path, working folder, arguments]`` and the environment of the stub.
+    """
     Path(command.cwd).mkdir(parents=True, exist_ok=True)
     done = subprocess.run(
         ["env", "-i", "PATH=/usr/bin:/bin", "bash", "-c", render(command)], capture_output=True, text=True
@@ -120,7 +122,6 @@ def test_each_node_has_its_own_login_key_and_password(tmp_path: Path) -> None:
 
 
 def test_each_node_leases_its_own_devices_and_port(nodes: tuple[NodePlan, ...]) -> None:
-    """node.json of each node lists the devices and the service port of that node as leases to take."""
     specs = [next(file for file in node.files if file.dest.endswith("/node.json")) for node in nodes]
     leases = [json.loads(spec.content.reveal())["leases"] for spec in specs]  # type: ignore[attr-defined]
     assert [[one for one in taken if one.startswith("cuda")] for taken in leases] == [

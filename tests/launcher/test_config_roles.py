@@ -113,8 +113,7 @@ def test_a_role_may_be_a_default(tmp_path: Path) -> None:
 
 
 def test_a_config_of_a_serving_cluster_also_works_for_its_runs(tmp_path: Path) -> None:
-    """With ``data.serving``, a run ignores ``num_parts``, ``replicas`` and ``folder``, which only ``gnnfleet serve``
-    uses."""
+    # With `data.serving`, a run ignores `num_parts`, `replicas` and `folder`, which only `gnnfleet serve` uses.
     text = SERVERS + "data: {dataset: synthetic, num_parts: 4, replicas: 2, folder: p}\n"
     config = load(tmp_path, text, ["data.serving=products"])
     run = resolve_run(config)

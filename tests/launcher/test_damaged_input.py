@@ -145,8 +145,7 @@ def test_the_length_of_a_line_is_limited(monkeypatch: pytest.MonkeyPatch) -> Non
 
 
 def test_the_output_of_a_command_is_limited(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A command that prints too much on standard output is an error; of too much standard error, only the end is
-    kept."""
+    # A command that prints too much on standard output is an error; of too much standard error, only the end is kept.
     monkeypatch.setattr(process, "MAX_LINE", 1 << 20)
     with pytest.raises(TransportError, match="a command printed more than 1 MiB"):
         LocalTransport().run(Command(("yes",)), timeout=60)

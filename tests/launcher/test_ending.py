@@ -44,8 +44,8 @@ def report(*results: dict[str, Any], nodes: int = 2, offsets: dict[int, float] |
 
 
 def test_the_first_failure_is_found_although_clocks_differ_by_minutes() -> None:
-    """By the clocks of the nodes, node 1 failed 298 s after node 0. The clock of node 1 is 300 s ahead, so in truth it
-    failed 2 s before node 0."""
+    # By the clocks of the nodes, node 1 failed 298 s after node 0. The clock of node 1 is 300 s ahead, so in truth it
+    # failed 2 s before node 0.
     zero = result(0, "failed", failed(0, 102.0), clock_offset=0.0)
     one = result(1, "failed", failed(1, 400.0, returncode=5), clock_offset=300.0)
     made = report(zero, one, offsets={0: 60.0, 1: 7.0})
@@ -70,8 +70,8 @@ def test_a_node_that_node_0_lost_is_the_first_failure() -> None:
 
 
 def test_unreachable_hosts_are_named_in_the_syntax_of_exclude() -> None:
-    """The report names lost hosts as ``--exclude`` accepts them: by host name if all nodes of the host are lost, else
-    by the login of the lost node. It names none if all nodes are lost."""
+    # The report names lost hosts as `--exclude` accepts them: by host name if all nodes of the host are lost, else by
+    # the login of the lost node. It names none if all nodes are lost.
     places = [(None, "gnn1", None), ("al", "gnn2", 22), ("al", "gnn3", 22), ("bo", "gnn3", 23), ("al", "fe80::1", 22)]
 
     def excluded(*unreachable: int) -> tuple[str, ...]:
@@ -95,7 +95,7 @@ def test_a_lost_supervisor_has_the_nodes_reason_and_the_peers_time() -> None:
 
 
 def test_a_network_cut_between_two_nodes_blames_the_one_that_node_0_lost() -> None:
-    """The results of both nodes have arrived, and each says that the other node was lost."""
+    # The results of both nodes have arrived, and each says that the other node was lost.
     zero = result(0, "stopped", stopped(0, 99.0), lost={"1": {"since": 91.0, "why": "no sign of life for 6 s"}})
     one = result(1, "stopped", stopped(1, 98.0), lost={"0": {"since": 90.0, "why": "no contact with node0 for 6 s"}})
     made = report(zero, one)
@@ -104,8 +104,8 @@ def test_a_network_cut_between_two_nodes_blames_the_one_that_node_0_lost() -> No
 
 
 def test_node_0_is_the_lost_node_when_all_others_lost_it() -> None:
-    """The network of node 0 was down for a while, so that node 0 and the other nodes lost each other; later the results
-    of all nodes arrived."""
+    # The network of node 0 was down for a while, so that node 0 and the other nodes lost each other; later the results
+    # of all nodes arrived.
     gone = {"since": 91.0, "why": "no sign of life for 6 s"}
     zero = result(0, "failed", stopped(0, 99.0), lost={"1": gone, "2": gone})
     others = [result(k, "failed", stopped(k, 98.0), lost={"0": gone}) for k in (1, 2)]
@@ -148,7 +148,7 @@ def test_ctrl_c_is_an_interruption_even_when_ranks_failed() -> None:
 
 
 def test_an_unreachable_node_is_done_when_node_0_is() -> None:
-    """If node 0 succeeded, all other nodes have succeeded before, even a node that the launcher cannot reach."""
+    # If node 0 succeeded, all other nodes have succeeded before, even a node that the launcher cannot reach.
     unreachable = Lost("no contact for 70 s", 160.0, out_of_reach=True)
     assert report(result(0, "done", record(0, 9.0)), lost={1: unreachable}).state == "done"
     assert report(result(1, "done", record(1, 9.0)), lost={0: unreachable}).state == "failed"
@@ -174,8 +174,7 @@ def test_a_node_that_failed_before_its_processes_started_gives_the_reason() -> N
 
 
 def without(k: int, how: str = "lost") -> dict[str, Any]:
-    """Return the record in the result of the hub that node ``k`` was lost and that the run continued without this
-    node."""
+    """Return the part of the hub's result which records that node ``k`` was lost and the run continued without it."""
     text = f"server node{k} (local) was lost at 12:00:00 UTC: part 0 is served by node1 (local)"
     loss = {"since": 50.0, "t": 50.0, "why": "no sign of life", "how": how, "kind": "server-lost", "text": text}
     return {"gone": {str(k): loss}}
@@ -201,14 +200,14 @@ def test_the_failure_that_ended_the_run_comes_before_an_earlier_loss() -> None:
 
 
 def test_a_loss_that_made_other_ranks_fail_is_the_first_failure() -> None:
-    """The run tried to continue without rank 1, which had failed, but rank 0 then failed because of this loss."""
+    # The run tried to continue without rank 1, which had failed, but rank 0 then failed because of this loss.
     hub = result(0, "failed", failed(0, 51.0, tail=["Connection closed by peer"]), **without(1, "failure"))
     made = report(hub, result(1, "failed", failed(1, 50.0, returncode=7)))
     assert made.first_failure is not None and made.first_failure.rank == 1
 
 
 def test_the_hub_may_be_any_node() -> None:
-    """Clock offsets and lost nodes are read from the result of the lead node, here node 1."""
+    # Clock offsets and lost nodes are read from the result of the lead node, here node 1.
     plan = replace(make_launch([make_node(Path("/w"), k, []) for k in range(2)]), lead=1)
     lost = {"0": {"since": 90.0, "why": "no sign of life for 6 s"}}
     followed = Followed({1: result(1, "failed", stopped(1, 95.0), lost=lost, clock_offset=0.0)})
@@ -232,8 +231,7 @@ def test_a_serving_cluster_that_was_stopped_is_done() -> None:
 
 @pytest.mark.parametrize("how", ["failed", "lost"])
 def test_parts_without_a_holder_are_named(how: str) -> None:
-    """Server node1, which held part 1, was lost first. Then server node2, which holds parts 0 and 1, fails or is
-    lost."""
+    # Server node1, which held part 1, was lost first. Then server node2, which holds parts 0 and 1, fails or is lost.
     held: list[tuple[int, ...]] = [(), (1,), (0, 1)]
     nodes = [replace(make_node(Path("/w"), k, []), role="server" if k else "client", parts=held[k]) for k in range(3)]
     own = failed(2, 90.0, returncode=137, signal="SIGKILL", note="ended") | {"name": "server", "rank": None}

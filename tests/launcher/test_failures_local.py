@@ -93,7 +93,7 @@ def made(tmp_path: Path, parts: Path) -> Path:
 
 @pytest.fixture(scope="module")
 def parts(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Return a folder of parts, which a launch with the user command ``false`` has made."""
+    """Return a folder of parts that were created by a launch whose user command (``false``) failed."""
     folder = tmp_path_factory.mktemp("made")
     launch(local_config(folder, [1, 1]), "--", "false", env={**os.environ, "TMUX_TMPDIR": str(folder)})
     assert (folder / "parts/manifest.json").is_file()
@@ -130,7 +130,7 @@ def test_a_flipped_byte_in_a_part_is_found_before_it_is_used(made: Path, parts: 
 
 
 def test_ctrl_c_in_a_terminal_ends_everything_at_once(made: Path) -> None:
-    """Ctrl-C in a terminal sends SIGINT to the whole process group of launch.py, not to launch.py alone."""
+    # Ctrl-C in a terminal sends SIGINT to the whole process group of launch.py, not to launch.py alone.
     running = Running(made, "--", "python", "waits.py", own_group=True).await_line("here is rank 0")
     before = time.monotonic()
     os.killpg(running.process.pid, signal.SIGINT)
@@ -142,7 +142,7 @@ def test_ctrl_c_in_a_terminal_ends_everything_at_once(made: Path) -> None:
 
 
 def test_a_closed_terminal_detaches_the_run(made: Path) -> None:
-    """Closing the terminal sends SIGHUP to launch.py and closes its output; the run continues on the nodes."""
+    # Closing the terminal sends SIGHUP to launch.py and closes its output; the run continues on the nodes.
     terminal, side = pty.openpty()
     command = [sys.executable, str(REPOSITORY / "launch.py"), "--config", str(made), "--", "python", "waits.py"]
     process = subprocess.Popen(
@@ -171,14 +171,14 @@ def stop_by_hand(folder: Path) -> None:
 
 
 def _take_terminal() -> None:
-    """Make stdin the controlling terminal, and restore the default of SIGHUP, which nohup ignores."""
+    """Make stdin the controlling terminal, and restore the default action of SIGHUP, which nohup sets to ignored."""
     fcntl.ioctl(0, termios.TIOCSCTTY, 0)
     signal.signal(signal.SIGHUP, signal.SIG_DFL)
 
 
 @pytest.mark.slow
 def test_a_closed_output_pipe_stops_the_run(made: Path) -> None:
-    """The reader of the output ends before launch.py does, as in ``launch.py … | head``."""
+    # The reader of the output ends before launch.py does, as in `launch.py … | head`.
     process = start(made, "--", "python", "waits.py", "talks")
     assert process.stdout is not None
     while "here is rank 0" not in process.stdout.readline():

@@ -208,8 +208,8 @@ def test_every_command_accepts_filters(config: Path, capsys: pytest.CaptureFixtu
 
 
 def test_totals_over_nodes_are_checked_after_filtering(config: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """num_parts and batch_size in the cluster.yml are too small for all eight nodes, but not for the five nodes that
-    ``--include`` chooses."""
+    # num_parts and batch_size in the cluster.yml are too small for all eight nodes, but not for the five nodes that
+    # `--include` chooses.
     assert main.run(["plan", "-c", str(config)]) == 2
     output = capsys.readouterr().err
     assert "cluster.yml:4: fewer parts than nodes: data.num_parts is 5" in output and "global batch is 6" in output

@@ -71,8 +71,8 @@ def test_harmless_differences_are_listed_but_do_not_block() -> None:
 
 
 def test_one_command_repairs_all_packages_of_a_host() -> None:
-    """The command installs the same builds of packages as on nodes of the same kind; it does not change packages whose
-    other version does no harm."""
+    # The command installs the same builds of packages as on nodes of the same kind; it does not change packages whose
+    # other version does no harm.
     odd = {"python": "/e/bin/python", **versions(torch="", numba="0.60", numpy="2.4.5", msgspec="")}
     finding = the_one(3, {2: odd})
     assert finding.message.startswith("torch, msgspec not installed for /e/bin/python; numba 0.60, but 0.68.1 on")
@@ -81,10 +81,8 @@ def test_one_command_repairs_all_packages_of_a_host() -> None:
 
 
 def test_no_packages_are_installed_into_a_system_python(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A system Python may refuse pip (PEP 668), so the remedy is a venv with the versions of the other nodes.
-
-    If no node has torch, the versions are those of the launching machine.
-    """
+    # A system Python may refuse pip (PEP 668), so the remedy is a venv with the versions of the other nodes. If no node
+    # has torch, the versions are those of the launching machine.
     monkeypatch.setattr(
         "launcher.preflight.check_packages._own", lambda: {**VERSIONS, "torch": "2.12.1", "cuda": "12.6"}
     )

@@ -62,8 +62,7 @@ def test_an_error_while_a_node_is_stopped_is_reported(tmp_path: Path, monkeypatc
 
 
 def test_a_lost_connection_stops_no_node_while_another_is_connected(tmp_path: Path) -> None:
-    """The connection to node 0 is lost for longer than ``lost_after``, but the launcher is still connected to node
-    1."""
+    # The connection to node 0 is lost for longer than `lost_after`, but the launcher is still connected to node 1.
     unreachable, other = FakeNode(0), FakeNode(1)
     unreachable.fail = ConnectionLost("no route", host="host0")
     other.scripts = [
@@ -118,7 +117,7 @@ def test_a_node_that_reconnects_after_the_others_ended_delivers_its_result(tmp_p
 
 
 def test_a_failure_is_logged_and_left_to_the_supervisors(tmp_path: Path) -> None:
-    """After the failure, the supervisors stop all nodes themselves; until then the launcher sends no stop request."""
+    # After the failure, the supervisors stop all nodes themselves; until then the launcher sends no stop request.
     gone = event("process-exit", name="rank0", rank=0, failed=True, returncode=1)
     failing = FakeNode(0, [gone, ended(0, "failed", failed=True, returncode=1)])
     scene = Scene(tmp_path, failing, FakeNode(1, [ended(1, "stopped", stopped=True)]))
@@ -175,7 +174,7 @@ def test_a_connection_lost_while_a_node_starts_does_not_fail_the_start(tmp_path:
 def test_the_wait_for_a_host_lost_during_its_start_is_shorter_than_start_timeout(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A host stops answering while its node starts. The launcher closes the connection and cannot connect again."""
+    # A host stops answering while its node starts. The launcher closes the connection and cannot connect again.
     monkeypatch.setattr(node_stream, "SILENCE", 0.3)
     monkeypatch.setattr(node_stream, "START_PATIENCE", 0.5)
     lost, other, closed = FakeNode(0), FakeNode(1), threading.Event()
@@ -198,8 +197,8 @@ def test_the_wait_for_a_host_lost_during_its_start_is_shorter_than_start_timeout
 
 
 def test_the_wait_for_two_of_three_lost_hosts_is_short(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The hosts of nodes 0 and 2 are lost. Node 1 is connected to the lead node 0 only, so it can report the loss of
-    node 0 but not that of node 2."""
+    # The hosts of nodes 0 and 2 are lost. Node 1 is connected to the lead node 0 only, so it can report the loss of
+    # node 0 but not that of node 2.
     monkeypatch.setattr(follow_module, "_LOST_TO_PEERS", 0.3)
     loss = {"lost": {"0": {"since": 1.0, "why": "no sign of life for 6 s"}}}
     scene = Scene(
@@ -282,7 +281,7 @@ def finding(k: int) -> dict[str, Any]:
 
 
 def test_a_failure_of_an_expendable_node_stops_no_other_node(tmp_path: Path) -> None:
-    """If a server fails that the run does not need, no other node is stopped, and the hub records the loss."""
+    # If a server fails that the run does not need, no other node is stopped, and the hub records the loss.
     crash = event("process-exit", 1, name="server", rank=None, failed=True, returncode=1)
     going = threading.Event()
     hub = FakeNode(0, [state(spare=[1, 2]), going, state(spare=[], gone={"1": {}}, findings=[finding(1)])])
@@ -316,8 +315,7 @@ def test_losing_all_connections_after_an_expendable_node_ended_detaches(tmp_path
 
 @pytest.mark.parametrize("more", [{"lost": {"0": {"since": 1.0, "why": "no sign of life for 6 s"}}}, {"cause": CAUSE}])
 def test_an_unreachable_lead_node_is_lost_once_other_nodes_report_the_end(tmp_path: Path, more: Any) -> None:
-    """For example, the host of the only client is lost, and all other nodes are servers that the run could do
-    without."""
+    # For example, the host of the only client is lost, and all other nodes are servers that the run could do without.
     lead = FakeNode(0, [state(spare=[1, 2]), lambda: time.sleep(0.3), BROKEN])
     servers = (FakeNode(k, [state(spare=[1, 2]), lambda: time.sleep(0.5), ended(k, "failed", more)]) for k in (1, 2))
     scene = Scene(tmp_path, lead, *servers, lost_after=0.4)

@@ -1,7 +1,7 @@
 """Tests of reading files of other launchers.
 
-Each folder of golden/foreign has such a file, a command line, and the cluster.yml that ``gnnfleet import`` writes for
-it.
+Each folder of golden/foreign has a file of another launcher, a command line, and the cluster.yml that ``gnnfleet
+import`` writes for that file.
 """
 
 from __future__ import annotations
@@ -37,8 +37,8 @@ def options_of(words: list[str], monkeypatch: pytest.MonkeyPatch) -> LaunchOptio
 def test_import_writes_an_equivalent_config(
     case: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """The cluster.yml that the import writes equals the golden file, and gives the same config as the other launcher's
-    file."""
+    # The cluster.yml that the import writes equals the golden file, and gives the same config as the other launcher's
+    # file.
     monkeypatch.chdir(case)
     words = shlex.split((case / "words").read_text())
     options = options_of(words, monkeypatch)
@@ -189,8 +189,8 @@ def test_nodes_and_dataset_options_change_a_cluster_yml(tmp_path: Path, monkeypa
 
 
 def test_an_environment_option_replaces_all_others(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """``--venv`` or ``--conda`` replaces the settings python, venv and conda of all nodes. A shell may have expanded ~
-    in the path to the local home folder; on each node, the path starts in the home folder of that host."""
+    # `--venv` or `--conda` replaces the settings python, venv and conda of all nodes. A shell may have expanded ~ in
+    # the path to the local home folder; on each node, the path starts in the home folder of that host.
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("HOME", "/home/me")
     Path("cluster.yml").write_text(

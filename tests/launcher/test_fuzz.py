@@ -89,8 +89,7 @@ def test_overrides(tmp_path: Path) -> None:
 
 
 def test_files_of_other_launchers(tmp_path: Path) -> None:
-    """A mutated file of another launcher that can be read gives the same config after it is imported as a
-    cluster.yml."""
+    # A mutated file of another launcher that can be read gives the same config after it is imported as a cluster.yml.
     path, ours = tmp_path / "hosts", tmp_path / "ours" / "c.yml"
     ours.parent.mkdir()
 
@@ -113,7 +112,7 @@ def test_commands_of_other_launchers() -> None:
 
 
 def test_manifests(tmp_path: Path) -> None:
-    """A mutated manifest that is accepted names only files below the folder of the manifest."""
+    # A mutated manifest that is accepted names only files below the folder of the manifest.
     folder = Path(parts_folder(tmp_path, 2).folder)
     path = folder / "manifest.json"
     seed = path.read_text()
@@ -137,7 +136,7 @@ def test_manifests(tmp_path: Path) -> None:
 
 
 def test_a_name_that_no_file_can_have_is_a_dataset(tmp_path: Path) -> None:
-    """Found by fuzzing: a name too long for the file system was an OSError."""
+    # Found by fuzzing: a name too long for the file system raises OSError.
     name = "a" * 3000 + ".pt"
     path = tmp_path / "glt.yml"
     path.write_text(f"nodes: [h]\nports: [22]\nusernames: [u]\ndataset: {name}\n")

@@ -40,8 +40,11 @@ def env(path: str = "~/gnnfleet-venv", key: str = "venv", versions: Mapping[str,
 
 
 def machine(*found: dict[str, Any], shares: tuple[str, ...] = (), one: bool = True, **facts: Any) -> FakeTransport:
-    """Return a fake host on which init finds the Python environments ``found`` and the network file systems ``shares``.
-    ``one`` is whether all hosts see the same files in these file systems."""
+    """Return a fake host for ``gnnfleet init``.
+
+    It has the Python environments ``found`` and the network file systems ``shares``. ``one`` says whether all hosts see
+    the same files in ``shares``.
+    """
     k = next(_serial)
     addresses = [["lo", "127.0.0.1"], ["eth0", f"10.0.0.{k}"]]
     fake = FakeTransport(target="host").on_program("network", wire())
@@ -199,8 +202,8 @@ def test_messages(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytes
 def test_an_unedited_file_is_overwritten(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """If init is run again, e.g. after a host was repaired, it overwrites the file that it wrote, unless the user has
-    edited that file."""
+    # If init is run again, e.g. after a host was repaired, it overwrites the file that it wrote, unless the user has
+    # edited that file.
     monkeypatch.chdir(tmp_path)
     assert init(monkeypatch, "gnn1 gnn2 --yes", machine(python="/usr/bin/python3", versions=BARE), machine()) == 3
     shown = capsys.readouterr().out
@@ -226,8 +229,6 @@ def test_an_excluded_host_is_reported_with_reason_and_remedy(
 
 
 def test_pythons_are_found_in_the_usual_places(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """init finds virtual environments in the home folder and in project folders, and conda environments; it skips
-    broken ones."""
     monkeypatch.setenv("HOME", str(tmp_path))
     (tmp_path / "gnnfleet-venv").symlink_to(sys.prefix)
     for name in ("project/.venv", "broken"):
@@ -251,7 +252,7 @@ def test_pythons_are_found_in_the_usual_places(tmp_path: Path, monkeypatch: pyte
 
 
 def test_questions_at_a_terminal_lead_to_a_file_that_passes_check(tmp_path: Path) -> None:
-    """With empty answers, init writes a config of two local nodes. If the graph does not exist, it asks again."""
+    # With empty answers, init writes a config of two local nodes. If the graph does not exist, it asks again.
     with Terminal("init", cwd=tmp_path, env={**os.environ, "XDG_CACHE_HOME": str(tmp_path)}) as terminal:
         terminal.await_text("Hosts (").type("\n")
         terminal.await_text("Graph (").type("./none.pt\n")

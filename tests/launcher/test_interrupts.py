@@ -79,7 +79,7 @@ def test_a_second_ctrl_c_within_two_seconds_stops_and_a_later_one_asks_again() -
 
 
 class Terminal:
-    """A pseudo terminal: the launcher reads from the end ``far`` what the test writes to the end ``near``."""
+    """A pseudo terminal: the launcher reads from the end ``far`` what a test writes to the end ``near``."""
 
     def __init__(self) -> None:
         self.near, self.far = pty.openpty()
@@ -182,7 +182,7 @@ def test_without_a_terminal_nothing_is_asked(tmp_path: Path, number: int, stops:
 
 
 def test_detaching_waits_until_every_node_has_started(tmp_path: Path) -> None:
-    """The launcher must not end earlier, because nobody else would report that a node never started."""
+    # The launcher must not end earlier, because nobody else would report that a node never started.
     may_start = threading.Event()
     starts = {0: lambda: None, 1: lambda: may_start.wait(5)}
     run = InterruptedRun(tmp_path, "detach", can_ask=False, nodes_up=1, starts=starts).signal(INT)

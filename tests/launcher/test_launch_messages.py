@@ -143,7 +143,7 @@ def signalled(folder: Path, *numbers: int, can_ask: bool = False, keys: str = ""
 
 
 class Typed:
-    """A keyboard on which the user has typed ``keys`` before."""
+    """A fake keyboard: ``pressed`` returns the next key of ``keys``, or an empty string after the last key."""
 
     def __init__(self, keys: str):
         self.keys = list(keys)

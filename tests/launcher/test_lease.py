@@ -161,8 +161,8 @@ def test_a_zombie_holds_nothing(other: Callable[..., Other]) -> None:
 
 
 def test_exactly_one_of_two_concurrent_processes_gets_the_leases() -> None:
-    """In each of 50 rounds, two processes try to take the same leases at the same moment; the process that gets the
-    leases keeps them until both have tried."""
+    # In each of 50 rounds, two processes try to take the same leases at the same moment; the process that gets the
+    # leases keeps them until both have tried.
     for turn in range(50):
         (start, starter), (tell, teller), (end, ender) = os.pipe(), os.pipe(), os.pipe()
         children = []
@@ -232,7 +232,7 @@ def test_a_full_disk_is_reported_and_leaves_nothing_behind(folder: Path, monkeyp
 
 
 def test_a_file_size_limit_is_reported(folder: Path) -> None:
-    """A process that may not write a single byte to files gets an error that names the folder of leases."""
+    # A process that may not write a single byte to files gets an error that names the folder of leases.
     code = (
         "from launcher.node.leases import *; import resource, signal; signal.signal(signal.SIGXFSZ, signal.SIG_IGN)\n"
     )
@@ -316,8 +316,8 @@ def test_a_process_hidden_in_proc_keeps_its_leases(monkeypatch: pytest.MonkeyPat
 
 
 def test_the_module_runs_as_bare_source_without_packages(tmp_path: Path) -> None:
-    """Preflight sends the source of leases.py to Pythons without any packages; this runs it with the Python of the
-    tests, and with Python 3.8 where that is installed."""
+    # Preflight sends the source of leases.py to Pythons without any packages; this runs it with the Python of the
+    # tests, and with Python 3.8 where that is installed.
     take(["cuda:0"], this_process("run-a", 0))
     code = "import sys; space = {'__name__': 'gnnfleet_node'}; exec(sys.stdin.read(), space); print(space['held']())"
     for python in [sys.executable, "python3.8"]:
@@ -332,7 +332,7 @@ def test_the_module_runs_as_bare_source_without_packages(tmp_path: Path) -> None
 
 
 def test_leases_cost_little_time() -> None:
-    """Preflight and every supervisor take and read leases, so taking and reading 20 leases must be cheap."""
+    # Preflight and every supervisor take and read leases, so taking and reading 20 leases must be cheap.
     before = resource.getrusage(resource.RUSAGE_SELF)
     me = this_process("run-a", 0)
     for _ in range(20):

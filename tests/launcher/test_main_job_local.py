@@ -27,8 +27,8 @@ def private_tmux(tmp_path_factory):
 
 
 def test_two_local_nodes_have_the_same_loss_curve_as_one(local_runs: dict[str, Launched]) -> None:
-    """A run with two parts and two processes has the same losses, to 1e-4 relative, as a run with one part and one
-    process, because both draw the same samples."""
+    # A run with two parts and two processes has the same losses, to 1e-4 relative, as a run with one part and one
+    # process, because both draw the same samples.
     one, two = local_runs["one"], local_runs["two"]
     assert one.status == 0, one.output
     assert two.status == 0, two.output
@@ -94,7 +94,6 @@ def own_script_run(tmp_path_factory, local_workdirs, private_tmux):
 
 
 def test_launch_sends_the_files_and_processes_of_the_plan(own_script_run):
-    """On the nodes, every file (content, mode) and process (argv, environment, working directory) is as in the plan."""
     plan, draft = own_script_run
     for node, drafted in zip(plan["nodes"], draft.nodes, strict=True):
         sent = [file for file in drafted.files if file.source or file.secret]

@@ -35,8 +35,7 @@ def loop() -> Iterator[Loop]:
 
 
 def test_a_stalled_disk_does_not_end_the_run(tmp_path: Path) -> None:
-    """On one node, writing state.json blocks, as on a stalled disk; the hub must still receive heartbeats of this
-    node."""
+    # On one node, writing state.json blocks, as on a stalled disk; the hub must still receive heartbeats of this node.
     run = Run(tmp_path, 2)
     try:
         run.start()
@@ -144,8 +143,7 @@ def test_the_tail_of_a_log_shortens_long_lines(tmp_path: Path) -> None:
 
 
 def test_a_process_of_another_user_is_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A user script may have started a process with sudo: it belongs to the run, but the user may not kill it."""
-
+    # A user script may have started a process with sudo: it belongs to the run, but the user may not kill it.
     def refuse(pid: int, number: int) -> None:
         raise PermissionError(errno.EPERM, "Operation not permitted")
 
@@ -160,7 +158,7 @@ def test_a_process_of_another_user_is_left_alone(monkeypatch: pytest.MonkeyPatch
 
 @pytest.mark.cluster
 def test_processes_of_other_users_hidden_by_hidepid() -> None:
-    """If /proc is mounted with hidepid=1, it lists processes of other users but hides their details."""
+    # If /proc is mounted with hidepid=1, it lists processes of other users but hides their details.
     if os.getuid() != 0:
         pytest.skip("needs root, to mount /proc anew")
     code = (

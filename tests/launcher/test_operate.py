@@ -68,8 +68,8 @@ def ended(local_run: LocalRun) -> LocalRun:
 
 
 def test_logs_of_an_ended_run(local_run, capsys) -> None:
-    """``logs`` merges lines of all ranks by time, and filters them by rank, node, number and time, even on a machine
-    that has no run folder of the run."""
+    # `logs` merges lines of all ranks by time, and filters them by rank, node, number and time, even on a machine that
+    # has no run folder of the run.
     ended(local_run.launched("train").start(TALKS))
     status, output = run_cli(capsys, "logs")
     assert status == 0
@@ -95,7 +95,7 @@ def test_logs_of_an_ended_run(local_run, capsys) -> None:
 
 
 def test_logs_of_nodes_with_different_clocks_are_in_order(local_run, capsys) -> None:
-    """The clock of node 1 is five minutes ahead; the supervisors have measured and recorded this."""
+    # The clock of node 1 is five minutes ahead; the supervisors have measured and recorded this.
     begin = 1_795_000_000
     for k, (node, ahead) in enumerate(zip(local_run.nodes, (0.0, 300.0), strict=True)):
         (node.path / "logs").mkdir()
@@ -135,7 +135,7 @@ def test_since_accepts_durations_and_times() -> None:
 
 
 def test_status_collect_and_stop_of_a_run_without_a_launcher(local_run, capsys, tmp_path) -> None:
-    """The commands do not affect another run on the same machine."""
+    # The commands do not affect another run on the same machine.
     other = LocalRun(tmp_path, "r2", num_nodes=1)
     try:
         for one in (local_run, other):
@@ -189,7 +189,7 @@ def test_stop_now_skips_the_grace_period(local_run, capsys) -> None:
 
 
 def test_stop_reports_an_unreachable_node(local_run, capsys, monkeypatch) -> None:
-    """``stop`` fails if it cannot reach a node. test_operate_messages tests ``status`` in this case."""
+    # `stop` fails if it cannot reach a node. test_operate_messages tests `status` in this case.
     local_run.launched("train").start()
     local_run.await_training()
     lose_node(monkeypatch, 1)
@@ -282,8 +282,8 @@ def test_resume_without_a_checkpoint_starts_from_the_beginning(local_run) -> Non
 
 
 def test_resume_without_a_lost_host_is_kept_in_the_new_runs_config(local_run, capsys, monkeypatch) -> None:
-    """``resume --exclude`` records a config without the lost host for the new run, so that resuming the new run needs
-    no ``--exclude``."""
+    # `resume --exclude` records a config without the lost host for the new run, so that resuming the new run needs no
+    # `--exclude`.
     from launcher.run import launch as launching
 
     def no_line(config: ClusterConfig) -> dict:
@@ -310,6 +310,13 @@ def test_resume_of_an_own_command_uses_the_folder_it_was_launched_in(local_run) 
     with chosen(Choice("r1"), offline=lambda found: True) as opened:
         again = prepare(opened, Path("runs"), LaunchOptions(Path()))
     assert again.options.own_command == ("python", "mine.py") and again.cwd == local_run.top
+    assert "StepLog.restore saves checkpoints" in again.told
+    checkpoint = local_run.folder / "checkpoints" / "last.pt"
+    checkpoint.parent.mkdir()
+    checkpoint.write_bytes(b"weights")
+    with chosen(Choice("r1"), offline=lambda found: True) as opened:
+        again = prepare(opened, Path("runs"), LaunchOptions(Path()))
+    assert f"train.resume={checkpoint}" in again.options.overrides and again.told == f"resuming from {checkpoint}"
 
 
 def test_resume_of_a_done_run_requires_more_epochs(local_run, capsys) -> None:

@@ -72,7 +72,7 @@ def test_a_signal_ends_following_only_and_events_are_recorded_once(local_run: Lo
 
 
 def test_closing_the_output_ends_following_only(local_run: LocalRun) -> None:
-    """The reader of the output ends first, as in ``gnnfleet follow | head``."""
+    # The reader of the output ends first, as in `gnnfleet follow | head`.
     local_run.await_training()
     viewer = follow()
     assert viewer.stdout is not None

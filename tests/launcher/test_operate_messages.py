@@ -27,8 +27,10 @@ STEP = {"epoch": 4, "step": 12, "steps": 40, "loss": 0.5, "seeds_per_s": 1234.0,
 
 
 def state(local_run: LocalRun, k: int, word: str = "training", *, alive: bool = True, **more: Any) -> None:
-    """Write state.json of node k as a supervisor would. It has the pid of this process as that of the supervisor; if
-    ``alive`` is false, it looks as if the supervisor had ended."""
+    """Write state.json of node k as a supervisor would, with the state ``word``.
+
+    The recorded supervisor is this process if ``alive`` is true, else a process that has ended.
+    """
     node = local_run.nodes[k]
     node.write_spec()
     me = look(os.getpid())

@@ -43,7 +43,7 @@ def status_of(capsys: pytest.CaptureFixture[str], *words: str) -> dict:
 
 
 def test_status_on_a_machine_without_the_run_folder(local_run, capsys, monkeypatch, tmp_path) -> None:
-    """The user has only a cluster file, which lists the hosts of the run in another order and one more host."""
+    # The user has only a cluster file, which lists the hosts of the run in another order and one more host.
     local_run.start()
     local_run.await_training()
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "another home"))

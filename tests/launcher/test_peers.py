@@ -114,8 +114,8 @@ def test_the_token_never_travels_and_is_needed_on_both_sides(room: Room) -> None
 
 
 def test_a_hub_without_the_token_is_rejected() -> None:
-    """A program that listens on the port of the hub does not know the token of the run. The member does not trust it,
-    and reports that it could not connect."""
+    # A program that listens on the port of the hub does not know the token of the run. The member does not trust it,
+    # and reports that it could not connect.
     room = Room(start_timeout=0.8)
     room.hub.close()
     false = listen("127.0.0.1", room.port)
@@ -132,7 +132,7 @@ def test_a_hub_without_the_token_is_rejected() -> None:
 
 
 def test_a_reflected_proof_is_rejected(room: Room) -> None:
-    """The proof with which a hub shows that it knows the token is not valid as the proof of a member."""
+    # The proof with which a hub shows that it knows the token is not valid as the proof of a member.
     sock = room.stranger()
     room.until(lambda: room.hub._strangers)
     nonce = json.loads(sock.recv(1000))["hello"]
@@ -195,8 +195,8 @@ def test_a_member_that_sends_invalid_messages_is_dropped_and_may_reconnect(room:
 
 
 def test_a_slow_hub_does_not_declare_a_member_lost(room: Room, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A member that hears nothing from the hub connects again. It closes the old connection only after the hub has
-    accepted the new one, because the hub declares a member lost when its connection closes."""
+    # A member that hears nothing from the hub connects again. It closes the old connection only after the hub has
+    # accepted the new one, because the hub declares a member lost when its connection closes.
     monkeypatch.setattr(member_module, "_SILENT", 0.2)
     room.settings["peer_timeout"] = 30.0
     member = room.member(1)

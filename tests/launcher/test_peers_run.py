@@ -67,8 +67,8 @@ def test_failure_on_node_0_stops_the_members(make: MakeRun) -> None:
 def test_a_leased_device_on_node_0_ends_the_other_nodes_at_once(
     make: MakeRun, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Node 0 ends before it listens for connections of other nodes; the other nodes must not wait for it until
-    ``start_timeout``."""
+    # Node 0 ends before it listens for connections of other nodes; the other nodes must not wait for it until
+    # `start_timeout`.
     monkeypatch.setenv("GNNFLEET_LEASES", str(tmp_path / "leases"))
     assert leases.take(["cuda:0"], leases.this_process("other", 0, "bob@desk")) == []
     run = make(2, leases=["cuda:0"], start_timeout=60.0)
@@ -94,8 +94,8 @@ def test_killed_supervisor_is_reported_lost(make: MakeRun) -> None:
 
 @pytest.mark.parametrize("silent", [pytest.param(0, marks=pytest.mark.slow), 1])
 def test_silent_machine_is_reported_lost(make: MakeRun, silent: int) -> None:
-    """A supervisor is suspended with SIGSTOP, which looks to other nodes like a machine without power. The ranks ignore
-    SIGTERM, so that the other supervisors have to kill them."""
+    # A supervisor is suspended with SIGSTOP, which looks to other nodes like a machine without power. The ranks ignore
+    # SIGTERM, so that the other supervisors have to kill them.
     stubborn = "import signal; signal.signal(signal.SIGTERM, signal.SIG_IGN); " + SLEEP
     run = make(3, argv=python(stubborn), grace=5.0).start()
     since = time.monotonic()
@@ -125,7 +125,6 @@ def test_cut_connection_stops_both_sides(make: MakeRun) -> None:
 
 @pytest.mark.slow
 def test_short_interruption_of_a_connection_is_harmless(make: MakeRun) -> None:
-    """The connection of a member is interrupted for less than ``peer_timeout``: the run succeeds."""
     waiting = "import os, time; print('up', flush=True)\nwhile not os.path.exists('../go'): time.sleep(0.05)"
     run = make(2, argv=python(waiting), peer_timeout=4.0)
     with tcp_proxy(run.port) as proxy:

@@ -98,8 +98,8 @@ def test_parts_of_another_version_are_refused_naming_both_versions(tmp_path: Pat
 
 
 def test_folders_of_run_files_keep_their_structure(tmp_path: Path) -> None:
-    """Folders in ``run.files`` keep their structure even if the launch starts in another folder. Two files that would
-    get the same path on the nodes are refused."""
+    # Folders in `run.files` keep their structure even if the launch starts in another folder. Two files that would get
+    # the same path on the nodes are refused.
     for name in ("lib/a/__init__.py", "lib/__init__.py", "lib/__pycache__/a.pyc", "elsewhere/util.py", "util.py"):
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).write_text("x")
@@ -155,6 +155,9 @@ def test_resume_by_file_and_by_run_id(tmp_path: Path) -> None:
         sent = next(file for file in node.files if file.source == str(checkpoint))
         assert (sent.bytes, sent.dest) == (7, f"{node.run_dir}/resume.pt")
         assert node.trainer.argv[-2:] == ("--resume", sent.dest)
+        own = plan_of(cluster(train=TrainConfig(resume=wanted)), cwd=tmp_path, own_command=("true",)).nodes[1]
+        assert own.trainer.env["GNNFLEET_RESUME"] == f"{own.run_dir}/resume.pt"
+    assert "GNNFLEET_RESUME" not in plan_of(cluster(), own_command=("true",)).nodes[1].trainer.env
     with pytest.raises(UsageError, match="train.resume: there is no file `gone`, and no run of that id"):
         plan_of(cluster(train=TrainConfig(resume="gone")), cwd=tmp_path)
 

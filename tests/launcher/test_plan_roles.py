@@ -70,7 +70,7 @@ def test_every_part_has_the_wanted_number_of_holders_and_one_first_holder(
 
 
 def test_replicas_are_on_the_next_holders() -> None:
-    """With R replicas, a part of the i-th node that holds parts is also on the next R - 1 such nodes."""
+    # With R replicas, a part of the i-th node that holds parts is also on the next R - 1 such nodes.
     held = holdings(with_data(nodes_of("server", "client", "server", "worker"), num_parts=6, replicas=2))
     assert [node.parts for node in held] == [(0, 1, 4, 5), (), (0, 1, 2, 3), (2, 3, 4, 5)]
     assert [node.copies for node in held] == [(4, 5), (), (0, 1), (2, 3)]
@@ -262,8 +262,7 @@ CASES: Mapping[str, Mapping[str, Any]] = {
 
 
 def test_dry_run_shows_the_parts_of_each_server(tmp_path: Path) -> None:
-    """The printed plan equals the golden file, except for the sizes of files, which change with the code of
-    gnnfleet."""
+    # The printed plan equals the golden file, except for the sizes of files, which change with the code of gnnfleet.
     from launcher.config.loader import load_config
 
     blocks = []

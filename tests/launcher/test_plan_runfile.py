@@ -34,7 +34,7 @@ def without_secrets(value: Any) -> Any:
 
 @pytest.mark.parametrize("nodes", [1, 2, 70])
 def test_round_trip(nodes: int) -> None:
-    """Reading run.json gives the recorded plan, also with so many nodes that the plan in it is compressed."""
+    # Reading run.json gives the recorded plan, also with so many nodes that the plan in it is compressed.
     hosts = (NodeConfig(f"h{k}", env={"ODD": "a'b\n$(c) é"}, devices=(0, 2), setup=("true",)) for k in range(nodes))
     plan = plan_of(cluster(*hosts), facts=facts_of(nodes))
     text = run_json(plan)

@@ -52,9 +52,8 @@ def test_sources_that_must_reach_a_target(use: str, target: int, sources: set[in
 
 
 def test_routes_that_are_not_required_may_be_closed() -> None:
-    """Between the server and other nodes, only the service port of the server and the ports of hub and rendezvous are
-    open; this is enough."""
-
+    # Between the server and other nodes, only the service port of the server and the ports of hub and rendezvous are
+    # open; this is enough.
     def closed(source: int, target: int, address: str, port: int) -> str:
         needed = target == 0 and port == 29600 or port in (29400, 29500) or 0 not in (source, target)
         return "" if needed else "no answer"

@@ -154,7 +154,7 @@ def messages() -> list[str]:
 
 
 def replaced_procs(case: tuple[ClusterConfig, dict[int, Any]]) -> tuple[ClusterConfig, dict[int, Any]]:
-    """Return the case of ``devices`` with two processes on its device."""
+    """Return a case, as made by ``devices``, with two processes on the device of the node."""
     config, facts = case
     node = NodeConfig(host="gpu1", user="ann", devices=config.nodes[0].devices, procs=2)
     return cluster(1, nodes=(node,)), facts

@@ -34,8 +34,10 @@ def remedy(report: PreflightReport) -> str:
 
 
 def closed_for(why: str, sources: set[int], targets: set[int], *ports: int) -> Closed:
-    """Return a function that tells ``wire`` which routes are closed: those from ``sources`` to ``targets`` on ``ports``
-    (none: all ports), for the reason ``why``."""
+    """Return the argument of ``wire`` that closes routes from the nodes ``sources`` to the nodes ``targets``.
+
+    Only ``ports`` are closed, or all ports if none are given; ``why`` is the reported reason.
+    """
     return lambda i, j, address, port: why if i in sources and j in targets and (not ports or port in ports) else ""
 
 

@@ -95,8 +95,8 @@ def versions_found_by(python: Path, *flags: str) -> dict[str, str]:
 
 
 def test_without_the_site_module_the_same_packages_are_found(tmp_path: Path) -> None:
-    """The agent runs under ``python -S``, which reads no .pth file and does not activate a virtual environment; the
-    probe must find the same versions of packages as without ``-S``."""
+    # The agent runs under `python -S`, which reads no .pth file and does not activate a virtual environment; the probe
+    # must find the same versions of packages as without `-S`.
     assert versions_found_by(Path(sys.executable), "-S") == versions_found_by(Path(sys.executable))
     venv.create(tmp_path / "env", symlinks=True)
     (site,) = (tmp_path / "env").glob("lib/python*/site-packages")
@@ -108,8 +108,8 @@ def test_without_the_site_module_the_same_packages_are_found(tmp_path: Path) -> 
 
 
 def test_programs_for_all_nodes_import_few_modules() -> None:
-    """Importing one of the modules in ``heavy`` takes about as long as starting Python, and the programs run on up to a
-    hundred nodes at once."""
+    # Importing one of the modules in `heavy` takes about as long as starting Python, and the programs run on up to a
+    # hundred nodes at once.
     heavy = {"typing", "json", "subprocess", "socket", "threading", "re", "enum", "collections"}
     programs = "agent, folders, network, probe"
     code = f"import sys; from launcher.node.programs import {programs}; print({heavy!r} & set(sys.modules))"
@@ -313,8 +313,8 @@ def test_the_probe_runs_on_the_oldest_python_supported() -> None:
 
 
 def test_the_probe_imports_few_modules() -> None:
-    """The probe must not import modules that take milliseconds to load, because it runs on up to a hundred hosts at
-    once."""
+    # The probe must not import modules that take milliseconds to load, because it runs on up to a hundred hosts at
+    # once.
     code = (
         "import json, sys; from launcher.node.programs import probe; "
         "probe.main(json.loads(sys.argv[1])); print(*sys.modules)"

@@ -78,8 +78,8 @@ def test_segfault_records_the_python_stack(tmp_path: Path) -> None:
 
 
 def test_abort_during_interpreter_shutdown_does_not_hide_the_exception(tmp_path: Path) -> None:
-    """Threads of gloo may abort the process after Python has printed its traceback and has no frame left; the outcome
-    must still contain the traceback."""
+    # Threads of gloo may abort the process after Python has printed its traceback and has no frame left; the outcome
+    # must still contain the traceback.
     printed = '[rank5]: Traceback (most recent call last):\n[rank5]:   File "a.py", line 1\n[rank5]: ValueError: age\n'
     printed += "Fatal Python error: Aborted\n\nCurrent thread 0x00 (most recent call first):\n  <no Python frame>\n"
     code = f"import faulthandler, os, sys; faulthandler.disable(); sys.stderr.write({printed!r}); os.abort()"
@@ -198,8 +198,8 @@ def test_processes_killed_for_memory_are_read_from_the_kernel_log(tmp_path: Path
 
 
 def test_an_old_kill_for_memory_does_not_explain_a_later_kill(monkeypatch: pytest.MonkeyPatch) -> None:
-    """If the kernel killed a process for lack of memory more than some seconds before this process was killed, it
-    killed another process, e.g. a loader worker."""
+    # If the kernel killed a process for lack of memory more than some seconds before this process was killed, it killed
+    # another process, e.g. a loader worker.
     clock, count = [100.0], [0]
     monkeypatch.setattr(time, "monotonic", lambda: clock[0])
     monkeypatch.setattr(oom, "oom_kills", lambda: count[0])
@@ -216,8 +216,7 @@ def test_an_old_kill_for_memory_does_not_explain_a_later_kill(monkeypatch: pytes
 def test_the_machines_count_is_not_used_if_the_kernel_log_is_readable(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """The kernel has killed another program for lack of memory, as its log says; this process was killed by ``kill
-    -9``."""
+    # The kernel has killed another program for lack of memory, as its log says; this process was killed by `kill -9`.
     count, log = [0], ["Out of memory: Killed process 77 (chrome) total-vm:9kB"]
     monkeypatch.setattr(oom, "oom_kills", lambda: count[0])
     monkeypatch.setattr(oom, "counts_our_group", lambda: False)
@@ -245,7 +244,6 @@ def memory_cgroup(limit_bytes: int) -> Path:
 
 
 def test_rank_that_exceeds_its_memory_limit(tmp_path: Path) -> None:
-    """The kernel kills the process of the rank, and the outcome contains the memory limit."""
     group = memory_cgroup(200_000_000)
     greedy = "x = []\nwhile True: x.append(bytearray(b'1' * 10_000_000))"
     line = f"echo $$ > {group}/cgroup.procs && exec {shlex.join(rank_argv(tmp_path, python(greedy)))}"
@@ -303,7 +301,7 @@ def test_traceback_of_a_real_rank(tmp_path: Path) -> None:
 
 
 def test_runs_without_torch(tmp_path: Path) -> None:
-    """The rank runner works in a Python that sees no installed packages (``python -S -E``)."""
+    # The rank runner works in a Python that sees no installed packages (`python -S -E`).
     argv = rank_argv(tmp_path, ["true"])
     done = subprocess.run([argv[0], "-S", "-E", *argv[1:]], env=ENVIRONMENT, capture_output=True, timeout=20)
     assert (done.returncode, done.stderr) == (0, b"")

@@ -131,7 +131,7 @@ def test_a_failed_run_leads_with_rank_node_host_reason_lines_and_log(tmp_path: P
 
 
 def test_the_report_has_the_time_to_follow_up_errors_with_clocks_minutes_apart(tmp_path: Path) -> None:
-    """The clock of the node on which the first rank failed is five minutes ahead."""
+    # The clock of the node on which the first rank failed is five minutes ahead.
     killed = {"returncode": 137, "signal": "SIGKILL", "oom": True}
     cause = outcome(5, 110.0, offset=300.0, **killed)
     echoes = [outcome(rank, 113.2 + rank / 100, traceback=raised(CLOSED_BY_PEER)) for rank in (0, 1, 2, 3, 4, 6, 7)]
@@ -268,7 +268,7 @@ AFTERWARDS = ["terminate called without an active exception", "Fatal Python erro
 
 
 def test_an_exception_is_the_reason_even_if_torch_then_aborts() -> None:
-    """Threads of gloo may call abort() while Python exits after an exception; the exception is still the reason."""
+    # Threads of gloo may call abort() while Python exits after an exception; the exception is still the reason.
     raised = outcome(
         1, 110.0, **ABORTED, traceback=TRACEBACK, tail=[*(f"[rank1]: {line}" for line in TRACEBACK), *AFTERWARDS]
     )

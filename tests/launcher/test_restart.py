@@ -185,24 +185,29 @@ def test_a_restart_on_the_first_lead_node_keeps_its_master_address() -> None:
     assert "GNNFLEET_RESUME" not in spec.trainer["env"]
 
 
-def index(folder: Path, *entries: tuple[int, int, bytes | None]) -> None:
-    """Write checkpoints and their index; an entry with None as content lacks its file."""
-    (folder / "checkpoints").mkdir()
-    listed = []
-    for epoch, step, content in entries:
-        name = f"e{epoch}-{step}.pt"
-        if content is not None:
-            (folder / "checkpoints" / name).write_bytes(content)
-        digest = hashlib.sha256(b"whole").hexdigest()
-        listed.append({"file": name, "epoch": epoch, "step": step, "bytes": 5, "sha256": digest, "t": 1.0})
-    text = json.dumps({"checkpoints": [*listed, {"file": "../x.pt"}, 7]})
-    (folder / "checkpoints" / "index.json").write_text(text)
+def write_checkpoint(folder: Path, name: str, content: bytes, digested: bytes | None = None) -> None:
+    """Write a checkpoint file with the digest of its content, or of ``digested``."""
+    comment = b"sha256:" + hashlib.sha256(content if digested is None else digested).hexdigest().encode()
+    (folder / "checkpoints").mkdir(exist_ok=True)
+    (folder / "checkpoints" / name).write_bytes(content + len(comment).to_bytes(2, "little") + comment)
 
 
-def test_the_newest_complete_checkpoint_is_taken(tmp_path: Path) -> None:
+def test_the_newest_checkpoint_that_is_not_damaged_is_taken(tmp_path: Path) -> None:
     assert newest_checkpoint(str(tmp_path)) is None
-    index(tmp_path, (1, 0, b"whole"), (2, 40, b"whole"), (2, 120, b"whol"), (3, 0, b"other"), (3, 10, None))
-    assert newest_checkpoint(str(tmp_path)) == {"file": "e2-40.pt", "epoch": 2, "step": 40}
+    for name in ("epoch-0001.pt", "epoch-0002-step-000040.pt", "epoch-0002.pt", "last.pt", "other.pt"):
+        write_checkpoint(tmp_path, name, b"whole")
+    write_checkpoint(tmp_path, "epoch-0002-step-000120.pt", b"changed", digested=b"whole")
+    (tmp_path / "checkpoints/epoch-0003.pt").write_bytes(b"cut off")
+    (tmp_path / "checkpoints/epoch-0004.pt").mkdir()
+    assert newest_checkpoint(str(tmp_path)) == {"file": "epoch-0002-step-000040.pt", "epoch": 2, "step": 40}
+
+
+def test_a_checkpoint_of_the_trainer_is_recognised(tmp_path: Path) -> None:
+    pytest.importorskip("torch")
+    from trainer.train.checkpoint import save_content
+
+    save_content(tmp_path / "checkpoints", (3, 7), {"weights": list(range(1000))})
+    assert newest_checkpoint(str(tmp_path)) == {"file": "epoch-0003-step-000007.pt", "epoch": 3, "step": 7}
 
 
 def test_a_shared_folder_has_the_parts_whose_files_are_complete(tmp_path: Path) -> None:

@@ -62,7 +62,7 @@ def test_serving_again_leaves_running_servers_alone(kit: ServingKit, toy: str) -
 
 
 def test_a_run_attaches_by_name_and_leaves_no_key(kit: ServingKit, toy: str, local_runs: dict[str, Launched]) -> None:
-    """The run has the same losses as a run whose own nodes hold the graph."""
+    # The run has the same losses as a run whose own nodes hold the graph.
     kit.training("one", toy, clients=1)
     done = kit.gnnfleet("--config", "one.yml", "--run-id", "run-one")
     assert done.status == 0, done.err + done.out
@@ -113,8 +113,8 @@ def stats(kit: ServingKit) -> list[dict]:
 
 @pytest.mark.slow
 def test_a_dead_server_is_restarted_and_a_new_one_joins(kit: ServingKit, toy: str) -> None:
-    """``gnnfleet serve`` starts a dead server again with the same address and parts. A server that still runs is not
-    restarted; it only gets the new list of servers."""
+    # `gnnfleet serve` starts a dead server again with the same address and parts. A server that still runs is not
+    # restarted; it only gets the new list of servers.
     old = kit.cluster(toy, 1)
     key = (kit.run_dir(toy, 1) / "service.key").read_text()
     pid = kit.state(toy, 0)["pid"]
@@ -162,8 +162,8 @@ def test_a_key_for_a_notebook(kit: ServingKit, toy: str) -> None:
 
 
 def test_another_machine_finds_the_cluster_on_the_hosts_of_its_file(kit: ServingKit, toy: str, tmp_path: Path) -> None:
-    """A machine that did not start the cluster has no entry for it in its list of clusters; it finds the cluster by
-    asking the hosts of its config file."""
+    # A machine that did not start the cluster has no entry for it in its list of clusters; it finds the cluster by
+    # asking the hosts of its config file.
     other_kit = ServingKit(tmp_path, kit.workdirs)
     env = {"XDG_STATE_HOME": str(tmp_path / "state")}
     config = other_kit.serving("toy", 2, run={"encrypt": "on"}, data={"folder": str(kit.folder / "parts")})

@@ -69,7 +69,7 @@ def shown(shown_status: ServeStatus) -> str:
 
 
 def statuses() -> dict[str, ServeStatus]:
-    """Return one status of a serving cluster for each kind of problem, by a description of the problem."""
+    """Return the status of a serving cluster in several situations, by a description of the situation."""
     asked = {"state": "done", "reason": "stop requested by ann@laptop (gnnfleet stop)", "outcomes": []}
     died = {"state": "failed", "reason": "server ended while it was needed; it got SIGKILL", "outcomes": []}
     unreachable_node = {"unreachable": "no route to host", "state": None}
@@ -112,7 +112,6 @@ def run_cli(capsys: pytest.CaptureFixture[str], *words: str) -> tuple[int, str]:
 
 
 def test_messages_of_the_command_line(empty_folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """The commands are refused before they connect to a host."""
     text = "transport: local\nnodes: [{host: localhost, role: %s}]\ndata: {%s}\n"
     for name, role, data in (
         ("servers", "server", "dataset: synthetic"),

@@ -129,7 +129,7 @@ def test_a_process_that_has_ended_is_reported(run_dir: Path) -> None:
 
 
 def test_a_rank_busy_in_c_code_answers(run_dir: Path, start: Start) -> None:
-    """A rank that holds the GIL in C code for minutes, here in ``pow`` of huge numbers, still reports its stack."""
+    # A rank that holds the GIL in C code for minutes, here in `pow` of huge numbers, still reports its stack.
     code = "print('up', flush=True)\ndef spin():\n    return pow(3, 10**8)\nspin()"
     pid = start(0, *python(code))
     time.sleep(0.2)
@@ -200,7 +200,7 @@ with open(f"{run_dir}/metrics-rank{rank}.jsonl", "a", buffering=1) as file:
 
 
 def test_a_stalled_run_reports_the_line_that_blocks(tmp_path: Path) -> None:
-    """One of three ranks sleeps in its fifth step; the finding about the stall contains the line where it sleeps."""
+    # One of three ranks sleeps in its fifth step; the finding about the stall contains the line where it sleeps.
     node = RunFolder(tmp_path / "node0", stall_after=3, on_stall="stop")
     script = tmp_path / "node0" / "files" / "train.py"
     script.parent.mkdir(parents=True)

@@ -224,9 +224,9 @@ def test_server_that_ignores_sigterm_is_killed(folder: MakeFolder) -> None:
     "environment", ["", "os.environ.clear(); os.execv(sys.executable, [sys.executable, '-c', REST])"]
 )
 def test_process_that_left_group_and_session_is_found(folder: MakeFolder, environment: str) -> None:
-    """The supervisor finds a process that has left its process group and session by the token of the run in its
-    environment; if the process has cleared its environment, the supervisor finds it as an orphan that has become its
-    child."""
+    # The supervisor finds a process that has left its process group and session by the token of the run in its
+    # environment; if the process has cleared its environment, the supervisor finds it as an orphan that has become its
+    # child.
     rest = "import time; open('escaped', 'w').write(str(__import__('os').getpid())); time.sleep(60)"
     code = ESCAPE.replace("        open(", f"        import sys; REST = {rest!r}; {environment}\n        open(")
     run = folder().rank(python(code))

@@ -105,8 +105,8 @@ def test_a_damaged_node_json_is_reported_and_the_run_is_stopped_nevertheless(
 
 
 def test_full_disk(tmp_path: Path) -> None:
-    """A node can be stopped although its disk is full: the stop request is a signal if its file cannot be written, and
-    the supervisor has reserved disk space for its result."""
+    # A node can be stopped although its disk is full: the stop request is a signal if its file cannot be written, and
+    # the supervisor has reserved disk space for its result.
     if os.getuid() != 0:
         pytest.skip("only root can mount a small disk")
     disk = tmp_path / "disk"

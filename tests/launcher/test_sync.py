@@ -294,7 +294,7 @@ def test_verify_refuses_two_different_partitions(tmp_path: Path) -> None:
 
 
 def test_two_simultaneous_launches_can_send_the_same_file_and_code(tmp_path: Path) -> None:
-    """When two launches send the same file or code, the second launch finds it in place, which is no error."""
+    # When two launches send the same file or code, the second launch finds it in place, which is no error.
     part = tmp_path / f"x.npy{PART_SUFFIX}"
     part.write_bytes(b"rows")
     entry = {"path": str(tmp_path / "x.npy"), "bytes": 4, "sha256": sha256_of(str(part))}

@@ -20,7 +20,10 @@ def config_of(folder: Path, **train: str) -> ClusterConfig:
 
 
 def parts_with(folder: Path, **train_seeds: int) -> Path:
-    """Create parts whose manifest has the node types in ``train_seeds``, each with so many train seeds."""
+    """Create two parts whose manifest has ``train_seeds``: the number of train seeds of each node type.
+
+    A node type with 0 train seeds has only a test split.
+    """
     parts_folder(folder, 2)
     manifest = json.loads((folder / "manifest.json").read_text())
     manifest["nodes"] = {name: {"splits": {"train": n} if n else {"test": 4}} for name, n in train_seeds.items()}

@@ -249,7 +249,7 @@ def test_a_talk_that_ends_has_status_and_stderr(node: Transport) -> None:
 
 
 def test_an_unterminated_line_is_dropped(node: Transport) -> None:
-    """A session that is killed while it prints a long line ends with part of a line; the transport drops that part."""
+    # A session that is killed while it prints a long line ends with part of a line; the transport drops that part.
     script = 'printf \'whole\\n{"text": "cut\'; kill -9 $$'
     lines: list[str] = []
     assert node.stream(sh(script), lines.append, threading.Event()) < 0

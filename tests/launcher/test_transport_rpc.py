@@ -109,7 +109,7 @@ def test_an_agent_without_python_is_an_error(programs: Path) -> None:
     + ["(" * 10_000, "-" * 10_000 + "1", "{'times': [1e999, 0]}", "__import__('os')", "{[]: 1}"],
 )
 def test_an_invalid_reply_is_an_error_of_that_node(answer: str) -> None:
-    """The launcher parses replies of the agent as data and never runs them; an invalid reply raises a NodeCallError."""
+    # The launcher parses replies of the agent as data and never runs them; an invalid reply raises a NodeCallError.
     program = f"import sys\nfor _ in sys.stdin: print({MARKER + answer!r}, flush=True)"
     hostile = Command((sys.executable, "-c", program, "--"))
     with NodeAgent(LocalTransport(4), hostile) as node:

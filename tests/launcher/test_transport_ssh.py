@@ -185,8 +185,8 @@ def test_a_changed_host_key_is_refused(sshd: Sshd, key: Path, home: Path, mode: 
 def test_a_host_with_a_changed_or_revoked_key_gets_no_password(
     sshd: Sshd, key: Path, home: Path, connect: Callable[..., RemoteTransport], line: str, interactive: bool
 ) -> None:
-    """With StrictHostKeyChecking no, login by key is still allowed, as in OpenSSH, because a man in the middle cannot
-    use it elsewhere; a password is not sent."""
+    # With StrictHostKeyChecking no, login by key is still allowed, as in OpenSSH, because a man in the middle cannot
+    # use it elsewhere; a password is not sent.
     (home / ".ssh/config").write_text("Host *\n  StrictHostKeyChecking no\n")
     known = home / ".ssh/known_hosts"
     known.unlink()

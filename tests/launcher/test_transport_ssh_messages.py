@@ -43,8 +43,10 @@ class Scene:
         (self.home / ".ssh/config").write_text(text)
 
     def record(self, how: str, work: Callable[[], object]) -> None:
-        """Record the message of the error that ``work`` raises, under the description ``how``. Values that differ from
-        one execution to the next are replaced."""
+        """Record the message of the error that ``work`` raises, with the description ``how``.
+
+        Text that differs between executions, such as ports and fingerprints, is replaced.
+        """
         with pytest.raises(FleetError) as caught:
             work()
         text = str(caught.value).replace(str(self.home), "HOME")
@@ -170,7 +172,7 @@ def broken_connections(scene: Scene) -> None:
 
 
 def by_openssh(scene: Scene) -> None:
-    """Record errors of the OpenSSH transport, which is used here because the ssh config has a KnownHostsCommand."""
+    """Record errors of the OpenSSH transport, which is used if the ssh config has a KnownHostsCommand."""
     host = scene.host(known=False, authorized=scene.good)
     block = f"Host gnn*\n  HostName 127.0.0.1\n  Port {host.port}\n  KnownHostsCommand /bin/cat {scene.home}/.ssh/all\n"
     scene.config(block)
@@ -192,7 +194,6 @@ def over_ssh(host: str) -> Transport:
 
 
 def test_errors_of_all_nodes_are_reported(scene: Scene) -> None:
-    """If no node can be reached, there is one message for each node, which begins with the name of the node."""
     nodes = tuple(NodeConfig(host="127.0.0.1", port=1, user=f"u{k}") for k in range(3))
     errors = [str(error) for error in connect_all(ClusterConfig(nodes, DataConfig("synthetic"))).values()]
     assert [error.split(":")[0] for error in errors] == [f"node{k} (u{k}@127.0.0.1" for k in range(3)]

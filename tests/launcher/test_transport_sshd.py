@@ -118,8 +118,8 @@ def test_an_alias_through_a_jump_host(sshd: RealSshd) -> None:
 
 
 def test_the_known_type_of_host_key_is_requested_of_each_hop(sshd: RealSshd) -> None:
-    """The hosts would send an ed25519 key, but known_hosts has only their ecdsa keys; the client must ask the jump host
-    and the target for those."""
+    # The hosts would send an ed25519 key, but known_hosts has only their ecdsa keys; the client must ask the jump host
+    # and the target for those.
     transport = SshTransport(NodeConfig(host="known-behind"), "strict", Credentials(), 1)
     transport.connect(10)
     assert transport.run(sh("echo x"), timeout=10).stdout == b"x\n"
@@ -129,7 +129,7 @@ def test_the_known_type_of_host_key_is_requested_of_each_hop(sshd: RealSshd) -> 
 def test_more_simultaneous_commands_than_sshd_allows_sessions(
     node: SshTransport, sshd: RealSshd, tmp_path: Path
 ) -> None:
-    """MaxSessions of sshd is 10; the test runs 32 commands, a stream and four uploads at once."""
+    # MaxSessions of sshd is 10; the test runs 32 commands, a stream and four uploads at once.
     before, stop, follows = sshd.logins(), threading.Event(), threading.Event()
     source = tmp_path / "source"
     source.write_bytes(os.urandom(1_000_000))
@@ -149,7 +149,7 @@ def test_more_simultaneous_commands_than_sshd_allows_sessions(
 def test_a_refused_session_is_requested_again(
     node: SshTransport, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    """Paramiko keeps one error per connection, so that of two refused sessions one gets no ChannelException."""
+    # Paramiko keeps one error per connection, so that of two refused sessions one gets no ChannelException.
     refusals = [paramiko.SSHException("Unable to open channel."), paramiko.ChannelException(4, "Connect failed")] * 2
     real = paramiko.Transport.open_session
 
@@ -198,7 +198,7 @@ def test_preflight_over_ssh_detects_one_machine_under_two_names(sshd: RealSshd, 
 
 
 def test_connecting_many_nodes_through_an_sshd_that_drops_bursts(sshd: RealSshd) -> None:
-    """With MaxStartups 10:30:100, sshd drops some of 24 simultaneous connections; the launcher tries these again."""
+    # With MaxStartups 10:30:100, sshd drops some of 24 simultaneous connections; the launcher tries these again.
     config = ClusterConfig(
         nodes=(NodeConfig(host="direct"),) * 24, data=DataConfig(dataset="synthetic"), host_keys="accept-new"
     )
@@ -210,8 +210,7 @@ def test_connecting_many_nodes_through_an_sshd_that_drops_bursts(sshd: RealSshd)
 
 
 def test_a_silent_host_is_detected(node: SshTransport, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A host stops answering without closing the connection; the launcher notices this and reports a lost
-    connection."""
+    # A host stops answering without closing the connection; the launcher notices this and reports a lost connection.
     monkeypatch.setattr("launcher.transport.ssh._PING_EVERY", 0.5)
     monkeypatch.setattr("launcher.transport.ssh._PING_TIMEOUT", 1.0)
     node.close()

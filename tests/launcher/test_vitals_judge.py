@@ -166,7 +166,7 @@ def test_judging_512_ranks_takes_a_fraction_of_a_second() -> None:
 
 
 def test_steps_with_almost_equal_times_do_not_accumulate() -> None:
-    """A user script may write any times to its metrics; if they are almost equal, memory use must still be limited."""
+    # A user script may write any times to its metrics; if they are almost equal, memory use must still be limited.
     seen = stall_detector._StragglerRule()
     entry = {"kind": "step", "own_s": 0.1, "step_s": 0.2, "batch_s": 0.0, "node_rank": 0, "where": "rank 0"}
     for second in range(2000):
@@ -175,8 +175,8 @@ def test_steps_with_almost_equal_times_do_not_accumulate() -> None:
 
 
 def test_a_pause_for_regrouping_is_no_stall() -> None:
-    """While ranks form a new process group after a loss, a pause is no stall; it does not raise the limit for later
-    stalls either."""
+    # While ranks form a new process group after a loss, a pause is no stall; it does not raise the limit for later
+    # stalls either.
     run = Cluster(stall_after=20.0)
     run.steps(0, 10)
     del run.ranks[3]
@@ -189,8 +189,7 @@ def test_a_pause_for_regrouping_is_no_stall() -> None:
 
 
 def test_a_stopped_rank_leads_the_report_wherever_it_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """All ranks are at the same step, so only the stack of the stopped rank shows which rank is the cause of the
-    stall."""
+    # All ranks are at the same step, so only the stack of the stopped rank shows which rank is the cause of the stall.
     values = {"num_nodes": 2, "ready_file": "", "server": None, "trainer": None, "start_timeout": 9.0, "grace": 1.0}
     spec = NodeSpec("r1", "t", 0, run_dir=str(tmp_path), ranks=(0,), labels=("node0 (gnn1)", "node1 (gnn2)"), **values)
     hub = Hub(PeerConfig("t", 0, spec.labels, "", "", 0, 9.0, 6.0), loop=cast(Loop, None))

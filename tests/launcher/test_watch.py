@@ -263,7 +263,6 @@ def test_tail_gives_the_last_lines_of_a_long_file(run: RunFolder, tail: int) -> 
 
 
 def test_paths_that_are_no_file_are_ignored(tmp_path: Path) -> None:
-    """A folder and a dangling link that have the names of log files are ignored."""
     (tmp_path / "logs" / "rank0.log").mkdir(parents=True)
     (tmp_path / "events.jsonl").symlink_to(tmp_path / "gone")
     (tmp_path / "a.jsonl").write_text('{"t": 1}\n')

@@ -29,7 +29,7 @@ class Cluster:
             self.rank(rank, step, **more)
 
     def wait(self, seconds: float) -> list[dict[str, Any]]:
-        """Let ``seconds`` pass on the simulated clock in which no rank makes progress; return the new findings."""
+        """Advance the simulated clock by ``seconds`` without progress of any rank; return the new findings."""
         found = []
         for _ in range(round(seconds)):
             self.now += 1
@@ -47,8 +47,10 @@ class Cluster:
 
 
 def pace(run: Cluster, seconds: int, **of_rank_3: Any) -> list[dict[str, Any]]:
-    """Let all ranks train for ``seconds`` with steps of half a second; ``of_rank_3`` has other times for rank 3. Return
-    the findings."""
+    """Let all ranks train for ``seconds`` with steps of half a second; return the new findings.
+
+    ``of_rank_3`` replaces times of rank 3.
+    """
     found = []
     for _ in range(seconds):
         for rank in range(4):

@@ -47,7 +47,7 @@ class _Exchange:
 
 @dataclass(frozen=True)
 class Threads:
-    """One of several ranks that are threads; has the interface of ``Ranks``."""
+    """One of several ranks that run as threads; has the methods of ``RankGroup`` that ``fill_cache`` calls."""
 
     rank: int
     exchange: _Exchange

@@ -199,7 +199,8 @@ def damage(sound: Path, work: Path, seed: int, seconds: float) -> None:
     """Damage a copy of ``sound`` repeatedly for ``seconds``.
 
     Prints each case, and finally ``done`` with the number of cases and how many were refused. Raises
-    ``AssertionError`` for a wrong row that the digest check missed, and any error that is no ``TrainerError``.
+    ``AssertionError`` if the digest check misses a wrong row. A ``TrainerError`` counts as refused; other errors
+    are raised.
     """
     shutil.copytree(sound, work)
     right, until, tried, refused = content_digest(work, True), time.monotonic() + seconds, 0, 0

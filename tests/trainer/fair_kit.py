@@ -101,7 +101,7 @@ def running_clients(endpoint: str, clients: Sequence[BatchRequests]) -> Iterator
 
 
 def shares(received: Sequence[ReceivedBatch], clients: Sequence[int], nbytes: bool = False) -> dict[int, float]:
-    """Return what each client received as a multiple of the equal share, in bytes or in batches."""
+    """Return the share of each client relative to an equal share (1.0), in batches or, if ``nbytes``, in bytes."""
     had = dict.fromkeys(clients, 0)
     for one in received:
         if one.client in had:

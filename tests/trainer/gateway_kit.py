@@ -100,7 +100,7 @@ def client_graph(
 
 @contextmanager
 def worker_graphs(servers: Servers) -> Iterator[list[Graph]]:
-    """Open the folder in worker mode: one graph per node, holding the same parts as the server of that number."""
+    """Open the folder in worker mode: yield one graph per node; node k holds the same parts as server k."""
     with ExitStack() as stack:
         graphs = []
         for number, parts in enumerate(servers.held):

@@ -40,35 +40,35 @@ def graph(
 
 
 def ring(num_nodes: int) -> Dataset:
-    """Edges v -> v + 1 around the ring; every node has one in-edge."""
+    """Return a directed ring with edges v -> v + 1: every node has one in-edge."""
     return graph([(v, (v + 1) % num_nodes) for v in range(num_nodes)], num_nodes, name="ring")
 
 
 def star(leaves: int) -> Dataset:
-    """Leaves 1..n all point to the hub 0."""
+    """Return a star: leaves 1..n all point to node 0."""
     return graph([(v, 0) for v in range(1, leaves + 1)], leaves + 1, name="star")
 
 
 def skewed(num_nodes: int, num_edges: int, seed: int = 0) -> Dataset:
-    """A directed graph with skewed degrees, self loops and multi-edges."""
+    """Return a directed graph with skewed degrees, self loops and multi-edges."""
     rng = np.random.default_rng(seed)
     ends = (rng.random((num_edges, 2)) ** 3 * num_nodes).astype(np.int64)
     return graph(rng.permutation(num_nodes)[ends], num_nodes, name=f"skewed-{seed}")
 
 
 def empty(num_nodes: int) -> Dataset:
-    """A graph without edges."""
+    """Return a graph without edges."""
     return graph([], num_nodes, name="empty")
 
 
 def odd() -> Dataset:
-    """Self loops, an edge three times, both directions of another, isolated nodes 5, 6 and 9."""
+    """Return a graph with self loops, a triple edge, an edge in both directions, and isolated nodes 5, 6 and 9."""
     edges = [(0, 0), (1, 2), (1, 2), (2, 1), (1, 2), (3, 4), (4, 4), (8, 7), (7, 3), (0, 1), (3, 8)]
     return graph(edges, 10, name="odd")
 
 
 def blocks(num_blocks: int, size: int, seed: int = 0) -> Dataset:
-    """Dense blocks joined in a ring by single edges; the best cut is known."""
+    """Return a graph of dense blocks joined in a ring by single edges, for which the best cut is known."""
     rng = np.random.default_rng(seed)
     edges = [(b * size, (b + 1) % num_blocks * size) for b in range(num_blocks)]
     for b in range(num_blocks):
@@ -93,7 +93,10 @@ def hetero(
 
 
 def bipartite() -> Dataset:
-    """Authors write papers, papers cite papers; node type ``venue`` and relation ``written_by`` have no edges."""
+    """Return a graph in which authors write papers and papers cite papers.
+
+    Node type ``venue`` and relation ``written_by`` have no edges.
+    """
     edges = {
         ("author", "writes", "paper"): [(0, 0), (0, 1), (1, 1), (2, 3), (3, 3), (3, 5), (3, 5)],
         ("paper", "cites", "paper"): [(1, 0), (2, 0), (2, 2), (5, 4), (4, 5)],

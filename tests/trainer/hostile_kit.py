@@ -135,7 +135,7 @@ class Forge:
         return framed(make())
 
     def noise(self) -> Frames:
-        """Random bytes, sometimes after the protocol's magic number."""
+        """Return random bytes, sometimes after the protocol's magic number."""
         frames = [
             self._random.randbytes(self._random.choice((0, 1, 7, 36, 500))) for _ in range(self._random.randint(1, 4))
         ]
@@ -155,7 +155,7 @@ class Forge:
         return frames
 
     def wrong_header(self) -> Frames:
-        """Wrong kinds, statuses and versions, and giant counts."""
+        """Return a request whose header has a wrong kind, status, version or count."""
         frames, _ = self._some()
         fields = list(HEADER.unpack_from(frames[0]))
         for place in self._random.sample(range(1, 9), self._random.randint(1, 2)):
@@ -165,7 +165,7 @@ class Forge:
         return frames
 
     def wrong_descriptor(self) -> Frames:
-        """Giant and negative shapes, unknown dtypes, and arrays in another place than announced."""
+        """Return a request with a damaged array descriptor, e.g. an unknown dtype or a negative shape."""
         frames = next(frames for frames in self._shuffled_valid() if HEADER.unpack_from(frames[0])[5])
         head = bytearray(frames[0])
         begin = HEADER.size + DESCRIPTOR_BYTES * self._random.randrange(HEADER.unpack_from(head)[5])
@@ -177,7 +177,7 @@ class Forge:
         return [bytes(head), *frames[1:]]
 
     def wrong_records(self) -> Frames:
-        """Records with invalid positions, fanouts, counts and ids."""
+        """Return a request whose records have invalid positions, fanouts, counts or ids."""
         frames = next(frames for frames in self._shuffled_valid() if HEADER.unpack_from(frames[0])[6])
         head = bytearray(frames[0])
         fields = HEADER.unpack_from(head)
@@ -189,7 +189,7 @@ class Forge:
         return [bytes(head), *frames[1:]]
 
     def shuffled(self) -> Frames:
-        """Frames added, repeated, removed or in another order."""
+        """Return a request with a frame added, repeated or removed, or with frames in another order."""
         frames, place = self._some()
         choice = self._random.randrange(4)
         if choice == 0:
@@ -204,7 +204,7 @@ class Forge:
         return frames
 
     def bomb(self) -> Frames:
-        """An array announced as far larger than the data sent."""
+        """Return a request that announces an array, usually far larger than the data that follows."""
         announced = self._random.choice((5000, 2**20, 2**28, 2**30, 2**32))
         kind = self._random.choice((Kind.GATHER, Kind.BATCH, Kind.SAMPLE))
         head = HEADER.pack(b"GNFS", wire.VERSION, kind, 0, 1, 1, 0, 0, int(Flag.ROUTE))
@@ -212,26 +212,26 @@ class Forge:
         return [head + described, *[bytes(1 << 20)] * self._random.randint(0, 3)]
 
     def reply(self) -> Frames:
-        """A reply, sent to a server."""
+        """Return a request whose header says that it is a reply."""
         frames, _ = self._some()
         fields = list(HEADER.unpack_from(frames[0]))
         fields[3] = self._random.choice((1, 2))
         return [HEADER.pack(*fields) + frames[0][HEADER.size :], *frames[1:]]
 
     def crowd(self) -> Frames:
-        """The most arrays that a message may have, or many empty frames."""
+        """Return a message with as many arrays as a message may have, or with many empty frames."""
         if self._random.random() < 0.95:
             return [b""] * self._random.choice((2, 64, 1000))
         return self._random.choice(self._crowds)
 
     def one_way(self) -> Frames:
-        """TAKEN for batches of other clients, and ALIVE, which only servers send."""
+        """Return a message of kind TAKEN for any batch, or of kind ALIVE, which only servers send."""
         kind = self._random.choice((Kind.TAKEN, Kind.ALIVE))
         number = self._random.choice((*range(9), 2**64 - 1, self._random.getrandbits(64)))
         return [HEADER.pack(b"GNFS", wire.VERSION, kind, self._random.randrange(3), number, 0, 0, 0, 0)]
 
     def as_it_is(self) -> Frames:
-        """A valid request."""
+        """Return a valid request."""
         return self._some()[0]
 
     def _some(self) -> tuple[Frames, int]:
@@ -264,8 +264,7 @@ def attacking(attack: Attack) -> Iterator[subprocess.Popen[str]]:
 def send_as_insider(attack: Attack, num_nodes: int) -> int:
     """Attack as fast as possible over connections that the server admits. Returns the number of connections.
 
-    Each connection sends some messages that are framed correctly, whatever their content, and then one that may be
-    anything.
+    Each connection sends up to 59 well-framed messages, and finally one whose frame sizes may be wrong.
     """
     forge, chance, sent, connections = Forge(attack.seed, num_nodes), random.Random(attack.seed), 0, 0
     keys = read_key_file(attack.key_file) if attack.key_file else None

@@ -16,7 +16,7 @@ COUNTS = {"author": 40, "paper": 70, "venue": 5}
 
 
 def homo_data(num_nodes=60, num_edges=260, seed=5):
-    """A graph with self loops, multi-edges, and attributes of several dtypes and ranks."""
+    """Return a homogeneous graph with self loops, multi-edges, and attributes of several dtypes and ranks."""
     edge_index, _ = random_graph(seed, num_nodes, num_edges)
     rng = np.random.default_rng(seed + 1)
     return Data(
@@ -35,7 +35,7 @@ def homo_data(num_nodes=60, num_edges=260, seed=5):
 
 
 def hetero_data(seed=6):
-    """Three node types: ``venue`` has no edges, ``author`` has no attribute besides its time."""
+    """Return a graph of three node types: ``venue`` has no edges, ``author`` has no attribute except its time."""
     rng = np.random.default_rng(seed)
     data = HeteroData()
     for of, count in COUNTS.items():
@@ -85,7 +85,7 @@ def opened(store):
 
 
 def plain_graph(num_parts=1, **options):
-    """A graph without attributes."""
+    """Return a graph without attributes."""
     edge_index, num_nodes = random_graph(5, 60, 260)
     return opened(store_of(edge_index, num_nodes, num_parts, **options))
 

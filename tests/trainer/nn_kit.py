@@ -78,7 +78,7 @@ def typed_batch(edges, seeds, fanouts, num_nodes=None, *, key=77, rng=None, targ
 
 
 def pyg_batch(edges, seeds, fanouts, num_nodes=None, *, target="paper", dims=None, rng=None):
-    """Sample a ``HeteroData`` as torch_geometric's loader does: each node is expanded once, in the hop after its first.
+    """Sample a ``HeteroData`` as torch_geometric's loader does: each node is expanded in only one hop.
 
     ``edge_attr`` [e, 3] of every edge type is random.
     """
@@ -134,5 +134,5 @@ def _block(rows, num_src):
 
 
 def _widened(block, num_src):
-    """Raise the block's number of sources to those that all edge types of the hop found."""
+    # all edge types of a hop share the sources that they found together
     return Block(block.indptr, block.indices, num_src)

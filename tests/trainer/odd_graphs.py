@@ -41,7 +41,7 @@ def hetero(edges, counts):
 
 
 def hub(size):
-    """All nodes point to node 0, which points to nodes 0, 1 and 2."""
+    """Return a graph in which all nodes point to node 0, and node 0 points to nodes 0, 1 and 2."""
     return [(i, 0) for i in range(1, size + 1)] + [(0, 1), (0, 2), (0, 0)]
 
 
@@ -68,7 +68,7 @@ GRAPHS = {
 def seeds_of(data):
     """Return loader arguments and the number of node seeds.
 
-    Node seeds are up to nine ids, the last id and repetitions of the first. Links are pairs that need not be edges.
+    Node seeds are up to nine ids, the last id and repetitions of the first. Links are arbitrary pairs of nodes.
     """
     count = data.num_nodes if isinstance(data, Data) else data["item"].num_nodes
     ids = torch.tensor([*range(min(count, 9)), 0, 0, count - 1, 0])

@@ -52,7 +52,10 @@ def _served(store, part, keys):
 
 
 def loader_of(graph, load, arguments):
-    """Return the loader for ``load`` (nodes, binary or triplet); arguments of the other kind are dropped."""
+    """Return the loader for ``load``: nodes, binary or triplet.
+
+    Arguments that only the other kind of loader accepts are ignored.
+    """
     only = {"nodes": ("input_nodes", "input_time"), "links": ("edge_label_index", "edge_label_time", "edge_label")}
     kind = "nodes" if load == "nodes" else "links"
     other = only["links" if kind == "nodes" else "nodes"]
@@ -102,7 +105,7 @@ def _leaves(value, path=()):
 
 
 def layout_of(world_size, num_parts):
-    """Assign ranks to parts round-robin; with one more rank than parts, the first part has two."""
+    """Return a layout that assigns the ranks to the parts round-robin."""
     ranks = [[] for _ in range(num_parts)]
     for rank in range(world_size):
         ranks[rank % num_parts].append(rank)
@@ -110,11 +113,12 @@ def layout_of(world_size, num_parts):
 
 
 def facts(batches, load, target=None, link=None):
-    """Return what the seeds of a global batch's shares got, as one multiset that is equal for every split into ranks.
+    """Return the content of a global batch as a multiset that does not depend on how ranks share the batch.
 
-    For heterogeneous graphs, ``target`` is the node type of the seeds and ``link`` the edge type of the links. Node
-    seeds, and the trees of disjoint batches, are identified by input id. In link batches that are not disjoint, seed
-    nodes are identified by their own id and counted once, since two ranks may have the same one.
+    ``batches`` are the batches of all ranks. For heterogeneous graphs, ``target`` is the node type of the seeds and
+    ``link`` the edge type of the links. Node seeds, and the trees of disjoint batches, are identified by input id. In
+    link batches that are not disjoint, seed nodes are identified by their own id and counted once, since two ranks may
+    have the same node.
     """
     found = Counter(fact for batch in batches for fact in _facts(batch, load, target, link))
     return {fact: 1 if fact[0] == "node" else count for fact, count in found.items()}
@@ -166,7 +170,7 @@ def _links(batch, nodes, link):
 
 
 def trees(batch):
-    """Return, by node type, a digest per node of its computation tree in the blocks."""
+    """Return a digest of each node's computation tree in ``batch.blocks``, as one list per node type."""
     layers = batch.blocks
     hetero = isinstance(layers[0], dict)
     if not hetero:

@@ -29,7 +29,7 @@ def written(dataset, folder, num_parts=2, method="random", seed=0):
 
 
 def by_hand(dataset, parts, num_parts, **options):
-    """Return an assignment with the given parts; a list stands for the only node type."""
+    """Return an assignment with the parts ``parts``: a dict by node type, or a list if there is one type."""
     given = parts if isinstance(parts, dict) else {HOMO_NODE: parts}
     arrays = {of: np.asarray(part, np.int32) for of, part in given.items()}
     return PartitionAssignment("random", 0, num_parts, arrays, dict.fromkeys(dataset.edges, 0.0), 0.0, 1.0, options)
@@ -64,7 +64,7 @@ def with_nodes(dataset, node_type, **changes):
 
 
 def expected_store(dataset, assignment):
-    """Return the store that ``open_parts`` should give; cut with numpy by ``partitions``."""
+    """Return the store that ``open_parts`` should return, computed with numpy by the module ``partitions``."""
     return typed_store(
         {of: data.num_nodes for of, data in dataset.nodes.items()},
         {of: data.edge_index for of, data in dataset.edges.items()},
@@ -114,5 +114,5 @@ def flip_byte(path, position=-3):
 
 
 def hubs(num_edges=900):
-    """Return a graph of 100 nodes in which seven nodes have all edges."""
+    """Return a graph of 100 nodes in which all edges point to seven nodes."""
     return graph([(v % 100, v % 7) for v in range(num_edges)], 100)

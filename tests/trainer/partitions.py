@@ -35,8 +35,8 @@ def typed_store(
 ):  # fmt: skip
     """Return the ``PartStore`` of a graph with several types.
 
-    num_nodes: type -> count; edges: edge type -> [2, E]; attrs: type -> name -> rows; splits: (type, split) ->
-    original ids; assignment: type -> part of each node, by default id % num_parts; only: parts to open.
+    num_nodes: by node type. edges: [2, E] by edge type. node_attrs, edge_attrs: rows by type and name. splits: ids by
+    (type, split). assignment: part of each node by type, by default id % num_parts. only: parts to open.
     """
     node_attrs, edge_attrs, splits = node_attrs or {}, edge_attrs or {}, splits or {}
     owner = {of: np.arange(n) % num_parts for of, n in num_nodes.items()}
@@ -82,8 +82,7 @@ def typed_store(
 
 
 def _relabelled(owner, num_parts):
-    """Return per type: the global id of each node, the first global id of each part, and the original ids of each
-    part."""
+    """Return by node type: the global ids of nodes, and the first global id and the original ids of each part."""
     gid, offsets, owned = {}, {}, {}
     for of, parts in owner.items():
         order = np.argsort(parts, kind="stable")

@@ -31,7 +31,7 @@ class PlainGraph:
         )  # fmt: skip
 
     def time(self, e, edge, rule):
-        """Return the time that bounds this edge; None if the edge type is not bounded."""
+        """Return the time of edge ``edge`` or of its source, as ``rule`` says; None if it has no time."""
         attrs, of = (self.edge_attrs.get(e, {}), edge) if rule.on == "edge" else (
             self.node_attrs.get(e[0], {}), self.edges[e][0][edge],
         )  # fmt: skip
@@ -80,9 +80,9 @@ def row_key(key, e, node, tree_key):
 
 
 def pick(graph, e, node, rule, key, tree_key=None):
-    """Return (edge ids, whole): the edges in the order drawn; ``whole``: all candidates were taken.
+    """Sample the in-edges of one target; return (edge ids in the order drawn, whether all candidates were taken).
 
-    A row with a time bound that is taken whole is sorted by time.
+    If edges have a time bound and all candidates are taken unshuffled, they are sorted by time.
     """
     row = [int(edge) for edge in np.flatnonzero(graph.edges[e][1] == node)]
     candidates = [edge for edge in row if passes(graph, e, edge, rule)]
@@ -135,7 +135,7 @@ class PlainBatch:
     rows: dict  #: (edge type, hop) -> {name: (edge ids, whole)}
 
     def names_until(self, of, hop):
-        """Return the nodes found before ``hop``."""
+        """Return the names of the nodes of type ``of`` that were found before ``hop``."""
         return [name for level in self.levels[of][: hop + 1] for name in level]
 
 

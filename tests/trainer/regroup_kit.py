@@ -29,7 +29,10 @@ EVERY = 4  #: steps between snapshots
 
 @dataclass(frozen=True)
 class Loss:
-    """The end of one rank: at a batch of a split (for training: epoch and step), or at another ``moment``."""
+    """The end of one rank by a signal: at a batch of a split, or at another ``moment``.
+
+    A training batch is given by ``epoch`` and ``step``.
+    """
 
     rank: int
     split: str = "train"
@@ -89,8 +92,7 @@ def write_team(run_dir: Path, generation: int, ranks: set[int]) -> None:
 
 
 def trained_seeds(run_dir: Path, world_size: int) -> Counter[tuple[int, int]]:
-    """Count for each (epoch, seed) how often it contributes to the weights; steps that were rolled back do not
-    count."""
+    """Count for each (epoch, seed) how often the seed was trained; steps that were rolled back do not count."""
     notes = {rank: _notes(run_dir, rank) for rank in range(world_size)}
     backs = {note["generation"]: (note["epoch"], note["step"]) for note in notes[0] if note["kind"] == "back"}
     counted: Counter[tuple[int, int]] = Counter()

@@ -32,8 +32,10 @@ KINDS = {
 
 
 def typed_graph(seed, num_nodes=(12, 15, 3), num_edges=60):
-    """Return a graph of three node types and five edge types: one without edges, one without attributes;
-    multi-edges and self loops."""
+    """Return a random graph of three node types and five edge types, with multi-edges and self loops.
+
+    Edges of type ``BARE`` do not exist; edges of type ``LIKES`` have no attributes.
+    """
     rng = np.random.default_rng(seed)
     count = dict(zip("apc", num_nodes, strict=True))
     edges = {
@@ -85,13 +87,13 @@ def to_global(store, seeds):
 
 
 def sample(store, seeds, settings, key=7, tables=None):
-    """Sample for seeds in original ids."""
+    """Sample with ``sample_multi_hop`` for seeds that are given as original ids."""
     tables = RelabelTables(store.manifest) if tables is None else tables
     return sample_multi_hop(LocalGraph(store), store.manifest, to_global(store, seeds), settings, key, tables)
 
 
 def sample_homo(store, seeds, fanouts, key=7, tables=None, **more):
-    """Sample a homogeneous graph; seeds are original ids."""
+    """Sample a homogeneous graph with ``sample_multi_hop``, for seeds that are given as original ids."""
     settings = SampleSettings({HOMO_EDGE: tuple(fanouts)}, **more)
     return sample(store, SeedSet({HOMO_NODE: np.asarray(seeds, np.int64)}), settings, key, tables)
 

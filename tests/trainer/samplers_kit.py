@@ -22,8 +22,10 @@ TWO_HOSTS = RankLayout(3, ((0, 1), (2,), (0, 1), (2,)))  #: ranks 0 and 2 hold p
 
 
 def small_data(pairs, num_nodes):
-    """Return ``Data`` with edges from (source, target) pairs; row v of x is (v,), y of node v is v, edge e has
-    attribute e."""
+    """Return ``Data`` with one edge per (source, target) pair.
+
+    Row v of x is (v,), the label of node v is v, and the attribute of edge e is e + 0.5.
+    """
     edge_index = torch.tensor(pairs, dtype=torch.int64).reshape(-1, 2).T.contiguous()
     ids = torch.arange(num_nodes)
     return Data(
@@ -47,8 +49,7 @@ def hub(leaves=300):
 
 
 def planted(num_classes=3, size=40, seed=0):
-    """Return a graph whose classes are communities; a node's neighbourhood predicts its class better than its own
-    features."""
+    """Return a graph in which the neighbours of a node predict its class better than its own features."""
     rng = np.random.default_rng(seed)
     n = num_classes * size
     label = np.arange(n) % num_classes
@@ -94,7 +95,7 @@ def assert_same_everywhere(make, data, **arguments):
 
 
 def triples(batch, attr="edge_attr"):
-    """Return edges as sorted (source, target, attribute) triples of batch positions."""
+    """Return the edges as sorted triples (source, target, attribute), with positions in the batch as nodes."""
     values = batch[attr]
     return sorted(zip(*batch.edge_index.tolist(), (values[:, 0] if values.dim() > 1 else values).tolist(), strict=True))
 

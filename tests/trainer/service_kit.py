@@ -65,7 +65,7 @@ class ArithmeticGraph:
 
 
 def rows_of(graph, ids, attrs=("x",), of=HOMO_NODE):
-    """Return the rows of one request."""
+    """Return the attributes ``attrs`` of the nodes ``ids``, gathered with one request."""
     return graph.gather([RowRequest(of, ids, tuple(attrs))])[0]
 
 
@@ -90,7 +90,7 @@ def serving(graph=None, keys=None, **options):
 
 
 def place_of(endpoint, node_rank=INFO.node_rank, host=INFO.host, parts=INFO.part_ids):
-    """Return the address, node rank, host and parts of a test server."""
+    """Return a ``ServerAddress`` with default values of a test server."""
     return ServerAddress(f"node{node_rank} ({host})", node_rank, host, endpoint, tuple(parts))
 
 
@@ -105,7 +105,7 @@ def client_of(endpoint, deadline=5.0, keys=None, parts=INFO.part_ids, **options)
 
 @contextlib.contextmanager
 def server_process(endpoint):
-    """Run the same server in its own process; it answers once this function returns."""
+    """Run a graph server in another process; it answers requests as soon as the context is entered."""
     process = Forked(_serve, (endpoint,), server_environment())
     try:
         until = time.monotonic() + 60

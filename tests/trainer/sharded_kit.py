@@ -24,7 +24,10 @@ OPTIMIZERS = {
 
 
 def global_batch(step: int) -> tuple[dict[str, torch.Tensor], torch.Tensor]:
-    """Return 12 ids over all types, with repeats, and one target value per id; venue ids occur only in odd steps."""
+    """Return the ids of a global batch by node type, and one target value per id.
+
+    The batch has 12 ids, some of them twice; only odd steps have an id of type venue.
+    """
     generator = torch.Generator().manual_seed(step)
     counts = {"author": 8, "field.of-study": 4 - step % 2, "venue": step % 2}
     ids = {of: torch.randint(0, NODES[of], (count,), generator=generator) for of, count in counts.items()}
@@ -32,7 +35,10 @@ def global_batch(step: int) -> tuple[dict[str, torch.Tensor], torch.Tensor]:
 
 
 def own_share(ids: dict[str, torch.Tensor], rank: int, size: int) -> tuple[dict[str, torch.Tensor], torch.Tensor]:
-    """Return a rank's ids and their positions in the global batch; the last of three ranks gets none."""
+    """Return the ids that a rank trains, by node type, and their positions in the global batch.
+
+    At most two ranks share the batch; a third rank gets no ids.
+    """
     places = dict(zip(ids, torch.arange(GLOBAL_BATCH).split([len(of) for of in ids.values()]), strict=True))
     sharing = min(size, 2)
     mine = {of: torch.arange(len(place)) % sharing == rank for of, place in places.items()}
@@ -96,8 +102,10 @@ def train_sharded(optimizer: str, steps: range, saved: Path | None) -> dict[str,
 
 
 def run_sharded(folder: Path, size: int, *runs: tuple[str, range, Path | None]) -> list[dict[str, object]]:
-    """Return what rank 0 of ``size`` processes saves after each run of (optimizer, steps, checkpoint to resume
-    from)."""
+    """Train several runs with ``size`` processes; return what rank 0 saves after each of them.
+
+    runs: (optimizer, steps, checkpoint to resume from or None).
+    """
     for ended in run_forked(_rank, (folder, runs), size):
         assert ended.returncode == 0, ended.output
     return [torch.load(folder / f"run{number}.pt", weights_only=True) for number in range(len(runs))]

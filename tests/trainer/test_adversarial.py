@@ -42,7 +42,11 @@ def arguments_of(data, how, load):
 
 @pytest.fixture(scope="module")
 def places():
-    """A function of a graph's name: its data, one opened part, and [four parts, four parts of which two are empty]."""
+    """Return a function that opens a graph by its name.
+
+    The function returns the data, the graph as one part, and a list: as four parts, and as four parts of which two are
+    empty.
+    """
     with_wires = {}
 
     def of(name):
@@ -73,7 +77,7 @@ def _count(arguments, load):
 
 @pytest.mark.parametrize("name", GRAPHS)
 def test_batches_over_the_network_are_identical(places, name):
-    """Each kind of sampling is tested with one loader; test_oracle.py tests all combinations over full parts."""
+    # Each kind of sampling is tested with one loader; test_oracle.py tests all combinations over full parts.
     data, whole, _ = places(name)
     with hosts_of(data, 4, make=EMPTY) as hosts:
         for how, load in zip(HOW, itertools.cycle(LOADS), strict=False):
@@ -95,7 +99,7 @@ def test_whole_neighbourhoods_equal_those_of_torch_geometric(places, name, how):
 @pytest.mark.parametrize("how", [name for name in HOW if name not in ("induced", "bidirectional")])
 @pytest.mark.parametrize("name", GRAPHS)
 def test_shares_of_ranks_add_up_to_the_same_batches(places, name, how):
-    """Every rank gets the same number of batches, some without seeds when there are fewer seeds than ranks."""
+    # Every rank gets the same number of batches, some without seeds when there are fewer seeds than ranks.
     data, whole, (graph, _) = places(name)
     for load in LOADS:
         of = {"target": None, "link": None}

@@ -40,7 +40,7 @@ HOW = {
 
 
 def hub():
-    """A million nodes point to node 0, and node 0 points to ten of them."""
+    """Return a graph in which a million nodes point to node 0, and node 0 points to ten of them."""
     ends = torch.arange(1, MILLION + 1)
     edges = torch.cat(
         [torch.stack([ends, torch.zeros_like(ends)]), torch.stack([torch.zeros(10), ends[:10]]).long()], 1
@@ -52,7 +52,7 @@ def hub():
 
 @pytest.fixture(scope="module")
 def hubs(tmp_path_factory):
-    """The graph in memory, opened from two parts on one host, and opened on two hosts that request the other part."""
+    """Yield a graph three times: in memory, opened from two parts, and as opened by each of two hosts with one part."""
     data, folder = hub(), tmp_path_factory.mktemp("hub")
     dataset = dataset_of(data, "hub", ("when",))
     write_partition(dataset, assign_parts(dataset, 2, "hash"), folder)
@@ -106,13 +106,13 @@ COUNT, DEGREE = FAR + 10, 3
 
 
 def sources_of(nodes):
-    """Return the in-neighbours of nodes, [n, 3]: ids on both sides of 2^31, and the node itself."""
+    """Return three in-neighbours of each node, [n, 3]: any node, a node with an id above 2^31, and the node itself."""
     near, far = nodes * 5 % COUNT, FAR + nodes % 10
     return np.stack([near, far, nodes], axis=1)
 
 
 class FarGraph:
-    """The first part, with more than two billion nodes that are computed; node v's edges are 3 v, 3 v + 1, 3 v + 2."""
+    """The first part of a huge graph whose edges are computed: the edges of node v are 3 v, 3 v + 1 and 3 v + 2."""
 
     def sample_hops(self, requests):
         return [self._hop(request) for request in requests]
@@ -135,7 +135,7 @@ class FarGraph:
 
 
 def far_store():
-    """Return a store of part 1 with its ten nodes as arrays."""
+    """Return a store of part 1 of the huge graph; its ten nodes and their edges are stored in arrays."""
     ids = np.arange(FAR, COUNT)
     edges = np.arange(FAR * DEGREE, COUNT * DEGREE)
     value = {"value": AttrSpec("int64", (COUNT,))}

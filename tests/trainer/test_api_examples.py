@@ -38,7 +38,7 @@ EXAMPLES = list(examples())
 
 @pytest.fixture(scope="module")
 def parts(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    """Folders with a partition called ``parts``: of a homogeneous and of a heterogeneous graph."""
+    """Return two folders that each contain a partition ``parts``, of a homogeneous and of a heterogeneous graph."""
     folders = {kind: tmp_path_factory.mktemp(kind) for kind in ("homogeneous", "heterogeneous")}
     for kind, dataset, options in (("homogeneous", "synthetic", SIZE), ("heterogeneous", "synthetic-hetero", HETERO)):
         target = str(folders[kind] / "parts")

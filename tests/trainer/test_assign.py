@@ -25,12 +25,12 @@ GRAPHS = [ring(23), star(40), skewed(200, 3000), empty(9), odd(), graph([(0, 0)]
 
 
 def sizes(assignment, of=HOMO_NODE, ids=slice(None)):
-    """Return the number of nodes of one type, or of those in ``ids``, in each part."""
+    """Return the number of nodes of type ``of`` in each part; ``ids``: count only these nodes."""
     return np.bincount(assignment.parts[of][ids], minlength=assignment.num_parts)
 
 
 def typed_blocks(num_blocks=4, size=40, seed=0):
-    """Blocks of papers and authors; each block is a complete bipartite graph, and no edge joins two blocks."""
+    """Return a graph of papers and authors in blocks, each a complete bipartite graph without edges to other blocks."""
     rng = np.random.default_rng(seed)
     paper, author = rng.permutation(num_blocks * size), rng.permutation(num_blocks * size // 4)
     pairs = [
@@ -82,7 +82,7 @@ def test_metis_on_a_directed_star_and_ring():
 
 @pytest.mark.parametrize("balance", BALANCES)
 def test_only_the_named_groups_are_balanced(balance):
-    """All seeds lie in one of two joined blocks; the best cut would give one part all of them."""
+    # All seeds lie in one of two joined blocks; the best cut would give one part all of them.
     size = 100
     inner = [(b * size + i, b * size + j) for b in range(2) for i in range(size) for j in range(i)]
     dataset = graph([*inner, (0, size)], 2 * size, splits={"train": range(size)})
@@ -96,7 +96,7 @@ def test_only_the_named_groups_are_balanced(balance):
 
 
 def test_types_are_balanced_against_the_best_cut():
-    """Authors write only papers of the first half, so the best cut leaves one part without authors."""
+    # Authors write only papers of the first half, so the best cut leaves one part without authors.
     rng = np.random.default_rng(0)
     writes = np.stack((rng.integers(0, 60, 4000), rng.integers(0, 300, 4000)))
     cites = np.concatenate([rng.integers(0, 300, (2, 6000)), rng.integers(300, 600, (2, 6000))], axis=1)
@@ -120,7 +120,10 @@ def bounds(count, num_parts):
 
 
 def assert_bounded(assignment, dataset, balance):
-    """Assert that each type's seeds, and its other nodes, are within 3 % (or one node) of the mean per part."""
+    """Assert that the parts have almost equal numbers of train seeds and of other nodes, for each node type.
+
+    A number may differ by 3 % or one node from the mean. ``balance`` says which numbers are checked.
+    """
     for of, nodes in dataset.nodes.items():
         seeds = np.isin(np.arange(nodes.num_nodes), nodes.splits.get("train", []) if "seeds" in balance else [])
         groups = [seeds] if balance == "seeds" else [seeds, ~seeds] if "types" in balance else []

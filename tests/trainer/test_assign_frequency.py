@@ -16,7 +16,7 @@ CITES, WRITES = ("paper", "cites", "paper"), ("author", "writes", "paper")
 
 
 def neighbours(dataset):
-    """Return (edge type, target) -> sources."""
+    """Return a dict from (edge type, target) to the list of its sources."""
     rows = {}
     for of, edges in dataset.edges.items():
         for source, target in edges.edge_index.T.tolist():
@@ -85,7 +85,7 @@ def test_probabilities_by_type_agree_with_simulated_sampling():
 
 
 def test_rare_visits_to_a_hub_add_up():
-    """A hub has a hundred thousand targets, each of which is a seed with probability 1e-6."""
+    # A hub has a hundred thousand targets, each of which is a seed with probability 1e-6.
     count = 100_000
     edges = np.stack((np.zeros(count, np.int64), np.arange(1, count + 1)))
     dataset = Dataset.homogeneous("hub", NodeData(count + 1), EdgeData(edges), "h")
@@ -102,7 +102,7 @@ def test_in_edges_can_be_given_instead_of_a_dataset():
 
 
 def communities(num=4, size=100, seed=0):
-    """Groups with in-edges only from their own group; every fifth node is a train seed."""
+    """Return groups of nodes with in-edges only from their own group; every fifth node is a train seed."""
     rng = np.random.default_rng(seed)
     target = np.repeat(np.arange(num * size), 8)
     source = target // size * size + rng.integers(0, size, len(target))
@@ -121,7 +121,7 @@ def test_nodes_go_to_the_part_whose_seeds_visit_them():
 
 
 def test_parts_depend_on_fanouts():
-    """Two relations join each author to opposite groups of papers; only the relation with a fanout counts."""
+    # Two relations join each author to opposite groups of papers; only the relation with a fanout counts.
     pairs = np.array([(paper // 20, paper) for paper in range(40)])
     swapped = np.array([(1 - paper // 20, paper) for paper in range(40)])
     ring = [(b * 20 + i, b * 20 + (i + s) % 20) for b in range(2) for i in range(20) for s in range(1, 6)]
@@ -138,7 +138,7 @@ def test_parts_depend_on_fanouts():
 
 
 def remote_share(dataset, parts, num_parts, fanouts):
-    """Return the fraction of nodes visited by batches of each part's seeds that lie in other parts."""
+    """Sample batches of train seeds of each part; return the fraction of visited nodes that lie in another part."""
     rng, rows, remote, seen = np.random.default_rng(0), neighbours(dataset), 0, 0
     train = dataset.nodes[HOMO_NODE].splits["train"]
     for part_id in range(num_parts):

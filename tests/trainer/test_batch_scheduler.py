@@ -43,7 +43,7 @@ class Driver:
         return self.scheduler.next(NOW)
 
     def make(self, nbytes):
-        """Make the next batch, which its client does not yet acknowledge."""
+        """Take the next batch from the scheduler and report it as made; its client does not acknowledge it yet."""
         job = self.next()
         assert job is not None
         self.scheduler.done(job, nbytes)
@@ -71,7 +71,7 @@ def peer_of(number):
 
 
 def shares(sizes, rounds=4000, in_flight=4, threads=2):
-    """Return the bytes each client received in ``rounds`` batches; every received batch is requested again at once."""
+    """Return the bytes that each client received in ``rounds`` batches, if it always has ``in_flight`` requests."""
     driver, served, making = Driver(), Counter(), []
     for client, nbytes in sizes.items():
         driver.teach(client, nbytes)
@@ -339,7 +339,6 @@ def test_status_reports_queues_buffer_and_clients() -> None:
 
 
 def test_no_wakeup_is_lost() -> None:
-    """Waiting threads notice every change that allows a batch to start."""
     scheduler = BatchScheduler(1000)
     made, lock = Counter(), threading.Lock()
 

@@ -32,7 +32,7 @@ def sent(message: Message, **options) -> Message:
 
 
 def flat(value):
-    """Comparable plain values, dtypes and order of mappings included."""
+    """Convert a value to plain values that can be compared, including dtypes and the order of mappings."""
     if isinstance(value, np.ndarray):
         return value.dtype.str, value.shape, value.tobytes()
     if dataclasses.is_dataclass(value):
@@ -113,7 +113,7 @@ DTYPES = ("?", "i1", "u1", "i2", "u2", "i4", "u4", "i8", "u8", "f2", "f4", "f8",
 
 
 def column(rows: int):
-    """Attributes of any dtype and rank; bfloat16 is kept as uint16."""
+    """Return a Hypothesis strategy for arrays of ``rows`` rows, of any dtype and rank; bfloat16 is uint16."""
     shapes = st.lists(st.integers(0, 3), max_size=2).map(lambda more: (rows, *more))
     return st.sampled_from(DTYPES).flatmap(lambda dtype: arrays.arrays(dtype, shapes))
 

@@ -42,7 +42,7 @@ def typed(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def filled(folder, topology, size, tmp_path, fanouts=FANOUTS, wire_rows="stored", **options):
-    """Return each rank's prediction and its loader on a graph with a filled cache."""
+    """Fill the caches of two hosts; return the prediction and the loader of each rank."""
     graphs = hosts(folder, 2, topology, wire_rows=wire_rows)
     loaders = [loader_of(graph, rank, fanouts, BATCH, **options) for rank, graph in enumerate(graphs)]
 
@@ -74,7 +74,7 @@ def remote_of(loader, of):
 @pytest.mark.parametrize("topology", ["partitioned", "replicated"])
 @pytest.mark.parametrize("options", [{}, {"replace": True}], ids=["plain", "with replacement"])
 def test_the_rows_chosen_are_those_that_later_batches_request(skewed, tmp_path, topology, options) -> None:
-    """In epochs that were not presampled, the cached rows have over 93 % of the hits of the best choice."""
+    # In epochs that were not presampled, the cached rows have over 93 % of the hits of the best choice.
     (prediction, _), loaders = filled(skewed, topology, "10%", tmp_path, **options)
     real, remote = visited(loaders[0], HOMO_NODE, range(101, 107)), remote_of(loaders[0], HOMO_NODE)
     chosen = np.flatnonzero(cached_slots(loaders[0], HOMO_NODE) >= 0)
@@ -119,7 +119,7 @@ def test_a_cache_saves_bytes_and_changes_no_batch(skewed, tmp_path) -> None:
 
 @pytest.mark.parametrize("fanouts", [(2,), (8, 4), (15, 10, 5)], ids=str)
 def test_a_larger_cache_never_increases_received_bytes(tmp_path, monkeypatch, fanouts) -> None:
-    """With large fanouts a batch visits most of the graph, so held rows alone save much."""
+    # With large fanouts a batch visits most of the graph, so held rows alone save much.
     monkeypatch.setattr(cache_policy, "MOST_STEPS", 12)
     folder = write_parts(tmp_path, 2, **{**SKEWED, "num_nodes": 4000})
     brought = []
@@ -190,7 +190,7 @@ def test_one_host_has_nothing_to_cache(skewed, tmp_path) -> None:
 
 
 def test_only_the_first_rank_of_each_host_presamples(skewed, tmp_path) -> None:
-    """Ranks 0 and 1 are on host 0, rank 2 is on host 1, and rank 3 is a client without a part."""
+    # Ranks 0 and 1 are on host 0, rank 2 is on host 1, and rank 3 is a client without a part.
     first, again, other = hosts(skewed, 2)[0], hosts(skewed, 2)[0], hosts(skewed, 2)[1]
     client = Graph(dataclasses.replace(first.store, parts={}), None)
     graphs, nodes = [first, again, other, client], ["h0", "h0", "h1", "h2"]

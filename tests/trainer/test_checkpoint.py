@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import errno
 import os
+import zipfile
 from pathlib import Path
 from typing import Any
 
@@ -17,12 +18,14 @@ from trainer.train import checkpoint as module
 from trainer.train.checkpoint import (
     BestEpoch,
     Checkpoint,
+    PartialEpoch,
     check_fits,
     graph_record,
     load_checkpoint,
     save_checkpoint,
     settings_record,
 )
+from trainer.train.checkpoint_writer import CheckpointWriter
 from trainer.train.settings import TrainSettings
 
 EDGE = ("author", "writes", "paper")
@@ -96,7 +99,7 @@ def test_a_full_disk_leaves_the_old_checkpoint_and_no_other_file(
 
 
 def test_a_process_that_dies_while_writing_leaves_no_partial_file(tmp_path: Path) -> None:
-    """A child process exits while it writes its second checkpoint."""
+    # A child process exits while it writes its second checkpoint.
     save_checkpoint(tmp_path, made(1, 1))
     child = os.fork()
     if child == 0:
@@ -128,11 +131,90 @@ def test_a_file_that_is_no_checkpoint_is_refused(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match="cut.pt is damaged or no checkpoint"):
         load_checkpoint(cut)
     torch.save({"epoch": 3}, cut)
-    with pytest.raises(CheckpointError, match="cut.pt is not a gnnfleet-checkpoint of version 2"):
+    with pytest.raises(CheckpointError, match="cut.pt is not a gnnfleet-checkpoint of version 3"):
         load_checkpoint(cut)
     torch.save({"format": module.FORMAT, "version": module.VERSION, "run": os.system}, cut)
     with pytest.raises(CheckpointError, match="cut.pt is damaged or no checkpoint"):
         load_checkpoint(cut)
+
+
+@pytest.mark.parametrize("place", [100, 2000, -300])
+def test_a_changed_byte_is_noticed_in_every_copy(place: int, tmp_path: Path) -> None:
+    data = bytearray(save_checkpoint(tmp_path, made()).read_bytes())
+    data[place] ^= 1
+    (tmp_path / "copy.pt").write_bytes(data)
+    with pytest.raises(CheckpointError, match="copy.pt is damaged or no checkpoint"):
+        load_checkpoint(tmp_path / "copy.pt")
+
+
+def test_the_digest_is_the_comment_of_an_archive_that_torch_reads(tmp_path: Path) -> None:
+    path = save_checkpoint(tmp_path, made())
+    assert zipfile.ZipFile(path).comment.startswith(b"sha256:") and zipfile.ZipFile(path).testzip() is None
+    assert torch.load(path, weights_only=True, mmap=True)["epoch"] == 3
+
+
+def within(epoch: int, steps: int) -> Checkpoint:
+    """Return a checkpoint after some steps of the epoch after ``epoch``."""
+    partial = PartialEpoch(torch.rand(steps, dtype=torch.float64), torch.full((steps,), 4))
+    return dataclasses.replace(made(epoch, None), partial=partial)
+
+
+def test_a_checkpoint_within_an_epoch_is_loaded_as_saved(tmp_path: Path) -> None:
+    saved = within(3, 120)
+    path = save_checkpoint(tmp_path, saved)
+    assert path.name == "epoch-0003-step-000120.pt"
+    loaded = load_checkpoint(tmp_path / "last.pt")
+    assert loaded.position == (3, 120) and loaded.partial is not None and saved.partial is not None
+    assert torch.equal(loaded.partial.loss_sums, saved.partial.loss_sums)
+    assert torch.equal(loaded.partial.sizes, saved.partial.sizes)
+
+
+def test_the_newest_files_within_an_epoch_are_kept_until_the_epoch_is_done(tmp_path: Path) -> None:
+    def names() -> list[str]:
+        return sorted(path.name for path in tmp_path.glob("epoch-*"))
+
+    save_checkpoint(tmp_path, made(1, 1))
+    for steps in (10, 20, 30):
+        save_checkpoint(tmp_path, within(1, steps))
+    assert names() == ["epoch-0001-step-000020.pt", "epoch-0001-step-000030.pt", "epoch-0001.pt"]
+    save_checkpoint(tmp_path, made(2, 1))
+    assert names() == ["epoch-0001.pt", "epoch-0002.pt"]
+
+
+def test_a_file_of_an_earlier_version_can_be_read(tmp_path: Path) -> None:
+    content = {"format": module.FORMAT, "version": 2, **made().content()}
+    del content["partial"], content["draws"]
+    torch.save(content, tmp_path / "old.pt")
+    assert load_checkpoint(tmp_path / "old.pt").position == (3, 0)
+
+
+def test_a_run_whose_samples_were_drawn_in_another_way_cannot_be_resumed() -> None:
+    with pytest.raises(CheckpointError, match="the version of the random draws is 1, in the checkpoint 0"):
+        check_fits(dataclasses.replace(made(), draws=0), TrainSettings(), GRAPH, "last.pt")
+
+
+def test_what_a_killed_process_was_writing_is_deleted(tmp_path: Path) -> None:
+    (tmp_path / ".epoch-0002.pt.123.456").write_bytes(b"PK half")
+    CheckpointWriter(tmp_path).write(made(3))
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["epoch-0003.pt", "last.pt"]
+
+
+def test_a_full_disk_within_an_epoch_is_said_once_and_training_goes_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    writer = CheckpointWriter(tmp_path)
+    writer.write(made(1, 1))
+
+    def full(*_: Any) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(torch, "save", full)
+    for steps in (10, 20):
+        writer.begin(within(1, steps))
+    writer.finish()
+    assert capsys.readouterr().out.count("cannot be written: No space left on device; training goes on") == 1
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["epoch-0001.pt", "last.pt"]
+    assert load_checkpoint(tmp_path / "last.pt").epoch == 1
 
 
 def test_every_difference_to_the_run_is_named() -> None:

@@ -165,7 +165,7 @@ def test_graph_attributes_are_sent_to_clients(tmp_path):
 
 
 def test_prefetched_batches_are_requested_concurrently(homo):
-    """One sampler thread requests four batches at once; the barrier would time out otherwise."""
+    # One sampler thread requests four batches at once; the barrier would time out otherwise.
     local, _, servers = homo
     together = threading.Barrier(4, timeout=10)
     with client_graph(servers) as client:
@@ -188,7 +188,7 @@ SPLITS = {
 
 @pytest.mark.parametrize("split", SPLITS)
 def test_workers_and_clients_give_every_rank_the_same_batches(tmp_path, split):
-    """Each worker or client has two ranks; shares of the seeds and batches are equal, shuffled and in order."""
+    # Each worker or client has two ranks; shares of the seeds and batches are equal, shuffled and in order.
     make, options = SPLITS[split]
     layout = RankLayout.from_cluster(cluster_of("worker"))
     assert RankLayout.from_cluster(cluster_of("server")) == layout
@@ -205,7 +205,10 @@ def test_workers_and_clients_give_every_rank_the_same_batches(tmp_path, split):
 
 
 def cluster_of(mode):
-    """Two nodes that hold two parts each; the ranks run on these nodes, or on one client node for each."""
+    """Return a cluster of four ranks and two nodes with two parts each.
+
+    In mode "worker", two ranks run on each of these nodes; otherwise, on each of two further nodes, the clients.
+    """
     servers = [ClusterNode(k, f"h{k}", mode, f"tcp://h{k}:1", HALVES[k], ()) for k in (0, 1)]
     ranks = [(0, 1), (2, 3)]
     if mode == "worker":

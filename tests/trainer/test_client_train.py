@@ -100,7 +100,7 @@ def accuracies(line: dict[str, object]) -> dict[str, object]:
 
 @pytest.mark.slow
 def test_two_workers_and_two_clients_with_two_processes_have_the_same_loss_curve(parts, servers, tmp_path):
-    """Clients read everything from the launcher's variables; for inference each host writes into its own folder."""
+    # Clients read everything from the launcher's variables; for inference each host writes into its own folder.
     cluster = cluster_file(tmp_path / "cluster.json", servers, {2: [0, 1], 3: [2, 3]})
     runs, environments, lines = {}, [], []
     settings = job(parts, tmp_path, epochs=2).settings

@@ -38,7 +38,7 @@ def clustered(num_parts=4, per_part=3, edges=260):
 
 
 def nodes_of(clusters, numbers):
-    """Return the nodes of these clusters in order, sorted by id within a cluster."""
+    """Return the ids of all nodes of the clusters ``numbers``, one cluster after the other, ascending in each."""
     return [int(node) for number in numbers for node in np.flatnonzero(clusters == number)]
 
 
@@ -110,7 +110,7 @@ def test_whole_parts_are_the_clusters_where_the_partition_has_none():
 
 
 def test_clusters_of_the_partition(tmp_path):
-    """Clusters are written as by ``partition make --clusters 3``, for a heterogeneous graph."""
+    # Clusters are written as by `partition make --clusters 3`, for a heterogeneous graph.
     dataset = graphs.bipartite()
     assignment = assign_parts(dataset, 2, "metis", 0)
     write_partition(with_clusters(dataset, assignment, 3), assignment, tmp_path / "parts")

@@ -71,7 +71,7 @@ def call(code: Path, kernels: Path) -> list[int]:
 
 
 def test_compiled_kernels_are_reused_until_damaged(code: Path, tmp_path: Path) -> None:
-    """Three processes compile at once; later processes, also with a copy of the code, reuse their kernels."""
+    # Three processes compile at once; later processes, also with a copy of the code, reuse their kernels.
     kernels = tmp_path / "kernels"
     started = [start(code, kernels) for _ in range(3)]
     assert [process.communicate()[0].split()[0] for process in started] == ["41"] * 3
@@ -124,7 +124,7 @@ class Planted:
 def test_kernels_that_other_users_could_write_are_not_loaded(
     code: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, writable: str
 ) -> None:
-    """If the folder is writable by others, a private folder replaces it, with a warning."""
+    # If the folder is writable by others, a private folder replaces it, with a warning.
     kernels, temporary = tmp_path / "kernels", tmp_path / "tmp"
     temporary.mkdir()
     monkeypatch.setenv("TMPDIR", str(temporary))
@@ -175,7 +175,7 @@ print(got.sum(), ready, total(4) if len(sys.argv) > 1 else "")
 
 
 def test_loaded_kernels_do_not_initialise_the_compiler(code, tmp_path):
-    """``squares`` allocates an array; ``total`` calls ``squares`` and is compiled after ``squares`` was loaded."""
+    # `squares` allocates an array; `total` calls `squares` and is compiled after `squares` was loaded.
     (code / "trainer" / "mixed.py").write_text(MIXED)
     environment = {**os.environ, "GNNFLEET_KERNELS": str(tmp_path / "kernels"), "PYTHONPATH": str(code)}
 

@@ -43,7 +43,7 @@ def plain(folder):
 
 @pytest.fixture(scope="module")
 def secured(folder, tmp_path_factory):
-    """Servers with a key, and the key file of a guest that they admit."""
+    """Yield graph servers that require a key, and the path of a key file that they accept."""
     home = tmp_path_factory.mktemp("keys")
     own = replace(new_keys(), guests=home / "clients")
     write_key_file(home / "service.key", own)
@@ -174,7 +174,7 @@ def test_a_missing_key_file(tmp_path):
 
 
 def test_a_model_over_a_remote_graph(tmp_path):
-    """Inference with whole neighbourhoods equals a full-graph forward pass."""
+    # Inference with whole neighbourhoods equals a full-graph forward pass.
     from torch_geometric.nn import SAGEConv
 
     folder, conv = written(tmp_path, hetero_data()), SAGEConv((4, 4), 3)

@@ -137,7 +137,7 @@ def test_ranges_are_checked_once_and_again_after_a_change(folder, monkeypatch) -
 
 
 def test_files_written_just_now_are_checked_again(folder, monkeypatch) -> None:
-    """A later change could leave the same file times."""
+    # A later change could leave the same file times.
     looked = []
     look = part_files._Bounds.problem
     monkeypatch.setattr(part_files._Bounds, "problem", lambda self: looked.append(self.path) or look(self))

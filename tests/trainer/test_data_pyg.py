@@ -90,7 +90,7 @@ def split_by_torch_geometric(data, **options):
 
 @pytest.mark.parametrize("num_val", [0.0, 0.5])
 def test_links_split_by_torch_geometric_become_graph_attributes(tmp_path, num_val):
-    """With num_val=0 the number of links equals the number of edges."""
+    # With num_val=0 the number of links equals the number of edges.
     options = {"num_val": num_val, "num_test": 0.0, "neg_sampling_ratio": 0.0, "add_negative_train_samples": False}
     plain = split_by_torch_geometric(pyg_graph(), **options)
     typed = split_by_torch_geometric(typed_graph(), edge_types=[("author", "writes", "paper")], **options)

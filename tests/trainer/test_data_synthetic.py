@@ -81,7 +81,7 @@ def test_synthetic_is_determined_by_its_seed():
 
 
 def test_synthetic_equals_that_of_earlier_versions():
-    """Fixed values keep benchmarks and loss curves comparable with earlier versions."""
+    # Fixed values keep benchmarks and loss curves comparable with earlier versions.
     dataset = load_dataset("synthetic", None, {"num_nodes": 3000, "avg_degree": 12, "num_classes": 5, "train": 240})
     nodes = dataset.nodes["node"]
     assert nodes.attrs["y"][:12].tolist() == [4, 3, 2, 1, 1, 0, 0, 0, 0, 4, 3, 4]

@@ -25,7 +25,10 @@ def table(dtype, shape):
 
 
 def rank_of_two(rank, folder, then):
-    """Rank 0 requests nothing in the first exchanges; then rank 1 exits or sends nothing more."""
+    """Run one of two ranks that exchange rows; rank 0 requests no rows.
+
+    Then rank 1 exits or hangs, and rank 0 asserts that its next exchange fails.
+    """
     dist.init_process_group(
         "gloo", init_method=f"file://{folder}/store", rank=rank, world_size=2, timeout=timedelta(seconds=5)
     )

@@ -92,7 +92,7 @@ def test_twenty_clients_have_equal_shares(server: Server) -> None:
 
 @pytest.mark.slow
 def test_shares_are_equal_in_bytes_for_any_batch_size(server: Server) -> None:
-    """Every fourth client requests batches four times as large, and more of them at the same time."""
+    # Every fourth client requests batches four times as large, and more of them at the same time.
     requests = [BatchRequests(f"client{k}", *((400, 4) if k % 4 == 0 else (100, 3))) for k in range(CLIENTS)]
     with running_clients(server.endpoint, requests) as clients:
         received = window(clients, 120 * CLIENTS)
@@ -104,7 +104,7 @@ def test_shares_are_equal_in_bytes_for_any_batch_size(server: Server) -> None:
 
 @pytest.mark.slow
 def test_clients_that_hang_or_die_cost_no_more_than_the_buffer(server: Server) -> None:
-    """Without the buffer's limit, the server would make 36 batches of 11 MB for the six hanging clients."""
+    # Without the buffer's limit, the server would make 36 batches of 11 MB for the six hanging clients.
     hanging, killed, others = range(6), range(6, 9), range(9, CLIENTS)
     requests = [BatchRequests(f"client{k}", 200, *((6, "wide") if k in hanging else (2, "x"))) for k in range(CLIENTS)]
     before = server.memory
@@ -128,7 +128,7 @@ def test_clients_that_hang_or_die_cost_no_more_than_the_buffer(server: Server) -
 
 
 def watched(server: Server, seconds: float, names: Collection[str]) -> tuple[float, float]:
-    """Return the server's peak memory in MB and the most buffer bytes of these clients, both over ``seconds``."""
+    """Watch the server for ``seconds``; return its peak memory in MB and the peak buffer bytes of the clients."""
     peak = held = 0.0
     start = time.monotonic()
     while time.monotonic() < start + seconds:

@@ -99,7 +99,7 @@ def test_schema_on_disk(tmp_path):
 
 
 def test_a_manifest_is_laid_out_in_readable_lines(tmp_path):
-    """Each file, each attribute and the offsets of a type take one line."""
+    # Each file, each attribute and the offsets of a type take one line.
     lines = write_manifest(tmp_path, a_manifest()).read_text().splitlines()
     assert '   "offsets": [0, 3, 5],' in lines
     assert '    "x": {"dtype": "bfloat16", "shape": [5, 8]}' in lines

@@ -171,7 +171,7 @@ def test_a_server_that_joins_is_discovered_and_used(folder, expected, monkeypatc
 
 
 def replace_places(servers, numbers):
-    """Return a view of ``servers`` with only the servers in ``numbers``, for a client that does not know the others."""
+    """Return a view of ``servers`` that has only the servers in ``numbers``."""
 
     class View:
         places = {number: servers.places[number] for number in numbers}

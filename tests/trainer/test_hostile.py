@@ -67,7 +67,7 @@ class Target:
 
 @dataclass
 class Honest:
-    """A client that sends requests and compares the replies until the context ends."""
+    """A client that sends requests from a thread and checks all replies, until the context ends."""
 
     target: Target
     waits: list[float] = field(default_factory=list)  #: seconds until all replies of a round were received
@@ -192,7 +192,7 @@ def test_a_million_hostile_messages_do_no_harm(tmp_path, encrypted: bool) -> Non
 
 
 def test_two_hundred_busy_clients_that_are_killed_do_no_harm(tmp_path) -> None:
-    """Each client sends about a hundred requests for batches and rows and never reads the replies."""
+    # Each client sends about a hundred requests for batches and rows and never reads the replies.
     asked = [encode(request) for request in valid_requests(NODES)[-9:]] * 12
     with target(tmp_path, new_keys()) as victim, Honest(victim) as honest:
         before = victim.process.memory_info().rss

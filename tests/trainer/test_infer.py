@@ -46,7 +46,7 @@ def parts_of(folder: Path, hetero: bool) -> Path:
 
 
 def sampled_logits(parts: Path, checkpoint: Path) -> dict[int, np.ndarray]:
-    """Return original id -> logits of the seeds of all splits, computed from batches with all neighbours."""
+    """Return the logits of the seeds of all splits, by original id, computed from batches with all neighbours."""
     model, _ = trained_model(load_checkpoint(checkpoint), read_manifest(parts))
     target = load_checkpoint(checkpoint).graph["target"]
     found = {}
@@ -82,7 +82,7 @@ def test_logits_equal_those_of_sampling_all_neighbours(model: str, trained: Path
 
 
 def test_results_on_two_ranks_differ_only_by_rounding(trained: Path, tmp_path: Path) -> None:
-    """Two processes infer two models, one with all nodes of a part at once and one with 23 nodes at once."""
+    # Two processes infer two models, one with all nodes of a part at once and one with 23 nodes at once.
     chosen = {"gat": 10_000, "rgcn": 23}
     runs = []
     for model, at_once in chosen.items():
@@ -122,7 +122,6 @@ def test_a_temporal_model_is_refused(tmp_path: Path) -> None:
 
 
 def test_edges_of_weight_zero_are_ignored(tmp_path: Path) -> None:
-    """Inference ignores edges of weight 0, as weighted sampling does."""
     edges = [(v, (v + d) % 12) for v in range(12) for d in (1, 5)]
     weights = {"w": np.tile(np.array([1.0, 0.0]), 12)}
     found = {}

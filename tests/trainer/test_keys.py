@@ -23,7 +23,7 @@ def guarded(tmp_path):
 
 
 def guest_of(path):
-    """Return a new key pair of a client of the servers with this key file."""
+    """Return a new client key pair, with the public key of the servers whose key file is ``path``."""
     return replace(new_keys(), server=read_key_file(path).public)
 
 

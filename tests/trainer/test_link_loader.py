@@ -36,7 +36,7 @@ def hetero():
 
 
 def shapes(batch):
-    """Return (type, attribute) -> (dtype, number of dimensions) or Python type; sizes differ with the negatives."""
+    """Return for each (type, attribute) of a batch its dtype and number of dimensions, or its Python type."""
     stores = (
         [("", batch)] if isinstance(batch, Data) else [(of, batch[of]) for of in batch.node_types + batch.edge_types]
     )
@@ -120,7 +120,7 @@ def test_excluded_links_and_their_reverses_are_not_sampled(fanout):
 
 
 def test_excluded_links_do_not_reduce_the_fanout():
-    """A target with enough other edges still gets its full fanout."""
+    # A target with enough other edges still gets its full fanout.
     hub = torch.stack([torch.arange(1, 30), torch.zeros(29, dtype=torch.int64)])
     data = Data(edge_index=hub, num_nodes=30)
     (batch,) = DistLinkNeighborLoader(data, [10], hub[:, :5], batch_size=5, exclude="self")
@@ -204,9 +204,9 @@ def test_a_heterogeneous_graph_needs_an_edge_type(given, message):
 
 
 def without_edges(kind):
-    """Return data, links, and a function from a batch to the links' store.
+    """Return data, links, and a function that returns the store of the links in a batch.
 
-    The graph has no edges at all, or lacks only the edges of the links' relation.
+    The graph has no edges at all, or none of the type of the links.
     """
     links = torch.randint(0, 7, (2, 30), generator=torch.Generator().manual_seed(4))
     if kind == "homo":

@@ -103,7 +103,7 @@ def test_batches_are_identical_for_every_placement(placement, threads):
 
 
 def test_ranks_share_every_global_batch():
-    """Three ranks on two nodes together get the seeds of each batch of one process."""
+    # Three ranks on two nodes together get the seeds of each batch of one process.
     with opened(1, [0]) as graph:
         whole = batches(graph)
     layout = RankLayout(3, ((0, 1), (2,)))

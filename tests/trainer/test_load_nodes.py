@@ -143,7 +143,7 @@ def test_one_gather_per_batch(monkeypatch):
 
 
 def test_blocks_contain_the_same_edges_as_edge_index():
-    """The last block has the edges of ``edge_index`` whose targets are seeds."""
+    # The last block has the edges of `edge_index` whose targets are seeds.
     data = hetero_data()
     for batch in DistNeighborLoader(parts_of(data, 2), [3, 2], ("paper", "train"), batch_size=10):
         block, edges = batch.blocks[-1][CITES], batch[CITES].edge_index

@@ -124,7 +124,7 @@ def test_public_names_are_listed_and_similar_ones_suggested():
 
 
 def test_a_graph_that_is_dropped_closes_its_files_at_once(tmp_path: Path) -> None:
-    """Also without garbage collection: a script that opens many graphs must not run out of file descriptors."""
+    # Also without garbage collection: a script that opens many graphs must not run out of file descriptors.
     make_partition(spec(tmp_path / "parts"), say=lambda _: None)
     gc.collect()
     gc.disable()

@@ -81,7 +81,7 @@ def test_both_orders_of_linear_and_aggregation_agree(name: str, monkeypatch: pyt
 
 
 def test_gcn_estimate_is_unbiased_over_samples() -> None:
-    """The mean over many samples of two of five neighbours equals the layer's output with all five."""
+    # The mean over many samples of two of five neighbours equals the layer's output with all five.
     torch.manual_seed(0)
     layer, x, degree = layers.GCNConv(4, 3), torch.randn(6, 4), torch.tensor([5, 9, 3, 1, 7, 2])
     whole = layer(Block(torch.tensor([0, 5]).int(), torch.arange(1, 6).int(), 6), x, degree)

@@ -89,7 +89,7 @@ def test_hetero_sage_equals_torch_geometric(aggr: str) -> None:
 
 @pytest.mark.parametrize("in_dim", [12, 5])
 def test_hgt_equals_torch_geometric(in_dim: int) -> None:
-    """The skip connection is active at input width 12 and inactive at width 5."""
+    # The skip connection is active at input width 12 and inactive at width 5.
     torch.manual_seed(0)
     x, edges, blocks = whole_graph(in_dim)
     theirs = pyg.HGTConv(in_dim, 12, (list(NUM_NODES), list(EDGE_TYPES)), heads=3)
@@ -139,7 +139,7 @@ def test_a_batch_without_seeds_gives_zero_gradients(model: str) -> None:
 
 @pytest.mark.parametrize("model", HETERO)
 def test_rows_of_a_seed_do_not_depend_on_the_other_seeds(model: str) -> None:
-    """With dropout on, two halves of the seeds give the same logits as the whole batch."""
+    # With dropout on, two halves of the seeds give the same logits as the whole batch.
     torch.manual_seed(0)
     net = build_model(Config(model, fanouts=(-1, -1), dropout=0.4), FACTS)
     whole = net(typed_batch(typed_edges(), [5, 9, 1, 28], (-1, -1)))
@@ -230,7 +230,10 @@ def test_a_homogeneous_batch_is_one_with_a_single_type(model: str) -> None:
 
 
 def planted(seeds: list[int]) -> tuple[HeteroBatch, Tensor]:
-    """The class of a paper follows from the features of its author's only other paper, two hops away."""
+    """Return a batch of papers and their classes.
+
+    The class of a paper follows from the features of the only other paper of its author, two hops away.
+    """
     papers, authors = np.arange(60), np.arange(60) // 2
     edges = {WRITES: np.stack([authors, papers]), WROTE: np.stack([papers, authors])}
     counts = {"paper": 60, "author": 30}

@@ -123,8 +123,11 @@ def test_pairs_of_a_random_walk() -> None:
 
 
 def planted(num_nodes: int = 120, groups: int = 4) -> tuple[Tensor, Tensor]:
-    """Return communities (id modulo ``groups``) with nine inner edges per outer edge: int64 [2, e] both ways, and the
-    groups."""
+    """Return the edges of a graph of communities, int64 [2, e], and the community of each node.
+
+    The community of a node is its id modulo ``groups``. About nine of ten edges join nodes of one community. Each edge
+    is contained in both directions.
+    """
     torch.manual_seed(0)
     src = torch.arange(num_nodes).repeat_interleave(6)
     inside = torch.rand(len(src)) < 0.9
@@ -136,7 +139,7 @@ def planted(num_nodes: int = 120, groups: int = 4) -> tuple[Tensor, Tensor]:
 
 @pytest.mark.parametrize("form", ["binary", "triplets"])
 def test_unsupervised_graphsage_finds_planted_groups(form: str) -> None:
-    """Trained from random features without labels, rows of one group become similar."""
+    # Trained from random features without labels, rows of one group become similar.
     edges, group = planted()
     x, model, loss = torch.randn(120, 16), GraphSAGE(16, 32, 2, 16), UnsupervisedLoss()
     optimizer = torch.optim.Adam(model.parameters(), lr=0.02)

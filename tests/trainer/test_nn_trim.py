@@ -36,7 +36,7 @@ def plain_data(fanouts: tuple[int, ...] = (2, 2, 1)) -> Data:
 
 
 class LastRows:
-    """Records the rows of source nodes that reach a convolution."""
+    """Records how many rows of source nodes a convolution got in its latest call."""
 
     def __init__(self, conv: nn.Module):
         self.rows = 0

@@ -39,7 +39,10 @@ PLACES = ("4 parts", "wire 4")
 
 @pytest.fixture(scope="module")
 def graphs():
-    """Return (kind, place) -> opened graph; "wire" has one part in this process and one behind each server."""
+    """Yield a dict from (kind, place) to the opened graph.
+
+    In the places "wire 2" and "wire 4", this process has one of 2 or 4 parts; the others are behind graph servers.
+    """
     with contextlib.ExitStack() as stack:
         opened = {}
         for kind, make in MAKE.items():
@@ -52,7 +55,7 @@ def graphs():
 
 
 def arguments_of(data, how, seeds=19):
-    """Return loader arguments: node seeds, and citation links, each with times."""
+    """Return the arguments of a node loader and of a link loader; ``how`` adds arguments."""
     times = torch.arange(60) % 20 + 30
     if isinstance(data, Data):
         nodes, links = torch.arange(3, 3 + seeds), data.edge_index[:, 5 : 5 + seeds]
@@ -90,7 +93,10 @@ def test_data_in_memory_gives_the_batches_of_its_partition(graphs, kind, how, lo
 
 
 def assert_same_by_name(ours, theirs):
-    """Compare attributes by name: torch_geometric keeps the user's order for data in memory and may omit num_nodes."""
+    """Assert that two batches have equal attributes in any order, ignoring ``num_nodes``.
+
+    For data in memory, torch_geometric keeps the user's order of attributes and may omit ``num_nodes``.
+    """
     for mine, other in zip(ours.stores, theirs.stores, strict=True):
         pairs = [{k: v for k, v in store.items() if v is not None and k != "num_nodes"} for store in (mine, other)]
         assert pairs[0].keys() == pairs[1].keys()

@@ -52,7 +52,7 @@ dist.barrier()
 
 
 def test_own_work_excludes_waits_for_slower_ranks(tmp_path: Path) -> None:
-    """Three processes step together; each reports only its own work."""
+    # Three processes step together; each reports only its own work.
     for ended in run_script(["-c", SLOW_RANK], 3, tmp_path, GNNFLEET_RUN_DIR=str(tmp_path)):
         assert ended.returncode == 0, ended.output
     typical = [steady(tmp_path, rank) for rank in range(3)]

@@ -70,7 +70,7 @@ def test_a_part_may_be_empty_for_one_type_only(tmp_path):
 
 
 def test_files_and_arrays_of_one_type(tmp_path):
-    """Row v of an edge attribute belongs to edge v; source times are stored with the edges."""
+    # Row v of an edge attribute belongs to edge v; source times are stored with the edges.
     dataset = bipartite()
     dataset = with_nodes(dataset, "paper", attrs={"time": np.arange(6) * 10})
     assignment = by_hand(dataset, {"author": [0] * 4, "paper": [0, 0, 0, 1, 1, 1], "venue": [0, 0]}, 2)
@@ -106,7 +106,7 @@ def test_graph_attributes_of_any_rank(tmp_path):
 
 
 def test_only_integer_vectors_are_times(tmp_path):
-    """A float or a matrix named ``time`` is an ordinary attribute."""
+    # A float or a matrix named `time` is an ordinary attribute.
     for values in (np.linspace(0, 1, 8), np.ones((8, 2), np.int64)):
         dataset = with_nodes(ring(8), "node", attrs={"time": values})
         folder = written(dataset, tmp_path / f"parts{values.ndim}")

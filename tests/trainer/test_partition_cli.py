@@ -40,7 +40,7 @@ def test_statistics_of_a_ring_in_two_parts(tmp_path):
 
 
 def test_statistics_per_type(tmp_path):
-    """All authors are in part 1; author 3 needs paper 5 twice, which counts once in the halo."""
+    # All authors are in part 1; author 3 needs paper 5 twice, which counts once in the halo.
     dataset = bipartite()
     assignment = by_hand(dataset, {"author": [1] * 4, "paper": [0, 0, 0, 1, 1, 0], "venue": [0, 0]}, 2)
     write_partition(dataset, assignment, tmp_path / "parts")
@@ -101,7 +101,7 @@ def test_exit_statuses_of_the_command_line(tmp_path):
 
 
 def test_clusters_are_found_inside_parts(tmp_path):
-    """Four dense blocks in two parts: the clusters of each part are its blocks."""
+    # Four dense blocks in two parts: the clusters of each part are its blocks.
     dataset = blocks(4, 12)
     parts = assign_parts(dataset, 2, balance="nodes")
     clustered = with_clusters(dataset, parts, 2)

@@ -18,7 +18,7 @@ from trainer.store.part_store import open_parts
 
 
 def test_a_flipped_byte_names_its_file(tmp_path):
-    """Every file of a graph with several types: edge attributes, source times, id tables."""
+    # Every file of a graph with several types: edge attributes, source times, id tables.
     folder = written(odd_types(), tmp_path / "parts", 2)
     entries = [entry for entry in read_manifest(folder).files if 0 not in entry.shape and entry.part_id != 0]
     assert "part1/edges/v-1.0__pre-depends__v-1.0/attrs/weight.npy" in {entry.path for entry in entries}
@@ -93,7 +93,7 @@ def test_every_invariant_is_checked(tmp_path, name):
 
 
 def test_sources_are_counted_within_their_own_type(tmp_path):
-    """With 40 targets and 5 sources, id 5 is a valid target but not a valid source."""
+    # With 40 targets and 5 sources, id 5 is a valid target but not a valid source.
     folder = written(odd_types(), tmp_path / "parts", 2)
     path = "part1/edges/tag__has.not__v-1.0/indices.npy"
     at(2, 5)(np.lib.format.open_memmap(folder / path, mode="r+"))

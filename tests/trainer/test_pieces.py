@@ -1,4 +1,4 @@
-"""Tests of requests for many rows in pieces: bounded size, few at a time, the same rows as one answer."""
+"""Tests of requests that fetch many rows in pieces: pieces are small, few are in flight, and the rows are the same."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def request(count: int, attrs: tuple[str, ...] = ("x",)) -> RowRequest:
 
 
 class CountedAnswers:
-    """An answer function that computes when the result is awaited and counts the pieces in flight."""
+    """Computes an answer when its result is awaited; counts the answers in flight and their maximum."""
 
     def __init__(self, answer):
         self.answer, self.under_way, self.most, self.rows = answer, 0, 0, []

@@ -10,7 +10,7 @@ from trainer.sampler.row_index import IdIndex, SourceCodes, locate
 
 
 def played(table, batches):
-    """Return positions and new ids of batches of (seeds, hops), requested as a growing subgraph does."""
+    """Let a position table number the nodes of batches of (seeds, hops); return all positions and new ids."""
     told = []
     for seeds, hops in batches:
         table.enter(seeds)
@@ -111,7 +111,7 @@ def test_large_batches_are_sampled_alike_with_either_table():
 
 @pytest.mark.parametrize("base", [0, MOST_HASHED - 500])
 def test_an_id_index_finds_the_last_place_of_an_id(base) -> None:
-    """Ids of 2**32 and more are not found: their rows are requested again."""
+    # Ids of 2**32 and more are not found: their rows are requested again.
     rng, codes, num_ids = np.random.default_rng(0), SourceCodes(2, 3), 1000
     arrays = [base + rng.integers(0, num_ids, 200) for _ in range(3)]
     index = IdIndex.of(arrays[:2]).with_more([arrays[2]]) or IdIndex.of(arrays)

@@ -79,7 +79,10 @@ def _lines(text: str) -> list[str]:
 
 @pytest.fixture
 def recorded(tmp_path: Path) -> Path:
-    """Return the folder of two ranks as a launch collects it; the first epoch took ten times as long."""
+    """Return a folder with metrics files of two ranks, as a launch collects them.
+
+    The first epoch of rank 0 is much slower than the others, and the file of rank 1 has invalid lines.
+    """
     predict = {"kind": "predict", "rank": 0, "steps": 20, "remote_bytes": 200_000_000, "hit_rate": 0.3}
     first = {**line(0, 1), "spent": dict.fromkeys(KINDS, 1.0)}
     write(tmp_path / "logs/node0", "metrics-rank0.jsonl", {"kind": "start"}, predict, first, line(0, 2), line(0, 3))

@@ -39,7 +39,7 @@ def data_of(links):
 @pytest.mark.parametrize("negatives", NEGATIVES)
 @pytest.mark.parametrize("how", HOW)
 def test_link_batches_equal_torch_geometrics_in_every_attribute(monkeypatch, how, negatives, links):
-    """torch_geometric gets gnnfleet's negatives in place of its own; everything else is torch_geometric's."""
+    # torch_geometric gets gnnfleet's negatives in place of its own; everything else is torch_geometric's.
     data, edge_type = data_of(links), LINKS[links]
     edges = (data if edge_type is None else data[edge_type]).edge_index[:, 3:22]
     given = edges if edge_type is None else (edge_type, edges)
@@ -58,7 +58,7 @@ def test_link_batches_equal_torch_geometrics_in_every_attribute(monkeypatch, how
 
 
 class _GivenNegatives:
-    """Replaces torch_geometric's ``neg_sample``: returns the negatives of a batch of gnnfleet."""
+    """Replaces torch_geometric's ``neg_sample``: returns the negatives that gnnfleet drew for the same batch."""
 
     def __init__(self, edge_type):
         self._type = edge_type
@@ -144,7 +144,7 @@ def test_genuine_neighbor_loader(make, more, fanouts):
 @pytest.mark.filterwarnings("ignore:Using 'NeighborSampler' without")
 @pytest.mark.parametrize("make", [homo_data, hetero_data])
 def test_genuine_neighbor_loader_with_repeated_seeds(make):
-    """Every copy of a seed has its edges; as a source, the first copy represents the node."""
+    # Every copy of a seed has its edges; as a source, the first copy represents the node.
     pytest.importorskip("torch_sparse")
     ids = torch.tensor([3, 7, 3, 9, 3, 7])
     seeds = ids if make is homo_data else ("paper", ids)
@@ -187,10 +187,10 @@ def ends_of(batch, edge_type):
 
 
 def _assert_like(ours, theirs, subgraph_type=None):
-    """Assert equal nodes, edges, attribute names, dtypes and widths; the compiled sampler's edge order differs.
+    """Assert that batches have equal nodes, edges, attribute names, dtypes and numbers of columns.
 
-    The reverse edges that bidirectional adds have no id of their own: torch_geometric gives them an arbitrary id or
-    none.
+    The order of edges is ignored. Edge ids of bidirectional subgraphs are ignored too, because torch_geometric gives
+    the added reverse edges arbitrary ids or none.
     """
     edge_ids = subgraph_type != "bidirectional"
     for mine, other in zip(ours, theirs, strict=True):

@@ -39,7 +39,7 @@ def partition():
 
 
 def in_trees(loader):
-    """Count each choice of neighbours of node 0, which occurs as many disjoint seeds of one batch."""
+    """Count each sampled set of neighbours of node 0 in one disjoint batch, in which node 0 is the seed many times."""
     (batch,) = loader
     rows = [[] for _ in range(DRAWS)]
     for tree, edge in zip(batch.batch[batch.edge_index[1]].tolist(), batch.e_id.tolist(), strict=True):
@@ -55,7 +55,7 @@ def ours_of(fanout, **how):
 
 
 def epochs_of(fanout, epochs=400, **how):
-    """Count each choice of neighbours of node 0 as the only seed, over many epochs."""
+    """Count each sampled set of neighbours of node 0, the only seed, over ``epochs`` epochs."""
     loader, found = DistNeighborLoader(partition(), [fanout], torch.tensor([0]), **how), Counter()
     for _ in range(epochs):
         (batch,) = loader
@@ -107,7 +107,7 @@ def test_every_choice_has_its_probability_over_epochs(how):
 
 
 def test_the_chi_square_test_detects_a_bias():
-    """With weights that differ by a quarter, weighted draws are not uniform, and uniform draws are not weighted."""
+    # With weights that differ by a quarter, weighted draws are not uniform, and uniform draws are not weighted.
     near = [1.25, *EVEN[1:]]
     seen = ours_of(3)
     assert p_value(seen, choices(3, near)) < ODDS
@@ -116,7 +116,7 @@ def test_the_chi_square_test_detects_a_bias():
 
 @pytest.mark.parametrize("how", [*CASES, "temporal"])
 def test_the_reference_sampler_agrees(how):
-    """Two-sample test: gnnfleet's draws and those of torch_geometric's loader come from one distribution."""
+    # Two-sample test: gnnfleet's draws and those of torch_geometric's loader come from one distribution.
     arguments, chances = {**CASES, "temporal": TEMPORAL}[how]
     seeds, times = torch.zeros(DRAWS, dtype=torch.int64), torch.full((DRAWS,), 8)
     more = {"input_time": times} if how == "temporal" else {}
@@ -128,7 +128,7 @@ def test_the_reference_sampler_agrees(how):
 
 @pytest.mark.filterwarnings("ignore:Using 'NeighborSampler' without")
 def test_genuine_neighbor_loader_agrees():
-    """With replacement only: without replacement torch_sparse 0.6.18 is biased, it never draws the last of six."""
+    # With replacement only: without replacement torch_sparse 0.6.18 is biased, it never draws the last of six.
     pytest.importorskip("torch_sparse")
     torch.manual_seed(0)
     theirs, loader = Counter(), NeighborLoader(star(), [3], torch.tensor([0]), replace=True)
@@ -140,7 +140,7 @@ def test_genuine_neighbor_loader_agrees():
 
 
 def test_draws_of_two_hops_are_independent():
-    """The draws of a node are independent of those of its neighbour."""
+    # The draws of a node are independent of those of its neighbour.
     both = torch.tensor([[1, 2, 3, 4, 0, 2, 3, 4], [0, 0, 0, 0, 1, 1, 1, 1]])
     graph, found = opened(store_of(both.numpy(), 5, 2)), Counter()
     seeds = torch.tensor([0, 1]).repeat(DRAWS // 2)

@@ -39,12 +39,12 @@ def random_data(seed):
 
 
 def source_of(data, case):
-    """Return the graph in memory, or as one to three parts."""
+    """Return ``data`` itself, or a graph of its one to three parts, depending on ``case``."""
     return data if case % 4 == 0 else parts_of(data, case % 4)
 
 
 def edges_of(data, batch):
-    """Return (edge type, edge ids, sources, targets, tree) of a batch, nodes as original ids."""
+    """Yield (type, edge ids, sources, targets, tree) for each edge type of a batch; nodes are original ids."""
     for of in data.edge_types:
         store = batch[of]
         src, dst = batch[of[0]].n_id[store.edge_index[0]], batch[of[2]].n_id[store.edge_index[1]]
@@ -68,7 +68,7 @@ def test_no_edge_is_later_than_its_seed_and_last_takes_the_latest(case, fanouts,
 
 
 def _assert_latest(targets, stamps, edges, dst, tree, until):
-    """Assert that no candidate left out at a target is later than one that was taken."""
+    """Assert that the sampled edges are the latest candidates: no other candidate is later than a sampled one."""
     for node, number in set(zip(dst.tolist(), tree.tolist(), strict=True)):
         taken = edges[(dst == node) & (tree == number)]
         candidates = ((targets == node) & (stamps <= until[number])).nonzero().view(-1)
@@ -120,7 +120,10 @@ def test_excluded_links_are_not_sampled_and_do_not_use_up_the_fanout(case, fanou
 
 
 def _assert_filled(data, batch, of, fanout, barred, edges):
-    """Assert that every seed has as many edges as the fanout and the remaining candidates allow."""
+    """Assert that each seed has ``fanout`` edges of type ``of``, or all candidates if it has fewer.
+
+    Edges in ``barred`` are no candidates.
+    """
     store, num_seeds = batch[of[2]], batch[of[2]].num_sampled_nodes[0]
     found = torch.bincount(batch[of].edge_index[1], minlength=len(store.n_id))[:num_seeds]
     pairs = data[of].edge_index.t().tolist()

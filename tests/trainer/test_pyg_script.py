@@ -202,7 +202,7 @@ SEEDS = "train_idx, test_idx = torch.arange(0, 300), torch.arange(300, 400)\n"
 
 
 def changed(name, ranks, partition=True):
-    """Return the script with exactly these lines replaced."""
+    """Return the script ``name`` after replacing the lines that gnnfleet with ``ranks`` ranks requires."""
     text, loader, own_loader, _ = SCRIPTS[name]
     text = textwrap.dedent(text).replace(DATA_LINE, SEEDS + DATA_LINE)
     replaced = {loader: own_loader} | ({DATA_LINE: FROM_PARTS} if partition else {})
@@ -277,7 +277,7 @@ def test_a_script_learns_with_only_the_loader_lines_changed(tmp_path, name, sour
 
 @pytest.mark.parametrize("name", SCRIPTS)
 def test_no_more_than_these_lines_differ(name):
-    """With one process two lines differ, the import and the data; with two, also the process group and the wrapper."""
+    # With one process two lines differ, the import and the data; with two, also the process group and the wrapper.
     original = textwrap.dedent(SCRIPTS[name][0]).splitlines()
     for ranks, more in ((1, 0), (2, 2)):
         lines = [line for line in changed(name, ranks).splitlines() if line + "\n" != SEEDS]

@@ -132,7 +132,7 @@ def test_no_rank_gets_two_snapshots_ahead_of_the_others(
 def test_all_ranks_decide_alike_whichever_learns_of_a_loss_first(
     first: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Ranks 0 and 1 have finished and rank 2 is lost; rank 1 learns of the loss before it sees that rank 0 is done."""
+    # Ranks 0 and 1 have finished and rank 2 is lost; rank 1 learns of the loss before it sees that rank 0 is done.
     monkeypatch.setattr(regroup, "_LEAVE", 0.0)
     store, go_on = HashStore(), RegroupOptions(tmp_path / "team.json")
     everybody, waits = Team(0, (0, 1, 2)), []
@@ -163,7 +163,7 @@ def test_without_an_announced_loss_the_other_ranks_fail(parts: Path, tmp_path: P
 
 
 def test_a_rank_reported_lost_by_mistake_ends_with_a_message(parts: Path, tmp_path: Path) -> None:
-    """Rank 1 is reported lost before the ranks meet; rank 0 trains long enough for rank 1 to reach it."""
+    # Rank 1 is reported lost before the ranks meet; rank 0 trains long enough for rank 1 to reach it.
     run_dir = tmp_path / "run"
     run_dir.mkdir()
     write_team(run_dir, 1, {0})

@@ -265,7 +265,7 @@ def test_a_row_that_cannot_be_rounded_is_named_and_no_folder_is_left(tmp_path) -
 @pytest.mark.parametrize("kept", ["stored", "int8"])
 @pytest.mark.parametrize("form", ["stored", "float16", "int8"])
 def test_remote_rows_arrive_in_the_requested_precision(tmp_path, kept, form) -> None:
-    """Rows stored as int8 are sent as int8 and decoded like local rows."""
+    # Rows stored as int8 are sent as int8 and decoded like local rows.
     given, parts = dataset(), tmp_path / "parts"
     write_partition(given, assign_parts(given, 2, "random", 0), parts, kept)
     here, whole, ids = open_parts(parts, [0]), LocalGraph(open_parts(parts)), np.arange(60)

@@ -86,7 +86,7 @@ def test_epochs_differ_and_set_epoch_repeats_one(kind):
 
 
 def chi_square(counts, others):
-    """Compare two samples over the same classes: (statistic, its limit at p = 0.001)."""
+    """Return the chi-square statistic of two samples, and its limit at p = 0.001."""
     seen = counts + others > 0
     a, b = counts[seen], others[seen]
     ratio = np.sqrt(b.sum() / a.sum())
@@ -151,7 +151,7 @@ def test_walks_follow_edges_backwards_and_stay_at_dead_ends():
 
 
 def counted_norm(kind, data, coverage, steps, seed):
-    """Compute torch_geometric's formulas over the same subgraphs in plain Python."""
+    """Compute the node and edge normalisation of GraphSAINT in plain Python, with torch_geometric's formulas."""
     loader = sampler(kind, data, num_steps=steps, seed=seed)
     nodes, edges, total, number = Counter(), Counter(), 0, 0
     while total < data.num_nodes * coverage:

@@ -53,7 +53,10 @@ def test_two_ranks_compute_the_normalisation_of_one(tmp_path):
 
 
 def rank_with_a_damaged_file(folder: Path) -> None:
-    """Rank 1 cannot read its saved normalisation, then cannot write it, then runs out of memory in an estimate."""
+    """Compute a GraphSAINT normalisation on two ranks, with three errors on rank 1.
+
+    Rank 1 first cannot read its saved normalisation, then cannot write it, then runs out of memory.
+    """
     dist.init_process_group("gloo")
     rank = dist.get_rank()
     graph, kept_in = trainer.open(folder / "parts"), folder / f"norm{rank}"

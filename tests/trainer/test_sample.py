@@ -31,7 +31,7 @@ def star_graph(degree, weights=None, times=None):
 
 
 def picked(graph, fanout, key, *, node=0, shuffle=0, **more):
-    """Return the sources picked for one node; at the centre of a star, edge e comes from node e + 1."""
+    """Return the sampled neighbours of one node; in a star, edge e of the centre comes from node e + 1."""
     request = HopRequest(HOMO_EDGE, np.array([node]), fanout, shuffle, key, **more)
     return graph.sample_hops([request])[0].src
 
@@ -45,7 +45,7 @@ def counts_of(graph, degree, fanout, draws, **more):
 
 
 def test_mixer_is_splitmix64():
-    """Compare with the first outputs of the reference SplitMix64 generator seeded with 0."""
+    # Compare with the first outputs of the reference SplitMix64 generator seeded with 0.
     golden = 0x9E3779B97F4A7C15
     outputs = [int(mix(np.uint64((golden * i) % 2**64))) for i in (1, 2, 3)]
     assert outputs == [0xE220A8397B1DCDAF, 0x6E789E6AA1B965F4, 0x06C45D188009454F]
@@ -66,7 +66,7 @@ def test_shuffled_is_a_permutation_that_depends_on_the_key():
 @pytest.mark.parametrize(("degree", "fanout"), [(12, 4), (100, 10), (100, 90), (5000, 20)])
 @pytest.mark.parametrize("kind", ["uniform", "filtered", "weighted", "last"])
 def test_smaller_fanout_is_a_prefix_of_a_larger_one(degree, fanout, kind):
-    """Holds for every implementation: whole row, list of swapped positions, scratch row, heap."""
+    # Holds for every implementation: whole row, list of swapped positions, scratch row, heap.
     rng = np.random.default_rng(degree)
     graph = star_graph(degree, weights=rng.random(degree) + 0.1, times=rng.integers(0, 9, degree))
     bound = TimeBound(np.array([9]), "t", "edge", last=kind == "last")
@@ -109,7 +109,7 @@ def test_whole_temporal_row_is_sorted_by_time_when_no_prefix_is_needed(last):
 
 @pytest.mark.parametrize(("degree", "kind"), [(80, "plain"), (12, "filtered")])
 def test_picks_are_uniform_at_every_position(degree, kind):
-    """Chi-square test of every (position, neighbour) count, against uniform and against numpy's sampler."""
+    # Chi-square test of every (position, neighbour) count, against uniform and against numpy's sampler.
     fanout, draws = 4, 3000
     graph = star_graph(degree, times=np.zeros(degree, np.int64))
     bound = TimeBound(np.array([0]), "t", "edge") if kind == "filtered" else None
@@ -121,7 +121,7 @@ def test_picks_are_uniform_at_every_position(degree, kind):
 
 
 def test_pairs_of_picks_are_uniform():
-    """All ordered pairs of five neighbours are equally frequent."""
+    # All ordered pairs of five neighbours are equally frequent.
     seen = pair_counts(star_graph(5), 5)
     assert np.all(np.diag(seen) == 0)
     assert stats.chisquare(seen[~np.eye(5, dtype=bool)]).pvalue > 1e-4
@@ -145,7 +145,7 @@ def test_weighted_replacement_draws_by_weight(dtype):
 
 
 def test_weighted_draws_without_replacement_follow_the_urn_model():
-    """P(a, then b) = w_a / W * w_b / (W - w_a); each neighbour as often as in numpy's sampler."""
+    # P(a, then b) = w_a / W * w_b / (W - w_a); each neighbour as often as in numpy's sampler.
     seen = pair_counts(star_graph(7, weights=WEIGHTS), 7, weight="w")
     total = WEIGHTS.sum()
     expected = np.outer(WEIGHTS / total, WEIGHTS) / (total - WEIGHTS)[:, None]
@@ -194,7 +194,7 @@ def test_an_invalid_weight_is_named_with_its_edge(wrong):
 
 @pytest.mark.parametrize("case", range(40))
 def test_one_hop_equals_the_plain_sampler(case):
-    """Edge ids in order, for random requests that combine conditions."""
+    # Edge ids in order, for random requests that combine conditions.
     rng = np.random.default_rng(case)
     graph = typed_graph(case, num_edges=80)
     e = (WRITES, CITES, HOLDS, LIKES)[case % 4]
@@ -329,7 +329,7 @@ def test_edges_are_found_and_listed(num_parts):
 
 
 def test_kernels_release_the_gil():
-    """Two threads run a compiled nogil kernel at once; the dispatcher's options confirm nogil."""
+    # Two threads run a compiled nogil kernel at once; the dispatcher's options confirm nogil.
     used = (
         neighbor_kernels.draw_edges,
         neighbor_kernels.relabel,

@@ -58,7 +58,7 @@ def test_full_fanout_is_the_exact_neighbourhood(seed, hops):
 
 
 def neighbourhood(edge_index, seeds, hops):
-    """Return the nodes within ``hops`` in-edges of the seeds, and the edges between them on the way."""
+    """Return the nodes within ``hops`` hops of the seeds, against the edge direction, and the edges of these hops."""
     reached, edges, frontier = set(seeds.tolist()), set(), set(seeds.tolist())
     for _ in range(hops):
         taken = np.flatnonzero(np.isin(edge_index[1], sorted(frontier)))
@@ -111,7 +111,7 @@ def test_every_row_of_every_block_has_its_fanout(fanouts, replace):
 @pytest.mark.parametrize("more", [{}, {"replace": True}, {"disjoint": True}])
 @pytest.mark.parametrize("fanouts", FANOUTS)
 def test_the_sample_of_a_seed_does_not_depend_on_its_batch(fanouts, more):
-    """The computation tree of each seed (original ids) is equal alone, in thirds and in the whole batch."""
+    # The computation tree of each seed (original ids) is equal alone, in thirds and in the whole batch.
     store = store_of(*random_graph(5, num_nodes=200, num_edges=2500))
     chosen = SampleSettings({HOMO_EDGE: fanouts}, **more)
 
@@ -123,7 +123,7 @@ def test_the_sample_of_a_seed_does_not_depend_on_its_batch(fanouts, more):
 
 
 def trees(subgraph):
-    """Return a digest per seed of the nested neighbour lists that the blocks give a model, as global ids."""
+    """Return a digest of the computation tree of each seed, as global ids, from the blocks of the subgraph."""
     nodes = subgraph.nodes[HOMO_NODE]
     levels = [str(node) for node in nodes.ids]
     for hop in reversed(range(subgraph.num_hops)):
@@ -195,7 +195,7 @@ def test_types_without_a_fanout_or_an_edge_are_empty():
 
 
 def test_ids_beyond_32_bits():
-    """A graph of more than two billion nodes, of which this process stores the last ten."""
+    # A graph of more than two billion nodes, of which this process stores the last ten.
     count, start = 2**31 + 20, 2**31 + 10
     spec = store_of(np.zeros((2, 1), np.int64), 2, 2).manifest
     manifest = dataclasses.replace(
@@ -224,7 +224,7 @@ def test_an_induced_subgraph_without_hops_has_only_the_seeds():
 
 
 def test_a_hub_in_every_tree():
-    """Twenty seeds around one node with 100,000 neighbours, temporal: each seed has its own draw."""
+    # Twenty seeds around one node with 100,000 neighbours, temporal: each seed has its own draw.
     size = 100_000
     edges = np.concatenate(
         [np.stack([np.arange(size), np.full(size, size)]), np.stack([np.full(20, size), np.arange(20)])], 1

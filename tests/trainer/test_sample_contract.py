@@ -52,7 +52,7 @@ def test_same_nodes_and_edges_as_the_plain_sampler(kind, case):
 
 
 def check_blocks(graph, store, subgraph, plain, e):
-    """Assert that every block holds exactly the hop's fanout for all nodes found before the hop."""
+    """Assert that the blocks of edge type ``e`` have the same targets and neighbours as the reference ``plain``."""
     src_names, dst_names = names(store, subgraph, e[0]), names(store, subgraph, e[2])
     for hop in range(subgraph.num_hops):
         indptr, indices, num_src = cut_block(subgraph, e, hop)
@@ -67,7 +67,10 @@ def check_blocks(graph, store, subgraph, plain, e):
 
 
 def check_expansion(graph, store, subgraph, plain, e):
-    """Assert that every node is expanded once, in the hop after its first appearance, in the contract's row order."""
+    """Assert that the edges of type ``e`` are those of the reference ``plain``, in the same order.
+
+    Every node is expanded once, in the hop after it was found.
+    """
     edges = subgraph.edges[e]
     targets, found = names(store, subgraph, e[2]), orig_edges(store, subgraph, e).tolist()
     wanted, per_hop = [], []
@@ -132,7 +135,7 @@ def test_induced_subgraph_holds_all_edges_between_its_nodes(case, num_parts):
 
 @pytest.mark.parametrize("kind", ["uniform", "replace", "weighted"])
 def test_nodes_are_numbered_by_first_appearance(kind):
-    """Numbering goes edge type by edge type, in the manifest's order, within each hop."""
+    # Numbering goes edge type by edge type, in the manifest's order, within each hop.
     graph, seeds, settings, key = situation(kind, 3)
     store = graph.store()
     subgraph = sample(store, seeds, settings, key)

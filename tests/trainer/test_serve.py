@@ -201,7 +201,7 @@ def test_no_request_waits_for_the_compiler(tmp_path) -> None:
 
 
 def test_no_batch_waits_for_the_compiler(tmp_path) -> None:
-    """Runs in its own process, in which no kernel has been compiled yet."""
+    # Runs in its own process, in which no kernel has been compiled yet.
     rng = np.random.default_rng(0)
     edge_index, num_nodes = random_graph(3, 4000, 20_000)
     attrs = {"x": rng.random((4000, 3)), "y": rng.integers(0, 5, 4000), "half": rng.random(4000).astype(np.float16)}

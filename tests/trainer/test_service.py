@@ -113,7 +113,7 @@ def test_connections_of_ended_threads_are_reused(client) -> None:
 
 
 def test_hundreds_of_connections(server) -> None:
-    """64 hosts with several threads each need more than 1024 open files."""
+    # 64 hosts with several threads each need more than 1024 open files.
     clients = [HostClient(place_of(server.endpoint, rank, "h", [1]), 20.0) for rank in range(30)]
     together = threading.Barrier(12, timeout=20)
 
@@ -390,7 +390,7 @@ def test_a_refused_client_connects_once_the_right_server_runs() -> None:
 
 
 def test_an_unread_connection_that_ends_uses_no_cpu(monkeypatch) -> None:
-    """Its end is reported repeatedly by the poller until the server handles it."""
+    # Its end is reported repeatedly by the poller until the server handles it.
     monkeypatch.setattr(network_thread, "MAX_QUEUED", 1)
     with serving(threads=1) as server, client_of(server.endpoint, 60) as client:
         with RawPeer(server.endpoint) as peer:

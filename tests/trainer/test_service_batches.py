@@ -58,7 +58,7 @@ def ask(peer, request_id, work=WORK, client=ME):
 
 
 def answer_of(peer, seconds=30.0, kind=Kind.BATCH):
-    """Return the next message other than a sign of life."""
+    """Return the next message of kind ``kind``; skip others, e.g. ALIVE."""
     until = time.monotonic() + seconds
     while parts := peer.receive(max(0, until - time.monotonic())):
         message = decode(parts)
@@ -233,7 +233,7 @@ def test_clients_that_acknowledge_nothing_block_no_other_and_the_buffer_is_bound
 
 
 def test_twenty_clients_at_once_have_equal_shares(graph) -> None:
-    """One client in four keeps four times as many batches in flight."""
+    # One client in four keeps four times as many batches in flight.
     done, stop = dict.fromkeys(range(20), 0), threading.Event()
 
     def work(number: int) -> None:

@@ -70,7 +70,7 @@ def test_ids_beyond_32_bits_locally_and_over_the_wire() -> None:
 
 
 def test_the_answer_to_a_small_request_is_bounded_before_sampling() -> None:
-    """A request of a few hundred bytes could otherwise need an answer of gigabytes."""
+    # A request of a few hundred bytes could otherwise need an answer of gigabytes.
     edge_index, num_nodes = random_graph(5, 300, 3000)
     graph = LocalGraph(store_of(edge_index, num_nodes, 1))
     nodes = np.repeat(np.arange(300), 40)

@@ -1,4 +1,4 @@
-"""Tests that arrays shared by one call's requests are split once and stay shared in the requests to each host."""
+"""Tests that an array which several requests of one call share is split by host only once."""
 
 from __future__ import annotations
 

@@ -35,7 +35,10 @@ def neighbourhood(data, root, depth):
 
 
 def subgraphs(batch):
-    """Return per root (root id, node ids, edge ids); assert that every edge joins nodes of its own subgraph."""
+    """Return (root id, node ids, edge ids) for each subgraph of the batch.
+
+    Asserts that every edge joins two nodes of one subgraph.
+    """
     ends = batch.batch[batch.edge_index]
     assert torch.equal(ends[0], ends[1]) and torch.equal(batch.ptr.diff(), batch.batch.bincount(minlength=len(batch)))
     return [
@@ -64,7 +67,7 @@ def test_whole_neighbourhoods_with_all_edges_inside_them(make, num_neighbors):
 
 
 def local(batch, ends):
-    """Map the edge ends of a batch to positions in their own subgraphs."""
+    """Return one end of each edge of the batch as a position in the batch; ``ends`` has node ids of all edges."""
     members = zip(batch.batch.tolist(), batch.n_id.tolist(), strict=True)
     place = {member: place for place, member in enumerate(members)}
     trees = batch.batch[batch.edge_index[1]].tolist()

@@ -18,9 +18,9 @@ Trained = dict[tuple[str, int], Any]
 
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory: pytest.TempPathFactory) -> Trained:
-    """Return (optimizer, processes) -> what the run saved.
+    """Return a dict from (optimizer, number of processes) to what the run saved.
 
-    "resumed": the second half of the steps, from the checkpoint of three processes after the first half.
+    "resumed" runs the second half of the steps, from a checkpoint that three processes saved after the first half.
     """
     three, two = (tmp_path_factory.mktemp(name) for name in ("three", "two"))
     runs = [(name, WHOLE, None) for name in OPTIMIZERS]

@@ -163,7 +163,7 @@ def test_a_rank_waits_for_a_slower_one_in_reduce(tmp_path: Path) -> None:
 
 
 class Event:
-    """A device event; it is reached when the test's clock gets to its time."""
+    """A fake device event, which has been reached once ``Event.now`` is greater than its time."""
 
     now = 0.0
 
@@ -178,7 +178,7 @@ class Event:
 
 
 def test_on_a_device_its_events_give_the_shares(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Events that the device has not reached yet count with a later step."""
+    # Events that the device has not reached yet count with a later step.
     monkeypatch.setattr(spent_module, "_event", Event)
     clock = DeviceClock()
 

@@ -16,7 +16,7 @@ Curves = dict[str, list[tuple[int, Any]]]
 
 
 def read_back(folder: Path) -> Curves:
-    """Return (step, value) by tag."""
+    """Return the (step, value) pairs of each scalar tag."""
     accumulator = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
     events = accumulator.EventAccumulator(str(folder)).Reload()
     return {

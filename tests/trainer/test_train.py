@@ -47,7 +47,7 @@ def parts(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def alone(parts: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Return the run folders of one process, one per model, two epochs."""
+    """Train each model for two epochs in one process; return the folder of the run folders."""
     folder = tmp_path_factory.mktemp("alone")
     for model in MODELS:
         train(job(parts, folder / model, model=model, epochs=2), Ranks())
@@ -56,9 +56,9 @@ def alone(parts: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def together(parts: Path, alone: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Return the run folders of three processes.
+    """Train each model for two epochs in three processes; return the folder of the run folders.
 
-    ``resumed``: sage's second epoch, from the checkpoint of the run with one process.
+    The run ``resumed`` trains the second epoch of sage, from the checkpoint of the run with one process.
     """
     folder = tmp_path_factory.mktemp("together")
     first = str(alone / "sage" / "checkpoints" / "epoch-0001.pt")
@@ -214,7 +214,7 @@ def test_a_graph_that_cannot_be_trained_on_is_one_clear_error(
 
 
 def test_the_loop_accepts_any_model_and_loader(tmp_path: Path) -> None:
-    """The training loop requires of a model only one output per batch."""
+    # The training loop requires of a model only one output per batch.
     model = BlockModel([SAGEConv(5, 2)], 0.0)
     settings = TrainSettings(epochs=30, lr=0.05, fanouts=(2,), eval_every=10, checkpoint_every=0)
     loaders = {"train": FewBatches(seeds=64), "val": FewBatches(seeds=64)}

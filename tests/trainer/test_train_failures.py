@@ -104,7 +104,7 @@ def rank_that_settles(dies: bool) -> None:
 
 
 def settle(dies: bool) -> list[list[str]]:
-    """Return the output lines of two ranks: rank 0 cannot start, rank 1 reads its reason 1.5 s late or dies."""
+    """Run two ranks; return their output lines. Rank 0 cannot start; rank 1 reads the reason 1.5 s late, or dies."""
     ranks = run_forked(rank_that_settles, (dies,), 2)
     return [line.split(maxsplit=3) for ended in ranks for line in ended.output.splitlines()]
 

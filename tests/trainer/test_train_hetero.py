@@ -31,7 +31,7 @@ SMALL: dict[str, Any] = {"num_nodes": 300, "time": True, "edge_weight": True}
 
 @pytest.fixture(scope="module")
 def parts(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Write papers with features, authors and fields without."""
+    """Write three parts of a heterogeneous graph in which only papers have features."""
     return write_parts(tmp_path_factory.mktemp("typed") / "parts", 3, "synthetic-hetero", **SMALL)
 
 
@@ -45,9 +45,9 @@ def alone(parts: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def together(parts: Path, alone: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Return the run folders of three processes.
+    """Train each model in three processes; return the folder of the run folders.
 
-    ``resumed``: rgcn's second epoch, from the checkpoint of the run with one process.
+    The run ``resumed`` trains the second epoch of rgcn, from the checkpoint of the run with one process.
     """
     folder = tmp_path_factory.mktemp("together")
     jobs = [job(parts, folder / name, epochs=2, batch_size=44, **settings) for name, settings in RUNS.items()]
@@ -83,8 +83,7 @@ def test_a_resumed_run_continues_with_its_embedding_rows(
 
 
 def test_rows_of_featureless_nodes_are_learnt(tmp_path: Path) -> None:
-    """A paper's features do not predict its class; its fields do, once the model has learnt which field has which
-    class."""
+    # A paper's features do not predict its class; its fields do, once the model has learnt which field has which class.
     rng = np.random.default_rng(0)
     y = rng.integers(2, size=600)
     about = np.stack([rng.integers(60, size=2400) * 2 + np.tile(y, 4), np.tile(np.arange(600), 4)])

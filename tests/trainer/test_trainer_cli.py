@@ -25,7 +25,7 @@ from trainer.train.settings import TrainJob, TrainSettings
 
 @pytest.fixture
 def jobs(monkeypatch: pytest.MonkeyPatch) -> list[TrainJob]:
-    """Return the jobs that ``train`` would have run."""
+    """Return a list to which ``train`` adds its job instead of running it."""
     import trainer.train.job
 
     taken: list[TrainJob] = []
@@ -40,7 +40,7 @@ def invoke(*words: str) -> Any:
 
 
 def test_settings_have_the_same_fields_as_the_launchers() -> None:
-    """``launcher`` writes one flag per key of its train section."""
+    # `launcher` writes one flag per key of its train section.
     theirs, ours = dataclasses.fields(TrainConfig), dataclasses.fields(TrainSettings)
     names = [field.name for field in ours]
     assert names == [field.name for field in theirs]

@@ -103,7 +103,7 @@ def rank_environment(rank: int, world_size: int, port: int, **more: str) -> dict
 
 
 def environment() -> dict[str, str]:
-    """Return this process's environment without a run's variables; the compiled kernels are still found."""
+    """Return this process's environment without variables GNNFLEET_…, except the folder of compiled kernels."""
     kept = {"GNNFLEET_KERNELS"}
     return {name: value for name, value in os.environ.items() if name in kept or not name.startswith("GNNFLEET_")}
 

@@ -16,8 +16,8 @@ from trainer.core.schema import EdgeType, NodeType
 class Block:
     """The bipartite graph of one layer, as CSR with one row per target node.
 
-    The targets are the first ``num_dst`` of the ``num_src`` source nodes. Ids are positions in the batch's list of
-    nodes, so a layer gets rows ``[num_src, f]`` and returns rows ``[num_dst, g]``.
+    The targets are the first ``num_dst`` of the ``num_src`` source nodes. A layer maps source rows ``[num_src, f]`` to
+    target rows ``[num_dst, g]``. Ids are positions in the batch's list of nodes.
     """
 
     indptr: Tensor  #: int32 [num_dst + 1]
@@ -36,7 +36,10 @@ class Block:
 
 @dataclass(frozen=True)
 class KeptRows:
-    """The rows of a batch that are cached on the device; until ``Batch.to``, ``x`` contains only the other rows."""
+    """The rows of a batch that are cached on the device.
+
+    Before ``Batch.to``, ``Batch.x`` contains only the rows that are not cached.
+    """
 
     slots: Tensor  #: int32 [n], index into ``rows`` for each node; -1 for rows that are in ``x``
     rows: Tensor  #: float [k, f], the cache on the device
@@ -44,7 +47,7 @@ class KeptRows:
     def joined(self, others: Tensor, non_blocking: bool = False) -> Tensor:
         """Return the rows of all nodes of the batch, float [n, f], on the device of ``rows``.
 
-        ``others``: the rows of the nodes whose slot is -1, in node order.
+        ``others``: the rows that are not cached (slot -1), in node order.
         """
         slots = self.slots.to(self.rows.device, non_blocking=non_blocking).long()
         others = others.to(self.rows.device, non_blocking=non_blocking)
@@ -100,10 +103,10 @@ class Batch:
 class HeteroBatch:
     """One rank's share of one training step on a heterogeneous graph. All seeds are of the type ``target``.
 
-    ``blocks[0]`` is the input of the first layer. Each layer belongs to one hop. For every edge type of a layer, the
-    targets are the nodes of the target type that were in the batch before the hop, and the sources are the nodes of the
-    source type that were in the batch after the hop. An edge type without sampled edges has an empty block.
-    ``num_nodes[t][h]`` is the number of nodes of type t in the batch after hop h.
+    ``blocks[0]`` is the input of the first layer. Each layer corresponds to one sampling hop, and has one block per
+    edge type. The targets of a block are the nodes of the target type that were in the batch before the hop. The
+    sources are the nodes of the source type that were in the batch after the hop. An edge type without sampled edges
+    has an empty block. ``num_nodes[t][h]`` is the number of nodes of type t in the batch after hop h.
     """
 
     step: int

@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 
 class FromHost(NamedTuple):
-    """The bytes received from one other host, and the rows of a batch that the other host owns."""
+    """Bytes received from one other host while making batches, and numbers of rows that this host owns."""
 
     remote_bytes: int = 0  #: bytes received from this host
     remote_rows: int = 0  #: rows that this host owns: received, cached or held
@@ -20,7 +20,7 @@ class FromHost(NamedTuple):
 
 
 class ByHost(dict[int, FromHost]):
-    """A ``FromHost`` for each node rank; a missing entry stands for zero bytes and rows. Treated as immutable."""
+    """Maps node ranks to ``FromHost``; a missing entry stands for zero bytes and rows. Treated as immutable."""
 
     def __add__(self, other: ByHost) -> ByHost:
         return self._with(other, 1) if other else self
@@ -38,7 +38,7 @@ class ByHost(dict[int, FromHost]):
 
 @dataclass(frozen=True)
 class Cost:
-    """The cost of one batch, or the sum over several batches."""
+    """The bytes, rows and seconds spent on making one batch, or their sums over several batches."""
 
     remote_bytes: int = 0  #: bytes received from other hosts
     rows: int = 0  #: gathered rows of nodes and edges; 0 with one host
@@ -76,7 +76,7 @@ _values = operator.attrgetter(*(field.name for field in fields(Cost)))
 
 
 class CostMeter:
-    """Adds up costs per thread: ``add`` and ``take`` act on the calling thread's sum."""
+    """Sums costs separately for each thread. ``add`` and ``take`` use the sum of the calling thread."""
 
     def __init__(self) -> None:
         self._own = threading.local()

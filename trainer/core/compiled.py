@@ -210,7 +210,9 @@ def _private_folder() -> Path:
 
 
 def others_may_write(found: os.stat_result) -> bool:
-    """Return whether anyone except this user and root owns a file or folder or may write to it, given its ``os.stat``.
+    """Return whether a user other than this one and root owns a file or folder, or may write to it.
+
+    ``found``: the result of ``os.stat`` for the file or folder.
 
     The user's private group (same name as the user, no other members) counts as the user.
     """

@@ -52,7 +52,7 @@ def read_regular(path: Path) -> bytes:
 
 
 def sync_path(path: str | Path) -> None:
-    """Wait until the content of a file, or the entries of a folder, are on the disk. Raises ``OSError``."""
+    """Flush the content of a file, or the entries of a folder, to the disk (fsync). Raises ``OSError``."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)

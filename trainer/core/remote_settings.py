@@ -1,4 +1,4 @@
-"""Settings for access to parts on other hosts: server wait, topology, row cache, rounding of rows on the wire."""
+"""Settings for access to parts on other hosts: waiting time, topology, row cache, rounding of sent rows."""
 
 from __future__ import annotations
 

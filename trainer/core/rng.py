@@ -12,6 +12,8 @@ import numba
 import numpy as np
 import numpy.typing as npt
 
+DRAWS = 1  #: version of the draws: increases when seeds, neighbours or dropout masks of a step become others
+
 GOLDEN = np.uint64(0x9E3779B97F4A7C15)
 
 _MUL1 = np.uint64(0xBF58476D1CE4E5B9)
@@ -74,7 +76,7 @@ def hashed(z: Any) -> Any:
 
 
 def batch_key(seed: int, stream: int, epoch: int, step: int) -> int:
-    """Return the uint64 key of one global batch; ``stream`` differs between training and each evaluation split."""
+    """Return the uint64 key of one global batch. Training and each evaluation split have their own ``stream``."""
     key = 0
     for word in (seed, stream, epoch, step):
         key = int(hashed(np.uint64(((key ^ (word & _MASK)) + int(GOLDEN)) & _MASK)))
@@ -82,5 +84,5 @@ def batch_key(seed: int, stream: int, epoch: int, step: int) -> int:
 
 
 def shuffled(n: int, key: int) -> npt.NDArray[np.int64]:
-    """Return a permutation of range(n), int64 [n], drawn under the uint64 ``key``."""
+    """Return a permutation of range(n), int64 [n], which depends only on n and the uint64 ``key``."""
     return np.argsort(hashed(np.arange(1, n + 1, dtype=np.uint64) * GOLDEN + np.uint64(key)), kind="stable")

@@ -44,7 +44,7 @@ _REBIAS = np.uint32(0xC8000FFF)  # (15 - 127) << 23, plus just below half a unit
 
 
 class Unroundable(DataError):
-    """A row cannot be represented in int8 or float16; ``row`` is its number and ``why`` the reason."""
+    """A row cannot be represented in int8 or float16; ``row`` is its index and ``why`` the reason."""
 
     def __init__(self, row: int, why: str):
         super().__init__(f"row {row} {why}")
@@ -111,9 +111,9 @@ def from_float16(rows: Array, dtype: npt.DTypeLike) -> Array:
 
 
 def _in_single(rows: Array) -> Iterator[tuple[int, Array]]:
-    """Yield consecutive rows as (number of the first row, C-contiguous float32 [k, width]).
+    """Yield the rows in chunks: (index of the chunk's first row, C-contiguous float32 [k, width]).
 
-    Rows that are C-contiguous float32 already are yielded together, without a copy.
+    An array that already is C-contiguous float32 is yielded as one chunk, without a copy.
     """
     flat = _flat(rows)
     step = max(1, _ROWS_BYTES // max(1, flat.shape[1] * _SINGLE.itemsize))
@@ -131,9 +131,9 @@ def _flat(rows: Array) -> Array:
 
 @njit()
 def _quantize(rows: Array, bits: Array, codes: Array, scales: Array) -> int:
-    """Fill ``codes`` and ``scales`` from ``rows``. Return the first row with inf or NaN, or -1.
+    """Fill ``codes`` and ``scales`` from ``rows``. Return the index of the first row with inf or NaN, or -1.
 
-    ``bits``: the same memory as ``rows``, as uint32. Comparing integers finds the largest value faster.
+    ``bits``: view of ``rows`` as uint32. The largest absolute value is found with it, as integers compare faster.
     """
     for row in range(rows.shape[0]):
         top = np.uint32(0)

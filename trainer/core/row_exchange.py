@@ -1,4 +1,4 @@
-"""Exchanges rows between ranks by torch.distributed: each rank requests rows by id, and their owners send them.
+"""Exchanges rows between ranks by torch.distributed: each rank requests rows by id from the ranks that own them.
 
 All ranks of the process group must call these functions, also if they request no rows. Timeouts are those of the
 process group. A single process does not communicate.
@@ -64,18 +64,18 @@ class Route:
         return rows
 
     def push(self, rows: Tensor) -> Tensor:
-        """Send one row, such as a gradient, for each id of this rank's request to the owner of the id.
+        """Send one row, such as a gradient, for each id that this rank requests to the rank that owns the id.
 
-        ``rows``: [n, …]. Returns the rows that ranks sent for the ids of this rank, [m, …]; row i belongs to
-        ``asked[i]``.
+        ``rows``: [n, …], in the order of the requested ids. Returns the rows received for the ids that this rank owns,
+        [m, …]; row i belongs to ``asked[i]``.
         """
         return _all_to_all(rows[self.order.to(rows.device)], self.counts, self.asked_counts, self.group)
 
 
 def plan_route(ids: Tensor, owners: Tensor, group: Any = None) -> Route:
-    """Tell every owner which ids this rank requests from it. All ranks must call this.
+    """Exchange the requested ids between all ranks, and return the route for their rows. All ranks must call this.
 
-    ``ids`` and the rank that owns each, ``owners``: int64 [n], repeats allowed.
+    ``ids``, int64 [n], may contain repeats. ``owners``, int64 [n], is the rank that owns each id.
     """
     size = group_size(group)
     order = torch.argsort(owners, stable=True) if size > 1 else torch.arange(len(ids), device=ids.device)
@@ -89,8 +89,8 @@ def plan_route(ids: Tensor, owners: Tensor, group: Any = None) -> Route:
 def exchange_rows(ids: Tensor, owners: Tensor, answer: Callable[[Tensor], Tensor], group: Any = None) -> Tensor:
     """Fetch the row of each id from the rank that owns it, and return the rows [n, …]. All ranks must call this.
 
-    ``ids`` and the rank that owns each, ``owners``: int64 [n], repeats allowed. ``answer`` returns the rows [m, …] for
-    the ids [m] that are requested from this rank.
+    ``ids``, int64 [n], may contain repeats. ``owners``, int64 [n], is the rank that owns each id. ``answer`` returns
+    the rows [m, …] for the ids [m] that are requested from this rank.
     """
     route = plan_route(ids, owners, group)
     return route.fetch(answer(route.asked))

@@ -1,4 +1,4 @@
-"""Node and edge types, in memory as in torch_geometric, and their names on disk.
+"""Node and edge types, in the form of torch_geometric, and their names on disk.
 
 A homogeneous graph has one node type, ``HOMO_NODE``, and one edge type, ``HOMO_EDGE``. The manifest states whether a
 graph is heterogeneous; the number of types does not decide it.
@@ -26,7 +26,7 @@ _WORD = re.compile(r"[A-Za-z0-9](?:[A-Za-z0-9.+-]|_(?!_))*")  #: without ``__``,
 
 
 def type_name(of: AnyType) -> str:
-    """Return the name of a node or edge type in folders and JSON: ``paper``, ``author__writes__paper``."""
+    """Return the name of a node or edge type in folders and JSON, such as ``paper``, ``author__writes__paper``."""
     return of if isinstance(of, str) else "__".join(of)
 
 

@@ -1,4 +1,4 @@
-"""Reuses the memory of large freed arrays, as the page faults of new memory take longer than writing the rows."""
+"""Reuses the memory of large freed arrays. New memory causes page faults, which take longer than filling an array."""
 
 from __future__ import annotations
 
@@ -177,9 +177,10 @@ _KEEP = 2**31 - 1  #: trim threshold of the heap in bytes, the largest that mall
 def keep_freed_memory() -> bool:
     """Stop glibc's malloc from mapping large blocks separately and from returning freed memory to the system.
 
+    Returns whether malloc accepted the settings; False if the C library is not glibc.
+
     Arrays of a training step have tens of MiB each. If malloc maps them separately, they cost a page fault per 4 KiB in
-    every step; in a measurement, that was a third of the step's time. Returns whether the settings were accepted.
-    False, and nothing changes, if the C library is not glibc.
+    every step. In a measurement, the page faults took a third of the step's time.
     """
     libc = glibc()
     if libc is None:

@@ -58,7 +58,10 @@ def merged(data: EdgeData, num_nodes: int) -> EdgeData:
 
 
 def _first_of_equal(edge_index: Array) -> tuple[Array, Array]:
-    """Return both directions of every edge, sorted, without duplicates; and the edge whose attributes each one gets."""
+    """Return both directions of every edge, sorted and without duplicates, and where their attributes come from.
+
+    The second array contains for each returned edge the index in ``edge_index`` of the edge whose attributes it gets.
+    """
     both = np.concatenate([edge_index, edge_index[::-1]], axis=1)
     order = np.lexsort((both[1], both[0]))  # stable, so a given edge comes before an equal reversed one
     both = both[:, order]

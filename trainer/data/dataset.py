@@ -107,7 +107,7 @@ def check_attr(name: str, values: Array, rows: int, of: str, where: str) -> None
 
 
 def is_number(values: Array) -> bool:
-    """Return whether the dtype of ``values`` is boolean or a number of a size that torch supports as well."""
+    """Return whether ``values`` are booleans or numbers of at most 64 bits (complex: 128 bits)."""
     return values.dtype.kind in "biufc" and values.dtype.itemsize <= (16 if values.dtype.kind == "c" else 8)
 
 
@@ -137,7 +137,7 @@ def is_time(values: Array, bfloat16: bool) -> bool:
 
 
 def check_time(values: Array, bfloat16: bool, where: str) -> Array:
-    """Return times as an integer array [N]; [N, 1] is flattened. Raises ``DataError`` unless ``is_time``."""
+    """Return times as an integer array [N]; [N, 1] is flattened. Raises ``DataError`` if ``values`` are not times."""
     if not is_time(values, bfloat16):
         found = f"{'bfloat16' if bfloat16 else values.dtype} {list(values.shape)}"
         raise DataError(
@@ -185,8 +185,8 @@ def class_labels(y: Array, where: str) -> tuple[Array, int]:
 def check_num_classes(num_classes: int | None, y: Array, found: int, where: str) -> int:
     """Return the number of classes: ``num_classes`` if given, else ``found``.
 
-    Raises ``DataError`` for a label that is not below ``num_classes``, and, if ``num_classes`` is not given, for more
-    classes than nodes.
+    Raises ``DataError`` if a label is not below ``num_classes``. Without ``num_classes``, raises ``DataError`` if there
+    are more classes than nodes.
     """
     position = int(np.argmax(y)) if len(y) else 0
     if num_classes is None and found > len(y):

@@ -23,7 +23,7 @@ _REVERSE = "rev_"
 
 
 class HoldOut(Protocol):
-    """The options for holding out links, which every dataset has."""
+    """Dataset options for holding out links."""
 
     @property
     def hold_out(self) -> str | None: ...

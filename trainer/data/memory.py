@@ -24,11 +24,15 @@ def dataset_of(data: Data | HeteroData, name: str, time_attrs: tuple[str, ...] =
     """Wrap ``data`` as a ``Dataset`` that shares its tensors (CUDA tensors are copied to host memory).
 
     PyG's own rules decide whether an attribute belongs to nodes or edges. A boolean ``<split>_mask`` [N] is both an
-    attribute and a split; a mask that fits neither nodes nor edges gives a warning. Attributes other than dense tensors
-    are ignored. ``Dataset.time_attrs`` lists those of ``time_attrs`` that are one integer per node in every type that
-    has the attribute. Type names are not checked. Edges come from ``edge_index``, or else from ``adj_t``; as in
-    torch_geometric, a type without both has no edges. Raises ``DataError`` for an edge type that ends at a type without
-    nodes, and for one with edge attributes but no edges.
+    attribute and a split; a mask that fits neither nodes nor edges gives a warning. Attributes that are not dense
+    tensors are ignored. Type names are not checked.
+
+    ``Dataset.time_attrs`` gets the names in ``time_attrs`` whose attribute has one integer per node in every type that
+    has the attribute.
+
+    Edges are read from ``edge_index`` or, if it is missing, from ``adj_t``. As in torch_geometric, an edge type with
+    neither has no edges. Raises ``DataError`` if such an edge type has edge attributes, and if the source or target
+    type of an edge type is not a node type of ``data``.
     """
     from torch_geometric.data import HeteroData
 
@@ -113,7 +117,7 @@ def _of(store: Any) -> str:
 
 
 def _by_row(key: str, value: Any, store: Any, edges: bool) -> bool:
-    """Return whether PyG selects rows of this attribute by sampled nodes (``edges``: by sampled edges)."""
+    """Return whether PyG treats this attribute as having one row per node (with ``edges``: one row per edge)."""
     if key == "edge_index" or not _is_dense(value) or value.dim() == 0:
         return False
     along = store._parent().__cat_dim__(key, value, store)
@@ -178,7 +182,10 @@ def _num_classes(attrs: Mapping[str, Array], bfloat16: frozenset[str]) -> int:
 
 
 def _graph_attrs(store: Any, hetero: bool) -> dict[str, Array]:
-    """Return the dense tensors that belong neither to nodes nor to edges, without bfloat16 ones."""
+    """Return the graph-level attributes: dense tensors that belong neither to nodes nor to edges.
+
+    Leaves out bfloat16 tensors.
+    """
     own = {
         key: value
         for key, value in store.items()

@@ -79,7 +79,7 @@ class SourceOptions:
 
     @property
     def times(self) -> tuple[str, ...]:
-        """Names of time attributes: those of option ``time_attrs``, which must hold times, or else `time`."""
+        """Names of the attributes that contain times: those in option ``time_attrs`` if it is given, else `time`."""
         return ("time",) if self.time_attrs is None else self.time_attrs
 
 
@@ -141,7 +141,7 @@ def _text(value: Any) -> str:
 
 
 def _names(value: Any) -> tuple[str, ...]:
-    """Parse names: a list, ``a,b``, a JSON list (in which a list of the config file arrives), or ``none``."""
+    """Parse a list of names: a list, ``a,b``, a JSON list (the form of a list from the config file), or ``none``."""
     if isinstance(value, str):
         if value.strip().lower() == "none":
             return ()

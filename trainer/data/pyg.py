@@ -23,9 +23,11 @@ DOWNLOADS = "datasets"  #: default download folder
 
 
 def read_pt(path: Path) -> RawGraph:
-    """Read a ``Data`` or ``HeteroData`` object, its ``to_dict()``, or an ``InMemoryDataset`` file of one graph.
+    """Read a graph from a .pt file.
 
-    Only tensors and PyG's own classes are unpickled (``weights_only``). Raises ``DataError`` for anything else.
+    The file contains ``Data``, ``HeteroData``, the dict of their ``to_dict()``, or a saved ``InMemoryDataset``. Only
+    tensors and PyG's own classes are unpickled (``weights_only``). Raises ``DataError`` for other content and for
+    several graphs.
     """
     import torch
 
@@ -41,13 +43,19 @@ def read_pt(path: Path) -> RawGraph:
 
 
 def _unsafe_class(error: BaseException) -> str:
-    """Say which class or function in the file is not allowed; without a name in torch's message, return the message."""
+    """Return an error text that names the class or function that ``torch.load`` did not allow.
+
+    If torch's message does not name it, return a line of this message.
+    """
     named = re.search(r"GLOBAL (\S+) was not an allowed", str(error))
     return f"it holds {named[1]}, which is neither a tensor nor a graph" if named else first_line(error)
 
 
 def first_line(error: BaseException) -> str:
-    """Return the first line of an error's message, or torch's line with the reason; at most 200 characters."""
+    """Return the first line of an error's message that contains ``Unsupported``, or else its first line.
+
+    The line is cut to 200 characters.
+    """
     lines = [line for line in str(error).splitlines() if "Unsupported" in line] or str(error).splitlines()
     return lines[0].strip()[:200] if lines else type(error).__name__
 
@@ -56,8 +64,7 @@ def first_line(error: BaseException) -> str:
 def _safe_unpickling() -> Iterator[None]:
     """Allow ``torch.load(weights_only=True)`` to unpickle the classes that ``Data`` and ``HeteroData`` consist of.
 
-    These classes cache the results of ``is_node_attr`` in a ``defaultdict``, which torch cannot fill; a plain dict
-    replaces it.
+    These classes contain a ``defaultdict``, which torch cannot fill. It is loaded as a plain dict.
     """
     from torch import serialization
 
@@ -91,7 +98,10 @@ _plain_dict.__module__, _plain_dict.__name__, _plain_dict.__qualname__ = "collec
 
 
 def _mapping(loaded: Any, path: Path) -> Mapping[str, Any]:
-    """Return the one graph in a loaded object as a mapping. ``InMemoryDataset`` saves (data, slices[, class])."""
+    """Return the graph in a loaded object as a mapping. Raises ``DataError`` for several graphs.
+
+    ``loaded`` is a graph, a mapping, or the tuple (data, slices[, class]) that ``InMemoryDataset`` saves.
+    """
     if isinstance(loaded, tuple):
         if len(loaded) < 2 or loaded[1] is not None:
             raise DataError(f"{path} holds a collection of graphs; one graph is expected")

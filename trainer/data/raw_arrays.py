@@ -1,4 +1,4 @@
-"""Arrays as they are in a source, and their assignment to nodes, edges or the graph as a whole."""
+"""Arrays as read from a dataset's source, and their assignment to nodes, edges or the graph as a whole."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ SPLIT_SUFFIXES = ("_idx", "_mask")
 
 @dataclass(frozen=True)
 class RawArray:
-    """One array as it is in the source."""
+    """One array as read from a dataset's source, and where it was read from."""
 
     values: Array
     place: str  #: file, or file and name within it, for messages
@@ -35,7 +35,10 @@ RawArrays = Mapping[str, RawArray]
 
 @dataclass(frozen=True)
 class RawGraph:
-    """A graph as it is in the source: arrays that have a type in their name, and arrays that have none."""
+    """A graph as read from a dataset's source: arrays grouped by the node or edge type in their name.
+
+    ``plain`` contains the arrays without a type in their name.
+    """
 
     name: str
     plain: RawArrays = field(default_factory=dict)  #: all arrays of a homogeneous graph; otherwise those without a type
@@ -171,9 +174,10 @@ def _belongs_to_nodes(name: str) -> bool:
 
 
 def _target(plain: RawArrays, counts: Mapping[NodeType, int], raw: RawGraph, options: SourceOptions) -> NodeType | None:
-    """Return the node type that x, y and splits without a type belong to: option target, or the type that fits.
+    """Return the node type that x, y and splits without a type belong to.
 
-    None when there are no such arrays and the option is not given.
+    This is option ``target`` or, if it is not given, the only node type with a fitting number of nodes. Returns None if
+    there are no such arrays and the option is not given. Raises ``DataError`` if no type or several types fit.
     """
     if options.target is not None or not any(map(_belongs_to_nodes, plain)):
         return options.target

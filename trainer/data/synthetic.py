@@ -83,7 +83,10 @@ def node_times(num_nodes: int, rng: np.random.Generator) -> Array:
 
 
 def mostly_forward(earlier: Array, later: Array, rng: np.random.Generator) -> Array:
-    """Return which edges to keep, bool [E]: all with ``earlier <= later`` (times of both ends), and a few others."""
+    """Return a mask of the edges to keep, bool [E]: all edges with ``earlier <= later``, and a few random others.
+
+    ``earlier`` and ``later``: times of the two ends of each edge, [E].
+    """
     return (earlier <= later) | (rng.random(len(earlier)) < _AGAINST_TIME)
 
 
@@ -271,7 +274,11 @@ def _relations(
 def _draw_links(
     wanted: Array, classes: Array, degree: float, homophily: float, rng: np.random.Generator
 ) -> _DrawnLinks:
-    """Draw about ``degree`` distinct nodes per paper, with probability ``homophily`` of the class in ``wanted``."""
+    """Draw about ``degree`` distinct nodes for each paper.
+
+    With probability ``homophily`` a node is of class ``wanted[paper]``, else of any class. ``classes``: class of each
+    node.
+    """
     papers = np.repeat(np.arange(len(wanted)), rng.poisson(degree, len(wanted)))
     by_class = np.argsort(classes, kind="stable")
     bounds = np.searchsorted(classes[by_class], [wanted[papers], wanted[papers] + 1])

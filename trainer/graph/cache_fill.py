@@ -88,7 +88,8 @@ def fill_cache(
     which the host's other ranks map. Then the files are unlinked; their memory is freed when the last process ends.
     ``node`` is a name of the host, equal on all ranks of the host.
 
-    Returns None if all parts are on this host, and in clients of graph servers. Raises ``TrainerError`` on all ranks.
+    Returns None if all parts are on this host, and in clients of graph servers. Raises ``TrainerError`` on all ranks if
+    filling the cache fails on one of them.
     """
     began = time.perf_counter()
     places = ranks.gather((node, tuple(store.parts)))
@@ -149,10 +150,10 @@ def device_rows(
 def _fill(
     access: object, store: PartStore, plan: BatchPlan, size: CacheSize, folder: Path, scratch: list[Path]
 ) -> tuple[Prediction | None, Path | None]:
-    """Choose, fetch and save the rows to cache; return the predicted traffic and the folder of the cache.
+    """Choose, fetch and save the rows to cache. Returns the predicted traffic and the folder of the cache.
 
-    The folder is in a new temporary folder, which is appended to ``scratch``; None if no rows are cached. Both results
-    are None if this process has no parts or all parts.
+    The folder is None if no rows are cached. Both results are None if this process has no parts or all parts. The cache
+    is in a new temporary folder, which is appended to ``scratch``.
     """
     if not isinstance(access, DistGraph) or not 0 < len(store.parts) < store.manifest.num_parts:
         return None, None
@@ -226,7 +227,10 @@ def _plan(
     graph: OpenedGraph, fanouts: Sequence[int] | Mapping[EdgeType, Sequence[int]], split: str, batch_size: int,
     node_type: NodeType | None, replace: bool, attrs: Mapping[NodeType, Sequence[str]] | None,
 ) -> BatchPlan:  # fmt: skip
-    """Return the batches of a loader with these arguments, but in another seed order, as the loader's is unknown."""
+    """Return the ``BatchPlan`` of a loader with these arguments.
+
+    The order of the seeds is that of random seed 0, because the loader's random seed is unknown.
+    """
     given = fanouts if isinstance(fanouts, Mapping) else dict.fromkeys(graph.manifest.edges, fanouts)
     hops = {of: tuple(values) for of, values in given.items()}
     check_settings(graph.manifest, SampleSettings(hops, replace=replace))
@@ -248,7 +252,7 @@ def _plan(
 
 
 def _requests_edges(graph: OpenedGraph, edge_types: Mapping[EdgeType, object]) -> bool:
-    """Return whether edge attributes come from other hosts; with replicated topology only multi-dimensional ones do."""
+    # With replicated topology, only multi-dimensional edge attributes come from other hosts.
     shapes = [spec.shape for of in edge_types for spec in graph.manifest.edges[of].attrs.values()]
     return not graph.store.whole_topology or any(len(shape) > 1 for shape in shapes)
 

@@ -2,8 +2,8 @@
 
 Sampling is a pure function of seed, epoch and step. A rank therefore samples some batches of its run in advance,
 without gathering rows, and counts the rows of other hosts that these batches request. The most requested rows are
-cached. To predict the bytes of an epoch, the code of ``DistGraph.gather`` processes the same batches with the cache and
-with held rows, but sends no requests.
+cached. To predict the bytes of an epoch, the same batches are processed as in ``DistGraph.gather``, including the cache
+and the reuse of rows of earlier batches, but without sending requests.
 """
 
 from __future__ import annotations
@@ -86,7 +86,10 @@ class CachedColumns:
 
     @classmethod
     def of(cls, plan: BatchPlan, store: PartStore) -> CachedColumns:
-        """Choose the columns. With replicated topology every host has all 1-d columns, so only others are cached."""
+        """Choose the columns to cache, for the node types that have a multi-dimensional column.
+
+        With replicated topology only multi-dimensional columns are cached, because every host has all 1-d columns.
+        """
         names, row_bytes = {}, {}
         for of, every in plan.columns.items():
             shapes = {name: row_spec(store, of, name)[1] for name in every}
@@ -143,10 +146,10 @@ def presample(access: CountedAccess, plan: BatchPlan) -> list[PresampledStep]:
 
 
 def counted_steps(steps: Sequence[PresampledStep], plan: BatchPlan) -> Sequence[PresampledStep]:
-    """Return the presampled steps whose requests are counted: all if they cover an epoch, else all but the last third.
+    """Return the presampled steps whose requests are counted: all if they cover an epoch, else the first two thirds.
 
-    ``predict`` extrapolates from the last third. These steps must not be counted, because the cache fits counted
-    batches better than other batches.
+    ``predict`` extrapolates from the last third. It must not be counted, because the cache serves counted batches
+    better than other batches.
     """
     return steps if len(steps) >= plan.order.num_steps else steps[: len(steps) - _third(steps)]
 
@@ -180,9 +183,8 @@ def most_requested(
 ) -> dict[NodeType, Ids]:  # fmt: skip
     """Choose the rows with the most requests per byte, at most ``budget`` bytes in total; returns ascending global ids.
 
-    Among equal rows, those of the earlier type and then those with the lower id are chosen. If all rows in ``counts``
-    fit, other rows from ``candidates``, of the same types and in the same order, fill the budget, because an epoch may
-    request rows that were not counted.
+    Ties go to the earlier type, then to the lower id. If all rows in ``counts`` fit, other rows from ``candidates``, of
+    the same types and in the same order, fill the budget, because an epoch may request rows that were not counted.
     """
     types = [of for of in row_bytes if of in counts and len(counts[of].ids)]
     chosen, left = {}, budget
@@ -283,7 +285,10 @@ class _Replay:
 
 
 def _blank_answer(piece: GatherPiece, at: npt.NDArray[np.int32]) -> HostRows:
-    """Return what an owner would answer for the rows at ``at`` of ``piece``, with blank rows that take no memory."""
+    """Return zeros of the shapes and dtypes that another host would send for the rows at ``at`` of ``piece``.
+
+    The zeros take no memory.
+    """
     rows = {name: blank_rows(len(at), values.dtype, values.shape[1:]) for name, values in piece.out.items()}
     return HostRows(piece.ids[at], rows)
 

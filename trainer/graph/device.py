@@ -31,7 +31,7 @@ def as_tensor(values: Array, spec: AttrSpec) -> Tensor:
 
 
 class Movable(Protocol):
-    """A batch, or a part of one."""
+    """A batch, or a part of a batch, that can be moved to a device."""
 
     def to(self, device: torch.device, non_blocking: bool = False) -> Any: ...
 

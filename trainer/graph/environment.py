@@ -130,9 +130,10 @@ def _check_in_run(environ: Mapping[str, str]) -> None:
 
 
 def _layout_of_run(cluster: str | Path, ranks: Ranks) -> RankLayout | None:
-    """Return which ranks are beside each part in the run.
+    """Return which ranks run on the hosts of each part.
 
-    None for a single process outside the run, which reads all parts itself.
+    Returns None for a single process outside the run, which reads all parts itself. Raises ``SettingsError`` if the
+    number of ranks differs from that in the cluster file.
     """
     layout = RankLayout.from_cluster(read_cluster(cluster))
     if layout.world_size == ranks.world_size:

@@ -45,7 +45,7 @@ class Graph:
         access: Reads edges and rows, whichever host holds them. A ``Gateway`` in a client, which holds no part.
         clients: Connections to the graph servers of other hosts, by node rank.
         ranks: Rank and world size of this process.
-        placed: The ranks beside each part. Default: every rank reads every part itself.
+        placed: The ranks on the hosts of each part. Default: every rank reads every part itself.
         source: The user's ``Data``, ``HeteroData`` or (feature store, graph store) if the graph was made from one.
 
     Example:
@@ -81,7 +81,7 @@ class Graph:
 
     @property
     def layout(self) -> RankLayout:
-        """For each part, the ranks beside it: the ranks on hosts that hold the part."""
+        """For each part, the ranks on hosts that hold the part."""
         return self.placed or RankLayout.everywhere(self.ranks.world_size, self.manifest.num_parts)
 
     @property
@@ -249,7 +249,7 @@ def open_graph(
 
     Args:
         cluster_file: ``cluster.json``; None if no other host serves parts.
-        placed: The ranks beside each part. Default: every rank reads every part itself.
+        placed: The ranks on the hosts of each part. Default: every rank reads every part itself.
         remote_access: Topology, cache, rounding and waiting time for data of other hosts.
 
     Raises:
@@ -397,7 +397,10 @@ def _connect_error(endpoints: Sequence[str], problems: Sequence[str]) -> str:
 
 
 def _address_of(endpoint: str, info: HelloInfo) -> ServerAddress:
-    """Return the address of a server: name and parts as the server reports them, endpoint as the user reaches it."""
+    """Return the address of a server, with the endpoint that the user gave.
+
+    Name and parts are those that the server reports.
+    """
     listed = [place for place in info.servers if place.node_rank == info.node_rank]
     name = listed[0].name if listed else f"node{info.node_rank} ({info.host})"
     return ServerAddress(name, info.node_rank, info.host, endpoint, info.part_ids)

@@ -29,9 +29,9 @@ def ordered_ahead(
 ) -> Generator[Result, None, None]:  # fmt: skip
     """Yield ``work(item)`` for each item, in order. The results are computed ahead by ``threads`` threads.
 
-    At most ``ahead`` results exist at once, but at least ``threads + 1`` are allowed. The result that the caller uses
-    counts until the caller requests the next one. This function keeps no reference to it, so memory is bounded if the
-    caller drops each result before the next request.
+    At most ``max(ahead, threads + 1)`` results exist at once, including the result that the caller uses. This function
+    keeps no reference to a result that it has yielded, so memory is bounded if the caller drops each result before
+    requesting the next.
 
     If ``work`` raises, the error is raised at the item's place in the order and no later item is started: after the
     loss of a host, each later item would wait for its deadline, and a process cannot exit before its threads have

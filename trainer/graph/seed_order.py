@@ -27,7 +27,10 @@ OTHER_STREAM = 3
 
 @dataclass(frozen=True)
 class SeedOrder:
-    """Cuts the seeds of one split into global batches. The batches depend on seed and epoch only."""
+    """Cuts the seeds of one split into global batches.
+
+    The batches depend on the random seed and the epoch, not on ranks or parts.
+    """
 
     num_seeds: int
     global_batch: int  #: seeds per step over all ranks
@@ -66,7 +69,7 @@ class SeedOrder:
 
 @dataclass(frozen=True)
 class RankLayout:
-    """Assigns ranks to parts: the seeds of a part go first to the ranks beside the part (``ranks_of_part``).
+    """For each part, the ranks that get its seeds first: the ranks on hosts that hold the part.
 
     Args:
         world_size: Number of ranks.
@@ -121,7 +124,10 @@ class SeedShare:
 def shares(
     order: SeedOrder, part_of: Callable[[Ids], Ids], rank: int, layout: RankLayout, epoch: int, first_step: int = 0
 ) -> Iterator[SeedShare]:
-    """Yield this rank's share of every step. ``part_of`` maps positions in the seed list to part ids."""
+    """Yield the seeds of ``rank`` for every step of an epoch.
+
+    ``part_of`` maps positions in the seed list to part ids.
+    """
     positions = order.epoch(epoch)
     for step in range(first_step, order.num_steps):
         batch = order.step(positions, step)
@@ -133,7 +139,8 @@ def split_step(parts: Ids, layout: RankLayout) -> Ids:
     """Assign the seeds of a global batch, given the part of each, to ranks; return the rank of each, int64 [n].
 
     Every rank gets ``n // world_size`` seeds or one more (lower ranks first). Within this quota a seed goes to a rank
-    beside the part of the seed; the remaining seeds go, in order, to ranks that have room.
+    on a host that holds its part (``layout.ranks_of_part``). The remaining seeds go, in order, to ranks with fewer
+    seeds than their quota.
     """
     n, world_size = len(parts), layout.world_size
     room = np.full(world_size, n // world_size)
@@ -145,9 +152,9 @@ def split_step(parts: Ids, layout: RankLayout) -> Ids:
 
 @njit()
 def _assign(parts: Any, ranks_of_part: Any, room: Any, rank_of: Any) -> None:
-    """Write the rank of each seed to ``rank_of``.
+    """Write the rank of each seed to ``rank_of``, and subtract the assigned seeds from ``room``.
 
-    ``room``, the number of seeds that each rank may still get, is counted down; its sum is the number of seeds.
+    ``room``: the number of seeds that each rank may still get. Its sum is the number of seeds.
     """
     n = len(parts)
     for i in range(n):

@@ -116,8 +116,9 @@ class BatchLoader:
         return self.order.num_steps
 
     def keep(self, rows: Mapping[NodeType, DeviceRows]) -> None:
-        """Do not gather ``x`` of the nodes in ``rows``, which are stored on a device. ``x`` is completed when a batch
-        is moved to this device.
+        """Leave out ``x`` of the nodes in ``rows`` when batches are made, because a device stores these rows.
+
+        Moving a batch to this device adds the rows.
 
         Raises:
             SettingsError: This process is a client: its batches are made by graph servers.

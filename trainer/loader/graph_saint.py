@@ -293,8 +293,8 @@ class GraphSAINTSampler(PyGLoader):
         ``ServiceError``.
         """
 
-    def shares(self, epoch: int) -> Iterator[SeedShare]:
-        for share in super().shares(epoch):
+    def shares(self, epoch: int, first_step: int = 0) -> Iterator[SeedShare]:
+        for share in super().shares(epoch, first_step):
             yield replace(share, key=self.key(epoch, int(share.positions[0])))
 
     def key(self, epoch: int, number: int) -> int:
@@ -302,7 +302,7 @@ class GraphSAINTSampler(PyGLoader):
         return batch_key(self.options.seed, OTHER_STREAM, epoch, number)
 
     def part_of(self, positions: Ids) -> Ids:
-        """Return part 0 for every subgraph: no host is closer to a subgraph than another."""
+        """Return part 0 for every subgraph, as a subgraph belongs to no part."""
         return positions * 0
 
     def seeds(self, share: SeedShare) -> BatchSeeds:
@@ -319,9 +319,10 @@ class GraphSAINTSampler(PyGLoader):
 class DistGraphSAINTNodeSampler(GraphSAINTSampler):
     """Yields subgraphs induced by nodes drawn by out-degree, as torch_geometric's ``GraphSAINTNodeSampler``.
 
-    A batch has the sources of ``batch_size`` edges that are drawn with replacement, each node once, by id, and all
-    edges between them. Memory: each rank reads all edges once (32 bytes per edge), and keeps 8 bytes per node. The
-    normalisation coefficients take 4 bytes per node and edge, and 32 bytes per edge while they are computed or read.
+    A batch has the sources of ``batch_size`` edges that are drawn with replacement, and all edges between these nodes.
+    Each node is in the batch once, and nodes are sorted by id. Memory: each rank reads all edges once (32 bytes per
+    edge), and keeps 8 bytes per node. The normalisation coefficients take 4 bytes per node and edge, and 32 bytes per
+    edge while they are computed or read.
 
     Args:
         data: An opened homogeneous graph (``gnnfleet.open``), or ``Data`` or stores in memory.
@@ -382,11 +383,11 @@ class DistGraphSAINTNodeSampler(GraphSAINTSampler):
 class DistGraphSAINTEdgeSampler(DistGraphSAINTNodeSampler):
     """Yields subgraphs induced by the ends of drawn edges, as torch_geometric's ``GraphSAINTEdgeSampler``.
 
-    A batch has both ends of ``batch_size`` edges that are drawn with replacement, each node once, by id, and all edges
-    between them. The chance of an edge is proportional to the in-degree of its source plus the out-degree of its
-    target, as in torch_geometric. Memory: each rank reads all edges once (32 bytes per edge), and keeps 16 bytes per
-    edge (24 beyond 2^31 nodes). The normalisation coefficients take 4 bytes per node and edge, and 32 bytes per edge
-    while they are computed or read.
+    A batch has both ends of ``batch_size`` edges that are drawn with replacement, and all edges between these nodes.
+    Each node is in the batch once, and nodes are sorted by id. The chance of an edge is proportional to the in-degree
+    of its source plus the out-degree of its target, as in torch_geometric. Memory: each rank reads all edges once (32
+    bytes per edge), and keeps 16 bytes per edge (24 beyond 2^31 nodes). The normalisation coefficients take 4 bytes per
+    node and edge, and 32 bytes per edge while they are computed or read.
 
     Args:
         data: An opened homogeneous graph (``gnnfleet.open``), or ``Data`` or stores in memory.
@@ -441,11 +442,12 @@ class DistGraphSAINTEdgeSampler(DistGraphSAINTNodeSampler):
 class DistGraphSAINTRandomWalkSampler(GraphSAINTSampler):
     """Yields subgraphs induced by random walks, as torch_geometric's ``GraphSAINTRandomWalkSampler``.
 
-    A batch has all nodes on ``batch_size`` walks of ``walk_length`` steps, each node once, by id, and all edges between
-    them. Walks start at nodes drawn with replacement and go from the *target* of an edge to its source, because parts
-    store in-edges; torch_geometric's walks go from source to target. Both are the same on graphs with every edge in
-    both directions; for other graphs store the edges reversed. A walk ends at a node without in-edges. The
-    normalisation coefficients take 4 bytes per node and edge, and 32 bytes per edge while they are computed or read.
+    A batch has all nodes on ``batch_size`` walks of ``walk_length`` steps, and all edges between these nodes. Each node
+    is in the batch once, and nodes are sorted by id. Walks start at nodes drawn with replacement and go from the
+    *target* of an edge to its source, because parts store in-edges; torch_geometric's walks go from source to target.
+    Both are the same on graphs with every edge in both directions; for other graphs store the edges reversed. A walk
+    ends at a node without in-edges. The normalisation coefficients take 4 bytes per node and edge, and 32 bytes per
+    edge while they are computed or read.
 
     Args:
         data: An opened homogeneous graph (``gnnfleet.open``), or ``Data`` or stores in memory.

@@ -24,7 +24,7 @@ from trainer.sampler.types import RowRequest, SampleSettings
 
 @dataclass(frozen=True)
 class LinkInputs:
-    """The seed links of a loader. The position of a link is its index here."""
+    """The seed links of a loader. The *position* of a link is its index in these arrays."""
 
     edge_type: EdgeType
     src: Ids  #: int64 [n] original ids

@@ -35,12 +35,12 @@ class DistNeighborLoader(PyGLoader):
     Arguments, defaults and batches are those of ``NeighborLoader``. Every rank passes the same arguments, including all
     seeds. The loader cuts the seeds into global batches of ``batch_size`` × world size and splits each over the ranks;
     a seed goes first to a rank on a host of its part. All ranks get the same number of batches. A last global batch
-    with fewer seeds than ranks is joined to the one before.
+    with fewer seeds than ranks is merged into the previous batch.
 
-    Each iteration is the next epoch; ``set_epoch`` chooses one. ``loader(index)`` samples the seeds at the given
-    positions. Batches also have ``blocks``, one CSR block per layer, outermost first (a mapping over edge types if the
-    graph is heterogeneous); bidirectional and induced subgraphs, and batches with ``transform_sampler_output``, have
-    none.
+    Each iteration is the next epoch; ``set_epoch`` sets the epoch of the next iteration. ``loader(index)`` samples the
+    seeds at the given positions. Batches also have ``blocks``, one CSR block per layer, outermost first (a mapping over
+    edge types if the graph is heterogeneous); bidirectional and induced subgraphs, and batches with
+    ``transform_sampler_output``, have none.
 
     Args:
         data: An opened graph (``gnnfleet.open``), a ``Data`` or ``HeteroData`` in memory, or a ``(feature_store,

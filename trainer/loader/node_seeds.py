@@ -28,7 +28,9 @@ class TypeInputs:
 
 @dataclass(frozen=True)
 class NodeInputs:
-    """The seeds of a loader, by node type. The *position* of a seed is its number, counted over all types in order."""
+    """The seeds of a loader, by node type. The *position* of a seed is its index when the seeds of all types are
+    concatenated.
+    """
 
     of: Mapping[NodeType, TypeInputs]
 
@@ -36,8 +38,10 @@ class NodeInputs:
         return sum(len(inputs.nodes) for inputs in self.of.values())
 
     def split(self, positions: Ids) -> dict[NodeType, tuple[Ids, Ids]]:
-        """Split positions by node type. Returns for each type the indices in ``positions`` of its seeds, and their
-        positions among the seeds of this type.
+        """Split seed positions by node type.
+
+        Returns for each type the indices in ``positions`` of its seeds, and the positions of these seeds within the
+        type.
         """
         begin, found = 0, {}
         for of, inputs in self.of.items():

@@ -112,8 +112,9 @@ def _order_by(first: Array, second: Array) -> Ids | None:
 
 @njit()
 def _counting_sort(keys: Any, order: Any, begin: Any, sorted_: Any) -> Any:
-    """Fill ``sorted_`` with the elements of ``order``, sorted by their keys. ``begin`` holds zeros, one more than the
-    number of keys.
+    """Fill ``sorted_`` with the elements of ``order``, sorted by their keys.
+
+    ``begin``: zeros, one more than the number of possible keys.
     """
     for k in range(len(keys)):
         begin[keys[k] + 1] += 1
@@ -154,8 +155,9 @@ def join_of(graph: Graph, attrs: Attrs, custom_cls: Callable[[], Any] | None) ->
 
 
 def gathered_attrs(graph: Graph, attrs: Attrs) -> Attrs:
-    """Return the attributes that sampler threads gather; none if the graph is in memory, where torch_geometric takes
-    the attributes.
+    """Return the attributes that sampler threads gather.
+
+    Returns {} for a graph in memory, whose attributes ``MemoryJoin`` adds to the batches.
     """
     return attrs if graph.source is None else {}
 
@@ -204,8 +206,9 @@ def _edge_store(data: Data | HeteroData, of: EdgeType | None) -> Any:
 
 
 class PartitionJoin:
-    """Adds attributes that were gathered with the subgraph to batches, in another order if a transform changed nodes or
-    edges.
+    """Adds the attributes that were gathered with a subgraph to its batch.
+
+    If a transform changed the nodes or edges of the subgraph, the rows of the attributes are reordered accordingly.
     """
 
     def __init__(self, graph: Graph, attrs: Attrs, custom_cls: Callable[[], Any] | None):

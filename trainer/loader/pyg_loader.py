@@ -115,7 +115,7 @@ class RankLoader(ABC):
             f"{digest} {order}".encode()
         ).hexdigest()  #: equal on ranks with equal seeds and settings
         self._same = SameOnAllRanks(self.digest, rank, layout.world_size)
-        self._epoch = 0
+        self._epoch = self._first_step = 0
 
     @abstractmethod
     def part_of(self, positions: Ids) -> Ids:
@@ -123,7 +123,7 @@ class RankLoader(ABC):
 
     @abstractmethod
     def work(self, share: SeedShare) -> Any:
-        """Do the part of making a batch that sampler threads do. Raises ``ServiceError``."""
+        """Make a batch, except for the steps in ``finish``; called by sampler threads. Raises ``ServiceError``."""
 
     @abstractmethod
     def finish(self, made: Any) -> Any:
@@ -155,14 +155,21 @@ class RankLoader(ABC):
     def __len__(self) -> int:
         return self.order.num_steps
 
-    def set_epoch(self, epoch: int) -> None:
-        """Make the next iteration yield the batches of this epoch."""
+    def set_epoch(self, epoch: int, first_step: int = 0) -> None:
+        """Make the next iteration yield the batches of an epoch, from a step on.
+
+        Args:
+            epoch: Number of the epoch; the first is 0.
+            first_step: Number of the first batch; the epoch's first is 0. Later epochs are whole again.
+        """
         self._epoch = whole_number("epoch", epoch, None)
+        self._first_step = whole_number("first_step", first_step, 0)
 
     def __iter__(self) -> Iterator[Any]:
         self._same.check()
-        epoch, self._epoch = self._epoch, self._epoch + 1
-        return self._batches(epoch)
+        epoch, first = self._epoch, self._first_step
+        self._epoch, self._first_step = epoch + 1, 0
+        return self._batches(epoch, first)
 
     def __call__(self, index: Any) -> Any:
         """Return a batch of the inputs at the positions ``index``, for this rank alone.
@@ -178,9 +185,9 @@ class RankLoader(ABC):
         share = SeedShare(_NO_STEP, key, n, own, np.arange(n), own)
         return self.finish(self.work(share))
 
-    def shares(self, epoch: int) -> Iterator[SeedShare]:
-        """Yield the inputs of this rank for every step of an epoch."""
-        return shares(self.order, self.part_of, self.rank, self.layout, epoch)
+    def shares(self, epoch: int, first_step: int = 0) -> Iterator[SeedShare]:
+        """Yield the inputs of this rank for every step of an epoch, from ``first_step`` on."""
+        return shares(self.order, self.part_of, self.rank, self.layout, epoch, first_step)
 
     def group(self) -> RankGroup:
         """Return the process group if it has the ranks of the loader, else a group of this rank alone. All ranks must
@@ -191,10 +198,10 @@ class RankLoader(ABC):
             return RankGroup.of_process(Ranks(self.rank, world_size))
         return RankGroup(Ranks())
 
-    def _batches(self, epoch: int) -> Iterator[Any]:
+    def _batches(self, epoch: int, first_step: int) -> Iterator[Any]:
         o = self.options
         ahead = ordered_ahead(
-            self.work, self.shares(epoch), threads=self.threads, ahead=o.prefetch, deadline=self.patience,
+            self.work, self.shares(epoch, first_step), threads=self.threads, ahead=o.prefetch, deadline=self.patience,
             thread_init=o.thread_init,
         )  # fmt: skip
         with closing(ahead):
@@ -305,7 +312,7 @@ class PyGLoader(RankLoader):
 
 
 def _set_sample_info(data: Any, out: Output) -> None:
-    """Set node ids, edge ids, trees and numbers per hop in a batch, as torch_geometric's loaders do."""
+    """Set ``n_id``, ``e_id``, ``batch``, and numbers of nodes and edges per hop, as torch_geometric's loaders do."""
     if isinstance(out, SamplerOutput):
         if "n_id" not in data:
             data.n_id = out.node

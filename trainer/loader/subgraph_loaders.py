@@ -112,8 +112,10 @@ class NeighbourhoodSampler:
         return changed(sampled, subgraph=_joined(drawn, member, sampled.subgraph))
 
     def _drawn(self, seeds: SeedSet, key: int) -> tuple[NodeSet, SeedSet, Positions]:
-        """Sample nodes around the seeds. Returns the nodes of all trees, the distinct nodes as seeds, and for each node
-        of the trees its index among the distinct ones.
+        """Sample a tree of nodes around each seed.
+
+        Returns the nodes of all trees, the distinct nodes as seeds, and for each node of the trees its index in the
+        distinct nodes.
         """
         drawn = self._draw.subgraph(seeds, key).nodes[HOMO_NODE]
         distinct, member = np.unique(drawn.ids, return_inverse=True)
@@ -128,10 +130,10 @@ def _joined(drawn: NodeSet, member: Positions, union: SampledSubgraph) -> Neighb
 class DistShaDowKHopSampler(PyGLoader):
     """Yields one subgraph per root, as torch_geometric's ``ShaDowKHopSampler`` on a partitioned graph.
 
-    Batches are torch_geometric's ``Batch``: the subgraphs of the roots, disjoint, each with its nodes by id and all
-    edges between them. Every rank passes the same arguments, including all roots; the loader splits global batches over
-    the ranks as ``DistNeighborLoader`` does. The subgraph of a root depends on its place in the global batch, not on
-    the number of ranks.
+    Batches are torch_geometric's ``Batch``: one disjoint subgraph per root, with all edges between its nodes. The nodes
+    of a subgraph are sorted by id. Every rank passes the same arguments, including all roots; the loader splits global
+    batches over the ranks as ``DistNeighborLoader`` does. The subgraph of a root depends on its place in the global
+    batch, not on the number of ranks.
 
     Args:
         data: An opened homogeneous graph (``gnnfleet.open``), or ``Data`` or stores in memory.
@@ -297,9 +299,9 @@ class DistClusterLoader(PyGLoader):
 
     An epoch yields every cluster once over all ranks. Each rank takes the clusters of its own host's parts first;
     clusters that exceed its share go to other ranks. All ranks get the same number of batches. A last step with fewer
-    clusters than ranks is joined to the one before. A batch has all nodes of its clusters, cluster after cluster, by
-    id, and all edges between them. ``loader(index)`` returns the clusters at the given positions; positions count the
-    clusters that have nodes. Memory: 8 bytes per node.
+    clusters than ranks is merged into the previous step. A batch has all nodes of its clusters, sorted by cluster and
+    then by id, and all edges between these nodes. ``loader(index)`` returns the clusters at the given positions;
+    positions count the clusters that have nodes. Memory: 8 bytes per node.
 
     Args:
         data: An opened graph (``gnnfleet.open``), or ``Data``, ``HeteroData`` or stores in memory.
@@ -374,17 +376,17 @@ class DistClusterLoader(PyGLoader):
     def part_of(self, positions: Ids) -> Ids:
         return self.clusters.part[positions]
 
-    def shares(self, epoch: int) -> Iterator[SeedShare]:
-        """Yield the clusters of this rank for every step.
+    def shares(self, epoch: int, first_step: int = 0) -> Iterator[SeedShare]:
+        """Yield the clusters of this rank for every step, from ``first_step`` on.
 
-        Clusters are split over the ranks for the whole epoch, not step by step. So more of them are given to a rank on
+        Clusters are split over the ranks for the whole epoch, not step by step. Therefore more clusters go to a rank on
         a host of their part.
         """
         o, order = self.order, self.order.epoch(epoch)
         rank_of = split_step(self.part_of(order), self.layout)
         of_rank = [order[rank_of == rank] for rank in range(self.layout.world_size)]
         size = self.options.batch_size
-        for step in range(o.num_steps):
+        for step in range(first_step, o.num_steps):
             last = step == o.num_steps - 1 and not o.drop_last
             batches = [own[step * size : None if last else (step + 1) * size] for own in of_rank]
             begin = sum(map(len, batches[: self.rank]))

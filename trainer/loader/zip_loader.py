@@ -103,7 +103,7 @@ class DistZipLoader(RankLoader):
 
 
 def _with_own_key(share: SeedShare, number: int) -> SeedShare:
-    """Return the share with another key for each loader, so that the loaders draw independently."""
+    """Return a copy of ``share`` with a random key for loader ``number``, so that loaders draw independently."""
     if number == 0:
         return share
     return replace(share, key=int(hashed(np.uint64(share.key) ^ hashed(np.uint64(number) + GOLDEN))))

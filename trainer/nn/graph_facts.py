@@ -12,7 +12,7 @@ from trainer.store.manifest import Manifest
 
 @dataclass(frozen=True)
 class GraphFacts:
-    """Description of a graph from which a model is built; ``facts_of`` makes it.
+    """Types, feature widths and number of classes of a graph; input of ``build_model``, made by ``facts_of``.
 
     Args:
         hetero: Whether the graph is heterogeneous.
@@ -40,14 +40,14 @@ class GraphFacts:
 
 
 def facts_of(manifest: Manifest, target: NodeType = HOMO_NODE) -> GraphFacts:
-    """Read the facts of a partitioned graph from its manifest.
+    """Make the ``GraphFacts`` of a partitioned graph from its manifest.
 
     Args:
         manifest: Manifest of the graph: ``graph.manifest``, or ``gnnfleet.read_manifest(folder)``.
         target: Node type of the seeds; default: the only type of a homogeneous graph.
 
     Returns:
-        The facts from which ``build_model`` and ``layer_needs`` work.
+        Types, feature widths and number of classes, for ``build_model`` and ``layer_needs``.
 
     Raises:
         SettingsError: If ``target`` is not a node type, or an ``x`` is not of shape [n, f].

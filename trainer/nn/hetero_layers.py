@@ -140,7 +140,7 @@ class HeteroSAGEConv(nn.Module):
         return {of: self._target(of, blocks, x, x[of][: num_dst[of]]) for of in self.need.targets}
 
     def _target(self, of: NodeType, blocks: Blocks, x: Mapping[NodeType, Tensor], own: Tensor) -> Tensor:
-        """Rows of one target type; the sum of all ``lin_r`` is one product with the sum of their weights."""
+        """Rows of one target type. All ``lin_r`` are applied in one product, with the sum of their weights."""
         convs = {edge_type: conv for edge_type, conv in self.convs.items() if edge_type[2] == of}
         if not convs:
             return own

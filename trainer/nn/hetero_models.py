@@ -1,4 +1,4 @@
-"""Heterogeneous models: input rows of one width for all types, layers on blocks, logits of the seeds."""
+"""Heterogeneous models: make input rows of equal width for all node types, apply layers on blocks, return logits."""
 
 from __future__ import annotations
 
@@ -129,18 +129,18 @@ def widths(need: LayerNeed, hidden: int) -> Mapping[NodeType, int]:
 
 
 def rgcn(facts: GraphFacts, shape: HeteroShape, heads: int, embeddings: Embeddings | None) -> HeteroModel:
-    """R-GCN; ``heads`` is ignored."""
+    """Build an R-GCN model; ``heads`` is ignored."""
     return HeteroModel(facts, shape, lambda need: RGCNConv(need, shape.hidden, shape.hidden), embeddings)
 
 
 def hgt(facts: GraphFacts, shape: HeteroShape, heads: int, embeddings: Embeddings | None) -> HeteroModel:
-    """HGT; as in the paper no activation between layers, which add a skip connection themselves."""
+    """Build an HGT model. As in the paper, there is no activation between layers; HGT layers have a skip connection."""
     layer = lambda need: HGTConv(need, widths(need, shape.hidden), shape.hidden, heads)  # noqa: E731
     return HeteroModel(facts, replace(shape, relu=False), layer, embeddings)
 
 
 def rsage(facts: GraphFacts, shape: HeteroShape, heads: int, embeddings: Embeddings | None) -> HeteroModel:
-    """GraphSAGE layers per edge type; ``heads`` is ignored."""
+    """Build a model of one GraphSAGE layer per hop and edge type; ``heads`` is ignored."""
     return HeteroModel(facts, shape, lambda need: HeteroSAGEConv(need, shape.hidden, shape.hidden), embeddings)
 
 

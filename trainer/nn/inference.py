@@ -74,7 +74,10 @@ def _layer(
     model: BasicGNN, layer: int, loader: DistNeighborLoader, rows: Tensor | None, cached: list[dict[str, Any]] | None,
     device: Any, embedding_device: Any,
 ) -> Tensor:  # fmt: skip
-    """One layer's rows of this rank's nodes, 0 for other nodes: [num_nodes, f]. Fills ``cached`` at layer 0."""
+    """Compute one layer's output for the seeds of ``loader``, and 0 for other nodes: [num_nodes, f].
+
+    Layer 0 appends the edges of each batch to ``cached``, if it is a list; later layers then use these batches.
+    """
     found: Tensor | None = None
     for batch in cached if layer and cached is not None else loader:
         n_id, seeds = batch["n_id"].to(embedding_device), batch["batch_size"]

@@ -33,11 +33,11 @@ DENSE_PER_SPARSE = 30
 
 
 def linear_first(block: Block, in_dim: int, out_dim: int, needs_grad: bool) -> bool:
-    """Whether transforming all sources before the aggregation is cheaper than transforming the aggregated rows.
+    """Whether applying the linear layer to all sources before aggregation is cheaper than to the aggregated rows.
 
-    Compares multiply-adds of a forward and a backward pass. The backward pass repeats the dense product for the weight,
-    and once more for the input if it ``needs_grad``. It repeats the aggregation if the aggregated rows need a gradient,
-    which transformed rows always do.
+    Compares multiply-adds of a forward and a backward pass. The backward pass repeats the dense product for the
+    gradient of the weight, and once more for the gradient of the input if the input ``needs_grad``. It also repeats the
+    aggregation if the aggregated rows need a gradient. Rows that the linear layer has transformed always do.
     """
     edges, num_src, num_dst = len(block.indices) * DENSE_PER_SPARSE, block.num_src, block.num_dst
     dense = in_dim * out_dim * (3 if needs_grad else 2)
@@ -89,7 +89,10 @@ class SAGEConv(nn.Module):
     def without_bias(
         self, block: Block, x: Tensor, degree: Tensor | None = None, before: Activation | None = None
     ) -> Tensor:
-        """As ``forward``, without adding the bias; first applies ``before`` to ``x``, in place on CPU."""
+        """As ``forward``, but without the bias. The activation ``before``, if given, is first applied to ``x``.
+
+        On CPU it overwrites ``x``.
+        """
         of_mean, of_self = self.lin_l.weight, self.lin_r.weight
         if linear_first(block, x.shape[1], len(of_mean), x.requires_grad):
             x = x if before is None else before.of(x)
@@ -144,7 +147,10 @@ class GCNConv(nn.Module):
     def without_bias(
         self, block: Block, x: Tensor, degree: Tensor | None = None, before: Activation | None = None
     ) -> Tensor:
-        """As ``forward``, without adding the bias; first applies ``before`` to ``x``, in place on CPU."""
+        """As ``forward``, but without the bias. The activation ``before``, if given, is first applied to ``x``.
+
+        On CPU it overwrites ``x``.
+        """
         assert degree is not None, "GCN needs whole-graph degrees on its batches"
         out_dim, in_dim = self.lin.weight.shape
         x = x if before is None else before.of(x)
@@ -207,7 +213,10 @@ class GATConv(nn.Module):
     def without_bias(
         self, block: Block, x: Tensor, degree: Tensor | None = None, before: Activation | None = None
     ) -> Tensor:
-        """As ``forward``, without adding the bias; first applies ``before`` to ``x``, in place on CPU."""
+        """As ``forward``, but without the bias. The activation ``before``, if given, is first applied to ``x``.
+
+        On CPU it overwrites ``x``.
+        """
         looped = with_self_loops(block)
         h = self.lin(x if before is None else before.of(x)).view(-1, self.heads, self.out_dim)
         out: Tensor = attend(looped, h, self._attention(looped, h))

@@ -73,7 +73,7 @@ Builder = Callable[[ModelSettings, int, int], nn.Module]
 
 
 def sage(settings: ModelSettings, in_dim: int, num_classes: int) -> nn.Module:
-    """GraphSAGE with mean aggregation."""
+    """Build a GraphSAGE model with mean aggregation."""
     dims = _dims(settings, in_dim, num_classes)
     return BlockModel([SAGEConv(a, b) for a, b in dims], settings.dropout, precision=precision_of(settings))
 
@@ -84,7 +84,10 @@ def gcn(settings: ModelSettings, in_dim: int, num_classes: int) -> nn.Module:
 
 
 def gat(settings: ModelSettings, in_dim: int, num_classes: int) -> nn.Module:
-    """Graph attention network; hidden layers concatenate heads of width hidden / heads, the last layer averages."""
+    """Build a graph attention network.
+
+    Hidden layers concatenate heads of width hidden / heads; the last layer averages its heads.
+    """
     if settings.hidden % settings.heads:
         raise SettingsError(f"hidden {settings.hidden} is no multiple of heads {settings.heads}; change one of them")
     dims = _dims(settings, in_dim, num_classes)
@@ -97,7 +100,10 @@ HeteroBuilder = Callable[[ModelSettings, GraphFacts, Embeddings | None], nn.Modu
 
 
 def _of_types(name: str) -> HeteroBuilder:
-    """Return the builder ``name`` of ``hetero_models``, which is imported at the call: importing it takes seconds."""
+    """Return the builder ``name`` of ``hetero_models``.
+
+    The module is imported when the builder is called, because importing it takes seconds.
+    """
 
     def build(settings: ModelSettings, facts: GraphFacts, embeddings: Embeddings | None) -> nn.Module:
         from trainer.nn.hetero_models import BUILDERS, HeteroShape

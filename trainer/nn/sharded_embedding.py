@@ -158,19 +158,19 @@ def _fill(first: int, last: int, ids: Any, rows: Any, key: Any, bound: float) ->
 _ROWS_AT_ONCE = 1 << 16  #: rows per rank and message
 
 
-def gather_tables(embedding: ShardedEmbedding, shard: Tensor) -> Tables | None:
-    """Gather the shards of all ranks into tables by type and original id, on rank 0's CPU (None elsewhere). Collective.
+def gather_tables(embedding: ShardedEmbedding, shard: Tensor, to: int = 0) -> Tables | None:
+    """Gather the shards of all ranks into tables by type and original id, on the CPU of rank ``to`` (None elsewhere).
 
-    shard: [own rows, …], ``weight`` or an optimizer state of its length.
+    Collective. shard: [own rows, …], ``weight`` or an optimizer state of its length.
     """
-    whole = torch.empty(embedding.total, *shard.shape[1:], dtype=shard.dtype) if embedding.rank == 0 else None
+    whole = torch.empty(embedding.total, *shard.shape[1:], dtype=shard.dtype) if embedding.rank == to else None
     for first, count in _pieces(embedding):
         part = _padded(shard.detach()[first : first + count], count, embedding)
         parts = None if whole is None else [torch.empty_like(part) for _ in range(embedding.size)]
         if embedding.size == 1:
             parts = [part]
         else:
-            dist.gather(part, parts, group=embedding.group, group_dst=0)
+            dist.gather(part, parts, group=embedding.group, group_dst=to)
         if whole is not None and parts is not None:
             for rank, received in enumerate(parts):
                 target = _of_rank(whole, embedding, rank, first, count)
@@ -193,20 +193,21 @@ def scatter_tables(embedding: ShardedEmbedding, tables: Mapping[str, Tensor] | N
 
 
 def embedding_state(
-    embedding: ShardedEmbedding, optimizer: torch.optim.Optimizer | None = None
+    embedding: ShardedEmbedding, optimizer: torch.optim.Optimizer | None = None, to: int = 0
 ) -> dict[str, Any] | None:
-    """Gather the embedding and its optimizer state on rank 0, for a checkpoint. Collective.
+    """Gather the embedding and its optimizer state on one rank, for a checkpoint. Collective.
 
     Args:
         embedding: Embedding to save.
         optimizer: Optimizer over ``[embedding.weight]``, to save its state too.
+        to: Rank that gets the result.
 
     Shapes:
         - **output:** tables float32 [num_nodes[type], dim] by node type, by original id, on CPU.
 
     Returns:
-        On rank 0 a dict that ``torch.save`` can write: ``tables``, ``optimizer_rows`` (tables of each per-row state of
-        the optimizer, by name) and ``optimizer_rest`` (its other state values). None on other ranks.
+        On rank ``to`` a dict that ``torch.save`` can write: ``tables``, ``optimizer_rows`` (tables of the optimizer's
+        per-row states, by name) and ``optimizer_rest`` (its other state). None on other ranks.
 
     Example:
         ```python
@@ -217,10 +218,10 @@ def embedding_state(
         print(state["tables"]["node"].shape)  # torch.Size([1000, 32])
         ```
     """
-    tables = gather_tables(embedding, embedding.weight)
+    tables = gather_tables(embedding, embedding.weight, to)
     state = {} if optimizer is None else optimizer.state.get(embedding.weight, {})
     per_row = [name for name, value in state.items() if _per_row(embedding, value)]
-    gathered = {name: gather_tables(embedding, state[name]) for name in per_row}
+    gathered = {name: gather_tables(embedding, state[name], to) for name in per_row}
     if tables is None:
         return None
     rest = {name: value for name, value in state.items() if name not in per_row}

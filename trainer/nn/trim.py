@@ -310,7 +310,10 @@ def check_one_hop(model: nn.Module) -> None:
 
 
 def _with_trim(model: nn.Module) -> nn.Module:
-    """The model with a trim module that ``to_hetero`` supports, and jumping knowledge over the last layer's rows."""
+    """Add the trim module that ``to_hetero`` supports to ``model``, and return ``model``.
+
+    Jumping knowledge, if any, is restricted to the nodes of the last layer.
+    """
     model._trim = TrimToLayer()
     if isinstance(knowledge := getattr(model, "jk", None), nn.Module):
         knowledge.register_forward_pre_hook(_cut_to_last)
@@ -350,7 +353,7 @@ class Hops:
         return cls(_fitted(nodes, num_layers + 1), _fitted(edges, num_layers), rows, indices, attrs)
 
     def through(self, model: nn.Module, edge_arg: str | None) -> Any:
-        """Call a model with torch_geometric's signature on these inputs."""
+        """Call ``model`` with these inputs, by the argument names of torch_geometric's ``BasicGNN``."""
         extra = {edge_arg: self.attrs} if edge_arg else {}
         counts = {"num_sampled_nodes_per_hop": self.nodes, "num_sampled_edges_per_hop": self.edges}
         return model(self.rows, self.indices, **counts, **extra)

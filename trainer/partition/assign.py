@@ -86,7 +86,7 @@ _AT_ONCE = 1 << 20
 
 
 def hash_part(node_type: NodeType, orig_ids: Array, num_parts: int, seed: int) -> Part:
-    """Return the part of each node, int32 [n], a hash of type, original id and seed. Part sizes are about equal."""
+    """Return the part of each node, int32 [n]: a hash of type, original id and seed. Part sizes are about equal."""
     part = np.empty(len(orig_ids), np.int32)
     for start in range(0, len(orig_ids), _AT_ONCE):
         keys = _keys(node_type, orig_ids[start : start + _AT_ONCE], seed)
@@ -133,7 +133,7 @@ def assign_parts(
 
     Args:
         num_parts: number of parts, at most the number of nodes.
-        method: `metis` cuts few edges; `frequency` places nodes in the part whose seeds' sampling visits them most;
+        method: `metis` cuts few edges; `frequency` assigns nodes to the part whose seeds sample them most often;
             `random` balances exactly; `hash` depends on type, id and seed only, so a part may be empty.
         seed: seed of the method.
         options: options of the method, see ``method_options``.

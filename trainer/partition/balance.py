@@ -80,8 +80,9 @@ class NodeClasses:
 def node_classes(
     dataset: Dataset, joined: JoinedNodes, num_parts: int, balance: str, slack: float = SLACK
 ) -> NodeClasses:
-    """Divide the nodes into classes as ``balance``, one of ``assign.BALANCES``, says; compute the bounds of each class.
+    """Divide the nodes into classes, and compute the bounds of each class.
 
+    ``balance``, one of ``assign.BALANCES``, states whether node types and train seeds have classes of their own.
     A part must have between (1 - slack) and (1 + slack) times the mean number of nodes of a class. If that range is
     smaller than one node, the bounds are the mean rounded down and up.
     """
@@ -104,7 +105,7 @@ def _bounded(of: Array, count: Array, num_parts: int, slack: float) -> NodeClass
 
 
 def fill_up(part: Part, classes: NodeClasses, num_parts: int) -> None:
-    """Give a part to every node that has none (-1), in place. In each class, the smallest parts grow first."""
+    """Assign each unassigned node (part -1) to a part, in place. Nodes go to the parts with fewest nodes of a class."""
     sizes = classes.sizes(part, num_parts)
     unplaced = np.flatnonzero(part < 0)
     for number in range(len(classes.count)):
@@ -141,9 +142,9 @@ def balance_parts(indptr: Array, neighbours: Array, part: Part, classes: NodeCla
 def _move(
     indptr: Array, neighbours: Array, part: Part, of: Array, sizes: Array, keep: Array, room: Array
 ) -> None:  # fmt: skip
-    """Move nodes of each class from parts with more than ``keep`` of them to parts with fewer than ``room``.
+    """For each class, move nodes from parts with more than ``keep`` nodes to parts with fewer than ``room`` nodes.
 
-    Nodes whose move cuts the fewest edges are moved first.
+    Nodes are moved in descending order of ``_gains``, so that few edges are cut.
     """
     receivers = np.less(sizes, room[:, None])
     donors = np.greater(sizes, keep) & receivers.any(axis=1, keepdims=True)
@@ -156,9 +157,9 @@ def _move(
 
 @njit()
 def _gains(indptr: Array, neighbours: Array, part: Array, of: Array, receivers: Array, nodes: Array) -> Array:
-    """Return by how many edges the cut shrinks if a node moves to the best part, int64 [n], for each of ``nodes``.
+    """Return for each of ``nodes`` how much the edge cut decreases if the node moves to the best part, int64 [n].
 
-    ``receivers`` states which parts may receive nodes of each class.
+    ``receivers``, bool [classes, num_parts]: the parts that may receive nodes of each class.
     """
     gains = np.zeros(len(nodes), np.int64)
     links = np.zeros(receivers.shape[1], np.int64)

@@ -88,9 +88,9 @@ class EdgeCut:
         return self.indptr[self.target.offsets]
 
     def groups(self) -> Iterator[list[EdgeRows]]:
-        """Yield the edges of all parts in order, as lists of parts with at most ``EDGE_BYTES_AT_ONCE`` bytes of edges.
+        """Yield the edges of all parts in order, several parts at a time.
 
-        The edges of a single part may have more bytes.
+        The edges yielded together have at most ``EDGE_BYTES_AT_ONCE`` bytes. A larger part is yielded alone.
         """
         edge_bytes = np.dtype(id_dtype(len(self.source.orig_id))).itemsize
         edge_bytes += np.dtype(id_dtype(self.edge_index.shape[1])).itemsize
@@ -113,7 +113,7 @@ class EdgeCut:
 
 
 def edge_groups(edge_offsets: Ids, edge_bytes: int, limit: int) -> Iterator[range]:
-    """Yield ranges of consecutive parts: of parts with at most ``limit`` bytes of edges together, or of one part."""
+    """Yield ranges of parts whose edges have at most ``limit`` bytes in total. A larger part is a range of its own."""
     start, num_parts = 0, len(edge_offsets) - 1
     while start < num_parts:
         end = start + 1

@@ -43,7 +43,7 @@ def reusable(folder: Path, fingerprint: str) -> Manifest | None:
 
 
 def describe_partition(folder: Path) -> str | None:
-    """Describe the partition in ``folder`` as ``4 parts of cora (metis)``; None when it holds no partition."""
+    """Describe the partition in ``folder``, such as ``4 parts of cora (metis)``; None when it holds no partition."""
     found = _raw_manifest(folder)
     if found is None:
         return None
@@ -70,7 +70,7 @@ def _check_kind(folder: Path) -> None:
 
 
 def _check_only_ours(folder: Path) -> None:
-    """Raise ``PartitionError`` when a partition folder contains other files, as replacing it would delete them."""
+    """Raise ``PartitionError`` if a partition folder contains files that do not belong to the partition."""
     raw = _raw_manifest(folder)
     if raw is None:
         return
@@ -93,7 +93,7 @@ def files_below(folder: Path, top: Path) -> Iterator[str]:
 
 
 def is_note(name: str) -> bool:
-    """Return whether ``name`` is a hidden file of gnnfleet, complete or not. Any folder may contain such files."""
+    """Return whether ``name`` is a hidden file that gnnfleet wrote, or an incomplete copy of such a file."""
     last = Path(name).name
     return last.startswith(".") and last.lstrip(".").startswith(_OUR_NOTES)
 
@@ -132,7 +132,7 @@ def staged(folder: Path) -> Iterator[Path]:
 
 
 def _remove_leftovers(folder: Path) -> None:
-    """Remove the staging folders of ``folder`` that ended processes of this host left behind."""
+    """Remove the staging folders of ``folder`` left behind by processes of this host that have ended."""
     prefix = f".{folder.name}.{socket.gethostname()}."
     for path in folder.parent.glob(f"{_glob_escaped(prefix)}*"):
         pid = path.name.removeprefix(prefix)
@@ -150,7 +150,11 @@ def _sync_folders(root: Path) -> None:
 
 
 def _install(staging: Path, folder: Path) -> None:
-    """Rename ``staging`` to ``folder``. An old partition is renamed to ``staging`` in exchange, or deleted."""
+    """Rename ``staging`` to ``folder``.
+
+    An old partition in ``folder`` is renamed to ``staging``. If the two names cannot be exchanged atomically, the
+    old partition is deleted.
+    """
     check_replaceable(folder)
     if not folder.exists() or not any(folder.iterdir()):
         staging.rename(folder)

@@ -1,7 +1,7 @@
-"""Method `frequency`: assigns each node to the part whose train seeds sample it most.
+"""Method `frequency`: assigns each node to the part whose train seeds sample it most often.
 
-GraphLearn-for-PyTorch's frequency partitioner assigns nodes in chunks by id. Here the first nodes are those whose
-probabilities of a visit in the best and in the second-best part differ most.
+Nodes are assigned in descending order of the difference between their highest and second-highest visit probability over
+the parts. The frequency partitioner of GraphLearn-for-PyTorch assigns nodes in chunks by id instead.
 
 Visit probabilities are the vertex-inclusion probabilities of SALIENT++ (Kaler et al., "Communication-Efficient Graph
 Neural Networks with Probabilistic Neighborhood Expansion Analysis and Caching", MLSys 2023), per node type.
@@ -50,12 +50,10 @@ def visit_probabilities(
 ) -> Chances:
     """Return the probability that each node is in a batch, type -> float32 [num_nodes].
 
-    Each seed is in the batch with probability ``chance``. A target that is visited for the first time samples each
-    in-edge with probability min(1, fanout / in-degree). Visits are assumed to be independent, so a node is visited in a
-    hop with probability 1 - prod(1 - p min(1, fanout / in-degree)) over its out-edges, where p is the probability that
-    the target of the edge was first visited in the hop before. This is exact on trees and too high on cycles. Edge
-    types without fanouts are not followed; weights and times are ignored. Memory: 16 bytes per node, and 8 bytes per
-    target of each edge type.
+    Each seed is in the batch with probability ``chance``. A node that is visited for the first time samples each of its
+    in-edges with probability min(1, fanout / in-degree). Edges are assumed to be sampled independently, so the result
+    is exact on trees and too high on cycles. Edge types without fanouts are not followed. Weights and times are
+    ignored. Memory: 16 bytes per node, and 8 bytes per target of each edge type.
     """
     graph = InEdges.of(graph) if isinstance(graph, Dataset) else graph
     hops = fanouts if isinstance(fanouts, Mapping) else dict.fromkeys(graph.edges, tuple(fanouts))
@@ -138,9 +136,9 @@ def frequency_assignment(
 ) -> Part:
     """Return the part of each node, int32 [total].
 
-    METIS assigns the train seeds, equally many to each part. Then the probability that a part's seeds visit a node is
-    computed for every node and part, and every other node is assigned to a part that visits it often. Memory: 4 bytes
-    per node and part, besides METIS. Raises ``PartitionError`` when the dataset has no train seeds.
+    METIS assigns the train seeds, equally many to each part. Each other node is assigned to a part whose seeds visit it
+    with high probability (``visit_probabilities``). Memory: 4 bytes per node and part, besides METIS. Raises
+    ``PartitionError`` when the dataset has no train seeds.
     """
     seeds = {of: nodes.splits[TRAIN] for of, nodes in dataset.nodes.items() if len(nodes.splits.get(TRAIN, ()))}
     if not seeds:
@@ -162,7 +160,7 @@ def _chances(
     dataset: Dataset, joined: JoinedNodes, home: Mapping[NodeType, Part], seeds: Mapping[NodeType, Ids],
     num_parts: int, fanouts: Fanouts,
 ) -> Array:  # fmt: skip
-    """Return the probability that a batch of each part's seeds visits each node, float32 [num_parts, total]."""
+    """Return the probability that a batch with the seeds of a part contains a node, float32 [num_parts, total]."""
     graph = InEdges.of(dataset)
     in_batch = min(1.0, _BATCH * num_parts / sum(map(len, seeds.values())))
     chances = np.empty((num_parts, joined.total), np.float32)
@@ -175,7 +173,7 @@ def _chances(
 
 
 def _place(chances: Array, part: Part, classes: NodeClasses, num_parts: int) -> None:
-    """Give a part to every node that has none (-1), in place, in descending order of ``_regrets``."""
+    """Assign each unassigned node (part -1) to a part, in place, in descending order of ``_regrets``."""
     sizes = classes.sizes(part, num_parts)
     free = np.flatnonzero(part < 0)
     order = free[np.argsort(-_regrets(chances, free), kind="stable")]
@@ -203,10 +201,10 @@ def _regrets(chances: Array, nodes: Array) -> Array:
 def _choose(
     chances: Array, order: Array, of: Array, sizes: Array, least: Array, most: Array, left: Array, part: Array
 ) -> None:
-    """Assign each node in ``order`` to the part that visits it most and has room; of equal parts, to the smallest.
+    """Assign each node in ``order`` to the part with room that has the highest visit probability for the node.
 
-    When the remaining nodes of a class (``left``) are just enough to bring all parts to ``least``, only parts below
-    ``least`` are considered.
+    Of parts with equal probability, the smallest is chosen. ``left`` [classes] is the number of nodes still to assign.
+    If they are just enough to bring all parts to ``least``, only parts below ``least`` are considered.
     """
     num_kinds, num_parts = sizes.shape
     lack = np.zeros(num_kinds, np.int64)

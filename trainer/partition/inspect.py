@@ -18,7 +18,7 @@ from trainer.store.part_store import Part, PartStore, open_parts
 
 @dataclass(frozen=True)
 class NodeFigures:
-    """The figures of one node type."""
+    """Size, balance, splits and attributes of one node type."""
 
     num_nodes: int
     balance: float  #: nodes of the largest part / mean nodes of a part
@@ -29,7 +29,7 @@ class NodeFigures:
 
 @dataclass(frozen=True)
 class EdgeFigures:
-    """The figures of one edge type."""
+    """Size, balance, edge cut and attributes of one edge type."""
 
     num_edges: int
     balance: float  #: edges of the largest part / mean edges of a part
@@ -40,7 +40,7 @@ class EdgeFigures:
 
 @dataclass(frozen=True)
 class PartFigures:
-    """The figures of one part. An edge is counted in the part of its target."""
+    """Numbers of nodes, edges and seeds of one part. An edge is counted in the part of its target."""
 
     part_id: int
     nodes: int
@@ -55,7 +55,7 @@ class PartFigures:
 
 @dataclass(frozen=True)
 class Description:
-    """The figures of a partition folder."""
+    """Sizes, edge cut and balance of a partition folder, with details for each type and part."""
 
     folder: str
     dataset: str
@@ -79,7 +79,7 @@ class Description:
 
 
 def describe(folder: str | Path) -> Description:
-    """Compute the figures of a partition folder. Raises ``PartitionError`` when a file is missing or damaged."""
+    """Compute the sizes and quality of a partition. Raises ``PartitionError`` when a file is missing or damaged."""
     store = open_parts(folder)
     manifest = store.manifest
     seeds = dict(_seeds(store))
@@ -113,7 +113,7 @@ def describe(folder: str | Path) -> Description:
 
 
 def _seeds(store: PartStore) -> Iterator[tuple[str, Ids]]:
-    """Yield for each split the key of ``PartFigures.seeds`` and the number of seeds in each part, int64 [num_parts]."""
+    """Yield (name as in ``PartFigures.seeds``, number of seeds in each part, int64 [num_parts]) for each split."""
     manifest = store.manifest
     for (of, split), gids in store.splits.items():
         counts = np.bincount(store.books[of].part_of(gids), minlength=manifest.num_parts)

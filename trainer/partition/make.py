@@ -57,8 +57,9 @@ class PartitionSpec:
 def make_partition(spec: PartitionSpec, say: Callable[[str], None] = print) -> Manifest:
     """Load the dataset, assign its nodes to parts and write the partition folder.
 
-    If the folder already holds an equal partition, nothing is read or written. ``say`` gets one line of progress at a
-    time. Raises ``DataError`` or ``PartitionError``; then no files are left behind.
+    If the folder already holds a partition with the same fingerprint, the dataset is not loaded and nothing is written.
+    ``say`` is called with each line of progress. Raises ``DataError`` or ``PartitionError``, and leaves no files behind
+    then.
     """
     folder = Path(spec.folder)
     if (done := reusable(folder, spec.fingerprint())) is not None:

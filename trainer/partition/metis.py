@@ -29,9 +29,8 @@ def metis_assignment(
 ) -> Part:
     """Assign nodes to parts by METIS, then balance the parts; return the part of each node, int32 [total].
 
-    METIS gets the nodes of all types as one graph: only nodes with edges, and every edge once in both directions,
-    without self loops, so any graph can be partitioned. Raises ``PartitionError`` when METIS fails or returns an
-    incomplete partition.
+    METIS gets the nodes of all types as one graph, without nodes that have no edges and without self loops. Every edge
+    is given once in each direction. Raises ``PartitionError`` when METIS fails or returns an incomplete partition.
     """
     indptr, neighbours = joined_adjacency(dataset, joined)
     part = _connected_parts(indptr, neighbours, num_parts, seed)

@@ -72,7 +72,7 @@ def first_unordered_row(indptr: Array, orig_id: Array) -> int:
 
 @njit()
 def first_gid_mismatch(orig_id: Array, global_id: Array, start: int) -> int:
-    """Return the first row of a part whose node has another global id in ``global_id`` than ``start + row``, or -1."""
+    """Return the first row of a part whose node does not have the global id ``start + row``, or -1."""
     for row in range(len(orig_id)):
         if global_id[orig_id[row]] != start + row:
             return row
@@ -200,7 +200,7 @@ class Invariants:
             yield Finding(path, f"position {at}: edge {ids[at]} appears twice")
 
     def _times(self, path: str, name: str, edge_type: EdgeType, indices: Array | None, edges: int) -> Iterator[Finding]:
-        """Yield a finding if source times of edges differ from the sources' times, for sources in ``part_ids``."""
+        """Yield a finding if a time stored per edge differs from the time of the source node. Only for ``part_ids``."""
         times = yield from self._array(path, np.dtype(np.int64), (edges,))
         if times is None or indices is None:
             return
@@ -223,9 +223,9 @@ class Invariants:
         return None
 
     def _ids(self, path: str, count: int, limit: int, dtype: np.dtype[Any] | None = None) -> Found:
-        """Return the ids in the file ``path``; yield a finding instead if the file is not as expected.
+        """Return the ids in the file ``path``, [count]. If the file is invalid, yield a finding and return None.
 
-        Expected are ids ``0 <= id < limit``, [count], of ``dtype`` (None: any signed integer type).
+        The ids must be in ``0 <= id < limit`` and of ``dtype`` (None: any signed integer type).
         """
         ids = self._map(path)
         if ids is None:

@@ -38,7 +38,7 @@ def partition_fingerprint(
 
 
 def options_with(options: Mapping[str, Any], rows: WireRows) -> Mapping[str, Any]:
-    """Return the options of the method, with ``rows`` added unless rows are stored without rounding."""
+    """Return the options of the partition method, with ``rows`` added if rows are rounded."""
     return options if rows == "stored" else {**options, "rows": rows}
 
 
@@ -96,7 +96,7 @@ class _Writer:
     entries: list[FileEntry] = field(default_factory=list)  #: the files written so far
 
     def write(self, files: Iterable[_ArrayFile]) -> None:
-        """Write the files and wait until all are written. Arrays of other files need not be in memory meanwhile."""
+        """Write the files, and wait until all are written."""
         self.entries.extend(self.pool.map(self._write, files))
 
     def _write(self, file: _ArrayFile) -> FileEntry:
@@ -230,7 +230,7 @@ def _write_edges(
 
 
 def _source_times(dataset: Dataset, edge_type: EdgeType) -> dict[str, Array]:
-    """Return the time attributes of the edges' source type that are one integer per node."""
+    """Return the time attributes of the edges' source type that have one integer per node."""
     source = dataset.nodes[edge_type[0]]
     times = {name: source.attrs[name] for name in dataset.time_attrs if name in source.attrs}
     return {name: at for name, at in times.items() if at.ndim == 1 and is_time(at, name in source.bfloat16)}

@@ -43,7 +43,7 @@ T = TypeVar("T", HopRequest, RowRequest, _EdgeQuery)
 
 @dataclass(frozen=True)
 class _HostRequest(Generic[T]):
-    """The share of one host in one request: the rows that this host answers."""
+    """The rows of one request that one host answers."""
 
     number: int  #: index of the request in the call
     at: Array  #: int32 positions of these rows in the request
@@ -199,10 +199,9 @@ class DistGraph:
         return [*columns]
 
     def pieces(self, requests: Sequence[RowRequest], cache: RowCache | None, held: HeldRows) -> list[GatherPiece]:
-        """Return from which sources ``gather`` would take these rows if it used the given cache and held rows. Sends no
-        request.
+        """Return for each row the source that ``gather`` would read it from, given ``cache`` and ``held``.
 
-        The arrays in the result have the right shapes, but take no memory. Raises ``PartitionError``.
+        Sends no request. The arrays in the result have the right shapes, but take no memory. Raises ``PartitionError``.
         """
         return self._pieces(requests, [self.local.no_rows(request) for request in requests], cache, held)
 
@@ -221,7 +220,7 @@ class DistGraph:
         return ()
 
     def _rows_by_host(self, piece: GatherPiece) -> ByHost:
-        """Count the remote rows of a piece by the host that owns them: all of them, the cached and the held ones."""
+        """Count the remote rows of a piece by the host that owns them: all rows, cached rows and held rows."""
         cached = self._owned(piece, [piece.cached[1]] if piece.cached else [])
         held = self._owned(piece, [placed for _, placed in piece.held])
         asked = {host: len(at) for host, at in piece.asked.items()}
@@ -354,8 +353,8 @@ class DistGraph:
         return (one for turn in zip_longest(*of_parts) for one in turn if one is not None)
 
     def _owners(self, split: RequestSplit, of: AnyType, ids: Ids) -> Groups:
-        """Group ids by the host that answers for them: positions by host. Raises ``PartitionError`` for an id outside
-        all parts.
+        """Group the positions in ``ids`` by the host that answers for the id. Raises ``PartitionError`` for an id
+        outside all parts.
         """
         groups = split.groups(of, ids)
         if NOBODY in groups:

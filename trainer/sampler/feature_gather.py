@@ -135,7 +135,10 @@ def _newest(answers: Sequence[HostRows], most_rows: int) -> tuple[HostRows, ...]
 
 @dataclass(frozen=True)
 class GatherPiece:
-    """A part of a request: the attributes that all come from the same sources, and the source of each row."""
+    """Some attributes of one request, and the source of each row: own part, cache, held answer or another host.
+
+    All attributes of a piece have the same sources.
+    """
 
     ids: Ids  #: int64 [n]
     columns: ColumnKey
@@ -148,7 +151,7 @@ class GatherPiece:
     keeps: bool  #: whether answers are held for the next batches
 
     def copy_near(self, local: LocalGraph) -> None:
-        """Copy the rows that need no request to another host: those of own parts, the cached and the held ones."""
+        """Copy the rows that are on this host: those in own parts, in the cache and in held answers."""
         local.fill(self.columns[0], self.out, self.own)
         for rows, placed in [self.cached, *self.held] if self.cached else self.held:
             self._put(rows, placed)
@@ -229,8 +232,9 @@ class GatherPlan:
     def _places(
         self, request: RowRequest, all_here: bool, slots: Array | None, held: IdIndex
     ) -> Mapping[int, RowPlacement]:
-        """Return the rows of the request by source. Pieces with the same ids and sources get the same arrays, so that
-        the ids are sent once.
+        """Return where the rows of a request are read from, by source.
+
+        Pieces with the same ids and sources get the same arrays, so that a message contains the ids once.
         """
         key = request.of, id(request.ids), all_here, id(slots), id(held) if held is not NO_INDEX else 0
         if key not in self._located:

@@ -202,7 +202,7 @@ def _column(table: NodePart | EdgePart, name: str) -> Array:
 
 
 def _codes_of(parts: Collection[int], num_parts: int) -> Array:
-    """Return the argument ``of_part`` of ``locate`` that finds only rows of these parts."""
+    """Return an array for the parameter ``of_part`` of ``locate``, which restricts ``locate`` to rows of ``parts``."""
     codes = [part if part in parts else -1 for part in range(num_parts)]
     return read_only(np.array([-1, *codes, -1], np.int32))
 

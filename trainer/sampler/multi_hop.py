@@ -1,7 +1,7 @@
 """Samples all hops of a batch: from seeds to the ids and edges of a subgraph.
 
 The neighbours of a node are requested once per edge type, when the node first appears. The neighbours drawn with a
-smaller fanout are the first of those drawn with a larger one, so the blocks of later hops are cut from the same answer.
+smaller fanout are a prefix of those drawn with a larger one, so the blocks of later hops are cut from the same answer.
 The neighbours of a node are requested again only if a later hop has a larger fanout.
 """
 
@@ -278,10 +278,10 @@ def _padded(rows: EdgeRanges, num_targets: int) -> EdgeRanges:
 
 
 def _first_lacking(fanouts: Sequence[int], hop: int) -> int:
-    """Return the first level whose nodes were given fewer neighbours than ``hop`` needs; level n is the nodes first met
-    at hop n. All later levels also have too few.
+    """Return the first level of nodes whose neighbours ``hop`` must request.
 
-    A hop needs ``fanouts[hop]`` neighbours of each node that was met before it.
+    Level n is the nodes whose neighbours hop n is the first to need; level 0 is the seeds. Nodes of lower levels have
+    at least ``fanouts[hop]`` neighbours from earlier requests.
     """
     for earlier in reversed(range(hop)):
         if fanouts[earlier] < 0 or 0 <= fanouts[hop] <= fanouts[earlier]:
@@ -290,8 +290,10 @@ def _first_lacking(fanouts: Sequence[int], hop: int) -> int:
 
 
 def _shuffle_of(fanouts: Sequence[int], hop: int, level: int) -> int:
-    """Return the largest fanout that may use the first picks of this hop again, in a later hop or for a node requested
-    again.
+    """Return how many neighbours must be in random order when this hop takes all neighbours of a node.
+
+    This is the largest fanout of the hops that use the first of these neighbours: the later hops, or all hops if the
+    nodes are requested again (``level < hop``).
     """
     others = fanouts if level < hop else fanouts[hop + 1 :]
     return max((fanout for fanout in others if fanout >= 0), default=0)
@@ -302,15 +304,14 @@ def _mixed(fanouts: Sequence[int]) -> bool:
 
 
 def _only(fanouts: Sequence[int], whole: bool) -> tuple[int, ...]:
-    """Keep the fanouts of the hops that take all neighbours (``whole``), or else of the hops that draw. The other
-    fanouts become 0.
-    """
+    """Keep the negative fanouts (all neighbours) if ``whole``, else the others. Set the remaining fanouts to 0."""
     return tuple(fanout if (fanout < 0) == whole else 0 for fanout in fanouts)
 
 
 def _tree_keys(seeds: SeedSet) -> Ids:
-    """Return for each seed the number that makes the random draws of its tree differ from other trees, by default the
-    number of the seed: int64 [seeds].
+    """Return the tree number of each seed, int64 [seeds]: from ``seeds.trees``, by default the number of the seed.
+
+    The tree number enters the random key, so that the trees of equal seeds differ.
     """
     count = np.arange(sum(map(len, seeds.nodes.values())))
     starts = np.cumsum([0, *map(len, seeds.nodes.values())])
@@ -322,5 +323,5 @@ def _tree_keys(seeds: SeedSet) -> Ids:
 
 
 def _tree_times(seeds: SeedSet) -> Ids:
-    """Return for each seed its time, the latest that an edge in the seed's tree may have: int64 [seeds]."""
+    """Return the time of each seed, int64 [seeds]. Edges in the seed's tree must not be later."""
     return np.concatenate([np.empty(0, np.int64), *(seeds.times[of] for of in seeds.nodes)], dtype=np.int64)

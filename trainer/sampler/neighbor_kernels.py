@@ -74,9 +74,10 @@ def draw_edges(
     """Draw in-edges of ``nodes``. Fills ``src`` [counts.sum()] with their sources and, unless it is empty, ``edge``
     with their ids.
 
-    Without replacement, the picks of a node are the first ``counts[i]`` places of a Fisher-Yates shuffle of its edges,
-    so fewer picks are the first of more picks. If all edges of a node are taken, only the first ``shuffle`` places are
-    shuffled. ``trees`` int64 [n] is the number that enters the keys of disjoint sampling; empty if not disjoint.
+    Without replacement, the picks of a node are the first ``counts[i]`` places of a Fisher-Yates shuffle of its edges.
+    The picks for a smaller count are therefore a prefix of those for a larger count. If all edges of a node are taken,
+    only the first ``shuffle`` places are shuffled. ``trees``: int64 [n], tree of each node, for disjoint sampling;
+    empty otherwise.
 
     Several hundred slots are drawn before any of them is read, so that their cache lines are prefetched.
     """

@@ -146,8 +146,9 @@ def free_slots(bits: int) -> npt.NDArray[np.uint64]:
 
 @_jit
 def _relabel(src: Any, begin: int, slots: Any, first_new: int, room: int, local: Any, new: Any) -> Any:
-    """Do as ``PositionTable.relabel`` from ``src[begin]`` on, but stop after ``room`` new ids. Returns the index where
-    it stopped and the number of new ids.
+    """Map ``src[begin:]`` to batch positions as ``PositionTable.relabel`` does, but stop after ``room`` new ids.
+
+    Returns the index where it stopped and the number of new ids.
     """
     shift, last = shift_of(slots), len(src) - 1
     found, i = 0, begin
@@ -211,7 +212,7 @@ TreePairs = npt.NDArray[np.int64]
 
 
 def _empty_pairs(room: int) -> TreePairs:
-    """Return an empty hash table of (node, tree) pairs that ``room`` pairs fill at most half."""
+    """Return an empty hash table for (node, tree) pairs that is at most half full with ``room`` pairs."""
     return np.zeros(2 << max(2 * room, 1).bit_length(), np.int64)
 
 

@@ -82,11 +82,10 @@ class PartHolders:
             self._table = self._make_table()
 
     def table(self) -> Array:
-        """Return the host that answers for each part: int16 [num_parts + 2], part p at index p + 1; both ends are
-        ``NOBODY``.
+        """Return the host that answers for each part, int16 [num_parts + 2].
 
-        If all holders of a part are lost, the table contains its first holder. The dtype is int16 because numpy sorts
-        it by radix sort.
+        Part p is at index p + 1; the first and last entries are ``NOBODY``. If all holders of a part are lost, its
+        entry is its first holder. The dtype is int16 because numpy sorts it by radix sort.
         """
         if self._lost:
             self._check_lost()
@@ -110,8 +109,8 @@ class PartHolders:
     def wait_for(self, parts: Iterable[int]) -> None:
         """Wait until each of these parts has a reachable holder.
 
-        Raises ``ServiceError`` with the causes if some parts have none ``server_wait`` seconds after they lost their
-        last holder.
+        Raises ``ServiceError`` with the causes if a part still has no reachable holder ``server_wait`` seconds after
+        its last holder was lost.
         """
         wanted = sorted(set(parts))
         while missing := self._missing(wanted):
@@ -185,8 +184,9 @@ class _LostHost:
 
 
 def _in_turn(part: int, own: Collection[int], remotes: Mapping[int, RemoteHost], turn: int) -> tuple[int, ...]:
-    """Return the holders of a part in the order in which they are tried: only ``HERE`` if this process has opened the
-    part.
+    """Return the holders of a part in the order in which they are tried.
+
+    If this process has opened the part, it is the only holder (``HERE``).
     """
     if part in own:
         return (HERE,)

@@ -21,8 +21,8 @@ Groups = Mapping[int, Array]  #: host -> int32 positions, ascending
 class RequestSplit:
     """Splits the arrays of one call by the host that answers for each id.
 
-    The same cut of the same array is made once and is the same object, so that it is sent once. Arrays are identified
-    by ``id()``, so use an instance only while the arrays of its call exist.
+    Selecting the same positions of the same array twice returns the same object, so that a message contains it once.
+    Arrays are identified by ``id()``, so use an instance only while the arrays of its call exist.
     """
 
     def __init__(self, group: Callable[[AnyType, Ids], Groups]):
@@ -31,7 +31,7 @@ class RequestSplit:
         self._cuts: dict[tuple[int, int], Ids] = {}
 
     def groups(self, of: AnyType, ids: Ids) -> Groups:
-        """Return the positions in ``ids`` (int64 [n]) by the host that answers for the ids there."""
+        """Group the positions in ``ids`` (int64 [n]) by the host that answers for the id at each position."""
         key = of, id(ids)
         if key not in self._groups:
             self._groups[key] = self._group(of, ids)

@@ -83,8 +83,9 @@ NO_INDEX = IdIndex(read_only(np.empty(0, np.uint64)), read_only(np.empty(0, np.i
 
 @dataclass(frozen=True)
 class SourceCodes:
-    """Numbers for the sources of rows: first the parts, then the cache, held answers and hosts. A negative number is no
-    source.
+    """Integer codes for the sources of rows: first the parts, then the cache, the held answers and the hosts.
+
+    A negative code means that no source is known.
     """
 
     num_parts: int

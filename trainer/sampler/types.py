@@ -198,7 +198,7 @@ class NodeSet:
 
 @dataclass(frozen=True)
 class EdgeRanges:
-    """For each target, which range of an edge array holds its edges."""
+    """The range of each target's edges in an edge array."""
 
     begin: npt.NDArray[np.int64]  #: int64 [targets]
     count: Positions  #: int32 [targets]

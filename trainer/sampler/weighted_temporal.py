@@ -25,8 +25,9 @@ _ROUNDING = 1.0 + 1e-12
 
 
 class Conditions(NamedTuple):
-    """Conditions that edges must meet to be candidates; an empty array is no condition. e: edges of the part, n:
-    requested nodes.
+    """Conditions that edges must meet to be candidates. An empty array means no condition.
+
+    Lengths: e edges of the part, n requested nodes.
     """
 
     times: Any  #: integer [e]
@@ -54,12 +55,14 @@ def pick_candidates(
     indptr: Any, indices: Any, rows: Any, orig_id: Any, trees: Any, conditions: Any, draws: Any, longest: int,
     counts: Any, most: int,
 ) -> Any:  # fmt: skip
-    """Draw edges that meet the conditions. Returns (drawn slots int64, grouped by requested node; -1).
+    """Draw edges that meet the conditions. Returns their slots, int64, grouped by requested node, and -1.
 
-    Returns (empty, slot) for an edge with an invalid weight, and (empty, ``TOO_MANY``) for more than ``most`` drawn
-    edges. Fills ``counts`` int32 [n] with the number of edges per node. ``longest`` is the highest degree of a node.
-    With times, if all candidates of a node are taken, they are sorted by time, earliest first, as in torch_geometric,
-    unless a later hop uses the first of them (``draws.shuffle``).
+    Returns (empty, slot) if the edge at a slot has an invalid weight, and (empty, ``TOO_MANY``) if more than ``most``
+    edges are drawn. Fills ``counts`` int32 [n] with the number of drawn edges per node. ``longest`` is the highest
+    degree of a node.
+
+    With times, if all candidates of a node are taken, they are sorted by time, earliest first, as in torch_geometric.
+    They are not sorted if a later hop uses the first of them (``draws.shuffle``).
     """
     slots, values = np.empty(longest, np.int64), np.empty(longest, np.float64)
     ranks = values.view(np.int64)

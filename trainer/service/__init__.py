@@ -1,3 +1,1 @@
-"""The graph service: graph servers, which answer requests from the parts on their host, and the clients of graph
-servers.
-"""
+"""The graph service: graph servers, each of which serves the parts on its host, and their clients."""

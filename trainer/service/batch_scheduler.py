@@ -2,9 +2,10 @@
 limit of buffered bytes.
 
 Uses start-time fair queueing (Goyal, Vin and Cheng, SIGCOMM 1996) with the bytes of replies as cost. Each client has a
-tag, the cost of its batches so far, and the waiting client with the smallest tag is served next. When a client without
-waiting requests sends one, its tag is raised to the tag served last. The bytes of a batch are known only after it is
-made; until then, the largest of the client's recent batches is used as an estimate.
+tag, the cost of its batches so far. Of the clients with waiting requests, the one with the smallest tag is served next.
+When a client sends a request and has no others waiting, its tag is raised at least to the tag of the client served
+last. The size of a batch is known only after it is made. Until then, the largest of the client's recent batches is used
+as an estimate.
 
 The buffer contains replies until clients acknowledge them. A client that already has replies in the buffer may use at
 most as many bytes as are free (dynamic thresholds: Choudhury and Hahne, 1998). So clients that never acknowledge
@@ -168,8 +169,8 @@ _RECENT = 32  #: number of recent batches of all clients
 class BatchScheduler(Generic[Work]):
     """Hands out requests to worker threads. Thread-safe. ``clock`` is used in place of ``time.monotonic``.
 
-    Requests that are not for a batch (``ScheduledRequest.client`` is None) alternate with batches; among themselves
-    they are served in turn, by connection.
+    Requests that are not for a batch (``ScheduledRequest.client`` is None) alternate with batches. The connections that
+    sent such requests are served in turn.
     """
 
     def __init__(self, buffer_limit: int, clock: Callable[[], float] = time.monotonic):
@@ -229,9 +230,7 @@ class BatchScheduler(Generic[Work]):
             return is_open
 
     def failed(self, job: ScheduledRequest[Work]) -> None:
-        """Record that a request failed. The error reply uses no buffer, but the client's tag keeps the
-        estimated cost.
-        """
+        """Record that a request failed. Its buffer space is released, but the client's tag is not lowered."""
         with self._changed:
             if job.client is None:
                 self._running_others.discard(job)
@@ -257,8 +256,9 @@ class BatchScheduler(Generic[Work]):
                 self._update(client, peer)
 
     def pause(self, peer: Peer) -> None:
-        """Hold back the requests of a connection that are not for a batch until ``resume``, because it does not receive
-        its replies.
+        """Hold back the requests of a connection, except requests for batches, until ``resume``.
+
+        Called for a connection that does not receive its replies.
         """
         with self._changed:
             self._others.pause(peer)
@@ -329,7 +329,7 @@ class BatchScheduler(Generic[Work]):
         return self._clients[number], ""
 
     def _remove_idle_client(self) -> bool:
-        """Remove one client that has no work, if there is one. Returns whether there was one."""
+        """Remove a client without work. Returns whether a client was removed."""
         idle = next((number for number, client in self._clients.items() if client.idle), None)
         if idle is not None:
             del self._clients[idle]
@@ -382,7 +382,10 @@ class BatchScheduler(Generic[Work]):
         return sum(client.held for client in self._busy.values())
 
     def _until_patience_ends(self) -> float:
-        """Return the seconds until a client whose batch does not fit into the buffer stops holding up other clients."""
+        """Return the seconds for which a client whose batch does not fit into the buffer still blocks other clients.
+
+        If no client blocks others, returns ``threading.TIMEOUT_MAX``. If several do, returns the shortest time.
+        """
         now = self._clock()
         ends = [one.blocked_since + PATIENCE - now for one in self._busy.values() if one.blocked_since is not None]
         return min((left for left in ends if left > 0), default=threading.TIMEOUT_MAX)
@@ -392,9 +395,7 @@ class BatchScheduler(Generic[Work]):
         return None if number is None else self._clients[number]
 
     def _update(self, client: ClientQueue[Work], peer: Peer) -> None:
-        """Forget a connection that has no more work, and wake the waiting threads, because other requests may be able
-        to start.
-        """
+        """Remove the entry of a connection that has no more work, and wake the threads that wait for requests."""
         if not client.has_work(peer):
             self._client_of.pop(peer, None)
         if client.idle:

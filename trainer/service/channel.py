@@ -1,7 +1,7 @@
 """One connection to a graph server. Matches replies to requests by id, and resends requests after a reconnect.
 
-A keep-alive (``ALIVE``) or bytes of a reply show that the server is alive, and restart the deadline of a request. Even
-so, no wait is longer than ``_LONGEST`` deadlines.
+A keep-alive (``ALIVE``) or bytes of a reply show that the server is alive, and restart the deadline of a request. In
+total, a request waits for at most ``_LONGEST`` times its deadline.
 """
 
 from __future__ import annotations
@@ -141,7 +141,7 @@ class Channel:
         """Wait for the reply to ``call``. Returns None if ``time.monotonic()`` passes ``until`` or the server is
         unreachable.
 
-        A sign of life from the server restarts the time limit. ``check`` is called at least every ``SLICE`` seconds,
+        A keep-alive or bytes of a reply restart the time limit. ``check`` is called at least every ``SLICE`` seconds,
         and may raise an error to end the wait.
         """
         deadline = until - time.monotonic()
@@ -196,8 +196,9 @@ class Channel:
         return False
 
     def _attend(self) -> None:
-        """Restart the time limits of the connection if no method was called for a while. Nothing was read in this time,
-        so silence does not mean that the server is stuck.
+        """Restart the time limits of the connection if it was not used for a while or has no pending requests.
+
+        Nothing was read in the meantime, so a lack of received bytes does not mean that the server is stuck.
         """
         now = time.monotonic()
         if not self._calls or now - self._attended_at > _UNATTENDED:
@@ -274,7 +275,7 @@ class Channel:
     # Connecting.
 
     def _step(self) -> None:
-        """Continue with connecting as far as possible without blocking."""
+        """Advance the connection setup as far as possible without blocking."""
         if self._at == _State.UP:
             return
         try:
@@ -303,9 +304,7 @@ class Channel:
             self._fail(self.state, None)
 
     def _keep_refusal(self, state: str) -> str:
-        """Return ``state``, or the present state if it is a refused handshake, which is reported until a handshake
-        succeeds.
-        """
+        """Return the present state if it is a refused handshake, else ``state``."""
         return self.state if self.state.startswith("handshake refused") else state
 
     def _connect(self) -> None:
@@ -388,7 +387,7 @@ class Channel:
             self._sock = None
 
     def _is_gone(self) -> bool:
-        """Return whether there was no connection for so long that another server should be used."""
+        """Return whether the connection has been down for ``gone_after`` seconds, or half of that if it is refused."""
         if self._gone_after is None or self._down_since is None:
             return False
         return time.monotonic() - self._down_since >= (self._gone_after / 2 if self._refused else self._gone_after)

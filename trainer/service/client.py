@@ -41,7 +41,7 @@ class PendingRows(Protocol):
 
 
 class RowSizes:
-    """The bytes per row of earlier replies, by type and attributes. Thread-safe."""
+    """Records the bytes per row of replies, by type and attributes. Thread-safe."""
 
     def __init__(self) -> None:
         self._found: dict[tuple[AnyType, tuple[str, ...]], int] = {}
@@ -88,8 +88,9 @@ def cut_requests(requests: Sequence[RowRequest], most: int) -> Iterator[list[Row
 
 
 class RowsInPieces:
-    """Requests many rows in pieces, several at a time, and joins the replies. Has the interface of ``PendingReply``;
-    for one thread.
+    """Requests many rows in pieces, several at a time, and joins the replies. Not thread-safe.
+
+    Has the interface of ``PendingReply``.
     """
 
     def __init__(
@@ -148,8 +149,9 @@ T = TypeVar("T")
 
 
 class PendingReply(Generic[T]):
-    """A reply that is being received. Any thread may wait for it, but the thread that sent the request does so with the
-    least overhead.
+    """A reply that is being received. Any thread may wait for it.
+
+    Waiting has the least overhead in the thread that sent the request.
     """
 
     def __init__(self, client: HostClient, channel: Channel, call: Call, read: Callable[[Message], T]):
@@ -196,9 +198,9 @@ class HostClient:
     ):  # fmt: skip
         """Make a client, which connects at the first request.
 
-        ``route``: request the whole graph, not only the parts of the server. ``gone_after``: seconds without a
-        connection until ``ServerGone``; None: wait until the deadline. ``wire_rows``: how the server rounds
-        floating-point rows for sending.
+        ``route``: ask the server to answer for the whole graph, not only for its own parts. ``gone_after``: seconds
+        without a connection after which ``ServerGone`` is raised; None: wait until the deadline. ``wire_rows``: type to
+        which the server rounds floating-point rows for sending.
         """
         self.place = place
         self.deadline = deadline  #: seconds that a reply may take
@@ -255,14 +257,15 @@ class HostClient:
         return RowsInPieces(requests, self._submit_rows, self._row_sizes)
 
     def submit_has_edges(self, edge_type: EdgeType, src: Ids, dst: Ids) -> PendingReply[npt.NDArray[np.bool_]]:
-        """Request for each i whether an edge ``src[i]`` -> ``dst[i]`` exists: bool [n]."""
+        """Ask whether the edge ``src[i]`` -> ``dst[i]`` exists, for each i. The result is bool [n]."""
         return self._submit(
             lambda: messages.has_edges_request(edge_type, src, dst), lambda reply: messages.read_found(reply, len(dst))
         )
 
     def submit_edges(self, part_id: int, edge_type: EdgeType, first: int, count: int) -> PendingReply[EdgeList]:
-        """Request ``count`` edges of a part, at most ``EDGES_AT_ONCE``, from slot ``first`` of the part's edge arrays
-        on.
+        """Request ``count`` edges of a part, beginning at slot ``first`` of the part's edge arrays.
+
+        ``count`` is at most ``EDGES_AT_ONCE``.
         """
         return self._submit(
             lambda: messages.edges_request(part_id, edge_type, first, count),

@@ -75,7 +75,7 @@ class Cluster:
         return self.servers if self.serving is not None or not chosen else chosen
 
     def peers_of(self, node_rank: int) -> tuple[ServerAddress, ...]:
-        """Return the graph servers of all nodes but this one."""
+        """Return the graph servers of all nodes except ``node_rank``."""
         return tuple(place for place in self.servers if self.serving is not None or place.node_rank != node_rank)
 
     def home_of(self, node_rank: int) -> ServerAddress:
@@ -174,12 +174,15 @@ def connect_cluster(
     path: str | Path, own_node_rank: int, manifest_digest: str, deadline: float, keys: ServiceKeys | None = None,
     start_deadline: float | None = None, wire_rows: WireRows = "stored",
 ) -> dict[int, HostClient]:  # fmt: skip
-    """Connect to the graph servers of all other nodes. Returns a client for each, by node rank.
+    """Connect to the graph servers of all other nodes. Returns a mapping from node rank to client.
 
-    Waits up to ``start_deadline`` seconds (default: ``deadline``) for other servers to start, but only ``_FOR_COPIES``
-    seconds for a server whose parts are all on this node or on servers that have answered. ``deadline``: seconds that
-    later replies may take. ``wire_rows``: how servers round floating-point rows for sending. Raises ``ServiceError``
-    with one line for each needed server that does not answer, or has other parts or another partition than expected.
+    Waits up to ``start_deadline`` seconds (default: ``deadline``) for other servers to start. A server whose parts are
+    all on this node or on servers that have answered is not needed; the wait for it takes at most ``_FOR_COPIES``
+    seconds. ``deadline``: seconds that later replies may take. ``wire_rows``: type to which servers round
+    floating-point rows for sending.
+
+    Raises ``ServiceError`` with one line for each needed server that does not answer, and for each server that has
+    other parts or another partition than expected.
     """
     cluster = read_cluster(path)
     own = {part for node in cluster.nodes if node.node_rank == own_node_rank for part in node.parts}

@@ -1,4 +1,4 @@
-"""Queues that serve hosts in turn, and the connections of each host in turn."""
+"""Fair queues: hosts are served in turn, and the connections of each host are served in turn."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ T = TypeVar("T")
 
 
 class Peer(NamedTuple):
-    """A connection of a graph server: the address of the other host and a number."""
+    """Identifies a connection of a graph server by the address of the other host and a number."""
 
     address: str  #: of the other host
     number: int

@@ -1,5 +1,6 @@
-"""Answers the requests to a graph server: from the parts on its host or, for clients without parts, from the whole
-graph.
+"""Answers the requests to a graph server.
+
+Uses the parts on the server's host or, for clients without parts, the whole graph.
 """
 
 from __future__ import annotations
@@ -125,13 +126,13 @@ class Handlers:
         }
 
     def short(self, request: Message) -> Message:
-        """Answer a request from the parts on this host, without waiting for other servers."""
+        """Answer a request with the parts on this host only, without waiting for other servers."""
         if request.kind not in self._short:
             raise ServiceError(f"{request.kind.name.lower()} is not a kind of request")
         return self._short[request.kind](request)
 
     def routed_answer(self, request: Message) -> Message:
-        """Answer a request that is not for a batch from the whole graph, asking other servers where needed."""
+        """Answer a request on the whole graph, except a request for a batch. Requests data from other servers."""
         graph = BoundedGraph(self._whole(), self._graph.store, self._limit)
         if request.kind == Kind.SAMPLE:
             return request.reply(

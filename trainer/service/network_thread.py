@@ -1,9 +1,10 @@
 """The thread of a graph server that receives requests from all connections and sends replies.
 
-One client host can use only a limited amount of the server's memory. If the pending requests of a host exceed
-``HOST_REQUESTS`` bytes, its connections are not read, and the one with the oldest incomplete request is closed. If the
-unsent replies to a host exceed ``HOST_ANSWERS`` bytes, the host gets no further replies, and those of its connections
-that do not receive are closed.
+The memory that each client host can use on the server is limited. While complete requests of a host have
+``HOST_REQUESTS / 2`` bytes or more, its connections are read only to complete a request. If all requests of a host,
+with incomplete ones, exceed ``HOST_REQUESTS`` bytes, the connection with the oldest incomplete request is closed. While
+the unsent replies to a host exceed ``HOST_ANSWERS`` bytes, its requests wait, and its connections that do not receive
+replies are closed.
 """
 
 from __future__ import annotations
@@ -110,9 +111,10 @@ class _Connection:
 class NetworkThread(threading.Thread):
     """The thread that owns all sockets of a graph server. Runs until ``stop()``.
 
-    Puts requests into the queue ``short``. While a connection does not receive its replies, its requests in both queues
-    are held back. Sends a keep-alive each second to connections with scheduled work, and the clients reply to it.
-    Closes a connection that sends an invalid message.
+    Puts received requests into the queue ``short``. Holds back the requests of a connection, in ``short`` and in
+    ``scheduler``, while too many replies to it are unsent. Each second, sends a keep-alive to every connection with
+    requests or unacknowledged batches in ``scheduler``; the clients reply to it. Closes a connection that sends an
+    invalid message.
     """
 
     def __init__(
@@ -210,7 +212,6 @@ class NetworkThread(threading.Thread):
                 self._send(connection, parts)
 
     def _serve(self, connection: _Connection, event: int) -> None:
-        """Handle epoll events of a connection."""
         if event & (select.EPOLLERR | select.EPOLLHUP):
             self._close(connection)
             return
@@ -290,7 +291,7 @@ class NetworkThread(threading.Thread):
         self._short.drop(peer)
 
     def _forget(self, host: _Host) -> None:
-        """Forget a host that has no connections and no requests."""
+        """Remove a host from the table of hosts if it has no connections and no requests."""
         if not host.connections and not host.requests and self._hosts.get(host.address) is host:
             del self._hosts[host.address]
 
@@ -354,9 +355,7 @@ class NetworkThread(threading.Thread):
         return connection.host.requests < HOST_REQUESTS // 2 or connection.reader.partial > 0
 
     def _end_oldest_partial(self, host: _Host) -> None:
-        """Close the connection of a host whose incomplete message began first; a normal client completes its messages
-        soon.
-        """
+        """Of the connections of a host, close the one with the oldest incomplete message."""
         begun = [one for one in host.connections if one.reader.partial]
         if begun:
             self._counters.add("malformed")
@@ -483,7 +482,7 @@ class NetworkThread(threading.Thread):
 
 
 class _Freed:
-    """An object that reports the size of a request when the last reference to the request is deleted."""
+    """Adds the host and size of a request to the queue ``to`` when the request is no longer referenced."""
 
     def __init__(self, to: deque[tuple[_Host, int]], host: _Host, size: int):
         self._to, self._freed = to, (host, size)

@@ -57,10 +57,10 @@ class ServerChoice:
             return tuple(self._gone)
 
     def pick(self, until: float) -> HostClient | None:
-        """Return the first reachable server. If none is reachable, wait for one until ``time.monotonic()`` is
-        ``until``, then return None.
+        """Return the first reachable server. If all are unreachable, wait for a server until ``time.monotonic()`` is
+        ``until``.
 
-        Returns None at once after ``close()``.
+        Returns None if no server became reachable, and at once after ``close()``.
         """
         with self._changed:
             while not self._closed:
@@ -139,7 +139,7 @@ class Gateway:
 
     Requests go to the first server, the *home* server, or to the next ones while it is unreachable; each server gives
     the same replies. All methods raise ``ServiceError`` with the servers' names if all servers are unreachable for
-    ``server_wait`` seconds, or a reachable one does not reply within ``deadline`` seconds.
+    ``server_wait`` seconds, or a reachable server does not reply within ``deadline + server_wait`` seconds.
     """
 
     def __init__(
@@ -270,8 +270,10 @@ class Gateway:
     def _ask(
         self, submit: Callable[[HostClient], _PendingReply[T]], patience: float | None = None, known: bool = True
     ) -> T:  # fmt: skip
-        """Send a request to the first reachable server, or to the next one if it is lost, and return the reply.
-        ``known``: check first that the server has the same partition.
+        """Send a request to the first reachable server, and return the reply.
+
+        If a server is lost, the request is sent to the next one. ``known``: check at first use of a server that it has
+        the partition of ``manifest``.
         """
         patience = self.server_wait if patience is None else patience
         until, lost = time.monotonic() + patience, False
@@ -298,7 +300,7 @@ class Gateway:
             self._verified.add(client)
 
     def _add_servers(self, info: HelloInfo) -> None:
-        """Add the servers in a reply to HELLO that are not known yet."""
+        """Add the servers that a reply to HELLO lists and that are not known yet."""
         if info.version <= self._version:
             return
         self._version = info.version
@@ -327,8 +329,9 @@ class Gateway:
         return {name: np.concatenate([piece[name] for piece in pieces]) for name in request.attrs}
 
     def _row_bytes(self, request: RowRequest) -> int:
-        """Return the bytes of the id and the requested attributes of one node or edge. Raises ``PartitionError`` for an
-        unknown type.
+        """Return the size in bytes of the id and the requested attributes of one node or edge.
+
+        Raises ``PartitionError`` for an unknown type.
         """
         specs = self.manifest.nodes if isinstance(request.of, str) else self.manifest.edges
         if request.of not in specs:
@@ -337,7 +340,7 @@ class Gateway:
         return 8 + sum(_width(attrs[name]) if name in attrs else 8 for name in request.attrs)
 
     def _width(self, of: AnyType, name: str) -> int:
-        """Return the bytes of an attribute of one node or edge as it is sent."""
+        """Return the size in bytes of one row of an attribute when it is sent."""
         spec = self.manifest.attrs_of(of).get(name)
         if spec is None:
             return np.dtype(np.int64).itemsize
@@ -367,12 +370,12 @@ def _slices(offsets: Sequence[int]) -> Iterator[tuple[int, int, int]]:
 
 
 def _width(spec: AttrSpec) -> int:
-    """Return the bytes of an attribute of one node or edge as it is stored, at least 1."""
+    """Return the stored size of one row of an attribute in bytes, at least 1."""
     return max(1, spec.stored.itemsize * math.prod(spec.shape[1:]))
 
 
 def _probe_servers(of: weakref.ref[Gateway], closed: threading.Event) -> None:
-    """Probe a gateway's servers until the gateway is closed or deleted; the body of a thread."""
+    """Probe a gateway's servers until the gateway is closed or deleted. Runs in a thread."""
     learn_at = time.monotonic() + _LEARN_EVERY
     while not closed.wait(_BACK_EVERY):
         gateway = of()

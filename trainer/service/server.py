@@ -1,6 +1,6 @@
 """The graph server: answers requests for the parts on its host.
 
-For clients without parts it makes whole batches, and requests what other parts hold from their servers.
+For clients without parts, it makes whole batches, and requests the data of other parts from other servers.
 """
 
 from __future__ import annotations
@@ -42,9 +42,9 @@ class GraphServer:
 
     One thread receives requests and sends replies. ``threads`` threads answer short requests from the parts on this
     host; they never wait for other servers, so servers cannot block each other. ``batch_threads`` threads make whole
-    batches, and answer requests for the whole graph, by ``routed``. The queue of each kind is fair between connections
-    or clients. If a request fails, the client gets the error. A connection that sends an invalid request is closed and
-    counted.
+    batches and answer requests for the whole graph, both through ``routed``. The queue of each kind is fair between
+    connections or clients. If a request fails, the client gets the error. A connection that sends an invalid request is
+    closed and counted.
 
     ``max_request`` and ``max_answer`` limit the arrays of one message, in bytes. ``topology`` returns the version of
     ``cluster.json`` and all servers. ``stats_file`` is rewritten every two seconds.
@@ -68,7 +68,7 @@ class GraphServer:
         self._stopping = threading.Event()
 
     def set_routed(self, routed: RoutedGraph) -> None:
-        """Replace the access to the whole graph by which clients without parts are answered."""
+        """Set the access to the whole graph, which is used for clients without parts."""
         self._handlers.routed = routed
 
     def start(self) -> None:
@@ -111,8 +111,9 @@ class GraphServer:
         return all(thread.is_alive() for thread in (self._network, *self._workers))
 
     def _answer_short(self) -> None:
-        """Answer requests that need only the parts on this host, and pass other requests to the batch scheduler; the
-        body of a thread.
+        """Answer requests that need only the parts on this host, and pass other requests to the batch scheduler.
+
+        Runs in a thread until ``stop()``.
         """
         while (asked := self._short.get()) is not None:
             if answer := self._receive(*asked):
@@ -146,7 +147,7 @@ class GraphServer:
         return ScheduledRequest(peer, request.request_id, (request, work, received), client, request.size)
 
     def _make_batches(self) -> None:
-        """Answer requests from the batch scheduler until ``stop()``; the body of a thread."""
+        """Answer requests from the batch scheduler until ``stop()``. Runs in a thread."""
         while not self._stopping.is_set():
             if (job := self._scheduler.next(_GLANCE)) is None:
                 continue
@@ -187,7 +188,7 @@ class GraphServer:
         return encode(request.error(_cause(error)))
 
     def _report_stats(self) -> None:
-        """Rewrite the stats file every few seconds until ``stop()``; the body of a thread."""
+        """Rewrite the stats file every few seconds until ``stop()``. Runs in a thread."""
         path = self._stats_file
         assert path is not None
         report = StatsReport(
@@ -204,9 +205,7 @@ class GraphServer:
 
 
 def _cause(error: Exception) -> str:
-    """Return the text of an error for the client. Of an unexpected error, the traceback is printed to the
-    server's log.
-    """
+    """Return the text of an error for the client. For an unexpected error, print the traceback to the server's log."""
     if isinstance(error, TrainerError):
         return str(error)
     traceback.print_exception(error, file=sys.stderr)

@@ -76,8 +76,9 @@ def is_pinned(connection: ssl.SSLSocket, admitted: frozenset[str] | set[str]) ->
 
 
 class Admission:
-    """The certificates that a server admits: its own, and those in the folder ``clients`` beside its key file. For one
-    thread.
+    """The certificates that a server admits: its own, and those in the folder ``clients`` beside its key file.
+
+    Not thread-safe.
     """
 
     def __init__(self, keys: ServiceKeys):

@@ -43,8 +43,9 @@ def warm_up(graph: LocalGraph) -> None:
 
 
 def _warm_rounding(store: PartStore) -> None:
-    """Compile the kernels that round rows to float16 or int8, if the graph has rows that a request may ask for in that
-    form. Takes 1 s if the compiled code is not cached.
+    """Compile the kernels that round rows to float16 or int8, if the graph has rows that can be rounded.
+
+    Takes 1 s if the compiled code is not cached.
     """
     manifest = store.manifest
     types: list[AnyType] = [*manifest.nodes, *manifest.edges]
@@ -77,8 +78,9 @@ def _warm_hops(
 
 
 def warm_up_batches(graph: LocalGraph) -> None:
-    """Compile the kernels for whole batches with parts of other servers, by making batches with a substitute for the
-    other servers.
+    """Compile the kernels for batches that include parts of other servers.
+
+    Makes such batches with a substitute (``_EmptyHost``) for the other servers.
     """
     store = graph.store
     others = tuple(part for part in range(store.manifest.num_parts) if part not in store.parts)

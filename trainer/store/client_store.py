@@ -21,7 +21,7 @@ _TABLE_FROM = 0.25  #: share of a type's nodes; after so many ids were requested
 
 
 class SharedArrays(Protocol):
-    """Reads the arrays that all parts share from graph servers. All methods raise ``ServiceError``.
+    """Fetches from graph servers the arrays that belong to all parts. All methods raise ``ServiceError``.
 
     ``service.remote_graph.Gateway`` implements this protocol.
     """
@@ -48,7 +48,7 @@ class RemoteStore(PartStore):
 
     @classmethod
     def of(cls, manifest: Manifest, source: SharedArrays, name: str) -> RemoteStore:
-        """Make the store of a graph with this manifest. Messages show ``name`` in place of a partition folder."""
+        """Make the store of a graph with this manifest. Error messages show ``name`` in place of a folder."""
 
         def table(of: NodeType) -> Array:
             return source.to_global(of, np.arange(manifest.nodes[of].num_nodes))
@@ -67,8 +67,8 @@ class RemoteStore(PartStore):
     def to_global(self, node_type: NodeType, orig_ids: Ids) -> Ids:
         """Return the global ids of original ids, int64, same shape. Raises ``ServiceError``.
 
-        When ids of a quarter of the type's nodes have been requested, the global ids of all its nodes are fetched and
-        kept.
+        Once the number of requested ids reaches a quarter of the type's nodes, the global ids of all its nodes are
+        fetched and kept.
         """
         if node_type not in self.global_ids:
             return orig_ids

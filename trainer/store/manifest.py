@@ -57,7 +57,7 @@ class AttrSpec:
 
     @property
     def stored(self) -> np.dtype[Any]:
-        """dtype of the rows when they are gathered, which for rows stored as int8 is not the dtype in the files."""
+        """dtype of gathered rows. It differs from the dtype in the files (``in_files``) if rows are stored as int8."""
         return np.dtype("uint16" if self.dtype == "bfloat16" else self.dtype)
 
     @property
@@ -174,7 +174,7 @@ def read_manifest(folder: str | Path) -> Manifest:
 
 
 def parse_manifest(text: bytes, path: str | Path) -> Manifest:
-    """Parse the content of a ``manifest.json``. Messages show ``path``. Raises ``PartitionError``."""
+    """Parse the content of a ``manifest.json``. Error messages show ``path``. Raises ``PartitionError``."""
     try:
         raw = json.loads(text.decode("utf-8"))
     except ValueError as error:
@@ -230,7 +230,7 @@ def _to_json(manifest: Manifest) -> dict[str, Any]:
 
 
 def _as_dict(fields: list[tuple[str, Any]]) -> dict[str, Any]:
-    """Make a dict of the fields. An empty ``kept`` is left out, as version 2 does not have this field."""
+    """Convert the fields to a dict. An empty ``kept`` is left out, as manifests of version 2 do not have it."""
     return {name: value for name, value in fields if (name, value) != ("kept", "")}
 
 
@@ -242,7 +242,7 @@ def _all_attrs(manifest: Manifest) -> Iterator[AttrSpec]:
 
 
 def _layout(value: Any, depth: int = 0) -> str:
-    """Format ``value`` as JSON; every value that contains no objects (an attribute, a file, offsets) is on one line."""
+    """Format ``value`` as JSON. A value without nested objects (an attribute, a file, offsets) is on one line."""
     inner = value.values() if isinstance(value, dict) else value if isinstance(value, (list, tuple)) else ()
     if not any(isinstance(item, dict) for item in inner):
         return json.dumps(value)

@@ -81,9 +81,10 @@ class FileNote:
         self._new: dict[str, str] = {}
 
     def has(self, path: Path, name: str, found: str = "") -> bool:
-        """Return whether ``path`` is recorded as ``name`` with the value ``found`` and has not changed since.
+        """Return whether ``path`` was recorded under ``name`` with the value ``found``, and has not changed since.
 
-        If not, ``save`` will record it. Raises ``PartitionError`` when the file cannot be read.
+        If not, ``save`` will record the file, unless it changed in the last two seconds. Raises ``PartitionError`` when
+        the file cannot be read.
         """
         try:
             now = os.stat(path)
@@ -97,7 +98,7 @@ class FileNote:
         return False
 
     def save(self) -> None:
-        """Record the files for which ``has`` returned False. Does nothing if the folder cannot be written."""
+        """Write the records of the files for which ``has`` returned False. Errors of writing are ignored."""
         if self._path is not None and self._new:
             with suppress(OSError):
                 write_whole(self._path, json.dumps({**self._known, **self._new}))

@@ -1,30 +1,39 @@
-"""Checkpoint files: written atomically, readable with ``torch.load(weights_only=True)``."""
+"""Checkpoint files: written atomically, with a digest, readable with ``torch.load(weights_only=True)``.
+
+The digest is the comment of the ZIP archive that ``torch.save`` writes, so every copy of a file can be checked.
+"""
 
 from __future__ import annotations
 
+import hashlib
 import io
 import os
 import re
 import shutil
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import torch
 from torch import Tensor
 
 from trainer.core.errors import CheckpointError
 from trainer.core.files import write_whole
+from trainer.core.rng import DRAWS
 from trainer.core.schema import NodeType, type_name
 from trainer.store.manifest import Manifest
 from trainer.train.settings import TrainSettings
 
 FORMAT = "gnnfleet-checkpoint"
 
-VERSION = 2
+VERSION = 3
 
-KEPT_EPOCHS = 2  #: number of newest epoch files that are kept, besides the best one
+_READABLE = (2, VERSION)  # version 2 had neither ``partial`` nor ``draws``
+
+KEPT = 2  #: newest files that are kept: so many after whole epochs, and so many later ones within an epoch
+
+Position = tuple[int, int]  #: epochs done, steps done of the next epoch; later positions compare greater
 
 #: Settings that change the loss curve; a run can be resumed only with the same values.
 BINDING = (
@@ -46,8 +55,16 @@ class BestEpoch:
 
 
 @dataclass(frozen=True)
+class PartialEpoch:
+    """The steps done of an epoch that is not finished."""
+
+    loss_sums: Tensor  #: float64 [steps], sum of the loss over each step's seeds, over all ranks
+    sizes: Tensor  #: int64 [steps], seeds of each step over all ranks
+
+
+@dataclass(frozen=True)
 class Checkpoint:
-    """State needed to continue a run exactly after ``epoch``."""
+    """State needed to continue a run exactly after a step: that ends ``epoch``, or that of ``partial``."""
 
     epoch: int  #: epochs done
     model: Mapping[str, Tensor]
@@ -57,6 +74,13 @@ class Checkpoint:
     step_loss: tuple[Tensor, ...]  #: one float64 [steps] per epoch done
     best: BestEpoch | None  #: None before the first evaluation
     embedding: Mapping[str, Any] | None = None  #: from ``embedding_state``; on rank 0 only
+    partial: PartialEpoch | None = None  #: of epoch ``epoch + 1``; None at its start
+    draws: int = DRAWS  #: version of the random draws that chose seeds and neighbours
+
+    @property
+    def position(self) -> Position:
+        """Epochs done, and steps done of the next epoch."""
+        return self.epoch, len(self.partial.sizes) if self.partial else 0
 
     def without_tables(self) -> Checkpoint:
         """A copy without embedding tables, to send to all ranks; ``scatter_tables`` sends the rows of the tables."""
@@ -65,17 +89,20 @@ class Checkpoint:
     def content(self) -> dict[str, Any]:
         """The checkpoint as dicts, lists, tensors and numbers, for ``weights_only`` and for sending to ranks."""
         values = {entry.name: getattr(self, entry.name) for entry in fields(self)}
-        best = self.best
-        values["best"] = best and {entry.name: getattr(best, entry.name) for entry in fields(best)}
+        for name in ("best", "partial"):
+            part = values[name]
+            values[name] = part and {entry.name: getattr(part, entry.name) for entry in fields(part)}
         return {**values, "step_loss": list(self.step_loss)}
 
     @classmethod
     def of_content(cls, content: Mapping[str, Any]) -> Checkpoint:
         """Make a checkpoint from what ``content`` returned."""
-        values = {entry.name: content[entry.name] for entry in fields(cls)}
-        best = values.pop("best")
+        values = {entry.name: content[entry.name] for entry in fields(cls) if entry.name in content}
+        best, partial = values.pop("best"), values.pop("partial", None)
         values["step_loss"] = tuple(values["step_loss"])
-        return cls(**values, best=BestEpoch(**best) if best else None)
+        return cls(
+            **values, best=BestEpoch(**best) if best else None, partial=PartialEpoch(**partial) if partial else None
+        )
 
 
 def settings_record(settings: TrainSettings) -> dict[str, Any]:
@@ -95,17 +122,31 @@ def graph_record(manifest: Manifest, target: NodeType) -> dict[str, Any]:
 
 
 def save_checkpoint(folder: Path, checkpoint: Checkpoint) -> Path:
-    """Write ``epoch-0007.pt`` and ``last.pt``, then delete older epoch files; returns the path of the epoch file.
+    """Write a checkpoint file and make ``last.pt`` refer to it, then delete files that are no longer needed.
 
-    Raises ``CheckpointError`` if the folder cannot be written.
+    Args:
+        folder: Folder of the run's checkpoints.
+        checkpoint: State to save.
+
+    Returns:
+        Path of the file: ``epoch-0007.pt`` after epoch 7, ``epoch-0007-step-000120.pt`` after 120 steps of epoch 8.
+
+    Raises:
+        CheckpointError: The folder cannot be written; earlier files are left as they were.
     """
-    path = folder / f"epoch-{checkpoint.epoch:04d}.pt"
+    content = {"format": FORMAT, "version": VERSION, **checkpoint.content()}
+    best = checkpoint.best.epoch if checkpoint.best else None
+    return save_content(folder, checkpoint.position, content, best)
+
+
+def save_content(folder: Path, position: Position, content: Mapping[str, Any], best: int | None = None) -> Path:
+    """As ``save_checkpoint``, for any content that ``torch.save`` can write; best: epoch whose file is kept."""
+    path = folder / file_name(position)
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        content = {"format": FORMAT, "version": VERSION, **checkpoint.content()}
-        write_whole(path, lambda file: torch.save(content, file), sync=True)
+        write_whole(path, lambda file: _write_with_digest(content, file), sync=True)
         _point_to(folder / "last.pt", path)
-        _prune(folder, checkpoint)
+        _prune(folder, position, best)
     except OSError as error:
         raise CheckpointError(f"checkpoint {path} cannot be written: {error.strerror or error}") from error
     return path
@@ -123,15 +164,87 @@ def load_checkpoint(path: str | Path) -> Checkpoint:
     Raises:
         CheckpointError: The file is missing, damaged or not a checkpoint.
     """
-    try:
-        raw = torch.load(io.BytesIO(Path(path).read_bytes()), map_location="cpu", weights_only=True)
-    except OSError as error:
-        raise CheckpointError(f"checkpoint {path} cannot be read: {error.strerror}") from None
-    except Exception as error:  # torch.load passes on errors of its zip reader and unpickler
-        raise CheckpointError(f"checkpoint {path} is damaged or no checkpoint: {_first_line(error)}") from error
-    if not isinstance(raw, dict) or raw.get("format") != FORMAT or raw.get("version") != VERSION:
+    raw = load_content(path)
+    if not isinstance(raw, dict) or raw.get("format") != FORMAT or raw.get("version") not in _READABLE:
         raise CheckpointError(f"{path} is not a {FORMAT} of version {VERSION}; give a file from a checkpoints folder")
     return Checkpoint.of_content(raw)
+
+
+def load_content(path: str | Path) -> Any:
+    """Check the digest of a file and read what ``save_content`` wrote. Raises ``CheckpointError`` as load_checkpoint
+    does."""
+    try:
+        data = Path(path).read_bytes()
+    except OSError as error:
+        raise CheckpointError(f"checkpoint {path} cannot be read: {error.strerror}") from None
+    if not _digest_fits(data):
+        raise CheckpointError(f"checkpoint {path} is damaged or no checkpoint: its content does not match its digest")
+    try:
+        return torch.load(io.BytesIO(data), map_location="cpu", weights_only=True)
+    except Exception as error:  # torch.load passes on errors of its zip reader and unpickler
+        raise CheckpointError(f"checkpoint {path} is damaged or no checkpoint: {_first_line(error)}") from error
+
+
+def file_name(position: Position) -> str:
+    """Name of the file for a position: ``epoch-0007.pt``, ``epoch-0007-step-000120.pt``."""
+    epoch, step = position
+    return f"epoch-{epoch:04d}-step-{step:06d}.pt" if step else f"epoch-{epoch:04d}.pt"
+
+
+def position_of(name: str) -> Position | None:
+    """Position of the file with this name; None if it is not a name that ``file_name`` returns."""
+    match = re.fullmatch(r"epoch-(\d{4,})(?:-step-(\d{6,}))?\.pt", name)
+    return (int(match[1]), int(match[2] or 0)) if match else None
+
+
+_COMMENT = b"sha256:"  # begins the archive's comment; the digest follows as 64 hexadecimal digits
+
+_COMMENT_BYTES = len(_COMMENT) + 64
+
+
+class _HashingFile:
+    """A file opened for writing that computes the SHA-256 of what is written, except of the last two bytes."""
+
+    def __init__(self, file: BinaryIO) -> None:
+        self._file, self._digest, self._held = file, hashlib.sha256(), b""
+
+    def write(self, data: Any) -> int:
+        view = memoryview(data).cast("B")
+        self._file.write(view)
+        if len(view) >= 2:
+            self._digest.update(self._held)
+            self._digest.update(view[:-2])
+            self._held = bytes(view[-2:])
+        else:
+            self._digest.update((self._held + bytes(view))[:-2])
+            self._held = (self._held + bytes(view))[-2:]
+        return len(view)
+
+    def flush(self) -> None:
+        self._file.flush()
+
+    def hexdigest(self) -> str:
+        return self._digest.hexdigest()
+
+
+def _write_with_digest(content: Mapping[str, Any], file: BinaryIO) -> None:
+    """Write a ZIP archive by ``torch.save``, then its digest as the archive's comment.
+
+    The digest covers the archive up to the length of the comment, which is the archive's last field.
+    """
+    hashing = _HashingFile(file)
+    torch.save(content, hashing)  # type: ignore[arg-type]  # it needs only ``write`` and ``flush``
+    file.seek(-2, os.SEEK_CUR)
+    file.write(_COMMENT_BYTES.to_bytes(2, "little") + _COMMENT + hashing.hexdigest().encode())
+
+
+def _digest_fits(data: bytes) -> bool:
+    """Whether a file's content matches its digest; True for a file without one, of an earlier version."""
+    comment = data[-_COMMENT_BYTES:]
+    if not comment.startswith(_COMMENT):
+        return True
+    body = memoryview(data)[: -_COMMENT_BYTES - 2]
+    return hashlib.sha256(body).hexdigest().encode() == comment[len(_COMMENT) :]
 
 
 def check_fits(
@@ -145,6 +258,7 @@ def check_fits(
     saved = {**_SINCE, **checkpoint.settings}
     pairs = [(name, saved.get(name), ours[name]) for name in BINDING]
     pairs += [(name, checkpoint.graph.get(name), value) for name, value in graph.items()]
+    pairs += [("the version of the random draws", checkpoint.draws, DRAWS)]
     problems = [f"{name} is {new}, in the checkpoint {old}" for name, old, new in pairs if old != new]
     if problems:
         raise CheckpointError(f"checkpoint {path} is of another run: {'; '.join(problems)}")
@@ -161,13 +275,33 @@ def _point_to(link: Path, target: Path) -> None:
     temporary.replace(link)
 
 
-def _prune(folder: Path, newest: Checkpoint) -> None:
-    """Keep the ``KEPT_EPOCHS`` last epoch files up to ``newest`` and that of the best epoch; delete older ones."""
-    epochs = {int(path.stem[6:]): path for path in folder.glob("epoch-*.pt") if re.fullmatch(r"epoch-\d+", path.stem)}
-    older = sorted(epoch for epoch in epochs if epoch < newest.epoch)
-    for epoch in older[: len(older) - (KEPT_EPOCHS - 1)]:
-        if newest.best is None or epoch != newest.best.epoch:
-            epochs[epoch].unlink(missing_ok=True)
+def _prune(folder: Path, newest: Position, best: int | None) -> None:
+    """Delete files that are not needed after ``newest``.
+
+    Kept are the ``KEPT`` newest files after whole epochs, the file of epoch ``best``, and of the files within an epoch
+    the ``KEPT`` newest that are later than all of these.
+    """
+    known = sorted(position for position, _ in files_of(folder) if position <= newest)
+    epochs = [position for position in known if position[1] == 0]
+    steps = [position for position in known if position[1] and position > max(epochs, default=(0, 0))]
+    kept = {*epochs[-KEPT:], *steps[-KEPT:], (best, 0)}
+    for position in known:
+        if position not in kept:
+            (folder / file_name(position)).unlink(missing_ok=True)
+
+
+def files_of(folder: Path) -> Iterator[tuple[Position, Path]]:
+    """Yield position and path of each checkpoint file in ``folder``, except ``last.pt``."""
+    for path in folder.glob("epoch-*.pt"):
+        position = position_of(path.name)
+        if position is not None:
+            yield position, path
+
+
+def remove_temporaries(folder: Path) -> None:
+    """Delete the incomplete files that killed processes left (``write_whole``)."""
+    for path in folder.glob(".epoch-*.pt.*"):
+        path.unlink(missing_ok=True)
 
 
 def _first_line(error: Exception) -> str:

@@ -17,6 +17,7 @@ from trainer.core.batch_cost import Cost
 from trainer.core.errors import TrainingError
 from trainer.core.ranks import RankGroup
 from trainer.graph.device import feed
+from trainer.train.checkpoint import PartialEpoch
 from trainer.train.metrics import MetricsLog
 from trainer.train.optimize import Optimizers
 from trainer.train.step_timing import Phase, StepTimer, StepTimes, by_host, traffic
@@ -42,10 +43,11 @@ class EpochReport:
     epoch: int
     loss: float  #: mean over all seeds
     step_loss: Tensor  #: float64 [steps] mean over each step's seeds
-    seconds: float
-    seeds: int
-    own_seeds: int  #: seeds of this rank
+    seconds: float  #: of the steps that this process trained; after a resume within the epoch not all
+    seeds: int  #: of these steps
+    own_seeds: int  #: seeds of this rank in these steps
     cost: Cost  #: of this rank's batches
+    batches: int  #: of this rank
     times: StepTimes  #: of this rank; after a regroup only of the steps since then
     cpu_s: float  #: CPU seconds of this rank's process, all threads
 
@@ -56,7 +58,7 @@ class EpochReport:
             "wait_s": round(self.times.batch_s, 3),
             "cpu_s": round(self.cpu_s, 3),
             **self.times.means(),
-            "traffic": traffic(self.cost, len(self.step_loss)),
+            "traffic": traffic(self.cost, self.batches),
             **by_host(self.cost),
             "remote_share": self.cost.remote_share,
         }
@@ -75,8 +77,20 @@ class EpochSums:
     sizes: list[int] = field(default_factory=list)  #: seeds of each step over all ranks
     seeds: int = 0  #: of this rank
     costs: list[Cost] = field(default_factory=list)  #: of this rank's batches
-    started: float = field(default_factory=time.monotonic)
-    cpu_began: float = field(default_factory=time.process_time)
+    resumed: int = 0  #: steps that an earlier process trained, before a resume within the epoch
+    started: float = math.nan  #: when ``begin`` was called first; monotonic, seconds
+    cpu_began: float = math.nan  #: CPU seconds of this process at that time
+
+    @classmethod
+    def of(cls, partial: PartialEpoch) -> EpochSums:
+        """The sums over the steps done before a resume within the epoch."""
+        sizes = [int(size) for size in partial.sizes]
+        return cls(partial.loss_sums.clone(), sizes=sizes, resumed=len(sizes))
+
+    def begin(self) -> None:
+        """Start the clocks, unless they run already."""
+        if math.isnan(self.started):
+            self.started, self.cpu_began = time.monotonic(), time.process_time()
 
     def add(self, batch: AnyBatch, loss: Tensor) -> None:
         self.losses.append(loss.detach())
@@ -89,6 +103,10 @@ class EpochSums:
         if self.losses:
             self.sums = torch.cat([self.sums, group.sum(torch.stack(self.losses).double().cpu())])
             self.losses = []
+
+    def partial(self) -> PartialEpoch:
+        """The steps done, for a checkpoint; ``reduce_losses`` must have been called after the last one."""
+        return PartialEpoch(self.sums.clone(), torch.tensor(self.sizes))
 
     def copy(self) -> EpochSums:
         """A copy that later calls of ``add`` do not change."""
@@ -128,6 +146,7 @@ def train_epoch(
     """
     model.train()
     tally, steps, to_device = tally or EpochSums(), len(batches), feed(group.device)
+    tally.begin()
     metrics.at(epoch, tally.steps, "load")
     step_timer = StepTimer(model, optimizers.model, lambda: metrics.at(epoch, tally.steps, "reduce"))
     with step_timer as timer, closed_after(batches.epoch(epoch, tally.steps)) as own:
@@ -183,9 +202,10 @@ def _report(tally: EpochSums, timer: StepTimer, epoch: int, group: RankGroup) ->
         loss=float(sums.sum() / sizes.sum()),
         step_loss=sums / sizes,
         seconds=tally.seconds,
-        seeds=int(sizes.sum()),
+        seeds=sum(tally.sizes[tally.resumed :]),
         own_seeds=tally.seeds,
         cost=Cost.total(tally.costs),
+        batches=len(tally.costs),
         times=timer.total,
         cpu_s=time.process_time() - tally.cpu_began,
     )

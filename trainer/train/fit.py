@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import time
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -23,7 +24,8 @@ from trainer.nn.sharded_embedding import (
     load_embedding_state,
     scatter_tables,
 )
-from trainer.train.checkpoint import BestEpoch, Checkpoint, save_checkpoint, settings_record
+from trainer.train.checkpoint import BestEpoch, Checkpoint, file_name, settings_record
+from trainer.train.checkpoint_writer import CheckpointSchedule, CheckpointWriter, detached
 from trainer.train.epoch import AnyBatch, Batches, EpochReport, EpochSums, Score, closed_after, evaluate, train_epoch
 from trainer.train.metrics import MetricsLog
 from trainer.train.optimize import Optimizers, averaged
@@ -72,9 +74,12 @@ class Fit:
     def __init__(
         self, settings: TrainSettings, model: nn.Module, task: Task, loaders: Mapping[str, Batches], group: RankGroup,
         metrics: MetricsLog, folder: Path, graph: Mapping[str, Any], embedding: ShardedEmbedding | None = None,
-        regroups: bool = False,
+        regroups: bool = False, writers: tuple[int, ...] = (0,),
     ):  # fmt: skip
-        """regroups: keep snapshots, so that ``rejoin`` can be called after the loss of a rank."""
+        """regroups: keep snapshots, so that ``rejoin`` can be called after the loss of a rank.
+
+        writers: ranks that write checkpoints, each into its own ``folder``.
+        """
         self.settings, self.task, self.loaders, self.group = settings, task, loaders, group
         self.metrics, self.folder, self.graph = metrics, folder, graph
         self.model = model.to(group.device)
@@ -82,6 +87,9 @@ class Fit:
         self.progress = Progress()
         self.best_rows: torch.Tensor | None = None  #: this rank's embedding rows of the best epoch
         self._snapshots = Snapshots() if regroups else None
+        self._writers, self._writer = writers, CheckpointWriter(folder)
+        self._saving_s = 0.0  #: seconds by which checkpoints within the current epoch have delayed it
+        self._schedule = CheckpointSchedule(settings.checkpoint_seconds, group)
         self._reported: set[tuple[Any, ...]] = set()
         self._prediction: Prediction | None = None  #: of the traffic from other hosts to this rank
         self._starvation_printed = False
@@ -90,7 +98,10 @@ class Fit:
         """Continue from a checkpoint that has passed ``check_fits``; on rank 0 it must include the embedding tables."""
         self.model.load_state_dict(dict(checkpoint.model))
         self.optimizers.model.load_state_dict(dict(checkpoint.optimizer))
-        self.progress = Progress(done=checkpoint.epoch, step_loss=checkpoint.step_loss, best=checkpoint.best)
+        tally = EpochSums.of(checkpoint.partial) if checkpoint.partial else None
+        self.progress = Progress(
+            done=checkpoint.epoch, step_loss=checkpoint.step_loss, best=checkpoint.best, tally=tally
+        )
         if rows := self.optimizers.rows:
             load_embedding_state(rows.embedding, checkpoint.embedding, rows.optimizer)
             if checkpoint.best is not None:
@@ -119,6 +130,7 @@ class Fit:
         self.optimizers = Optimizers.of(self.settings, self.model, None)
         snapshot.restore(self.model, self.optimizers)
         self.progress, self.group, self.loaders = snapshot.progress, group, loaders
+        self._schedule = CheckpointSchedule(self.settings.checkpoint_seconds, group)
         done, _, step = self.progress.position
         self.metrics.write("regroup", generation=group.generation, ranks=group.members, epochs=done, step=step)
         self._print(f"continuing with {group.size} of {group.ranks.world_size} ranks after epoch {done}, step {step}")
@@ -131,6 +143,7 @@ class Fit:
             epochs = f"epoch {self.progress.done} of {self.settings.epochs}"
             self._print(f"nothing to train: the checkpoint is at {epochs}; increase --epochs to train further")
         self._snapshot()
+        self._schedule.saved()
         while self.progress.done < self.settings.epochs or not self.progress.scored:
             if self.progress.scored:
                 self._train(wrapped)
@@ -142,7 +155,7 @@ class Fit:
         before = self.progress
         report = train_epoch(
             wrapped, self.task, self.optimizers, self.loaders["train"], before.done + 1, self.group, self.metrics,
-            before.tally and before.tally.copy(), self._after_step if self._snapshots else None,
+            before.tally and before.tally.copy(), self._after_step,
         )  # fmt: skip
         curve, seconds = (*before.step_loss, report.step_loss), (*before.seconds, report.seconds)
         self.progress = Progress(report.epoch, False, curve, before.best, seconds, before.cost + report.cost, report)
@@ -151,10 +164,23 @@ class Fit:
             self._log_epoch(report)
 
     def _after_step(self, tally: EpochSums) -> None:
-        """Take a snapshot every ``SNAPSHOT_STEPS`` steps."""
-        if tally.steps % SNAPSHOT_STEPS == 0:
+        """Save a checkpoint when it is due, and take a snapshot every ``SNAPSHOT_STEPS`` steps."""
+        if self._snapshots is not None and tally.steps % SNAPSHOT_STEPS == 0:
             tally.reduce_losses(self.group)
             self._snapshot(tally.copy())
+        if self._schedule.due():
+            self._save_step(tally)
+
+    def _save_step(self, tally: EpochSums) -> None:
+        """Save a checkpoint within the epoch, written while training goes on. Collective."""
+        began = time.monotonic()
+        tally.reduce_losses(self.group)
+        checkpoint = self._checkpoint(tally)
+        if checkpoint is not None:
+            self._writer.begin(detached(checkpoint))
+        seconds = time.monotonic() - began
+        self._saving_s += seconds
+        self._schedule.saved(seconds)
 
     def _snapshot(self, tally: EpochSums | None = None) -> None:
         if self._snapshots is not None:
@@ -211,10 +237,12 @@ class Fit:
 
     def _log_epoch(self, report: EpochReport) -> None:
         curve = {"step_loss": report.step_loss.tolist()} if self.group.rank == 0 else {}
+        cost = {"checkpoint_s": round(self._saving_s, 4)} if self._saving_s else {}
+        self._saving_s = 0.0
         self.metrics.write(
             "epoch", epoch=report.epoch, loss=report.loss, **curve, seconds=round(report.seconds, 3),
             seeds=report.own_seeds, seeds_per_s=round(report.own_seeds / report.seconds, 1),
-            remote_bytes=report.cost.remote_bytes, **report.line,
+            remote_bytes=report.cost.remote_bytes, **report.line, **cost,
         )  # fmt: skip
 
     def _print_epoch(self, report: EpochReport, val: Score | None) -> None:
@@ -237,23 +265,33 @@ class Fit:
 
     @property
     def _path(self) -> Path:
-        """Path of the newest checkpoint, the same on all ranks."""
-        return self.folder / f"epoch-{self.progress.done:04d}.pt"
+        """Path of the checkpoint after the last epoch trained; the same on all ranks."""
+        return self.folder / file_name((self.progress.done, 0))
 
     def _save(self) -> None:
-        """Write a checkpoint on the first rank, after the other ranks have sent their embedding rows to this rank."""
+        """Write a checkpoint after an epoch; waits for the disk. Collective."""
         checkpoint = self._checkpoint()
-        if self.group.rank == 0:
-            save_checkpoint(self.folder, checkpoint)
-            if self._first_time("checkpoint"):
+        if checkpoint is not None:
+            self._writer.write(checkpoint)
+            if self.group.rank == 0 and self._first_time("checkpoint"):
                 self.metrics.write("checkpoint", epoch=self.progress.done, path=str(self._path))
+        self._schedule.saved()
 
-    def _checkpoint(self) -> Checkpoint:
+    def _checkpoint(self, tally: EpochSums | None = None) -> Checkpoint | None:
+        """The state after the last step, on the ranks that write checkpoints; None on the others. Collective.
+
+        tally: sums over the steps done of an unfinished epoch. Embedding rows are gathered on each writing rank.
+        """
         best, state = self.progress.best, None
         if rows := self.optimizers.rows:
-            state = embedding_state(rows.embedding, rows.optimizer)
-            if best is not None and self.best_rows is not None:
-                best = replace(best, embedding=gather_tables(rows.embedding, self.best_rows))
+            for rank in self._writers:
+                gathered = embedding_state(rows.embedding, rows.optimizer, rank)
+                state = gathered or state
+                if self.progress.best is not None and self.best_rows is not None:
+                    tables = gather_tables(rows.embedding, self.best_rows, rank)
+                    best = replace(self.progress.best, embedding=tables) if tables is not None else best
+        if self.group.rank not in self._writers:
+            return None
         return Checkpoint(
             epoch=self.progress.done,
             model=self.model.state_dict(),
@@ -263,10 +301,12 @@ class Fit:
             step_loss=self.progress.step_loss,
             best=best,
             embedding=state,
+            partial=tally.partial() if tally else None,
         )
 
     def _finish(self) -> FitResult:
         at = self.progress
+        self._writer.finish()
         best_epoch = at.best.epoch if at.best else at.done
         if at.best is not None:
             self.model.load_state_dict(dict(at.best.model))

@@ -108,7 +108,10 @@ def _scratch(out: Path, rank: int) -> Path:
 
 
 def _write_parts(out: Path, graph: Graph, target: NodeType, rows: LayerRows, group: RankGroup) -> None:
-    """Write this rank's rows into files per part, which the rank with the part's first nodes creates."""
+    """Write this rank's rows into ``part<p>/logits.npy``.
+
+    The rank that has the first nodes of a part creates the file.
+    """
     own, offsets = rows.shares.own(group.rank), graph.manifest.nodes[target].offsets
     for piece in own:
         if piece.first == offsets[piece.part_id]:

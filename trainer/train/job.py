@@ -244,6 +244,18 @@ class _RunResources(ExitStack):
         return _prepare(self.job, graph, group, metrics, self.regroups)
 
 
+def checkpoint_writers(group: RankGroup, has_tables: bool, every_node: bool) -> tuple[int, ...]:
+    """Ranks that write checkpoints: rank 0, and with ``every_node`` the first rank of each other node. Collective.
+
+    With embedding tables, which a writing rank has to gather, only the first two nodes write.
+    """
+    first: dict[int, int] = {}
+    for rank, node in enumerate(group.gather(group.ranks.node_rank)):
+        first.setdefault(node, rank)
+    ranks = tuple(first.values()) if every_node else (0,)
+    return ranks[:2] if has_tables else ranks
+
+
 def _prepare(
     job: TrainJob, graph: Graph, group: RankGroup, metrics: MetricsLog, regroups: bool
 ) -> tuple[Fit, Callable[[RankGroup], dict[str, BatchLoader]]]:
@@ -267,11 +279,11 @@ def _prepare(
 
     folder, record = job.run_dir / "checkpoints", graph_record(manifest, target)
     first = loaders(group)
-    fit = Fit(settings, model, task, first, group, metrics, folder, record, embedding, regroups)
+    writers = checkpoint_writers(group, embedding is not None, bool(int(os.environ.get("GNNFLEET_RESTARTS") or 0)))
+    fit = Fit(settings, model, task, first, group, metrics, folder, record, embedding, regroups, writers)
     if filled := fill_host_cache(graph, first["train"], job.remote_access, job.run_dir, group):
         fit.log_prediction(filled)
-    if settings.resume is not None:
-        path = settings.resume
+    if path := os.environ.get("GNNFLEET_RESUME") or settings.resume:
         fit.restore(read_on_first(path, lambda checkpoint: check_fits(checkpoint, settings, record, path), group))
     return fit, loaders
 

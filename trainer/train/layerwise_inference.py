@@ -45,7 +45,7 @@ class NodeRange:
 
 
 class NodeShares:
-    """Assignment of the nodes of one type to ranks: the ranks near a part share its nodes evenly."""
+    """Assignment of the nodes of one type to ranks. The ranks on the hosts of a part share its nodes evenly."""
 
     def __init__(self, offsets: Sequence[int], layout: RankLayout):
         self.ranges = tuple(_ranges(offsets, layout))
@@ -170,7 +170,7 @@ class HeteroStack:
 
 
 def stack_of(model: nn.Module, facts: GraphFacts) -> LayerStack:
-    """The layers of a bundled model. Raises ``SettingsError`` for any other."""
+    """Return the layers of a bundled model. Raises ``SettingsError`` for any other model."""
     if isinstance(model, BlockModel):
         return BlockStack(model)
     if isinstance(model, HeteroModel):
@@ -188,7 +188,7 @@ LayerResults = dict[NodeType, LayerRows]
 
 @dataclass(frozen=True)
 class NodeChunk:
-    """Some nodes of one type, with all their neighbours by the edge types of one layer."""
+    """A chunk of nodes of one type, with all their neighbours by the edge types that one layer reads."""
 
     ids: Mapping[NodeType, Ids]  #: global ids of every source type's rows; the nodes themselves come first
     blocks: Mapping[EdgeType, Block]

@@ -98,7 +98,9 @@ MetricsLine = Mapping[str, Any]
 
 
 class TensorBoard:
-    """Writes a rank's scalars into ``tensorboard/rank<r>/``, and on rank 0 the run's into ``tensorboard/all/``.
+    """Writes the scalars of a rank into ``tensorboard/rank<r>/``.
+
+    Rank 0 also writes the scalars of the whole run into ``tensorboard/all/``.
 
     A tag is the path of a value in its metrics line, such as ``epoch/spent/sample``. The step of ``epoch/`` and
     ``eval/`` tags is the epoch; other steps count over all epochs. Raises ``SettingsError`` if the package tensorboard
@@ -154,7 +156,7 @@ def _write(writer: Any, scalars: Iterable[tuple[str, float]], step: int, t: floa
 
 
 def _scalars(tree: MetricsLine, above: str) -> Iterator[tuple[str, float]]:
-    """Yield the numbers of a line with their paths, without those in ``by_host``."""
+    """Yield (path, value) for each metric of a metrics line, except those in ``by_host``."""
     for key, value in tree.items():
         if key in _POSITION or key == "by_host":
             continue

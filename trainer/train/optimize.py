@@ -47,7 +47,7 @@ class Optimizers:
 
     @classmethod
     def of(cls, settings: TrainSettings, model: nn.Module, embedding: ShardedEmbedding | None) -> Optimizers:
-        """Adam for the model, SparseAdam for embedding rows."""
+        """Make Adam for the model's weights, and SparseAdam for embedding rows."""
         adam = Adam(model.parameters(), lr=settings.lr, weight_decay=settings.weight_decay)  # type: ignore[call-arg]
         if embedding is None:
             return cls(adam)
@@ -76,8 +76,8 @@ SMALL = (1 << 20) // 4
 class MeanGradients:
     """Averages a small model's gradients over ranks, in one all-reduce after each backward pass.
 
-    DistributedDataParallel does the same with such a model, with two ranks also in the same order of sums, but imports
-    torch._dynamo, which takes as long as importing torch. The constructor copies rank 0's weights to all ranks.
+    DistributedDataParallel computes the same means, but imports torch._dynamo, which takes as long as importing torch.
+    With two ranks, both add the gradients in the same order. The constructor copies rank 0's weights to all ranks.
     """
 
     def __init__(self, model: nn.Module, size: int):
@@ -106,9 +106,10 @@ class MeanGradients:
 
 
 def averaged(model: nn.Module, group: RankGroup) -> tuple[nn.Module, Callable[[], None] | None]:
-    """The model to train, and a function to call after each backward pass, which averages its gradients over ranks.
+    """Make a model average its gradients over ranks. Collective.
 
-    The function is None if the backward pass averages them. Collective.
+    Returns the model to train, and a function to call after each backward pass, which averages the gradients. The
+    function is None if the backward pass itself averages them.
     """
     if group.size == 1:
         return model, None

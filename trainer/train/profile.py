@@ -28,7 +28,7 @@ _OFF = 0.1  #: relative error of a prediction above which it is reported
 
 @dataclass(frozen=True)
 class _SettingNames:
-    """How advice names the settings that shorten a step."""
+    """How advice refers to settings: keys of the cluster file, or arguments of a loader in the user's script."""
 
     cache: str
     prefetch: str
@@ -61,10 +61,10 @@ _SCRIPT = _SettingNames(
 
 
 def advice(record: RunTimes, topology: str = "", *, script: bool = False) -> list[str]:
-    """Sentences of advice, those about the largest share of a step first.
+    """Return sentences of advice, the most important first.
 
-    topology: ``data.topology`` of the run, '' if unknown; script: a user's own script trains, so advice names the
-    loader's arguments instead of ``train.*`` keys.
+    topology: ``data.topology`` of the run, '' if unknown. script: whether a user's own script trains; advice then names
+    the loader's arguments instead of ``train.*`` keys.
     """
     names = _SCRIPT if script else _BUNDLED
     found = [*_remote(record, topology, names), *_loading(record, names), *_reduce(record, names)]
@@ -150,7 +150,7 @@ def _rest(record: RunTimes) -> Iterator[tuple[float, str]]:
 
 
 def _model(record: RunTimes, names: _SettingNames) -> Iterator[tuple[float, str]]:
-    """Advice for the rank that the others wait for, if its time goes to the model."""
+    """Advice for the rank with the longest own work per step, if the model takes most of this time."""
     slow = max(record.ranks, key=lambda rank: rank.own_s)
     if slow.share("forward", "backward") >= 0.5 and slow.share(*LOADING) < NOTABLE:
         yield 0.0, f"{_at(slow, 'forward', 'backward')} is the model's own work: more processes, {names.model}"
@@ -259,7 +259,7 @@ def _steps(record: RunTimes) -> Any:
 
 
 def _behind(record: RunTimes) -> Any:
-    """Table of a batch, one row per rank: milliseconds of a sampler thread, and where the batch's rows came from."""
+    """Table of means per batch, one row per rank: milliseconds of a sampler thread, rows by source, and MB received."""
     heads = ("rank", *LOADING, "rows", "remote", "cached", "held", "MB", "MB predicted")
     table = _table("per batch: milliseconds of a sampler thread, rows, MB received", heads)
     for rank in record.ranks:

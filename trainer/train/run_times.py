@@ -149,13 +149,13 @@ class RunTimes:
         return sum(map(_number, values)) if all(map(_is_number, values)) else None
 
     def rate(self, rows: str) -> float | None:
-        """Share of the remote rows that are ``rows``: ``cached_rows`` or ``held_rows``. None without remote rows."""
+        """Share of ``rows`` (``cached_rows`` or ``held_rows``) in all remote rows, 0 to 1. None without remote rows."""
         remote = sum(rank.traffic["remote_rows"] * rank.steps for rank in self.ranks)
         return sum(rank.traffic[rows] * rank.steps for rank in self.ranks) / remote if remote else None
 
     @property
     def why_less(self) -> str:
-        """Why fewer bytes were received than predicted; '' if not fewer were received, or the reason is unknown."""
+        """Reason why fewer bytes were received than predicted; '' if there were not fewer, or if it is unknown."""
         expected = self.predicted("remote_bytes")
         if not self.whole or not expected or self.traffic("remote_bytes") > _ROUGHLY * expected:
             return ""
@@ -204,7 +204,7 @@ class RankLines:
 
     @property
     def timed_epochs(self) -> list[MetricsLine]:
-        """The lines of epochs that contain the seconds of a step by kind of work."""
+        """The epoch lines that contain the seconds of a step by kind of work."""
         return [line for line in self.epochs.values() if _is_timed(line)]
 
     def to_json(self) -> dict[str, Any]:
@@ -239,10 +239,10 @@ def read_lines(paths: Iterable[Path]) -> dict[int, RankLines]:
 
 
 def record_of(ranks: Mapping[int, RankLines], epochs: Container[int] | None = None) -> RunTimes | None:
-    """Means over ``epochs``; by default over all epochs, or all except the first if there are several.
+    """Mean times and traffic over ``epochs``. Default: all epochs, without the first if there are several.
 
-    Before the first epoch line, means over each rank's step lines except its first. None if no line has times. Raises
-    ``SettingsError`` when none of ``epochs`` is recorded.
+    If no epoch is complete yet, the means are over each rank's step lines, without the first. Returns None if no line
+    has times. Raises ``SettingsError`` when none of ``epochs`` is recorded.
     """
     timed = {rank: lines.timed_epochs for rank, lines in ranks.items()}
     if not any(timed.values()):

@@ -71,6 +71,9 @@ class TrainSettings:
     seed: int = setting("Random seed of seed order, samples, dropout and initial weights.", 0, at_least=0, below=2**32)
     eval_every: int = setting("Epochs between evaluations on val; 0: only at the end.", 1, at_least=0)
     checkpoint_every: int = setting("Epochs between checkpoints; 0: only at the end.", 1, at_least=0)
+    checkpoint_seconds: float = setting(
+        "Seconds between checkpoints within an epoch; 0: none.", 60.0, at_least=0, below=1_000_000
+    )
     tensorboard: bool = setting("Write scalars for TensorBoard; needs the package tensorboard.", False)
     sampler_threads: int = setting("Sampler threads per process.", 1, at_least=1)
     prefetch: int = setting(

@@ -37,7 +37,10 @@ class BatchWait(NamedTuple):  # created in each step, four times as fast as a da
 
     @property
     def parts(self) -> tuple[float, float, float]:
-        """Seconds of the wait by ``LOADING``, in proportion to the sampler threads' work; all sampling if unknown."""
+        """Seconds of the wait by kind (``LOADING``), in proportion to the sampler threads' work.
+
+        If this work is unknown, all seconds count as sampling.
+        """
         work = _work(self.cost) if self.cost is not None else (0.0, 0.0, 0.0)
         whole = sum(work)
         if whole <= 0:
@@ -57,7 +60,10 @@ class StepTimes:
 
     @classmethod
     def of(cls, steps: int, phases: Sequence[float], waits: Sequence[BatchWait]) -> StepTimes:
-        """Build from ``phases``, seconds by ``Phase``, and the waits for batches, which split ``Phase.LOAD``."""
+        """Make ``StepTimes`` from ``phases`` (seconds by ``Phase``) and ``waits`` (one per batch).
+
+        The waits divide ``Phase.LOAD`` into sample, remote and gather.
+        """
         parts = [sum(part) for part in zip(*(load.parts for load in waits), strict=True)] or [1.0, 0.0, 0.0]
         whole = sum(parts)
         split = [phases[Phase.LOAD] * part / whole for part in parts] if whole > 0 else [phases[Phase.LOAD], 0.0, 0.0]
@@ -147,7 +153,7 @@ class HostClock:
         self._ready = time.perf_counter()
 
     def reduced(self) -> None:
-        """Record the end of the backward pass: REDUCE began with its last gradient."""
+        """Record the end of the backward pass. The phase REDUCE began at the last gradient."""
         if ready := self._ready:
             self._seconds[self._phase] += ready - self._since
             self._since, self._phase = ready, Phase.REDUCE
@@ -161,11 +167,11 @@ class HostClock:
 
 
 class DeviceClock(HostClock):
-    """As ``HostClock``, for a loop that runs ahead of its GPU: events in the device's stream give each phase's share of
-    the host's seconds. It never waits for an event.
+    """As ``HostClock``, for a loop that runs ahead of its GPU.
 
-    ``pop_seconds`` uses the events that the device has passed; the others count in a later call. When it has passed
-    none, the result is that of the host's clock.
+    CUDA events measure each phase's share of the host's seconds. The clock never waits for an event: ``pop_seconds``
+    uses the events that the device has reached, and a later call uses the rest. If the device has reached none, the
+    result is that of ``HostClock``.
     """
 
     def __init__(self) -> None:
@@ -209,7 +215,7 @@ class DeviceClock(HostClock):
         self._exchanges[self._phase] += seconds
 
     def _mark(self, event: Any) -> None:
-        """End the current phase's span at ``event``."""
+        """Append the time span of the current phase, which ends at the CUDA event ``event``."""
         self._spans.append((self._phase, self._last, event))
         self._last = event
 
@@ -272,7 +278,7 @@ class StepTimer:
             del batch  # frees its memory before the next batch is requested
 
     def loaded(self, seconds: float, cost: Cost | None) -> None:
-        """Count a wait of ``seconds`` for a batch; ``cost``: of making the batch, None when unknown."""
+        """Count a wait of ``seconds`` for a batch. ``cost``: cost of making the batch; None if unknown."""
         self._waits.append(BatchWait(seconds, cost))
 
     def step(self) -> None:

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from trainer.core.batch_cost import Cost
 from trainer.core.ranks import Ranks
 from trainer.train.metrics import MetricsLog
+from trainer.train.script_checkpoint import ScriptCheckpoints, StartPosition, Stateful
 from trainer.train.step_timing import HasCost, Phase, StepTimer, StepTimes, by_host, traffic
 
 
@@ -26,12 +27,15 @@ class StepLog:
     is called, so it includes copying to the device, and the time from the model's output to the last gradient counts
     as backward.
 
+    After ``restore`` it also saves checkpoints, from which ``gnnfleet resume`` continues at the step.
+
     Args:
         model: The model that is trained; hooks on it measure the forward pass.
         optimizer: Its optimizer; a hook on it marks the end of a step.
         loader: A loader of gnnfleet, for the time and traffic of batches.
         environ: Environment variables of the launcher.
         tensorboard: Also write TensorBoard scalars, which the launcher collects in ``runs/<run_id>/tensorboard``.
+        checkpoint_seconds: Seconds between checkpoints within an epoch; 0: only after epochs.
 
     Example:
         ```python
@@ -43,21 +47,25 @@ class StepLog:
         model = torch.nn.Linear(graph.num_features, graph.num_classes)
         optimizer = torch.optim.Adam(model.parameters())
         log = gf.StepLog(model, optimizer, loader)
-        for step, batch in enumerate(loader):
-            seeds = batch.batch_size
-            loss = torch.nn.functional.cross_entropy(model(batch.x[:seeds]), batch.y[:seeds])
-            optimizer.zero_grad()
-            loss.backward()
-            optimizer.step()
-            log.step(1, step, len(loader), loss, seeds)
-        log.epoch(1, float(loss))
+        start = log.restore()
+        for epoch in range(start.epoch, 3):
+            first = start.first_step(epoch)
+            loader.set_epoch(epoch - 1, first)
+            for step, batch in enumerate(loader, first):
+                seeds = batch.batch_size
+                loss = torch.nn.functional.cross_entropy(model(batch.x[:seeds]), batch.y[:seeds])
+                optimizer.zero_grad()
+                loss.backward()
+                optimizer.step()
+                log.step(epoch, step, len(loader), loss, seeds)
+            log.epoch(epoch, float(loss))
         log.result(train_loss=float(loss))
         ```
     """
 
     def __init__(
         self, model: nn.Module, optimizer: torch.optim.Optimizer, loader: HasCost | None = None,
-        environ: Mapping[str, str] = os.environ, *, tensorboard: bool = False,
+        environ: Mapping[str, str] = os.environ, *, tensorboard: bool = False, checkpoint_seconds: float = 60.0,
     ):  # fmt: skip
         run_dir = environ.get("GNNFLEET_RUN_DIR")
         self._log = MetricsLog(Path(run_dir), Ranks.from_env(environ).rank, tensorboard) if run_dir else None
@@ -74,6 +82,34 @@ class StepLog:
         self._waiting_since: float | None = None  #: the end of the last step, until the next forward pass
         self._began = self._ended = self._since  #: the start of the epoch, and the end of its last step
         self._all_seeds, self._times = 0, StepTimes()  #: of the epoch
+        self._saved: dict[str, Stateful] = {"model": model, "optimizer": optimizer}
+        self._checkpoint_seconds, self._environ = checkpoint_seconds, environ
+        self._checkpoints: ScriptCheckpoints | None = None  #: None before ``restore``, and without a launcher
+
+    def restore(self, **more: Stateful) -> StartPosition:
+        """Restore the model and the optimizer when the run resumes, and save checkpoints from now on. Collective.
+
+        Pass the position on to the loader, as in the example. Not saved are the random numbers of torch, such as those
+        of ``torch.nn.Dropout``, and the rows of a ``ShardedEmbedding``.
+
+        Args:
+            more: Other objects to save and restore, by name, such as a learning rate scheduler; each has ``state_dict``
+                and ``load_state_dict``.
+
+        Returns:
+            The epoch and step to begin with: epoch 1 and step 0 if the run does not resume.
+
+        Raises:
+            CheckpointError: The checkpoint cannot be read, or does not fit the objects.
+        """
+        run_dir = self._environ.get("GNNFLEET_RUN_DIR")
+        if not run_dir:
+            return StartPosition()
+        self._checkpoints = ScriptCheckpoints(
+            {**self._saved, **more}, Path(run_dir), Ranks.from_env(self._environ), self._checkpoint_seconds,
+            self._environ,
+        )  # fmt: skip
+        return self._checkpoints.restore()
 
     def step(self, epoch: int, step: int, steps: int, loss: float | Tensor, seeds: int) -> None:
         """Record a step; call after each step.
@@ -108,7 +144,9 @@ class StepLog:
                 more |= {"traffic": traffic(lap.cost, lap.batches), "remote_share": lap.cost.remote_share}
             value = float(loss.detach() if isinstance(loss, Tensor) else loss)
             self._log.write("step", epoch=epoch, step=step, steps=steps, loss=value, seeds=seeds, **more)
-        self._waiting_since = now
+        if self._checkpoints is not None:
+            self._checkpoints.after_step(epoch, step)
+        self._waiting_since = time.monotonic()
         self._timer.enter(Phase.LOAD)
 
     def epoch(self, epoch: int, loss: float | Tensor, **accuracy: float) -> None:
@@ -129,6 +167,8 @@ class StepLog:
         )  # fmt: skip
         for split, value in accuracy.items() if self._log.rank == 0 else ():
             self._log.write("eval", epoch=epoch, split=split, accuracy=float(value))
+        if self._checkpoints is not None:
+            self._checkpoints.after_epoch(epoch)
         self._began = time.monotonic()
 
     def result(self, **accuracy: float) -> None:
@@ -156,12 +196,14 @@ class StepLog:
         return self._cost - before
 
     def close(self) -> None:
-        """Remove the hooks and close the log; optional at the end of the process."""
+        """Remove the hooks, close the log and finish the last checkpoint; optional at the end of the process."""
         for hook in self._hooks:
             hook.remove()
         self._timer.__exit__(None, None, None)
         if self._log is not None:
             self._log.__exit__(None, None, None)
+        if self._checkpoints is not None:
+            self._checkpoints.close()
 
     def __enter__(self) -> StepLog:
         return self

@@ -31,7 +31,7 @@ class Task(Protocol):
 
 @dataclass(frozen=True)
 class NodeClassification:
-    """One class per seed node; ``out`` is logits [num_seeds, num_classes]."""
+    """Classification of seed nodes, with one class per node. ``out``: logits [num_seeds, num_classes]."""
 
     num_classes: int
 

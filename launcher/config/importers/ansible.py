@@ -55,7 +55,7 @@ class Group:
     def add(self, host: str, origin: Origin, variables: Variables) -> None:
         """Add a host, or variables to a host. Raises ConfigError beyond ``MOST`` hosts."""
         self.added += 1
-        if self.added > _MAX_ADDED or len(self.hosts) > MOST:
+        if self.added > _MAX_ADDED or (host not in self.hosts and len(self.hosts) >= MOST):
             raise ConfigError([Problem(origin.file, origin.line, f"a group may have at most {MOST:,} hosts")])
         self.origins.setdefault(host, origin)
         self.hosts.setdefault(host, {}).update(variables)
@@ -65,7 +65,7 @@ Groups = dict[str, Group]
 
 
 def inventory(source: Source, groups: Groups, flags: Flags, kind: str) -> Foreign:
-    """Convert the hosts of the selected group to nodes. Raises ConfigError."""
+    """Convert the hosts of the selected group to nodes. Raises ConfigError for an empty group or invalid variables."""
     _children_exist(source, groups)
     chosen = _choose(source, groups, flags.group)
     hosts = list(dict.fromkeys(host for name in chosen for host in _hosts(groups, name)))
@@ -87,7 +87,10 @@ def inventory(source: Source, groups: Groups, flags: Flags, kind: str) -> Foreig
 
 
 def expand(source: Source, line: int, name: str) -> list[str]:
-    """Expand ``node[01:03]`` and ``node[a:c]`` as Ansible does, including both ends. Raises ConfigError."""
+    """Expand ``node[01:03]`` and ``node[a:c]`` as Ansible does, including both ends.
+
+    Raises ConfigError for an invalid range, or if there are too many hosts.
+    """
     choices, end = [], 0
     for match in _RANGE.finditer(name):
         choices += [[name[end : match.start()]], _middle(match)]
@@ -101,7 +104,7 @@ def expand(source: Source, line: int, name: str) -> list[str]:
 
 
 def _middle(match: re.Match[str]) -> Sequence[str]:
-    """Return the values of one range, at most ``MOST + 1`` of them; () if it is invalid."""
+    """Return the values of a range such as ``[01:03]``, at most ``MOST + 1``; empty if the range is invalid."""
     low, high, step = match[1], match[2], int(match[3] or 1) or 1
     if low.isdecimal() and high.isdecimal():
         width = len(low) if low.startswith("0") else 0
@@ -116,9 +119,8 @@ def _middle(match: re.Match[str]) -> Sequence[str]:
 def _choose(source: Source, groups: Groups, wanted: str | None) -> list[str]:
     """Return the names of the groups to import.
 
-    These are the groups given by ``--group``, else the only group that is inside no other one, or ``all`` if no group
-    has hosts. Raises ConfigError for an unknown group, or if ``--group`` is missing and several groups are inside no
-    other one.
+    These are the groups given by ``--group``, else the only top-level group; ``all`` if no group has hosts. Raises
+    ConfigError for an unknown group, or if ``--group`` is missing and the hosts are not all in one top-level group.
     """
     named = [name for name in groups if name not in _IMPLICIT]
     if wanted is not None:
@@ -161,7 +163,7 @@ def _children_exist(source: Source, groups: Groups) -> None:
 def _node(
     source: Source, groups: Groups, variables: Variables, host: str, problems: list[Problem], notes: dict[str, None]
 ) -> Section:
-    """Convert a host and its variables to a node; add what the user must know to ``problems`` and ``notes``."""
+    """Convert a host and its variables to a node; append errors to ``problems`` and hints to ``notes``."""
     origin = next(group.origins[host] for group in groups.values() if host in group.origins)
     items: dict[str, Tree] = {"host": text(origin, host)}
     for name, value in variables.items():
@@ -265,7 +267,7 @@ def _unquoted(value: str) -> str:
 
 
 def read_yaml(source: Source) -> Groups:
-    """Parse a YAML inventory. Raises ConfigError."""
+    """Parse a YAML inventory. Raises ConfigError for an invalid file."""
     problems: list[Problem] = []
     tree = read_tree(source.text, source.name, source.path.absolute().parent, problems.append)
     if problems or not isinstance(tree, Section):

@@ -123,7 +123,7 @@ class Flags:
 def dataset_overrides(name: str) -> tuple[str, ...]:
     """Return the overrides for ``--dataset``, whose value is a dataset name or an existing path.
 
-    The overrides also reset the dataset's options and the partition folder, which the file gives for another graph.
+    They also replace ``data.options`` and ``data.folder``, as the values in the file belong to another graph.
     """
     name = _RENAMED.get(name, name)
     here = os.path.exists(os.path.expanduser(name)) and (os.sep in name or "." in name)

@@ -59,7 +59,7 @@ def _read(source: Source, flags: Flags) -> Foreign | None:
 
 
 def recognise(source: Source) -> str:
-    """Return ``glt``, ``inventory-yaml``, ``inventory-ini``, ``hostfile``, ``list``, or "" for any other file."""
+    """Return the format: ``glt``, ``inventory-yaml``, ``inventory-ini``, ``hostfile``, ``list``, or "" for others."""
     keys = set(_KEY.findall(source.text))
     if keys:
         if len(keys & {*LISTS, "in_channel", "out_channel"}) >= 2:
@@ -77,10 +77,10 @@ def recognise(source: Source) -> str:
 
 
 def _is_list(lines: list[str]) -> bool:
-    """Whether the lines are a list of hosts.
+    """Return whether the lines are a list of hosts.
 
-    If the first line is recognisably a host, errors in later lines are reported as such. Plain words, which might be
-    anything, count as hosts only if there are several lines and all of them match.
+    If the first line is certainly a host (it has a port, a digit, ``.`` or ``@``), the other lines are not checked.
+    Otherwise there must be several lines, and each must have the form of a host.
     """
     first = _LISTED.fullmatch(lines[0])
     if first and (first[3] or re.search(r"[0-9.@]", first[2])):

@@ -45,7 +45,7 @@ def _comment(words: str) -> list[str]:
 
 
 def _moved(tree: Tree, folder: Path, key: str) -> Tree:
-    """Return the tree without empty keys, and with relative paths that start from ``folder``."""
+    """Return the tree without empty values; relative paths of this machine are made relative to ``folder``."""
     if isinstance(tree, Section):
         items = {name: _moved(item, folder, name) for name, item in tree.items.items() if not _empty(item)}
         return replace(tree, items=items)
@@ -116,7 +116,7 @@ def _section(tree: Section, depth: int) -> Iterator[tuple[str, str]]:
 
 
 def _entry(tree: Tree, depth: int) -> Iterator[tuple[str, str]]:
-    """Yield the lines of one list entry. A comment equal to that of the host's line is not repeated."""
+    """Yield (text, comment) for each line of one list entry; a comment equal to that of the first line is left out."""
     before = "  " * depth
     if not isinstance(tree, Section):
         yield f"{before}- {_one_line(tree)}", _where(tree.origin)

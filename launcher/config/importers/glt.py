@@ -74,7 +74,7 @@ def _our_key(tree: Section, name: str) -> Problem:
 
 
 def _order(tree: Section, lists: dict[str, tuple[Tree, ...]], problems: list[Problem]) -> list[int]:
-    """Return the indices into the lists in the order of node_ranks."""
+    """Return the indices of the list entries in node_rank order."""
     ranks = lists.get("node_ranks")
     if ranks is None:
         return list(range(len(_list(tree, "nodes", problems))))
@@ -121,7 +121,7 @@ def _tree(theirs: Section, nodes: list[Section]) -> Section:
 
 
 def _data(dataset: Scalar) -> dict[str, Tree]:
-    """Return the `data` section for a dataset name, or for the path of an own graph."""
+    """Return the `data` section for a dataset name, or for the path of the user's own graph."""
     origin, name = dataset.origin, dataset.text
     path = origin.folder / os.path.expanduser(name)
     if os.path.exists(path) and ("/" in name or "." in name):

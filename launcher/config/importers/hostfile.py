@@ -46,7 +46,7 @@ def read_nodes(flags: Flags) -> Foreign:
 def read_ip_list(source: Source, flags: Flags) -> Foreign:
     """Convert a list with a host and an optional port per line: ``- 10.0.0.10 1234`` (PyG), ``10.0.0.10 1234`` (DGL).
 
-    Raises ConfigError.
+    Raises ConfigError for lines of another form, or if ``--num_nodes`` is not the number of hosts.
     """
     dashed = any(line.startswith("- ") for _, line in source.lines())
     nodes, ports, problems = [], False, []
@@ -68,9 +68,9 @@ def read_ip_list(source: Source, flags: Flags) -> Foreign:
 
 
 def read_hostfile(source: Source) -> Foreign:
-    """Convert lines of the form ``host slots=4``. The slots of a host that is listed several times are added up.
+    """Convert a hostfile with lines of the form ``host slots=4``. Slots become ``procs`` of the node.
 
-    Raises ConfigError.
+    The slots of a host that is listed several times are added up. Raises ConfigError for lines of another form.
     """
     slots: dict[str, tuple[Origin, int]] = {}
     problems = []
@@ -112,7 +112,7 @@ def _same_number(source: Source, nodes: list[tuple[Origin, str]], flags: Flags) 
 
 
 def _pyg(nodes: list[tuple[Origin, str]], flags: Flags, notes: list[str]) -> Section:
-    """Return the config tree for a list of hosts, with settings from torch_geometric's flags, command and examples."""
+    """Return the config tree for a list of hosts, with the settings given by PyG's flags, command or example script."""
     remote = flags.remote or Remote("")
     common = _common_keys(remote, flags)
     entries = [section(origin, {"host": text(origin, host), **common}) for origin, host in nodes]

@@ -41,14 +41,13 @@ class Remote:
 
     @property
     def own_command(self) -> tuple[str, ...]:
-        """The command that runs the user's script; () for torch_geometric's examples: the bundled trainer runs
-        instead."""
+        """The command that runs the user's script; () for examples of PyG, which the bundled trainer replaces."""
         if self.is_example:
             return ()
         return ("python", *(self._placed(word) if word == self.script else word for word in self.words))
 
     def _placed(self, script: str) -> str:
-        """Return the path of the script: on this machine if the file exists, else on the nodes, below ``folder``."""
+        """Return ``script`` if it exists here or there is no ``folder``, else its path in ``folder`` on the nodes."""
         return script if not self.folder or os.path.isfile(script) else _joined(self.folder, script)
 
 
@@ -86,7 +85,7 @@ def _before(remote: Remote, statement: str, words: list[str]) -> Remote:
 
 
 def _script(remote: Remote, words: list[str]) -> Remote:
-    """Return ``remote`` with the statement that starts the script."""
+    """Return ``remote`` with interpreter, devices, variables and words of the statement that starts the script."""
     while words and (assigned := _ASSIGNED.fullmatch(words[0])):
         if assigned[1] == "CUDA_VISIBLE_DEVICES":
             remote = replace(remote, devices=assigned[2])

@@ -16,7 +16,7 @@ from typing import Any
 
 
 def main(request: dict[str, Any]) -> dict[str, Any]:
-    """Answer one request, as described at the top of this module."""
+    """Return the files of a run folder that a request asks for (format: docstring of the module)."""
     top = os.path.expanduser(request["path"])
     wanted = re.compile(request["wanted"])
     files: dict[str, Any] = {}

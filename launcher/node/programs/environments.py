@@ -54,7 +54,7 @@ SHARES = 8  # folders in the reply
 
 
 def main(request: dict[str, Any]) -> dict[str, Any]:
-    """Answer one request, as described at the top of this module."""
+    """List Pythons that have torch, and folders that may be shared (format: docstring of the module)."""
     found = list(candidates(request["given"]))[:MOST]
     versions: dict[int, dict[str, str]] = {}
     waiting = list(enumerate(found))

@@ -1,11 +1,12 @@
 """Node program: examines folders and file systems, and tests whether a folder is shared with other nodes.
 
-Writes small test files and removes them. Python 3.8, few modules of the standard library, as node/programs/probe.py
-imports it.
+Writes small test files and removes them. Python 3.8; imports few modules of the standard library, because
+node/programs/probe.py imports this module and must start fast.
 
 ``main`` tests for a shared folder: ``{"op": "write", "folder", "name"}`` creates an empty file and replies {"written",
 "identity"}; ``{"op": "look", "folder", "name"}`` replies {"seen", "identity"}; ``{"op": "remove", …}`` removes the
-files, as does the end of the process. ``identity`` identifies the folder's manifest.json, for read-only folders.
+files, as does the end of the process. ``identity`` is the size, inode and mtime of the folder's manifest.json, by which
+a read-only folder is recognised.
 """
 
 from __future__ import annotations
@@ -22,8 +23,10 @@ RUNS = 1000  # run folders that are examined at most, newest first
 
 
 def folders(workdir: str, code: str) -> dict[str, Any]:
-    """Facts about the work folder (or the nearest existing folder above it), /tmp and /dev/shm. code: digest of
-    gnnfleet's code, to see whether the code was sent before."""
+    """Return facts about the work folder (or the nearest existing folder above it), /tmp and /dev/shm.
+
+    code: digest of gnnfleet's code, to find out whether the work folder has a copy of it.
+    """
     real = os.path.realpath(workdir)
     there = real
     while not os.path.exists(there):
@@ -98,7 +101,10 @@ class Suspect:
 
 
 def ended_without_result(workdir: str) -> list[Suspect]:
-    """Run folders below ``workdir`` that have no result although their supervisor does not run any more."""
+    """Return the node folders of runs below ``workdir`` that have no result but whose supervisor has ended.
+
+    Only the last ``RUNS`` runs by name are examined.
+    """
     runs = os.path.join(workdir, "runs")
     try:
         names = sorted(os.listdir(runs))[-RUNS:]
@@ -149,7 +155,7 @@ _written = []  # type: list[str]
 
 
 def main(request: dict[str, Any]) -> dict[str, Any]:
-    """Answer one request, as described at the top of this module."""
+    """Create, look for, or remove a test file in a folder (format: docstring of the module)."""
     folder = os.path.expanduser(request["folder"])
     path = os.path.join(folder, request["name"])
     if request["op"] == "look":
@@ -180,7 +186,10 @@ def leave() -> None:
 
 
 def identity(folder: str) -> list[int]:
-    """[size, inode, mtime in ns] of the folder's manifest.json; [] without one. A copy differs in at least one."""
+    """Return [size, inode, mtime in ns] of the folder's manifest.json; [] if it does not exist.
+
+    In a copy of the folder at least one of these differs.
+    """
     try:
         status = os.stat(os.path.join(folder, "manifest.json"))
     except OSError:

@@ -23,8 +23,10 @@ SECONDS = 30.0  # timeout of a command; without persistence mode nvidia-smi firs
 
 
 def commands(want_devices: bool) -> dict[str, Any]:
-    """Start ``tmux -V`` and, if wanted, nvidia-smi, in the background. Returns {name: running command} of those
-    installed."""
+    """Start ``tmux -V`` and, if wanted, nvidia-smi, in the background.
+
+    Returns {name: running command} for those that are installed.
+    """
     wanted = {"tmux": ["tmux", "-V"]}
     if want_devices:
         fields = "--query-gpu=%s,driver_version" % GPU_FIELDS
@@ -166,10 +168,10 @@ def group_memory() -> tuple[int, int]:
 
 
 def group_limits(root: str, path: str, most: str, used: str, cache: str) -> list[tuple[int, int]]:
-    """(memory limit, free memory) in bytes of a cgroup and of each of its ancestors that has a limit; inactive page
-    cache counts as free.
+    """Return (memory limit, free memory) in bytes for a cgroup and each of its ancestors that has a limit.
 
-    most, used: names of the files with the limit and the usage; cache: name of the entry in memory.stat.
+    Inactive page cache counts as free. most, used: names of the files with the limit and the usage. cache: name of the
+    inactive page cache in memory.stat.
     """
     found = []
     while True:

@@ -32,7 +32,7 @@ STRANGER, NO_NAME, NO_ANSWER = "stranger", "name", "no answer"
 
 
 def main(request: dict[str, Any]) -> dict[str, Any]:
-    """Answer one request, as described at the top of this module."""
+    """Answer one request, ``open`` or ``connect`` (format: docstring of the module)."""
     if request["op"] == "open":
         return open_all(request)
     return {"blocked": list(connect_all(request))}
@@ -83,7 +83,7 @@ class Listeners:
                 self.greet_all(self.servers[number])
 
     def greet_all(self, server: Any) -> None:
-        """Accept all waiting connections of a listener, send each the greeting, and close it."""
+        """Accept all waiting connections of a listener; send the greeting on each and close it."""
         while True:
             try:
                 client, _ = server._accept()  # needs half the system calls of accept()
@@ -97,7 +97,10 @@ class Listeners:
 
 
 def open_server(port: int) -> socket.socket:
-    """A listening socket on all addresses, made as TCPStore makes its own; IPv4 only if the machine has no IPv6."""
+    """Return a non-blocking socket that listens on all IPv6 and IPv4 addresses, like the socket of TCPStore.
+
+    IPv4 only if the machine has no IPv6.
+    """
     try:
         server, address = socket.socket(socket.AF_INET6, socket.SOCK_STREAM), ("::", port)
         server.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 0)
@@ -125,7 +128,7 @@ def bound(server: socket.socket, address: tuple[str, int]) -> socket.socket:
 
 
 def connect_all(request: dict[str, Any]) -> Iterator[list[Any]]:
-    """[rank, address, port, why] of each target of a request that was not reached.
+    """Connect to all targets of a request; yields [rank, address, port, why] for each that cannot be reached.
 
     Nodes with a higher node rank than this node are tried first, so that nodes do not all connect to the same node at
     once.
@@ -146,7 +149,7 @@ def connect_all(request: dict[str, Any]) -> Iterator[list[Any]]:
 
 
 class Attempt:
-    """An attempt to connect to one port of a node. words: the greeting that is expected from there."""
+    """An attempt to connect to one port of a node. words: the greeting that the listener has to send."""
 
     __slots__ = ("rank", "address", "numeric", "port", "words", "socket", "deadline", "received")
 
@@ -206,7 +209,10 @@ def run_attempts(attempts: list[Attempt], seconds: float) -> Iterator[tuple[Atte
 
 
 def wait_for_ended(poll: Any, running: dict[int, Attempt]) -> list[tuple[int, str]]:
-    """Wait for an event or the next deadline; returns (descriptor, error or '') of each attempt that has ended."""
+    """Wait for an event or the next deadline.
+
+    Returns (descriptor, error) of each attempt that has ended; the error is '' after success.
+    """
     if not running:
         return []
     first = next(iter(running.values()))  # the oldest one has the earliest deadline

@@ -126,8 +126,10 @@ def size_of(manifest: dict[str, Any]) -> dict[str, Any]:
 
 
 def topology_of(manifest: dict[str, Any], folder: str) -> int:
-    """Bytes of the topology of all parts: the files with 1-d tensors. 0 unless ``folder`` has all of them in the right
-    size."""
+    """Return the size in bytes of the topology of all parts, which is in their files with 1-d tensors.
+
+    0 if ``folder`` lacks one of these files or has it in another size.
+    """
     files = [file for file in manifest["files"] if file["path"].startswith("part") and len(file.get("shape", ())) == 1]
     for file in files:
         try:

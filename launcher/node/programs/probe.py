@@ -36,7 +36,7 @@ RESOLVE_SECONDS = 8.0  # for all names together
 
 
 def main(request: dict[str, Any]) -> dict[str, Any]:
-    """Collect the facts; see the module's docstring for ``request``."""
+    """Return facts about this machine; the module's docstring lists the fields of ``request``."""
     started = machine.commands(bool(request.get("devices")))
     own = addresses()
     address = numeric(request["address"]) or own_address(request["peer"])
@@ -68,9 +68,9 @@ def main(request: dict[str, Any]) -> dict[str, Any]:
 
 
 def numeric(name: str) -> str:
-    """The numeric address of a configured name or address; '' when it does not resolve.
+    """Return the numeric address of a configured name or address; '' when it does not resolve.
 
-    Also '' for a name that resolves to loopback, as many machines resolve their own name; except ``localhost``.
+    Many machines resolve their own name to loopback. Therefore such an address also gives '', except for ``localhost``.
     """
     found = lookup(name) if name else ""
     return "" if is_loopback(found) and found != name and name != "localhost" else found
@@ -139,7 +139,10 @@ def existing_run(run_dir: str, session: str) -> str:
 
 
 def lease_facts() -> tuple[list[dict[str, Any]], str]:
-    """The valid leases, as dicts with a description in "words", and why leases cannot be read, or ''."""
+    """Return the valid leases, and the reason if leases cannot be read, else ''.
+
+    Each lease is a dict; its "words" describe the lease in a message.
+    """
     try:
         if not os.listdir(os.environ.get("GNNFLEET_LEASES") or LEASES):
             return [], ""
@@ -176,7 +179,7 @@ def gpus(started: dict[str, Any]) -> dict[str, Any]:
 
 
 def busy_ports(ports: Sequence[int], leases: Iterable[dict[str, Any]] = ()) -> dict[str, str]:
-    """The ports that are in use or leased by a run, each with a description of the user: {port: text}."""
+    """Return {port: text} for the ports that are in use or leased; the text names the process or the lease."""
     busy = {str(port): holder(port) for port in ports if not can_listen(port)}
     for lease in leases:
         kind, _, port = lease["resource"].partition(":")

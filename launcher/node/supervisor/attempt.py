@@ -6,13 +6,13 @@ import glob
 import hashlib
 import json
 import os
+import re
 import shutil
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import replace
 from typing import Any
 
-from launcher.node.json_reader import CHECKPOINT_INDEX, record_in
 from launcher.node.peers.model import Decision
 from launcher.node.record import read_json
 from launcher.node.supervisor.restart import Standing
@@ -20,6 +20,12 @@ from launcher.node.supervisor.spec import NodeSpec
 
 #: Files of an attempt that name ranks or processes; the next attempt writes others.
 _MOVED = ("outcomes", "procs", "progress-rank*", "server.ready", "cluster.json")
+
+_CHECKPOINT = re.compile(r"epoch-(\d{4,})(?:-step-(\d{6,}))?\.pt")  # epochs done, steps done of the next epoch
+
+_COMMENT = b"sha256:"  # followed by 64 hexadecimal digits
+
+_COMMENT_BYTES = len(_COMMENT) + 64
 
 _BLOCK = 1 << 24  # bytes of a checkpoint that are read at once
 
@@ -147,29 +153,43 @@ def standing_of(first: NodeSpec, stepped: bool, idle: Idle) -> Standing:
 
 
 def newest_checkpoint(run_dir: str, idle: Idle = lambda seconds: None) -> dict[str, Any] | None:
-    """The newest checkpoint in ``checkpoints/index.json`` whose file is complete: {"file", "epoch", "step"}; None if
-    there is none."""
+    """The newest checkpoint of this node whose content matches its digest: {"file", "epoch", "step"}; None if there is
+    none.
+
+    Position and digest are stored as in trainer/train/checkpoint.py: in the file's name, and in its archive comment.
+    """
     folder = os.path.join(run_dir, "checkpoints")
-    index = record_in(CHECKPOINT_INDEX, os.path.join(folder, "index.json"))
-    listed = index["checkpoints"] if index else []
-    for entry in sorted(listed, key=lambda one: (one["epoch"], one["step"]), reverse=True):
-        path = os.path.join(folder, entry["file"])
-        if _has(path, entry["bytes"]) and _sha256(path, idle) == entry["sha256"]:
-            return {name: entry[name] for name in ("file", "epoch", "step")}
+    names: list[str] = []
+    with suppress(OSError):
+        names = os.listdir(folder)
+    matches = [match for match in map(_CHECKPOINT.fullmatch, names) if match]
+    for match in sorted(matches, key=_position, reverse=True):
+        if _is_whole(os.path.join(folder, match[0]), idle):
+            epoch, step = _position(match)
+            return {"file": match[0], "epoch": epoch, "step": step}
     return None
 
 
-def _sha256(path: str, idle: Idle) -> str:
-    """The SHA-256 of a file; '' if it cannot be read."""
+def _position(match: re.Match[str]) -> tuple[int, int]:
+    return int(match[1]), int(match[2] or 0)
+
+
+def _is_whole(path: str, idle: Idle) -> bool:
+    """Whether a checkpoint file ends with the SHA-256 of its content; False if it cannot be read."""
     digest = hashlib.sha256()
     try:
         with open(path, "rb") as file:
-            while block := file.read(_BLOCK):
+            left = os.fstat(file.fileno()).st_size - _COMMENT_BYTES - 2  # without the comment and its length
+            while left > 0:
+                block = file.read(min(left, _BLOCK))
+                if not block:
+                    return False
                 digest.update(block)
+                left -= len(block)
                 idle(0.0)
+            return file.read()[2:] == _COMMENT + digest.hexdigest().encode()
     except OSError:
-        return ""
-    return digest.hexdigest()
+        return False
 
 
 def parts_on_disk(first: NodeSpec) -> tuple[int, ...]:

@@ -47,7 +47,7 @@ Trace = Mapping[str, Any]
 def loss_chart(record: RunRecord) -> Chart | None:
     """Return a chart of the loss by step and by epoch; None if there is no loss.
 
-    For a resumed run it also has the loss of the earlier run, up to the point at which it was resumed.
+    If this run resumed an earlier run, the chart also has the loss of the earlier run up to the point of resumption.
     """
     own, begin = record.series, resumed_at(record)
     data = [
@@ -133,7 +133,7 @@ def spent_chart(profile: Profile) -> Chart:
 def pair_chart(
     key: str, title: str, to: Sequence[str], of: Sequence[str], z: Sequence[Sequence[float | None]], unit: str
 ) -> Chart:
-    """Return a heat map with a row for each node that requests (``to``) and a column for each that answers (``of``)."""
+    """Return a heat map of pairs of nodes: rows are receiving nodes (``to``), columns are sending nodes (``of``)."""
     texts = [["" if value is None else _short(value, unit) for value in row] for row in z]
     heat = {
         **_heat(of, to, z, {"title": {"text": unit}, "tickformat": ".0%" if unit == "share" else ".2s"}),

@@ -27,7 +27,10 @@ from launcher.report.report import RunReport, _analysed
 
 
 def written(report: RunReport) -> RunReport:
-    """Analyse the metrics and write the files of the report; what fails is a note in the returned report."""
+    """Analyse the metrics and write the files of the report.
+
+    Returns the report; each failure is added to its notes.
+    """
     report = _analysed(report)
     try:
         report.write()
@@ -72,7 +75,7 @@ def render(page: ReportPage, *, live: str = "") -> str:
 
 
 def render_main(page: ReportPage) -> str:
-    """Render the content between header and footer, by which an open page is updated."""
+    """Render the content between header and footer. Open pages of ``gnnfleet report --watch`` are updated with it."""
     return str(_template("main.html.j2").render(page=page))
 
 

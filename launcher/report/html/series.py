@@ -59,7 +59,7 @@ class _Curve:
 
 @dataclass
 class _Seen:
-    """What the metrics lines that were read so far contain."""
+    """Losses, accuracies and speeds in the metrics lines that were read so far."""
 
     losses: list[Point] = field(default_factory=list)  # losses over all ranks, from epoch lines
     covered: set[int] = field(default_factory=set)  # epochs in ``losses``
@@ -104,7 +104,7 @@ class _Seen:
             self._step_loss(int(epoch), rank, (x, loss))
 
     def _step_loss(self, epoch: int, rank: int, point: Point) -> None:
-        """Add the loss of one step of one rank, for epochs in which no line has the loss over all ranks."""
+        """Add the loss of one step of one rank, unless the epoch already has a loss over all ranks."""
         if epoch in self.covered:
             return
         points = self.steps.setdefault(epoch, {}).setdefault(rank, [])

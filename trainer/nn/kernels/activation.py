@@ -31,11 +31,11 @@ class Activation:
 
     @property
     def scale(self) -> float:
-        """Factor of elements that dropout keeps."""
+        """Factor by which dropout multiplies the elements that it keeps."""
         return 1.0 / (1.0 - self.p)
 
     def of(self, h: Tensor) -> Tensor:
-        """The activated rows, with gradients; on CPU the result overwrites ``h`` (float [n, f])."""
+        """Apply the function to ``h`` (float [n, f]), with gradients. On CPU the result overwrites ``h``."""
         if h.device.type != "cpu":
             return hash_dropout((h + self.bias).relu().to(h.dtype), self.n_id, self.p, self.key, self.layer, self.p > 0)
         return _Activate.apply(h, self.bias, self)  # type: ignore[no-any-return, no-untyped-call]

@@ -67,7 +67,7 @@ class _HashDropout(torch.autograd.Function):
 
 
 def mask_rows(h: Tensor, n_id: Tensor, p: float, stream_key: int) -> Tensor:
-    """``h`` times its mask, by a kernel on CPU and by torch operations on other devices."""
+    """Return ``h`` times its dropout mask, by a kernel on CPU and by torch operations on other devices."""
     if h.device.type != "cpu":
         return mask_rows_torch(h, n_id, p, stream_key)
     out = torch.empty_like(h, memory_format=torch.contiguous_format)
@@ -78,7 +78,7 @@ def mask_rows(h: Tensor, n_id: Tensor, p: float, stream_key: int) -> Tensor:
 
 
 def mask_rows_torch(h: Tensor, n_id: Tensor, p: float, stream_key: int) -> Tensor:
-    """``mask_rows`` with the same mask, bit for bit, in int64 tensors (torch has no unsigned arithmetic)."""
+    """Compute the result of ``mask_rows`` bit for bit in int64 tensors, as torch has no unsigned arithmetic."""
     state = _mix_tensor(n_id ^ _signed(stream_key))
     columns = torch.arange(h.shape[1], device=h.device)
     bits = (state[:, None] + columns * STRIDE) & MASK32

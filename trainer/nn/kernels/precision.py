@@ -44,12 +44,12 @@ def sum_dtype(dtype: torch.dtype) -> torch.dtype:
 
 
 def for_sums(rows: Tensor) -> Tensor:
-    """Convert ``rows`` to their ``sum_dtype``, so that others can be added to them."""
+    """Convert ``rows`` to ``sum_dtype``, the dtype in which they are summed."""
     return rows.to(sum_dtype(rows.dtype))
 
 
 def why_slow(precision: str, device: torch.device, cpuinfo: Path = Path("/proc/cpuinfo")) -> str | None:
-    """Why ``precision`` is probably slower than float32 on this processor; None if it is not, or unknown."""
+    """Return why ``precision`` is probably slower than float32 on this processor; None if no reason is known."""
     if precision == "float32" or device.type != "cpu" or not cpuinfo.exists():
         return None
     if _CPU_FLAGS & set(cpuinfo.read_text().split()):

@@ -48,13 +48,13 @@ def _pool(pid: int, threads: int) -> ThreadPoolExecutor:
 
 
 def as_array(rows: Tensor) -> Array:
-    """The tensor's memory as an array; the bits as uint16 for bfloat16."""
+    """Return a NumPy array that shares the tensor's memory; uint16 with the same bits for bfloat16."""
     own = rows.detach()
     return (own.view(torch.uint16) if own.dtype == torch.bfloat16 else own).numpy()
 
 
 def new_rows(count: int, width: int, dtype: torch.dtype) -> Tensor:
-    """``torch.empty((count, width), dtype=dtype)`` on CPU, in memory that ``slabs`` reuses for every step."""
+    """Return an uninitialized CPU tensor [count, width], whose memory ``slabs`` reuses in later steps."""
     if dtype == torch.bfloat16:
         return torch.from_numpy(slabs.empty((count, width), np.int16)).view(dtype)
     return torch.from_numpy(slabs.empty((count, width), np.float64 if dtype == torch.float64 else np.float32))

@@ -148,7 +148,7 @@ def sum_rows_cpu(
 def sum_rows_torch(
     indptr: Tensor, indices: Tensor, x: Tensor, row_scale: Tensor | None, col_scale: Tensor | None
 ) -> Tensor:
-    """``sum_rows_cpu`` in torch operations, for any device: one value per edge, no row per edge."""
+    """``sum_rows_cpu`` in torch operations, for any device. Memory: one value per edge."""
     x = for_sums(x.detach())
     value = x.new_ones(len(indices)) if col_scale is None else col_scale.to(x.dtype)[indices.long()]
     out = _csr_product(indptr, indices, value, x)
@@ -156,7 +156,10 @@ def sum_rows_torch(
 
 
 def weighted_rows_cpu(indptr: Tensor, indices: Tensor, edges: Tensor | None, weight: Tensor, x: Tensor) -> Tensor:
-    """``attend`` on CSR arrays, by a kernel; ``edges[e]`` is the row of ``weight`` of entry e (None: e itself)."""
+    """``attend`` on CSR arrays, by a kernel.
+
+    CSR entry e has the weights ``weight[edges[e]]``, or ``weight[e]`` if ``edges`` is None.
+    """
     out = x.new_empty(len(indptr) - 1, *x.shape[1:], dtype=sum_dtype(x.dtype))
     rows = (as_array(weight.contiguous()), as_array(x.contiguous()), out.numpy())
     edges_ = None if edges is None else edges.numpy()
@@ -244,7 +247,7 @@ def _edge_dots(first: int, last: int, indptr: Any, indices: Any, grad: Any, x: A
 
 @njit()
 def _transpose(indptr: Any, indices: Any, num_src: int) -> Any:
-    """Counting sort by source; targets are ascending within a source."""
+    """Group edges by source with a counting sort; targets ascend within a source."""
     by_source = np.zeros(num_src + 1, np.int32)
     for e in range(len(indices)):
         by_source[indices[e] + 1] += 1

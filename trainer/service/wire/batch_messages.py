@@ -47,7 +47,7 @@ class _RecordWriter:
         self._numbers += numbers
 
     def many(self, numbers: Sequence[int]) -> None:
-        """Add the number of elements, then the elements."""
+        """Add the length of a sequence, then its elements."""
         self.put(len(numbers), *numbers)
 
     def names(self, names: Iterable[str]) -> None:
@@ -62,8 +62,8 @@ class _RecordWriter:
         self.arrays(*rows.values())
 
     def rounded(self, of: AnyType, rows: Columns, form_of: FormOf) -> None:
-        """Add arrays and their names. The arrays are rounded to their form, and each has a mark for how it was
-        rounded.
+        """Add arrays and their names. Each array is rounded to the form that ``form_of`` returns, and gets a mark that
+        states how it was rounded.
         """
         self.names(rows)
         for name, column in rows.items():
@@ -92,7 +92,7 @@ class _RecordReader:
         return self._run(1)[0]
 
     def count(self) -> int:
-        """Read the number of elements of a sequence, each of which takes at least one number of the records."""
+        """Read the length of a sequence. Raises ``WireError`` if fewer numbers are left in the records."""
         return self._within(self.number())
 
     def many(self) -> tuple[int, ...]:
@@ -126,9 +126,8 @@ class _RecordReader:
         return {name: restored(self.number(), arrays) for name in self.names()}
 
     def _each_once(self) -> Iterator[Array]:
-        """Yield arrays whose indices must ascend. If the same array could be restored often, this could take much more
-        memory than the message.
-        """
+        """Yield the array of each index read. The indices must ascend strictly, so that each array is yielded once."""
+        # Restoring one array many times could take much more memory than the message.
         while True:
             place = self.number()
             if place <= self._last:
@@ -293,8 +292,8 @@ def batch_reply(request: Message, sampled: SampledBatch, form_of: FormOf = lambd
 def read_batch(reply: Message, work: BatchWork) -> SampledBatch:
     """Decode a reply: the batch that a server made for ``work``.
 
-    ``cost`` of the batch: the bytes of the reply; all rows count as remote rows. Raises ``WireError`` if the reply does
-    not fit ``work``.
+    The ``cost`` of the batch contains the bytes of the reply, and counts all rows as remote. Raises ``WireError`` if
+    the reply does not fit ``work``.
     """
     reader = _RecordReader(reply)
     num_hops, induced, count = reader.number(), bool(reader.number()), reader.count()
@@ -369,8 +368,9 @@ def _check_rows(subgraph: SampledSubgraph, rows: Mapping[AnyType, Columns], work
 
 
 def _check_labels(labels: Columns, work: BatchWork) -> int:
-    """Check that the reply has the requested attributes of all seeds. Returns the number of seeds with such
-    attributes.
+    """Check that the reply has the requested labels of all seeds.
+
+    Returns the number of seeds; 0 if no labels were requested.
     """
     of, names = work.labels
     number = len(work.seeds.nodes[of]) if names else 0

@@ -263,8 +263,9 @@ def _read_descriptor(head: bytes, position: int, max_array: int) -> _ArrayHeader
 
 
 def _num_bytes(shape: list[int], dtype: np.dtype[Any], limit: int) -> int:
-    """Return the bytes of an array. Raises ``WireError`` above ``limit``, also for an empty array whose non-zero
-    dimensions alone are that large.
+    """Return the size of an array in bytes. Raises ``WireError`` if the size exceeds ``limit``.
+
+    For an empty array, the product of the non-zero dimensions is checked.
     """
     size = math.prod(shape) * dtype.itemsize
     if size > limit or (not size and math.prod(filter(None, shape)) * dtype.itemsize > limit):
@@ -309,8 +310,9 @@ def widen_ids(array: Array) -> Ids:
 
 
 class TableWriter:
-    """Collects the arrays and names of a message. Methods that add one return the index by which records refer
-    to it.
+    """Collects the arrays and names of a message.
+
+    The methods that add an array or a name return its index, for use in the records of the message.
     """
 
     def __init__(self) -> None:
@@ -328,8 +330,9 @@ class TableWriter:
         return self._places[id(array)][0]
 
     def array(self, array: Array | None) -> int:
-        """Add an array of any dtype; int64 is sent as int32 if it fits. Only ``TableReader.array`` can read the
-        index.
+        """Add an array of any dtype, and return its index for ``TableReader.array``.
+
+        An int64 array is sent as int32 if its values fit.
         """
         if array is None:
             return NONE

@@ -70,8 +70,9 @@ def rounded(name: str, rows: Array, form: WireRows) -> tuple[int, list[Array]]:
 
 
 def restored(mark: int, arrays: Iterator[Array]) -> Array:
-    """Undo ``rounded``: take the next one or two of ``arrays`` and return the rows. Raises ``WireError`` for invalid
-    marks or arrays.
+    """Undo ``rounded``: read one or two arrays from ``arrays``, and return the rows.
+
+    Raises ``WireError`` for invalid marks or arrays.
     """
     if not 0 <= mark < len(_MARKS):
         raise WireError(f"rows of mark {mark}; marks go to {len(_MARKS) - 1}")
@@ -192,10 +193,10 @@ def read_gather_request(message: Message) -> list[RowRequest]:
 def rows_reply(
     message: Message, requests: Sequence[RowRequest], rows: Sequence[Mapping[str, Array]], form_of: FormOf
 ) -> Message:  # fmt: skip
-    """Encode the reply to a request for attributes. Its records are the marks of the arrays; no records if no array is
-    rounded.
+    """Encode the reply to a request for attributes. Its records are the marks of the arrays.
 
-    Raises ``DataError`` for rows that cannot be rounded to the requested form.
+    If no array is rounded, the records are empty. Raises ``DataError`` for rows that cannot be rounded to the
+    requested form.
     """
     columns = [
         rounded(name, np.asarray(found[name]), form_of(request.of, name))
@@ -225,14 +226,15 @@ def read_rows(message: Message, requests: Sequence[RowRequest]) -> list[dict[str
 
 
 def has_edges_request(edge_type: EdgeType, src: Ids, dst: Ids) -> Message:
-    """Encode the question for each i whether an edge ``src[i]`` -> ``dst[i]`` exists."""
+    """Encode a request that asks for each i whether the edge ``src[i]`` -> ``dst[i]`` exists."""
     table = TableWriter()
     return table.message(Kind.HAS_EDGES, _PAIR_RECORD.pack(table.type(edge_type), table.ids(src), table.ids(dst)))
 
 
 def read_has_edges_request(message: Message) -> tuple[EdgeType, Ids, Ids]:
-    """Decode the question which edges exist: edge type, sources and targets. Raises ``WireError`` for an invalid
-    request.
+    """Decode the request of ``has_edges_request``: edge type, sources and targets.
+
+    Raises ``WireError`` for an invalid request.
     """
     table = TableReader(message)
     of, src, dst = _only(table.records(_PAIR_RECORD))
@@ -242,23 +244,22 @@ def read_has_edges_request(message: Message) -> tuple[EdgeType, Ids, Ids]:
 
 
 def read_found(message: Message, count: int) -> npt.NDArray[np.bool_]:
-    """Decode the answer to the question which edges exist: one boolean per edge. Raises ``WireError`` for any other
-    reply.
-    """
+    """Decode the reply to ``has_edges_request``: bool [count]. Raises ``WireError`` for any other reply."""
     if len(message.arrays) != 1 or message.arrays[0].dtype != np.bool_ or message.arrays[0].shape != (count,):
         raise WireError(f"arrays {[(str(array.dtype), array.shape) for array in message.arrays]} for {count} edges")
     return message.arrays[0]
 
 
 def edges_request(part_id: int, edge_type: EdgeType, first: int, count: int) -> Message:
-    """Encode a request for ``count`` edges of a part, from slot ``first`` of the part's edge arrays on."""
+    """Encode a request for ``count`` edges of a part, beginning at slot ``first`` of the part's edge arrays."""
     table = TableWriter()
     return table.message(Kind.EDGES, _SLICE_RECORD.pack(table.type(edge_type), part_id, first, count))
 
 
 def read_edges_request(message: Message) -> tuple[int, EdgeType, int, int]:
-    """Decode a request for edges: part, edge type, first slot and number of edges. Raises ``WireError``, also for too
-    many edges.
+    """Decode a request for edges: part, edge type, first slot and number of edges.
+
+    Raises ``WireError`` for an invalid request or too many edges.
     """
     table = TableReader(message)
     of, part_id, first, count = _only(table.records(_SLICE_RECORD))

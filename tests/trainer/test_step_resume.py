@@ -1,0 +1,181 @@
+"""Tests of checkpoints within an epoch: when they are saved, and that a killed run resumed from one has the same
+losses."""
+
+from __future__ import annotations
+
+import itertools
+import os
+import random
+import signal
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from forked import Forked
+from train_kit import command_line, curve, finish, free_port, job, metrics, rank_environment, run_ranks, write_parts
+from trainer.cli import main
+from trainer.core.ranks import RankGroup, Ranks
+from trainer.train import checkpoint_writer
+from trainer.train.checkpoint import load_checkpoint, position_of
+from trainer.train.checkpoint_writer import SHARE, CheckpointSchedule
+from trainer.train.job import train
+from trainer.train.settings import TrainJob
+
+ALONE = RankGroup(Ranks(), torch.device("cpu"))
+
+EPOCHS, STEPS = 2, 12  # 180 train seeds in batches of 16
+
+KINDS: dict[str, dict[str, Any]] = {
+    "homogeneous": {"batch_size": 16, "epochs": EPOCHS, "dropout": 0.2},
+    "heterogeneous": {"batch_size": 16, "epochs": EPOCHS, "model": "rgcn", "embedding_lr": 0.02},
+}
+
+CHANGES = {"same": (2, 2), "one process fewer": (2, 1), "one more": (2, 3)}
+
+
+@pytest.fixture(scope="module", params=KINDS)
+def kind(request: pytest.FixtureRequest) -> str:
+    return str(request.param)
+
+
+@pytest.fixture(scope="module")
+def parts(kind: str, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp(kind) / "parts"
+    if kind == "homogeneous":
+        return write_parts(folder, 2)
+    return write_parts(folder, 2, "synthetic-hetero")
+
+
+@pytest.fixture(scope="module")
+def undisturbed(kind: str, parts: Path, tmp_path_factory: pytest.TempPathFactory) -> list[float]:
+    """Loss of every step of a run with one process."""
+    folder = tmp_path_factory.mktemp("undisturbed")
+    train(job(parts, folder, **KINDS[kind]), Ranks())
+    losses = curve(folder)
+    assert len(losses) == EPOCHS * STEPS
+    return losses
+
+
+def train_until(words: list[str], every: int, last: int, newest: Path) -> None:
+    """Train, save a checkpoint after every ``every`` steps, and die by SIGKILL after ``last`` steps in all, but not
+    before the file ``newest`` exists."""
+    done = itertools.count(1)
+
+    def due(self: CheckpointSchedule) -> bool:
+        number = next(done)
+        if number == last:
+            while not newest.exists():
+                time.sleep(0.01)
+            os.kill(os.getpid(), signal.SIGKILL)
+        return number % every == 0
+
+    checkpoint_writer.CheckpointSchedule.due = due  # type: ignore[method-assign]
+    main(words)
+
+
+def killed_run(killed: TrainJob, world_size: int, every: int, last: int) -> Path:
+    """Run all ranks of a training job until they are killed; return its newest checkpoint."""
+    port, newest = free_port(), killed.run_dir / "checkpoints" / "last.pt"
+    words = command_line(killed)
+    ranks = [
+        Forked(train_until, (words, every, last, newest), rank_environment(rank, world_size, port))
+        for rank in range(world_size)
+    ]
+    for rank in ranks:
+        assert finish(rank).returncode == -signal.SIGKILL
+    return newest
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_a_killed_run_resumes_at_the_step_with_the_same_losses(
+    change: str, kind: str, parts: Path, undisturbed: list[float], tmp_path: Path
+) -> None:
+    before, after = CHANGES[change]
+    draw = random.Random(f"{kind} {change}")
+    for number in range(2):
+        # ``due`` is not called after the last step of an epoch
+        every, last = draw.randint(1, 5), draw.randint(6, EPOCHS * (STEPS - 1))
+        newest = killed_run(job(parts, tmp_path / f"killed{number}", **KINDS[kind]), before, every, last)
+        saved = load_checkpoint(newest)
+        assert saved.position > (0, 0), f"saved after every {every} steps, killed after {last}"
+        resumed = tmp_path / f"resumed{number}"
+        for ended in run_ranks(after, job(parts, resumed, **KINDS[kind], resume=str(newest))):
+            assert ended.returncode == 0, ended.output
+        first = saved.epoch * STEPS
+        np.testing.assert_allclose(curve(resumed), undisturbed[first:], rtol=1e-4, err_msg=str(saved.position))
+        seeds = sum(line["seeds"] for rank in range(after) for line in metrics(resumed, "epoch", rank))
+        partial = int(saved.partial.sizes.sum()) if saved.partial else 0
+        assert seeds == 180 * (EPOCHS - saved.epoch) - partial, (
+            "no seed of a step before the checkpoint is trained again"
+        )
+        final = load_checkpoint(resumed / "checkpoints" / "last.pt")
+        assert torch.cat(final.step_loss).tolist() == pytest.approx(undisturbed, rel=1e-4)
+
+
+class Clock:
+    """A clock that tests move."""
+
+    def __init__(self) -> None:
+        self.now = 100.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+def saved_at(schedule: CheckpointSchedule, clock: Clock, step_seconds: list[float], cost: float = 0.0) -> list[float]:
+    """Run steps that take so many seconds; return the times of the checkpoints."""
+    times = []
+    for seconds in step_seconds:
+        clock.now += seconds
+        if schedule.due():
+            times.append(clock.now - 100.0)
+            clock.now += cost
+            schedule.saved(cost)
+    return times
+
+
+@pytest.mark.parametrize("step", [0.01, 0.3, 7.0, 45.0])
+def test_a_checkpoint_is_due_about_every_interval(step: float) -> None:
+    clock = Clock()
+    times = saved_at(CheckpointSchedule(60.0, ALONE, clock), clock, [step] * int(600 / step))
+    gaps = np.diff([0.0, *times])
+    assert len(times) > 0 and gaps.min() >= 60.0 and gaps.max() <= 60.0 + 2 * step
+
+
+def test_a_pace_that_changes_does_not_put_off_a_checkpoint_for_long() -> None:
+    clock = Clock()
+    times = saved_at(CheckpointSchedule(60.0, ALONE, clock), clock, [0.01] * 2000 + [0.2] * 1000)
+    assert 60.0 <= times[0] <= 60.0 + 21.0
+
+
+def test_saving_takes_a_small_share_of_the_time() -> None:
+    clock = Clock()
+    times = saved_at(CheckpointSchedule(10.0, ALONE, clock), clock, [0.5] * 2000, cost=4.0)
+    assert np.diff(times).min() >= 4.0 / SHARE
+
+
+def test_ranks_decide_together_about_once_a_second() -> None:
+    messages = []
+
+    class Counted(RankGroup):
+        def from_first(self, value: Any) -> Any:
+            messages.append(value)
+            return value
+
+    clock = Clock()
+    saved_at(CheckpointSchedule(60.0, Counted(Ranks()), clock), clock, [0.01] * 12_000)
+    assert len(messages) < 2 * 65
+
+
+def test_an_interval_of_zero_saves_nothing_within_an_epoch() -> None:
+    clock = Clock()
+    assert saved_at(CheckpointSchedule(0.0, ALONE, clock), clock, [100.0] * 5) == []
+
+
+def test_names_of_files_are_positions() -> None:
+    assert position_of("epoch-0007.pt") == (7, 0) and position_of("epoch-0007-step-000120.pt") == (7, 120)
+    assert position_of("last.pt") is None and position_of(".epoch-0007.pt.12.34") is None

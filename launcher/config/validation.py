@@ -217,7 +217,7 @@ class Reader:
         if (*path, name) in _REMOVED:
             hint = _REMOVED[(*path, name)]
         elif elsewhere:
-            hint = "it belongs " + " or ".join(f"in {where}" if where else "at the top level" for where in elsewhere)
+            hint = "it belongs " + " or ".join(map(_place_of, elsewhere))
         else:
             hint = f"did you mean `{near[0]}`?" if near else f"the keys here are {', '.join(known)}"
         self.bad |= {(*path, near[0])} if near and not elsewhere else {(*where.split("."), name) for where in elsewhere}
@@ -280,6 +280,13 @@ class Reader:
 def dotted(path: KeyPath) -> str:
     """Return the path in the form that --set accepts, as ``nodes.0.procs``."""
     return ".".join(map(str, path))
+
+
+def _place_of(section: str) -> str:
+    """Where a key of a section is written: ``in run``; keys of a node also in the defaults of all nodes."""
+    if section == "nodes":
+        return "in an entry of nodes, or in defaults"
+    return f"in {section}" if section else "at the top level"
 
 
 def plain_value(tree: Tree) -> Any:

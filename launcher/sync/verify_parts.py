@@ -51,7 +51,10 @@ def verify(plan: LaunchPlan, transports: Mapping[int, Transport]) -> VerifyRepor
     wrong = [line for k in sorted(answers) for line in answers[k]]
     if wrong:
         more = [f"… and {len(wrong) - _SHOWN} more"] if len(wrong) > _SHOWN else []
-        remedy = "Copy these files to the nodes again, or make the partition again; then launch again"
+        remedy = (
+            "Copy these files to the nodes again, or delete them and make the partition again with the same options; "
+            "then launch again"
+        )
         raise SyncError("\n".join([*wrong[:_SHOWN], *more, remedy]))
     files = [file for k in wanted for file in wanted[k]]
     return VerifyReport(manifests[min(manifests)], len(files), sum(file.bytes for file in files))

@@ -99,7 +99,10 @@ def verify(context: click.Context, folder: str, part_ids: tuple[int, ...], diges
     for finding in findings:
         click.echo(f"{folder}/{finding}", err=True)
     if findings:
-        click.echo(f"{folder}: {len(findings)} problems; send or make these parts again", err=True)
+        click.echo(
+            f"{folder}: {len(findings)} problems; send these files again, or delete them and make the partition again",
+            err=True,
+        )
         context.exit(1)
     click.echo(f"{folder}: sound" + (f" (parts {', '.join(map(str, part_ids))})" if part_ids else ""))
 

@@ -26,6 +26,11 @@ def on_files(files: Files, config: Any) -> Files:
     return files
 
 
+def on_page_content(html: str, **_: Any) -> str:
+    """Leave the default of an option empty where click has none."""
+    return html.replace("<code>Sentinel.UNSET</code>", "")
+
+
 def on_page_markdown(markdown: str, **_: Any) -> str:
     """Adapt links to templates/ and examples/: next to docs/ in the repository, but at the top level of the site."""
     return re.sub(rf"\]\(\.\./({'|'.join(FOLDERS)})/", r"](\1/", markdown)

@@ -18,6 +18,8 @@ _FOLLOW_UP = re.compile(
     re.IGNORECASE,
 )
 
+_OF_RANK = re.compile(r"error: rank (\d+) \(node\d+")
+
 _LAST_LINES = 12
 
 
@@ -145,7 +147,18 @@ class Outcome:
         if self.oom or self.signal not in (None, "SIGABRT"):
             return False
         last = exit_description.raised(self.traceback) or "\n".join(self.tail if self.signal else self.tail[-3:])
-        return bool(_FOLLOW_UP.search(last))
+        return bool(_FOLLOW_UP.search(last)) or self._repeats_an_error
+
+    @property
+    def _repeats_an_error(self) -> bool:
+        """Whether the rank ended with the error of another rank, as all ranks of a collective call do."""
+        found = _OF_RANK.match(self.own_error)
+        return found is not None and self.rank is not None and int(found[1]) != self.rank
+
+    @property
+    def own_error(self) -> str:
+        """The last line of output that gnnfleet's trainer prints for an error: ``error: …``; '' if there is none."""
+        return next((line for line in reversed(self.tail) if line.startswith("error: ")), "")
 
     def to_json(self) -> dict[str, Any]:
         """Return the outcome as an object of result.json."""

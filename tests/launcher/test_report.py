@@ -67,6 +67,18 @@ def test_the_earliest_failure_is_the_first_failure() -> None:
     assert first_failure([late, early]) is early
 
 
+def test_a_rank_that_repeats_the_error_of_another_rank_is_not_the_first_failure() -> None:
+    text = "checkpoint last.pt cannot be read: No such file or directory"
+    early = replace(outcome(1, 110.0), tail=(f"error: rank 0 (node0, gnn0): {text}",))
+    late = replace(outcome(0, 110.1), tail=(f"error: {text}",))
+    assert first_failure([early, late]) is late
+
+
+def test_the_explanation_is_that_of_the_error_that_the_trainer_printed(tmp_path: Path) -> None:
+    failed = replace(outcome(0, 110.0), tail=("error: checkpoint last.pt cannot be read: No such file or directory",))
+    assert "gnnfleet explain checkpoint-unreadable" in printed(report("failed", [failed], tmp_path))
+
+
 def test_failure_times_are_corrected_by_the_clock_offset() -> None:
     early = outcome(2, 110.0, offset=+3600.0)  # its own clock is an hour ahead
     late = outcome(0, 111.0)

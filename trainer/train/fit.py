@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import os
 import time
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
@@ -258,6 +259,8 @@ class Fit:
             self._print(f"rank {times.rank} waits for batches {times.wait_s / times.step_s:.0%} of a step: {text}")
 
     def _print_traffic(self) -> None:
+        if "GNNFLEET_RUN_ID" in os.environ:
+            return  # the launcher's report has the traffic of all ranks
         for line in traffic_text(
             self.progress.cost, len(self.progress.seconds), self.group.ranks.rank, self._prediction
         ):

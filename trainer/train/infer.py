@@ -171,4 +171,7 @@ def _report(result: InferResult, job: InferJob) -> None:
     (job.out / "infer.json").write_text(json.dumps(record, indent=1) + "\n")
     scores = "".join(f"  {split} {accuracy:.4f}" for split, accuracy in result.accuracy.items())
     print(f"{result.nodes:,} {result.target} nodes, weights of epoch {result.epoch}:{scores}", flush=True)
-    print(f"logits are in {job.out}/part*/logits.npy, their original ids in orig_id.npy", flush=True)
+    print(
+        f"logits are in {job.out}/part*/logits.npy, the row number of each node in the source in orig_id.npy",
+        flush=True,
+    )

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from typing import Any
@@ -14,7 +14,7 @@ from rich.text import Text
 
 from launcher.manage.node_views import OpenRun, opened
 from launcher.report.run_folder import FoundRun, read_folder
-from launcher.report.verdict import NodeView, Verdict, from_here, judge, known_without_nodes, place_of
+from launcher.report.verdict import NodeView, Verdict, from_here, judge, known_without_nodes, last_ranks, place_of
 from launcher.run.live_state import most_of
 from launcher.text import Cell, Column, FittedTable
 
@@ -53,6 +53,11 @@ class Status:
     verdict: Verdict
     views: Mapping[int, NodeView]  #: empty if the run folder on this machine suffices
 
+    @property
+    def ranks(self) -> dict[int, tuple[int, ...]]:
+        """The ranks of each node in ``views``, by node_rank."""
+        return last_ranks(self.views, self.found.needed_plan.lead) if self.views else {}
+
     def to_json(self) -> dict[str, Any]:
         """Return the record that ``--json`` prints."""
         launch = self.found.launch
@@ -65,7 +70,7 @@ class Status:
             "launcher": {"by": launch.who, "pid": launch.pid, "stage": launch.stage, "alive": launch.alive()}
             if launch
             else None,
-            "nodes": [_node_json(view) for view in self.views.values()],
+            "nodes": [_node_json(view, self.ranks[k]) for k, view in self.views.items()],
             "notes": list(self.verdict.notes),
             "next": list(self.verdict.next),
         }
@@ -115,7 +120,7 @@ def rendered(status: Status) -> Group:
     verdict = status.verdict
     parts: list[Text | FittedTable] = [Text(verdict.sentence, _STYLES.get(verdict.state, "bold"))]
     if status.views:
-        rows = [row for view in status.views.values() for row in _rows(view)]
+        rows = [row for k, view in status.views.items() for row in _rows(view, status.ranks[k])]
         parts.append(_table(rows))
     parts += [Text(f"note: {note}", "yellow") for note in verdict.notes]
     parts += [Text(f"finding: {text}", "yellow") for text in _findings(status.views)]
@@ -134,7 +139,7 @@ def _table(rows: list[tuple[Cell, ...]]) -> FittedTable:
     return FittedTable((*_COLUMNS[:index], *_COLUMNS[index + 1 :]), [(*row[:index], *row[index + 1 :]) for row in rows])
 
 
-def _rows(view: NodeView) -> Iterator[tuple[Cell, ...]]:
+def _rows(view: NodeView, ranks: Sequence[int]) -> Iterator[tuple[Cell, ...]]:
     """Yield one table row per rank, or a single row for a node without ranks.
 
     A rank that has not reported a step has no values in the step columns.
@@ -142,10 +147,10 @@ def _rows(view: NodeView) -> Iterator[tuple[Cell, ...]]:
     state = Text(view.word, _NODE_STYLES.get(view.word, ""))
     age = view.heartbeat_age
     beat = f"{age:.1f} s ago" if age is not None else "–"
-    for i, rank in enumerate(view.own_ranks):
+    for i, rank in enumerate(ranks):
         step = view.ranks.get(str(rank), {})
         yield (view.node.label if i == 0 else "", str(rank), state, *_step_cells(step), beat if i == 0 else "")
-    if not view.own_ranks:
+    if not ranks:
         yield (view.node.label, "–", state, *_step_cells({}), beat)
 
 
@@ -176,13 +181,13 @@ def _findings(views: Mapping[int, NodeView]) -> list[str]:
     return list(dict.fromkeys(texts))
 
 
-def _node_json(view: NodeView) -> dict[str, Any]:
+def _node_json(view: NodeView, ranks: Sequence[int]) -> dict[str, Any]:
     return {
         "node_rank": view.node.node_rank,
         "target": view.node.target,
         "state": view.word,
         "why": view.unreachable or view.lost or (view.result or {}).get("reason", ""),
         "heartbeat_age": view.heartbeat_age,
-        "ranks": {str(rank): dict(view.ranks.get(str(rank), {})) for rank in view.own_ranks},
+        "ranks": {str(rank): dict(view.ranks.get(str(rank), {})) for rank in ranks},
         "findings": list((view.result or view.state or {}).get("findings") or []),
     }

@@ -1,7 +1,8 @@
 """Tests the network between all nodes on the ports that training will use, and chooses the address of each node.
 
 All nodes listen, then all connect in parallel (``node/programs/network.py``). Every node connects to the control port
-of the lead node, and every node that trains connects to the master port of the lead node. Nodes that train also connect
+of the lead node, and every node that trains connects to the master port of the lead node; with ``run.restarts`` every
+node has such ports. Nodes that train also connect
 to each other on free ports, as gloo and NCCL do. Clients of a graph server connect to its service port. If some nodes
 cannot reach the first address of a node, its other addresses are tested too.
 """
@@ -19,7 +20,7 @@ from typing import Any, NamedTuple
 from launcher.config.roles import gateways, lead, trainers
 from launcher.config.schema import ClusterConfig
 from launcher.plan.model import NodeFacts
-from launcher.plan.ports import choose, control_candidates, master_candidates, service_candidates
+from launcher.plan.ports import choose, control_candidates, master_candidates, restart_candidates, service_candidates
 from launcher.preflight.finding import Finding, Survey
 from launcher.text import spans
 from launcher.transport.fanout import on_nodes
@@ -91,11 +92,13 @@ class RequiredRoutes:
         self.lead, self.trainers = lead(config), frozenset(trainers(config))
         self.holders, self.gateways = frozenset(config.holders), frozenset(gateways(config))
         self.meet = bool(control_candidates(config))
+        self.any_leads = self.meet and config.run.restarts > 0  # after a restart, each node may be the lead node
 
     def must_reach(self, source: int, target: int, use: str) -> bool:
         """Return whether node ``source`` must connect to the port that node ``target`` has for ``use``.
 
-        If ``use`` is the master or the control port, ``target`` is the lead node, which also connects to its own port.
+        If ``use`` is the master or the control port, ``target`` is the lead node, or with ``run.restarts`` any node; it
+        also connects to its own port.
         """
         if use in (MASTER, CONTROL):
             return use == CONTROL or source in self.trainers
@@ -110,6 +113,7 @@ class RequiredRoutes:
         found = {target for target in nodes if target in self.holders and self.must_reach(source, target, SERVICE)}
         found |= {target for target in nodes if self.must_reach(source, target, FREE)}
         found |= {self.lead} & {*nodes} if self.meet else set()
+        found |= {*nodes} if self.any_leads else set()
         return frozenset(found - {source})
 
 
@@ -160,6 +164,8 @@ def ports_of(config: ClusterConfig, k: int, fact: NodeFacts) -> dict[str, int]:
     candidates = {SERVICE: service_candidates(config, k)}
     if k == lead(config):
         candidates |= {MASTER: master_candidates(config), CONTROL: control_candidates(config)}
+    elif config.run.restarts:
+        candidates[CONTROL], candidates[MASTER] = restart_candidates(config, k)
     wanted = {use: choose(ports, fact) for use, ports in candidates.items() if ports}
     return {use: port for use, port in wanted.items() if port in fact.free_ports}
 
@@ -212,7 +218,8 @@ class ConnectivityTest:
     def _endpoints(self, chosen: Mapping[int, str]) -> list[Endpoint]:
         """Return the endpoints of the nodes in ``chosen``, a mapping node_rank → address."""
         master = "" if self.config.run.master_addr == "auto" else self.config.run.master_addr
-        return [one for k, own in chosen.items() for one in self.listening[k].endpoints(k, own, master)]
+        masters = {self.routes.lead: master}
+        return [one for k, own in chosen.items() for one in self.listening[k].endpoints(k, own, masters.get(k, ""))]
 
     def _connect_all(self, endpoints: Collection[Endpoint]) -> list[BlockedRoute]:
         """Let every node connect to those of ``endpoints`` that it must reach; return the routes that are blocked."""

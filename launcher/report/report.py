@@ -197,7 +197,7 @@ def _print_done(report: RunReport, console: Console) -> None:
     epochs = [line for line in report.metrics.epochs() if line.get("rank") == 0]
     if epochs:
         console.print(_epoch_table(epochs, report.metrics.of_kind("eval")))
-    elif last := last_loss(report.metrics.files):
+    elif last := last_loss(_last_files(report)):
         console.print(Text(last, "bold"))
     throughput = report.metrics.throughput()
     if throughput:
@@ -211,6 +211,15 @@ def _print_done(report: RunReport, console: Console) -> None:
             console.print(Text(f"{split} accuracy: {result[f'{split}_accuracy']:.4f}", "bold"))
     for line in output_lines(report.folder):
         console.print(Text(line), soft_wrap=True)
+
+
+def _last_files(report: RunReport) -> list[Path]:
+    """Return the metrics files of the ranks of the last attempt."""
+    if not report.restarts:
+        return [*report.metrics.files]
+    ranks = report.restarts[-1]["ranks"].items()
+    names = {f"node{k}/metrics-rank{rank}.jsonl" for k, own in ranks for rank in own}
+    return [path for path in report.metrics.files if f"{path.parent.name}/{path.name}" in names]
 
 
 def _epoch_table(epochs: Sequence[Mapping[str, Any]], evals: Iterable[Mapping[str, Any]]) -> Table:

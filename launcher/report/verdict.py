@@ -64,12 +64,6 @@ class NodeView:
         return self.result or self.state or {}
 
     @property
-    def own_ranks(self) -> tuple[int, ...]:
-        """The ranks of the node, which are others after a restart."""
-        restarts = self.report.get("restarts")
-        return tuple(restarts[-1]["ranks"].get(str(self.node.node_rank), ())) if restarts else self.node.ranks
-
-    @property
     def ranks(self) -> Mapping[str, Mapping[str, Any]]:
         """The last step of each rank on the node, by rank."""
         return (self.state or {}).get("ranks") or {}
@@ -183,9 +177,11 @@ def _running(found: FoundRun, everyone: list[NodeView], alive: list[NodeView], u
         verb = _what_it_does(alive)
     where = progress_words(found, alive)
     verb += f" after {again}" if again else ""
-    sentence = (
-        f"run {found.run_id} {verb}: {_size(plan)}" + (f", {where}" if where else "") + f"; {launcher_words(found)}"
-    )
+    size = _size(plan)
+    if again:
+        ranks = [own for own in last_ranks({view.node.node_rank: view for view in everyone}, hub).values() if own]
+        size = f"{count(len(ranks), 'training node')}, {count(sum(map(len, ranks)), 'rank')}"
+    sentence = f"run {found.run_id} {verb}: {size}" + (f", {where}" if where else "") + f"; {launcher_words(found)}"
     notes = [
         *_unreachable_notes(unreachable, alive),
         *(_ended_note(view) for view in everyone if view.reached and not view.alive),
@@ -371,6 +367,14 @@ def done_without(views: Sequence[NodeView], hub: int, *, only_gone: bool = False
 def last_hub(views: Sequence[NodeView], lead: int) -> int:
     """Return the lead node of the last attempt; ``lead``: that of the first one."""
     return last_attempt({view.node.node_rank: view.report for view in views}, lead)[0]
+
+
+def last_ranks(views: Views, lead: int) -> dict[int, tuple[int, ...]]:
+    """Return the ranks of each node in the last attempt, by node_rank."""
+    restarts = last_attempt({k: view.report for k, view in views.items()}, lead)[1].get("restarts")
+    if not restarts:
+        return {k: view.node.ranks for k, view in views.items()}
+    return {k: tuple(restarts[-1]["ranks"].get(str(k), ())) for k in views}
 
 
 def restart_words(views: Sequence[NodeView], lead: int) -> str:

@@ -40,8 +40,9 @@ class RestartRun(Run):
         super().__init__(folder, count, argv=python(TRAIN), **more)
         ports = [(self.port if k == self.lead else free_port(), free_port()) for k in range(count)]
         sites = [
-            {"address": "127.0.0.1", "bind": "127.0.0.1", "control_port": control, "master_port": master, "nproc": 1}
-            for control, master in ports
+            {"address": "127.0.0.1", "bind": "127.0.0.1", "control_port": control, "master_port": master}
+            | {"nproc": len(node.spec["ranks"])}
+            for node, (control, master) in zip(self.nodes, ports, strict=True)
         ]
         for node in self.nodes:
             node.spec |= {"restarts": restarts, "sites": sites}
@@ -52,7 +53,8 @@ class RestartRun(Run):
         """Start the run and wait until every node has a checkpoint."""
         self.start(up=False)
         for node in self.nodes:
-            wait_until(lambda folder=node.path / "checkpoints": any(folder.glob("epoch-*.pt")))
+            if node.spec["trainer"]:
+                wait_until(lambda folder=node.path / "checkpoints": any(folder.glob("epoch-*.pt")))
         wait_until(lambda: len(self.nodes) == 1 or self.met())
         return self
 

@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 
 from launcher.node import procs
-from launching import REPOSITORY, Running, local_config
+from launching import REPOSITORY, Running, launch, local_config
 from restart_kit import TRAIN
 from waiting import wait_until
 
@@ -33,10 +33,10 @@ def private_tmux(compiled_kernels: None, tmp_path: Path, monkeypatch: pytest.Mon
 class Counting:
     """A launch of three nodes whose ranks count steps until ``finish`` is called."""
 
-    def __init__(self, folder: Path, **run: Any) -> None:
+    def __init__(self, folder: Path, data: dict[str, Any] | None = None, **run: Any) -> None:
         self.folder = folder
         settings = {"restarts": 3, "peer_timeout": 3, "grace": 1, **run}
-        self.config = local_config(folder, [1, 1, 1], run=settings, data={"replicas": 2})
+        self.config = local_config(folder, [1, 1, 1], run=settings, data=data or {"replicas": 2})
         (folder / "train.py").write_text(TRAIN)
         self.running = Running(self.config, "--run-id", "again", "--", "python", "train.py", str(folder / "go"))
 
@@ -121,3 +121,20 @@ def test_a_run_that_cannot_start_again_says_why(tmp_path: Path) -> None:
     while procs.run_processes(f"GNNFLEET_RUN_DIR={run.node(0)}", None) and time.monotonic() - since < 10:
         time.sleep(0.1)
     assert procs.run_processes(f"GNNFLEET_RUN_DIR={run.node(0)}", None) == []
+
+
+@pytest.mark.slow
+def test_parts_of_a_lost_node_are_read_from_a_shared_folder(tmp_path: Path) -> None:
+    (tmp_path / "made").mkdir()
+    made = launch(local_config(tmp_path / "made", [1, 1, 1]), "--", "false")
+    parts = tmp_path / "made/parts"
+    assert (parts / "manifest.json").is_file(), made.output
+    run = Counting(tmp_path, {"mode": "verify", "folder": str(parts)})
+    run.await_steps(0, 1, 2)
+    run.kill(1, "supervisor")
+    run.await_steps(0, 2, generation=1)
+    nodes = json.loads((run.node(0) / "cluster.json").read_text())["nodes"]
+    assert [(node["node_rank"], node["parts"]) for node in nodes] == [(0, [0, 1]), (2, [2])]
+    (tmp_path / "go").touch()
+    done = run.running.end()
+    assert done.status == 0 and done.result["state"] == "done", done.output

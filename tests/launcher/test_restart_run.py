@@ -174,3 +174,47 @@ def test_a_stop_is_no_reason_to_start_again(make: MakeRun) -> None:
     results = run.results()
     assert [result["state"] for result in results.values()] == ["stopped"] * 2
     assert results[0]["reason"] == "stop requested by al@pc (gnnfleet stop), on node1 (gpu1)"
+
+
+TWO_COPIES = [[0, 1], [1, 0], [], []]
+
+
+def test_a_lost_client_is_left_behind(make: MakeRun) -> None:
+    run = make(4, roles="sscc", parts=TWO_COPIES).stepping()
+    run.nodes[3].supervisor.kill()  # type: ignore[union-attr]
+    await_attempt(run.nodes[2], 0, world=1)
+    results = run.finish(without=(3,))
+    assert [result["state"] for result in results.values()] == ["done"] * 3
+    assert results[0]["restarts"][0]["nodes"] == [0, 1, 2] and results[0]["restarts"][0]["without"] == [3]
+
+
+@pytest.mark.slow
+def test_a_lost_server_with_a_copy_needs_no_restart_and_stays_away_from_the_next(make: MakeRun) -> None:
+    run = make(4, roles="sscc", parts=TWO_COPIES).stepping()
+    run.nodes[1].supervisor.kill()  # type: ignore[union-attr]
+    wait_until(lambda: "1" in run.nodes[2].json("state.json")["gone"], 20)
+    assert restarts(run.nodes[2]) == []
+    os.kill(run.nodes[3].pid("rank3"), signal.SIGKILL)
+    for k, (rank,) in {2: _ranks_of(run, 2), 3: _ranks_of(run, 3)}.items():
+        await_attempt(run.nodes[k], rank, world=2)
+    results = run.finish(without=(1,))
+    assert [result["state"] for result in results.values()] == ["done"] * 3
+    assert results[0]["restarts"][0]["nodes"] == [0, 2, 3] and set(results[2]["gone"]) == {"1"}
+
+
+@pytest.mark.slow
+def test_a_server_that_keeps_dying_is_started_again_with_all_others(make: MakeRun) -> None:
+    run = make(4, roles="sscc", parts=[[0], [1], [], []], server_restarts=0).stepping()
+    os.kill(run.nodes[0].pid("server"), signal.SIGKILL)
+    await_attempt(run.nodes[2], _ranks_of(run, 2)[0], world=2)
+    wait_until(lambda: run.nodes[0].log("server").count("serving") == 2, 20)
+    results = run.finish()
+    assert [result["state"] for result in results.values()] == ["done"] * 4
+    assert "server of node0 (gpu0) ended while it was needed" in results[1]["restarts"][0]["reason"]
+
+
+def _ranks_of(run: RestartRun, k: int) -> list[int]:
+    """Wait for the first restart; return the ranks of node ``k`` in it."""
+    wait_until(lambda: restarts(run.nodes[k]), 20)
+    found: list[int] = restarts(run.nodes[k])[0]["ranks"][str(k)]
+    return found

@@ -1,0 +1,77 @@
+"""Tests that training which starts again after a failure has the loss curve of a run without a failure."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from launching import REPOSITORY, Launched, Running, launch, local_config
+from waiting import wait_until
+
+EPOCHS = 12
+TRAIN = {"epochs": EPOCHS, "batch_size": 64}
+
+
+@pytest.fixture(scope="module")
+def curve(tmp_path_factory: pytest.TempPathFactory, compiled_kernels: None) -> list[float]:
+    """Return the loss of each step of a run without a failure."""
+    folder = tmp_path_factory.mktemp("whole")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("TMUX_TMPDIR", str(folder))
+        done = launch(local_config(folder, [1, 1, 1], train=TRAIN, data={"replicas": 2}))
+    assert done.status == 0, done.output
+    return losses(done)
+
+
+def losses(done: Launched) -> list[float]:
+    """Return the loss of each step over all epochs; of an epoch that was trained twice, those of the last time."""
+    by_epoch = {line["epoch"]: line["step_loss"] for line in done.metrics("epoch") if "step_loss" in line}
+    assert sorted(by_epoch) == list(range(1, EPOCHS + 1))
+    return [loss for epoch in sorted(by_epoch) for loss in by_epoch[epoch]]
+
+
+def state(folder: Path, k: int) -> dict:
+    found: dict = json.loads((folder / f"node{k}/runs/again/node{k}/state.json").read_text())
+    return found
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("what", ["rank", "server", "lead node", "launcher and node"])
+def test_the_loss_curve_is_that_of_a_run_without_a_failure(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, curve: list[float], what: str
+) -> None:
+    monkeypatch.setenv("TMUX_TMPDIR", str(tmp_path))
+    run = {"restarts": 3, "peer_timeout": 3, "grace": 1, "server_restarts": 0}
+    config = local_config(tmp_path, [1, 1, 1], train=TRAIN, data={"replicas": 2}, run=run)
+    running = Running(config, "--run-id", "again").await_line("epoch 2/")
+    if what in ("rank", "server"):
+        name = "rank1" if what == "rank" else "server"
+        os.kill(next(one["pid"] for one in state(tmp_path, 1)["processes"] if one["name"] == name), signal.SIGKILL)
+    else:
+        if what == "launcher and node":
+            running.process.kill()
+        os.kill(state(tmp_path, 0 if what == "lead node" else 2)["pid"], signal.SIGKILL)
+    if what == "launcher and node":
+        wait_until((tmp_path / "node0/runs/again/node0/result.json").exists, 120)
+        done = _follow(tmp_path)
+    else:
+        done = running.end(120)
+    assert done.status == 0 and "Done in" in done.output, done.output
+    (restart,) = done.result["restarts"]
+    assert restart["epoch"] >= 1 and "from epoch" in restart["text"]
+    found = losses(done)
+    assert len(found) == len(curve) and found == pytest.approx(curve, rel=1e-3)
+    assert (done.run_dir / "checkpoints/last.pt").exists()
+
+
+def _follow(folder: Path) -> Launched:
+    """Run ``gnnfleet follow`` for the run whose launcher was killed."""
+    argv = [sys.executable, str(REPOSITORY / "launch.py"), "follow", "again"]
+    done = subprocess.run(argv, cwd=folder, capture_output=True, text=True, timeout=90, check=False)
+    return Launched(done.returncode, done.stdout + done.stderr, folder)

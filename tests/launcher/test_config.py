@@ -59,7 +59,7 @@ MISTAKES = {
     TWO + "nam: x\n": ["3: unknown key `nam` at the top level; did you mean `name`?"],
     TWO + "epochs: 3\n": ["3: unknown key `epochs` at the top level; it belongs in train"],
     TWO + "train:\n  lr: 0.1\n  fanout: [3]\n": ["5: unknown key `fanout` in train; did you mean `fanouts`?"],
-    TWO + "run:\n  workdir: /x\n": ["4: unknown key `workdir` in run; it belongs in nodes"],
+    TWO + "run:\n  workdir: /x\n": ["4: unknown key `workdir` in run; it belongs in an entry of nodes, or in defaults"],
     TWO + "train: {transport: local}\n": ["3: unknown key `transport` in train; it belongs at the top level"],
     "nodes: [a]\ndata: {dataset: synthetic, partition: {qqq: 1}}\n": [
         "2: unknown key `qqq` in data.partition; the keys here are method, balance, clusters, seed, rows"

@@ -14,7 +14,8 @@ from launcher.files import CODE_ROOT
 _INTRO = """\
 # cluster.yml, key by key
 
-This page is written by `python -m launcher.config.reference`; change the help texts in `launcher/config/schema.py`.
+<!-- Written by python -m launcher.config.reference; change the help texts in launcher/config/schema.py. -->
+
 Ready-made files are in `templates/`. The smallest config that runs on two machines:
 
 ```yaml

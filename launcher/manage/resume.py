@@ -12,7 +12,7 @@ from launcher.manage.collect_run import collect_run, folder_for
 from launcher.manage.node_views import OpenRun
 from launcher.report.run_folder import FoundRun, read_folder
 from launcher.report.verdict import known_without_nodes, progress_words
-from launcher.run.options import LaunchOptions
+from launcher.run.options import SHORT_KEYS, TRAINER_ONLY, LaunchOptions
 
 
 @dataclass(frozen=True)
@@ -68,6 +68,8 @@ def _prepared(found: FoundRun, options: LaunchOptions, notes: tuple[str, ...]) -
     _ = found.needed_config
     assert folder is not None
     own = options.own_command or own_command_of(found)
+    if own and not options.own_command:
+        _check_no_trainer_options(found, options)
     _check_unfinished(found, options, own)
     checkpoint = folder / "checkpoints" / "last.pt"
     overrides: tuple[str, ...] = (f"run.runs_dir={folder.parent.absolute()}",)
@@ -86,6 +88,16 @@ def _prepared(found: FoundRun, options: LaunchOptions, notes: tuple[str, ...]) -
     )
     cwd = Path(found.launch.cwd) if own and found.launch else None
     return PreparedResume(resumed, cwd, told, notes)
+
+
+def _check_no_trainer_options(found: FoundRun, options: LaunchOptions) -> None:
+    """Raise UsageError if ``options`` change settings of the bundled trainer, which an own command does not read."""
+    keys = {text.partition("=")[0] for text in options.overrides}
+    if given := sorted(keys & {SHORT_KEYS[name] for name in TRAINER_ONLY}):
+        raise UsageError(
+            f"{', '.join(given)}: the run's own command does not read settings of the bundled trainer; give the "
+            f"command with its new options: gnnfleet resume {found.words} -- python …"
+        )
 
 
 def _check_unfinished(found: FoundRun, options: LaunchOptions, own: Sequence[str]) -> None:

@@ -319,6 +319,17 @@ def test_resume_of_an_own_command_uses_the_folder_it_was_launched_in(local_run) 
     assert f"train.resume={checkpoint}" in again.options.overrides and again.told == f"resuming from {checkpoint}"
 
 
+def test_resume_of_an_own_command_refuses_settings_of_the_bundled_trainer(local_run) -> None:
+    local_run.launched("preflight", own_command=["python", "mine.py"], cwd=str(local_run.top))
+    with chosen(Choice("r1"), offline=lambda found: True) as opened:
+        with pytest.raises(
+            UsageError, match="train.epochs: the run's own command does not read .* resume r1 -- python"
+        ):
+            prepare(opened, Path("runs"), LaunchOptions(Path(), overrides=("train.epochs=8",)))
+        given = LaunchOptions(Path(), overrides=("train.epochs=8",), own_command=("python", "other.py"))
+        assert prepare(opened, Path("runs"), given).options.own_command == ("python", "other.py")
+
+
 def test_resume_of_a_done_run_requires_more_epochs(local_run, capsys) -> None:
     ended(local_run.launched("train").start("print(1)"))
     run_cli(capsys, "collect")

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 
@@ -10,7 +12,10 @@ from data_kit import save_arrays
 from trainer.core.errors import DataError
 from trainer.core.schema import HOMO_EDGE
 from trainer.data import load_dataset
+from trainer.data.dataset import EdgeData
+from trainer.data.hold_out import hold_out_links
 from trainer.data.load import dataset_fingerprint
+from trainer.data.options import SourceOptions
 from trainer.partition.make import PartitionSpec, make_partition
 
 SMALL = {"num_nodes": 2000}
@@ -116,3 +121,21 @@ def test_partitions_contain_the_held_out_links(tmp_path):
 def test_invalid_options_are_refused(options, message):
     with pytest.raises(DataError, match=message):
         load_dataset("synthetic-hetero", None, {**SMALL, **options})
+
+
+@pytest.mark.parametrize("share", [1.0, 0.5, 0.0])
+def test_held_out_links_do_not_remain_in_a_reverse_type_of_another_name(share):
+    data = load_dataset("synthetic-hetero", None, SMALL)
+    forward = data.edges[WRITES].edge_index
+    kept = forward[:, : int(share * forward.shape[1])]
+    edges = {WRITES: data.edges[WRITES], ("paper", "by", "author"): EdgeData(np.ascontiguousarray(kept[::-1]))}
+    done = hold_out_links(replace(data, edges=edges), SourceOptions(hold_out="author__writes__paper"))
+    links = pairs(done.graph_attrs["test_links"]) | pairs(done.graph_attrs["val_links"])
+    left = turned(pairs(done.edges[("paper", "by", "author")].edge_index)) & links
+    (note,) = [note for note in done.notes if "paper__by__author" in note] or [""]
+    if share == 1.0:
+        assert not left and note.endswith("are also removed from their reverse, paper__by__author")
+    elif share:
+        assert left and f"{len(left):,} of the {len(links):,} held-out links" in note
+    else:
+        assert not note

@@ -39,8 +39,9 @@ def hold_out_links(dataset: Dataset, options: HoldOut) -> Dataset:
     The options state the shares of the links to move. A hash of source and target decides whether a link is moved, so
     all copies of an edge are moved together, and so are both directions if the ends have the same node type. The same
     links are removed from the reverse edge type, ``rev_<relation>`` (or ``<relation>`` for an edge type
-    ``rev_<relation>``), if it exists. Self loops between nodes of one type are kept. Raises ``DataError`` for an
-    unknown edge type and for shares out of range.
+    ``rev_<relation>``), if it exists, and from each other edge type back in which all of them occur. If only some of
+    them occur in such a type, they stay, and a note says so. Self loops between nodes of one type are kept. Raises
+    ``DataError`` for an unknown edge type and for shares out of range.
     """
     if options.hold_out is None:
         return dataset
@@ -55,7 +56,34 @@ def hold_out_links(dataset: Dataset, options: HoldOut) -> Dataset:
     if back in edges:
         val, test = chosen.of(edges[back].edge_index[::-1])
         edges[back] = _kept(edges[back], ~(val | test))
-    return replace(dataset, edges=edges, graph_attrs={**dataset.graph_attrs, **links})
+    notes = _remove_from_other_reverses(edges, of, np.concatenate(list(links.values()), axis=1))
+    attrs = {**dataset.graph_attrs, **links}
+    return replace(dataset, edges=edges, graph_attrs=attrs, notes=(*dataset.notes, *notes))
+
+
+def _remove_from_other_reverses(edges: dict[EdgeType, EdgeData], of: EdgeType, links: Array) -> list[str]:
+    """Remove the reverses of ``links`` [2, n] from each edge type that has all of them, except between nodes of one
+    type.
+
+    Returns a note for each edge type that has some.
+    """
+    notes = []
+    for back in edges:
+        if of[0] == of[2] or (back[0], back[2]) != (of[2], of[0]) or back == _reverse(of):
+            continue
+        target, source = edges[back].edge_index.astype(np.int64)
+        width = 1 + max(int(target.max(initial=0)), int(links[1].max(initial=0)))
+        wanted, there = links[0] * width + links[1], source * width + target
+        count = int(np.isin(wanted, there).sum())
+        if count == len(wanted) > 0:
+            edges[back] = _kept(edges[back], ~np.isin(there, wanted))
+            notes.append(f"held-out links of {type_name(of)} are also removed from their reverse, {type_name(back)}")
+        elif count:
+            notes.append(
+                f"{count:,} of the {len(wanted):,} held-out links of {type_name(of)} are still in {type_name(back)}, "
+                "reversed; if it is the reverse type, leave it out and set undirected: true"
+            )
+    return notes
 
 
 @dataclass(frozen=True)

@@ -164,10 +164,19 @@ def last_attempt(reports: Mapping[int, Mapping[str, Any] | None], lead: int) -> 
 
 
 def first_node(reports: Mapping[int, Mapping[str, Any] | None], lead: int) -> int | None:
-    """Return the node of rank 0 in the last attempt; None if the run has not started again. Arguments as in
-    ``last_attempt``."""
+    """Return the node whose checkpoint is that of the run: that of rank 0 in the last attempt, or another node of that
+    attempt if the former has not reported. None without ``run.restarts``: only one node has a checkpoint then.
+
+    Arguments as in ``last_attempt``.
+    """
+    heard = [k for k, report in sorted(reports.items()) if report and "restarts" in report]
+    if not heard:
+        return None
     restarts = last_attempt(reports, lead)[1].get("restarts") or ()
-    return next((int(k) for k, ranks in restarts[-1]["ranks"].items() if 0 in ranks), None) if restarts else None
+    ranks = {int(k): own for k, own in restarts[-1]["ranks"].items()} if restarts else {lead: [0]}
+    first = next((k for k, own in ranks.items() if 0 in own), lead)
+    others = [k for k in heard if k in ranks or not restarts]
+    return first if first in heard else next(iter(others), None)
 
 
 class Ending:

@@ -98,6 +98,12 @@ def test_which_node_leads_the_last_attempt(tmp_path: Path) -> None:
     assert last_attempt({0: {"state": "done"}}, 0)[0] == 0 and first_node({0: {"state": "done"}}, 0) is None
 
 
+def test_the_checkpoint_is_that_of_a_node_of_the_last_attempt() -> None:
+    assert first_node({1: result(), 2: None}, 0) == 1, "the node of rank 0 cannot be reached"
+    assert first_node({2: {"restarts": []}, 1: {"restarts": []}}, 0) == 1, "nor can the lead node"
+    assert first_node({0: {"restarts": []}, 1: {"restarts": []}}, 0) == 0
+
+
 def test_nodes_are_expendable_until_the_run_has_ended(tmp_path: Path) -> None:
     spares = Spares(plan(tmp_path), restarts=3)
     assert all(k in spares for k in range(3))

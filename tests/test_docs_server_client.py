@@ -122,7 +122,7 @@ def test_settings_of_the_page_are_the_defaults() -> None:
 
 def test_every_setting_of_servers_and_clients_is_described() -> None:
     keys = {key for key in RunConfig.__dataclass_fields__ if key.startswith("server_")} | {
-        "on_client_loss",
+        "restarts",
         "wire_rows",
     }
     assert {key for key in keys | {"replicas", "serving"} if not re.search(rf"\b{key}\b", PAGE)} == set()

@@ -6,7 +6,7 @@ import os
 import re
 from dataclasses import dataclass, fields
 
-from launcher.config.roles import clients, host_key
+from launcher.config.roles import host_key
 from launcher.config.schema import ClusterConfig, DataConfig, NodeConfig, node_workdir
 from launcher.config.validation import Reader
 from launcher.text import count
@@ -87,14 +87,8 @@ def check(config: ClusterConfig, reader: Reader) -> None:
 
 
 def _restarts(config: ClusterConfig, reader: Reader) -> None:
-    """Report settings of restarts that contradict other settings or the number of nodes."""
+    """Report settings of restarts that contradict the number of nodes."""
     run, training = config.run, sum(node.trains for node in config.nodes)
-    if run.restarts and run.on_client_loss == "go-on" and reader.good(("run", "restarts"), ("run", "on_client_loss")):
-        reader.report(
-            ("run", "on_client_loss"),
-            "run.on_client_loss: go-on cannot be combined with run.restarts, which also continue without a lost "
-            "client; leave on_client_loss out",
-        )
     if (
         run.restarts
         and config.nodes
@@ -159,12 +153,6 @@ def _nodes(config: ClusterConfig, reader: Reader) -> None:
         reader.report(
             ("nodes",),
             f"nodes: {config.world_size:,} training processes in total, of at most {_MOST_RANKS:,}; lower procs",
-        )
-    if config.run.on_client_loss == "go-on" and not clients(config) and not config.data.serving and config.nodes:
-        reader.report(
-            ("run", "on_client_loss"),
-            "run.on_client_loss: go-on applies to nodes of `role: client`, and no node has that role; "
-            "losing a worker stops the run",
         )
 
 

@@ -66,7 +66,7 @@ def resolve_serving(config: ClusterConfig) -> ResolvedConfig:
         raise UsageError("nodes: all are clients, so no node can serve; give the hosts of the graph `role: server`")
     kept = [node for node in config.nodes if node.role == "server"] or [node for node in config.nodes if node.holds]
     nodes = tuple(replace(node, role="server", procs=None, devices=()) for node in kept)
-    return _resolved(config, nodes=nodes, run=replace(config.run, on_client_loss="stop"))
+    return _resolved(config, nodes=nodes)
 
 
 def resolve_saved(config: ClusterConfig, nodes: Sequence[NodeConfig] | None = None) -> ResolvedConfig:

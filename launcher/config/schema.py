@@ -319,10 +319,6 @@ class RunConfig:
     server_restarts: int = setting(
         "Number of times that a graph server that died is restarted, per hour.", 3, at_least=0
     )
-    on_client_loss: Literal["stop", "go-on"] = setting(
-        "When a `client` node is lost: `stop` the run, or `go-on` with the others. Without its lead node a run stops.",
-        "stop",
-    )
     restarts: int = setting(
         "How often a run that fails starts again by itself, from the newest checkpoint and without the nodes that were "
         "lost; the launcher is not needed. 0: never.",

@@ -54,6 +54,10 @@ _REMOVED: Mapping[KeyPath, str] = {
         "run",
         "compress",
     ): "compression has been removed; `run.wire_rows: float16` or `int8` sends fewer bytes",
+    (
+        "run",
+        "on_client_loss",
+    ): "it has been removed; with `run.restarts` a run starts again without a lost client",
 }
 
 _SET_ON_ALL = "--set nodes.*."  #: prefix of the origin of a value that was set on every node

@@ -19,7 +19,7 @@ from launcher.manage.node_views import OpenRun
 from launcher.report.events import EventLog
 from launcher.report.report import RunReport
 from launcher.run.interrupts import OnInterrupt
-from launcher.run.lifecycle import View, rejoin
+from launcher.run.lifecycle import View, follow_run
 from launcher.transport import open_transport
 from launcher.transport.base import Completed, OnBytes, OnLine, Talk, Transport
 
@@ -36,7 +36,7 @@ def follow(
     prepare_folder(run, folder)
     config = found.needed_config
     with closing(EventLog(folder / "events.jsonl", sys.stdout if as_json else None)) as events:
-        return rejoin(
+        return follow_run(
             found.needed_plan,
             _transports(run),
             run=config.run,

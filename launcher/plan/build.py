@@ -37,12 +37,6 @@ def new_token() -> Secret:
     return Secret(secrets.token_hex(16))
 
 
-_OWN_GOES_ON = (
-    "run.on_client_loss: go-on: your own command must continue without a lost client in a new process group; "
-    "trainer/train/regroup.py shows how (team.json in docs/ARCHITECTURE.md)"
-)
-
-
 def make_plan(
     config: ResolvedConfig,
     *,
@@ -244,8 +238,6 @@ def _notes(
     serving: ServingCluster | None,
 ) -> list[str]:
     notes = [config.left_out] if config.left_out else []
-    if own is not None and config.run.on_client_loss == "go-on":
-        notes.append(_OWN_GOES_ON)
     if config.data.serving and serving is None:
         notes.append(f"the servers of `{config.data.serving}`, and their keys, are looked up at launch")
     notes += _servers_of(serving) if serving else []

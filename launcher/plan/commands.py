@@ -182,8 +182,6 @@ def _rank_env(context: PlanContext, site: Site) -> dict[str, str]:
         env |= {"GNNFLEET_SERVER_WAIT": f"{run.server_wait:g}"} | _reach_env(context, site)
     if context.own and context.resume:
         env["GNNFLEET_RESUME"] = f"{site.run_dir}/{context.resume.dest}"
-    if run.on_client_loss == "go-on":
-        env |= {"GNNFLEET_ON_CLIENT_LOSS": "go-on", "GNNFLEET_PEER_TIMEOUT": f"{run.peer_timeout:g}"}
     if run.restarts:
         env["GNNFLEET_RESTARTS"] = str(run.restarts)  # every node keeps checkpoints
     env["PYTHONPATH"] = f"{site.code_dir}/launcher/node/site:{site.code_dir}"  # a sitecustomize that dumps stacks

@@ -152,7 +152,6 @@ def _node_spec(context: PlanContext, site: Site, commands: NodeCommands) -> Mapp
         "on_nan": run.on_nan,
         "role": site.node.role,
         "server_restarts": run.server_restarts,
-        "on_client_loss": run.on_client_loss,
         **_restarts(context, site),
     }
 

@@ -390,7 +390,7 @@ def _size(plan: LaunchPlan) -> str:
 
 def _what_it_does(alive: Sequence[NodeView]) -> str:
     words = {view.word for view in alive}
-    if "regrouping" in words:
+    if "deciding" in words:
         return "prepares a restart"
     if "training" in words:
         return "trains"

@@ -154,7 +154,7 @@ def report_detached(context: FollowContext, followed: Followed, board: Board) ->
     return RunReport(run_id, "detached", (), None, Metrics(), seconds, context.folder)
 
 
-def rejoin(
+def follow_run(
     plan: LaunchPlan,
     transports: Mapping[int, Transport | TransportError],
     *,

@@ -137,7 +137,7 @@ class Board:
         self.findings.append(finding_words(finding))
         k = finding["node_rank"]
         self.suspects.add(k)
-        if finding["kind"] in ("client-lost", "server-lost") and k in self.nodes:
+        if finding["kind"] == "server-lost" and k in self.nodes:
             self.nodes[k].left = True
 
     def connection_lost(self, node_rank: int, why: str) -> None:
@@ -157,13 +157,9 @@ class Board:
         node = self.nodes[node_rank]
         node.state, node.over, node.connection_error = state, True, ""
 
-    def remaining(self) -> list[RankRow]:
-        """Return the rows of all ranks, except those on nodes that the run continues without."""
-        return [row for row in self.ranks.values() if not self.nodes[row.node_rank].left]
-
     def stepping(self) -> list[RankRow]:
-        """Return the rows of ranks that have reported a step, except on nodes that the run continues without."""
-        return [row for row in self.remaining() if row.step is not None]
+        """Return the rows of ranks that have reported a step."""
+        return [row for row in self.ranks.values() if row.step is not None]
 
     def slowest(self) -> RankRow | None:
         """Return the rank with the lowest epoch and step."""
@@ -186,12 +182,12 @@ class Board:
         return (1.0 - done) * since / at_first if since > _RATE_AFTER and at_first > 0 else None
 
     def seeds_per_s(self) -> float:
-        """Return the seeds per second of the run: the sum over all ranks that are not lost."""
-        return sum(row.seeds_per_s or 0.0 for row in self.remaining())
+        """Return the seeds per second of the run: the sum over all ranks."""
+        return sum(row.seeds_per_s or 0.0 for row in self.ranks.values())
 
     def loss(self) -> float | None:
         """Return the mean loss of the ranks that have reported one; None if none has."""
-        return mean(row.loss for row in self.remaining())
+        return mean(row.loss for row in self.ranks.values())
 
     def severity(self, node_rank: int, now: float) -> int:
         """Return how much attention a node needs: 0 most, 3 least."""
@@ -209,7 +205,7 @@ class Board:
         if row is None:
             return "no step yet" if self.ranks else "serving"
         shown = "" if loss is None else f"  loss {loss:.4f}"
-        speed = f"{self.seeds_per_s():,.0f} seeds/s on {len(self.stepping())} of {len(self.remaining())} ranks"
+        speed = f"{self.seeds_per_s():,.0f} seeds/s on {len(self.stepping())} of {len(self.ranks.values())} ranks"
         return f"{self.at(row)}{shown}  {speed}"
 
     def at(self, row: RankRow) -> str:

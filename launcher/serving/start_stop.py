@@ -31,7 +31,7 @@ _SLACK = 15.0  # seconds beyond start_timeout for a supervisor to report a failu
 _STOP = 5.0  # seconds for leftover processes to stop
 
 _OLD_FILES = (
-    "state.json result.json team.json server.ready digests.json server_stats.json control outcomes procs clients"
+    "state.json result.json server.ready digests.json server_stats.json control outcomes procs clients"
 ).split()
 
 _NO_FILES = ("--only", "")

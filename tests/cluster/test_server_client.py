@@ -13,7 +13,7 @@ import launching
 from launching import Launched
 from netns import NetCluster
 from operator_kit import end_processes
-from server_client_kit import SERVERS, STEPS, Stage, curves_of_one_process, every_seed_once, same_curves
+from server_client_kit import RESTARTS, SERVERS, STEPS, Stage, curves_of_one_process, every_seed_once, same_curves
 
 SHARED_DATA = Path(__file__).resolve().parents[3] / "shared" / "data" / "debian"
 
@@ -173,19 +173,18 @@ def ended_by(done: Launched, stage: Stage, k: int, name: str, since: float, seco
 
 
 @pytest.mark.slow
-def test_with_go_on_the_others_continue_without_a_killed_client(stage: Stage) -> None:
-    run = stage.run(on_client_loss="go-on").await_step(2, 25)
+def test_with_restarts_a_killed_client_trains_again(stage: Stage) -> None:
+    run = stage.run(**RESTARTS).await_step(2, 25)
     run.kill_rank(3)
     done = run.end()
     same_curves(done, stage)
     every_seed_once(run)
-    assert "client node3" in done.output and "the other nodes continue without it" in done.output
-    assert stage.left() == []
+    assert "going on with 5 of 5 nodes from epoch" in done.output and stage.left() == []
 
 
 @pytest.mark.slow
-def test_with_go_on_the_others_continue_without_a_powered_off_client(stage: Stage) -> None:
-    host, run = stage.cluster.hosts[4], stage.run(on_client_loss="go-on").await_step(2, 25)
+def test_with_restarts_the_others_go_on_without_a_powered_off_client(stage: Stage) -> None:
+    host, run = stage.cluster.hosts[4], stage.run(**RESTARTS).await_step(2, 25)
     try:
         host.power_cut()
         done = run.end()
@@ -195,7 +194,7 @@ def test_with_go_on_the_others_continue_without_a_powered_off_client(stage: Stag
         host.wait_until_up()
     same_curves(done, stage)
     every_seed_once(run)
-    assert "client node4" in done.output and left == []
+    assert [one["without"] for one in done.result["restarts"]] == [[4]] and left == [], done.output
 
 
 @pytest.mark.slow
@@ -218,7 +217,7 @@ def test_by_default_a_lost_client_ends_the_run(stage: Stage, trouble: str) -> No
 
 @pytest.mark.slow
 def test_losing_the_lead_client_ends_the_run(stage: Stage) -> None:
-    run = stage.run(on_client_loss="go-on").await_step(2, 3)
+    run = stage.run().await_step(2, 3)
     since = time.time()
     run.kill_rank(2)
     done = run.end()
@@ -259,7 +258,7 @@ def test_a_server_behind_ten_megabits_only_slows_the_run(stage: Stage) -> None:
 def test_a_server_and_two_clients_lost_one_after_the_other(stage: Stage) -> None:
     # The host of a server is powered off. One client is killed while the other clients still search for the parts of
     # that server, another client later, during evaluation.
-    host, run = stage.cluster.hosts[1], stage.run(replicas=2, on_client_loss="go-on").await_step(1, 10)
+    host, run = stage.cluster.hosts[1], stage.run(replicas=2, **RESTARTS).await_step(1, 10)
     try:
         host.power_cut()
         time.sleep(1)

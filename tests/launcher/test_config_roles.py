@@ -54,10 +54,6 @@ MISTAKES = {
     "nodes:\n  - host: a\n    role: server\n    devices: [0]\n  - b\n" + DATA: [
         "4: nodes.0.devices: a server starts no training processes; leave devices out, or make it `role: worker`"
     ],
-    "nodes: [a, b]\n" + DATA + "run: {on_client_loss: go-on}\n": [
-        "3: run.on_client_loss: go-on applies to nodes of `role: client`, and no node has that role; losing a worker "
-        "stops the run"
-    ],
     "nodes: [a]\ndata: {serving: ../products}\n": [
         "2: data.serving: '../products' is not a valid name of a serving cluster; names have up to 80 letters, digits, "
         "`-` and `_`",
@@ -125,7 +121,7 @@ def test_a_config_of_a_serving_cluster_also_works_for_its_runs(tmp_path: Path) -
 
 def test_a_run_that_attaches_needs_no_dataset_and_no_servers(tmp_path: Path) -> None:
     text = "nodes:\n  - {host: a, role: client}\n  - b\ndata: {serving: products}\n"
-    config = load(tmp_path, text + "run: {on_client_loss: go-on}\n")
+    config = load(tmp_path, text)
     assert config.data.dataset == "" and {node.role for node in resolve_run(config).nodes} == {"client"}
 
 

@@ -13,14 +13,14 @@ ROLES = ("server", "server", "client", "client")
 @pytest.mark.parametrize(
     ("roles", "parts", "gone", "spare"),
     [
-        (ROLES, COPIES, (), [0, 1, 3]),
-        (ROLES, COPIES, (1,), [3]),
-        (ROLES, ((0, 1), (2, 3), (), ()), (), [3]),
-        (ROLES, ((0, 1), (1, 2), (), ()), (), [3]),
+        (ROLES, COPIES, (), [0, 1]),
+        (ROLES, COPIES, (1,), []),
+        (ROLES, ((0, 1), (2, 3), (), ()), (), []),
+        (ROLES, ((0, 1), (1, 2), (), ()), (), []),
         (("server", "server", "server", "client"), ((0, 1), (1, 2), (2, 0), ()), (), [0, 1, 2]),
         (("server", "server", "server", "client"), ((0, 1), (1, 2), (2, 0), ()), (1,), []),
         (("worker", "server"), ((0, 1), (1, 0)), (), [1]),
-        (("worker", "server", "client"), ((0, 1), (1, 0), ()), (), [2]),
+        (("worker", "server", "client"), ((0, 1), (1, 0), ()), (), []),
         ((), (), (), []),
     ],
 )
@@ -28,25 +28,18 @@ def test_which_nodes_can_be_lost(
     roles: tuple[str, ...], parts: tuple[tuple[int, ...], ...], gone: tuple[int, ...], spare: list[int]
 ) -> None:
     lead = next((k for k, role in enumerate(roles) if role != "server"), 0)
-    assert Crew(lead, roles, parts, go_on=True).spare(gone) == spare
-
-
-def test_clients_are_needed_by_default() -> None:
-    assert Crew(2, ROLES, COPIES).spare() == [0, 1]
+    assert Crew(lead, roles, parts).spare(gone) == spare
 
 
 def test_messages_of_losses() -> None:
     labels = ("node0 (g0)", "node1 (g1)", "node2 (c0)", "node3 (c1)")
-    meeting = PeerConfig("t", 2, labels, "a", "b", 1, 1.0, 1.0, Crew(2, ROLES, COPIES, go_on=True))
+    meeting = PeerConfig("t", 2, labels, "a", "b", 1, 1.0, 1.0, Crew(2, ROLES, COPIES))
     lost, failed = (
         make_cause(1, "node", "lost", "no sign of life", 0.0),
         make_cause(3, "rank3", "failure", "raised X", 0.0),
     )
     assert left_words(lost, meeting, ()) == (
         "server node1 (g1) was lost at 00:00:00 UTC (no sign of life): parts 0, 1, 2, 3 are served by node0 (g0)"
-    )
-    assert left_words(failed, meeting, ()) == (
-        "client node3 (c1) failed at 00:00:00 UTC (rank 3 raised X): the other nodes continue without it"
     )
     assert fatal(failed, meeting, ()) == failed
     assert fatal(lost, meeting, {0})["reason"] == (

@@ -113,11 +113,12 @@ def test_the_time_left_is_estimated_from_the_speed_so_far() -> None:
 
 def test_lost_ranks_do_not_hold_back_the_progress_of_the_run() -> None:
     board = board_of(3, 1)
-    board.finding({"kind": "client-lost", "node_rank": 2, "text": "client node2 was lost"})
+    restart = {"generation": 1, "of": 3, "nodes": [0, 1], "ranks": {"0": [0], "1": [1]}}
+    board.state(0, {"state": "training", "generation": 1, "restarts": [restart]})
     for rank in (0, 1):
         board.metric(step(rank, 41, t=9.0))
     assert board.progress_line() == "epoch 3 step 42/50  loss 0.4512  4,068 seeds/s on 2 of 2 ranks"
-    assert shown(board)[0].split(" · ")[2:4] == ["epoch 3/10 step 42/50", "4,068 seeds/s"]
+    assert shown(board)[0].split(" · ")[3:5] == ["epoch 3/10 step 42/50", "4,068 seeds/s"]
     assert board.summary() == "2 nodes, 2 ranks; epoch 3 of 10, step 42 of 50"
 
 

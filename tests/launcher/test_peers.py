@@ -32,7 +32,6 @@ IDLE = {
     "findings": [],
     "stacks": None,
     "own_ranks": [],
-    "begun": False,
 }
 TOKEN = "5ecret"
 LABELS = ("node0 (a)", "node1 (b)", "node2 (c)")

@@ -174,20 +174,6 @@ def test_steps_with_almost_equal_times_do_not_accumulate() -> None:
     assert len(seen._lines[0]) < 100
 
 
-def test_a_pause_for_regrouping_is_no_stall() -> None:
-    # While ranks form a new process group after a loss, a pause is no stall; it does not raise the limit for later
-    # stalls either.
-    run = Cluster(stall_after=20.0)
-    run.steps(0, 10)
-    del run.ranks[3]
-    run.generation = 1
-    assert run.wait(200) == [], "the others wait for each other"
-    run.ranks[0]["at"] = [2, 11, "load"]
-    run.wait(320)
-    assert [finding["kind"] for finding in run.findings] == ["stall"]
-    assert "the longest pause before was 1.00 s" in run.findings[0]["text"]
-
-
 def test_a_stopped_rank_leads_the_report_wherever_it_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     # All ranks are at the same step, so only the stack of the stopped rank shows which rank is the cause of the stall.
     values = {"num_nodes": 2, "ready_file": "", "server": None, "trainer": None, "start_timeout": 9.0, "grace": 1.0}

@@ -17,7 +17,6 @@ class Cluster:
         self.judge = Judge(stall_after, LABELS, **more)
         self.at, self.now, self.findings = at, 1000.0, list[dict[str, Any]]()
         self.ranks: dict[int, dict[str, Any]] = {}
-        self.generation = 0  # generation of the ranks' process group
 
     def rank(self, rank: int, step: int, phase: str = "load", **more: Any) -> None:
         at = [2, step, phase] if self.at else None
@@ -34,7 +33,7 @@ class Cluster:
         for _ in range(round(seconds)):
             self.now += 1
             nodes = {node: {str(rank): self.ranks[rank] for rank in self.ranks if rank // 2 == node} for node in (0, 1)}
-            found += self.judge.look(self.now, nodes, self.generation)
+            found += self.judge.look(self.now, nodes)
         self.findings += found
         return found
 

@@ -121,8 +121,6 @@ class RankGroup:
         device: Device that this rank trains on.
         timeout: Seconds that a collective call may take.
         gradients: Process group for gradients. None: the default process group.
-        members: Ranks that are left of the run, ascending. None: all ranks.
-        generation: Number of times that ranks have left ``members``.
         group: Gloo process group of the collective calls. None: the default process group.
 
     Example:
@@ -142,8 +140,6 @@ class RankGroup:
     device: torch.device = torch.device("cpu")
     timeout: float = 120.0
     gradients: Any = None
-    members: tuple[int, ...] | None = None
-    generation: int = 0
     group: Any = None
 
     @classmethod
@@ -154,22 +150,22 @@ class RankGroup:
         created then.
 
         Args:
-            ranks: Rank and world size of this process; replaced by those of ``torch.distributed``.
+            ranks: Rank and world size of this process; replaced by those of the group.
         """
         if not (dist.is_available() and dist.is_initialized()):
-            return cls(ranks, members=(ranks.rank,))
+            return cls(replace(ranks, rank=0, world_size=1))
         group = None if dist.get_backend() == "gloo" else dist.new_group(backend="gloo")
         return cls(replace(ranks, rank=dist.get_rank(), world_size=dist.get_world_size()), group=group)
 
     @property
     def rank(self) -> int:
-        """Rank of this process within the group. Error messages name ``ranks.rank`` instead, the rank in the run."""
-        return self.ranks.rank if self.members is None else self.members.index(self.ranks.rank)
+        """Rank of this process in the group."""
+        return self.ranks.rank
 
     @property
     def size(self) -> int:
         """Number of ranks in the group."""
-        return self.ranks.world_size if self.members is None else len(self.members)
+        return self.ranks.world_size
 
     def sum(self, values: Tensor) -> Tensor:
         """Sum a CPU tensor over all ranks, in place, and return it.
@@ -287,26 +283,26 @@ def join_ranks(ranks: Ranks, device: torch.device, backend: str, timeout: float)
     this rank has reported its error. Raises ``PeerError`` when a rank does not connect or is lost later, and
     ``SettingsError`` for NCCL without a CUDA device.
     """
-    check_backend(ranks, device, backend)
+    _check_backend(ranks, device, backend)
     if ranks.world_size == 1:
         yield RankGroup(ranks, device, timeout)
         return
     _rendezvous(ranks, timeout)
     try:
-        yield RankGroup(ranks, device, timeout, gradient_group(device, backend, ranks.world_size, timeout))
+        yield RankGroup(ranks, device, timeout, _gradient_group(device, backend, ranks.world_size, timeout))
     except RuntimeError as error:
-        if not says_peer_gone(error):
+        if not _says_peer_gone(error):
             raise
-        raise lost_peer(ranks, timeout, error) from error
+        raise _lost_peer(ranks, timeout, error) from error
     dist.destroy_process_group()
 
 
-def says_peer_gone(error: RuntimeError) -> bool:
+def _says_peer_gone(error: RuntimeError) -> bool:
     """Return whether torch.distributed raised ``error`` because another process is gone or does not answer."""
     return _PEER_GONE.search(str(error)) is not None
 
 
-def lost_peer(ranks: Ranks, timeout: float, error: Exception) -> PeerError:
+def _lost_peer(ranks: Ranks, timeout: float, error: Exception) -> PeerError:
     """Return the error to raise on a rank that lost the connection to another rank."""
     return PeerError(
         f"{ranks} lost another rank, or got no answer within {timeout:g} s; see the first failure of the run for the "
@@ -314,7 +310,7 @@ def lost_peer(ranks: Ranks, timeout: float, error: Exception) -> PeerError:
     )
 
 
-def check_backend(ranks: Ranks, device: torch.device, backend: str) -> None:
+def _check_backend(ranks: Ranks, device: torch.device, backend: str) -> None:
     """Raise ``SettingsError`` if ``backend`` is nccl and ``device`` is not CUDA. Make a CUDA device the current one."""
     if backend == "nccl" and device.type != "cuda":
         raise SettingsError(f"backend nccl needs a CUDA device, and {ranks} has none; use auto or gloo")
@@ -322,7 +318,7 @@ def check_backend(ranks: Ranks, device: torch.device, backend: str) -> None:
         torch.cuda.set_device(device)
 
 
-def patience(timeout: float, environ: Mapping[str, str] = os.environ) -> float:
+def _patience(timeout: float, environ: Mapping[str, str] = os.environ) -> float:
     """Return the seconds to wait for all ranks at the start: ``timeout``, or GNNFLEET_START_TIMEOUT if that is larger.
 
     In a run, a rank connects only when the graph server of its node is ready, and the server may have to compile
@@ -332,18 +328,18 @@ def patience(timeout: float, environ: Mapping[str, str] = os.environ) -> float:
 
 
 def _rendezvous(ranks: Ranks, timeout: float) -> None:
-    limit = patience(timeout)
-    store = run_store(ranks, limit, wait_for_workers=True)
+    limit = _patience(timeout)
+    store = run_store(ranks, limit)
     try:
         dist.init_process_group(
             "gloo", store=store, timeout=timedelta(seconds=limit), rank=ranks.rank, world_size=ranks.world_size
         )
         dist.distributed_c10d._set_pg_timeout(timedelta(seconds=timeout))
     except (RuntimeError, ValueError) as error:
-        raise rendezvous_error(ranks, limit, error) from error
+        raise _rendezvous_error(ranks, limit, error) from error
 
 
-def run_store(ranks: Ranks, timeout: float, *, wait_for_workers: bool) -> Store:
+def run_store(ranks: Ranks, timeout: float) -> Store:
     """Connect to the key-value store of the run: torchrun's on the lead node, or else one that rank 0 creates.
 
     A store has no authentication. If rank 0 creates the store and MASTER_ADDR is an address of this host, the store
@@ -354,11 +350,11 @@ def run_store(ranks: Ranks, timeout: float, *, wait_for_workers: bool) -> Store:
     try:
         return TCPStore(
             ranks.master_addr, ranks.master_port, ranks.world_size, not of_agent and ranks.rank == 0,
-            timedelta(seconds=timeout), wait_for_workers=wait_for_workers, multi_tenant=not of_agent,
+            timedelta(seconds=timeout), wait_for_workers=True, multi_tenant=not of_agent,
             master_listen_fd=listener.detach() if listener else None,
         )  # fmt: skip
     except (RuntimeError, ValueError) as error:
-        raise rendezvous_error(ranks, timeout, error) from error
+        raise _rendezvous_error(ranks, timeout, error) from error
 
 
 def _listener(address: str, port: int) -> socket.socket | None:
@@ -377,7 +373,7 @@ def _listener(address: str, port: int) -> socket.socket | None:
         return None
 
 
-def rendezvous_error(ranks: Ranks, timeout: float, error: Exception) -> PeerError:
+def _rendezvous_error(ranks: Ranks, timeout: float, error: Exception) -> PeerError:
     """Return the error to raise on a rank that did not connect to the others within ``timeout`` seconds."""
     where = f"{ranks.master_addr}:{ranks.master_port}"
     return PeerError(
@@ -388,7 +384,7 @@ def rendezvous_error(ranks: Ranks, timeout: float, error: Exception) -> PeerErro
     )
 
 
-def gradient_group(device: torch.device, backend: str, size: int, timeout: float) -> Any:
+def _gradient_group(device: torch.device, backend: str, size: int, timeout: float) -> Any:
     """Return a NCCL process group for gradients, or None to use the default process group.
 
     NCCL is used if ``backend`` is nccl, or if it is auto and all ranks have CUDA. All ranks must call this function.

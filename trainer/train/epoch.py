@@ -6,7 +6,7 @@ import math
 import time
 from collections.abc import Callable, Generator, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 import torch
@@ -48,7 +48,7 @@ class EpochReport:
     own_seeds: int  #: seeds of this rank in these steps
     cost: Cost  #: of this rank's batches
     batches: int  #: of this rank
-    times: StepTimes  #: of this rank; after a regroup only of the steps since then
+    times: StepTimes  #: of this rank
     cpu_s: float  #: CPU seconds of this rank's process, all threads
 
     @property
@@ -78,7 +78,7 @@ class EpochSums:
     seeds: int = 0  #: of this rank
     costs: list[Cost] = field(default_factory=list)  #: of this rank's batches
     resumed: int = 0  #: steps that an earlier process trained, before a resume within the epoch
-    started: float = math.nan  #: when ``begin`` was called first; monotonic, seconds
+    started: float = math.nan  #: when ``begin`` was called; monotonic, seconds
     cpu_began: float = math.nan  #: CPU seconds of this process at that time
 
     @classmethod
@@ -88,9 +88,8 @@ class EpochSums:
         return cls(partial.loss_sums.clone(), sizes=sizes, resumed=len(sizes))
 
     def begin(self) -> None:
-        """Start the clocks, unless they run already."""
-        if math.isnan(self.started):
-            self.started, self.cpu_began = time.monotonic(), time.process_time()
+        """Start the clocks."""
+        self.started, self.cpu_began = time.monotonic(), time.process_time()
 
     def add(self, batch: AnyBatch, loss: Tensor) -> None:
         self.losses.append(loss.detach())
@@ -99,7 +98,7 @@ class EpochSums:
         self.costs.append(batch.cost)
 
     def reduce_losses(self, group: RankGroup) -> None:
-        """Sum the losses over ranks, so that the sums include ranks that are lost later. Collective."""
+        """Sum the losses of the steps after ``sums`` over ranks. Collective."""
         if self.losses:
             self.sums = torch.cat([self.sums, group.sum(torch.stack(self.losses).double().cpu())])
             self.losses = []
@@ -107,10 +106,6 @@ class EpochSums:
     def partial(self) -> PartialEpoch:
         """The steps done, for a checkpoint; ``reduce_losses`` must have been called after the last one."""
         return PartialEpoch(self.sums.clone(), torch.tensor(self.sizes))
-
-    def copy(self) -> EpochSums:
-        """A copy that later calls of ``add`` do not change."""
-        return replace(self, losses=list(self.losses), sizes=list(self.sizes), costs=list(self.costs))
 
     @property
     def steps(self) -> int:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import os
 import time
 from collections.abc import Iterator, Mapping
@@ -31,7 +30,6 @@ from trainer.train.epoch import AnyBatch, Batches, EpochReport, EpochSums, Score
 from trainer.train.metrics import MetricsLog
 from trainer.train.optimize import Optimizers, averaged
 from trainer.train.profile import thread_advice
-from trainer.train.regroup import SNAPSHOT_STEPS, CannotRegroup, Progress, Snapshots, newest_common
 from trainer.train.run_times import RankTimes
 from trainer.train.settings import TrainSettings
 from trainer.train.task import Task
@@ -48,6 +46,20 @@ class FitResult:
     step_loss: tuple[torch.Tensor, ...]  #: float64 [steps] per epoch, including those before a resume
     epoch_seconds: tuple[float, ...]  #: of the epochs that this process trained
     checkpoint: Path | None  #: newest file; None when no epoch was left to train
+
+
+@dataclass(frozen=True)
+class Progress:
+    """Results of a run so far, without the weights."""
+
+    done: int = 0  #: epochs trained
+    scored: bool = True  #: whether epoch ``done`` has been evaluated, if an evaluation is due
+    step_loss: tuple[torch.Tensor, ...] = ()  #: float64 [steps] per epoch done
+    best: BestEpoch | None = None
+    seconds: tuple[float, ...] = ()  #: of each epoch that this process trained
+    cost: Cost = Cost()  #: of this rank's batches in those epochs
+    report: EpochReport | None = None  #: of epoch ``done``; None if a checkpoint was resumed there
+    tally: EpochSums | None = None  #: of the next epoch, after a resume within it
 
 
 @dataclass(frozen=True)
@@ -75,23 +87,18 @@ class Fit:
     def __init__(
         self, settings: TrainSettings, model: nn.Module, task: Task, loaders: Mapping[str, Batches], group: RankGroup,
         metrics: MetricsLog, folder: Path, graph: Mapping[str, Any], embedding: ShardedEmbedding | None = None,
-        regroups: bool = False, writers: tuple[int, ...] = (0,),
+        writers: tuple[int, ...] = (0,),
     ):  # fmt: skip
-        """regroups: keep snapshots, so that ``rejoin`` can be called after the loss of a rank.
-
-        writers: ranks that write checkpoints, each into its own ``folder``.
-        """
+        """writers: ranks that write checkpoints, each into its own ``folder``."""
         self.settings, self.task, self.loaders, self.group = settings, task, loaders, group
         self.metrics, self.folder, self.graph = metrics, folder, graph
         self.model = model.to(group.device)
         self.optimizers = Optimizers.of(settings, model, embedding)
         self.progress = Progress()
         self.best_rows: torch.Tensor | None = None  #: this rank's embedding rows of the best epoch
-        self._snapshots = Snapshots() if regroups else None
         self._writers, self._writer = writers, CheckpointWriter(folder)
         self._saving_s = 0.0  #: seconds by which checkpoints within the current epoch have delayed it
         self._schedule = CheckpointSchedule(settings.checkpoint_seconds, group)
-        self._reported: set[tuple[Any, ...]] = set()
         self._prediction: Prediction | None = None  #: of the traffic from other hosts to this rank
         self._starvation_printed = False
 
@@ -115,27 +122,6 @@ class Fit:
         self._prediction = filled.prediction
         self._print(str(filled))
 
-    def rejoin(self, group: RankGroup, loaders: Mapping[str, Batches]) -> None:
-        """Restore the newest snapshot that all remaining ranks (``group``) have; ``run`` continues from it.
-
-        Raises ``CannotRegroup`` when the lost ranks stored a share of the model.
-        """
-        if self.optimizers.rows is not None:
-            raise CannotRegroup(
-                f"{group.ranks}: the run cannot continue without the lost ranks, because each stored a share of the "
-                "embedding rows of nodes without features; resume from the last checkpoint"
-            )
-        assert self._snapshots is not None
-        snapshot = self._snapshots.rewind_to(newest_common(group.gather(self._snapshots.positions())))
-        self.model = copy.deepcopy(self.model)  # drops the hooks that the lost group's DistributedDataParallel set
-        self.optimizers = Optimizers.of(self.settings, self.model, None)
-        snapshot.restore(self.model, self.optimizers)
-        self.progress, self.group, self.loaders = snapshot.progress, group, loaders
-        self._schedule = CheckpointSchedule(self.settings.checkpoint_seconds, group)
-        done, _, step = self.progress.position
-        self.metrics.write("regroup", generation=group.generation, ranks=group.members, epochs=done, step=step)
-        self._print(f"continuing with {group.size} of {group.ranks.world_size} ranks after epoch {done}, step {step}")
-
     def run(self) -> FitResult:
         """Train up to ``settings.epochs``, then score the best epoch's weights on the test split."""
         wrapped = self._wrapped()
@@ -143,7 +129,6 @@ class Fit:
         if self.progress.done >= self.settings.epochs and self.progress.report is None:
             epochs = f"epoch {self.progress.done} of {self.settings.epochs}"
             self._print(f"nothing to train: the checkpoint is at {epochs}; increase --epochs to train further")
-        self._snapshot()
         self._schedule.saved()
         while self.progress.done < self.settings.epochs or not self.progress.scored:
             if self.progress.scored:
@@ -156,19 +141,14 @@ class Fit:
         before = self.progress
         report = train_epoch(
             wrapped, self.task, self.optimizers, self.loaders["train"], before.done + 1, self.group, self.metrics,
-            before.tally and before.tally.copy(), self._after_step,
+            before.tally, self._after_step,
         )  # fmt: skip
         curve, seconds = (*before.step_loss, report.step_loss), (*before.seconds, report.seconds)
         self.progress = Progress(report.epoch, False, curve, before.best, seconds, before.cost + report.cost, report)
-        self._snapshot()
-        if self._first_time("epoch"):
-            self._log_epoch(report)
+        self._log_epoch(report)
 
     def _after_step(self, tally: EpochSums) -> None:
-        """Save a checkpoint when it is due, and take a snapshot every ``SNAPSHOT_STEPS`` steps."""
-        if self._snapshots is not None and tally.steps % SNAPSHOT_STEPS == 0:
-            tally.reduce_losses(self.group)
-            self._snapshot(tally.copy())
+        """Save a checkpoint when it is due."""
         if self._schedule.due():
             self._save_step(tally)
 
@@ -183,29 +163,15 @@ class Fit:
         self._saving_s += seconds
         self._schedule.saved(seconds)
 
-    def _snapshot(self, tally: EpochSums | None = None) -> None:
-        if self._snapshots is not None:
-            self._snapshots.keep(
-                replace(self.progress, tally=tally or self.progress.tally), self.model, self.optimizers
-            )
-
     def _close_epoch(self) -> None:
         """At the end of an epoch: evaluate if due, print the epoch's line, and write a checkpoint if due."""
         score = self._score_val()
         self.progress = replace(self.progress, scored=True)
-        if score is not None:  # without an evaluation no rank has waited for others since the last snapshot
-            self._snapshot()
-        if self.progress.report is not None and self._first_time("printed"):
+        if self.progress.report is not None:
             self._print_epoch(self.progress.report, score)
             self._print_starvation(self.progress.report)
         if self._due(self.settings.checkpoint_every):
             self._save()
-
-    def _first_time(self, *report: Any) -> bool:
-        """Whether this is the first call with ``report`` for this epoch; after a regroup an epoch may end twice."""
-        new = (*report, self.progress.done) not in self._reported
-        self._reported.add((*report, self.progress.done))
-        return new
 
     def _wrapped(self) -> nn.Module:
         """The model wrapped for training, so that gradients are averaged over ranks."""
@@ -232,7 +198,7 @@ class Fit:
         score = evaluate(
             self.model, self.task, _ReportedBatches(self.loaders[split], self.metrics, self.progress.done), self.group
         )
-        if self.group.rank == 0 and self._first_time("eval", split):
+        if self.group.rank == 0:
             self.metrics.write("eval", epoch=epoch, split=split, accuracy=score.accuracy, loss=score.loss)
         return score
 
@@ -276,7 +242,7 @@ class Fit:
         checkpoint = self._checkpoint()
         if checkpoint is not None:
             self._writer.write(checkpoint)
-            if self.group.rank == 0 and self._first_time("checkpoint"):
+            if self.group.rank == 0:
                 self.metrics.write("checkpoint", epoch=self.progress.done, path=str(self._path))
         self._schedule.saved()
 
@@ -319,8 +285,6 @@ class Fit:
         val = at.best.val_accuracy if at.best else None
         path = self._path if at.report else None
         result = FitResult(at.done, best_epoch, val, test, at.step_loss, at.seconds, path)
-        if not self._first_time("result"):
-            return result
         if self.group.rank == 0:
             self.metrics.write(
                 "result", epochs=result.epochs, best_epoch=best_epoch, test_accuracy=test, val_accuracy=val,

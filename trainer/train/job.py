@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from trainer.core.errors import PartitionError, SettingsError
-from trainer.core.ranks import RankGroup, Ranks, pick_device
+from trainer.core.ranks import RankGroup, Ranks, join_ranks, pick_device
 from trainer.core.remote_settings import CacheSize, RemoteAccess
 from trainer.core.schema import NodeType
 from trainer.core.slabs import keep_freed_memory
@@ -33,7 +33,6 @@ from trainer.store.part_store import open_parts
 from trainer.train.checkpoint import Checkpoint, check_fits, graph_record, load_checkpoint
 from trainer.train.fit import Fit, FitResult
 from trainer.train.metrics import MetricsLog
-from trainer.train.regroup import RegroupOptions, with_team
 from trainer.train.settings import InferJob, TrainJob, TrainSettings
 from trainer.train.task import node_classification, pick_target
 
@@ -212,36 +211,14 @@ def train(job: TrainJob, ranks: Ranks | None = None) -> FitResult:
     await_own_server()  # it starts at the same time as this process
     if ranks.local_rank == 0 and (reason := why_slow(settings.precision, device)):
         warnings.warn(reason, stacklevel=2)
-    regroups = RegroupOptions.from_env(os.environ, job.run_dir)
-    with _RunResources(job, ranks, regroups is not None, find_damage(job, ranks)) as run:
-        return with_team(run.train, ranks, device, settings.backend, settings.timeout, regroups)
-
-
-class _RunResources(ExitStack):
-    """Opens graph, metrics log and model of a run once, keeps them when other ranks are lost, and closes them."""
-
-    def __init__(self, job: TrainJob, ranks: Ranks, regroups: bool, damage: PartitionError | None):
-        super().__init__()
-        self.job, self.ranks, self.regroups, self.damage = job, ranks, regroups, damage
-        self._made: tuple[Fit, Callable[[RankGroup], dict[str, BatchLoader]]] | None = None
-
-    def train(self, group: RankGroup) -> FitResult:
-        """Train from the beginning, or, after ranks were lost, from a snapshot that all remaining ranks have."""
-        if self._made is None:
-            self.close()  # resources of an attempt that ended with the loss of a rank during preparation
-            self._made = self._prepare(group)
-        else:
-            fit, loaders = self._made
-            fit.rejoin(group, loaders(group))
-        return self._made[0].run()
-
-    def _prepare(self, group: RankGroup) -> tuple[Fit, Callable[[RankGroup], dict[str, BatchLoader]]]:
-        graph = group.agree(lambda: self.enter_context(open_job_graph(self.job, self.ranks, self.damage)))
+    damage = find_damage(job, ranks)
+    with ExitStack() as stack, join_ranks(ranks, device, settings.backend, settings.timeout) as group:
+        graph = group.agree(lambda: stack.enter_context(open_job_graph(job, ranks, damage)))
         check_same_partition(graph, group)
-        metrics = group.agree(
-            lambda: self.enter_context(MetricsLog(self.job.run_dir, self.ranks.rank, self.job.settings.tensorboard))
-        )
-        return _prepare(self.job, graph, group, metrics, self.regroups)
+        metrics = group.agree(lambda: stack.enter_context(MetricsLog(job.run_dir, ranks.rank, settings.tensorboard)))
+        result = _prepare(job, graph, group, metrics).run()
+        group.barrier()  # this node's graph server must outlive the slowest rank
+    return result
 
 
 def checkpoint_writers(group: RankGroup, has_tables: bool, every_node: bool) -> tuple[int, ...]:
@@ -256,13 +233,8 @@ def checkpoint_writers(group: RankGroup, has_tables: bool, every_node: bool) -> 
     return ranks[:2] if has_tables else ranks
 
 
-def _prepare(
-    job: TrainJob, graph: Graph, group: RankGroup, metrics: MetricsLog, regroups: bool
-) -> tuple[Fit, Callable[[RankGroup], dict[str, BatchLoader]]]:
-    """Make task, model and loaders, and restore the checkpoint when resuming.
-
-    Returns a ``Fit``, and a function that makes new loaders for a group of fewer ranks.
-    """
+def _prepare(job: TrainJob, graph: Graph, group: RankGroup, metrics: MetricsLog) -> Fit:
+    """Make task, model and loaders, and restore the checkpoint when resuming. Collective."""
     settings, manifest = job.settings, graph.manifest
     target = group.agree(lambda: pick_target(manifest, settings.target))
     splits = tuple(split for split in SPLITS if manifest.nodes[target].splits.get(split))
@@ -270,22 +242,17 @@ def _prepare(
     model, embedding = group.agree(lambda: make_model(settings, manifest, target, group.device))
     wants_degree = bool(getattr(model, "needs_degree", False))
     wanted = {split: loader_settings(settings, target, split, wants_degree) for split in splits}
-
-    def loaders(of: RankGroup) -> dict[str, BatchLoader]:
-        layout = layout_of(graph, of)
-        made = of.agree(lambda: {name: BatchLoader(graph, want, of.rank, layout) for name, want in wanted.items()})
-        of.agree(lambda: fill_device_cache(graph, made, settings, of))
-        return made
-
+    layout = layout_of(graph, group)
+    loaders = group.agree(lambda: {name: BatchLoader(graph, want, group.rank, layout) for name, want in wanted.items()})
+    group.agree(lambda: fill_device_cache(graph, loaders, settings, group))
     folder, record = job.run_dir / "checkpoints", graph_record(manifest, target)
-    first = loaders(group)
     writers = checkpoint_writers(group, embedding is not None, bool(int(os.environ.get("GNNFLEET_RESTARTS") or 0)))
-    fit = Fit(settings, model, task, first, group, metrics, folder, record, embedding, regroups, writers)
-    if filled := fill_host_cache(graph, first["train"], job.remote_access, job.run_dir, group):
+    fit = Fit(settings, model, task, loaders, group, metrics, folder, record, embedding, writers)
+    if filled := fill_host_cache(graph, loaders["train"], job.remote_access, job.run_dir, group):
         fit.log_prediction(filled)
     if path := os.environ.get("GNNFLEET_RESUME") or settings.resume:
         fit.restore(read_on_first(path, lambda checkpoint: check_fits(checkpoint, settings, record, path), group))
-    return fit, loaders
+    return fit
 
 
 def loader_settings(settings: TrainSettings, target: NodeType, split: str, want_degree: bool) -> LoaderSettings:

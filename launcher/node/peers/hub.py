@@ -22,12 +22,10 @@ from launcher.node.peers.model import (
     Order,
     PeerConfig,
     Report,
-    Team,
     earlier,
     fatal,
     left_words,
     make_cause,
-    next_team,
     received_cause,
 )
 
@@ -59,7 +57,6 @@ class MemberStatus:
     lost: bool = False  #: declared lost
     left: Cause | None = None  #: why the run continues without this member
     own_ranks: tuple[int, ...] | None = None  #: ranks of this node; None before the first report
-    begun: bool = False  #: one of its ranks has started
     ranks: dict[str, Any] = field(default_factory=dict)  #: last metrics of its ranks (``Vitals.ranks``)
     findings: list[Any] = field(default_factory=list)
     stacks: dict[str, Any] | None = None  #: stack summaries by rank; None until reported
@@ -78,7 +75,6 @@ class Hub:
         self.cause: Cause | None = None
         self.lost: dict[str, dict[str, Any]] = {}
         self.gone: dict[str, dict[str, Any]] = {}
-        self.team: Team | None = None
         self.decision: Decision | None = None
         self.offset = 0.0
         self.dropped: dict[str, int] = {}  #: number of unauthenticated connections closed, by reason
@@ -149,7 +145,7 @@ class Hub:
         for member in before.values():
             if member.link is not None:
                 member.link.close()  # it may come back as a guest
-        self.order, self.cause, self.lost, self.team, self._own, self._ordered = None, None, {}, None, {}, None
+        self.order, self.cause, self.lost, self._own, self._ordered = None, None, {}, {}, None
         self.stacks_wanted = self.stop_asked = self.suspended = False
         self._opened = time.monotonic()
 
@@ -268,7 +264,7 @@ class Hub:
         member.state, member.trained = str(message["state"])[:20], message["trained"]
         member.ranks, member.findings = dict(message["ranks"]), list(message["findings"])
         member.stacks = message["stacks"] if message["stacks"] is None else dict(message["stacks"])
-        member.own_ranks, member.begun = tuple(map(int, message["own_ranks"])), bool(message["begun"])
+        member.own_ranks = tuple(map(int, message["own_ranks"]))
         member.final = message["final"] in _ENDS
         standing = message.get("standing")
         member.standing = None if standing is None else dict(standing)
@@ -283,7 +279,7 @@ class Hub:
             member.link.send({"pong": 1})
 
     def _orders(self, member: MemberStatus, *, with_peers: bool = False) -> Message:
-        """The hub's message to a member: the cause of the run's end, the order to stop or to finish, the team, and with
+        """The hub's message to a member: the cause of the run's end, the order to stop or to finish, and with
         ``with_peers`` the state of all nodes."""
         own = {str(self.config.hub): {"state": self._own.get("state"), "age": 0.0}}
         return {
@@ -291,7 +287,6 @@ class Hub:
             "cause": self.cause if member.left is None or self._stopping else member.left,
             "stop": self._stopping or member.left is not None,
             "finish": self.order is not None and not self._stopping and member.left is None,
-            "team": self.team,
             "peers": {**own, **self.table} if with_peers else None,
             "stacks": self.stacks_wanted,
             "known_final": member.final,
@@ -324,7 +319,7 @@ class Hub:
 
     def _finish(self) -> None:
         """Order all nodes to finish once every node with ranks that is not lost has trained."""
-        trained = [self._own.get("trained", False), *(member.trained for member in self._staying())]
+        trained = [self._own.get("trained", False), *(one.trained for one in self.members.values() if one.left is None)]
         if self.order is None and any(trained) and False not in trained:
             self.order = Order()
             self._broadcast()
@@ -368,24 +363,14 @@ class Hub:
     def _can_lose(self, member: MemberStatus) -> bool:
         """Whether the run can continue without ``member`` now.
 
-        While the run stops: no. A server when all ranks have trained: yes. Otherwise ``Crew.can_lose`` decides; in
-        addition, a client that still trains can only be lost after the process group was formed, which needs all ranks.
+        While the run stops: no. A server when all ranks have trained: yes. Otherwise ``Crew.can_lose`` decides.
         """
         crew, k = self.config.crew, member.node_rank
         if self._stopping:
             return False
         if crew.role(k) == "server" and self.order is not None:
             return True
-        return crew.can_lose(k, self._gone) and (crew.role(k) == "server" or bool(member.trained) or self._begun())
-
-    def _begun(self) -> bool:
-        """Whether the process group may have been formed: all training nodes have reported their ranks, and one rank
-        has started."""
-        known = all(member.own_ranks is not None for member in self._staying() if self._trains(member))
-        return known and (bool(self._own.get("begun")) or any(member.begun for member in self.members.values()))
-
-    def _trains(self, member: MemberStatus) -> bool:
-        return self.config.crew.role(member.node_rank) != "server"
+        return crew.can_lose(k, self._gone)
 
     def _leave(self, member: MemberStatus, cause: Cause) -> None:
         """Continue the run without a member, because of ``cause``; if the member is still connected, it gets the order
@@ -395,14 +380,10 @@ class Hub:
             "t": cause["t"] + member.ahead,
             "why": cause["reason"],
             "how": cause["kind"],
-            "kind": f"{self.config.crew.role(member.node_rank)}-lost",
+            "kind": "server-lost",
             "text": left_words(cause, self.config, self._gone),
         }
         member.left = cause
-        if member.own_ranks and not member.trained:
-            staying = [tuple(self._own["own_ranks"])]
-            staying += [one.own_ranks or () for one in self._staying() if one.trained is False]
-            self.team = next_team(self.team, staying, member.own_ranks, cause)
         self._finish()
         self._broadcast()
 
@@ -413,9 +394,6 @@ class Hub:
     def _left(self) -> Iterator[MemberStatus]:
         """Members that the run continues without."""
         return (member for member in self.members.values() if member.left is not None)
-
-    def _staying(self) -> Iterator[MemberStatus]:
-        return (member for member in self.members.values() if member.left is None)
 
     def _excuse(self, pause: float) -> None:
         for member in self.members.values():

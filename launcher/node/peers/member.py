@@ -28,7 +28,6 @@ from launcher.node.peers.model import (
     Order,
     PeerConfig,
     Report,
-    Team,
     make_cause,
     received_cause,
 )
@@ -94,7 +93,6 @@ class Member:
         self.cause: Cause | None = None
         self.lost: dict[str, dict[str, Any]] = {}
         self.gone: dict[str, dict[str, Any]] = {}
-        self.team: Team | None = None
         self.decision: Decision | None = None
         self.spare = config.crew.spare()
         self.stacks_wanted = False
@@ -170,7 +168,7 @@ class Member:
     def begin(self, config: PeerConfig | None) -> None:
         assert config is not None
         self.config, self.spare = config, config.crew.spare()
-        self.order, self.cause, self.lost, self.team = None, None, {}, None
+        self.order, self.cause, self.lost = None, None, {}
         self.stacks_wanted, self._known_final, self._own = False, False, None
 
     def leave(self) -> None:
@@ -299,7 +297,7 @@ class Member:
         link.send({"t": self._clock(), "offset": self.offset, **self._own})
 
     def _take_orders(self, message: Message) -> None:
-        """Store the content of a message of the hub: clocks, the state of other nodes, team, cause and orders."""
+        """Store the content of a message of the hub: clocks, the state of other nodes, cause and orders."""
         now = self._clock()
         self._heard = time.monotonic()
         if "pong" in message:
@@ -313,7 +311,6 @@ class Member:
         if int(message.get("generation", self.config.generation)) != self.config.generation:
             return  # orders for another attempt
         self.stacks_wanted = self.stacks_wanted or bool(message["stacks"])
-        self.team = message["team"] or self.team
         behind = (float(message["t2"]) - now) if self.offset is None else -self.offset
         self.cause = received_cause(message["cause"], behind)
         if message["stop"]:

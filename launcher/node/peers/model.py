@@ -18,23 +18,21 @@ from typing import Any, NamedTuple, Protocol
 class Crew:
     """The roles and parts of a run's nodes, and which nodes the run can lose.
 
-    The run can lose a server as long as other nodes hold all its parts, and a client if ``go_on`` is set; it can never
-    lose the lead node.
+    The run can lose a server, except the lead node, as long as other nodes hold all its parts.
     """
 
     lead: int  #: node_rank of the hub
     roles: tuple[str, ...] = ()  #: worker, server or client, by node_rank; empty: all are workers
     parts: tuple[tuple[int, ...], ...] = ()  #: part ids held by each node, by node_rank
-    go_on: bool = False  #: continue without lost clients
 
     def role(self, k: int) -> str:
         return self.roles[k] if self.roles else "worker"
 
     def can_lose(self, k: int, gone: Collection[int] = ()) -> bool:
         """Whether the run can continue without node ``k``, given that the nodes ``gone`` have been lost before."""
-        if self.role(k) == "server":
-            return k != self.lead and not self.last_copies(k, gone) and self._clients_have_others(k, gone)
-        return self.role(k) == "client" and self.go_on and k != self.lead
+        if self.role(k) != "server" or k == self.lead:
+            return False
+        return not self.last_copies(k, gone) and self._clients_have_others(k, gone)
 
     def spare(self, gone: Collection[int] = ()) -> list[int]:
         """The nodes that the run could lose next: any one of them, but not all. gone: nodes lost before."""
@@ -81,11 +79,8 @@ Cause = dict[str, Any]
 Report = dict[str, Any]
 
 #: ``{"state", "trained": None on a node without ranks, "final": state of result.json, "cause", "ranks", "findings",
-#: "stacks": {rank: [summary]} once asked for, "own_ranks": [ranks of the node], "begun": whether one has started}``;
+#: "stacks": {rank: [summary]} once asked for, "own_ranks": [ranks of the node]}``;
 #: with ``run.restarts`` also "generation" and "standing" (launcher.node.supervisor.restart)
-Team = dict[str, Any]
-
-#: ``team.json``: {"generation": counts from 1, "ranks": [remaining], "lost": [{"node_rank", "ranks", "why"}]}
 Decision = dict[str, Any]
 
 #: What the hub decided after an attempt, for all nodes: {"generation": of the next attempt, "restart": whether there is
@@ -134,7 +129,6 @@ class Peers(Protocol):
     cause: Cause | None  #: first cause of the run's end, on any node
     lost: dict[str, dict[str, Any]]  #: lost nodes that ended the run, by node_rank: {"since", "why"}
     gone: dict[str, dict[str, Any]]  #: nodes the run continues without; like ``lost``, with "t", "how", "kind", "text"
-    team: Team | None  #: the remaining ranks; None until some are lost
     decision: Decision | None  #: the last one of the hub; None before the first
 
     def open(self) -> None:
@@ -177,7 +171,6 @@ class NoPeers:
         self.cause: Cause | None = None
         self.lost: dict[str, dict[str, Any]] = {}
         self.gone: dict[str, dict[str, Any]] = {}
-        self.team: Team | None = None
         self.decision: Decision | None = None
         self.spare: list[int] = []
         self.offset = 0.0
@@ -260,13 +253,11 @@ def sentence(cause: Mapping[str, Any], labels: tuple[str, ...]) -> str:
 
 
 def left_words(cause: Cause, config: PeerConfig, gone: Collection[int]) -> str:
-    """The sentence that reports that a node was lost and how the run continues. gone: nodes lost before."""
+    """The sentence that reports that a server was lost and who has its parts. gone: nodes lost before."""
     k, crew = cause["node_rank"], config.crew
     verb = "was lost" if cause["kind"] == "lost" else "failed"
     at = time.strftime("%H:%M:%S UTC", time.gmtime(cause["t"]))
-    loss = f"{crew.role(k)} {config.labels[k]} {verb} at {at} ({_why(cause)})"
-    if crew.role(k) != "server":
-        return f"{loss}: the other nodes continue without it"
+    loss = f"server {config.labels[k]} {verb} at {at} ({_why(cause)})"
     others = ", ".join(config.labels[j] for j in crew.served_by(k, gone))
     verb = "are" if len(crew.parts[k]) > 1 else "is"
     return f"{loss}: {crew.held(k)} {verb} served by {others}" if others else f"{loss}: it is no longer needed"
@@ -289,19 +280,6 @@ def nobody_left(k: int, crew: Crew, labels: Sequence[str], gone: Collection[int]
         return ""
     before = ", ".join(labels[j] for j in sorted(gone) if set(missing) & set(crew.parts[j]))
     return f"; no other node holds {parts_words(missing)}" + (f", as {before} was lost before" if before else "")
-
-
-def next_team(before: Team | None, staying: Sequence[Sequence[int]], lost: Sequence[int], cause: Cause) -> Team:
-    """The team after the loss of a node: ``staying`` has the ranks of each remaining node that still trains.
-
-    before: the previous team; lost: ranks of the lost node; cause: why that node was lost.
-    """
-    loss = {"node_rank": cause["node_rank"], "ranks": list(lost), "why": _why(cause)}
-    return {
-        "generation": before["generation"] + 1 if before else 1,
-        "ranks": sorted(rank for ranks in staying for rank in ranks),
-        "lost": [*(before["lost"] if before else []), loss],
-    }
 
 
 def _why(cause: Cause) -> str:

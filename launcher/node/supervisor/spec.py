@@ -40,7 +40,6 @@ class NodeSpec:
     roles: tuple[str, ...] = ()  #: of every node, by node_rank
     parts: tuple[tuple[int, ...], ...] = ()  #: part ids held by each node, by node_rank
     server_restarts: int = 3
-    on_client_loss: str = "stop"
     restarts: int = 0  #: how often the run may start again after a failure
     min_nodes: int = 1  #: training nodes that a restart needs
     lost_after: float = 60.0  #: seconds in which a node that was cut off tries to find the others again
@@ -125,7 +124,7 @@ class NodeSpec:
             port=int(self.control["port"]),
             start_timeout=self.start_timeout,
             peer_timeout=self.peer_timeout,
-            crew=Crew(self.lead, self.roles, self.parts, go_on=self.on_client_loss == "go-on"),
+            crew=Crew(self.lead, self.roles, self.parts),
             nodes=self.nodes or None,
             generation=self.generation,
             guests=self.restarts > 0,

@@ -3,7 +3,6 @@ ranks."""
 
 from __future__ import annotations
 
-import math
 import statistics
 import time
 from collections import deque
@@ -28,8 +27,6 @@ FIRST_STEP = 900.0  #: seconds until the first step: loading, compiling kernels,
 AT_LEAST = 120.0  #: with stall_after "auto": seconds without progress that are never called a stall
 
 TIMES_LONGEST = 5.0  #: with "auto": a stall lasts this many times the longest pause so far
-
-REGROUPING = 300.0  #: seconds after the loss of ranks in which the remaining ones may pause to regroup
 
 BY_LINES_ALONE = 900.0  #: AT_LEAST for ranks without a progress file, which write no lines while they evaluate or save
 
@@ -65,18 +62,16 @@ class Judge:
         self._stall = _StallRule(None if stall_after == "auto" else float(stall_after), stop_on_stall)
         self._pace = _StragglerRule()
 
-    def look(self, now: float, nodes: Nodes, generation: int = 0) -> list[dict[str, Any]]:
+    def look(self, now: float, nodes: Nodes) -> list[dict[str, Any]]:
         """Return new findings.
 
-        now: ``time.monotonic()``. nodes: by node_rank, the last metrics of each rank. generation: of the team; when it
-        has risen, the ranks form a new process group, and that pause is no stall.
+        now: ``time.monotonic()``. nodes: by node_rank, the last metrics of each rank.
         """
         ranks = {
             int(rank): {**entry, "where": f"rank {rank} on {self._label(node)}", "node_rank": int(node)}
             for node, entries in nodes.items()
             for rank, entry in entries.items()
         }
-        self._stall.regroup(now, generation)
         return [*self._stall.look(now, ranks), *self._pace.look(now, ranks)]
 
     def _label(self, node: int | str) -> str:
@@ -95,11 +90,6 @@ class _StallRule:
         self._looked: float | None = None
         self._changed = 0.0
         self._begun = self._stepped = self._reported = False
-        self._generation, self._regrouped = 0, -math.inf
-
-    def regroup(self, now: float, generation: int) -> None:
-        if generation > self._generation:
-            self._generation, self._regrouped = generation, now
 
     def look(self, now: float, ranks: Mapping[int, Entry]) -> Iterator[dict[str, Any]]:
         if self._looked is None:
@@ -117,7 +107,7 @@ class _StallRule:
             yield self._finding(now - self._changed, running)
 
     def _move(self, now: float, seen: object, ranks: Mapping[int, Entry]) -> None:
-        if self._begun and now - self._regrouped > REGROUPING:
+        if self._begun:
             self.longest = max(self.longest, now - self._changed)
         self._stepped = self._stepped or any(entry["kind"] != "start" for entry in ranks.values())
         self._begun = self._stepped or any(entry["at"] is not None for entry in ranks.values())
@@ -129,8 +119,6 @@ class _StallRule:
             limit = max(least, TIMES_LONGEST * self.longest)
         else:
             limit = self.after
-        if self._changed - self._regrouped < REGROUPING:
-            limit = max(limit, REGROUPING)
         return limit if self._stepped else max(limit, FIRST_STEP)
 
     def _finding(self, silence: float, ranks: Mapping[int, Entry]) -> dict[str, Any]:
@@ -358,8 +346,7 @@ class Health:
         nodes: dict[int, Any] = {self._spec.node_rank: self._vitals.ranks}
         members = self._peers.members if isinstance(self._peers, Hub) else {}
         nodes |= {k: member.ranks for k, member in members.items() if member.left is None}
-        generation = self._peers.team["generation"] if self._peers.team else 0
-        found = self._judge.look(time.monotonic(), nodes, generation)
+        found = self._judge.look(time.monotonic(), nodes)
         for finding in found:  # the time of a finding is by its node's clock
             finding["t"] += members[finding["node_rank"]].ahead if finding["node_rank"] in members else 0.0
         return found
@@ -387,12 +374,11 @@ class Health:
 
 
 class DepartedNodes:
-    """Reports nodes that the run continues without, and tells this node's ranks which ranks remain (the team)."""
+    """Reports nodes that the run continues without."""
 
     def __init__(self, journal: Journal, peers: Peers) -> None:
         self._journal, self._peers = journal, peers
         self._reported: set[str] = set(peers.gone)  # reported in an earlier attempt
-        self._generation = 0
 
     def new_findings(self) -> list[dict[str, Any]]:
         """Log and return a finding for each node that the run has left behind since the last call."""
@@ -404,11 +390,3 @@ class DepartedNodes:
                 finding = {"t": gone["t"], "kind": gone["kind"], "node_rank": int(k), "rank": None}
                 found.append({**finding, "text": gone["text"], "stop": False})
         return found
-
-    def write_team(self) -> None:
-        """If the team has changed, write it to ``team.json``, where this node's ranks read which ranks continue."""
-        team = self._peers.team
-        if team is not None and team["generation"] > self._generation:
-            self._generation = team["generation"]
-            self._journal.put("team.json", team)
-            self._journal.event("team", generation=self._generation, ranks=team["ranks"])

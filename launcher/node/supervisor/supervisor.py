@@ -84,7 +84,7 @@ class Supervisor:
         self.journal.event("supervisor-start", pid=os.getpid())
         end = self.attempt()
         while self.restarts.council is not None:
-            end = self.meet(end, "regrouping")
+            end = self.meet(end, "deciding")
             spec = self.restarts.next_attempt(self.spec, self.peers)
             if spec is None and not self.leaves() and self.restarts.visit(self.spec, self.peers):
                 end = self.meet(end, "waiting")
@@ -236,7 +236,6 @@ class Supervisor:
         if self.spec.server is not None:
             self.check_server()
         self.check_ranks()
-        self.departed.write_team()
         if self.peers.order is not None:
             raise self.ordered(self.peers.order)
         if self.peers.decision is not None and self.peers.decision["generation"] > self.spec.generation:
@@ -439,12 +438,16 @@ class Supervisor:
     def report(self) -> None:
         """Send this node's ``Report``, which describes its state, to the other supervisors."""
         own = {"state": self.state, "trained": self.trained, "final": self.final or None, "cause": self.cause}
-        signs = {"ranks": self.health.ranks, "findings": self.health.newest, "stacks": self.health.stacks}
-        team = {"own_ranks": list(self.spec.ranks), "begun": bool(self.book.runners)}
+        signs: dict[str, Any] = {
+            "ranks": self.health.ranks,
+            "findings": self.health.newest,
+            "stacks": self.health.stacks,
+            "own_ranks": list(self.spec.ranks),
+        }
         if self.spec.restarts:
             standing = self.restarts.standing and self.restarts.standing.to_json()
-            team |= {"generation": self.spec.generation, "standing": standing}
-        self.peers.report({**own, **signs, **team})
+            signs |= {"generation": self.spec.generation, "standing": standing}
+        self.peers.report({**own, **signs})
 
 
 def main() -> int:

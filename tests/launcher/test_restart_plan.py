@@ -75,11 +75,6 @@ def test_preflight_tests_the_ports_of_every_node() -> None:
 
 
 MISTAKES = {
-    "nodes: [{host: s, role: server}, {host: c, role: client}]\ndata: {dataset: synthetic}\n"
-    "run: {restarts: 1, on_client_loss: go-on}\n": [
-        "3: run.on_client_loss: go-on cannot be combined with run.restarts, which also continue without a lost client; "
-        "leave on_client_loss out"
-    ],
     "nodes: [a, b]\ndata: {dataset: synthetic}\nrun:\n  restarts: 1\n  min_nodes: 3\n": [
         "5: run.min_nodes is 3, but only 2 nodes train; lower it"
     ],

@@ -229,6 +229,7 @@ def test_a_server_that_was_only_suspended_stops_after_its_exclusion(make: MakeRu
     os.kill(run.nodes[0].supervisor.pid, signal.SIGSTOP)  # type: ignore[union-attr]
     loss_of(run, 0)
     os.kill(run.nodes[0].supervisor.pid, signal.SIGCONT)  # type: ignore[union-attr]
-    assert run.nodes[0].supervisor.wait(15) == 1  # type: ignore[union-attr]
-    assert run.nodes[0].json("result.json")["state"] == "stopped"
-    assert states(finish(run)) == ["stopped", "done", "done", "done"]
+    assert run.nodes[0].supervisor.wait(15) == 0  # type: ignore[union-attr]
+    assert run.nodes[2].json("state.json")["state"] == "training"
+    results = finish(run)
+    assert states(results) == ["done"] * 4 and set(results[2]["gone"]) == {"0"}

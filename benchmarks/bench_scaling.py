@@ -60,7 +60,7 @@ def run(small: bool, per_host: bool = False) -> list[Row]:
 
 
 def sized(case: Case, count: int) -> Case:
-    """Return the case with a batch size for ``count`` hosts that leaves the batch size per host unchanged."""
+    """Return the case with its global batch scaled to ``count`` hosts, so that the batch per host stays the same."""
     return replace(case, batch=case.batch // COUNTS[-1] * count)
 
 

@@ -17,7 +17,7 @@ FAILED = "FAILED tests/trainer/test_metis.py::test_large - assert 1 == 2"
 def ci(folder: Path, make: str) -> tuple[int, list[str], str]:
     """Run .ci/run with a fake ``make``; return exit status, arguments of all `make` calls, and the last line.
 
-    make: branches of a shell ``case`` over the target.
+    make: what the fake ``make`` does for each target, as the branches of a shell ``case``.
     """
     shutil.copytree(REPOSITORY / ".ci", folder / ".ci")
     (folder / "make").write_text(f'#!/bin/sh\necho "$*" >> {folder}/calls\ncase $1 in\n{make}\nesac\n')

@@ -80,11 +80,11 @@ def service_candidates(config: ClusterConfig, node_rank: int) -> tuple[int, ...]
 
 
 def restart_candidates(config: ClusterConfig, node_rank: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """Return the candidates for the control port and for the master port of a node, which it uses when it becomes the
-    hub, or has rank 0, after a restart (``run.restarts``).
+    """Return the candidates for two ports that a node needs after a restart (``run.restarts``): its control port, in case
+    it becomes the hub, and its master port, in case it gets rank 0.
 
-    For the lead node these are its ports in the first attempt. A port given in the config is used on every other host
-    too, by its first node. () if the run does not restart, or does not need the port.
+    The lead node keeps its ports of the first attempt. If the config gives a port, the first node on each other host
+    uses that port too. A tuple is empty if the run does not restart or the node does not need the port.
     """
     node = config.nodes[node_rank]
     if not config.run.restarts or not config.world_size:

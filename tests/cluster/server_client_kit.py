@@ -143,8 +143,8 @@ class Run:
         return [json.loads(line) for text in texts for line in text.splitlines()]
 
     def trained(self) -> Counter[tuple[int, int]]:
-        """Return for each (epoch, seed) how often the seed was trained in that epoch. Steps that a restart has repeated
-        do not count."""
+        """Return for each (epoch, seed) how often the seed was trained in that epoch; a step that was repeated after a
+        restart counts once."""
         notes = [note for k, _ in zip(CLIENTS, self.stage.procs, strict=False) for note in self.notes(k)]
         begins: dict[int, tuple[int, int]] = {}  # generation → its first step
         for note in notes:

@@ -50,7 +50,7 @@ def answer(handlers: Handlers, request: Message) -> Message:
 
 
 def cases(seed: int, seconds: float) -> Iterator[tuple[str, random.Random]]:
-    """Yield case numbers until the time is over; fails if one case takes too long."""
+    """Yield name and random generator of one case after the other for ``seconds``; fails if a case takes too long."""
     until, number = time.monotonic() + seconds, 0
     while time.monotonic() < until:
         number += 1

@@ -26,7 +26,7 @@ from launcher.node.peers.hub import Hub
 from launcher.node.peers.member import Member
 from launcher.node.peers.model import Cause, Order, Peers, make_cause, sentence
 from launcher.node.supervisor.attempt import standing_of
-from launcher.node.supervisor.council import Restarts, connect
+from launcher.node.supervisor.rendezvous import Restarts, connect
 from launcher.node.supervisor.journal import Journal, stop_request
 from launcher.node.supervisor.oom import OomWatch
 from launcher.node.supervisor.outcomes import Ended, Mailbox, OutcomeBook, describe_leases, take_leases
@@ -83,7 +83,7 @@ class Supervisor:
         the exit status."""
         self.journal.event("supervisor-start", pid=os.getpid())
         end = self.attempt()
-        while self.restarts.council is not None:
+        while self.restarts.rendezvous is not None:
             end = self.meet(end, "deciding")
             spec = self.restarts.next_attempt(self.spec, self.peers)
             if spec is None and not self.leaves() and self.restarts.visit(self.spec, self.peers):
@@ -131,8 +131,8 @@ class Supervisor:
                 if self.leaves() or self.restarts.guest is not None:
                     self.cause = ended.cause
                     return ended
-                if self.restarts.council is not None and not self.restarts.council.stop:
-                    self.restarts.council.stop, self.cause = True, ended.cause
+                if self.restarts.rendezvous is not None and not self.restarts.rendezvous.stop:
+                    self.restarts.rendezvous.stop, self.cause = True, ended.cause
                     self.report()
         return end
 

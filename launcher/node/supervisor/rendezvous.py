@@ -48,7 +48,7 @@ def _with_hub(spec: NodeSpec, hub: int, seconds: float) -> PeerConfig:
     return replace(config, start_timeout=seconds)
 
 
-class Council:
+class Rendezvous:
     """Connects to the supervisors that are left, and finds the decision: call ``look`` several times a second.
 
     spec, first: of the attempt that has ended, and of the first one. cause: what ended it, if that lies on this node.
@@ -218,10 +218,10 @@ class Restarts:
     """
 
     def __init__(self, first: NodeSpec, loop: Loop, journal: Journal) -> None:
-        self.council: Council | None = None  #: while the supervisors decide
+        self.rendezvous: Rendezvous | None = None  #: while the supervisors decide
         self.guest: Guest | None = None  #: while this node waits for the next attempt of the others
         self.standing: Standing | None = None  #: what this node can contribute; None while its processes run
-        self.decision: Decision | None = None  #: of the council; None while it meets
+        self.decision: Decision | None = None  #: of the rendezvous; None while it meets
         self.records: list[dict[str, Any]] = []  #: one per restart, as in state.json
         self.lost: dict[str, dict[str, Any]] = {}  #: hubs that were lost in this attempt, as in result.json
         self.left = False  #: the run may go on without this node
@@ -230,31 +230,31 @@ class Restarts:
         self._gone: dict[str, dict[str, Any]] = {}  # nodes that the run goes on without, as in result.json
 
     def meet(self, spec: NodeSpec, peers: Peers, own: Cause | None) -> None:
-        """Begin a council after an attempt, unless the run cannot start again: it is done, or was stopped.
+        """Begin a rendezvous after an attempt, unless the run cannot start again: it is done, or was stopped.
 
         own: the cause of the end if it lies on this node.
         """
-        self.council = self.decision = self.standing = None
+        self.rendezvous = self.decision = self.standing = None
         self.lost = {}
         cause = own or peers.cause
         if spec.restarts and cause is not None and cause["kind"] != "stop":
             history = {"records": self.records, "gone": self._gone | peers.gone}
-            self.council = Council(spec, self._first, self._loop, peers, own, history)
+            self.rendezvous = Rendezvous(spec, self._first, self._loop, peers, own, history)
 
     def look(self, peers: Peers) -> Peers:
-        """Check the council; returns the connections to use, which are new ones when the hub was lost."""
+        """Check the rendezvous; returns the connections to use, which are new ones when the hub was lost."""
         if self.guest is not None:
             self.decision = self.decision or self.guest.look()
             return self.guest.peers
-        if self.council is None:
+        if self.rendezvous is None:
             return peers
-        self.decision = self.decision or self.council.look(self.standing)
-        self.lost = self.council.lost
-        return self.council.peers
+        self.decision = self.decision or self.rendezvous.look(self.standing)
+        self.lost = self.rendezvous.lost
+        return self.rendezvous.peers
 
     def leave(self, peers: Peers, generation: int) -> None:
         """End this node's part in the run without a decision; a hub tells the members to find another one."""
-        self.council, self.left = None, True
+        self.rendezvous, self.left = None, True
         if isinstance(peers, Hub):
             peers.decide({"generation": generation + 1, "restart": False, "leave": True, "why": ""})
 
@@ -277,7 +277,7 @@ class Restarts:
         spec: of the attempt that has ended. Returns the new one, or None if there is no next attempt for this node.
         """
         decision, guest = self.decision, self.guest
-        self.council = self.guest = None
+        self.rendezvous = self.guest = None
         if decision is None or not decision["restart"]:
             self.why_not = (decision["why"] if decision else "") or (self.why_not if guest else "")
             self.left = decision is None or bool(decision.get("left"))

@@ -80,9 +80,9 @@ def service_candidates(config: ClusterConfig, node_rank: int) -> tuple[int, ...]
 
 
 def restart_candidates(config: ClusterConfig, node_rank: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """Return the candidates for two ports that a node needs after a restart (``run.restarts``): its control port, in case
-    it becomes the hub, and its master port, in case it gets rank 0.
+    """Return the candidates for the two ports that a node may need after a restart (``run.restarts``).
 
+    They are its control port, in case it becomes the hub, and its master port, in case it gets rank 0.
     The lead node keeps its ports of the first attempt. If the config gives a port, the first node on each other host
     uses that port too. A tuple is empty if the run does not restart or the node does not need the port.
     """

@@ -26,11 +26,11 @@ from launcher.node.peers.hub import Hub
 from launcher.node.peers.member import Member
 from launcher.node.peers.model import Cause, Order, Peers, make_cause, sentence
 from launcher.node.supervisor.attempt import standing_of
-from launcher.node.supervisor.rendezvous import Restarts, connect
 from launcher.node.supervisor.journal import Journal, stop_request
 from launcher.node.supervisor.oom import OomWatch
 from launcher.node.supervisor.outcomes import Ended, Mailbox, OutcomeBook, describe_leases, take_leases
 from launcher.node.supervisor.processes import RankRunners, complete_outcomes, end_processes
+from launcher.node.supervisor.rendezvous import Restarts, connect
 from launcher.node.supervisor.server_keeper import ServerKeeper
 from launcher.node.supervisor.spec import NodeSpec
 from launcher.node.supervisor.stall_detector import DepartedNodes, Finding, Health

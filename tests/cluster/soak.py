@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import signal
 import sys
 import tempfile
 from pathlib import Path
@@ -24,5 +25,6 @@ if __name__ == "__main__":
     first, count = options.seed * 1000, options.count
     if options.scenario is not None:
         first, count = options.scenario, 1
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(130))  # also removes the hosts
     with tempfile.TemporaryDirectory(prefix="gnnfleet-soak-") as folder:
         sys.exit(min(1, soak(options.minutes, first, count, Path(folder))))

@@ -76,9 +76,8 @@ class Soak:
             else:
                 run.await_moment(running)
                 run.inject(running)
-                state = self._survived(run, running, verdict) if run.scenario.survives else self._failed(
-                    run, running, verdict
-                )  # fmt: skip
+                follow = self._survived if run.scenario.survives else self._failed
+                state = follow(run, running, verdict)
         finally:
             if running.process.poll() is None:
                 running.process.kill()
@@ -97,7 +96,7 @@ class Soak:
         done = running.end(150)
         began = time.monotonic()
         if run.scenario.detached:
-            while self._state(run) == "running" and time.monotonic() < began + PATIENCE:
+            while left(self.cluster.hosts) and time.monotonic() < began + PATIENCE:
                 time.sleep(0.5)
             done = self._collect(run)
         self._check_clean(run, verdict, time.monotonic(), CLEAN_WITHIN)
@@ -152,10 +151,6 @@ class Soak:
         elif time.monotonic() - began > within:
             verdict.break_("clean", f"clean only after {time.monotonic() - began:.1f} s, not {within:g} s")
 
-    def _state(self, run: FaultyRun) -> str:
-        found = gnnfleet(run.environment, "status", run.run_id).stdout
-        return "running" if "trains" in found or "starting" in found else "ended"
-
     def _collect(self, run: FaultyRun) -> Launched:
         done = gnnfleet(run.environment, "collect", run.run_id)
         return Launched(done.returncode, done.stdout + done.stderr, run.folder)
@@ -165,7 +160,7 @@ class Soak:
     def _resume(self, run: FaultyRun, verdict: Verdict) -> None:
         """Resume the run on as many, fewer or more hosts, and compare its losses with those of an undisturbed run."""
         epochs = epochs_begun(run.run_dir) + 1
-        run_id, began = f"{run.run_id}r", time.monotonic()
+        run_id = f"{run.run_id}r"
         job = job_words(run.scenario, epochs)
         if run.scenario.resume == "more":
             config = cluster_file(
@@ -186,7 +181,6 @@ class Soak:
             return
         self._check_clean(run, verdict, time.monotonic(), CLEAN_WITHIN)
         check_hosts(verdict, self.cluster.hosts)
-        del began
         self._check_curve(run, run.run_dir.with_name(run_id), verdict)
 
     def _check_curve(self, run: FaultyRun, run_dir: Path, verdict: Verdict) -> None:

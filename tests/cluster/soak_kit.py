@@ -7,7 +7,7 @@ import subprocess
 import time
 from pathlib import Path
 
-from contracts import Verdict, check_failure, check_hosts, check_views, gnnfleet, wait_until_clean
+from contracts import Verdict, check_failure, check_hosts, check_views, gnnfleet, left, wait_until_clean
 from fault_kit import FaultyRun, pythons_of
 from launching import Launched, Running
 from netns import Host, Machine, NetCluster, NetnsError

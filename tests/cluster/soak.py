@@ -21,10 +21,12 @@ if __name__ == "__main__":
     parser.add_argument("--count", type=int, help="end after so many scenarios")
     parser.add_argument("--seed", type=int, default=1, help="the first scenario is that of a thousand times the seed")
     parser.add_argument("--scenario", type=int, help="run only this scenario")
+    parser.add_argument("--folder", type=Path, help="keep the files of all runs in this folder")
     options = parser.parse_args()
     first, count = options.seed * 1000, options.count
     if options.scenario is not None:
         first, count = options.scenario, 1
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(130))  # also removes the hosts
     with tempfile.TemporaryDirectory(prefix="gnnfleet-soak-") as folder:
-        sys.exit(min(1, soak(options.minutes, first, count, Path(folder))))
+        kept = options.folder.absolute() if options.folder else None
+        sys.exit(min(1, soak(options.minutes, first, count, kept or Path(folder), keep=kept is not None)))

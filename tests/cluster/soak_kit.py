@@ -29,10 +29,10 @@ def kinds_here() -> tuple[str, ...]:
 
 
 class Soak:
-    """Four hosts on which scenarios run one after the other; ``folder`` has all files."""
+    """Four hosts on which scenarios run one after the other; ``folder`` has the files of the launcher."""
 
-    def __init__(self, cluster: NetCluster, folder: Path):
-        self.cluster, self.folder = cluster, folder
+    def __init__(self, cluster: NetCluster, folder: Path, *, keep: bool = False):
+        self.cluster, self.folder, self.keep = cluster, folder, keep
         self.pythons = pythons_of(cluster)
         self.undisturbed = Undisturbed(folder)
         self.serial = 0
@@ -62,7 +62,7 @@ class Soak:
                 end_processes(self.cluster)
             run.repair()
             run.undo()
-        if not verdict.wrong:
+        if not verdict.wrong and not self.keep:
             shutil.rmtree(folder)
         for host in self.cluster.hosts:
             host.run(["bash", "-c", f"rm -rf {WORKDIR}/runs/*"])

@@ -18,15 +18,16 @@ SAMPLE_EVERY = 10  # runs
 WARM_UP = 10  # runs after which code, parts and libraries are in place
 
 
-def soak(minutes: float, first: int, count: int | None, folder: Path) -> int:
+def soak(minutes: float, first: int, count: int | None, folder: Path, *, keep: bool = False) -> int:
     """Run scenarios from seed ``first`` on, for ``minutes`` or until ``count`` have run; return how many went wrong,
-    plus one if a resource has grown."""
+    plus one if a resource has grown. ``keep``: leave the files of all runs in ``folder``, not only of wrong ones."""
     if reason := unavailable():
         print(f"no namespaced hosts: {reason}")
         return 1
+    folder.mkdir(parents=True, exist_ok=True)
     end, verdicts = time.monotonic() + 60 * minutes, list[Verdict]()
     with NetCluster(HOSTS, machines=Soak.machines()) as cluster:
-        running, kinds = Soak(cluster, folder), kinds_here()
+        running, kinds = Soak(cluster, folder, keep=keep), kinds_here()
         samples = {0: sample(cluster)}
         while time.monotonic() < end and (count is None or len(verdicts) < count):
             began = time.monotonic()

@@ -120,8 +120,9 @@ class Scenario:
     @property
     def within(self) -> float:
         """Return the seconds from the fault until no process of the run may be left."""
-        extra = {"stop": STALL_AFTER + 12.0, "power": PEER_TIMEOUT + 4.0, "network": PEER_TIMEOUT + 4.0}
-        return 10.0 + extra.get(self.fault.kind, 0.0)
+        unnoticed = {"stop": STALL_AFTER + 12.0, "power": PEER_TIMEOUT + 4.0, "network": PEER_TIMEOUT + 4.0}
+        unnoticed["disk"] = 10.0  # until the last pages of open files are full
+        return 10.0 + unnoticed.get(self.fault.kind, 0.0)
 
     @property
     def names(self) -> list[str]:

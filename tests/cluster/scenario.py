@@ -81,6 +81,7 @@ class Scenario:
     detached: bool
     resume: str  #: hosts of the resumed run: same, fewer, more; '' for none
     fault: Fault
+    go_on: bool = False  #: run.on_client_loss is go-on
 
     @property
     def nodes(self) -> int:
@@ -113,6 +114,8 @@ class Scenario:
     def survives(self) -> bool:
         """Return whether the run trains on in spite of the fault."""
         kind, on_server = self.fault.kind, self.fault.node < self.servers
+        if self.go_on and self.fault.node > self.lead and kind in (*NODE_KINDS, "kill"):
+            return True
         if kind == "server":
             return on_server  # the graph server of a server node is restarted
         return kind not in REASONS or (on_server and self.replicas > 1 and kind in NODE_KINDS)
@@ -136,11 +139,12 @@ class Scenario:
 
     def __str__(self) -> str:
         where = f"{self.servers} servers ×{self.replicas}, clients " if self.servers else "workers "
-        sampler = " ".join(f"{name}={value}" for name, value in self.sampler.items()).replace(" ", " ")
+        sampler = " ".join(f"{name}={value}" for name, value in self.sampler.items())
         more = [f"{self.topology}/{self.cache}", sampler, "own script" if self.own else "bundled"]
         more += [f"shell: {self.shell}"] if self.shell != "quiet" else []
         more += [] if self.clock is None else [f"clock of node{self.clock} off"]
         more += ["detached"] if self.detached else []
+        more += ["go-on"] if self.go_on else []
         more += [f"resumed on {self.resume}"] if self.resume else []
         fault, moment = self.fault, f"epoch {self.fault.epoch}" if self.fault.epoch else "start"
         length = f" for {fault.seconds:.1f} s" if fault.seconds else ""
@@ -171,6 +175,7 @@ def draw(seed: int, kinds: tuple[str, ...] = KINDS) -> Scenario:
     fault = _fault(kind, servers, procs, chance)
     detached = kind not in ("launcher", "ssh") and chance.random() < 0.25
     nodes = servers + trains
+    go_on = servers > 0 and not own and fault.epoch > 0 and chance.random() < 0.5
     resume = chance.choice(["", "same", "fewer", "more"]) if kind not in ("clock", "none") else ""
     if (resume == "more" and nodes == HOSTS) or (resume == "fewer" and trains == 1):
         resume = "same"
@@ -180,7 +185,7 @@ def draw(seed: int, kinds: tuple[str, ...] = KINDS) -> Scenario:
         cache=chance.choice(["10%", "0", "64KB"]),
         shell=chance.choice(["quiet", *SHELLS]),
         clock=chance.randrange(nodes) if chance.random() < 0.25 else None,
-        detached=detached, resume=resume, fault=fault,
+        detached=detached, resume=resume, fault=fault, go_on=go_on,
     )  # fmt: skip
 
 

@@ -28,6 +28,7 @@ def train_section(scenario: Scenario, epochs: int = ENDLESS) -> dict[str, Any]:
 
 def run_section(scenario: Scenario) -> dict[str, Any]:
     section: dict[str, Any] = {"connect_timeout": 3, "lost_after": 12}
+    section |= {"on_client_loss": "go-on"} if scenario.go_on else {}
     return section | ({"stall_after": STALL_AFTER} if scenario.fault.kind == "stop" else {})
 
 

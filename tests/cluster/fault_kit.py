@@ -156,7 +156,7 @@ class FaultyRun:
 
     def _cut_sessions(self) -> None:
         """Kill the SSH connections of the launcher to the host."""
-        sessions = [each for each in self.host.processes(system=True) if each.cmdline.startswith("sshd: ")]
+        sessions = self.host.ssh_sessions()
         for each in sessions:
             self.host.run(["kill", "-9", str(each.pid)], check=False)
         if not sessions:

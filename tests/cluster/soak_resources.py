@@ -21,7 +21,7 @@ MAY_GROW: dict[str, float] = {
     "child processes of the soak": 0,
     "processes on the hosts": 0,
     "tmux servers on the hosts": 0,
-    "SSH connections to the hosts": 2,
+    "SSH connections to the hosts": 0,
     "sockets on the hosts": 0,
     "leases on the hosts": 0,
     "files on the hosts": 12,
@@ -43,7 +43,7 @@ def sample(cluster: NetCluster) -> Sample:
     status = Path("/proc/self/status").read_text()
     processes = [each.cmdline for host in cluster.hosts for each in host.processes(system=True)]
     children = [path.read_text().split() for path in Path("/proc/self/task").glob("*/children")]
-    own = [line for line in processes if not line.startswith(("sshd", "/usr/sbin/sshd", "bash -c"))]
+    own = [line for line in processes if not line.startswith(("sshd: ", "/usr/sbin/sshd", "bash -c set -e"))]
     values = [
         _number(status, "VmRSS") / 1024,
         len(os.listdir("/proc/self/fd")),
@@ -51,7 +51,7 @@ def sample(cluster: NetCluster) -> Sample:
         sum(map(len, children)) - sum(host.init_pid != 0 for host in cluster.hosts),
         len(own),
         sum("tmux" in line for line in processes),
-        sum(line.startswith("sshd: ") for line in processes),
+        sum(len(host.ssh_sessions()) for host in cluster.hosts),
         sum(len(sockets_of(host)) for host in cluster.hosts),
         len(leases_of(cluster.hosts)),
         len(files_of(cluster)),

@@ -180,7 +180,7 @@ def draw(seed: int, kinds: tuple[str, ...] = KINDS) -> Scenario:
     if (resume == "more" and nodes == HOSTS) or (resume == "fewer" and trains == 1):
         resume = "same"
     return Scenario(
-        seed, servers, procs, replicas, graph, own, _sampler(chance),
+        seed, servers, procs, replicas, graph, own, _sampler(own, chance),
         topology=chance.choice(["auto", "replicated", "partitioned"]),
         cache=chance.choice(["10%", "0", "64KB"]),
         shell=chance.choice(["quiet", *SHELLS]),
@@ -211,8 +211,12 @@ def _fault(kind: str, servers: int, procs: tuple[int, ...], chance: random.Rando
     return Fault(kind, node, second, 0 if early else chance.randint(1, 3), seconds.get(kind, 0.0))
 
 
-def _sampler(chance: random.Random) -> dict[str, Any]:
-    """Draw the sampler settings: uniform, with replacement, weighted or temporal; joint or disjoint."""
+def _sampler(own: bool, chance: random.Random) -> dict[str, Any]:
+    """Draw the sampler settings: uniform, with replacement, weighted or temporal; joint or disjoint.
+
+    The user script computes every layer on all edges of a torch_geometric batch. In a joint batch of several hops these
+    also depend on which seeds share a rank, so its loss is the same on all numbers of ranks only if it is disjoint.
+    """
     sampler: dict[str, Any] = {"fanouts": chance.choice([[5, 5], [3, -1], [8], [-1], [4, 3, 2]])}
     kind = chance.choice(["uniform", "replace", "weighted", "temporal", "latest"])
     if kind == "weighted":
@@ -221,6 +225,6 @@ def _sampler(chance: random.Random) -> dict[str, Any]:
         sampler |= {"time_attr": "time", "temporal_strategy": "last" if kind == "latest" else "uniform"}
     if kind == "replace":
         sampler["replace"] = True
-    if "time_attr" in sampler or chance.random() < 0.25:
+    if "time_attr" in sampler or (own and len(sampler["fanouts"]) > 1) or chance.random() < 0.25:
         sampler["disjoint"] = True
     return sampler

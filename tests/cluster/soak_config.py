@@ -26,10 +26,12 @@ def train_section(scenario: Scenario, epochs: int = ENDLESS) -> dict[str, Any]:
     return section | {"checkpoint_seconds": 0.5, **scenario.sampler}
 
 
-def run_section(scenario: Scenario) -> dict[str, Any]:
+def run_section(scenario: Scenario, *, resumed: bool = False) -> dict[str, Any]:
+    """Return the section ``run``. A resumed run has the default of stall_after: on a busy machine, a rank that has done
+    its last step may take longer to exit than a suspended rank is given."""
     section: dict[str, Any] = {"connect_timeout": 3, "lost_after": 12}
     section |= {"on_client_loss": "go-on"} if scenario.go_on else {}
-    return section | ({"stall_after": STALL_AFTER} if scenario.fault.kind == "stop" else {})
+    return section | ({"stall_after": STALL_AFTER} if scenario.fault.kind == "stop" and not resumed else {})
 
 
 def job_words(scenario: Scenario, epochs: int = ENDLESS, pause: float = 0.05) -> list[str]:
@@ -59,5 +61,5 @@ def cluster_file(
         node_list(cluster, scenario, pythons, more),
         data=data_section(scenario, parts),
         train=train_section(scenario, epochs),
-        run=run_section(scenario),
+        run=run_section(scenario, resumed=more > 0),
     )

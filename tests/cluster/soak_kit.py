@@ -170,7 +170,7 @@ class Soak:
             words = ["launch", "--config", str(config)]
             words += ["--set", f"train.resume={checkpoint}"] if checkpoint.is_file() else []
         else:
-            words = ["resume", run.run_id, "--epochs", str(epochs)]
+            words = ["resume", run.run_id, "--epochs", str(epochs), "--set", "run.stall_after=auto"]
             words += ["--exclude", f"node{run.scenario.nodes - 1}"] if run.scenario.resume == "fewer" else []
             if run.scenario.own:
                 run.folder.joinpath("job.py").write_text(_with_epochs(run.folder / "job.py", epochs))

@@ -2,7 +2,7 @@
 # PYTHON=…        interpreter for a new virtual environment (3.10 to 3.13)
 # VENV=…          where the virtual environment lives
 # PIP_ARGS=…      more for pip install, e.g. another package index
-# MINUTES=…       how long the soak runs; SEED=… chooses its scenarios, SCENARIO=… repeats one
+# MINUTES=…       how long the soak runs; SEED=… chooses its scenarios, SCENARIO=17,4003 repeats some
 # ARGS=…          more for pytest or the benchmarks; tests run in parallel unless it names a file of tests
 
 PYTHON ?= python3
@@ -38,7 +38,7 @@ test-slow: tools-test $(INSTALLED) ## run the tests that take longer
 	$(BIN)/python -m pytest -m slow $(WORKERS) $(ARGS)
 
 soak: tools-test $(INSTALLED) ## random runs with faults on namespaced hosts, for MINUTES=10 (docs/operating.md)
-	$(BIN)/python tests/cluster/soak.py $(if $(SCENARIO),--scenario $(SCENARIO),--minutes $(MINUTES) --seed $(SEED)) $(ARGS)
+	$(BIN)/python tests/cluster/soak.py --minutes $(MINUTES) $(if $(SCENARIO),--scenario $(SCENARIO),--seed $(SEED)) $(ARGS)
 
 docs: $(INSTALLED) ## build the documentation as a site, in site/ (to read with search: .venv/bin/mkdocs serve)
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import statistics
 import time
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 from contracts import Verdict
@@ -18,9 +19,9 @@ SAMPLE_EVERY = 10  # runs
 WARM_UP = 10  # runs after which code, parts and libraries are in place
 
 
-def soak(minutes: float, first: int, count: int | None, folder: Path, *, keep: bool = False) -> int:
-    """Run scenarios from seed ``first`` on, for ``minutes`` or until ``count`` have run; return how many went wrong,
-    plus one if a resource has grown. ``keep``: leave the files of all runs in ``folder``, not only of wrong ones."""
+def soak(minutes: float, seeds: Iterable[int], folder: Path, *, keep: bool = False) -> int:
+    """Run the scenarios of ``seeds`` for ``minutes``, or until Ctrl-C or SIGTERM; return how many went wrong, plus one
+    if a resource has grown. ``keep``: leave the files of all runs in ``folder``, not only of wrong ones."""
     if reason := unavailable():
         print(f"no namespaced hosts: {reason}")
         return 1
@@ -29,14 +30,17 @@ def soak(minutes: float, first: int, count: int | None, folder: Path, *, keep: b
     with NetCluster(HOSTS, machines=Soak.machines()) as cluster:
         running, kinds = Soak(cluster, folder, keep=keep), kinds_here()
         samples = {0: sample(cluster)}
-        while time.monotonic() < end and (count is None or len(verdicts) < count):
-            began = time.monotonic()
-            verdict = running.run(draw(first + len(verdicts), kinds))
-            verdicts.append(verdict)
-            moment, seconds = time.strftime("%H:%M:%S"), time.monotonic() - began
-            print(f"{moment}  {seconds:5.1f} s  {verdict.scenario.seed}  {verdict}", flush=True)
-            if len(verdicts) % SAMPLE_EVERY == 0:
-                samples[len(verdicts)] = sample(cluster)
+        with contextlib.suppress(KeyboardInterrupt):
+            for seed in seeds:
+                began = time.monotonic()
+                verdict = running.run(draw(seed, kinds))
+                verdicts.append(verdict)
+                moment, seconds = time.strftime("%H:%M:%S"), time.monotonic() - began
+                print(f"{moment}  {seconds:5.1f} s  {seed}  {verdict}", flush=True)
+                if len(verdicts) % SAMPLE_EVERY == 0:
+                    samples[len(verdicts)] = sample(cluster)
+                if time.monotonic() > end:
+                    break
         samples[len(verdicts)] = sample(cluster)
     grown = growth(samples, WARM_UP)
     print(f"\n{fault_table(verdicts)}\n\n{resource_table(samples)}\n")

@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import shutil
-import subprocess
 import time
+import traceback
 from pathlib import Path
 
 from contracts import Verdict, check_failure, check_hosts, check_views, gnnfleet, left, wait_until_clean
 from fault_kit import FaultyRun, pythons_of
 from launching import Launched, Running
-from netns import Host, Machine, NetCluster, NetnsError
-from netns_tools import no_memory_limits
+from netns import Host, Machine, NetCluster
+from netns_tools import no_memory_limits, state
 from operator_kit import end_processes
 from scenario import HOSTS, KINDS, Scenario
 from soak_config import cluster_file, job_words
@@ -55,9 +55,10 @@ class Soak:
         try:
             run.prepare()
             self._run(run, verdict)
-        except (AssertionError, subprocess.TimeoutExpired, NetnsError) as error:
-            verdict.break_("ended", f"{type(error).__name__}: {str(error)[-3000:]}")
+        except Exception as error:  # whatever happens, the soak goes on with the next scenario
+            verdict.break_("ended", f"{type(error).__name__}: {str(error)[-3000:]}\n{traceback.format_exc(limit=-3)}")
         finally:
+            self._restart_dead()
             if verdict.wrong:
                 end_processes(self.cluster)
             run.repair()
@@ -68,23 +69,31 @@ class Soak:
             host.run(["bash", "-c", f"rm -rf {WORKDIR}/runs/*"])
         return verdict
 
+    def _restart_dead(self) -> None:
+        """Switch on the hosts that have died without a power cut, so that the next scenario finds all of them."""
+        for host in self.cluster.hosts:
+            if host.init_pid and state(host.init_pid) in ("", "Z"):
+                host.destroy()
+                host.power_on()
+                host.wait_until_up()
+
     def _run(self, run: FaultyRun, verdict: Verdict) -> None:
         running = run.launch()
         try:
             if run.scenario.fault.kind == "none":
-                state = self._undisturbed(run, running, verdict)
+                end = self._undisturbed(run, running, verdict)
             else:
                 run.await_moment(running)
                 run.inject(running)
                 follow = self._survived if run.scenario.survives else self._failed
-                state = follow(run, running, verdict)
+                end = follow(run, running, verdict)
         finally:
             if running.process.poll() is None:
                 running.process.kill()
                 running.process.wait()
         check_hosts(verdict, self.cluster.hosts)
-        check_views(verdict, run, state)
-        if state == "done" or (state == "stopped" and run.scenario.resume):
+        check_views(verdict, run, end)
+        if end == "done" or (end == "stopped" and run.scenario.resume):
             self._check_curve(run, run.run_dir, verdict)
         if run.scenario.resume and not verdict.wrong:
             self._resume(run, verdict)

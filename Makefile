@@ -2,12 +2,16 @@
 # PYTHON=…        interpreter for a new virtual environment (3.10 to 3.13)
 # VENV=…          where the virtual environment lives
 # PIP_ARGS=…      more for pip install, e.g. another package index
+# MINUTES=…       how long the soak runs; SEED=… chooses its scenarios, SCENARIO=17,4003 repeats some
 # ARGS=…          more for pytest or the benchmarks; tests run in parallel unless it names a file of tests
 
 PYTHON ?= python3
 VENV ?= .venv
 PIP_ARGS ?=
 ARGS ?=
+MINUTES ?= 10
+SEED ?= 1
+SCENARIO ?=
 
 BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
@@ -19,7 +23,7 @@ export PIP_DISABLE_PIP_VERSION_CHECK := 1
 export PYTHONDONTWRITEBYTECODE :=
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-slow check docs size bench bench-peers clean tools-demo tools-test
+.PHONY: help demo test test-slow soak check docs size bench bench-peers clean tools-demo tools-test
 
 help: ## list the targets
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/make \1\t\2/p' Makefile | expand -t 20
@@ -32,6 +36,9 @@ test: tools-test $(INSTALLED) ## run the tests
 
 test-slow: tools-test $(INSTALLED) ## run the tests that take longer
 	$(BIN)/python -m pytest -m slow $(WORKERS) $(ARGS)
+
+soak: tools-test $(INSTALLED) ## random runs with faults on namespaced hosts, for MINUTES=10 (docs/operating.md)
+	$(BIN)/python tests/cluster/soak.py --minutes $(MINUTES) $(if $(SCENARIO),--scenario $(SCENARIO),--seed $(SEED)) $(ARGS)
 
 docs: $(INSTALLED) ## build the documentation as a site, in site/ (to read with search: .venv/bin/mkdocs serve)
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet

@@ -252,6 +252,11 @@ class Host:
         found = [each for each in processes_of(self.init_pid) if each.cmdline] if self.init_pid else []
         return found if system else [each for each in found if each.pid != 1 and "sshd" not in each.cmdline.split()[0]]
 
+    def ssh_sessions(self) -> list[Process]:
+        """Return sshd's processes of the connections to the host."""
+        found = self.processes(system=True)
+        return [each for each in found if each.cmdline.startswith("sshd: ") and "[listener]" not in each.cmdline]
+
     def kill(self, pid: int, signum: int = signal.SIGKILL) -> None:
         """Send a signal to a process; ``pid`` is its pid as the host sees it."""
         self.run(["bash", "-c", f"kill -{int(signum)} {pid}"])

@@ -61,7 +61,7 @@ def test_a_disk_that_fills_up_during_sync_is_named(scene: Scene, place: str) -> 
 
 @pytest.mark.slow
 def test_a_full_disk_does_not_hide_the_first_cause(scene: Scene) -> None:
-    # A rank is killed on a node whose disk is full: the report still names this rank as the first cause. test_faults
+    # A rank is killed on a node whose disk is full: the report still names this rank as the first cause. test_soak
     # has a full disk that is itself the cause.
     host = scene.cluster.hosts[1]
     host.run(["mount", "-t", "tmpfs", "-o", "size=4m", "tmpfs", WORKDIR])
@@ -170,7 +170,7 @@ def test_a_rank_that_raises_leads_the_report(scene: Scene, rank: str) -> None:
     failed(scene, done, f"rank{rank}", "raised ValueError: no such column: age", node_rank=node_rank)
 
 
-@pytest.mark.slow  # test_run has this on one machine, and test_faults a rank killed by the kernel
+@pytest.mark.slow  # test_run has this on one machine, and test_soak a rank killed by the kernel
 def test_a_rank_killed_with_9_leads_the_report(scene: Scene) -> None:
     running = scene.running("--", "python", "steps.py").await_line("step 9")
     scene.cluster.hosts[1].kill(scene.processes(1, "steps.py")[0].pid)

@@ -1,0 +1,225 @@
+"""Random scenarios of the soak: hosts, mode, sampler and script of a run, and one fault with the expected result.
+
+A scenario is determined by its seed alone, so that any one can be repeated. Consecutive seeds have all kinds of faults
+before any kind repeats.
+"""
+
+from __future__ import annotations
+
+import random
+from dataclasses import dataclass
+from typing import Any
+
+HOSTS = 4
+NUM_PARTS = 4  # of every graph, so that a run resumes on fewer or more hosts with the same parts
+ENDLESS = 100_000  # epochs of a run that only a fault or the user ends
+PEER_TIMEOUT = 6.0  # seconds; the default of run.peer_timeout
+STALL_AFTER = 6.0  # seconds; run.stall_after of scenarios that suspend a rank
+MAX_RANKS = 5
+
+#: Graph -> dataset and options of the section ``data`` of its cluster.yml.
+GRAPHS: dict[str, dict[str, Any]] = {
+    "homogeneous": {
+        "dataset": "synthetic",
+        "options": {"num_nodes": 3000, "avg_degree": 8, "num_classes": 5, "num_features": 8}
+        | {"edge_weight": True, "time": True},
+    },
+    "heterogeneous": {
+        "dataset": "synthetic-hetero",
+        "options": {"num_nodes": 2000, "num_classes": 5, "num_features": 8, "edge_weight": True, "time": True},
+    },
+}
+
+#: Kind of fault -> texts of which the reason in the report contains at least one, and the least exit status. A run
+#: with any other fault trains on.
+REASONS: dict[str, tuple[tuple[str, ...], int]] = {
+    "kill": (("was killed by signal 9 (SIGKILL)",), 137),
+    "server": (("was killed by signal 9 (SIGKILL)",), 137),
+    "exception": (("raised ValueError: no such column: age",), 1),
+    "exit": (("ended with exit status 3",), 3),
+    "segfault": (("crashed: segmentation fault (SIGSEGV)",), 139),
+    "memory": (("ran out of memory (killed by the kernel",), 137),
+    "disk": (("No space left on device",), 1),
+    "stop": (("is stopped (SIGSTOP or a debugger)",), 1),
+    "power": (("no sign of life", "last sign of life"), 1),
+    "network": (("no sign of life", "no contact"), 1),
+    "supervisor": (("supervisor",), 1),
+}
+KINDS = (*REASONS, "blip", "ssh", "launcher", "clock", "none")  # blip: a network cut shorter than run.peer_timeout
+TRIGGERED = ("exception", "exit", "segfault", "memory")  # the script causes these itself, triggered by a file
+SCRIPT_ONLY = (*TRIGGERED, "disk")
+NODE_KINDS = ("power", "network", "supervisor")  # the report names the node
+UNREACHABLE = ("power", "network")
+
+
+@dataclass(frozen=True)
+class Fault:
+    """A fault of a node, or of one of its ranks."""
+
+    kind: str
+    node: int
+    second: bool = False  #: the second rank of the node fails, not the first
+    epoch: int = 0  #: injected once this epoch is being trained; 0: as soon as the ranks have started
+    seconds: float = 0.0  #: length of a network cut
+
+
+@dataclass(frozen=True)
+class Scenario:
+    """A run and its fault. Node ranks: servers first, then the nodes that train."""
+
+    seed: int
+    servers: int  #: 0: worker mode
+    procs: tuple[int, ...]  #: of each node that trains
+    replicas: int
+    graph: str
+    own: bool  #: a user script instead of the bundled trainer
+    sampler: dict[str, Any]  #: settings of the section ``train``
+    topology: str
+    cache: str
+    shell: str  #: what the shells of the hosts print; see SHELLS
+    clock: int | None  #: node rank of a host whose clock is five minutes off
+    detached: bool
+    resume: str  #: hosts of the resumed run: same, fewer, more; '' for none
+    fault: Fault
+
+    @property
+    def nodes(self) -> int:
+        return self.servers + len(self.procs)
+
+    @property
+    def lead(self) -> int:
+        """Return the node rank of the first node that trains."""
+        return self.servers
+
+    @property
+    def mode(self) -> str:
+        return "servers" if self.servers else "workers"
+
+    def ranks(self, node: int) -> range:
+        """Return the ranks of a node; empty for a server."""
+        k = node - self.servers
+        if k < 0:
+            return range(0)
+        first = sum(self.procs[:k])
+        return range(first, first + self.procs[k])
+
+    @property
+    def victim(self) -> int:
+        """Return the rank that the fault is meant for; -1 if it is a server's."""
+        ranks = self.ranks(self.fault.node)
+        return ranks[-1 if self.fault.second else 0] if ranks else -1
+
+    @property
+    def survives(self) -> bool:
+        """Return whether the run trains on in spite of the fault."""
+        kind, on_server = self.fault.kind, self.fault.node < self.servers
+        if kind == "server":
+            return on_server  # the graph server of a server node is restarted
+        return kind not in REASONS or (on_server and self.replicas > 1 and kind in NODE_KINDS)
+
+    @property
+    def within(self) -> float:
+        """Return the seconds from the fault until no process of the run may be left."""
+        unnoticed = {"stop": STALL_AFTER + 12.0, "power": PEER_TIMEOUT + 4.0, "network": PEER_TIMEOUT + 4.0}
+        unnoticed["disk"] = 10.0  # until the last pages of open files are full
+        return 10.0 + unnoticed.get(self.fault.kind, 0.0)
+
+    @property
+    def names(self) -> list[str]:
+        """Return the names of which the report must give one as the first failure."""
+        if self.fault.kind in NODE_KINDS:
+            return ["node"]
+        if self.fault.kind == "server":
+            return ["server"]
+        ranks = self.ranks(self.fault.node) if self.fault.kind == "disk" else [self.victim]  # disk: who writes first
+        return [f"rank{rank}" for rank in ranks]
+
+    def __str__(self) -> str:
+        where = f"{self.servers} servers ×{self.replicas}, clients " if self.servers else "workers "
+        sampler = " ".join(f"{name}={value}" for name, value in self.sampler.items())
+        more = [f"{self.topology}/{self.cache}", sampler, "own script" if self.own else "bundled"]
+        more += [f"shell: {self.shell}"] if self.shell != "quiet" else []
+        more += [] if self.clock is None else [f"clock of node{self.clock} off"]
+        more += ["detached"] if self.detached else []
+        more += [f"resumed on {self.resume}"] if self.resume else []
+        fault, moment = self.fault, f"epoch {self.fault.epoch}" if self.fault.epoch else "start"
+        length = f" for {fault.seconds:.1f} s" if fault.seconds else ""
+        who = f"rank{self.victim} of node{fault.node}" if self.victim >= 0 else f"node{fault.node}"
+        return f"{fault.kind}{length} on {who} at {moment}; {where}{self.procs}, {self.graph}, {', '.join(more)}"
+
+
+#: Kind of shell -> its .bashrc, which bash also reads for commands over SSH.
+SHELLS = {
+    "quiet": "",
+    "line": "echo 'Welcome to this machine'\n",
+    "no newline": "printf 'loading modules ...'\n",
+    "title": "printf '\\033]0;%s\\007' \"$HOSTNAME\"; echo error >&2\n",
+}
+
+
+def draw(seed: int, kinds: tuple[str, ...] = KINDS) -> Scenario:
+    """Return the scenario of a seed."""
+    turn, position = divmod(seed, len(kinds))
+    kind = random.Random(turn).sample(kinds, len(kinds))[position]
+    chance = random.Random(1_000_003 * seed + 17)
+    servers = chance.choice([0, 0, 0, 1, 2])
+    trains = chance.randint(1, 2) if servers else chance.randint(2, HOSTS)
+    procs = _procs(trains, chance)
+    replicas = chance.randint(1, servers) if servers else 1
+    own = kind in SCRIPT_ONLY or chance.random() < 0.4
+    graph = "homogeneous" if own or chance.random() < 0.6 else "heterogeneous"
+    fault = _fault(kind, servers, procs, chance)
+    detached = kind not in ("launcher", "ssh") and chance.random() < 0.25
+    nodes = servers + trains
+    resume = chance.choice(["", "same", "fewer", "more"]) if kind not in ("clock", "none") else ""
+    if (resume == "more" and nodes == HOSTS) or (resume == "fewer" and trains == 1):
+        resume = "same"
+    return Scenario(
+        seed, servers, procs, replicas, graph, own, _sampler(own, chance),
+        topology=chance.choice(["auto", "replicated", "partitioned"]),
+        cache=chance.choice(["10%", "0", "64KB"]),
+        shell=chance.choice(["quiet", *SHELLS]),
+        clock=chance.randrange(nodes) if chance.random() < 0.25 else None,
+        detached=detached, resume=resume, fault=fault,
+    )  # fmt: skip
+
+
+def _procs(trains: int, chance: random.Random) -> tuple[int, ...]:
+    """Draw the number of processes of each node that trains; MAX_RANKS in all."""
+    procs = [1] * trains
+    for k in range(trains):
+        if sum(procs) < MAX_RANKS and chance.random() < 0.35:
+            procs[k] = 2
+    return tuple(procs)
+
+
+def _fault(kind: str, servers: int, procs: tuple[int, ...], chance: random.Random) -> Fault:
+    nodes = servers + len(procs)
+    node = chance.randrange(nodes)
+    if kind in (*SCRIPT_ONLY, "kill", "stop"):  # a rank's
+        node = chance.randrange(servers, nodes)
+    elif kind == "server" and servers:
+        node = chance.randrange(servers)
+    early = kind not in (*SCRIPT_ONLY, "stop", "blip") and chance.random() < 0.2
+    second = node >= servers and procs[node - servers] > 1 and chance.random() < 0.5
+    seconds = {"network": chance.uniform(PEER_TIMEOUT + 4, 20), "blip": chance.uniform(0.5, PEER_TIMEOUT - 2)}
+    return Fault(kind, node, second, 0 if early else chance.randint(1, 3), seconds.get(kind, 0.0))
+
+
+def _sampler(own: bool, chance: random.Random) -> dict[str, Any]:
+    """Draw the sampler settings: uniform, with replacement, weighted or temporal; joint or disjoint.
+
+    The user script computes every layer on all edges of a torch_geometric batch. In a joint batch of several hops these
+    also depend on which seeds share a rank, so its loss is the same on all numbers of ranks only if it is disjoint.
+    """
+    sampler: dict[str, Any] = {"fanouts": chance.choice([[5, 5], [3, -1], [8], [-1], [4, 3, 2]])}
+    kind = chance.choice(["uniform", "replace", "weighted", "temporal", "latest"])
+    if kind == "weighted":
+        sampler["weight_attr"] = "edge_weight"
+    if kind in ("temporal", "latest"):
+        sampler |= {"time_attr": "time", "temporal_strategy": "last" if kind == "latest" else "uniform"}
+    if kind == "replace":
+        sampler["replace"] = True
+    if "time_attr" in sampler or (own and len(sampler["fanouts"]) > 1) or chance.random() < 0.25:
+        sampler["disjoint"] = True
+    return sampler

@@ -199,7 +199,8 @@ def _print_done(report: RunReport, console: Console) -> None:
         console.print(_epoch_table(epochs, report.metrics.of_kind("eval")))
     elif last := last_loss(_last_files(report)):
         console.print(Text(last, "bold"))
-    throughput = report.metrics.throughput()
+    known = report.metrics.throughput()
+    throughput = {rank: speed for rank, speed in known.items() if rank in _last_ranks(report, known)}
     if throughput:
         table = _throughput_table(throughput, report.outcomes, report.metrics.counted_epochs())
         console.print(table, soft_wrap=True)
@@ -211,6 +212,13 @@ def _print_done(report: RunReport, console: Console) -> None:
             console.print(Text(f"{split} accuracy: {result[f'{split}_accuracy']:.4f}", "bold"))
     for line in output_lines(report.folder):
         console.print(Text(line), soft_wrap=True)
+
+
+def _last_ranks(report: RunReport, known: Iterable[int]) -> set[int]:
+    """Return the ranks of the last attempt; ``known`` if the run did not restart."""
+    if not report.restarts:
+        return set(known)
+    return {rank for own in report.restarts[-1]["ranks"].values() for rank in own}
 
 
 def _last_files(report: RunReport) -> list[Path]:

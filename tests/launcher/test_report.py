@@ -74,6 +74,19 @@ def test_a_rank_that_repeats_the_error_of_another_rank_is_not_the_first_failure(
     assert first_failure([early, late]) is late
 
 
+def test_the_throughput_is_that_of_the_ranks_of_the_last_attempt(tmp_path: Path) -> None:
+    lines = [
+        {"t": 100.0 + epoch, "kind": "epoch", "rank": rank, "epoch": epoch, "loss": 1.0, "seconds": 1.0, "seeds": 10}
+        for epoch in (1, 2)
+        for rank in (0, 1, 2)
+    ]
+    once = {"generation": 1, "ranks": {"1": [0], "2": [1]}}
+    ended = [replace(outcome(rank, 110.0), returncode=0, failed=False) for rank in (0, 1)]
+    of = replace(report("done", ended, tmp_path, lines), restarts=(once,))
+    assert "rank2" not in printed(of) and "total 20" in printed(of)
+    assert "rank2" in printed(replace(of, restarts=()))
+
+
 def test_the_explanation_is_that_of_the_error_that_the_trainer_printed(tmp_path: Path) -> None:
     failed = replace(outcome(0, 110.0), tail=("error: checkpoint last.pt cannot be read: No such file or directory",))
     assert "gnnfleet explain checkpoint-unreadable" in printed(report("failed", [failed], tmp_path))

@@ -16,7 +16,7 @@ from trainer.train.checkpoint import files_of, load_content
 from trainer.train.steplog import StepLog
 
 SCRIPT = """
-import json, os, signal, sys, torch, torch.distributed as dist, gnnfleet as gf
+import json, os, signal, sys, time, torch, torch.distributed as dist, gnnfleet as gf
 from torch.nn.parallel import DistributedDataParallel
 parts, out, die = sys.argv[1], sys.argv[2], int(sys.argv[3])
 dist.init_process_group("gloo")
@@ -52,6 +52,9 @@ for epoch in range(start.epoch, 3):
         log.step(epoch, step, len(loader), loss / batch.batch_size, batch.batch_size)
         done += 1
         if done == die:
+            newest = os.path.join(os.environ["GNNFLEET_RUN_DIR"], "checkpoints", "last.pt")
+            while not os.path.exists(newest):  # rank 0 writes it meanwhile
+                time.sleep(0.01)
             os.kill(os.getpid(), signal.SIGKILL)
     scheduler.step()
     log.epoch(epoch, total)

@@ -157,14 +157,14 @@ def test_an_error_or_interrupt_leaves_nothing(tmp_path, monkeypatch, error):
 
 
 STALLED = """
-import sys, time
+import os, sys, time
 from trainer.partition import write
 from trainer.partition.make import PartitionSpec, make_partition
 real = write.write_npy
 def stalling(root, path, *rest):
     entry = real(root, path, *rest)
     if path.endswith("indices.npy"):
-        print("writing", flush=True)
+        os.write(1, b"writing\\n")  # by several threads: a whole line at once
         time.sleep(60)
     return entry
 write.write_npy = stalling

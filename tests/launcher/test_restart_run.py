@@ -78,9 +78,8 @@ def test_the_others_go_on_without_the_lead_node(make: MakeRun, how: str) -> None
     assert reason in results[2]["restarts"][0]["reason"]
 
 
-@pytest.mark.slow
-def test_a_node_that_was_suspended_is_part_of_the_next_attempt(make: MakeRun) -> None:
-    run = make(3, lost_after=60.0).stepping()
+def _suspend_until_left(run: RestartRun) -> dict[int, int]:
+    """Suspend node 2 until the others go on without it; return the rank of each of them."""
     away = run.nodes[2].supervisor
     assert away is not None
     os.kill(away.pid, signal.SIGSTOP)
@@ -88,6 +87,13 @@ def test_a_node_that_was_suspended_is_part_of_the_next_attempt(make: MakeRun) ->
     await_attempt(run.nodes[0], ranks[0], world=2)
     os.kill(away.pid, signal.SIGCONT)
     wait_until(lambda: run.nodes[2].json("state.json")["state"] == "waiting", 20)
+    return ranks
+
+
+@pytest.mark.slow
+def test_a_node_that_was_suspended_is_part_of_the_next_attempt(make: MakeRun) -> None:
+    run = make(3, lost_after=60.0).stepping()
+    ranks = _suspend_until_left(run)
     wait_until(lambda: run.nodes[0].json("state.json")["ranks"], 20)
     time.sleep(2)
     os.kill(run.nodes[0].pid(f"rank{ranks[0]}"), signal.SIGKILL)
@@ -101,13 +107,7 @@ def test_a_node_that_was_suspended_is_part_of_the_next_attempt(make: MakeRun) ->
 @pytest.mark.slow
 def test_a_node_that_comes_back_too_late_ends_with_the_run(make: MakeRun) -> None:
     run = make(3, lost_after=60.0).stepping()
-    away = run.nodes[2].supervisor
-    assert away is not None
-    os.kill(away.pid, signal.SIGSTOP)
-    ranks = _ranks(run)
-    await_attempt(run.nodes[0], ranks[0], world=2)
-    os.kill(away.pid, signal.SIGCONT)
-    wait_until(lambda: run.nodes[2].json("state.json")["state"] == "waiting", 20)
+    _suspend_until_left(run)
     results = run.finish()
     assert [results[k]["state"] for k in (0, 1)] == ["done"] * 2 and results[2]["state"] != "done"
     assert results[2]["reason"].endswith("no restart: the run has ended without this node")

@@ -74,7 +74,7 @@ def run(small: bool) -> list[Row]:
     for case in [*cases(small), *_debian()]:
         for num_parts, method in case.cuts:
             folder = str(CACHE / f"cache-{case.name}-{'small' if small else 'large'}-{num_parts}-{method}")
-            spec = PartitionSpec(case.dataset, folder, case.source, case.options, num_parts, method)
+            spec = PartitionSpec(case.dataset, folder, case.source, case.options, num_parts, method, force=True)
             make_partition(spec, lambda _: None)
             for held in (0, None):
                 rows += _rows(case, Path(folder), num_parts, method, held)
@@ -130,7 +130,7 @@ def _host(folder: Path, num_parts: int, held: int | None) -> Graph:
 
 @dataclass(frozen=True)
 class _ReadyAnswer:
-    """Replaces the future of a reply from another host; its result is available at once."""
+    """Replaces the future of a reply from another host. Its result is available at once."""
 
     value: Any
 

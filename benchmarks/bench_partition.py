@@ -31,7 +31,7 @@ def run(small: bool) -> list[Row]:
 
 
 def in_process(way: str, small: bool) -> tuple[float, float, float]:
-    """Partition in a new process; return seconds, peak GB minus that of the loaded graph, and share of cut edges."""
+    """Partition in a new process. Returns seconds, peak GB minus that of the loaded graph, share of cut edges."""
     ours, theirs = SPAWN.Pipe()
     worker = SPAWN.Process(target=measure, args=(way, small, theirs))
     worker.start()
@@ -67,7 +67,7 @@ def measure(way: str, small: bool, out: Connection) -> None:
 
 
 def pymetis_alone(edge_index: np.ndarray, num_nodes: int) -> float:
-    """Partition with scipy and pymetis only, without writing files; return the share of cut edges."""
+    """Partition with scipy and pymetis only, without writing files, and return the share of cut edges."""
     import pymetis
     from scipy.sparse import coo_matrix
 
@@ -87,6 +87,6 @@ def forget_peak() -> None:
 
 
 def memory(which: str) -> float:
-    """Return GB of this process; which: ``VmRSS`` for the current memory, ``VmHWM`` for the peak."""
+    """Return GB of this process. ``which``: ``VmRSS`` for the current memory, ``VmHWM`` for the peak."""
     status = Path("/proc/self/status").read_text()
     return int(re.search(rf"{which}:\s+(\d+) kB", status)[1]) * 1024 / 1e9  # type: ignore[index]

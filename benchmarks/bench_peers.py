@@ -65,11 +65,11 @@ def main(
 
 
 def compete(
-    chosen: Sequence[Contender], size: str, turns: int, of: Mapping[str, int], epochs: int
+    chosen: Sequence[Contender], size: str, turns: int, epochs_of: Mapping[str, int], epochs: int
 ) -> tuple[dict[Contender, list[Run]], dict[str, float]]:
-    """Run the contenders in ``turns`` turns; return the runs of each, and the seconds of each section.
+    """Run the contenders in ``turns`` turns, and return the runs of each, and the seconds of each section.
 
-    of: number of epochs by section. epochs: number of epochs in sections that ``of`` lacks.
+    epochs_of: number of epochs, by section. epochs: number of epochs in the other sections.
     """
     found: dict[Contender, list[Run]] = {one: [] for one in chosen}
     took = dict.fromkeys(SECTIONS, 0.0)
@@ -79,7 +79,7 @@ def compete(
                 continue
             begun = time.perf_counter()
             try:
-                found[one].append(run_once(one, size, of.get(one.section, epochs)))
+                found[one].append(run_once(one, size, epochs_of.get(one.section, epochs)))
             except RuntimeError as error:
                 print(f"peers: {one.section}: {one.system} failed: {str(error).strip()[-600:]}", flush=True)
             took[one.section] += time.perf_counter() - begun
@@ -88,8 +88,8 @@ def compete(
 
 
 def _say(one: Contender, runs: Sequence[Run], seconds: float) -> None:
-    told = f"{runs[-1].median:.3f} s, {runs[-1].memory / 1e6:.0f} MB" if runs else "-"
-    print(f"peers: {one.section}: {one.system}: {told} ({seconds:.0f} s in all)", flush=True)
+    figures = f"{runs[-1].median:.3f} s, {runs[-1].memory / 1e6:.0f} MB" if runs else "-"
+    print(f"peers: {one.section}: {one.system}: {figures} ({seconds:.0f} s in all)", flush=True)
     if runs and not runs[-1].complete:
         print(f"peers: {one.section}: {one.system}: an epoch missed or repeated seeds", flush=True)
 
@@ -102,7 +102,7 @@ def report(
     layers = next((run.more["layers"] for runs in found.values() for run in runs if "layers" in run.more), None)
     floors = {name: floor_of(name, of[name], layers, machine, size) for name in names}
     tables = [table(name, of[name], took[name], floors[name]) for name in names]
-    text = "\n\n".join([machine.said(), *tables])
+    text = "\n\n".join([machine.describe(), *tables])
     print(f"\n{text}")
     (FOLDER / f"{size}.md").write_text(text + "\n")
     (FOLDER / f"{size}.json").write_text(json.dumps(as_json(found, took, machine), indent=1) + "\n")

@@ -49,7 +49,8 @@ def shares_of(graph: Graph, target: NodeType) -> list[SeedShare]:
 def sampler(store: PartStore, target: NodeType, fanouts: dict[EdgeType, tuple[int, ...]], **kind: Any) -> Work:
     """Return a function that samples the neighbourhoods of the seeds of a ``SeedShare``, in the calling thread.
 
-    kind: more fields of ``SampleSettings``. If ``time`` is set, all seeds have time 500, the middle of the edge times.
+    kind: further fields of ``SampleSettings``. If ``time`` is set, all seeds have time 500, the middle of the edge
+    times.
     """
     graph, tables, split = LocalGraph(store), RelabelTables(store.manifest), store.seeds(target, "train")
     settings = SampleSettings(fanouts, **kind)
@@ -119,7 +120,7 @@ def place_all(table: PositionTable, batches: list[np.ndarray]) -> None:
 
 
 def alternately(works: list[Callable[[], None]], repeats: int = 9) -> list[float]:
-    """Call the functions in turn; return the median CPU seconds of each, without its first call."""
+    """Call the functions in turn, and return the median CPU seconds of each, without its first call."""
     taken: list[list[float]] = [[] for _ in works]
     for _ in range(repeats + 1):
         for work, seconds in zip(works, taken, strict=True):
@@ -165,7 +166,7 @@ def hetero(small: bool) -> list[Row]:
     """Measure sampling on the synthetic heterogeneous graph, which has eight edge types."""
     folder = CACHE / f"{'small' if small else 'large'}-hetero"
     options = {"num_nodes": "10000" if small else "200000", "avg_degree": "20", "all_features": "true"}
-    make_partition(PartitionSpec("synthetic-hetero", str(folder), None, options, 1, "random"))
+    make_partition(PartitionSpec("synthetic-hetero", str(folder), None, options, 1, "random", force=True))
     with open_graph(folder) as graph:
         work = sampler(graph.store, "paper", dict.fromkeys(graph.manifest.edges, (10, 5)))
         return [Row("sampling, 8 edge types", speed(work, shares_of(graph, "paper")), "M edges/s")]

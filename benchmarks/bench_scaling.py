@@ -67,7 +67,8 @@ def sized(case: Case, count: int) -> Case:
 def measure(case: Case, count: int, cores: Sequence[int]) -> Measured:
     """Train on ``count`` hosts, then on the same batches in one process."""
     folder = CACHE / f"scaling-{case.name}-{count}"
-    make_partition(PartitionSpec(case.dataset, str(folder), case.source, case.options, count, "metis"), lambda _: None)
+    spec = PartitionSpec(case.dataset, str(folder), case.source, case.options, count, "metis", force=True)
+    make_partition(spec, lambda _: None)
     hosts = train_on(case, folder, count, CACHE / "scaling-run", cores)
     settings = {"batch_size": case.batch, "fanouts": case.fanouts, "hidden": case.hidden, "epochs": case.epochs}
     argv = [sys.executable, "-m", "scaling.alone", str(folder), str(count), json.dumps(settings)]
@@ -96,7 +97,7 @@ def rows(name: str, runs: Sequence[Measured]) -> Iterator[Row]:
             yield Row(f"… … {kind.replace('_', ' ')}", each.sum(kind) / 1e6, "M")
         yield Row("… rows' bytes received", each.sum("remote_bytes") / 1e6, "MB")
         yield Row("… gradients received", each.reduced_bytes / 1e6, "MB")
-        yield Row("… over all connections", each.sum("line_bytes") / 1e6, "MB")
+        yield Row("… over all connections", each.sum("network_bytes") / 1e6, "MB")
 
 
 def forecast(measured: dict[str, list[Measured]], hardware: Sequence[Hardware]) -> None:

@@ -51,21 +51,21 @@ class Way:
     @property
     def seconds(self) -> float:
         """Median seconds of an epoch over all runs."""
-        return statistics.median(second for done in self.found for second in done.says["seconds"])
+        return statistics.median(second for done in self.found for second in done.result["seconds"])
 
     @property
     def cpu(self) -> float:
-        return statistics.median(second for done in self.found for second in done.says["cpu"])
+        return statistics.median(second for done in self.found for second in done.result["cpu"])
 
     def most(self, name: str) -> float:
         return max(getattr(done, name) for done in self.found)
 
     def rate(self, what: str) -> float:
         """Million ``what`` (nodes or edges) of batches per second."""
-        return float(self.found[-1].says[what]) / self.seconds / 1e6
+        return float(self.found[-1].result[what]) / self.seconds / 1e6
 
     def megabytes(self) -> float:
-        return statistics.median(count for done in self.found for count in done.says["bytes"]) / 1e6
+        return statistics.median(count for done in self.found for count in done.result["bytes"]) / 1e6
 
 
 def run(small: bool) -> list[Row]:
@@ -81,8 +81,8 @@ def run(small: bool) -> list[Row]:
 def one_run(way: Way, network: Sequence[str]) -> Done:
     with tempfile.TemporaryDirectory() as folder:
         done = run_job(way.make(free_port(), Path(folder)), network, Path(folder) / "log")
-    if not done.says["complete"]:
-        print(f"serving: {way.name}: an epoch missed or repeated seeds; seeds by epoch: {done.says['seeds']}")
+    if not done.result["complete"]:
+        print(f"serving: {way.name}: an epoch missed or repeated seeds; seeds by epoch: {done.result['seeds']}")
     print(f"serving: {way.name}: {done}", flush=True)
     return done
 
@@ -173,8 +173,8 @@ def glt_parts(python: Path, plain: Path, servers: int) -> Path:
 
 def glt_job(python: Path, plain: Path, folder: Path, servers: int, settings: dict[str, Any], port: int) -> Job:
     server = [[python, GLT_JOB, "server", plain, folder, str(k), str(servers), str(port)] for k in range(servers)]
-    told = common() | {"folder": str(folder), "servers": servers, "port": port} | settings
-    return Job(server, [python, GLT_JOB, "client", plain, json.dumps(told)], HERE.parent, env=ON_LOOPBACK)
+    job = common() | {"folder": str(folder), "servers": servers, "port": port} | settings
+    return Job(server, [python, GLT_JOB, "client", plain, json.dumps(job)], HERE.parent, env=ON_LOOPBACK)
 
 
 def common() -> dict[str, Any]:
@@ -182,7 +182,7 @@ def common() -> dict[str, Any]:
 
 
 def free_port() -> int:
-    """Return a free port; graphlearn-torch also uses the next port, which is not checked."""
+    """Return a free port. graphlearn-torch also uses the next port, which is not checked."""
     with socket.create_server(("127.0.0.1", 0)) as holder:
         return int(holder.getsockname()[1])
 

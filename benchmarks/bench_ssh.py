@@ -100,7 +100,7 @@ def mac(address: str) -> str:
 
 
 def fan_out(scene: Scene, other_python: Path | None) -> Iterator[Row]:
-    """Measure all tools on one set of hosts; the tools run in turn, so that other load affects all of them alike."""
+    """Measure all tools on one set of hosts. The tools run in turn, so that other load affects all of them alike."""
     count = len(scene.hosts)
     prepare_sessions(scene)
     for name, work, command in (
@@ -119,7 +119,7 @@ def fan_out(scene: Scene, other_python: Path | None) -> Iterator[Row]:
 
 
 def others(scene: Scene, command: str, other_python: Path | None) -> dict[str, Callable[[], float]]:
-    """Return functions by name of tool; each runs ``command`` on all hosts and returns the seconds it took."""
+    """Return functions by name of tool. Each runs ``command`` on all hosts and returns the seconds it took."""
     ways: dict[str, Callable[[], float]] = {
         "ssh processes, xargs -P 32": lambda: timed(lambda: with_openssh(scene.cluster, command)),
         "fabric ThreadingGroup": lambda: timed(lambda: with_fabric(scene.cluster, command)),
@@ -197,7 +197,7 @@ def with_fabric(cluster: NetCluster, command: str) -> None:
 
 
 def with_parallel_ssh(cluster: NetCluster, command: str, python: Path) -> float:
-    """Run ``command`` on all hosts with parallel-ssh; return the seconds without those of its import."""
+    """Run ``command`` on all hosts with parallel-ssh, and return the seconds without those of its import."""
     asked = json.dumps([[host.address for host in cluster.hosts], str(cluster.identity), command])
     done = subprocess.run(
         [python, "-c", PARALLEL_SSH], input=asked, text=True, check=True, timeout=300, capture_output=True
@@ -206,7 +206,7 @@ def with_parallel_ssh(cluster: NetCluster, command: str, python: Path) -> float:
 
 
 def parallel_ssh() -> Path | None:
-    """Return the Python of a virtual environment with parallel-ssh; None if parallel-ssh cannot be installed."""
+    """Return the Python of a virtual environment with parallel-ssh, or None if parallel-ssh cannot be installed."""
     python = TOOLS / "bin/python"
     if not (TOOLS / "ready").exists():
         pip = [python, "-m", "pip", "install", "--quiet", "parallel-ssh"]

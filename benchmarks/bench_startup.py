@@ -42,13 +42,13 @@ def run(small: bool) -> list[Row]:
     if small or unavailable():
         return rows
     with NetCluster(2) as cluster, tempfile.TemporaryDirectory() as folder:
-        told = {"user": "root", "workdir": DISK, "python": sys.executable}
-        nodes = [{"host": host.address, **told} for host in cluster.hosts]
+        common = {"user": "root", "workdir": DISK, "python": sys.executable}
+        nodes = [{"host": host.address, **common} for host in cluster.hosts]
         return rows + phases("ssh", Path(folder), nodes, {}, cluster.environment(), torch)
 
 
 def importing_torch() -> float:
-    """Measure the seconds of `python -c "import torch"` twice; return the smaller value."""
+    """Measure the seconds of `python -c "import torch"` twice, and return the smaller value."""
     found = []
     for _ in range(2):
         begun = time.perf_counter()
@@ -60,7 +60,7 @@ def importing_torch() -> float:
 def phases(
     name: str, folder: Path, nodes: list[dict[str, Any]], more: Mapping[str, Any], env: Mapping[str, str], torch: float
 ) -> list[Row]:
-    """Launch twice; return the seconds of each phase of the second launch, and their sum.
+    """Launch twice, and return the seconds of each phase of the second launch, and their sum.
 
     torch: seconds of `import torch`, for comparison.
     """
@@ -75,19 +75,19 @@ def phases(
         )
     newest = max((folder / "runs").iterdir(), key=lambda path: path.stat().st_mtime)
     rows, last = [], begun
-    for phase, end in ended(newest):
+    for phase, end in phase_ends(newest):
         rows.append(Row(f"{name}: {phase}", max(end - last, 0.0), "s"))
         last = max(end, last)
     return [*rows, Row(f"{name}: launch to first step", last - begun, "s", "import torch", torch, "equal")]
 
 
-def ended(run_dir: Path) -> list[tuple[str, float]]:
+def phase_ends(run_dir: Path) -> list[tuple[str, float]]:
     """Return each phase of ``ENDS`` with the time at which it ended, in seconds since 1970."""
     lines = [json.loads(line) for name in ("events.jsonl", "metrics.jsonl") for line in (run_dir / name).open()]
-    return [(phase, max(line["t"] for line in lines if meant(line, kind, name))) for phase, kind, name in ENDS]
+    return [(phase, max(line["t"] for line in lines if marks_end(line, kind, name))) for phase, kind, name in ENDS]
 
 
-def meant(line: Mapping[str, Any], kind: str, name: str) -> bool:
+def marks_end(line: Mapping[str, Any], kind: str, name: str) -> bool:
     """Return whether an event or metrics line marks the end of a phase.
 
     The line must have the kind ``kind``, and a stage or process whose name starts with ``name``. Lines of steps after

@@ -86,7 +86,7 @@ def products(graph: Graph, batch: Batch) -> list[tuple[int, int, int]]:
 
 
 def on_edges(graph: Graph, steps: int, trim: bool) -> tuple[float, list[float]]:
-    """Train as torch_geometric's tutorials do; return mean seconds per step and the losses.
+    """Train as torch_geometric's tutorials do, and return mean seconds per step and the losses.
 
     Each layer uses all edges of the batch, or with ``trim`` only the edges that later layers need.
     """
@@ -105,7 +105,7 @@ def on_edges(graph: Graph, steps: int, trim: bool) -> tuple[float, list[float]]:
 
 
 def timed(model: nn.Module, steps) -> tuple[float, list[float]]:  # type: ignore[no-untyped-def]
-    """Train on ``steps``, tuples (forward, batch, y); return mean seconds per step, without the first, and losses."""
+    """Train on ``steps``, tuples (forward, batch, y). Returns mean seconds per step, without the first, and losses."""
     optimizer = torch.optim.Adam(model.parameters(), lr=0.004)
     losses, begun, count = [], 0.0, 0
     for count, (forward, batch, y) in enumerate(steps):

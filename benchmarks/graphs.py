@@ -1,4 +1,4 @@
-"""Makes the partitioned graphs of the benchmarks; they are kept on disk between runs."""
+"""Makes the partitioned graphs of the benchmarks. They are kept on disk between runs."""
 
 from __future__ import annotations
 
@@ -36,5 +36,5 @@ def peer_partition(size: str, num_parts: int, method: str = "random") -> Path:
 
 def _made(folder: Path, sizes: Mapping[str, float], num_parts: int, method: str) -> Path:
     options = {name: str(value) for name, value in sizes.items()}
-    make_partition(PartitionSpec("synthetic", str(folder), None, options, num_parts, method))
+    make_partition(PartitionSpec("synthetic", str(folder), None, options, num_parts, method, force=True))
     return folder

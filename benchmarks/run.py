@@ -1,4 +1,4 @@
-"""`make bench`: runs all benchmarks in turn; each prints a table of gnnfleet's results and those of alternatives.
+"""`make bench`: runs all benchmarks in turn. Each prints a table of gnnfleet's results and those of alternatives.
 
 python benchmarks/run.py                 all of them
 python benchmarks/run.py sampling ssh    some of them

@@ -56,7 +56,7 @@ def typed_batch(num_papers: int, seeds: int) -> tuple[GraphFacts, HeteroBatch]:
 
 
 class Reference(nn.Module):
-    """A model of torch_geometric's layers; each layer uses all edges of the batch, as in torch_geometric's examples."""
+    """A model of torch_geometric's layers. Each layer uses all edges of the batch, as in torch_geometric's examples."""
 
     def __init__(self, name: str, facts: GraphFacts):
         super().__init__()

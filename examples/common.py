@@ -37,13 +37,13 @@ def numbers(text: str) -> list[int]:
 
 @contextmanager
 def opened(parts: str | None) -> Iterator[Any]:
-    """Join the process group of all ranks, and open the graph; without a launcher the group has one rank."""
+    """Join the process group of all ranks, and open the graph. Without a launcher the group has one rank."""
     alone = {} if "RANK" in os.environ else {"store": dist.HashStore(), "rank": 0, "world_size": 1}
     dist.init_process_group("gloo", **alone)
     torch.manual_seed(0)
     with gf.open(parts) as graph:
         yield graph
-        dist.barrier()  # the graph server of this node must run until the slowest rank is done
+        dist.barrier()  # keeps the graph server of this node running until the slowest rank is done
     dist.destroy_process_group()
 
 

@@ -33,7 +33,7 @@ class Layers:
         return batch.x
 
     def layer(self, number, blocks, rows, num_dst, degree):
-        """Compute the rows of some nodes from those of all their neighbours; a block stores edges as CSR by target."""
+        """Compute the rows of some nodes from those of all their neighbours. A block stores edges as CSR by target."""
         x, block = rows[gf.HOMO_NODE], blocks[gf.HOMO_EDGE]
         targets = torch.repeat_interleave(torch.arange(block.num_dst), block.indptr.diff())
         edges = torch.stack([block.indices.long(), targets])
@@ -59,7 +59,7 @@ def main() -> None:
 
 
 def accuracy(graph, rows, rank):
-    """Return the accuracy on the test nodes; each rank scores the nodes that it computed."""
+    """Return the accuracy on the test nodes. Each rank scores the nodes that it computed."""
     seeds = np.asarray(graph.store.seeds(gf.HOMO_NODE, "test"))
     seeds = seeds[rows.shares.owners(seeds) == rank]
     (found,) = graph.access.gather([gf.RowRequest(gf.HOMO_NODE, seeds, ("y",))])

@@ -27,7 +27,7 @@ DECODERS = {
     "distmult": lambda dim: gf.nn.DistMult(1, dim),
     "mlp": lambda d: gf.nn.MLPDecoder(d, d),
 }
-NEGATIVES = 1000  #: per scored link
+NEGATIVES = 1000  #: number of negatives per evaluated link
 SHARED = 32  #: negatives per link in training; links share them, because every drawn node needs a sampled neighbourhood
 
 
@@ -56,7 +56,7 @@ class Model(nn.Module):
         return self.decoder.score(src, right), self.decoder.score(src[:, None], wrong)
 
     def encode(self, batch, rows):
-        """Return the rows of a batch's source and target nodes; ``rows``: trainable rows of input nodes by type."""
+        """Return the rows of a batch's source and target nodes. ``rows``: trainable rows of input nodes by type."""
         x = dict(rows)
         for of, lin in self.lins.items():
             x[of] = lin(nodes(batch, of).x.float()) + x.get(of, 0)

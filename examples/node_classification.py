@@ -1,4 +1,5 @@
-"""Node classification on a homogeneous graph: torch_geometric's GraphSAGE, trimmed; keeps the best validation weights.
+"""Node classification on a homogeneous graph: torch_geometric's GraphSAGE, trimmed, keeping the best validation
+weights.
 
 python -m trainer partition make --dataset synthetic --out parts/synthetic
 python examples/node_classification.py --parts parts/synthetic
@@ -26,7 +27,7 @@ def main() -> None:
 
 
 def train(graph, options, **sampling):
-    """Train; return the model and its test accuracy. ``sampling``: more arguments of ``DistNeighborLoader``."""
+    """Train, and return the model and its test accuracy. ``sampling``: more arguments of ``DistNeighborLoader``."""
     fanouts = numbers(options.fanouts)
     gnn = GraphSAGE(graph.num_features, options.hidden, len(fanouts), graph.num_classes, options.dropout)
     model = DistributedDataParallel(gf.nn.Trimmed(gnn))  # each layer computes only rows that later layers use

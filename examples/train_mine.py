@@ -31,11 +31,13 @@ def main() -> None:
         gf.DistNeighborLoader(graph, [10, 5], split, batch_size=options.batch_size, shuffle=split == "train")
         for split in ("train", "test")
     )
-    log = gf.StepLog(model, optimizer, train)  # lets the launcher show loss and speed and detect NaN and stalls
-    start = log.restore()  # after `gnnfleet resume`: where the last checkpoint was saved
+    log = gf.StepLog(model, optimizer, train)  # reports loss and progress to the launcher, which detects NaN and stalls
+    start = log.restore()  # after `gnnfleet resume`, the position of the last checkpoint; else the first step
     for epoch in range(start.epoch, options.epochs + 1):
         model.train()
         train.set_epoch(epoch - 1, start.first_step(epoch))
+        test.set_epoch(epoch - 1)  # the same neighbours after a resume
+        sums = torch.zeros(4)  # losses and seeds of training, correct and all seeds of the test
         # the same number of steps on every rank, as DDP requires
         for step, batch in enumerate(train, start.first_step(epoch)):
             out = model(batch.x.float(), batch.edge_index)[: batch.batch_size]
@@ -44,16 +46,17 @@ def main() -> None:
             loss.backward()
             optimizer.step()
             log.step(epoch, step, len(train), loss, batch.batch_size)
+            sums[:2] += torch.tensor([float(loss.detach()) * batch.batch_size, batch.batch_size])
         model.eval()
-        right = torch.zeros(2)
         with torch.no_grad():
             for batch in test:
                 out = model.module(batch.x.float(), batch.edge_index)[: batch.batch_size]
-                right += torch.tensor([(out.argmax(1) == batch.y[: batch.batch_size]).sum(), batch.batch_size])
-        dist.all_reduce(right)
+                sums[2:] += torch.tensor([(out.argmax(1) == batch.y[: batch.batch_size]).sum(), batch.batch_size])
+        dist.all_reduce(sums)
+        log.epoch(epoch, sums[0] / sums[1].clamp(min=1))  # also saves a checkpoint
         if dist.get_rank() == 0:
-            print(f"epoch {epoch}: test accuracy {right[0] / right[1]:.4f}")
-    dist.barrier()  # the graph server of this node must run until the slowest rank is done
+            print(f"epoch {epoch}: test accuracy {sums[2] / sums[3]:.4f}")
+    dist.barrier()  # keeps the graph server of this node running until the slowest rank is done
     graph.close()
     dist.destroy_process_group()
 

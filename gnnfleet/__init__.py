@@ -50,6 +50,7 @@ if TYPE_CHECKING:
     )
     from trainer.core.ranks import RankGroup, Ranks
     from trainer.core.schema import HOMO_EDGE, HOMO_NODE, type_of
+    from trainer.core.texts import decode_texts
     from trainer.graph.open import Graph
     from trainer.graph.seed_order import RankLayout
     from trainer.loader.block_loader import BatchLoader, LoaderSettings
@@ -89,6 +90,7 @@ __all__ = [
     "WholeGraph",
     "__version__",
     "connect",
+    "decode_texts",
     "load_checkpoint",
     "loader_settings",
     "nn",
@@ -106,6 +108,7 @@ _DEFINED_IN = {
     ),
     "trainer.core.ranks": ("RankGroup", "Ranks"),
     "trainer.core.schema": ("HOMO_EDGE", "HOMO_NODE", "type_of"),
+    "trainer.core.texts": ("decode_texts",),
     "trainer.graph.open": ("Graph",),
     "trainer.graph.seed_order": ("RankLayout",),
     "trainer.loader.block_loader": ("BatchLoader", "LoaderSettings"),

@@ -85,7 +85,7 @@ _unfinished: set[Path] = set()
 
 
 @contextmanager
-def appearing(dest: Path, *, mode: int | None = None) -> Iterator[BinaryIO]:
+def atomic_file(dest: Path, *, mode: int | None = None) -> Iterator[BinaryIO]:
     """Open a temporary file next to ``dest``; rename it to ``dest`` when the ``with`` block ends without an error.
 
     Missing parent folders are created. ``mode``: permissions of the file before its first byte is written; None for the
@@ -114,5 +114,5 @@ def remove_unfinished() -> None:
 
 def write_whole(dest: Path, text: str, *, private: bool = False) -> None:
     """Write ``text`` to ``dest`` in UTF-8, atomically. ``private``: mode 0600, for text that may contain secrets."""
-    with appearing(dest, mode=0o600 if private else None) as out:
+    with atomic_file(dest, mode=0o600 if private else None) as out:
         out.write(text.encode())

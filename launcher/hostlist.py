@@ -38,7 +38,7 @@ def expand(text: str) -> list[str]:
     spans = [[_span(text, span) for span in inside.split(",")] for inside in words[1::2]]
     number = math.prod(sum(stop - start for start, stop, _ in one) for one in spans)
     if number > MOST:
-        raise RangeError(f"`{text}` stands for {number:,} hosts; a range may stand for {MOST:,} at most")
+        raise RangeError(f"`{text}` expands to {number:,} hosts; a range may expand to {MOST:,} at most")
     choices = [[str(n).zfill(width) for start, stop, width in one for n in range(start, stop)] for one in spans]
     return ["".join(_alternate(words[::2], chosen)) for chosen in itertools.product(*choices)]
 
@@ -93,7 +93,7 @@ def _follows(run: list[str], name: str) -> bool:
 
 
 def _incremented(before: str, after: str) -> int | None:
-    """Return the index in ``_DIGITS.split(before)`` of the number that is one higher in ``after``.
+    """Return the place of the number that is one higher in ``after``, counted in the pieces of ``_DIGITS.split``.
 
     None if the names have no such number, or differ in anything else.
     """

@@ -39,7 +39,7 @@ class Origin:
 
 @dataclass(frozen=True)
 class Scalar:
-    """A value that is no list or mapping; may be empty."""
+    """A value that is neither a list nor a mapping; may be empty."""
 
     origin: Origin
     text: str
@@ -133,7 +133,7 @@ Extent = tuple[int, int]  #: number of values in trees, and their depth
 def extent(trees: Iterable[Tree], known: dict[int, Extent]) -> Extent:
     """Return the number of values in all ``trees`` together, and the depth of the deepest one.
 
-    A tree that YAML aliases repeat counts each time. ``known``: cache of extents by ``id`` of the tree.
+    A tree that is repeated by YAML aliases is counted each time. ``known``: cache of extents by ``id`` of the tree.
     """
     values = depth = 0
     for tree in trees:
@@ -149,7 +149,7 @@ def extent(trees: Iterable[Tree], known: dict[int, Extent]) -> Extent:
 def check_extent(found: Extent) -> None:
     """Raise ValueError for more values or levels than a config can need."""
     if found[0] > _MOST_EXPANDED:
-        raise ValueError(f"it stands for more than {_MOST_EXPANDED:,} values")
+        raise ValueError(f"it expands to more than {_MOST_EXPANDED:,} values")
     if found[1] > _MOST_DEPTH:
         raise ValueError(f"it is nested more than {_MOST_DEPTH} deep")
 
@@ -177,7 +177,7 @@ class _Builder:
     folder: Path
     report: Report
     line: int | None
-    built: dict[int, Tree] = field(default_factory=dict)  #: by ``id`` of the YAML node; aliases share one
+    built: dict[int, Tree] = field(default_factory=dict)  #: by ``id`` of the YAML node, which aliases share
     extents: dict[int, Extent] = field(default_factory=dict)  #: by ``id`` of the tree
     merged_keys: int = 0  #: keys copied by ``<<`` so far
 
@@ -230,7 +230,7 @@ class _Builder:
         for other in merged:
             self.merged_keys += len(other.items)
             if self.merged_keys > _MOST_EXPANDED:
-                words = f"`<<` stands for more than {_MOST_EXPANDED:,} keys"
+                words = f"`<<` expands to more than {_MOST_EXPANDED:,} keys"
                 raise yaml.MarkedYAMLError(problem=words, problem_mark=node.start_mark)
             items, keys = {**other.items, **items}, {**other.keys, **keys}
         return Section(origin, items, keys)
@@ -240,12 +240,12 @@ class _Builder:
             if isinstance(part, Section):
                 yield part
             else:
-                self.report(Problem(part.origin.file, part.origin.line, "`<<` takes a section of keys"))
+                self.report(Problem(part.origin.file, part.origin.line, "the value of `<<` must be a section of keys"))
 
 
 _CLEAR_WORDS = {
     "'\\t' that cannot start any token": "a tab cannot indent YAML; use spaces",
-    "mapping values are not allowed here": "a `:` where none can be; check the indentation, or quote the text",
+    "mapping values are not allowed here": "a `:` is not allowed here; check the indentation, or quote the text",
     "could not find expected ':'": "a key without `:`",
     "expected the node content": "a value is missing here",
     "expected <block end>": "the indentation does not fit the lines above",
@@ -308,7 +308,7 @@ def check_values(values: int) -> None:
     ``values``: number of values of all nodes.
     """
     if values > _MOST_EXPANDED:
-        raise RangeError(f"the nodes stand for more than {_MOST_EXPANDED:,} values")
+        raise RangeError(f"the nodes expand to more than {_MOST_EXPANDED:,} values")
 
 
 def _number(nodes: int) -> int:

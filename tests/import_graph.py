@@ -22,6 +22,11 @@ class Module:
     def body(self) -> list[ast.stmt]:
         return ast.parse(self.path.read_text()).body
 
+    @cached_property
+    def import_statements(self) -> list[ast.Import | ast.ImportFrom]:
+        """All import statements of the file, also those inside functions."""
+        return list(_imports_in(self.body))
+
     @property
     def package(self) -> str:
         """Dotted name of the package that contains the file."""
@@ -43,18 +48,29 @@ def imported(module: Module, known: Collection[str]) -> Iterator[str]:
 
     Includes imports inside functions and under ``TYPE_CHECKING``. Raises ``ValueError`` for a relative import.
     """
-    for node in (inner for outer in module.body for inner in ast.walk(outer)):
+    for node in module.import_statements:
         if isinstance(node, ast.Import):
             yield from (alias.name for alias in node.names)
-        elif isinstance(node, ast.ImportFrom):
+        else:
             if node.level or not node.module:
                 raise ValueError(f"{module.path}:{node.lineno}: relative import")
             names = [f"{node.module}.{alias.name}" for alias in node.names]
             yield from (name if name in known else node.module for name in names)
 
 
+def _imports_in(statements: Iterable[ast.AST]) -> Iterator[ast.Import | ast.ImportFrom]:
+    """Yield the imports among statements and, as expressions contain none, in the blocks of statements only."""
+    for each in statements:
+        if isinstance(each, ast.Import | ast.ImportFrom):
+            yield each
+        for block in ("body", "orelse", "finalbody", "handlers", "cases"):
+            inner = getattr(each, block, None)
+            if isinstance(inner, list):
+                yield from _imports_in(inner)
+
+
 def module_graph(modules: Mapping[str, Module]) -> dict[str, set[str]]:
-    """The modules that each module imports, including imports inside functions and under ``TYPE_CHECKING``."""
+    """Return the modules that each module imports, including imports inside functions and under ``TYPE_CHECKING``."""
     return {
         name: {other for other in imported(module, modules) if other in modules and other != name}
         for name, module in modules.items()
@@ -62,7 +78,7 @@ def module_graph(modules: Mapping[str, Module]) -> dict[str, set[str]]:
 
 
 def package_graph(modules: Mapping[str, Module]) -> dict[str, set[str]]:
-    """The packages that each package imports, including imports inside functions.
+    """Return the packages that each package imports, including imports inside functions.
 
     A file directly in launcher/ or trainer/ counts as a package.
     """
@@ -74,14 +90,14 @@ def package_graph(modules: Mapping[str, Module]) -> dict[str, set[str]]:
 
 
 def circles(graph: Mapping[str, set[str]]) -> list[list[str]]:
-    """Import cycles: strongly connected components of two or more names, the largest first."""
+    """Return the import cycles: strongly connected components of two or more names, the largest first."""
     reached = {name: _reached(graph, name) for name in graph}
     groups = {frozenset(other for other in reached[name] if name in reached[other]) for name in graph}
     return sorted((sorted(group) for group in groups if len(group) > 1), key=lambda group: (-len(group), group))
 
 
 def _reached(graph: Mapping[str, set[str]], start: str) -> set[str]:
-    """Names that ``start`` imports directly or through other imports."""
+    """Return the names that ``start`` imports directly or through other imports."""
     found: set[str] = set()
     waiting = [start]
     while waiting:

@@ -42,7 +42,7 @@ class Launched:
         return [line for line in map(json.loads, lines) if line["kind"] == kind]
 
     def step_losses(self, epoch: int = 1) -> list[float]:
-        """Global loss of each step of an epoch."""
+        """Return the global loss of each step of an epoch."""
         (line,) = (line for line in self.metrics("epoch") if line["epoch"] == epoch and "step_loss" in line)
         return line["step_loss"]
 
@@ -74,13 +74,13 @@ def local_config(folder: Path, procs: list[int], workdirs: Path | None = None, *
 
 
 def own_ports() -> dict[str, int]:
-    """Reserve ports for a run on local nodes; returns keys of the `run` section of its cluster.yml."""
+    """Reserve ports for a run on local nodes, and return keys of the `run` section of its cluster.yml."""
     first = next(_PORTS)
     return {"master_port": first, "control_port": first + 1, "service_port": first + 2}
 
 
 def start(config: Path, *words: str, env: dict[str, str] | None = None, own_group: bool = False) -> subprocess.Popen:
-    """Start ``launch.py --config`` in the folder of the config file; stdout and stderr go to one pipe."""
+    """Start ``launch.py --config`` in the folder of the config file. Its stdout and stderr go to one pipe."""
     command = [sys.executable, str(REPOSITORY / "launch.py"), "--config", str(config), *words]
     environment = {"COLUMNS": "200"} | dict(os.environ if env is None else env)  # tables without wrapped cells
     environment.pop("TMUX", None)
@@ -102,7 +102,7 @@ def launch(config: Path, *words: str, env: dict[str, str] | None = None, timeout
 
 
 class Running:
-    """A running launch.py; tests can wait for its output."""
+    """A running launch.py. Tests can wait for its output."""
 
     def __init__(self, config: Path, *words: str, env: dict[str, str] | None = None, own_group: bool = False):
         self.folder, self.process = config.parent, start(config, *words, env=env, own_group=own_group)
@@ -139,7 +139,7 @@ class Running:
         return self
 
     def end(self, timeout: float = 60) -> Launched:
-        """Wait until launch.py ends; kill it after ``timeout`` seconds."""
+        """Wait until launch.py ends, and kill it after ``timeout`` seconds."""
         try:
             self.process.wait(timeout)
         except subprocess.TimeoutExpired:

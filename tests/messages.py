@@ -43,7 +43,7 @@ LEAST_INSIDE = 4  # words of a helper's text inside a message; fewer are a name 
 
 @dataclass(frozen=True)
 class Message:
-    """A message in the source; … stands for each value that is inserted at run time."""
+    """A message in the source. … stands for each value that is inserted at run time."""
 
     file: str
     line: int
@@ -55,7 +55,7 @@ class Message:
 
 @cache
 def messages() -> list[Message]:
-    """All messages of our packages, sorted by file and line of the text."""
+    """Return all messages of our packages, sorted by file and line of the text."""
     modules = _modules()
     names = _errors(modules) | OTHERS | SHOWN
     found = {message for module in modules for message in module.messages(names)}
@@ -64,16 +64,18 @@ def messages() -> list[Message]:
 
 @cache
 def spoken_texts() -> tuple[str, ...]:
-    """All string constants with a space in the source of our packages (also docstrings), normalised by ``fixed``."""
-    trees = [each.tree() for each in _modules()]
+    """Return all string constants with a space in the source of our packages (also docstrings), normalised by
+    ``fixed``.
+    """
+    nodes = (node for module in _modules() for node in module.nodes())
     kinds = (ast.Constant, ast.JoinedStr)
-    found = {text for tree in trees for each in ast.walk(tree) if isinstance(each, kinds) for text in _texts(each)}
+    found = {text for each in nodes if isinstance(each, kinds) for text in _texts(each)}
     return tuple(fixed(text) for text in found if " " in text)
 
 
 @cache
 def fixed(text: str) -> str:
-    """The text without backquotes and with single spaces, to compare it with a page or a terminal's output."""
+    """Return the text without backquotes and with single spaces, to compare it with a page or a terminal's output."""
     return re.sub(r"\s+", " ", text.replace("`", "")).strip()
 
 
@@ -83,7 +85,7 @@ def _modules() -> list[_Module]:
 
 
 def _errors(modules: list[_Module]) -> set[str]:
-    """Names of the error classes: ``BASES`` and all classes derived from them."""
+    """Return the names of the error classes: ``BASES`` and all classes derived from them."""
     derived = set(BASES)
     parents = {name: bases for module in modules for name, bases in module.parents()}
     while more := {name for name, bases in parents.items() if bases & derived} - derived:
@@ -127,21 +129,23 @@ class _Module:
                 yield from each.value.elts[:-1]
 
     def _forwarding(self, names: set[str]) -> set[str]:
-        """Names of this module's functions that pass an argument on as the text of an error."""
+        """Return the names of this module's functions that pass an argument on as the text of an error."""
+        errors = names - SHOWN
         return {
             function.name
-            for function in self.functions()
-            for call in ast.walk(function)
-            if isinstance(call, ast.Call) and _name(call.func) in names - SHOWN
+            for call in self.nodes()
+            if isinstance(call, ast.Call) and _name(call.func) in errors
             for used in (name for argument in _spoken(call, names) for name in ast.walk(argument))
-            if isinstance(used, ast.Name) and used.id in {each.arg for each in function.args.args}
+            if isinstance(used, ast.Name)
+            for function in self.functions()
+            if _contains(function, call) and used.id in {each.arg for each in function.args.args}
         }
 
     def _enclosing(self, expression: ast.expr) -> ast.AST:
-        """The innermost function that contains an expression."""
+        """Return the innermost function that contains an expression."""
         around: ast.AST = self.tree()
         for each in self.functions():
-            if each.lineno <= expression.lineno <= (each.end_lineno or 0):
+            if _contains(each, expression):
                 around = each
         return around
 
@@ -200,6 +204,10 @@ def _functions(path: Path) -> tuple[ast.FunctionDef, ...]:
     return tuple(each for each in _nodes(path) if isinstance(each, ast.FunctionDef))
 
 
+def _contains(function: ast.FunctionDef, expression: ast.expr) -> bool:
+    return function.lineno <= expression.lineno <= (function.end_lineno or 0)
+
+
 def _words(text: str) -> int:
     return len(re.findall(r"[A-Za-z]{2,}", text))
 
@@ -211,7 +219,7 @@ def _name(function: ast.expr) -> str:
 
 
 def _spoken(call: ast.Call, names: set[str]) -> list[ast.expr]:
-    """The arguments of a call that are shown to a user."""
+    """Return the arguments of a call that are shown to a user."""
     name = _name(call.func)
     if name in FINDINGS:
         place = FINDINGS[name]
@@ -238,7 +246,7 @@ def _assigned(inside: ast.AST, name: str) -> Iterator[ast.expr]:
 
 
 def _texts(value: ast.expr) -> list[str]:
-    """The possible texts of an expression without following names; … stands for unknown values."""
+    """Return the possible texts of an expression without following names. … stands for unknown values."""
     if isinstance(value, ast.Constant):
         return [value.value] if isinstance(value.value, str) else []
     if isinstance(value, ast.BinOp):

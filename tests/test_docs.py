@@ -51,7 +51,7 @@ def blocks(*languages: str) -> list[Block]:
 
 
 def commands() -> list[tuple[Block, list[str]]]:
-    """Every command in the shell blocks of the pages, split into words, without comments and prompts."""
+    """Return every command in the shell blocks of the pages, split into words, without comments and prompts."""
     return [
         (block, words)
         for block in blocks("bash", "sh", "shell", "console")
@@ -61,14 +61,14 @@ def commands() -> list[tuple[Block, list[str]]]:
 
 
 def launches() -> list[tuple[Block, list[str]]]:
-    """The arguments of each command that runs ``launch.py``."""
+    """Return the arguments of each command that runs ``launch.py``."""
     found = ((block, words, [each for each in PROGRAMS if words[: len(each)] == each]) for block, words in commands())
     return [(block, words[len(program[0]) :]) for block, words, program in found if program]
 
 
 @pytest.mark.parametrize("block", blocks("yaml", "yml"), ids=str)
 def test_yaml_loads(block: Block, tmp_path: Path) -> None:
-    """Each block loads as a cluster file; required sections that a block lacks are added."""
+    """Each block loads as a cluster file, after missing required sections are added."""
     written = yaml.safe_load(block.text)
     missing = {key: value for key, value in MINIMAL.items() if key not in written}
     for name in (written.get("run") or {}).get("files", ()):
@@ -122,7 +122,7 @@ def test_python_blocks_import_modules_that_exist(block: Block) -> None:
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
 def test_names_of_gnnfleet_in_pages_exist(page: Path) -> None:
-    """Names in code and prose of the pages, such as ``gf.open`` and ``gnnfleet.nn.Trimmed``, exist."""
+    """All names in code and prose of the pages, such as ``gf.open`` and ``gnnfleet.nn.Trimmed``, exist."""
     for name in re.findall(r"(?<![\w/.])(?:gf|gnnfleet)\.([A-Za-z]\w*(?:\.[A-Za-z]\w*)*)", page.read_text()):
         found: object = gf
         for word in name.split("."):
@@ -145,7 +145,7 @@ def put_named_files(words: list[str], folder: Path) -> None:
 
 
 def before_own(words: list[str]) -> list[str]:
-    """The arguments before ``--``, after which a user's own command begins."""
+    """Return the arguments before ``--``, after which a user's own command begins."""
     return words[: words.index("--")] if "--" in words else words
 
 
@@ -199,7 +199,7 @@ def test_files_and_modules_named_in_pages_exist() -> None:
 
 
 def _is_defined(name: str) -> bool:
-    """Whether a dotted name is a module, or a module followed by one or two names that occur in its source."""
+    """Return whether a dotted name is a module, or a module followed by one or two names that occur in its source."""
     words = name.split(".")
     for cut in range(len(words), max(len(words) - 3, 0), -1):
         path = REPOSITORY.joinpath(*words[:cut])
@@ -261,7 +261,7 @@ def test_commands_in_templates_parse_and_name_the_template(template: Path) -> No
 
 
 def parse(words: list[str]) -> None:
-    """Parse arguments of ``gnnfleet``; if the first is no command, parse them as arguments of ``launch``."""
+    """Parse arguments of ``gnnfleet``. If the first is no command, parse them as arguments of ``launch``."""
     name = words[0] if words[0] in gnnfleet.commands else "launch"
     command, words = gnnfleet.commands[name], words[1:] if words[0] == name else list(words)
     if isinstance(command, click.Group) and words and words[0] in command.commands:

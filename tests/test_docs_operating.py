@@ -16,7 +16,11 @@ from launcher.config.schema import RunConfig
 from launching import own_ports
 
 PAGE = (Path(__file__).resolve().parents[1] / "docs/operating.md").read_text()
-WITHOUT_END = ("follow", "-f", "--watch")  # these wait for the run's end, so they are run after it
+WITHOUT_END = (
+    "follow",
+    "-f",
+    "--watch",
+)  # commands with these words wait for the run; they are called after its end
 SCRIPT = """
 import json, os, time
 rank = int(os.environ["RANK"])
@@ -28,7 +32,7 @@ time.sleep(300)
 
 
 def typed(*names: str) -> list[list[str]]:
-    """The arguments of ``gnnfleet`` in the page's shell blocks, only for the commands ``names``."""
+    """Return the arguments of ``gnnfleet`` in the page's shell blocks, only for the commands ``names``."""
     blocks = re.findall(r"^```bash\n(.*?)^```", PAGE, re.MULTILINE | re.DOTALL)
     words = [shlex.split(line)[1:] for block in blocks for line in block.splitlines()]
     return [each for each in words if each[0] in names]
@@ -36,7 +40,7 @@ def typed(*names: str) -> list[list[str]]:
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
-    """A folder with a cluster.yml of which run toy-1 was launched with --detach and is still running."""
+    """Yield a folder with a cluster.yml. Its run toy-1 was launched with --detach and is still running."""
     folder = tmp_path_factory.mktemp("operating")
     config = {"name": "toy", "transport": "local", "nodes": 2, "defaults": {"workdir": "node{node_rank}"}}
     config |= {

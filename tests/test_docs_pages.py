@@ -55,7 +55,7 @@ def run_script(source: str, words: Sequence[str], monkeypatch: pytest.MonkeyPatc
 
 
 def typed_words(page: str, *beginning: str) -> list[str]:
-    """The first command of the page that begins with the words ``beginning``, without these words."""
+    """Return the first command of the page that begins with the words ``beginning``, without these words."""
     text = "".join(blocks(page, "bash")).replace("\\\n", " ")
     lines = map(shlex.split, text.splitlines())
     return next(words[len(beginning) :] for words in lines if tuple(words[: len(beginning)]) == beginning)

@@ -29,7 +29,7 @@ def blocks(language: str) -> list[str]:
 
 
 def typed() -> list[list[str]]:
-    """Every command of the page, split into words, in the page's order, except that `serve stop` comes last."""
+    """Return every command of the page, split into words, in the page's order, except that `serve stop` comes last."""
     found = [shlex.split(line) for block in blocks("bash") for line in block.splitlines()]
     return sorted(found, key=lambda words: words[1:3] == ["serve", "stop"])
 
@@ -40,7 +40,7 @@ def nodes(workdir: str, *roles: str) -> list[dict[str, str]]:
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
-    """A folder with the cluster files that the page's commands name, all with local nodes."""
+    """Return a folder with the cluster files that the page's commands name, all with local nodes."""
     folder = tmp_path_factory.mktemp("page")
     files: Mapping[str, Mapping[str, Any]] = {
         "products.yml": {"name": "both", "nodes": nodes("b", "server", "server", "client"), "data": GRAPH},
@@ -91,7 +91,9 @@ def expect(words: list[str], output: str) -> None:
 
 
 def python(folder: Path, words: list[str]) -> str:
-    """Run a Python command of the page and return its output; runs/RUN/… is replaced by the newest checkpoint."""
+    """Run a Python command of the page and return its output. In its arguments, runs/RUN/… is replaced by the newest
+    checkpoint.
+    """
     saved = max(folder.glob("runs/*/checkpoints/last.pt"), key=lambda path: path.stat().st_mtime)
     words = [str(saved) if word.startswith("runs/RUN/") else word for word in words]
     env = {**os.environ, "PYTHONPATH": str(REPOSITORY)}
@@ -101,7 +103,7 @@ def python(folder: Path, words: list[str]) -> str:
 
 
 def test_the_shown_plan_is_that_of_the_shown_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    # The plan in the page is what a dry run of the page's config file prints, except for the last column, sizes.
+    # A dry run of the page's config file prints the plan that the page shows, except for the sizes in the last column.
     (tmp_path / "products.yml").write_text(blocks("yaml")[0])
     assert run(["--config", str(tmp_path / "products.yml"), "--dry-run"]) == 0
     output = rows(capsys.readouterr().out)

@@ -23,7 +23,7 @@ def python(folder: Path, *argv: str) -> subprocess.CompletedProcess[str]:
 
 
 def type_checked_names(source: Path) -> set[str]:
-    """Names that type checkers see: those imported under ``if TYPE_CHECKING``."""
+    """Return the names that type checkers see: those imported under ``if TYPE_CHECKING``."""
     blocks = [each.body for each in ast.parse(source.read_text()).body if isinstance(each, ast.If)]
     statements = [each for block in blocks for each in block if isinstance(each, ast.ImportFrom)]
     return {alias.name for statement in statements for alias in statement.names}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import sys
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -12,7 +13,6 @@ from import_graph import circles, imported, module_graph, package_graph, read_mo
 
 REPOSITORY = Path(__file__).resolve().parents[1]
 MODULES = read_modules(REPOSITORY)
-IMPORTS = {name: set(imported(module, MODULES)) for name, module in MODULES.items()}
 
 #: Packages from bottom to top; each may import only packages before it, also inside functions.
 ORDER = {
@@ -35,12 +35,17 @@ FOREIGN = {
 ENTRIES = {"trainer.__main__"}
 
 
+@cache
+def imports_of(module: str) -> set[str]:
+    return set(imported(MODULES[module], MODULES))
+
+
 def within(module: str, package: str) -> bool:
     return module == package or module.startswith(package + ".")
 
 
 def layer(module: str) -> int:
-    """Return the position of a module's package in ``ORDER``; ``ENTRIES`` and ``__init__`` come after all packages."""
+    """Return the position of a module's package in ``ORDER``. ``ENTRIES`` and ``__init__`` come after all packages."""
     top, _, rest = module.partition(".")
     head = rest.split(".")[0]
     assert not rest or head in ORDER[top] or module in ENTRIES, f"{module} has no place in ORDER"
@@ -51,7 +56,7 @@ def test_packages_import_only_packages_below_them() -> None:
     upward = [
         f"{module} imports {name}"
         for module in MODULES
-        for name in sorted(IMPORTS[module] & MODULES.keys())
+        for name in sorted(imports_of(module) & MODULES.keys())
         if name.split(".")[0] == module.split(".")[0] and name not in ORDER and layer(name) > layer(module)
     ]
     assert upward == []
@@ -64,7 +69,7 @@ def test_foreign_packages_are_not_imported(package: str) -> None:
         f"{module} imports {name}"
         for module in MODULES
         if within(module, package)
-        for name in IMPORTS[module]
+        for name in imports_of(module)
         if any(within(name, other) for other in FOREIGN[package])
     ]
     assert wrong == []
@@ -73,7 +78,7 @@ def test_foreign_packages_are_not_imported(package: str) -> None:
 def test_node_programs_use_the_standard_library_only() -> None:
     allowed = {*sys.stdlib_module_names, "__future__"}
     for module in (name for name in MODULES if within(name, "launcher.node")):
-        for name in IMPORTS[module]:
+        for name in imports_of(module):
             assert name.split(".")[0] in allowed or within(name, "launcher.node"), f"{module} imports {name}"
 
 
@@ -102,7 +107,7 @@ def test_imports_of_benchmarks_and_examples_exist() -> None:
 
 
 def defined(module: str) -> set[str]:
-    """Names that a module defines or imports, including the ``__all__`` of a lazy package."""
+    """Return the names that a module defines or imports, including the ``__all__`` of a lazy package."""
     if module not in MODULES:
         return set()
     names = set()

@@ -13,7 +13,7 @@ SCRIPT = Path(__file__).resolve().parents[1] / "run_dist.sh"
 
 @pytest.fixture
 def python(tmp_path: Path) -> Path:
-    """Fake interpreter that prints its arguments, one per line, and exits with status 7."""
+    """Return a fake interpreter that prints its arguments, one per line, and exits with status 7."""
     path = tmp_path / "python with space"
     path.write_text('#!/bin/sh\nfor word; do echo "[$word]"; done\necho complaint >&2\nexit 7\n')
     path.chmod(0o755)
@@ -48,7 +48,7 @@ def test_variables_become_options(python: Path) -> None:
 
 
 def test_another_dataset_has_its_own_options_and_folder(python: Path) -> None:
-    # Another DATASET than that of CONFIG gets neither CONFIG's dataset options nor its partition folder.
+    # If DATASET differs from the dataset in CONFIG, the dataset options and partition folder in CONFIG are not used.
     words = words_of(run(python, DATASET="Planetoid:Cora", DATA_OPTIONS="undirected: true"))
     assert words[3:] == [
         *("--set", "data.dataset=Planetoid:Cora", "--set", "data.options={undirected: true}"),
@@ -76,7 +76,7 @@ def test_exit_status_and_output_are_passed_on(python: Path) -> None:
 
 
 def test_paths_are_relative_to_the_working_directory(python: Path) -> None:
-    # As with launch.py; but a CONFIG that the working directory lacks is looked up next to run_dist.sh.
+    # A CONFIG that is not in the working directory is looked up in the folder of run_dist.sh.
     (python.parent / "mine.yml").touch()
     assert words_of(run(python, cwd=python.parent, CONFIG="mine.yml"))[2] == "mine.yml"
     run(python, cwd=python.parent, LOG_DIR="here")

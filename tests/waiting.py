@@ -9,7 +9,7 @@ from typing import Any
 
 
 def wait_until(true: Callable[[], Any], timeout: float = 60.0) -> Any:
-    """Call ``true`` until its result is true, and return the result; fail after ``timeout`` seconds."""
+    """Call ``true`` until its result is true, and return the result. Fail after ``timeout`` seconds."""
     deadline = time.monotonic() + timeout
     while not (value := true()):
         assert time.monotonic() < deadline, f"did not come true within {timeout} s"
@@ -18,7 +18,7 @@ def wait_until(true: Callable[[], Any], timeout: float = 60.0) -> Any:
 
 
 def runs(pid: int) -> bool:
-    """Whether the process exists and is not a zombie; in a container, zombies may stay forever."""
+    """Return whether the process exists and is not a zombie. In a container, zombies may stay forever."""
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in ("Z", "X")
     except (FileNotFoundError, ProcessLookupError):

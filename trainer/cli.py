@@ -17,6 +17,7 @@ import click
 
 from trainer.core.errors import SettingsError, TrainerError
 from trainer.core.remote_settings import SERVER_WAIT, CacheSize, RemoteAccess, Topology, WireRows
+from trainer.core.waits import report_expired
 from trainer.train.settings import F, InferJob, IntList, TrainJob, TrainSettings, settings_options
 
 #: Commands of other modules: name -> (module, attribute). Imported on use, because importing torch takes seconds.
@@ -44,16 +45,18 @@ def main(argv: list[str] | None = None) -> None:
 
     A ``TrainerError`` prints one ``error:`` message and exits with the error's status; any other exception prints a
     traceback. After an error, a rank in a process group ends at once, so that ranks that wait for it lose their
-    connection and stop.
+    connection and stop. If a wait of the rank has passed its deadline, the rank first reports that to its supervisor.
     """
     try:
         cli.main(args=argv, prog_name="python -m trainer")
     except TrainerError as error:
         print(f"error: {error}", file=sys.stderr, flush=True)
+        report_expired(error)
         _leave(error.exit_status)
-    except Exception:
+    except Exception as error:
         if _in_process_group():
             sys.excepthook(*sys.exc_info())
+            report_expired(error)
             _leave(1)
         raise
 
@@ -191,7 +194,7 @@ def train(
     parts: Path | None, run_dir: Path, part_ids: tuple[int, ...] | None, cluster: Path | None, key_file: Path | None,
     digests: bool, remote_access: RemoteAccess, **settings: Any,
 ) -> None:  # fmt: skip
-    """Train a model on a partition folder; under torchrun, as one rank of the run."""
+    """Train a model on a partition folder. Under torchrun, this process is one rank of the run."""
     job = TrainJob(TrainSettings(**settings), parts, run_dir, part_ids, cluster, key_file, remote_access, digests)
     with _without_gc():
         from trainer.train.job import train as run

@@ -26,7 +26,7 @@ FOLDER = CACHE / "peers"
 HOSTS = 2
 SECTIONS = ("loader", "parts", "train", "partition")
 WITH_REPLACEMENT = "draws with replacement, so fewer distinct edges"
-AS_SHIPPED = "as shipped"  #: slow by a factor of ten; runs in the first turn only
+AS_SHIPPED = "as shipped"  #: settings that are ten times slower than others; run in the first turn only
 
 #: DGL uses the same names in /dev/shm on both hosts, which would clash on one machine.
 OWN_SHM = ("unshare", "--mount", "sh", "-c", 'mount -t tmpfs tmpfs /dev/shm && exec "$@"', "sh")
@@ -48,13 +48,13 @@ class Contender:
     told: Mapping[str, Any] = field(default_factory=dict)  #: settings in addition to those that all systems get
     note: str = ""
     once: bool = False  #: run in the first turn only, with few epochs
-    wrapped: tuple[str, ...] = ()  #: words before the command of each host
-    make_parts: Callable[[], Path] | None = None  #: returns the folder of an existing partition, made once
+    wrapped: tuple[str, ...] = ()  #: wrapper of each host's command, such as ``unshare --ipc``
+    make_parts: Callable[[], Path] | None = None  #: returns the partition folder; the first call makes it
     copied: bool = False  #: copy the partition for each host: a page shared by two hosts would count half for each
 
     @property
     def parts(self) -> Path | None:
-        """Folder of the partition that the system reads, made at the first call; None if it reads none."""
+        """Folder of the partition that the system reads, made at the first call, or None if it reads none."""
         return self.make_parts() if self.make_parts else None
 
     @property
@@ -63,7 +63,7 @@ class Contender:
 
     @property
     def cut(self) -> str:
-        """Partition method; systems are compared on parts made by the same method."""
+        """Partition method. Systems are compared on parts made by the same method."""
         return "METIS" if "METIS" in self.system else "random"
 
 
@@ -71,12 +71,12 @@ class Contender:
 class Run:
     """Measurements of one run of a contender, combined over its hosts."""
 
-    seconds: tuple[float, ...]  #: of each epoch, or of the one partitioning, on the slowest host
+    seconds: tuple[float, ...]  #: seconds of each epoch, or of partitioning once, on the slowest host
     cpu: float | None  #: processor seconds of all hosts in the median epoch
-    memory: int  #: bytes, on the host that used the most
+    memory: int  #: peak memory in bytes, on the host that used most
     edges: int | None
     nodes: int | None
-    complete: bool  #: each epoch loaded every seed exactly once
+    complete: bool  #: whether each epoch loaded every seed exactly once
     loss: float | None
     accuracy: float | None
     more: Mapping[str, Any]  #: the JSON that the first host printed
@@ -87,7 +87,8 @@ class Run:
 
 
 def contenders(sections: Sequence[str], size: str, peers: bool = True, without: Sequence[str] = ()) -> list[Contender]:
-    """Return the contenders of ``sections`` that can run on this machine; first make what they need.
+    """Return the contenders of ``sections`` that can run on this machine, after making their environments and
+    partitions.
 
     Makes Python environments and partitions, and prints a line for each contender that cannot run.
     peers: if false, return only contenders of gnnfleet.
@@ -108,15 +109,15 @@ def contenders(sections: Sequence[str], size: str, peers: bool = True, without: 
 
 
 def _prepared(one: Contender) -> bool:
-    """Make the contender's Python environment and partition; return False, after printing why, if that fails."""
+    """Make the contender's Python environment and partition, and return False, after printing why, if that fails."""
     try:
         if one.env and _python(one.env) is None:
             return False
         if one.wrapped != OWN_SHM or _permitted(OWN_SHM):
             one.parts  # noqa: B018  makes the partition
     except (OSError, subprocess.SubprocessError) as error:
-        said = getattr(error, "stderr", None) or b""
-        print(f"peers: left out: {error}\n{said.decode(errors='replace')[-600:]}")
+        stderr = getattr(error, "stderr", None) or b""
+        print(f"peers: left out: {error}\n{stderr.decode(errors='replace')[-600:]}")
         return False
     return True
 
@@ -164,20 +165,20 @@ def _argv(one: Contender, size: str, rank: int, ports: list[int], folder: Path, 
 
 
 def _together(one: Contender, size: str, done: Sequence[HostDone]) -> Run:
-    says = [host.says for host in done]
-    seconds = [max(each) for each in zip(*(said["seconds"] for said in says), strict=True)]
+    results = [host.result for host in done]
+    seconds = [max(each) for each in zip(*(result["seconds"] for result in results), strict=True)]
     if one.section == "train" and len(seconds) > 1:
         seconds = seconds[1:]  # the first epoch compiles kernels, connects and fills caches
-    seeds = [sum(each) for each in zip(*(said["seeds"] for said in says), strict=True)] if _loads(one) else []
+    seeds = [sum(each) for each in zip(*(result["seeds"] for result in results), strict=True)] if _loads(one) else []
     complete = all(count == PEER_SIZES[size]["train"] for count in seeds) and all(
-        said.get("complete", True) for said in says
+        result.get("complete", True) for result in results
     )
-    scored = sum(said.get("scored", 0) for said in says)
-    accuracy = sum(said.get("right", 0) for said in says) / scored if scored else says[0].get("accuracy")
-    loss = statistics.fmean(said["loss"][-1] for said in says) if "loss" in says[0] else None
+    scored = sum(result.get("scored", 0) for result in results)
+    accuracy = sum(result.get("right", 0) for result in results) / scored if scored else results[0].get("accuracy")
+    loss = statistics.fmean(result["loss"][-1] for result in results) if "loss" in results[0] else None
     return Run(
-        tuple(seconds), _median_sum(says, "cpu"), max(host.memory for host in done), _sum(says, "edges"),
-        _sum(says, "nodes"), complete, loss, accuracy, says[0],
+        tuple(seconds), _median_sum(results, "cpu"), max(host.memory for host in done), _sum(results, "edges"),
+        _sum(results, "nodes"), complete, loss, accuracy, results[0],
     )  # fmt: skip
 
 
@@ -185,14 +186,14 @@ def _loads(one: Contender) -> bool:
     return one.section in ("loader", "parts")
 
 
-def _sum(says: Sequence[Mapping[str, Any]], name: str) -> int | None:
-    return sum(said[name] for said in says) if all(name in said for said in says) else None
+def _sum(results: Sequence[Mapping[str, Any]], name: str) -> int | None:
+    return sum(result[name] for result in results) if all(name in result for result in results) else None
 
 
-def _median_sum(says: Sequence[Mapping[str, Any]], name: str) -> float | None:
-    if not all(name in said for said in says):
+def _median_sum(results: Sequence[Mapping[str, Any]], name: str) -> float | None:
+    if not all(name in result for result in results):
         return None
-    return statistics.median(sum(each) for each in zip(*(said[name] for said in says), strict=True))
+    return statistics.median(sum(each) for each in zip(*(result[name] for result in results), strict=True))
 
 
 def free_ports(count: int) -> list[int]:
@@ -265,7 +266,7 @@ def _glt_parts(size: str) -> Path:
 
 
 def _made_by(env: PeerEnv, folder: Path, *words: str | Path) -> Path:
-    """Return ``folder``; if it is not complete, run the command ``words`` with the Python of ``env`` to fill it."""
+    """Return ``folder``. If it is not complete, run the command ``words`` with the Python of ``env`` to fill it."""
     python = _python(env)
     if python and not (folder / "ready").exists():
         subprocess.run([python, *words], check=True, capture_output=True)

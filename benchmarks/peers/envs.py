@@ -20,9 +20,9 @@ ROOT = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "gnnfl
 class PeerEnv:
     """How to install another system into a Python environment of its own."""
 
-    name: str  #: of the folder
+    name: str  #: name of the environment's folder
     title: str
-    steps: tuple[tuple[str, ...], ...]  #: one pip call each
+    steps: tuple[tuple[str, ...], ...]  #: arguments of each call of ``pip install``
     proof: str  #: Python code that succeeds if the system is installed
 
     @property
@@ -58,7 +58,7 @@ PEERS = {env.name: env for env in (DGL, GLT)}
 
 
 def peer_python(env: PeerEnv) -> Path | None:
-    """Return the Python of an environment, made at the first call; None, after printing why, if that fails.
+    """Return the Python of an environment, made at the first call, or None, after printing why, if that fails.
 
     An environment takes 5 GB and up to 20 minutes on 2 cores. Waits if another process is making it. A failure is
     written with pip's output to ``<folder>.failed``; as long as this file exists, later calls fail at once.

@@ -1,4 +1,4 @@
-"""Times and checks epochs of any system's loader; imports only numpy, so it runs in every environment."""
+"""Times and checks epochs of any system's loader. This module imports only numpy, so it runs in every environment."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ def timed_epochs(
 def learned_epochs(
     loader: Iterable[Any], step: Callable[[Any], Any], epochs: int, meet: Callable[[], object]
 ) -> dict[str, Any]:
-    """Train ``epochs`` epochs; return seconds, mean loss and CPU seconds of each.
+    """Train ``epochs`` epochs, and return seconds, mean loss and CPU seconds of each.
 
     step: trains on a batch and returns the loss.
     meet: called before each epoch, to wait for other processes.
@@ -81,7 +81,9 @@ def learned_epochs(
 
 
 def cpu_seconds() -> float:
-    """CPU seconds of this process, of the processes whose pids ``BENCH_SERVERS`` lists, and of the children of both."""
+    """Return the CPU seconds of this process, of the processes listed in ``BENCH_SERVERS``, and of the children of
+    both.
+    """
     return sum(map(_tree_seconds, [os.getpid(), *map(int, os.environ.get("BENCH_SERVERS", "").split())]))
 
 
@@ -98,6 +100,6 @@ def _tree_seconds(pid: int) -> float:
 
 
 def loopback_bytes() -> int:
-    """Bytes received on ``lo`` so far by all processes of this network namespace."""
+    """Return the bytes received on ``lo`` so far by all processes of this network namespace."""
     lines = Path("/proc/self/net/dev").read_text().splitlines()
     return next(int(line.split()[1]) for line in (line.replace(":", " ") for line in lines) if line.split()[0] == "lo")

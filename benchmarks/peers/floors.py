@@ -19,21 +19,21 @@ WIDTH = 100  #: features per node; the small graph has fewer, so its lower bound
 class Machine:
     """Measured rates of this machine with all cores."""
 
-    bytes_per_s: float  #: read and written, of a copy of 256 MB
-    flops: float  #: of a float32 matrix product [65536, 256] × [256, 256]
+    bytes_per_s: float  #: bytes read and written per second while copying 256 MB
+    flops: float  #: operations per second of a float32 matrix product [65536, 256] × [256, 256]
     cores: int
 
-    def said(self) -> str:
-        """The rates as one line of text."""
+    def describe(self) -> str:
+        """Return the rates as one line of text."""
         memory, product = self.bytes_per_s / 1e9, self.flops / 1e9
         return f"{self.cores} cores; memory {memory:.1f} GB/s (copy), {product:.0f} GFLOP/s (GEMM)"
 
     def loading(self, edges: int, nodes: int) -> float:
-        """Least seconds to load an epoch: read and write 4 bytes per edge and one feature row per node."""
+        """Return the least seconds to load an epoch: read and write 4 bytes per edge and one feature row per node."""
         return (8 * edges + 2 * 4 * WIDTH * nodes) / self.bytes_per_s
 
     def training(self, layers: list[list[int]], hidden: int, classes: int) -> float:
-        """Least seconds to train an epoch: dense products forward and backward, and reading one row per edge in each.
+        """Return the least seconds to train an epoch: in both passes, dense products and reading one row per edge.
 
         ``layers``: number of [targets, sources, edges] of each layer in an epoch, input layer first.
         """
@@ -46,7 +46,7 @@ class Machine:
         return flops / self.flops + moved / self.bytes_per_s
 
     def writing(self, size: str) -> float:
-        """Least seconds to partition: read and write all edges (int32 ids) and feature rows."""
+        """Return the least seconds to partition: read and write all edges (int32 ids) and feature rows."""
         nodes, edges = PEER_SIZES[size]["num_nodes"], PEER_SIZES[size]["num_nodes"] * PEER_SIZES[size]["avg_degree"]
         return (2 * 8 * edges + 2 * 4 * WIDTH * nodes) / self.bytes_per_s
 

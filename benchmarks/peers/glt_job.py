@@ -1,4 +1,4 @@
-"""graphlearn-torch's server-client mode on one machine; run with the Python of ``envs.GLT``.
+"""graphlearn-torch's server-client mode on one machine. Run with the Python of ``envs.GLT``.
 
 glt_job.py cut     PLAIN FOLDER SERVERS             partition a graph of ``plain.py``, one part per server
 glt_job.py server  PLAIN FOLDER RANK SERVERS PORT   run a graph server until the client ends

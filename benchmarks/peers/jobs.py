@@ -1,4 +1,4 @@
-"""Runs servers and a client, or simulated hosts, as processes; returns the JSON they print and their peak memory."""
+"""Runs servers and a client, or simulated hosts, as processes. Returns their JSON output and peak memory."""
 
 from __future__ import annotations
 
@@ -17,17 +17,17 @@ from typing import Any
 import psutil
 
 Argv = Sequence[str | Path]
-GLANCE = 0.25  #: seconds between looks at the memory
+GLANCE = 0.25  #: seconds between measurements of the memory
 
 
 @dataclass(frozen=True)
 class Job:
-    """Commands of servers and of a client; the servers run until the client ends."""
+    """Commands of servers and of a client. The servers run until the client ends."""
 
     servers: Sequence[Argv]
     client: Argv
     cwd: Path
-    ready: Sequence[Path] = ()  #: files that exist once the servers answer
+    ready: Sequence[Path] = ()  #: files that exist as soon as the servers answer requests
     env: Mapping[str, str] = field(default_factory=dict)
 
 
@@ -35,13 +35,13 @@ class Job:
 class Done:
     """Result of a ``Job``."""
 
-    says: Mapping[str, Any]  #: JSON of the last line that the client printed
+    result: Mapping[str, Any]  #: JSON of the last line that the client printed
     server_memory: int  #: bytes, peak of the proportional set sizes of all servers' processes
     client_memory: int
 
 
 def run_job(job: Job, network: Sequence[str], log: Path, timeout: float = 900.0) -> Done:
-    """Run a job, with ``network`` before each command; output goes to ``log``.
+    """Run a job, with ``network`` before each command. Output goes to ``log``.
 
     Raises ``RuntimeError`` with the end of the log if the client fails or a server does not start.
     """
@@ -53,8 +53,8 @@ def run_job(job: Job, network: Sequence[str], log: Path, timeout: float = 900.0)
         client = stack.enter_context(_process([*network, *job.client], job, out, subprocess.PIPE))
         there, here = _Watch([server.pid for server in servers]), _Watch([client.pid])
         with there, here:
-            says, _ = client.communicate(timeout=timeout)
-    lines = says.strip().splitlines()
+            stdout, _ = client.communicate(timeout=timeout)
+    lines = stdout.strip().splitlines()
     if client.returncode or not lines:
         raise RuntimeError(f"{job.client}: exit {client.returncode}\n{log.read_text()[-3000:]}")
     return Done(json.loads(lines[-1]), there.peak, here.peak)
@@ -64,14 +64,14 @@ def run_job(job: Job, network: Sequence[str], log: Path, timeout: float = 900.0)
 class HostDone:
     """Result of a process that simulates a host, with all its children."""
 
-    says: Mapping[str, Any]  #: the last line of JSON that the process printed
+    result: Mapping[str, Any]  #: the last line of JSON that the process printed
     memory: int  #: bytes, peak of the proportional set size of the process and its children
 
 
 def run_hosts(
     hosts: Sequence[Argv], cwd: Path, folder: Path, env: Mapping[str, str] | None = None, timeout: float = 900.0
 ) -> list[HostDone]:
-    """Run the commands of all hosts at the same time; their output goes to files in ``folder``.
+    """Run the commands of all hosts at the same time. Their output goes to files in ``folder``.
 
     Raises ``RuntimeError`` with the end of a host's output as soon as the host fails, or after ``timeout`` seconds.
     """
@@ -106,7 +106,7 @@ def _host_done(process: subprocess.Popen[str], out: Path, err: Path, watch: _Wat
 
 @contextlib.contextmanager
 def private_loopback() -> Iterator[list[str]]:
-    """Make a network namespace; yield the words to put before a command so that it runs there.
+    """Make a network namespace. Yield the words to put before a command so that it runs there.
 
     The namespace's loopback counts only the bytes of such commands. Yields no words if it cannot be made.
     """

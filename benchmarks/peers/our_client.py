@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 
 class Blocks:
-    """A ``BatchLoader`` as an iterable; each iteration yields the batches of the next epoch."""
+    """A ``BatchLoader`` as an iterable. Each iteration yields the batches of the next epoch."""
 
     def __init__(self, graph: gf.Graph, settings: dict[str, Any]):
         chosen = gf.LoaderSettings(

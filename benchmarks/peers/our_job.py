@@ -1,4 +1,4 @@
-"""One simulated host with gnnfleet, for `make bench-peers`; prints one JSON line. Training is in our_train.py.
+"""One simulated host with gnnfleet, for `make bench-peers`. Prints one JSON line. Training is in our_train.py.
 
 python our_job.py TASK PLAIN SETTINGS
 TASK is ``loader`` (one machine), ``parts`` (load on one of two hosts) or ``partition``. PLAIN is a folder from
@@ -37,7 +37,7 @@ Settings = dict[str, Any]
 
 
 class Epochs:
-    """A ``BatchLoader`` as an iterable of one epoch per iteration; sums the batches' layer sizes and costs."""
+    """A ``BatchLoader`` as an iterable of one epoch per iteration. Sums the batches' layer sizes and costs."""
 
     def __init__(self, loader: BatchLoader):
         self._loader, self._epoch = loader, -1
@@ -57,34 +57,36 @@ class Epochs:
         return batch.n_id[: batch.num_seeds], sum(edges for *_, edges in sizes), len(batch.x)
 
 
-def loader(plain: Path, told: Settings) -> Settings:
+def loader(plain: Path, settings: Settings) -> Settings:
     """Load all seeds of the train split on one machine that has the whole graph."""
     expected = np.load(plain / "train.npy")
-    with open_graph(told["folder"]) as graph:
-        loading, look = _loading(graph, told)
-        found = timed_epochs(loading, look, expected, told["warm"], told["epochs"])
+    with open_graph(settings["folder"]) as graph:
+        loading, look = _loading(graph, settings)
+        found = timed_epochs(loading, look, expected, settings["warm"], settings["epochs"])
     return found | _more(loading)
 
 
-def _loading(graph: Graph, told: Settings, rank: int = 0, layout: RankLayout | None = None) -> tuple[Any, Any]:
-    threads, batch = told.get("threads", 1), told["batch"]
-    ahead = told.get("prefetch", told.get("threads", 1) + 1)
-    if told.get("kind") == "data":
+def _loading(graph: Graph, settings: Settings, rank: int = 0, layout: RankLayout | None = None) -> tuple[Any, Any]:
+    threads, batch = settings.get("threads", 1), settings["batch"]
+    ahead = settings.get("prefetch", settings.get("threads", 1) + 1)
+    if settings.get("kind") == "data":
         from trainer.loader.neighbor_loader import DistNeighborLoader
 
         loading = DistNeighborLoader(
-            graph, told["fanouts"], "train", batch_size=batch, shuffle=True, threads=threads, prefetch=ahead,
+            graph, settings["fanouts"], "train", batch_size=batch, shuffle=True, threads=threads, prefetch=ahead,
             rank=rank if layout else None, layout=layout,
         )  # fmt: skip
         return loading, look_at_data
     layout = layout or RankLayout.single(graph.manifest.num_parts)
-    chosen = LoaderSettings("train", tuple(told["fanouts"]), batch * layout.world_size, threads=threads, prefetch=ahead)
+    chosen = LoaderSettings(
+        "train", tuple(settings["fanouts"]), batch * layout.world_size, threads=threads, prefetch=ahead
+    )
     epochs = Epochs(BatchLoader(graph, chosen, rank, layout))
     return epochs, epochs.look
 
 
 def _more(loading: Any) -> Settings:
-    """Return layer sizes of the last epoch, and sums of rows and bytes; {} if the loader does not count them."""
+    """Return layer sizes of the last epoch, and sums of rows and bytes, or {} if the loader does not count them."""
     if not isinstance(loading, Epochs):
         return {}
     names = ("remote_bytes", "rows", "remote_rows", "cached_rows", "held_rows")
@@ -92,30 +94,30 @@ def _more(loading: Any) -> Settings:
     return {"layers": loading.layers, "traffic": sums}
 
 
-def parts(plain: Path, told: Settings) -> Settings:
+def parts(plain: Path, settings: Settings) -> Settings:
     """Load this host's half of each global batch."""
-    rank = told["rank"]
+    rank = settings["rank"]
     torch.distributed.init_process_group(
-        "gloo", init_method=f"tcp://{HERE}:{told['ports'][0]}", rank=rank, world_size=HOSTS
+        "gloo", init_method=f"tcp://{HERE}:{settings['ports'][0]}", rank=rank, world_size=HOSTS
     )
     layout = RankLayout(HOSTS, ((0,), (1,)))
-    with graph_server(told) as cluster, open_graph(
-        told["folder"], [rank], cluster_file=cluster, node_rank=rank, ranks=Ranks(rank, HOSTS, node_rank=rank),
-        placed=layout, remote_access=_remote_access(told),
+    with graph_server(settings) as cluster, open_graph(
+        settings["folder"], [rank], cluster_file=cluster, node_rank=rank, ranks=Ranks(rank, HOSTS, node_rank=rank),
+        placed=layout, remote_access=_remote_access(settings),
     ) as graph:  # fmt: skip
-        if told["cache"] != "0":
-            graph.cache_rows(told["fanouts"], batch_size=told["batch"], size=told["cache"])
-        loading, look = _loading(graph, told, rank, layout)
-        found = timed_epochs(loading, look, None, told["warm"], told["epochs"], torch.distributed.barrier)
+        if settings["cache"] != "0":
+            graph.cache_rows(settings["fanouts"], batch_size=settings["batch"], size=settings["cache"])
+        loading, look = _loading(graph, settings, rank, layout)
+        found = timed_epochs(loading, look, None, settings["warm"], settings["epochs"], torch.distributed.barrier)
         torch.distributed.barrier()
         return found | _more(loading)
 
 
-def _remote_access(told: Settings) -> RemoteAccess:
-    return RemoteAccess(topology=told["topology"], cache=CacheSize.parse(told["cache"]))
+def _remote_access(settings: Settings) -> RemoteAccess:
+    return RemoteAccess(topology=settings["topology"], cache=CacheSize.parse(settings["cache"]))
 
 
-def partition(plain: Path, told: Settings) -> Settings:
+def partition(plain: Path, settings: Settings) -> Settings:
     """Partition arrays in memory into files.
 
     Before the measurement, a small graph is partitioned, so that all kernels are compiled.
@@ -126,19 +128,19 @@ def partition(plain: Path, told: Settings) -> Settings:
     edges, x, y, *splits = (np.load(plain / f"{name}.npy") for name in names)
     few = 2_000
     kept = edges[:, (edges < few).all(axis=0)]
-    _cut(Dataset.homogeneous("warm", NodeData(few, {"x": x[:few]}, {}), EdgeData(kept), "warm"), told)
+    _cut(Dataset.homogeneous("warm", NodeData(few, {"x": x[:few]}, {}), EdgeData(kept), "warm"), settings)
     nodes = NodeData(len(x), {"x": x, "y": y}, dict(zip(names[3:], splits, strict=True)), int(y.max()) + 1)
-    return _cut(Dataset.homogeneous("bench", nodes, EdgeData(edges), "bench"), told)
+    return _cut(Dataset.homogeneous("bench", nodes, EdgeData(edges), "bench"), settings)
 
 
-def _cut(graph: Dataset, told: Settings) -> Settings:
+def _cut(graph: Dataset, settings: Settings) -> Settings:
     from trainer.partition.assign import assign_parts
     from trainer.partition.write import write_partition
 
-    folder = Path(told["folder"])
+    folder = Path(settings["folder"])
     shutil.rmtree(folder, ignore_errors=True)
     spent, begun = cpu_seconds(), time.perf_counter()
-    assignment = assign_parts(graph, HOSTS, told["method"], 0)
+    assignment = assign_parts(graph, HOSTS, settings["method"], 0)
     write_partition(graph, assignment, folder)
     return {
         "seconds": [time.perf_counter() - begun], "cpu": [cpu_seconds() - spent], "edge_cut": assignment.edge_cut,
@@ -147,5 +149,5 @@ def _cut(graph: Dataset, told: Settings) -> Settings:
 
 
 if __name__ == "__main__":
-    said = globals()[sys.argv[1]](Path(sys.argv[2]), json.loads(sys.argv[3]))
-    print(json.dumps(said), flush=True)
+    result = globals()[sys.argv[1]](Path(sys.argv[2]), json.loads(sys.argv[3]))
+    print(json.dumps(result), flush=True)

@@ -24,11 +24,11 @@ Settings = dict[str, Any]
 
 
 @contextlib.contextmanager
-def graph_server(told: Settings) -> Iterator[Path]:
-    """Run this host's graph server with the launcher's command line; yields the path of ``cluster.json``."""
-    rank, folder = told["rank"], Path(told["folder"])
+def graph_server(settings: Settings) -> Iterator[Path]:
+    """Run this host's graph server with the launcher's command line. Yields the path of ``cluster.json``."""
+    rank, folder = settings["rank"], Path(settings["folder"])
     cluster, ready = folder.with_suffix(".cluster.json"), folder.with_suffix(".ready")
-    places = [f"tcp://{HERE}:{port}" for port in told["ports"][1 : 1 + HOSTS]]
+    places = [f"tcp://{HERE}:{port}" for port in settings["ports"][1 : 1 + HOSTS]]
     nodes = [
         {"node_rank": k, "host": f"host{k}", "endpoint": place, "parts": [k], "ranks": [k]}
         for k, place in enumerate(places)
@@ -49,20 +49,20 @@ def graph_server(told: Settings) -> Iterator[Path]:
         server.wait(10)
 
 
-def train(told: Settings) -> Settings:
-    """Run the bundled trainer with the launcher's command line; return times, losses and accuracy of its run."""
-    rank, folder = told["rank"], Path(told["folder"])
+def train(settings: Settings) -> Settings:
+    """Run the bundled trainer with the launcher's command line, and return times, losses and accuracy of its run."""
+    rank, folder = settings["rank"], Path(settings["folder"])
     run = folder.with_suffix(".run")
     shutil.rmtree(run, ignore_errors=True)
     ranks = {"RANK": rank, "WORLD_SIZE": HOSTS, "LOCAL_RANK": 0, "NODE_RANK": rank}
-    ranks |= {"MASTER_ADDR": HERE, "MASTER_PORT": told["ports"][0]}
+    ranks |= {"MASTER_ADDR": HERE, "MASTER_PORT": settings["ports"][0]}
     command = [sys.executable, "-m", "trainer", "train", "--run-dir", run, "--parts", folder, "--part-ids", rank]
-    command += ["--topology", told["topology"], "--cache", told["cache"], "--hidden", told["hidden"]]
-    command += ["--fanouts", ",".join(map(str, told["fanouts"])), "--batch-size", HOSTS * told["batch"]]
-    command += ["--eval-batch-size", HOSTS * told["batch"], "--epochs", told["epochs"], "--lr", told["lr"]]
+    command += ["--topology", settings["topology"], "--cache", settings["cache"], "--hidden", settings["hidden"]]
+    command += ["--fanouts", ",".join(map(str, settings["fanouts"])), "--batch-size", HOSTS * settings["batch"]]
+    command += ["--eval-batch-size", HOSTS * settings["batch"], "--epochs", settings["epochs"], "--lr", settings["lr"]]
     command += ["--dropout", "0", "--eval-every", "0", "--checkpoint-every", "0", "--backend", "gloo"]
-    command += ["--prefetch", told["prefetch"]] if "prefetch" in told else []
-    with graph_server(told) as cluster:
+    command += ["--prefetch", settings["prefetch"]] if "prefetch" in settings else []
+    with graph_server(settings) as cluster:
         environment = os.environ | {name: str(value) for name, value in ranks.items()}
         subprocess.run(list(map(str, [*command, "--cluster", cluster])), env=environment, stdout=sys.stderr, check=True)
     lines = [json.loads(line) for line in (run / f"metrics-rank{rank}.jsonl").read_text().splitlines()]

@@ -31,7 +31,7 @@ HEAD = "| system | s | times ours | CPU s | peak memory/host | times ours | edge
 
 
 def table(section: str, found: Found, took: float, floor: float | None) -> str:
-    """Markdown table of a section: gnnfleet's rows first, then the other systems, fastest first."""
+    """Return the Markdown table of a section: gnnfleet's rows first, then the other systems, fastest first."""
     ran = {one: runs for one, runs in found.items() if runs}
     order = sorted(ran, key=lambda one: (not one.ours, median(ran[one])))
     lines = [f"**{TITLES[section]}** ({took:.0f} s)", "", HEAD, "|---|" + "---:|" * 8 + "---|"]
@@ -44,7 +44,7 @@ def table(section: str, found: Found, took: float, floor: float | None) -> str:
 
 
 def floor_of(section: str, found: Found, layers: list[list[int]] | None, machine: Machine, size: str) -> float | None:
-    """Lower bound of a section's seconds on this machine; None if the sizes that it needs were not measured.
+    """Return a lower bound of a section's seconds on this machine, or None if no run measured the sizes for it.
 
     layers: number of [targets, sources, edges] of each layer in an epoch of gnnfleet's ``BatchLoader``.
     """
@@ -57,14 +57,16 @@ def floor_of(section: str, found: Found, layers: list[list[int]] | None, machine
 
 
 def _against(one: Contender, ran: Found) -> Sequence[Run] | None:
-    """Return the runs of gnnfleet's fastest contender, if possible on parts made by the same method as for ``one``."""
+    """Return the runs of gnnfleet's fastest contender, if possible on parts made by the same method as those of
+    ``one``.
+    """
     ours = [other for other in ran if other.ours]
     same = [other for other in ours if other.cut == one.cut] or ours
     return ran[min(same, key=lambda other: median(ran[other]))] if same else None
 
 
 def median(runs: Sequence[Run]) -> float:
-    """Median seconds over all epochs of all runs."""
+    """Return the median seconds over all epochs of all runs."""
     return statistics.median(second for run in runs for second in run.seconds)
 
 
@@ -92,7 +94,7 @@ def as_json(found: Found, took: Mapping[str, float], machine: Machine) -> dict[s
 
 
 def plot(found: Found, path: Path) -> None:
-    """Write a bar chart of the seconds in each section; prints a line instead if matplotlib is not installed."""
+    """Write a bar chart of the seconds in each section. Prints a line instead if matplotlib is not installed."""
     try:
         from matplotlib import pyplot
     except ImportError:

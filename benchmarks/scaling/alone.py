@@ -30,7 +30,7 @@ from trainer.train.task import node_classification, pick_target
 
 
 class AllHosts:
-    """Yields the batches of every rank, one rank after the other; counts their edges and rows."""
+    """Yields the batches of every rank, one rank after the other. Counts their edges and rows."""
 
     def __init__(self, loaders: Sequence[BatchLoader]):
         self.loaders, self.edges, self.rows = loaders, 0, 0
@@ -63,9 +63,9 @@ def run(folder: Path, hosts: int, settings: TrainSettings) -> dict[str, float]:
             report = train_epoch(model, task, optimizers, batches, epoch, group, log)
             if epoch > 1:
                 cpu, edges, rows = cpu + report.cpu_s, edges + batches.edges, rows + batches.rows
-    told = settings.epochs - 1
+    counted = settings.epochs - 1
     weights = sum(weight.numel() * weight.element_size() for weight in model.parameters())
-    return {"cpu": cpu / told, "edges": edges / told, "rows": rows / told, "weight_bytes": weights}
+    return {"cpu": cpu / counted, "edges": edges / counted, "rows": rows / counted, "weight_bytes": weights}
 
 
 if __name__ == "__main__":

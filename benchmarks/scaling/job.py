@@ -22,7 +22,7 @@ from .places import Place, free_ports, places
 REPOSITORY = Path(__file__).resolve().parents[2]
 _TICKS = os.sysconf("SC_CLK_TCK")
 _TIMEOUT = 1800.0  #: most seconds of a run
-_GLANCE = 0.02  #: seconds between looks at the metrics lines
+_GLANCE = 0.02  #: seconds between reads of the metrics lines
 
 
 @dataclass(frozen=True)
@@ -40,7 +40,7 @@ class Case:
 
 
 def train_on(case: Case, folder: Path, count: int, run_dir: Path, cores: Sequence[int]) -> list[HostFigures]:
-    """Train on ``count`` hosts that share ``cores``; raises ``RuntimeError`` with all logs if a process fails."""
+    """Train on ``count`` hosts that share ``cores``. Raises ``RuntimeError`` with all logs if a process fails."""
     shutil.rmtree(run_dir, ignore_errors=True)
     run_dir.mkdir(parents=True)
     with pinned(cores), places(count) as where, contextlib.ExitStack() as stack:
@@ -71,7 +71,7 @@ def pinned(cores: Sequence[int]) -> Iterator[None]:
 
 
 def environment(**more: str) -> dict[str, str]:
-    """Environment of a process, plus ``more``.
+    """Return the environment of a process, with ``more`` added.
 
     torch gets one thread: threads that share a core would spin while they wait for each other.
     """
@@ -131,7 +131,7 @@ def _rank_env(rank: int, count: int, lead: Place, port: int, place: Place) -> di
 def _process(
     words: Sequence[str], place: Place, run_dir: Path, name: str, env: Mapping[str, str]
 ) -> Iterator[subprocess.Popen[bytes]]:
-    """Run ``python -m trainer`` with arguments ``words`` on a host until the context ends; output goes to a file."""
+    """Run ``python -m trainer`` with arguments ``words`` on a host until the context ends. Output goes to a file."""
     argv = [*place.enter, sys.executable, "-m", "trainer", *words]
     with (run_dir / f"{name}.log").open("wb") as log:
         process = subprocess.Popen(argv, env=env, stdout=log, stderr=subprocess.STDOUT, cwd=run_dir)
@@ -158,7 +158,8 @@ def _mark(
     case: Case, epoch: int, run_dir: Path, servers: Sequence[subprocess.Popen[bytes]],
     ranks: Sequence[subprocess.Popen[bytes]], where: Sequence[Place],
 ) -> _Mark:  # fmt: skip
-    """Wait until all ranks have ended an epoch; return the CPU seconds of the servers and the bytes received so far.
+    """Wait until all ranks have ended an epoch, and return the CPU seconds of the servers and the bytes received so
+    far.
 
     For the last epoch, these include some milliseconds of the evaluation, which has a few seeds.
     """
@@ -183,14 +184,14 @@ def _check(
 
 
 def epoch_lines(run_dir: Path, rank: int) -> list[dict[str, Any]]:
-    """The epoch lines that a rank has written so far."""
+    """Return the epoch lines that a rank has written so far."""
     path = run_dir / f"metrics-rank{rank}.jsonl"
     text = path.read_text() if path.exists() else ""
     return [json.loads(line) for line in text[: text.rfind("\n") + 1].splitlines() if '"kind": "epoch"' in line]
 
 
 def _cpu_seconds(pid: int) -> float:
-    """Seconds of user and system time of a process so far."""
+    """Return the seconds of user and system time of a process so far."""
     fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     return (int(fields[11]) + int(fields[12])) / _TICKS
 
@@ -203,7 +204,7 @@ def _figures(run_dir: Path, rank: int, marks: Sequence[_Mark]) -> HostFigures:
     return HostFigures(
         rank_cpu=sum(line["cpu_s"] for line in lines) / epochs,
         server_cpu=(last.server_cpu[rank] - first.server_cpu[rank]) / epochs,
-        line_bytes=(last.received[rank] - first.received[rank]) / epochs,
+        network_bytes=(last.received[rank] - first.received[rank]) / epochs,
         steps=sum(line["traffic"]["batches"] for line in lines) / epochs,
         **sums,
     )

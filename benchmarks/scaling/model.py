@@ -11,10 +11,10 @@ from typing import Any
 class HostFigures:
     """Measurements of one simulated host, per epoch: means over all epochs except the first."""
 
-    rank_cpu: float  #: CPU seconds
+    rank_cpu: float  #: CPU seconds of the training process
     server_cpu: float
-    line_bytes: float  #: bytes that the host received from the network; 0 on loopback
-    remote_bytes: float  #: received in replies to requests for rows
+    network_bytes: float  #: bytes that the host received from the network; 0 on loopback
+    remote_bytes: float  #: bytes received in replies to requests for rows
     rows: float
     remote_rows: float
     cached_rows: float
@@ -32,7 +32,7 @@ class Hardware:
 
     cores: int = 16
     efficiency: float = 0.5  #: speed of all cores / (number of cores * speed of one core)
-    gbit: float = 10.0  #: of a host's network connection, in each direction
+    gbit: float = 10.0  #: Gbit/s of a host's network connection, in each direction
     usable: float = 0.9  #: share of ``gbit`` that is left for payload
     latency: float = 100e-6  #: seconds of a round trip, including the wake-up of the server
     threads: int = 1  #: sampler threads, each waits for one batch's rows
@@ -52,8 +52,8 @@ class Measured:
 
     hosts: tuple[HostFigures, ...]
     alone_cpu: float  #: CPU seconds of an epoch in one process
-    edges: float  #: sampled in an epoch, over all hosts and layers
-    rows: float  #: gathered in an epoch
+    edges: float  #: edges sampled in an epoch, over all hosts and layers
+    rows: float  #: rows gathered in an epoch, over all hosts
     weight_bytes: float
 
     @property
@@ -61,7 +61,7 @@ class Measured:
         return sum(host.cpu for host in self.hosts)
 
     def sum(self, name: str) -> float:
-        """Sum of the field ``name`` over all hosts."""
+        """Return the sum of the field ``name`` over all hosts."""
         return float(sum(getattr(host, name) for host in self.hosts))
 
     @property
@@ -71,7 +71,7 @@ class Measured:
 
     @classmethod
     def load(cls, fields: dict[str, Any]) -> Measured:
-        """Inverse of ``dataclasses.asdict``."""
+        """Make an instance from the result of ``dataclasses.asdict``."""
         return cls(**{**fields, "hosts": tuple(HostFigures(**host) for host in fields["hosts"])})
 
 
@@ -80,7 +80,7 @@ class Prediction:
     """Predicted seconds of a step by cause, and the number of steps."""
 
     compute: float
-    exposed: float  #: waiting for remote rows beyond the time of computing
+    exposed: float  #: seconds of waiting for remote rows that do not overlap with computing
     reduce: float
     steps: float
 
@@ -90,7 +90,7 @@ class Prediction:
 
 
 def predict(measured: Measured, on: Hardware) -> Prediction:
-    """Predict the times on hosts ``on``; in each step all hosts wait for the slowest."""
+    """Predict the times on the hosts ``on``, where all hosts wait for the slowest host in each step."""
     hosts, count = measured.hosts, len(measured.hosts)
     return Prediction(
         compute=max(_compute(host, on) for host in hosts),
@@ -105,7 +105,7 @@ def _compute(host: HostFigures, on: Hardware) -> float:
 
 
 def _remote(host: HostFigures, on: Hardware) -> float:
-    """Seconds of fetching a batch's remote rows: one request to each owner, all at the same time.
+    """Return the seconds to fetch a batch's remote rows, with one request to each owner, all at the same time.
 
     One round is enough because the topology is replicated.
     """
@@ -113,7 +113,7 @@ def _remote(host: HostFigures, on: Hardware) -> float:
 
 
 def _reduce(weight_bytes: float, count: int, on: Hardware) -> float:
-    """Seconds of a ring all-reduce of p hosts: each sends 2 (p - 1) pieces, each a p-th of the gradients."""
+    """Return the seconds of a ring all-reduce of p hosts: each sends 2 (p - 1) pieces, each a p-th of the gradients."""
     pieces = 2 * (count - 1)
     return pieces * (weight_bytes / count / on.bytes_per_s + on.latency / 2)
 
@@ -124,7 +124,7 @@ def table(runs: Sequence[Measured], on: Hardware) -> list[str]:
     lines = [f"| hosts of {on.name} | compute ms | exposed ms | all-reduce ms | s per epoch | times faster |"]
     lines += ["|---|---|---|---|---|---|"]
     for run in runs:
-        told = predict(run, on)
-        parts = " | ".join(f"{1000 * part:.2f}" for part in (told.compute, told.exposed, told.reduce))
-        lines.append(f"| {len(run.hosts)} | {parts} | {told.epoch:.3f} | {first / told.epoch:.2f} |")
+        predicted = predict(run, on)
+        parts = " | ".join(f"{1000 * part:.2f}" for part in (predicted.compute, predicted.exposed, predicted.reduce))
+        lines.append(f"| {len(run.hosts)} | {parts} | {predicted.epoch:.3f} | {first / predicted.epoch:.2f} |")
     return lines

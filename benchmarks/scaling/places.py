@@ -10,7 +10,7 @@ from pathlib import Path
 
 from netns import NetCluster, unavailable
 
-_PORTS = range(20_000, 30_000)  # below those that the kernel hands out
+_PORTS = range(20_000, 30_000)  # below the ports that the kernel chooses
 
 
 @dataclass(frozen=True)
@@ -18,14 +18,14 @@ class Place:
     """How to start processes of a simulated host, and how to reach them."""
 
     address: str
-    enter: tuple[str, ...] = ()  #: words before a command, to run it on the host
+    enter: tuple[str, ...] = ()  #: prefix of a command that runs it on the host
     interface: str = "lo"
     wire: str = ""  #: this machine's end of the host's virtual Ethernet pair; '' on loopback
 
     @property
     def received(self) -> int:
-        """Bytes that the host has received from the network, including headers; 0 on loopback."""
-        path = Path("/sys/class/net") / self.wire / "statistics/tx_bytes"  # sent at this end
+        """Bytes that the host has received from the network, including headers, or 0 on loopback."""
+        path = Path("/sys/class/net") / self.wire / "statistics/tx_bytes"  # bytes sent at this machine's end
         return int(path.read_text()) if self.wire else 0
 
 

@@ -9,7 +9,6 @@ import os
 import time
 from collections.abc import Iterable, Iterator
 from contextlib import suppress
-from dataclasses import fields
 from pathlib import Path
 from typing import Any, Literal
 
@@ -51,7 +50,7 @@ def completion(shell: Shell | None) -> None:
     click.echo(source.replace('string split ","', 'string split --max 1 ","'))  # fish: values may contain commas
 
 
-_MAX_RUNS = 200  # the folder of each is read
+_MAX_RUNS = 200  # a limit, as the folder of each run is read
 
 _MAX_HOSTS = 500
 
@@ -116,12 +115,13 @@ def template_names(ctx: click.Context, parameter: click.Parameter, typed: str) -
 
 def config_keys(ctx: click.Context, parameter: click.Parameter, typed: str) -> list[CompletionItem]:
     """Complete config keys of ``--set``, as ``train.lr=``, with their help texts."""
+    from launcher.config.schema import settings
     from launcher.config.validation import sections
 
     found = []
     for section, config_class in sections().items():
         prefix = {"": "", "nodes": "nodes.*."}.get(section, f"{section}.")
-        found += [(f"{prefix}{each.name}", str(each.metadata["help"])) for each in fields(config_class)]
+        found += [(f"{prefix}{each.name}", str(each.metadata["help"])) for each in settings(config_class)]
     keys = [(key, help) for key, help in found if key not in sections()]
     return [CompletionItem(f"{key}=", help=help) for key, help in keys if key.startswith(typed)]
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import click
 
 from launcher.cli.options import examples
+from launcher.errors import UsageError
 
 
 @click.command(epilog=examples("explain host-key-unknown", "explain disk"))
@@ -23,7 +24,7 @@ def explain(words: tuple[str, ...]) -> None:
         return
     found = search(" ".join(words))
     if not found:
-        raise click.UsageError(f"no explanation has {' '.join(words)!r}; gnnfleet explain lists all codes")
+        raise UsageError(f"no explanation has {' '.join(words)!r}; `gnnfleet explain` lists all codes")
     if len(found) > 5:
         click.echo(f"{len(found)} explanations: {', '.join(entry.code for entry in found)}")
         return

@@ -94,7 +94,7 @@ def _request_of(values: dict[str, Any]) -> InitRequest:
     dataset, source = dataset_of(values["dataset"]) if values["dataset"] else ("", None)
     if values["source"]:
         source = written_path(
-            existing(values["source"]) if dataset in ("", "file") else Path(values["source"]).absolute()
+            existing(values["source"]) if dataset in ("", "file", "tables") else Path(values["source"]).absolute()
         )
     request = InitRequest(
         hosts=split_hosts([*values["hosts"], *values["more_hosts"]]),

@@ -13,6 +13,7 @@ from typing import Any, NoReturn
 import click
 from click.shell_completion import CompletionItem
 
+from launcher import __version__
 from launcher.cli.completion import runs_or_files, serving_names
 from launcher.cli.launch_compat import foreign_options, import_command, joined, options_of, without_remote
 from launcher.cli.options import (
@@ -42,7 +43,7 @@ Examples:
   gnnfleet --config cluster.yml --epochs 3 --set train.lr=0.01"""
 
 #: Options that `gnnfleet --help` lists.
-_MOST_USED = ("config", "sets", "detach", "dry_run", "help")
+_MOST_USED = ("config", "sets", "detach", "dry_run", "version", "help")
 
 #: Commands in the order in which a user needs them; commands not listed here follow.
 _ORDER = (
@@ -139,12 +140,10 @@ launch_options = with_options(DETACH, *LIVE, DRY_RUN)
 )
 @config_options
 @launch_options
+@click.version_option(__version__, message="gnnfleet %(version)s", help="Show the version and exit.")
 @click.pass_context
 def gnnfleet(ctx: click.Context, dry_run: bool, **values: Any) -> None:
-    """Train graph neural networks on several hosts over SSH.
-
-    With --config and no command, gnnfleet launches a run.
-    """
+    """Train graph neural networks on several hosts over SSH. With --config and no command, gnnfleet launches a run."""
     if ctx.invoked_subcommand is not None:
         ctx.obj = values
         return
@@ -156,7 +155,7 @@ def gnnfleet(ctx: click.Context, dry_run: bool, **values: Any) -> None:
 
 @gnnfleet.command(
     epilog="Exit status: 0 done or detached; 1 failed, or the highest status of the failed processes; 2 bad usage or "
-    "config; 3 preflight refused; 130 interrupted or stopped.\n\n" + examples("launch --config cluster.yml --epochs 3"),
+    "config; 3 preflight refused; 130 stopped.\n\n" + examples("launch --config cluster.yml --epochs 3"),
     short_help="Launch a run (the default with --config).",
 )
 @config_options
@@ -183,7 +182,10 @@ def plan(ctx: click.Context, **values: Any) -> None:
 @config_options
 @click.pass_context
 def check(ctx: click.Context, **values: Any) -> None:
-    """Run preflight only: connect, check every node, list problems."""
+    """Run preflight only: connect, check every node, list problems.
+
+    The graph is not read, and of your own script only its imports.
+    """
     from launcher.run.launch import run_check
 
     options = options_of(ctx, values)
@@ -204,10 +206,11 @@ gnnfleet.add_command(import_command(config_options))
         "partition make --config cluster.yml",
         "partition inspect --config cluster.yml",
         "partition verify parts/",
+        "partition tables shop/",
     ),
     short_help="Cut a graph into parts, or check existing parts.",
 )
-@click.argument("what", type=click.Choice(["make", "verify", "inspect"]))
+@click.argument("what", type=click.Choice(["make", "verify", "inspect", "tables"]))
 @click.argument("words", nargs=-1, type=click.UNPROCESSED)
 @with_options(CONFIG, SET, *HOST_FILTERS)
 @click.pass_context
@@ -220,12 +223,12 @@ def partition(
     include: tuple[str, ...],
     exclude: tuple[str, ...],
 ) -> None:
-    """Cut a graph into parts (make), check parts (verify) or describe them (inspect).
+    """Cut a graph into parts (make), check parts (verify) or describe them (inspect); draft `data` for tables (tables).
 
     With --config the graph and the folder come from the file. Other words are passed to
     `python -m trainer partition`; `partition make --help` shows its options.
     """
-    from launcher.plan.partition import partition_words, run_trainer
+    from launcher.plan.partition import partition_command, run_trainer
 
     before: dict[str, Any] = ctx.obj or {}
     config = config or before.get("config")
@@ -233,7 +236,7 @@ def partition(
         joined(before, name, words) for name, words in (("sets", sets), ("include", include), ("exclude", exclude))
     )
     cluster = read_config(LaunchOptions(config, sets, include, exclude)) if config else None
-    ctx.exit(run_trainer(partition_words(what, cluster, words)))
+    ctx.exit(run_trainer(partition_command(what, cluster, words)))
 
 
 def show_plan(options: LaunchOptions) -> None:

@@ -33,9 +33,9 @@ _HEADINGS = {
 
 _LAST_HEADING = "Output"
 
-_MAX_UNGROUPED = 8  #: options of a command whose help has no headings
+_MAX_UNGROUPED = 8  #: maximum number of options for a help without headings
 
-_MAX_COLUMN = 30  #: characters of an option with its value; the help of a longer one begins on the next line
+_MAX_COLUMN = 30  #: maximum width of an option with its value; the help of a wider one begins on the next line
 
 
 class GroupedOptions(click.Command):

@@ -65,7 +65,7 @@ def _write(run: OpenRun, folder: Path, output: Path | None, runs_dirs: list[Path
 
     if not known_without_nodes(run.found):
         collected = collect_run(run, folder)
-        for text in filter(None, (collected.told, *collected.notes)):
+        for text in filter(None, (collected.message, *collected.notes)):
             click.secho(text, fg="yellow", err=True)
     click.echo(str(write_html(folder, output, runs_dirs=runs_dirs)))
 

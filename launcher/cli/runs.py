@@ -114,7 +114,8 @@ def profile(ctx: click.Context, **values: Any) -> None:
     if as_json:
         echo_json(profiled.to_json(run, found))
     else:
-        profiled.show_profile(found, console)
+        result = run.found.result
+        profiled.show_profile(found, console, ended=result is not None and result["state"] != "detached")
     for line in missing_words(missing, run.found.needed_plan):
         click.secho(line, fg="yellow", err=True)
     ctx.exit(1 if missing else 0)
@@ -283,7 +284,7 @@ def resume(
     )
     with _open(ctx, values, needs_no_node) as run:
         again = prepare(run, _choice(ctx, values).runs_dirs[0], asked)
-    for text in (*again.notes, again.told):  # again.told: which run and checkpoint the new run continues
+    for text in (*again.notes, again.message):
         console.print(text, soft_wrap=True, markup=False)
     config = read_config(again.options)
     go_to(again.cwd)
@@ -360,6 +361,6 @@ def _print_collected(collected: CollectResult, console: Console) -> None:
     if collected.report is not None:
         print_report(collected.report, console)
         return
-    console.print(collected.told, soft_wrap=True, markup=False)
+    console.print(collected.message, soft_wrap=True, markup=False)
     for note in collected.notes:
         console.print(f"note: {note}", style="yellow", soft_wrap=True, markup=False)

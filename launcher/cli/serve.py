@@ -74,8 +74,8 @@ _CLUSTER = (
 def serve(ctx: click.Context, dry_run: bool, name: str | None, **values: Any) -> None:
     """Start graph servers that many runs share, on the `server` nodes of the file, else on its workers.
 
-    Several runs can attach by name (--serving NAME) at once, and notebooks with a key file. Run again with the same
-    name, it restarts dead servers and applies changes of the file: servers are added or stopped.
+    Several runs at once can attach by name (--serving NAME), and notebooks with a key file. A second call with the
+    same name restarts dead servers and applies changes of the file: it adds or stops servers.
     """
     if ctx.invoked_subcommand is not None:
         return
@@ -119,7 +119,8 @@ def _options(ctx: click.Context, values: dict[str, Any]) -> LaunchOptions:
 def _read(options: LaunchOptions, name: str | None) -> ClusterConfig:
     """Read the config of a new or existing serving cluster.
 
-    An existing cluster may have more nodes than parts: an invalid config is read again without ``data.num_parts``.
+    An existing cluster may have more nodes than parts. Therefore an invalid config is read again without
+    ``data.num_parts``.
     """
     try:
         return read_config(options)
@@ -227,7 +228,7 @@ def key(ctx: click.Context, output: Path, person: str | None, **values: Any) -> 
         made = make_key(run, output, person)
     for text in made.notes:
         click.secho(f"note: {text}", fg="yellow", err=True)
-    click.echo(made.told)
+    click.echo(made.message)
 
 
 def _open(values: dict[str, Any], offline: Callable[[FoundRun], bool]) -> AbstractContextManager[OpenRun]:

@@ -217,9 +217,16 @@ def _devices(config: ClusterConfig, reader: Reader) -> None:
 
 def _data(config: ClusterConfig, reader: Reader) -> None:
     data = config.data
-    if data.dataset == "file" and not data.source and config.makes_parts and reader.good(("data", "source")):
+    sources = {"file": "the folder or .pt file that `dataset: file` reads", "tables": "the folder of the tables"}
+    needed = sources.get(data.dataset)
+    if needed and not data.source and config.makes_parts and reader.good(("data", "source")):
+        reader.report(("data", "dataset"), f"data.source is missing; it is {needed}")
+    missing = [name for name in ("nodes", "edges") if not data.options.get(name)]
+    if data.dataset == "tables" and missing and config.makes_parts and reader.good(("data", "options")):
         reader.report(
-            ("data", "dataset"), "data.source is missing; it is the folder or .pt file that `dataset: file` reads"
+            ("data", "dataset"),
+            f"data.options.{missing[0]} is missing: it describes the {missing[0][:-1]} tables (docs/data.md); "
+            f"`gnnfleet partition tables {data.source or 'FOLDER'}` drafts it",
         )
     _cache("data.cache", data.cache, "the remote rows", reader)
     if data.serving:

@@ -48,8 +48,8 @@ def _rest(
 ) -> NodeConfig | None:
     """Return the node with its remaining devices; None if no device remains or the whole node is excluded.
 
-    ``kept``: ids of included devices; None: all devices. ``dropped``: whether an ``--exclude`` names the node.
-    ``removed``: ids of excluded devices; None if ``dropped``: the whole node.
+    ``kept``: ids of the devices to include; None: all. ``dropped``: whether an ``--exclude`` names the node or some of
+    its devices. ``removed``: if ``dropped``, the ids of the excluded devices, or None for the whole node.
     """
     if dropped and removed is None:
         return None

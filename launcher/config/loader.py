@@ -39,7 +39,7 @@ if TYPE_CHECKING:
     from launcher.config.importers.base import Foreign
 
 
-_MAX_KEY_DEPTH = 16  #: of a dotted key
+_MAX_KEY_DEPTH = 16  #: maximum number of words in a dotted key
 
 
 def apply_override(tree: Section, override: str, report: Report) -> Section:
@@ -169,7 +169,7 @@ def _checkpoint(reader: Reader, text: str) -> str:
 
 Choose = Callable[[ClusterConfig], ClusterConfig]
 
-_MOST_PROBLEMS = 10_000  #: each of 4,096 nodes may have the same two
+_MOST_PROBLEMS = 10_000  #: enough for two per node with 4,096 nodes
 
 _NODE = re.compile(r"\bnodes\.\d+")
 

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import MISSING, Field, fields, is_dataclass
+from dataclasses import MISSING, Field, is_dataclass
 from pathlib import Path
 from types import UnionType
 from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
+from launcher.config.schema import settings
 from launcher.config.validation import limits_in_words, sections
 from launcher.files import CODE_ROOT
 
@@ -111,7 +112,7 @@ def main() -> None:
 def _table(section: type) -> str:
     hints = get_type_hints(section)
     rows = ["| key | type | default | meaning |", "|---|---|---|---|"]
-    rows += [_cells(item, hints[item.name]) for item in fields(section)]
+    rows += [_cells(item, hints[item.name]) for item in settings(section)]
     return "\n".join(rows) + "\n"
 
 

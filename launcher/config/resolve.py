@@ -72,7 +72,7 @@ def resolve_serving(config: ClusterConfig) -> ResolvedConfig:
 def resolve_saved(config: ClusterConfig, nodes: Sequence[NodeConfig] | None = None) -> ResolvedConfig:
     """Resolve the config of an existing run.
 
-    ``config`` was read from the ``config.yml`` of the run folder. If it was read from another file, ``nodes`` must list
+    ``config`` is usually that of the run folder (``config.yml``). If it was read from another file, ``nodes`` must list
     the nodes of the run in node_rank order.
     """
     return _resolved(config, **({} if nodes is None else {"nodes": tuple(nodes)}))

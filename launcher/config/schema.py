@@ -7,7 +7,7 @@ from them.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import Field, dataclass, field, fields
 from typing import Any, Literal
 
 
@@ -28,6 +28,11 @@ def setting(help: str, default: Any = ..., **limits: float) -> Any:
     if callable(default):
         return field(default_factory=default, metadata=metadata)
     return field(default=default, metadata=metadata)
+
+
+def settings(section: type) -> tuple[Field[Any], ...]:
+    """Return the fields of a section that are keys of cluster.yml."""
+    return tuple(item for item in fields(section) if item.metadata)
 
 
 HostKeys = Literal["auto", "strict", "accept-new", "insecure"]
@@ -83,6 +88,7 @@ class NodeConfig:
     )
     env: Mapping[str, str] = setting("Environment variables of all processes on the node.", dict)
     setup: tuple[str, ...] = setting("Bash lines run before each command on the node, as `module load cuda`.", ())
+    replaces: str = field(default="", compare=False)  #: note on the environment of `defaults` that own keys replace
 
     @property
     def nproc(self) -> int:
@@ -134,12 +140,14 @@ class DataConfig:
     """The graph, and where its parts are stored."""
 
     dataset: str = setting(
-        "`synthetic`, `file`, an `ogbn-…` name, or a torch_geometric dataset as `Planetoid:Cora`; required unless "
-        "`serving` is given.",
+        "`synthetic`, `file`, `tables`, an `ogbn-…` name, or a torch_geometric dataset as `Planetoid:Cora`; required "
+        "unless `serving` is given.",
         "",
     )
     source: str | None = setting(
-        "For `dataset: file` the folder of .npy/.npz files or the .pt file to read; else the download folder.", None
+        "For `dataset: file` the folder of .npy/.npz files or the .pt file to read, for `dataset: tables` the folder "
+        "of the tables; else the download folder.",
+        None,
     )
     options: Mapping[str, Any] = setting("Options of the dataset, for instance num_nodes of `synthetic`.", dict)
     folder: str = setting(
@@ -320,12 +328,12 @@ class RunConfig:
         "Number of times that a graph server that died is restarted, per hour.", 3, at_least=0
     )
     restarts: int = setting(
-        "How often a run that fails starts again by itself, from the newest checkpoint and without the nodes that were "
+        "How many times a failed run restarts by itself, from the newest checkpoint and without the nodes that were "
         "lost; the launcher is not needed. 0: never.",
         0,
         at_least=0,
     )
-    min_nodes: int = setting("Number of training nodes without which a run does not start again.", 1, at_least=1)
+    min_nodes: int = setting("Minimum number of training nodes for a restart.", 1, at_least=1)
     server_buffer: int = setting(
         "Maximum size in MB of the finished batches that a graph server keeps for its clients.", 512, at_least=1
     )

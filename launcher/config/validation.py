@@ -7,11 +7,11 @@ import math
 import re
 import types
 from collections.abc import Collection, Iterable, Mapping
-from dataclasses import MISSING, Field, dataclass, field, fields, is_dataclass, replace
+from dataclasses import MISSING, Field, dataclass, field, is_dataclass, replace
 from functools import cache
 from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
-from launcher.config.schema import ClusterConfig, NodeConfig
+from launcher.config.schema import ClusterConfig, NodeConfig, settings
 from launcher.errors import Problem
 from launcher.hostlist import MOST, RangeError, expand, is_range
 from launcher.yaml_tree import (
@@ -76,6 +76,7 @@ class Reader:
     report_problem: Report
     origins: dict[KeyPath, Origin] = field(default_factory=dict)  #: of every key that the user gave
     bad: set[KeyPath] = field(default_factory=set)  #: keys with an invalid value
+    _replaced: dict[int, str] = field(default_factory=dict)  #: ``NodeConfig.replaces`` by node_rank
 
     def report(self, path: KeyPath, message: str) -> None:
         """Report a problem at the line of ``path``, or of the innermost enclosing section that the user wrote."""
@@ -105,7 +106,10 @@ class Reader:
             items["nodes"] = self._nodes(items["nodes"], defaults, items.get("transport"))
         config = self._section(ClusterConfig, Section(tree.origin, items, keys), ())
         assert isinstance(config, ClusterConfig)
-        return config
+        if not self._replaced:
+            return config
+        nodes = (replace(node, replaces=self._replaced.get(k, "")) for k, node in enumerate(config.nodes))
+        return replace(config, nodes=tuple(nodes))
 
     def _defaults(self, tree: Tree | None) -> Section | None:
         """Return the valid keys of `defaults`. Problems in `defaults` are reported here, once for all nodes."""
@@ -117,7 +121,7 @@ class Reader:
             return None
         tree = self._split_host(("defaults",), tree)
         self._read_fields(NodeConfig, tree, ("defaults",))
-        known = {field.name for field in fields(NodeConfig)}
+        known = {field.name for field in settings(NodeConfig)}
         usable = {name for name in tree.items if name in known and self.good(("defaults", name))}
         return replace(tree, items={name: tree.items[name] for name in usable})
 
@@ -144,7 +148,11 @@ class Reader:
         node = self._split_host(("nodes", index), tree)
         if _is_server(node) or "role" not in node.items and defaults and _is_server(defaults):
             node, defaults = _without_set_on_all(node), defaults and _without(defaults, _TRAINING_KEYS)
-        return _with_defaults(node, defaults) if defaults else node
+        if not defaults:
+            return node
+        if note := _replaced_environment(node, defaults):
+            self._replaced[index] = note
+        return _with_defaults(node, defaults)
 
     def _split_host(self, path: KeyPath, node: Section) -> Section:
         """Split ``host: user@host:port`` into the keys user, host and port."""
@@ -169,15 +177,15 @@ class Reader:
         if isinstance(tree, Scalar) and tree.empty:
             tree = Section(tree.origin, {}, {})
         if not isinstance(tree, Section):
-            raise _Wrong(f"expected keys such as `{fields(cls)[0].name}:`, found {describe(tree)}")
+            raise _Wrong(f"expected keys such as `{settings(cls)[0].name}:`, found {describe(tree)}")
         values = self._read_fields(cls, tree, path)
-        for item in fields(cls):
+        for item in settings(cls):
             if item.name not in values:
                 values[item.name] = self._absent(item, tree, path)
         return cls(**values)
 
     def _read_fields(self, cls: type, tree: Section, path: KeyPath) -> dict[str, Any]:
-        hints, known = _hints(cls), {item.name: item for item in fields(cls)}
+        hints, known = _hints(cls), {item.name: item for item in settings(cls)}
         values: dict[str, Any] = {}
         for name, value in tree.items.items():
             if name not in known:
@@ -191,7 +199,7 @@ class Reader:
                 values[name] = self._value(hints[name], value, here)
                 _check_limits(known[name], values[name])
             except _Wrong as wrong:
-                self.report(here, f"{dotted(here)}: {wrong}")
+                self.report(here, f"{dotted(here)}: {wrong}{_seconds_hint(known[name], value)}")
                 values[name] = _placeholder(known[name])
         return values
 
@@ -215,7 +223,7 @@ class Reader:
         The message names the section that has this key, or else the most similar key of this section.
         """
         place = f"in {dotted(path)}" if path else "at the top level"
-        known = [item.name for item in fields(cls)] + ([] if path else ["defaults"])
+        known = [item.name for item in settings(cls)] + ([] if path else ["defaults"])
         near = difflib.get_close_matches(name[:_MAX_NUMBER_CHARS], known, 1)
         elsewhere = [where for where, section in sections().items() if section is not cls and name in _names(section)]
         if (*path, name) in _REMOVED:
@@ -287,7 +295,8 @@ def dotted(path: KeyPath) -> str:
 
 
 def _place_of(section: str) -> str:
-    """Where a key of a section is written: ``in run``; keys of a node also in the defaults of all nodes."""
+    """Return where the keys of ``section`` are written, for messages: ``in run``, ``in an entry of nodes, or in
+    defaults``."""
     if section == "nodes":
         return "in an entry of nodes, or in defaults"
     return f"in {section}" if section else "at the top level"
@@ -322,7 +331,7 @@ def sections(cls: type = ClusterConfig, name: str = "") -> dict[str, type]:
 def _wrong_range(text: str) -> str:
     """Return the error message for a host range that was not expanded."""
     try:
-        return f"`{text}` stands for {len(expand(text))} hosts; list it under nodes"
+        return f"`{text}` expands to {len(expand(text))} hosts; list it under nodes"
     except RangeError as error:
         return str(error)
 
@@ -346,14 +355,30 @@ def _without(node: Section, names: Collection[str]) -> Section:
     return replace(node, items={name: item for name, item in node.items.items() if name not in names})
 
 
+_ENVIRONMENT = ("venv", "conda", "python")
+
+
+def _replaced_environment(node: Section, defaults: Section) -> str:
+    """Return a note if the node has a key for its environment that replaces another one of ``defaults``; else ''."""
+    own, common = (
+        [(name, one) for name in _ENVIRONMENT if isinstance(one := section.items.get(name), Scalar) and not one.empty]
+        for section in (node, defaults)
+    )
+    if not own or not common or (own[0][0], own[0][1].text) == (common[0][0], common[0][1].text):
+        return ""
+    (name, value), (other, replaced) = own[0], common[0]
+    where = f"{value.origin.file}:{value.origin.line}" if value.origin.line else value.origin.file
+    return f"`{name}: {value.text}` of this node ({where}) replaces `{other}: {replaced.text}` of `defaults`"
+
+
 def _with_defaults(node: Section, defaults: Section) -> Section:
     """Add defaults to a node. Keys of the node take precedence; the variables in ``env`` are merged.
 
     If the node has ``python``, ``venv`` or ``conda``, these three keys of ``defaults`` are ignored.
     """
     inherited = dict(defaults.items)
-    if any(name in node.items for name in ("python", "venv", "conda")):
-        inherited = {name: item for name, item in inherited.items() if name not in ("python", "venv", "conda")}
+    if any(name in node.items for name in _ENVIRONMENT):
+        inherited = {name: item for name, item in inherited.items() if name not in _ENVIRONMENT}
     items = {**inherited, **node.items}
     own, common = node.items.get("env"), inherited.get("env")
     if isinstance(own, Section) and isinstance(common, Section):
@@ -386,6 +411,17 @@ def _scalar(wanted: type, tree: Tree) -> Any:
         return float(number)
     quoted = "" if tree.plain else " in quotes"
     raise _Wrong(f"expected {names[wanted]}, found {describe(tree)}{quoted}")
+
+
+def _seconds_hint(item: Field[Any], tree: Tree) -> str:
+    """Return ``; write 300 (seconds)`` for a value such as ``5min`` of a key in seconds; else ''."""
+    match = re.fullmatch(
+        r"(\d{1,9}(?:\.\d{1,9})?) ?(ms|s|sec|seconds|m|min|h)", tree.text if isinstance(tree, Scalar) else ""
+    )
+    if match is None or "econds" not in _help(item):
+        return ""
+    unit = {"ms": 0.001, "m": 60.0, "min": 60.0, "h": 3600.0}.get(match[2], 1.0)
+    return f"; write {float(match[1]) * unit:g} (seconds)"
 
 
 def _choice(choices: Iterable[str], tree: Tree) -> str:
@@ -433,7 +469,7 @@ def _placeholder(item: Field[Any]) -> Any:
 
 
 def _names(section: type) -> set[str]:
-    return {item.name for item in fields(section)}
+    return {item.name for item in settings(section)}
 
 
 def _help(item: Field[Any]) -> str:

@@ -13,6 +13,7 @@ from typing import Any
 
 from launcher.init.discover import Environment, Gpu, HostFacts
 from launcher.init.request import InitRequest
+from launcher.plan.partition import drafted_tables
 from launcher.preflight.check_devices import MOST_USED
 
 Choice = dict[int, Environment | None]  #: by index of the host in the request; None: no usable environment
@@ -70,9 +71,10 @@ def _named(request: InitRequest, found: Sequence[Environment]) -> Environment | 
 
 
 def _most_common(facts: Mapping[int, HostFacts]) -> tuple[str, ...]:
-    """Return the most frequent ``matched_versions`` of the hosts; of equally frequent ones, that with the newest torch.
+    """Return the most frequent ``matched_versions`` of the hosts; () if no host has an environment with all packages.
 
-    Only environments with all packages count. Returns () if no host has such an environment.
+    Only environments with all packages count. Of several equally frequent versions, those with the newest torch are
+    returned.
     """
     counts: Counter[tuple[str, ...]] = Counter()
     newest: dict[tuple[str, ...], tuple[int, ...]] = {}
@@ -158,6 +160,10 @@ def graph_of(dataset: str, source: str | None) -> GraphDraft:
         path = Path(source).expanduser()
         hetero = _typed_names(path) if path.is_dir() else _pickled_hetero(path)
         return GraphDraft(dataset, source, hetero, about="your own arrays, or a Data or HeteroData (docs/data.md)")
+    if dataset == "tables" and source:
+        options = drafted_tables(source)
+        hetero = len(options["nodes"]) > 1 or len(options["edges"]) > 1
+        return GraphDraft(dataset, source, hetero, options, "CSV or Parquet files; correct the columns below")
     return GraphDraft(dataset, source, dataset.rpartition(":")[2] in _HETERO_NAMES)
 
 

@@ -30,7 +30,7 @@ class Line:
     """A line of the file and its comment. A line without text is a comment only."""
 
     text: str = ""
-    about: str = ""  #: the comment
+    comment: str = ""
 
 
 def render(lines: Iterable[Line]) -> str:
@@ -40,15 +40,17 @@ def render(lines: Iterable[Line]) -> str:
 
 def _rendered(line: Line) -> Iterator[str]:
     """Yield the line with its comment behind it or, if it does not fit there, above it."""
-    if not line.about:
+    if not line.comment:
         yield line.text.rstrip()
         return
-    one_line = f"{line.text:<{COLUMN - 1}} # {line.about}"
+    one_line = f"{line.text:<{COLUMN - 1}} # {line.comment}"
     if line.text.strip() and len(one_line) <= WIDTH:
         yield one_line
         return
     indent = " " * (len(line.text) - len(line.text.lstrip())) + "# "
-    yield from textwrap.wrap(line.about, WIDTH, initial_indent=indent, subsequent_indent=indent, break_on_hyphens=False)
+    yield from textwrap.wrap(
+        line.comment, WIDTH, initial_indent=indent, subsequent_indent=indent, break_on_hyphens=False
+    )
     if line.text.strip():
         yield line.text
 
@@ -147,7 +149,7 @@ def _defaults(draft: Draft) -> Iterator[Line]:
         [(key, text)] = request.environment.items()
         yield Line(f"  {key}: {value(text)}", _versions(default) if default else "not found on the hosts yet")
     elif request.local:
-        yield Line("  # venv: ~/gnnfleet-venv", "environment to use instead of the one of gnnfleet")
+        yield Line("  # venv: ~/gnnfleet-venv", "environment of the runs; default: the one that runs gnnfleet")
     elif default:
         yield Line(f"  {default.key}: {value(default.path)}", _versions(default))
     else:
@@ -228,7 +230,9 @@ def _data(draft: Draft) -> Iterator[Line]:
     yield Line(f"  dataset: {value(graph.dataset)}", graph.about)
     if graph.source:
         yield Line(f"  source: {value(graph.source)}", "on this machine")
-    if graph.options:
+    if graph.dataset == "tables":
+        yield from _tables(graph.options)
+    elif graph.options:
         yield Line(f"  options: {value(dict(graph.options))}")
     elif graph.dataset != "synthetic-hetero":
         yield Line("  # options: {undirected: true}", "adds the reverse of every edge; more in docs/data.md")
@@ -248,6 +252,18 @@ def _data(draft: Draft) -> Iterator[Line]:
         parts = f"`folder: {place}/parts/{graph.short_name}`"
         how = "with {} and `mode: verify` no parts are copied (gnnfleet init --template shared_folder)"
         yield Line("  ", f"{place} is shared by all nodes{where}: " + how.format(parts))
+
+
+def _tables(options: Mapping[str, Any]) -> Iterator[Line]:
+    yield Line("  options:", "drafted from the files; all keys are in docs/data.md")
+    for kind in ("nodes", "edges"):
+        yield Line(f"    {kind}:")
+        for name, table in options[kind].items():
+            yield Line(f"      {name}:")
+            for key, plain in table.items():
+                yield Line(f"        {key}: {value(plain)}")
+        if kind == "nodes" and not any("label" in table for table in options[kind].values()):
+            yield Line("        # label: COLUMN", "what to predict; take it out of features and categories")
 
 
 def _train(draft: Draft) -> Iterator[Line]:

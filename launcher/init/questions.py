@@ -49,7 +49,7 @@ def reason(request: InitRequest, k: int, error: NodeError) -> str:
 def _remedy(request: InitRequest, ranks: list[int]) -> str:
     """Return what the user can do about hosts whose SSH keys are unknown."""
     nodes = config_of(request).nodes
-    logins = [shlex.join(login_words(config_of(request), nodes[k])) for k in ranks]
+    logins = [shlex.join(login_words(config_of(request), nodes[k], "-o", "StrictHostKeyChecking=ask")) for k in ranks]
     fingerprints = "compare the fingerprint" + ("s" if len(ranks) > 1 else "")
     shown = ", ".join(f"`{login}`" for login in logins[:_MAX_LOGINS]) + (", …" if len(logins) > _MAX_LOGINS else "")
     return f"{fingerprints} and log in once ({shown}), or run this command again with --host-keys accept-new"
@@ -88,7 +88,7 @@ def ask_environment(request: InitRequest, discovery: Discovery) -> InitRequest:
         )
     everywhere = len(found[0].hosts) == len(discovery.facts)
     if everywhere and len(found[1].hosts) < len(discovery.facts) or not everywhere:
-        return request  # exactly one is on all hosts, or none is: no question
+        return request  # no question if exactly one environment, or none, is on all hosts
     choices = found[:_MAX_LISTED]
     for number, one in enumerate(choices, 1):
         click.echo(f"  {number}  {one.path} (torch {one.versions['torch']}) on {count(len(one.hosts), 'host')}")

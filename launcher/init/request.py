@@ -22,7 +22,7 @@ from launcher.yaml_tree import Section, read_tree
 
 _OF_NODE = re.compile(r"(?:nodes\.\d+|defaults)\.(\w+)")
 
-_COMMAS = re.compile(r",(?![^\[\]]*\])")  # those outside brackets
+_COMMAS = re.compile(r",(?![^\[\]]*\])")  # commas outside brackets
 
 
 @dataclass(frozen=True)
@@ -79,8 +79,16 @@ def dataset_of(answer: str) -> tuple[str, str | None]:
     """Return ``(dataset, source)`` for a dataset name or a path. Raises UsageError if the path does not exist."""
     path = Path(os.path.expanduser(answer))
     if path.suffix in (".pt", ".npz") or answer.startswith(("/", "./", "../", "~/")) or os.path.isdir(path):
-        return "file", written_path(existing(answer))
+        found = existing(answer)
+        return "tables" if _has_tables(found) else "file", written_path(found)
     return answer, None
+
+
+def _has_tables(folder: Path) -> bool:
+    """Whether a folder has CSV or Parquet files and no arrays."""
+    names = [path.name.lower() for path in folder.iterdir()] if folder.is_dir() else []
+    has = any(name.endswith((".csv", ".tsv", ".parquet", ".csv.gz", ".tsv.gz")) for name in names)
+    return has and not any(name.endswith((".npy", ".npz")) for name in names)
 
 
 def existing(text: str) -> Path:

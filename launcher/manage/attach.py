@@ -21,7 +21,7 @@ from launcher.report.run_folder import FoundRun
 
 _PER_WINDOW = 16
 
-_WIDTH, _HEIGHT = 240, 120  # before a terminal attaches; then tmux uses its size
+_WIDTH, _HEIGHT = 240, 120  # size of the session until a terminal attaches; then tmux uses that terminal's size
 
 #: Command of a pane. $1: label, $2…: command that attaches. When that command ends, the pane stays and Enter retries.
 _PANE = """

@@ -13,7 +13,7 @@ from launcher.errors import Interrupted
 from launcher.files import write_whole
 from launcher.manage.node_views import OpenRun
 from launcher.plan.serialize import run_json
-from launcher.report.ending import Collected, Ending, Followed, Lost, first_node
+from launcher.report.ending import Collected, Ending, Followed, Lost, checkpoint_node
 from launcher.report.html.render import written
 from launcher.report.report import RunReport
 from launcher.report.run_folder import NAME, LaunchFile, register
@@ -26,8 +26,8 @@ class CollectResult:
     """Result of collecting a run."""
 
     folder: Path
-    report: RunReport | None  #: None if the run has not ended, or if that is not known
-    told: str  #: why ``report`` is None; otherwise ''
+    report: RunReport | None  #: None unless the run is known to have ended
+    message: str  #: for the user: why ``report`` is None; otherwise ''
     notes: tuple[str, ...]  #: nodes whose files are missing, and why
     exit_status: int
 
@@ -35,7 +35,7 @@ class CollectResult:
         """Return the record that ``--json`` prints."""
         values = {
             "folder": str(self.folder),
-            "told": self.told,
+            "told": self.message,
             "notes": list(self.notes),
             "exit_status": self.exit_status,
         }
@@ -47,7 +47,7 @@ def collect_run(run: OpenRun, folder: Path, views: Mapping[int, NodeView] | None
     views = run.views() if views is None else views
     prepare_folder(run, folder)
     try:
-        first = first_node({k: view.report for k, view in views.items()}, run.found.needed_plan.lead)
+        first = checkpoint_node({k: view.report for k, view in views.items()}, run.found.needed_plan.lead)
         collected = collect(run.found.needed_plan, run.attempts, folder, first)
     except KeyboardInterrupt:
         raise Interrupted(

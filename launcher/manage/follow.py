@@ -1,4 +1,4 @@
-"""``gnnfleet follow``: follows a running run with the launcher's view, then collects and reports it."""
+"""``gnnfleet follow``: shows a running run as the launcher does; at its end, collects its files and reports it."""
 
 from __future__ import annotations
 

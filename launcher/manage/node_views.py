@@ -78,7 +78,7 @@ def node_view(node: NodePlan, transport: Transport, words: Sequence[str]) -> Nod
     """Query the state of one node by ``watch.py --once`` with the options ``words``; raises FleetError if that
     fails."""
     watch = node.program("watch", node.run_dir, "--once", *words)
-    done = transport.run(if_there(node, watch), timeout=_TIMEOUT)
+    done = transport.run(if_run_exists(node, watch), timeout=_TIMEOUT)
     ended = time.time()
     if _ABSENT in done.stdout.decode("utf-8", "replace"):
         return NodeView(node, absent=True)
@@ -86,16 +86,16 @@ def node_view(node: NodePlan, transport: Transport, words: Sequence[str]) -> Nod
     return replace(view, offset=view.now - ended)  # watch.py prints its clock last: the error is the latency
 
 
-def if_there(node: NodePlan, program: Command) -> Command:
+def if_run_exists(node: NodePlan, program: Command) -> Command:
     """Return a command that runs ``program`` only if the run folder exists on the node.
 
-    Otherwise the command prints a marker for ``was_absent`` and creates nothing.
+    Otherwise the command prints a marker for ``run_was_absent`` and creates nothing.
     """
     return Command(("bash", "-c", _IF_THERE, "bash", node.run_dir, render(replace(program, cwd=""))))
 
 
-def was_absent(done: Completed) -> bool:
-    """Whether a command made by ``if_there`` has found no run folder on the node."""
+def run_was_absent(done: Completed) -> bool:
+    """Whether a command made by ``if_run_exists`` has found no run folder on the node."""
     return _ABSENT.encode() in done.stdout
 
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import re
+import shlex
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -10,9 +12,13 @@ from pathlib import Path
 from launcher.errors import FleetError, UsageError
 from launcher.manage.collect_run import collect_run, folder_for
 from launcher.manage.node_views import OpenRun
-from launcher.report.run_folder import FoundRun, read_folder
+from launcher.node.json_reader import METRIC, records
+from launcher.plan.own_script import own_command_files
+from launcher.report.run_folder import FoundRun, began, read_folder
 from launcher.report.verdict import known_without_nodes, progress_words
 from launcher.run.options import SHORT_KEYS, TRAINER_ONLY, LaunchOptions
+
+_EPOCH_LINE = re.compile(rb'"kind":\s*"(checkpoint|epoch)"')
 
 
 @dataclass(frozen=True)
@@ -21,7 +27,7 @@ class PreparedResume:
 
     options: LaunchOptions
     cwd: Path | None  #: working directory for the own command; None: the current one
-    told: str  #: message: what the launch resumes from
+    message: str  #: for the user: from which checkpoint the launch resumes
     notes: tuple[str, ...]
 
 
@@ -70,15 +76,15 @@ def _prepared(found: FoundRun, options: LaunchOptions, notes: tuple[str, ...]) -
     own = options.own_command or own_command_of(found)
     if own and not options.own_command:
         _check_no_trainer_options(found, options)
-    _check_unfinished(found, options, own)
+    _check_not_done(found, options, own)
     checkpoint = folder / "checkpoints" / "last.pt"
     overrides: tuple[str, ...] = (f"run.runs_dir={folder.parent.absolute()}",)
-    told = f"run {found.run_id} left no checkpoint; the new run starts from the beginning"
+    message = f"run {found.run_id} left no checkpoint; the new run starts from the beginning"
     if own and not checkpoint.is_file():
-        told += ", unless its command reads files of its own (StepLog.restore saves checkpoints)"
+        message += ", unless its command reads files of its own (StepLog.restore saves checkpoints)"
     elif checkpoint.is_file():
         overrides += (f"train.resume={checkpoint.absolute()}",)
-        told = f"resuming from {checkpoint}"
+        message = f"resuming from {checkpoint}"
     resumed = replace(
         options,
         config=folder / "config.yml",
@@ -87,7 +93,7 @@ def _prepared(found: FoundRun, options: LaunchOptions, notes: tuple[str, ...]) -
         resumed_from=found.run_id,
     )
     cwd = Path(found.launch.cwd) if own and found.launch else None
-    return PreparedResume(resumed, cwd, told, notes)
+    return PreparedResume(resumed, cwd, message, notes)
 
 
 def _check_no_trainer_options(found: FoundRun, options: LaunchOptions) -> None:
@@ -100,15 +106,61 @@ def _check_no_trainer_options(found: FoundRun, options: LaunchOptions) -> None:
         )
 
 
-def _check_unfinished(found: FoundRun, options: LaunchOptions, own: Sequence[str]) -> None:
-    """Raise UsageError if the run has done all epochs and ``options`` does not set ``train.epochs``."""
-    done = found.result is not None and found.result["state"] == "done"
-    if done and not own and not any(text.startswith("train.epochs=") for text in options.overrides):
-        epochs = found.needed_config.train.epochs
+def _check_not_done(found: FoundRun, options: LaunchOptions, own: Sequence[str]) -> None:
+    """Raise UsageError if there is nothing left to train: the run has trained all epochs that ``options`` ask for, or
+    it ran an own command to its end, and neither the command nor its files have changed since."""
+    result = found.result or {}
+    done, epochs = result.get("state") == "done", _epochs_trained(found)
+    if own:
+        if done and not options.own_command and not options.overrides and not _files_changed(found, own):
+            raise UsageError(
+                f"run {found.run_id} is done{f' at epoch {epochs}' if epochs else ''}, and its command would find "
+                f"nothing to train; to train on, give the command with more epochs: "
+                f"gnnfleet resume {found.words} -- {shlex.join(own)} …"
+            )
+        return
+    wanted = _wanted_epochs(options) or found.needed_config.train.epochs
+    if wanted < epochs or (wanted == epochs and done):
+        state = "is done at" if done else "has trained"
+        few = f", so {wanted} epochs leave nothing to train" if wanted < epochs else ""
         raise UsageError(
-            f"run {found.run_id} has finished all its {epochs} epochs; to train further, give a larger number: "
-            f"gnnfleet resume {found.run_id} --epochs {2 * epochs}"
+            f"run {found.run_id} {state} epoch {epochs}{few}; to train on, give a larger number: "
+            f"gnnfleet resume {found.words} --epochs {2 * epochs}"
         )
+
+
+def _epochs_trained(found: FoundRun) -> int:
+    """Return the number of epochs that the run has trained, with those of the runs that it resumed; of a run that is
+    not done, those up to its last checkpoint after a whole epoch."""
+    assert found.folder is not None
+    result = found.result or {}
+    if result.get("state") == "done":
+        recorded = result["metrics"].get("epochs") or (0 if found.own else found.needed_config.train.epochs)
+        if isinstance(recorded, int) and recorded:
+            return recorded
+    path = found.folder / "metrics.jsonl"
+    if not path.is_file():
+        return 0
+    with path.open("rb") as file:
+        lines = [line for line in file if _EPOCH_LINE.search(line)]  # without the step lines, of which there are many
+    return max((line["epoch"] for line in records(METRIC, lines) if "epoch" in line), default=0)
+
+
+def _wanted_epochs(options: LaunchOptions) -> int | None:
+    """Return ``train.epochs`` of the overrides; None if it is not set, or no number (reported later)."""
+    given = [text.partition("=")[2] for text in options.overrides if text.startswith("train.epochs=")]
+    return int(given[-1]) if given and given[-1].strip().isdecimal() else None
+
+
+def _files_changed(found: FoundRun, own: Sequence[str]) -> bool:
+    """Return whether a file that the own command sends has changed since the run was launched, or cannot be found."""
+    assert found.folder is not None and found.launch is not None
+    cwd, began_at = Path(found.launch.cwd), began(found.folder)
+    try:
+        sent = own_command_files(own, found.needed_config.run.files, cwd).files
+        return any(Path(file.source).stat().st_mtime > began_at for file in sent)
+    except (UsageError, OSError):
+        return True  # the launch reports what is missing
 
 
 def own_command_of(found: FoundRun) -> tuple[str, ...]:

@@ -18,7 +18,7 @@ from rich.text import Text
 
 from launcher.command import Command
 from launcher.errors import TransportError, UsageError
-from launcher.manage.node_views import OpenRun, if_there
+from launcher.manage.node_views import OpenRun, if_run_exists
 from launcher.node.json_reader import RESULT, Damaged, message_in, record_in
 from launcher.plan.model import LaunchPlan, NodePlan
 from launcher.report.run_folder import FoundRun
@@ -43,7 +43,7 @@ _NO_PROGRAM = (126, 127)  # exit statuses of a shell for a program that it canno
 
 @dataclass(frozen=True)
 class Wanted:
-    """Which log lines to show."""
+    """Selects log lines: of which node and rank, from what time, and how many."""
 
     node: int | None = None
     rank: int | None = None
@@ -186,7 +186,7 @@ class _Follower(threading.Thread):
 
     def _command(self) -> Command:
         words = ["--offsets", json.dumps(self.offsets)] if self.offsets else []
-        return if_there(self.node, self.node.program("watch", self.node.run_dir, *self.options, *words))
+        return if_run_exists(self.node, self.node.program("watch", self.node.run_dir, *self.options, *words))
 
     def _handle_line(self, text: str) -> None:
         message = message_in(text)

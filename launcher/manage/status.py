@@ -13,6 +13,7 @@ from rich.live import Live
 from rich.text import Text
 
 from launcher.manage.node_views import OpenRun, opened
+from launcher.report.events import lasting_findings
 from launcher.report.run_folder import FoundRun, read_folder
 from launcher.report.verdict import NodeView, Verdict, from_here, judge, known_without_nodes, last_ranks, place_of
 from launcher.run.live_state import most_of
@@ -72,6 +73,7 @@ class Status:
             else None,
             "nodes": [_node_json(view, self.ranks[k]) for k, view in self.views.items()],
             "notes": list(self.verdict.notes),
+            "findings": _findings(self),
             "next": list(self.verdict.next),
         }
 
@@ -123,7 +125,7 @@ def rendered(status: Status) -> Group:
         rows = [row for k, view in status.views.items() for row in _rows(view, status.ranks[k])]
         parts.append(_table(rows))
     parts += [Text(f"note: {note}", "yellow") for note in verdict.notes]
-    parts += [Text(f"finding: {text}", "yellow") for text in _findings(status.views)]
+    parts += [Text(f"finding: {text}", "yellow") for text in _findings(status)]
     parts += [Text(f"next: {command}", "dim") for command in verdict.next]
     if status.found.folder:
         parts.append(Text(f"run folder: {status.found.folder}", "dim"))
@@ -172,13 +174,18 @@ def _number(value: float | None, form: str) -> str:
     return "–" if value is None else format(value, form)
 
 
-def _findings(views: Mapping[int, NodeView]) -> list[str]:
-    """Return the texts of the findings of all nodes, in order of time and without duplicates."""
-    found = [
-        finding for view in views.values() for finding in ((view.result or view.state or {}).get("findings") or [])
-    ]
-    texts = [str(finding["text"]) for finding in sorted(found, key=lambda finding: float(finding["t"]))]
-    return list(dict.fromkeys(texts))
+def _findings(status: Status) -> list[str]:
+    """Return the texts of the findings of all nodes, in order of time and without duplicates.
+
+    After the end of a run, those that ended it are in its sentence, and stragglers that kept up again are left out.
+    """
+    reports = [view.report for view in status.views.values()] or [status.found.result or {}]
+    found = [finding for report in reports for finding in report.get("findings") or ()]
+    if status.views:
+        shown = sorted(found, key=lambda finding: float(finding["t"]))
+    else:
+        shown = [finding for finding in lasting_findings(found) if not finding.get("stop")]
+    return list(dict.fromkeys(str(finding["text"]) for finding in shown))
 
 
 def _node_json(view: NodeView, ranks: Sequence[int]) -> dict[str, Any]:

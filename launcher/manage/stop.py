@@ -15,7 +15,7 @@ from rich.text import Text
 
 from launcher.errors import FleetError, Interrupted, TransportError, reason_of
 from launcher.manage.collect_run import CollectResult, collect_run, folder_for
-from launcher.manage.node_views import OpenRun, if_there, was_absent
+from launcher.manage.node_views import OpenRun, if_run_exists, run_was_absent
 from launcher.plan.model import NodePlan
 from launcher.report.run_folder import FoundRun, LaunchFile, user_at_host
 from launcher.report.verdict import NodeView, from_here, known_without_nodes
@@ -26,9 +26,9 @@ from launcher.transport.fanout import on_nodes
 
 _EXTRA = 10.0  # seconds beyond run.grace that a node may take to stop before its processes are killed
 
-_NOW = 5.0  # the same with --now, for the supervisor to kill all processes and write its result
+_NOW = 5.0  # seconds used instead of run.grace + _EXTRA with --now, in which the supervisor kills all processes
 
-_ANSWER = 20.0  # seconds beyond that for control.py to exit
+_ANSWER = 20.0  # seconds beyond these for control.py to exit
 
 _LAUNCHER_WAIT = 15.0  # seconds for a launcher to exit after SIGTERM
 
@@ -87,9 +87,9 @@ def _stop_node(
     if isinstance(transport, TransportError):
         raise transport
     words = ["--timeout", f"{timeout:g}", "--session", node.session, "--by", user_at_host(), "--why", "gnnfleet stop"]
-    command = if_there(node, node.program("control", "stop", node.run_dir, *words, *(["--now"] if now else [])))
+    command = if_run_exists(node, node.program("control", "stop", node.run_dir, *words, *(["--now"] if now else [])))
     done = transport.run(command, timeout=timeout + _ANSWER)
-    if was_absent(done):
+    if run_was_absent(done):
         return NodeStopResult(node, "not started")
     report = stop_report(done, node)
     return NodeStopResult(node, view.word, report.killed, report.leftovers)
@@ -127,7 +127,7 @@ class StopResult:
     """Result of stopping a run."""
 
     run_id: str
-    told: str  #: the result in one sentence
+    message: str  #: the result in one sentence
     nodes: tuple[NodeStopResult, ...]
     clean: bool  #: no process of the run is left on any node
     collected: CollectResult | None  #: None if this command collected nothing
@@ -138,7 +138,7 @@ class StopResult:
 
     def to_json(self) -> dict[str, Any]:
         """Return the record that ``--json`` prints."""
-        values = {"run_id": self.run_id, "told": self.told, "exit_status": self.exit_status}
+        values = {"run_id": self.run_id, "told": self.message, "exit_status": self.exit_status}
         folder = str(self.collected.folder) if self.collected else None
         return values | {"nodes": [node.to_json() for node in self.nodes], "folder": folder}
 
@@ -147,7 +147,7 @@ def end_run(run: OpenRun, runs_dir: Path, console: Console, *, now: bool) -> Sto
     """Stop the run, print the result of each node, and collect the run's files."""
     if known_without_nodes(run.found):
         ended = _end_here(run.found)
-        console.print(Text(ended.told), soft_wrap=True)
+        console.print(Text(ended.message), soft_wrap=True)
         return ended
     views = run.views()
     try:
@@ -159,18 +159,18 @@ def end_run(run: OpenRun, runs_dir: Path, console: Console, *, now: bool) -> Sto
         ) from None
     for one in stopped:
         console.print(Text(one.sentence, "" if one.clean else "bold red"), soft_wrap=True)
-    told = summary(run.found, stopped)
-    console.print(Text(told, "bold"), soft_wrap=True)
+    message = summary(run.found, stopped)
+    console.print(Text(message, "bold"), soft_wrap=True)
     clean = all(one.clean for one in stopped)
     launch = run.found.launch
     if launch is not None and launch.alive():  # two processes must not write the same result.json
         console.print(Text(f"its launcher (pid {launch.pid}) collects and reports"), soft_wrap=True)
-        return StopResult(run.found.run_id, told, tuple(stopped), clean, None)
+        return StopResult(run.found.run_id, message, tuple(stopped), clean, None)
     collected = collect_run(run, folder_for(run, runs_dir))
-    for line in (collected.told, *collected.notes, f"run folder: {collected.folder}"):
+    for line in (collected.message, *collected.notes, f"run folder: {collected.folder}"):
         if line:
             console.print(Text(line), soft_wrap=True)
-    return StopResult(run.found.run_id, told, tuple(stopped), clean, collected)
+    return StopResult(run.found.run_id, message, tuple(stopped), clean, collected)
 
 
 def _end_here(found: FoundRun) -> StopResult:
@@ -183,6 +183,8 @@ def _end_here(found: FoundRun) -> StopResult:
             raise FleetError(
                 f"the launcher of run {found.run_id} (pid {launch.pid}) did not end; kill it: kill -9 {launch.pid}"
             )
-        told = f"run {found.run_id}: its launcher (pid {launch.pid}) was stopped; nothing had been started on the nodes"
-        return StopResult(found.run_id, told, (), True, None)
+        message = (
+            f"run {found.run_id}: its launcher (pid {launch.pid}) was stopped; nothing had been started on the nodes"
+        )
+        return StopResult(found.run_id, message, (), True, None)
     return StopResult(found.run_id, f"nothing to stop: {from_here(found).sentence}", (), True, None)

@@ -114,7 +114,7 @@ def watch_report(run: OpenRun, folder: Path, *, port: int | None = None, runs_di
                 over = _update(run, folder)
                 server.shown = _rendered(folder, runs_dirs)
                 if over:
-                    click.echo("the run has ended; the report stays until Ctrl-C", err=True)
+                    click.echo("the run has ended; the report is served until Ctrl-C", err=True)
     except KeyboardInterrupt:
         click.echo(err=True)
     finally:

@@ -16,7 +16,7 @@ from launcher.node.log_lines import LineLog
 
 _READ = 1 << 16
 
-_READS_AT_ONCE = 32  # more than a pipe holds, so one pump after the end reads all of it
+_READS_AT_ONCE = 32  # enough to read a full pipe: one call of ``pump`` after the process's end reads all output
 
 
 class Child:
@@ -189,8 +189,10 @@ def signal_name(number: int) -> str:
 
 
 def outcome(name: str, node_rank: int, rank: int | None, child: Child | None = None, **more: Any) -> dict[str, Any]:
-    """Make an outcome record, which says how a process ended (docs/ARCHITECTURE.md, "Node run folder"). ``more``
-    overrides the values taken from ``child``."""
+    """Make an outcome record, which says how a process ended (docs/ARCHITECTURE.md, "Node run folder").
+
+    more: fields that replace those taken from ``child``.
+    """
     returncode, signaled = child.status if child else (None, None)
     record: dict[str, Any] = {
         "name": name,

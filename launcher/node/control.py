@@ -26,9 +26,9 @@ from launcher.node.record import read_json, write_json
 
 _POLL = 0.1  # seconds
 
-_GRACE = 5.0  # seconds, when node.json is damaged
+_GRACE = 5.0  # seconds between SIGTERM and SIGKILL if node.json, which has the configured grace, is damaged
 
-_SLACK = 6.0  # seconds a supervisor may need beyond its grace, to write outcomes and result and end leftovers
+_SLACK = 6.0  # seconds that a supervisor may need beyond its grace to end leftover processes and write its files
 
 
 class NodeFolder:

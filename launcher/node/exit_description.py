@@ -8,7 +8,7 @@ from typing import Any
 
 _CRASHES = {
     "SIGSEGV": "segmentation fault",
-    "SIGBUS": "bus error; often a full /dev/shm, or a file cut short under a memory map",
+    "SIGBUS": "bus error; often caused by a full /dev/shm, or by a memory-mapped file that was truncated",
     "SIGILL": "illegal instruction; often a build for another processor",
     "SIGFPE": "arithmetic fault",
 }
@@ -19,7 +19,7 @@ def describe(record: Mapping[str, Any]) -> str:
     signaled, note = record["signal"], record["note"]
     if record["oom"]:
         return f"ran out of memory (killed by the kernel{f'; {note}' if note else ''})"
-    if exception := ended_by(record):
+    if exception := exception_of(record):
         return f"raised {exception}"
     if signaled in _CRASHES:
         return f"crashed: {_CRASHES[signaled]} ({signaled}){f', {note}' if note else ''}"
@@ -30,19 +30,19 @@ def describe(record: Mapping[str, Any]) -> str:
     return f"ended with exit status {record['returncode']}{f': {note}' if note else ''}"
 
 
-def ended_by(record: Mapping[str, Any]) -> str:
+def exception_of(record: Mapping[str, Any]) -> str:
     """Return the exception that ended a process, e.g. ``ValueError: no such column``; '' if there is none.
 
     ``record``: outcome record of the process. After an exception Python exits with status 1, or by SIGABRT when threads
     of torch abort its shutdown.
     """
-    exception = raised(record["traceback"])
+    exception = last_exception_line(record["traceback"])
     if record["signal"] == "SIGABRT":
         return exception if exception and any(line.endswith(exception) for line in record["tail"]) else ""
     return exception if record["returncode"] == 1 else ""
 
 
-def raised(traceback: Iterable[str]) -> str:
+def last_exception_line(traceback: Iterable[str]) -> str:
     """The last exception line of a traceback, e.g. ``ValueError: no such column``; '' when there is none."""
     found, in_frames = "", False
     for line in traceback:

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
 
-    Kind = Callable[[Any], Any]  #: validates a value: returns it, normalised, or raises ValueError
+    Validator = Callable[[Any], Any]  #: validates a value: returns it, normalised, or raises ValueError
 
 MAX_LINE = 1 << 26  #: characters of a line of JSON; a longer one counts as damaged
 
@@ -32,7 +32,7 @@ class Damaged(ValueError):
     """Raised for a message of a node that is cut off, is not JSON, or has fields missing or of the wrong type."""
 
 
-# -- kinds -----------------------------------------------------------------
+# -- validators ------------------------------------------------------------
 
 
 def text(value: Any) -> str:
@@ -72,7 +72,7 @@ def whole(value: Any) -> int:
     return value
 
 
-def place(value: Any) -> int:
+def natural(value: Any) -> int:
     """Check that a JSON value is an integer >= 0, such as a rank, a pid or a count; raises ValueError."""
     if whole(value) < 0:
         raise ValueError
@@ -84,8 +84,8 @@ def flag(value: Any) -> bool:
     return value is True
 
 
-def one_of(*words: str) -> Kind:
-    """Return a validator (``Kind``) that accepts only the strings ``words``."""
+def one_of(*words: str) -> Validator:
+    """Return a validator that accepts only the strings ``words``."""
 
     def kind(value: Any) -> str:
         if not isinstance(value, str) or value not in words:
@@ -95,8 +95,8 @@ def one_of(*words: str) -> Kind:
     return kind
 
 
-def matching(pattern: str) -> Kind:
-    """Return a validator (``Kind``) for strings that match the regular expression ``pattern`` completely."""
+def matching(pattern: str) -> Validator:
+    """Return a validator for strings that match the regular expression ``pattern`` completely."""
     compiled = re.compile(pattern)
 
     def kind(value: Any) -> str:
@@ -107,12 +107,12 @@ def matching(pattern: str) -> Kind:
     return kind
 
 
-def none_or(kind: Kind) -> Kind:
+def none_or(kind: Validator) -> Validator:
     """Return a validator that accepts None and the values that ``kind`` accepts."""
     return lambda value: None if value is None else kind(value)
 
 
-def items(kind: Kind) -> Kind:
+def items(kind: Validator) -> Validator:
     """Return a validator for lists that removes the items that ``kind`` rejects."""
 
     def listed(value: Any) -> list[Any]:
@@ -123,7 +123,7 @@ def items(kind: Kind) -> Kind:
     return listed
 
 
-def table(kind: Kind, key: str = r"\d{1,9}") -> Kind:
+def table(kind: Validator, key: str = r"\d{1,9}") -> Validator:
     """Return a validator for JSON objects that removes invalid entries.
 
     An entry is valid if its key matches the regular expression ``key`` completely and ``kind`` accepts its value.
@@ -140,14 +140,16 @@ def table(kind: Kind, key: str = r"\d{1,9}") -> Kind:
 
 
 class Record:
-    """A validator (``Kind``) for JSON objects with declared fields.
+    """A validator for JSON objects with declared fields.
 
-    need: validator of each required field. default: for each field, its validator and the default that replaces a
-    missing or invalid value; a callable default is called. may: validator of each optional field; an invalid one is
-    removed.
+    need: validator of each required field. may: validator of each optional field; an invalid one is removed. default:
+    validator and default of each field that has a default; this replaces a missing or invalid value. A default that is
+    callable is called to make the value.
     """
 
-    def __init__(self, need: dict[str, Kind], default: dict[str, tuple[Kind, Any]], may: dict[str, Kind]) -> None:
+    def __init__(
+        self, need: dict[str, Validator], default: dict[str, tuple[Validator, Any]], may: dict[str, Validator]
+    ) -> None:
         self._need, self._default, self._may = need, default, may
 
     def __call__(self, value: Any) -> dict[str, Any]:
@@ -170,7 +172,7 @@ class Record:
         return found
 
 
-def _tried(kind: Kind, value: Any) -> tuple[bool, Any]:
+def _tried(kind: Validator, value: Any) -> tuple[bool, Any]:
     try:
         return True, kind(value)
     except (ValueError, RecursionError):
@@ -187,8 +189,8 @@ def _fits(value: int) -> bool:
 def json_object(line: str | bytes) -> dict[str, Any] | None:
     """Parse the JSON object in a line of text; None if there is none.
 
-    Where a full disk has cut off an object, the next object follows in the same line. Then the last complete object of
-    the line is returned.
+    If there are several objects, returns the last complete one: after an object that a full disk has cut off, the next
+    object follows in the same line.
     """
     if len(line) > MAX_LINE:
         return None
@@ -255,20 +257,20 @@ _SIGNAL = matching("|".join([*signal.Signals.__members__, r"SIG\d{1,3}"]))
 
 _TEXTS = items(text)
 
-_RANK_OR_NONE = none_or(place)
+_RANK_OR_NONE = none_or(natural)
 
 _ASKED = Record({}, {"by": (text, ""), "why": (text, ""), "now": (flag, False)}, {})
 
 #: A finding of a supervisor.
 FINDING = Record(
-    {"kind": text, "text": text, "node_rank": place},
+    {"kind": text, "text": text, "node_rank": natural},
     {"t": (moment, 0.0), "rank": (_RANK_OR_NONE, None), "stop": (flag, False)},
     {"stacks": _TEXTS},
 )
 
 #: The cause of a run's end.
 CAUSE = Record(
-    {"node_rank": place, "name": _NAME, "kind": text, "reason": text},
+    {"node_rank": natural, "name": _NAME, "kind": text, "reason": text},
     {"t": (moment, 0.0), "rank": (_RANK_OR_NONE, None), "asked": (none_or(_ASKED), None)},
     {},
 )
@@ -282,7 +284,7 @@ LOST_NODE = Record(
 
 #: The outcome of a process.
 OUTCOME = Record(
-    {"name": _NAME, "node_rank": place},
+    {"name": _NAME, "node_rank": natural},
     {
         **dict.fromkeys(("rank", "pid"), (_RANK_OR_NONE, None)),
         **{name: (none_or(moment), None) for name in ("started", "ended")},
@@ -300,7 +302,7 @@ _PROGRESS = ("epoch", "step", "steps")
 
 def _at(value: Any) -> list[Any]:
     epoch, step, phase = value if isinstance(value, list) and len(value) == 3 else (None, None, None)
-    return [place(epoch), place(step), phase if isinstance(phase, str) else ""]
+    return [natural(epoch), natural(step), phase if isinstance(phase, str) else ""]
 
 
 def _most(value: Any) -> list[Any]:
@@ -311,7 +313,7 @@ def _most(value: Any) -> list[Any]:
 #: The last metrics of a rank, in a node's state.
 _RANK_STATE = Record(
     {},
-    {"at": (none_or(_at), None), **{name: (none_or(place), None) for name in _PROGRESS}},
+    {"at": (none_or(_at), None), **{name: (none_or(natural), None) for name in _PROGRESS}},
     {
         **{name: none_or(real) for name in ("loss", "seeds_per_s", "remote_share", "own_s", "step_s", "batch_s")},
         "most": none_or(_most),
@@ -322,13 +324,25 @@ _RANK_STATE = Record(
 )
 
 _PROCESS = Record(
-    {"pid": place, "start_ticks": place, "pgid": place}, {"name": (text, ""), "rank": (_RANK_OR_NONE, None)}, {}
+    {"pid": natural, "start_ticks": natural, "pgid": natural}, {"name": (text, ""), "rank": (_RANK_OR_NONE, None)}, {}
 )
 
 #: ``procs/rank<r>.json``: a rank that has started.
 STARTED = Record(
-    {"pid": place, "pgid": place, "start_ticks": place, "runner": Record({"pid": place, "start_ticks": place}, {}, {})},
+    {
+        "pid": natural,
+        "pgid": natural,
+        "start_ticks": natural,
+        "runner": Record({"pid": natural, "start_ticks": natural}, {}, {}),
+    },
     {},
+    {},
+)
+
+#: A rank's wait that has passed its deadline, as in ``procs/wait-rank<r>.json``.
+WAIT = Record(
+    {"t": moment, "rank": natural, "of": text, "seconds": number},
+    {"request": (text, ""), "node_rank": (none_or(natural), None), "stack": (items(text), list), "at": (text, "")},
     {},
 )
 
@@ -336,22 +350,22 @@ _PEER = Record({}, {"state": (text, "absent"), "age": (none_or(number), None)}, 
 
 #: A restart of a run, as all supervisors report it.
 RESTART = Record(
-    {"generation": place, "text": text},
+    {"generation": natural, "text": text},
     {
-        **dict.fromkeys(("of", "cause_node"), (place, 0)),
+        **dict.fromkeys(("of", "cause_node"), (natural, 0)),
         **dict.fromkeys(("t", "seconds"), (number, 0.0)),
-        **dict.fromkeys(("nodes", "without"), (items(place), list)),
+        **dict.fromkeys(("nodes", "without"), (items(natural), list)),
         "reason": (text, ""),
-        "ranks": (table(items(place)), dict),
+        "ranks": (table(items(natural)), dict),
         **dict.fromkeys(("hub", "epoch", "step"), (_RANK_OR_NONE, None)),
     },
     {},
 )
 
 #: Fields of state.json and result.json with ``run.restarts``.
-_RESTARTS: dict[str, Kind] = {
-    "generation": place,
-    "hub": place,
+_RESTARTS: dict[str, Validator] = {
+    "generation": natural,
+    "hub": natural,
     "restarts": items(RESTART),
     "left": flag,
     "no_restart": text,
@@ -365,12 +379,12 @@ _ABOUT_OTHERS = {
 
 #: ``state.json`` of a node.
 STATE = Record(
-    {"state": text, "time": moment, "pid": place, "start_ticks": place},
+    {"state": text, "time": moment, "pid": natural, "start_ticks": natural},
     {
         **_ABOUT_OTHERS,
         "processes": (items(_PROCESS), list),
         "peers": (table(_PEER), dict),
-        "spare": (items(place), list),
+        "spare": (items(natural), list),
         "ranks": (table(_RANK_STATE), dict),
     },
     _RESTARTS,
@@ -399,9 +413,9 @@ REPORT = Record(
         "notes": (_TEXTS, list),
         "findings": (items(FINDING), list),
         "first_failure": (none_or(Record({}, {}, {"sentence": text, "reason": text})), None),
-        "metrics": (Record({}, {}, dict.fromkeys(("test_accuracy", "val_accuracy"), none_or(real))), dict),
+        "metrics": (Record({}, {}, dict.fromkeys(("test_accuracy", "val_accuracy", "last_loss"), none_or(real))), dict),
         "stopped_by": (text, ""),
-        "exit_status": (place, 1),
+        "exit_status": (natural, 1),
     },
     {"restarts": items(RESTART)},
 )
@@ -417,8 +431,8 @@ EVENT = Record(
         "returncode": none_or(whole),
         "finding": FINDING,
         "versions": table(text, ".*"),
-        "nodes": items(place),
-        "generation": place,
+        "nodes": items(natural),
+        "generation": natural,
     },
 )
 
@@ -428,10 +442,11 @@ METRIC = Record(
     {},
     {
         **dict.fromkeys(("kind", "split"), text),
-        **dict.fromkeys(("rank", *_PROGRESS), place),
+        **dict.fromkeys(("rank", *_PROGRESS), natural),
         **{name: none_or(real) for name in ("loss", "accuracy", "val_accuracy", "test_accuracy", "seeds_per_s")},
         **dict.fromkeys(("t", "seconds", "seeds"), number),
         "remote_share": none_or(real),
+        "saved": items(natural),
     },
 )
 
@@ -450,14 +465,14 @@ STATS = Record(
     ),
 )
 
-_ENDED_PROCESS = Record({"pid": place}, {"command": (text, "")}, {})
+_ENDED_PROCESS = Record({"pid": natural}, {"command": (text, "")}, {})
 
 _LOST = Record({"reason": text}, {"state": (none_or(Record({"time": moment}, {}, {})), None)}, {})
 
 #: Fields of the messages of watch.py, and of control.py's answer to ``stop``; each must be of its kind.
-_MESSAGE_FIELDS: dict[str, Kind] = {
+_MESSAGE_FIELDS: dict[str, Validator] = {
     "file": matching(r"[^/\0][^\0]*"),
-    "offset": place,
+    "offset": natural,
     "lines": items(text),
     "state": STATE,
     "quiet": number,

@@ -76,7 +76,7 @@ def held(resources: Iterable[str] | None = None) -> list[Lease]:
     """
     wanted = None if resources is None else set(resources)
     with _folder(create=False) as folder:
-        found = [] if folder is None else _living(folder)
+        found = [] if folder is None else _valid_leases(folder)
     return [lease for lease in found if wanted is None or lease.resource in wanted]
 
 
@@ -88,7 +88,7 @@ def take(resources: Iterable[str], holder: Holder) -> list[Lease]:
     wanted = sorted(set(resources))
     with _folder(create=True) as folder:
         assert folder is not None
-        theirs = [one for one in _living(folder) if one.resource in wanted and not _same(one, holder)]
+        theirs = [one for one in _valid_leases(folder) if one.resource in wanted and not _same(one, holder)]
         if not theirs:
             _write_all(folder, [Lease(resource, *holder) for resource in wanted])
         return theirs
@@ -97,7 +97,7 @@ def take(resources: Iterable[str], holder: Holder) -> list[Lease]:
 def release(run_id: str, node_rank: int) -> None:
     """Remove all leases of one node of a run of this user. Raises LeaseError."""
     with _folder(create=False) as folder:
-        for lease in _living(folder) if folder is not None else ():
+        for lease in _valid_leases(folder) if folder is not None else ():
             if (lease.run_id, lease.node_rank) == (run_id, node_rank):
                 _remove(folder, _name(lease.resource))
 
@@ -130,7 +130,7 @@ def _folder(create: bool) -> Iterator[Any]:
     except LeaseError:
         raise
     except PermissionError as error:
-        raise LeaseError(_not_ours(path, error.filename)) from error
+        raise LeaseError(_permission_message(path, error.filename)) from error
     except OSError as error:
         raise LeaseError("%s: %s" % (path, error.strerror or error)) from error
     finally:
@@ -138,7 +138,7 @@ def _folder(create: bool) -> Iterator[Any]:
             os.close(descriptor)
 
 
-def _not_ours(path: str, name: str | None) -> str:
+def _permission_message(path: str, name: str | None) -> str:
     """The message for a permission error: names the file or folder, its owner, and what to do."""
     file = os.path.join(path, name or "")
     if name and file != path and os.path.lexists(file):
@@ -210,7 +210,7 @@ def _lock(descriptor: int, path: str, deadline: float) -> None:
             time.sleep(0.01)
 
 
-def _living(folder: int) -> list[Lease]:
+def _valid_leases(folder: int) -> list[Lease]:
     """The valid leases in the open lease folder; removes invalid lease files of this user."""
     found = []
     for name in sorted(os.listdir(folder)):
@@ -238,10 +238,10 @@ def _read(folder: int, name: str, uid: int) -> Lease | None:
         lease = Lease(**{**values, "user": _user(uid)})
     except (ValueError, TypeError, RecursionError):
         return None
-    return lease if _sound(lease) and _name(lease.resource, uid) == name else None
+    return lease if _is_valid(lease) and _name(lease.resource, uid) == name else None
 
 
-def _sound(lease: Lease) -> bool:
+def _is_valid(lease: Lease) -> bool:
     """Whether each value of a lease has the right type, and each text is printable."""
     texts = (lease.resource, lease.run_id, lease.user, lease.boot_id, lease.host)
     numbers = (lease.node_rank, lease.pid, lease.start_ticks)

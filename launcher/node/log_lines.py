@@ -39,7 +39,7 @@ class TracebackFinder:
 
     def __init__(self) -> None:
         self.lines: list[str] = []
-        self._state = "before"  # before, frames, message, gap (a blank line after it), chained, after
+        self._state = "before"  # states: before, frames, message, gap (the blank line after a message), chained, after
         self._message_lines = 0
 
     def feed(self, line: str) -> None:

@@ -209,7 +209,7 @@ def _node_plan(context: PlanContext, site: Site, shared: SharedFiles, manifest: 
         copies=site.copies,
         home=site.home,
         trainer_index=context.trainer_index(site),
-        topology_bytes=manifest.topology_beside(site.parts) if manifest and replicated else 0,
+        topology_bytes=manifest.topology_bytes_except(site.parts) if manifest and replicated else 0,
     )
 
 
@@ -243,8 +243,9 @@ def _notes(
     notes += _servers_of(serving) if serving else []
     if not _all_known(config, facts):
         notes.append(
-            "preflight will fill in addresses, network interfaces, free ports (picked at random from some that begin "
-            "with those shown), home folders for ~, absolute interpreter paths, and OMP_NUM_THREADS (cpus / processes)"
+            "preflight will fill in addresses, network interfaces, free ports (chosen at random from several, of "
+            "which the first are shown), home folders for ~, absolute interpreter paths, and OMP_NUM_THREADS (cpus / "
+            "processes)"
         )
     if config.makes_parts and usable is None:
         notes.append("the parts will be made at launch; their files, sizes and digests are not known yet")
@@ -286,7 +287,7 @@ def offline_plan(
     The plan lists the files of the parts if the parts on the launching machine are up to date. The arguments are those
     of ``make_plan``, and ``to_train``: raise UsageError if these parts have no train seeds for the bundled trainer.
     """
-    _source_is_here(config)
+    _check_source(config)
     manifest = None
     if config.makes_parts and not outdated(config):
         manifest = read_partition_files(Path(config.data.folder).expanduser())
@@ -302,9 +303,9 @@ def offline_plan(
     )
 
 
-def _source_is_here(config: ResolvedConfig) -> None:
+def _check_source(config: ResolvedConfig) -> None:
     """Raise UsageError if the graph to be partitioned does not exist on the launching machine (mode ``sync``)."""
     source = config.data.source
-    read_here = config.makes_parts and config.data.dataset == "file"
+    read_here = config.makes_parts and config.data.dataset in ("file", "tables")
     if read_here and source and not os.path.exists(os.path.expanduser(source)):
         raise UsageError(f"data.source: {source} does not exist on this machine, where the graph is partitioned")

@@ -104,7 +104,8 @@ def server_command(context: PlanContext, site: Site) -> Command:
     argv += ["--stats-file", f"{site.run_dir}/server_stats.json", "--server-wait", f"{run.server_wait:g}"]
     argv += ["--buffer-mb", str(run.server_buffer)] if site.gateway else []
     argv += ["--batch-threads", str(run.server_threads)] if site.gateway and run.server_threads != "auto" else []
-    env = _run_env(context, site) | _reach_env(context, site) | {"CUDA_VISIBLE_DEVICES": ""}
+    env = _run_env(context, site) | _reach_env(context, site) | _stacks_env(site)
+    env |= {"GNNFLEET_PROCESS": "server", "CUDA_VISIBLE_DEVICES": ""}
     return Command(tuple(argv), _user_env(site, env), site.run_dir)
 
 
@@ -176,6 +177,11 @@ def _run_env(context: PlanContext, site: Site) -> dict[str, str]:
     return env
 
 
+def _stacks_env(site: Site) -> dict[str, str]:
+    """Return the PYTHONPATH whose sitecustomize writes the stacks of a process on request."""
+    return {"PYTHONPATH": f"{site.code_dir}/launcher/node/site:{site.code_dir}"}
+
+
 def _rank_env(context: PlanContext, site: Site) -> dict[str, str]:
     run, env = context.config.run, _run_env(context, site) | _world_env(context, site)
     if context.remote:
@@ -184,7 +190,7 @@ def _rank_env(context: PlanContext, site: Site) -> dict[str, str]:
         env["GNNFLEET_RESUME"] = f"{site.run_dir}/{context.resume.dest}"
     if run.restarts:
         env["GNNFLEET_RESTARTS"] = str(run.restarts)  # every node keeps checkpoints
-    env["PYTHONPATH"] = f"{site.code_dir}/launcher/node/site:{site.code_dir}"  # a sitecustomize that dumps stacks
+    env |= _stacks_env(site)
     env["TORCH_CPP_LOG_LEVEL"] = "ERROR"  # suppresses each rank's warning about addresses without a host name
     env["CUDA_VISIBLE_DEVICES"] = ",".join(map(str, site.node.devices))
     if site.node.devices:

@@ -157,11 +157,11 @@ def _node_spec(context: PlanContext, site: Site, commands: NodeCommands) -> Mapp
 
 
 def _restarts(context: PlanContext, site: Site) -> Mapping[str, Any]:
-    """Return what a supervisor needs to start the run again; {} without ``run.restarts``."""
+    """Return the keys of node.json with which a supervisor restarts the run; {} without ``run.restarts``."""
     config = context.config
     if not config.run.restarts or config.serve_only:
         return {}
-    folder = "" if config.data.mode == "sync" else site.data_dir  # a folder with parts of other nodes too
+    folder = "" if config.data.mode == "sync" else site.data_dir  # may also have parts of other nodes
     more = {"lost_after": config.run.lost_after, "data_dir": folder}
     return {"restarts": config.run.restarts, "min_nodes": config.run.min_nodes, **more}
 

@@ -13,6 +13,7 @@ from pathlib import Path
 from launcher.config.schema import ClusterConfig
 from launcher.errors import UsageError
 from launcher.plan.model import PlannedFile, copied
+from launcher.plan.script_imports import unsent_modules
 
 
 @dataclass(frozen=True)
@@ -48,12 +49,13 @@ def own_command_files(argv: Sequence[str], extra: Sequence[str], cwd: Path) -> O
                 notes.append(f"folder `{word}` in your command is not sent; add it to run.files if the nodes need it")
     for dest, path in _walk(extra, cwd):
         _add(files, dest, path)
-    _script_is_here(argv, files, cwd)
+    _check_script(argv, files, cwd)
+    notes += [f"{one.message}; {one.remedy}" for one in unsent_modules(argv, files.values(), cwd)]
     planned = tuple(copied(dest, path, mode=_mode(path)) for dest, path in sorted(files.items()))
     return OwnCommand(tuple(words), planned, tuple(notes))
 
 
-def _script_is_here(argv: Sequence[str], files: Mapping[str, Path], cwd: Path) -> None:
+def _check_script(argv: Sequence[str], files: Mapping[str, Path], cwd: Path) -> None:
     """Raise UsageError if the command's script is not sent and has a relative path, as the nodes would not have it."""
     script = argv[1] if len(argv) > 1 and Path(argv[0]).name.startswith("python") else argv[0]
     if (

@@ -11,7 +11,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import msgspec
 from rich.console import Console
@@ -100,7 +100,7 @@ class PartitionFiles:
         """Bytes of the 1-d arrays of all parts, which a replicated topology stores on every node; 0 if unknown."""
         return sum(self.files[place].bytes for place in self._flat)
 
-    def topology_beside(self, parts: Iterable[int]) -> int:
+    def topology_bytes_except(self, parts: Iterable[int]) -> int:
         """Return the bytes of the 1-d arrays of all parts except ``parts``; 0 if unknown."""
         places = (i for part in set(parts) for i in self._below.get(f"part{part}", ()))
         return self.topology_bytes - sum(self.files[i].bytes for i in places if self.files[i].flat)
@@ -229,16 +229,34 @@ def outdated(config: ResolvedConfig) -> bool:
     return stamp is not None and stamp != _signature(config)
 
 
-def partition_words(action: str, config: ClusterConfig | None, words: Sequence[str]) -> Command:
+def partition_command(action: str, config: ClusterConfig | None, words: Sequence[str]) -> Command:
     """Return the command ``trainer partition <action>`` with the arguments ``words``.
 
-    With ``config`` the command also gets its partition folder and, for ``make``, the options for its graph.
+    With ``config`` the command also gets its partition folder (for ``tables`` the folder of the tables) and, for
+    ``make``, the options for its graph.
     """
     if config is not None and action == "make":
         made = partitioning(resolve(config)).command
         return Command((*made.argv, *words), made.env)
-    folder = (str(Path(config.data.folder).expanduser()),) if config is not None else ()
+    place = None if config is None else config.data.source if action == "tables" else config.data.folder
+    folder = (str(Path(place).expanduser()),) if place is not None else ()
     return _trainer_partition(action, *folder, *words)
+
+
+def drafted_tables(folder: str) -> dict[str, Any]:
+    """Return ``data.options`` for the tables in ``folder``, as ``trainer partition tables`` drafts them.
+
+    Raises UsageError with the trainer's message if it fails.
+    """
+    command = _trainer_partition("tables", str(Path(folder).expanduser()), "--json")
+    done = subprocess.run(
+        command.argv, env={**os.environ, **command.env}, capture_output=True, text=True, errors="replace", check=False
+    )
+    if done.returncode:
+        lines = [line for line in done.stderr.splitlines() if line.strip()] or ["no message"]
+        raise UsageError(lines[-1].removeprefix(_ERROR).strip())
+    found: dict[str, Any] = json.loads(done.stdout)
+    return found
 
 
 def run_trainer(command: Command) -> int:

@@ -20,9 +20,9 @@ SERVICE_PORT = 29600
 
 RESTART_PORT = 20000
 
-_CANDIDATES = 64  # per port to choose
+_CANDIDATES = 64  # number of candidates for each port
 
-_RESTART_PORTS = 9000  # of all nodes together, for ports that are only used after a restart
+_RESTART_PORTS = 9000  # number of candidates, over all nodes, for ports that are used only after a restart
 
 
 def master_candidates(config: ClusterConfig) -> tuple[int, ...]:
@@ -35,7 +35,7 @@ def master_candidates(config: ClusterConfig) -> tuple[int, ...]:
     if config.run.master_port != "auto":
         return (config.run.master_port,)
     taken = {*_fixed_service_ports(config), config.run.control_port}
-    return _ports_beside(taken, MASTER_PORT)
+    return _untaken_ports(taken, MASTER_PORT)
 
 
 def control_candidates(config: ClusterConfig) -> tuple[int, ...]:
@@ -47,7 +47,7 @@ def control_candidates(config: ClusterConfig) -> tuple[int, ...]:
         return ()
     if config.run.control_port != "auto":
         return (config.run.control_port,)
-    return _ports_beside({*_fixed_service_ports(config), *master_candidates(config)}, CONTROL_PORT)
+    return _untaken_ports({*_fixed_service_ports(config), *master_candidates(config)}, CONTROL_PORT)
 
 
 def _fixed_service_ports(config: ClusterConfig) -> range:
@@ -55,7 +55,7 @@ def _fixed_service_ports(config: ClusterConfig) -> range:
     return range(first, first + len(config.nodes)) if first != "auto" and servers(config) else range(0)
 
 
-def _ports_beside(taken: Set[int | str], first: int) -> tuple[int, ...]:
+def _untaken_ports(taken: Set[int | str], first: int) -> tuple[int, ...]:
     """Return the ports ``first`` to ``first + 63`` that are not in ``taken``.
 
     If all of them are in ``taken``, returns the next 64 ports that are not.
@@ -80,11 +80,11 @@ def service_candidates(config: ClusterConfig, node_rank: int) -> tuple[int, ...]
 
 
 def restart_candidates(config: ClusterConfig, node_rank: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """Return the candidates for the two ports that a node may need after a restart (``run.restarts``).
+    """Return two tuples: candidates for the control port and for the master port of a node after a restart.
 
-    They are its control port, in case it becomes the hub, and its master port, in case it gets rank 0.
-    The lead node keeps its ports of the first attempt. If the config gives a port, the first node on each other host
-    uses that port too. A tuple is empty if the run does not restart or the node does not need the port.
+    A node needs the control port if it becomes the hub, and the master port if it gets rank 0. A tuple is empty if the
+    run does not restart (``run.restarts``) or the node does not need that port. The lead node keeps its ports of the
+    first attempt. A port given in the config is also used on every other host, by the first node there.
     """
     node = config.nodes[node_rank]
     if not config.run.restarts or not config.world_size:

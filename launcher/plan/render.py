@@ -243,11 +243,11 @@ def _run_rows(plan: LaunchPlan, *, full: bool = False) -> Iterator[tuple[str, st
     """Yield the rows about the whole run. ``full``: show the partitioner's command line instead of a sentence."""
     if made := plan.partition:
         first = f"{describe_env(made.command.env)} {describe_command(made.command)}"
-        yield "partition", first if full else _partition_words(plan, made)
+        yield "partition", first if full else _describe_partitioning(plan, made)
     if plan.own_command:
         yield "training", describe_command(Command(plan.own_command))
     elif plan.train:
-        yield "training", _training_words(plan, plan.train)
+        yield "training", _describe_training(plan, plan.train)
     total = sum(_total(node.files) for node in plan.nodes)
     yield "code", f"digest {plan.code_digest[:16]}"
     yield "transfer", f"{decimal(total)} in {count(sum(len(node.files) for node in plan.nodes), 'file')} to all nodes"
@@ -264,14 +264,14 @@ def _run_rows(plan: LaunchPlan, *, full: bool = False) -> Iterator[tuple[str, st
             yield "nodes", _FOLDED
 
 
-def _partition_words(plan: LaunchPlan, made: Partitioning) -> str:
+def _describe_partitioning(plan: LaunchPlan, made: Partitioning) -> str:
     """Describe the partitioning: ``synthetic is partitioned into 3 parts (metis) in parts/toy on this machine, …``."""
     parts = count(plan.num_parts, "part")
     where = f"{made.folder} on this machine"
     return f"{made.source} is partitioned into {parts} ({made.method}) in {where}, unless they exist"
 
 
-def _training_words(plan: LaunchPlan, train: TrainConfig) -> str:
+def _describe_training(plan: LaunchPlan, train: TrainConfig) -> str:
     """Describe the training: ``the bundled trainer: sage, hidden 256, fanouts 15,10,5, …``."""
     batch = f"batches of {train.batch_size} seeds over {count(plan.world_size, 'process', 'es')}"
     shape = f"{train.model}, hidden {train.hidden}, fanouts {','.join(map(str, train.fanouts))}"
@@ -310,7 +310,8 @@ def _node_rows(node: NodePlan, *, sizes: bool = True) -> Iterator[tuple[str, str
     for name, files in file_groups(node).items():
         if files:
             named = name in ("own", "generated")
-            yield "files", f"{name}: {_files(files, list_them=named) if sizes else _names(files, list_them=named)}"
+            shown = _files(node, files, list_them=named) if sizes else _names(node, files, list_them=named)
+            yield "files", f"{name}: {shown}"
     yield "logs", f"{node.run_dir}/logs: " + " ".join(log.rpartition("/")[2] for log in node.log_files)
 
 
@@ -334,15 +335,21 @@ def _beyond(env: Mapping[str, str], common: Mapping[str, str]) -> dict[str, str]
     return {name: value for name, value in env.items() if common.get(name) != value}
 
 
-def _files(files: Sequence[PlannedFile], *, list_them: bool) -> str:
+def _files(node: NodePlan, files: Sequence[PlannedFile], *, list_them: bool) -> str:
     total = decimal(_total(files))
     if not list_them:
         return f"{count(len(files), 'file')}, {total}"
-    return ", ".join(f"{file.dest.rpartition('/')[2]} ({_size(file)})" for file in files) + f", {total}"
+    return ", ".join(f"{_name(node, file)} ({_size(file)})" for file in files) + f", {total}"
 
 
-def _names(files: Sequence[PlannedFile], *, list_them: bool) -> str:
-    return ", ".join(file.dest.rpartition("/")[2] for file in files) if list_them else count(len(files), "file")
+def _names(node: NodePlan, files: Sequence[PlannedFile], *, list_them: bool) -> str:
+    return ", ".join(_name(node, file) for file in files) if list_them else count(len(files), "file")
+
+
+def _name(node: NodePlan, file: PlannedFile) -> str:
+    """Return the path of one of the user's files in the working folder; of other files, the name."""
+    top = f"{node.run_dir}/files/"
+    return file.dest.removeprefix(top) if file.dest.startswith(top) else file.dest.rpartition("/")[2]
 
 
 def _size(file: PlannedFile) -> str:

@@ -111,7 +111,7 @@ PACKAGES = ("torch", "torch_geometric", "numba", "numpy", "msgspec")
 
 OLDEST_PYTHON = (3, 10)
 
-_OWN_NEEDS = ("torch",)  # packages without which a user's own command is assumed not to work
+_OWN_NEEDS = ("torch",)  # packages that every user's own command is assumed to need
 
 _SHOWN = ("python", "torch", "torch_geometric", "numba", "numpy")
 
@@ -175,6 +175,10 @@ def _packages(survey: Survey, k: int, odd: Sequence[Difference]) -> Iterator[Fin
             remedy, command = _use_new_environment(survey), _new_environment(survey, k)
         else:
             remedy, command = "", repair(survey, k, [*missing, *(one.name for one in differing), *without_cuda])
+        if missing and (replaced := survey.config.nodes[k].replaces):
+            words.insert(0, replaced)
+            given = "delete that key of the node if the environment of `defaults` is on the host"
+            remedy = f"{given}, else {remedy}" if remedy else given
         yield survey.finding(k, severity, "packages", "; ".join(words), remedy, command)
 
 
@@ -206,8 +210,8 @@ def _breaks(
 ) -> bool:
     """Return whether the problems of a node's packages block the run.
 
-    All problems do if the node runs the bundled trainer or a graph server. For a user's own command only these do:
-    torch is missing, or the version of a package that every command needs (``Rule.needed_by``) differs.
+    If the node runs the bundled trainer or a graph server, every problem blocks. For a user's own command, only a
+    missing torch and a differing version of a package that every command needs (``Rule.needed_by``) block.
     """
     if not survey.own_command or survey.config.nodes[k].role == "server":
         return any([*missing, *differing, *without_cuda])
@@ -236,13 +240,13 @@ def repair(survey: Survey, k: int, names: Sequence[str]) -> str:
 def _pin(survey: Survey, k: int, name: str) -> str:
     if name == "nccl":
         major = survey.version(k, "cuda").split(".")[0]
-        return f"nvidia-nccl-cu{major}=={_most(survey, name, _like(survey, k))}"
-    version = _most(survey, name, sorted(survey.probes)) or _here(survey, k, name)
+        return f"nvidia-nccl-cu{major}=={_most_frequent_version(survey, name, _nodes_like(survey, k))}"
+    version = _most_frequent_version(survey, name, sorted(survey.probes)) or _launcher_version(survey, k, name)
     tag = _torch_tag(survey, k) if name == "torch" and version else ""
     return f"{name}=={version}" + (f"+{tag}" if tag else "") if version else name
 
 
-def _here(survey: Survey, k: int, name: str) -> str:
+def _launcher_version(survey: Survey, k: int, name: str) -> str:
     """Return the launching machine's version of a package, to install it on node ``k``.
 
     '' if node ``k`` has an older Python than the launching machine, as that may not support this version.
@@ -261,7 +265,7 @@ def _numbers(version: str) -> tuple[int, ...]:
     return tuple(int(word) for word in version.split(".")[:2])
 
 
-def _most(survey: Survey, name: str, ranks: Sequence[int]) -> str:
+def _most_frequent_version(survey: Survey, name: str, ranks: Sequence[int]) -> str:
     """Return the version of package ``name`` that most of the nodes ``ranks`` have, without its build tag."""
     rule = next(rule for rule in RULES if rule.name == name)
     versions = [survey.version(k, name).partition("+")[0] for k in ranks]
@@ -269,7 +273,7 @@ def _most(survey: Survey, name: str, ranks: Sequence[int]) -> str:
     return usual(version for version in versions if leading(version, rule.numbers) == compatible)
 
 
-def _like(survey: Survey, k: int) -> list[int]:
+def _nodes_like(survey: Survey, k: int) -> list[int]:
     """Return the nodes with devices if node ``k`` has devices, else the nodes without devices."""
     wanted = bool(survey.config.nodes[k].devices)
     return [j for j in sorted(survey.probes) if bool(survey.config.nodes[j].devices) == wanted]
@@ -280,7 +284,7 @@ def _torch_tag(survey: Survey, k: int) -> str:
 
     It is the usual tag of the nodes with devices if node ``k`` has devices, else of the nodes without devices.
     """
-    like = [j for j in _like(survey, k) if survey.version(j, "torch")]
+    like = [j for j in _nodes_like(survey, k) if survey.version(j, "torch")]
     if survey.config.nodes[k].devices:
         cuda = usual(survey.version(j, "cuda") for j in like)
         return f"cu{cuda.replace('.', '')}" if cuda else ""

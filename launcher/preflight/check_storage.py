@@ -37,7 +37,8 @@ def batch_memory(config: ClusterConfig, node_rank: int, graph: GraphSize | None,
 
     These are batches that ranks prefetch, and batches that a graph server samples and buffers for clients.
     """
-    alive = max(config.train.prefetch, config.train.sampler_threads + 1) + 1  # includes the one in use; one in reserve
+    # prefetch includes the batch in use; + 1 is a reserve
+    alive = max(config.train.prefetch, config.train.sampler_threads + 1) + 1
     found = _batch(config, graph) * alive * config.nodes[node_rank].nproc
     if clients(config) and node_rank in gateways(config):
         threads = cpus if config.run.server_threads == "auto" else config.run.server_threads

@@ -2,9 +2,9 @@
 
 All nodes listen, then all connect in parallel (``node/programs/network.py``). Every node connects to the control port
 of the lead node, and every node that trains connects to the master port of the lead node; with ``run.restarts`` every
-node has such ports. Nodes that train also connect
-to each other on free ports, as gloo and NCCL do. Clients of a graph server connect to its service port. If some nodes
-cannot reach the first address of a node, its other addresses are tested too.
+node has these two ports, as each may become the lead node. Nodes that train also connect to each other on free ports,
+as gloo and NCCL do. Clients of a graph server connect to its service port. If some nodes cannot reach the first address
+of a node, its other addresses are tested too.
 """
 
 from __future__ import annotations
@@ -95,10 +95,10 @@ class RequiredRoutes:
         self.any_leads = self.meet and config.run.restarts > 0  # after a restart, each node may be the lead node
 
     def must_reach(self, source: int, target: int, use: str) -> bool:
-        """Return whether node ``source`` must connect to the port that node ``target`` has for ``use``.
+        """Return whether node ``source`` must connect to the port of node ``target`` for ``use``, such as ``MASTER``.
 
-        If ``use`` is the master or the control port, ``target`` is the lead node, or with ``run.restarts`` any node; it
-        also connects to its own port.
+        For ``MASTER`` and ``CONTROL``, ``target`` must be a node that has this port: the lead node or, with
+        ``run.restarts``, any node. A node also connects to these ports of its own.
         """
         if use in (MASTER, CONTROL):
             return use == CONTROL or source in self.trainers
@@ -120,9 +120,9 @@ class RequiredRoutes:
 def own_addresses(config: ClusterConfig, k: int, probe: Mapping[str, Any], loopback: bool) -> tuple[str, ...]:
     """Return the IP addresses of node ``k`` for gloo and NCCL, in order of preference.
 
-    A configured ``address`` that the node has is the only result. If ``interface`` is configured and has addresses,
-    only these are returned. The address at which SSH arrived is first; then real interfaces come before virtual ones,
-    IPv4 before IPv6, and private before public addresses. ``loopback``: include loopback addresses.
+    If the node has its configured ``address``, the result is only this address. If ``interface`` is configured and has
+    addresses, only these are returned. The address at which SSH arrived is first; then real interfaces come before
+    virtual ones, IPv4 before IPv6, and private before public addresses. ``loopback``: include loopback addresses.
     """
     node = config.nodes[k]
     usable = [(name, address) for name, address in probe["addresses"] if loopback or not _is_loopback(address)]
@@ -280,7 +280,7 @@ _ALL = ""  # a use: all ports of the node
 
 
 class Group(NamedTuple):
-    """Nodes that cannot reach other nodes, on ports of the same use and for the same reason."""
+    """Blocked routes from some nodes to others, on ports of the same use and for the same reason."""
 
     sources: frozenset[int]  #: node_ranks
     targets: tuple[int, ...]  #: node_ranks
@@ -437,7 +437,7 @@ def _remedy(survey: Survey, result: Connectivity, group: Group) -> str:
 
 
 def _address_of(survey: Survey, result: Connectivity, k: int, use: str) -> str:
-    """Return the address at which other nodes connect to the port that node ``k`` has for ``use``."""
+    """Return the address at which other nodes connect to the port of node ``k`` for ``use``, such as ``MASTER``."""
     if use == MASTER and survey.config.run.master_addr != "auto":
         return survey.config.run.master_addr
     return result.address[k] if use == FREE else result.listening[k].public or result.address[k]

@@ -113,13 +113,13 @@ class Survey:
         return ", ".join(node_label(k, self.host(k)) for k in ranks)
 
 
-def login_words(config: ClusterConfig, node: NodeConfig) -> tuple[str, ...]:
+def login_words(config: ClusterConfig, node: NodeConfig, *options: str) -> tuple[str, ...]:
     """Return the words of the ssh command that logs in to a node; () for transport ``local``."""
     if config.transport == "local":
         return ()
     port = ("-p", str(node.port)) if node.port else ()
     key = ("-i", node.key) if node.key else ()
-    return ("ssh", *port, *key, f"{node.user}@{node.host}" if node.user else node.host)
+    return ("ssh", *options, *port, *key, f"{node.user}@{node.host}" if node.user else node.host)
 
 
 def listed(words: Iterable[str]) -> str:

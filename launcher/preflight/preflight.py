@@ -44,7 +44,7 @@ def all_findings(survey: Survey) -> list[Finding]:
     return found
 
 
-_PROBE_TIMEOUT = 90.0  # seconds; slow are package versions on a shared disk, and nvidia-smi without persistence mode
+_PROBE_TIMEOUT = 90.0  # seconds; a Python on a shared disk, and nvidia-smi without persistence mode, are slow
 
 _CALL_MARGIN = 30.0  # seconds for starting Python on the node
 

@@ -15,7 +15,7 @@ from rich.text import Text
 from launcher.errors import PreflightRefused
 from launcher.plan.model import NodeFacts
 from launcher.preflight.finding import Finding
-from launcher.text import UNBOUNDED
+from launcher.text import UNBOUNDED, count
 
 
 @dataclass(frozen=True)
@@ -62,6 +62,17 @@ def print_findings(report: PreflightReport, console: Console) -> None:
             console.print(f"[{_STYLES[severity]}]{title}[/]")
         for line in lines:
             console.print(Text(line), soft_wrap=True)
+
+
+def verdict(report: PreflightReport, num_nodes: int) -> str:
+    """Return the last line of ``gnnfleet check``: ``Ready: 2 nodes, no errors, 1 warning``. Equal findings of several
+    nodes count once, as in the table."""
+    severities = [severity for severity, _, _ in _rows(report.findings)]
+    errors, warnings = severities.count("block"), severities.count("warn")
+    more = f", {count(warnings, 'warning')}" if warnings else ""
+    if errors:
+        return f"Not ready: {count(num_nodes, 'node')}, {count(errors, 'error')}{more}"
+    return f"Ready: {count(num_nodes, 'node')}, no errors{more}"
 
 
 def finding_lines(findings: Sequence[Finding]) -> list[str]:

@@ -48,7 +48,9 @@ class SharedFolderTest:
         self._call("remove", first)
         same = [first, *(k for k in sorted(answers.values) if _same(wrote, answers.values[k]))]
         apart = [k for k in others if k not in same]
-        shared = "one folder" if wrote["written"] else "probably one folder (it is read-only)"
+        shared = (
+            "the same folder" if wrote["written"] else "probably the same folder (read-only, so not tested by a write)"
+        )
         for k in same if len(same) > 1 else ():
             yield self.survey.finding(k, "ok", "shared folder", f"{shared} on {spans(same, 'node')}")
         for k in [first, *apart] if len(same) == 1 else apart:

@@ -256,7 +256,7 @@ def _flat(config: ClusterConfig) -> dict[str, Any]:
     tree = yaml.safe_load(to_yaml(config))
     nodes = tree.pop("nodes")
     keys = dict.fromkeys(key for node in nodes for key in node)
-    return {f"nodes.*.{key}": _once([node.get(key) for node in nodes]) for key in keys} | dict(_leaves(tree))
+    return {f"nodes.*.{key}": _merged([node.get(key) for node in nodes]) for key in keys} | dict(_leaves(tree))
 
 
 def _read_by(config: Mapping[str, Any], *, own: bool) -> dict[str, Any]:
@@ -264,7 +264,7 @@ def _read_by(config: Mapping[str, Any], *, own: bool) -> dict[str, Any]:
     return {key: value for key, value in config.items() if not (own and key.startswith("train."))}
 
 
-def _once(values: Sequence[Any]) -> Any:
+def _merged(values: Sequence[Any]) -> Any:
     """Merge the values of a config key on all nodes.
 
     Equal values become one value, different strings become ranges, other values become a list.
@@ -414,8 +414,8 @@ def _alike(comparison: Comparison) -> Iterator[str]:
 def _shown(section: Section, rows: Sequence[Row]) -> list[Row | None]:
     """Return the rows of a section that are printed.
 
-    Of many epochs these are the first one and the last ones, with None for those between; of versions, those that
-    differ.
+    If there are many epochs, these are the first and the last ones, with None in place of the others. Of the versions,
+    they are those that differ between runs.
     """
     if section == "versions":
         return [row for row in rows if row.differs]

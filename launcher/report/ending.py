@@ -52,7 +52,7 @@ class Lost:
 
 @dataclass
 class Followed:
-    """What the launcher observed of a run: results, lost nodes and findings, or why it detached.
+    """Observations of the launcher about a run: results, lost nodes and findings, or why it detached.
 
     Keys of the mappings are node_ranks.
     """
@@ -72,12 +72,11 @@ class Followed:
         return set(self.results) | set(self.lost) | self.silent
 
 
-class Spares:
-    """The expendable nodes of a run: the run continues if one of them is lost. Includes those already lost.
+class ExpendableNodes:
+    """The expendable nodes of a run, including those already lost: the run continues if one of them is lost.
 
     The lead node reports which nodes are expendable; until its first report, the latest report of any node is used. In
-    a serving cluster every node is expendable; so it is in a run with ``run.restarts``, until a node ends because the
-    run has ended.
+    a serving cluster all nodes are expendable. With ``run.restarts`` all nodes are expendable until the run has ended.
     """
 
     def __init__(self, plan: LaunchPlan, restarts: int = 0):
@@ -86,9 +85,9 @@ class Spares:
         self._restarts = bool(restarts)
         self._heard = self._over = False
         self._nodes: set[int] = set()
-        self._never: set[int] = set()  # did not start
+        self._never: set[int] = set()  # nodes that did not start
         self.gone: set[int] = set()  #: with restarts: nodes that the run goes on without
-        self._generation = 0  # of the attempt to which ``gone`` refers
+        self._generation = 0  # number of the attempt to which ``gone`` refers
 
     def __contains__(self, k: int) -> bool:
         if self._restarts:
@@ -132,13 +131,13 @@ def hub_was_cut_off(results: Mapping[int, Mapping[str, Any]], nodes: int, hub: i
     have one. ``nodes``: number of nodes of the run.
     """
     others = {str(k) for k in range(nodes) if k != hub}
-    if len(others) < 2 or hub not in results or set(missed_by(results[hub])) != others:
+    if len(others) < 2 or hub not in results or set(nodes_reported_lost(results[hub])) != others:
         return False
     others_results = [result for k, result in results.items() if k != hub]
     return len(others_results) > 1 and all(str(hub) in (result.get("lost") or {}) for result in others_results)
 
 
-def missed_by(result: Mapping[str, Any]) -> dict[str, Mapping[str, Any]]:
+def nodes_reported_lost(result: Mapping[str, Any]) -> dict[str, Mapping[str, Any]]:
     """Return the nodes that ``result`` reports lost, by node_rank, including those that the run continued without.
 
     ``result``: content of a node's ``result.json``.
@@ -147,11 +146,12 @@ def missed_by(result: Mapping[str, Any]) -> dict[str, Mapping[str, Any]]:
 
 
 def last_attempt(reports: Mapping[int, Mapping[str, Any] | None], lead: int) -> tuple[int, Mapping[str, Any]]:
-    """Return the hub of the last attempt of a run, and what a node reports on that attempt: the hub itself, if it has
-    reported.
+    """Return the hub of the last attempt of a run, and a report on that attempt.
 
-    ``reports``: ``state.json`` or ``result.json`` by node_rank. ``lead``: hub of the first attempt; without
-    ``run.restarts`` there is no other.
+    This is the hub's report or, if it has sent none, the newest report of another node.
+
+    ``reports``: ``state.json`` or ``result.json`` by node_rank. ``lead``: hub of the first attempt, which is the last
+    one without ``run.restarts``.
     """
     known = {k: report for k, report in reports.items() if report and report.get("restarts")}
     if not known:
@@ -163,11 +163,11 @@ def last_attempt(reports: Mapping[int, Mapping[str, Any] | None], lead: int) -> 
     return hub, reports.get(hub) or newest
 
 
-def first_node(reports: Mapping[int, Mapping[str, Any] | None], lead: int) -> int | None:
-    """Return the node whose checkpoint is that of the run: that of rank 0 in the last attempt, or another node of that
-    attempt if the former has not reported. None without ``run.restarts``: only one node has a checkpoint then.
+def checkpoint_node(reports: Mapping[int, Mapping[str, Any] | None], lead: int) -> int | None:
+    """Return the node from which the checkpoint of the run is fetched, with ``run.restarts``.
 
-    Arguments as in ``last_attempt``.
+    This is the node of rank 0 in the last attempt or, if it has sent no report, another node of that attempt. None
+    without ``run.restarts``, as only one node has a checkpoint then. Arguments as in ``last_attempt``.
     """
     heard = [k for k, report in sorted(reports.items()) if report and "restarts" in report]
     if not heard:
@@ -180,7 +180,7 @@ def first_node(reports: Mapping[int, Mapping[str, Any] | None], lead: int) -> in
 
 
 class Ending:
-    """Merges the reports of all nodes on the end of one run.
+    """Merges the reports of all nodes about the end of one run.
 
     ``offsets``: for each node, its clock minus this machine's in seconds, as preflight measured it.
     """
@@ -204,7 +204,7 @@ class Ending:
             folder,
             notes=(*self._restart_notes(), *self.followed.notes, *self.collected.notes),
             findings=tuple(self.findings()),
-            stopped_by=self._asked_by() if state == "interrupted" and not self.followed.interrupted else "",
+            stopped_by=(self.followed.interrupted or self._asked_by()) if state == "stopped" else "",
             out_of_reach=excluded_names(self.plan.nodes, self._unreachable()),
             restarts=self.restarts,
         )
@@ -232,9 +232,9 @@ class Ending:
     def clock_offset(self, k: int) -> float:
         """Return the clock of node ``k`` minus this machine's, in seconds.
 
-        The supervisors measure throughout the run how a node's clock differs from the lead node's. To this the
-        difference between the lead node's clock and this machine's is added. Without such a measurement, the result is
-        what this machine measured itself.
+        The supervisors measure each node's offset from the lead node throughout the run. The result is this offset plus
+        the lead node's offset from this machine. Without a measurement of the supervisors, it is the offset that this
+        machine measured.
         """
         to_hub = self.results.get(k, {}).get("clock_offset")
         if to_hub is None or self.plan.serve_only:
@@ -258,7 +258,7 @@ class Ending:
         found, hub = dict(self.followed.lost), self.hub
         trust_hub = hub in self.results and not hub_was_cut_off(self.results, len(self.plan.nodes), hub)
         for reporter, result in sorted(self.results.items()):
-            for key, lost in missed_by(result).items():
+            for key, lost in nodes_reported_lost(result).items():
                 k = int(key)
                 if (lost.get("how", "lost") == "lost") and (reporter == hub if trust_hub else k == hub):
                     reported = Lost(lost["why"], lost["since"] - self.clock_offset(reporter))
@@ -279,7 +279,7 @@ class Ending:
         if self._all_done():
             return "done"
         if self.followed.interrupted or (self._asked_by() and not _failed_itself(outcomes)):
-            return "interrupted"
+            return "stopped"
         return "failed"
 
     def _all_done(self) -> bool:
@@ -313,10 +313,7 @@ class Ending:
         return ""
 
     def _causes(self) -> list[Mapping[str, Any]]:
-        """Return the ``cause`` in each node's result, which says what ended the run.
-
-        Nodes without a cause are skipped.
-        """
+        """Return the cause of the run's end from each node's result; nodes without a cause are skipped."""
         return [result["cause"] for _, result in sorted(self.results.items()) if result.get("cause")]
 
     def _outcomes(self) -> Iterator[Outcome]:
@@ -335,7 +332,7 @@ class Ending:
             yield Outcome.of_finding(finding, host, when)
 
     def _with_parts(self, outcome: Outcome) -> Outcome:
-        """Return ``outcome``; for a failed graph server or node, with a note on the parts that no other node holds."""
+        """If ``outcome`` is of a failed graph server or node, add a note on the parts that no other node holds."""
         if not outcome.failed or outcome.stopped or outcome.name not in ("server", "node"):
             return outcome
         nodes = self.plan.nodes

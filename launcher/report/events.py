@@ -7,7 +7,7 @@ import json
 import sys
 import threading
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, TextIO
@@ -35,17 +35,17 @@ class EventLog:
         """Write an event of the launcher, with the current time and the values in ``more``."""
         line = json.dumps({"t": time.time(), "kind": kind, **more}) + "\n"
         with self._lock:
-            self._keep(line)
+            self._append(line)
             self._stream(line)
 
-    def take(self, event: Mapping[str, Any]) -> None:
+    def add_from_node(self, event: Mapping[str, Any]) -> None:
         """Write an event that a node sent, unless the file already has it."""
         line = json.dumps(event) + "\n"
         with self._lock:
-            self._keep(line, once=True)
+            self._append(line, once=True)
             self._stream(line)
 
-    def tell(self, event: Mapping[str, Any]) -> None:
+    def write_to_stream(self, event: Mapping[str, Any]) -> None:
         """Write an event to ``stream`` but not to the file, because another file of the run has its data."""
         if self.stream is not None:
             with self._lock:
@@ -55,7 +55,7 @@ class EventLog:
         """Close the file."""
         self._file.close()
 
-    def _keep(self, line: str, *, once: bool = False) -> None:
+    def _append(self, line: str, *, once: bool = False) -> None:
         """Append a line to the file. The first error, such as a full disk, is printed and does not end the run.
 
         ``once``: do not append an event of a node that the file already has.
@@ -93,6 +93,18 @@ class EventLog:
         return self._known
 
 
+def lasting_findings(findings: Iterable[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
+    """Return the findings in order of time, without stragglers that kept up again later."""
+    kept: list[Mapping[str, Any]] = []
+    for finding in sorted(findings, key=lambda one: float(one["t"])):
+        if finding["kind"] != "straggler" or "keeps up again" not in finding["text"]:
+            kept.append(finding)
+            continue
+        rank = finding.get("rank")
+        kept = [one for one in kept if one["kind"] != "straggler" or one.get("rank") != rank]
+    return kept
+
+
 def finding_words(finding: Mapping[str, Any]) -> str:
-    """Return a finding as text: ``stall: no process has …``; that of a restart names itself."""
+    """Return a finding as text: ``stall: no process has …``, or ``restart 1 of 3: …``."""
     return str(finding["text"]) if finding["kind"] == "restart" else f"{finding['kind']}: {finding['text']}"

@@ -5,6 +5,7 @@ The explanations are in explanations.yml. ``gnnfleet explain`` prints them, and 
 
 from __future__ import annotations
 
+import difflib
 import re
 from dataclasses import dataclass
 from functools import cache
@@ -16,9 +17,9 @@ from launcher.files import CODE_ROOT
 
 _FILE = Path(__file__).with_name("explanations.yml")
 
-_FOREIGN_EXCEPTION = re.compile(r"\braised (?!trainer\.)[\w.]+")  # in the sentence that reports how a process ended
+_FOREIGN_EXCEPTION = re.compile(r"\braised (?!trainer\.)[\w.]+")  # an exception of a user's script or a library
 
-_FEWEST_LETTERS = 8  # of a message's fixed words by which an error is recognised; fewer occur in anything
+_FEWEST_LETTERS = 8  # minimum length of the fixed words that identify a message; shorter ones match too much
 
 
 @dataclass(frozen=True)
@@ -27,7 +28,7 @@ class Explanation:
 
     code: str  #: name of the explanation: ``host-key-unknown``
     messages: tuple[str, ...]  #: fixed words of the messages that report the problem; … stands for a value
-    cause: str  #: Markdown
+    cause: str  #: Markdown; '' if the message says it all
     fix: str  #: Markdown
 
 
@@ -38,6 +39,7 @@ class Section:
     title: str
     intro: str  #: Markdown
     others: bool  #: the messages are not gnnfleet's own
+    self_explaining: bool  #: the messages say what is wrong and what to do; the page lists only the codes
     entries: tuple[Explanation, ...]
 
 
@@ -50,8 +52,9 @@ def sections() -> tuple[Section, ...]:
             section["section"],
             section["intro"],
             section.get("others", False),
+            section.get("self_explaining", False),
             tuple(
-                Explanation(entry["code"], tuple(entry["messages"]), entry["cause"], entry["fix"])
+                Explanation(entry["code"], tuple(entry["messages"]), entry.get("cause", ""), entry["fix"])
                 for entry in section["entries"]
             ),
         )
@@ -68,8 +71,8 @@ def explanations() -> dict[str, Explanation]:
 def explanation_of(message: str) -> Explanation | None:
     """Return the explanation whose fixed words occur in ``message``; None if there is none.
 
-    If several match, the one with the most letters is returned. For an exception of a user's script or of a library,
-    only explanations of messages that are not gnnfleet's own are searched.
+    If several match, the one whose fixed words have the most letters is returned. For an exception of a user's script
+    or of a library, only explanations of messages that are not gnnfleet's own are searched.
     """
     text = plain(message)
     foreign = _FOREIGN_EXCEPTION.search(text) is not None
@@ -88,14 +91,27 @@ def explanation_of(message: str) -> Explanation | None:
 def search(words: str) -> list[Explanation]:
     """Return the explanations that a user asks for by ``words``.
 
-    ``words``: a code, a part of a code, a message, or words that all occur in code, messages, cause or fix.
+    ``words``: a code, a part of a code, a message, a misspelt key of cluster.yml, or words that all occur in code,
+    messages, cause or fix.
     """
     if words in explanations():
         return [explanations()[words]]
     if " " in words and (found := explanation_of(words)):
         return [found]
     wanted = words.lower().split()
-    return [entry for entry in explanations().values() if all(word in _haystack(entry) for word in wanted)]
+    matching = [entry for entry in explanations().values() if all(word in _haystack(entry) for word in wanted)]
+    misspelt = (not matching or "_" in words) and _is_like_a_key(words)
+    return [*([explanations()["unknown-key"]] if misspelt else []), *matching]
+
+
+def _is_like_a_key(word: str) -> bool:
+    """Return whether a word is nearly, but not exactly, a key of cluster.yml."""
+    from launcher.config.schema import settings
+    from launcher.config.validation import sections as of_config
+
+    keys = [item.name for section in of_config().values() for item in settings(section)]
+    last = word.rpartition(".")[2]
+    return last not in keys and bool(difflib.get_close_matches(last, keys, 1, 0.8))
 
 
 def hint(*messages: str) -> str:
@@ -131,7 +147,7 @@ def as_text(entry: Explanation) -> str:
             entry.code,
             *(f"  message: {message}" for message in entry.messages[:5]),
             *([f"  ({len(entry.messages) - 5} more messages)"] if len(entry.messages) > 5 else []),
-            f"  cause:   {entry.cause}",
+            *([f"  cause:   {entry.cause}"] if entry.cause else []),
             f"  fix:     {entry.fix}",
         )
     )
@@ -144,14 +160,18 @@ def troubleshooting_page() -> str:
         lines += [f"## {section.title}", ""]
         if section.intro:
             lines += [section.intro, ""]
-        lines += ["| code and message | cause | fix |", "|---|---|---|"]
-        lines += [_row(entry) for entry in section.entries]
-        lines.append("")
-    return "\n".join(lines).rstrip() + "\n"
+        if section.self_explaining:
+            codes = ", ".join(f"`{entry.code}`" for entry in section.entries)
+            lines += [f"The message says what is wrong and what to do; `gnnfleet explain CODE` says more: {codes}.", ""]
+            continue
+        if explained := [entry for entry in section.entries if entry.cause]:
+            lines += ["| code and message | meaning, and what to do |", "|---|---|", *map(_row, explained), ""]
+        lines += [*(f"- **{entry.code}**: {entry.fix}" for entry in section.entries if not entry.cause), ""]
+    return re.sub(r"\n{3,}", "\n\n", "\n".join(lines)).rstrip() + "\n"
 
 
 def _row(entry: Explanation) -> str:
-    return f"| **{entry.code}**<br>`{entry.messages[0]}` | {entry.cause} | {entry.fix} |"
+    return f"| **{entry.code}**<br>`{entry.messages[0]}` | {entry.cause} {entry.fix} |"
 
 
 def _haystack(entry: Explanation) -> str:

@@ -73,11 +73,14 @@ class Metrics:
         return epochs[1:] or epochs
 
     def _timed_epochs(self) -> list[Mapping[str, Any]]:
-        """Return the epoch lines that have seeds and seconds; those of a user's own script may have neither."""
+        """Return the epoch lines that have seeds and seconds, which may be missing in those of a user's own script."""
         return [line for line in self.epochs() if {"rank", "seconds", "seeds"} <= line.keys()]
 
     def epochs(self) -> list[Mapping[str, Any]]:
-        """Return the epoch lines of all ranks; of an epoch that was trained again after a restart, the last ones."""
+        """Return the epoch lines of all ranks.
+
+        Of an epoch that was trained again after a restart, only the last line of each rank is returned.
+        """
         lines = (line for line in self.of_kind("epoch") if "epoch" in line)
         return [*{(line.get("rank"), line["epoch"]): line for line in lines}.values()]
 

@@ -137,7 +137,7 @@ class Outcome:
     @property
     def last_lines(self) -> tuple[str, ...]:
         """The traceback if an exception ended the process, else the last lines of its output."""
-        if exit_description.ended_by(vars(self)):
+        if exit_description.exception_of(vars(self)):
             return self.traceback
         return self.tail[-_LAST_LINES:]
 
@@ -146,7 +146,9 @@ class Outcome:
         """Whether the failure looks like a consequence of another process's failure."""
         if self.oom or self.signal not in (None, "SIGABRT"):
             return False
-        last = exit_description.raised(self.traceback) or "\n".join(self.tail if self.signal else self.tail[-3:])
+        last = exit_description.last_exception_line(self.traceback) or "\n".join(
+            self.tail if self.signal else self.tail[-3:]
+        )
         return bool(_FOLLOW_UP.search(last)) or self._repeats_an_error
 
     @property

@@ -52,15 +52,15 @@ class Profile:
     """Time per step, and traffic, of a run with at least one rank. Bytes are per epoch, summed over all ranks."""
 
     epochs: tuple[int, ...]  #: counted epochs, ascending
-    whole: bool  #: the counted epochs are complete; else ``epochs`` is the one that is running
+    whole: bool  #: whether all of ``epochs`` are complete; else it is only the running one
     step_s: float  #: seconds per step, mean over ranks (as ``spent`` and ``share``)
     spent: Mapping[str, float]  #: seconds per step by kind
     share: Mapping[str, float]  #: share of a step by kind, 0 to 1
     most_remote: RankProfile  #: the rank that waits longest for other hosts
     remote_bytes: float | None  #: bytes received from other hosts; None if no epoch is complete
-    predicted: float | None  #: prediction of ``remote_bytes``; None if a rank made none
+    predicted: float | None  #: prediction of ``remote_bytes``; None if a rank has none
     predicted_without_cache: float | None
-    why_less: str  #: why fewer bytes were received than predicted; '' if not so, or unknown
+    why_less: str  #: why fewer bytes were received than predicted; '' if unknown, or not fewer
     hit_rate: float | None  #: share of cached rows among the rows of other hosts; None without such rows
     held_rate: float | None  #: share of held rows (kept from recent batches) among the rows of other hosts
     ranks: tuple[RankProfile, ...]
@@ -103,7 +103,7 @@ class RankTraffic:
 
 @dataclass(frozen=True)
 class Analysis:
-    """What ``trainer profile --json`` found in the metrics lines of a run."""
+    """Output of ``trainer profile --json`` for the metrics lines of a run."""
 
     profile: Profile | None = None  #: None if the lines have no times by kind
     traffic: tuple[RankTraffic, ...] = ()  #: one for each rank with an epoch line
@@ -142,16 +142,19 @@ def _traffic(values: dict[str, Any]) -> RankTraffic:
     return RankTraffic(values["rank"], values["node"], sums, {one.pop("node"): one for one in values["by_host"]})
 
 
-def print_profile(profile: Profile, console: Console) -> None:
-    """Print the time per step by kind, the longest wait for other hosts, and the bytes received."""
-    for line in profile_lines(profile):
+def print_profile(profile: Profile, console: Console, *, ended: bool = False) -> None:
+    """Print the time per step by kind, the longest wait for other hosts, and the bytes received.
+
+    ``ended``: the run has ended, so that an epoch without an epoch line is not still in progress.
+    """
+    for line in profile_lines(profile, ended=ended):
         console.print(Text(line), soft_wrap=True)
 
 
-def profile_lines(profile: Profile) -> Iterator[str]:
+def profile_lines(profile: Profile, *, ended: bool = False) -> Iterator[str]:
     """Yield the lines that ``print_profile`` prints."""
     ranks, epochs = count(len(profile.ranks), "rank"), "epoch" if len(profile.epochs) == 1 else "epochs"
-    which = f"{epochs} {spans(profile.epochs)}" + ("" if profile.whole else " so far")
+    which = f"{epochs} {spans(profile.epochs)}" + ("" if profile.whole or ended else " so far")
     yield f"time per step: {milliseconds(profile.step_s)}, mean of {ranks}, {which}:"
     yield from _table(profile)
     most = profile.most_remote

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -14,10 +15,10 @@ from rich.table import Table
 from rich.text import Text
 
 from launcher.errors import FleetError
-from launcher.files import appearing, write_whole
+from launcher.files import atomic_file, write_whole
 from launcher.node.json_reader import METRIC, checked, json_object
 from launcher.plan.model import NodePlan
-from launcher.report.events import finding_words
+from launcher.report.events import finding_words, lasting_findings
 from launcher.report.explain import hint
 from launcher.report.first_failure import aftermath_of
 from launcher.report.metrics import Metrics, _by_node, _merged
@@ -35,14 +36,21 @@ def last_loss(files: Iterable[Path]) -> str:
 
     It is the mean over the last step line in each metrics file; '' if no file has such a line.
     """
-    lines = [line for line in map(_last_step, files) if line]
+    lines = _last_steps(files)
     if not lines:
         return ""
-    loss = sum(line["loss"] for line in lines) / len(lines)
     last = max(lines, key=lambda line: (line["epoch"], line["step"]))
     at = f"epoch {last['epoch']}, step {last['step'] + 1}" + (f" of {last['steps']}" if "steps" in last else "")
     mean = f", mean of {count(len(lines), 'rank')}" if len(lines) > 1 else ""
-    return f"last loss: {loss:.4f}{mean} ({at})"
+    return f"last loss: {_mean_loss(lines):.4f}{mean} ({at})"
+
+
+def _last_steps(files: Iterable[Path]) -> list[Mapping[str, Any]]:
+    return [line for line in map(_last_step, files) if line]
+
+
+def _mean_loss(lines: Sequence[Mapping[str, Any]]) -> float:
+    return float(sum(line["loss"] for line in lines) / len(lines))
 
 
 def output_lines(folder: Path) -> Iterator[str]:
@@ -93,9 +101,9 @@ def resume_command(run: str, exclude: Collection[str] = ()) -> str:
     return " ".join([f"gnnfleet resume {run}", *(f"--exclude {name}" for name in exclude)])
 
 
-RunState = Literal["done", "failed", "interrupted", "detached"]
+RunState = Literal["done", "failed", "stopped", "detached"]
 
-_EXIT_STATUS: Mapping[RunState, int] = {"done": 0, "failed": 1, "interrupted": 130, "detached": 0}
+_EXIT_STATUS: Mapping[RunState, int] = {"done": 0, "failed": 1, "stopped": 130, "detached": 0}
 
 _EPOCHS_SHOWN = 12
 
@@ -113,13 +121,13 @@ class RunReport:
     folder: Path
     notes: tuple[str, ...] = field(default=())  #: files that could not be collected, processes that may still run
     findings: tuple[Mapping[str, Any], ...] = field(default=())  #: findings of the nodes: nan, stall, straggler, …
-    stopped_by: str = ""  #: who requested the stop, as ``alice@laptop (gnnfleet stop)``
+    stopped_by: str = ""  #: who requested the stop, as ``alice@laptop (gnnfleet stop)``, or ``Ctrl-C``
     restarts: tuple[Mapping[str, Any], ...] = ()  #: how the run started again: generation, text, nodes, seconds, …
     out_of_reach: tuple[str, ...] = ()  #: hosts that could not be reached in the end, as ``--exclude`` names them
 
     @property
     def exit_status(self) -> int:
-        """Exit status of the command: 0 if the run is done or detached, 130 if it was interrupted.
+        """Exit status of the command: 0 if the run is done or detached, 130 if it was stopped.
 
         If the run failed, it is the highest exit status of a process that failed by itself, as in Slurm.
         """
@@ -151,11 +159,20 @@ class RunReport:
     def _summary(self) -> dict[str, Any]:
         """Return the summary of the metrics, with the checkpoint's path on this machine instead of that on the node."""
         summary = self.metrics.summary()
+        summary |= {} if self._last_loss is None else {"last_loss": self._last_loss}
         return summary | ({"checkpoint": str(self.checkpoint)} if self.checkpoint else {})
+
+    @property
+    def _last_loss(self) -> float | None:
+        """Loss of the last epoch, or the mean of the ranks' last recorded steps; None if unknown or not finite."""
+        epochs = [line["loss"] for line in self.metrics.epochs() if line.get("loss") is not None]
+        steps = [] if epochs else _last_steps(_last_files(self))
+        loss = epochs[-1] if epochs else _mean_loss(steps) if steps else math.nan
+        return round(loss, 6) if math.isfinite(loss) else None
 
     def write(self) -> None:
         """Write result.json and metrics.jsonl, each atomically."""
-        with appearing(self.folder / "metrics.jsonl") as out:
+        with atomic_file(self.folder / "metrics.jsonl") as out:
             out.writelines(line.text for line in _merged(self.metrics.files))
         write_whole(self.folder / "result.json", json.dumps(self.to_json(), indent=1) + "\n")
 
@@ -171,20 +188,19 @@ def print_report(report: RunReport, console: Console) -> None:
     """Print the report of a run: its results, or its first failure with the reason."""
     if report.state == "done":
         _print_done(report, console)
-    elif report.state == "interrupted":
+    elif report.state == "stopped":
         by = f" by {report.stopped_by}" if report.stopped_by else ""
-        told_to_all = "" if by else "; all nodes were told to stop"
-        verb = "Stopped" if by else "Interrupted"
-        console.print(Text(f"\n{verb}{by} after {report.seconds:.0f} s{told_to_all}.", "bold yellow"), soft_wrap=True)
+        console.print(Text(f"\nStopped{by} after {report.seconds:.0f} s.", "bold yellow"), soft_wrap=True)
     else:
         _print_failure(report, console)
-    for finding in report.findings:
+    for finding in lasting_findings(report.findings):
         if not finding.get("stop"):  # a finding that ended the run is already printed as the failure
             console.print(Text(finding_words(finding), "yellow"), soft_wrap=True)
     if report.checkpoint:
         command = resume_command(report.run_id, report.out_of_reach)
         go_on = "" if report.state == "done" else f"; to continue from it: {command}"
-        console.print(Text(f"checkpoint: {report.checkpoint}{go_on}"), soft_wrap=True)
+        at = _checkpoint_position(report)
+        console.print(Text(f"checkpoint: {report.checkpoint}{at and f' ({at})'}{go_on}"), soft_wrap=True)
     for note in report.notes:
         console.print(Text(f"note: {note}", "yellow"), soft_wrap=True)
     if (report.folder / "report.html").exists():
@@ -205,13 +221,27 @@ def _print_done(report: RunReport, console: Console) -> None:
         table = _throughput_table(throughput, report.outcomes, report.metrics.counted_epochs())
         console.print(table, soft_wrap=True)
     if report.metrics.profile:
-        print_profile(report.metrics.profile, console)
+        print_profile(report.metrics.profile, console, ended=True)
     result = report.metrics.result
     for split in ("test", "val"):
         if result.get(f"{split}_accuracy") is not None:
             console.print(Text(f"{split} accuracy: {result[f'{split}_accuracy']:.4f}", "bold"))
     for line in output_lines(report.folder):
         console.print(Text(line), soft_wrap=True)
+
+
+def _checkpoint_position(report: RunReport) -> str:
+    """Return the step at which the script's last checkpoint was saved; '' at the end of an epoch, or if unknown."""
+    saving = [line for line in _last_steps(_last_files(report)) if len(line.get("saved", ())) == 2]
+    if not saving:
+        return ""
+    last = max(saving, key=lambda line: (*line["saved"],))
+    epochs, step = last["saved"]
+    of = last.get("steps", 0) if last["epoch"] == epochs + 1 else 0
+    if step in (0, of) or any(line["epoch"] > epochs for line in report.metrics.epochs()):
+        return ""  # log.epoch saves after the last step
+    advice = "; log.epoch, called after each epoch, saves its end" if report.state == "done" else ""
+    return f"epoch {epochs + 1}, step {step}" + (f" of {of}" if of else "") + advice
 
 
 def _last_ranks(report: RunReport, known: Iterable[int]) -> set[int]:

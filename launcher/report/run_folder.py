@@ -18,7 +18,19 @@ from launcher.config.resolve import ResolvedConfig, resolve_saved
 from launcher.errors import ConfigError, FleetError, UsageError
 from launcher.files import write_whole
 from launcher.node import procs
-from launcher.node.json_reader import EVENT, REPORT, Record, flag, items, moment, none_or, one_of, place, records, text
+from launcher.node.json_reader import (
+    EVENT,
+    REPORT,
+    Record,
+    flag,
+    items,
+    moment,
+    natural,
+    none_or,
+    one_of,
+    records,
+    text,
+)
 from launcher.plan.model import LaunchPlan
 from launcher.plan.serialize import read_run
 
@@ -151,7 +163,9 @@ def register(run_id: str, folder: Path) -> str:
         write_whole(registry_folder() / f"{run_id}.json", json.dumps(entry) + "\n")
     except OSError as error:
         where = error.filename or registry_folder()
-        return f"this run could not be registered, so commands find it only from here: {where}: {error.strerror}"
+        return (
+            f"this run could not be registered, so commands find it only from this directory: {where}: {error.strerror}"
+        )
     return ""
 
 
@@ -189,7 +203,7 @@ def never_ran(folder: Path) -> bool:
         return False
     if launch.stage in BEFORE_NODES:
         return launch.alive() is False
-    return launch.stage == "end" and _given_up_at(folder) in BEFORE_NODES
+    return launch.stage == "end" and _aborted_stage(folder) in BEFORE_NODES
 
 
 def clear(folder: Path) -> None:
@@ -246,7 +260,7 @@ _LAUNCH = Record(
     {
         **dict.fromkeys(("run_id", "name", "config", "cwd", "host", "user", "boot_id"), text),
         **dict.fromkeys(("argv", "own_command", "overrides"), items(text)),
-        **dict.fromkeys(("pid", "start_ticks"), place),
+        **dict.fromkeys(("pid", "start_ticks"), natural),
         **dict.fromkeys(("started", "since"), moment),
         "stage": one_of(*get_args(Stage)),
     },
@@ -263,7 +277,7 @@ def _from_json(value: Any) -> LaunchFile:
     return LaunchFile(**{name: value for name, value in {**values, **lists}.items() if name in known})
 
 
-def _given_up_at(folder: Path) -> str:
+def _aborted_stage(folder: Path) -> str:
     """Return the stage at which the launch was aborted; '' if the launch was not aborted."""
     events = records(EVENT, (_text_of(folder / "events.jsonl") or "").splitlines())
     return next((str(event.get("stage", "")) for event in events if event["kind"] == "given-up"), "")
@@ -288,7 +302,7 @@ def _text_of(path: Path) -> str | None:
 
 @dataclass(frozen=True)
 class FoundRun:
-    """What this machine knows about a run. What is not known, or not on this machine, is None."""
+    """Information on this machine about a run. A field is None if it is unknown, or not on this machine."""
 
     run_id: str
     folder: Path | None  #: run folder on this machine; None: launched elsewhere and never collected here
@@ -296,7 +310,7 @@ class FoundRun:
     plan: LaunchPlan | None  #: None if its launcher ended before it made a plan
     config: ResolvedConfig | None
     result: Mapping[str, Any] | None  #: result.json on this machine
-    config_given: Path | None = None  #: the cluster file by whose hosts the run was found
+    config_given: Path | None = None  #: the cluster file on whose hosts the run was found
 
     @property
     def words(self) -> str:
@@ -334,7 +348,7 @@ class FoundRun:
             raise FleetError(self.without_plan)
         if self.plan is None:
             raise FleetError(
-                f"run {self.run_id} never reached its nodes: its launcher ended before it had made a plan; "
+                f"run {self.run_id} started nothing on its nodes: its launcher ended before it had made a plan; "
                 f"see `gnnfleet status {self.run_id}`"
             )
         return self.plan

@@ -95,7 +95,7 @@ def _paths(folders: Sequence[Path]) -> str:
     return ", ".join(str(folder) for folder in folders[:_LISTED])
 
 
-_STYLES = {"done": "green", "failed": "red", "never started": "red", "interrupted": "yellow"}
+_STYLES = {"done": "green", "failed": "red", "never started": "red", "stopped": "yellow"}
 
 _COLUMNS = (
     Column("when", 6),

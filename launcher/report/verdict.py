@@ -20,7 +20,7 @@ from launcher.text import count
 
 @dataclass(frozen=True)
 class NodeView:
-    """What one node of a run answered to a status request."""
+    """Answer of one node of a run to a status request."""
 
     node: NodePlan
     state: Mapping[str, Any] | None = None  #: content of state.json
@@ -102,7 +102,7 @@ _DOING = {
     "end": "ending",
 }
 
-_FROM_RESULT: Mapping[str, State] = {"done": "done", "failed": "failed", "interrupted": "stopped"}
+_ENDED: tuple[State, ...] = ("done", "failed", "stopped")  #: states in result.json of a run that has ended
 
 
 @dataclass(frozen=True)
@@ -127,19 +127,21 @@ def known_without_nodes(found: FoundRun) -> bool:
     if found.plan is None:
         return True
     launch, result = found.launch, found.result
-    if result is not None and result["state"] in _FROM_RESULT and not (result["notes"] and result["nodes"]):
+    if result is not None and result["state"] in _ENDED and not (result["notes"] and result["nodes"]):
         return True  # notes of a started run may report processes that are left, so its nodes are asked
     return launch is not None and launch.stage in BEFORE_NODES and launch.alive() is not None
 
 
 def from_here(found: FoundRun) -> Verdict:
     """Return the verdict on a run from its folder alone; only for runs for which ``known_without_nodes`` is true."""
-    if found.result is not None and found.result["state"] in _FROM_RESULT:
+    if found.result is not None and found.result["state"] in _ENDED:
         return _over_by_result(found, found.result)
     if found.plan_is_missing:
         return Verdict("unknown", found.without_plan)
     if found.launch is not None and found.launch.alive() is None:
-        sentence = f"run {found.run_id} had not started at its launcher's last update: {launcher_words(found)}"
+        sentence = (
+            f"run {found.run_id} had not started when its launcher last updated its state: {launcher_words(found)}"
+        )
         return Verdict("unknown", sentence, (), (f"gnnfleet status {found.words}",))
     if found.launch is not None and found.launch.alive():
         return _preparing(found, found.launch)
@@ -154,7 +156,7 @@ def judge(found: FoundRun, views: Views) -> Verdict:
     if alive:
         return _running(found, everyone, alive, unreachable)
     if unreachable:
-        if found.result is not None and found.result["state"] in _FROM_RESULT:
+        if found.result is not None and found.result["state"] in _ENDED:
             return _over_by_result(found, found.result, unreachable)
         return _cannot_know(found, everyone, unreachable)
     if all(view.result is None and not view.lost for view in everyone):
@@ -209,7 +211,7 @@ def _cannot_know(found: FoundRun, everyone: list[NodeView], unreachable: list[No
 
 
 def _over(found: FoundRun, everyone: list[NodeView]) -> Verdict:
-    if found.result is not None and found.result["state"] in _FROM_RESULT:
+    if found.result is not None and found.result["state"] in _ENDED:
         return _over_by_result(found, found.result)
     plan, hub = found.needed_plan, last_hub(everyone, found.needed_plan.lead)
     size, gone = _size(plan), done_without(everyone, hub, only_gone=True)
@@ -232,7 +234,7 @@ def _over_by_result(found: FoundRun, result: Mapping[str, Any], unreachable: Seq
 
     ``unreachable``: nodes that cannot be reached now.
     """
-    state = _FROM_RESULT[result["state"]]
+    state: State = result["state"]
     verb = {"done": "is done", "failed": "has failed", "stopped": "was stopped"}[state]
     by = f" by {result['stopped_by']}" if result.get("stopped_by") else ""
     why, notes = result_words(result), tuple(result["notes"])
@@ -338,7 +340,7 @@ def first_cause(views: Sequence[NodeView], hub: int) -> str:
     gone = done_without(views, hub, only_gone=True)
     labels = tuple(view.node.label for view in views)
     results = {view.node.node_rank: view.result for view in views if view.result is not None}
-    if hub_was_cut_off(results, len(views), hub):  # its report on the other nodes is wrong
+    if hub_was_cut_off(results, len(views), hub):  # the lead node reports all other nodes lost, which is wrong
         views = [view for view in views if view.node.node_rank != hub]
     for view in views:
         cause = (view.result or {}).get("cause")
@@ -365,7 +367,7 @@ def done_without(views: Sequence[NodeView], hub: int, *, only_gone: bool = False
 
 
 def last_hub(views: Sequence[NodeView], lead: int) -> int:
-    """Return the lead node of the last attempt; ``lead``: that of the first one."""
+    """Return the lead node of the last attempt. ``lead``: lead node of the first attempt."""
     return last_attempt({view.node.node_rank: view.report for view in views}, lead)[0]
 
 
@@ -399,12 +401,16 @@ def _what_it_does(alive: Sequence[NodeView]) -> str:
 
 
 def result_words(result: Mapping[str, Any]) -> str:
-    """Return the result of an ended run in a few words: its accuracy, or its first failure."""
+    """Return the result of an ended run in a few words: its accuracy or last loss, or its first failure; first whether
+    a loss was NaN or infinite."""
     first = result.get("first_failure")
     if first:
         return str(first.get("sentence") or first.get("reason", ""))  # older folders have no sentence
-    accuracies = {split: result.get("metrics", {}).get(f"{split}_accuracy") for split in ("test", "val")}
-    return next((f"{split} accuracy {value:.4f}" for split, value in accuracies.items() if value is not None), "")
+    metrics = result.get("metrics", {})
+    names = {"test_accuracy": "test accuracy", "val_accuracy": "val accuracy", "last_loss": "last loss"}
+    scores = (f"{words} {metrics[name]:.4f}" for name, words in names.items() if metrics.get(name) is not None)
+    broken = ["NaN loss"] if any(finding["kind"] == "nan" for finding in result.get("findings") or ()) else []
+    return "; ".join([*broken, *[*scores][:1]])
 
 
 def _why_ended(view: NodeView) -> str:

@@ -20,11 +20,11 @@ from launcher.run.live_log import LiveLog
 
 _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
-_ECHO = 0.5  # seconds in which a wrapper script may forward a signal that the terminal has already sent
+_ECHO = 0.5  # seconds in which a repeated signal is ignored: a wrapper script may forward the terminal's signal
 
-_TAP = 0.1  # the same where a second Ctrl-C has a meaning; two key presses are never closer
+_TAP = 0.1  # used instead of _ECHO while pressing Ctrl-C twice has a meaning; key presses are further apart
 
-_TWICE = 2.0  # seconds between two Ctrl-C that mean stop
+_TWICE = 2.0  # maximum seconds between two presses of Ctrl-C that mean stop
 
 _SHOW_CURSOR = b"\x1b[?25h"
 
@@ -179,8 +179,10 @@ _ANSWERS: dict[str, OnInterrupt | None] = {"s": "stop", "d": "detach", "\n": Non
 
 
 class InterruptPrompt:
-    """Turns signals and key presses into actions: stop the run, detach from it, or continue. As a context manager it
-    restores the terminal settings on exit."""
+    """Maps signals and key presses to actions: stop the run, detach from it, or continue.
+
+    As a context manager it restores the terminal settings on exit.
+    """
 
     def __init__(
         self, live: LiveLog, on_interrupt: OnInterrupt = "stop", *, can_ask: bool | None = None, viewer: bool = False

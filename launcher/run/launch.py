@@ -5,10 +5,11 @@ from __future__ import annotations
 import json
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, closing, contextmanager, nullcontext
 from dataclasses import asdict, dataclass, replace
 from functools import partial
+from pathlib import Path
 
 import click
 from rich.console import Console
@@ -26,9 +27,11 @@ from launcher.plan.build import final_plan, offline_plan
 from launcher.plan.model import LaunchPlan, NodeFacts, NodePlan
 from launcher.plan.partition import check_train_seeds, ensure_parts
 from launcher.plan.render import print_placement
+from launcher.plan.script_imports import unsent_modules
 from launcher.plan.serialize import run_json
+from launcher.preflight.finding import Finding, Severity
 from launcher.preflight.preflight import run_preflight
-from launcher.preflight.preflight_report import PreflightReport, node_ranges, print_findings
+from launcher.preflight.preflight_report import PreflightReport, node_ranges, print_findings, verdict
 from launcher.report.events import EventLog
 from launcher.report.explain import hint
 from launcher.report.metrics import Metrics
@@ -40,7 +43,7 @@ from launcher.run.options import LaunchOptions, choose_run_id, run_folder
 from launcher.run.tmux_session import start_session
 from launcher.sync.progress import transfer_progress
 from launcher.sync.push import sync
-from launcher.sync.verify_parts import verify
+from launcher.sync.verify_parts import PartsDiffer, verify
 from launcher.text import count
 from launcher.transport import Opened, close_all, connect_all
 from launcher.transport.base import Transport
@@ -164,7 +167,7 @@ def launch(config: ClusterConfig, options: LaunchOptions, console: Console, atta
                 if attached:
                     attached.run_continues = report.state == "detached"
         except KeyboardInterrupt:
-            context.give_up("interrupted", interrupts.message, Interrupted.exit_status)
+            context.give_up("stopped", interrupts.message, Interrupted.exit_status)
             raise Interrupted(interrupts.message) from None
         except OutOfReach:
             context.enter_stage("train", detached=True)
@@ -201,7 +204,8 @@ def require_preflight(
     ``new_run``: also check that no files of this run id are on the nodes yet.
     """
     context.enter_stage("preflight")
-    report = _preflight(context.config, attempts, draft, run_id=context.run_id if new_run else "")
+    run_id = context.run_id if new_run else ""
+    report = _preflight(context.config, attempts, draft, context.options.own_command, run_id=run_id)
     noteworthy = [finding for finding in report.findings if finding.severity != "ok"]
     if noteworthy:
         _print_findings(replace(report, findings=tuple(noteworthy)), context.console)
@@ -219,19 +223,38 @@ def require_preflight(
 
 
 def _preflight(
-    config: ResolvedConfig, attempts: Mapping[int, Transport | TransportError], draft: LaunchPlan, *, run_id: str
+    config: ResolvedConfig,
+    attempts: Mapping[int, Transport | TransportError],
+    draft: LaunchPlan,
+    own_command: Sequence[str],
+    *,
+    run_id: str,
 ) -> PreflightReport:
-    """Run preflight, which also checks that each node has disk space for its files in ``draft``.
+    """Run preflight, which also checks that each node has disk space for its files in ``draft``, and that these include
+    the modules that the script in ``own_command`` imports from its folder.
 
     Parts that do not exist yet are not counted.
     """
-    return run_preflight(
+    report = run_preflight(
         config,
         attempts,
         own_command=bool(draft.own_command),
         bytes_needed={node.node_rank: sum(file.bytes for file in node.files) for node in draft.nodes},
         run_id=run_id,
     )
+    found = sorted([*report.findings, *_unsent(draft, own_command)], key=lambda finding: finding.node_rank)
+    return replace(report, findings=tuple(found))
+
+
+def _unsent(draft: LaunchPlan, own_command: Sequence[str]) -> Iterator[Finding]:
+    """Yield a warning per training node and file that the script imports but the node does not get."""
+    training = [node for node in draft.nodes if node.ranks]
+    if not (own_command and training):
+        return
+    sent = [Path(file.source) for file in training[0].files if file.source]
+    for one in unsent_modules(own_command, sent, Path.cwd()):
+        for node in training:
+            yield Finding(node.node_rank, node.host, "warn", "files", one.message, one.remedy)
 
 
 def record_versions(events: EventLog, facts: Mapping[int, NodeFacts]) -> None:
@@ -348,13 +371,43 @@ def run_check(config: ClusterConfig, options: LaunchOptions, console: Console) -
     resolved, draft = _drafted(config, options)
     attempts = connect_all(resolved)
     try:
-        report = _preflight(resolved, attempts, draft, run_id=options.run_id or "")
+        report = _preflight(resolved, attempts, draft, options.own_command, run_id=options.run_id or "")
+        if resolved.data.mode == "verify" and not resolved.data.serving and not report.blocked:
+            with console.status("comparing the files of the parts with their manifest"):
+                found = _compared_parts(resolved, options, report, attempts)
+            report = replace(report, findings=(*report.findings, *found))
     finally:
         close_all(attempts)
     _print_findings(report, console)
+    console.print(Text(verdict(report, len(resolved.nodes)), "bold red" if report.blocked else "bold green"))
     if options.as_json:
         click.echo(json.dumps(asdict(report), indent=1))
     return 3 if report.blocked else 0
+
+
+def _compared_parts(
+    config: ResolvedConfig, options: LaunchOptions, report: PreflightReport, attempts: Opened
+) -> list[Finding]:
+    """Compare the files of the parts on all nodes with their manifest, as a launch in mode ``verify`` does."""
+    plan = final_plan(config, run_id=options.run_id or "check", facts=report.facts, own_command=options.own_command)
+    holding = [node.node_rank for node in plan.nodes if node.parts]
+
+    def finding(k: int, severity: Severity, message: str, remedy: str = "") -> Finding:
+        return Finding(k, config.nodes[k].host, severity, "parts", message, remedy)
+
+    try:
+        checked = verify(plan, {k: one for k, one in attempts.items() if isinstance(one, Transport)})
+    except PartsDiffer as error:
+        return [finding(k, "block", _some(texts), error.REMEDY) for k, texts in error.by_node.items()]
+    except FleetError as error:
+        return [finding(holding[0], "block", str(error))]
+    text = f"all {count(checked.files, 'file')} ({decimal(checked.bytes)}) match the manifest"
+    return [finding(k, "ok", text) for k in holding]
+
+
+def _some(texts: Sequence[str], most: int = 4) -> str:
+    more = [f"… and {len(texts) - most} more"] if len(texts) > most else []
+    return "\n".join([*texts[:most], *more])
 
 
 def _print_findings(report: PreflightReport, console: Console) -> None:
@@ -367,7 +420,7 @@ def _print_findings(report: PreflightReport, console: Console) -> None:
 def check_over(config: ClusterConfig, options: LaunchOptions, attempts: Opened) -> PreflightReport:
     """Run preflight over the open connections ``attempts`` and return its report; prints nothing."""
     resolved, draft = _drafted(config, options)
-    return _preflight(resolved, attempts, draft, run_id=options.run_id or "")
+    return _preflight(resolved, attempts, draft, options.own_command, run_id=options.run_id or "")
 
 
 def _drafted(config: ClusterConfig, options: LaunchOptions) -> tuple[ResolvedConfig, LaunchPlan]:

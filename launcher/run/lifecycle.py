@@ -13,11 +13,11 @@ from rich.text import Text
 from launcher.config.schema import RunConfig
 from launcher.errors import Interrupted, OutOfReach, TransportError
 from launcher.plan.model import LaunchPlan
-from launcher.report.ending import Collected, Ending, Followed, Limits, first_node
+from launcher.report.ending import Collected, Ending, Followed, Limits, checkpoint_node
 from launcher.report.events import EventLog
 from launcher.report.html.render import written
 from launcher.report.metrics import Metrics
-from launcher.report.report import RunReport, print_report
+from launcher.report.report import RunReport, excluded_names, print_report, resume_command
 from launcher.report.run_folder import Stage
 from launcher.run.interrupts import InterruptPrompt, Interrupts, OnInterrupt
 from launcher.run.live_log import LiveLog
@@ -44,7 +44,7 @@ class View:
 
 @dataclass(frozen=True)
 class FollowContext:
-    """What is needed to follow a run, to collect its files, and to report it."""
+    """Context shared by following a run, collecting its files and reporting it."""
 
     plan: LaunchPlan
     transports: Mapping[int, Transport]
@@ -72,9 +72,9 @@ def conduct(
 ) -> RunReport:
     """Follow a run to its end, collect its files, and print and return its report.
 
-    ``starts``: for each node_rank, the function that starts the node. None: the run is running already and this process
-    only views it; then signals and closed outputs end the view, not the run. The report of a detached run has the state
-    ``detached``. Raises OutOfReach when no node has answered for ``run.lost_after`` seconds.
+    ``starts``: for each node_rank, the function that starts the node; None if the run is running already and this
+    process only views it. In a view, a signal or a closed output ends the view, not the run. The report of a detached
+    run has the state ``detached``. Raises OutOfReach when no node has answered for ``run.lost_after`` seconds.
     """
     interrupts.exit_message = "\n  ".join(
         ["exited immediately; processes of the run may still be running.", *map(how_to_stop, context.plan.nodes)]
@@ -115,7 +115,9 @@ def finish(context: FollowContext, followed: Followed, interrupts: Interrupts) -
     context.at_stage("collect")
     try:
         results = followed.results
-        collected = collect(context.plan, context.transports, context.folder, first_node(results, context.plan.lead))
+        collected = collect(
+            context.plan, context.transports, context.folder, checkpoint_node(results, context.plan.lead)
+        )
     except KeyboardInterrupt:
         nothing: Mapping[int, tuple[Mapping[str, object], ...]] = {node.node_rank: () for node in context.plan.nodes}
         written(_report(context, followed, Collected(Metrics(), nothing, (interrupts.message,))))
@@ -138,10 +140,7 @@ def report_detached(context: FollowContext, followed: Followed, board: Board) ->
     run_id = context.plan.run_id
     context.events.add("detached", why=followed.detached)
     if followed.detached == "unreachable":
-        raise OutOfReach(
-            f"no node of {run_id} has been reachable for {context.run.lost_after:g} s (run.lost_after); the run goes "
-            f"on without this machine. When the nodes can be reached again: gnnfleet follow {run_id}"
-        )
+        raise OutOfReach(_out_of_reach(context, followed))
     verb = "trains" if followed.detached == "trained" else "goes on"
     lines = [
         f"\nDetached: run {run_id} {verb} ({board.summary()}).",
@@ -152,6 +151,28 @@ def report_detached(context: FollowContext, followed: Followed, board: Board) ->
         context.view.console.print(Text(line), soft_wrap=True)
     seconds = time.time() - context.started
     return RunReport(run_id, "detached", (), None, Metrics(), seconds, context.folder)
+
+
+def _out_of_reach(context: FollowContext, followed: Followed) -> str:
+    """Say that no node can be reached, and which command to use next; with ``run.restarts`` some nodes may have ended
+    because they could not reach the others either."""
+    run_id, waited = context.plan.run_id, f"for {context.run.lost_after:g} s (run.lost_after)"
+    follow = f"gnnfleet follow {run_id}"
+    ended = [k for k, result in followed.results.items() if result.get("no_restart")]
+    if not ended:
+        return (
+            f"no node of {run_id} has been reachable {waited}; the run goes on without this machine. "
+            f"When the nodes can be reached again: {follow}"
+        )
+    others = [node for node in context.plan.nodes if node.node_rank not in followed.ended]
+    names = ", ".join(node.label for node in others)
+    away = excluded_names(context.plan.nodes, [node.node_rank for node in others])
+    why = followed.results[ended[0]]["no_restart"]
+    first = context.plan.nodes[ended[0]].label
+    return (
+        f"no other node of {run_id} has been reachable {waited}; {first} has ended ({why}). If {names} "
+        f"{'go' if len(others) > 1 else 'goes'} on: {follow}; if switched off: {resume_command(run_id, away)}"
+    )
 
 
 def follow_run(

@@ -34,7 +34,7 @@ _HOLD = 3.0  # seconds before a traceback is printed: if the run ends meanwhile,
 
 _REFRESH = 0.5  # seconds between redraws of the live view
 
-_BATCH = 0.1  # seconds of log lines that are printed together above it
+_BATCH = 0.1  # seconds; lines of this period are printed together above the live view
 
 _SHARE = 0.7  # largest fraction of the terminal's height for the live view
 

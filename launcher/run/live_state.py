@@ -119,7 +119,7 @@ class Board:
         self.ranks = {rank: RankRow(rank, k) for k, node in self.nodes.items() for rank in node.ranks}
 
     def forget_ends(self, node_rank: int) -> None:
-        """Forget that ranks of a node have ended, which was in an earlier attempt."""
+        """Discard the ends of a node's ranks, which belong to an earlier attempt."""
         for rank in self.nodes[node_rank].ranks:
             self.ranks[rank].ended = ""
 
@@ -156,6 +156,11 @@ class Board:
         """Mark a node as ended. ``state``: the state in the node's result, or ``lost``."""
         node = self.nodes[node_rank]
         node.state, node.over, node.connection_error = state, True, ""
+
+    def returned(self, node_rank: int) -> None:
+        """Mark a lost node as one whose supervisor was started again."""
+        node = self.nodes[node_rank]
+        node.state, node.over, node.connection_error = "starting", False, ""
 
     def stepping(self) -> list[RankRow]:
         """Return the rows of ranks that have reported a step."""

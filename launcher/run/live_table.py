@@ -94,8 +94,11 @@ def clock(seconds: float) -> str:
 
 
 def _lines(board: Board, now: float, room: int) -> tuple[list[Line], str]:
-    """Return at most ``room`` table rows, and a text about the nodes that have no row: a row for each rank if all fit,
-    else a row for each node, else rows only for the nodes that need most attention."""
+    """Return at most ``room`` table rows, and a text about the nodes that have no row.
+
+    There is a row for each rank if they fit, else a row for each node if they fit, else rows only for the nodes that
+    need most attention.
+    """
     nodes = sorted(board.nodes.values(), key=lambda node: (board.severity(node.node_rank, now), node.node_rank))
     if sum(max(1, len(node.ranks)) for node in nodes) <= room:
         return [line for node in sorted(nodes, key=_node_rank) for line in _rank_lines(board, node, now)], ""

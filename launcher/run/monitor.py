@@ -9,77 +9,20 @@ from __future__ import annotations
 import queue
 import threading
 import time
-from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 from launcher.errors import FleetError
 from launcher.node.json_reader import EVENT, records
 from launcher.plan.model import LaunchPlan
-from launcher.report.ending import Detached, Followed, Limits, Lost, Spares, missed_by
+from launcher.report.ending import Detached, ExpendableNodes, Followed, Limits, Lost, nodes_reported_lost
 from launcher.report.events import EventLog, finding_words
 from launcher.run.interrupts import InterruptPrompt, Interrupts
 from launcher.run.live_log import LiveLog
 from launcher.run.node_stream import NodeMessage, NodeStream, for_machines
-from launcher.run.tmux_session import STOP_EXTRA, stop_node, what_remains
-from launcher.text import spans
+from launcher.run.start_progress import StartProgress
+from launcher.run.tmux_session import STOP_EXTRA, return_session, stop_node, what_remains
 from launcher.transport.base import Transport
-
-_LATE = (8.0, 60.0, 180.0)  # seconds after the start at which graph servers that are not ready are reported
-
-
-class StartProgress:
-    """Counts the graph servers and ranks that have started, by events of the nodes. Times are in seconds since the run
-    was started."""
-
-    def __init__(self, plan: LaunchPlan):
-        self._servers = {node.node_rank for node in plan.nodes if node.server}
-        self._expected = {"server-ready": len(self._servers), "ranks": plan.world_size}
-        self._seen: Counter[str] = Counter()
-        self._ready: set[int] = set()
-        self._compiling: set[int] = set()
-        self._reports = 0  # of late servers
-        self.all_ranks_at: float | None = None
-
-    def add(self, k: int, event: Mapping[str, Any], now: float) -> str:
-        """Count an event of node ``k``; returns a text to print, or ''.
-
-        The text says that all graph servers are ready, that all ranks have started, or that a graph server cannot store
-        its compiled kernels.
-        """
-        kind = "ranks" if event["kind"] == "process-start" and event.get("rank") is not None else event["kind"]
-        self._seen[kind] += 1
-        if kind == "server-ready":
-            self._ready.add(k)
-        elif kind == "server-compiles":
-            self._compiling.add(k)
-            if reason := event.get("reason"):
-                return f"node{k}: {reason}; compiling them now takes up to two minutes"
-        if self._seen[kind] != self._expected.get(kind):
-            return ""
-        if kind == "ranks":
-            self.all_ranks_at = now
-        what = "graph servers are ready" if kind == "server-ready" else "ranks have started"
-        return f"all {what}: {self._expected[kind]} in {now:.1f} s"
-
-    def late(self, now: float, over: Collection[int] = ()) -> str:
-        """Return a message that names the graph servers that are not ready yet; '' if no message is due.
-
-        One message is due at each of the times in ``_LATE``. ``over``: nodes that have ended, which the message does
-        not name.
-        """
-        late = self._servers - self._ready - set(over)
-        if not late or self._reports == len(_LATE) or now < _LATE[self._reports]:
-            return ""
-        self._reports += 1
-        compiling = sorted(late & self._compiling)
-        words = [f"{spans(compiling, 'node')}: compiling kernels, up to two minutes on the first run of a host"]
-        words = words if compiling else []
-        if others := sorted(late - self._compiling):
-            words.append(f"{spans(others, 'node')}: starting, see `gnnfleet logs --all`")
-        ready = f"{len(self._servers & self._ready)} of {len(self._servers)} ready after {now:.0f} s"
-        return f"waiting for graph servers: {ready}; {'; '.join(words)}"
-
 
 _TURN = 0.2  # seconds to wait for a message
 
@@ -92,6 +35,8 @@ _LAST_RESULT = 5.0  # seconds to wait for the result of a stopped node
 _LOST_TO_PEERS = 10.0  # seconds to wait for unreachable nodes if other nodes report one of them as lost
 
 _STARTED = 2.0  # seconds that all ranks of an own command must run before --detach detaches
+
+_RETURN_AFTER = 4.0  # seconds after the loss of a node; results of a run that has just ended arrive earlier
 
 _MAX_QUEUED = 1000  # node messages in the queue
 
@@ -145,11 +90,12 @@ class RunFollower:
         self._leave_when_trained, self._on_training = leave_when_trained, on_training
         self._detaching: Detached = ""
         self._stoppers: dict[int, threading.Thread] = {}
+        self._returning: set[int] = set()  # lost nodes whose supervisors are being started again
         self._stop_reason = ""
         self._stopped_at: dict[int, float] = {}
-        self._failing = ""  # the first failure reported
-        self._failed_attempts: set[int] = set()  # of which the first failure was reported, with run.restarts
-        self._spares = Spares(plan, limits.restarts)
+        self._failing = ""  # text of the first failure, once reported
+        self._failed_attempts: set[int] = set()  # attempts whose first failure was reported, with run.restarts
+        self._spares = ExpendableNodes(plan, limits.restarts)
         self._stop_at = float("inf")
         self._launching = bool(starts)  # a run that is only followed does not resend its start events
         self._starting = StartProgress(plan)
@@ -196,7 +142,7 @@ class RunFollower:
         self.events.add("stop", reason=reason)
         for k, stream in self._streams.items():
             if stream.broken_since is None or self.followed.interrupted:
-                self._clean_up(k)  # the others once their connection is restored
+                self._clean_up(k)  # other nodes are stopped once their connection is restored
 
     def interrupt(self, cause: str) -> None:
         """Stop the run because of a signal. ``cause``: name of the signal, such as Ctrl-C."""
@@ -259,7 +205,8 @@ class RunFollower:
         except queue.Empty:
             self.live.tick()
             return
-        if message.node_rank not in self.followed.ended or "stopped" in message.values:
+        always = "stopped" in message.values or "returned" in message.values
+        if message.node_rank not in self.followed.ended or always:
             self._handle(message.node_rank, message.values)
         self.live.tick()
 
@@ -274,6 +221,8 @@ class RunFollower:
             self._handle_lost(k, message["lost"])
         elif "stopped" in message:
             self._stopped_at[k] = time.monotonic()
+        elif "returned" in message:
+            self._handle_returned(k, message["returned"])
         else:
             self._handle_connection(k, message)
 
@@ -309,7 +258,8 @@ class RunFollower:
         self._lose(k, Lost(why, time.time()), f"{self._label(k)} could not be started: {why}")
 
     def _handle_state(self, k: int, state: Mapping[str, Any]) -> None:
-        offset = state["time"] - time.time()  # too small by the latency, so the maximum is the best estimate
+        # The network's latency makes each offset too small, so the maximum is the best estimate.
+        offset = state["time"] - time.time()
         self.followed.clocks[k] = max(offset, self.followed.clocks.get(k, offset))
         self.live.board.state(k, state)
         self._spares.take(k, state)
@@ -330,11 +280,11 @@ class RunFollower:
             return
         if self.events.stream is not None:
             for record in for_machines(k, file, lines):
-                self.events.tell(record)
+                self.events.write_to_stream(record)
         self.live.file_lines(k, file, lines)
 
     def _handle_event(self, k: int, event: Mapping[str, Any]) -> None:
-        self.events.take(event)
+        self.events.add_from_node(event)
         if event["kind"] == "process-exit":
             self._handle_exit(k, event)
         elif event["kind"] == "restart":
@@ -412,6 +362,52 @@ class RunFollower:
             if k not in self._spares:
                 self.stop(f"node{k} lost")
 
+    def _bring_back(self) -> None:
+        """Start the supervisors of lost nodes again if their hosts can be reached and the run has gone on without them.
+
+        They take part in the next restart.
+        """
+        if self._stop_reason or self._failing or not self.limits.restarts or self.followed.results:
+            return
+        if time.monotonic() - self._last_end < _RETURN_AFTER:
+            return
+        for k, lost in self.followed.lost.items():
+            stopper = self._stoppers.get(k)
+            cleaned = stopper is not None and not stopper.is_alive()
+            if k in self._spares.gone and not lost.out_of_reach and cleaned and k not in self._returning:
+                self._returning.add(k)
+                threading.Thread(target=self._return, args=(k,), daemon=True).start()
+
+    def _return(self, k: int) -> None:
+        """Start the supervisor of node ``k`` again; queue a message with the error, '' if there was none."""
+        why = ""
+        try:
+            return_session(self.transports[k], self._nodes[k], start_timeout=self.limits.start_timeout)
+        except FleetError as error:
+            why = str(error).removeprefix(f"{self._label(k)}: ")
+        self._messages.put(NodeMessage(k, {"returned": why}))
+
+    def _handle_returned(self, k: int, why: str) -> None:
+        """Follow node ``k`` again, whose supervisor was started again; ``why``: an error, or ''."""
+        if why:
+            self.live.say(f"{self._label(k)}: its supervisor could not be started again: {why}", "yellow")
+            return
+        self.followed.lost.pop(k, None)
+        self._stoppers.pop(k, None)
+        self._stopped_at.pop(k, None)
+        self._returning.discard(k)
+        self.live.board.returned(k)
+        self.live.say(f"{self._label(k)}: its supervisor was started again; it joins at the next restart", "yellow")
+        self.events.add("node-back", node_rank=k)
+        old = self._streams[k]
+        self._streams[k] = NodeStream(
+            old.node, old.transport, self._put, self._enough, connect_timeout=self.limits.connect_timeout
+        )
+        self._streams[k].offsets = old.offsets
+        self._streams[k].start()
+        if self._stop_reason:
+            self._clean_up(k)
+
     def _ended(self, k: int, state: str) -> None:
         self._last_end = time.monotonic()
         self.live.board.ended(k, state)
@@ -432,6 +428,7 @@ class RunFollower:
                 self.live.say(text, "dim")
         self._detach_if_due(now)
         self._check_unreachable(now)
+        self._bring_back()
 
     def _detach_if_due(self, now: float) -> None:
         """Detach if the user has asked for it or, with ``--detach``, if training has begun.
@@ -473,9 +470,9 @@ class RunFollower:
     def _lost_to_others(self, nodes: Iterable[int]) -> bool:
         """Whether the result of an ended node reports one of ``nodes`` as lost.
 
-        One is enough: a node that has lost the lead node gets no reports about other nodes.
+        One of them is enough: a node that has lost the lead node gets no reports about the others.
         """
-        return any(str(k) in missed_by(result) for result in self.followed.results.values() for k in nodes)
+        return any(str(k) in nodes_reported_lost(result) for result in self.followed.results.values() for k in nodes)
 
     # Cleaning up, in a thread for each node.
 
@@ -494,7 +491,7 @@ class RunFollower:
         result."""
         try:
             note = stop_node(self._nodes[k], self.transports[k], self.limits, self._stop_reason)
-        except Exception as error:  # unreported, the run would be waited for
+        except Exception as error:  # without a message the launcher would wait for this node for ever
             note = f"{self._label(k)}: stopping it failed: {error!r}"
         if note:
             self.followed.notes.append(note)

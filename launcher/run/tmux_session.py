@@ -80,6 +80,19 @@ def start_session(transport: Transport, node: NodePlan, *, start_timeout: float)
         raise SessionError(f"{node.label}: {_why_not_started(transport, node, done, start_timeout)}")
 
 
+#: Prepares the run folder $1 of a node for a supervisor that takes part in the next restart of the run.
+_RETURN = 'cd "$1" && mv -f state.json returns.json && rm -f control/stop'
+
+
+def return_session(transport: Transport, node: NodePlan, *, start_timeout: float) -> None:
+    """Start the supervisor of a node again that has ended without a result; it takes part in the next restart of the
+    run (``run.restarts``). Raises FleetError."""
+    done = transport.run(Command(("bash", "-c", _RETURN, "bash", node.run_dir)), timeout=_TMUX_TIMEOUT)
+    if done.returncode != 0:
+        raise SessionError(f"{node.label}: its run folder {node.run_dir} is gone: {_text(done.stderr)}")
+    start_session(transport, node, start_timeout=start_timeout)
+
+
 def _why_not_started(transport: Transport, node: NodePlan, done: Completed, start_timeout: float) -> str:
     if done.returncode == _NO_TMUX:
         return "tmux is not installed on the node; install it (apt install tmux) and launch again"

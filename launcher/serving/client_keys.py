@@ -32,7 +32,7 @@ from launcher.transport.base import Transport
 class MadeKey:
     """A key file that was created."""
 
-    told: str  #: message: how to use and to revoke the key
+    message: str  #: for the user: how to use and to revoke the key
     notes: tuple[str, ...]  #: servers that did not get the key, and why
 
 
@@ -59,8 +59,8 @@ def make_key(run: OpenRun, output: Path, person: str | None) -> MadeKey:
     notes = admit(run, client, pair["public"])
     values = {**pair, "server": public, "endpoints": endpoints, "name": name}
     write_whole(output, json.dumps(values, indent=1) + "\n", private=True)
-    told = f'{output}: anyone with this file can connect. In Python: graph = gnnfleet.connect(key="{output}")\n'
-    return MadeKey(told + f"to revoke it: delete clients/{client}.key in the run folders of {name}", tuple(notes))
+    message = f'{output}: anyone with this file can connect. In Python: graph = gnnfleet.connect(key="{output}")\n'
+    return MadeKey(message + f"to revoke it: delete clients/{client}.key in the run folders of {name}", tuple(notes))
 
 
 def server_key(states: Mapping[int, ServerState]) -> str | None:

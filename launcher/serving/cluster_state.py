@@ -252,8 +252,8 @@ def open_named(
 class ServeContext(LaunchContext):
     """State of one ``gnnfleet serve`` command.
 
-    ``running``: the cluster is already running. Its recorded stage and result then change only when all new servers
-    run, since the failure of a new server does not affect the other servers.
+    ``running``: the cluster was running before this command, which adds servers to it. Its recorded stage and result
+    change only once all added servers run: if one of them fails, the other servers still work.
     """
 
     def __init__(self, config: ResolvedConfig, options: LaunchOptions, name: str, console: Console, *, running: bool):
@@ -282,7 +282,7 @@ class ServeContext(LaunchContext):
     def keep_plan(self, plan: LaunchPlan) -> None:
         """Write config.yml and run.json of the cluster, and register the cluster; to be called before anything is
         started."""
-        data = replace(self.config.data, num_parts=None)  # the plan has the number
+        data = replace(self.config.data, num_parts=None)  # run.json has the number of parts
         self.write_file("config.yml", to_yaml(replace(self.config, data=data)))
         self.write_file("run.json", run_json(plan))
         register(self.run_id, self.folder)

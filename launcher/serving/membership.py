@@ -55,13 +55,13 @@ class ServingState:
 
 @dataclass(frozen=True)
 class Roster:
-    """All nodes that a serving cluster shall have. Nodes that it has already keep their node_rank; new nodes get the
-    next numbers."""
+    """All nodes that a serving cluster shall have. Existing nodes keep their node_rank; new nodes get the next
+    numbers."""
 
     config: ResolvedConfig
-    joined: tuple[int, ...] = ()  #: new nodes, without parts so far
-    removed: tuple[int, ...] = ()  #: hold parts, but the config no longer lists them
-    removed_before: tuple[int, ...] = ()  #: were removed by an earlier ``serve``
+    joined: tuple[int, ...] = ()  #: new nodes, which have no parts yet
+    removed: tuple[int, ...] = ()  #: nodes that hold parts, but are no longer in the config
+    removed_before: tuple[int, ...] = ()  #: nodes that an earlier ``serve`` has removed
 
 
 def first_roster(wanted: ResolvedConfig) -> Roster:
@@ -115,8 +115,10 @@ def _config_of(node: NodePlan, known: ResolvedConfig | None) -> NodeConfig:
 def assign_parts(
     held: Mapping[int, tuple[int, ...]], joined: Sequence[int], num_parts: int
 ) -> dict[int, tuple[int, ...]]:
-    """Return the parts of each node, by node_rank. Nodes in ``held`` keep their parts. Each node in ``joined`` gets as
-    many parts as an average node that holds parts; it gets the parts with the fewest copies."""
+    """Return the parts of each node, by node_rank. Nodes in ``held`` keep their parts.
+
+    Each node in ``joined`` gets as many parts as an average holder, namely those with the fewest copies.
+    """
     holders = [parts for parts in held.values() if parts]
     number = max(1, round(sum(map(len, holders)) / max(1, len(holders))))
     copies = Counter(part for parts in holders for part in parts)
@@ -181,7 +183,8 @@ def _kept_servers(
 
 
 def _addressed(found: ServingState, facts: Mapping[int, NodeFacts]) -> ResolvedConfig:
-    """Return the cluster's config in which nodes without facts in ``facts`` have the address from the present plan."""
+    """Return the cluster's config with the address from the present plan for each node that ``facts`` does not
+    contain."""
     if found.plan is None:
         return found.roster.config
     known = {node.node_rank: node.address for node in found.plan.nodes if node.node_rank not in facts}

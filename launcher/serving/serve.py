@@ -68,7 +68,7 @@ def serve(config: ClusterConfig, options: LaunchOptions, name: str, console: Con
                 return reconcile(context, found)
             except KeyboardInterrupt:
                 why = "interrupted; the servers started by this command were stopped"
-                context.give_up("interrupted", why, Interrupted.exit_status)
+                context.give_up("stopped", why, Interrupted.exit_status)
                 raise Interrupted(why) from None
             except FleetError as error:
                 context.give_up("failed", str(error), error.exit_status)

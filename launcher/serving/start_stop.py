@@ -14,7 +14,7 @@ from typing import Any
 from launcher.command import Command
 from launcher.config.schema import RunConfig
 from launcher.errors import FleetError, TransportError, reason_of
-from launcher.manage.node_views import if_there, node_view, was_absent
+from launcher.manage.node_views import if_run_exists, node_view, run_was_absent
 from launcher.node import procs
 from launcher.plan.model import LaunchPlan, NodePlan
 from launcher.report.run_folder import boot_id, user_at_host
@@ -42,8 +42,8 @@ def clear_node(node: NodePlan, transport: Transport, *, keeps_key: bool) -> None
     files of the next supervisor."""
     words = ("stop", node.run_dir, "--timeout", f"{_STOP:g}", "--session", node.session, "--now")
     stop = node.program("control", *words, "--why", "gnnfleet serve")
-    done = transport.run(if_there(node, stop), timeout=_STOP + STOP_EXTRA)
-    if done.returncode and not was_absent(done):
+    done = transport.run(if_run_exists(node, stop), timeout=_STOP + STOP_EXTRA)
+    if done.returncode and not run_was_absent(done):
         output = (done.stderr or done.stdout).decode("utf-8", "replace").strip().splitlines()
         raise FleetError(f"{node.label}: processes of its last graph server cannot be stopped: {' '.join(output[-1:])}")
     names = _OLD_FILES if keeps_key else [*_OLD_FILES, "service.key"]
@@ -249,5 +249,5 @@ def _is_dead(owner: str) -> bool:
 
 
 def _unlock(node: NodePlan, transport: Transport) -> None:
-    with suppress(TransportError, FleetError):  # without updates the lock becomes void
+    with suppress(TransportError, FleetError):  # a lock that is not updated becomes void
         remove_files(transport, [_lock_file(node)])

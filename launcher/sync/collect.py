@@ -12,7 +12,7 @@ from typing import Annotated, Any
 import msgspec
 
 from launcher.errors import NodeCallError, TransportError, reason_of
-from launcher.files import appearing, decompress, is_plain_path
+from launcher.files import atomic_file, decompress, is_plain_path
 from launcher.node.json_reader import OUTCOME, record_in
 from launcher.plan.model import LaunchPlan, NodePlan
 from launcher.report.ending import Collected
@@ -87,7 +87,7 @@ def _collect_node(
                 notes.append(f"{node.label}: {node.run_dir}/{path} arrived damaged ({error}); it stays on the node")
                 continue
             room -= len(content)
-            with appearing(dest) as out:
+            with atomic_file(dest) as out:
                 out.write(content)
         os.utime(dest, ns=(file.mtime_ns, file.mtime_ns))
     return notes

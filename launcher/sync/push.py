@@ -32,11 +32,11 @@ from launcher.transport.base import Transport
 from launcher.transport.fanout import on_nodes
 from launcher.transport.rpc import call
 
-_BACK_OFF = (0.5, 2.0, 5.0, 10.0)  # seconds before each new connection
+_BACK_OFF = (0.5, 2.0, 5.0, 10.0)  # seconds before each attempt to reconnect
 
 _OTHERS_PAUSES = (0.2, 0.5, 1.0, 0.0)  #: seconds between checks whether another run has sent a file
 
-_SLOWEST_DISK = 20e6  # bytes per second; slowest hashing on a node that is tolerated
+_SLOWEST_DISK = 20e6  # bytes per second; a node that reads and hashes files more slowly is given up
 
 _CALL_TIMEOUT = 60.0  # seconds
 

@@ -25,6 +25,21 @@ _WORDS = {
 }
 
 
+class PartsDiffer(SyncError):
+    """Files of the parts are missing or differ from the manifest; ``by_node``: a text per file, by node_rank."""
+
+    REMEDY = (
+        "Copy these files to the nodes again, or delete them and make the partition again with the same options; "
+        "then launch again"
+    )
+
+    def __init__(self, labels: Mapping[int, str], by_node: Mapping[int, Sequence[str]]):
+        self.by_node = by_node
+        lines = [f"{labels[k]}: {text}" for k in sorted(by_node) for text in by_node[k]]
+        more = [f"… and {len(lines) - _SHOWN} more"] if len(lines) > _SHOWN else []
+        super().__init__("\n".join([*lines[:_SHOWN], *more, self.REMEDY]))
+
+
 @dataclass(frozen=True)
 class VerifyReport:
     """Result of a successful check: all nodes have the same manifest and all files that the plan needs."""
@@ -48,14 +63,8 @@ def verify(plan: LaunchPlan, transports: Mapping[int, Transport]) -> VerifyRepor
     replicated = plan.topology.replicated
     wanted = {k: manifest.of_parts(nodes[k].parts, replicated=replicated) for k, manifest in manifests.items()}
     answers = on_nodes(nodes, lambda k: _wrong_files(nodes[k], transports[k], wanted[k])).or_raise()
-    wrong = [line for k in sorted(answers) for line in answers[k]]
-    if wrong:
-        more = [f"… and {len(wrong) - _SHOWN} more"] if len(wrong) > _SHOWN else []
-        remedy = (
-            "Copy these files to the nodes again, or delete them and make the partition again with the same options; "
-            "then launch again"
-        )
-        raise SyncError("\n".join([*wrong[:_SHOWN], *more, remedy]))
+    if wrong := {k: texts for k, texts in answers.items() if texts}:
+        raise PartsDiffer({k: nodes[k].label for k in wrong}, wrong)
     files = [file for k in wanted for file in wanted[k]]
     return VerifyReport(manifests[min(manifests)], len(files), sum(file.bytes for file in files))
 
@@ -117,9 +126,9 @@ def _wrong_files(node: NodePlan, transport: Transport, files: tuple[PartFile, ..
     request = {"op": "inventory", "files": entries, "folders": []}
     found = ask_files(transport, node, request, hash_time(files))["files"]
     gone = _missing_folders(found, node.data_dir)
-    lines = [f"{node.label}: {folder} is missing, with all its {count} files" for folder, count in gone.items()]
+    lines = [f"{folder} is missing, with all its {count} files" for folder, count in gone.items()]
     wrong = [state for state in found if state["state"] != "present" and _top(state, node.data_dir) not in gone]
-    return lines + [f"{node.label}: {state['path']} {state['error'] or _WORDS[state['state']]}" for state in wrong]
+    return lines + [f"{state['path']} {state['error'] or _WORDS[state['state']]}" for state in wrong]
 
 
 def _top(state: Mapping[str, Any], data_dir: str) -> str:

@@ -80,9 +80,10 @@ class Offer(AuthSource):
 class Login(AuthStrategy):
     """Authentication of one SSH login.
 
-    ``authenticate`` raises LoginRefused, or SSHException when the host closes the connection. ``distrust`` returns an
-    error if the host's key is not trusted, else None. An untrusted host is sent no password; if the login fails without
-    one, that error is raised instead of LoginRefused.
+    ``authenticate`` raises LoginRefused, or SSHException when the host closes the connection.
+
+    ``distrust`` returns an error if the host's key is not trusted, else None. An untrusted host is sent no password. If
+    the login fails without a password, ``authenticate`` raises the error of ``distrust`` instead of LoginRefused.
     """
 
     def __init__(
@@ -111,7 +112,7 @@ class Login(AuthStrategy):
             self._agent_keys = agent.get_keys()
             offers = [each for each in self.get_sources() if distrust is None or each.method == "publickey"]
             try:
-                offer = self._accepted(transport, offers)
+                offer = self._try_offers(transport, offers)
             except LoginRefused as refused:
                 if distrust is not None and (self.credentials.password is not None or refused.wants_password):
                     raise distrust from refused
@@ -120,7 +121,7 @@ class Login(AuthStrategy):
         result.append(SourceResult(offer, []))
         return result
 
-    def _accepted(self, transport: paramiko.Transport, offers: list[Offer]) -> Offer:
+    def _try_offers(self, transport: paramiko.Transport, offers: list[Offer]) -> Offer:
         """Try ``offers`` until the host accepts the login; return the offer that completed it. Raises LoginRefused."""
         tried: list[str] = []
         postponed: list[Offer] = []  # their method was not allowed yet; it may be the host's second factor
@@ -412,7 +413,8 @@ class Passwords:
         self._ask_for(sorted({*refused, *wants_password}), lambda rank: "Not accepted. " if rank in refused else "")
 
     def _ask_for(self, ranks: Sequence[int], before: Callable[[int], str]) -> None:
-        """Ask the user the last question of each node in ``ranks``; nodes with equal questions share one answer.
+        """Ask the user for the password or passphrase of each node in ``ranks``; nodes with equal questions share one
+        answer.
 
         ``before``: returns the text to put before the prompt of a rank.
         """

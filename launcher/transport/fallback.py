@@ -31,12 +31,12 @@ def open_over_ssh(config: ClusterConfig, node_rank: int, credentials: Credential
     except NeedsOpenSsh:
         by_openssh.connect(timeout)
     except TransportError as error:
-        if not _may_differ(error) or not _connects(by_openssh, timeout):
+        if not _openssh_may_succeed(error) or not _connects(by_openssh, timeout):
             raise
     return by_openssh
 
 
-def _may_differ(error: TransportError) -> bool:
+def _openssh_may_succeed(error: TransportError) -> bool:
     """Whether the OpenSSH client could log in where paramiko failed with ``error``."""
     if isinstance(error, PasswordRefused) or ssh_program() is None:
         return False

@@ -84,6 +84,7 @@ class HostKeyCheck(paramiko.MissingHostKeyPolicy):
 
     def __init__(self, host: SshHost, host_keys: str):
         self.mode = checking_mode(host_keys, host)
+        self._resolved = host
         self.host, self.port = (host.key_alias, 22) if host.key_alias else (host.host, host.port)
         self.name = self.host if self.port == 22 else f"[{self.host}]:{self.port}"
         self.files = host.known_hosts
@@ -143,20 +144,35 @@ class HostKeyCheck(paramiko.MissingHostKeyPolicy):
             ) from error
 
     def _unknown(self, key: paramiko.PKey) -> HostKeyError:
-        port = "" if self.port == 22 else f"-p {self.port} "
         return HostKeyError(
             f"host key of {self.name} is not known: {_shown(key)}",
-            remedy=f"compare the fingerprint, then `ssh-keyscan {port}{self.host} >> {self.files[0]}` "
-            f"or log in once with `ssh {port}{self.host}`; or set `host_keys: accept-new`",
+            remedy=f"{_compare(key)}, then store the key with {self._store()}; or set `host_keys: accept-new`",
         )
 
     def _changed(self, key: paramiko.PKey, known: KnownKey) -> HostKeyError:
-        file = known.where.rpartition(":")[0]
+        remove = f"remove the old key with `ssh-keygen -f {known.where.rpartition(':')[0]} -R '{self.name}'`"
+        if self.mode in ("yes", "ask"):  # an unknown key is refused, so removing the old one is not enough
+            steps = f"{remove} and store the new one with {self._store()}; or remove it and set `host_keys: accept-new`"
+        else:
+            steps = f"{remove} and try again"
         return HostKeyError(
             f"host key of {self.name} has CHANGED: the host presents {_shown(key)}, but {known.where} "
             f"has another {known.type} key. The machine was reinstalled, or another machine answers in its place",
-            remedy=f"if it was reinstalled, `ssh-keygen -f {file} -R '{self.name}'` and try again",
+            remedy=f"if it was reinstalled, {_compare(key)}, then {steps}",
         )
+
+    def _store(self) -> str:
+        """Return the commands that store the host's key; ssh-keyscan knows neither jump hosts nor HostKeyAlias."""
+        host, port = self._resolved, "" if self._resolved.port == 22 else f"-p {self._resolved.port} "
+        login = f"`ssh -o StrictHostKeyChecking=ask {port}{host.name}`"
+        if host.jumps or host.proxy_command or host.key_alias:
+            return login
+        return f"`ssh-keyscan {port}{host.host} >> {self.files[0]}` or {login}"
+
+
+def _compare(key: paramiko.PKey) -> str:
+    kind = next((kind for kind in ("ed25519", "ecdsa", "rsa") if kind in key.get_name()), "*")
+    return f"compare the fingerprint with `ssh-keygen -lf /etc/ssh/ssh_host_{kind}_key.pub` on the host's console"
 
 
 def _shown(key: paramiko.PKey) -> str:

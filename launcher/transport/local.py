@@ -13,7 +13,7 @@ from typing import BinaryIO
 
 from launcher.command import Command, shell_line
 from launcher.errors import RemoteFileError
-from launcher.files import appearing
+from launcher.files import atomic_file
 from launcher.transport.base import OnBytes
 from launcher.transport.process import PipeProcess, Process, ProcessTransport
 
@@ -68,7 +68,7 @@ class LocalTransport(ProcessTransport):
     def download(self, source: str, dest: Path, *, most: int | None = None, on_bytes: OnBytes | None = None) -> None:
         with self._file_errors("read", source):
             src = Path(source).expanduser().open("rb")
-        with src, appearing(dest) as out:
+        with src, atomic_file(dest) as out:
             _copy(src, out, on_bytes, most)
 
     @contextmanager

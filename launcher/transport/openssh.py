@@ -61,6 +61,11 @@ _THROUGH = {**_BATCH, "ProxyCommand": "false"}
 
 _UNTRUSTED = ("ost key verification failed", "IDENTIFICATION HAS CHANGED", "REVOKED HOST KEY", "No ED25519")
 
+_STORE_KEY = (
+    "log in once with `ssh -o StrictHostKeyChecking=ask {login}`, which shows the fingerprint to compare; "
+    "or set `host_keys: accept-new`"
+)
+
 _DROPPED = ("connection closed by", "connection reset by", "kex_exchange_identification")
 
 # A password reaches ssh through a named pipe in a private folder, never by arguments or environment. The launcher keeps
@@ -168,9 +173,13 @@ class OpenSshTransport(RemoteTransport):
     def _login_error(self, output: str, host: SshHost, timeout: float) -> TransportError:
         """The error for a failed login, from what ssh printed to stderr."""
         last = output.splitlines()[-1] if output else f"no answer within {timeout:g} s"
-        by_hand = f"for details run `ssh -v {self.node.login}`"
+        login = " ".join(self._login_argv()[1:] + [self.node.host])
+        by_hand = f"for details run `ssh -v {login}`"
         if any(words in output for words in _UNTRUSTED):
             words = next(line for line in (each.strip("@ ") for each in output.splitlines()) if line)
+            if "host key is known for" in words:
+                remedy = _STORE_KEY.format(login=login)
+                return self._error(HostKeyError, f"host key of {host.host} is not known: {words}", remedy)
             return self._error(HostKeyError, f"ssh does not trust this host's key: {words}", by_hand)
         if "Permission denied" in output:
             kind = PasswordRefused if self.credentials.password is not None else AuthError

@@ -17,7 +17,7 @@ import paramiko
 from launcher.command import Command
 from launcher.config.schema import HostKeys, NodeConfig
 from launcher.errors import RemoteFileError, TransportError
-from launcher.files import appearing
+from launcher.files import atomic_file
 from launcher.transport.auth import Credentials
 from launcher.transport.base import OnBytes
 from launcher.transport.errors import CONNECTION_ERRORS, session_error
@@ -26,7 +26,7 @@ from launcher.transport.ssh_config import Route, find_route
 
 _ATTEMPTS = 6  # attempts if the host closes the connection before login
 
-_PROXY_ATTEMPTS = 3  # fewer for a ProxyCommand, whose end may have any reason
+_PROXY_ATTEMPTS = 3  # fewer with a ProxyCommand, whose end may have other reasons
 
 _LOGINS_AT_ONCE = 8  # logins in parallel at one address; sshd's default MaxStartups refuses some from the tenth on
 
@@ -188,7 +188,7 @@ class RemoteTransport(ProcessTransport):
                 raise
 
     def download(self, source: str, dest: Path, *, most: int | None = None, on_bytes: OnBytes | None = None) -> None:
-        with appearing(dest) as out:
+        with atomic_file(dest) as out:
             for data in self._read(source, most):
                 out.write(data)
                 if on_bytes:

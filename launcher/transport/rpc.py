@@ -89,7 +89,7 @@ class NodeAgent:
         # -S: reading .pth files takes longer than starting Python; packages.py finds site-packages by itself
         self._talk = transport.talk(replace(python, argv=(*python.argv, "-S", "-c", _BOOT)))
         self._sent: set[str] = set()
-        with suppress(TransportError):  # the first call raises it
+        with suppress(TransportError):  # ``call`` raises the error
             self._talk.send(repr(program_source("agent")))
 
     def __enter__(self) -> NodeAgent:

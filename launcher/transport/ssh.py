@@ -43,7 +43,7 @@ _RETRY_INTERVAL = 0.2  # seconds between requests for a session
 
 _SFTP_WAIT = 15.0  # seconds; a busy sshd counts a session for a while after it has ended
 
-_REFUSED = "Unable to open channel."  # paramiko's text for a refused channel whose error another thread took
+_REFUSED = "Unable to open channel."  # paramiko's text if another thread got the error of the refusal
 
 _RESOURCE_SHORTAGE = 4  # SSH_OPEN_RESOURCE_SHORTAGE of RFC 4254
 
@@ -166,7 +166,7 @@ class _Link:
                 open_session(self.ssh, _PING_TIMEOUT).close()
             except paramiko.ChannelException:
                 continue  # the host refused a session, so it is alive
-            except Exception:  # whatever it is, without this thread nobody would notice that the host is gone
+            except Exception:  # after any error, as without this thread nobody would notice that the host is gone
                 self.ssh.close()
 
     def _stop(self) -> None:
@@ -184,7 +184,7 @@ def _connect(route: Route, host_keys: str, credentials: Credentials, timeout: fl
     options = {
         "auth_strategy": Login(host, credentials, lambda: check.distrust),
         "auth_timeout": timeout,
-        "banner_timeout": 0.8 * timeout,  # shorter than the handshake's, so that a missing banner is what is reported
+        "banner_timeout": 0.8 * timeout,  # below the handshake's timeout, to report a missing banner
         "channel_timeout": timeout,
         "timeout": timeout,
         "transport_factory": lambda sock, **more: _transport(sock, check.key_types()),

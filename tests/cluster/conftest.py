@@ -14,6 +14,9 @@ from operator_kit import end_processes
 
 HERE = Path(__file__).parent
 
+#: Files whose tests start no process of the trainer and need not wait until its kernels are compiled.
+WITHOUT_TRAINER = ("test_bastion", "test_netns", "test_ssh_parity", "test_tasks", "test_wiring")
+
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     reason = unavailable()
@@ -24,14 +27,16 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
                 item.add_marker(pytest.mark.skip(reason=f"no namespaced hosts: {reason}"))
 
 
-@pytest.fixture(scope="session", autouse=True)
-def hosts_share_kernels(compiled_kernels: None) -> None:
-    """Set GNNFLEET_KERNELS, so that the hosts use the folder where the tests keep compiled kernels."""
+@pytest.fixture(scope="module", autouse=True)
+def kernels_of_hosts(request: pytest.FixtureRequest) -> None:
+    """Compile kernels before hosts start processes of the trainer; the hosts use the kernels of the tests."""
+    if request.path.stem not in WITHOUT_TRAINER:
+        request.getfixturevalue("compiled_kernels")
 
 
 @pytest.fixture(scope="session")
 def three_hosts(tmp_path_factory: pytest.TempPathFactory) -> Iterator[NetCluster]:
-    """Yield three hosts that also accept a password; all tests of one pytest worker use these hosts.
+    """Yield three hosts that also accept a password. All tests of one pytest worker use these hosts.
 
     All hosts see ``cluster.shared_folder`` at the same path.
     """

@@ -1,4 +1,4 @@
-"""The contracts of a run: what must hold after every scenario of the soak, each under a name."""
+"""The contracts of a run: conditions that must hold after every scenario of the soak, each with a name."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from typing import Any
 from fault_kit import FaultyRun
 from launching import REPOSITORY, Launched
 from netns import Host
-from scenario import REASONS, Scenario
+from scenario import NODE_KINDS, REASONS, Scenario
 
-#: Name of a contract -> what holds after every run.
+#: Name of a contract -> the condition.
 CONTRACTS = {
     "ended": "the launcher ended in time",
     "cause": "the report names the process and host that failed first, and why",
@@ -26,6 +26,7 @@ CONTRACTS = {
     "leases": "no lease is left",
     "sockets": "no listening or abstract socket is left",
     "survives": "a run that a fault does not concern trains on",
+    "restarts": "a run with `run.restarts` starts again once, without the lost node, and names the cause",
     "stop": "`gnnfleet stop` ends a run that trains on",
     "agrees": "`gnnfleet status` and `gnnfleet runs` say the same as the report",
     "resume": "`gnnfleet resume` succeeds, so the next launch works",
@@ -39,7 +40,7 @@ SSH_PORT = 22
 
 @dataclass
 class Verdict:
-    """What a scenario came to; ``wrong`` has a message for each broken contract."""
+    """Result of a scenario. ``wrong`` maps each broken contract to a message."""
 
     scenario: Scenario
     wrong: dict[str, str] = field(default_factory=dict)
@@ -48,7 +49,7 @@ class Verdict:
     ended_after: float = 0.0  #: seconds from the fault until no process of the run was left
 
     def break_(self, contract: str, message: str) -> None:
-        """Record that a contract is broken; the first message for each is kept."""
+        """Record that a contract is broken. The first message for each is kept."""
         assert contract in CONTRACTS
         self.wrong.setdefault(contract, message)
 
@@ -82,7 +83,7 @@ def sockets_of(host: Host) -> list[str]:
 
 
 def wait_until_clean(hosts: list[Host], seconds: float) -> list[str]:
-    """Wait until no process is left on ``hosts``, at most ``seconds``; return what is left."""
+    """Wait until no process is left on ``hosts``, at most ``seconds``, and return what is left."""
     deadline = time.monotonic() + seconds
     while (found := left(hosts)) and time.monotonic() < deadline:
         time.sleep(0.1)
@@ -92,7 +93,7 @@ def wait_until_clean(hosts: list[Host], seconds: float) -> list[str]:
 def gnnfleet(
     environment: dict[str, str], *words: str, cwd: Path | str = "/", seconds: float = 90
 ) -> subprocess.CompletedProcess[str]:
-    """Run a command of gnnfleet, by default in a folder that has nothing to do with the run."""
+    """Run a command of gnnfleet, by default in another folder than that of the run."""
     command = [sys.executable, str(REPOSITORY / "launch.py"), *words]
     environment = {"COLUMNS": "200", **environment}
     return subprocess.run(command, cwd=cwd, env=environment, capture_output=True, text=True, timeout=seconds)
@@ -107,7 +108,7 @@ def check_hosts(verdict: Verdict, hosts: list[Host]) -> None:
 
 
 def check_failure(verdict: Verdict, run: FaultyRun, done: Launched) -> None:
-    """Check the report and the exit status of a run that a fault has ended."""
+    """Check the report and the exit status of a run that ended because of a fault."""
     scenario, fault = run.scenario, run.scenario.fault
     texts, least = REASONS[fault.kind]
     lines = done.output.splitlines()
@@ -132,8 +133,23 @@ def check_failure(verdict: Verdict, run: FaultyRun, done: Launched) -> None:
         verdict.break_("traceback", f"{traces} tracebacks")
 
 
+def check_restarts(verdict: Verdict, run: FaultyRun) -> None:
+    """Check the restarts that the result of a run records."""
+    fault, path = run.scenario.fault, run.run_dir / "result.json"
+    restarts = json.loads(path.read_text()).get("restarts", []) if path.is_file() else []
+    if len(restarts) != 1:
+        verdict.break_("restarts", f"not one restart: {[each.get('text') for each in restarts] or path}")
+        return
+    found = restarts[0]
+    verdict.reported = found["text"]
+    if found["cause_node"] != fault.node or not any(text in found["reason"] for text in REASONS[fault.kind][0]):
+        verdict.break_("cause", found["text"])
+    if found["without"] != ([fault.node] if fault.kind in NODE_KINDS else []):
+        verdict.break_("restarts", f"without {found['without']}: {found['text']}")
+
+
 def check_views(verdict: Verdict, run: FaultyRun, state: str) -> None:
-    """Check that ``gnnfleet status`` and ``gnnfleet runs`` agree with the end of the run, seen from elsewhere."""
+    """Check that ``gnnfleet status`` and ``gnnfleet runs``, called in another folder, agree with the end of the run."""
     shown = gnnfleet(run.environment, "status", "--json", run.run_id)
     if not shown.stdout.startswith("{"):
         verdict.break_("agrees", f"status printed {shown.stdout + shown.stderr!r}")
@@ -147,6 +163,5 @@ def check_views(verdict: Verdict, run: FaultyRun, state: str) -> None:
             verdict.break_("agrees", f"status names another node than node{fault.node}: {found['sentence']!r}")
     listed = gnnfleet(run.environment, "runs", "--json", cwd=run.folder)
     rows = [row for row in json.loads(listed.stdout or "[]") if row["run_id"] == run.run_id]
-    words = ("stopped", "interrupted") if state == "stopped" else (state,)
-    if len(rows) != 1 or rows[0]["state"] not in words:
+    if len(rows) != 1 or rows[0]["state"] != state:
         verdict.break_("agrees", f"runs says {rows or listed.stdout[-500:] + listed.stderr}")

@@ -26,9 +26,11 @@ for step in range(10000):
 """
 #: A user script that only counts steps, without torch; no rank waits for another rank.
 COUNTS = """
-import time
+import os, sys, time
 for step in range(10000):
     print("step", step, flush=True)
+    if step == 20 and sys.argv[1:] == ["raise", os.environ["RANK"]]:
+        raise ValueError("no such column: age")
     time.sleep(0.05)
 """
 WAITS = "import os, time; print('here is rank', os.environ['RANK'], flush=True); time.sleep(300)\n"
@@ -104,7 +106,7 @@ def scene(cluster: NetCluster, tmp_path: Path, parts: Path) -> Scene:
 
 @pytest.fixture(scope="session")
 def parts(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Return a folder path for the parts of the graph; the first launch that needs the parts creates the folder."""
+    """Return a folder path for the parts of the graph. The first launch that needs the parts creates the folder."""
     return tmp_path_factory.mktemp("parts") / "synthetic"
 
 
@@ -119,9 +121,11 @@ def assert_one_message(done: Launched, status: int, *words: str) -> None:
 
 
 def mount(scene: Scene, size: str, k: int = 1) -> None:
-    script = f"mkdir -p /mnt/small && mount -t tmpfs -o size={size} tmpfs /mnt/small"
+    # Below /tmp, which each host has for itself. Elsewhere, hosts of another worker share the folder, and removing it
+    # would unmount their disk.
+    script = f"mkdir -p /tmp/small && mount -t tmpfs -o size={size} tmpfs /tmp/small"
     scene.cluster.hosts[k].run(["bash", "-c", script])
 
 
 def unmount(scene: Scene, k: int = 1) -> None:
-    scene.cluster.hosts[k].run(["bash", "-c", "umount /mnt/small 2>/dev/null; rm -rf /mnt/small"])
+    scene.cluster.hosts[k].run(["bash", "-c", "umount /tmp/small 2>/dev/null; rm -rf /tmp/small"])

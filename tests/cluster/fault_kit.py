@@ -1,4 +1,4 @@
-"""Injects the fault of a scenario into its run on namespaced hosts, and puts the hosts right again."""
+"""Injects the fault of a scenario into its run on namespaced hosts, and repairs the hosts afterwards."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ SPARE_MEMORY = 150 << 20  # bytes that a node may still use after fault "memory"
 
 
 class NotInjected(AssertionError):
-    """The run did not come to the point where the fault is injected."""
+    """The run did not reach the point at which the fault is injected."""
 
 
 @dataclass
@@ -49,7 +49,7 @@ class FaultyRun:
         return self.cluster.hosts[self.scenario.fault.node]
 
     def prepare(self) -> None:
-        """Set the clocks and shells of the hosts; make the disk small for fault "disk"."""
+        """Set the clocks and shells of the hosts, and make the disk small for fault "disk"."""
         for k, host in enumerate(self.cluster.hosts):
             set_clock(host, 300 if k == self.scenario.clock else 0)
             host.write("~/.bashrc", SHELLS[self.scenario.shell])
@@ -65,7 +65,7 @@ class FaultyRun:
         return Running(config, *words, *job_words(self.scenario, **epochs), env=self.environment)
 
     def await_moment(self, running: Running) -> None:
-        """Wait until the run has come to the epoch of the fault."""
+        """Wait until the run has reached the epoch of the fault."""
         if self.scenario.detached:
             done = running.end(150)
             if done.status:
@@ -82,15 +82,20 @@ class FaultyRun:
             time.sleep(0.1)
 
     def epoch(self) -> int:
-        """Return the epoch that the run is training, from the newest line of the first rank; 0 before the first."""
-        lead = self.scenario.lead
-        path = f"{WORKDIR}/runs/{self.run_id}/node{lead}/metrics-rank0.jsonl"
-        try:
-            text = self.cluster.hosts[lead].root_path(path).read_text()
-        except OSError:
-            return 0
-        lines = [json.loads(line) for line in text.rpartition("\n")[0].splitlines()[-20:]]
-        return max((line["epoch"] for line in lines if "epoch" in line), default=0)
+        """Return the epoch that the run is training, from the newest line of rank 0 on any host, or 0 before the first.
+
+        A restart may move rank 0 to another host.
+        """
+        found = 0
+        for k, host in enumerate(self.cluster.hosts):
+            path = host.root_path(f"{WORKDIR}/runs/{self.run_id}/node{k}/metrics-rank0.jsonl")
+            try:
+                text = path.read_text()
+            except OSError:
+                continue
+            lines = [json.loads(line) for line in text.rpartition("\n")[0].splitlines()[-20:]]
+            found = max([found, *(line["epoch"] for line in lines if "epoch" in line)])
+        return found
 
     # --- faults -------------------------------------------------------------------------------
 
@@ -138,8 +143,9 @@ class FaultyRun:
         self._signal("job.py" if self.scenario.own else "trainer train", self.scenario.victim, signum)
 
     def _signal(self, words: str, rank: int | None = None, signum: int = signal.SIGKILL) -> None:
-        """Send a signal to the Python process on the host that runs ``words``; if ``rank`` is given, to the process of
-        that rank. Wait up to 20 s for the process to start."""
+        """Send a signal to the Python process on the host that runs ``words``. If ``rank`` is given, the process of
+        that rank is meant. Wait up to 20 s for the process to start.
+        """
         deadline = time.monotonic() + 20
         while time.monotonic() < deadline:
             for process in self.host.processes():
@@ -163,7 +169,7 @@ class FaultyRun:
             raise NotInjected(f"no SSH connection to {self.host.name}")
 
     def repair(self) -> None:
-        """Put the host right again, a cut network when its time is over."""
+        """Repair the host of the fault. A network cut is kept up for its full duration first."""
         kind = self.scenario.fault.kind
         if kind == "memory":
             self.host.limit_memory(None)

@@ -129,7 +129,7 @@ class Host:
         return "".join(f"{name} {value}\n" for name, value in options.items())
 
     def power_on(self) -> None:
-        """Begin to boot the host; call ``wait_until_up`` to wait for the end of the boot."""
+        """Begin to boot the host. Call ``wait_until_up`` to wait for the end of the boot."""
         link, mac = self.name, "02:00:" + ":".join(f"{byte:02x}" for byte in socket.inet_aton(self.address))
         ip(f"netns add {self.name}")
         inside = self.machine.interface
@@ -201,7 +201,7 @@ class Host:
         self.destroy()
 
     def destroy(self) -> None:
-        """Kill all processes on the host and remove its network interface; may be called twice."""
+        """Kill all processes on the host and remove its network interface. May be called twice."""
         if self._process is not None:
             self._process.kill()  # --kill-child kills pid 1, and with it all processes of the host
             self._process.wait()
@@ -235,7 +235,8 @@ class Host:
         return done
 
     def root_path(self, path: str | Path) -> Path:
-        """Convert a path on the host to the path of the same file outside of the host; ``~/`` is the host's home."""
+        """Convert a path as this host sees it to the path of the same file on the test machine. ``~/`` is the host's
+        home folder."""
         text = str(path)
         absolute = self.home + text[1:] if text == "~" or text.startswith("~/") else text
         return Path(f"/proc/{self.init_pid}/root") / absolute.lstrip("/")
@@ -248,7 +249,7 @@ class Host:
         place.chmod(mode)
 
     def processes(self, *, system: bool = False) -> list[Process]:
-        """Return the processes on the host, without zombies; pid 1 and sshd are included only if ``system`` is true."""
+        """Return the processes on the host, without zombies. Pid 1 and sshd are included only if ``system`` is true."""
         found = [each for each in processes_of(self.init_pid) if each.cmdline] if self.init_pid else []
         return found if system else [each for each in found if each.pid != 1 and "sshd" not in each.cmdline.split()[0]]
 
@@ -258,13 +259,13 @@ class Host:
         return [each for each in found if each.cmdline.startswith("sshd: ") and "[listener]" not in each.cmdline]
 
     def kill(self, pid: int, signum: int = signal.SIGKILL) -> None:
-        """Send a signal to a process; ``pid`` is its pid as the host sees it."""
+        """Send a signal to a process. ``pid`` is its pid as the host sees it."""
         self.run(["bash", "-c", f"kill -{int(signum)} {pid}"])
 
     # --- faults -----------------------------------------------------------------------
 
     def cut_network(self) -> None:
-        """Drop all packets to and from the host; its interface stays up."""
+        """Drop all packets to and from the host. Its interface stays up."""
         self._port_state(0)
 
     def restore_network(self) -> None:
@@ -290,8 +291,9 @@ class Host:
         tool(["tc", "-n", self.name, "qdisc", "del", "dev", self.machine.interface, "root"], check=False)
 
     def limit_memory(self, size: int | None) -> None:
-        """Limit the memory of all processes on the host together to ``size`` bytes (None: no limit); the kernel kills a
-        process when the limit is exceeded."""
+        """Limit the memory of all processes on the host together to ``size`` bytes (None: no limit). The kernel kills a
+        process when the limit is exceeded.
+        """
         assert self.memory is not None
         self.memory.limit(size)
 
@@ -413,7 +415,7 @@ class NetCluster:
         return kept | {"HOME": str(self.operator_home)} | more
 
     def close(self) -> None:
-        """Remove all hosts, the bridge and their files; may be called twice. Does nothing in a forked child."""
+        """Remove all hosts, the bridge and their files. May be called twice. Does nothing in a forked child."""
         if os.getpid() != self.owner:
             return
         atexit.unregister(self.close)

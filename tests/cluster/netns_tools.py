@@ -79,7 +79,7 @@ class MemoryCgroup:
         self.folder.mkdir(exist_ok=True)
 
     def limit(self, size: int | None) -> None:
-        """Limit the memory to ``size`` bytes; None removes the limit."""
+        """Limit the memory to ``size`` bytes. None removes the limit."""
         name, none = ("memory.limit_in_bytes", "-1") if self._old.is_dir() else ("memory.max", "max")
         (self.folder / name).write_text(none if size is None else str(size))
 
@@ -112,11 +112,11 @@ def unavailable() -> str:
 
 
 class NetnsError(RuntimeError):
-    """A host could not be created, or a command on a host failed; the message contains the command's error output."""
+    """A host could not be created, or a command on a host failed. The message contains the command's error output."""
 
 
 class Process(NamedTuple):
-    """A process on a host; ``pid`` is its pid as the host sees it."""
+    """A process on a host. ``pid`` is its pid as the host sees it."""
 
     pid: int
     cmdline: str
@@ -129,12 +129,12 @@ def kill_namespace(name: str) -> None:
 
 
 def state(pid: int) -> str:
-    """Return the state of process ``pid`` (R, S, D, Z …); '' if the process does not exist."""
+    """Return the state of process ``pid`` (R, S, D, Z …), or '' if the process does not exist."""
     return _stat(pid)[0]
 
 
 def start_ticks(pid: int) -> str:
-    """Return the start time of process ``pid`` in clock ticks since boot; '' if the process does not exist."""
+    """Return the start time of process ``pid`` in clock ticks since boot, or '' if the process does not exist."""
     return _stat(pid)[19]
 
 

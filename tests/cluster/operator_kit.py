@@ -37,7 +37,7 @@ class Operator:
 
 
 def stage_in(project: Path) -> str:
-    """Return the stage (e.g. ``sync``) of the only launch from the folder ``project``; '' if no launch has begun."""
+    """Return the stage (e.g. ``sync``) of the only launch from the folder ``project``, or '' if no launch has begun."""
     found = list((project / "runs").glob("*/launch.json"))
     return str(json.loads(found[0].read_text())["stage"]) if found else ""
 

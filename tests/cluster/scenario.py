@@ -11,8 +11,8 @@ from dataclasses import dataclass
 from typing import Any
 
 HOSTS = 4
-NUM_PARTS = 4  # of every graph, so that a run resumes on fewer or more hosts with the same parts
-ENDLESS = 100_000  # epochs of a run that only a fault or the user ends
+NUM_PARTS = 4  # parts of every graph; a run resumes with them on fewer or more hosts
+ENDLESS = 100_000  # number of epochs of a run that only a fault or the user ends
 PEER_TIMEOUT = 6.0  # seconds; the default of run.peer_timeout
 STALL_AFTER = 6.0  # seconds; run.stall_after of scenarios that suspend a rank
 MAX_RANKS = 5
@@ -34,7 +34,6 @@ GRAPHS: dict[str, dict[str, Any]] = {
 #: with any other fault trains on.
 REASONS: dict[str, tuple[tuple[str, ...], int]] = {
     "kill": (("was killed by signal 9 (SIGKILL)",), 137),
-    "server": (("was killed by signal 9 (SIGKILL)",), 137),
     "exception": (("raised ValueError: no such column: age",), 1),
     "exit": (("ended with exit status 3",), 3),
     "segfault": (("crashed: segmentation fault (SIGSEGV)",), 139),
@@ -45,10 +44,11 @@ REASONS: dict[str, tuple[tuple[str, ...], int]] = {
     "network": (("no sign of life", "no contact"), 1),
     "supervisor": (("supervisor",), 1),
 }
-KINDS = (*REASONS, "blip", "ssh", "launcher", "clock", "none")  # blip: a network cut shorter than run.peer_timeout
-TRIGGERED = ("exception", "exit", "segfault", "memory")  # the script causes these itself, triggered by a file
+# "blip" is a network cut shorter than run.peer_timeout
+KINDS = ("kill", "server", *list(REASONS)[1:], "blip", "ssh", "launcher", "clock", "none")
+TRIGGERED = ("exception", "exit", "segfault", "memory")  # the user script causes these itself
 SCRIPT_ONLY = (*TRIGGERED, "disk")
-NODE_KINDS = ("power", "network", "supervisor")  # the report names the node
+NODE_KINDS = ("power", "network", "supervisor")  # faults for which the report names the node, not a rank
 UNREACHABLE = ("power", "network")
 
 
@@ -58,9 +58,9 @@ class Fault:
 
     kind: str
     node: int
-    second: bool = False  #: the second rank of the node fails, not the first
-    epoch: int = 0  #: injected once this epoch is being trained; 0: as soon as the ranks have started
-    seconds: float = 0.0  #: length of a network cut
+    second: bool = False  #: whether the fault hits the second rank of the node, not the first
+    epoch: int = 0  #: the fault is injected while this epoch is trained; 0: as soon as the ranks have started
+    seconds: float = 0.0  #: duration of a network cut
 
 
 @dataclass(frozen=True)
@@ -68,18 +68,19 @@ class Scenario:
     """A run and its fault. Node ranks: servers first, then the nodes that train."""
 
     seed: int
-    servers: int  #: 0: worker mode
-    procs: tuple[int, ...]  #: of each node that trains
+    servers: int  #: number of server nodes; 0: worker mode
+    procs: tuple[int, ...]  #: number of processes of each node that trains
     replicas: int
     graph: str
-    own: bool  #: a user script instead of the bundled trainer
+    own: bool  #: whether a user script runs instead of the bundled trainer
     sampler: dict[str, Any]  #: settings of the section ``train``
     topology: str
     cache: str
     shell: str  #: what the shells of the hosts print; see SHELLS
     clock: int | None  #: node rank of a host whose clock is five minutes off
     detached: bool
-    resume: str  #: hosts of the resumed run: same, fewer, more; '' for none
+    resume: str  #: number of hosts of the resumed run: same, fewer, more; '' if the run is not resumed
+    restarts: int  #: run.restarts; 0 if the run cannot start again after its fault
     fault: Fault
 
     @property
@@ -96,7 +97,7 @@ class Scenario:
         return "servers" if self.servers else "workers"
 
     def ranks(self, node: int) -> range:
-        """Return the ranks of a node; empty for a server."""
+        """Return the ranks of a node, or an empty range for a server."""
         k = node - self.servers
         if k < 0:
             return range(0)
@@ -105,33 +106,40 @@ class Scenario:
 
     @property
     def victim(self) -> int:
-        """Return the rank that the fault is meant for; -1 if it is a server's."""
+        """Return the rank that the fault hits, or -1 if it hits a graph server."""
         ranks = self.ranks(self.fault.node)
         return ranks[-1 if self.fault.second else 0] if ranks else -1
 
     @property
     def survives(self) -> bool:
-        """Return whether the run trains on in spite of the fault."""
+        """Return whether the run continues to train after the fault."""
+        return self.starts_again or self._undisturbed
+
+    @property
+    def starts_again(self) -> bool:
+        """Return whether the run starts again after the fault."""
+        return self.restarts > 0 and not self._undisturbed
+
+    @property
+    def _undisturbed(self) -> bool:
+        """Return whether the fault ends no rank, so that all ranks continue to train."""
         kind, on_server = self.fault.kind, self.fault.node < self.servers
-        if kind == "server":
-            return on_server  # the graph server of a server node is restarted
         return kind not in REASONS or (on_server and self.replicas > 1 and kind in NODE_KINDS)
 
     @property
     def within(self) -> float:
         """Return the seconds from the fault until no process of the run may be left."""
         unnoticed = {"stop": STALL_AFTER + 12.0, "power": PEER_TIMEOUT + 4.0, "network": PEER_TIMEOUT + 4.0}
-        unnoticed["disk"] = 10.0  # until the last pages of open files are full
+        unnoticed["disk"] = 10.0  # the last pages of open files can still be written
         return 10.0 + unnoticed.get(self.fault.kind, 0.0)
 
     @property
     def names(self) -> list[str]:
-        """Return the names of which the report must give one as the first failure."""
+        """Return names, one of which the report must give as the first failure."""
         if self.fault.kind in NODE_KINDS:
             return ["node"]
-        if self.fault.kind == "server":
-            return ["server"]
-        ranks = self.ranks(self.fault.node) if self.fault.kind == "disk" else [self.victim]  # disk: who writes first
+        # With a full disk, the first rank that writes fails, which may be any rank of the node.
+        ranks = self.ranks(self.fault.node) if self.fault.kind == "disk" else [self.victim]
         return [f"rank{rank}" for rank in ranks]
 
     def __str__(self) -> str:
@@ -142,6 +150,7 @@ class Scenario:
         more += [] if self.clock is None else [f"clock of node{self.clock} off"]
         more += ["detached"] if self.detached else []
         more += [f"resumed on {self.resume}"] if self.resume else []
+        more += [f"restarts: {self.restarts}"] if self.restarts else []
         fault, moment = self.fault, f"epoch {self.fault.epoch}" if self.fault.epoch else "start"
         length = f" for {fault.seconds:.1f} s" if fault.seconds else ""
         who = f"rank{self.victim} of node{fault.node}" if self.victim >= 0 else f"node{fault.node}"
@@ -174,18 +183,32 @@ def draw(seed: int, kinds: tuple[str, ...] = KINDS) -> Scenario:
     resume = chance.choice(["", "same", "fewer", "more"]) if kind not in ("clock", "none") else ""
     if (resume == "more" and nodes == HOSTS) or (resume == "fewer" and trains == 1):
         resume = "same"
+    sampler = _sampler(own, chance)
+    topology, cache = chance.choice(["auto", "replicated", "partitioned"]), chance.choice(["10%", "0", "64KB"])
+    shell = chance.choice(["quiet", *SHELLS])
+    clock = chance.randrange(nodes) if chance.random() < 0.25 else None
+    restarts = chance.randint(1, 3) if chance.random() < 0.5 and _can_start_again(fault, servers, trains) else 0
+    if restarts:
+        replicas = min(2, servers or trains)
     return Scenario(
-        seed, servers, procs, replicas, graph, own, _sampler(own, chance),
-        topology=chance.choice(["auto", "replicated", "partitioned"]),
-        cache=chance.choice(["10%", "0", "64KB"]),
-        shell=chance.choice(["quiet", *SHELLS]),
-        clock=chance.randrange(nodes) if chance.random() < 0.25 else None,
-        detached=detached, resume=resume, fault=fault,
+        seed, servers, procs, replicas, graph, own, sampler, topology, cache, shell, clock, detached, resume, restarts,
+        fault,
     )  # fmt: skip
 
 
+def _can_start_again(fault: Fault, servers: int, trains: int) -> bool:
+    """Return whether a run with run.restarts and two replicas of each part can continue after the fault."""
+    if fault.kind not in REASONS or fault.kind == "disk" or not fault.epoch:
+        return False  # no process was lost, the disk stays full, or no step was trained yet
+    if fault.kind not in NODE_KINDS:
+        return True
+    if fault.kind == "network" and servers + trains == 2:
+        return False  # each of the two nodes would continue without the other
+    return servers != 1 and trains > 1 if fault.node < servers or not servers else trains > 1
+
+
 def _procs(trains: int, chance: random.Random) -> tuple[int, ...]:
-    """Draw the number of processes of each node that trains; MAX_RANKS in all."""
+    """Draw the number of processes of each node that trains, at most MAX_RANKS in all."""
     procs = [1] * trains
     for k in range(trains):
         if sum(procs) < MAX_RANKS and chance.random() < 0.35:
@@ -196,7 +219,7 @@ def _procs(trains: int, chance: random.Random) -> tuple[int, ...]:
 def _fault(kind: str, servers: int, procs: tuple[int, ...], chance: random.Random) -> Fault:
     nodes = servers + len(procs)
     node = chance.randrange(nodes)
-    if kind in (*SCRIPT_ONLY, "kill", "stop"):  # a rank's
+    if kind in (*SCRIPT_ONLY, "kill", "stop"):  # faults of a rank
         node = chance.randrange(servers, nodes)
     elif kind == "server" and servers:
         node = chance.randrange(servers)

@@ -69,7 +69,8 @@ class Stage:
         **run: Any,
     ) -> Run:  # fmt: skip
         """Start a run. ``data`` and ``run`` are settings of these sections of the cluster.yml, ``train`` options of the
-        trainer; ``pause`` is the pause after each step, in seconds."""
+        trainer. ``pause`` is the pause after each step, in seconds.
+        """
         self.serial += 1
         folder = self.folder / f"{self.folder.name}-{self.serial}"
         folder.mkdir()
@@ -107,7 +108,7 @@ class Run:
         return self.host(k).folder / "disk/runs" / self.folder.name / f"node{k}" / name
 
     def await_step(self, epoch: int, step: int, timeout: float = 200) -> Run:
-        """Wait until a rank of the first client trains ``step`` of ``epoch``; others are at most one step behind."""
+        """Wait until a rank of the first client trains ``step`` of ``epoch``. Others are at most one step behind."""
         until = time.monotonic() + timeout
         while not any((each["epoch"], each["step"]) >= (epoch, step) for each in self.notes(CLIENTS[0])):
             assert self.running.process.poll() is None and time.monotonic() < until, self.running.output
@@ -143,8 +144,9 @@ class Run:
         return [json.loads(line) for text in texts for line in text.splitlines()]
 
     def trained(self) -> Counter[tuple[int, int]]:
-        """Return for each (epoch, seed) how often the seed was trained in that epoch; a step that was repeated after a
-        restart counts once."""
+        """Return for each (epoch, seed) how often the seed was trained in that epoch. A step that was repeated after a
+        restart counts once.
+        """
         notes = [note for k, _ in zip(CLIENTS, self.stage.procs, strict=False) for note in self.notes(k)]
         begins: dict[int, tuple[int, int]] = {}  # generation → its first step
         for note in notes:
@@ -179,7 +181,7 @@ def flags(settings: dict[str, Any]) -> list[str]:
 def curves_of_one_process(
     folder: Path, workdirs: Path, data: Section | None = None, train: Section | None = None
 ) -> list[list[float]]:
-    """Train in one process with one part on this machine; return, for each epoch, the loss of each step."""
+    """Train in one process with one part on this machine. Return, for each epoch, the loss of each step."""
     folder.mkdir()
     settings = TRAIN | (train or {})
     done = launch(local_config(folder, [1], workdirs, data=data or {"options": GRAPH}, train=settings), timeout=900)

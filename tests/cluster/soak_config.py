@@ -14,7 +14,7 @@ from ssh_nodes import ssh_nodes
 
 
 def data_section(scenario: Scenario, parts: Path, *, alone: bool = False) -> dict[str, Any]:
-    """Return the section ``data``; ``alone``: for one process."""
+    """Return the section ``data``. ``alone``: for one process."""
     section = {**GRAPHS[scenario.graph], "folder": str(parts / scenario.graph), "num_parts": NUM_PARTS}
     placement = {"replicas": scenario.replicas, "topology": scenario.topology, "cache": scenario.cache}
     return section if alone else section | placement
@@ -27,20 +27,21 @@ def train_section(scenario: Scenario, epochs: int = ENDLESS) -> dict[str, Any]:
 
 
 def run_section(scenario: Scenario, *, resumed: bool = False) -> dict[str, Any]:
-    """Return the section ``run``. A resumed run has the default of stall_after: on a busy machine, a rank that has done
-    its last step may take longer to exit than a suspended rank is given."""
-    section: dict[str, Any] = {"connect_timeout": 3, "lost_after": 12}
+    """Return the section ``run``. A resumed run has the default of stall_after. With a short one, a rank that exits
+    slowly on a busy machine could count as stalled.
+    """
+    section: dict[str, Any] = {"connect_timeout": 3, "lost_after": 12, "restarts": 0 if resumed else scenario.restarts}
     return section | ({"stall_after": STALL_AFTER} if scenario.fault.kind == "stop" and not resumed else {})
 
 
 def job_words(scenario: Scenario, epochs: int = ENDLESS, pause: float = 0.05) -> list[str]:
-    """Return the arguments of a launch that run the user script; none for the bundled trainer."""
+    """Return the arguments of a launch that run the user script, or none for the bundled trainer."""
     words = ["--", "python", "job.py", str(epochs), json.dumps(scenario.sampler), str(pause)]
     return words if scenario.own else []
 
 
 def node_list(cluster: NetCluster, scenario: Scenario, pythons: Sequence[str], more: int = 0) -> list[dict[str, Any]]:
-    """Return the nodes of the scenario; ``more``: number of further nodes with one process."""
+    """Return the nodes of the scenario. ``more``: number of further nodes with one process."""
     procs = (*[1] * scenario.servers, *scenario.procs, *[1] * more)
     nodes = ssh_nodes(cluster, procs, pythons)
     for k, node in enumerate(nodes if scenario.servers else ()):

@@ -12,7 +12,7 @@ from soak_job import JOB
 
 Curve = dict[tuple[int, int], float]  #: (epoch, step) -> mean loss over the global batch
 
-TOLERANCE = 1e-4  # relative, of a loss of float32 rows that are summed in another order
+TOLERANCE = 1e-4  # relative difference of losses, as float32 values are summed in another order
 
 
 def curve_of(run_dir: Path) -> Curve:
@@ -28,7 +28,7 @@ def curve_of(run_dir: Path) -> Curve:
 
 
 def epochs_begun(run_dir: Path) -> int:
-    """Return the last epoch of which the run has recorded a step; 0 if it has recorded none."""
+    """Return the last epoch of which the run has recorded a step, or 0 if it has recorded none."""
     kinds = ("step", "epoch", "checkpoint")
     return max((line["epoch"] for line in _lines(run_dir / "metrics.jsonl") if line["kind"] in kinds), default=0)
 

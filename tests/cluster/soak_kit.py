@@ -7,7 +7,7 @@ import time
 import traceback
 from pathlib import Path
 
-from contracts import Verdict, check_failure, check_hosts, check_views, gnnfleet, left, wait_until_clean
+from contracts import Verdict, check_failure, check_hosts, check_restarts, check_views, gnnfleet, left, wait_until_clean
 from fault_kit import FaultyRun, pythons_of
 from launching import Launched, Running
 from netns import Host, Machine, NetCluster
@@ -18,8 +18,9 @@ from soak_config import cluster_file, job_words
 from soak_curves import Undisturbed, curve_of, epochs_begun
 from ssh_nodes import WORKDIR
 
-CLEAN_WITHIN = 10.0  # seconds after which no process of a run may be left that has been stopped
-PATIENCE = 60.0  # seconds to wait for what is late already, before it counts as hanging
+CLEAN_WITHIN = 10.0  # seconds within which all processes of a stopped run must end
+PATIENCE = 60.0  # further seconds after a time limit, until the run counts as hanging
+RESTARTED_WITHIN = 120.0  # seconds within which a restarted run must train two epochs
 LONGEST_CURVE = 60  # epochs; curves of longer runs are not compared, because the undisturbed run takes too long
 
 
@@ -29,7 +30,7 @@ def kinds_here() -> tuple[str, ...]:
 
 
 class Soak:
-    """Four hosts on which scenarios run one after the other; ``folder`` has the files of the launcher."""
+    """Four hosts on which scenarios run one after the other. ``folder`` has the files of the launcher."""
 
     def __init__(self, cluster: NetCluster, folder: Path, *, keep: bool = False):
         self.cluster, self.folder, self.keep = cluster, folder, keep
@@ -55,7 +56,7 @@ class Soak:
         try:
             run.prepare()
             self._run(run, verdict)
-        except Exception as error:  # whatever happens, the soak goes on with the next scenario
+        except Exception as error:  # after any error, the soak continues with the next scenario
             verdict.break_("ended", f"{type(error).__name__}: {str(error)[-3000:]}\n{traceback.format_exc(limit=-3)}")
         finally:
             self._restart_dead()
@@ -131,7 +132,7 @@ class Soak:
         if kind == "blip":
             run.repair()
         try:
-            run.await_epoch(epoch + 2)
+            run.await_epoch(epoch + 2, RESTARTED_WITHIN if run.scenario.starts_again else 60.0)
         except AssertionError as error:
             verdict.break_("survives", f"{error}; {running.output[-2500:]}")
         run.repair()
@@ -143,11 +144,13 @@ class Soak:
         self._check_clean(run, verdict, began, CLEAN_WITHIN)
         if run.scenario.detached or kind == "launcher":
             self._collect(run)
-            return "stopped"
-        done = running.end(PATIENCE)
-        verdict.status = done.status
-        if done.status != 130:
-            verdict.break_("status", f"exit status {done.status} of a stopped run: {done.output[-1500:]}")
+        else:
+            done = running.end(PATIENCE)
+            verdict.status = done.status
+            if done.status != 130:
+                verdict.break_("status", f"exit status {done.status} of a stopped run: {done.output[-1500:]}")
+        if run.scenario.starts_again:
+            check_restarts(verdict, run)
         return "stopped"
 
     def _check_clean(
@@ -179,11 +182,16 @@ class Soak:
             words = ["launch", "--config", str(config)]
             words += ["--set", f"train.resume={checkpoint}"] if checkpoint.is_file() else []
         else:
-            words = ["resume", run.run_id, "--epochs", str(epochs), "--set", "run.stall_after=auto"]
-            words += ["--exclude", f"node{run.scenario.nodes - 1}"] if run.scenario.resume == "fewer" else []
+            words = ["resume", run.run_id, "--set", "run.stall_after=auto"]
+            if run.scenario.resume == "fewer":
+                holders = run.scenario.servers or run.scenario.nodes - 1
+                words += ["--exclude", f"node{run.scenario.nodes - 1}"]
+                words += ["--set", f"data.replicas={min(run.scenario.replicas, holders)}"]
             if run.scenario.own:
                 run.folder.joinpath("job.py").write_text(_with_epochs(run.folder / "job.py", epochs))
                 job = []
+            else:
+                words += ["--epochs", str(epochs)]
         done = gnnfleet(run.environment, *words, "--run-id", run_id, *job, cwd=run.folder, seconds=240)
         if done.returncode:
             verdict.break_("resume", f"{words}: exit status {done.returncode}: {(done.stdout + done.stderr)[-2500:]}")
@@ -200,5 +208,5 @@ class Soak:
 
 
 def _with_epochs(path: Path, epochs: int) -> str:
-    """Return the user script with ``epochs`` instead of its first argument, as a resumed run has the same command."""
+    """Return the user script with a fixed number of epochs. A resumed run cannot get another number as argument."""
     return path.read_text().replace("main(int(sys.argv[1])", f"main({epochs}")

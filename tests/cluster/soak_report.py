@@ -15,13 +15,14 @@ from scenario import HOSTS, draw
 from soak_kit import Soak, kinds_here
 from soak_resources import growth, resource_table, sample
 
-SAMPLE_EVERY = 10  # runs
-WARM_UP = 10  # runs after which code, parts and libraries are in place
+SAMPLE_EVERY = 10  # number of runs between two samples of resources
+WARM_UP = 10  # number of runs after which code, parts and libraries are on all hosts
 
 
 def soak(minutes: float, seeds: Iterable[int], folder: Path, *, keep: bool = False) -> int:
-    """Run the scenarios of ``seeds`` for ``minutes``, or until Ctrl-C or SIGTERM; return how many went wrong, plus one
-    if a resource has grown. ``keep``: leave the files of all runs in ``folder``, not only of wrong ones."""
+    """Run the scenarios of ``seeds`` for ``minutes``, or until Ctrl-C or SIGTERM, and return how many went wrong, plus
+    one if a resource has grown. ``keep``: leave the files of all runs in ``folder``, not only of wrong ones.
+    """
     if reason := unavailable():
         print(f"no namespaced hosts: {reason}")
         return 1

@@ -60,7 +60,7 @@ def sample(cluster: NetCluster) -> Sample:
 
 
 def growth(samples: Mapping[int, Sample], warm_up: int) -> list[str]:
-    """Return the resources that have grown too much since ``warm_up`` runs; none if there were fewer runs."""
+    """Return the resources that have grown too much since ``warm_up`` runs, or none if there were fewer runs."""
     warm = [number for number in samples if number >= warm_up]
     if not warm:
         return []

@@ -1,4 +1,4 @@
-"""Lists namespaced hosts as nodes of a cluster.yml; all nodes use the same folder of compiled kernels."""
+"""Lists namespaced hosts as nodes of a cluster.yml. All nodes use the same folder of compiled kernels."""
 
 from __future__ import annotations
 
@@ -14,7 +14,8 @@ WORKDIR = DISK
 
 def ssh_nodes(cluster: NetCluster, procs: Sequence[int] = (), pythons: Sequence[str] = ()) -> list[dict]:
     """Return one node for each host, with one process and the Python of the tests. If ``procs`` is given, it has the
-    number of processes for each node, and further hosts are left out; ``pythons`` has the Python for each node."""
+    number of processes for each node, and further hosts are left out. ``pythons`` has the Python for each node.
+    """
     return [
         {
             "host": host.address,

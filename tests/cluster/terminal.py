@@ -43,7 +43,7 @@ class Terminal:
         return _ESCAPES.sub("", self._raw.decode("utf-8", "replace"))
 
     def read(self, seconds: float) -> bool:
-        """Wait at most ``seconds`` for output and read it; return False once the program has closed the terminal."""
+        """Wait at most ``seconds`` for output and read it. Returns False once the program has closed the terminal."""
         if not select.select([self._ours], [], [], seconds)[0]:
             return True
         try:
@@ -65,7 +65,7 @@ class Terminal:
         return self
 
     def end(self, timeout: float = 120) -> int:
-        """Read output until the program ends; return the exit status."""
+        """Read output until the program ends, and return the exit status."""
         deadline = time.monotonic() + timeout
         while self.read(0.2):
             if time.monotonic() > deadline:

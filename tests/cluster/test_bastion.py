@@ -21,8 +21,9 @@ BEHIND = 8
 
 @pytest.fixture(scope="module")
 def cluster() -> Iterator[NetCluster]:
-    """Yield nine hosts. Host 0 is the jump host; it refuses a fourth simultaneous connection that has not yet logged in
-    (MaxStartups)."""
+    """Yield nine hosts. Host 0 is the jump host. It refuses a fourth simultaneous connection that has not yet logged in
+    (MaxStartups).
+    """
     options = {"MaxStartups": "3:100:3", "LogLevel": "VERBOSE"}
     with NetCluster(1 + BEHIND, sshd_options=options) as made:
         yield made
@@ -30,7 +31,7 @@ def cluster() -> Iterator[NetCluster]:
 
 @pytest.fixture
 def config(cluster: NetCluster, monkeypatch: pytest.MonkeyPatch) -> ClusterConfig:
-    """Return a config whose nodes are all hosts but host 0; ssh reaches the nodes through host 0."""
+    """Return a config whose nodes are all hosts but host 0. The nodes are reached by ssh through host 0."""
     for name, value in cluster.environment().items():
         monkeypatch.setenv(name, value)
     monkeypatch.delenv("SSH_AUTH_SOCK", raising=False)

@@ -14,6 +14,7 @@ import pytest
 from failure_kit import Scene, assert_one_message, mount, unmount
 from launcher.plan.files import code_files
 from launching import Launched, Running
+from operator_kit import await_stage
 from ssh_nodes import WORKDIR
 
 # --- during sync -------------------------------------------------------------------------------------
@@ -50,12 +51,12 @@ def test_a_disk_that_fills_up_during_sync_is_named(scene: Scene, place: str) -> 
     scene.parts = scene.folder / "parts"  # not made yet, so that preflight does not know their size
     scene.data = {"options": {"num_nodes": 40_000}}  # parts larger than the code
     mount(scene, size)
-    scene.nodes[1]["workdir"] = "/mnt/small/home"
+    scene.nodes[1]["workdir"] = "/tmp/small/home"
     try:
         done = scene.launch("--", "python", "waits.py")
     finally:
         unmount(scene)
-    assert_one_message(done, 1, f"node1 (root@{scene.host(1)}): disk full at /mnt/small/home/{place}/", "Make room")
+    assert_one_message(done, 1, f"node1 (root@{scene.host(1)}): disk full at /tmp/small/home/{place}/", "Make room")
     assert done.result["state"] == "failed" and scene.left_behind() == []
 
 
@@ -99,7 +100,7 @@ def test_ctrl_c_during_sync_leaves_only_files_that_the_next_sync_reuses(scene: S
             host.full_speed()
     assert done.status == 130 and "Traceback" not in done.output, done.output
     assert seconds < 5 and "taken up by the next launch" in done.output
-    assert done.result["state"] == "interrupted" and scene.left_behind() == []
+    assert done.result["state"] == "stopped" and scene.left_behind() == []
     new = {k: set(scene.files(k).split()) - before_it[k] for k in range(3)}
     data = {k: [name for name in names if "/data/" in name] for k, names in new.items()}
     assert not any(name.endswith("manifest.json") for names in data.values() for name in names)
@@ -161,9 +162,13 @@ def accounted_for(done: Launched, head: str) -> None:
     assert sum(map(int, re.findall(r"\d+", stopped_after[1] if stopped_after else "0"))) == stopped, done.output
 
 
-@pytest.mark.parametrize("rank", ["1", pytest.param("3", marks=pytest.mark.slow)])
-def test_a_rank_that_raises_leads_the_report(scene: Scene, rank: str) -> None:
-    done = scene.launch("--", "python", "steps.py", "raise", rank)
+@pytest.mark.parametrize(
+    ("rank", "script"),
+    [("1", "counts.py")] + [pytest.param(rank, "steps.py", marks=pytest.mark.slow) for rank in ("1", "3")],
+)
+def test_a_rank_that_raises_leads_the_report(scene: Scene, rank: str, script: str) -> None:
+    # Ranks of steps.py fail after another one; test_run has this on one machine.
+    done = scene.launch("--", "python", script, "raise", rank)
     node_rank = {"1": 1, "3": 2}[rank]
     reported = done.output[done.output.index("The run failed:") :]
     assert 'raise ValueError("no such column: age")' in reported and reported.count("Traceback") == 1
@@ -199,8 +204,9 @@ def test_a_signal_to_the_launcher_ends_every_node(scene: Scene, signum: int) -> 
     assert left == [], "all of a run ends within ten seconds"
     done = running.end()  # logs are collected, too
     assert done.status == 130 and "Traceback" not in done.output, done.output
-    assert done.output.count("Interrupted after") == 1
-    assert done.result["state"] == "interrupted" and done.result["first_failure"] is None
+    by = "Ctrl-C" if signum == signal.SIGINT else "SIGTERM"
+    assert done.output.count(f"Stopped by {by} after") == 1
+    assert done.result["state"] == "stopped" and done.result["first_failure"] is None
     assert (done.run_dir / "logs/node1/rank1.log").stat().st_size > 0
     assert scene.left_behind() == []
 
@@ -281,3 +287,73 @@ def test_a_silent_node_is_reported_lost_and_the_others_are_stopped(scene: Scene,
     while trouble == "network" and scene.left_behind() and time.monotonic() < deadline:
         time.sleep(1)
     assert scene.left_behind() == [], "once the network is back, its ranks notice the loss of the others and end"
+
+
+@pytest.mark.slow
+def test_a_host_lost_before_its_node_is_started(scene: Scene) -> None:
+    # The launcher waits for a host that does not answer at all no longer than about half a minute.
+    host, running = scene.cluster.hosts[2], scene.running("--", "python", "waits.py")
+    try:
+        await_stage(scene.folder, "start")
+        host.power_cut()
+        cut = time.monotonic()
+        done = running.end(200)
+        seconds = time.monotonic() - cut
+        left = scene.left_behind()
+    finally:
+        host.power_on()
+        host.wait_until_up()
+    assert done.status == 1 and "Traceback" not in done.output, done.output
+    first = done.result["first_failure"]
+    assert (first["name"], first["node_rank"]) == ("node", 2), done.output
+    assert f"node2 (root@{host.address}) could not be started" in done.output, done.output
+    assert seconds < 60 and left == [], (seconds, left)
+    assert (done.run_dir / "logs/node1").is_dir(), "logs of the other nodes are collected"
+
+
+@pytest.mark.slow
+def test_two_of_three_hosts_lost_at_once(scene: Scene) -> None:
+    # Node 1 cannot report the loss of node 2, because it is connected to the lead node only.
+    lost = [scene.cluster.hosts[k] for k in (0, 2)]
+    scene.run = {"connect_timeout": 3, "lost_after": 200}
+    running = scene.running("--", "python", "steps.py").await_line("step 9")
+    try:
+        for host in lost:
+            host.power_cut()
+        cut = time.monotonic()
+        done = running.end(300)
+        seconds = time.monotonic() - cut
+        left = scene.left_behind()
+    finally:
+        for host in lost:
+            host.power_on()
+            host.wait_until_up()
+    assert done.status == 1 and "Traceback" not in done.output, done.output
+    assert done.result["state"] == "failed" and done.result["first_failure"]["node_rank"] in (0, 2), done.output
+    assert seconds < 60 and left == [], (seconds, left)
+    assert (done.run_dir / "logs/node1/rank1.log").stat().st_size > 0
+
+
+@pytest.mark.slow
+def test_a_cache_folder_that_cannot_be_written(scene: Scene) -> None:
+    # Host 1 cannot keep compiled kernels in ~/.cache. The launcher prints this at once. Kernels that were compiled
+    # before are loaded from the folder that replaces it.
+    host, scene.nodes = scene.cluster.hosts[1], scene.nodes[:2]
+    kernels = Path(scene.nodes[1].pop("env")["GNNFLEET_KERNELS"])
+    instead = host.root_path("/tmp/gnnfleet-kernels-0")
+    words = "~/.cache/gnnfleet/kernels cannot be written, so compiled kernels are kept in /tmp/gnnfleet-kernels-0"
+    host.run(["bash", "-c", "mkdir -p ~/.cache && mount -t tmpfs -o ro tmpfs ~/.cache"])
+    try:
+        running = scene.running().await_line(f"node1: {words.replace('~', host.home)}")
+        assert "all graph servers are ready" not in running.output
+        running.send(signal.SIGINT).end()
+        shutil.rmtree(instead, ignore_errors=True)
+        shutil.copytree(kernels, instead)
+        instead.chmod(0o700)
+        compiled = {path.name for path in instead.glob("*.nbc")}
+        done = scene.launch()
+        assert done.status == 0, done.output
+        assert {path.name for path in instead.glob("*.nbc")} == compiled, "nothing is compiled again"
+        assert words not in done.output and scene.left_behind() == []
+    finally:
+        host.run(["bash", "-c", "umount ~/.cache; rm -rf /tmp/gnnfleet-kernels-0"], check=False)

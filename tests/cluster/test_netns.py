@@ -39,7 +39,7 @@ def answers(host: Host) -> bool:
 
 
 def settled(host: Host, wanted: list[str]) -> bool:
-    """Wait up to ten seconds until exactly the processes ``wanted`` run on the host; return whether this happened."""
+    """Wait up to ten seconds until exactly the processes ``wanted`` run on the host. Returns whether they do."""
     deadline = time.monotonic() + 10
     while [process.cmdline for process in host.processes()] != wanted:
         if time.monotonic() > deadline:

@@ -30,16 +30,14 @@ def config(cluster: NetCluster, tmp_path: Path, tmp_path_factory: pytest.TempPat
 
 
 def killed_at(stage: str, running: Running) -> str:
-    """Kill the launcher with SIGKILL once it reaches ``stage``; return the stage at which it died."""
+    """Kill the launcher with SIGKILL once it reaches ``stage``, and return the stage at which it died."""
     await_stage(running.folder, stage)
     running.send(signal.SIGKILL).process.wait(10)
     return stage_in(running.folder)
 
 
-LONGER = [pytest.param(stage, marks=pytest.mark.slow) for stage in ("connect", "preflight", "sync", "start", "collect")]
-
-
-@pytest.mark.parametrize("stage", ["train", *LONGER])
+@pytest.mark.slow  # test_a_host_that_cannot_be_reached has a launcher killed in training
+@pytest.mark.parametrize("stage", ["connect", "preflight", "sync", "start", "train", "collect"])
 def test_launcher_killed_at_any_stage(cluster: NetCluster, config: Path, tmp_path: Path, stage: str) -> None:
     # `gnnfleet status` in another folder is correct, and `gnnfleet stop` leaves no process behind.
     operator = Operator(cluster, tmp_path / "home")
@@ -91,9 +89,10 @@ def test_from_another_machine_and_resumed_where_it_was_launched(
 
 
 def test_a_host_that_cannot_be_reached(cluster: NetCluster, config: Path, tmp_path: Path) -> None:
+    # The launcher has been killed; status and stop are called in another folder.
     operator = Operator(cluster, tmp_path / "home")
-    done = Running(config, "--detach", "--", "python", "steps.py", env=operator.env).end(120)
-    assert done.status == 0, done.output
+    killed_at("train", Running(config, "--", "python", "steps.py", env=operator.env))
+    assert operator.status()["state"] == "running"
     cluster.hosts[1].cut_network()
     try:
         status = operator.status()
@@ -103,5 +102,7 @@ def test_a_host_that_cannot_be_reached(cluster: NetCluster, config: Path, tmp_pa
         assert stopped.status == 1 and "node1" in stopped.output and "the run may go on there" in stopped.output
     finally:
         cluster.hosts[1].restore_network()
-    assert operator.gnnfleet("stop").status == 0
+    stopped = operator.gnnfleet("stop")
+    assert stopped.status == 0, stopped.output
     assert run_processes(cluster) == []
+    assert operator.status()["state"] != "running"

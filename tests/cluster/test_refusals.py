@@ -57,7 +57,7 @@ def no_cuda(scene: Scene, k: int) -> None:
 
 def small_disk(scene: Scene, k: int) -> None:
     mount(scene, "200k", k)
-    scene.nodes[k]["workdir"] = "/mnt/small/home"
+    scene.nodes[k]["workdir"] = "/tmp/small/home"
 
 
 Trouble = tuple[Callable[[Scene, int], None], list[str]]
@@ -73,7 +73,7 @@ REFUSED: dict[str, dict[int, Trouble]] = {
         2: (wrong_python, ["cannot run /opt/none/bin/python", "set `python`, `venv` or `conda`"]),
     },
     "equipment": {
-        0: (small_disk, ["needed at /mnt/small, 205 kB free", "set `workdir` to another disk"]),
+        0: (small_disk, ["needed at /tmp/small, 205 kB free", "set `workdir` to another disk"]),
         1: (other_torch, ["torch 2.4.1, but", "on node0", "-m pip install torch=="]),
         2: (no_cuda, ["devices", "99" if shutil.which("nvidia-smi") else "nvidia-smi lists no device"]),
     },
@@ -131,7 +131,7 @@ def test_a_wrong_password_is_refused_and_not_shown(scene: Scene) -> None:
 
 
 def answer_prompts(config: Path, answer: str, env: dict[str, str]) -> tuple[int, str]:
-    """Run launch.py in a pseudo-terminal and type ``answer`` at every prompt; return exit status and output."""
+    """Run launch.py in a pseudo-terminal and type ``answer`` at every prompt, and return exit status and output."""
     pid, terminal = pty.fork()
     if pid == 0:
         os.chdir(config.parent)

@@ -48,7 +48,7 @@ dist.destroy_process_group()
 
 @pytest.fixture
 def begun(scene: Scene) -> Iterator[Running]:
-    """Launch a run on three hosts, each part on two of them, and wait until it trains; afterwards, all hosts are on."""
+    """Launch a run on three hosts, each part on two of them, and wait until it trains. Afterwards, all hosts are on."""
     (scene.folder / "train.py").write_text(AVERAGES)
     scene.run = {"restarts": 3, "connect_timeout": 3, "lost_after": 20}
     scene.data = {"replicas": 2}
@@ -68,7 +68,7 @@ def begun(scene: Scene) -> Iterator[Running]:
 
 
 def await_again(cluster: NetCluster, hosts: list[int], world: int, seconds: float = 45) -> float:
-    """Wait until ranks on these hosts have begun again in a group of ``world`` ranks; return the seconds."""
+    """Wait until ranks on these hosts have begun again in a group of ``world`` ranks, and return the seconds."""
     since = time.monotonic()
     text = f"begins at [1-9][0-9]* of {world}$"
     while time.monotonic() - since < seconds:
@@ -116,7 +116,7 @@ def test_the_lead_host_without_power_and_no_launcher(scene: Scene, begun: Runnin
 
 
 def _read(scene: Scene, k: int, path: str) -> str:
-    """The content of a file on host k; '' if it does not exist."""
+    """Return the content of a file on host k, or '' if it does not exist."""
     return scene.cluster.hosts[k].run(["cat", path], check=False).stdout
 
 
@@ -148,3 +148,35 @@ def test_a_part_that_is_lost_with_its_host_ends_the_run(scene: Scene, tmp_path: 
         host.wait_until_up()
     assert done.status == 1 and "no restart: no remaining node has part 1" in done.output, done.output
     assert f"The run failed: node1 (root@{scene.host(1)}): no sign of life" in done.output
+
+
+def test_a_host_that_was_switched_off_joins_at_the_next_restart(scene: Scene, begun: Running) -> None:
+    host = scene.cluster.hosts[2]
+    host.power_cut()
+    await_again(scene.cluster, [0, 1], 3)
+    host.power_on()
+    host.wait_until_up()
+    begun.await_line(
+        f"node2 (root@{scene.host(2)}): its supervisor was started again; it joins at the next restart", 90
+    )
+    state = f"{WORKDIR}/runs/again/node2/state.json"
+    wait_until(lambda: '"state": "waiting"' in _read(scene, 2, state), 30)
+    (victim,) = scene.processes(0, "train.py")
+    scene.cluster.hosts[0].run(["kill", "-9", str(victim.pid)])
+    begun.await_line("going on with 3 of 3 nodes", 60)
+    await_again(scene.cluster, [0, 1, 2], 4)
+    finish(scene, [0, 1, 2])
+    done = begun.end(90)
+    assert done.status == 0 and done.result["state"] == "done", done.output
+    assert [one["without"] for one in done.result["restarts"]] == [[2], []], done.output
+
+
+def test_two_of_three_hosts_without_power(scene: Scene, begun: Running) -> None:
+    for k in (0, 1):
+        scene.cluster.hosts[k].power_cut()
+    done = begun.end(120)
+    hosts = [f"node{k} (root@{scene.host(k)})" for k in range(3)]
+    why = "only 1 of 3 nodes can reach each other, and the others may go on by themselves; no answer from "
+    assert done.status == 1 and f"no restart: {why}{hosts[0]}, {hosts[1]}" in done.output, done.output
+    for k in (0, 1):
+        assert f"--exclude {scene.host(k)}" in done.output, done.output

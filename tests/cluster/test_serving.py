@@ -159,8 +159,8 @@ def test_a_notebook_reads_the_graph_and_scores_the_model(toy: ServingHosts, curv
             right = [
                 model(batch).argmax(1) == batch.y for batch in BatchLoader(graph, settings, 0, graph.layout).epoch(0)
             ]
-    told_by_run = json.loads((toy.folder / "runs/alone/result.json").read_text())["metrics"]["test_accuracy"]
-    assert float(torch.cat(right).float().mean()) == pytest.approx(told_by_run, abs=1e-6)
+    recorded = json.loads((toy.folder / "runs/alone/result.json").read_text())["metrics"]["test_accuracy"]
+    assert float(torch.cat(right).float().mean()) == pytest.approx(recorded, abs=1e-6)
 
 
 def test_a_wrong_key_is_refused_with_one_message(toy: ServingHosts, tmp_path: Path) -> None:

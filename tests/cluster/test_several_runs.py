@@ -50,8 +50,9 @@ def parts(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 
 def config_in(folder: Path, cluster: NetCluster, parts: str, devices: int | None = None) -> Path:
-    """Write a cluster.yml with one node on each of both hosts; ``devices`` is the CUDA device of each node (None: no
-    device)."""
+    """Write a cluster.yml with one node on each of both hosts. ``devices`` is the CUDA device of each node (None: no
+    device).
+    """
     folder.mkdir()
     (folder / "steps.py").write_text(STEPS)
     nodes = ssh_nodes(cluster)
@@ -143,7 +144,7 @@ def test_only_one_of_two_simultaneous_runs_gets_a_device(
         time.sleep(0.1)
     losers = [racer for racer in both if racer.process.poll() is not None]
     assert losers
-    for loser in losers:  # both, if each was first on one node
+    for loser in losers:  # both runs, if each got the device on one node
         done = loser.end()
         assert done.status in (1, 3) and "CUDA device 0 is held by run racer" in done.output, done.output
     for winner in (racer for racer in both if racer not in losers):

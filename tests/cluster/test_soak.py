@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import pytest
 
 from netns import NetCluster
-from scenario import HOSTS, KINDS, MAX_RANKS, draw
+from scenario import HOSTS, KINDS, MAX_RANKS, NODE_KINDS, draw
 from soak_kit import Soak, kinds_here
 from soak_resources import MAY_GROW, growth
 
@@ -33,7 +33,10 @@ def test_every_scenario_fits_on_the_hosts() -> None:
         assert scenario.fault.node < scenario.nodes and scenario.nodes + (scenario.resume == "more") <= HOSTS
         assert scenario.victim >= 0 or scenario.fault.node < scenario.servers
     assert {scenario.servers for scenario in scenarios} == {0, 1, 2}
-    assert {scenario.survives for scenario in scenarios if scenario.fault.kind == "power"} == {True, False}
+    for kind in NODE_KINDS:
+        ends = {(each.survives, each.starts_again) for each in scenarios if each.fault.kind == kind}
+        assert ends == {(False, False), (True, False), (True, True)}
+    assert not any(scenario.starts_again for scenario in scenarios if scenario.fault.kind in ("disk", "none", "ssh"))
 
 
 def test_growth_is_found_after_the_warm_up_only() -> None:

@@ -181,7 +181,7 @@ while data := sys.stdin.buffer.raw.read(65536):
 
 @pytest.fixture(scope="module")
 def keys(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Create a folder of SSH key pairs, and of certificates that are signed with the key ``ca``; return the folder."""
+    """Create and return a folder of SSH key pairs, and of certificates that are signed with the key ``ca``."""
     folder = tmp_path_factory.mktemp("keys")
     for name in KEYS:
         kind = ["-t", "rsa", "-b", "2048"] if "rsa" in name else ["-t", "ed25519"]
@@ -204,11 +204,11 @@ def answers(keys: Path) -> Iterator[dict[str, dict[str, object]]]:
         values = substitutions(cluster, keys)
         variants = [as_json(variant, values, keys) for variant in VARIANTS]
         # into files: a child that outlives the driver would keep a pipe open
-        driver = f"PYTHONPATH={REPOSITORY} {sys.executable} {parity_driver.__file__} >~/told 2>~/errors"
+        driver = f"PYTHONPATH={REPOSITORY} {sys.executable} {parity_driver.__file__} >~/answers 2>~/errors"
         done = operator.run(["sh", "-c", driver], stdin=json.dumps(variants), timeout=280, check=False)
         assert done.returncode == 0, operator.root_path("~/errors").read_text()
-        told = operator.root_path("~/told").read_text().splitlines()
-        yield {answer["name"]: answer for answer in map(json.loads, told)}
+        lines = operator.root_path("~/answers").read_text().splitlines()
+        yield {answer["name"]: answer for answer in map(json.loads, lines)}
 
 
 @pytest.mark.parametrize("variant", VARIANTS, ids=lambda variant: variant.name)

@@ -28,7 +28,7 @@ PORTS = RunConfig(master_port=29500, control_port=29400, service_port=29600)
 
 @pytest.fixture(scope="module")
 def hosts(tmp_path_factory: pytest.TempPathFactory) -> Iterator[list[Host]]:
-    """Yield four hosts; the network interface of the last host has another name."""
+    """Yield four hosts. The network interface of the last host has another name."""
     shared = tmp_path_factory.mktemp("shared")
     with NetCluster(4, shared_folder=shared, machines={3: Machine(interface="ens7")}) as cluster:
         with mock.patch.dict(os.environ, cluster.environment(), clear=True):
@@ -119,8 +119,8 @@ def test_one_port_closed(hosts: list[Host], where: int, rule: str, says: str) ->
 def test_a_node_that_others_cannot_reach(hosts: list[Host]) -> None:
     others = [host.address for k, host in enumerate(hosts) if k != 1]
     with rules(hosts[1], *(f"route blackhole {address}" for address in others)):
-        told = blocked(check(config_of(hosts)))
-    assert told == ["node1 → all blocked: no route", "all → node1 blocked: no answer"]
+        findings = blocked(check(config_of(hosts)))
+    assert findings == ["node1 → all blocked: no route", "all → node1 blocked: no answer"]
 
 
 def test_the_network_that_all_nodes_share_is_chosen(hosts: list[Host]) -> None:
@@ -156,13 +156,13 @@ def test_an_address_behind_nat(hosts: list[Host]) -> None:
         assert blocked(report) == []
         site = make_sites(config, "r", report.facts, "d" * 16, None)[1]
         assert (site.address, site.bind, site.interface) == (outside, "0.0.0.0", "eth0")
-    told = blocked(check(config))
-    assert told == ["all → node1:29601 blocked: no route"]
+    findings = blocked(check(config))
+    assert findings == ["all → node1:29601 blocked: no route"]
 
 
 def test_another_machine_at_the_configured_address(hosts: list[Host]) -> None:
-    told = blocked(check(with_node(config_of(hosts), 1, address=hosts[3].address)))
-    assert told == ["all → node1:29601 blocked: refused"]
+    findings = blocked(check(with_node(config_of(hosts), 1, address=hosts[3].address)))
+    assert findings == ["all → node1:29601 blocked: refused"]
 
 
 def test_shared_folder_and_copies(hosts: list[Host], tmp_path: Path) -> None:
@@ -172,11 +172,11 @@ def test_shared_folder_and_copies(hosts: list[Host], tmp_path: Path) -> None:
     parts.mkdir()
     (parts / "manifest.json").write_text("{}")
     config = config_of(hosts, folder=str(parts), mode="verify")
-    assert says(config, "shared folder") == {"one folder on node0–node3"}
+    assert says(config, "shared folder") == {"the same folder on node0–node3"}
     hosts[3].write("/tmp/copy/manifest.json", "{}")
     apart = with_node(config, 3, data_folder="/tmp/copy")
     assert says(apart, "shared folder") == {
-        "one folder on node0–node2",
+        "the same folder on node0–node2",
         "another folder than on node0; parts are compared by digest",
     }
     assert [path.name for path in parts.iterdir()] == ["manifest.json"]

@@ -1,6 +1,6 @@
 """Mutation fuzzing: passes texts that are cut, spliced and filled with hostile values to a function that reads them.
 
-``GNNFLEET_FUZZ_SECONDS`` is the duration of each fuzz test in seconds (default 2), ``GNNFLEET_FUZZ_SEED`` the seed of
+``GNNFLEET_FUZZ_SECONDS`` is the duration of each fuzz test in seconds (default 1), ``GNNFLEET_FUZZ_SEED`` the seed of
 the random generator.
 """
 
@@ -15,7 +15,7 @@ from pathlib import Path
 
 import pytest
 
-SECONDS = float(os.environ.get("GNNFLEET_FUZZ_SECONDS") or 2)
+SECONDS = float(os.environ.get("GNNFLEET_FUZZ_SECONDS") or 1)
 
 SEED = os.environ.get("GNNFLEET_FUZZ_SEED", "0")
 

@@ -64,7 +64,8 @@ class ServingKit:
         """Write the cluster file of a run that attaches to the serving cluster ``serving``."""
         nodes = [self._node(f"node{k}") for k in range(clients)]
         train = TRAIN | sections.pop("train", {})
-        return self._write(f"{name}.yml", {"name": name, "nodes": nodes, "data": {"serving": serving}, "train": train})
+        values = {"name": name, "nodes": nodes, "data": {"serving": serving}, "train": train, **sections}
+        return self._write(f"{name}.yml", values)
 
     def _node(self, folder: str, **more: Any) -> dict[str, Any]:
         return {"host": "localhost", "workdir": str(self.workdirs / folder), "python": sys.executable, **more}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import resource
 import subprocess
 import sys
@@ -11,8 +12,10 @@ from typing import Any
 
 import pytest
 
+from launcher import __version__
 from launcher.cli import main
 from launcher.errors import FleetError, Interrupted, PreflightRefused, SessionError
+from run_kit import make_parts
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -152,6 +155,13 @@ def test_errors_print_one_line_and_exit_with_their_status(
         assert str(error) in output
 
 
+def test_version(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main.run(["--version"]) == 0
+    assert capsys.readouterr().out == f"gnnfleet {__version__}\n"
+    done = subprocess.run([sys.executable, ROOT / "launch.py", "--version"], capture_output=True, text=True)
+    assert (done.returncode, done.stdout) == (0, f"gnnfleet {__version__}\n")
+
+
 def test_without_arguments_help_is_printed_and_the_status_is_2(capsys: pytest.CaptureFixture[str]) -> None:
     assert main.run([]) == 2
     assert "Examples:" in capsys.readouterr().out
@@ -164,6 +174,49 @@ def test_check_prints_json_and_exits_with_3(config: Path, capsys: pytest.Capture
     findings = json.loads(output.out)["findings"]
     assert any(f["node_rank"] == 1 and f["severity"] == "block" for f in findings)
     assert "/no/such/python" in output.err
+
+
+def test_check_ends_with_a_verdict(config: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main.run(["check", "--config", str(config)]) == 0
+    last = capsys.readouterr().out.rstrip().splitlines()[-1]
+    assert re.fullmatch(r"Ready: 2 nodes, no errors(, \d+ warnings?)?", last)
+    assert main.run(["check", "--config", str(config), "--set", "nodes.1.python=/no/such/python"]) == 3
+    last = capsys.readouterr().out.rstrip().splitlines()[-1]
+    assert re.fullmatch(r"Not ready: 2 nodes, 1 error(, \d+ warnings?)?", last)
+
+
+def test_check_warns_of_modules_that_a_script_imports_and_that_are_not_sent(
+    config: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (config.parent / "lib").mkdir()
+    (config.parent / "lib/layers.py").touch()
+    (config.parent / "train.py").write_text("from lib.layers import *\n")
+    own = ["--", "python", "train.py"]
+    assert main.run(["check", "--config", str(config), "--json", *own]) == 0
+    findings = [one for one in json.loads(capsys.readouterr().out)["findings"] if one["check"] == "files"]
+    assert [(one["node_rank"], one["severity"]) for one in findings] == [(0, "warn"), (1, "warn")]
+    assert findings[0]["message"] == "not sent to the nodes, but imported by train.py: lib.layers"
+    assert findings[0]["remedy"] == "add `lib/` to run.files"
+    assert main.run(["check", "--config", str(config), "--set", "run.files=[lib]", *own]) == 0
+    assert "lib.layers" not in capsys.readouterr().out
+
+
+def test_check_compares_the_files_of_shared_parts_with_the_manifest(
+    config: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = make_parts(config.parent / "shared")
+    words = ["check", "--config", str(config), "--set", "data.mode=verify", "--set", f"data.folder={folder}"]
+    assert main.run(words) == 0
+    assert re.search(r"ok +parts +both nodes +all 8 files .* match the manifest", capsys.readouterr().out)
+    damaged = folder / "part1/nodes/node/attrs/x.npy"
+    whole = damaged.read_bytes()
+    damaged.write_bytes(whole[:-1] + bytes([whole[-1] ^ 1]))
+    assert main.run([*words, "--json"]) == 3
+    output = capsys.readouterr()
+    assert output.err.rstrip().splitlines()[-1].startswith("Not ready: 2 nodes, 1 error")
+    (wrong,) = (one for one in json.loads(output.out)["findings"] if one["severity"] == "block")
+    assert (wrong["node_rank"], wrong["check"]) == (1, "parts")
+    assert wrong["message"] == f"{damaged} differs from the manifest"
 
 
 def test_partition_without_config_passes_all_arguments_on(monkeypatch: pytest.MonkeyPatch) -> None:

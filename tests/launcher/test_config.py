@@ -44,8 +44,10 @@ MISTAKES = {
         "2: not valid YAML: a list in [ ] without `,` or the closing `]` (begun on line 1)"
     ],
     "nodes:\n\t- a\n": ["2: not valid YAML: a tab cannot indent YAML; use spaces"],
-    "name: a: b\n": ["1: not valid YAML: a `:` where none can be; check the indentation, or quote the text"],
-    "name: x\n  nodes: [a]\n": ["2: not valid YAML: a `:` where none can be; check the indentation, or quote the text"],
+    "name: a: b\n": ["1: not valid YAML: a `:` is not allowed here; check the indentation, or quote the text"],
+    "name: x\n  nodes: [a]\n": [
+        "2: not valid YAML: a `:` is not allowed here; check the indentation, or quote the text"
+    ],
     "name: 'x\nnodes: [a]\n": ["1: not valid YAML: a quote that is never closed"],
     TWO + "---\n" + TWO: ["3: not valid YAML: a second document (`---`); one file holds one cluster (begun on line 1)"],
     "name: \x07\n": ["1: not valid YAML: the character '\\x07' is not allowed"],
@@ -81,8 +83,8 @@ MISTAKES = {
     ],
     "nodes: [a]\ndatas: {dataset: synthetic}\n": ["2: unknown key `datas` at the top level; did you mean `data`?"],
     "nodes: [a]\ndata:\n  mode: sync\n": [
-        "2: missing key `dataset` in data: `synthetic`, `file`, an `ogbn-…` name, or a torch_geometric dataset as "
-        "`Planetoid:Cora`; required unless `serving` is given"
+        "2: missing key `dataset` in data: `synthetic`, `file`, `tables`, an `ogbn-…` name, or a torch_geometric "
+        "dataset as `Planetoid:Cora`; required unless `serving` is given"
     ],
     NODES + "  - a\n  - port: 3\n": [
         "4: missing key `host` in nodes.1: host name, IP address or ~/.ssh/config alias; `localhost` when "
@@ -91,6 +93,10 @@ MISTAKES = {
     TWO + "train: {epochs: many}\n": ["3: train.epochs: expected a whole number, found the text `many`"],
     TWO + "train: {epochs: 2.5}\n": ["3: train.epochs: expected a whole number, found `2.5`"],
     TWO + "train: {epochs: '2'}\n": ["3: train.epochs: expected a whole number, found the text `2` in quotes"],
+    TWO + "run: {connect_timeout: 5s, grace: 2 min}\n": [
+        "3: run.connect_timeout: expected a number, found the text `5s`; write 5 (seconds)",
+        "3: run.grace: expected a number, found the text `2 min`; write 120 (seconds)",
+    ],
     TWO + "train: {lr: fast}\n": ["3: train.lr: expected a number, found the text `fast`"],
     TWO + "train: {lr: .inf}\n": ["3: train.lr: expected a number, found `.inf`"],
     TWO + "train: {replace: maybe}\n": ["3: train.replace: expected true or false, found the text `maybe`"],
@@ -225,14 +231,14 @@ HUGE = {  # config that would exhaust time or memory if nothing limited it → i
     DATASET + f"transport: local\nnodes: {'9' * 5000}\n": "3: nodes: there may be 4,096 nodes at most",
     DATASET + "nodes: ['n[1-4000]', 'm[1-4000]']\n": "2: nodes: there may be 4,096 nodes at most",
     DATASET + f"nodes: ['n[1-4096]']\ndefaults: {{env: {{{', '.join(f'A{i}: b' for i in range(1000))}}}}}\n":
-        "2: nodes: the nodes stand for more than 500,000 values",
+        "2: nodes: the nodes expand to more than 500,000 values",
     DATASET + f"nodes:\n- host: n[1-4096]\n  setup: [{'x, ' * 1000}]\n":
-        "3: nodes: the nodes stand for more than 500,000 values",
+        "3: nodes: the nodes expand to more than 500,000 values",
     DATASET + "nodes: ['n[1-99]']\ndefaults: {procs: 1000}\ntrain: {batch_size: 1000000}\n":
         "2: nodes: 99,000 training processes in total, of at most 65,536; lower procs",
-    BOMB: "6: not valid YAML: it stands for more than 500,000 values",
+    BOMB: "6: not valid YAML: it expands to more than 500,000 values",
     CHAIN: "64: not valid YAML: it is nested more than 64 deep",
-    MERGED: "503: not valid YAML: `<<` stands for more than 500,000 keys",
+    MERGED: "503: not valid YAML: `<<` expands to more than 500,000 keys",
     nested("[", 100_000): "2: not valid YAML: it is nested more than 64 deep",
     nested("{a: ", 100_000): "2: not valid YAML: it is nested more than 64 deep",
     DATASET + f"nodes: [a]\nnmae: {'x' * 1000}\n": "3: unknown key `nmae` at the top level; did you mean `name`?",

@@ -11,7 +11,9 @@ import pytest
 
 from launcher.cli import main
 from launcher.command import Command, render
-from launcher.config.loader import load_config
+from launcher.config.loader import load_config, to_yaml
+from launcher.config.schema import ClusterConfig
+from launcher.errors import ConfigError
 from launcher.files import CODE_ROOT
 from launcher.plan.model import NodePlan
 from plan_kit import plan_of
@@ -156,3 +158,37 @@ def test_commands_in_templates_work(
     assert template.name in words[words.index("--config") + 1]
     shown = capsys.readouterr().out
     assert ("node03" not in shown and " 0,2,5,6 " in shown) if "node03" in chosen else "node0 " in shown
+
+
+@pytest.mark.parametrize(
+    ("node", "overrides", "note"),
+    [
+        ("python: /usr/bin/python3", [], "`python: /usr/bin/python3` of this node (FILE:4)"),
+        ("user: bob", ["nodes.1.conda=gnn"], "`conda: gnn` of this node (--set nodes.1.conda=gnn)"),
+        ("venv: /srv/venv", [], ""),
+        ("user: bob", [], ""),
+    ],
+)
+def test_a_node_knows_which_default_environment_its_own_key_replaces(
+    tmp_path: Path, node: str, overrides: list[str], note: str
+) -> None:
+    file = tmp_path / "c.yml"
+    file.write_text(
+        f"defaults: {{venv: /srv/venv}}\nnodes:\n  - gnn1\n  - {{host: gnn2, {node}}}\ndata: {{dataset: synthetic}}\n"
+    )
+    config = load_config(file, overrides)
+    expected = note and f"{note.replace('FILE', str(file))} replaces `venv: /srv/venv` of `defaults`"
+    assert [one.replaces for one in config.nodes] == ["", expected]
+    assert load_config_of(to_yaml(config), tmp_path) == config and "replaces" not in to_yaml(config)
+
+
+def load_config_of(text: str, folder: Path) -> ClusterConfig:
+    (folder / "saved.yml").write_text(text)
+    return load_config(folder / "saved.yml")
+
+
+def test_the_note_on_an_environment_is_not_a_key(tmp_path: Path) -> None:
+    file = tmp_path / "c.yml"
+    file.write_text("nodes: [{host: gnn1, replaces: x}]\ndata: {dataset: synthetic}\n")
+    with pytest.raises(ConfigError, match="replaces"):
+        load_config(file)

@@ -118,13 +118,13 @@ MISTAKES = {
     "nodes:\n  - a\n  - n[3-1]\n  - n[1-010]\n  - n[1-5000]\n  - n[1-2\n  - n[a-c]\n  - n[]\n": [
         "3: nodes.1.host: `n[3-1]`: 3-1 runs backwards; write 1-3",
         "4: nodes.2.host: `n[1-010]`: 1 and 010 have different numbers of leading zeros; write 001-010 or 1-10",
-        "5: nodes.3.host: `n[1-5000]` stands for 5,000 hosts; a range may stand for 4,096 at most",
+        "5: nodes.3.host: `n[1-5000]` expands to 5,000 hosts; a range may expand to 4,096 at most",
         "6: nodes.4.host: `n[1-2`: its brackets do not match; write a range as node[01-16]",
         "7: nodes.5.host: `n[a-c]`: expected numbers in brackets, as node[01-16] or node[1-3,7], found `a-c`",
         "8: nodes.6.host: `n[]`: expected numbers in brackets, as node[01-16] or node[1-3,7]",
     ],
     "defaults: {host: 'n[1-2]'}\nnodes: [{port: 1}, {port: 2}]\n": [
-        "1: defaults.host: `n[1-2]` stands for 2 hosts; list it under nodes"
+        "1: defaults.host: `n[1-2]` expands to 2 hosts; list it under nodes"
     ],
     "nodes:\n  - a\n  - host: n[1-16]\n    procs: 0\n    prt: 1\n": [
         "4: nodes.1.procs: must be at least 1 and at most 1024; found 0 (also nodes.[2-16])",

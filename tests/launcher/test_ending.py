@@ -131,7 +131,7 @@ def test_a_stop_request_names_who_sent_it() -> None:
     asked = {"by": "alice@laptop", "why": "gnnfleet stop", "now": False}
     cause = {"node_rank": 1, "name": "node", "rank": None, "kind": "stop", "reason": "…", "t": 90.0, "asked": asked}
     made = report(result(0, "stopped", stopped(0, 95.0), cause=cause), result(1, "stopped", stopped(1, 95.0)))
-    assert (made.state, made.exit_status) == ("interrupted", 130)
+    assert (made.state, made.exit_status) == ("stopped", 130)
     assert made.stopped_by == "alice@laptop (gnnfleet stop)"
 
 
@@ -142,9 +142,9 @@ def test_a_failure_before_the_stop_stays_a_failure() -> None:
     assert (made.state, made.exit_status) == ("failed", 3)
 
 
-def test_ctrl_c_is_an_interruption_even_when_ranks_failed() -> None:
+def test_ctrl_c_stops_a_run_even_when_ranks_failed() -> None:
     made = report(result(0, "failed", failed(0, 95.0)), result(1, "stopped"), interrupted="Ctrl-C")
-    assert made.state == "interrupted" and made.first_failure is None
+    assert (made.state, made.stopped_by, made.first_failure) == ("stopped", "Ctrl-C", None)
 
 
 def test_an_unreachable_node_is_done_when_node_0_is() -> None:

@@ -78,8 +78,9 @@ def test_ctrl_c_does_not_wait_for_a_silent_host(tmp_path: Path, silent_host: int
 
 def test_an_unfinished_file_of_a_thread_is_removed(tmp_path: Path) -> None:
     code = (
-        "import sys, threading, time; from pathlib import Path; from launcher.files import appearing\n"
-        "def write():\n    with appearing(Path(sys.argv[1]) / 'log') as out:\n        out.write(b'x'); time.sleep(60)\n"
+        "import sys, threading, time; from pathlib import Path; from launcher.files import atomic_file\n"
+        "def write():\n    with atomic_file(Path(sys.argv[1]) / 'log') as out:\n"
+        "        out.write(b'x'); time.sleep(60)\n"
         "threading.Thread(target=write, daemon=True).start(); time.sleep(0.3)"
     )
     process = program(code, str(tmp_path))

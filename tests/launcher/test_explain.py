@@ -7,14 +7,14 @@ from pathlib import Path
 import pytest
 
 from launcher.cli.main import run
-from launcher.report.explain import explanation_of, explanations, hint, search, sections
+from launcher.report.explain import explanation_of, explanations, hint, search, sections, troubleshooting_page
 
 
 def test_codes_are_unique_and_complete() -> None:
     codes = [entry.code for section in sections() for entry in section.entries]
     assert len(codes) == len(set(codes)) == len(explanations()) > 200
     for entry in explanations().values():
-        assert entry.messages and entry.cause and entry.fix, entry.code
+        assert entry.messages and entry.fix, entry.code
 
 
 @pytest.mark.parametrize(
@@ -45,6 +45,11 @@ def test_search_by_code_message_and_words() -> None:
     assert [entry.code for entry in search("connection refused on port 22")] == ["connection-refused"]
     assert {"password-prompt", "password-rejected"} <= {entry.code for entry in search("password")}
     assert search("nonsense that nobody writes") == []
+    assert search("num_part")[0].code == search("data.num_part")[0].code == search("epochss")[0].code == "unknown-key"
+    assert "unknown-key" not in [entry.code for entry in search("num_parts")]
+    assert [entry.code for entry in search("straggler")] == ["slow-rank"]
+    closed = "RuntimeError: [gloo/transport/tcp/pair.cc:553] Connection closed by peer [10.0.0.2]:15026"
+    assert [entry.code for entry in search(closed)] == ["peer-closed"] and "lost-rank" in search(closed)[0].fix
 
 
 def test_the_explain_command(capsys: pytest.CaptureFixture[str]) -> None:
@@ -53,7 +58,22 @@ def test_the_explain_command(capsys: pytest.CaptureFixture[str]) -> None:
     assert shown.startswith("host-key-unknown\n") and "cause:" in shown and "fix:" in shown
     assert run(["explain"]) == 0 and "no-tmux" in capsys.readouterr().out
     assert run(["explain", "nothing-of-this-name"]) == 2
-    assert "gnnfleet explain lists all codes" in capsys.readouterr().err
+    shown = capsys.readouterr().err
+    assert "`gnnfleet explain` lists all codes" in shown and "Usage" not in shown
+
+
+def test_an_explanation_without_a_cause_has_no_line_for_it(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(["explain", "no-config"]) == 0
+    shown = capsys.readouterr().out
+    assert "fix: " in shown and "cause" not in shown
+
+
+def test_the_page_lists_every_code_and_explains_each_once() -> None:
+    page = troubleshooting_page()
+    for section in sections():
+        for entry in section.entries:
+            rows = page.count(f"**{entry.code}**")
+            assert rows == (0 if section.self_explaining else 1) and (rows or f"`{entry.code}`" in page), entry.code
 
 
 def test_a_finding_that_blocks_is_followed_by_its_code(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -137,8 +137,8 @@ def test_ctrl_c_in_a_terminal_ends_everything_at_once(made: Path) -> None:
     done = running.end()
     assert time.monotonic() - before < 12
     assert done.status == 130 and "Traceback" not in done.output, done.output
-    assert done.result["state"] == "interrupted"
-    assert "Interrupted after" in done.output
+    assert done.result["state"] == "stopped"
+    assert "Stopped by Ctrl-C after" in done.output
 
 
 def test_a_closed_terminal_detaches_the_run(made: Path) -> None:
@@ -197,7 +197,7 @@ def test_ctrl_c_while_the_graph_is_cut_leaves_no_parts(tmp_path: Path) -> None:
     assert "nothing had been started" in done.output
     left = {path.name for path in tmp_path.iterdir()}
     assert left <= {"cluster.yml", "runs", "tmux-0"}, "tmux creates a folder when it is called"
-    assert done.result["state"] == "interrupted" and "nothing had been started" in done.result["notes"][0]
+    assert done.result["state"] == "stopped" and "nothing had been started" in done.result["notes"][0]
 
 
 @pytest.mark.parametrize(

@@ -100,6 +100,18 @@ def test_no_packages_are_installed_into_a_system_python(monkeypatch: pytest.Monk
     assert older.command.endswith(f"pip install {' '.join(PACKAGES)} {cpu}")
 
 
+def test_a_node_whose_key_replaces_the_default_environment_is_told_so_first() -> None:
+    note = "`python: /usr/bin/python3` of this node (c.yml:4) replaces `venv: /srv/venv` of `defaults`"
+    nodes = (NodeConfig(host="a"), NodeConfig(host="b", python="/usr/bin/python3", replaces=note))
+    bare = versions(**dict.fromkeys(PACKAGES, ""))
+    finding = the_one(2, {1: bare}, config=cluster(2, nodes=nodes))
+    assert finding.message.startswith(f"{note}; torch, ")
+    given = "delete that key of the node if the environment of `defaults` is on the host"
+    assert finding.remedy.startswith(f"{given}, else create a virtual environment")
+    assert the_one(2, {1: versions(numba="")}, config=cluster(2, nodes=nodes)).remedy == given
+    assert "defaults" not in the_one(2, {1: versions(torch="2.9.0+cpu")}, config=cluster(2, nodes=nodes)).message
+
+
 def test_the_command_uses_the_login_of_the_config(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("launcher.preflight.check_packages._own", lambda: VERSIONS)
     node = NodeConfig(host="gpu1", user="bob", port=2222, key="/k/id", setup=("module load cuda",))

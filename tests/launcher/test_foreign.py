@@ -86,8 +86,8 @@ GROUPS = "".join(
     f"[g{i}:children]\nx{i}\ny{i}\n[x{i}:children]\ng{i + 1}\n[y{i}:children]\ng{i + 1}\n" for i in range(60)
 )
 HUGE = {  # text that would take unbounded time if nothing limited it → beginning of the message
-    "[a]\nn[1:99999999999]\n": "2: `n[1:99999999999]` stands for too many hosts; a range may stand for 4,096 at most",
-    "[a]\nn[1:4096]x[1:4096]\n": "2: `n[1:4096]x[1:4096]` stands for too many hosts",
+    "[a]\nn[1:99999999999]\n": "2: `n[1:99999999999]` expands to too many hosts; a range may expand to 4,096 at most",
+    "[a]\nn[1:4096]x[1:4096]\n": "2: `n[1:4096]x[1:4096]` expands to too many hosts",
     "[a]\n" + "".join(f"n{i}x[1:4096]\n" for i in range(30)): "3: a group may have at most 4,096 hosts",
     "[a]\nx ansible_port=22\n" + "[a]" * 30 + "x\n": "3: nodes.1.host: `[a][a]",
     "[a]\n" + "x" * 5000 + "\n": "2: the line has 5,000 characters",

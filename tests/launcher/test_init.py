@@ -63,6 +63,17 @@ def hetero_graph(folder: Path) -> str:
     return "graph.pt"
 
 
+def tables(folder: Path) -> str:
+    """Write tables of users, items and ratings with ids of their own."""
+    users = "".join(f"u{k},{20 + k % 40},{'ab'[k % 2]},{('train', 'val', 'test')[k % 3]}\n" for k in range(60))
+    ratings = "".join(f"u{k * 7 % 60},{1000 + k % 30},{k % 5 + 0.5}\n" for k in range(300))
+    (folder / "shop").mkdir()
+    (folder / "shop/users.csv").write_text("user_id,age,segment,fold\n" + users)
+    (folder / "shop/items.csv").write_text("sku,price\n" + "".join(f"{1000 + k},{k / 4}\n" for k in range(30)))
+    (folder / "shop/ratings.csv").write_text("user_id,sku,stars\n" + ratings)
+    return "shop"
+
+
 def gpus(*numbers: int, **changes: Any) -> dict[str, Any]:
     made = [gpu(number, "NVIDIA H100", **changes) for number in numbers]
     return {"gpus": made, "devices": [one["name"] for one in made], "driver": "560.35.03", "versions": CUDA}
@@ -125,6 +136,9 @@ CASES = {
         "gnn1 alice@gnn2:2222 --dataset {file} --conda gnn --key id --no-check",
         (machine(env("~/miniforge3/envs/gnn", "conda")), machine(env("/opt/conda/envs/gnn", "conda"))),
         file=hetero_graph,
+    ),
+    "own_tables": Case(
+        "gnn1 gnn2 --dataset {file} --yes --no-check", (machine(env()), machine(env())), file=tables
     ),
 }  # fmt: skip
 

@@ -29,8 +29,8 @@ from launcher.run.interrupts import InterruptPrompt, Interrupts
 from launcher.run.launch import LaunchContext
 from launcher.run.lifecycle import FollowContext, View, report_detached
 from launcher.run.live_state import Board
-from launcher.run.monitor import StartProgress
 from launcher.run.options import LaunchOptions
+from launcher.run.start_progress import StartProgress
 from run_kit import make_launch, make_node
 
 BROKEN = ConnectionLost("connection lost", host="host0")

@@ -110,6 +110,16 @@ def test_characters_the_terminal_cannot_encode_are_replaced(tmp_path: Path) -> N
     assert (tmp_path / "logs" / "supervisor.log").read_text().endswith(" a → b ?\n")
 
 
+def test_events_are_logged_as_text(tmp_path: Path) -> None:
+    journal = Journal(str(tmp_path), 0)
+    finding = {"t": 1.0, "kind": "stall", "node_rank": 0, "rank": None, "text": "no process has trained"}
+    journal.event("finding", finding=finding)
+    journal.event("end", state="failed", why="", cause=finding, lost={"1": 2.0})
+    lines = [line.partition(" ")[2] for line in (tmp_path / "logs/supervisor.log").read_text().splitlines()]
+    cause = "stall: no process has trained"
+    assert lines == [f"finding {cause}", f'end state=failed cause={cause} lost={{"1": 2.0}}']
+
+
 def test_an_io_error_does_not_count_as_a_deleted_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     journal = Journal(str(tmp_path / "run"), 0)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import time
 from collections.abc import Iterator
@@ -165,7 +166,7 @@ def test_status_collect_and_stop_of_a_run_without_a_launcher(local_run, capsys, 
     finally:
         other.kill()
     result = json.loads((local_run.folder / "result.json").read_text())
-    assert result["state"] == "interrupted", (result, local_run.nodes[0].json("result.json"))
+    assert result["state"] == "stopped", (result, local_run.nodes[0].json("result.json"))
     assert "gnnfleet stop" in result["stopped_by"]
     status, output = run_cli(capsys, "status", "r1")
     assert status == 130 and "was stopped by" in output
@@ -185,7 +186,7 @@ def test_stop_now_skips_the_grace_period(local_run, capsys) -> None:
     assert time.monotonic() - began < 10
     assert [node.processes() for node in local_run.nodes] == [[], []]
     result = json.loads((local_run.folder / "result.json").read_text())
-    assert result["state"] == "interrupted" and "(gnnfleet stop)" in result["stopped_by"], "no failure of the rank"
+    assert result["state"] == "stopped" and "(gnnfleet stop)" in result["stopped_by"], "no failure of the rank"
 
 
 def test_stop_reports_an_unreachable_node(local_run, capsys, monkeypatch) -> None:
@@ -243,7 +244,7 @@ def test_an_ended_run_is_listed_and_resumed_from_its_checkpoint(local_run, capsy
     again = prepared(overrides=("train.lr=0.5",))
     here = local_run.folder / "checkpoints/last.pt"
     assert here.read_bytes() == b"weights", "fetched by resume, since the run had not been collected"
-    assert again.told == f"resuming from {here}"
+    assert again.message == f"resuming from {here}"
     assert again.options.overrides == (
         f"run.runs_dir={local_run.folder.parent}",
         f"train.resume={here}",
@@ -266,10 +267,10 @@ def test_an_ended_run_is_listed_and_resumed_from_its_checkpoint(local_run, capsy
 # --- resume ------------------------------------------------------------------------
 
 
-def prepared(run: str = "r1", **more: object) -> object:
-    """Return the launch that ``gnnfleet resume`` would start for the run ``run``."""
+def prepared(run: str = "r1", *, offline: bool = False, **more: object) -> object:
+    """Return the launch that ``gnnfleet resume`` would start for the run ``run``; ``offline``: without its nodes."""
     options = LaunchOptions(Path(), **more)
-    with chosen(Choice(run)) as opened:
+    with chosen(Choice(run), offline=lambda found: offline) as opened:
         return prepare(opened, Path("runs"), options)
 
 
@@ -277,7 +278,7 @@ def test_resume_without_a_checkpoint_starts_from_the_beginning(local_run) -> Non
     local_run.launched("preflight")
     with chosen(Choice("r1"), offline=lambda found: True) as opened:
         again = prepare(opened, Path("runs"), LaunchOptions(Path()))
-    assert again.told == "run r1 left no checkpoint; the new run starts from the beginning"
+    assert again.message == "run r1 left no checkpoint; the new run starts from the beginning"
     assert not any(text.startswith("train.resume") for text in again.options.overrides)
 
 
@@ -310,13 +311,13 @@ def test_resume_of_an_own_command_uses_the_folder_it_was_launched_in(local_run) 
     with chosen(Choice("r1"), offline=lambda found: True) as opened:
         again = prepare(opened, Path("runs"), LaunchOptions(Path()))
     assert again.options.own_command == ("python", "mine.py") and again.cwd == local_run.top
-    assert "StepLog.restore saves checkpoints" in again.told
+    assert "StepLog.restore saves checkpoints" in again.message
     checkpoint = local_run.folder / "checkpoints" / "last.pt"
     checkpoint.parent.mkdir()
     checkpoint.write_bytes(b"weights")
     with chosen(Choice("r1"), offline=lambda found: True) as opened:
         again = prepare(opened, Path("runs"), LaunchOptions(Path()))
-    assert f"train.resume={checkpoint}" in again.options.overrides and again.told == f"resuming from {checkpoint}"
+    assert f"train.resume={checkpoint}" in again.options.overrides and again.message == f"resuming from {checkpoint}"
 
 
 def test_resume_of_an_own_command_refuses_settings_of_the_bundled_trainer(local_run) -> None:
@@ -334,7 +335,39 @@ def test_resume_of_a_done_run_requires_more_epochs(local_run, capsys) -> None:
     ended(local_run.launched("train").start("print(1)"))
     run_cli(capsys, "collect")
     with pytest.raises(
-        UsageError, match="r1 has finished all its 10 epochs; to train further, give a larger number: .*--epochs 20"
+        UsageError, match="r1 is done at epoch 10; to train on, give a larger number: gnnfleet resume r1 --epochs 20"
     ):
         prepared()
+    with pytest.raises(UsageError, match="done at epoch 10, so 8 epochs leave nothing to train; .* --epochs 20"):
+        prepared(overrides=("train.epochs=8",))
+    status, text = run_cli(capsys, "resume", "r1", "--epochs", "10")
+    assert status == 2 and "connecting" not in text
     assert prepared(overrides=("train.epochs=20",)).options.overrides[-1] == "train.epochs=20"
+
+
+def test_resume_with_fewer_epochs_than_the_checkpoint_has_is_refused(local_run) -> None:
+    local_run.launched("preflight")
+    lines = [{"t": 1.0, "kind": kind, "rank": 0, "epoch": epoch} for epoch in (1, 2, 3) for kind in ("step", "epoch")]
+    lines.append({"t": 2.0, "kind": "checkpoint", "rank": 0, "epoch": 3})
+    (local_run.folder / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    with pytest.raises(UsageError, match="r1 has trained epoch 3, so 2 epochs leave nothing to train; .*--epochs 6"):
+        prepared(offline=True, overrides=("train.epochs=2",))
+    for epochs in (3, 4):  # a run that has not ended well may still have to score its last epoch
+        again = prepared(offline=True, overrides=(f"train.epochs={epochs}",))
+        assert again.options.overrides[-1] == f"train.epochs={epochs}"
+
+
+def test_resume_of_a_done_own_command_requires_a_change(local_run, capsys) -> None:
+    script = local_run.top / "mine.py"
+    script.write_text("print(1)")
+    os.utime(script, (1.0, 1.0))
+    own = ["python", "mine.py", "--epochs", "3"]
+    ended(local_run.launched("train", own_command=own, cwd=str(local_run.top)).start("print(1)"))
+    run_cli(capsys, "collect")
+    (local_run.folder / "metrics.jsonl").write_text('{"t": 1.0, "kind": "epoch", "rank": 0, "epoch": 3}\n')
+    with pytest.raises(UsageError, match="r1 is done at epoch 3, .* gnnfleet resume r1 -- python mine.py --epochs 3 …"):
+        prepared()
+    assert prepared(own_command=("python", "mine.py", "--epochs", "6")).options.own_command[-1] == "6"
+    assert prepared(overrides=("nodes.*.env={EPOCHS: 6}",)).options.own_command == tuple(own)
+    script.write_text("print(2)")
+    assert prepared().options.own_command == tuple(own), "the script has changed since"

@@ -57,6 +57,9 @@ def trains(local_run: LocalRun, **more: Any) -> None:
         state(local_run, k, **more)
 
 
+NAN = {"t": 1.0, "kind": "nan", "text": "the loss of rank 3 on node1 (local) is NaN in epoch 2", "stop": False}
+
+
 def collected(local_run: LocalRun, word: str, **more: Any) -> None:
     local_run.launched("end")
     record = {"run_id": "r1", "state": word, "seconds": 754.0, "notes": [], "metrics": {}, "nodes": [{}], **more}
@@ -156,6 +159,15 @@ SCENES: dict[str, tuple[Callable[[LocalRun], Any], list[list[str]]]] = {
     "done and collected": (
         lambda local_run: collected(local_run, "done", metrics={"test_accuracy": 0.8123}),
         [["status"], ["stop"], ["resume", "r1"], ["runs"]],
+    ),
+    "done with a NaN loss, and collected": (
+        lambda local_run: collected(
+            local_run,
+            "done",
+            metrics={"test_accuracy": 0.1},
+            findings=[{**NAN, "node_rank": 1, "rank": 3}],
+        ),
+        [["status"], ["runs"]],
     ),
     "failed with a host lost, and collected": (host_lost, [["status"]]),
     "refused by preflight": (

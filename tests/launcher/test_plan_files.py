@@ -3,16 +3,22 @@
 from __future__ import annotations
 
 import hashlib
+import io
 import json
+import textwrap
 from pathlib import Path
 
 import pytest
+from rich.console import Console
 
 from launcher.config.schema import DataConfig, NodeConfig, RunConfig, TrainConfig
 from launcher.errors import FleetError, UsageError
 from launcher.files import CODE_ROOT
 from launcher.plan.files import code_digest, code_files
 from launcher.plan.partition import read_partition_files
+from launcher.plan.render import print_plan
+from launcher.plan.script_imports import unsent_modules
+from launcher.report.explain import explanation_of
 from plan_kit import cluster, facts_of, parts_folder, plan_of
 
 
@@ -144,6 +150,93 @@ def test_a_script_in_a_folder_of_run_files_stays_beside_its_modules(tmp_path: Pa
     assert node.trainer.argv[-1] == "examples/train.py"
     sent = {file.dest.removeprefix(node.run_dir) for file in node.files if "/files/" in file.dest}
     assert sent == {"/files/examples/train.py", "/files/examples/common.py"}
+
+
+TREE = {
+    "train.py": """
+        import os, torch, util
+        from typing import TYPE_CHECKING
+        from lib import layers
+        import lib.data.load as load
+        if TYPE_CHECKING:
+            import types_only
+        def later():
+            import lazy
+    """,
+    "util.py": "import deep.er",
+    "lazy.py": "",
+    "types_only.py": "",
+    "lib/__init__.py": "",
+    "lib/layers.py": "from . import parts\nfrom .missing import x",
+    "lib/parts.py": "",
+    "lib/data/load.py": "",
+    "deep/er.py": "",
+    "torch_is_installed.txt": "",
+}
+
+
+@pytest.fixture
+def script(tmp_path: Path) -> Path:
+    for name, text in TREE.items():
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text(textwrap.dedent(text))
+    return tmp_path
+
+
+LIB = {"lib/": ["lib.layers", "lib.parts", "lib.data.load"]}
+TOP = ["train.py", "util.py", "lazy.py", "deep/er.py"]
+
+
+@pytest.mark.parametrize(
+    ("sent", "expected"),
+    [
+        (["train.py"], {**LIB, "util.py": ["util"], "deep/": ["deep.er"], "lazy.py": ["lazy"]}),
+        (TOP, LIB),
+        ([*TOP, "lib/__init__.py", "lib/layers.py", "lib/data/load.py"], {"lib/": ["lib.parts"]}),
+        ([*TREE], {}),
+    ],
+)
+def test_modules_beside_the_script_that_are_not_sent_are_found(
+    script: Path, sent: list[str], expected: dict[str, list[str]]
+) -> None:
+    files = [script / name for name in sent]
+    found = unsent_modules(["python", "-u", "train.py", "--lr", "1"], files, script)
+    assert {one.path: sorted(one.modules) for one in found} == {path: sorted(names) for path, names in expected.items()}
+
+
+def test_scripts_that_cannot_be_read_have_no_unsent_modules(script: Path) -> None:
+    (script / "broken.py").write_text("import util\n(")
+    for argv in (["python", "broken.py"], ["python", "-c", "import util"], ["./go.sh"], ["python", "gone.py"], []):
+        assert unsent_modules(argv, [], script) == []
+
+
+def test_a_module_that_is_run_must_be_sent(script: Path) -> None:
+    (found,) = unsent_modules(["python3", "-m", "deep.er"], [], script)
+    assert (found.script, found.modules, found.path) == ("python -m deep.er", ("deep.er",), "deep/")
+    assert unsent_modules(["python3", "-m", "torch.distributed.run"], [], script) == []
+
+
+def test_the_plan_names_modules_that_are_not_sent(script: Path) -> None:
+    config = cluster(run=RunConfig(files=(str(script / "lib"),)))
+    plan = plan_of(config, own_command=("python", "train.py"), cwd=script)
+    message = "not sent to the nodes, but imported by train.py: util"
+    assert f"{message}; add `util.py` to run.files" in plan.notes
+    assert not any("lib." in note for note in plan.notes)
+    explained = [explanation_of(note) for note in plan.notes if "imported" in note]
+    assert {one and one.code for one in explained} == {"unsent-modules"}
+
+
+def test_a_script_of_the_checkout_may_import_gnnfleet() -> None:
+    launch = CODE_ROOT / "launch.py"
+    assert "import" in launch.read_text() and unsent_modules(["python", "launch.py"], [launch], CODE_ROOT) == []
+
+
+def test_a_plan_shows_the_paths_of_the_users_files(script: Path) -> None:
+    config = cluster(NodeConfig("a"), run=RunConfig(files=(str(script / "lib"),)))
+    plan = plan_of(config, own_command=("python", "train.py"), cwd=script)
+    console = Console(width=400, record=True, file=io.StringIO())
+    print_plan(plan, console, every=True)
+    assert "own: lib/__init__.py (0 bytes), lib/data/load.py (0 bytes), lib/layers.py" in console.export_text()
 
 
 def test_resume_by_file_and_by_run_id(tmp_path: Path) -> None:

@@ -61,6 +61,7 @@ def test_a_first_epoch_is_profiled_from_its_steps(tmp_path: Path) -> None:
     found = profile_of(tmp_path, [line for line in lines_of(0, epochs=1) if line["kind"] != "epoch"])
     first, *rest = profile_lines(found)
     assert first == "time per step: 9.08 s, mean of 1 rank, epoch 1 so far:"
+    assert next(profile_lines(found, ended=True)) == "time per step: 9.08 s, mean of 1 rank, epoch 1:"
     assert not any("MB" in line for line in rest) and found.remote_bytes is None
 
 

@@ -12,10 +12,12 @@ import pytest
 from rich.console import Console
 
 from launcher.node import exit_description
+from launcher.report.events import lasting_findings
 from launcher.report.first_failure import first_failure
 from launcher.report.metrics import Metrics, read_metrics
 from launcher.report.outcome import Outcome
 from launcher.report.report import RunReport, RunState, print_report
+from launcher.report.verdict import result_words
 
 TRACEBACK = [
     "Traceback (most recent call last):",
@@ -137,7 +139,10 @@ def test_reasons_of_failures(more: dict[str, Any], reason: str) -> None:
 
 def test_the_last_exception_of_chained_tracebacks_is_the_reason() -> None:
     chained = [*raised("KeyError: 'x'"), "", "During handling of the above exception, another exception occurred:", ""]
-    assert exit_description.raised([*chained, *raised("RuntimeError: no x in batch")]) == "RuntimeError: no x in batch"
+    assert (
+        exit_description.last_exception_line([*chained, *raised("RuntimeError: no x in batch")])
+        == "RuntimeError: no x in batch"
+    )
 
 
 def test_a_failed_run_leads_with_rank_node_host_reason_lines_and_log(tmp_path: Path) -> None:
@@ -201,9 +206,7 @@ def test_a_stall_leads_the_report_though_no_process_failed(tmp_path: Path) -> No
 
 
 def test_a_run_stopped_by_request_names_who_stopped_it(tmp_path: Path) -> None:
-    run = RunReport(
-        "r1", "interrupted", (), None, Metrics(()), 60.0, tmp_path, stopped_by="alice@laptop (gnnfleet stop)"
-    )
+    run = RunReport("r1", "stopped", (), None, Metrics(()), 60.0, tmp_path, stopped_by="alice@laptop (gnnfleet stop)")
     assert "Stopped by alice@laptop (gnnfleet stop) after 60 s." in printed(run)
     assert run.exit_status == 130
 
@@ -277,7 +280,7 @@ def test_result_json_and_metrics_are_written(tmp_path: Path) -> None:
     assert {path.name for path in tmp_path.iterdir()} == {"result.json", "metrics.jsonl", "logs"}
 
 
-@pytest.mark.parametrize(("state", "status"), [("done", 0), ("failed", 1), ("interrupted", 130)])
+@pytest.mark.parametrize(("state", "status"), [("done", 0), ("failed", 1), ("stopped", 130)])
 def test_exit_status(state: RunState, status: int, tmp_path: Path) -> None:
     assert report(state, [], tmp_path).exit_status == status
 
@@ -336,3 +339,56 @@ def test_an_own_scripts_report_has_its_last_loss_and_output_files(tmp_path: Path
     shown = printed(replace(report("done", [], tmp_path), metrics=read_metrics(files)))
     assert "last loss: 0.5000, mean of 2 ranks (epoch 2, step 4 of 9)" in shown
     assert "output: 1 file in" in shown and "node0/model.pt  1.5 kB" in shown
+
+
+def steps_file(folder: Path, rank: int, *lines: dict[str, Any]) -> Path:
+    path = folder / f"metrics-rank{rank}.jsonl"
+    path.write_text("".join(json.dumps({"t": 1.0, "rank": rank, **line}) + "\n" for line in lines))
+    return path
+
+
+@pytest.mark.parametrize(
+    ("state", "saved", "epoch_line", "position"),
+    [
+        ("done", [1, 3], 0, " (epoch 2, step 3 of 9; log.epoch, called after each epoch, saves its end)"),
+        ("failed", [1, 3], 0, " (epoch 2, step 3 of 9); to continue from it: gnnfleet resume r1"),
+        ("failed", [0, 7], 0, " (epoch 1, step 7); to continue from it: gnnfleet resume r1"),
+        ("done", [1, 9], 0, ""),  # after the epoch's last step
+        ("done", [1, 3], 2, ""),  # then log.epoch has saved
+        ("done", None, 0, ""),
+    ],
+)
+def test_the_report_says_at_which_step_the_checkpoint_was_saved(
+    tmp_path: Path, state: RunState, saved: list[int] | None, epoch_line: int, position: str
+) -> None:
+    (tmp_path / "checkpoints").mkdir()
+    (tmp_path / "checkpoints/last.pt").write_bytes(b"weights")
+    step = {"kind": "step", "epoch": 2, "step": 8, "steps": 9, "loss": 0.5} | ({"saved": saved} if saved else {})
+    more = [{"kind": "epoch", "epoch": epoch_line, "loss": 0.25}] if epoch_line else []
+    made = replace(report(state, [], tmp_path), metrics=read_metrics([steps_file(tmp_path, 0, step, *more)]))
+    assert f"checkpoint: {tmp_path}/checkpoints/last.pt{position}\n" in printed(made)
+
+
+def test_result_json_has_the_last_loss_of_a_script(tmp_path: Path) -> None:
+    steps = [{"kind": "step", "epoch": 2, "step": 8, "steps": 9, "loss": loss} for loss in (0.25, 0.75)]
+    files = [steps_file(tmp_path, rank, step) for rank, step in enumerate(steps)]
+    own = replace(report("done", [], tmp_path), metrics=read_metrics(files)).to_json()
+    assert own["metrics"]["last_loss"] == 0.5 and result_words(own) == "last loss 0.5000"
+    files.append(steps_file(tmp_path, 0, steps[0], {"kind": "epoch", "epoch": 2, "loss": 0.125}))
+    own = replace(report("done", [], tmp_path), metrics=read_metrics(files[1:])).to_json()
+    assert result_words(own) == "last loss 0.1250"
+    broken = steps_file(tmp_path, 0, {**steps[0], "loss": float("nan")})
+    nan = replace(report("done", [], tmp_path), metrics=read_metrics([broken]))
+    assert "last_loss" not in nan.to_json()["metrics"]
+
+
+def test_stragglers_that_kept_up_again_are_left_out_at_the_end(tmp_path: Path) -> None:
+    def straggler(t: float, rank: int, text: str) -> dict[str, Any]:
+        return {"t": t, "kind": "straggler", "node_rank": 0, "rank": rank, "text": f"rank {rank} {text}", "stop": False}
+
+    slow, again = "needs 2 s of own work per step", "keeps up again: 0.2 s of own work per step"
+    nan = {"t": 1.5, "kind": "nan", "node_rank": 0, "rank": 0, "text": "the loss is NaN", "stop": False}
+    findings = (straggler(3.0, 1, again), straggler(1.0, 1, slow), straggler(2.0, 2, slow), nan)
+    assert [finding["t"] for finding in lasting_findings(findings)] == [1.5, 2.0]
+    shown = printed(replace(report("done", [], tmp_path), findings=findings))
+    assert "rank 2 needs 2 s" in shown and "rank 1" not in shown

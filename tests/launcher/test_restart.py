@@ -111,7 +111,8 @@ def test_parts_of_a_lost_node_go_to_the_nodes_with_the_fewest() -> None:
             {},
             {0: SHARED[0]},
             {"lost": {1: SILENT, 2: SILENT}},
-            "only 1 of 3 nodes can reach each other, and the others may go on by themselves",
+            "only 1 of 3 nodes can reach each other, and the others may go on by themselves; no answer from "
+            "node1 (b), node2 (c)",
         ),
         (
             {"nodes": (0, 1)},

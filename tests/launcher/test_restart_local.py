@@ -51,8 +51,12 @@ class Counting:
     def await_steps(self, *nodes: int, generation: int = 0) -> None:
         """Wait until ranks of these nodes train in an attempt."""
         for k in nodes:
-            wait_until(lambda k=k: self.running.process.poll() is not None or self._steps(k, generation), 60)
+            wait_until(lambda k=k: self._launcher_failed() or self._steps(k, generation), 60)
             assert self._steps(k, generation), self.running.output
+
+    def _launcher_failed(self) -> bool:
+        """Whether the launcher has ended by itself; not if the test has killed it."""
+        return self.running.process.poll() not in (None, -signal.SIGKILL)
 
     def _steps(self, k: int, generation: int) -> bool:
         state = self.state(k)
@@ -138,3 +142,39 @@ def test_parts_of_a_lost_node_are_read_from_a_shared_folder(tmp_path: Path) -> N
     (tmp_path / "go").touch()
     done = run.running.end()
     assert done.status == 0 and done.result["state"] == "done", done.output
+
+
+def test_a_supervisor_that_was_killed_joins_at_the_next_restart(tmp_path: Path) -> None:
+    run = Counting(tmp_path)
+    run.await_steps(0, 1, 2)
+    before = run.state(2)["pid"]
+    run.kill(2, "supervisor")
+    run.running.await_line("going on with 2 of 3 nodes")
+    run.running.await_line("node2 (local): its supervisor was started again; it joins at the next restart", 60)
+    run.await_steps(0, 1, generation=1)
+    wait_until(lambda: run.state(2).get("state") == "waiting", 30)
+    assert run.state(2)["pid"] != before
+    run.kill(1, f"rank{_rank_of(run, 1)}")
+    run.running.await_line("going on with 3 of 3 nodes", 60)
+    run.await_steps(0, 1, 2, generation=2)
+    (tmp_path / "go").touch()
+    done = run.running.end(90)
+    assert done.status == 0 and done.result["state"] == "done", done.output
+    assert [(one["without"], one["nodes"]) for one in done.result["restarts"]] == [([2], [0, 1]), ([], [0, 1, 2])]
+
+
+def test_a_supervisor_that_was_started_again_ends_with_the_run(tmp_path: Path) -> None:
+    run = Counting(tmp_path)
+    run.await_steps(0, 1, 2)
+    run.kill(2, "supervisor")
+    run.running.await_line("its supervisor was started again", 60)
+    wait_until(lambda: run.state(2).get("state") == "waiting", 30)
+    (tmp_path / "go").touch()
+    done = run.running.end(90)
+    assert done.status == 0 and done.result["state"] == "done", done.output
+    assert "the run has ended without this node" in json.loads((run.node(2) / "result.json").read_text())["reason"]
+
+
+def _rank_of(run: Counting, k: int) -> int:
+    """The first rank of node ``k`` in the present attempt."""
+    return next(one["rank"] for one in run.state(k)["processes"] if one["rank"] is not None)

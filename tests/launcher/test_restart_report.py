@@ -10,7 +10,7 @@ from typing import Any
 
 from rich.console import Console
 
-from launcher.report.ending import Collected, Ending, Followed, Lost, Spares, first_node, last_attempt
+from launcher.report.ending import Collected, Ending, ExpendableNodes, Followed, Lost, checkpoint_node, last_attempt
 from launcher.report.metrics import Metrics
 from launcher.report.report import RunReport, print_report
 from launcher.report.verdict import NodeView, done_without, last_hub, last_ranks, restart_words
@@ -94,25 +94,25 @@ def test_a_stall_before_a_restart_is_not_the_end(tmp_path: Path) -> None:
 def test_which_node_leads_the_last_attempt(tmp_path: Path) -> None:
     old = {"state": "failed", "generation": 0, "hub": 0, "restarts": [], "left": True}
     reports = {0: old, 1: result(), 2: result()}
-    assert last_attempt(reports, 0) == (1, reports[1]) and first_node(reports, 0) == 2
-    assert last_attempt({0: {"state": "done"}}, 0)[0] == 0 and first_node({0: {"state": "done"}}, 0) is None
+    assert last_attempt(reports, 0) == (1, reports[1]) and checkpoint_node(reports, 0) == 2
+    assert last_attempt({0: {"state": "done"}}, 0)[0] == 0 and checkpoint_node({0: {"state": "done"}}, 0) is None
 
 
 def test_the_checkpoint_is_that_of_a_node_of_the_last_attempt() -> None:
-    assert first_node({1: result(), 2: None}, 0) == 1, "the node of rank 0 cannot be reached"
-    assert first_node({2: {"restarts": []}, 1: {"restarts": []}}, 0) == 1, "nor can the lead node"
-    assert first_node({0: {"restarts": []}, 1: {"restarts": []}}, 0) == 0
+    assert checkpoint_node({1: result(), 2: None}, 0) == 1, "the node of rank 0 cannot be reached"
+    assert checkpoint_node({2: {"restarts": []}, 1: {"restarts": []}}, 0) == 1, "nor can the lead node"
+    assert checkpoint_node({0: {"restarts": []}, 1: {"restarts": []}}, 0) == 0
 
 
 def test_nodes_are_expendable_until_the_run_has_ended(tmp_path: Path) -> None:
-    spares = Spares(plan(tmp_path), restarts=3)
+    spares = ExpendableNodes(plan(tmp_path), restarts=3)
     assert all(k in spares for k in range(3))
     spares.take(1, AGAIN)
     spares.take_result(0, result("stopped", left=True, gone={}, generation=0))
     assert 1 in spares
     spares.take_result(1, result())
     assert 2 not in spares and 0 in spares, "the run goes on without node 0"
-    never = Spares(plan(tmp_path), restarts=3)
+    never = ExpendableNodes(plan(tmp_path), restarts=3)
     never.discard(1)
     assert 1 not in never and 2 in never
 

@@ -75,3 +75,24 @@ def _follow(folder: Path) -> Launched:
     argv = [sys.executable, str(REPOSITORY / "launch.py"), "follow", "again"]
     done = subprocess.run(argv, cwd=folder, capture_output=True, text=True, timeout=90, check=False)
     return Launched(done.returncode, done.stdout + done.stderr, folder)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_sharded_rows_continue_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, compiled_kernels: None) -> None:
+    # Nodes without features have trainable rows, sharded over the ranks; only two nodes of three write checkpoints.
+    monkeypatch.setenv("TMUX_TMPDIR", str(tmp_path))
+    data = {"dataset": "synthetic-hetero", "options": {"num_nodes": 900, "num_classes": 4, "num_features": 12}}
+    train = {**TRAIN, "batch_size": 30, "model": "rgcn", "embedding_lr": 0.02, "checkpoint_seconds": 0.2}
+    (tmp_path / "whole").mkdir()
+    whole = launch(local_config(tmp_path / "whole", [1], train=train, data=data))
+    assert whole.status == 0, whole.output
+    run = {"restarts": 3, "peer_timeout": 3, "grace": 1}
+    config = local_config(tmp_path, [1, 1, 1], train=train, data={**data, "replicas": 2}, run=run)
+    running = Running(config, "--run-id", "again").await_line("epoch 3/")
+    os.kill(state(tmp_path, 0)["pid"], signal.SIGKILL)  # the lead node, which has rank 0 and its rows
+    done = running.end(200)
+    assert done.status == 0, done.output
+    (restart,) = done.result["restarts"]
+    assert restart["epoch"] >= 2 and len(restart["nodes"]) == 2
+    assert losses(done) == pytest.approx(losses(whole), rel=1e-4)

@@ -141,7 +141,7 @@ def test_sigterm_stops_the_node_too(start: Callable[..., Launched]) -> None:
     run.process.send_signal(signal.SIGTERM)
     output = run.output(30)
     assert run.process.returncode == 130, output
-    assert run.result["state"] == "interrupted"
-    assert "Interrupted after" in output
+    assert run.result["state"] == "stopped"
+    assert "Stopped by SIGTERM after" in output
     assert (run.folder / "runs/r1/logs/node0/rank0.log").exists()
     assert run.nothing_is_left()

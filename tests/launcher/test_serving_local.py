@@ -186,3 +186,28 @@ def supervisor_runs(kit: ServingKit, server: int) -> bool:
     path = kit.run_dir("broken", server) / "state.json"
     state = json.loads(path.read_text()) if path.exists() else {}
     return bool(state) and alive(state["pid"], state["start_ticks"])
+
+
+@pytest.mark.slow
+def test_an_attached_run_starts_again_after_a_failure(kit: ServingKit, toy: str) -> None:
+    train = {"epochs": 12, "checkpoint_seconds": 0.2}
+    kit.training("whole", toy, clients=1, train=train)
+    done = kit.gnnfleet("--config", "whole.yml", "--run-id", "run-whole")
+    assert done.status == 0, done.err + done.out
+    kit.training("again", toy, clients=2, train=train, run={"restarts": 2, "grace": 1, "peer_timeout": 3})
+    before = kit.state(toy, 0)["pid"]
+    running = kit.start("--config", "again.yml", "--run-id", "run-again", "--plain")
+    node = kit.workdirs / "node1/runs/run-again/node1"
+    wait_until(lambda: (node / "progress-rank1").exists() and _epoch(node) >= 3, 120)
+    os.kill(json.loads((node / "procs/rank1.json").read_text())["pid"], signal.SIGKILL)
+    out, err = running.communicate(timeout=200)
+    assert running.returncode == 0, out + err
+    assert "restart 1 of 2: rank 1 on node1 (local) was killed by signal 9 (SIGKILL); going on with 2 of 2 nodes" in out
+    assert losses(kit.folder / "runs/run-again") == pytest.approx(losses(kit.folder / "runs/run-whole"), rel=1e-4)
+    assert kit.state(toy, 0)["pid"] == before, "the serving cluster was not touched"
+    assert guests(kit) == [], "the key of the run was valid until its end"
+
+
+def _epoch(node: Path) -> int:
+    words = (node / "progress-rank1").read_text().split()
+    return int(words[0]) if words else 0

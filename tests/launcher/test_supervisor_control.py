@@ -87,8 +87,7 @@ def test_stop_with_a_dead_supervisor_releases_its_leases(
     assert list((tmp_path / "leases").iterdir()) == [] and run.processes() == []
 
 
-@pytest.mark.parametrize("alive", [True, False])
-@pytest.mark.parametrize("text", ["{", "[]", '{"run_id": 1}'])
+@pytest.mark.parametrize(("text", "alive"), [("{", True), ("[]", True), ('{"run_id": 1}', True), ("{", False)])
 def test_a_damaged_node_json_is_reported_and_the_run_is_stopped_nevertheless(
     folder: MakeFolder, text: str, alive: bool
 ) -> None:

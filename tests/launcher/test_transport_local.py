@@ -16,6 +16,7 @@ import pytest
 
 from launcher.command import Command
 from launcher.errors import CommandTimeout, RemoteFileError, TransportError
+from launcher.transport import process
 from launcher.transport.base import Completed, Transport
 from launcher.transport.local import LocalTransport
 from sshd_inprocess import Sshd, serving
@@ -259,14 +260,15 @@ def test_an_unterminated_line_is_dropped(node: Transport) -> None:
 
 
 def test_a_talk_can_go_on_after_a_timeout(node: Transport) -> None:
-    with node.talk(sh("read -r x; echo got $x; sleep 30")) as talk:
+    with node.talk(sh("read -r x; echo got $x; cat")) as talk:
         with pytest.raises(CommandTimeout, match="`sh` did not answer within 0.2 s"):
             talk.receive(0.2)
         talk.send("it")
         assert talk.receive(10) == "got it"
 
 
-def test_leaving_a_talk_ends_its_command(node: Transport, home: Path) -> None:
+def test_leaving_a_talk_ends_its_command(node: Transport, home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(process, "_END_WAIT", 0.1)
     with node.talk(sh("trap 'touch ended; exit' TERM; echo $$; while :; do sleep 0.05; done")) as talk:
         pid = int(talk.receive(10) or 0)
     wait_until(lambda: not runs(pid), 5)

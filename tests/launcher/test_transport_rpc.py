@@ -14,7 +14,7 @@ import pytest
 from launcher.command import Command
 from launcher.errors import CommandTimeout, NodeCallError
 from launcher.node.programs.agent import MARKER
-from launcher.transport import rpc
+from launcher.transport import process, rpc
 from launcher.transport.local import LocalTransport
 from launcher.transport.rpc import NodeAgent, bundle, call
 
@@ -89,7 +89,8 @@ def test_an_agent_that_dies_shows_its_stderr(programs: Path) -> None:
         node.call("dies", {}, 10)
 
 
-def test_an_agent_that_hangs_times_out(programs: Path) -> None:
+def test_an_agent_that_hangs_times_out(programs: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(process, "_END_WAIT", 0.1)
     (programs / "hangs.py").write_text("import time\ndef main(request): time.sleep(60)")
     begun = time.monotonic()
     with agent() as node, pytest.raises(CommandTimeout, match="did not answer within"):

@@ -143,6 +143,8 @@ def test_an_unknown_host_key_shows_its_fingerprint_and_a_remedy(sshd: Sshd, key:
     assert sshd.host_key.fingerprint in str(caught.value)
     assert f"ssh-keyscan -p {sshd.port} 127.0.0.1 >> {home}/.ssh/known_hosts" in str(caught.value)
     assert "host_keys: accept-new" in str(caught.value)
+    assert f"`ssh -o StrictHostKeyChecking=ask -p {sshd.port} 127.0.0.1`" in str(caught.value)
+    assert "with `ssh-keygen -lf /etc/ssh/ssh_host_ecdsa_key.pub` on the host's console" in str(caught.value)
     assert sshd.logins == []
 
 
@@ -176,7 +178,36 @@ def test_a_changed_host_key_is_refused(sshd: Sshd, key: Path, home: Path, mode: 
         ssh_to(sshd, key=key, host_keys=mode).connect(10)  # type: ignore[arg-type]
     assert f"{home}/.ssh/known_hosts:1" in str(caught.value)
     assert f"ssh-keygen -f {home}/.ssh/known_hosts -R '[127.0.0.1]:{sshd.port}'" in str(caught.value)
+    # accept-new stores the new key once the old one is gone; strict needs it to be stored
+    stored = f"ssh-keyscan -p {sshd.port} 127.0.0.1 >> {home}/.ssh/known_hosts" in str(caught.value)
+    assert stored == (mode == "strict")
     assert sshd.logins == []
+
+
+def test_a_host_behind_an_alias_is_stored_by_a_login(sshd: Sshd, key: Path, home: Path) -> None:
+    # ssh-keyscan would store the key under the address, where HostKeyAlias does not look.
+    (home / ".ssh/config").write_text("Host 127.0.0.1\n  HostKeyAlias gnn1\n")
+    with pytest.raises(HostKeyError, match="host key of gnn1 is not known") as caught:
+        ssh_to(sshd, key=key).connect(10)
+    assert "keyscan" not in str(caught.value)
+    assert f"`ssh -o StrictHostKeyChecking=ask -p {sshd.port} 127.0.0.1`" in str(caught.value)
+
+
+@pytest.mark.skipif(not shutil.which("ssh-keyscan"), reason="needs the OpenSSH client")
+@pytest.mark.parametrize("changed", [False, True])
+def test_the_steps_of_a_refused_host_key_let_the_next_login_in(
+    sshd: Sshd, key: Path, home: Path, changed: bool
+) -> None:
+    (home / ".ssh/known_hosts").unlink()
+    if changed:
+        know(home, sshd.port, new_key())
+    with pytest.raises(HostKeyError) as caught:
+        ssh_to(sshd, key=key).connect(10)
+    steps = [step for step in str(caught.value).split("`")[1::2] if step.startswith(("ssh-keygen -f", "ssh-keyscan"))]
+    assert len(steps) == (2 if changed else 1)
+    for step in steps:
+        subprocess.run(step, shell=True, check=True, capture_output=True)
+    assert whoami(ssh_to(sshd, key=key)) == b"hello\n"
 
 
 @pytest.mark.parametrize("connect", [ssh_to, openssh_to])

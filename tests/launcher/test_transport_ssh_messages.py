@@ -51,9 +51,8 @@ class Scene:
             work()
         text = str(caught.value).replace(str(self.home), "HOME")
         text = re.sub(r"(SHA256:)[\w+/]+", r"\1…", text)
-        text = re.sub(
-            r"(cannot be used|log in as ann|this host's key|not connect): .*?(?= – |$)", r"\1: (ssh's words)", text
-        )
+        saying = "cannot be used|log in as ann|this host's key|not connect|is not known(?=: No )"
+        text = re.sub(rf"({saying}): .*?(?= – |$)", r"\1: (ssh's words)", text)
         self.recorded.append((how, re.sub(r"\b\d{5}\b", "PORT", text)))
 
     def connect(

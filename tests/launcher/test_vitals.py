@@ -40,7 +40,7 @@ def test_the_last_line_of_each_rank_is_read(tmp_path: Path) -> None:
     assert vitals.ranks == {
         3: {
             "epoch": 2, "step": 5, "steps": 40, "loss": 0.25, "seeds_per_s": 99.5, "remote_share": 0.5, "own_s": 0.2,
-            "step_s": 0.3, "batch_s": 0.1, "kind": "step", "t": 105.0, "at": None, "ended": False,
+            "step_s": 0.3, "batch_s": 0.1, "kind": "step", "t": 105.0, "at": None, "ended": False, "done": False,
             "most": ["sample", 0.7],
         }
     }  # fmt: skip

@@ -4,17 +4,17 @@ from __future__ import annotations
 
 from typing import Any
 
-from launcher.node.supervisor.stall_detector import Judge
+from launcher.node.supervisor.stall_detector import StallDetector
 
 LABELS = ("node0 (gnn1)", "node1 (gnn2)")
 
 
 class Cluster:
     """Two simulated nodes with two ranks each, and a simulated clock; ``findings`` has all findings of the
-    ``Judge``."""
+    ``StallDetector``."""
 
     def __init__(self, stall_after: float | str = "auto", at: bool = True, **more: Any) -> None:
-        self.judge = Judge(stall_after, LABELS, **more)
+        self.judge = StallDetector(stall_after, LABELS, **more)
         self.at, self.now, self.findings = at, 1000.0, list[dict[str, Any]]()
         self.ranks: dict[int, dict[str, Any]] = {}
 

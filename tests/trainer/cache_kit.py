@@ -1,4 +1,4 @@
-"""Hosts of a partition in one process: each opens its own parts and calls the others directly; ranks are threads."""
+"""Hosts of a partition in one process: each opens its own parts and calls the others directly. Ranks are threads."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ class _Exchange:
 
 @dataclass(frozen=True)
 class Threads:
-    """One of several ranks that run as threads; has the methods of ``RankGroup`` that ``fill_cache`` calls."""
+    """One of several ranks that run as threads. Has the methods of ``RankGroup`` that ``fill_cache`` calls."""
 
     rank: int
     exchange: _Exchange
@@ -77,7 +77,7 @@ def run_ranks(size: int, work: Callable[[Threads], Any]) -> list[Any]:
 
 
 def hosts(folder: Any, num_parts: int, topology: str = "partitioned", **options: Any) -> list[Graph]:
-    """Return one graph per host; host p holds part p and runs one rank. ``options`` go to each ``DistGraph``."""
+    """Return one graph per host. Host p holds part p and runs one rank. ``options`` go to each ``DistGraph``."""
     locals_ = [LocalGraph(open_parts(folder, [part])) for part in range(num_parts)]
     layout = RankLayout(num_parts, tuple((part,) for part in range(num_parts)))
     graphs = []

@@ -22,7 +22,7 @@ _outputs = tempfile.TemporaryDirectory(prefix="gnnfleet-forked-")
 
 
 class Forked:
-    """A started process with the parts of ``subprocess.Popen`` that tests use; stdout and stderr go to one file.
+    """A started process with the parts of ``subprocess.Popen`` that tests use. Its stdout and stderr go to one file.
 
     ``env`` is its whole environment. Torch computes with one thread. torch_geometric, NumPy and Numba are already
     imported, so tests of imports, or of variables that these packages read at import, need a fresh interpreter.
@@ -43,7 +43,7 @@ class Forked:
 
     @property
     def returncode(self) -> int | None:
-        """None while the process runs; the negative signal number if a signal killed it."""
+        """Exit status, None while the process runs. If a signal killed it, the negative number of the signal."""
         return self._process.exitcode
 
     @property

@@ -25,7 +25,7 @@ HALVES = ((0, 1), (2, 3))  #: two servers with two parts each
 
 
 class Servers:
-    """Graph servers of one folder; server k holds the parts ``held[k]`` and requests other parts from its peers."""
+    """Graph servers of one folder. Server k holds the parts ``held[k]`` and requests other parts from its peers."""
 
     def __init__(self, folder: Path, held: Sequence[Sequence[int]], keys: ServiceKeys | None = None):
         self.folder, self.held, self.keys = folder, held, keys
@@ -36,7 +36,7 @@ class Servers:
         self._locals: dict[int, LocalGraph] = {}
 
     def start(self, number: int) -> None:
-        """Start a server; a restarted server keeps its endpoint."""
+        """Start a server. A restarted server keeps its endpoint."""
         parts = tuple(self.held[number])
         endpoint = self.places[number].endpoint if number in self.places else "tcp://127.0.0.1:0"
         local = self._locals[number] = LocalGraph(open_parts(self.folder, parts))
@@ -100,7 +100,7 @@ def client_graph(
 
 @contextmanager
 def worker_graphs(servers: Servers) -> Iterator[list[Graph]]:
-    """Open the folder in worker mode: yield one graph per node; node k holds the same parts as server k."""
+    """Open the folder in worker mode: yield one graph per node. Node k holds the same parts as server k."""
     with ExitStack() as stack:
         graphs = []
         for number, parts in enumerate(servers.held):

@@ -23,7 +23,7 @@ def graph(
     name: str = "small",
     edge_attrs: Mapping[str, np.ndarray] | None = None,
 ) -> Dataset:
-    """Build a homogeneous dataset from (source, target) pairs. Default x: row v is (v, v/2, -v); default y: v mod 3."""
+    """Build a homogeneous dataset from (source, target) pairs. Default x: row v is (v, v/2, -v). Default y: v mod 3."""
     edge_index = np.asarray(edges, dtype=np.int64).reshape(-1, 2).T
     ids = np.arange(num_nodes)
     x = np.stack((ids, ids / 2, -ids), axis=1).astype(np.float32)
@@ -83,7 +83,7 @@ def hetero(
     edge_attrs: Mapping[EdgeType, Mapping[str, np.ndarray]] | None = None,
     name: str = "typed",
 ) -> Dataset:
-    """Build a heterogeneous dataset; the nodes of each type have x, y and splits as in ``graph``."""
+    """Build a heterogeneous dataset. The nodes of each type have x, y and splits as in ``graph``."""
     nodes = {of: graph([], count).nodes[HOMO_NODE] for of, count in num_nodes.items()}
     typed = {
         of: graph(pairs, 0, {}, {}, edge_attrs=(edge_attrs or {}).get(of)).edges[HOMO_EDGE]

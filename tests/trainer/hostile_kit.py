@@ -59,12 +59,12 @@ class Attack:
 
     endpoint: str
     seed: int
-    count: int  #: messages
-    key_file: str | None = None  #: of the run; None without encryption, or for a stranger
-    stranger: bool = False  #: has no key, or does not follow the clients' protocol
+    count: int  #: number of messages
+    key_file: str | None = None  #: key file of the run; None without encryption, or for a stranger
+    stranger: bool = False  #: whether the process has no key, or does not follow the protocol of clients
     server_key: str = ""  #: the server's public key, which a stranger may know
-    reads: bool = True  #: reads the replies
-    glutton: bool = False  #: requests large replies and reads none, until it is killed
+    reads: bool = True  #: whether the process reads the replies
+    glutton: bool = False  #: whether the process requests large replies and reads none, until it is killed
 
 
 def valid_requests(num_nodes: int) -> list[Message]:
@@ -93,7 +93,7 @@ def valid_requests(num_nodes: int) -> list[Message]:
         Message(Kind.MANIFEST, Status.REQUEST, 0),
         messages.shared_request(messages.SharedSlice(HOMO_NODE, "train", 0, 10)),
         messages.to_global_request(HOMO_NODE, nodes),
-        messages.taken(5),
+        messages.acknowledgement(5),
         batch_messages.batch_request(work, name),
         batch_messages.batch_request(replace(work, seeds=SeedSet({HOMO_NODE: many})), name),
         batch_messages.batch_request(induced, name),
@@ -121,7 +121,7 @@ class Forge:
         return self._random.choice(self._kinds)()
 
     def bytes_sent(self) -> bytes:
-        """Return a message as its bytes on the connection; some announce frame sizes that are wrong."""
+        """Return a message as its bytes on the connection. Some messages announce wrong frame sizes."""
         parts = self.message()
         data = framed(parts)
         if self._random.random() < 0.1:
@@ -225,8 +225,8 @@ class Forge:
         return self._random.choice(self._crowds)
 
     def one_way(self) -> Frames:
-        """Return a message of kind TAKEN for any batch, or of kind ALIVE, which only servers send."""
-        kind = self._random.choice((Kind.TAKEN, Kind.ALIVE))
+        """Return a message of kind ACK for any batch, or of kind ALIVE, which only servers send."""
+        kind = self._random.choice((Kind.ACK, Kind.ALIVE))
         number = self._random.choice((*range(9), 2**64 - 1, self._random.getrandbits(64)))
         return [HEADER.pack(b"GNFS", wire.VERSION, kind, self._random.randrange(3), number, 0, 0, 0, 0)]
 
@@ -248,7 +248,7 @@ class Forge:
 
 @contextlib.contextmanager
 def attacking(attack: Attack) -> Iterator[subprocess.Popen[str]]:
-    """Start an attacking process; when done it prints one JSON line with messages, connections and seconds."""
+    """Start an attacking process. When done it prints one JSON line with messages, connections and seconds."""
     argv = [sys.executable, __file__, json.dumps(asdict(attack))]
     path = ":".join((str(Path(__file__).resolve().parents[2]), str(Path(__file__).resolve().parent)))
     process = subprocess.Popen(

@@ -97,7 +97,7 @@ def content(batch):
 
 
 def assert_same(ours, theirs, ignore=()):
-    """Assert equal attributes with equal values, dtypes and shapes; None counts as absent."""
+    """Assert equal attributes with equal values, dtypes and shapes. None counts as absent."""
     mine, others = ({k: v for k, v in content(b).items() if v is not None} for b in (ours, theirs))
     drop = {key for key in mine.keys() ^ others.keys() if key[1] in ignore}
     assert mine.keys() - drop == others.keys() - drop

@@ -52,7 +52,7 @@ def typed_edges(seed=0, num_nodes=None, per_type=90):
 
 
 def typed_batch(edges, seeds, fanouts, num_nodes=None, *, key=77, rng=None, target="paper", dims=None):
-    """Sample a ``HeteroBatch`` around ``seeds``; fanout -1 takes all.
+    """Sample a ``HeteroBatch`` around ``seeds``. Fanout -1 takes all.
 
     The sampled neighbours differ from the trainer's; shapes and order are the same.
     """

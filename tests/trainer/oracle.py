@@ -79,7 +79,7 @@ def assert_identical(ours, theirs, ignore=()):
 
 
 def _leaves(value, path=()):
-    """Yield (path, plain value) for every leaf of a batch; a tensor becomes its dtype, shape and bytes."""
+    """Yield (path, plain value) for every leaf of a batch. A tensor becomes its dtype, shape and bytes."""
     if isinstance(value, torch.Tensor):
         yield path, (value.dtype, tuple(value.shape), value.numpy().tobytes())
     elif hasattr(value, "stores"):

@@ -20,8 +20,7 @@ def random_graph(seed, num_nodes, num_edges):
 
 
 def store_of(edge_index, num_nodes, num_parts=1, *, attrs=None, edge_attrs=None, assignment=None, **options):
-    """Return the ``PartStore`` of a homogeneous graph; node v goes to part ``assignment[v]``, by default v %
-    num_parts."""
+    """Return the ``PartStore`` of a homogeneous graph. Node v is in part ``assignment[v]``, default v % num_parts."""
     return typed_store(
         {HOMO_NODE: num_nodes}, {HOMO_EDGE: edge_index}, num_parts,
         node_attrs={HOMO_NODE: attrs or {}}, edge_attrs={HOMO_EDGE: edge_attrs or {}},

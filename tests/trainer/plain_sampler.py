@@ -31,7 +31,7 @@ class PlainGraph:
         )  # fmt: skip
 
     def time(self, e, edge, rule):
-        """Return the time of edge ``edge`` or of its source, as ``rule`` says; None if it has no time."""
+        """Return the time of edge ``edge`` or of its source, as ``rule`` says, or None if it has no time."""
         attrs, of = (self.edge_attrs.get(e, {}), edge) if rule.on == "edge" else (
             self.node_attrs.get(e[0], {}), self.edges[e][0][edge],
         )  # fmt: skip
@@ -80,7 +80,7 @@ def row_key(key, e, node, tree_key):
 
 
 def pick(graph, e, node, rule, key, tree_key=None):
-    """Sample the in-edges of one target; return (edge ids in the order drawn, whether all candidates were taken).
+    """Sample the in-edges of one target, and return (edge ids in the order drawn, whether all candidates were taken).
 
     If edges have a time bound and all candidates are taken unshuffled, they are sorted by time.
     """
@@ -140,7 +140,7 @@ class PlainBatch:
 
 
 def plain_sample(graph, seeds, settings, key):
-    """Return the batch that ``sample_multi_hop`` should find; ``seeds`` is a ``SeedSet`` in original ids."""
+    """Return the batch that ``sample_multi_hop`` should find. ``seeds`` is a ``SeedSet`` in original ids."""
     disjoint = settings.disjoint or settings.time is not None
     levels, tree_keys, untils = {of: [[]] for of in graph.num_nodes}, [], []
     for of, ids in seeds.nodes.items():

@@ -19,8 +19,9 @@ HOMO = ("", "", "")
 
 
 class PlainSampler(BaseSampler):
-    """Samples neighbours of ``data`` (Data or HeteroData) with plain loops: uniform, weighted, temporal; small
-    graphs only."""
+    """Samples neighbours of ``data`` (Data or HeteroData) with plain loops: uniform, weighted, temporal. For small
+    graphs only.
+    """
 
     def __init__(
         self, data, num_neighbors, *, replace=False, disjoint=False, subgraph_type="directional",
@@ -78,7 +79,7 @@ class PlainSampler(BaseSampler):
         edges = self.rows[edge_type].get(target, [])
         if bound is not None:
             edges = [e for e in edges if self._time(edge_type, e) is None or self._time(edge_type, e) <= bound]
-            edges.sort(key=lambda e: self._time(edge_type, e) or 0)  # as its CSC keeps them
+            edges.sort(key=lambda e: self._time(edge_type, e) or 0)  # the order in torch_geometric's CSC
         if self.weight:
             edges = [e for e in edges if self.weight[edge_type][e] > 0]
         if fanout < 0 or (len(edges) <= fanout and not self.replace) or not edges:

@@ -20,8 +20,9 @@ def framed(parts: Sequence[Any]) -> bytes:
 
 
 class RawPeer:
-    """Connects and sends the greeting; a context manager. Raises OSError or EOFError when the server closes the
-    connection."""
+    """Context manager that connects and sends the greeting. Raises OSError or EOFError when the server closes the
+    connection.
+    """
 
     def __init__(self, endpoint: str, keys: ServiceKeys | None = None, *, greets: bool = True):
         host, _, port = endpoint.removeprefix("tcp://").rpartition(":")
@@ -48,7 +49,7 @@ class RawPeer:
         self.sock.sendall(framed(parts))
 
     def receive(self, seconds: float) -> list[Any] | None:
-        """Return the next non-empty message; None on timeout or when the server has closed the connection."""
+        """Return the next non-empty message, or None on timeout or when the server has closed the connection."""
         until = time.monotonic() + seconds
         while True:
             while self._reader.messages:

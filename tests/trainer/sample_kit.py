@@ -110,7 +110,7 @@ def orig_edges(store, subgraph, e=HOMO_EDGE):
 
 
 def names(store, subgraph, of):
-    """Return (tree, original id) of every sampled node; tree is None unless disjoint."""
+    """Return (tree, original id) of every sampled node. The tree is None unless sampling is disjoint."""
     nodes = subgraph.nodes[of]
     trees = [None] * len(nodes.ids) if nodes.tree is None else nodes.tree.tolist()
     return list(zip(trees, orig_nodes(store, subgraph, of).tolist(), strict=True))

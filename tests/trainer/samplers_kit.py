@@ -35,7 +35,7 @@ def small_data(pairs, num_nodes):
 
 
 def odd_data():
-    """Return a graph with self loops, a triple edge, and an edge in both directions; nodes 5, 6 and 9 have no edge."""
+    """Return a graph with self loops, a triple edge, and an edge in both directions. Nodes 5, 6 and 9 have no edge."""
     return small_data([(0, 0), (1, 2), (1, 2), (2, 1), (1, 2), (3, 4), (4, 4), (8, 7), (7, 3), (0, 1), (3, 8)], 10)
 
 

@@ -26,7 +26,7 @@ INFO = HelloInfo(node_rank=1, host="10.0.0.2", part_ids=(1, 3), manifest_digest=
 
 
 class ArithmeticGraph:
-    """Neighbours of node v are v*10, v*10+1, …; row x[v] is (v, v+0.5). Some attributes fail, are slow or are large."""
+    """Neighbours of node v are v*10, v*10+1, …. Row x[v] is (v, v+0.5). Some attributes fail, are slow or are large."""
 
     def __init__(self):
         self.hops: list[list[HopRequest]] = []  #: requests of each call
@@ -105,7 +105,7 @@ def client_of(endpoint, deadline=5.0, keys=None, parts=INFO.part_ids, **options)
 
 @contextlib.contextmanager
 def server_process(endpoint):
-    """Run a graph server in another process; it answers requests as soon as the context is entered."""
+    """Run a graph server in another process. It answers requests as soon as the context is entered."""
     process = Forked(_serve, (endpoint,), server_environment())
     try:
         until = time.monotonic() + 60
@@ -141,7 +141,7 @@ def write_cluster(path, *nodes, num_parts=None):
 
 @contextlib.contextmanager
 def serve_process(folder, parts, own, bind, cluster, key_file=None, node_rank=None, **more):
-    """Start ``python -m trainer serve``; return the process and its ready file.
+    """Start ``python -m trainer serve``, and return the process and its ready file.
 
     ``node_rank``: by default the node of the cluster file with exactly these parts.
     """

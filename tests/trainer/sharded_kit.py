@@ -1,5 +1,4 @@
-"""Test kit: a toy model over a sharded embedding table, trained by one or several processes, and over one dense
-table."""
+"""Test kit: trains a toy model on a sharded embedding table, in one or several processes, and on one dense table."""
 
 from __future__ import annotations
 
@@ -71,7 +70,7 @@ def train_dense(optimizer: str, steps: range = range(STEPS)) -> tuple[dict[str, 
 
 
 def train_sharded(optimizer: str, steps: range, saved: Path | None) -> dict[str, object] | None:
-    """Train one rank of a run; rank 0 returns the content of a checkpoint."""
+    """Train one rank of a run. Rank 0 returns the content of a checkpoint."""
     embedding = ShardedEmbedding(NODES, DIM, seed=7)
     size, head = embedding.size, toy_head()
     model = DistributedDataParallel(head) if size > 1 else head
@@ -102,7 +101,7 @@ def train_sharded(optimizer: str, steps: range, saved: Path | None) -> dict[str,
 
 
 def run_sharded(folder: Path, size: int, *runs: tuple[str, range, Path | None]) -> list[dict[str, object]]:
-    """Train several runs with ``size`` processes; return what rank 0 saves after each of them.
+    """Train several runs with ``size`` processes, and return what rank 0 saves after each of them.
 
     runs: (optimizer, steps, checkpoint to resume from or None).
     """

@@ -16,7 +16,7 @@ WORK = HOMO["attributes and labels"]
 
 @pytest.fixture
 def server(monkeypatch):
-    """A graph server whose first batch takes one second."""
+    """Yield a graph server whose first batch takes one second."""
     graph = parts_of(homo_data(), 3)
     with serving(graph.access.local, routed=graph.access) as server:
         batch, slow = server._handlers.batch, [1.0]

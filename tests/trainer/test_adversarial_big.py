@@ -135,7 +135,7 @@ class FarGraph:
 
 
 def far_store():
-    """Return a store of part 1 of the huge graph; its ten nodes and their edges are stored in arrays."""
+    """Return a store of part 1 of the huge graph. Its ten nodes and their edges are stored in arrays."""
     ids = np.arange(FAR, COUNT)
     edges = np.arange(FAR * DEGREE, COUNT * DEGREE)
     value = {"value": AttrSpec("int64", (COUNT,))}

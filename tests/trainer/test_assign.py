@@ -25,7 +25,7 @@ GRAPHS = [ring(23), star(40), skewed(200, 3000), empty(9), odd(), graph([(0, 0)]
 
 
 def sizes(assignment, of=HOMO_NODE, ids=slice(None)):
-    """Return the number of nodes of type ``of`` in each part; ``ids``: count only these nodes."""
+    """Return the number of nodes of type ``of`` in each part. ``ids``: count only these nodes."""
     return np.bincount(assignment.parts[of][ids], minlength=assignment.num_parts)
 
 

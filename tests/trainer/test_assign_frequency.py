@@ -102,7 +102,7 @@ def test_in_edges_can_be_given_instead_of_a_dataset():
 
 
 def communities(num=4, size=100, seed=0):
-    """Return groups of nodes with in-edges only from their own group; every fifth node is a train seed."""
+    """Return groups of nodes with in-edges only from their own group. Every fifth node is a train seed."""
     rng = np.random.default_rng(seed)
     target = np.repeat(np.arange(num * size), 8)
     source = target // size * size + rng.integers(0, size, len(target))
@@ -138,7 +138,7 @@ def test_parts_depend_on_fanouts():
 
 
 def remote_share(dataset, parts, num_parts, fanouts):
-    """Sample batches of train seeds of each part; return the fraction of visited nodes that lie in another part."""
+    """Sample batches of train seeds of each part, and return the fraction of visited nodes that lie in another part."""
     rng, rows, remote, seen = np.random.default_rng(0), neighbours(dataset), 0, 0
     train = dataset.nodes[HOMO_NODE].splits["train"]
     for part_id in range(num_parts):

@@ -27,7 +27,7 @@ class Clock:
 
 
 class Driver:
-    """Drives a scheduler with numbered clients; a client's peer has the same number unless given."""
+    """Calls a scheduler for numbered clients. By default, the connection of a client has the client's number."""
 
     def __init__(self, limit=1 << 40):
         self.clock = Clock()
@@ -43,17 +43,17 @@ class Driver:
         return self.scheduler.next(NOW)
 
     def make(self, nbytes):
-        """Take the next batch from the scheduler and report it as made; its client does not acknowledge it yet."""
+        """Take the next batch from the scheduler and report it as made. Its client does not acknowledge it yet."""
         job = self.next()
         assert job is not None
         self.scheduler.done(job, nbytes)
         return job
 
     def take(self, job):
-        self.scheduler.taken(job.peer, job.request_id)
+        self.scheduler.acknowledge(job.peer, job.request_id)
 
     def teach(self, client, nbytes):
-        """Show the scheduler how large a client's batches are."""
+        """Make a batch of ``nbytes`` for a client, from which the scheduler estimates the client's next batch."""
         self.ask(client)
         self.take(self.make(nbytes))
 
@@ -264,8 +264,8 @@ def test_acknowledgements_with_foreign_or_unknown_ids_are_ignored() -> None:
     driver = Driver()
     driver.ask(1)
     job = driver.make(100)
-    driver.scheduler.taken(peer_of(2), job.request_id)
-    driver.scheduler.taken(job.peer, 4711)
+    driver.scheduler.acknowledge(peer_of(2), job.request_id)
+    driver.scheduler.acknowledge(job.peer, 4711)
     assert driver.held == 100
     driver.take(job)
     driver.take(job)
@@ -281,14 +281,14 @@ def test_a_closed_connection_frees_its_batches() -> None:
     sent = driver.make(100)
     making = next(job for job in iter(driver.next, None) if job.peer == peer_of(1))
     assert sorted(driver.scheduler.peers()) == [peer_of(1), peer_of(2), peer_of(3)]
-    driver.scheduler.gone(peer_of(1))
+    driver.scheduler.connection_closed(peer_of(1))
     assert peer_of(1) not in driver.scheduler.peers()
     assert not driver.scheduler.done(making, 100)
     left = {job.peer for job in iter(driver.next, None)}
     assert left <= {peer_of(2), peer_of(3)} and sent.peer == peer_of(1)
-    driver.scheduler.gone(peer_of(2))
-    driver.scheduler.gone(peer_of(3))
-    driver.scheduler.gone(Peer("10.0.0.9", 0))
+    driver.scheduler.connection_closed(peer_of(2))
+    driver.scheduler.connection_closed(peer_of(3))
+    driver.scheduler.connection_closed(Peer("10.0.0.9", 0))
     assert driver.scheduler.peers() == [] and driver.scheduler.status().queue == 0
 
 
@@ -347,7 +347,7 @@ def test_no_wakeup_is_lost() -> None:
             if scheduler.done(job, 400):
                 with lock:
                     made[job.client.number] += 1
-                scheduler.taken(job.peer, job.request_id)
+                scheduler.acknowledge(job.peer, job.request_id)
 
     workers = [threading.Thread(target=work) for _ in range(3)]
     for worker in workers:

@@ -113,7 +113,9 @@ DTYPES = ("?", "i1", "u1", "i2", "u2", "i4", "u4", "i8", "u8", "f2", "f4", "f8",
 
 
 def column(rows: int):
-    """Return a Hypothesis strategy for arrays of ``rows`` rows, of any dtype and rank; bfloat16 is uint16."""
+    """Return a Hypothesis strategy for arrays of ``rows`` rows, of any dtype and rank. bfloat16 is represented as
+    uint16.
+    """
     shapes = st.lists(st.integers(0, 3), max_size=2).map(lambda more: (rows, *more))
     return st.sampled_from(DTYPES).flatmap(lambda dtype: arrays.arrays(dtype, shapes))
 
@@ -181,8 +183,8 @@ def test_any_batch_is_decoded_bit_for_bit(made_of) -> None:
         (work_of(fanouts={HOMO_EDGE: (1,) * 65}), "at most 64 hops"),
         (work_of(fanouts={HOMO_EDGE: (2**31,)}), "fanouts"),
         (work_of(fanouts={HOMO_EDGE: (-2,)}), "fanouts"),
-        (work_of(SeedSet({HOMO_NODE: SEEDS}, {HOMO_NODE: SEEDS[1:]})), "of another length"),
-        (work_of(SeedSet({HOMO_NODE: SEEDS}, times={"other": SEEDS})), "of another length"),
+        (work_of(SeedSet({HOMO_NODE: SEEDS}, {HOMO_NODE: SEEDS[1:]})), "one tree or time for each seed"),
+        (work_of(SeedSet({HOMO_NODE: SEEDS}, times={"other": SEEDS})), "one tree or time for each seed"),
         (
             work_of(SeedSet({HOMO_NODE: SEEDS}, exclude={HOMO_EDGE: (SEEDS, SEEDS[1:])})),
             "different numbers of targets and sources",
@@ -249,6 +251,10 @@ def test_a_batch_of_other_seeds_is_refused(graphs) -> None:
     fewer = dataclasses.replace(work, seeds=SeedSet({HOMO_NODE: SEEDS[:4]}))
     more = dataclasses.replace(work, attrs={HOMO_NODE: ("x",)})
     deeper = dataclasses.replace(work, settings=SampleSettings({HOMO_EDGE: (4, 3, 2)}))
-    for other, cause in ((fewer, "without its seeds"), (more, "rows"), (deeper, "2 hops in place of 3")):
+    for other, cause in (
+        (fewer, "does not begin with the requested seeds"),
+        (more, "rows"),
+        (deeper, "2 hops .* expected 3"),
+    ):
         with pytest.raises(WireError, match=cause):
             batch_messages.read_batch(reply, other)

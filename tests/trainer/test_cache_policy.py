@@ -42,7 +42,7 @@ def typed(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def filled(folder, topology, size, tmp_path, fanouts=FANOUTS, wire_rows="stored", **options):
-    """Fill the caches of two hosts; return the prediction and the loader of each rank."""
+    """Fill the caches of two hosts, and return the prediction and the loader of each rank."""
     graphs = hosts(folder, 2, topology, wire_rows=wire_rows)
     loaders = [loader_of(graph, rank, fanouts, BATCH, **options) for rank, graph in enumerate(graphs)]
 

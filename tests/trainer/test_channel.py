@@ -122,7 +122,7 @@ def answers(client) -> bool:
 
 
 def test_the_deadline_restarts_while_the_server_is_alive() -> None:
-    with busy_server(answer_after=4) as endpoint, client_of(endpoint, 2) as client:
+    with busy_server(answer_after=2.5) as endpoint, client_of(endpoint, 1.2) as client:
         assert client.hello() == INFO
 
 

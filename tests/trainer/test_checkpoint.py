@@ -128,13 +128,13 @@ def test_a_file_that_is_no_checkpoint_is_refused(tmp_path: Path) -> None:
     whole = save_checkpoint(tmp_path, made())
     cut = tmp_path / "cut.pt"
     cut.write_bytes(whole.read_bytes()[:-200])
-    with pytest.raises(CheckpointError, match="cut.pt is damaged or no checkpoint"):
+    with pytest.raises(CheckpointError, match="cut.pt is damaged, or not a checkpoint"):
         load_checkpoint(cut)
     torch.save({"epoch": 3}, cut)
     with pytest.raises(CheckpointError, match="cut.pt is not a gnnfleet-checkpoint of version 3"):
         load_checkpoint(cut)
     torch.save({"format": module.FORMAT, "version": module.VERSION, "run": os.system}, cut)
-    with pytest.raises(CheckpointError, match="cut.pt is damaged or no checkpoint"):
+    with pytest.raises(CheckpointError, match="cut.pt is damaged, or not a checkpoint"):
         load_checkpoint(cut)
 
 
@@ -143,7 +143,7 @@ def test_a_changed_byte_is_noticed_in_every_copy(place: int, tmp_path: Path) -> 
     data = bytearray(save_checkpoint(tmp_path, made()).read_bytes())
     data[place] ^= 1
     (tmp_path / "copy.pt").write_bytes(data)
-    with pytest.raises(CheckpointError, match="copy.pt is damaged or no checkpoint"):
+    with pytest.raises(CheckpointError, match="copy.pt is damaged, or not a checkpoint"):
         load_checkpoint(tmp_path / "copy.pt")
 
 
@@ -199,7 +199,7 @@ def test_what_a_killed_process_was_writing_is_deleted(tmp_path: Path) -> None:
     assert sorted(path.name for path in tmp_path.iterdir()) == ["epoch-0003.pt", "last.pt"]
 
 
-def test_a_full_disk_within_an_epoch_is_said_once_and_training_goes_on(
+def test_a_full_disk_within_an_epoch_is_reported_once_and_training_continues(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     writer = CheckpointWriter(tmp_path)
@@ -212,7 +212,7 @@ def test_a_full_disk_within_an_epoch_is_said_once_and_training_goes_on(
     for steps in (10, 20):
         writer.begin(within(1, steps))
     writer.finish()
-    assert capsys.readouterr().out.count("cannot be written: No space left on device; training goes on") == 1
+    assert capsys.readouterr().out.count("cannot be written: No space left on device; training continues") == 1
     assert sorted(path.name for path in tmp_path.iterdir()) == ["epoch-0001.pt", "last.pt"]
     assert load_checkpoint(tmp_path / "last.pt").epoch == 1
 

@@ -82,7 +82,7 @@ def start(nodes: list[Node], lines: Callable[[Node], list[list[str]]]) -> list[s
 
 @pytest.fixture(scope="module")
 def on_two_nodes(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Train on two nodes, then run inference; return a folder with one run folder per entry of ``RUNS``."""
+    """Train on two nodes, then run inference, and return a folder with one run folder per entry of ``RUNS``."""
     folder = tmp_path_factory.mktemp("two-nodes")
 
     def lines(node: Node) -> list[list[str]]:

@@ -38,7 +38,7 @@ def inner(x):
 
 @pytest.fixture
 def code(tmp_path: Path) -> Path:
-    """A package ``trainer`` that contains only two kernels."""
+    """Return a package ``trainer`` that contains only two kernels."""
     folder = tmp_path / "code" / "trainer"
     (folder / "core").mkdir(parents=True)
     for package in (folder, folder / "core"):

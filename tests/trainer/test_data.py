@@ -1,4 +1,4 @@
-"""Tests of homogeneous datasets from folders of arrays: what is read, and the error for every mistake."""
+"""Tests of homogeneous datasets from folders of arrays: the resulting arrays, and the error for every mistake."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from trainer.data.options import SourceOptions, parse_options
 
 
 def save_graph(folder, **changes):
-    """Write a graph of six nodes as a folder; ``changes`` replace arrays, and None omits one."""
+    """Write a graph of six nodes as a folder. ``changes`` replace arrays, and None omits one."""
     arrays = {
         "edge_index": np.array([[0, 1, 2, 4, 4], [1, 2, 0, 3, 3]], np.int32),
         "x": np.arange(12, dtype=np.float16).reshape(6, 2),
@@ -92,7 +92,7 @@ def test_other_targets_than_classes_are_kept_with_a_note(tmp_path, kind):
     y, reason = TARGETS[kind]
     dataset = load_dataset("file", save_graph(tmp_path, y=y, train_idx=np.array([0, 5])))
     assert nodes_of(dataset).num_classes == 0 and np.array_equal(nodes_of(dataset).attrs["y"], y)
-    assert re.search(rf"y\.npy: kept as a plain target, not as classes: {reason}", dataset.notes[0])
+    assert re.search(rf"y\.npy: kept, but not as class labels: {reason}", dataset.notes[0])
 
 
 def test_whole_numbers_stay_a_plain_target_when_asked(tmp_path):
@@ -196,13 +196,18 @@ MISTAKES = {
     "negative source": ({"edge_index": np.array([[0, -1], [1, 0]])}, {}, r"source \[0, 1\] is -1"),
     "x and y disagree": ({"y": np.zeros(5, int)}, {}, r"y\.npy: 5 rows, but the graph has 6 nodes"),
     "flat x": ({"x": np.zeros(6)}, {}, r"x\.npy: shape is \[6\], expected \[number of nodes, number of features\]"),
+    "several NaN in x": (
+        {"x": np.where(np.arange(12).reshape(6, 2) > 6, np.nan, 0.0)},
+        {},
+        r"nan at \[3, 1\] \(the first of 5 such values\)",
+    ),
     "NaN in x": ({"x": np.where(np.arange(12).reshape(6, 2) == 7, np.nan, 0.0)}, {}, r"nan at \[3, 1\]"),
     "text": ({"x": np.full((6, 2), "a")}, {}, r"x\.npy: dtype is <U1, expected numbers"),
     "no classes, but a number of them": (
         {"y": np.zeros((6, 2), int)}, {"num_classes": 3}, r"not class labels: its shape is \[6, 2\]; leave out option",
     ),
     "label below -1": (
-        {"y": np.array([0, 1, -2, 0, 0, 0])}, {}, "label -2 at position 2; .* num_classes=0 keeps y as a plain target",
+        {"y": np.array([0, 1, -2, 0, 0, 0])}, {}, "label -2 at position 2; .* num_classes=0 keeps y as numbers",
     ),
     "seed without label": ({"train_idx": np.array([0, 5])}, {}, r"split 'train' holds node 5 \(position 1\)"),
     "too few classes": ({}, {"num_classes": 2}, "label 2 at position 2 does not fit option num_classes=2"),

@@ -23,6 +23,7 @@ BARS = {
     "unsupervised_sage": (r"unsupervised rows: test accuracy ([\d.]+)\n$", 0.6),
     "full_inference": (r"with all neighbours ([\d.]+)\n$", 0.6),
     "temporal_classification": (r"\ntest accuracy ([\d.]+)\n", 0.6),
+    "train_hetero": (r"test accuracy ([\d.]+)\n$", 0.5),
     "hetero_classification": (r"test accuracy ([\d.]+)\n$", 0.5),
     "link_prediction": (r"test, model: .*AUC ([\d.]+)\n$", 0.8),
 }

@@ -25,7 +25,7 @@ def table(dtype, shape):
 
 
 def rank_of_two(rank, folder, then):
-    """Run one of two ranks that exchange rows; rank 0 requests no rows.
+    """Run one of two ranks that exchange rows. Rank 0 requests no rows.
 
     Then rank 1 exits or hangs, and rank 0 asserts that its next exchange fails.
     """

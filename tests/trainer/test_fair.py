@@ -23,8 +23,8 @@ NODES, EDGES = 20_000, 300_000
 COLUMNS = {"x": 64, "wide": 512}  # float32
 CLIENTS = 20
 BUFFER_MB = 64
-MARGIN_MB = 40  #: besides the buffer: batches being made, socket buffers, and memory that malloc keeps
-FREED_WITHIN = 40.0  #: seconds on a busy machine; the server itself waits for eight
+MARGIN_MB = 40  #: memory besides the buffer: batches being made, socket buffers, and freed memory that malloc keeps
+FREED_WITHIN = 40.0  #: seconds on a busy machine; the server frees the buffer after eight
 
 
 @pytest.fixture(scope="module")
@@ -128,7 +128,7 @@ def test_clients_that_hang_or_die_cost_no_more_than_the_buffer(server: Server) -
 
 
 def watched(server: Server, seconds: float, names: Collection[str]) -> tuple[float, float]:
-    """Watch the server for ``seconds``; return its peak memory in MB and the peak buffer bytes of the clients."""
+    """Watch the server for ``seconds``, and return its peak memory in MB and the peak buffer bytes of the clients."""
     peak = held = 0.0
     start = time.monotonic()
     while time.monotonic() < start + seconds:

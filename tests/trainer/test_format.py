@@ -57,7 +57,7 @@ def edited(folder, change):
 
 
 def put(*keys):
-    """Return a function that sets a value in the JSON; ``keys`` are a path of keys, followed by the value."""
+    """Return a function that sets a value in the JSON. ``keys`` are a path of keys, followed by the value."""
 
     def change(raw):
         *path, key, value = keys

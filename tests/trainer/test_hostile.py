@@ -47,7 +47,7 @@ NAME = ClientName(7, "honest")
 OPTIONS = {"num_nodes": str(NODES), "avg_degree": "8", "num_classes": "4", "num_features": "8", "train": "200"}
 PATIENCE = 30.0  #: seconds that the honest client may wait for one answer, on a busy machine
 ROOM = 400 << 20  #: bytes by which the server's memory may grow
-LOG = 10 << 20  #: bytes that it may log
+LOG = 10 << 20  #: bytes that the server may log
 
 
 @dataclass(frozen=True)
@@ -71,7 +71,7 @@ class Honest:
 
     target: Target
     waits: list[float] = field(default_factory=list)  #: seconds until all replies of a round were received
-    most_memory: int = 0  #: of the server, bytes
+    most_memory: int = 0  #: largest memory of the server, in bytes
     wrong: list[BaseException] = field(default_factory=list)
 
     def __enter__(self) -> Honest:
@@ -147,8 +147,8 @@ def target(folder: Path, keys: ServiceKeys | None = None) -> Iterator[Target]:
 def storm(victim: Target, insiders: int, strangers: int, seed: int) -> Honest:
     """Attack from three processes while an honest client works, then check the server's memory, log and statistics.
 
-    ``insiders`` is the number of messages over connections with the key, half of which read no replies; ``strangers``
-    is the number over other connections.
+    ``insiders``: number of messages over connections with the key; half of these connections read no replies.
+    ``strangers``: number of messages over other connections.
     """
     endpoint, half = victim.place.endpoint, insiders // 2
     key_file = str(victim.key_file) if victim.keys else None

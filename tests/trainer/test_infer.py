@@ -31,7 +31,7 @@ MODELS = {"sage": False, "gcn": False, "gat": False, "rgcn": True, "hgt": True, 
 
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with two partitions, ``homo`` and ``hetero``, and a run per model."""
+    """Return a folder with two partitions, ``homo`` and ``hetero``, and a run per model."""
     folder = tmp_path_factory.mktemp("infer")
     write_parts(folder / "homo", 3)
     write_parts(folder / "hetero", 3, "synthetic-hetero", num_nodes=300)

@@ -13,7 +13,7 @@ KEY = 12345
 
 
 def drawn(rule, places, global_size, ends, is_link=None, times=None, key=KEY):
-    """Draw the negatives of the positives at ``places``; return (source, target) of negative j by (place, j)."""
+    """Draw the negatives of the positives at ``places``, and return (source, target) of negative j by (place, j)."""
     places = np.asarray(places)
     owner, j = rule.owners(places, global_size)
     src, dst = draw_negatives(

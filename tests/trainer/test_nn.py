@@ -26,7 +26,7 @@ def random_block(num_dst: int, num_src: int, most: int, seed: int = 0) -> Block:
 
 
 def directed_graph(num_nodes: int = 60, num_edges: int = 300) -> Tensor:
-    """Return random directed edges without self loops or duplicates; some nodes have no in-edge."""
+    """Return random directed edges without self loops or duplicates. Some nodes have no in-edge."""
     rng = np.random.default_rng(3)
     pairs = rng.integers(0, num_nodes, (2, num_edges))
     pairs[1] = np.minimum(pairs[1], num_nodes - 6)

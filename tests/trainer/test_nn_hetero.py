@@ -52,8 +52,9 @@ def whole_graph(dim: int) -> tuple[dict, dict, dict]:  # type: ignore[type-arg]
 
 
 def as_one_type(x: dict[str, Tensor], edges: dict) -> tuple[Tensor, Tensor, Tensor, dict[str, int]]:  # type: ignore[type-arg]
-    """Concatenate the rows of all types; return them with edges and edge type numbers, as torch_geometric's
-    ``RGCNConv`` expects."""
+    """Concatenate the rows of all types, and return them with edges and edge type numbers, as torch_geometric's
+    ``RGCNConv`` expects.
+    """
     first = dict(zip(x, np.cumsum([0, *map(len, x.values())]).tolist(), strict=False))
     index = [edges[of] + torch.tensor([[first[of[0]]], [first[of[2]]]]) for of in EDGE_TYPES]
     number = [torch.full((edges[of].shape[1],), place) for place, of in enumerate(EDGE_TYPES)]

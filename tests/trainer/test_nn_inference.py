@@ -1,4 +1,4 @@
-"""Tests of ``gf.nn.inference``: a torch_geometric model over all nodes, layer by layer, with gnnfleet's loaders."""
+"""Tests of ``gf.nn.inference``, which applies a torch_geometric model to all nodes, layer by layer."""
 
 from __future__ import annotations
 

@@ -55,7 +55,7 @@ def graphs():
 
 
 def arguments_of(data, how, seeds=19):
-    """Return the arguments of a node loader and of a link loader; ``how`` adds arguments."""
+    """Return the arguments of a node loader and of a link loader. ``how`` adds arguments."""
     times = torch.arange(60) % 20 + 30
     if isinstance(data, Data):
         nodes, links = torch.arange(3, 3 + seeds), data.edge_index[:, 5 : 5 + seeds]

@@ -35,7 +35,7 @@ GLOBAL, SEEDS = 12, 31
 
 @pytest.fixture(scope="module")
 def hosts():
-    """Yield a dict from the kind of graph to the graphs that two hosts open; rank r runs on host r % 2."""
+    """Yield a dict from the kind of graph to the graphs that two hosts open. Rank r runs on host r % 2."""
     with contextlib.ExitStack() as stack:
         yield {kind: stack.enter_context(hosts_of(make(), 2)) for kind, make in (("homo", homo_data),
                ("hetero", hetero_data))}  # fmt: skip

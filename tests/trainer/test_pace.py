@@ -94,7 +94,7 @@ def test_the_progress_file_has_epoch_and_step(tmp_path: Path) -> None:
     batches = Progress(tmp_path)
     one_epoch(batches, 7, tmp_path)
     assert [text.split() for text in batches.seen] == [["7", str(step), "load"] for step in range(3)]
-    assert batches.file.read_text().split() == ["7", "3", "reduce"]
+    assert batches.file.read_text().split() == ["7", "3", "done"]
     assert {len(text) for text in (*batches.seen, batches.file.read_text())} == {40}
 
 
@@ -134,6 +134,19 @@ def test_epochs_and_results_of_a_script_are_logged(tmp_path: Path) -> None:
     assert all(line["seconds"] >= 0 and line["step_s"] > 0 for line in epochs)
     assert [(line["split"], line["accuracy"]) for line in metrics(tmp_path, "eval")] == [("val", 0.75)] * 2
     assert metrics(tmp_path, "result")[0]["test_accuracy"] == 0.5
+
+
+def test_a_script_records_the_last_step_of_each_epoch(tmp_path: Path) -> None:
+    model = nn.Linear(2, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with trainer.StepLog(model, optimizer, environ={"GNNFLEET_RUN_DIR": str(tmp_path)}) as log:
+        for epoch in (1, 2):
+            for at in range(5):
+                step(model, optimizer)
+                log.step(epoch, at, 5, 0.5, 4)
+    lines = metrics(tmp_path, "step")
+    assert [(line["epoch"], line["step"]) for line in lines] == [(1, 0), (1, 4), (2, 4)]
+    assert all("saved" not in line for line in lines)
 
 
 def test_a_loss_that_carries_gradients_is_logged_without_a_warning(tmp_path: Path) -> None:

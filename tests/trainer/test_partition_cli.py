@@ -133,7 +133,7 @@ def test_clusters_are_stored_as_an_attribute(tmp_path):
     said = []
     assert make_partition(spec(tmp_path / "parts", clusters=5), say=said.append) == made and "up to date" in said[0]
     make_partition(spec(tmp_path / "parts", clusters=6), say=said.append)
-    assert said[1].startswith("replacing")
+    assert said[2].startswith("replacing")
 
 
 def test_an_attribute_called_cluster_is_not_overwritten():

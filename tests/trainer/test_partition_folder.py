@@ -7,6 +7,7 @@ import os
 import signal
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -51,6 +52,35 @@ def test_a_partition_that_lacks_a_file_is_made_again(tmp_path):
     assert verify_partition(tmp_path / "parts") == []
 
 
+def test_a_damaged_file_of_the_same_size_is_made_again(tmp_path):
+    make_partition(spec(tmp_path / "parts"), say=lambda line: None)
+    path = tmp_path / "parts" / "part1" / NODE / "attrs/x.npy"
+    whole = path.read_bytes()
+    path.write_bytes(whole[:-1] + bytes([whole[-1] ^ 1]))
+    said = []
+    make_partition(spec(tmp_path / "parts"), say=said.append)
+    assert said[0] == f"damaged in {tmp_path / 'parts'}: part1/{NODE}/attrs/x.npy; made again"
+    assert verify_partition(tmp_path / "parts") == []
+
+
+def test_a_large_partition_is_not_called_up_to_date_without_its_digests(tmp_path, monkeypatch):
+    made = make_partition(spec(tmp_path / "parts"), say=lambda line: None)
+    monkeypatch.setattr("trainer.partition.folder._COMPARED", 1000)
+    said = []
+    assert make_partition(spec(tmp_path / "parts"), say=said.append) == made
+    assert "up to date" not in said[0] and f"partition verify {tmp_path / 'parts'}` compares" in said[0]
+
+
+@pytest.mark.parametrize("other", [{"dataset": "synthetic-hetero", "options": {}}, {"options": {"num_nodes": 321}}])
+def test_parts_of_another_graph_are_replaced_only_by_force(tmp_path, other):
+    made = make_partition(spec(tmp_path / "parts"), say=lambda line: None)
+    wanted = replace(spec(tmp_path / "parts"), **other)
+    with pytest.raises(PartitionError, match="holds 2 parts of synthetic .*another graph than .*--force"):
+        make_partition(wanted, say=lambda line: None)
+    assert read_manifest(tmp_path / "parts") == made
+    assert make_partition(replace(wanted, force=True), say=lambda line: None) != made
+
+
 @pytest.mark.parametrize("exchange", [True, False])
 def test_another_partition_is_replaced(tmp_path, monkeypatch, exchange):
     if not exchange:
@@ -66,7 +96,7 @@ def test_replacing_another_partition_is_logged(tmp_path):
     make_partition(spec(tmp_path / "parts", num_parts=4), say=lambda line: None)
     said = []
     make_partition(spec(tmp_path / "parts"), say=said.append)
-    assert said[0] == f"replacing 4 parts of synthetic (random) in {tmp_path / 'parts'}"
+    assert said[1] == f"replacing 4 parts of synthetic (random) in {tmp_path / 'parts'}"
     assert not any(line.startswith("note:") for line in said)
 
 

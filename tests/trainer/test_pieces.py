@@ -18,7 +18,7 @@ def request(count: int, attrs: tuple[str, ...] = ("x",)) -> RowRequest:
 
 
 class CountedAnswers:
-    """Computes an answer when its result is awaited; counts the answers in flight and their maximum."""
+    """Computes an answer when its result is awaited. Counts the answers in flight and their maximum."""
 
     def __init__(self, answer):
         self.answer, self.under_way, self.most, self.rows = answer, 0, 0, []

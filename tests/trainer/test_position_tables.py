@@ -10,20 +10,22 @@ from trainer.sampler.row_index import IdIndex, SourceCodes, locate
 
 
 def played(table, batches):
-    """Let a position table number the nodes of batches of (seeds, hops); return all positions and new ids."""
-    told = []
+    """Number the nodes of each batch, (seeds, sources per hop), with a position table. Return all positions and new
+    ids.
+    """
+    seen = []
     for seeds, hops in batches:
         table.enter(seeds)
         count, chunks = len(seeds), [seeds]
         for src in hops:
             local, new = np.full(len(src), -1, np.int32), np.full(len(src), -1, np.int64)
             found = table.relabel(src, count, local, new)
-            told += [local, new[:found].copy()]
+            seen += [local, new[:found].copy()]
             chunks.append(new[:found])
             count += found
         table.clean(chunks)
         assert not table.holds_any()
-    return told
+    return seen
 
 
 def random_batches(seed, num_nodes, dtype):

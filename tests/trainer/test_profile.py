@@ -223,10 +223,10 @@ def test_rows_held_over_epochs_explain_less_traffic_than_predicted() -> None:
 
 def test_waits_name_the_waiting_rank_and_the_slow_rank() -> None:
     slow = [lines_of(rank, forward=0.1, remote=0.001) for rank in (1, 2, 3)]
-    told = advice(recorded_of(lines_of(0, reduce=0.18), *slow))
-    assert "of 299 ms) is waiting for other ranks: the hosts or their work are unequal" in told[0]
-    assert "takes 168 ms on node1/rank1 and 119 ms on node0/rank0, and most of the difference is forward" in told[0]
-    assert told[1].startswith("95% of a step on node1/rank1 (160 ms of 169 ms) is the model's own work")
+    lines = advice(recorded_of(lines_of(0, reduce=0.18), *slow))
+    assert "of 299 ms) is waiting for other ranks: the hosts or their work are unequal" in lines[0]
+    assert "takes 168 ms on node1/rank1 and 119 ms on node0/rank0, and most of the difference is forward" in lines[0]
+    assert lines[1].startswith("95% of a step on node1/rank1 (160 ms of 169 ms) is the model's own work")
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -250,13 +250,13 @@ def test_json_has_times_of_ranks_and_traffic_between_hosts(recorded: Path) -> No
     again = [{**line(0, epoch), "by_host": hosts} for epoch in (3, 4)]  # a run that was resumed in the same folder
     with (recorded / "logs/node0/metrics-rank0.jsonl").open("a") as file:
         file.writelines(json.dumps(each) + "\n" for each in again)
-    told = json.loads(run("--json", "--topology", "partitioned", recorded))
-    assert told["version"] == 1
-    assert told["time"]["epochs"] == [2, 3, 4] and told["time"]["whole"]
-    assert [(rank["rank"], rank["node"], rank["steps"]) for rank in told["time"]["ranks"]] == [(0, 0, 60), (1, 1, 40)]
-    assert told["time"]["ranks"][1]["spent"] == dict(zip(KINDS, SPENT[1], strict=True))
-    assert told["time"]["advice"][1].count("data.topology: replicated") == 1
-    (first, second) = told["traffic"]
+    shown = json.loads(run("--json", "--topology", "partitioned", recorded))
+    assert shown["version"] == 1
+    assert shown["time"]["epochs"] == [2, 3, 4] and shown["time"]["whole"]
+    assert [(rank["rank"], rank["node"], rank["steps"]) for rank in shown["time"]["ranks"]] == [(0, 0, 60), (1, 1, 40)]
+    assert shown["time"]["ranks"][1]["spent"] == dict(zip(KINDS, SPENT[1], strict=True))
+    assert shown["time"]["advice"][1].count("data.topology: replicated") == 1
+    (first, second) = shown["traffic"]
     assert first["by_host"] == [{"node": 1, "remote_bytes": 140, "remote_rows": 14, "cached_rows": 6, "held_rows": 4}]
     assert (first["remote_bytes"], second["rows"], second["by_host"]) == (1_000_000_000, 3_600_000, [])
     file = recorded / "logs/node1/metrics-rank1.jsonl"

@@ -27,7 +27,7 @@ ODDS = 1e-4
 
 
 def star():
-    """Return node 0 with six in-edges; edge i comes from node i + 1."""
+    """Return a graph in which node 0 has six in-edges. Edge i comes from node i + 1."""
     edge_index = torch.stack([torch.arange(1, DEGREE + 1), torch.zeros(DEGREE, dtype=torch.int64)])
     return Data(edge_index=edge_index, num_nodes=DEGREE + 1, weight=WEIGHTS, when=TIMES)
 

@@ -44,7 +44,7 @@ def source_of(data, case):
 
 
 def edges_of(data, batch):
-    """Yield (type, edge ids, sources, targets, tree) for each edge type of a batch; nodes are original ids."""
+    """Yield (type, edge ids, sources, targets, tree) for each edge type of a batch. Nodes are original ids."""
     for of in data.edge_types:
         store = batch[of]
         src, dst = batch[of[0]].n_id[store.edge_index[0]], batch[of[2]].n_id[store.edge_index[1]]

@@ -216,7 +216,7 @@ def changed(name, ranks, partition=True):
 
 
 def community_data(name):
-    """Return a graph of four communities; a node's neighbours predict its community much better than its features."""
+    """Return a graph of four communities. A node's neighbours predict its community much better than its features."""
     g = torch.Generator().manual_seed(3)
     n = 400
     y = torch.randint(0, 4, (n,), generator=g)

@@ -1,5 +1,4 @@
-"""Tests of what a host requests from other hosts: replicated topology, a cache and held rows reduce it and change no
-batch."""
+"""Tests of requests to other hosts: replicated topology, a cache and held rows reduce them and change no batch."""
 
 from __future__ import annotations
 
@@ -157,10 +156,10 @@ def test_cached_and_held_rows_are_not_requested_again(topology) -> None:
         here, held = np.isin(far, cached), np.isin(far, asked)
         assert (cost.rows, cost.remote_rows) == (30, len(far))
         assert (cost.cached_rows, cost.held_rows) == (here.sum(), (held & ~here).sum())
-        for host, told in cost.by_host.items():
+        for host, counts in cost.by_host.items():
             first, end = graph.store.books["node"].range_of(others[host].part_ids[0])
             theirs = (far >= first) & (far < end)
-            assert told[1:] == (theirs.sum(), (theirs & here).sum(), (theirs & held & ~here).sum())
+            assert counts[1:] == (theirs.sum(), (theirs & here).sum(), (theirs & held & ~here).sum())
         assert [sum(part) for part in zip(*cost.by_host.values(), strict=True)] == [
             cost.remote_bytes, cost.remote_rows, cost.cached_rows, cost.held_rows
         ]  # fmt: skip

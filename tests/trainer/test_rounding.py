@@ -1,4 +1,4 @@
-"""Tests of rows in lower precision: bounds of the rounding error, what stays exact, and what is refused."""
+"""Tests of rows in lower precision: bounds of the rounding error, attributes that stay exact, and errors."""
 
 from __future__ import annotations
 

@@ -183,7 +183,7 @@ def test_the_wait_for_the_last_holder_starts_with_its_own_loss() -> None:
     hosts[1].up = False
     rows = [RowRequest("paper", np.arange(60), ("x",))]
     graph.gather(rows)
-    time.sleep(1.2)  # longer than a holder may be away, but it is not the only one
+    time.sleep(1.2)  # longer than ``server_wait``, but the part has another holder
     hosts[2].up = False
     threading.Timer(0.4, lambda: setattr(hosts[2], "up", True)).start()
     np.testing.assert_array_equal(graph.gather(rows)[0]["x"], WHOLE.gather(rows)[0]["x"])

@@ -64,7 +64,7 @@ def rank_with_a_damaged_file(folder: Path) -> None:
     def made(save_dir: Path | None = kept_in) -> None:
         DistGraphSAINTRandomWalkSampler(graph, 5, 2, 3, 2, save_dir=save_dir, log=False)
 
-    def told(make) -> str:
+    def error_of(make) -> str:
         try:
             make()
         except (TrainerError, MemoryError) as error:
@@ -74,18 +74,18 @@ def rank_with_a_damaged_file(folder: Path) -> None:
     made()
     if rank == 1:
         next(kept_in.iterdir()).write_bytes(b"PK damaged")
-    unreadable = told(made)
+    unreadable = error_of(made)
     in_the_way = folder / f"file{rank}"
     if rank == 1:
         in_the_way.write_text("no folder")
-    unwritable = told(lambda: made(in_the_way))
+    unwritable = error_of(lambda: made(in_the_way))
 
     def full(self, seeds, key):
         raise MemoryError("no room")
 
     if rank == 1:
         SubgraphSampler.sample = full
-    without_memory = told(lambda: made(None))
+    without_memory = error_of(lambda: made(None))
     print(f"{unreadable}\n{unwritable}\n{without_memory}", flush=True)
     dist.barrier()
     dist.destroy_process_group()
@@ -95,9 +95,9 @@ def test_an_error_on_one_rank_is_raised_on_all(tmp_path):
     write_store(tmp_path / "parts", parts_of(homo_data(), 2).store)
     first, second = run_forked(rank_with_a_damaged_file, (tmp_path,), 2)
     assert (first.returncode, second.returncode) == (0, 0), first.output + second.output
-    told, own = first.output.splitlines()[-3:], second.output.splitlines()[-3:]
+    others, own = first.output.splitlines()[-3:], second.output.splitlines()[-3:]
     for cause, kind in (("cannot be read", "SettingsError"), ("cannot be written", "SettingsError")):
         assert cause in own[0] and own[0].startswith(kind)
-        assert cause in told[0] and told[0].startswith("PeerError: rank 1 (")
-        del own[0], told[0]
-    assert own == ["MemoryError: no room"] and told[0].startswith("PeerError: rank 1 (") and "no room" in told[0]
+        assert cause in others[0] and others[0].startswith("PeerError: rank 1 (")
+        del own[0], others[0]
+    assert own == ["MemoryError: no room"] and others[0].startswith("PeerError: rank 1 (") and "no room" in others[0]

@@ -31,7 +31,7 @@ def star_graph(degree, weights=None, times=None):
 
 
 def picked(graph, fanout, key, *, node=0, shuffle=0, **more):
-    """Return the sampled neighbours of one node; in a star, edge e of the centre comes from node e + 1."""
+    """Return the sampled neighbours of one node. In a star, edge e of the centre comes from node e + 1."""
     request = HopRequest(HOMO_EDGE, np.array([node]), fanout, shuffle, key, **more)
     return graph.sample_hops([request])[0].src
 
@@ -271,7 +271,7 @@ def test_unknown_types_and_foreign_nodes_are_refused():
         hop(first, weight="x")
     with pytest.raises(PartitionError, match="no time 'when' of the nodes"):
         hop(first, bound=TimeBound(first, "when", "node"))
-    with pytest.raises(PartitionError, match=r"sources outside 0\.\.19 of 'node'"):
+    with pytest.raises(PartitionError, match="'node' sources outside 0 to 19"):
         hop(first, sources=np.array([3, 20]))
     with pytest.raises(PartitionError, match="no attribute 'color' of 'node'"):
         half.gather([RowRequest(HOMO_NODE, first, ("color",))])

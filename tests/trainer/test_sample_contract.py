@@ -1,5 +1,4 @@
-"""Tests of multi-hop sampling against the plain Python implementation of the contract, and of one part against
-several."""
+"""Tests that multi-hop sampling equals the plain Python sampler, and gives the same samples for any number of parts."""
 
 from __future__ import annotations
 

@@ -14,7 +14,7 @@ sys.path.append(
 from scaling.model import Hardware, HostFigures, Measured, predict
 
 HOST = HostFigures(
-    rank_cpu=70.0, server_cpu=10.0, line_bytes=0, remote_bytes=0, rows=0, remote_rows=0, cached_rows=0, held_rows=0,
+    rank_cpu=70.0, server_cpu=10.0, network_bytes=0, remote_bytes=0, rows=0, remote_rows=0, cached_rows=0, held_rows=0,
     steps=10,
 )  # fmt: skip
 #: 8 s of CPU per step on 8 usable cores, 100 MB/s, 10 ms per round trip.

@@ -11,7 +11,8 @@ import pytest
 import torch
 
 from train_kit import finish, free_port, run_script, start_script, write_parts
-from trainer.core.errors import CheckpointError
+from trainer.core.errors import CheckpointError, SettingsError
+from trainer.nn.sharded_embedding import ShardedEmbedding
 from trainer.train.checkpoint import files_of, load_content
 from trainer.train.steplog import StepLog
 
@@ -64,13 +65,36 @@ graph.close()
 dist.destroy_process_group()
 """
 
+ROWS = """embedding = gf.nn.ShardedEmbedding({"node": graph.manifest.nodes["node"].num_nodes}, model.module.in_features)
+sparse = torch.optim.SparseAdam([embedding.weight], lr=0.03)
+slower = torch.optim.lr_scheduler.ExponentialLR(sparse, 0.5)
+loader ="""
+
+
+def with_rows(script: str) -> str:
+    """Return the script with trainable rows for all nodes, which have an optimizer and a scheduler of their own."""
+    changes = {
+        "loader =": ROWS,
+        "(scheduler=scheduler)": "(scheduler=scheduler, slower=slower, embedding=embedding, sparse=sparse)",
+        "sums = ": 'rows = embedding.lookup({"node": batch.n_id})["node"]; sums = ',
+        "batch.x[batch.edge_index[0]]": "(batch.x + rows)[batch.edge_index[0]]",
+        "zero_grad()": "zero_grad(); sparse.zero_grad()",
+        "optimizer.step()": "embedding.sync_gradients(); optimizer.step(); sparse.step()",
+        "scheduler.step()": "scheduler.step(); slower.step()",
+    }
+    for old, new in changes.items():
+        assert old in script, old
+        script = script.replace(old, new)
+    return script
+
+
 STEPS = 8  # 180 train seeds in global batches of 24; the rest of an epoch is a step of its own
 
 
-@pytest.fixture(scope="module")
-def script(tmp_path_factory: pytest.TempPathFactory) -> Path:
+@pytest.fixture(scope="module", params=["model", "model and rows"])
+def script(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("script") / "own.py"
-    path.write_text(SCRIPT)
+    path.write_text(with_rows(SCRIPT) if request.param == "model and rows" else SCRIPT)
     return path
 
 
@@ -80,7 +104,7 @@ def parts(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def losses(path: Path) -> dict[tuple[int, int], float]:
-    """Return the losses that the script wrote, by epoch and step; of a step trained twice the last one."""
+    """Return the losses that the script wrote, by epoch and step. If a step was trained twice, the last loss counts."""
     return {(epoch, step): loss for epoch, step, loss in map(json.loads, path.read_text().splitlines())}
 
 
@@ -124,6 +148,17 @@ def test_without_restore_nothing_is_saved(tmp_path: Path) -> None:
         log.step(1, 0, 5, 1.0, 4)
         log.epoch(1, 1.0)
     assert not (tmp_path / "checkpoints").exists()
+
+
+def test_a_step_line_has_the_position_of_the_newest_checkpoint(tmp_path: Path) -> None:
+    with log_of(tmp_path, torch.nn.Linear(2, 1)) as log:
+        log.restore()
+        log.step(1, 0, 1, 1.0, 4)
+        log.epoch(1, 1.0)
+        log.step(2, 1, 2, 1.0, 4)
+    lines = [json.loads(text) for text in (tmp_path / "metrics-rank0.jsonl").read_text().splitlines()]
+    saved = [line["saved"] for line in lines if line["kind"] == "step"]
+    assert saved[0] == [0, 1] and saved[1] in ([1, 0], [1, 2])  # no second one while the first is being written
 
 
 def test_without_a_launcher_restore_returns_the_beginning() -> None:
@@ -173,3 +208,30 @@ def test_a_file_that_is_no_checkpoint_of_a_script_is_refused(tmp_path: Path) -> 
     torch.save({"format": "gnnfleet-checkpoint"}, tmp_path / "other.pt")
     with pytest.raises(CheckpointError, match="is not a gnnfleet-script-checkpoint of version 1"):
         log_of(tmp_path, torch.nn.Linear(2, 1), GNNFLEET_RESUME=str(tmp_path / "other.pt")).restore()
+
+
+def rows_of(sizes: dict[str, int], dim: int = 4) -> tuple[ShardedEmbedding, torch.optim.Optimizer]:
+    embedding = ShardedEmbedding(sizes, dim)
+    return embedding, torch.optim.SparseAdam([embedding.weight], lr=0.1)
+
+
+def test_rows_of_another_size_are_refused(tmp_path: Path) -> None:
+    embedding, sparse = rows_of({"node": 5})
+    with log_of(tmp_path, torch.nn.Linear(2, 1)) as log:
+        log.restore(embedding=embedding, sparse=sparse)
+        log.epoch(1, 1.0)
+    file = str(tmp_path / "checkpoints" / "last.pt")
+    for sizes, dim, message in (({"node": 6}, 4, "its rows are {'node': "), ({"node": 5}, 3, "those of the script")):
+        other, optimizer = rows_of(sizes, dim)
+        with pytest.raises(CheckpointError, match=message):
+            log_of(tmp_path, torch.nn.Linear(2, 1), GNNFLEET_RESUME=file).restore(embedding=other, sparse=optimizer)
+    with pytest.raises(CheckpointError, match="has the state of embedding, model, optimizer; this script"):
+        log_of(tmp_path, torch.nn.Linear(2, 1), GNNFLEET_RESUME=file).restore()
+
+
+def test_rows_need_an_optimizer_of_their_own(tmp_path: Path) -> None:
+    embedding, model = ShardedEmbedding({"node": 5}, 4), torch.nn.Linear(2, 1)
+    mixed = torch.optim.SGD([embedding.weight, *model.parameters()], lr=0.1)
+    log = StepLog(model, mixed, environ={"GNNFLEET_RUN_DIR": str(tmp_path)})
+    with pytest.raises(SettingsError, match="'optimizer' updates the rows of 'embedding' and other parameters"):
+        log.restore(embedding=embedding)

@@ -58,7 +58,7 @@ def ask(peer, request_id, work=WORK, client=ME):
 
 
 def answer_of(peer, seconds=30.0, kind=Kind.BATCH):
-    """Return the next message of kind ``kind``; skip others, e.g. ALIVE."""
+    """Return the next message of kind ``kind``, and skip others, e.g. ALIVE."""
     until = time.monotonic() + seconds
     while parts := peer.receive(max(0, until - time.monotonic())):
         message = decode(parts)
@@ -118,7 +118,7 @@ def test_giant_fanouts_and_batches_are_refused_before_allocation(graph, monkeypa
         many = dataclasses.replace(giant, fanouts={HOMO_EDGE: (60_000,)})
         with pytest.raises(ServiceError, match="over 1048576 bytes; make batches or fanouts smaller"):
             client.submit_batch(dataclasses.replace(WORK, settings=many), ME).result()
-        with pytest.raises(ServiceError, match="an answer of 1600000 bytes is over 1048576"):
+        with pytest.raises(ServiceError, match="the answer takes 1600000 bytes, over the limit of 1048576"):
             rows_of(client, np.zeros(100_000, np.int64))
         assert len(rows_of(client, np.arange(5))["x"]) == 5
 
@@ -155,7 +155,7 @@ def test_shared_arrays_and_ids(graph, server) -> None:
         np.testing.assert_array_equal(found, graph.store.to_global(HOMO_NODE, ids))
         assert found.dtype == np.int64
         for asked, cause in (
-            (SharedSlice(HOMO_NODE, "train", 0, 10**6), "39 rows; 1000000 from row 0 on were requested"),
+            (SharedSlice(HOMO_NODE, "train", 0, 10**6), "39 rows, but 1000000 rows from row 0 on were requested"),
             (SharedSlice(HOMO_NODE, "none", 0, 1), "no split 'none'"),
             (SharedSlice(None, "none", 0, 1), "no attribute 'none' of the graph"),
         ):
@@ -192,7 +192,7 @@ def test_clients_with_open_batches_get_signs_of_life(server) -> None:
         assert answer_of(peer).request_id == 1
         sign = answer_of(peer, kind=Kind.ALIVE)
         assert (sign.status, sign.request_id) == (Status.OK, 0)
-        peer.send(*encode(messages.taken(1)))
+        peer.send(*encode(messages.acknowledgement(1)))
         wait_until(lambda: server.scheduler_status().buffer_bytes == 0)
         while peer.receive(0.1):
             pass
@@ -264,10 +264,10 @@ def test_twenty_clients_at_once_have_equal_shares(graph) -> None:
 def invalid_messages() -> list[list[bytes]]:
     """Return messages that a server does not accept from a client, and malformed ones."""
     return [
-        encode(messages.alive()), encode(messages.taken(4711)), encode(Message(Kind.TAKEN, Status.OK, 1)),
+        encode(messages.alive()), encode(messages.acknowledgement(4711)), encode(Message(Kind.ACK, Status.OK, 1)),
         encode(Message(Kind.ALIVE, Status.REQUEST, 1)), encode(Message(Kind.BATCH, Status.OK, 1)),
-        encode(Message(Kind.GATHER, Status.ERROR, 1)), encode(messages.taken(1))[:1] + [b""] * 5000,
-        encode(Message(Kind.TAKEN, Status.REQUEST, 1, (np.arange(9),))), [b""] * 3, [b"GNFS"],
+        encode(Message(Kind.GATHER, Status.ERROR, 1)), encode(messages.acknowledgement(1))[:1] + [b""] * 5000,
+        encode(Message(Kind.ACK, Status.REQUEST, 1, (np.arange(9),))), [b""] * 3, [b"GNFS"],
     ]  # fmt: skip
 
 
@@ -276,7 +276,7 @@ def requests_that_fail() -> list[Message]:
     return [
         Message(Kind.BATCH, Status.REQUEST, 1), Message(Kind.BATCH, Status.REQUEST, 1, arrays, records=bytes(999)),
         *(Message(kind, Status.REQUEST, 1, arrays, "x", b"\xff" * 64, flags)
-          for kind in Kind if kind not in (Kind.TAKEN, Kind.ALIVE, Kind.HELLO, Kind.STATS, Kind.MANIFEST)
+          for kind in Kind if kind not in (Kind.ACK, Kind.ALIVE, Kind.HELLO, Kind.STATS, Kind.MANIFEST)
           for flags in (Flag.NONE, Flag.ROUTE, Flag.ROUTE | Flag.INT8)),
         hop_messages.sample_request([HopRequest(HOMO_EDGE, np.array([2**40, -5]), 2**31 - 1, 0, 1)]),
         messages.gather_request([RowRequest(HOMO_NODE, np.array([-1]), ("x",))]),
@@ -286,7 +286,7 @@ def requests_that_fail() -> list[Message]:
 
 def test_hostile_messages_do_not_stop_the_server(graph, server) -> None:
     wrong, failing = invalid_messages(), list(map(encode, requests_that_fail()))
-    harmless = encode(messages.taken(4711))
+    harmless = encode(messages.acknowledgement(4711))
     with client_of(server.endpoint, route=True) as client:
         for parts in wrong:
             with peer_of(server) as peer:

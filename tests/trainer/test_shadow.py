@@ -67,7 +67,7 @@ def test_whole_neighbourhoods_with_all_edges_inside_them(make, num_neighbors):
 
 
 def local(batch, ends):
-    """Return one end of each edge of the batch as a position in the batch; ``ends`` has node ids of all edges."""
+    """Return one end of each edge of the batch as a position in the batch. ``ends`` has node ids of all edges."""
     members = zip(batch.batch.tolist(), batch.n_id.tolist(), strict=True)
     place = {member: place for place, member in enumerate(members)}
     trees = batch.batch[batch.edge_index[1]].tolist()

@@ -18,7 +18,7 @@ Trained = dict[tuple[str, int], Any]
 
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory: pytest.TempPathFactory) -> Trained:
-    """Return a dict from (optimizer, number of processes) to what the run saved.
+    """Return a dict from (optimizer, number of processes) to the state that the run saved.
 
     "resumed" runs the second half of the steps, from a checkpoint that three processes saved after the first half.
     """

@@ -142,7 +142,7 @@ def test_laps_add_up() -> None:
 
 
 def rank_with_a_peer(run_dir: Path) -> None:
-    """Run one rank of two; rank 1 computes longer."""
+    """Run one rank of two. Rank 1 computes longer."""
     dist.init_process_group("gloo")
     rank = dist.get_rank()
     model = DistributedDataParallel(Sleeps(forward=0.1 * rank))

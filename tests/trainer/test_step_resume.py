@@ -1,5 +1,4 @@
-"""Tests of checkpoints within an epoch: when they are saved, and that a killed run resumed from one has the same
-losses."""
+"""Tests of checkpoints within an epoch: times of saving, and equal losses after a killed run is resumed from one."""
 
 from __future__ import annotations
 
@@ -52,7 +51,7 @@ def parts(kind: str, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def undisturbed(kind: str, parts: Path, tmp_path_factory: pytest.TempPathFactory) -> list[float]:
-    """Loss of every step of a run with one process."""
+    """Return the loss of every step of a run with one process."""
     folder = tmp_path_factory.mktemp("undisturbed")
     train(job(parts, folder, **KINDS[kind]), Ranks())
     losses = curve(folder)
@@ -61,8 +60,9 @@ def undisturbed(kind: str, parts: Path, tmp_path_factory: pytest.TempPathFactory
 
 
 def train_until(words: list[str], every: int, last: int, newest: Path) -> None:
-    """Train, save a checkpoint after every ``every`` steps, and die by SIGKILL after ``last`` steps in all, but not
-    before the file ``newest`` exists."""
+    """Train, and save a checkpoint after every ``every`` steps. After ``last`` steps, wait for the file ``newest``, and
+    then kill this process with SIGKILL.
+    """
     done = itertools.count(1)
 
     def due(self: CheckpointSchedule) -> bool:
@@ -78,7 +78,7 @@ def train_until(words: list[str], every: int, last: int, newest: Path) -> None:
 
 
 def killed_run(killed: TrainJob, world_size: int, every: int, last: int) -> Path:
-    """Run all ranks of a training job until they are killed; return its newest checkpoint."""
+    """Run all ranks of a training job until they are killed, and return its newest checkpoint."""
     port, newest = free_port(), killed.run_dir / "checkpoints" / "last.pt"
     words = command_line(killed)
     ranks = [
@@ -90,30 +90,28 @@ def killed_run(killed: TrainJob, world_size: int, every: int, last: int) -> Path
     return newest
 
 
+@pytest.mark.parametrize("draw", [0, pytest.param(1, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("change", CHANGES)
 def test_a_killed_run_resumes_at_the_step_with_the_same_losses(
-    change: str, kind: str, parts: Path, undisturbed: list[float], tmp_path: Path
+    change: str, draw: int, kind: str, parts: Path, undisturbed: list[float], tmp_path: Path
 ) -> None:
     before, after = CHANGES[change]
-    draw = random.Random(f"{kind} {change}")
-    for number in range(2):
-        # ``due`` is not called after the last step of an epoch
-        every, last = draw.randint(1, 5), draw.randint(6, EPOCHS * (STEPS - 1))
-        newest = killed_run(job(parts, tmp_path / f"killed{number}", **KINDS[kind]), before, every, last)
-        saved = load_checkpoint(newest)
-        assert saved.position > (0, 0), f"saved after every {every} steps, killed after {last}"
-        resumed = tmp_path / f"resumed{number}"
-        for ended in run_ranks(after, job(parts, resumed, **KINDS[kind], resume=str(newest))):
-            assert ended.returncode == 0, ended.output
-        first = saved.epoch * STEPS
-        np.testing.assert_allclose(curve(resumed), undisturbed[first:], rtol=1e-4, err_msg=str(saved.position))
-        seeds = sum(line["seeds"] for rank in range(after) for line in metrics(resumed, "epoch", rank))
-        partial = int(saved.partial.sizes.sum()) if saved.partial else 0
-        assert seeds == 180 * (EPOCHS - saved.epoch) - partial, (
-            "no seed of a step before the checkpoint is trained again"
-        )
-        final = load_checkpoint(resumed / "checkpoints" / "last.pt")
-        assert torch.cat(final.step_loss).tolist() == pytest.approx(undisturbed, rel=1e-4)
+    random_of = random.Random(f"{kind} {change} {draw}")
+    # ``due`` is not called after the last step of an epoch
+    every, last = random_of.randint(1, 5), random_of.randint(6, EPOCHS * (STEPS - 1))
+    newest = killed_run(job(parts, tmp_path / "killed", **KINDS[kind]), before, every, last)
+    saved = load_checkpoint(newest)
+    assert saved.position > (0, 0), f"saved after every {every} steps, killed after {last}"
+    resumed = tmp_path / "resumed"
+    for ended in run_ranks(after, job(parts, resumed, **KINDS[kind], resume=str(newest))):
+        assert ended.returncode == 0, ended.output
+    first = saved.epoch * STEPS
+    np.testing.assert_allclose(curve(resumed), undisturbed[first:], rtol=1e-4, err_msg=str(saved.position))
+    seeds = sum(line["seeds"] for rank in range(after) for line in metrics(resumed, "epoch", rank))
+    partial = int(saved.partial.sizes.sum()) if saved.partial else 0
+    assert seeds == 180 * (EPOCHS - saved.epoch) - partial, "no seed of a step before the checkpoint is trained again"
+    final = load_checkpoint(resumed / "checkpoints" / "last.pt")
+    assert torch.cat(final.step_loss).tolist() == pytest.approx(undisturbed, rel=1e-4)
 
 
 class Clock:
@@ -127,7 +125,7 @@ class Clock:
 
 
 def saved_at(schedule: CheckpointSchedule, clock: Clock, step_seconds: list[float], cost: float = 0.0) -> list[float]:
-    """Run steps that take so many seconds; return the times of the checkpoints."""
+    """Run steps that take so many seconds, and return the times of the checkpoints."""
     times = []
     for seconds in step_seconds:
         clock.now += seconds

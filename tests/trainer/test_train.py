@@ -47,7 +47,7 @@ def parts(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def alone(parts: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Train each model for two epochs in one process; return the folder of the run folders."""
+    """Train each model for two epochs in one process, and return the folder of the run folders."""
     folder = tmp_path_factory.mktemp("alone")
     for model in MODELS:
         train(job(parts, folder / model, model=model, epochs=2), Ranks())
@@ -56,7 +56,7 @@ def alone(parts: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def together(parts: Path, alone: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Train each model for two epochs in three processes; return the folder of the run folders.
+    """Train each model for two epochs in three processes, and return the folder of the run folders.
 
     The run ``resumed`` trains the second epoch of sage, from the checkpoint of the run with one process.
     """

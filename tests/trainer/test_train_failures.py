@@ -104,7 +104,9 @@ def rank_that_settles(dies: bool) -> None:
 
 
 def settle(dies: bool) -> list[list[str]]:
-    """Run two ranks; return their output lines. Rank 0 cannot start; rank 1 reads the reason 1.5 s late, or dies."""
+    """Run two ranks and return their output lines. Rank 0 cannot start. Rank 1 reads the reason 1.5 s late, or dies
+    first.
+    """
     ranks = run_forked(rank_that_settles, (dies,), 2)
     return [line.split(maxsplit=3) for ended in ranks for line in ended.output.splitlines()]
 
@@ -123,8 +125,9 @@ def test_a_failing_rank_does_not_wait_forever_for_a_dead_one() -> None:
 
 
 def rank_without_memory(kind: type[Exception], waits: float) -> None:
-    """Rank 0 fails in a collective step with an error that is not the trainer's; rank 1 prints the error it gets and
-    when."""
+    """Fail on rank 0 in a collective step, with an error that is not the trainer's. Rank 1 prints the error that it
+    gets.
+    """
     ranks = Ranks.from_env(os.environ)
 
     def work() -> None:
@@ -148,7 +151,7 @@ def test_any_error_on_one_rank_ends_all_ranks_with_its_cause(kind: type[Exceptio
     assert "raised 1 PeerError rank 0 (node0, " in second and f"{kind.__name__}: no room for 3 GB" in second
 
 
-def rank_that_fails_alone(told: Path) -> None:
+def rank_that_fails_alone(folder: Path) -> None:
     """Run ``python -m trainer train``: rank 0 runs out of memory while one of its threads waits, and rank 1 waits."""
 
     def train(job: TrainJob) -> None:
@@ -160,7 +163,7 @@ def rank_that_fails_alone(told: Path) -> None:
             group.sum(torch.zeros(1))
 
     trainer.train.job.train = train
-    main(["train", "--parts", str(told), "--run-dir", str(told)])
+    main(["train", "--parts", str(folder), "--run-dir", str(folder)])
 
 
 def test_a_rank_that_fails_alone_ends_at_once_despite_waiting_threads(tmp_path: Path) -> None:

@@ -45,7 +45,7 @@ def alone(parts: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def together(parts: Path, alone: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Train each model in three processes; return the folder of the run folders.
+    """Train each model in three processes, and return the folder of the run folders.
 
     The run ``resumed`` trains the second epoch of rgcn, from the checkpoint of the run with one process.
     """

@@ -1,6 +1,6 @@
 """Fuzz tests of messages between graph servers and clients: a value or a clear error, never a crash or a hang.
 
-``GNNFLEET_FUZZ_SECONDS`` sets how long each test runs (default 2), ``GNNFLEET_FUZZ_SEED`` selects other cases.
+``GNNFLEET_FUZZ_SECONDS`` sets how long each test runs (default 1), ``GNNFLEET_FUZZ_SEED`` selects other cases.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from train_kit import environment
 from trainer.partition.make import make_partition
 from wire_fuzz_kit import replies, requests, streams
 
-SECONDS = float(os.environ.get("GNNFLEET_FUZZ_SECONDS") or 2)
+SECONDS = float(os.environ.get("GNNFLEET_FUZZ_SECONDS") or 1)
 SEED = int(os.environ.get("GNNFLEET_FUZZ_SEED") or 0)
 
 

@@ -53,7 +53,7 @@ def start_rank(jobs: Sequence[TrainJob], rank: int, world_size: int, port: int, 
 
 
 def start_words(lines: Sequence[list[str]], rank: int, world_size: int, port: int, **more_env: str) -> Forked:
-    """Start a process that runs one rank of each command line in turn; the last command ends the process.
+    """Start a process that runs one rank of each command line in turn. The last command ends the process.
 
     The jobs use ``port``, ``port + 1`` and so on: on one port, a fast rank could join the rendezvous that rank 0
     is closing.
@@ -135,7 +135,7 @@ def _places(item: TrainJob | InferJob) -> list[str]:
 
 
 def finish(process: Forked, timeout: float = 120) -> Ended:
-    """Wait for a process; on timeout kill it and fail the test."""
+    """Wait for a process. On timeout kill it and fail the test."""
     try:
         output, _ = process.communicate(timeout=timeout)
     except subprocess.TimeoutExpired:

@@ -41,8 +41,8 @@ def make_handlers(folder: Path) -> tuple[Handlers, int]:
 
 def answer(handlers: Handlers, request: Message) -> Message:
     """Answer a request as a server's threads do."""
-    if request.status != Status.REQUEST or request.kind in (Kind.ALIVE, Kind.TAKEN):
-        raise WireError("not a request")
+    if request.status != Status.REQUEST or request.kind in (Kind.ALIVE, Kind.ACK):
+        raise WireError("the message is not a request")
     if request.kind == Kind.BATCH:
         work, _ = batch_messages.read_batch_request(request)
         return handlers.batch(request, work)
@@ -50,7 +50,7 @@ def answer(handlers: Handlers, request: Message) -> Message:
 
 
 def cases(seed: int, seconds: float) -> Iterator[tuple[str, random.Random]]:
-    """Yield name and random generator of one case after the other for ``seconds``; fails if a case takes too long."""
+    """Yield name and random generator of one case after the other for ``seconds``. Fails if a case takes too long."""
     until, number = time.monotonic() + seconds, 0
     while time.monotonic() < until:
         number += 1

@@ -11,16 +11,16 @@ from typing import NamedTuple
 
 
 class FromHost(NamedTuple):
-    """Bytes received from one other host while making batches, and numbers of rows that this host owns."""
+    """Traffic of one other host while batches are made: bytes received from it, and gathered rows that it owns."""
 
-    remote_bytes: int = 0  #: bytes received from this host
-    remote_rows: int = 0  #: rows that this host owns: received, cached or held
+    remote_bytes: int = 0  #: bytes received from the other host
+    remote_rows: int = 0  #: gathered rows that the other host owns: received, cached or held
     cached_rows: int = 0  #: those of ``remote_rows`` that were cached
     held_rows: int = 0  #: those of ``remote_rows`` that were held
 
 
 class ByHost(dict[int, FromHost]):
-    """Maps node ranks to ``FromHost``; a missing entry stands for zero bytes and rows. Treated as immutable."""
+    """Maps node ranks to ``FromHost``. A missing entry stands for zero bytes and rows. Must not be changed."""
 
     def __add__(self, other: ByHost) -> ByHost:
         return self._with(other, 1) if other else self
@@ -68,7 +68,7 @@ class Cost:
 
     @property
     def remote_share(self) -> float | None:
-        """Share of the gathered rows that other hosts own, 0 to 1; None in a run on one host."""
+        """Share of the gathered rows that other hosts own, 0 to 1, or None in a run on one host."""
         return round(self.remote_rows / self.rows, 4) if self.rows else None
 
 
@@ -85,7 +85,7 @@ class CostMeter:
         self._own.cost = self._now() + cost
 
     def take(self) -> Cost:
-        """Return the sum of what this thread added since it last called ``take``, and set the sum to zero."""
+        """Return the sum of the costs that this thread added since its last call of ``take``, and set it to zero."""
         cost = self._now()
         self._own.cost = Cost()
         return cost

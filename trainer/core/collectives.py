@@ -44,7 +44,7 @@ def gather_values(value: T, group: Any = None) -> list[T]:
 
 
 def broadcast_value(value: T, group: Any = None, source: int = 0) -> T:
-    """Return on every rank the ``value`` that the rank ``source`` of the group passed; other ranks' values are ignored.
+    """Return on every rank the ``value`` that the rank ``source`` of the group passed. Other values are ignored.
 
     Tensors in the value are sent as raw bytes. All ranks of ``group`` (None: the default process group) must call this.
     Raises ``PeerError`` when the bytes of ``source`` cannot be decoded.
@@ -70,7 +70,7 @@ def broadcast_value(value: T, group: Any = None, source: int = 0) -> T:
 def encode(value: object, tensors: list[Tensor]) -> bytes:
     """Encode ``value`` as MessagePack.
 
-    Each tensor is appended to ``tensors``; the encoded value holds its dtype, shape and device type only. Raises
+    Each tensor is appended to ``tensors``. The encoded value contains only its dtype, shape and device type. Raises
     ``TypeError`` for an object of an unsupported type.
     """
     return msgspec.msgpack.encode(_plain(value, tensors))

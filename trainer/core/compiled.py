@@ -85,7 +85,7 @@ class KernelFiles:
         self._folder, self._name, self._source = folder, name.replace("<locals>.", ""), source
 
     def load(self, key: tuple[Any, ...]) -> Any:
-        """Return the saved compiled code; None if the file is missing or damaged, or if other users may write to it."""
+        """Return the saved compiled code, or None if the file is missing, damaged, or writable by other users."""
         try:
             path = self._path(key)
             with path.open("rb") as file:
@@ -114,7 +114,7 @@ class KernelFiles:
                 raise
 
     def flush(self) -> None:
-        """Delete the compiled code of this kernel; Numba calls this to clear a cache."""
+        """Delete the compiled code of this kernel. Numba calls this method to clear a cache."""
         for path in self._folder.glob(f"{self._name}-*.nbc"):
             path.unlink(missing_ok=True)
 
@@ -159,7 +159,7 @@ def _read(path: str) -> tuple[str, tuple[tuple[str, str], ...]]:
 
 @cache
 def _file_of(module: str) -> str:
-    """Return the source file of a module; '' when ``module`` is the name of a function or constant inside a module."""
+    """Return the source file of a module, or '' if ``module`` names a function or constant inside a module."""
     base = os.path.join(ROOT, *module.split(".")[1:])
     return next((path for path in (f"{base}.py", os.path.join(base, "__init__.py")) if os.path.isfile(path)), "")
 
@@ -188,7 +188,7 @@ def _usable_folder() -> Path | None:
 
 
 def _why_unusable(folder: Path) -> str:
-    """Create ``folder`` if necessary. Return why compiled kernels cannot be kept in it; '' if they can."""
+    """Create ``folder`` if necessary. Return why kernels cannot be stored in it, or '' if they can."""
     try:
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         if others_may_write(folder.stat()):

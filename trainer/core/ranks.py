@@ -144,7 +144,8 @@ class RankGroup:
 
     @classmethod
     def of_process(cls, ranks: Ranks) -> RankGroup:
-        """Return the group of all ranks of ``torch.distributed``; if that is not initialised, of this rank alone.
+        """Return the group of all ranks of ``torch.distributed``, or a group of this rank alone if it is not
+        initialised.
 
         All ranks must call this if the backend of the default process group is not gloo, because a gloo group is
         created then.
@@ -241,7 +242,7 @@ class RankGroup:
         connection instead of the error of that rank.
         """
         if self.size > 1:
-            with suppress(RuntimeError):  # a missing rank: the error that the caller is about to raise says more
+            with suppress(RuntimeError):  # raised if a rank is missing; the caller's own error says more
                 dist.monitored_barrier(self.group, timedelta(seconds=min(self.timeout, _SETTLE)))
 
     def barrier(self) -> None:
@@ -269,7 +270,7 @@ def pick_device(ranks: Ranks, environ: Mapping[str, str] = os.environ) -> torch.
     if devices and environ.get("CUDA_VISIBLE_DEVICES"):
         raise SettingsError(
             f"node{ranks.node_rank} ({ranks.host}): {ranks.local_world_size} processes share {devices} CUDA devices; "
-            "list one device per process in CUDA_VISIBLE_DEVICES, or none"
+            "list one device per process in CUDA_VISIBLE_DEVICES, or set it to '' to train on the CPU"
         )
     return torch.device("cpu")
 
@@ -318,7 +319,7 @@ def _check_backend(ranks: Ranks, device: torch.device, backend: str) -> None:
         torch.cuda.set_device(device)
 
 
-def _patience(timeout: float, environ: Mapping[str, str] = os.environ) -> float:
+def _start_timeout(timeout: float, environ: Mapping[str, str] = os.environ) -> float:
     """Return the seconds to wait for all ranks at the start: ``timeout``, or GNNFLEET_START_TIMEOUT if that is larger.
 
     In a run, a rank connects only when the graph server of its node is ready, and the server may have to compile
@@ -328,7 +329,7 @@ def _patience(timeout: float, environ: Mapping[str, str] = os.environ) -> float:
 
 
 def _rendezvous(ranks: Ranks, timeout: float) -> None:
-    limit = _patience(timeout)
+    limit = _start_timeout(timeout)
     store = run_store(ranks, limit)
     try:
         dist.init_process_group(

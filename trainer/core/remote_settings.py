@@ -51,7 +51,7 @@ class CacheSize:
 
 @dataclass(frozen=True)
 class RemoteAccess:
-    """Settings for access to parts on other hosts; equal on every rank of a run."""
+    """Settings for access to parts on other hosts. They must be equal on all ranks of a run."""
 
     server_wait: float = SERVER_WAIT  #: seconds to wait for a lost graph server
     topology: Topology = "partitioned"  #: replicated: this host has the edges of all parts and requests only rows

@@ -12,7 +12,7 @@ import numba
 import numpy as np
 import numpy.typing as npt
 
-DRAWS = 1  #: version of the draws: increases when seeds, neighbours or dropout masks of a step become others
+DRAWS = 1  #: version of the random draws; increases when a change of the code draws other seeds, neighbours or masks
 
 GOLDEN = np.uint64(0x9E3779B97F4A7C15)
 

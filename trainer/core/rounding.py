@@ -3,7 +3,7 @@
 The values of an int8 row are ``code * scale``. The scale is the largest absolute value of the row / 127, and a code is
 the whole number nearest to value / scale, so the error of a value is at most half a scale (besides float32's own
 rounding). A row of zeros has the scale 0. Rows that were rounded before give the same codes and scales again. All
-arithmetic is float32; other dtypes are converted a few rows at a time.
+arithmetic is float32. Other dtypes are converted a few rows at a time.
 
 ``Unroundable`` is raised for a row that the type cannot represent: for int8 a row with inf or NaN, for float16 a row
 with a finite number that would become infinite (absolute value 65520 or more). float16 rows may contain inf and NaN.
@@ -44,7 +44,7 @@ _REBIAS = np.uint32(0xC8000FFF)  # (15 - 127) << 23, plus just below half a unit
 
 
 class Unroundable(DataError):
-    """A row cannot be represented in int8 or float16; ``row`` is its index and ``why`` the reason."""
+    """A row cannot be represented in int8 or float16. ``row`` is its index and ``why`` the reason."""
 
     def __init__(self, row: int, why: str):
         super().__init__(f"row {row} {why}")
@@ -163,7 +163,9 @@ def _scale(codes: Array, scales: Array, out: Array) -> None:
 
 
 def take_scaled(codes: Array, scales: Array, rows: Array, at: Array, out: Array) -> None:
-    """Set ``out[at[i]] = codes[rows[i]] * scales[rows[i]]``; codes int8 [N, …], scales float32 [N, 1], out float32."""
+    """Set ``out[at[i]] = codes[rows[i]] * scales[rows[i]]``. ``codes``: int8 [N, …]. ``scales``: float32 [N, 1].
+    ``out``: float32.
+    """
     _take_scaled(read_only(_flat(codes)), read_only(scales), read_only(rows), read_only(at), _flat(out))
 
 
@@ -177,7 +179,8 @@ def _take_scaled(codes: Array, scales: Array, rows: Array, at: Array, out: Array
 
 @njit()
 def _halve(rows: Array, bits: Array, out: Array) -> int:
-    """Fill ``out`` with ``rows`` as float16 bits (nearest, ties to even); return the first row that overflows, or -1.
+    """Fill ``out`` with ``rows`` as float16 bits (nearest, ties to even), and return the first row that overflows, or
+    -1.
 
     Numba has no float16 on the CPU, and numpy takes twice as long. ``bits``: the same memory as ``rows``, as uint32.
     """

@@ -25,12 +25,12 @@ def take_waited() -> float:
 
 
 def group_size(group: Any = None) -> int:
-    """Return the number of ranks of a process group (None: the default one); 1 without torch.distributed."""
+    """Return the number of ranks of a process group (None: the default one), or 1 without torch.distributed."""
     return dist.get_world_size(group) if dist.is_initialized() else 1
 
 
 def group_rank(group: Any = None) -> int:
-    """Return this process's rank in the group; 0 without torch.distributed."""
+    """Return this process's rank in the group, or 0 without torch.distributed."""
     return dist.get_rank(group) if dist.is_initialized() else 0
 
 
@@ -50,7 +50,7 @@ class Route:
 
     order: Tensor  #: int64 [n], positions in this rank's request, sorted by owner
     counts: tuple[int, ...]  #: [ranks], number of ids requested from each owner
-    asked: Tensor  #: int64 [m], ids of this rank that were requested (by itself too), in order of requesting rank
+    asked: Tensor  #: int64 [m], ids that ranks (including this one) request from this rank, in order of requesting rank
     asked_counts: tuple[int, ...]  #: [ranks], number of ids that each rank requested
     group: Any = None  #: process group; None: the default one
 
@@ -97,7 +97,7 @@ def exchange_rows(ids: Tensor, owners: Tensor, answer: Callable[[Tensor], Tensor
 
 
 def _all_to_all(rows: Tensor, counts: tuple[int, ...], into: tuple[int, ...], group: Any) -> Tensor:
-    """Send ``counts[r]`` consecutive rows to each rank r; return the rows received, ``into[r]`` from rank r."""
+    """Send ``counts[r]`` consecutive rows to each rank r, and return the received rows: ``into[r]`` from rank r."""
     if len(counts) == 1:
         return rows
     device = wire_device(group)

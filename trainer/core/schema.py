@@ -70,7 +70,7 @@ def check_word(word: str, where: str) -> None:
 
 @functools.cache
 def edge_salt(edge_type: EdgeType) -> int:
-    """Return a uint64 that makes the random draws of edge types independent; 0 for ``HOMO_EDGE``."""
+    """Return a uint64 that makes the random draws of edge types independent, or 0 for ``HOMO_EDGE``."""
     if edge_type == HOMO_EDGE:
         return 0
     return int.from_bytes(hashlib.sha256(type_name(edge_type).encode()).digest()[:8], "little")

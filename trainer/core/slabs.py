@@ -57,7 +57,7 @@ class Slabs:
     """
 
     def __init__(self, keep: int = KEEP, make: Callable[[int], Array] = _map_pages):
-        """keep: largest total size of free slabs in bytes; make: allocates a slab, uint8 [size]."""
+        """``keep``: largest total size of free slabs in bytes. ``make``: allocates a slab, uint8 [size]."""
         self._keep, self._make = keep, make
         self._free: deque[_FreeSlab] = deque()  # finalizers append without the lock, as they may run in any thread
         self._lock = threading.Lock()
@@ -151,7 +151,7 @@ def cast(array: Array, dtype: npt.DTypeLike) -> Array:
 
 
 def empty(shape: tuple[int, ...] | int, dtype: Any) -> Array:
-    """Allocate an uninitialised array as ``np.empty`` does; a large one uses a slab of this process."""
+    """Allocate an uninitialised array, as ``np.empty`` does. Large arrays use slabs of this process."""
     return _slabs.empty((shape,) if isinstance(shape, int) else shape, dtype)
 
 

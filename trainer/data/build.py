@@ -195,7 +195,7 @@ def _classes(kept: dict[str, RawArray], splits: Mapping[str, Ids], requested: in
     if reason:
         if requested is not None:
             raise DataError(f"{y.place}: y is not class labels: {reason}; leave out option num_classes to keep y")
-        notes.append(f"{y.place}: kept as a plain target, not as classes: {reason}")
+        notes.append(f"{y.place}: kept, but not as class labels: {reason}")
         return 0
     labels, found = checks.class_labels(y.values, y.place)
     num_classes = checks.check_num_classes(requested, labels, found, y.place)

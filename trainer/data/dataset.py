@@ -15,7 +15,7 @@ from trainer.core.schema import HOMO_EDGE, HOMO_NODE, EdgeType, NodeType
 from trainer.data.edges import first_outside
 from trainer.store.manifest import NAME_PATTERN, RESERVED_ATTRS
 
-PLAIN_TARGET = "option num_classes=0 keeps y as a plain target"
+NOT_CLASSES = "option num_classes=0 keeps y as numbers that are not class labels"
 
 _ROWS_AT_ONCE = 1 << 16  #: rows that are checked together, so that memory-mapped arrays are not read as a whole
 
@@ -27,7 +27,7 @@ class NodeData:
     num_nodes: int
     attrs: Mapping[str, Array] = field(default_factory=dict)  #: name -> [num_nodes, …], such as `x` and `y`
     splits: Mapping[str, Ids] = field(default_factory=dict)  #: name -> node ids, in the order of the source
-    num_classes: int = 0  #: if > 0, `y` is integer [num_nodes], -1 = no label; 0: `y` is absent or a plain target
+    num_classes: int = 0  #: if > 0, `y` is integer [num_nodes], -1 = no label; 0: no `y`, or not class labels
     bfloat16: frozenset[str] = frozenset()  #: attributes stored as uint16 with the bits of bfloat16
 
 
@@ -120,14 +120,21 @@ def check_features(x: Array, bfloat16: bool, where: str) -> None:
         )
     for start in range(0, len(x) if bfloat16 or x.dtype.kind in "fc" else 0, _ROWS_AT_ONCE):
         rows = x[start : start + _ROWS_AT_ONCE]
-        finite = rows & 0x7F80 != 0x7F80 if bfloat16 else np.isfinite(rows)
+        finite = _finite(rows, bfloat16)
         if not finite.all():
             at = np.argwhere(~finite)[0]
             value = "NaN or infinity" if bfloat16 else rows[tuple(at)]
+            rest = (x[k : k + _ROWS_AT_ONCE] for k in range(start, len(x), _ROWS_AT_ONCE))
+            number = sum(each.size - int(np.count_nonzero(_finite(each, bfloat16))) for each in rest)
+            more = f" (the first of {number:,} such values)" if number > 1 else ""
             raise DataError(
-                f"{where}: {value} at {[int(at[0]) + start, *at[1:].tolist()]}; "
+                f"{where}: {value} at {[int(at[0]) + start, *at[1:].tolist()]}{more}; "
                 "features must be finite, replace NaN and infinity first"
             )
+
+
+def _finite(rows: Array, bfloat16: bool) -> Array:
+    return rows & 0x7F80 != 0x7F80 if bfloat16 else np.isfinite(rows)
 
 
 def is_time(values: Array, bfloat16: bool) -> bool:
@@ -137,7 +144,7 @@ def is_time(values: Array, bfloat16: bool) -> bool:
 
 
 def check_time(values: Array, bfloat16: bool, where: str) -> Array:
-    """Return times as an integer array [N]; [N, 1] is flattened. Raises ``DataError`` if ``values`` are not times."""
+    """Return times as an integer array [N]. [N, 1] is flattened. Raises ``DataError`` if ``values`` are not times."""
     if not is_time(values, bfloat16):
         found = f"{'bfloat16' if bfloat16 else values.dtype} {list(values.shape)}"
         raise DataError(
@@ -148,7 +155,7 @@ def check_time(values: Array, bfloat16: bool, where: str) -> Array:
 
 
 def class_label_problem(y: Array) -> str:
-    """Return why ``y`` cannot be one class label per node; '' when it can."""
+    """Return the reason why ``y`` is not one class label per node, or '' if it is."""
     if y.ndim != 1 and y.shape[1:] != (1,):
         return f"its shape is {list(y.shape)}"
     if y.dtype.kind == "c":
@@ -177,7 +184,7 @@ def class_labels(y: Array, where: str) -> tuple[Array, int]:
         position = int(np.argmax(y < -1))
         raise DataError(
             f"{where}: label {y[position]} at position {position}; classes start at 0, -1 means no label "
-            f"({PLAIN_TARGET})"
+            f"({NOT_CLASSES})"
         )
     return y, int(y.max()) + 1 if len(y) else 0
 
@@ -192,7 +199,7 @@ def check_num_classes(num_classes: int | None, y: Array, found: int, where: str)
     if num_classes is None and found > len(y):
         raise DataError(
             f"{where}: label {found - 1} at position {position}, but the graph has only {len(y)} nodes; renumber the "
-            f"classes from 0, or set option num_classes if the graph has that many classes ({PLAIN_TARGET})"
+            f"classes from 0, or set option num_classes if the graph has that many classes ({NOT_CLASSES})"
         )
     if num_classes is not None and num_classes < found:
         raise DataError(

@@ -53,7 +53,7 @@ def _folder_files(folder: Path, options: SourceOptions) -> list[Path]:
 
 
 def read_files(source: str | None, options: SourceOptions) -> RawGraph:
-    """Load the arrays of a folder, an .npz file or a .pt file; .npy files are memory-mapped."""
+    """Load the arrays of a folder, an .npz file or a .pt file. Arrays in .npy files are memory-mapped."""
     files = source_files(source, options)
     if files[0].suffix == ".pt":
         from trainer.data.pyg import read_pt  # imports torch, which takes seconds and only .pt files need

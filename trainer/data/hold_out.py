@@ -37,11 +37,13 @@ def hold_out_links(dataset: Dataset, options: HoldOut) -> Dataset:
     """Move some links of the edge type ``hold_out`` to the graph attributes ``val_links`` and ``test_links``.
 
     The options state the shares of the links to move. A hash of source and target decides whether a link is moved, so
-    all copies of an edge are moved together, and so are both directions if the ends have the same node type. The same
-    links are removed from the reverse edge type, ``rev_<relation>`` (or ``<relation>`` for an edge type
-    ``rev_<relation>``), if it exists, and from each other edge type back in which all of them occur. If only some of
-    them occur in such a type, they stay, and a note says so. Self loops between nodes of one type are kept. Raises
-    ``DataError`` for an unknown edge type and for shares out of range.
+    all copies of an edge are moved together, and so are both directions if the ends have the same node type. Self loops
+    between nodes of one type are not moved.
+
+    The reverses of the moved links are removed from the reverse edge type, ``rev_<relation>`` (or ``<relation>`` for an
+    edge type ``rev_<relation>``), if it exists. They are also removed from any other edge type from the target type to
+    the source type that contains all of them. A type that contains only some of them is left unchanged, and the dataset
+    gets a note. Raises ``DataError`` for an unknown edge type and for shares out of range.
     """
     if options.hold_out is None:
         return dataset
@@ -62,10 +64,10 @@ def hold_out_links(dataset: Dataset, options: HoldOut) -> Dataset:
 
 
 def _remove_from_other_reverses(edges: dict[EdgeType, EdgeData], of: EdgeType, links: Array) -> list[str]:
-    """Remove the reverses of ``links`` [2, n] from each edge type that has all of them, except between nodes of one
-    type.
+    """Remove the reverses of ``links`` [2, n] from each edge type that contains all of them.
 
-    Returns a note for each edge type that has some.
+    Links between nodes of one type are not considered. Returns a note for each edge type that contains some, but not
+    all.
     """
     notes = []
     for back in edges:

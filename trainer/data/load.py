@@ -1,4 +1,4 @@
-"""Loads datasets by name: `synthetic`, `synthetic-hetero`, `file`, `ogbn-*` or one of ``torch_geometric.datasets``."""
+"""Loads datasets by name: `synthetic`, `synthetic-hetero`, `file`, `tables`, `ogbn-*` or a PyG dataset."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any, TypeAlias
 
+from trainer.core.schema import type_name
 from trainer.data.build import build_dataset
 from trainer.data.dataset import Dataset
 from trainer.data.file import read_files, source_files
@@ -16,32 +17,44 @@ from trainer.data.hold_out import hold_out_links
 from trainer.data.options import SourceOptions, SyntheticHeteroOptions, SyntheticOptions, parse_options
 from trainer.data.raw_arrays import RawGraph
 from trainer.data.synthetic import make_synthetic, make_synthetic_hetero
+from trainer.data.table_files import all_files
+from trainer.data.table_options import TablesOptions, parse_tables_options
 
 Options: TypeAlias = SyntheticOptions | SyntheticHeteroOptions | SourceOptions
 
-_GENERATION = 2  #: part of the fingerprint; increase it when a change gives another graph for the same name and options
+_GENERATION = 2  #: part of the fingerprint; increase it if changed code makes another graph from the same options
 
 _KINDS = {"synthetic": SyntheticOptions, "synthetic-hetero": SyntheticHeteroOptions}
 
 
-def load_dataset(name: str, source: str | None = None, options: Mapping[str, Any] | None = None) -> Dataset:
+def load_dataset(
+    name: str, source: str | None = None, options: Mapping[str, Any] | None = None, work: Path | None = None
+) -> Dataset:
     """Load or generate a graph.
 
     Args:
         name: name of the dataset.
-        source: folder, .npz or .pt file (dataset `file`), or the download folder (`ogbn-*`, `Planetoid:Cora`).
+        source: folder, .npz or .pt file (dataset `file`), the folder of the tables (`tables`), or the download folder
+            (`ogbn-*`, `Planetoid:Cora`).
         options: dataset options, as text or values.
+        work: for dataset `tables`, an empty folder on disk for the arrays of the graph, which are memory-mapped.
 
     Raises:
         DataError: when the dataset cannot be read, or an option is unknown or invalid.
     """
     fingerprint = dataset_fingerprint(name, source, options)
     parsed = _options(name, options)
-    return hold_out_links(_whole(name, source, parsed, fingerprint), parsed)
+    return hold_out_links(_whole(name, source, parsed, fingerprint, work), parsed)
 
 
-def _whole(name: str, source: str | None, options: Options, fingerprint: str) -> Dataset:
+def _whole(name: str, source: str | None, options: Options, fingerprint: str, work: Path | None) -> Dataset:
     """Load or generate the graph, before links are held out."""
+    if isinstance(options, TablesOptions):
+        from trainer.data.read_tables import read_tables  # needs duckdb
+
+        if work is None:
+            raise ValueError("dataset tables needs a work folder")
+        return build_dataset(read_tables(source, options, work), options, fingerprint)
     if isinstance(options, SyntheticOptions):
         return make_synthetic(options, fingerprint)
     if isinstance(options, SyntheticHeteroOptions):
@@ -55,13 +68,25 @@ def dataset_fingerprint(name: str, source: str | None = None, options: Mapping[s
     The content of the files is not read. Raises ``DataError`` for unknown or invalid options and for missing files.
     """
     parsed = _options(name, options)
-    paths = source_files(source, parsed) if name == "file" and isinstance(parsed, SourceOptions) else []
-    files = [(_place(path, source), path.stat().st_size, path.stat().st_mtime_ns) for path in paths]
-    text = json.dumps([_GENERATION, name, asdict(parsed), files], sort_keys=True)
+    files = [
+        (_place(path, source), path.stat().st_size, path.stat().st_mtime_ns) for path in _files(source, parsed, name)
+    ]
+    record = asdict(parsed)
+    if isinstance(parsed, TablesOptions):
+        record |= {"edges": {type_name(of): asdict(table) for of, table in parsed.edges.items()}, "memory": None}
+    text = json.dumps([_GENERATION, name, record, files], sort_keys=True)
     return hashlib.sha256(text.encode()).hexdigest()
 
 
+def _files(source: str | None, options: Options, name: str) -> list[Path]:
+    if isinstance(options, TablesOptions):
+        return all_files(options, source)
+    return source_files(source, options) if name == "file" and isinstance(options, SourceOptions) else []
+
+
 def _options(name: str, options: Mapping[str, Any] | None) -> Options:
+    if name == "tables":
+        return parse_tables_options(options or {})
     kind: type[Options] = _KINDS.get(name, SourceOptions)
     return parse_options(kind, options or {}, name)
 
@@ -69,7 +94,8 @@ def _options(name: str, options: Mapping[str, Any] | None) -> Options:
 def _place(path: Path, source: str | None) -> str:
     """Return the path of a file relative to the source folder, or the file's name when the source is a file."""
     folder = Path(str(source)).expanduser()
-    return path.relative_to(folder).as_posix() if folder.is_dir() else path.name
+    inside = folder.is_dir() and path.is_relative_to(folder)
+    return path.relative_to(folder).as_posix() if inside else path.as_posix() if folder.is_dir() else path.name
 
 
 def _read(name: str, source: str | None, options: SourceOptions) -> RawGraph:

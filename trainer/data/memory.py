@@ -55,7 +55,7 @@ def dataset_of(data: Data | HeteroData, name: str, time_attrs: tuple[str, ...] =
 
 
 def shared_array(tensor: torch.Tensor) -> Array:
-    """Return a numpy view of a tensor; bfloat16 becomes uint16 with the same bits.
+    """Return a numpy view of a tensor. A bfloat16 tensor becomes uint16 with the same bits.
 
     Raises ``TypeError`` for a tensor whose dtype numpy does not have.
     """

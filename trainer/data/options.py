@@ -64,12 +64,12 @@ class SourceOptions:
     """Options of datasets that are read from files or downloads."""
 
     num_nodes: int | None = None  #: number of nodes of a homogeneous graph without x and y
-    num_classes: int | None = None  #: number of classes if labels do not use all of them; 0: y is a plain target
+    num_classes: int | None = None  #: number of classes if labels do not use all of them; 0: y is not class labels
     undirected: bool = False  #: add the reverse of every edge, without duplicates
     split: int | None = None  #: column of the masks, if they have several
     time_attrs: tuple[str, ...] | None = None  #: node attributes that are times; None: `time` if it is one integer
     hetero: bool | None = (
-        None  #: read typed array names, also those in the sub-folder hetero/; None: decide by the names
+        None  #: read a heterogeneous graph, also from the sub-folder hetero/; None: decide by the names of the arrays
     )
     target: str | None = None  #: node type of x, y and splits whose names have no type
     reverse_types: bool = False  #: with undirected: add rev_<relation> also for relations within one node type

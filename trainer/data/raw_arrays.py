@@ -37,7 +37,8 @@ RawArrays = Mapping[str, RawArray]
 class RawGraph:
     """A graph as read from a dataset's source: arrays grouped by the node or edge type in their name.
 
-    ``plain`` contains the arrays without a type in their name.
+    ``plain`` contains the arrays without a type in their name. A source that knows which arrays of a homogeneous graph
+    belong to nodes and to edges gives them in ``nodes`` and ``edges``.
     """
 
     name: str
@@ -95,7 +96,9 @@ def sort_arrays(raw: RawGraph, options: SourceOptions) -> RawGraph:
 
     Raises ``DataError`` when the type of an array or the number of nodes cannot be determined.
     """
-    return _move_links_to_plain(_by_target(raw, options)) if raw.hetero else _homogeneous(raw, options)
+    if raw.hetero:
+        return _move_links_to_plain(_by_target(raw, options))
+    return raw if raw.edges else _homogeneous(raw, options)
 
 
 def _move_links_to_plain(raw: RawGraph) -> RawGraph:
@@ -174,7 +177,7 @@ def _belongs_to_nodes(name: str) -> bool:
 
 
 def _target(plain: RawArrays, counts: Mapping[NodeType, int], raw: RawGraph, options: SourceOptions) -> NodeType | None:
-    """Return the node type that x, y and splits without a type belong to.
+    """Return the node type of the arrays x, y and splits whose names contain no type.
 
     This is option ``target`` or, if it is not given, the only node type with a fitting number of nodes. Returns None if
     there are no such arrays and the option is not given. Raises ``DataError`` if no type or several types fit.

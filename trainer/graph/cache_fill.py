@@ -69,7 +69,7 @@ class FilledCache:
     """The result of filling a host's cache."""
 
     prediction: Prediction
-    seconds: float  #: time to presample batches and fetch rows
+    seconds: float  #: seconds spent on presampling batches and fetching rows
 
     def __str__(self) -> str:
         p, cached = self.prediction, "no rows of other hosts cached"
@@ -109,7 +109,7 @@ def cache_rows(
     graph: OpenedGraph, fanouts: Sequence[int] | Mapping[EdgeType, Sequence[int]], split: str, batch_size: int,
     size: str, node_type: NodeType | None, replace: bool, attrs: Mapping[NodeType, Sequence[str]] | None,
 ) -> Prediction | None:  # fmt: skip
-    """Cache rows as ``Graph.cache_rows`` describes; that method calls this function."""
+    """Implementation of ``Graph.cache_rows``."""
     ranks = RankGroup.of_process(graph.ranks)
     plan, limit = ranks.agree(
         lambda: (_plan(graph, fanouts, split, batch_size, node_type, replace, attrs), CacheSize.parse(size))
@@ -164,7 +164,7 @@ def _fill(
         chosen = most_requested(counts, columns.row_bytes, budget, lambda of: remote_ids(store, of))
     cache = RowCache({of: _fetch(access, store, of, ids, columns) for of, ids in chosen.items() if len(ids)})
     prediction = predict(access, plan, steps, cache if cache.num_rows else None)
-    access.take_cost()  # discarded: it belongs to no batch
+    access.take_cost()  # the cost is discarded, as it belongs to no batch
     return prediction, _save(cache, folder, scratch) if cache.num_rows else None
 
 
@@ -203,7 +203,7 @@ def _use(access: object, path: Path | None) -> None:
 
 @contextmanager
 def _temporary_folders() -> Iterator[list[Path]]:
-    """Yield an empty list; folders that the ``with`` block appends to the list are deleted at the end."""
+    """Yield an empty list, and at the end delete the folders that the ``with`` block has appended to the list."""
     scratch: list[Path] = []
     try:
         yield scratch
@@ -219,7 +219,7 @@ def _on_device(graph: OpenedGraph, of: NodeType, ids: Ids, device: torch.device)
     for start in range(0, len(ids), step):
         (found,) = graph.access.gather([RowRequest(of, ids[start : start + step], ("x",))])
         rows[start : start + step] = as_tensor(found["x"], spec)
-    graph.access.take_cost()  # discarded: it belongs to no batch
+    graph.access.take_cost()  # the cost is discarded, as it belongs to no batch
     return DeviceRows.of(ids, rows, graph.manifest.nodes[of].num_nodes, device)
 
 

@@ -33,11 +33,11 @@ from trainer.store.row_cache import RowCache
 
 LEAST_STEPS, MOST_STEPS = 12, 240  #: number of presampled batches
 
-ENOUGH_ROWS = 2_000_000  #: presampling stops after this many requested rows (and LEAST_STEPS)
+ENOUGH_ROWS = 2_000_000  #: presampling stops after this many requested rows, but not before LEAST_STEPS batches
 
 MOST_SECONDS = 30.0  #: presampling stops after this time, as other ranks wait for it
 
-Steps = npt.NDArray[np.float64]  #: a number for each presampled step
+Steps = npt.NDArray[np.float64]  #: one number for each presampled step
 
 
 @dataclass(frozen=True)
@@ -52,7 +52,7 @@ class BatchPlan:
 
     @property
     def epoch_steps(self) -> float:
-        """Number of steps of an epoch; a last step with fewer seeds counts as a fraction."""
+        """Number of steps of an epoch. A last step with fewer seeds counts as a fraction of a step."""
         return min(float(self.order.num_steps), self.order.num_seeds / self.order.global_batch)
 
 
@@ -79,7 +79,7 @@ class RowCounts:
 
 @dataclass(frozen=True)
 class CachedColumns:
-    """The columns that are cached for each row, by node type; only types with multi-dimensional columns."""
+    """The columns that are cached for each row, by node type. Types without multi-dimensional columns are left out."""
 
     names: Mapping[NodeType, tuple[str, ...]]
     row_bytes: Mapping[NodeType, int]  #: bytes of one row of these columns, as stored
@@ -105,7 +105,7 @@ class Prediction:
 
     steps: int
     presampled: int  #: number of presampled steps of epoch 1; if all, the prediction of epoch 1 is exact
-    remote_bytes: float  #: with the cache
+    remote_bytes: float  #: bytes received with the cache
     remote_bytes_without_cache: float
     hit_rate: float  #: fraction of the requested rows of other hosts that are cached
     cache_rows: int  #: number of cached rows
@@ -181,7 +181,7 @@ def most_requested(
     counts: Mapping[NodeType, RowCounts], row_bytes: Mapping[NodeType, int], budget: int,
     candidates: Callable[[NodeType], Ids],
 ) -> dict[NodeType, Ids]:  # fmt: skip
-    """Choose the rows with the most requests per byte, at most ``budget`` bytes in total; returns ascending global ids.
+    """Choose the rows with most requests per byte, up to ``budget`` bytes in total. Returns ascending global ids.
 
     Ties go to the earlier type, then to the lower id. If all rows in ``counts`` fit, other rows from ``candidates``, of
     the same types and in the same order, fill the budget, because an epoch may request rows that were not counted.
@@ -251,15 +251,15 @@ def predict(access: DistGraph, plan: BatchPlan, steps: Sequence[PresampledStep],
 
 
 class _Replay:
-    """Processes presampled steps as ``DistGraph.gather`` does, without requests; counts bytes and rows per step."""
+    """Counts the bytes and rows that ``DistGraph.gather`` would receive in presampled steps, without requests."""
 
     def __init__(self, access: DistGraph, cache: RowCache | None, threads: int):
         self.received: list[float] = []  #: bytes from other hosts
         self.remote_rows: list[float] = []  #: requested rows of other hosts that can be cached
-        self.cached_rows: list[float] = []  #: those of them that are in the cache
+        self.cached_rows: list[float] = []  #: rows counted in ``remote_rows`` that are in the cache
         self._access, self._cache, self._threads = access, cache, threads
         self._held = HeldRows(access.held)
-        #: Batches made at the same time as the next one, which cannot use their rows yet.
+        #: Batches that are still being made when the next batch is gathered, so that it cannot use their rows.
         self._in_flight: deque[Sequence[GatherPiece]] = deque()
 
     def run(self, steps: Sequence[PresampledStep]) -> None:

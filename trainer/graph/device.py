@@ -49,7 +49,7 @@ class DeviceRows:
 
     @classmethod
     def of(cls, ids: Ids, rows: Tensor, num_nodes: int, device: torch.device) -> DeviceRows:
-        """Copy ``rows`` to ``device``; ``rows[i]`` belongs to global id ``ids[i]``."""
+        """Copy ``rows`` to ``device``. Row i belongs to global id ``ids[i]``."""
         return cls(CachedRows.of(ids, {}, num_nodes).slots, rows.to(device))
 
 
@@ -70,7 +70,7 @@ class CudaFeed:
 
     def __init__(self, device: torch.device):
         self._device, self._stream = device, torch.cuda.Stream(device)
-        self._in_flight: deque[tuple[torch.cuda.Event, Any]] = deque()  # keeps their pinned memory from being reused
+        self._in_flight: deque[tuple[torch.cuda.Event, Any]] = deque()  # until copied
 
     def __call__(self, batch: B) -> B:
         while self._in_flight and self._in_flight[0][0].query():
@@ -83,7 +83,7 @@ class CudaFeed:
         current = torch.cuda.current_stream(self._device)
         current.wait_stream(self._stream)
         for tensor in tensors_of(moved):
-            tensor.record_stream(current)  # allocated on the copy stream, which must not reuse it earlier
+            tensor.record_stream(current)  # the copy stream must not reuse the memory before
         return moved
 
 

@@ -13,6 +13,7 @@ from typing import Any
 from trainer.core.errors import ServiceError, SettingsError
 from trainer.core.ranks import Ranks
 from trainer.core.remote_settings import RemoteAccess
+from trainer.core.waits import report_uncaught
 from trainer.graph.open import Graph, open_client, open_graph
 from trainer.graph.seed_order import RankLayout
 from trainer.service.cluster import read_cluster
@@ -30,9 +31,10 @@ def open_any(
     node_rank: int | None = None, key_file: str | Path | None = None, deadline: float = 120.0,
     environ: Mapping[str, str] = os.environ,
 ) -> Graph:  # fmt: skip
-    """Open a graph as ``gnnfleet.open`` describes; that function calls this one."""
+    """Implementation of ``gnnfleet.open``."""
     if path is not None:
         _check_path(path)
+    report_uncaught(environ)
     ranks = this_process(environ)
     ranks = ranks if node_rank is None else replace(ranks, node_rank=node_rank)
     cluster, key_file = cluster or environ.get("GNNFLEET_CLUSTER"), key_file or environ.get("GNNFLEET_SERVICE_KEY")

@@ -191,7 +191,7 @@ def _check_ends(ids: Array, dataset: Dataset, of: EdgeType, end: NodeType) -> No
 
 
 class _ReorderedRows(Mapping[str, Array]):
-    """A mapping of attributes whose rows are reordered; each attribute is reordered on first access."""
+    """A mapping of attributes that reorders the rows of an attribute on first access."""
 
     def __init__(self, attrs: Mapping[str, Array], rows: Array):
         self._attrs, self._rows = attrs, rows

@@ -86,7 +86,7 @@ class Graph:
 
     @property
     def gateway(self) -> Gateway | None:
-        """The connection of a client to its graph servers; None in a process that holds parts."""
+        """The connection of a client to its graph servers, or None in a process that holds parts."""
         return self.access if isinstance(self.access, Gateway) else None
 
     @property
@@ -100,7 +100,7 @@ class Graph:
 
     @property
     def near_parts(self) -> tuple[int, ...]:
-        """Parts opened in this process; in a client, the parts of its home server."""
+        """Parts that are opened in this process. In a client, these are the parts of its home server."""
         return self.gateway.home.parts if self.gateway else tuple(self.store.parts)
 
     def sampler(
@@ -315,7 +315,7 @@ def open_client(
 def connect_servers(
     endpoints: str | Sequence[str] | None, key: str | Path | None, ranks: Ranks, *, deadline: float, name: str,
 ) -> Graph:  # fmt: skip
-    """Open a graph as ``gnnfleet.connect`` describes; that function calls this one."""
+    """Implementation of ``gnnfleet.connect``."""
     keys = None if key is None else read_key_file(Path(key).expanduser())
     named = endpoints or (keys.endpoints if keys else ())
     endpoint_list = list(named) if isinstance(named, Sequence) and not isinstance(named, str) else [named]

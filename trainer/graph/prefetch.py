@@ -81,7 +81,7 @@ def _wait(future: Future[Result], deadline: float) -> Result:
 
 
 class Sampler(Protocol):
-    """Makes batches with fixed settings; thread-safe. Both methods raise ``ServiceError``."""
+    """Makes batches with fixed settings. Thread-safe. Both methods raise ``ServiceError``."""
 
     def sample(self, seeds: SeedSet, key: int) -> SampledBatch:
         """Sample a subgraph around ``seeds`` and gather the rows of its nodes and edges."""

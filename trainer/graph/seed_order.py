@@ -38,7 +38,7 @@ class SeedOrder:
     shuffle: bool = True
     stream: int = STREAMS["train"]
     drop_last: bool = False  #: leave out a last batch that is not full
-    least: int = 0  #: a last batch with fewer seeds than this is joined to the one before
+    least: int = 0  #: a last batch with fewer seeds than this is merged into the previous batch
 
     def __post_init__(self) -> None:
         if self.global_batch < 1:
@@ -58,7 +58,7 @@ class SeedOrder:
         return shuffled(self.num_seeds, batch_key(self.seed, self.stream, epoch, -1))
 
     def step(self, order: Ids, step: int) -> Ids:
-        """Return positions of the seeds of one global batch in the seed list, int64; ``order`` comes from ``epoch``."""
+        """Return positions of the seeds of one global batch in the seed list, int64. ``order`` comes from ``epoch``."""
         joins_rest = step == self.num_steps - 1 and not self.drop_last
         return order[step * self.global_batch : None if joins_rest else (step + 1) * self.global_batch]
 
@@ -73,8 +73,8 @@ class RankLayout:
 
     Args:
         world_size: Number of ranks.
-        ranks_of_part: For each part, the ranks on hosts that hold it. For clients, the ranks whose home server holds
-            it.
+        ranks_of_part: For each part, the ranks on hosts that hold the part; for clients, the ranks whose home server
+            holds the part.
 
     Example:
         ```python
@@ -136,7 +136,7 @@ def shares(
 
 
 def split_step(parts: Ids, layout: RankLayout) -> Ids:
-    """Assign the seeds of a global batch, given the part of each, to ranks; return the rank of each, int64 [n].
+    """Assign the seeds of a global batch, given the part of each, to ranks, and return the rank of each, int64 [n].
 
     Every rank gets ``n // world_size`` seeds or one more (lower ranks first). Within this quota a seed goes to a rank
     on a host that holds its part (``layout.ranks_of_part``). The remaining seeds go, in order, to ranks with fewer

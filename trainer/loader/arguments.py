@@ -53,7 +53,7 @@ class LoadOptions:
     threads: int = 1
     prefetch: int = 2  #: number of batches made ahead
     deadline: float = 120.0  #: seconds that one request may take
-    local: bool = False  #: the loader belongs to this process alone, which gets all seeds
+    local: bool = False  #: the loader yields all seeds in this process, without sharing them with other ranks
     thread_init: Callable[[int], Any] | None = None  #: called once on each sampler thread with its number
 
     def __post_init__(self) -> None:
@@ -73,7 +73,7 @@ def whole_number(name: str, value: object, least: int | None) -> int:
 def load_options(
     given: Mapping[str, Any], *, seed: int | None, threads: int | None, prefetch: int | None, deadline: float
 ) -> LoadOptions:
-    """Combine the keyword arguments of torch's ``DataLoader`` with those that only this package has.
+    """Turn the keyword arguments of torch's ``DataLoader``, and those of this package only, into ``LoadOptions``.
 
     ``num_workers`` is the number of sampler threads, ``prefetch_factor`` the number of batches ahead per thread,
     ``timeout`` the deadline, and ``generator`` gives the seed. ``worker_init_fn`` is called on each sampler thread,
@@ -247,4 +247,4 @@ class OutputOptions:
     transform: Callable[[Any], Any] | None = None
     transform_sampler_output: Callable[[Any], Any] | None = None
     on_threads: bool = False  #: call the transforms in the sampler threads
-    custom_cls: Callable[[], Any] | None = None  #: makes the empty batch, for partitions and stores
+    custom_cls: Callable[[], Any] | None = None  #: returns a new empty batch; for partitions and stores only

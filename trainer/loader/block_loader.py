@@ -116,9 +116,9 @@ class BatchLoader:
         return self.order.num_steps
 
     def keep(self, rows: Mapping[NodeType, DeviceRows]) -> None:
-        """Leave out ``x`` of the nodes in ``rows`` when batches are made, because a device stores these rows.
+        """Make batches without the rows of ``x`` in ``rows``, which a device stores.
 
-        Moving a batch to this device adds the rows.
+        ``Batch.to`` adds these rows when a batch is moved to the device.
 
         Raises:
             SettingsError: This process is a client: its batches are made by graph servers.
@@ -154,7 +154,7 @@ class BatchLoader:
     def requests(self, epoch: int) -> Iterator[list[RowRequest]]:
         """Yield the requests for attributes of each batch, without sending them. Not available in a client."""
         assert isinstance(self.sampler, SubgraphSampler)
-        sampler = replace(self.sampler, _local=threading.local())  # its relabel tables are freed with it
+        sampler = replace(self.sampler, _local=threading.local())  # a copy, to free its relabel tables
         return (sampler.requests(self._seed_set(share), share.key) for share in self.shares(epoch))
 
     def _seed_set(self, share: SeedShare) -> SeedSet:
@@ -242,7 +242,7 @@ def labels_of(graph: Graph, settings: LoaderSettings) -> tuple[NodeType, tuple[s
 
 
 def as_label(labels: Tensor) -> Tensor:
-    """Convert integer labels to int64, as cross entropy needs; return other labels unchanged."""
+    """Convert integer labels to int64, as cross entropy needs, and return other labels unchanged."""
     whole = not (labels.is_floating_point() or labels.is_complex() or labels.dtype == torch.bool)
     return labels.long() if whole else labels
 

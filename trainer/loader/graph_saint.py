@@ -38,7 +38,7 @@ from trainer.sampler.types import HopRequest, RowRequest, SeedSet
 
 @dataclass(frozen=True)
 class SaintNodeDraw:
-    """Draws nodes with replacement; the chance of a node is proportional to its out-degree."""
+    """Draws nodes with replacement. The chance of a node is proportional to its out-degree."""
 
     running: Ids  #: int64 [N] running sum of the nodes' out-degrees
 
@@ -106,7 +106,7 @@ def uniform(key: int, count: int, bound: int) -> Ids:
     )  # with a huge bound the product may be rounded up to it
 
 
-_NORM_EPOCH = -1  #: epoch number in the keys of the subgraphs that estimate the normalisation
+_NORM_EPOCH = -1  #: epoch number in the random keys of the subgraphs from which the normalisation is estimated
 
 _FORMAT = "gnnfleet-saint-norm 1"
 
@@ -282,8 +282,8 @@ class GraphSAINTSampler(PyGLoader):
         return f"{type(self).__name__} {self.num_samples}"
 
     def prepare(self) -> EdgeEnds | None:
-        """Compute what ``draw_nodes`` needs. Returns the edges of the graph if they had to be read for this,
-        else None.
+        """Compute the data for ``draw_nodes``, when the loader is made. Returns the edges of the graph if they had to
+        be read for it, else None.
         """
         return None
 

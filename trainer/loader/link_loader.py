@@ -37,7 +37,7 @@ from trainer.sampler.subgraph_sampler import SampledBatch
 from trainer.sampler.types import SeedSet
 from trainer.store.part_store import PartStore
 
-_ROLE = 1 << 32  #: trees are numbered place + role * 2^32, so that every seed of a global batch has a number of its own
+_ROLE = 1 << 32  #: the tree of a seed has the number place + role * 2^32, which no other seed of the global batch has
 
 
 @dataclass(frozen=True)
@@ -62,7 +62,7 @@ class LinkIndex:
     src: Ids  #: int64: positives, followed by binary negatives
     dst: Ids  #: int64, same length as ``src``
     neg: Ids | None  #: int64 [n] or [n, amount]: targets of triplet negatives
-    owners: Mapping[NodeType, Ids]  #: for disjoint batches: index of the positive of each seed, per type
+    owners: Mapping[NodeType, Ids]  #: index of each seed's positive, by node type; for disjoint batches only
 
 
 @dataclass(frozen=True)

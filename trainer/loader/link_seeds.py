@@ -64,8 +64,9 @@ def link_inputs(
 
 
 def negative_rule(neg_sampling: Any, ratio: float | None, avoid_links: bool) -> tuple[NegativeRule | None, Any]:
-    """Return the rule for negatives, and torch_geometric's ``NegativeSampling``, which contains the weights of nodes;
-    (None, None) for no negatives. Raises ``SettingsError``.
+    """Return the rule for negatives, and torch_geometric's ``NegativeSampling``, which contains the weights of nodes.
+
+    Returns (None, None) if there are no negatives. Raises ``SettingsError``.
     """
     try:
         given = NegativeSampling("binary", ratio) if ratio else NegativeSampling.cast(neg_sampling)
@@ -109,9 +110,9 @@ def labels_with_negatives(label: Tensor | None, rule: NegativeRule | None) -> Te
 
 
 def canonical(graph: Graph, given: Any, with_ids: bool = False) -> EdgeType:
-    """Return the edge type that is given as a full triple, or as an unambiguous (source, target) pair or relation name.
+    """Return the edge type that ``given`` names: a full triple, or an unambiguous (source, target) pair or relation.
 
-    If ``with_ids``, the type may have no edges in the graph, as long as its node types exist; a (source, target) pair
+    If ``with_ids``, the type may have no edges in the graph, as long as its node types exist. A (source, target) pair
     then means the relation ``to``, as in torch_geometric. Warns if the name of such a relation is similar to that of an
     existing type. Raises ``SettingsError``.
     """

@@ -173,7 +173,9 @@ class DistNeighborLoader(PyGLoader):
         return {of: times.get(of, own.get(of)) for of in split}  # type: ignore[misc]
 
     def _metadata(self, split: dict[NodeType, tuple[Ids, Ids]]) -> tuple[Any, Any]:
-        """Return (input_id, seed_time) for a batch; mappings over node types if the seeds were given as a mapping."""
+        """Return (input_id, seed_time) of a batch. Both are mappings over node types if the seeds were given as a
+        mapping.
+        """
         ids, times = {}, {}
         for of, (_, own) in split.items():
             inputs = self.inputs.of[of]

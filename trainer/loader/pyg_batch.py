@@ -75,7 +75,8 @@ def edge_index(row: Tensor, col: Tensor) -> Tensor:
 
 
 def sort_edges(out: Output, of: EdgeType | None, by_source: bool = False) -> None:
-    """Sort the edges of one type (None: the only one) by target, then source; if ``by_source``, by source, then target.
+    """Sort the edges of one type (None: the only type) by target, then source, or, if ``by_source``, the other way
+    round.
 
     Edges between the same two nodes keep their order.
     """
@@ -97,7 +98,8 @@ def sort_edges(out: Output, of: EdgeType | None, by_source: bool = False) -> Non
 
 
 def _order_by(first: Array, second: Array) -> Ids | None:
-    """Return the stable order by ``first``, then by ``second``: int64 [n]; None if the edges are in this order already.
+    """Return the stable order by ``first``, then by ``second``: int64 [n], or None if the edges are in this order
+    already.
 
     Uses counting sort, because both keys are batch positions.
     """
@@ -289,7 +291,7 @@ def _check_names_differ(attrs: Attrs, graph_attrs: Iterable[str]) -> None:
 
 
 def places_of(wanted: Array, ids: Array) -> Array | slice | None:
-    """Return the positions of ``wanted`` in ``ids``; None if an id is missing."""
+    """Return the positions of ``wanted`` in ``ids``, or None if an id is missing."""
     if _same_memory(wanted, ids) or np.array_equal(wanted, ids):
         return slice(None)
     if len(ids) == 0:

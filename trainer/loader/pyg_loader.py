@@ -46,7 +46,7 @@ class SameOnAllRanks:
 
     Each rank publishes a digest of its seeds and compares it with those published so far; it waits for no other rank.
 
-    A loader is identified by the line of the user's code that made it, and by how many loaders this line had made
+    A loader is identified by the line of the user's code that made it, and by the number of loaders that this line made
     before.
     """
 
@@ -67,7 +67,7 @@ class SameOnAllRanks:
             return
         store = (
             dist.distributed_c10d._get_default_store()
-        )  # the only access to the rendezvous store that does not block
+        )  # unlike ``get`` of the rendezvous store, this does not block
         own = f"{self._digest} rank {self._rank}"
         first = store.compare_set(f"gnnfleet/loader/{self._name}", "", own).decode()
         if first.split()[0] != self._digest:
@@ -93,11 +93,11 @@ _NO_STEP = -2  #: step number of the batches of ``loader(index)``
 
 @dataclass(frozen=True)
 class BatchSeeds:
-    """The seeds of a rank for one step, and what the batch reports about them."""
+    """The seeds of a rank for one step, and the metadata about them in the batch."""
 
     seeds: SeedSet
     metadata: Any  #: ``metadata`` of torch_geometric's SamplerOutput
-    extra: Any = None  #: for use by the loader
+    extra: Any = None  #: data that ``seeds`` passes on to ``output``
 
 
 @dataclass(frozen=True)
@@ -123,7 +123,7 @@ class RankLoader(ABC):
 
     @abstractmethod
     def work(self, share: SeedShare) -> Any:
-        """Make a batch, except for the steps in ``finish``; called by sampler threads. Raises ``ServiceError``."""
+        """Make a batch, in a sampler thread. ``finish`` completes the batch. Raises ``ServiceError``."""
 
     @abstractmethod
     def finish(self, made: Any) -> Any:
@@ -160,7 +160,7 @@ class RankLoader(ABC):
 
         Args:
             epoch: Number of the epoch; the first is 0.
-            first_step: Number of the first batch; the epoch's first is 0. Later epochs are whole again.
+            first_step: Number of the first batch to yield, from 0. Later epochs begin at batch 0.
         """
         self._epoch = whole_number("epoch", epoch, None)
         self._first_step = whole_number("first_step", first_step, 0)

@@ -488,7 +488,7 @@ def _by_metis(graph: Graph, num_clusters: int, seed: int) -> dict[NodeType, Arra
     from trainer.partition.assign import assign_parts  # METIS is slow to import
 
     nodes = {of: NodeData(spec.num_nodes) for of, spec in graph.manifest.nodes.items()}
-    found = {of: graph.access.edge_list(of) for of in graph.manifest.edges}  # in memory ids are original ids
+    found = {of: graph.access.edge_list(of) for of in graph.manifest.edges}  # in memory, global ids equal original ids
     edges = {of: EdgeData(np.stack([ends.src, ends.dst])) for of, ends in found.items()}
     dataset = Dataset(graph.manifest.dataset, nodes, edges, "in memory", graph.manifest.hetero)
     return dict(assign_parts(dataset, num_clusters, "metis", seed, balance="nodes").parts)

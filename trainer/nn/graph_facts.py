@@ -12,7 +12,7 @@ from trainer.store.manifest import Manifest
 
 @dataclass(frozen=True)
 class GraphFacts:
-    """Types, feature widths and number of classes of a graph; input of ``build_model``, made by ``facts_of``.
+    """Types, feature widths and number of classes of a graph. Input of ``build_model``, made by ``facts_of``.
 
     Args:
         hetero: Whether the graph is heterogeneous.
@@ -77,7 +77,7 @@ def facts_of(manifest: Manifest, target: NodeType = HOMO_NODE) -> GraphFacts:
 
 @dataclass(frozen=True)
 class LayerNeed:
-    """Node and edge types that one layer reads and writes; ``layer_needs`` makes one for each layer of a model.
+    """Node and edge types that one layer reads and writes. ``layer_needs`` makes one for each layer of a model.
 
     Args:
         sources: Node types whose rows are the layer's input; includes all ``targets``.

@@ -80,7 +80,7 @@ class RGCNConv(nn.Module):
             glorot(weight)
 
     def forward(self, blocks: Blocks, x: Mapping[NodeType, Tensor], num_dst: Mapping[NodeType, int]) -> NodeTensors:
-        """Rows of the target types; targets are the first ``num_dst[type]`` rows of ``x[type]``."""
+        """Return the rows of the target types. Targets are the first ``num_dst[type]`` rows of ``x[type]``."""
         out = {of: for_sums(torch.addmm(self.bias, x[of][: num_dst[of]], self.root)) for of in self.need.targets}
         for edge_type, weight in zip(self.need.edge_types, self._weights(), strict=True):
             add_mean(out[edge_type[2]], blocks[edge_type], x[edge_type[0]], weight)
@@ -136,11 +136,11 @@ class HeteroSAGEConv(nn.Module):
         self.convs = ModuleDict({of: SAGEConv(in_dim, out_dim) for of in need.edge_types})
 
     def forward(self, blocks: Blocks, x: Mapping[NodeType, Tensor], num_dst: Mapping[NodeType, int]) -> NodeTensors:
-        """Rows of the target types; targets are the first ``num_dst[type]`` rows of ``x[type]``."""
+        """Return the rows of the target types. Targets are the first ``num_dst[type]`` rows of ``x[type]``."""
         return {of: self._target(of, blocks, x, x[of][: num_dst[of]]) for of in self.need.targets}
 
     def _target(self, of: NodeType, blocks: Blocks, x: Mapping[NodeType, Tensor], own: Tensor) -> Tensor:
-        """Rows of one target type. All ``lin_r`` are applied in one product, with the sum of their weights."""
+        """Return the rows of one target type. One product applies all ``lin_r``, with the sum of their weights."""
         convs = {edge_type: conv for edge_type, conv in self.convs.items() if edge_type[2] == of}
         if not convs:
             return own
@@ -205,13 +205,13 @@ class HGTConv(nn.Module):
         self.p_rel = ParameterDict({"__".join(of): nn.Parameter(torch.ones(1, heads)) for of in need.edge_types})
 
     def forward(self, blocks: Blocks, x: Mapping[NodeType, Tensor], num_dst: Mapping[NodeType, int]) -> NodeTensors:
-        """Rows of the target types; targets are the first ``num_dst[type]`` rows of ``x[type]``."""
+        """Return the rows of the target types. Targets are the first ``num_dst[type]`` rows of ``x[type]``."""
         used_as_source = {of[0] for of in self.need.edge_types}
         keys_values = {of: self._keys_values(of, x[of]) for of in self.need.sources if of in used_as_source}
         return {of: self._target(of, blocks, x[of][: num_dst[of]], keys_values) for of in self.need.targets}
 
     def _keys_values(self, of: NodeType, x: Tensor) -> tuple[Tensor, Tensor]:
-        """Keys and values of one source type, [n, heads, dim] each."""
+        """Return the keys and values of one source type, [n, heads, dim] each."""
         lin, width = self.kqv_lin.lins[of], self.heads * self.dim
         keys = functional.linear(x, lin.weight[:width], lin.bias[:width])
         values = functional.linear(x, lin.weight[2 * width :], lin.bias[2 * width :])
@@ -229,7 +229,7 @@ class HGTConv(nn.Module):
     def _messages(
         self, of: NodeType, blocks: Blocks, own: Tensor, keys_values: Mapping[NodeType, tuple[Tensor, Tensor]]
     ) -> Tensor:
-        """Attended values of one target type, [num_dst, heads * dim]."""
+        """Return the attended values of one target type, [num_dst, heads * dim]."""
         used = [(number, name) for number, name in enumerate(self.need.edge_types) if name[2] == of]
         if not used:
             return own.new_zeros(len(own), self.heads * self.dim)
@@ -250,12 +250,12 @@ class HGTConv(nn.Module):
         return query.view(-1, self.heads, self.dim)
 
     def _score(self, number: int, name: EdgeType, block: Block, query: Tensor, keys: Tensor) -> Tensor:
-        """Attention scores before the softmax, [num_edges, heads]; uses (W_k k) · q = k · (W_kᵀ q)."""
+        """Return the attention scores before the softmax, [num_edges, heads]. Uses (W_k k) · q = k · (W_kᵀ q)."""
         mapped = self._mapped(self.k_rel, number, query, transposed=True)
         return edge_dots(block, mapped, keys) * (self.p_rel["__".join(name)] / math.sqrt(self.dim))
 
     def _mapped(self, maps: HeteroLinear, number: int, rows: Tensor, transposed: bool = False) -> Tensor:
-        """Rows [n, heads, dim] times the matrices of edge type ``number``, one matrix per head."""
+        """Multiply rows [n, heads, dim] by the matrices of edge type ``number``, one matrix per head."""
         of_type = maps.weight.view(self.heads, len(self.need.edge_types), self.dim, self.dim)[:, number]
         return torch.einsum("nhd,hed->nhe" if transposed else "nhd,hde->nhe", rows, of_type)
 

@@ -78,7 +78,7 @@ class HeteroModel(nn.Module):
         self.head = nn.Linear(shape.hidden, facts.num_classes)
 
     def forward(self, batch: HeteroBatch | Batch) -> Tensor:
-        """Logits, float [num_seeds, num_classes]."""
+        """Return logits, float [num_seeds, num_classes]."""
         return self.head(self.embed(batch))  # type: ignore[no-any-return]
 
     @in_own_precision
@@ -94,7 +94,7 @@ class HeteroModel(nn.Module):
         return rows[self.target][: typed.num_seeds]
 
     def _dropped(self, rows: NodeTensors, batch: HeteroBatch, number: int) -> NodeTensors:
-        """Apply dropout; masks depend on node type and original id, so they do not depend on the number of ranks."""
+        """Apply dropout. The masks depend on node type and original id, and therefore not on the number of ranks."""
         p, training = self.shape.dropout, self.training
         return {
             of: hash_dropout(
@@ -129,18 +129,18 @@ def widths(need: LayerNeed, hidden: int) -> Mapping[NodeType, int]:
 
 
 def rgcn(facts: GraphFacts, shape: HeteroShape, heads: int, embeddings: Embeddings | None) -> HeteroModel:
-    """Build an R-GCN model; ``heads`` is ignored."""
+    """Build an R-GCN model. ``heads`` is ignored."""
     return HeteroModel(facts, shape, lambda need: RGCNConv(need, shape.hidden, shape.hidden), embeddings)
 
 
 def hgt(facts: GraphFacts, shape: HeteroShape, heads: int, embeddings: Embeddings | None) -> HeteroModel:
-    """Build an HGT model. As in the paper, there is no activation between layers; HGT layers have a skip connection."""
+    """Build an HGT model. As in the paper, there is no activation between layers. HGT layers have a skip connection."""
     layer = lambda need: HGTConv(need, widths(need, shape.hidden), shape.hidden, heads)  # noqa: E731
     return HeteroModel(facts, replace(shape, relu=False), layer, embeddings)
 
 
 def rsage(facts: GraphFacts, shape: HeteroShape, heads: int, embeddings: Embeddings | None) -> HeteroModel:
-    """Build a model of one GraphSAGE layer per hop and edge type; ``heads`` is ignored."""
+    """Build a model of one GraphSAGE layer per hop and edge type. ``heads`` is ignored."""
     return HeteroModel(facts, shape, lambda need: HeteroSAGEConv(need, shape.hidden, shape.hidden), embeddings)
 
 

@@ -33,11 +33,11 @@ DENSE_PER_SPARSE = 30
 
 
 def linear_first(block: Block, in_dim: int, out_dim: int, needs_grad: bool) -> bool:
-    """Whether applying the linear layer to all sources before aggregation is cheaper than to the aggregated rows.
+    """Return whether applying the linear layer before aggregation, to all sources, is cheaper than after aggregation.
 
     Compares multiply-adds of a forward and a backward pass. The backward pass repeats the dense product for the
     gradient of the weight, and once more for the gradient of the input if the input ``needs_grad``. It also repeats the
-    aggregation if the aggregated rows need a gradient. Rows that the linear layer has transformed always do.
+    aggregation if the aggregated rows need a gradient, which is always the case if the linear layer comes first.
     """
     edges, num_src, num_dst = len(block.indices) * DENSE_PER_SPARSE, block.num_src, block.num_dst
     dense = in_dim * out_dim * (3 if needs_grad else 2)
@@ -83,7 +83,7 @@ class SAGEConv(nn.Module):
         return self.lin_l.bias
 
     def forward(self, block: Block, x: Tensor, degree: Tensor | None = None) -> Tensor:
-        """Rows of the block's targets, [num_dst, out_dim]; x: [num_src, in_dim]; ``degree`` is ignored."""
+        """Return the rows of the targets, [num_dst, out_dim]. ``x``: [num_src, in_dim]. ``degree`` is ignored."""
         return self.without_bias(block, x) + self.bias
 
     def without_bias(
@@ -138,7 +138,7 @@ class GCNConv(nn.Module):
         glorot(self.lin.weight)
 
     def forward(self, block: Block, x: Tensor, degree: Tensor | None = None) -> Tensor:
-        """Rows of the block's targets, [num_dst, out_dim].
+        """Return the rows of the block's targets, [num_dst, out_dim].
 
         x: [num_src, in_dim]; degree (required): in-degrees in the whole graph, int64 [>= num_src].
         """
@@ -207,7 +207,7 @@ class GATConv(nn.Module):
             glorot(weight)
 
     def forward(self, block: Block, x: Tensor, degree: Tensor | None = None) -> Tensor:
-        """Rows of the block's targets; x: [num_src, in_dim]; ``degree`` is ignored."""
+        """Return the rows of the block's targets. ``x``: [num_src, in_dim]. ``degree`` is ignored."""
         return self.without_bias(block, x) + self.bias
 
     def without_bias(
@@ -224,7 +224,7 @@ class GATConv(nn.Module):
 
     def _attention(self, block: Block, h: Tensor) -> Tensor:
         """Attention weights [num_edges, heads], which sum to 1 over each target's edges."""
-        from torch_geometric.utils import softmax  # its import takes seconds, and only this layer needs it
+        from torch_geometric.utils import softmax  # imported here because importing it takes seconds
 
         of_source = (h * self.att_src).sum(-1)[block.indices.long()]
         targets = edge_targets(block)
@@ -235,7 +235,7 @@ class GATConv(nn.Module):
 
 
 def with_self_loops(block: Block) -> Block:
-    """The block with a self loop for each target, as the last edge of its row; existing self loops stay."""
+    """Return the block with a further self loop for each target, as the last edge of its row."""
     device = block.indptr.device
     loops = torch.arange(block.num_dst, dtype=torch.int32, device=device)
     indptr = block.indptr + torch.arange(block.num_dst + 1, dtype=torch.int32, device=device)

@@ -15,17 +15,18 @@ from torch.nn import functional
 
 
 class Decoder(Protocol):
-    """Scores pairs of node rows; a higher score means a likelier link."""
+    """Scores pairs of node rows. A higher score means a likelier link."""
 
     def score(self, h_src: Tensor, h_dst: Tensor, relation: Tensor | int | None = None) -> Tensor:
-        """Scores, float [n], of rows [n, f] each; leading dimensions broadcast: [n, 1, f] and [n, k, f] give [n, k].
+        """Return the scores of pairs of rows: float [n] for rows [n, f] each. Leading dimensions broadcast, so [n, 1,
+        f] and [n, k, f] give [n, k].
 
-        relation: number of each pair's relation, int64 [n], or one for all pairs; decoders may ignore it.
+        ``relation``: number of each pair's relation, int64 [n], or one number for all pairs. Decoders may ignore it.
         """
 
 
 class DotProduct(nn.Module):
-    """Scores a pair by the dot product of its rows, ``h_src · h_dst``; has no parameters.
+    """Scores a pair by the dot product of its rows, ``h_src · h_dst``. Has no parameters.
 
     Shapes:
         - **input:** rows [n, f] and [n, f]; leading dimensions broadcast.
@@ -41,12 +42,12 @@ class DotProduct(nn.Module):
     """
 
     def score(self, h_src: Tensor, h_dst: Tensor, relation: Tensor | int | None = None) -> Tensor:
-        """Scores of pairs; ``relation`` is ignored."""
+        """Return the scores of pairs. ``relation`` is ignored."""
         return (h_src * h_dst).sum(-1)
 
 
 class MLPDecoder(nn.Module):
-    """Scores a pair by a two-layer perceptron on both rows; the score depends on the direction of the link.
+    """Scores a pair by a two-layer perceptron on both rows. The score depends on the direction of the link.
 
     Args:
         in_dim: Width of the rows.
@@ -74,7 +75,7 @@ class MLPDecoder(nn.Module):
         self.dropout = dropout
 
     def score(self, h_src: Tensor, h_dst: Tensor, relation: Tensor | int | None = None) -> Tensor:
-        """Scores of pairs; ``relation`` is ignored."""
+        """Return the scores of pairs. ``relation`` is ignored."""
         h = (self.lin_src(h_src) + self.lin_dst(h_dst)).relu()
         h = functional.dropout(h, self.dropout, self.training)
         return self.out(h).squeeze(-1)  # type: ignore[no-any-return]
@@ -110,7 +111,7 @@ class DistMult(nn.Module):
         nn.init.xavier_uniform_(self.relation)
 
     def score(self, h_src: Tensor, h_dst: Tensor, relation: Tensor | int | None = None) -> Tensor:
-        """Scores of pairs; without ``relation`` all pairs are of relation 0."""
+        """Return the scores of pairs. Without ``relation``, all pairs are of relation 0."""
         row = self.relation[0 if relation is None else relation]
         if row.dim() > 1:  # one relation per pair; h_dst may have a further dimension of candidates
             row = row.view(len(row), *[1] * (h_dst.dim() - 2), -1)
@@ -213,7 +214,7 @@ def margin_loss(positive: Tensor, negative: Tensor, margin: float = 1.0) -> Tens
     Args:
         positive: Scores of the positives.
         negative: Scores of each positive's negatives.
-        margin: Difference of scores from which on a pair costs nothing.
+        margin: Difference of scores from which on the loss of a pair is 0.
 
     Shapes:
         - **input:** positive float [n], negative float [n, k].

@@ -1,4 +1,4 @@
-"""The bundled trainer's models, built by name; a model maps a ``Batch`` or ``HeteroBatch`` to logits of its seeds."""
+"""The bundled trainer's models, built by name. A model maps a ``Batch`` or ``HeteroBatch`` to logits of its seeds."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from trainer.nn.sharded_embedding import Embeddings
 
 
 class ModelSettings(Protocol):
-    """Settings from which a model is built; ``TrainSettings`` implements this protocol."""
+    """Settings from which a model is built. ``TrainSettings`` implements this protocol."""
 
     @property
     def model(self) -> str: ...
@@ -37,7 +37,7 @@ class ModelSettings(Protocol):
 
 
 def precision_of(settings: ModelSettings) -> torch.dtype:
-    """Dtype of dense products for ``settings.precision``."""
+    """Return the dtype of dense products for ``settings.precision``."""
     return PRECISIONS[settings.precision]
 
 
@@ -56,7 +56,7 @@ class BlockModel(nn.Module):
 
     @in_own_precision
     def forward(self, batch: Batch) -> Tensor:
-        """Logits, float [num_seeds, num_classes]."""
+        """Return logits, float [num_seeds, num_classes]."""
         assert len(batch.blocks) == len(self.layers), "one block per layer"
         h, before, bias = batch.x, None, None
         layer: Any  # a module with ``without_bias`` and ``bias``

@@ -139,7 +139,7 @@ class ShardedEmbedding:
 
 
 def initial_rows(ids: Any, dim: int, seed: int, node_type: NodeType) -> Tensor:
-    """Initial rows of nodes of one type, float32 [n, dim]; ids: int64 [n] original ids."""
+    """Return the initial rows of nodes of one type, float32 [n, dim]. ``ids``: int64 [n], original ids."""
     salt = int.from_bytes(hashlib.sha256(node_type.encode()).digest()[:8], "little")
     rows = torch.empty(len(ids), dim)
     key = np.uint64(batch_key(seed, salt, 0, 0))
@@ -179,7 +179,7 @@ def gather_tables(embedding: ShardedEmbedding, shard: Tensor, to: int = 0) -> Ta
 
 
 def scatter_tables(embedding: ShardedEmbedding, tables: Mapping[str, Tensor] | None) -> Tensor:
-    """Split the tables given on rank 0 (None elsewhere) and return this rank's shard. Collective."""
+    """Split the tables of rank 0 into shards, and return this rank's shard. Other ranks pass None. Collective."""
     whole = None if tables is None else torch.cat([tables[of] for of in embedding.num_nodes])
     shard = torch.empty_like(embedding.weight.detach())
     for first, count in _pieces(embedding):
@@ -231,7 +231,9 @@ def embedding_state(
 def load_embedding_state(
     embedding: ShardedEmbedding, state: Mapping[str, Any] | None, optimizer: torch.optim.Optimizer | None = None
 ) -> None:
-    """Restore what ``embedding_state`` returned, also in a run with another number of ranks. Collective.
+    """Restore an embedding from the result of ``embedding_state``. Collective.
+
+    The number of ranks may differ from that of the run that saved the state.
 
     Args:
         embedding: Embedding to overwrite, with the same node types, sizes and width.
@@ -264,18 +266,18 @@ def _per_row(embedding: ShardedEmbedding, value: Any) -> bool:
 
 
 def _pieces(embedding: ShardedEmbedding) -> Iterator[tuple[int, int]]:
-    """Yield (first own row, number of rows) of each message; the same on all ranks."""
+    """Yield (first own row, number of rows) of each message. All ranks yield the same pairs."""
     most = -(-embedding.total // embedding.size)
     return ((first, min(_ROWS_AT_ONCE, most - first)) for first in range(0, most, _ROWS_AT_ONCE))
 
 
 def _of_rank(whole: Tensor, embedding: ShardedEmbedding, rank: int, first: int, count: int) -> Tensor:
-    """A view of a rank's own rows ``first … first + count`` in the whole table; fewer at the table's end."""
+    """Return a view of a rank's own rows ``first … first + count`` in the whole table, or fewer at the table's end."""
     return whole[first * embedding.size + rank :: embedding.size][:count]
 
 
 def _padded(rows: Tensor, count: int, embedding: ShardedEmbedding) -> Tensor:
-    """Return ``rows`` on the wire device, padded with zeros to ``count`` rows: all ranks must send equally many."""
+    """Return ``rows`` on the wire device, padded with zeros to ``count`` rows, as all ranks must send equally many."""
     part = torch.zeros(count, *rows.shape[1:], dtype=rows.dtype, device=wire_device(embedding.group))
     part[: len(rows)] = rows
     return part
@@ -291,7 +293,7 @@ def _scattered(embedding: ShardedEmbedding, parts: list[Tensor] | None, count: i
 
 
 def _by_type(embedding: ShardedEmbedding, whole: Tensor) -> Tables:
-    """Split the whole table by type; copies, so that saving one type's table does not save the whole table."""
+    """Split the whole table into a copy for each type. A view would make ``torch.save`` write the whole table."""
     pieces = whole.split(list(embedding.num_nodes.values()))
     return {of: rows.clone() for of, rows in zip(embedding.num_nodes, pieces, strict=True)}
 
@@ -310,7 +312,9 @@ class Embeddings(Protocol):
         """Number of rows by node type."""
 
     def lookup(self, n_id: Mapping[NodeType, Tensor]) -> Mapping[NodeType, Tensor]:
-        """Rows of nodes by type, float32 [n, dim]; n_id: original ids by type, int64 [n]. Called once per batch."""
+        """Return the rows of nodes by type, float32 [n, dim]. Called once per batch. ``n_id``: original ids by type,
+        int64 [n].
+        """
 
 
 class LocalEmbeddings(nn.Module):

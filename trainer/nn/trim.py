@@ -103,7 +103,7 @@ class ConvStack(nn.Module):
         num_sampled_nodes_per_hop: Counts | None = None,
         num_sampled_edges_per_hop: Counts | None = None,
     ) -> Tensor:
-        """Rows of the last convolution, seeds first; trims nothing if numbers of nodes and edges are not given."""
+        """Return the rows of the last convolution, seeds first. Nothing is trimmed without the numbers per hop."""
         for number, conv in enumerate(self.convs):
             x, edge_index, _ = self._trim(number, num_sampled_nodes_per_hop, num_sampled_edges_per_hop, x, edge_index)
             x = conv(x, edge_index)
@@ -163,14 +163,15 @@ class Trimmed(nn.Module):
 
 
 class TrimmedToHetero(nn.Module):
-    """Result of ``to_hetero``; ``model`` is the module that torch_geometric's ``to_hetero`` made."""
+    """Result of ``to_hetero``. ``model`` is the module that torch_geometric's ``to_hetero`` made."""
 
     def __init__(self, model: nn.Module, num_layers: int, edge_arg: str | None):
         super().__init__()
         self.model, self.num_layers, self.edge_arg = model, num_layers, edge_arg
 
     def forward(self, batch: HeteroData, x: Mapping[NodeType, Tensor] | None = None) -> NodeTensors:
-        """Rows of every node type, [n, out] each, seeds first; ``x`` replaces ``batch.x_dict``.
+        """Return the rows of every node type, [n, out] each, seeds first. If given, ``x`` is used in place of
+        ``batch.x_dict``.
 
         Raises ``SettingsError`` if the batch has no counts per hop.
         """
@@ -332,7 +333,7 @@ def _cut_to_last(_: nn.Module, args: tuple[list[Tensor]]) -> tuple[list[Tensor]]
 
 @dataclass(frozen=True)
 class Hops:
-    """Inputs of a model from a batch, with as many hops as layers; fields are dicts by type if heterogeneous."""
+    """Inputs of a model from a batch, with as many hops as layers. In a ``HeteroData``, fields are dicts by type."""
 
     nodes: Any  #: sampled nodes per hop, seeds first: [layers + 1]
     edges: Any  #: sampled edges per hop: [layers]

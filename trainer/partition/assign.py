@@ -22,8 +22,8 @@ from trainer.partition.metis import metis_assignment
 
 METHODS = ("metis", "random", "hash", "frequency")
 
-#: Parts have about equal numbers of all nodes (nodes), and also of nodes of each type (types), of train seeds of each
-#: type (seeds), or of both.
+#: What is balanced: the number of all nodes in each part (nodes), and in addition the number of nodes of each type
+#: (types), of train seeds of each type (seeds), or both.
 BALANCES = ("nodes", "types", "seeds", "types+seeds")
 
 _DEFAULTS: Mapping[str, Mapping[str, Any]] = {
@@ -35,7 +35,7 @@ _DEFAULTS: Mapping[str, Mapping[str, Any]] = {
 
 
 def method_options(method: str, **given: Any) -> dict[str, Any]:
-    """Return all options of ``method`` with defaults, as JSON values; they are part of a partition's fingerprint.
+    """Return all options of ``method`` with defaults, as JSON values. They are part of a partition's fingerprint.
 
     An option whose value is None gets its default. An option that ``method`` does not use is left out. Raises
     ``PartitionError`` for an unknown method, option or value.
@@ -129,7 +129,7 @@ class PartitionAssignment:
 def assign_parts(
     dataset: Dataset, num_parts: int, method: str = "metis", seed: int = 0, **options: Any
 ) -> PartitionAssignment:
-    """Divide the nodes into parts of about equal size; deterministic for equal arguments.
+    """Divide the nodes into parts of about equal size. Equal arguments give the same parts.
 
     Args:
         num_parts: number of parts, at most the number of nodes.

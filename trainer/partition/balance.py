@@ -71,7 +71,7 @@ class NodeClasses:
     most: Array  #: int64 [classes], most nodes of the class in a part
 
     def sizes(self, part: Part, num_parts: int) -> Array:
-        """Count the nodes of each class in each part, int64 [classes, num_parts]; part -1 means not assigned."""
+        """Count the nodes of each class in each part, int64 [classes, num_parts]. Part -1 means not assigned."""
         placed = part >= 0
         cells = self.of[placed].astype(np.int64) * num_parts + part[placed]
         return np.bincount(cells, minlength=len(self.count) * num_parts).reshape(-1, num_parts)

@@ -1,11 +1,13 @@
-"""The commands ``partition make``, ``partition verify`` and ``partition inspect``."""
+"""The commands ``partition make``, ``partition verify``, ``partition inspect`` and ``partition tables``."""
 
 from __future__ import annotations
 
 import json
+from pathlib import Path
 from typing import Any, get_args
 
 import click
+import yaml
 
 from trainer.core.remote_settings import WireRows
 from trainer.partition.assign import BALANCES, METHODS
@@ -42,9 +44,12 @@ def _fanouts(context: click.Context, parameter: click.Parameter, value: str | No
 @click.option(
     "--dataset",
     required=True,
-    help="synthetic, synthetic-hetero, file, ogbn-…, or a torch_geometric dataset such as Planetoid:Cora.",
+    help="synthetic, synthetic-hetero, file, tables, ogbn-…, or a torch_geometric dataset such as Planetoid:Cora.",
 )
-@click.option("--source", help="For dataset file: folder of .npy/.npz files, or a .pt file; otherwise download folder.")
+@click.option(
+    "--source",
+    help="For dataset file: folder of .npy/.npz files, or a .pt file; for tables: their folder; else download folder.",
+)
 @click.option(
     "--option", "options", multiple=True, metavar="NAME=VALUE", callback=_options, help="Dataset option; repeatable."
 )
@@ -80,6 +85,7 @@ def _fanouts(context: click.Context, parameter: click.Parameter, value: str | No
     help="Round floating-point features to float16, or to int8 with a scale per row.",
 )
 @click.option("--out", "folder", required=True, type=click.Path(), help="Partition folder to write.")
+@click.option("--force", is_flag=True, help="Replace the parts of another graph in the folder.")
 def make(**values: Any) -> None:
     """Load a dataset, partition it and write the partition folder."""
     values["clusters"] = values["clusters"] or 0
@@ -94,7 +100,7 @@ def make(**values: Any) -> None:
 @click.option("--digests/--no-digests", default=True, show_default=True, help="Read every file and compare its sha256.")
 @click.pass_context
 def verify(context: click.Context, folder: str, part_ids: tuple[int, ...], digests: bool) -> None:
-    """Check every digest and invariant of a partition folder; exit with status 1 when one is violated."""
+    """Check every digest and invariant of a partition folder. Exits with status 1 if one is violated."""
     findings = verify_partition(folder, part_ids or None, digests)
     for finding in findings:
         click.echo(f"{folder}/{finding}", err=True)
@@ -114,3 +120,22 @@ def inspect(folder: str, as_json: bool) -> None:
     """Print sizes, edge cut and balance of a partition folder."""
     description = describe(folder)
     click.echo(json.dumps(description.to_json(), indent=1) if as_json else render(description))
+
+
+@partition.command()
+@click.argument("folder", type=click.Path())
+@click.option("--json", "as_json", is_flag=True, help="Print JSON.")
+def tables(folder: str, as_json: bool) -> None:
+    """Look at the CSV and Parquet files of a folder, and print a section `data` for them, as a first draft."""
+    from trainer.data.draft_tables import draft_tables
+
+    options = draft_tables(Path(folder))
+    if as_json:
+        click.echo(json.dumps(options, indent=1))
+        return
+    click.echo(f"data:\n  dataset: tables\n  source: {folder}\n  options:")
+    for kind, drafted in options.items():
+        click.echo(f"    {kind}:")
+        for name, table in drafted.items():
+            flow = yaml.safe_dump(table, default_flow_style=True, sort_keys=False, width=100).strip()
+            click.echo(f"      {name}: " + flow.replace("\n", "\n" + " " * 9))

@@ -19,7 +19,7 @@ CLUSTER = "cluster"  #: name of the node attribute
 
 
 def with_clusters(dataset: Dataset, assignment: PartitionAssignment, clusters: int) -> Dataset:
-    """Divide every part into clusters; add the cluster number of each node as node attribute `cluster`, int32 [N].
+    """Divide every part into clusters. Add the cluster number of each node as node attribute `cluster`, int32 [N].
 
     Part p has the clusters p * clusters to (p + 1) * clusters - 1. In a part with fewer nodes than ``clusters``, the
     last clusters are empty. Reads the edge list once per part. Raises ``PartitionError`` when the attribute exists

@@ -56,7 +56,7 @@ def _number(part: Array, cursor: Array, orig_id: Array, global_id: Array) -> Non
 
 EDGE_BYTES_AT_ONCE = (
     256 << 20
-)  #: edges of parts that are sorted together, in bytes; each group reads the edge list once
+)  #: bytes of the edges that are sorted at a time; the edge list is read once for each such group
 
 
 @dataclass(frozen=True)
@@ -71,7 +71,7 @@ class EdgeRows:
 
 @dataclass(frozen=True)
 class EdgeCut:
-    """Cuts the edges of one type into parts; an edge belongs to the part of its target."""
+    """Cuts the edges of one type into parts. An edge belongs to the part of its target."""
 
     edge_index: Array  #: [2, E], original ids
     source: Relabelling  #: global ids of the source type

@@ -8,42 +8,88 @@ import json
 import os
 import shutil
 import socket
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 from trainer.core.errors import PartitionError
 from trainer.core.files import sync_path
-from trainer.store.manifest import FORMAT, MANIFEST, Manifest, read_manifest
+from trainer.data.dataset import Dataset
+from trainer.store.digest_check import sha256_of
+from trainer.store.manifest import FORMAT, MANIFEST, FileEntry, Manifest, read_manifest
 
 _AT_FDCWD = -100
 
 _RENAME_EXCHANGE = 2
 
-_SYNCS = 8  #: parallel syncs; a file system commits pending ones together
+_SYNCS = 8  #: threads that call fsync; a file system commits concurrent calls together
+
+_READERS = 4  #: files read at the same time to compare digests
+
+_COMPARED = 4 << 30  #: bytes of a partition up to which `make` compares digests before it reuses the files
 
 _OUR_NOTES = "gnnfleet-"  #: prefix, after leading dots, of hidden files that the launcher and ``PartFiles`` write
 
 
-def reusable(folder: Path, fingerprint: str) -> Manifest | None:
+def reusable(folder: Path, fingerprint: str, say: Callable[[str], None] = lambda line: None) -> Manifest | None:
     """Return the manifest of ``folder`` if the partition is complete and has this fingerprint, else None.
 
-    A partition is complete if every file has the size stated in the manifest; digests are not compared. Raises
-    ``PartitionError`` when the partition has to be written and ``folder`` is not a partition folder or contains other
-    files.
+    A partition is complete if every file has the size stated in the manifest, and the digest too unless the partition
+    is large (``is_compared``). ``say`` is called with a line about damaged files. Raises ``PartitionError`` when the
+    partition has to be written and ``folder`` is not a partition folder or contains other files.
     """
     _check_kind(folder)
     with contextlib.suppress(PartitionError):
         manifest = read_manifest(folder)
         if manifest.fingerprint == fingerprint and all(_has_size(folder / f.path, f.bytes) for f in manifest.files):
-            return manifest
+            damaged = _damaged(folder, manifest) if is_compared(manifest) else []
+            if not damaged:
+                return manifest
+            say(f"damaged in {folder}: {', '.join(damaged[:3])}{', …' if len(damaged) > 3 else ''}; made again")
     _check_only_ours(folder)
     return None
 
 
+def is_compared(manifest: Manifest) -> bool:
+    """Return whether ``reusable`` compares the digests of the files, which takes a second per gigabyte or two."""
+    return sum(entry.bytes for entry in manifest.files) <= _COMPARED
+
+
+def _damaged(folder: Path, manifest: Manifest) -> list[str]:
+    """Return the files whose content differs from the digest in the manifest."""
+
+    def differs(entry: FileEntry) -> bool:
+        try:
+            return sha256_of(folder / entry.path) != entry.sha256
+        except OSError:
+            return True
+
+    with ThreadPoolExecutor(_READERS) as pool:
+        return [
+            entry.path for entry, wrong in zip(manifest.files, pool.map(differs, manifest.files), strict=True) if wrong
+        ]
+
+
+def check_same_graph(folder: Path, dataset: Dataset) -> None:
+    """Raise ``PartitionError`` if ``folder`` holds a partition of another graph: another name or other nodes."""
+    raw = _raw_manifest(folder)
+    if raw is None:
+        return
+    ours = {of: nodes.num_nodes for of, nodes in dataset.nodes.items()}
+    theirs: Mapping[str, int] = ours
+    with contextlib.suppress(PartitionError):
+        theirs = {of: spec.num_nodes for of, spec in read_manifest(folder).nodes.items()}
+    if raw.get("dataset") != dataset.name or theirs != ours:
+        raise PartitionError(
+            f"{folder} holds {describe_partition(folder)}, {sum(theirs.values()):,} nodes: another graph than "
+            f"{dataset.name}, {sum(ours.values()):,} nodes. Choose another folder (data.folder), or replace these "
+            "parts by `gnnfleet partition make` with --force"
+        )
+
+
 def describe_partition(folder: Path) -> str | None:
-    """Describe the partition in ``folder``, such as ``4 parts of cora (metis)``; None when it holds no partition."""
+    """Describe the partition in ``folder``, such as ``4 parts of cora (metis)``, or None when it holds no partition."""
     found = _raw_manifest(folder)
     if found is None:
         return None
@@ -99,7 +145,7 @@ def is_note(name: str) -> bool:
 
 
 def _raw_manifest(folder: Path) -> dict[str, Any] | None:
-    """Return the manifest as JSON, whatever its version; None when ``folder`` holds no partition manifest."""
+    """Return the manifest as JSON, of any version, or None if ``folder`` holds no partition manifest."""
     try:
         raw = json.loads((folder / MANIFEST).read_text(encoding="utf-8"))
     except (OSError, ValueError):

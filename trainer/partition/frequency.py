@@ -128,7 +128,7 @@ def _arrive(log_missed: Array, visited: Array, fresh: Array) -> None:
 
 _BATCH = 256  #: seeds per step and part; has little effect on the result
 
-_HOME = 0.001  #: a node leaves METIS's part only for one whose probability of a visit is higher by this
+_HOME = 0.001  #: a node is moved out of METIS's part only if another part visits it with a probability higher by this
 
 
 def frequency_assignment(

@@ -205,7 +205,7 @@ def _listed(attrs: Mapping[str, str]) -> str:
 
 
 def _table(rows: Sequence[Sequence[str]]) -> list[str]:
-    """Return a table as lines with aligned columns: numbers right; names and attributes (the last column) left."""
+    """Return a table as lines with aligned columns. Numbers are aligned right, names and attributes left."""
     last = len(rows[0]) - 1
     named = {0, last} if rows[0][last] == "attributes" else set()
     columns = [

@@ -3,18 +3,21 @@
 from __future__ import annotations
 
 import resource
+import shutil
 import time
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+from trainer.core.errors import PartitionError
 from trainer.core.remote_settings import WireRows
 from trainer.data.dataset import Dataset
 from trainer.data.load import dataset_fingerprint, load_dataset
 from trainer.data.options import SourceOptions, parse_options
 from trainer.partition.assign import assign_parts, method_options
-from trainer.partition.folder import describe_partition, reusable
+from trainer.partition.folder import check_same_graph, describe_partition, is_compared, reusable
 from trainer.partition.frequency import Fanouts
 from trainer.partition.write import options_with, partition_fingerprint, write_partition
 from trainer.store.manifest import Manifest
@@ -35,6 +38,7 @@ class PartitionSpec:
     fanouts: Fanouts | None = None  #: for method `frequency`; None: its default
     clusters: int = 0  #: number of clusters per part, stored as node attribute `cluster`; 0: none
     rows: WireRows = "stored"  #: type that floating-point attributes with two or more dimensions are rounded to
+    force: bool = False  #: replace a partition of another graph in ``folder``
 
     def method_record(self) -> dict[str, Any]:
         """Return all options of the partition method with defaults, as JSON values. Raises ``PartitionError``."""
@@ -50,7 +54,8 @@ class PartitionSpec:
         dataset = dataset_fingerprint(self.dataset, self.source, self.options)
         time_attrs = Dataset.time_attrs
         if "time_attrs" in self.options:
-            time_attrs = parse_options(SourceOptions, self.options, self.dataset).times
+            given = {"time_attrs": self.options["time_attrs"]}
+            time_attrs = parse_options(SourceOptions, given, self.dataset).times
         return partition_fingerprint(dataset, self.num_parts, self.method, self.seed, self.method_record(), time_attrs)
 
 
@@ -62,14 +67,23 @@ def make_partition(spec: PartitionSpec, say: Callable[[str], None] = print) -> M
     then.
     """
     folder = Path(spec.folder)
-    if (done := reusable(folder, spec.fingerprint())) is not None:
-        say(f"{folder} is up to date: {done.dataset}, {done.num_parts} parts by {done.algorithm}")
+    if (done := reusable(folder, spec.fingerprint(), say)) is not None:
+        what = f"{done.dataset}, {done.num_parts} parts by {done.algorithm}"
+        sizes = f"files of the right sizes; `python -m trainer partition verify {folder}` compares their contents"
+        say(f"{folder} is up to date: {what}" if is_compared(done) else f"{folder} holds {what}: {sizes}")
         return done
+    with _work_folder(folder) if spec.dataset == "tables" else nullcontext() as work:
+        return _make(spec, folder, say, work)
+
+
+def _make(spec: PartitionSpec, folder: Path, say: Callable[[str], None], work: Path | None) -> Manifest:
+    stages = _StageTimer(say)
+    dataset = load_dataset(spec.dataset, spec.source, spec.options, work)
+    stages.end("load", f"{dataset.name}: {_counts(dataset)}")
+    if not spec.force:
+        check_same_graph(folder, dataset)
     if (other := describe_partition(folder)) is not None:
         say(f"replacing {other} in {folder}")
-    stages = _StageTimer(say)
-    dataset = load_dataset(spec.dataset, spec.source, spec.options)
-    stages.end("load", f"{dataset.name}: {_counts(dataset)}")
     for note in (*dataset.notes, *_notes_for_training(dataset)):
         say(f"note: {note}")
     assignment = assign_parts(
@@ -85,6 +99,23 @@ def make_partition(spec: PartitionSpec, say: Callable[[str], None] = print) -> M
     manifest = write_partition(dataset, assignment, folder, spec.rows)
     stages.end("write", f"{folder}: {sum(entry.bytes for entry in manifest.files) / 1e6:,.1f} MB")
     return manifest
+
+
+@contextmanager
+def _work_folder(folder: Path) -> Iterator[Path]:
+    """Create an empty folder beside ``folder`` for the arrays of dataset `tables`, and delete it at the end.
+
+    A folder that is left of a killed process is deleted first.
+    """
+    work = folder.with_name(f".{folder.name}.tables")
+    try:
+        shutil.rmtree(work, ignore_errors=True)
+        work.mkdir(parents=True)
+        yield work
+    except OSError as error:
+        raise PartitionError(f"{work} cannot be written: {error.strerror or error}") from error
+    finally:
+        shutil.rmtree(work, ignore_errors=True)
 
 
 def _notes_for_training(dataset: Dataset) -> Iterator[str]:

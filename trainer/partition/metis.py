@@ -27,7 +27,7 @@ _MEAN_DEGREE = 28
 def metis_assignment(
     dataset: Dataset, joined: JoinedNodes, num_parts: int, seed: int, balance: str, slack: float = SLACK
 ) -> Part:
-    """Assign nodes to parts by METIS, then balance the parts; return the part of each node, int32 [total].
+    """Assign nodes to parts by METIS, then balance the parts, and return the part of each node, int32 [total].
 
     METIS gets the nodes of all types as one graph, without nodes that have no edges and without self loops. Every edge
     is given once in each direction. Raises ``PartitionError`` when METIS fails or returns an incomplete partition.
@@ -41,7 +41,7 @@ def metis_assignment(
 
 
 def _connected_parts(indptr: Array, neighbours: Array, num_parts: int, seed: int) -> Part:
-    """Run METIS on the nodes that have edges, and return the part of each node; nodes without edges get -1."""
+    """Run METIS on the nodes that have edges, and return the part of each node, -1 for nodes without edges."""
     if len(neighbours) > _MEAN_DEGREE * (len(indptr) - 1):
         indptr, neighbours = _thin(indptr, neighbours)
     connected = np.flatnonzero(np.diff(indptr))

@@ -53,7 +53,7 @@ def mark_outside(ids: Array, low: int, high: int, seen: Array) -> tuple[int, int
 
 @njit()
 def first_descent(values: Array, strict: bool) -> int:
-    """Return the first position whose value is below (``strict``: not above) the one before it, or -1."""
+    """Return the first position whose value is below (``strict``: not above) the previous value, or -1."""
     for position in range(1, len(values)):
         if values[position] < values[position - 1] or (strict and values[position] == values[position - 1]):
             return position
@@ -97,7 +97,7 @@ class Finding:
     """A problem with one file."""
 
     path: str  #: relative to the folder, as in the manifest
-    problem: str  #: for the user
+    problem: str  #: message for the user
 
     def __str__(self) -> str:
         return f"{self.path}: {self.problem}"
@@ -200,7 +200,7 @@ class Invariants:
             yield Finding(path, f"position {at}: edge {ids[at]} appears twice")
 
     def _times(self, path: str, name: str, edge_type: EdgeType, indices: Array | None, edges: int) -> Iterator[Finding]:
-        """Yield a finding if a time stored per edge differs from the time of the source node. Only for ``part_ids``."""
+        """Yield a finding if a time stored per edge differs from the source node's time. Checks ``part_ids``."""
         times = yield from self._array(path, np.dtype(np.int64), (edges,))
         if times is None or indices is None:
             return
@@ -254,7 +254,7 @@ _READERS = 2
 
 
 def verify_partition(folder: str | Path, part_ids: Sequence[int] | None = None, digests: bool = True) -> list[Finding]:
-    """Return all problems of a partition folder; an empty list when it is sound.
+    """Return all problems of a partition folder. The list is empty if the folder is sound.
 
     Memory: one bit per node and edge, besides mapped files.
 

@@ -50,7 +50,7 @@ class _HostRequest(Generic[T]):
     request: T
 
 
-_HostRequests = dict[int, list[_HostRequest[T]]]  #: by host
+_HostRequests = dict[int, list[_HostRequest[T]]]  #: requests by host
 
 
 @dataclass(frozen=True)
@@ -92,7 +92,7 @@ class _EdgeSlice:
 
 class DistGraph:
     """Access to the whole graph: splits each request by the host that owns its rows, and merges the answers. Each call
-    sends one message to each other host; this host's rows are answered while the others work.
+    sends one message to each other host. This host's rows are answered while the others work.
 
     If parts are replicated, several hosts own a part, and any of them gives the same answer. If a host is lost
     (``ServerGone``), its rows are requested from the next owner of their part, or from the same host once it is back,
@@ -111,7 +111,7 @@ class DistGraph:
         self.local, self.books = local, local.books
         self.held, self.wire_rows = held, wire_rows
         self._holders = PartHolders(local.store.manifest.num_parts, local.store.parts, remotes, turn, server_wait)
-        # without self: a graph that is dropped closes its files at once, not when garbage is collected
+        # without a reference to self, so that a deleted graph closes its files at once, without garbage collection
         self._hops = _RequestKind[HopRequest](
             lambda host, asked: host.submit_sample(asked),
             lambda asked: local.sample_hops(asked),
@@ -150,7 +150,7 @@ class DistGraph:
         self._holders.set_remotes(remotes)
 
     def use_cache(self, cache: RowCache | None) -> None:
-        """Look up rows in ``cache`` from now on; None: use no cache."""
+        """Look up rows in ``cache`` from now on. With None, no cache is used."""
         self._cache = cache
         self._held.clear()
 
@@ -233,7 +233,7 @@ class DistGraph:
         )
 
     def _owned(self, piece: GatherPiece, placed: Sequence[RowPlacement]) -> dict[int, int]:
-        """Count these cached or held rows by the host that they would otherwise be requested from."""
+        """Count the cached or held rows ``placed`` by the host that they would otherwise be requested from."""
         if not placed:
             return {}
         ids = np.concatenate([piece.ids[one.at] for one in placed])

@@ -25,16 +25,16 @@ from trainer.store.row_cache import RowCache
 
 HELD_BATCHES = 2  #: number of batches whose answers are held
 
-MOST_ANSWERS = 16  #: largest number of arrays for the held answers of one kind
+MOST_ANSWERS = 16  #: largest number of held answers with the same type and attributes
 
-MOST_BYTES = 1 << 28  #: largest size of the held answers of one kind
+MOST_BYTES = 1 << 28  #: largest size in bytes of the held answers with the same type and attributes
 
 ColumnKey = tuple[AnyType, tuple[str, ...]]  #: a type and names of its attributes
 
 
 @dataclass(frozen=True)
 class HostRows:
-    """Rows that another host sent, and their ids; read-only."""
+    """Read-only rows that another host sent, and their ids."""
 
     ids: Ids  #: int64 [m]
     rows: Mapping[str, Array]  #: name -> [m, …]
@@ -64,9 +64,9 @@ class HeldRows:
     """Rows of other hosts that recent batches received, by type and attributes, for reuse by the next batches.
     Thread-safe: an object returned by ``of`` does not change.
 
-    Enough answers are kept for as many rows as the last ``batches`` batches needed from other hosts; older answers are
-    dropped. Cached rows count as needed, so with a cache the kept answers cover more batches. The arrays kept are not
-    those returned to the user, who may change them.
+    The newest answers are kept, with at most as many rows as the last ``batches`` batches needed from other hosts. This
+    limit includes cached rows, which are not in the answers. With a cache, the kept answers therefore cover more
+    batches. The kept arrays are never those of a batch, because the user may change a batch.
     """
 
     def __init__(self, batches: int = HELD_BATCHES):
@@ -79,7 +79,8 @@ class HeldRows:
         return HeldAnswers() if kept is None else kept.held
 
     def add(self, columns: ColumnKey, needed: int, answers: Sequence[HostRows]) -> None:
-        """Keep the answers to a batch that needed ``needed`` rows of other hosts."""
+        """Keep the rows that other hosts sent for a batch, for the next batches. ``needed``: rows of other hosts that
+        the batch needed, sent or held."""
         if self._batches == 0 or needed == 0:
             return
         with self._lock:
@@ -111,9 +112,7 @@ def _with_more(held: HeldAnswers, answers: Sequence[HostRows], most_rows: int) -
 
 
 def _joined(answers: tuple[HostRows, ...]) -> tuple[HostRows, ...]:
-    """Join the two adjacent answers that have the fewest rows together. The place of each id in the index stays
-    valid.
-    """
+    """Concatenate the two adjacent answers that have fewest rows in total. Positions in the index stay valid."""
     pairs = [len(one.ids) + len(next_one.ids) for one, next_one in pairwise(answers)]
     at = pairs.index(min(pairs))
     one, other = answers[at : at + 2]
@@ -144,7 +143,7 @@ class GatherPiece:
     columns: ColumnKey
     out: Columns  #: columns to be filled
     own: Mapping[int, RowPlacement]  #: rows of own parts, by part
-    asked: Mapping[int, npt.NDArray[np.int32]]  #: places of rows to request, by node rank
+    asked: Mapping[int, npt.NDArray[np.int32]]  #: positions of the rows to request, by node rank
     cached: tuple[Columns, RowPlacement] | None  #: cached columns, and which of their rows to copy
     held: Sequence[tuple[Columns, RowPlacement]]  #: held answers, and which of their rows to copy
     counts: bool  #: whether the request's rows are counted in this piece; true for one piece per request

@@ -22,14 +22,14 @@ from trainer.sampler.settings import blank_rows, check_type, row_spec
 from trainer.sampler.types import EdgeList, HopRequest, HopSample, RowRequest
 from trainer.store.part_store import EdgePart, NodePart, Part, PartStore
 
-_FEW_EDGES = 1 << 22  #: a hop whose upper bound is below this number is not counted exactly
+_FEW_EDGES = 1 << 22  #: the edges of a hop are counted exactly only if their upper bound is at least this
 
 
 class LocalGraph:
-    """Answers requests from the opened parts of a ``PartStore``; thread-safe."""
+    """Answers requests from the opened parts of a ``PartStore``. Thread-safe."""
 
     def __init__(self, store: PartStore, max_edges: int | None = None):
-        """``max_edges``: largest number of edges in the answer to one request; None for no limit."""
+        """``max_edges``: largest number of edges in the answer to one request, or None for no limit."""
         self.store = store
         self._max_edges = max_edges
         self.books = store.books

@@ -280,8 +280,8 @@ def _padded(rows: EdgeRanges, num_targets: int) -> EdgeRanges:
 def _first_lacking(fanouts: Sequence[int], hop: int) -> int:
     """Return the first level of nodes whose neighbours ``hop`` must request.
 
-    Level n is the nodes whose neighbours hop n is the first to need; level 0 is the seeds. Nodes of lower levels have
-    at least ``fanouts[hop]`` neighbours from earlier requests.
+    Level 0 is the seeds, and level n the nodes that hop n - 1 added. Earlier hops have already requested at least
+    ``fanouts[hop]`` neighbours of the nodes of lower levels than the returned one.
     """
     for earlier in reversed(range(hop)):
         if fanouts[earlier] < 0 or 0 <= fanouts[hop] <= fanouts[earlier]:
@@ -290,10 +290,10 @@ def _first_lacking(fanouts: Sequence[int], hop: int) -> int:
 
 
 def _shuffle_of(fanouts: Sequence[int], hop: int, level: int) -> int:
-    """Return how many neighbours must be in random order when this hop takes all neighbours of a node.
+    """Return how many neighbours of a node must be in random order if ``hop`` takes all neighbours.
 
-    This is the largest fanout of the hops that use the first of these neighbours: the later hops, or all hops if the
-    nodes are requested again (``level < hop``).
+    Hops with a smaller fanout use the first of these neighbours as their sample. The result is the largest such fanout,
+    of the later hops only, or of all hops if the nodes are requested again (``level < hop``).
     """
     others = fanouts if level < hop else fanouts[hop + 1 :]
     return max((fanout for fanout in others if fanout >= 0), default=0)
@@ -304,7 +304,7 @@ def _mixed(fanouts: Sequence[int]) -> bool:
 
 
 def _only(fanouts: Sequence[int], whole: bool) -> tuple[int, ...]:
-    """Keep the negative fanouts (all neighbours) if ``whole``, else the others. Set the remaining fanouts to 0."""
+    """Keep only the negative fanouts (all neighbours) if ``whole``, else only the others, and set the rest to 0."""
     return tuple(fanout if (fanout < 0) == whole else 0 for fanout in fanouts)
 
 

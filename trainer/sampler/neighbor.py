@@ -149,14 +149,14 @@ def _excluded(request: HopRequest) -> tuple[Ids, Ids, Ids]:
 
 
 def _allowed(request: HopRequest, num_sources: int) -> Array:
-    """Return a bit array with one bit per source node, set for ``request.sources``; empty if all sources are allowed.
-    Memory pages without a set bit stay unallocated.
+    """Return a bit array with one bit per source node, set for ``request.sources``, or an empty array if all sources
+    are allowed. Memory pages without a set bit stay unallocated.
     """
     if request.sources is None:
         return np.empty(0, np.uint8)
     bits = np.zeros(num_sources // 8 + 1, np.uint8)
     if len(request.sources):
         if request.sources.min() < 0 or request.sources.max() >= num_sources:
-            raise PartitionError(f"asked for sources outside 0..{num_sources - 1} of {request.edge_type[0]!r}")
+            raise PartitionError(f"the request names {request.edge_type[0]!r} sources outside 0 to {num_sources - 1}")
         allow(request.sources, bits)
     return bits

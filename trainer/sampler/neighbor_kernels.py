@@ -51,8 +51,8 @@ _ROWS_AHEAD = 16  #: number of rows by which indptr and orig_id are prefetched
 
 @_jit
 def count_picks(indptr: Any, nodes: Any, first_node: int, fanout: int, replace: bool, counts: Any) -> int:
-    """Fill ``counts`` int32 [n] with the number of neighbours to draw per node; return the largest degree of
-    the nodes.
+    """Fill ``counts`` int32 [n] with the number of neighbours to draw per node, and return the largest degree of the
+    nodes.
     """
     longest = 0
     for i in range(len(nodes)):
@@ -157,7 +157,7 @@ def _shuffle_listed(picks: Any, begin: int, degree: int, drawn: Any, where: Any,
 
 @_jit
 def relabel(src: Any, table: Any, first_new: int, local: Any, new: Any) -> int:
-    """Map global ids to batch positions, numbering new ids from ``first_new`` on; return the number of new ids.
+    """Map global ids to batch positions, numbering new ids from ``first_new`` on, and return the number of new ids.
 
     ``table`` int32 [num_nodes] holds position + 1 for each known id, and 0 for others. Fills ``local`` int32 [len(src)]
     with the positions and the beginning of ``new`` with the new ids.
@@ -178,7 +178,7 @@ def relabel(src: Any, table: Any, first_new: int, local: Any, new: Any) -> int:
 
 @_jit
 def enter_seeds(seeds: Any, table: Any) -> None:
-    """Enter the index of each seed into ``table`` as its position; a repeated seed keeps its first position."""
+    """Enter the index of each seed into ``table`` as its position. A repeated seed keeps its first position."""
     for i in range(len(seeds)):
         if table[seeds[i]] == 0:
             table[seeds[i]] = i + 1
@@ -247,8 +247,8 @@ def block_rows(row_begin: Any, row_count: Any, fanout: int, edges: Any, indptr: 
 
 @_jit
 def write_ends(src: Any, counts: Any, ends: Any) -> None:
-    """Fill ``ends`` [2, e] with the source and the target of each edge. Edges are grouped by target; ``counts`` is the
-    number of edges of each target.
+    """Fill ``ends`` [2, e] with the source and the target of each edge. Edges are grouped by target, and ``counts`` is
+    the number of edges of each target.
     """
     cursor = 0
     for target in range(len(counts)):
@@ -273,9 +273,7 @@ def scatter_runs(values: Any, counts: Any, positions: Any, begins: Any, out: Any
 
 @_jit
 def take_numbers(source: Any, rows: Any, positions: Any, out: Any) -> None:
-    """Set ``out[positions[i]] = source[rows[i]]`` for 1-d arrays; ``out`` may be a wider integer type than
-    ``source``.
-    """
+    """Set ``out[positions[i]] = source[rows[i]]`` for 1-d arrays. ``out`` may have a wider integer type."""
     last = len(rows) - 1
     for i in range(len(rows)):
         prefetch(source, np.int64(rows[min(i + _IDS_AHEAD, last)]))

@@ -43,10 +43,10 @@ class PositionTable(Protocol):
     """A mapping of global ids of one node type to batch positions."""
 
     def enter(self, seeds: Ids) -> None:
-        """Enter each seed with its index as position; a repeated seed keeps its first position."""
+        """Enter each seed with its index as position. A repeated seed keeps its first position."""
 
     def relabel(self, src: Array, first_new: int, local: Array, new: Array) -> int:
-        """Map global ids to positions, numbering new ids from ``first_new`` on; return the number of new ids.
+        """Map global ids to positions, numbering new ids from ``first_new`` on, and return the number of new ids.
 
         Fills ``local`` int32 [len(src)] with positions, and the beginning of ``new`` int64 [len(src)] with the new ids.
         """
@@ -55,7 +55,7 @@ class PositionTable(Protocol):
         """Reset the table to zeros. ``chunks``: arrays that contain all ids entered since the last reset."""
 
     def holds_any(self) -> bool:
-        """Whether the table is not all zeros."""
+        """Return whether the table is not all zeros."""
 
 
 def make_table(num_nodes: int, most_direct: int = MOST_DIRECT) -> PositionTable:
@@ -229,8 +229,8 @@ def _pairs_with_room(pairs: TreePairs, used: int, more: int) -> TreePairs:
 def _relabel_pairs(
     src: Any, counts: Any, trees: Any, pairs: Any, first_new: int, local: Any, new: Any, new_trees: Any
 ) -> int:  # fmt: skip
-    """Map (node, tree) pairs to batch positions, numbering new pairs from ``first_new`` on; return the number of new
-    pairs.
+    """Map (node, tree) pairs to batch positions, numbering new pairs from ``first_new`` on, and return the number of
+    new pairs.
 
     ``src`` holds global ids of nodes: first ``counts[0]`` nodes of tree ``trees[0]``, then ``counts[1]`` nodes of
     ``trees[1]``, and so on. Fills ``local`` int32 [len(src)] with positions, and the beginning of ``new`` and
@@ -278,7 +278,7 @@ def _pair_slot_of(pairs: Any, node: Any, tree: Any) -> Any:
 
 
 class RelabelTables:
-    """Tables from global id to batch position, one per node type. For use by one thread; all zeros between batches."""
+    """Tables from global id to batch position, one per node type. For use by one thread. All zeros between batches."""
 
     def __init__(self, schema: GraphSchema, most_direct: int = MOST_DIRECT):
         """``most_direct``: a type with more nodes than this uses a ``HashTable``, others a ``DirectTable``."""
@@ -287,14 +287,14 @@ class RelabelTables:
         self._most_direct = most_direct
 
     def table(self, of: NodeType) -> PositionTable:
-        """Return the table of one type; it is created on first use."""
+        """Return the table of one type, which is created on first use."""
         if of not in self._tables:
             self._tables[of] = make_table(self._sizes[of], self._most_direct)
         return self._tables[of]
 
 
 class NodeGrowth:
-    """The nodes of one type in a growing subgraph; each node is in it once."""
+    """The nodes of one type in a growing subgraph, which contains each node once."""
 
     def __init__(self, of: NodeType, tables: RelabelTables):
         self._of, self._tables = of, tables
@@ -326,7 +326,7 @@ class NodeGrowth:
         return _from(self._ids, first, np.int64)
 
     def trees_since(self, _first: int) -> Positions | None:
-        """Return the trees of the nodes from position ``first`` on; None if sampling is not disjoint."""
+        """Return the trees of the nodes from position ``first`` on, or None if sampling is not disjoint."""
         return None
 
     def clean(self) -> None:
@@ -343,7 +343,7 @@ class NodeGrowth:
 
 
 class TreeGrowth(NodeGrowth):
-    """The nodes of one type for disjoint sampling; each node is in it once per tree."""
+    """The nodes of one type in a growing subgraph for disjoint sampling, which contains each node once per tree."""
 
     def __init__(self, of: NodeType, tables: RelabelTables):
         super().__init__(of, tables)

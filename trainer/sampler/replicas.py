@@ -16,7 +16,7 @@ from trainer.core.errors import ServiceError
 from trainer.core.schema import EdgeType
 from trainer.sampler.types import HopRequest, RowRequest
 
-HERE, NOBODY = -1, -2  #: in place of a node rank: this process, no host
+HERE, NOBODY = -1, -2  #: values in place of a node rank, for this process and for no host
 
 _RETRY_EVERY = 1.0  #: seconds between attempts to reach a lost host
 
@@ -63,7 +63,7 @@ class PartHolders:
         self, num_parts: int, own: Collection[int], remotes: Mapping[int, RemoteHost], turn: int, server_wait: float
     ):
         self.server_wait = server_wait
-        self.remotes: dict[int, RemoteHost] = {}  #: by node rank
+        self.remotes: dict[int, RemoteHost] = {}  #: clients of the other hosts, by node rank
         self._num_parts, self._own, self._turn = num_parts, own, turn
         self._lock = threading.Lock()
         self._lost: dict[int, _LostHost] = {}
@@ -139,7 +139,7 @@ class PartHolders:
         )
 
     def _check_lost(self) -> None:
-        """Mark lost hosts that answer again as reachable. Does not block; returns at once if another thread is
+        """Mark lost hosts that answer again as reachable. Does not block. Returns at once if another thread is
         checking.
         """
         if not self._lock.acquire(blocking=False):

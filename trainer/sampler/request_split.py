@@ -38,7 +38,7 @@ class RequestSplit:
         return self._groups[key]
 
     def cut(self, array: Ids, at: Array) -> Ids:
-        """Return ``array[at]``; ``at`` must be an array that ``groups`` returned."""
+        """Return ``array[at]``. ``at`` must be an array that ``groups`` returned."""
         if len(at) == len(array):
             return array
         key = id(array), id(at)

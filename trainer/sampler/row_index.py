@@ -60,8 +60,8 @@ class IdIndex:
         return read_only(np.cumsum([len(ids) for ids in arrays], dtype=np.int64))
 
     def with_more(self, arrays: Sequence[Ids]) -> IdIndex | None:
-        """Return a copy of the index that also has the ids of these arrays; None if the table would be more than half
-        full.
+        """Return a copy of the index that also has the ids of these arrays, or None if the table would be more than
+        half full.
         """
         total = int(self.ends[-1]) if len(self.ends) else 0
         if 2 * (total + sum(map(len, arrays))) > len(self.slots):
@@ -120,7 +120,8 @@ class SourceCodes:
 def locate(
     ids: Ids, offsets: Ids, of_part: Array, codes: SourceCodes, slots: Array | None = None, held: IdIndex = NO_INDEX
 ) -> tuple[int, Mapping[int, RowPlacement]]:
-    """Find the source of each row. Returns (-1, rows by source), or (position of an id outside all parts, {}).
+    """Find the source of each row. Returns (-1, a placement per source), or, if an id is in no part, (its position,
+    {}).
 
     ``ids``: int64 [n]. The row numbers in the result are those in the part, the cache or the held answer; rows to be
     requested from another host are numbered from 0. ``slots`` and ``held`` are used only for ids of other hosts.
@@ -203,8 +204,8 @@ def _locate(
 
 @_jit
 def _part_of(offsets: Any, number: int) -> int:
-    """Return the last part whose first id is at most ``number`` (an empty part begins where the next one does); -1 if
-    there is none.
+    """Return the last part whose first id is at most ``number`` (an empty part begins where the next one does), or -1
+    if there is none.
     """
     low, high = 0, len(offsets)
     while low < high:

@@ -17,7 +17,7 @@ from trainer.sampler.types import GraphAccess, GraphSchema, RowRequest, SampledS
 
 
 class CountedAccess(GraphAccess, Protocol):
-    """Access to a graph that counts what each thread received from other hosts; implemented by ``DistGraph``."""
+    """Access to a graph that counts bytes and rows from other hosts per thread. ``DistGraph`` implements it."""
 
     def take_cost(self) -> Cost: ...
 
@@ -31,7 +31,7 @@ class BatchWork:
     settings: SampleSettings
     seeds: SeedSet
     key: int  #: uint64
-    attrs: Mapping[AnyType, tuple[str, ...]]  #: rows to gather besides ``orig_id``
+    attrs: Mapping[AnyType, tuple[str, ...]]  #: attributes to gather besides ``orig_id``
     labels: tuple[NodeType, tuple[str, ...]] = ("", ())  #: a node type, and attributes to gather of its seeds only
 
 
@@ -40,7 +40,7 @@ class SampledBatch:
     """The subgraph of a batch and the attributes of its nodes and edges, as numpy arrays."""
 
     subgraph: SampledSubgraph
-    rows: Mapping[AnyType, Columns]  #: of every node type, and of every edge type whose edge ids were requested
+    rows: Mapping[AnyType, Columns]  #: attributes of all node types, and of edge types with edge ids
     labels: Columns  #: rows of the seeds, if requested
     cost: Cost = Cost()
     #: int32 [n] slots of the nodes in ``SubgraphSampler.kept``

@@ -21,7 +21,7 @@ from trainer.store.manifest import EdgeSpec, NodeSpec
 
 
 class GraphSchema(Protocol):
-    """Node types and edge types of a graph; implemented by ``Manifest``."""
+    """Node types and edge types of a graph. ``Manifest`` implements this protocol."""
 
     @property
     def nodes(self) -> Mapping[NodeType, NodeSpec]: ...
@@ -37,7 +37,7 @@ class TimeBound:
     times: Ids  #: int64 [n] latest time of each row
     attr: str  #: integer attribute
     on: Literal["node", "edge"]  #: whether the time is that of the edge's source node or of the edge
-    last: bool = False  #: return the latest edges instead of drawing; among equal times the later edge
+    last: bool = False  #: return the latest edges instead of drawing; of edges with equal times, the last
 
 
 @dataclass(frozen=True)
@@ -152,16 +152,16 @@ class TimeRule:
 class SampleSettings:
     """How neighbours are drawn. ``settings.check_settings`` checks that the settings fit a graph."""
 
-    #: from the seeds outward, -1 takes all; equally many hops for every edge type
+    #: neighbours per hop, seeds outward; -1 takes all. Every edge type has the same number of hops.
     fanouts: Mapping[EdgeType, tuple[int, ...]]
     replace: bool = False
     disjoint: bool = False  #: a tree per seed that shares no nodes with others; implied by ``time``
     weight: str | None = None  #: edge attribute
     time: TimeRule | None = None
     induced: bool = False  #: return all edges between the sampled nodes instead of the drawn ones
-    edge_ids: bool = False  #: return edge ids (for torch_geometric's view and edge features)
-    #: Request nodes again if a later hop needs more neighbours, so that the block of each hop is exact. False for
-    #: torch_geometric's view, which expands every node once, where it first appears; its blocks hold what was drawn.
+    edge_ids: bool = False  #: return edge ids (for torch_geometric's batches and edge features)
+    #: Request the neighbours of a node again if a later hop needs more of them, so that the block of each hop is exact.
+    #: False for torch_geometric's batches, which expand every node only once, in the hop after it was found.
     ask_again: bool = True
 
     @property
@@ -174,8 +174,8 @@ class SeedSet:
     """The seeds of one call. Seeds are numbered consecutively over all types, in the order of ``nodes``."""
 
     nodes: Mapping[NodeType, Ids]  #: int64 global ids; repeats allowed
-    #: int64 per seed, used in the keys of its draws when disjoint: the seed's place in the *global* batch, so that its
-    #: draws do not depend on the rank.
+    #: int64 per seed, for disjoint sampling: the seed's place in the *global* batch. It is part of the random key of
+    #: the seed's draws, which therefore do not depend on the rank.
     trees: Mapping[NodeType, Ids] = field(default_factory=dict)
     times: Mapping[NodeType, Ids] = field(default_factory=dict)  #: int64 per seed, with ``SampleSettings.time``
     exclude: Mapping[EdgeType, tuple[Ids, Ids]] = field(default_factory=dict)  #: (targets, sources) of edges to exclude
@@ -237,7 +237,7 @@ class EdgeSet:
 
 @dataclass(frozen=True)
 class SampledSubgraph:
-    """Nodes and edges of every type of the graph; types that were not sampled are empty."""
+    """Sampled nodes and edges of every type of the graph. Types that were not sampled are empty."""
 
     num_hops: int
     nodes: Mapping[NodeType, NodeSet]

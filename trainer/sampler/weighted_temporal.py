@@ -33,14 +33,14 @@ class Conditions(NamedTuple):
     times: Any  #: integer [e]
     bounds: Any  #: int64 [n] latest time of each row
     excluded: Any  #: int64 [m] excluded sources, ascending within a row
-    excluded_begin: Any  #: int64 [n] range of each row's in ``excluded``
+    excluded_begin: Any  #: int64 [n] first position in ``excluded`` of each row's sources
     excluded_end: Any  #: int64 [n]
     allowed: Any  #: uint8: one bit per source node
     weights: Any  #: number [e]
 
 
 class Draws(NamedTuple):
-    """How to draw; the fields have the meaning they have in ``HopRequest``."""
+    """How to draw edges. The fields have the same meaning as in ``HopRequest``."""
 
     fanout: int
     shuffle: int
@@ -55,7 +55,7 @@ def pick_candidates(
     indptr: Any, indices: Any, rows: Any, orig_id: Any, trees: Any, conditions: Any, draws: Any, longest: int,
     counts: Any, most: int,
 ) -> Any:  # fmt: skip
-    """Draw edges that meet the conditions. Returns their slots, int64, grouped by requested node, and -1.
+    """Draw edges that meet the conditions. Returns (slots of the drawn edges, int64, grouped by requested node; -1).
 
     Returns (empty, slot) if the edge at a slot has an invalid weight, and (empty, ``TOO_MANY``) if more than ``most``
     edges are drawn. Fills ``counts`` int32 [n] with the number of drawn edges per node. ``longest`` is the highest

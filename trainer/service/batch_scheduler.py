@@ -24,7 +24,7 @@ from typing import Generic, TypeVar
 from trainer.service.fair_queue import FairQueue, Peer
 from trainer.service.wire.messages import ClientName
 
-_RECENT_REPLIES = 8  #: number of recent replies of which the largest is the estimate for the next
+_RECENT_REPLIES = 8  #: number of a client's recent batches; the largest is the estimate for its next batch
 
 Work = TypeVar("Work")
 
@@ -45,21 +45,21 @@ class ClientStatus:
     """State of one client in the scheduler, for the stats file."""
 
     name: str
-    queue: int  #: waiting requests
-    buffer_bytes: int  #: of its replies in the buffer, and reserved for it
-    batches: int  #: made so far
-    bytes: int  #: of those batches
-    seconds_since: float  #: since its last message
+    queue: int  #: number of waiting requests
+    buffer_bytes: int  #: bytes of the buffer that this client uses or has reserved
+    batches: int  #: number of batches made so far
+    bytes: int  #: bytes of these batches
+    seconds_since: float  #: seconds since its last message
 
 
 @dataclass(frozen=True)
 class SchedulerStatus:
     """State of the scheduler and of its clients, for the stats file."""
 
-    queue: int  #: waiting requests
-    buffer_bytes: int  #: of replies sent and not acknowledged, and reserved for those being made
+    queue: int  #: number of waiting requests
+    buffer_bytes: int  #: bytes of unacknowledged replies, and bytes reserved for replies being made
     buffer_limit: int
-    batches: int  #: made so far
+    batches: int  #: number of batches made so far
     clients: tuple[ClientStatus, ...]
 
 
@@ -68,17 +68,18 @@ class ClientQueue(Generic[Work]):
     """The requests and buffered replies of one client. Callers must hold the lock of the scheduler."""
 
     name: ClientName
-    tag: float  #: see the module docstring
+    tag: float  #: cost of its batches so far; see the module docstring
     heard: float = 0.0  #: time of its last message
-    blocked_since: float | None = None  #: since when its next batch does not fit into the buffer
+    blocked_since: float | None = None  #: time since which its next batch does not fit into the buffer
     queue: deque[ScheduledRequest[Work]] = field(default_factory=deque)
     queued_bytes: int = 0
-    making: dict[ScheduledRequest[Work], int] = field(default_factory=dict)  #: bytes reserved
-    sent: dict[tuple[Peer, int], int] = field(default_factory=dict)  #: bytes not acknowledged, by peer and request id
+    making: dict[ScheduledRequest[Work], int] = field(default_factory=dict)  #: bytes reserved for each batch being made
+    #: bytes of each unacknowledged reply, by peer and request id
+    sent: dict[tuple[Peer, int], int] = field(default_factory=dict)
     recent: deque[int] = field(default_factory=lambda: deque(maxlen=_RECENT_REPLIES))  #: bytes of its last batches
     batches: int = 0
-    nbytes: int = 0  #: of all its batches
-    _gone: set[ScheduledRequest[Work]] = field(default_factory=set)  #: being made for closed connections
+    nbytes: int = 0  #: bytes of all its batches
+    _gone: set[ScheduledRequest[Work]] = field(default_factory=set)  #: those of ``making`` whose peer is gone
 
     @property
     def held(self) -> int:
@@ -155,7 +156,7 @@ class ClientQueue(Generic[Work]):
 
 MAX_QUEUED = 64  #: waiting requests per client
 
-MAX_QUEUED_BYTES = 64 << 20  #: of waiting requests per client
+MAX_QUEUED_BYTES = 64 << 20  #: bytes of waiting requests per client
 
 MAX_CLIENTS = 4096
 
@@ -177,13 +178,13 @@ class BatchScheduler(Generic[Work]):
         self._limit, self._clock = buffer_limit, clock
         self._changed = threading.Condition()
         self._clients: dict[int, ClientQueue[Work]] = {}
-        self._busy: dict[int, ClientQueue[Work]] = {}  # those with work
+        self._busy: dict[int, ClientQueue[Work]] = {}  # the clients with work, by number
         self._largest: deque[int] = deque(maxlen=_RECENT)  # bytes of the last batches of all clients
         self._client_of: dict[Peer, int] = {}  # client of each connection with work
         self._others: FairQueue[ScheduledRequest[Work]] = FairQueue()
         self._running_others: set[ScheduledRequest[Work]] = set()
         self._others_next = False
-        self._virtual = 0.0  # the tag served last
+        self._virtual = 0.0  # tag of the client served last
         self._batches = 0
         self._closed = False
 
@@ -215,8 +216,9 @@ class BatchScheduler(Generic[Work]):
             return None
 
     def done(self, job: ScheduledRequest[Work], nbytes: int) -> bool:
-        """Record that a request was answered; ``nbytes`` is the size of a batch. Returns whether the connection that
-        sent the request is still open.
+        """Record that a request was answered. Returns whether the connection that sent the request is still open.
+
+        ``nbytes``: size of the reply if it is a batch.
         """
         with self._changed:
             if job.client is None:
@@ -239,7 +241,7 @@ class BatchScheduler(Generic[Work]):
                 client.abandon(job)
                 self._update(client, job.peer)
 
-    def taken(self, peer: Peer, request_id: int) -> None:
+    def acknowledge(self, peer: Peer, request_id: int) -> None:
         """Record that a client has acknowledged the reply to a request. Unknown request ids are ignored."""
         with self._changed:
             if client := self._client_at(peer):
@@ -247,8 +249,8 @@ class BatchScheduler(Generic[Work]):
                 client.sent.pop((peer, request_id), None)
                 self._update(client, peer)
 
-    def gone(self, peer: Peer) -> None:
-        """Drop the requests of a connection that was closed, and free the buffer of its replies."""
+    def connection_closed(self, peer: Peer) -> None:
+        """Drop the requests of a closed connection, and free the buffer space of its replies."""
         with self._changed:
             self._others.drop(peer)
             if client := self._client_at(peer):
@@ -274,8 +276,8 @@ class BatchScheduler(Generic[Work]):
             other = [*self._others.peers(), *(job.peer for job in self._running_others)]
             return list(dict.fromkeys([*self._client_of, *other]))
 
-    def holders(self) -> set[Peer]:
-        """Return the connections that have unacknowledged batches."""
+    def unacknowledged_peers(self) -> set[Peer]:
+        """Return the connections to which unacknowledged batches were sent."""
         with self._changed:
             return {peer for client in self._busy.values() for peer, _ in client.sent}
 
@@ -356,7 +358,7 @@ class BatchScheduler(Generic[Work]):
             if used == 0 or cost + client.held <= self._limit - used:
                 return self._start(client, cost)
             if client.held:
-                continue  # its own unacknowledged replies block it
+                continue  # waits until the client acknowledges replies
             if client.blocked_since is None:
                 client.blocked_since = now
             if now - client.blocked_since < PATIENCE:

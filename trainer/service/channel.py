@@ -33,9 +33,9 @@ SLICE = 0.1  #: seconds after which a waiting thread checks for ``close()`` and 
 
 GONE_AFTER = 3.0  #: seconds without a connection until a replica is used; half of that if the host refuses connections
 
-_LONGEST = 10  #: deadlines after which a wait ends although the server is alive
+_LONGEST = 10  #: a wait ends after this many times its deadline, even if the server is alive
 
-_PROGRESS = 16_384  #: bytes received that count as progress of a reply, and cannot be pings alone
+_PROGRESS = 16_384  #: received bytes that count as progress of a reply; more than pings alone can amount to
 
 _PING_AFTER = 2.0  #: seconds without a byte after which the server is pinged
 
@@ -43,9 +43,9 @@ _STOPPED_AFTER = 30.0  #: seconds without a byte after which a connection counts
 
 _CONNECT_TIME = 5.0  #: seconds that an attempt to connect may take, including the handshake
 
-_FIRST_PAUSE, _LAST_PAUSE = 0.1, 1.0  #: seconds between attempts
+_FIRST_PAUSE, _LAST_PAUSE = 0.1, 1.0  #: seconds between attempts to connect
 
-_UNATTENDED = 1.0  #: seconds without a call, after which time limits of the connection start anew
+_UNATTENDED = 1.0  #: seconds without a call of a method, after which the time limits of the connection start anew
 
 _MAX_FILES = 65_536
 
@@ -56,9 +56,7 @@ _REFUSED = "handshake refused: do both nodes have this run's service.key?"
 
 @functools.cache
 def allow_many_files() -> None:
-    """Raise the soft limit of open files of this process; the usual limit of 1024 may be too low for all
-    connections.
-    """
+    """Raise the soft limit of open files of this process, as the usual 1024 may be too few for all connections."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     wanted = _MAX_FILES if hard == resource.RLIM_INFINITY else min(hard, _MAX_FILES)
     if soft != resource.RLIM_INFINITY and soft < wanted:
@@ -66,7 +64,7 @@ def allow_many_files() -> None:
 
 
 class Call:
-    """A request without a reply yet. The thread that receives the reply sets ``reply``, once."""
+    """A request that waits for its reply. The thread that receives the reply sets ``reply``."""
 
     def __init__(self, request: Message, request_id: int):
         self.request, self.request_id = request, request_id
@@ -91,7 +89,7 @@ class Channel:
     """
 
     def __init__(self, endpoint: str, keys: ServiceKeys | None, gone_after: float | None = None):
-        """``gone_after``: seconds without a connection after which ``wait`` gives up; None: ``wait`` gives up only at
+        """``gone_after``: seconds without a connection after which ``wait`` gives up. None: ``wait`` gives up only at
         the deadline.
         """
         allow_many_files()
@@ -163,9 +161,7 @@ class Channel:
         return call.reply
 
     def abandon(self, call: Call) -> None:
-        """Give up a call. Reconnects, so that the server drops the request; otherwise the reply would stay in the
-        server's buffer.
-        """
+        """Give up a call. Reconnects, so that the server drops the request and does not buffer the reply."""
         with self.lock:
             self._calls.pop(call.request_id, None)
             if not self._closed:
@@ -387,7 +383,9 @@ class Channel:
             self._sock = None
 
     def _is_gone(self) -> bool:
-        """Return whether the connection has been down for ``gone_after`` seconds, or half of that if it is refused."""
+        """Return whether the connection has been down for ``gone_after`` seconds, or half of that if the host refuses
+        it.
+        """
         if self._gone_after is None or self._down_since is None:
             return False
         return time.monotonic() - self._down_since >= (self._gone_after / 2 if self._refused else self._gone_after)

@@ -33,7 +33,7 @@ _ROW = 1 << 10  #: assumed bytes of a row until one has been received
 
 
 class PendingRows(Protocol):
-    """A reply with attributes that is being received; ``PendingReply`` implements it."""
+    """A reply with attributes that is being received. ``PendingReply`` implements this protocol."""
 
     received: int  #: bytes
 
@@ -175,7 +175,7 @@ class PendingReply(Generic[T]):
             raise self._client.no_answer(kind, waited, self._channel.state, self._call.gone)
         self.received = reply.size
         if reply.kind == Kind.BATCH:
-            self._channel.send(messages.taken(self._call.request_id))
+            self._channel.send(messages.acknowledgement(self._call.request_id))
         if reply.status != Status.OK or reply.kind != self._call.request.kind:
             raise ServiceError(f"{self._client.name}: {kind} failed: {reply.text or reply.status.name}")
         try:
@@ -243,9 +243,7 @@ class HostClient:
             return sum(channel.bytes_received for channel in self._channels)
 
     def submit_sample(self, requests: Sequence[HopRequest]) -> PendingReply[list[HopSample]]:
-        """Request sampled neighbours; all requests are sent in one message. Ids in the replies are int32 if
-        they fit.
-        """
+        """Request sampled neighbours, all in one message. Ids in the replies are int32 if they fit."""
         return self._submit(
             lambda: hop_messages.sample_request(requests), lambda reply: hop_messages.read_samples(reply, requests)
         )
@@ -308,7 +306,7 @@ class HostClient:
         return self.submit_gather(requests).result()
 
     def has_edges(self, edge_type: EdgeType, src: Ids, dst: Ids) -> npt.NDArray[np.bool_]:
-        """Return for each i whether an edge ``src[i]`` -> ``dst[i]`` exists; the server must own the targets. Raises
+        """Return for each i whether an edge ``src[i]`` -> ``dst[i]`` exists. The server must own the targets. Raises
         ``ServiceError``.
         """
         return self.submit_has_edges(edge_type, src, dst).result()

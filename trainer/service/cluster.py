@@ -20,9 +20,9 @@ from trainer.service.wire.messages import HelloInfo, ServerAddress
 
 ROLES = ("worker", "server", "client")
 
-_GLANCE = 0.1  #: seconds of waiting for one peer before the next is checked
+_GLANCE = 0.1  #: seconds to wait for one server before the next one is checked
 
-_FOR_COPIES = 3.0  #: seconds of waiting for peers whose parts other nodes have too
+_FOR_COPIES = 3.0  #: seconds to wait for servers whose parts other nodes store too
 
 
 @dataclass(frozen=True)
@@ -31,10 +31,10 @@ class ClusterNode:
 
     node_rank: int
     host: str
-    role: str  #: worker: parts and trainers; server: parts; client: trainers
-    endpoint: str | None  #: of its graph server; None if it has none
-    parts: tuple[int, ...]  #: on its disk; with replicas, several nodes have a part
-    ranks: tuple[int, ...]  #: of its trainer processes
+    role: str  #: worker: stores parts and trains; server: stores parts; client: trains
+    endpoint: str | None  #: address of its graph server; None if it has none
+    parts: tuple[int, ...]  #: parts on its disk; with replicas, several nodes store a part
+    ranks: tuple[int, ...]  #: ranks of its trainer processes
 
 
 @dataclass(frozen=True)
@@ -46,7 +46,7 @@ class Cluster:
     version: int  #: increases when servers join
     nodes: tuple[ClusterNode, ...]
     serving: str | None = None  #: name of the serving cluster that this run is attached to
-    attached: tuple[ServerAddress, ...] = ()  #: its servers
+    attached: tuple[ServerAddress, ...] = ()  #: graph servers of the serving cluster
 
     @cached_property
     def servers(self) -> tuple[ServerAddress, ...]:
@@ -79,7 +79,7 @@ class Cluster:
         return tuple(place for place in self.servers if self.serving is not None or place.node_rank != node_rank)
 
     def home_of(self, node_rank: int) -> ServerAddress:
-        """Return the home server of a client node; clients are assigned to the gateways in turn. Raises
+        """Return the home server of a client node. Clients are assigned to the gateways in turn. Raises
         ``SettingsError`` if there are no gateways.
         """
         gateways = self.gateways()
@@ -226,9 +226,7 @@ def _greet(clients: Sequence[HostClient], own: set[int], manifest_digest: str, u
 
 
 def greeting_problem(client: HostClient, info: HelloInfo, manifest_digest: str) -> str:
-    """Return how a server's reply to HELLO differs from what ``cluster.json`` and the partition of this node say, or
-    "".
-    """
+    """Return how a server's reply to HELLO contradicts ``cluster.json`` or the partition of this node, or ""."""
     node = f"node{client.node_rank} ({client.host})"
     if info.node_rank != client.node_rank or set(info.part_ids) != set(client.part_ids):
         return (

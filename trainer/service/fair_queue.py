@@ -12,7 +12,7 @@ T = TypeVar("T")
 class Peer(NamedTuple):
     """Identifies a connection of a graph server by the address of the other host and a number."""
 
-    address: str  #: of the other host
+    address: str  #: IP address of the other host
     number: int
 
 

@@ -28,7 +28,7 @@ from trainer.service.wire.messages import FormOf, HelloInfo, ServerAddress, Serv
 from trainer.store.manifest import MANIFEST
 from trainer.store.part_store import PartStore
 
-_BYTES_OF_EDGE = 4  # lower bound: the id of its source
+_BYTES_OF_EDGE = 4  # a lower bound: the id of the edge's source
 
 MAX_SHORT_ANSWER = 128 << 20  #: bytes of a reply other than a batch; clients request more in pieces
 
@@ -43,7 +43,7 @@ def check_rows(store: PartStore, requests: Sequence[RowRequest], limit: int) -> 
             dtype, shape = row_spec(store, request.of, name)
             total += len(request.ids) * math.prod(shape) * dtype.itemsize
     if total > limit:
-        raise ServiceError(f"an answer of {total} bytes is over {limit}; ask for fewer nodes at once")
+        raise ServiceError(f"the answer takes {total} bytes, over the limit of {limit}; ask for fewer nodes at once")
 
 
 class BoundedGraph:
@@ -60,7 +60,7 @@ class BoundedGraph:
         self._edges += sum(len(sample.src) for sample in samples)
         if self._edges * _BYTES_OF_EDGE > self._limit:
             raise ServiceError(
-                f"{self._edges} edges and more take over {self._limit} bytes; make batches or fanouts smaller"
+                f"the {self._edges} edges so far take over {self._limit} bytes; make batches or fanouts smaller"
             )
         return samples
 
@@ -78,7 +78,8 @@ class BoundedGraph:
         return self._graph.take_cost()
 
 
-Topology = Callable[[], tuple[int, tuple[ServerAddress, ...]]]  #: version of the cluster.json, all graph servers
+#: Returns the version of cluster.json, and all graph servers in it.
+Topology = Callable[[], tuple[int, tuple[ServerAddress, ...]]]
 
 _GRAPH_KINDS = (Kind.SAMPLE, Kind.GATHER, Kind.HAS_EDGES, Kind.EDGES)
 
@@ -170,12 +171,17 @@ class Handlers:
         if isinstance(self._graph, LocalGraph):
             most = sum(map(self._graph.most_edges, requests))
             if most * _BYTES_OF_EDGE > self._limit:
-                raise ServiceError(f"up to {most} edges are over {self._limit} bytes; ask for fewer nodes at once")
+                raise ServiceError(
+                    f"the answer could have {most} edges, more than the {self._limit} bytes allowed per answer; "
+                    "ask for fewer nodes at once"
+                )
         for asked in requests:
             samples += self._graph.sample_hops([asked])
             edges += len(samples[-1].src)
             if edges * _BYTES_OF_EDGE > self._limit:
-                raise ServiceError(f"{edges} edges and more are over {self._limit} bytes; ask for fewer nodes at once")
+                raise ServiceError(
+                    f"the {edges} edges so far take over {self._limit} bytes; ask for fewer nodes at once"
+                )
         return request.reply(hop_messages.sample_arrays(samples))
 
     def _gather(self, request: Message) -> Message:
@@ -213,10 +219,12 @@ class Handlers:
         rows = array if array.ndim else array[None]
         if asked.first + asked.count > len(rows):
             raise PartitionError(
-                f"{asked.name} has {len(rows)} rows; {asked.count} from row {asked.first} on were requested"
+                f"{asked.name} has {len(rows)} rows, but {asked.count} rows from row {asked.first} on were requested"
             )
         if (size := asked.count * rows.dtype.itemsize * math.prod(rows.shape[1:])) > self._limit:
-            raise ServiceError(f"an answer of {size} bytes is over {self._limit}; ask for fewer rows at once")
+            raise ServiceError(
+                f"the answer takes {size} bytes, over the limit of {self._limit}; ask for fewer rows at once"
+            )
         return request.reply([array if not array.ndim else rows[asked.first : asked.first + asked.count]])
 
     def _shared_array(self, asked: SharedSlice) -> Array:
@@ -232,5 +240,7 @@ class Handlers:
         check_type(self._graph.store, of)
         last = self._graph.store.manifest.nodes[of].num_nodes - 1
         if len(ids) and not 0 <= ids.min() <= ids.max() <= last:
-            raise PartitionError(f"ids {ids.min()} to {ids.max()} of {of!r}; they go from 0 to {last}")
+            raise PartitionError(
+                f"ids of {of!r} nodes from {ids.min()} to {ids.max()} were requested; they go from 0 to {last}"
+            )
         return request.reply([self._graph.store.to_global(of, ids)])

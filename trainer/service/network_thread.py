@@ -42,7 +42,7 @@ HOST_ANSWERS = 128 << 20  #: bytes of unsent replies per host
 
 HANDSHAKE_TIME = 10.0  #: seconds within which a connection must be admitted
 
-MAX_QUEUED = 64  #: queued requests of a connection, from which on it is not read
+MAX_QUEUED = 64  #: a connection with this many queued requests is not read
 
 _ALIVE_EVERY = 1.0  #: seconds between keep-alives
 
@@ -56,13 +56,12 @@ _READS_AT_ONCE = 4  #: reads of one connection before the others are served
 
 _MESSAGES_AT_ONCE = 32  #: messages of one connection before the others are served
 
-_SENT_AHEAD = 4  #: unsent replies of one connection, above which its requests wait
+_SENT_AHEAD = 4  #: the requests of a connection with more unsent replies than this wait
 
 SILENT = 8.0  #: seconds without activity after which a connection with unacknowledged batches is closed
 
-_STUCK = 0.5  #: seconds without ``_PROGRESS`` after which a connection with unsent replies counts as not receiving
-
-_PROGRESS = 1 << 16  #: bytes sent
+#: A connection with unsent replies counts as not receiving if fewer than ``_PROGRESS`` bytes are sent in ``_STUCK`` s.
+_STUCK, _PROGRESS = 0.5, 1 << 16
 
 _BACKLOG = 1024
 
@@ -92,17 +91,17 @@ class _Connection:
     peer: Peer
     host: _Host
     reader: MessageReader
-    since: float  #: time of its start; this and other times: ``time.monotonic()``
+    since: float  #: time when it was opened; all times are those of ``time.monotonic()``
     state: _State = _State.GREETING
     writer: MessageWriter = field(default_factory=MessageWriter)
     mask: int = select.EPOLLIN  #: events that epoll watches
     hello: bytes = b""  #: bytes of the client's greeting received so far
-    paused: bool = False  #: gets no replies for now
+    paused: bool = False  #: its requests are held back
     pings: int = 0  #: number of pings answered
-    partial_since: float = 0.0  #: when the incomplete message began
+    partial_since: float = 0.0  #: time when the first bytes of the incomplete message were received
     progress: int = 0  #: bytes of replies sent since ``progress_since``
     progress_since: float = 0.0
-    active_at: float = 0.0  #: when bytes were last received from it or could be sent to it
+    active_at: float = 0.0  #: time when bytes were last received or sent
 
     def __post_init__(self) -> None:
         self.descriptor = self.sock.fileno()
@@ -112,9 +111,9 @@ class NetworkThread(threading.Thread):
     """The thread that owns all sockets of a graph server. Runs until ``stop()``.
 
     Puts received requests into the queue ``short``. Holds back the requests of a connection, in ``short`` and in
-    ``scheduler``, while too many replies to it are unsent. Each second, sends a keep-alive to every connection with
-    requests or unacknowledged batches in ``scheduler``; the clients reply to it. Closes a connection that sends an
-    invalid message.
+    ``scheduler``, while too many replies to it are unsent. Each second, sends a keep-alive, to which clients reply, to
+    every connection with requests or unacknowledged batches in ``scheduler``. Closes a connection that sends an invalid
+    message.
     """
 
     def __init__(
@@ -126,7 +125,7 @@ class NetworkThread(threading.Thread):
         self._short, self._scheduler, self._counters, self._max_request = short, scheduler, counters, max_request
         self._alive = encode(messages.alive())
         self._epoll, self._wake = select.epoll(), os.eventfd(0, os.EFD_NONBLOCK)
-        weakref.finalize(self, os.close, self._wake)  # only once no thread can wake this one
+        weakref.finalize(self, os.close, self._wake)  # when no other thread can wake this thread any more
         self._scratch = memoryview(bytearray(stream.SCRATCH))
         self._woken = self._stopping = False
         self._outbox: deque[tuple[Peer, Sequence[Any] | None]] = deque()
@@ -134,7 +133,7 @@ class NetworkThread(threading.Thread):
         self._by_fd: dict[int, _Connection] = {}
         self._by_peer: dict[Peer, _Connection] = {}
         self._hosts: dict[str, _Host] = {}
-        self._unread: set[_Connection] = set()  # currently not read
+        self._unread: set[_Connection] = set()  # connections that are currently not read
         self._count = 0
         self._tick_at = self._alive_at = 0.0
 
@@ -287,7 +286,7 @@ class NetworkThread(threading.Thread):
         if connection.state != _State.OPEN:
             self._counters.add("refused")
             return
-        self._scheduler.gone(peer)
+        self._scheduler.connection_closed(peer)
         self._short.drop(peer)
 
     def _forget(self, host: _Host) -> None:
@@ -405,14 +404,14 @@ class NetworkThread(threading.Thread):
         self._counters.add("bytes_in", received.size)
         head = head_of(received.parts)
         if head is None:
-            raise WireError("not a request")
+            raise WireError("the message is not a request")
         if received.size > self._max_request:
             cause = f"the request takes {received.size} bytes, over {self._max_request}"
             self._counters.add("malformed")
             self._send(connection, encode(head.error(f"{cause}; ask for fewer nodes or pairs at once")))
-        elif head.kind == Kind.TAKEN:
+        elif head.kind == Kind.ACK:
             decode(received.parts, 0, 0)
-            self._scheduler.taken(connection.peer, head.request_id)
+            self._scheduler.acknowledge(connection.peer, head.request_id)
         else:
             connection.host.requests += received.size
             received.freed = _Freed(self._freed, connection.host, received.size)
@@ -466,7 +465,7 @@ class NetworkThread(threading.Thread):
                     self._pause_or_resume(connection)
         if now >= self._alive_at:
             self._alive_at = now + _ALIVE_EVERY
-            for peer in self._scheduler.holders():
+            for peer in self._scheduler.unacknowledged_peers():
                 if (holder := self._by_peer.get(peer)) is not None and now - holder.active_at > SILENT:
                     self._close(holder)
             for peer in self._scheduler.peers():

@@ -95,7 +95,7 @@ class ServerChoice:
             self._changed.notify_all()
 
     def errors(self, waited: float) -> str:
-        """Return a message for the user, one line per unreachable server; ``waited``: seconds waited for them."""
+        """Return a message for the user with one line per unreachable server. ``waited``: seconds waited for them."""
         with self._changed:
             return "\n".join(f"{error}; it was not back within {waited:g} s" for error in self._gone.values())
 
@@ -106,13 +106,13 @@ _BYTES_AT_ONCE = 1 << 25  #: bytes of rows per request
 
 _SLICES_UNDER_WAY = 2  #: slices of edges requested at the same time
 
-_BATCHES_UNDER_WAY = MAX_QUEUED // 2  #: half the limit, since a server may still count those of a broken connection
+_BATCHES_UNDER_WAY = MAX_QUEUED // 2  #: half the server's limit, as it may still count batches of a broken connection
 
 _BACK_EVERY = 0.5  #: seconds between probes of unreachable servers
 
 _LEARN_EVERY = 10.0  #: seconds between requests for the list of servers
 
-_PROBE_TIMEOUT = 2.0  #: seconds that the reply to such a request may take
+_PROBE_TIMEOUT = 2.0  #: seconds that the reply to a probe may take
 
 T = TypeVar("T")
 
@@ -128,7 +128,7 @@ def client_name(role: str = "") -> ClientName:
 
 
 class _PendingReply(Protocol[T_co]):
-    """A reply that is being received; ``client.PendingReply`` implements it."""
+    """A reply that is being received. ``client.PendingReply`` implements this protocol."""
 
     def result(self, timeout: float | None = None) -> T_co: ...
 
@@ -180,7 +180,7 @@ class Gateway:
 
     @property
     def manifest(self) -> Manifest:
-        """Return the manifest of the partition; ``open`` must have been called."""
+        """Return the manifest of the partition. ``open`` must have been called before."""
         assert self._manifest is not None
         return self._manifest
 
@@ -254,7 +254,7 @@ class Gateway:
             client.close()
 
     def probe_servers(self, learn: bool) -> None:
-        """Send HELLO to unreachable servers and, if ``learn``, to a reachable one. The replies list all servers;
+        """Send HELLO to unreachable servers and, if ``learn``, to a reachable one. The replies list all servers, and
         servers not known yet are added.
         """
         reachable = self._choice.pick(0) if learn else None

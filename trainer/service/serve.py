@@ -45,12 +45,12 @@ class ServeJob:
     node_rank: int
     ready_file: Path
     key_file: Path | None = None
-    threads: int = 2  #: threads that answer from own parts
+    threads: int = 2  #: threads that answer from the parts of this server
     batch_threads: int = 1  #: threads that make whole batches, with requests to other servers
     buffer_mb: int = 512  #: megabytes of batches that clients have not acknowledged
     stats_file: Path | None = None
     server_wait: float = SERVER_WAIT  #: seconds to wait for unreachable servers
-    topology: Topology = "partitioned"  #: replicated: other servers are asked for rows only
+    topology: Topology = "partitioned"  #: replicated: only rows are requested from other servers
     digests: bool = True  #: compare files with their digests before serving
 
 
@@ -92,7 +92,12 @@ def serve(job: ServeJob) -> None:
         peers.follow(routed.set_remotes)
     if not stopping.is_set():
         raise ServiceError(f"graph server at {server.endpoint} stopped because of an error; see the traceback above")
-    print(f"stopping; {server.stats()}", flush=True)
+    done = server.stats()
+    print(
+        f"stopping after {done.requests:,} requests ({done.errors:,} errors), {done.malformed:,} malformed messages, "
+        f"{done.refused:,} refused connections; {done.bytes_in:,} bytes received, {done.bytes_out:,} sent",
+        flush=True,
+    )
     server.stop()
     peers.close()
 

@@ -30,7 +30,7 @@ from trainer.service.wire.messages import HelloInfo, ServerStats
 
 MAX_REQUEST = 64 << 20  #: bytes of a request
 
-BUFFER_BYTES = 512 << 20  #: of batches that clients have not acknowledged
+BUFFER_BYTES = 512 << 20  #: bytes of batches that clients have not acknowledged
 
 _GLANCE = 1.0  #: seconds between checks whether the server stops
 
@@ -56,7 +56,7 @@ class GraphServer:
         max_request: int = MAX_REQUEST, max_answer: int = MAX_ARRAY, topology: Topology | None = None,
         stats_file: Path | None = None, peers: PeerStates = lambda: (),
     ):  # fmt: skip
-        self.endpoint = endpoint  #: with the actual port once started
+        self.endpoint = endpoint  #: contains the actual port once the server has started
         self._info, self._threads, self._batch_threads, self._keys = info, threads, batch_threads, keys
         self._max_request, self._max_answer, self._stats_file, self._peers = max_request, max_answer, stats_file, peers
         self._counters, self._busy = Counters(), BusyTime()
@@ -121,13 +121,11 @@ class GraphServer:
             asked = None  # frees its memory
 
     def _receive(self, peer: Peer, received: Received) -> list[Any] | None:
-        """Return the frames of the reply to a request; None if the request is invalid or was passed to the batch
-        scheduler.
-        """
+        """Return the frames of the reply, or None if the request is invalid or was passed to the batch scheduler."""
         try:
             request = decode(received.parts, self._max_request, self._max_request)
-            if request.status != Status.REQUEST or request.kind in (Kind.ALIVE, Kind.TAKEN):
-                raise WireError("not a request")
+            if request.status != Status.REQUEST or request.kind in (Kind.ALIVE, Kind.ACK):
+                raise WireError("the message is not a request")
         except WireError:
             self._network.end(peer)
             return None
@@ -157,7 +155,7 @@ class GraphServer:
                 self._network.reply(job.peer, answer)
 
     def _do(self, job: ScheduledRequest[_DecodedRequest]) -> list[Any] | None:
-        """Answer a scheduled request. Returns the frames of the reply; None if the connection is closed."""
+        """Answer a scheduled request. Returns the frames of the reply, or None if the connection is closed."""
         request, work, _ = job.work
         if work is None:
             answer = self._answer(request, self._handlers.routed_answer)
@@ -176,7 +174,7 @@ class GraphServer:
         start = time.perf_counter()
         try:
             answer = encode(handler(request), self._max_answer)
-        except Exception as error:  # as above
+        except Exception as error:  # sent to the client, too
             return self._error(request, error)
         self._counters.answered(request.kind, time.perf_counter() - start)
         return answer

@@ -70,7 +70,7 @@ class Peer:
 
 
 class _CheckedHello:
-    """A pending reply to HELLO; ``result`` checks the reply."""
+    """A pending reply to HELLO, which ``result`` checks."""
 
     def __init__(self, peer: Peer, pending: PendingAnswer):
         self._peer, self._pending = peer, pending
@@ -82,14 +82,14 @@ class _CheckedHello:
 
 
 class _GreetedAnswer:
-    """A pending reply; ``result`` first waits for the reply to HELLO and checks it."""
+    """A pending reply. ``result`` first waits for the reply to HELLO and checks it."""
 
     def __init__(self, greeting: PendingAnswer, pending: PendingAnswer):
         self._greeting, self._pending = greeting, pending
 
     @property
     def received(self) -> int | None:
-        """Return how many bytes the reply has; None if unknown."""
+        """Return the size of the reply in bytes, or None if it is unknown."""
         return getattr(self._pending, "received", None)
 
     def result(self, timeout: float | None = None) -> Any:
@@ -164,7 +164,7 @@ class Peers:
 
 
 def _stamp(path: Path) -> tuple[int, int, int]:
-    """Return a value that differs between versions of a file; zeros if the file does not exist."""
+    """Return a value that differs between versions of a file, or zeros if the file does not exist."""
     try:
         stat = path.stat()
     except OSError:

@@ -38,8 +38,8 @@ class ServiceKeys:
     public: str  #: certificate
     secret: str = field(repr=False)  #: private key (PKCS #8)
     server: str = ""  #: certificate of the servers; empty: ``public``, as in a run that is not attached
-    endpoints: tuple[str, ...] = ()  #: of the servers; only in a key file for a notebook
-    name: str = ""  #: of the serving cluster
+    endpoints: tuple[str, ...] = ()  #: endpoints of the servers; only in a key file for a notebook
+    name: str = ""  #: name of the serving cluster
     guests: Path | None = field(default=None, compare=False)  #: folder of further certificates that a server admits
 
     def client_context(self) -> ssl.SSLContext:

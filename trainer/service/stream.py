@@ -46,7 +46,7 @@ WOULD_BLOCK = (
     BlockingIOError,
     ssl.SSLWantReadError,
     ssl.SSLWantWriteError,
-)  #: of a non-blocking socket
+)  #: exceptions of a non-blocking socket that would have to wait
 
 GREETING_BYTES = _GREETING.size
 
@@ -57,7 +57,7 @@ def greeting(encrypted: bool) -> bytes:
 
 
 def greeting_problem(received: bytes, encrypted: bool) -> str:
-    """Return why the other side's greeting is incompatible; '' if it is compatible."""
+    """Return the reason why the other side's greeting is incompatible, or '' if it is compatible."""
     magic, version, flags = _GREETING.unpack(received)
     if magic != _MAGIC:
         return "the process that listens there is not a graph server"
@@ -96,12 +96,12 @@ class MessageReader:
         self._limit, self._allocate = limit, allocate
         self._scratch = memoryview(bytearray(SCRATCH)) if scratch is None else scratch
         self._head = bytearray()  # count and sizes, until they are complete
-        self._sizes: list[int] = []  # of the parts of the current message
+        self._sizes: list[int] = []  # sizes of the parts of the current message
         self._parts: list[Any] = []
-        self._size = 0  # of the current message
-        self._part: memoryview | None = None  # being filled; None between messages
+        self._size = 0  # size of the current message
+        self._part: memoryview | None = None  # the part that is being filled; None between messages
         self._filled = 0  # bytes received of the current part
-        self._skip = False  # the current part is not kept
+        self._skip = False  # whether the current part is discarded
 
     def read(self, receive: Callable[[memoryview], int]) -> int:
         """Call ``receive`` (a socket's ``recv_into``) once and process the bytes. Returns the number of bytes.
@@ -143,7 +143,7 @@ class MessageReader:
         self._head += data[:missing]
         if len(self._head) >= 4:
             if self._count > MAX_PARTS:
-                raise WireError(f"a message of {self._count} parts; the limit is {MAX_PARTS}")
+                raise WireError(f"the message has {self._count} parts; the limit is {MAX_PARTS}")
             if self._count == 0:
                 self._ping()
             elif len(self._head) == 4 + 8 * self._count:
@@ -158,7 +158,7 @@ class MessageReader:
         self._head.clear()
         self.pings += 1
         if self.pings > _MAX_PINGS:
-            raise WireError(f"{self.pings} messages without parts")
+            raise WireError(f"more than {_MAX_PINGS} pings arrived in a short time")
 
     def _begin(self) -> None:
         self._sizes = list(struct.unpack_from(f"<{self._count}Q", self._head, 4))
@@ -201,7 +201,7 @@ class MessageWriter:
         self.unsent = 0  #: bytes
         self.messages = 0  #: number of messages that are not completely sent
         self._buffers: deque[memoryview] = deque()
-        self._ends: deque[int] = deque()  # for each message, the bytes put up to its end
+        self._ends: deque[int] = deque()  # number of bytes queued up to the end of each message
         self._put = self._sent = 0
 
     def put(self, parts: Sequence[Any]) -> None:
@@ -219,7 +219,7 @@ class MessageWriter:
         self._add(data)
 
     def send(self, sock: socket.socket) -> int:
-        """Send as many bytes as possible without blocking; returns their number. Raises ``OSError``."""
+        """Send as many bytes as possible without blocking, and return their number. Raises ``OSError``."""
         total = 0
         try:
             while self._buffers:

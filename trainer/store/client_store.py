@@ -17,7 +17,7 @@ from trainer.store.part_store import PartStore
 
 K = TypeVar("K")
 
-_TABLE_FROM = 0.25  #: share of a type's nodes; after so many ids were requested, the whole id table is fetched
+_TABLE_FROM = 0.25  #: share of a type's nodes; after requests for so many ids, the ids of all nodes are fetched
 
 
 class SharedArrays(Protocol):

@@ -19,7 +19,7 @@ from trainer.store.part_store import PartStore
 
 _BLOCK = 4 << 20
 
-_INDEXING = ("/indptr.npy", "/indices.npy", "/orig_id.npy", "/global_id.npy")  #: files whose values kernels index with
+_INDEXING = ("/indptr.npy", "/indices.npy", "/orig_id.npy", "/global_id.npy")  #: files that contain indices
 
 
 @contextmanager

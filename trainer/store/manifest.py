@@ -42,7 +42,7 @@ class FileEntry:
 
     @property
     def part_id(self) -> int | None:
-        """The part that the file belongs to; None for a shared file."""
+        """The part that the file belongs to, or None for a shared file."""
         top = PurePosixPath(self.path).parts[0]
         return None if top == "shared" else int(top.removeprefix("part"))
 
@@ -53,7 +53,7 @@ class AttrSpec:
 
     dtype: str  #: torch's name, such as ``float32``; ``bfloat16`` is stored as uint16 with the same bits
     shape: tuple[int, ...]  #: shape over all parts, [num_nodes, …] or [num_edges, …]
-    kept: str = ""  #: ``int8``: the files hold int8 codes, and scales in files of their own; '': the rows themselves
+    kept: str = ""  #: ``int8``: rows are stored as int8 codes and, in other files, scales; '': stored unchanged
 
     @property
     def stored(self) -> np.dtype[Any]:
@@ -86,7 +86,7 @@ class NodeSpec:
 
 @dataclass(frozen=True)
 class EdgeSpec:
-    """The edges of one type; an edge belongs to the part of its target."""
+    """The edges of one type. An edge belongs to the part of its target."""
 
     num_edges: int
     offsets: tuple[int, ...]  #: [num_parts + 1]; part p owns the edges offsets[p] <= id < offsets[p+1]
@@ -97,7 +97,7 @@ class EdgeSpec:
 
 @dataclass(frozen=True)
 class Manifest:
-    """The content of ``manifest.json``: types, attributes and files of a partition; see docs/ARCHITECTURE.md.
+    """The content of ``manifest.json``: types, attributes and files of a partition. See docs/ARCHITECTURE.md.
 
     Args:
         dataset: Name of the dataset.
@@ -203,7 +203,7 @@ def write_manifest(folder: str | Path, manifest: Manifest) -> Path:
 
 
 def manifest_digest(folder: str | Path) -> str:
-    """Return the sha256, hex, of ``manifest.json``; equal digests mean equal partitions.
+    """Return the sha256, hex, of ``manifest.json``. Equal digests mean equal partitions.
 
     Raises ``PartitionError`` when the file is missing or cannot be read.
     """

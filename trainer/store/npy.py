@@ -19,7 +19,7 @@ _CHUNK_BYTES = 8 << 20
 
 
 def write_npy(root: Path, path: str, dtype: Any, shape: tuple[int, ...], chunks: Iterable[Array]) -> FileEntry:
-    """Write ``root/path`` (little-endian) from consecutive chunks of rows; return its entry for the manifest.
+    """Write ``root/path`` (little-endian) from consecutive chunks of rows, and return its entry for the manifest.
 
     Raises ``OSError``.
     """

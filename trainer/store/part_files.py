@@ -27,9 +27,9 @@ from trainer.store.manifest import FileEntry, Manifest
 
 _NOTE = ".gnnfleet-ranges.json"
 
-_SETTLED_NS = 2_000_000_000  #: age in ns at which a change is old enough for a later one to get another mtime
+_SETTLED_NS = 2_000_000_000  #: ns after a change of a file from which on a further change surely gets another mtime
 
-_CHUNK = 1 << 20  #: ids that are checked together
+_CHUNK = 1 << 20  #: number of ids checked at a time
 
 _FIX = "send or make the part again (partition verify lists all problems)"
 
@@ -122,7 +122,7 @@ class _Bounds:
     offsets: bool  #: whether the values are offsets, otherwise ids
 
     def problem(self) -> str | None:
-        """Describe the first value out of range; None when all are in range."""
+        """Describe the first value out of range. Returns None if all are in range."""
         return self._offsets_problem() if self.offsets else self._ids_problem()
 
     def _ids_problem(self) -> str | None:
@@ -182,7 +182,9 @@ class PartFiles:
         return array
 
     def check_ranges(self) -> None:
-        """Check the ranges of all ids and offsets in the opened files; skip files unchanged since their last check."""
+        """Check the ranges of all ids and offsets in the opened files, except in files unchanged since their last
+        check.
+        """
         tops: dict[str, list[_Bounds]] = {}
         for bounds in self._bounds:
             tops.setdefault(bounds.path.partition("/")[0], []).append(bounds)

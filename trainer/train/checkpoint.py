@@ -31,9 +31,9 @@ VERSION = 3
 
 _READABLE = (2, VERSION)  # version 2 had neither ``partial`` nor ``draws``
 
-KEPT = 2  #: newest files that are kept: so many after whole epochs, and so many later ones within an epoch
+KEPT = 2  #: number of newest files kept: this many after whole epochs, and this many later ones within an epoch
 
-Position = tuple[int, int]  #: epochs done, steps done of the next epoch; later positions compare greater
+Position = tuple[int, int]  #: complete epochs, and steps trained of the next epoch; a later position is greater
 
 #: Settings that change the loss curve; a run can be resumed only with the same values.
 BINDING = (
@@ -41,7 +41,7 @@ BINDING = (
     "temporal_strategy", "disjoint", "batch_size", "lr", "embedding_lr", "weight_decay", "seed", "precision",
 )  # fmt: skip
 
-_SINCE = {"precision": "float32"}  #: values of settings that older files of this version lack
+_SINCE = {"precision": "float32"}  #: values of settings that are missing in older files
 
 
 @dataclass(frozen=True)
@@ -51,12 +51,12 @@ class BestEpoch:
     epoch: int
     val_accuracy: float
     model: Mapping[str, Tensor]
-    embedding: Mapping[NodeType, Tensor] | None = None  #: tables of featureless types; on rank 0 only
+    embedding: Mapping[NodeType, Tensor] | None = None  #: tables of types without features; on rank 0 only
 
 
 @dataclass(frozen=True)
 class PartialEpoch:
-    """The steps done of an epoch that is not finished."""
+    """Losses and sizes of the steps trained so far in an unfinished epoch."""
 
     loss_sums: Tensor  #: float64 [steps], sum of the loss over each step's seeds, over all ranks
     sizes: Tensor  #: int64 [steps], seeds of each step over all ranks
@@ -64,30 +64,32 @@ class PartialEpoch:
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """State needed to continue a run exactly after a step: that ends ``epoch``, or that of ``partial``."""
+    """State from which a run continues exactly: after ``epoch`` complete epochs and the steps in ``partial``."""
 
-    epoch: int  #: epochs done
+    epoch: int  #: number of complete epochs
     model: Mapping[str, Tensor]
     optimizer: Mapping[str, Any]
-    settings: Mapping[str, Any]  #: from ``settings_record``
-    graph: Mapping[str, Any]  #: from ``graph_record``
-    step_loss: tuple[Tensor, ...]  #: one float64 [steps] per epoch done
+    settings: Mapping[str, Any]  #: result of ``settings_record``
+    graph: Mapping[str, Any]  #: result of ``graph_record``
+    step_loss: tuple[Tensor, ...]  #: one float64 [steps] per complete epoch
     best: BestEpoch | None  #: None before the first evaluation
-    embedding: Mapping[str, Any] | None = None  #: from ``embedding_state``; on rank 0 only
-    partial: PartialEpoch | None = None  #: of epoch ``epoch + 1``; None at its start
+    embedding: Mapping[str, Any] | None = None  #: result of ``embedding_state``; on rank 0 only
+    partial: PartialEpoch | None = None  #: steps trained of epoch ``epoch + 1``; None before its first step
     draws: int = DRAWS  #: version of the random draws that chose seeds and neighbours
 
     @property
     def position(self) -> Position:
-        """Epochs done, and steps done of the next epoch."""
+        """Complete epochs, and steps trained of the next epoch."""
         return self.epoch, len(self.partial.sizes) if self.partial else 0
 
     def without_tables(self) -> Checkpoint:
-        """A copy without embedding tables, to send to all ranks; ``scatter_tables`` sends the rows of the tables."""
+        """Return a copy without embedding tables, to send to all ranks. ``scatter_tables`` sends the rows of the
+        tables.
+        """
         return replace(self, embedding=None, best=self.best and replace(self.best, embedding=None))
 
     def content(self) -> dict[str, Any]:
-        """The checkpoint as dicts, lists, tensors and numbers, for ``weights_only`` and for sending to ranks."""
+        """Return the checkpoint as plain values and tensors, which ``torch.load(weights_only=True)`` accepts."""
         values = {entry.name: getattr(self, entry.name) for entry in fields(self)}
         for name in ("best", "partial"):
             part = values[name]
@@ -96,7 +98,7 @@ class Checkpoint:
 
     @classmethod
     def of_content(cls, content: Mapping[str, Any]) -> Checkpoint:
-        """Make a checkpoint from what ``content`` returned."""
+        """Make a checkpoint from the result of ``content``."""
         values = {entry.name: content[entry.name] for entry in fields(cls) if entry.name in content}
         best, partial = values.pop("best"), values.pop("partial", None)
         values["step_loss"] = tuple(values["step_loss"])
@@ -106,12 +108,15 @@ class Checkpoint:
 
 
 def settings_record(settings: TrainSettings) -> dict[str, Any]:
-    """The settings as a dict of plain values; ``layers`` is never None."""
+    """Return the settings as a dict of plain values, in which ``layers`` is never None."""
     return {**asdict(settings), "layers": len(settings.fanouts)}
 
 
 def graph_record(manifest: Manifest, target: NodeType) -> dict[str, Any]:
-    """Return what identifies a dataset and the trained node type; the same for every partition of the dataset."""
+    """Return the properties that identify a dataset and the trained node type.
+
+    They are equal for all partitions of a dataset.
+    """
     return {
         "dataset": manifest.dataset,
         "num_nodes": {of: spec.num_nodes for of, spec in manifest.nodes.items()},
@@ -140,7 +145,7 @@ def save_checkpoint(folder: Path, checkpoint: Checkpoint) -> Path:
 
 
 def save_content(folder: Path, position: Position, content: Mapping[str, Any], best: int | None = None) -> Path:
-    """As ``save_checkpoint``, for any content that ``torch.save`` can write; best: epoch whose file is kept."""
+    """As ``save_checkpoint``, for any content that ``torch.save`` can write. ``best``: epoch whose file is kept."""
     path = folder / file_name(position)
     try:
         folder.mkdir(parents=True, exist_ok=True)
@@ -171,18 +176,21 @@ def load_checkpoint(path: str | Path) -> Checkpoint:
 
 
 def load_content(path: str | Path) -> Any:
-    """Check the digest of a file and read what ``save_content`` wrote. Raises ``CheckpointError`` as load_checkpoint
-    does."""
+    """Check the digest of a file that ``save_content`` wrote, and return its content. Raises ``CheckpointError`` as
+    ``load_checkpoint`` does.
+    """
     try:
         data = Path(path).read_bytes()
     except OSError as error:
         raise CheckpointError(f"checkpoint {path} cannot be read: {error.strerror}") from None
     if not _digest_fits(data):
-        raise CheckpointError(f"checkpoint {path} is damaged or no checkpoint: its content does not match its digest")
+        raise CheckpointError(
+            f"checkpoint {path} is damaged, or not a checkpoint: its content does not match its digest"
+        )
     try:
         return torch.load(io.BytesIO(data), map_location="cpu", weights_only=True)
     except Exception as error:  # torch.load passes on errors of its zip reader and unpickler
-        raise CheckpointError(f"checkpoint {path} is damaged or no checkpoint: {_first_line(error)}") from error
+        raise CheckpointError(f"checkpoint {path} is damaged, or not a checkpoint: {_first_line(error)}") from error
 
 
 def file_name(position: Position) -> str:
@@ -192,7 +200,7 @@ def file_name(position: Position) -> str:
 
 
 def position_of(name: str) -> Position | None:
-    """Position of the file with this name; None if it is not a name that ``file_name`` returns."""
+    """Return the training position that the name of a checkpoint file states; None for the name of another file."""
     match = re.fullmatch(r"epoch-(\d{4,})(?:-step-(\d{6,}))?\.pt", name)
     return (int(match[1]), int(match[2] or 0)) if match else None
 
@@ -203,7 +211,7 @@ _COMMENT_BYTES = len(_COMMENT) + 64
 
 
 class _HashingFile:
-    """A file opened for writing that computes the SHA-256 of what is written, except of the last two bytes."""
+    """A file opened for writing that computes the SHA-256 of all written bytes except the last two."""
 
     def __init__(self, file: BinaryIO) -> None:
         self._file, self._digest, self._held = file, hashlib.sha256(), b""
@@ -239,7 +247,7 @@ def _write_with_digest(content: Mapping[str, Any], file: BinaryIO) -> None:
 
 
 def _digest_fits(data: bytes) -> bool:
-    """Whether a file's content matches its digest; True for a file without one, of an earlier version."""
+    """Return whether a file's content matches its digest. Files of earlier versions have no digest and always match."""
     comment = data[-_COMMENT_BYTES:]
     if not comment.startswith(_COMMENT):
         return True
@@ -276,10 +284,10 @@ def _point_to(link: Path, target: Path) -> None:
 
 
 def _prune(folder: Path, newest: Position, best: int | None) -> None:
-    """Delete files that are not needed after ``newest``.
+    """Delete old checkpoint files after the checkpoint at ``newest`` was written.
 
-    Kept are the ``KEPT`` newest files after whole epochs, the file of epoch ``best``, and of the files within an epoch
-    the ``KEPT`` newest that are later than all of these.
+    The ``KEPT`` newest files of whole epochs and the file of epoch ``best`` are not deleted. Of the files within an
+    epoch, the ``KEPT`` newest are not deleted if they are later than all whole epochs.
     """
     known = sorted(position for position, _ in files_of(folder) if position <= newest)
     epochs = [position for position in known if position[1] == 0]

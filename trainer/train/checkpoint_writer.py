@@ -1,4 +1,4 @@
-"""Decides when to save a checkpoint within an epoch, and writes it in a thread while training goes on."""
+"""Decides when to save a checkpoint within an epoch, and writes it in a thread while training continues."""
 
 from __future__ import annotations
 
@@ -17,15 +17,15 @@ from trainer.train.checkpoint import Checkpoint, Position, remove_temporaries, s
 
 SHARE = 0.02  #: largest share of the time that saving may take from the training loop
 
-_EVERY = 1.0  # seconds between messages of rank 0
+_EVERY = 1.0  # seconds between broadcasts of rank 0
 
 
 class CheckpointSchedule:
     """Decides after which steps all ranks save a checkpoint: about every ``interval`` seconds by rank 0's clock.
 
-    A message in every step would be costly for short steps, so rank 0 tells the others about once a second whether to
-    save now, and after how many steps it tells them next. The interval grows if saving is slow, so that saving takes at
-    most ``SHARE`` of the time.
+    A broadcast in every step would be costly for short steps. Rank 0 therefore broadcasts about once a second: whether
+    to save now, and the number of steps until its next broadcast. If saving is slow, the interval grows, so that saving
+    takes at most ``SHARE`` of the time.
 
     Args:
         interval: Seconds between checkpoints; 0: never.
@@ -35,11 +35,11 @@ class CheckpointSchedule:
 
     def __init__(self, interval: float, group: RankGroup, clock: Callable[[], float] = time.monotonic):
         self.interval, self._group, self._clock = interval, group, clock
-        self._saved = self._told = clock()  # the last checkpoint, and the last message of rank 0
-        self._steps, self._next = 0, 1  # steps since that message, and of these the one after which the next follows
+        self._saved = self._told = clock()  # times of the last checkpoint and of the last broadcast
+        self._steps, self._next = 0, 1  # steps since the last broadcast, and number of steps until the next
 
     def due(self) -> bool:
-        """Return whether to save now; call after each step. Collective."""
+        """Return whether to save a checkpoint now. Must be called after each step. Collective."""
         self._steps += 1
         if self.interval <= 0 or self._steps < self._next:
             return False
@@ -48,7 +48,7 @@ class CheckpointSchedule:
         return bool(save)
 
     def _choice(self) -> tuple[bool, int]:
-        """Whether to save now, and the number of steps until the next message."""
+        """Return whether to save now, and the number of steps until the next broadcast."""
         now = self._clock()
         left = self._saved + self.interval - now
         pace = max(now - self._told, 1e-9) / self._steps  # seconds per step
@@ -56,26 +56,38 @@ class CheckpointSchedule:
         return left <= 0, max(1, round(wait / pace))
 
     def saved(self, seconds: float = 0.0) -> None:
-        """Record that a checkpoint was saved, also at the end of an epoch; ``seconds``: by which it delayed the loop.
+        """Record that a checkpoint was saved within an epoch or at its end.
 
-        All ranks must call this after the same steps.
+        All ranks must call this after the same steps. ``seconds``: time by which saving delayed the training loop.
         """
         self.interval = max(self.interval, seconds / SHARE) if self.interval > 0 else 0.0
         self._saved = self._told = self._clock()
         self._steps, self._next = 0, 1
 
 
-class CheckpointWriter:
-    """Writes checkpoints into a folder, one at a time; those within an epoch in a thread.
+def checkpoint_writers(group: RankGroup, has_tables: bool, every_node: bool) -> tuple[int, ...]:
+    """Ranks that write checkpoints: rank 0, and with ``every_node`` the first rank of each other node. Collective.
 
-    If the thread cannot write one, it prints the error, but not again for the next one, and training goes on: the
-    earlier checkpoints are still there.
+    With embedding tables, which a writing rank has to gather, only the first two nodes write.
+    """
+    first: dict[int, int] = {}
+    for rank, node in enumerate(group.gather(group.ranks.node_rank)):
+        first.setdefault(node, rank)
+    ranks = tuple(first.values()) if every_node else (0,)
+    return ranks[:2] if has_tables else ranks
+
+
+class CheckpointWriter:
+    """Writes checkpoints into a folder, one at a time. Checkpoints within an epoch are written by a thread.
+
+    If the thread fails, it prints the error, and training continues with the earlier checkpoints on disk. The error is
+    not printed again if the next checkpoint fails too.
     """
 
     def __init__(self, folder: Path):
         self.folder = folder
         self._thread: threading.Thread | None = None
-        self._failing = False  # whether the last one could not be written
+        self._failing = False  # whether writing the last checkpoint failed
         self._cleaned = False
 
     @property
@@ -84,7 +96,10 @@ class CheckpointWriter:
         return self._thread is not None and self._thread.is_alive()
 
     def begin(self, checkpoint: Checkpoint) -> None:
-        """Start to write a checkpoint; waits for the one before. Its tensors must not change meanwhile."""
+        """Wait until the previous checkpoint is written, and start to write ``checkpoint``.
+
+        The tensors of ``checkpoint`` must not change until it is written.
+        """
         self._begin(lambda: save_checkpoint(self.folder, checkpoint))
 
     def begin_content(self, position: Position, content: Mapping[str, Any]) -> None:
@@ -108,7 +123,7 @@ class CheckpointWriter:
         self._thread.start()
 
     def _await_turn(self) -> None:
-        """Wait for the checkpoint before; at first, delete what a killed process was writing."""
+        """Wait for the previous checkpoint. The first call also deletes incomplete files of a killed process."""
         self.finish()
         if not self._cleaned:
             self._cleaned = True
@@ -121,19 +136,20 @@ class CheckpointWriter:
         except CheckpointError as error:
             self._failing = True
             if not failed_before:
-                print(f"{error}; training goes on, the last checkpoint is the one before", flush=True)
+                print(f"{error}; training continues, and the previous checkpoint remains the newest", flush=True)
 
 
 def detached(checkpoint: Checkpoint) -> Checkpoint:
-    """A copy of a checkpoint whose weights and optimizer state, on the CPU, do not change when training goes on.
+    """Return a copy of a checkpoint that does not change when training continues.
 
-    The other tensors are shared: nothing changes the losses, the best weights or gathered tables in place.
+    Weights and optimizer state are copied to the CPU. The other tensors are shared, because losses, best weights and
+    gathered tables are never changed in place.
     """
     return replace(checkpoint, model=cpu_copy(checkpoint.model), optimizer=cpu_copy(checkpoint.optimizer))
 
 
 def cpu_copy(value: Any) -> Any:
-    """Copy a state of dicts, lists and tuples; tensors are copied to the CPU, other values are shared."""
+    """Copy a state of dicts, lists and tuples. Tensors are copied to the CPU, and other values are shared."""
     if isinstance(value, Tensor):
         return value.detach().to("cpu", copy=True)
     if isinstance(value, Mapping):

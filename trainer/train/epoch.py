@@ -27,10 +27,10 @@ AnyBatch = Batch | HeteroBatch
 
 
 class Batches(Protocol):
-    """Interface of a loader for ``train_epoch`` and ``evaluate``; ``BatchLoader`` implements it."""
+    """A loader as ``train_epoch`` and ``evaluate`` use it. ``BatchLoader`` implements this protocol."""
 
     def __len__(self) -> int:
-        """Number of steps in an epoch, the same on every rank."""
+        """Return the number of steps in an epoch, the same on every rank."""
 
     def epoch(self, epoch: int, first_step: int = 0) -> Iterator[AnyBatch]:
         """Yield this rank's batch of each step, from ``first_step`` on."""
@@ -38,22 +38,22 @@ class Batches(Protocol):
 
 @dataclass(frozen=True)
 class EpochReport:
-    """Results of one epoch; sums over all ranks unless stated otherwise."""
+    """Results of one epoch. Values are those of all ranks unless stated otherwise."""
 
     epoch: int
     loss: float  #: mean over all seeds
     step_loss: Tensor  #: float64 [steps] mean over each step's seeds
-    seconds: float  #: of the steps that this process trained; after a resume within the epoch not all
-    seeds: int  #: of these steps
+    seconds: float  #: time of the steps that this process trained; after a resume within the epoch, only later steps
+    seeds: int  #: seeds of all ranks in these steps
     own_seeds: int  #: seeds of this rank in these steps
-    cost: Cost  #: of this rank's batches
-    batches: int  #: of this rank
-    times: StepTimes  #: of this rank
+    cost: Cost  #: cost of this rank's batches
+    batches: int  #: number of this rank's batches
+    times: StepTimes  #: times of this rank's steps
     cpu_s: float  #: CPU seconds of this rank's process, all threads
 
     @property
     def line(self) -> dict[str, Any]:
-        """This rank's times and traffic, as fields of an ``epoch`` metrics line."""
+        """Times and traffic of this rank, as fields of an ``epoch`` metrics line."""
         return {
             "wait_s": round(self.times.batch_s, 3),
             "cpu_s": round(self.cpu_s, 3),
@@ -72,23 +72,25 @@ class EpochReport:
 class EpochSums:
     """Running sums of one rank during an epoch."""
 
-    sums: Tensor = field(default_factory=lambda: torch.zeros(0, dtype=torch.float64))  #: per step, over all ranks
-    losses: list[Tensor] = field(default_factory=list)  #: of the steps after ``sums``, over this rank's seeds
+    #: float64 [steps], sum of the loss over each step's seeds, over all ranks
+    sums: Tensor = field(default_factory=lambda: torch.zeros(0, dtype=torch.float64))
+    #: loss of each step that is not in ``sums`` yet, summed over this rank's seeds
+    losses: list[Tensor] = field(default_factory=list)
     sizes: list[int] = field(default_factory=list)  #: seeds of each step over all ranks
-    seeds: int = 0  #: of this rank
-    costs: list[Cost] = field(default_factory=list)  #: of this rank's batches
-    resumed: int = 0  #: steps that an earlier process trained, before a resume within the epoch
-    started: float = math.nan  #: when ``begin`` was called; monotonic, seconds
-    cpu_began: float = math.nan  #: CPU seconds of this process at that time
+    seeds: int = 0  #: seeds of this rank
+    costs: list[Cost] = field(default_factory=list)  #: cost of each batch of this rank
+    resumed: int = 0  #: number of steps trained by an earlier process, before a resume within the epoch
+    started: float = math.nan  #: ``time.monotonic()`` when ``begin`` was called
+    cpu_began: float = math.nan  #: CPU seconds of this process when ``begin`` was called
 
     @classmethod
     def of(cls, partial: PartialEpoch) -> EpochSums:
-        """The sums over the steps done before a resume within the epoch."""
+        """Return the sums over the steps that were trained before a resume within the epoch."""
         sizes = [int(size) for size in partial.sizes]
         return cls(partial.loss_sums.clone(), sizes=sizes, resumed=len(sizes))
 
     def begin(self) -> None:
-        """Start the clocks."""
+        """Start to measure wall time and CPU time."""
         self.started, self.cpu_began = time.monotonic(), time.process_time()
 
     def add(self, batch: AnyBatch, loss: Tensor) -> None:
@@ -104,7 +106,7 @@ class EpochSums:
             self.losses = []
 
     def partial(self) -> PartialEpoch:
-        """The steps done, for a checkpoint; ``reduce_losses`` must have been called after the last one."""
+        """Return the sums in the form of a checkpoint. ``reduce_losses`` must have been called after the last step."""
         return PartialEpoch(self.sums.clone(), torch.tensor(self.sizes))
 
     @property
@@ -132,8 +134,8 @@ def train_epoch(
 ) -> EpochReport:  # fmt: skip
     """Train one epoch. Collective: ranks without seeds take part in every step too.
 
-    tally: sums over the steps that are already done; training continues with the next step.
-    after_step: called after every step except the last.
+    tally: sums over the steps that are already trained; training continues with the next step. after_step: called after
+    every step except the last.
 
     Each rank's loss is the sum over its own seeds, divided by the step's seeds over all ranks and multiplied by the
     number of ranks. The mean of gradients over ranks is then the gradient of the mean loss of the global batch.
@@ -221,7 +223,7 @@ def _check_finite(loss: float, epoch: int, step: int, group: RankGroup) -> None:
         )
 
 
-EVAL_EPOCH = 0  #: epoch in the random keys of evaluations: all sample the same neighbours; training counts from 1
+EVAL_EPOCH = 0  #: epoch number in the random keys of evaluations, so that all sample the same neighbours
 
 
 @dataclass(frozen=True)
@@ -235,7 +237,7 @@ class Score:
 
 @torch.no_grad()
 def evaluate(model: nn.Module, task: Task, batches: Batches, group: RankGroup) -> Score:
-    """Score ``model`` (not wrapped in DDP) on all seeds of a split; every rank gets the same result. Collective.
+    """Score ``model`` (not wrapped in DDP) on all seeds of a split. Every rank gets the same result. Collective.
 
     Raises ``TrainingError`` when the loss is NaN.
     """

@@ -39,27 +39,27 @@ from trainer.train.task import Task
 class FitResult:
     """Result of a run. The test accuracy is that of the weights with the best val accuracy."""
 
-    epochs: int  #: trained in total, including those before a resume
+    epochs: int  #: number of epochs trained, including those before a resume
     best_epoch: int
-    val_accuracy: float | None  #: of ``best_epoch``; None without a val split
+    val_accuracy: float | None  #: val accuracy of ``best_epoch``; None without a val split
     test_accuracy: float | None  #: None without a test split
     step_loss: tuple[torch.Tensor, ...]  #: float64 [steps] per epoch, including those before a resume
-    epoch_seconds: tuple[float, ...]  #: of the epochs that this process trained
-    checkpoint: Path | None  #: newest file; None when no epoch was left to train
+    epoch_seconds: tuple[float, ...]  #: seconds of each epoch that this process trained
+    checkpoint: Path | None  #: newest checkpoint file; None when no epoch was left to train
 
 
 @dataclass(frozen=True)
 class Progress:
     """Results of a run so far, without the weights."""
 
-    done: int = 0  #: epochs trained
+    done: int = 0  #: number of epochs trained
     scored: bool = True  #: whether epoch ``done`` has been evaluated, if an evaluation is due
-    step_loss: tuple[torch.Tensor, ...] = ()  #: float64 [steps] per epoch done
+    step_loss: tuple[torch.Tensor, ...] = ()  #: float64 [steps] per trained epoch
     best: BestEpoch | None = None
-    seconds: tuple[float, ...] = ()  #: of each epoch that this process trained
-    cost: Cost = Cost()  #: of this rank's batches in those epochs
-    report: EpochReport | None = None  #: of epoch ``done``; None if a checkpoint was resumed there
-    tally: EpochSums | None = None  #: of the next epoch, after a resume within it
+    seconds: tuple[float, ...] = ()  #: seconds of each epoch that this process trained
+    cost: Cost = Cost()  #: cost of this rank's batches in those epochs
+    report: EpochReport | None = None  #: report of epoch ``done``; None if it was trained before a resume
+    tally: EpochSums | None = None  #: sums over the steps of epoch ``done + 1`` that were trained before a resume
 
 
 @dataclass(frozen=True)
@@ -68,7 +68,7 @@ class _ReportedBatches:
 
     batches: Batches
     metrics: MetricsLog
-    done: int  #: epochs trained
+    done: int  #: number of epochs trained
 
     def __len__(self) -> int:
         return len(self.batches)
@@ -97,13 +97,13 @@ class Fit:
         self.progress = Progress()
         self.best_rows: torch.Tensor | None = None  #: this rank's embedding rows of the best epoch
         self._writers, self._writer = writers, CheckpointWriter(folder)
-        self._saving_s = 0.0  #: seconds by which checkpoints within the current epoch have delayed it
+        self._saving_s = 0.0  #: seconds by which checkpoints have delayed the current epoch
         self._schedule = CheckpointSchedule(settings.checkpoint_seconds, group)
-        self._prediction: Prediction | None = None  #: of the traffic from other hosts to this rank
+        self._prediction: Prediction | None = None  #: predicted traffic from other hosts to this rank
         self._starvation_printed = False
 
     def restore(self, checkpoint: Checkpoint) -> None:
-        """Continue from a checkpoint that has passed ``check_fits``; on rank 0 it must include the embedding tables."""
+        """Continue from a checkpoint that has passed ``check_fits``. On rank 0 it must include the embedding tables."""
         self.model.load_state_dict(dict(checkpoint.model))
         self.optimizers.model.load_state_dict(dict(checkpoint.optimizer))
         tally = EpochSums.of(checkpoint.partial) if checkpoint.partial else None
@@ -116,8 +116,9 @@ class Fit:
                 self.best_rows = scatter_tables(rows.embedding, checkpoint.best.embedding)
 
     def log_prediction(self, filled: FilledCache) -> None:
-        """Log how much this rank is expected to receive from other hosts; the end of ``run`` compares it with the bytes
-        received."""
+        """Log how many bytes this rank is expected to receive from other hosts. At its end, ``run`` compares this
+        number with the bytes received.
+        """
         self.metrics.write("predict", **filled.prediction.line())
         self._prediction = filled.prediction
         self._print(str(filled))
@@ -125,7 +126,7 @@ class Fit:
     def run(self) -> FitResult:
         """Train up to ``settings.epochs``, then score the best epoch's weights on the test split."""
         wrapped = self._wrapped()
-        give_back_freed_memory()  # from opening the graph and filling caches; the steps would not reuse it
+        give_back_freed_memory()  # memory that was used to open the graph and to fill caches
         if self.progress.done >= self.settings.epochs and self.progress.report is None:
             epochs = f"epoch {self.progress.done} of {self.settings.epochs}"
             self._print(f"nothing to train: the checkpoint is at {epochs}; increase --epochs to train further")
@@ -137,7 +138,7 @@ class Fit:
         return self._finish()
 
     def _train(self, wrapped: nn.Module) -> None:
-        """Train the next epoch, or the rest of an interrupted one."""
+        """Train the next epoch, or the remaining steps of an interrupted epoch."""
         before = self.progress
         report = train_epoch(
             wrapped, self.task, self.optimizers, self.loaders["train"], before.done + 1, self.group, self.metrics,
@@ -153,7 +154,7 @@ class Fit:
             self._save_step(tally)
 
     def _save_step(self, tally: EpochSums) -> None:
-        """Save a checkpoint within the epoch, written while training goes on. Collective."""
+        """Save a checkpoint within the epoch. A thread writes it while training continues. Collective."""
         began = time.monotonic()
         tally.reduce_losses(self.group)
         checkpoint = self._checkpoint(tally)
@@ -164,7 +165,7 @@ class Fit:
         self._schedule.saved(seconds)
 
     def _close_epoch(self) -> None:
-        """At the end of an epoch: evaluate if due, print the epoch's line, and write a checkpoint if due."""
+        """End an epoch: evaluate if due, print the line of the epoch, and write a checkpoint if due."""
         score = self._score_val()
         self.progress = replace(self.progress, scored=True)
         if self.progress.report is not None:
@@ -174,7 +175,7 @@ class Fit:
             self._save()
 
     def _wrapped(self) -> nn.Module:
-        """The model wrapped for training, so that gradients are averaged over ranks."""
+        """Return the model to train, wrapped so that gradients are averaged over ranks."""
         model, average = averaged(self.model, self.group)
         self.optimizers = replace(self.optimizers, average=average)
         return model
@@ -183,7 +184,7 @@ class Fit:
         return self.progress.done == self.settings.epochs or (every > 0 and self.progress.done % every == 0)
 
     def _score_val(self) -> Score | None:
-        """Score the val split if due, and keep the weights if they are the best so far; None if not due."""
+        """Score the val split, and keep the weights if they are the best so far. Returns None if it is not due."""
         if "val" not in self.loaders or not self._due(self.settings.eval_every):
             return None
         score, best = self._score("val", self.progress.done), self.progress.best
@@ -216,7 +217,9 @@ class Fit:
         self._print(epoch_text(report, self.settings.epochs, val.accuracy if val else None))
 
     def _print_starvation(self, report: EpochReport) -> None:
-        """Print advice once if sampler threads are too slow, from epoch 2 on: epoch 1 also compiles and reads files."""
+        """Print advice, once, if sampler threads are too slow. Not in epoch 1, which also compiles kernels and reads
+        files.
+        """
         if len(self.progress.seconds) < 2 or self._starvation_printed:
             return
         times = RankTimes.of(self.group.ranks.rank, [report.line])
@@ -226,7 +229,7 @@ class Fit:
 
     def _print_traffic(self) -> None:
         if "GNNFLEET_RUN_ID" in os.environ:
-            return  # the launcher's report has the traffic of all ranks
+            return  # the launcher's report shows the traffic of all ranks
         for line in traffic_text(
             self.progress.cost, len(self.progress.seconds), self.group.ranks.rank, self._prediction
         ):
@@ -234,11 +237,11 @@ class Fit:
 
     @property
     def _path(self) -> Path:
-        """Path of the checkpoint after the last epoch trained; the same on all ranks."""
+        """Return the path of the checkpoint after the last trained epoch. It is the same on all ranks."""
         return self.folder / file_name((self.progress.done, 0))
 
     def _save(self) -> None:
-        """Write a checkpoint after an epoch; waits for the disk. Collective."""
+        """Write a checkpoint after an epoch, and wait until it is on the disk. Collective."""
         checkpoint = self._checkpoint()
         if checkpoint is not None:
             self._writer.write(checkpoint)
@@ -247,9 +250,10 @@ class Fit:
         self._schedule.saved()
 
     def _checkpoint(self, tally: EpochSums | None = None) -> Checkpoint | None:
-        """The state after the last step, on the ranks that write checkpoints; None on the others. Collective.
+        """Return the state after the last step, on the ranks that write checkpoints, or None on other ranks.
+        Collective.
 
-        tally: sums over the steps done of an unfinished epoch. Embedding rows are gathered on each writing rank.
+        Embedding rows are gathered on each writing rank. ``tally``: sums over the trained steps of an unfinished epoch.
         """
         best, state = self.progress.best, None
         if rows := self.optimizers.rows:
@@ -303,7 +307,7 @@ class Fit:
 
 
 def epoch_text(report: EpochReport, epochs: int, val_accuracy: float | None) -> str:
-    """The line printed for an epoch: loss, val accuracy, seconds, seeds per second."""
+    """Return the line that is printed for an epoch: loss, val accuracy, seconds, seeds per second."""
     loss = f"{report.loss:.4f}" if abs(report.loss) < 1e6 else f"{report.loss:.4g}"
     words = [f"epoch {report.epoch}/{epochs}", f"loss {loss}"]
     words += [f"val {val_accuracy:.4f}"] if val_accuracy is not None else []
@@ -311,7 +315,10 @@ def epoch_text(report: EpochReport, epochs: int, val_accuracy: float | None) -> 
 
 
 def traffic_text(cost: Cost, epochs: int, rank: int, prediction: Prediction | None) -> Iterator[str]:
-    """Yield lines about the rows that a rank got from other hosts, if any; ``cost``: sum over ``epochs`` epochs."""
+    """Yield lines of text about the rows that a rank got from other hosts, if any.
+
+    ``cost``: sum over ``epochs`` epochs.
+    """
     if epochs == 0 or cost.remote_rows == 0:
         return
     text = f"from other hosts to rank {rank}: {cost.remote_bytes / epochs / 1e6:,.1f} MB an epoch"

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import csv
 import json
 import os
 import shutil
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
@@ -19,6 +20,7 @@ from trainer.core.arrays import Array
 from trainer.core.errors import CheckpointError, SettingsError
 from trainer.core.ranks import RankGroup, Ranks, join_ranks, pick_device
 from trainer.core.schema import NodeType
+from trainer.core.texts import decode_texts
 from trainer.graph.open import Graph
 from trainer.nn.graph_facts import facts_of
 from trainer.sampler.types import RowRequest
@@ -36,6 +38,8 @@ from trainer.train.job import (
 from trainer.train.layerwise_inference import LayerRows, NodeRange, WholeGraph, stack_of
 from trainer.train.settings import InferJob
 
+_ROWS_AT_ONCE = 1 << 16
+
 
 @dataclass(frozen=True)
 class InferResult:
@@ -43,7 +47,7 @@ class InferResult:
 
     target: NodeType
     epoch: int  #: epoch of the weights that were used
-    accuracy: Mapping[str, float]  #: by split, 0 to 1
+    accuracy: Mapping[str, float]  #: accuracy by split, 0 to 1
     nodes: int
 
 
@@ -70,12 +74,14 @@ def infer(job: InferJob, ranks: Ranks | None = None) -> InferResult:
         whole = WholeGraph(graph, layout, group, scratch, job.nodes_at_once, weight)
         rows = whole.run(stack_of(model, facts_of(graph.manifest, target)))[target]
         _write_parts(job.out, graph, target, rows, group)
+        group.barrier()  # the rows of a part may come from several ranks
+        _write_predictions(job.out, graph, target, rows, group)
         result = InferResult(
             target, epoch, _accuracy(graph, target, rows, group), graph.manifest.nodes[target].num_nodes
         )
         if group.rank == 0:
             _report(result, job)
-        group.barrier()  # this node's graph server must outlive the slowest rank
+        group.barrier()  # keeps this node's graph server alive until the slowest rank has finished
     return result
 
 
@@ -129,9 +135,45 @@ def _new_part(out: Path, graph: Graph, target: NodeType, part_id: int, width: in
     folder.mkdir(parents=True, exist_ok=True)
     offsets = graph.manifest.nodes[target].offsets
     ids = np.arange(offsets[part_id], offsets[part_id + 1])
-    (found,) = graph.access.gather([RowRequest(target, ids, ("orig_id",))])
+    name = "id" if "id" in graph.manifest.nodes[target].attrs else "orig_id"
+    (found,) = graph.access.gather([RowRequest(target, ids, ("orig_id", name))])
     np.save(folder / "orig_id.npy", np.asarray(found["orig_id"], np.int64))
+    np.save(folder / "id.npy", np.asarray(found[name]))
     np.lib.format.open_memmap(folder / "logits.npy", mode="w+", dtype=np.float32, shape=(len(ids), width)).flush()
+
+
+def _write_predictions(out: Path, graph: Graph, target: NodeType, rows: LayerRows, group: RankGroup) -> None:
+    """Write ``part<p>/predictions.csv`` of the parts whose first nodes this rank has: id, class and its probability.
+
+    The id is that of the node table (dataset `tables`), else the original id; the class is its text where the label is
+    one.
+    """
+    offsets = graph.manifest.nodes[target].offsets
+    prefix = f"{target}__" if graph.manifest.hetero else ""
+    texts = graph.store.graph_attrs.get(f"{prefix}y__categories")
+    names = decode_texts(np.asarray(texts)) if texts is not None else None
+    for piece in rows.shares.own(group.rank):
+        if piece.first == offsets[piece.part_id]:
+            _write_part_predictions(out / f"part{piece.part_id}", names)
+
+
+def _write_part_predictions(folder: Path, names: Sequence[str] | None) -> None:
+    logits, ids = np.load(folder / "logits.npy", mmap_mode="r"), np.load(folder / "id.npy", mmap_mode="r")
+    with (folder / "predictions.csv").open("w", newline="", encoding="utf-8") as file:
+        writer = csv.writer(file)
+        writer.writerow(["id", "prediction", "probability"])
+        for begin in range(0, len(logits), _ROWS_AT_ONCE):
+            some = ids[begin : begin + _ROWS_AT_ONCE]
+            scores = torch.softmax(torch.from_numpy(np.array(logits[begin : begin + _ROWS_AT_ONCE])), 1).max(1)
+            classes = scores.indices.tolist()
+            writer.writerows(
+                zip(
+                    decode_texts(some) if some.ndim == 2 else some.tolist(),
+                    [names[k] for k in classes] if names else classes,
+                    [f"{value:.6f}" for value in scores.values.tolist()],
+                    strict=True,
+                )
+            )
 
 
 def _shared_file(out: Path, piece: NodeRange) -> np.memmap[Any, Any]:
@@ -172,6 +214,7 @@ def _report(result: InferResult, job: InferJob) -> None:
     scores = "".join(f"  {split} {accuracy:.4f}" for split, accuracy in result.accuracy.items())
     print(f"{result.nodes:,} {result.target} nodes, weights of epoch {result.epoch}:{scores}", flush=True)
     print(
-        f"logits are in {job.out}/part*/logits.npy, the row number of each node in the source in orig_id.npy",
+        f"predictions are in {job.out}/part*/predictions.csv, logits in logits.npy beside them, and the row number of "
+        "each node in the source in orig_id.npy",
         flush=True,
     )

@@ -31,6 +31,7 @@ from trainer.store.digest_check import checked_digests
 from trainer.store.manifest import Manifest
 from trainer.store.part_store import open_parts
 from trainer.train.checkpoint import Checkpoint, check_fits, graph_record, load_checkpoint
+from trainer.train.checkpoint_writer import checkpoint_writers
 from trainer.train.fit import Fit, FitResult
 from trainer.train.metrics import MetricsLog
 from trainer.train.settings import InferJob, TrainJob, TrainSettings
@@ -38,10 +39,11 @@ from trainer.train.task import node_classification, pick_target
 
 
 def find_damage(job: TrainJob | InferJob, ranks: Ranks) -> PartitionError | None:
-    """Compare the files that this node's ranks open with their digests; returns the first mismatch.
+    """Compare the files that this node's ranks open with their digests. Returns the first mismatch, None if there is
+    none.
 
     Reads nothing and returns None if another process of the node checks the files, or the job disables the check.
-    Reading may take long; other ranks wait at the rendezvous meanwhile.
+    Reading may take long, and other ranks wait at the rendezvous until this function returns.
     """
     if not job.digests or job.parts is None or not compares_digests(ranks):
         return None
@@ -53,10 +55,11 @@ def find_damage(job: TrainJob | InferJob, ranks: Ranks) -> PartitionError | None
 
 
 def open_job_graph(job: TrainJob | InferJob, ranks: Ranks, damage: PartitionError | None = None) -> Graph:
-    """Open the job's parts and connect to the hosts of all other parts; on a client node, connect to the graph servers.
+    """Open the job's parts, and connect to the hosts of all other parts. On a client node, connect to the graph
+    servers.
 
     Raises ``damage`` if it is not None, ``SettingsError`` if a node other than a client has no partition folder, and
-    whatever ``open_graph`` and ``open_client`` raise.
+    the errors of ``open_graph`` and ``open_client``.
     """
     if damage is not None:
         raise damage
@@ -92,7 +95,7 @@ def check_same_partition(graph: Graph, group: RankGroup) -> None:
 
 
 def layout_of(graph: Graph, group: RankGroup) -> RankLayout:
-    """Return which ranks are near each part: they read it from disk, or their home server does. Collective."""
+    """Return for each part the ranks that read it from disk, or whose home server does. Collective."""
     owned = group.gather(graph.near_parts)
     parts = range(graph.manifest.num_parts)
     return RankLayout(group.size, tuple(tuple(r for r, own in enumerate(owned) if part in own) for part in parts))
@@ -101,7 +104,8 @@ def layout_of(graph: Graph, group: RankGroup) -> RankLayout:
 def one_host_layout(graph: Graph, group: RankGroup) -> RankLayout:
     """As ``layout_of``, but with each part assigned to the ranks of a single node, which share a disk. Collective.
 
-    A part goes to the node with the fewest parts so far, among the nodes near it, or among all if none is.
+    A part is assigned to the node with the fewest parts so far, among the nodes whose ranks ``layout_of`` returns for
+    the part, or among all nodes if there is none.
     """
     near_by_rank = group.gather((group.ranks.node_rank, graph.near_parts))
     nodes = sorted({node for node, _ in near_by_rank})
@@ -116,7 +120,7 @@ def one_host_layout(graph: Graph, group: RankGroup) -> RankLayout:
 
 
 def batch_plan(graph: Graph, loader: BatchLoader) -> BatchPlan:
-    """The rows that the loader's batches request, for ``fill_cache`` and ``device_rows``."""
+    """Return a plan of the loader's batches, for ``fill_cache`` and ``device_rows``."""
     attrs = columns_of(graph, loader.settings)
     columns = {of: ("orig_id", *attrs.get(of, ())) for of in graph.manifest.nodes}
     return BatchPlan(loader.order, columns, loader.requests, loader.settings.threads)
@@ -125,7 +129,7 @@ def batch_plan(graph: Graph, loader: BatchLoader) -> BatchPlan:
 def fill_host_cache(
     graph: Graph, loader: BatchLoader, remote_access: RemoteAccess, run_dir: Path, group: RankGroup
 ) -> FilledCache | None:
-    """Cache rows of other hosts for the loader's batches; see ``fill_cache``. Collective."""
+    """Cache rows of other hosts for the loader's batches, by ``fill_cache``. Collective."""
     node = f"{group.ranks.node_rank} {group.ranks.host}"
     plan = batch_plan(graph, loader)
     return fill_cache(graph.access, graph.store, plan, node, remote_access.cache, run_dir / "cache", group)
@@ -146,7 +150,9 @@ def fill_device_cache(
 def make_model(
     settings: TrainSettings, manifest: Manifest, target: NodeType, device: torch.device | None = None
 ) -> tuple[nn.Module, ShardedEmbedding | None]:
-    """The initial model, and embedding rows [nodes, ``hidden``] of the reached node types that have no features."""
+    """Return the initial model, and embedding rows [nodes, ``hidden``] of the featureless node types that the model
+    reads.
+    """
     facts = facts_of(manifest, target)
     reached = layer_needs(facts.node_types, facts.edge_types, target, len(settings.fanouts))[0].sources
     bare = {of: manifest.nodes[of].num_nodes for of in reached if of not in facts.in_dims}
@@ -157,7 +163,7 @@ def make_model(
 def trained_model(
     saved: Checkpoint, manifest: Manifest, device: torch.device | None = None
 ) -> tuple[nn.Module, ShardedEmbedding | None]:
-    """Build the model of a checkpoint, with its best weights, or the last ones if none was evaluated.
+    """Build the model of a checkpoint, with its best weights, or its last weights if no epoch was evaluated.
 
     Under torch.distributed all ranks must call it; only rank 0 needs the embedding tables of ``saved``.
 
@@ -201,14 +207,14 @@ SPLITS = ("train", "val", "test")
 
 
 def train(job: TrainJob, ranks: Ranks | None = None) -> FitResult:
-    """Train one model on all ranks; every rank returns the same result.
+    """Train one model on all ranks. Every rank returns the same result.
 
     Raises ``TrainerError`` on every rank for errors that a user can fix.
     """
     ranks = ranks or Ranks.from_env(os.environ)
     settings, device = job.settings, pick_device(ranks)
     keep_freed_memory()
-    await_own_server()  # it starts at the same time as this process
+    await_own_server()  # the launcher starts it at the same time as this process
     if ranks.local_rank == 0 and (reason := why_slow(settings.precision, device)):
         warnings.warn(reason, stacklevel=2)
     damage = find_damage(job, ranks)
@@ -217,20 +223,8 @@ def train(job: TrainJob, ranks: Ranks | None = None) -> FitResult:
         check_same_partition(graph, group)
         metrics = group.agree(lambda: stack.enter_context(MetricsLog(job.run_dir, ranks.rank, settings.tensorboard)))
         result = _prepare(job, graph, group, metrics).run()
-        group.barrier()  # this node's graph server must outlive the slowest rank
+        group.barrier()  # keeps this node's graph server alive until the slowest rank has finished
     return result
-
-
-def checkpoint_writers(group: RankGroup, has_tables: bool, every_node: bool) -> tuple[int, ...]:
-    """Ranks that write checkpoints: rank 0, and with ``every_node`` the first rank of each other node. Collective.
-
-    With embedding tables, which a writing rank has to gather, only the first two nodes write.
-    """
-    first: dict[int, int] = {}
-    for rank, node in enumerate(group.gather(group.ranks.node_rank)):
-        first.setdefault(node, rank)
-    ranks = tuple(first.values()) if every_node else (0,)
-    return ranks[:2] if has_tables else ranks
 
 
 def _prepare(job: TrainJob, graph: Graph, group: RankGroup, metrics: MetricsLog) -> Fit:

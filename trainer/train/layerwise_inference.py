@@ -1,8 +1,9 @@
 """Full-graph inference: computes each layer for all nodes, with all their neighbours.
 
-Sampled inference computes a node's row once for every seed that reaches it; here each layer computes it once. A
-layer's rows are stored on the disk of the rank that computed them, and other ranks request them over
-torch.distributed: hosts need not share a disk, and graph servers only serve rows of the partition.
+Sampled inference computes a node's row again for every seed that reaches the node. Here each layer computes it once.
+The rows of a layer are stored on the disk of the rank that computed them, and other ranks request them over
+torch.distributed. Hosts therefore need not share a disk. Graph servers are not used for these rows, as they serve only
+rows of the partition.
 """
 
 from __future__ import annotations
@@ -54,19 +55,19 @@ class NodeShares:
         self._rows = np.array([of.row for of in self.ranges], np.int64)
 
     def own(self, rank: int) -> tuple[NodeRange, ...]:
-        """The node ranges of a rank, in ascending order."""
+        """Return the node ranges of a rank, in ascending order."""
         return tuple(of for of in self.ranges if of.rank == rank)
 
     def owned(self, rank: int) -> int:
-        """Number of nodes of a rank."""
+        """Return the number of nodes of a rank."""
         return sum(of.last - of.first for of in self.own(rank))
 
     def owners(self, ids: Ids) -> Ids:
-        """Rank of each global id, int64."""
+        """Return the rank of each global id, int64."""
         return self._ranks[self._at(ids)]
 
     def rows(self, ids: Ids) -> Ids:
-        """Position of each global id in its owner's rows, int64."""
+        """Return the position of each global id in its owner's rows, int64."""
         at = self._at(ids)
         return self._rows[at] + ids - self._starts[at]
 
@@ -75,10 +76,11 @@ class NodeShares:
 
 
 def _ranges(offsets: Sequence[int], layout: RankLayout) -> Iterator[NodeRange]:
-    """Yield the non-empty node ranges of all parts and ranks, in ascending order; no two start at the same node."""
+    """Yield the non-empty node ranges of all parts and ranks, in ascending order."""
     counts = [0] * layout.world_size
     for part_id, (first, last) in enumerate(zip(offsets, offsets[1:], strict=False)):
-        ranks = layout.ranks_of_part[part_id] or (part_id % layout.world_size,)  # the part's host may only serve
+        # If no rank runs on a host of the part, another rank computes its nodes.
+        ranks = layout.ranks_of_part[part_id] or (part_id % layout.world_size,)
         bounds = [first + (last - first) * place // len(ranks) for place in range(len(ranks) + 1)]
         for rank, begin, end in zip(ranks, bounds, bounds[1:], strict=False):
             if begin < end:
@@ -88,13 +90,13 @@ def _ranges(offsets: Sequence[int], layout: RankLayout) -> Iterator[NodeRange]:
 
 @dataclass(frozen=True)
 class LayerRows:
-    """Result of one layer for the nodes of one type; each rank stores its own rows."""
+    """Result of one layer for the nodes of one type. Each rank stores its own rows."""
 
     shares: NodeShares
     values: Array  #: float32 [own nodes, f]
 
     def fetch(self, ids: Ids) -> Tensor:
-        """Rows of any nodes by global id, float32 [n, f]. Collective."""
+        """Return the rows of any nodes by global id, float32 [n, f]. Collective."""
         owners = torch.from_numpy(self.shares.owners(ids))
         return exchange_rows(torch.from_numpy(ids), owners, self._answer)
 
@@ -108,7 +110,7 @@ Blocks = Mapping[EdgeType, Block]
 
 
 class LayerStack(Protocol):
-    """Interface for the layers of a model in evaluation mode; implement it for your own model to use ``WholeGraph``."""
+    """The layers of a model in evaluation mode. Implement this protocol for your own model to use ``WholeGraph``."""
 
     @property
     def needs(self) -> tuple[LayerNeed, ...]:
@@ -181,7 +183,7 @@ def stack_of(model: nn.Module, facts: GraphFacts) -> LayerStack:
     )
 
 
-EDGES_PER_NODE = 64  #: a chunk has at most about ``nodes_at_once`` times this number of edges, or a single node
+EDGES_PER_NODE = 64  #: a chunk of several nodes has at most about ``nodes_at_once`` times this number of edges
 
 LayerResults = dict[NodeType, LayerRows]
 
@@ -192,7 +194,7 @@ class NodeChunk:
 
     ids: Mapping[NodeType, Ids]  #: global ids of every source type's rows; the nodes themselves come first
     blocks: Mapping[EdgeType, Block]
-    num_dst: Mapping[NodeType, int]  #: by type; 0 for all types but one
+    num_dst: Mapping[NodeType, int]  #: number of targets by type; 0 for all types but one
 
 
 @dataclass
@@ -231,7 +233,9 @@ class WholeGraph:
         return before
 
     def _layer(self, stack: LayerStack, number: int, need: LayerNeed, of: NodeType, before: LayerResults) -> LayerRows:
-        """Compute one layer for this rank's nodes of one type; all ranks compute equally many chunks, some empty."""
+        """Compute one layer for this rank's nodes of one type. All ranks compute equally many chunks, some of them
+        empty.
+        """
         chunks = list(self._chunks(of, need))
         rows, done = None, 0
         for place in range(max(self.group.gather(len(chunks)))):
@@ -305,9 +309,10 @@ class WholeGraph:
             yield from np.split(np.arange(piece.first, piece.last), cuts)
 
     def _degrees(self, piece: NodeRange, of: NodeType, ending: list[EdgeType]) -> Ids:
-        """In-degree of each node of ``piece``, to limit the size of chunks.
+        """Return the in-degree of each node of ``piece``, to limit the size of chunks.
 
-        Counts edges of types ``ending`` if this process opened the part; else asks a server, which counts all edges.
+        Counts only edges of the types ``ending`` if this process has opened the part. Otherwise a graph server is
+        asked, which counts edges of all types.
         """
         part = self.graph.store.parts.get(piece.part_id)
         degrees = np.zeros(piece.last - piece.first, np.int64)
@@ -323,7 +328,7 @@ class WholeGraph:
         return degrees
 
     def _file(self, name: str, count: int, width: int) -> Array:
-        """Make an array in a memory-mapped file; the page cache keeps the part that fits into memory."""
+        """Make an array in a memory-mapped file, so that it may be larger than memory."""
         if count * width == 0:
             return np.empty((count, width), np.float32)
         return np.lib.format.open_memmap(

@@ -1,4 +1,4 @@
-"""Writes metrics as JSON lines, one file per rank; docs/ARCHITECTURE.md lists the kinds of lines."""
+"""Writes metrics as JSON lines, one file per rank. docs/ARCHITECTURE.md lists the kinds of lines."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from trainer.core.errors import SettingsError
 
 STEP_INTERVAL = 1.0  #: seconds between ``step`` lines
 
-PHASES = ("load", "compute", "reduce", "evaluate")  #: what a rank is doing, as in the progress file
+PHASES = ("load", "compute", "reduce", "evaluate", "done")  #: what a rank is doing, as written to the progress file
 
-LOADING = ("sample", "remote", "gather")  #: parts of the wait for a batch, and of the sampler threads' work on it
+LOADING = ("sample", "remote", "gather")  #: kinds of work of sampler threads, by which the wait for a batch is split
 
 #: Kinds of work and waiting that a step's time is split into.
 KINDS = (*LOADING, "copy", "forward", "backward", "reduce", "optimizer", "other")
@@ -25,7 +25,7 @@ _WIDTH = 40  # bytes of the progress file; its size is fixed so that a write rep
 
 
 class MetricsLog:
-    """Appends to ``metrics-rank<r>.jsonl`` and updates ``progress-rank<r>``; a context manager.
+    """Context manager that appends to ``metrics-rank<r>.jsonl`` and updates ``progress-rank<r>``.
 
     Raises ``SettingsError`` if the metrics file cannot be opened.
     """
@@ -42,6 +42,7 @@ class MetricsLog:
         self._next_step = 0.0
         self._progress_path = run_dir / f"progress-rank{rank}"
         self._progress: io.FileIO | None = None
+        self._place = 0, 0  # last epoch and step in the progress file
         self._tensorboard: TensorBoard | None = None
         if tensorboard:
             self._tensorboard = TensorBoard(run_dir, rank)
@@ -56,19 +57,20 @@ class MetricsLog:
             self._tensorboard.add(line)
 
     def at(self, epoch: int, step: int, phase: str) -> None:
-        """Overwrite the progress file; costs one system call, so it may be called several times per step.
+        """Overwrite the progress file.
 
-        phase: one of ``PHASES``.
+        This costs one system call, so it may be done several times per step. ``phase``: one of ``PHASES``.
         """
+        self._place = epoch, step
         text = f"{epoch} {step} {phase}".ljust(_WIDTH - 1) + "\n"
         try:
             self._progress = self._progress or io.FileIO(self._progress_path, "w")
             os.pwrite(self._progress.fileno(), text.encode(), 0)
-        except OSError:  # progress is optional: writing metrics or checkpoints reports a failed disk
+        except OSError:  # ignored: if the disk fails, writing metrics or checkpoints raises an error
             pass
 
     def step_due(self) -> bool:
-        """Whether a ``step`` line may be written now; True at most once per ``STEP_INTERVAL``."""
+        """Return whether a ``step`` line may be written now: True at most once per ``STEP_INTERVAL``."""
         now = time.monotonic()
         if now < self._next_step:
             return False
@@ -83,10 +85,11 @@ class MetricsLog:
         if self._tensorboard is not None:
             self._tensorboard.close()
         if self._progress is not None:
+            self.at(*self._place, "done")  # the process may still need a while to end, and is not to be called stalled
             self._progress.close()
 
 
-FOLDER = "tensorboard"  #: in the run folder
+FOLDER = "tensorboard"  #: folder of TensorBoard files in the run folder
 
 _FLUSH = 10  # seconds that a scalar may wait to be written
 
@@ -122,7 +125,7 @@ class TensorBoard:
         self._own, self._all = self._writers[names[0]], self._writers.get("all")
 
     def add(self, line: MetricsLine) -> None:
-        """Write the scalars of a ``step``, ``epoch`` or ``eval`` line; other kinds have none."""
+        """Write the scalars of a ``step``, ``epoch`` or ``eval`` line. Lines of other kinds are ignored."""
         kind, epoch, t = line["kind"], line.get("epoch"), float(line["t"])
         if kind == "step":
             done = (line["epoch"] - 1) * line["steps"] + line["step"] + 1
@@ -143,7 +146,7 @@ class TensorBoard:
 
 
 def _write_steps(writer: Any, line: MetricsLine) -> None:
-    """Write ``step_loss`` of rank 0's epoch line; the steps' times are spread evenly over the epoch."""
+    """Write ``step_loss`` of rank 0's epoch line, with the times of the steps spread evenly over the epoch."""
     losses, seconds = line.get("step_loss", ()), float(line["seconds"])
     for i, loss in enumerate(losses, start=1):
         t = float(line["t"]) - seconds * (1 - i / len(losses))

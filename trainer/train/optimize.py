@@ -18,7 +18,7 @@ _HIDDEN = ("add_param_group", "zero_grad", "state_dict", "load_state_dict")  # d
 
 
 def eager(kind: type[torch.optim.Optimizer]) -> type[torch.optim.Optimizer]:
-    """A torch optimizer class without the decorators for torch.compile.
+    """Return a torch optimizer class without the decorators for torch.compile.
 
     The decorated methods import torch._dynamo, which takes as long as importing torch.
     """
@@ -43,7 +43,7 @@ class Optimizers:
 
     model: torch.optim.Optimizer
     rows: RowTable | None = None  #: None when all reached node types have features
-    average: Callable[[], None] | None = None  #: averages gradients over ranks; None: the backward pass does
+    average: Callable[[], None] | None = None  #: averages gradients over ranks; None if the backward pass averages them
 
     @classmethod
     def of(cls, settings: TrainSettings, model: nn.Module, embedding: ShardedEmbedding | None) -> Optimizers:
@@ -89,7 +89,7 @@ class MeanGradients:
                 weight.copy_(first)
 
     def __call__(self) -> None:
-        """Average the gradients over ranks; call after ``backward``. Collective.
+        """Average the gradients over ranks. Must be called after ``backward``. Collective.
 
         Raises ``RuntimeError`` when another rank is lost.
         """
@@ -122,7 +122,9 @@ def averaged(model: nn.Module, group: RankGroup) -> tuple[nn.Module, Callable[[]
 
 
 def _small_shapes(model: nn.Module) -> list[tuple[int, ...]]:
-    """Shapes of the weights; [] if the model is large, has buffers or frozen weights, or is not float32 on the CPU."""
+    """Return the shapes of the weights, or [] if the model is large, has buffers or frozen weights, or is not float32
+    on the CPU.
+    """
     weights = list(model.parameters())
     small = sum(weight.numel() for weight in weights) <= SMALL and not list(model.buffers())
     plain = all(w.requires_grad and w.dtype == torch.float32 and w.device.type == "cpu" for w in weights)

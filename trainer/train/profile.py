@@ -21,9 +21,9 @@ from trainer.train.run_times import RankLines, RankTimes, RunTimes, read_lines, 
 
 NOTABLE = 0.1  #: smallest share of a step for which advice is given
 
-_UNEVEN = 1.15  #: own work of the slowest rank relative to the waiting one, above which ranks count as unequal
+_UNEVEN = 1.15  #: ranks count as unequal if the slowest works longer per step than a waiting rank by this factor
 
-_OFF = 0.1  #: relative error of a prediction above which it is reported
+_OFF = 0.1  #: a prediction with a larger relative error than this is reported
 
 
 @dataclass(frozen=True)
@@ -74,7 +74,7 @@ def advice(record: RunTimes, topology: str = "", *, script: bool = False) -> lis
 
 
 def thread_advice(rank: RankTimes, names: _SettingNames = _BUNDLED) -> str | None:
-    """Advice about sampler threads that are slower than the training loop; None if they keep up."""
+    """Return advice about sampler threads that are slower than the training loop, or None if they keep up."""
     rest = rank.step_s - rank.wait_s
     if rank.wait_s < NOTABLE * rank.step_s or rank.work_s <= rest or rest <= 0:
         return None
@@ -150,7 +150,7 @@ def _rest(record: RunTimes) -> Iterator[tuple[float, str]]:
 
 
 def _model(record: RunTimes, names: _SettingNames) -> Iterator[tuple[float, str]]:
-    """Advice for the rank with the longest own work per step, if the model takes most of this time."""
+    """Return advice for the rank with the longest own work per step, if the model takes most of this time."""
     slow = max(record.ranks, key=lambda rank: rank.own_s)
     if slow.share("forward", "backward") >= 0.5 and slow.share(*LOADING) < NOTABLE:
         yield 0.0, f"{_at(slow, 'forward', 'backward')} is the model's own work: more processes, {names.model}"
@@ -176,7 +176,7 @@ def _s(seconds: float) -> str:
     return f"{seconds:.3g} s" if seconds >= 1 else f"{1000 * seconds:.3g} ms"
 
 
-VERSION = 1  #: of the JSON document; docs/ARCHITECTURE.md describes it
+VERSION = 1  #: version of the JSON document, which docs/ARCHITECTURE.md describes
 
 _WIDTH = 110  # columns of output that does not go to a terminal
 
@@ -222,7 +222,7 @@ def profile(paths: tuple[Path, ...], epochs: Container[int] | None, topology: st
 
 
 def document(lines: Mapping[int, RankLines], record: RunTimes | None, sentences: list[str]) -> dict[str, Any]:
-    """The JSON document that ``profile --json`` prints; ``sentences``: the result of ``advice``."""
+    """Return the JSON document that ``profile --json`` prints. ``sentences``: the result of ``advice``."""
     time = record.to_json() | {"advice": sentences} if record else None
     return {"version": VERSION, "time": time, "traffic": [rank.to_json() for rank in lines.values() if rank.epochs]}
 
@@ -249,7 +249,7 @@ def _title(record: RunTimes) -> str:
 
 
 def _steps(record: RunTimes) -> Any:
-    """Table of the milliseconds of a training step by kind of work, one row per rank."""
+    """Return a table of the milliseconds of a training step by kind of work, one row per rank."""
     table = _table("milliseconds of a step", ("rank", *KINDS, "step"))
     rows = [(str(rank.rank), rank) for rank in record.ranks]
     for name, rank in [*rows, ("mean", record.mean)] if len(rows) > 1 else rows:
@@ -259,7 +259,9 @@ def _steps(record: RunTimes) -> Any:
 
 
 def _behind(record: RunTimes) -> Any:
-    """Table of means per batch, one row per rank: milliseconds of a sampler thread, rows by source, and MB received."""
+    """Return a table of means per batch, one row per rank: milliseconds of a sampler thread, rows by source, MB
+    received.
+    """
     heads = ("rank", *LOADING, "rows", "remote", "cached", "held", "MB", "MB predicted")
     table = _table("per batch: milliseconds of a sampler thread, rows, MB received", heads)
     for rank in record.ranks:

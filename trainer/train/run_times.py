@@ -16,7 +16,7 @@ TRAFFIC = ("remote_bytes", "rows", "remote_rows", "cached_rows", "held_rows")
 
 PAIR = ("remote_bytes", "remote_rows", "cached_rows", "held_rows")  #: fields per node of ``by_host`` in an epoch line
 
-_ROUGHLY = 0.9  # share of the predicted bytes below which ``why_less`` gives a reason
+_ROUGHLY = 0.9  # ``why_less`` gives a reason if fewer bytes than this share of the prediction were received
 
 MetricsLine = Mapping[str, Any]
 
@@ -29,16 +29,18 @@ class RankTimes:
     steps: int
     spent: Mapping[str, float]  #: seconds per step, by ``KINDS``
     behind: Mapping[str, float]  #: seconds of a sampler thread per batch, by ``LOADING``
-    traffic: Mapping[str, float]  #: per step, by ``TRAFFIC``
-    predict: MetricsLine | None = None  #: its ``predict`` line, per epoch
+    traffic: Mapping[str, float]  #: bytes and rows per step, by ``TRAFFIC``
+    predict: MetricsLine | None = None  #: the rank's ``predict`` line, with values per epoch
     node: int | None = None  #: node rank; None unless the metrics file is in ``logs/node<k>/``
-    epochs: int = 0  #: complete epochs; 0 for the steps of an unfinished one
+    epochs: int = 0  #: number of complete epochs; 0 if only steps of an unfinished epoch were read
 
     @classmethod
     def of(
         cls, rank: int, lines: Sequence[MetricsLine], predict: MetricsLine | None = None, node: int | None = None
     ) -> RankTimes:  # fmt: skip
-        """Means over ``lines``, weighted by steps; each line has ``spent``, ``behind`` and ``traffic``."""
+        """Compute the means over ``lines``, weighted by steps. Each line must have ``spent``, ``behind`` and
+        ``traffic``.
+        """
         counts = [float(line["traffic"]["batches"]) for line in lines]
         steps = sum(counts)
 
@@ -51,7 +53,7 @@ class RankTimes:
             round(steps),
             mean("spent", KINDS, counts),
             mean("behind", LOADING, counts),
-            mean("traffic", TRAFFIC, [1.0] * len(lines)),  # sums already
+            mean("traffic", TRAFFIC, [1.0] * len(lines)),  # these fields are already sums over a line's steps
             predict,
             node,
             sum(line.get("kind") == "epoch" for line in lines),
@@ -83,20 +85,22 @@ class RankTimes:
         return sum(self.behind.values())
 
     def share(self, *kinds: str) -> float:
-        """Share of a step's time that the kinds of work ``kinds`` take, 0 to 1."""
+        """Return the share of a step's time that the kinds of work ``kinds`` take, 0 to 1."""
         return sum(self.spent[kind] for kind in kinds) / self.step_s if self.step_s else 0.0
 
     def part(self, rows: str, of: str) -> float | None:
-        """Ratio of two fields of ``TRAFFIC``, such as cached to remote rows; None if the denominator is 0."""
+        """Return the ratio of two fields of ``TRAFFIC``, such as cached to remote rows, or None if the denominator is
+        0.
+        """
         return self.traffic[rows] / self.traffic[of] if self.traffic[of] else None
 
     def per_epoch(self, name: str) -> float:
-        """Value per complete epoch of ``name``, a field of ``TRAFFIC``."""
+        """Return the value per complete epoch of ``name``, a field of ``TRAFFIC``."""
         return self.traffic[name] * self.steps / max(1, self.epochs)
 
     @property
     def bytes_predicted(self) -> float | None:
-        """Predicted bytes received per step; None without a prediction."""
+        """Predicted bytes received per step, or None without a prediction."""
         if self.predict is None or not self.predict.get("steps"):
             return None
         return float(self.predict["remote_bytes"]) / float(self.predict["steps"])
@@ -117,13 +121,13 @@ class RankTimes:
 class RunTimes:
     """Times and traffic of a run, with at least one rank."""
 
-    epochs: tuple[int, ...]  #: selected
-    without_first: bool  #: the first epoch, which compiles and warms up, was left out
+    epochs: tuple[int, ...]  #: numbers of the selected epochs
+    without_first: bool  #: whether the first epoch was left out, which also compiles kernels
     ranks: tuple[RankTimes, ...]
 
     @property
     def whole(self) -> bool:
-        """Whether the means cover complete epochs; if not, they cover steps of the unfinished first epoch."""
+        """Whether the means cover complete epochs. If not, they cover steps of the unfinished first epoch."""
         return all(rank.epochs for rank in self.ranks)
 
     @property
@@ -137,7 +141,7 @@ class RunTimes:
         return RankTimes(-1, max(rank.steps for rank in ranks), spent, behind, traffic)
 
     def traffic(self, name: str) -> float:
-        """Sum over all ranks, per epoch, of ``name``, a field of ``TRAFFIC``."""
+        """Return the mean per epoch of ``name``, a field of ``TRAFFIC``, summed over all ranks."""
         return sum(rank.per_epoch(name) for rank in self.ranks)
 
     def predicted(self, name: str) -> float | None:
@@ -149,13 +153,17 @@ class RunTimes:
         return sum(map(_number, values)) if all(map(_is_number, values)) else None
 
     def rate(self, rows: str) -> float | None:
-        """Share of ``rows`` (``cached_rows`` or ``held_rows``) in all remote rows, 0 to 1. None without remote rows."""
+        """Return the share of ``rows`` (``cached_rows`` or ``held_rows``) in all remote rows, 0 to 1. None without
+        remote rows.
+        """
         remote = sum(rank.traffic["remote_rows"] * rank.steps for rank in self.ranks)
         return sum(rank.traffic[rows] * rank.steps for rank in self.ranks) / remote if remote else None
 
     @property
     def why_less(self) -> str:
-        """Reason why fewer bytes were received than predicted; '' if there were not fewer, or if it is unknown."""
+        """Reason why far fewer bytes were received than predicted. '' if no reason is known, or not far fewer were
+        received.
+        """
         expected = self.predicted("remote_bytes")
         if not self.whole or not expected or self.traffic("remote_bytes") > _ROUGHLY * expected:
             return ""
@@ -164,7 +172,7 @@ class RunTimes:
         return "for an epoch that starts without held rows; later epochs still hold rows of the last batches"
 
     def to_json(self) -> dict[str, Any]:
-        """The field ``time`` of ``profile --json``, without ``advice``."""
+        """Return the field ``time`` of ``profile --json``, without ``advice``."""
         mean, most = self.mean, max(self.ranks, key=lambda rank: rank.spent["remote"])
         rates = {name: self.rate(rows) for name, rows in (("hit_rate", "cached_rows"), ("held_rate", "held_rows"))}
         return {
@@ -188,8 +196,10 @@ class RankLines:
 
     rank: int
     node: int | None = None
-    epochs: dict[int, MetricsLine] = field(default_factory=dict)  #: by epoch; the last line if it was trained twice
-    steps: list[MetricsLine] = field(default_factory=list)  #: before the first epoch line only, to bound memory
+    #: ``epoch`` lines by epoch; the last line if an epoch was trained twice
+    epochs: dict[int, MetricsLine] = field(default_factory=dict)
+    #: ``step`` lines before the first ``epoch`` line; later lines are dropped to bound memory
+    steps: list[MetricsLine] = field(default_factory=list)
     predict: MetricsLine | None = None
 
     def add(self, line: MetricsLine) -> None:
@@ -224,7 +234,7 @@ class RankLines:
 
 
 def read_lines(paths: Iterable[Path]) -> dict[int, RankLines]:
-    """Read run folders, and metrics files of one or several ranks; returns the lines by rank.
+    """Read run folders, and metrics files of one or several ranks, and return the lines by rank.
 
     Raises ``SettingsError`` for a folder without metrics files.
     """
@@ -239,7 +249,7 @@ def read_lines(paths: Iterable[Path]) -> dict[int, RankLines]:
 
 
 def record_of(ranks: Mapping[int, RankLines], epochs: Container[int] | None = None) -> RunTimes | None:
-    """Mean times and traffic over ``epochs``. Default: all epochs, without the first if there are several.
+    """Return the mean times and traffic over ``epochs``. Default: all epochs, without the first if there are several.
 
     If no epoch is complete yet, the means are over each rank's step lines, without the first. Returns None if no line
     has times. Raises ``SettingsError`` when none of ``epochs`` is recorded.
@@ -264,7 +274,7 @@ def record_of(ranks: Mapping[int, RankLines], epochs: Container[int] | None = No
 
 
 def _files(folder: Path) -> list[Path]:
-    """A run's metrics files; raises ``SettingsError`` when there are none."""
+    """Return the metrics files of a run. Raises ``SettingsError`` if there are none."""
     for pattern in ("metrics-rank*.jsonl", "logs/node*/metrics-rank*.jsonl", "metrics.jsonl"):
         if files := sorted(folder.glob(pattern)):
             return files
@@ -275,7 +285,7 @@ def _files(folder: Path) -> list[Path]:
 
 
 def _lines(path: Path) -> Iterator[MetricsLine]:
-    """The lines that are valid JSON; the last line may be incomplete."""
+    """Yield the lines that are valid JSON. The last line of a file may be incomplete."""
     with path.open(encoding="utf-8", errors="replace") as file:
         for text in file:
             try:
@@ -287,7 +297,7 @@ def _lines(path: Path) -> Iterator[MetricsLine]:
 
 
 def _is_timed(line: MetricsLine) -> bool:
-    """Whether a metrics line contains the seconds of a step by kind of work, and a number of batches."""
+    """Return whether a metrics line contains the seconds of a step by kind of work, and a number of batches."""
     spent, behind, traffic = line.get("spent"), line.get("behind"), line.get("traffic")
     if not (isinstance(spent, Mapping) and isinstance(behind, Mapping) and isinstance(traffic, Mapping)):
         return False

@@ -10,11 +10,13 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from torch import nn
+from torch.optim import Optimizer
 
-from trainer.core.errors import CheckpointError
+from trainer.core.errors import CheckpointError, SettingsError
 from trainer.core.ranks import RankGroup, Ranks
+from trainer.nn.sharded_embedding import ShardedEmbedding, embedding_state, load_embedding_state
 from trainer.train.checkpoint import Position, load_content
-from trainer.train.checkpoint_writer import CheckpointWriter, cpu_copy
+from trainer.train.checkpoint_writer import CheckpointSchedule, CheckpointWriter, checkpoint_writers, cpu_copy
 
 FORMAT = "gnnfleet-script-checkpoint"
 
@@ -37,7 +39,7 @@ class StartPosition:
 
     Args:
         epoch: Counts from 1.
-        step: Counts from 0, in the epoch. Equal to the epoch's number of steps if only its end is left to do.
+        step: Counts from 0 in the epoch. Equal to the epoch's number of steps if all its steps are trained.
     """
 
     epoch: int = 1
@@ -48,29 +50,64 @@ class StartPosition:
         return self.step if epoch == self.epoch else 0
 
 
-class ScriptCheckpoints:
-    """Saves and restores the objects of a script, by the variables that the launcher sets.
+@dataclass(frozen=True)
+class _Rows:
+    """Sharded rows with the optimizer that updates them, if it is saved."""
 
-    The first rank of a run saves; in a run that restarts after failures, the first rank of each node.
+    embedding: ShardedEmbedding
+    optimizer: Optimizer | None
+
+    def gather(self, to: int) -> dict[str, Any] | None:
+        """Return the rows and their optimizer's state on rank ``to``, None elsewhere. Collective."""
+        state = embedding_state(self.embedding, self.optimizer, to)
+        return state if state is None else state | {"optimizer_groups": self._groups()}
+
+    def load(self, state: Mapping[str, Any] | None, groups: list[dict[str, Any]]) -> None:
+        """Restore ``state`` of ``gather``, given on rank 0, and its ``groups``, given on all ranks. Collective."""
+        load_embedding_state(self.embedding, state, self.optimizer)
+        if self.optimizer is not None:
+            for group, saved in zip(self.optimizer.param_groups, groups, strict=False):
+                group.update(saved)
+
+    def sizes(self) -> dict[str, list[int]]:
+        return {of: [count, self.embedding.dim] for of, count in self.embedding.num_nodes.items()}
+
+    def _groups(self) -> list[dict[str, Any]]:
+        """The options of the optimizer, which a learning rate scheduler changes."""
+        groups = self.optimizer.param_groups if self.optimizer is not None else []
+        return [{name: value for name, value in group.items() if name != "params"} for group in groups]
+
+
+class ScriptCheckpoints:
+    """Saves and restores the objects of a script, as the launcher's environment variables tell it to.
+
+    Only rank 0 saves. If the run restarts after failures, the first rank of each node saves. The rows of a
+    ``ShardedEmbedding`` are gathered on the ranks that save, so all ranks save at the same step then, and in a run that
+    restarts only the first ranks of the first two nodes do.
 
     Args:
-        objects: What is saved, by name. A ``DistributedDataParallel`` is saved as the model in it.
+        objects: Objects to save, by name. Of a ``DistributedDataParallel``, the wrapped model is saved; an optimizer of
+            a ``ShardedEmbedding``'s rows is saved together with these.
         run_dir: Run folder of the node.
-        ranks: Of this process.
+        ranks: Rank of this process.
         interval: Seconds between checkpoints within an epoch; 0: none.
         environ: Environment variables of the launcher.
         clock: Returns the time in seconds.
     """
 
     def __init__(
-        self, objects: Mapping[str, Stateful], run_dir: Path, ranks: Ranks, interval: float,
+        self, objects: Mapping[str, Stateful | ShardedEmbedding], run_dir: Path, ranks: Ranks, interval: float,
         environ: Mapping[str, str] = os.environ, clock: Callable[[], float] = time.monotonic,
     ):  # fmt: skip
-        self._objects = {name: _without_ddp(one) for name, one in objects.items()}
-        every_node = bool(int(environ.get("GNNFLEET_RESTARTS") or 0))
-        self._saves = ranks.rank == 0 or (every_node and ranks.local_rank == 0)
+        self._rows, others = _rows_of(objects)
+        self._objects = {name: _without_ddp(one) for name, one in others.items()}
+        self._every_node = bool(int(environ.get("GNNFLEET_RESTARTS") or 0))
+        self._saves = ranks.rank == 0 or (self._every_node and ranks.local_rank == 0)
         self._writer, self._ranks, self._environ = CheckpointWriter(run_dir / "checkpoints"), ranks, environ
+        self._writers: tuple[int, ...] = ()  #: ranks on which rows are gathered
+        self._schedule: CheckpointSchedule | None = None  #: after which steps all ranks save together, if they do
         self._interval, self._clock, self._since = interval, clock, clock()
+        self.saved: Position | None = None  #: position of the last checkpoint that this rank has saved
 
     def restore(self) -> StartPosition:
         """Restore all objects from the checkpoint that the run resumes from. Collective.
@@ -79,34 +116,59 @@ class ScriptCheckpoints:
         """
         path = self._environ.get("GNNFLEET_RESUME")
         self._since = self._clock()
-        if not path:
+        if not path and not self._rows:
             return StartPosition()
         group = RankGroup.of_process(self._ranks)
+        if self._rows:
+            self._writers = checkpoint_writers(group, True, self._every_node)
+            self._saves = group.rank in self._writers
+            self._schedule = CheckpointSchedule(self._interval, group, self._clock)
+        if not path:
+            return StartPosition()
         read = group.agree(lambda: self._read(path) if group.rank == 0 else None)
-        content: Any = group.from_first(read)
-        group.agree(lambda: self._load(path, content["objects"]))
+        tables = (read or {}).pop("rows", {})  # they stay on rank 0, which scatters them
+        content: Any = group.from_first(
+            read and read | {"row_groups": _groups_of(tables), "row_sizes": _sizes_of(tables)}
+        )
+        group.agree(lambda: self._load(path, content["objects"], content["row_sizes"]))
+        for name, rows in self._rows.items():
+            rows.load(tables.get(name), content["row_groups"][name])
         epoch, step = content["position"]
         return StartPosition(epoch + 1, step)
 
     def after_step(self, epoch: int, step: int) -> None:
-        """Save if a checkpoint is due; ``epoch`` counts from 1, ``step`` from 0."""
-        if self._saves and 0 < self._interval <= self._clock() - self._since and not self._writer.busy:
+        """Save a checkpoint if one is due. ``epoch`` counts from 1, ``step`` from 0. Collective if rows are saved."""
+        if self._schedule is not None:
+            if self._schedule.due():
+                begin = self._clock()
+                self._save((epoch - 1, step + 1))
+                self._schedule.saved(self._clock() - begin)
+        elif self._saves and 0 < self._interval <= self._clock() - self._since and not self._writer.busy:
             self._save((epoch - 1, step + 1))
 
     def after_epoch(self, epoch: int) -> None:
-        """Save at the end of an epoch, which counts from 1."""
-        if self._saves:
+        """Save a checkpoint at the end of an epoch, which counts from 1. Collective if rows are saved."""
+        if self._saves or self._rows:
             self._save((epoch, 0))
+        if self._schedule is not None:
+            self._schedule.saved()
 
     def close(self) -> None:
         """Wait for the checkpoint that is being written."""
         self._writer.finish()
 
     def _save(self, position: Position) -> None:
+        rows: dict[str, Any] = {}
+        for name, one in self._rows.items():
+            for rank in self._writers:
+                rows[name] = one.gather(rank) or rows.get(name)
+        if not self._saves:
+            return
         states = {name: cpu_copy(one.state_dict()) for name, one in self._objects.items()}
         content = {"format": FORMAT, "version": VERSION, "position": list(position), "objects": states}
+        content |= {"rows": rows} if rows else {}
         self._writer.begin_content(position, content)
-        self._since = self._clock()
+        self.saved, self._since = position, self._clock()
 
     def _read(self, path: str) -> dict[str, Any]:
         content = load_content(path)
@@ -114,10 +176,16 @@ class ScriptCheckpoints:
             raise CheckpointError(f"{path} is not a {FORMAT} of version {VERSION}: another kind of run wrote it")
         return content
 
-    def _load(self, path: str, states: Mapping[str, Any]) -> None:
-        if set(states) != set(self._objects):
-            saved, ours = ", ".join(sorted(states)), ", ".join(sorted(self._objects))
+    def _load(self, path: str, states: Mapping[str, Any], row_sizes: Mapping[str, Any]) -> None:
+        if {*states, *row_sizes} != {*self._objects, *self._rows}:
+            saved, ours = ", ".join(sorted({*states, *row_sizes})), ", ".join(sorted({*self._objects, *self._rows}))
             raise CheckpointError(f"checkpoint {path} has the state of {saved}; this script restores {ours}")
+        for name, rows in self._rows.items():
+            if row_sizes[name] != rows.sizes():
+                raise CheckpointError(
+                    f"checkpoint {path} does not fit this script's {name}: its rows are {row_sizes[name]}, those of "
+                    f"the script {rows.sizes()} (number and width by node type)"
+                )
         for name, state in states.items():
             try:
                 self._objects[name].load_state_dict(state)
@@ -126,6 +194,38 @@ class ScriptCheckpoints:
 
 
 def _without_ddp(one: Stateful) -> Stateful:
-    """The model in a ``DistributedDataParallel``; importing that class to compare with it would take seconds."""
+    """Return the model that a ``DistributedDataParallel`` wraps, and any other object unchanged.
+
+    The class is recognised by its name, because importing it would take seconds.
+    """
     wraps = type(one).__name__ == "DistributedDataParallel" and isinstance(getattr(one, "module", None), nn.Module)
     return one.module if wraps else one  # type: ignore[attr-defined, no-any-return]
+
+
+def _rows_of(objects: Mapping[str, Any]) -> tuple[dict[str, _Rows], dict[str, Stateful]]:
+    """Return the sharded embeddings among ``objects``, each with its optimizer, and all other objects."""
+    embeddings = {name: one for name, one in objects.items() if isinstance(one, ShardedEmbedding)}
+    found, taken = {}, set(embeddings)
+    for name, embedding in embeddings.items():
+        users = {
+            other: [param for group in one.param_groups for param in group["params"]]
+            for other, one in objects.items()
+            if isinstance(one, Optimizer)
+        }
+        own = [other for other, params in users.items() if any(param is embedding.weight for param in params)]
+        if any(len(users[other]) > 1 for other in own):
+            raise SettingsError(
+                f"the optimizer {own[0]!r} updates the rows of {name!r} and other parameters; to save them, give the "
+                "rows an optimizer of their own, over [embedding.weight]"
+            )
+        found[name] = _Rows(embedding, objects[own[0]] if own else None)
+        taken |= set(own)
+    return found, {name: one for name, one in objects.items() if name not in taken}
+
+
+def _groups_of(tables: Mapping[str, Any]) -> dict[str, Any]:
+    return {name: state["optimizer_groups"] for name, state in tables.items()}
+
+
+def _sizes_of(tables: Mapping[str, Any]) -> dict[str, Any]:
+    return {name: {of: list(table.shape) for of, table in state["tables"].items()} for name, state in tables.items()}

@@ -25,7 +25,9 @@ _LIMITS: dict[str, tuple[str, Callable[[float, float], bool]]] = {
 
 
 def setting(help: str, default: Any, **limits: float) -> Any:
-    """A dataclass field of settings. help: text for ``--help``; limits: ``at_least``, ``above``, ``below``."""
+    """Return a dataclass field of settings. ``help``: text for ``--help``. ``limits``: ``at_least``, ``above``,
+    ``below``.
+    """
     return field(default=default, metadata={"help": help, "limits": limits})
 
 
@@ -106,7 +108,7 @@ class TrainJob:
     cluster: Path | None = None  #: cluster.json; None unless other hosts serve the other parts
     key_file: Path | None = None  #: service.key; None unless the graph service is encrypted
     remote_access: RemoteAccess = RemoteAccess()
-    digests: bool = True  #: compare files with their digests, unless a graph server of this node does
+    digests: bool = True  #: compare files with their digests, unless a graph server of this node has compared them
 
     @property
     def timeout(self) -> float:
@@ -118,10 +120,10 @@ class TrainJob:
 class InferJob:
     """Full-graph inference of one process: checkpoint, files and folders."""
 
-    checkpoint: Path  #: rank 0 reads it
+    checkpoint: Path  #: checkpoint file; only rank 0 reads it
     parts: Path | None  #: partition folder; None on a client node, which has no parts
     out: Path  #: folder for results
-    part_ids: tuple[int, ...] | None = None  #: this and fields without a comment: as in ``TrainJob``
+    part_ids: tuple[int, ...] | None = None  #: this field and those without a comment are as in ``TrainJob``
     cluster: Path | None = None
     key_file: Path | None = None
     remote_access: RemoteAccess = RemoteAccess()

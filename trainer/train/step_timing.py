@@ -1,4 +1,4 @@
-"""Measures where the time of a training step goes, by kind."""
+"""Measures how the time of a training step is divided among kinds of work."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from trainer.train.metrics import KINDS, LOADING
 
 
 class Phase(IntEnum):
-    """Phases of a training step; ``StepTimes`` splits LOAD into sample, remote and gather."""
+    """Phases of a training step. ``StepTimes`` splits LOAD into sample, remote and gather."""
 
     LOAD = 0
     COPY = 1
@@ -29,7 +29,7 @@ class Phase(IntEnum):
     OTHER = 6
 
 
-class BatchWait(NamedTuple):  # created in each step, four times as fast as a dataclass
+class BatchWait(NamedTuple):  # made in each step: a NamedTuple takes a quarter of a dataclass's time
     """The wait for one batch."""
 
     seconds: float
@@ -51,12 +51,12 @@ class BatchWait(NamedTuple):  # created in each step, four times as fast as a da
 
 @dataclass(frozen=True)
 class StepTimes:
-    """Where the time of several training steps of one rank went."""
+    """Time of several training steps of one rank, by kind of work."""
 
     steps: int = 0
-    seconds: tuple[float, ...] = (0.0,) * len(KINDS)  #: by ``KINDS``, over all steps
-    batches: int = 0  #: whose cost is known
-    cost: Cost = Cost()  #: sum over those batches
+    seconds: tuple[float, ...] = (0.0,) * len(KINDS)  #: seconds of all steps, by ``KINDS``
+    batches: int = 0  #: number of batches whose cost is known
+    cost: Cost = Cost()  #: sum of the costs of these batches
 
     @classmethod
     def of(cls, steps: int, phases: Sequence[float], waits: Sequence[BatchWait]) -> StepTimes:
@@ -80,9 +80,10 @@ class StepTimes:
         return sum(self.seconds[: len(LOADING)])
 
     def means(self) -> dict[str, Any]:
-        """Means per step, as fields of a metrics line; {} without steps.
+        """Return means per step, as fields of a metrics line, or {} without steps.
 
-        ``step_s``, ``own_s``, ``batch_s``; also ``spent`` and ``behind`` if the batches' cost is known.
+        The fields are ``step_s``, ``own_s`` and ``batch_s``, and also ``spent`` and ``behind`` if the cost of the
+        batches is known.
         """
         if self.steps == 0:
             return {}
@@ -96,7 +97,7 @@ class StepTimes:
         return line
 
     def _spent(self, step_s: float) -> dict[str, float]:
-        """Seconds per step by ``KINDS``; ``other`` is adjusted so that they add up to ``step_s``.
+        """Return the seconds per step by ``KINDS``. ``other`` is adjusted so that they add up to ``step_s``.
 
         Values are rounded down to microseconds, so that ``other`` does not become negative.
         """
@@ -105,18 +106,18 @@ class StepTimes:
 
 
 def behind(cost: Cost, batches: int) -> dict[str, float]:
-    """Seconds that a sampler thread needs for a batch, by kind of work (``LOADING``)."""
+    """Return the seconds that a sampler thread needs for a batch, by kind of work (``LOADING``)."""
     return {name: round(part / batches, 6) for name, part in zip(LOADING, _work(cost), strict=True)}
 
 
 def traffic(cost: Cost, batches: int) -> dict[str, int]:
-    """The field ``traffic`` of a metrics line: sums of bytes and rows over ``batches`` batches."""
+    """Return the field ``traffic`` of a metrics line: sums of bytes and rows over ``batches`` batches."""
     names = ("remote_bytes", "rows", "remote_rows", "cached_rows", "held_rows")
     return {"batches": batches, **{name: getattr(cost, name) for name in names}}
 
 
 def by_host(cost: Cost) -> dict[str, dict[str, dict[str, int]]]:
-    """The field ``by_host`` of an epoch line: bytes and rows by the other node that owns them; {} with one node."""
+    """Return the field ``by_host`` of an epoch line: bytes and rows by the node that owns them, or {} with one node."""
     hosts = {str(host): one._asdict() for host, one in sorted(cost.by_host.items())}
     return {"by_host": hosts} if hosts else {}
 
@@ -149,7 +150,7 @@ class HostClock:
         self._seconds[Phase.REDUCE] += seconds
 
     def gradient_ready(self) -> None:
-        """Record that a gradient is ready; the last call in a backward pass counts."""
+        """Record that a gradient is ready. Only the last call in a backward pass counts."""
         self._ready = time.perf_counter()
 
     def reduced(self) -> None:
@@ -160,7 +161,7 @@ class HostClock:
         self.enter(Phase.OPTIMIZER)
 
     def pop_seconds(self) -> list[float]:
-        """Seconds by phase since the last call."""
+        """Return the seconds by phase since the last call."""
         self.enter(self._phase)
         seconds, self._seconds = self._seconds, [0.0] * len(Phase)
         return seconds
@@ -241,7 +242,7 @@ T = TypeVar("T", bound=HasCost)
 
 
 class StepTimer:
-    """Times the phases of a training loop's steps; a context manager that removes its hooks at the end.
+    """Context manager that times the phases of a training loop's steps, and removes its hooks at the end.
 
     The loop calls ``enter`` at the start of each phase. Hooks on the model and the optimizer observe the last gradient
     and the end of the backward pass, which includes the reduction of gradients. REDUCE is therefore the time that a
@@ -259,10 +260,10 @@ class StepTimer:
         for weight in weights:
             self._hooks.callback(weight.register_post_accumulate_grad_hook(self._gradient).remove)
         self._hooks.callback(optimizer.register_step_pre_hook(self._before_step).remove)
-        self.total = StepTimes()  #: sum of all laps
+        self.total = StepTimes()  #: times of all steps up to the last call of ``lap``
         self._steps, self._waits = 0, list[BatchWait]()
         self._clock = DeviceClock() if weights and weights[0].is_cuda else HostClock()
-        self.enter = self._clock.enter  #: end the current phase and start another
+        self.enter = self._clock.enter  #: ends the current phase and starts another
 
     def timed(self, batches: Iterator[T]) -> Iterator[T]:
         """Yield ``batches``, counting the time that the loop waits for each."""
@@ -278,11 +279,11 @@ class StepTimer:
             del batch  # frees its memory before the next batch is requested
 
     def loaded(self, seconds: float, cost: Cost | None) -> None:
-        """Count a wait of ``seconds`` for a batch. ``cost``: cost of making the batch; None if unknown."""
+        """Count a wait of ``seconds`` for a batch. ``cost``: cost of making the batch, or None if unknown."""
         self._waits.append(BatchWait(seconds, cost))
 
     def step(self) -> None:
-        """Count a step as done."""
+        """Count a finished step."""
         self._clock.enter(Phase.OTHER)
         self._steps += 1
 

@@ -13,19 +13,21 @@ from torch import Tensor, nn
 
 from trainer.core.batch_cost import Cost
 from trainer.core.ranks import Ranks
+from trainer.core.waits import report_uncaught
+from trainer.nn.sharded_embedding import ShardedEmbedding
 from trainer.train.metrics import MetricsLog
 from trainer.train.script_checkpoint import ScriptCheckpoints, StartPosition, Stateful
 from trainer.train.step_timing import HasCost, Phase, StepTimer, StepTimes, by_host, traffic
 
 
 class StepLog:
-    """Reports the progress of a script to the launcher that started it, at most one line per second.
+    """Reports the progress of a script to the launcher that started it: at most one line per second, and one for the
+    last step of each epoch.
 
     Without a launcher all methods do nothing. The launcher uses the lines to show loss and speed, and to detect a loss
-    that is NaN or infinite, a stalled run, and a rank that the others wait for. If ``loader`` is given,
-    ``python -m trainer profile`` also shows where a step's time goes. There, the wait for a batch lasts until the model
-    is called, so it includes copying to the device, and the time from the model's output to the last gradient counts
-    as backward.
+    that is NaN or infinite, a stalled run, and a rank that the others wait for. If ``loader`` is given, ``python -m
+    trainer profile`` also shows where a step's time goes. There, the wait for a batch lasts until the model is called,
+    so it includes copying to the device. The time from the model's output to the last gradient counts as backward.
 
     After ``restore`` it also saves checkpoints, from which ``gnnfleet resume`` continues at the step.
 
@@ -68,6 +70,7 @@ class StepLog:
         environ: Mapping[str, str] = os.environ, *, tensorboard: bool = False, checkpoint_seconds: float = 60.0,
     ):  # fmt: skip
         run_dir = environ.get("GNNFLEET_RUN_DIR")
+        report_uncaught(environ)
         self._log = MetricsLog(Path(run_dir), Ranks.from_env(environ).rank, tensorboard) if run_dir else None
         self._timer = StepTimer(model, optimizer)
         self._loader, self._cost = loader, Cost()
@@ -77,30 +80,34 @@ class StepLog:
             optimizer.register_step_post_hook(lambda *_: self._timer.enter(Phase.OTHER)),
         ]
         self._epoch: int | None = None
-        self._seeds = 0  #: of the epoch, without its first step
-        self._since = time.monotonic()  #: the end of the epoch's first step
-        self._waiting_since: float | None = None  #: the end of the last step, until the next forward pass
-        self._began = self._ended = self._since  #: the start of the epoch, and the end of its last step
-        self._all_seeds, self._times = 0, StepTimes()  #: of the epoch
-        self._saved: dict[str, Stateful] = {"model": model, "optimizer": optimizer}
+        self._seeds = 0  #: seeds of the epoch's steps except the first
+        self._since = time.monotonic()  #: time when the epoch's first step ended
+        self._waiting_since: float | None = None  #: time when the last step ended; None in a forward or backward pass
+        self._began = self._ended = self._since  #: times when the epoch began and when its last step ended
+        self._all_seeds, self._times = 0, StepTimes()  #: seeds and times of all steps of the epoch
+        self._saved: dict[str, Stateful | ShardedEmbedding] = {"model": model, "optimizer": optimizer}
         self._checkpoint_seconds, self._environ = checkpoint_seconds, environ
         self._checkpoints: ScriptCheckpoints | None = None  #: None before ``restore``, and without a launcher
 
-    def restore(self, **more: Stateful) -> StartPosition:
+    def restore(self, **more: Stateful | ShardedEmbedding) -> StartPosition:
         """Restore the model and the optimizer when the run resumes, and save checkpoints from now on. Collective.
 
         Pass the position on to the loader, as in the example. Not saved are the random numbers of torch, such as those
-        of ``torch.nn.Dropout``, and the rows of a ``ShardedEmbedding``.
+        of ``torch.nn.Dropout``.
 
         Args:
             more: Other objects to save and restore, by name, such as a learning rate scheduler; each has ``state_dict``
-                and ``load_state_dict``.
+                and ``load_state_dict``, or is a ``ShardedEmbedding``, with its optimizer:
+                ``log.restore(embedding=embedding, rows=sparse_adam)``. Rows are gathered on the rank that writes the
+                checkpoint, and scattered over the ranks of the run that resumes, whatever their number; ``step`` and
+                ``epoch`` are then collective.
 
         Returns:
             The epoch and step to begin with: epoch 1 and step 0 if the run does not resume.
 
         Raises:
             CheckpointError: The checkpoint cannot be read, or does not fit the objects.
+            SettingsError: The optimizer of a ``ShardedEmbedding`` also has other parameters.
         """
         run_dir = self._environ.get("GNNFLEET_RUN_DIR")
         if not run_dir:
@@ -112,13 +119,14 @@ class StepLog:
         return self._checkpoints.restore()
 
     def step(self, epoch: int, step: int, steps: int, loss: float | Tensor, seeds: int) -> None:
-        """Record a step; call after each step.
+        """Record a step. Must be called after each step.
 
         Args:
             epoch: counts from 1.
             step: counts from 0, in each epoch.
             steps: number of steps in the epoch.
-            loss: mean over this rank's seeds; a tensor is read, which may synchronise a GPU, only when a line is due.
+            loss: mean over this rank's seeds. A tensor is read only when a line is written, because reading it may
+                synchronise a GPU.
             seeds: number of this rank's seeds in the step.
         """
         if self._log is None:
@@ -132,27 +140,30 @@ class StepLog:
             self._timer.step()
             self._seeds += seeds
         self._all_seeds, self._ended = self._all_seeds + seeds, now
-        due = self._log.step_due()
-        if due or step + 1 == steps:  # time after the last step belongs to no step
+        recorded = self._log.step_due() or step + 1 == steps
+        if recorded:  # before a checkpoint is saved: time after the last step belongs to no step
             lap = self._timer.lap()
             self._times += lap
-        if due:
+        if self._checkpoints is not None:
+            self._checkpoints.after_step(epoch, step)
+        if recorded:
             more = lap.means()
             if self._seeds:
                 more["seeds_per_s"] = round(self._seeds / (now - self._since), 1)
             if lap.batches:
                 more |= {"traffic": traffic(lap.cost, lap.batches), "remote_share": lap.cost.remote_share}
+            if self._checkpoints is not None and self._checkpoints.saved is not None:
+                more["saved"] = self._checkpoints.saved
             value = float(loss.detach() if isinstance(loss, Tensor) else loss)
             self._log.write("step", epoch=epoch, step=step, steps=steps, loss=value, seeds=seeds, **more)
-        if self._checkpoints is not None:
-            self._checkpoints.after_step(epoch, step)
         self._waiting_since = time.monotonic()
         self._timer.enter(Phase.LOAD)
 
     def epoch(self, epoch: int, loss: float | Tensor, **accuracy: float) -> None:
-        """Record an epoch for the launcher's table, ``compare`` and the report; call after each epoch, on all ranks.
+        """Record an epoch for the launcher's table, ``compare`` and the report. Call after each epoch, on all ranks.
 
-        loss: the mean over all ranks' seeds; accuracy: 0 to 1 by split, such as ``val=0.71``, if it was evaluated.
+        ``loss``: mean over the seeds of all ranks. ``accuracy``: 0 to 1, for each evaluated split, such as
+        ``val=0.71``.
         """
         if self._log is None:
             return
@@ -172,7 +183,9 @@ class StepLog:
         self._began = time.monotonic()
 
     def result(self, **accuracy: float) -> None:
-        """Record the run's final accuracy by split, such as ``test=0.70``; ``gnnfleet runs`` shows that of ``test``."""
+        """Record the run's final accuracy by split, such as ``test=0.70``. ``gnnfleet runs`` shows the accuracy of
+        ``test``.
+        """
         if self._log is not None and self._log.rank == 0:
             self._log.write("result", **{f"{split}_accuracy": float(value) for split, value in accuracy.items()})
 
@@ -189,14 +202,14 @@ class StepLog:
             self._timer.enter(Phase.BACKWARD)
 
     def _new_cost(self) -> Cost | None:
-        """Cost of the loader's batches since the last call; None without a loader."""
+        """Cost of the loader's batches since the last call, or None without a loader."""
         if self._loader is None:
             return None
         before, self._cost = self._cost, self._loader.cost
         return self._cost - before
 
     def close(self) -> None:
-        """Remove the hooks, close the log and finish the last checkpoint; optional at the end of the process."""
+        """Remove the hooks, close the log and finish the last checkpoint. Not needed at the end of the process."""
         for hook in self._hooks:
             hook.remove()
         self._timer.__exit__(None, None, None)

@@ -23,10 +23,10 @@ class Task(Protocol):
     """Computes loss and correct predictions of a model's output, summed over the seeds of this rank's batch."""
 
     def loss_sum(self, out: Tensor, batch: Batch | HeteroBatch) -> Tensor:
-        """Loss summed over the seeds, differentiable; 0 for a batch without seeds."""
+        """Return the differentiable loss, summed over the seeds; 0 for a batch without seeds."""
 
     def correct(self, out: Tensor, batch: Batch | HeteroBatch) -> Tensor:
-        """Number of seeds predicted correctly, int64 []."""
+        """Return the number of seeds predicted correctly, int64 []."""
 
 
 @dataclass(frozen=True)
@@ -45,7 +45,7 @@ class NodeClassification:
 
 
 def pick_target(manifest: Manifest, wanted: str | None = None) -> NodeType:
-    """The node type to classify: ``wanted``, or else the only one with labels, classes and train seeds.
+    """Return the node type to classify: ``wanted``, or else the only one with labels, classes and train seeds.
 
     Raises ``SettingsError`` if ``wanted`` does not exist or several types can be classified, ``DataError`` if none can.
     """
@@ -66,7 +66,7 @@ def pick_target(manifest: Manifest, wanted: str | None = None) -> NodeType:
 def node_classification(
     graph: Graph, target: NodeType, splits: tuple[str, ...], group: RankGroup
 ) -> NodeClassification:  # fmt: skip
-    """Make the task, after checking the labels of all seeds; each rank checks its share. Collective.
+    """Make the task, after checking the labels of all seeds. Each rank checks its share. Collective.
 
     Raises ``DataError`` if the target has no labels or train seeds, a seed has no label, or a homogeneous graph has no
     features.

@@ -99,7 +99,7 @@ def expand(source: Source, line: int, name: str) -> list[str]:
     if not all(choices):
         raise source.error(line, f"`{name}`: expected a range such as node[01:16] or node[a:f]")
     if math.prod(map(len, choices)) > MOST:
-        raise source.error(line, f"`{name}` stands for too many hosts; a range may stand for {MOST:,} at most")
+        raise source.error(line, f"`{name}` expands to too many hosts; a range may expand to {MOST:,} at most")
     return ["".join(words) for words in itertools.product(*choices)]
 
 

@@ -1,4 +1,4 @@
-"""Recognises by the content of a file which launcher it was written for, and converts it."""
+"""Recognises the launcher for which a file was written, by the content of the file, and converts the file."""
 
 from __future__ import annotations
 

@@ -36,7 +36,7 @@ def cluster_yml(foreign: Foreign, tree: Section, name: str, folder: Path) -> str
     assert isinstance(moved, Section)
     kept = _with_defaults(moved)
     items = {key: kept.items[key] for key in (*_ORDER, *kept.items) if key in kept.items}
-    body = _with_place(list(_section(Section(kept.origin, items, kept.keys), 0)), kept)
+    body = _with_venv_hint(list(_section(Section(kept.origin, items, kept.keys), 0)), kept)
     return "\n".join([*head, "", *_aligned(body)]) + "\n"
 
 
@@ -82,7 +82,7 @@ def _with_defaults(tree: Section) -> Section:
     return replace(tree, items={**tree.items, "nodes": replace(nodes, items=left), "defaults": defaults})
 
 
-def _with_place(lines: list[tuple[str, str]], tree: Section) -> list[tuple[str, str]]:
+def _with_venv_hint(lines: list[tuple[str, str]], tree: Section) -> list[tuple[str, str]]:
     """Add a commented `venv` line to `defaults`, unless the imported file names a Python."""
     nodes, transport = tree.items.get("nodes"), tree.items.get("transport")
     if isinstance(transport, Scalar) and transport.text == "local":
@@ -90,11 +90,11 @@ def _with_place(lines: list[tuple[str, str]], tree: Section) -> list[tuple[str, 
     entries = [tree.items.get("defaults"), *(nodes.items if isinstance(nodes, YamlSequence) else ())]
     if any(isinstance(one, Section) and _ENVIRONMENT & one.items.keys() for one in entries):
         return lines
-    place = (f"  # venv: {OWN_VENV}", "environment on the hosts; without it their python3 is used")
+    hint = (f"  # venv: {OWN_VENV}", "environment on the hosts; without it their python3 is used")
     if ("defaults:", "") not in lines:
-        return [("defaults:", ""), place, *lines]
+        return [("defaults:", ""), hint, *lines]
     at = lines.index(("defaults:", "")) + 1
-    return [*lines[:at], place, *lines[at:]]
+    return [*lines[:at], hint, *lines[at:]]
 
 
 def _section(tree: Section, depth: int) -> Iterator[tuple[str, str]]:

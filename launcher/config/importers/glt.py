@@ -134,7 +134,9 @@ def _data(dataset: Scalar) -> dict[str, Tree]:
 
 
 def _notes(tree: Section, lists: dict[str, tuple[Tree, ...]]) -> list[str]:
-    notes = ["GLT asks for passwords, gnnfleet tries keys and the SSH agent (--set 'nodes.*.password=true' asks)"]
+    notes = [
+        "GLT asks for passwords, gnnfleet tries keys and the SSH agent; add --set 'nodes.*.password=true' to be asked"
+    ]
     if ignored := [name for name in _COUNTS if name in tree.items]:
         notes.append(f"{' and '.join(ignored)} are ignored: they are read from the graph")
     known = {"nodes", "dataset", *LISTS, *_COUNTS}

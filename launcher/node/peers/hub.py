@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from launcher.node.child_process import Loop
+from launcher.node.json_reader import WAIT, checked
 from launcher.node.peers.link import Link, Message, listen, proof, proven
 from launcher.node.peers.model import (
     EOF_PATIENCE,
@@ -37,14 +38,14 @@ _ACCEPTS_AT_ONCE = 32
 
 _LATE = 2.0  # seconds between two calls of ``look`` that mean that this machine was suspended
 
-_TABLE_NODES = 64  # up to so many nodes, every answer to a heartbeat has the table of all nodes
+_TABLE_NODES = 64  # with at most this many nodes, each answer to a heartbeat contains the state of all nodes
 
 _ENDS = ("done", "failed", "stopped")
 
 
 @dataclass
 class MemberStatus:
-    """What the hub knows about one member. Times are in seconds, monotonic unless noted."""
+    """State of one member as known to the hub. Times are in seconds, monotonic unless noted."""
 
     node_rank: int
     link: Link | None = None
@@ -60,6 +61,7 @@ class MemberStatus:
     ranks: dict[str, Any] = field(default_factory=dict)  #: last metrics of its ranks (``Vitals.ranks``)
     findings: list[Any] = field(default_factory=list)
     stacks: dict[str, Any] | None = None  #: stack summaries by rank; None until reported
+    waits: dict[str, Any] = field(default_factory=dict)  #: its ranks' expired waits by rank
     ahead: float = 0.0  #: the member's clock minus this clock, seconds
     beats: int = 0  #: reports received
     standing: dict[str, Any] | None = None  #: what it can contribute to a restart; None before it has ended its ranks
@@ -123,7 +125,7 @@ class Hub:
         return self.config.crew.spare(self._gone)
 
     def report(self, report: Report) -> None:
-        """Store the lead node's own report; if it changes what the members have to do, tell them at once."""
+        """Store the lead node's own report; if it changes the orders to members, send them at once."""
         self._own = report
         if report.get("cause"):
             self._stop(report["cause"])
@@ -144,13 +146,16 @@ class Hub:
             self.members[k] = MemberStatus(k, old.link, old.heard, old.gone, old.gone_wall, ahead=old.ahead)
         for member in before.values():
             if member.link is not None:
-                member.link.close()  # it may come back as a guest
+                member.link.close()  # it may connect again as a guest (rendezvous.Guest)
         self.order, self.cause, self.lost, self._own, self._ordered = None, None, {}, {}, None
         self.stacks_wanted = self.stop_asked = self.suspended = False
         self._opened = time.monotonic()
 
     def inherit(self, cause: Cause, lost: dict[str, dict[str, Any]], gone: dict[str, dict[str, Any]]) -> None:
-        """Take the place of a lost hub, which is in ``lost``; ``gone``: nodes that the run has continued without."""
+        """Become the hub after the loss of the previous one, which is the run's ``cause`` and is contained in ``lost``.
+
+        gone: nodes that the run continues without.
+        """
         self.cause, self.order, self._ordered = cause, Order(cause), time.monotonic()
         self.lost, self.gone = {**lost}, {**gone}
 
@@ -241,7 +246,7 @@ class Hub:
     # Heartbeats.
 
     def _take_report(self, member: MemberStatus, message: Message) -> None:
-        """Store a member's report, act on the cause in it, and answer with the hub's orders."""
+        """Store a member's report and answer with the hub's orders; a cause in the report ends the run."""
         if "ping" in message:
             return self._pong(member)
         if "away" in message:
@@ -259,12 +264,14 @@ class Hub:
             member.link.send({"t0": sent, "t1": got, **self._orders(member, with_peers=often)})
 
     def _take_state(self, member: MemberStatus, message: Message, ahead: float) -> None:
-        """Store the state in a member's report of the present attempt, and act on the cause in it."""
+        """Store the state in a member's report of the present attempt; a cause in it ends the run."""
         cause, member.ahead = received_cause(message["cause"], ahead), ahead
         member.state, member.trained = str(message["state"])[:20], message["trained"]
         member.ranks, member.findings = dict(message["ranks"]), list(message["findings"])
         member.stacks = message["stacks"] if message["stacks"] is None else dict(message["stacks"])
         member.own_ranks = tuple(map(int, message["own_ranks"]))
+        waits = {str(rank): checked(WAIT, one) for rank, one in dict(message.get("waits", {})).items()}
+        member.waits = {rank: wait for rank, wait in waits.items() if wait is not None}
         member.final = message["final"] in _ENDS
         standing = message.get("standing")
         member.standing = None if standing is None else dict(standing)
@@ -294,7 +301,10 @@ class Hub:
         }
 
     def _decided(self, member: MemberStatus) -> Message:
-        """The decision in a message to a member: no restart for one that the run has finished or continued without."""
+        """Return the fields of a message to a member that contain the decision about a restart; {} before a decision.
+
+        A member that the run continued or finished without gets the decision that there is no restart.
+        """
         decision, generation = self.decision, self.config.generation
         without = member.left is not None or (member.node_rank in self.guests and self.order == Order())
         if without and (decision is None or decision["generation"] <= generation):
@@ -333,7 +343,7 @@ class Hub:
         return (member for member in self.members.values() if not (member.final or member.lost))
 
     def _overdue(self, member: MemberStatus, now: float) -> tuple[str, float]:
-        """(why a member is lost, the time of its loss in seconds since the epoch); ('', 0) while it is not lost."""
+        """Return why a member counts as lost and since when, in seconds since the epoch; ('', 0) if it is not lost."""
         config = self.config
         if member.heard is None:
             late = now - self._opened > config.start_timeout
@@ -363,7 +373,8 @@ class Hub:
     def _can_lose(self, member: MemberStatus) -> bool:
         """Whether the run can continue without ``member`` now.
 
-        While the run stops: no. A server when all ranks have trained: yes. Otherwise ``Crew.can_lose`` decides.
+        False while the run stops, and true for a server once all ranks have trained. Otherwise ``Crew.can_lose``
+        decides.
         """
         crew, k = self.config.crew, member.node_rank
         if self._stopping:
@@ -405,8 +416,10 @@ class Hub:
 
 
 def excused(when: float | None, pause: float, now: float) -> float | None:
-    """``when`` moved forward by ``pause`` seconds, to ``now`` at most: time for which this machine was suspended does
-    not count as another node's silence."""
+    """Move ``when`` forward by ``pause`` seconds, at most to ``now``.
+
+    Time in which this machine was suspended must not count as silence of another node.
+    """
     return None if when is None else min(when + pause, now)
 
 
@@ -414,5 +427,5 @@ KILLED = "its supervisor ended without reporting a result; it was probably kille
 
 
 def silence(config: PeerConfig) -> str:
-    """Why a node is lost that has been silent for too long: ``no sign of life for 6 s (run.peer_timeout)``."""
+    """The reason given for a node lost by ``run.peer_timeout``: ``no sign of life for 6 s (run.peer_timeout)``."""
     return f"no sign of life for {config.peer_timeout:g} s (run.peer_timeout)"

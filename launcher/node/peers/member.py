@@ -69,9 +69,10 @@ class ClockOffset:
 
 _TRY_EVERY = 0.3  # seconds between two attempts to connect
 
-_TRY_FOR = 1.0  # seconds per attempt; after a network cut a new attempt succeeds sooner than TCP's retransmissions
+# Timeout of an attempt in seconds. After a network cut a new attempt succeeds sooner than TCP's retransmissions.
+_TRY_FOR = 1.0
 
-_TRIPS_FOR = 3.0  # an attempt gets this many times the quickest round trip
+_TRIPS_FOR = 3.0  # timeout of an attempt, as a multiple of the quickest round trip
 
 _PING_EVERY = 0.2  # seconds between two pings
 
@@ -81,7 +82,7 @@ _SILENT = 2.0  # seconds without an answer after which a new connection is opene
 
 _LATE = 2.0  # seconds between two calls of ``look`` that mean that this machine was suspended
 
-_QUICK_TRIPS = 4  # round trips made without a pause at first, to measure the clock offset
+_QUICK_TRIPS = 4  # first round trips, made without a pause to measure the clock offset
 
 
 class Member:
@@ -104,7 +105,7 @@ class Member:
         self._hub_address: tuple[int, Any] | None = None  # family and socket address, once resolved
         self._connecting: socket.socket | None = None
         self._link: Link | None = None
-        # A silent connection stays open until a new one is authenticated: the hub would take its end for our death.
+        # A silent connection stays open until a new one is authenticated: else the hub would count this node as lost.
         self._silent: Link | None = None
         self._heard: float | None = None
         self._gone: float | None = None
@@ -151,7 +152,7 @@ class Member:
         silent = self._heard is not None and now - self._heard > min(_SILENT, self.config.peer_timeout / 2)
         if self._link is not None and now - self._tried > _SILENT and (silent or self._link.node_rank is None):
             self._set_aside(self._link)
-        late = now - self._tried > (_TRY_EVERY if self._connecting is None else self._try_for)
+        late = now - self._tried > (_TRY_EVERY if self._connecting is None else self._attempt_timeout)
         if self._link is None and late and not self.may_leave():
             self._connect()
         if now - self._pinged >= self._ping_every:
@@ -187,9 +188,11 @@ class Member:
     # The connection.
 
     @property
-    def _try_for(self) -> float:
-        """Seconds to wait for an attempt to connect: short once the round trip is known, since after a network cut the
-        next attempt may be the first to succeed."""
+    def _attempt_timeout(self) -> float:
+        """Timeout of an attempt to connect, in seconds.
+
+        It is short once the round-trip time is known: after a network cut the next attempt may be the first to succeed.
+        """
         trip = self._offset.quickest
         return _TRY_FOR if trip is None else min(_TRY_FOR, max(_TRY_EVERY, _TRIPS_FOR * trip))
 
@@ -243,8 +246,10 @@ class Member:
             self._connecting = None
 
     def _set_aside(self, link: Link) -> None:
-        """Give up ``link`` for a new connection: close it if it was not authenticated, else keep it open until the new
-        one is authenticated."""
+        """Replace ``link`` by a new connection.
+
+        Close ``link`` now if it is not authenticated, else once the new connection is authenticated.
+        """
         self._link = None
         if link.node_rank is None:
             return link.close()
@@ -324,7 +329,7 @@ class Member:
     # Loss of the hub.
 
     def _overdue(self, now: float) -> tuple[str, float]:
-        """(why the hub is lost, the time of its loss in seconds since the epoch); ('', 0) while it is not lost."""
+        """Return why the hub counts as lost and since when, in seconds since the epoch; ('', 0) if it is not lost."""
         config = self.config
         if self._heard is None:
             late = now - self._opened > config.start_timeout

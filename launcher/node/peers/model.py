@@ -35,7 +35,7 @@ class Crew:
         return not self.last_copies(k, gone) and self._clients_have_others(k, gone)
 
     def spare(self, gone: Collection[int] = ()) -> list[int]:
-        """The nodes that the run could lose next: any one of them, but not all. gone: nodes lost before."""
+        """The nodes that are expendable now: the run could lose any one of them next. gone: nodes lost before."""
         return [k for k in range(len(self.roles)) if k not in gone and self.can_lose(k, gone)]
 
     def last_copies(self, k: int, gone: Collection[int] = ()) -> list[int]:
@@ -68,23 +68,23 @@ def parts_words(parts: Collection[int]) -> str:
     return f"part{'s' if len(parts) > 1 else ''} {', '.join(map(str, sorted(parts)))}"
 
 
-EOF_PATIENCE = 2.0  #: seconds after which a closed connection that was not replaced means a killed supervisor
+EOF_PATIENCE = 2.0  #: seconds without a new connection after one was closed; then the supervisor counts as killed
 
-_MAX_TEXT = 2000  # characters of a reason
+_MAX_TEXT = 2000  # maximum length of a reason, in characters
 
+#: Why a run ended: ``{"node_rank", "name": rank3·server·launcher·node, "rank", "kind": failure·stop·lost·nan·stall,
+#: "reason", "t", "asked": {"by", "why", "now"} of a stop request, else null}``; "t" in seconds since the epoch
 Cause = dict[str, Any]
 
-#: ``{"node_rank", "name": rank3·server·launcher·node, "rank", "kind": failure·stop·lost·nan·stall, "reason", "t",
-#: "asked": {"by", "why", "now"} of a stop request, else null}``; "t" in seconds since the epoch
+#: State of a node, sent to the hub: ``{"state", "trained": None on a node without ranks, "final": state of result.json,
+#: "cause", "ranks", "findings", "stacks": {rank, or "server": [summary]} once requested, "own_ranks": [ranks of the
+#: node], "waits": {rank: content of procs/wait-rank<r>.json}}``; with ``run.restarts`` also "generation" and "standing"
+#: (launcher.node.supervisor.restart)
 Report = dict[str, Any]
 
-#: ``{"state", "trained": None on a node without ranks, "final": state of result.json, "cause", "ranks", "findings",
-#: "stacks": {rank: [summary]} once asked for, "own_ranks": [ranks of the node]}``;
-#: with ``run.restarts`` also "generation" and "standing" (launcher.node.supervisor.restart)
+#: Decision of the hub after an attempt, for all nodes: ``{"generation": number of the next attempt, "restart": whether
+#: there is one, "leave": whether the hub itself ends, …}``; further keys in launcher.node.supervisor.restart
 Decision = dict[str, Any]
-
-#: What the hub decided after an attempt, for all nodes: {"generation": of the next attempt, "restart": whether there is
-#: one, "leave": the hub itself ends, …}; further keys in launcher.node.supervisor.restart
 
 
 @dataclass(frozen=True)
@@ -117,7 +117,8 @@ class PeerConfig:
 
 
 class Order(NamedTuple):
-    """An order of the hub to a node: stop because of ``cause``; without a cause: finish, as all nodes have trained."""
+    """An order of the hub to a node: stop because of ``cause`` or, if that is None, finish, as all nodes have
+    trained."""
 
     cause: Cause | None = None
 
@@ -129,7 +130,7 @@ class Peers(Protocol):
     cause: Cause | None  #: first cause of the run's end, on any node
     lost: dict[str, dict[str, Any]]  #: lost nodes that ended the run, by node_rank: {"since", "why"}
     gone: dict[str, dict[str, Any]]  #: nodes the run continues without; like ``lost``, with "t", "how", "kind", "text"
-    decision: Decision | None  #: the last one of the hub; None before the first
+    decision: Decision | None  #: the hub's last decision; None before the first
 
     def open(self) -> None:
         """Start to listen (hub) or to connect (member); raises OSError when the hub cannot listen."""
@@ -145,7 +146,7 @@ class Peers(Protocol):
         more."""
 
     def begin(self, config: PeerConfig | None) -> None:
-        """Begin the attempt that ``config`` describes, with the connections that exist."""
+        """Begin the attempt that ``config`` describes; open connections are kept."""
 
     def close(self) -> None:
         """Close all connections."""
@@ -160,7 +161,7 @@ class Peers(Protocol):
 
     @property
     def spare(self) -> list[int]:
-        """Node ranks that the run could lose next (``Crew.spare``)."""
+        """Node ranks that are expendable now (``Crew.spare``)."""
 
 
 class NoPeers:
@@ -253,7 +254,7 @@ def sentence(cause: Mapping[str, Any], labels: tuple[str, ...]) -> str:
 
 
 def left_words(cause: Cause, config: PeerConfig, gone: Collection[int]) -> str:
-    """The sentence that reports that a server was lost and who has its parts. gone: nodes lost before."""
+    """The message that a server was lost, with the nodes that still hold its parts. gone: nodes lost before."""
     k, crew = cause["node_rank"], config.crew
     verb = "was lost" if cause["kind"] == "lost" else "failed"
     at = time.strftime("%H:%M:%S UTC", time.gmtime(cause["t"]))
@@ -264,8 +265,10 @@ def left_words(cause: Cause, config: PeerConfig, gone: Collection[int]) -> str:
 
 
 def fatal(cause: Cause, config: PeerConfig, gone: Collection[int]) -> Cause:
-    """``cause``; if a server was lost, the reason also names the parts that no remaining node holds. gone: nodes lost
-    before."""
+    """Return ``cause``, with the parts that no remaining node holds added to its reason if a server was lost.
+
+    gone: nodes lost before.
+    """
     if cause["kind"] not in ("failure", "lost"):
         return cause
     addition = nobody_left(cause["node_rank"], config.crew, config.labels, gone)
@@ -273,8 +276,10 @@ def fatal(cause: Cause, config: PeerConfig, gone: Collection[int]) -> Cause:
 
 
 def nobody_left(k: int, crew: Crew, labels: Sequence[str], gone: Collection[int]) -> str:
-    """``; no other node holds part 1`` if node ``k`` is a server that had the last copy, else ''. gone: nodes lost
-    before."""
+    """Return ``; no other node holds part 1``, to append to a message, if server ``k`` had the last copy, else ''.
+
+    gone: nodes lost before.
+    """
     missing = crew.last_copies(k, gone) if crew.role(k) == "server" else []
     if not missing:
         return ""
@@ -283,6 +288,6 @@ def nobody_left(k: int, crew: Crew, labels: Sequence[str], gone: Collection[int]
 
 
 def _why(cause: Cause) -> str:
-    """What happened according to a cause, without the node: ``rank 3 was killed by signal 9 (SIGKILL)``."""
+    """A cause as text without the node: ``rank 3 was killed by signal 9 (SIGKILL)``."""
     name = cause["name"]
     return str(cause["reason"]) if name == "node" else f"{name.replace('rank', 'rank ')} {cause['reason']}"

@@ -61,10 +61,10 @@ def open_all(request: dict[str, Any]) -> dict[str, Any]:
 
 
 class Listeners:
-    """Listening ports, served by a background thread that sends ``words`` to every client."""
+    """Listening ports, served by a background thread that sends ``greeting`` to every client."""
 
-    def __init__(self, words: bytes):
-        self.words, self.poll = words, select.epoll()
+    def __init__(self, greeting: bytes):
+        self.greeting, self.poll = greeting, select.epoll()
         self.servers = {}  # type: dict[int, socket.socket]
 
     def add(self, port: int) -> int:
@@ -90,7 +90,7 @@ class Listeners:
             except OSError:
                 return
             try:
-                os.write(client, self.words)
+                os.write(client, self.greeting)
             except OSError:
                 pass  # the client has closed the connection
             os.close(client)
@@ -149,12 +149,12 @@ def connect_all(request: dict[str, Any]) -> Iterator[list[Any]]:
 
 
 class Attempt:
-    """An attempt to connect to one port of a node. words: the greeting that the listener has to send."""
+    """An attempt to connect to one port of a node. greeting: the bytes that the listener has to send."""
 
-    __slots__ = ("rank", "address", "numeric", "port", "words", "socket", "deadline", "received")
+    __slots__ = ("rank", "address", "numeric", "port", "greeting", "socket", "deadline", "received")
 
-    def __init__(self, rank: int, address: str, numeric: str, port: int, words: bytes):
-        self.rank, self.address, self.numeric, self.port, self.words = rank, address, numeric, port, words
+    def __init__(self, rank: int, address: str, numeric: str, port: int, greeting: bytes):
+        self.rank, self.address, self.numeric, self.port, self.greeting = rank, address, numeric, port, greeting
         self.received = b""
 
     def start(self, deadline: float) -> int:
@@ -177,9 +177,9 @@ class Attempt:
         except OSError as error:
             return meaning(error)
         self.received += data
-        if self.received == self.words:
+        if self.received == self.greeting:
             return ""
-        return None if data and self.words.startswith(self.received) else STRANGER
+        return None if data and self.greeting.startswith(self.received) else STRANGER
 
 
 def run_attempts(attempts: list[Attempt], seconds: float) -> Iterator[tuple[Attempt, str]]:
@@ -294,11 +294,11 @@ def addresses() -> list[tuple[str, str]]:
     """(interface name, address) for each address of this machine, in the order of the kernel; with loopback, without
     link-local addresses."""
     names = dict(socket.if_nameindex())
-    return [(names.get(number, ""), address) for number, address in dumped()]
+    return [(names.get(number, ""), address) for number, address in kernel_addresses()]
 
 
-def dumped() -> Iterator[tuple[int, str]]:
-    """(interface number, address) for each address of this machine, asked of the kernel by netlink (RTM_GETADDR)."""
+def kernel_addresses() -> Iterator[tuple[int, str]]:
+    """Yield (interface number, address) for each address of this machine, from the kernel by netlink (RTM_GETADDR)."""
     sock = socket.socket(socket.AF_NETLINK, socket.SOCK_RAW, 0)
     try:
         sock.sendall(struct.pack("=IHHIIB7x", 24, RTM_GETADDR, REQUEST_DUMP, 1, 0, socket.AF_UNSPEC))
@@ -308,15 +308,14 @@ def dumped() -> Iterator[tuple[int, str]]:
                 length, kind = struct.unpack_from("=IH", data)
                 if kind != RTM_NEWADDR:
                     return  # NLMSG_DONE, or an error
-                yield from one(data[16:length])
+                yield from parsed_address(data[16:length])
                 data = data[(length + 3) & ~3 :]
     finally:
         sock.close()
 
 
-def one(message: bytes) -> Iterator[tuple[int, str]]:
-    """(interface number, address) from a netlink message RTM_NEWADDR; nothing for link-local and tentative
-    addresses."""
+def parsed_address(message: bytes) -> Iterator[tuple[int, str]]:
+    """Yield (interface number, address) of a netlink message RTM_NEWADDR, unless it is link-local or tentative."""
     family, _, flags, scope, number = struct.unpack_from("=BBBBI", message)
     found, at = {}, 8
     while at + 4 <= len(message):

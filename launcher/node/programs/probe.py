@@ -70,7 +70,8 @@ def main(request: dict[str, Any]) -> dict[str, Any]:
 def numeric(name: str) -> str:
     """Return the numeric address of a configured name or address; '' when it does not resolve.
 
-    Many machines resolve their own name to loopback. Therefore such an address also gives '', except for ``localhost``.
+    A loopback address also gives '', except for the name ``localhost``: many machines resolve their own name to
+    loopback.
     """
     found = lookup(name) if name else ""
     return "" if is_loopback(found) and found != name and name != "localhost" else found
@@ -191,8 +192,8 @@ def busy_ports(ports: Sequence[int], leases: Iterable[dict[str, Any]] = ()) -> d
 def can_listen(port: int) -> bool:
     """Whether a server can listen on ``port`` on all addresses.
 
-    Sets SO_REUSEADDR as servers do, so that connections in TIME_WAIT do not count; with it, only listen() fails for
-    some ports in use.
+    Sets SO_REUSEADDR as servers do, so that connections in TIME_WAIT do not count. With this option bind() succeeds for
+    some ports in use, and only listen() fails.
     """
     for family, address in ((socket.AF_INET, "0.0.0.0"), (socket.AF_INET6, "::")):
         try:
@@ -240,8 +241,11 @@ def open_files(pid: str) -> set[str]:
 
 
 def of_runs(suspects: Iterable[Suspect]) -> list[dict[str, Any]]:
-    """[{"run_id", "pids", "commands"}] of the runs in ``suspects`` that have living processes: processes listed in the
-    run's last state.json, and processes with the run's folder as GNNFLEET_RUN_DIR in the environment."""
+    """Return {"run_id", "pids", "commands"} for each run in ``suspects`` that has living processes.
+
+    These are the processes listed in the run's last state.json, and those with the run's folder as GNNFLEET_RUN_DIR in
+    their environment.
+    """
     named = {one.run_dir: one for one in suspects}
     pids: dict[str, set[int]] = {folder: known(one) for folder, one in named.items()}
     for pid in filter(str.isdigit, os.listdir("/proc")):

@@ -1,8 +1,9 @@
-"""Makes every Python process of a rank write its stacks on a signal. Imported by Python at startup.
+"""Makes every Python process of a rank, and the graph server, write its stacks on a signal. Imported by Python at
+startup.
 
-On SIGRTMAX-4, faulthandler writes the stacks of all threads to ``procs/stacks-rank<r>`` of the run folder, even while
-the process blocks in C code. A real-time signal is used because scripts may handle SIGUSR1 themselves. Afterwards the
-``sitecustomize`` that this module hides, if any, is run.
+On SIGRTMAX-4, faulthandler writes the stacks of all threads to ``procs/stacks-rank<r>`` or ``procs/stacks-server`` of
+the run folder, even while the process blocks in C code. A real-time signal is used because scripts may handle SIGUSR1
+themselves. Afterwards the ``sitecustomize`` that this module hides, if any, is run.
 """
 
 from __future__ import annotations
@@ -14,9 +15,10 @@ from contextlib import suppress
 
 def _register() -> None:
     run_dir, rank = os.environ.get("GNNFLEET_RUN_DIR"), os.environ.get("RANK", "")
-    if run_dir and rank.isdigit():
+    name = "server" if os.environ.get("GNNFLEET_PROCESS") == "server" else f"rank{rank}" if rank.isdigit() else ""
+    if run_dir and name:
         with suppress(Exception):  # a script must neither fail nor print because of this module
-            _write_stacks_to(os.path.join(run_dir, "procs", f"stacks-rank{rank}"))
+            _write_stacks_to(os.path.join(run_dir, "procs", f"stacks-{name}"))
 
 
 def _write_stacks_to(path: str) -> None:

@@ -18,7 +18,7 @@ from launcher.node.record import read_json
 from launcher.node.supervisor.restart import Standing
 from launcher.node.supervisor.spec import NodeSpec
 
-#: Files of an attempt that name ranks or processes; the next attempt writes others.
+#: Files about the ranks and processes of an attempt; moved away before the next attempt writes its own.
 _MOVED = ("outcomes", "procs", "progress-rank*", "server.ready", "cluster.json")
 
 _CHECKPOINT = re.compile(r"epoch-(\d{4,})(?:-step-(\d{6,}))?\.pt")  # epochs done, steps done of the next epoch
@@ -56,12 +56,27 @@ def next_spec(first: NodeSpec, decision: Decision) -> NodeSpec:
     )
 
 
+def returned(spec: NodeSpec) -> tuple[bool, NodeSpec]:
+    """Whether an earlier supervisor of this node has ended without a result, and the specification with the number of
+    its attempt. Deletes ``returns.json``, the last ``state.json`` of that supervisor."""
+    path = os.path.join(spec.run_dir, "returns.json")
+    try:
+        state = read_json(path)
+        os.unlink(path)
+        generation = int(state["generation"]) if isinstance(state, dict) else -1
+    except (OSError, ValueError, KeyError, TypeError):
+        return False, spec
+    if not spec.restarts or generation < 0:
+        return False, spec
+    return True, replace(spec, generation=generation)
+
+
 def _endpoint(site: Mapping[str, Any]) -> dict[str, Any]:
     return {"address": site["address"], "bind": site["bind"], "port": site["control_port"]}
 
 
 def _owning(server: Mapping[str, Any], parts: tuple[int, ...]) -> Mapping[str, Any]:
-    """Return the command of a graph server with other parts after ``--own``."""
+    """Replace the parts after ``--own`` in the command of a graph server."""
     argv = list(server["argv"])
     if "--own" in argv:
         argv[argv.index("--own") + 1] = ",".join(map(str, parts))
@@ -73,7 +88,7 @@ def _with_env(command: Mapping[str, Any], env: Mapping[str, str]) -> Mapping[str
 
 
 def _world(first: NodeSpec, decision: Decision, ranks: Mapping[int, tuple[int, ...]]) -> dict[str, str]:
-    """Return the variables of torchrun and of the restart for this node's ranks."""
+    """Return the environment variables of torchrun and of the restart for this node's ranks."""
     leader = int(decision["first"])
     world = str(sum(map(len, ranks.values())))
     groups = sorted(ranks, key=lambda k: ranks[k])
@@ -96,7 +111,7 @@ def _world(first: NodeSpec, decision: Decision, ranks: Mapping[int, tuple[int, .
 def cluster_file(before: Mapping[str, Any], spec: NodeSpec, decision: Decision) -> dict[str, Any]:
     """Return the content of cluster.json for an attempt.
 
-    before: that of the first attempt. spec: of any node, for the new attempt.
+    before: its content in the first attempt. spec: the specification of any node for the new attempt.
     """
     nodes = [
         {
@@ -111,7 +126,7 @@ def cluster_file(before: Mapping[str, Any], spec: NodeSpec, decision: Decision) 
 
 
 def archive(run_dir: str, generation: int) -> None:
-    """Move the files that name ranks or processes of attempt ``generation`` to ``attempts/<generation>/``.
+    """Move the files about ranks and processes of attempt ``generation`` to ``attempts/<generation>/``.
 
     ``state.json`` is copied, as other programs find the supervisor by it. A file that cannot be moved is deleted.
     """

@@ -14,8 +14,10 @@ from launcher.node.record import append_json, read_json, why_unwritten, write_js
 
 
 class LatestWriter:
-    """Writes a file in a background thread. A text that is replaced by a newer one before it could be written is never
-    written."""
+    """Writes a file in a background thread.
+
+    Skips a text that was replaced by a newer one before it could be written.
+    """
 
     def __init__(self, path: str) -> None:
         self._path = path
@@ -35,7 +37,7 @@ class LatestWriter:
             self._changed.notify_all()
 
     def settle(self, seconds: float) -> bool:
-        """Wait until every scheduled text is written, at most ``seconds``; returns whether that is so."""
+        """Wait at most ``seconds`` until all scheduled texts are written; returns whether they are."""
         with self._changed:
             return self._changed.wait_for(lambda: self._next is None and not self._busy, seconds)
 
@@ -82,8 +84,10 @@ class Screen:
 
 
 def _terminal() -> int:
-    """A second descriptor of the terminal, as O_NONBLOCK on the first would also affect the shell that uses the same
-    terminal."""
+    """Open the terminal again and return the new descriptor, for use with O_NONBLOCK.
+
+    On the existing descriptor O_NONBLOCK would also affect the shell that uses the same terminal.
+    """
     try:
         return os.open(os.ttyname(_STDOUT), os.O_WRONLY | os.O_NONBLOCK | os.O_NOCTTY)
     except OSError:  # some containers have no device file for the terminal
@@ -101,7 +105,7 @@ class Journal:
 
     def __init__(self, run_dir: str, node_rank: int) -> None:
         self.run_dir, self.node_rank = run_dir, node_rank
-        self.trouble = ""  #: why the last failed write failed; '' when none failed
+        self.trouble = ""  #: error of the last failed write; '' if none has failed
         self._logged: set[str] = set()  # write errors that are already in the log
         for folder in _FOLDERS:
             os.makedirs(self.path(folder), exist_ok=True)
@@ -127,7 +131,8 @@ class Journal:
         """Append an event to ``events.jsonl`` and, as a line of text, to the supervisor's log."""
         record = {"t": time.time(), "kind": kind, "node_rank": self.node_rank, **more}
         self.put("events.jsonl", record, append_json)
-        self.log(" ".join([kind, *(f"{key}={value}" for key, value in more.items() if value not in (None, ""))]))
+        shown = {key: _text_of(value) for key, value in more.items() if value not in (None, "")}
+        self.log(" ".join([kind, *(text if key == kind else f"{key}={text}" for key, text in shown.items())]))
 
     def put(self, name: str, value: Any, write: Callable[[str, Any], None] = write_json) -> bool:
         """Write a file of the run folder; returns whether that succeeded."""
@@ -200,3 +205,10 @@ def stop_request(journal: Journal) -> Mapping[str, Any] | None:
     except (OSError, ValueError):  # an empty file: made with `touch`, or on a full disk
         value = None
     return value if isinstance(value, dict) else {}
+
+
+def _text_of(value: Any) -> str:
+    """Return a value of an event as it is logged: a finding or cause by its text, other objects and lists as JSON."""
+    if isinstance(value, dict) and isinstance(value.get("text"), str):
+        return f"{value['kind']}: {value['text']}" if "kind" in value else str(value["text"])
+    return json.dumps(value) if isinstance(value, (dict, list, tuple)) else str(value)

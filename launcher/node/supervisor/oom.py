@@ -12,7 +12,8 @@ from typing import Any
 
 from launcher.node.exit_description import size
 
-_WINDOW = 15.0  # seconds before a process's end in which a counted OOM kill may be its own; large ones end slowly
+# Seconds between the count of an OOM kill by the kernel and the end of the process; large processes end slowly.
+_WINDOW = 15.0
 
 _KERNEL_LOG = "/dev/kmsg"
 
@@ -20,22 +21,26 @@ _RECORD = 1 << 13  # bytes of a kernel log record, at most
 
 _KILLED = re.compile(r"Killed process (\d+) ")
 
-_OF_ALL = ("/sys/fs/cgroup/memory/memory.oom_control", "/proc/vmstat")  # count the OOM kills of the whole machine
+_OF_ALL = ("/sys/fs/cgroup/memory/memory.oom_control", "/proc/vmstat")  # files with the OOM kills of the whole machine
 
 _NO_LIMIT = 1 << 60  # bytes; cgroup v1 reports "no limit" as a number of about this size
 
 
 class OomWatch:
-    """Detects that the kernel's OOM killer has killed a process: call ``look`` regularly while the process runs,
-    ``killed`` at its end."""
+    """Detects whether the kernel's OOM killer has killed a process.
+
+    Call ``look`` regularly while the process runs, and ``killed`` when it has ended.
+    """
 
     def __init__(self) -> None:
         self._counts: deque[tuple[float, int | None]] = deque()
         self.look()
 
     def look(self) -> None:
-        """Note how many processes the OOM killer has killed so far; forgets older notes, except one from before
-        ``_WINDOW``."""
+        """Record the present number of OOM kills.
+
+        Of the records older than ``_WINDOW`` only the newest is kept.
+        """
         now = time.monotonic()
         self._counts.append((now, oom_kills()))
         while len(self._counts) > 1 and self._counts[1][0] < now - _WINDOW:
@@ -48,7 +53,7 @@ class OomWatch:
         if counted and counts_our_group():
             return True
         log = list(kernel_log())
-        # Without a readable kernel log, a kill counted on the machine is taken for this process's.
+        # Without a readable kernel log, an OOM kill counted on the machine is attributed to this process.
         return pid in killed_for_memory(log) or (counted and not log)
 
     def outcome_fields(self, pid: int) -> dict[str, Any]:

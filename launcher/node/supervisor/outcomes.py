@@ -22,14 +22,13 @@ _MAX_MAIL = 1 << 17  # bytes of a record that a rank runner sends to the mailbox
 
 
 class OutcomeBook:
-    """Collects the outcomes of a node's processes (how each ended), by process name, and which of its ranks have
-    started."""
+    """Collects which ranks of a node have started and, by process name, the outcomes of the node's processes."""
 
     def __init__(self, journal: Journal, node_rank: int, ranks: tuple[int, ...]) -> None:
         self.journal, self.node_rank, self.ranks = journal, node_rank, ranks
         self.outcomes: dict[str, dict[str, Any]] = {}
         self.runners: dict[int, dict[str, Any]] = {}  #: content of procs/rank<r>.json, by rank
-        self.stopping = False  #: ranks that end from now on were stopped
+        self.stopping = False  #: whether ranks that end from now on count as stopped
 
     def first_failure(self) -> dict[str, Any] | None:
         """The outcome of the process that failed first, not counting processes that were stopped; None when none
@@ -80,7 +79,7 @@ class OutcomeBook:
         )
 
     def record(self, record: dict[str, Any]) -> None:
-        """Write to the run folder, and store, an outcome that no rank runner has written."""
+        """Store an outcome that no rank runner has written, and write it to the run folder."""
         self.journal.put(f"outcomes/{record['name']}.json", record)
         self.take(record)
 
@@ -107,8 +106,7 @@ class OutcomeBook:
             self.take(OUTCOME({**mail, "name": name, "node_rank": self.node_rank}))
 
     def running(self, children: list[Child]) -> list[dict[str, Any]]:
-        """Records (name, pid, pgid, start_ticks, rank) for ``state.json``, of those ``children`` and ranks that are
-        running."""
+        """The entries (name, pid, pgid, start_ticks, rank) of ``state.json`` for the running ``children`` and ranks."""
         found = [{**child.record(), "rank": None} for child in children if child.running()]
         ranks = [runner for rank, runner in self.runners.items() if f"rank{rank}" not in self.outcomes]
         return [*found, *ranks]
@@ -207,14 +205,17 @@ class Ended(Exception):
         self.state, self.reason, self.cause = state, reason, cause
 
     def without_restart(self, why: str) -> Ended:
-        """The same end with the reason why the run did not start again, if ``why`` is not ''."""
+        """Return a copy whose reason also says why there is no restart; unchanged if ``why`` is '' or the node is
+        done."""
         if not why or self.state == "done":
             return self
         return Ended(self.state, f"{self.reason.rstrip('.')}; no restart: {why}", self.cause)
 
     def result(self, node_rank: int, cause: Cause | None) -> dict[str, Any]:
-        """The fields of ``result.json`` about the end. cause: what ended the run, on any node; included only if that
-        was another node."""
+        """The fields of ``result.json`` about the end.
+
+        cause: cause of the run's end; included only if it lies on another node.
+        """
         elsewhere = cause if cause is not None and cause["node_rank"] != node_rank else None
         asked = cause["asked"] if cause is not None else None
         return {

@@ -23,8 +23,10 @@ Start = Callable[[str, Mapping[str, Any], str], Child]
 
 
 def rank_environment(spec: NodeSpec, local_rank: int) -> dict[str, str]:
-    """Environment variables in which the ranks of a node differ; WORLD_SIZE and MASTER_* are in the command's own
-    ``env``."""
+    """Environment variables in which the ranks of a node differ.
+
+    WORLD_SIZE and MASTER_* do not differ; they are in ``env`` of the rank's command.
+    """
     rank = str(spec.ranks[local_rank])
     return {
         "RANK": rank,

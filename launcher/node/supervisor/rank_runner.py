@@ -30,7 +30,8 @@ _LONE_GRACE = 1.0  # seconds between SIGTERM and SIGKILL when the supervisor has
 
 
 class RankRunner:
-    """Runs one rank: starts its command, copies its output to a log, and writes how it ended (its outcome)."""
+    """Runs one rank: starts its command, copies its output to a log, and writes its outcome, a record of how it
+    ended."""
 
     def __init__(
         self, run_dir: str, argv: Sequence[str], environment: dict[str, str], await_server: bool = False

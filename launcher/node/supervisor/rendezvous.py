@@ -264,7 +264,7 @@ class Restarts:
         To be called after ``next_attempt`` has returned None. Returns False if there is nothing to wait for.
         """
         given_up = self.decision is not None and self.decision.get("given_up")
-        if not self.left or given_up or not isinstance(peers, (Hub, Member)):
+        if not self.left or given_up or self._first.control is None:
             return False
         peers.leave() if isinstance(peers, Member) else peers.close()
         self.decision = None

@@ -154,10 +154,9 @@ def _check_nodes(end: AttemptEnd) -> list[int]:
     doubtful = [k for k in spec.active if k not in killed and k not in end.ended and k not in end.given_up]
     old = [k for k in nodes if k in spec.active]
     if 2 * len(old) < len(doubtful) + bool(end.away):
-        raise _NoRestart(
-            f"only {len(old)} of {len(doubtful)} nodes can reach each other, and the others may go on by themselves",
-            left=True,
-        )
+        silent = [spec.all_labels[k] for k in doubtful if k not in old and k not in end.away]
+        left = f"only {len(old)} of {len(doubtful)} nodes can reach each other, and the others may go on by themselves"
+        raise _NoRestart(f"{left}; no answer from {', '.join(silent)}" if silent else left, left=True)
     training = [k for k in nodes if end.first.role_of(k) in _TRAIN]
     if len(training) < max(1, spec.min_nodes):
         least = max(1, spec.min_nodes)

@@ -15,7 +15,7 @@ from launcher.node.supervisor.journal import Journal
 from launcher.node.supervisor.oom import OomWatch
 from launcher.node.supervisor.spec import NodeSpec
 
-_FIRST_PAUSE = 0.5  # seconds before a server is started again; twice as long each next time
+_FIRST_PAUSE = 0.5  # seconds before the first restart of a server; doubled with each restart
 
 _LATE = 3.0  # seconds after which a server without cached kernels is reported as compiling
 
@@ -129,10 +129,10 @@ class ServerKeeper:
 
 
 def _kernels(env: Mapping[str, str]) -> tuple[bool, str]:
-    """(whether a graph server with the environment ``env`` finds compiled kernels, why it does not use its usual cache
-    folder).
+    """Return whether a graph server with the environment ``env`` finds compiled kernels, and a note.
 
-    The second is '' when the server uses its usual cache folder. Same rules as in trainer/core/compiled.py.
+    The note says why the server does not use its usual cache folder; '' if it does. Same rules as in
+    trainer/core/compiled.py.
     """
     cache = env.get("XDG_CACHE_HOME") or os.path.join(env.get("HOME", "~"), ".cache")
     folder = env.get("GNNFLEET_KERNELS") or os.path.join(os.path.expanduser(cache), "gnnfleet", "kernels")

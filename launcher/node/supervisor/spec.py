@@ -43,7 +43,7 @@ class NodeSpec:
     restarts: int = 0  #: how often the run may start again after a failure
     min_nodes: int = 1  #: training nodes that a restart needs
     lost_after: float = 60.0  #: seconds in which a node that was cut off tries to find the others again
-    data_dir: str = ""  #: with restarts: the partition folder if it was not sent to the node, so may have all parts
+    data_dir: str = ""  #: with restarts: the partition folder, if not sent by the launcher; may have all parts
     #: with restarts: host, address, bind, control_port, master_port and nproc of every node, by node_rank
     sites: tuple[Mapping[str, Any], ...] = ()
     generation: int = 0  #: number of the attempt; node.json describes the first one

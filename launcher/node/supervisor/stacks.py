@@ -1,7 +1,8 @@
-"""Collects the Python stacks of all ranks of a node before a stalled run is stopped.
+"""Collects the Python stacks of a node's ranks and of its graph server before a stalled run is stopped.
 
 ``site/sitecustomize.py`` makes Python processes write their stacks on a signal; only processes that have registered
-are sent the signal. Other processes are described from /proc.
+are sent the signal. Other processes are described from /proc. A process that the kernel keeps from running is
+described so, whether it has written stacks or not.
 """
 
 from __future__ import annotations
@@ -15,10 +16,15 @@ from dataclasses import dataclass, field
 
 from launcher.node import procs
 from launcher.node.record import stamp
+from launcher.node.supervisor.process_state import STOPPED, ProcessWatch
 
 SIGNAL = signal.SIGRTMAX - 4  #: as in site/sitecustomize.py
 
 MOST = 16  #: processes of a rank whose stacks are collected
+
+_WATCH = 0.8  # seconds in which the states of all processes are sampled
+
+_SAMPLE_EVERY = 0.08  # seconds between two samples
 
 _TURN = 0.03  # seconds between two checks of the stack file
 
@@ -32,7 +38,11 @@ _FRAME = re.compile(r'^  File "(.*)", line (\S+) in (.*)$')
 
 _LIBRARY = re.compile(r"/(site|dist)-packages/|/lib(64)?/python3[^/]*/|/python3\d+\.zip/|^<")
 
-STOPPED = "state T: stopped by SIGSTOP or a debugger; kill -CONT continues it"
+SERVER = -1  #: stands for the graph server where processes are named by rank
+
+NO_STACK = "no Python stack"  #: begins the description of a process that has written none
+
+NO_FRAME = "no Python frame"  #: summary of a process that ends, or has not started Python code yet
 
 _WRAPPERS = frozenset(["wrapper", "inner", "_fn", "__call__", "_call_impl", "_wrapped_call_impl", "decorate_context"])
 
@@ -44,7 +54,9 @@ class _Traced:
     pid: int
     state: str  #: letter and word, as ``S (sleeping)``
     answers: bool  #: the process handles the signal, and can run
+    watch: ProcessWatch
     lines: list[str] = field(default_factory=list)  #: of its dump
+    held_up: str = ""  #: what keeps it from running; set at the end
 
     @property
     def stopped(self) -> bool:
@@ -56,12 +68,13 @@ class _Traced:
 
 
 class _Rank:
-    """The processes of a rank. They get the signal one after another, since forked processes write their stacks to the
-    same file."""
+    """The processes of a rank, or of the graph server. They get the signal one after another, since forked processes
+    write their stacks to the same file."""
 
     def __init__(self, run_dir: str, rank: int, pid: int, processes: Sequence[procs.Process]) -> None:
         self.rank, self.run_dir = rank, run_dir
-        self.dump = os.path.join(run_dir, "procs", f"stacks-rank{rank}")
+        self.name = f"rank{rank}" if rank != SERVER else "server"
+        self.dump = os.path.join(run_dir, "procs", f"stacks-{self.name}")
         family = [pid, *sorted(process.pid for process in procs.descendants(pid, processes))]
         self.left_out = max(0, len(family) - MOST)
         self.traced = [_look_at(one, self.dump) for one in family[:MOST]]
@@ -88,14 +101,23 @@ class _Rank:
             self._waiting.pop(0).lines = _read(self.dump, self._begin)[:_LINES]
             self._sent = False
 
+    def sample(self, now: float) -> None:
+        for one in self.traced:
+            one.watch.look(now)
+
     def result(self) -> list[str]:
-        """The rank's summary followed by its stacks, as lines; also appends them to ``logs/stacks-rank<r>.log``."""
+        """The summary followed by the stacks, as lines; also appends them to ``logs/stacks-<name>.log``."""
+        for one in self.traced:
+            one.held_up = one.watch.held_up()
         main = self._main()
-        lines = [summary(main.lines, (f"{self.run_dir}/files/", _CODE)) if main.lines else main.text[0]]
+        first = summary(main.lines, roots(self.run_dir)) if main.lines else main.text[0]
+        if not main.stopped:
+            first = "; ".join([*filter(None, [next((one.held_up for one in self.traced if one.held_up), "")]), first])
+        lines = [first]
         for one in self.traced:
             lines += [f"process {one.pid} ({procs.command_line(one.pid)}), state {one.state}:", *one.text]
         lines += [f"and {self.left_out} more processes"] if self.left_out else []
-        _write(os.path.join(self.run_dir, "logs", f"stacks-rank{self.rank}.log"), lines)
+        write_log(self.run_dir, self.name, lines)
         return lines
 
     def _main(self) -> _Traced:
@@ -111,17 +133,39 @@ _CODE = os.path.abspath(os.path.join(os.path.dirname(__file__), *[os.pardir] * 3
 def collect(
     run_dir: str, rank_pids: Mapping[int, int], wait: float = 2.0, pause: Callable[[float], object] = time.sleep
 ) -> dict[int, list[str]]:
-    """The Python stacks of all processes of each rank, by rank, as lines; the first line is the summary of the rank.
+    """Return the Python stacks of all processes of each rank, as lines by rank; the first line is the rank's summary.
 
-    rank_pids: pid of each rank. wait: limit in seconds. ``pause(seconds)`` waits between two checks.
+    A summary begins with ``state …`` if the kernel keeps a process of the rank from running.
+
+    rank_pids: pid of each rank; ``SERVER`` stands for the graph server. wait: limit in seconds. ``pause(seconds)``
+    waits between two checks.
     """
     processes = procs.table()
     ranks = [_Rank(run_dir, rank, pid, processes) for rank, pid in sorted(rank_pids.items())]
-    deadline = time.monotonic() + wait
-    left = ranks
-    while (left := [rank for rank in left if not rank.turn()]) and time.monotonic() < deadline:
+    now = sampled = time.monotonic()
+    least, deadline, left = now + _WATCH, now + wait, ranks
+    for rank in ranks:
+        rank.sample(now)
+    while ((left := [rank for rank in left if not rank.turn()]) or (ranks and now < least)) and now < deadline:
         pause(_TURN)
+        now = time.monotonic()
+        if now - sampled >= _SAMPLE_EVERY:
+            sampled = now
+            for rank in ranks:
+                rank.sample(now)
     return {rank.rank: rank.result() for rank in ranks}
+
+
+def held_up(summary: str) -> str:
+    """The part of a summary that says what keeps the process from running; '' if nothing does."""
+    if summary == STOPPED:
+        return summary
+    return summary.partition("; ")[0] if summary.startswith("state ") else ""
+
+
+def place(summary: str) -> str:
+    """The part of a summary that says where the process is; '' for a stopped one."""
+    return "" if summary == STOPPED else summary.partition("; ")[2] if held_up(summary) else summary
 
 
 def folded(stacks: Mapping[int, Sequence[str]]) -> list[str]:
@@ -144,6 +188,11 @@ def ranges(numbers: Sequence[int]) -> str:
     return ", ".join(str(run[0]) if len(run) == 1 else f"{run[0]}-{run[-1]}" for run in runs)
 
 
+def roots(run_dir: str) -> tuple[str, ...]:
+    """Prefixes that ``summary`` removes from the names of files of a run."""
+    return (f"{run_dir}/files/", _CODE)
+
+
 def summary(dump: Sequence[str], roots: Sequence[str] = ()) -> str:
     """Where the main thread is, in code outside libraries: ``backward at train.py:12`` or ``data.py:17 in load()``.
 
@@ -151,7 +200,7 @@ def summary(dump: Sequence[str], roots: Sequence[str] = ()) -> str:
     """
     frames = _main_thread(dump)
     if not frames:
-        return "no Python frame"
+        return NO_FRAME
     own = next((at for at, frame in enumerate(frames) if not _LIBRARY.search(frame[0])), None)
     if own is None:
         return _at(frames[0], roots)
@@ -161,8 +210,10 @@ def summary(dump: Sequence[str], roots: Sequence[str] = ()) -> str:
 
 
 def _main_thread(dump: Sequence[str]) -> list[tuple[str, str, str]]:
-    """(file, line, function) of each frame of the "Current thread" in a dump, innermost first. This thread has handled
-    the signal: it is the main thread, unless that blocks signals."""
+    """Return (file, line, function) of each frame of the "Current thread" in a dump, innermost first.
+
+    The current thread is the one that handled the signal: the main thread, unless the main thread blocks signals.
+    """
     frames: list[tuple[str, str, str]] = []
     inside = False
     for line in dump:
@@ -187,7 +238,8 @@ def _look_at(pid: int, dump: str) -> _Traced:
     values = _status(pid)
     state = values.get("State", "gone")
     caught = int(values.get("SigCgt", "0"), 16) >> (SIGNAL - 1) & 1
-    return _Traced(pid, state, bool(caught) and state[0] not in "TtZX" and _has_open(pid, dump))
+    answers = bool(caught) and state[0] not in "TtZX" and _has_open(pid, dump)
+    return _Traced(pid, state, answers, ProcessWatch(pid))
 
 
 def _status(pid: int) -> dict[str, str]:
@@ -212,7 +264,7 @@ def _described(pid: int, state: str) -> str:
     """Describe a process that has not written a Python stack, by /proc: its state, wchan and syscall."""
     words = {name: _word(f"/proc/{pid}/{name}") for name in ("wchan", "syscall")}
     where = "".join(f", {name} {word}" for name, word in words.items() if word not in ("", "0", "running"))
-    return f"no Python stack, state {state}{where}"
+    return f"{NO_STACK}, state {state}{where}"
 
 
 def _word(path: str) -> str:
@@ -237,10 +289,11 @@ def _read(path: str, begin: int) -> list[str]:
         return file.read().decode("utf-8", "replace").splitlines()
 
 
-def _write(path: str, lines: Sequence[str]) -> None:
+def write_log(run_dir: str, name: str, lines: Sequence[str]) -> None:
+    """Append stacks of a process to ``logs/stacks-<name>.log``. name: ``rank3``, ``server``."""
     now = stamp(time.time())
     try:
-        with open(path, "a", encoding="utf-8") as file:
+        with open(os.path.join(run_dir, "logs", f"stacks-{name}.log"), "a", encoding="utf-8") as file:
             file.writelines(f"{now} {line}\n" for line in lines)
     except OSError:  # the disk is full; the summary is still in the report
         return

@@ -1,22 +1,14 @@
-"""Finds stalled and slow ranks (stragglers) over all nodes, on the lead node; for a stall, collects the stacks of all
-ranks."""
+"""Finds stalled and slow ranks (stragglers) from the metrics of all nodes, on the lead node."""
 
 from __future__ import annotations
 
 import statistics
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any
 
-from launcher.node.peers.hub import Hub
-from launcher.node.peers.member import Member
-from launcher.node.peers.model import Peers
-from launcher.node.supervisor import stacks
-from launcher.node.supervisor.journal import Journal
-from launcher.node.supervisor.outcomes import OutcomeBook
-from launcher.node.supervisor.spec import NodeSpec
-from launcher.node.supervisor.vitals import PHASES, Vitals
+from launcher.node.supervisor.vitals import PHASES
 
 Entry = Mapping[str, Any]  # one rank's values, as in Vitals.ranks
 
@@ -42,14 +34,14 @@ QUIET = 600.0  #: seconds after a straggler has caught up in which it is not rep
 
 _ASLEEP = 5.0  # seconds between two calls of ``look`` that mean that the supervisor itself was suspended
 
-_MOST_LINES = 64  # kept of a rank; bounds memory where the clock of its lines stands still
+_MOST_LINES = 64  # maximum number of step lines kept per rank, should the times in its lines not advance
 
 _PACE_EVERY = 5.0  # seconds between two comparisons of step times
 
 _KINDS = ("start", "step", "epoch", "eval", "checkpoint", "result")  # order of lines within an epoch
 
 
-class Judge:
+class StallDetector:
     """Finds stalls and stragglers; ``look`` is called once a second.
 
     A rank without metrics lines (its script writes none) is never called stalled.
@@ -74,6 +66,10 @@ class Judge:
         }
         return [*self._stall.look(now, ranks), *self._pace.look(now, ranks)]
 
+    def without(self, exiting: Collection[int]) -> dict[str, Any] | None:
+        """The fields of the last stall, had the ranks ``exiting`` been known to end; None if they change nothing."""
+        return self._stall.without(exiting)
+
     def _label(self, node: int | str) -> str:
         number = int(node)
         return self.labels[number] if number < len(self.labels) else f"node{number}"
@@ -90,6 +86,7 @@ class _StallRule:
         self._looked: float | None = None
         self._changed = 0.0
         self._begun = self._stepped = self._reported = False
+        self._last: tuple[float, Mapping[int, Entry]] = (0.0, {})  # silence and ranks of the last stall
 
     def look(self, now: float, ranks: Mapping[int, Entry]) -> Iterator[dict[str, Any]]:
         if self._looked is None:
@@ -103,8 +100,16 @@ class _StallRule:
             return
         running = {rank: entry for rank, entry in ranks.items() if not entry["ended"]}
         if running and not self._reported and now - self._changed > self._limit(running):
-            self._reported = True
-            yield self._finding(now - self._changed, running)
+            self._reported, self._last = True, (now - self._changed, running)
+            yield self._finding(*self._last)
+
+    def without(self, exiting: Collection[int]) -> dict[str, Any] | None:
+        silence, ranks = self._last
+        left = {rank: entry for rank, entry in ranks.items() if rank not in exiting}
+        if not left or len(left) == len(ranks):
+            return None
+        finding = self._finding(silence, left)
+        return {name: finding[name] for name in ("node_rank", "rank", "text")}
 
     def _move(self, now: float, seen: object, ranks: Mapping[int, Entry]) -> None:
         if self._begun:
@@ -127,9 +132,15 @@ class _StallRule:
             text = f"no process has trained a step for {silence:.0f} s{before}; "
         else:
             text = f"no process has trained its first step within {silence:.0f} s; "
+        working = {rank: entry for rank, entry in ranks.items() if not entry.get("done")}
+        ranks = working or ranks  # a rank that has ended its work keeps no other waiting
         behind = _behind(ranks)
         others = [entry for rank, entry in ranks.items() if rank not in behind]
         first = behind[0] if others else None
+        if not working:
+            have = "have" if len(behind) > 1 else "has"
+            text += f"{_names(behind, ranks)} {have} ended the work, but not the process"
+            return _finding("stall", ranks[behind[0]]["node_rank"], behind[0], text, self.stop)
         text += f"{_names(behind, ranks)} {_place(ranks[behind[0]], many=len(behind) > 1)}"
         if others:
             text += f", the others {_place(max(others, key=_position), many=True)}"
@@ -197,7 +208,7 @@ class _StragglerRule:
         typical = {rank: _typical(self._lines[rank]) for rank in ranks if self._enough(rank)}
         if len(typical) < 2:
             return
-        usual = statistics.median_low(own["own_s"] for own in typical.values())  # of two ranks, the faster one's
+        usual = statistics.median_low(own["own_s"] for own in typical.values())  # of two ranks, that of the faster one
         for rank, own in typical.items():
             slow = self._is_slow(own, usual, rank in self._slow)
             if slow and rank not in self._slow and now - self._ended.get(rank, -QUIET) >= QUIET:
@@ -240,7 +251,7 @@ def _slow(entry: Entry, own: Mapping[str, float], usual: float) -> str:
     if own["batch_s"] < 0.5 * (own["own_s"] - usual):
         return f"{needs}; the run waits for it (it computes more slowly: is its device weaker, or used by others?)"
     share = entry["remote_share"]
-    remote = "" if share in (None, 1.0) else f", with {share:.0%} of the rows from other hosts"  # 1.0: of every client
+    remote = "" if share in (None, 1.0) else f", with {share:.0%} of the rows from other hosts"  # 1.0: a client
     return f"{needs}; the run waits for it (waiting for batches takes {_seconds(own['batch_s'])} of that{remote})"
 
 
@@ -250,143 +261,3 @@ def _finding(kind: str, node_rank: int, rank: int | None, text: str, stop: bool)
 
 def _seconds(value: float) -> str:
     return f"{value * 1000:.0f} ms" if value < 0.1 else f"{value:.2f} s" if value < 10 else f"{value:.0f} s"
-
-
-Finding = dict[str, Any]
-
-_STACKS_WAIT = 2.0  # seconds that the processes of a node get to write their stacks
-
-_OTHERS_WAIT = 3.0  # seconds to wait for the stacks of the other nodes
-
-_TRAINED = ("step", "epoch", "eval", "checkpoint", "result")  # kinds of lines after a training step
-
-_MOST = 50  # findings in a report to the other supervisors
-
-
-class Health:
-    """Collects the findings of a node and, on the lead node, of all nodes; ``look`` checks at most once a second.
-
-    ``idle(seconds)`` waits and keeps the supervisor's heartbeat running.
-    """
-
-    def __init__(self, spec: NodeSpec, book: OutcomeBook, peers: Peers, idle: Callable[[float], object]) -> None:
-        self.findings: list[Finding] = []
-        self.stacks: dict[str, list[str]] | None = None  #: summaries by rank, once the hub has asked for them
-        self._spec, self._book, self._peers, self._idle = spec, book, peers, idle
-        self._vitals = Vitals(
-            spec.run_dir,
-            spec.ranks,
-            spec.node_rank,
-            spec.label,
-            stop_on_nan=spec.on_nan == "stop",
-            at_end=spec.generation > 0,
-        )
-        self._judge = Judge(spec.stall_after, spec.all_labels, spec.on_stall == "stop")
-        self._next = 0.0
-
-    @property
-    def ranks(self) -> dict[int, dict[str, Any]]:
-        """The last metrics of each rank of this node, by rank, as in ``Vitals.ranks``."""
-        return self._vitals.ranks
-
-    @property
-    def newest(self) -> list[Finding]:
-        """The newest findings, for ``state.json`` and the other supervisors."""
-        return self.findings[-_MOST:]
-
-    def stepped(self) -> bool:
-        """Whether a rank of this node has trained a step, according to its metrics lines."""
-        self._vitals.look(time.time(), self._book.ended_ranks())
-        return any(entry["kind"] in _TRAINED for entry in self.ranks.values())
-
-    def look(self) -> Finding | None:
-        """Check and record new findings; returns the first one that ends the run, or None."""
-        if time.monotonic() < self._next:
-            return None
-        self._next = time.monotonic() + 1.0
-        found = self._vitals.look(time.time(), self._book.ended_ranks())
-        if not isinstance(self._peers, Member):
-            found = [*found, *self._judged()]
-            self._take_from_members()
-        for finding in found:
-            self._add(finding)
-        return next((finding for finding in found if finding["stop"]), None)
-
-    def show_stacks(self) -> None:
-        """Collect the stacks of this node's ranks, and keep the summary of each in ``stacks``, which is sent to the
-        hub."""
-        self.stacks = {str(rank): lines[:1] for rank, lines in self._collect().items()}
-
-    def _add(self, finding: Finding) -> None:
-        """Record a finding; for a stall, first collect the stacks of all ranks."""
-        if finding["kind"] == "stall":
-            found = self._stacks_of_all()
-            finding["stacks"] = stacks.folded(found)
-            self._name_stopped(finding, [rank for rank, lines in sorted(found.items()) if lines[0] == stacks.STOPPED])
-        self.findings.append(finding)
-        self._book.journal.event("finding", finding=finding)
-
-    def _name_stopped(self, finding: Finding, stopped: Sequence[int]) -> None:
-        """If a rank is stopped (SIGSTOP or a debugger), attribute the stall to the first such rank, as all others wait
-        for it."""
-        nodes = dict.fromkeys(self._spec.ranks, self._spec.node_rank)
-        members = self._peers.members if isinstance(self._peers, Hub) else {}
-        nodes |= {rank: k for k, member in members.items() for rank in member.own_ranks or ()}
-        rank = next((rank for rank in stopped if rank in nodes), None)
-        if rank is None:
-            return
-        ahead = {self._spec.node_rank: 0.0, **{k: member.ahead for k, member in members.items()}}
-        finding["t"] += ahead[nodes[rank]] - ahead.get(finding["node_rank"], 0.0)
-        finding["rank"], finding["node_rank"] = rank, nodes[rank]
-        where = f"rank {rank} on {self._spec.all_labels[nodes[rank]]}"
-        finding["text"] = f"{where} is stopped (SIGSTOP or a debugger): {finding['text']}"
-
-    def _judged(self) -> list[Finding]:
-        """New findings of stalls and stragglers, over all nodes except those that the run continues without."""
-        nodes: dict[int, Any] = {self._spec.node_rank: self._vitals.ranks}
-        members = self._peers.members if isinstance(self._peers, Hub) else {}
-        nodes |= {k: member.ranks for k, member in members.items() if member.left is None}
-        found = self._judge.look(time.monotonic(), nodes)
-        for finding in found:  # the time of a finding is by its node's clock
-            finding["t"] += members[finding["node_rank"]].ahead if finding["node_rank"] in members else 0.0
-        return found
-
-    def _take_from_members(self) -> None:
-        for member in self._peers.members.values() if isinstance(self._peers, Hub) else ():
-            self.findings += [finding for finding in member.findings if finding not in self.findings]
-
-    def _stacks_of_all(self) -> dict[int, list[str]]:
-        """The stacks of all ranks, by rank; without those of nodes that do not answer within ``_OTHERS_WAIT``
-        seconds."""
-        hub = self._peers if isinstance(self._peers, Hub) else None
-        deadline = time.monotonic() + _OTHERS_WAIT
-        if hub is not None:
-            hub.ask_stacks()
-        found = self._collect()
-        while hub is not None and hub.stacks_missing() and time.monotonic() < deadline:
-            self._idle(0.05)
-        for member in hub.members.values() if hub is not None else ():
-            found |= {int(rank): lines for rank, lines in (member.stacks or {}).items()}
-        return found
-
-    def _collect(self) -> dict[int, list[str]]:
-        return stacks.collect(self._spec.run_dir, self._book.rank_pids(), _STACKS_WAIT, self._idle)
-
-
-class DepartedNodes:
-    """Reports nodes that the run continues without."""
-
-    def __init__(self, journal: Journal, peers: Peers) -> None:
-        self._journal, self._peers = journal, peers
-        self._reported: set[str] = set(peers.gone)  # reported in an earlier attempt
-
-    def new_findings(self) -> list[dict[str, Any]]:
-        """Log and return a finding for each node that the run has left behind since the last call."""
-        found = []
-        for k, gone in self._peers.gone.items():
-            if k not in self._reported:
-                self._reported.add(k)
-                self._journal.event(gone["kind"], lost=int(k), reason=gone["text"])
-                finding = {"t": gone["t"], "kind": gone["kind"], "node_rank": int(k), "rank": None}
-                found.append({**finding, "text": gone["text"], "stop": False})
-        return found

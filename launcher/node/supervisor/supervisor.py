@@ -24,8 +24,9 @@ from launcher.node.child_process import Child, Loop, outcome, signal_name
 from launcher.node.exit_description import describe, describe_stop
 from launcher.node.peers.hub import Hub
 from launcher.node.peers.member import Member
-from launcher.node.peers.model import Cause, Order, Peers, make_cause, sentence
-from launcher.node.supervisor.attempt import standing_of
+from launcher.node.peers.model import Cause, NoPeers, Order, Peers, make_cause, sentence
+from launcher.node.supervisor.attempt import returned, standing_of
+from launcher.node.supervisor.health import DepartedNodes, Finding, Health
 from launcher.node.supervisor.journal import Journal, stop_request
 from launcher.node.supervisor.oom import OomWatch
 from launcher.node.supervisor.outcomes import Ended, Mailbox, OutcomeBook, describe_leases, take_leases
@@ -33,7 +34,6 @@ from launcher.node.supervisor.processes import RankRunners, complete_outcomes, e
 from launcher.node.supervisor.rendezvous import Restarts, connect
 from launcher.node.supervisor.server_keeper import ServerKeeper
 from launcher.node.supervisor.spec import NodeSpec
-from launcher.node.supervisor.stall_detector import DepartedNodes, Finding, Health
 
 HEARTBEAT = 1.0  #: seconds between two writes of state.json
 
@@ -51,26 +51,27 @@ class Supervisor:
 
     def __init__(self, spec: NodeSpec) -> None:
         self.first = spec  # node.json
+        self.returns, spec = returned(spec)
         self.journal = Journal(spec.run_dir, spec.node_rank)
         self.loop = Loop(signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
-        self.restarts = Restarts(spec, self.loop, self.journal)
+        self.restarts = Restarts(self.first, self.loop, self.journal)
         self.state, self.final = "starting", ""
         self.token = procs.node_token(spec.token, spec.node_rank)
         me = procs.look(os.getpid())
         self.start_ticks = me.start_ticks if me else 0
         self.address = f"{os.getpid()}:{self.start_ticks}"
         self._next_heartbeat = 0.0
-        self.begin(spec, connect(spec, self.loop))
+        self.begin(spec, NoPeers() if self.returns else connect(spec, self.loop))
 
     def begin(self, spec: NodeSpec, peers: Peers) -> None:
-        """Create what belongs to one attempt, before it starts any process."""
+        """Create the objects of one attempt; starts no process."""
         self.spec, self.peers = spec, peers
         self.children: list[Child] = []
         self.trained: bool | None = None if spec.trainer is None else False
         self.cause: Cause | None = None  # set when the attempt was ended by this node
         self.book = OutcomeBook(self.journal, spec.node_rank, spec.ranks)
         self.mailbox = Mailbox(self.loop, self.book, self.token, self.address)
-        self.health = Health(spec, self.book, self.peers, self.idle)
+        self.health = Health(spec, self.book, self.peers, self.idle, self.server_pid)
         self.oom = OomWatch()
         self.keeper = ServerKeeper(spec, self.journal, self.loop, self.oom, self.start, self.children.remove)
         self.departed = DepartedNodes(self.journal, self.peers)
@@ -82,7 +83,7 @@ class Supervisor:
         """Serve and train until this node is done, failed or stopped; start again as the supervisors decide. Returns
         the exit status."""
         self.journal.event("supervisor-start", pid=os.getpid())
-        end = self.attempt()
+        end = self.rejoin() if self.returns else self.attempt()
         while self.restarts.rendezvous is not None:
             end = self.meet(end, "deciding")
             spec = self.restarts.next_attempt(self.spec, self.peers)
@@ -117,6 +118,25 @@ class Supervisor:
         self.stop_all(end)
         return end
 
+    def rejoin(self) -> Ended:
+        """Wait for the next attempt of the other nodes, and take part in it. An earlier supervisor of this node has
+        ended without a result, for instance because the host was switched off; its processes are ended."""
+        end = Ended("failed", "its supervisor had ended, and was started again")
+        try:
+            self.take_leases()
+        except Ended as ended:
+            return ended
+        end_processes([], self.book, self.token, 0.0, self.idle)
+        self.restarts.left = True
+        if not self.restarts.visit(self.spec, self.peers):
+            return end
+        end = self.meet(end, "waiting")
+        spec = self.restarts.next_attempt(self.spec, self.peers)
+        if spec is None:
+            return end
+        self.restart(spec)
+        return self.attempt()
+
     def meet(self, end: Ended, state: str) -> Ended:
         """Wait until a hub has decided whether the run starts again; returns how this node ends if it does not."""
         stepped = self.health.stepped()
@@ -145,7 +165,7 @@ class Supervisor:
         self.set_state("starting")
 
     def leaves(self) -> bool:
-        """Whether this node ends whatever the others do: its supervisor got a signal, or its run folder is gone."""
+        """Whether this node ends regardless of the others: its supervisor got a signal, or its run folder is gone."""
         return bool(self.loop.signals) or not self.journal.folder_exists()
 
     def take_leases(self) -> None:
@@ -230,7 +250,7 @@ class Supervisor:
         return child
 
     def turn(self) -> None:
-        """Wait briefly, then check once everything that can end this node. Raises Ended when one has."""
+        """Wait briefly, then check once for each possible reason to end this node. Raises Ended if there is one."""
         self.idle()
         self.check_requests()
         if self.spec.server is not None:
@@ -251,6 +271,11 @@ class Supervisor:
         self.health.findings += self.departed.new_findings()
         if time.monotonic() >= self._next_heartbeat:
             self.heartbeat()
+
+    def server_pid(self) -> int | None:
+        """Pid of the running graph server; None without one."""
+        child = self.keeper.child
+        return child.pid if child is not None and child.running() else None
 
     # Reasons to end.
 
@@ -273,6 +298,7 @@ class Supervisor:
         restarts = len(self.keeper.findings)
         trouble = self.keeper.look()
         if trouble and self.keeper.child is not None:
+            trouble += self.health.server_words()
             self.fail_own("server", self.keeper.child, trouble)
         self.health.findings += self.keeper.findings[restarts:]
         state = "restarting" if self.keeper.restarting else "serving"
@@ -302,8 +328,10 @@ class Supervisor:
             raise Ended("failed", finding["text"], self.found_cause(finding))
 
     def ordered(self, order: Order) -> Ended:
-        """The end of this node after an order of the hub: "failed" if the node had detected the loss of another node
-        while it trained."""
+        """Return how this node ends after an order of the hub.
+
+        Its state is "failed" if the node had detected the loss of another node while it trained.
+        """
         if order.cause is None:
             return Ended("done", "")
         why = sentence(order.cause, self.spec.all_labels)
@@ -312,12 +340,13 @@ class Supervisor:
         return self.stopped(why, None)
 
     def stopped(self, reason: str, cause: Cause | None) -> Ended:
-        """The end of this node after a stop: "done" if its training has ended or it only serves, else "stopped"."""
+        """Return how this node ends after a stop: "done" if its training has ended or it only serves, else
+        "stopped"."""
         needless = self.trained if self.trained is not None else self.state in ("serving", "restarting")
         return Ended("done" if needless else "stopped", reason, cause)
 
     def failed(self, name: str, words: str, t: float | None = None) -> Ended:
-        """The end of this node after a failure of process ``name``, or of the node as a whole (``name`` is "node")."""
+        """Return how this node ends after a failure of process ``name``; ``name`` is "node" for the node as a whole."""
         cause = self.own_cause(name, "failure", words)
         who = "" if name == "node" else f"{name.replace('rank', 'rank ')} "
         return Ended("failed", who + words, {**cause, "t": t or cause["t"]})
@@ -330,8 +359,7 @@ class Supervisor:
         raise self.failed(name, self.with_trouble(f"{note}; it {how}"))
 
     def record(self, name: str, child: Child | None, **more: Any) -> dict[str, Any]:
-        """Write and return an outcome that says that the graph server or a rank runner has failed; it may still be
-        running."""
+        """Write and return the outcome of a graph server or rank runner that has failed; it may still be running."""
         if child is not None and child.status[1] == "SIGKILL":
             more |= self.oom.outcome_fields(child.pid)
         record = outcome(name, self.spec.node_rank, None, child, failed=True, **more)
@@ -340,11 +368,11 @@ class Supervisor:
         return record
 
     def with_trouble(self, words: str) -> str:
-        """``words``, with the reason if the run folder cannot be written, as that is often why a process fails."""
+        """Append the last write error of the run folder, if any, to ``words``: it is often why a process fails."""
         return f"{words}; {self.journal.trouble}" if self.journal.trouble else words
 
     def own_cause(self, name: str, kind: str, reason: str, request: Mapping[str, Any] | None = None) -> Cause:
-        """Make a cause for the end of the run that lies on this node, at the present time."""
+        """Make a cause of the run's end with this node as its origin and the present time."""
         return make_cause(self.spec.node_rank, name, kind, reason, time.time(), request)
 
     def found_cause(self, finding: Finding) -> Cause:
@@ -442,6 +470,7 @@ class Supervisor:
             "ranks": self.health.ranks,
             "findings": self.health.newest,
             "stacks": self.health.stacks,
+            "waits": self.health.waits,
             "own_ranks": list(self.spec.ranks),
         }
         if self.spec.restarts:

@@ -13,6 +13,8 @@ from typing import Any
 
 PHASES = ("load", "compute", "reduce", "evaluate")  #: activities of a rank in ``progress-rank<r>``, in order of a step
 
+DONE = "done"  #: the phase of a rank that has ended its work, and whose process is about to end
+
 _TRAINING = ("step", "epoch")  # kinds of lines with the loss and speed of training
 
 _AT_ONCE = 1 << 20  # bytes read of one file per call of ``look``
@@ -32,7 +34,7 @@ class Vitals:
     ``ranks[r]`` exists once the metrics file of rank r has a line. It has the last values of ``epoch``, ``step``,
     ``steps``, ``loss``, ``seeds_per_s``, ``remote_share``, ``own_s``, ``step_s`` and ``batch_s`` (None: not written
     yet); ``most``, the result of ``largest`` for the line's ``spent``; ``kind`` and ``t`` of the last line; ``at``,
-    [epoch, step, phase] from the progress file, or None; and ``ended``.
+    [epoch, step, phase] from the progress file, or None; ``ended``; and ``done``, as the rank says that its work is.
     """
 
     def __init__(
@@ -65,7 +67,9 @@ class Vitals:
             if (finding := self._take(rank, line, now)) is not None
         ]
         for rank, known in self.ranks.items():
-            known["at"] = _progress(os.path.join(self.run_dir, f"progress-rank{rank}"))
+            at = _progress(os.path.join(self.run_dir, f"progress-rank{rank}"))
+            known["done"] = at is not None and at[2] == DONE
+            known["at"] = known["at"] if known["done"] else at
             known["ended"] = rank in ended
         if self.findings or not bad:  # gradients spread a NaN to all ranks: one finding is enough
             return []
@@ -73,7 +77,8 @@ class Vitals:
         return self.findings[-1:]
 
     def _take(self, rank: int, line: dict[str, Any], now: float) -> dict[str, Any] | None:
-        known = self.ranks.setdefault(rank, {**dict.fromkeys((*_NUMBERS, "most")), "at": None, "ended": False})
+        unknown = {**dict.fromkeys((*_NUMBERS, "most")), "at": None, "ended": False, "done": False}
+        known = self.ranks.setdefault(rank, unknown)
         training = line["kind"] in _TRAINING
         known |= {name: line[name] for name in (_NUMBERS if training else ("epoch",)) if _is_number(line.get(name))}
         if training and line.get("remote_share", 0) is None:
@@ -101,8 +106,10 @@ class Vitals:
 
 
 def largest(spent: Any) -> list[Any] | None:
-    """The part of a step that takes most time, as ``[kind, share]`` with a share of 0 to 1, from the field ``spent`` of
-    a metrics line; None where the field has no numbers."""
+    """Return ``[kind, share]`` of the part of a step that takes most time, with a share of 0 to 1.
+
+    spent: the field of this name of a metrics line. None if it has no numbers.
+    """
     if not isinstance(spent, dict):
         return None
     kinds = {kind: value for kind, value in spent.items() if _is_number(value) and 0 <= value < math.inf}
@@ -165,7 +172,7 @@ def _progress(path: str) -> list[Any] | None:
     if len(words) != 3 or not (words[0].isdigit() and words[1].isdigit()):
         return None
     phase = words[2].decode("ascii", "replace")
-    return [int(words[0]), int(words[1]), phase] if phase in PHASES else None
+    return [int(words[0]), int(words[1]), phase] if phase in (*PHASES, DONE) else None
 
 
 def _is_number(value: Any) -> bool:

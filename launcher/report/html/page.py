@@ -80,7 +80,7 @@ class ReportPage:
     """The content of a whole report page."""
 
     title: str
-    state: str  #: done, failed, interrupted, running
+    state: str  #: done, failed, stopped, running
     headline: str  #: one sentence on the state of the run
     facts: tuple[Fact, ...]
     sections: tuple[Section, ...]

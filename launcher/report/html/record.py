@@ -29,7 +29,7 @@ Event = Mapping[str, Any]
 
 @dataclass(frozen=True)
 class RunRecord:
-    """What the folder of a run contains for a report; a missing file leaves its field empty."""
+    """Data for the report of a run, read from its folder; a missing file leaves its field empty."""
 
     found: FoundRun
     series: Series
@@ -39,7 +39,7 @@ class RunRecord:
     first: Outcome | None  #: the first failure
     log: tuple[str, ...] = ()  #: last lines of the log of ``first``
     manifest: Mapping[str, Any] | None = None  #: manifest of the parts, if this machine has the one that was sent
-    earlier: tuple[RunRecord, ...] = ()  #: the runs that this one resumed, oldest first, as far as they are here
+    earlier: tuple[RunRecord, ...] = ()  #: the runs that this one resumed, oldest first; only those on this machine
 
     @property
     def result(self) -> Mapping[str, Any]:
@@ -48,7 +48,7 @@ class RunRecord:
 
     @property
     def state(self) -> str:
-        """``done``, ``failed``, ``interrupted`` or ``detached``; ``running`` without a result."""
+        """``done``, ``failed``, ``stopped`` or ``detached``; ``running`` without a result."""
         return str(self.result.get("state") or "running")
 
     @property

@@ -111,9 +111,7 @@ def _share(part: float, whole: float) -> str:
     return f"{part / whole:.1%}" if whole else "–"
 
 
-_TONES: Mapping[str, Tone] = {"done": "good", "failed": "bad", "interrupted": "warn"}
-
-_WORDS = {"interrupted": "stopped"}
+_TONES: Mapping[str, Tone] = {"done": "good", "failed": "bad", "stopped": "warn"}
 
 
 def report_page(record: RunRecord) -> ReportPage:
@@ -128,17 +126,16 @@ def report_page(record: RunRecord) -> ReportPage:
         Section("nodes", "Nodes", tuple(_nodes(record))),
         Section("config", "Configuration and versions", tuple(_config(record))),
     )
-    state = _WORDS.get(record.state, record.state)
     shown = tuple(section for section in sections if section.blocks)
-    return ReportPage(record.found.run_id, state, _headline(record), tuple(_facts(record)), shown)
+    return ReportPage(record.found.run_id, record.state, _headline(record), tuple(_facts(record)), shown)
 
 
 def _headline(record: RunRecord) -> str:
     if record.first is not None:
         return record.first.sentence
     by = record.result.get("stopped_by")
-    if record.state == "interrupted":
-        return f"stopped by {by}" if by else "interrupted"
+    if record.state == "stopped":
+        return f"stopped by {by}" if by else "stopped"
     if record.state == "failed":
         notes = record.result.get("notes") or ["no process reported a cause"]
         return str(notes[0])
@@ -157,7 +154,7 @@ def _resumed_words(record: RunRecord) -> str:
 
 def _facts(record: RunRecord) -> Iterator[Fact]:
     result, metrics = record.result, record.result.get("metrics") or {}
-    yield Fact("state", _WORDS.get(record.state, record.state), _TONES.get(record.state, ""))
+    yield Fact("state", record.state, _TONES.get(record.state, ""))
     last = {split: points[-1][1] for split, points in record.series.accuracy.items() if points}
     for split in ("test", "val"):
         value = number(metrics.get(f"{split}_accuracy")) or last.get(split)
@@ -200,12 +197,12 @@ def _cause(record: RunRecord) -> Iterator[Block]:
             yield Words((f"{first.log_name} is empty or was not collected.",))
         else:
             yield Lines(f"{first.log_name}, last {count(len(record.log), 'line')}", "\n".join(record.log), folded=True)
-    elif record.state in ("failed", "interrupted"):
+    elif record.state in ("failed", "stopped"):
         yield Words((_headline(record),), _TONES[record.state])
     notes = tuple(map(str, record.result.get("notes") or ()))
     if notes:
         yield Words(tuple(f"note: {note}" for note in notes), "warn")
-    if record.state in ("failed", "interrupted"):
+    if record.state in ("failed", "stopped"):
         yield from _next(record)
 
 
@@ -275,9 +272,8 @@ def _described(manifest: Mapping[str, Any]) -> Iterator[Block]:
     )
     cut, balance = float(manifest["edge_cut"]), float(manifest["balance"])
     by = f"{manifest['dataset']}, cut by {manifest['algorithm']}, seed {manifest['seed']}"
-    yield Words(
-        (f"{by}: {cut:.1%} of the edges are between parts; the largest has {balance:.2f} times the mean of nodes.",)
-    )
+    largest = f"the largest part has {balance:.2f} times the mean number of nodes"
+    yield Words((f"{by}: {cut:.1%} of the edges are between parts; {largest}.",))
     if parts > 1:
         names = [f"part {p}" for p in range(parts)]
         yield bars("part-nodes", "Nodes of each part", names, [sum(n[p] for n in nodes) for p in range(parts)], "nodes")

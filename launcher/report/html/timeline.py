@@ -23,6 +23,7 @@ _MARKS = {
     "line-lost": "connection lost",
     "line-back": "connection restored",
     "node-lost": "node lost",
+    "node-back": "node back",
     "start-failed": "could not start",
     "server-restart": "graph server started again",
     "interrupted": "interrupted",
@@ -88,8 +89,8 @@ def _stages(record: RunRecord) -> Iterator[Span]:
 def _lives(record: RunRecord) -> Iterator[Span]:
     """Yield the lifetimes of all processes.
 
-    Times are by this machine's clock if the run has ended, else by the nodes' clocks; the latter also with restarts,
-    as only events report the processes of earlier attempts.
+    If the run has ended and did not restart, times are by this machine's clock. Otherwise the lifetimes come from
+    events, and times are by the nodes' clocks.
     """
     lives = ([] if record.result.get("restarts") else list(_ended(record))) or list(_begun(record))
     if len(lives) <= _ROWS:

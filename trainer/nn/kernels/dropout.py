@@ -41,13 +41,13 @@ def hash_dropout(h: Tensor, n_id: Tensor, p: float, key: int, layer: int, traini
 
 
 def stream(key: int, layer: int) -> int:
-    """Key of one layer's masks in a batch, uint64."""
+    """Return the key of one layer's masks in a batch, uint64."""
     return batch_key(key, layer, 0, 0)
 
 
 @functools.cache
 def node_salt(node_type: NodeType) -> int:
-    """uint64 to xor into a batch's key, so that masks differ between node types; 0 for a homogeneous graph."""
+    """Return a uint64 to xor into a batch's key, so that masks differ between node types. 0 for a homogeneous graph."""
     if node_type == HOMO_NODE:
         return 0
     return int.from_bytes(hashlib.sha256(node_type.encode()).digest()[:8], "little")
@@ -90,7 +90,7 @@ def mask_rows_torch(h: Tensor, n_id: Tensor, p: float, stream_key: int) -> Tenso
 
 
 def threshold_of(p: float) -> int:
-    """Threshold for probability ``p``, uint32: an element is dropped if its 32 random bits are below it."""
+    """Return the threshold for probability ``p``, uint32: an element is dropped if its 32 random bits are below it."""
     return min(round(p * 2**32), MASK32)
 
 
@@ -99,7 +99,7 @@ def _signed(value: int) -> int:
 
 
 def _mix_tensor(value: Tensor) -> Tensor:
-    """``rng.mix`` on int64; masks the sign bits that an arithmetic right shift inserts."""
+    """``rng.mix`` for an int64 tensor. Right shifts are arithmetic, so the inserted sign bits are masked."""
     for shift, factor in ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB)):
         value = (value ^ ((value >> shift) & (2 ** (64 - shift) - 1))) * _signed(factor)
     return value ^ ((value >> 31) & (2**33 - 1))

@@ -1,4 +1,4 @@
-"""Precision of layers: float32, or bfloat16 products with sums in float32; weights are always float32."""
+"""Precision of layers: float32, or bfloat16 products with sums in float32. Weights are always float32."""
 
 from __future__ import annotations
 
@@ -33,13 +33,13 @@ def in_own_precision(forward: Forward) -> Forward:
 
 
 def product_dtype(x: Tensor) -> torch.dtype:
-    """Dtype in which a dense product of ``x`` is computed and stored: autocast's if enabled, else that of ``x``."""
+    """Return the dtype of a dense product of ``x``: that of autocast if it is enabled, else that of ``x``."""
     device = x.device.type
     return torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else x.dtype
 
 
 def sum_dtype(dtype: torch.dtype) -> torch.dtype:
-    """Dtype in which rows of ``dtype`` are summed: float32 for bfloat16."""
+    """Return the dtype in which rows of ``dtype`` are summed: float32 for bfloat16."""
     return torch.float32 if dtype == torch.bfloat16 else dtype
 
 
@@ -49,7 +49,7 @@ def for_sums(rows: Tensor) -> Tensor:
 
 
 def why_slow(precision: str, device: torch.device, cpuinfo: Path = Path("/proc/cpuinfo")) -> str | None:
-    """Return why ``precision`` is probably slower than float32 on this processor; None if no reason is known."""
+    """Return why ``precision`` is probably slower than float32 on this processor, or None if no reason is known."""
     if precision == "float32" or device.type != "cpu" or not cpuinfo.exists():
         return None
     if _CPU_FLAGS & set(cpuinfo.read_text().split()):

@@ -19,7 +19,7 @@ from trainer.core.arrays import Array
 
 SMALL = 2048  #: number of rows below which threads cost more time than they save
 
-CHUNKS_PER_THREAD = 4  #: several, so that threads stay busy when rows differ in cost
+CHUNKS_PER_THREAD = 4  #: several chunks, so that all threads stay busy if some rows take longer than others
 
 
 def run_rows(kernel: Callable[..., None], num_rows: int, *args: Any) -> None:
@@ -43,12 +43,12 @@ def run_rows(kernel: Callable[..., None], num_rows: int, *args: Any) -> None:
 
 @functools.cache
 def _pool(pid: int, threads: int) -> ThreadPoolExecutor:
-    """The process's thread pool; keyed by pid, as a forked child inherits the pool object but not its threads."""
+    """Return the thread pool of this process. ``pid`` is part of the cache key, as a forked child has no threads."""
     return ThreadPoolExecutor(threads, thread_name_prefix=f"rows-{pid}")
 
 
 def as_array(rows: Tensor) -> Array:
-    """Return a NumPy array that shares the tensor's memory; uint16 with the same bits for bfloat16."""
+    """Return a NumPy array that shares the tensor's memory, which for bfloat16 is uint16 with the same bits."""
     own = rows.detach()
     return (own.view(torch.uint16) if own.dtype == torch.bfloat16 else own).numpy()
 
@@ -61,7 +61,7 @@ def new_rows(count: int, width: int, dtype: torch.dtype) -> Tensor:
 
 
 def wide(value: Any) -> Any:
-    """In a kernel: convert the bits of a bfloat16 (uint16) to float32; return any other number unchanged."""
+    """In a kernel: convert the bits of a bfloat16 (uint16) to float32, and return any other number unchanged."""
     raise NotImplementedError
 
 

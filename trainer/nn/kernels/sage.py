@@ -22,7 +22,8 @@ from trainer.nn.kernels.spmm import transpose
 def sage_rows(
     block: Block, x: Tensor, of_mean: Tensor, of_self: Tensor, before: Activation | None, dtype: torch.dtype
 ) -> Tensor:
-    """``mean of neighbours @ of_mean.t() + self @ of_self.t()``, after applying ``before`` to the rows if given.
+    """Compute ``mean of neighbours @ of_mean.t() + self @ of_self.t()``, after applying ``before`` to the rows if
+    given.
 
     x: float or bfloat16 [num_src, f] on CPU, overwritten if ``before`` is given; of_mean, of_self: [g, f]. Returns
     ``dtype`` [num_dst, g]; sums are in float32 if ``dtype`` is bfloat16. With ``before``, backward can run only once.
@@ -57,7 +58,7 @@ class _Sage(torch.autograd.Function):
         of_mean, of_self = of_weight.chunk(2, 1)
         if not ctx.needs_input_grad[0]:
             return None, of_mean, of_self, None, None, None, None
-        # A second backward pass is refused once spent, so ``both`` can be overwritten.
+        # If ``spent``, a second backward pass raises, so ``both`` can be overwritten.
         of_both = both if ctx.spent else new_rows(len(both), both.shape[1], both.dtype)
         torch.mm(grad, weight, out=of_both)
         of_rows = sources_of(ctx.block, of_both, activated, ctx.scale)
@@ -80,7 +81,7 @@ def mean_and_self(block: Block, x: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def sources_of(block: Block, grad: Tensor, activated: Tensor | None, scale: float) -> Tensor:
-    """Gradient of ``x`` [num_src, f] from the gradient of ``mean_and_self`` [num_dst, 2 f].
+    """Return the gradient of ``x`` [num_src, f] from the gradient of ``mean_and_self`` [num_dst, 2 f].
 
     With ``activated``, the activated rows [num_src, f], returns the gradient before the activation: 0 where
     ``activated`` is not above 0, times ``scale`` elsewhere. It overwrites ``activated`` to save memory.

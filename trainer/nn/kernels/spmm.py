@@ -130,7 +130,7 @@ def transpose_torch(block: Block) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def edge_targets(block: Block) -> Tensor:
-    """Target of each edge, int64 [num_edges]."""
+    """Return the target of each edge, int64 [num_edges]."""
     return torch.repeat_interleave(block.indptr.diff().long(), output_size=len(block.indices))
 
 
@@ -187,7 +187,7 @@ def edge_dots_cpu(block: Block, grad: Tensor, x: Tensor) -> Tensor:
 
 
 def edge_dots_torch(block: Block, grad: Tensor, x: Tensor) -> Tensor:
-    """``edge_dots_cpu`` in torch operations, for any device; materialises a row per edge."""
+    """``edge_dots_cpu`` in torch operations, for any device. Memory: one row per edge."""
     return (for_sums(grad)[edge_targets(block)] * for_sums(x)[block.indices.long()]).sum(-1)
 
 
@@ -247,7 +247,7 @@ def _edge_dots(first: int, last: int, indptr: Any, indices: Any, grad: Any, x: A
 
 @njit()
 def _transpose(indptr: Any, indices: Any, num_src: int) -> Any:
-    """Group edges by source with a counting sort; targets ascend within a source."""
+    """Group edges by source, with targets ascending within a source, by a counting sort."""
     by_source = np.zeros(num_src + 1, np.int32)
     for e in range(len(indices)):
         by_source[indices[e] + 1] += 1

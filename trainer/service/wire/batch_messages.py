@@ -21,7 +21,7 @@ from trainer.sampler.types import EdgeRanges, EdgeSet, NodeSet, SampledSubgraph,
 from trainer.service.wire.frames import NONE, Kind, Message, TableReader, TableWriter
 from trainer.service.wire.messages import ClientName, FormOf, restored, rounded
 
-MAX_SEEDS = 1 << 20  #: of one batch, over all types
+MAX_SEEDS = 1 << 20  #: largest number of seeds of one batch, over all types
 
 MAX_HOPS = 64
 
@@ -82,7 +82,7 @@ class _RecordReader:
     def __init__(self, message: Message, skip: int = 0):
         records = message.records[skip:]
         if len(records) % 8:
-            raise WireError(f"{len(message.records)} bytes of records")
+            raise WireError(f"the message has {len(message.records)} bytes of records, expected a multiple of 8")
         self.table = TableReader(message)
         self._numbers = struct.unpack(f"<{len(records) // 8}q", records)
         self._at = 0
@@ -131,13 +131,15 @@ class _RecordReader:
         while True:
             place = self.number()
             if place <= self._last:
-                raise WireError(f"array {place} in rows, after array {self._last}")
+                raise WireError(
+                    f"rows refer to array {place} after array {self._last}, but these numbers must increase"
+                )
             self._last = place
             yield self.table.array(place)
 
     def end(self) -> None:
         if self._at != len(self._numbers):
-            raise WireError(f"{len(self._numbers)} numbers; {self._at} were announced")
+            raise WireError(f"the records have {len(self._numbers)} numbers, expected {self._at}")
 
     def _run(self, count: int) -> tuple[int, ...]:
         self._at += self._within(count)
@@ -145,7 +147,7 @@ class _RecordReader:
 
     def _within(self, count: int) -> int:
         if not 0 <= count <= len(self._numbers) - self._at:
-            raise WireError(f"{count} numbers announced, {len(self._numbers) - self._at} are left")
+            raise WireError(f"the records announce {count} numbers, but only {len(self._numbers) - self._at} are left")
         return count
 
 
@@ -197,11 +199,13 @@ def _put_seeds(out: _RecordWriter, seeds: SeedSet) -> None:
 def read_client(message: Message) -> ClientName:
     """Decode which client sent a request for a batch. Raises ``WireError``."""
     if len(message.records) < _HEADER.size:
-        raise WireError(f"{len(message.records)} bytes of records")
+        raise WireError(f"the message has {len(message.records)} bytes of records, too few for a batch request")
     _, number, place = _HEADER.unpack_from(message.records)
     name = TableReader(message).name(place)
     if len(name) > MAX_CLIENT_NAME or not name.isprintable():
-        raise WireError(f"a client's name of {len(name)} characters; at most {MAX_CLIENT_NAME} printable ones")
+        raise WireError(
+            f"the client's name has {len(name)} characters, expected at most {MAX_CLIENT_NAME}, all printable"
+        )
     return ClientName(number, name)
 
 
@@ -218,7 +222,7 @@ def read_batch_request(message: Message) -> tuple[BatchWork, ClientName]:
     label_type, labels = "" if place == NONE else reader.table.type(place), reader.names()
     reader.end()
     if not isinstance(label_type, str) or (labels and label_type not in seeds.nodes):
-        raise WireError(f"labels {labels} of {label_type!r}, which has no seeds")
+        raise WireError(f"the request asks for labels {labels} of {label_type!r}, which has no seeds")
     return BatchWork(settings, seeds, key, attrs, (label_type, labels)), client
 
 
@@ -226,7 +230,7 @@ def _read_settings(reader: _RecordReader) -> SampleSettings:
     flags, weight, attr = reader.number(), reader.number(), reader.number()
     fanouts = {reader.edge_type(): _read_fanouts(reader) for _ in range(reader.count())}
     if not 0 <= flags <= _ALL_FLAGS or (attr == NONE and flags & (_TIME_ON_EDGE | _TIME_LAST)):
-        raise WireError(f"settings with flags {flags}")
+        raise WireError(f"the settings have invalid flags {flags}")
     on_edge, last = bool(flags & _TIME_ON_EDGE), bool(flags & _TIME_LAST)
     return SampleSettings(
         fanouts,
@@ -243,7 +247,10 @@ def _read_settings(reader: _RecordReader) -> SampleSettings:
 def _read_fanouts(reader: _RecordReader) -> tuple[int, ...]:
     fanouts = reader.many()
     if len(fanouts) > MAX_HOPS or not all(-1 <= fanout < _FANOUT_LIMIT for fanout in fanouts):
-        raise WireError(f"{len(fanouts)} hops with fanouts {fanouts[:MAX_HOPS]}; at most {MAX_HOPS} hops are sampled")
+        raise WireError(
+            f"the request has {len(fanouts)} hops with fanouts {fanouts[:MAX_HOPS]}, expected at most {MAX_HOPS} hops "
+            f"and fanouts from -1 to {_FANOUT_LIMIT - 1}"
+        )
     return fanouts
 
 
@@ -258,9 +265,9 @@ def _read_seeds(reader: _RecordReader) -> SeedSet:
     if (number := sum(map(len, nodes.values()))) > MAX_SEEDS:
         raise WireError(f"a batch of {number} seeds; a graph server accepts at most {MAX_SEEDS}; use smaller batches")
     if any(of not in nodes or len(ids) != len(nodes[of]) for more in (trees, times) for of, ids in more.items()):
-        raise WireError("trees or times of another length than their seeds")
+        raise WireError("the request does not have one tree or time for each seed")
     if any(len(targets) != len(sources) for targets, sources in exclude.values()):
-        raise WireError("excluded edges with different numbers of targets and sources")
+        raise WireError("the excluded edges have different numbers of targets and sources")
     return SeedSet(nodes, trees, times, exclude)
 
 
@@ -303,7 +310,10 @@ def read_batch(reply: Message, work: BatchWork) -> SampledBatch:
     labels = reader.rows()
     reader.end()
     if num_hops != work.settings.num_hops or induced != work.settings.induced:
-        raise WireError(f"a batch of {num_hops} hops in place of {work.settings.num_hops}")
+        raise WireError(
+            f"the batch has {num_hops} hops (induced: {induced}), expected {work.settings.num_hops} (induced: "
+            f"{work.settings.induced})"
+        )
     subgraph = SampledSubgraph(num_hops, nodes, edges, induced)
     _check_subgraph(subgraph, work)
     gathered = _check_rows(subgraph, rows, work) + _check_labels(labels, work)
@@ -314,9 +324,12 @@ def _read_nodes(reader: _RecordReader) -> NodeSet:
     per_hop = reader.many()
     ids, tree = reader.array(), reader.array_or_none()
     if not _is(ids, np.int64) or sum(per_hop) != len(ids) or any(number < 0 for number in per_hop):
-        raise WireError(f"nodes of {ids.dtype} {ids.shape}, by hop {per_hop}")
+        raise WireError(
+            f"the node ids are {ids.dtype} {ids.shape} with {per_hop} nodes per hop, expected int64 [n] and hops that "
+            "add up to n"
+        )
     if tree is not None and not _is(tree, np.int32, len(ids)):
-        raise WireError(f"trees of {tree.dtype} {tree.shape} for {len(ids)} nodes")
+        raise WireError(f"the tree numbers are {tree.dtype} {tree.shape}, expected int32 [{len(ids)}]")
     return NodeSet(ids, per_hop, tree)
 
 
@@ -325,7 +338,9 @@ def _read_edges(reader: _RecordReader) -> EdgeSet:
     begin, count, src, edge = reader.array(), reader.array(), reader.array(), reader.array_or_none()
     whole = reader.array_or_none(), reader.array_or_none()
     if not _is(src, np.int32) or (edge is not None and not _is(edge, np.int64, len(src))):
-        raise WireError(f"sources of {src.dtype} {src.shape}, or edge ids of another shape")
+        raise WireError(
+            f"the sources of edges are {src.dtype} {src.shape}, expected int32 [n] and edge ids of the same length"
+        )
     places = _edge_ranges(begin, count, len(src))
     rows = None if whole[0] is None or whole[1] is None else _edge_ranges(whole[0], whole[1], len(src))
     return EdgeSet(fanouts, places.begin, places.count, src, edge, per_hop, rows)
@@ -333,9 +348,12 @@ def _read_edges(reader: _RecordReader) -> EdgeSet:
 
 def _edge_ranges(begin: Array, count: Array, num_edges: int) -> EdgeRanges:
     if not _is(count, np.int32) or not _is(begin, np.int64, len(count)):
-        raise WireError(f"rows of {begin.dtype} {begin.shape} and {count.dtype} {count.shape}")
+        raise WireError(
+            f"the edge ranges are {begin.dtype} {begin.shape} and {count.dtype} {count.shape}, expected int64 [n] and "
+            "int32 [n]"
+        )
     if len(count) and (begin.min() < 0 or count.min() < 0 or (begin + count).max() > num_edges):
-        raise WireError(f"rows beyond {num_edges} edges")
+        raise WireError(f"an edge range is outside the {num_edges} edges")
     return EdgeRanges(begin, count)
 
 
@@ -346,14 +364,17 @@ def _is(array: Array, dtype: type, length: int | None = None) -> bool:
 def _check_subgraph(subgraph: SampledSubgraph, work: BatchWork) -> None:
     for of, seeds in work.seeds.nodes.items():
         if of not in subgraph.nodes or subgraph.nodes[of].per_hop[:1] != (len(seeds),):
-            raise WireError(f"a batch without its seeds of {of!r}")
+            raise WireError(f"the batch does not begin with the requested seeds of type {of!r}")
     for edge_type, edges in subgraph.edges.items():
         ends = [subgraph.nodes.get(edge_type[0]), subgraph.nodes.get(edge_type[2])]
         num_src, num_dst = (0 if nodes is None else len(nodes.ids) for nodes in ends)
         if len(edges.src) and not 0 <= edges.src.min() <= edges.src.max() < num_src:
-            raise WireError(f"sources of {edge_type} that are not in the batch")
+            raise WireError(f"edges of type {edge_type} have sources that are not in the batch")
         if len(edges.row_count) > num_dst:
-            raise WireError(f"{len(edges.row_count)} targets of {edge_type}; the batch has {num_dst}")
+            raise WireError(
+                f"edges of type {edge_type} have {len(edges.row_count)} targets, but the batch has only {num_dst} such "
+                "nodes"
+            )
 
 
 def _check_rows(subgraph: SampledSubgraph, rows: Mapping[AnyType, Columns], work: BatchWork) -> int:
@@ -381,4 +402,4 @@ def _check_labels(labels: Columns, work: BatchWork) -> int:
 def _check_columns(of: AnyType, columns: Columns, names: tuple[str, ...], number: int) -> None:
     if set(columns) != set(names) or any(array.shape[:1] != (number,) for array in columns.values()):
         shapes = {name: array.shape for name, array in columns.items()}
-        raise WireError(f"rows {shapes} for {names} of {number} of {of!r}")
+        raise WireError(f"the reply has attributes {shapes} of {of!r}, expected {number} rows of {list(names)}")

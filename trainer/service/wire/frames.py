@@ -78,7 +78,7 @@ class Kind(IntEnum):
     HAS_EDGES = 5
     EDGES = 6
     BATCH = 7  #: a whole batch: subgraph and rows
-    TAKEN = 8  #: acknowledges the batch with this request id; has no reply
+    ACK = 8  #: acknowledges the batch with this request id; has no reply
     MANIFEST = 9  #: manifest.json
     SHARED = 10  #: a slice of an array common to all parts: seeds of a split, graph attributes
     TO_GLOBAL = 11  #: global ids of original ids
@@ -130,7 +130,7 @@ class Message:
         return Message(self.kind, Status.OK, self.request_id, tuple(arrays), text, records)
 
     def error(self, cause: str) -> Message:
-        """Return an error reply to this request; a long cause is truncated."""
+        """Return an error reply to this request. A long cause is truncated."""
         text = cause.encode("utf-8", "replace")[:MAX_TEXT].decode("utf-8", "ignore")
         return Message(self.kind, Status.ERROR, self.request_id, (), text)
 
@@ -189,19 +189,22 @@ def decode(frames: Sequence[Any], max_array: int = MAX_ARRAY, max_message: int =
     arrays over ``max_array`` bytes each or ``max_message`` bytes in total.
     """
     if not frames:
-        raise WireError("a message without frames")
+        raise WireError("the message has no frames")
     head = bytes(frames[0]) if len(frames[0]) <= MAX_HEAD else b""
     if len(head) < _HEADER.size:
-        raise WireError(f"a head of {len(frames[0])} bytes")
+        raise WireError(f"the head has {len(frames[0])} bytes, expected {_HEADER.size} to {MAX_HEAD}")
     magic, version, kind, status, request_id, count, records_len, text_len, flags = _HEADER.unpack_from(head)
     if magic != _MAGIC or version != VERSION or flags > _ALL_FLAGS:
         raise WireError(f"magic {magic!r} version {version} flags {flags}; expected {_MAGIC!r} version {VERSION}")
     if count > MAX_ARRAYS or records_len > MAX_RECORDS or text_len > MAX_TEXT:
-        raise WireError(f"{count} arrays, {records_len} bytes of records, {text_len} of text announced")
+        raise WireError(
+            f"the head announces {count} arrays, {records_len} bytes of records and {text_len} of text; the limits are "
+            f"{MAX_ARRAYS}, {MAX_RECORDS} and {MAX_TEXT}"
+        )
     records_at = _HEADER.size + count * _DESCRIPTOR.size
     text_at = records_at + records_len
     if text_at + text_len > len(head):
-        raise WireError(f"a head of {len(head)} bytes; its fields need {text_at + text_len}")
+        raise WireError(f"the head has {len(head)} bytes, but its fields need {text_at + text_len}")
     arrays = _read_arrays(head, count, text_at + text_len, frames[1:], max_array, max_message)
     try:
         text, records = head[text_at : text_at + text_len].decode(), head[records_at:text_at]
@@ -234,13 +237,15 @@ class _ArrayHeader:
 def _read_arrays(
     head: bytes, count: int, end: int, frames: Sequence[Any], max_array: int, max_message: int
 ) -> tuple[Array, ...]:
-    """Decode all arrays of a message; the small ones begin at offset ``end`` of the head. Raises ``WireError`` if bytes
-    are left.
+    """Decode all arrays of a message. The small arrays begin at offset ``end`` of the head. Raises ``WireError`` if
+    bytes are left.
     """
     headers = [_read_descriptor(head, position, max_array) for position in range(count)]
     total, needed = sum(one.size for one in headers), sum(one.size > SMALL for one in headers)
     if total > max_message or needed != len(frames):
-        raise WireError(f"arrays of {total} bytes in {len(frames)} frames; {max_message} and {needed} are right")
+        raise WireError(
+            f"arrays of {total} bytes in {len(frames)} frames; expected at most {max_message} bytes in {needed} frames"
+        )
     arrays, further = [], iter(frames)
     for one in headers:
         if one.size <= SMALL:
@@ -250,14 +255,16 @@ def _read_arrays(
         else:
             arrays.append(_array(next(further), one))
     if end != len(head):
-        raise WireError(f"a head of {len(head)} bytes; {end} were announced")
+        raise WireError(f"the head has {len(head)} bytes, expected {end}")
     return tuple(arrays)
 
 
 def _read_descriptor(head: bytes, position: int, max_array: int) -> _ArrayHeader:
     code, ndim, pad, *dims = _DESCRIPTOR.unpack_from(head, _HEADER.size + position * _DESCRIPTOR.size)
     if code >= len(_DTYPE_OF_CODE) or ndim > _MAX_NDIM or any(dims[ndim:]) or pad != _PAD:
-        raise WireError(f"array {position}: dtype code {code}, {ndim} dimensions, shape {dims}")
+        raise WireError(
+            f"array {position} has an invalid descriptor: dtype code {code}, {ndim} dimensions, shape {dims}"
+        )
     dtype, shape = _DTYPE_OF_CODE[code], dims[:ndim]
     return _ArrayHeader(dtype, shape, _num_bytes(shape, dtype, max_array))
 
@@ -269,13 +276,15 @@ def _num_bytes(shape: list[int], dtype: np.dtype[Any], limit: int) -> int:
     """
     size = math.prod(shape) * dtype.itemsize
     if size > limit or (not size and math.prod(filter(None, shape)) * dtype.itemsize > limit):
-        raise WireError(f"shape {shape} of {dtype} is over {limit} bytes")
+        raise WireError(f"an array of shape {shape} and dtype {dtype} is over {limit} bytes")
     return size
 
 
 def _array(buffer: Any, one: _ArrayHeader) -> Array:
     if len(buffer) != one.size:
-        raise WireError(f"{len(buffer)} bytes for shape {one.shape} of {one.dtype} ({one.size} bytes)")
+        raise WireError(
+            f"an array of shape {one.shape} and dtype {one.dtype} has {len(buffer)} bytes, expected {one.size}"
+        )
     if not one.size:
         return np.empty(one.shape, one.dtype)
     array = np.frombuffer(buffer, dtype=one.dtype)
@@ -354,7 +363,7 @@ class TableWriter:
         return self.name(type_name(of))
 
     def message(self, kind: Kind, records: bytes) -> Message:
-        """Return a request with the collected arrays and names. Its request id is 0; the channel sets another one."""
+        """Return a request with the collected arrays and names. Its request id is 0 until the channel sets it."""
         return Message(kind, Status.REQUEST, 0, tuple(self._arrays), "\n".join(self._names), records)
 
     def reply_to(self, request: Message, records: bytes) -> Message:
@@ -376,7 +385,9 @@ class TableReader:
     def records(self, record: struct.Struct) -> Iterator[tuple[Any, ...]]:
         """Yield the records of the message, each unpacked by ``record``."""
         if len(self._message.records) % record.size:
-            raise WireError(f"{len(self._message.records)} bytes of records of {record.size}")
+            raise WireError(
+                f"the message has {len(self._message.records)} bytes of records, expected a multiple of {record.size}"
+            )
         return record.iter_unpack(self._message.records)
 
     def ids(self, place: int) -> Ids:
@@ -389,7 +400,7 @@ class TableReader:
         """Return an array in its original dtype and shape."""
         sent = self._message.arrays[self._check(place // 2, len(self._message.arrays), "array")]
         if place % 2 and sent.dtype != np.int32:
-            raise WireError(f"array {place // 2} of dtype {sent.dtype} in place of int32")
+            raise WireError(f"array {place // 2} has dtype {sent.dtype}, expected int32")
         return slabs.cast(sent, np.int64) if place % 2 else sent
 
     def name(self, place: int) -> str:
@@ -407,17 +418,17 @@ class TableReader:
     def edge_type(self, place: int) -> EdgeType:
         of = self.type(place)
         if isinstance(of, str):
-            raise WireError(f"{of!r} is no edge type")
+            raise WireError(f"{of!r} is not an edge type")
         return of
 
     def node_type(self, place: int) -> NodeType:
         of = self.type(place)
         if not isinstance(of, str):
-            raise WireError(f"{of} is no node type")
+            raise WireError(f"{of} is not a node type")
         return of
 
     @staticmethod
     def _check(place: int, count: int, what: str) -> int:
         if not 0 <= place < count:
-            raise WireError(f"{what} {place} of {count}")
+            raise WireError(f"the message refers to {what} {place}, but has only {count}")
         return place

@@ -66,7 +66,7 @@ def read_sample_request(message: Message) -> list[HopRequest]:
     table = TableReader(message)
     requests = [_read_record(table, *record) for record in table.records(_RECORD)]
     if sum(map(_num_arrays, requests)) > MAX_ARRAYS:
-        raise WireError(f"{len(requests)} requests at once; a reply has at most {MAX_ARRAYS} arrays")
+        raise WireError(f"a reply to {len(requests)} requests would have more than {MAX_ARRAYS} arrays")
     return requests
 
 
@@ -75,7 +75,7 @@ def _read_record(
     dst: int, src: int, sources: int, flags: int, fanout: int, shuffle: int, key: int,
 ) -> HopRequest:  # fmt: skip
     if flags > _ALL_FLAGS or not -1 <= fanout <= _MAX_FANOUT or shuffle < 0:
-        raise WireError(f"sample with fanout {fanout}, shuffle {shuffle}, flags {flags}")
+        raise WireError(f"a request has invalid values: fanout {fanout}, shuffle {shuffle}, flags {flags}")
     request = HopRequest(
         edge_type=table.edge_type(edge_type),
         nodes=table.ids(nodes),
@@ -99,7 +99,7 @@ def _read_bound(table: TableReader, times: int, attr: int, flags: int) -> TimeBo
     if times == attr == NONE and not flags & (_ON_NODE | _ON_EDGE | _LAST):
         return None
     if on not in (_ON_NODE, _ON_EDGE):
-        raise WireError(f"a time bound with flags {flags}")
+        raise WireError(f"a time bound has invalid flags {flags}")
     return TimeBound(table.ids(times), table.name(attr), "node" if on == _ON_NODE else "edge", bool(flags & _LAST))
 
 
@@ -107,9 +107,9 @@ def _check_lengths(request: HopRequest) -> None:
     rows = [request.nodes, request.trees, request.bound.times if request.bound else None]
     lengths = {len(array) for array in rows if array is not None}
     if len(lengths) > 1 or (request.exclude is not None and len(request.exclude[0]) != len(request.exclude[1])):
-        raise WireError("sample with arrays of different lengths")
+        raise WireError("the arrays of a request have different lengths")
     if request.sources is not None and np.any(request.sources[1:] < request.sources[:-1]):
-        raise WireError("sample with sources out of order")
+        raise WireError("the allowed sources of a request are not in ascending order")
 
 
 def _num_arrays(request: HopRequest) -> int:
@@ -129,7 +129,7 @@ def sample_arrays(samples: Sequence[HopSample]) -> list[Array]:
 def read_samples(message: Message, requests: Sequence[HopRequest]) -> list[HopSample]:
     """Decode the reply to ``requests``. Raises ``WireError`` if the reply does not fit the requests."""
     if len(message.arrays) != sum(map(_num_arrays, requests)):
-        raise WireError(f"{len(message.arrays)} arrays for {len(requests)} requests")
+        raise WireError(f"the reply has {len(message.arrays)} arrays for {len(requests)} requests")
     arrays = iter(message.arrays)
     return [
         _checked(request, HopSample(next(arrays), next(arrays), next(arrays) if request.with_edge else None))
@@ -140,9 +140,9 @@ def read_samples(message: Message, requests: Sequence[HopRequest]) -> list[HopSa
 def _checked(request: HopRequest, sample: HopSample) -> HopSample:
     counts, num_nodes = sample.counts, len(request.nodes)
     if counts.dtype != np.int32 or counts.shape != (num_nodes,) or (num_nodes and counts.min() < 0):
-        raise WireError(f"counts of dtype {counts.dtype} and shape {counts.shape} for {num_nodes} nodes")
+        raise WireError(f"the reply has counts of dtype {counts.dtype} and shape {counts.shape} for {num_nodes} nodes")
     total = counts.sum(dtype=np.int64)
     for ids in (sample.src, sample.edge):
         if ids is not None and len(check_ids(ids)) != total:
-            raise WireError(f"{len(ids)} neighbours, counts add up to {total}")
+            raise WireError(f"the reply has {len(ids)} neighbours, but its counts add up to {total}")
     return sample

@@ -52,7 +52,7 @@ FLAG_OF: dict[WireRows, Flag] = {"stored": Flag.NONE, "float16": Flag.FLOAT16, "
 
 
 def form_of(flags: Flag) -> WireRows:
-    """Return the form to which rows are rounded for a request with these flags; int8 if the flags allow both forms."""
+    """Return the form to which rows are rounded for a request with these flags. Of two allowed forms, int8 is used."""
     return "int8" if flags & Flag.INT8 else "float16" if flags & Flag.FLOAT16 else "stored"
 
 
@@ -75,25 +75,30 @@ def restored(mark: int, arrays: Iterator[Array]) -> Array:
     Raises ``WireError`` for invalid marks or arrays.
     """
     if not 0 <= mark < len(_MARKS):
-        raise WireError(f"rows of mark {mark}; marks go to {len(_MARKS) - 1}")
+        raise WireError(f"rows have the unknown mark {mark}; marks go from 0 to {len(_MARKS) - 1}")
     form, dtype = _MARKS[mark]
     sent = _next(arrays)
     if mark == 0:
         return sent
     if sent.ndim < 2 or sent.dtype != form or sent.size * dtype.itemsize > MAX_ARRAY:
-        raise WireError(f"{sent.dtype} {sent.shape} in place of {form} rows of at most {MAX_ARRAY} bytes of {dtype}")
+        raise WireError(
+            f"rows came as {sent.dtype} {sent.shape}, expected {form} rows that take at most {MAX_ARRAY} bytes as "
+            f"{dtype}"
+        )
     if form == "float16":
         return rounding.from_float16(sent, dtype)
     scales = _next(arrays)
     if scales.dtype != _F4 or scales.shape != (len(sent), 1) or not np.isfinite(scales).all():
-        raise WireError(f"{scales.dtype} {scales.shape} in place of a finite scale for each of {len(sent)} rows")
+        raise WireError(
+            f"the scales are {scales.dtype} {scales.shape}, expected a finite float32 for each of {len(sent)} rows"
+        )
     return rounding.from_int8(sent, scales, dtype)
 
 
 def _next(arrays: Iterator[Array]) -> Array:
     found = next(arrays, None)
     if found is None:
-        raise WireError("fewer arrays than marks of rows")
+        raise WireError("the reply has fewer arrays than marks")
     return found
 
 
@@ -101,8 +106,8 @@ def _next(arrays: Iterator[Array]) -> Array:
 class ServerAddress:
     """Name, address and parts of a graph server."""
 
-    name: str  #: for messages: ``node2 (gpu3)``, or ``node0 (gpu1) of products`` in a serving cluster
-    node_rank: int  #: in the run or serving cluster that started it
+    name: str  #: name in messages: ``node2 (gpu3)``, or ``node0 (gpu1) of products`` in a serving cluster
+    node_rank: int  #: node rank in the run or serving cluster that started the server
     host: str
     endpoint: str  #: tcp://address:port
     parts: tuple[int, ...]
@@ -131,7 +136,7 @@ class HelloInfo:
     host: str
     part_ids: tuple[int, ...]
     manifest_digest: str  #: sha256 of its manifest.json, hex
-    version: int = 1  #: of the cluster.json that it read last
+    version: int = 1  #: version of the cluster.json that the server read last
     servers: tuple[ServerAddress, ...] = ()  #: all graph servers of that cluster.json
 
 
@@ -140,7 +145,7 @@ class ClientName:
     """The identity of a client that requests batches. A client is one training process with all its connections."""
 
     number: int  #: random uint64, by which the server accounts shares and buffers
-    name: str  #: for display: ``run-7/rank3 on gpu2 (pid 811)``
+    name: str  #: description of the client, such as ``run-7/rank3 on gpu2 (pid 811)``
 
 
 @dataclass(frozen=True)
@@ -214,14 +219,18 @@ def read_rows(message: Message, requests: Sequence[RowRequest]) -> list[dict[str
     number = sum(len(request.attrs) for request in requests)
     marks, arrays = iter(message.records or bytes(number)), iter(message.arrays)
     if len(message.records) not in (0, number):
-        raise WireError(f"{len(message.records)} marks for {[request.attrs for request in requests]}")
+        raise WireError(
+            f"the reply has {len(message.records)} marks for the attributes {[request.attrs for request in requests]}"
+        )
     rows = [{name: restored(next(marks), arrays) for name in request.attrs} for request in requests]
     if next(arrays, None) is not None:
-        raise WireError(f"{len(message.arrays)} arrays for {[request.attrs for request in requests]}")
+        raise WireError(
+            f"the reply has {len(message.arrays)} arrays for the attributes {[request.attrs for request in requests]}"
+        )
     for request, columns in zip(requests, rows, strict=True):
         for name, array in columns.items():
             if array.shape[:1] != (len(request.ids),):
-                raise WireError(f"{name} of shape {array.shape} for {len(request.ids)} ids")
+                raise WireError(f"attribute {name} has shape {array.shape}, expected {len(request.ids)} rows")
     return rows
 
 
@@ -239,14 +248,19 @@ def read_has_edges_request(message: Message) -> tuple[EdgeType, Ids, Ids]:
     table = TableReader(message)
     of, src, dst = _only(table.records(_PAIR_RECORD))
     if len(table.ids(src)) != len(table.ids(dst)):
-        raise WireError(f"{len(table.ids(src))} sources, {len(table.ids(dst))} targets")
+        raise WireError(
+            f"the request has {len(table.ids(src))} sources, {len(table.ids(dst))} targets; expected equal numbers"
+        )
     return table.edge_type(of), table.ids(src), table.ids(dst)
 
 
 def read_found(message: Message, count: int) -> npt.NDArray[np.bool_]:
     """Decode the reply to ``has_edges_request``: bool [count]. Raises ``WireError`` for any other reply."""
     if len(message.arrays) != 1 or message.arrays[0].dtype != np.bool_ or message.arrays[0].shape != (count,):
-        raise WireError(f"arrays {[(str(array.dtype), array.shape) for array in message.arrays]} for {count} edges")
+        raise WireError(
+            f"the reply has the arrays {[(str(array.dtype), array.shape) for array in message.arrays]}, expected bool "
+            f"[{count}]"
+        )
     return message.arrays[0]
 
 
@@ -264,7 +278,9 @@ def read_edges_request(message: Message) -> tuple[int, EdgeType, int, int]:
     table = TableReader(message)
     of, part_id, first, count = _only(table.records(_SLICE_RECORD))
     if not 0 <= count <= EDGES_AT_ONCE or not 0 <= first <= _MAX_SLOT:
-        raise WireError(f"edges {first} to {first + count}; at most {EDGES_AT_ONCE} are sent at once")
+        raise WireError(
+            f"the request asks for edges {first} to {first + count}; at most {EDGES_AT_ONCE} are sent at once"
+        )
     return part_id, table.edge_type(of), first, count
 
 
@@ -276,7 +292,7 @@ def edge_arrays(edges: EdgeList) -> list[Array]:
 def read_edges(message: Message, count: int) -> EdgeList:
     """Decode a reply of ``count`` edges. Raises ``WireError`` for any other reply."""
     if len(message.arrays) != 3 or any(len(check_ids(ids)) != count for ids in message.arrays):
-        raise WireError(f"arrays of shapes {[array.shape for array in message.arrays]} for {count} edges")
+        raise WireError(f"the reply has arrays of shapes {[array.shape for array in message.arrays]} for {count} edges")
     src, dst, orig_id = map(widen_ids, message.arrays)
     return EdgeList(src, dst, orig_id)
 
@@ -284,7 +300,7 @@ def read_edges(message: Message, count: int) -> EdgeList:
 def read_manifest_text(message: Message) -> bytes:
     """Decode a reply that contains the bytes of manifest.json. Raises ``WireError`` for any other reply."""
     if len(message.arrays) != 1 or message.arrays[0].dtype != np.uint8 or message.arrays[0].ndim != 1:
-        raise WireError("a manifest that is not one array of bytes")
+        raise WireError("the manifest in the reply is not one array of bytes")
     return message.arrays[0].tobytes()
 
 
@@ -300,7 +316,7 @@ def read_shared_request(message: Message) -> SharedSlice:
     table = TableReader(message)
     of, name, first, count = _only(table.records(_SHARED_RECORD))
     if not 0 <= first <= _MAX_SLOT or not 0 <= count <= _MAX_SLOT:
-        raise WireError(f"rows {first} to {first + count}")
+        raise WireError(f"the request asks for an invalid range of rows, {first} to {first + count}")
     return SharedSlice(None if of == NONE else table.node_type(of), table.name(name), first, count)
 
 
@@ -310,7 +326,7 @@ def read_shared(message: Message, asked: SharedSlice) -> Array:
     """
     rows = [array.shape[0] if array.ndim else 1 for array in message.arrays]
     if rows != [asked.count]:
-        raise WireError(f"arrays of {rows} rows for {asked}")
+        raise WireError(f"the reply has arrays of {rows} rows for the request {asked}")
     return message.arrays[0]
 
 
@@ -330,24 +346,24 @@ def read_to_global_request(message: Message) -> tuple[NodeType, Ids]:
 def read_ids(message: Message, count: int) -> Ids:
     """Decode a reply of ``count`` ids, int64. Raises ``WireError`` for any other reply."""
     if len(message.arrays) != 1 or message.arrays[0].shape != (count,):
-        raise WireError(f"arrays of shapes {[array.shape for array in message.arrays]} for {count} ids")
+        raise WireError(f"the reply has arrays of shapes {[array.shape for array in message.arrays]} for {count} ids")
     return widen_ids(message.arrays[0])
 
 
-def taken(request_id: int) -> Message:
-    """Return the message by which a client acknowledges a batch; it has no reply."""
-    return Message(Kind.TAKEN, Status.REQUEST, request_id)
+def acknowledgement(request_id: int) -> Message:
+    """Return the message by which a client acknowledges a batch. It has no reply."""
+    return Message(Kind.ACK, Status.REQUEST, request_id)
 
 
 def alive() -> Message:
-    """Return a keep-alive to a client that waits for batches; it has no reply."""
+    """Return a keep-alive to a client that waits for batches. It has no reply."""
     return Message(Kind.ALIVE, Status.OK, 0)
 
 
 def _only(records: Iterator[tuple[Any, ...]]) -> tuple[Any, ...]:
     first = next(records, None)
     if first is None or next(records, None) is not None:
-        raise WireError("expected one record")
+        raise WireError("the message does not have exactly one record")
     return first
 
 
@@ -390,7 +406,7 @@ def _json_object(message: Message) -> dict[str, Any]:
     try:
         value = json.loads(message.text)
     except ValueError as error:
-        raise WireError(f"text that is not JSON: {error}") from None
+        raise WireError(f"the text of the reply is not JSON: {error}") from None
     if not isinstance(value, dict):
-        raise WireError("text that is not a JSON object")
+        raise WireError("the text of the reply is not a JSON object")
     return value

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import time
 from pathlib import Path
 from typing import Any, cast
@@ -11,11 +12,14 @@ import pytest
 from launcher.node.child_process import Loop
 from launcher.node.peers.hub import Hub
 from launcher.node.peers.model import PeerConfig
-from launcher.node.supervisor import stacks, stall_detector
+from launcher.node.supervisor import stall_detector
+from launcher.node.supervisor.expired_waits import Processes
+from launcher.node.supervisor.health import Health
 from launcher.node.supervisor.journal import Journal
 from launcher.node.supervisor.outcomes import OutcomeBook
+from launcher.node.supervisor.process_state import STOPPED
 from launcher.node.supervisor.spec import NodeSpec
-from launcher.node.supervisor.stall_detector import Health, Judge
+from launcher.node.supervisor.stall_detector import StallDetector
 from vitals_kit import Cluster, pace
 
 
@@ -154,7 +158,7 @@ def test_the_slower_of_two_ranks_is_the_straggler() -> None:
 
 
 def test_judging_512_ranks_takes_a_fraction_of_a_second() -> None:
-    judging, took = Judge(), []
+    judging, took = StallDetector(), []
     for now in range(40):
         line = {"epoch": 1, "step": now, "kind": "step", "t": now, "at": [1, now, "load"], "ended": False}
         line |= {"own_s": 0.2, "step_s": 0.5, "batch_s": 0.1, "remote_share": None}
@@ -181,8 +185,83 @@ def test_a_stopped_rank_leads_the_report_wherever_it_runs(tmp_path: Path, monkey
     hub = Hub(PeerConfig("t", 0, spec.labels, "", "", 0, 9.0, 6.0), loop=cast(Loop, None))
     hub.members[1].own_ranks, hub.members[1].ahead = (1,), 300.0
     health = Health(spec, OutcomeBook(Journal(str(tmp_path), 0), 0, (0,)), hub, lambda seconds: None)
-    monkeypatch.setattr(health, "_stacks_of_all", lambda: {0: ["train.py:7 in step()"], 1: [stacks.STOPPED]})
+    known = Processes(spec.labels, {0: 0, 1: 1}, {0: "train.py:7 in step()", 1: STOPPED}, {})
+    monkeypatch.setattr(health, "_stacks_of_all", lambda: known)
     finding = {"t": 50.0, "kind": "stall", "node_rank": 0, "rank": None, "text": "no process has trained", "stop": True}
     health._add(finding)
     assert (finding["node_rank"], finding["rank"], finding["t"]) == (1, 1, 350.0)
     assert finding["text"] == "rank 1 on node1 (gnn2) is stopped (SIGSTOP or a debugger): no process has trained"
+
+
+def health_of(tmp_path: Path, **more: Any) -> tuple[Health, Hub]:
+    """The lead node's health in a run of two nodes with one rank each, with no real process."""
+    values = {"num_nodes": 2, "ready_file": "", "server": None, "trainer": None, "start_timeout": 9.0, "grace": 1.0}
+    labels = ("node0 (gnn1)", "node1 (gnn2)")
+    spec = NodeSpec("r1", "t", 0, run_dir=str(tmp_path), ranks=(0,), labels=labels, **values, **more)
+    hub = Hub(PeerConfig("t", 0, spec.labels, "", "", 0, 9.0, 6.0), loop=cast(Loop, None))
+    hub.members[1].own_ranks = (1,)
+    for folder in ("procs", "logs"):
+        (tmp_path / folder).mkdir()
+    book = OutcomeBook(Journal(str(tmp_path), 0), 0, (0,))
+    return Health(spec, book, hub, lambda seconds: None), hub
+
+
+@pytest.mark.parametrize("on_stall", ["stop", "warn"])
+def test_expired_waits_of_several_nodes_are_one_finding(on_stall: str, tmp_path: Path) -> None:
+    health, hub = health_of(tmp_path, on_stall=on_stall)
+    assert health.look() is None and health.findings == []
+    wait = {"rank": 0, "of": "server", "seconds": 9.0, "request": "sample", "node_rank": 1, "stack": []}
+    (tmp_path / "procs/wait-rank0.json").write_text(json.dumps({"t": 70.0, **wait}))
+    hub.members[1].ahead, hub.members[1].stacks = 10.0, {"1": ["train.py:7 in step()"], "server": [STOPPED]}
+    hub.members[1].waits = {"1": {"t": 79.0, **wait, "rank": 1, "at": ""}}
+    health._next = 0.0
+    found = health.look()
+    (finding,) = health.findings
+    assert found == (finding if on_stall == "stop" else None) and finding["stop"] == (on_stall == "stop")
+    assert finding["text"] == (
+        "the graph server of node1 (gnn2) is stopped (SIGSTOP or a debugger): rank 1 on node1 (gnn2) and 1 other rank "
+        "waited 9 s for the graph server of node1 (gnn2) to answer a sample request"
+    )
+    assert [finding[name] for name in ("kind", "node_rank", "rank", "t")] == ["stall", 1, None, 79.0]
+    assert finding["stacks"] == ["rank 1: train.py:7 in step()", f"graph server of node1 (gnn2): {STOPPED}"]
+    assert health.waits["0"]["rank"] == 0, "reported to the other supervisors"
+    health._next = 0.0
+    health.look()
+    assert len(health.findings) == 1
+
+
+def test_a_rank_that_has_ended_its_work_is_not_accused() -> None:
+    run = Cluster(stall_after=10)
+    run.steps(1, 3)
+    run.all(3, phase="evaluate")
+    run.rank(2, 3, "reduce", done=True)
+    run.rank(3, 3, "reduce")
+    (finding,) = run.wait(15)
+    assert finding["rank"] == 3
+    run = Cluster(stall_after=10)
+    run.steps(1, 3)
+    run.all(4, done=True)
+    run.rank(1, 4, ended=True)
+    (finding,) = run.wait(15)
+    assert finding["text"].endswith("all 3 ranks have ended the work, but not the process")
+
+
+def test_a_rank_without_a_python_frame_is_not_accused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    # A script without a progress file: its rank 0 has ended its last epoch and exits, while rank 1 still computes.
+    health, hub = health_of(tmp_path, stall_after=5.0)
+    line = {"epoch": 3, "kind": "epoch", "step": 9, "t": 60.0, "at": None, "ended": False, "done": False}
+    line |= {"own_s": None, "step_s": None, "batch_s": None, "remote_share": None}
+    hub.members[1].ranks = {"1": {**line, "kind": "eval"}}
+    health._vitals.ranks = {0: line}
+    found = [
+        finding
+        for now in range(30)
+        for finding in health._detector.look(float(now), {0: {0: line}, 1: hub.members[1].ranks})
+    ]
+    assert [finding["rank"] for finding in found] == [0]
+    known = Processes(
+        ("node0 (gnn1)", "node1 (gnn2)"), {0: 0, 1: 1}, {0: "no Python frame", 1: "train.py:7 in step()"}, {}
+    )
+    monkeypatch.setattr(health, "_stacks_of_all", lambda: known)
+    health._add(found[0])
+    assert (found[0]["node_rank"], found[0]["rank"]) == (1, None) and "rank 1 on node1 (gnn2) is at" in found[0]["text"]

@@ -46,7 +46,7 @@ def client_of(host: Host, deadline: float, gone_after: float | None = None) -> H
 
 
 def gather_wide(client: HostClient, rows: int) -> float:
-    """Request ``rows`` feature rows of 4 KiB each; return the seconds until they arrived."""
+    """Request ``rows`` feature rows of 4 KiB each, and return the seconds until they arrived."""
     start, nodes = time.monotonic(), np.arange(rows)
     (answer,) = client.gather([RowRequest(HOMO_NODE, nodes, ("wide",))])
     np.testing.assert_array_equal(answer["wide"][:, 1023], nodes)
@@ -63,7 +63,7 @@ def test_large_answers_over_ten_megabits_arrive_at_the_first_attempt(host: Host)
         took = list(pool.map(lambda _: gather_wide(client, 400), range(24)))
     assert max(took) > 20
     host.full_speed()
-    # hello; the large answer in two pieces, as rows counted as 1 KiB before the first answer; none was sent twice
+    # one hello, two requests for the large answer (a row is assumed to take 1 KiB), 24 further requests; no repetitions
     assert client.stats().requests == 1 + 2 + 24
     client.close()
 

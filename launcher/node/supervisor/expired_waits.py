@@ -1,0 +1,141 @@
+"""Describes waits that have passed their deadline: who waited for whom, for what, for how long, and who is the cause.
+
+A rank whose wait has passed its deadline writes ``procs/wait-rank<r>.json`` before it ends (trainer/core/waits.py). All
+functions but ``read_wait`` are without side effects.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from launcher.node.json_reader import WAIT, record_in
+from launcher.node.supervisor import stacks
+from launcher.node.supervisor.process_state import STOPPED
+
+Wait = Mapping[str, Any]  # as in procs/wait-rank<r>.json, with "at" instead of "stack"
+
+_SHOWN = 4  # ranks that are named as not there
+
+
+def read_wait(run_dir: str, rank: int) -> dict[str, Any] | None:
+    """The expired wait that a rank of this node has reported, with "at", the line at which it waited; None if none.
+
+    Appends the stack in it to ``logs/stacks-rank<r>.log``.
+    """
+    found = record_in(WAIT, os.path.join(run_dir, "procs", f"wait-rank{rank}.json"))
+    if found is None:
+        return None
+    dump = found.pop("stack")
+    stacks.write_log(run_dir, f"rank{rank}", ["the error that has ended a wait:", *dump])
+    return {**found, "at": stacks.summary(dump, stacks.roots(run_dir)) if dump[1:] else ""}
+
+
+@dataclass(frozen=True)
+class Processes:
+    """What is known of the ranks and graph servers of a run whose stacks were collected."""
+
+    labels: Sequence[str]  #: names of the nodes in messages, by node_rank
+    nodes: Mapping[int, int]  #: node_rank of each rank that has not ended
+    ranks: Mapping[int, str]  #: summary of each rank's stack; without ranks that have not started
+    servers: Mapping[int, str]  #: summary of each graph server's stack, by node_rank
+
+    def folded(self) -> list[str]:
+        """One line per group of ranks with the same summary."""
+        return stacks.folded({rank: [line] for rank, line in self.ranks.items()})
+
+    def rank_name(self, rank: int) -> str:
+        """``rank 1 on node1 (gnn2)``."""
+        return f"rank {rank} on {self.labels[self.nodes[rank]]}" if rank in self.nodes else f"rank {rank}"
+
+    def server_name(self, node: int) -> str:
+        """``the graph server of node1 (gnn2)``."""
+        return f"the graph server of {self.labels[node] if node < len(self.labels) else f'node{node}'}"
+
+    def held_up(self) -> Iterator[Culprit]:
+        """The processes that the kernel keeps from running: stopped ones first, ranks before servers."""
+        ranks = [(stacks.held_up(line), self.nodes.get(rank), rank) for rank, line in sorted(self.ranks.items())]
+        servers = [(stacks.held_up(line), node, None) for node, line in sorted(self.servers.items())]
+        for words, node, rank in sorted([*ranks, *servers], key=lambda one: one[0] != STOPPED):
+            if words and node is not None:
+                name = self.server_name(node) if rank is None else self.rank_name(rank)
+                yield Culprit(node, rank, f"{name} {verdict(words)}")
+
+
+@dataclass(frozen=True)
+class Culprit:
+    """A process that keeps others waiting."""
+
+    node_rank: int
+    rank: int | None  #: None: the node's graph server
+    text: str  #: ``rank 1 on node1 (gnn2) is stopped (SIGSTOP or a debugger)``
+
+
+def verdict(words: str) -> str:
+    """What keeps a process from running, as in its summary, as the end of a sentence."""
+    return "is stopped (SIGSTOP or a debugger)" if words == STOPPED else words.partition(": ")[2]
+
+
+def describe(waits: Sequence[Wait], known: Processes) -> Culprit:
+    """The process that is the cause of expired waits, and a sentence about it and about the first of the waits.
+
+    waits: at least one.
+    """
+    first = min(waits, key=lambda wait: float(wait["t"]))
+    who = known.rank_name(first["rank"])
+    more = len({wait["rank"] for wait in waits} - {first["rank"]})
+    others = f" and {more} other rank{'s' if more > 1 else ''}" if more else ""
+    seconds = f"{first['seconds']:.0f} s" if first["seconds"] >= 1 else "too long"
+    whom, target = _waited_for(first, known)
+    text = f"{who}{others} waited {seconds} for {whom}"
+    culprits = list(known.held_up())
+    if target is not None:
+        culprits.sort(key=lambda one: one.rank is not None or one.node_rank != target)
+    if culprits:
+        return Culprit(culprits[0].node_rank, culprits[0].rank, f"{culprits[0].text}: {text}")
+    if target is not None:
+        at = stacks.place(known.servers.get(target, ""))
+        return Culprit(target, None, f"{text}; it is at {at}" if at else text)
+    absent = _absent(waits, first, known) if first["of"] == "ranks" else []
+    if absent:
+        listed = ", ".join(_where(rank, known) for rank in absent[:_SHOWN])
+        listed += f" and {len(absent) - _SHOWN} more" if len(absent) > _SHOWN else ""
+        return Culprit(known.nodes[absent[0]], absent[0], f"{text}; not there: {listed}")
+    return Culprit(known.nodes.get(first["rank"], 0), first["rank"], text)
+
+
+def _waited_for(wait: Wait, known: Processes) -> tuple[str, int | None]:
+    """(what a rank waited for, node_rank of the graph server if it was one)."""
+    if wait["of"] == "server" and wait["node_rank"] is not None:
+        node = int(wait["node_rank"])
+        return f"{known.server_name(node)} to answer a {wait['request']} request", node
+    if wait["of"] == "threads":
+        return "a batch from its own sampler threads", None
+    return f"other ranks ({wait['at']})" if wait["at"] else "other ranks", None
+
+
+def _absent(waits: Sequence[Wait], first: Wait, known: Processes) -> list[int]:
+    """The ranks that are neither among those that waited nor at the same line."""
+    waiting = {wait["rank"] for wait in waits}
+    return sorted(
+        rank
+        for rank in known.nodes
+        if rank not in waiting and stacks.place(known.ranks.get(rank, "")) not in (first["at"], stacks.NO_FRAME)
+    )
+
+
+def _where(rank: int, known: Processes) -> str:
+    if rank not in known.ranks:
+        return f"{known.rank_name(rank)} (has not started)"
+    return f"{known.rank_name(rank)} (at {stacks.place(known.ranks[rank])})"
+
+
+def server_lines(known: Processes, asked: int | None) -> list[str]:
+    """Lines about graph servers for the stacks of a finding: those that cannot run, and that of node ``asked``."""
+    return [
+        f"graph server of {known.labels[node]}: {line}"
+        for node, line in sorted(known.servers.items())
+        if node == asked or stacks.held_up(line)
+    ]

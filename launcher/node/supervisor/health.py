@@ -1,0 +1,238 @@
+"""Collects the findings of a node and, on the lead node, of all nodes: losses, stalls, stragglers, expired waits."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+from launcher.node.peers.hub import Hub
+from launcher.node.peers.member import Member
+from launcher.node.peers.model import Peers
+from launcher.node.supervisor import stacks
+from launcher.node.supervisor.expired_waits import Culprit, Processes, describe, read_wait, server_lines, verdict
+from launcher.node.supervisor.journal import Journal
+from launcher.node.supervisor.outcomes import OutcomeBook
+from launcher.node.supervisor.spec import NodeSpec
+from launcher.node.supervisor.stall_detector import StallDetector
+from launcher.node.supervisor.vitals import Vitals
+
+Finding = dict[str, Any]
+
+_STACKS_WAIT = 2.0  # seconds that the processes of a node get to write their stacks
+
+_OTHERS_WAIT = 4.0  # seconds to wait for the stacks of the other nodes
+
+_TRAINED = ("step", "epoch", "eval", "checkpoint", "result")  # kinds of lines after a training step
+
+_MOST = 50  # findings in a report to the other supervisors
+
+
+class Health:
+    """Collects the findings of a node and, on the lead node, of all nodes; ``look`` checks at most once a second.
+
+    ``idle(seconds)`` waits and keeps the supervisor's heartbeat running.
+    """
+
+    def __init__(
+        self,
+        spec: NodeSpec,
+        book: OutcomeBook,
+        peers: Peers,
+        idle: Callable[[float], object],
+        server_pid: Callable[[], int | None] = lambda: None,
+    ) -> None:
+        """server_pid: returns the pid of the running graph server, or None."""
+        self.findings: list[Finding] = []
+        self.stacks: dict[str, list[str]] | None = None  #: summaries by rank, once the hub has asked for them
+        self.waits: dict[str, dict[str, Any]] = {}  #: expired waits of this node's ranks, by rank
+        self._spec, self._book, self._peers, self._idle = spec, book, peers, idle
+        self._server_pid, self._waits_reported = server_pid, False
+        self._vitals = Vitals(
+            spec.run_dir,
+            spec.ranks,
+            spec.node_rank,
+            spec.label,
+            stop_on_nan=spec.on_nan == "stop",
+            at_end=spec.generation > 0,
+        )
+        self._detector = StallDetector(spec.stall_after, spec.all_labels, spec.on_stall == "stop")
+        self._next = 0.0
+
+    @property
+    def ranks(self) -> dict[int, dict[str, Any]]:
+        """The last metrics of each rank of this node, by rank, as in ``Vitals.ranks``."""
+        return self._vitals.ranks
+
+    @property
+    def newest(self) -> list[Finding]:
+        """The newest findings, for ``state.json`` and the other supervisors."""
+        return self.findings[-_MOST:]
+
+    def stepped(self) -> bool:
+        """Whether a rank of this node has trained a step, according to its metrics lines."""
+        self._vitals.look(time.time(), self._book.ended_ranks())
+        return any(entry["kind"] in _TRAINED for entry in self.ranks.values())
+
+    def look(self) -> Finding | None:
+        """Check and record new findings; returns the first one that ends the run, or None."""
+        if time.monotonic() < self._next:
+            return None
+        self._next = time.monotonic() + 1.0
+        found = self._vitals.look(time.time(), self._book.ended_ranks())
+        self._read_waits()
+        if not isinstance(self._peers, Member):
+            found = [*found, *self._detected(), *self._expired()]
+            self._take_from_members()
+        for finding in found:
+            self._add(finding)
+        return next((finding for finding in found if finding["stop"]), None)
+
+    def show_stacks(self) -> None:
+        """Collect the stacks of this node's ranks, and keep the summary of each in ``stacks``, which is sent to the
+        hub."""
+        self.stacks = {_key(rank): lines[:1] for rank, lines in self._collect().items()}
+
+    def server_words(self) -> str:
+        """What the graph server is doing, as an addition to a message: ``; it is at load() …``; '' if it has ended."""
+        pid = self._server_pid()
+        if pid is None:
+            return ""
+        line = stacks.collect(self._spec.run_dir, {stacks.SERVER: pid}, _STACKS_WAIT, self._idle)[stacks.SERVER][0]
+        held = stacks.held_up(line)
+        if held:
+            return f"; it {verdict(held)}"
+        return "" if line.startswith(stacks.NO_STACK) else f"; it is at {line}"
+
+    def _add(self, finding: Finding) -> None:
+        """Record a finding; for a stall, first collect the stacks of all ranks."""
+        if finding["kind"] == "stall" and "stacks" not in finding:
+            known = self._stacks_of_all()
+            finding["stacks"] = [*known.folded(), *server_lines(known, None)]
+            finding |= self._detector.without(_exiting(known)) or {}
+            culprit = next(known.held_up(), None)
+            if culprit is not None:
+                self._attribute(finding, Culprit(culprit.node_rank, culprit.rank, f"{culprit.text}: {finding['text']}"))
+        self.findings.append(finding)
+        self._book.journal.event("finding", finding=finding)
+
+    def _attribute(self, finding: Finding, culprit: Culprit) -> None:
+        """Name the process that all others wait for in a finding; its time is by the clock of that process's node."""
+        finding["t"] += self._ahead(culprit.node_rank) - self._ahead(finding["node_rank"])
+        finding["node_rank"], finding["rank"], finding["text"] = culprit.node_rank, culprit.rank, culprit.text
+
+    def _ahead(self, node: int) -> float:
+        """Seconds by which the clock of a node is ahead of this one."""
+        members = self._peers.members if isinstance(self._peers, Hub) else {}
+        return float(members[node].ahead) if node in members else 0.0
+
+    def _read_waits(self) -> None:
+        """Store the expired waits that ranks of this node have reported."""
+        for rank in self._spec.ranks:
+            if str(rank) not in self.waits and (wait := read_wait(self._spec.run_dir, rank)) is not None:
+                self.waits[str(rank)] = wait
+
+    def _all_waits(self) -> list[dict[str, Any]]:
+        """The expired waits of all nodes, with times by this node's clock."""
+        members = self._peers.members if isinstance(self._peers, Hub) else {}
+        others = [
+            {**wait, "t": wait["t"] - member.ahead} for member in members.values() for wait in member.waits.values()
+        ]
+        return [*self.waits.values(), *others]
+
+    def _expired(self) -> list[Finding]:
+        """A finding about waits that have passed their deadline, for the first of them; it has the stacks."""
+        if self._waits_reported or not self._all_waits():
+            return []
+        self._waits_reported = True
+        known = self._stacks_of_all()
+        self._read_waits()  # ranks that wait for the same process reach their deadlines at about the same time
+        waits = self._all_waits()
+        at = {wait["rank"]: wait["at"] for wait in waits if wait["at"]}
+        known = replace(known, ranks={**known.ranks, **at})  # instead of the line that reports the wait
+        culprit, began = describe(waits, known), min(float(wait["t"]) for wait in waits)
+        asked = next((wait["node_rank"] for wait in waits if wait["of"] == "server"), None)
+        text = [*known.folded(), *server_lines(known, asked)]
+        finding = {"kind": "stall", "stop": self._spec.on_stall == "stop", "stacks": text, "t": began}
+        finding |= {"node_rank": self._spec.node_rank, "rank": None, "text": culprit.text}
+        self._attribute(finding, culprit)
+        return [finding]
+
+    def _detected(self) -> list[Finding]:
+        """New findings of stalls and stragglers, over all nodes except those that the run continues without."""
+        nodes: dict[int, Any] = {self._spec.node_rank: self._vitals.ranks}
+        members = self._peers.members if isinstance(self._peers, Hub) else {}
+        nodes |= {k: member.ranks for k, member in members.items() if member.left is None}
+        found = self._detector.look(time.monotonic(), nodes)
+        for finding in found:  # the time of a finding is by its node's clock
+            finding["t"] += members[finding["node_rank"]].ahead if finding["node_rank"] in members else 0.0
+        return found
+
+    def _take_from_members(self) -> None:
+        for member in self._peers.members.values() if isinstance(self._peers, Hub) else ():
+            self.findings += [finding for finding in member.findings if finding not in self.findings]
+
+    def _stacks_of_all(self) -> Processes:
+        """What all ranks and graph servers are doing; without those of nodes that do not answer within
+        ``_OTHERS_WAIT`` seconds."""
+        hub = self._peers if isinstance(self._peers, Hub) else None
+        deadline = time.monotonic() + _OTHERS_WAIT
+        if hub is not None:
+            hub.ask_stacks()
+        found = {self._spec.node_rank: {_key(rank): lines[0] for rank, lines in self._collect().items()}}
+        while hub is not None and hub.stacks_missing() and time.monotonic() < deadline:
+            self._idle(0.05)
+        members = hub.members if hub is not None else {}
+        found |= {k: {name: lines[0] for name, lines in (one.stacks or {}).items()} for k, one in members.items()}
+        ended = {rank for rank, entry in self._entries().items() if entry["ended"]}
+        nodes = dict.fromkeys(self._spec.ranks, self._spec.node_rank)
+        nodes |= {rank: k for k, member in members.items() for rank in member.own_ranks or ()}
+        return Processes(
+            self._spec.all_labels,
+            {rank: node for rank, node in nodes.items() if rank not in ended},
+            {int(name): line for own in found.values() for name, line in own.items() if name != _SERVER},
+            {node: own[_SERVER] for node, own in found.items() if _SERVER in own},
+        )
+
+    def _entries(self) -> dict[int, dict[str, Any]]:
+        """The last metrics of each rank, of all nodes."""
+        members = self._peers.members if isinstance(self._peers, Hub) else {}
+        others = {int(rank): entry for member in members.values() for rank, entry in member.ranks.items()}
+        return {**self._vitals.ranks, **others}
+
+    def _collect(self) -> dict[int, list[str]]:
+        server = self._server_pid()
+        pids = self._book.rank_pids() | ({} if server is None else {stacks.SERVER: server})
+        return stacks.collect(self._spec.run_dir, pids, _STACKS_WAIT, self._idle)
+
+
+_SERVER = "server"  # the graph server among the stacks of a node, by name
+
+
+def _key(rank: int) -> str:
+    return _SERVER if rank == stacks.SERVER else str(rank)
+
+
+def _exiting(known: Processes) -> set[int]:
+    """The ranks whose interpreter is ending, as they have no Python frame left."""
+    return {rank for rank, line in known.ranks.items() if line == stacks.NO_FRAME}
+
+
+class DepartedNodes:
+    """Reports nodes that the run continues without."""
+
+    def __init__(self, journal: Journal, peers: Peers) -> None:
+        self._journal, self._peers = journal, peers
+        self._reported: set[str] = set(peers.gone)  # reported in an earlier attempt
+
+    def new_findings(self) -> list[dict[str, Any]]:
+        """Log and return a finding for each node that the run has left behind since the last call."""
+        found = []
+        for k, gone in self._peers.gone.items():
+            if k not in self._reported:
+                self._reported.add(k)
+                self._journal.event(gone["kind"], lost=int(k), reason=gone["text"])
+                finding = {"t": gone["t"], "kind": gone["kind"], "node_rank": int(k), "rank": None}
+                found.append({**finding, "text": gone["text"], "stop": False})
+        return found

@@ -1,0 +1,391 @@
+"""Tests of dataset `tables`: CSV and Parquet files with ids of any type become a partition."""
+
+from __future__ import annotations
+
+import gzip
+import re
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import duckdb
+import numpy as np
+import pytest
+
+from trainer.core.errors import DataError
+from trainer.core.texts import decode_texts
+from trainer.data.dataset import Dataset
+from trainer.data.draft_tables import draft_tables
+from trainer.data.load import dataset_fingerprint, load_dataset
+from trainer.partition.make import PartitionSpec, make_partition
+from trainer.partition.verify import verify_partition
+from trainer.store.part_store import open_parts
+
+USERS = """user_id,age,height,segment,fold,joined,country
+u1,30,1.8,b,train,2024-01-01,at
+u2,20,1.7,a,train,2024-01-02,de
+u3,25,1.6,a,VALID,1970-01-01 00:01:40,
+u4,41,1.5,b,test,2023-01-03,at
+u5,33,1.9,,,2023-01-03,ch
+"""
+ITEMS = "sku,price\n7,1.5\n8,2\n9,3\n"
+RATINGS = "who,what,stars,at\nu1,7,5,100\nu2,7,4,101\nu3,9,1,102\nu4,8,3,103\nu1,9,2.5,104\n"
+SHOP: dict[str, Any] = {
+    "nodes": {
+        "user": {
+            "files": "users.csv", "id": "user_id", "label": "segment", "split": "fold", "time": "joined",
+            "features": ["age", "height"], "categories": ["country"],
+        },
+        "item": {"files": ["items.csv"], "id": "sku", "attributes": ["price"]},
+    },
+    "edges": {
+        "user__rates__item": {
+            "files": "ratings.csv", "source": "who", "target": "what", "weight": "stars", "time": "at",
+        }
+    },
+}  # fmt: skip
+RATES = ("user", "rates", "item")
+
+
+def write(folder: Path, **files: str | bytes) -> Path:
+    for name, content in files.items():
+        data = content.encode() if isinstance(content, str) else content
+        (folder / name.replace("__", ".")).write_bytes(data)
+    return folder
+
+
+def shop(folder: Path, **files: str | bytes) -> Path:
+    return write(folder, **{"users__csv": USERS, "items__csv": ITEMS, "ratings__csv": RATINGS, **files})
+
+
+def load(folder: Path, options: Mapping[str, Any], work: Path) -> Dataset:
+    work.mkdir()
+    return load_dataset("tables", str(folder), options, work)
+
+
+def with_keys(**tables: Mapping[str, Any]) -> dict[str, Any]:
+    """SHOP with other keys in the tables ``user``, ``item`` and ``rates``."""
+    user, item, rates = (dict(table) for table in (*SHOP["nodes"].values(), *SHOP["edges"].values()))
+    user |= tables.get("user", {})
+    item |= tables.get("item", {})
+    rates |= tables.get("rates", {})
+    return {"nodes": {"user": user, "item": item}, "edges": {"user__rates__item": rates}}
+
+
+def sql(statement: str) -> None:
+    with duckdb.connect() as database:
+        database.execute(statement)
+
+
+def test_tables_become_a_heterogeneous_graph(tmp_path: Path) -> None:
+    graph = load(shop(tmp_path), SHOP, tmp_path / "work")
+    user, item, rates = graph.nodes["user"], graph.nodes["item"], graph.edges[RATES]
+    assert graph.hetero and list(graph.edges) == [RATES]
+    assert decode_texts(user.attrs["id"]) == ["u1", "u2", "u3", "u4", "u5"]
+    assert item.attrs["id"].tolist() == [7, 8, 9]
+    assert user.attrs["x"].dtype == np.float32
+    assert user.attrs["x"].tolist() == np.float32([[30, 1.8], [20, 1.7], [25, 1.6], [41, 1.5], [33, 1.9]]).tolist()
+    assert user.attrs["y"].tolist() == [1, 0, 0, 1, -1] and user.num_classes == 2
+    assert user.attrs["time"].tolist() == [1704067200, 1704153600, 100, 1672704000, 1672704000]
+    assert user.attrs["country"].tolist() == [0, 2, -1, 0, 1]
+    assert decode_texts(graph.graph_attrs["user__country__categories"]) == ["at", "ch", "de"]
+    assert decode_texts(graph.graph_attrs["user__y__categories"]) == ["a", "b"]
+    assert {name: ids.tolist() for name, ids in user.splits.items()} == {"train": [0, 1], "val": [2], "test": [3]}
+    assert item.attrs["price"].tolist() == [1.5, 2, 3]
+    assert rates.edge_index.tolist() == [[0, 1, 2, 3, 0], [0, 0, 2, 1, 2]]
+    assert rates.attrs["edge_weight"].tolist() == [5, 4, 1, 3, 2.5]
+    assert rates.attrs["edge_time"].tolist() == [100, 101, 102, 103, 104]
+    assert any("5 nodes, ids in user_id (texts); x = 2 numbers" in note for note in graph.notes)
+
+
+def test_one_node_table_and_one_edge_table_are_a_homogeneous_graph(tmp_path: Path) -> None:
+    folder = write(
+        tmp_path,
+        papers__csv="paper,f0,f1,field\n10,1,2,0\n20,3,4,1\n30,5,6,1\n",
+        cites__csv="citing,cited,times\n30,10,2\n20,10,1\n30,20,7\n",
+    )
+    options = {
+        "nodes": {"paper": {"files": "papers.csv", "id": "paper", "features": ["f1", "f0"], "label": "field"}},
+        "edges": {"cites": {"files": "cites.csv", "source": "citing", "target": "cited", "features": "times"}},
+        "undirected": True,
+    }
+    graph = load(folder, options, tmp_path / "work")
+    assert not graph.hetero
+    assert graph.nodes["node"].attrs["x"].tolist() == [[2, 1], [4, 3], [6, 5]]
+    assert graph.nodes["node"].attrs["id"].tolist() == [10, 20, 30]
+    edges = graph.edges["node", "to", "node"]  # as many edges as nodes: attributes are not confused
+    assert edges.edge_index.tolist() == [[0, 0, 1, 1, 2, 2], [1, 2, 0, 2, 0, 1]]
+    assert edges.attrs["edge_attr"].tolist() == [[1], [2], [1], [7], [2], [7]]
+
+
+def test_parquet_as_spark_writes_it(tmp_path: Path) -> None:
+    for k, day in enumerate(("a", "b")):
+        folder = tmp_path / f"items/day={day}"
+        folder.mkdir(parents=True)
+        (folder / "_SUCCESS").write_text("")
+        sql(
+            f"COPY (SELECT 'i' || (i + {100 * k}) AS sku, [i, i + 0.5]::FLOAT[] AS v, i::DOUBLE AS price "
+            f"FROM range(100) r(i)) TO '{folder}/part-0.parquet'"
+        )
+    sql(f"COPY (SELECT 'i' || i AS a, 'i' || ((i * 7) % 200) AS b FROM range(200) r(i)) TO '{tmp_path}/e.parquet'")
+    options = {
+        "nodes": {"item": {"files": "items", "id": "sku", "features": ["v", "price"], "categories": "day"}},
+        "edges": {"also": {"files": "*.parquet", "source": "a", "target": "b"}},
+    }
+    graph = load(tmp_path, options, tmp_path / "work")
+    nodes = graph.nodes["node"]
+    assert decode_texts(nodes.attrs["id"]) == [f"i{i}" for i in range(200)]
+    assert nodes.attrs["x"][[0, 3, 150]].tolist() == [[0, 0.5, 0], [3, 3.5, 3], [50, 50.5, 50]]
+    assert nodes.attrs["day"].tolist() == [0] * 100 + [1] * 100
+    assert (graph.edges["node", "to", "node"].edge_index[1] == np.arange(200) * 7 % 200).all()
+
+
+def test_rows_keep_their_order_in_large_files(tmp_path: Path) -> None:
+    sql(
+        "COPY (SELECT 'n' || ((i * 7919) % 300000) AS id, i::FLOAT AS f FROM range(300000) r(i)) "
+        f"TO '{tmp_path}/n.parquet' (ROW_GROUP_SIZE 20000)"
+    )
+    sql(
+        "COPY (SELECT 'n' || ((i * 31) % 300000) AS s, 'n' || (i % 300000) AS t, i AS k FROM range(600000) r(i)) "
+        f"TO '{tmp_path}/e.parquet' (ROW_GROUP_SIZE 20000)"
+    )
+    options = {
+        "nodes": {"n": {"files": "n.parquet", "id": "id", "features": "f"}},
+        "edges": {"e": {"files": "e.parquet", "source": "s", "target": "t", "attributes": "k"}},
+        "memory": "300MB",
+    }
+    graph = load(tmp_path, options, tmp_path / "work")
+    number = np.empty(300000, int)
+    number[np.arange(300000) * 7919 % 300000] = np.arange(300000)
+    assert (graph.nodes["node"].attrs["x"][:, 0] == np.arange(300000)).all()
+    edges, k = graph.edges["node", "to", "node"], np.arange(600000)
+    assert (edges.attrs["k"] == k).all()
+    assert (edges.edge_index == [number[k * 31 % 300000], number[k % 300000]]).all()
+
+
+def test_shares_draw_the_same_splits_among_nodes_with_a_label(tmp_path: Path) -> None:
+    options = with_keys(user={"split": {"train": 0.5, "test": 0.25}})
+    graphs = [load(shop(tmp_path), options, tmp_path / f"work{k}") for k in range(2)]
+    splits = [{name: ids.tolist() for name, ids in graph.nodes["user"].splits.items()} for graph in graphs]
+    assert splits[0] == splits[1]
+    assert {name: len(ids) for name, ids in splits[0].items()} == {"train": 2, "test": 1}
+    assert 4 not in splits[0]["train"] + splits[0]["test"]
+
+
+def test_edges_without_a_node_are_dropped_if_asked(tmp_path: Path) -> None:
+    folder = shop(tmp_path, ratings__csv=RATINGS + "u9,7,1,1\nu1,70,1,2\nu2,8,1,3\n")
+    graph = load(folder, with_keys(rates={"dangling": "drop"}), tmp_path / "work")
+    assert graph.edges[RATES].attrs["edge_time"].tolist() == [100, 101, 102, 103, 104, 3]
+    assert any("2 of 8 edges dropped" in note for note in graph.notes)
+
+
+def test_fill_replaces_missing_numbers(tmp_path: Path) -> None:
+    users = USERS.replace("u2,20,1.7", "u2,,NaN")
+    graph = load(shop(tmp_path, users__csv=users), with_keys(user={"fill": -1}), tmp_path / "work")
+    assert graph.nodes["user"].attrs["x"][1].tolist() == [-1, -1]
+
+
+def test_the_fingerprint_depends_on_files_and_columns_not_on_memory(tmp_path: Path) -> None:
+    shop(tmp_path)
+    first = dataset_fingerprint("tables", str(tmp_path), SHOP)
+    assert first == dataset_fingerprint("tables", str(tmp_path), {**SHOP, "memory": "1GB"})
+    assert first != dataset_fingerprint("tables", str(tmp_path), with_keys(user={"features": ["age"]}))
+    (tmp_path / "ratings.csv").write_text(RATINGS + "u5,7,1,1\n")
+    assert first != dataset_fingerprint("tables", str(tmp_path), SHOP)
+
+
+def test_a_partition_has_the_ids_and_leaves_no_work_folder(tmp_path: Path) -> None:
+    source = tmp_path / "source"
+    source.mkdir()
+    spec = PartitionSpec("tables", str(tmp_path / "parts"), str(shop(source)), SHOP, 2, "random")
+    make_partition(spec, say=lambda line: None)
+    assert verify_partition(tmp_path / "parts") == []
+    store = open_parts(tmp_path / "parts")
+    found = {}
+    for part in store.parts.values():
+        nodes = part.nodes["user"]
+        found |= dict(zip(np.asarray(nodes.orig_id).tolist(), decode_texts(nodes.attrs["id"]), strict=True))
+    assert found == {0: "u1", 1: "u2", 2: "u3", 3: "u4", 4: "u5"}
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["parts", "source"]
+    with pytest.raises(DataError):
+        make_partition(PartitionSpec("tables", str(tmp_path / "p2"), str(source), with_keys(user={"id": "age2"}), 2))
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["parts", "source"]
+
+
+#: Other content of the shop's files -> the message, or None if the graph is read all the same.
+ODD_FILES: dict[str, tuple[dict[str, str | bytes], str | None]] = {
+    "byte order mark": ({"users__csv": b"\xef\xbb\xbf" + USERS.encode()}, None),
+    "CRLF": ({"users__csv": USERS.replace("\n", "\r\n"), "ratings__csv": RATINGS.replace("\n", "\r\n")}, None),
+    "quoted separators and line breaks": (
+        {"users__csv": USERS.replace(",at\n", ',"at, or\nnear"\n')}, None
+    ),
+    "semicolons": ({"users__csv": USERS.replace(",", ";")}, None),
+    "emoji and long ids": (
+        {
+            "users__csv": USERS.replace("u1,", "🙂" * 100 + ","),
+            "ratings__csv": RATINGS.replace("u1,", "🙂" * 100 + ","),
+        },
+        None,
+    ),
+    "empty file": ({"items__csv": ""}, r"items\.csv"),
+    "header only": ({"items__csv": "sku,price\n"}, r"nodes\.item: .*items\.csv has no rows"),
+    "id twice": (
+        {"users__csv": USERS + "u1,3,1,a,train,2024-01-01,at\n"},
+        r"nodes\.user: 1 ids occur more than once in column 'user_id', first 'u1': .*users\.csv, row 1, and .*, row 6",
+    ),
+    "id missing": ({"users__csv": USERS.replace("u3,", ",")}, r"users\.csv, row 3: user_id is empty .*id of nodes"),
+    "dangling source": (
+        {"ratings__csv": RATINGS + "u9,7,1,1\n"},
+        r"ratings\.csv, row 6: who 'u9' is not in column 'user_id' of nodes\.user.*1 such sources and 0 such targets",
+    ),
+    "ids that differ by a space": (
+        {"ratings__csv": RATINGS + "u1 ,7,1,1\n"}, r"who 'u1 ' is not in .*compared with their spaces"
+    ),
+    "2^63": ({"items__csv": ITEMS.replace("7,", "9223372036854775808,"),
+              "ratings__csv": RATINGS.replace(",7,", ",9223372036854775808,")}, None),
+    "a text among numbers": (
+        {"users__csv": USERS.replace("u4,41", "u4,old")},
+        r"users\.csv, row 4: age is 'old' \(1 such rows\); features of nodes\.user must be numbers",
+    ),
+    "a missing number": ({"users__csv": USERS.replace("u4,41", "u4,")}, r"row 4: age is empty .* `fill: 0`"),
+    "NaN": ({"users__csv": USERS.replace("u4,41", "u4,nan")}, r"row 4: age is 'nan' .* must not be NaN; `fill: 0`"),
+    "infinity": ({"users__csv": USERS.replace("u4,41", "u4,-inf")}, r"row 4: age is '-inf' .* must be finite"),
+    "an unknown split": (
+        {"users__csv": USERS.replace(",train,2024-01-02", ",training,2024-01-02")},
+        r"row 2: fold is 'training' .*split of nodes\.user must be train, val or test",
+    ),
+    "a wrong time": (
+        {"users__csv": USERS.replace("2024-01-02", "yesterday")},
+        r"row 2: joined is 'yesterday' .*time of nodes\.user must be",
+    ),
+    "a split without a label": (
+        {"users__csv": USERS.replace("1.5,b,test", "1.5,,test")}, r"row 4: segment is empty .*the row has a fold"
+    ),
+    "too few columns in a row": ({"ratings__csv": RATINGS + "u1,7\n"}, r"edges\.user__rates__item: .*ratings\.csv"),
+    "not UTF-8": ({"users__csv": USERS.replace("u3", "\xfc3").encode("latin-1")}, r"nodes\.user: .*users\.csv"),
+    "a column is missing": (
+        {"users__csv": USERS.replace("age", "years")},
+        r"nodes\.user: features 'age' is not a column: users\.csv has the columns",
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", ODD_FILES)
+def test_odd_files(tmp_path: Path, name: str) -> None:
+    files, message = ODD_FILES[name]
+    folder = shop(tmp_path, **files)
+    if message is None:
+        graph = load(folder, SHOP, tmp_path / "work")
+        assert graph.edges[RATES].edge_index.tolist() == [[0, 1, 2, 3, 0], [0, 0, 2, 1, 2]]
+        assert graph.nodes["user"].num_nodes == 5
+    else:
+        with pytest.raises(DataError) as error:
+            load(folder, SHOP, tmp_path / "work")
+        assert re.search(message, str(error.value)), error.value
+        assert "\n" not in str(error.value)
+
+
+def test_compressed_files_and_many_columns(tmp_path: Path) -> None:
+    wide = [f"c{k}" for k in range(300)]
+    users = "user_id," + ",".join(wide) + "\n" + "".join(f"u{i}," + ",".join(["1"] * 300) + "\n" for i in range(1, 6))
+    shop(tmp_path)
+    (tmp_path / "users.csv").unlink()
+    (tmp_path / "users.csv.gz").write_bytes(gzip.compress(users.encode()))
+    options = with_keys()
+    options["nodes"]["user"] = {"files": "users.csv.gz", "id": "user_id", "features": wide}
+    assert load(tmp_path, options, tmp_path / "work").nodes["user"].attrs["x"].shape == (5, 300)
+
+
+def test_a_column_that_one_file_of_a_glob_lacks_is_named_with_the_file(tmp_path: Path) -> None:
+    shop(tmp_path)
+    (tmp_path / "users2.csv").write_text("user_id,height,segment,fold,joined,country\nu8,1,a,train,5,at\n")
+    with pytest.raises(DataError, match=r"users2\.csv: has no column 'age', which other files of nodes\.user have"):
+        load(tmp_path, with_keys(user={"files": "users*.csv"}), tmp_path / "work")
+
+
+#: Other options -> the message.
+WRONG_OPTIONS: dict[str, tuple[dict[str, Any], str]] = {
+    "no edges": ({"nodes": SHOP["nodes"]}, "data.options.edges is missing: describe the edge tables"),
+    "unknown key": (with_keys(user={"feature": ["age"]}), "nodes.user: unknown key 'feature'; did you mean 'features'"),
+    "no id": (with_keys(user={"id": None}), "nodes.user: id is required"),
+    "unknown type": (
+        {**SHOP, "edges": {"users__rates__item": SHOP["edges"]["user__rates__item"]}},
+        "needs a table nodes.users; did you mean 'user'",
+    ),
+    "no such file": (with_keys(user={"files": "u/*.csv"}), "does not exist or has no CSV or Parquet file"),
+    "wrong share": (with_keys(user={"split": {"train": 0.9, "test": 0.2}}), "add up to at most 1"),
+    "one word": (
+        {**SHOP, "edges": {"rates": SHOP["edges"]["user__rates__item"]}}, "write source__relation__target"
+    ),
+    "option of another dataset": ({**SHOP, "num_nodes": 3}, "option 'num_nodes' does not apply"),
+    "one name twice": (with_keys(item={"attributes": ["price"], "categories": ["price"]}), "two attributes"),
+    "wrong memory": ({**SHOP, "memory": "lots"}, "option memory"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", WRONG_OPTIONS)
+def test_wrong_options(tmp_path: Path, name: str) -> None:
+    options, message = WRONG_OPTIONS[name]
+    with pytest.raises(DataError, match=re.escape(message)):
+        load(shop(tmp_path), options, tmp_path / "work")
+
+
+def test_missing_duckdb_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(__import__("sys").modules, "duckdb", None)
+    with pytest.raises(DataError, match="pip install duckdb"):
+        load(shop(tmp_path), SHOP, tmp_path / "work")
+
+
+def test_standardized_features_have_mean_0_and_deviation_1(tmp_path: Path) -> None:
+    graph = load(shop(tmp_path), with_keys(user={"standardize": True}), tmp_path / "work")
+    x = graph.nodes["user"].attrs["x"]
+    np.testing.assert_allclose(x.mean(0), 0, atol=1e-6)
+    np.testing.assert_allclose(x.std(0), 1, rtol=1e-6)
+    assert not any("large beside other features" in note for note in graph.notes)
+
+
+def test_a_feature_of_large_values_is_noted(tmp_path: Path) -> None:
+    users = re.sub(r"(u\d),(\d\d)", r"\1,20\2", USERS)
+    graph = load(shop(tmp_path, users__csv=users), SHOP, tmp_path / "work")
+    assert any("nodes.user: values of age are large beside other features" in note for note in graph.notes)
+
+
+def test_drafted_options_are_read(tmp_path: Path) -> None:
+    drafted = draft_tables(shop(tmp_path))
+    assert drafted == {
+        "nodes": {
+            "item": {"files": "items.csv", "id": "sku", "features": ["price"], "standardize": True},
+            "user": {
+                "files": "users.csv", "id": "user_id", "split": "fold", "time": "joined",
+                "features": ["age", "height"], "standardize": True, "categories": ["segment"],
+            },
+        },
+        "edges": {
+            "user__ratings__item": {
+                "files": "ratings.csv", "source": "who", "target": "what", "time": "at",
+                "features": ["stars"], "standardize": True,
+            }
+        },
+    }  # fmt: skip
+    graph = load(tmp_path, drafted, tmp_path / "work")
+    assert graph.edges["user", "ratings", "item"].num_edges == 5
+
+
+def test_a_draft_of_integer_ids_takes_the_two_columns_of_the_same_type(tmp_path: Path) -> None:
+    rows = "".join(f"{k},{k % 3},{k / 7:.2f}\n" for k in range(50))
+    cites = "".join(f"{k % 5},{k % 50},{k * 7 % 50}\n" for k in range(80))
+    write(tmp_path, papers__csv="paper,label,f0\n" + rows, cites__csv="times,citing_paper,cited_paper\n" + cites)
+    drafted = draft_tables(tmp_path)
+    assert drafted["nodes"]["paper"] == {
+        "files": "papers.csv", "id": "paper", "label": "label", "features": ["f0"], "standardize": True,
+    }  # fmt: skip
+    edges = drafted["edges"]["paper__cites__paper"]
+    assert (edges["source"], edges["target"], edges["features"]) == ("citing_paper", "cited_paper", ["times"])
+
+
+def test_a_folder_without_edges_is_refused_with_its_columns(tmp_path: Path) -> None:
+    with pytest.raises(DataError, match="has no CSV or Parquet files"):
+        draft_tables(tmp_path)
+    write(tmp_path, users__csv=USERS)
+    with pytest.raises(DataError, match=r"recognised in: users\.csv \(user_id, age, .*write data\.options yourself"):
+        draft_tables(tmp_path)

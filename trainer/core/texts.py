@@ -1,0 +1,38 @@
+"""Texts as arrays of bytes, so that they are stored and gathered like numbers."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import numpy.typing as npt
+
+
+def encode_texts(texts: Sequence[str], width: int | None = None) -> npt.NDArray[np.uint8]:
+    """Return the UTF-8 bytes of each text in a row, uint8 [n, width], padded with zeros.
+
+    width: bytes of a row; default: those of the longest text, at least 1.
+    """
+    rows = np.array([text.encode() for text in texts], dtype=f"S{width}" if width else "S")
+    return rows.view(np.uint8).reshape(len(rows), rows.dtype.itemsize)
+
+
+def decode_texts(rows: npt.ArrayLike) -> list[str]:
+    """Return the texts that rows of bytes stand for, such as ids and categories of dataset `tables`.
+
+    Args:
+        rows: uint8 [n, width], array or CPU tensor: UTF-8 bytes, padded with zeros.
+
+    Returns:
+        n texts.
+
+    Example:
+        ```python
+        import numpy as np
+        import gnnfleet as gf
+
+        gf.decode_texts(np.array([[97, 49, 0], [98, 50, 51]], np.uint8))  # ['a1', 'b23']
+        ```
+    """
+    whole = np.ascontiguousarray(rows, np.uint8)
+    return [text.decode() for text in whole.view(f"S{whole.shape[1]}").reshape(len(whole)).tolist()]

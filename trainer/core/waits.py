@@ -1,0 +1,144 @@
+"""Reports a wait that has passed its deadline to the supervisor of this node, before the process ends.
+
+The supervisor then collects the stacks of all ranks, and names the process that kept the others waiting. The file
+``procs/wait-rank<r>.json`` is described in docs/ARCHITECTURE.md, "Node run folder".
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import sys
+import time
+import traceback
+from collections.abc import Iterator, Mapping
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from pathlib import Path
+from types import TracebackType
+
+from trainer.core.errors import PeerError, ServiceError
+
+REPORTED_FOR = 8.0  #: seconds that a process stays alive after its report; the supervisor normally ends it earlier
+
+_MOST_FRAMES = 200
+
+#: Error texts of torch.distributed for a wait that has passed its deadline; a lost connection has other ones.
+_TIMED_OUT = re.compile(r"timed out|timeout|monitoredBarrier", re.I)
+
+_MILLISECONDS = re.compile(r"(\d+) ?(?:ms|milliseconds)\b")
+
+_SECONDS = re.compile(r"(\d+(?:\.\d+)?) ?(?:s|seconds)\b")
+
+#: The text of service.client; after the last server named in a line, as that is the one that was asked in vain.
+_NO_ANSWER = re.compile(r"graph server of node(\d+)(?:(?!graph server of)[^\n])*: no answer within ([\d.]+) s to (\w+)")
+
+_NO_BATCH = re.compile(r"sampler threads of this process made no batch within ([\d.]+) s")  # graph.prefetch
+
+_OTHER_RANK = re.compile(r"rank (\d+) \(node\d+, ")  # RankGroup.agree: the error of another rank
+
+
+@dataclass(frozen=True)
+class Wait:
+    """A wait that has passed its deadline."""
+
+    of: str  #: what was waited for: ``ranks``, ``server`` or ``threads`` (the sampler threads of this process)
+    seconds: float
+    request: str = ""  #: kind of the request to a graph server
+    node_rank: int | None = None  #: of the graph server
+    rank: int | None = None  #: rank that has waited; None: this process
+
+
+def expired_wait(error: BaseException) -> Wait | None:
+    """The wait whose deadline has led to ``error``, from the error or those that caused it; None if there is none.
+
+    Judges by the text, as an error may come from another process or from torch.
+    """
+    for one in _chain(error):
+        wait = _in_text(one, str(one))
+        if wait is not None:
+            return wait
+    return None
+
+
+def _in_text(error: BaseException, text: str) -> Wait | None:
+    if isinstance(error, ServiceError | PeerError):
+        if found := _NO_ANSWER.search(text):
+            wait = Wait("server", float(found[2]), found[3], int(found[1]))
+            other = _OTHER_RANK.match(text)
+            return replace(wait, rank=int(other[1])) if other and isinstance(error, PeerError) else wait
+        found = _NO_BATCH.search(text)
+        return Wait("threads", float(found[1])) if found else None
+    if isinstance(error, RuntimeError) and _TIMED_OUT.search(text):
+        return Wait("ranks", _seconds(text))
+    return None
+
+
+def _seconds(text: str) -> float:
+    """The duration in an error message of torch; 0 if it has none."""
+    if found := _MILLISECONDS.search(text):
+        return int(found[1]) / 1000
+    found = _SECONDS.search(text)
+    return float(found[1]) if found else 0.0
+
+
+def _chain(error: BaseException | None) -> Iterator[BaseException]:
+    """Yield an error and those that caused it, the last one first."""
+    seen: set[int] = set()
+    while error is not None and id(error) not in seen:
+        seen.add(id(error))
+        yield error
+        error = error.__cause__ or error.__context__
+
+
+def report_expired(error: BaseException, environ: Mapping[str, str] = os.environ) -> None:
+    """If ``error`` ends a rank because a wait has passed its deadline, report the wait to the supervisor.
+
+    Then waits for the supervisor to end this process, at most ``REPORTED_FOR`` seconds. Does nothing outside of a run.
+    """
+    run_dir, rank = environ.get("GNNFLEET_RUN_DIR"), environ.get("RANK", "")
+    if not run_dir or not rank.isdigit() or not environ.get("GNNFLEET_SUPERVISOR"):
+        return
+    wait = expired_wait(error)
+    if wait is None:
+        return
+    record = {
+        "t": round(time.time(), 3),
+        "rank": int(rank) if wait.rank is None else wait.rank,
+        "of": wait.of,
+        "seconds": wait.seconds,
+        "request": wait.request,
+        "node_rank": wait.node_rank,
+        "stack": list(_stack(error)),
+    }
+    path = Path(run_dir, "procs", f"wait-rank{rank}.json")
+    try:
+        path.with_suffix(".part").write_text(json.dumps(record))
+        path.with_suffix(".part").replace(path)
+    except OSError:  # the disk is full; the error message is in the log
+        return
+    time.sleep(REPORTED_FOR)
+
+
+def _stack(error: BaseException) -> Iterator[str]:
+    """Yield the frames of the error that caused ``error``, innermost first, as faulthandler writes them."""
+    first = [one for one in _chain(error) if one.__traceback__ is not None][-1:]
+    yield "Current thread 0x0 (most recent call first):"
+    for frame in reversed(traceback.extract_tb(first[0].__traceback__)[-_MOST_FRAMES:] if first else []):
+        yield f'  File "{frame.filename}", line {frame.lineno} in {frame.name}'
+
+
+def report_uncaught(environ: Mapping[str, str] = os.environ) -> None:
+    """In a run, let ``report_expired`` see the exception that ends this process; called when a script opens a graph."""
+    before = sys.excepthook
+    if getattr(before, "reports_waits", False) or not environ.get("GNNFLEET_SUPERVISOR"):
+        return
+
+    def hook(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+        before(kind, error, trace)
+        with suppress(Exception):
+            report_expired(error)
+
+    hook.reports_waits = True  # type: ignore[attr-defined]
+    sys.excepthook = hook

@@ -1,0 +1,412 @@
+"""Converts node and edge tables to memory-mapped arrays: numbers the nodes, and replaces ids in edges by numbers."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from trainer.core.arrays import Array
+from trainer.core.errors import DataError
+from trainer.core.schema import HOMO_EDGE, HOMO_NODE, EdgeType, NodeType, type_name
+from trainer.core.texts import encode_texts
+from trainer.data.raw_arrays import RawArray, RawGraph
+from trainer.data.table_columns import (
+    NumberColumn,
+    categories,
+    check_numbers,
+    code_sql,
+    id_sql,
+    ids_are_integers,
+    scale_note,
+    standardized,
+    time_sql,
+)
+from trainer.data.table_database import Database, Scan, quoted
+from trainer.data.table_files import source_folder, table_files
+from trainer.data.table_options import SPLITS, EdgeTable, NodeTable, Table, TablesOptions
+
+_CHUNK = 32 << 20  #: bytes of an array that are read from the database at once
+
+_LONGEST_ID = 1024  #: bytes
+
+CATEGORIES = "categories"  #: last word of graph attributes with the texts of codes, uint8 [number of codes, bytes]
+
+
+def read_tables(source: str | None, options: TablesOptions, folder: Path) -> RawGraph:
+    """Read node and edge tables. Arrays are files in ``folder``, which must be empty, and the database spills there.
+
+    Every node type has attribute ``id``: int64 [N] if all ids of the type are integers, else the bytes of the texts,
+    uint8 [N, bytes] (``decode_texts``). Raises ``DataError`` that names file and row of the first problem.
+    """
+    database = Database(folder, options.memory)
+    try:
+        return _Conversion(database, folder, source_folder(source), options).graph(source)
+    finally:
+        database.close()
+
+
+@dataclass
+class _Conversion:
+    """The state of ``read_tables``."""
+
+    database: Database
+    folder: Path
+    source: Path
+    options: TablesOptions
+    integers: dict[NodeType, bool] = field(default_factory=dict)  #: whether the ids of a type are integers
+    names: dict[str, Array] = field(default_factory=dict)  #: graph attribute -> texts of codes
+    notes: list[str] = field(default_factory=list)
+    serial: int = 0
+
+    def graph(self, source: str | None) -> RawGraph:
+        nodes = {of: self._scan(f"nodes.{of}", table) for of, table in self.options.nodes.items()}
+        edges = {of: self._scan(f"edges.{type_name(of)}", table) for of, table in self.options.edges.items()}
+        self._decide_id_types(nodes, edges)
+        counts, node_arrays = {}, {}
+        for k, of in enumerate(nodes):
+            counts[of], node_arrays[of] = self._nodes(of, self.options.nodes[of], nodes[of], f"nodes{k}")
+        number_of = {of: f"nodes{k}" for k, of in enumerate(nodes)}
+        edge_arrays = {
+            of: self._edges(of, self.options.edges[of], edges[of], number_of, f"edges{k}") for k, of in enumerate(edges)
+        }
+        if not self.hetero:
+            (only,) = nodes
+            node_arrays, counts = {HOMO_NODE: node_arrays[only]}, {HOMO_NODE: counts[only]}
+            edge_arrays = {HOMO_EDGE: next(iter(edge_arrays.values()))}
+        plain = {name: RawArray(texts, "tables") for name, texts in self.names.items()}
+        name = self.source.resolve().name if source else "tables"
+        return RawGraph(name, plain, node_arrays, edge_arrays, counts, hetero=self.hetero, notes=tuple(self.notes))
+
+    @property
+    def hetero(self) -> bool:
+        return len(self.options.nodes) > 1 or len(self.options.edges) > 1
+
+    def _scan(self, where: str, table: Table) -> Scan:
+        return Scan(self.database, table_files(table, self.source, where), where, table.delimiter)
+
+    def _decide_id_types(self, nodes: Mapping[NodeType, Scan], edges: Mapping[EdgeType, Scan]) -> None:
+        integers = {of: ids_are_integers(scan, self.options.nodes[of].id, "id") for of, scan in nodes.items()}
+        for of, scan in edges.items():
+            table = self.options.edges[of]
+            for end, column, role in ((of[0], table.source, "source"), (of[2], table.target, "target")):
+                integers[end] = ids_are_integers(scan, column, role) and integers[end]
+        self.integers = integers
+
+    # --- nodes ------------------------------------------------------------------------------------------------
+
+    def _nodes(self, of: NodeType, table: NodeTable, scan: Scan, name: str) -> tuple[int, dict[str, RawArray]]:
+        """Create database table ``name`` (number, id) and return the number of nodes and their arrays."""
+        columns = self._columns(of, table, scan, "x")
+        id_dtype = np.dtype(np.int64) if self.integers[of] else None
+        columns.append(_Column("id", [("id", id_sql(scan, table.id, self.integers[of]))], id_dtype))
+        if table.label is not None:
+            columns.append(self._label(of, table.label, scan))
+        selected = ["row_number() OVER () - 1 AS number", *_selected(columns)]
+        if isinstance(table.split, str):
+            self._check_labelled(table, scan)
+            selected.append(f"{self._split_sql(scan, table.split)} AS gf_split")
+        self.database.run(f"CREATE TABLE {name} AS SELECT {', '.join(selected)} FROM {scan.sql}", scan.where)
+        ((count,),) = self.database.rows(f"SELECT count(*) FROM {name}", scan.where)
+        if count == 0:
+            raise DataError(f"{scan.where}: {scan.files[0]} has no rows")
+        self._check_unique(scan, table.id, name)
+        arrays = {each.name: self._export(each, name, count, scan) for each in columns}
+        arrays |= self._splits(table, scan, name, arrays.get("y"))
+        self.database.run(f"CREATE TABLE {name}_ids AS SELECT number, id FROM {name}", scan.where)
+        self.database.run(f"DROP TABLE {name}", scan.where)
+        self._note_table(scan, count, table.id, self.integers[of], columns)
+        sizes = [f"{len(arrays[f'{split}_idx'].values):,} {split}" for split in SPLITS if f"{split}_idx" in arrays]
+        if sizes:
+            self.notes.append(f"{scan.where}: splits: {', '.join(sizes)}")
+        return count, arrays
+
+    def _check_unique(self, scan: Scan, column: str, name: str) -> None:
+        sql = f"SELECT id, count(*), min(number), max(number) FROM {name} GROUP BY id HAVING count(*) > 1"
+        ((repeated,),) = self.database.rows(f"SELECT count(*) FROM ({sql})", scan.where)
+        if repeated:
+            value, _, first, again = self.database.rows(f"{sql} ORDER BY min(number) LIMIT 1", scan.where)[0]
+            raise DataError(
+                f"{scan.where}: {repeated:,} ids occur more than once in column {column!r}, first {value!r}: "
+                f"{scan.place(first)}, and {scan.place(again)}; every node needs one row"
+            )
+
+    def _label(self, of: NodeType, column: str, scan: Scan) -> _Column:
+        scan.check_column(column, "label")
+        number = f"TRY_CAST({quoted(column)} AS DOUBLE)"
+        if scan.types[column] == "BOOLEAN":
+            number = f"CAST(CAST({quoted(column)} AS TINYINT) AS DOUBLE)"
+        numbers, whole = self.database.rows(
+            f"SELECT bool_and({number} IS NOT NULL OR {quoted(column)} IS NULL), "
+            f"bool_and({number} = floor({number}) AND {number} >= -1) FROM {scan.sql}",
+            scan.where,
+        )[0]
+        if numbers and whole:
+            return _Column("y", [("y", f"coalesce(CAST({number} AS BIGINT), -1)")], np.dtype(np.int64))
+        if numbers:
+            return _Column("y", [("y", f"coalesce({number}, 'NaN')")], np.dtype(np.float32))
+        return self._codes(of, "y", column, scan, "label")
+
+    def _codes(self, of: NodeType | EdgeType, name: str, column: str, scan: Scan, role: str) -> _Column:
+        texts = categories(scan, column, role)
+        self.serial += 1
+        sql = code_sql(scan, column, texts, f"categories{self.serial}")
+        prefix = f"{type_name(of)}__" if self.hetero else ""
+        self.names[f"{prefix}{name}__{CATEGORIES}"] = encode_texts(texts or [""])
+        self.notes.append(f"{scan.where}: {column} → {name}: {_listed(texts)}")
+        return _Column(name, [(name, sql)], np.dtype(np.int64))
+
+    @staticmethod
+    def _check_labelled(table: NodeTable, scan: Scan) -> None:
+        """Raise ``DataError`` if a node of a split has no label."""
+        if table.label is None or not isinstance(table.split, str):
+            return
+        scan.check_column(table.split, "split")
+        bad = f"{quoted(table.label)} IS NULL AND {quoted(table.split)} IS NOT NULL"
+        ((count,),) = scan.database.rows(f"SELECT count(*) FILTER (WHERE {bad}) FROM {scan.sql}", scan.where)
+        if count:
+            at = scan.first([table.label, table.split], bad)
+            raise DataError(f"{at} ({count:,} such rows), but the row has a {table.split}; only nodes with a label can")
+
+    @staticmethod
+    def _split_sql(scan: Scan, column: str) -> str:
+        scan.check_column(column, "split")
+        known = "('train', 'val', 'valid', 'validation', 'test')"
+        lower = f"lower(trim(CAST({quoted(column)} AS VARCHAR)))"
+        wrong = f"{quoted(column)} IS NOT NULL AND {lower} NOT IN {known}"
+        ((bad,),) = scan.database.rows(f"SELECT count(*) FILTER (WHERE {wrong}) FROM {scan.sql}", scan.where)
+        if bad:
+            raise DataError(
+                f"{scan.first([column], wrong)} ({bad:,} such rows); split of {scan.where} must be train, val or test, "
+                "or empty"
+            )
+        return f"CASE WHEN {lower} IN ('valid', 'validation') THEN 'val' ELSE {lower} END"
+
+    def _splits(self, table: NodeTable, scan: Scan, name: str, y: RawArray | None) -> dict[str, RawArray]:
+        if isinstance(table.split, str):
+            found = {
+                split: self.database.arrays(
+                    f"SELECT number FROM {name} WHERE gf_split = '{split}' ORDER BY number", scan.where
+                )["number"]
+                for split in SPLITS
+            }
+        elif table.split is not None:
+            found = _drawn(table.split, y, self.database.rows(f"SELECT count(*) FROM {name}", scan.where)[0][0])
+        else:
+            return {}
+        return {f"{split}_idx": RawArray(ids, scan.where) for split, ids in found.items() if len(ids)}
+
+    # --- edges ------------------------------------------------------------------------------------------------
+
+    def _edges(
+        self, of: EdgeType, table: EdgeTable, scan: Scan, number_of: Mapping[NodeType, str], name: str
+    ) -> dict[str, RawArray]:
+        columns = self._columns(of, table, scan, "edge_attr")
+        if table.weight is not None:
+            columns.append(
+                _numbers("edge_weight", check_numbers(scan, [table.weight], "weight", table.fill), np.float32)
+            )
+        ids = [
+            f"{id_sql(scan, column, self.integers[end])} AS {alias}"
+            for end, column, alias in ((of[0], table.source, "gf_source"), (of[2], table.target, "gf_target"))
+        ]
+        inner = ", ".join(["row_number() OVER () - 1 AS gf_row", *ids, *_selected(columns)])
+        kept = ", ".join(f"e.{quoted(column)}" for each in columns for column, _ in each.columns)
+        self.database.run(
+            f"CREATE TABLE {name} AS SELECT gf_row, s.number AS gf_s, t.number AS gf_t{', ' + kept if kept else ''} "
+            f"FROM (SELECT {inner} FROM {scan.sql}) e LEFT JOIN {number_of[of[0]]}_ids s ON s.id = e.gf_source "
+            f"LEFT JOIN {number_of[of[2]]}_ids t ON t.id = e.gf_target ORDER BY gf_row",
+            scan.where,
+        )
+        count = self._check_dangling(of, table, scan, name)
+        arrays = {each.name: self._export(each, name, count, scan) for each in columns}
+        arrays["edge_index"] = self._edge_index(of, name, count, scan)
+        self.database.run(f"DROP TABLE {name}", scan.where)
+        self.notes.append(f"{scan.where}: {count:,} edges{_attrs_text(columns)}")
+        return arrays
+
+    def _check_dangling(self, of: EdgeType, table: EdgeTable, scan: Scan, name: str) -> int:
+        """Return the number of edges; raise ``DataError``, or remove the edges, if an end is not in its node table."""
+        count, sources, targets = self.database.rows(
+            f"SELECT count(*), count(*) FILTER (WHERE gf_s IS NULL), count(*) FILTER (WHERE gf_t IS NULL) FROM {name}",
+            scan.where,
+        )[0]
+        if not sources and not targets:
+            return int(count)
+        dangling = "gf_s IS NULL OR gf_t IS NULL"
+        if table.dangling == "drop":
+            self.database.run(
+                f"CREATE OR REPLACE TABLE {name} AS SELECT * FROM {name} WHERE NOT ({dangling}) ORDER BY gf_row",
+                scan.where,
+            )
+            ((left,),) = self.database.rows(f"SELECT count(*) FROM {name}", scan.where)
+            self.notes.append(
+                f"{scan.where}: {count - left:,} of {count:,} edges dropped, an end is not in its node table"
+            )
+            return int(left)
+        ((row, source_missing),) = self.database.rows(
+            f"SELECT gf_row, gf_s IS NULL FROM {name} WHERE {dangling} ORDER BY gf_row LIMIT 1", scan.where
+        )
+        end, column = (of[0], table.source) if source_missing else (of[2], table.target)
+        ((value,),) = self.database.rows(
+            f"SELECT CAST({quoted(column)} AS VARCHAR) FROM {scan.sql} LIMIT 1 OFFSET {row}", scan.where
+        )
+        spaces = "; ids are compared with their spaces" if value != value.strip() else ""
+        raise DataError(
+            f"{scan.place(row)}: {column} {value!r} is not in column {self.options.nodes[end].id!r} of nodes.{end}"
+            f"{spaces} ({sources:,} such sources and {targets:,} such targets of {count:,} edges); correct the tables, "
+            "or set `dangling: drop`"
+        )
+
+    def _edge_index(self, of: EdgeType, name: str, count: int, scan: Scan) -> RawArray:
+        most = max(self._num_nodes(end) for end in (of[0], of[2]))
+        dtype = np.dtype(np.int32 if most < 1 << 31 else np.int64)
+        out = self._array(type_name(of), dtype, (2, count))
+        for begin, end in _ranges(count, 16):
+            rows = self._chunk(name, "gf_s, gf_t", begin, end, scan)
+            out[0, begin:end], out[1, begin:end] = rows["gf_s"], rows["gf_t"]
+        return RawArray(out, scan.where)
+
+    def _num_nodes(self, of: NodeType) -> int:
+        k = list(self.options.nodes).index(of)
+        ((count,),) = self.database.rows(f"SELECT count(*) FROM nodes{k}_ids", f"nodes.{of}")
+        return int(count)
+
+    # --- both -------------------------------------------------------------------------------------------------
+
+    def _columns(self, of: NodeType | EdgeType, table: Table, scan: Scan, features: str) -> list[_Column]:
+        found = []
+        if table.features:
+            numbers = check_numbers(scan, table.features, "features", table.fill)
+            if table.standardize:
+                numbers = standardized(scan, numbers)
+            elif note := scale_note(scan, numbers):
+                self.notes.append(note)
+            found.append(_numbers(features, numbers, np.float32))
+        for name in table.attributes:
+            (column,) = check_numbers(scan, [name], "attributes", table.fill)
+            found.append(_numbers(name, [column], np.int64 if column.whole else np.float32))
+        for name in table.categories:
+            found.append(self._codes(of, name, name, scan, "categories"))
+        if table.time is not None:
+            name = "time" if features == "x" else "edge_time"
+            found.append(_Column(name, [(name, time_sql(scan, table.time))], np.dtype(np.int64)))
+        names = [each.name for each in found]
+        taken = {name for name in names if names.count(name) > 1} | ({"id", "y"} & set(names))
+        if taken:
+            raise DataError(f"{scan.where}: two attributes are called {sorted(taken)[0]!r}; rename a column")
+        return found
+
+    def _export(self, column: _Column, name: str, count: int, scan: Scan) -> RawArray:
+        """Copy the values of an attribute from database table ``name`` to a file."""
+        if column.dtype is None:
+            return RawArray(self._texts(column, name, count, scan), scan.where)
+        width = sum(max(1, each) for each in column.widths) if column.is_matrix else 0
+        shape = (count, width) if width else (count,)
+        out = self._array(column.name, column.dtype, shape)
+        selected = ", ".join(quoted(each) for each, _ in column.columns)
+        for begin, end in _ranges(count, max(1, width) * 8):
+            if not any(column.widths):
+                rows = self._chunk(name, selected, begin, end, scan)
+                values = [_plain(rows[each], column.dtype) for each, _ in column.columns]
+                out[begin:end] = np.stack(values, 1) if column.is_matrix else values[0]
+                continue
+            at = 0
+            for (each, _), listed in zip(column.columns, column.widths, strict=True):
+                wanted = f"unnest({quoted(each)}) AS v" if listed else f"{quoted(each)} AS v"
+                values_ = _plain(self._chunk(name, wanted, begin, end, scan)["v"], column.dtype)
+                out[begin:end, at : at + max(1, listed)] = values_.reshape(end - begin, -1)
+                at += max(1, listed)
+        return RawArray(out, scan.where)
+
+    def _texts(self, column: _Column, name: str, count: int, scan: Scan) -> Array:
+        ((longest,),) = self.database.rows(f"SELECT max(strlen({quoted(column.name)})) FROM {name}", scan.where)
+        if longest > _LONGEST_ID:
+            raise DataError(f"{scan.where}: an id has {longest:,} bytes; ids of at most {_LONGEST_ID:,} are stored")
+        out = self._array(column.name, np.dtype(np.uint8), (count, max(1, longest)))
+        for begin, end in _ranges(count, max(1, longest) + 50):
+            rows = self._chunk(name, quoted(column.name), begin, end, scan)[column.name]
+            out[begin:end] = encode_texts([str(value) for value in rows], out.shape[1])
+        return out
+
+    def _chunk(self, name: str, selected: str, begin: int, end: int, scan: Scan) -> dict[str, Any]:
+        rows = f"SELECT * FROM {name} WHERE rowid >= {begin} AND rowid < {end} ORDER BY rowid"
+        return self.database.arrays(f"SELECT {selected} FROM ({rows})", scan.where)
+
+    def _array(self, name: str, dtype: np.dtype[Any], shape: tuple[int, ...]) -> Array:
+        self.serial += 1
+        path = self.folder / f"{self.serial:04d}-{name}.npy"
+        if 0 in shape:
+            return np.empty(shape, dtype)
+        array = np.lib.format.open_memmap(path, mode="w+", dtype=dtype, shape=shape)
+        with path.open("r+b") as file:  # else a full disk would be a SIGBUS
+            os.posix_fallocate(file.fileno(), 0, path.stat().st_size)
+        return array
+
+    def _note_table(self, scan: Scan, count: int, id_column: str, integers: bool, columns: Sequence[_Column]) -> None:
+        kind = "integers" if integers else "texts"
+        self.notes.append(f"{scan.where}: {count:,} nodes, ids in {id_column} ({kind}){_attrs_text(columns)}")
+
+
+@dataclass(frozen=True)
+class _Column:
+    """An attribute, and the columns of the database that it is made of."""
+
+    name: str
+    columns: Sequence[tuple[str, str]]  #: (name in the database, SQL over the files)
+    dtype: np.dtype[Any] | None  #: None: texts
+    widths: Sequence[int] = (0,)  #: of each column: length of its lists; 0: not a list
+    is_matrix: bool = False  #: [rows, width] instead of [rows]
+
+
+def _numbers(name: str, columns: Sequence[NumberColumn], dtype: Any) -> _Column:
+    matrix = name in ("x", "edge_attr") or any(column.width for column in columns)
+    named = [(f"{name}.{k}", column.sql) for k, column in enumerate(columns)]
+    return _Column(name, named, np.dtype(dtype), [column.width for column in columns], matrix)
+
+
+def _selected(columns: Iterable[_Column]) -> Iterator[str]:
+    for each in columns:
+        for column, sql in each.columns:
+            yield f"{sql} AS {quoted(column)}"
+
+
+def _plain(values: Any, dtype: np.dtype[Any]) -> Array:
+    """Convert a column to an array of ``dtype``; the column must have no missing values."""
+    return np.asarray(np.ma.getdata(values)).astype(dtype, copy=False)
+
+
+def _ranges(count: int, row_bytes: int) -> Iterator[tuple[int, int]]:
+    step = max(1024, _CHUNK // max(1, row_bytes))
+    for begin in range(0, count, step):
+        yield begin, min(count, begin + step)
+
+
+def _drawn(shares: Mapping[str, float], y: RawArray | None, count: int) -> dict[str, Array]:
+    """Draw the nodes of each split among those with a label; always the same ones."""
+    nodes = np.arange(count) if y is None or y.values.dtype.kind == "f" else np.flatnonzero(np.asarray(y.values) >= 0)
+    order, found, begin = np.random.default_rng(0).permutation(nodes), {}, 0
+    for name, share in shares.items():
+        size = round(share * len(nodes))
+        found[name] = np.sort(order[begin : begin + size])
+        begin += size
+    return found
+
+
+def _listed(texts: Sequence[str]) -> str:
+    shown = ", ".join(f"{code} {text}" for code, text in enumerate(texts[:5]))
+    return f"{len(texts)} categories ({shown}{', …' if len(texts) > 5 else ''})"
+
+
+def _attrs_text(columns: Sequence[_Column]) -> str:
+    shown = []
+    for each in columns:
+        if each.name == "id":
+            continue
+        width = sum(max(1, one) for one in each.widths)
+        shown.append(f"{each.name} = {width} numbers" if each.is_matrix else each.name)
+    return f"; {', '.join(shown)}" if shown else ""

@@ -1,0 +1,137 @@
+"""Reads CSV and Parquet files with DuckDB: types, statistics and rows of a table, and where a row comes from."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+from trainer.core.errors import DataError
+from trainer.data.table_files import is_parquet
+
+_FEW = 3  #: rows or values that a message shows
+
+
+def quoted(name: str) -> str:
+    """Return a column name as SQL."""
+    return '"' + name.replace('"', '""') + '"'
+
+
+def text(value: str) -> str:
+    """Return a text as SQL."""
+    return "'" + value.replace("'", "''") + "'"
+
+
+def _duckdb() -> ModuleType:
+    try:
+        import duckdb
+    except ImportError:
+        raise DataError(
+            "dataset tables needs the package duckdb on the machine that makes the parts: pip install duckdb"
+        ) from None
+    return duckdb
+
+
+class Database:
+    """A DuckDB database in a file, which spills to the folder of this file when ``memory`` is full."""
+
+    def __init__(self, folder: Path, memory: str | None) -> None:
+        self._module = _duckdb()
+        self._connection = self._module.connect(str(folder / "tables.duckdb"))
+        self.run(f"SET temp_directory = {text(str(folder / 'spill'))}", "dataset tables")
+        self.run("SET enable_progress_bar = false", "dataset tables")
+        if memory is not None:
+            self.run(f"SET memory_limit = {text(memory)}", "dataset tables, option memory")
+
+    def close(self) -> None:
+        self._connection.close()
+
+    def run(self, sql: str, where: str) -> None:
+        """Execute a statement. Errors of DuckDB become ``DataError`` with ``where`` in front."""
+        with self._explained(where):
+            self._connection.execute(sql)
+
+    def rows(self, sql: str, where: str) -> list[tuple[Any, ...]]:
+        """Return all rows of a query with few rows."""
+        with self._explained(where):
+            return list(self._connection.execute(sql).fetchall())
+
+    def arrays(self, sql: str, where: str) -> dict[str, Any]:
+        """Return the columns of a query as numpy arrays."""
+        with self._explained(where):
+            return dict(self._connection.execute(sql).fetchnumpy())
+
+    @contextlib.contextmanager
+    def _explained(self, where: str) -> Iterator[None]:
+        try:
+            yield
+        except self._module.Error as error:
+            lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+            raise DataError(f"{where}: {' '.join(lines[:6])[:600]}") from None
+
+
+@dataclass(frozen=True)
+class Scan:
+    """The files of a table, and the SQL that reads them."""
+
+    database: Database
+    files: Sequence[Path]
+    where: str  #: name of the table in messages, such as ``nodes.user``
+    delimiter: str | None = None
+
+    @cached_property
+    def sql(self) -> str:
+        return self._reading(self.files)
+
+    def _reading(self, files: Sequence[Path]) -> str:
+        names = "[" + ", ".join(text(str(path)) for path in files) + "]"
+        if is_parquet(files[0]):
+            return f"read_parquet({names}, union_by_name = true)"
+        delimiter = f", delim = {text(self.delimiter)}" if self.delimiter else ""
+        return f"read_csv({names}, all_varchar = true, header = true, union_by_name = true{delimiter})"
+
+    @cached_property
+    def types(self) -> dict[str, str]:
+        """Column -> type in DuckDB; all columns of CSV files are VARCHAR."""
+        found = self.database.rows(f"DESCRIBE SELECT * FROM {self.sql}", self.where)
+        return {str(row[0]): str(row[1]) for row in found}
+
+    def check_column(self, column: str, role: str) -> None:
+        """Raise ``DataError`` if a file does not have the column."""
+        if column not in self.types:
+            raise DataError(f"{self.where}: {role} {column!r} is not a column: {self._have(self.types)}")
+
+    def _have(self, columns: Sequence[str] | dict[str, str]) -> str:
+        names = list(columns)
+        shown = ", ".join(names[:20]) + (f" and {len(names) - 20} more" if len(names) > 20 else "")
+        return f"{self.files[0].name} has the columns {shown}"
+
+    def check_file_columns(self, columns: Sequence[str]) -> None:
+        """Raise ``DataError`` that names the file in which one of ``columns`` is missing."""
+        for path in self.files:
+            found = self.database.rows(f"DESCRIBE SELECT * FROM {self._reading([path])}", f"{self.where}: {path}")
+            if missing := [column for column in columns if column not in {str(row[0]) for row in found}]:
+                raise DataError(f"{path}: has no column {missing[0]!r}, which other files of {self.where} have")
+
+    def first(self, columns: Sequence[str], condition: str) -> str:
+        """Describe the first row for which the SQL ``condition`` over ``columns`` holds: file, row, and the value of
+        the first column, such as ``users.csv, row 4: age is 'old'``."""
+        listed = ", ".join(dict.fromkeys(map(quoted, columns)))
+        inner = f"SELECT row_number() OVER () - 1 AS gf_row, {listed} FROM {self.sql}"
+        shown = f"CAST({quoted(columns[0])} AS VARCHAR)"
+        sql = f"SELECT gf_row, {shown} FROM ({inner}) WHERE {condition} ORDER BY gf_row LIMIT 1"
+        row, value = self.database.rows(sql, self.where)[0]
+        return f"{self.place(int(row))}: {columns[0]} is {'empty' if value is None else repr(str(value)[:80])}"
+
+    def place(self, row: int) -> str:
+        """Return the file and the row in this file (the first row of data is 1) of row ``row`` of the table."""
+        for path in self.files:
+            (count,) = self.database.rows(f"SELECT count(*) FROM {self._reading([path])}", self.where)[0]
+            if row < count:
+                return f"{path}, row {row + 1}"
+            row -= count
+        return f"{self.files[-1]}, after the last row"

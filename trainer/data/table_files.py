@@ -1,0 +1,73 @@
+"""Finds the files of a table: CSV or Parquet, given as files, folders or globs."""
+
+from __future__ import annotations
+
+import glob
+import os
+from pathlib import Path
+
+from trainer.core.errors import DataError
+from trainer.data.table_options import Table, TablesOptions
+
+PARQUET = (".parquet", ".pq")
+
+CSV = (".csv", ".tsv", ".txt", ".csv.gz", ".tsv.gz", ".txt.gz", ".csv.zst", ".tsv.zst")
+
+
+def table_files(table: Table, folder: Path, where: str) -> list[Path]:
+    """Return the files of a table, sorted within each folder or glob, all of one kind.
+
+    Files whose names begin with ``_`` or ``.`` are skipped in folders, as Spark writes such files beside its data.
+    Raises ``DataError`` if none is found or kinds are mixed.
+    """
+    found: list[Path] = []
+    for pattern in table.files:
+        paths = _expand(folder / Path(pattern).expanduser())
+        if not paths:
+            raise DataError(f"{where}: {folder / pattern} does not exist or has no CSV or Parquet file")
+        found += [path for path in paths if path not in found]
+    kinds = {is_parquet(path) for path in found}
+    if len(kinds) > 1:
+        raise DataError(f"{where}: files of a table must be all CSV or all Parquet, found {found[0]} and others")
+    return found
+
+
+def _expand(pattern: Path) -> list[Path]:
+    if pattern.is_dir():
+        return _below(pattern)
+    if pattern.exists():
+        return [pattern]
+    matches = sorted(map(Path, glob.glob(str(pattern), recursive=True)))
+    return [path for match in matches for path in (_below(match) if match.is_dir() else [match])]
+
+
+def _below(folder: Path) -> list[Path]:
+    found = []
+    for top, folders, names in os.walk(folder):
+        folders[:] = sorted(name for name in folders if name[0] not in "_.")
+        found += [Path(top, name) for name in sorted(names) if name[0] not in "_." and _known(name)]
+    return found
+
+
+def _known(name: str) -> bool:
+    return name.lower().endswith(PARQUET + CSV)
+
+
+def is_parquet(path: Path) -> bool:
+    return path.name.lower().endswith(PARQUET)
+
+
+def source_folder(source: str | None) -> Path:
+    """Return the folder that the files of tables are relative to; the current folder without ``source``."""
+    folder = Path(source or ".").expanduser()
+    if not folder.is_dir():
+        raise DataError(f"dataset tables: source {folder} is not a folder; give the folder of the tables")
+    return folder
+
+
+def all_files(options: TablesOptions, source: str | None) -> list[Path]:
+    """Return the files of all tables, in the order of the tables."""
+    folder = source_folder(source)
+    named = [(f"nodes.{of}", table) for of, table in options.nodes.items()]
+    named += [(f"edges.{'__'.join(of)}", table) for of, table in options.edges.items()]  # type: ignore[misc]
+    return [path for where, table in named for path in table_files(table, folder, where)]

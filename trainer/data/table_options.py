@@ -1,0 +1,199 @@
+"""Options of dataset `tables`: which columns of which files are nodes and edges."""
+
+from __future__ import annotations
+
+import difflib
+import json
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, fields
+from typing import Any, Literal, TypeAlias, TypeVar, get_args
+
+from trainer.core.errors import DataError
+from trainer.core.schema import EdgeType, NodeType, check_word
+from trainer.data.options import SourceOptions, parse_options
+
+Dangling: TypeAlias = Literal["error", "drop"]
+
+SPLITS = ("train", "val", "test")
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class Table:
+    """What node and edge tables have in common. Columns are given by name."""
+
+    files: tuple[str, ...]  #: CSV or Parquet files, folders or globs, relative to the source folder
+    time: str | None = None  #: integers, dates or timestamps
+    features: tuple[str, ...] = ()  #: columns of numbers or of lists of numbers, side by side in `x` or `edge_attr`
+    categories: tuple[str, ...] = ()  #: columns of texts; each becomes an attribute with codes from 0
+    attributes: tuple[str, ...] = ()  #: columns of numbers or of lists; each becomes an attribute of its name
+    standardize: bool = False  #: shift and scale each feature that is not a list to mean 0 and standard deviation 1
+    fill: float | None = None  #: number in place of missing values and NaN in features; None: they are errors
+    delimiter: str | None = None  #: of CSV files; None: detected
+
+
+@dataclass(frozen=True)
+class NodeTable(Table):
+    """The nodes of one type; a row is a node, numbered in the order of the rows."""
+
+    id: str = ""  #: column that names the node, unique
+    label: str | None = None  #: integers from 0, texts (classes in alphabetical order), or other numbers
+    split: str | Mapping[str, float] | None = None  #: column with train, val, test; or the share of nodes of each
+
+
+@dataclass(frozen=True)
+class EdgeTable(Table):
+    """The edges of one type; a row is an edge."""
+
+    source: str = ""  #: column with the id of the source node
+    target: str = ""  #: column with the id of the target node
+    weight: str | None = None  #: numbers, at least 0
+    dangling: Dangling = "error"  #: edges whose source or target is not in the node table
+
+
+@dataclass(frozen=True)
+class TablesOptions(SourceOptions):
+    """Options of dataset `tables`. The options of other files, such as ``undirected``, apply too."""
+
+    nodes: Mapping[NodeType, NodeTable] = field(default_factory=dict)
+    edges: Mapping[EdgeType, EdgeTable] = field(default_factory=dict)
+    memory: str | None = None  #: memory of the database while it reads the tables, such as 4GB; default: 80 % of all
+
+
+def parse_tables_options(options: Mapping[str, Any]) -> TablesOptions:
+    """Parse options ``nodes`` and ``edges``, mappings or JSON texts, and the options of ``SourceOptions``.
+
+    Raises ``DataError`` for unknown names, values of another type, and edge types without a node table.
+    """
+    rest = {name: value for name, value in options.items() if name not in ("nodes", "edges", "memory")}
+    for name in ("num_nodes", "split", "hetero"):
+        if rest.get(name) is not None:
+            raise DataError(f"dataset tables: option {name!r} does not apply; the tables determine it")
+    common = parse_options(SourceOptions, rest, "tables")
+    nodes = {
+        of: _table(NodeTable, f"nodes.{of}", given) for of, given in _mapping("nodes", options.get("nodes")).items()
+    }
+    for of in nodes:
+        check_word(of, "dataset tables, option nodes")
+    edges: dict[EdgeType, EdgeTable] = {}
+    for name, given in _mapping("edges", options.get("edges")).items():
+        edge_type = _edge_type(name, tuple(nodes))
+        edges[edge_type] = _table(EdgeTable, f"edges.{name}", given)
+    memory = options.get("memory")
+    inherited = {each.name: getattr(common, each.name) for each in fields(common)}
+    return TablesOptions(**inherited, nodes=nodes, edges=edges, memory=None if memory is None else str(memory))
+
+
+def _edge_type(name: str, node_types: tuple[NodeType, ...]) -> EdgeType:
+    """Parse ``user__rates__item``; with one node type, the relation alone is enough."""
+    words = name.split("__")
+    if len(words) == 1 and len(node_types) == 1:
+        words = [node_types[0], words[0], node_types[0]]
+    if len(words) != 3:
+        raise DataError(
+            f"dataset tables, option edges: {name!r} names no edge type; write source__relation__target, with node "
+            f"types of option nodes ({', '.join(node_types)})"
+        )
+    for word in words:
+        check_word(word, "dataset tables, option edges")
+    for end in (words[0], words[2]):
+        if end not in node_types:
+            near = difflib.get_close_matches(end, node_types, 1)
+            hint = f"did you mean {near[0]!r}?" if near else f"there are {', '.join(node_types)}"
+            raise DataError(f"dataset tables, option edges: {name!r} needs a table nodes.{end}; {hint}")
+    return words[0], words[1], words[2]
+
+
+def _mapping(name: str, value: Any) -> Mapping[str, Any]:
+    if isinstance(value, str):
+        try:
+            value = json.loads(value)
+        except ValueError:
+            pass
+    if not isinstance(value, Mapping) or not value or not all(isinstance(key, str) for key in value):
+        example = "paper: {files: papers.csv, id: …}" if name == "nodes" else "cites: {files: …, source: …, target: …}"
+        what = "is missing" if value is None else "must map types to tables"
+        raise DataError(
+            f"data.options.{name} {what}: describe the {name[:-1]} tables, as {{{example}}} (docs/data.md), or let "
+            "`gnnfleet partition tables FOLDER` draft them"
+        )
+    return value
+
+
+def _table(kind: type[T], where: str, given: Any) -> T:
+    if not isinstance(given, Mapping):
+        raise DataError(f"dataset tables: {where} must be a mapping with `files` and columns, not {given!r}")
+    known = {each.name: str(each.type) for each in fields(kind)}  # type: ignore[arg-type]
+    for name in given:
+        if name not in known:
+            near = difflib.get_close_matches(str(name), known, 1)
+            hint = f"did you mean {near[0]!r}?" if near else f"the keys are {', '.join(known)}"
+            raise DataError(f"dataset tables: {where}: unknown key {name!r}; {hint}")
+    needed = ("files", "id") if kind is NodeTable else ("files", "source", "target")
+    for name in needed:
+        if not given.get(name):
+            raise DataError(f"dataset tables: {where}: {name} is required")
+    values = {
+        name: _PARSERS.get(known[name], _column)(f"{where}.{name}", value)
+        for name, value in given.items()
+        if value is not None
+    }
+    return kind(**values)
+
+
+def _column(where: str, value: Any) -> str:
+    if not isinstance(value, str) or not value:
+        raise DataError(f"dataset tables: {where} must be the name of a column, not {value!r}")
+    return value
+
+
+def _columns(where: str, value: Any) -> tuple[str, ...]:
+    listed = [value] if isinstance(value, str) else value
+    if not isinstance(listed, list | tuple) or not listed:
+        raise DataError(f"dataset tables: {where} must be a name or a list of names, not {value!r}")
+    names = tuple(_column(where, each) for each in listed)
+    if len(set(names)) < len(names):
+        raise DataError(f"dataset tables: {where} names {next(n for n in names if names.count(n) > 1)!r} twice")
+    return names
+
+
+def _number(where: str, value: Any) -> float:
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        raise DataError(f"dataset tables: {where} must be a number, not {value!r}")
+    return float(value)
+
+
+def _split(where: str, value: Any) -> str | dict[str, float]:
+    if isinstance(value, str):
+        return _column(where, value)
+    if not isinstance(value, Mapping) or not value or not set(value) <= set(SPLITS):
+        raise DataError(
+            f"dataset tables: {where} must be the name of a column, or shares such as {{train: 0.8, val: 0.1, "
+            f"test: 0.1}}, not {value!r}"
+        )
+    shares = {name: _number(f"{where}.{name}", value[name]) for name in SPLITS if name in value}
+    if min(shares.values()) < 0 or sum(shares.values()) > 1 + 1e-9:
+        raise DataError(f"dataset tables: {where}: shares must be at least 0 and add up to at most 1")
+    return shares
+
+
+def _flag(where: str, value: Any) -> bool:
+    if not isinstance(value, bool):
+        raise DataError(f"dataset tables: {where} must be true or false, not {value!r}")
+    return value
+
+
+def _dangling(where: str, value: Any) -> str:
+    if value not in get_args(Dangling):
+        raise DataError(f"dataset tables: {where} must be error or drop, not {value!r}")
+    return str(value)
+
+
+_PARSERS: dict[str, Callable[[str, Any], Any]] = {
+    "tuple[str, ...]": _columns,
+    "float | None": _number,
+    "str | Mapping[str, float] | None": _split,
+    "Dangling": _dangling,
+    "bool": _flag,
+}

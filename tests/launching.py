@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import json
 import os
 import subprocess
@@ -13,11 +12,11 @@ from pathlib import Path
 
 import yaml
 
+from ports import free_port
+
 REPOSITORY = Path(__file__).resolve().parents[1]
 SYNTHETIC = {"num_nodes": 3000, "avg_degree": 12, "num_classes": 5, "num_features": 16}
 TRAIN = {"hidden": 32, "fanouts": [5, 5], "batch_size": 256, "epochs": 2, "seed": 3, "timeout": 60}
-#: The first port of each run, different in parallel test processes; below the ports of `auto` and of the kernel.
-_PORTS = itertools.cycle(range(10_000 + os.getpid() % 100 * 100, 10_100 + os.getpid() % 100 * 100, 10))
 
 
 @dataclass(frozen=True)
@@ -75,7 +74,7 @@ def local_config(folder: Path, procs: list[int], workdirs: Path | None = None, *
 
 def own_ports() -> dict[str, int]:
     """Reserve ports for a run on local nodes, and return keys of the `run` section of its cluster.yml."""
-    first = next(_PORTS)
+    first = free_port(10)  # a run on one machine also uses ports after these three
     return {"master_port": first, "control_port": first + 1, "service_port": first + 2}
 
 

@@ -167,11 +167,11 @@ class _Link:
             except paramiko.ChannelException:
                 continue  # the host refused a session, so it is alive
             except Exception:  # after any error, as without this thread nobody would notice that the host is gone
-                self.ssh.close()
+                _close_transport(self.ssh)
 
     def _stop(self) -> None:
         self._done.set()
-        self.ssh.close()  # ends a ping that is waiting for its answer
+        _close_transport(self.ssh)  # ends a ping that is waiting for its answer
         self._pinger.join()
 
 
@@ -221,9 +221,16 @@ def _transport(sock: socket.socket | paramiko.Channel, known_types: Sequence[str
 
 def _close(connection: Connection) -> None:
     ssh = connection.client.get_transport()
+    if ssh is not None:
+        _close_transport(ssh)
     connection.client.close()
     if ssh is not None and ssh.is_alive():
         ssh.join(_JOIN_TIMEOUT)  # paramiko's close does not wait for its thread
+
+
+def _close_transport(ssh: paramiko.Transport) -> None:
+    with suppress(*CONNECTION_ERRORS):  # the connection to the jump host, which carries this one, may be broken
+        ssh.close()
 
 
 @contextmanager
@@ -291,8 +298,7 @@ class _JumpHost:
     def close(self) -> None:
         link, self.link = self.link, None
         if link is not None:
-            with suppress(*CONNECTION_ERRORS):
-                link.close()
+            link.close()
 
 
 class _JumpHosts:

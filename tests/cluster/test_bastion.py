@@ -8,6 +8,7 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
+import paramiko
 import pytest
 
 from launcher.command import Command
@@ -92,6 +93,21 @@ def test_a_broken_connection_to_the_jump_host_is_reopened_for_all_nodes(
     assert names_of(lines) == [host.name for host in cluster.hosts[1:]]
     assert logins(jump) == before + 1
     close_all(dict(lines))
+
+
+def test_lines_close_although_the_jump_host_connection_breaks_meanwhile(
+    cluster: NetCluster, config: ClusterConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    lines = opened(config)
+
+    def fail(channel: paramiko.Channel) -> None:
+        raise EOFError  # as paramiko does if the connection ends while it sends the message that closes the channel
+
+    with monkeypatch.context() as patched:
+        patched.setattr(paramiko.Channel, "close", fail)
+        close_all(dict(lines))
+    with pytest.raises(ConnectionLost):
+        lines[0].run(Command(("true",)), timeout=10)
 
 
 def test_the_jump_host_connection_closes_with_the_last_node(cluster: NetCluster, config: ClusterConfig) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import socket
 import subprocess
 import sys
 import uuid
@@ -14,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from launcher.node import procs
+from ports import free_port
 from waiting import wait_until
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -22,13 +22,6 @@ SUPERVISOR = NODE / "supervisor" / "supervisor.py"
 RANK_RUNNER = NODE / "supervisor" / "rank_runner.py"
 PYTHON = sys.executable
 GRACE = 1.0
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port: int = probe.getsockname()[1]
-        return port
 
 
 def python(code: str) -> list[str]:

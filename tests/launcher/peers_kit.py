@@ -14,7 +14,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from node_kit import NODE, PYTHON, RANK_RUNNER, RunFolder, free_port
+from node_kit import NODE, PYTHON, RANK_RUNNER, RunFolder
+from ports import free_port
 from waiting import wait_until
 
 SLEEP = "import time; print('up', flush=True); time.sleep(60)"

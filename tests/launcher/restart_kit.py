@@ -6,8 +6,9 @@ import json
 from pathlib import Path
 from typing import Any
 
-from node_kit import RunFolder, free_port, python
+from node_kit import RunFolder, python
 from peers_kit import Run
+from ports import free_port
 from waiting import wait_until
 
 #: A rank that counts steps from its checkpoint on. It ends once the file ``../go``, or that in its argument, exists. It

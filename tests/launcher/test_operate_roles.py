@@ -19,7 +19,8 @@ from launcher.command import Command
 from launcher.plan.serialize import run_json
 from node_kit import PYTHON
 from operate_kit import TRAINS, LocalRun
-from peers_kit import SERVE, free_port
+from peers_kit import SERVE
+from ports import free_port
 from waiting import wait_until
 
 SERVER = Command((PYTHON, "-c", SERVE))

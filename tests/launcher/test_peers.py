@@ -21,7 +21,7 @@ from launcher.node.peers.hub import Hub, listen
 from launcher.node.peers.link import proof
 from launcher.node.peers.member import ClockOffset, Member
 from launcher.node.peers.model import PeerConfig, earlier, make_cause, received_cause, sentence
-from peers_kit import free_port
+from ports import free_port
 
 IDLE = {
     "state": "training",

@@ -9,8 +9,9 @@ import numpy as np
 import pytest
 
 from cache_kit import hosts, loader_of, received, run_ranks
+from ports import free_port
 from test_cluster_train import start, two_nodes
-from train_kit import command_line, finish, free_port, metrics, start_script, write_parts
+from train_kit import command_line, finish, metrics, start_script, write_parts
 from trainer.core.remote_settings import CacheSize
 from trainer.core.schema import HOMO_NODE
 from trainer.graph import cache_policy

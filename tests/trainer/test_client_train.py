@@ -10,7 +10,8 @@ import pytest
 
 import trainer
 from gateway_kit import HALVES, serving_parts
-from train_kit import command_line, curve, finish, free_port, job, metrics, start_words, write_parts
+from ports import free_port
+from train_kit import command_line, curve, finish, job, metrics, start_words, write_parts
 from trainer.core.errors import SettingsError
 from trainer.graph.environment import open_any
 from trainer.graph.seed_order import RankLayout

@@ -15,8 +15,9 @@ from typing import Any
 import numpy as np
 import pytest
 
+from ports import free_port
 from service_kit import free_endpoint, new_keys, serve_process, wait_for, write_cluster
-from train_kit import command_line, curve, finish, free_port, infer_words, job, metrics, start_words, write_parts
+from train_kit import command_line, curve, finish, infer_words, job, metrics, start_words, write_parts
 from trainer.core.ranks import Ranks
 from trainer.core.remote_settings import RemoteAccess
 from trainer.service.service_keys import write_key_file

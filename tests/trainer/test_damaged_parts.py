@@ -17,8 +17,9 @@ import pytest
 
 from damage_kit import content_digest, damage, small_folder
 from forked import Forked
+from ports import free_port
 from service_kit import write_cluster
-from train_kit import environment, finish, free_port, job, start_rank
+from train_kit import environment, finish, job, start_rank
 from trainer.core.errors import PartitionError
 from trainer.core.ranks import Ranks
 from trainer.graph.environment import open_any

@@ -9,7 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from train_kit import free_port, rank_environment, run_script
+from ports import free_port
+from train_kit import rank_environment, run_script
 
 TRAIN = """
 import os, sys, torch, torch.distributed as dist

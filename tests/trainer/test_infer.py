@@ -11,7 +11,8 @@ import pytest
 import torch
 
 from graphs import graph
-from train_kit import finish, free_port, infer_words, job, metrics, start_words, write_parts
+from ports import free_port
+from train_kit import finish, infer_words, job, metrics, start_words, write_parts
 from trainer.cli import main
 from trainer.core.errors import CheckpointError
 from trainer.core.ranks import Ranks

@@ -23,8 +23,9 @@ import pytest
 
 from forked import Forked
 from gateway_kit import HALVES, serving_parts
+from ports import free_port
 from test_script_checkpoint import SCRIPT
-from train_kit import Ended, command_line, curve, finish, free_port, job, rank_environment, start_script, write_parts
+from train_kit import Ended, command_line, curve, finish, job, rank_environment, start_script, write_parts
 from trainer.cli import main
 from trainer.train import checkpoint_writer
 from trainer.train.checkpoint import load_checkpoint, load_content

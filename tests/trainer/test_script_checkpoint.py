@@ -10,7 +10,8 @@ from typing import Any
 import pytest
 import torch
 
-from train_kit import finish, free_port, run_script, start_script, write_parts
+from ports import free_port
+from train_kit import finish, run_script, start_script, write_parts
 from trainer.core.errors import CheckpointError, SettingsError
 from trainer.nn.sharded_embedding import ShardedEmbedding
 from trainer.train.checkpoint import files_of, load_content

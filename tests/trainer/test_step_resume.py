@@ -15,7 +15,8 @@ import pytest
 import torch
 
 from forked import Forked
-from train_kit import command_line, curve, finish, free_port, job, metrics, rank_environment, run_ranks, write_parts
+from ports import free_port
+from train_kit import command_line, curve, finish, job, metrics, rank_environment, run_ranks, write_parts
 from trainer.cli import main
 from trainer.core.ranks import RankGroup, Ranks
 from trainer.train import checkpoint_writer

@@ -13,7 +13,8 @@ import pytest
 import torch
 
 import trainer.train.job
-from train_kit import Ended, finish, free_port, job, run_forked, start_rank, write_parts
+from ports import free_port
+from train_kit import Ended, finish, job, run_forked, start_rank, write_parts
 from trainer.cli import main
 from trainer.core.errors import PartitionError, PeerError, SettingsError, TrainerError
 from trainer.core.ranks import RankGroup, Ranks, join_ranks, pick_device

@@ -15,7 +15,8 @@ import pytest
 from click.testing import CliRunner
 
 from launcher.config.schema import TrainConfig
-from train_kit import REPOSITORY, command_line, free_port, write_parts
+from ports import free_port
+from train_kit import REPOSITORY, command_line, write_parts
 from trainer.cli import cli, main
 from trainer.core.errors import PartitionError, SettingsError
 from trainer.core.ranks import Ranks, run_store

@@ -15,7 +15,7 @@ import pytest
 import torch.distributed as dist
 
 from forked import Forked
-from train_kit import free_port
+from ports import free_port
 from trainer.core import waits
 from trainer.core.errors import PeerError, ServerGone, ServiceError
 from trainer.core.ranks import Ranks, run_store

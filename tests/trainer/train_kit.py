@@ -4,11 +4,8 @@ from __future__ import annotations
 
 import json
 import os
-import random
-import socket
 import subprocess
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -16,6 +13,7 @@ from typing import Any
 import torch
 
 from forked import REPOSITORY, Forked, fork
+from ports import free_port
 from trainer.cli import main
 from trainer.core.batch import Batch, Block
 from trainer.data.load import load_dataset
@@ -149,19 +147,6 @@ def run_ranks(world_size: int, *jobs: TrainJob) -> list[Ended]:
     """Run jobs one after the other, with all ranks on this machine."""
     port = free_port(len(jobs))
     return [finish(process) for process in [start_rank(jobs, rank, world_size, port) for rank in range(world_size)]]
-
-
-def free_port(count: int = 1) -> int:
-    """Return the first of ``count`` free consecutive ports, below the ports that the kernel and a run's `auto`
-    choose."""
-    while True:
-        first = random.randrange(20_000, 29_300)
-        with ExitStack() as stack:
-            probes = [stack.enter_context(socket.socket()) for _ in range(count)]
-            with suppress(OSError):
-                for offset, probe in enumerate(probes):
-                    probe.bind(("127.0.0.1", first + offset))
-                return first
 
 
 def metrics(run_dir: Path, kind: str, rank: int = 0) -> list[dict[str, Any]]:

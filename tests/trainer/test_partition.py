@@ -12,9 +12,8 @@ from hypothesis import strategies as st
 from graphs import bipartite, empty, graph, odd, ring, skewed, star
 from partition_kit import assert_whole, by_hand, odd_types, with_nodes, written
 from trainer.core.errors import PartitionError
-from trainer.partition import cut
 from trainer.partition.assign import assign_parts
-from trainer.partition.cut import edge_groups, relabel
+from trainer.partition.cut import relabel
 from trainer.partition.verify import verify_partition
 from trainer.partition.write import write_partition
 from trainer.store.manifest import manifest_digest, read_manifest
@@ -140,12 +139,13 @@ def test_some_parts_can_be_opened_without_the_others(tmp_path):
 
 
 @pytest.mark.parametrize("make", [lambda: skewed(100, 2000), odd_types])
-def test_edges_cut_in_several_groups_are_the_same(tmp_path, monkeypatch, make):
+def test_edges_sorted_by_way_of_files_are_the_same(tmp_path, make):
     dataset = make()
-    one = written(dataset, tmp_path / "one", 5)
-    monkeypatch.setattr(cut, "EDGE_BYTES_AT_ONCE", 200)
-    several = written(dataset, tmp_path / "several", 5)
-    assert manifest_digest(one) == manifest_digest(several)
+    assignment = assign_parts(dataset, 5)
+    write_partition(dataset, assignment, tmp_path / "one")
+    write_partition(dataset, assignment, tmp_path / "several", memory=200)
+    assert manifest_digest(tmp_path / "one") == manifest_digest(tmp_path / "several")
+    assert verify_partition(tmp_path / "several") == []
 
 
 def test_attributes_gathered_in_several_chunks_are_the_same(tmp_path, monkeypatch):
@@ -154,11 +154,6 @@ def test_attributes_gathered_in_several_chunks_are_the_same(tmp_path, monkeypatc
     monkeypatch.setattr("trainer.store.npy._CHUNK_BYTES", 40)
     several = written(dataset, tmp_path / "several", 2)
     assert manifest_digest(one) == manifest_digest(several)
-
-
-def test_edge_groups_stay_under_the_limit():
-    offsets = np.array([0, 10, 20, 20, 100, 105])
-    assert list(edge_groups(offsets, 8, 160)) == [range(0, 3), range(3, 4), range(4, 5)]
 
 
 def test_ids_are_stored_in_the_smallest_dtype(tmp_path):

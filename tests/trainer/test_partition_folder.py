@@ -20,6 +20,7 @@ from trainer.partition import make, write
 from trainer.partition.make import PartitionSpec, make_partition
 from trainer.partition.verify import verify_partition
 from trainer.store.manifest import read_manifest
+from trainer.store.npy import NpyWriter
 
 REPO = Path(__file__).resolve().parents[2]
 
@@ -171,14 +172,14 @@ def test_an_empty_folder_may_be_used(tmp_path):
 
 @pytest.mark.parametrize("error", [OSError(errno.ENOSPC, "No space left on device"), KeyboardInterrupt()])
 def test_an_error_or_interrupt_leaves_nothing(tmp_path, monkeypatch, error):
-    real = write.write_npy
+    real = NpyWriter.finish
 
-    def failing(root, path, *rest):
-        if path.endswith(f"part1/{EDGE}/indices.npy"):
+    def failing(self):
+        if self.path.endswith(f"part1/{EDGE}/indices.npy"):
             raise error
-        return real(root, path, *rest)
+        return real(self)
 
-    monkeypatch.setattr(write, "write_npy", failing)
+    monkeypatch.setattr(NpyWriter, "finish", failing)
     with pytest.raises((PartitionError, KeyboardInterrupt)) as caught:
         make_partition(spec(tmp_path / "parts"), say=lambda line: None)
     assert os.listdir(tmp_path) == []
@@ -188,16 +189,16 @@ def test_an_error_or_interrupt_leaves_nothing(tmp_path, monkeypatch, error):
 
 STALLED = """
 import os, sys, time
-from trainer.partition import write
+from trainer.store.npy import NpyWriter
 from trainer.partition.make import PartitionSpec, make_partition
-real = write.write_npy
-def stalling(root, path, *rest):
-    entry = real(root, path, *rest)
-    if path.endswith("indices.npy"):
+real = NpyWriter.finish
+def stalling(self):
+    entry = real(self)
+    if self.path.endswith("indices.npy"):
         os.write(1, b"writing\\n")  # by several threads: a whole line at once
         time.sleep(60)
     return entry
-write.write_npy = stalling
+NpyWriter.finish = stalling
 spec = PartitionSpec("synthetic", sys.argv[1], options={"num_nodes": 500}, num_parts=2, method="random")
 make_partition(spec, say=str)
 """

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,6 +11,9 @@ import numpy.typing as npt
 
 from trainer.core.arrays import Array, Ids
 from trainer.core.compiled import njit
+from trainer.core.row_sort import Column, Records, Scratch, SortedRows, sorted_rows
+
+_EDGES_AT_ONCE = 1 << 20
 
 
 @dataclass(frozen=True)
@@ -54,19 +57,7 @@ def _number(part: Array, cursor: Array, orig_id: Array, global_id: Array) -> Non
         global_id[node] = gid
 
 
-EDGE_BYTES_AT_ONCE = (
-    256 << 20
-)  #: bytes of the edges that are sorted at a time; the edge list is read once for each such group
-
-
-@dataclass(frozen=True)
-class EdgeRows:
-    """The in-edges of one part's nodes (CSC), in original edge order within a row."""
-
-    part_id: int
-    indptr: Ids  #: [n + 1], n = nodes of the part
-    indices: Array  #: int32|int64 [e], global ids of sources
-    orig_id: Array  #: int32|int64 [e], original edge ids
+Span = tuple[int, int, int]  #: part p, begin, end: the records begin <= r < end belong to p
 
 
 @dataclass(frozen=True)
@@ -87,40 +78,43 @@ class EdgeCut:
         """Global edge ids of the parts, int64 [num_parts + 1]: part p owns offsets[p] <= id < offsets[p + 1]."""
         return self.indptr[self.target.offsets]
 
-    def groups(self) -> Iterator[list[EdgeRows]]:
-        """Yield the edges of all parts in order, several parts at a time.
+    @property
+    def index_dtype(self) -> np.dtype[Any]:
+        """dtype of the global ids of sources."""
+        return np.dtype(id_dtype(len(self.source.orig_id)))
 
-        The edges yielded together have at most ``EDGE_BYTES_AT_ONCE`` bytes. A larger part is yielded alone.
+    @property
+    def edge_dtype(self) -> np.dtype[Any]:
+        """dtype of original edge ids."""
+        return np.dtype(id_dtype(self.edge_index.shape[1]))
+
+    def sorted_edges(self, attrs: Sequence[Array] = (), scratch: Scratch | None = None) -> Iterator[SortedRows]:
+        """Yield the in-edges of consecutive targets (CSC), in order of global ids, and in original order within a row.
+
+        The columns are: global ids of the sources, original edge ids, and the rows of each of ``attrs`` [E, …].
         """
-        edge_bytes = np.dtype(id_dtype(len(self.source.orig_id))).itemsize
-        edge_bytes += np.dtype(id_dtype(self.edge_index.shape[1])).itemsize
-        for parts in edge_groups(self.offsets, edge_bytes, EDGE_BYTES_AT_ONCE):
-            yield self._rows(parts)
+        columns = [Column(self.index_dtype), Column(self.edge_dtype), *map(Column.of, attrs)]
+        return sorted_rows(self.indptr, columns, lambda: self._records(attrs), scratch)
 
-    def _rows(self, parts: range) -> list[EdgeRows]:
-        low, high = (int(self.target.offsets[part_id]) for part_id in (parts.start, parts.stop))
-        limits = self.indptr[low : high + 1] - self.indptr[low]
-        indices = np.empty(int(limits[-1]), id_dtype(len(self.source.orig_id)))
-        orig_id = np.empty(int(limits[-1]), id_dtype(self.edge_index.shape[1]))
-        sources, targets = self.edge_index
-        source_gid, target_gid = self.source.global_id, self.target.global_id
-        _cut_rows(sources, targets, source_gid, target_gid, low, high, limits[:-1].copy(), indices, orig_id)
-        rows = []
-        for part_id in parts:
-            own = limits[self.target.offsets[part_id] - low : self.target.offsets[part_id + 1] - low + 1]
-            rows.append(EdgeRows(part_id, own - own[0], indices[own[0] : own[-1]], orig_id[own[0] : own[-1]]))
-        return rows
+    def _records(self, attrs: Sequence[Array]) -> Iterator[Records]:
+        for start in range(0, self.edge_index.shape[1], _EDGES_AT_ONCE):
+            sources, targets = self.edge_index[:, start : start + _EDGES_AT_ONCE]
+            orig_id = np.arange(start, start + len(sources), dtype=self.edge_dtype)
+            values = [each[start : start + len(sources)] for each in attrs]
+            yield self.target.global_id[targets], [self.source.global_id[sources], orig_id, *values]
 
+    def part_indptr(self, part_id: int) -> Ids:
+        """Return the row offsets of a part, int64 [nodes of the part + 1]."""
+        low, high = self.target.offsets[part_id], self.target.offsets[part_id + 1]
+        return self.indptr[low : high + 1] - self.indptr[low]
 
-def edge_groups(edge_offsets: Ids, edge_bytes: int, limit: int) -> Iterator[range]:
-    """Yield ranges of parts whose edges have at most ``limit`` bytes in total. A larger part is a range of its own."""
-    start, num_parts = 0, len(edge_offsets) - 1
-    while start < num_parts:
-        end = start + 1
-        while end < num_parts and (edge_offsets[end + 1] - edge_offsets[start]) * edge_bytes <= limit:
-            end += 1
-        yield range(start, end)
-        start = end
+    def part_spans(self, group: SortedRows) -> Iterator[Span]:
+        """Yield the parts that have records in ``group``."""
+        start = int(self.indptr[group.first])
+        limits = np.clip(self.offsets - start, 0, int(group.limits[-1])).tolist()
+        for part_id, (begin, end) in enumerate(zip(limits, limits[1:], strict=False)):
+            if end > begin:
+                yield part_id, begin, end
 
 
 @njit()
@@ -135,21 +129,3 @@ def _row_limits(targets: Array, global_id: Array) -> Array:
     for row in range(len(global_id)):
         indptr[row + 1] += indptr[row]
     return indptr
-
-
-@njit()
-def _cut_rows(
-    sources: Array, targets: Array, source_gid: Array, target_gid: Array, low: int, high: int, cursor: Array,
-    indices: Array, orig_id: Array,
-) -> None:  # fmt: skip
-    """Fill the rows of the targets with ``low <= global id < high``. Edges within a row are in original order.
-
-    ``cursor``: the next free slot of each row.
-    """
-    for edge in range(len(sources)):
-        row = target_gid[targets[edge]]
-        if low <= row < high:
-            slot = cursor[row - low]
-            cursor[row - low] += 1
-            indices[slot] = source_gid[sources[edge]]
-            orig_id[slot] = edge

@@ -154,17 +154,17 @@ def _raw_manifest(folder: Path) -> dict[str, Any] | None:
 
 
 @contextlib.contextmanager
-def staged(folder: Path) -> Iterator[Path]:
+def staged(folder: Path, kept: Path | None = None) -> Iterator[Path]:
     """Yield a new folder beside ``folder``. The new folder replaces ``folder`` on success and is removed on any error.
 
-    Also removes staging folders that killed processes left behind. Raises ``PartitionError`` when the disk cannot be
-    written, or ``folder`` holds other files.
+    Also removes staging folders that killed processes left behind. With ``kept``, this folder is used, and remains on
+    an error. Raises ``PartitionError`` when the disk cannot be written, or ``folder`` holds other files.
     """
-    staging = folder.parent / f".{folder.name}.{socket.gethostname()}.{os.getpid()}"
+    staging = kept or folder.parent / f".{folder.name}.{socket.gethostname()}.{os.getpid()}"
     try:
         folder.parent.mkdir(parents=True, exist_ok=True)
         _remove_leftovers(folder)
-        staging.mkdir()
+        staging.mkdir(exist_ok=kept is not None)
         yield staging
         _sync_folders(staging)
         _install(staging, folder)
@@ -174,7 +174,8 @@ def staged(folder: Path) -> Iterator[Path]:
             f"{place}: cannot write the partition: {error.strerror}; nothing was left behind"
         ) from error
     finally:
-        shutil.rmtree(staging, ignore_errors=True)
+        if kept is None:
+            shutil.rmtree(staging, ignore_errors=True)
 
 
 def _remove_leftovers(folder: Path) -> None:

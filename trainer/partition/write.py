@@ -6,26 +6,29 @@ import hashlib
 import json
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Executor, ThreadPoolExecutor
-from dataclasses import dataclass, field, replace
-from itertools import chain
+from dataclasses import asdict, dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from trainer.core.arrays import Array
-from trainer.core.errors import DataError
 from trainer.core.remote_settings import WireRows
-from trainer.core.rounding import Unroundable, rounds, to_float16, to_int8
+from trainer.core.row_sort import Column, Scratch
 from trainer.core.schema import EdgeType, NodeType, type_name
 from trainer.data.dataset import Dataset, EdgeData, NodeData, is_time
 from trainer.partition.assign import PartitionAssignment
-from trainer.partition.cut import EdgeCut, EdgeRows, Relabelling, relabel
+from trainer.partition.cut import EdgeCut, Relabelling, Span, relabel
 from trainer.partition.folder import reusable, staged
+from trainer.partition.part_arrays import PartArray, PartAttr, attr_spec, pieces_by_part
+from trainer.partition.work_folder import WorkFolder
 from trainer.store.manifest import VERSION, AttrSpec, EdgeSpec, FileEntry, Manifest, NodeSpec, write_manifest
 from trainer.store.npy import rows_in_chunks, rows_per_chunk, write_npy
 
 _WRITERS = 2
+
+SORT_MEMORY = 1 << 30  #: bytes
 
 
 def partition_fingerprint(
@@ -43,19 +46,22 @@ def options_with(options: Mapping[str, Any], rows: WireRows) -> Mapping[str, Any
 
 
 def write_partition(
-    dataset: Dataset, assignment: PartitionAssignment, folder: str | Path, rows: WireRows = "stored"
-) -> Manifest:
+    dataset: Dataset, assignment: PartitionAssignment, folder: str | Path, rows: WireRows = "stored",
+    memory: int = SORT_MEMORY, work: WorkFolder | None = None,
+) -> Manifest:  # fmt: skip
     """Write a partition folder and return its manifest.
 
     A folder with the same fingerprint is left unchanged; one with another fingerprint is replaced. Peak memory is the
-    dataset, 8 bytes per node, 16 further bytes per node of the largest type, and edge ids of 256 MiB (or of one part
-    and type, if that is more). Attributes are written in chunks of 8 MiB.
+    dataset, 8 bytes per node, 16 further bytes per node of the largest type, and ``memory``. Nodes and edges are read
+    once for all parts, in their order, so that they may be memory-mapped.
 
     Args:
         dataset: the graph.
         assignment: the part of every node.
         folder: partition folder to write.
         rows: type that floating-point attributes with two or more dimensions are rounded to, except labels.
+        memory: bytes that edges and their attributes may take while they are sorted; more are sorted by way of files.
+        work: records the finished groups of files, so that an interrupted run can go on.
 
     Raises:
         PartitionError: when the folder cannot be written, or holds other files.
@@ -70,46 +76,57 @@ def write_partition(
     if (manifest := reusable(target, fingerprint)) is not None:
         return manifest
     labels = {of: relabel(assignment.parts[of], assignment.num_parts) for of in dataset.nodes}
-    with staged(target) as root:
-        manifest = _write_all(root, dataset, assignment, labels, fingerprint, rows)
+    with staged(target, None if work is None else work.folder("parts")) as root:
+        manifest = _write_all(root, dataset, assignment, labels, fingerprint, rows, memory, work)
         write_manifest(root, manifest)
     return manifest
 
 
 @dataclass(frozen=True)
-class _ArrayFile:
-    """A .npy file to write."""
-
-    path: str  #: relative to the partition folder
-    dtype: np.dtype[Any]
-    shape: tuple[int, ...]
-    chunks: Iterable[Array]  #: consecutive rows of the array
-
-
-@dataclass(frozen=True)
 class _Writer:
-    """Writes .npy files in a thread pool, and collects their entries for the manifest."""
+    """Writes groups of files in a thread pool, and collects their entries for the manifest."""
 
     root: Path
     pool: Executor
     rows: WireRows  #: as in ``write_partition``
+    scratch: Scratch  #: for edges and their attributes
+    work: WorkFolder | None
     entries: list[FileEntry] = field(default_factory=list)  #: the files written so far
 
-    def write(self, files: Iterable[_ArrayFile]) -> None:
-        """Write the files, and wait until all are written."""
-        self.entries.extend(self.pool.map(self._write, files))
+    def group(self, name: str, write: Callable[[], Iterable[FileEntry]]) -> None:
+        """Write a group of files, unless an interrupted run has written it."""
+        if self.work is None:
+            self.entries.extend(write())
+        else:
+            done = self.work.once(name, lambda: [asdict(entry) for entry in write()])
+            self.entries.extend(FileEntry(**{**entry, "shape": tuple(entry["shape"])}) for entry in done)
 
-    def _write(self, file: _ArrayFile) -> FileEntry:
-        return write_npy(self.root, file.path, file.dtype, file.shape, file.chunks)
+    def arrays(self, arrays: Mapping[str, Array]) -> Iterable[FileEntry]:
+        """Write whole arrays to the paths that are their keys."""
+        return self.pool.map(lambda path: self._array(path, arrays[path]), arrays)
+
+    def append(self, files: PartArray | PartAttr, spans: Sequence[Span], rows: Array, numbers: Array) -> None:
+        """Write to each part its span of ``rows``. ``numbers``: the row numbers in the dataset."""
+        list(
+            self.pool.map(
+                lambda span: files.append(span[0], rows[span[1] : span[2]], numbers[span[1] : span[2]]), spans
+            )
+        )
+
+    def _array(self, path: str, values: Array) -> FileEntry:
+        return write_npy(
+            self.root, path, values.dtype, values.shape, rows_in_chunks(values) if values.ndim else [values]
+        )
 
 
 def _write_all(
     root: Path, dataset: Dataset, assignment: PartitionAssignment, labels: Mapping[NodeType, Relabelling],
-    fingerprint: str, rows: WireRows,
+    fingerprint: str, rows: WireRows, memory: int, work: WorkFolder | None,
 ) -> Manifest:  # fmt: skip
     with ThreadPoolExecutor(_WRITERS) as pool:
-        writer = _Writer(root, pool, rows)
-        writer.write(_graph_files(dataset.graph_attrs))
+        writer = _Writer(root, pool, rows, Scratch(work.emptied("sort") if work else root, memory), work)
+        graph = {f"shared/graph/{name}.npy": values for name, values in dataset.graph_attrs.items()}
+        writer.group("graph", lambda: writer.arrays(graph))
         nodes = {of: _write_nodes(writer, of, data, labels[of]) for of, data in dataset.nodes.items()}
         edges = {of: _write_edges(writer, dataset, of, labels, assignment.edge_cuts[of]) for of in dataset.edges}
     return Manifest(
@@ -129,64 +146,14 @@ def _write_all(
     )
 
 
-def _whole(path: str, array: Array) -> _ArrayFile:
-    return _ArrayFile(path, array.dtype, array.shape, rows_in_chunks(array))
-
-
-def _gathered(path: str, values: Array, rows: Array) -> _ArrayFile:
-    step = rows_per_chunk(values)
-    chunks = (values[rows[start : start + step]] for start in range(0, len(rows), step))
-    return _ArrayFile(path, values.dtype, (len(rows), *values.shape[1:]), chunks)
-
-
-def _graph_files(attrs: Mapping[str, Array]) -> Iterator[_ArrayFile]:
-    for name, values in attrs.items():
-        yield _ArrayFile(f"shared/graph/{name}.npy", values.dtype, values.shape, [values])
-
-
 def _attr_specs(data: NodeData | EdgeData, rows: WireRows) -> dict[str, AttrSpec]:
-    return {name: _attr_spec(name, values, name in data.bfloat16, rows) for name, values in data.attrs.items()}
-
-
-def _attr_spec(name: str, values: Array, bfloat16: bool, rows: WireRows) -> AttrSpec:
-    form = _kept_as(name, values, rows)
-    if form == "int8":
-        return AttrSpec("float32", values.shape, "int8")
-    return AttrSpec("bfloat16" if bfloat16 else "float16" if form == "float16" else values.dtype.name, values.shape)
-
-
-def _kept_as(name: str, values: Array, rows: WireRows) -> WireRows:
-    return rows if rounds(name, values.dtype, values.shape, rows) else "stored"
-
-
-def _attr_files(top: str, attrs: Mapping[str, Array], owned: Array, rows: WireRows) -> Iterator[_ArrayFile]:
-    for name, values in attrs.items():
-        file, form = _gathered(f"{top}/attrs/{name}.npy", values, owned), _kept_as(name, values, rows)
-        if form == "int8":
-            yield replace(file, dtype=np.dtype(np.int8), chunks=_rounded(file, owned, lambda some: to_int8(some)[0]))
-            again = _gathered(f"{top}/scales/{name}.npy", values, owned)  # rounds twice, to save memory
-            scales = _rounded(again, owned, lambda some: to_int8(some)[1])
-            yield replace(again, dtype=np.dtype(np.float32), shape=(len(owned), 1), chunks=scales)
-        elif form == "float16":
-            yield replace(file, dtype=np.dtype(np.float16), chunks=_rounded(file, owned, to_float16))
-        else:
-            yield file
-
-
-def _rounded(file: _ArrayFile, owned: Array, to: Callable[[Array], Array]) -> Iterator[Array]:
-    """Yield the chunks of ``file``, rounded by ``to``. Raises ``DataError`` that names a row that cannot be rounded."""
-    at = 0
-    for chunk in file.chunks:
-        try:
-            yield to(chunk)
-        except Unroundable as error:
-            row = owned[at + error.row]
-            raise DataError(f"{file.path}: row {row} of the dataset {error.why}; use --rows stored") from None
-        at += len(chunk)
+    return {name: attr_spec(name, values, name in data.bfloat16, rows) for name, values in data.attrs.items()}
 
 
 def _write_nodes(writer: _Writer, node_type: NodeType, data: NodeData, labels: Relabelling) -> NodeSpec:
-    writer.write(chain(_shared_files(node_type, data, labels), _node_files(node_type, data, labels, writer.rows)))
+    writer.group(f"nodes {node_type}", lambda: writer.arrays(_node_arrays(node_type, data, labels)))
+    for name in data.attrs:
+        writer.group(f"nodes {node_type} {name}", partial(_write_node_attr, writer, node_type, name, data, labels))
     return NodeSpec(
         num_nodes=data.num_nodes,
         offsets=tuple(labels.offsets.tolist()),
@@ -196,19 +163,23 @@ def _write_nodes(writer: _Writer, node_type: NodeType, data: NodeData, labels: R
     )
 
 
-def _shared_files(node_type: NodeType, data: NodeData, labels: Relabelling) -> Iterator[_ArrayFile]:
+def _node_arrays(node_type: NodeType, data: NodeData, labels: Relabelling) -> dict[str, Array]:
     top = f"shared/nodes/{node_type}"
+    arrays = {f"{top}/seeds/{name}.npy": labels.global_id[ids].astype(np.int64) for name, ids in data.splits.items()}
     if labels.num_parts > 1:  # with one part, global ids equal original ids
-        yield _whole(f"{top}/global_id.npy", labels.global_id)
-    for name, ids in data.splits.items():
-        yield _whole(f"{top}/seeds/{name}.npy", labels.global_id[ids].astype(np.int64))
+        arrays[f"{top}/global_id.npy"] = labels.global_id
+    owned = {f"part{part}/nodes/{node_type}/orig_id.npy": labels.owned(part) for part in range(labels.num_parts)}
+    return arrays | owned
 
 
-def _node_files(node_type: NodeType, data: NodeData, labels: Relabelling, rows: WireRows) -> Iterator[_ArrayFile]:
-    for part_id in range(labels.num_parts):
-        top, owned = f"part{part_id}/nodes/{node_type}", labels.owned(part_id)
-        yield _whole(f"{top}/orig_id.npy", owned)
-        yield from _attr_files(top, data.attrs, owned, rows)
+def _write_node_attr(
+    writer: _Writer, node_type: NodeType, name: str, data: NodeData, labels: Relabelling
+) -> list[FileEntry]:
+    values, counts = data.attrs[name], np.diff(labels.offsets).tolist()
+    attr = PartAttr(writer.root, f"nodes/{node_type}", name, Column.of(values), counts, writer.rows)
+    part = np.searchsorted(labels.offsets[1:], labels.global_id, side="right").astype(np.int32)
+    pieces = pieces_by_part(values, part, labels.num_parts, rows_per_chunk(values) * _WRITERS)
+    return attr.write(pieces, writer.pool)
 
 
 def _write_edges(
@@ -217,9 +188,7 @@ def _write_edges(
     data, source = dataset.edges[edge_type], labels[edge_type[0]]
     cut = EdgeCut.of(data.edge_index, source, labels[edge_type[2]])
     times = _source_times(dataset, edge_type)
-    for group in cut.groups():
-        writer.write(file for rows in group for file in _edge_files(edge_type, rows, data, source, times, writer.rows))
-        del group  # frees the group's memory before the next one is made
+    writer.group(f"edges {type_name(edge_type)}", lambda: _write_sorted(writer, edge_type, cut, data, times))
     return EdgeSpec(
         num_edges=data.num_edges,
         offsets=tuple(cut.offsets.tolist()),
@@ -236,18 +205,29 @@ def _source_times(dataset: Dataset, edge_type: EdgeType) -> dict[str, Array]:
     return {name: at for name, at in times.items() if at.ndim == 1 and is_time(at, name in source.bfloat16)}
 
 
-def _edge_files(
-    edge_type: EdgeType, rows: EdgeRows, data: EdgeData, source: Relabelling, times: Mapping[str, Array], form: WireRows
-) -> Iterator[_ArrayFile]:
-    top = f"part{rows.part_id}/edges/{type_name(edge_type)}"
-    yield _whole(f"{top}/indptr.npy", rows.indptr)
-    yield _whole(f"{top}/indices.npy", rows.indices)
-    yield _whole(f"{top}/orig_id.npy", rows.orig_id)
-    yield from _attr_files(top, data.attrs, rows.orig_id, form)
-    for name, values in times.items():
-        yield _times(f"{top}/src_times/{name}.npy", values, source, rows.indices)
-
-
-def _times(path: str, values: Array, source: Relabelling, indices: Array) -> _ArrayFile:
-    chunks = (values[source.orig_id[gids]] for gids in rows_in_chunks(indices))
-    return _ArrayFile(path, np.dtype(np.int64), indices.shape, chunks)
+def _write_sorted(
+    writer: _Writer, edge_type: EdgeType, cut: EdgeCut, data: EdgeData, times: Mapping[str, Array]
+) -> Iterator[FileEntry]:
+    """Write the edges of one type: row offsets, sources, original ids, attributes, and times of the sources."""
+    top, counts = f"edges/{type_name(edge_type)}", np.diff(cut.offsets).tolist()
+    yield from writer.arrays({f"part{p}/{top}/indptr.npy": cut.part_indptr(p) for p in range(cut.target.num_parts)})
+    indices = PartArray(writer.root, f"{top}/indices.npy", Column(cut.index_dtype), counts)
+    orig_ids = PartArray(writer.root, f"{top}/orig_id.npy", Column(cut.edge_dtype), counts)
+    plain = Column(np.dtype(np.int64))
+    src_times = {name: PartArray(writer.root, f"{top}/src_times/{name}.npy", plain, counts) for name in times}
+    attrs = [
+        PartAttr(writer.root, top, name, Column.of(values), counts, writer.rows) for name, values in data.attrs.items()
+    ]
+    for group in cut.sorted_edges(list(data.attrs.values()), writer.scratch):
+        spans = list(cut.part_spans(group))
+        sources, numbers = group.columns[0](), group.columns[1]()
+        writer.append(indices, spans, sources, numbers)
+        writer.append(orig_ids, spans, numbers, numbers)
+        for name, array in src_times.items():
+            writer.append(array, spans, times[name][cut.source.orig_id[sources]], numbers)
+        del sources
+        for attr, column in zip(attrs, group.columns[2:], strict=True):
+            writer.append(attr, spans, column(), numbers)
+    written: list[PartArray | PartAttr] = [indices, orig_ids, *src_times.values(), *attrs]
+    for files in written:
+        yield from files.finish()

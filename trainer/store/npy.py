@@ -4,18 +4,50 @@ from __future__ import annotations
 
 import hashlib
 import io
-import os
 from collections.abc import Iterable, Iterator
-from itertools import chain
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from trainer.core.arrays import Array
+from trainer.core.files import sync_path
 from trainer.store.manifest import FileEntry
 
 _CHUNK_BYTES = 8 << 20
+
+
+class NpyWriter:
+    """Writes one .npy file (little-endian) piece by piece. Between the pieces the file is closed.
+
+    Raises ``OSError``.
+    """
+
+    def __init__(self, root: Path, path: str, dtype: Any, shape: tuple[int, ...]) -> None:
+        """Write the header of ``root/path``. ``shape`` is that of the whole array."""
+        self.path, self.shape, self.dtype = path, shape, np.dtype(dtype).newbyteorder("<")
+        self._target, self._digest, self._size = root / path, hashlib.sha256(), 0
+        self._target.parent.mkdir(parents=True, exist_ok=True)
+        self._target.unlink(missing_ok=True)
+        self._write(_header(self.dtype, shape))
+        self._whole = self._size + self.dtype.itemsize * int(np.prod(shape, dtype=np.int64))
+
+    def append(self, rows: Array) -> None:
+        """Write the next rows, converted to the dtype of the file."""
+        self._write(_raw(rows, self.dtype))
+
+    def finish(self) -> FileEntry:
+        """Sync the file and return its entry for the manifest. Raises ``ValueError`` if rows are missing."""
+        if self._size != self._whole:
+            raise ValueError(f"{self.path}: {self._size} bytes written, {self._whole} expected")
+        sync_path(self._target)
+        return FileEntry(self.path, self._size, self._digest.hexdigest(), self.dtype.name, self.shape)
+
+    def _write(self, block: Any) -> None:
+        with open(self._target, "ab") as file:
+            file.write(block)
+        self._digest.update(block)
+        self._size += len(block)
 
 
 def write_npy(root: Path, path: str, dtype: Any, shape: tuple[int, ...], chunks: Iterable[Array]) -> FileEntry:
@@ -23,18 +55,10 @@ def write_npy(root: Path, path: str, dtype: Any, shape: tuple[int, ...], chunks:
 
     Raises ``OSError``.
     """
-    dtype = np.dtype(dtype).newbyteorder("<")
-    target = root / path
-    target.parent.mkdir(parents=True, exist_ok=True)
-    digest = hashlib.sha256()
-    with open(target, "wb") as file:
-        for block in chain([_header(dtype, shape)], (_raw(chunk, dtype) for chunk in chunks)):
-            digest.update(block)
-            file.write(block)
-        file.flush()
-        os.fsync(file.fileno())
-        size = file.tell()
-    return FileEntry(path, size, digest.hexdigest(), dtype.name, shape)
+    writer = NpyWriter(root, path, dtype, shape)
+    for chunk in chunks:
+        writer.append(chunk)
+    return writer.finish()
 
 
 def rows_in_chunks(rows: Array) -> Iterator[Array]:

@@ -1,0 +1,53 @@
+"""Tests of the counting sort of records by row, in memory and by way of files."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from trainer.core.row_sort import Column, Scratch, sorted_rows
+
+
+def records_of(rows, columns, at_once):
+    for start in range(0, len(rows), at_once):
+        yield rows[start : start + at_once], [column[start : start + at_once] for column in columns]
+
+
+@pytest.mark.parametrize("memory", [None, 0, 100, 1 << 20])
+@given(rows=st.lists(st.integers(0, 9), max_size=80), at_once=st.integers(1, 50), more=st.integers(0, 3))
+def test_records_are_sorted_by_row_and_stay_in_order_within_a_row(tmp_path_factory, memory, rows, at_once, more):
+    rows, num_rows = np.array(rows, np.int32), 10 + more
+    columns = [np.arange(len(rows)), np.random.default_rng(0).random((len(rows), 3), np.float32)]
+    indptr = np.zeros(num_rows + 1, np.int64)
+    np.cumsum(np.bincount(rows, minlength=num_rows), out=indptr[1:])
+    folder: Path = tmp_path_factory.mktemp("sort")
+    scratch = None if memory is None else Scratch(folder, memory)
+    found: list[list[np.ndarray]] = [[], []]
+    next_row = 0
+    for group in sorted_rows(indptr, [*map(Column.of, columns)], lambda: records_of(rows, columns, at_once), scratch):
+        assert group.first == next_row
+        next_row += len(group.limits) - 1
+        assert (group.limits == indptr[group.first : next_row + 1] - indptr[group.first]).all()
+        for values, column in zip(found, group.columns, strict=True):
+            values.append(column())
+    assert next_row == num_rows
+    assert list(folder.iterdir()) == []
+    order = np.argsort(rows, kind="stable")
+    for values, column in zip(found, columns, strict=True):
+        assert (np.concatenate(values) == column[order]).all()
+
+
+def test_ranges_take_no_more_than_their_memory(tmp_path):
+    rows = np.random.default_rng(0).integers(0, 1000, 100_000)
+    indptr = np.zeros(1001, np.int64)
+    np.cumsum(np.bincount(rows, minlength=1000), out=indptr[1:])
+    groups = sorted_rows(
+        indptr, [Column(rows.dtype)], lambda: records_of(rows, [rows], 1 << 16), Scratch(tmp_path, 1 << 17)
+    )
+    sizes = [int(group.limits[-1]) for group in groups]
+    assert sum(sizes) == 100_000 and len(sizes) > 10
+    assert max(sizes) * 32 <= 1 << 17

@@ -32,6 +32,8 @@ def is_run_id(text: str) -> bool:
 
 _SIZE = re.compile(r"(\d+(?:\.\d+)?) *(%|B|KB|MB|GB|TB)", re.IGNORECASE)
 
+_MEMORY = re.compile(r"\d+(\.\d+)? *(B|[KMGT]B?)", re.IGNORECASE)
+
 _UNITS = {"B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
 
 
@@ -229,6 +231,7 @@ def _data(config: ClusterConfig, reader: Reader) -> None:
             f"`gnnfleet partition tables {data.source or 'FOLDER'}` drafts it",
         )
     _cache("data.cache", data.cache, "the remote rows", reader)
+    _memory(data.partition.memory, reader)
     if data.serving:
         _serving(config, reader)
     elif not data.dataset and ("data",) not in reader.bad and reader.good(("data", "dataset"), ("data", "serving")):
@@ -242,6 +245,12 @@ def _cache(key: str, text: str, rows: str, reader: Reader) -> None:
     except ValueError as error:
         if reader.good(place):
             reader.report(place, f"{key}: {error}")
+
+
+def _memory(text: str | None, reader: Reader) -> None:
+    place = ("data", "partition", "memory")
+    if text is not None and not _MEMORY.fullmatch(text.strip()) and reader.good(place):
+        reader.report(place, f"data.partition.memory: expected a size (4GB), found `{text}`")
 
 
 def _serving(config: ClusterConfig, reader: Reader) -> None:

@@ -115,20 +115,24 @@ class NodeConfig:
 class PartitionConfig:
     """How the graph is cut into parts."""
 
-    method: Literal["metis", "random", "hash", "frequency"] = setting(
-        "`metis` cuts few edges; `frequency` puts each vertex into the part whose seeds sample it most with "
-        "train.fanouts; `random` and `hash` (by vertex type and id) are fast and cut the most edges.",
-        "metis",
+    method: Literal["auto", "metis", "streaming", "frequency", "random", "hash"] = setting(
+        "`metis` cuts few edges; `streaming` does so for graphs whose edges do not fit into memory; `auto` takes "
+        "`metis` if it fits, else `streaming`; `frequency` puts each vertex into the part whose seeds sample it most "
+        "with train.fanouts; `random` and `hash` (by vertex type and id) are fast and cut the most edges.",
+        "auto",
     )
     balance: Literal["nodes", "types", "seeds", "types+seeds"] = setting(
-        "What is balanced over the parts to within 3 % (metis and frequency): the number of vertices, of vertices of "
-        "each type, of train seeds, or of both vertices and train seeds of each type.",
+        "What is balanced over the parts to within 3 % (not by random and hash): the number of vertices, of vertices "
+        "of each type, of train seeds, or of both vertices and train seeds of each type.",
         "types+seeds",
     )
     clusters: int | None = setting(
         "Clusters per part, for batches of clusters (Cluster-GCN); default: none.", None, at_least=1
     )
     seed: int = setting("Seed of the partition algorithm.", 0, at_least=0, below=2**32)
+    memory: str | None = setting(
+        "Most memory that partitioning may use on this machine, such as `4GB`; default: what is available.", None
+    )
     rows: Literal["stored", "float16", "int8"] = setting(
         "Type of floating-point attributes in the parts: that of the dataset, float16, or int8 with a scale per row.",
         "stored",

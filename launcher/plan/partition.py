@@ -47,10 +47,11 @@ def _trainer_partition(*words: str) -> Command:
 def _method_options(config: ClusterConfig) -> list[str]:
     settings = config.data.partition
     options = ["--method", settings.method, "--seed", str(settings.seed)]
-    if settings.method in ("metis", "frequency"):
+    if settings.method not in ("random", "hash"):
         options += ["--balance", settings.balance]
     if settings.method == "frequency":
         options += ["--fanouts", ",".join(map(str, config.train.fanouts))]
+    options += ["--memory", settings.memory] if settings.memory else []
     options += ["--clusters", str(settings.clusters)] if settings.clusters else []
     return [*options, *(["--rows", settings.rows] if settings.rows != "stored" else [])]
 

@@ -64,7 +64,7 @@ MISTAKES = {
     TWO + "run:\n  workdir: /x\n": ["4: unknown key `workdir` in run; it belongs in an entry of nodes, or in defaults"],
     TWO + "train: {transport: local}\n": ["3: unknown key `transport` in train; it belongs at the top level"],
     "nodes: [a]\ndata: {dataset: synthetic, partition: {qqq: 1}}\n": [
-        "2: unknown key `qqq` in data.partition; the keys here are method, balance, clusters, seed, rows"
+        "2: unknown key `qqq` in data.partition; the keys here are method, balance, clusters, seed, memory, rows"
     ],
     "nodes: [a]\ndata: {dataset: synthetic,\n  cache: a lot}\n": [
         "3: data.cache: expected a share of the remote rows (10%), a size (512MB) or 0, found `a lot`"

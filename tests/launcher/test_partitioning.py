@@ -48,7 +48,7 @@ def test_a_failure_without_a_message_points_to_the_output() -> None:
 @pytest.mark.parametrize(
     ("how", "words"),
     [
-        ({}, "--method metis --seed 0 --balance types+seeds"),
+        ({}, "--method auto --seed 0 --balance types+seeds"),
         ({"method": "metis", "balance": "nodes", "seed": 3}, "--method metis --seed 3 --balance nodes"),
         ({"method": "frequency"}, "--method frequency --seed 0 --balance types+seeds --fanouts 7,-1"),
         ({"method": "random", "balance": "nodes"}, "--method random --seed 0"),

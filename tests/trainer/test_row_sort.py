@@ -10,6 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from trainer.core.row_sort import Column, Scratch, sorted_rows
+from trainer.data.edges import joint_adjacency
 
 
 def records_of(rows, columns, at_once):
@@ -51,3 +52,15 @@ def test_ranges_take_no_more_than_their_memory(tmp_path):
     sizes = [int(group.limits[-1]) for group in groups]
     assert sum(sizes) == 100_000 and len(sizes) > 10
     assert max(sizes) * 32 <= 1 << 17
+
+
+@pytest.mark.parametrize("dtype", [np.int32, np.int64])
+@given(seed=st.integers(0, 1000))
+def test_the_adjacency_built_by_way_of_files_is_that_built_in_memory(tmp_path_factory, dtype, seed):
+    rng = np.random.default_rng(seed)
+    lists = [(rng.integers(0, 20, (2, 90)).astype(dtype), 0, 0), (rng.integers(0, 10, (2, 60)).astype(dtype), 20, 5)]
+    folder = tmp_path_factory.mktemp("adjacency")
+    indptr, neighbours = joint_adjacency(lists, 40)
+    indptr_on_disk, on_disk = joint_adjacency(lists, 40, scratch=Scratch(folder, 400))
+    assert (indptr_on_disk == indptr).all() and (on_disk == neighbours).all() and on_disk.dtype == neighbours.dtype
+    assert isinstance(on_disk, np.memmap) and len(list(folder.iterdir())) == 1

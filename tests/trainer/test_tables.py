@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 
 from trainer.core.errors import DataError
+from trainer.core.row_sort import Scratch
 from trainer.core.texts import decode_texts
 from trainer.data.dataset import Dataset
 from trainer.data.draft_tables import draft_tables
@@ -60,7 +61,7 @@ def shop(folder: Path, **files: str | bytes) -> Path:
 
 def load(folder: Path, options: Mapping[str, Any], work: Path) -> Dataset:
     work.mkdir()
-    return load_dataset("tables", str(folder), options, work)
+    return load_dataset("tables", str(folder), options, Scratch(work, 300 << 20))
 
 
 def with_keys(**tables: Mapping[str, Any]) -> dict[str, Any]:
@@ -152,7 +153,6 @@ def test_rows_keep_their_order_in_large_files(tmp_path: Path) -> None:
     options = {
         "nodes": {"n": {"files": "n.parquet", "id": "id", "features": "f"}},
         "edges": {"e": {"files": "e.parquet", "source": "s", "target": "t", "attributes": "k"}},
-        "memory": "300MB",
     }
     graph = load(tmp_path, options, tmp_path / "work")
     number = np.empty(300000, int)
@@ -185,10 +185,9 @@ def test_fill_replaces_missing_numbers(tmp_path: Path) -> None:
     assert graph.nodes["user"].attrs["x"][1].tolist() == [-1, -1]
 
 
-def test_the_fingerprint_depends_on_files_and_columns_not_on_memory(tmp_path: Path) -> None:
+def test_the_fingerprint_depends_on_files_and_columns(tmp_path: Path) -> None:
     shop(tmp_path)
     first = dataset_fingerprint("tables", str(tmp_path), SHOP)
-    assert first == dataset_fingerprint("tables", str(tmp_path), {**SHOP, "memory": "1GB"})
     assert first != dataset_fingerprint("tables", str(tmp_path), with_keys(user={"features": ["age"]}))
     (tmp_path / "ratings.csv").write_text(RATINGS + "u5,7,1,1\n")
     assert first != dataset_fingerprint("tables", str(tmp_path), SHOP)
@@ -319,7 +318,6 @@ WRONG_OPTIONS: dict[str, tuple[dict[str, Any], str]] = {
     ),
     "option of another dataset": ({**SHOP, "num_nodes": 3}, "option 'num_nodes' does not apply"),
     "one name twice": (with_keys(item={"attributes": ["price"], "categories": ["price"]}), "two attributes"),
-    "wrong memory": ({**SHOP, "memory": "lots"}, "option memory"),
 }  # fmt: skip
 
 

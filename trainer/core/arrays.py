@@ -24,3 +24,8 @@ def read_only(array: Array) -> Array:
     view = array.view()
     view.flags.writeable = False
     return view
+
+
+def id_dtype(count: int) -> type[np.signedinteger[Any]]:
+    """Return int32 if it can hold ``count`` ids, else int64."""
+    return np.int32 if count <= 2**31 - 1 else np.int64

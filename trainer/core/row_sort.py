@@ -128,8 +128,8 @@ class _Ranges:
             for rows, values in records:
                 order, ends = _order_by_range(rows, self.bounds)
                 _append(files["rows"], rows.astype(self.row_dtype, copy=False), order, ends)
-                for name, chunk in zip(names[1:], values, strict=True):
-                    _append(files[name], chunk, order, ends)
+                for name, column, chunk in zip(names[1:], self.columns, values, strict=True):
+                    _append(files[name], chunk.astype(column.dtype, copy=False), order, ends)
 
     def read(self, number: int, first: int, limits: Ids) -> SortedRows:
         rows = np.fromfile(self._path(number, "rows"), self.row_dtype)

@@ -9,66 +9,14 @@ import numpy as np
 
 from trainer.core.arrays import Array, Ids
 from trainer.core.errors import DataError
+from trainer.core.row_sort import Scratch
 from trainer.core.schema import HOMO_NODE, EdgeType, NodeType, check_word, type_name
 from trainer.data import dataset as checks
 from trainer.data.dataset import Dataset, EdgeData, NodeData
-from trainer.data.edges import undirected
 from trainer.data.options import SourceOptions
 from trainer.data.raw_arrays import EDGE_NAMES, RawArray, RawArrays, RawGraph, link_arrays, sort_arrays, split_prefix
+from trainer.data.undirected import both_ways
 from trainer.store.manifest import NAME_PATTERN
-
-
-def both_ways(
-    edges: Mapping[EdgeType, EdgeData], num_nodes: Mapping[NodeType, int], reverse_types: bool, where: str
-) -> dict[EdgeType, EdgeData]:
-    """Add the reverse of every edge, as torch_geometric's ``ToUndirected`` does.
-
-    For an edge type ``(a, r, b)`` between two node types, the type ``(b, rev_r, a)`` is added, with the edges in the
-    same order. If both ends have the same node type, the reverse edges are added to the edge type itself, unless
-    ``reverse_types`` is set. Raises ``DataError`` when a type to be added exists already.
-    """
-    result = dict(edges)
-    for of, data in edges.items():
-        source, relation, target = of
-        if source == target and not reverse_types:
-            result[of] = merged(data, num_nodes[source])
-            continue
-        back = (target, f"rev_{relation}", source)
-        if back in result:
-            raise DataError(f"{where}: edge type {type_name(back)} already exists; leave out option undirected")
-        result[back] = reverse(data)
-    return result
-
-
-def reverse(data: EdgeData) -> EdgeData:
-    """Return the edges with sources and targets swapped. The attributes are shared with ``data``."""
-    return EdgeData(np.ascontiguousarray(data.edge_index[::-1]), data.attrs, data.bfloat16)
-
-
-def merged(data: EdgeData, num_nodes: int) -> EdgeData:
-    """Return both directions of every edge, without duplicates, sorted by source then target.
-
-    If several edges are equal, the attributes of the first are kept, and edges in ``data`` come before reversed ones.
-    The attributes are not added up.
-    """
-    if not data.attrs:
-        return EdgeData(undirected(data.edge_index, num_nodes))
-    edge_index, origin = _first_of_equal(data.edge_index)
-    return EdgeData(edge_index, {name: values[origin] for name, values in data.attrs.items()}, data.bfloat16)
-
-
-def _first_of_equal(edge_index: Array) -> tuple[Array, Array]:
-    """Return both directions of every edge, sorted and without duplicates, and where their attributes come from.
-
-    The second array contains for each returned edge the index in ``edge_index`` of the edge whose attributes it gets.
-    """
-    both = np.concatenate([edge_index, edge_index[::-1]], axis=1)
-    order = np.lexsort((both[1], both[0]))  # stable, so a given edge comes before an equal reversed one
-    both = both[:, order]
-    new = np.ones(both.shape[1], bool)
-    new[1:] = (both[:, 1:] != both[:, :-1]).any(axis=0)
-    return np.ascontiguousarray(both[:, new]), order[new] % edge_index.shape[1]
-
 
 _SPLIT_NAMES = {"valid": "val", "validation": "val"}  #: aliases of split names
 
@@ -77,8 +25,10 @@ _MOST_CLASSES = 1 << 20
 _MOST_GRAPH_BYTES = 16 << 20  #: largest graph attribute in bytes; every host gets a copy
 
 
-def build_dataset(raw: RawGraph, options: SourceOptions, fingerprint: str) -> Dataset:
+def build_dataset(raw: RawGraph, options: SourceOptions, fingerprint: str, scratch: Scratch | None = None) -> Dataset:
     """Check the arrays of ``raw``, and assign them to types, attributes and splits.
+
+    With ``scratch``, edges that option ``undirected`` adds are memory-mapped files in its folder.
 
     Every edge type needs ``edge_index`` [2, E]. ``<split>_idx`` and ``<split>_mask`` become splits, an array with one
     row per node or edge becomes an attribute of its type, and any other array an attribute of the graph. Raises
@@ -97,7 +47,7 @@ def build_dataset(raw: RawGraph, options: SourceOptions, fingerprint: str) -> Da
     edges = {of: _edge_data(of, graph, notes) for of in graph.edges}
     if options.undirected:
         counts = {of: data.num_nodes for of, data in nodes.items()}
-        edges = both_ways(edges, counts, options.reverse_types, raw.name)
+        edges = both_ways(edges, counts, options.reverse_types, raw.name, scratch)
     graph_attrs = _graph_attrs(graph.plain, notes)
     return Dataset(
         raw.name, nodes, edges, fingerprint, raw.hetero, graph_attrs, options.times, tuple(notes)

@@ -2,13 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Iterator, Sequence
+from typing import Any, TypeAlias
 
 import numpy as np
 
-from trainer.core.arrays import Array
+from trainer.core.arrays import Array, Ids, id_dtype
 from trainer.core.compiled import njit
+from trainer.core.progress import progress
+from trainer.core.row_sort import Column, Records, Scratch, sorted_rows
+
+#: Edges [2, E], and the numbers that are added to the sources (row 0) and to the targets (row 1).
+EdgeList: TypeAlias = tuple[Array, int, int]
+
+_EDGES_AT_ONCE = 1 << 20
 
 
 @njit()
@@ -30,24 +37,58 @@ def symmetric_adjacency(edge_index: Array, num_nodes: int, dtype: Any = np.int32
 
 
 def joint_adjacency(
-    lists: Sequence[tuple[Array, int, int]], num_nodes: int, dtype: Any = np.int32
+    lists: Sequence[EdgeList], num_nodes: int, dtype: Any = np.int32, scratch: Scratch | None = None
 ) -> tuple[Array, Array]:
     """Build the CSR of ``symmetric_adjacency`` for several edge lists together.
 
-    Each list is (edges [2, E], source offset, target offset). The offsets are added to the sources (row 0) and targets
-    (row 1).
+    With ``scratch``, the neighbours are a memory-mapped file in its folder, and building it takes 24 bytes per node and
+    ``scratch.memory``.
     """
     indptr = np.zeros(num_nodes + 1, np.int64)
     for edges, source, target in lists:
         _count_both_ways(edges[0], edges[1], source, target, indptr)
     np.cumsum(indptr, out=indptr)
-    slots = np.empty(int(indptr[-1]), np.int32 if num_nodes < 2**31 else np.int64)
+    seen_by = np.full(num_nodes, -1, id_dtype(num_nodes))
+    if scratch is not None:
+        return _adjacency_on_disk(lists, indptr, seen_by, np.dtype(dtype), scratch)
+    slots = np.empty(int(indptr[-1]), seen_by.dtype)
     cursor = indptr[:-1].copy()
     for edges, source, target in lists:
         _fill_both_ways(edges[0], edges[1], source, target, cursor, slots)
     del cursor
-    unique_indptr = _drop_repeats(indptr, slots)
+    unique_indptr = _drop_repeats(indptr, slots, seen_by)
     return unique_indptr, slots[: int(unique_indptr[-1])].astype(dtype)
+
+
+def _adjacency_on_disk(
+    lists: Sequence[EdgeList], indptr: Ids, seen_by: Array, dtype: np.dtype[Any], scratch: Scratch
+) -> tuple[Array, Array]:
+    """Build the CSR of ``joint_adjacency``. ``indptr`` counts repeated neighbours, and is overwritten by the result."""
+    path = scratch.folder / "neighbours"
+    size = 0
+    with path.open("wb") as file:
+        for group in sorted_rows(
+            indptr.copy(), [Column(seen_by.dtype)], lambda: _both_ways(lists, seen_by.dtype), scratch
+        ):
+            slots = group.columns[0]()
+            seen_by.fill(-1)
+            limits = _drop_repeats(group.limits, slots, seen_by)
+            file.write(slots[: int(limits[-1])].astype(dtype, copy=False).data)
+            indptr[group.first : group.first + len(limits)] = limits + size
+            size += int(limits[-1])
+    return indptr, np.memmap(path, dtype, "r", shape=(size,)) if size else np.empty(0, dtype)
+
+
+def _both_ways(lists: Sequence[EdgeList], dtype: np.dtype[Any]) -> Iterator[Records]:
+    """Yield every edge in both directions, without self loops: row numbers and neighbours."""
+    for edges, source, target in lists:
+        for start in range(0, edges.shape[1], _EDGES_AT_ONCE):
+            progress("sort edges", start, edges.shape[1])
+            sources, targets = edges[:, start : start + _EDGES_AT_ONCE]
+            sources, targets = sources.astype(dtype) + source, targets.astype(dtype) + target
+            kept = sources != targets
+            sources, targets = sources[kept], targets[kept]
+            yield np.stack([sources, targets], 1).reshape(-1), [np.stack([targets, sources], 1).reshape(-1)]
 
 
 def undirected(edge_index: Array, num_nodes: int) -> Array:
@@ -89,18 +130,20 @@ def _fill_both_ways(
 
 
 @njit()
-def _drop_repeats(indptr: Array, slots: Array) -> Array:
-    """Remove repeated neighbours from each row, in place, and return the new indptr."""
-    num_nodes = len(indptr) - 1
-    kept = np.zeros(num_nodes + 1, np.int64)
-    seen_by = np.full(num_nodes, -1, np.int64)
+def _drop_repeats(indptr: Array, slots: Array, seen_by: Array) -> Array:
+    """Remove repeated neighbours from each row, in place, and return the new indptr.
+
+    ``seen_by`` [ids of neighbours]: filled with -1.
+    """
+    num_rows = len(indptr) - 1
+    kept = np.zeros(num_rows + 1, np.int64)
     end = 0
-    for node in range(num_nodes):
-        for slot in range(indptr[node], indptr[node + 1]):
+    for row in range(num_rows):
+        for slot in range(indptr[row], indptr[row + 1]):
             neighbour = slots[slot]
-            if seen_by[neighbour] != node:
-                seen_by[neighbour] = node
+            if seen_by[neighbour] != row:
+                seen_by[neighbour] = row
                 slots[end] = neighbour
                 end += 1
-        kept[node + 1] = end
+        kept[row + 1] = end
     return kept

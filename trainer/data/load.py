@@ -9,6 +9,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any, TypeAlias
 
+from trainer.core.row_sort import Scratch
 from trainer.core.schema import type_name
 from trainer.data.build import build_dataset
 from trainer.data.dataset import Dataset
@@ -28,7 +29,7 @@ _KINDS = {"synthetic": SyntheticOptions, "synthetic-hetero": SyntheticHeteroOpti
 
 
 def load_dataset(
-    name: str, source: str | None = None, options: Mapping[str, Any] | None = None, work: Path | None = None
+    name: str, source: str | None = None, options: Mapping[str, Any] | None = None, scratch: Scratch | None = None
 ) -> Dataset:
     """Load or generate a graph.
 
@@ -37,24 +38,25 @@ def load_dataset(
         source: folder, .npz or .pt file (dataset `file`), the folder of the tables (`tables`), or the download folder
             (`ogbn-*`, `Planetoid:Cora`).
         options: dataset options, as text or values.
-        work: for dataset `tables`, an empty folder on disk for the arrays of the graph, which are memory-mapped.
+        scratch: for dataset `tables`, an empty folder on disk for the arrays of the graph, which are memory-mapped, and
+            the memory for reading and joining the tables.
 
     Raises:
         DataError: when the dataset cannot be read, or an option is unknown or invalid.
     """
     fingerprint = dataset_fingerprint(name, source, options)
     parsed = _options(name, options)
-    return hold_out_links(_whole(name, source, parsed, fingerprint, work), parsed)
+    return hold_out_links(_whole(name, source, parsed, fingerprint, scratch), parsed)
 
 
-def _whole(name: str, source: str | None, options: Options, fingerprint: str, work: Path | None) -> Dataset:
+def _whole(name: str, source: str | None, options: Options, fingerprint: str, scratch: Scratch | None) -> Dataset:
     """Load or generate the graph, before links are held out."""
     if isinstance(options, TablesOptions):
         from trainer.data.read_tables import read_tables  # needs duckdb
 
-        if work is None:
-            raise ValueError("dataset tables needs a work folder")
-        return build_dataset(read_tables(source, options, work), options, fingerprint)
+        if scratch is None:
+            raise ValueError("dataset tables needs a scratch folder")
+        return build_dataset(read_tables(source, options, scratch), options, fingerprint, scratch)
     if isinstance(options, SyntheticOptions):
         return make_synthetic(options, fingerprint)
     if isinstance(options, SyntheticHeteroOptions):
@@ -73,7 +75,7 @@ def dataset_fingerprint(name: str, source: str | None = None, options: Mapping[s
     ]
     record = asdict(parsed)
     if isinstance(parsed, TablesOptions):
-        record |= {"edges": {type_name(of): asdict(table) for of, table in parsed.edges.items()}, "memory": None}
+        record |= {"edges": {type_name(of): asdict(table) for of, table in parsed.edges.items()}}
     text = json.dumps([_GENERATION, name, record, files], sort_keys=True)
     return hashlib.sha256(text.encode()).hexdigest()
 

@@ -12,6 +12,7 @@ import numpy as np
 
 from trainer.core.arrays import Array
 from trainer.core.errors import DataError
+from trainer.core.row_sort import Scratch
 from trainer.core.schema import HOMO_EDGE, HOMO_NODE, EdgeType, NodeType, type_name
 from trainer.core.texts import encode_texts
 from trainer.data.raw_arrays import RawArray, RawGraph
@@ -37,15 +38,17 @@ _LONGEST_ID = 1024  #: bytes
 CATEGORIES = "categories"  #: last word of graph attributes with the texts of codes, uint8 [number of codes, bytes]
 
 
-def read_tables(source: str | None, options: TablesOptions, folder: Path) -> RawGraph:
-    """Read node and edge tables. Arrays are files in ``folder``, which must be empty, and the database spills there.
+def read_tables(source: str | None, options: TablesOptions, scratch: Scratch) -> RawGraph:
+    """Read node and edge tables. Arrays are files in the folder of ``scratch``, which must be empty.
+
+    The database takes at most ``scratch.memory``, and spills to this folder.
 
     Every node type has attribute ``id``: int64 [N] if all ids of the type are integers, else the bytes of the texts,
     uint8 [N, bytes] (``decode_texts``). Raises ``DataError`` that names file and row of the first problem.
     """
-    database = Database(folder, options.memory)
+    database = Database(scratch.folder, scratch.memory)
     try:
-        return _Conversion(database, folder, source_folder(source), options).graph(source)
+        return _Conversion(database, scratch.folder, source_folder(source), options).graph(source)
     finally:
         database.close()
 
@@ -365,7 +368,11 @@ class _Column:
 
 def _numbers(name: str, columns: Sequence[NumberColumn], dtype: Any) -> _Column:
     matrix = name in ("x", "edge_attr") or any(column.width for column in columns)
-    named = [(f"{name}.{k}", column.sql) for k, column in enumerate(columns)]
+    narrow = np.dtype(dtype) == np.float32
+    named = [
+        (f"{name}.{k}", f"CAST({column.sql} AS FLOAT)" if narrow and not column.width else column.sql)
+        for k, column in enumerate(columns)
+    ]
     return _Column(name, named, np.dtype(dtype), [column.width for column in columns], matrix)
 
 

@@ -12,10 +12,10 @@ from trainer.core.compiled import njit
 from trainer.core.errors import DataError
 from trainer.core.rng import GOLDEN, fraction, mix
 from trainer.core.schema import EdgeType
-from trainer.data.build import both_ways
 from trainer.data.dataset import Dataset, EdgeData, NodeData
 from trainer.data.edges import symmetric_adjacency
 from trainer.data.options import SyntheticHeteroOptions, SyntheticOptions
+from trainer.data.undirected import both_ways
 
 AnySynthetic = SyntheticOptions | SyntheticHeteroOptions
 

@@ -82,10 +82,11 @@ def _check_scalars(scan: Scan, names: list[str], role: str, fill: float | None) 
         for name in some:
             column, number = quoted(name), as_double(name, scan.types[name])
             parts += [
-                f"count(*) FILTER (WHERE {column} IS NULL)",
-                f"count(*) FILTER (WHERE {column} IS NOT NULL AND {number} IS NULL)",
-                f"count(*) FILTER (WHERE isnan({number}))",
-                f"count(*) FILTER (WHERE isinf({number}))",
+                # not with FILTER, which copies all columns of a chunk for each aggregate
+                f"count(*) - count({column})",
+                f"count({column}) - count({number})",
+                f"count(CASE WHEN isnan({number}) THEN 1 END)",
+                f"count(CASE WHEN isinf({number}) THEN 1 END)",
                 f"bool_and({number} = floor({number}) AND abs({number}) < 9007199254740992)",
             ]
         row = scan.database.rows(f"SELECT {', '.join(parts)} FROM {scan.sql}", scan.where)[0]

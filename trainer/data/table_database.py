@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import contextvars
+import threading
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -11,7 +13,10 @@ from types import ModuleType
 from typing import Any
 
 from trainer.core.errors import DataError
+from trainer.core.progress import progress
 from trainer.data.table_files import is_parquet
+
+_WATCH_INTERVAL = 5.0  #: seconds
 
 _FEW = 3  #: rows or values that a message shows
 
@@ -39,13 +44,14 @@ def _duckdb() -> ModuleType:
 class Database:
     """A DuckDB database in a file, which spills to the folder of this file when ``memory`` is full."""
 
-    def __init__(self, folder: Path, memory: str | None) -> None:
+    def __init__(self, folder: Path, memory: int | None) -> None:
         self._module = _duckdb()
         self._connection = self._module.connect(str(folder / "tables.duckdb"))
         self.run(f"SET temp_directory = {text(str(folder / 'spill'))}", "dataset tables")
-        self.run("SET enable_progress_bar = false", "dataset tables")
+        self.run("SET enable_progress_bar = true", "dataset tables")  # else there is no query_progress
+        self.run("SET enable_progress_bar_print = false", "dataset tables")
         if memory is not None:
-            self.run(f"SET memory_limit = {text(memory)}", "dataset tables, option memory")
+            self.run(f"SET memory_limit = '{memory}B'", "dataset tables")
 
     def close(self) -> None:
         self._connection.close()
@@ -67,11 +73,22 @@ class Database:
 
     @contextlib.contextmanager
     def _explained(self, where: str) -> Iterator[None]:
+        over = threading.Event()
+        context = contextvars.copy_context()
+        threading.Thread(target=context.run, args=(self._watch, where, over), daemon=True).start()
         try:
             yield
         except self._module.Error as error:
             lines = [line.strip() for line in str(error).splitlines() if line.strip()]
             raise DataError(f"{where}: {' '.join(lines[:6])[:600]}") from None
+        finally:
+            over.set()
+
+    def _watch(self, where: str, over: threading.Event) -> None:
+        """Report the progress of the statement that is executed."""
+        progress(f"read {where}", 0, 100)
+        while not over.wait(_WATCH_INTERVAL):
+            progress(f"read {where}", int(self._connection.query_progress()), 100)
 
 
 @dataclass(frozen=True)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import difflib
 import json
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field, fields
 from typing import Any, Literal, TypeAlias, TypeVar, get_args
 
@@ -58,7 +59,6 @@ class TablesOptions(SourceOptions):
 
     nodes: Mapping[NodeType, NodeTable] = field(default_factory=dict)
     edges: Mapping[EdgeType, EdgeTable] = field(default_factory=dict)
-    memory: str | None = None  #: memory of the database while it reads the tables, such as 4GB; default: 80 % of all
 
 
 def parse_tables_options(options: Mapping[str, Any]) -> TablesOptions:
@@ -66,7 +66,7 @@ def parse_tables_options(options: Mapping[str, Any]) -> TablesOptions:
 
     Raises ``DataError`` for unknown names, values of another type, and edge types without a node table.
     """
-    rest = {name: value for name, value in options.items() if name not in ("nodes", "edges", "memory")}
+    rest = {name: value for name, value in options.items() if name not in ("nodes", "edges")}
     for name in ("num_nodes", "split", "hetero"):
         if rest.get(name) is not None:
             raise DataError(f"dataset tables: option {name!r} does not apply; the tables determine it")
@@ -80,9 +80,8 @@ def parse_tables_options(options: Mapping[str, Any]) -> TablesOptions:
     for name, given in _mapping("edges", options.get("edges")).items():
         edge_type = _edge_type(name, tuple(nodes))
         edges[edge_type] = _table(EdgeTable, f"edges.{name}", given)
-    memory = options.get("memory")
     inherited = {each.name: getattr(common, each.name) for each in fields(common)}
-    return TablesOptions(**inherited, nodes=nodes, edges=edges, memory=None if memory is None else str(memory))
+    return TablesOptions(**inherited, nodes=nodes, edges=edges)
 
 
 def _edge_type(name: str, node_types: tuple[NodeType, ...]) -> EdgeType:
@@ -107,10 +106,8 @@ def _edge_type(name: str, node_types: tuple[NodeType, ...]) -> EdgeType:
 
 def _mapping(name: str, value: Any) -> Mapping[str, Any]:
     if isinstance(value, str):
-        try:
+        with suppress(ValueError):  # reported below
             value = json.loads(value)
-        except ValueError:
-            pass
     if not isinstance(value, Mapping) or not value or not all(isinstance(key, str) for key in value):
         example = "paper: {files: papers.csv, id: …}" if name == "nodes" else "cites: {files: …, source: …, target: …}"
         what = "is missing" if value is None else "must map types to tables"

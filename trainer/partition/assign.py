@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import hashlib
+import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -13,21 +15,27 @@ import numpy.typing as npt
 from trainer.core.arrays import Array
 from trainer.core.compiled import njit
 from trainer.core.errors import PartitionError
+from trainer.core.files import write_whole
+from trainer.core.memory import size_text
 from trainer.core.rng import GOLDEN, hashed
+from trainer.core.row_sort import Scratch
 from trainer.core.schema import EdgeType, NodeType, type_name, type_of
 from trainer.data.dataset import Dataset
 from trainer.partition.balance import JoinedNodes, Part
 from trainer.partition.frequency import Fanouts, frequency_assignment
-from trainer.partition.metis import metis_assignment
+from trainer.partition.metis import metis_assignment, metis_memory
+from trainer.partition.streaming import streaming_assignment
 
-METHODS = ("metis", "random", "hash", "frequency")
+METHODS = ("auto", "metis", "streaming", "frequency", "random", "hash")
 
 #: What is balanced: the number of all nodes in each part (nodes), and in addition the number of nodes of each type
 #: (types), of train seeds of each type (seeds), or both.
 BALANCES = ("nodes", "types", "seeds", "types+seeds")
 
 _DEFAULTS: Mapping[str, Mapping[str, Any]] = {
+    "auto": {"balance": "types+seeds"},
     "metis": {"balance": "types+seeds"},
+    "streaming": {"balance": "types+seeds"},
     "random": {},
     "hash": {},
     "frequency": {"balance": "types+seeds", "fanouts": (15, 10, 5)},
@@ -126,16 +134,26 @@ class PartitionAssignment:
     options: Mapping[str, Any] = field(default_factory=dict)  #: further options of the method
 
 
+def choose_method(dataset: Dataset, memory: int) -> tuple[str, str]:
+    """Return the method for `auto`, and the reason: `metis` if it needs at most ``memory`` bytes, else `streaming`."""
+    needed = metis_memory(dataset.num_nodes, dataset.num_edges)
+    method, than = ("metis", "within") if needed <= memory else ("streaming", "more than")
+    return method, f"METIS needs about {size_text(needed)}, {than} the {size_text(memory)} of memory"
+
+
 def assign_parts(
-    dataset: Dataset, num_parts: int, method: str = "metis", seed: int = 0, **options: Any
-) -> PartitionAssignment:
+    dataset: Dataset, num_parts: int, method: str = "metis", seed: int = 0, scratch: Scratch | None = None,
+    **options: Any,
+) -> PartitionAssignment:  # fmt: skip
     """Divide the nodes into parts of about equal size. Equal arguments give the same parts.
 
     Args:
         num_parts: number of parts, at most the number of nodes.
-        method: `metis` cuts few edges; `frequency` assigns nodes to the part whose seeds sample them most often;
-            `random` balances exactly; `hash` depends on type, id and seed only, so a part may be empty.
+        method: `metis` cuts few edges; `streaming` cuts few edges of a graph whose edges need not fit into memory;
+            `frequency` assigns nodes to the part whose seeds sample them most often; `random` balances exactly; `hash`
+            depends on type, id and seed only, so a part may be empty. See ``choose_method`` for `auto`.
         seed: seed of the method.
+        scratch: folder for files, and memory, of method `streaming`.
         options: options of the method, see ``method_options``.
 
     Raises:
@@ -150,13 +168,20 @@ def assign_parts(
     joined = JoinedNodes.of(dataset)
     part = np.zeros(joined.total, np.int32)
     if num_parts > 1:
-        part = _assign(dataset, joined, num_parts, method, seed, resolved)
+        part = _assign(dataset, joined, num_parts, method, seed, scratch, resolved)
     return _assignment(dataset, joined, part, num_parts, method, seed, resolved)
 
 
 def _assign(
-    dataset: Dataset, joined: JoinedNodes, num_parts: int, method: str, seed: int, options: Mapping[str, Any]
-) -> Part:
+    dataset: Dataset, joined: JoinedNodes, num_parts: int, method: str, seed: int, scratch: Scratch | None,
+    options: Mapping[str, Any],
+) -> Part:  # fmt: skip
+    if method == "auto":
+        raise ValueError("resolve method auto by choose_method")
+    if method == "streaming":
+        if scratch is None:
+            raise ValueError("method streaming needs a scratch folder")
+        return streaming_assignment(dataset, joined, num_parts, seed, options["balance"], scratch)
     if method == "metis":
         return metis_assignment(dataset, joined, num_parts, seed, options["balance"])
     if method == "frequency":
@@ -200,3 +225,20 @@ def _count_cut(sources: Array, targets: Array, source_part: Array, target_part: 
     for edge in range(len(sources)):
         cut += source_part[sources[edge]] != target_part[targets[edge]]
     return cut
+
+
+def store_assignment(assignment: PartitionAssignment, folder: Path) -> None:
+    """Store an assignment in an empty folder. Raises ``OSError``."""
+    for of, part in assignment.parts.items():
+        np.save(folder / f"{of}.npy", part)
+    cuts = {type_name(of): cut for of, cut in assignment.edge_cuts.items()}
+    record = {**vars(assignment), "parts": list(assignment.parts), "edge_cuts": cuts}
+    write_whole(folder / "assignment.json", json.dumps(record), sync=True)
+
+
+def read_assignment(folder: Path) -> PartitionAssignment:
+    """Read what ``store_assignment`` has stored."""
+    record = json.loads((folder / "assignment.json").read_text())
+    parts = {of: np.load(folder / f"{of}.npy") for of in record.pop("parts")}
+    cuts = {_edge_type(name): cut for name, cut in record.pop("edge_cuts").items()}
+    return PartitionAssignment(parts=parts, edge_cuts=cuts, **record)

@@ -13,8 +13,9 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from trainer.core.arrays import Array
+from trainer.core.arrays import Array, id_dtype
 from trainer.core.compiled import njit
+from trainer.core.row_sort import Scratch
 from trainer.core.schema import NodeType
 from trainer.data.dataset import Dataset
 from trainer.data.edges import joint_adjacency
@@ -43,13 +44,13 @@ class JoinedNodes:
         return {of: values[start:end] for (of, start), end in zip(self.starts.items(), ends, strict=True)}
 
 
-def joined_adjacency(dataset: Dataset, joined: JoinedNodes) -> tuple[Array, Array]:
+def joined_adjacency(dataset: Dataset, joined: JoinedNodes, scratch: Scratch | None = None) -> tuple[Array, Array]:
     """Build the CSR over all nodes: every edge of every type in both directions, without self loops and duplicates.
 
-    Returns ``indptr`` int64 [total + 1] and ``neighbours`` int32|int64 [nnz].
+    Returns ``indptr`` int64 [total + 1] and ``neighbours`` int32|int64 [nnz], with ``scratch`` as a memory-mapped file.
     """
     lists = [(edges.edge_index, joined.starts[of[0]], joined.starts[of[2]]) for of, edges in dataset.edges.items()]
-    return joint_adjacency(lists, joined.total, np.int32 if joined.total < 2**31 else np.int64)
+    return joint_adjacency(lists, joined.total, id_dtype(joined.total), scratch)
 
 
 SLACK = 0.03  #: allowed deviation from the mean part size; METIS's default for many parts

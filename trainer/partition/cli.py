@@ -9,6 +9,8 @@ from typing import Any, get_args
 import click
 import yaml
 
+from trainer.core.errors import SettingsError
+from trainer.core.memory import parse_size
 from trainer.core.remote_settings import WireRows
 from trainer.partition.assign import BALANCES, METHODS
 from trainer.partition.inspect import describe, render
@@ -40,6 +42,15 @@ def _fanouts(context: click.Context, parameter: click.Parameter, value: str | No
         raise click.BadParameter(f"{value!r} is not a list of numbers like 15,10,5", context, parameter) from None
 
 
+def _size(context: click.Context, parameter: click.Parameter, value: str | None) -> str | None:
+    if value is not None:
+        try:
+            parse_size(value)
+        except SettingsError as error:
+            raise click.BadParameter(str(error), context, parameter) from None
+    return value
+
+
 @partition.command()
 @click.option(
     "--dataset",
@@ -55,7 +66,7 @@ def _fanouts(context: click.Context, parameter: click.Parameter, value: str | No
 )
 @click.option("--num-parts", type=click.IntRange(min=1), default=1, show_default=True, help="Number of parts.")
 @click.option(
-    "--method", type=click.Choice(METHODS), default="metis", show_default=True, help="How nodes are assigned to parts."
+    "--method", type=click.Choice(METHODS), default="auto", show_default=True, help="How nodes are assigned to parts."
 )
 @click.option(
     "--seed", type=click.IntRange(0, 2**32 - 1), default=0, show_default=True, help="Seed of the partition algorithm."
@@ -63,7 +74,7 @@ def _fanouts(context: click.Context, parameter: click.Parameter, value: str | No
 @click.option(
     "--balance",
     type=click.Choice(BALANCES),
-    help="Quantities that metis and frequency balance over the parts.  [default: types+seeds]",
+    help="Quantities that metis, streaming and frequency balance over the parts.  [default: types+seeds]",
 )
 @click.option(
     "--fanouts",
@@ -83,6 +94,9 @@ def _fanouts(context: click.Context, parameter: click.Parameter, value: str | No
     default="stored",
     show_default=True,
     help="Round floating-point features to float16, or to int8 with a scale per row.",
+)
+@click.option(
+    "--memory", metavar="SIZE", callback=_size, help="Most memory to use, such as 4GB.  [default: what is available]"
 )
 @click.option("--out", "folder", required=True, type=click.Path(), help="Partition folder to write.")
 @click.option("--force", is_flag=True, help="Replace the parts of another graph in the folder.")

@@ -9,8 +9,9 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from trainer.core.arrays import Array, Ids
+from trainer.core.arrays import Array, Ids, id_dtype
 from trainer.core.compiled import njit
+from trainer.core.progress import progress
 from trainer.core.row_sort import Column, Records, Scratch, SortedRows, sorted_rows
 
 _EDGES_AT_ONCE = 1 << 20
@@ -41,11 +42,6 @@ def relabel(part: npt.NDArray[np.int32], num_parts: int) -> Relabelling:
     global_id = np.empty_like(orig_id)
     _number(part, offsets[:-1].copy(), orig_id, global_id)
     return Relabelling(offsets, orig_id, global_id)
-
-
-def id_dtype(count: int) -> type[np.signedinteger[Any]]:
-    """Return int32 if it can hold ``count`` ids, else int64."""
-    return np.int32 if count <= 2**31 - 1 else np.int64
 
 
 @njit()
@@ -98,6 +94,7 @@ class EdgeCut:
 
     def _records(self, attrs: Sequence[Array]) -> Iterator[Records]:
         for start in range(0, self.edge_index.shape[1], _EDGES_AT_ONCE):
+            progress("read edges", start, self.edge_index.shape[1])
             sources, targets = self.edge_index[:, start : start + _EDGES_AT_ONCE]
             orig_id = np.arange(start, start + len(sources), dtype=self.edge_dtype)
             values = [each[start : start + len(sources)] for each in attrs]

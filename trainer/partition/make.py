@@ -3,24 +3,42 @@
 from __future__ import annotations
 
 import resource
-import shutil
 import time
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 from trainer.core.errors import PartitionError
+from trainer.core.memory import available_memory, parse_size, size_text
+from trainer.core.progress import reporting
 from trainer.core.remote_settings import WireRows
+from trainer.core.row_sort import Scratch
 from trainer.data.dataset import Dataset
 from trainer.data.load import dataset_fingerprint, load_dataset
 from trainer.data.options import SourceOptions, parse_options
-from trainer.partition.assign import assign_parts, method_options
+from trainer.data.stored_dataset import read_stored_dataset, store_dataset
+from trainer.partition.assign import (
+    PartitionAssignment,
+    assign_parts,
+    choose_method,
+    method_options,
+    read_assignment,
+    store_assignment,
+)
 from trainer.partition.folder import check_same_graph, describe_partition, is_compared, reusable
 from trainer.partition.frequency import Fanouts
-from trainer.partition.write import options_with, partition_fingerprint, write_partition
+from trainer.partition.work_folder import WorkFolder, work_folder
+from trainer.partition.write import SORT_MEMORY, options_with, partition_fingerprint, write_partition
 from trainer.store.manifest import Manifest
+
+_TABLES_SHARE = 0.6  #: share of the memory for the database that reads tables; it takes a little more than its limit
+
+_PROCESS_BYTES = 150 << 20  #: of Python and its packages
+
+_NODE_BYTES = 60  #: of all arrays with one value per node that a step holds at the same time
+
+_LEAST_BYTES = 64 << 20  #: of memory for sorting
 
 
 @dataclass(frozen=True)
@@ -32,12 +50,13 @@ class PartitionSpec:
     source: str | None = None  #: files or download folder of the dataset
     options: Mapping[str, Any] = field(default_factory=dict)  #: dataset options
     num_parts: int = 1
-    method: str = "metis"  #: one of ``assign.METHODS``
+    method: str = "auto"  #: one of ``assign.METHODS``
     seed: int = 0  #: seed of the method
     balance: str | None = None  #: one of ``assign.BALANCES``; None: the method's default
     fanouts: Fanouts | None = None  #: for method `frequency`; None: its default
     clusters: int = 0  #: number of clusters per part, stored as node attribute `cluster`; 0: none
     rows: WireRows = "stored"  #: type that floating-point attributes with two or more dimensions are rounded to
+    memory: str | None = None  #: most memory to use, such as 4GB; None: what the machine has
     force: bool = False  #: replace a partition of another graph in ``folder``
 
     def method_record(self) -> dict[str, Any]:
@@ -63,22 +82,29 @@ def make_partition(spec: PartitionSpec, say: Callable[[str], None] = print) -> M
     """Load the dataset, assign its nodes to parts and write the partition folder.
 
     If the folder already holds a partition with the same fingerprint, the dataset is not loaded and nothing is written.
-    ``say`` is called with each line of progress. Raises ``DataError`` or ``PartitionError``, and leaves no files behind
-    then.
+    A run of dataset `tables` or with a limit of memory that is killed or interrupted leaves its intermediate results in
+    a hidden folder beside ``folder``, and the same call goes on with them. Any other run leaves no files behind, nor
+    does one that fails. ``say`` is called with each line of progress. Raises ``DataError`` or ``PartitionError``.
     """
-    folder = Path(spec.folder)
-    if (done := reusable(folder, spec.fingerprint(), say)) is not None:
+    folder, fingerprint = Path(spec.folder), spec.fingerprint()
+    if (done := reusable(folder, fingerprint, say)) is not None:
         what = f"{done.dataset}, {done.num_parts} parts by {done.algorithm}"
         sizes = f"files of the right sizes; `python -m trainer partition verify {folder}` compares their contents"
         say(f"{folder} is up to date: {what}" if is_compared(done) else f"{folder} holds {what}: {sizes}")
         return done
-    with _work_folder(folder) if spec.dataset == "tables" else nullcontext() as work:
-        return _make(spec, folder, say, work)
+    keep = spec.dataset == "tables" or spec.memory is not None
+    with work_folder(folder, fingerprint, keep) as work, reporting(say):
+        return _make(spec, fingerprint, folder, say, work)
 
 
-def _make(spec: PartitionSpec, folder: Path, say: Callable[[str], None], work: Path | None) -> Manifest:
+def _make(
+    spec: PartitionSpec, fingerprint: str, folder: Path, say: Callable[[str], None], work: WorkFolder
+) -> Manifest:
+    if done := work.stages_done():
+        say(f"going on with what an interrupted run left in {work.path} ({', '.join(done)}); delete it to start again")
+    limit = available_memory() if spec.memory is None else parse_size(spec.memory)
     stages = _StageTimer(say)
-    dataset = load_dataset(spec.dataset, spec.source, spec.options, work)
+    dataset = _loaded(spec, limit, work)
     stages.end("load", f"{dataset.name}: {_counts(dataset)}")
     if not spec.force:
         check_same_graph(folder, dataset)
@@ -86,36 +112,57 @@ def _make(spec: PartitionSpec, folder: Path, say: Callable[[str], None], work: P
         say(f"replacing {other} in {folder}")
     for note in (*dataset.notes, *_notes_for_training(dataset)):
         say(f"note: {note}")
-    assignment = assign_parts(
-        dataset, spec.num_parts, spec.method, spec.seed, balance=spec.balance, fanouts=spec.fanouts
-    )
-    stages.end("assign", f"{spec.method}: cut {assignment.edge_cut:.2%}, balance {assignment.balance:.3f}")
+    memory = _memory_of_steps(dataset, limit)
+    assignment, reason = _assigned(spec, dataset, memory, work)
+    how = f"{assignment.algorithm} ({reason})" if reason else assignment.algorithm
+    stages.end("assign", f"{how}: cut {assignment.edge_cut:.2%}, balance {assignment.balance:.3f}")
     if spec.clusters:
         from trainer.partition.clusters import with_clusters
 
         dataset = with_clusters(dataset, assignment, spec.clusters)
         assignment = replace(assignment, options=spec.method_record())
         stages.end("divide", f"each part into {spec.clusters} clusters")
-    manifest = write_partition(dataset, assignment, folder, spec.rows)
+    manifest = write_partition(dataset, assignment, folder, spec.rows, min(memory, SORT_MEMORY), work, fingerprint)
     stages.end("write", f"{folder}: {sum(entry.bytes for entry in manifest.files) / 1e6:,.1f} MB")
     return manifest
 
 
-@contextmanager
-def _work_folder(folder: Path) -> Iterator[Path]:
-    """Create an empty folder beside ``folder`` for the arrays of dataset `tables`, and delete it at the end.
+def _loaded(spec: PartitionSpec, limit: int, work: WorkFolder) -> Dataset:
+    """Load the dataset. Tables are converted once, even if the run is interrupted later."""
+    if spec.dataset != "tables":
+        return load_dataset(spec.dataset, spec.source, spec.options)
+    if not work.is_done("load"):
+        scratch = Scratch(work.emptied("dataset"), int(_TABLES_SHARE * limit))
+        store_dataset(load_dataset(spec.dataset, spec.source, spec.options, scratch), scratch.folder)
+        work.once("load", lambda: None)
+    return read_stored_dataset(work.folder("dataset"))
 
-    A folder that is left of a killed process is deleted first.
-    """
-    work = folder.with_name(f".{folder.name}.tables")
-    try:
-        shutil.rmtree(work, ignore_errors=True)
-        work.mkdir(parents=True)
-        yield work
-    except OSError as error:
-        raise PartitionError(f"{work} cannot be written: {error.strerror or error}") from error
-    finally:
-        shutil.rmtree(work, ignore_errors=True)
+
+def _memory_of_steps(dataset: Dataset, limit: int) -> int:
+    """Return the bytes that a step may use beside arrays of one value per node. Raises ``PartitionError`` if none."""
+    fixed = _PROCESS_BYTES + _NODE_BYTES * dataset.num_nodes
+    if limit - fixed < _LEAST_BYTES:
+        raise PartitionError(
+            f"{dataset.num_nodes:,} nodes need at least {size_text(fixed + _LEAST_BYTES)} of memory, but only "
+            f"{size_text(limit)} may be used; raise data.partition.memory (--memory), or use a larger machine"
+        )
+    return limit - fixed
+
+
+def _assigned(spec: PartitionSpec, dataset: Dataset, memory: int, work: WorkFolder) -> tuple[PartitionAssignment, str]:
+    """Return the assignment, and the reason for its method if method `auto` has chosen it."""
+
+    def assign() -> str:
+        method, reason = (spec.method, "") if spec.method != "auto" else choose_method(dataset, memory)
+        scratch = Scratch(work.emptied("sort"), memory)
+        options = {"balance": spec.balance, "fanouts": spec.fanouts}
+        assignment = assign_parts(dataset, spec.num_parts, method, spec.seed, scratch, **options)
+        store_assignment(assignment, work.emptied("assign"))
+        work.emptied("sort")
+        return reason
+
+    reason = work.once("assign", assign)
+    return read_assignment(work.folder("assign")), reason
 
 
 def _notes_for_training(dataset: Dataset) -> Iterator[str]:

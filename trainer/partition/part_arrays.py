@@ -11,6 +11,7 @@ import numpy as np
 
 from trainer.core.arrays import Array, Ids
 from trainer.core.errors import DataError
+from trainer.core.progress import progress
 from trainer.core.remote_settings import WireRows
 from trainer.core.rounding import Unroundable, rounds, to_float16, to_int8
 from trainer.core.row_sort import Column
@@ -106,6 +107,7 @@ def pieces_by_part(values: Array, part: Array, num_parts: int, at_once: int) -> 
     ``part`` [rows]: the part of each row.
     """
     for start in range(0, len(values), at_once):
+        progress("write nodes", start, len(values))
         rows, own = values[start : start + at_once], part[start : start + at_once]
         order = np.argsort(own, kind="stable")
         limits: Ids = np.zeros(num_parts + 1, np.int64)

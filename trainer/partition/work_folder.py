@@ -36,6 +36,11 @@ class WorkFolder:
         shutil.rmtree(self.path / name, ignore_errors=True)
         return self.folder(name)
 
+    def stages_done(self) -> list[str]:
+        """Return the names of the finished stages, in the order of their ends."""
+        found = sorted(self.path.glob("*.done"), key=lambda path: path.stat().st_mtime_ns)
+        return [path.name.removesuffix(".done") for path in found]
+
     def is_done(self, stage: str) -> bool:
         """Return whether a stage is finished."""
         return self._record(stage).exists()
@@ -51,8 +56,10 @@ class WorkFolder:
 
 
 @contextmanager
-def work_folder(folder: Path, fingerprint: str) -> Iterator[WorkFolder]:
-    """Open the work folder of a partition folder. It is deleted at the end and on errors, but not on Ctrl-C or a kill.
+def work_folder(folder: Path, fingerprint: str, keep: bool) -> Iterator[WorkFolder]:
+    """Open the work folder of a partition folder. It is deleted at the end and on errors.
+
+    A killed process leaves it; so does an interrupt (Ctrl-C) if ``keep``.
 
     What another partition's interrupted run has left is deleted first. Raises ``PartitionError`` if another process
     uses the work folder, or the disk cannot be written.
@@ -65,8 +72,9 @@ def work_folder(folder: Path, fingerprint: str) -> Iterator[WorkFolder]:
             try:
                 _keep_if_same(path, fingerprint)
                 yield WorkFolder(path)
-            except Exception:
-                shutil.rmtree(path, ignore_errors=True)
+            except BaseException as error:
+                if isinstance(error, Exception) or not keep:
+                    shutil.rmtree(path, ignore_errors=True)
                 raise
             shutil.rmtree(path)
     except OSError as error:

@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 
 from trainer.core.arrays import Array
+from trainer.core.progress import progress
 from trainer.core.remote_settings import WireRows
 from trainer.core.row_sort import Column, Scratch
 from trainer.core.schema import EdgeType, NodeType, type_name
@@ -47,7 +48,7 @@ def options_with(options: Mapping[str, Any], rows: WireRows) -> Mapping[str, Any
 
 def write_partition(
     dataset: Dataset, assignment: PartitionAssignment, folder: str | Path, rows: WireRows = "stored",
-    memory: int = SORT_MEMORY, work: WorkFolder | None = None,
+    memory: int = SORT_MEMORY, work: WorkFolder | None = None, fingerprint: str | None = None,
 ) -> Manifest:  # fmt: skip
     """Write a partition folder and return its manifest.
 
@@ -62,6 +63,7 @@ def write_partition(
         rows: type that floating-point attributes with two or more dimensions are rounded to, except labels.
         memory: bytes that edges and their attributes may take while they are sorted; more are sorted by way of files.
         work: records the finished groups of files, so that an interrupted run can go on.
+        fingerprint: that of the partition; default: of dataset and assignment.
 
     Raises:
         PartitionError: when the folder cannot be written, or holds other files.
@@ -69,7 +71,7 @@ def write_partition(
     """
     target = Path(folder)
     assignment = replace(assignment, options=options_with(assignment.options, rows))
-    fingerprint = partition_fingerprint(
+    fingerprint = fingerprint or partition_fingerprint(
         dataset.fingerprint, assignment.num_parts, assignment.algorithm, assignment.seed, assignment.options,
         dataset.time_attrs,
     )  # fmt: skip
@@ -226,6 +228,7 @@ def _write_sorted(
         for name, array in src_times.items():
             writer.append(array, spans, times[name][cut.source.orig_id[sources]], numbers)
         del sources
+        progress("write edges", group.first, len(cut.indptr))
         for attr, column in zip(attrs, group.columns[2:], strict=True):
             writer.append(attr, spans, column(), numbers)
     written: list[PartArray | PartAttr] = [indices, orig_ids, *src_times.values(), *attrs]

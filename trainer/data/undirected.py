@@ -1,0 +1,160 @@
+"""Adds the reverse of every edge (option ``undirected``), in memory or by way of files."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+
+from trainer.core.arrays import Array, Ids, id_dtype
+from trainer.core.errors import DataError
+from trainer.core.row_sort import Column, Records, Scratch, SortedRows, sorted_rows
+from trainer.core.schema import EdgeType, NodeType, type_name
+from trainer.data.dataset import EdgeData
+from trainer.data.edges import undirected
+
+_EDGES_AT_ONCE = 1 << 20
+
+
+def both_ways(
+    edges: Mapping[EdgeType, EdgeData], num_nodes: Mapping[NodeType, int], reverse_types: bool, where: str,
+    scratch: Scratch | None = None,
+) -> dict[EdgeType, EdgeData]:  # fmt: skip
+    """Add the reverse of every edge, as torch_geometric's ``ToUndirected`` does.
+
+    For an edge type ``(a, r, b)`` between two node types, the type ``(b, rev_r, a)`` is added, with the edges in the
+    same order. If both ends have the same node type, the reverse edges are added to the edge type itself, unless
+    ``reverse_types`` is set. With ``scratch``, new arrays are memory-mapped files in its folder. Raises ``DataError``
+    when a type to be added exists already.
+    """
+    result = dict(edges)
+    for of, data in edges.items():
+        source, relation, target = of
+        if source == target and not reverse_types:
+            result[of] = merged(data, num_nodes[source], _within(scratch, type_name(of)))
+            continue
+        back = (target, f"rev_{relation}", source)
+        if back in result:
+            raise DataError(f"{where}: edge type {type_name(back)} already exists; leave out option undirected")
+        result[back] = reverse(data, _within(scratch, type_name(back)))
+    return result
+
+
+def reverse(data: EdgeData, scratch: Scratch | None = None) -> EdgeData:
+    """Return the edges with sources and targets swapped. The attributes are shared with ``data``."""
+    swapped = data.edge_index[::-1]
+    if scratch is None:
+        return EdgeData(np.ascontiguousarray(swapped), data.attrs, data.bfloat16)
+    out = np.lib.format.open_memmap(scratch.folder / "edge_index.npy", "w+", swapped.dtype, swapped.shape)
+    out[:] = swapped
+    return EdgeData(out, data.attrs, data.bfloat16)
+
+
+def merged(data: EdgeData, num_nodes: int, scratch: Scratch | None = None) -> EdgeData:
+    """Return both directions of every edge, without duplicates, sorted by source then target.
+
+    If several edges are equal, the attributes of the first are kept, and edges in ``data`` come before reversed ones.
+    The attributes are not added up.
+    """
+    if scratch is not None:
+        return _merged_on_disk(data, num_nodes, scratch)
+    if not data.attrs:
+        return EdgeData(undirected(data.edge_index, num_nodes))
+    edge_index, origin = _first_of_equal(data.edge_index)
+    return EdgeData(edge_index, {name: values[origin] for name, values in data.attrs.items()}, data.bfloat16)
+
+
+def _first_of_equal(edge_index: Array) -> tuple[Array, Array]:
+    """Return both directions of every edge, sorted and without duplicates, and where their attributes come from.
+
+    The second array contains for each returned edge the index in ``edge_index`` of the edge whose attributes it gets.
+    """
+    both = np.concatenate([edge_index, edge_index[::-1]], axis=1)
+    order = np.lexsort((both[1], both[0]))  # stable, so a given edge comes before an equal reversed one
+    both = both[:, order]
+    new = np.ones(both.shape[1], bool)
+    new[1:] = (both[:, 1:] != both[:, :-1]).any(axis=0)
+    return np.ascontiguousarray(both[:, new]), order[new] % edge_index.shape[1]
+
+
+# --- by way of files ----------------------------------------------------------------------------------------------
+
+
+def _within(scratch: Scratch | None, name: str) -> Scratch | None:
+    """Return ``scratch`` with a new folder inside its folder."""
+    if scratch is None:
+        return None
+    folder = scratch.folder / f"both_ways-{name}"
+    folder.mkdir()
+    return replace(scratch, folder=folder)
+
+
+def _merged_on_disk(data: EdgeData, num_nodes: int, scratch: Scratch) -> EdgeData:
+    """Return what ``merged`` returns, as memory-mapped files. Takes 16 bytes per node and ``scratch.memory``."""
+    count = data.num_edges
+    indptr = np.zeros(num_nodes + 1, np.int64)
+    for start in range(0, count, _EDGES_AT_ONCE):
+        ends = data.edge_index[:, start : start + _EDGES_AT_ONCE]
+        indptr[1:] += np.bincount(ends.reshape(-1), minlength=num_nodes)
+    np.cumsum(indptr, out=indptr)
+    dtype = data.edge_index.dtype
+    columns = [Column(dtype), Column(np.dtype(id_dtype(2 * count)))]
+    names, total = ("source", "target", "origin"), 0
+    with (
+        open(scratch.folder / "source", "wb") as sources,
+        open(scratch.folder / "target", "wb") as targets,
+        open(scratch.folder / "origin", "wb") as origins,
+    ):
+        for group in sorted_rows(indptr, columns, lambda: _both_directions(data.edge_index, columns), scratch):
+            source, target, origin = _without_repeats(group)
+            sources.write(source.astype(dtype, copy=False).data)
+            targets.write(target.data)
+            origins.write((origin % count).astype(np.int64, copy=False).data)
+            total += len(source)
+    edge_index = np.lib.format.open_memmap(scratch.folder / "edge_index.npy", "w+", dtype, (2, total))
+    for row, name in enumerate(names[:2]):
+        _copy(_mapped(scratch.folder / name, dtype), edge_index[row])
+    origin = _mapped(scratch.folder / "origin", np.dtype(np.int64))
+    attrs = {name: _gathered(values, origin, scratch.folder / f"{name}.npy") for name, values in data.attrs.items()}
+    for name in names:
+        (scratch.folder / name).unlink()
+    return EdgeData(edge_index, attrs, data.bfloat16)
+
+
+def _both_directions(edge_index: Array, columns: list[Column]) -> Iterator[Records]:
+    """Yield all edges, then all reversed ones: source, target, and the position among these."""
+    count = edge_index.shape[1]
+    for first, (sources, targets) in ((0, edge_index), (count, edge_index[::-1])):
+        for start in range(0, count, _EDGES_AT_ONCE):
+            rows = sources[start : start + _EDGES_AT_ONCE]
+            position = np.arange(first + start, first + start + len(rows), dtype=columns[1].dtype)
+            yield rows, [targets[start : start + _EDGES_AT_ONCE], position]
+
+
+def _without_repeats(group: SortedRows) -> tuple[Ids, Array, Array]:
+    """Return sources, targets and positions, sorted by source and target, without repeated edges."""
+    source = np.repeat(np.arange(group.first, group.first + len(group.limits) - 1), np.diff(group.limits))
+    target, position = (column() for column in group.columns)
+    order = np.lexsort((target, source))  # stable
+    source, target = source[order], target[order]
+    new = np.ones(len(order), bool)
+    new[1:] = (source[1:] != source[:-1]) | (target[1:] != target[:-1])
+    return source[new], target[new], position[order[new]]
+
+
+def _mapped(path: Path, dtype: np.dtype) -> Array:  # type: ignore[type-arg]
+    return np.memmap(path, dtype, "r") if path.stat().st_size else np.empty(0, dtype)
+
+
+def _copy(values: Array, out: Array) -> None:
+    for start in range(0, len(values), _EDGES_AT_ONCE):
+        out[start : start + _EDGES_AT_ONCE] = values[start : start + _EDGES_AT_ONCE]
+
+
+def _gathered(values: Array, rows: Array, path: Path) -> Array:
+    out = np.lib.format.open_memmap(path, "w+", values.dtype, (len(rows), *values.shape[1:]))
+    for start in range(0, len(rows), _EDGES_AT_ONCE):
+        out[start : start + _EDGES_AT_ONCE] = values[rows[start : start + _EDGES_AT_ONCE]]
+    return out

@@ -1,0 +1,175 @@
+"""Contracts a graph on disk to a small weighted one, by size-constrained label propagation.
+
+Meyerhenke, Sanders, Schulz, "Partitioning Complex Networks via Size-Constrained Clustering", SEA 2014; with node data
+in memory and edges on disk as in Akhremtsev, Sanders, Schulz, "(Semi-)External Algorithms for Graph Partitioning and
+Clustering", ALENEX 2015. Every pass reads the edges once, from the first to the last.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+from trainer.core.arrays import Array, Ids
+from trainer.core.compiled import njit
+from trainer.core.progress import progress
+from trainer.core.rng import GOLDEN, mix
+from trainer.core.row_sort import Column, Records, Scratch, sorted_rows
+
+_PASSES = 10
+
+_SLOTS_AT_ONCE = 1 << 20
+
+
+@dataclass(frozen=True)
+class WeightedGraph:
+    """A symmetric graph without self loops. Its neighbours and edge weights may be memory-mapped."""
+
+    indptr: Ids  #: [nodes + 1]
+    neighbours: Array  #: int32|int64 [slots]; an edge has two slots, one per direction
+    edge_weight: Array | None  #: int64 [slots]; None: 1
+    node_weight: Array  #: int32|int64 [nodes]
+
+    @property
+    def num_nodes(self) -> int:
+        return len(self.indptr) - 1
+
+    @property
+    def weights(self) -> Array:
+        """The edge weights, or an empty array if all are 1."""
+        return np.empty(0, np.int64) if self.edge_weight is None else self.edge_weight
+
+
+def clusters_of(graph: WeightedGraph, limit: int, seed: int) -> Array:
+    """Divide the nodes into clusters of at most ``limit`` weight, and return the cluster of each node, int32|int64 [N].
+
+    Clusters are numbered from 0. In each pass, a node moves to the cluster that most of its edges lead to, among those
+    with room; ties are broken by hashes. Takes 24 bytes per node.
+    """
+    cluster = np.arange(graph.num_nodes, dtype=graph.neighbours.dtype)
+    alone = np.flatnonzero(np.diff(graph.indptr) == 0)
+    cluster[alone] = alone[:1]  # nodes without edges weigh nothing, and are one cluster
+    size = np.bincount(cluster, graph.node_weight, graph.num_nodes).astype(np.int64)
+    links = np.zeros(graph.num_nodes, np.int32 if graph.edge_weight is None else np.int64)
+    for number in range(_PASSES):
+        progress("find clusters", number, _PASSES)
+        key = np.uint64((seed * _PASSES + number + 1) % 2**64)
+        moved = _propagate(graph.indptr, graph.neighbours, graph.weights, graph.node_weight, cluster, size, links,
+                           limit, key)  # fmt: skip
+        if moved * 50 <= graph.num_nodes:
+            break
+    used = np.zeros(graph.num_nodes, bool)
+    used[cluster] = True
+    return (np.cumsum(used, dtype=cluster.dtype) - 1)[cluster]
+
+
+@njit()
+def _propagate(
+    indptr: Array, neighbours: Array, weights: Array, node_weight: Array, cluster: Array, size: Array, links: Array,
+    limit: int, key: int,
+) -> int:  # fmt: skip
+    moved = 0
+    for node in range(len(indptr) - 1):
+        begin, end = indptr[node], indptr[node + 1]
+        for slot in range(begin, end):
+            links[cluster[neighbours[slot]]] += weights[slot] if len(weights) else 1
+        own, weight = cluster[node], node_weight[node]
+        best, most = own, links[own]
+        for slot in range(begin, end):
+            other = cluster[neighbours[slot]]
+            if other == best or links[other] < most or size[other] + weight > limit:
+                continue
+            if links[other] > most or (
+                other != own and best != own and _rank(key, node, other) > _rank(key, node, best)
+            ):
+                best, most = other, links[other]
+        for slot in range(begin, end):
+            links[cluster[neighbours[slot]]] = 0
+        if best != own:
+            cluster[node] = best
+            size[own] -= weight
+            size[best] += weight
+            moved += 1
+    return moved
+
+
+@njit()
+def _rank(key: int, node: int, cluster: int) -> int:
+    return mix(mix(np.uint64(node) + np.uint64(key) * GOLDEN) ^ np.uint64(cluster))
+
+
+def contracted(graph: WeightedGraph, cluster: Array, scratch: Scratch, name: str) -> WeightedGraph:
+    """Return the graph of the clusters: weights of equal edges are added, edges within a cluster are left out.
+
+    Neighbours and weights are files in the folder of ``scratch``, with ``name`` in front. Takes 32 bytes per cluster
+    and ``scratch.memory``.
+    """
+    count = int(cluster.max()) + 1
+    node_weight = np.bincount(cluster, graph.node_weight, count).astype(np.int64)
+    rows = np.zeros(count + 1, np.int64)
+    _count_links(graph.indptr, graph.neighbours, cluster, rows)
+    np.cumsum(rows, out=rows)
+    columns = [Column(cluster.dtype)] + ([] if graph.edge_weight is None else [Column(np.dtype(np.int64))])
+    place = np.full(count, -1, np.int64)
+    paths = [scratch.folder / f"{name}.{what}" for what in ("neighbours", "weights")]
+    indptr = np.zeros(count + 1, np.int64)
+    with paths[0].open("wb") as neighbours, paths[1].open("wb") as weights:
+        for group in sorted_rows(rows, columns, lambda: _links(graph, cluster), scratch):
+            to, *weight = (column() for column in group.columns)
+            added = weight[0] if weight else np.ones(len(to), np.int64)
+            ends = _merge(group.limits, to, added, place)
+            neighbours.write(to[: int(ends[-1])].data)
+            weights.write(added[: int(ends[-1])].data)
+            indptr[group.first : group.first + len(ends)] = ends + indptr[group.first]
+    return WeightedGraph(indptr, _mapped(paths[0], cluster.dtype), _mapped(paths[1], np.dtype(np.int64)), node_weight)
+
+
+def _mapped(path: Path, dtype: np.dtype) -> Array:  # type: ignore[type-arg]
+    return np.memmap(path, dtype, "r") if path.stat().st_size else np.empty(0, dtype)
+
+
+@njit()
+def _count_links(indptr: Array, neighbours: Array, cluster: Array, rows: Array) -> None:
+    for node in range(len(indptr) - 1):
+        own = cluster[node]
+        for slot in range(indptr[node], indptr[node + 1]):
+            rows[own + 1] += cluster[neighbours[slot]] != own
+
+
+def _links(graph: WeightedGraph, cluster: Array) -> Iterator[Records]:
+    """Yield the slots that lead from one cluster to another: own cluster, the other one, and the edge's weight."""
+    node = 0
+    while node < graph.num_nodes:
+        progress("contract", node, graph.num_nodes)
+        end = int(np.searchsorted(graph.indptr, graph.indptr[node] + _SLOTS_AT_ONCE, side="right")) - 1
+        end = min(max(end, node + 1), graph.num_nodes)
+        first, last = int(graph.indptr[node]), int(graph.indptr[end])
+        own = np.repeat(cluster[node:end], np.diff(graph.indptr[node : end + 1]))
+        other = cluster[graph.neighbours[first:last]]
+        kept = own != other
+        weights = [] if graph.edge_weight is None else [graph.edge_weight[first:last][kept]]
+        yield own[kept], [other[kept], *weights]
+        node = end
+
+
+@njit()
+def _merge(limits: Array, to: Array, weights: Array, place: Array) -> Array:
+    """Add up the weights of equal neighbours of each row, in place, and return the new limits of the rows."""
+    ends = np.zeros(len(limits), np.int64)
+    end = 0
+    for row in range(len(limits) - 1):
+        start = end
+        for slot in range(limits[row], limits[row + 1]):
+            other = to[slot]
+            if start <= place[other] < end and to[place[other]] == other:
+                weights[place[other]] += weights[slot]
+            else:
+                place[other] = end
+                to[end] = other
+                weights[end] = weights[slot]
+                end += 1
+        ends[row + 1] = end
+    return ends

@@ -264,6 +264,8 @@ def _tables(options: Mapping[str, Any]) -> Iterator[Line]:
                 yield Line(f"        {key}: {value(plain)}")
         if kind == "nodes" and not any("label" in table for table in options[kind].values()):
             yield Line("        # label: COLUMN", "what to predict; take it out of features and categories")
+    if options.get("undirected"):
+        yield Line("    undirected: true", "adds the reverse of every edge, so that every type receives messages")
 
 
 def _train(draft: Draft) -> Iterator[Line]:

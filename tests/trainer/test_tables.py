@@ -364,9 +364,11 @@ def test_drafted_options_are_read(tmp_path: Path) -> None:
                 "features": ["stars"], "standardize": True,
             }
         },
+        "undirected": True,
     }  # fmt: skip
     graph = load(tmp_path, drafted, tmp_path / "work")
     assert graph.edges["user", "ratings", "item"].num_edges == 5
+    assert graph.edges["item", "rev_ratings", "user"].num_edges == 5
 
 
 def test_a_draft_of_integer_ids_takes_the_two_columns_of_the_same_type(tmp_path: Path) -> None:

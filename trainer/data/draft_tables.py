@@ -69,7 +69,7 @@ def _may_be_id(column: _Column) -> bool:
 
 
 def draft_tables(folder: Path) -> dict[str, Any]:
-    """Return ``nodes`` and ``edges`` for option ``options`` of dataset `tables`, guessed from the files in ``folder``.
+    """Return key ``options`` of dataset `tables`, guessed from the files in ``folder``: ``nodes`` and ``edges``.
 
     A table with a column without repeats is a node table; a table with two columns whose values are ids of node tables
     is an edge table. Every file, and every folder, directly in ``folder`` is one table. Raises ``DataError`` if there
@@ -138,10 +138,12 @@ def _draft(found: list[_Found]) -> dict[str, Any]:
             "no node tables (a column without repeats) and edge tables (two columns of their ids) are recognised in: "
             f"{have}; write data.options yourself (docs/data.md)"
         )
-    return {
+    drafted = {
         "nodes": {types[table.file]: _node_table(table) for table in nodes},
         "edges": {_edge_name(table, ends[table.file], types): _edge_table(table, ends[table.file]) for table in edges},
     }
+    # without reverse edges, a type without incoming edges would receive no messages
+    return drafted | ({"undirected": True} if len(nodes) > 1 else {})
 
 
 def _ends(table: _Found, nodes: list[_Found]) -> list[tuple[_Column, _Found]]:

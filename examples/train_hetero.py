@@ -41,13 +41,17 @@ class Model(nn.Module):
         return self.head(x[self.target])
 
 
-def main() -> None:
+def parse_options() -> argparse.Namespace:
     parser = argparse.ArgumentParser()
     parser.add_argument("--parts", help="partition folder; default under launch.py: the folder of the run")
     parser.add_argument("--epochs", type=int, default=3)
     parser.add_argument("--batch-size", type=int, default=256, help="seeds per step and process")
     parser.add_argument("--hidden", type=int, default=64)
-    options = parser.parse_args()
+    return parser.parse_args()
+
+
+def main() -> None:
+    options = parse_options()
     warnings.filterwarnings("ignore", "There exist node types")  # not every type is the target of an edge type
     alone = {} if dist.is_torchelastic_launched() else {"store": dist.HashStore(), "rank": 0, "world_size": 1}
     dist.init_process_group("gloo", **alone)

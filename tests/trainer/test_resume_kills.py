@@ -12,7 +12,6 @@ import json
 import os
 import random
 import signal
-import time
 from collections.abc import Iterator
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
@@ -23,13 +22,11 @@ import pytest
 
 from forked import Forked
 from gateway_kit import HALVES, serving_parts
+from kill_kit import train_until
 from ports import free_port
 from test_script_checkpoint import SCRIPT
 from train_kit import Ended, command_line, curve, finish, job, rank_environment, start_script, write_parts
-from trainer.cli import main
-from trainer.train import checkpoint_writer
 from trainer.train.checkpoint import load_checkpoint, load_content
-from trainer.train.checkpoint_writer import CheckpointSchedule
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(3600)]
 
@@ -133,25 +130,6 @@ def stages(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Stage
         }
 
 
-def train_until(words: list[str], every: int, last: int, die: bool, newest: Path) -> None:
-    """Train with a checkpoint after every ``every`` steps; with ``die``, end by SIGKILL after ``last`` steps, but not
-    before the file ``newest`` exists."""
-    done = itertools.count(1)
-    steps = STEPS["homogeneous"]
-
-    def due(self: CheckpointSchedule) -> bool:
-        number = next(done)
-        number += (number - 1) // (steps - 1)  # not called after the last step of an epoch
-        if die and number == last:
-            while not newest.exists():
-                time.sleep(0.01)
-            os.kill(os.getpid(), signal.SIGKILL)
-        return number % every == 0
-
-    checkpoint_writer.CheckpointSchedule.due = due  # type: ignore[method-assign]
-    main(words)
-
-
 def run(stage: Stage, kill: Kill, hosts: int, folder: Path, resume: Path | None = None, mode: str = "") -> list[Ended]:
     """Train on ``hosts`` hosts; without ``resume``, the victim dies."""
     mode, port = mode or kill.mode, free_port()
@@ -177,8 +155,8 @@ def run(stage: Stage, kill: Kill, hosts: int, folder: Path, resume: Path | None 
             at = words.index("--parts")
             del words[at : at + 2]
         env = rank_environment(rank, hosts, port, **env, GNNFLEET_PART_IDS=",".join(map(str, parts)))
-        dies = die and rank == kill.victim
-        ranks.append(Forked(train_until, (words, kill.every, kill.last, dies, newest), env))
+        last = kill.last if die and rank == kill.victim else 0
+        ranks.append(Forked(train_until, (words, kill.every, last, newest, STEPS["homogeneous"]), env))
     return [finish(process, 300) for process in ranks]
 
 

@@ -1,0 +1,34 @@
+"""Trains with checkpoints at given steps, and kills the process after one of them."""
+
+from __future__ import annotations
+
+import itertools
+import os
+import signal
+import time
+from pathlib import Path
+
+from trainer.cli import main
+from trainer.train import checkpoint_writer
+from trainer.train.checkpoint_writer import CheckpointSchedule
+
+
+def train_until(words: list[str], every: int, last: int, newest: Path, steps: int = 0) -> None:
+    """Train, and save a checkpoint after every ``every`` steps.
+
+    After ``last`` steps, if not 0, wait for the file ``newest``, and then end by SIGKILL. ``steps``: steps of an epoch,
+    if steps are to be counted over several epochs: the schedule is not asked after the last step of an epoch.
+    """
+    asked = itertools.count(1)
+
+    def due(self: CheckpointSchedule) -> bool:
+        number = next(asked)
+        number += (number - 1) // (steps - 1) if steps else 0
+        if number == last:
+            while not newest.exists():
+                time.sleep(0.01)
+            os.kill(os.getpid(), signal.SIGKILL)
+        return number % every == 0
+
+    checkpoint_writer.CheckpointSchedule.due = due  # type: ignore[method-assign]
+    main(words)

@@ -122,6 +122,7 @@ class _Conversion:
         arrays |= self._splits(table, scan, name, arrays.get("y"))
         self.database.run(f"CREATE TABLE {name}_ids AS SELECT number, id FROM {name}", scan.where)
         self.database.run(f"DROP TABLE {name}", scan.where)
+        scan.close()
         self._note_table(scan, count, table.id, self.integers[of], columns)
         sizes = [f"{len(arrays[f'{split}_idx'].values):,} {split}" for split in SPLITS if f"{split}_idx" in arrays]
         if sizes:
@@ -229,6 +230,7 @@ class _Conversion:
         arrays = {each.name: self._export(each, name, count, scan) for each in columns}
         arrays["edge_index"] = self._edge_index(of, name, count, scan)
         self.database.run(f"DROP TABLE {name}", scan.where)
+        scan.close()
         self.notes.append(f"{scan.where}: {count:,} edges{_attrs_text(columns)}")
         return arrays
 

@@ -13,6 +13,7 @@ from types import ModuleType
 from typing import Any
 
 from trainer.core.errors import DataError
+from trainer.core.memory import size_text
 from trainer.core.progress import progress
 from trainer.data.table_files import is_parquet
 
@@ -45,8 +46,9 @@ class Database:
     """A DuckDB database in a file, which spills to the folder of this file when ``memory`` is full."""
 
     def __init__(self, folder: Path, memory: int | None) -> None:
-        self._module = _duckdb()
-        self._connection = self._module.connect(str(folder / "tables.duckdb"))
+        self._module, self._memory = _duckdb(), memory
+        self._file = folder / "tables.duckdb"
+        self._connection = self._module.connect(str(self._file))
         self.run(f"SET temp_directory = {text(str(folder / 'spill'))}", "dataset tables")
         self.run("SET enable_progress_bar = true", "dataset tables")  # else there is no query_progress
         self.run("SET enable_progress_bar_print = false", "dataset tables")
@@ -54,7 +56,9 @@ class Database:
             self.run(f"SET memory_limit = '{memory}B'", "dataset tables")
 
     def close(self) -> None:
+        """Close the database and delete its file."""
         self._connection.close()
+        self._file.unlink(missing_ok=True)
 
     def run(self, sql: str, where: str) -> None:
         """Execute a statement. Errors of DuckDB become ``DataError`` with ``where`` in front."""
@@ -79,6 +83,11 @@ class Database:
         try:
             yield
         except self._module.Error as error:
+            if isinstance(error, self._module.OutOfMemoryException):
+                raise DataError(
+                    f"{where}: the {size_text(self._memory or 0)} for reading tables are too few; raise data.partition"
+                    ".memory (--memory). Thousands of columns are read faster as one list column of Parquet"
+                ) from None
             lines = [line.strip() for line in str(error).splitlines() if line.strip()]
             raise DataError(f"{where}: {' '.join(lines[:6])[:600]}") from None
         finally:
@@ -102,7 +111,20 @@ class Scan:
 
     @cached_property
     def sql(self) -> str:
-        return self._reading(self.files)
+        """The rows, in order. CSV files, which are slow to parse, are first copied into the database."""
+        reading = self._reading(self.files)
+        if is_parquet(self.files[0]):
+            return reading
+        self.database.run(f"CREATE TABLE {self._copy} AS SELECT * FROM {reading}", self.where)
+        return self._copy
+
+    @property
+    def _copy(self) -> str:
+        return quoted(f"rows of {self.where}")
+
+    def close(self) -> None:
+        """Delete the copy of CSV files."""
+        self.database.run(f"DROP TABLE IF EXISTS {self._copy}", self.where)
 
     def _reading(self, files: Sequence[Path]) -> str:
         names = "[" + ", ".join(text(str(path)) for path in files) + "]"

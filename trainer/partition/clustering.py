@@ -8,7 +8,7 @@ Clustering", ALENEX 2015. Every pass reads the edges once, from the first to the
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
@@ -113,11 +113,12 @@ def contracted(graph: WeightedGraph, cluster: Array, scratch: Scratch, name: str
     _count_links(graph.indptr, graph.neighbours, cluster, rows)
     np.cumsum(rows, out=rows)
     columns = [Column(cluster.dtype)] + ([] if graph.edge_weight is None else [Column(np.dtype(np.int64))])
+    part_of_memory = replace(scratch, memory=scratch.memory // 3)  # neighbours get a weight of 8 bytes after sorting
     place = np.full(count, -1, np.int64)
     paths = [scratch.folder / f"{name}.{what}" for what in ("neighbours", "weights")]
     indptr = np.zeros(count + 1, np.int64)
     with paths[0].open("wb") as neighbours, paths[1].open("wb") as weights:
-        for group in sorted_rows(rows, columns, lambda: _links(graph, cluster), scratch):
+        for group in sorted_rows(rows, columns, lambda: _links(graph, cluster), part_of_memory):
             to, *weight = (column() for column in group.columns)
             added = weight[0] if weight else np.ones(len(to), np.int64)
             ends = _merge(group.limits, to, added, place)

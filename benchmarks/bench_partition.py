@@ -5,6 +5,7 @@ from __future__ import annotations
 import multiprocessing
 import re
 import shutil
+import tempfile
 import time
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -15,15 +16,20 @@ from graphs import CACHE, LARGE, SMALL
 from table import Row
 
 NUM_PARTS = 2
+STREAMING_MEMORY = 64 << 20  #: bytes
 SPAWN = multiprocessing.get_context("spawn")
 
 
 def run(small: bool) -> list[Row]:
     """Measure each method in its own process, which also creates the graph, so that memory peaks are separate."""
-    random, metis, alone = (in_process(way, small) for way in ("random", "metis", "pymetis alone"))
+    ways = ("random", "streaming", "metis", "pymetis alone")
+    random, streaming, metis, alone = (in_process(way, small) for way in ways)
     return [
         Row("random, assign and write", random[0], "s"),
         Row("random, memory above the graph's own", random[1], "GB"),
+        Row("streaming, assign and write", streaming[0], "s", "METIS", metis[0]),
+        Row("streaming, memory above the graph's own", streaming[1], "GB", "METIS", metis[1]),
+        Row("streaming, edges cut", 100 * streaming[2], "%", "METIS", 100 * metis[2]),
         Row("METIS, assign and write", metis[0], "s", "pymetis on its own, no files", alone[0]),
         Row("METIS, memory above the graph's own", metis[1], "GB", "pymetis on its own, no files", alone[1]),
         Row("METIS, edges cut", 100 * metis[2], "%", "pymetis on its own", 100 * alone[2]),
@@ -42,6 +48,7 @@ def in_process(way: str, small: bool) -> tuple[float, float, float]:
 
 
 def measure(way: str, small: bool, out: Connection) -> None:
+    from trainer.core.row_sort import Scratch
     from trainer.core.schema import HOMO_EDGE
     from trainer.data.load import load_dataset
     from trainer.partition.assign import assign_parts
@@ -58,7 +65,9 @@ def measure(way: str, small: bool, out: Connection) -> None:
         if way == "pymetis alone":
             cut = pymetis_alone(graph.edges[HOMO_EDGE].edge_index, graph.num_nodes)
         else:
-            assignment = assign_parts(graph, NUM_PARTS, way, 0)
+            scratch = Scratch(Path(tempfile.mkdtemp(dir=CACHE)), STREAMING_MEMORY)
+            assignment = assign_parts(graph, NUM_PARTS, way, 0, scratch)
+            shutil.rmtree(scratch.folder)
             write_partition(graph, assignment, folder)
             cut = assignment.edge_cut
         seconds = time.perf_counter() - begun

@@ -54,11 +54,12 @@ def clusters_of(graph: WeightedGraph, limit: int, seed: int) -> Array:
     cluster[alone] = alone[:1]  # nodes without edges weigh nothing, and are one cluster
     size = np.bincount(cluster, graph.node_weight, graph.num_nodes).astype(np.int64)
     links = np.zeros(graph.num_nodes, np.int32 if graph.edge_weight is None else np.int64)
+    active = np.ones(graph.num_nodes, np.uint8)  # whether a neighbour has moved since the node was last looked at
     for number in range(_PASSES):
         progress("find clusters", number, _PASSES)
         key = np.uint64((seed * _PASSES + number + 1) % 2**64)
         moved = _propagate(graph.indptr, graph.neighbours, graph.weights, graph.node_weight, cluster, size, links,
-                           limit, key)  # fmt: skip
+                           active, limit, key)  # fmt: skip
         if moved * 50 <= graph.num_nodes:
             break
     used = np.zeros(graph.num_nodes, bool)
@@ -69,10 +70,13 @@ def clusters_of(graph: WeightedGraph, limit: int, seed: int) -> Array:
 @njit()
 def _propagate(
     indptr: Array, neighbours: Array, weights: Array, node_weight: Array, cluster: Array, size: Array, links: Array,
-    limit: int, key: int,
+    active: Array, limit: int, key: int,
 ) -> int:  # fmt: skip
     moved = 0
     for node in range(len(indptr) - 1):
+        if not active[node]:
+            continue
+        active[node] = 0
         begin, end = indptr[node], indptr[node + 1]
         for slot in range(begin, end):
             links[cluster[neighbours[slot]]] += weights[slot] if len(weights) else 1
@@ -90,6 +94,8 @@ def _propagate(
             links[cluster[neighbours[slot]]] = 0
         if best != own:
             cluster[node] = best
+            for slot in range(begin, end):
+                active[neighbours[slot]] = 1
             size[own] -= weight
             size[best] += weight
             moved += 1

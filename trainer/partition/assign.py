@@ -22,6 +22,8 @@ from trainer.partition.metis import metis_assignment
 
 METHODS = ("metis", "random", "hash", "frequency")
 
+KEEP = "keep"  #: the method of a partition whose parts are those of the partition folder that it was made from
+
 #: What is balanced: the number of all nodes in each part (nodes), and in addition the number of nodes of each type
 #: (types), of train seeds of each type (seeds), or both.
 BALANCES = ("nodes", "types", "seeds", "types+seeds")
@@ -116,7 +118,7 @@ def _keys(node_type: NodeType, ids: Array, seed: int) -> Array:
 class PartitionAssignment:
     """The part of every node, and the quality of the partition."""
 
-    algorithm: str  #: one of ``METHODS``
+    algorithm: str  #: one of ``METHODS``, or ``KEEP``
     seed: int
     num_parts: int
     parts: Mapping[NodeType, npt.NDArray[np.int32]]  #: type -> [num_nodes], the part of each node
@@ -151,7 +153,7 @@ def assign_parts(
     part = np.zeros(joined.total, np.int32)
     if num_parts > 1:
         part = _assign(dataset, joined, num_parts, method, seed, resolved)
-    return _assignment(dataset, joined, part, num_parts, method, seed, resolved)
+    return given_assignment(dataset, joined.split(part), num_parts, method, seed, resolved)
 
 
 def _assign(
@@ -168,20 +170,23 @@ def _assign(
     return np.concatenate(by_type)
 
 
-def _assignment(
+def given_assignment(
     dataset: Dataset,
-    joined: JoinedNodes,
-    part: Part,
+    parts: Mapping[NodeType, Part],
     num_parts: int,
     method: str,
     seed: int,
     options: Mapping[str, Any],
 ) -> PartitionAssignment:
-    parts = joined.split(part)
+    """Return the assignment in which ``parts`` has the part of every node, int32 [num_nodes] by node type.
+
+    Computes edge cut and balance. The other arguments are recorded only.
+    """
     cut = {
         of: _count_cut(edges.edge_index[0], edges.edge_index[1], parts[of[0]], parts[of[2]])
         for of, edges in dataset.edges.items()
     }
+    sizes = sum(np.bincount(part, minlength=num_parts) for part in parts.values())
     return PartitionAssignment(
         algorithm=method,
         seed=seed,
@@ -189,7 +194,7 @@ def _assignment(
         parts=parts,
         edge_cuts={of: count / max(dataset.edges[of].num_edges, 1) for of, count in cut.items()},
         edge_cut=sum(cut.values()) / max(dataset.num_edges, 1),
-        balance=float(np.bincount(part, minlength=num_parts).max()) * num_parts / len(part),
+        balance=float(np.max(sizes)) * num_parts / max(dataset.num_nodes, 1),
         options=options,
     )
 

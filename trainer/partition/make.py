@@ -1,13 +1,17 @@
-"""Makes a partition folder from a dataset: loads, assigns parts and writes (``partition make``)."""
+"""Makes a partition folder from a dataset: loads, assigns parts and writes (``partition make``).
+
+The dataset may be another partition folder; then its parts can be kept (``partition convert``), or its nodes are
+assigned anew (``partition repartition``).
+"""
 
 from __future__ import annotations
 
 import resource
-import shutil
 import time
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, nullcontext
+from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -16,9 +20,20 @@ from trainer.core.remote_settings import WireRows
 from trainer.data.dataset import Dataset
 from trainer.data.load import dataset_fingerprint, load_dataset
 from trainer.data.options import SourceOptions, parse_options
-from trainer.partition.assign import assign_parts, method_options
+from trainer.partition.assign import (
+    KEEP,
+    METHODS,
+    PartitionAssignment,
+    assign_parts,
+    fanouts_of,
+    given_assignment,
+    method_options,
+)
 from trainer.partition.folder import check_same_graph, describe_partition, is_compared, reusable
 from trainer.partition.frequency import Fanouts
+from trainer.partition.restore import PartitionedGraph, restore_graph
+from trainer.partition.source import DATASET, PartitionSource, open_source
+from trainer.partition.work_arrays import work_folder
 from trainer.partition.write import options_with, partition_fingerprint, write_partition
 from trainer.store.manifest import Manifest
 
@@ -27,12 +42,12 @@ from trainer.store.manifest import Manifest
 class PartitionSpec:
     """The arguments of ``make_partition``."""
 
-    dataset: str  #: name of the dataset, see ``load_dataset``
+    dataset: str  #: name of the dataset, see ``load_dataset``; or ``partition``: another partition folder
     folder: str  #: partition folder to write
     source: str | None = None  #: files or download folder of the dataset
     options: Mapping[str, Any] = field(default_factory=dict)  #: dataset options
     num_parts: int = 1
-    method: str = "metis"  #: one of ``assign.METHODS``
+    method: str = "metis"  #: one of ``assign.METHODS``; for dataset `partition` also ``assign.KEEP``
     seed: int = 0  #: seed of the method
     balance: str | None = None  #: one of ``assign.BALANCES``; None: the method's default
     fanouts: Fanouts | None = None  #: for method `frequency`; None: its default
@@ -40,9 +55,35 @@ class PartitionSpec:
     rows: WireRows = "stored"  #: type that floating-point attributes with two or more dimensions are rounded to
     force: bool = False  #: replace a partition of another graph in ``folder``
 
+    @cached_property
+    def partition_source(self) -> PartitionSource:
+        """The source of dataset `partition`. Raises ``DataError`` or ``PartitionError``."""
+        return open_source(self.source, self.options)
+
+    @property
+    def kept_source(self) -> PartitionSource:
+        """The source whose parts are kept. Raises ``PartitionError`` unless it has ``num_parts`` parts."""
+        if self.dataset != DATASET:
+            raise PartitionError("method keep needs dataset partition, whose source is a partition folder")
+        found = self.partition_source.num_parts
+        if found == 0:
+            raise PartitionError(
+                f"{self.partition_source.folder}: the nodes are not assigned to parts yet; assign them with "
+                "`gnnfleet partition repartition FOLDER OUT --num-parts N`"
+            )
+        if found != self.num_parts:
+            raise PartitionError(
+                f"{self.partition_source.folder} has {found} parts, but {self.num_parts} are needed; set "
+                "data.num_parts (--num-parts) to that, or choose another method than keep to assign the nodes anew"
+            )
+        return self.partition_source
+
     def method_record(self) -> dict[str, Any]:
         """Return all options of the partition method with defaults, as JSON values. Raises ``PartitionError``."""
-        options = method_options(self.method, balance=self.balance, fanouts=self.fanouts)
+        if self.method == KEEP:
+            options: dict[str, Any] = {"format": self.kept_source.format.key if self.kept_source.format else "gnnfleet"}
+        else:
+            options = method_options(self.method, balance=self.balance, fanouts=self.fanouts)
         options |= {"clusters": self.clusters} if self.clusters else {}
         return dict(options_with(options, self.rows))
 
@@ -51,6 +92,11 @@ class PartitionSpec:
 
         Raises ``DataError`` or ``PartitionError`` for invalid options and missing files.
         """
+        if self.dataset == DATASET:
+            source = self.kept_source if self.method == KEEP else self.partition_source
+            return partition_fingerprint(
+                source.fingerprint, self.num_parts, self.method, self.seed, self.method_record(), source.time_attrs
+            )
         dataset = dataset_fingerprint(self.dataset, self.source, self.options)
         time_attrs = Dataset.time_attrs
         if "time_attrs" in self.options:
@@ -72,13 +118,80 @@ def make_partition(spec: PartitionSpec, say: Callable[[str], None] = print) -> M
         sizes = f"files of the right sizes; `python -m trainer partition verify {folder}` compares their contents"
         say(f"{folder} is up to date: {what}" if is_compared(done) else f"{folder} holds {what}: {sizes}")
         return done
-    with _work_folder(folder) if spec.dataset == "tables" else nullcontext() as work:
+    with work_folder(folder) if spec.dataset in ("tables", DATASET) else nullcontext() as work:
         return _make(spec, folder, say, work)
+
+
+def convert_partition(
+    source: str | Path, folder: str | Path, options: Mapping[str, Any] | None = None, *, rows: WireRows = "stored",
+    force: bool = False, say: Callable[[str], None] = print,
+) -> Manifest:  # fmt: skip
+    """Convert the partition folder of another program to ``folder``. Every node stays in its part.
+
+    ``options`` are those of ``open_source``, the others those of ``PartitionSpec``. Raises ``DataError`` or
+    ``PartitionError``, and leaves no files behind then.
+    """
+    found = open_source(source, options)
+    if found.format is None:
+        raise PartitionError(
+            f"{found.folder} is a partition of gnnfleet already; --to pyg converts it, `partition repartition` changes "
+            "its parts"
+        )
+    say(f"{found.folder}: {found.title}, {found.num_parts or 'not assigned to'} parts")
+    spec = PartitionSpec(
+        DATASET, str(folder), str(found.folder), options or {}, found.num_parts, KEEP, rows=rows, force=force
+    )
+    return make_partition(spec, say)
+
+
+def export_partition(source: str | Path, folder: str | Path, say: Callable[[str], None] = print) -> None:
+    """Write the partition folder ``source`` to ``folder`` in the layout of torch_geometric.distributed.
+
+    Raises ``PartitionError``, and leaves no files behind then.
+    """
+    from trainer.partition.foreign.pyg_writer import write_pyg
+
+    target, stages = Path(folder), _StageTimer(say)
+    with work_folder(target) as work:
+        graph = restore_graph(source, work)
+        stages.end("load", f"{graph.dataset.name}: {_counts(graph.dataset)}")
+        for note in write_pyg(graph, target):
+            say(f"note: {note}")
+    stages.end("write", f"{target}: {graph.num_parts} parts for torch_geometric.distributed")
+
+
+def repartition_spec(
+    source: str | Path, folder: str | Path, num_parts: int, method: str | None = None, seed: int | None = None,
+    balance: str | None = None, fanouts: Fanouts | None = None,
+) -> PartitionSpec:  # fmt: skip
+    """Return the arguments that divide the graph in the partition folder ``source`` into ``num_parts`` parts.
+
+    Arguments that are None have the values that ``source`` was made with, or else their defaults. Raises ``DataError``
+    or ``PartitionError``.
+    """
+    made = open_source(source).manifest
+    kept = made if made is not None and made.algorithm in METHODS else None
+    method = method or (kept.algorithm if kept else "metis")
+    same = kept.options if kept is not None and kept.algorithm == method else {}
+    options = made.options if made is not None else {}
+    return PartitionSpec(
+        dataset=DATASET,
+        folder=str(folder),
+        source=str(source),
+        num_parts=num_parts,
+        method=method,
+        seed=seed if seed is not None else made.seed if made is not None else 0,
+        balance=balance or same.get("balance"),
+        fanouts=fanouts or (fanouts_of(same["fanouts"]) if "fanouts" in same else None),
+        clusters=options.get("clusters", 0),
+        rows=options.get("rows", "stored"),
+    )
 
 
 def _make(spec: PartitionSpec, folder: Path, say: Callable[[str], None], work: Path | None) -> Manifest:
     stages = _StageTimer(say)
-    dataset = load_dataset(spec.dataset, spec.source, spec.options, work)
+    source = spec.partition_source.read(work) if spec.dataset == DATASET else None
+    dataset = source.dataset if source else load_dataset(spec.dataset, spec.source, spec.options, work)
     stages.end("load", f"{dataset.name}: {_counts(dataset)}")
     if not spec.force:
         check_same_graph(folder, dataset)
@@ -86,9 +199,7 @@ def _make(spec: PartitionSpec, folder: Path, say: Callable[[str], None], work: P
         say(f"replacing {other} in {folder}")
     for note in (*dataset.notes, *_notes_for_training(dataset)):
         say(f"note: {note}")
-    assignment = assign_parts(
-        dataset, spec.num_parts, spec.method, spec.seed, balance=spec.balance, fanouts=spec.fanouts
-    )
+    assignment = _assignment(spec, dataset, source)
     stages.end("assign", f"{spec.method}: cut {assignment.edge_cut:.2%}, balance {assignment.balance:.3f}")
     if spec.clusters:
         from trainer.partition.clusters import with_clusters
@@ -101,21 +212,10 @@ def _make(spec: PartitionSpec, folder: Path, say: Callable[[str], None], work: P
     return manifest
 
 
-@contextmanager
-def _work_folder(folder: Path) -> Iterator[Path]:
-    """Create an empty folder beside ``folder`` for the arrays of dataset `tables`, and delete it at the end.
-
-    A folder that is left of a killed process is deleted first.
-    """
-    work = folder.with_name(f".{folder.name}.tables")
-    try:
-        shutil.rmtree(work, ignore_errors=True)
-        work.mkdir(parents=True)
-        yield work
-    except OSError as error:
-        raise PartitionError(f"{work} cannot be written: {error.strerror or error}") from error
-    finally:
-        shutil.rmtree(work, ignore_errors=True)
+def _assignment(spec: PartitionSpec, dataset: Dataset, source: PartitionedGraph | None) -> PartitionAssignment:
+    if spec.method == KEEP and source is not None:
+        return given_assignment(dataset, source.parts, source.num_parts, KEEP, spec.seed, spec.method_record())
+    return assign_parts(dataset, spec.num_parts, spec.method, spec.seed, balance=spec.balance, fanouts=spec.fanouts)
 
 
 def _notes_for_training(dataset: Dataset) -> Iterator[str]:

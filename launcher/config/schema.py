@@ -115,9 +115,10 @@ class NodeConfig:
 class PartitionConfig:
     """How the graph is cut into parts."""
 
-    method: Literal["metis", "random", "hash", "frequency"] = setting(
+    method: Literal["metis", "random", "hash", "frequency", "keep"] = setting(
         "`metis` cuts few edges; `frequency` puts each vertex into the part whose seeds sample it most with "
-        "train.fanouts; `random` and `hash` (by vertex type and id) are fast and cut the most edges.",
+        "train.fanouts; `random` and `hash` (by vertex type and id) are fast and cut the most edges; `keep` keeps the "
+        "parts of `dataset: partition`.",
         "metis",
     )
     balance: Literal["nodes", "types", "seeds", "types+seeds"] = setting(
@@ -140,13 +141,13 @@ class DataConfig:
     """The graph, and where its parts are stored."""
 
     dataset: str = setting(
-        "`synthetic`, `file`, `tables`, an `ogbn-…` name, or a torch_geometric dataset as `Planetoid:Cora`; required "
-        "unless `serving` is given.",
+        "`synthetic`, `file`, `tables`, `partition` (a partition folder of another program, or of gnnfleet), an "
+        "`ogbn-…` name, or a torch_geometric dataset as `Planetoid:Cora`; required unless `serving` is given.",
         "",
     )
     source: str | None = setting(
         "For `dataset: file` the folder of .npy/.npz files or the .pt file to read, for `dataset: tables` the folder "
-        "of the tables; else the download folder.",
+        "of the tables, for `dataset: partition` the partition folder; else the download folder.",
         None,
     )
     options: Mapping[str, Any] = setting("Options of the dataset, for instance num_nodes of `synthetic`.", dict)

@@ -20,6 +20,7 @@ from trainer.core.remote_settings import WireRows
 from trainer.data.dataset import Dataset
 from trainer.data.load import dataset_fingerprint, load_dataset
 from trainer.data.options import SourceOptions, parse_options
+from trainer.data.work_arrays import work_folder
 from trainer.partition.assign import (
     KEEP,
     METHODS,
@@ -33,7 +34,6 @@ from trainer.partition.folder import check_same_graph, describe_partition, is_co
 from trainer.partition.frequency import Fanouts
 from trainer.partition.restore import PartitionedGraph, restore_graph
 from trainer.partition.source import DATASET, PartitionSource, open_source
-from trainer.partition.work_arrays import work_folder
 from trainer.partition.write import options_with, partition_fingerprint, write_partition
 from trainer.store.manifest import Manifest
 
@@ -149,7 +149,7 @@ def export_partition(source: str | Path, folder: str | Path, say: Callable[[str]
 
     Raises ``PartitionError``, and leaves no files behind then.
     """
-    from trainer.partition.foreign.pyg_writer import write_pyg
+    from trainer.partition.pyg_writer import write_pyg
 
     target, stages = Path(folder), _StageTimer(say)
     with work_folder(target) as work:

@@ -14,10 +14,10 @@ from trainer.core.errors import PartitionError
 from trainer.core.rounding import from_int8
 from trainer.core.schema import AnyType, EdgeType, NodeType, type_name
 from trainer.data.dataset import Dataset, EdgeData, NodeData
+from trainer.data.work_arrays import Piece, WorkArrays, assembled
 from trainer.partition.clusters import CLUSTER
 from trainer.partition.cut import id_dtype
 from trainer.partition.verify import verify_partition
-from trainer.partition.work_arrays import Piece, WorkArrays, assembled
 from trainer.store.manifest import AttrSpec, Manifest
 from trainer.store.npy import rows_per_chunk
 from trainer.store.part_store import EdgePart, NodePart, PartStore, open_parts

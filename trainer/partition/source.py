@@ -14,6 +14,7 @@ from trainer.core.errors import DataError, PartitionError
 from trainer.data.build import build_dataset
 from trainer.data.hold_out import hold_out_links
 from trainer.data.options import SourceOptions, parse_options
+from trainer.data.work_arrays import WorkArrays
 from trainer.partition.foreign.dgl import DGL
 from trainer.partition.foreign.dgl_chunks import DGL_CHUNKED
 from trainer.partition.foreign.extra_arrays import ExtraFile, extra_files, with_extra_arrays
@@ -21,7 +22,6 @@ from trainer.partition.foreign.glt import GLT
 from trainer.partition.foreign.pyg import PYG
 from trainer.partition.foreign.types import ForeignFormat
 from trainer.partition.restore import PartitionedGraph, restore_graph, time_attrs_of
-from trainer.partition.work_arrays import WorkArrays
 from trainer.store.manifest import MANIFEST, Manifest, read_manifest
 
 DATASET = "partition"  #: name of the dataset whose source is a partition folder

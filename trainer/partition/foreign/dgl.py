@@ -22,10 +22,10 @@ from trainer.core.arrays import Array, Ids
 from trainer.core.errors import DataError
 from trainer.core.schema import HOMO_EDGE, HOMO_NODE, EdgeType, NodeType, type_name
 from trainer.data.raw_arrays import RawArray, RawGraph
+from trainer.data.work_arrays import Piece, WorkArrays, assembled
 from trainer.partition.foreign.dgl_files import DglGraph, Tensors, read_graph_file, read_tensor_file
 from trainer.partition.foreign.dgl_ranges import IdRanges
 from trainer.partition.foreign.types import ForeignFormat, ForeignGraph
-from trainer.partition.work_arrays import Piece, WorkArrays, assembled
 
 NODE_NAMES = {"feat": "x", "features": "x", "label": "y", "labels": "y"}  #: usual names of DGL's examples -> ours
 
@@ -151,15 +151,20 @@ class _Partition:
             raise DataError(
                 f"{place}: _ID or inner_edge is missing; expected a file of dgl.distributed.partition_graph"
             )
-        ids = graph.edges["_ID"].values
+        ids, inner = graph.edges["_ID"].values, graph.edges["inner_edge"].values
+        node_ids = graph.nodes["_ID"].values
+        if not ids.shape == inner.shape == graph.sources.shape or ids.dtype.kind != "i" or node_ids.dtype.kind != "i":
+            raise DataError(f"{place}: _ID and inner_edge are not one number per edge and node; the file is damaged")
+        for ends in (graph.sources, graph.targets):
+            if len(ends) and (ends.min() < 0 or ends.max() >= len(node_ids)):
+                raise DataError(f"{place}: an edge ends at a node that the part does not have; the file is damaged")
         start, size = int(ranges.starts[part_id]), int(ranges.sizes[part_id])
-        mine = np.flatnonzero((graph.edges["inner_edge"].values != 0) & (ids >= start) & (ids < start + size))
+        mine = np.flatnonzero((inner != 0) & (ids >= start) & (ids < start + size))
         mine = mine[np.argsort(ids[mine], kind="stable")]
         if not np.array_equal(ids[mine], np.arange(start, start + size)):
             raise DataError(
                 f"{place}: {len(mine)} edges of type {type_name(of)}, expected the ids from {start} on, {size}"
             )
-        node_ids = graph.nodes["_ID"].values
         return np.stack([
             self.nodes[of[0]].per_type(node_ids[graph.sources[mine]], place),
             self.nodes[of[2]].per_type(node_ids[graph.targets[mine]], place),

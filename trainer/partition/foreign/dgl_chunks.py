@@ -21,9 +21,9 @@ from trainer.core.arrays import Array
 from trainer.core.errors import DataError
 from trainer.core.schema import HOMO_EDGE, HOMO_NODE, EdgeType, NodeType
 from trainer.data.raw_arrays import RawArray, RawGraph
+from trainer.data.work_arrays import Piece, WorkArrays, assembled
 from trainer.partition.foreign.dgl import EDGE_NAMES, NODE_NAMES, as_mask, renamed
 from trainer.partition.foreign.types import ForeignFormat, ForeignGraph, part_numbers
-from trainer.partition.work_arrays import Piece, WorkArrays, assembled
 
 METADATA, PARTITION = "metadata.json", "partition_meta.json"
 

@@ -72,7 +72,10 @@ def read_graph_file(path: Path) -> DglGraph:
     nodes, edges = ([stream.named_tensors() for _ in range(stream.count())] for _ in range(2))
     if not len(relations) == len(nodes) == len(edges) == 1:
         raise stream.error(f"it has {len(nodes)} node types and {len(relations)} edge types, expected one of each")
-    return DglGraph(*relations[0], nodes[0], edges[0])
+    sources, targets = relations[0]
+    if sources.shape != targets.shape or sources.ndim != 1 or sources.dtype.kind != "i" or targets.dtype.kind != "i":
+        raise stream.error("sources and targets of the edges do not agree")
+    return DglGraph(sources, targets, nodes[0], edges[0])
 
 
 class _Stream:
@@ -150,7 +153,17 @@ class _Stream:
         self.take(16)  # numbers of columns and rows
         rows, columns, ids = (self._tensor().values for _ in range(3))
         self.take(2)  # whether rows and columns are sorted
-        return (_by_id(rows, ids), _by_id(columns, ids)) if len(ids) else (rows, columns)
+        return self._by_id(rows, ids), self._by_id(columns, ids)
+
+    def _by_id(self, values: Array, ids: Array) -> Array:
+        """Return ``values`` in order of the edge ids ``ids``, which are empty if the order is that already."""
+        if not len(ids):
+            return values
+        if ids.shape != values.shape or not np.array_equal(np.sort(ids), np.arange(len(values))):
+            raise self.error("the ids of edges are not a permutation")
+        ordered = np.empty_like(values)
+        ordered[ids] = values
+        return ordered
 
     def _compressed(self) -> tuple[Array, Array]:
         """Return row and column of each entry of a compressed matrix, in order of edge ids."""
@@ -158,10 +171,11 @@ class _Stream:
         self.take(16)  # numbers of columns and rows
         indptr, indices, ids = (self._tensor().values for _ in range(3))
         self.take(1)  # whether columns are sorted
-        rows = np.repeat(np.arange(len(indptr) - 1), np.diff(indptr))
-        if len(rows) != len(indices):
-            raise self.error(f"{len(indices)} edges, but row limits for {len(rows)}")
-        return (_by_id(rows, ids), _by_id(indices, ids)) if len(ids) else (rows, indices)
+        sizes = np.diff(indptr)
+        if indptr.ndim != 1 or not len(indptr) or (sizes < 0).any() or (indptr[0], indptr[-1]) != (0, len(indices)):
+            raise self.error(f"the limits of rows do not ascend from 0 to {len(indices)}, the number of edges")
+        rows = np.repeat(np.arange(len(sizes)), sizes)
+        return self._by_id(rows, ids), self._by_id(indices, ids)
 
     def _text(self) -> str:
         return self.take(self.count()).tobytes().decode("utf-8", "replace")
@@ -181,9 +195,3 @@ class _Stream:
         except (KeyError, TypeError, ValueError) as error:
             raise self.error(f"a tensor of type {kind} with {bits} bits, shape {list(shape)}: {error}") from error
         return RawArray(values, str(self.path), bfloat16)
-
-
-def _by_id(values: Array, ids: Array) -> Array:
-    ordered = np.empty_like(values)
-    ordered[ids] = values
-    return ordered

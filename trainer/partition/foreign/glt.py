@@ -21,10 +21,10 @@ from trainer.core.arrays import Array
 from trainer.core.errors import DataError
 from trainer.core.schema import HOMO_EDGE, HOMO_NODE, EdgeType, NodeType, type_name
 from trainer.data.raw_arrays import RawArray, RawGraph
+from trainer.data.work_arrays import Piece, WorkArrays, assembled
 from trainer.partition.foreign.pyg import graph_name
 from trainer.partition.foreign.tensor_files import load_array, load_pickled_tensors, load_pickled_values
 from trainer.partition.foreign.types import ForeignFormat, ForeignGraph, part_numbers
-from trainer.partition.work_arrays import Piece, WorkArrays, assembled
 
 META = "META"
 

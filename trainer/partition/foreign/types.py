@@ -13,7 +13,7 @@ from trainer.core.arrays import Array
 from trainer.core.errors import DataError
 from trainer.core.schema import NodeType
 from trainer.data.raw_arrays import RawGraph
-from trainer.partition.work_arrays import WorkArrays
+from trainer.data.work_arrays import WorkArrays
 
 
 @dataclass(frozen=True)

@@ -94,6 +94,18 @@ def test_partitions_of_dgl(name, samples, tmp_path):
             np.testing.assert_array_equal(data.attrs["edge_attr"], edges.attrs["edge_attr"][data.attrs["orig"]])
 
 
+@pytest.mark.parametrize("name", ["dglids_homo", "dglids_hetero"])
+def test_ids_of_the_input_graph_that_dgl_stored_are_used(name, samples, tmp_path):
+    found, lines = converted(samples / name, tmp_path / "parts")
+    assert not any("original ids are DGL's" in line for line in lines)
+    without = ("orig", "edge_attr", "edge_weight")
+    assert_same_graph(found.dataset, dataset_of(hetero() if "hetero" in name else homo()), without=without)
+    for of, nodes in found.dataset.nodes.items():
+        np.testing.assert_array_equal(nodes.attrs["orig"], np.arange(nodes.num_nodes))
+        parts = [np.load(path) for path in sorted((tmp_path / "parts").glob(f"part*/nodes/{of}/orig_id.npy"))]
+        assert [len(ids) for ids in parts] == list(np.bincount(found.parts[of], minlength=2))
+
+
 def chunked(folder, data, form):
     """Write ``data`` in DGL's chunked graph format, with features in two files of the given format."""
     duckdb = pytest.importorskip("duckdb") if form == "parquet" else None

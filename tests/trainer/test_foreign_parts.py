@@ -21,6 +21,7 @@ from trainer.data import load_dataset
 from trainer.partition.cli import partition
 from trainer.partition.make import PartitionSpec, convert_partition, export_partition, make_partition
 from trainer.partition.restore import restore_graph
+from trainer.partition.source import open_source
 from trainer.partition.verify import verify_partition
 from trainer.train.job import train
 
@@ -325,13 +326,13 @@ def test_a_damaged_file_of_dgl_is_one_clear_message(samples, tmp_path):
         for size in (0, 10, len(content) // 2):
             path.write_bytes(content[:size])
             with pytest.raises(DataError, match=f"part1/{name}.dgl cannot be read"):
-                convert_partition(source, tmp_path / "parts", say=lambda line: None)
+                open_source(source).read()
         for _ in range(12):
             damaged = bytearray(content)
             damaged[int(rng.integers(len(content)))] ^= 1 << int(rng.integers(8))
             path.write_bytes(damaged)
             try:
-                convert_partition(source, tmp_path / "parts", force=True, say=lambda line: None)
+                open_source(source).read()
             except TrainerError:
                 pass  # any other exception fails the test
         path.write_bytes(content)

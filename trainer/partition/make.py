@@ -32,6 +32,7 @@ from trainer.partition.assign import (
 )
 from trainer.partition.folder import check_same_graph, describe_partition, is_compared, reusable
 from trainer.partition.frequency import Fanouts
+from trainer.partition.pyg_writer import check_empty, write_pyg
 from trainer.partition.restore import PartitionedGraph, restore_graph
 from trainer.partition.source import DATASET, PartitionSource, open_source
 from trainer.partition.write import options_with, partition_fingerprint, write_partition
@@ -149,9 +150,8 @@ def export_partition(source: str | Path, folder: str | Path, say: Callable[[str]
 
     Raises ``PartitionError``, and leaves no files behind then.
     """
-    from trainer.partition.pyg_writer import write_pyg
-
     target, stages = Path(folder), _StageTimer(say)
+    check_empty(target)
     with work_folder(target) as work:
         graph = restore_graph(source, work)
         stages.end("load", f"{graph.dataset.name}: {_counts(graph.dataset)}")

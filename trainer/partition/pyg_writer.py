@@ -40,11 +40,16 @@ def write_pyg(graph: PartitionedGraph, folder: str | Path) -> list[str]:
     ``PartitionError`` when the folder has files or cannot be written; nothing is left behind then.
     """
     target = Path(folder)
-    if target.exists() and not (target.is_dir() and not any(target.iterdir())):
-        raise PartitionError(f"{target} exists and is not an empty folder; choose another folder")
+    check_empty(target)
     with staged(target) as root:
         _Writer(root, graph).write()
     return list(_left_out(graph.dataset))
+
+
+def check_empty(folder: Path) -> None:
+    """Raise ``PartitionError`` unless ``folder`` is missing or an empty folder."""
+    if folder.exists() and not (folder.is_dir() and not any(folder.iterdir())):
+        raise PartitionError(f"{folder} exists and is not an empty folder; choose another folder")
 
 
 @dataclass(frozen=True)

@@ -77,9 +77,12 @@ class PartitionSource:
         if self.manifest is not None:
             return self.manifest.dataset_fingerprint or self.manifest.fingerprint
         files = sorted({path for path in self.folder.rglob("*") if path.is_file()} | set(self._extra_paths()))
-        states = [(path.as_posix(), path.stat().st_size, path.stat().st_mtime_ns) for path in files]
+        states = [(self._relative(path), path.stat().st_size, path.stat().st_mtime_ns) for path in files]
         record = [_GENERATION, DATASET, self._foreign.key, asdict(self.options), dict(self.nodes), states]
         return hashlib.sha256(json.dumps(record, sort_keys=True).encode()).hexdigest()
+
+    def _relative(self, path: Path) -> str:
+        return (path.relative_to(self.folder) if path.is_relative_to(self.folder) else path).as_posix()
 
     def _extra_paths(self) -> Iterator[Path]:
         for file in self._extra:

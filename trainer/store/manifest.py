@@ -220,7 +220,9 @@ def _read_bytes(path: Path) -> bytes:
         return read_regular(path)
     except (FileNotFoundError, NotADirectoryError):
         where = "the folder does not exist" if not path.parent.is_dir() else "the folder holds no partition"
-        raise PartitionError(f"{path} is missing: {where}; make one with `partition make`") from None
+        raise PartitionError(
+            f"{path} is missing: {where}; make one with `partition make`, or `partition convert` for another program's"
+        ) from None
     except OSError as error:
         raise PartitionError(f"{path} cannot be read: {error.strerror}") from error
 

@@ -48,7 +48,9 @@ def find_parts(path: str | Path) -> ForeignParts | None:
             return _parts_in(given.parent) if given.name == "META.json" or _is_dgl(given) else None
         if not given.is_dir():
             return None
-        found = [_parts_in(folder) for folder in (given, *sorted(given.glob(f"*{_SUFFIX}")))]
+        is_graph = any(given.glob("*.np[yz]"))  # a folder with arrays of its own is dataset `file`
+        below = () if is_graph else sorted(given.glob(f"*{_SUFFIX}"))
+        found = [_parts_in(folder) for folder in (given, *below)]
     except (OSError, RuntimeError, ValueError):  # a name that no file can have; a home folder that does not exist
         return None
     parts = [each for each in found if each is not None]

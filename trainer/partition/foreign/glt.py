@@ -12,6 +12,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -86,13 +87,13 @@ class _Partition:
         return folder / type_name(of) if self.hetero else folder
 
     def _features(self, group: str, name: str, of: NodeType | EdgeType, count: int) -> dict[str, RawArray]:
-        found = [list(self._feature_chunks(group, part_id, of)) for part_id in range(self.num_parts)]
-        chunks = [chunk for chunks in found for chunk in chunks]
-        if not chunks or not count:
+        chunks = (chunk for part_id in range(self.num_parts) for chunk in self._feature_chunks(group, part_id, of))
+        first = next(chunks, None) if count else None
+        if first is None:
             return {}
         what = f"{'node' if isinstance(of, str) else 'edge'}{_suffix(of)}"
-        values = assembled((Piece(ids, a.values, a.place) for ids, a in chunks), count, what, self.arrays)
-        return {name: RawArray(values, chunks[0][1].place, chunks[0][1].bfloat16)}
+        pieces = (Piece(ids, a.values, a.place) for ids, a in chain([first], chunks))
+        return {name: RawArray(assembled(pieces, count, what, self.arrays), first[1].place, first[1].bfloat16)}
 
     def _feature_chunks(self, group: str, part_id: int, of: NodeType | EdgeType) -> Iterator[tuple[Array, RawArray]]:
         """Yield (ids, rows) of each chunk of a part's features; nothing if the part has none."""

@@ -130,7 +130,7 @@ class _Partition:
 
     def _edge_arrays(self, of: EdgeType, counts: Mapping[NodeType, int]) -> dict[str, RawArray]:
         all_ids: list[tuple[Array, str]] = []
-        ends: list[Array] = []
+        ends: list[tuple[Array, Array]] = []
         attrs: dict[str, list[tuple[int, RawArray]]] = {}
         for part_id in range(len(self._parts)):
             content, place = self._of(part_id, "graph", of)
@@ -142,7 +142,7 @@ class _Partition:
                     f"{place}: {len(ids)} ids, but {len(row)} sources and {len(col)} targets; make it again"
                 )
             all_ids.append((ids, place))
-            ends.append(np.stack([row, col], axis=1))
+            ends.append((row, col))
             for name, array in self._edge_attrs(part_id, of, ids).items():
                 attrs.setdefault(name, []).append((len(all_ids) - 1, array))
         count = sum(len(ids) for ids, _ in all_ids)
@@ -152,9 +152,8 @@ class _Partition:
         what = f"edge{_suffix(of)}"
         if not count:
             return {"edge_index": RawArray(np.empty((2, 0), np.int64), str(self.folder))}
-        both = assembled(
-            (Piece(ids, e, p) for (ids, p), e in zip(all_ids, ends, strict=True)), count, what, self.arrays
-        )
+        pairs = (Piece(ids, np.stack(e, axis=1), p) for (ids, p), e in zip(all_ids, ends, strict=True))
+        both = assembled(pairs, count, what, self.arrays)
         edge_index = np.ascontiguousarray(both.T)
         if self.hetero and "node_offset" not in self.meta:  # torch_geometric 2.4
             starts = _starts(counts)

@@ -141,13 +141,13 @@ class DataConfig:
     """The graph, and where its parts are stored."""
 
     dataset: str = setting(
-        "`synthetic`, `file`, `tables`, `partition` (a partition folder of another program, or of gnnfleet), an "
-        "`ogbn-…` name, or a torch_geometric dataset as `Planetoid:Cora`; required unless `serving` is given.",
+        "`synthetic`, `file`, `tables`, `partition`, an `ogbn-…` name, or a torch_geometric dataset as "
+        "`Planetoid:Cora`; required unless `serving` is given.",
         "",
     )
     source: str | None = setting(
         "For `dataset: file` the folder of .npy/.npz files or the .pt file to read, for `dataset: tables` the folder "
-        "of the tables, for `dataset: partition` the partition folder; else the download folder.",
+        "of the tables, for `dataset: partition` a partition folder; else the download folder.",
         None,
     )
     options: Mapping[str, Any] = setting("Options of the dataset, for instance num_nodes of `synthetic`.", dict)

@@ -18,7 +18,7 @@ from launcher.plan.partition import partitioning
 from trainer.core.errors import PartitionError
 from trainer.core.schema import HOMO_EDGE, HOMO_NODE
 from trainer.data.dataset import Dataset, EdgeData, NodeData
-from trainer.partition.assign import BALANCES, METHODS, assign_parts, fanouts_of, hash_part, method_options
+from trainer.partition.assign import BALANCES, KEEP, METHODS, assign_parts, fanouts_of, hash_part, method_options
 from trainer.partition.cli import partition
 
 GRAPHS = [ring(23), star(40), skewed(200, 3000), empty(9), odd(), graph([(0, 0)], 1), bipartite()]
@@ -238,7 +238,7 @@ def test_options_are_json_and_contain_only_those_of_the_method():
 
 def test_choices_and_defaults_equal_the_launchers():
     hints, default = typing.get_type_hints(PartitionConfig), PartitionConfig()
-    assert typing.get_args(hints["method"]) == METHODS
+    assert typing.get_args(hints["method"]) == (*METHODS, KEEP)
     assert typing.get_args(hints["balance"]) == BALANCES
     assert method_options(default.method) == {"balance": default.balance}
 

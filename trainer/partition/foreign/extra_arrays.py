@@ -66,16 +66,17 @@ def with_extra_arrays(raw: RawGraph, files: list[ExtraFile]) -> RawGraph:
 
 
 def _named(name: str, found: Mapping[str, RawArray], raw: RawGraph) -> Iterator[tuple[NodeType | None, str, RawArray]]:
-    """Yield (node type, name, array). The type is None if the graph has several and the name does not tell it."""
-    words = name.split("__")
-    for of, array in found.items():
-        if len(words) == 2:
-            yield words[0], words[1], array
-        else:
-            yield (of or None) if raw.hetero else HOMO_NODE, name, array
-    unknown = {of for of, _ in ((words[0] if len(words) == 2 else of, 0) for of in found) if of} - set(raw.node_types)
-    if unknown:
-        raise DataError(f"{name}: no nodes of type {min(unknown)!r}; the node types are {', '.join(raw.node_types)}")
+    """Yield (node type, name, array). The type is None if the graph has several and the name does not tell it.
+
+    ``found`` has the array by node type, or by '' if the file does not tell the type. Raises ``DataError`` for an
+    unknown type.
+    """
+    of_name, _, own = name.rpartition("__")
+    for of_file, array in found.items():
+        of = of_name or of_file or (None if raw.hetero else HOMO_NODE)
+        if of is not None and of not in raw.node_types:
+            raise DataError(f"{name}: no nodes of type {of!r}; the node types are {', '.join(raw.node_types)}")
+        yield of, own, array
 
 
 def _given(name: str, path: str, folder: Path) -> tuple[Path, ...]:

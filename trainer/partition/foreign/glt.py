@@ -23,9 +23,8 @@ from trainer.core.errors import DataError
 from trainer.core.schema import HOMO_EDGE, HOMO_NODE, EdgeType, NodeType, type_name
 from trainer.data.raw_arrays import RawArray, RawGraph
 from trainer.data.work_arrays import Piece, WorkArrays, assembled
-from trainer.partition.foreign.pyg import graph_name
 from trainer.partition.foreign.tensor_files import load_array, load_pickled_tensors, load_pickled_values
-from trainer.partition.foreign.types import ForeignFormat, ForeignGraph, part_numbers
+from trainer.partition.foreign.types import ForeignFormat, ForeignGraph, graph_name, of_type, part_numbers
 
 META = "META"
 
@@ -91,7 +90,7 @@ class _Partition:
         first = next(chunks, None) if count else None
         if first is None:
             return {}
-        what = f"{'node' if isinstance(of, str) else 'edge'}{_suffix(of)}"
+        what = f"{'node' if isinstance(of, str) else 'edge'}{of_type(of)}"
         pieces = (Piece(ids, a.values, a.place) for ids, a in chain([first], chunks))
         return {name: RawArray(assembled(pieces, count, what, self.arrays), first[1].place, first[1].bfloat16)}
 
@@ -107,7 +106,7 @@ class _Partition:
     def _edge_arrays(self, of: EdgeType) -> dict[str, RawArray]:
         found = self._edges(of)
         count = sum(len(edges.ids) for edges in found)
-        what = f"edge{_suffix(of)}"
+        what = f"edge{of_type(of)}"
         place = found[0].rows.place
         if not count:
             return {"edge_index": RawArray(np.empty((2, 0), np.int64), place)}
@@ -154,10 +153,6 @@ class _Partition:
         """
         found = [ids for part_id in range(self.num_parts) for ids, _ in self._feature_chunks("edge_feat", part_id, of)]
         return np.concatenate(found) if found else np.arange(count)
-
-
-def _suffix(of: NodeType | EdgeType) -> str:
-    return "" if of in (HOMO_NODE, HOMO_EDGE) else f" of type {type_name(of)}"
 
 
 GLT = ForeignFormat(

@@ -24,7 +24,7 @@ from trainer.core.schema import HOMO_EDGE, HOMO_NODE, EdgeType, NodeType, type_n
 from trainer.data.raw_arrays import RawArray, RawGraph
 from trainer.data.work_arrays import Piece, WorkArrays, assembled
 from trainer.partition.foreign.tensor_files import load_array, load_tensors, tensor_array
-from trainer.partition.foreign.types import ForeignFormat, ForeignGraph, part_numbers
+from trainer.partition.foreign.types import ForeignFormat, ForeignGraph, graph_name, of_type, part_numbers
 
 META = "META.json"
 
@@ -126,7 +126,7 @@ class _Partition:
                     whole[name] = array
                 else:
                     pieces.setdefault(name, []).append((ids, array))
-        return {**self._assembled(pieces, counts[of], f"node{_suffix(of)}"), **whole}
+        return {**self._assembled(pieces, counts[of], f"node{of_type(of)}"), **whole}
 
     def _edge_arrays(self, of: EdgeType, counts: Mapping[NodeType, int]) -> dict[str, RawArray]:
         all_ids: list[tuple[Array, str]] = []
@@ -149,7 +149,7 @@ class _Partition:
         if self.hetero:  # ids count the edges of all types
             first = min((int(ids.min()) for ids, _ in all_ids if len(ids)), default=0)
             all_ids = [(ids - first, place) for ids, place in all_ids]
-        what = f"edge{_suffix(of)}"
+        what = f"edge{of_type(of)}"
         if not count:
             return {"edge_index": RawArray(np.empty((2, 0), np.int64), str(self.folder))}
         pairs = (Piece(ids, np.stack(e, axis=1), p) for (ids, p), e in zip(all_ids, ends, strict=True))
@@ -184,11 +184,6 @@ class _Partition:
         return whole
 
 
-def graph_name(folder: Path) -> str:
-    """Return the name of the graph in a folder `NAME-partitions`, or the name of the folder."""
-    return folder.resolve().name.removesuffix("-partitions") or "graph"
-
-
 def _tensor(content: Mapping[str, Any], key: str, place: str) -> RawArray:
     if key not in content:
         raise DataError(f"{place}: {key!r} is missing; expected a file of torch_geometric's Partitioner")
@@ -203,10 +198,6 @@ def _starts(counts: Mapping[NodeType, int]) -> dict[NodeType, int]:
     """Return the number of nodes of all earlier types, for each type."""
     ends = np.cumsum([0, *counts.values()])
     return {of: int(start) for of, start in zip(counts, ends, strict=False)}
-
-
-def _suffix(of: NodeType | EdgeType) -> str:
-    return "" if of in (HOMO_NODE, HOMO_EDGE) else f" of type {type_name(of)}"
 
 
 PYG = ForeignFormat(

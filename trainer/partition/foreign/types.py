@@ -11,7 +11,7 @@ import numpy.typing as npt
 
 from trainer.core.arrays import Array
 from trainer.core.errors import DataError
-from trainer.core.schema import NodeType
+from trainer.core.schema import HOMO_EDGE, HOMO_NODE, EdgeType, NodeType, type_name
 from trainer.data.raw_arrays import RawGraph
 from trainer.data.work_arrays import WorkArrays
 
@@ -34,6 +34,16 @@ class ForeignFormat:
     found: Callable[[Path], bool]  #: whether a folder has this format; reads little
     count: Callable[[Path], int]  #: number of parts, 0 if it has none; raises ``DataError``
     read: Callable[[Path, WorkArrays], ForeignGraph]  #: raises ``DataError``
+
+
+def graph_name(folder: Path) -> str:
+    """Return the name of the graph in a folder `NAME-partitions`, or the name of the folder."""
+    return folder.resolve().name.removesuffix("-partitions") or "graph"
+
+
+def of_type(of: NodeType | EdgeType) -> str:
+    """Return `` of type <type>`` for messages, or '' for the types of a homogeneous graph."""
+    return "" if of in (HOMO_NODE, HOMO_EDGE) else f" of type {type_name(of)}"
 
 
 def part_numbers(parts: Array, count: int, num_parts: int, place: str) -> npt.NDArray[np.int32]:

@@ -206,11 +206,14 @@ gnnfleet.add_command(import_command(config_options))
         "partition make --config cluster.yml",
         "partition inspect --config cluster.yml",
         "partition verify parts/",
+        "partition convert ogbn-products-partitions parts",
+        "partition repartition parts parts-8 --num-parts 8",
+        "partition diff parts parts-8",
         "partition tables shop/",
     ),
-    short_help="Cut a graph into parts, or check existing parts.",
+    short_help="Cut a graph into parts, or convert, compare and check parts.",
 )
-@click.argument("what", type=click.Choice(["make", "verify", "inspect", "tables"]))
+@click.argument("what", type=click.Choice(["make", "convert", "repartition", "diff", "verify", "inspect", "tables"]))
 @click.argument("words", nargs=-1, type=click.UNPROCESSED)
 @with_options(CONFIG, SET, *HOST_FILTERS)
 @click.pass_context
@@ -223,7 +226,11 @@ def partition(
     include: tuple[str, ...],
     exclude: tuple[str, ...],
 ) -> None:
-    """Cut a graph into parts (make), check parts (verify) or describe them (inspect); draft `data` for tables (tables).
+    """Cut a graph into parts, and work with parts.
+
+    make cuts a graph into parts. convert reads the parts of torch_geometric, GLT or DGL, or writes those of
+    torch_geometric. repartition changes the number of parts. diff compares two folders of parts, verify checks one,
+    inspect describes it. tables drafts the section `data` for tables.
 
     With --config the graph and the folder come from the file. Other words are passed to
     `python -m trainer partition`; `partition make --help` shows its options.

@@ -219,7 +219,11 @@ def _devices(config: ClusterConfig, reader: Reader) -> None:
 
 def _data(config: ClusterConfig, reader: Reader) -> None:
     data = config.data
-    sources = {"file": "the folder or .pt file that `dataset: file` reads", "tables": "the folder of the tables"}
+    sources = {
+        "file": "the folder or .pt file that `dataset: file` reads",
+        "tables": "the folder of the tables",
+        "partition": "the partition folder to read",
+    }
     needed = sources.get(data.dataset)
     if needed and not data.source and config.makes_parts and reader.good(("data", "source")):
         reader.report(("data", "dataset"), f"data.source is missing; it is {needed}")
@@ -229,6 +233,11 @@ def _data(config: ClusterConfig, reader: Reader) -> None:
             ("data", "dataset"),
             f"data.options.{missing[0]} is missing: it describes the {missing[0][:-1]} tables (docs/data.md); "
             f"`gnnfleet partition tables {data.source or 'FOLDER'}` drafts it",
+        )
+    if data.partition.method == "keep" and data.dataset != "partition" and reader.good(("data", "partition")):
+        reader.report(
+            ("data", "partition", "method"),
+            "data.partition.method: keep is for `dataset: partition`, whose source is a partition folder",
         )
     _cache("data.cache", data.cache, "the remote rows", reader)
     _memory(data.partition.memory, reader)

@@ -115,10 +115,11 @@ class NodeConfig:
 class PartitionConfig:
     """How the graph is cut into parts."""
 
-    method: Literal["auto", "metis", "streaming", "frequency", "random", "hash"] = setting(
+    method: Literal["auto", "metis", "streaming", "frequency", "random", "hash", "keep"] = setting(
         "`metis` cuts few edges; `streaming` does so for graphs whose edges do not fit into memory; `auto` takes "
         "`metis` if it fits, else `streaming`; `frequency` puts each vertex into the part whose seeds sample it most "
-        "with train.fanouts; `random` and `hash` (by vertex type and id) are fast and cut the most edges.",
+        "with train.fanouts; `random` and `hash` (by vertex type and id) are fast and cut the most edges; `keep` keeps "
+        "the parts of `dataset: partition`.",
         "auto",
     )
     balance: Literal["nodes", "types", "seeds", "types+seeds"] = setting(
@@ -144,13 +145,13 @@ class DataConfig:
     """The graph, and where its parts are stored."""
 
     dataset: str = setting(
-        "`synthetic`, `file`, `tables`, an `ogbn-…` name, or a torch_geometric dataset as `Planetoid:Cora`; required "
-        "unless `serving` is given.",
+        "`synthetic`, `file`, `tables`, `partition`, an `ogbn-…` name, or a torch_geometric dataset as "
+        "`Planetoid:Cora`; required unless `serving` is given.",
         "",
     )
     source: str | None = setting(
         "For `dataset: file` the folder of .npy/.npz files or the .pt file to read, for `dataset: tables` the folder "
-        "of the tables; else the download folder.",
+        "of the tables, for `dataset: partition` a partition folder; else the download folder.",
         None,
     )
     options: Mapping[str, Any] = setting("Options of the dataset, for instance num_nodes of `synthetic`.", dict)

@@ -306,6 +306,6 @@ def offline_plan(
 def _check_source(config: ResolvedConfig) -> None:
     """Raise UsageError if the graph to be partitioned does not exist on the launching machine (mode ``sync``)."""
     source = config.data.source
-    read_here = config.makes_parts and config.data.dataset in ("file", "tables")
+    read_here = config.makes_parts and config.data.dataset in ("file", "tables", "partition")
     if read_here and source and not os.path.exists(os.path.expanduser(source)):
         raise UsageError(f"data.source: {source} does not exist on this machine, where the graph is partitioned")

@@ -268,6 +268,8 @@ def _describe_partitioning(plan: LaunchPlan, made: Partitioning) -> str:
     """Describe the partitioning: ``synthetic is partitioned into 3 parts (metis) in parts/toy on this machine, …``."""
     parts = count(plan.num_parts, "part")
     where = f"{made.folder} on this machine"
+    if made.method == "keep":
+        return f"the {parts} in {made.source} are converted to {where}, unless they exist"
     return f"{made.source} is partitioned into {parts} ({made.method}) in {where}, unless they exist"
 
 

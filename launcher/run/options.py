@@ -16,10 +16,11 @@ from launcher.config.importers.base import (
     FLAG_KEYS,
     NODES_ONLY,
     Flags,
-    dataset_overrides,
     environment_overrides,
+    named_dataset_overrides,
     node_overrides,
 )
+from launcher.config.importers.partition_folder import named_parts
 from launcher.config.schema import ClusterConfig
 from launcher.errors import UsageError
 from launcher.report.run_folder import never_ran
@@ -76,7 +77,8 @@ def overrides_of(values: Mapping[str, Any], sets: Sequence[str]) -> tuple[str, .
     and ``--dataset`` come first, then ``--set``, then all other options."""
     nodes = node_overrides(values["nodes"]) if values.get("nodes") and values["config"] != NODES_ONLY else ()
     environment = environment_overrides(values.get("venv"), values.get("conda"))
-    dataset = dataset_overrides(values["dataset"]) if values.get("dataset") else ()
+    parts = named_parts(values.get("workspace"), values.get("part_config"), values.get("dataset_root_dir"))
+    dataset = named_dataset_overrides(values.get("dataset"), parts)
     keys = {**SHORT_KEYS, **FLAG_KEYS}
     short = (f"{key}={values[name]}" for name, key in keys.items() if values.get(name) not in (None, ""))
     return (*nodes, *dataset, *sets, *environment, *short)

@@ -83,8 +83,8 @@ MISTAKES = {
     ],
     "nodes: [a]\ndatas: {dataset: synthetic}\n": ["2: unknown key `datas` at the top level; did you mean `data`?"],
     "nodes: [a]\ndata:\n  mode: sync\n": [
-        "2: missing key `dataset` in data: `synthetic`, `file`, `tables`, an `ogbn-…` name, or a torch_geometric "
-        "dataset as `Planetoid:Cora`; required unless `serving` is given"
+        "2: missing key `dataset` in data: `synthetic`, `file`, `tables`, `partition`, an `ogbn-…` name, or a "
+        "torch_geometric dataset as `Planetoid:Cora`; required unless `serving` is given"
     ],
     NODES + "  - a\n  - port: 3\n": [
         "4: missing key `host` in nodes.1: host name, IP address or ~/.ssh/config alias; `localhost` when "

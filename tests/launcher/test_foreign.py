@@ -218,3 +218,62 @@ def test_import_overwrites_nothing_and_refuses_files_that_need_no_import(
     assert run(["import", "none.txt"]) == 2 and "none.txt: no such file" in capsys.readouterr().err
     with pytest.raises(FleetError, match=r"cannot be read|expected keys"):
         load_config(Path("."))
+
+
+def made_parts(folder: Path, *files: str, labelled: bool = False) -> Path:
+    """Create a partition folder by the names of its files and, if ``labelled``, labels and train seeds beside it."""
+    stem = folder.name.removesuffix("-partitions")
+    beside = (f"../{stem}-label/label.pt", f"../{stem}-train-partitions/partition0.pt") if labelled else ()
+    for name in (*files, *beside):
+        path = folder / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text('{"graph_name": "g", "num_parts": 2, "node_map": {}, "edge_map": {}}')
+    return folder
+
+
+PYG_WORDS = "--ip_config ip_config.yaml --num_nodes 2 --dataset ogbn-products 'python e2e_homo.py'"
+GLT_YAML = "nodes: [a, b]\nports: [22, 22]\nusernames: [u, v]\ndataset: "
+
+
+@pytest.mark.parametrize(
+    ("words", "parts"),
+    [
+        (f"{PYG_WORDS} --dataset_root_dir data/2-parts", "data/2-parts/ogbn-products-partitions"),
+        (f"{PYG_WORDS} --workspace data --part_config lone/META.json", None),  # has no labels
+        (f"{PYG_WORDS} --dataset_root_dir data/absent", None),
+        ("--ip_config ip_config.txt --workspace data --part_config dgl/graph.json", "data/dgl"),
+        ("--nodes a,b --dataset data/lone", "data/lone"),
+        ("--config glt/examples/distributed/config.yml", "glt/data/products/products-partitions"),
+        ("--config glt/examples/distributed/named.yml", "data/lone"),
+        (
+            "--config glt/examples/distributed/config.yml --dataset_root_dir data/2-parts",
+            "data/2-parts/ogbn-products-partitions",
+        ),
+    ],
+)
+def test_parts_that_another_launcher_names_are_converted(
+    words: str, parts: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    # Parts without labels are used only if they are the graph that the user named.
+    monkeypatch.chdir(tmp_path)
+    Path("ip_config.yaml").write_text("- 10.0.0.1 1\n- 10.0.0.2 1\n")
+    Path("ip_config.txt").write_text("10.0.0.1 30050\n10.0.0.2 30050\n")
+    made_parts(Path("data/2-parts/ogbn-products-partitions"), "META.json", labelled=True)
+    made_parts(Path("data/lone"), "META.json")
+    made_parts(Path("data/dgl"), "graph.json", "part0/graph.dgl")
+    made_parts(Path("glt/data/products/products-partitions"), "META", "node_pb.pt", labelled=True)
+    Path("glt/examples/distributed").mkdir(parents=True)
+    Path("glt/examples/distributed/config.yml").write_text(GLT_YAML + "products\n")
+    Path("glt/examples/distributed/named.yml").write_text(GLT_YAML + "../../../data/lone\n")
+    config = read_config(options_of(shlex.split(words), monkeypatch))
+    said = capsys.readouterr().err
+    if parts is None:
+        assert (config.data.dataset, config.data.partition.method) == ("ogbn-products", "auto")
+        assert "the graph is partitioned" in said
+        return
+    assert (config.data.dataset, config.data.partition.method) == ("partition", "keep")
+    assert Path(config.data.source or "").resolve() == (tmp_path / parts).resolve()
+    assert (
+        config.data.folder == str(tmp_path / "parts" / Path(parts).name.removesuffix("-partitions")) or "glt" in words
+    )
+    assert "are converted and kept" in said or "part_config" not in words and "root_dir" not in words

@@ -16,10 +16,22 @@ from launcher.config.resolve import resolve_run
 from launcher.config.schema import ClusterConfig, DataConfig, NodeConfig, PartitionConfig, TrainConfig
 from launcher.plan.partition import partitioning
 from trainer.core.errors import PartitionError
+from trainer.core.row_sort import Scratch
 from trainer.core.schema import HOMO_EDGE, HOMO_NODE
 from trainer.data.dataset import Dataset, EdgeData, NodeData
-from trainer.partition.assign import BALANCES, METHODS, assign_parts, fanouts_of, hash_part, method_options
+from trainer.partition.assign import (
+    BALANCES,
+    CHOSEN_BY,
+    KEEP,
+    METHODS,
+    assign_parts,
+    fanouts_of,
+    hash_part,
+    method_options,
+)
 from trainer.partition.cli import partition
+
+RUN = METHODS[1:]  #: all but `auto`, which chooses one of them
 
 GRAPHS = [ring(23), star(40), skewed(200, 3000), empty(9), odd(), graph([(0, 0)], 1), bipartite()]
 
@@ -153,15 +165,16 @@ def typed_graphs(draw):
 
 
 @settings(max_examples=40, deadline=None, suppress_health_check=list(HealthCheck))
-@given(typed_graphs(), st.sampled_from([1, 2, 3, 7, 40]), st.sampled_from(METHODS), st.sampled_from(BALANCES))
-def test_any_graph_is_divided_within_bounds(dataset, num_parts, method, balance):
+@given(typed_graphs(), st.sampled_from([1, 2, 3, 7, 40]), st.sampled_from(RUN), st.sampled_from(BALANCES))
+def test_any_graph_is_divided_within_bounds(tmp_path_factory, dataset, num_parts, method, balance):
     num_parts = min(num_parts, dataset.num_nodes)
     seeds = sum(len(nodes.splits.get("train", ())) for nodes in dataset.nodes.values())
     if method == "frequency" and not seeds and num_parts > 1:
         with pytest.raises(PartitionError, match="needs train seeds, and the dataset has none"):
             assign_parts(dataset, num_parts, method, balance=balance)
         return
-    assignment = assign_parts(dataset, num_parts, method, balance=balance)
+    scratch = Scratch(tmp_path_factory.mktemp("scratch"), 2000)
+    assignment = assign_parts(dataset, num_parts, method, scratch=scratch, balance=balance)
     for of, nodes in dataset.nodes.items():
         assert assignment.parts[of].dtype == np.int32 and len(assignment.parts[of]) == nodes.num_nodes
     total = sum(sizes(assignment, of) for of in dataset.nodes)
@@ -203,16 +216,22 @@ def test_parts_by_hash_are_about_equal():
 # Arguments
 
 
-@pytest.mark.parametrize("method", METHODS)
-def test_equal_arguments_give_equal_parts(method):
-    one, same = (assign_parts(skewed(300, 9000), 3, method, seed=5).parts[HOMO_NODE] for _ in range(2))
+@pytest.mark.parametrize("method", RUN)
+def test_equal_arguments_give_equal_parts(tmp_path, method):
+    graph, scratch = skewed(300, 9000), Scratch(tmp_path, 2000)
+    one, same = (assign_parts(graph, 3, method, seed=5, scratch=scratch).parts[HOMO_NODE] for _ in range(2))
     assert np.array_equal(one, same)
 
 
 @pytest.mark.parametrize(
     ("num_parts", "method", "options", "problem"),
     [
-        (2, "mettis", {}, "unknown partition method 'mettis'; choose one of metis, random, hash, frequency"),
+        (
+            2,
+            "mettis",
+            {},
+            "unknown partition method 'mettis'; choose one of auto, metis, streaming, frequency, random, hash",
+        ),
         (6, "metis", {}, "5 nodes cannot be divided into 6 .*num_parts must be from 1 to the number of nodes"),
         (2, "metis", {"balance": "edges"}, r"unknown balance 'edges'; choose one of nodes, types, seeds, types\+seeds"),
         (2, "metis", {"ballance": "nodes"}, "unknown partition option 'ballance'; the options are balance, fanouts"),
@@ -238,9 +257,9 @@ def test_options_are_json_and_contain_only_those_of_the_method():
 
 def test_choices_and_defaults_equal_the_launchers():
     hints, default = typing.get_type_hints(PartitionConfig), PartitionConfig()
-    assert typing.get_args(hints["method"]) == METHODS
+    assert typing.get_args(hints["method"]) == (*METHODS, KEEP)
     assert typing.get_args(hints["balance"]) == BALANCES
-    assert method_options(default.method) == {"balance": default.balance}
+    assert method_options(default.method) == {"balance": default.balance, CHOSEN_BY: "auto"}
 
 
 def test_the_launchers_command_is_accepted(monkeypatch):

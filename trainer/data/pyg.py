@@ -32,7 +32,7 @@ def read_pt(path: Path) -> RawGraph:
     import torch
 
     try:
-        with _safe_unpickling():
+        with safe_unpickling():
             loaded = torch.load(path, map_location="cpu", weights_only=True)
     except (pickle.UnpicklingError, RuntimeError, EOFError, OSError, ValueError, AttributeError) as error:
         raise DataError(
@@ -61,7 +61,7 @@ def first_line(error: BaseException) -> str:
 
 
 @contextlib.contextmanager
-def _safe_unpickling() -> Iterator[None]:
+def safe_unpickling() -> Iterator[None]:
     """Allow ``torch.load(weights_only=True)`` to unpickle the classes that ``Data`` and ``HeteroData`` consist of.
 
     These classes contain a ``defaultdict``, which torch cannot fill. It is loaded as a plain dict.

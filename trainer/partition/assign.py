@@ -25,15 +25,20 @@ from trainer.partition.balance import JoinedNodes, Part
 from trainer.partition.frequency import Fanouts, frequency_assignment
 from trainer.partition.metis import metis_assignment, metis_memory
 from trainer.partition.streaming import streaming_assignment
+from trainer.store.manifest import Manifest
 
 METHODS = ("auto", "metis", "streaming", "frequency", "random", "hash")
+
+KEEP = "keep"  #: the method of a partition whose parts are those of the partition folder that it was made from
 
 #: What is balanced: the number of all nodes in each part (nodes), and in addition the number of nodes of each type
 #: (types), of train seeds of each type (seeds), or both.
 BALANCES = ("nodes", "types", "seeds", "types+seeds")
 
+CHOSEN_BY = "chosen_by"  #: option in the manifest of a partition whose method was chosen by `auto`
+
 _DEFAULTS: Mapping[str, Mapping[str, Any]] = {
-    "auto": {"balance": "types+seeds"},
+    "auto": {"balance": "types+seeds", CHOSEN_BY: "auto"},
     "metis": {"balance": "types+seeds"},
     "streaming": {"balance": "types+seeds"},
     "random": {},
@@ -50,7 +55,7 @@ def method_options(method: str, **given: Any) -> dict[str, Any]:
     """
     if method not in METHODS:
         raise PartitionError(f"unknown partition method {method!r}; choose one of {', '.join(METHODS)}")
-    known = sorted({name for options in _DEFAULTS.values() for name in options})
+    known = sorted({name for options in _DEFAULTS.values() for name in options} - {CHOSEN_BY})
     for name in given:
         if name not in known:
             raise PartitionError(f"unknown partition option {name!r}; the options are {', '.join(known)}")
@@ -60,6 +65,11 @@ def method_options(method: str, **given: Any) -> dict[str, Any]:
     if "fanouts" in options:
         options["fanouts"] = _plain_fanouts(options["fanouts"])
     return options
+
+
+def made_by(manifest: Manifest) -> str:
+    """Return the method that a partition was asked to be made with: `auto`, or that of the manifest."""
+    return str(manifest.options.get(CHOSEN_BY, manifest.algorithm))
 
 
 def fanouts_of(plain: Any) -> Fanouts:
@@ -124,7 +134,7 @@ def _keys(node_type: NodeType, ids: Array, seed: int) -> Array:
 class PartitionAssignment:
     """The part of every node, and the quality of the partition."""
 
-    algorithm: str  #: one of ``METHODS``
+    algorithm: str  #: one of ``METHODS``, or ``KEEP``
     seed: int
     num_parts: int
     parts: Mapping[NodeType, npt.NDArray[np.int32]]  #: type -> [num_nodes], the part of each node
@@ -169,7 +179,7 @@ def assign_parts(
     part = np.zeros(joined.total, np.int32)
     if num_parts > 1:
         part = _assign(dataset, joined, num_parts, method, seed, scratch, resolved)
-    return _assignment(dataset, joined, part, num_parts, method, seed, resolved)
+    return given_assignment(dataset, joined.split(part), num_parts, method, seed, resolved)
 
 
 def _assign(
@@ -193,20 +203,23 @@ def _assign(
     return np.concatenate(by_type)
 
 
-def _assignment(
+def given_assignment(
     dataset: Dataset,
-    joined: JoinedNodes,
-    part: Part,
+    parts: Mapping[NodeType, Part],
     num_parts: int,
     method: str,
     seed: int,
     options: Mapping[str, Any],
 ) -> PartitionAssignment:
-    parts = joined.split(part)
+    """Return the assignment in which ``parts`` has the part of every node, int32 [num_nodes] by node type.
+
+    Computes edge cut and balance. The other arguments are recorded only.
+    """
     cut = {
         of: _count_cut(edges.edge_index[0], edges.edge_index[1], parts[of[0]], parts[of[2]])
         for of, edges in dataset.edges.items()
     }
+    sizes = sum(np.bincount(part, minlength=num_parts) for part in parts.values())
     return PartitionAssignment(
         algorithm=method,
         seed=seed,
@@ -214,7 +227,7 @@ def _assignment(
         parts=parts,
         edge_cuts={of: count / max(dataset.edges[of].num_edges, 1) for of, count in cut.items()},
         edge_cut=sum(cut.values()) / max(dataset.num_edges, 1),
-        balance=float(np.bincount(part, minlength=num_parts).max()) * num_parts / len(part),
+        balance=float(np.max(sizes)) * num_parts / max(dataset.num_nodes, 1),
         options=options,
     )
 

@@ -1,4 +1,4 @@
-"""The commands ``partition make``, ``partition verify``, ``partition inspect`` and ``partition tables``."""
+"""The commands ``partition make``, ``convert``, ``repartition``, ``diff``, ``verify``, ``inspect`` and ``tables``."""
 
 from __future__ import annotations
 
@@ -9,18 +9,21 @@ from typing import Any, get_args
 import click
 import yaml
 
-from trainer.core.errors import SettingsError
+from trainer.core.errors import PartitionError, SettingsError
 from trainer.core.memory import parse_size
 from trainer.core.remote_settings import WireRows
-from trainer.partition.assign import BALANCES, METHODS
+from trainer.partition.assign import BALANCES, KEEP, METHODS
+from trainer.partition.diff import diff_partitions, render_diff
 from trainer.partition.inspect import describe, render
-from trainer.partition.make import PartitionSpec, make_partition
+from trainer.partition.make import PartitionSpec, convert_partition, export_partition, make_partition, repartition_spec
 from trainer.partition.verify import verify_partition
+
+_ROWS = "Round floating-point features to float16, or to int8 with a scale per row."
 
 
 @click.group()
 def partition() -> None:
-    """Partition a graph, check a partition folder, or describe it."""
+    """Partition a graph; convert, compare, check or describe partition folders."""
 
 
 def _options(context: click.Context, parameter: click.Parameter, values: tuple[str, ...]) -> dict[str, Any]:
@@ -31,6 +34,16 @@ def _options(context: click.Context, parameter: click.Parameter, values: tuple[s
             raise click.BadParameter(f"{value!r} is not NAME=VALUE", context, parameter)
         options[name.strip().replace("-", "_")] = text.strip()
     return options
+
+
+def _node_files(context: click.Context, parameter: click.Parameter, values: tuple[str, ...]) -> dict[str, str]:
+    files = {}
+    for value in values:
+        name, equals, path = value.partition("=")
+        if not equals or not name or not path:
+            raise click.BadParameter(f"{value!r} is not NAME=FILE", context, parameter)
+        files[name] = path
+    return files
 
 
 def _fanouts(context: click.Context, parameter: click.Parameter, value: str | None) -> tuple[int, ...] | None:
@@ -55,18 +68,24 @@ def _size(context: click.Context, parameter: click.Parameter, value: str | None)
 @click.option(
     "--dataset",
     required=True,
-    help="synthetic, synthetic-hetero, file, tables, ogbn-…, or a torch_geometric dataset such as Planetoid:Cora.",
+    help="synthetic, synthetic-hetero, file, tables, partition, ogbn-…, or a torch_geometric dataset such as "
+    "Planetoid:Cora.",
 )
 @click.option(
     "--source",
-    help="For dataset file: folder of .npy/.npz files, or a .pt file; for tables: their folder; else download folder.",
+    help="For dataset file: folder of .npy/.npz files, or a .pt file; for tables: their folder; for partition: a "
+    "partition folder; else download folder.",
 )
 @click.option(
     "--option", "options", multiple=True, metavar="NAME=VALUE", callback=_options, help="Dataset option; repeatable."
 )
 @click.option("--num-parts", type=click.IntRange(min=1), default=1, show_default=True, help="Number of parts.")
 @click.option(
-    "--method", type=click.Choice(METHODS), default="auto", show_default=True, help="How nodes are assigned to parts."
+    "--method",
+    type=click.Choice([*METHODS, KEEP]),
+    default="auto",
+    show_default=True,
+    help="How nodes are assigned to parts; keep: as in the source of dataset partition.",
 )
 @click.option(
     "--seed", type=click.IntRange(0, 2**32 - 1), default=0, show_default=True, help="Seed of the partition algorithm."
@@ -93,7 +112,7 @@ def _size(context: click.Context, parameter: click.Parameter, value: str | None)
     type=click.Choice(get_args(WireRows)),
     default="stored",
     show_default=True,
-    help="Round floating-point features to float16, or to int8 with a scale per row.",
+    help=_ROWS,
 )
 @click.option(
     "--memory", metavar="SIZE", callback=_size, help="Most memory to use, such as 4GB.  [default: what is available]"
@@ -104,6 +123,97 @@ def make(**values: Any) -> None:
     """Load a dataset, partition it and write the partition folder."""
     values["clusters"] = values["clusters"] or 0
     make_partition(PartitionSpec(**values), say=click.echo)
+
+
+@partition.command()
+@click.argument("source", type=click.Path())
+@click.argument("out", type=click.Path())
+@click.option(
+    "--to", type=click.Choice(["gnnfleet", "pyg"]), default="gnnfleet", show_default=True, help="Format of OUT."
+)
+@click.option(
+    "--nodes",
+    "nodes",
+    multiple=True,
+    metavar="NAME=FILE",
+    callback=_node_files,
+    help="Array of nodes that SOURCE does not contain, such as y=label.pt or train_idx=FOLDER; in a graph with types "
+    "paper__y=label.pt. FILE: .npy, .pt, or a folder of partition0.pt, …; repeatable.",
+)
+@click.option(
+    "--option", "options", multiple=True, metavar="NAME=VALUE", callback=_options,
+    help="Option of datasets that are read from files, such as num_classes or target; repeatable.",
+)  # fmt: skip
+@click.option("--rows", type=click.Choice(get_args(WireRows)), default="stored", show_default=True, help=_ROWS)
+@click.option("--force", is_flag=True, help="Replace the parts of another graph in OUT.")
+def convert(
+    source: str, out: str, to: str, nodes: dict[str, str], options: dict[str, Any], rows: Any, force: bool
+) -> None:
+    """Convert the partition SOURCE of another program to a partition folder OUT. Every node stays in its part.
+
+    SOURCE is a folder of torch_geometric.distributed, GraphLearn-for-PyTorch or DGL; its format is recognised. With
+    --to pyg, SOURCE is a partition folder of gnnfleet, and OUT one of torch_geometric.distributed.
+
+    \b
+    Examples:
+      gnnfleet partition convert ogbn-products-partitions parts
+      gnnfleet partition convert glt-parts parts --nodes y=label.pt --nodes train_idx=train.npy
+      gnnfleet partition convert --to pyg parts pyg-parts
+    """
+    if to == "pyg":
+        given = {"--nodes": nodes, "--option": options, "--rows": rows != "stored", "--force": force}
+        if wrong := [flag for flag, value in given.items() if value]:
+            raise PartitionError(f"{wrong[0]} cannot be combined with --to {to}")
+        export_partition(source, out, say=click.echo)
+        return
+    options |= {"nodes": nodes} if nodes else {}
+    convert_partition(source, out, options, rows=rows, force=force, say=click.echo)
+
+
+@partition.command()
+@click.argument("folder", type=click.Path())
+@click.argument("out", type=click.Path())
+@click.option("--num-parts", type=click.IntRange(min=1), required=True, help="Number of parts.")
+@click.option(
+    "--method", type=click.Choice(METHODS), help="How nodes are assigned to parts.  [default: as FOLDER, or metis]"
+)
+@click.option("--seed", type=click.IntRange(0, 2**32 - 1), help="Seed of the method.  [default: as FOLDER, or 0]")
+@click.option(
+    "--balance", type=click.Choice(BALANCES), help="Quantities to balance.  [default: as FOLDER, or types+seeds]"
+)
+@click.option(
+    "--fanouts", metavar="N,N,…", callback=_fanouts, help="For frequency, as in make.  [default: as FOLDER, or 15,10,5]"
+)
+def repartition(folder: str, out: str, **values: Any) -> None:
+    """Divide the graph of the partition FOLDER into another number of parts, in the partition folder OUT.
+
+    The graph that FOLDER was made from is not needed: OUT gets the files that `partition make` would write from it.
+    FOLDER may also be a partition of another program. OUT may be FOLDER.
+
+    \b
+    Example:
+      gnnfleet partition repartition parts parts-8 --num-parts 8
+    """
+    make_partition(repartition_spec(folder, out, **values), say=click.echo)
+
+
+@partition.command()
+@click.argument("first", type=click.Path())
+@click.argument("second", type=click.Path())
+@click.option("--json", "as_json", is_flag=True, help="Print JSON.")
+@click.pass_context
+def diff(context: click.Context, first: str, second: str, as_json: bool) -> None:
+    """Compare two partition folders: whether they hold the same graph, and how many nodes are in another part.
+
+    Exits with status 0 for the same graph, and with status 1 for different ones.
+
+    \b
+    Example:
+      gnnfleet partition diff parts parts-8
+    """
+    found = diff_partitions(first, second)
+    click.echo(json.dumps(found.to_json(), indent=1) if as_json else render_diff(found))
+    context.exit(0 if found.same_graph else 1)
 
 
 @partition.command()

@@ -1,4 +1,8 @@
-"""Makes a partition folder from a dataset: loads, assigns parts and writes (``partition make``)."""
+"""Makes a partition folder from a dataset: loads, assigns parts and writes (``partition make``).
+
+The dataset may be another partition folder; then its parts can be kept (``partition convert``), or its nodes are
+assigned anew (``partition repartition``).
+"""
 
 from __future__ import annotations
 
@@ -6,6 +10,7 @@ import resource
 import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -19,15 +24,23 @@ from trainer.data.load import dataset_fingerprint, load_dataset
 from trainer.data.options import SourceOptions, parse_options
 from trainer.data.stored_dataset import read_stored_dataset, store_dataset
 from trainer.partition.assign import (
+    KEEP,
+    METHODS,
     PartitionAssignment,
     assign_parts,
     choose_method,
+    fanouts_of,
+    given_assignment,
+    made_by,
     method_options,
     read_assignment,
     store_assignment,
 )
 from trainer.partition.folder import check_same_graph, describe_partition, is_compared, reusable
 from trainer.partition.frequency import Fanouts
+from trainer.partition.pyg_writer import check_empty, write_pyg
+from trainer.partition.restore import PartitionedGraph, restore_graph
+from trainer.partition.source import DATASET, PartitionSource, open_source
 from trainer.partition.work_folder import WorkFolder, work_folder
 from trainer.partition.write import SORT_MEMORY, options_with, partition_fingerprint, write_partition
 from trainer.store.manifest import Manifest
@@ -45,12 +58,12 @@ _LEAST_BYTES = 64 << 20  #: of memory for sorting
 class PartitionSpec:
     """The arguments of ``make_partition``."""
 
-    dataset: str  #: name of the dataset, see ``load_dataset``
+    dataset: str  #: name of the dataset, see ``load_dataset``; or ``partition``: another partition folder
     folder: str  #: partition folder to write
     source: str | None = None  #: files or download folder of the dataset
     options: Mapping[str, Any] = field(default_factory=dict)  #: dataset options
     num_parts: int = 1
-    method: str = "auto"  #: one of ``assign.METHODS``
+    method: str = "auto"  #: one of ``assign.METHODS``; for dataset `partition` also ``assign.KEEP``
     seed: int = 0  #: seed of the method
     balance: str | None = None  #: one of ``assign.BALANCES``; None: the method's default
     fanouts: Fanouts | None = None  #: for method `frequency`; None: its default
@@ -59,9 +72,35 @@ class PartitionSpec:
     memory: str | None = None  #: most memory to use, such as 4GB; None: what the machine has
     force: bool = False  #: replace a partition of another graph in ``folder``
 
+    @cached_property
+    def partition_source(self) -> PartitionSource:
+        """The source of dataset `partition`. Raises ``DataError`` or ``PartitionError``."""
+        return open_source(self.source, self.options)
+
+    @property
+    def kept_source(self) -> PartitionSource:
+        """The source whose parts are kept. Raises ``PartitionError`` unless it has ``num_parts`` parts."""
+        if self.dataset != DATASET:
+            raise PartitionError("method keep needs dataset partition, whose source is a partition folder")
+        found = self.partition_source.num_parts
+        if found == 0:
+            raise PartitionError(
+                f"{self.partition_source.folder}: the nodes are not assigned to parts yet; assign them with "
+                "`gnnfleet partition repartition FOLDER OUT --num-parts N`"
+            )
+        if found != self.num_parts:
+            raise PartitionError(
+                f"{self.partition_source.folder} has {found} parts, but {self.num_parts} are needed; set "
+                "data.num_parts (--num-parts) to that, or choose another method than keep to assign the nodes anew"
+            )
+        return self.partition_source
+
     def method_record(self) -> dict[str, Any]:
         """Return all options of the partition method with defaults, as JSON values. Raises ``PartitionError``."""
-        options = method_options(self.method, balance=self.balance, fanouts=self.fanouts)
+        if self.method == KEEP:
+            options: dict[str, Any] = {"format": self.kept_source.format.key if self.kept_source.format else "gnnfleet"}
+        else:
+            options = method_options(self.method, balance=self.balance, fanouts=self.fanouts)
         options |= {"clusters": self.clusters} if self.clusters else {}
         return dict(options_with(options, self.rows))
 
@@ -70,6 +109,11 @@ class PartitionSpec:
 
         Raises ``DataError`` or ``PartitionError`` for invalid options and missing files.
         """
+        if self.dataset == DATASET:
+            source = self.kept_source if self.method == KEEP else self.partition_source
+            return partition_fingerprint(
+                source.fingerprint, self.num_parts, self.method, self.seed, self.method_record(), source.time_attrs
+            )
         dataset = dataset_fingerprint(self.dataset, self.source, self.options)
         time_attrs = Dataset.time_attrs
         if "time_attrs" in self.options:
@@ -97,6 +141,71 @@ def make_partition(spec: PartitionSpec, say: Callable[[str], None] = print) -> M
         return _make(spec, fingerprint, folder, say, work)
 
 
+def convert_partition(
+    source: str | Path, folder: str | Path, options: Mapping[str, Any] | None = None, *, rows: WireRows = "stored",
+    force: bool = False, say: Callable[[str], None] = print,
+) -> Manifest:  # fmt: skip
+    """Convert the partition folder of another program to ``folder``. Every node stays in its part.
+
+    ``options`` are those of ``open_source``, the others those of ``PartitionSpec``. Raises ``DataError`` or
+    ``PartitionError``, and leaves no files behind then.
+    """
+    found = open_source(source, options)
+    if found.format is None:
+        raise PartitionError(
+            f"{found.folder} is a partition of gnnfleet already; --to pyg converts it, `partition repartition` changes "
+            "its parts"
+        )
+    say(f"{found.folder}: {found.title}, {found.num_parts or 'not assigned to'} parts")
+    spec = PartitionSpec(
+        DATASET, str(folder), str(found.folder), options or {}, found.num_parts, KEEP, rows=rows, force=force
+    )
+    return make_partition(spec, say)
+
+
+def export_partition(source: str | Path, folder: str | Path, say: Callable[[str], None] = print) -> None:
+    """Write the partition folder ``source`` to ``folder`` in the layout of torch_geometric.distributed.
+
+    Raises ``PartitionError``, and leaves no files behind then.
+    """
+    target, stages = Path(folder), _StageTimer(say)
+    check_empty(target)
+    with work_folder(target, f"export of {source}", keep=False) as work:
+        graph = restore_graph(source, work.emptied("dataset"))
+        stages.end("load", f"{graph.dataset.name}: {_counts(graph.dataset)}")
+        for note in write_pyg(graph, target):
+            say(f"note: {note}")
+    stages.end("write", f"{target}: {graph.num_parts} parts for torch_geometric.distributed")
+
+
+def repartition_spec(
+    source: str | Path, folder: str | Path, num_parts: int, method: str | None = None, seed: int | None = None,
+    balance: str | None = None, fanouts: Fanouts | None = None,
+) -> PartitionSpec:  # fmt: skip
+    """Return the arguments that divide the graph in the partition folder ``source`` into ``num_parts`` parts.
+
+    Arguments that are None have the values that ``source`` was made with, or else their defaults. Raises ``DataError``
+    or ``PartitionError``.
+    """
+    made = open_source(source).manifest
+    kept = made if made is not None and made.algorithm in METHODS else None
+    method = method or (made_by(kept) if kept else "auto")
+    same = kept.options if kept is not None and made_by(kept) == method else {}
+    options = made.options if made is not None else {}
+    return PartitionSpec(
+        dataset=DATASET,
+        folder=str(folder),
+        source=str(source),
+        num_parts=num_parts,
+        method=method,
+        seed=seed if seed is not None else made.seed if made is not None else 0,
+        balance=balance or same.get("balance"),
+        fanouts=fanouts or (fanouts_of(same["fanouts"]) if "fanouts" in same else None),
+        clusters=options.get("clusters", 0),
+        rows=options.get("rows", "stored"),
+    )
+
+
 def _make(
     spec: PartitionSpec, fingerprint: str, folder: Path, say: Callable[[str], None], work: WorkFolder
 ) -> Manifest:
@@ -104,7 +213,8 @@ def _make(
         say(f"going on with what an interrupted run left in {work.path} ({', '.join(done)}); delete it to start again")
     limit = available_memory() if spec.memory is None else parse_size(spec.memory)
     stages = _StageTimer(say)
-    dataset = _loaded(spec, limit, work)
+    source = spec.partition_source.read(work.emptied("dataset")) if spec.dataset == DATASET else None
+    dataset = source.dataset if source else _loaded(spec, limit, work)
     stages.end("load", f"{dataset.name}: {_counts(dataset)}")
     if not spec.force:
         check_same_graph(folder, dataset)
@@ -113,7 +223,7 @@ def _make(
     for note in (*dataset.notes, *_notes_for_training(dataset)):
         say(f"note: {note}")
     memory = _memory_of_steps(dataset, limit)
-    assignment, reason = _assigned(spec, dataset, memory, work)
+    assignment, reason = _assigned(spec, dataset, source, memory, work)
     how = f"{assignment.algorithm} ({reason})" if reason else assignment.algorithm
     stages.end("assign", f"{how}: cut {assignment.edge_cut:.2%}, balance {assignment.balance:.3f}")
     if spec.clusters:
@@ -149,14 +259,20 @@ def _memory_of_steps(dataset: Dataset, limit: int) -> int:
     return limit - fixed
 
 
-def _assigned(spec: PartitionSpec, dataset: Dataset, memory: int, work: WorkFolder) -> tuple[PartitionAssignment, str]:
+def _assigned(
+    spec: PartitionSpec, dataset: Dataset, source: PartitionedGraph | None, memory: int, work: WorkFolder
+) -> tuple[PartitionAssignment, str]:
     """Return the assignment, and the reason for its method if method `auto` has chosen it."""
+
+    if spec.method == KEEP and source is not None:
+        return given_assignment(dataset, source.parts, source.num_parts, KEEP, spec.seed, spec.method_record()), ""
 
     def assign() -> str:
         method, reason = (spec.method, "") if spec.method != "auto" else choose_method(dataset, memory)
         scratch = Scratch(work.emptied("sort"), memory)
         options = {"balance": spec.balance, "fanouts": spec.fanouts}
         assignment = assign_parts(dataset, spec.num_parts, method, spec.seed, scratch, **options)
+        assignment = replace(assignment, options=method_options(spec.method, **options))
         store_assignment(assignment, work.emptied("assign"))
         work.emptied("sort")
         return reason

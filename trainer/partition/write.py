@@ -145,6 +145,8 @@ def _write_all(
         balance=assignment.balance,
         graph_attrs={name: AttrSpec(values.dtype.name, values.shape) for name, values in dataset.graph_attrs.items()},
         files=tuple(sorted(writer.entries, key=lambda entry: entry.path)),
+        dataset_fingerprint=dataset.fingerprint,
+        time_attrs=dataset.time_attrs,
     )
 
 

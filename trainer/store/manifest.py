@@ -113,6 +113,9 @@ class Manifest:
         graph_attrs: Attributes of the graph as a whole; their shape is that of the array.
         files: All files of the folder.
         options: Further options of the partition method.
+        dataset_fingerprint: Sha256 of the dataset alone, or ''. With it a folder with another number of parts gets the
+            fingerprint that it would have had if made from the dataset. Folders of older versions do not have it.
+        time_attrs: Node attributes with times, as the dataset names them; None: not recorded (older versions).
     """
 
     dataset: str
@@ -128,6 +131,8 @@ class Manifest:
     graph_attrs: Mapping[str, AttrSpec]
     files: tuple[FileEntry, ...]
     options: Mapping[str, Any] = field(default_factory=dict)
+    dataset_fingerprint: str = ""
+    time_attrs: tuple[str, ...] | None = None
 
     @property
     def num_nodes(self) -> int:
@@ -215,7 +220,9 @@ def _read_bytes(path: Path) -> bytes:
         return read_regular(path)
     except (FileNotFoundError, NotADirectoryError):
         where = "the folder does not exist" if not path.parent.is_dir() else "the folder holds no partition"
-        raise PartitionError(f"{path} is missing: {where}; make one with `partition make`") from None
+        raise PartitionError(
+            f"{path} is missing: {where}; make one with `partition make`, or `partition convert` for another program's"
+        ) from None
     except OSError as error:
         raise PartitionError(f"{path} cannot be read: {error.strerror}") from error
 
@@ -269,6 +276,8 @@ def _from_json(raw: dict[str, Any]) -> Manifest:
         balance=float(raw["balance"]),
         graph_attrs=_attr_specs(raw["graph_attrs"]),
         files=tuple(_file_entry(entry, num_parts) for entry in raw["files"]),
+        dataset_fingerprint=str(raw.get("dataset_fingerprint", "")),
+        time_attrs=None if raw.get("time_attrs") is None else tuple(_name(name) for name in raw["time_attrs"]),
     )
 
 

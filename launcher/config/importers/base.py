@@ -9,6 +9,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from launcher.config.importers.partition_folder import ForeignParts, find_parts, named_parts
 from launcher.config.importers.pyg_command import Remote
 from launcher.errors import ConfigError, Problem, UsageError
 from launcher.yaml_tree import Origin, Scalar, Section, Tree
@@ -119,17 +120,48 @@ class Flags:
     extra_envs: tuple[str, ...] = ()  #: NAME=value
     remote: Remote | None = None  #: the quoted command that torch_geometric's launch.py runs on every host
 
+    @property
+    def parts(self) -> ForeignParts | None:
+        """The partition folder on this machine that ``part_config`` or ``dataset_root_dir`` names."""
+        return named_parts(self.workspace, self.part_config, self.dataset_root_dir)
+
 
 def dataset_overrides(name: str) -> tuple[str, ...]:
     """Return the overrides for ``--dataset``, whose value is a dataset name or an existing path.
 
-    They also replace ``data.options`` and ``data.folder``, as the values in the file belong to another graph.
+    They also replace ``data.options`` and ``data.folder``, as the values in the file belong to another graph. The parts
+    in a partition folder of another program are kept.
     """
     name = _RENAMED.get(name, name)
+    if (os.sep in name or "." in name) and (parts := find_parts(name)) is not None:
+        return parts.overrides
     here = os.path.exists(os.path.expanduser(name)) and (os.sep in name or "." in name)
     stem = Path(name).stem if here else re.sub(r"[^A-Za-z0-9._-]", "-", name)
     dataset, source = ("file", name) if here else (name, "null")
     return (f"data.dataset={dataset}", f"data.source={source}", "data.options={}", f"data.folder=parts/{stem}")
+
+
+def named_dataset_overrides(dataset: str | None, parts: ForeignParts | None) -> tuple[str, ...]:
+    """Return the overrides for ``--dataset``, and for the parts that flags of another launcher name.
+
+    The parts are used unless they are of another program's dataset without labels, which training needs.
+    """
+    if parts is not None and (parts.labelled or not dataset):
+        return parts.overrides
+    return dataset_overrides(dataset) if dataset else ()
+
+
+def parts_note(parts: ForeignParts | None, dataset: str | None, named: str) -> str:
+    """Return the note on the parts that the flags or keys ``named`` name: whether they are used, and why not."""
+    if parts is None:
+        return f"{named}: no parts on this machine; the graph is partitioned here, from the dataset"
+    if parts.labelled or not dataset:
+        return f"{named}: the parts of {parts.kind} in {parts.folder} are converted and kept"
+    return (
+        f"{named}: the parts of {parts.kind} in {parts.folder} have no labels and train seeds beside them, so the "
+        "graph is partitioned again, from the dataset; to use them: gnnfleet partition convert --nodes y=FILE "
+        "--nodes train_idx=FILE"
+    )
 
 
 def node_overrides(nodes: str) -> tuple[str, ...]:

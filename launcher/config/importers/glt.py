@@ -4,7 +4,18 @@ from __future__ import annotations
 
 import os
 
-from launcher.config.importers.base import Flags, Foreign, Source, listed, number, section, text, virtual_origin
+from launcher.config.importers.base import (
+    Flags,
+    Foreign,
+    Source,
+    listed,
+    number,
+    parts_note,
+    section,
+    text,
+    virtual_origin,
+)
+from launcher.config.importers.partition_folder import ForeignParts, find_parts
 from launcher.errors import ConfigError, Problem
 from launcher.yaml_tree import Scalar, Section, Tree, YamlSequence, describe, read_tree
 
@@ -36,7 +47,11 @@ def read_glt(source: Source, flags: Flags) -> Foreign:
     if problems:
         raise ConfigError(sorted(set(problems), key=lambda problem: problem.line))
     entries = [_node(nodes[k], {name: values[k] for name, values in lists.items()}) for k in order]
-    return Foreign("GLT's YAML", _tree(tree, entries), tuple(_notes(tree, lists)), batch_per_process=True)
+    notes = _notes(tree, lists)
+    if flags.part_config or flags.dataset_root_dir:
+        named = " and ".join(name for name in ("part_config", "dataset_root_dir") if getattr(flags, name))
+        notes.append(parts_note(flags.parts, flags.dataset or "the file's", named))
+    return Foreign("GLT's YAML", _tree(tree, entries), tuple(notes), batch_per_process=True)
 
 
 def _list(tree: Section, name: str, problems: list[Problem]) -> tuple[Tree, ...]:
@@ -121,8 +136,15 @@ def _tree(theirs: Section, nodes: list[Section]) -> Section:
 
 
 def _data(dataset: Scalar) -> dict[str, Tree]:
-    """Return the `data` section for a dataset name, or for the path of the user's own graph."""
+    """Return the `data` section for a dataset name, or for the path of the user's own graph or partition folder.
+
+    GLT's launcher reads the parts of a dataset NAME from ``../../data/NAME`` beside its examples.
+    """
     origin, name = dataset.origin, dataset.text
+    if (parts := _parts(dataset)) is not None:
+        keep = section(origin, {"method": text(origin, "keep")})
+        items = {"dataset": "partition", "source": str(parts.folder), "folder": f"parts/{parts.name}"}
+        return {**{key: text(origin, value) for key, value in items.items()}, "partition": keep}
     path = origin.folder / os.path.expanduser(name)
     if os.path.exists(path) and ("/" in name or "." in name):
         return {
@@ -131,6 +153,15 @@ def _data(dataset: Scalar) -> dict[str, Tree]:
             "folder": text(origin, f"parts/{path.stem}"),
         }
     return {"dataset": text(origin, name), "folder": text(origin, f"parts/{name.replace(':', '-').replace('/', '-')}")}
+
+
+def _parts(dataset: Scalar) -> ForeignParts | None:
+    """Return the partition folder that the key `dataset` names."""
+    name, folder = dataset.text, dataset.origin.folder
+    if "/" in name or "." in name:
+        return find_parts(folder / os.path.expanduser(name))
+    found = find_parts(os.path.normpath(folder / "../../data" / name))
+    return found if found is not None and found.labelled else None
 
 
 def _notes(tree: Section, lists: dict[str, tuple[Tree, ...]]) -> list[str]:

@@ -11,6 +11,7 @@ from launcher.config.importers.base import (
     Source,
     listed,
     number,
+    parts_note,
     section,
     split_hosts,
     text,
@@ -131,7 +132,7 @@ def _pyg(nodes: list[tuple[Origin, str]], flags: Flags, notes: list[str]) -> Sec
         )
     if flags.part_config or flags.dataset_root_dir:
         named = " and ".join(name for name in ("part_config", "dataset_root_dir") if getattr(flags, name))
-        notes.append(f"{named}: parts of torch_geometric cannot be read; the graph is cut once more, from the dataset")
+        notes.append(parts_note(flags.parts, flags.dataset, named))
     if flags.dataset == "ogbn-product":
         notes.append("ogbn-product is read as ogbn-products, its name in OGB")
     return section(at, tree)

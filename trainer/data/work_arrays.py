@@ -1,0 +1,105 @@
+"""Arrays that are assembled from the files of several parts: in memory, or memory-mapped if they are large."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from trainer.core.arrays import Array
+from trainer.core.errors import DataError, PartitionError
+
+_IN_MEMORY = 64 << 20  #: bytes of an array from which on it is memory-mapped
+
+_ROWS_AT_ONCE = 1 << 20
+
+
+@dataclass
+class WorkArrays:
+    """Allocates arrays. Those of 64 MiB or more are files in ``folder``, which the caller deletes."""
+
+    folder: Path | None = None  #: None: all arrays are in memory
+    _count: int = field(default=0, init=False)
+
+    def empty(self, shape: tuple[int, ...], dtype: Any) -> Array:
+        """Return a writable array whose content is undefined. Raises ``PartitionError`` when the disk is full."""
+        size = int(np.prod(shape, dtype=np.int64)) * np.dtype(dtype).itemsize
+        if self.folder is None or size < _IN_MEMORY:
+            return np.empty(shape, dtype)
+        self._count += 1
+        path = self.folder / f"{self._count}.npy"
+        try:
+            return np.lib.format.open_memmap(path, "w+", dtype=np.dtype(dtype), shape=shape).view(np.ndarray)
+        except OSError as error:
+            raise PartitionError(f"{path} cannot be written: {error.strerror or error}") from error
+
+
+@dataclass(frozen=True)
+class Piece:
+    """Some rows of an array."""
+
+    ids: Array  #: int [n], position of each row in the whole array
+    values: Array  #: [n, …]
+    place: str  #: file, for messages
+
+
+def assembled(pieces: Iterable[Piece], count: int, of: str, arrays: WorkArrays) -> Array:
+    """Assemble an array of ``count`` rows from pieces that together have each row once.
+
+    Args:
+        pieces: at least one; all with the same dtype and shape of a row.
+        count: number of rows of the result.
+        of: what a row belongs to, for messages, such as ``node`` or ``edge of type a__r__b``.
+        arrays: allocates the result.
+
+    Raises:
+        DataError: when ids and rows differ in number, an id is out of range, or a row is missing or appears twice.
+    """
+    whole: Array | None = None
+    seen = np.zeros(count, bool)
+    for piece in pieces:
+        if whole is None:
+            whole = arrays.empty((count, *piece.values.shape[1:]), piece.values.dtype)
+        _check_piece(piece, whole, of)
+        for start in range(0, len(piece.ids), _ROWS_AT_ONCE):
+            ids = np.asarray(piece.ids[start : start + _ROWS_AT_ONCE], np.int64)
+            _check_ids(ids, seen, piece, of)
+            seen[ids] = True
+            whole[ids] = piece.values[start : start + _ROWS_AT_ONCE]
+    if whole is None:
+        raise ValueError("no pieces")
+    if not seen.all():
+        missing = int(np.argmin(seen))
+        raise DataError(
+            f"{piece.place}: {of} {missing} has no row in any part ({int(np.count_nonzero(~seen)):,} of {count:,} are "
+            "missing); copy the folders of all parts"
+        )
+    return whole
+
+
+def _check_piece(piece: Piece, whole: Array, of: str) -> None:
+    if piece.values.ndim == 0 or len(piece.values) != len(piece.ids):
+        rows = len(piece.values) if piece.values.ndim else 0
+        raise DataError(f"{piece.place}: {rows} rows, but {len(piece.ids)} ids ({of}); the file is damaged")
+    if piece.values.dtype != whole.dtype or piece.values.shape[1:] != whole.shape[1:]:
+        raise DataError(
+            f"{piece.place}: rows are {piece.values.dtype} {list(piece.values.shape[1:])}, but {whole.dtype} "
+            f"{list(whole.shape[1:])} in an earlier part ({of})"
+        )
+
+
+def _check_ids(ids: Array, seen: Array, piece: Piece, of: str) -> None:
+    if not len(ids):
+        return
+    if int(ids.min()) < 0 or int(ids.max()) >= len(seen):
+        wrong = ids[(ids < 0) | (ids >= len(seen))][0]
+        raise DataError(f"{piece.place}: {of} {wrong}, but ids go from 0 to {len(seen) - 1}")
+    again = seen[ids]
+    if again.any():
+        raise DataError(f"{piece.place}: {of} {ids[int(np.argmax(again))]} is also in an earlier part")
+    if np.count_nonzero(np.diff(np.sort(ids)) == 0):
+        ordered = np.sort(ids)
+        raise DataError(f"{piece.place}: {of} {ordered[1:][np.diff(ordered) == 0][0]} appears twice")

@@ -1,0 +1,1 @@
+"""Partition folders of other programs: torch_geometric.distributed, GraphLearn-for-PyTorch (GLT) and DGL."""

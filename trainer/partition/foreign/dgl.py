@@ -1,0 +1,279 @@
+"""Reads partitions of DGL, as ``dgl.distributed.partition_graph`` and DGL's dispatch pipeline write them.
+
+A folder has ``<name>.json`` with the id ranges of every part, and per part ``graph.dgl`` (the part's edges, and ids of
+the nodes), ``node_feat.dgl`` and ``edge_feat.dgl``. DGL renumbers nodes and edges: it counts those of part 0, then
+part 1, …, and within a part type by type. The ids of the input graph are stored only by the dispatch pipeline with
+`--save-orig-nids` and `--save-orig-eids` (``orig_nids.dgl``, ``orig_eids.dgl``); without them, the original ids of the
+converted partition are DGL's, per type.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any, TypeVar
+
+import numpy as np
+
+from trainer.core.arrays import Array, Ids
+from trainer.core.errors import DataError
+from trainer.core.schema import HOMO_EDGE, HOMO_NODE, EdgeType, NodeType, type_name
+from trainer.data.raw_arrays import RawArray, RawGraph
+from trainer.data.work_arrays import Piece, WorkArrays, assembled
+from trainer.partition.foreign.dgl_files import DglGraph, Tensors, read_graph_file, read_tensor_file
+from trainer.partition.foreign.dgl_ranges import IdRanges
+from trainer.partition.foreign.types import ForeignFormat, ForeignGraph
+
+NODE_NAMES = {"feat": "x", "features": "x", "label": "y", "labels": "y"}  #: usual names of DGL's examples -> ours
+
+EDGE_NAMES = {"feat": "edge_attr", "feats": "edge_attr"}
+
+
+@dataclass(frozen=True)
+class _Partition:
+    config: Path
+    arrays: WorkArrays
+
+    @cached_property
+    def meta(self) -> Mapping[str, Any]:
+        return _read_config(self.config)
+
+    @property
+    def num_parts(self) -> int:
+        return int(self.meta["num_parts"])
+
+    @cached_property
+    def hetero(self) -> bool:
+        return len(self.meta["node_map"]) > 1 or len(self.meta["edge_map"]) > 1 or "_N" not in self.meta["node_map"]
+
+    @cached_property
+    def nodes(self) -> dict[NodeType, IdRanges]:
+        return {
+            name if self.hetero else HOMO_NODE: IdRanges.of(found, self.num_parts, f"{self.config}: node_map of {name}")
+            for name, found in self.meta["node_map"].items()
+        }
+
+    @cached_property
+    def edges(self) -> dict[EdgeType, IdRanges]:
+        return {
+            self._edge_type(name): IdRanges.of(found, self.num_parts, f"{self.config}: edge_map of {name}")
+            for name, found in self.meta["edge_map"].items()
+        }
+
+    def _edge_type(self, name: str) -> EdgeType:
+        words = name.split(":")
+        if not self.hetero:
+            return HOMO_EDGE
+        if len(words) != 3 or not {words[0], words[2]} <= set(self.nodes):
+            raise DataError(
+                f"{self.config}: edge type {name!r} is not source:relation:target (files of DGL before 1.0); DGL's "
+                "tools/change_etype_to_canonical_etype.py changes that"
+            )
+        return words[0], words[1], words[2]
+
+    def graph(self) -> ForeignGraph:
+        node_ids, edge_ids = self._original("orig_nids", self.nodes), self._original("orig_eids", self.edges)
+        arrays = {of: self._edge_arrays(of, node_ids, edge_ids.get(of)) for of in self.edges}
+        nodes = {of: self._node_attrs(of, node_ids.get(of)) for of in self.nodes}
+        counts = {of: ranges.count for of, ranges in self.nodes.items()}
+        parts = {of: _reordered(ranges.part_of, node_ids.get(of)) for of, ranges in self.nodes.items()}
+        notes = () if node_ids else (
+            f"{self.config}: DGL renumbered the nodes and does not store the ids of the input graph; original ids are "
+            "DGL's",
+        )  # fmt: skip
+        raw = RawGraph(str(self.meta["graph_name"]), {}, nodes, arrays, counts, hetero=self.hetero, notes=notes)
+        return ForeignGraph(raw, parts, self.num_parts)
+
+    def _file(self, part_id: int, key: str) -> Path:
+        entry = self.meta.get(f"part-{part_id}")
+        path = entry.get(key) if isinstance(entry, dict) else None
+        if not isinstance(path, str):
+            hint = (
+                "; GraphBolt's format cannot be read, partition with use_graphbolt=False" if key == "part_graph" else ""
+            )
+            raise DataError(f"{self.config}: no {key} of part {part_id}{hint}")
+        return self.config.parent / path
+
+    @cached_property
+    def _graphs(self) -> list[DglGraph]:
+        return [read_graph_file(self._file(part_id, "part_graph")) for part_id in range(self.num_parts)]
+
+    @cached_property
+    def _features(self) -> dict[str, list[Tensors]]:
+        keys, parts = ("node_feats", "edge_feats"), range(self.num_parts)
+        return {key: [read_tensor_file(self._file(part_id, key)) for part_id in parts] for key in keys}
+
+    def _original(self, name: str, types: Mapping[Any, IdRanges]) -> dict[Any, Ids]:
+        """Return the id in the input graph of each DGL id per type, or {} if the files do not exist."""
+        files = [self._file(part_id, "part_graph").with_name(f"{name}.dgl") for part_id in range(self.num_parts)]
+        if not all(file.exists() for file in files):
+            return {}
+        found = [read_tensor_file(file) for file in files]
+        ids = {}
+        for of, ranges in types.items():
+            pieces = [_one(tensors, self._keys(of), file) for tensors, file in zip(found, files, strict=True)]
+            ids[of] = np.concatenate(pieces)
+            ids[of] = ids[of] - ids[of].min(initial=ranges.count)  # ids of edges may count all types
+            if not np.array_equal(np.sort(ids[of]), np.arange(ranges.count)):
+                raise DataError(f"{files[0]}: the ids of {type_name(of)} are not 0 to {ranges.count - 1}, each once")
+        return ids
+
+    def _keys(self, of: NodeType | EdgeType) -> tuple[str, ...]:
+        """Return the names that DGL uses for a type."""
+        if not self.hetero:
+            return ("_N",) if isinstance(of, str) else ("_N:_E:_N", "_E")
+        return (of,) if isinstance(of, str) else (":".join(of),)
+
+    def _node_attrs(self, of: NodeType, original: Ids | None) -> dict[str, RawArray]:
+        return self._attrs("node_feats", of, self.nodes[of], original, NODE_NAMES)
+
+    def _edge_arrays(self, of: EdgeType, node_ids: Mapping[NodeType, Ids], original: Ids | None) -> dict[str, RawArray]:
+        ranges, place = self.edges[of], str(self.config)
+        edge_index = self.arrays.empty((2, ranges.count), np.int64)
+        for part_id in range(self.num_parts):
+            start, end = ranges.own(part_id)
+            edge_index[:, start:end] = self._own_edges(of, part_id)
+        for row, end_type in enumerate((of[0], of[2])):
+            if end_type in node_ids:
+                edge_index[row] = node_ids[end_type][edge_index[row]]
+        if original is not None:
+            edge_index = assembled([Piece(original, edge_index.T, place)], ranges.count, "edge", self.arrays).T
+        attrs = self._attrs("edge_feats", of, ranges, original, EDGE_NAMES)
+        return {"edge_index": RawArray(np.ascontiguousarray(edge_index), place), **attrs}
+
+    def _own_edges(self, of: EdgeType, part_id: int) -> Ids:
+        """Return the edges of one type that a part owns, [2, e], by node ids per type, in order of DGL's ids."""
+        graph, ranges, place = self._graphs[part_id], self.edges[of], str(self._file(part_id, "part_graph"))
+        if not {"_ID", "inner_edge"} <= graph.edges.keys() or "_ID" not in graph.nodes:
+            raise DataError(
+                f"{place}: _ID or inner_edge is missing; expected a file of dgl.distributed.partition_graph"
+            )
+        ids, inner = graph.edges["_ID"].values, graph.edges["inner_edge"].values
+        node_ids = graph.nodes["_ID"].values
+        if not ids.shape == inner.shape == graph.sources.shape or ids.dtype.kind != "i" or node_ids.dtype.kind != "i":
+            raise DataError(f"{place}: _ID and inner_edge are not one number per edge and node; the file is damaged")
+        for ends in (graph.sources, graph.targets):
+            if len(ends) and (ends.min() < 0 or ends.max() >= len(node_ids)):
+                raise DataError(f"{place}: an edge ends at a node that the part does not have; the file is damaged")
+        start, size = int(ranges.starts[part_id]), int(ranges.sizes[part_id])
+        mine = np.flatnonzero((inner != 0) & (ids >= start) & (ids < start + size))
+        mine = mine[np.argsort(ids[mine], kind="stable")]
+        if not np.array_equal(ids[mine], np.arange(start, start + size)):
+            raise DataError(
+                f"{place}: {len(mine)} edges of type {type_name(of)}, expected the ids from {start} on, {size}"
+            )
+        return np.stack([
+            self.nodes[of[0]].per_type(node_ids[graph.sources[mine]], place),
+            self.nodes[of[2]].per_type(node_ids[graph.targets[mine]], place),
+        ])  # fmt: skip
+
+    def _attrs(
+        self, key: str, of: NodeType | EdgeType, ranges: IdRanges, original: Ids | None, names: Mapping[str, str]
+    ) -> dict[str, RawArray]:
+        found = renamed(dict(self._by_name(key, of)), names)
+        return {name: self._attr(name, pieces, of, ranges, original) for name, pieces in found.items()}
+
+    def _by_name(self, key: str, of: NodeType | EdgeType) -> Iterator[tuple[str, dict[int, RawArray]]]:
+        """Yield (name, rows by part) of the attributes of a type."""
+        prefixes = tuple(f"{name}/" for name in self._keys(of))
+        found: dict[str, dict[int, RawArray]] = {}
+        for part_id, tensors in enumerate(self._features[key]):
+            for full, array in tensors.items():
+                if prefix := next((prefix for prefix in prefixes if full.startswith(prefix)), ""):
+                    found.setdefault(full.removeprefix(prefix), {})[part_id] = array
+        yield from found.items()
+
+    def _attr(
+        self,
+        name: str,
+        by_part: Mapping[int, RawArray],
+        of: NodeType | EdgeType,
+        ranges: IdRanges,
+        original: Ids | None,
+    ) -> RawArray:
+        pieces = []
+        for part_id, array in by_part.items():
+            ids = np.arange(*ranges.own(part_id))
+            pieces.append(Piece(ids if original is None else original[ids], array.values, f"{array.place} [{name}]"))
+        what = f"{'node' if isinstance(of, str) else 'edge'} of type {type_name(of)}"
+        values = assembled(pieces, ranges.count, what, self.arrays)
+        first = next(iter(by_part.values()))
+        return RawArray(as_mask(name, values), pieces[0].place, first.bfloat16)
+
+
+T = TypeVar("T")
+
+
+def renamed(found: Mapping[str, T], names: Mapping[str, str]) -> dict[str, T]:
+    """Rename attributes by ``names``, unless an attribute has the new name already. Sorts by name."""
+    result: dict[str, T] = {}
+    for name, value in sorted(found.items()):
+        ours = names.get(name, name)
+        result[name if ours in found or ours in result else ours] = value
+    return result
+
+
+def as_mask(name: str, values: Array) -> Array:
+    """Return the values of `<split>_mask` as booleans, which DGL stores as uint8; other arrays unchanged."""
+    if name.endswith("_mask") and values.dtype.kind in "iu" and values.size and 0 <= values.min() <= values.max() <= 1:
+        return values.astype(bool)
+    return values
+
+
+def _one(tensors: Tensors, keys: Sequence[str], path: Path) -> Array:
+    name = next((key for key in keys if key in tensors), None)
+    if name is None:
+        raise DataError(f"{path}: no ids of {keys[0]}; the file has {', '.join(tensors) or 'nothing'}")
+    return tensors[name].values
+
+
+def _reordered(values: Array, original: Ids | None) -> Array:
+    """Return ``values``, in order of DGL's ids, in order of original ids."""
+    if original is None:
+        return values
+    result = np.empty_like(values)
+    result[original] = values
+    return result
+
+
+def _configs(folder: Path) -> list[Path]:
+    """Return the partition configs in a folder: JSON files with id ranges of parts."""
+    found = []
+    for path in sorted(folder.glob("*.json")):
+        try:
+            meta = json.loads(path.read_text(encoding="utf-8"))
+        except (OSError, ValueError):
+            continue
+        if isinstance(meta, dict) and {"num_parts", "node_map", "edge_map", "graph_name"} <= meta.keys():
+            found.append(path)
+    return found
+
+
+def _config(folder: Path) -> Path:
+    found = _configs(folder)
+    if len(found) != 1:
+        names = ", ".join(path.name for path in found)
+        raise DataError(f"{folder}: several partitions of DGL ({names}); keep one of these files in the folder")
+    return found[0]
+
+
+def _read_config(path: Path) -> Mapping[str, Any]:
+    meta: Mapping[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+    if type(meta["num_parts"]) is not int or meta["num_parts"] < 1:
+        raise DataError(f"{path}: num_parts is {meta['num_parts']!r}, expected a number")
+    for key in ("node_map", "edge_map"):
+        if not isinstance(meta[key], dict) or not all(isinstance(ranges, list) for ranges in meta[key].values()):
+            raise DataError(f"{path}: {key} is not a range of ids per part and type; partition with reshuffle=True")
+    return meta
+
+
+DGL = ForeignFormat(
+    key="dgl",
+    title="DGL",
+    found=lambda folder: bool(_configs(folder)),
+    count=lambda folder: int(_read_config(_config(folder))["num_parts"]),
+    read=lambda folder, arrays: _Partition(_config(folder), arrays).graph(),
+)

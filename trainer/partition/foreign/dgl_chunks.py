@@ -1,0 +1,220 @@
+"""Reads DGL's chunked graph format, the input of its distributed partitioning: ``metadata.json`` and files per chunk.
+
+The nodes of such a graph are not assigned to parts yet. If the folder, or a folder in it, has the output of one of
+DGL's partition algorithms (``partition_meta.json`` and ``<node type>.txt`` with a part number per line), that is the
+assignment.
+"""
+
+from __future__ import annotations
+
+import ast
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from trainer.core.arrays import Array
+from trainer.core.errors import DataError
+from trainer.core.schema import HOMO_EDGE, HOMO_NODE, EdgeType, NodeType
+from trainer.data.raw_arrays import RawArray, RawGraph
+from trainer.data.work_arrays import Piece, WorkArrays, assembled
+from trainer.partition.foreign.dgl import EDGE_NAMES, NODE_NAMES, as_mask, renamed
+from trainer.partition.foreign.types import ForeignFormat, ForeignGraph, part_numbers
+
+METADATA, PARTITION = "metadata.json", "partition_meta.json"
+
+
+@dataclass(frozen=True)
+class _Chunks:
+    """The files of one array."""
+
+    paths: tuple[Path, ...]
+    kind: str  #: ``csv``, ``numpy`` or ``parquet``
+    delimiter: str = ","
+
+    def read(self, path: Path) -> Array:
+        """Return the rows in one file. Raises ``DataError``."""
+        try:
+            if self.kind == "csv":
+                return _read_csv(path, self.delimiter)
+            return np.load(path, mmap_mode="r", allow_pickle=False) if self.kind == "numpy" else _read_parquet(path)
+        except FileNotFoundError:
+            raise DataError(f"{path} is missing; copy all files of the chunked graph") from None
+        except (OSError, ValueError, EOFError) as error:
+            raise DataError(f"{path} cannot be read as {self.kind}: {error}") from error
+
+
+@dataclass(frozen=True)
+class _Graph:
+    folder: Path
+    arrays: WorkArrays
+
+    @cached_property
+    def meta(self) -> Mapping[str, Any]:
+        return _read_metadata(self.folder)
+
+    @cached_property
+    def counts(self) -> dict[NodeType, int]:
+        types, where = self.meta["node_type"], f"{self.folder / METADATA}: num_nodes_per_type"
+        listed = self.meta.get("num_nodes_per_type")
+        if listed is None:
+            chunked = self.meta.get("num_nodes_per_chunk")
+            listed = [sum(sizes) for sizes in chunked] if isinstance(chunked, list) else []
+        if not isinstance(types, list) or len(types) != len(listed) or not all(type(n) is int for n in listed):
+            raise DataError(f"{where}: expected the number of nodes of each of the types in node_type")
+        return dict(zip(types, listed, strict=True))
+
+    def graph(self) -> ForeignGraph:
+        edge_types = {name: self._edge_type(name) for name in self.meta["edge_type"]}
+        edges = {of: self._edge_arrays(name, of) for name, of in edge_types.items()}
+        nodes = {of: self._attrs("node_data", of, NODE_NAMES, count) for of, count in self.counts.items()}
+        raw = RawGraph(str(self.meta.get("graph_name", self.folder.name)), {}, nodes, edges, self.counts, hetero=True)
+        assigned = _assignment_folder(self.folder)
+        num_parts = 0 if assigned is None else _read_num_parts(assigned)
+        parts = {} if assigned is None else {of: self._parts(assigned, of, num_parts) for of in self.counts}
+        graph = ForeignGraph(raw, parts, num_parts)
+        return _homogeneous(graph) if list(self.counts) == ["_N"] and len(edges) == 1 else graph
+
+    def _parts(self, folder: Path, of: NodeType, num_parts: int) -> Any:
+        path = folder / f"{of}.txt"
+        found = _Chunks((path,), "csv").read(path)
+        return part_numbers(found.reshape(-1), self.counts[of], num_parts, str(path))
+
+    def _edge_type(self, name: str) -> EdgeType:
+        words = name.split(":")
+        if len(words) != 3 or not {words[0], words[2]} <= set(self.counts):
+            raise DataError(f"{self.folder / METADATA}: {name!r} is not source:relation:target between the node types")
+        return words[0], words[1], words[2]
+
+    def _edge_arrays(self, name: str, of: EdgeType) -> dict[str, RawArray]:
+        where = f"{self.folder / METADATA}: edges of {name}"
+        chunks = self._chunks(self.meta["edges"].get(name), where)
+        found = [chunks.read(path) for path in chunks.paths]
+        for path, pairs in zip(chunks.paths, found, strict=True):
+            if pairs.ndim != 2 or pairs.shape[1] != 2:
+                raise DataError(f"{path}: holds {list(pairs.shape)}, expected a source and a target per edge")
+        edge_index = np.ascontiguousarray(np.concatenate(found).T) if found else np.empty((2, 0), np.int64)
+        attrs = self._attrs("edge_data", name, EDGE_NAMES, edge_index.shape[1])
+        return {"edge_index": RawArray(edge_index, where), **attrs}
+
+    def _attrs(self, key: str, name: str, names: Mapping[str, str], count: int) -> dict[str, RawArray]:
+        found = (self.meta.get(key) or {}).get(name) or {}
+        return {
+            ours: self._attr(ours, entry, f"{key} of {name}", count) for ours, entry in renamed(found, names).items()
+        }
+
+    def _attr(self, name: str, entry: Any, of: str, count: int) -> RawArray:
+        chunks = self._chunks(entry, f"{self.folder / METADATA}: {of}, {name}")
+        pieces, start = [], 0
+        for path in chunks.paths:
+            rows = chunks.read(path)
+            pieces.append(Piece(np.arange(start, start + len(rows)), rows, str(path)))
+            start += len(rows)
+        values = assembled(pieces, count, f"row of {of}:", self.arrays)
+        values = values.reshape(-1) if chunks.kind == "csv" and values.shape[1:] == (1,) else values
+        return RawArray(as_mask(name, values), str(chunks.paths[0]))
+
+    def _chunks(self, entry: Any, where: str) -> _Chunks:
+        form = entry.get("format", {}) if isinstance(entry, dict) else {}
+        paths = entry.get("data") if isinstance(entry, dict) else None
+        if form.get("name") not in ("csv", "numpy", "parquet") or not isinstance(paths, list) or not paths:
+            raise DataError(f"{where}: expected format.name csv, numpy or parquet, and a list of files in data")
+        return _Chunks(tuple(self._located(path) for path in paths), form["name"], form.get("delimiter", ","))
+
+    def _located(self, path: str) -> Path:
+        """Return a file of the graph: relative paths start at the folder; one that was moved is found below it."""
+        there = self.folder / path
+        if there.exists():
+            return there
+        for start in range(1, len(there.parts)):
+            if (moved := self.folder.joinpath(*Path(path).parts[start:])).is_file():
+                return moved
+        return there
+
+
+def _homogeneous(graph: ForeignGraph) -> ForeignGraph:
+    """Return a graph of DGL's unnamed types as a homogeneous one."""
+    raw = graph.raw
+    (nodes,), (edges,), (count,) = raw.nodes.values(), raw.edges.values(), raw.num_nodes.values()
+    typed = replace(raw, nodes={HOMO_NODE: nodes}, edges={HOMO_EDGE: edges}, num_nodes={HOMO_NODE: count}, hetero=False)
+    parts = dict(zip((HOMO_NODE,), graph.parts.values(), strict=False))
+    return ForeignGraph(typed, parts, graph.num_parts)
+
+
+def _read_csv(path: Path, delimiter: str) -> Array:
+    """Return a CSV file without a header, [rows, columns]: int64 if all values are whole numbers, else float64."""
+    try:
+        return np.loadtxt(path, np.int64, delimiter=delimiter, comments=None, ndmin=2)
+    except ValueError:
+        return np.loadtxt(path, np.float64, delimiter=delimiter, comments=None, ndmin=2)
+
+
+def _read_parquet(path: Path) -> Array:
+    """Return a Parquet file: its columns, or its one column of lists, in the shape that its metadata gives."""
+    try:
+        import duckdb
+    except ImportError:
+        raise DataError(f"{path}: reading Parquet needs the package duckdb: pip install duckdb") from None
+    if not path.exists():
+        raise FileNotFoundError(path)
+    try:
+        with duckdb.connect() as connection:
+            columns = list(connection.execute("SELECT * FROM read_parquet(?)", [str(path)]).fetchnumpy().values())
+            query = "SELECT value FROM parquet_kv_metadata(?) WHERE key::VARCHAR = 'shape'"
+            shape = connection.execute(query, [str(path)]).fetchone()
+    except duckdb.Error as error:
+        raise ValueError(str(error).splitlines()[0]) from None
+    arrays = [np.stack(list(map(np.asarray, c))) if c.dtype == object else np.ma.getdata(c)[:, None] for c in columns]
+    values = np.concatenate(arrays, axis=1)
+    return values.reshape(ast.literal_eval(shape[0].decode())) if shape else values
+
+
+def _read_metadata(folder: Path) -> Mapping[str, Any]:
+    path = folder / METADATA
+    try:
+        meta = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise DataError(f"{path} cannot be read as JSON: {error}") from error
+    missing = [key for key in ("node_type", "edge_type", "edges") if not isinstance(meta, dict) or key not in meta]
+    if missing:
+        raise DataError(f"{path}: {missing[0]} is missing; expected the metadata of DGL's chunked graph format")
+    return dict(meta)
+
+
+def _assignment_folder(folder: Path) -> Path | None:
+    """Return the folder with the output of a partition algorithm of DGL, or None. Raises ``DataError`` for several."""
+    found = (
+        [folder] if (folder / PARTITION).is_file() else sorted(path.parent for path in folder.glob(f"*/{PARTITION}"))
+    )
+    if len(found) > 1:
+        raise DataError(f"{folder}: several assignments to parts ({found[0].name}, {found[1].name}); keep one of them")
+    return found[0] if found else None
+
+
+def _read_num_parts(folder: Path) -> int:
+    path = folder / PARTITION
+    try:
+        count = json.loads(path.read_text(encoding="utf-8"))["num_parts"]
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise DataError(f"{path}: num_parts cannot be read: {error!r}") from error
+    if type(count) is not int or count < 1:
+        raise DataError(f"{path}: num_parts is {count!r}, expected a number")
+    return count
+
+
+def _count(folder: Path) -> int:
+    assigned = _assignment_folder(folder)
+    return 0 if assigned is None else _read_num_parts(assigned)
+
+
+DGL_CHUNKED = ForeignFormat(
+    key="dgl-chunked",
+    title="DGL's chunked graph format",
+    found=lambda folder: (folder / METADATA).is_file(),
+    count=_count,
+    read=lambda folder, arrays: _Graph(folder, arrays).graph(),
+)

@@ -1,0 +1,147 @@
+"""Labels and splits that lie in files beside a partition of torch_geometric or GLT, or that the user names.
+
+The partitioning examples of both programs save, beside `NAME-partitions`, the labels of all nodes as
+`NAME-label/label.pt`, and the node ids of each split in one file per part, `NAME-train-partitions/partition0.pt`.
+``partition convert --to pyg`` writes the same folders, without `NAME-`, into the partition folder.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from trainer.core.errors import DataError
+from trainer.core.schema import HOMO_NODE, NodeType
+from trainer.data.raw_arrays import RawArray, RawGraph
+from trainer.partition.foreign.tensor_files import load_tensors, tensor_array
+
+_SPLITS = ("train", "val", "valid", "test")
+
+_SUFFIX = "-partitions"
+
+
+@dataclass(frozen=True)
+class ExtraFile:
+    """An array of nodes in files outside the partition itself."""
+
+    name: str  #: of the array, such as `y`, `train_idx`, or `paper__y`
+    files: tuple[Path, ...]  #: their rows one after the other
+    given: bool  #: whether the user named them; else they were found beside the partition
+
+
+def extra_files(folder: Path, given: Mapping[str, str]) -> list[ExtraFile]:
+    """Return the files that the user gave (name of the array -> file or folder), and those beside the partition.
+
+    A relative path is looked up in ``folder`` first, then in the current folder. A file beside the partition whose
+    array the user gave is left out. Raises ``DataError`` when a given file does not exist.
+    """
+    mine = [ExtraFile(name, _given(name, path, folder), True) for name, path in given.items()]
+    return [*mine, *(file for file in _beside(folder) if file.name not in given)]
+
+
+def with_extra_arrays(raw: RawGraph, files: list[ExtraFile]) -> RawGraph:
+    """Add the arrays in ``files`` to the nodes of a graph. Raises ``DataError`` for one that exists already."""
+    nodes: dict[NodeType, dict[str, RawArray]] = {of: dict(arrays) for of, arrays in raw.nodes.items()}
+    plain, notes = dict(raw.plain), list(raw.notes)
+    for file in files:
+        found = _read(file)
+        if isinstance(found, str):
+            notes.append(found)
+            continue
+        for of, name, array in _named(file.name, found, raw):
+            own = plain if of is None else nodes.setdefault(of, {})
+            if name in own:
+                if file.given:
+                    raise DataError(f"{array.place}: {name} is also in {own[name].place}; leave out one of them")
+                continue
+            own[name] = array
+            if not file.given:
+                notes.append(f"{name} is read from {array.place}")
+    return replace(raw, plain=plain, nodes=nodes, notes=tuple(notes))
+
+
+def _named(name: str, found: Mapping[str, RawArray], raw: RawGraph) -> Iterator[tuple[NodeType | None, str, RawArray]]:
+    """Yield (node type, name, array). The type is None if the graph has several and the name does not tell it.
+
+    ``found`` has the array by node type, or by '' if the file does not tell the type. Raises ``DataError`` for an
+    unknown type.
+    """
+    of_name, _, own = name.rpartition("__")
+    for of_file, array in found.items():
+        of = of_name or of_file or (None if raw.hetero else HOMO_NODE)
+        if of is not None and of not in raw.node_types:
+            raise DataError(f"{name}: no nodes of type {of!r}; the node types are {', '.join(raw.node_types)}")
+        yield of, own, array
+
+
+def _given(name: str, path: str, folder: Path) -> tuple[Path, ...]:
+    there = folder / Path(path).expanduser()
+    there = there if there.exists() else Path(path).expanduser()
+    if there.is_dir():
+        files = _numbered(there)
+        if not files:
+            raise DataError(
+                f"{there}: no file partition0.pt, …; --nodes {name}= takes a .npy or .pt file, or such a folder"
+            )
+        return files
+    if not there.exists():
+        raise DataError(f"{there} does not exist, from --nodes {name}={path}")
+    return (there,)
+
+
+def _beside(folder: Path) -> Iterator[ExtraFile]:
+    folder = folder.resolve()
+    places = [(folder, "")]
+    if folder.name.endswith(_SUFFIX):
+        places.append((folder.parent, folder.name.removesuffix(_SUFFIX) + "-"))
+    for place, prefix in places:
+        label = place / f"{prefix}label" / "label.pt"
+        if label.is_file():
+            yield ExtraFile("y", (label,), False)
+        for split in _SPLITS:
+            if files := _numbered(place / f"{prefix}{split}{_SUFFIX}"):
+                yield ExtraFile(f"{split}_idx", files, False)
+
+
+def _numbered(folder: Path) -> tuple[Path, ...]:
+    """Return the files partition0.pt, partition1.pt, … of a folder in order of their numbers."""
+    found = {}
+    for path in folder.glob("*.pt"):
+        if match := re.fullmatch(r"(?:partition|part)_?(\d+)\.pt", path.name):
+            found[int(match[1])] = path
+    return tuple(found[number] for number in sorted(found))
+
+
+def _read(file: ExtraFile) -> dict[str, RawArray] | str:
+    """Return the array by node type ('' without a type), or the reason why files beside a partition are left out."""
+    pieces: dict[str, list[RawArray]] = {}
+    for path in file.files:
+        if path.suffix == ".npy":
+            content: Any = _load_npy(path)
+        else:
+            content = load_tensors(path)
+        typed = content if isinstance(content, Mapping) else {"": content}
+        if not file.given and any("label" in str(of) for of in typed):
+            return f"{path.parent}: left out, it holds links to predict, not nodes; see option hold_out"
+        for of, value in typed.items():
+            array = value if isinstance(value, RawArray) else tensor_array(value, str(path))
+            pieces.setdefault(str(of), []).append(array)
+    return {of: _joined(arrays) for of, arrays in pieces.items()}
+
+
+def _joined(arrays: list[RawArray]) -> RawArray:
+    if len(arrays) == 1:
+        return arrays[0]
+    return replace(arrays[0], values=np.concatenate([array.values for array in arrays]))
+
+
+def _load_npy(path: Path) -> RawArray:
+    try:
+        return RawArray(np.load(path, mmap_mode="r", allow_pickle=False).view(np.ndarray), str(path))
+    except (OSError, ValueError, EOFError) as error:
+        raise DataError(f"{path} cannot be read as a numpy array: {error}") from error

@@ -1,0 +1,150 @@
+"""Restores the graph and the part of every node from a partition folder: the inverse of ``write``."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import numpy.typing as npt
+
+from trainer.core.arrays import Array, Ids, id_dtype
+from trainer.core.errors import PartitionError
+from trainer.core.rounding import from_int8
+from trainer.core.schema import AnyType, EdgeType, NodeType, type_name
+from trainer.data.dataset import Dataset, EdgeData, NodeData
+from trainer.data.work_arrays import Piece, WorkArrays, assembled
+from trainer.partition.clusters import CLUSTER
+from trainer.partition.verify import verify_partition
+from trainer.store.manifest import AttrSpec, Manifest
+from trainer.store.npy import rows_per_chunk
+from trainer.store.part_store import EdgePart, NodePart, PartStore, open_parts
+
+
+@dataclass(frozen=True)
+class PartitionedGraph:
+    """A graph, and the part of each of its nodes."""
+
+    dataset: Dataset
+    parts: Mapping[NodeType, npt.NDArray[np.int32]]  #: type -> [num_nodes], the part of each node
+    num_parts: int
+
+
+def restore_graph(folder: str | Path, work: Path | None = None) -> PartitionedGraph:
+    """Return the graph in a partition folder, in the order of its original ids, and its parts.
+
+    ``partition make`` would write the same files from the result as from the dataset that the folder was made from.
+    Exceptions are features that were rounded (``rows``): they are restored as rounded, and round to the same values
+    again. The node attribute `cluster` is left out if ``partition make`` added it. Peak memory is the graph, less the
+    arrays of 64 MiB or more, which are files in ``work``.
+
+    Args:
+        folder: partition folder with all parts. Every file is compared with its digest first.
+        work: an empty folder on disk for large arrays; None: all are in memory.
+
+    Raises:
+        PartitionError: when the folder is incomplete or damaged.
+    """
+    if problems := verify_partition(folder):
+        more = f" ({len(problems)} problems; `gnnfleet partition verify` lists all)" if len(problems) > 1 else ""
+        raise PartitionError(f"{Path(folder) / problems[0].path}: {problems[0].problem}{more}")
+    return _Restored(open_parts(folder), WorkArrays(work)).graph()
+
+
+@dataclass(frozen=True)
+class _Restored:
+    store: PartStore
+    arrays: WorkArrays
+
+    @property
+    def manifest(self) -> Manifest:
+        return self.store.manifest
+
+    def graph(self) -> PartitionedGraph:
+        orig_ids = {of: self._orig_ids(of) for of in self.manifest.nodes}
+        nodes = {of: self._nodes(of, orig_ids[of]) for of in self.manifest.nodes}
+        edges = {of: self._edges(of, orig_ids) for of in self.manifest.edges}
+        dataset = Dataset(
+            name=self.manifest.dataset,
+            nodes=nodes,
+            edges=edges,
+            fingerprint=self.manifest.dataset_fingerprint or self.manifest.fingerprint,
+            hetero=self.manifest.hetero,
+            graph_attrs=dict(self.store.graph_attrs),
+            time_attrs=time_attrs_of(self.manifest),
+        )
+        return PartitionedGraph(dataset, {of: self._parts(of) for of in nodes}, self.manifest.num_parts)
+
+    def _orig_ids(self, of: NodeType) -> Array:
+        """Return the original id of each global id."""
+        return np.concatenate([part.nodes[of].orig_id for part in self.store.parts.values()])
+
+    def _parts(self, of: NodeType) -> npt.NDArray[np.int32]:
+        part_of = np.empty(self.manifest.nodes[of].num_nodes, np.int32)
+        for part_id, part in self.store.parts.items():
+            part_of[part.nodes[of].orig_id] = part_id
+        return part_of
+
+    def _nodes(self, of: NodeType, orig_id: Array) -> NodeData:
+        spec = self.manifest.nodes[of]
+        kept = {name: attr for name, attr in spec.attrs.items() if not self._is_added(name)}
+        return NodeData(
+            num_nodes=spec.num_nodes,
+            attrs={name: self._attr(of, name, attr) for name, attr in kept.items()},
+            splits={name: _ids(orig_id[self.store.splits[of, name]]) for name in spec.splits},
+            num_classes=spec.num_classes,
+            bfloat16=_bfloat16(kept),
+        )
+
+    def _is_added(self, name: str) -> bool:
+        return name == CLUSTER and "clusters" in self.manifest.options
+
+    def _edges(self, of: EdgeType, orig_ids: Mapping[NodeType, Array]) -> EdgeData:
+        spec = self.manifest.edges[of]
+        nodes = max(len(orig_ids[of[0]]), len(orig_ids[of[2]]))
+        edge_index = self.arrays.empty((2, spec.num_edges), id_dtype(nodes))
+        for part in self.store.parts.values():
+            edges, targets = part.edges[of], part.nodes[of[2]].orig_id
+            edge_index[0, edges.orig_id] = orig_ids[of[0]][edges.indices]
+            edge_index[1, edges.orig_id] = np.repeat(targets, np.diff(edges.indptr))
+        attrs = {name: self._attr(of, name, attr) for name, attr in spec.attrs.items()}
+        return EdgeData(edge_index, attrs, _bfloat16(spec.attrs))
+
+    def _attr(self, of: AnyType, name: str, spec: AttrSpec) -> Array:
+        what = f"{'node' if isinstance(of, str) else 'edge'} of type {type_name(of)}"
+        return assembled(self._pieces(of, name), spec.shape[0], what, self.arrays)
+
+    def _pieces(self, of: AnyType, name: str) -> Iterator[Piece]:
+        for part_id, part in self.store.parts.items():
+            owned: NodePart | EdgePart = part.nodes[of] if isinstance(of, str) else part.edges[of]
+            values, scales = owned.attrs[name], owned.scales.get(name)
+            place = f"{self.store.folder}/part{part_id}: {name}"
+            if scales is None:
+                yield Piece(owned.orig_id, values, place)
+                continue
+            step = max(1, rows_per_chunk(values) // 4)  # rows become float32, four times as large
+            for start in range(0, max(len(values), 1), step):
+                rows = slice(start, start + step)
+                yield Piece(owned.orig_id[rows], from_int8(values[rows], scales[rows]), place)
+
+
+def time_attrs_of(manifest: Manifest) -> tuple[str, ...]:
+    """Return the names of the attributes with times. If they are not recorded, they follow from the times of edges."""
+    if manifest.time_attrs is not None:
+        return manifest.time_attrs
+    found = dict.fromkeys(name for spec in manifest.edges.values() for name in spec.src_times)
+    if found:
+        return tuple(found)
+    default = Dataset.time_attrs[0]
+    unused = [manifest.nodes[of[0]].attrs.get(default) for of in manifest.edges]
+    is_plain = any(spec is not None and len(spec.shape) == 1 and spec.stored.kind in "iu" for spec in unused)
+    return () if is_plain else Dataset.time_attrs
+
+
+def _ids(ids: Array) -> Ids:
+    return ids.astype(np.int64)
+
+
+def _bfloat16(attrs: Mapping[str, AttrSpec]) -> frozenset[str]:
+    return frozenset(name for name, attr in attrs.items() if attr.dtype == "bfloat16")

@@ -1,0 +1,165 @@
+"""Opens a partition folder as the source of another one: gnnfleet's own format, or that of another program."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict, dataclass, field
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+from trainer.core.errors import DataError, PartitionError
+from trainer.data.build import build_dataset
+from trainer.data.hold_out import hold_out_links
+from trainer.data.options import SourceOptions, parse_options
+from trainer.data.work_arrays import WorkArrays
+from trainer.partition.foreign.dgl import DGL
+from trainer.partition.foreign.dgl_chunks import DGL_CHUNKED
+from trainer.partition.foreign.extra_arrays import ExtraFile, extra_files, with_extra_arrays
+from trainer.partition.foreign.glt import GLT
+from trainer.partition.foreign.pyg import PYG
+from trainer.partition.foreign.types import ForeignFormat
+from trainer.partition.restore import PartitionedGraph, restore_graph, time_attrs_of
+from trainer.store.manifest import MANIFEST, Manifest, read_manifest
+
+DATASET = "partition"  #: name of the dataset whose source is a partition folder
+
+NODES = "nodes"  #: dataset option: name of an array of nodes -> file
+
+_FORMATS = (PYG, GLT, DGL, DGL_CHUNKED)
+
+_GENERATION = 1  #: part of the fingerprint; increase it if changed code reads another graph from the same files
+
+_EXPECTED = (
+    "expected META.json (torch_geometric.distributed), META (GraphLearn-for-PyTorch), <graph>.json with the parts' id "
+    "ranges (DGL), metadata.json (DGL's chunked graph format) or manifest.json (gnnfleet)"
+)
+
+
+@dataclass(frozen=True)
+class PartitionSource:
+    """A partition folder, of any format that gnnfleet reads."""
+
+    folder: Path
+    format: ForeignFormat | None  #: None: gnnfleet's own
+    options: SourceOptions = field(default_factory=SourceOptions)
+    nodes: Mapping[str, str] = field(default_factory=dict)  #: name of an array of nodes -> file
+
+    @property
+    def title(self) -> str:
+        return "gnnfleet" if self.format is None else self.format.title
+
+    @cached_property
+    def manifest(self) -> Manifest | None:
+        """The manifest of a folder in gnnfleet's format."""
+        return read_manifest(self.folder) if self.format is None else None
+
+    @cached_property
+    def num_parts(self) -> int:
+        """Number of parts; 0 if the nodes are not assigned to parts. Raises ``DataError`` or ``PartitionError``."""
+        return self.manifest.num_parts if self.manifest is not None else self._foreign.count(self.folder)
+
+    @property
+    def _foreign(self) -> ForeignFormat:
+        assert self.format is not None
+        return self.format
+
+    @property
+    def time_attrs(self) -> tuple[str, ...]:
+        """Names of the attributes with times."""
+        return self.options.times if self.manifest is None else time_attrs_of(self.manifest)
+
+    @property
+    def fingerprint(self) -> str:
+        """Fingerprint of the graph: the dataset's, or the sha256 of options and of sizes and mtimes of the files."""
+        if self.manifest is not None:
+            return self.manifest.dataset_fingerprint or self.manifest.fingerprint
+        files = sorted({path for path in self.folder.rglob("*") if path.is_file()} | set(self._extra_paths()))
+        states = [(self._relative(path), path.stat().st_size, path.stat().st_mtime_ns) for path in files]
+        record = [_GENERATION, DATASET, self._foreign.key, asdict(self.options), dict(self.nodes), states]
+        return hashlib.sha256(json.dumps(record, sort_keys=True).encode()).hexdigest()
+
+    def _relative(self, path: Path) -> str:
+        return (path.relative_to(self.folder) if path.is_relative_to(self.folder) else path).as_posix()
+
+    def _extra_paths(self) -> Iterator[Path]:
+        for file in self._extra:
+            yield from file.files
+
+    @cached_property
+    def _extra(self) -> list[ExtraFile]:
+        return extra_files(self.folder, self.nodes)
+
+    def read(self, work: Path | None = None) -> PartitionedGraph:
+        """Read the graph and the part of every node.
+
+        ``work``: an empty folder on disk for large arrays; None: all are in memory. Raises ``DataError`` or
+        ``PartitionError`` for incomplete, damaged or contradicting files.
+        """
+        if self.format is None:
+            return restore_graph(self.folder, work)
+        found = self.format.read(self.folder, WorkArrays(work))
+        raw = with_extra_arrays(found.raw, self._extra)
+        dataset = hold_out_links(build_dataset(raw, self.options, self.fingerprint), self.options)
+        return PartitionedGraph(dataset, found.parts, found.num_parts)
+
+
+def open_source(source: str | Path | None, options: Mapping[str, Any] | None = None) -> PartitionSource:
+    """Recognise the format of a partition folder.
+
+    Args:
+        source: the folder, the file in it that describes the partition (META.json, DGL's part config, …), or a folder
+            with one folder `NAME-partitions`.
+        options: those of datasets that are read from files (``SourceOptions``), and `nodes`: name of an array of nodes
+            -> .npy or .pt file, or folder of partition0.pt, … A partition of gnnfleet takes none.
+
+    Raises:
+        DataError: when the folder does not exist or has no known format, or for unknown options.
+        PartitionError: for options of a partition of gnnfleet.
+    """
+    if not source:
+        raise DataError("dataset partition: no source; give the partition folder to read")
+    path = Path(source).expanduser()
+    if not path.exists():
+        raise DataError(f"{path} does not exist; expected a partition folder")
+    folder, form = _located(path.parent if path.is_file() else path)
+    given = dict(options or {})
+    if form is None:
+        if given:
+            raise PartitionError(f"{folder} is a partition of gnnfleet, which takes no option {min(given)!r}")
+        return PartitionSource(folder, None)
+    nodes = _node_files(given.pop(NODES, {}))
+    return PartitionSource(folder, form, parse_options(SourceOptions, given, DATASET), nodes)
+
+
+def _located(folder: Path) -> tuple[Path, ForeignFormat | None]:
+    """Return the partition folder, ``folder`` or its only sub-folder `NAME-partitions`, and its format."""
+    places = [folder, *sorted(path for path in folder.glob("*-partitions") if path.is_dir())]
+    found = [(place, form) for place in places for form in (_format(place),) if form != ""]
+    if not found:
+        raise DataError(f"{folder} is not a partition folder: {_EXPECTED}")
+    if len(found) > 1 and found[0][0] != folder:
+        raise DataError(f"{folder} holds several partitions: {', '.join(place.name for place, _ in found)}; choose one")
+    place, form = found[0]
+    return place, form if isinstance(form, ForeignFormat) else None
+
+
+def _format(folder: Path) -> ForeignFormat | str | None:
+    """Return the format of a folder: None for gnnfleet's own, '' if it is unknown."""
+    if (folder / MANIFEST).is_file():
+        return None
+    return next((form for form in _FORMATS if form.found(folder)), "")
+
+
+def _node_files(given: Any) -> dict[str, str]:
+    """Parse option `nodes`: a mapping, or its text as JSON. Raises ``DataError``."""
+    if isinstance(given, str):
+        try:
+            given = json.loads(given)
+        except ValueError:
+            given = None
+    if not isinstance(given, Mapping) or not all(isinstance(path, str) for path in given.values()):
+        raise DataError("dataset partition: option nodes must be a mapping of array names to files, as {y: label.pt}")
+    return dict(given)

@@ -7,7 +7,7 @@ import json
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Executor, ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
-from itertools import chain
+from itertools import chain, pairwise
 from pathlib import Path
 from typing import Any
 
@@ -20,9 +20,18 @@ from trainer.core.rounding import Unroundable, rounds, to_float16, to_int8
 from trainer.core.schema import EdgeType, NodeType, type_name
 from trainer.data.dataset import Dataset, EdgeData, NodeData, is_time
 from trainer.partition.assign import PartitionAssignment
-from trainer.partition.cut import EdgeCut, EdgeRows, Relabelling, relabel
+from trainer.partition.cut import EdgeCut, EdgeRows, Relabelling, id_dtype, relabel
 from trainer.partition.folder import reusable, staged
-from trainer.store.manifest import VERSION, AttrSpec, EdgeSpec, FileEntry, Manifest, NodeSpec, write_manifest
+from trainer.store.manifest import (
+    VERSION,
+    AttrSpec,
+    EdgeSpec,
+    FileEntry,
+    Manifest,
+    NodeSpec,
+    endpoint_offsets,
+    write_manifest,
+)
 from trainer.store.npy import rows_in_chunks, rows_per_chunk, write_npy
 
 _WRITERS = 2
@@ -220,13 +229,27 @@ def _write_edges(
     for group in cut.groups():
         writer.write(file for rows in group for file in _edge_files(edge_type, rows, data, source, times, writer.rows))
         del group  # frees the group's memory before the next one is made
+    writer.write(_endpoint_files(edge_type, data.edge_index, source, labels[edge_type[2]]))
     return EdgeSpec(
         num_edges=data.num_edges,
         offsets=tuple(cut.offsets.tolist()),
         attrs=_attr_specs(data, writer.rows),
         src_times=tuple(times),
         edge_cut=edge_cut,
+        endpoints=True,
     )
+
+
+def _endpoint_files(
+    edge_type: EdgeType, edge_index: Array, source: Relabelling, target: Relabelling
+) -> Iterator[_ArrayFile]:
+    """Yield a file per part with the ends of the edges of its share of the original edge ids: original ids [m, 2]."""
+    dtype = np.dtype(id_dtype(max(len(source.orig_id), len(target.orig_id))))
+    cuts = endpoint_offsets(edge_index.shape[1], source.num_parts)
+    for part_id, (begin, end) in enumerate(pairwise(cuts)):
+        rows = edge_index[:, begin:end].T
+        path = f"part{part_id}/edges/{type_name(edge_type)}/endpoints.npy"
+        yield _ArrayFile(path, dtype, rows.shape, rows_in_chunks(rows))
 
 
 def _source_times(dataset: Dataset, edge_type: EdgeType) -> dict[str, Array]:

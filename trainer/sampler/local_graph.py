@@ -18,9 +18,9 @@ from trainer.sampler import neighbor_kernels
 from trainer.sampler.neighbor import sample_rows
 from trainer.sampler.request_split import cut_request, merge_samples
 from trainer.sampler.row_index import RowPlacement, SourceCodes, locate, put_rows
-from trainer.sampler.settings import blank_rows, check_type, row_spec
+from trainer.sampler.settings import blank_rows, check_endpoints, check_type, row_spec
 from trainer.sampler.types import EdgeList, HopRequest, HopSample, RowRequest
-from trainer.store.part_store import EdgePart, NodePart, Part, PartStore
+from trainer.store.part_store import BookKey, EdgePart, EndpointTable, NodePart, Part, PartStore
 
 _FEW_EDGES = 1 << 22  #: the edges of a hop are counted exactly only if their upper bound is at least this
 
@@ -76,6 +76,22 @@ class LocalGraph:
             dst=np.concatenate(nothing + [_targets(*pair) for pair in ends], dtype=np.int64),
             orig_id=np.concatenate(nothing + [edges.orig_id for _, edges in ends], dtype=np.int64),
         )
+
+    def endpoints(self, edge_type: EdgeType, edges: Ids) -> tuple[Ids, Ids]:
+        """Return the sources and the targets of edges given by original ids: original node ids, int64 [n] each.
+
+        Raises ``PartitionError`` for an edge whose endpoints another part stores, and if the partition does not store
+        endpoints.
+        """
+        check_endpoints(self.store, edge_type)
+        table = EndpointTable(edge_type)
+        src, dst = np.empty(len(edges), np.int64), np.empty(len(edges), np.int64)
+        for part_id, placed in self._by_part(table, edges, self._own).items():
+            ends = self.store.parts[part_id].edges[edge_type].endpoints
+            assert ends is not None
+            both = ends[placed.rows]
+            src[placed.at], dst[placed.at] = both[:, 0], both[:, 1]
+        return src, dst
 
     def _sample(self, request: HopRequest) -> HopSample:
         check_type(self.store, request.edge_type)
@@ -175,13 +191,13 @@ class LocalGraph:
         """
         return self._by_part(of, ids, self._topology)
 
-    def _by_part(self, of: AnyType, ids: Ids, of_part: Array) -> Mapping[int, RowPlacement]:
+    def _by_part(self, of: BookKey, ids: Ids, of_part: Array) -> Mapping[int, RowPlacement]:
         wrong, placed = locate(ids, self.books[of].offsets, of_part, self._codes)
         if wrong >= 0:
             raise self._foreign(of, set(self.books[of].part_of(ids).tolist()) - set(self.store.parts))
         return placed
 
-    def _foreign(self, of: AnyType, part_ids: set[int]) -> PartitionError:
+    def _foreign(self, of: BookKey, part_ids: set[int]) -> PartitionError:
         book = self.books[of]
         unknown = {p for p in part_ids if not 0 <= p < book.num_parts}
         wrong = f"ids outside 0..{book.size - 1}" if unknown else f"ids of parts {sorted(part_ids)}"

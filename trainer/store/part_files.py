@@ -165,11 +165,15 @@ class PartFiles:
 
         ``check_ranges`` will check that ``0 <= id < limit``.
         """
+        return self.id_rows(path, (count,), limit, dtype)
+
+    def id_rows(self, path: str, shape: tuple[int, ...], limit: int, dtype: np.dtype[Any] | None = None) -> Array:
+        """Map ids like ``ids``, in an array of any shape."""
         array = self._mapped(path)
         kind = array.dtype in (np.int32, np.int64) if dtype is None else array.dtype == dtype
-        expected = f"{'int32 or int64' if dtype is None else dtype.name} [{count}]"
-        self._check_kind(path, array, kind and array.shape == (count,), expected)
-        self._bounds.append(_Bounds(f"{path}.npy", array, limit, offsets=False))
+        expected = f"{'int32 or int64' if dtype is None else dtype.name} {list(shape)}"
+        self._check_kind(path, array, kind and array.shape == shape, expected)
+        self._bounds.append(_Bounds(f"{path}.npy", array.reshape(-1), limit, offsets=False))
         return array
 
     def offsets(self, path: str, rows: int, total: int) -> Array:

@@ -13,7 +13,7 @@ from trainer.core.arrays import Array, Ids
 from trainer.core.errors import PartitionError
 from trainer.core.remote_settings import Topology
 from trainer.core.schema import AnyType, EdgeType, NodeType, type_name
-from trainer.store.manifest import AttrSpec, Manifest, read_manifest
+from trainer.store.manifest import AttrSpec, Manifest, endpoint_offsets, read_manifest
 from trainer.store.part_files import PartFiles
 from trainer.store.partition_book import PartitionBook
 
@@ -46,6 +46,9 @@ class EdgePart:
     attrs: Mapping[str, Array]  #: name -> [e, …]
     src_times: Mapping[str, Array]  #: time attribute of the source type -> int64 [e], the time of each edge's source
     scales: Mapping[str, Array] = field(default_factory=dict)  #: name -> float32 [e, 1], of attributes stored as int8
+    #: int [m, 2], original ids of source and target of the edges whose *original* ids are this part's share
+    #: (``endpoint_offsets``), most of which other parts own. None: not stored, or not opened (replicas).
+    endpoints: Array | None = None
 
     @property
     def num_edges(self) -> int:
@@ -59,6 +62,19 @@ class Part:
     part_id: int
     nodes: Mapping[NodeType, NodePart]
     edges: Mapping[EdgeType, EdgePart]
+
+
+@dataclass(frozen=True)
+class EndpointTable:
+    """The key in ``PartStore.books`` of the endpoints of an edge type, whose rows are original edge ids."""
+
+    edge_type: EdgeType
+
+    def __repr__(self) -> str:
+        return f"endpoints of {self.edge_type}"
+
+
+BookKey = AnyType | EndpointTable
 
 
 @dataclass(frozen=True)
@@ -86,13 +102,15 @@ class PartStore:
         return len(self.topology) == self.manifest.num_parts
 
     @cached_property
-    def books(self) -> Mapping[AnyType, PartitionBook]:
-        """The partition book of each node and edge type."""
-        books: dict[AnyType, PartitionBook] = {}
+    def books(self) -> Mapping[BookKey, PartitionBook]:
+        """The partition book of each node and edge type, and of each table of endpoints."""
+        books: dict[BookKey, PartitionBook] = {}
         for nodes, node_spec in self.manifest.nodes.items():
             books[nodes] = PartitionBook.from_offsets(node_spec.offsets)
         for edges, edge_spec in self.manifest.edges.items():
             books[edges] = PartitionBook.from_offsets(edge_spec.offsets)
+            cuts = endpoint_offsets(edge_spec.num_edges, self.manifest.num_parts)
+            books[EndpointTable(edges)] = PartitionBook.from_offsets(cuts)
         return books
 
     def to_global(self, node_type: NodeType, orig_ids: Ids) -> Ids:
@@ -215,7 +233,13 @@ class _Opener:
             attrs=self._attrs(top, spec.attrs, count, light),
             src_times=times,
             scales=self._scales(top, spec.attrs, count, light),
+            endpoints=self._endpoints(of, part_id) if spec.endpoints and not light else None,
         )
+
+    def _endpoints(self, of: EdgeType, part_id: int) -> Array:
+        spec, sizes = self.manifest.edges[of], [self.manifest.nodes[end].num_nodes for end in (of[0], of[2])]
+        count = _count(endpoint_offsets(spec.num_edges, self.manifest.num_parts), part_id)
+        return self.files.id_rows(f"part{part_id}/edges/{type_name(of)}/endpoints", (count, 2), max(sizes))
 
     def _attrs(self, top: str, specs: Mapping[str, AttrSpec], count: int, light: bool) -> dict[str, Array]:
         return {

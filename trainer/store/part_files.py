@@ -151,6 +151,7 @@ class PartFiles:
     def __init__(self, root: Path, manifest: Manifest):
         self.root = root
         self.opened: list[str] = []  #: opened files, relative to ``root``
+        self.num_bytes = 0  #: size of the opened files
         self._entries: Mapping[str, FileEntry] = {entry.path: entry for entry in manifest.files}
         self._bounds: list[_Bounds] = []
 
@@ -212,6 +213,7 @@ class PartFiles:
         if entry is not None and (array.dtype.name, array.shape) != (entry.dtype, entry.shape):
             self._check_kind(path, array, False, f"{entry.dtype} {list(entry.shape)}")
         self.opened.append(name)
+        self.num_bytes += array.nbytes
         return array
 
     def _check_kind(self, path: str, array: Array, right: bool, expected: str) -> None:

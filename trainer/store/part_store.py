@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
@@ -16,6 +16,7 @@ from trainer.core.schema import AnyType, EdgeType, NodeType, type_name
 from trainer.store.manifest import AttrSpec, Manifest, endpoint_offsets, read_manifest
 from trainer.store.part_files import PartFiles
 from trainer.store.partition_book import PartitionBook
+from trainer.store.read_ahead import fits_in_memory, read_at_random
 
 
 @dataclass(frozen=True)
@@ -90,6 +91,8 @@ class PartStore:
     #: Topology "replicated": the other parts, without attributes of two or more dimensions.
     replicas: Mapping[int, Part] = field(default_factory=dict)
     files: tuple[str, ...] = ()  #: mapped files, relative to ``folder``
+    #: The mapped files do not fit in memory: before rows are used, ``read_ahead`` reads their pages in parallel.
+    larger_than_memory: bool = False
 
     @cached_property
     def topology(self) -> Mapping[int, Part]:
@@ -132,7 +135,8 @@ def open_parts(
     """Open parts of a partition folder.
 
     Ids and offsets are checked when a part is opened for the first time. A hidden file in the part's folder records
-    that (``PartFiles``).
+    that (``PartFiles``). If the files do not fit in the memory that is available now, they are mapped for reads at
+    random places (``read_ahead``).
 
     Args:
         folder: partition folder.
@@ -154,6 +158,9 @@ def open_parts(
     global_ids = opener.global_ids() if manifest.num_parts > 1 else {}
     splits, graph_attrs = opener.splits(), opener.graph_attrs()
     files.check_ranges()
+    larger = not fits_in_memory(files.num_bytes)
+    if larger:
+        read_at_random(array for part in (*parts.values(), *replicas.values()) for array in _arrays(part))
     return PartStore(
         folder=root,
         manifest=manifest,
@@ -163,7 +170,18 @@ def open_parts(
         graph_attrs=graph_attrs,
         replicas=replicas,
         files=tuple(files.opened),
+        larger_than_memory=larger,
     )
+
+
+def _arrays(part: Part) -> Iterator[Array]:
+    for nodes in part.nodes.values():
+        yield from (nodes.orig_id, *nodes.attrs.values(), *nodes.scales.values())
+    for edges in part.edges.values():
+        yield from (edges.indptr, edges.indices, edges.orig_id)
+        yield from (*edges.attrs.values(), *edges.src_times.values(), *edges.scales.values())
+        if edges.endpoints is not None:
+            yield edges.endpoints
 
 
 def _open_replica(opener: _Opener, part_id: int) -> Part:

@@ -88,7 +88,7 @@ def node_draws(
     graph: Graph, edge_type: EdgeType, weights: NegativeSampling, settings: SampleSettings
 ) -> tuple[NegativeDraw, NegativeDraw]:
     """Return how the sources and the targets of negatives are drawn. If nodes have times, the times of all nodes are
-    read: 16 bytes per node.
+    read, and 12 bytes per node are kept (24 while they are sorted).
     """
     draws = []
     for end, weight in ((SRC, weights.src_weight), (DST, weights.dst_weight)):

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import tracemalloc
+
 import numpy as np
 import pytest
 import torch
 from torch_geometric.data import Data
 
 from gateway_kit import client_graph, serving_parts, written
-from load_kit import WRITES, assert_same, hetero_data, homo_data, parts_of
+from load_kit import WRITES, assert_same, hetero_data, homo_data, opened, parts_of
 from partition_kit import odd_types
 from partition_kit import written as write_parts
+from partitions import store_of
 from samplers_kit import assert_same_everywhere, over_the_wire
 from trainer import DistGraphSAINTEdgeSampler, DistGraphSAINTNodeSampler, DistLinkNeighborLoader, DistZipLoader
 from trainer.core.errors import PartitionError
@@ -80,6 +83,19 @@ def test_edges_of_data_in_memory_are_not_copied():
     assert isinstance(ends, StoredEndpoints)
     part = ends.graph.store.parts[0].edges[HOMO_EDGE]
     assert np.shares_memory(part.endpoints, data.edge_index.numpy())
+
+
+def test_a_loader_of_all_edges_allocates_nothing_per_edge(monkeypatch):
+    monkeypatch.setattr(seed_order, "KEYED_FROM", 1)
+    num_edges = 400_000
+    graph = opened(store_of(np.random.default_rng(0).integers(0, 500, (2, num_edges)), 500))
+    links(graph).share(next(iter(links(graph).work_items(0, 0))))  # compiles
+    tracemalloc.start()
+    loader = links(graph)
+    loader.share(next(iter(loader.work_items(0, 0))))
+    _, most = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert most < num_edges / 2
 
 
 def test_ranks_share_the_links_and_zip_reads_their_ends():

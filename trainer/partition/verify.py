@@ -220,10 +220,10 @@ class Invariants:
         return True
 
     def _global_ids(self, of: NodeType) -> Array | None:
-        """Return the global id of each original id, or None if the file is broken."""
+        """Return the global id of each original id, empty if they are equal, or None if the file is broken."""
         num_nodes = self.manifest.nodes[of].num_nodes
         if self.manifest.num_parts == 1:
-            return np.arange(num_nodes)
+            return np.empty(0, np.int64)
         table = self._map(f"shared/nodes/{of}/global_id.npy")
         return None if table is None or table.shape != (num_nodes,) else table
 

@@ -32,7 +32,7 @@ class EndpointSums:
     def add_endpoints(self, ends: Array, first: int, src_gid: Array, dst_gid: Array) -> None:
         """Add the endpoints [m, 2] of the edges with original ids from ``first`` on.
 
-        ``src_gid`` and ``dst_gid``: the global id of each original node id.
+        ``src_gid`` and ``dst_gid``: the global id of each original node id; empty if they are equal.
         """
         with np.errstate(over="ignore"):
             self._of_endpoints += _sum_of_endpoints(ends, first, src_gid, dst_gid)
@@ -51,7 +51,12 @@ def _sum_of_edges(indptr: Any, indices: Any, orig_id: Any, first_target: int) ->
 def _sum_of_endpoints(ends: Any, first: int, src_gid: Any, dst_gid: Any) -> Any:
     total = np.uint64(0)
     for row in range(len(ends)):
-        total += _hash(first + row, src_gid[ends[row, 0]], dst_gid[ends[row, 1]])
+        src, dst = np.int64(ends[row, 0]), np.int64(ends[row, 1])
+        total += _hash(
+            first + row,
+            np.int64(src_gid[src]) if len(src_gid) else src,
+            np.int64(dst_gid[dst]) if len(dst_gid) else dst,
+        )
     return total
 
 

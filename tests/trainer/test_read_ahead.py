@@ -50,7 +50,7 @@ def test_batches_of_parts_larger_than_memory_are_equal(folder, loader, monkeypat
         local_graph, "touch_rows", lambda wanted: (touched.extend(wanted), read_ahead.touch_rows(wanted))
     )
     with open_graph(folder) as graph:
-        assert graph.store.larger_than_memory
+        assert graph.store.larger_than_memory and LOADERS[loader](graph).threads == 2
         for mine, other in zip(LOADERS[loader](graph), expected, strict=True):
             assert_same(mine, other)
         images = [part.nodes["node"].attrs["image"] for part in graph.store.parts.values()]

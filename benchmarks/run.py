@@ -17,7 +17,19 @@ import click
 HERE = Path(__file__).resolve().parent
 sys.path[:0] = [str(HERE), str(HERE.parent), str(HERE.parent / "tests" / "cluster")]
 
-NAMES = ("sampling", "service", "serving", "training", "partition", "plan", "ssh", "cache", "scaling", "startup")
+NAMES = (
+    "sampling",
+    "service",
+    "serving",
+    "links",
+    "training",
+    "partition",
+    "plan",
+    "ssh",
+    "cache",
+    "scaling",
+    "startup",
+)
 
 
 @click.command(help=__doc__)

@@ -137,7 +137,10 @@ def train(graph, options) -> None:
 
 def popularity(links, num_nodes):
     """Return a baseline: a function that scores a link by its target's number of training links."""
-    count = torch.bincount(torch.from_numpy(links.inputs.dst), minlength=num_nodes).float()
+    count = torch.zeros(num_nodes)
+    for some in torch.arange(len(links.dataset)).split(1 << 20):
+        _, dst = links.inputs.ends.ends_of(some.numpy())
+        count += torch.bincount(torch.from_numpy(dst), minlength=num_nodes)
     return lambda src, dst: count[dst]
 
 

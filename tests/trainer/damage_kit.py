@@ -22,7 +22,7 @@ from trainer.partition.write import write_partition
 from trainer.sampler.local_graph import LocalGraph
 from trainer.sampler.types import HopRequest, RowRequest, TimeBound
 from trainer.store.digest_check import checked_digests
-from trainer.store.part_store import open_parts
+from trainer.store.part_store import EndpointTable, open_parts
 
 HEADER = 128  #: bytes of the .npy headers in this folder
 
@@ -70,6 +70,7 @@ def _answers(graph: LocalGraph):
             yield from (sample.counts, sample.src, sample.edge)
         yield graph.has_edges(of, targets, np.zeros_like(targets))
         listed = graph.edge_list(of)
+        yield from graph.endpoints(of, np.arange(*graph.books[EndpointTable(of)].range_of(0)))
         yield from (listed.src, listed.dst, listed.orig_id)
 
 

@@ -89,6 +89,8 @@ def valid_requests(num_nodes: int) -> list[Message]:
         messages.gather_request([RowRequest(HOMO_NODE, nodes, ("x", "y")), RowRequest(HOMO_EDGE, nodes, ("orig_id",))]),
         messages.gather_request([RowRequest(HOMO_NODE, many, ("x",))]),
         messages.has_edges_request(HOMO_EDGE, nodes, nodes[::-1]),
+        messages.endpoints_request(HOMO_EDGE, nodes),
+        messages.endpoints_request(HOMO_EDGE, nodes - 2**40),
         messages.edges_request(0, HOMO_EDGE, 0, 50),
         Message(Kind.MANIFEST, Status.REQUEST, 0),
         messages.shared_request(messages.SharedSlice(HOMO_NODE, "train", 0, 10)),

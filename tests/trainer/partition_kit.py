@@ -93,7 +93,7 @@ def assert_whole(folder, dataset, assignment):
         for of, edges in part.edges.items():
             other = expected.parts[part_id].edges[of]
             assert edges.start == other.start
-            for name in ("indptr", "indices", "orig_id"):
+            for name in ("indptr", "indices", "orig_id", "endpoints"):
                 assert np.array_equal(getattr(edges, name), getattr(other, name)), (part_id, of, name)
             _assert_equal(edges.attrs, other.attrs)
             _assert_equal(edges.src_times, other.src_times)

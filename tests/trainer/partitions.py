@@ -30,12 +30,13 @@ def store_of(edge_index, num_nodes, num_parts=1, *, attrs=None, edge_attrs=None,
 
 def typed_store(
     num_nodes, edges, num_parts=1, *, node_attrs=None, edge_attrs=None, splits=None, assignment=None,
-    time_attrs=("time",), only=None, hetero=True,
+    time_attrs=("time",), only=None, hetero=True, endpoints=True,
 ):  # fmt: skip
     """Return the ``PartStore`` of a graph with several types.
 
     num_nodes: by node type. edges: [2, E] by edge type. node_attrs, edge_attrs: rows by type and name. splits: ids by
     (type, split). assignment: part of each node by type, by default id % num_parts. only: parts to open.
+    endpoints: whether the ends of edges are stored by original id.
     """
     node_attrs, edge_attrs, splits = node_attrs or {}, edge_attrs or {}, splits or {}
     owner = {of: np.arange(n) % num_parts for of, n in num_nodes.items()}
@@ -61,13 +62,16 @@ def typed_store(
             orig_id=ids,
             attrs={name: values[ids] for name, values in edge_attrs.get(e, {}).items()},
             src_times={name: node_attrs[e[0]][name][src].astype(np.int64) for name in times[e]},
+            endpoints=np.array_split(index.T, _cuts(index, num_parts))[p].astype(np.int32) if endpoints else None,
         )
 
     manifest = Manifest(
         dataset="test", fingerprint="", num_parts=num_parts, algorithm="given", seed=0, hetero=hetero,
         nodes={of: _node_spec(of, n, offsets[of], node_attrs.get(of, {}), splits) for of, n in num_nodes.items()},
         edges={
-            e: EdgeSpec(index.shape[1], _ints(edge_offsets[e]), _specs(edge_attrs.get(e, {})), tuple(times[e]), 0.0)
+            e: EdgeSpec(
+                index.shape[1], _ints(edge_offsets[e]), _specs(edge_attrs.get(e, {})), tuple(times[e]), 0.0, endpoints
+            )
             for e, index in edges.items()
         },
         edge_cut=0.0, balance=1.0, graph_attrs={}, files=(),
@@ -104,6 +108,11 @@ def _rows_of(edge_index, owned):
     return [by_target[begin:end] for begin, end in bounds.T]
 
 
+def _cuts(edge_index, num_parts):
+    """Return the original edge ids at which the endpoints are cut into parts, without the first and the last."""
+    return [edge_index.shape[1] * part // num_parts for part in range(1, num_parts)]
+
+
 def _ints(values):
     return tuple(int(value) for value in values)
 
@@ -138,6 +147,8 @@ def write_store(folder, store):
             own = f"part{part.part_id}/edges/{type_name(of)}"
             for name in ("indptr", "indices", "orig_id"):
                 save(f"{own}/{name}.npy", getattr(edges, name))
+            if edges.endpoints is not None:
+                save(f"{own}/endpoints.npy", edges.endpoints)
             for group in ("attrs", "src_times"):
                 for name, values in getattr(edges, group).items():
                     save(f"{own}/{group}/{name}.npy", values)

@@ -160,7 +160,7 @@ def counts(**given):
 
 
 def chosen_ids(found, row_bytes, budget, others=()):
-    chosen = most_requested(found, row_bytes, budget, lambda of: np.array(others))
+    chosen = most_requested(found, row_bytes, budget, lambda of: [(id_, id_ + 1) for id_ in others])
     return {of: ids.tolist() for of, ids in chosen.items()}
 
 
@@ -170,6 +170,16 @@ def test_rows_are_chosen_by_requests_per_byte_within_the_budget() -> None:
     assert chosen_ids(found, {"a": 10, "b": 40}, 9) == {"a": [], "b": []}
     assert chosen_ids(found, {"a": 10}, 25) == {"a": [3, 7]}
     assert chosen_ids({}, {"a": 10}, 25) == {}
+
+
+def test_rows_that_were_not_counted_fill_the_budget_in_order() -> None:
+    known = np.array([2, 3, 10, 11, 12, 40])
+    found = {"a": RowCounts(known, np.ones(6, np.int64))}
+    ranges = [(0, 5), (10, 14), (20, 20), (30, 60)]
+    others = [id_ for begin, end in ranges for id_ in range(begin, end) if id_ not in known]
+    for rows in (6, 7, 9, 10, 20, 100):
+        chosen = most_requested(found, {"a": 4}, 4 * rows + 3, lambda of: ranges)
+        assert chosen["a"].tolist() == sorted([*known, *others[: rows - 6]])
 
 
 def test_of_rows_requested_equally_often_the_first_are_chosen() -> None:

@@ -52,6 +52,9 @@ class Host:
     def submit_has_edges(self, edge_type, src, dst):
         return self._answer(lambda: self._graph.has_edges(edge_type, src, dst))
 
+    def submit_endpoints(self, edge_type, edges):
+        return self._answer(lambda: self._graph.endpoints(edge_type, edges))
+
     def submit_edges(self, *asked):
         return self._answer(lambda: edge_slice(self._graph.store, *asked))
 
@@ -82,6 +85,9 @@ def assert_all_as_whole(graph: DistGraph) -> None:
     for there, here in zip(graph.gather(rows), WHOLE.gather(rows), strict=True):
         assert all(np.array_equal(there[name], here[name]) for name in here)
     np.testing.assert_array_equal(graph.has_edges(WRITES, authors, papers), WHOLE.has_edges(WRITES, authors, papers))
+    edges = np.random.default_rng(2).integers(0, 400, 90)
+    for there, here in zip(graph.endpoints(WRITES, edges), WHOLE.endpoints(WRITES, edges), strict=True):
+        np.testing.assert_array_equal(there, here)
     there, here = graph.edge_list(WRITES), WHOLE.edge_list(WRITES)
     assert all(np.array_equal(getattr(there, name), getattr(here, name)) for name in ("src", "dst", "orig_id"))
 
@@ -102,6 +108,7 @@ def test_each_kind_of_request_moves_to_the_next_holder() -> None:
         lambda graph: graph.sample_hops(hops_of_every_kind(papers, num_sources=40)[:1])[0].src,
         lambda graph: graph.gather([RowRequest("paper", papers, ("x",))])[0]["x"],
         lambda graph: graph.has_edges(WRITES, papers % 40, papers),
+        lambda graph: np.stack(graph.endpoints(WRITES, np.arange(0, 400, 7))),
         lambda graph: graph.edge_list(WRITES).orig_id,
         lambda graph: graph.edges_of(2, WRITES, 5, 30).orig_id,
     ]

@@ -27,8 +27,8 @@ from samplers_kit import (
 )
 from trainer import DistGraphSAINTEdgeSampler, DistGraphSAINTNodeSampler, DistGraphSAINTRandomWalkSampler
 from trainer.core.errors import SettingsError
-from trainer.loader.graph_saint import SaintEdgeDraw
-from trainer.loader.subgraph_loaders import EdgeEnds
+from trainer.loader.edge_endpoints import HeldEndpoints
+from trainer.loader.saint_draws import SaintEdgeDraw
 
 KINDS = {
     "node": (DistGraphSAINTNodeSampler, GraphSAINTNodeSampler, ()),
@@ -128,14 +128,14 @@ def test_nodes_are_drawn_by_out_degree():
 
 def test_edges_are_drawn_by_the_degrees_of_their_ends():
     src, dst = np.array([0, 1, 1, 2, 4]), np.array([1, 2, 2, 3, 5])  # no edge ends at 4 or starts at 5
-    counts = np.bincount(SaintEdgeDraw.of(EdgeEnds(src, dst), 6).edges(3, 20_000), minlength=5)
+    counts = np.bincount(SaintEdgeDraw.of(HeldEndpoints(src, dst), 6).edges(3, 20_000), minlength=5)
     weights = np.array([0 + 2, 1 + 1, 1 + 1, 2 + 0, 0 + 0])  # in-degree of the source + out-degree of the target
     expected = weights[:4] / weights.sum() * 20_000
     assert counts[4] == 0 and float(((counts[:4] - expected) ** 2 / expected).sum()) < 16.3  # 4 classes, p < 0.001
-    skewed = SaintEdgeDraw.of(EdgeEnds(np.array([0, 1, 1, 1]), np.array([1, 0, 2, 0])), 3).edges(1, 20_000)
+    skewed = SaintEdgeDraw.of(HeldEndpoints(np.array([0, 1, 1, 1]), np.array([1, 0, 2, 0])), 3).edges(1, 20_000)
     expected = np.array([5, 2, 1, 2]) / 10 * 20_000
     assert float(((np.bincount(skewed) - expected) ** 2 / expected).sum()) < 16.3
-    only = SaintEdgeDraw.of(EdgeEnds(np.array([0, 1]), np.array([2, 3])), 4)  # all weights are 0: the draw is uniform
+    only = SaintEdgeDraw.of(HeldEndpoints(np.array([0, 1]), np.array([2, 3])), 4)  # weights are 0: all equally likely
     assert 4700 < only.edges(1, 10_000).sum() < 5300
 
 

@@ -187,6 +187,18 @@ def test_a_name_with_a_line_break_is_refused() -> None:
         messages.gather_request([RowRequest("a", NODES, ("x\ny",))])
 
 
+def test_endpoints_requests_round_trip() -> None:
+    back = messages.read_endpoints_request(sent(messages.endpoints_request(WRITES, NODES + 2**40)))
+    assert flat(back) == flat((WRITES, NODES + 2**40))
+    with pytest.raises(WireError, match="not an edge type"):
+        messages.read_endpoints_request(sent(messages.to_global_request("paper", NODES)))
+    ends = messages.endpoint_arrays((NODES, NODES + 2**40))
+    assert flat(messages.read_endpoints(reply(*ends), 4)) == flat((NODES, NODES + 2**40))
+    for arrays in ([NODES], [NODES, NODES[1:]], [NODES, NODES * 1.0], [NODES, NODES, NODES]):
+        with pytest.raises(WireError):
+            messages.read_endpoints(reply(*arrays), 4)
+
+
 def test_has_edges_requests_round_trip() -> None:
     back = messages.read_has_edges_request(sent(messages.has_edges_request(WRITES, NODES, NODES + 2**40)))
     assert flat(back) == flat((WRITES, NODES, NODES + 2**40))

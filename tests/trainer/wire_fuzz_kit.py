@@ -117,6 +117,9 @@ def reader_of(request: Message) -> Callable[[Message], object]:
     if request.kind == Kind.HAS_EDGES:
         _, _, dst = messages.read_has_edges_request(request)
         return lambda reply: messages.read_found(reply, len(dst))
+    if request.kind == Kind.ENDPOINTS:
+        _, edges = messages.read_endpoints_request(request)
+        return lambda reply: messages.read_endpoints(reply, len(edges))
     if request.kind == Kind.EDGES:
         return lambda reply: messages.read_edges(reply, 50)
     if request.kind == Kind.SHARED:

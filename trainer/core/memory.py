@@ -1,8 +1,10 @@
-"""Sizes of memory: parsing, and how much a process may use."""
+"""Sizes of memory as text, and the memory that this process can use, from the kernel and control groups (Linux)."""
 
 from __future__ import annotations
 
 import re
+from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 
 from trainer.core.errors import SettingsError
@@ -11,7 +13,11 @@ _SIZE = re.compile(r"(\d+(?:\.\d+)?) *(B|[KMGT]B?)", re.IGNORECASE)
 
 _UNITS = {"B": 1, "K": 10**3, "M": 10**6, "G": 10**9, "T": 10**12}
 
-_LIMITS = ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes")
+_MEMINFO = Path("/proc/meminfo")
+
+_OWN_GROUPS = Path("/proc/self/cgroup")
+
+_GROUPS = Path("/sys/fs/cgroup")
 
 
 def parse_size(text: str) -> int:
@@ -27,15 +33,44 @@ def size_text(size: int) -> str:
     return f"{size / 1e9:.1f} GB" if size >= 1e9 else f"{size / 1e6:.0f} MB"
 
 
-def available_memory() -> int:
-    """Return the bytes of memory that can still be used: free ones and page cache, within the cgroup's limit."""
-    (line,) = (line for line in Path("/proc/meminfo").read_text().splitlines() if line.startswith("MemAvailable:"))
-    available = int(line.split()[1]) * 1024
-    for path in _LIMITS:
-        try:
-            text = Path(path).read_text().strip()
-        except OSError:
-            continue
-        if text.isdigit():
-            available = min(available, int(text))
-    return available
+def available_memory() -> int | None:
+    """Return the bytes that this process and the page cache of its files can use, or None if the system does not tell.
+
+    That is the memory that the kernel estimates to be available, or less if a control group of this process has a
+    limit (cgroup v1 or v2): the limit without the memory that its processes have allocated.
+    """
+    free = _from_kernel()
+    if free is None:
+        return None
+    return max(0, min([free, *_from_groups()]))
+
+
+def _from_kernel() -> int | None:
+    with suppress(OSError, ValueError, IndexError):
+        for line in _MEMINFO.read_text().splitlines():
+            if line.startswith("MemAvailable:"):
+                return int(line.split()[1]) * 1024
+    return None
+
+
+def _from_groups() -> Iterator[int]:
+    """Yield the memory left in each control group of this process that has a limit."""
+    with suppress(OSError):
+        for line in _OWN_GROUPS.read_text().splitlines():
+            _, controllers, path = line.split(":", 2)
+            if not controllers:
+                yield from _left(_GROUPS, path, "memory.max", "anon")
+            elif "memory" in controllers.split(","):
+                yield from _left(_GROUPS / "memory", path, "memory.limit_in_bytes", "total_rss")
+
+
+def _left(top: Path, path: str, limit_file: str, used: str) -> Iterator[int]:
+    """Yield the memory left in the group ``path`` and in the groups that contain it."""
+    folder = top / path.lstrip("/")
+    for group in [folder, *folder.parents]:
+        with suppress(OSError, ValueError, KeyError):  # no such file, or "max"
+            limit = int((group / limit_file).read_text())
+            stat = dict(line.split() for line in (group / "memory.stat").read_text().splitlines())
+            yield limit - int(stat[used])
+        if group == top:
+            return

@@ -12,7 +12,9 @@ import numba
 import numpy as np
 import numpy.typing as npt
 
-DRAWS = 1  #: version of the random draws; increases when a change of the code draws other seeds, neighbours or masks
+#: Version of the random draws; increases when a change of the code draws other seeds, neighbours or masks. 2: another
+#: order of links that are all edges of a graph, from 2^20 edges on (``SeedOrder.keyed``).
+DRAWS = 2
 
 GOLDEN = np.uint64(0x9E3779B97F4A7C15)
 

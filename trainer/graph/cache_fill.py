@@ -31,7 +31,7 @@ from trainer.graph.cache_policy import (
     most_requested,
     predict,
     presample,
-    remote_ids,
+    remote_ranges,
 )
 from trainer.graph.device import DeviceRows, as_tensor
 from trainer.graph.seed_order import OTHER_STREAM, STREAMS, RankLayout, SeedOrder, shares
@@ -143,7 +143,7 @@ def device_rows(
     if graph.gateway:
         raise SettingsError("a client node cannot cache rows on its device: graph servers send it whole batches")
     counts = count_rows(presample(graph.access, plan), "x")
-    chosen = most_requested(counts, widths, budget, lambda of: np.arange(specs[of].num_nodes))
+    chosen = most_requested(counts, widths, budget, lambda of: [(0, specs[of].num_nodes)])
     return {of: _on_device(graph, of, ids, device) for of, ids in chosen.items() if len(ids)}
 
 
@@ -161,7 +161,7 @@ def _fill(
     budget, chosen = budget_of(size, store, columns.row_bytes), {}
     if budget:
         counts = count_remote_rows(access, counted_steps(steps, plan), columns)
-        chosen = most_requested(counts, columns.row_bytes, budget, lambda of: remote_ids(store, of))
+        chosen = most_requested(counts, columns.row_bytes, budget, lambda of: remote_ranges(store, of))
     cache = RowCache({of: _fetch(access, store, of, ids, columns) for of, ids in chosen.items() if len(ids)})
     prediction = predict(access, plan, steps, cache if cache.num_rows else None)
     access.take_cost()  # the cost is discarded, as it belongs to no batch

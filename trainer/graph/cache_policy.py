@@ -179,12 +179,13 @@ def count_rows(steps: Sequence[PresampledStep], name: str) -> dict[NodeType, Row
 
 def most_requested(
     counts: Mapping[NodeType, RowCounts], row_bytes: Mapping[NodeType, int], budget: int,
-    candidates: Callable[[NodeType], Ids],
+    candidates: Callable[[NodeType], Sequence[tuple[int, int]]],
 ) -> dict[NodeType, Ids]:  # fmt: skip
     """Choose the rows with most requests per byte, up to ``budget`` bytes in total. Returns ascending global ids.
 
-    Ties go to the earlier type, then to the lower id. If all rows in ``counts`` fit, other rows from ``candidates``, of
-    the same types and in the same order, fill the budget, because an epoch may request rows that were not counted.
+    Ties go to the earlier type, then to the lower id. If all rows in ``counts`` fit, other rows of the same
+    types fill the budget, because an epoch may request rows that were not counted: the first ones in ``candidates``,
+    ranges of ids from the first to before the last. Memory: 8 bytes per counted and per chosen row.
     """
     types = [of for of in row_bytes if of in counts and len(counts[of].ids)]
     chosen, left = {}, budget
@@ -198,18 +199,27 @@ def most_requested(
         left -= int(sizes[fits].sum())
         types = types if fits.all() else []
     for of in types:
-        every = candidates(of)
-        more = every[~np.isin(every, chosen[of], assume_unique=True)][: left // row_bytes[of]]
+        more = _first_others(candidates(of), chosen[of], left // row_bytes[of])
         chosen[of] = np.sort(np.concatenate([chosen[of], more]))
         left -= row_bytes[of] * len(more)
     return chosen
 
 
-def remote_ids(store: PartStore, of: NodeType) -> Ids:
-    """Return the global ids of the nodes in parts of other hosts, int64, ascending."""
+def _first_others(ranges: Sequence[tuple[int, int]], known: Ids, count: int) -> Ids:
+    """Return the first ``count`` ids in ``ranges`` that are not in ``known``, which is ascending."""
+    found = [np.empty(0, np.int64)]
+    for begin, end in ranges:
+        first, last = np.searchsorted(known, [begin, end])
+        some = np.arange(begin, min(end, begin + count + last - first))
+        found.append(some[~np.isin(some, known[first:last], assume_unique=True)][:count])
+        count -= len(found[-1])
+    return np.concatenate(found)
+
+
+def remote_ranges(store: PartStore, of: NodeType) -> list[tuple[int, int]]:
+    """Return the ranges of global ids of the nodes in parts of other hosts, ascending."""
     book = store.books[of]
-    ranges = [book.range_of(part) for part in range(book.num_parts) if part not in store.parts]
-    return np.concatenate([np.empty(0, np.int64), *(np.arange(begin, end) for begin, end in ranges)])
+    return [book.range_of(part) for part in range(book.num_parts) if part not in store.parts]
 
 
 def budget_of(size: CacheSize, store: PartStore, row_bytes: Mapping[NodeType, int]) -> int:

@@ -178,6 +178,7 @@ def _edge_part(dataset: Dataset, of: EdgeType, data: EdgeData, labels: Mapping[N
         orig_id=rows.orig_id,
         attrs=_ReorderedRows(data.attrs, rows.orig_id),
         src_times={name: values[rows.indices].astype(np.int64) for name, values in times.items()},
+        endpoints=edge_index.T,
     )
 
 
@@ -227,7 +228,7 @@ def _node_spec(data: NodeData) -> NodeSpec:
 
 
 def _edge_spec(data: EdgeData, src_times: tuple[str, ...]) -> EdgeSpec:
-    return EdgeSpec(data.num_edges, (0, data.num_edges), _attr_specs(data), src_times, 0.0)
+    return EdgeSpec(data.num_edges, (0, data.num_edges), _attr_specs(data), src_times, 0.0, endpoints=True)
 
 
 def _attr_specs(data: NodeData | EdgeData) -> dict[str, AttrSpec]:

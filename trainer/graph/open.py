@@ -121,9 +121,12 @@ class Graph:
     def threads(self, threads: int, prefetch: int) -> int:
         """Return the number of sampler threads of a loader.
 
-        In a client it is at least ``prefetch``, as each thread only waits for a batch of a graph server.
+        In a client it is at least ``prefetch``, as each thread only waits for a batch of a graph server. If the parts
+        are larger than the memory, it is at least 2, so that the next batch is sampled while the rows of one are read.
         """
-        return max(threads, prefetch) if self.gateway else threads
+        if self.gateway:
+            return max(threads, prefetch)
+        return max(threads, 2) if self.store.larger_than_memory else threads
 
     def patience(self, deadline: float, num_requests: int) -> float:
         """Return the seconds that a batch may take if it makes ``num_requests`` requests, one after the other."""

@@ -16,6 +16,7 @@ import numpy.typing as npt
 from trainer.core.arrays import Ids
 from trainer.core.compiled import njit
 from trainer.core.errors import SettingsError
+from trainer.core.permutation import InOrder, KeyedPermutation
 from trainer.core.rng import batch_key, shuffled
 from trainer.service.cluster import Cluster
 
@@ -23,6 +24,10 @@ from trainer.service.cluster import Cluster
 STREAMS = {"train": 0, "val": 1, "test": 2}
 
 OTHER_STREAM = 3
+
+KEYED_FROM = 1 << 20  #: seeds of a ``SeedOrder`` with ``keyed`` from which the order is a keyed permutation
+
+EpochOrder = Ids | InOrder | KeyedPermutation  #: an order of seeds; a slice of it is an array
 
 
 @dataclass(frozen=True)
@@ -39,6 +44,9 @@ class SeedOrder:
     stream: int = STREAMS["train"]
     drop_last: bool = False  #: leave out a last batch that is not full
     least: int = 0  #: a last batch with fewer seeds than this is merged into the previous batch
+    #: Shuffle ``KEYED_FROM`` and more seeds by a permutation that needs no array of all seeds, for seeds that are all
+    #: edges of a graph. Such an order differs from that of other seeds, which is 8 bytes per seed and sorted per epoch.
+    keyed: bool = False
 
     def __post_init__(self) -> None:
         if self.global_batch < 1:
@@ -53,12 +61,21 @@ class SeedOrder:
 
     def epoch(self, epoch: int) -> Ids:
         """Return the order of the seeds in an epoch: positions in the split's seed list, int64 [num_seeds]."""
-        if not self.shuffle:
-            return np.arange(self.num_seeds)
-        return shuffled(self.num_seeds, batch_key(self.seed, self.stream, epoch, -1))
+        return self.order(epoch)[:]
 
-    def step(self, order: Ids, step: int) -> Ids:
-        """Return positions of the seeds of one global batch in the seed list, int64. ``order`` comes from ``epoch``."""
+    def order(self, epoch: int) -> EpochOrder:
+        """Return the order of the seeds in an epoch, of which slices are arrays of positions in the seed list."""
+        if not self.shuffle:
+            return InOrder(self.num_seeds)
+        key = batch_key(self.seed, self.stream, epoch, -1)
+        if self.keyed and self.num_seeds >= KEYED_FROM:
+            return KeyedPermutation(self.num_seeds, key)
+        return shuffled(self.num_seeds, key)
+
+    def step(self, order: EpochOrder, step: int) -> Ids:
+        """Return positions of the seeds of one global batch in the seed list, int64. ``order`` comes from ``epoch`` or
+        ``order``.
+        """
         joins_rest = step == self.num_steps - 1 and not self.drop_last
         return order[step * self.global_batch : None if joins_rest else (step + 1) * self.global_batch]
 
@@ -121,6 +138,29 @@ class SeedShare:
     batch: Ids  #: int64 [global_seeds] positions of the seeds of all ranks
 
 
+@dataclass(frozen=True)
+class GlobalBatch:
+    """The seeds of all ranks in one step."""
+
+    step: int
+    key: int  #: uint64 of (seed, stream, epoch, step)
+    positions: Ids  #: int64 [n] positions in the seed list
+
+    def share(self, parts: Ids, rank: int, layout: RankLayout) -> SeedShare:
+        """Return the seeds of ``rank``. ``parts`` [n]: the part of each seed."""
+        places = np.flatnonzero(split_step(parts, layout) == rank)
+        return SeedShare(
+            self.step, self.key, len(self.positions), self.positions[places], places, self.positions
+        )  # fmt: skip
+
+
+def global_batches(order: SeedOrder, epoch: int, first_step: int = 0) -> Iterator[GlobalBatch]:
+    """Yield the seeds of all ranks for every step of an epoch."""
+    positions = order.order(epoch)
+    for step in range(first_step, order.num_steps):
+        yield GlobalBatch(step, order.key(epoch, step), order.step(positions, step))
+
+
 def shares(
     order: SeedOrder, part_of: Callable[[Ids], Ids], rank: int, layout: RankLayout, epoch: int, first_step: int = 0
 ) -> Iterator[SeedShare]:
@@ -128,11 +168,8 @@ def shares(
 
     ``part_of`` maps positions in the seed list to part ids.
     """
-    positions = order.epoch(epoch)
-    for step in range(first_step, order.num_steps):
-        batch = order.step(positions, step)
-        places = np.flatnonzero(split_step(part_of(batch), layout) == rank)
-        yield SeedShare(step, order.key(epoch, step), len(batch), batch[places], places, batch)
+    for batch in global_batches(order, epoch, first_step):
+        yield batch.share(part_of(batch.positions), rank, layout)
 
 
 def split_step(parts: Ids, layout: RankLayout) -> Ids:

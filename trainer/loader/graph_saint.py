@@ -15,7 +15,6 @@ from itertools import count
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -23,88 +22,19 @@ from trainer.core.arrays import Ids
 from trainer.core.errors import SettingsError
 from trainer.core.files import write_whole
 from trainer.core.ranks import RankGroup
-from trainer.core.rng import GOLDEN, batch_key, fractions, hashed
-from trainer.core.schema import HOMO_EDGE, HOMO_NODE, edge_salt
+from trainer.core.rng import batch_key
+from trainer.core.schema import HOMO_EDGE, HOMO_NODE
 from trainer.graph.in_memory import as_graph
 from trainer.graph.open import Graph
 from trainer.graph.prefetch import ordered_ahead
 from trainer.graph.seed_order import OTHER_STREAM, RankLayout, SeedShare
 from trainer.loader.arguments import AttrNames, OutputOptions, load_options, wanted_attrs, whole_number
+from trainer.loader.edge_endpoints import EdgeEndpoints, add_edges, all_edges, edges_in_order
 from trainer.loader.pyg_batch import Output
 from trainer.loader.pyg_loader import BatchSeeds, PyGLoader
-from trainer.loader.subgraph_loaders import EdgeEnds, check_homogeneous, induced_settings
-from trainer.sampler.types import HopRequest, RowRequest, SeedSet
-
-
-@dataclass(frozen=True)
-class SaintNodeDraw:
-    """Draws nodes with replacement. The chance of a node is proportional to its out-degree."""
-
-    running: Ids  #: int64 [N] running sum of the nodes' out-degrees
-
-    @classmethod
-    def of(cls, ends: EdgeEnds, num_nodes: int) -> SaintNodeDraw:
-        return cls(np.cumsum(np.bincount(ends.src, minlength=num_nodes)))
-
-    def __call__(self, key: int, count: int) -> Ids:
-        """Draw ``count`` nodes. Returns the distinct ones: original ids, ascending."""
-        return np.unique(np.searchsorted(self.running, uniform(key, count, int(self.running[-1])), "right"))
-
-
-@dataclass(frozen=True)
-class SaintEdgeDraw:
-    """Draws edges with replacement. The chance of an edge is proportional to the in-degree of its source plus the
-    out-degree of its target.
-    """
-
-    ends: EdgeEnds
-    running: Ids  #: int64 [E] running sum of the edges' weights
-
-    @classmethod
-    def of(cls, ends: EdgeEnds, num_nodes: int) -> SaintEdgeDraw:
-        in_degree, out_degree = (np.bincount(side, minlength=num_nodes) for side in (ends.dst, ends.src))
-        weights = in_degree[ends.src] + out_degree[ends.dst]
-        return cls(ends, np.cumsum(weights if weights.any() else np.ones_like(weights)))
-
-    def __call__(self, key: int, count: int) -> Ids:
-        """Draw ``count`` edges. Returns the distinct nodes at their ends: original ids, ascending."""
-        edges = self.edges(key, count)
-        return np.unique(np.concatenate([self.ends.src[edges], self.ends.dst[edges]])).astype(np.int64)
-
-    def edges(self, key: int, count: int) -> Ids:
-        """Draw ``count`` edges. Returns their original ids: int64 [count]."""
-        return np.searchsorted(self.running, uniform(key, count, int(self.running[-1])), "right")
-
-
-def visited_by_walks(graph: Graph, key: int, num_walks: int, walk_length: int) -> Ids:
-    """Make random walks and return the distinct nodes on them, including the start nodes: global ids int64, in the
-    order of original ids.
-
-    A step goes from a node to the source of a randomly drawn in-edge. Each step sends one request to each host that
-    owns nodes of the walks. Raises ``ServiceError``.
-    """
-    num_nodes = graph.manifest.nodes[HOMO_NODE].num_nodes
-    at = graph.store.to_global(HOMO_NODE, uniform(key, num_walks, num_nodes))
-    visited = [at]
-    for step in range(walk_length):
-        places = np.arange(step * num_walks, (step + 1) * num_walks)  # a different draw for each step of each walk
-        request = HopRequest(HOMO_EDGE, at, 1, 0, key ^ edge_salt(HOMO_EDGE), trees=places)
-        (sample,) = graph.access.sample_hops([request])
-        at = at.copy()
-        at[sample.counts > 0] = sample.src
-        visited.append(at)
-    distinct = np.unique(np.concatenate(visited))
-    (rows,) = graph.access.gather([RowRequest(HOMO_NODE, distinct, ("orig_id",))])
-    return distinct[np.argsort(rows["orig_id"])]
-
-
-def uniform(key: int, count: int, bound: int) -> Ids:
-    """Return ``count`` random integers, uniform in [0, bound): int64 [count]."""
-    draws = fractions(hashed(np.arange(count, dtype=np.uint64) * GOLDEN + np.uint64(key)))
-    return np.minimum(
-        (draws * bound).astype(np.int64), bound - 1
-    )  # with a huge bound the product may be rounded up to it
-
+from trainer.loader.saint_draws import SaintEdgeDraw, SaintNodeDraw, visited_by_walks
+from trainer.loader.subgraph_loaders import check_homogeneous, induced_settings
+from trainer.sampler.types import SeedSet
 
 _NORM_EPOCH = -1  #: epoch number in the random keys of the subgraphs from which the normalisation is estimated
 
@@ -120,7 +50,8 @@ class SaintNorm:
 
 
 def saint_norm(
-    loader: GraphSAINTSampler, ends: EdgeEnds, coverage: int, save_dir: str | Path | None, log: bool, group: RankGroup
+    loader: GraphSAINTSampler, ends: EdgeEndpoints, coverage: int, save_dir: str | Path | None, log: bool,
+    group: RankGroup,
 ) -> SaintNorm:  # fmt: skip
     """Return the normalisation coefficients for a loader's subgraphs. They are read from ``save_dir`` if a matching
     file is there.
@@ -143,7 +74,7 @@ def saint_norm(
     return norm
 
 
-def _estimate(loader: GraphSAINTSampler, ends: EdgeEnds, coverage: int, group: RankGroup) -> tuple[SaintNorm, int]:
+def _estimate(loader: GraphSAINTSampler, ends: EdgeEndpoints, coverage: int, group: RankGroup) -> tuple[SaintNorm, int]:
     """Estimate the normalisation coefficients from sampled subgraphs. Returns the coefficients and the number of
     subgraphs.
 
@@ -151,7 +82,7 @@ def _estimate(loader: GraphSAINTSampler, ends: EdgeEnds, coverage: int, group: R
     on average, each node of the graph ``coverage`` times.
     """
     num_nodes = loader.graph.manifest.nodes[HOMO_NODE].num_nodes
-    nodes, edges = torch.zeros(num_nodes, dtype=torch.int32), torch.zeros(len(ends.src), dtype=torch.int32)
+    nodes, edges = torch.zeros(num_nodes, dtype=torch.int32), torch.zeros(len(ends), dtype=torch.int32)
     sampler = loader.graph.sampler(loader.settings, {})
 
     def found(number: int) -> tuple[Ids, Ids]:
@@ -177,35 +108,39 @@ def _estimate(loader: GraphSAINTSampler, ends: EdgeEnds, coverage: int, group: R
     while total < num_nodes * coverage:
         total += sum(group.gather(group.agree(sample_round)))
         num_subgraphs += len(loader) * loader.layout.world_size
-    return _norm_of(group.sum(nodes), group.sum(edges), ends, num_subgraphs), num_subgraphs
+    nodes, edges = group.sum(nodes), group.sum(edges)
+    return group.agree(lambda: _norm_of(nodes, edges, ends, num_subgraphs)), num_subgraphs
 
 
-def _norm_of(nodes: Tensor, edges: Tensor, ends: EdgeEnds, num_subgraphs: int) -> SaintNorm:
+def _norm_of(nodes: Tensor, edges: Tensor, ends: EdgeEndpoints, num_subgraphs: int) -> SaintNorm:
     """Compute the coefficients. ``nodes`` and ``edges``: how many subgraphs contain each node and each edge."""
-    node, edge = nodes.float(), edges.float()
-    ratio = (node[torch.from_numpy(ends.src)] / edge).clamp(0, 1e4)
+    node, ratio = nodes.float(), edges.float()
+    for first, src, _ in edges_in_order(ends):
+        some = ratio[first : first + len(src)]
+        some.copy_((node[torch.from_numpy(src)] / some).clamp(0, 1e4))
     ratio[ratio.isnan()] = 0.1
     node[node == 0] = 0.1
     return SaintNorm(num_subgraphs / node / len(node), ratio)
 
 
 def _saved(
-    loader: GraphSAINTSampler, ends: EdgeEnds, coverage: int, save_dir: str | Path | None
+    loader: GraphSAINTSampler, ends: EdgeEndpoints, coverage: int, save_dir: str | Path | None
 ) -> tuple[str, Path | None, SaintNorm | None]:
     """Return the digest of graph and settings, the path of the saved file (or None) and its content (or None)."""
+    if save_dir is None:
+        return "", None, None
     key = _digest(loader, ends, coverage)
-    path = None if save_dir is None else Path(save_dir) / f"{type(loader).__name__.lower()}_{coverage}_{key[:16]}.pt"
-    return key, path, None if path is None else _read(path, key)
+    path = Path(save_dir) / f"{type(loader).__name__.lower()}_{coverage}_{key[:16]}.pt"
+    return key, path, _read(path, key)
 
 
-def _digest(loader: GraphSAINTSampler, ends: EdgeEnds, coverage: int) -> str:
+def _digest(loader: GraphSAINTSampler, ends: EdgeEndpoints, coverage: int) -> str:
     """Return a hexadecimal digest of everything that determines the coefficients: graph, settings and coverage."""
     num_nodes = loader.graph.manifest.nodes[HOMO_NODE].num_nodes
     digest = hashlib.sha256(
         f"{loader.draws} {loader.options.seed} {loader.order.num_seeds} {coverage} {num_nodes}".encode()
     )
-    digest.update(ends.src.data)
-    digest.update(ends.dst.data)
+    add_edges(digest, ends, num_nodes)
     return digest.hexdigest()
 
 
@@ -270,9 +205,9 @@ class GraphSAINTSampler(PyGLoader):
         else:
             self.prepare()
 
-    def _checked_ends(self) -> EdgeEnds:
+    def _checked_ends(self) -> EdgeEndpoints:
         self._same.check()
-        return self.prepare() or EdgeEnds.of(self.graph)
+        return self.prepare() or all_edges(self.graph, HOMO_EDGE)
 
     @property
     def draws(self) -> str:
@@ -281,8 +216,8 @@ class GraphSAINTSampler(PyGLoader):
         """
         return f"{type(self).__name__} {self.num_samples}"
 
-    def prepare(self) -> EdgeEnds | None:
-        """Compute the data for ``draw_nodes``, when the loader is made. Returns the edges of the graph if they had to
+    def prepare(self) -> EdgeEndpoints | None:
+        """Compute the data for ``draw_nodes``, when the loader is made. Returns the ends of all edges if they had to
         be read for it, else None.
         """
         return None
@@ -320,9 +255,9 @@ class DistGraphSAINTNodeSampler(GraphSAINTSampler):
     """Yields subgraphs induced by nodes drawn by out-degree, as torch_geometric's ``GraphSAINTNodeSampler``.
 
     A batch has the sources of ``batch_size`` edges that are drawn with replacement, and all edges between these nodes.
-    Each node is in the batch once, and nodes are sorted by id. Memory: each rank reads all edges once (32 bytes per
-    edge), and keeps 8 bytes per node. The normalisation coefficients take 4 bytes per node and edge, and 32 bytes per
-    edge while they are computed or read.
+    Each node is in the batch once, and nodes are sorted by id. Each rank reads all edges once, a million at a time, and
+    keeps 8 bytes per node (16 while it reads). The normalisation coefficients take 4 bytes per node and edge, and 16
+    while they are computed.
 
     Args:
         data: An opened homogeneous graph (``gnnfleet.open``), or ``Data`` or stores in memory.
@@ -364,9 +299,9 @@ class DistGraphSAINTNodeSampler(GraphSAINTSampler):
         ```
     """
 
-    def prepare(self) -> EdgeEnds:
+    def prepare(self) -> EdgeEndpoints:
         self._check_edges()
-        ends = EdgeEnds.of(self.graph)
+        ends = all_edges(self.graph, HOMO_EDGE)
         self._nodes = SaintNodeDraw.of(ends, self.graph.manifest.nodes[HOMO_NODE].num_nodes)
         return ends
 
@@ -385,9 +320,10 @@ class DistGraphSAINTEdgeSampler(DistGraphSAINTNodeSampler):
 
     A batch has both ends of ``batch_size`` edges that are drawn with replacement, and all edges between these nodes.
     Each node is in the batch once, and nodes are sorted by id. The chance of an edge is proportional to the in-degree
-    of its source plus the out-degree of its target, as in torch_geometric. Memory: each rank reads all edges once (32
-    bytes per edge), and keeps 16 bytes per edge (24 beyond 2^31 nodes). The normalisation coefficients take 4 bytes per
-    node and edge, and 32 bytes per edge while they are computed or read.
+    of its source plus the out-degree of its target, as in torch_geometric. Each rank reads all edges twice, a million
+    at a time, and keeps 8 bytes per node (16 beyond 2^31 edges) and 8 bytes per edge, but at most 256 MiB: from 2^25
+    edges on, a draw reads up to E / 2^24 adjacent edges. The normalisation coefficients take 4 bytes per node and edge,
+    and 16 while they are computed.
 
     Args:
         data: An opened homogeneous graph (``gnnfleet.open``), or ``Data`` or stores in memory.
@@ -429,9 +365,9 @@ class DistGraphSAINTEdgeSampler(DistGraphSAINTNodeSampler):
         ```
     """
 
-    def prepare(self) -> EdgeEnds:
+    def prepare(self) -> EdgeEndpoints:
         self._check_edges()
-        ends = EdgeEnds.of(self.graph)
+        ends = all_edges(self.graph, HOMO_EDGE)
         self._edges = SaintEdgeDraw.of(ends, self.graph.manifest.nodes[HOMO_NODE].num_nodes)
         return ends
 
@@ -446,8 +382,8 @@ class DistGraphSAINTRandomWalkSampler(GraphSAINTSampler):
     is in the batch once, and nodes are sorted by id. Walks start at nodes drawn with replacement and go from the
     *target* of an edge to its source, because parts store in-edges; torch_geometric's walks go from source to target.
     Both are the same on graphs with every edge in both directions; for other graphs store the edges reversed. A walk
-    ends at a node without in-edges. The normalisation coefficients take 4 bytes per node and edge, and 32 bytes per
-    edge while they are computed or read.
+    ends at a node without in-edges. The normalisation coefficients take 4 bytes per node and edge, and 16 while they
+    are computed.
 
     Args:
         data: An opened homogeneous graph (``gnnfleet.open``), or ``Data`` or stores in memory.

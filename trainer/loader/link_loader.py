@@ -6,7 +6,7 @@ links) of this rank in one step, k the number of their negatives (drawn links).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,7 +19,7 @@ from trainer.core.arrays import Ids
 from trainer.core.errors import SettingsError
 from trainer.core.schema import EdgeType, NodeType
 from trainer.graph.in_memory import as_graph
-from trainer.graph.seed_order import OTHER_STREAM, RankLayout, SeedShare
+from trainer.graph.seed_order import OTHER_STREAM, GlobalBatch, RankLayout, SeedShare, global_batches
 from trainer.loader.arguments import (
     AttrNames,
     Fanouts,
@@ -38,6 +38,14 @@ from trainer.sampler.types import SeedSet
 from trainer.store.part_store import PartStore
 
 _ROLE = 1 << 32  #: the tree of a seed has the number place + role * 2^32, which no other seed of the global batch has
+
+
+@dataclass(frozen=True)
+class LinkShare(SeedShare):
+    """The links of one rank in one global batch, with the ends of all its links, as original ids."""
+
+    src: Ids  #: int64 [global_seeds] sources of ``batch``
+    dst: Ids  #: int64 [global_seeds]
 
 
 @dataclass(frozen=True)
@@ -183,7 +191,8 @@ class DistLinkNeighborLoader(PyGLoader):
         num_neighbors: Number of neighbours per hop, starting at the links' ends; -1 takes all. A list, a mapping over
             all edge types, or torch_geometric's ``NumNeighbors``.
         edge_label_index: Seed links: None (all edges) or ids ``[2, n]``. For a heterogeneous graph an edge type, or
-            ``(edge type, None | ids)``. With None, the edges are read from all hosts when the loader is made.
+            ``(edge type, None | ids)``. With None, each batch's edges are read from the hosts that store their ends;
+            with ``shuffle``, 2^20 edges and more have another order than the same links given by ids.
         edge_label: Labels of the links, ``[n, ...]``.
         edge_label_time: Times of the links, integer ``[n]``; must be given if ``time_attr`` is, and only then.
         replace: Draw neighbours with replacement.
@@ -288,19 +297,33 @@ class DistLinkNeighborLoader(PyGLoader):
             graph, len(self.inputs), f"{self.inputs.digest()} {self.rule} {exclude} {self._reverse}", settings,
             wanted_attrs(graph, attrs), options,
             OutputOptions(kind, transform, transform_sampler_output, bool(filter_per_worker), custom_cls),
-            stream=OTHER_STREAM, rank=rank, layout=layout,
+            stream=OTHER_STREAM, rank=rank, layout=layout, keyed=self.inputs.are_edges,
         )  # fmt: skip
 
+    @property
+    def num_requests(self) -> int:
+        return super().num_requests + self.inputs.are_edges
+
     def part_of(self, positions: Ids) -> Ids:
-        of = self.inputs.edge_type[2]
-        return self.graph.store.books[of].part_of(self.graph.store.to_global(of, self.inputs.dst[positions]))
+        return self._part_of_targets(self.inputs.ends.ends_of(positions)[1])
+
+    def work_items(self, epoch: int, first_step: int) -> Iterator[GlobalBatch]:
+        """Yield the global batches. Sampler threads read the ends of their links, which may be on other hosts."""
+        return global_batches(self.order, epoch, first_step)
+
+    def share(self, item: GlobalBatch) -> LinkShare:
+        src, dst = self.inputs.ends.ends_of(item.positions)
+        share = item.share(self._part_of_targets(dst), self.rank, self.layout)
+        return LinkShare(**vars(share), src=src, dst=dst)
 
     def seeds(self, share: SeedShare) -> BatchSeeds:
+        if not isinstance(share, LinkShare):  # the share of a ``DistZipLoader``, or of ``loader(index)``
+            src, dst = self.inputs.ends.ends_of(share.batch)
+            share = LinkShare(**vars(share), src=src, dst=dst)
         links = self._links(share)
         seeds, index = seeds_of(links, self.rule, self.graph.store, self.settings.disjoint)
         if self._exclude:
-            seen = self.inputs.src[share.batch], self.inputs.dst[share.batch]
-            seeds = seeds.without(excluded(links.edge_type, self._reverse, *seen, self.graph.store))
+            seeds = seeds.without(excluded(links.edge_type, self._reverse, share.src, share.dst, self.graph.store))
         return BatchSeeds(seeds, self._metadata(share, links, index), index)
 
     def output(self, sampled: SampledBatch, seeded: BatchSeeds) -> Output:
@@ -322,11 +345,14 @@ class DistLinkNeighborLoader(PyGLoader):
         else:
             link.edge_label_index, link.edge_label, link.edge_label_time = out.metadata[1:4]
 
-    def _links(self, share: SeedShare) -> LinkBatch:
+    def _part_of_targets(self, dst: Ids) -> Ids:
+        of, store = self.inputs.edge_type[2], self.graph.store
+        return store.books[of].part_of(store.to_global(of, dst))
+
+    def _links(self, share: LinkShare) -> LinkBatch:
         """Return the positives and negatives of this rank in one step."""
-        inputs, own = self.inputs, share.positions
-        src, dst = inputs.src[own], inputs.dst[own]
-        times = None if inputs.times is None else inputs.times[own]
+        inputs, src, dst = self.inputs, share.src[share.places], share.dst[share.places]
+        times = None if inputs.times is None else inputs.times[share.positions]
         if self.rule is None or self._draws is None:
             return LinkBatch(inputs.edge_type, src, dst, share.places, _NONE, _NONE, _NONE, _NONE, times)
         owner, j = self.rule.owners(share.places, share.global_seeds)

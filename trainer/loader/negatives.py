@@ -65,12 +65,13 @@ class NegativeDraw:
         """
         self._num_nodes = num_nodes
         self._sums = None if weight is None else _running_sums(weight, num_nodes)
-        self._by_time: Ids | None = None
+        self._by_time: Array | None = None
         if times is not None:
             if weight is not None:
                 raise SettingsError("negatives cannot be drawn by weight and by time at once; leave the weights out")
-            self._by_time = np.argsort(times, kind="stable")
-            self._sorted_times = times[self._by_time]
+            order = np.argsort(times, kind="stable")
+            self._sorted_times = times[order]
+            self._by_time = order.astype(np.int32) if num_nodes < 2**31 else order
 
     def draw(self, keys: npt.NDArray[np.uint64], times: Ids | None = None) -> Ids:
         """Draw one original id per key, int64 [n]. If ``times`` is given, the time of the i-th node is at most
@@ -88,7 +89,7 @@ class NegativeDraw:
         num_candidates = np.searchsorted(self._sorted_times, times, side="right")
         if (none := np.flatnonzero(num_candidates == 0)).size:
             raise DataError(f"no negative for a link of time {times[none[0]]}: all nodes are later")
-        return self._by_time[(share * num_candidates).astype(np.int64)]
+        return self._by_time[(share * num_candidates).astype(np.int64)].astype(np.int64)
 
 
 def draw_negatives(

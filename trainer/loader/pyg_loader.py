@@ -189,6 +189,17 @@ class RankLoader(ABC):
         """Yield the inputs of this rank for every step of an epoch, from ``first_step`` on."""
         return shares(self.order, self.part_of, self.rank, self.layout, epoch, first_step)
 
+    def work_items(self, epoch: int, first_step: int) -> Iterator[Any]:
+        """Yield for every step what ``share`` needs. This runs in the thread that iterates over the loader."""
+        return self.shares(epoch, first_step)
+
+    def share(self, item: Any) -> SeedShare:
+        """Return the inputs of this rank for one of ``work_items``. This runs in a sampler thread. Raises
+        ``ServiceError``.
+        """
+        share: SeedShare = item
+        return share
+
     def group(self) -> RankGroup:
         """Return the process group if it has the ranks of the loader, else a group of this rank alone. All ranks must
         call this method.
@@ -201,8 +212,8 @@ class RankLoader(ABC):
     def _batches(self, epoch: int, first_step: int) -> Iterator[Any]:
         o = self.options
         ahead = ordered_ahead(
-            self.work, self.shares(epoch, first_step), threads=self.threads, ahead=o.prefetch, deadline=self.patience,
-            thread_init=o.thread_init,
+            lambda item: self.work(self.share(item)), self.work_items(epoch, first_step), threads=self.threads,
+            ahead=o.prefetch, deadline=self.patience, thread_init=o.thread_init,
         )  # fmt: skip
         with closing(ahead):
             yield from map(self.finish, ahead)  # keeps no reference to a yielded batch
@@ -214,14 +225,15 @@ class PyGLoader(RankLoader):
     def __init__(
         self, graph: Graph, num_inputs: int, digest: str, settings: SampleSettings, attrs: Attrs,
         options: LoadOptions, output: OutputOptions, *, stream: int = OTHER_STREAM, rank: int | None = None,
-        layout: RankLayout | None = None,
+        layout: RankLayout | None = None, keyed: bool = False,
     ):  # fmt: skip
         self.graph, self.settings, self.output_options = graph, settings, output
         rank, layout = _rank_and_layout(graph, options.local, rank, layout)
         world = layout.world_size
         order = SeedOrder(
-            num_inputs, options.batch_size * world, options.seed, options.shuffle, stream, options.drop_last, world
-        )
+            num_inputs, options.batch_size * world, options.seed, options.shuffle, stream, options.drop_last, world,
+            keyed,
+        )  # fmt: skip
         self.sampler = self.make_sampler(gathered_attrs(graph, attrs))
         self._join = join_of(graph, attrs, output.custom_cls)
         self._costs = CostSum()

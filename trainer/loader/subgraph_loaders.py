@@ -54,27 +54,6 @@ def check_homogeneous(graph: Graph, what: str) -> None:
         )
 
 
-@dataclass(frozen=True)
-class EdgeEnds:
-    """Source and target of every edge of a homogeneous graph: original node ids, indexed by original edge id."""
-
-    src: Array  #: int32|int64 [E]
-    dst: Array  #: int32|int64 [E]
-
-    @classmethod
-    def of(cls, graph: Graph) -> EdgeEnds:
-        """Read all edges. Memory: 32 bytes per edge while reading, 8 or 16 bytes per edge afterwards. Raises
-        ``ServiceError``.
-        """
-        edges = graph.access.edge_list(HOMO_EDGE)
-        num_nodes = graph.manifest.nodes[HOMO_NODE].num_nodes
-        node = np.empty(num_nodes, np.int32 if num_nodes < 2**31 else np.int64)
-        node[graph.store.to_global(HOMO_NODE, np.arange(num_nodes))] = np.arange(num_nodes)
-        src, dst = np.empty(len(edges.src), node.dtype), np.empty(len(edges.src), node.dtype)
-        src[edges.orig_id], dst[edges.orig_id] = node[edges.src], node[edges.dst]
-        return cls(src, dst)
-
-
 def tensor_of(values: Array) -> torch.Tensor:
     """Return ids or positions as an int64 tensor."""
     return torch.from_numpy(values.astype(np.int64, copy=False))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -13,7 +13,7 @@ from trainer.core.arrays import Ids
 from trainer.core.batch_cost import Cost
 from trainer.core.errors import SettingsError
 from trainer.core.rng import GOLDEN, hashed
-from trainer.graph.seed_order import OTHER_STREAM, SeedOrder, SeedShare
+from trainer.graph.seed_order import OTHER_STREAM, GlobalBatch, SeedOrder, SeedShare, global_batches
 from trainer.loader.arguments import load_options
 from trainer.loader.graph_saint import GraphSAINTSampler
 from trainer.loader.pyg_loader import PyGLoader, RankLoader
@@ -68,7 +68,7 @@ class DistZipLoader(RankLoader):
         num_inputs, world = min(len(loader.dataset) for loader in self.loaders), first.layout.world_size
         order = SeedOrder(
             num_inputs, options.batch_size * world, options.seed, options.shuffle, OTHER_STREAM, options.drop_last,
-            world,
+            world, any(loader.order.keyed for loader in self.loaders),
         )  # fmt: skip
         digests = " ".join(loader.digest for loader in self.loaders)
         super().__init__(options, order, first.rank, first.layout, digests)
@@ -92,6 +92,13 @@ class DistZipLoader(RankLoader):
 
     def part_of(self, positions: Ids) -> Ids:
         return self.loaders[0].part_of(positions)
+
+    def work_items(self, epoch: int, first_step: int) -> Iterator[GlobalBatch]:
+        """Yield the global batches. Sampler threads split them, as ``part_of`` may ask other hosts."""
+        return global_batches(self.order, epoch, first_step)
+
+    def share(self, item: GlobalBatch) -> SeedShare:
+        return item.share(self.part_of(item.positions), self.rank, self.layout)
 
     def work(self, share: SeedShare) -> Any:
         return [loader.work(_with_own_key(share, number)) for number, loader in enumerate(self.loaders)]

@@ -51,6 +51,8 @@ _PROCESS_BYTES = 150 << 20  #: of Python and its packages
 
 _NODE_BYTES = 60  #: of all arrays with one value per node that a step holds at the same time
 
+_UNKNOWN_MEMORY = 4 << 30  #: assumed where the system does not tell how much memory is available
+
 _LEAST_BYTES = 64 << 20  #: of memory for sorting
 
 
@@ -211,7 +213,7 @@ def _make(
 ) -> Manifest:
     if done := work.stages_done():
         say(f"going on with what an interrupted run left in {work.path} ({', '.join(done)}); delete it to start again")
-    limit = available_memory() if spec.memory is None else parse_size(spec.memory)
+    limit = parse_size(spec.memory) if spec.memory is not None else available_memory() or _UNKNOWN_MEMORY
     stages = _StageTimer(say)
     source = spec.partition_source.read(work.emptied("dataset")) if spec.dataset == DATASET else None
     dataset = source.dataset if source else _loaded(spec, limit, work)

@@ -17,8 +17,17 @@ from trainer.core.errors import PartitionError
 from trainer.core.schema import EdgeType, NodeType, type_name
 from trainer.data.edges import first_outside
 from trainer.partition.folder import files_below, is_note
+from trainer.partition.verify_endpoints import EndpointSums
 from trainer.store.digest_check import sha256_of
-from trainer.store.manifest import AttrSpec, EdgeSpec, FileEntry, Manifest, NodeSpec, read_manifest
+from trainer.store.manifest import (
+    AttrSpec,
+    EdgeSpec,
+    FileEntry,
+    Manifest,
+    NodeSpec,
+    endpoint_offsets,
+    read_manifest,
+)
 from trainer.store.part_files import map_array
 
 
@@ -163,7 +172,7 @@ class Invariants:
             )
 
     def _edges_of(self, edge_type: EdgeType, spec: EdgeSpec) -> Iterator[Finding]:
-        seen = new_bitset(spec.num_edges)
+        seen, sums, complete = new_bitset(spec.num_edges), EndpointSums(), spec.endpoints
         for part_id in self.part_ids:
             top = f"part{part_id}/edges/{type_name(edge_type)}"
             indptr = yield from self._indptr(f"{top}/indptr.npy", edge_type, part_id)
@@ -173,6 +182,50 @@ class Invariants:
             indices = yield from self._ids(f"{top}/indices.npy", _count(spec, part_id), sources)
             for name in spec.src_times:
                 yield from self._times(f"{top}/src_times/{name}.npy", name, edge_type, indices, _count(spec, part_id))
+            if spec.endpoints:
+                added = yield from self._endpoints(f"{top}/endpoints.npy", edge_type, part_id, indptr, indices, sums)
+                complete = complete and added
+        if complete and len(self.part_ids) == self.manifest.num_parts and not sums.equal:
+            path = f"part{self.part_ids[0]}/edges/{type_name(edge_type)}/endpoints.npy"
+            yield Finding(path, "the endpoints in the files of all parts are not those of the edges")
+
+    def _endpoints(
+        self, path: str, edge_type: EdgeType, part_id: int, indptr: Array | None, indices: Array | None,
+        sums: EndpointSums,
+    ) -> Generator[Finding, None, bool]:  # fmt: skip
+        """Check the endpoints in one file, and add them and the edges of the part to ``sums``. Returns whether both
+        were added.
+        """
+        ends = self._map(path)
+        if ends is None:
+            return False
+        begin, end = endpoint_offsets(self.manifest.edges[edge_type].num_edges, self.manifest.num_parts)[part_id:][:2]
+        if ends.shape != (end - begin, 2) or ends.dtype not in (np.int32, np.int64):
+            shape = [end - begin, 2]
+            yield Finding(path, f"holds {ends.dtype.name} {list(ends.shape)}, expected int32 or int64 {shape}")
+            return False
+        for side, of in enumerate((edge_type[0], edge_type[2])):
+            size = self.manifest.nodes[of].num_nodes
+            if (at := int(first_outside(ends[:, side], size))) >= 0:
+                yield Finding(path, f"row {at}: {ends[at, side]} is outside 0 to {size - 1}")
+                return False
+        orig_id = self._map(str(Path(path).with_name("orig_id.npy")))
+        src_gid, dst_gid = self._global_ids(edge_type[0]), self._global_ids(edge_type[2])
+        if indptr is None or indices is None or src_gid is None or dst_gid is None:
+            return False
+        if orig_id is None or orig_id.shape != indices.shape:
+            return False
+        sums.add_edges(indptr, indices, orig_id, self.manifest.nodes[edge_type[2]].offsets[part_id])
+        sums.add_endpoints(ends, begin, src_gid, dst_gid)
+        return True
+
+    def _global_ids(self, of: NodeType) -> Array | None:
+        """Return the global id of each original id, empty if they are equal, or None if the file is broken."""
+        num_nodes = self.manifest.nodes[of].num_nodes
+        if self.manifest.num_parts == 1:
+            return np.empty(0, np.int64)
+        table = self._map(f"shared/nodes/{of}/global_id.npy")
+        return None if table is None or table.shape != (num_nodes,) else table
 
     def _indptr(self, path: str, edge_type: EdgeType, part_id: int) -> Found:
         rows = _count(self.manifest.nodes[edge_type[2]], part_id)
@@ -313,6 +366,8 @@ def _part_files(manifest: Manifest, part_id: int) -> Iterator[str]:
         yield from (f"{top}/{name}" for name in ("indptr", "indices", "orig_id"))
         yield from _attr_files(top, edges.attrs)
         yield from (f"{top}/src_times/{name}" for name in edges.src_times)
+        if edges.endpoints:
+            yield f"{top}/endpoints"
 
 
 def _attr_files(top: str, attrs: Mapping[str, AttrSpec]) -> Iterator[str]:

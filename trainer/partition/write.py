@@ -8,12 +8,14 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Executor, ThreadPoolExecutor
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 
-from trainer.core.arrays import Array
+from trainer.core.arrays import Array, id_dtype
 from trainer.core.progress import progress
 from trainer.core.remote_settings import WireRows
 from trainer.core.row_sort import Column, Scratch
@@ -24,7 +26,16 @@ from trainer.partition.cut import EdgeCut, Relabelling, Span, relabel
 from trainer.partition.folder import reusable, staged
 from trainer.partition.part_arrays import PartArray, PartAttr, attr_spec, pieces_by_part
 from trainer.partition.work_folder import WorkFolder
-from trainer.store.manifest import VERSION, AttrSpec, EdgeSpec, FileEntry, Manifest, NodeSpec, write_manifest
+from trainer.store.manifest import (
+    VERSION,
+    AttrSpec,
+    EdgeSpec,
+    FileEntry,
+    Manifest,
+    NodeSpec,
+    endpoint_offsets,
+    write_manifest,
+)
 from trainer.store.npy import rows_in_chunks, rows_per_chunk, write_npy
 
 _WRITERS = 2
@@ -103,9 +114,9 @@ class _Writer:
             done = self.work.once(name, lambda: [asdict(entry) for entry in write()])
             self.entries.extend(FileEntry(**{**entry, "shape": tuple(entry["shape"])}) for entry in done)
 
-    def arrays(self, arrays: Mapping[str, Array]) -> Iterable[FileEntry]:
-        """Write whole arrays to the paths that are their keys."""
-        return self.pool.map(lambda path: self._array(path, arrays[path]), arrays)
+    def arrays(self, arrays: Mapping[str, Array], dtype: npt.DTypeLike | None = None) -> Iterable[FileEntry]:
+        """Write whole arrays to the paths that are their keys, converted to ``dtype`` if given."""
+        return self.pool.map(lambda path: self._array(path, arrays[path], dtype), arrays)
 
     def append(self, files: PartArray | PartAttr, spans: Sequence[Span], rows: Array, numbers: Array) -> None:
         """Write to each part its span of ``rows``. ``numbers``: the row numbers in the dataset."""
@@ -115,7 +126,7 @@ class _Writer:
             )
         )
 
-    def _array(self, path: str, values: Array) -> FileEntry:
+    def _array(self, path: str, values: Array, dtype: npt.DTypeLike | None) -> FileEntry:
         return write_npy(
             self.root, path, values.dtype, values.shape, rows_in_chunks(values) if values.ndim else [values]
         )
@@ -193,13 +204,25 @@ def _write_edges(
     cut = EdgeCut.of(data.edge_index, source, labels[edge_type[2]])
     times = _source_times(dataset, edge_type)
     writer.group(f"edges {type_name(edge_type)}", lambda: _write_sorted(writer, edge_type, cut, data, times))
+    endpoints = _endpoint_arrays(edge_type, data.edge_index, source.num_parts)
+    id_type = id_dtype(max(len(labels[end].orig_id) for end in (edge_type[0], edge_type[2])))
+    writer.group(f"endpoints {type_name(edge_type)}", lambda: writer.arrays(endpoints, id_type))
     return EdgeSpec(
         num_edges=data.num_edges,
         offsets=tuple(cut.offsets.tolist()),
         attrs=_attr_specs(data, writer.rows),
         src_times=tuple(times),
         edge_cut=edge_cut,
+        endpoints=True,
     )
+
+
+def _endpoint_arrays(edge_type: EdgeType, edge_index: Array, num_parts: int) -> dict[str, Array]:
+    """Return for each part the ends of the edges of its share of the original edge ids: original ids [m, 2]."""
+    return {
+        f"part{part_id}/edges/{type_name(edge_type)}/endpoints.npy": edge_index[:, begin:end].T
+        for part_id, (begin, end) in enumerate(pairwise(endpoint_offsets(edge_index.shape[1], num_parts)))
+    }
 
 
 def _source_times(dataset: Dataset, edge_type: EdgeType) -> dict[str, Array]:

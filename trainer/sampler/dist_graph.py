@@ -18,14 +18,15 @@ from trainer.core.arrays import Array, Ids
 from trainer.core.batch_cost import ByHost, Cost, CostMeter, FromHost
 from trainer.core.errors import PartitionError, ServerGone
 from trainer.core.remote_settings import SERVER_WAIT, WireRows
-from trainer.core.schema import AnyType, EdgeType
+from trainer.core.schema import EdgeType
 from trainer.sampler.feature_gather import HELD_BATCHES, GatherPiece, GatherPlan, HeldRows, HostRows
 from trainer.sampler.local_graph import LocalGraph
 from trainer.sampler.replicas import HERE, NOBODY, PartHolders, PendingAnswer, RemoteHost
 from trainer.sampler.request_split import EDGES_AT_ONCE, Groups, RequestSplit, cut_request, edge_slice, merge_samples
 from trainer.sampler.row_index import RowPlacement, SourceCodes, locate
-from trainer.sampler.settings import check_type, row_spec
+from trainer.sampler.settings import check_endpoints, check_type, row_spec
 from trainer.sampler.types import EdgeList, HopRequest, HopSample, RowRequest
+from trainer.store.part_store import BookKey, EndpointTable
 from trainer.store.row_cache import RowCache
 
 
@@ -38,7 +39,15 @@ class _EdgeQuery:
     dst: Ids
 
 
-T = TypeVar("T", HopRequest, RowRequest, _EdgeQuery)
+@dataclass(frozen=True)
+class _EndpointQuery:
+    """A request to a host for the ends of edges, given by original ids."""
+
+    edge_type: EdgeType
+    edges: Ids
+
+
+T = TypeVar("T", HopRequest, RowRequest, _EdgeQuery, _EndpointQuery)
 
 
 @dataclass(frozen=True)
@@ -61,7 +70,7 @@ class _RequestKind(Generic[T]):
 
     submit: Callable[[RemoteHost, Sequence[T]], PendingAnswer]
     local: Callable[[Sequence[T]], Sequence[Any]]
-    rows: Callable[[T], tuple[AnyType, Ids]]
+    rows: Callable[[T], tuple[BookKey, Ids]]
     cut: Callable[[T, Array], T]
     arrays: Callable[[Any], Iterable[Array | None]]  #: arrays of one answer
 
@@ -132,6 +141,13 @@ class DistGraph:
             lambda pairs: (pairs.edge_type[2], pairs.dst),
             lambda pairs, at: _EdgeQuery(pairs.edge_type, pairs.src[at], pairs.dst[at]),
             lambda found: (found,),
+        )
+        self._ends = _RequestKind[_EndpointQuery](
+            lambda host, asked: _SingleAnswer(host.submit_endpoints(asked[0].edge_type, asked[0].edges)),
+            lambda asked: [local.endpoints(query.edge_type, query.edges) for query in asked],
+            lambda query: (EndpointTable(query.edge_type), query.edges),
+            lambda query, at: _EndpointQuery(query.edge_type, query.edges[at]),
+            lambda ends: ends,
         )
         self._meter = CostMeter()
         self._cache: RowCache | None = None
@@ -259,6 +275,22 @@ class DistGraph:
             found[share.at] = answer
         return found
 
+    def endpoints(self, edge_type: EdgeType, edges: Ids) -> tuple[Ids, Ids]:
+        """Return the sources and the targets of edges given by original ids: original node ids, int64 [n] each. Raises
+        ``ServiceError`` and ``PartitionError``.
+        """
+        if not self.remotes:
+            return self.local.endpoints(edge_type, edges)
+        check_endpoints(self.local.store, edge_type)
+        shares: _HostRequests[_EndpointQuery] = {
+            host: [_HostRequest(0, at, _EndpointQuery(edge_type, edges[at]))]
+            for host, at in self._owners(RequestSplit(self._by_host), EndpointTable(edge_type), edges).items()
+        }
+        src, dst = np.empty(len(edges), np.int64), np.empty(len(edges), np.int64)
+        for _, share, (sources, targets) in self._ask(shares, self._ends):
+            src[share.at], dst[share.at] = sources, targets
+        return src, dst
+
     def edge_list(self, edge_type: EdgeType) -> EdgeList:
         """Return all edges of a type, in the order of their global ids.
 
@@ -352,7 +384,7 @@ class DistGraph:
             )
         return (one for turn in zip_longest(*of_parts) for one in turn if one is not None)
 
-    def _owners(self, split: RequestSplit, of: AnyType, ids: Ids) -> Groups:
+    def _owners(self, split: RequestSplit, of: BookKey, ids: Ids) -> Groups:
         """Group the positions in ``ids`` by the host that answers for the id. Raises ``PartitionError`` for an id
         outside all parts.
         """
@@ -362,7 +394,7 @@ class DistGraph:
             raise PartitionError(f"no {of!r} with id {wrong}; ids go from 0 to {self.books[of].size - 1}")
         return groups
 
-    def _by_host(self, of: AnyType, ids: Ids) -> Groups:
+    def _by_host(self, of: BookKey, ids: Ids) -> Groups:
         """Group ids by the host that answers for them. If an id is outside all parts, return only its position, under
         ``NOBODY``.
         """

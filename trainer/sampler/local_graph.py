@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -18,9 +18,10 @@ from trainer.sampler import neighbor_kernels
 from trainer.sampler.neighbor import sample_rows
 from trainer.sampler.request_split import cut_request, merge_samples
 from trainer.sampler.row_index import RowPlacement, SourceCodes, locate, put_rows
-from trainer.sampler.settings import blank_rows, check_type, row_spec
+from trainer.sampler.settings import blank_rows, check_endpoints, check_type, row_spec
 from trainer.sampler.types import EdgeList, HopRequest, HopSample, RowRequest
-from trainer.store.part_store import EdgePart, NodePart, Part, PartStore
+from trainer.store.part_store import BookKey, EdgePart, EndpointTable, NodePart, Part, PartStore
+from trainer.store.read_ahead import touch_neighbours, touch_rows
 
 _FEW_EDGES = 1 << 22  #: the edges of a hop are counted exactly only if their upper bound is at least this
 
@@ -77,6 +78,24 @@ class LocalGraph:
             orig_id=np.concatenate(nothing + [edges.orig_id for _, edges in ends], dtype=np.int64),
         )
 
+    def endpoints(self, edge_type: EdgeType, edges: Ids) -> tuple[Ids, Ids]:
+        """Return the sources and the targets of edges given by original ids: original node ids, int64 [n] each.
+
+        Raises ``PartitionError`` for an edge whose endpoints another part stores, and if the partition does not store
+        endpoints.
+        """
+        check_endpoints(self.store, edge_type)
+        table = EndpointTable(edge_type)
+        src, dst = np.empty(len(edges), np.int64), np.empty(len(edges), np.int64)
+        for part_id, placed in self._by_part(table, edges, self._own).items():
+            ends = self.store.parts[part_id].edges[edge_type].endpoints
+            assert ends is not None
+            if self.store.larger_than_memory:
+                touch_rows([(ends, placed.rows)])
+            both = ends[placed.rows]
+            src[placed.at], dst[placed.at] = both[:, 0], both[:, 1]
+        return src, dst
+
     def _sample(self, request: HopRequest) -> HopSample:
         check_type(self.store, request.edge_type)
         num_sources = self.store.manifest.nodes[request.edge_type[0]].num_nodes
@@ -85,12 +104,27 @@ class LocalGraph:
             raise SettingsError(
                 f"a hop of up to {most} edges is over the limit of {self._max_edges}; use smaller batches or fanouts"
             )
+        if self.store.larger_than_memory:
+            self._read_ahead(request, groups)
         answers = [
             (placed.at, sample_rows(*self._read(self.store.topology[p], request), cut, num_sources))
             for p, placed in groups.items()
             for cut in [request if len(groups) == 1 else cut_request(request, placed.at)]
         ]
         return answers[0][1] if len(groups) == 1 else merge_samples(len(request.nodes), answers, request.with_edge)
+
+    def _read_ahead(self, request: HopRequest, groups: Mapping[int, RowPlacement]) -> None:
+        """Read the pages that sampling needs: ids of the nodes, and sources, weights and times of their edges."""
+        for part_id, placed in groups.items():
+            nodes, edges = _ends(self.store.topology[part_id], request.edge_type)
+            of_edges = [edges.indices]
+            if request.weight is not None and request.weight in edges.attrs:
+                of_edges.append(edges.attrs[request.weight])
+            if request.bound is not None:
+                times = edges.src_times if request.bound.on == "node" else edges.attrs
+                of_edges += [times[request.bound.attr]] if request.bound.attr in times else []
+            touch_rows([(nodes.orig_id, placed.rows)])
+            touch_neighbours(edges.indptr, of_edges, placed.rows)
 
     def most_edges(self, request: HopRequest) -> int:
         """Return an upper bound of the number of edges in the answer to a request, without drawing. Raises
@@ -159,6 +193,8 @@ class LocalGraph:
         parts = self.store.topology if all_1d else self.store.parts
         if foreign := set(placed) - set(parts):
             raise self._foreign(of, foreign)
+        if self.store.larger_than_memory:
+            touch_rows([(array, rows.rows) for p, rows in placed.items() for array in _mapped(parts[p], of, out)])
         for part_id, rows in placed.items():
             part = parts[part_id]
             for name, values in out.items():
@@ -175,13 +211,13 @@ class LocalGraph:
         """
         return self._by_part(of, ids, self._topology)
 
-    def _by_part(self, of: AnyType, ids: Ids, of_part: Array) -> Mapping[int, RowPlacement]:
+    def _by_part(self, of: BookKey, ids: Ids, of_part: Array) -> Mapping[int, RowPlacement]:
         wrong, placed = locate(ids, self.books[of].offsets, of_part, self._codes)
         if wrong >= 0:
             raise self._foreign(of, set(self.books[of].part_of(ids).tolist()) - set(self.store.parts))
         return placed
 
-    def _foreign(self, of: AnyType, part_ids: set[int]) -> PartitionError:
+    def _foreign(self, of: BookKey, part_ids: set[int]) -> PartitionError:
         book = self.books[of]
         unknown = {p for p in part_ids if not 0 <= p < book.num_parts}
         wrong = f"ids outside 0..{book.size - 1}" if unknown else f"ids of parts {sorted(part_ids)}"
@@ -199,6 +235,16 @@ def _targets(nodes: NodePart, edges: EdgePart) -> Ids:
 
 def _column(table: NodePart | EdgePart, name: str) -> Array:
     return table.orig_id if name == "orig_id" else table.attrs[name]
+
+
+def _mapped(part: Part, of: AnyType, names: Iterable[str]) -> Iterator[Array]:
+    """Yield the arrays of a part that have the attributes ``names``, except in-degrees."""
+    table = _table(part, of)
+    for name in names:
+        if name != "in_degree":
+            yield _column(table, name)
+            if name in table.scales:
+                yield table.scales[name]
 
 
 def _codes_of(parts: Collection[int], num_parts: int) -> Array:

@@ -9,11 +9,11 @@ import numpy as np
 
 from trainer.core.arrays import Array, Ids, read_only
 from trainer.core.errors import PartitionError
-from trainer.core.schema import AnyType, EdgeType
+from trainer.core.schema import EdgeType
 from trainer.sampler import neighbor_kernels
 from trainer.sampler.settings import check_type
 from trainer.sampler.types import EdgeList, HopRequest, HopSample
-from trainer.store.part_store import PartStore
+from trainer.store.part_store import BookKey, PartStore
 
 Groups = Mapping[int, Array]  #: host -> int32 positions, ascending
 
@@ -25,12 +25,12 @@ class RequestSplit:
     Arrays are identified by ``id()``, so use an instance only while the arrays of its call exist.
     """
 
-    def __init__(self, group: Callable[[AnyType, Ids], Groups]):
+    def __init__(self, group: Callable[[BookKey, Ids], Groups]):
         self._group = group  #: returns positions of ids by the host that answers for them
-        self._groups: dict[tuple[AnyType, int], Groups] = {}
+        self._groups: dict[tuple[BookKey, int], Groups] = {}
         self._cuts: dict[tuple[int, int], Ids] = {}
 
-    def groups(self, of: AnyType, ids: Ids) -> Groups:
+    def groups(self, of: BookKey, ids: Ids) -> Groups:
         """Group the positions in ``ids`` (int64 [n]) by the host that answers for the id at each position."""
         key = of, id(ids)
         if key not in self._groups:

@@ -114,6 +114,15 @@ def check_type(store: PartStore, of: AnyType) -> None:
         raise PartitionError(f"no {kind} type {of!r} in {store.folder}; there are {list(known)}")
 
 
+def check_endpoints(store: PartStore, edge_type: EdgeType) -> None:
+    """Raise ``PartitionError`` unless the partition stores the endpoints of this edge type by original id."""
+    check_type(store, edge_type)
+    if not store.manifest.edges[edge_type].endpoints:
+        raise PartitionError(
+            f"{store.folder} does not store the ends of the edges {edge_type} by original id; make the partition again"
+        )
+
+
 def row_spec(store: PartStore, of: AnyType, name: str) -> tuple[np.dtype[Any], tuple[int, ...]]:
     """Return dtype and shape of an attribute's value for one node or edge. Raises ``PartitionError`` for an unknown
     attribute.

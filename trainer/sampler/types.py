@@ -135,6 +135,12 @@ class GraphAccess(Protocol):
     def edge_list(self, edge_type: EdgeType) -> EdgeList:
         """Return all edges of a type. Memory: 24 bytes per edge."""
 
+    def endpoints(self, edge_type: EdgeType, edges: Ids) -> tuple[Ids, Ids]:
+        """Return the sources and the targets of edges given by *original* ids: original node ids, int64 [n] each.
+
+        The partition must store them (``EdgeSpec.endpoints``). Each host gets one message.
+        """
+
 
 Positions = npt.NDArray[np.int32]
 

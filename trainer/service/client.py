@@ -260,6 +260,13 @@ class HostClient:
             lambda: messages.has_edges_request(edge_type, src, dst), lambda reply: messages.read_found(reply, len(dst))
         )
 
+    def submit_endpoints(self, edge_type: EdgeType, edges: Ids) -> PendingReply[tuple[Ids, Ids]]:
+        """Request the ends of edges given by original ids. The result is (sources, targets), original ids int64 [n]."""
+        return self._submit(
+            lambda: messages.endpoints_request(edge_type, edges),
+            lambda reply: messages.read_endpoints(reply, len(edges)),
+        )
+
     def submit_edges(self, part_id: int, edge_type: EdgeType, first: int, count: int) -> PendingReply[EdgeList]:
         """Request ``count`` edges of a part, beginning at slot ``first`` of the part's edge arrays.
 

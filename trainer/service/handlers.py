@@ -74,6 +74,9 @@ class BoundedGraph:
     def edge_list(self, edge_type: EdgeType) -> EdgeList:
         return self._graph.edge_list(edge_type)
 
+    def endpoints(self, edge_type: EdgeType, edges: Ids) -> tuple[Ids, Ids]:
+        return self._graph.endpoints(edge_type, edges)
+
     def take_cost(self) -> Cost:
         return self._graph.take_cost()
 
@@ -81,7 +84,7 @@ class BoundedGraph:
 #: Returns the version of cluster.json, and all graph servers in it.
 Topology = Callable[[], tuple[int, tuple[ServerAddress, ...]]]
 
-_GRAPH_KINDS = (Kind.SAMPLE, Kind.GATHER, Kind.HAS_EDGES, Kind.EDGES)
+_GRAPH_KINDS = (Kind.SAMPLE, Kind.GATHER, Kind.HAS_EDGES, Kind.EDGES, Kind.ENDPOINTS)
 
 
 class ServedGraph(GraphAccess, Protocol):
@@ -121,6 +124,7 @@ class Handlers:
             Kind.GATHER: self._gather,
             Kind.HAS_EDGES: lambda request: self._has_edges(self._graph, request),
             Kind.EDGES: self._edges,
+            Kind.ENDPOINTS: lambda request: self._endpoints(self._graph, request),
             Kind.MANIFEST: self._manifest,
             Kind.SHARED: self._shared,
             Kind.TO_GLOBAL: self._to_global,
@@ -144,6 +148,8 @@ class Handlers:
             return messages.rows_reply(request, asked, graph.gather(asked), self._forms(request))
         if request.kind == Kind.HAS_EDGES:
             return self._has_edges(graph, request)
+        if request.kind == Kind.ENDPOINTS:
+            return self._endpoints(graph, request)
         return request.reply(messages.edge_arrays(self._whole().edges_of(*messages.read_edges_request(request))))
 
     def batch(self, request: Message, work: BatchWork) -> Message:
@@ -201,6 +207,14 @@ class Handlers:
     @staticmethod
     def _has_edges(graph: GraphAccess, request: Message) -> Message:
         return request.reply([graph.has_edges(*messages.read_has_edges_request(request))])
+
+    def _endpoints(self, graph: GraphAccess, request: Message) -> Message:
+        edge_type, edges = messages.read_endpoints_request(request)
+        if (size := 16 * len(edges)) > self._limit:
+            raise ServiceError(
+                f"the answer takes {size} bytes, over the limit of {self._limit}; ask for fewer edges at once"
+            )
+        return request.reply(messages.endpoint_arrays(graph.endpoints(edge_type, edges)))
 
     def _edges(self, request: Message) -> Message:
         edges = edge_slice(self._graph.store, *messages.read_edges_request(request))

@@ -226,6 +226,13 @@ class Gateway:
                 whole.src[to], whole.dst[to], whole.orig_id[to] = edges.src, edges.dst, edges.orig_id
         return whole
 
+    def endpoints(self, edge_type: EdgeType, edges: Ids) -> tuple[Ids, Ids]:
+        pieces = [edges[at : at + _AT_ONCE] for at in range(0, max(len(edges), 1), _AT_ONCE)]
+        found = [self._ask(lambda client, ids=ids: client.submit_endpoints(edge_type, ids)) for ids in pieces]  # type: ignore[misc]
+        self._count_bytes(*(nodes for ends in found for nodes in ends))
+        src, dst = (np.concatenate(nodes) for nodes in zip(*found, strict=True))
+        return src, dst
+
     def take_cost(self) -> Cost:
         return self._meter.take()
 

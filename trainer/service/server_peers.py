@@ -56,6 +56,9 @@ class Peer:
     def submit_has_edges(self, edge_type: EdgeType, src: Ids, dst: Ids) -> PendingAnswer:
         return self._greeted(self.client.submit_has_edges(edge_type, src, dst))
 
+    def submit_endpoints(self, edge_type: EdgeType, edges: Ids) -> PendingAnswer:
+        return self._greeted(self.client.submit_endpoints(edge_type, edges))
+
     def submit_edges(self, part_id: int, edge_type: EdgeType, first: int, count: int) -> PendingAnswer:
         return self._greeted(self.client.submit_edges(part_id, edge_type, first, count))
 

@@ -120,6 +120,9 @@ class _EmptyHost:
     def submit_has_edges(self, edge_type: EdgeType, src: Ids, dst: Ids) -> PendingAnswer:
         return _ReadyAnswer(np.zeros(len(dst), np.bool_))
 
+    def submit_endpoints(self, edge_type: EdgeType, edges: Ids) -> PendingAnswer:
+        return _ReadyAnswer((np.zeros(len(edges), np.int64), np.zeros(len(edges), np.int64)))
+
     def submit_edges(self, part_id: int, edge_type: EdgeType, first: int, count: int) -> PendingAnswer:
         return _ReadyAnswer(EdgeList(*(np.zeros(count, np.int64) for _ in range(3))))
 

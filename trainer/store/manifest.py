@@ -93,6 +93,17 @@ class EdgeSpec:
     attrs: Mapping[str, AttrSpec]
     src_times: tuple[str, ...]  #: time attributes of the source type that are stored per edge as well
     edge_cut: float  #: share of these edges whose ends are in different parts, 0 to 1
+    #: Whether parts store the ends of edges by original edge id as well (``endpoint_offsets``). Folders of earlier
+    #: versions do not.
+    endpoints: bool = False
+
+
+def endpoint_offsets(num_edges: int, num_parts: int) -> tuple[int, ...]:
+    """Return the original edge ids at which the endpoints of all edges are cut into parts, [num_parts + 1].
+
+    Part p stores the endpoints of the edges offsets[p] <= original id < offsets[p + 1], whoever owns these edges.
+    """
+    return tuple(num_edges * part // num_parts for part in range(num_parts + 1))
 
 
 @dataclass(frozen=True)
@@ -237,8 +248,8 @@ def _to_json(manifest: Manifest) -> dict[str, Any]:
 
 
 def _as_dict(fields: list[tuple[str, Any]]) -> dict[str, Any]:
-    """Convert the fields to a dict. An empty ``kept`` is left out, as manifests of version 2 do not have it."""
-    return {name: value for name, value in fields if (name, value) != ("kept", "")}
+    """Convert the fields to a dict. Fields that early manifests of version 2 do not have are left out if empty."""
+    return {name: value for name, value in fields if (name, value) not in (("kept", ""), ("endpoints", False))}
 
 
 def _all_attrs(manifest: Manifest) -> Iterator[AttrSpec]:
@@ -312,6 +323,7 @@ def _edge_spec(raw: dict[str, Any], num_parts: int) -> EdgeSpec:
         attrs=_attr_specs(raw["attrs"], _integer(raw["num_edges"])),
         src_times=tuple(_name(name) for name in raw["src_times"]),
         edge_cut=float(raw["edge_cut"]),
+        endpoints=bool(raw.get("endpoints", False)),
     )
 
 

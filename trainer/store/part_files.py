@@ -151,6 +151,7 @@ class PartFiles:
     def __init__(self, root: Path, manifest: Manifest):
         self.root = root
         self.opened: list[str] = []  #: opened files, relative to ``root``
+        self.num_bytes = 0  #: size of the opened files
         self._entries: Mapping[str, FileEntry] = {entry.path: entry for entry in manifest.files}
         self._bounds: list[_Bounds] = []
 
@@ -165,11 +166,15 @@ class PartFiles:
 
         ``check_ranges`` will check that ``0 <= id < limit``.
         """
+        return self.id_rows(path, (count,), limit, dtype)
+
+    def id_rows(self, path: str, shape: tuple[int, ...], limit: int, dtype: np.dtype[Any] | None = None) -> Array:
+        """Map ids like ``ids``, in an array of any shape."""
         array = self._mapped(path)
         kind = array.dtype in (np.int32, np.int64) if dtype is None else array.dtype == dtype
-        expected = f"{'int32 or int64' if dtype is None else dtype.name} [{count}]"
-        self._check_kind(path, array, kind and array.shape == (count,), expected)
-        self._bounds.append(_Bounds(f"{path}.npy", array, limit, offsets=False))
+        expected = f"{'int32 or int64' if dtype is None else dtype.name} {list(shape)}"
+        self._check_kind(path, array, kind and array.shape == shape, expected)
+        self._bounds.append(_Bounds(f"{path}.npy", array.reshape(-1), limit, offsets=False))
         return array
 
     def offsets(self, path: str, rows: int, total: int) -> Array:
@@ -208,6 +213,7 @@ class PartFiles:
         if entry is not None and (array.dtype.name, array.shape) != (entry.dtype, entry.shape):
             self._check_kind(path, array, False, f"{entry.dtype} {list(entry.shape)}")
         self.opened.append(name)
+        self.num_bytes += array.nbytes
         return array
 
     def _check_kind(self, path: str, array: Array, right: bool, expected: str) -> None:

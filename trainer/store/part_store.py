@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
@@ -13,9 +13,10 @@ from trainer.core.arrays import Array, Ids
 from trainer.core.errors import PartitionError
 from trainer.core.remote_settings import Topology
 from trainer.core.schema import AnyType, EdgeType, NodeType, type_name
-from trainer.store.manifest import AttrSpec, Manifest, read_manifest
+from trainer.store.manifest import AttrSpec, Manifest, endpoint_offsets, read_manifest
 from trainer.store.part_files import PartFiles
 from trainer.store.partition_book import PartitionBook
+from trainer.store.read_ahead import fits_in_memory, read_at_random
 
 
 @dataclass(frozen=True)
@@ -46,6 +47,9 @@ class EdgePart:
     attrs: Mapping[str, Array]  #: name -> [e, …]
     src_times: Mapping[str, Array]  #: time attribute of the source type -> int64 [e], the time of each edge's source
     scales: Mapping[str, Array] = field(default_factory=dict)  #: name -> float32 [e, 1], of attributes stored as int8
+    #: int [m, 2], original ids of source and target of the edges whose *original* ids are this part's share
+    #: (``endpoint_offsets``), most of which other parts own. None: not stored, or not opened (replicas).
+    endpoints: Array | None = None
 
     @property
     def num_edges(self) -> int:
@@ -62,6 +66,19 @@ class Part:
 
 
 @dataclass(frozen=True)
+class EndpointTable:
+    """The key in ``PartStore.books`` of the endpoints of an edge type, whose rows are original edge ids."""
+
+    edge_type: EdgeType
+
+    def __repr__(self) -> str:
+        return f"endpoints of {self.edge_type}"
+
+
+BookKey = AnyType | EndpointTable
+
+
+@dataclass(frozen=True)
 class PartStore:
     """Some parts of one partition, opened read-only."""
 
@@ -74,6 +91,8 @@ class PartStore:
     #: Topology "replicated": the other parts, without attributes of two or more dimensions.
     replicas: Mapping[int, Part] = field(default_factory=dict)
     files: tuple[str, ...] = ()  #: mapped files, relative to ``folder``
+    #: The mapped files do not fit in memory: before rows are used, ``read_ahead`` reads their pages in parallel.
+    larger_than_memory: bool = False
 
     @cached_property
     def topology(self) -> Mapping[int, Part]:
@@ -86,13 +105,15 @@ class PartStore:
         return len(self.topology) == self.manifest.num_parts
 
     @cached_property
-    def books(self) -> Mapping[AnyType, PartitionBook]:
-        """The partition book of each node and edge type."""
-        books: dict[AnyType, PartitionBook] = {}
+    def books(self) -> Mapping[BookKey, PartitionBook]:
+        """The partition book of each node and edge type, and of each table of endpoints."""
+        books: dict[BookKey, PartitionBook] = {}
         for nodes, node_spec in self.manifest.nodes.items():
             books[nodes] = PartitionBook.from_offsets(node_spec.offsets)
         for edges, edge_spec in self.manifest.edges.items():
             books[edges] = PartitionBook.from_offsets(edge_spec.offsets)
+            cuts = endpoint_offsets(edge_spec.num_edges, self.manifest.num_parts)
+            books[EndpointTable(edges)] = PartitionBook.from_offsets(cuts)
         return books
 
     def to_global(self, node_type: NodeType, orig_ids: Ids) -> Ids:
@@ -114,7 +135,8 @@ def open_parts(
     """Open parts of a partition folder.
 
     Ids and offsets are checked when a part is opened for the first time. A hidden file in the part's folder records
-    that (``PartFiles``).
+    that (``PartFiles``). If the files do not fit in the memory that is available now, they are mapped for reads at
+    random places (``read_ahead``).
 
     Args:
         folder: partition folder.
@@ -136,6 +158,9 @@ def open_parts(
     global_ids = opener.global_ids() if manifest.num_parts > 1 else {}
     splits, graph_attrs = opener.splits(), opener.graph_attrs()
     files.check_ranges()
+    larger = not fits_in_memory(files.num_bytes)
+    if larger:
+        read_at_random(array for part in (*parts.values(), *replicas.values()) for array in _arrays(part))
     return PartStore(
         folder=root,
         manifest=manifest,
@@ -145,7 +170,18 @@ def open_parts(
         graph_attrs=graph_attrs,
         replicas=replicas,
         files=tuple(files.opened),
+        larger_than_memory=larger,
     )
+
+
+def _arrays(part: Part) -> Iterator[Array]:
+    for nodes in part.nodes.values():
+        yield from (nodes.orig_id, *nodes.attrs.values(), *nodes.scales.values())
+    for edges in part.edges.values():
+        yield from (edges.indptr, edges.indices, edges.orig_id)
+        yield from (*edges.attrs.values(), *edges.src_times.values(), *edges.scales.values())
+        if edges.endpoints is not None:
+            yield edges.endpoints
 
 
 def _open_replica(opener: _Opener, part_id: int) -> Part:
@@ -215,7 +251,13 @@ class _Opener:
             attrs=self._attrs(top, spec.attrs, count, light),
             src_times=times,
             scales=self._scales(top, spec.attrs, count, light),
+            endpoints=self._endpoints(of, part_id) if spec.endpoints and not light else None,
         )
+
+    def _endpoints(self, of: EdgeType, part_id: int) -> Array:
+        spec, sizes = self.manifest.edges[of], [self.manifest.nodes[end].num_nodes for end in (of[0], of[2])]
+        count = _count(endpoint_offsets(spec.num_edges, self.manifest.num_parts), part_id)
+        return self.files.id_rows(f"part{part_id}/edges/{type_name(of)}/endpoints", (count, 2), max(sizes))
 
     def _attrs(self, top: str, specs: Mapping[str, AttrSpec], count: int, light: bool) -> dict[str, Array]:
         return {

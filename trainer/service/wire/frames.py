@@ -28,7 +28,7 @@ from trainer.core.arrays import Array, Ids
 from trainer.core.errors import DataError, WireError
 from trainer.core.schema import AnyType, EdgeType, NodeType, type_name, type_of
 
-VERSION = 6
+VERSION = 7
 
 MAX_ARRAY = 1 << 30  #: bytes of one array
 
@@ -83,6 +83,7 @@ class Kind(IntEnum):
     SHARED = 10  #: a slice of an array common to all parts: seeds of a split, graph attributes
     TO_GLOBAL = 11  #: global ids of original ids
     ALIVE = 12  #: keep-alive from a server to clients that wait for a batch; has no reply
+    ENDPOINTS = 13  #: sources and targets of edges given by original ids
 
 
 NONE = -1  #: index of an absent array or name

@@ -121,7 +121,7 @@ _SLICE_RECORD = struct.Struct("<iiqq")  # edge type, part id, first slot, number
 
 _SHARED_RECORD = struct.Struct("<iiqq")  # node type, name, first row, number of rows
 
-_IDS_RECORD = struct.Struct("<ii")  # node type, ids
+_IDS_RECORD = struct.Struct("<ii")  # node type or edge type, ids
 
 _MAX_SLOT = 1 << 62
 
@@ -262,6 +262,36 @@ def read_found(message: Message, count: int) -> npt.NDArray[np.bool_]:
             f"[{count}]"
         )
     return message.arrays[0]
+
+
+def endpoints_request(edge_type: EdgeType, edges: Ids) -> Message:
+    """Encode a request for the ends of edges given by original ids."""
+    table = TableWriter()
+    return table.message(Kind.ENDPOINTS, _IDS_RECORD.pack(table.type(edge_type), table.ids(edges)))
+
+
+def read_endpoints_request(message: Message) -> tuple[EdgeType, Ids]:
+    """Decode a request for the ends of edges: edge type and original ids. Raises ``WireError`` for an invalid
+    request.
+    """
+    table = TableReader(message)
+    of, edges = _only(table.records(_IDS_RECORD))
+    return table.edge_type(of), table.ids(edges)
+
+
+def endpoint_arrays(ends: tuple[Ids, Ids]) -> list[Array]:
+    """Return the arrays of a reply with these sources and targets."""
+    return [narrow_ids(nodes) for nodes in ends]
+
+
+def read_endpoints(message: Message, count: int) -> tuple[Ids, Ids]:
+    """Decode a reply with the ends of ``count`` edges: sources and targets, int64. Raises ``WireError`` for any other
+    reply.
+    """
+    if len(message.arrays) != 2 or any(check_ids(ids).shape != (count,) for ids in message.arrays):
+        raise WireError(f"the reply has arrays of shapes {[array.shape for array in message.arrays]} for {count} edges")
+    src, dst = map(widen_ids, message.arrays)
+    return src, dst
 
 
 def edges_request(part_id: int, edge_type: EdgeType, first: int, count: int) -> Message:

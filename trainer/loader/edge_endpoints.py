@@ -1,0 +1,113 @@
+"""The ends of edges, by original edge id: read batch by batch from the hosts that store them, or held in memory."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import numpy as np
+
+from trainer.core.arrays import Array, Ids
+from trainer.core.schema import EdgeType, NodeType
+from trainer.graph.open import Graph
+
+EDGES_AT_ONCE = 1 << 20  #: edges that are read at a time while all edges of a graph are read
+
+
+class EdgeEndpoints(Protocol):
+    """The ends of edges, as original node ids. *Positions* of edges count from 0; those of all edges of a type are
+    their original ids. Thread-safe.
+    """
+
+    def __len__(self) -> int: ...
+
+    def ends_of(self, positions: Ids) -> tuple[Ids, Ids]:
+        """Return sources and targets, int64 [n] each. Raises ``ServiceError`` and ``PartitionError``."""
+        ...
+
+    def add_to(self, digest: Any) -> None:
+        """Add to a ``hashlib`` object what identifies these edges among the ranks of one run."""
+        ...
+
+
+@dataclass(frozen=True)
+class HeldEndpoints:
+    """The ends of edges in memory."""
+
+    src: Array  #: int32|int64 [E] original ids
+    dst: Array  #: int32|int64 [E]
+
+    def __len__(self) -> int:
+        return len(self.src)
+
+    def ends_of(self, positions: Ids) -> tuple[Ids, Ids]:
+        src, dst = self.src[positions], self.dst[positions]
+        return src.astype(np.int64, copy=False), dst.astype(np.int64, copy=False)
+
+    def add_to(self, digest: Any) -> None:
+        digest.update(np.ascontiguousarray(self.src).data)
+        digest.update(np.ascontiguousarray(self.dst).data)
+
+
+@dataclass(frozen=True)
+class StoredEndpoints:
+    """The ends of all edges of a type, which are requested from the hosts that store them. Takes no memory."""
+
+    graph: Graph
+    edge_type: EdgeType
+
+    def __len__(self) -> int:
+        return self.graph.manifest.edges[self.edge_type].num_edges
+
+    def ends_of(self, positions: Ids) -> tuple[Ids, Ids]:
+        return self.graph.access.endpoints(self.edge_type, positions)
+
+    def add_to(self, digest: Any) -> None:
+        """Add the number of edges only: that all ranks have the same partition is checked when graphs are opened."""
+        digest.update(f"all {len(self)} edges".encode())
+
+
+def all_edges(graph: Graph, edge_type: EdgeType) -> EdgeEndpoints:
+    """Return the ends of all edges of a type.
+
+    If the partition was made without endpoints, all edges are read into memory: 32 bytes per edge while reading, 8 or
+    16 afterwards. Raises ``ServiceError``.
+    """
+    if graph.manifest.edges[edge_type].endpoints:
+        return StoredEndpoints(graph, edge_type)
+    edges = graph.access.edge_list(edge_type)
+    src_of, dst_of = _original_ids(graph, edge_type[0]), _original_ids(graph, edge_type[2])
+    src, dst = np.empty(len(edges.src), src_of.dtype), np.empty(len(edges.src), dst_of.dtype)
+    src[edges.orig_id], dst[edges.orig_id] = src_of[edges.src], dst_of[edges.dst]
+    return HeldEndpoints(src, dst)
+
+
+def edges_in_order(ends: EdgeEndpoints, at_once: int = EDGES_AT_ONCE) -> Iterator[tuple[int, Ids, Ids]]:
+    """Yield all edges in order of their positions, ``at_once`` at a time: the first position, sources and targets.
+    Raises ``ServiceError``.
+    """
+    for first in range(0, len(ends), at_once):
+        yield first, *ends.ends_of(np.arange(first, min(first + at_once, len(ends))))
+
+
+def add_edges(digest: Any, ends: EdgeEndpoints, num_nodes: int) -> None:
+    """Add all sources and then all targets, as int32 if they fit, to a ``hashlib`` object. Reads all edges twice.
+    Raises ``ServiceError``.
+    """
+    dtype = _id_dtype(num_nodes)
+    for side in (1, 2):
+        for chunk in edges_in_order(ends):
+            digest.update(np.ascontiguousarray(chunk[side], dtype).data)
+
+
+def _original_ids(graph: Graph, of: NodeType) -> Array:
+    """Return the original id of each global id of a node type."""
+    num_nodes = graph.manifest.nodes[of].num_nodes
+    original = np.empty(num_nodes, _id_dtype(num_nodes))
+    original[graph.store.to_global(of, np.arange(num_nodes))] = np.arange(num_nodes)
+    return original
+
+
+def _id_dtype(num_nodes: int) -> type[np.signedinteger[Any]]:
+    return np.int32 if num_nodes < 2**31 else np.int64

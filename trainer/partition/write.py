@@ -128,7 +128,7 @@ class _Writer:
 
     def _array(self, path: str, values: Array, dtype: npt.DTypeLike | None) -> FileEntry:
         return write_npy(
-            self.root, path, values.dtype, values.shape, rows_in_chunks(values) if values.ndim else [values]
+            self.root, path, dtype or values.dtype, values.shape, rows_in_chunks(values) if values.ndim else [values]
         )
 
 

@@ -24,7 +24,8 @@ from trainer.partition.write import write_partition
 from trainer.store.manifest import read_manifest
 from trainer.train.checkpoint import load_checkpoint
 from trainer.train.infer import infer
-from trainer.train.job import train, trained_model
+from trainer.train.job import train
+from trainer.train.model import trained_model
 from trainer.train.settings import InferJob
 
 MODELS = {"sage": False, "gcn": False, "gat": False, "rgcn": True, "hgt": True, "rsage": True}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import TypeAlias
@@ -68,49 +69,22 @@ class LoaderSettings:
     disjoint: bool = False
 
 
-class BatchLoader:
-    """Yields the blocks of one rank: ``Batch`` for a homogeneous graph, else ``HeteroBatch``.
+class BlockLoader(ABC):
+    """Base of loaders that yield the blocks of one rank: ``Batch`` for a homogeneous graph, else ``HeteroBatch``."""
 
-    Every rank yields the same number of batches; some may have no seeds.
-
-    Args:
-        graph: An opened graph.
-        settings: What to load, and how far ahead.
-        rank: Rank of this process in ``layout``.
-        layout: The ranks on the hosts of each part.
-
-    Raises:
-        SettingsError: The settings do not fit the graph.
-        PartitionError: The graph has no such split.
-
-    Example:
-        ```python
-        import gnnfleet as gf
-
-        graph = gf.open("parts")
-        settings = gf.LoaderSettings("train", fanouts=(10, 5), global_batch=512)
-        loader = gf.BatchLoader(graph, settings, graph.ranks.rank, graph.layout)
-        for batch in loader.epoch(1):
-            x, blocks = batch.x, batch.blocks
-        ```
-    """
-
-    def __init__(self, graph: Graph, settings: LoaderSettings, rank: int, layout: RankLayout):
+    def __init__(
+        self, graph: Graph, settings: LoaderSettings, rank: int, layout: RankLayout, num_seeds: int,
+        labels: tuple[NodeType, tuple[str, ...]],
+    ):  # fmt: skip
+        """num_seeds: length of the seed list. labels: a node type, and attributes to gather of its seeds only."""
         self.graph, self.settings, self.rank, self.layout = graph, settings, rank, layout
-        if settings.target not in graph.manifest.nodes:
-            raise SettingsError(f"no node type {settings.target!r}; the graph has {list(graph.manifest.nodes)}")
-        self._seeds = graph.store.seeds(settings.target, settings.split)
         stream = STREAMS.get(settings.split, OTHER_STREAM)
-        self.order = SeedOrder(len(self._seeds), settings.global_batch, settings.seed, settings.shuffle, stream)
+        self.order = SeedOrder(num_seeds, settings.global_batch, settings.seed, settings.shuffle, stream)
         sampling = sampling_of(graph, settings)
         check_settings(graph.manifest, sampling)
-        if settings.time_attr is not None and settings.time_attr not in graph.manifest.nodes[settings.target].attrs:
-            raise SettingsError(
-                f"time_attr: the seeds' node type {settings.target!r} has no attribute {settings.time_attr!r}"
-            )
         self._patience = graph.patience(settings.deadline, sampling.num_hops + 2)  # every request has its own deadline
         self._kept: dict[NodeType, DeviceRows] = {}
-        self.sampler = graph.sampler(sampling, columns_of(graph, settings), labels_of(graph, settings))
+        self.sampler = graph.sampler(sampling, columns_of(graph, settings), labels)
 
     def __len__(self) -> int:
         return self.order.num_steps
@@ -144,8 +118,7 @@ class BatchLoader:
 
     def load(self, share: SeedShare) -> AnyBatch:
         """Make the batch for this rank's seeds of one step."""
-        sampled = self.sample(share)
-        return self._hetero(share, sampled) if self.graph.manifest.hetero else self._homo(share, sampled)
+        return self._batch(share, self.sample(share))
 
     def sample(self, share: SeedShare) -> SampledBatch:
         """Return the subgraph and the attributes for this rank's seeds of one step, as numpy arrays."""
@@ -157,16 +130,16 @@ class BatchLoader:
         sampler = replace(self.sampler, _local=threading.local())  # a copy, to free its relabel tables
         return (sampler.requests(self._seed_set(share), share.key) for share in self.shares(epoch))
 
+    @abstractmethod
     def _seed_set(self, share: SeedShare) -> SeedSet:
-        target, seeds = self.settings.target, self._seeds[share.positions]
-        trees, attr = {target: share.places}, self.settings.time_attr
-        if attr is None:
-            return SeedSet({target: seeds}, trees)
-        (rows,) = self.graph.access.gather([RowRequest(target, seeds, (attr,))])
-        return SeedSet({target: seeds}, trees, {target: rows[attr].astype(np.int64)})
+        """Return the seed nodes of this rank in one step."""
 
+    @abstractmethod
     def _part_of(self, positions: Ids) -> Ids:
-        return self.graph.store.books[self.settings.target].part_of(self._seeds[positions])
+        """Return the part of each seed, given its position in the seed list."""
+
+    def _batch(self, share: SeedShare, sampled: SampledBatch) -> AnyBatch:
+        return self._hetero(share, sampled) if self.graph.manifest.hetero else self._homo(share, sampled)
 
     def _homo(self, share: SeedShare, sampled: SampledBatch) -> Batch:
         rows = sampled.rows[HOMO_NODE]
@@ -213,6 +186,55 @@ class BatchLoader:
         if "y" not in sampled.labels:
             return None
         return as_label(as_tensor(sampled.labels["y"], self.graph.manifest.nodes[self.settings.target].attrs["y"]))
+
+
+class BatchLoader(BlockLoader):
+    """Yields the blocks of one rank: ``Batch`` for a homogeneous graph, else ``HeteroBatch``.
+
+    Every rank yields the same number of batches; some may have no seeds.
+
+    Args:
+        graph: An opened graph.
+        settings: What to load, and how far ahead.
+        rank: Rank of this process in ``layout``.
+        layout: The ranks on the hosts of each part.
+
+    Raises:
+        SettingsError: The settings do not fit the graph.
+        PartitionError: The graph has no such split.
+
+    Example:
+        ```python
+        import gnnfleet as gf
+
+        graph = gf.open("parts")
+        settings = gf.LoaderSettings("train", fanouts=(10, 5), global_batch=512)
+        loader = gf.BatchLoader(graph, settings, graph.ranks.rank, graph.layout)
+        for batch in loader.epoch(1):
+            x, blocks = batch.x, batch.blocks
+        ```
+    """
+
+    def __init__(self, graph: Graph, settings: LoaderSettings, rank: int, layout: RankLayout):
+        if settings.target not in graph.manifest.nodes:
+            raise SettingsError(f"no node type {settings.target!r}; the graph has {list(graph.manifest.nodes)}")
+        if settings.time_attr is not None and settings.time_attr not in graph.manifest.nodes[settings.target].attrs:
+            raise SettingsError(
+                f"time_attr: the seeds' node type {settings.target!r} has no attribute {settings.time_attr!r}"
+            )
+        self._seeds = graph.store.seeds(settings.target, settings.split)
+        super().__init__(graph, settings, rank, layout, len(self._seeds), labels_of(graph, settings))
+
+    def _seed_set(self, share: SeedShare) -> SeedSet:
+        target, seeds = self.settings.target, self._seeds[share.positions]
+        trees, attr = {target: share.places}, self.settings.time_attr
+        if attr is None:
+            return SeedSet({target: seeds}, trees)
+        (rows,) = self.graph.access.gather([RowRequest(target, seeds, (attr,))])
+        return SeedSet({target: seeds}, trees, {target: rows[attr].astype(np.int64)})
+
+    def _part_of(self, positions: Ids) -> Ids:
+        return self.graph.store.books[self.settings.target].part_of(self._seeds[positions])
 
 
 def sampling_of(graph: Graph, settings: LoaderSettings) -> SampleSettings:

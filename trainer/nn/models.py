@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from trainer.core.batch import Batch
 from trainer.core.errors import DataError, SettingsError
+from trainer.core.schema import HOMO_NODE, NodeType
 from trainer.nn.graph_facts import GraphFacts
 from trainer.nn.kernels.activation import Activation
 from trainer.nn.kernels.precision import PRECISIONS, in_own_precision
@@ -67,6 +68,10 @@ class BlockModel(nn.Module):
             h, bias = layer.without_bias(block, h, batch.degree, before), layer.bias
         assert bias is not None, "a model has layers"
         return h + bias
+
+    def seed_rows(self, batch: Batch) -> dict[NodeType, Tensor]:
+        """Return the output for all seed nodes, by node type."""
+        return {HOMO_NODE: self(batch)}
 
 
 Builder = Callable[[ModelSettings, int, int], nn.Module]

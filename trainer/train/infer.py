@@ -33,9 +33,9 @@ from trainer.train.job import (
     one_host_layout,
     open_job_graph,
     read_on_first,
-    trained_model,
 )
 from trainer.train.layerwise_inference import LayerRows, NodeRange, WholeGraph, stack_of
+from trainer.train.model import trained_model
 from trainer.train.settings import InferJob
 
 _ROWS_AT_ONCE = 1 << 16

@@ -28,6 +28,7 @@ from trainer.graph.open import Graph
 from trainer.graph.seed_order import RankLayout
 from trainer.nn.graph_facts import GraphFacts, LayerNeed, layer_needs
 from trainer.nn.hetero_models import HeteroModel
+from trainer.nn.link_model import LinkModel
 from trainer.nn.models import BlockModel
 from trainer.sampler.multi_hop import cut_block, sample_multi_hop
 from trainer.sampler.relabel import RelabelTables
@@ -153,8 +154,8 @@ class HeteroStack:
 
     def __init__(self, model: HeteroModel, facts: GraphFacts):
         self.model = model
-        needs = layer_needs(facts.node_types, facts.edge_types, facts.target, model.shape.num_layers)
-        alone = LayerNeed((facts.target,), (facts.target,), ())  # for a target without in-edges
+        needs = layer_needs(facts.node_types, facts.edge_types, facts.targets, model.shape.num_layers)
+        alone = LayerNeed(facts.targets, facts.targets, ())  # for targets without in-edges
         self.needs = tuple(need for need in needs if need.edge_types) or (alone,)
 
     def begin(self, batch: HeteroBatch) -> TypeRows:
@@ -168,11 +169,15 @@ class HeteroStack:
             rows = {of: h.relu() if self.model.shape.relu else h for of, h in rows.items()}
         if number + 1 < len(self.needs):
             return rows
-        return {self.model.target: self.model.head(rows[self.model.target])}
+        return {of: self.model.head(rows[of]) for of in self.model.targets}
 
 
 def stack_of(model: nn.Module, facts: GraphFacts) -> LayerStack:
-    """Return the layers of a bundled model. Raises ``SettingsError`` for any other model."""
+    """Return the layers of a bundled model, for links those of its encoder. Raises ``SettingsError`` for any other
+    model.
+    """
+    if isinstance(model, LinkModel):
+        return stack_of(model.encoder, facts)
     if isinstance(model, BlockModel):
         return BlockStack(model)
     if isinstance(model, HeteroModel):

@@ -44,7 +44,12 @@ class TrainSettings:
     model: Literal["sage", "gcn", "gat", "rgcn", "hgt", "rsage"] = setting(
         "Model; rgcn, hgt and rsage are for heterogeneous graphs.", "sage"
     )
-    target: str | None = setting("Node type to classify; default: the only one with labels and train seeds.", None)
+    task: Literal["auto", "classification", "regression", "multilabel", "link"] = setting(
+        "What is learned: classes, numbers or several labels of nodes, or links; auto: by the labels y.", "auto"
+    )
+    target: str | None = setting(
+        "Node type with the labels, or edge type of the links (source__relation__target); default: the only one.", None
+    )
     hidden: int = setting("Width of hidden layers.", 256, at_least=1)
     layers: int | None = setting("Number of layers; default, and only valid: the number of fanouts.", None, at_least=1)
     heads: int = setting("Attention heads (gat, hgt).", 4, at_least=1)
@@ -64,6 +69,8 @@ class TrainSettings:
     disjoint: bool = setting("Sample a separate subgraph for each seed.", False)
     batch_size: int = setting("Global batch: seeds per step over all processes.", 1024, at_least=1)
     eval_batch_size: int = setting("Global batch for evaluation.", 4096, at_least=1)
+    negatives: int = setting("Task link: negative targets per step, which its links share.", 128, at_least=1)
+    eval_negatives: int = setting("Task link: nodes among which a link's target is ranked.", 1000, at_least=1)
     epochs: int = setting("Total passes over the train seeds, including those before `resume`.", 10, at_least=1)
     lr: float = setting("Learning rate (Adam).", 0.004, above=0)
     embedding_lr: float | None = setting(

@@ -194,8 +194,13 @@ class TrainConfig:
     model: Literal["sage", "gcn", "gat", "rgcn", "hgt", "rsage"] = setting(
         "GraphSAGE, GCN or GAT; for heterogeneous graphs RGCN, HGT or GraphSAGE per edge type.", "sage"
     )
+    task: Literal["auto", "classification", "regression", "multilabel", "link"] = setting(
+        "What is learned: classes, numbers or several labels of vertices, or `link`: which links exist. `auto` decides "
+        "by the labels.",
+        "auto",
+    )
     target: str | None = setting(
-        "Vertex type to classify; default: the only one with labels, classes and train seeds.", None
+        "Vertex type with the labels, or edge type of the links, as `user__rates__item`; default: the only one.", None
     )
     hidden: int = setting("Width of the hidden layers.", 256, at_least=1)
     layers: int | None = setting(
@@ -222,6 +227,14 @@ class TrainConfig:
     )
     batch_size: int = setting("Global batch: seed vertices per step over all processes.", 1024, at_least=1)
     eval_batch_size: int = setting("Global batch for evaluation.", 4096, at_least=1)
+    negatives: int = setting(
+        "Task `link`: randomly drawn targets per step, which its links share as negatives.",
+        128,
+        at_least=1,
+    )
+    eval_negatives: int = setting(
+        "Task `link`: number of randomly drawn vertices among which the target of a link is ranked.", 1000, at_least=1
+    )
     epochs: int = setting("Total passes over the train seeds, including those before `resume`.", 10, at_least=1)
     lr: float = setting("Learning rate of Adam.", 0.004, above=0)
     embedding_lr: float | None = setting(

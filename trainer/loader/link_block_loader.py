@@ -53,6 +53,10 @@ class LinkBlockLoader(BlockLoader):
         seeds, ends = self._seeded(share)
         return replace(self._batch(share, self.sampler.sample(seeds, share.key)), links=ends)
 
+    def ends(self, share: SeedShare) -> tuple[Ids, Ids, Ids]:
+        """Return sources and targets of this rank's links in one step, and its negatives: original ids."""
+        return self.links.src[share.positions], self.links.dst[share.positions], self._negatives(share)
+
     def _seed_set(self, share: SeedShare) -> SeedSet:
         return self._seeded(share)[0]
 
@@ -63,8 +67,7 @@ class LinkBlockLoader(BlockLoader):
     def _seeded(self, share: SeedShare) -> tuple[SeedSet, LinkEnds]:
         """Return the seed nodes of this rank in one step, and the positions of its links among them."""
         links, store = self.links, self.graph.store
-        src, dst = links.src[share.positions], links.dst[share.positions]
-        seeds, ends = distinct_ends(links.edge_type, src, dst, self._negatives(share), store)
+        seeds, ends = distinct_ends(links.edge_type, *self.ends(share), store)
         if self.link_settings.hide:
             seen = links.src[share.batch], links.dst[share.batch]
             seeds = seeds.without(excluded(links.edge_type, self._reverse, *seen, store))

@@ -319,15 +319,17 @@ def epoch_text(report: EpochReport, epochs: int, metric: Metric, val: float | No
 
     The name of the metric is omitted if it is the accuracy.
     """
+    rate, digits = report.seeds_per_s, 1 if report.seconds < 1e4 else 0
+    speed = f"{rate:,.0f}" if rate < 1e7 else f"{rate / 1e6:,.0f}M"
     words = [f"epoch {report.epoch}/{epochs}", f"loss {number_text(report.loss)}"]
     name = "val" if metric.name == "accuracy" else f"val {metric_title(metric.name)}"
     words += [f"{name} {number_text(val)}"] if val is not None else []
-    return "  ".join([*words, f"{report.seconds:.1f} s", f"{report.seeds_per_s:,.0f} seeds/s"])
+    return "  ".join([*words, f"{report.seconds:.{digits}f} s", f"{speed} seeds/s"])
 
 
 def number_text(value: float) -> str:
-    """Return a loss or a metric with four decimals, or, from a million on, with four digits."""
-    return f"{value:.4f}" if abs(value) < 1e6 else f"{value:.4g}"
+    """Return a loss or a metric with four decimals; of larger numbers one decimal, or four digits."""
+    return f"{value:.4f}" if abs(value) < 1e3 else f"{value:.1f}" if abs(value) < 1e6 else f"{value:.4g}"
 
 
 def metric_title(name: str) -> str:

@@ -229,9 +229,9 @@ def _loaders(
     if isinstance(target, str):
         splits = _splits(graph, target)
         return group.agree(lambda: node_loaders(settings, graph, target, splits, want_degree, rank, layout))
-    loaders = group.agree(lambda: link_loaders(settings, graph, target, want_degree, rank, layout))
+    loaders = group.agree(lambda: link_loaders(settings, graph, target, SPLITS, want_degree, rank, layout))
     if len(loaders) == 1 and rank == 0:
         name = type_name(target)
         text = f"no links of {name} are held out, so nothing is evaluated; set option hold_out: {name}"
         print(f"note: {text}", flush=True)
-    return loaders
+    return dict(loaders)

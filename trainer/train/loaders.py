@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -14,6 +15,9 @@ from trainer.graph.seed_order import RankLayout
 from trainer.loader.block_loader import BatchLoader, BlockLoader, LoaderSettings
 from trainer.train.settings import TrainSettings
 from trainer.train.tasks.target import held_out_type
+
+if TYPE_CHECKING:
+    from trainer.loader.link_block_loader import LinkBlockLoader
 
 SPLITS = ("train", "val", "test")
 
@@ -28,9 +32,10 @@ def node_loaders(
 
 
 def link_loaders(
-    settings: TrainSettings, graph: Graph, edge_type: EdgeType, want_degree: bool, rank: int, layout: RankLayout
-) -> dict[str, BlockLoader]:
-    """Return a loader of the links of each split: ``train`` has all edges of the type, ``val`` and ``test`` the
+    settings: TrainSettings, graph: Graph, edge_type: EdgeType, splits: Sequence[str], want_degree: bool, rank: int,
+    layout: RankLayout,
+) -> dict[str, LinkBlockLoader]:  # fmt: skip
+    """Return a loader of the links of each of ``splits``: ``train`` has all edges of the type, ``val`` and ``test`` the
     held-out links, if there are any.
 
     Raises ``SettingsError`` for settings of temporal or disjoint sampling, ``DataError`` if there are no edges, or the
@@ -43,8 +48,9 @@ def link_loaders(
     check_link_settings(settings, graph, edge_type)
     attrs, typed = graph.store.graph_attrs, edge_type != HOMO_EDGE
     given = {"train": None, "val": attrs.get(VAL_LINKS), "test": attrs.get(TEST_LINKS)}
-    loaders: dict[str, BlockLoader] = {}
-    for split, ids in given.items():
+    loaders: dict[str, LinkBlockLoader] = {}
+    for split in splits:
+        ids = given[split]
         if split != "train" and (ids is None or not ids.shape[1]):
             continue
         ids = None if ids is None else np.asarray(ids)

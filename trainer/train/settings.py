@@ -137,6 +137,8 @@ class InferJob:
     nodes_at_once: int = 4096  #: nodes computed at a time; bounds memory
     timeout: float = 120.0  #: seconds that a wait for another process may take
     digests: bool = True
+    top_k: int | None = None  #: task link: targets listed per source; None: 10, or 0 if there are very many pairs
+    parquet: bool | None = None  #: also write Parquet files; None: if DuckDB is installed
 
 
 class IntList(click.ParamType):

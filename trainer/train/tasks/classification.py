@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from trainer.train.tasks.task import AnyBatch, Kind, Metric
+from trainer.train.tasks.task import Kind, Labelled, Metric
 
 
 @dataclass(frozen=True)
@@ -22,11 +22,11 @@ class Classification:
     metric: Metric = Metric("accuracy", "higher")
     num_sums: int = 2
 
-    def loss_sum(self, out: Tensor, batch: AnyBatch) -> Tensor:
+    def loss_sum(self, out: Tensor, batch: Labelled) -> Tensor:
         assert batch.y is not None
         return functional.cross_entropy(out, batch.y.long(), reduction="sum")
 
-    def metric_sums(self, out: Tensor, batch: AnyBatch) -> Tensor:
+    def metric_sums(self, out: Tensor, batch: Labelled) -> Tensor:
         """Number of seeds predicted correctly, and number of seeds."""
         assert batch.y is not None
         right = out.argmax(1) == batch.y

@@ -69,14 +69,18 @@ def check_classes(manifest: Manifest, target: NodeType, labels: SeedLabels) -> N
 
 def check_known(manifest: Manifest, target: NodeType, labels: SeedLabels, y: Tensor) -> None:
     """Raise ``DataError`` if a seed has no known value in ``y`` [n, D], or an infinite one."""
-    where = f"{manifest.dataset}: {{}} seeds of the {labels.split} split{of_type(manifest, target)} have"
-    for problem, bad, remedy in (
-        ("no y", y.isnan().all(1), "remove them from the split, or give them a value"),
-        ("an infinite y", y.isinf().any(1), "replace it"),
-    ):
-        if bad.any():
-            node = labels.nodes[int(bad.nonzero()[0])]
-            raise DataError(f"{where.format(int(bad.sum()))} {problem}, for instance node {node}; {remedy}")
+    missing, infinite = (bad.nonzero().flatten().tolist() for bad in (y.isnan().all(1), y.isinf().any(1)))
+    of = of_type(manifest, target)
+    if missing:
+        raise DataError(
+            f"{manifest.dataset}: {len(missing)} seeds of the {labels.split} split{of} have no y, for instance "
+            f"node {labels.nodes[missing[0]]}; remove them from the split, or give them a value"
+        )
+    if infinite:
+        raise DataError(
+            f"{manifest.dataset}: {len(infinite)} seeds of the {labels.split} split{of} have an infinite y, for "
+            f"instance node {labels.nodes[infinite[0]]}; replace it"
+        )
 
 
 def of_type(manifest: Manifest, target: NodeType) -> str:

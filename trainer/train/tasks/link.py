@@ -11,7 +11,7 @@ from torch import Tensor
 
 from trainer.nn.link_metrics import LinkSums
 from trainer.nn.links import softmax_loss
-from trainer.train.tasks.task import AnyBatch, Kind, Metric
+from trainer.train.tasks.task import Kind, Labelled, Metric
 
 HITS = (1, 10, 50)  #: k of the reported Hits@k
 
@@ -29,11 +29,11 @@ class LinkPrediction:
     metric: Metric = Metric("mrr", "higher")
     num_sums: int = 3 + len(HITS)
 
-    def loss_sum(self, out: Tensor, batch: AnyBatch) -> Tensor:
+    def loss_sum(self, out: Tensor, batch: Labelled) -> Tensor:
         positive, negative = self._scores(out, batch)
         return softmax_loss(positive, negative) * len(out) if len(out) else out.sum()
 
-    def metric_sums(self, out: Tensor, batch: AnyBatch) -> Tensor:
+    def metric_sums(self, out: Tensor, batch: Labelled) -> Tensor:
         """Sums of ``LinkSums``."""
         sums = LinkSums(HITS, out.device)
         if len(out):
@@ -48,7 +48,7 @@ class LinkPrediction:
         return {"kind": self.kind, "outputs": self.outputs}
 
     @staticmethod
-    def _scores(out: Tensor, batch: AnyBatch) -> tuple[Tensor, Tensor]:
+    def _scores(out: Tensor, batch: Labelled) -> tuple[Tensor, Tensor]:
         links = batch.links
         assert links is not None
         same = links.dst[:, None] == links.negatives[None]

@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from trainer.train.tasks.labels import labels_01
-from trainer.train.tasks.task import AnyBatch, Kind, Metric
+from trainer.train.tasks.task import Kind, Labelled, Metric
 
 
 @dataclass(frozen=True)
@@ -28,12 +28,12 @@ class MultiLabel:
     metric: Metric = Metric("micro_f1", "higher")
     num_sums: int = 5
 
-    def loss_sum(self, out: Tensor, batch: AnyBatch) -> Tensor:
+    def loss_sum(self, out: Tensor, batch: Labelled) -> Tensor:
         y, known = self._known(batch)
         each = functional.binary_cross_entropy_with_logits(out, y.nan_to_num().to(out.dtype), reduction="none")
         return (torch.where(known, each, 0).sum(1) / known.sum(1).clamp(min=1)).sum()
 
-    def metric_sums(self, out: Tensor, batch: AnyBatch) -> Tensor:
+    def metric_sums(self, out: Tensor, batch: Labelled) -> Tensor:
         """True positives, false positives, false negatives, correct labels and known labels."""
         y, known = self._known(batch)
         predicted, true = out > 0, y == 1
@@ -51,7 +51,7 @@ class MultiLabel:
     def record(self) -> Mapping[str, Any]:
         return {"kind": self.kind, "outputs": self.outputs}
 
-    def _known(self, batch: AnyBatch) -> tuple[Tensor, Tensor]:
+    def _known(self, batch: Labelled) -> tuple[Tensor, Tensor]:
         assert batch.y is not None
         y = labels_01(batch.y)
         return y, ~y.isnan()

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from trainer.train.tasks.labels import numbers
-from trainer.train.tasks.task import AnyBatch, Kind, Metric
+from trainer.train.tasks.task import Kind, Labelled, Metric
 
 _COLUMNS_SHOWN = 20  #: of targets with more columns, metrics lines have only the means over columns
 
@@ -38,13 +38,13 @@ class Regression:
     def num_sums(self) -> int:
         return 3 * self.outputs
 
-    def loss_sum(self, out: Tensor, batch: AnyBatch) -> Tensor:
+    def loss_sum(self, out: Tensor, batch: Labelled) -> Tensor:
         y, known = self._known(batch)
         wanted = ((y - y.new_tensor(self.mean)) / y.new_tensor(self.std)).to(out.dtype)
         squares = torch.where(known, out - wanted, 0).square()
         return (squares.sum(1) / known.sum(1).clamp(min=1)).sum()
 
-    def metric_sums(self, out: Tensor, batch: AnyBatch) -> Tensor:
+    def metric_sums(self, out: Tensor, batch: Labelled) -> Tensor:
         """Absolute errors, squared errors and known values of each column."""
         y, known = self._known(batch)
         errors = torch.where(known, self.predictions(out) - y, 0)
@@ -68,7 +68,7 @@ class Regression:
     def record(self) -> Mapping[str, Any]:
         return {"kind": self.kind, "mean": list(self.mean), "std": list(self.std), "classes": self.classes}
 
-    def _known(self, batch: AnyBatch) -> tuple[Tensor, Tensor]:
+    def _known(self, batch: Labelled) -> tuple[Tensor, Tensor]:
         assert batch.y is not None
         y = numbers(batch.y, self.classes)
         return y, ~y.isnan()

@@ -8,13 +8,33 @@ from typing import Any, Literal, Protocol, TypeAlias
 
 from torch import Tensor
 
-from trainer.core.batch import Batch, HeteroBatch
+from trainer.core.batch import Batch, HeteroBatch, LinkEnds
 
 AnyBatch: TypeAlias = Batch | HeteroBatch
 
 Kind: TypeAlias = Literal["classification", "regression", "multilabel", "link"]
 
 KINDS: tuple[Kind, ...] = ("classification", "regression", "multilabel", "link")
+
+
+class Labelled(Protocol):
+    """What a task needs of a batch."""
+
+    @property
+    def y(self) -> Tensor | None:
+        """Labels of the seed nodes, [num_seeds, …]."""
+
+    @property
+    def links(self) -> LinkEnds | None:
+        """The links, in link prediction."""
+
+
+@dataclass(frozen=True)
+class Labels:
+    """Labels without a batch."""
+
+    y: Tensor | None = None
+    links: LinkEnds | None = None
 
 
 @dataclass(frozen=True)
@@ -48,10 +68,10 @@ class Task(Protocol):
     def num_sums(self) -> int:
         """Length of ``metric_sums``."""
 
-    def loss_sum(self, out: Tensor, batch: AnyBatch) -> Tensor:
+    def loss_sum(self, out: Tensor, batch: Labelled) -> Tensor:
         """Return the differentiable loss, summed over the seeds; 0 for a batch without seeds."""
 
-    def metric_sums(self, out: Tensor, batch: AnyBatch) -> Tensor:
+    def metric_sums(self, out: Tensor, batch: Labelled) -> Tensor:
         """Return sums from which ``metrics`` computes the metrics, float64 [num_sums]."""
 
     def metrics(self, sums: Sequence[float]) -> dict[str, float]:

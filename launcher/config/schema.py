@@ -216,6 +216,11 @@ class TrainConfig:
     weight_attr: str | None = setting(
         "Edge attribute used as sampling weight; edges of weight 0 are never sampled.", None
     )
+    edge_attr: str | None = setting(
+        "Edge attribute used as features of edges, by models sage and rsage; `tables` calls the features of an edge "
+        "table `edge_attr`.",
+        None,
+    )
     time_attr: str | None = setting(
         "Integer vertex attribute used as time; neighbours later than their seed are never sampled.", None
     )

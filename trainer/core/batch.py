@@ -23,6 +23,7 @@ class Block:
     indptr: Tensor  #: int32 [num_dst + 1]
     indices: Tensor  #: int32 [num_edges], the source of each edge
     num_src: int  #: number of source nodes
+    edge_attr: Tensor | None = None  #: float32 [num_edges, d], features of the edges, if the loader gathers them
 
     @property
     def num_dst(self) -> int:
@@ -31,7 +32,8 @@ class Block:
     def to(self, device: torch.device, non_blocking: bool = False) -> Block:
         """Copy the block to ``device``. torch_geometric's ``Data.to`` calls this method too."""
         indptr, indices = (part.to(device, non_blocking=non_blocking) for part in (self.indptr, self.indices))
-        return replace(self, indptr=indptr, indices=indices)
+        attr = None if self.edge_attr is None else self.edge_attr.to(device, non_blocking=non_blocking)
+        return replace(self, indptr=indptr, indices=indices, edge_attr=attr)
 
 
 @dataclass(frozen=True)

@@ -15,16 +15,17 @@ from torch import Tensor
 from trainer.core.arrays import Array, Ids
 from trainer.core.batch import Batch, Block, HeteroBatch, KeptRows
 from trainer.core.errors import SettingsError
-from trainer.core.schema import HOMO_EDGE, HOMO_NODE, AnyType, EdgeType, NodeType
+from trainer.core.schema import HOMO_EDGE, HOMO_NODE, AnyType, EdgeType, NodeType, type_name
 from trainer.graph.device import DeviceRows, as_tensor
 from trainer.graph.open import Graph
 from trainer.graph.prefetch import ordered_ahead
 from trainer.graph.seed_order import OTHER_STREAM, STREAMS, RankLayout, SeedOrder, SeedShare, shares
 from trainer.loader.arguments import time_level
-from trainer.sampler.multi_hop import cut_block
+from trainer.sampler.multi_hop import block_edges, cut_block
 from trainer.sampler.settings import check_settings
 from trainer.sampler.subgraph_sampler import SampledBatch, SubgraphSampler
 from trainer.sampler.types import RowRequest, SampledSubgraph, SampleSettings, SeedSet, TimeRule
+from trainer.store.manifest import AttrSpec, Manifest
 
 AnyBatch: TypeAlias = Batch | HeteroBatch
 
@@ -50,6 +51,7 @@ class LoaderSettings:
         time_attr: Integer attribute of nodes or edges; neighbours later than their seed are not sampled.
         last: With ``time_attr``: take the latest neighbours instead of drawing.
         disjoint: Sample a subgraph of its own for each seed. Implied by ``time_attr``.
+        edge_attr: Edge attribute [E] or [E, d] that blocks have as ``edge_attr``, of the edge types that have it.
     """
 
     split: str
@@ -67,6 +69,7 @@ class LoaderSettings:
     time_attr: str | None = None
     last: bool = False
     disjoint: bool = False
+    edge_attr: str | None = None
 
 
 class BlockLoader(ABC):
@@ -152,7 +155,7 @@ class BlockLoader(ABC):
             x=self._features(HOMO_NODE, rows["x"]),
             y=self._y(sampled),
             input_id=torch.from_numpy(share.positions),
-            blocks=homo_blocks(sampled.subgraph),
+            blocks=homo_blocks(sampled.subgraph, self._edge_rows(sampled)),
             degree=torch.from_numpy(rows["in_degree"]) if "in_degree" in rows else None,
             kept=self._kept_rows(sampled).get(HOMO_NODE),
             cost=sampled.cost,
@@ -170,7 +173,7 @@ class BlockLoader(ABC):
             x={of: self._features(of, rows[of]["x"]) for of in nodes if "x" in rows[of]},
             y=self._y(sampled),
             input_id=torch.from_numpy(share.positions),
-            blocks=hetero_blocks(sampled.subgraph),
+            blocks=hetero_blocks(sampled.subgraph, self._edge_rows(sampled)),
             num_nodes={of: tuple(np.cumsum(found.per_hop).tolist()) for of, found in nodes.items()},
             kept=self._kept_rows(sampled),
             cost=sampled.cost,
@@ -178,6 +181,14 @@ class BlockLoader(ABC):
 
     def _kept_rows(self, sampled: SampledBatch) -> dict[NodeType, KeptRows]:
         return {of: KeptRows(torch.from_numpy(slots), self._kept[of].rows) for of, slots in sampled.kept.items()}
+
+    def _edge_rows(self, sampled: SampledBatch) -> dict[EdgeType, Tensor]:
+        """Return the edge features of the subgraph by edge type, float32 [e, d]."""
+        name = self.settings.edge_attr
+        specs = {} if name is None else edge_attrs(self.graph.manifest, name)
+        return {
+            of: edge_rows(sampled.rows[of][name], spec) for of, spec in specs.items() if name and of in sampled.rows
+        }
 
     def _features(self, of: NodeType, rows: Array) -> Tensor:
         return as_tensor(rows, self.graph.manifest.nodes[of].attrs["x"]).float()
@@ -238,24 +249,52 @@ class BatchLoader(BlockLoader):
 
 
 def sampling_of(graph: Graph, settings: LoaderSettings) -> SampleSettings:
-    """Return the settings of the sampler for the bundled trainer: exact blocks, no edge ids."""
+    """Return the settings of the sampler for the bundled trainer: exact blocks, edge ids only for edge features."""
     given = settings.fanouts
     every = {of: tuple(given) for of in graph.manifest.edges} if not isinstance(given, Mapping) else dict(given)
     time = None
     if settings.time_attr is not None:
         time = TimeRule(settings.time_attr, time_level(graph.manifest, settings.time_attr), settings.last)
     disjoint = settings.disjoint or time is not None
-    return SampleSettings(every, replace=settings.replace, disjoint=disjoint, weight=settings.weight, time=time)
+    return SampleSettings(
+        every, replace=settings.replace, disjoint=disjoint, weight=settings.weight, time=time,
+        edge_ids=settings.edge_attr is not None,
+    )  # fmt: skip
 
 
 def columns_of(graph: Graph, settings: LoaderSettings) -> dict[AnyType, tuple[str, ...]]:
-    """Return the attributes to gather: ``x`` of the node types that have it, and the in-degrees if wanted."""
+    """Return the attributes to gather: ``x`` of the node types that have it, in-degrees and edge features if wanted."""
     wanted: dict[AnyType, tuple[str, ...]] = {
         of: ("x",) for of, spec in graph.manifest.nodes.items() if "x" in spec.attrs
     }
     if settings.want_degree and not graph.manifest.hetero:
         wanted[HOMO_NODE] = (*wanted.get(HOMO_NODE, ()), "in_degree")
+    if settings.edge_attr is not None:
+        wanted |= dict.fromkeys(edge_attrs(graph.manifest, settings.edge_attr), (settings.edge_attr,))
     return wanted
+
+
+def edge_attrs(manifest: Manifest, name: str) -> dict[EdgeType, AttrSpec]:
+    """Return the edge types that have attribute ``name``, with its dtype and shape.
+
+    Raises ``SettingsError`` if none has it, or it is neither [E] nor [E, d] of real numbers.
+    """
+    found = {of: spec.attrs[name] for of, spec in manifest.edges.items() if name in spec.attrs}
+    if not found:
+        known = ", ".join(sorted({each for spec in manifest.edges.values() for each in spec.attrs})) or "none"
+        raise SettingsError(f"edge_attr: no edge type has an attribute {name!r}; there is {known}")
+    for of, spec in found.items():
+        if len(spec.shape) > 2 or spec.dtype.startswith("complex"):
+            raise SettingsError(
+                f"edge_attr: {name} of {type_name(of)} is {spec.dtype} {list(spec.shape)}; expected real numbers, one "
+                "row per edge"
+            )
+    return found
+
+
+def edge_rows(rows: Array, spec: AttrSpec) -> Tensor:
+    """Convert stored edge features [e] or [e, d] to float32 [e, d]."""
+    return as_tensor(np.ascontiguousarray(rows), spec).float().reshape(len(rows), -1)
 
 
 def labels_of(graph: Graph, settings: LoaderSettings) -> tuple[NodeType, tuple[str, ...]]:
@@ -269,17 +308,24 @@ def as_label(labels: Tensor) -> Tensor:
     return labels.long() if whole else labels
 
 
-def homo_blocks(subgraph: SampledSubgraph) -> tuple[Block, ...]:
+EdgeRows = Mapping[EdgeType, Tensor]  #: edge features of a subgraph, float32 [e, d]
+
+
+def homo_blocks(subgraph: SampledSubgraph, edge_rows: EdgeRows | None = None) -> tuple[Block, ...]:
     """Return the blocks of a homogeneous graph in layer order, the outermost hop first."""
-    return tuple(_block(subgraph, HOMO_EDGE, hop) for hop in reversed(range(subgraph.num_hops)))
+    return tuple(block_of(subgraph, HOMO_EDGE, hop, edge_rows) for hop in reversed(range(subgraph.num_hops)))
 
 
-def hetero_blocks(subgraph: SampledSubgraph) -> tuple[dict[EdgeType, Block], ...]:
+def hetero_blocks(subgraph: SampledSubgraph, edge_rows: EdgeRows | None = None) -> tuple[dict[EdgeType, Block], ...]:
     """Return the blocks of each edge type that has fanouts, in layer order, the outermost hop first."""
     sampled = [of for of, edges in subgraph.edges.items() if edges.fanouts]
-    return tuple({of: _block(subgraph, of, hop) for of in sampled} for hop in reversed(range(subgraph.num_hops)))
+    hops = reversed(range(subgraph.num_hops))
+    return tuple({of: block_of(subgraph, of, hop, edge_rows) for of in sampled} for hop in hops)
 
 
-def _block(subgraph: SampledSubgraph, edge_type: EdgeType, hop: int) -> Block:
+def block_of(subgraph: SampledSubgraph, edge_type: EdgeType, hop: int, edge_rows: EdgeRows | None = None) -> Block:
+    """Return the block of one edge type and hop, with the features of its edges if ``edge_rows`` has them."""
     indptr, indices, num_src = cut_block(subgraph, edge_type, hop)
-    return Block(torch.from_numpy(indptr), torch.from_numpy(indices), num_src)
+    rows = (edge_rows or {}).get(edge_type)
+    attr = None if rows is None else rows[torch.from_numpy(block_edges(subgraph, edge_type, hop)).long()]
+    return Block(torch.from_numpy(indptr), torch.from_numpy(indices), num_src, attr)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from trainer.core.errors import SettingsError
 from trainer.core.schema import HOMO_NODE, EdgeType, NodeType
@@ -22,6 +22,7 @@ class GraphFacts:
         in_dims: Width of ``x`` by node type, only of types with features.
         num_classes: Number of classes of the target type, or width of a model's output for another task; 0: none,
             a model of several node types then returns the rows of its last layer.
+        edge_dims: Width of the edge features that a model reads, only of edge types with features.
         further: Further node types whose rows a model computes, such as the other end of links.
 
     Example:
@@ -40,6 +41,7 @@ class GraphFacts:
     in_dims: Mapping[NodeType, int]  #: width of ``x``, only of types with features
     num_classes: int
     further: tuple[NodeType, ...] = ()
+    edge_dims: Mapping[EdgeType, int] = field(default_factory=dict)
 
     @property
     def targets(self) -> tuple[NodeType, ...]:

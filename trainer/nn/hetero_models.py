@@ -146,7 +146,8 @@ def hgt(facts: GraphFacts, shape: HeteroShape, heads: int, embeddings: Embedding
 
 def rsage(facts: GraphFacts, shape: HeteroShape, heads: int, embeddings: Embeddings | None) -> HeteroModel:
     """Build a model of one GraphSAGE layer per hop and edge type. ``heads`` is ignored."""
-    return HeteroModel(facts, shape, lambda need: HeteroSAGEConv(need, shape.hidden, shape.hidden), embeddings)
+    layer = lambda need: HeteroSAGEConv(need, shape.hidden, shape.hidden, edge_dims=facts.edge_dims)  # noqa: E731
+    return HeteroModel(facts, shape, layer, embeddings)
 
 
 #: Models by name; a builder takes (facts, shape, heads, embeddings of types without features).

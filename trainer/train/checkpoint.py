@@ -39,10 +39,14 @@ Position = tuple[int, int]  #: complete epochs, and steps trained of the next ep
 BINDING = (
     "model", "hidden", "layers", "heads", "dropout", "fanouts", "replace", "weight_attr", "time_attr",
     "temporal_strategy", "disjoint", "batch_size", "lr", "embedding_lr", "weight_decay", "seed", "precision",
-    "negatives",
+    "negatives", "edge_attr",
 )  # fmt: skip
 
-_SINCE = {"precision": "float32", "negatives": 128}  #: values of settings that are missing in older files
+_SINCE = {
+    "precision": "float32",
+    "negatives": 128,
+    "edge_attr": None,
+}  #: values of settings that are missing in older files
 
 
 @dataclass(frozen=True)

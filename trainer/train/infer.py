@@ -81,10 +81,10 @@ def _infer(
     """Compute and write the output of all nodes. Collective."""
     model, _ = trained_model(saved, graph.manifest, group.device)
     target, epoch = type_of(saved.graph["target"]), saved.best.epoch if saved.best else saved.epoch
-    task = of_record(saved.task)
+    task, edge_attr = of_record(saved.task), saved.settings.get("edge_attr")
     layout = layout_of(graph, group) if job.cluster is None else one_host_layout(graph, group)
-    whole = WholeGraph(graph, layout, group, scratch, job.nodes_at_once, saved.settings["weight_attr"])
-    rows = whole.run(stack_of(model, model_facts(graph.manifest, target, task.outputs)))
+    whole = WholeGraph(graph, layout, group, scratch, job.nodes_at_once, saved.settings["weight_attr"], edge_attr)
+    rows = whole.run(stack_of(model, model_facts(graph.manifest, target, task.outputs, edge_attr)))
     sizes = {of: spec.num_nodes for of, spec in graph.manifest.nodes.items()}
     if isinstance(target, str):
         files = write_node_predictions(job.out, graph, target, rows[target], task, parquet, group)

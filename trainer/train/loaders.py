@@ -100,6 +100,7 @@ def loader_settings(settings: TrainSettings, target: NodeType, split: str, want_
         time_attr=settings.time_attr,
         last=settings.temporal_strategy == "last",
         disjoint=settings.disjoint,
+        edge_attr=settings.edge_attr,
         shuffle=training,
         threads=settings.sampler_threads,
         prefetch=max(settings.prefetch, settings.sampler_threads + 1),

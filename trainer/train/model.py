@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 
 import torch
 from torch import nn
 
 from trainer.core.schema import type_of
+from trainer.loader.block_loader import edge_attrs
 from trainer.nn.graph_facts import GraphFacts, facts_of, layer_needs
 from trainer.nn.link_model import build_link_model, link_facts
 from trainer.nn.models import build_model
@@ -19,11 +21,16 @@ from trainer.train.tasks.choose import of_record
 from trainer.train.tasks.target import Target
 
 
-def model_facts(manifest: Manifest, target: Target, outputs: int) -> GraphFacts:
-    """Return the facts for a model of ``target`` with ``outputs`` numbers per seed node."""
-    if isinstance(target, str):
-        return replace(facts_of(manifest, target), num_classes=outputs)
-    return link_facts(facts_of(manifest, target[2]), target)
+def model_facts(manifest: Manifest, target: Target, outputs: int, edge_attr: str | None = None) -> GraphFacts:
+    """Return the facts for a model of ``target`` with ``outputs`` numbers per seed node.
+
+    ``edge_attr``: edge attribute that the model reads. Raises ``SettingsError`` if no edge type has it.
+    """
+    facts = facts_of(manifest, target if isinstance(target, str) else target[2])
+    if edge_attr is not None:
+        specs = edge_attrs(manifest, edge_attr)
+        facts = replace(facts, edge_dims={of: math.prod(spec.shape[1:]) for of, spec in specs.items()})
+    return replace(facts, num_classes=outputs) if isinstance(target, str) else link_facts(facts, target)
 
 
 def make_model(
@@ -34,7 +41,7 @@ def make_model(
 
     ``target``: the node type of the seeds, or the edge type whose links are predicted. ``outputs``: of the task.
     """
-    facts = model_facts(manifest, target, outputs)
+    facts = model_facts(manifest, target, outputs, settings.edge_attr)
     reached = layer_needs(facts.node_types, facts.edge_types, facts.targets, len(settings.fanouts))[0].sources
     bare = {of: manifest.nodes[of].num_nodes for of in reached if of not in facts.in_dims}
     embedding = ShardedEmbedding(bare, settings.hidden, settings.seed, device) if bare and facts.hetero else None

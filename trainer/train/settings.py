@@ -60,6 +60,7 @@ class TrainSettings:
     weight_attr: str | None = setting(
         "Edge attribute used as sampling weight; edges of weight 0 are never sampled.", None
     )
+    edge_attr: str | None = setting("Edge attribute used as features of edges, by the models sage and rsage.", None)
     time_attr: str | None = setting(
         "Integer node attribute used as time; neighbours later than their seed are never sampled.", None
     )

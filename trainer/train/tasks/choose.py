@@ -81,7 +81,7 @@ def _task(
     if kind == "multilabel":
         _check_each(labels, lambda each: check_known(manifest, target, each, labels_01(each.y)), group)
         return MultiLabel(spec.attrs["y"].shape[1])
-    classes = spec.num_classes > 0
+    classes = spec.num_classes > 0 and "float" not in spec.attrs["y"].dtype
     _check_each(labels, lambda each: check_known(manifest, target, each, numbers(each.y, classes)), group)
     (train,) = (each for each in labels if each.split == "train")
     return Regression(*column_moments(numbers(train.y, classes), group), classes)

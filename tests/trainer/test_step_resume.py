@@ -2,11 +2,7 @@
 
 from __future__ import annotations
 
-import itertools
-import os
 import random
-import signal
-import time
 from pathlib import Path
 from typing import Any
 
@@ -14,16 +10,11 @@ import numpy as np
 import pytest
 import torch
 
-from forked import Forked
-from ports import free_port
-from train_kit import command_line, curve, finish, job, metrics, rank_environment, run_ranks, write_parts
-from trainer.cli import main
+from train_kit import curve, job, killed_run, metrics, run_ranks, write_parts
 from trainer.core.ranks import RankGroup, Ranks
-from trainer.train import checkpoint_writer
 from trainer.train.checkpoint import load_checkpoint, position_of
 from trainer.train.checkpoint_writer import SHARE, CheckpointSchedule
 from trainer.train.job import train
-from trainer.train.settings import TrainJob
 
 ALONE = RankGroup(Ranks(), torch.device("cpu"))
 
@@ -58,37 +49,6 @@ def undisturbed(kind: str, parts: Path, tmp_path_factory: pytest.TempPathFactory
     losses = curve(folder)
     assert len(losses) == EPOCHS * STEPS
     return losses
-
-
-def train_until(words: list[str], every: int, last: int, newest: Path) -> None:
-    """Train, and save a checkpoint after every ``every`` steps. After ``last`` steps, wait for the file ``newest``, and
-    then kill this process with SIGKILL.
-    """
-    done = itertools.count(1)
-
-    def due(self: CheckpointSchedule) -> bool:
-        number = next(done)
-        if number == last:
-            while not newest.exists():
-                time.sleep(0.01)
-            os.kill(os.getpid(), signal.SIGKILL)
-        return number % every == 0
-
-    checkpoint_writer.CheckpointSchedule.due = due  # type: ignore[method-assign]
-    main(words)
-
-
-def killed_run(killed: TrainJob, world_size: int, every: int, last: int) -> Path:
-    """Run all ranks of a training job until they are killed, and return its newest checkpoint."""
-    port, newest = free_port(), killed.run_dir / "checkpoints" / "last.pt"
-    words = command_line(killed)
-    ranks = [
-        Forked(train_until, (words, every, last, newest), rank_environment(rank, world_size, port))
-        for rank in range(world_size)
-    ]
-    for rank in ranks:
-        assert finish(rank).returncode == -signal.SIGKILL
-    return newest
 
 
 @pytest.mark.parametrize("draw", [0, pytest.param(1, marks=pytest.mark.slow)])

@@ -12,8 +12,7 @@ import pytest
 import torch
 
 from graphs import graph
-from test_step_resume import killed_run
-from train_kit import curve, job, metrics, run_ranks, write_parts
+from train_kit import curve, job, killed_run, metrics, run_ranks, write_parts
 from trainer.core.errors import DataError, SettingsError
 from trainer.core.ranks import RankGroup, Ranks
 from trainer.core.schema import HOMO_NODE
@@ -217,7 +216,7 @@ def test_two_processes_train_and_score_as_one(links: Path, one_process: Path, tm
 
 
 def test_links_are_learned_better_than_by_chance(links: Path, tmp_path: Path) -> None:
-    result = train(job(links, tmp_path, **{**LINKS, "epochs": 12}), Ranks())
+    result = train(job(links, tmp_path, **{**LINKS, "epochs": 8}), Ranks())
     assert result.test is not None and result.metric.name == "mrr"
     assert result.test["auc"] > 0.75
     assert result.test["mrr"] > 2 * np.mean(1 / np.arange(1, 102))  # expected of a random rank among 101
@@ -225,7 +224,7 @@ def test_links_are_learned_better_than_by_chance(links: Path, tmp_path: Path) ->
 
 
 def test_links_resume_at_the_step(links: Path, one_process: Path, tmp_path: Path) -> None:
-    newest = killed_run(job(links, tmp_path / "killed", **LINKS), 2, every=2, last=7)
+    newest = killed_run(job(links, tmp_path / "killed", **LINKS), 1, every=2, last=7)
     saved = load_checkpoint(newest)
     assert saved.partial is not None or saved.epoch
     train(job(links, tmp_path / "resumed", **LINKS, resume=str(newest)), Ranks())

@@ -110,8 +110,13 @@ WRITES = ("author", "writes", "paper")
 @pytest.mark.parametrize(
     "labelled,settings,error,message",
     [
-        ((), {}, DataError, "typed: no node type has both class labels y and a train split with seeds"),
-        (("author", "paper"), {}, SettingsError, "typed: author, paper can all be classified; choose one as target"),
+        ((), {}, DataError, "typed: no node type has both labels y and a train split with seeds"),
+        (
+            ("author", "paper"),
+            {},
+            SettingsError,
+            "typed: author, paper all have labels y and a train split; choose one",
+        ),
         (("paper",), {"target": "venue"}, SettingsError, "target is 'venue'; typed has author, paper"),
         (("paper",), {"target": "author"}, DataError, "typed: nodes of type author have no y; training needs labels y"),
         (("paper",), {"model": "sage"}, SettingsError, "model 'sage' is for homogeneous graphs"),

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
+import signal
 import subprocess
+import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -19,6 +22,8 @@ from trainer.core.batch import Batch, Block
 from trainer.data.load import load_dataset
 from trainer.partition.assign import assign_parts
 from trainer.partition.write import write_partition
+from trainer.train import checkpoint_writer
+from trainer.train.checkpoint_writer import CheckpointSchedule
 from trainer.train.settings import InferJob, TrainJob, TrainSettings
 
 
@@ -147,6 +152,37 @@ def run_ranks(world_size: int, *jobs: TrainJob) -> list[Ended]:
     """Run jobs one after the other, with all ranks on this machine."""
     port = free_port(len(jobs))
     return [finish(process) for process in [start_rank(jobs, rank, world_size, port) for rank in range(world_size)]]
+
+
+def train_until(words: list[str], every: int, last: int, newest: Path) -> None:
+    """Train, and save a checkpoint after every ``every`` steps. After ``last`` steps, wait for the file ``newest``, and
+    then kill this process with SIGKILL.
+    """
+    done = itertools.count(1)
+
+    def due(self: CheckpointSchedule) -> bool:
+        number = next(done)
+        if number == last:
+            while not newest.exists():
+                time.sleep(0.01)
+            os.kill(os.getpid(), signal.SIGKILL)
+        return number % every == 0
+
+    checkpoint_writer.CheckpointSchedule.due = due  # type: ignore[method-assign]
+    main(words)
+
+
+def killed_run(killed: TrainJob, world_size: int, every: int, last: int) -> Path:
+    """Run all ranks of a training job until they are killed, and return its newest checkpoint."""
+    port, newest = free_port(), killed.run_dir / "checkpoints" / "last.pt"
+    words = command_line(killed)
+    ranks = [
+        Forked(train_until, (words, every, last, newest), rank_environment(rank, world_size, port))
+        for rank in range(world_size)
+    ]
+    for rank in ranks:
+        assert finish(rank).returncode == -signal.SIGKILL
+    return newest
 
 
 def metrics(run_dir: Path, kind: str, rank: int = 0) -> list[dict[str, Any]]:

@@ -229,12 +229,12 @@ class BatchLoader(BlockLoader):
     def __init__(self, graph: Graph, settings: LoaderSettings, rank: int, layout: RankLayout):
         if settings.target not in graph.manifest.nodes:
             raise SettingsError(f"no node type {settings.target!r}; the graph has {list(graph.manifest.nodes)}")
+        self._seeds = graph.store.seeds(settings.target, settings.split)
+        super().__init__(graph, settings, rank, layout, len(self._seeds), labels_of(graph, settings))
         if settings.time_attr is not None and settings.time_attr not in graph.manifest.nodes[settings.target].attrs:
             raise SettingsError(
                 f"time_attr: the seeds' node type {settings.target!r} has no attribute {settings.time_attr!r}"
             )
-        self._seeds = graph.store.seeds(settings.target, settings.split)
-        super().__init__(graph, settings, rank, layout, len(self._seeds), labels_of(graph, settings))
 
     def _seed_set(self, share: SeedShare) -> SeedSet:
         target, seeds = self.settings.target, self._seeds[share.positions]

@@ -219,6 +219,10 @@ def train(
     help="Task link: targets listed for each source; default: 10, or 0 if there are more than 10 billion pairs.",
 )  # fmt: skip
 @click.option(
+    "--pairs", type=_FOLDER,
+    help="Task link: CSV file with a header, ids of sources and ids of targets; their scores go to OUT/pairs.csv.",
+)  # fmt: skip
+@click.option(
     "--parquet/--no-parquet", default=None, help="Also write predictions.parquet; default: if duckdb is installed."
 )
 def infer(**options: Any) -> None:

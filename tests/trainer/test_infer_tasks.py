@@ -13,7 +13,7 @@ import pytest
 
 from ports import free_port
 from train_kit import finish, infer_words, job, metrics, start_words, write_parts
-from trainer.core.errors import SettingsError
+from trainer.core.errors import DataError, SettingsError
 from trainer.core.ranks import Ranks
 from trainer.core.schema import EdgeType
 from trainer.graph.open import open_graph
@@ -164,6 +164,22 @@ def test_links_are_scored_by_embeddings(
     assert len(rows) == best.size
     for row in rows[:50]:
         assert scores[int(row["source"]), int(row["target"])] == pytest.approx(float(row["score"]), abs=1e-5)
+
+
+def test_given_pairs_are_scored_in_their_order(linked: Path, tmp_path: Path) -> None:
+    pairs = [(int(a), int(b)) for a, b in RNG.integers(0, 100, (20, 2))]
+    file = tmp_path / "pairs.csv"
+    file.write_text("author,paper\n" + "".join(f"{a},{b}\n" for a, b in pairs))
+    given = InferJob(linked / "rsage" / "checkpoints" / "last.pt", linked / "hetero", tmp_path / "out", pairs=file)
+    infer(given, Ranks())
+    scores = arrays(tmp_path / "out", "source", "embedding") @ arrays(tmp_path / "out", "target", "embedding").T
+    with (tmp_path / "out" / "pairs.csv").open() as written:
+        rows = list(csv.DictReader(written))
+    assert [(int(row["source"]), int(row["target"])) for row in rows] == pairs
+    assert [float(row["score"]) for row in rows] == pytest.approx([scores[pair] for pair in pairs], abs=1e-5)
+    file.write_text("author,paper\n0,1\n0,x7\n")
+    with pytest.raises(DataError, match="pairs.csv, target 'x7' in row 2 is not the id of a node of type paper"):
+        infer(given, Ranks())
 
 
 def test_two_ranks_write_the_same_links(linked: Path, tmp_path: Path) -> None:

@@ -22,6 +22,7 @@ from trainer.train.fit import metrics_text
 from trainer.train.infer_files import writes_parquet
 from trainer.train.infer_links import number_of_targets, write_link_predictions
 from trainer.train.infer_nodes import node_metrics, write_node_predictions
+from trainer.train.infer_pairs import write_pair_scores
 from trainer.train.job import (
     check_same_partition,
     find_damage,
@@ -94,6 +95,9 @@ def _infer(
     links = LinkEmbeddings.of(graph, model, rows, scratch, group)
     count = number_of_targets(graph, links, job.top_k)
     files = write_link_predictions(job.out, graph, links, count, parquet)
+    if job.pairs is not None:
+        write_pair_scores(job.out, graph, links, job.pairs, parquet)
+        files += f"; the scores of the given pairs are in {job.out}/pairs.csv"
     metrics = links.metrics(TrainSettings(**saved.settings), task, layout)
     return InferResult(target, task.kind, epoch, metrics, sum(sizes[of] for of in {target[0], target[2]}), files)
 

@@ -139,6 +139,7 @@ class InferJob:
     timeout: float = 120.0  #: seconds that a wait for another process may take
     digests: bool = True
     top_k: int | None = None  #: task link: targets listed per source; None: 10, or 0 if there are very many pairs
+    pairs: Path | None = None  #: task link: CSV file of pairs to score
     parquet: bool | None = None  #: also write Parquet files; None: if DuckDB is installed
 
 

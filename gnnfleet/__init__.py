@@ -57,8 +57,9 @@ if TYPE_CHECKING:
     from trainer.sampler.types import RowRequest
     from trainer.store.manifest import read_manifest
     from trainer.train.checkpoint import load_checkpoint
-    from trainer.train.job import loader_settings, trained_model
     from trainer.train.layerwise_inference import WholeGraph
+    from trainer.train.loaders import loader_settings
+    from trainer.train.model import trained_model
     from trainer.train.settings import TrainSettings
 
 __all__ = [
@@ -115,8 +116,9 @@ _DEFINED_IN = {
     "trainer.sampler.types": ("RowRequest",),
     "trainer.store.manifest": ("read_manifest",),
     "trainer.train.checkpoint": ("load_checkpoint",),
-    "trainer.train.job": ("loader_settings", "trained_model"),
     "trainer.train.layerwise_inference": ("WholeGraph",),
+    "trainer.train.loaders": ("loader_settings",),
+    "trainer.train.model": ("trained_model",),
     "trainer.train.settings": ("TrainSettings",),
 }  # fmt: skip
 _MODULE_OF = {name: module for module, names in _DEFINED_IN.items() for name in names}

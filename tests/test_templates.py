@@ -19,7 +19,7 @@ NAMES = [
     "cluster", "gpu_nodes", "heterogeneous", "jump_host", "link_prediction", "local", "own_script", "server_client",
     "shared_folder", "two_cpu_nodes",
 ]  # fmt: skip
-#: Shorter settings for templates that run on this machine; links are for a script only.
+#: Shorter settings for templates that run on this machine.
 RUN = {
     "local": "--set data.options.num_nodes=5000 --epochs 1",
     "heterogeneous": "--set data.options.num_nodes=3000 --epochs 1",

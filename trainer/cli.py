@@ -214,11 +214,25 @@ def train(
     "--timeout", type=click.FloatRange(min=0, min_open=True, max=1_000_000, max_open=True), default=120.0,
     show_default=True, help="Timeout in seconds of every wait for another process.",
 )  # fmt: skip
+@click.option(
+    "--top-k", type=click.IntRange(min=0),
+    help="Task link: targets listed for each source; default: 10, or 0 if there are more than 10 billion pairs.",
+)  # fmt: skip
+@click.option(
+    "--pairs", type=_FOLDER,
+    help="Task link: CSV file with a header, ids of sources and ids of targets; their scores go to OUT/pairs.csv.",
+)  # fmt: skip
+@click.option(
+    "--parquet/--no-parquet", default=None, help="Also write predictions.parquet; default: if duckdb is installed."
+)
 def infer(**options: Any) -> None:
     """Compute a trained model's output for every node, using all neighbours.
 
-    Under torchrun, runs as one rank. Writes OUT/part<p>/logits.npy (float32, one row per node), the original ids of
-    the nodes in OUT/part<p>/orig_id.npy, and the accuracy on each split in OUT/infer.json.
+    Under torchrun, runs as one rank. Writes the predictions of each part with the ids of its nodes to
+    OUT/part<p>/predictions.csv, the model's output to logits.npy (for regression values.npy) beside it, one row per
+    node, and the metrics on each split to OUT/infer.json. For task link, writes OUT/source/part<p> and
+    OUT/target/part<p>: the embeddings of nodes as sources and as targets of links, and the targets with the highest
+    scores of each source.
     """
     job = InferJob(**options)
     with _without_gc():

@@ -21,12 +21,15 @@ from trainer.core.slabs import keep_freed_memory
 from trainer.graph.open import open_graph
 from trainer.graph.seed_order import RankLayout
 from trainer.loader.block_loader import BatchLoader
-from trainer.train.epoch import AnyBatch, train_epoch
-from trainer.train.job import loader_settings, make_model
+from trainer.train.epoch import train_epoch
+from trainer.train.loaders import loader_settings
 from trainer.train.metrics import MetricsLog
+from trainer.train.model import make_model
 from trainer.train.optimize import Optimizers
 from trainer.train.settings import TrainSettings
-from trainer.train.task import node_classification, pick_target
+from trainer.train.tasks.choose import node_task
+from trainer.train.tasks.target import pick_target
+from trainer.train.tasks.task import AnyBatch
 
 
 class AllHosts:
@@ -53,9 +56,10 @@ def run(folder: Path, hosts: int, settings: TrainSettings) -> dict[str, float]:
     group = RankGroup(Ranks(), torch.device("cpu"))
     layout = RankLayout(hosts, tuple((part,) for part in range(hosts)))
     with open_graph(folder) as graph, tempfile.TemporaryDirectory() as run_dir, MetricsLog(Path(run_dir), 0) as log:
-        target = pick_target(graph.manifest)
-        task = node_classification(graph, target, ("train",), group)
-        model, _ = make_model(settings, graph.manifest, target)
+        target = pick_target(graph)
+        assert isinstance(target, str)
+        task, _ = node_task(graph, target, "auto", ("train",), group)
+        model, _ = make_model(settings, graph.manifest, target, task.outputs)
         wanted = loader_settings(settings, target, "train", bool(getattr(model, "needs_degree", False)))
         batches = AllHosts([BatchLoader(graph, wanted, rank, layout) for rank in range(hosts)])
         optimizers, cpu, edges, rows = Optimizers.of(settings, model, None), 0.0, 0, 0

@@ -199,8 +199,13 @@ class TrainConfig:
     model: Literal["sage", "gcn", "gat", "rgcn", "hgt", "rsage"] = setting(
         "GraphSAGE, GCN or GAT; for heterogeneous graphs RGCN, HGT or GraphSAGE per edge type.", "sage"
     )
+    task: Literal["auto", "classification", "regression", "multilabel", "link"] = setting(
+        "What is learned: classes, numbers or several labels of vertices, or `link`: which links exist. `auto` decides "
+        "by the labels.",
+        "auto",
+    )
     target: str | None = setting(
-        "Vertex type to classify; default: the only one with labels, classes and train seeds.", None
+        "Vertex type with the labels, or edge type of the links, as `user__rates__item`; default: the only one.", None
     )
     hidden: int = setting("Width of the hidden layers.", 256, at_least=1)
     layers: int | None = setting(
@@ -216,6 +221,11 @@ class TrainConfig:
     weight_attr: str | None = setting(
         "Edge attribute used as sampling weight; edges of weight 0 are never sampled.", None
     )
+    edge_attr: str | None = setting(
+        "Edge attribute used as features of edges, by models sage and rsage; `tables` calls the features of an edge "
+        "table `edge_attr`.",
+        None,
+    )
     time_attr: str | None = setting(
         "Integer vertex attribute used as time; neighbours later than their seed are never sampled.", None
     )
@@ -227,6 +237,14 @@ class TrainConfig:
     )
     batch_size: int = setting("Global batch: seed vertices per step over all processes.", 1024, at_least=1)
     eval_batch_size: int = setting("Global batch for evaluation.", 4096, at_least=1)
+    negatives: int = setting(
+        "Task `link`: randomly drawn targets per step, which its links share as negatives.",
+        128,
+        at_least=1,
+    )
+    eval_negatives: int = setting(
+        "Task `link`: number of randomly drawn vertices among which the target of a link is ranked.", 1000, at_least=1
+    )
     epochs: int = setting("Total passes over the train seeds, including those before `resume`.", 10, at_least=1)
     lr: float = setting("Learning rate of Adam.", 0.004, above=0)
     embedding_lr: float | None = setting(

@@ -266,6 +266,16 @@ def _tables(options: Mapping[str, Any]) -> Iterator[Line]:
             yield Line("        # label: COLUMN", "what to predict; take it out of features and categories")
     if options.get("undirected"):
         yield Line("    undirected: true", "adds the reverse of every edge, so that every type receives messages")
+    if not any("label" in table for table in options["nodes"].values()):
+        yield Line(f"    # hold_out: {_link_type(options)}", "or predict links of this type, with train.task: link")
+
+
+def _link_type(options: Mapping[str, Any]) -> str:
+    """Return the name of the first edge type as option ``hold_out`` expects it."""
+    (node, *others), (name, *more) = options["nodes"], options["edges"]
+    if "__" in name:
+        return str(name)
+    return f"{node}__{name}__{node}" if others or more else "node__to__node"
 
 
 def _train(draft: Draft) -> Iterator[Line]:

@@ -441,7 +441,7 @@ METRIC = Record(
     {},
     {},
     {
-        **dict.fromkeys(("kind", "split"), text),
+        **dict.fromkeys(("kind", "split", "metric", "better"), text),
         **dict.fromkeys(("rank", *_PROGRESS), natural),
         **{name: none_or(real) for name in ("loss", "accuracy", "val_accuracy", "test_accuracy", "seeds_per_s")},
         **dict.fromkeys(("t", "seconds", "seeds"), number),

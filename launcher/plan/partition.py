@@ -58,6 +58,8 @@ def _method_options(config: ClusterConfig) -> list[str]:
 
 _FORMAT, _VERSIONS = "gnnfleet-partition", (2, 3)
 
+_HELD_OUT = "held_out_type"  # graph attribute that the partitioner writes with option hold_out
+
 MOST_MANIFEST = 1 << 28  #: maximum bytes of a manifest.json; a thousand parts need about ten million
 
 
@@ -81,6 +83,7 @@ class PartitionFiles:
     num_parts: int
     files: tuple[PartFile, ...]  #: manifest.json included, last
     train_seeds: Mapping[str, int] = field(default_factory=dict)  #: number by node type; empty: unknown
+    links_held_out: bool = False  #: whether links are held out to be predicted (dataset option ``hold_out``)
 
     def of_parts(self, parts: Iterable[int], *, replicated: bool = False) -> tuple[PartFile, ...]:
         """Return the files that a node with ``parts`` needs: those of the parts, the shared files and the manifest.
@@ -159,9 +162,10 @@ def parse_manifest(raw: bytes, folder: str) -> PartitionFiles:
     files = [PartFile(file.path, file.bytes, file.sha256, _is_flat(file)) for file in manifest.files]
     files.append(PartFile("manifest.json", len(raw), hashlib.sha256(raw).hexdigest()))
     seeds = {name: spec.splits.get("train", 0) for name, spec in manifest.nodes.items()}
+    held_out = _HELD_OUT in manifest.graph_attrs
     return PartitionFiles(
-        folder, manifest.dataset, manifest.fingerprint, manifest.num_parts, tuple(files), seeds
-    )  # fmt: skip
+        folder, manifest.dataset, manifest.fingerprint, manifest.num_parts, tuple(files), seeds, held_out
+    )
 
 
 class _ManifestKind(msgspec.Struct):
@@ -188,6 +192,7 @@ class _Manifest(msgspec.Struct):
     num_parts: Annotated[int, msgspec.Meta(ge=1)]
     files: tuple[_ManifestFile, ...]
     nodes: dict[str, _ManifestNodes] = {}
+    graph_attrs: dict[str, Any] = {}
 
 
 def _is_flat(file: _ManifestFile) -> bool:
@@ -333,8 +338,12 @@ def _read(stamp: Path) -> object:
 
 
 def check_train_seeds(config: ClusterConfig, parts: PartitionFiles) -> None:
-    """Raise UsageError if the parts have no train seeds (of node type ``train.target``, if that is set)."""
-    target = config.train.target
+    """Raise UsageError if the parts have no train seeds (of node type ``train.target``, if that is set), and no links
+    are to be predicted.
+    """
+    target, task = config.train.target, config.train.task
+    if task == "link" or (task == "auto" and (parts.links_held_out or "__" in (target or ""))):
+        return
     if target is not None and target in parts.train_seeds:
         seeds, whose, where = parts.train_seeds[target], f"node type {target} has", f" of {target}"
     else:  # the trainer refuses an unknown type and lists the existing ones
@@ -343,6 +352,7 @@ def check_train_seeds(config: ClusterConfig, parts: PartitionFiles) -> None:
         return
     raise UsageError(
         f"{config.data.source or parts.dataset}: {whose} no train split, which the bundled trainer needs (parts in "
-        f"{parts.folder}); nothing was sent. Add train_idx or train_mask{where} to the graph (docs/data.md), or run a "
-        "script of your own on these parts: gnnfleet launch -- python SCRIPT"
+        f"{parts.folder}); nothing was sent. Add train_idx or train_mask{where} to the graph (docs/data.md), set "
+        "train.task to link to predict links, or run a script of your own on these parts: gnnfleet launch -- python "
+        "SCRIPT"
     )

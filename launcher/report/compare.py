@@ -29,11 +29,12 @@ from launcher.report.metrics import Metrics, read_metrics
 from launcher.report.profile import milliseconds
 from launcher.report.run_folder import FoundRun
 from launcher.report.run_history import Entry, entry_of
+from launcher.report.task_metric import TaskMetric, metric_of
 from launcher.report.verdict import seconds_words
 
 Form = Literal["text", "score", "seconds", "rate", "bytes", "share", "spent"]
 
-Section = Literal["run", "config", "results", "speed", "step", "loss", "accuracy", "versions"]
+Section = Literal["run", "config", "results", "speed", "step", "loss", "metric", "versions"]
 
 _GRAPH = ("data.dataset", "data.source", "data.options", "data.serving")  #: config keys that select the graph
 
@@ -63,12 +64,16 @@ class RunFigures:
         lines = (line for line in self.metrics.of_kind("epoch") if line.get("rank") == 0)
         return _values_by_epoch(lines, what)
 
-    def accuracy_by_epoch(self) -> dict[int, float]:
-        """Return the accuracy on the val split after each epoch."""
-        lines = (line for line in self.metrics.of_kind("eval") if line.get("split") == "val")
-        return {
-            line["epoch"]: line["accuracy"] for line in lines if line.get("accuracy") is not None and "epoch" in line
-        }
+    @property
+    def metric(self) -> TaskMetric:
+        """The metric of the run's task."""
+        return metric_of([*self.metrics.of_kind("eval"), self.metrics.result])
+
+    def metric_by_epoch(self) -> dict[int, float]:
+        """Return the task's metric on the val split after each epoch."""
+        metric = self.metric
+        lines = [line for line in self.metrics.of_kind("eval") if line.get("split") == "val" and "epoch" in line]
+        return {line["epoch"]: value for line in lines if (value := metric.of(line)) is not None}
 
 
 @dataclass(frozen=True)
@@ -143,7 +148,7 @@ def figures_of(found: FoundRun) -> RunFigures:
 
 
 def compare(runs: Sequence[RunFigures]) -> Comparison:
-    """Compare runs. The best loss and accuracy are marked only if all runs use the same graph."""
+    """Compare runs. The best loss and metric are marked only if all runs use the same graph."""
     differing = _differing(runs)
     graphs_differ = any(_is_of(key, _GRAPH) for key in differing)
     rows = [*_run_rows(runs), *differing.values(), *_result_rows(runs, marked=not graphs_differ)]
@@ -163,9 +168,12 @@ def _run_rows(runs: Sequence[RunFigures]) -> Iterator[Row]:
 
 
 def _result_rows(runs: Sequence[RunFigures], *, marked: bool) -> Iterator[Row]:
-    for split in ("test", "val"):
-        scores = (_scalar(run.metrics.result.get(f"{split}_accuracy")) for run in runs)
-        yield from _known_row("results", f"{split} accuracy", scores, "score", "more" if marked else "")
+    for metric in dict.fromkeys(run.metric for run in runs):
+        for split in ("test", "val"):
+            scores = (metric.of(run.metrics.result, split) for run in runs)
+            yield from _known_row(
+                "results", f"{split} {metric.title}", scores, "score", metric.better if marked else ""
+            )
     losses = (_last(run.by_epoch("loss")) for run in runs)
     yield from _known_row("results", "last loss", losses, "score", "less" if marked else "")
 
@@ -196,7 +204,10 @@ def _step_rows(runs: Sequence[RunFigures]) -> Iterator[Row]:
 
 def _epoch_rows(runs: Sequence[RunFigures], *, marked: bool) -> Iterator[Row]:
     yield from _by_epoch("loss", [run.by_epoch("loss") for run in runs], "less" if marked else "")
-    yield from _by_epoch("accuracy", [run.accuracy_by_epoch() for run in runs], "more" if marked else "")
+    metrics = {run.metric for run in runs}
+    if len(metrics) == 1:
+        (metric,) = metrics
+        yield from _by_epoch("metric", [run.metric_by_epoch() for run in runs], metric.better if marked else "")
 
 
 def _by_epoch(
@@ -214,7 +225,7 @@ def _version_rows(runs: Sequence[RunFigures]) -> Iterator[Row]:
 def _notes(runs: Sequence[RunFigures], differing: Mapping[str, Row]) -> Iterator[str]:
     graph = [key for name in _GRAPH for key in differing if _is_of(key, [name])]
     if graph:
-        yield f"different graphs ({', '.join(graph)}): accuracies and losses are not comparable"
+        yield f"different graphs ({', '.join(graph)}): metrics and losses are not comparable"
     elif len({run.parts for run in runs if run.parts}) > 1 and not any(_is_of(key, _CUT) for key in differing):
         yield "the same settings but different parts: the graph's files or the partitioner changed between the runs"
     if "train.seed" in differing:
@@ -324,10 +335,6 @@ def _last(by_epoch: Mapping[int, float]) -> float | None:
     return by_epoch[max(by_epoch)] if by_epoch else None
 
 
-def _scalar(value: Any) -> float | None:
-    return float(value) if _is_number(value) else None
-
-
 def _is_number(value: Any) -> bool:
     return isinstance(value, int | float) and not isinstance(value, bool)
 
@@ -363,7 +370,7 @@ _TITLES: dict[Section, str] = {
     "speed": "speed",
     "step": "where a step's time goes",
     "loss": "loss by epoch",
-    "accuracy": "val accuracy by epoch",
+    "metric": "val {metric} by epoch",
     "versions": "versions, where they differ",
 }
 
@@ -389,7 +396,9 @@ def rendered(comparison: Comparison) -> Table:
         table.add_column(escape(run.run_id), overflow="fold")
     for row in comparison.of("run"):
         table.add_row(row.title, *_cells(row))
+    named = comparison.runs[0].metric.title if comparison.runs else ""
     for section, title in _TITLES.items():
+        title = title.format(metric=named)
         rows = _shown(section, comparison.of(section))
         if rows:
             table.add_row()
@@ -419,7 +428,7 @@ def _shown(section: Section, rows: Sequence[Row]) -> list[Row | None]:
     """
     if section == "versions":
         return [row for row in rows if row.differs]
-    if section in ("loss", "accuracy") and len(rows) > _EPOCHS_SHOWN + 1:
+    if section in ("loss", "metric") and len(rows) > _EPOCHS_SHOWN + 1:
         return [rows[0], None, *rows[-_EPOCHS_SHOWN:]]
     return list(rows)
 

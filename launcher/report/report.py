@@ -24,6 +24,7 @@ from launcher.report.first_failure import aftermath_of
 from launcher.report.metrics import Metrics, _by_node, _merged
 from launcher.report.outcome import Outcome
 from launcher.report.profile import print_profile
+from launcher.report.task_metric import metric_of, score_text
 from launcher.text import count, spans
 
 _TAIL = 1 << 14  # bytes read from the end of a metrics file, enough for its last lines
@@ -223,9 +224,10 @@ def _print_done(report: RunReport, console: Console) -> None:
     if report.metrics.profile:
         print_profile(report.metrics.profile, console, ended=True)
     result = report.metrics.result
+    metric = metric_of([result])
     for split in ("test", "val"):
-        if result.get(f"{split}_accuracy") is not None:
-            console.print(Text(f"{split} accuracy: {result[f'{split}_accuracy']:.4f}", "bold"))
+        if (value := metric.of(result, split)) is not None:
+            console.print(Text(f"{split} {metric.title}: {score_text(value)}", "bold"))
     for line in output_lines(report.folder):
         console.print(Text(line), soft_wrap=True)
 
@@ -261,8 +263,10 @@ def _last_files(report: RunReport) -> list[Path]:
 
 
 def _epoch_table(epochs: Sequence[Mapping[str, Any]], evals: Iterable[Mapping[str, Any]]) -> Table:
-    val = {line["epoch"]: line.get("accuracy") for line in evals if line.get("split") == "val" and "epoch" in line}
-    table = Table("epoch", "seconds", "loss", "val accuracy", title=None, box=None, pad_edge=False)
+    on_val = [line for line in evals if line.get("split") == "val" and "epoch" in line]
+    metric = metric_of(on_val)
+    val = {line["epoch"]: metric.of(line) for line in on_val}
+    table = Table("epoch", "seconds", "loss", f"val {metric.title}", title=None, box=None, pad_edge=False)
     for column in table.columns:
         column.justify = "right"
     skipped = max(0, len(epochs) - _EPOCHS_SHOWN)
@@ -275,9 +279,9 @@ def _epoch_table(epochs: Sequence[Mapping[str, Any]], evals: Iterable[Mapping[st
 
 
 def _epoch_row(line: Mapping[str, Any], val: Mapping[int, float | None]) -> tuple[str, str, str, str]:
-    values = ((line.get("seconds"), ".2f"), (line.get("loss"), ".4f"), (val.get(line["epoch"]), ".4f"))
-    seconds, loss, accuracy = ("–" if value is None else format(value, form) for value, form in values)
-    return str(line["epoch"]), seconds, loss, accuracy
+    seconds = line.get("seconds")
+    loss, score = ("–" if value is None else score_text(value) for value in (line.get("loss"), val.get(line["epoch"])))
+    return str(line["epoch"]), "–" if seconds is None else f"{seconds:.2f}", loss, score
 
 
 def _nodes_of(outcomes: Iterable[Outcome]) -> dict[int, int]:

@@ -24,6 +24,7 @@ from launcher.report.run_folder import (
     read_result,
     registry_folder,
 )
+from launcher.report.task_metric import metric_of
 from launcher.report.verdict import result_words, seconds_words
 from launcher.text import Column, FittedTable, count
 
@@ -119,7 +120,8 @@ class Entry:
     size: str  #: ``3 nodes × 6 ranks``
     state: str
     seconds: float | None  #: duration
-    test_accuracy: float | None
+    metric: str  #: name of the task's metric, such as ``accuracy``
+    test: float | None  #: the metric on the test split
     why: str  #: result, or why the run ended, in one line
     resumed_from: str | None  #: id of the run that was resumed
 
@@ -134,8 +136,10 @@ def entry_of(folder: Path) -> Entry:
     try:
         launch, result, size = LaunchFile.read(folder), read_result(folder), _size(folder)
     except (FleetError, OSError) as error:
-        return Entry(folder.name, str(folder), began(folder), "", "", "damaged", None, None, str(error), None)
+        return Entry(folder.name, str(folder), began(folder), "", "", "damaged", None, "", None, str(error), None)
     state, why = _state(launch, result, has_plan=bool(size))
+    metrics = (result or {}).get("metrics", {})
+    metric = metric_of([metrics])
     return Entry(
         run_id=launch.run_id if launch else folder.name,
         folder=str(folder),
@@ -144,7 +148,8 @@ def entry_of(folder: Path) -> Entry:
         size=size,
         state=state,
         seconds=result.get("seconds") if result else None,
-        test_accuracy=(result or {}).get("metrics", {}).get("test_accuracy"),
+        metric=metric.name,
+        test=metric.of(metrics, "test"),
         why=why,
         resumed_from=launch.resumed_from if launch else None,
     )

@@ -15,6 +15,7 @@ from launcher.plan.model import LaunchPlan, NodePlan
 from launcher.report.ending import hub_was_cut_off, last_attempt
 from launcher.report.report import excluded_names, resume_command
 from launcher.report.run_folder import BEFORE_NODES, FoundRun, LaunchFile, last_sign
+from launcher.report.task_metric import metric_of, score_text
 from launcher.text import count
 
 
@@ -401,14 +402,16 @@ def _what_it_does(alive: Sequence[NodeView]) -> str:
 
 
 def result_words(result: Mapping[str, Any]) -> str:
-    """Return the result of an ended run in a few words: its accuracy or last loss, or its first failure; first whether
+    """Return the result of an ended run in a few words: its metric or last loss, or its first failure; first whether
     a loss was NaN or infinite."""
     first = result.get("first_failure")
     if first:
         return str(first.get("sentence") or first.get("reason", ""))  # older folders have no sentence
     metrics = result.get("metrics", {})
-    names = {"test_accuracy": "test accuracy", "val_accuracy": "val accuracy", "last_loss": "last loss"}
-    scores = (f"{words} {metrics[name]:.4f}" for name, words in names.items() if metrics.get(name) is not None)
+    metric = metric_of([metrics])
+    names = {f"{split} {metric.title}": metric.of(metrics, split) for split in ("test", "val")}
+    names["last loss"] = metrics.get("last_loss")
+    scores = (f"{words} {score_text(value)}" for words, value in names.items() if value is not None)
     broken = ["NaN loss"] if any(finding["kind"] == "nan" for finding in result.get("findings") or ()) else []
     return "; ".join([*broken, *[*scores][:1]])
 

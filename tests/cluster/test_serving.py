@@ -23,7 +23,8 @@ from trainer.core.errors import ServiceError
 from trainer.loader.block_loader import BatchLoader
 from trainer.service.service_keys import ServiceKeys, read_key_file, write_key_file
 from trainer.train.checkpoint import load_checkpoint
-from trainer.train.job import loader_settings, trained_model
+from trainer.train.loaders import loader_settings
+from trainer.train.model import trained_model
 from trainer.train.settings import TrainSettings
 from waiting import wait_until
 

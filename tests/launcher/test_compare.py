@@ -83,7 +83,7 @@ def test_only_differing_keys_are_shown_and_the_best_value_is_marked(tmp_path: Pa
     assert values(comparison, "speed")["from other hosts, an epoch"] == (1e6, 1e6)
     assert best(comparison) == {
         "results test accuracy": (1,), "results last loss": (1,), "step a step": (1,),
-        "loss 1": (1,), "loss 2": (0,), "accuracy 1": (1,), "accuracy 2": (0,),
+        "loss 1": (1,), "loss 2": (0,), "metric 1": (1,), "metric 2": (0,),
     }  # fmt: skip
     assert comparison.notes == ()
 

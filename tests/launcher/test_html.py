@@ -97,7 +97,7 @@ def test_good_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert (file.stat().st_mode & 0o777) == 0o600
     assert all(words in text for words in ("test accuracy", "0.7500", "2.13.0", "node0/rank0", "good"))
     drawn = charts(folder)
-    assert {"loss", "accuracy", "speed", "spent", "bytes", "hits", "timeline"} == set(drawn)
+    assert {"loss", "metric", "speed", "spent", "bytes", "hits", "timeline"} == set(drawn)
     assert [trace["y"][-1] for trace in drawn["loss"]["data"]] == [0.8, 0.333333]
     assert drawn["bytes"]["data"][0]["z"] == [[None, 2700.0], [2700.0, None]]
     assert drawn["hits"]["data"][0]["z"] == [[None, 0.5], [0.5, None]]

@@ -65,9 +65,19 @@ def test_status_shows_the_longest_phase_of_a_step_if_a_rank_reports_it() -> None
 WHY = "rank 1 on node1 (gnn2) raised ValueError: the shapes of the two operands do not agree\nat all " + "x" * 200
 ENTRIES = [
     Entry(
-        "toy-20261121-041349-042e", "/f", 1.0, "c/cluster.yml", "2 nodes × 4 ranks", "failed", 7300.0, None, WHY, None
+        "toy-20261121-041349-042e",
+        "/f",
+        1.0,
+        "c/cluster.yml",
+        "2 nodes × 4 ranks",
+        "failed",
+        7300.0,
+        "accuracy",
+        None,
+        WHY,
+        None,
     ),
-    Entry("toy-20261121-041349-aaaa", "/f", 2.0, "", "", "never started", None, None, "refused", "toy-1"),
+    Entry("toy-20261121-041349-aaaa", "/f", 2.0, "", "", "never started", None, "accuracy", None, "refused", "toy-1"),
 ]
 
 

@@ -1,4 +1,4 @@
-"""Trains with checkpoints at given steps, and kills the process after one of them."""
+"""Trains with checkpoints at given steps, and kills the process, or all ranks of a run, after one of them."""
 
 from __future__ import annotations
 
@@ -8,9 +8,13 @@ import signal
 import time
 from pathlib import Path
 
+from forked import Forked
+from ports import free_port
+from train_kit import command_line, finish, rank_environment
 from trainer.cli import main
 from trainer.train import checkpoint_writer
 from trainer.train.checkpoint_writer import CheckpointSchedule
+from trainer.train.settings import TrainJob
 
 
 def train_until(words: list[str], every: int, last: int, newest: Path, steps: int = 0) -> None:
@@ -32,3 +36,16 @@ def train_until(words: list[str], every: int, last: int, newest: Path, steps: in
 
     checkpoint_writer.CheckpointSchedule.due = due  # type: ignore[method-assign]
     main(words)
+
+
+def killed_run(killed: TrainJob, world_size: int, every: int, last: int) -> Path:
+    """Run all ranks of a training job until they are killed, and return its newest checkpoint."""
+    port, newest = free_port(), killed.run_dir / "checkpoints" / "last.pt"
+    words = command_line(killed)
+    ranks = [
+        Forked(train_until, (words, every, last, newest), rank_environment(rank, world_size, port))
+        for rank in range(world_size)
+    ]
+    for rank in ranks:
+        assert finish(rank).returncode == -signal.SIGKILL
+    return newest

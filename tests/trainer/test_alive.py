@@ -20,7 +20,7 @@ from trainer.nn.models import BlockModel
 from trainer.train.epoch import evaluate, train_epoch
 from trainer.train.metrics import MetricsLog
 from trainer.train.optimize import Optimizers
-from trainer.train.task import NodeClassification
+from trainer.train.tasks.classification import Classification
 
 ALONE = RankGroup(Ranks(), torch.device("cpu"))
 
@@ -86,7 +86,7 @@ def test_training_and_evaluation_hold_at_most_two_batches_at_once(does, tmp_path
     loader = Counted(parts_of(homo_data(), 1), LoaderSettings("train", (3, 2), 4), 0, RankLayout.single(1))
     loader.census = Census()
     width = next(iter(loader.epoch(9))).x.shape[1]
-    model, task = BlockModel([SAGEConv(width, 8), SAGEConv(8, 64)], 0.0), NodeClassification(64)
+    model, task = BlockModel([SAGEConv(width, 8), SAGEConv(8, 64)], 0.0), Classification(64)
     loader.census = Census()
     assert len(loader) > 4
     if does == "train":

@@ -43,13 +43,14 @@ def made(epoch: int = 3, best_epoch: int | None = 2, **settings: Any) -> Checkpo
     model(torch.randn(4, 3)).sum().backward()
     optimizer.step()
     tables = {"author": torch.rand(9, 2)}
-    best = None if best_epoch is None else BestEpoch(best_epoch, 0.75, model.state_dict(), tables)
+    best = None if best_epoch is None else BestEpoch(best_epoch, {"accuracy": 0.75}, model.state_dict(), tables)
     return Checkpoint(
         epoch=epoch,
         model=model.state_dict(),
         optimizer=optimizer.state_dict(),
         settings=settings_record(TrainSettings(**settings)),
         graph=GRAPH,
+        task={"kind": "classification", "outputs": 3},
         step_loss=tuple(torch.rand(5, dtype=torch.float64) for _ in range(epoch)),
         best=best,
         embedding={"tables": tables, "optimizer_rows": {}, "optimizer_rest": {"step": epoch}},
@@ -63,7 +64,7 @@ def test_a_checkpoint_is_loaded_as_saved(tmp_path: Path) -> None:
     for file in (path, path.with_name("last.pt")):
         loaded = load_checkpoint(file)
         assert loaded.epoch == 3 and loaded.settings == saved.settings and loaded.graph == saved.graph
-        assert loaded.best is not None and (loaded.best.epoch, loaded.best.val_accuracy) == (2, 0.75)
+        assert loaded.best is not None and (loaded.best.epoch, loaded.best.metrics) == (2, {"accuracy": 0.75})
         torch.testing.assert_close(dict(loaded.model), dict(saved.model), atol=0, rtol=0)
         torch.testing.assert_close(dict(loaded.best.model), dict(saved.best.model), atol=0, rtol=0)
         torch.testing.assert_close(loaded.best.embedding, saved.best.embedding, atol=0, rtol=0)
@@ -131,7 +132,7 @@ def test_a_file_that_is_no_checkpoint_is_refused(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match="cut.pt is damaged, or not a checkpoint"):
         load_checkpoint(cut)
     torch.save({"epoch": 3}, cut)
-    with pytest.raises(CheckpointError, match="cut.pt is not a gnnfleet-checkpoint of version 3"):
+    with pytest.raises(CheckpointError, match="cut.pt is not a gnnfleet-checkpoint of version 4"):
         load_checkpoint(cut)
     torch.save({"format": module.FORMAT, "version": module.VERSION, "run": os.system}, cut)
     with pytest.raises(CheckpointError, match="cut.pt is damaged, or not a checkpoint"):
@@ -183,15 +184,19 @@ def test_the_newest_files_within_an_epoch_are_kept_until_the_epoch_is_done(tmp_p
 
 def test_a_file_of_an_earlier_version_can_be_read(tmp_path: Path) -> None:
     content = {"format": module.FORMAT, "version": 2, **made().content()}
-    del content["partial"], content["draws"]
+    del content["partial"], content["draws"], content["task"]
+    content["best"]["val_accuracy"] = content["best"].pop("metrics")["accuracy"]
     torch.save(content, tmp_path / "old.pt")
-    assert load_checkpoint(tmp_path / "old.pt").position == (3, 0)
+    loaded = load_checkpoint(tmp_path / "old.pt")
+    assert loaded.position == (3, 0) and loaded.task == {"kind": "classification", "outputs": 3}
+    assert loaded.best is not None and loaded.best.metrics == {"accuracy": 0.75}
 
 
 def test_a_run_whose_samples_were_drawn_in_another_way_cannot_be_resumed() -> None:
     with pytest.raises(CheckpointError, match="the version of the random draws is 2, in the checkpoint 0"):
-        check_fits(dataclasses.replace(made(), draws=0), TrainSettings(), GRAPH, "last.pt")
-    check_fits(dataclasses.replace(made(), draws=1), TrainSettings(), GRAPH, "last.pt")  # draws nodes as version 2 does
+        check_fits(dataclasses.replace(made(), draws=0), TrainSettings(), GRAPH, "last.pt", "classification")
+    # draws nodes as version 2 does
+    check_fits(dataclasses.replace(made(), draws=1), TrainSettings(), GRAPH, "last.pt", "classification")
 
 
 def test_what_a_killed_process_was_writing_is_deleted(tmp_path: Path) -> None:
@@ -222,7 +227,7 @@ def test_every_difference_to_the_run_is_named() -> None:
     saved = made(hidden=64, fanouts=(5, 5), seed=1)
     larger = {**GRAPH, "num_nodes": {"author": 9, "paper": 10}, "target": "author"}
     with pytest.raises(CheckpointError) as refused:
-        check_fits(saved, TrainSettings(hidden=32, fanouts=(5, 4)), larger, "last.pt")
+        check_fits(saved, TrainSettings(hidden=32, fanouts=(5, 4)), larger, "last.pt", "regression")
     message = str(refused.value)
     differences = ("hidden is 32, in the checkpoint 64", "fanouts is (5, 4), in the checkpoint (5, 5)")
     for difference in (*differences, "seed is 0, in the checkpoint 1"):
@@ -234,6 +239,7 @@ def test_every_difference_to_the_run_is_named() -> None:
 def test_settings_that_do_not_change_the_loss_curve_may_differ() -> None:
     other = TrainSettings(epochs=99, eval_every=5, sampler_threads=4, timeout=5.0, resume="last.pt", layers=3)
     recut = graph_record(dataclasses.replace(MANIFEST, num_parts=4, fingerprint="g"), "paper")
-    check_fits(made(), other, recut, "last.pt")  # raises for any difference that changes the loss curve
+    # raises for any difference that changes the loss curve
+    check_fits(made(), other, recut, "last.pt", "classification")
     with pytest.raises(CheckpointError, match="of another run: lr is 0.5, in the checkpoint 0.004$"):
-        check_fits(made(), dataclasses.replace(other, lr=0.5), recut, "last.pt")
+        check_fits(made(), dataclasses.replace(other, lr=0.5), recut, "last.pt", "classification")

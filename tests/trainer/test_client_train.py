@@ -57,12 +57,12 @@ def test_one_client_trains_and_infers_as_one_process_with_all_parts(parts, serve
     expected = train(on_one_process)
     monkeypatch.setenv("NODE_RANK", "2")
     found = train(on_client)
-    assert found.test_accuracy == expected.test_accuracy
+    assert found.test == expected.test
     assert curve(on_client.run_dir) == curve(on_one_process.run_dir)
     assert [line["remote_share"] for line in metrics(on_client.run_dir, "epoch")] == [1.0, 1.0]
     checkpoint = on_one_process.run_dir / "checkpoints" / "last.pt"
     scores = infer(InferJob(checkpoint, None, tmp_path / "out-client", (), cluster))
-    assert scores.accuracy == infer(InferJob(checkpoint, parts, tmp_path / "out-local")).accuracy
+    assert scores.metrics == infer(InferJob(checkpoint, parts, tmp_path / "out-local")).metrics
     for part in range(4):
         for name in ("logits.npy", "orig_id.npy"):
             ours, theirs = (np.load(tmp_path / f"out-{of}" / f"part{part}" / name) for of in ("client", "local"))

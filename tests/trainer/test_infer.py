@@ -24,7 +24,8 @@ from trainer.partition.write import write_partition
 from trainer.store.manifest import read_manifest
 from trainer.train.checkpoint import load_checkpoint
 from trainer.train.infer import infer
-from trainer.train.job import train, trained_model
+from trainer.train.job import train
+from trainer.train.model import trained_model
 from trainer.train.settings import InferJob
 
 MODELS = {"sage": False, "gcn": False, "gat": False, "rgcn": True, "hgt": True, "rsage": True}
@@ -76,9 +77,9 @@ def test_logits_equal_those_of_sampling_all_neighbours(model: str, trained: Path
     for node, row in sampled_logits(parts, checkpoint).items():
         np.testing.assert_allclose(logits[node], row, atol=1e-4, rtol=1e-4)
     ended = metrics(trained / model, "result")[0]
-    assert result.accuracy["test"] == pytest.approx(ended["test_accuracy"])
-    assert result.accuracy["val"] == pytest.approx(ended["val_accuracy"])
-    assert json.loads((tmp_path / "infer.json").read_text())["accuracy"] == dict(result.accuracy)
+    assert result.metrics["test"]["accuracy"] == pytest.approx(ended["test_accuracy"])
+    assert result.metrics["val"]["accuracy"] == pytest.approx(ended["val_accuracy"])
+    assert json.loads((tmp_path / "infer.json").read_text())["metrics"] == dict(result.metrics)
     assert not list(tmp_path.glob(".layers*"))
 
 
@@ -106,12 +107,12 @@ def test_the_command_prints_the_accuracy(trained: Path, tmp_path: Path, capsys: 
     assert ended.value.code == 0
     printed = capsys.readouterr().out
     test = metrics(trained / "sage", "result")[0]["test_accuracy"]
-    assert printed.startswith("600 node nodes, weights of epoch ") and f"test {test:.4f}" in printed
+    assert printed.startswith("600 nodes of node, weights of epoch ") and f"test accuracy {test:.4f}" in printed
 
 
 def test_a_checkpoint_of_another_graph_is_refused(trained: Path, tmp_path: Path) -> None:
     checkpoint = trained / "sage" / "checkpoints" / "last.pt"
-    with pytest.raises(CheckpointError, match="graph, synthetic: .* 'node' nodes; synthetic-hetero has only"):
+    with pytest.raises(CheckpointError, match="graph, synthetic: its model is for 'node'; synthetic-hetero has only"):
         infer(InferJob(checkpoint, trained / "hetero", tmp_path), Ranks())
 
 

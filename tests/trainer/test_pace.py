@@ -22,7 +22,7 @@ from trainer.train.epoch import train_epoch
 from trainer.train.metrics import MetricsLog
 from trainer.train.optimize import Optimizers
 from trainer.train.step_timing import StepTimer
-from trainer.train.task import NodeClassification
+from trainer.train.tasks.classification import Classification
 
 ALONE = RankGroup(Ranks(), torch.device("cpu"))
 
@@ -87,7 +87,7 @@ def one_epoch(batches: FewBatches, epoch: int, run_dir: Path) -> None:
     model = BlockModel([SAGEConv(5, 2)], 0.0)
     optimizers = Optimizers(torch.optim.Adam(model.parameters()))
     with MetricsLog(run_dir, 0) as log:
-        train_epoch(model, NodeClassification(2), optimizers, batches, epoch, ALONE, log)
+        train_epoch(model, Classification(2), optimizers, batches, epoch, ALONE, log)
 
 
 def test_the_progress_file_has_epoch_and_step(tmp_path: Path) -> None:

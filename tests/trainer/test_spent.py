@@ -26,7 +26,7 @@ from trainer.train.epoch import EpochReport, train_epoch
 from trainer.train.metrics import KINDS, MetricsLog
 from trainer.train.optimize import Optimizers
 from trainer.train.step_timing import BatchWait, DeviceClock, Phase, StepTimes, behind, traffic
-from trainer.train.task import NodeClassification
+from trainer.train.tasks.classification import Classification
 
 SLEEP = 0.02
 WORK = Cost(remote_bytes=100, rows=10, remote_rows=6, cached_rows=2, sample_s=0.1, gather_s=0.1, wait_s=0.2)
@@ -79,7 +79,7 @@ def one_epoch(
     model = model or Sleeps()
     optimizers = Optimizers(optimizer(model.parameters(), lr=0.1))
     with MetricsLog(run_dir, 0) as log:
-        return train_epoch(model, NodeClassification(2), optimizers, batches, 1, ALONE, log)
+        return train_epoch(model, Classification(2), optimizers, batches, 1, ALONE, log)
 
 
 SLOW: dict[str, Any] = {
@@ -149,7 +149,7 @@ def rank_with_a_peer(run_dir: Path) -> None:
     group = RankGroup(Ranks(rank=rank, world_size=2, local_world_size=2, local_rank=rank), torch.device("cpu"))
     optimizers = Optimizers(torch.optim.SGD(model.parameters(), lr=0.1))
     with MetricsLog(run_dir, rank) as log:
-        report = train_epoch(model, NodeClassification(2), optimizers, Batches(), 1, group, log)
+        report = train_epoch(model, Classification(2), optimizers, Batches(), 1, group, log)
         log.write("epoch", **report.line)
     dist.barrier()
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import random
-import signal
 from pathlib import Path
 from typing import Any
 
@@ -11,15 +10,12 @@ import numpy as np
 import pytest
 import torch
 
-from forked import Forked
-from kill_kit import train_until
-from ports import free_port
-from train_kit import command_line, curve, finish, job, metrics, rank_environment, run_ranks, write_parts
+from kill_kit import killed_run
+from train_kit import curve, job, metrics, run_ranks, write_parts
 from trainer.core.ranks import RankGroup, Ranks
 from trainer.train.checkpoint import load_checkpoint, position_of
 from trainer.train.checkpoint_writer import SHARE, CheckpointSchedule
 from trainer.train.job import train
-from trainer.train.settings import TrainJob
 
 ALONE = RankGroup(Ranks(), torch.device("cpu"))
 
@@ -54,19 +50,6 @@ def undisturbed(kind: str, parts: Path, tmp_path_factory: pytest.TempPathFactory
     losses = curve(folder)
     assert len(losses) == EPOCHS * STEPS
     return losses
-
-
-def killed_run(killed: TrainJob, world_size: int, every: int, last: int) -> Path:
-    """Run all ranks of a training job until they are killed, and return its newest checkpoint."""
-    port, newest = free_port(), killed.run_dir / "checkpoints" / "last.pt"
-    words = command_line(killed)
-    ranks = [
-        Forked(train_until, (words, every, last, newest), rank_environment(rank, world_size, port))
-        for rank in range(world_size)
-    ]
-    for rank in ranks:
-        assert finish(rank).returncode == -signal.SIGKILL
-    return newest
 
 
 @pytest.mark.parametrize("draw", [0, pytest.param(1, marks=pytest.mark.slow)])

@@ -34,7 +34,7 @@ from trainer.train.job import train
 from trainer.train.metrics import MetricsLog
 from trainer.train.optimize import Optimizers
 from trainer.train.settings import TrainSettings
-from trainer.train.task import NodeClassification
+from trainer.train.tasks.classification import Classification
 
 ALONE = RankGroup(Ranks(), torch.device("cpu"))
 MODELS = ("sage", "gcn", "gat")
@@ -101,7 +101,7 @@ def test_resuming_a_finished_run_only_evaluates(
     capsys.readouterr()
     train(job(parts, tmp_path, epochs=2, resume=str(alone / "sage" / "checkpoints" / "last.pt")), Ranks())
     said = capsys.readouterr().out.splitlines()
-    assert said[0] == "nothing to train: the checkpoint is at epoch 2 of 2; increase --epochs to train further"
+    assert said[1] == "nothing to train: the checkpoint is at epoch 2 of 2; increase --epochs to train further"
     ended, before = (metrics(folder, "result")[0] for folder in (tmp_path, alone / "sage"))
     assert ended["test_accuracy"] == before["test_accuracy"] and ended["epoch_seconds"] == []
 
@@ -152,12 +152,12 @@ def test_a_nan_loss_names_epoch_and_step(tmp_path: Path) -> None:
     model = BlockModel([SAGEConv(5, 2)], 0.0)
     optimizers = Optimizers(torch.optim.Adam(model.parameters()))
     with MetricsLog(tmp_path, 0) as log, pytest.raises(TrainingError, match="loss is nan in epoch 4 at step 2"):
-        train_epoch(model, NodeClassification(2), optimizers, FewBatches(bad_step=2), 4, ALONE, log)
+        train_epoch(model, Classification(2), optimizers, FewBatches(bad_step=2), 4, ALONE, log)
 
 
 def test_a_nan_output_gives_no_score() -> None:
     with pytest.raises(TrainingError, match="output is NaN on seeds of an evaluation split"):
-        evaluate(BlockModel([SAGEConv(5, 2)], 0.0), NodeClassification(2), FewBatches(bad_step=1), ALONE)
+        evaluate(BlockModel([SAGEConv(5, 2)], 0.0), Classification(2), FewBatches(bad_step=1), ALONE)
 
 
 NODES = np.arange(12)
@@ -193,8 +193,8 @@ def test_unusual_graphs_train(name: str, model: str, tmp_path: Path) -> None:
     result = train(job(parts, tmp_path, model=model, batch_size=3, fanouts=(2, 2), hidden=8), Ranks())
     splits = TRAINABLE[name][2]
     assert len(result.step_loss[0]) == -(-len(splits["train"]) // 3) and torch.isfinite(result.step_loss[0]).all()
-    assert (result.val_accuracy is not None) == (len(splits.get("val", ())) > 0)
-    assert (result.test_accuracy is not None) == ("test" in splits)
+    assert (result.val is not None) == (len(splits.get("val", ())) > 0)
+    assert (result.test is not None) == ("test" in splits)
 
 
 @pytest.mark.parametrize(
@@ -219,10 +219,10 @@ def test_the_loop_accepts_any_model_and_loader(tmp_path: Path) -> None:
     settings = TrainSettings(epochs=30, lr=0.05, fanouts=(2,), eval_every=10, checkpoint_every=0)
     loaders = {"train": FewBatches(seeds=64), "val": FewBatches(seeds=64)}
     with MetricsLog(tmp_path, 0) as log:
-        result = Fit(settings, model, NodeClassification(2), loaders, ALONE, log, tmp_path / "checkpoints", {}).run()
-    assert evaluate(model, NodeClassification(2), FewBatches(seeds=64), ALONE).accuracy > 0.9
+        result = Fit(settings, model, Classification(2), loaders, ALONE, log, tmp_path / "checkpoints", {}).run()
+    assert evaluate(model, Classification(2), FewBatches(seeds=64), ALONE).metrics["accuracy"] > 0.9
     assert [line["epoch"] for line in metrics(tmp_path, "eval")] == [10, 20, 30]
-    assert result.test_accuracy is None and result.checkpoint == tmp_path / "checkpoints" / "epoch-0030.pt"
+    assert result.test is None and result.checkpoint == tmp_path / "checkpoints" / "epoch-0030.pt"
     assert {path.name for path in result.checkpoint.parent.iterdir()} == {"epoch-0030.pt", "last.pt"}
 
 
@@ -230,7 +230,7 @@ def test_step_lines_are_rate_limited(tmp_path: Path) -> None:
     model = BlockModel([SAGEConv(5, 2)], 0.0)
     optimizers = Optimizers(torch.optim.SGD(model.parameters()))
     with MetricsLog(tmp_path, 0) as log:
-        train_epoch(model, NodeClassification(2), optimizers, FewBatches(steps=50), 1, ALONE, log)
+        train_epoch(model, Classification(2), optimizers, FewBatches(steps=50), 1, ALONE, log)
     lines = metrics(tmp_path, "step")
     assert all(later["t"] - earlier["t"] > 0.99 for earlier, later in zip(lines, lines[1:], strict=False))
     assert lines[0].keys() == {

@@ -94,8 +94,8 @@ def test_rows_of_featureless_nodes_are_learnt(tmp_path: Path) -> None:
     common: dict[str, Any] = {"model": "rsage", "epochs": 8, "hidden": 4, "lr": 0.01, "fanouts": (-1,)}
     learnt = train(job(tmp_path / "parts", tmp_path / "learnt", **common, embedding_lr=0.1), Ranks())
     still = train(job(tmp_path / "parts", tmp_path / "still", **common, embedding_lr=1e-9), Ranks())
-    assert learnt.test_accuracy is not None and still.test_accuracy is not None
-    assert learnt.test_accuracy > 0.9 > 0.8 > still.test_accuracy
+    assert learnt.test is not None and still.test is not None
+    assert learnt.test["accuracy"] > 0.9 > 0.8 > still.test["accuracy"]
 
 
 def split_of(count: int) -> dict[str, np.ndarray]:
@@ -110,8 +110,13 @@ WRITES = ("author", "writes", "paper")
 @pytest.mark.parametrize(
     "labelled,settings,error,message",
     [
-        ((), {}, DataError, "typed: no node type has both class labels y and a train split with seeds"),
-        (("author", "paper"), {}, SettingsError, "typed: author, paper can all be classified; choose one as target"),
+        ((), {}, DataError, "typed: no node type has both labels y and a train split with seeds"),
+        (
+            ("author", "paper"),
+            {},
+            SettingsError,
+            "typed: author, paper all have labels y and a train split; choose one",
+        ),
         (("paper",), {"target": "venue"}, SettingsError, "target is 'venue'; typed has author, paper"),
         (("paper",), {"target": "author"}, DataError, "typed: nodes of type author have no y; training needs labels y"),
         (("paper",), {"model": "sage"}, SettingsError, "model 'sage' is for homogeneous graphs"),

@@ -23,6 +23,7 @@ class Block:
     indptr: Tensor  #: int32 [num_dst + 1]
     indices: Tensor  #: int32 [num_edges], the source of each edge
     num_src: int  #: number of source nodes
+    edge_attr: Tensor | None = None  #: float32 [num_edges, d], features of the edges, if the loader gathers them
 
     @property
     def num_dst(self) -> int:
@@ -31,7 +32,8 @@ class Block:
     def to(self, device: torch.device, non_blocking: bool = False) -> Block:
         """Copy the block to ``device``. torch_geometric's ``Data.to`` calls this method too."""
         indptr, indices = (part.to(device, non_blocking=non_blocking) for part in (self.indptr, self.indices))
-        return replace(self, indptr=indptr, indices=indices)
+        attr = None if self.edge_attr is None else self.edge_attr.to(device, non_blocking=non_blocking)
+        return replace(self, indptr=indptr, indices=indices, edge_attr=attr)
 
 
 @dataclass(frozen=True)
@@ -59,6 +61,26 @@ class KeptRows:
 
 
 @dataclass(frozen=True)
+class LinkEnds:
+    """The links of a batch of link prediction, as positions among the seed nodes of their types.
+
+    The seed nodes of such a batch are the distinct ends of its links and negatives; ``num_seeds`` counts the links.
+    """
+
+    source: NodeType
+    target: NodeType
+    src: Tensor  #: int64 [num_seeds], source of each link
+    dst: Tensor  #: int64 [num_seeds], target of each link
+    negatives: Tensor  #: int64 [m], other nodes of the target type, the same for all links of the step
+
+    def to(self, device: torch.device, non_blocking: bool = False) -> LinkEnds:
+        """Copy the positions to ``device``."""
+        parts = (ids.to(device, non_blocking=non_blocking) for ids in (self.src, self.dst, self.negatives))
+        src, dst, negatives = parts
+        return replace(self, src=src, dst=dst, negatives=negatives)
+
+
+@dataclass(frozen=True)
 class Batch:
     """One rank's share of one training step on a homogeneous graph.
 
@@ -78,6 +100,7 @@ class Batch:
     degree: Tensor | None = None  #: int64 [n], in-degree in the whole graph; only for models that need it
     kept: KeptRows | None = None  #: rows that are cached on the device and not copied
     cost: Cost = Cost()  #: bytes, rows and seconds spent on making the batch
+    links: LinkEnds | None = None  #: in link prediction; seeds are then links, and ``y`` is None
 
     def to(self, device: torch.device, non_blocking: bool = False) -> Batch:
         """Return the batch with all tensors on ``device``, and with the rows of all nodes in ``x``."""
@@ -96,12 +119,13 @@ class Batch:
             input_id=moved(self.input_id),
             blocks=tuple(block.to(device, non_blocking) for block in self.blocks),
             degree=None if self.degree is None else moved(self.degree),
+            links=self.links and self.links.to(device, non_blocking),
         )
 
 
 @dataclass(frozen=True)
 class HeteroBatch:
-    """One rank's share of one training step on a heterogeneous graph. All seeds are of the type ``target``.
+    """One rank's share of one training step on a heterogeneous graph. All seeds are of the type ``target``, or links.
 
     ``blocks[0]`` is the input of the first layer. Each layer corresponds to one sampling hop, and has one block per
     edge type. The targets of a block are the nodes of the target type that were in the batch before the hop. The
@@ -122,6 +146,7 @@ class HeteroBatch:
     num_nodes: Mapping[NodeType, tuple[int, ...]]  #: [hops + 1] for each type, cumulative
     kept: Mapping[NodeType, KeptRows] = field(default_factory=dict)  #: rows that are cached on the device
     cost: Cost = Cost()  #: bytes, rows and seconds spent on making the batch
+    links: LinkEnds | None = None  #: in link prediction; seeds are then links, and ``y`` is None
 
     def to(self, device: torch.device, non_blocking: bool = False) -> HeteroBatch:
         """Return the batch with all tensors on ``device``, and with the rows of all nodes in ``x``."""
@@ -142,4 +167,5 @@ class HeteroBatch:
             y=None if self.y is None else moved(self.y),
             input_id=moved(self.input_id),
             blocks=tuple({of: block.to(device, non_blocking) for of, block in layer.items()} for layer in self.blocks),
+            links=self.links and self.links.to(device, non_blocking),
         )

@@ -13,9 +13,12 @@ from trainer.core.arrays import Array
 from trainer.core.errors import DataError
 from trainer.core.rng import GOLDEN, hashed
 from trainer.core.schema import EdgeType, type_name
+from trainer.core.texts import encode_texts
 from trainer.data.dataset import Dataset, EdgeData
 
 VAL_LINKS, TEST_LINKS = "val_links", "test_links"  #: names of graph attributes, int64 [2, n], original ids
+
+HELD_OUT = "held_out_type"  #: graph attribute with the links' edge type, uint8 [1, bytes] (``encode_texts``)
 
 _Flags = npt.NDArray[np.bool_]
 
@@ -35,6 +38,8 @@ class HoldOut(Protocol):
 
 def hold_out_links(dataset: Dataset, options: HoldOut) -> Dataset:
     """Move some links of the edge type ``hold_out`` to the graph attributes ``val_links`` and ``test_links``.
+
+    The graph attribute ``held_out_type`` names the edge type.
 
     The options state the shares of the links to move. A hash of source and target decides whether a link is moved, so
     all copies of an edge are moved together, and so are both directions if the ends have the same node type. Self loops
@@ -59,7 +64,7 @@ def hold_out_links(dataset: Dataset, options: HoldOut) -> Dataset:
         val, test = chosen.of(edges[back].edge_index[::-1])
         edges[back] = _kept(edges[back], ~(val | test))
     notes = _remove_from_other_reverses(edges, of, np.concatenate(list(links.values()), axis=1))
-    attrs = {**dataset.graph_attrs, **links}
+    attrs = {**dataset.graph_attrs, **links, HELD_OUT: encode_texts([type_name(of)])}
     return replace(dataset, edges=edges, graph_attrs=attrs, notes=(*dataset.notes, *notes))
 
 
@@ -117,7 +122,7 @@ def _check(dataset: Dataset, options: HoldOut) -> None:
             f"{dataset.name}: options hold_out_val={shares[0]:g} and hold_out_test={shares[1]:g} must be shares of the "
             "links, none negative, together more than 0 and less than 1"
         )
-    if existing := {VAL_LINKS, TEST_LINKS} & set(dataset.graph_attrs):
+    if existing := {VAL_LINKS, TEST_LINKS, HELD_OUT} & set(dataset.graph_attrs):
         raise DataError(
             f"{dataset.name}: graph attribute {sorted(existing)[0]} already exists; leave out option hold_out, or "
             "rename it"

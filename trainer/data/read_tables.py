@@ -23,6 +23,8 @@ from trainer.data.table_columns import (
     code_sql,
     id_sql,
     ids_are_integers,
+    label_sql,
+    list_type,
     scale_note,
     standardized,
     time_sql,
@@ -34,6 +36,8 @@ from trainer.data.table_options import SPLITS, EdgeTable, NodeTable, Table, Tabl
 _CHUNK = 32 << 20  #: bytes of an array that are read from the database at once
 
 _LONGEST_ID = 1024  #: bytes
+
+COLUMNS = "columns"  #: last word of graph attributes with the names of the columns of ``y``, uint8 [columns, bytes]
 
 CATEGORIES = "categories"  #: last word of graph attributes with the texts of codes, uint8 [number of codes, bytes]
 
@@ -107,7 +111,7 @@ class _Conversion:
         columns = self._columns(of, table, scan, "x")
         id_dtype = np.dtype(np.int64) if self.integers[of] else None
         columns.append(_Column("id", [("id", id_sql(scan, table.id, self.integers[of]))], id_dtype))
-        if table.label is not None:
+        if table.label:
             columns.append(self._label(of, table.label, scan))
         selected = ["row_number() OVER () - 1 AS number", *_selected(columns)]
         if isinstance(table.split, str):
@@ -139,8 +143,13 @@ class _Conversion:
                 f"{scan.place(first)}, and {scan.place(again)}; every node needs one row"
             )
 
-    def _label(self, of: NodeType, column: str, scan: Scan) -> _Column:
-        scan.check_column(column, "label")
+    def _label(self, of: NodeType, names: Sequence[str], scan: Scan) -> _Column:
+        """Return ``y``: class labels of one column, or numbers (float32, NaN for empty values)."""
+        column = names[0]
+        for name in names:
+            scan.check_column(name, "label")
+        if len(names) > 1 or list_type(scan.types[column]) is not None:
+            return self._label_matrix(of, names, scan)
         number = f"TRY_CAST({quoted(column)} AS DOUBLE)"
         if scan.types[column] == "BOOLEAN":
             number = f"CAST(CAST({quoted(column)} AS TINYINT) AS DOUBLE)"
@@ -149,11 +158,20 @@ class _Conversion:
             f"bool_and({number} = floor({number}) AND {number} >= -1) FROM {scan.sql}",
             scan.where,
         )[0]
-        if numbers and whole:
+        plain = self.options.num_classes == 0 and self.options.target in (None, of)  # numbers, not classes
+        if numbers and whole and not plain:
             return _Column("y", [("y", f"coalesce(CAST({number} AS BIGINT), -1)")], np.dtype(np.int64))
         if numbers:
             return _Column("y", [("y", f"coalesce({number}, 'NaN')")], np.dtype(np.float32))
         return self._codes(of, "y", column, scan, "label")
+
+    def _label_matrix(self, of: NodeType, names: Sequence[str], scan: Scan) -> _Column:
+        """Return ``y`` of several columns, or of lists: float32 [N, D], NaN for empty values."""
+        columns = [NumberColumn(name, *label_sql(scan, name), whole=False) for name in names]
+        if len(names) > 1:
+            prefix = f"{of}__" if self.hetero else ""
+            self.names[f"{prefix}y__{COLUMNS}"] = encode_texts(names)
+        return _numbers("y", columns, np.float32)
 
     def _codes(self, of: NodeType | EdgeType, name: str, column: str, scan: Scan, role: str) -> _Column:
         texts = categories(scan, column, role)
@@ -167,13 +185,14 @@ class _Conversion:
     @staticmethod
     def _check_labelled(table: NodeTable, scan: Scan) -> None:
         """Raise ``DataError`` if a node of a split has no label."""
-        if table.label is None or not isinstance(table.split, str):
+        if not table.label or not isinstance(table.split, str):
             return
         scan.check_column(table.split, "split")
-        bad = f"{quoted(table.label)} IS NULL AND {quoted(table.split)} IS NOT NULL"
+        empty = " AND ".join(f"{quoted(name)} IS NULL" for name in table.label)
+        bad = f"{empty} AND {quoted(table.split)} IS NOT NULL"
         ((count,),) = scan.database.rows(f"SELECT count(*) FILTER (WHERE {bad}) FROM {scan.sql}", scan.where)
         if count:
-            at = scan.first([table.label, table.split], bad)
+            at = scan.first([*table.label, table.split], bad)
             raise DataError(f"{at} ({count:,} such rows), but the row has a {table.split}; only nodes with a label can")
 
     @staticmethod
@@ -369,7 +388,7 @@ class _Column:
 
 
 def _numbers(name: str, columns: Sequence[NumberColumn], dtype: Any) -> _Column:
-    matrix = name in ("x", "edge_attr") or any(column.width for column in columns)
+    matrix = name in ("x", "edge_attr") or len(columns) > 1 or any(column.width for column in columns)
     narrow = np.dtype(dtype) == np.float32
     named = [
         (f"{name}.{k}", f"CAST({column.sql} AS FLOAT)" if narrow and not column.width else column.sql)
@@ -397,7 +416,10 @@ def _ranges(count: int, row_bytes: int) -> Iterator[tuple[int, int]]:
 
 def _drawn(shares: Mapping[str, float], y: RawArray | None, count: int) -> dict[str, Array]:
     """Draw the nodes of each split among those with a label; always the same ones."""
-    nodes = np.arange(count) if y is None or y.values.dtype.kind == "f" else np.flatnonzero(np.asarray(y.values) >= 0)
+    nodes = np.arange(count)
+    if y is not None:
+        values = np.asarray(y.values).reshape(count, -1)
+        nodes = nodes[(~np.isnan(values) if values.dtype.kind == "f" else values >= 0).any(1)]
     order, found, begin = np.random.default_rng(0).permutation(nodes), {}, 0
     for name, share in shares.items():
         size = round(share * len(nodes))

@@ -146,6 +146,32 @@ def _check_lists(scan: Scan, name: str, role: str) -> int:
     return int(low or 0)
 
 
+def label_sql(scan: Scan, name: str) -> tuple[str, int]:
+    """Return SQL of a label, DOUBLE or FLOAT[], and the length of its lists (0: not a list). Empty values become NaN.
+
+    Raises ``DataError`` for texts, and for lists of different lengths.
+    """
+    column, element = quoted(name), list_type(scan.types[name])
+    if element is None:
+        number = as_double(name, scan.types[name])
+        wrong = f"{column} IS NOT NULL AND {number} IS NULL"
+        ((count,),) = scan.database.rows(f"SELECT count(*) FILTER (WHERE {wrong}) FROM {scan.sql}", scan.where)
+        if count:
+            at = scan.first([name], wrong)
+            raise DataError(f"{at} ({count:,} such rows); several columns of labels of {scan.where} must be numbers")
+        return f"coalesce({number}, 'NaN')", 0
+    if not is_number_type(element):
+        raise DataError(
+            f"{scan.where}: label {name!r} is {scan.types[name]}, expected numbers, texts or lists of numbers"
+        )
+    ((low, high),) = scan.database.rows(f"SELECT min(len({column})), max(len({column})) FROM {scan.sql}", scan.where)
+    if low != high or not high:
+        at = scan.first([name], f"len({column}) != {high}" if low != high else f"coalesce(len({column}), 0) = 0")
+        raise DataError(f"{at}; the lists in {name} have {low or 0} to {high or 0} numbers, and all must have as many")
+    known = f"[coalesce(v, 'NaN'::FLOAT) FOR v IN CAST({column} AS FLOAT[])]"
+    return f"coalesce({known}, ['NaN'::FLOAT FOR v IN range({high})])", int(high)
+
+
 def standardized(scan: Scan, columns: Sequence[NumberColumn]) -> list[NumberColumn]:
     """Return the columns, those that are not lists with mean 0 and standard deviation 1 (a constant becomes 0)."""
     found = dict(zip([column.name for column in columns], columns, strict=True))

@@ -39,7 +39,8 @@ class NodeTable(Table):
     """The nodes of one type; a row is a node, numbered in the order of the rows."""
 
     id: str = ""  #: column that names the node, unique
-    label: str | None = None  #: integers from 0, texts (classes in alphabetical order), or other numbers
+    #: integers from 0, texts (classes in alphabetical order), or other numbers; several columns: numbers side by side
+    label: tuple[str, ...] = ()
     split: str | Mapping[str, float] | None = None  #: column with train, val, test; or the share of nodes of each
 
 

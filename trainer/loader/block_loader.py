@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import TypeAlias
@@ -14,16 +15,17 @@ from torch import Tensor
 from trainer.core.arrays import Array, Ids
 from trainer.core.batch import Batch, Block, HeteroBatch, KeptRows
 from trainer.core.errors import SettingsError
-from trainer.core.schema import HOMO_EDGE, HOMO_NODE, AnyType, EdgeType, NodeType
+from trainer.core.schema import HOMO_EDGE, HOMO_NODE, AnyType, EdgeType, NodeType, type_name
 from trainer.graph.device import DeviceRows, as_tensor
 from trainer.graph.open import Graph
 from trainer.graph.prefetch import ordered_ahead
 from trainer.graph.seed_order import OTHER_STREAM, STREAMS, RankLayout, SeedOrder, SeedShare, shares
 from trainer.loader.arguments import time_level
-from trainer.sampler.multi_hop import cut_block
+from trainer.sampler.multi_hop import block_edges, cut_block
 from trainer.sampler.settings import check_settings
 from trainer.sampler.subgraph_sampler import SampledBatch, SubgraphSampler
 from trainer.sampler.types import RowRequest, SampledSubgraph, SampleSettings, SeedSet, TimeRule
+from trainer.store.manifest import AttrSpec, Manifest
 
 AnyBatch: TypeAlias = Batch | HeteroBatch
 
@@ -49,6 +51,7 @@ class LoaderSettings:
         time_attr: Integer attribute of nodes or edges; neighbours later than their seed are not sampled.
         last: With ``time_attr``: take the latest neighbours instead of drawing.
         disjoint: Sample a subgraph of its own for each seed. Implied by ``time_attr``.
+        edge_attr: Edge attribute [E] or [E, d] that blocks have as ``edge_attr``, of the edge types that have it.
     """
 
     split: str
@@ -66,51 +69,25 @@ class LoaderSettings:
     time_attr: str | None = None
     last: bool = False
     disjoint: bool = False
+    edge_attr: str | None = None
 
 
-class BatchLoader:
-    """Yields the blocks of one rank: ``Batch`` for a homogeneous graph, else ``HeteroBatch``.
+class BlockLoader(ABC):
+    """Base of loaders that yield the blocks of one rank: ``Batch`` for a homogeneous graph, else ``HeteroBatch``."""
 
-    Every rank yields the same number of batches; some may have no seeds.
-
-    Args:
-        graph: An opened graph.
-        settings: What to load, and how far ahead.
-        rank: Rank of this process in ``layout``.
-        layout: The ranks on the hosts of each part.
-
-    Raises:
-        SettingsError: The settings do not fit the graph.
-        PartitionError: The graph has no such split.
-
-    Example:
-        ```python
-        import gnnfleet as gf
-
-        graph = gf.open("parts")
-        settings = gf.LoaderSettings("train", fanouts=(10, 5), global_batch=512)
-        loader = gf.BatchLoader(graph, settings, graph.ranks.rank, graph.layout)
-        for batch in loader.epoch(1):
-            x, blocks = batch.x, batch.blocks
-        ```
-    """
-
-    def __init__(self, graph: Graph, settings: LoaderSettings, rank: int, layout: RankLayout):
+    def __init__(
+        self, graph: Graph, settings: LoaderSettings, rank: int, layout: RankLayout, num_seeds: int,
+        labels: tuple[NodeType, tuple[str, ...]],
+    ):  # fmt: skip
+        """num_seeds: length of the seed list. labels: a node type, and attributes to gather of its seeds only."""
         self.graph, self.settings, self.rank, self.layout = graph, settings, rank, layout
-        if settings.target not in graph.manifest.nodes:
-            raise SettingsError(f"no node type {settings.target!r}; the graph has {list(graph.manifest.nodes)}")
-        self._seeds = graph.store.seeds(settings.target, settings.split)
         stream = STREAMS.get(settings.split, OTHER_STREAM)
-        self.order = SeedOrder(len(self._seeds), settings.global_batch, settings.seed, settings.shuffle, stream)
+        self.order = SeedOrder(num_seeds, settings.global_batch, settings.seed, settings.shuffle, stream)
         sampling = sampling_of(graph, settings)
         check_settings(graph.manifest, sampling)
-        if settings.time_attr is not None and settings.time_attr not in graph.manifest.nodes[settings.target].attrs:
-            raise SettingsError(
-                f"time_attr: the seeds' node type {settings.target!r} has no attribute {settings.time_attr!r}"
-            )
         self._patience = graph.patience(settings.deadline, sampling.num_hops + 2)  # every request has its own deadline
         self._kept: dict[NodeType, DeviceRows] = {}
-        self.sampler = graph.sampler(sampling, columns_of(graph, settings), labels_of(graph, settings))
+        self.sampler = graph.sampler(sampling, columns_of(graph, settings), labels)
 
     def __len__(self) -> int:
         return self.order.num_steps
@@ -144,8 +121,7 @@ class BatchLoader:
 
     def load(self, share: SeedShare) -> AnyBatch:
         """Make the batch for this rank's seeds of one step."""
-        sampled = self.sample(share)
-        return self._hetero(share, sampled) if self.graph.manifest.hetero else self._homo(share, sampled)
+        return self._batch(share, self.sample(share))
 
     def sample(self, share: SeedShare) -> SampledBatch:
         """Return the subgraph and the attributes for this rank's seeds of one step, as numpy arrays."""
@@ -157,16 +133,16 @@ class BatchLoader:
         sampler = replace(self.sampler, _local=threading.local())  # a copy, to free its relabel tables
         return (sampler.requests(self._seed_set(share), share.key) for share in self.shares(epoch))
 
+    @abstractmethod
     def _seed_set(self, share: SeedShare) -> SeedSet:
-        target, seeds = self.settings.target, self._seeds[share.positions]
-        trees, attr = {target: share.places}, self.settings.time_attr
-        if attr is None:
-            return SeedSet({target: seeds}, trees)
-        (rows,) = self.graph.access.gather([RowRequest(target, seeds, (attr,))])
-        return SeedSet({target: seeds}, trees, {target: rows[attr].astype(np.int64)})
+        """Return the seed nodes of this rank in one step."""
 
+    @abstractmethod
     def _part_of(self, positions: Ids) -> Ids:
-        return self.graph.store.books[self.settings.target].part_of(self._seeds[positions])
+        """Return the part of each seed, given its position in the seed list."""
+
+    def _batch(self, share: SeedShare, sampled: SampledBatch) -> AnyBatch:
+        return self._hetero(share, sampled) if self.graph.manifest.hetero else self._homo(share, sampled)
 
     def _homo(self, share: SeedShare, sampled: SampledBatch) -> Batch:
         rows = sampled.rows[HOMO_NODE]
@@ -179,7 +155,7 @@ class BatchLoader:
             x=self._features(HOMO_NODE, rows["x"]),
             y=self._y(sampled),
             input_id=torch.from_numpy(share.positions),
-            blocks=homo_blocks(sampled.subgraph),
+            blocks=homo_blocks(sampled.subgraph, self._edge_rows(sampled)),
             degree=torch.from_numpy(rows["in_degree"]) if "in_degree" in rows else None,
             kept=self._kept_rows(sampled).get(HOMO_NODE),
             cost=sampled.cost,
@@ -197,7 +173,7 @@ class BatchLoader:
             x={of: self._features(of, rows[of]["x"]) for of in nodes if "x" in rows[of]},
             y=self._y(sampled),
             input_id=torch.from_numpy(share.positions),
-            blocks=hetero_blocks(sampled.subgraph),
+            blocks=hetero_blocks(sampled.subgraph, self._edge_rows(sampled)),
             num_nodes={of: tuple(np.cumsum(found.per_hop).tolist()) for of, found in nodes.items()},
             kept=self._kept_rows(sampled),
             cost=sampled.cost,
@@ -205,6 +181,14 @@ class BatchLoader:
 
     def _kept_rows(self, sampled: SampledBatch) -> dict[NodeType, KeptRows]:
         return {of: KeptRows(torch.from_numpy(slots), self._kept[of].rows) for of, slots in sampled.kept.items()}
+
+    def _edge_rows(self, sampled: SampledBatch) -> dict[EdgeType, Tensor]:
+        """Return the edge features of the subgraph by edge type, float32 [e, d]."""
+        name = self.settings.edge_attr
+        specs = {} if name is None else edge_attrs(self.graph.manifest, name)
+        return {
+            of: edge_rows(sampled.rows[of][name], spec) for of, spec in specs.items() if name and of in sampled.rows
+        }
 
     def _features(self, of: NodeType, rows: Array) -> Tensor:
         return as_tensor(rows, self.graph.manifest.nodes[of].attrs["x"]).float()
@@ -215,25 +199,102 @@ class BatchLoader:
         return as_label(as_tensor(sampled.labels["y"], self.graph.manifest.nodes[self.settings.target].attrs["y"]))
 
 
+class BatchLoader(BlockLoader):
+    """Yields the blocks of one rank: ``Batch`` for a homogeneous graph, else ``HeteroBatch``.
+
+    Every rank yields the same number of batches; some may have no seeds.
+
+    Args:
+        graph: An opened graph.
+        settings: What to load, and how far ahead.
+        rank: Rank of this process in ``layout``.
+        layout: The ranks on the hosts of each part.
+
+    Raises:
+        SettingsError: The settings do not fit the graph.
+        PartitionError: The graph has no such split.
+
+    Example:
+        ```python
+        import gnnfleet as gf
+
+        graph = gf.open("parts")
+        settings = gf.LoaderSettings("train", fanouts=(10, 5), global_batch=512)
+        loader = gf.BatchLoader(graph, settings, graph.ranks.rank, graph.layout)
+        for batch in loader.epoch(1):
+            x, blocks = batch.x, batch.blocks
+        ```
+    """
+
+    def __init__(self, graph: Graph, settings: LoaderSettings, rank: int, layout: RankLayout):
+        if settings.target not in graph.manifest.nodes:
+            raise SettingsError(f"no node type {settings.target!r}; the graph has {list(graph.manifest.nodes)}")
+        self._seeds = graph.store.seeds(settings.target, settings.split)
+        super().__init__(graph, settings, rank, layout, len(self._seeds), labels_of(graph, settings))
+        if settings.time_attr is not None and settings.time_attr not in graph.manifest.nodes[settings.target].attrs:
+            raise SettingsError(
+                f"time_attr: the seeds' node type {settings.target!r} has no attribute {settings.time_attr!r}"
+            )
+
+    def _seed_set(self, share: SeedShare) -> SeedSet:
+        target, seeds = self.settings.target, self._seeds[share.positions]
+        trees, attr = {target: share.places}, self.settings.time_attr
+        if attr is None:
+            return SeedSet({target: seeds}, trees)
+        (rows,) = self.graph.access.gather([RowRequest(target, seeds, (attr,))])
+        return SeedSet({target: seeds}, trees, {target: rows[attr].astype(np.int64)})
+
+    def _part_of(self, positions: Ids) -> Ids:
+        return self.graph.store.books[self.settings.target].part_of(self._seeds[positions])
+
+
 def sampling_of(graph: Graph, settings: LoaderSettings) -> SampleSettings:
-    """Return the settings of the sampler for the bundled trainer: exact blocks, no edge ids."""
+    """Return the settings of the sampler for the bundled trainer: exact blocks, edge ids only for edge features."""
     given = settings.fanouts
     every = {of: tuple(given) for of in graph.manifest.edges} if not isinstance(given, Mapping) else dict(given)
     time = None
     if settings.time_attr is not None:
         time = TimeRule(settings.time_attr, time_level(graph.manifest, settings.time_attr), settings.last)
     disjoint = settings.disjoint or time is not None
-    return SampleSettings(every, replace=settings.replace, disjoint=disjoint, weight=settings.weight, time=time)
+    return SampleSettings(
+        every, replace=settings.replace, disjoint=disjoint, weight=settings.weight, time=time,
+        edge_ids=settings.edge_attr is not None,
+    )  # fmt: skip
 
 
 def columns_of(graph: Graph, settings: LoaderSettings) -> dict[AnyType, tuple[str, ...]]:
-    """Return the attributes to gather: ``x`` of the node types that have it, and the in-degrees if wanted."""
+    """Return the attributes to gather: ``x`` of the node types that have it, in-degrees and edge features if wanted."""
     wanted: dict[AnyType, tuple[str, ...]] = {
         of: ("x",) for of, spec in graph.manifest.nodes.items() if "x" in spec.attrs
     }
     if settings.want_degree and not graph.manifest.hetero:
         wanted[HOMO_NODE] = (*wanted.get(HOMO_NODE, ()), "in_degree")
+    if settings.edge_attr is not None:
+        wanted |= dict.fromkeys(edge_attrs(graph.manifest, settings.edge_attr), (settings.edge_attr,))
     return wanted
+
+
+def edge_attrs(manifest: Manifest, name: str) -> dict[EdgeType, AttrSpec]:
+    """Return the edge types that have attribute ``name``, with its dtype and shape.
+
+    Raises ``SettingsError`` if none has it, or it is neither [E] nor [E, d] of real numbers.
+    """
+    found = {of: spec.attrs[name] for of, spec in manifest.edges.items() if name in spec.attrs}
+    if not found:
+        known = ", ".join(sorted({each for spec in manifest.edges.values() for each in spec.attrs})) or "none"
+        raise SettingsError(f"edge_attr: no edge type has an attribute {name!r}; there is {known}")
+    for of, spec in found.items():
+        if len(spec.shape) > 2 or spec.dtype.startswith("complex"):
+            raise SettingsError(
+                f"edge_attr: {name} of {type_name(of)} is {spec.dtype} {list(spec.shape)}; expected real numbers, one "
+                "row per edge"
+            )
+    return found
+
+
+def edge_rows(rows: Array, spec: AttrSpec) -> Tensor:
+    """Convert stored edge features [e] or [e, d] to float32 [e, d]."""
+    return as_tensor(np.ascontiguousarray(rows), spec).float().reshape(len(rows), -1)
 
 
 def labels_of(graph: Graph, settings: LoaderSettings) -> tuple[NodeType, tuple[str, ...]]:
@@ -247,17 +308,24 @@ def as_label(labels: Tensor) -> Tensor:
     return labels.long() if whole else labels
 
 
-def homo_blocks(subgraph: SampledSubgraph) -> tuple[Block, ...]:
+EdgeRows = Mapping[EdgeType, Tensor]  #: edge features of a subgraph, float32 [e, d]
+
+
+def homo_blocks(subgraph: SampledSubgraph, edge_rows: EdgeRows | None = None) -> tuple[Block, ...]:
     """Return the blocks of a homogeneous graph in layer order, the outermost hop first."""
-    return tuple(_block(subgraph, HOMO_EDGE, hop) for hop in reversed(range(subgraph.num_hops)))
+    return tuple(block_of(subgraph, HOMO_EDGE, hop, edge_rows) for hop in reversed(range(subgraph.num_hops)))
 
 
-def hetero_blocks(subgraph: SampledSubgraph) -> tuple[dict[EdgeType, Block], ...]:
+def hetero_blocks(subgraph: SampledSubgraph, edge_rows: EdgeRows | None = None) -> tuple[dict[EdgeType, Block], ...]:
     """Return the blocks of each edge type that has fanouts, in layer order, the outermost hop first."""
     sampled = [of for of, edges in subgraph.edges.items() if edges.fanouts]
-    return tuple({of: _block(subgraph, of, hop) for of in sampled} for hop in reversed(range(subgraph.num_hops)))
+    hops = reversed(range(subgraph.num_hops))
+    return tuple({of: block_of(subgraph, of, hop, edge_rows) for of in sampled} for hop in hops)
 
 
-def _block(subgraph: SampledSubgraph, edge_type: EdgeType, hop: int) -> Block:
+def block_of(subgraph: SampledSubgraph, edge_type: EdgeType, hop: int, edge_rows: EdgeRows | None = None) -> Block:
+    """Return the block of one edge type and hop, with the features of its edges if ``edge_rows`` has them."""
     indptr, indices, num_src = cut_block(subgraph, edge_type, hop)
-    return Block(torch.from_numpy(indptr), torch.from_numpy(indices), num_src)
+    rows = (edge_rows or {}).get(edge_type)
+    attr = None if rows is None else rows[torch.from_numpy(block_edges(subgraph, edge_type, hop)).long()]
+    return Block(torch.from_numpy(indptr), torch.from_numpy(indices), num_src, attr)

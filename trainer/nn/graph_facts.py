@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, field
 
 from trainer.core.errors import SettingsError
 from trainer.core.schema import HOMO_NODE, EdgeType, NodeType
@@ -20,7 +20,10 @@ class GraphFacts:
         node_types: All node types.
         edge_types: All edge types, (source type, relation, target type).
         in_dims: Width of ``x`` by node type, only of types with features.
-        num_classes: Number of classes of the target type.
+        num_classes: Number of classes of the target type, or width of a model's output for another task; 0: none,
+            a model of several node types then returns the rows of its last layer.
+        edge_dims: Width of the edge features that a model reads, only of edge types with features.
+        further: Further node types whose rows a model computes, such as the other end of links.
 
     Example:
         ```python
@@ -37,6 +40,13 @@ class GraphFacts:
     edge_types: tuple[EdgeType, ...]
     in_dims: Mapping[NodeType, int]  #: width of ``x``, only of types with features
     num_classes: int
+    further: tuple[NodeType, ...] = ()
+    edge_dims: Mapping[EdgeType, int] = field(default_factory=dict)
+
+    @property
+    def targets(self) -> tuple[NodeType, ...]:
+        """Node types whose rows a model computes."""
+        return (self.target, *self.further)
 
 
 def facts_of(manifest: Manifest, target: NodeType = HOMO_NODE) -> GraphFacts:
@@ -99,8 +109,9 @@ class LayerNeed:
 
 
 def layer_needs(
-    node_types: Sequence[NodeType], edge_types: Sequence[EdgeType], target: NodeType, num_layers: int
-) -> tuple[LayerNeed, ...]:
+    node_types: Sequence[NodeType], edge_types: Sequence[EdgeType], target: NodeType | Collection[NodeType],
+    num_layers: int,
+) -> tuple[LayerNeed, ...]:  # fmt: skip
     """Compute which types each layer of a model needs to produce rows of ``target``.
 
     A layer leaves out edge types whose target type no later layer reads.
@@ -108,7 +119,7 @@ def layer_needs(
     Args:
         node_types: All node types.
         edge_types: All edge types.
-        target: Node type of the model's output.
+        target: Node type of the model's output, or several.
         num_layers: Number of layers.
 
     Returns:
@@ -124,7 +135,7 @@ def layer_needs(
         ```
     """
     needs: list[LayerNeed] = []
-    wanted = {target}
+    wanted = {target} if isinstance(target, str) else set(target)
     for _ in range(num_layers):
         edges = tuple(of for of in edge_types if of[2] in wanted)
         read = wanted | {of[0] for of in edges}

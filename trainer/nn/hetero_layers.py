@@ -26,7 +26,7 @@ from trainer.core.schema import EdgeType, NodeType
 from trainer.nn.graph_facts import LayerNeed
 from trainer.nn.kernels.precision import for_sums
 from trainer.nn.kernels.spmm import aggregate, attend, edge_dots, edge_targets
-from trainer.nn.layers import SAGEConv, linear_first
+from trainer.nn.layers import SAGEConv, linear_first, mean_edge_attr
 
 Blocks = Mapping[EdgeType, Block]
 
@@ -104,6 +104,7 @@ class HeteroSAGEConv(nn.Module):
         in_dim: Width of input rows, the same for all types.
         out_dim: Width of output rows.
         aggr: How results of several edge types are combined: ``"sum"`` or ``"mean"``.
+        edge_dims: Width of the blocks' ``edge_attr`` by edge type, as in ``SAGEConv``; default: none.
 
     Shapes:
         - **input:** blocks by edge type, rows [num_src, in_dim] by source type, number of targets by target type.
@@ -128,12 +129,16 @@ class HeteroSAGEConv(nn.Module):
         ```
     """
 
-    def __init__(self, need: LayerNeed, in_dim: int, out_dim: int, aggr: str = "sum"):
+    def __init__(
+        self, need: LayerNeed, in_dim: int, out_dim: int, aggr: str = "sum",
+        edge_dims: Mapping[EdgeType, int] | None = None,
+    ):  # fmt: skip
         super().__init__()
         if aggr not in ("sum", "mean"):
             raise SettingsError(f"aggr is {aggr!r}; HeteroSAGEConv combines edge types by 'sum' or 'mean'")
         self.need, self.aggr = need, aggr
-        self.convs = ModuleDict({of: SAGEConv(in_dim, out_dim) for of in need.edge_types})
+        widths = edge_dims or {}
+        self.convs = ModuleDict({of: SAGEConv(in_dim, out_dim, widths.get(of, 0)) for of in need.edge_types})
 
     def forward(self, blocks: Blocks, x: Mapping[NodeType, Tensor], num_dst: Mapping[NodeType, int]) -> NodeTensors:
         """Return the rows of the target types. Targets are the first ``num_dst[type]`` rows of ``x[type]``."""
@@ -150,6 +155,8 @@ class HeteroSAGEConv(nn.Module):
         out = for_sums(functional.linear(own, root, bias))
         for edge_type, conv in convs.items():
             add_mean(out, blocks[edge_type], x[edge_type[0]], conv.lin_l.weight.t() * scale)
+            if conv.lin_edge is not None:
+                out += conv.lin_edge(mean_edge_attr(blocks[edge_type])) * scale
         return out
 
 

@@ -70,20 +70,24 @@ class HeteroModel(nn.Module):
         embeddings: Embeddings | None = None,
     ):  # fmt: skip
         super().__init__()
-        self.target, self.shape, self.precision = facts.target, shape, shape.precision
-        needs = layer_needs(facts.node_types, facts.edge_types, facts.target, shape.num_layers)
+        self.target, self.targets, self.shape, self.precision = facts.target, facts.targets, shape, shape.precision
+        needs = layer_needs(facts.node_types, facts.edge_types, facts.targets, shape.num_layers)
         self.inputs = InputRows(facts, needs[0].sources, shape.hidden, embeddings)
         # If no edge type ends in the target, no layer has an input, and the model has no layers.
         self.layers = nn.ModuleList(make_layer(need) for need in needs if need.edge_types)
-        self.head = nn.Linear(shape.hidden, facts.num_classes)
+        self.head = nn.Linear(shape.hidden, facts.num_classes) if facts.num_classes else nn.Identity()
 
     def forward(self, batch: HeteroBatch | Batch) -> Tensor:
         """Return logits, float [num_seeds, num_classes]."""
         return self.head(self.embed(batch))  # type: ignore[no-any-return]
 
-    @in_own_precision
     def embed(self, batch: HeteroBatch | Batch) -> Tensor:
         """Input of the output layer, float [num_seeds, hidden]."""
+        return self.seed_rows(batch)[self.target][: batch.num_seeds]
+
+    @in_own_precision
+    def seed_rows(self, batch: HeteroBatch | Batch) -> NodeTensors:
+        """Rows of the seed nodes of each type in ``targets`` before the output layer, float [seed nodes, hidden]."""
         typed = as_hetero(batch) if isinstance(batch, Batch) else batch
         assert len(typed.blocks) == self.shape.num_layers, "one block per layer"
         rows = self._dropped(self.inputs(typed), typed, 0)
@@ -91,7 +95,7 @@ class HeteroModel(nn.Module):
             hop = self.shape.num_layers - number
             rows = layer(blocks, rows, {of: counts[hop] for of, counts in typed.num_nodes.items()})
             rows = self._dropped({of: h.relu() if self.shape.relu else h for of, h in rows.items()}, typed, number)
-        return rows[self.target][: typed.num_seeds]
+        return {of: rows[of][: typed.num_nodes[of][0]] for of in self.targets}
 
     def _dropped(self, rows: NodeTensors, batch: HeteroBatch, number: int) -> NodeTensors:
         """Apply dropout. The masks depend on node type and original id, and therefore not on the number of ranks."""
@@ -120,6 +124,7 @@ def as_hetero(batch: Batch) -> HeteroBatch:
         blocks=tuple({HOMO_EDGE: block} for block in batch.blocks),
         num_nodes={HOMO_NODE: (*sizes, len(batch.n_id))},
         cost=batch.cost,
+        links=batch.links,
     )
 
 
@@ -141,7 +146,8 @@ def hgt(facts: GraphFacts, shape: HeteroShape, heads: int, embeddings: Embedding
 
 def rsage(facts: GraphFacts, shape: HeteroShape, heads: int, embeddings: Embeddings | None) -> HeteroModel:
     """Build a model of one GraphSAGE layer per hop and edge type. ``heads`` is ignored."""
-    return HeteroModel(facts, shape, lambda need: HeteroSAGEConv(need, shape.hidden, shape.hidden), embeddings)
+    layer = lambda need: HeteroSAGEConv(need, shape.hidden, shape.hidden, edge_dims=facts.edge_dims)  # noqa: E731
+    return HeteroModel(facts, shape, layer, embeddings)
 
 
 #: Models by name; a builder takes (facts, shape, heads, embeddings of types without features).

@@ -50,11 +50,13 @@ class SAGEConv(nn.Module):
     """GraphSAGE layer with mean aggregation on a block: ``lin_l(mean of neighbours) + lin_r(self)``.
 
     The mean over no neighbours is 0. Hamilton, Ying and Leskovec, "Inductive Representation Learning on Large Graphs"
-    (2017).
+    (2017). With edge features, the mean is that of neighbours' rows and edge features side by side, as in Lo et al.,
+    "E-GraphSAGE: A Graph Neural Network based Intrusion Detection System for IoT" (2022).
 
     Args:
         in_dim: Width of input rows.
         out_dim: Width of output rows.
+        edge_dim: Width of the blocks' ``edge_attr``; 0: none.
 
     Shapes:
         - **input:** block, rows [num_src, in_dim].
@@ -72,10 +74,11 @@ class SAGEConv(nn.Module):
         ```
     """
 
-    def __init__(self, in_dim: int, out_dim: int):
+    def __init__(self, in_dim: int, out_dim: int, edge_dim: int = 0):
         super().__init__()
         self.lin_l = nn.Linear(in_dim, out_dim)
         self.lin_r = nn.Linear(in_dim, out_dim, bias=False)
+        self.lin_edge = nn.Linear(edge_dim, out_dim, bias=False) if edge_dim else None
 
     @property
     def bias(self) -> Tensor:
@@ -93,6 +96,11 @@ class SAGEConv(nn.Module):
 
         On CPU it overwrites ``x``.
         """
+        rows = self._of_nodes(block, x, before)
+        return rows if self.lin_edge is None else rows + self.lin_edge(mean_edge_attr(block))
+
+    def _of_nodes(self, block: Block, x: Tensor, before: Activation | None) -> Tensor:
+        """``without_bias`` without edge features."""
         of_mean, of_self = self.lin_l.weight, self.lin_r.weight
         if linear_first(block, x.shape[1], len(of_mean), x.requires_grad):
             x = x if before is None else before.of(x)
@@ -101,6 +109,13 @@ class SAGEConv(nn.Module):
             return sage_rows(block, x, of_mean, of_self, before, product_dtype(x))
         x = x if before is None else before.of(x)
         return x[: block.num_dst] @ of_self.t() + aggregate(block, x, "mean") @ of_mean.t()
+
+
+def mean_edge_attr(block: Block) -> Tensor:
+    """Return the mean of the edge features of each target, float32 [num_dst, d]; 0 for a target without edges."""
+    assert block.edge_attr is not None, "the layer has edge_dim, so blocks need edge_attr"
+    sums = torch.segment_reduce(block.edge_attr, "sum", offsets=block.indptr.long(), initial=0)
+    return sums / block.indptr.diff().clamp(min=1)[:, None]
 
 
 class GCNConv(nn.Module):

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from trainer.core.batch import Batch
 from trainer.core.errors import DataError, SettingsError
+from trainer.core.schema import HOMO_NODE, NodeType
 from trainer.nn.graph_facts import GraphFacts
 from trainer.nn.kernels.activation import Activation
 from trainer.nn.kernels.precision import PRECISIONS, in_own_precision
@@ -68,22 +69,27 @@ class BlockModel(nn.Module):
         assert bias is not None, "a model has layers"
         return h + bias
 
+    def seed_rows(self, batch: Batch) -> dict[NodeType, Tensor]:
+        """Return the output for all seed nodes, by node type."""
+        return {HOMO_NODE: self(batch)}
 
-Builder = Callable[[ModelSettings, int, int], nn.Module]
+
+Builder = Callable[[ModelSettings, int, int, int], nn.Module]
 
 
-def sage(settings: ModelSettings, in_dim: int, num_classes: int) -> nn.Module:
-    """Build a GraphSAGE model with mean aggregation."""
+def sage(settings: ModelSettings, in_dim: int, num_classes: int, edge_dim: int = 0) -> nn.Module:
+    """Build a GraphSAGE model with mean aggregation, of neighbours and of edge features."""
     dims = _dims(settings, in_dim, num_classes)
-    return BlockModel([SAGEConv(a, b) for a, b in dims], settings.dropout, precision=precision_of(settings))
+    layers = [SAGEConv(a, b, edge_dim) for a, b in dims]
+    return BlockModel(layers, settings.dropout, precision=precision_of(settings))
 
 
-def gcn(settings: ModelSettings, in_dim: int, num_classes: int) -> nn.Module:
+def gcn(settings: ModelSettings, in_dim: int, num_classes: int, edge_dim: int = 0) -> nn.Module:
     dims = _dims(settings, in_dim, num_classes)
     return BlockModel([GCNConv(a, b) for a, b in dims], settings.dropout, True, precision_of(settings))
 
 
-def gat(settings: ModelSettings, in_dim: int, num_classes: int) -> nn.Module:
+def gat(settings: ModelSettings, in_dim: int, num_classes: int, edge_dim: int = 0) -> nn.Module:
     """Build a graph attention network.
 
     Hidden layers concatenate heads of width hidden / heads; the last layer averages its heads.
@@ -114,7 +120,10 @@ def _of_types(name: str) -> HeteroBuilder:
     return build
 
 
-#: Models of homogeneous graphs by name; a builder takes (settings, in_dim, num_classes).
+#: Models that read edge features.
+EDGE_MODELS = ("sage", "rsage")
+
+#: Models of homogeneous graphs by name; a builder takes (settings, in_dim, num_classes, edge_dim).
 HOMO_MODELS: dict[str, Builder] = {"sage": sage, "gcn": gcn, "gat": gat}
 
 #: Models of graphs with any number of types, by name; a builder takes (settings, facts, embeddings).
@@ -157,7 +166,8 @@ def build_model(settings: ModelSettings, facts: GraphFacts, embeddings: Embeddin
         torch.manual_seed(settings.seed)
         if settings.model in HETERO_MODELS:
             return HETERO_MODELS[settings.model](settings, facts, embeddings)
-        return HOMO_MODELS[settings.model](settings, _only_width(facts), facts.num_classes)
+        (edge_dim,) = facts.edge_dims.values() or (0,)
+        return HOMO_MODELS[settings.model](settings, _only_width(facts), facts.num_classes, edge_dim)
 
 
 def _check_kind(model: str, facts: GraphFacts) -> None:
@@ -166,6 +176,8 @@ def _check_kind(model: str, facts: GraphFacts) -> None:
         raise SettingsError(f"unknown model {model!r}; the models are {homo}, and for heterogeneous graphs {hetero}")
     if facts.hetero and model in HOMO_MODELS:
         raise SettingsError(f"model {model!r} is for homogeneous graphs, and this one is heterogeneous; use {hetero}")
+    if facts.edge_dims and model not in EDGE_MODELS:
+        raise SettingsError(f"edge_attr: model {model!r} does not read edge features; use {' or '.join(EDGE_MODELS)}")
 
 
 def _only_width(facts: GraphFacts) -> int:

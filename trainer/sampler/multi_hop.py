@@ -65,20 +65,33 @@ def cut_block(subgraph: SampledSubgraph, edge_type: EdgeType, hop: int) -> tuple
     Targets are all nodes of the target type known before the hop, with the first ``fanouts[hop]`` edges of each.
     Sources are the nodes known after the hop. In an induced subgraph, the block of every hop is the whole subgraph.
     """
-    edges = subgraph.edges[edge_type]
-    src_per_hop, dst_per_hop = (subgraph.nodes[of].per_hop for of in (edge_type[0], edge_type[2]))
+    src_per_hop = subgraph.nodes[edge_type[0]].per_hop
+    num_src = sum(src_per_hop) if subgraph.induced else sum(src_per_hop[: hop + 2])
+    return *_block_rows(subgraph, edge_type, hop, subgraph.edges[edge_type].src), num_src
+
+
+def block_edges(subgraph: SampledSubgraph, edge_type: EdgeType, hop: int) -> Positions:
+    """Return the position in the subgraph's edge arrays of each edge of a block, int32, in the block's order."""
+    return _block_rows(subgraph, edge_type, hop, np.arange(len(subgraph.edges[edge_type].src), dtype=np.int32))[1]
+
+
+def _block_rows(
+    subgraph: SampledSubgraph, edge_type: EdgeType, hop: int, values: Positions
+) -> tuple[Positions, Positions]:  # fmt: skip
+    """Return the row offsets of a block, and of ``values``, one per edge of the subgraph, those of the block."""
+    edges, dst_per_hop = subgraph.edges[edge_type], subgraph.nodes[edge_type[2]].per_hop
     if subgraph.induced:
-        num_src, num_dst, fanout = sum(src_per_hop), sum(dst_per_hop), -1
+        num_dst, fanout = sum(dst_per_hop), -1
     else:
-        num_src, num_dst, fanout = sum(src_per_hop[: hop + 2]), sum(dst_per_hop[: hop + 1]), edges.fanouts[hop]
+        num_dst, fanout = sum(dst_per_hop[: hop + 1]), edges.fanouts[hop]
     begin, count = edges.row_begin, edges.row_count
     if edges.whole is not None and fanout < 0:
         begin, count = edges.whole.begin, edges.whole.count
     indptr = np.empty(num_dst + 1, np.int32)
     indices = neighbor_kernels.block_rows(
-        read_only(begin[:num_dst]), read_only(count[:num_dst]), fanout, read_only(edges.src), indptr
+        read_only(begin[:num_dst]), read_only(count[:num_dst]), fanout, read_only(values), indptr
     )
-    return indptr, indices, num_src
+    return indptr, indices
 
 
 def _check_seeds(schema: GraphSchema, seeds: SeedSet, settings: SampleSettings) -> None:

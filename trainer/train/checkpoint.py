@@ -21,17 +21,17 @@ from torch import Tensor
 from trainer.core.errors import CheckpointError
 from trainer.core.files import write_whole
 from trainer.core.rng import DRAWS
-from trainer.core.schema import NodeType, type_name
+from trainer.core.schema import EdgeType, NodeType, type_name
 from trainer.store.manifest import Manifest
 from trainer.train.settings import TrainSettings
 
 FORMAT = "gnnfleet-checkpoint"
 
-VERSION = 3
+VERSION = 4
 
-_DRAWS_OF_NODES = (1, DRAWS)  # they differ in the order of links only, which this trainer does not load
+_DRAWS_OF_NODES = (1, DRAWS)  # they differ in the order of links only, which trainers of version 1 did not load
 
-_READABLE = (2, VERSION)  # version 2 had neither ``partial`` nor ``draws``
+_READABLE = (2, 3, VERSION)  # version 2 had neither ``partial`` nor ``draws``; 3 had no ``task``
 
 KEPT = 2  #: number of newest files kept: this many after whole epochs, and this many later ones within an epoch
 
@@ -41,17 +41,22 @@ Position = tuple[int, int]  #: complete epochs, and steps trained of the next ep
 BINDING = (
     "model", "hidden", "layers", "heads", "dropout", "fanouts", "replace", "weight_attr", "time_attr",
     "temporal_strategy", "disjoint", "batch_size", "lr", "embedding_lr", "weight_decay", "seed", "precision",
+    "negatives", "edge_attr",
 )  # fmt: skip
 
-_SINCE = {"precision": "float32"}  #: values of settings that are missing in older files
+_SINCE = {
+    "precision": "float32",
+    "negatives": 128,
+    "edge_attr": None,
+}  #: values of settings that are missing in older files
 
 
 @dataclass(frozen=True)
 class BestEpoch:
-    """Weights after the epoch with the best val accuracy so far."""
+    """Weights after the epoch with the best value of the task's metric on the val split so far."""
 
     epoch: int
-    val_accuracy: float
+    metrics: Mapping[str, float]  #: metrics on the val split by name
     model: Mapping[str, Tensor]
     embedding: Mapping[NodeType, Tensor] | None = None  #: tables of types without features; on rank 0 only
 
@@ -73,6 +78,7 @@ class Checkpoint:
     optimizer: Mapping[str, Any]
     settings: Mapping[str, Any]  #: result of ``settings_record``
     graph: Mapping[str, Any]  #: result of ``graph_record``
+    task: Mapping[str, Any]  #: result of ``Task.record``
     step_loss: tuple[Tensor, ...]  #: one float64 [steps] per complete epoch
     best: BestEpoch | None  #: None before the first evaluation
     embedding: Mapping[str, Any] | None = None  #: result of ``embedding_state``; on rank 0 only
@@ -103,6 +109,10 @@ class Checkpoint:
         """Make a checkpoint from the result of ``content``."""
         values = {entry.name: content[entry.name] for entry in fields(cls) if entry.name in content}
         best, partial = values.pop("best"), values.pop("partial", None)
+        if best and "val_accuracy" in best:  # before version 4
+            best = {**best, "metrics": {"accuracy": best["val_accuracy"]}}
+            del best["val_accuracy"]
+        values.setdefault("task", {"kind": "classification", "outputs": values["graph"].get("num_classes")})
         values["step_loss"] = tuple(values["step_loss"])
         return cls(
             **values, best=BestEpoch(**best) if best else None, partial=PartialEpoch(**partial) if partial else None
@@ -114,8 +124,8 @@ def settings_record(settings: TrainSettings) -> dict[str, Any]:
     return {**asdict(settings), "layers": len(settings.fanouts)}
 
 
-def graph_record(manifest: Manifest, target: NodeType) -> dict[str, Any]:
-    """Return the properties that identify a dataset and the trained node type.
+def graph_record(manifest: Manifest, target: NodeType | EdgeType) -> dict[str, Any]:
+    """Return the properties that identify a dataset and the trained node type, or edge type in link prediction.
 
     They are equal for all partitions of a dataset.
     """
@@ -123,8 +133,8 @@ def graph_record(manifest: Manifest, target: NodeType) -> dict[str, Any]:
         "dataset": manifest.dataset,
         "num_nodes": {of: spec.num_nodes for of, spec in manifest.nodes.items()},
         "num_edges": {type_name(of): spec.num_edges for of, spec in manifest.edges.items()},
-        "target": target,
-        "num_classes": manifest.nodes[target].num_classes,
+        "target": type_name(target),
+        "num_classes": manifest.nodes[target].num_classes if isinstance(target, str) else 0,
     }
 
 
@@ -258,16 +268,17 @@ def _digest_fits(data: bytes) -> bool:
 
 
 def check_fits(
-    checkpoint: Checkpoint, settings: TrainSettings, graph: Mapping[str, Any], path: str | Path
+    checkpoint: Checkpoint, settings: TrainSettings, graph: Mapping[str, Any], path: str | Path, kind: str
 ) -> None:  # fmt: skip
     """Raise ``CheckpointError`` naming every setting and graph property that differs from this run's.
 
-    graph: the ``graph_record`` of this run.
+    graph: the ``graph_record`` of this run; kind: that of its task.
     """
     ours = settings_record(settings)
     saved = {**_SINCE, **checkpoint.settings}
     pairs = [(name, saved.get(name), ours[name]) for name in BINDING]
     pairs += [(name, checkpoint.graph.get(name), value) for name, value in graph.items()]
+    pairs += [("task", checkpoint.task["kind"], kind)]
     draws = DRAWS if checkpoint.draws in _DRAWS_OF_NODES else checkpoint.draws
     pairs += [("the version of the random draws", draws, DRAWS)]
     problems = [f"{name} is {new}, in the checkpoint {old}" for name, old, new in pairs if old != new]

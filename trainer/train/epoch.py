@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Generator, Iterator
+from collections.abc import Callable, Generator, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, Protocol
@@ -12,7 +12,6 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
-from trainer.core.batch import Batch, HeteroBatch
 from trainer.core.batch_cost import Cost
 from trainer.core.errors import TrainingError
 from trainer.core.ranks import RankGroup
@@ -21,9 +20,7 @@ from trainer.train.checkpoint import PartialEpoch
 from trainer.train.metrics import MetricsLog
 from trainer.train.optimize import Optimizers
 from trainer.train.step_timing import Phase, StepTimer, StepTimes, by_host, traffic
-from trainer.train.task import Task
-
-AnyBatch = Batch | HeteroBatch
+from trainer.train.tasks.task import AnyBatch, Metric, Task
 
 
 class Batches(Protocol):
@@ -230,9 +227,13 @@ EVAL_EPOCH = 0  #: epoch number in the random keys of evaluations, so that all s
 class Score:
     """Result of a model on one split, over all ranks."""
 
-    accuracy: float  #: 0 to 1
+    metrics: Mapping[str, float]  #: by name, as ``Task.metrics`` returns them
     loss: float  #: mean over seeds
     seeds: int
+
+    def value(self, metric: Metric) -> float:
+        """Return the value of a metric."""
+        return self.metrics[metric.name]
 
 
 @torch.no_grad()
@@ -243,16 +244,16 @@ def evaluate(model: nn.Module, task: Task, batches: Batches, group: RankGroup) -
     """
     model.eval()
     to_device = feed(group.device)
-    sums = torch.zeros(3, dtype=torch.float64, device=group.device)
+    sums = torch.zeros(2 + task.num_sums, dtype=torch.float64, device=group.device)
     with closed_after(batches.epoch(EVAL_EPOCH)) as own:
         for batch in own:
             batch = to_device(batch)
             out = model(batch)
-            sums[0] += task.correct(out, batch)
-            sums[1] += task.loss_sum(out, batch)
-            sums[2] += batch.num_seeds
+            sums[0] += task.loss_sum(out, batch)
+            sums[1] += batch.num_seeds
+            sums[2:] += task.metric_sums(out, batch)
             del batch, out  # frees their memory before the next batch is requested
-    correct, loss, seeds = group.sum(sums.cpu()).tolist()
+    loss, seeds, *rest = group.sum(sums.cpu()).tolist()
     if math.isnan(loss):
         raise TrainingError("the model's output is NaN on seeds of an evaluation split; lower lr")
-    return Score(correct / seeds, loss / seeds, int(seeds))
+    return Score(task.metrics(rest), loss / seeds, int(seeds))

@@ -26,23 +26,24 @@ from trainer.nn.sharded_embedding import (
 )
 from trainer.train.checkpoint import BestEpoch, Checkpoint, file_name, settings_record
 from trainer.train.checkpoint_writer import CheckpointSchedule, CheckpointWriter, detached
-from trainer.train.epoch import AnyBatch, Batches, EpochReport, EpochSums, Score, closed_after, evaluate, train_epoch
+from trainer.train.epoch import Batches, EpochReport, EpochSums, Score, closed_after, evaluate, train_epoch
 from trainer.train.metrics import MetricsLog
 from trainer.train.optimize import Optimizers, averaged
 from trainer.train.profile import thread_advice
 from trainer.train.run_times import RankTimes
 from trainer.train.settings import TrainSettings
-from trainer.train.task import Task
+from trainer.train.tasks.task import AnyBatch, Metric, Task
 
 
 @dataclass(frozen=True)
 class FitResult:
-    """Result of a run. The test accuracy is that of the weights with the best val accuracy."""
+    """Result of a run. The metrics are those of the weights with the best value of ``metric`` on the val split."""
 
     epochs: int  #: number of epochs trained, including those before a resume
     best_epoch: int
-    val_accuracy: float | None  #: val accuracy of ``best_epoch``; None without a val split
-    test_accuracy: float | None  #: None without a test split
+    metric: Metric  #: metric by which the best epoch is chosen
+    val: Mapping[str, float] | None  #: metrics on val of ``best_epoch``, by name; None without a val split
+    test: Mapping[str, float] | None  #: metrics on test, by name; None without a test split
     step_loss: tuple[torch.Tensor, ...]  #: float64 [steps] per epoch, including those before a resume
     epoch_seconds: tuple[float, ...]  #: seconds of each epoch that this process trained
     checkpoint: Path | None  #: newest checkpoint file; None when no epoch was left to train
@@ -188,19 +189,22 @@ class Fit:
         if "val" not in self.loaders or not self._due(self.settings.eval_every):
             return None
         score, best = self._score("val", self.progress.done), self.progress.best
-        if best is None or score.accuracy > best.val_accuracy:
+        value = score.value(self.task.metric)
+        if self.task.metric.improves(value, best.metrics[self.task.metric.name] if best else None):
             weights = {name: value.cpu().clone() for name, value in self.model.state_dict().items()}
-            self.progress = replace(self.progress, best=BestEpoch(self.progress.done, score.accuracy, weights))
+            self.progress = replace(self.progress, best=BestEpoch(self.progress.done, dict(score.metrics), weights))
             if rows := self.optimizers.rows:
                 self.best_rows = rows.embedding.weight.detach().clone()
         return score
 
     def _score(self, split: str, epoch: int) -> Score:
-        score = evaluate(
-            self.model, self.task, _ReportedBatches(self.loaders[split], self.metrics, self.progress.done), self.group
-        )
+        metric, batches = self.task.metric, _ReportedBatches(self.loaders[split], self.metrics, self.progress.done)
+        score = evaluate(self.model, self.task, batches, self.group)
         if self.group.rank == 0:
-            self.metrics.write("eval", epoch=epoch, split=split, accuracy=score.accuracy, loss=score.loss)
+            self.metrics.write(
+                "eval", epoch=epoch, split=split, metric=metric.name, better=metric.better, **score.metrics,
+                loss=score.loss,
+            )  # fmt: skip
         return score
 
     def _log_epoch(self, report: EpochReport) -> None:
@@ -214,7 +218,8 @@ class Fit:
         )  # fmt: skip
 
     def _print_epoch(self, report: EpochReport, val: Score | None) -> None:
-        self._print(epoch_text(report, self.settings.epochs, val.accuracy if val else None))
+        metric = self.task.metric
+        self._print(epoch_text(report, self.settings.epochs, metric, val.value(metric) if val else None))
 
     def _print_starvation(self, report: EpochReport) -> None:
         """Print advice, once, if sampler threads are too slow. Not in epoch 1, which also compiles kernels and reads
@@ -271,6 +276,7 @@ class Fit:
             optimizer=self.optimizers.model.state_dict(),
             settings=settings_record(self.settings),
             graph=self.graph,
+            task=self.task.record(),
             step_loss=self.progress.step_loss,
             best=best,
             embedding=state,
@@ -285,19 +291,21 @@ class Fit:
             self.model.load_state_dict(dict(at.best.model))
             if (rows := self.optimizers.rows) and self.best_rows is not None:
                 rows.embedding.weight.data.copy_(self.best_rows)
-        test = self._score("test", best_epoch).accuracy if "test" in self.loaders else None
-        val = at.best.val_accuracy if at.best else None
-        path = self._path if at.report else None
-        result = FitResult(at.done, best_epoch, val, test, at.step_loss, at.seconds, path)
+        test = self._score("test", best_epoch).metrics if "test" in self.loaders else None
+        val, metric, path = at.best.metrics if at.best else None, self.task.metric, self._path if at.report else None
+        result = FitResult(at.done, best_epoch, metric, val, test, at.step_loss, at.seconds, path)
         if self.group.rank == 0:
+            none: Mapping[str, float | None] = {metric.name: None}
+            found = {"test": test or none, "val": val or none}
             self.metrics.write(
-                "result", epochs=result.epochs, best_epoch=best_epoch, test_accuracy=test, val_accuracy=val,
+                "result", epochs=result.epochs, best_epoch=best_epoch, metric=metric.name, better=metric.better,
+                **{f"{split}_{name}": value for split, values in found.items() for name, value in values.items()},
                 epoch_seconds=[round(value, 3) for value in at.seconds], checkpoint=path and str(path),
             )  # fmt: skip
         self._print_traffic()
         if test is not None:
-            best = f" (weights of epoch {best_epoch}, val {val:.4f})" if val is not None else ""
-            self._print(f"test accuracy {test:.4f}{best}")
+            best = f" (weights of epoch {best_epoch}, val {number_text(val[metric.name])})" if val is not None else ""
+            self._print(f"test {metrics_text(test)}{best}")
         return result
 
     def _print(self, line: str) -> None:
@@ -306,12 +314,34 @@ class Fit:
             print(line, flush=True)
 
 
-def epoch_text(report: EpochReport, epochs: int, val_accuracy: float | None) -> str:
-    """Return the line that is printed for an epoch: loss, val accuracy, seconds, seeds per second."""
-    loss = f"{report.loss:.4f}" if abs(report.loss) < 1e6 else f"{report.loss:.4g}"
-    words = [f"epoch {report.epoch}/{epochs}", f"loss {loss}"]
-    words += [f"val {val_accuracy:.4f}"] if val_accuracy is not None else []
-    return "  ".join([*words, f"{report.seconds:.1f} s", f"{report.seeds_per_s:,.0f} seeds/s"])
+def epoch_text(report: EpochReport, epochs: int, metric: Metric, val: float | None) -> str:
+    """Return the line that is printed for an epoch: loss, metric on val, seconds, seeds per second.
+
+    The name of the metric is omitted if it is the accuracy.
+    """
+    rate, digits = report.seeds_per_s, 1 if report.seconds < 1e4 else 0
+    speed = f"{rate:,.0f}" if rate < 1e7 else f"{rate / 1e6:,.0f}M"
+    words = [f"epoch {report.epoch}/{epochs}", f"loss {number_text(report.loss)}"]
+    name = "val" if metric.name == "accuracy" else f"val {metric_title(metric.name)}"
+    words += [f"{name} {number_text(val)}"] if val is not None else []
+    return "  ".join([*words, f"{report.seconds:.{digits}f} s", f"{speed} seeds/s"])
+
+
+def number_text(value: float) -> str:
+    """Return a loss or a metric with four decimals; of larger numbers one decimal, or four digits."""
+    return f"{value:.4f}" if abs(value) < 1e3 else f"{value:.1f}" if abs(value) < 1e6 else f"{value:.4g}"
+
+
+def metric_title(name: str) -> str:
+    """Return the name of a metric as it is printed."""
+    return {"mae": "MAE", "rmse": "RMSE", "mrr": "MRR", "auc": "AUC", "micro_f1": "micro-F1"}.get(
+        name, name.replace("hits@", "Hits@")
+    )
+
+
+def metrics_text(metrics: Mapping[str, float]) -> str:
+    """Return metrics as text, such as ``MAE 0.3100, RMSE 0.4200``."""
+    return ", ".join(f"{metric_title(name)} {number_text(value)}" for name, value in metrics.items())
 
 
 def traffic_text(cost: Cost, epochs: int, rank: int, prediction: Prediction | None) -> Iterator[str]:

@@ -6,36 +6,35 @@ import os
 import warnings
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
+from functools import partial
 from pathlib import Path
-
-import torch
-from torch import nn
 
 from trainer.core.errors import PartitionError, SettingsError
 from trainer.core.ranks import RankGroup, Ranks, join_ranks, pick_device
 from trainer.core.remote_settings import CacheSize, RemoteAccess
-from trainer.core.schema import NodeType
+from trainer.core.schema import NodeType, type_name
 from trainer.core.slabs import keep_freed_memory
 from trainer.graph.cache_fill import FilledCache, device_rows, fill_cache
 from trainer.graph.cache_policy import BatchPlan
 from trainer.graph.environment import await_own_server, compares_digests, is_client
 from trainer.graph.open import Graph, open_client, open_graph
 from trainer.graph.seed_order import RankLayout
-from trainer.loader.block_loader import BatchLoader, LoaderSettings, columns_of
-from trainer.nn.graph_facts import facts_of, layer_needs
+from trainer.loader.block_loader import BlockLoader, columns_of
 from trainer.nn.kernels.precision import why_slow
-from trainer.nn.models import build_model
-from trainer.nn.sharded_embedding import ShardedEmbedding, scatter_tables
 from trainer.service.cluster import read_cluster
 from trainer.store.digest_check import checked_digests
-from trainer.store.manifest import Manifest
 from trainer.store.part_store import open_parts
 from trainer.train.checkpoint import Checkpoint, check_fits, graph_record, load_checkpoint
 from trainer.train.checkpoint_writer import checkpoint_writers
 from trainer.train.fit import Fit, FitResult
+from trainer.train.loaders import SPLITS, link_loaders, node_loaders
 from trainer.train.metrics import MetricsLog
+from trainer.train.model import make_model
 from trainer.train.settings import InferJob, TrainJob, TrainSettings
-from trainer.train.task import node_classification, pick_target
+from trainer.train.tasks.choose import node_task
+from trainer.train.tasks.link import LinkPrediction
+from trainer.train.tasks.target import Target, pick_target
+from trainer.train.tasks.task import Task
 
 
 def find_damage(job: TrainJob | InferJob, ranks: Ranks) -> PartitionError | None:
@@ -119,7 +118,7 @@ def one_host_layout(graph: Graph, group: RankGroup) -> RankLayout:
     return RankLayout(group.size, tuple(ranks))
 
 
-def batch_plan(graph: Graph, loader: BatchLoader) -> BatchPlan:
+def batch_plan(graph: Graph, loader: BlockLoader) -> BatchPlan:
     """Return a plan of the loader's batches, for ``fill_cache`` and ``device_rows``."""
     attrs = columns_of(graph, loader.settings)
     columns = {of: ("orig_id", *attrs.get(of, ())) for of in graph.manifest.nodes}
@@ -127,7 +126,7 @@ def batch_plan(graph: Graph, loader: BatchLoader) -> BatchPlan:
 
 
 def fill_host_cache(
-    graph: Graph, loader: BatchLoader, remote_access: RemoteAccess, run_dir: Path, group: RankGroup
+    graph: Graph, loader: BlockLoader, remote_access: RemoteAccess, run_dir: Path, group: RankGroup
 ) -> FilledCache | None:
     """Cache rows of other hosts for the loader's batches, by ``fill_cache``. Collective."""
     node = f"{group.ranks.node_rank} {group.ranks.host}"
@@ -136,7 +135,7 @@ def fill_host_cache(
 
 
 def fill_device_cache(
-    graph: Graph, loaders: Mapping[str, BatchLoader], settings: TrainSettings, group: RankGroup
+    graph: Graph, loaders: Mapping[str, BlockLoader], settings: TrainSettings, group: RankGroup
 ) -> None:
     """Cache on this rank's device the rows that its train batches request most. Raises as ``device_rows`` does."""
     size, loader = CacheSize.parse(settings.device_cache), loaders["train"]
@@ -145,43 +144,6 @@ def fill_device_cache(
     rows = device_rows(graph, batch_plan(graph, loader), size, group.device)
     for one in loaders.values():
         one.keep(rows)
-
-
-def make_model(
-    settings: TrainSettings, manifest: Manifest, target: NodeType, device: torch.device | None = None
-) -> tuple[nn.Module, ShardedEmbedding | None]:
-    """Return the initial model, and embedding rows [nodes, ``hidden``] of the featureless node types that the model
-    reads.
-    """
-    facts = facts_of(manifest, target)
-    reached = layer_needs(facts.node_types, facts.edge_types, target, len(settings.fanouts))[0].sources
-    bare = {of: manifest.nodes[of].num_nodes for of in reached if of not in facts.in_dims}
-    embedding = ShardedEmbedding(bare, settings.hidden, settings.seed, device) if bare and facts.hetero else None
-    return build_model(settings, facts, embedding), embedding
-
-
-def trained_model(
-    saved: Checkpoint, manifest: Manifest, device: torch.device | None = None
-) -> tuple[nn.Module, ShardedEmbedding | None]:
-    """Build the model of a checkpoint, with its best weights, or its last weights if no epoch was evaluated.
-
-    Under torch.distributed all ranks must call it; only rank 0 needs the embedding tables of ``saved``.
-
-    Args:
-        saved: A checkpoint, see ``load_checkpoint``.
-        manifest: Manifest of the partition that the model was trained on, see ``read_manifest``.
-        device: Device of the model. Default: the CPU.
-
-    Returns:
-        The model in evaluation mode, and the trained rows of nodes without features (None if all have features).
-    """
-    settings, best = TrainSettings(**saved.settings), saved.best
-    model, embedding = make_model(settings, manifest, saved.graph["target"], device)
-    model.load_state_dict(dict(best.model if best else saved.model))
-    if embedding is not None:
-        last = saved.embedding and saved.embedding["tables"]
-        embedding.weight.data.copy_(scatter_tables(embedding, best.embedding if best else last))
-    return model.to(device or "cpu").eval(), embedding
 
 
 def read_on_first(path: str | Path, check: Callable[[Checkpoint], None], group: RankGroup) -> Checkpoint:
@@ -201,9 +163,6 @@ def read_on_first(path: str | Path, check: Callable[[Checkpoint], None], group: 
     content = group.from_first(own.without_tables().content() if own else None)
     assert content is not None
     return own or Checkpoint.of_content(content)
-
-
-SPLITS = ("train", "val", "test")
 
 
 def train(job: TrainJob, ranks: Ranks | None = None) -> FitResult:
@@ -230,14 +189,10 @@ def train(job: TrainJob, ranks: Ranks | None = None) -> FitResult:
 def _prepare(job: TrainJob, graph: Graph, group: RankGroup, metrics: MetricsLog) -> Fit:
     """Make task, model and loaders, and restore the checkpoint when resuming. Collective."""
     settings, manifest = job.settings, graph.manifest
-    target = group.agree(lambda: pick_target(manifest, settings.target))
-    splits = tuple(split for split in SPLITS if manifest.nodes[target].splits.get(split))
-    task = group.agree(lambda: node_classification(graph, target, splits, group))
-    model, embedding = group.agree(lambda: make_model(settings, manifest, target, group.device))
-    wants_degree = bool(getattr(model, "needs_degree", False))
-    wanted = {split: loader_settings(settings, target, split, wants_degree) for split in splits}
-    layout = layout_of(graph, group)
-    loaders = group.agree(lambda: {name: BatchLoader(graph, want, group.rank, layout) for name, want in wanted.items()})
+    target = group.agree(lambda: pick_target(graph, settings.target, settings.task))
+    task = _task(settings, graph, target, group)
+    model, embedding = group.agree(lambda: make_model(settings, manifest, target, task.outputs, group.device))
+    loaders = _loaders(settings, graph, target, bool(getattr(model, "needs_degree", False)), group)
     group.agree(lambda: fill_device_cache(graph, loaders, settings, group))
     folder, record = job.run_dir / "checkpoints", graph_record(manifest, target)
     writers = checkpoint_writers(group, embedding is not None, bool(int(os.environ.get("GNNFLEET_RESTARTS") or 0)))
@@ -245,34 +200,38 @@ def _prepare(job: TrainJob, graph: Graph, group: RankGroup, metrics: MetricsLog)
     if filled := fill_host_cache(graph, loaders["train"], job.remote_access, job.run_dir, group):
         fit.log_prediction(filled)
     if path := os.environ.get("GNNFLEET_RESUME") or settings.resume:
-        fit.restore(read_on_first(path, lambda checkpoint: check_fits(checkpoint, settings, record, path), group))
+        check = partial(check_fits, settings=settings, graph=record, path=path, kind=task.kind)
+        fit.restore(read_on_first(path, check, group))
     return fit
 
 
-def loader_settings(settings: TrainSettings, target: NodeType, split: str, want_degree: bool) -> LoaderSettings:
-    """Return the settings of the loader that the bundled trainer uses for a split.
+def _task(settings: TrainSettings, graph: Graph, target: Target, group: RankGroup) -> Task:
+    """Make the task, and print its kind and the reason on rank 0. Collective."""
+    task: Task
+    if isinstance(target, str):
+        task, why = node_task(graph, target, settings.task, _splits(graph, target), group)
+    else:
+        task, why = LinkPrediction(settings.hidden), f"links of {type_name(target)}"
+    if group.rank == 0:
+        print(f"task {task.kind}: {why}", flush=True)
+    return task
 
-    Args:
-        settings: Settings of the run.
-        target: Node type of the seeds.
-        split: Name of the split; ``"train"`` gets the fanouts, the batch size and the shuffling of training.
-        want_degree: Also provide the in-degrees of nodes, as GCN needs.
-    """
-    training = split == "train"
-    return LoaderSettings(
-        split=split,
-        target=target,
-        fanouts=settings.fanouts if training else settings.eval_fanouts or settings.fanouts,
-        global_batch=settings.batch_size if training else settings.eval_batch_size,
-        seed=settings.seed,
-        replace=settings.replace,
-        weight=settings.weight_attr,
-        time_attr=settings.time_attr,
-        last=settings.temporal_strategy == "last",
-        disjoint=settings.disjoint,
-        shuffle=training,
-        threads=settings.sampler_threads,
-        prefetch=max(settings.prefetch, settings.sampler_threads + 1),
-        want_degree=want_degree,
-        deadline=settings.timeout,
-    )
+
+def _splits(graph: Graph, target: NodeType) -> tuple[str, ...]:
+    return tuple(split for split in SPLITS if graph.manifest.nodes[target].splits.get(split))
+
+
+def _loaders(
+    settings: TrainSettings, graph: Graph, target: Target, want_degree: bool, group: RankGroup
+) -> dict[str, BlockLoader]:
+    """Make a loader for each split. Collective."""
+    layout, rank = layout_of(graph, group), group.rank
+    if isinstance(target, str):
+        splits = _splits(graph, target)
+        return group.agree(lambda: node_loaders(settings, graph, target, splits, want_degree, rank, layout))
+    loaders = group.agree(lambda: link_loaders(settings, graph, target, SPLITS, want_degree, rank, layout))
+    if len(loaders) == 1 and rank == 0:
+        name = type_name(target)
+        text = f"no links of {name} are held out, so nothing is evaluated; set option hold_out: {name}"
+        print(f"note: {text}", flush=True)
+    return dict(loaders)

@@ -26,12 +26,14 @@ from trainer.core.schema import HOMO_EDGE, HOMO_NODE, EdgeType, NodeType
 from trainer.graph.device import as_tensor
 from trainer.graph.open import Graph
 from trainer.graph.seed_order import RankLayout
+from trainer.loader.block_loader import block_of, edge_attrs, edge_rows
 from trainer.nn.graph_facts import GraphFacts, LayerNeed, layer_needs
 from trainer.nn.hetero_models import HeteroModel
+from trainer.nn.link_model import LinkModel
 from trainer.nn.models import BlockModel
-from trainer.sampler.multi_hop import cut_block, sample_multi_hop
+from trainer.sampler.multi_hop import sample_multi_hop
 from trainer.sampler.relabel import RelabelTables
-from trainer.sampler.types import RowRequest, SampleSettings, SeedSet
+from trainer.sampler.types import RowRequest, SampledSubgraph, SampleSettings, SeedSet
 
 
 @dataclass(frozen=True)
@@ -153,8 +155,8 @@ class HeteroStack:
 
     def __init__(self, model: HeteroModel, facts: GraphFacts):
         self.model = model
-        needs = layer_needs(facts.node_types, facts.edge_types, facts.target, model.shape.num_layers)
-        alone = LayerNeed((facts.target,), (facts.target,), ())  # for a target without in-edges
+        needs = layer_needs(facts.node_types, facts.edge_types, facts.targets, model.shape.num_layers)
+        alone = LayerNeed(facts.targets, facts.targets, ())  # for targets without in-edges
         self.needs = tuple(need for need in needs if need.edge_types) or (alone,)
 
     def begin(self, batch: HeteroBatch) -> TypeRows:
@@ -168,11 +170,15 @@ class HeteroStack:
             rows = {of: h.relu() if self.model.shape.relu else h for of, h in rows.items()}
         if number + 1 < len(self.needs):
             return rows
-        return {self.model.target: self.model.head(rows[self.model.target])}
+        return {of: self.model.head(rows[of]) for of in self.model.targets}
 
 
 def stack_of(model: nn.Module, facts: GraphFacts) -> LayerStack:
-    """Return the layers of a bundled model. Raises ``SettingsError`` for any other model."""
+    """Return the layers of a bundled model, for links those of its encoder. Raises ``SettingsError`` for any other
+    model.
+    """
+    if isinstance(model, LinkModel):
+        return stack_of(model.encoder, facts)
     if isinstance(model, BlockModel):
         return BlockStack(model)
     if isinstance(model, HeteroModel):
@@ -208,6 +214,7 @@ class WholeGraph:
         scratch: Folder for the rows of layers, which takes 4 bytes · own nodes · width for each of two layers.
         nodes_at_once: Number of nodes computed at a time; bounds memory.
         weight: Edge attribute; edges of weight 0 are left out, as in weighted sampling.
+        edge_attr: Edge attribute that the layers read as features of edges.
     """
 
     graph: Graph
@@ -216,6 +223,7 @@ class WholeGraph:
     scratch: Path
     nodes_at_once: int = 4096
     weight: str | None = None
+    edge_attr: str | None = None
     shares: dict[NodeType, NodeShares] = field(init=False)
     _tables: RelabelTables = field(init=False)
 
@@ -263,15 +271,26 @@ class WholeGraph:
         num_dst = {other: len(ids) if other == of else 0 for other in self.shares}
         if not need.edge_types:
             return NodeChunk({of: ids}, {}, num_dst)
-        settings = SampleSettings(dict.fromkeys(need.edge_types, (-1,)), weight=self._weight(need))
+        settings = SampleSettings(
+            dict.fromkeys(need.edge_types, (-1,)), weight=self._weight(need), edge_ids=self.edge_attr is not None
+        )
         found = sample_multi_hop(
             self.graph.access, self.graph.manifest, SeedSet({of: ids}), settings, 0, self._tables
         )  # fmt: skip
-        blocks = {}
-        for edge_type in need.edge_types:
-            indptr, indices, num_src = cut_block(found, edge_type, 0)
-            blocks[edge_type] = Block(torch.from_numpy(indptr), torch.from_numpy(indices), num_src)
+        rows = self._edge_rows(found, need)
+        blocks = {edge_type: block_of(found, edge_type, 0, rows) for edge_type in need.edge_types}
         return NodeChunk({other: found.nodes[other].ids for other in need.sources}, blocks, num_dst)
+
+    def _edge_rows(self, found: SampledSubgraph, need: LayerNeed) -> dict[EdgeType, Tensor]:
+        """Fetch the features of the edges of the types that have some, float32 [e, d]."""
+        name = self.edge_attr
+        if name is None:
+            return {}
+        specs = {of: spec for of, spec in edge_attrs(self.graph.manifest, name).items() if of in need.edge_types}
+        ids = {of: found.edges[of].edge for of in specs}
+        wanted = [RowRequest(of, edges, (name,)) for of, edges in ids.items() if edges is not None]
+        answers = self.graph.access.gather(wanted)
+        return {of: edge_rows(rows[name], specs[of]) for of, rows in zip(specs, answers, strict=True)}
 
     def _weight(self, need: LayerNeed) -> str | None:
         specs = self.graph.manifest.edges

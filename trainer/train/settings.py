@@ -44,7 +44,12 @@ class TrainSettings:
     model: Literal["sage", "gcn", "gat", "rgcn", "hgt", "rsage"] = setting(
         "Model; rgcn, hgt and rsage are for heterogeneous graphs.", "sage"
     )
-    target: str | None = setting("Node type to classify; default: the only one with labels and train seeds.", None)
+    task: Literal["auto", "classification", "regression", "multilabel", "link"] = setting(
+        "What is learned: classes, numbers or several labels of nodes, or links; auto: by the labels y.", "auto"
+    )
+    target: str | None = setting(
+        "Node type with the labels, or edge type of the links (source__relation__target); default: the only one.", None
+    )
     hidden: int = setting("Width of hidden layers.", 256, at_least=1)
     layers: int | None = setting("Number of layers; default, and only valid: the number of fanouts.", None, at_least=1)
     heads: int = setting("Attention heads (gat, hgt).", 4, at_least=1)
@@ -55,6 +60,7 @@ class TrainSettings:
     weight_attr: str | None = setting(
         "Edge attribute used as sampling weight; edges of weight 0 are never sampled.", None
     )
+    edge_attr: str | None = setting("Edge attribute used as features of edges, by the models sage and rsage.", None)
     time_attr: str | None = setting(
         "Integer node attribute used as time; neighbours later than their seed are never sampled.", None
     )
@@ -64,6 +70,8 @@ class TrainSettings:
     disjoint: bool = setting("Sample a separate subgraph for each seed.", False)
     batch_size: int = setting("Global batch: seeds per step over all processes.", 1024, at_least=1)
     eval_batch_size: int = setting("Global batch for evaluation.", 4096, at_least=1)
+    negatives: int = setting("Task link: negative targets per step, which its links share.", 128, at_least=1)
+    eval_negatives: int = setting("Task link: nodes among which a link's target is ranked.", 1000, at_least=1)
     epochs: int = setting("Total passes over the train seeds, including those before `resume`.", 10, at_least=1)
     lr: float = setting("Learning rate (Adam).", 0.004, above=0)
     embedding_lr: float | None = setting(
@@ -130,6 +138,9 @@ class InferJob:
     nodes_at_once: int = 4096  #: nodes computed at a time; bounds memory
     timeout: float = 120.0  #: seconds that a wait for another process may take
     digests: bool = True
+    top_k: int | None = None  #: task link: targets listed per source; None: 10, or 0 if there are very many pairs
+    pairs: Path | None = None  #: task link: CSV file of pairs to score
+    parquet: bool | None = None  #: also write Parquet files; None: if DuckDB is installed
 
 
 class IntList(click.ParamType):

@@ -61,18 +61,20 @@ def loss_chart(record: RunRecord) -> Chart | None:
     return _chart("loss", "Loss", data, layout)
 
 
-def accuracy_chart(record: RunRecord) -> Chart | None:
-    """Return a chart of the accuracy on each split by epoch; None if no accuracy is known."""
-    begin, data = resumed_at(record), []
+def metric_chart(record: RunRecord) -> Chart | None:
+    """Return a chart of the task's metric on each split by epoch; None if no value is known."""
+    begin, data, metric = resumed_at(record), [], record.series.metric
     for one in record.earlier[-1:]:
-        for split, points in one.series.accuracy.items():
+        for split, points in one.series.scores.items():
             before = [point for point in points if begin is None or point[0] <= begin]
             data.append(_line(f"{split}, earlier run", before, colour=_EARLIER, marks=True))
-    for split, points in record.series.accuracy.items():
+    for split, points in record.series.scores.items():
         data.append(_line(split, points, colour=_SPLIT_COLOURS.get(split, "#cc79a7"), marks=True))
-    axis = {"title": {"text": "accuracy"}, "tickformat": ".1%"}
+    percent = {"tickformat": ".1%"} if metric.name == "accuracy" else {}
+    axis = {"title": {"text": metric.title}, **percent}
+    title = metric.title[:1].upper() + metric.title[1:]
     return _chart(
-        "accuracy", "Accuracy", data, {"xaxis": {"title": {"text": "epochs"}}, "yaxis": axis, **_resume_mark(record)}
+        "metric", title, data, {"xaxis": {"title": {"text": "epochs"}}, "yaxis": axis, **_resume_mark(record)}
     )
 
 

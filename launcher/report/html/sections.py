@@ -14,10 +14,10 @@ from rich.filesize import decimal
 from launcher.report.events import finding_words
 from launcher.report.first_failure import aftermath_of
 from launcher.report.html.charts import (
-    accuracy_chart,
     all_of,
     bars,
     loss_chart,
+    metric_chart,
     pair_chart,
     resumed_at,
     speed_chart,
@@ -28,6 +28,7 @@ from launcher.report.html.record import RunRecord
 from launcher.report.html.series import number
 from launcher.report.html.timeline import timeline_chart
 from launcher.report.profile import Profile, RankTraffic
+from launcher.report.task_metric import metric_of, score_text
 from launcher.report.verdict import from_here
 from launcher.text import count, spans
 
@@ -155,13 +156,16 @@ def _resumed_words(record: RunRecord) -> str:
 def _facts(record: RunRecord) -> Iterator[Fact]:
     result, metrics = record.result, record.result.get("metrics") or {}
     yield Fact("state", record.state, _TONES.get(record.state, ""))
-    last = {split: points[-1][1] for split, points in record.series.accuracy.items() if points}
+    last = {split: points[-1][1] for split, points in record.series.scores.items() if points}
+    metric = metric_of([metrics]) if metrics else record.series.metric
     for split in ("test", "val"):
-        value = number(metrics.get(f"{split}_accuracy")) or last.get(split)
+        value = metric.of(metrics, split)
+        if value is None and metric == record.series.metric:
+            value = last.get(split)
         if value is not None:
-            yield Fact(f"{split} accuracy", f"{value:.4f}")
+            yield Fact(f"{split} {metric.title}", score_text(value))
     if record.series.epoch_loss:
-        yield Fact("loss", f"{record.series.epoch_loss[-1][1]:.4f}")
+        yield Fact("loss", score_text(record.series.epoch_loss[-1][1]))
     if record.series.epochs_done:
         yield Fact("epochs", _epochs(record))
     if result:
@@ -216,7 +220,7 @@ def _training(record: RunRecord) -> Iterator[Block]:
     words = _resumed_words(record)
     if words:
         yield Words((words,))
-    drawn = list(all_of([loss_chart(record), accuracy_chart(record), speed_chart(record)]))
+    drawn = list(all_of([loss_chart(record), metric_chart(record), speed_chart(record)]))
     yield from drawn
     if not record.series.epochs and record.state != "running":
         yield Words((_no_epochs(record, bool(drawn)),))

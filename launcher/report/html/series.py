@@ -7,6 +7,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from launcher.report.task_metric import TaskMetric, metric_of
+
 POINTS = 1500  #: maximum of one curve; more points make the page slow and are not visible
 
 Line = Mapping[str, Any]
@@ -20,7 +22,8 @@ class Series:
 
     step_loss: tuple[Point, ...] = ()  #: (epochs done, loss of a global batch); many steps are averaged in groups
     epoch_loss: tuple[Point, ...] = ()  #: (epoch, mean loss)
-    accuracy: Mapping[str, tuple[Point, ...]] = field(default_factory=dict)  #: split → (epoch, fraction)
+    metric: TaskMetric = TaskMetric()  #: metric of the task
+    scores: Mapping[str, tuple[Point, ...]] = field(default_factory=dict)  #: split → (epoch, metric)
     speed: Mapping[int, tuple[Point, ...]] = field(default_factory=dict)  #: rank → (seconds since the epoch, seeds/s)
     epochs: tuple[Line, ...] = ()  #: epoch lines of all ranks
 
@@ -59,12 +62,13 @@ class _Curve:
 
 @dataclass
 class _Seen:
-    """Losses, accuracies and speeds in the metrics lines that were read so far."""
+    """Losses, metrics and speeds in the metrics lines that were read so far."""
 
     losses: list[Point] = field(default_factory=list)  # losses over all ranks, from epoch lines
     covered: set[int] = field(default_factory=set)  # epochs in ``losses``
     steps: dict[int, dict[int, list[Point]]] = field(default_factory=dict)  # from step lines, by epoch and rank
     evals: dict[str, dict[float, float]] = field(default_factory=dict)
+    metric: TaskMetric | None = None
     speed: dict[int, _Curve] = field(default_factory=dict)
     epochs: list[Line] = field(default_factory=list)
 
@@ -75,9 +79,10 @@ class _Seen:
         elif kind == "epoch" and isinstance(rank, int):
             self._epoch(line)
         elif kind == "eval":
-            epoch, accuracy = number(line.get("epoch")), number(line.get("accuracy"))
-            if epoch is not None and accuracy is not None:
-                self.evals.setdefault(str(line.get("split")), {})[epoch] = accuracy
+            self.metric = self.metric or metric_of([line])
+            epoch, score = number(line.get("epoch")), self.metric.of(line)
+            if epoch is not None and score is not None:
+                self.evals.setdefault(str(line.get("split")), {})[epoch] = score
 
     def series(self) -> Series:
         steps = [point for epoch in sorted(self.steps) for point in mean_over_ranks(self.steps[epoch])]
@@ -89,6 +94,7 @@ class _Seen:
         return Series(
             tuple(thinned(self.losses + steps)),
             tuple(sorted(mean.items())),
+            self.metric or TaskMetric(),
             {split: tuple(sorted(points.items())) for split, points in sorted(self.evals.items())},
             {rank: tuple(thinned(curve.points)) for rank, curve in sorted(self.speed.items())},
             tuple(self.epochs),

@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
-Forward = TypeVar("Forward", bound=Callable[..., Tensor])
+Forward = TypeVar("Forward", bound=Callable[..., Any])
 
 PRECISIONS = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
@@ -19,15 +19,19 @@ _CPU_FLAGS = frozenset({"avx512_bf16", "amx_bf16", "bf16"})  #: bfloat16 flags i
 
 
 def in_own_precision(forward: Forward) -> Forward:
-    """Decorate a model's ``forward(batch)`` to compute dense products in ``self.precision`` and return float32."""
+    """Decorate a model's ``forward(batch)`` to compute dense products in ``self.precision`` and return float32.
+
+    The result is a tensor, or a dict of tensors.
+    """
 
     @functools.wraps(forward)
-    def run(self: Any, batch: Any) -> Tensor:
+    def run(self: Any, batch: Any) -> Any:
         if self.precision == torch.float32:
             return forward(self, batch)
         device = next(self.parameters()).device
         with torch.autocast(device.type, self.precision):
-            return forward(self, batch).float()
+            out = forward(self, batch)
+            return {name: rows.float() for name, rows in out.items()} if isinstance(out, dict) else out.float()
 
     return run  # type: ignore[return-value]
 

@@ -1,0 +1,44 @@
+"""The metric of a run's task, such as accuracy or MAE, as its metrics lines name it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from math import isfinite
+from typing import Any, Literal
+
+_TITLES = {"mae": "MAE", "rmse": "RMSE", "mrr": "MRR", "auc": "AUC", "micro_f1": "micro-F1"}
+
+
+@dataclass(frozen=True)
+class TaskMetric:
+    """The metric by which a run chooses its best epoch."""
+
+    name: str = "accuracy"  #: as in metrics lines
+    better: Literal["more", "less"] = "more"
+
+    @property
+    def title(self) -> str:
+        """The name as it is printed."""
+        return _TITLES.get(self.name, self.name.replace("hits@", "Hits@"))
+
+    def of(self, line: Mapping[str, Any], split: str = "") -> float | None:
+        """Return the value in an ``eval`` line or, for a split, in a ``result`` line; None if there is no number."""
+        value = line.get(f"{split}_{self.name}" if split else self.name)
+        if isinstance(value, bool) or not isinstance(value, int | float) or not isfinite(value):
+            return None
+        return float(value)
+
+
+def metric_of(lines: Iterable[Mapping[str, Any]]) -> TaskMetric:
+    """Return the metric that the first line with ``metric`` names; the accuracy if there is none."""
+    for line in lines:
+        name = line.get("metric")
+        if isinstance(name, str) and name:
+            return TaskMetric(name, "less" if line.get("better") == "lower" else "more")
+    return TaskMetric()
+
+
+def score_text(value: float) -> str:
+    """Return a metric or a loss with four decimals; of larger numbers one decimal, or four digits."""
+    return f"{value:.4f}" if abs(value) < 1e3 else f"{value:.1f}" if abs(value) < 1e6 else f"{value:.4g}"

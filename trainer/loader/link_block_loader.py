@@ -1,0 +1,115 @@
+"""The loader of the bundled trainer for link prediction: links and negatives around which blocks are sampled."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import numpy as np
+import torch
+
+from trainer.core.arrays import Ids
+from trainer.core.batch import LinkEnds
+from trainer.core.schema import EdgeType, NodeType
+from trainer.graph.open import Graph
+from trainer.graph.seed_order import RankLayout, SeedShare
+from trainer.loader.block_loader import AnyBatch, BlockLoader, LoaderSettings
+from trainer.loader.link_loader import excluded
+from trainer.loader.link_seeds import LinkInputs
+from trainer.loader.negatives import NegativeDraw, NegativeRule, draw_negatives
+from trainer.sampler.types import SeedSet
+from trainer.store.manifest import Manifest
+from trainer.store.part_store import PartStore
+
+_NONE = np.empty(0, np.int64)
+
+
+@dataclass(frozen=True)
+class LinkBlockSettings:
+    """Settings of ``LinkBlockLoader`` besides ``LoaderSettings``."""
+
+    negatives: int  #: negative targets per step; a target type with fewer nodes gives each of its nodes once
+    hide: bool  #: leave the links of the global batch, and their reverses, out of the sampled edges
+
+
+class LinkBlockLoader(BlockLoader):
+    """Yields batches whose seeds are links; ``batch.links`` has their positions.
+
+    The links of a step share its negatives: nodes of the target type, drawn uniformly by the key of the step, and
+    therefore the same on all ranks and for any number of them. Sharing bounds the neighbourhoods to sample; Lerer et
+    al., "PyTorch-BigGraph: A Large-scale Graph Embedding System" (2019). A negative may be the target of a link of the
+    graph. Ranks without links in a step have no negatives either.
+    """
+
+    def __init__(
+        self, graph: Graph, settings: LoaderSettings, links: LinkInputs, link_settings: LinkBlockSettings, rank: int,
+        layout: RankLayout,
+    ):  # fmt: skip
+        self.links, self.link_settings = links, link_settings
+        self._draw = NegativeDraw(graph.manifest.nodes[links.edge_type[2]].num_nodes)
+        self._reverse = reverse_type(graph.manifest, links.edge_type)
+        super().__init__(graph, replace(settings, target=links.edge_type[2]), rank, layout, len(links), ("", ()))
+
+    def load(self, share: SeedShare) -> AnyBatch:
+        seeds, ends = self._seeded(share)
+        return replace(self._batch(share, self.sampler.sample(seeds, share.key)), links=ends)
+
+    def ends(self, share: SeedShare) -> tuple[Ids, Ids, Ids]:
+        """Return sources and targets of this rank's links in one step, and its negatives: original ids."""
+        return *self.links.ends.ends_of(share.positions), self._negatives(share)
+
+    def _seed_set(self, share: SeedShare) -> SeedSet:
+        return self._seeded(share)[0]
+
+    def _part_of(self, positions: Ids) -> Ids:
+        of, store = self.links.edge_type[2], self.graph.store
+        return store.books[of].part_of(store.to_global(of, self.links.ends.ends_of(positions)[1]))
+
+    def _seeded(self, share: SeedShare) -> tuple[SeedSet, LinkEnds]:
+        """Return the seed nodes of this rank in one step, and the positions of its links among them."""
+        links, store = self.links, self.graph.store
+        seeds, ends = distinct_ends(links.edge_type, *self.ends(share), store)
+        if self.link_settings.hide:
+            seen = links.ends.ends_of(share.batch)
+            seeds = seeds.without(excluded(links.edge_type, self._reverse, *seen, store))
+        return seeds, ends
+
+    def _negatives(self, share: SeedShare) -> Ids:
+        """Return the negatives of a step, original ids."""
+        count, num_nodes = self.link_settings.negatives, self.graph.manifest.nodes[self.links.edge_type[2]].num_nodes
+        if not len(share.positions):
+            return _NONE
+        if num_nodes <= count:
+            return np.arange(num_nodes)
+        places, zeros = np.arange(count), np.zeros(count, np.int64)
+        _, drawn = draw_negatives(
+            NegativeRule(triplet=True, amount=1), share.key, places, places, zeros, (zeros, zeros),
+            (self._draw, self._draw), lambda src, dst: np.zeros(len(src), np.bool_),
+        )  # fmt: skip
+        return drawn
+
+
+def distinct_ends(
+    edge_type: EdgeType, src: Ids, dst: Ids, negatives: Ids, store: PartStore
+) -> tuple[SeedSet, LinkEnds]:  # fmt: skip
+    """Return the distinct ends of links and negatives as seeds, by ascending original id, and their positions."""
+    groups: dict[NodeType, list[Ids]] = {edge_type[0]: [src]}
+    groups.setdefault(edge_type[2], []).extend([dst, negatives])
+    nodes: dict[NodeType, Ids] = {}
+    places: list[Ids] = []
+    for of, group in groups.items():
+        unique, inverse = np.unique(np.concatenate(group), return_inverse=True)
+        nodes[of] = store.to_global(of, unique)
+        places += np.split(inverse.astype(np.int64), np.cumsum([len(ids) for ids in group])[:-1])
+    found = [torch.from_numpy(np.ascontiguousarray(place)) for place in places]
+    return SeedSet(nodes), LinkEnds(edge_type[0], edge_type[2], *found)
+
+
+def reverse_type(manifest: Manifest, edge_type: EdgeType) -> EdgeType | None:
+    """Return the edge type with the reverses of links: ``rev_<relation>``, or for links within one node type their own
+    type if there is no such type; None if there is none.
+    """
+    source, relation, target = edge_type
+    named = relation.removeprefix("rev_") if relation.startswith("rev_") else f"rev_{relation}"
+    if (target, named, source) in manifest.edges:
+        return target, named, source
+    return edge_type if source == target else None

@@ -1,0 +1,68 @@
+"""Link prediction: an encoder on blocks, projections of both ends of a link, and their dot product as its score."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from trainer.core.batch import Batch, HeteroBatch
+from trainer.core.schema import EdgeType
+from trainer.nn.graph_facts import GraphFacts
+from trainer.nn.models import HETERO_MODELS, ModelSettings, build_model
+from trainer.nn.sharded_embedding import Embeddings
+
+
+class LinkModel(nn.Module):
+    """Scores the links and the negatives of a batch.
+
+    A node has two embeddings, one as source and one as target of a link: linear projections of its row. The score of a
+    link is their dot product, so that the best targets of a source can be found by nearest-neighbour search. It depends
+    on the direction of the link.
+    """
+
+    encoder: Any  #: a ``BlockModel`` or ``HeteroModel``
+
+    def __init__(self, encoder: nn.Module, edge_type: EdgeType, width: int):
+        super().__init__()
+        self.encoder, self.edge_type = encoder, edge_type
+        self.needs_degree = self.encoder.needs_degree
+        self.as_source, self.as_target = nn.Linear(width, width), nn.Linear(width, width)
+
+    def forward(self, batch: Batch | HeteroBatch) -> Tensor:
+        """Return scores, float [num_seeds, 1 + m]: of each link, and of the batch's m negatives as its target."""
+        links = batch.links
+        assert links is not None, "a batch of links"
+        rows = self.encoder.seed_rows(batch)
+        sources, targets = self.as_source(rows[links.source]), self.as_target(rows[links.target])
+        src = sources[links.src]
+        positive = (src * targets[links.dst]).sum(1)
+        return torch.cat([positive[:, None], src @ targets[links.negatives].t()], 1)
+
+
+def build_link_model(
+    settings: ModelSettings, facts: GraphFacts, edge_type: EdgeType, embeddings: Embeddings | None = None
+) -> LinkModel:
+    """Build the bundled trainer's model for links of ``edge_type`` on CPU. Initial weights depend on the seed only.
+
+    Args:
+        settings: As for ``build_model``.
+        facts: The graph's types and feature widths, from ``link_facts``.
+        edge_type: Type of the links.
+        embeddings: As for ``build_model``.
+
+    Raises as ``build_model`` does.
+    """
+    outputs = 0 if settings.model in HETERO_MODELS else settings.hidden
+    encoder = build_model(settings, replace(facts, num_classes=outputs), embeddings)
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(settings.seed + 1)
+        return LinkModel(encoder, edge_type, settings.hidden)
+
+
+def link_facts(facts: GraphFacts, edge_type: EdgeType) -> GraphFacts:
+    """Return ``facts`` for a model that computes the rows of both ends of links of ``edge_type``."""
+    further = () if edge_type[0] == edge_type[2] else (edge_type[0],)
+    return replace(facts, target=edge_type[2], further=further)

@@ -1,0 +1,168 @@
+"""Files of full-graph inference: an array and a table of predictions for each part."""
+
+from __future__ import annotations
+
+import csv
+import importlib.util
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from trainer.core.arrays import Array
+from trainer.core.errors import SettingsError
+from trainer.core.ranks import RankGroup
+from trainer.core.schema import NodeType
+from trainer.core.texts import decode_texts
+from trainer.data.table_database import Database, text
+from trainer.graph.open import Graph
+from trainer.sampler.types import RowRequest
+from trainer.train.layerwise_inference import LayerRows, NodeRange
+
+ROWS_AT_ONCE = 1 << 16
+
+
+@dataclass(frozen=True)
+class OutputArray:
+    """The array that inference writes for each part."""
+
+    name: str  #: file name without ``.npy``
+    width: int
+    dtype: str  #: numpy's name
+    of: Callable[[Tensor], Tensor] = lambda rows: rows  #: converts the model's output [n, f] to rows [n, width]
+
+
+@dataclass(frozen=True)
+class Column:
+    """A column of a table of predictions."""
+
+    name: str
+    type: str  #: BIGINT, DOUBLE or VARCHAR
+    digits: int = 9  #: significant digits of DOUBLE in the CSV file; 9 tell all float32 apart
+
+
+def write_array(out: Path, graph: Graph, of: NodeType, rows: LayerRows, array: OutputArray, group: RankGroup) -> None:
+    """Write this rank's rows into ``out/part<p>/<array>.npy``, and the ids of a part beside them. Collective.
+
+    The rank that has the first nodes of a part creates the files. Raises ``SettingsError`` if ranks that share a part
+    do not share ``out``.
+    """
+    offsets = graph.manifest.nodes[of].offsets
+    own = rows.shares.own(group.rank)
+    for piece in own:
+        if piece.first == offsets[piece.part_id]:
+            _new_part(out / f"part{piece.part_id}", graph, of, piece.part_id, array)
+    group.barrier()
+    for piece in own:
+        values, begin = _shared_file(out, piece, array), piece.first - offsets[piece.part_id]
+        for first in range(0, piece.last - piece.first, ROWS_AT_ONCE):
+            last = min(first + ROWS_AT_ONCE, piece.last - piece.first)
+            block = torch.from_numpy(np.array(rows.values[piece.row + first : piece.row + last]))
+            values[begin + first : begin + last] = array.of(block).numpy()
+        values.flush()
+    group.barrier()  # the rows of a part may come from several ranks
+
+
+def _new_part(folder: Path, graph: Graph, of: NodeType, part_id: int, array: OutputArray) -> None:
+    folder.mkdir(parents=True, exist_ok=True)
+    offsets = graph.manifest.nodes[of].offsets
+    ids = np.arange(offsets[part_id], offsets[part_id + 1])
+    name = id_attr(graph, of)
+    (found,) = graph.access.gather([RowRequest(of, ids, ("orig_id", name))])
+    np.save(folder / "orig_id.npy", np.asarray(found["orig_id"], np.int64))
+    np.save(folder / "id.npy", np.asarray(found[name]))
+    shape = (len(ids), array.width)
+    np.lib.format.open_memmap(
+        folder / f"{array.name}.npy", mode="w+", dtype=np.dtype(array.dtype), shape=shape
+    ).flush()  # fmt: skip
+
+
+def id_attr(graph: Graph, of: NodeType) -> str:
+    """Return the attribute that names nodes to the user: the ids of a node table, else the original ids."""
+    return "id" if "id" in graph.manifest.nodes[of].attrs else "orig_id"
+
+
+def _shared_file(out: Path, piece: NodeRange, array: OutputArray) -> np.memmap[Any, Any]:
+    path = out / f"part{piece.part_id}" / f"{array.name}.npy"
+    if not path.exists():
+        raise SettingsError(
+            f"{path} does not exist: ranks that share part {piece.part_id} must see the same --out; "
+            "give a shared folder, or give each host its own parts (--part-ids, --cluster)"
+        )
+    return np.lib.format.open_memmap(path, mode="r+")
+
+
+def own_parts(out: Path, graph: Graph, of: NodeType, rows: LayerRows, group: RankGroup) -> Iterator[Path]:
+    """Yield the folders of the parts whose first nodes this rank has."""
+    offsets = graph.manifest.nodes[of].offsets
+    for piece in rows.shares.own(group.rank):
+        if piece.first == offsets[piece.part_id]:
+            yield out / f"part{piece.part_id}"
+
+
+def id_column(name: str, ids: Array) -> Column:
+    """Return the column of ids: texts, bytes [n, width], or integers [n]."""
+    return Column(name, "VARCHAR" if ids.ndim == 2 else "BIGINT")
+
+
+def id_list(ids: Array) -> list[Any]:
+    """Return ids as texts or integers."""
+    return decode_texts(ids) if ids.ndim == 2 else [int(value) for value in ids]
+
+
+def write_table(
+    stem: Path, columns: Sequence[Column], blocks: Iterable[Sequence[Sequence[Any]]], parquet: bool
+) -> None:  # fmt: skip
+    """Write a table as ``<stem>.csv`` and, with ``parquet``, as ``<stem>.parquet``, in pieces.
+
+    blocks: lists of the values of each column. DuckDB converts the CSV file, so both have the same values.
+    """
+    path = stem.with_suffix(".csv")
+    with path.open("w", newline="", encoding="utf-8") as file:
+        writer = csv.writer(file, lineterminator="\n")
+        writer.writerow([column.name for column in columns])
+        for block in blocks:
+            shown = [
+                [f"{value:.{column.digits}g}" for value in values] if column.type == "DOUBLE" else values
+                for column, values in zip(columns, block, strict=True)
+            ]
+            writer.writerows(zip(*shown, strict=True))
+    target = stem.with_suffix(".parquet")
+    target.unlink(missing_ok=True)
+    if parquet:
+        _convert(path, target, columns)
+
+
+def _convert(path: Path, target: Path, columns: Sequence[Column]) -> None:
+    types = ", ".join(f"{text(column.name)}: {text(column.type)}" for column in columns)
+    texts = ", ".join(text(column.name) for column in columns if column.type == "VARCHAR")
+    filled = f", force_not_null = [{texts}]" if texts else ""  # else an empty id would be NULL
+    scratch = target.with_name(f".{target.name}.duckdb")
+    scratch.mkdir(exist_ok=True)
+    database = Database(scratch, 1 << 30)
+    try:
+        source = (
+            f"read_csv({text(str(path))}, header = true, auto_detect = false, delim = ',', quote = '\"', "
+            f"escape = '\"', columns = {{{types}}}, parallel = false{filled})"
+        )
+        database.run(f"COPY (SELECT * FROM {source}) TO {text(str(target))} (FORMAT parquet)", str(target))
+    finally:
+        database.close()
+        for left in sorted(scratch.rglob("*"), reverse=True):
+            left.rmdir() if left.is_dir() else left.unlink()
+        scratch.rmdir()
+
+
+def writes_parquet(wanted: bool | None) -> bool:
+    """Return whether Parquet files are written: as ``wanted``, by default if DuckDB is installed.
+
+    Raises ``SettingsError`` if they are wanted without DuckDB.
+    """
+    installed = importlib.util.find_spec("duckdb") is not None
+    if wanted and not installed:
+        raise SettingsError("--parquet needs the package duckdb: pip install duckdb, or leave --parquet out")
+    return installed if wanted is None else wanted

@@ -1,0 +1,83 @@
+"""Files of link prediction for all nodes: embeddings of sources and targets, and the best targets of each source."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from trainer.graph.open import Graph
+from trainer.sampler.types import RowRequest
+from trainer.train.infer_files import (
+    ROWS_AT_ONCE,
+    Column,
+    OutputArray,
+    id_attr,
+    id_column,
+    id_list,
+    own_parts,
+    write_array,
+    write_table,
+)
+from trainer.train.layerwise_inference import LayerRows
+from trainer.train.link_embeddings import LinkEmbeddings
+
+MOST_PAIRS = 10**10  #: most pairs of source and target that are scored unless the user asks for more
+
+_TOP_K = 10
+
+
+def number_of_targets(graph: Graph, links: LinkEmbeddings, wanted: int | None) -> int:
+    """Return how many targets are listed per source: ``wanted``; by default ``_TOP_K``, or 0 if that takes long."""
+    source, target = (graph.manifest.nodes[of].num_nodes for of in links.edge_type[::2])
+    count = (_TOP_K if source * target <= MOST_PAIRS else 0) if wanted is None else wanted
+    return min(count, target)
+
+
+def write_link_predictions(out: Path, graph: Graph, links: LinkEmbeddings, count: int, parquet: bool) -> str:
+    """Write ``source/part<p>/embedding.npy`` and ``target/part<p>/embedding.npy``, float32 [nodes of the part, width],
+    and, with ``count``, ``source/part<p>/predictions.csv``: the best targets of each source. Collective.
+
+    ``targets.npy`` and ``scores.npy`` have the same as arrays, see ``LinkEmbeddings.best_targets``. ``orig_id.npy`` has
+    the original ids of the rows, and ``id.npy`` the ids of the node table. Returns what was written, in words.
+    """
+    source, _, target = links.edge_type
+    for role, of, rows in (("source", source, links.source), ("target", target, links.target)):
+        array = OutputArray("embedding", rows.values.shape[1], "float32")
+        write_array(out / role, graph, of, rows, array, links.group)
+    if count:
+        best, scores = links.best_targets(count)
+        for name, values in (("targets", best), ("scores", scores)):
+            array = OutputArray(name, count, str(values.dtype))
+            write_array(out / "source", graph, source, LayerRows(links.source.shares, values), array, links.group)
+        for folder in own_parts(out / "source", graph, source, links.source, links.group):
+            _write_part(folder, graph, target, parquet)
+    links.group.barrier()
+    text = f"embeddings are in {out}/source/part*/embedding.npy and {out}/target, ids in id.npy beside them"
+    if not count:
+        return f"{text}; --top-k 10 also lists the best targets of each source"
+    table = f"{out}/source/part*/predictions.csv{' and .parquet' if parquet else ''}"
+    return f"the {count} best new targets of each source are in {table}; {text}"
+
+
+def _write_part(folder: Path, graph: Graph, target: str, parquet: bool) -> None:
+    ids, best, scores = (np.load(folder / f"{name}.npy", mmap_mode="r") for name in ("id", "targets", "scores"))
+    name = id_attr(graph, target)
+
+    def target_ids(nodes: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
+        wanted = RowRequest(target, graph.store.to_global(target, nodes), (name,))
+        return np.asarray(graph.access.gather([wanted])[0][name])
+
+    def blocks() -> Iterator[list[list[Any]]]:
+        step = max(1, ROWS_AT_ONCE // best.shape[1])
+        for begin in range(0, len(best), step):
+            some = np.array(best[begin : begin + step])
+            known = some >= 0
+            sources = np.repeat(np.array(ids[begin : begin + step]), known.sum(1), axis=0)
+            score = np.array(scores[begin : begin + step])[known]
+            yield [id_list(sources), id_list(target_ids(some[known])), score.tolist()]
+
+    columns = [id_column("source", ids), id_column("target", target_ids(np.arange(1))), Column("score", "DOUBLE")]
+    write_table(folder / "predictions", columns, blocks(), parquet)

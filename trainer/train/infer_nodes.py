@@ -1,0 +1,116 @@
+"""Predictions of node tasks for all nodes: classes, numbers or labels, and their metrics on each split."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from trainer.core.ranks import RankGroup
+from trainer.core.schema import NodeType
+from trainer.core.texts import decode_texts
+from trainer.data.read_tables import CATEGORIES, COLUMNS
+from trainer.graph.device import as_tensor
+from trainer.graph.open import Graph
+from trainer.loader.block_loader import as_label
+from trainer.sampler.types import RowRequest
+from trainer.train.infer_files import (
+    ROWS_AT_ONCE,
+    Column,
+    OutputArray,
+    id_column,
+    id_list,
+    own_parts,
+    write_array,
+    write_table,
+)
+from trainer.train.layerwise_inference import LayerRows
+from trainer.train.tasks.regression import Regression
+from trainer.train.tasks.task import Labels, Task
+
+
+def write_node_predictions(
+    out: Path, graph: Graph, target: NodeType, rows: LayerRows, task: Task, parquet: bool, group: RankGroup
+) -> str:  # fmt: skip
+    """Write the output of all nodes and ``part<p>/predictions.csv``. Collective. Returns what was written, in words.
+
+    ``logits.npy`` is float32 [nodes of the part, classes or labels]; for regression ``values.npy`` is float64 [nodes of
+    the part, columns] in units of ``y``. ``orig_id.npy`` has the original ids, and ``id.npy`` those of the node table.
+    """
+    array = OutputArray("logits", task.outputs, "float32")
+    if isinstance(task, Regression):
+        array = OutputArray("values", task.outputs, "float64", task.predictions)
+    write_array(out, graph, target, rows, array, group)
+    names = _names(graph, target, task)
+    for folder in own_parts(out, graph, target, rows, group):
+        _write_part(folder, array.name, task, names, parquet)
+    group.barrier()
+    tables = f"{out}/part*/predictions.csv{' and .parquet' if parquet else ''}"
+    return (
+        f"predictions are in {tables}, the model's output is in {array.name}.npy beside them, and the row number of "
+        "each node in the source in orig_id.npy"
+    )
+
+
+def _write_part(folder: Path, array: str, task: Task, names: Sequence[str] | None, parquet: bool) -> None:
+    values, ids = np.load(folder / f"{array}.npy", mmap_mode="r"), np.load(folder / "id.npy", mmap_mode="r")
+
+    def blocks() -> Iterator[list[list[Any]]]:
+        for begin in range(0, len(values), ROWS_AT_ONCE):
+            block = torch.from_numpy(np.array(values[begin : begin + ROWS_AT_ONCE]))
+            yield [id_list(ids[begin : begin + ROWS_AT_ONCE]), *_predictions(task, block, names)]
+
+    write_table(folder / "predictions", [id_column("id", ids), *_columns(task, names)], blocks(), parquet)
+
+
+def _names(graph: Graph, target: NodeType, task: Task) -> Sequence[str] | None:
+    """Return the texts of the classes, or the names of the columns of ``y``, if the node table has them."""
+    prefix = f"{target}__" if graph.manifest.hetero else ""
+    word = CATEGORIES if task.kind == "classification" else COLUMNS
+    texts = graph.store.graph_attrs.get(f"{prefix}y__{word}")
+    return decode_texts(np.asarray(texts)) if texts is not None else None
+
+
+def _columns(task: Task, names: Sequence[str] | None) -> list[Column]:
+    if task.kind == "classification":
+        return [Column("prediction", "VARCHAR" if names else "BIGINT"), Column("probability", "DOUBLE", 6)]
+    if task.outputs == 1:
+        return [Column("prediction", "DOUBLE")]
+    word, digits = ("probability", 6) if task.kind == "multilabel" else ("prediction", 9)
+    return [Column(f"{word}_{name}", "DOUBLE", digits) for name in names or map(str, range(task.outputs))]
+
+
+def _predictions(task: Task, values: Tensor, names: Sequence[str] | None) -> list[list[Any]]:
+    """Return the columns of predictions for some rows of the output array."""
+    if task.kind == "classification":
+        scores = values.softmax(1).max(1)
+        classes: list[int] = scores.indices.tolist()
+        return [[names[k] for k in classes] if names else classes, scores.values.tolist()]
+    if task.kind == "multilabel":
+        values = values.sigmoid()
+    columns: list[list[Any]] = values.t().tolist()
+    return columns
+
+
+def node_metrics(
+    graph: Graph, target: NodeType, rows: LayerRows, task: Task, group: RankGroup
+) -> dict[str, dict[str, float]]:  # fmt: skip
+    """Return the metrics on each split with labels. Collective."""
+    spec = graph.manifest.nodes[target]
+    splits = [split for split, count in spec.splits.items() if count] if "y" in spec.attrs else []
+    sums = torch.zeros(len(splits), task.num_sums, dtype=torch.float64)
+    for number, split in enumerate(splits):
+        seeds = np.asarray(graph.store.seeds(target, split))
+        seeds = seeds[rows.shares.owners(seeds) == group.rank]
+        for begin in range(0, len(seeds), ROWS_AT_ONCE):
+            some = seeds[begin : begin + ROWS_AT_ONCE]
+            (found,) = graph.access.gather([RowRequest(target, some, ("y",))])
+            y = as_label(as_tensor(np.ascontiguousarray(found["y"]), spec.attrs["y"]))
+            out = torch.from_numpy(rows.values[rows.shares.rows(some)])
+            sums[number] += task.metric_sums(out, Labels(y))
+    totals = group.sum(sums).tolist()
+    return {split: task.metrics(total) for split, total in zip(splits, totals, strict=True)}

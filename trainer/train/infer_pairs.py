@@ -1,0 +1,96 @@
+"""Scores of given pairs of source and target: a file with ids of the user, read and written by rank 0."""
+
+from __future__ import annotations
+
+import csv
+import re
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from trainer.core.arrays import Array, Ids
+from trainer.core.errors import DataError
+from trainer.core.schema import NodeType
+from trainer.graph.open import Graph
+from trainer.sampler.types import RowRequest
+from trainer.train.infer_files import ROWS_AT_ONCE, Column, id_attr, write_table
+from trainer.train.link_embeddings import LinkEmbeddings
+
+
+def write_pair_scores(out: Path, graph: Graph, links: LinkEmbeddings, path: Path, parquet: bool) -> None:
+    """Write ``pairs.csv``: source, target and score of each pair in ``path``, in its order. Collective.
+
+    ``path``: a CSV file with a header whose first two columns are ids of sources and targets; only rank 0 reads it.
+    Raises ``DataError`` that names the row of an unknown id.
+    """
+    group, (source, _, target) = links.group, links.edge_type
+    names: list[list[str]] = [[], []]
+    found: list[Ids] = []
+
+    def read() -> None:
+        if group.rank == 0:
+            names[:] = _columns(path)
+            found[:] = [
+                _nodes(graph, of, texts, f"{path}, {role}")
+                for of, texts, role in ((source, names[0], "source"), (target, names[1], "target"))
+            ]
+
+    group.agree(read)
+    none = np.empty(0, np.int64)
+    scores: list[list[float]] = []
+    for begin in range(0, group.from_first(len(names[0])), ROWS_AT_ONCE):
+        src, dst = (ids[begin : begin + ROWS_AT_ONCE] for ids in found or (none, none))
+        scores.append((links.source.fetch(src) * links.target.fetch(dst)).sum(1).tolist())
+    if group.rank == 0:
+        columns = [Column("source", "VARCHAR"), Column("target", "VARCHAR"), Column("score", "DOUBLE")]
+        write_table(out / "pairs", columns, _blocks(names, scores), parquet)
+
+
+def _blocks(names: Sequence[Sequence[str]], scores: Sequence[Sequence[float]]) -> Iterator[list[Sequence[Any]]]:
+    for number, some in enumerate(scores):
+        rows = slice(number * ROWS_AT_ONCE, (number + 1) * ROWS_AT_ONCE)
+        yield [names[0][rows], names[1][rows], some]
+
+
+def _columns(path: Path) -> list[list[str]]:
+    try:
+        with path.open(newline="", encoding="utf-8") as file:
+            rows = list(csv.reader(file))[1:]
+    except (OSError, UnicodeDecodeError, csv.Error) as error:
+        raise DataError(f"{path} cannot be read as CSV: {error}") from None
+    for number, row in enumerate(rows, start=1):
+        if len(row) < 2:
+            raise DataError(f"{path}, row {number}: {len(row)} columns; expected the ids of a source and of a target")
+    return [[row[0] for row in rows], [row[1] for row in rows]]
+
+
+def _nodes(graph: Graph, of: NodeType, texts: Sequence[str], where: str) -> Ids:
+    """Return the global ids of nodes that are named by their ids in the node table, or by their original ids."""
+    known, is_id = _all_ids(graph, of), np.ones(len(texts), bool)
+    if known.dtype.kind == "S":
+        wanted: Array = np.array([text.encode() for text in texts], dtype=bytes)
+    else:
+        is_id = np.array([re.fullmatch(r"-?[0-9]{1,18}", text) is not None for text in texts], bool)
+        wanted = np.array([int(text) if fits else 0 for text, fits in zip(texts, is_id, strict=True)], np.int64)
+    order = np.argsort(known, kind="stable")
+    place = np.minimum(np.searchsorted(known[order], wanted), len(known) - 1)
+    ids = order[place]
+    if len(unknown := np.flatnonzero((known[ids] != wanted) | ~is_id)):
+        row = int(unknown[0])
+        raise DataError(
+            f"{where} {texts[row]!r} in row {row + 1} is not the id of a node of type {of} ({len(unknown):,} such rows)"
+        )
+    return ids.astype(np.int64)
+
+
+def _all_ids(graph: Graph, of: NodeType) -> Array:
+    """Return the id of every node by global id: bytes, or int64."""
+    name, count = id_attr(graph, of), graph.manifest.nodes[of].num_nodes
+    pieces = []
+    for begin in range(0, count, ROWS_AT_ONCE):
+        nodes = np.arange(begin, min(begin + ROWS_AT_ONCE, count))
+        pieces.append(np.ascontiguousarray(graph.access.gather([RowRequest(of, nodes, (name,))])[0][name]))
+    ids = np.concatenate(pieces)
+    return ids.view(f"S{ids.shape[1]}")[:, 0] if ids.ndim == 2 else ids

@@ -1,0 +1,109 @@
+"""Makes the loaders of a run: of seed nodes, or of links."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from trainer.core.errors import DataError, SettingsError
+from trainer.core.schema import HOMO_EDGE, EdgeType, NodeType, type_name
+from trainer.data.hold_out import TEST_LINKS, VAL_LINKS
+from trainer.graph.open import Graph
+from trainer.graph.seed_order import RankLayout
+from trainer.loader.block_loader import BatchLoader, BlockLoader, LoaderSettings
+from trainer.train.settings import TrainSettings
+from trainer.train.tasks.target import held_out_type
+
+if TYPE_CHECKING:
+    from trainer.loader.link_block_loader import LinkBlockLoader
+
+SPLITS = ("train", "val", "test")
+
+
+def node_loaders(
+    settings: TrainSettings, graph: Graph, target: NodeType, splits: Sequence[str], want_degree: bool, rank: int,
+    layout: RankLayout,
+) -> dict[str, BlockLoader]:  # fmt: skip
+    """Return a loader of the seed nodes of each split."""
+    wanted = {split: loader_settings(settings, target, split, want_degree) for split in splits}
+    return {split: BatchLoader(graph, want, rank, layout) for split, want in wanted.items()}
+
+
+def link_loaders(
+    settings: TrainSettings, graph: Graph, edge_type: EdgeType, splits: Sequence[str], want_degree: bool, rank: int,
+    layout: RankLayout,
+) -> dict[str, LinkBlockLoader]:  # fmt: skip
+    """Return a loader of the links of each of ``splits``: ``train`` has all edges of the type, ``val`` and ``test`` the
+    held-out links, if there are any.
+
+    Raises ``SettingsError`` for settings of temporal or disjoint sampling, ``DataError`` if there are no edges, or the
+    held-out links are of another type.
+    """
+    # imported here because they import torch_geometric, which takes seconds
+    from trainer.loader.link_block_loader import LinkBlockLoader, LinkBlockSettings
+    from trainer.loader.link_seeds import link_inputs
+
+    check_link_settings(settings, graph, edge_type)
+    attrs, typed = graph.store.graph_attrs, edge_type != HOMO_EDGE
+    given = {"train": None, "val": attrs.get(VAL_LINKS), "test": attrs.get(TEST_LINKS)}
+    loaders: dict[str, LinkBlockLoader] = {}
+    for split in splits:
+        ids = given[split]
+        if split != "train" and (ids is None or not ids.shape[1]):
+            continue
+        ids = None if ids is None else np.asarray(ids)
+        links = link_inputs(graph, (edge_type, ids) if typed else ids)
+        training = split == "train"
+        count = settings.negatives if training else settings.eval_negatives
+        loaders[split] = LinkBlockLoader(
+            graph, loader_settings(settings, edge_type[2], split, want_degree), links,
+            LinkBlockSettings(count, hide=training), rank, layout,
+        )  # fmt: skip
+    return loaders
+
+
+def check_link_settings(settings: TrainSettings, graph: Graph, edge_type: EdgeType) -> None:
+    """Raise ``SettingsError`` or ``DataError`` as ``link_loaders`` does."""
+    for name in ("time_attr", "disjoint"):
+        if getattr(settings, name):
+            raise SettingsError(f"{name} cannot be used with task link, which samples one subgraph per batch")
+    held_out, name = held_out_type(graph), type_name(edge_type)
+    if held_out is not None and held_out != edge_type:
+        raise DataError(
+            f"{graph.manifest.dataset}: links of {type_name(held_out)} are held out, and target is {name}; set option "
+            "hold_out and train.target to the same edge type"
+        )
+    if not graph.manifest.edges[edge_type].num_edges:
+        raise DataError(f"{graph.manifest.dataset}: there are no edges of type {name} to learn from")
+
+
+def loader_settings(settings: TrainSettings, target: NodeType, split: str, want_degree: bool) -> LoaderSettings:
+    """Return the settings of the loader that the bundled trainer uses for a split.
+
+    Args:
+        settings: Settings of the run.
+        target: Node type of the seeds.
+        split: Name of the split; ``"train"`` gets the fanouts, the batch size and the shuffling of training.
+        want_degree: Also provide the in-degrees of nodes, as GCN needs.
+    """
+    training = split == "train"
+    return LoaderSettings(
+        split=split,
+        target=target,
+        fanouts=settings.fanouts if training else settings.eval_fanouts or settings.fanouts,
+        global_batch=settings.batch_size if training else settings.eval_batch_size,
+        seed=settings.seed,
+        replace=settings.replace,
+        weight=settings.weight_attr,
+        time_attr=settings.time_attr,
+        last=settings.temporal_strategy == "last",
+        disjoint=settings.disjoint,
+        edge_attr=settings.edge_attr,
+        shuffle=training,
+        threads=settings.sampler_threads,
+        prefetch=max(settings.prefetch, settings.sampler_threads + 1),
+        want_degree=want_degree,
+        deadline=settings.timeout,
+    )

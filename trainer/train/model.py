@@ -1,0 +1,75 @@
+"""Makes the model of a run, and that of a checkpoint with its weights."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+
+import torch
+from torch import nn
+
+from trainer.core.schema import type_of
+from trainer.loader.block_loader import edge_attrs
+from trainer.nn.graph_facts import GraphFacts, facts_of, layer_needs
+from trainer.nn.link_model import build_link_model, link_facts
+from trainer.nn.models import build_model
+from trainer.nn.sharded_embedding import ShardedEmbedding, scatter_tables
+from trainer.store.manifest import Manifest
+from trainer.train.checkpoint import Checkpoint
+from trainer.train.settings import TrainSettings
+from trainer.train.tasks.choose import of_record
+from trainer.train.tasks.target import Target
+
+
+def model_facts(manifest: Manifest, target: Target, outputs: int, edge_attr: str | None = None) -> GraphFacts:
+    """Return the facts for a model of ``target`` with ``outputs`` numbers per seed node.
+
+    ``edge_attr``: edge attribute that the model reads. Raises ``SettingsError`` if no edge type has it.
+    """
+    facts = facts_of(manifest, target if isinstance(target, str) else target[2])
+    if edge_attr is not None:
+        specs = edge_attrs(manifest, edge_attr)
+        facts = replace(facts, edge_dims={of: math.prod(spec.shape[1:]) for of, spec in specs.items()})
+    return replace(facts, num_classes=outputs) if isinstance(target, str) else link_facts(facts, target)
+
+
+def make_model(
+    settings: TrainSettings, manifest: Manifest, target: Target, outputs: int, device: torch.device | None = None
+) -> tuple[nn.Module, ShardedEmbedding | None]:
+    """Return the initial model, and embedding rows [nodes, ``hidden``] of the featureless node types that the model
+    reads.
+
+    ``target``: the node type of the seeds, or the edge type whose links are predicted. ``outputs``: of the task.
+    """
+    facts = model_facts(manifest, target, outputs, settings.edge_attr)
+    reached = layer_needs(facts.node_types, facts.edge_types, facts.targets, len(settings.fanouts))[0].sources
+    bare = {of: manifest.nodes[of].num_nodes for of in reached if of not in facts.in_dims}
+    embedding = ShardedEmbedding(bare, settings.hidden, settings.seed, device) if bare and facts.hetero else None
+    if isinstance(target, str):
+        return build_model(settings, facts, embedding), embedding
+    return build_link_model(settings, facts, target, embedding), embedding
+
+
+def trained_model(
+    saved: Checkpoint, manifest: Manifest, device: torch.device | None = None
+) -> tuple[nn.Module, ShardedEmbedding | None]:
+    """Build the model of a checkpoint, with its best weights, or its last weights if no epoch was evaluated.
+
+    Under torch.distributed all ranks must call it; only rank 0 needs the embedding tables of ``saved``.
+
+    Args:
+        saved: A checkpoint, see ``load_checkpoint``.
+        manifest: Manifest of the partition that the model was trained on, see ``read_manifest``.
+        device: Device of the model. Default: the CPU.
+
+    Returns:
+        The model in evaluation mode, and the trained rows of nodes without features (None if all have features).
+    """
+    settings, best = TrainSettings(**saved.settings), saved.best
+    outputs = of_record(saved.task).outputs
+    model, embedding = make_model(settings, manifest, type_of(saved.graph["target"]), outputs, device)
+    model.load_state_dict(dict(best.model if best else saved.model))
+    if embedding is not None:
+        last = saved.embedding and saved.embedding["tables"]
+        embedding.weight.data.copy_(scatter_tables(embedding, best.embedding if best else last))
+    return model.to(device or "cpu").eval(), embedding

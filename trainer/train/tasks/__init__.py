@@ -1,0 +1,1 @@
+"""Tasks of the bundled trainer: what a model learns, its loss and its metrics."""

@@ -1,0 +1,107 @@
+"""Makes the task of a run, from its settings or from the labels, and that of a checkpoint."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+
+from trainer.core.errors import DataError
+from trainer.core.ranks import RankGroup
+from trainer.core.schema import NodeType
+from trainer.graph.open import Graph
+from trainer.store.manifest import Manifest
+from trainer.train.tasks.classification import Classification
+from trainer.train.tasks.labels import (
+    SeedLabels,
+    check_classes,
+    check_known,
+    column_moments,
+    is_01,
+    labels_01,
+    numbers,
+    of_type,
+    own_labels,
+)
+from trainer.train.tasks.link import LinkPrediction
+from trainer.train.tasks.multilabel import MultiLabel
+from trainer.train.tasks.regression import Regression
+from trainer.train.tasks.target import check_trainable
+from trainer.train.tasks.task import Kind, Task
+
+
+def node_task(
+    graph: Graph, target: NodeType, wanted: str, splits: Sequence[str], group: RankGroup
+) -> tuple[Task, str]:  # fmt: skip
+    """Make the task of a node type, after checking the labels of all seeds. Each rank checks its share. Collective.
+
+    ``wanted``: a kind of task, or ``auto``. Returns the task, and the reason for its kind in words. Raises
+    ``DataError`` if the target has no labels or train seeds, a seed has no label, or the labels do not fit ``wanted``.
+    """
+    manifest = graph.manifest
+    group.agree(lambda: check_trainable(manifest, target))
+    labels = group.agree(lambda: [own_labels(graph, target, split, group) for split in splits])
+    others = group.sum(torch.tensor([sum(not is_01(each) for each in labels)]))
+    kind, why = group.agree(lambda: _kind(manifest, target, wanted, matrix_01=not int(others)))
+    return _task(manifest, target, kind, labels, group), why
+
+
+def _kind(manifest: Manifest, target: NodeType, wanted: str, matrix_01: bool) -> tuple[Kind, str]:
+    """Return the kind of task, and why. ``matrix_01``: whether all labels of seeds are 0, 1 or missing."""
+    spec = manifest.nodes[target]
+    y, name = spec.attrs["y"], f"{manifest.dataset}: y{of_type(manifest, target)}"
+    found = f"y{of_type(manifest, target)} is {y.dtype} {list(y.shape)}"
+    is_matrix = len(y.shape) == 2 and y.shape[1] > 1
+    if len(y.shape) > 2:
+        raise DataError(f"{name} is {y.dtype} {list(y.shape)}; expected [nodes], or [nodes, columns]")
+    if wanted == "classification" and not spec.num_classes:
+        raise DataError(f"{name} must be one class per node for task classification, not {y.dtype} {list(y.shape)}")
+    if wanted == "multilabel" and not (is_matrix and matrix_01):
+        raise DataError(
+            f"{name} must be a matrix of 0, 1 and missing labels (NaN, or -1) for task multilabel, not {y.dtype} "
+            f"{list(y.shape)}" + (" with other values" if is_matrix else "")
+        )
+    if wanted != "auto":
+        return wanted, found  # type: ignore[return-value]  # the settings check the names
+    if spec.num_classes:
+        return "classification", f"{found}, with {spec.num_classes} classes"
+    if is_matrix and matrix_01:
+        return "multilabel", f"{found}, and only 0 and 1"
+    return "regression", f"{found}, not classes"
+
+
+def _task(
+    manifest: Manifest, target: NodeType, kind: Kind, labels: Sequence[SeedLabels], group: RankGroup
+) -> Task:  # fmt: skip
+    spec = manifest.nodes[target]
+    if kind == "classification":
+        _check_each(labels, lambda each: check_classes(manifest, target, each), group)
+        return Classification(spec.num_classes)
+    if kind == "multilabel":
+        _check_each(labels, lambda each: check_known(manifest, target, each, labels_01(each.y)), group)
+        return MultiLabel(spec.attrs["y"].shape[1])
+    classes = spec.num_classes > 0 and "float" not in spec.attrs["y"].dtype
+    _check_each(labels, lambda each: check_known(manifest, target, each, numbers(each.y, classes)), group)
+    (train,) = (each for each in labels if each.split == "train")
+    return Regression(*column_moments(numbers(train.y, classes), group), classes)
+
+
+def _check_each(labels: Sequence[SeedLabels], check: Callable[[SeedLabels], None], group: RankGroup) -> None:
+    """Check the labels of every split. Raises on all ranks if the check raises on one. Collective."""
+
+    def all_splits() -> None:
+        for each in labels:
+            check(each)
+
+    group.agree(all_splits)
+
+
+def of_record(record: Mapping[str, Any]) -> Task:
+    """Return the task of a checkpoint, from its ``task``."""
+    kind = record["kind"]
+    if kind == "regression":
+        return Regression(tuple(record["mean"]), tuple(record["std"]), record["classes"])
+    if kind == "link":
+        return LinkPrediction(record["outputs"])
+    return MultiLabel(record["outputs"]) if kind == "multilabel" else Classification(record["outputs"])

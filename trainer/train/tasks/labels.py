@@ -1,0 +1,101 @@
+"""Labels ``y`` as numbers with NaN for missing ones, and checks of the labels of all seeds."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from trainer.core.arrays import Ids
+from trainer.core.errors import DataError
+from trainer.core.ranks import RankGroup
+from trainer.core.schema import NodeType
+from trainer.graph.device import as_tensor
+from trainer.graph.open import Graph
+from trainer.sampler.types import RowRequest
+from trainer.store.manifest import Manifest
+
+
+def numbers(y: Tensor, classes: bool = False) -> Tensor:
+    """Return ``y`` [n] or [n, D] as float64 [n, D]. Missing values are NaN; of class labels (``classes``) also -1."""
+    values = y.double().reshape(len(y), -1)
+    return torch.where(values < 0, torch.nan, values) if classes else values
+
+
+def labels_01(y: Tensor) -> Tensor:
+    """Return a matrix of labels 0 and 1 as float64 [n, L]. Missing labels are NaN; of integers also -1."""
+    return numbers(y, classes=not y.is_floating_point())
+
+
+@dataclass(frozen=True)
+class SeedLabels:
+    """The labels of one rank's share of a split."""
+
+    split: str
+    nodes: Ids  #: int64 [n] original ids
+    y: Tensor  #: [n, …] in the dataset's dtype
+
+
+def own_labels(graph: Graph, target: NodeType, split: str, group: RankGroup) -> SeedLabels:
+    """Gather the labels of this rank's share of a split's seeds. Raises ``DataError`` for complex numbers."""
+    seeds = np.asarray(graph.store.seeds(target, split))[group.rank :: group.size]
+    rows = graph.access.gather([RowRequest(target, seeds, ("y", "orig_id"))])[0]
+    y = as_tensor(np.ascontiguousarray(rows["y"]), graph.manifest.nodes[target].attrs["y"])
+    if y.is_complex():
+        raise DataError(f"{graph.manifest.dataset}: y is {y.dtype}; labels must be real numbers")
+    return SeedLabels(split, np.asarray(rows["orig_id"]), y)
+
+
+def is_01(labels: SeedLabels) -> bool:
+    """Return whether all labels are 0, 1 or missing."""
+    y = labels_01(labels.y)
+    return bool(((y == 0) | (y == 1) | y.isnan()).all())
+
+
+def check_classes(manifest: Manifest, target: NodeType, labels: SeedLabels) -> None:
+    """Raise ``DataError`` if a seed has no class."""
+    y, classes = labels.y.double(), manifest.nodes[target].num_classes
+    bad = (~(y >= 0) | (y >= classes) | (y != y.floor())).nonzero().flatten()
+    if len(bad):
+        node, label = labels.nodes[int(bad[0])], y[bad[0]].item()
+        raise DataError(
+            f"{manifest.dataset}: {len(bad)} seeds of the {labels.split} split{of_type(manifest, target)} have no "
+            f"class in 0 … {classes - 1}, for instance node {node} with y = {label:g}; "
+            "remove them from the split, or label them"
+        )
+
+
+def check_known(manifest: Manifest, target: NodeType, labels: SeedLabels, y: Tensor) -> None:
+    """Raise ``DataError`` if a seed has no known value in ``y`` [n, D], or an infinite one."""
+    missing, infinite = (bad.nonzero().flatten().tolist() for bad in (y.isnan().all(1), y.isinf().any(1)))
+    of = of_type(manifest, target)
+    if missing:
+        raise DataError(
+            f"{manifest.dataset}: {len(missing)} seeds of the {labels.split} split{of} have no y, for instance "
+            f"node {labels.nodes[missing[0]]}; remove them from the split, or give them a value"
+        )
+    if infinite:
+        raise DataError(
+            f"{manifest.dataset}: {len(infinite)} seeds of the {labels.split} split{of} have an infinite y, for "
+            f"instance node {labels.nodes[infinite[0]]}; replace it"
+        )
+
+
+def of_type(manifest: Manifest, target: NodeType) -> str:
+    """Return `` of TYPE`` for messages; '' in a homogeneous graph."""
+    return f" of {target}" if manifest.hetero else ""
+
+
+def column_moments(y: Tensor, group: RankGroup) -> tuple[tuple[float, ...], tuple[float, ...]]:
+    """Return mean and population standard deviation of each column over all ranks; NaN is left out. Collective.
+
+    y: float64 [own rows, D]. The standard deviation of a constant column is 1.
+    """
+    known = ~y.isnan()
+    count = group.sum(known.double().sum(0)).clamp(min=1)
+    mean = group.sum(torch.where(known, y, 0).sum(0)) / count
+    std = (group.sum(torch.where(known, y - mean, 0).square().sum(0)) / count).sqrt()
+    std = torch.where(std > 1e-12 * mean.abs().clamp(min=1e-30), std, 1.0)
+    return tuple(mean.tolist()), tuple(std.tolist())

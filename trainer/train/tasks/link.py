@@ -1,0 +1,55 @@
+"""Link prediction: ranks the target of each link among other nodes."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from trainer.nn.link_metrics import LinkSums
+from trainer.nn.links import softmax_loss
+from trainer.train.tasks.task import Kind, Labelled, Metric
+
+HITS = (1, 10, 50)  #: k of the reported Hits@k
+
+
+@dataclass(frozen=True)
+class LinkPrediction:
+    """Softmax cross entropy of each link's target among the negatives of its step; MRR, Hits@k and AUC.
+
+    ``out``: scores [num_seeds, 1 + m], of ``LinkModel``: those of the links in column 0, then those of the m negatives,
+    which the links of a step share. A negative that is the target of a link itself is left out for this link.
+    """
+
+    outputs: int  #: width of a node's embedding
+    kind: Kind = "link"
+    metric: Metric = Metric("mrr", "higher")
+    num_sums: int = 3 + len(HITS)
+
+    def loss_sum(self, out: Tensor, batch: Labelled) -> Tensor:
+        positive, negative = self._scores(out, batch)
+        return softmax_loss(positive, negative) * len(out) if len(out) else out.sum()
+
+    def metric_sums(self, out: Tensor, batch: Labelled) -> Tensor:
+        """Sums of ``LinkSums``."""
+        sums = LinkSums(HITS, out.device)
+        if len(out):
+            sums.add(*self._scores(out, batch))
+        return sums.sums
+
+    def metrics(self, sums: Sequence[float]) -> dict[str, float]:
+        score = LinkSums(HITS).result(torch.tensor(sums, dtype=torch.float64))
+        return {"mrr": score.mrr, **{f"hits@{k}": score.hits[k] for k in HITS}, "auc": score.auc}
+
+    def record(self) -> Mapping[str, Any]:
+        return {"kind": self.kind, "outputs": self.outputs}
+
+    @staticmethod
+    def _scores(out: Tensor, batch: Labelled) -> tuple[Tensor, Tensor]:
+        links = batch.links
+        assert links is not None
+        same = links.dst[:, None] == links.negatives[None]
+        return out[:, 0], out[:, 1:].masked_fill(same, -torch.inf)

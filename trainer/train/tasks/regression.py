@@ -1,0 +1,74 @@
+"""Regression: one or several numbers per node."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from trainer.train.tasks.labels import numbers
+from trainer.train.tasks.task import Kind, Labelled, Metric
+
+_COLUMNS_SHOWN = 20  #: of targets with more columns, metrics lines have only the means over columns
+
+
+@dataclass(frozen=True)
+class Regression:
+    """Mean squared error of standardised targets; mean absolute error and root mean squared error in units of ``y``.
+
+    ``out``: [num_seeds, D], predictions of ``(y - mean) / std``, so that targets of any scale train with one learning
+    rate. The loss of a seed is the mean over its known columns; missing values (``labels.numbers``) are left out.
+    """
+
+    mean: tuple[float, ...]  #: of each column, over the train seeds
+    std: tuple[float, ...]  #: population standard deviation of each column; 1 for a constant
+    classes: bool = False  #: whether ``y`` are class labels, of which -1 means missing
+    kind: Kind = "regression"
+    metric: Metric = Metric("mae", "lower")
+
+    @property
+    def outputs(self) -> int:
+        return len(self.mean)
+
+    @property
+    def num_sums(self) -> int:
+        return 3 * self.outputs
+
+    def loss_sum(self, out: Tensor, batch: Labelled) -> Tensor:
+        y, known = self._known(batch)
+        wanted = ((y - y.new_tensor(self.mean)) / y.new_tensor(self.std)).to(out.dtype)
+        squares = torch.where(known, out - wanted, 0).square()
+        return (squares.sum(1) / known.sum(1).clamp(min=1)).sum()
+
+    def metric_sums(self, out: Tensor, batch: Labelled) -> Tensor:
+        """Absolute errors, squared errors and known values of each column."""
+        y, known = self._known(batch)
+        errors = torch.where(known, self.predictions(out) - y, 0)
+        return torch.cat([errors.abs().sum(0), errors.square().sum(0), known.double().sum(0)])
+
+    def metrics(self, sums: Sequence[float]) -> dict[str, float]:
+        """Mean absolute error and root mean squared error over all known values; of several columns also of each."""
+        width = self.outputs
+        absolute, squared, known = sums[:width], sums[width : 2 * width], sums[2 * width :]
+        count = max(sum(known), 1)
+        found = {"mae": sum(absolute) / count, "rmse": math.sqrt(sum(squared) / count)}
+        for k in range(width if 1 < width <= _COLUMNS_SHOWN else 0):
+            found[f"mae_{k}"] = absolute[k] / max(known[k], 1)
+        return found
+
+    def predictions(self, out: Tensor) -> Tensor:
+        """Return predictions in units of ``y``, float64 [n, D]."""
+        rows = out.double()
+        return rows * rows.new_tensor(self.std) + rows.new_tensor(self.mean)
+
+    def record(self) -> Mapping[str, Any]:
+        return {"kind": self.kind, "mean": list(self.mean), "std": list(self.std), "classes": self.classes}
+
+    def _known(self, batch: Labelled) -> tuple[Tensor, Tensor]:
+        assert batch.y is not None
+        y = numbers(batch.y, self.classes)
+        return y, ~y.isnan()

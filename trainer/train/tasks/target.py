@@ -1,0 +1,89 @@
+"""Chooses what a run learns: the node type with labels, or the edge type whose links are predicted."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from trainer.core.errors import DataError, SettingsError
+from trainer.core.schema import HOMO_EDGE, HOMO_NODE, EdgeType, NodeType, type_name
+from trainer.core.texts import decode_texts
+from trainer.data.hold_out import HELD_OUT
+from trainer.graph.open import Graph
+from trainer.store.manifest import Manifest, NodeSpec
+
+Target = NodeType | EdgeType
+
+
+def pick_target(graph: Graph, wanted: str | None = None, task: str = "auto") -> Target:
+    """Return the node type whose labels are learned or, for link prediction, the edge type whose links are.
+
+    ``wanted``: the target's name, or None for the only possible one. ``task``: ``auto``, or a kind of task. Raises
+    ``SettingsError`` if ``wanted`` does not exist or several types are possible, ``DataError`` if none is.
+    """
+    manifest = graph.manifest
+    edge_types = {type_name(of): of for of in manifest.edges}
+    if wanted in edge_types and task in ("auto", "link"):
+        return edge_types[wanted]
+    if task == "link":
+        return _linked(graph, wanted)
+    if wanted is not None:
+        if wanted not in manifest.nodes:
+            raise SettingsError(f"target is {wanted!r}; {manifest.dataset} has {', '.join(sorted(manifest.nodes))}")
+        return wanted
+    able = [of for of, spec in manifest.nodes.items() if "y" in spec.attrs and trains(spec)]
+    if not able and task == "auto" and (held_out := held_out_type(graph)) is not None:
+        return held_out
+    if not manifest.hetero:
+        return HOMO_NODE
+    if len(able) > 1:
+        names = ", ".join(able)
+        raise SettingsError(f"{manifest.dataset}: {names} all have labels y and a train split; choose one as target")
+    if not able:
+        raise DataError(
+            f"{manifest.dataset}: no node type has both labels y and a train split with seeds; to predict links, set "
+            "task link"
+        )
+    return able[0]
+
+
+def held_out_type(graph: Graph) -> EdgeType | None:
+    """Return the edge type of which links are held out (dataset option ``hold_out``), or None."""
+    name = graph.store.graph_attrs.get(HELD_OUT)
+    if name is None:
+        return None
+    (text,) = decode_texts(np.asarray(name))
+    return {type_name(of): of for of in graph.manifest.edges}.get(text)
+
+
+def _linked(graph: Graph, wanted: str | None) -> EdgeType:
+    """Return the edge type whose links are predicted, where ``wanted`` is none."""
+    manifest = graph.manifest
+    names = [type_name(of) for of in manifest.edges]
+    if wanted is not None:
+        known = ", ".join(names)
+        raise SettingsError(f"target is {wanted!r}; task link needs an edge type of {manifest.dataset}: {known}")
+    if not manifest.hetero:
+        return HOMO_EDGE
+    if (held_out := held_out_type(graph)) is not None:
+        return held_out
+    forward = [of for of in manifest.edges if not of[1].startswith("rev_")]
+    if len(forward) != 1:
+        raise SettingsError(f"{manifest.dataset}: choose the edge type to predict as target: {', '.join(names)}")
+    return forward[0]
+
+
+def trains(spec: NodeSpec) -> bool:
+    """Return whether a node type has train seeds."""
+    return spec.splits.get("train", 0) > 0
+
+
+def check_trainable(manifest: Manifest, target: NodeType) -> None:
+    """Raise ``DataError`` if the target has no labels or train seeds, or a homogeneous graph no features."""
+    spec, nodes = manifest.nodes[target], f"nodes of type {target}" if manifest.hetero else "nodes"
+    for attr in ("y",) if manifest.hetero else ("x", "y"):
+        if attr not in spec.attrs:
+            needs = "labels y" if manifest.hetero else "features x and labels y"
+            raise DataError(f"{manifest.dataset}: {nodes} have no {attr}; training needs {needs}")
+    if not trains(spec):
+        of = f" of {target}" if manifest.hetero else ""
+        raise DataError(f"{manifest.dataset}: the train split{of} has no seeds")

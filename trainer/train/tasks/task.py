@@ -1,0 +1,81 @@
+"""The interface of a task: loss, metrics and record of what a model learns."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal, Protocol, TypeAlias
+
+from torch import Tensor
+
+from trainer.core.batch import Batch, HeteroBatch, LinkEnds
+
+AnyBatch: TypeAlias = Batch | HeteroBatch
+
+Kind: TypeAlias = Literal["classification", "regression", "multilabel", "link"]
+
+KINDS: tuple[Kind, ...] = ("classification", "regression", "multilabel", "link")
+
+
+class Labelled(Protocol):
+    """What a task needs of a batch."""
+
+    @property
+    def y(self) -> Tensor | None:
+        """Labels of the seed nodes, [num_seeds, …]."""
+
+    @property
+    def links(self) -> LinkEnds | None:
+        """The links, in link prediction."""
+
+
+@dataclass(frozen=True)
+class Labels:
+    """Labels without a batch."""
+
+    y: Tensor | None = None
+    links: LinkEnds | None = None
+
+
+@dataclass(frozen=True)
+class Metric:
+    """The metric of a task by which the best epoch is chosen."""
+
+    name: str  #: as in metrics lines, such as ``accuracy`` or ``mae``
+    better: Literal["higher", "lower"]
+
+    def improves(self, value: float, best: float | None) -> bool:
+        """Return whether ``value`` is better than ``best``; True if ``best`` is None."""
+        return best is None or (value > best if self.better == "higher" else value < best)
+
+
+class Task(Protocol):
+    """Loss and metrics of a model's output.
+
+    Both are sums over the seeds of this rank's batch, which can be added over batches and ranks. Seeds are nodes or, in
+    link prediction, links.
+    """
+
+    @property
+    def kind(self) -> Kind: ...
+    @property
+    def metric(self) -> Metric: ...
+    @property
+    def outputs(self) -> int:
+        """Width of the model's output: numbers per seed node."""
+
+    @property
+    def num_sums(self) -> int:
+        """Length of ``metric_sums``."""
+
+    def loss_sum(self, out: Tensor, batch: Labelled) -> Tensor:
+        """Return the differentiable loss, summed over the seeds; 0 for a batch without seeds."""
+
+    def metric_sums(self, out: Tensor, batch: Labelled) -> Tensor:
+        """Return sums from which ``metrics`` computes the metrics, float64 [num_sums]."""
+
+    def metrics(self, sums: Sequence[float]) -> dict[str, float]:
+        """Return the metrics by name; that of ``metric`` comes first."""
+
+    def record(self) -> Mapping[str, Any]:
+        """Return the content of a checkpoint's ``task``: ``kind``, and what ``of_record`` needs besides."""

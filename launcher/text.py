@@ -1,4 +1,4 @@
-"""Text for terminals: plurals, folded numbers, tables that fit the width, consoles, and pip commands to paste."""
+"""Text for terminals: plurals, number ranges, tables that fit the width, consoles, and pip commands to paste."""
 
 from __future__ import annotations
 

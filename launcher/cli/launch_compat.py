@@ -64,7 +64,11 @@ _REMOTE = re.compile(r"(?!-).*\bpython[0-9.]*\s.*", re.DOTALL)
 
 
 def foreign_options(command: F) -> F:
-    """Decorator that adds ``--nodes``, ``--dataset``, ``--group``, ``--venv``, ``--conda`` and hidden PyG flags."""
+    """Decorator that adds the options for files of other launchers.
+
+    These are ``--nodes``, ``--dataset``, ``--group``, ``--venv``, ``--conda``, and the flags of torch_geometric's
+    launch.py, which ``--help`` does not list.
+    """
     given = (
         click.option(
             "--nodes",

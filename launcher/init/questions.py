@@ -22,7 +22,7 @@ _MAX_LOGINS = 3  #: login commands in one message
 
 
 def is_unknown(error: NodeError) -> bool:
-    """Return whether the error is about an unknown (not a changed) SSH host key, of the host or of a jump host."""
+    """Return whether an SSH host key, of the host or of a jump host, is unknown; False if the key has changed."""
     return isinstance(error, HostKeyError) and "is not known" in error.message
 
 

@@ -85,7 +85,7 @@ def dataset_of(answer: str) -> tuple[str, str | None]:
 
 
 def _has_tables(folder: Path) -> bool:
-    """Whether a folder has CSV or Parquet files and no arrays."""
+    """Whether a folder has CSV, TSV or Parquet files and no NumPy files."""
     names = [path.name.lower() for path in folder.iterdir()] if folder.is_dir() else []
     has = any(name.endswith((".csv", ".tsv", ".parquet", ".csv.gz", ".tsv.gz")) for name in names)
     return has and not any(name.endswith((".npy", ".npz")) for name in names)

@@ -108,9 +108,9 @@ def folder_for(run: OpenRun, runs_dir: Path) -> Path:
 
 
 def _end_is_known(views: Mapping[int, NodeView], lead: int) -> bool:
-    """Whether the lead node has a result.
+    """Whether it is known how the run ended, which is so if the lead node has a result.
 
-    The lead node ends last. Its result also says how unreachable nodes ended.
+    The lead node ends last, and its result also says how unreachable nodes ended.
     """
     hub = views.get(lead)
     return hub is not None and hub.result is not None

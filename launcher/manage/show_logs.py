@@ -257,7 +257,10 @@ def _lines_here(folder: Path, node_rank: int, wanted: Wanted) -> list[Iterator[L
 
 
 def parsed(lines: Iterable[str], node_rank: int, name: str, offset: float) -> Iterator[Line]:
-    """Yield the lines of one log; a line without a time stamp has the time of the previous one."""
+    """Yield the lines of one log, with their times reduced by ``offset`` seconds.
+
+    A line without a time stamp has the time of the previous one.
+    """
     when = 0.0
     for line in lines:
         stamp = _STAMP.match(line)

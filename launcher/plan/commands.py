@@ -178,7 +178,7 @@ def _run_env(context: PlanContext, site: Site) -> dict[str, str]:
 
 
 def _stacks_env(site: Site) -> dict[str, str]:
-    """Return the PYTHONPATH whose sitecustomize writes the stacks of a process on request."""
+    """Return a PYTHONPATH with a ``sitecustomize`` that makes a process write its stack traces on a signal."""
     return {"PYTHONPATH": f"{site.code_dir}/launcher/node/site:{site.code_dir}"}
 
 

@@ -167,7 +167,7 @@ def _restarts(context: PlanContext, site: Site) -> Mapping[str, Any]:
 
 
 def _restart_sites(context: PlanContext) -> Mapping[str, Any]:
-    """Return the addresses and ports of all nodes by node_rank, for attempts with another lead node."""
+    """Return the addresses and ports of all nodes, in node_rank order; needed if a restart changes the lead node."""
     if not context.config.run.restarts or context.config.serve_only:
         return {}
     sites = [
@@ -195,7 +195,7 @@ def _control(context: PlanContext) -> Mapping[str, Any] | None:
 
 
 def _leases(context: PlanContext, site: Site) -> list[str]:
-    """Return the names of the leases that a node takes: ``cuda:0`` for a device, ``port:29500`` for a port."""
+    """Return the names of the leases (advisory locks) of a node: ``cuda:0`` for a device, ``port:29500`` for a port."""
     devices = sorted(set(site.node.devices))
     leads = site.node_rank == context.lead and site.ranks
     ports = [context.master_port, *([context.control_port] if context.control_port else [])] if leads else []

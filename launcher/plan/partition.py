@@ -143,16 +143,16 @@ def parse_manifest(raw: bytes, folder: str) -> PartitionFiles:
     a node. Its paths and its fingerprint become names of files and folders here, so both are checked.
     """
     if len(raw) > MOST_MANIFEST:
-        raise ValueError(f"it is larger than {MOST_MANIFEST:,} bytes")
+        raise ValueError(f"the file is larger than {MOST_MANIFEST:,} bytes")
     try:
         kind = msgspec.json.decode(raw, type=_ManifestKind)
         if kind.format != _FORMAT:
-            raise ValueError(f"its format is {kind.format!r}, not {_FORMAT!r}")
+            raise ValueError(f"the format is {kind.format!r}, not {_FORMAT!r}")
         if kind.version not in _VERSIONS:
-            raise ValueError(f"it has format version {kind.version!r}, this program reads version 2 or 3")
+            raise ValueError(f"the file has format version {kind.version!r}, this program reads version 2 or 3")
         manifest = msgspec.json.decode(raw, type=_Manifest)
     except RecursionError:
-        raise ValueError("it is nested too deeply") from None
+        raise ValueError("the JSON is nested too deeply") from None
     for file in manifest.files:
         if not is_plain_path(file.path):
             raise ValueError(f"the path {file.path!r} leads out of the folder")

@@ -164,8 +164,8 @@ def node_address(config: ClusterConfig, node_rank: int, fact: NodeFacts | None) 
 def _bind(address: str, fact: NodeFacts | None) -> str:
     """Return the address at which a node listens.
 
-    Before preflight this is ``address``. After preflight it is the IP address that preflight found for a host name. In
-    place of an IP address that the node itself does not have (NAT), it is the wildcard address.
+    Before preflight this is ``address``. After preflight, a host name is replaced by the IP address that preflight
+    found, and an IP address that no interface of the node has (NAT) by the wildcard address.
     """
     if fact is None or (is_ip(address) and (address in fact.addresses or not fact.addresses)):
         return address

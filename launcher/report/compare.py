@@ -59,7 +59,10 @@ class RunFigures:
         return self.entry.run_id
 
     def by_epoch(self, what: Literal["seconds", "loss"]) -> dict[int, float]:
-        """Return seconds or loss of each epoch, as rank 0 reports them. The loss is the mean over all ranks."""
+        """Return the duration in seconds or the loss of each epoch, from the epoch lines of rank 0.
+
+        The loss is the mean over all ranks.
+        """
         lines = (line for line in self.metrics.of_kind("epoch") if line.get("rank") == 0)
         return _values_by_epoch(lines, what)
 
@@ -85,7 +88,7 @@ class Row:
     def best(self) -> tuple[int, ...]:
         """Indices of the runs with the best value, after rounding as for display.
 
-        Empty if the row has no better direction (higher or lower), or if all known values are equal.
+        Empty if neither higher nor lower values are better in this row, or if all known values are equal.
         """
         known = {i: self._shown(value) for i, value in enumerate(self.values) if _is_finite(value)}
         if not self.better or len(set(known.values())) < 2:
@@ -242,8 +245,8 @@ def _differing(runs: Sequence[RunFigures]) -> dict[str, Row]:
 def _reads(config: Mapping[str, Any], key: str) -> bool:
     """Whether a run with this config uses the config key ``key``.
 
-    Only the bundled trainer uses ``train`` keys, and its configs have at least one of them. False for an empty config,
-    which means unknown.
+    False for an empty config, which stands for an unknown one. Only the bundled trainer uses ``train`` keys: a run uses
+    all of them if its config has any.
     """
     return bool(config) and (not key.startswith("train.") or any(name.startswith("train.") for name in config))
 

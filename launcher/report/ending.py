@@ -148,10 +148,10 @@ def nodes_reported_lost(result: Mapping[str, Any]) -> dict[str, Mapping[str, Any
 def last_attempt(reports: Mapping[int, Mapping[str, Any] | None], lead: int) -> tuple[int, Mapping[str, Any]]:
     """Return the hub of the last attempt of a run, and a report on that attempt.
 
-    This is the hub's report or, if it has sent none, the newest report of another node.
+    The first attempt is the start of the run; each restart is another one. The report is that of the hub or, if the hub
+    has sent none, the newest one of another node.
 
-    ``reports``: ``state.json`` or ``result.json`` by node_rank. ``lead``: hub of the first attempt, which is the last
-    one without ``run.restarts``.
+    ``reports``: ``state.json`` or ``result.json`` by node_rank. ``lead``: hub of the first attempt.
     """
     known = {k: report for k, report in reports.items() if report and report.get("restarts")}
     if not known:
@@ -166,8 +166,9 @@ def last_attempt(reports: Mapping[int, Mapping[str, Any] | None], lead: int) -> 
 def checkpoint_node(reports: Mapping[int, Mapping[str, Any] | None], lead: int) -> int | None:
     """Return the node from which the checkpoint of the run is fetched, with ``run.restarts``.
 
-    This is the node of rank 0 in the last attempt or, if it has sent no report, another node of that attempt. None
-    without ``run.restarts``, as only one node has a checkpoint then. Arguments as in ``last_attempt``.
+    This is the node that has rank 0 after the last restart or, if it has sent no report, another node that took part
+    in that restart. None without ``run.restarts``, as only one node has a checkpoint then. Arguments as in
+    ``last_attempt``.
     """
     heard = [k for k, report in sorted(reports.items()) if report and "restarts" in report]
     if not heard:
@@ -211,7 +212,7 @@ class Ending:
 
     @property
     def hub(self) -> int:
-        """The lead node of the last attempt."""
+        """The lead node, which a restart may have changed."""
         return last_attempt(self.results, self.plan.lead)[0]
 
     @property
@@ -351,7 +352,7 @@ class Ending:
 
     @property
     def _stopping(self) -> list[Mapping[str, Any]]:
-        """Findings that ended the run although no process failed."""
+        """Findings that ended the run although no process failed; those before the last restart are left out."""
         since = max((one["t"] for one in self.restarts), default=0.0)
         found = [finding for finding in self.findings() if finding.get("stop")]
         return [one for one in found if not since or one["t"] - self.clock_offset(one["node_rank"]) > since]

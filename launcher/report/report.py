@@ -231,7 +231,10 @@ def _print_done(report: RunReport, console: Console) -> None:
 
 
 def _checkpoint_position(report: RunReport) -> str:
-    """Return the step at which the script's last checkpoint was saved; '' at the end of an epoch, or if unknown."""
+    """Return the epoch and the step at which a user's script saved its last checkpoint, as ``epoch 3, step 40 of 80``.
+
+    '' if the checkpoint was saved at the end of an epoch, or if the step is unknown.
+    """
     saving = [line for line in _last_steps(_last_files(report)) if len(line.get("saved", ())) == 2]
     if not saving:
         return ""
@@ -245,14 +248,14 @@ def _checkpoint_position(report: RunReport) -> str:
 
 
 def _last_ranks(report: RunReport, known: Iterable[int]) -> set[int]:
-    """Return the ranks of the last attempt; ``known`` if the run did not restart."""
+    """Return the ranks that the last restart started; ``known`` if the run did not restart."""
     if not report.restarts:
         return set(known)
     return {rank for own in report.restarts[-1]["ranks"].values() for rank in own}
 
 
 def _last_files(report: RunReport) -> list[Path]:
-    """Return the metrics files of the ranks of the last attempt."""
+    """Return the metrics files of the ranks that the last restart started; all files if the run did not restart."""
     if not report.restarts:
         return [*report.metrics.files]
     ranks = report.restarts[-1]["ranks"].items()
@@ -281,7 +284,7 @@ def _epoch_row(line: Mapping[str, Any], val: Mapping[int, float | None]) -> tupl
 
 
 def _nodes_of(outcomes: Iterable[Outcome]) -> dict[int, int]:
-    """Return the node_rank of each rank."""
+    """Return the node_rank of each rank that has an outcome."""
     return {outcome.rank: outcome.node_rank for outcome in outcomes if outcome.rank is not None}
 
 

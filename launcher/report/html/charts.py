@@ -1,4 +1,4 @@
-"""Builds the charts of a report as plotly figures: loss, accuracy, speed, time by kind, bytes between nodes."""
+"""Builds the charts of a report as plotly figures: loss, accuracy, speed, time by kind of work, bytes between nodes."""
 
 from __future__ import annotations
 

@@ -106,9 +106,9 @@ def _hidden(name: str, **more: Any) -> Callable[[F], F]:
 
 
 def without_remote(ctx: click.Context, words: Sequence[str]) -> list[str]:
-    """Return ``words`` without the quoted command of torch_geometric's launch.py.
+    """Return the command-line arguments ``words`` without the quoted command of torch_geometric's launch.py.
 
-    The command is stored in ``ctx.meta["remote"]``. ``--extra_envs A=1 B=2`` becomes
+    The quoted command is stored in ``ctx.meta["remote"]``. ``--extra_envs A=1 B=2`` becomes
     ``--extra-env A=1 --extra-env B=2``.
     """
     left: list[str] = []

@@ -107,8 +107,8 @@ def _long_form(tree: Tree, path: str, word: str) -> Tree:
 def resolve_paths(config: ClusterConfig, reader: Reader) -> ClusterConfig:
     """Return ``config`` with relative paths made absolute, starting from the file that contains them.
 
-    ``runs_dir`` stays relative to the current directory. Reports paths of nodes that are relative, and missing
-    ``run.files``.
+    ``runs_dir`` stays relative to the current directory. Reports relative paths in the config of a node, and files in
+    ``run.files`` that do not exist.
     """
     local = config.transport == "local"
     nodes = tuple(_node(node, k, local, reader) for k, node in enumerate(config.nodes))

@@ -64,7 +64,7 @@ class Environment:
 
 @dataclass(frozen=True)
 class Gpu:
-    """A device as nvidia-smi reports it."""
+    """A GPU as nvidia-smi reports it."""
 
     index: int  #: CUDA id
     name: str

@@ -59,7 +59,7 @@ class InitRequest:
 
     @property
     def login(self) -> dict[str, Any]:
-        """The SSH login keys of ``defaults`` that are given: user, key and password."""
+        """The given config keys of ``defaults`` that determine the SSH login: user, key and password."""
         given = {"user": self.user, "key": self.key, "password": self.password}
         return {name: value for name, value in given.items() if value}
 

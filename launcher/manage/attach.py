@@ -125,8 +125,9 @@ def _pane_command(pane: Pane) -> str:
 
 
 def enter(name: str) -> int:
-    """Attach this terminal to the local tmux session ``name``, or switch to it from inside tmux; returns the exit
-    status of tmux."""
+    """Attach this terminal to the local tmux session ``name``, or switch to it from inside tmux.
+
+    Returns the exit status of tmux."""
     signal.signal(signal.SIGTERM, signal.SIG_DFL)  # tmux restores the terminal itself
     verb = "switch-client" if os.environ.get("TMUX") else "attach-session"
     try:

@@ -119,7 +119,7 @@ def _end_is_known(views: Mapping[int, NodeView], lead: int) -> bool:
 def _seconds(run: OpenRun, views: Mapping[int, NodeView]) -> float:
     """Return the duration of the run in seconds, up to the end of its last process.
 
-    It begins with the launch or, if the time of the launch is not known here, with the start of the first process.
+    The duration starts with the launch or, if this machine does not know its time, with the start of the first process.
     """
     records = [(view, record) for view in views.values() for record in (view.result or {}).get("outcomes", ())]
     begins = [record["started"] - view.offset for view, record in records if record["started"]]

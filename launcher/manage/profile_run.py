@@ -39,7 +39,7 @@ def run_profile(run: OpenRun) -> tuple[Profile, dict[int, str]]:
 
 
 def show_profile(profile: Profile, console: Console, *, ended: bool) -> None:
-    """Print where a run's time goes, as a table by phase, then suggestions. ``ended``: the run has ended."""
+    """Print the time per phase of a step as a table, then suggestions. ``ended``: whether the run has ended."""
     print_profile(profile, console, ended=ended)
     for line in profile.advice:
         console.print(f"- {line}", soft_wrap=True, markup=False)

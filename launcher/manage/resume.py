@@ -32,8 +32,10 @@ class PreparedResume:
 
 
 def needs_no_node(found: FoundRun) -> bool:
-    """Whether the run can be resumed without asking its nodes: it has ended (or never began), and its files are on this
-    machine."""
+    """Whether the run can be resumed without asking its nodes.
+
+    This is so if it has ended or never begun, and its files are on this machine.
+    """
     return known_without_nodes(found)
 
 
@@ -169,8 +171,10 @@ def _files_changed(found: FoundRun, own: Sequence[str]) -> bool:
 
 
 def own_command_of(found: FoundRun) -> tuple[str, ...]:
-    """Return the user's own command that the run trains with; () for the bundled trainer. Raises UsageError if this
-    machine does not know the command."""
+    """Return the user's own command that the run trains with; () for the bundled trainer.
+
+    Raises UsageError if the command is not known on this machine.
+    """
     if found.launch is not None:
         return found.launch.own_command
     if not found.own:

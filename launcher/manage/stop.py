@@ -174,7 +174,7 @@ def end_run(run: OpenRun, runs_dir: Path, console: Console, *, now: bool) -> Sto
 
 
 def _end_here(found: FoundRun) -> StopResult:
-    """Stop a run that has started nothing on its nodes: end its launcher if that runs on this machine."""
+    """Stop a run that has started nothing on its nodes, by ending its launcher if this runs on this machine."""
     if found.plan_is_missing:
         raise FleetError(found.without_plan.replace("gnnfleet status", "gnnfleet stop"))
     launch = found.launch

@@ -264,7 +264,7 @@ def _servers_of(serving: ServingCluster) -> list[str]:
 
 
 def _shared_hosts(config: ResolvedConfig) -> list[str]:
-    """Return a note for each host that runs several nodes; overlapping host ranges may be the cause."""
+    """Return a note for each host that runs several nodes, which overlapping host ranges may have caused."""
     if config.transport == "local":
         return []
     nodes: dict[str, list[str]] = {}
@@ -285,7 +285,7 @@ def offline_plan(
     """Build a plan without connecting to a node.
 
     The plan lists the files of the parts if the parts on the launching machine are up to date. The arguments are those
-    of ``make_plan``, and ``to_train``: raise UsageError if these parts have no train seeds for the bundled trainer.
+    of ``make_plan``, and ``to_train``: whether to raise UsageError if these parts have no train seeds.
     """
     _check_source(config)
     manifest = None

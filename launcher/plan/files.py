@@ -35,7 +35,7 @@ def code_digest() -> str:
 
 
 def relative(path: Path) -> str:
-    """Return the path of a code file relative to gnnfleet's code folder; it is the same here and on the nodes."""
+    """Return the path of a code file relative to gnnfleet's code folder, which is the same on all machines."""
     return path.relative_to(CODE_ROOT).as_posix()
 
 
@@ -157,7 +157,7 @@ def _node_spec(context: PlanContext, site: Site, commands: NodeCommands) -> Mapp
 
 
 def _restarts(context: PlanContext, site: Site) -> Mapping[str, Any]:
-    """Return the keys of node.json with which a supervisor restarts the run; {} without ``run.restarts``."""
+    """Return the keys of node.json that configure restarts of the run; {} without ``run.restarts``."""
     config = context.config
     if not config.run.restarts or config.serve_only:
         return {}

@@ -140,7 +140,7 @@ def parse_manifest(raw: bytes, folder: str) -> PartitionFiles:
     """Parse ``raw``, the content of a ``manifest.json``. Raises ValueError if it is invalid.
 
     The ``files`` of the result are the files that the manifest lists, and the manifest itself. A manifest may come from
-    a node. Its paths and its fingerprint become names of files and folders here, so both are checked.
+    a node. Its paths and its fingerprint become names of files and folders on this machine, so both are checked.
     """
     if len(raw) > MOST_MANIFEST:
         raise ValueError(f"the file is larger than {MOST_MANIFEST:,} bytes")
@@ -225,7 +225,7 @@ def ensure_parts(config: ResolvedConfig, console: Console) -> PartitionFiles:
 
 
 def outdated(config: ResolvedConfig) -> bool:
-    """Return whether the parts were made from another dataset, options or files; False without a stamp file."""
+    """Return whether the stamp file of the parts names another dataset, options or files; False without this file."""
     stamp = _read(Path(config.data.folder).expanduser() / _STAMP)
     return stamp is not None and stamp != _signature(config)
 

@@ -61,8 +61,10 @@ def _innermost(modules: Collection[str]) -> tuple[str, ...]:
 
 
 def _script(argv: Sequence[str], cwd: Path) -> tuple[str, Path, list[tuple[str, Path]]] | None:
-    """Return the script's name, the folder in which Python looks for its modules, and its files with their module
-    names ('' for a script); None if unknown."""
+    """Return the script's name, the folder of the modules that it imports, and its files; None if unknown.
+
+    Each file comes with its module name, which is '' for a script.
+    """
     words = list(argv)
     if words and Path(words[0]).name.startswith("python"):
         words = words[1:]

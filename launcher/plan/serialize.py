@@ -45,7 +45,7 @@ def run_json(plan: LaunchPlan) -> str:
 def read_run(text: str) -> LaunchPlan:
     """Parse the text of a ``run.json``. The nodes of the returned plan have no ``files``.
 
-    Raises FleetError for a damaged file or another version.
+    Raises FleetError for a damaged file or an unsupported format version.
     """
     try:
         values = json.loads(text)

@@ -186,7 +186,7 @@ def _speed_rows(runs: Sequence[RunFigures]) -> Iterator[Row]:
 
 
 def _step_rows(runs: Sequence[RunFigures]) -> Iterator[Row]:
-    """Yield the rows on seconds per step: in all, and by kind (sample, remote, forward, …); means over ranks.
+    """Yield the rows on seconds per step: in total, and by kind (sample, remote, forward, …); means over ranks.
 
     A kind is left out if it takes under 0.5 % of a step in all runs.
     """
@@ -270,7 +270,7 @@ def _read_by(config: Mapping[str, Any], *, own: bool) -> dict[str, Any]:
 def _merged(values: Sequence[Any]) -> Any:
     """Merge the values of a config key on all nodes.
 
-    Equal values become one value, different strings become ranges, other values become a list.
+    Equal values become one value, different strings become a text with ranges (``gpu[1-2]``), other values a list.
     """
     if not _unlike(values):
         return values[0]

@@ -223,7 +223,7 @@ class Ending:
         return tuple({**one, "t": one["t"] - self.clock_offset(hub)} for one in found)
 
     def _restart_notes(self) -> Iterator[str]:
-        """Yield a note for each node that a restart went without, and why there was no further restart."""
+        """Yield a note for each node that a restart left out, and one that says why there was no further restart."""
         labels = [node.label for node in self.plan.nodes]
         for one in self.restarts:
             yield from (f"{labels[k]} was lost; the run went on without it" for k in one["without"] if k < len(labels))

@@ -35,7 +35,7 @@ _DETAILS = ("ranks", "advice")  # keys of the document's "time" that are left ou
 
 @dataclass(frozen=True)
 class RankProfile:
-    """Seconds per step of one rank: in all, and by kind (sample, remote, forward, …); means over epochs."""
+    """Seconds per step of one rank: in total, and by kind (sample, remote, forward, …); means over epochs."""
 
     rank: int
     node: int | None  #: node_rank; None if not known

@@ -85,7 +85,8 @@ def _step(text: bytes) -> Mapping[str, Any]:
 def excluded_names(nodes: Sequence[NodePlan], away: Collection[int]) -> tuple[str, ...]:
     """Return the values of ``--exclude`` that exclude the nodes whose node_rank is in ``away``.
 
-    A value is a host name, or a login if other nodes of the run are on the same host. () if no node would be left.
+    A value is a host name, or ``user@host:port`` if other nodes of the run are on the same host. () if no node would be
+    left.
     """
     others = [node for node in nodes if node.node_rank not in away]
     if not others:

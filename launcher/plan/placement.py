@@ -154,7 +154,8 @@ def interpreter(config: ClusterConfig, node_rank: int) -> Command:
 def node_address(config: ClusterConfig, node_rank: int, fact: NodeFacts | None) -> str:
     """Return the address at which other nodes reach a node.
 
-    This is the configured address, else the one that preflight found, else the host name.
+    This is the configured address, else 127.0.0.1 with ``transport: local``, else the one that preflight found, else
+    the host name.
     """
     node = config.nodes[node_rank]
     found = "127.0.0.1" if config.transport == "local" else fact.address if fact else node.host

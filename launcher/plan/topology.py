@@ -33,7 +33,7 @@ def decide(
     manifest: PartitionFiles | None,
     facts: Mapping[int, NodeFacts],
 ) -> Topology:
-    """Decide whether the topology is ``replicated`` or ``partitioned``.
+    """Decide whether the topology is ``replicated`` or ``partitioned``; it stays undecided while sizes are unknown.
 
     ``manifest``: files of the parts that the launching machine sends; None if unknown. In mode ``verify`` it is None,
     and ``facts`` have the sizes.

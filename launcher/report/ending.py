@@ -273,7 +273,7 @@ class Ending:
         return {k for k, lost in self.followed.lost.items() if lost.out_of_reach and k not in self.results}
 
     def _measured_here(self, k: int) -> float:
-        """Return the clock of node ``k`` minus this machine's in seconds: from preflight, or else from heartbeats."""
+        """Return the clock of node ``k`` minus this machine's in seconds, from preflight or from its messages."""
         return self._offsets.get(k, self.followed.clocks.get(k, 0.0))
 
     def _state(self, outcomes: tuple[Outcome, ...]) -> RunState:

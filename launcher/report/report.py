@@ -130,7 +130,7 @@ class RunReport:
     def exit_status(self) -> int:
         """Exit status of the command: 0 if the run is done or detached, 130 if it was stopped.
 
-        If the run failed, it is the highest exit status of a process that failed by itself, as in Slurm.
+        If the run failed, it is the highest exit status of a process that failed by itself, as in Slurm; at least 1.
         """
         own = [outcome.own_status for outcome in self.outcomes] if self.state == "failed" else []
         return max([_EXIT_STATUS[self.state], *own])
@@ -165,7 +165,7 @@ class RunReport:
 
     @property
     def _last_loss(self) -> float | None:
-        """Loss of the last epoch, or the mean of the ranks' last recorded steps; None if unknown or not finite."""
+        """Loss of the last epoch, else mean loss of the ranks' last recorded steps; None if unknown or not finite."""
         epochs = [line["loss"] for line in self.metrics.epochs() if line.get("loss") is not None]
         steps = [] if epochs else _last_steps(_last_files(self))
         loss = epochs[-1] if epochs else _mean_loss(steps) if steps else math.nan

@@ -3,7 +3,7 @@
 ::
 
     FleetError                    1
-    ├── UsageError                2   invalid command line
+    ├── UsageError                2   invalid command line, or an impossible request
     ├── ConfigError               2   one or more Problems in the YAML, each with file:line
     ├── PreflightRefused          3   preflight has at least one blocking finding
     ├── NodeError                 3   one node (node_rank, host, remedy)
@@ -37,7 +37,7 @@ class FleetError(Exception):
 
 
 class UsageError(FleetError):
-    """The command line is invalid."""
+    """The command line is invalid, or asks for something that is not possible."""
 
     exit_status = 2
 
@@ -78,7 +78,7 @@ class PreflightRefused(FleetError):
 class NodeError(FleetError):
     """An operation on one node failed. ``str()`` is ``node1 (gnn2): message – remedy``.
 
-    ``host`` may be empty; ``node_rank`` is None where the rank is unknown; ``remedy`` tells the user what to do.
+    ``host`` may be empty; ``node_rank`` is None if it is unknown; ``remedy`` tells the user what to do.
     """
 
     exit_status = 3

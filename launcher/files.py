@@ -47,7 +47,7 @@ def read_text(path: Path, most: int) -> str:
     with path.open("rb") as file:
         data = file.read(most + 1)
     if len(data) > most:
-        raise ValueError(f"it is larger than {most:,} bytes")
+        raise ValueError(f"the file is larger than {most:,} bytes")
     try:
         return data.decode().replace("\r\n", "\n").replace("\r", "\n")
     except UnicodeDecodeError as error:
@@ -62,9 +62,9 @@ def decompress(data: bytes, most: int) -> bytes:
     except zlib.error as error:
         raise ValueError(str(error)) from None
     if len(unpacked) > most:
-        raise ValueError(f"it is larger than {most:,} bytes")
+        raise ValueError(f"the content is larger than {most:,} bytes")
     if not unpacker.eof:
-        raise ValueError("it is cut off")
+        raise ValueError("the end of the compressed data is missing")
     return unpacked
 
 
@@ -107,7 +107,7 @@ def atomic_file(dest: Path, *, mode: int | None = None) -> Iterator[BinaryIO]:
 
 @atexit.register
 def remove_unfinished() -> None:
-    """At the exit of the program, remove temporary files that daemon threads were still writing."""
+    """Remove temporary files that daemon threads are still writing when the program exits."""
     for path in tuple(_unfinished):
         path.unlink(missing_ok=True)
 

@@ -93,9 +93,10 @@ def _follows(run: list[str], name: str) -> bool:
 
 
 def _incremented(before: str, after: str) -> int | None:
-    """Return the place of the number that is one higher in ``after``, counted in the pieces of ``_DIGITS.split``.
+    """Return the position of the number that is one higher in ``after`` than in ``before``, as in node7 and node8.
 
-    None if the names have no such number, or differ in anything else.
+    The position is an index into the result of ``_DIGITS.split``. None if the names have no such number, or differ in
+    anything else.
     """
     one, two = _DIGITS.split(before), _DIGITS.split(after)
     differing = [place for place, (a, b) in enumerate(itertools.zip_longest(one, two)) if a != b]

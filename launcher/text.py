@@ -1,4 +1,4 @@
-"""Text for terminals: plurals, folded numbers, tables that fit the width, consoles, and pip commands to paste."""
+"""Text for terminals: plurals, number ranges, tables that fit the width, consoles, and pip commands to paste."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ def count(number: int, thing: str, plural: str = "s") -> str:
 
 
 def spans(numbers: Iterable[int], name: str = "") -> str:
-    """Ascending numbers with consecutive ones folded: ``0–2, 4``; with a ``name``: ``node0–node2, node4``."""
+    """Ascending numbers as text, with ranges where possible: ``0–2, 4``; with a ``name``: ``node0–node2, node4``."""
     runs: list[list[int]] = []
     for number in numbers:
         if runs and number == runs[-1][-1] + 1:

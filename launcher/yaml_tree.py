@@ -96,8 +96,10 @@ class _Loader(yaml.SafeLoader):
         """Compose a value and everything below it. Raises MarkedYAMLError for too many values or levels."""
         self._values, self._depth = self._values + 1, self._depth + 1
         if self._depth > _MOST_DEPTH or self._values > _MOST_VALUES:
-            many = f"it has more than {_MOST_VALUES:,} values"
-            words = many if self._values > _MOST_VALUES else f"it is nested more than {_MOST_DEPTH} deep"
+            many = f"the document has more than {_MOST_VALUES:,} values"
+            words = (
+                many if self._values > _MOST_VALUES else f"the document is nested more than {_MOST_DEPTH} levels deep"
+            )
             raise yaml.MarkedYAMLError(problem=words, problem_mark=self.peek_event().start_mark)
         try:
             return super().compose_node(parent, index)
@@ -149,9 +151,9 @@ def extent(trees: Iterable[Tree], known: dict[int, Extent]) -> Extent:
 def check_extent(found: Extent) -> None:
     """Raise ValueError for more values or levels than a config can need."""
     if found[0] > _MOST_EXPANDED:
-        raise ValueError(f"it expands to more than {_MOST_EXPANDED:,} values")
+        raise ValueError(f"the document expands to more than {_MOST_EXPANDED:,} values")
     if found[1] > _MOST_DEPTH:
-        raise ValueError(f"it is nested more than {_MOST_DEPTH} deep")
+        raise ValueError(f"the document is nested more than {_MOST_DEPTH} levels deep")
 
 
 def shortened(text: str) -> str:

@@ -74,7 +74,7 @@ def run_ids(ctx: click.Context, parameter: click.Parameter, typed: str) -> list[
 
 
 def runs_or_files(ctx: click.Context, parameter: click.Parameter, typed: str) -> list[CompletionItem]:
-    """Complete ``--resume``: a run id, or the path of a checkpoint."""
+    """Complete the value of ``--resume``: a run id or, if the word contains ``/``, the path of a checkpoint."""
     return run_ids(ctx, parameter, typed) if "/" not in typed else [CompletionItem(typed, type="file")]
 
 
@@ -93,9 +93,9 @@ def serving_names(ctx: click.Context, parameter: click.Parameter, typed: str) ->
 
 
 def host_names(ctx: click.Context, parameter: click.Parameter, typed: str) -> list[CompletionItem]:
-    """Complete a host name: of the config given by ``--config``, else of ~/.ssh/config.
+    """Complete a host name from the config given by ``--config``, else from ~/.ssh/config.
 
-    In a comma-separated list the last host is completed.
+    In a comma-separated list, the last host is completed.
     """
     before, comma, begun = typed.rpartition(",")
     config = _given(ctx, "config")

@@ -1,4 +1,4 @@
-"""``gnnfleet explain``: cause and fix of a message."""
+"""``gnnfleet explain``: prints the cause and the fix of an error message."""
 
 from __future__ import annotations
 

@@ -64,7 +64,11 @@ _REMOTE = re.compile(r"(?!-).*\bpython[0-9.]*\s.*", re.DOTALL)
 
 
 def foreign_options(command: F) -> F:
-    """Decorator that adds ``--nodes``, ``--dataset``, ``--group``, ``--venv``, ``--conda`` and hidden PyG flags."""
+    """Decorator that adds the options for files of other launchers.
+
+    These are ``--nodes``, ``--dataset``, ``--group``, ``--venv``, ``--conda``, and the flags of torch_geometric's
+    launch.py, which ``--help`` does not list.
+    """
     given = (
         click.option(
             "--nodes",
@@ -102,9 +106,9 @@ def _hidden(name: str, **more: Any) -> Callable[[F], F]:
 
 
 def without_remote(ctx: click.Context, words: Sequence[str]) -> list[str]:
-    """Return ``words`` without the quoted command of torch_geometric's launch.py.
+    """Return the command-line arguments ``words`` without the quoted command of torch_geometric's launch.py.
 
-    The command is stored in ``ctx.meta["remote"]``. ``--extra_envs A=1 B=2`` becomes
+    The quoted command is stored in ``ctx.meta["remote"]``. ``--extra_envs A=1 B=2`` becomes
     ``--extra-env A=1 --extra-env B=2``.
     """
     left: list[str] = []

@@ -342,5 +342,5 @@ def main(prog_name: str = "gnnfleet") -> NoReturn:
 
 
 def _exit_on_signal(number: int, frame: FrameType | None) -> NoReturn:
-    """Raise SystemExit, so that ``finally`` blocks restore the terminal: cursor, and echo after a password prompt."""
+    """Raise SystemExit, so that ``finally`` blocks restore the terminal's cursor and its echo of typed characters."""
     raise SystemExit(128 + number)

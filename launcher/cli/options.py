@@ -143,7 +143,7 @@ def with_options(*given: Callable[[F], F]) -> Callable[[F], F]:
 
 
 def examples(*lines: str) -> str:
-    """Return a help epilog with one example per line; ``lines`` do not contain the leading ``gnnfleet``."""
+    """Return a section with examples for the end of a help text; ``gnnfleet`` is put before each of ``lines``."""
     return "\n".join(["\b", "Example:", *(f"  gnnfleet {line}" for line in lines)])
 
 

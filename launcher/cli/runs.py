@@ -327,7 +327,7 @@ def _console(ctx: click.Context, values: Mapping[str, Any]) -> tuple[Console, bo
 
 
 def _is_over_here(found: FoundRun) -> bool:
-    """Return whether the local run folder gives the state of the run, so that its nodes need not be asked."""
+    """Return whether the state of the run is known from its folder on this machine, without asking its nodes."""
     from launcher.report.verdict import known_without_nodes
 
     return known_without_nodes(found)

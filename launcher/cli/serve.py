@@ -119,8 +119,8 @@ def _options(ctx: click.Context, values: dict[str, Any]) -> LaunchOptions:
 def _read(options: LaunchOptions, name: str | None) -> ClusterConfig:
     """Read the config of a new or existing serving cluster.
 
-    An existing cluster may have more nodes than parts. Therefore an invalid config is read again without
-    ``data.num_parts``.
+    A new cluster must have at least as many parts as nodes, but nodes may be added to an existing one. For an existing
+    cluster, a config that is invalid is therefore read again without ``data.num_parts``.
     """
     try:
         return read_config(options)
@@ -132,7 +132,7 @@ def _read(options: LaunchOptions, name: str | None) -> ClusterConfig:
 
 
 def _without_num_parts(options: LaunchOptions) -> ClusterConfig | None:
-    """Read the config without data.num_parts; None if it is then still invalid."""
+    """Read the config without ``data.num_parts``; None if it is invalid for another reason."""
     try:
         return read_config(replace(options, overrides=(*options.overrides, "data.num_parts=null")))
     except ConfigError:

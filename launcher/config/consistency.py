@@ -48,7 +48,7 @@ class CacheSize:
     def parse(cls, text: str, rows: str = "the remote rows") -> CacheSize:
         """Parse ``10%``, ``512MB``, or ``0`` for no cache.
 
-        ``rows``: the rows of which ``10%`` is a share, in words for error messages. Raises ValueError for other text.
+        ``rows``: what the percentage refers to, for error messages. Raises ValueError for other text.
         """
         if text.strip() in ("0", "none"):
             return cls()
@@ -72,7 +72,7 @@ LOCAL_HOSTS = ("localhost", "127.0.0.1", "::1")
 
 
 def check_nodes(config: ClusterConfig, reader: Reader) -> None:
-    """Report contradictions in the config of a node and between two nodes; values reported before are skipped."""
+    """Report contradictions within one node and between two nodes, except in values that are already reported."""
     for k, node in enumerate(config.nodes):
         _node(config, node, k, reader)
     _folders(config, reader)
@@ -265,8 +265,8 @@ def _memory(text: str | None, reader: Reader) -> None:
 def _serving(config: ClusterConfig, reader: Reader) -> None:
     """Report an invalid name of a serving cluster, and data keys that contradict a ``data.serving`` in the file.
 
-    If ``data.serving`` comes from ``--set``, other data keys are allowed, as the file may be the one that describes the
-    serving cluster.
+    If ``data.serving`` comes from ``--set``, other data keys are allowed, since the same file may also be used to start
+    the serving cluster.
     """
     if not is_run_id(config.data.serving or ""):
         reader.report(

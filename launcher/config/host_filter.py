@@ -74,7 +74,7 @@ def _chosen(config: ClusterConfig, specs: Sequence[str], option: str) -> Chosen:
 
 
 def _listed(spec: str) -> Iterator[str]:
-    """Split a list: ``a[1-2]:0,2,b`` yields ``a1:0,2``, ``a2:0,2`` and ``b``.
+    """Split a list of hosts and device ids: ``a[1-2]:0,2,b`` yields ``a1:0,2``, ``a2:0,2`` and ``b``.
 
     Raises RangeError for an invalid range.
     """

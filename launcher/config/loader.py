@@ -45,7 +45,7 @@ _MAX_KEY_DEPTH = 16  #: maximum number of words in a dotted key
 def apply_override(tree: Section, override: str, report: Report) -> Section:
     """Return ``tree`` with one ``dotted.key=value`` applied; the value is YAML.
 
-    Relative paths in the value start from the current directory. Problems are reported, and leave ``tree`` unchanged.
+    Relative paths in the value start from the current directory. An invalid override is reported and not applied.
     """
     name = f"--set {override}"
     key, equals, text = override.partition("=")
@@ -107,8 +107,8 @@ def _long_form(tree: Tree, path: str, word: str) -> Tree:
 def resolve_paths(config: ClusterConfig, reader: Reader) -> ClusterConfig:
     """Return ``config`` with relative paths made absolute, starting from the file that contains them.
 
-    ``runs_dir`` stays relative to the current directory. Reports paths of nodes that are relative, and missing
-    ``run.files``.
+    ``runs_dir`` stays relative to the current directory. Reports relative paths in the config of a node, and files in
+    ``run.files`` that do not exist.
     """
     local = config.transport == "local"
     nodes = tuple(_node(node, k, local, reader) for k, node in enumerate(config.nodes))
@@ -180,11 +180,13 @@ def load_config(
     choose: Choose = lambda config: config,
     foreign: Foreign | None = None,
 ) -> ClusterConfig:
-    """Read the file, apply overrides, select nodes with ``choose``, and check the result.
+    """Read the file, apply overrides, select nodes, and check the result.
 
-    All nodes of the file are checked; the checks of the cluster as a whole see only the selected nodes. A file of
-    another launcher is converted first. ``foreign``: the converted file, if the caller has converted it already. Raises
-    ConfigError with all problems found.
+    Each node of the file is checked; the cluster as a whole is checked with the selected nodes only. A file of another
+    launcher is converted first.
+
+    ``choose``: returns the config with only the selected nodes. ``foreign``: the converted file, if the caller has
+    converted it already. Raises ConfigError with all problems found.
     """
     problems: list[Problem] = []
 
@@ -219,7 +221,7 @@ def overridden(path: Path, overrides: Sequence[str], foreign: Foreign | None, re
 
 
 def world_size(tree: Section, choose: Choose) -> int:
-    """Return the number of training processes of the selected nodes; invalid values count as their defaults."""
+    """Return the number of training processes of the nodes that ``choose`` selects; invalid values become defaults."""
     reader = Reader(lambda problem: None)
     nodes = {name: tree.items[name] for name in ("nodes", "defaults", "transport") if name in tree.items}
     config = reader.cluster(Section(tree.origin, nodes, tree.keys))

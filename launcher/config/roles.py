@@ -9,7 +9,7 @@ from launcher.errors import node_label
 
 
 def host_key(config: ClusterConfig, node: NodeConfig) -> str:
-    """Return a key that is equal for nodes on the same machine, judged by the host names in the config."""
+    """Return a key that is equal for nodes with the same host name in the config, so on the same machine."""
     return "local" if config.transport == "local" else node.host.lower()
 
 

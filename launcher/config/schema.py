@@ -48,7 +48,7 @@ def login_text(user: str | None, host: str, port: int | None) -> str:
 
 @dataclass(frozen=True)
 class NodeConfig:
-    """One machine of the cluster. Several nodes may share a machine."""
+    """One node of the cluster. Several nodes may share a machine."""
 
     host: str = setting("Host name, IP address or ~/.ssh/config alias; `localhost` when `transport: local`.")
     port: int | None = setting("SSH port; default from ~/.ssh/config, else 22.", None, at_least=1, at_most=65535)

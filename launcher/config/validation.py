@@ -359,7 +359,7 @@ _ENVIRONMENT = ("venv", "conda", "python")
 
 
 def _replaced_environment(node: Section, defaults: Section) -> str:
-    """Return a note if the node has a key for its environment that replaces another one of ``defaults``; else ''."""
+    """Return a note if the node's ``python``, ``venv`` or ``conda`` replaces another one of ``defaults``; else ''."""
     own, common = (
         [(name, one) for name in _ENVIRONMENT if isinstance(one := section.items.get(name), Scalar) and not one.empty]
         for section in (node, defaults)

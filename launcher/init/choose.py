@@ -32,9 +32,9 @@ class SharedEnvironment:
 def choose(request: InitRequest, facts: Mapping[int, HostFacts]) -> Choice:
     """Return for each host the environment to use, or None if none is usable.
 
-    If the request names an environment, only that environment is used. Otherwise environments with torch are ranked:
-    all packages present, the versions that most hosts have, a CUDA build on hosts with GPUs, the path that most hosts
-    have. Without SSH, the Python of this process is used.
+    If the request names an environment, only that environment is used. Otherwise the environments with torch are ranked
+    by these criteria, the first being the most important: all packages present, the versions that most hosts have, a
+    CUDA build on hosts with GPUs, the path that most hosts have. Without SSH, the Python of this process is used.
     """
     if request.local and not request.environment:  # the first environment is the Python of this process
         return {k: next(iter(host.environments), None) for k, host in facts.items()}
@@ -99,7 +99,7 @@ def shared_environments(facts: Mapping[int, HostFacts]) -> tuple[SharedEnvironme
 
 
 def devices(host: HostFacts, environment: Environment | None) -> tuple[Gpu, ...]:
-    """Return the GPUs that a node may use: the free ones, or none if torch of the environment has no CUDA."""
+    """Return the GPUs that a node may use: the free ones, or none if the environment's torch is built without CUDA."""
     if environment is None or not environment.versions.get("cuda"):
         return ()
     return tuple(gpu for gpu in host.gpus if free(gpu))
@@ -113,7 +113,7 @@ def free(gpu: Gpu) -> bool:
 def shares_of(
     ranks: Iterable[int], hosts: Mapping[int, str], facts: Mapping[int, HostFacts], chosen: Choice
 ) -> dict[int, tuple[int, ...]]:
-    """Return the CUDA ids of each node. Nodes on the same host get disjoint shares of its GPUs."""
+    """Return the CUDA device ids of each node. Nodes on the same host get disjoint shares of its GPUs."""
     of_host: dict[str, list[int]] = {}
     for k in ranks:
         of_host.setdefault(hosts[k].lower(), []).append(k)

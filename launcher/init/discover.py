@@ -64,7 +64,7 @@ class Environment:
 
 @dataclass(frozen=True)
 class Gpu:
-    """A device as nvidia-smi reports it."""
+    """A GPU as nvidia-smi reports it."""
 
     index: int  #: CUDA id
     name: str
@@ -87,7 +87,7 @@ class HostFacts:
 
 @dataclass(frozen=True)
 class Discovery:
-    """Facts or errors of all hosts, by index in ``InitRequest.hosts``."""
+    """What is known about each host: its facts, or why there are none. Keys are indices in ``InitRequest.hosts``."""
 
     facts: Mapping[int, HostFacts]
     errors: Mapping[int, NodeError]

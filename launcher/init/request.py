@@ -59,7 +59,7 @@ class InitRequest:
 
     @property
     def login(self) -> dict[str, Any]:
-        """The SSH login keys of ``defaults`` that are given: user, key and password."""
+        """The given config keys of ``defaults`` that determine the SSH login: user, key and password."""
         given = {"user": self.user, "key": self.key, "password": self.password}
         return {name: value for name, value in given.items() if value}
 
@@ -85,7 +85,7 @@ def dataset_of(answer: str) -> tuple[str, str | None]:
 
 
 def _has_tables(folder: Path) -> bool:
-    """Whether a folder has CSV or Parquet files and no arrays."""
+    """Whether a folder has CSV, TSV or Parquet files and no NumPy files."""
     names = [path.name.lower() for path in folder.iterdir()] if folder.is_dir() else []
     has = any(name.endswith((".csv", ".tsv", ".parquet", ".csv.gz", ".tsv.gz")) for name in names)
     return has and not any(name.endswith((".npy", ".npz")) for name in names)

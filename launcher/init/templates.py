@@ -57,7 +57,7 @@ def named(name: str) -> Template:
 
 
 def copy_of(template: Template, dest: Path) -> str:
-    """Return the template's text for ``dest``, with its file name and relative paths adapted to the new folder."""
+    """Return the template's text, with its file name replaced by ``dest`` and relative paths adapted to that folder."""
     text = template.path.read_text(encoding="utf-8")
     text = re.sub(rf"(?<![\w/])(templates/)?{re.escape(template.path.name)}\b", str(dest), text)
     text = text.replace("../parts/", "parts/")

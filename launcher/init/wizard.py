@@ -238,7 +238,10 @@ def _with_remedy(draft: Draft, finding: Finding) -> Finding:
 
 
 def check_writable(dest: Path, force: bool, ask: bool) -> None:
-    """Raise UsageError if ``dest`` must not be written. With ``ask``, asks whether to replace an existing file."""
+    """Raise UsageError if ``dest`` is a folder, is in no existing folder, or is a file that must not be replaced.
+
+    A file that ``gnnfleet init`` wrote and nobody edited is replaced. Others need ``force`` or, with ``ask``, a yes.
+    """
     if dest.is_dir():
         raise UsageError(f"{dest} is a folder; name a file with -o")
     if not dest.absolute().parent.is_dir():

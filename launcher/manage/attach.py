@@ -55,9 +55,9 @@ def panes_of(found: FoundRun) -> list[Pane]:
 
 
 def attach_argv(config: ResolvedConfig, node: NodePlan) -> tuple[str, ...]:
-    """Return the command that attaches to the tmux session of a node, read-only.
+    """Return the command that attaches to the tmux session of a node.
 
-    Otherwise key presses would reach the supervisor.
+    It attaches read-only, as key presses would otherwise reach the supervisor.
     """
     attach = ("tmux", "attach", "-r", "-t", f"={node.session}")
     if config.transport == "local":
@@ -78,8 +78,10 @@ def session_of(run_id: str) -> str:
 
 
 def make_session(run_id: str, panes: Sequence[Pane]) -> str:
-    """Create the local tmux session with its panes, unless it exists; returns the session's name. Raises
-    SessionError."""
+    """Create the local tmux session with its panes, unless it exists, and return its name.
+
+    Raises SessionError if this fails.
+    """
     name = session_of(run_id)
     server = libtmux.Server()
     try:
@@ -102,7 +104,7 @@ def make_session(run_id: str, panes: Sequence[Pane]) -> str:
 def _fill(window: libtmux.Window, group: Sequence[Pane]) -> None:
     """Split a window into tiled panes, one for each item of ``group``, with the node's label in the pane's border.
 
-    The window already has the first pane.
+    The first pane exists already.
     """
     window.rename_window(group[0].label.split()[0] if len(group) == 1 else "nodes")
     for option, value in {"synchronize-panes": "off", "pane-border-status": "top", "remain-on-exit": "on"}.items():
@@ -123,8 +125,9 @@ def _pane_command(pane: Pane) -> str:
 
 
 def enter(name: str) -> int:
-    """Attach this terminal to the local tmux session ``name``, or switch to it from inside tmux; returns the exit
-    status of tmux."""
+    """Attach this terminal to the local tmux session ``name``, or switch to it from inside tmux.
+
+    Returns the exit status of tmux."""
     signal.signal(signal.SIGTERM, signal.SIG_DFL)  # tmux restores the terminal itself
     verb = "switch-client" if os.environ.get("TMUX") else "attach-session"
     try:

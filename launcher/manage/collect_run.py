@@ -108,9 +108,9 @@ def folder_for(run: OpenRun, runs_dir: Path) -> Path:
 
 
 def _end_is_known(views: Mapping[int, NodeView], lead: int) -> bool:
-    """Whether the lead node has a result.
+    """Whether it is known how the run ended, which is so if the lead node has a result.
 
-    The lead node ends last. Its result also says how unreachable nodes ended.
+    The lead node ends last, and its result also says how unreachable nodes ended.
     """
     hub = views.get(lead)
     return hub is not None and hub.result is not None
@@ -119,7 +119,7 @@ def _end_is_known(views: Mapping[int, NodeView], lead: int) -> bool:
 def _seconds(run: OpenRun, views: Mapping[int, NodeView]) -> float:
     """Return the duration of the run in seconds, up to the end of its last process.
 
-    It begins with the launch or, if the time of the launch is not known here, with the start of the first process.
+    The duration starts with the launch or, if this machine does not know its time, with the start of the first process.
     """
     records = [(view, record) for view in views.values() for record in (view.result or {}).get("outcomes", ())]
     begins = [record["started"] - view.offset for view, record in records if record["started"]]

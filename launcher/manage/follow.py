@@ -48,8 +48,10 @@ def follow(
 
 
 def _viewer_action(of_launch: OnInterrupt) -> OnInterrupt:
-    """Return what the first Ctrl-C does in ``gnnfleet follow``, given ``run.on_interrupt``: ``stop`` applies to the
-    launcher only and becomes ``ask``."""
+    """Return the action of the first Ctrl-C in ``gnnfleet follow``, given ``run.on_interrupt``.
+
+    ``stop`` becomes ``ask``, since it is meant for the launcher of the run only.
+    """
     return "detach" if of_launch == "detach" else "ask"
 
 

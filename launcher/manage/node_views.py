@@ -1,4 +1,4 @@
-"""Queries the state of all nodes of a run in parallel."""
+"""Queries the state of all nodes of a run in parallel: on each node it runs ``launcher/node/watch.py --once``."""
 
 from __future__ import annotations
 
@@ -75,8 +75,10 @@ def opened(found: FoundRun) -> Iterator[OpenRun]:
 
 
 def node_view(node: NodePlan, transport: Transport, words: Sequence[str]) -> NodeView:
-    """Query the state of one node by ``watch.py --once`` with the options ``words``; raises FleetError if that
-    fails."""
+    """Query the state of one node by ``watch.py --once`` with the options ``words``.
+
+    Raises FleetError if this fails.
+    """
     watch = node.program("watch", node.run_dir, "--once", *words)
     done = transport.run(if_run_exists(node, watch), timeout=_TIMEOUT)
     ended = time.time()
@@ -87,9 +89,9 @@ def node_view(node: NodePlan, transport: Transport, words: Sequence[str]) -> Nod
 
 
 def if_run_exists(node: NodePlan, program: Command) -> Command:
-    """Return a command that runs ``program`` only if the run folder exists on the node.
+    """Return a command that runs ``program`` if the run folder exists on the node.
 
-    Otherwise the command prints a marker for ``run_was_absent`` and creates nothing.
+    If it does not exist, the command prints a marker for ``run_was_absent`` and creates nothing.
     """
     return Command(("bash", "-c", _IF_THERE, "bash", node.run_dir, render(replace(program, cwd=""))))
 
@@ -110,10 +112,12 @@ def _view(node: NodePlan, done: Completed) -> NodeView:
                 lines.setdefault(message["file"], []).extend(message["lines"])
             values |= message
     except Damaged as error:
-        raise FleetError(f"its state could not be read: {error}") from None
+        raise FleetError(f"the node's state could not be read: {error}") from None
     if "now" not in values:
         errors = done.stderr.decode("utf-8", "replace").strip().splitlines()
         words = errors or [text for text in printed if text.strip()]
-        raise FleetError(f"its state could not be read: {words[-1] if words else f'exit status {done.returncode}'}")
+        raise FleetError(
+            f"the node's state could not be read: {words[-1] if words else f'exit status {done.returncode}'}"
+        )
     lost = values.get("lost", {}).get("reason", "")
     return NodeView(node, values.get("state"), values.get("result"), lost, now=values["now"], lines=lines)

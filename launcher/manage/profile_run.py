@@ -39,7 +39,7 @@ def run_profile(run: OpenRun) -> tuple[Profile, dict[int, str]]:
 
 
 def show_profile(profile: Profile, console: Console, *, ended: bool) -> None:
-    """Print where a run's time goes, as a table by phase, then suggestions. ``ended``: the run has ended."""
+    """Print the time per phase of a step as a table, then suggestions. ``ended``: whether the run has ended."""
     print_profile(profile, console, ended=ended)
     for line in profile.advice:
         console.print(f"- {line}", soft_wrap=True, markup=False)
@@ -53,8 +53,8 @@ def to_json(run: OpenRun, profile: Profile) -> dict[str, Any]:
 def _metrics_files(run: OpenRun, folder: Path, missing: dict[int, str]) -> Iterator[Path]:
     """Yield a metrics file for each rank.
 
-    This is the collected file if the node's logs are collected, else a new file in ``folder`` with the last lines on
-    the node. For an unreachable node, the reason is added to ``missing``.
+    If the node's logs are collected, this is the collected file, else a new file in ``folder`` with the last metrics
+    lines, read from the node. For an unreachable node, the reason is added to ``missing``.
     """
     not_collected = []
     for node in run.found.needed_plan.nodes:

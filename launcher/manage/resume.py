@@ -32,16 +32,18 @@ class PreparedResume:
 
 
 def needs_no_node(found: FoundRun) -> bool:
-    """Whether the run can be resumed without asking its nodes: it has ended (or never began), and its files are on this
-    machine."""
+    """Whether the run can be resumed without asking its nodes.
+
+    This is so if it has ended or never begun, and its files are on this machine.
+    """
     return known_without_nodes(found)
 
 
 def prepare(run: OpenRun, runs_dir: Path, options: LaunchOptions) -> PreparedResume:
-    """Return the launch that resumes a run; first collects the run's files if they are not here. ``options``: those of
-    the resume command, which has no config file.
+    """Return the launch that resumes a run; first collects the run's files if they are not on this machine.
 
-    Raises UsageError if the run is still running or has nothing left to train.
+    ``options``: options of ``gnnfleet resume``; they name no config file, as the launch uses that of the run. Raises
+    UsageError if the run is still running or has nothing left to train.
     """
     found = run.found
     if found.plan_is_missing:
@@ -97,7 +99,7 @@ def _prepared(found: FoundRun, options: LaunchOptions, notes: tuple[str, ...]) -
 
 
 def _check_no_trainer_options(found: FoundRun, options: LaunchOptions) -> None:
-    """Raise UsageError if ``options`` change settings of the bundled trainer, which an own command does not read."""
+    """Raise UsageError if ``options`` change trainer settings, which the user's own command does not read."""
     keys = {text.partition("=")[0] for text in options.overrides}
     if given := sorted(keys & {SHORT_KEYS[name] for name in TRAINER_ONLY}):
         raise UsageError(
@@ -107,8 +109,11 @@ def _check_no_trainer_options(found: FoundRun, options: LaunchOptions) -> None:
 
 
 def _check_not_done(found: FoundRun, options: LaunchOptions, own: Sequence[str]) -> None:
-    """Raise UsageError if there is nothing left to train: the run has trained all epochs that ``options`` ask for, or
-    it ran an own command to its end, and neither the command nor its files have changed since."""
+    """Raise UsageError if there is nothing left to train.
+
+    This is so if the run has trained all epochs that ``options`` ask for. If it ran the user's own command (``own``),
+    this is so if the command succeeded, and neither the command nor its files have changed since.
+    """
     result = found.result or {}
     done, epochs = result.get("state") == "done", _epochs_trained(found)
     if own:
@@ -130,8 +135,10 @@ def _check_not_done(found: FoundRun, options: LaunchOptions, own: Sequence[str])
 
 
 def _epochs_trained(found: FoundRun) -> int:
-    """Return the number of epochs that the run has trained, with those of the runs that it resumed; of a run that is
-    not done, those up to its last checkpoint after a whole epoch."""
+    """Return the number of epochs that the run has trained, including those of the runs that it resumed.
+
+    If the run is not done, this is the highest epoch in the epoch and checkpoint lines of its metrics.
+    """
     assert found.folder is not None
     result = found.result or {}
     if result.get("state") == "done":
@@ -147,7 +154,7 @@ def _epochs_trained(found: FoundRun) -> int:
 
 
 def _wanted_epochs(options: LaunchOptions) -> int | None:
-    """Return ``train.epochs`` of the overrides; None if it is not set, or no number (reported later)."""
+    """Return the ``train.epochs`` that ``options`` set; None if they do not, or if it is no number (reported later)."""
     given = [text.partition("=")[2] for text in options.overrides if text.startswith("train.epochs=")]
     return int(given[-1]) if given and given[-1].strip().isdecimal() else None
 
@@ -164,8 +171,10 @@ def _files_changed(found: FoundRun, own: Sequence[str]) -> bool:
 
 
 def own_command_of(found: FoundRun) -> tuple[str, ...]:
-    """Return the user's own command that the run trains with; () for the bundled trainer. Raises UsageError if this
-    machine does not know the command."""
+    """Return the user's own command that the run trains with; () for the bundled trainer.
+
+    Raises UsageError if the command is not known on this machine.
+    """
     if found.launch is not None:
         return found.launch.own_command
     if not found.own:

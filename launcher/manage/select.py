@@ -137,8 +137,8 @@ def _read_plan(seen: list[RunFileSeen], attempts: Mapping[int, Transport | Trans
 def _match_hosts(plan: LaunchPlan, config: ClusterConfig, seen: list[RunFileSeen]) -> dict[int, int]:
     """Return, for each node_rank of the run, the index of its node in ``config``.
 
-    It is the node with the same login, else the one with the same host, else a host that has files of this node_rank.
-    Files come last because in a shared work folder every host has the files of all nodes.
+    This is the node with the same login, else the one with the same host, else one whose host has files of this
+    node_rank. Files are considered last because in a shared work folder every host has the files of all nodes.
     """
     logins = {node.login: i for i, node in reversed(list(enumerate(config.nodes)))}
     hosts = {node.host: i for i, node in reversed(list(enumerate(config.nodes)))}
@@ -198,7 +198,10 @@ def chosen(choice: Choice, *, offline: Callable[[FoundRun], bool] = lambda found
 
 
 def _any_graph(config: Path) -> tuple[str, ...]:
-    """Return overrides that set a dataset if a config file of another launcher, such as a host list, has none."""
+    """Return an override that sets any dataset if ``config`` is a file of another launcher and names none.
+
+    A config without a dataset would be invalid, but the search for a run does not use the dataset.
+    """
     from launcher.config.importers.detect import read_foreign
 
     foreign = read_foreign(config)

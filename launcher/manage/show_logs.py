@@ -90,7 +90,7 @@ class Line:
 
 
 def print_logs(run: OpenRun, wanted: Wanted, printer: LinePrinter) -> dict[int, str]:
-    """Print all log lines written so far, merged by time; returns, by node_rank, why lines of a node are missing."""
+    """Print all log lines written so far, merged by time; return why lines of a node are missing, by node_rank."""
     plan = run.found.needed_plan
     missing: dict[int, str] = {}
     sources: list[Iterator[Line]] = []
@@ -116,10 +116,10 @@ def print_logs(run: OpenRun, wanted: Wanted, printer: LinePrinter) -> dict[int, 
 
 
 def follow_logs(run: OpenRun, wanted: Wanted, printer: LinePrinter) -> dict[int, str]:
-    """Print new log lines until every node has ended or the user presses Ctrl-C; returns, by node_rank, why a node was
-    lost.
+    """Print new log lines until every node has ended or the user presses Ctrl-C.
 
-    Starts with the last ten lines of each log, unless ``wanted`` has ``last`` or ``since``.
+    Starts with the last ten lines of each log, unless ``wanted`` has ``last`` or ``since``. Returns why nodes were
+    lost, by node_rank.
     """
     first = wanted.last if wanted.last is not None else None if wanted.since is not None else _FIRST_LINES
     stop = threading.Event()
@@ -257,7 +257,10 @@ def _lines_here(folder: Path, node_rank: int, wanted: Wanted) -> list[Iterator[L
 
 
 def parsed(lines: Iterable[str], node_rank: int, name: str, offset: float) -> Iterator[Line]:
-    """Yield the lines of one log; a line without a time stamp has the time of the previous one."""
+    """Yield the lines of one log, with their times reduced by ``offset`` seconds.
+
+    A line without a time stamp has the time of the previous one.
+    """
     when = 0.0
     for line in lines:
         stamp = _STAMP.match(line)

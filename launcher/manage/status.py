@@ -56,7 +56,7 @@ class Status:
 
     @property
     def ranks(self) -> dict[int, tuple[int, ...]]:
-        """The ranks of each node in ``views``, by node_rank."""
+        """The ranks of each node in ``views``, by node_rank; after a restart, the new ranks."""
         return last_ranks(self.views, self.found.needed_plan.lead) if self.views else {}
 
     def to_json(self) -> dict[str, Any]:
@@ -109,7 +109,7 @@ def watch_status(run: OpenRun, console: Console) -> Status:
 def _reread(found: FoundRun) -> FoundRun:
     """Read the run folder on this machine again, and return ``found`` with its new content.
 
-    The plan is kept if the folder has none.
+    If the folder has no plan, the plan of ``found`` is kept.
     """
     if found.folder is None:
         return found
@@ -133,8 +133,10 @@ def rendered(status: Status) -> Group:
 
 
 def _table(rows: list[tuple[Cell, ...]]) -> FittedTable:
-    """Return the table of nodes and ranks; leaves out the column ``mostly`` if no rank reports it, as before the first
-    step."""
+    """Return the table of nodes and ranks.
+
+    The column ``mostly`` is left out if no rank has a value for it, as before the first step.
+    """
     index = next(i for i, column in enumerate(_COLUMNS) if column.title == "mostly")
     if any(row[index] != "–" for row in rows):
         return FittedTable(_COLUMNS, rows)
@@ -177,7 +179,8 @@ def _number(value: float | None, form: str) -> str:
 def _findings(status: Status) -> list[str]:
     """Return the texts of the findings of all nodes, in order of time and without duplicates.
 
-    After the end of a run, those that ended it are in its sentence, and stragglers that kept up again are left out.
+    If the state comes from the run folder, two kinds are left out: findings that ended the run, as the sentence about
+    its state names them, and stragglers that later kept up again.
     """
     reports = [view.report for view in status.views.values()] or [status.found.result or {}]
     found = [finding for report in reports for finding in report.get("findings") or ()]

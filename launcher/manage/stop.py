@@ -144,7 +144,7 @@ class StopResult:
 
 
 def end_run(run: OpenRun, runs_dir: Path, console: Console, *, now: bool) -> StopResult:
-    """Stop the run, print the result of each node, and collect the run's files."""
+    """Stop the run, print the result of each node, and collect the run's files, unless its launcher still does that."""
     if known_without_nodes(run.found):
         ended = _end_here(run.found)
         console.print(Text(ended.message), soft_wrap=True)
@@ -174,7 +174,7 @@ def end_run(run: OpenRun, runs_dir: Path, console: Console, *, now: bool) -> Sto
 
 
 def _end_here(found: FoundRun) -> StopResult:
-    """Stop a run that has started nothing on its nodes: end its launcher if that runs on this machine."""
+    """Stop a run that has no processes on its nodes: end its launcher if this still runs on this machine."""
     if found.plan_is_missing:
         raise FleetError(found.without_plan.replace("gnnfleet status", "gnnfleet stop"))
     launch = found.launch

@@ -123,8 +123,7 @@ def watch_report(run: OpenRun, folder: Path, *, port: int | None = None, runs_di
 
 
 def _update(run: OpenRun, folder: Path) -> bool:
-    """Collect the run's files, unless the launcher of the run has already written the result; returns whether the run
-    has ended."""
+    """Collect the run's files, unless its launcher has already written the result; return whether the run has ended."""
     if read_result(folder) is not None:
         return True
     try:

@@ -60,7 +60,7 @@ def make_plan(
         own_command: a user's command to run instead of the bundled trainer; () for the trainer.
         manifest: files of the parts on the launching machine (mode ``sync``); None if the parts do not exist yet.
         token: random text by which the processes of the run are recognised; None for no token.
-        operator: user and machine that launch, as ``alice@laptop``; stored in the leases.
+        operator: user and machine that launch, as ``alice@laptop``; stored in the leases on devices and ports.
         cwd: folder to which relative paths in ``own_command``, ``run.runs_dir`` and ``train.resume`` refer.
         kept: state that a running serving cluster keeps when its nodes change.
         serving: the serving cluster to which a config with ``data.serving`` attaches.
@@ -159,7 +159,7 @@ def final_plan(
 
 
 def _with_running(plan: LaunchPlan, running: Mapping[int, NodePlan]) -> LaunchPlan:
-    """Return the new plan of a serving cluster with the existing NodePlan of each node that already runs.
+    """Return the new plan of a serving cluster, in which nodes that already run keep their existing NodePlan.
 
     ``running``: existing NodePlans by node_rank. Their ``parts`` are replaced by those of ``plan``, and their ``files``
     by the cluster.json and run.json of ``plan``.
@@ -264,7 +264,7 @@ def _servers_of(serving: ServingCluster) -> list[str]:
 
 
 def _shared_hosts(config: ResolvedConfig) -> list[str]:
-    """Return a note for each host that runs several nodes; overlapping host ranges may be the cause."""
+    """Return a note for each host that runs several nodes, which overlapping host ranges may have caused."""
     if config.transport == "local":
         return []
     nodes: dict[str, list[str]] = {}
@@ -285,7 +285,7 @@ def offline_plan(
     """Build a plan without connecting to a node.
 
     The plan lists the files of the parts if the parts on the launching machine are up to date. The arguments are those
-    of ``make_plan``, and ``to_train``: raise UsageError if these parts have no train seeds for the bundled trainer.
+    of ``make_plan``, and ``to_train``: whether to raise UsageError if these parts have no train seeds.
     """
     _check_source(config)
     manifest = None

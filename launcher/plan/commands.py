@@ -123,7 +123,7 @@ def trainer_command(context: PlanContext, site: Site) -> Command:
 
 
 def own_argv(own: OwnCommand, site: Site) -> list[str]:
-    """Return the user's command for a node; a first word ``python`` becomes the path of the node's interpreter."""
+    """Return the user's command for a node; a first word ``python`` or ``python3`` becomes the node's interpreter."""
     first = site.python if own.argv[0] in ("python", "python3") else own.argv[0]
     return [first, *own.argv[1:]]
 
@@ -141,7 +141,7 @@ def train_flags(train: TrainConfig) -> list[str]:
     """Return the settings in ``train`` as command-line options of the trainer.
 
     None and false become no option, true becomes an option without a value. ``resume`` is left out, as the checkpoint's
-    path differs between nodes.
+    path differs between nodes, and so are the settings in ``_LEFT_OUT_AT_DEFAULT`` that have their default.
     """
     flags: list[str] = []
     for field in fields(train):
@@ -178,7 +178,7 @@ def _run_env(context: PlanContext, site: Site) -> dict[str, str]:
 
 
 def _stacks_env(site: Site) -> dict[str, str]:
-    """Return the PYTHONPATH whose sitecustomize writes the stacks of a process on request."""
+    """Return a PYTHONPATH with a ``sitecustomize`` that makes a process write its stack traces on a signal."""
     return {"PYTHONPATH": f"{site.code_dir}/launcher/node/site:{site.code_dir}"}
 
 

@@ -35,7 +35,7 @@ def code_digest() -> str:
 
 
 def relative(path: Path) -> str:
-    """Return the path of a code file relative to gnnfleet's code folder; it is the same here and on the nodes."""
+    """Return the path of a code file relative to gnnfleet's code folder, which is the same on all machines."""
     return path.relative_to(CODE_ROOT).as_posix()
 
 
@@ -157,7 +157,7 @@ def _node_spec(context: PlanContext, site: Site, commands: NodeCommands) -> Mapp
 
 
 def _restarts(context: PlanContext, site: Site) -> Mapping[str, Any]:
-    """Return the keys of node.json with which a supervisor restarts the run; {} without ``run.restarts``."""
+    """Return the keys of node.json that configure restarts of the run; {} without ``run.restarts``."""
     config = context.config
     if not config.run.restarts or config.serve_only:
         return {}
@@ -167,7 +167,7 @@ def _restarts(context: PlanContext, site: Site) -> Mapping[str, Any]:
 
 
 def _restart_sites(context: PlanContext) -> Mapping[str, Any]:
-    """Return the addresses and ports of all nodes by node_rank, for attempts with another lead node."""
+    """Return the addresses and ports of all nodes, in node_rank order; needed if a restart changes the lead node."""
     if not context.config.run.restarts or context.config.serve_only:
         return {}
     sites = [
@@ -195,7 +195,7 @@ def _control(context: PlanContext) -> Mapping[str, Any] | None:
 
 
 def _leases(context: PlanContext, site: Site) -> list[str]:
-    """Return the names of the leases that a node takes: ``cuda:0`` for a device, ``port:29500`` for a port."""
+    """Return the names of the leases (advisory locks) of a node: ``cuda:0`` for a device, ``port:29500`` for a port."""
     devices = sorted(set(site.node.devices))
     leads = site.node_rank == context.lead and site.ranks
     ports = [context.master_port, *([context.control_port] if context.control_port else [])] if leads else []

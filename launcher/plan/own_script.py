@@ -110,7 +110,7 @@ def _add(files: dict[str, Path], dest: str, path: Path) -> None:
 
 
 def _walk(extra: Sequence[str], cwd: Path) -> Iterator[tuple[str, Path]]:
-    """Yield (path on the nodes, path here) of each file in ``extra`` and of each file in a folder in ``extra``."""
+    """Yield (path on the nodes, path on this machine) of each file in ``extra`` and its folders."""
     for name in extra:
         path = Path(name)
         if path.is_dir():

@@ -143,19 +143,19 @@ def parse_manifest(raw: bytes, folder: str) -> PartitionFiles:
     """Parse ``raw``, the content of a ``manifest.json``. Raises ValueError if it is invalid.
 
     The ``files`` of the result are the files that the manifest lists, and the manifest itself. A manifest may come from
-    a node. Its paths and its fingerprint become names of files and folders here, so both are checked.
+    a node. Its paths and its fingerprint become names of files and folders on this machine, so both are checked.
     """
     if len(raw) > MOST_MANIFEST:
-        raise ValueError(f"it is larger than {MOST_MANIFEST:,} bytes")
+        raise ValueError(f"the file is larger than {MOST_MANIFEST:,} bytes")
     try:
         kind = msgspec.json.decode(raw, type=_ManifestKind)
         if kind.format != _FORMAT:
-            raise ValueError(f"its format is {kind.format!r}, not {_FORMAT!r}")
+            raise ValueError(f"the format is {kind.format!r}, not {_FORMAT!r}")
         if kind.version not in _VERSIONS:
-            raise ValueError(f"it has format version {kind.version!r}, this program reads version 2 or 3")
+            raise ValueError(f"the file has format version {kind.version!r}, this program reads version 2 or 3")
         manifest = msgspec.json.decode(raw, type=_Manifest)
     except RecursionError:
-        raise ValueError("it is nested too deeply") from None
+        raise ValueError("the JSON is nested too deeply") from None
     for file in manifest.files:
         if not is_plain_path(file.path):
             raise ValueError(f"the path {file.path!r} leads out of the folder")
@@ -230,7 +230,7 @@ def ensure_parts(config: ResolvedConfig, console: Console) -> PartitionFiles:
 
 
 def outdated(config: ResolvedConfig) -> bool:
-    """Return whether the parts were made from another dataset, options or files; False without a stamp file."""
+    """Return whether the stamp file of the parts names another dataset, options or files; False without this file."""
     stamp = _read(Path(config.data.folder).expanduser() / _STAMP)
     return stamp is not None and stamp != _signature(config)
 

@@ -154,7 +154,8 @@ def interpreter(config: ClusterConfig, node_rank: int) -> Command:
 def node_address(config: ClusterConfig, node_rank: int, fact: NodeFacts | None) -> str:
     """Return the address at which other nodes reach a node.
 
-    This is the configured address, else the one that preflight found, else the host name.
+    This is the configured address, else 127.0.0.1 with ``transport: local``, else the one that preflight found, else
+    the host name.
     """
     node = config.nodes[node_rank]
     found = "127.0.0.1" if config.transport == "local" else fact.address if fact else node.host
@@ -164,8 +165,8 @@ def node_address(config: ClusterConfig, node_rank: int, fact: NodeFacts | None) 
 def _bind(address: str, fact: NodeFacts | None) -> str:
     """Return the address at which a node listens.
 
-    Before preflight this is ``address``. After preflight it is the IP address that preflight found for a host name. In
-    place of an IP address that the node itself does not have (NAT), it is the wildcard address.
+    Before preflight this is ``address``. After preflight, a host name is replaced by the IP address that preflight
+    found, and an IP address that no interface of the node has (NAT) by the wildcard address.
     """
     if fact is None or (is_ip(address) and (address in fact.addresses or not fact.addresses)):
         return address

@@ -83,8 +83,9 @@ def restart_candidates(config: ClusterConfig, node_rank: int) -> tuple[tuple[int
     """Return two tuples: candidates for the control port and for the master port of a node after a restart.
 
     A node needs the control port if it becomes the hub, and the master port if it gets rank 0. A tuple is empty if the
-    run does not restart (``run.restarts``) or the node does not need that port. The lead node keeps its ports of the
-    first attempt. A port given in the config is also used on every other host, by the first node there.
+    run does not restart (``run.restarts``) or the node does not need that port. The lead node keeps the ports
+    that it has before the first restart. A port given in the config is the only candidate of the first node on each
+    other host.
     """
     node = config.nodes[node_rank]
     if not config.run.restarts or not config.world_size:

@@ -62,7 +62,7 @@ def fold_nodes(listed: Sequence[tuple[NodePlan, LabelledLines]]) -> list[Fold]:
 def own_values(node: NodePlan) -> Mapping[str, str]:
     """Return the values that may differ between nodes of one ``Fold``, by placeholder such as ``{node_rank}``.
 
-    If several placeholders fit, the first one is shown.
+    A number in the rows that equals several of these values is shown as the first such placeholder.
     """
     return {
         "{node_rank}": str(node.node_rank),

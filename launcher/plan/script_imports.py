@@ -15,7 +15,7 @@ _OUR_CODE = tuple(CODE_ROOT / name for name in ("gnnfleet", "launcher", "trainer
 
 @dataclass(frozen=True)
 class UnsentModules:
-    """Modules below one file or folder, which is not sent."""
+    """Imported modules in one file or folder that is not sent to the nodes."""
 
     script: str  #: as the user's command names it
     modules: tuple[str, ...]
@@ -56,13 +56,15 @@ def unsent_modules(argv: Sequence[str], sent: Collection[Path], cwd: Path) -> li
 
 
 def _innermost(modules: Collection[str]) -> tuple[str, ...]:
-    """Return the modules without the packages that contain others of them."""
+    """Return ``modules`` without packages of which ``modules`` also has a submodule."""
     return tuple(one for one in modules if not any(other.startswith(f"{one}.") for other in modules))
 
 
 def _script(argv: Sequence[str], cwd: Path) -> tuple[str, Path, list[tuple[str, Path]]] | None:
-    """Return the script's name, the folder in which Python looks for its modules, and its files with their module
-    names ('' for a script); None if unknown."""
+    """Return the script's name, the folder of the modules that it imports, and its files; None if unknown.
+
+    Each file comes with its module name, which is '' for a script.
+    """
     words = list(argv)
     if words and Path(words[0]).name.startswith("python"):
         words = words[1:]
@@ -97,7 +99,7 @@ def _imported(file: Path, folder: Path) -> Iterator[tuple[str, Path]]:
 
 
 def _statements(tree: ast.AST) -> Iterator[ast.AST]:
-    """Yield all statements except those in ``if TYPE_CHECKING:``."""
+    """Yield all nodes of a syntax tree except those in ``if TYPE_CHECKING:``."""
     for node in ast.iter_child_nodes(tree):
         if isinstance(node, ast.If) and ast.unparse(node.test).endswith("TYPE_CHECKING"):
             yield from (statement for each in node.orelse for statement in (each, *_statements(each)))

@@ -1,7 +1,7 @@
 """Converts a plan to JSON: the output of ``--dry-run --json``, and the ``run.json`` of a run.
 
 msgspec converts a ``LaunchPlan`` field by field; a ``Secret`` becomes ``***``. ``run.json`` is the plan without the
-nodes' ``files``. It is the same on every node and in the operator's run folder.
+nodes' ``files``. It is the same on every node and in the run folder on the launching machine.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ def run_json(plan: LaunchPlan) -> str:
 def read_run(text: str) -> LaunchPlan:
     """Parse the text of a ``run.json``. The nodes of the returned plan have no ``files``.
 
-    Raises FleetError for a damaged file or another version.
+    Raises FleetError for a damaged file or an unsupported format version.
     """
     try:
         values = json.loads(text)

@@ -33,7 +33,7 @@ def decide(
     manifest: PartitionFiles | None,
     facts: Mapping[int, NodeFacts],
 ) -> Topology:
-    """Decide whether the topology is ``replicated`` or ``partitioned``.
+    """Decide whether the topology is ``replicated`` or ``partitioned``; it stays undecided while sizes are unknown.
 
     ``manifest``: files of the parts that the launching machine sends; None if unknown. In mode ``verify`` it is None,
     and ``facts`` have the sizes.
@@ -66,7 +66,7 @@ def _bytes_known(
 
 
 def _unknown(config: ClusterConfig, holders: Sequence[Site], facts: Mapping[int, NodeFacts]) -> Topology:
-    """Return the topology if sizes are unknown: undecided, or ``partitioned`` if a node lacks edges of other parts."""
+    """Return the topology for unknown sizes: ``partitioned`` if a node lacks edges of other parts, else undecided."""
     if config.makes_parts:
         return Topology("", "auto: decided when the parts exist")
     lacks = [site for site in holders if site.node_rank in facts and not facts[site.node_rank].topology_bytes]

@@ -60,7 +60,10 @@ class RunFigures:
         return self.entry.run_id
 
     def by_epoch(self, what: Literal["seconds", "loss"]) -> dict[int, float]:
-        """Return seconds or loss of each epoch, as rank 0 reports them. The loss is the mean over all ranks."""
+        """Return the duration in seconds or the loss of each epoch, from the epoch lines of rank 0.
+
+        The loss is the mean over all ranks.
+        """
         lines = (line for line in self.metrics.of_kind("epoch") if line.get("rank") == 0)
         return _values_by_epoch(lines, what)
 
@@ -90,7 +93,7 @@ class Row:
     def best(self) -> tuple[int, ...]:
         """Indices of the runs with the best value, after rounding as for display.
 
-        Empty if the row has no better direction (higher or lower), or if all known values are equal.
+        Empty if neither higher nor lower values are better in this row, or if all known values are equal.
         """
         known = {i: self._shown(value) for i, value in enumerate(self.values) if _is_finite(value)}
         if not self.better or len(set(known.values())) < 2:
@@ -191,7 +194,7 @@ def _speed_rows(runs: Sequence[RunFigures]) -> Iterator[Row]:
 
 
 def _step_rows(runs: Sequence[RunFigures]) -> Iterator[Row]:
-    """Yield the rows on seconds per step: in all, and by kind (sample, remote, forward, …); means over ranks.
+    """Yield the rows on seconds per step: in total, and by kind (sample, remote, forward, …); means over ranks.
 
     A kind is left out if it takes under 0.5 % of a step in all runs.
     """
@@ -253,8 +256,8 @@ def _differing(runs: Sequence[RunFigures]) -> dict[str, Row]:
 def _reads(config: Mapping[str, Any], key: str) -> bool:
     """Whether a run with this config uses the config key ``key``.
 
-    Only the bundled trainer uses ``train`` keys, and its configs have at least one of them. False for an empty config,
-    which means unknown.
+    False for an empty config, which stands for an unknown one. Only the bundled trainer uses ``train`` keys: a run uses
+    all of them if its config has any.
     """
     return bool(config) and (not key.startswith("train.") or any(name.startswith("train.") for name in config))
 
@@ -278,7 +281,7 @@ def _read_by(config: Mapping[str, Any], *, own: bool) -> dict[str, Any]:
 def _merged(values: Sequence[Any]) -> Any:
     """Merge the values of a config key on all nodes.
 
-    Equal values become one value, different strings become ranges, other values become a list.
+    Equal values become one value, different strings become a text with ranges (``gpu[1-2]``), other values a list.
     """
     if not _unlike(values):
         return values[0]

@@ -148,10 +148,10 @@ def nodes_reported_lost(result: Mapping[str, Any]) -> dict[str, Mapping[str, Any
 def last_attempt(reports: Mapping[int, Mapping[str, Any] | None], lead: int) -> tuple[int, Mapping[str, Any]]:
     """Return the hub of the last attempt of a run, and a report on that attempt.
 
-    This is the hub's report or, if it has sent none, the newest report of another node.
+    The first attempt is the start of the run; each restart is another one. The report is that of the hub or, if the hub
+    has sent none, the newest one of another node.
 
-    ``reports``: ``state.json`` or ``result.json`` by node_rank. ``lead``: hub of the first attempt, which is the last
-    one without ``run.restarts``.
+    ``reports``: ``state.json`` or ``result.json`` by node_rank. ``lead``: hub of the first attempt.
     """
     known = {k: report for k, report in reports.items() if report and report.get("restarts")}
     if not known:
@@ -166,8 +166,9 @@ def last_attempt(reports: Mapping[int, Mapping[str, Any] | None], lead: int) -> 
 def checkpoint_node(reports: Mapping[int, Mapping[str, Any] | None], lead: int) -> int | None:
     """Return the node from which the checkpoint of the run is fetched, with ``run.restarts``.
 
-    This is the node of rank 0 in the last attempt or, if it has sent no report, another node of that attempt. None
-    without ``run.restarts``, as only one node has a checkpoint then. Arguments as in ``last_attempt``.
+    This is the node that has rank 0 after the last restart or, if it has sent no report, another node that took part
+    in that restart. None without ``run.restarts``, as only one node has a checkpoint then. Arguments as in
+    ``last_attempt``.
     """
     heard = [k for k, report in sorted(reports.items()) if report and "restarts" in report]
     if not heard:
@@ -211,7 +212,7 @@ class Ending:
 
     @property
     def hub(self) -> int:
-        """The lead node of the last attempt."""
+        """The lead node, which a restart may have changed."""
         return last_attempt(self.results, self.plan.lead)[0]
 
     @property
@@ -222,7 +223,7 @@ class Ending:
         return tuple({**one, "t": one["t"] - self.clock_offset(hub)} for one in found)
 
     def _restart_notes(self) -> Iterator[str]:
-        """Yield a note for each node that a restart went without, and why there was no further restart."""
+        """Yield a note for each node that a restart left out, and one that says why there was no further restart."""
         labels = [node.label for node in self.plan.nodes]
         for one in self.restarts:
             yield from (f"{labels[k]} was lost; the run went on without it" for k in one["without"] if k < len(labels))
@@ -272,7 +273,7 @@ class Ending:
         return {k for k, lost in self.followed.lost.items() if lost.out_of_reach and k not in self.results}
 
     def _measured_here(self, k: int) -> float:
-        """Return the clock of node ``k`` minus this machine's in seconds: from preflight, or else from heartbeats."""
+        """Return the clock of node ``k`` minus this machine's in seconds, from preflight or from its messages."""
         return self._offsets.get(k, self.followed.clocks.get(k, 0.0))
 
     def _state(self, outcomes: tuple[Outcome, ...]) -> RunState:
@@ -351,7 +352,7 @@ class Ending:
 
     @property
     def _stopping(self) -> list[Mapping[str, Any]]:
-        """Findings that ended the run although no process failed."""
+        """Findings that ended the run although no process failed; those before the last restart are left out."""
         since = max((one["t"] for one in self.restarts), default=0.0)
         found = [finding for finding in self.findings() if finding.get("stop")]
         return [one for one in found if not since or one["t"] - self.clock_offset(one["node_rank"]) > since]

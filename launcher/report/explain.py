@@ -69,10 +69,11 @@ def explanations() -> dict[str, Explanation]:
 
 
 def explanation_of(message: str) -> Explanation | None:
-    """Return the explanation whose fixed words occur in ``message``; None if there is none.
+    """Return the explanation of ``message``; None if there is none.
 
-    If several match, the one whose fixed words have the most letters is returned. For an exception of a user's script
-    or of a library, only explanations of messages that are not gnnfleet's own are searched.
+    An explanation matches if one of its message patterns does: the words around each ``…`` occur in ``message``. Of
+    several matching patterns, the one with the most letters is used. For an exception of a user's script or of a
+    library, the patterns of gnnfleet's own messages are not searched.
     """
     text = plain(message)
     foreign = _FOREIGN_EXCEPTION.search(text) is not None

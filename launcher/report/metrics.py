@@ -38,7 +38,7 @@ class Metrics:
         return found[-1] if found else {}
 
     def analysed(self) -> Metrics:
-        """Return the same metrics with ``profile``; raises FleetError if the analysis fails."""
+        """Return these metrics with the field ``profile`` set; raises FleetError if the analysis fails."""
         return replace(self, profile=analyse(self.files).profile)
 
     def summary(self) -> dict[str, Any]:

@@ -130,7 +130,7 @@ class Outcome:
     def own_status(self) -> int:
         """The return code, at least 1, of a process that failed by itself.
 
-        0 if the process succeeded, was stopped, or the run continued without it.
+        0 if the process succeeded or was stopped, or if the run continued without it.
         """
         return max(1, self.returncode or 0) if self.failed and not self.stopped and not self.done_without else 0
 

@@ -1,6 +1,7 @@
 """Runs ``python -m trainer profile --json`` on a run's metrics, and prints how long the parts of a step take.
 
-The trainer, which writes the metrics, also analyses them. The launcher never imports the trainer, so it runs a program.
+The trainer, which writes the metrics, also analyses them. It runs as a separate program, because the launcher never
+imports the trainer.
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ _DETAILS = ("ranks", "advice")  # keys of the document's "time" that are left ou
 
 @dataclass(frozen=True)
 class RankProfile:
-    """Seconds per step of one rank: in all, and by kind (sample, remote, forward, …); means over epochs."""
+    """Seconds per step of one rank: in total, and by kind (sample, remote, forward, …); means over epochs."""
 
     rank: int
     node: int | None  #: node_rank; None if not known
@@ -110,7 +111,7 @@ class Analysis:
 
 
 def analyse(files: Iterable[Path], topology: str = "", *, own: bool = False) -> Analysis:
-    """Analyse metrics files by ``trainer profile --json``. Files in a folder ``node<k>`` belong to node k.
+    """Analyse metrics files with ``trainer profile --json``. Files in a folder ``node<k>`` belong to node k.
 
     ``topology``: the topology in the run's plan, '' if unknown. ``own``: the run executes the user's own command
     instead of the bundled trainer. Raises FleetError if the program fails.
@@ -145,7 +146,7 @@ def _traffic(values: dict[str, Any]) -> RankTraffic:
 def print_profile(profile: Profile, console: Console, *, ended: bool = False) -> None:
     """Print the time per step by kind, the longest wait for other hosts, and the bytes received.
 
-    ``ended``: the run has ended, so that an epoch without an epoch line is not still in progress.
+    ``ended``: whether the run has ended; if not, ``so far`` is printed for an epoch that is not complete.
     """
     for line in profile_lines(profile, ended=ended):
         console.print(Text(line), soft_wrap=True)

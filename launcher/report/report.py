@@ -86,7 +86,8 @@ def _step(text: bytes) -> Mapping[str, Any]:
 def excluded_names(nodes: Sequence[NodePlan], away: Collection[int]) -> tuple[str, ...]:
     """Return the values of ``--exclude`` that exclude the nodes whose node_rank is in ``away``.
 
-    A value is a host name, or a login if other nodes of the run are on the same host. () if no node would be left.
+    A value is a host name, or ``user@host:port`` if other nodes of the run are on the same host. () if no node would be
+    left.
     """
     others = [node for node in nodes if node.node_rank not in away]
     if not others:
@@ -130,7 +131,7 @@ class RunReport:
     def exit_status(self) -> int:
         """Exit status of the command: 0 if the run is done or detached, 130 if it was stopped.
 
-        If the run failed, it is the highest exit status of a process that failed by itself, as in Slurm.
+        If the run failed, it is the highest exit status of a process that failed by itself, as in Slurm; at least 1.
         """
         own = [outcome.own_status for outcome in self.outcomes] if self.state == "failed" else []
         return max([_EXIT_STATUS[self.state], *own])
@@ -165,7 +166,7 @@ class RunReport:
 
     @property
     def _last_loss(self) -> float | None:
-        """Loss of the last epoch, or the mean of the ranks' last recorded steps; None if unknown or not finite."""
+        """Loss of the last epoch, else mean loss of the ranks' last recorded steps; None if unknown or not finite."""
         epochs = [line["loss"] for line in self.metrics.epochs() if line.get("loss") is not None]
         steps = [] if epochs else _last_steps(_last_files(self))
         loss = epochs[-1] if epochs else _mean_loss(steps) if steps else math.nan
@@ -233,7 +234,10 @@ def _print_done(report: RunReport, console: Console) -> None:
 
 
 def _checkpoint_position(report: RunReport) -> str:
-    """Return the step at which the script's last checkpoint was saved; '' at the end of an epoch, or if unknown."""
+    """Return the epoch and the step at which a user's script saved its last checkpoint, as ``epoch 3, step 40 of 80``.
+
+    '' if the checkpoint was saved at the end of an epoch, or if the step is unknown.
+    """
     saving = [line for line in _last_steps(_last_files(report)) if len(line.get("saved", ())) == 2]
     if not saving:
         return ""
@@ -247,14 +251,14 @@ def _checkpoint_position(report: RunReport) -> str:
 
 
 def _last_ranks(report: RunReport, known: Iterable[int]) -> set[int]:
-    """Return the ranks of the last attempt; ``known`` if the run did not restart."""
+    """Return the ranks that the last restart started; ``known`` if the run did not restart."""
     if not report.restarts:
         return set(known)
     return {rank for own in report.restarts[-1]["ranks"].values() for rank in own}
 
 
 def _last_files(report: RunReport) -> list[Path]:
-    """Return the metrics files of the ranks of the last attempt."""
+    """Return the metrics files of the ranks that the last restart started; all files if the run did not restart."""
     if not report.restarts:
         return [*report.metrics.files]
     ranks = report.restarts[-1]["ranks"].items()
@@ -285,7 +289,7 @@ def _epoch_row(line: Mapping[str, Any], val: Mapping[int, float | None]) -> tupl
 
 
 def _nodes_of(outcomes: Iterable[Outcome]) -> dict[int, int]:
-    """Return the node_rank of each rank."""
+    """Return the node_rank of each rank that has an outcome."""
     return {outcome.rank: outcome.node_rank for outcome in outcomes if outcome.rank is not None}
 
 

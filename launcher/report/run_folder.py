@@ -236,7 +236,7 @@ def user_name() -> str:
 
 
 def user_at_host() -> str:
-    """Return ``alice@laptop``: this user and machine, as the author of requests that other users see."""
+    """Return ``alice@laptop``: this user and machine, to show other users who made a request, such as a stop."""
     return f"{user_name()}@{socket.gethostname()}"
 
 

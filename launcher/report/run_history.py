@@ -176,7 +176,7 @@ def _row(entry: Entry) -> tuple[Text | str, ...]:
 def _state(launch: LaunchFile | None, result: dict[str, Any] | None, *, has_plan: bool) -> tuple[str, str]:
     """Return the state of a run, and the reason, from its folder alone.
 
-    The nodes are not asked: only ``gnnfleet status`` does that.
+    Unlike ``gnnfleet status``, this does not connect to the nodes.
     """
     if result is not None and result["state"] != "detached":
         by = f"stopped by {result['stopped_by']}" if result.get("stopped_by") else ""

@@ -123,7 +123,8 @@ class Verdict:
 def known_without_nodes(found: FoundRun) -> bool:
     """Return whether the state of a run is known without asking its nodes.
 
-    This is so if the run has ended, or if no process of the run can have started.
+    This is so if the run has ended and no process can be left on a node, if no process of the run can have started, or
+    if its plan is unknown, so that no node can be asked.
     """
     if found.plan is None:
         return True
@@ -368,12 +369,12 @@ def done_without(views: Sequence[NodeView], hub: int, *, only_gone: bool = False
 
 
 def last_hub(views: Sequence[NodeView], lead: int) -> int:
-    """Return the lead node of the last attempt. ``lead``: lead node of the first attempt."""
+    """Return the lead node after the last restart; ``lead``: lead node at the start."""
     return last_attempt({view.node.node_rank: view.report for view in views}, lead)[0]
 
 
 def last_ranks(views: Views, lead: int) -> dict[int, tuple[int, ...]]:
-    """Return the ranks of each node in the last attempt, by node_rank."""
+    """Return the ranks of each node after the last restart, by node_rank; ``lead``: lead node at the start."""
     restarts = last_attempt({k: view.report for k, view in views.items()}, lead)[1].get("restarts")
     if not restarts:
         return {k: view.node.ranks for k, view in views.items()}
@@ -402,8 +403,10 @@ def _what_it_does(alive: Sequence[NodeView]) -> str:
 
 
 def result_words(result: Mapping[str, Any]) -> str:
-    """Return the result of an ended run in a few words: its metric or last loss, or its first failure; first whether
-    a loss was NaN or infinite."""
+    """Return the result of an ended run in a few words: its first failure, else its metric or last loss.
+
+    If a loss was NaN or infinite, the metric or last loss follows ``NaN loss``.
+    """
     first = result.get("first_failure")
     if first:
         return str(first.get("sentence") or first.get("reason", ""))  # older folders have no sentence

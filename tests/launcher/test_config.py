@@ -236,13 +236,13 @@ HUGE = {  # config that would exhaust time or memory if nothing limited it → i
         "3: nodes: the nodes expand to more than 500,000 values",
     DATASET + "nodes: ['n[1-99]']\ndefaults: {procs: 1000}\ntrain: {batch_size: 1000000}\n":
         "2: nodes: 99,000 training processes in total, of at most 65,536; lower procs",
-    BOMB: "6: not valid YAML: it expands to more than 500,000 values",
-    CHAIN: "64: not valid YAML: it is nested more than 64 deep",
+    BOMB: "6: not valid YAML: the document expands to more than 500,000 values",
+    CHAIN: "64: not valid YAML: the document is nested more than 64 levels deep",
     MERGED: "503: not valid YAML: `<<` expands to more than 500,000 keys",
-    nested("[", 100_000): "2: not valid YAML: it is nested more than 64 deep",
-    nested("{a: ", 100_000): "2: not valid YAML: it is nested more than 64 deep",
+    nested("[", 100_000): "2: not valid YAML: the document is nested more than 64 levels deep",
+    nested("{a: ", 100_000): "2: not valid YAML: the document is nested more than 64 levels deep",
     DATASET + f"nodes: [a]\nnmae: {'x' * 1000}\n": "3: unknown key `nmae` at the top level; did you mean `name`?",
-    "nodes: [a]\n#" + "x" * (5 << 20): "1: it is larger than 4,194,304 bytes",
+    "nodes: [a]\n#" + "x" * (5 << 20): "1: the file is larger than 4,194,304 bytes",
     DATASET + "nodes: [a]\ntrain: {epochs: " + "9" * 5000 + "}\n":
         f"3: train.epochs: expected a whole number, found `{'9' * 200}…`",
     DATASET + "nodes: [a]\ntrain: {lr: 1__0_, seed: -1" + "0" * 30 + "}\n":

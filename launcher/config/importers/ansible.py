@@ -53,7 +53,7 @@ class Group:
     added: int = 0  #: number of ``add`` calls
 
     def add(self, host: str, origin: Origin, variables: Variables) -> None:
-        """Add a host, or variables to a host. Raises ConfigError beyond ``MOST`` hosts."""
+        """Add a host, or variables to a host. Raises ConfigError for more than ``MOST`` hosts."""
         self.added += 1
         if self.added > _MAX_ADDED or (host not in self.hosts and len(self.hosts) >= MOST):
             raise ConfigError([Problem(origin.file, origin.line, f"a group may have at most {MOST:,} hosts")])
@@ -104,7 +104,7 @@ def expand(source: Source, line: int, name: str) -> list[str]:
 
 
 def _middle(match: re.Match[str]) -> Sequence[str]:
-    """Return the values of a range such as ``[01:03]``, at most ``MOST + 1``; empty if the range is invalid."""
+    """Return the first ``MOST + 1`` values of a range such as ``[01:03]``; empty if the range is invalid."""
     low, high, step = match[1], match[2], int(match[3] or 1) or 1
     if low.isdecimal() and high.isdecimal():
         width = len(low) if low.startswith("0") else 0

@@ -105,7 +105,7 @@ _RENAMED = {"ogbn-product": "ogbn-products"}  #: name in torch_geometric's run_d
 class Flags:
     """Command-line flags that say how to read a file of another launcher.
 
-    Flags that correspond to a config key are not among them; they become overrides, as with ``--set``.
+    Flags that correspond to a config key are not stored here; they are applied to the config like ``--set``.
     """
 
     nodes: str | None = None  #: ``a,b,c``, or a number of nodes on this machine
@@ -165,7 +165,7 @@ def parts_note(parts: ForeignParts | None, dataset: str | None, named: str) -> s
 
 
 def node_overrides(nodes: str) -> tuple[str, ...]:
-    """Return the overrides for ``--nodes`` given in addition to a config: they change only hosts and transport."""
+    """Return the config overrides for ``--nodes`` if a config is given, too; they change only hosts and transport."""
     if nodes.isdecimal():
         return (f"nodes={nodes}", "transport=local")
     hosts = ",".join(f'"{host}"' for host in split_hosts(nodes))
@@ -175,8 +175,8 @@ def node_overrides(nodes: str) -> tuple[str, ...]:
 def environment_overrides(venv: str | None, conda: str | None) -> tuple[str, ...]:
     """Return the overrides for ``--venv`` or ``--conda``, which replace the environment of every node.
 
-    An expanded home folder is written as ``~`` again, because home folders differ between hosts. Raises UsageError if
-    both are given.
+    If the shell has expanded ``~``, the home folder is written as ``~`` again, because home folders differ between
+    hosts. Raises UsageError if both are given.
     """
     if venv and conda:
         raise UsageError("--venv and --conda: give one of them, the one that holds torch")

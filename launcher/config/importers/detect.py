@@ -59,7 +59,11 @@ def _read(source: Source, flags: Flags) -> Foreign | None:
 
 
 def recognise(source: Source) -> str:
-    """Return the format: ``glt``, ``inventory-yaml``, ``inventory-ini``, ``hostfile``, ``list``, or "" for others."""
+    """Return the format of a file, or "" if it is none of these.
+
+    Formats are ``glt``, ``inventory-yaml``, ``inventory-ini``, ``hostfile`` (hosts with slots) and ``list`` (one host
+    per line).
+    """
     keys = set(_KEY.findall(source.text))
     if keys:
         if len(keys & {*LISTS, "in_channel", "out_channel"}) >= 2:

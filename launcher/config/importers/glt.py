@@ -33,7 +33,10 @@ _FANOUTS = (15, 10, 5)
 
 
 def read_glt(source: Source, flags: Flags) -> Foreign:
-    """Convert a file of GLT. Raises ConfigError for lists of unequal length, invalid node_ranks and gnnfleet keys."""
+    """Convert a file of GLT.
+
+    Raises ConfigError for lists of unequal length, invalid node_ranks, and keys that only a cluster.yml may have.
+    """
     problems: list[Problem] = []
     tree = read_tree(source.text, source.name, source.path.absolute().parent, problems.append)
     if problems or not isinstance(tree, Section):

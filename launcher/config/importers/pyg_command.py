@@ -47,7 +47,7 @@ class Remote:
         return ("python", *(self._placed(word) if word == self.script else word for word in self.words))
 
     def _placed(self, script: str) -> str:
-        """Return ``script`` if it exists here or there is no ``folder``, else its path in ``folder`` on the nodes."""
+        """Return ``script`` if it is on this machine or ``folder`` is empty, else its path on the nodes."""
         return script if not self.folder or os.path.isfile(script) else _joined(self.folder, script)
 
 
@@ -70,7 +70,7 @@ def parse_remote(command: str) -> Remote:
 
 
 def _before(remote: Remote, statement: str, words: list[str]) -> Remote:
-    """Return ``remote`` with the folder, environment or setup line that a statement before the script sets."""
+    """Return ``remote`` updated by one statement before the script: a folder, an environment or a setup line."""
     if words[0] == "cd" and len(words) == 2:
         return replace(remote, folder=_joined(remote.folder, _home(words[1], remote)))
     if words[0] in ("source", ".") and len(words) > 1 and posixpath.basename(words[1]) == "activate":
@@ -85,7 +85,7 @@ def _before(remote: Remote, statement: str, words: list[str]) -> Remote:
 
 
 def _script(remote: Remote, words: list[str]) -> Remote:
-    """Return ``remote`` with interpreter, devices, variables and words of the statement that starts the script."""
+    """Return ``remote`` updated by the statement that starts the script: variables, interpreter and arguments."""
     while words and (assigned := _ASSIGNED.fullmatch(words[0])):
         if assigned[1] == "CUDA_VISIBLE_DEVICES":
             remote = replace(remote, devices=assigned[2])

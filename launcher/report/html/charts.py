@@ -1,4 +1,4 @@
-"""Builds the charts of a report as plotly figures: loss, accuracy, speed, time by kind, bytes between nodes."""
+"""Builds the charts of a report as plotly figures: loss, accuracy, speed, time by kind of work, bytes between nodes."""
 
 from __future__ import annotations
 
@@ -171,7 +171,7 @@ def resumed_at(record: RunRecord) -> float | None:
 
 
 def thinned_before(points: Sequence[Point], end: float | None) -> list[Point]:
-    """Return the points with x up to ``end``; all points if ``end`` is None."""
+    """Return those of the (already thinned) points whose x is at most ``end``; all points if ``end`` is None."""
     return [point for point in points if end is None or point[0] <= end]
 
 

@@ -29,7 +29,7 @@ from launcher.report.report import RunReport, _analysed
 def written(report: RunReport) -> RunReport:
     """Analyse the metrics and write the files of the report.
 
-    Returns the report; each failure is added to its notes.
+    Returns the report, with a note for each step that failed.
     """
     report = _analysed(report)
     try:
@@ -126,7 +126,7 @@ def _own(name: str) -> str:
 
 @cache
 def _library() -> str:
-    """Return plotly.js, compressed from 5 MB to 2 and encoded in base64.
+    """Return plotly.js (5 MB), compressed to 2 MB and encoded in base64.
 
     The file is read without importing plotly, which would take a second.
     """

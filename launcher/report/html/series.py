@@ -43,7 +43,7 @@ def read_series(lines: Iterable[Line]) -> Series:
 
 @dataclass
 class _Curve:
-    """Points of a curve. Every other point is dropped whenever there are more than twice ``POINTS``."""
+    """Points of a curve. Whenever it has more than ``2 * POINTS`` points, every second one is dropped."""
 
     points: list[Point] = field(default_factory=list)
     _stride: int = 1

@@ -87,10 +87,10 @@ def _stages(record: RunRecord) -> Iterator[Span]:
 
 
 def _lives(record: RunRecord) -> Iterator[Span]:
-    """Yield the lifetimes of all processes.
+    """Yield the lifetimes of all processes; if there are many, one lifetime per node.
 
-    If the run has ended and did not restart, times are by this machine's clock. Otherwise the lifetimes come from
-    events, and times are by the nodes' clocks.
+    Times are by this machine's clock if the run has ended and did not restart. Otherwise the lifetimes are read from
+    events, whose times are by the clocks of the nodes.
     """
     lives = ([] if record.result.get("restarts") else list(_ended(record))) or list(_begun(record))
     if len(lives) <= _ROWS:

@@ -115,7 +115,8 @@ class Watcher:
         return {"lost": {"reason": reason, "state": self._state}} if reason else None
 
     def lost(self) -> str:
-        """Return why the supervisor can no longer write a result; '' if it still can."""
+        """Return why the supervisor will write no result: it has ended, or has not started in time; '' if it
+        still may."""
         if self._state is None:
             waited = time.monotonic() > self._give_up
             return f"no supervisor has started within {_START_WAIT:g} s" if waited else ""

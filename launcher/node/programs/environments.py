@@ -82,7 +82,7 @@ def worker(waiting: list[tuple[int, dict[str, str]]], versions: dict[int, dict[s
 
 
 def versions_of(program: str, source: str) -> dict[str, str]:
-    """Package versions of the Python ``program``, found as in preflight; {} when it does not run. source: text of
+    """Run ``packages.versions`` in the Python ``program`` and return its result; {} when that fails. source: text of
     packages.py."""
     try:
         done = subprocess.run(

@@ -112,7 +112,8 @@ def end_processes(
 def complete_outcomes(
     children: list[Child], keeper: ServerKeeper, runners: RankRunners, book: OutcomeBook, loop: Loop
 ) -> None:
-    """Close the logs, and record the outcome of each rank, graph server and rank runner that has none yet."""
+    """Close the logs, read the last outcomes of ranks, and record that of the graph server; log how rank runners
+    ended."""
     for child in children:
         child.running()
         loop.forget(child)

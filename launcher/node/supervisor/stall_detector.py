@@ -67,7 +67,10 @@ class StallDetector:
         return [*self._stall.look(now, ranks), *self._pace.look(now, ranks)]
 
     def without(self, exiting: Collection[int]) -> dict[str, Any] | None:
-        """The fields of the last stall, had the ranks ``exiting`` been known to end; None if they change nothing."""
+        """Return "node_rank", "rank" and "text" of the last stall as if the ranks ``exiting`` had already ended.
+
+        None if the finding stays the same, or no other rank is left.
+        """
         return self._stall.without(exiting)
 
     def _label(self, node: int | str) -> str:
@@ -172,8 +175,7 @@ def _names(some: Sequence[int], ranks: Mapping[int, Entry]) -> str:
 
 
 def _place(entry: Entry, many: bool = False) -> str:
-    """Say where a rank is: ``is at step 5 of epoch 2 (computing)``. many: the sentence is about several ranks, so it
-    has "are"."""
+    """Say where a rank is: ``is at step 5 of epoch 2 (computing)``. many: the subject is several ranks: "are at …"."""
     verb, own = ("are", "their") if many else ("is", "its")
     if entry["at"] is None:
         epoch = f"epoch {entry['epoch'] or 0}"

@@ -80,8 +80,8 @@ class Supervisor:
     # The stages of the run, in order.
 
     def run(self) -> int:
-        """Serve and train until this node is done, failed or stopped; start again as the supervisors decide. Returns
-        the exit status."""
+        """Serve and train until this node is done, failed or stopped, again after each restart that the supervisors
+        decide on. Returns the exit status."""
         self.journal.event("supervisor-start", pid=os.getpid())
         end = self.rejoin() if self.returns else self.attempt()
         while self.restarts.rendezvous is not None:
@@ -119,8 +119,10 @@ class Supervisor:
         return end
 
     def rejoin(self) -> Ended:
-        """Wait for the next attempt of the other nodes, and take part in it. An earlier supervisor of this node has
-        ended without a result, for instance because the host was switched off; its processes are ended."""
+        """End the processes of an earlier supervisor of this node, then wait for the next attempt and take part in it.
+
+        Called if the earlier supervisor ended without a result, for instance because the host was switched off.
+        """
         end = Ended("failed", "its supervisor had ended, and was started again")
         try:
             self.take_leases()
@@ -330,7 +332,7 @@ class Supervisor:
     def ordered(self, order: Order) -> Ended:
         """Return how this node ends after an order of the hub.
 
-        Its state is "failed" if the node had detected the loss of another node while it trained.
+        A node that itself detected the loss that ends the run is "failed", unless its ranks had trained.
         """
         if order.cause is None:
             return Ended("done", "")

@@ -97,7 +97,7 @@ class Child:
 
 
 class Loop:
-    """Single-threaded event loop: waits for output and ends of children, sockets, signals and timeouts.
+    """Single-threaded event loop: waits for output and exits of child processes, sockets, signals and timeouts.
 
     numbers: numbers of the signals to catch. A caught signal is only appended to ``signals``; the caller of ``turn``
     has to react to it.

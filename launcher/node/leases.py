@@ -60,7 +60,8 @@ class Holder(NamedTuple):
 
 
 class LeaseError(OSError):
-    """Leases cannot be read or written on this machine. A run then continues without leases and logs the reason."""
+    """Raised if leases cannot be read or written on this machine. The run then continues without, and logs the
+    reason."""
 
 
 def this_process(run_id: str, node_rank: int, host: str = "") -> Holder:

@@ -207,8 +207,8 @@ def disk_full(path: str) -> bool:
 
 
 def complete_lines(path: str, offset: int) -> bytes:
-    """The complete lines of ``path`` from byte ``offset`` on, about 256 KiB at most; of a line longer than 8 MiB only a
-    piece."""
+    """The complete lines of ``path`` from byte ``offset`` on, about 256 KiB at most; a line longer than 8 MiB is
+    returned in pieces by several calls."""
     with open(path, "rb") as file:
         file.seek(offset)
         data = file.read(_CHUNK)

@@ -141,7 +141,8 @@ def own_addresses(config: ClusterConfig, k: int, probe: Mapping[str, Any], loopb
 def public_address(config: ClusterConfig, k: int, own: Collection[str]) -> str:
     """Return the configured address of node ``k`` if it is not in ``own``, else ''.
 
-    Such an address is a host name, or an address outside a NAT. ``own``: the addresses that the node itself has.
+    Such an address is a host name, or an address that a NAT gateway translates. ``own``: addresses of the node's own
+    interfaces.
     """
     given = config.nodes[k].address or ""
     return "" if given in own else given

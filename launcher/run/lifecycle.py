@@ -189,8 +189,8 @@ def follow_run(
 ) -> RunReport:
     """Follow a run that another process has launched, or that has ended already.
 
-    Prints and returns the same report as the launcher of the run. ``transports`` need not be connected. ``started``:
-    start of the run, in seconds since the epoch. Raises Interrupted, OutOfReach, and any TransportError in
+    Prints and returns the same report as the launcher of the run. ``transports`` need not be connected yet.
+    ``started``: start of the run, in seconds since the epoch. Raises Interrupted, OutOfReach, and any TransportError in
     ``transports``.
     """
     for attempt in transports.values():

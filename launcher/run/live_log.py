@@ -205,5 +205,6 @@ class _Held:
 
 
 def parsed(lines: Iterable[str]) -> list[Metric]:
-    """Parse lines of a metrics file; skips lines that are no JSON objects, as the user's own script may write."""
+    """Parse lines of a metrics file; lines that are not JSON objects (a user's script may write any line) are
+    skipped."""
     return list(records(METRIC, lines))

@@ -134,7 +134,7 @@ class Board:
             self._first = time.monotonic(), done
 
     def finding(self, finding: Mapping[str, Any]) -> None:
-        """Add a finding of the supervisors, and mark the node that it names."""
+        """Add a finding of the supervisors; the node that it names then counts as needing attention."""
         self.findings.append(finding_words(finding))
         k = finding["node_rank"]
         self.suspects.add(k)

@@ -267,7 +267,8 @@ class ServeContext(LaunchContext):
         return EventLog(self.folder / "events.jsonl", sys.stdout if self.options.as_json else None)
 
     def enter_stage(self, stage: Stage, *, detached: bool = False) -> None:
-        """Record that ``stage`` begins: in a running cluster only as an event."""
+        """Record that ``stage`` begins; if the cluster was running already, only in events.jsonl, not in
+        launch.json."""
         if self.running and not detached:
             self.events.add("stage", stage=stage)
         else:

@@ -73,7 +73,7 @@ def roster_of(plan: LaunchPlan, known: ResolvedConfig | None, wanted: ResolvedCo
     """Compare the nodes in the cluster's present ``plan`` with those that the config ``wanted`` lists. ``known``: the
     config that ``plan`` was made from; None if not known.
 
-    A node is recognised by its login. Several nodes with the same login are matched in their order.
+    A node is recognised by its login. Several nodes with the same login are matched in the order of the two lists.
     """
     names = _numbered([target_text(node_login(wanted, node)) for node in wanted.nodes])
     unmatched = dict(zip(names, wanted.nodes, strict=True))

@@ -101,8 +101,7 @@ class ServeStatus:
         return [*notes, f"start them again: gnnfleet serve --config FILE --name {name}"] if notes else []
 
     def to_json(self) -> dict[str, Any]:
-        """Return the record that ``--json`` prints; the statistics of the servers are included as the servers wrote
-        them."""
+        """Return the record that ``--json`` prints, with the statistics exactly as the servers wrote them."""
         nodes = [
             {
                 "node_rank": node.view.node.node_rank,

@@ -162,7 +162,7 @@ class Login(AuthStrategy):
     def _passwords(self) -> Iterator[Offer]:
         """Yield the password once for each method: ``password``, then ``keyboard-interactive``.
 
-        The latter is last, as the host may use it to ask for a one-time code.
+        ``keyboard-interactive`` comes last, as the host may use it to ask for a one-time code.
         """
         if self.credentials.password is not None:
             user, secret = self.host.user, self.credentials.password.reveal()

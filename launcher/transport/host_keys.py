@@ -181,7 +181,7 @@ def _shown(key: paramiko.PKey) -> str:
 
 
 def _append(path: Path, line: str) -> None:
-    """Append a line to a file unless the file has it; locked, as nodes are connected in parallel."""
+    """Append a line to a file unless the file has it. Locks the file, as other threads and processes may append too."""
     path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
     with path.open("a+") as file:
         fcntl.flock(file, fcntl.LOCK_EX)

@@ -332,7 +332,7 @@ class Hub:
             self._broadcast()
 
     def _finish(self) -> None:
-        """Order all nodes to finish once all ranks have trained, except those of nodes that the run continues
+        """Order all nodes to finish once all ranks have finished training, except those of nodes that the run continues
         without."""
         trained = [self._own.get("trained", False), *(one.trained for one in self.members.values() if one.left is None)]
         if self.order is None and any(trained) and False not in trained:
@@ -379,8 +379,8 @@ class Hub:
     def _can_lose(self, member: MemberStatus) -> bool:
         """Whether the run can continue without ``member`` now.
 
-        False while the run stops, and true for a server once all ranks have trained. Otherwise ``Crew.can_lose``
-        decides.
+        False while the run stops, and true for a server once all ranks have finished training. Otherwise
+        ``Crew.can_lose`` decides.
         """
         crew, k = self.config.crew, member.node_rank
         if self._stopping:

@@ -126,7 +126,7 @@ class Member:
 
     @property
     def table(self) -> dict[str, dict[str, Any]]:
-        """The other nodes as the hub last reported them.
+        """The state of each other node, as the hub last reported it.
 
         "age": seconds since the hub received a message of the node; for the hub's own row, since this node received a
         message of the hub.

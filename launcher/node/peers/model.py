@@ -117,8 +117,8 @@ class PeerConfig:
 
 
 class Order(NamedTuple):
-    """An order of the hub to a node: stop because of ``cause`` or, if that is None, finish, as all nodes have
-    trained."""
+    """An order of the hub to a node: stop because of ``cause`` or, if it is None, finish because all nodes have
+    finished training."""
 
     cause: Cause | None = None
 
@@ -161,11 +161,11 @@ class Peers(Protocol):
 
     @property
     def spare(self) -> list[int]:
-        """Node ranks that are expendable now (``Crew.spare``)."""
+        """Node ranks of the nodes that the run can lose now (``Crew.spare``)."""
 
 
 class NoPeers:
-    """Implementation of ``Peers`` for a run with a single node: all methods do nothing."""
+    """Implementation of ``Peers`` for a run with a single node, which needs no connections."""
 
     def __init__(self) -> None:
         self.order: Order | None = None

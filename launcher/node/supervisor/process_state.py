@@ -96,7 +96,7 @@ class ProcessWatch:
         self.samples.append(Sample(now, {**states, self.pid: state}, faults, cpu_s))
 
     def held_up(self) -> str:
-        """Apply the function ``held_up`` to the samples taken so far, and to the present swap usage and threads."""
+        """What keeps the process from running, according to the samples taken so far; '' if nothing does."""
         wchans = {tid: _word(f"/proc/{self.pid}/task/{tid}/wchan") for tid in self._blocked()}
         return held_up(self.pid, self.samples, _in_swap(self.pid), wchans)
 

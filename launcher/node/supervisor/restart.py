@@ -40,7 +40,7 @@ class Standing:
 
     @property
     def place(self) -> tuple[int, int]:
-        """(epochs done, steps of the next one) of the checkpoint; (-1, 0) without one."""
+        """(epochs done, steps done of the next epoch) as in the checkpoint; (-1, 0) without a checkpoint."""
         return (self.checkpoint["epoch"], self.checkpoint["step"]) if self.checkpoint else (-1, 0)
 
 

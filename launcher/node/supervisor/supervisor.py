@@ -332,7 +332,7 @@ class Supervisor:
     def ordered(self, order: Order) -> Ended:
         """Return how this node ends after an order of the hub.
 
-        A node that itself detected the loss that ends the run is "failed", unless its ranks had trained.
+        A node that itself detected the loss that ends the run is "failed", unless its ranks have finished training.
         """
         if order.cause is None:
             return Ended("done", "")
@@ -370,11 +370,12 @@ class Supervisor:
         return record
 
     def with_trouble(self, words: str) -> str:
-        """Append the last write error of the run folder, if any, to ``words``: it is often why a process fails."""
+        """Append the last error of writing to the run folder, if any, to ``words``, as it often made the process
+        fail."""
         return f"{words}; {self.journal.trouble}" if self.journal.trouble else words
 
     def own_cause(self, name: str, kind: str, reason: str, request: Mapping[str, Any] | None = None) -> Cause:
-        """Make a cause of the run's end with this node as its origin and the present time."""
+        """Make a cause of the run's end that lies on this node, with the present time."""
         return make_cause(self.spec.node_rank, name, kind, reason, time.time(), request)
 
     def found_cause(self, finding: Finding) -> Cause:

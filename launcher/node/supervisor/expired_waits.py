@@ -17,7 +17,7 @@ from launcher.node.supervisor.process_state import STOPPED
 
 Wait = Mapping[str, Any]  # as in procs/wait-rank<r>.json, with "at" instead of "stack"
 
-_SHOWN = 4  # ranks that are named as not there
+_SHOWN = 4  # at most so many ranks are named as "not there"
 
 
 def read_wait(run_dir: str, rank: int) -> dict[str, Any] | None:

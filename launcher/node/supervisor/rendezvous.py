@@ -228,7 +228,7 @@ class Restarts:
         self.records: list[dict[str, Any]] = []  #: one per restart, as in state.json
         self.lost: dict[str, dict[str, Any]] = {}  #: hubs that were lost in this attempt, as in result.json
         self.left = False  #: the run may go on without this node
-        self.why_not = ""  #: why there was no further restart; '' if that needs no words
+        self.why_not = ""  #: why there was no further restart; '' if no reason has to be named
         self._first, self._loop, self._journal = first, loop, journal
         self._gone: dict[str, dict[str, Any]] = {}  # nodes that the run goes on without, as in result.json
 

@@ -49,7 +49,7 @@ class AttemptEnd:
     """How an attempt ended, as far as its hub knows. Keys and members are node_ranks."""
 
     spec: NodeSpec  #: of the hub's node
-    first: NodeSpec  #: the same for the first attempt, of all nodes
+    first: NodeSpec  #: of the hub's node in the first attempt, which had all nodes
     standings: Mapping[int, Standing]  #: nodes that are ready for a restart; also some that were not in this attempt
     cause: Cause  #: what ended the attempt, on any node
     lost: Mapping[int, str]  #: lost nodes, and why they count as lost

@@ -20,11 +20,11 @@ AT_LEAST = 120.0  #: with stall_after "auto": seconds without progress that are 
 
 TIMES_LONGEST = 5.0  #: with "auto": a stall lasts this many times the longest pause so far
 
-BY_LINES_ALONE = 900.0  #: AT_LEAST for ranks without a progress file, which write no lines while they evaluate or save
+BY_LINES_ALONE = 900.0  #: replaces AT_LEAST for ranks without a progress file; no line is written during evaluation
 
 SLOWER = 1.5  #: a straggler's own work per step is at least this multiple of the median over ranks
 
-SHARE = 0.2  #: and exceeds that median by at least this share of the step
+SHARE = 0.2  #: a straggler's own work exceeds that median by at least this share of the step
 
 WINDOW = 30.0  #: seconds of step lines that are compared
 

@@ -229,8 +229,8 @@ class RunFollower:
     def _handle_connection(self, k: int, message: Mapping[str, Any]) -> None:
         """Handle a message that ``NodeStream`` itself has made about node ``k``.
 
-        It says that the connection is lost or restored, that the node was or was not started, or that gnnfleet has a
-        bug.
+        It says that the connection is lost or restored, that the node was or was not started, or that a bug has ended
+        the thread that follows the node.
         """
         if "broken" in message:
             why = message["broken"]

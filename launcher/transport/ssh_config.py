@@ -129,7 +129,7 @@ def ssh_program() -> str | None:
 
 
 def ssh_argv(user: str | None, port: int | None) -> list[str]:
-    """argv of ssh up to the host name, with options for gnnfleet's config file (if $HOME differs), user and port."""
+    """argv of ssh up to the host name: user, port and, if ssh would not read the one below $HOME, the config file."""
     argv = [ssh_program() or "ssh"]
     if not is_home_of_passwd():
         argv += ["-F", str(_user_config()) if _user_config().is_file() else "none"]

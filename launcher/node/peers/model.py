@@ -268,7 +268,7 @@ def left_words(cause: Cause, config: PeerConfig, gone: Collection[int]) -> str:
 
 
 def fatal(cause: Cause, config: PeerConfig, gone: Collection[int]) -> Cause:
-    """Return ``cause``; if it is the loss of a server, its reason also names the parts that no remaining node holds.
+    """Return ``cause``; if a server failed or was lost, its reason also names the parts that no remaining node holds.
 
     gone: nodes lost before.
     """

@@ -60,8 +60,8 @@ class RankRunners:
         return any(child.running() for child in self.children.values())
 
     def ended_badly(self) -> Child | None:
-        """A rank runner that ended with an error although it was not stopped and its rank has not failed; None if there
-        is none.
+        """Return a rank runner that failed by itself: it was not stopped, and its rank has not failed; None without
+        any.
 
         To be called after ``OutcomeBook.look``, which reads the outcomes of the ranks.
         """

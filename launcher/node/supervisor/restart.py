@@ -75,9 +75,9 @@ def decide(end: AttemptEnd, now: float) -> Decision:
 
     now: seconds since the epoch by the hub's clock. The result has "generation" (number of the next attempt),
     "restart", "t", "lead" (the hub); without a restart "why" and "left" (other nodes may go on without this one); with
-    one "first" (node of rank 0), "nodes", "ranks" and "parts" (by node_rank), "checkpoint" ({"file", "epoch", "step"}
-    or null), "cause", "reason" (the cause as a sentence), "without" (nodes lost in this attempt) and "seconds" since
-    the failure.
+    a restart "first" (node of rank 0), "nodes", "ranks" and "parts" (by node_rank), "checkpoint" ({"file", "epoch",
+    "step"} or null), "cause", "reason" (the cause as a sentence), "without" (nodes lost in this attempt) and "seconds"
+    since the failure.
     """
     spec = end.spec
     head = {"generation": spec.generation + 1, "lead": spec.node_rank, "leave": False, "t": now}

@@ -140,7 +140,7 @@ class Supervisor:
         return self.attempt()
 
     def meet(self, end: Ended, state: str) -> Ended:
-        """Wait until a hub has decided whether the run starts again; returns how this node ends if it does not."""
+        """Wait until a hub has decided whether the run starts again; returns how this node ends without a restart."""
         stepped = self.health.stepped()
         self.set_state(state)
         self.restarts.standing = standing_of(self.first, stepped, self.idle)

@@ -51,7 +51,7 @@ class Child:
         os.set_blocking(self._pipe, False)
 
     def fileno(self) -> int:
-        """File descriptor of the pipe with the process's output; lets a selector wait for the object itself."""
+        """File descriptor of the pipe with the process's output; with this method ``selectors`` accepts a ``Child``."""
         return self._pipe
 
     def pump(self) -> bool:
@@ -67,7 +67,7 @@ class Child:
         return True
 
     def running(self) -> bool:
-        """Whether the process still runs; when it does not, sets ``ended``."""
+        """Whether the process still runs. Sets ``ended`` when it has ended."""
         if self.ended is None and self.process.poll() is not None:
             self.ended = time.time()
         return self.ended is None
@@ -97,10 +97,10 @@ class Child:
 
 
 class Loop:
-    """Single-threaded event loop: waits for output and ends of children, sockets, signals and timeouts.
+    """Single-threaded event loop: waits for output and exits of child processes, sockets, signals and timeouts.
 
-    numbers: the signals to catch. They are appended to ``signals`` when they arrive; the caller of ``turn`` acts on
-    them.
+    numbers: numbers of the signals to catch. A caught signal is only appended to ``signals``; the caller of ``turn``
+    has to react to it.
     """
 
     def __init__(self, *numbers: int) -> None:

@@ -1,8 +1,8 @@
 """Stops a node of a run, or reports its state: ``control.py stop|status RUN_DIR``. Prints one JSON object.
 
 ``stop`` writes ``control/stop`` and waits until the supervisor has ended. If the supervisor is dead or too slow,
-``stop`` ends the recorded process groups, the supervisor's descendants and all processes with the run's token in
-their environment, releases the leases and closes the tmux session. Exit status: 0 when no process of the run is left
+``stop`` ends the recorded process groups, the supervisor's descendants and all processes with the run's GNNFLEET_TOKEN
+in their environment, releases the leases and closes the tmux session. Exit status: 0 when no process of the run is left
 on this node, else 1. If ``node.json`` is damaged, processes are identified by GNNFLEET_RUN_DIR in their environment.
 """
 
@@ -142,8 +142,8 @@ def close_session(name: str) -> None:
 
 
 def status(folder: NodeFolder) -> dict[str, Any]:
-    """The content of ``state.json``, whether the supervisor is alive, whether a stop was requested, and the result
-    (docs/ARCHITECTURE.md)."""
+    """Return the content of ``state.json``, with further keys: whether the supervisor is alive, whether a stop was
+    requested, and the content of ``result.json``."""
     state = folder.state
     processes = [
         {**entry, "alive": procs.alive(entry["pid"], entry["start_ticks"])}

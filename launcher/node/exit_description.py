@@ -33,8 +33,8 @@ def describe(record: Mapping[str, Any]) -> str:
 def exception_of(record: Mapping[str, Any]) -> str:
     """Return the exception that ended a process, e.g. ``ValueError: no such column``; '' if there is none.
 
-    ``record``: outcome record of the process. After an exception Python exits with status 1, or by SIGABRT when threads
-    of torch abort its shutdown.
+    ``record``: outcome record of the process. Only a process that ended with status 1 or by SIGABRT (threads of torch
+    may abort while Python exits) has been ended by an exception.
     """
     exception = last_exception_line(record["traceback"])
     if record["signal"] == "SIGABRT":

@@ -80,7 +80,7 @@ def natural(value: Any) -> int:
 
 
 def flag(value: Any) -> bool:
-    """Return whether a value is true; any other value counts as false."""
+    """Return True for the JSON value ``true``, and False for every other value."""
     return value is True
 
 

@@ -47,7 +47,7 @@ class Lease(NamedTuple):
 
 
 class Holder(NamedTuple):
-    """A process that takes leases; the fields of ``Lease`` without the resource."""
+    """A process that takes leases; has the fields of ``Lease`` except ``resource``."""
 
     run_id: str
     node_rank: int
@@ -60,7 +60,8 @@ class Holder(NamedTuple):
 
 
 class LeaseError(OSError):
-    """Leases cannot be read or written on this machine. A run then continues without leases and logs the reason."""
+    """Raised if leases cannot be read or written on this machine. The run then continues without, and logs the
+    reason."""
 
 
 def this_process(run_id: str, node_rank: int, host: str = "") -> Holder:
@@ -200,7 +201,10 @@ def _make(path: str) -> None:
 
 
 def _lock(descriptor: int, path: str, deadline: float) -> None:
-    """Lock the lease folder itself, since a lock file could be removed or belong to another user."""
+    """Lock the lease folder with flock; raises LeaseError at ``deadline`` (monotonic seconds).
+
+    The folder itself is locked, since a lock file could be removed or belong to another user.
+    """
     while True:
         try:
             return fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)

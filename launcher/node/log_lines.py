@@ -85,7 +85,7 @@ class TracebackFinder:
 
 
 class CrashFinder:
-    """Finds and keeps the stack that faulthandler prints of a crashed thread (ranks run with PYTHONFAULTHANDLER)."""
+    """Finds and keeps the stack that faulthandler prints when a process crashes (ranks run with PYTHONFAULTHANDLER)."""
 
     def __init__(self) -> None:
         self.lines: list[str] = []
@@ -104,7 +104,7 @@ class CrashFinder:
 
     @property
     def innermost(self) -> str:
-        """Where the process crashed, as ``in load() at data.py:17``; '' when the printed stack has no frame."""
+        """The innermost frame of the stack, as ``in load() at data.py:17``; '' if no frame was printed."""
         frame = next(filter(None, map(_CRASH_FRAME.match, self.lines)), None)
         return f"in {frame[3]}() at {frame[1]}:{frame[2]}" if frame else ""
 

@@ -115,7 +115,8 @@ class Watcher:
         return {"lost": {"reason": reason, "state": self._state}} if reason else None
 
     def lost(self) -> str:
-        """Return why the supervisor can no longer write a result; '' if it still can."""
+        """Return why the supervisor will write no result: it has ended, or has not started in time; '' if it
+        still may."""
         if self._state is None:
             waited = time.monotonic() > self._give_up
             return f"no supervisor has started within {_START_WAIT:g} s" if waited else ""
@@ -206,8 +207,8 @@ def disk_full(path: str) -> bool:
 
 
 def complete_lines(path: str, offset: int) -> bytes:
-    """The complete lines of ``path`` from byte ``offset`` on, about 256 KiB at most; of a line longer than 8 MiB only a
-    piece."""
+    """The complete lines of ``path`` from byte ``offset`` on, about 256 KiB at most; a line longer than 8 MiB is
+    returned in pieces by several calls."""
     with open(path, "rb") as file:
         file.seek(offset)
         data = file.read(_CHUNK)

@@ -48,7 +48,7 @@ def _run_id(survey: Survey, k: int) -> Iterator[Finding]:
 
 
 def _open_files(survey: Survey, k: int) -> Iterator[Finding]:
-    """Check how many files a process may open: every rank connects to every other rank and every graph server."""
+    """Check that a process may open enough files: each rank has a connection to each other rank and graph server."""
     needed = _FILES_BASE + _FILES_PER_RANK * survey.world_size
     now, most = survey.probes[k]["open_files"], survey.probes[k]["open_files_most"]
     if now >= needed:

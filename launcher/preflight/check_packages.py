@@ -161,7 +161,7 @@ def _python(survey: Survey, k: int, odd: Sequence[Difference]) -> Iterator[Findi
 
 
 def _packages(survey: Survey, k: int, odd: Sequence[Difference]) -> Iterator[Finding]:
-    """Yield one finding with all problems of a node's packages, as one command repairs all of them."""
+    """Yield a single finding with all problems of a node's packages and the command that repairs them; none without."""
     missing = [name for name in PACKAGES if not survey.version(k, name)]
     differing = [one for one in odd if one.blocks and one.name != "python"]
     words = [f"{listed(missing)} not installed for {survey.probes[k]['python']}"] if missing else []
@@ -183,7 +183,8 @@ def _packages(survey: Survey, k: int, odd: Sequence[Difference]) -> Iterator[Fin
 
 
 def _has_system_python(survey: Survey, k: int) -> bool:
-    """Return whether the node uses a Python of the operating system without torch: pip should not install there."""
+    """Return whether the node uses the operating system's Python, without torch; pip should not install packages
+    there."""
     return not survey.version(k, "torch") and survey.probes[k]["python"].startswith(_SYSTEM)
 
 
@@ -249,7 +250,7 @@ def _pin(survey: Survey, k: int, name: str) -> str:
 def _launcher_version(survey: Survey, k: int, name: str) -> str:
     """Return the launching machine's version of a package, to install it on node ``k``.
 
-    '' if node ``k`` has an older Python than the launching machine, as that may not support this version.
+    '' if node ``k`` has an older Python than the launching machine, for which this version may not exist.
     """
     own = _own()
     fits = _numbers(survey.version(k, "python")) >= _numbers(own["python"])

@@ -98,7 +98,7 @@ class RequiredRoutes:
         """Return whether node ``source`` must connect to the port of node ``target`` for ``use``, such as ``MASTER``.
 
         For ``MASTER`` and ``CONTROL``, ``target`` must be a node that has this port: the lead node or, with
-        ``run.restarts``, any node. A node also connects to these ports of its own.
+        ``run.restarts``, any node. These two ports must also be reachable from the node itself (``source == target``).
         """
         if use in (MASTER, CONTROL):
             return use == CONTROL or source in self.trainers
@@ -120,8 +120,8 @@ class RequiredRoutes:
 def own_addresses(config: ClusterConfig, k: int, probe: Mapping[str, Any], loopback: bool) -> tuple[str, ...]:
     """Return the IP addresses of node ``k`` for gloo and NCCL, in order of preference.
 
-    If the node has its configured ``address``, the result is only this address. If ``interface`` is configured and has
-    addresses, only these are returned. The address at which SSH arrived is first; then real interfaces come before
+    If the configured ``address`` is an address of the node, only this one is returned; else, if the configured
+    ``interface`` has addresses, only these. The address at which SSH arrived is first; then real interfaces come before
     virtual ones, IPv4 before IPv6, and private before public addresses. ``loopback``: include loopback addresses.
     """
     node = config.nodes[k]
@@ -141,7 +141,8 @@ def own_addresses(config: ClusterConfig, k: int, probe: Mapping[str, Any], loopb
 def public_address(config: ClusterConfig, k: int, own: Collection[str]) -> str:
     """Return the configured address of node ``k`` if it is not in ``own``, else ''.
 
-    Such an address is a host name, or an address outside a NAT. ``own``: the addresses that the node itself has.
+    Such an address is a host name, or an address that a NAT gateway translates. ``own``: addresses of the node's own
+    interfaces.
     """
     given = config.nodes[k].address or ""
     return "" if given in own else given
@@ -159,7 +160,7 @@ def _is_loopback(address: str) -> bool:
 def ports_of(config: ClusterConfig, k: int, fact: NodeFacts) -> dict[str, int]:
     """Return the port of node ``k`` for each use: ``MASTER``, ``CONTROL`` and ``SERVICE``.
 
-    Ports that are not free are left out, as another check reports them.
+    Ports in use are left out; another check reports them.
     """
     candidates = {SERVICE: service_candidates(config, k)}
     if k == lead(config):
@@ -347,8 +348,8 @@ def grouped(
 ) -> list[Group]:
     """Put blocked routes into as few groups as possible.
 
-    A node that reaches none of its required nodes is a group of its own. ``reach``: the nodes that each node must
-    reach; None: all other nodes.
+    A node that reaches none of the nodes in its entry of ``reach`` is a group of its own. ``reach``: the nodes that
+    each node must reach; None: all other nodes.
     """
     everyone = frozenset(nodes)
     wanted = reach or {k: everyone - {k} for k in everyone}

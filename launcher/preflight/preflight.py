@@ -93,7 +93,7 @@ def run_preflight(
 
 
 def _raise_unexpected(errors: Mapping[int, Exception]) -> None:
-    """Raise the first error that only a bug of gnnfleet can cause; such errors must not become findings."""
+    """Raise the first error that is neither FleetError nor TimeoutError: a bug of gnnfleet, which is no finding."""
     for error in errors.values():
         if not isinstance(error, FleetError | TimeoutError):
             raise error
@@ -101,7 +101,8 @@ def _raise_unexpected(errors: Mapping[int, Exception]) -> None:
 
 @contextmanager
 def open_agents() -> Iterator[dict[int, NodeAgent]]:
-    """Provide an empty dict for agents by node_rank, and close all agents in it at the end of the block."""
+    """Yield an empty dict, to which the caller adds agents by node_rank; at the end of the block, close these
+    agents."""
     agents: dict[int, NodeAgent] = {}
     try:
         yield agents

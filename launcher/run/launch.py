@@ -230,10 +230,10 @@ def _preflight(
     *,
     run_id: str,
 ) -> PreflightReport:
-    """Run preflight, which also checks that each node has disk space for its files in ``draft``, and that these include
-    the modules that the script in ``own_command`` imports from its folder.
+    """Run preflight. Also check that each node has disk space for its files in the plan ``draft``, and that these
+    files include the modules that the script in ``own_command`` imports from its folder.
 
-    Parts that do not exist yet are not counted.
+    Parts that do not exist yet do not count as needed space.
     """
     report = run_preflight(
         config,
@@ -247,7 +247,8 @@ def _preflight(
 
 
 def _unsent(draft: LaunchPlan, own_command: Sequence[str]) -> Iterator[Finding]:
-    """Yield a warning per training node and file that the script imports but the node does not get."""
+    """Yield a warning, for each training node, about each module that the user's script imports but the plan does not
+    send."""
     training = [node for node in draft.nodes if node.ranks]
     if not (own_command and training):
         return

@@ -44,7 +44,7 @@ class View:
 
 @dataclass(frozen=True)
 class FollowContext:
-    """Context shared by following a run, collecting its files and reporting it."""
+    """What is needed to follow a run, to collect its files and to write its report."""
 
     plan: LaunchPlan
     transports: Mapping[int, Transport]
@@ -154,8 +154,10 @@ def report_detached(context: FollowContext, followed: Followed, board: Board) ->
 
 
 def _out_of_reach(context: FollowContext, followed: Followed) -> str:
-    """Say that no node can be reached, and which command to use next; with ``run.restarts`` some nodes may have ended
-    because they could not reach the others either."""
+    """Return the message of OutOfReach: which nodes cannot be reached, and which command to use next.
+
+    With ``run.restarts`` it also names a node that has ended because it could not reach the other nodes either.
+    """
     run_id, waited = context.plan.run_id, f"for {context.run.lost_after:g} s (run.lost_after)"
     follow = f"gnnfleet follow {run_id}"
     ended = [k for k, result in followed.results.items() if result.get("no_restart")]
@@ -187,8 +189,8 @@ def follow_run(
 ) -> RunReport:
     """Follow a run that another process has launched, or that has ended already.
 
-    Prints and returns the same report as the launcher of the run. ``transports`` need not be connected. ``started``:
-    start of the run, in seconds since the epoch. Raises Interrupted, OutOfReach, and any TransportError in
+    Prints and returns the same report as the launcher of the run. ``transports`` need not be connected yet.
+    ``started``: start of the run, in seconds since the epoch. Raises Interrupted, OutOfReach, and any TransportError in
     ``transports``.
     """
     for attempt in transports.values():

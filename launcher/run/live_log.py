@@ -131,8 +131,10 @@ class LiveLog:
                     self.say(self.board.progress_line())
 
     def tick(self, *, all_of_them: bool = False) -> None:
-        """Print the delayed lines that are due (``all_of_them``: all delayed lines) and redraw the live view; to be
-        called about every 0.1 s."""
+        """Print the delayed lines whose time has come, and redraw the live view; to be called about every 0.1 s.
+
+        ``all_of_them``: print all delayed lines.
+        """
         with self._lock:
             now = time.monotonic()
             for source in [source for source, held in self._held.items() if all_of_them or held.until <= now]:
@@ -175,7 +177,8 @@ class LiveLog:
             self._print_waiting()
 
     def _print_waiting(self) -> None:
-        """Print all waiting lines in a single call, as each call moves the live view."""
+        """Print the lines collected since the last call. One call for many lines saves redrawing the live view
+        below."""
         with self._lock:
             if self._waiting:
                 self._last_print = time.monotonic()
@@ -202,5 +205,6 @@ class _Held:
 
 
 def parsed(lines: Iterable[str]) -> list[Metric]:
-    """Parse lines of a metrics file; skips lines that are no JSON objects, as the user's own script may write."""
+    """Parse lines of a metrics file; lines that are not JSON objects (a user's script may write any line) are
+    skipped."""
     return list(records(METRIC, lines))

@@ -111,7 +111,8 @@ class Board:
             self.metric({"kind": "step", **metric, "rank": int(rank)})
 
     def _restart(self, restart: Mapping[str, Any]) -> None:
-        """Begin an attempt with other nodes and ranks; ``restart``: its entry in ``state.json``."""
+        """Replace nodes and ranks by those after a restart of the run. ``restart``: entry of ``restarts`` in
+        ``state.json``."""
         self.generation, self._first = restart["generation"], None
         self.attempt = f"restart {restart['generation']} of {restart['of']}"
         for k, node in self.nodes.items():
@@ -119,7 +120,7 @@ class Board:
         self.ranks = {rank: RankRow(rank, k) for k, node in self.nodes.items() for rank in node.ranks}
 
     def forget_ends(self, node_rank: int) -> None:
-        """Discard the ends of a node's ranks, which belong to an earlier attempt."""
+        """Mark the ranks of a node as running again, when the run was restarted."""
         for rank in self.nodes[node_rank].ranks:
             self.ranks[rank].ended = ""
 
@@ -133,7 +134,7 @@ class Board:
             self._first = time.monotonic(), done
 
     def finding(self, finding: Mapping[str, Any]) -> None:
-        """Add a finding of the supervisors, and mark the node that it names."""
+        """Add a finding of the supervisors; the node that it names then counts as needing attention."""
         self.findings.append(finding_words(finding))
         k = finding["node_rank"]
         self.suspects.add(k)

@@ -46,10 +46,10 @@ _JOIN_TIMEOUT = 3.0  # seconds to wait for the node streams to end
 class RunFollower:
     """Follows all nodes of a run from start to the last result.
 
-    ``starts``: for each node_rank, the function that starts the node; None if the run has started already. ``tail``:
-    how many of the last log lines of each file to show first; None: all. ``leave_when_trained``: detach once the first
-    training step is done, or all ranks of the user's own command have run for two seconds. ``on_training``: called when
-    all ranks have started.
+    ``starts``: for each node_rank, the function that starts the node; None if the run has started already. ``tail``: of
+    lines written before, show only the last ``tail`` of each log; None: all. ``leave_when_trained``: detach once the
+    first training step is done, or all ranks of the user's own command have run for two seconds. ``on_training``:
+    called when all ranks have started.
     """
 
     def __init__(
@@ -227,9 +227,10 @@ class RunFollower:
             self._handle_connection(k, message)
 
     def _handle_connection(self, k: int, message: Mapping[str, Any]) -> None:
-        """Handle a message of ``NodeStream`` about node ``k``.
+        """Handle a message that ``NodeStream`` itself has made about node ``k``.
 
-        The connection is lost or restored, the node was started or not, or an internal error has occurred.
+        It says that the connection is lost or restored, that the node was or was not started, or that a bug has ended
+        the thread that follows the node.
         """
         if "broken" in message:
             why = message["broken"]
@@ -304,11 +305,11 @@ class RunFollower:
             self._handle_failure(k, f"a process failed: {name} of {self._label(k)}", f"{name} of node{k} failed")
 
     def _handle_failure(self, k: int, text: str, reason: str) -> None:
-        """Print ``text`` about the failure of node ``k``, and set the time at which this launcher stops the nodes
-        itself.
+        """Print ``text`` about the failure of node ``k``, and set the time at which this launcher stops all nodes if
+        their supervisors have not done it.
 
-        The loss of a node that the run can do without is only printed; the supervisor on the lead node decides whether
-        the run continues.
+        No time is set if the run can do without the node; the supervisor on the lead node then decides whether the run
+        continues.
         """
         if self._failing:
             return
@@ -363,9 +364,9 @@ class RunFollower:
                 self.stop(f"node{k} lost")
 
     def _bring_back(self) -> None:
-        """Start the supervisors of lost nodes again if their hosts can be reached and the run has gone on without them.
+        """Start new supervisors on lost nodes if their hosts can be reached and the run has gone on without them.
 
-        They take part in the next restart.
+        These nodes take part in the next restart of the run.
         """
         if self._stop_reason or self._failing or not self.limits.restarts or self.followed.results:
             return
@@ -379,7 +380,7 @@ class RunFollower:
                 threading.Thread(target=self._return, args=(k,), daemon=True).start()
 
     def _return(self, k: int) -> None:
-        """Start the supervisor of node ``k`` again; queue a message with the error, '' if there was none."""
+        """Start a new supervisor on node ``k``; queue a message with the error, or '' on success."""
         why = ""
         try:
             return_session(self.transports[k], self._nodes[k], start_timeout=self.limits.start_timeout)
@@ -388,7 +389,8 @@ class RunFollower:
         self._messages.put(NodeMessage(k, {"returned": why}))
 
     def _handle_returned(self, k: int, why: str) -> None:
-        """Follow node ``k`` again, whose supervisor was started again; ``why``: an error, or ''."""
+        """Follow node ``k`` again after ``_return``. ``why``: the error if the supervisor could not be started, else
+        ''."""
         if why:
             self.live.say(f"{self._label(k)}: its supervisor could not be started again: {why}", "yellow")
             return
@@ -445,10 +447,10 @@ class RunFollower:
             self.followed.detached = "trained"
 
     def _check_unreachable(self, now: float) -> None:
-        """If no node can be reached for too long, detach from the run or record the nodes as lost.
+        """If none of the nodes that still run can be reached for too long, detach from the run or give these nodes up.
 
-        Nodes that have ended are not counted. Detaches after ``lost_after`` seconds if no node that the run needs has
-        ended; otherwise records the nodes as lost.
+        Detaches, after ``lost_after`` seconds, if the run can do without all nodes that have ended; else records the
+        unreachable nodes as lost.
         """
         waiting = [k for k in self._nodes if k not in self.followed.ended]
         broken = {k: stream.broken_since for k, stream in self._streams.items() if k in waiting}
@@ -468,9 +470,9 @@ class RunFollower:
                 self._lose(k, Lost(f"no contact for {now - (broken[k] or now):.0f} s", time.time(), out_of_reach=True))
 
     def _lost_to_others(self, nodes: Iterable[int]) -> bool:
-        """Whether the result of an ended node reports one of ``nodes`` as lost.
+        """Whether an ended node has reported, in its ``result.json``, at least one of ``nodes`` as lost.
 
-        One of them is enough: a node that has lost the lead node gets no reports about the others.
+        It need not report all of them: a node that has lost the lead node learns nothing about further nodes.
         """
         return any(str(k) in nodes_reported_lost(result) for result in self.followed.results.values() for k in nodes)
 
@@ -487,8 +489,8 @@ class RunFollower:
             self._stoppers[k].start()
 
     def _stop_node(self, k: int) -> None:
-        """Stop node ``k``, after one attempt to reconnect if the connection is broken; queue a message with the
-        result."""
+        """Stop node ``k``; queue a message that says whether this succeeded. If the connection is broken, tries once to
+        reconnect."""
         try:
             note = stop_node(self._nodes[k], self.transports[k], self.limits, self._stop_reason)
         except Exception as error:  # without a message the launcher would wait for this node for ever

@@ -46,8 +46,8 @@ class NodeStream(threading.Thread):
     """Thread that passes the messages of one node to ``put`` until the node has ended or ``enough`` is set.
 
     After a lost connection it tries to reconnect until it succeeds, and continues each file at its byte in ``offsets``.
-    ``tail``: how many of the last lines of each file to begin with. ``start``: function that starts the node first; it
-    may take ``start_timeout`` seconds.
+    ``tail``: number of last lines of each file with which to begin; None: all lines. ``start``: function that starts
+    the node, called first; it may take ``start_timeout`` seconds.
     """
 
     def __init__(
@@ -84,8 +84,8 @@ class NodeStream(threading.Thread):
             self._put_message({"bug": f"following the node failed: {error!r}"})
 
     def close_if_silent(self, now: float) -> None:
-        """Close the connection if the node has sent nothing for too long, as TCP does not report that the other machine
-        has vanished. While the node is being started, test the connection instead."""
+        """Close the connection if the node has sent nothing for too long: without traffic, TCP does not notice that the
+        other machine is gone. While the node is being started, test the connection instead."""
         if self._starting and now - self._last_probe > SILENCE:
             self._last_probe = now
             threading.Thread(target=self._probe, daemon=True).start()
@@ -110,8 +110,8 @@ class NodeStream(threading.Thread):
     def _begun(self) -> bool:
         """Start the node if ``start`` was given; returns whether to follow the node.
 
-        If the connection breaks during the start, the node may run nevertheless. Therefore a session that already
-        exists after a reconnect counts as started.
+        If the connection breaks during the start, the node may have been started. Therefore, if its tmux session
+        exists already after reconnecting, the start counts as successful.
         """
         deadline, unsure = time.monotonic() + self._start_timeout, False
         while self._start_node is not None and not self.enough.is_set():

@@ -131,8 +131,8 @@ def foreign_overrides(options: LaunchOptions, foreign: Foreign) -> tuple[tuple[s
 def choose_run_id(config: ClusterConfig, wanted: str | None) -> str:
     """Return the run id ``wanted``; None: make a new one, ``<name>-YYYYmmdd-HHMMSS-xxxx``.
 
-    Raises UsageError if ``wanted`` is not a valid id, or is in use. An id whose launch ended before anything ran can be
-    used again.
+    Raises UsageError if ``wanted`` is not a valid id, or is in use. The id of a launch that ended before any process
+    was started can be used again.
     """
     if wanted is None:
         name = re.sub(r"[^A-Za-z0-9_-]+", "-", config.name).strip("-_")[:40] or "run"

@@ -85,8 +85,8 @@ _RETURN = 'cd "$1" && mv -f state.json returns.json && rm -f control/stop'
 
 
 def return_session(transport: Transport, node: NodePlan, *, start_timeout: float) -> None:
-    """Start the supervisor of a node again that has ended without a result; it takes part in the next restart of the
-    run (``run.restarts``). Raises FleetError."""
+    """Start a new supervisor on a node whose supervisor has ended without a result; the node then takes part in the
+    next restart of the run (``run.restarts``). Raises FleetError."""
     done = transport.run(Command(("bash", "-c", _RETURN, "bash", node.run_dir)), timeout=_TMUX_TIMEOUT)
     if done.returncode != 0:
         raise SessionError(f"{node.label}: its run folder {node.run_dir} is gone: {_text(done.stderr)}")
@@ -136,7 +136,7 @@ def stop_report(done: Completed, node: NodePlan) -> StopReport:
 def watch_command(node: NodePlan, offsets: dict[str, int], *, tail: int | None = None) -> Command:
     """Return the command that runs ``watch.py`` on a node to stream metrics, events and rank logs.
 
-    ``offsets``: the byte at which to begin, by file. ``tail``: begin with at most so many last lines of each file.
+    ``offsets``: the byte at which to begin, by file. ``tail``: begin with the last ``tail`` lines of each file.
     """
     words = ["--offsets", json.dumps(offsets), "--only", "*.jsonl,logs/rank*.log"]
     words += ["--tail", str(tail)] if tail is not None else []
@@ -171,7 +171,7 @@ def stop_node(node: NodePlan, transport: Transport, limits: Limits, why: str = "
 
 
 def how_to_stop(node: NodePlan) -> str:
-    """Return a sentence that tells the user the command that stops the processes of this node."""
+    """Return a sentence for the user with the command that stops the processes of a node."""
     command = f"tmux kill-session -t '={node.session}'"  # without =, tmux matches prefixes of names
     if node.login is None:
         return f"To stop its processes: {command}"

@@ -51,7 +51,7 @@ wait
 
 
 def attach_of(config: ClusterConfig, config_path: Path, console: Console) -> Attach | None:
-    """Return a function that attaches a run to the serving cluster that ``data.serving`` names; None if it is not set.
+    """Return a function that attaches a run to the serving cluster named by ``data.serving``; None without that key.
 
     ``config_path``: the file from which ``config`` was read.
     """
@@ -138,7 +138,7 @@ def _check_dataset(config: ClusterConfig, found: FoundRun, name: str) -> None:
 def _other_code(states: Mapping[int, ServerState], name: str) -> list[str]:
     """Return a note if the graph servers run another version of gnnfleet than this machine.
 
-    Different versions work together if their wire version is the same.
+    Different versions work together if they use the same version of the protocol between clients and servers.
     """
     texts = (one.files["run.json"] for one in states.values() if "run.json" in one.files)
     plan = next(map(read_run, texts), None)

@@ -238,9 +238,10 @@ def on_connections(
 def open_named(
     name: str, config: Path | None, runs_dir: str | None, offline: Callable[[FoundRun], bool]
 ) -> Iterator[OpenRun]:
-    """Find serving cluster ``name`` and connect to its nodes; without connections if ``offline(cluster)`` is true.
+    """Find serving cluster ``name`` and connect to its nodes.
 
-    Raises UsageError if no cluster of that name is known on this machine or on the hosts of ``config``.
+    ``offline(cluster)``: whether the command needs no connections to the nodes, so that none are opened. Raises
+    UsageError if no cluster of that name is known on this machine or on the hosts of ``config``.
     """
     with chosen(Choice(name, config, (), runs_dir), offline=offline) as run:
         if run.found.run_id != name and Path(name).name != run.found.run_id:
@@ -266,7 +267,8 @@ class ServeContext(LaunchContext):
         return EventLog(self.folder / "events.jsonl", sys.stdout if self.options.as_json else None)
 
     def enter_stage(self, stage: Stage, *, detached: bool = False) -> None:
-        """Record that ``stage`` begins: in a running cluster only as an event."""
+        """Record that ``stage`` begins; if the cluster was running already, only in events.jsonl, not in
+        launch.json."""
         if self.running and not detached:
             self.events.add("stage", stage=stage)
         else:

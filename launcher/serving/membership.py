@@ -73,7 +73,7 @@ def roster_of(plan: LaunchPlan, known: ResolvedConfig | None, wanted: ResolvedCo
     """Compare the nodes in the cluster's present ``plan`` with those that the config ``wanted`` lists. ``known``: the
     config that ``plan`` was made from; None if not known.
 
-    A node is recognised by its login. Several nodes with the same login are matched in their order.
+    A node is recognised by its login. Several nodes with the same login are matched in the order of the two lists.
     """
     names = _numbered([target_text(node_login(wanted, node)) for node in wanted.nodes])
     unmatched = dict(zip(names, wanted.nodes, strict=True))
@@ -104,7 +104,7 @@ def _numbered(names: Sequence[str]) -> list[tuple[str, int]]:
 
 
 def _config_of(node: NodePlan, known: ResolvedConfig | None) -> NodeConfig:
-    """Return the config of a node that the config file no longer lists."""
+    """Return the config of a node that the config file no longer lists: as in ``known``, else made from its login."""
     if known is not None and node.node_rank < len(known.nodes):
         return known.nodes[node.node_rank]
     if node.login is None:
@@ -168,7 +168,7 @@ def _kept_servers(
 ) -> KeptServers | None:
     """Return what a new plan keeps of the present cluster: parts, ports and running nodes; None for a new cluster.
 
-    Also gives the next version number of the cluster.
+    The result also has the version number of the new plan, one above the highest so far.
     """
     if found.plan is None:
         return None
@@ -183,8 +183,8 @@ def _kept_servers(
 
 
 def _addressed(found: ServingState, facts: Mapping[int, NodeFacts]) -> ResolvedConfig:
-    """Return the cluster's config with the address from the present plan for each node that ``facts`` does not
-    contain."""
+    """Return the cluster's config, in which each node that is not in ``facts`` has its address in the present
+    plan."""
     if found.plan is None:
         return found.roster.config
     known = {node.node_rank: node.address for node in found.plan.nodes if node.node_rank not in facts}

@@ -1,6 +1,6 @@
 """Finds a serving cluster by name and compares it with a config, before ``serve`` changes it.
 
-The files of a cluster that does not run and has other parts than wanted are moved away here.
+If the cluster does not run, and its parts differ from those that the config asks for, its files are moved away.
 """
 
 from __future__ import annotations
@@ -39,8 +39,8 @@ from launcher.transport.fanout import on_nodes
 def serving_state(wanted: ResolvedConfig, name: str, console: Console) -> Iterator[ServingState]:
     """Find serving cluster ``name`` on this machine or on the hosts of ``wanted``, and connect to its nodes.
 
-    If the cluster does not run and has other parts or fewer copies than wanted, its files are moved away and it counts
-    as new. Connections are closed on exit.
+    If the cluster does not run, and holds other parts or fewer copies than ``wanted`` asks for, its files are moved
+    away and it counts as new. Connections are closed on exit.
     """
     folder = known_here(name, [Path(wanted.run.runs_dir).expanduser()])
     found = read_folder(folder) if folder is not None else None

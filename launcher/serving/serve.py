@@ -109,7 +109,8 @@ def _stop_removed(context: ServeContext, found: ServingState) -> list[str]:
 
 
 def _held(found: ServingState) -> dict[int, tuple[int, ...]]:
-    """Return the parts of each node, by node_rank; {} for a new cluster, since its plan then distributes the parts."""
+    """Return the parts of each node, by node_rank, with parts for new nodes; {} for a new cluster, to which the plan
+    assigns the parts."""
     if found.plan is None:
         return {}
     held = {node.node_rank: node.parts for node in found.plan.nodes}

@@ -94,14 +94,14 @@ class ServeStatus:
 
     @property
     def notes(self) -> list[str]:
-        """Lines for the user: how each node that does not serve has ended, and the command that starts it again."""
+        """Lines for the user: why each node that does not serve is down, and the command that starts these nodes
+        again."""
         notes = [f"{node.view.node.label}: {_how_down(node)}" for node in self.down]
         name = self.cluster.name
         return [*notes, f"start them again: gnnfleet serve --config FILE --name {name}"] if notes else []
 
     def to_json(self) -> dict[str, Any]:
-        """Return the record that ``--json`` prints; the statistics of the servers are included as the servers wrote
-        them."""
+        """Return the record that ``--json`` prints, with the statistics exactly as the servers wrote them."""
         nodes = [
             {
                 "node_rank": node.view.node.node_rank,

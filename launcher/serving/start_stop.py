@@ -38,8 +38,8 @@ _NO_FILES = ("--only", "")
 
 
 def clear_node(node: NodePlan, transport: Transport, *, keeps_key: bool) -> None:
-    """End the processes that a dead supervisor left on a node, and remove its files, which would otherwise be read as
-    files of the next supervisor."""
+    """End the processes that a dead supervisor left on a node, and remove its files, so that they are not read as files
+    of the next supervisor."""
     words = ("stop", node.run_dir, "--timeout", f"{_STOP:g}", "--session", node.session, "--now")
     stop = node.program("control", *words, "--why", "gnnfleet serve")
     done = transport.run(if_run_exists(node, stop), timeout=_STOP + STOP_EXTRA)

@@ -45,7 +45,7 @@ def collect(
 ) -> Collected:
     """Fetch the files of all nodes in parallel into ``folder``. Nodes that fail are listed in the notes.
 
-    first: the only node whose checkpoint is fetched, as with ``run.restarts`` several nodes have one; None: any node.
+    first: node whose checkpoint is fetched (with ``run.restarts`` several nodes have checkpoints); None: any node.
 
     A file that ``folder`` already has with the same size and time is not fetched again. Each file is written
     atomically.

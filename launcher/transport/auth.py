@@ -66,7 +66,8 @@ class LoginRefused(paramiko.AuthenticationException):
 class Offer(AuthSource):
     """One key or password to log in with.
 
-    ``attempt`` tries it and returns the methods that the host requires in addition. ``label`` names it in messages.
+    ``attempt`` tries to log in and returns the methods that the host requires in addition, [] if the login is complete.
+    ``label`` names the key or password in messages.
     """
 
     def __init__(self, username: str, method: str, label: str, attempt: Callable[[paramiko.Transport], list[str]]):
@@ -161,7 +162,7 @@ class Login(AuthStrategy):
     def _passwords(self) -> Iterator[Offer]:
         """Yield the password once for each method: ``password``, then ``keyboard-interactive``.
 
-        The latter is last, as the host may use it to ask for a one-time code.
+        ``keyboard-interactive`` comes last, as the host may use it to ask for a one-time code.
         """
         if self.credentials.password is not None:
             user, secret = self.host.user, self.credentials.password.reveal()
@@ -173,9 +174,9 @@ class Login(AuthStrategy):
     def _keys(self) -> Iterator[tuple[paramiko.PKey, str]]:
         """Yield the keys to offer, each with its label.
 
-        Order: certificates, keys of the agent that the config names as files, other keys of the agent, key files. The
-        ``key`` of the cluster.yml comes before the keys of the agent. Files that are missing, encrypted or no keys are
-        skipped.
+        Order: certificates; keys of the agent whose file is configured; other keys of the agent; key files. If
+        cluster.yml sets ``key``, this key file comes before the keys of the agent. Files that are missing or encrypted,
+        or have no private key, are skipped.
         """
         by_blob = {key.blob: key for key in self._agent_keys}
         signers: dict[bytes, paramiko.PKey] = dict(by_blob)
@@ -213,7 +214,7 @@ def _by_key(user: str, key: paramiko.PKey, transport: paramiko.Transport) -> lis
 
 
 def _answering(password: str) -> Callable[[str, str, Sequence[tuple[str, bool]]], list[str]]:
-    """A keyboard-interactive handler: answers the first hidden prompt with the password, any other with ""."""
+    """Return a keyboard-interactive handler that answers the first hidden prompt with the password, others with ""."""
     answers = [password]
 
     def answer(title: str, instructions: str, prompts: Sequence[tuple[str, bool]]) -> list[str]:
@@ -263,7 +264,7 @@ def _public_blob(path: str) -> bytes | None:
 
 
 def _plain(blob: bytes) -> bytes:
-    """Return the public key in ``blob``. ``blob``: a public key, or a certificate, which contains one."""
+    """Return ``blob`` if it is a public key, or the public key in it if it is a certificate."""
     kind = paramiko.Message(blob).get_text().removesuffix(_CERT)
     try:
         return paramiko.PKey.from_type_string(kind, blob).asbytes()

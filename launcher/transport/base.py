@@ -89,8 +89,8 @@ class Transport(ABC):
 
     @abstractmethod
     def talk(self, command: Command) -> Talk:
-        """Start a command for an exchange of lines. Its stdin stays open until ``Talk.close`` or the loss of the
-        connection, which the command sees as end of file."""
+        """Start a command, and return a ``Talk`` that exchanges lines with it. When the ``Talk`` is closed or the
+        connection is lost, the command reads end of file from its stdin."""
 
     @abstractmethod
     def upload(self, source: Path, dest: str, *, offset: int = 0, on_bytes: OnBytes | None = None) -> None:

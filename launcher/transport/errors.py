@@ -18,7 +18,7 @@ CONNECTION_ERRORS = (paramiko.SSHException, EOFError, OSError)
 class HopFailed(Exception):
     """Connecting to ``host``, the node or one of its jump hosts, failed with ``error``.
 
-    ``reached``: the key exchange was complete and the host had not closed the connection.
+    ``reached``: whether the key exchange was complete and the connection still open.
     """
 
     def __init__(self, host: SshHost, error: Exception, reached: bool):

@@ -107,7 +107,7 @@ class HostKeyCheck(paramiko.MissingHostKeyPolicy):
         return list(dict.fromkeys(types))
 
     def missing_host_key(self, client: paramiko.SSHClient, hostname: str, key: paramiko.PKey) -> None:
-        """Return if the key that paramiko got from the host is accepted, else raise HostKeyError.
+        """Check the key that paramiko got from the host; raises HostKeyError unless the key is accepted.
 
         With mode ``no`` a changed or revoked key sets ``distrust`` instead, and login continues without passwords, as
         in OpenSSH: a machine in the middle could use a password but not a signature.
@@ -162,7 +162,8 @@ class HostKeyCheck(paramiko.MissingHostKeyPolicy):
         )
 
     def _store(self) -> str:
-        """Return the commands that store the host's key; ssh-keyscan knows neither jump hosts nor HostKeyAlias."""
+        """Return the commands that store the host's key: ``ssh`` and, without jump host and HostKeyAlias,
+        ``ssh-keyscan``."""
         host, port = self._resolved, "" if self._resolved.port == 22 else f"-p {self._resolved.port} "
         login = f"`ssh -o StrictHostKeyChecking=ask {port}{host.name}`"
         if host.jumps or host.proxy_command or host.key_alias:
@@ -180,7 +181,7 @@ def _shown(key: paramiko.PKey) -> str:
 
 
 def _append(path: Path, line: str) -> None:
-    """Append a line to a file unless the file has it; locked, as nodes are connected in parallel."""
+    """Append a line to a file unless the file has it. Locks the file, as other threads and processes may append too."""
     path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
     with path.open("a+") as file:
         fcntl.flock(file, fcntl.LOCK_EX)

@@ -203,7 +203,7 @@ class OpenSshTransport(RemoteTransport):
         return bool(self._ssh_argv) and self._use_control_master()
 
     def _begin(self, command: Command, deadline: float) -> Process:
-        """Start a command; while the server refuses another session (``MaxSessions``), ask again until ``deadline``."""
+        """Start a command; while the server refuses another session (``MaxSessions``), retry until ``deadline``."""
         while self._ssh_argv:
             process = _SshProcess([*self._ssh_argv, "--", self.node.host, with_pid(command)])
             if process.await_pid(min(deadline, time.monotonic() + STALL)):

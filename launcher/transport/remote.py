@@ -241,7 +241,8 @@ _turns: dict[str, threading.BoundedSemaphore] = {}
 
 @contextmanager
 def login_turn(route: Route) -> Iterator[None]:
-    """Wait until fewer than ``_LOGINS_AT_ONCE`` logins are in progress at this address, proxy or jump host."""
+    """Wait until fewer than ``_LOGINS_AT_ONCE`` logins are in progress at the address, proxy or jump host of
+    ``route``."""
     last, through = route[-1], route[-2].target if len(route) > 1 else ""
     place = last.proxy_command.replace(last.host, "") or f"{through} {last.host}:{last.port}"
     with _turns_lock:

@@ -80,8 +80,8 @@ def _module_file(module: str) -> Path:
 class NodeAgent:
     """A Python process on a node that runs programs one after another (``node/programs/agent.py``).
 
-    ``python``: the interpreter as an argv prefix with its setup lines, from ``launcher.plan.placement.interpreter``.
-    For use by one thread at a time. Leaving the context ends the process.
+    ``python``: command that starts the node's Python, without arguments, as made by
+    ``launcher.plan.placement.interpreter``. For use by one thread at a time. Leaving the context ends the process.
     """
 
     def __init__(self, transport: Transport, python: Command):

@@ -103,7 +103,7 @@ class SshTransport(RemoteTransport):
         return link.ssh
 
     def _begin(self, command: Command, deadline: float) -> Process:
-        """Start a command; while the server refuses another session (``MaxSessions``), ask again until ``deadline``."""
+        """Start a command; while the server refuses another session (``MaxSessions``), retry until ``deadline``."""
         return _ChannelProcess(self._open_session(deadline), command)
 
     def _begin_sftp(self) -> paramiko.SFTPClient:
@@ -113,7 +113,7 @@ class SshTransport(RemoteTransport):
         return paramiko.SFTPClient(session)
 
     def _open_session(self, deadline: float) -> paramiko.Channel:
-        """Open a session; while the server refuses another one, ask again until ``deadline`` (monotonic seconds)."""
+        """Open a session; while the server refuses it, retry until ``deadline`` (monotonic seconds)."""
         while True:
             try:
                 return open_session(self._ssh(), min(STALL, max(0.1, deadline - time.monotonic())))
@@ -210,7 +210,7 @@ def _connect(route: Route, host_keys: str, credentials: Credentials, timeout: fl
 
 
 def _transport(sock: socket.socket | paramiko.Channel, known_types: Sequence[str]) -> paramiko.Transport:
-    """A paramiko transport that prefers ``known_types`` of host keys and the fast ciphers."""
+    """Return a paramiko transport that prefers host keys of the types ``known_types``, and fast ciphers."""
     ssh = paramiko.Transport(sock)
     options = ssh.get_security_options()
     options.ciphers = sorted(options.ciphers, key=lambda name: name not in _CIPHERS)

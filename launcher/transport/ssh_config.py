@@ -129,7 +129,7 @@ def ssh_program() -> str | None:
 
 
 def ssh_argv(user: str | None, port: int | None) -> list[str]:
-    """argv of ssh up to the host name, so that OpenSSH reads the same config file and logs in as the same user."""
+    """argv of ssh up to the host name: user, port and, if ssh would not read the one below $HOME, the config file."""
     argv = [ssh_program() or "ssh"]
     if not is_home_of_passwd():
         argv += ["-F", str(_user_config()) if _user_config().is_file() else "none"]
@@ -145,8 +145,8 @@ def is_home_of_passwd() -> bool:
 def config_lines(path: Path | None = None, depth: int = 0) -> Iterator[str]:
     """Yield the lines of ~/.ssh/config, with the lines of included files in place of top-level ``Include`` lines.
 
-    An ``Include`` below a ``Host`` or ``Match`` line is also yielded itself, as it depends on that line. After the
-    included lines, the preceding ``Host`` or ``Match`` line is yielded again.
+    An ``Include`` below a ``Host`` or ``Match`` line applies only to the hosts of that line; it is yielded too, before
+    the included lines. After them, the preceding ``Host`` or ``Match`` line is yielded again.
     """
     path = path or _user_config()
     if not path.is_file() or depth > _MAX_INCLUDES:

@@ -26,7 +26,7 @@ from launcher.transport.ssh import SshTransport
 
 @contextmanager
 def cluster_group(path: str | Path, overrides: Sequence[str] = ()) -> Iterator[ThreadingGroup]:
-    """A fabric group of the nodes of a cluster.yml, in node_rank order, logged in as a launch logs in.
+    """Yield a fabric group of the nodes of a cluster.yml, in node_rank order, connected with the logins of a launch.
 
     Args:
         path: the cluster.yml.

@@ -92,7 +92,7 @@ def test_parts_of_a_lost_node_go_to_the_nodes_with_the_fewest() -> None:
     ("spec", "standings", "more", "why"),
     [
         ({}, ALL, {"stop": True}, ""),
-        ({}, ALL, {"cause": {**killed(), "kind": "nan"}}, "the loss would be lost again"),
+        ({}, ALL, {"cause": {**killed(), "kind": "nan"}}, "the loss would become NaN or infinite again"),
         ({"generation": 3}, ALL, {}, "all 3 of run.restarts are used up"),
         (
             {},

@@ -69,7 +69,7 @@ class MemberStatus:
 
 
 class Hub:
-    """The ``Peers`` of the lead node: its connections to all members. No method blocks."""
+    """Implementation of ``Peers`` for the lead node: its connections to all members. No method blocks."""
 
     def __init__(self, config: PeerConfig, loop: Loop, clock: Callable[[], float] = time.time) -> None:
         self.config = config
@@ -152,9 +152,10 @@ class Hub:
         self._opened = time.monotonic()
 
     def inherit(self, cause: Cause, lost: dict[str, dict[str, Any]], gone: dict[str, dict[str, Any]]) -> None:
-        """Become the hub after the loss of the previous one, which is the run's ``cause`` and is contained in ``lost``.
+        """Continue as the new hub of a run that has lost its previous hub.
 
-        gone: nodes that the run continues without.
+        cause: cause of the run's end, such as that loss. lost: all lost nodes, including the previous hub. gone: nodes
+        that the run continues without.
         """
         self.cause, self.order, self._ordered = cause, Order(cause), time.monotonic()
         self.lost, self.gone = {**lost}, {**gone}
@@ -177,7 +178,7 @@ class Hub:
             link.close()
 
     def ask_stacks(self) -> None:
-        """Ask every member for the Python stacks of its ranks; they arrive as ``MemberStatus.stacks``."""
+        """Ask every member for the Python stacks of its ranks; the answers are stored in ``MemberStatus.stacks``."""
         self.stacks_wanted = True
         self._broadcast()
 
@@ -246,7 +247,7 @@ class Hub:
     # Heartbeats.
 
     def _take_report(self, member: MemberStatus, message: Message) -> None:
-        """Store a member's report and answer with the hub's orders; a cause in the report ends the run."""
+        """Handle a message of a member: answer a ping, or store a report and answer with the hub's orders."""
         if "ping" in message:
             return self._pong(member)
         if "away" in message:
@@ -264,7 +265,8 @@ class Hub:
             member.link.send({"t0": sent, "t1": got, **self._orders(member, with_peers=often)})
 
     def _take_state(self, member: MemberStatus, message: Message, ahead: float) -> None:
-        """Store the state in a member's report of the present attempt; a cause in it ends the run."""
+        """Store a member's report of the present attempt. A failure or stop in the report ends the run, unless the run
+        can continue without the member."""
         cause, member.ahead = received_cause(message["cause"], ahead), ahead
         member.state, member.trained = str(message["state"])[:20], message["trained"]
         member.ranks, member.findings = dict(message["ranks"]), list(message["findings"])
@@ -286,8 +288,10 @@ class Hub:
             member.link.send({"pong": 1})
 
     def _orders(self, member: MemberStatus, *, with_peers: bool = False) -> Message:
-        """The hub's message to a member: the cause of the run's end, the order to stop or to finish, and with
-        ``with_peers`` the state of all nodes."""
+        """Return the message to a member: the cause of the run's end, and whether to stop or to finish.
+
+        with_peers: include the state of all nodes.
+        """
         own = {str(self.config.hub): {"state": self._own.get("state"), "age": 0.0}}
         return {
             "t2": self._clock(),
@@ -303,7 +307,7 @@ class Hub:
     def _decided(self, member: MemberStatus) -> Message:
         """Return the fields of a message to a member that contain the decision about a restart; {} before a decision.
 
-        A member that the run continued or finished without gets the decision that there is no restart.
+        If the run has continued or finished without the member, the decision is that there is no restart.
         """
         decision, generation = self.decision, self.config.generation
         without = member.left is not None or (member.node_rank in self.guests and self.order == Order())
@@ -328,7 +332,8 @@ class Hub:
             self._broadcast()
 
     def _finish(self) -> None:
-        """Order all nodes to finish once every node with ranks that is not lost has trained."""
+        """Order all nodes to finish once all ranks have finished training, except those of nodes that the run continues
+        without."""
         trained = [self._own.get("trained", False), *(one.trained for one in self.members.values() if one.left is None)]
         if self.order is None and any(trained) and False not in trained:
             self.order = Order()
@@ -361,7 +366,8 @@ class Hub:
         self._end_or_leave(member, make_cause(member.node_rank, "node", "lost", why, since))
 
     def _end_or_leave(self, member: MemberStatus, cause: Cause) -> None:
-        """Continue the run without the member if possible, else stop the run for ``cause``."""
+        """Stop the run for ``cause``, unless ``cause`` is the failure or loss of a member that the run can do
+        without."""
         if member.left is not None:
             return
         if cause["kind"] in ("failure", "lost") and cause["node_rank"] == member.node_rank and self._can_lose(member):
@@ -373,8 +379,8 @@ class Hub:
     def _can_lose(self, member: MemberStatus) -> bool:
         """Whether the run can continue without ``member`` now.
 
-        False while the run stops, and true for a server once all ranks have trained. Otherwise ``Crew.can_lose``
-        decides.
+        False while the run stops, and true for a server once all ranks have finished training. Otherwise
+        ``Crew.can_lose`` decides.
         """
         crew, k = self.config.crew, member.node_rank
         if self._stopping:
@@ -416,9 +422,10 @@ class Hub:
 
 
 def excused(when: float | None, pause: float, now: float) -> float | None:
-    """Move ``when`` forward by ``pause`` seconds, at most to ``now``.
+    """Return ``when`` plus ``pause`` seconds, at most ``now``; None stays None.
 
-    Time in which this machine was suspended must not count as silence of another node.
+    ``when`` is the time of another node's last message, and ``pause`` the time in which this machine was suspended,
+    which must not count as silence of the other node.
     """
     return None if when is None else min(when + pause, now)
 

@@ -86,7 +86,10 @@ _QUICK_TRIPS = 4  # first round trips, made without a pause to measure the clock
 
 
 class Member:
-    """The ``Peers`` of a member: its connection to the hub. No method blocks, except to resolve the hub's host name."""
+    """Implementation of ``Peers`` for a member: its connection to the hub.
+
+    No method blocks, except to resolve the hub's host name.
+    """
 
     def __init__(self, config: PeerConfig, loop: Loop, clock: Callable[[], float] = time.time) -> None:
         self.config = config
@@ -123,9 +126,10 @@ class Member:
 
     @property
     def table(self) -> dict[str, dict[str, Any]]:
-        """The other nodes as the hub last reported them.
+        """The state of each other node, as the hub last reported it.
 
-        "age" is in seconds since the hub heard from a node; for the hub itself, since this node heard from it.
+        "age": seconds since the hub received a message of the node; for the hub's own row, since this node received a
+        message of the hub.
         """
         now = time.monotonic()
         rows = {k: {**row, "age": _add(row["age"], now - self._peers_received)} for k, row in self._peers.items()}
@@ -173,7 +177,8 @@ class Member:
         self.stacks_wanted, self._known_final, self._own = False, False, None
 
     def leave(self) -> None:
-        """Close the connection to a hub that counts as lost; if the hub lives, it learns that this node has left."""
+        """Close the connection to a hub that counts as lost, after telling it that this node leaves, in case it is
+        alive."""
         if self._proven is not None:
             self._proven.send({"away": 1})
         self.close()
@@ -191,13 +196,15 @@ class Member:
     def _attempt_timeout(self) -> float:
         """Timeout of an attempt to connect, in seconds.
 
-        It is short once the round-trip time is known: after a network cut the next attempt may be the first to succeed.
+        Once a round trip has been measured, the timeout is a small multiple of it, so that after a network cut a new
+        attempt begins soon.
         """
         trip = self._offset.quickest
         return _TRY_FOR if trip is None else min(_TRY_FOR, max(_TRY_EVERY, _TRIPS_FOR * trip))
 
     def _ping(self, now: float) -> None:
-        """Send a ping between two reports, so that a network cut is tolerated for nearly all of ``peer_timeout``."""
+        """Send a ping. Pings are sent more often than reports, so that the hub's last message from this node is recent
+        when the network is cut, and nearly all of ``peer_timeout`` remains for the reconnection."""
         self._pinged = now
         if self._proven is not None and not self._proven.waiting:
             self._proven.send({"ping": 1})

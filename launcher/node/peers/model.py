@@ -35,7 +35,7 @@ class Crew:
         return not self.last_copies(k, gone) and self._clients_have_others(k, gone)
 
     def spare(self, gone: Collection[int] = ()) -> list[int]:
-        """The nodes that are expendable now: the run could lose any one of them next. gone: nodes lost before."""
+        """The nodes that the run can lose: any one of them, not all at once. gone: nodes lost before."""
         return [k for k in range(len(self.roles)) if k not in gone and self.can_lose(k, gone)]
 
     def last_copies(self, k: int, gone: Collection[int] = ()) -> list[int]:
@@ -117,8 +117,8 @@ class PeerConfig:
 
 
 class Order(NamedTuple):
-    """An order of the hub to a node: stop because of ``cause`` or, if that is None, finish, as all nodes have
-    trained."""
+    """An order of the hub to a node: stop because of ``cause`` or, if it is None, finish because all nodes have
+    finished training."""
 
     cause: Cause | None = None
 
@@ -161,11 +161,11 @@ class Peers(Protocol):
 
     @property
     def spare(self) -> list[int]:
-        """Node ranks that are expendable now (``Crew.spare``)."""
+        """Node ranks of the nodes that the run can lose now (``Crew.spare``)."""
 
 
 class NoPeers:
-    """The ``Peers`` of a run with a single node: there are no others."""
+    """Implementation of ``Peers`` for a run with a single node, which needs no connections."""
 
     def __init__(self) -> None:
         self.order: Order | None = None
@@ -199,7 +199,10 @@ class NoPeers:
 def make_cause(
     node_rank: int, name: str, kind: str, reason: str, t: float, asked: Mapping[str, Any] | None = None
 ) -> Cause:
-    """Make a cause. t: seconds since the epoch; asked: the content of a stop request."""
+    """Return a cause of the run's end.
+
+    name: process, such as ``rank3``, or "node". t: seconds since the epoch. asked: content of a stop request.
+    """
     rank = int(name[4:]) if name.startswith("rank") else None
     return {
         "node_rank": node_rank,
@@ -265,7 +268,7 @@ def left_words(cause: Cause, config: PeerConfig, gone: Collection[int]) -> str:
 
 
 def fatal(cause: Cause, config: PeerConfig, gone: Collection[int]) -> Cause:
-    """Return ``cause``, with the parts that no remaining node holds added to its reason if a server was lost.
+    """Return ``cause``; if a server failed or was lost, its reason also names the parts that no remaining node holds.
 
     gone: nodes lost before.
     """

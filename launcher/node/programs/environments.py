@@ -82,7 +82,7 @@ def worker(waiting: list[tuple[int, dict[str, str]]], versions: dict[int, dict[s
 
 
 def versions_of(program: str, source: str) -> dict[str, str]:
-    """Package versions of the Python ``program``, found as in preflight; {} when it does not run. source: text of
+    """Run ``packages.versions`` in the Python ``program`` and return its result; {} when that fails. source: text of
     packages.py."""
     try:
         done = subprocess.run(
@@ -127,7 +127,7 @@ def of_prefix(key: str, prefix: str) -> dict[str, str]:
 
 
 def conda_environments() -> Iterator[dict[str, str]]:
-    """Conda environments with torch: those in ~/.conda/environments.txt, and those below the usual roots."""
+    """Conda environments with torch: those in ~/.conda/environments.txt, and those in folders such as ~/miniconda3."""
     prefixes = [line.strip() for line in lines_of(os.path.expanduser("~/.conda/environments.txt"))]
     tops = [os.path.expanduser("~"), "/opt", "/usr/local"]
     for root in (os.path.join(top, name) for top in tops for name in CONDA_ROOTS):
@@ -142,7 +142,7 @@ def is_conda(prefix: str) -> bool:
 
 
 def virtual_environments() -> Iterator[dict[str, str]]:
-    """Virtual environments with torch in ``VENV_FOLDERS``, and those with a usual name in the home's subfolders."""
+    """Virtual environments with torch: subfolders of ``VENV_FOLDERS``, and those such as ~/project/.venv."""
     for folder in VENV_FOLDERS:
         top = os.path.expanduser(folder)
         for name in entries(top):
@@ -201,7 +201,7 @@ def lines_of(path: str) -> list[str]:
 
 
 def short(path: str) -> str:
-    """``path`` with ``~/`` for the home folder, so that it is valid for every user."""
+    """Return ``path`` with ``~/`` in place of the home folder, so that cluster.yml works for every user."""
     home = os.path.expanduser("~").rstrip("/")
     return "~" + path[len(home) :] if home and path.startswith(home + "/") else path
 
@@ -210,7 +210,7 @@ def short(path: str) -> str:
 
 
 def shares(declared: list[str]) -> list[str]:
-    """Absolute paths of writable folders that may be shared: ``declared``, home, and network file systems."""
+    """Writable folders that may be shared, at most ``SHARES``: ``declared``, the home folder, network file systems."""
     mounts = [words[1] for words in map(str.split, lines_of("/proc/mounts")) if len(words) > 2 and words[2] in NETWORK]
     home = os.path.expanduser("~")
     own = [os.path.join(mount, os.path.basename(home)) for mount in mounts]

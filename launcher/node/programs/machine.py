@@ -219,8 +219,8 @@ def table(text: str, columns: int) -> list[list[str]]:
 
 
 def gpu(row: list[str]) -> dict[str, Any]:
-    """One GPU as a dict, from a row that nvidia-smi printed; memory in MiB. Fields that a GPU does not support read
-    '[N/A]' or similar."""
+    """One GPU as a dict, from a row that nvidia-smi printed; memory in MiB. A number that the GPU does not support, for
+    which nvidia-smi prints '[N/A]' or similar, becomes 0."""
     index, uuid, name, memory, used, mode, mig, ecc, _ = row
     return {
         "index": number(index), "uuid": uuid, "name": name, "memory": number(memory), "used": number(used),

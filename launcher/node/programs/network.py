@@ -209,7 +209,7 @@ def run_attempts(attempts: list[Attempt], seconds: float) -> Iterator[tuple[Atte
 
 
 def wait_for_ended(poll: Any, running: dict[int, Attempt]) -> list[tuple[int, str]]:
-    """Wait for an event or the next deadline.
+    """Wait until data arrives for one of the attempts, or one of them reaches its deadline.
 
     Returns (descriptor, error) of each attempt that has ended; the error is '' after success.
     """
@@ -265,7 +265,7 @@ def is_numeric(name: str) -> bool:
 
 
 def meaning(error: OSError) -> str:
-    """The error in a word or two: "refused", "no route", "no answer", "reset", or else the message of the system."""
+    """Return "refused", "no route", "no answer" or "reset" for the usual errors, else the system's message."""
     known = {
         errno.ECONNREFUSED: "refused",
         errno.EHOSTUNREACH: "no route",

@@ -86,7 +86,7 @@ def by_metadata(package: str) -> str:
 
 
 def torch_cuda() -> str:
-    """``torch.version.cuda``, e.g. 12.6; '' for a CPU build."""
+    """``torch.version.cuda``, e.g. 12.6, without importing torch; '' for a CPU build, or without torch."""
     for folder in folders():
         try:
             with open(os.path.join(folder, "torch", "version.py")) as file:
@@ -128,9 +128,9 @@ def size_of(manifest: dict[str, Any]) -> dict[str, Any]:
 
 
 def topology_of(manifest: dict[str, Any], folder: str) -> int:
-    """Return the size in bytes of the topology of all parts, which is in their files with 1-d tensors.
+    """Return the size in bytes of the topology of all parts: the sum over all files with 1-d arrays.
 
-    0 if ``folder`` lacks one of these files or has it in another size.
+    0 if one of these files is missing in ``folder`` or has another size.
     """
     files = [file for file in manifest["files"] if file["path"].startswith("part") and len(file.get("shape", ())) == 1]
     for file in files:

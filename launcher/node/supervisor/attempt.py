@@ -57,8 +57,8 @@ def next_spec(first: NodeSpec, decision: Decision) -> NodeSpec:
 
 
 def returned(spec: NodeSpec) -> tuple[bool, NodeSpec]:
-    """Whether an earlier supervisor of this node has ended without a result, and the specification with the number of
-    its attempt. Deletes ``returns.json``, the last ``state.json`` of that supervisor."""
+    """Return whether this supervisor replaces one that ended without a result, and ``spec`` with the number of that
+    supervisor's attempt. Reads and deletes ``returns.json``, the last ``state.json`` of that supervisor."""
     path = os.path.join(spec.run_dir, "returns.json")
     try:
         state = read_json(path)
@@ -76,7 +76,7 @@ def _endpoint(site: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _owning(server: Mapping[str, Any], parts: tuple[int, ...]) -> Mapping[str, Any]:
-    """Replace the parts after ``--own`` in the command of a graph server."""
+    """Return the command of a graph server with ``parts`` as the value of ``--own``."""
     argv = list(server["argv"])
     if "--own" in argv:
         argv[argv.index("--own") + 1] = ",".join(map(str, parts))
@@ -88,7 +88,8 @@ def _with_env(command: Mapping[str, Any], env: Mapping[str, str]) -> Mapping[str
 
 
 def _world(first: NodeSpec, decision: Decision, ranks: Mapping[int, tuple[int, ...]]) -> dict[str, str]:
-    """Return the environment variables of torchrun and of the restart for this node's ranks."""
+    """Return the environment variables of this node's ranks in the next attempt: those of torchrun, the number of the
+    restart, and the checkpoint from which to resume."""
     leader = int(decision["first"])
     world = str(sum(map(len, ranks.values())))
     groups = sorted(ranks, key=lambda k: ranks[k])
@@ -109,9 +110,9 @@ def _world(first: NodeSpec, decision: Decision, ranks: Mapping[int, tuple[int, .
 
 
 def cluster_file(before: Mapping[str, Any], spec: NodeSpec, decision: Decision) -> dict[str, Any]:
-    """Return the content of cluster.json for an attempt.
+    """Return the content of cluster.json for the attempt that ``decision`` describes.
 
-    before: its content in the first attempt. spec: the specification of any node for the new attempt.
+    before: content of cluster.json in the first attempt. spec: specification of any node for the new attempt.
     """
     nodes = [
         {
@@ -128,7 +129,8 @@ def cluster_file(before: Mapping[str, Any], spec: NodeSpec, decision: Decision) 
 def archive(run_dir: str, generation: int) -> None:
     """Move the files about ranks and processes of attempt ``generation`` to ``attempts/<generation>/``.
 
-    ``state.json`` is copied, as other programs find the supervisor by it. A file that cannot be moved is deleted.
+    ``state.json`` is copied, as other programs read the supervisor's pid from it. A file that cannot be moved is
+    deleted.
     """
     folder = os.path.join(run_dir, "attempts", str(generation))
     with suppress(OSError):
@@ -160,9 +162,10 @@ def first_cluster(run_dir: str) -> dict[str, Any] | None:
 
 
 def standing_of(first: NodeSpec, stepped: bool, idle: Idle) -> Standing:
-    """Return what this node can contribute to a restart; reads its checkpoints and the list of its parts.
+    """Return what this node can contribute to a restart: its newest checkpoint and its parts.
 
-    ``idle(0.0)`` keeps the supervisor's heartbeat running while a large file is read.
+    stepped: whether a rank of this node has trained a step in this attempt. ``idle(0.0)`` keeps the supervisor's
+    heartbeat running while a large file is read.
     """
     return Standing(newest_checkpoint(first.run_dir, idle), parts_on_disk(first), stepped)
 
@@ -171,7 +174,7 @@ def newest_checkpoint(run_dir: str, idle: Idle = lambda seconds: None) -> dict[s
     """The newest checkpoint of this node whose content matches its digest: {"file", "epoch", "step"}; None if there is
     none.
 
-    Position and digest are stored as in trainer/train/checkpoint.py: in the file's name, and in its archive comment.
+    The file's name contains epoch and step; its ZIP comment is the digest (see trainer/train/checkpoint.py).
     """
     folder = os.path.join(run_dir, "checkpoints")
     names: list[str] = []
@@ -208,7 +211,8 @@ def _is_whole(path: str, idle: Idle) -> bool:
 
 
 def parts_on_disk(first: NodeSpec) -> tuple[int, ...]:
-    """The parts that this node can read: its own and, from a folder that was not sent to it, all complete ones."""
+    """The parts that this node can read: its own and, if the launcher has not sent its partition folder (which may be
+    shared), all parts that are complete in this folder."""
     own = set(first.parts_of(first.node_rank))
     if not first.data_dir:
         return tuple(sorted(own))

@@ -1,4 +1,4 @@
-"""Describes waits that have passed their deadline: who waited for whom, for what, for how long, and who is the cause.
+"""Describes waits of ranks that have passed their deadline: which rank waited, for what, how long, and the cause.
 
 A rank whose wait has passed its deadline writes ``procs/wait-rank<r>.json`` before it ends (trainer/core/waits.py). All
 functions but ``read_wait`` are without side effects.
@@ -17,13 +17,14 @@ from launcher.node.supervisor.process_state import STOPPED
 
 Wait = Mapping[str, Any]  # as in procs/wait-rank<r>.json, with "at" instead of "stack"
 
-_SHOWN = 4  # ranks that are named as not there
+_SHOWN = 4  # at most so many ranks are named as "not there"
 
 
 def read_wait(run_dir: str, rank: int) -> dict[str, Any] | None:
-    """The expired wait that a rank of this node has reported, with "at", the line at which it waited; None if none.
+    """Return the expired wait that a rank of this node has reported; None if it has reported none.
 
-    Appends the stack in it to ``logs/stacks-rank<r>.log``.
+    The result is the content of ``procs/wait-rank<r>.json`` with "at", the source line at which the rank waited, in
+    place of "stack"; the stack is appended to ``logs/stacks-rank<r>.log``.
     """
     found = record_in(WAIT, os.path.join(run_dir, "procs", f"wait-rank{rank}.json"))
     if found is None:
@@ -35,7 +36,7 @@ def read_wait(run_dir: str, rank: int) -> dict[str, Any] | None:
 
 @dataclass(frozen=True)
 class Processes:
-    """What is known of the ranks and graph servers of a run whose stacks were collected."""
+    """The ranks and graph servers of a run, with a summary (one line) of the stack of each."""
 
     labels: Sequence[str]  #: names of the nodes in messages, by node_rank
     nodes: Mapping[int, int]  #: node_rank of each rank that has not ended
@@ -43,7 +44,7 @@ class Processes:
     servers: Mapping[int, str]  #: summary of each graph server's stack, by node_rank
 
     def folded(self) -> list[str]:
-        """One line per group of ranks with the same summary."""
+        """One line for each different summary, with all ranks that have it."""
         return stacks.folded({rank: [line] for rank, line in self.ranks.items()})
 
     def rank_name(self, rank: int) -> str:
@@ -55,7 +56,7 @@ class Processes:
         return f"the graph server of {self.labels[node] if node < len(self.labels) else f'node{node}'}"
 
     def held_up(self) -> Iterator[Culprit]:
-        """The processes that the kernel keeps from running: stopped ones first, ranks before servers."""
+        """Yield the processes that the kernel keeps from running: stopped ones first, ranks before servers."""
         ranks = [(stacks.held_up(line), self.nodes.get(rank), rank) for rank, line in sorted(self.ranks.items())]
         servers = [(stacks.held_up(line), node, None) for node, line in sorted(self.servers.items())]
         for words, node, rank in sorted([*ranks, *servers], key=lambda one: one[0] != STOPPED):
@@ -74,12 +75,15 @@ class Culprit:
 
 
 def verdict(words: str) -> str:
-    """What keeps a process from running, as in its summary, as the end of a sentence."""
+    """Return the predicate of a sentence about a process that cannot run, such as ``is stopped (…)``.
+
+    words: what keeps the process from running, as returned by ``stacks.held_up``.
+    """
     return "is stopped (SIGSTOP or a debugger)" if words == STOPPED else words.partition(": ")[2]
 
 
 def describe(waits: Sequence[Wait], known: Processes) -> Culprit:
-    """The process that is the cause of expired waits, and a sentence about it and about the first of the waits.
+    """Return the process that caused expired waits; its ``text`` describes this process and the first of the waits.
 
     waits: at least one.
     """
@@ -107,7 +111,7 @@ def describe(waits: Sequence[Wait], known: Processes) -> Culprit:
 
 
 def _waited_for(wait: Wait, known: Processes) -> tuple[str, int | None]:
-    """(what a rank waited for, node_rank of the graph server if it was one)."""
+    """Return in words what a rank waited for, and the node_rank of the graph server if it waited for one."""
     if wait["of"] == "server" and wait["node_rank"] is not None:
         node = int(wait["node_rank"])
         return f"{known.server_name(node)} to answer a {wait['request']} request", node
@@ -117,7 +121,8 @@ def _waited_for(wait: Wait, known: Processes) -> tuple[str, int | None]:
 
 
 def _absent(waits: Sequence[Wait], first: Wait, known: Processes) -> list[int]:
-    """The ranks that are neither among those that waited nor at the same line."""
+    """The ranks that other ranks may have waited for: those without an expired wait that are not at the line of
+    ``first``."""
     waiting = {wait["rank"] for wait in waits}
     return sorted(
         rank
@@ -133,7 +138,10 @@ def _where(rank: int, known: Processes) -> str:
 
 
 def server_lines(known: Processes, asked: int | None) -> list[str]:
-    """Lines about graph servers for the stacks of a finding: those that cannot run, and that of node ``asked``."""
+    """Return a line for each graph server that the kernel keeps from running, and for that of node ``asked``.
+
+    The lines are part of the field "stacks" of a finding.
+    """
     return [
         f"graph server of {known.labels[node]}: {line}"
         for node, line in sorted(known.servers.items())

@@ -95,7 +95,7 @@ class Health:
         self.stacks = {_key(rank): lines[:1] for rank, lines in self._collect().items()}
 
     def server_words(self) -> str:
-        """What the graph server is doing, as an addition to a message: ``; it is at load() …``; '' if it has ended."""
+        """What the graph server is doing, to append to a message: ``; it is at load() …``; '' if it has ended."""
         pid = self._server_pid()
         if pid is None:
             return ""
@@ -118,7 +118,7 @@ class Health:
         self._book.journal.event("finding", finding=finding)
 
     def _attribute(self, finding: Finding, culprit: Culprit) -> None:
-        """Name the process that all others wait for in a finding; its time is by the clock of that process's node."""
+        """Make ``finding`` name ``culprit`` as the cause, and convert its time to the clock of the culprit's node."""
         finding["t"] += self._ahead(culprit.node_rank) - self._ahead(finding["node_rank"])
         finding["node_rank"], finding["rank"], finding["text"] = culprit.node_rank, culprit.rank, culprit.text
 
@@ -142,7 +142,7 @@ class Health:
         return [*self.waits.values(), *others]
 
     def _expired(self) -> list[Finding]:
-        """A finding about waits that have passed their deadline, for the first of them; it has the stacks."""
+        """Return one finding about all expired waits, with the stacks of all processes; [] if there is nothing new."""
         if self._waits_reported or not self._all_waits():
             return []
         self._waits_reported = True
@@ -174,7 +174,7 @@ class Health:
             self.findings += [finding for finding in member.findings if finding not in self.findings]
 
     def _stacks_of_all(self) -> Processes:
-        """What all ranks and graph servers are doing; without those of nodes that do not answer within
+        """Collect the stacks of all ranks and graph servers, except those of nodes that do not answer within
         ``_OTHERS_WAIT`` seconds."""
         hub = self._peers if isinstance(self._peers, Hub) else None
         deadline = time.monotonic() + _OTHERS_WAIT
@@ -215,7 +215,7 @@ def _key(rank: int) -> str:
 
 
 def _exiting(known: Processes) -> set[int]:
-    """The ranks whose interpreter is ending, as they have no Python frame left."""
+    """The ranks that have no Python frame left, which means that their interpreter is exiting."""
     return {rank for rank, line in known.ranks.items() if line == stacks.NO_FRAME}
 
 
@@ -227,7 +227,7 @@ class DepartedNodes:
         self._reported: set[str] = set(peers.gone)  # reported in an earlier attempt
 
     def new_findings(self) -> list[dict[str, Any]]:
-        """Log and return a finding for each node that the run has left behind since the last call."""
+        """Log and return a finding for each node that the run has continued without since the last call."""
         found = []
         for k, gone in self._peers.gone.items():
             if k not in self._reported:

@@ -118,7 +118,8 @@ class Journal:
         return os.path.join(self.run_dir, *names)
 
     def folder_exists(self) -> bool:
-        """Whether the run folder still exists; also true when its file server does not answer."""
+        """Whether the run folder still exists; true as well if that is unknown because its file server does not
+        answer."""
         try:
             os.stat(self.run_dir)
         except FileNotFoundError:
@@ -195,8 +196,7 @@ class Journal:
 
 
 def stop_request(journal: Journal) -> Mapping[str, Any] | None:
-    """Content of ``control/stop``: {"by", "why", "now"}, of which each may be missing; None while no stop is
-    requested."""
+    """Content of ``control/stop``: {"by", "why", "now"}, all optional; None while no stop is requested."""
     path = journal.path("control", "stop")
     if not os.path.exists(path):
         return None

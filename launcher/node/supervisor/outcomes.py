@@ -79,7 +79,7 @@ class OutcomeBook:
         )
 
     def record(self, record: dict[str, Any]) -> None:
-        """Store an outcome that no rank runner has written, and write it to the run folder."""
+        """Store an outcome that this supervisor has made, and write it to the run folder."""
         self.journal.put(f"outcomes/{record['name']}.json", record)
         self.take(record)
 
@@ -212,7 +212,7 @@ class Ended(Exception):
         return Ended(self.state, f"{self.reason.rstrip('.')}; no restart: {why}", self.cause)
 
     def result(self, node_rank: int, cause: Cause | None) -> dict[str, Any]:
-        """The fields of ``result.json`` about the end.
+        """Return the fields of ``result.json`` that say how and why this node ended.
 
         cause: cause of the run's end; included only if it lies on another node.
         """

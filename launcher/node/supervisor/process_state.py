@@ -47,7 +47,7 @@ def parse_stat(text: str) -> tuple[str, int, float]:
 
 
 def held_up(pid: int, samples: Sequence[Sample], in_swap: int = 0, wchans: Mapping[int, str] | None = None) -> str:
-    """Say what keeps a process from running, as ``state D: …`` or ``state T: …``; '' if it can run or waits for others.
+    """Return why the kernel keeps a process from running, as ``state D: …`` or ``state T: …``; '' if it does not.
 
     in_swap: bytes of the process that are in swap. wchans: kernel function in which each thread waits, by thread id;
     read after the samples.
@@ -96,7 +96,7 @@ class ProcessWatch:
         self.samples.append(Sample(now, {**states, self.pid: state}, faults, cpu_s))
 
     def held_up(self) -> str:
-        """What keeps the process from running, as from ``held_up``; '' if nothing does."""
+        """What keeps the process from running, according to the samples taken so far; '' if nothing does."""
         wchans = {tid: _word(f"/proc/{self.pid}/task/{tid}/wchan") for tid in self._blocked()}
         return held_up(self.pid, self.samples, _in_swap(self.pid), wchans)
 

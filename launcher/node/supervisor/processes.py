@@ -60,8 +60,8 @@ class RankRunners:
         return any(child.running() for child in self.children.values())
 
     def ended_badly(self) -> Child | None:
-        """A rank runner that ended with an error although it was not stopped and its rank has not failed; None if there
-        is none.
+        """Return a rank runner that failed by itself: it was not stopped, and its rank has not failed; None without
+        any.
 
         To be called after ``OutcomeBook.look``, which reads the outcomes of the ranks.
         """
@@ -112,7 +112,8 @@ def end_processes(
 def complete_outcomes(
     children: list[Child], keeper: ServerKeeper, runners: RankRunners, book: OutcomeBook, loop: Loop
 ) -> None:
-    """Close the logs, and record the outcome of each rank, graph server and rank runner that has none yet."""
+    """Close the logs, read the last outcomes of ranks, and record that of the graph server; log how rank runners
+    ended."""
     for child in children:
         child.running()
         loop.forget(child)

@@ -71,8 +71,10 @@ class RankRunner:
         return status
 
     def _server_ready(self) -> bool:
-        """Wait until the graph server's ready file exists; returns False if the rank is stopped before. The supervisor
-        limits the time."""
+        """Wait until the graph server's ready file exists; returns False if the rank is stopped before.
+
+        There is no timeout here: the supervisor stops the rank when the graph server takes too long.
+        """
         while self.ready_file and not os.path.exists(self.ready_file):
             if self.loop.signals or supervisor_gone(self.environment):
                 return False

@@ -1,8 +1,8 @@
-"""Meeting of the supervisors after an attempt that failed, at which the hub decides whether the run starts again.
+"""After a failure, the supervisors connect to a hub, which decides whether the run starts again (a new attempt).
 
-``Restarts`` keeps what this node knows of all restarts of the run. If the hub is lost, the remaining node with the
-lowest node_rank becomes the hub at its own control port, and the others connect to it. A node that does not answer
-within ``peer_timeout`` + 3 s is skipped. A node that was cut off from the others becomes their ``Guest``.
+``Rendezvous`` does this after one attempt; ``Restarts`` keeps the history of a run. If the hub is lost, the remaining
+node with the lowest node_rank becomes the hub at its own control port, and the others connect to it. A node that does
+not answer within ``peer_timeout`` + 3 s is skipped. A node that was cut off from the others waits as their ``Guest``.
 """
 
 from __future__ import annotations
@@ -49,10 +49,10 @@ def _with_hub(spec: NodeSpec, hub: int, seconds: float) -> PeerConfig:
 
 
 class Rendezvous:
-    """Connects to the supervisors that are left, and finds the decision: call ``look`` several times a second.
+    """Makes or receives the decision about a restart after one attempt: call ``look`` several times a second.
 
-    spec, first: of the attempt that has ended, and of the first one. cause: what ended it, if that lies on this node.
-    history: added to a decision for a restart.
+    spec: node.json of the attempt that has ended. first: node.json of the first attempt. cause: what ended the attempt,
+    if the cause lies on this node. history: fields that are added to a decision made here.
     """
 
     def __init__(
@@ -69,7 +69,7 @@ class Rendezvous:
         self.look(None)
 
     def look(self, standing: Standing | None) -> Decision | None:
-        """Return the decision once there is one; meanwhile replace a lost hub.
+        """Return the decision once it has been made, else None. Connects to another hub if the hub is lost.
 
         standing: what this node can contribute; None until its processes have ended.
         """
@@ -100,8 +100,10 @@ class Rendezvous:
         return None
 
     def _replace_hub(self, peers: Member) -> None:
-        """Connect to the next node in the order of node_ranks, or become the hub. If this node cannot listen, it stays
-        without a hub, and decides for itself alone."""
+        """Connect to the remaining node with the lowest node_rank as the new hub; if that is this node, become the hub.
+
+        If this node cannot listen, ``trouble`` says why, and its decision is that there is no restart.
+        """
         spec, cause = self._spec, earlier(self._cause, peers.cause)
         self._gone |= peers.gone
         known = {*self._left, *map(int, self.lost)}
@@ -158,8 +160,8 @@ class Rendezvous:
         )
 
     def _first_cause(self, peers: Hub) -> Cause:
-        """The cause of the end: a lost node rather than a failure shortly before, as ranks notice a killed node before
-        the supervisors do."""
+        """The cause of the attempt's end. If a node was lost within ``_NOTICED`` seconds after a failure, the loss is
+        the cause: ranks notice that a node was killed, and fail, before the supervisors notice."""
         cause = peers.cause or self._cause
         assert cause is not None
         lost = [make_cause(int(k), "node", "lost", one["why"], one["since"]) for k, one in peers.lost.items()]
@@ -173,7 +175,7 @@ def _stays(member: Any) -> bool:
 
 
 class Guest:
-    """Searches the supervisors that have gone on without this node, and waits to be part of their next attempt.
+    """Finds the hub of the nodes that have gone on without this node, and waits to be part of their next attempt.
 
     Connects to the control port of one node after the other, until a hub answers. Call ``look`` several times a second.
     """
@@ -193,7 +195,8 @@ class Guest:
         return made
 
     def look(self) -> Decision | None:
-        """Return the decision to begin an attempt with this node, or that there will be none."""
+        """Return the decision for an attempt that includes this node, or that there will be no such attempt; else
+        None."""
         peers, now = self.peers, time.monotonic()
         decision = peers.decision
         if decision is not None:
@@ -225,7 +228,7 @@ class Restarts:
         self.records: list[dict[str, Any]] = []  #: one per restart, as in state.json
         self.lost: dict[str, dict[str, Any]] = {}  #: hubs that were lost in this attempt, as in result.json
         self.left = False  #: the run may go on without this node
-        self.why_not = ""  #: why there was no further restart; '' if that needs no words
+        self.why_not = ""  #: why there was no further restart; '' if no reason has to be named
         self._first, self._loop, self._journal = first, loop, journal
         self._gone: dict[str, dict[str, Any]] = {}  # nodes that the run goes on without, as in result.json
 
@@ -242,7 +245,7 @@ class Restarts:
             self.rendezvous = Rendezvous(spec, self._first, self._loop, peers, own, history)
 
     def look(self, peers: Peers) -> Peers:
-        """Check the rendezvous; returns the connections to use, which are new ones when the hub was lost."""
+        """Check for a decision; returns the connections to use, which are new ones when the hub was replaced."""
         if self.guest is not None:
             self.decision = self.decision or self.guest.look()
             return self.guest.peers
@@ -253,13 +256,15 @@ class Restarts:
         return self.rendezvous.peers
 
     def leave(self, peers: Peers, generation: int) -> None:
-        """End this node's part in the run without a decision; a hub tells the members to find another one."""
+        """End this node's part in the run without a decision. If this node is the hub, it tells the members to find
+        another hub."""
         self.rendezvous, self.left = None, True
         if isinstance(peers, Hub):
             peers.decide({"generation": generation + 1, "restart": False, "leave": True, "why": ""})
 
     def visit(self, spec: NodeSpec, peers: Peers) -> bool:
-        """Begin to wait for the next attempt of the other nodes, if they may have gone on without this one.
+        """Begin to wait, as ``Guest``, for the next attempt of the other nodes, if they may have gone on without this
+        node.
 
         To be called after ``next_attempt`` has returned None. Returns False if there is nothing to wait for.
         """
@@ -274,7 +279,8 @@ class Restarts:
     def next_attempt(self, spec: NodeSpec, peers: Peers) -> NodeSpec | None:
         """Prepare the next attempt that was decided: run folder, cluster.json, and the connections to the other nodes.
 
-        spec: of the attempt that has ended. Returns the new one, or None if there is no next attempt for this node.
+        spec: specification of this node in the attempt that has ended. Returns its specification in the next attempt,
+        or None if this node has no part in it.
         """
         decision, guest = self.decision, self.guest
         self.rendezvous = self.guest = None
@@ -317,6 +323,6 @@ class Restarts:
 
 
 def _gone(k: int, restart: dict[str, Any]) -> dict[str, Any]:
-    """The entry in ``gone`` for a node that is not part of the next attempt."""
+    """Return the entry of state.json's ``gone`` for node ``k``, which is not part of the next attempt."""
     why = restart["reason"] if restart["cause_node"] == k else "it did not take part in a restart"
     return {"since": restart["t"], "t": restart["t"], "why": why, "how": "lost", "kind": "node-lost", "text": why}

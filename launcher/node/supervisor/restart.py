@@ -40,7 +40,7 @@ class Standing:
 
     @property
     def place(self) -> tuple[int, int]:
-        """(epochs done, steps of the next one) of the checkpoint; (-1, 0) without one."""
+        """(epochs done, steps done of the next epoch) as in the checkpoint; (-1, 0) without a checkpoint."""
         return (self.checkpoint["epoch"], self.checkpoint["step"]) if self.checkpoint else (-1, 0)
 
 
@@ -49,7 +49,7 @@ class AttemptEnd:
     """How an attempt ended, as far as its hub knows. Keys and members are node_ranks."""
 
     spec: NodeSpec  #: of the hub's node
-    first: NodeSpec  #: the same for the first attempt, of all nodes
+    first: NodeSpec  #: of the hub's node in the first attempt, which had all nodes
     standings: Mapping[int, Standing]  #: nodes that are ready for a restart; also some that were not in this attempt
     cause: Cause  #: what ended the attempt, on any node
     lost: Mapping[int, str]  #: lost nodes, and why they count as lost
@@ -60,9 +60,9 @@ class AttemptEnd:
 
 
 class _NoRestart(Exception):
-    """Raised with the reason why the run does not start again; '' if that needs no words.
+    """Raised with the reason why the run does not start again; '' if the run was stopped, which needs no reason.
 
-    left: other nodes may go on by themselves.
+    left: whether the other nodes may go on without this one.
     """
 
     def __init__(self, why: str, left: bool = False) -> None:
@@ -74,10 +74,10 @@ def decide(end: AttemptEnd, now: float) -> Decision:
     """Decide whether and how the run starts again.
 
     now: seconds since the epoch by the hub's clock. The result has "generation" (number of the next attempt),
-    "restart", "t", "lead" (the hub), and without a restart "why" and "left" (other nodes may go on by themselves); else
-    "first" (node of rank 0), "nodes", "ranks" and "parts" (by node_rank), "checkpoint" ({"file", "epoch", "step"} or
-    null), "cause", "reason" (the cause as a sentence), "without" (nodes lost in this attempt) and "seconds" since the
-    failure.
+    "restart", "t", "lead" (the hub); without a restart "why" and "left" (other nodes may go on without this one); with
+    a restart "first" (node of rank 0), "nodes", "ranks" and "parts" (by node_rank), "checkpoint" ({"file", "epoch",
+    "step"} or null), "cause", "reason" (the cause as a sentence), "without" (nodes lost in this attempt) and "seconds"
+    since the failure.
     """
     spec = end.spec
     head = {"generation": spec.generation + 1, "lead": spec.node_rank, "leave": False, "t": now}
@@ -139,7 +139,7 @@ def _check_cause(end: AttemptEnd) -> None:
     if end.stop or end.cause["kind"] == "stop":
         raise _NoRestart("")
     if end.cause["kind"] == "nan":
-        raise _NoRestart("the loss would be lost again")
+        raise _NoRestart("the loss would become NaN or infinite again")
     if spec.generation >= spec.restarts:
         raise _NoRestart(f"all {spec.restarts} of run.restarts are used up")
     left = {*end.lost, *end.ended}
@@ -167,8 +167,9 @@ def _check_nodes(end: AttemptEnd) -> list[int]:
 def _parts(end: AttemptEnd, nodes: Iterable[int]) -> dict[int, tuple[int, ...]]:
     """Return the parts that each node holds in the next attempt.
 
-    A node keeps its parts; one that comes back has those of the first attempt. A part that no remaining node holds goes
-    to the node with the fewest parts among those that have it on their disk. Raises _NoRestart if no node has it.
+    A node keeps its parts; a node that was not in the last attempt gets those of the first attempt. A part that no
+    remaining node holds goes to the node with the fewest parts among those that have it on their disk. Raises
+    _NoRestart if no node has it.
     """
     spec = end.spec
     holders = [k for k in nodes if end.first.role_of(k) in _HOLD]
@@ -187,7 +188,7 @@ def _parts(end: AttemptEnd, nodes: Iterable[int]) -> dict[int, tuple[int, ...]]:
 
 
 def _ranks(spec: NodeSpec, training: Iterable[int]) -> dict[str, list[int]]:
-    """Return contiguous ranks by node_rank, for nodes in this order."""
+    """Return the new ranks of each node, by node_rank: numbered from 0 in the order of ``training``."""
     found, next_rank = {}, 0
     for k in training:
         count = int(spec.sites[k]["nproc"])

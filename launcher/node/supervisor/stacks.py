@@ -1,8 +1,8 @@
 """Collects the Python stacks of a node's ranks and of its graph server before a stalled run is stopped.
 
 ``site/sitecustomize.py`` makes Python processes write their stacks on a signal; only processes that have registered
-are sent the signal. Other processes are described from /proc. A process that the kernel keeps from running is
-described so, whether it has written stacks or not.
+are sent the signal. Other processes are described from /proc. If the kernel keeps a process from running, its
+description says so, whether it has written stacks or not.
 """
 
 from __future__ import annotations

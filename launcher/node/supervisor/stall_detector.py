@@ -20,11 +20,11 @@ AT_LEAST = 120.0  #: with stall_after "auto": seconds without progress that are 
 
 TIMES_LONGEST = 5.0  #: with "auto": a stall lasts this many times the longest pause so far
 
-BY_LINES_ALONE = 900.0  #: AT_LEAST for ranks without a progress file, which write no lines while they evaluate or save
+BY_LINES_ALONE = 900.0  #: replaces AT_LEAST for ranks without a progress file; no line is written during evaluation
 
 SLOWER = 1.5  #: a straggler's own work per step is at least this multiple of the median over ranks
 
-SHARE = 0.2  #: and exceeds that median by at least this share of the step
+SHARE = 0.2  #: a straggler's own work exceeds that median by at least this share of the step
 
 WINDOW = 30.0  #: seconds of step lines that are compared
 
@@ -67,7 +67,10 @@ class StallDetector:
         return [*self._stall.look(now, ranks), *self._pace.look(now, ranks)]
 
     def without(self, exiting: Collection[int]) -> dict[str, Any] | None:
-        """The fields of the last stall, had the ranks ``exiting`` been known to end; None if they change nothing."""
+        """Return "node_rank", "rank" and "text" of the last stall as if the ranks ``exiting`` had already ended.
+
+        None if the finding stays the same, or no other rank is left.
+        """
         return self._stall.without(exiting)
 
     def _label(self, node: int | str) -> str:
@@ -172,8 +175,7 @@ def _names(some: Sequence[int], ranks: Mapping[int, Entry]) -> str:
 
 
 def _place(entry: Entry, many: bool = False) -> str:
-    """Say where a rank is: ``is at step 5 of epoch 2 (computing)``. many: the sentence is about several ranks, so it
-    has "are"."""
+    """Say where a rank is: ``is at step 5 of epoch 2 (computing)``. many: the subject is several ranks: "are at …"."""
     verb, own = ("are", "their") if many else ("is", "its")
     if entry["at"] is None:
         epoch = f"epoch {entry['epoch'] or 0}"

@@ -80,8 +80,8 @@ class Supervisor:
     # The stages of the run, in order.
 
     def run(self) -> int:
-        """Serve and train until this node is done, failed or stopped; start again as the supervisors decide. Returns
-        the exit status."""
+        """Serve and train until this node is done, failed or stopped, again after each restart that the supervisors
+        decide on. Returns the exit status."""
         self.journal.event("supervisor-start", pid=os.getpid())
         end = self.rejoin() if self.returns else self.attempt()
         while self.restarts.rendezvous is not None:
@@ -119,8 +119,10 @@ class Supervisor:
         return end
 
     def rejoin(self) -> Ended:
-        """Wait for the next attempt of the other nodes, and take part in it. An earlier supervisor of this node has
-        ended without a result, for instance because the host was switched off; its processes are ended."""
+        """End the processes of an earlier supervisor of this node, then wait for the next attempt and take part in it.
+
+        Called if the earlier supervisor ended without a result, for instance because the host was switched off.
+        """
         end = Ended("failed", "its supervisor had ended, and was started again")
         try:
             self.take_leases()
@@ -138,7 +140,7 @@ class Supervisor:
         return self.attempt()
 
     def meet(self, end: Ended, state: str) -> Ended:
-        """Wait until a hub has decided whether the run starts again; returns how this node ends if it does not."""
+        """Wait until a hub has decided whether the run starts again; returns how this node ends without a restart."""
         stepped = self.health.stepped()
         self.set_state(state)
         self.restarts.standing = standing_of(self.first, stepped, self.idle)
@@ -330,7 +332,7 @@ class Supervisor:
     def ordered(self, order: Order) -> Ended:
         """Return how this node ends after an order of the hub.
 
-        Its state is "failed" if the node had detected the loss of another node while it trained.
+        A node that itself detected the loss that ends the run is "failed", unless its ranks have finished training.
         """
         if order.cause is None:
             return Ended("done", "")
@@ -368,11 +370,12 @@ class Supervisor:
         return record
 
     def with_trouble(self, words: str) -> str:
-        """Append the last write error of the run folder, if any, to ``words``: it is often why a process fails."""
+        """Append the last error of writing to the run folder, if any, to ``words``, as it often made the process
+        fail."""
         return f"{words}; {self.journal.trouble}" if self.journal.trouble else words
 
     def own_cause(self, name: str, kind: str, reason: str, request: Mapping[str, Any] | None = None) -> Cause:
-        """Make a cause of the run's end with this node as its origin and the present time."""
+        """Make a cause of the run's end that lies on this node, with the present time."""
         return make_cause(self.spec.node_rank, name, kind, reason, time.time(), request)
 
     def found_cause(self, finding: Finding) -> Cause:

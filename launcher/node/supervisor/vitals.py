@@ -33,8 +33,9 @@ class Vitals:
 
     ``ranks[r]`` exists once the metrics file of rank r has a line. It has the last values of ``epoch``, ``step``,
     ``steps``, ``loss``, ``seeds_per_s``, ``remote_share``, ``own_s``, ``step_s`` and ``batch_s`` (None: not written
-    yet); ``most``, the result of ``largest`` for the line's ``spent``; ``kind`` and ``t`` of the last line; ``at``,
-    [epoch, step, phase] from the progress file, or None; ``ended``; and ``done``, as the rank says that its work is.
+    yet); ``most``, the largest kind of ``spent`` and its share (see ``largest``); ``kind`` and ``t`` of the last line;
+    ``at``, [epoch, step, phase] from the progress file, or None; ``ended``, whether the rank has ended; and ``done``,
+    whether the phase in its progress file is "done".
     """
 
     def __init__(
@@ -106,9 +107,9 @@ class Vitals:
 
 
 def largest(spent: Any) -> list[Any] | None:
-    """Return ``[kind, share]`` of the part of a step that takes most time, with a share of 0 to 1.
+    """Return ``[kind, share]`` of the kind of ``spent`` that takes most time of a step; share from 0 to 1.
 
-    spent: the field of this name of a metrics line. None if it has no numbers.
+    spent: the field ``spent`` of a metrics line, seconds by kind. None if it has no numbers.
     """
     if not isinstance(spent, dict):
         return None

@@ -67,7 +67,7 @@ def main(
 def compete(
     chosen: Sequence[Contender], size: str, turns: int, epochs_of: Mapping[str, int], epochs: int
 ) -> tuple[dict[Contender, list[Run]], dict[str, float]]:
-    """Run the contenders in ``turns`` turns, and return the runs of each, and the seconds of each section.
+    """Run each contender once per turn. Return the runs of each contender, and the seconds spent on each section.
 
     epochs_of: number of epochs, by section. epochs: number of epochs in the other sections.
     """

@@ -197,7 +197,7 @@ def with_fabric(cluster: NetCluster, command: str) -> None:
 
 
 def with_parallel_ssh(cluster: NetCluster, command: str, python: Path) -> float:
-    """Run ``command`` on all hosts with parallel-ssh, and return the seconds without those of its import."""
+    """Run ``command`` on all hosts with parallel-ssh, and return the seconds, excluding the import of parallel-ssh."""
     asked = json.dumps([[host.address for host in cluster.hosts], str(cluster.identity), command])
     done = subprocess.run(
         [python, "-c", PARALLEL_SSH], input=asked, text=True, check=True, timeout=300, capture_output=True

@@ -59,8 +59,8 @@ def local_config(folder: Path, procs: list[int], workdirs: Path | None = None, *
     """Write a cluster.yml of local nodes with reserved ports.
 
     procs: number of processes of each node.
-    workdirs: parent of the work folders, by default ``folder``; tests with the same one share the copied code.
-    Ports are reserved, because two runs with `auto` that start at once may find the same ports free.
+    workdirs: parent of the work folders, by default ``folder``. Tests that pass the same folder share the copied code.
+    Ports are reserved, because two runs that choose ports with `auto` at the same moment may choose the same ones.
     """
     state = workdirs or folder
     own = {"python": sys.executable, "env": {"GNNFLEET_KERNELS": os.environ["GNNFLEET_KERNELS"]}}

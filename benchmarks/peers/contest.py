@@ -87,10 +87,9 @@ class Run:
 
 
 def contenders(sections: Sequence[str], size: str, peers: bool = True, without: Sequence[str] = ()) -> list[Contender]:
-    """Return the contenders of ``sections`` that can run on this machine, after making their environments and
-    partitions.
+    """Return the contenders of ``sections`` that can run on this machine, and make their environments and partitions.
 
-    Makes Python environments and partitions, and prints a line for each contender that cannot run.
+    Prints why a contender cannot run.
     peers: if false, return only contenders of gnnfleet.
     without: systems whose name contains one of these texts are left out.
     """
@@ -235,7 +234,9 @@ def _ours(size: str) -> list[Contender]:
 
 def _dgl(size: str) -> list[Contender]:
     def one(section: str, name: str, task: str = "", cut: str = "", **told: Any) -> Contender:
-        """Return a contender: on two hosts with parts made by the method ``cut``, or on one host without ``cut``."""
+        """Return a contender. With ``cut``, it runs on two hosts with parts made by this method, otherwise on one
+        host.
+        """
         make_parts = partial(_dgl_parts, size, cut) if cut else None
         return Contender(
             section, f"DGL 2.1.0, {name}", "dgl_job.py", DGL, task or section, HOSTS if cut else 1, told,

@@ -1,4 +1,6 @@
-"""The contracts of a run: conditions that must hold after every scenario of the soak, each with a name."""
+"""The contracts of a run: named conditions that must hold after every scenario of the soak, the long random test of
+``make soak``.
+"""
 
 from __future__ import annotations
 
@@ -83,7 +85,7 @@ def sockets_of(host: Host) -> list[str]:
 
 
 def wait_until_clean(hosts: list[Host], seconds: float) -> list[str]:
-    """Wait until no process is left on ``hosts``, at most ``seconds``, and return what is left."""
+    """Wait at most ``seconds`` until no process is left on ``hosts``, and return the processes that are left."""
     deadline = time.monotonic() + seconds
     while (found := left(hosts)) and time.monotonic() < deadline:
         time.sleep(0.1)

@@ -382,9 +382,9 @@ class NetCluster:
         self.ssh_config(self.operator_ssh_config)
 
     def kept(self) -> list[Path]:
-        """Return the folders that all hosts share but that lie below a folder of which each host has its own copy.
+        """Return the shared folders that lie below a folder which is private to each host, such as /tmp.
 
-        Shared are the repository, the Python installation and ``shared_folder``; each host has e.g. its own /tmp.
+        Shared are the repository, the Python installation and ``shared_folder``.
         """
         wanted = [REPOSITORY, Path(sys.prefix), Path(sys.base_prefix).resolve()]
         wanted += [self.shared_folder.resolve()] if self.shared_folder else []

@@ -64,7 +64,7 @@ class MemoryCgroup:
 
     @property
     def mounts(self) -> list[str]:
-        """Return shell lines that mount the cgroup file system in a mount namespace whose /sys is new."""
+        """Return shell lines that mount the cgroup file system in a mount namespace after /sys was mounted anew."""
         if not self._old.is_dir():
             return ["mount -t cgroup2 cgroup2 /sys/fs/cgroup"]
         return [

@@ -69,7 +69,9 @@ class ServingHosts:
         return status
 
     def served_batches(self) -> dict[str, int]:
-        """Return for each client run the number of batches that all servers together have made for it so far."""
+        """Return, by run id, the number of batches that all servers together have made for the clients of the run so
+        far.
+        """
         made: dict[str, int] = {}
         for node in self.status()["nodes"]:
             for client in node["stats"].get("clients", ()):

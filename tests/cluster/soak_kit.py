@@ -48,7 +48,7 @@ class Soak:
         return self.cluster.environment(XDG_STATE_HOME=str(self.folder / "state"))
 
     def run(self, scenario: Scenario) -> Verdict:
-        """Run a scenario and check all contracts. Afterwards, the hosts are as before."""
+        """Run a scenario and check all contracts. Afterwards, repair the hosts for the next scenario."""
         self.serial += 1
         folder = self.folder / f"s{scenario.seed}-{self.serial}"
         run = FaultyRun(self.cluster, folder, scenario, self.pythons, self.folder / "parts", self.environment)
@@ -116,7 +116,7 @@ class Soak:
         return "done"
 
     def _failed(self, run: FaultyRun, running: Running, verdict: Verdict) -> str:
-        """Wait for the end of a run that the fault ends, and check its report."""
+        """Wait until the fault has ended all processes of the run, and check its report."""
         others = [host for k, host in enumerate(self.cluster.hosts) if k != run.unreachable]
         self._check_clean(run, verdict, run.injected, run.scenario.within, others)
         done = None if run.scenario.detached else running.end(PATIENCE)
@@ -127,7 +127,7 @@ class Soak:
         return "failed"
 
     def _survived(self, run: FaultyRun, running: Running, verdict: Verdict) -> str:
-        """Check that the run trains on, and stop it."""
+        """Check that the run continues to train after the fault, then stop the run."""
         epoch, kind = run.epoch(), run.scenario.fault.kind
         if kind == "blip":
             run.repair()
@@ -208,5 +208,7 @@ class Soak:
 
 
 def _with_epochs(path: Path, epochs: int) -> str:
-    """Return the user script with a fixed number of epochs. A resumed run cannot get another number as argument."""
+    """Return the user script with a fixed number of epochs, because a resumed run gets the same arguments as the
+    first.
+    """
     return path.read_text().replace("main(int(sys.argv[1])", f"main({epochs}")

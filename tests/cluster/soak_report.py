@@ -53,7 +53,9 @@ def soak(minutes: float, seeds: Iterable[int], folder: Path, *, keep: bool = Fal
 
 
 def fault_table(verdicts: Sequence[Verdict]) -> str:
-    """Return a Markdown table: runs, broken runs and the median seconds to the end, by fault and mode."""
+    """Return a Markdown table by fault and mode: number of runs, of runs that broke a contract, and the median seconds
+    until no process was left.
+    """
     cells: dict[tuple[str, str], list[Verdict]] = defaultdict(list)
     for verdict in verdicts:
         cells[verdict.scenario.fault.kind, verdict.scenario.mode].append(verdict)

@@ -60,7 +60,9 @@ def sample(cluster: NetCluster) -> Sample:
 
 
 def growth(samples: Mapping[int, Sample], warm_up: int) -> list[str]:
-    """Return the resources that have grown too much since ``warm_up`` runs, or none if there were fewer runs."""
+    """Return the resources that have grown too much since the first sample after ``warm_up`` runs, or none if there is
+    no such sample.
+    """
     warm = [number for number in samples if number >= warm_up]
     if not warm:
         return []

@@ -48,7 +48,9 @@ dist.destroy_process_group()
 
 @pytest.fixture
 def begun(scene: Scene) -> Iterator[Running]:
-    """Launch a run on three hosts, each part on two of them, and wait until it trains. Afterwards, all hosts are on."""
+    """Launch a run on three hosts, each part on two of them, and wait until it trains. After the test, boot the hosts
+    that are off and end all processes on them.
+    """
     (scene.folder / "train.py").write_text(AVERAGES)
     scene.run = {"restarts": 3, "connect_timeout": 3, "lost_after": 20}
     scene.data = {"replicas": 2}
@@ -68,7 +70,9 @@ def begun(scene: Scene) -> Iterator[Running]:
 
 
 def await_again(cluster: NetCluster, hosts: list[int], world: int, seconds: float = 45) -> float:
-    """Wait until ranks on these hosts have begun again in a group of ``world`` ranks, and return the seconds."""
+    """Wait until the ranks on these hosts have resumed training in a group of ``world`` ranks, and return the seconds
+    it took.
+    """
     since = time.monotonic()
     text = f"begins at [1-9][0-9]* of {world}$"
     while time.monotonic() - since < seconds:

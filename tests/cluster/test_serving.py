@@ -54,7 +54,7 @@ def toy(cluster: NetCluster, tmp_path_factory: pytest.TempPathFactory) -> Iterat
 
 @pytest.fixture(scope="module")
 def curve(toy: ServingHosts) -> list[float]:
-    """Return the loss of each step of a run that was alone on the serving cluster."""
+    """Return the loss of each step of a run during which no other run used the serving cluster."""
     done = toy.start("alone", CLIENTS, epochs=6).end(150)
     assert done.status == 0, done.output
     assert f"attached to serving cluster {NAME}: 2 servers, 4 parts" in done.output

@@ -68,7 +68,7 @@ def started(config: Path, run_id: str, operator: Operator) -> Running:
 
 
 def steps_on(running: Running) -> None:
-    """Wait until the run has done a few more steps."""
+    """Wait until the run has printed six more step lines."""
     made = sum(" | step " in line for line in running.lines)
     deadline = time.monotonic() + 30
     while sum(" | step " in line for line in running.lines) < made + 6:

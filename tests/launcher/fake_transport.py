@@ -177,7 +177,7 @@ class FakeTransport(Transport):
 
 
 class FakeTalk(Talk):
-    """A connection to the agent on a ``FakeTransport``.
+    """A connection to the agent, the node program that runs other node programs, on a ``FakeTransport``.
 
     Calls of node programs are answered by the rules of ``on_program``. An answer with a nonzero exit status ends the
     agent.

@@ -1,5 +1,6 @@
-"""Tests of where a run spends its time, as the live view, ``status``, the report and ``gnnfleet profile`` show it, and
-of the advice that ``gnnfleet profile`` prints."""
+"""Tests of how the live view, ``status``, the report and ``gnnfleet profile`` show where a run spends its time, and of
+the advice that ``gnnfleet profile`` prints.
+"""
 
 from __future__ import annotations
 

@@ -14,10 +14,11 @@ from trainer.train.checkpoint_writer import CheckpointSchedule
 
 
 def train_until(words: list[str], every: int, last: int, newest: Path, steps: int = 0) -> None:
-    """Train, and save a checkpoint after every ``every`` steps.
+    """Run the trainer with the arguments ``words``, and save a checkpoint after every ``every`` steps.
 
-    After ``last`` steps, if not 0, wait for the file ``newest``, and then end by SIGKILL. ``steps``: steps of an epoch,
-    if steps are to be counted over several epochs: the schedule is not asked after the last step of an epoch.
+    After step ``last``, if it is not 0, wait for the file ``newest``, and then end by SIGKILL. If ``last`` is not in
+    the first epoch, ``steps`` must be the number of steps of an epoch: it is needed to count the last step of each
+    epoch, after which ``CheckpointSchedule.due`` is not called.
     """
     asked = itertools.count(1)
 

@@ -66,7 +66,7 @@ GRAPHS = {
 
 
 def seeds_of(data):
-    """Return loader arguments and the number of node seeds.
+    """Return loader arguments with node seeds, links and times, and the number of node seeds.
 
     Node seeds are up to nine ids, the last id and repetitions of the first. Links are arbitrary pairs of nodes.
     """

@@ -1,4 +1,6 @@
-"""Tests of cached kernels: reused wherever the code lies, compiled again when their code or constants change."""
+"""Tests of cached Numba kernels: used again after the code is moved, compiled again when their code or constants
+change.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""Tests of ``Gateway``: failover to another server, return to the home server, joining servers, and errors."""
+"""Tests of ``Gateway``, a client's connection to graph servers: failover to another server, return to the home server,
+joining servers, and errors.
+"""
 
 from __future__ import annotations
 

@@ -94,7 +94,7 @@ def _seeds(store):
 
 
 def _positive(store, node, fanout):
-    """Count the edges of a target that can be drawn."""
+    """Return how many edges of a target can be drawn: those of positive weight, but at most ``fanout``."""
     count = int((store.weight[store.edge_index[1] == node] > 0).sum())
     return count if fanout < 0 else min(count, fanout)
 

@@ -1,4 +1,6 @@
-"""Tests of requests to other hosts: replicated topology, a cache and held rows reduce them and change no batch."""
+"""Tests of requests to other hosts: replicated topology, a row cache and held rows save requests and change no
+batch.
+"""
 
 from __future__ import annotations
 
@@ -56,7 +58,7 @@ class Host:
         return self._answer(self.slices, [asked], lambda _: edge_slice(self._graph.store, *asked))
 
     def asked_ids(self, of, name):
-        """Return all ids for which this column was requested."""
+        """Return all ids for which the attribute ``name`` of node type ``of`` was requested."""
         found = [request.ids for request in self.rows if request.of == of and name in request.attrs]
         return np.concatenate([np.empty(0, np.int64), *found])
 

@@ -1,4 +1,4 @@
-"""Tests of multi-hop sampling: properties that hold for every graph, adversarial graphs, refusals."""
+"""Tests of multi-hop sampling: properties that hold for every graph, extreme graphs, and refused arguments."""
 
 from __future__ import annotations
 

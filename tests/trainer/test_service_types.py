@@ -92,7 +92,7 @@ def hosts(tmp_path_factory):
 
 
 def requests_so_far(graph: DistGraph) -> dict[int, int]:
-    """Return the number of requests each host has answered, without this stats request."""
+    """Return the number of requests that each host has answered before this one."""
     return {rank: client.stats().requests for rank, client in graph.remotes.items()}
 
 

@@ -73,7 +73,7 @@ def test_a_rank_that_cannot_open_its_part_ends_all_ranks_with_its_reason(parts: 
 
 
 class Slow(RankGroup):
-    """Rank 1 delays reading the other ranks' values by 1.5 s, or dies before it has read them."""
+    """A ``RankGroup`` whose rank 1 reads the other ranks' values 1.5 s late, or dies before it reads them."""
 
     dies = False
 
@@ -105,8 +105,8 @@ def rank_that_settles(dies: bool) -> None:
 
 
 def settle(dies: bool) -> list[list[str]]:
-    """Run two ranks and return their output lines. Rank 0 cannot start. Rank 1 reads the reason 1.5 s late, or dies
-    first.
+    """Run two ranks and return their output lines. Rank 0 cannot start. Rank 1 reads the reason 1.5 s late or, if
+    ``dies`` is true, dies before.
     """
     ranks = run_forked(rank_that_settles, (dies,), 2)
     return [line.split(maxsplit=3) for ended in ranks for line in ended.output.splitlines()]

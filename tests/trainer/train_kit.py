@@ -161,7 +161,7 @@ def curve(run_dir: Path) -> list[float]:
 
 
 class FewBatches:
-    """Hand-made batches for one process: one layer, two neighbours per seed."""
+    """A loader of generated batches for one process, with one layer and two neighbours per seed."""
 
     def __init__(self, steps: int = 3, seeds: int = 8, width: int = 5, bad_step: int | None = None):
         self.steps, self.seeds, self.width, self.bad_step = steps, seeds, width, bad_step

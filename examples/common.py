@@ -37,7 +37,7 @@ def numbers(text: str) -> list[int]:
 
 @contextmanager
 def opened(parts: str | None) -> Iterator[Any]:
-    """Join the process group of all ranks, and open the graph. Without a launcher the group has one rank."""
+    """Join the process group of all ranks, open the graph and yield it. Without a launcher the group has one rank."""
     alone = {} if "RANK" in os.environ else {"store": dist.HashStore(), "rank": 0, "world_size": 1}
     dist.init_process_group("gloo", **alone)
     torch.manual_seed(0)

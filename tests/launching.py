@@ -47,7 +47,7 @@ class Launched:
 
 
 def write_config(folder: Path, nodes: list[dict], **sections: dict) -> Path:
-    """Write a cluster.yml over the small synthetic graph in ``folder``."""
+    """Write a cluster.yml for the small synthetic graph in ``folder``."""
     data = {"dataset": "synthetic", "options": SYNTHETIC, "folder": "parts"} | sections.pop("data", {})
     train = TRAIN | sections.pop("train", {})
     path = folder / "cluster.yml"

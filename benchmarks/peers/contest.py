@@ -54,7 +54,9 @@ class Contender:
 
     @property
     def parts(self) -> Path | None:
-        """Folder of the partition that the system reads, made at the first call, or None if it reads none."""
+        """Folder of the partition that the system reads, or None if it reads none. The first access makes the
+        partition.
+        """
         return self.make_parts() if self.make_parts else None
 
     @property
@@ -108,7 +110,7 @@ def contenders(sections: Sequence[str], size: str, peers: bool = True, without: 
 
 
 def _prepared(one: Contender) -> bool:
-    """Make the contender's Python environment and partition, and return False, after printing why, if that fails."""
+    """Make the contender's Python environment and partition. If that fails, print why and return False."""
     try:
         if one.env and _python(one.env) is None:
             return False

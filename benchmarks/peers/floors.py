@@ -1,4 +1,6 @@
-"""Lower bounds of seconds on this machine: bytes / copy rate + operations / rate of a matrix product."""
+"""Lower bounds of times on this machine: bytes divided by the copy rate, plus operations divided by the rate of a
+matrix product.
+"""
 
 from __future__ import annotations
 

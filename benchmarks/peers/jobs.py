@@ -33,8 +33,6 @@ class Job:
 
 @dataclass(frozen=True)
 class Done:
-    """Result of a ``Job``."""
-
     result: Mapping[str, Any]  #: JSON of the last line that the client printed
     server_memory: int  #: bytes, peak of the proportional set sizes of all servers' processes
     client_memory: int
@@ -62,7 +60,7 @@ def run_job(job: Job, network: Sequence[str], log: Path, timeout: float = 900.0)
 
 @dataclass(frozen=True)
 class HostDone:
-    """Result of a process that simulates a host, with all its children."""
+    """Output of a process that simulates a host, and peak memory of the process and its children."""
 
     result: Mapping[str, Any]  #: the last line of JSON that the process printed
     memory: int  #: bytes, peak of the proportional set size of the process and its children

@@ -1,4 +1,4 @@
-"""Runs one training on several simulated hosts of this machine, each with a process of a rank and a graph server."""
+"""Runs one training on several simulated hosts of this machine, each with one rank and one graph server."""
 
 from __future__ import annotations
 

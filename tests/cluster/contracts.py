@@ -51,7 +51,7 @@ class Verdict:
     ended_after: float = 0.0  #: seconds from the fault until no process of the run was left
 
     def break_(self, contract: str, message: str) -> None:
-        """Record that a contract is broken. The first message for each is kept."""
+        """Record that a contract is broken. Only the first message for each contract is kept."""
         assert contract in CONTRACTS
         self.wrong.setdefault(contract, message)
 
@@ -73,7 +73,7 @@ def leases_of(hosts: Iterable[Host]) -> list[str]:
 
 
 def sockets_of(host: Host) -> list[str]:
-    """Return the listening TCP ports except SSH's, and gnnfleet's abstract Unix sockets on ``host``."""
+    """Return the listening TCP ports on ``host``, except SSH's, and the abstract Unix sockets of gnnfleet."""
     tables = Path(f"/proc/{host.init_pid}/net")
     ports = set()
     for name in ("tcp", "tcp6"):
@@ -136,7 +136,7 @@ def check_failure(verdict: Verdict, run: FaultyRun, done: Launched) -> None:
 
 
 def check_restarts(verdict: Verdict, run: FaultyRun) -> None:
-    """Check the restarts that the result of a run records."""
+    """Check that the result of a run records the right restarts."""
     fault, path = run.scenario.fault, run.run_dir / "result.json"
     restarts = json.loads(path.read_text()).get("restarts", []) if path.is_file() else []
     if len(restarts) != 1:

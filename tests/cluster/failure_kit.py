@@ -106,7 +106,7 @@ def scene(cluster: NetCluster, tmp_path: Path, parts: Path) -> Scene:
 
 @pytest.fixture(scope="session")
 def parts(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Return a folder path for the parts of the graph. The first launch that needs the parts creates the folder."""
+    """Return the path of a folder for parts of the graph. The first launch that needs the parts creates the folder."""
     return tmp_path_factory.mktemp("parts") / "synthetic"
 
 

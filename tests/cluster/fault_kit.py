@@ -1,4 +1,6 @@
-"""Injects the fault of a scenario into its run on namespaced hosts, and repairs the hosts afterwards."""
+"""Injects the fault of a soak scenario into its run on hosts in network namespaces, and repairs the hosts
+afterwards.
+"""
 
 from __future__ import annotations
 
@@ -171,7 +173,7 @@ class FaultyRun:
             raise NotInjected(f"no SSH connection to {self.host.name}")
 
     def repair(self) -> None:
-        """Repair the host of the fault. A network cut is kept up for its full duration first."""
+        """Undo the fault on its host. If it is a network cut, first wait until it has lasted ``fault.seconds``."""
         kind = self.scenario.fault.kind
         if kind == "memory":
             self.host.limit_memory(None)
@@ -186,7 +188,7 @@ class FaultyRun:
             self.host.run(["rm", "-f", f"{WORKDIR}/filler"])
 
     def undo(self) -> None:
-        """Undo what ``prepare`` did."""
+        """Undo what ``prepare`` did: unmount the small disk and set the clocks right."""
         if self.scenario.fault.kind == "disk":
             self.host.run(["umount", "-l", WORKDIR], check=False)
         for host in self.cluster.hosts:

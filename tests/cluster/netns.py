@@ -276,14 +276,14 @@ class Host:
         tool(["bridge", "link", "set", "dev", self.name, "state", str(state)])
 
     def slow_link(self, rate: str = "10mbit") -> None:
-        """Limit the host's network link to ``rate`` (as in ``tc``) in both directions."""
+        """Limit the bandwidth of the host's network link to ``rate``, in the units of ``tc``, in both directions."""
         self._slow = True
         shape = f"root tbf rate {rate} burst 64kb latency 200ms"
         tool(["tc", "qdisc", "replace", "dev", self.name, *shape.split()])
         tool(["tc", "-n", self.name, "qdisc", "replace", "dev", self.machine.interface, *shape.split()])
 
     def full_speed(self) -> None:
-        """Remove the limit of ``slow_link``."""
+        """Remove the bandwidth limit that ``slow_link`` set."""
         if not self._slow:
             return
         self._slow = False

@@ -1,4 +1,4 @@
-"""Test kit for runs of graph servers and clients on namespaced hosts.
+"""Test kit for runs of graph servers and clients on hosts in network namespaces.
 
 It records which seeds each rank trains, kills or suspends processes, and compares losses with those of one process.
 """

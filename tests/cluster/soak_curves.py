@@ -28,7 +28,7 @@ def curve_of(run_dir: Path) -> Curve:
 
 
 def epochs_begun(run_dir: Path) -> int:
-    """Return the last epoch of which the run has recorded a step, or 0 if it has recorded none."""
+    """Return the last epoch of which the run has recorded a step, an end or a checkpoint, or 0 if there is none."""
     kinds = ("step", "epoch", "checkpoint")
     return max((line["epoch"] for line in _lines(run_dir / "metrics.jsonl") if line["kind"] in kinds), default=0)
 

@@ -1,4 +1,6 @@
-"""Runs scenarios of the soak on namespaced hosts, and checks the contracts after each."""
+"""Runs scenarios of the soak (random runs with a fault) on hosts in network namespaces, and checks the contracts after
+each.
+"""
 
 from __future__ import annotations
 
@@ -71,7 +73,7 @@ class Soak:
         return verdict
 
     def _restart_dead(self) -> None:
-        """Switch on the hosts that have died without a power cut, so that the next scenario finds all of them."""
+        """Boot the hosts that have died, but not by a power cut, so that the next scenario finds all hosts."""
         for host in self.cluster.hosts:
             if host.init_pid and state(host.init_pid) in ("", "Z"):
                 host.destroy()
@@ -102,7 +104,7 @@ class Soak:
     # --- how a run ends -----------------------------------------------------------------------
 
     def _undisturbed(self, run: FaultyRun, running: Running, verdict: Verdict) -> str:
-        """Follow a run without a fault to its end."""
+        """Wait until a run without a fault has ended, and check that it succeeded."""
         done = running.end(150)
         began = time.monotonic()
         if run.scenario.detached:

@@ -1,4 +1,6 @@
-"""Runs scenarios for a given time, and prints a line for each and tables of faults and of resources at the end."""
+"""Runs soak scenarios for a given time. Prints a line for each, and at the end tables of faults and of used
+resources.
+"""
 
 from __future__ import annotations
 

@@ -32,7 +32,7 @@ def cluster() -> Iterator[NetCluster]:
 
 @pytest.fixture
 def config(cluster: NetCluster, monkeypatch: pytest.MonkeyPatch) -> ClusterConfig:
-    """Return a config whose nodes are all hosts but host 0. The nodes are reached by ssh through host 0."""
+    """Return a config with all hosts as nodes, except host 0, which is the jump host of all of them."""
     for name, value in cluster.environment().items():
         monkeypatch.setenv(name, value)
     monkeypatch.delenv("SSH_AUTH_SOCK", raising=False)

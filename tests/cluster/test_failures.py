@@ -1,4 +1,4 @@
-"""Tests of failures on real hosts: one clear message, the right exit status and first cause, nothing left behind."""
+"""Tests of failures on real hosts: one clear message, the right exit status and first failure, nothing left behind."""
 
 from __future__ import annotations
 

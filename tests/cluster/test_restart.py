@@ -1,4 +1,6 @@
-"""Tests of runs on namespaced hosts that start again after a host was lost, with and without their launcher."""
+"""Tests of runs on hosts in network namespaces that start again after a host was lost, with and without their
+launcher.
+"""
 
 from __future__ import annotations
 

@@ -1,5 +1,6 @@
-"""Tests of a serving cluster on real hosts: runs attach to it and are killed, servers are lost and join, and a notebook
-reads the graph."""
+"""Tests of a serving cluster on real hosts: runs attach to it and are killed, servers are lost and added, and a
+notebook reads the graph.
+"""
 
 from __future__ import annotations
 

@@ -29,7 +29,7 @@ Script = list[Any]
 
 
 def line(**message: Any) -> str:
-    """Return a message as a node streams it: one JSON line."""
+    """Return a message in the form in which a node streams it: one JSON line."""
     return json.dumps(message)
 
 

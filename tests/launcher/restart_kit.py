@@ -1,4 +1,6 @@
-"""Test kit for restarts: runs without a launcher whose ranks write metrics lines and checkpoints, without torch."""
+"""Test kit for restarts: runs that have no launcher, and ranks that write metrics lines and checkpoints but do not
+import torch.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Tests of the table of findings that preflight prints, and a golden test of the message of every finding."""
+"""Tests of the table of findings that preflight prints. A golden test has the message of every finding."""
 
 from __future__ import annotations
 

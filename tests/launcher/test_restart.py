@@ -1,4 +1,4 @@
-"""Tests of the decision whether a run starts again, and of the specification of the next attempt."""
+"""Tests of whether a run starts again after a failure, and with which nodes, parts, ranks and checkpoint."""
 
 from __future__ import annotations
 

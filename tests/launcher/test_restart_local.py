@@ -1,4 +1,4 @@
-"""Tests of launches on this machine of runs that start again after a failure."""
+"""Tests of runs that start again after a failure, launched on this machine."""
 
 from __future__ import annotations
 

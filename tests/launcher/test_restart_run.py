@@ -1,4 +1,4 @@
-"""Tests of supervisors, without a launcher, in runs that start again after a failure."""
+"""Tests of supervisors in runs that start again after a failure. The runs have no launcher."""
 
 from __future__ import annotations
 

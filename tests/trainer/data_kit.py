@@ -1,4 +1,4 @@
-"""Folders of .npy arrays for the dataset `file`."""
+"""Writes folders of .npy arrays, which the dataset `file` reads."""
 
 from __future__ import annotations
 

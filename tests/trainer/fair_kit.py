@@ -42,8 +42,6 @@ class BatchRequests:
 
 @dataclass(frozen=True)
 class ReceivedBatch:
-    """A received batch."""
-
     client: int
     at: float  #: ``time.monotonic``, the same clock in all processes of a machine
     nbytes: int

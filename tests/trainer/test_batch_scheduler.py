@@ -73,7 +73,9 @@ def peer_of(number):
 
 
 def shares(sizes, rounds=4000, in_flight=4, threads=2):
-    """Return the bytes that each client received in ``rounds`` batches, if it always has ``in_flight`` requests."""
+    """Return the bytes that each client receives in ``rounds`` batches, if each always waits for ``in_flight``
+    batches.
+    """
     driver, served, making = Driver(), Counter(), []
     for client, nbytes in sizes.items():
         driver.teach(client, nbytes)

@@ -1,4 +1,6 @@
-"""Tests of clients, which hold no part: every loader gives the same batches as on an opened graph, bit for bit."""
+"""Tests of clients, which have no part: every loader gives bit for bit the same batches as on a graph opened from a
+folder.
+"""
 
 from __future__ import annotations
 

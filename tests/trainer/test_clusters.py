@@ -38,7 +38,9 @@ def clustered(num_parts=4, per_part=3, edges=260):
 
 
 def nodes_of(clusters, numbers):
-    """Return the ids of all nodes of the clusters ``numbers``, one cluster after the other, ascending in each."""
+    """Return the ids of all nodes of the clusters ``numbers``: one cluster after the other, ids ascending within a
+    cluster.
+    """
     return [int(node) for number in numbers for node in np.flatnonzero(clusters == number)]
 
 

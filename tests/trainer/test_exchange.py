@@ -1,5 +1,5 @@
-"""Tests of ``exchange_rows``, by which ranks get rows from each other: dtypes, shapes, no requested rows, lost
-ranks.
+"""Tests of ``exchange_rows``, by which ranks fetch rows from each other: any dtype and shape, ranks that request no
+rows, and lost ranks.
 """
 
 from __future__ import annotations

@@ -39,7 +39,7 @@ def random_data(seed):
 
 
 def source_of(data, case):
-    """Return ``data`` itself, or a graph of its one to three parts, depending on ``case``."""
+    """Return ``data`` itself if ``case`` is a multiple of 4, otherwise a graph of ``case`` modulo 4 parts of it."""
     return data if case % 4 == 0 else parts_of(data, case % 4)
 
 

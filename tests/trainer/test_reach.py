@@ -85,7 +85,7 @@ def light(part):
 
 
 def some_rows(graph, share=0.3):
-    """Return a cache with the rows of a random share of the nodes of each type."""
+    """Return a row cache with random rows: the fraction ``share`` of the nodes of each type."""
     rng, types = np.random.default_rng(1), {}
     for of, spec in graph.manifest.nodes.items():
         ids = rng.permutation(spec.num_nodes)[: round(share * spec.num_nodes)]
@@ -97,7 +97,7 @@ def some_rows(graph, share=0.3):
 
 
 def host_of(data, topology, cache, held):
-    """Return the graph that host 0 opens, and the other hosts by part, all in this process."""
+    """Return the graph as host 0 opens it, and a dict from part to the host that owns it, all in this process."""
     others = {part: Host(host_store(data, part, "partitioned")) for part in range(1, PARTS)}
     store = host_store(data, 0, topology)
     graph = Graph(store, DistGraph(LocalGraph(store), others, held=held))

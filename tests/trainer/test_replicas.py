@@ -1,4 +1,4 @@
-"""Tests of sampling while a graph server is killed: a replica serves its parts, it is started again, or it stays
+"""Tests of sampling while graph servers are killed: a replica serves the parts, the server starts again, or it stays
 lost.
 """
 

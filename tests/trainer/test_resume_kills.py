@@ -56,7 +56,7 @@ OWN = OWN.replace("int(sys.argv[3])\n", "int(sys.argv[3])\nvictim = int(sys.argv
 
 @dataclass(frozen=True)
 class Kill:
-    """One run of the table: its settings, and when which rank is killed."""
+    """One run of the table: its settings, which rank is killed, and after how many steps."""
 
     mode: str
     kind: str

@@ -1,4 +1,6 @@
-"""Tests of checkpoints within an epoch: times of saving, and equal losses after a killed run is resumed from one."""
+"""Tests of checkpoints within an epoch: when they are saved, and that a killed run which resumes from one has equal
+losses.
+"""
 
 from __future__ import annotations
 

@@ -73,7 +73,7 @@ def local_config(folder: Path, procs: list[int], workdirs: Path | None = None, *
 
 
 def own_ports() -> dict[str, int]:
-    """Reserve ports for a run on local nodes, and return keys of the `run` section of its cluster.yml."""
+    """Reserve ports for a run on local nodes, and return them as settings of the section `run` of its cluster.yml."""
     first = free_port(10)  # a run on one machine also uses ports after these three
     return {"master_port": first, "control_port": first + 1, "service_port": first + 2}
 

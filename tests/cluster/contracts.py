@@ -151,7 +151,9 @@ def check_restarts(verdict: Verdict, run: FaultyRun) -> None:
 
 
 def check_views(verdict: Verdict, run: FaultyRun, state: str) -> None:
-    """Check that ``gnnfleet status`` and ``gnnfleet runs``, called in another folder, agree with the end of the run."""
+    """Check that ``gnnfleet status`` and ``gnnfleet runs``, called in another folder, report the state in which the run
+    ended.
+    """
     shown = gnnfleet(run.environment, "status", "--json", run.run_id)
     if not shown.stdout.startswith("{"):
         verdict.break_("agrees", f"status printed {shown.stdout + shown.stderr!r}")

@@ -1,4 +1,6 @@
-"""Functions of ``netns`` that call ip and ssh-keygen, and that use cgroups and /proc."""
+"""Functions that ``netns`` uses: calls of ip and ssh-keygen, memory limits with cgroups, and processes read from
+/proc.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""Tests of ``gnnfleet status``, ``stop`` and ``resume`` in other folders, after a launcher was killed at any stage."""
+"""Tests of ``gnnfleet status``, ``stop`` and ``resume``, called in another folder after a launcher was killed at any
+stage.
+"""
 
 from __future__ import annotations
 

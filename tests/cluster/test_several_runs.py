@@ -50,7 +50,7 @@ def parts(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 
 def config_in(folder: Path, cluster: NetCluster, parts: str, devices: int | None = None) -> Path:
-    """Write a cluster.yml with one node on each of both hosts. ``devices`` is the CUDA device of each node (None: no
+    """Write a cluster.yml with one node on each of the two hosts. ``devices`` is the CUDA device of each node (None: no
     device).
     """
     folder.mkdir()

@@ -1,4 +1,4 @@
-"""Small ``Dataset`` values with known shapes."""
+"""Small ``Dataset`` objects of known structure."""
 
 from __future__ import annotations
 

@@ -83,7 +83,7 @@ def seeds_of(data):
 
 
 def cut(data, num_parts, only=None, empty=()):
-    """Open ``data`` as parts. Nodes are assigned round-robin to all parts except ``empty``."""
+    """Open ``data`` as parts. Nodes are assigned round-robin to all parts that are not in ``empty``."""
     full = [part for part in range(num_parts) if part not in empty]
     nodes = {"node": data} if isinstance(data, Data) else {of: data[of] for of in data.node_types}
     edges = {("node", "to", "node"): data} if isinstance(data, Data) else {of: data[of] for of in data.edge_types}

@@ -1,4 +1,6 @@
-"""Measures planning: the seconds from a config with host ranges to the plan of every node, compared with a limit."""
+"""Measures the seconds of planning, from reading a config with host ranges to the plan of every node, and compares them
+with a limit.
+"""
 
 from __future__ import annotations
 

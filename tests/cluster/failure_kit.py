@@ -72,7 +72,9 @@ class Scene:
         return Running(self.config, *words, env=self.cluster.environment(**self.env))
 
     def own_home(self, *, hosts_known: bool = True) -> Path:
-        """Create a home folder without the SSH key of the cluster, let launches use it as HOME, and return its path."""
+        """Create a home folder without the SSH key of the cluster, use it as HOME of later launches, and return its
+        path.
+        """
         home = self.folder / "home"
         (home / ".ssh").mkdir(parents=True)
         if hosts_known:

@@ -196,7 +196,7 @@ class Host:
         return int(Path(f"/proc/{pid}/task/{pid}/children").read_text().split()[0])
 
     def power_cut(self) -> None:
-        """Stop the host without any TCP FIN to other hosts. /tmp is lost, the home folder stays."""
+        """Stop the host as by a power failure: other hosts get no TCP FIN. /tmp is lost, the home folder stays."""
         self.cut_network()
         self.destroy()
 

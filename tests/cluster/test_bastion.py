@@ -22,8 +22,8 @@ BEHIND = 8
 
 @pytest.fixture(scope="module")
 def cluster() -> Iterator[NetCluster]:
-    """Yield nine hosts. Host 0 is the jump host. It refuses a fourth simultaneous connection that has not yet logged in
-    (MaxStartups).
+    """Yield nine hosts. Host 0 is the jump host, whose sshd accepts at most three connections that have not yet logged
+    in (MaxStartups).
     """
     options = {"MaxStartups": "3:100:3", "LogLevel": "VERBOSE"}
     with NetCluster(1 + BEHIND, sshd_options=options) as made:

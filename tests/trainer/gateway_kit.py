@@ -83,7 +83,7 @@ def serving_parts(
 
 
 def written(folder: Path, data, num_parts: int = 4) -> Path:
-    """Write ``data`` as a partition folder and return it."""
+    """Write ``data`` as a partition and return its folder."""
     write_store(folder, parts_of(data, num_parts).store)
     return folder
 

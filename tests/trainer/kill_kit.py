@@ -16,9 +16,9 @@ from trainer.train.checkpoint_writer import CheckpointSchedule
 def train_until(words: list[str], every: int, last: int, newest: Path, steps: int = 0) -> None:
     """Run the trainer with the arguments ``words``, and save a checkpoint after every ``every`` steps.
 
-    After step ``last``, if it is not 0, wait for the file ``newest``, and then end by SIGKILL. If ``last`` is not in
-    the first epoch, ``steps`` must be the number of steps of an epoch: it is needed to count the last step of each
-    epoch, after which ``CheckpointSchedule.due`` is not called.
+    After step ``last``, if it is not 0, wait for the file ``newest``, and then end by SIGKILL. Steps are counted by
+    calls of ``CheckpointSchedule.due``, which is not called after the last step of an epoch. To count these steps too,
+    pass the number of steps of an epoch as ``steps``.
     """
     asked = itertools.count(1)
 

@@ -142,7 +142,7 @@ def test_graphs_in_memory_are_divided_by_metis(make):
 
 
 class GivenClusters(ClusterData):
-    """torch_geometric's ``ClusterData`` with given clusters. To compute them, it would need torch-sparse or pyg-lib."""
+    """torch_geometric's ``ClusterData`` with given clusters. Without them, it would need torch-sparse or pyg-lib."""
 
     def __init__(self, data, cluster, num_parts):
         self._given = torch.from_numpy(cluster).long()

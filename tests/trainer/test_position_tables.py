@@ -32,7 +32,7 @@ def played(table, batches):
 
 
 def random_batches(seed, num_nodes, dtype):
-    """Return batches of many sizes, some after larger ones, with repeated seeds."""
+    """Return five batches of very different sizes, with repeated seeds."""
     rng = np.random.default_rng(seed)
 
     def ids(most):

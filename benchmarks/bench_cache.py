@@ -90,7 +90,8 @@ def _debian() -> list[Case]:
 
 
 def _rows(case: Case, folder: Path, num_parts: int, method: str, held: int | None) -> list[Row]:
-    """Measure host 0, which loads the same batches as on a real cluster.
+    """Compare the MB that host 0 receives in an epoch without and with a row cache. It loads the same batches as on a
+    real cluster.
 
     held: number of earlier batches whose remote rows are kept; None for the default.
     """
@@ -106,7 +107,10 @@ def _rows(case: Case, folder: Path, num_parts: int, method: str, held: int | Non
 
 
 def _epoch(case: Case, folder: Path, num_parts: int, held: int | None, size: str) -> tuple[Cost, float, float]:
-    """Return the cost of an epoch on host 0, the predicted remote bytes, and the CPU seconds of filling the cache."""
+    """Load an epoch on host 0 with a row cache of ``size``.
+
+    Returns the ``Cost`` of the epoch, the predicted remote bytes, and the CPU seconds of filling the cache.
+    """
     graph = _host(folder, num_parts, held)
     loader = BatchLoader(graph, LoaderSettings("train", case.fanouts, case.batch), 0, graph.layout)
     group, began = RankGroup(Ranks(), torch.device("cpu")), time.process_time()

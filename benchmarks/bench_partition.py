@@ -21,7 +21,7 @@ SPAWN = multiprocessing.get_context("spawn")
 
 
 def run(small: bool) -> list[Row]:
-    """Measure each method in its own process, which also creates the graph, so that memory peaks are separate."""
+    """Measure each method in a process of its own, to get its peak memory. The process also creates the graph."""
     ways = ("random", "streaming", "metis", "pymetis alone")
     random, streaming, metis, alone = (in_process(way, small) for way in ways)
     return [
@@ -37,7 +37,9 @@ def run(small: bool) -> list[Row]:
 
 
 def in_process(way: str, small: bool) -> tuple[float, float, float]:
-    """Partition in a new process. Returns seconds, peak GB minus that of the loaded graph, share of cut edges."""
+    """Partition in a new process. Returns seconds, GB of peak memory in addition to the loaded graph, and the share of
+    cut edges.
+    """
     ours, theirs = SPAWN.Pipe()
     worker = SPAWN.Process(target=measure, args=(way, small, theirs))
     worker.start()
@@ -91,11 +93,13 @@ def pymetis_alone(edge_index: np.ndarray, num_nodes: int) -> float:
 
 
 def forget_peak() -> None:
-    """Reset the peak memory of this process, which ``VmHWM`` reports. (getrusage would include the parent process.)"""
+    """Reset the peak memory of this process, which ``VmHWM`` reports. (The peak that getrusage reports would include
+    that of the parent process.)
+    """
     Path("/proc/self/clear_refs").write_text("5")
 
 
 def memory(which: str) -> float:
-    """Return GB of this process. ``which``: ``VmRSS`` for the current memory, ``VmHWM`` for the peak."""
+    """Return the memory of this process in GB. ``which``: ``VmRSS`` for the current memory, ``VmHWM`` for the peak."""
     status = Path("/proc/self/status").read_text()
     return int(re.search(rf"{which}:\s+(\d+) kB", status)[1]) * 1024 / 1e9  # type: ignore[index]

@@ -3,7 +3,7 @@
 \b
 python benchmarks/bench_peers.py                        all sections; runs each system once
 python benchmarks/bench_peers.py --only loader,train    some of the sections loader, parts, train, partition
-python benchmarks/bench_peers.py --without shipped      leave out graphlearn-torch as shipped, the slowest system
+python benchmarks/bench_peers.py --without shipped      leave out graphlearn-torch without a fixed seed, the slowest
 python benchmarks/bench_peers.py --small                a small graph, to check that everything runs
 python benchmarks/bench_peers.py --tenfold              only gnnfleet's loader, on a graph ten times as large
 
@@ -67,7 +67,7 @@ def main(
 def compete(
     chosen: Sequence[Contender], size: str, turns: int, epochs_of: Mapping[str, int], epochs: int
 ) -> tuple[dict[Contender, list[Run]], dict[str, float]]:
-    """Run the contenders in ``turns`` turns, and return the runs of each, and the seconds of each section.
+    """Run each contender once per turn. Return the runs of each contender, and the seconds spent on each section.
 
     epochs_of: number of epochs, by section. epochs: number of epochs in the other sections.
     """

@@ -1,4 +1,6 @@
-"""Measures planning: the seconds from a config with host ranges to the plan of every node, compared with a limit."""
+"""Measures the seconds of planning, from reading a config with host ranges to the plan of every node, and compares them
+with a limit.
+"""
 
 from __future__ import annotations
 
@@ -50,7 +52,9 @@ def stages(folder: Path, count: int) -> list[Row]:
 
 
 def parts_of(count: int) -> PartitionFiles:
-    """Return the file list of a partition into ``count`` parts, with twelve files each, as with a few node types."""
+    """Return the file list of a partition into ``count`` parts with twelve files each, as of a graph with a few node
+    types.
+    """
     names = [f"part{part}/nodes/node/attrs/a{i}.npy" for part in range(count) for i in range(12)]
     files = [PartFile(name, 10**6, "0" * 64) for name in [*names, "shared/seeds.npy", "manifest.json"]]
     return PartitionFiles("parts", "synthetic", "f1", count, tuple(files))

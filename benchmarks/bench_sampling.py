@@ -120,7 +120,7 @@ def place_all(table: PositionTable, batches: list[np.ndarray]) -> None:
 
 
 def alternately(works: list[Callable[[], None]], repeats: int = 9) -> list[float]:
-    """Call the functions in turn, and return the median CPU seconds of each, without its first call."""
+    """Call the functions in turn, and return the median CPU seconds of each. The first call of each does not count."""
     taken: list[list[float]] = [[] for _ in works]
     for _ in range(repeats + 1):
         for work, seconds in zip(works, taken, strict=True):
@@ -150,7 +150,7 @@ def steered(graph: Graph, shares: list[SeedShare]) -> list[Row]:
 
 
 def with_columns(store: PartStore) -> PartStore:
-    """Return the store with random edge weights and times, in memory, as the only attributes of its edges."""
+    """Return the store with random edge weights and times in memory, in place of its other edge attributes."""
     (part,) = store.parts.values()
     edges, spec, rng = part.edges[HOMO_EDGE], store.manifest.edges[HOMO_EDGE], np.random.default_rng(0)
     columns = {

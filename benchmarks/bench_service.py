@@ -1,4 +1,4 @@
-"""Measures requests to a graph server in another process over the loopback; compared with torch.distributed.rpc."""
+"""Measures requests over the loopback to a graph server in another process, compared with torch.distributed.rpc."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
 """Fan-out over real sshd hosts: connect, check every host, start a session on each; gnnfleet compared with other tools.
 
-The other tools do less: one Python per host prints versions and tests a port, while gnnfleet runs its whole preflight
-with every pair of hosts on every port. They start a bare tmux session in the same command; gnnfleet waits until its
-session is ready.
+The other tools do less: one Python per host prints versions and tests one port. gnnfleet runs its whole preflight,
+which tests every port between every pair of hosts. The other tools start a bare tmux session in the same command;
+gnnfleet waits until its session is ready.
 """
 
 from __future__ import annotations
@@ -119,7 +119,9 @@ def fan_out(scene: Scene, other_python: Path | None) -> Iterator[Row]:
 
 
 def others(scene: Scene, command: str, other_python: Path | None) -> dict[str, Callable[[], float]]:
-    """Return functions by name of tool. Each runs ``command`` on all hosts and returns the seconds it took."""
+    """Return a dict from the name of a tool to a function that runs ``command`` on all hosts and returns the seconds it
+    took.
+    """
     ways: dict[str, Callable[[], float]] = {
         "ssh processes, xargs -P 32": lambda: timed(lambda: with_openssh(scene.cluster, command)),
         "fabric ThreadingGroup": lambda: timed(lambda: with_fabric(scene.cluster, command)),
@@ -197,7 +199,7 @@ def with_fabric(cluster: NetCluster, command: str) -> None:
 
 
 def with_parallel_ssh(cluster: NetCluster, command: str, python: Path) -> float:
-    """Run ``command`` on all hosts with parallel-ssh, and return the seconds without those of its import."""
+    """Run ``command`` on all hosts with parallel-ssh, and return the seconds, excluding the import of parallel-ssh."""
     asked = json.dumps([[host.address for host in cluster.hosts], str(cluster.identity), command])
     done = subprocess.run(
         [python, "-c", PARALLEL_SSH], input=asked, text=True, check=True, timeout=300, capture_output=True

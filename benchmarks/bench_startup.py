@@ -60,7 +60,8 @@ def importing_torch() -> float:
 def phases(
     name: str, folder: Path, nodes: list[dict[str, Any]], more: Mapping[str, Any], env: Mapping[str, str], torch: float
 ) -> list[Row]:
-    """Launch twice, and return the seconds of each phase of the second launch, and their sum.
+    """Launch twice. Return the seconds of each phase of the second launch, and of the whole launch up to the first
+    step.
 
     torch: seconds of `import torch`, for comparison.
     """

@@ -105,7 +105,9 @@ def on_edges(graph: Graph, steps: int, trim: bool) -> tuple[float, list[float]]:
 
 
 def timed(model: nn.Module, steps) -> tuple[float, list[float]]:  # type: ignore[no-untyped-def]
-    """Train on ``steps``, tuples (forward, batch, y). Returns mean seconds per step, without the first, and losses."""
+    """Train on ``steps``, tuples (forward, batch, y). Returns the mean seconds per step, in which the first step does
+    not count, and the losses.
+    """
     optimizer = torch.optim.Adam(model.parameters(), lr=0.004)
     losses, begun, count = [], 0.0, 0
     for count, (forward, batch, y) in enumerate(steps):

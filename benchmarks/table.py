@@ -13,7 +13,7 @@ from rich.table import Table
 
 @dataclass(frozen=True)
 class Row:
-    """A measured value, and for comparison the value of another method in the same run."""
+    """A measured value, and optionally the value that another method reached in the same run."""
 
     what: str
     value: float

@@ -37,7 +37,7 @@ def numbers(text: str) -> list[int]:
 
 @contextmanager
 def opened(parts: str | None) -> Iterator[Any]:
-    """Join the process group of all ranks, and open the graph. Without a launcher the group has one rank."""
+    """Join the process group of all ranks, open the graph and yield it. Without a launcher the group has one rank."""
     alone = {} if "RANK" in os.environ else {"store": dist.HashStore(), "rank": 0, "world_size": 1}
     dist.init_process_group("gloo", **alone)
     torch.manual_seed(0)
@@ -48,16 +48,17 @@ def opened(parts: str | None) -> Iterator[Any]:
 
 
 def total(*values: Any) -> list[float]:
-    """Return the sum of each value over all ranks."""
+    """Return the sum over all ranks of each of ``values``."""
     sums = torch.tensor([float(value) for value in values], dtype=torch.float64)
     dist.all_reduce(sums)
     return sums.tolist()  # type: ignore[no-any-return]
 
 
 def divisor(seeds: int) -> float:
-    """Return the number by which each rank divides its loss, summed over its ``seeds`` seeds, before ``backward``.
+    """Return the number by which a rank divides the summed loss of its ``seeds`` seeds before it calls ``backward``.
 
-    DDP then averages the gradients over ranks to the gradient of the mean loss of the global batch.
+    DistributedDataParallel averages gradients over ranks. With this divisor, the average is the gradient of the mean
+    loss of the global batch.
     """
     return total(seeds)[0] / dist.get_world_size()
 

@@ -21,7 +21,9 @@ import gnnfleet as gf
 
 
 class Layers:
-    """torch_geometric's GraphSAGE as a ``LayerStack``, which ``WholeGraph`` computes layer by layer."""
+    """torch_geometric's GraphSAGE as a ``LayerStack``, the interface through which ``WholeGraph`` computes a model
+    layer by layer.
+    """
 
     needs_degree = False
 
@@ -33,7 +35,9 @@ class Layers:
         return batch.x
 
     def layer(self, number, blocks, rows, num_dst, degree):
-        """Compute the rows of some nodes from those of all their neighbours. A block stores edges as CSR by target."""
+        """Compute the output rows of some nodes from the input rows of all their neighbours. A block stores edges as
+        CSR by target.
+        """
         x, block = rows[gf.HOMO_NODE], blocks[gf.HOMO_EDGE]
         targets = torch.repeat_interleave(torch.arange(block.num_dst), block.indptr.diff())
         edges = torch.stack([block.indices.long(), targets])

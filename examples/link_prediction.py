@@ -148,7 +148,7 @@ def popularity(links, num_nodes):
 def embed_all(graph, relation, options, encode):
     """Return the rows of all possible source nodes and of all possible target nodes, on every rank.
 
-    They take nodes * hidden * 4 bytes for sources, and as much for targets.
+    Each of the two arrays takes nodes * hidden * 4 bytes of memory on every rank.
     """
     types = dict.fromkeys(relation[::2])
     seeds = dict.fromkeys(types) if graph.manifest.hetero else None

@@ -1,9 +1,11 @@
-"""Node classification on a homogeneous graph: torch_geometric's GraphSAGE, trimmed, keeping the best validation
-weights.
+"""Node classification on a homogeneous graph: torch_geometric's GraphSAGE, wrapped in ``gnnfleet.nn.Trimmed``.
 
-python -m trainer partition make --dataset synthetic --out parts/synthetic
-python examples/node_classification.py --parts parts/synthetic
-python launch.py --config templates/local.yml --set run.files=[examples] -- python examples/node_classification.py
+    python -m trainer partition make --dataset synthetic --out parts/synthetic
+    python examples/node_classification.py --parts parts/synthetic
+    python launch.py --config templates/local.yml --set run.files=[examples] -- python examples/node_classification.py
+
+``Trimmed`` computes in each layer only the rows that later layers use. The test accuracy is that of the weights with
+the best validation accuracy.
 """
 
 from __future__ import annotations
@@ -27,7 +29,10 @@ def main() -> None:
 
 
 def train(graph, options, **sampling):
-    """Train, and return the model and its test accuracy. ``sampling``: more arguments of ``DistNeighborLoader``."""
+    """Train, and return the model with its best validation weights and its test accuracy.
+
+    ``sampling``: more arguments of ``DistNeighborLoader``.
+    """
     fanouts = numbers(options.fanouts)
     gnn = GraphSAGE(graph.num_features, options.hidden, len(fanouts), graph.num_classes, options.dropout)
     model = DistributedDataParallel(gf.nn.Trimmed(gnn))  # each layer computes only rows that later layers use

@@ -4,8 +4,9 @@
     python -m trainer partition make --dataset file --source derived --out parts/derived
 
 edge_weight: strength of the strongest relation between two packages: 8 depends and pre-depends, 4 recommends, 2
-suggests, 1 enhances and breaks. time: length of the longest chain of dependencies below a package (not a date), so
-dependencies are earlier than their dependents; a cycle is cut at the package on which most other packages wait.
+suggests, 1 enhances and breaks.
+time: length of the longest chain of dependencies below a package (not a date), so dependencies are earlier than their
+dependents. A cycle is cut at the package that most of the remaining packages depend on.
 """
 
 from __future__ import annotations
@@ -61,7 +62,8 @@ def weighted(relations: dict[str, np.ndarray], num_nodes: int) -> tuple[np.ndarr
 def depth(depends: np.ndarray, num_nodes: int) -> np.ndarray:
     """Return the length of the longest dependency chain below each package, int64 [N].
 
-    depends: [2, E]; package ``depends[0, e]`` depends on package ``depends[1, e]``.
+    depends: [2, E]; package ``depends[0, e]`` depends on package ``depends[1, e]``. A cycle is cut at the package that
+    most of the remaining packages depend on.
     """
     src, dst = np.unique(depends[:, depends[0] != depends[1]], axis=1)
     level, waits = np.zeros(num_nodes, np.int64), np.bincount(src, minlength=num_nodes)

@@ -27,7 +27,9 @@ def main() -> None:
 
 
 def look_ahead(graph, options, rule):
-    """Sample for all test seeds, and return the number of nodes later than their seed, and the number of all nodes."""
+    """Sample for all test seeds. Return the number of sampled nodes that are later than their seed, and of all sampled
+    nodes, each without the seeds.
+    """
     later = neighbours = 0
     for batch in gf.DistNeighborLoader(
         graph, numbers(options.fanouts), "test", batch_size=options.batch_size, attrs=[options.time], **rule

@@ -51,8 +51,10 @@ def pytest_xdist_auto_num_workers(config: pytest.Config) -> int:
 
 @pytest.hookimpl(wrapper=True)
 def pytest_collection() -> Iterator[None]:
-    """Collect without garbage collections, which take half of the CPU time (6 of 13 s in each parallel worker), and
-    exclude the millions of objects of imported packages and collected tests from later ones."""
+    """Disable garbage collection while pytest collects tests, where it would take half of the CPU time (6 of 13 s in
+    each parallel worker). Afterwards, freeze the millions of objects of imported packages and collected tests, so that
+    later garbage collections skip them.
+    """
     gc.disable()
     try:
         return (yield)
@@ -97,7 +99,8 @@ def shared_data() -> Path:
 def local_runs(tmp_path_factory: pytest.TempPathFactory, registry_of_runs: None) -> dict[str, Launched]:
     """Return two finished launches of the bundled trainer on this machine, which all parallel workers share.
 
-    "one" has one node with one part, "two" has two nodes with one METIS part each. Both train on the same batches.
+    Launch "one" has one node with one part, "two" has two nodes with one METIS part each. Both train on the same
+    batches.
     """
     base = tmp_path_factory.getbasetemp()
     folder = (base.parent if "PYTEST_XDIST_WORKER" in os.environ else base) / "local-runs"
@@ -121,14 +124,14 @@ def _launch_local(folder: Path, procs: list[int], **sections: dict) -> Launched:
 
 
 def _kernels_stamp() -> Path:
-    """File that exists once kernels of this version of the trainer have been compiled."""
+    """Return the path of a file that exists once the kernels of this version of the trainer have been compiled."""
     digest = hashlib.sha256(b"".join(path.read_bytes() for path in sorted(REPOSITORY.glob("trainer/**/*.py"))))
     return KERNELS / f"run-{digest.hexdigest()[:16]}"
 
 
 @pytest.fixture(scope="session")
 def compiled_kernels(request: pytest.FixtureRequest) -> None:
-    """Run ``local_runs`` first, which compile the kernels that most tests need.
+    """Compile the kernels that most tests need, by running the launches of ``local_runs``.
 
     Without this fixture, many processes would compile the same kernels at the same time.
     """

@@ -59,7 +59,9 @@ def imported(module: Module, known: Collection[str]) -> Iterator[str]:
 
 
 def _imports_in(statements: Iterable[ast.AST]) -> Iterator[ast.Import | ast.ImportFrom]:
-    """Yield the imports among statements and, as expressions contain none, in the blocks of statements only."""
+    """Yield the imports among ``statements`` and in their nested blocks. Expressions cannot contain imports and are
+    skipped.
+    """
     for each in statements:
         if isinstance(each, ast.Import | ast.ImportFrom):
             yield each

@@ -47,7 +47,7 @@ class Launched:
 
 
 def write_config(folder: Path, nodes: list[dict], **sections: dict) -> Path:
-    """Write a cluster.yml over the small synthetic graph in ``folder``."""
+    """Write a cluster.yml for the small synthetic graph in ``folder``."""
     data = {"dataset": "synthetic", "options": SYNTHETIC, "folder": "parts"} | sections.pop("data", {})
     train = TRAIN | sections.pop("train", {})
     path = folder / "cluster.yml"
@@ -59,8 +59,8 @@ def local_config(folder: Path, procs: list[int], workdirs: Path | None = None, *
     """Write a cluster.yml of local nodes with reserved ports.
 
     procs: number of processes of each node.
-    workdirs: parent of the work folders, by default ``folder``; tests with the same one share the copied code.
-    Ports are reserved, because two runs with `auto` that start at once may find the same ports free.
+    workdirs: parent of the work folders, by default ``folder``. Tests that pass the same folder share the copied code.
+    Ports are reserved, because two runs that choose ports with `auto` at the same moment may choose the same ones.
     """
     state = workdirs or folder
     own = {"python": sys.executable, "env": {"GNNFLEET_KERNELS": os.environ["GNNFLEET_KERNELS"]}}
@@ -73,7 +73,7 @@ def local_config(folder: Path, procs: list[int], workdirs: Path | None = None, *
 
 
 def own_ports() -> dict[str, int]:
-    """Reserve ports for a run on local nodes, and return keys of the `run` section of its cluster.yml."""
+    """Reserve ports for a run on local nodes, and return them as settings of the section `run` of its cluster.yml."""
     first = free_port(10)  # a run on one machine also uses ports after these three
     return {"master_port": first, "control_port": first + 1, "service_port": first + 2}
 

@@ -64,8 +64,8 @@ def messages() -> list[Message]:
 
 @cache
 def spoken_texts() -> tuple[str, ...]:
-    """Return all string constants with a space in the source of our packages (also docstrings), normalised by
-    ``fixed``.
+    """Return all string constants in the source of our packages that contain a space, docstrings included, normalised
+    by ``fixed``.
     """
     nodes = (node for module in _modules() for node in module.nodes())
     kinds = (ast.Constant, ast.JoinedStr)
@@ -129,7 +129,7 @@ class _Module:
                 yield from each.value.elts[:-1]
 
     def _forwarding(self, names: set[str]) -> set[str]:
-        """Return the names of this module's functions that pass an argument on as the text of an error."""
+        """Return the names of functions in this module that use one of their arguments as the text of an error."""
         errors = names - SHOWN
         return {
             function.name

@@ -1,4 +1,4 @@
-"""Free ports for tests that run beside each other."""
+"""Finds free ports for tests that run in parallel."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ _SHARE = (_LAST - _FIRST) // _WORKERS
 def free_port(count: int = 1) -> int:
     """Return the first of ``count`` consecutive free ports of 127.0.0.1.
 
-    Each pytest-xdist worker has its own ports, and returns none twice before it has returned all: another test cannot
-    take a port between this call and the moment when a program listens there.
+    Each pytest-xdist worker has its own range of ports and goes through all of it before it returns a port again. So no
+    other test can take a port between this call and the moment when a program listens there.
     """
     while True:
         first = _next(count)

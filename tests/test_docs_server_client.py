@@ -40,7 +40,7 @@ def nodes(workdir: str, *roles: str) -> list[dict[str, str]]:
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
-    """Return a folder with the cluster files that the page's commands name, all with local nodes."""
+    """Return a folder with the cluster files that occur in the page's commands. All their nodes are local."""
     folder = tmp_path_factory.mktemp("page")
     files: Mapping[str, Mapping[str, Any]] = {
         "products.yml": {"name": "both", "nodes": nodes("b", "server", "server", "client"), "data": GRAPH},

@@ -45,7 +45,7 @@ def within(module: str, package: str) -> bool:
 
 
 def layer(module: str) -> int:
-    """Return the position of a module's package in ``ORDER``. ``ENTRIES`` and ``__init__`` come after all packages."""
+    """Return the position of a module's package in ``ORDER``. Modules outside of all these packages come last."""
     top, _, rest = module.partition(".")
     head = rest.split(".")[0]
     assert not rest or head in ORDER[top] or module in ENTRIES, f"{module} has no place in ORDER"
@@ -107,7 +107,7 @@ def test_imports_of_benchmarks_and_examples_exist() -> None:
 
 
 def defined(module: str) -> set[str]:
-    """Return the names that a module defines or imports, including the ``__all__`` of a lazy package."""
+    """Return the names that a module defines or imports, and all its string constants, among which is ``__all__``."""
     if module not in MODULES:
         return set()
     names = set()

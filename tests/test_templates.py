@@ -1,4 +1,6 @@
-"""Tests of templates/: each file is listed, loads, and can be planned in any folder; those of local nodes also run."""
+"""Tests of templates/: ``gnnfleet init`` lists each file, and each loads and can be planned in any folder. Those of
+local nodes also run.
+"""
 
 from __future__ import annotations
 

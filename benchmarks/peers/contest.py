@@ -54,7 +54,9 @@ class Contender:
 
     @property
     def parts(self) -> Path | None:
-        """Folder of the partition that the system reads, made at the first call, or None if it reads none."""
+        """Folder of the partition that the system reads, or None if it reads none. The first access makes the
+        partition.
+        """
         return self.make_parts() if self.make_parts else None
 
     @property
@@ -87,10 +89,9 @@ class Run:
 
 
 def contenders(sections: Sequence[str], size: str, peers: bool = True, without: Sequence[str] = ()) -> list[Contender]:
-    """Return the contenders of ``sections`` that can run on this machine, after making their environments and
-    partitions.
+    """Return the contenders of ``sections`` that can run on this machine, and make their environments and partitions.
 
-    Makes Python environments and partitions, and prints a line for each contender that cannot run.
+    Prints why a contender cannot run.
     peers: if false, return only contenders of gnnfleet.
     without: systems whose name contains one of these texts are left out.
     """
@@ -109,7 +110,7 @@ def contenders(sections: Sequence[str], size: str, peers: bool = True, without: 
 
 
 def _prepared(one: Contender) -> bool:
-    """Make the contender's Python environment and partition, and return False, after printing why, if that fails."""
+    """Make the contender's Python environment and partition. If that fails, print why and return False."""
     try:
         if one.env and _python(one.env) is None:
             return False
@@ -235,7 +236,9 @@ def _ours(size: str) -> list[Contender]:
 
 def _dgl(size: str) -> list[Contender]:
     def one(section: str, name: str, task: str = "", cut: str = "", **told: Any) -> Contender:
-        """Return a contender: on two hosts with parts made by the method ``cut``, or on one host without ``cut``."""
+        """Return a contender. With ``cut``, it runs on two hosts with parts made by this method, otherwise on one
+        host.
+        """
         make_parts = partial(_dgl_parts, size, cut) if cut else None
         return Contender(
             section, f"DGL 2.1.0, {name}", "dgl_job.py", DGL, task or section, HOSTS if cut else 1, told,

@@ -58,7 +58,7 @@ PEERS = {env.name: env for env in (DGL, GLT)}
 
 
 def peer_python(env: PeerEnv) -> Path | None:
-    """Return the Python of an environment, made at the first call, or None, after printing why, if that fails.
+    """Return the Python of an environment, which the first call makes. If that fails, print why and return None.
 
     An environment takes 5 GB and up to 20 minutes on 2 cores. Waits if another process is making it. A failure is
     written with pip's output to ``<folder>.failed``; as long as this file exists, later calls fail at once.

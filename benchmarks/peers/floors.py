@@ -1,4 +1,6 @@
-"""Lower bounds of seconds on this machine: bytes / copy rate + operations / rate of a matrix product."""
+"""Lower bounds of times on this machine: bytes divided by the copy rate, plus operations divided by the rate of a
+matrix product.
+"""
 
 from __future__ import annotations
 
@@ -33,7 +35,8 @@ class Machine:
         return (8 * edges + 2 * 4 * WIDTH * nodes) / self.bytes_per_s
 
     def training(self, layers: list[list[int]], hidden: int, classes: int) -> float:
-        """Return the least seconds to train an epoch: in both passes, dense products and reading one row per edge.
+        """Return the least seconds to train an epoch: the dense products of the forward and backward pass, and in each
+        pass reading one row per edge.
 
         ``layers``: number of [targets, sources, edges] of each layer in an epoch, input layer first.
         """

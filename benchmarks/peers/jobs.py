@@ -33,15 +33,13 @@ class Job:
 
 @dataclass(frozen=True)
 class Done:
-    """Result of a ``Job``."""
-
     result: Mapping[str, Any]  #: JSON of the last line that the client printed
     server_memory: int  #: bytes, peak of the proportional set sizes of all servers' processes
     client_memory: int
 
 
 def run_job(job: Job, network: Sequence[str], log: Path, timeout: float = 900.0) -> Done:
-    """Run a job, with ``network`` before each command. Output goes to ``log``.
+    """Run a job. ``network`` is a prefix for each command. Output goes to ``log``.
 
     Raises ``RuntimeError`` with the end of the log if the client fails or a server does not start.
     """
@@ -62,7 +60,7 @@ def run_job(job: Job, network: Sequence[str], log: Path, timeout: float = 900.0)
 
 @dataclass(frozen=True)
 class HostDone:
-    """Result of a process that simulates a host, with all its children."""
+    """Output of a process that simulates a host, and peak memory of the process and its children."""
 
     result: Mapping[str, Any]  #: the last line of JSON that the process printed
     memory: int  #: bytes, peak of the proportional set size of the process and its children
@@ -106,9 +104,10 @@ def _host_done(process: subprocess.Popen[str], out: Path, err: Path, watch: _Wat
 
 @contextlib.contextmanager
 def private_loopback() -> Iterator[list[str]]:
-    """Make a network namespace. Yield the words to put before a command so that it runs there.
+    """Make a network namespace, and yield the command prefix that runs a command in it.
 
-    The namespace's loopback counts only the bytes of such commands. Yields no words if it cannot be made.
+    The loopback of the namespace counts only the bytes of these commands. If no namespace can be made, the prefix is
+    empty.
     """
     name = f"gnnfleet-bench-{os.getpid()}"
     if os.geteuid() or subprocess.run(["ip", "netns", "add", name], capture_output=True).returncode:

@@ -86,7 +86,9 @@ def _loading(graph: Graph, settings: Settings, rank: int = 0, layout: RankLayout
 
 
 def _more(loading: Any) -> Settings:
-    """Return layer sizes of the last epoch, and sums of rows and bytes, or {} if the loader does not count them."""
+    """Return the layer sizes of the last epoch and the sums of row and byte counts of ``Epochs``, or {} for other
+    loaders.
+    """
     if not isinstance(loading, Epochs):
         return {}
     names = ("remote_bytes", "rows", "remote_rows", "cached_rows", "held_rows")

@@ -13,7 +13,7 @@ from trainer.data.load import load_dataset
 
 
 def plain_graph(small: bool) -> Path:
-    """Return the folder of the large or small benchmark graph, written once.
+    """Return the folder of the large or small benchmark graph. The first call writes it.
 
     Files: edge_index.npy [2, E], x.npy, y.npy, train.npy, val.npy, test.npy; nodes have their original ids.
     """

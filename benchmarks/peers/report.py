@@ -44,7 +44,8 @@ def table(section: str, found: Found, took: float, floor: float | None) -> str:
 
 
 def floor_of(section: str, found: Found, layers: list[list[int]] | None, machine: Machine, size: str) -> float | None:
-    """Return a lower bound of a section's seconds on this machine, or None if no run measured the sizes for it.
+    """Return a lower bound of a section's seconds on this machine, or None if the sizes that it depends on were not
+    measured.
 
     layers: number of [targets, sources, edges] of each layer in an epoch of gnnfleet's ``BatchLoader``.
     """
@@ -57,8 +58,9 @@ def floor_of(section: str, found: Found, layers: list[list[int]] | None, machine
 
 
 def _against(one: Contender, ran: Found) -> Sequence[Run] | None:
-    """Return the runs of gnnfleet's fastest contender, if possible on parts made by the same method as those of
-    ``one``.
+    """Return the runs of the fastest gnnfleet contender, to compare ``one`` with, or None if gnnfleet has no runs.
+
+    If possible, choose among contenders with parts made by the same method as those of ``one``.
     """
     ours = [other for other in ran if other.ours]
     same = [other for other in ours if other.cut == one.cut] or ours

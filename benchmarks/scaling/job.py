@@ -1,4 +1,4 @@
-"""Runs one training on several simulated hosts of this machine, each with a process of a rank and a graph server."""
+"""Runs one training on several simulated hosts of this machine, each with one rank and one graph server."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ def pinned(cores: Sequence[int]) -> Iterator[None]:
 
 
 def environment(**more: str) -> dict[str, str]:
-    """Return the environment of a process, with ``more`` added.
+    """Return this process's environment without variables GNNFLEET_… and with ``more``, to start processes with.
 
     torch gets one thread: threads that share a core would spin while they wait for each other.
     """
@@ -148,7 +148,9 @@ def _process(
 
 @dataclass(frozen=True)
 class _Mark:
-    """CPU seconds of each graph server and bytes received by each host, from the start to the end of one epoch."""
+    """CPU seconds of each graph server and bytes received by each host, from the start of the run to the end of one
+    epoch.
+    """
 
     server_cpu: tuple[float, ...]
     received: tuple[int, ...]
@@ -158,8 +160,8 @@ def _mark(
     case: Case, epoch: int, run_dir: Path, servers: Sequence[subprocess.Popen[bytes]],
     ranks: Sequence[subprocess.Popen[bytes]], where: Sequence[Place],
 ) -> _Mark:  # fmt: skip
-    """Wait until all ranks have ended an epoch, and return the CPU seconds of the servers and the bytes received so
-    far.
+    """Wait until all ranks have ended an epoch. Return the CPU seconds of the servers and the bytes received by the
+    hosts so far.
 
     For the last epoch, these include some milliseconds of the evaluation, which has a few seeds.
     """

@@ -105,9 +105,10 @@ def _compute(host: HostFigures, on: Hardware) -> float:
 
 
 def _remote(host: HostFigures, on: Hardware) -> float:
-    """Return the seconds to fetch a batch's remote rows, with one request to each owner, all at the same time.
+    """Return the seconds to fetch a batch's remote rows, with one request to each owner and all requests at the same
+    time.
 
-    One round is enough because the topology is replicated.
+    One round of requests is enough because the topology is replicated.
     """
     return host.remote_bytes / host.steps / on.bytes_per_s + (on.latency if host.remote_bytes else 0.0)
 

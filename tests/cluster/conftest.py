@@ -29,7 +29,9 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 @pytest.fixture(scope="module", autouse=True)
 def kernels_of_hosts(request: pytest.FixtureRequest) -> None:
-    """Compile kernels before hosts start processes of the trainer; the hosts use the kernels of the tests."""
+    """Compile the Numba kernels before hosts start processes of the trainer. Hosts and tests share the folder of
+    kernels.
+    """
     if request.path.stem not in WITHOUT_TRAINER:
         request.getfixturevalue("compiled_kernels")
 
@@ -47,7 +49,8 @@ def three_hosts(tmp_path_factory: pytest.TempPathFactory) -> Iterator[NetCluster
 @pytest.fixture
 def cluster(three_hosts: NetCluster) -> Iterator[NetCluster]:
     """Yield the cluster of three hosts. After the test, end all processes on the hosts, remove the limits of their
-    links, and restore the programs that the test hid."""
+    network links, and restore the programs that the test hid.
+    """
     yield three_hosts
     for host in three_hosts.hosts:
         host.full_speed()

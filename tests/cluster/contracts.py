@@ -1,4 +1,6 @@
-"""The contracts of a run: conditions that must hold after every scenario of the soak, each with a name."""
+"""The contracts of a run: named conditions that must hold after every scenario of the soak, the long random test of
+``make soak``.
+"""
 
 from __future__ import annotations
 
@@ -49,7 +51,7 @@ class Verdict:
     ended_after: float = 0.0  #: seconds from the fault until no process of the run was left
 
     def break_(self, contract: str, message: str) -> None:
-        """Record that a contract is broken. The first message for each is kept."""
+        """Record that a contract is broken. Only the first message for each contract is kept."""
         assert contract in CONTRACTS
         self.wrong.setdefault(contract, message)
 
@@ -71,7 +73,7 @@ def leases_of(hosts: Iterable[Host]) -> list[str]:
 
 
 def sockets_of(host: Host) -> list[str]:
-    """Return the listening TCP ports except SSH's, and gnnfleet's abstract Unix sockets on ``host``."""
+    """Return the listening TCP ports on ``host``, except SSH's, and the abstract Unix sockets of gnnfleet."""
     tables = Path(f"/proc/{host.init_pid}/net")
     ports = set()
     for name in ("tcp", "tcp6"):
@@ -83,7 +85,7 @@ def sockets_of(host: Host) -> list[str]:
 
 
 def wait_until_clean(hosts: list[Host], seconds: float) -> list[str]:
-    """Wait until no process is left on ``hosts``, at most ``seconds``, and return what is left."""
+    """Wait at most ``seconds`` until no process is left on ``hosts``, and return the processes that are left."""
     deadline = time.monotonic() + seconds
     while (found := left(hosts)) and time.monotonic() < deadline:
         time.sleep(0.1)
@@ -134,7 +136,7 @@ def check_failure(verdict: Verdict, run: FaultyRun, done: Launched) -> None:
 
 
 def check_restarts(verdict: Verdict, run: FaultyRun) -> None:
-    """Check the restarts that the result of a run records."""
+    """Check that the result of a run records the right restarts."""
     fault, path = run.scenario.fault, run.run_dir / "result.json"
     restarts = json.loads(path.read_text()).get("restarts", []) if path.is_file() else []
     if len(restarts) != 1:
@@ -149,7 +151,9 @@ def check_restarts(verdict: Verdict, run: FaultyRun) -> None:
 
 
 def check_views(verdict: Verdict, run: FaultyRun, state: str) -> None:
-    """Check that ``gnnfleet status`` and ``gnnfleet runs``, called in another folder, agree with the end of the run."""
+    """Check that ``gnnfleet status`` and ``gnnfleet runs``, called in another folder, report the state in which the run
+    ended.
+    """
     shown = gnnfleet(run.environment, "status", "--json", run.run_id)
     if not shown.stdout.startswith("{"):
         verdict.break_("agrees", f"status printed {shown.stdout + shown.stderr!r}")

@@ -72,7 +72,9 @@ class Scene:
         return Running(self.config, *words, env=self.cluster.environment(**self.env))
 
     def own_home(self, *, hosts_known: bool = True) -> Path:
-        """Create a home folder without the SSH key of the cluster, let launches use it as HOME, and return its path."""
+        """Create a home folder without the SSH key of the cluster, use it as HOME of later launches, and return its
+        path.
+        """
         home = self.folder / "home"
         (home / ".ssh").mkdir(parents=True)
         if hosts_known:
@@ -106,7 +108,7 @@ def scene(cluster: NetCluster, tmp_path: Path, parts: Path) -> Scene:
 
 @pytest.fixture(scope="session")
 def parts(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Return a folder path for the parts of the graph. The first launch that needs the parts creates the folder."""
+    """Return the path of a folder for parts of the graph. The first launch that needs the parts creates the folder."""
     return tmp_path_factory.mktemp("parts") / "synthetic"
 
 

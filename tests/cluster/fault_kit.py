@@ -1,4 +1,6 @@
-"""Injects the fault of a scenario into its run on namespaced hosts, and repairs the hosts afterwards."""
+"""Injects the fault of a soak scenario into its run on hosts in network namespaces, and repairs the hosts
+afterwards.
+"""
 
 from __future__ import annotations
 
@@ -45,11 +47,13 @@ class FaultyRun:
 
     @property
     def host(self) -> Host:
-        """Return the host of the fault."""
+        """Return the host on which the fault is injected."""
         return self.cluster.hosts[self.scenario.fault.node]
 
     def prepare(self) -> None:
-        """Set the clocks and shells of the hosts, and make the disk small for fault "disk"."""
+        """Set the clock and the ~/.bashrc of each host. For fault "disk", make the file system of the work folder
+        small.
+        """
         for k, host in enumerate(self.cluster.hosts):
             set_clock(host, 300 if k == self.scenario.clock else 0)
             host.write("~/.bashrc", SHELLS[self.scenario.shell])
@@ -126,7 +130,7 @@ class FaultyRun:
             set_clock(host, -300)
 
     def _trigger(self, kind: str) -> None:
-        """Let the script cause the fault, and wait until it has read the file that triggers it."""
+        """Write the file that makes the user script cause the fault, and wait until the script has read it."""
         if kind == "memory":
             assert self.host.memory is not None
             self.host.limit_memory(self.host.memory.used() + SPARE_MEMORY)
@@ -143,8 +147,8 @@ class FaultyRun:
         self._signal("job.py" if self.scenario.own else "trainer train", self.scenario.victim, signum)
 
     def _signal(self, words: str, rank: int | None = None, signum: int = signal.SIGKILL) -> None:
-        """Send a signal to the Python process on the host that runs ``words``. If ``rank`` is given, the process of
-        that rank is meant. Wait up to 20 s for the process to start.
+        """Send a signal to the Python process on the host that runs ``words``, or if ``rank`` is given, to the process
+        of that rank. Wait up to 20 s for the process to start.
         """
         deadline = time.monotonic() + 20
         while time.monotonic() < deadline:
@@ -169,7 +173,7 @@ class FaultyRun:
             raise NotInjected(f"no SSH connection to {self.host.name}")
 
     def repair(self) -> None:
-        """Repair the host of the fault. A network cut is kept up for its full duration first."""
+        """Undo the fault on its host. If it is a network cut, first wait until it has lasted ``fault.seconds``."""
         kind = self.scenario.fault.kind
         if kind == "memory":
             self.host.limit_memory(None)
@@ -184,7 +188,7 @@ class FaultyRun:
             self.host.run(["rm", "-f", f"{WORKDIR}/filler"])
 
     def undo(self) -> None:
-        """Undo what ``prepare`` did."""
+        """Undo what ``prepare`` did: unmount the small disk and set the clocks right."""
         if self.scenario.fault.kind == "disk":
             self.host.run(["umount", "-l", WORKDIR], check=False)
         for host in self.cluster.hosts:
@@ -192,7 +196,7 @@ class FaultyRun:
 
     @property
     def unreachable(self) -> int | None:
-        """Return the node that cannot be reached between the fault and the repair."""
+        """Return the node that cannot be reached between the fault and the repair, or None if all can."""
         return self.scenario.fault.node if self.scenario.fault.kind in UNREACHABLE else None
 
 
@@ -202,8 +206,9 @@ def pythons_of(cluster: NetCluster) -> list[str]:
 
 
 def _is_python(cmdline: str, words: str) -> bool:
-    """Return whether the process is a Python that runs ``words`` itself. The rank runner, whose arguments include the
-    command of a rank, does not count."""
+    """Return whether the process is a Python that runs ``words`` itself. A rank runner does not: it only has the
+    command of its rank among its arguments.
+    """
     program, *arguments = cmdline.split() or [""]
     given = " ".join(arguments).removeprefix("-u ").removeprefix("-m ")
     return "python" in program and (f"{given} ".startswith(f"{words} ") or given.split(" ")[0].endswith(f"/{words}"))

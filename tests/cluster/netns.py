@@ -196,7 +196,7 @@ class Host:
         return int(Path(f"/proc/{pid}/task/{pid}/children").read_text().split()[0])
 
     def power_cut(self) -> None:
-        """Stop the host without any TCP FIN to other hosts. /tmp is lost, the home folder stays."""
+        """Stop the host as by a power failure: other hosts get no TCP FIN. /tmp is lost, the home folder stays."""
         self.cut_network()
         self.destroy()
 
@@ -276,14 +276,14 @@ class Host:
         tool(["bridge", "link", "set", "dev", self.name, "state", str(state)])
 
     def slow_link(self, rate: str = "10mbit") -> None:
-        """Limit the host's network link to ``rate`` (as in ``tc``) in both directions."""
+        """Limit the bandwidth of the host's network link to ``rate``, in the units of ``tc``, in both directions."""
         self._slow = True
         shape = f"root tbf rate {rate} burst 64kb latency 200ms"
         tool(["tc", "qdisc", "replace", "dev", self.name, *shape.split()])
         tool(["tc", "-n", self.name, "qdisc", "replace", "dev", self.machine.interface, *shape.split()])
 
     def full_speed(self) -> None:
-        """Remove the limit of ``slow_link``."""
+        """Remove the bandwidth limit that ``slow_link`` set."""
         if not self._slow:
             return
         self._slow = False
@@ -382,9 +382,9 @@ class NetCluster:
         self.ssh_config(self.operator_ssh_config)
 
     def kept(self) -> list[Path]:
-        """Return the folders that all hosts share but that lie below a folder of which each host has its own copy.
+        """Return the shared folders that lie below a folder which is private to each host, such as /tmp.
 
-        Shared are the repository, the Python installation and ``shared_folder``; each host has e.g. its own /tmp.
+        Shared are the repository, the Python installation and ``shared_folder``.
         """
         wanted = [REPOSITORY, Path(sys.prefix), Path(sys.base_prefix).resolve()]
         wanted += [self.shared_folder.resolve()] if self.shared_folder else []

@@ -1,4 +1,6 @@
-"""Functions of ``netns`` that call ip and ssh-keygen, and that use cgroups and /proc."""
+"""Functions that ``netns`` uses: calls of ip and ssh-keygen, memory limits with cgroups, and processes read from
+/proc.
+"""
 
 from __future__ import annotations
 
@@ -64,7 +66,7 @@ class MemoryCgroup:
 
     @property
     def mounts(self) -> list[str]:
-        """Return shell lines that mount the cgroup file system in a mount namespace whose /sys is new."""
+        """Return shell lines that mount the cgroup file system in a mount namespace after /sys was mounted anew."""
         if not self._old.is_dir():
             return ["mount -t cgroup2 cgroup2 /sys/fs/cgroup"]
         return [
@@ -157,7 +159,8 @@ def processes_of(init_pid: int) -> Iterator[Process]:
 def free_prefix(seed: int) -> str:
     """Return the first three numbers of a /24 network in 10.0.0.0/8 that is in no route of this machine.
 
-    The search starts at a network that depends on ``seed``, so that clusters that start at the same moment differ.
+    The search starts at a network that depends on ``seed``, so that clusters that start at the same moment get
+    different networks.
     """
     routes = ip("-4 route show table all")
     for offset in range(1000):
@@ -189,7 +192,7 @@ def tool(argv: Sequence[str], *, check: bool = True) -> str:
 
 
 def remove_leftovers() -> None:
-    """Remove the hosts and files of clusters whose test process was killed before it could remove them."""
+    """Remove the hosts and files of clusters that were not removed because their test process was killed."""
     for owner in STATE.glob("gf*/owner"):
         try:
             pid, _, ticks = owner.read_text().partition(" ")

@@ -1,4 +1,4 @@
-"""Test kit for users who call ``gnnfleet status``, ``stop`` and ``resume`` for runs on namespaced hosts."""
+"""Test kit for users who call ``gnnfleet status``, ``stop`` and ``resume`` for runs on hosts in network namespaces."""
 
 from __future__ import annotations
 

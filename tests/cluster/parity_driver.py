@@ -91,7 +91,7 @@ def agent(keys: list[str]) -> Iterator[str]:
 
 
 def listens(path: str) -> bool:
-    """Return whether the ssh-agent accepts connections at ``path``. Its socket file exists a moment earlier."""
+    """Return whether the ssh-agent accepts connections at ``path``. Its socket file may exist before it does."""
     with socket.socket(socket.AF_UNIX) as client:
         return client.connect_ex(path) == 0
 

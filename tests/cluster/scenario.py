@@ -1,4 +1,5 @@
-"""Random scenarios of the soak: hosts, mode, sampler and script of a run, and one fault with the expected result.
+"""Random scenarios of the soak (``make soak``): hosts, mode, sampler and script of a run, and one fault with the
+expected result.
 
 A scenario is determined by its seed alone, so that any one can be repeated. Consecutive seeds have all kinds of faults
 before any kind repeats.
@@ -112,12 +113,12 @@ class Scenario:
 
     @property
     def survives(self) -> bool:
-        """Return whether the run continues to train after the fault."""
+        """Return whether the run still trains some time after the fault, with or without a restart."""
         return self.starts_again or self._undisturbed
 
     @property
     def starts_again(self) -> bool:
-        """Return whether the run starts again after the fault."""
+        """Return whether gnnfleet must restart the ranks after the fault."""
         return self.restarts > 0 and not self._undisturbed
 
     @property
@@ -128,14 +129,14 @@ class Scenario:
 
     @property
     def within(self) -> float:
-        """Return the seconds from the fault until no process of the run may be left."""
+        """Return the seconds after the fault within which all processes of the run must have ended."""
         unnoticed = {"stop": STALL_AFTER + 12.0, "power": PEER_TIMEOUT + 4.0, "network": PEER_TIMEOUT + 4.0}
         unnoticed["disk"] = 10.0  # the last pages of open files can still be written
         return 10.0 + unnoticed.get(self.fault.kind, 0.0)
 
     @property
     def names(self) -> list[str]:
-        """Return names, one of which the report must give as the first failure."""
+        """Return the process names, or ["node"], of which the report must give one as the first failure."""
         if self.fault.kind in NODE_KINDS:
             return ["node"]
         # With a full disk, the first rank that writes fails, which may be any rank of the node.
@@ -232,8 +233,9 @@ def _fault(kind: str, servers: int, procs: tuple[int, ...], chance: random.Rando
 def _sampler(own: bool, chance: random.Random) -> dict[str, Any]:
     """Draw the sampler settings: uniform, with replacement, weighted or temporal; joint or disjoint.
 
-    The user script computes every layer on all edges of a torch_geometric batch. In a joint batch of several hops these
-    also depend on which seeds share a rank, so its loss is the same on all numbers of ranks only if it is disjoint.
+    The user script computes every layer on all edges of a torch_geometric batch. If a batch of several hops is not
+    disjoint, these edges also depend on which seeds share a rank. Such a script therefore always gets disjoint
+    sampling, with which its loss does not depend on the number of ranks.
     """
     sampler: dict[str, Any] = {"fanouts": chance.choice([[5, 5], [3, -1], [8], [-1], [4, 3, 2]])}
     kind = chance.choice(["uniform", "replace", "weighted", "temporal", "latest"])

@@ -1,4 +1,4 @@
-"""Test kit for runs of graph servers and clients on namespaced hosts.
+"""Test kit for runs of graph servers and clients on hosts in network namespaces.
 
 It records which seeds each rank trains, kills or suspends processes, and compares losses with those of one process.
 """
@@ -108,7 +108,9 @@ class Run:
         return self.host(k).folder / "disk/runs" / self.folder.name / f"node{k}" / name
 
     def await_step(self, epoch: int, step: int, timeout: float = 200) -> Run:
-        """Wait until a rank of the first client trains ``step`` of ``epoch``. Others are at most one step behind."""
+        """Wait until a rank of the first client trains ``step`` of ``epoch``. Other ranks are at most one step
+        behind.
+        """
         until = time.monotonic() + timeout
         while not any((each["epoch"], each["step"]) >= (epoch, step) for each in self.notes(CLIENTS[0])):
             assert self.running.process.poll() is None and time.monotonic() < until, self.running.output
@@ -139,13 +141,15 @@ class Run:
         return self.running.end(timeout)
 
     def notes(self, k: int) -> list[dict[str, Any]]:
-        """Return what the ranks of node ``k`` have recorded."""
+        """Return the records of all ranks of node ``k``: for each step a dict with epoch, step, generation and
+        seeds.
+        """
         texts = [path.read_text().rpartition("\n")[0] for path in self.path(k).glob("notes-*")]
         return [json.loads(line) for text in texts for line in text.splitlines()]
 
     def trained(self) -> Counter[tuple[int, int]]:
-        """Return for each (epoch, seed) how often the seed was trained in that epoch. A step that was repeated after a
-        restart counts once.
+        """Return for each (epoch, seed) how often the seed was trained in that epoch. If a step was repeated after a
+        restart, only its last execution counts.
         """
         notes = [note for k, _ in zip(CLIENTS, self.stage.procs, strict=False) for note in self.notes(k)]
         begins: dict[int, tuple[int, int]] = {}  # generation → its first step

@@ -1,4 +1,4 @@
-"""Test kit for a serving cluster on namespaced hosts, and for runs that attach to it."""
+"""Test kit for a serving cluster on hosts in network namespaces, and for runs that attach to it."""
 
 from __future__ import annotations
 
@@ -39,7 +39,8 @@ class ServingHosts:
 
     def training(self, name: str, clients: tuple[int, ...], epochs: int = 2, servers: tuple[int, ...] = ()) -> Path:
         """Write the config file of a run with one process on each of the hosts ``clients``. If ``servers`` is given,
-        the file also lists these hosts, and gnnfleet asks them for the serving cluster."""
+        the file also lists these hosts, and gnnfleet looks for the serving cluster there.
+        """
         nodes = [*self._nodes(servers, role="server"), *self._nodes(clients, role="client")]
         data, train = {"serving": NAME}, TRAIN | {"epochs": epochs, "batch_size": 128}
         run = {"server_wait": 30}
@@ -69,7 +70,9 @@ class ServingHosts:
         return status
 
     def served_batches(self) -> dict[str, int]:
-        """Return for each client run the number of batches that all servers together have made for it so far."""
+        """Return, by run id, the number of batches that all servers together have made for the clients of the run so
+        far.
+        """
         made: dict[str, int] = {}
         for node in self.status()["nodes"]:
             for client in node["stats"].get("clients", ()):

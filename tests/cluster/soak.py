@@ -1,4 +1,6 @@
-"""Command line of the soak: ``make soak MINUTES=10 SEED=1``, or ``make soak SCENARIO=17`` for a single scenario."""
+"""Command line of the soak, a test of random runs with faults: ``make soak MINUTES=10 SEED=1``, or ``make soak
+SCENARIO=17`` for a single scenario.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Renders a scenario of the soak: sections of its cluster.yml, and the arguments of its launch."""
+"""Writes the cluster.yml of a soak scenario, and returns the arguments of its launch."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from ssh_nodes import ssh_nodes
 
 
 def data_section(scenario: Scenario, parts: Path, *, alone: bool = False) -> dict[str, Any]:
-    """Return the section ``data``. ``alone``: for one process."""
+    """Return the section ``data``. ``alone``: for the comparison run with one process."""
     section = {**GRAPHS[scenario.graph], "folder": str(parts / scenario.graph), "num_parts": NUM_PARTS}
     placement = {"replicas": scenario.replicas, "topology": scenario.topology, "cache": scenario.cache}
     return section if alone else section | placement
@@ -27,7 +27,7 @@ def train_section(scenario: Scenario, epochs: int = ENDLESS) -> dict[str, Any]:
 
 
 def run_section(scenario: Scenario, *, resumed: bool = False) -> dict[str, Any]:
-    """Return the section ``run``. A resumed run has the default of stall_after. With a short one, a rank that exits
+    """Return the section ``run``. A resumed run keeps the default ``stall_after``: with a short one, a rank that exits
     slowly on a busy machine could count as stalled.
     """
     section: dict[str, Any] = {"connect_timeout": 3, "lost_after": 12, "restarts": 0 if resumed else scenario.restarts}

@@ -1,4 +1,4 @@
-"""Loss curves of the soak: those of runs, and those of undisturbed runs in one process on this machine."""
+"""Loss curves of soak runs, and of the same runs without a fault in one process on this machine."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def curve_of(run_dir: Path) -> Curve:
 
 
 def epochs_begun(run_dir: Path) -> int:
-    """Return the last epoch of which the run has recorded a step, or 0 if it has recorded none."""
+    """Return the last epoch of which the run has recorded a step, an end or a checkpoint, or 0 if there is none."""
     kinds = ("step", "epoch", "checkpoint")
     return max((line["epoch"] for line in _lines(run_dir / "metrics.jsonl") if line["kind"] in kinds), default=0)
 
@@ -39,7 +39,9 @@ def _lines(path: Path) -> list[dict]:
 
 
 class Undisturbed:
-    """Curves of undisturbed runs in one process, each kept under the settings that determine it."""
+    """Loss curves of runs without a fault in one process. Each is trained once per graph, script and sampler
+    settings.
+    """
 
     def __init__(self, folder: Path):
         self.folder = folder
@@ -47,7 +49,9 @@ class Undisturbed:
         self._serial = 0
 
     def differences(self, scenario: Scenario, curve: Curve) -> list[str]:
-        """Return a message if a loss of ``curve`` differs from that of the undisturbed run, or if it has none."""
+        """Return a message if a loss of ``curve`` differs from the loss of the same step without a fault, or if
+        ``curve`` is empty.
+        """
         if not curve:
             return ["the run recorded no losses"]
         right = self._curve(scenario, max(epoch for epoch, _ in curve))

@@ -1,4 +1,6 @@
-"""Runs scenarios of the soak on namespaced hosts, and checks the contracts after each."""
+"""Runs scenarios of the soak (random runs with a fault) on hosts in network namespaces, and checks the contracts after
+each.
+"""
 
 from __future__ import annotations
 
@@ -48,7 +50,7 @@ class Soak:
         return self.cluster.environment(XDG_STATE_HOME=str(self.folder / "state"))
 
     def run(self, scenario: Scenario) -> Verdict:
-        """Run a scenario and check all contracts. Afterwards, the hosts are as before."""
+        """Run a scenario and check all contracts. Afterwards, repair the hosts for the next scenario."""
         self.serial += 1
         folder = self.folder / f"s{scenario.seed}-{self.serial}"
         run = FaultyRun(self.cluster, folder, scenario, self.pythons, self.folder / "parts", self.environment)
@@ -71,7 +73,7 @@ class Soak:
         return verdict
 
     def _restart_dead(self) -> None:
-        """Switch on the hosts that have died without a power cut, so that the next scenario finds all of them."""
+        """Boot the hosts that have died, but not by a power cut, so that the next scenario finds all hosts."""
         for host in self.cluster.hosts:
             if host.init_pid and state(host.init_pid) in ("", "Z"):
                 host.destroy()
@@ -102,7 +104,7 @@ class Soak:
     # --- how a run ends -----------------------------------------------------------------------
 
     def _undisturbed(self, run: FaultyRun, running: Running, verdict: Verdict) -> str:
-        """Follow a run without a fault to its end."""
+        """Wait until a run without a fault has ended, and check that it succeeded."""
         done = running.end(150)
         began = time.monotonic()
         if run.scenario.detached:
@@ -116,7 +118,7 @@ class Soak:
         return "done"
 
     def _failed(self, run: FaultyRun, running: Running, verdict: Verdict) -> str:
-        """Wait for the end of a run that the fault ends, and check its report."""
+        """Wait until the fault has ended all processes of the run, and check its report."""
         others = [host for k, host in enumerate(self.cluster.hosts) if k != run.unreachable]
         self._check_clean(run, verdict, run.injected, run.scenario.within, others)
         done = None if run.scenario.detached else running.end(PATIENCE)
@@ -127,7 +129,7 @@ class Soak:
         return "failed"
 
     def _survived(self, run: FaultyRun, running: Running, verdict: Verdict) -> str:
-        """Check that the run trains on, and stop it."""
+        """Check that the run continues to train after the fault, then stop the run."""
         epoch, kind = run.epoch(), run.scenario.fault.kind
         if kind == "blip":
             run.repair()
@@ -208,5 +210,7 @@ class Soak:
 
 
 def _with_epochs(path: Path, epochs: int) -> str:
-    """Return the user script with a fixed number of epochs. A resumed run cannot get another number as argument."""
+    """Return the user script with a fixed number of epochs, because a resumed run gets the same arguments as the
+    first.
+    """
     return path.read_text().replace("main(int(sys.argv[1])", f"main({epochs}")

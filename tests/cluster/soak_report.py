@@ -1,4 +1,6 @@
-"""Runs scenarios for a given time, and prints a line for each and tables of faults and of resources at the end."""
+"""Runs soak scenarios for a given time. Prints a line for each, and at the end tables of faults and of used
+resources.
+"""
 
 from __future__ import annotations
 
@@ -53,7 +55,9 @@ def soak(minutes: float, seeds: Iterable[int], folder: Path, *, keep: bool = Fal
 
 
 def fault_table(verdicts: Sequence[Verdict]) -> str:
-    """Return a Markdown table: runs, broken runs and the median seconds to the end, by fault and mode."""
+    """Return a Markdown table by fault and mode: number of runs, of runs that broke a contract, and the median seconds
+    until no process was left.
+    """
     cells: dict[tuple[str, str], list[Verdict]] = defaultdict(list)
     for verdict in verdicts:
         cells[verdict.scenario.fault.kind, verdict.scenario.mode].append(verdict)

@@ -1,4 +1,4 @@
-"""Resources of the soak's own process and of all hosts, and whether they have grown."""
+"""Measures the resources that the soak and its hosts use, and finds those that have grown."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def files_of(cluster: NetCluster) -> list[str]:
 
 
 def sample(cluster: NetCluster) -> Sample:
-    """Return the present use of each resource."""
+    """Return how much of each resource is in use now."""
     status = Path("/proc/self/status").read_text()
     processes = [each.cmdline for host in cluster.hosts for each in host.processes(system=True)]
     children = [path.read_text().split() for path in Path("/proc/self/task").glob("*/children")]
@@ -60,7 +60,9 @@ def sample(cluster: NetCluster) -> Sample:
 
 
 def growth(samples: Mapping[int, Sample], warm_up: int) -> list[str]:
-    """Return the resources that have grown too much since ``warm_up`` runs, or none if there were fewer runs."""
+    """Return the resources that have grown too much since the first sample after ``warm_up`` runs, or none if there is
+    no such sample.
+    """
     warm = [number for number in samples if number >= warm_up]
     if not warm:
         return []
@@ -69,7 +71,7 @@ def growth(samples: Mapping[int, Sample], warm_up: int) -> list[str]:
 
 
 def resource_table(samples: Mapping[int, Sample]) -> str:
-    """Return a Markdown table of the first samples, some in between and the last."""
+    """Return a Markdown table of the first two samples, the middle one and the last."""
     numbers = sorted(samples)
     shown = sorted({numbers[0], *numbers[1:2], numbers[len(numbers) // 2], numbers[-1]})
     lines = ["| resource | " + " | ".join(f"after {number} runs" for number in shown) + " |"]

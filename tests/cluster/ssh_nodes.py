@@ -1,4 +1,4 @@
-"""Lists namespaced hosts as nodes of a cluster.yml. All nodes use the same folder of compiled kernels."""
+"""Lists hosts in network namespaces as nodes of a cluster.yml. All nodes use the same folder of compiled kernels."""
 
 from __future__ import annotations
 
@@ -13,8 +13,9 @@ WORKDIR = DISK
 
 
 def ssh_nodes(cluster: NetCluster, procs: Sequence[int] = (), pythons: Sequence[str] = ()) -> list[dict]:
-    """Return one node for each host, with one process and the Python of the tests. If ``procs`` is given, it has the
-    number of processes for each node, and further hosts are left out. ``pythons`` has the Python for each node.
+    """Return one node for each host, with one process and the Python of the tests.
+
+    procs: number of processes of each node; further hosts are left out. pythons: path of each node's Python.
     """
     return [
         {

@@ -22,8 +22,8 @@ BEHIND = 8
 
 @pytest.fixture(scope="module")
 def cluster() -> Iterator[NetCluster]:
-    """Yield nine hosts. Host 0 is the jump host. It refuses a fourth simultaneous connection that has not yet logged in
-    (MaxStartups).
+    """Yield nine hosts. Host 0 is the jump host, whose sshd accepts at most three connections that have not yet logged
+    in (MaxStartups).
     """
     options = {"MaxStartups": "3:100:3", "LogLevel": "VERBOSE"}
     with NetCluster(1 + BEHIND, sshd_options=options) as made:
@@ -32,7 +32,7 @@ def cluster() -> Iterator[NetCluster]:
 
 @pytest.fixture
 def config(cluster: NetCluster, monkeypatch: pytest.MonkeyPatch) -> ClusterConfig:
-    """Return a config whose nodes are all hosts but host 0. The nodes are reached by ssh through host 0."""
+    """Return a config with all hosts as nodes, except host 0, which is the jump host of all of them."""
     for name, value in cluster.environment().items():
         monkeypatch.setenv(name, value)
     monkeypatch.delenv("SSH_AUTH_SOCK", raising=False)

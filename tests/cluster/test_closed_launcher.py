@@ -39,7 +39,7 @@ def operator(cluster: NetCluster, tmp_path: Path) -> Operator:
 
 @pytest.fixture
 def project(cluster: NetCluster, tmp_path: Path) -> Path:
-    """Return a folder with a user script and a cluster.yml of two nodes. The parts of its graph do not exist yet."""
+    """Return a folder with a user script and a cluster.yml of two nodes. The graph is not partitioned yet."""
     folder = tmp_path / "project"
     folder.mkdir()
     (folder / "job.py").write_text(QUICK)

@@ -1,4 +1,4 @@
-"""Tests of failures on real hosts: one clear message, the right exit status and first cause, nothing left behind."""
+"""Tests of failures on real hosts: one clear message, the right exit status and first failure, nothing left behind."""
 
 from __future__ import annotations
 
@@ -148,9 +148,10 @@ def outcomes(done: Launched) -> list[dict]:
 
 
 def accounted_for(done: Launched, head: str) -> None:
-    """Assert that the report accounts for the other six processes of the run.
+    """Assert that the report accounts for the other six processes of the run: three ranks and three graph servers.
 
-    The first line ``head`` counts follow-up errors; a further line counts the processes that were stopped.
+    ``head`` is the first line of the report, which counts follow-up errors; a further line counts the processes that
+    were stopped.
     """
     others = [each for each in outcomes(done) if each != done.result["first_failure"]]
     assert sorted(each["name"] for each in others if each["name"] == "server") == ["server"] * 3

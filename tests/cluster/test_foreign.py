@@ -1,4 +1,4 @@
-"""Tests that gnnfleet launches config files and scripts of other launchers on namespaced hosts.
+"""Tests that gnnfleet launches config files and scripts of other launchers on hosts in network namespaces.
 
 The files are unchanged except for hosts and paths.
 """

@@ -1,4 +1,6 @@
-"""Tests of ``gnnfleet status``, ``stop`` and ``resume`` in other folders, after a launcher was killed at any stage."""
+"""Tests of ``gnnfleet status``, ``stop`` and ``resume``, called in another folder after a launcher was killed at any
+stage.
+"""
 
 from __future__ import annotations
 
@@ -18,8 +20,9 @@ QUICK = "print('hello from a rank', flush=True)\n"
 
 @pytest.fixture
 def config(cluster: NetCluster, tmp_path: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Return a cluster.yml of two nodes in a new folder that also has two user scripts. All tests use the same
-    parts."""
+    """Return a cluster.yml of two nodes in a new folder that also has two user scripts. All tests use the same parts of
+    the graph.
+    """
     (tmp_path / "project").mkdir()
     (tmp_path / "project/steps.py").write_text(COUNTS)
     (tmp_path / "project/quick.py").write_text(QUICK)

@@ -1,4 +1,6 @@
-"""Tests of runs on namespaced hosts that start again after a host was lost, with and without their launcher."""
+"""Tests of runs on hosts in network namespaces that start again after a host was lost, with and without their
+launcher.
+"""
 
 from __future__ import annotations
 
@@ -48,7 +50,9 @@ dist.destroy_process_group()
 
 @pytest.fixture
 def begun(scene: Scene) -> Iterator[Running]:
-    """Launch a run on three hosts, each part on two of them, and wait until it trains. Afterwards, all hosts are on."""
+    """Launch a run on three hosts, each part on two of them, and wait until it trains. After the test, boot the hosts
+    that are off and end all processes on them.
+    """
     (scene.folder / "train.py").write_text(AVERAGES)
     scene.run = {"restarts": 3, "connect_timeout": 3, "lost_after": 20}
     scene.data = {"replicas": 2}
@@ -68,7 +72,9 @@ def begun(scene: Scene) -> Iterator[Running]:
 
 
 def await_again(cluster: NetCluster, hosts: list[int], world: int, seconds: float = 45) -> float:
-    """Wait until ranks on these hosts have begun again in a group of ``world`` ranks, and return the seconds."""
+    """Wait until the ranks on these hosts have resumed training in a group of ``world`` ranks, and return the seconds
+    it took.
+    """
     since = time.monotonic()
     text = f"begins at [1-9][0-9]* of {world}$"
     while time.monotonic() - since < seconds:

@@ -1,5 +1,6 @@
-"""Tests of a serving cluster on real hosts: runs attach to it and are killed, servers are lost and join, and a notebook
-reads the graph."""
+"""Tests of a serving cluster on real hosts: runs attach to it and are killed, servers are lost and added, and a
+notebook reads the graph.
+"""
 
 from __future__ import annotations
 
@@ -55,7 +56,7 @@ def toy(cluster: NetCluster, tmp_path_factory: pytest.TempPathFactory) -> Iterat
 
 @pytest.fixture(scope="module")
 def curve(toy: ServingHosts) -> list[float]:
-    """Return the loss of each step of a run that was alone on the serving cluster."""
+    """Return the loss of each step of a run during which no other run used the serving cluster."""
     done = toy.start("alone", CLIENTS, epochs=6).end(150)
     assert done.status == 0, done.output
     assert f"attached to serving cluster {NAME}: 2 servers, 4 parts" in done.output

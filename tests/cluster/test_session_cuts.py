@@ -59,9 +59,9 @@ class Watcher:
         self.cuts += 1
 
     def numbers(self) -> dict[int, list[int]]:
-        """Return the numbers of the lines shown so far, by rank.
+        """Return, by rank, the numbers of its lines that were shown so far.
 
-        Each rank numbers the lines that it prints; the last line has their total number.
+        Each rank numbers the lines that it prints; its last line has their total number.
         """
         shown: dict[int, list[int]] = {}
         for k, number, total in LINE.findall(self.output.read_bytes()):

@@ -50,7 +50,7 @@ def parts(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 
 def config_in(folder: Path, cluster: NetCluster, parts: str, devices: int | None = None) -> Path:
-    """Write a cluster.yml with one node on each of both hosts. ``devices`` is the CUDA device of each node (None: no
+    """Write a cluster.yml with one node on each of the two hosts. ``devices`` is the CUDA device of each node (None: no
     device).
     """
     folder.mkdir()
@@ -68,7 +68,7 @@ def started(config: Path, run_id: str, operator: Operator) -> Running:
 
 
 def steps_on(running: Running) -> None:
-    """Wait until the run has done a few more steps."""
+    """Wait until the run has printed six more step lines."""
     made = sum(" | step " in line for line in running.lines)
     deadline = time.monotonic() + 30
     while sum(" | step " in line for line in running.lines) < made + 6:

@@ -1,4 +1,6 @@
-"""Tests of the soak: its scenarios, and a short soak; ``make soak`` runs it for longer."""
+"""Tests of the soak, a test of random runs with faults: its scenarios, and a short soak. ``make soak`` runs a longer
+one.
+"""
 
 from __future__ import annotations
 

@@ -36,8 +36,9 @@ PASSPHRASE = "open sesame"
 
 @dataclass(frozen=True)
 class Variant:
-    """One case: the files in the operator's ~/.ssh (``config``, keys, known hosts, others), and whether ``ssh``
-    works."""
+    """One case: the files in the operator's ~/.ssh (``config``, keys, known hosts, others), and whether ``ssh`` can log
+    in with them.
+    """
 
     name: str
     config: str

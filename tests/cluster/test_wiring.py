@@ -37,7 +37,9 @@ def hosts(tmp_path_factory: pytest.TempPathFactory) -> Iterator[list[Host]]:
 
 @pytest.fixture(autouse=True)
 def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Set the timeout of the network checks to one second, because these hosts answer within that time or never."""
+    """Set the timeout of the network checks to one second. The hosts of these tests answer within that time or
+    never.
+    """
     monkeypatch.setattr(connectivity, "_SECONDS", 1.0)
 
 

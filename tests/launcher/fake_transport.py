@@ -78,8 +78,9 @@ class FakeTransport(Transport):
     _lock: threading.Lock = field(default_factory=threading.Lock)
 
     def on(self, text: str, *answers: Answer) -> FakeTransport:
-        """Answer commands whose argv contains ``text``. Each call takes the next answer; the last answer is used for
-        all further calls."""
+        """Answer commands whose argv contains ``text``. Each matching command gets the next answer; the last answer is
+        used for all further commands.
+        """
         self._rules.append(Rule(lambda line, stdin: text in line, list(answers)))
         return self
 
@@ -91,8 +92,9 @@ class FakeTransport(Transport):
         return self
 
     def on_stream(self, text: str, lines: list[str], returncode: int | None = 0) -> FakeTransport:
-        """Let streamed commands that contain ``text`` print ``lines`` and then exit with ``returncode``; if that is
-        None, they run until they are stopped."""
+        """Let streamed commands that contain ``text`` print ``lines`` and exit with ``returncode``. If that is None,
+        they run until they are stopped.
+        """
         self._streams.append((text, lines, -1 if returncode is None else returncode))
         return self
 
@@ -177,7 +179,7 @@ class FakeTransport(Transport):
 
 
 class FakeTalk(Talk):
-    """A connection to the agent on a ``FakeTransport``.
+    """A connection to the agent, the node program that runs other node programs, on a ``FakeTransport``.
 
     Calls of node programs are answered by the rules of ``on_program``. An answer with a nonzero exit status ends the
     agent.

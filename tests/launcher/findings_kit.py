@@ -1,4 +1,6 @@
-"""Test kit for preflight: probe results of healthy nodes, and the findings if some values in the results differ."""
+"""Test kit for preflight: probe results of healthy nodes, in which tests change some values, and the resulting
+findings.
+"""
 
 from __future__ import annotations
 

@@ -29,7 +29,7 @@ Script = list[Any]
 
 
 def line(**message: Any) -> str:
-    """Return a message as a node streams it: one JSON line."""
+    """Return a message in the form in which a node streams it: one JSON line."""
     return json.dumps(message)
 
 
@@ -55,8 +55,9 @@ def step(rank: int, number: int = 0, **more: Any) -> str:
 
 
 class FakeNode(FakeTransport):
-    """A fake node that streams the next of ``scripts`` on each connection. It answers a stop request of the launcher
-    and then sets ``stopped``."""
+    """A fake node. On each connection it streams the next of ``scripts``. When the launcher requests a stop, it replies
+    and sets the event ``stopped``.
+    """
 
     def __init__(self, node_rank: int, *scripts: Script):
         super().__init__(target=f"host{node_rank}", node_rank=node_rank)

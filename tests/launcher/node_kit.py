@@ -108,7 +108,9 @@ class RunFolder:
         return [line.partition(" ")[2] for line in path.read_text().split("\n")[:-1]] if path.exists() else []
 
     def says(self, name: str, text: str) -> Callable[[], bool]:
-        """Return a condition for ``wait_until``: whether ``logs/<name>.log`` has a line that contains ``text``."""
+        """Return a function without arguments, for ``wait_until``, that tells whether a line of ``logs/<name>.log``
+        contains ``text``.
+        """
         return lambda: any(text in line for line in self.log(name))
 
     def pid(self, name: str) -> int:

@@ -75,7 +75,9 @@ class LocalRun:
         return self
 
     def start(self, code: str = TRAINS, *only: int) -> LocalRun:
-        """Start the supervisors of the nodes ``only`` (none: of all nodes), each with one rank that runs ``code``."""
+        """Start the supervisors of the nodes ``only``, or of all nodes if none is given, each with one rank that runs
+        ``code``.
+        """
         for k, node in enumerate(self.nodes):
             if not only or k in only:
                 env = {"RANK": str(k), "GNNFLEET_RUN_DIR": str(node.path)}
@@ -85,7 +87,9 @@ class LocalRun:
         return self
 
     def await_training(self, *only: int) -> None:
-        """Wait until the supervisors of the nodes ``only`` (none: of all nodes) have recorded a step of their rank."""
+        """Wait until the supervisors of the nodes ``only``, or of all nodes if none is given, have recorded a step of
+        their rank.
+        """
         for k, node in enumerate(self.nodes):
             if not only or k in only:
                 path = node.path / "state.json"

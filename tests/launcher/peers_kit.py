@@ -68,7 +68,7 @@ class Run:
         node.spec["ranks"] = [k]
 
     def start(self, *, up: bool = True) -> Run:
-        """Start every supervisor; unless ``up`` is false, wait until all ranks run and all nodes are connected."""
+        """Start every supervisor. Unless ``up`` is false, wait until all ranks run and all nodes are connected."""
         for node in self.nodes:
             node.start()
         if up:

@@ -1,4 +1,6 @@
-"""Test kit for restarts: runs without a launcher whose ranks write metrics lines and checkpoints, without torch."""
+"""Test kit for restarts: runs that have no launcher, and ranks that write metrics lines and checkpoints but do not
+import torch.
+"""
 
 from __future__ import annotations
 
@@ -35,7 +37,7 @@ while not os.path.exists(sys.argv[1] if len(sys.argv) > 1 else run / "../go"):
 
 
 class RestartRun(Run):
-    """A run of ``count`` nodes with one rank each, which may start again ``restarts`` times."""
+    """A run of ``count`` nodes with one rank each, which may be restarted up to ``restarts`` times."""
 
     def __init__(self, folder: Path, count: int, *, restarts: int = 3, **more: Any) -> None:
         super().__init__(folder, count, argv=python(TRAIN), **more)
@@ -72,7 +74,11 @@ class RestartRun(Run):
 def await_attempt(
     node: RunFolder, rank: int, generation: int = 1, world: int | None = None, seconds: float = 30
 ) -> int:
-    """Wait until ``rank`` runs on the node in an attempt, with ``world`` ranks; return the step at which it began."""
+    """Wait until ``rank`` runs on the node after ``generation`` restarts, in a group of ``world`` ranks if this is
+    given.
+
+    Returns the step at which the rank began.
+    """
     words = f"up attempt {generation} rank {rank} of {'' if world is None else world}"
     wait_until(node.says(f"rank{rank}", words), seconds)
     line = next(line for line in node.log(f"rank{rank}") if line.startswith(words))

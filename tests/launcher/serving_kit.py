@@ -33,8 +33,9 @@ class Finished:
 
 
 class ServingKit:
-    """Runs ``gnnfleet`` in ``folder`` for clusters of local nodes; the work folders of the nodes are below
-    ``workdirs``."""
+    """Runs ``gnnfleet`` commands in ``folder``, for serving clusters and runs on this machine. The work folders of
+    their nodes are below ``workdirs``.
+    """
 
     def __init__(self, folder: Path, workdirs: Path):
         self.folder, self.workdirs = folder, workdirs

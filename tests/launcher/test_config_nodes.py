@@ -1,4 +1,4 @@
-"""Tests of settings of single nodes: three nodes have different values of every setting."""
+"""Tests of settings of single nodes, with three nodes that differ in every setting."""
 
 from __future__ import annotations
 
@@ -58,9 +58,9 @@ def nodes(tmp_path: Path) -> tuple[NodePlan, ...]:
 
 
 def ran(command: Command) -> tuple[list[str], dict[str, str]]:
-    """Run a command of a plan in bash, with a stub as its Python; return what the stub reports.
+    """Run a command of a plan in bash, with a stub in place of Python.
 
-    The result is ``[path, working folder, arguments]`` and the environment of the stub.
+    Returns what the stub reports: ``[path, working folder, arguments]``, and its environment.
     """
     Path(command.cwd).mkdir(parents=True, exist_ok=True)
     done = subprocess.run(

@@ -1,4 +1,4 @@
-"""Tests of host ranges such as ``gnn[1-4]``: a config expands them, and messages fold names of hosts into them."""
+"""Tests of host ranges such as ``gnn[1-4]``: a config expands them, and messages combine host names into ranges."""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""Tests of the settings for roles, replicas and serving clusters in cluster files, and of contradictory settings."""
+"""Tests of the settings in cluster files for roles, replicas and serving clusters, and of settings that contradict each
+other.
+"""
 
 from __future__ import annotations
 

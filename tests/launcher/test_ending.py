@@ -1,5 +1,6 @@
-"""Tests of the final report of a run: times of all nodes on one clock, nodes that other nodes have lost, and stop
-requests."""
+"""Tests of the final report of a run: times of all nodes on one clock, nodes with which others lost the connection, and
+stop requests.
+"""
 
 from __future__ import annotations
 

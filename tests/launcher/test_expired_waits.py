@@ -1,4 +1,6 @@
-"""Tests of the sentence about waits that have passed their deadline: who waited for whom, and who is the cause."""
+"""Tests of the sentence that explains waits which have passed their deadline: who waited for whom, and who is the
+cause.
+"""
 
 from __future__ import annotations
 

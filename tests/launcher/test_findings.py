@@ -17,7 +17,7 @@ from launcher.preflight.preflight import all_findings
 
 
 def the_one(*arguments: Any, **more: Any) -> Finding:
-    """Return the result of ``found(*arguments, **more)``, which must be exactly one finding."""
+    """Return the only finding of ``found(*arguments, **more)``; fail if there are none or several."""
     (finding,) = found(*arguments, **more)
     return finding
 

@@ -70,7 +70,7 @@ OVERRIDES = [
 
 
 def test_configs(tmp_path: Path) -> None:
-    """A config that was read from a mutated file is the same after it is saved and read again."""
+    """If a mutated file can be read as a config, saving this config and reading it again gives the same config."""
     path = tmp_path / "c.yml"
 
     def read(text: str) -> None:

@@ -180,8 +180,10 @@ def test_chromium_draws_all_charts_without_errors_or_requests(tmp_path: Path) ->
 
 
 def step_lines(rank: int) -> list[dict[str, Any]]:
-    """Return the step records of one rank of a user script. Ranks 2 and 3 log other steps than ranks 0 and 1; odd ranks
-    have a loss that is larger by 1."""
+    """Return the step records of one rank of a user script.
+
+    Ranks 2 and 3 log the steps after those that ranks 0 and 1 log. The loss of odd ranks is larger by 1.
+    """
     step = {"kind": "step", "rank": rank, "steps": 10, "seeds_per_s": 5.0, "seeds": 4}
     at = [(epoch, i) for epoch in (1, 2) for i in range(0, 10, 3)]
     return [{**step, "t": T + 9 * epoch + i, "epoch": epoch, "step": i + rank // 2, "loss": 2.0 + rank % 2}

@@ -64,7 +64,7 @@ def hetero_graph(folder: Path) -> str:
 
 
 def tables(folder: Path) -> str:
-    """Write tables of users, items and ratings with ids of their own."""
+    """Write CSV tables of users, items and ratings, with ids such as ``u7``, and return the name of their folder."""
     users = "".join(f"u{k},{20 + k % 40},{'ab'[k % 2]},{('train', 'val', 'test')[k % 3]}\n" for k in range(60))
     ratings = "".join(f"u{k * 7 % 60},{1000 + k % 30},{k % 5 + 0.5}\n" for k in range(300))
     (folder / "shop").mkdir()

@@ -27,7 +27,7 @@ PROGRAM = Path(lease.__file__)
 
 @pytest.fixture(autouse=True)
 def folder(monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    """Yield the path of a folder for leases that other users can access, unlike the temporary folders of pytest."""
+    """Yield the path of a folder for leases. Other users can access it, unlike the temporary folders of pytest."""
     with tempfile.TemporaryDirectory(prefix="gf-leases-") as parent:
         os.chmod(parent, 0o711)
         path = Path(parent) / "leases"

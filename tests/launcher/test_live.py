@@ -147,8 +147,10 @@ def test_log_lines_scroll_above_the_table_which_disappears_at_the_end() -> None:
 
 
 def played(text: str) -> list[str]:
-    """Return the lines that a terminal shows after ``text`` was written to it. Of the control characters, it handles
-    those that rich uses: line end, cursor up and erase line."""
+    """Return the lines that a terminal shows after ``text`` was written to it.
+
+    Handles only the control characters that rich writes: line end, cursor up and erase line.
+    """
     rows, row = [""], 0
     i = 0
     while i < len(text):

@@ -1,4 +1,4 @@
-"""Tests of supervisors, without a launcher, in runs of servers and clients that lose nodes."""
+"""Tests of supervisors in runs of servers and clients that lose nodes. The runs have no launcher."""
 
 from __future__ import annotations
 

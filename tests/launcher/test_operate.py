@@ -268,7 +268,9 @@ def test_an_ended_run_is_listed_and_resumed_from_its_checkpoint(local_run, capsy
 
 
 def prepared(run: str = "r1", *, offline: bool = False, **more: object) -> object:
-    """Return the launch that ``gnnfleet resume`` would start for the run ``run``; ``offline``: without its nodes."""
+    """Return the launch that ``gnnfleet resume`` would start for the run ``run``. ``offline``: do not connect to its
+    nodes.
+    """
     options = LaunchOptions(Path(), **more)
     with chosen(Choice(run), offline=lambda found: offline) as opened:
         return prepare(opened, Path("runs"), options)

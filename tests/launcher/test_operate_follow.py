@@ -1,4 +1,4 @@
-"""Tests of ``gnnfleet follow``: the run continues when the command ends, and each event is recorded only once."""
+"""Tests of ``gnnfleet follow``: the run continues after the command has ended, and each event is recorded only once."""
 
 from __future__ import annotations
 

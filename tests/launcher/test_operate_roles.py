@@ -1,5 +1,4 @@
-"""Tests of ``gnnfleet status``, ``stop`` and other commands for runs of servers and clients, and for serving
-clusters."""
+"""Tests of ``gnnfleet status``, ``stop`` and other commands for server-client runs and for serving clusters."""
 
 from __future__ import annotations
 
@@ -49,8 +48,9 @@ def run_cli(capsys: pytest.CaptureFixture[str], *words: str) -> tuple[int, str]:
 
 
 def serving(local_run: LocalRun, *servers: int) -> LocalRun:
-    """Turn the nodes ``servers`` of a run into graph servers without ranks. If no node has ranks, the nodes are not
-    connected to each other."""
+    """Turn the nodes ``servers`` of a run into graph servers without ranks, start the supervisors of all nodes, and
+    wait until the servers are ready. If no node has ranks, the nodes are not connected to each other.
+    """
     nodes = tuple(
         replace(node, ranks=(), nproc=0, trainer=None, server=SERVER, role="server")
         if node.node_rank in servers

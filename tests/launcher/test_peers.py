@@ -1,5 +1,6 @@
-"""Tests of the connections between the hub and the members of a run, over real sockets in one process: who is admitted,
-clock offsets, reported causes, and that the hub never blocks."""
+"""Tests of the connections between the hub and the members of a run, with real sockets in one process: which members
+are admitted, clock offsets, reported causes, and that the hub never blocks.
+"""
 
 from __future__ import annotations
 

@@ -34,7 +34,9 @@ def config_of(folder: Path, nodes: int) -> Path:
 
 
 def planned_for(folder: Path, nodes: int) -> LaunchPlan:
-    """Return the plan for ``nodes`` nodes, after one host and one device of each host were excluded."""
+    """Return a plan for ``nodes`` nodes. The config has one host more, which is excluded, as is one device of each
+    host.
+    """
     config = filtered(load_config(config_of(folder, nodes)), (), ["n0002", "n*:1"])
     return plan_of(config, facts=facts_of(nodes), manifest=parts_folder(folder / f"parts{nodes}", nodes))
 

@@ -1,5 +1,4 @@
-"""Tests of the printed plan: nodes with equal values are shown once, and every shown value is right for each of these
-nodes."""
+"""Tests of the printed plan: nodes with equal values share an entry, and each value in it is right for all of them."""
 
 from __future__ import annotations
 

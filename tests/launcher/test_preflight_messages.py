@@ -1,5 +1,6 @@
-"""Golden test (golden/messages_wire.txt) of messages about the network test, the agent, and the start of a tmux
-session."""
+"""Golden test (golden/messages_wire.txt) of messages about the network test, the start of a tmux session, and the
+agent, a node program that runs other ones.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Tests of the table of findings that preflight prints, and a golden test of the message of every finding."""
+"""Tests of the table of findings that preflight prints. A golden test has the message of every finding."""
 
 from __future__ import annotations
 
@@ -83,8 +83,9 @@ def test_lines_of_a_refusal_are_folded() -> None:
 
 
 def devices(config: int, *gpus: dict[str, Any], **more: Any) -> tuple[ClusterConfig, dict[int, Any]]:
-    """Return a config of one node that is to use ``config`` devices, and probe facts of this node with the GPUs
-    ``gpus``."""
+    """Return a config of one node with ``config`` devices, and probe facts of this node, in which it has the GPUs
+    ``gpus``.
+    """
     node = NodeConfig(host="gpu1", user="ann", devices=tuple(range(config)))
     return cluster(1, nodes=(node,)), {0: {**with_gpus(*gpus), **more}}
 
@@ -154,7 +155,7 @@ def messages() -> list[str]:
 
 
 def replaced_procs(case: tuple[ClusterConfig, dict[int, Any]]) -> tuple[ClusterConfig, dict[int, Any]]:
-    """Return a case, as made by ``devices``, with two processes on the device of the node."""
+    """Return a case, as made by ``devices``, with two processes on the node instead of one per device."""
     config, facts = case
     node = NodeConfig(host="gpu1", user="ann", devices=config.nodes[0].devices, procs=2)
     return cluster(1, nodes=(node,)), facts

@@ -1,4 +1,6 @@
-"""Tests of how processes that the kernel keeps from running are recognised, from texts of /proc and with real ones."""
+"""Tests of recognising why the kernel keeps a process from running (swapping, a memory limit, blocked I/O), with
+recorded texts of /proc and with real processes.
+"""
 
 from __future__ import annotations
 
@@ -25,7 +27,11 @@ SWAPPED = "Name:\tpython3\nState:\tD (disk sleep)\nVmRSS:\t  204800 kB\nVmSwap:\
 
 
 def samples(states: str, faults: float = 0.0, cpu: float = 0.0) -> list[Sample]:
-    """A sample each 0.1 s of a process with one thread; faults, cpu: per second."""
+    """Return samples of a process with one thread, taken every 0.1 s: one for each letter of ``states``, its state in
+    /proc.
+
+    faults: major page faults per second. cpu: CPU seconds per second.
+    """
     seen = [(0.1 * k, state) for k, state in enumerate(states)]
     return [Sample(t, {7: state}, round(100 + t * faults), 5 + t * cpu) for t, state in seen]
 
@@ -98,7 +104,7 @@ while True:
 
 @pytest.fixture
 def small_cgroup() -> Iterator[Path]:
-    """A memory cgroup (version 1) with 20 MB."""
+    """Yield a memory cgroup (version 1) with a limit of 20 MB."""
     folder = CGROUPS / f"gnnfleet-test-{os.getpid()}"
     try:
         folder.mkdir()

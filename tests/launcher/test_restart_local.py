@@ -1,4 +1,4 @@
-"""Tests of launches on this machine of runs that start again after a failure."""
+"""Tests of runs that start again after a failure, launched on this machine."""
 
 from __future__ import annotations
 
@@ -49,13 +49,13 @@ class Counting:
         return found
 
     def await_steps(self, *nodes: int, generation: int = 0) -> None:
-        """Wait until ranks of these nodes train in an attempt."""
+        """Wait until ranks of these nodes have recorded steps after ``generation`` restarts of the run."""
         for k in nodes:
             wait_until(lambda k=k: self._launcher_failed() or self._steps(k, generation), 60)
             assert self._steps(k, generation), self.running.output
 
     def _launcher_failed(self) -> bool:
-        """Whether the launcher has ended by itself; not if the test has killed it."""
+        """Return whether the launcher has ended by itself. If the test has killed it, return False."""
         return self.running.process.poll() not in (None, -signal.SIGKILL)
 
     def _steps(self, k: int, generation: int) -> bool:
@@ -63,7 +63,7 @@ class Counting:
         return state.get("generation") == generation and bool(state["ranks"])
 
     def kill(self, k: int, name: str) -> None:
-        """Kill process ``name`` of node ``k``; ``supervisor`` for its supervisor."""
+        """Kill the process ``name`` of node ``k``. The name of a node's supervisor is ``supervisor``."""
         if name == "supervisor":
             os.kill(self.state(k)["pid"], signal.SIGKILL)
             return
@@ -176,5 +176,5 @@ def test_a_supervisor_that_was_started_again_ends_with_the_run(tmp_path: Path) -
 
 
 def _rank_of(run: Counting, k: int) -> int:
-    """The first rank of node ``k`` in the present attempt."""
+    """Return the first rank of node ``k`` since the latest restart."""
     return next(one["rank"] for one in run.state(k)["processes"] if one["rank"] is not None)

@@ -1,4 +1,4 @@
-"""Tests of how restarts appear while a run is followed, in its status, and in its report."""
+"""Tests of how restarts are shown while a run is followed, by ``gnnfleet status``, and in the report."""
 
 from __future__ import annotations
 

@@ -30,7 +30,7 @@ def curve(tmp_path_factory: pytest.TempPathFactory, compiled_kernels: None) -> l
 
 
 def losses(done: Launched) -> list[float]:
-    """Return the loss of each step over all epochs; of an epoch that was trained twice, those of the last time."""
+    """Return the loss of each step over all epochs. If an epoch was trained twice, its later losses count."""
     by_epoch = {line["epoch"]: line["step_loss"] for line in done.metrics("epoch") if "step_loss" in line}
     assert sorted(by_epoch) == list(range(1, EPOCHS + 1))
     return [loss for epoch in sorted(by_epoch) for loss in by_epoch[epoch]]

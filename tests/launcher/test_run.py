@@ -1,4 +1,4 @@
-"""Tests of launch.py as a process that launches a user script with two ranks on one node, with real tmux."""
+"""Tests of launch.py, run as a process: it launches a user script with two ranks on one node, with real tmux."""
 
 from __future__ import annotations
 

@@ -69,7 +69,7 @@ def shown(shown_status: ServeStatus) -> str:
 
 
 def statuses() -> dict[str, ServeStatus]:
-    """Return the status of a serving cluster in several situations, by a description of the situation."""
+    """Return a dict from the description of a situation to the status of a serving cluster in this situation."""
     asked = {"state": "done", "reason": "stop requested by ann@laptop (gnnfleet stop)", "outcomes": []}
     died = {"state": "failed", "reason": "server ended while it was needed; it got SIGKILL", "outcomes": []}
     unreachable_node = {"unreachable": "no route to host", "state": None}

@@ -1,4 +1,4 @@
-"""Tests of the list of nodes and parts of a serving cluster, which changes when the config file changes."""
+"""Tests of the list of nodes and parts of a serving cluster, and how it follows changes of the config file."""
 
 from __future__ import annotations
 

@@ -41,8 +41,9 @@ def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
 
 @pytest.fixture
 def make(home: Path) -> Iterator[Make]:
-    """Yield a function that creates the run folder of a node with a start.sh, and returns it with the plan of the
-    node."""
+    """Yield a function that creates the run folder of a node, with the script start.sh, and returns the folder and the
+    plan of the node.
+    """
     made: list[RunFolder] = []
 
     def make(interpreter: str = PYTHON, setup: tuple[str, ...] = ()) -> tuple[RunFolder, NodePlan]:

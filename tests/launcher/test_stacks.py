@@ -1,4 +1,4 @@
-"""Tests of the Python stacks that a supervisor reads from running processes, with real processes."""
+"""Tests of how a supervisor reads the Python stacks of other processes; the processes are real."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Tests of ``control.py``, which stops a node or reports its state, also without a working supervisor."""
+"""Tests of ``control.py``, which stops a node or reports its state, even if the node's supervisor does not work."""
 
 from __future__ import annotations
 

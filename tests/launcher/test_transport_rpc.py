@@ -1,4 +1,6 @@
-"""Tests of calling node programs over a transport, either directly or with several calls through one agent."""
+"""Tests of calling node programs over a transport: directly, or through the agent, a node program that runs other
+ones.
+"""
 
 from __future__ import annotations
 
@@ -34,8 +36,9 @@ HELPER = "calls = 0\nfile = {file!r}\ndef twice(n): return 2 * n"
 
 @pytest.fixture
 def programs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    """Yield a folder from which the launcher takes node programs; it has the agent, and the test adds its own
-    programs."""
+    """Yield a folder from which the launcher takes node programs. It contains agent.py; tests add their own
+    programs.
+    """
     folder = tmp_path / "programs"
     folder.mkdir()
     shutil.copy(Path(rpc.__file__).parents[1] / "node/programs/agent.py", folder)

@@ -69,7 +69,7 @@ def openssh_to(
 
 
 def ssh_threads() -> list[str]:
-    """Return the names of running threads of SSH clients, those of paramiko and those of the transports."""
+    """Return the names of running threads that belong to paramiko or to the SSH transports."""
     kinds = (paramiko.Transport,)
     return [
         thread.name

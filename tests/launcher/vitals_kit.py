@@ -46,9 +46,9 @@ class Cluster:
 
 
 def pace(run: Cluster, seconds: int, **of_rank_3: Any) -> list[dict[str, Any]]:
-    """Let all ranks train for ``seconds`` with steps of half a second; return the new findings.
+    """Let all ranks train for ``seconds`` with half a second per step; return the new findings.
 
-    ``of_rank_3`` replaces times of rank 3.
+    ``of_rank_3``: values that rank 3 reports instead of the default ones, such as ``step_s``.
     """
     found = []
     for _ in range(seconds):

@@ -1,4 +1,6 @@
-"""Hosts of a partition in one process: each opens its own parts and calls the others directly. Ranks are threads."""
+"""Simulated hosts of a partition in one process: each opens its own parts and calls the graphs of the others directly.
+Ranks are threads.
+"""
 
 from __future__ import annotations
 
@@ -93,5 +95,5 @@ def loader_of(graph: Graph, rank: int, fanouts: Any, batch: int, **options: Any)
 
 
 def received(loader: BatchLoader, epoch: int = 1) -> Cost:
-    """Return the total cost of an epoch's batches."""
+    """Return the total ``Cost`` of the batches of an epoch: rows, and bytes received from other hosts."""
     return Cost.total(loader.sample(share).cost for share in loader.shares(epoch))

@@ -1,4 +1,4 @@
-"""Folders of .npy arrays for the dataset `file`."""
+"""Writes folders of .npy arrays, which the dataset `file` reads."""
 
 from __future__ import annotations
 
@@ -8,7 +8,9 @@ import numpy as np
 
 
 def save_arrays(folder: Path, **arrays: np.ndarray | None) -> str:
-    """Write one .npy file per array, except those that are None. Returns the folder, for option ``source``."""
+    """Write one .npy file per array, except those that are None. Returns the folder, which is the option ``source`` of
+    the dataset.
+    """
     folder.mkdir(exist_ok=True, parents=True)
     for name, values in arrays.items():
         if values is not None:

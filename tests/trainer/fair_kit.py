@@ -1,4 +1,5 @@
-"""Many light client processes of one graph server: no torch, only a gateway and threads that request batches.
+"""Many light client processes of one graph server. They do not import torch: each only has threads that request batches
+through a ``Gateway``, a client's connection to graph servers.
 
 As a program (``fair_kit.py ENDPOINT CLIENTS``) it forks one client for each entry of the JSON list CLIENTS. The clients
 request batches until stdin ends. Each received batch is one line on stdout: client, time, bytes.
@@ -41,8 +42,6 @@ class BatchRequests:
 
 @dataclass(frozen=True)
 class ReceivedBatch:
-    """A received batch."""
-
     client: int
     at: float  #: ``time.monotonic``, the same clock in all processes of a machine
     nbytes: int
@@ -71,7 +70,7 @@ class ClientProcesses:
         return [one for one in list(self._received) if since <= one.at < until]
 
     def await_all(self, batches: int = 1, seconds: float = 60.0, of: Sequence[int] | None = None) -> None:
-        """Wait until each client (or each in ``of``) has received ``batches`` more batches."""
+        """Wait until each client, or each of the clients ``of``, has received ``batches`` more batches."""
         start, waiting = time.monotonic(), set(range(len(self.clients)) if of is None else of)
         while waiting:
             assert time.monotonic() < start + seconds, f"no batches for clients {sorted(waiting)}"
@@ -111,7 +110,7 @@ def shares(received: Sequence[ReceivedBatch], clients: Sequence[int], nbytes: bo
 
 
 def run_client(number: int, endpoint: str, requests: BatchRequests) -> None:
-    """Open a gateway and start threads that request batches for ever."""
+    """Connect to the graph server through a ``Gateway``, and start threads that request batches for ever."""
     gateway = Gateway([place_of(endpoint)], 60.0, server_wait=60.0, client=client_name(requests.name))
     num_nodes = gateway.open(60.0).nodes[HOMO_NODE].num_nodes
     for thread in range(requests.under_way):

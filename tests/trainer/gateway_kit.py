@@ -36,7 +36,7 @@ class Servers:
         self._locals: dict[int, LocalGraph] = {}
 
     def start(self, number: int) -> None:
-        """Start a server. A restarted server keeps its endpoint."""
+        """Start server ``number``. If it has run before, it gets the same endpoint again."""
         parts = tuple(self.held[number])
         endpoint = self.places[number].endpoint if number in self.places else "tcp://127.0.0.1:0"
         local = self._locals[number] = LocalGraph(open_parts(self.folder, parts))
@@ -83,7 +83,7 @@ def serving_parts(
 
 
 def written(folder: Path, data, num_parts: int = 4) -> Path:
-    """Write ``data`` as a partition folder and return it."""
+    """Write ``data`` as a partition and return its folder."""
     write_store(folder, parts_of(data, num_parts).store)
     return folder
 

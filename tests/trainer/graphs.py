@@ -1,4 +1,4 @@
-"""Small ``Dataset`` values with known shapes."""
+"""Small ``Dataset`` objects of known structure."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ def odd() -> Dataset:
 
 
 def blocks(num_blocks: int, size: int, seed: int = 0) -> Dataset:
-    """Return a graph of dense blocks joined in a ring by single edges, for which the best cut is known."""
+    """Return a graph of dense blocks that are joined in a ring by single edges, so that the best cut is known."""
     rng = np.random.default_rng(seed)
     edges = [(b * size, (b + 1) % num_blocks * size) for b in range(num_blocks)]
     for b in range(num_blocks):

@@ -18,10 +18,11 @@ from trainer.train.settings import TrainJob
 
 
 def train_until(words: list[str], every: int, last: int, newest: Path, steps: int = 0) -> None:
-    """Train, and save a checkpoint after every ``every`` steps.
+    """Run the trainer with the arguments ``words``, and save a checkpoint after every ``every`` steps.
 
-    After ``last`` steps, if not 0, wait for the file ``newest``, and then end by SIGKILL. ``steps``: steps of an epoch,
-    if steps are to be counted over several epochs: the schedule is not asked after the last step of an epoch.
+    After step ``last``, if it is not 0, wait for the file ``newest``, and then end by SIGKILL. Steps are counted by
+    calls of ``CheckpointSchedule.due``, which is not called after the last step of an epoch. To count these steps too,
+    pass the number of steps of an epoch as ``steps``.
     """
     asked = itertools.count(1)
 

@@ -35,7 +35,7 @@ def homo_data(num_nodes=60, num_edges=260, seed=5):
 
 
 def hetero_data(seed=6):
-    """Return a graph of three node types: ``venue`` has no edges, ``author`` has no attribute except its time."""
+    """Return a graph of three node types, of which ``venue`` has no edges and ``author`` no attribute but a time."""
     rng = np.random.default_rng(seed)
     data = HeteroData()
     for of, count in COUNTS.items():

@@ -52,9 +52,9 @@ def typed_edges(seed=0, num_nodes=None, per_type=90):
 
 
 def typed_batch(edges, seeds, fanouts, num_nodes=None, *, key=77, rng=None, target="paper", dims=None):
-    """Sample a ``HeteroBatch`` around ``seeds``. Fanout -1 takes all.
+    """Sample a ``HeteroBatch`` around ``seeds``. Fanout -1 takes all neighbours.
 
-    The sampled neighbours differ from the trainer's; shapes and order are the same.
+    The trainer would sample other neighbours, but with the same shapes and order.
     """
     num_nodes, rng = num_nodes or NUM_NODES, rng or np.random.default_rng(1)
     known = {of: list(seeds) if of == target else [] for of in num_nodes}

@@ -66,7 +66,7 @@ GRAPHS = {
 
 
 def seeds_of(data):
-    """Return loader arguments and the number of node seeds.
+    """Return loader arguments with node seeds, links and times, and the number of node seeds.
 
     Node seeds are up to nine ids, the last id and repetitions of the first. Links are arbitrary pairs of nodes.
     """
@@ -83,7 +83,7 @@ def seeds_of(data):
 
 
 def cut(data, num_parts, only=None, empty=()):
-    """Open ``data`` as parts. Nodes are assigned round-robin to all parts except ``empty``."""
+    """Open ``data`` as parts. Nodes are assigned round-robin to all parts that are not in ``empty``."""
     full = [part for part in range(num_parts) if part not in empty]
     nodes = {"node": data} if isinstance(data, Data) else {of: data[of] for of in data.node_types}
     edges = {("node", "to", "node"): data} if isinstance(data, Data) else {of: data[of] for of in data.edge_types}

@@ -23,7 +23,9 @@ from trainer.service.wire.messages import HelloInfo
 
 @contextlib.contextmanager
 def hosts_of(data, num_parts, keys=None, make=parts_of):
-    """Yield the graph of each of ``num_parts`` hosts: one part is opened, the others are behind graph servers."""
+    """Yield the graph as each of ``num_parts`` hosts opens it: with one part of its own, and the others on graph
+    servers.
+    """
     with contextlib.ExitStack() as stack:
         stores = [make(data, num_parts, only=[part]).store for part in range(num_parts)]
         ends = [stack.enter_context(_served(store, part, keys)) for part, store in enumerate(stores)]
@@ -52,9 +54,9 @@ def _served(store, part, keys):
 
 
 def loader_of(graph, load, arguments):
-    """Return the loader for ``load``: nodes, binary or triplet.
+    """Return a loader of nodes, or of links with binary or triplet negatives. ``load``: nodes, binary or triplet.
 
-    Arguments that only the other kind of loader accepts are ignored.
+    Arguments that only the other class of loader accepts are ignored.
     """
     only = {"nodes": ("input_nodes", "input_time"), "links": ("edge_label_index", "edge_label_time", "edge_label")}
     kind = "nodes" if load == "nodes" else "links"

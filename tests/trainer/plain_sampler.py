@@ -80,9 +80,9 @@ def row_key(key, e, node, tree_key):
 
 
 def pick(graph, e, node, rule, key, tree_key=None):
-    """Sample the in-edges of one target, and return (edge ids in the order drawn, whether all candidates were taken).
+    """Sample the in-edges of one target. Return the edge ids in the order drawn, and whether all candidates were taken.
 
-    If edges have a time bound and all candidates are taken unshuffled, they are sorted by time.
+    If the edges have a time bound and all candidates are taken unshuffled, they are sorted by time.
     """
     row = [int(edge) for edge in np.flatnonzero(graph.edges[e][1] == node)]
     candidates = [edge for edge in row if passes(graph, e, edge, rule)]

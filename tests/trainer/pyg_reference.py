@@ -75,7 +75,7 @@ class PlainSampler(BaseSampler):
         return {t: times.tolist() for t, times in own.items()}
 
     def take(self, edge_type, target, fanout, bound):
-        """Draw the edge ids of one target."""
+        """Draw in-edges of one target, and return their ids."""
         edges = self.rows[edge_type].get(target, [])
         if bound is not None:
             edges = [e for e in edges if self._time(edge_type, e) is None or self._time(edge_type, e) <= bound]

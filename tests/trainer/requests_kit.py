@@ -16,7 +16,11 @@ PLAIN = HopRequest(HOMO_EDGE, NODES, fanout=-1, shuffle=0, key=2**64 - 1)
 
 
 def hops_of_every_kind(nodes=NODES, edge_type=WRITES, num_sources=9, top=40) -> list[HopRequest]:
-    """Return one request per combination of fields. Ids of times, trees and exclusions are below ``top``."""
+    """Return one ``HopRequest`` per combination of fanout, replacement, edge ids, trees, times, weights and excluded
+    edges.
+
+    The times are at least -``top`` and less than ``top``.
+    """
     rng = np.random.default_rng(len(nodes))
     trees, times = rng.integers(0, 5, len(nodes)), rng.integers(-top, top, len(nodes))
     pairs = nodes[rng.integers(0, len(nodes), 30)], rng.integers(0, num_sources, 30)

@@ -34,7 +34,7 @@ KINDS = {
 def typed_graph(seed, num_nodes=(12, 15, 3), num_edges=60):
     """Return a random graph of three node types and five edge types, with multi-edges and self loops.
 
-    Edges of type ``BARE`` do not exist; edges of type ``LIKES`` have no attributes.
+    There are no edges of type ``BARE``. Edges of type ``LIKES`` have no attributes.
     """
     rng = np.random.default_rng(seed)
     count = dict(zip("apc", num_nodes, strict=True))

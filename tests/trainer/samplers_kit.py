@@ -63,7 +63,7 @@ def planted(num_classes=3, size=40, seed=0):
 
 
 def with_empty_part(data):
-    """Return a graph of three opened parts, of which part 1 owns nothing."""
+    """Return a graph of three opened parts. Part 1 has no nodes."""
     attrs = {name: data[name].numpy() for name in ("x", "y", "train_mask")}
     return opened(
         store_of(

@@ -101,7 +101,7 @@ def train_sharded(optimizer: str, steps: range, saved: Path | None) -> dict[str,
 
 
 def run_sharded(folder: Path, size: int, *runs: tuple[str, range, Path | None]) -> list[dict[str, object]]:
-    """Train several runs with ``size`` processes, and return what rank 0 saves after each of them.
+    """Train several runs one after the other with ``size`` processes. Return the content of the checkpoint of each.
 
     runs: (optimizer, steps, checkpoint to resume from or None).
     """

@@ -1,4 +1,4 @@
-"""Tests of abandoned requests: a batch that its client no longer waits for leaves the server's buffer."""
+"""Tests of abandoned requests: a batch for which its client no longer waits is removed from the server's buffer."""
 
 from __future__ import annotations
 

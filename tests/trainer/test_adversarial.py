@@ -42,10 +42,8 @@ def arguments_of(data, how, load):
 
 @pytest.fixture(scope="module")
 def places():
-    """Return a function that opens a graph by its name.
-
-    The function returns the data, the graph as one part, and a list: as four parts, and as four parts of which two are
-    empty.
+    """Return a function from the name of a graph to its data, the graph as one part, and a list of two graphs: in four
+    parts, and in four parts of which two are empty.
     """
     with_wires = {}
 

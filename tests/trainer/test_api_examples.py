@@ -19,7 +19,7 @@ NEEDS_A_SERVER = ("gnnfleet connect",)  #: examples that only compile here; test
 
 
 def examples() -> Iterator[tuple[str, str]]:
-    """Name and code of each example of a public class, method or function."""
+    """Return (name, code) of each example in the docstrings of public classes, methods and functions."""
     seen: set[str] = set()
     for module in (gf, gf.nn, gf.tasks):
         for name in module.__all__:

@@ -1,4 +1,6 @@
-"""Tests of visit probabilities against simulated sampling, and of the partition method `frequency`."""
+"""Tests of the predicted probability that a batch visits a node, and of the partition method `frequency`, which uses
+it.
+"""
 
 from __future__ import annotations
 

@@ -27,7 +27,7 @@ class Clock:
 
 
 class Driver:
-    """Calls a scheduler for numbered clients. By default, the connection of a client has the client's number."""
+    """Calls a ``BatchScheduler`` for numbered clients. By default, client k uses connection k."""
 
     def __init__(self, limit=1 << 40):
         self.clock = Clock()
@@ -43,7 +43,7 @@ class Driver:
         return self.scheduler.next(NOW)
 
     def make(self, nbytes):
-        """Take the next batch from the scheduler and report it as made. Its client does not acknowledge it yet."""
+        """Take the next batch from the scheduler and report it as made, but not as acknowledged by its client."""
         job = self.next()
         assert job is not None
         self.scheduler.done(job, nbytes)
@@ -53,7 +53,9 @@ class Driver:
         self.scheduler.acknowledge(job.peer, job.request_id)
 
     def teach(self, client, nbytes):
-        """Make a batch of ``nbytes`` for a client, from which the scheduler estimates the client's next batch."""
+        """Make and acknowledge a batch of ``nbytes`` for a client, so that the scheduler expects this size of its next
+        batch.
+        """
         self.ask(client)
         self.take(self.make(nbytes))
 
@@ -71,7 +73,9 @@ def peer_of(number):
 
 
 def shares(sizes, rounds=4000, in_flight=4, threads=2):
-    """Return the bytes that each client received in ``rounds`` batches, if it always has ``in_flight`` requests."""
+    """Return the bytes that each client receives in ``rounds`` batches, if each always waits for ``in_flight``
+    batches.
+    """
     driver, served, making = Driver(), Counter(), []
     for client, nbytes in sizes.items():
         driver.teach(client, nbytes)

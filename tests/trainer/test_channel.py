@@ -1,4 +1,6 @@
-"""Tests of when a client counts a graph server as gone, and how long it waits for one that reports it is alive."""
+"""Tests of when a client treats a graph server as gone, and how long it waits for a server that says that it is
+alive.
+"""
 
 from __future__ import annotations
 

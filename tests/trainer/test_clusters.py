@@ -38,7 +38,9 @@ def clustered(num_parts=4, per_part=3, edges=260):
 
 
 def nodes_of(clusters, numbers):
-    """Return the ids of all nodes of the clusters ``numbers``, one cluster after the other, ascending in each."""
+    """Return the ids of all nodes of the clusters ``numbers``: one cluster after the other, ids ascending within a
+    cluster.
+    """
     return [int(node) for number in numbers for node in np.flatnonzero(clusters == number)]
 
 
@@ -140,7 +142,7 @@ def test_graphs_in_memory_are_divided_by_metis(make):
 
 
 class GivenClusters(ClusterData):
-    """torch_geometric's ``ClusterData`` with given clusters. Its METIS would need torch-sparse or pyg-lib."""
+    """torch_geometric's ``ClusterData`` with given clusters. Without them, it would need torch-sparse or pyg-lib."""
 
     def __init__(self, data, cluster, num_parts):
         self._given = torch.from_numpy(cluster).long()

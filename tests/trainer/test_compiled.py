@@ -1,4 +1,6 @@
-"""Tests of cached kernels: reused wherever the code lies, compiled again when their code or constants change."""
+"""Tests of cached Numba kernels: used again after the code is moved, compiled again when their code or constants
+change.
+"""
 
 from __future__ import annotations
 
@@ -50,7 +52,9 @@ def code(tmp_path: Path) -> Path:
 
 
 def start(code: Path, kernels: Path) -> Forked:
-    """Start a process that calls the package's kernel with 20 and prints the result and the number of cache hits."""
+    """Start a process that calls the kernel of the package with argument 20, and prints the result and the number of
+    cache hits.
+    """
     return Forked(call_outer, (), {**os.environ, "GNNFLEET_KERNELS": str(kernels), "CODE": str(code)})
 
 

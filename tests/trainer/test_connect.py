@@ -1,4 +1,4 @@
-"""Tests of ``trainer.connect``: graphs for notebooks, and errors of servers and keys."""
+"""Tests of ``trainer.connect``, which opens a graph in a notebook: batches, and errors of servers and keys."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from trainer.service.service_keys import admit_guest, write_key_file
 
 @pytest.fixture(autouse=True)
 def short_timeouts(monkeypatch):
-    """Count servers as gone after one second, to keep the tests short."""
+    """Let clients treat a silent server as gone after one second, to keep the tests short."""
     monkeypatch.setattr(open, "GONE_AFTER", 1.0)
 
 

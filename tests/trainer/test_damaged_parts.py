@@ -149,7 +149,7 @@ def test_files_written_just_now_are_checked_again(folder, monkeypatch) -> None:
 
 
 def flip_a_byte(path: Path) -> None:
-    """Flip a bit near the end of the file, and keep its times."""
+    """Change a byte near the end of the file, but not the file's times."""
     before = path.stat()
     with open(path, "r+b") as file:
         file.seek(-4, os.SEEK_END)

@@ -81,7 +81,7 @@ NOT_ALONE = {"common", "prepare_debian", "remote_loader"}
 
 
 def marks(words: list[str]) -> tuple[pytest.MarkDecorator, ...]:
-    """Mark further runs of the same script, on other graphs, as slow."""
+    """Return the mark "slow", unless ``words`` is the first command that runs its script."""
     return () if words is next(first for first in RUNS if first[1] == words[1]) else (pytest.mark.slow,)
 
 

@@ -1,4 +1,4 @@
-"""Tests of the data that the examples derive from the Debian graph, and of their accuracy on it."""
+"""Tests of the examples on the Debian graph: the data that they derive from it, and their accuracy."""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""Tests of ``exchange_rows``: any dtype and shape, ranks that request nothing, and lost ranks."""
+"""Tests of ``exchange_rows``, by which ranks fetch rows from each other: any dtype and shape, ranks that request no
+rows, and lost ranks.
+"""
 
 from __future__ import annotations
 
@@ -27,7 +29,7 @@ def table(dtype, shape):
 def rank_of_two(rank, folder, then):
     """Run one of two ranks that exchange rows. Rank 0 requests no rows.
 
-    Then rank 1 exits or hangs, and rank 0 asserts that its next exchange fails.
+    Afterwards, rank 1 exits if ``then`` is "gone", else it hangs, and rank 0 asserts that its next exchange fails.
     """
     dist.init_process_group(
         "gloo", init_method=f"file://{folder}/store", rank=rank, world_size=2, timeout=timedelta(seconds=5)

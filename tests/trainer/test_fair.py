@@ -54,7 +54,7 @@ class Server:
         return next(int(line.split()[1]) / 1000 for line in lines if line.startswith("RssAnon:"))
 
     def held(self, names: Collection[str]) -> int:
-        """Return the bytes of the buffer that these clients occupy."""
+        """Return the bytes of the server's buffer that batches for the clients ``names`` occupy."""
         stats = self.stats
         assert stats["buffer_bytes"] <= stats["buffer_limit"] == BUFFER_MB * 1e6
         return sum(one["buffer_bytes"] for one in stats["clients"] if one["name"].split()[0] in names)
@@ -76,7 +76,7 @@ def server(parts: Path, tmp_path: Path) -> Iterator[Server]:
 
 
 def window(clients: ClientProcesses, batches: int, seconds: float = 120.0) -> list[ReceivedBatch]:
-    """Return at least ``batches`` batches in a row, received while all clients are active."""
+    """Wait until all clients are active, and return at least ``batches`` batches that they receive from then on."""
     clients.await_all(3)
     start = time.monotonic()
     wait_until(lambda: len(clients.received(start)) >= batches, seconds)

@@ -1,4 +1,6 @@
-"""Tests of ``set_epoch(epoch, first_step)``: each loader continues an epoch with the batches that it would have had."""
+"""Tests of ``set_epoch(epoch, first_step)``: each loader starts the epoch at this step, with the same batches as in a
+whole epoch.
+"""
 
 from __future__ import annotations
 

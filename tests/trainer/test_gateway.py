@@ -1,4 +1,6 @@
-"""Tests of ``Gateway``: failover to another server, return to the home server, joining servers, and errors."""
+"""Tests of ``Gateway``, a client's connection to graph servers: failover to another server, return to the home server,
+joining servers, and errors.
+"""
 
 from __future__ import annotations
 
@@ -34,7 +36,7 @@ TWICE = ((0, 1, 2, 3), (0, 1, 2, 3))  #: every part on both servers
 
 @pytest.fixture(autouse=True)
 def impatient(monkeypatch):
-    """Count servers as gone after one second, to keep the tests short."""
+    """Let clients treat a silent server as gone after one second, to keep the tests short."""
     monkeypatch.setattr(gateway_module, "GONE_AFTER", 1.0)
 
 
@@ -171,7 +173,7 @@ def test_a_server_that_joins_is_discovered_and_used(folder, expected, monkeypatc
 
 
 def replace_places(servers, numbers):
-    """Return a view of ``servers`` that has only the servers in ``numbers``."""
+    """Return an object like ``servers`` that has only the servers with these ``numbers``."""
 
     class View:
         places = {number: servers.places[number] for number in numbers}

@@ -1,4 +1,4 @@
-"""Tests that small models, whose gradients are averaged without DistributedDataParallel, train as with it."""
+"""Tests that small models train as with DistributedDataParallel, although their gradients are averaged without it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""Tests of a graph server under hostile messages: it answers others correctly and soon, and its memory is bounded."""
+"""Tests of a graph server that gets hostile messages: it answers other clients correctly and soon, and its memory is
+bounded.
+"""
 
 from __future__ import annotations
 

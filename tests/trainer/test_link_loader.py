@@ -1,4 +1,6 @@
-"""Tests of ``DistLinkNeighborLoader``: equal to torch_geometric's loader, for any ranks, without leaking seed links."""
+"""Tests of ``DistLinkNeighborLoader``: equal to torch_geometric's loader, for any number of ranks, and seed links are
+not among the edges if excluded.
+"""
 
 from __future__ import annotations
 
@@ -204,7 +206,7 @@ def test_a_heterogeneous_graph_needs_an_edge_type(given, message):
 
 
 def without_edges(kind):
-    """Return data, links, and a function that returns the store of the links in a batch.
+    """Return data, links, and a function from a batch to its edge store for the type of the links.
 
     The graph has no edges at all, or none of the type of the links.
     """

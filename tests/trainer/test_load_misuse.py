@@ -1,4 +1,6 @@
-"""Tests of misused loader arguments, which are refused with a clear message, and of other accepted types."""
+"""Tests of loader arguments of unusual types: misuse is refused with a clear message, and equivalent types are
+accepted.
+"""
 
 from __future__ import annotations
 

@@ -66,7 +66,7 @@ SCRIPT = """
 
 @pytest.fixture
 def folder(tmp_path):
-    """Return a folder that contains the script and its parts."""
+    """Return a folder with a script that uses loaders, and the parts that it opens."""
     write_store(tmp_path / "parts", parts_of(homo_data(), 2).store)
     (tmp_path / "script.py").write_text(textwrap.dedent(SCRIPT))
     return tmp_path

@@ -13,7 +13,10 @@ KEY = 12345
 
 
 def drawn(rule, places, global_size, ends, is_link=None, times=None, key=KEY):
-    """Draw the negatives of the positives at ``places``, and return (source, target) of negative j by (place, j)."""
+    """Draw the negatives of the positive links at ``places`` of the global batch.
+
+    Returns a dict from (place, number of the negative) to (source, target).
+    """
     places = np.asarray(places)
     owner, j = rule.owners(places, global_size)
     src, dst = draw_negatives(

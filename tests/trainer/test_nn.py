@@ -1,4 +1,6 @@
-"""Tests of layers on blocks: equal to torch_geometric's with all neighbours, gradients, independence of the split."""
+"""Tests of layers on blocks: equal to torch_geometric's with all neighbours, right gradients, and dropout and weights
+that are the same on any rank.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Tests of the fused GraphSAGE layer and the activation before a layer: values and gradients of the plain formulas."""
+"""Tests of the fused GraphSAGE layer and of the activation: values and gradients equal those of the plain formulas."""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""Tests of trimmed torch_geometric models: the same rows of the seeds as the untrimmed model, from fewer rows."""
+"""Tests of trimmed torch_geometric models: the seeds get the same rows as from the whole model, but fewer rows are
+computed.
+"""
 
 from __future__ import annotations
 

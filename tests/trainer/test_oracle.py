@@ -1,5 +1,6 @@
-"""Tests that batches are bit-identical for all numbers of parts, hosts and threads, local or served, for every
-loader."""
+"""Tests that each loader gives bit-identical batches for all numbers of parts, hosts and threads, and with parts on
+graph servers.
+"""
 
 from __future__ import annotations
 
@@ -55,7 +56,7 @@ def graphs():
 
 
 def arguments_of(data, how, seeds=19):
-    """Return the arguments of a node loader and of a link loader. ``how`` adds arguments."""
+    """Return arguments for both node and link loaders, see ``loader_of``. ``how``: further arguments."""
     times = torch.arange(60) % 20 + 30
     if isinstance(data, Data):
         nodes, links = torch.arange(3, 3 + seeds), data.edge_index[:, 5 : 5 + seeds]

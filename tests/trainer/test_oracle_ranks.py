@@ -1,4 +1,4 @@
-"""Tests that the sample of a seed does not depend on the number of ranks; negatives and links included."""
+"""Tests that neither the sample of a seed nor the negatives of a link depend on the number of ranks."""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""Tests of partitioning on disk: method `streaming`, limits of memory, and runs that go on after an interruption."""
+"""Tests of partitioning on disk: method `streaming`, limits of memory, and partitioning that continues after an
+interruption.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Tests that opening a part reads a constant number of bytes, and that training imports no more than it uses."""
+"""Tests that opening a part reads a constant number of bytes, and that training imports only modules that it uses."""
 
 from __future__ import annotations
 

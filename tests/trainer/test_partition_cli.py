@@ -1,4 +1,6 @@
-"""Tests of ``trainer partition make``, ``verify`` and ``inspect``, and of clusters inside parts."""
+"""Tests of ``trainer partition make``, ``verify`` and ``inspect``, and of clusters, which divide the nodes of a
+part.
+"""
 
 from __future__ import annotations
 

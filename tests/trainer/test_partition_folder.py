@@ -1,4 +1,6 @@
-"""Tests that a partition folder appears complete or not at all, and that only partitions are ever replaced."""
+"""Tests that a partition folder appears complete or not at all, and that a folder with other files is never
+replaced.
+"""
 
 from __future__ import annotations
 

@@ -18,7 +18,9 @@ def request(count: int, attrs: tuple[str, ...] = ("x",)) -> RowRequest:
 
 
 class CountedAnswers:
-    """Computes an answer when its result is awaited. Counts the answers in flight and their maximum."""
+    """Answers requests, but computes each answer only when its result is awaited. Counts the answers in flight and
+    their maximum.
+    """
 
     def __init__(self, answer):
         self.answer, self.under_way, self.most, self.rows = answer, 0, 0, []

@@ -1,4 +1,6 @@
-"""Tests that both kinds of position table give the same batches, and that the number of nodes selects the kind."""
+"""Tests of position tables, which number the nodes of a batch: both kinds give the same batches, and the number of
+nodes in the graph selects the kind.
+"""
 
 import numpy as np
 import pytest
@@ -10,8 +12,9 @@ from trainer.sampler.row_index import IdIndex, SourceCodes, locate
 
 
 def played(table, batches):
-    """Number the nodes of each batch, (seeds, sources per hop), with a position table. Return all positions and new
-    ids.
+    """Number the nodes of each batch with a position table. A batch is (seeds, sources of each hop).
+
+    Returns all positions and new ids.
     """
     seen = []
     for seeds, hops in batches:
@@ -29,7 +32,7 @@ def played(table, batches):
 
 
 def random_batches(seed, num_nodes, dtype):
-    """Return batches of many sizes, some after larger ones, with repeated seeds."""
+    """Return five batches of very different sizes, with repeated seeds."""
     rng = np.random.default_rng(seed)
 
     def ids(most):

@@ -1,4 +1,6 @@
-"""Tests of bfloat16: trains like float32 except for rounding, with float32 weights, gradients and sums."""
+"""Tests of training in bfloat16: the same as in float32 except for rounding; weights, gradients and sums stay
+float32.
+"""
 
 from __future__ import annotations
 

@@ -131,7 +131,7 @@ def test_a_running_run_is_profiled_by_its_step_lines(tmp_path: Path, monkeypatch
 
 
 def recorded_of(*ranks: list[dict[str, Any]]) -> RunTimes:
-    """Return a recorded run with one rank per node."""
+    """Return the ``RunTimes`` of a run with one rank per node. ``ranks``: the metrics lines of each rank."""
     found = {}
     for k, lines in enumerate(ranks):
         found[k] = RankLines(k, node=k)

@@ -39,7 +39,7 @@ def random_data(seed):
 
 
 def source_of(data, case):
-    """Return ``data`` itself, or a graph of its one to three parts, depending on ``case``."""
+    """Return ``data`` itself if ``case`` is a multiple of 4, otherwise a graph of ``case`` modulo 4 parts of it."""
     return data if case % 4 == 0 else parts_of(data, case % 4)
 
 
@@ -94,7 +94,7 @@ def _seeds(store):
 
 
 def _positive(store, node, fanout):
-    """Count the edges of a target that can be drawn."""
+    """Return how many edges of a target can be drawn: those of positive weight, but at most ``fanout``."""
     count = int((store.weight[store.edge_index[1] == node] > 0).sum())
     return count if fanout < 0 else min(count, fanout)
 

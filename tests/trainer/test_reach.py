@@ -1,4 +1,6 @@
-"""Tests of requests to other hosts: replicated topology, a cache and held rows reduce them and change no batch."""
+"""Tests of requests to other hosts: replicated topology, a row cache and held rows save requests and change no
+batch.
+"""
 
 from __future__ import annotations
 
@@ -56,7 +58,7 @@ class Host:
         return self._answer(self.slices, [asked], lambda _: edge_slice(self._graph.store, *asked))
 
     def asked_ids(self, of, name):
-        """Return all ids for which this column was requested."""
+        """Return all ids for which the attribute ``name`` of node type ``of`` was requested."""
         found = [request.ids for request in self.rows if request.of == of and name in request.attrs]
         return np.concatenate([np.empty(0, np.int64), *found])
 
@@ -83,7 +85,7 @@ def light(part):
 
 
 def some_rows(graph, share=0.3):
-    """Return a cache with the rows of a random share of the nodes of each type."""
+    """Return a row cache with random rows: the fraction ``share`` of the nodes of each type."""
     rng, types = np.random.default_rng(1), {}
     for of, spec in graph.manifest.nodes.items():
         ids = rng.permutation(spec.num_nodes)[: round(share * spec.num_nodes)]
@@ -95,7 +97,7 @@ def some_rows(graph, share=0.3):
 
 
 def host_of(data, topology, cache, held):
-    """Return the graph that host 0 opens, and the other hosts by part, all in this process."""
+    """Return the graph as host 0 opens it, and a dict from part to the host that owns it, all in this process."""
     others = {part: Host(host_store(data, part, "partitioned")) for part in range(1, PARTS)}
     store = host_store(data, 0, topology)
     graph = Graph(store, DistGraph(LocalGraph(store), others, held=held))

@@ -1,4 +1,6 @@
-"""Tests of killed graph servers while others sample through them: with a replica, without one, and permanently lost."""
+"""Tests of sampling while graph servers are killed: a replica serves the parts, the server starts again, or it stays
+lost.
+"""
 
 from __future__ import annotations
 
@@ -82,7 +84,7 @@ def request_of(key: int) -> HopRequest:
 
 
 class Sampling:
-    """A thread that samples continuously and compares each sample with the whole graph's."""
+    """A thread that samples continuously, and compares each sample with one from the graph in a single part."""
 
     def __init__(self, graph: DistGraph, whole: LocalGraph):
         self.done, self.longest, self.error = 0, 0.0, None

@@ -1,8 +1,8 @@
-"""A drawn table of 30 runs of which a rank is killed at a random step, and which are resumed on as many hosts, on one
-fewer, or on one more: every later loss is that of a run that nobody disturbed.
+"""Tests of 30 randomly drawn runs: a rank is killed at a random step, and the run is resumed on as many hosts, on one
+fewer, or on one more. Every later loss must be that of an undisturbed run.
 
-A host is a rank with a graph server for its parts; clients ask two graph servers. GNNFLEET_KILLS_TABLE names a file for
-the table.
+A host is a rank with a graph server for its parts; clients use two graph servers. GNNFLEET_KILLS_TABLE names a file to
+which a table of the runs is written.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ OWN = OWN.replace("int(sys.argv[3])\n", "int(sys.argv[3])\nvictim = int(sys.argv
 
 @dataclass(frozen=True)
 class Kill:
-    """One row of the table."""
+    """One run of the table: its settings, which rank is killed, and after how many steps."""
 
     mode: str
     kind: str
@@ -67,12 +67,12 @@ class Kill:
 
     @property
     def place(self) -> tuple[int, int]:
-        """Epoch and step after which the rank is killed; both as in the metrics."""
+        """Return the epoch and the step after which the rank is killed, numbered as in the metrics."""
         return (self.last - 1) // STEPS[self.kind] + 1, (self.last - 1) % STEPS[self.kind]
 
 
 def drawn() -> list[Kill]:
-    """Every combination of mode, kind and hosts once, and as many drawn ones as are missing."""
+    """Return ``RUNS`` runs: every combination of mode, kind and hosts once, the others at random."""
     chance = random.Random(SEED)
     every = list(itertools.product(MODES, KINDS, HOSTS))
     rows = every + [chance.choice(every) for _ in range(RUNS - len(every))]
@@ -88,7 +88,7 @@ def drawn() -> list[Kill]:
 
 
 class Stage:
-    """Parts and running graph servers of a graph."""
+    """Parts of a graph, and running graph servers for them."""
 
     def __init__(self, folder: Path, stack: ExitStack, dataset: str) -> None:
         self.folder, self.parts = folder, write_parts(folder / "parts", 4, dataset)
@@ -112,7 +112,7 @@ class Stage:
         return path
 
     def places(self, mode: str, hosts: int) -> list[tuple[int, tuple[int, ...]]]:
-        """(node rank, parts) of each rank's host."""
+        """Return (node rank, parts) of the host of each rank."""
         if mode == "worker":
             return [(node, tuple(parts)) for node, parts in enumerate(HELD[hosts])]
         return [(2 + rank, ()) for rank in range(hosts)]
@@ -131,7 +131,9 @@ def stages(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Stage
 
 
 def run(stage: Stage, kill: Kill, hosts: int, folder: Path, resume: Path | None = None, mode: str = "") -> list[Ended]:
-    """Train on ``hosts`` hosts; without ``resume``, the victim dies."""
+    """Train on ``hosts`` hosts. Without ``resume``, kill rank ``kill.victim`` after ``kill.last`` steps, if that is not
+    0.
+    """
     mode, port = mode or kill.mode, free_port()
     cluster, die = stage.cluster(mode, hosts), resume is None and kill.last > 0
     newest, ranks = folder / "checkpoints" / "last.pt", []
@@ -161,8 +163,11 @@ def run(stage: Stage, kill: Kill, hosts: int, folder: Path, resume: Path | None 
 
 
 def losses(kind: str, folder: Path) -> dict[tuple[int, int], float]:
-    """Loss of each step over all ranks, by epoch and step. The epoch in which a run of the bundled trainer begins is
-    complete, as the checkpoint has the losses of its first steps."""
+    """Return the loss of each step over all ranks, by (epoch, step).
+
+    The epoch in which a run of the bundled trainer is resumed is complete, as the checkpoint has the losses of its
+    first steps.
+    """
     if kind == "own script":
         lines = map(json.loads, (folder / "losses").read_text().splitlines())
         return {(epoch, step): loss for epoch, step, loss in lines}
@@ -172,7 +177,7 @@ def losses(kind: str, folder: Path) -> dict[tuple[int, int], float]:
 
 
 def position(kind: str, newest: Path) -> tuple[int, int]:
-    """(epochs done, steps done of the next one) of a checkpoint."""
+    """Return (finished epochs, finished steps of the next epoch) of a checkpoint."""
     if kind == "own script":
         epoch, step = load_content(newest)["position"]
         return int(epoch), int(step)

@@ -1,4 +1,6 @@
-"""Tests of rows in lower precision: bounds of the rounding error, attributes that stay exact, and errors."""
+"""Tests of rows that are stored or sent in lower precision: bounds of the error, attributes that stay exact, and
+refusals.
+"""
 
 from __future__ import annotations
 

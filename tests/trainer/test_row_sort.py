@@ -1,4 +1,4 @@
-"""Tests of the counting sort of records by row, in memory and by way of files."""
+"""Tests of the counting sort that orders records by row, in memory and with temporary files."""
 
 from __future__ import annotations
 

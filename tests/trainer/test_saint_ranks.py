@@ -1,4 +1,6 @@
-"""Tests that two processes share the work of GraphSAINT's normalisation, and that both report an error of one."""
+"""Tests that two processes share the work of computing GraphSAINT's normalisation, and both report an error of
+either.
+"""
 
 from __future__ import annotations
 

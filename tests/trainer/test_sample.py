@@ -1,4 +1,6 @@
-"""Tests of one-hop sampling: prefixes, distributions, conditions."""
+"""Tests of one-hop sampling: distributions of draws, small fanouts as prefixes of larger ones, and conditions on
+edges.
+"""
 
 from __future__ import annotations
 
@@ -31,7 +33,7 @@ def star_graph(degree, weights=None, times=None):
 
 
 def picked(graph, fanout, key, *, node=0, shuffle=0, **more):
-    """Return the sampled neighbours of one node. In a star, edge e of the centre comes from node e + 1."""
+    """Return the sampled neighbours of one node."""
     request = HopRequest(HOMO_EDGE, np.array([node]), fanout, shuffle, key, **more)
     return graph.sample_hops([request])[0].src
 

@@ -1,4 +1,4 @@
-"""Tests of multi-hop sampling: properties that hold for every graph, adversarial graphs, refusals."""
+"""Tests of multi-hop sampling: properties that hold for every graph, extreme graphs, and refused arguments."""
 
 from __future__ import annotations
 
@@ -123,7 +123,7 @@ def test_the_sample_of_a_seed_does_not_depend_on_its_batch(fanouts, more):
 
 
 def trees(subgraph):
-    """Return a digest of the computation tree of each seed, as global ids, from the blocks of the subgraph."""
+    """Return a digest of the computation tree of each seed, built from global ids and the blocks of the subgraph."""
     nodes = subgraph.nodes[HOMO_NODE]
     levels = [str(node) for node in nodes.ids]
     for hop in reversed(range(subgraph.num_hops)):

@@ -68,7 +68,7 @@ def check_blocks(graph, store, subgraph, plain, e):
 def check_expansion(graph, store, subgraph, plain, e):
     """Assert that the edges of type ``e`` are those of the reference ``plain``, in the same order.
 
-    Every node is expanded once, in the hop after it was found.
+    Assumes that every node is expanded once, in the hop after the one that found it.
     """
     edges = subgraph.edges[e]
     targets, found = names(store, subgraph, e[2]), orig_edges(store, subgraph, e).tolist()

@@ -1,4 +1,4 @@
-"""Tests of ``StepLog.restore``: a user's own script that is killed continues at the step with the same losses."""
+"""Tests of ``StepLog.restore``: a user script that was killed continues at the same step and with the same losses."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ loader ="""
 
 
 def with_rows(script: str) -> str:
-    """Return the script with trainable rows for all nodes, which have an optimizer and a scheduler of their own."""
+    """Return the script with trainable rows for all nodes. The rows have an optimizer and a scheduler of their own."""
     changes = {
         "loader =": ROWS,
         "(scheduler=scheduler)": "(scheduler=scheduler, slower=slower, embedding=embedding, sparse=sparse)",

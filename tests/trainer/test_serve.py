@@ -1,4 +1,4 @@
-"""Tests of real graph server processes: serve, cluster.json, hello, keys, how they end."""
+"""Tests of graph server processes (``trainer serve``): cluster.json, checks between servers, keys, and how they end."""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""Tests that a partitioned graph gives equal answers locally, routed to other hosts, and over the wire."""
+"""Tests that a partitioned graph gives equal answers in one process and when requests are split between local and
+remote parts.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Tests that an array which several requests of one call share is split by host only once."""
+"""Tests of splitting requests by host: an array that several requests of one call share is split only once."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class HostRows:
 
 
 class Recorder:
-    """A host that records its requests and returns nothing."""
+    """A host that records its requests, and answers with zeros and no neighbours."""
 
     name = "recorder"
 

@@ -1,4 +1,6 @@
-"""Tests of typed graphs: equal answers locally, routed and over the wire, with one message per host and call."""
+"""Tests of graphs with several types: equal answers in one process and from several hosts, with one message per host
+and call.
+"""
 
 from __future__ import annotations
 
@@ -92,7 +94,7 @@ def hosts(tmp_path_factory):
 
 
 def requests_so_far(graph: DistGraph) -> dict[int, int]:
-    """Return the number of requests each host has answered, without this stats request."""
+    """Return the number of requests that each host has answered before this one."""
     return {rank: client.stats().requests for rank, client in graph.remotes.items()}
 
 
@@ -230,7 +232,7 @@ def test_slices_of_a_part_make_up_its_edges(whole, edge_type, step: int) -> None
 
 
 class MismatchedHost:
-    """A host whose answers do not match its partition."""
+    """A host that answers every request with the given rows or samples, which do not match its partition."""
 
     store = None
 

@@ -1,4 +1,6 @@
-"""Tests of ShaDow sampling: a subgraph per root, equal for all parts; references: plain Python and torch_geometric."""
+"""Tests of ShaDow sampling, one subgraph per root: equal for all parts, and equal to plain Python and
+torch_geometric.
+"""
 
 from __future__ import annotations
 
@@ -67,7 +69,9 @@ def test_whole_neighbourhoods_with_all_edges_inside_them(make, num_neighbors):
 
 
 def local(batch, ends):
-    """Return one end of each edge of the batch as a position in the batch. ``ends`` has node ids of all edges."""
+    """Convert one end of each edge of the batch to its position in the batch. ``ends``: node id of this end, for all
+    edges of the graph.
+    """
     members = zip(batch.batch.tolist(), batch.n_id.tolist(), strict=True)
     place = {member: place for place, member in enumerate(members)}
     trees = batch.batch[batch.edge_index[1]].tolist()

@@ -20,7 +20,8 @@ Trained = dict[tuple[str, int], Any]
 def trained(tmp_path_factory: pytest.TempPathFactory) -> Trained:
     """Return a dict from (optimizer, number of processes) to the state that the run saved.
 
-    "resumed" runs the second half of the steps, from a checkpoint that three processes saved after the first half.
+    ("resumed", n) is a run of n processes that resumes with ``sparse_adam`` from a checkpoint which three processes
+    saved after half of the steps.
     """
     three, two = (tmp_path_factory.mktemp(name) for name in ("three", "two"))
     runs = [(name, WHOLE, None) for name in OPTIMIZERS]

@@ -1,4 +1,4 @@
-"""Tests that the memory of large arrays is reused, and never while anything still refers to it."""
+"""Tests that the memory of large arrays is reused, but only after nothing refers to it any more."""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""Tests of checkpoints within an epoch: times of saving, and equal losses after a killed run is resumed from one."""
+"""Tests of checkpoints within an epoch: when they are saved, and that a killed run which resumes from one has equal
+losses.
+"""
 
 from __future__ import annotations
 
@@ -77,7 +79,7 @@ def test_a_killed_run_resumes_at_the_step_with_the_same_losses(
 
 
 class Clock:
-    """A clock that tests move."""
+    """A clock that advances only when a test changes ``now``."""
 
     def __init__(self) -> None:
         self.now = 100.0
@@ -87,7 +89,11 @@ class Clock:
 
 
 def saved_at(schedule: CheckpointSchedule, clock: Clock, step_seconds: list[float], cost: float = 0.0) -> list[float]:
-    """Run steps that take so many seconds, and return the times of the checkpoints."""
+    """Simulate steps that take ``step_seconds`` each, and return the times at which checkpoints are saved, from the
+    start.
+
+    cost: seconds that it takes to save a checkpoint.
+    """
     times = []
     for seconds in step_seconds:
         clock.now += seconds

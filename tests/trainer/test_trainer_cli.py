@@ -1,4 +1,6 @@
-"""Tests of the trainer's command line, and of the settings and ranks it reads."""
+"""Tests of the trainer's command line, and of the settings and ranks that it reads from arguments and environment
+variables.
+"""
 
 from __future__ import annotations
 
@@ -26,7 +28,7 @@ from trainer.train.settings import TrainJob, TrainSettings
 
 @pytest.fixture
 def jobs(monkeypatch: pytest.MonkeyPatch) -> list[TrainJob]:
-    """Return a list to which ``train`` adds its job instead of running it."""
+    """Replace ``train`` by a function that only records its job, and return the list of recorded jobs."""
     import trainer.train.job
 
     taken: list[TrainJob] = []

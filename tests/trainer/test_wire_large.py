@@ -1,4 +1,6 @@
-"""Tests of large arrays, sent in frames of their own, and of frames that do not match their announcement."""
+"""Tests of large arrays, each sent as a frame of its own, and of frames whose sizes differ from those in the message
+head.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""Tests of the zip loader: several loaders as one, the same positions of each, split over the ranks."""
+"""Tests of the zip loader, which joins several loaders: a batch has the same positions of each, split over the
+ranks.
+"""
 
 from __future__ import annotations
 

@@ -51,10 +51,10 @@ def start_rank(jobs: Sequence[TrainJob], rank: int, world_size: int, port: int, 
 
 
 def start_words(lines: Sequence[list[str]], rank: int, world_size: int, port: int, **more_env: str) -> Forked:
-    """Start a process that runs one rank of each command line in turn. The last command ends the process.
+    """Start a process that runs one rank of each command line in turn, and that ends with the last command.
 
-    The jobs use ``port``, ``port + 1`` and so on: on one port, a fast rank could join the rendezvous that rank 0
-    is closing.
+    The jobs use ``port``, ``port + 1`` and so on: on one port, a fast rank could join the rendezvous that rank 0 is
+    closing.
     """
     return Forked(_in_turn, (list(lines),), rank_environment(rank, world_size, port, **more_env))
 
@@ -161,7 +161,7 @@ def curve(run_dir: Path) -> list[float]:
 
 
 class FewBatches:
-    """Hand-made batches for one process: one layer, two neighbours per seed."""
+    """A loader of generated batches for one process, with one layer and two neighbours per seed."""
 
     def __init__(self, steps: int = 3, seeds: int = 8, width: int = 5, bad_step: int | None = None):
         self.steps, self.seeds, self.width, self.bad_step = steps, seeds, width, bad_step

@@ -91,7 +91,7 @@ class SAGEConv(nn.Module):
     ) -> Tensor:
         """As ``forward``, but without the bias. The activation ``before``, if given, is first applied to ``x``.
 
-        On CPU it overwrites ``x``.
+        On CPU the activation overwrites ``x``.
         """
         of_mean, of_self = self.lin_l.weight, self.lin_r.weight
         if linear_first(block, x.shape[1], len(of_mean), x.requires_grad):
@@ -149,7 +149,7 @@ class GCNConv(nn.Module):
     ) -> Tensor:
         """As ``forward``, but without the bias. The activation ``before``, if given, is first applied to ``x``.
 
-        On CPU it overwrites ``x``.
+        On CPU the activation overwrites ``x``.
         """
         assert degree is not None, "GCN needs whole-graph degrees on its batches"
         out_dim, in_dim = self.lin.weight.shape
@@ -215,7 +215,7 @@ class GATConv(nn.Module):
     ) -> Tensor:
         """As ``forward``, but without the bias. The activation ``before``, if given, is first applied to ``x``.
 
-        On CPU it overwrites ``x``.
+        On CPU the activation overwrites ``x``.
         """
         looped = with_self_loops(block)
         h = self.lin(x if before is None else before.of(x)).view(-1, self.heads, self.out_dim)
@@ -235,7 +235,7 @@ class GATConv(nn.Module):
 
 
 def with_self_loops(block: Block) -> Block:
-    """Return the block with a further self loop for each target, as the last edge of its row."""
+    """Return the block with an additional self loop for each target, as the last edge of the target's CSR row."""
     device = block.indptr.device
     loops = torch.arange(block.num_dst, dtype=torch.int32, device=device)
     indptr = block.indptr + torch.arange(block.num_dst + 1, dtype=torch.int32, device=device)

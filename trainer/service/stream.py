@@ -195,7 +195,7 @@ class MessageReader:
 
 
 class MessageWriter:
-    """Keeps messages that are not completely sent yet, and sends them on a non-blocking socket."""
+    """Queues messages for sending, and sends them on a non-blocking socket."""
 
     def __init__(self) -> None:
         self.unsent = 0  #: bytes
@@ -256,8 +256,9 @@ class MessageWriter:
 
 
 def set_options(sock: socket.socket) -> None:
-    """Make a socket non-blocking and disable Nagle's algorithm. An error is raised later if the other host is
-    unreachable for ten seconds.
+    """Make a socket non-blocking, disable Nagle's algorithm and enable TCP keep-alive.
+
+    Sending and receiving then fail once the other host has been unreachable for ten seconds.
     """
     sock.setblocking(False)
     sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)

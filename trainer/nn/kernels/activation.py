@@ -42,7 +42,10 @@ class Activation:
 
 
 class _Activate(torch.autograd.Function):
-    """Saves only its result for the backward pass: the gradient is 0 where the result is not above 0."""
+    """Autograd function of ``Activation`` on CPU.
+
+    The backward pass needs only the saved result: the gradient is 0 where the result is not above 0.
+    """
 
     @staticmethod
     def forward(ctx: Any, h: Tensor, bias: Tensor, activation: Activation) -> Tensor:
@@ -63,7 +66,7 @@ class _Activate(torch.autograd.Function):
 def activate_(h: Tensor, activation: Activation) -> Tensor:
     """Compute ``dropout(relu(h + bias))`` in place of ``h`` (float or bfloat16 [n, f], on CPU), without gradients.
 
-    A non-contiguous ``h`` is copied instead.
+    If ``h`` is not contiguous, it is left unchanged, and the result is a new tensor.
     """
     out = h.detach()
     if not out.is_contiguous():

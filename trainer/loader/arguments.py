@@ -75,9 +75,9 @@ def load_options(
 ) -> LoadOptions:
     """Convert the arguments of a loader to ``LoadOptions``.
 
-    ``given`` contains arguments of torch's ``DataLoader``: ``num_workers`` is the number of sampler threads,
-    ``prefetch_factor`` the number of batches made ahead per thread, ``timeout`` replaces ``deadline``, and the initial
-    seed of ``generator`` is the seed. ``worker_init_fn`` is called on each sampler thread, except with
+    ``given`` contains ``local`` and arguments of torch's ``DataLoader``: ``num_workers`` is the number of sampler
+    threads, ``prefetch_factor`` the number of batches made ahead per thread, ``timeout`` replaces ``deadline``, and the
+    initial seed of ``generator`` is the seed. ``worker_init_fn`` is called on each sampler thread, except with
     ``num_workers=0``, as in torch. Raises ``SettingsError`` for unknown, unsupported or contradictory arguments.
     """
     _check_names(given)

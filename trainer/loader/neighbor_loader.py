@@ -38,7 +38,7 @@ class DistNeighborLoader(PyGLoader):
     number of batches. A last global batch with fewer seeds than ranks is merged into the previous batch.
 
     Each iteration is the next epoch; ``set_epoch`` sets the epoch of the next iteration. ``loader(index)`` returns one
-    batch of the seeds at the positions ``index``, for this rank alone. Batches also have ``blocks``, a list with one
+    batch of the seeds at the positions ``index``, for this rank alone. Batches also have ``blocks``, a tuple with one
     CSR block per layer, first layer first (if the graph is heterogeneous, with a mapping from edge types to blocks per
     layer). Bidirectional and induced subgraphs, and batches with ``transform_sampler_output``, have no ``blocks``.
 

@@ -106,8 +106,8 @@ class ShardedEmbedding:
     def sync_gradients(self) -> None:
         """Send the gradients of all rows looked up since the last call to their owners. Collective.
 
-        Adds the mean over ranks to ``weight.grad``, a sparse tensor. Call it after ``backward``, which does not
-        communicate itself: the order of communication would depend on each rank's autograd graph.
+        Adds the mean over ranks to ``weight.grad``, a sparse tensor. Must be called after ``backward``, which does not
+        communicate, because the order of communication would then depend on each rank's autograd graph.
         """
         places, values = [], []
         for route, rows in self._pending:

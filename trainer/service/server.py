@@ -43,7 +43,7 @@ class GraphServer:
     One thread receives requests and sends replies. ``threads`` threads answer requests that need only the parts on this
     host; they never wait for other servers, so servers cannot block each other. ``batch_threads`` threads make whole
     batches and answer requests that need other parts; they read the whole graph through ``routed``, which requests the
-    rows of other parts from other servers. Both kinds of threads serve connections or clients in turn. If a request
+    data of other parts from other servers. Both kinds of threads serve connections or clients in turn. If a request
     fails, the client gets the error. A connection that sends an invalid request is closed and counted.
 
     ``max_request`` and ``max_answer``: largest size of the arrays of a request and of a reply, in bytes. ``topology``:

@@ -89,11 +89,14 @@ class RankTimes:
         return sum(self.spent[kind] for kind in kinds) / self.step_s if self.step_s else 0.0
 
     def part(self, rows: str, of: str) -> float | None:
-        """Return the ratio of two counts of ``TRAFFIC``, such as cached to remote rows. None if the latter is 0."""
+        """Return the ratio ``rows`` / ``of`` of two names in ``TRAFFIC``, such as ``cached_rows`` / ``remote_rows``.
+
+        None if ``of`` is 0.
+        """
         return self.traffic[rows] / self.traffic[of] if self.traffic[of] else None
 
     def per_epoch(self, name: str) -> float:
-        """Return how many bytes or rows there were per complete epoch. ``name``: which count of ``TRAFFIC``."""
+        """Return the bytes or rows per complete epoch. ``name``: one of ``TRAFFIC``, such as ``remote_bytes``."""
         return self.traffic[name] * self.steps / max(1, self.epochs)
 
     @property
@@ -139,7 +142,7 @@ class RunTimes:
         return RankTimes(-1, max(rank.steps for rank in ranks), spent, behind, traffic)
 
     def traffic(self, name: str) -> float:
-        """Return the bytes or rows of all ranks in an epoch, on average. ``name``: which count of ``TRAFFIC``."""
+        """Return the mean bytes or rows per epoch of all ranks. ``name``: one of ``TRAFFIC``, as in ``per_epoch``."""
         return sum(rank.per_epoch(name) for rank in self.ranks)
 
     def predicted(self, name: str) -> float | None:

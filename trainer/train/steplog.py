@@ -123,12 +123,12 @@ class StepLog:
         """Record a step. Must be called after each step.
 
         Args:
-            epoch: counts from 1.
-            step: counts from 0, in each epoch.
-            steps: number of steps in the epoch.
-            loss: mean over this rank's seeds. A tensor is read only when a line is written, because reading it may
+            epoch: Number of the epoch, from 1.
+            step: Number of the step in the epoch, from 0.
+            steps: Number of steps in the epoch.
+            loss: Mean over this rank's seeds. A tensor is read only when a line is written, because reading it may
                 synchronise a GPU.
-            seeds: number of this rank's seeds in the step.
+            seeds: Number of this rank's seeds in the step.
         """
         if self._log is None:
             return

@@ -80,7 +80,10 @@ class RGCNConv(nn.Module):
             glorot(weight)
 
     def forward(self, blocks: Blocks, x: Mapping[NodeType, Tensor], num_dst: Mapping[NodeType, int]) -> NodeTensors:
-        """Return the rows of the target types. Targets are the first ``num_dst[type]`` rows of ``x[type]``."""
+        """Return the output rows by target type, [num_dst[type], out_dim].
+
+        blocks: block by edge type. x: input rows by source type; the first ``num_dst[type]`` are those of the targets.
+        """
         out = {of: for_sums(torch.addmm(self.bias, x[of][: num_dst[of]], self.root)) for of in self.need.targets}
         for edge_type, weight in zip(self.need.edge_types, self._weights(), strict=True):
             add_mean(out[edge_type[2]], blocks[edge_type], x[edge_type[0]], weight)
@@ -136,7 +139,10 @@ class HeteroSAGEConv(nn.Module):
         self.convs = ModuleDict({of: SAGEConv(in_dim, out_dim) for of in need.edge_types})
 
     def forward(self, blocks: Blocks, x: Mapping[NodeType, Tensor], num_dst: Mapping[NodeType, int]) -> NodeTensors:
-        """Return the rows of the target types. Targets are the first ``num_dst[type]`` rows of ``x[type]``."""
+        """Return the output rows by target type, [num_dst[type], out_dim].
+
+        blocks: block by edge type. x: input rows by source type; the first ``num_dst[type]`` are those of the targets.
+        """
         return {of: self._target(of, blocks, x, x[of][: num_dst[of]]) for of in self.need.targets}
 
     def _target(self, of: NodeType, blocks: Blocks, x: Mapping[NodeType, Tensor], own: Tensor) -> Tensor:
@@ -209,7 +215,10 @@ class HGTConv(nn.Module):
         self.p_rel = ParameterDict({"__".join(of): nn.Parameter(torch.ones(1, heads)) for of in need.edge_types})
 
     def forward(self, blocks: Blocks, x: Mapping[NodeType, Tensor], num_dst: Mapping[NodeType, int]) -> NodeTensors:
-        """Return the rows of the target types. Targets are the first ``num_dst[type]`` rows of ``x[type]``."""
+        """Return the output rows by target type, [num_dst[type], out_dim].
+
+        blocks: block by edge type. x: input rows by source type; the first ``num_dst[type]`` are those of the targets.
+        """
         used_as_source = {of[0] for of in self.need.edge_types}
         keys_values = {of: self._keys_values(of, x[of]) for of in self.need.sources if of in used_as_source}
         return {of: self._target(of, blocks, x[of][: num_dst[of]], keys_values) for of in self.need.targets}

@@ -145,7 +145,7 @@ class Trimmed(nn.Module):
         self.model, self.edge_arg, self.num_layers = _with_trim(model), edge_arg, _depth(model)
 
     def forward(self, batch: Data, x: Tensor | None = None) -> Tensor:
-        """Compute the rows of a batch.
+        """Run the model on a batch.
 
         Args:
             batch: Batch of a neighbour loader.
@@ -263,7 +263,7 @@ class TrimmedHetero(nn.Module):
         check_one_hop(self)
 
     def forward(self, batch: HeteroData, x: Mapping[NodeType, Tensor] | None = None) -> NodeTensors:
-        """Compute the rows of a batch.
+        """Run the model on a batch.
 
         Args:
             batch: Batch of a neighbour loader.

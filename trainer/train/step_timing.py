@@ -18,7 +18,7 @@ from trainer.train.metrics import KINDS, LOADING
 
 
 class Phase(IntEnum):
-    """Phases of a training step. ``StepTimes`` splits LOAD into sample, remote and gather."""
+    """Phases of a training step. In ``StepTimes``, LOAD is divided into the work kinds sample, remote and gather."""
 
     LOAD = 0
     COPY = 1

@@ -35,7 +35,7 @@ class Activation:
         return 1.0 / (1.0 - self.p)
 
     def of(self, h: Tensor) -> Tensor:
-        """Apply the function to ``h`` (float [n, f]), with gradients. On CPU the result overwrites ``h``."""
+        """Return ``dropout(relu(h + bias))``, with gradients. h: float [n, f]; on CPU the result overwrites it."""
         if h.device.type != "cpu":
             return hash_dropout((h + self.bias).relu().to(h.dtype), self.n_id, self.p, self.key, self.layer, self.p > 0)
         return _Activate.apply(h, self.bias, self)  # type: ignore[no-any-return, no-untyped-call]

@@ -48,7 +48,7 @@ def _pool(pid: int, threads: int) -> ThreadPoolExecutor:
 
 
 def as_array(rows: Tensor) -> Array:
-    """Return a NumPy array that shares the tensor's memory, which for bfloat16 is uint16 with the same bits."""
+    """Return a NumPy array that shares the tensor's memory. The array of a bfloat16 tensor is uint16, its raw bits."""
     own = rows.detach()
     return (own.view(torch.uint16) if own.dtype == torch.bfloat16 else own).numpy()
 

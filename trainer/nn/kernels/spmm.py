@@ -34,7 +34,7 @@ def aggregate(
 
     x: float [num_src, f]; dst_scale [num_dst] and src_scale [num_src]: constants without gradient, None means 1.
     ``mean`` also divides by the number of edges. The result is 0 for a target without edges. In all functions of this
-    module rows may be bfloat16; they are summed in float32, and the result is float32.
+    module, rows may be bfloat16; their sums and the result are then float32.
     """
     if reduce == "mean":
         per_edge = 1.0 / block.indptr.diff().clamp(min=1).to(sum_dtype(x.dtype))

@@ -5,8 +5,10 @@
 - ``inference``: torch_geometric's ``BasicGNN.inference`` with gnnfleet's loaders.
 - ``SAGEConv``, ``GCNConv``, ``GATConv``, ``HeteroSAGEConv``, ``RGCNConv``, ``HGTConv``: layers on the blocks of a
   ``BatchLoader`` batch (``batch.blocks``); ``build_model``: the bundled trainer's models made of these layers.
-- ``facts_of``, ``layer_needs``: describe a graph to a model, and the node and edge types that each layer needs.
-- ``ShardedEmbedding``, ``embedding_state``, ``load_embedding_state``: trainable node rows, sharded over the ranks.
+- ``facts_of``: types and widths of a graph, as ``build_model`` needs them; ``layer_needs``: the node and edge types
+  that each layer of a model needs.
+- ``ShardedEmbedding``, ``embedding_state``, ``load_embedding_state``: trainable embeddings of nodes, sharded over the
+  ranks.
 - ``DotProduct``, ``DistMult``, ``MLPDecoder``: decoders that score links, with ``score_edges``, ``score_triplets``.
 - ``softmax_loss``, ``bce_loss``, ``bpr_loss``, ``margin_loss``, ``unsupervised_loss``: losses of link scores.
 - ``LinkSums``, ``mrr``, ``hits_at``, ``auc``, ``ranks``: ranking metrics of link scores.

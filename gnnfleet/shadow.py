@@ -7,9 +7,9 @@ from pathlib import Path
 
 
 def check_not_shadowed(package: str) -> None:
-    """Raise ``ImportError`` if ``import package`` would find another module than the package installed with gnnfleet.
+    """Raise ``ImportError`` if ``import package`` would not import the package that is installed with gnnfleet.
 
-    The other module is not imported, as it may be the user's own script.
+    The module that Python would import instead is not executed, as it may be the user's own script.
     """
     own = Path(__file__).resolve().parents[1] / package
     spec = find_spec(package)

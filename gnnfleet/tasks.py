@@ -1,4 +1,4 @@
-"""Runs your own fabric tasks on the hosts of a cluster.yml, by ``cluster_group``."""
+"""Exports ``cluster_group``, which runs a user's own fabric tasks on the hosts of a cluster.yml."""
 
 from __future__ import annotations
 

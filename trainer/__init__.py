@@ -3,7 +3,8 @@
 This package never imports ``launcher``. Launcher and trainer communicate through command lines, environment variables
 and the files described in ``docs/ARCHITECTURE.md``.
 
-Scripts should import these names from ``gnnfleet``, as a file trainer.py beside a script would shadow this package.
+Scripts should import the public names from ``gnnfleet`` instead, because a file trainer.py beside a script would shadow
+this package.
 """
 
 from __future__ import annotations
@@ -67,20 +68,23 @@ def open(
     Rank and world size are those of torchrun's environment variables, or of the initialized process group.
 
     Args:
-        path: Partition folder. Default: the folder of the run that started this process (``GNNFLEET_PARTS``).
+        path: Partition folder. Default: the folder of the run that started this process (environment variable
+            ``GNNFLEET_PARTS``).
         part: Id or ids of the parts to open from ``path``. Default: the parts that ``cluster`` assigns to this node, or
-            all parts without ``cluster``.
-        cluster: ``cluster.json``, which lists the graph servers of the other parts. Default: ``GNNFLEET_CLUSTER``.
-        node_rank: Rank of this node in ``cluster``. Default: ``NODE_RANK`` or ``GROUP_RANK``.
-        key_file: Key file of an encrypted graph service. Default: ``GNNFLEET_SERVICE_KEY``.
+            all parts if there is no ``cluster``.
+        cluster: Path of ``cluster.json``, which lists the graph servers of the other parts. Default: environment
+            variable ``GNNFLEET_CLUSTER``.
+        node_rank: Rank of this node in ``cluster``. Default: environment variable ``NODE_RANK`` or ``GROUP_RANK``.
+        key_file: Key file of an encrypted graph service. Default: environment variable ``GNNFLEET_SERVICE_KEY``.
         deadline: Seconds that one request to another host may take.
 
     Returns:
         The opened graph. Close it, or use it in a ``with`` statement.
 
     Raises:
-        SettingsError: ``path`` is missing outside a run, is a file, or is a graph in memory.
-        PartitionError: The folder or a part is missing or damaged, or a part is neither opened here nor served.
+        SettingsError: ``path`` is a file or a graph in memory, or is omitted in a process that no run started.
+        PartitionError: The folder or a part is missing or damaged, or a part is neither opened by this process nor
+            served by a graph server.
         ServiceError: Another host does not answer within ``deadline``.
 
     Example:
@@ -103,15 +107,15 @@ def connect(
     """Open a graph through graph servers, from a process that holds no part of it.
 
     Notebooks and remote inference use this function. All loaders accept the graph and yield the same batches as on the
-    servers' hosts. A server makes each batch; ``prefetch`` is the number of batches requested ahead. Rank and world
-    size are as in ``open``.
+    servers' hosts. The servers make the batches; the argument ``prefetch`` of a loader is the number of batches that
+    it requests ahead. Rank and world size are as in ``open``.
 
     Args:
         endpoint: ``tcp://host:port`` of one or several graph servers. Default: the endpoints in the key file. The first
             server that answers reports the other servers of its cluster.
         key: Key file with mode 0600, written by ``gnnfleet serve key NAME -o FILE``. None if the servers do not
             encrypt.
-        deadline: Seconds that one request may take, and seconds to wait for servers that are lost.
+        deadline: Seconds that one request may take; also the seconds to wait until a lost server is reachable again.
         name: Name of this process in the output of ``gnnfleet serve status``.
 
     Returns:

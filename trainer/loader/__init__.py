@@ -1,3 +1,3 @@
-"""Loaders: turn seeds into batches. Order the seeds, split them over the ranks, draw negatives, and make
-torch_geometric's batches.
+"""Loaders, which make batches from seeds: they split the seeds over the ranks, draw negatives, and convert sampled
+subgraphs to torch_geometric's batches.
 """

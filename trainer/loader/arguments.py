@@ -43,7 +43,7 @@ _WORKER_ARGUMENTS = ("num_workers", "prefetch_factor", "worker_init_fn")
 
 @dataclass(frozen=True)
 class LoadOptions:
-    """How seeds are cut into batches, and how batches are ordered and made ahead."""
+    """How a loader divides seeds into batches, shuffles them and makes batches ahead."""
 
     batch_size: int = 1  #: seeds per step and rank
     shuffle: bool = False
@@ -73,11 +73,12 @@ def whole_number(name: str, value: object, least: int | None) -> int:
 def load_options(
     given: Mapping[str, Any], *, seed: int | None, threads: int | None, prefetch: int | None, deadline: float
 ) -> LoadOptions:
-    """Turn the keyword arguments of torch's ``DataLoader``, and those of this package only, into ``LoadOptions``.
+    """Convert the arguments of a loader to ``LoadOptions``.
 
-    ``num_workers`` is the number of sampler threads, ``prefetch_factor`` the number of batches ahead per thread,
-    ``timeout`` the deadline, and ``generator`` gives the seed. ``worker_init_fn`` is called on each sampler thread,
-    except with ``num_workers=0``, as in torch. Raises ``SettingsError``.
+    ``given`` contains ``local`` and arguments of torch's ``DataLoader``: ``num_workers`` is the number of sampler
+    threads, ``prefetch_factor`` the number of batches made ahead per thread, ``timeout`` replaces ``deadline``, and the
+    initial seed of ``generator`` is the seed. ``worker_init_fn`` is called on each sampler thread, except with
+    ``num_workers=0``, as in torch. Raises ``SettingsError`` for unknown, unsupported or contradictory arguments.
     """
     _check_names(given)
     num_workers = whole_number("num_workers", given.get("num_workers", 0), 0)
@@ -151,7 +152,10 @@ def sample_settings(
 
 
 def subgraph_kind(subgraph_type: Any, directed: bool) -> str:
-    """Return ``directional``, ``bidirectional`` or ``induced`` for a string or a member of torch_geometric's enum."""
+    """Return ``directional``, ``bidirectional`` or ``induced`` for a string or a torch_geometric ``SubgraphType``.
+
+    ``directed=False``, which is deprecated, means ``induced``. Raises ``SettingsError`` for an unknown type.
+    """
     if not directed:
         warnings.warn("directed=False is deprecated; use subgraph_type='induced'", DeprecationWarning, stacklevel=4)
         return "induced"
@@ -162,7 +166,9 @@ def subgraph_kind(subgraph_type: Any, directed: bool) -> str:
 
 
 def fanouts_of(manifest: Manifest, num_neighbors: Fanouts) -> dict[EdgeType, tuple[int, ...]]:
-    """Return the fanouts of every edge type, given as a list, a mapping over all edge types, or torch_geometric's
+    """Return the fanouts of every edge type, one per hop. Raises ``SettingsError``.
+
+    ``num_neighbors``: a list for all edge types, a mapping from every edge type to a list, or torch_geometric's
     ``NumNeighbors``.
     """
     # Imported here: it takes seconds, and the bundled trainer does not need it.
@@ -215,7 +221,9 @@ def wanted_attrs(graph: Graph, attrs: AttrNames | None) -> dict[AnyType, tuple[s
     if attrs is None:
         return known
     if graph.source is not None:
-        raise SettingsError("attrs limits what travels between hosts; batches of data in memory have all attributes")
+        raise SettingsError(
+            "attrs limits what travels between hosts, but batches of data in memory have all attributes; leave it out"
+        )
     if not isinstance(attrs, Mapping):
         wanted = _name_list(attrs)
         _check_known(wanted, {name for names in known.values() for name in names})

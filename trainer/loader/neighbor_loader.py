@@ -32,15 +32,15 @@ from trainer.sampler.types import RowRequest, SeedSet
 class DistNeighborLoader(PyGLoader):
     """Yields mini-batches by neighbour sampling, as torch_geometric's ``NeighborLoader`` on a partitioned graph.
 
-    Arguments, defaults and batches are those of ``NeighborLoader``. Every rank passes the same arguments, including all
-    seeds. The loader cuts the seeds into global batches of ``batch_size`` × world size and splits each over the ranks;
-    a seed goes first to a rank on a host of its part. All ranks get the same number of batches. A last global batch
-    with fewer seeds than ranks is merged into the previous batch.
+    Arguments, defaults and batches are those of ``NeighborLoader``. Every rank must pass the same arguments, with the
+    seeds of all ranks. The loader divides the seeds into global batches of ``batch_size`` × world size and splits each
+    over the ranks, if possible so that a seed goes to a rank on a host that stores its part. All ranks get the same
+    number of batches. A last global batch with fewer seeds than ranks is merged into the previous batch.
 
-    Each iteration is the next epoch; ``set_epoch`` sets the epoch of the next iteration. ``loader(index)`` samples the
-    seeds at the given positions. Batches also have ``blocks``, one CSR block per layer, outermost first (a mapping over
-    edge types if the graph is heterogeneous); bidirectional and induced subgraphs, and batches with
-    ``transform_sampler_output``, have none.
+    Each iteration is the next epoch; ``set_epoch`` sets the epoch of the next iteration. ``loader(index)`` returns one
+    batch of the seeds at the positions ``index``, for this rank alone. Batches also have ``blocks``, a tuple with one
+    CSR block per layer, first layer first (if the graph is heterogeneous, with a mapping from edge types to blocks per
+    layer). Bidirectional and induced subgraphs, and batches with ``transform_sampler_output``, have no ``blocks``.
 
     Args:
         data: An opened graph (``gnnfleet.open``), a ``Data`` or ``HeteroData`` in memory, or a ``(feature_store,
@@ -55,16 +55,17 @@ class DistNeighborLoader(PyGLoader):
         disjoint: Sample a subgraph of its own for each seed. Implied by ``time_attr``.
         temporal_strategy: ``"uniform"`` or ``"last"``: with ``time_attr``, draw neighbours or take the latest ones.
         time_attr: Integer attribute of nodes or edges; neighbours later than their seed are not sampled.
-        weight_attr: Edge attribute; the chance of a neighbour is proportional to it.
+        weight_attr: Edge attribute; neighbours are drawn with probability proportional to it.
         transform: Function called with each batch; its result is yielded instead.
         transform_sampler_output: Function called with each ``SamplerOutput`` or ``HeteroSamplerOutput``, before
             attributes are added.
-        is_sorted: No effect; edges are stored by target.
+        is_sorted: Has no effect; gnnfleet always stores edges sorted by target.
         filter_per_worker: If true, the sampler threads call the transforms, which must then be thread-safe. Default:
             the iterating thread calls them, in order.
         neighbor_sampler: Not supported; must be None.
         directed: Deprecated; False means ``subgraph_type="induced"``.
-        custom_cls: Class of the batches of an opened graph or of stores, instead of ``Data`` or ``HeteroData``.
+        custom_cls: Class of the batches, instead of ``Data`` or ``HeteroData``. Ignored if ``data`` is a ``Data`` or
+            ``HeteroData`` in memory.
         input_id: Ids that batches report as ``input_id`` instead of the seeds' positions.
         attrs: Names of the attributes that batches have, or a mapping of types to names. Default: all.
         seed: Seed of the order and of all draws; the same on every rank. Default: 0.
@@ -86,7 +87,7 @@ class DistNeighborLoader(PyGLoader):
 
     Raises:
         SettingsError: Arguments contradict each other or do not fit the graph.
-        ServiceError: Another host fails, while making the loader or iterating it.
+        ServiceError: Another host fails while the loader is created or iterated.
 
     Example:
         ```python

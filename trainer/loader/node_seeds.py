@@ -1,4 +1,4 @@
-"""Converts ``input_nodes`` in any of its forms to seed nodes, as global ids."""
+"""Converts the argument ``input_nodes`` of a loader, in any of its forms, to the global ids of the seeds."""
 
 from __future__ import annotations
 
@@ -40,8 +40,8 @@ class NodeInputs:
     def split(self, positions: Ids) -> dict[NodeType, tuple[Ids, Ids]]:
         """Split seed positions by node type.
 
-        Returns for each type the indices in ``positions`` of its seeds, and the positions of these seeds within the
-        type.
+        Returns a mapping from node type to a pair of arrays: the indices into ``positions`` at which a seed of this
+        type stands, and the index of each such seed among all seeds of the type.
         """
         begin, found = 0, {}
         for of, inputs in self.of.items():
@@ -77,7 +77,10 @@ def node_inputs(graph: Graph, input_nodes: Any, input_time: Any = None, input_id
 
 
 def split_name(input_nodes: Any) -> str | None:
-    """Return the name of the split if ``input_nodes`` is a split, else None."""
+    """Return the name of the split if ``input_nodes`` is ``"split"`` or ``(type, "split")``, else None.
+
+    A node type alone is not told from a split, and is returned too.
+    """
     if isinstance(input_nodes, tuple) and len(input_nodes) == 2:
         input_nodes = input_nodes[1]
     return input_nodes if isinstance(input_nodes, str) else None
@@ -105,7 +108,7 @@ def _forms(graph: Graph, given: Any) -> dict[NodeType, Any]:
 
 
 def _typed_split_hint(graph: Graph, name: str) -> str:
-    """Return a hint for the user if a split, or a mask with the name of a split, was given without its node type."""
+    """Return a hint for the user if ``name`` is not a node type, but the name of a split, with or without ``_mask``."""
     split = name.removesuffix("_mask")
     if meant := sorted(key for key in graph.store.splits if key[1] == split):
         return f"; did you mean {' or '.join(map(str, meant))}?"
@@ -113,8 +116,9 @@ def _typed_split_hint(graph: Graph, name: str) -> str:
 
 
 def _split_hint(name: str, known: list[str]) -> str:
-    """Return a hint for the user if a known split has a similar name. Data in memory has ``train_mask`` where a
-    partition has the split ``train``.
+    """Return a hint for the user if a known split has a name similar to ``name``.
+
+    A suffix ``_mask`` is ignored, because the mask ``train_mask`` of a dataset is the split ``train`` of a partition.
     """
     nearest = difflib.get_close_matches(name.removesuffix("_mask"), known, 1)
     return f"; did you mean {nearest[0]!r}?" if nearest else ""
@@ -157,7 +161,10 @@ def as_array(values: Any) -> Array:
 
 
 def checked_ids(values: Array, num_nodes: int, of: NodeType, where: str) -> Ids:
-    """Return original node ids as int64. Raises ``SettingsError`` if an id is not that of a node of this type."""
+    """Return original node ids as int64. Raises ``SettingsError`` if they are not integers from 0 to ``num_nodes`` - 1.
+
+    ``where``: name of the argument, for the message.
+    """
     if values.ndim != 1 or values.dtype.kind not in "iu":
         raise SettingsError(
             f"{where}: {values.dtype} {list(values.shape)}; expected whole node ids [n], or a boolean mask"

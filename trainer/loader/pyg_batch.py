@@ -42,7 +42,7 @@ def sampler_output(sampled: SampledBatch, hetero: bool, induced: bool, copy_ids:
     """Return a subgraph as torch_geometric's sampler output: nodes as original ids, edges in batch positions.
 
     As in torch_geometric, an induced subgraph has no numbers of nodes and edges per hop. With ``copy_ids`` the ids are
-    copies, because a transform may write to them. ``row`` and ``col`` of an edge type are the rows of one tensor.
+    copies that a transform may overwrite. ``row`` and ``col`` of an edge type are the two rows of one tensor [2, e].
     """
     from torch_geometric.sampler import HeteroSamplerOutput, SamplerOutput  # slow, and not needed for blocks
 
@@ -64,9 +64,7 @@ def sampler_output(sampled: SampledBatch, hetero: bool, induced: bool, copy_ids:
 
 
 def edge_index(row: Tensor, col: Tensor) -> Tensor:
-    """Return the edges as one tensor [2, e]. If ``row`` and ``col`` are the rows of one tensor, it is returned without
-    a copy.
-    """
+    """Return the edges as one tensor [2, e], without a copy if ``row`` and ``col`` are the rows of such a tensor."""
     whole = row._base
     if whole is None or whole is not col._base or whole.shape != (2, len(row)) or len(col) != len(row):
         return torch.stack([row, col])
@@ -75,10 +73,9 @@ def edge_index(row: Tensor, col: Tensor) -> Tensor:
 
 
 def sort_edges(out: Output, of: EdgeType | None, by_source: bool = False) -> None:
-    """Sort the edges of one type (None: the only type) by target, then source, or, if ``by_source``, the other way
-    round.
+    """Sort the edges of one type (None: the only type) by target, then by source. Multi-edges keep their order.
 
-    Edges between the same two nodes keep their order.
+    With ``by_source`` they are sorted by source, then by target.
     """
     row, col, edge = (each.get(of) if isinstance(each, dict) else each for each in (out.row, out.col, out.edge))
     if row is None or col is None:
@@ -98,10 +95,9 @@ def sort_edges(out: Output, of: EdgeType | None, by_source: bool = False) -> Non
 
 
 def _order_by(first: Array, second: Array) -> Ids | None:
-    """Return the stable order by ``first``, then by ``second``: int64 [n], or None if the edges are in this order
-    already.
+    """Return the permutation, int64 [n], that stably sorts edges by ``first``, then by ``second``.
 
-    Uses counting sort, because both keys are batch positions.
+    Returns None if the edges are sorted already. Uses counting sort, because both keys are batch positions.
     """
     order: Ids | None = None
     for keys in (second, first):
@@ -114,9 +110,9 @@ def _order_by(first: Array, second: Array) -> Ids | None:
 
 @njit()
 def _counting_sort(keys: Any, order: Any, begin: Any, sorted_: Any) -> Any:
-    """Fill ``sorted_`` with the elements of ``order``, sorted by their keys.
+    """Fill ``sorted_`` with ``order``, a permutation of indices into ``keys``, stably sorted by key, and return it.
 
-    ``begin``: zeros, one more than the number of possible keys.
+    ``begin``: zeros [number of possible keys + 1], overwritten.
     """
     for k in range(len(keys)):
         begin[keys[k] + 1] += 1
@@ -148,7 +144,10 @@ Attrs = Mapping[AnyType, tuple[str, ...]]
 
 
 def join_of(graph: Graph, attrs: Attrs, custom_cls: Callable[[], Any] | None) -> Join:
-    """Return the function that adds attributes to batches, which depends on where the graph is stored."""
+    """Return the function that makes a batch with attributes from a sampler output.
+
+    It depends on where the attributes are: in a partition, in ``Data`` or ``HeteroData``, or in a feature store.
+    """
     if isinstance(graph.source, (Data, HeteroData)):
         return MemoryJoin(graph.source)
     if graph.source is not None:
@@ -159,7 +158,7 @@ def join_of(graph: Graph, attrs: Attrs, custom_cls: Callable[[], Any] | None) ->
 def gathered_attrs(graph: Graph, attrs: Attrs) -> Attrs:
     """Return the attributes that sampler threads gather.
 
-    Returns {} for a graph in memory, whose attributes ``MemoryJoin`` adds to the batches.
+    Returns {} for a graph in memory, because the function ``join_of(graph, …)`` adds its attributes to the batches.
     """
     return attrs if graph.source is None else {}
 
@@ -171,10 +170,10 @@ def _join_stores(stores: Any, out: Output, custom_cls: Callable[[], Any] | None)
 
 
 class MemoryJoin:
-    """Adds the attributes of ``Data`` or ``HeteroData`` in memory to batches, by torch_geometric's own filter.
+    """Makes batches with the attributes of ``Data`` or ``HeteroData`` in memory, by torch_geometric's ``filter_data``.
 
-    The filter does not accept an ``adj_t`` that is a sparse tensor of torch. Such an ``adj_t`` is replaced by an edge
-    list for the filter, and the batch gets a CSR tensor with the values of its edges.
+    ``filter_data`` does not accept an ``adj_t`` that is a sparse tensor of torch. It gets an edge list instead, and the
+    ``adj_t`` of the batch is then made as a CSR tensor with the values of the batch's edges.
     """
 
     def __init__(self, data: Data | HeteroData):
@@ -208,9 +207,9 @@ def _edge_store(data: Data | HeteroData, of: EdgeType | None) -> Any:
 
 
 class PartitionJoin:
-    """Adds the attributes that were gathered with a subgraph to its batch.
+    """Makes batches with the attributes that the sampler gathered from a partition.
 
-    If a transform changed the nodes or edges of the subgraph, the rows of the attributes are reordered accordingly.
+    If a transform changed the nodes or edges of the subgraph, the rows of the attributes are selected accordingly.
     """
 
     def __init__(self, graph: Graph, attrs: Attrs, custom_cls: Callable[[], Any] | None):
@@ -257,8 +256,9 @@ class PartitionJoin:
         return (manifest.nodes[of] if isinstance(of, str) else manifest.edges[of]).attrs[name]
 
     def _rows_of_nodes(self, of: NodeType, node: Tensor, sampled: SampledBatch) -> Columns:
-        """Return the attributes of the nodes in a sampler output. If a transform added nodes, the attributes are
-        requested again.
+        """Return the attributes of ``node``, the original ids of the nodes of a sampler output.
+
+        If a transform added nodes, the attributes of all these nodes are requested from the graph again.
         """
         wanted, rows = node.numpy(), sampled.rows[of]
         if (at := places_of(wanted, rows["orig_id"])) is not None:
@@ -279,8 +279,9 @@ class PartitionJoin:
 
 
 def _check_names_differ(attrs: Attrs, graph_attrs: Iterable[str]) -> None:
-    """Raise ``SettingsError`` if attributes of nodes, edges or graph have the same name, because a batch stores all of
-    them in one ``Data``.
+    """Raise ``SettingsError`` if two attributes of nodes, edges or the graph have the same name.
+
+    A batch of a homogeneous graph stores all of them in one ``Data``.
     """
     names = ["edge_index", *graph_attrs, *attrs[HOMO_NODE], *attrs[HOMO_EDGE]]
     if twice := [name for name, count in Counter(names).items() if count > 1]:
@@ -291,7 +292,7 @@ def _check_names_differ(attrs: Attrs, graph_attrs: Iterable[str]) -> None:
 
 
 def places_of(wanted: Array, ids: Array) -> Array | slice | None:
-    """Return the positions of ``wanted`` in ``ids``, or None if an id is missing."""
+    """Return the positions of ``wanted`` in ``ids``, a full slice if both are equal, or None if an id is missing."""
     if _same_memory(wanted, ids) or np.array_equal(wanted, ids):
         return slice(None)
     if len(ids) == 0:

@@ -1,1 +1,1 @@
-"""Models and layers that run on blocks."""
+"""Models and layers, most of them for blocks, sharded embeddings, and losses and metrics of link prediction."""

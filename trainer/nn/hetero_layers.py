@@ -1,9 +1,9 @@
 """Heterogeneous graph layers on blocks, from rows of each source type to rows of each target type.
 
 Parameters have the names and shapes of the torch_geometric layers of the same name. On blocks with all neighbours the
-output is the same too. A layer has parameters only for the types of its ``LayerNeed`` (which has at least one edge
-type). Every parameter contributes to the output of every batch, also for edge types without edges in the batch, so
-DistributedDataParallel finds a gradient for each.
+output is the same too. A layer has parameters only for the node and edge types of its ``LayerNeed``, which must contain
+at least one edge type. Every parameter contributes to the output of every batch, also for edge types without edges in
+the batch, so that DistributedDataParallel finds a gradient for each.
 """
 
 from __future__ import annotations
@@ -80,7 +80,10 @@ class RGCNConv(nn.Module):
             glorot(weight)
 
     def forward(self, blocks: Blocks, x: Mapping[NodeType, Tensor], num_dst: Mapping[NodeType, int]) -> NodeTensors:
-        """Return the rows of the target types. Targets are the first ``num_dst[type]`` rows of ``x[type]``."""
+        """Return the output rows by target type, [num_dst[type], out_dim].
+
+        blocks: block by edge type. x: input rows by source type; the first ``num_dst[type]`` are those of the targets.
+        """
         out = {of: for_sums(torch.addmm(self.bias, x[of][: num_dst[of]], self.root)) for of in self.need.targets}
         for edge_type, weight in zip(self.need.edge_types, self._weights(), strict=True):
             add_mean(out[edge_type[2]], blocks[edge_type], x[edge_type[0]], weight)
@@ -96,8 +99,8 @@ class RGCNConv(nn.Module):
 class HeteroSAGEConv(nn.Module):
     """One GraphSAGE layer per edge type, summed or averaged over the edge types that share a target type.
 
-    Computes the same as torch_geometric's ``HeteroConv({edge_type: SAGEConv(…)}, aggr)``. A target type in which no
-    edge type ends keeps its rows, which requires ``in_dim == out_dim``.
+    Computes the same as torch_geometric's ``HeteroConv({edge_type: SAGEConv(…)}, aggr)``. The rows of a target type
+    that no edge type leads to are returned unchanged, which requires ``in_dim == out_dim``.
 
     Args:
         need: Node and edge types of the layer.
@@ -141,11 +144,17 @@ class HeteroSAGEConv(nn.Module):
         self.convs = ModuleDict({of: SAGEConv(in_dim, out_dim, widths.get(of, 0)) for of in need.edge_types})
 
     def forward(self, blocks: Blocks, x: Mapping[NodeType, Tensor], num_dst: Mapping[NodeType, int]) -> NodeTensors:
-        """Return the rows of the target types. Targets are the first ``num_dst[type]`` rows of ``x[type]``."""
+        """Return the output rows by target type, [num_dst[type], out_dim].
+
+        blocks: block by edge type. x: input rows by source type; the first ``num_dst[type]`` are those of the targets.
+        """
         return {of: self._target(of, blocks, x, x[of][: num_dst[of]]) for of in self.need.targets}
 
     def _target(self, of: NodeType, blocks: Blocks, x: Mapping[NodeType, Tensor], own: Tensor) -> Tensor:
-        """Return the rows of one target type. One product applies all ``lin_r``, with the sum of their weights."""
+        """Return the output rows of target type ``of``, whose input rows are ``own``.
+
+        The ``lin_r`` of all edge types are applied in one product, with the sum of their weights.
+        """
         convs = {edge_type: conv for edge_type, conv in self.convs.items() if edge_type[2] == of}
         if not convs:
             return own
@@ -163,9 +172,10 @@ class HeteroSAGEConv(nn.Module):
 class HGTConv(nn.Module):
     """Heterogeneous graph transformer layer on blocks: attention over the neighbours of all edge types, per head.
 
-    torch_geometric transforms keys and values of all sources once per edge type. This layer transforms the targets'
-    queries and attended sums instead, which gives the same result from fewer rows. Nodes of a target type in which no
-    edge type ends have no neighbours. Hu et al., "Heterogeneous Graph Transformer" (2020).
+    torch_geometric multiplies the keys and values of all sources by a matrix per edge type. This layer multiplies the
+    targets' queries and weighted sums of values instead, which gives the same result from fewer rows. If no edge type
+    leads to a target type, its nodes are treated as nodes without neighbours. Hu et al., "Heterogeneous Graph
+    Transformer" (2020).
 
     Args:
         need: Node and edge types of the layer.
@@ -212,7 +222,10 @@ class HGTConv(nn.Module):
         self.p_rel = ParameterDict({"__".join(of): nn.Parameter(torch.ones(1, heads)) for of in need.edge_types})
 
     def forward(self, blocks: Blocks, x: Mapping[NodeType, Tensor], num_dst: Mapping[NodeType, int]) -> NodeTensors:
-        """Return the rows of the target types. Targets are the first ``num_dst[type]`` rows of ``x[type]``."""
+        """Return the output rows by target type, [num_dst[type], out_dim].
+
+        blocks: block by edge type. x: input rows by source type; the first ``num_dst[type]`` are those of the targets.
+        """
         used_as_source = {of[0] for of in self.need.edge_types}
         keys_values = {of: self._keys_values(of, x[of]) for of in self.need.sources if of in used_as_source}
         return {of: self._target(of, blocks, x[of][: num_dst[of]], keys_values) for of in self.need.targets}
@@ -236,7 +249,10 @@ class HGTConv(nn.Module):
     def _messages(
         self, of: NodeType, blocks: Blocks, own: Tensor, keys_values: Mapping[NodeType, tuple[Tensor, Tensor]]
     ) -> Tensor:
-        """Return the attended values of one target type, [num_dst, heads * dim]."""
+        """Return the attention-weighted sum of the neighbours' values for each node of type ``of``.
+
+        ``own``: input rows of these nodes. Returns [num_dst, heads * dim].
+        """
         used = [(number, name) for number, name in enumerate(self.need.edge_types) if name[2] == of]
         if not used:
             return own.new_zeros(len(own), self.heads * self.dim)
@@ -257,12 +273,15 @@ class HGTConv(nn.Module):
         return query.view(-1, self.heads, self.dim)
 
     def _score(self, number: int, name: EdgeType, block: Block, query: Tensor, keys: Tensor) -> Tensor:
-        """Return the attention scores before the softmax, [num_edges, heads]. Uses (W_k k) · q = k · (W_kᵀ q)."""
+        """Return the attention scores of the edges of type ``name`` before the softmax, [num_edges, heads].
+
+        Multiplies queries instead of keys by the matrix of the edge type: (W_k k) · q = k · (W_kᵀ q).
+        """
         mapped = self._mapped(self.k_rel, number, query, transposed=True)
         return edge_dots(block, mapped, keys) * (self.p_rel["__".join(name)] / math.sqrt(self.dim))
 
     def _mapped(self, maps: HeteroLinear, number: int, rows: Tensor, transposed: bool = False) -> Tensor:
-        """Multiply rows [n, heads, dim] by the matrices of edge type ``number``, one matrix per head."""
+        """Multiply ``rows`` [n, heads, dim] by the matrices of the edge type with this number, one matrix per head."""
         of_type = maps.weight.view(self.heads, len(self.need.edge_types), self.dim, self.dim)[:, number]
         return torch.einsum("nhd,hed->nhe" if transposed else "nhd,hde->nhe", rows, of_type)
 

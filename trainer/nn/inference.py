@@ -30,7 +30,7 @@ def inference(
             once.
         device: Device on which the layers compute; default: the device of their inputs.
         embedding_device: Device that stores the rows of all nodes between layers: two float tensors [num_nodes, width]
-            on every rank. ``gnnfleet.WholeGraph`` needs less memory.
+            on every rank. ``gnnfleet.WholeGraph``, which stores these rows in files, needs less memory.
         cache: Keep ids and edges of all batches in memory after the first layer, instead of sampling them again.
 
     Shapes:
@@ -40,7 +40,7 @@ def inference(
         The rows of all nodes.
 
     Raises:
-        SettingsError: If ``model`` or ``loader`` does not meet these conditions.
+        SettingsError: If ``model`` or ``loader`` does not meet the conditions above.
         ServiceError: If another host fails.
         PeerError: If another rank fails.
 
@@ -74,9 +74,10 @@ def _layer(
     model: BasicGNN, layer: int, loader: DistNeighborLoader, rows: Tensor | None, cached: list[dict[str, Any]] | None,
     device: Any, embedding_device: Any,
 ) -> Tensor:  # fmt: skip
-    """Compute one layer's output for the seeds of ``loader``, and 0 for other nodes: [num_nodes, f].
+    """Compute one layer's output for this rank's seeds, and 0 for all other nodes: [num_nodes, f].
 
-    Layer 0 appends the edges of each batch to ``cached``, if it is a list; later layers then use these batches.
+    rows: output of the previous layer; None: the batches' ``x``. cached: a list to which layer 0 appends the ids and
+    edges of each batch, and from which later layers read them; None: each layer iterates over ``loader``.
     """
     found: Tensor | None = None
     for batch in cached if layer and cached is not None else loader:

@@ -94,7 +94,7 @@ class SAGEConv(nn.Module):
     ) -> Tensor:
         """As ``forward``, but without the bias. The activation ``before``, if given, is first applied to ``x``.
 
-        On CPU it overwrites ``x``.
+        On CPU the activation overwrites ``x``.
         """
         rows = self._of_nodes(block, x, before)
         return rows if self.lin_edge is None else rows + self.lin_edge(mean_edge_attr(block))
@@ -164,7 +164,7 @@ class GCNConv(nn.Module):
     ) -> Tensor:
         """As ``forward``, but without the bias. The activation ``before``, if given, is first applied to ``x``.
 
-        On CPU it overwrites ``x``.
+        On CPU the activation overwrites ``x``.
         """
         assert degree is not None, "GCN needs whole-graph degrees on its batches"
         out_dim, in_dim = self.lin.weight.shape
@@ -230,7 +230,7 @@ class GATConv(nn.Module):
     ) -> Tensor:
         """As ``forward``, but without the bias. The activation ``before``, if given, is first applied to ``x``.
 
-        On CPU it overwrites ``x``.
+        On CPU the activation overwrites ``x``.
         """
         looped = with_self_loops(block)
         h = self.lin(x if before is None else before.of(x)).view(-1, self.heads, self.out_dim)
@@ -250,7 +250,7 @@ class GATConv(nn.Module):
 
 
 def with_self_loops(block: Block) -> Block:
-    """Return the block with a further self loop for each target, as the last edge of its row."""
+    """Return the block with an additional self loop for each target, as the last edge of the target's CSR row."""
     device = block.indptr.device
     loops = torch.arange(block.num_dst, dtype=torch.int32, device=device)
     indptr = block.indptr + torch.arange(block.num_dst + 1, dtype=torch.int32, device=device)

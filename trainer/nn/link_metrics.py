@@ -18,7 +18,8 @@ HITS = (1, 3, 10, 50)
 def ranks(positive: Tensor, negative: Tensor) -> Tensor:
     """Rank each positive among its own negatives, from 1.
 
-    A positive with score NaN gets rank k + 1. Equal scores give the mean of the possible ranks.
+    Equal scores give the mean of the possible ranks. A positive with score NaN gets the last rank, k + 1 for k
+    negatives.
 
     Args:
         positive: Scores of the positives.
@@ -122,7 +123,7 @@ class LinkScore:
 
     Args:
         mrr: Mean reciprocal rank.
-        hits: Share of positives with rank at most k, by k.
+        hits: For each k, the share of positives with rank at most k.
         auc: Area under the ROC curve, each positive against its own negatives.
         links: Number of positives.
 
@@ -145,13 +146,13 @@ class LinkScore:
 
 
 class LinkSums:
-    """Accumulates MRR, Hits@k and AUC over batches, as sums that can be added over ranks.
+    """Accumulates MRR, Hits@k and AUC over batches, as sums that can be added over processes.
 
-    The AUC compares each positive with its own negatives only and is averaged over positives; the AUC over all pairs of
-    all batches would need every score in one place.
+    The AUC compares each positive with its own negatives only and is averaged over positives, because the AUC over all
+    pairs of all batches would need all scores in one process.
 
     Args:
-        hits: The k of Hits@k.
+        hits: Values of k for Hits@k.
         device: Device of the sums; default CPU.
 
     Shapes:
@@ -193,7 +194,7 @@ class LinkSums:
         """Compute the metrics of all links added so far.
 
         Args:
-            sums: Sums over all ranks, of the shape of ``self.sums``; default: this process's own.
+            sums: Sum of ``self.sums`` over all processes. Default: ``self.sums``.
 
         Returns:
             The metrics; NaN without links.

@@ -18,8 +18,9 @@ class Decoder(Protocol):
     """Scores pairs of node rows. A higher score means a likelier link."""
 
     def score(self, h_src: Tensor, h_dst: Tensor, relation: Tensor | int | None = None) -> Tensor:
-        """Return the scores of pairs of rows: float [n] for rows [n, f] each. Leading dimensions broadcast, so [n, 1,
-        f] and [n, k, f] give [n, k].
+        """Return the scores of pairs of rows: float [n] for two tensors of rows [n, f].
+
+        Leading dimensions broadcast, so [n, 1, f] and [n, k, f] give [n, k].
 
         ``relation``: number of each pair's relation, int64 [n], or one number for all pairs. Decoders may ignore it.
         """
@@ -214,7 +215,7 @@ def margin_loss(positive: Tensor, negative: Tensor, margin: float = 1.0) -> Tens
     Args:
         positive: Scores of the positives.
         negative: Scores of each positive's negatives.
-        margin: Difference of scores from which on the loss of a pair is 0.
+        margin: Difference of scores at or above which the loss of a pair is 0.
 
     Shapes:
         - **input:** positive float [n], negative float [n, k].

@@ -1,7 +1,7 @@
 """Trainable embedding rows for nodes without features, sharded over the ranks of a run or local to one process.
 
-The functions on sharded tables are collective: every rank of the group must call them. Tables are sent in pieces, and
-only rank 0 ever holds a whole one.
+The functions on sharded tables are collective: every rank of the group must call them. Tables are sent in pieces. Only
+the rank that saves or loads a table holds all of it.
 """
 
 from __future__ import annotations
@@ -106,8 +106,8 @@ class ShardedEmbedding:
     def sync_gradients(self) -> None:
         """Send the gradients of all rows looked up since the last call to their owners. Collective.
 
-        Adds the mean over ranks to ``weight.grad``, a sparse tensor. Call it after ``backward``, which does not
-        communicate itself: the order of communication would depend on each rank's autograd graph.
+        Adds the mean over ranks to ``weight.grad``, a sparse tensor. Must be called after ``backward``, which does not
+        communicate, because the order of communication would then depend on each rank's autograd graph.
         """
         places, values = [], []
         for route, rows in self._pending:
@@ -159,9 +159,10 @@ _ROWS_AT_ONCE = 1 << 16  #: rows per rank and message
 
 
 def gather_tables(embedding: ShardedEmbedding, shard: Tensor, to: int = 0) -> Tables | None:
-    """Gather the shards of all ranks into tables by type and original id, on the CPU of rank ``to`` (None elsewhere).
+    """Gather the shards of all ranks into one table per node type, on the CPU of rank ``to``. Collective.
 
-    Collective. shard: [own rows, …], ``weight`` or an optimizer state of its length.
+    shard: [own rows, …], ``embedding.weight`` or an optimizer state with as many rows. The rows of a table are in the
+    order of original ids. Returns None on other ranks.
     """
     whole = torch.empty(embedding.total, *shard.shape[1:], dtype=shard.dtype) if embedding.rank == to else None
     for first, count in _pieces(embedding):
@@ -179,7 +180,7 @@ def gather_tables(embedding: ShardedEmbedding, shard: Tensor, to: int = 0) -> Ta
 
 
 def scatter_tables(embedding: ShardedEmbedding, tables: Mapping[str, Tensor] | None) -> Tensor:
-    """Split the tables of rank 0 into shards, and return this rank's shard. Other ranks pass None. Collective."""
+    """Split ``tables``, given on rank 0 (None on others), into shards, and return this rank's shard. Collective."""
     whole = None if tables is None else torch.cat([tables[of] for of in embedding.num_nodes])
     shard = torch.empty_like(embedding.weight.detach())
     for first, count in _pieces(embedding):
@@ -266,18 +267,27 @@ def _per_row(embedding: ShardedEmbedding, value: Any) -> bool:
 
 
 def _pieces(embedding: ShardedEmbedding) -> Iterator[tuple[int, int]]:
-    """Yield (first own row, number of rows) of each message. All ranks yield the same pairs."""
+    """Divide the shards into pieces that are sent as one message: yields (first row of the shard, number of rows).
+
+    All ranks yield the same pairs, although shards may differ in size by one row.
+    """
     most = -(-embedding.total // embedding.size)
     return ((first, min(_ROWS_AT_ONCE, most - first)) for first in range(0, most, _ROWS_AT_ONCE))
 
 
 def _of_rank(whole: Tensor, embedding: ShardedEmbedding, rank: int, first: int, count: int) -> Tensor:
-    """Return a view of a rank's own rows ``first … first + count`` in the whole table, or fewer at the table's end."""
+    """Return a view of the rows ``first … first + count`` of a rank's shard in ``whole``, or fewer at the shard's end.
+
+    ``whole``: the tables of all node types, concatenated.
+    """
     return whole[first * embedding.size + rank :: embedding.size][:count]
 
 
 def _padded(rows: Tensor, count: int, embedding: ShardedEmbedding) -> Tensor:
-    """Return ``rows`` on the wire device, padded with zeros to ``count`` rows, as all ranks must send equally many."""
+    """Return ``rows`` padded with zeros to ``count`` rows, because all ranks must send equally many.
+
+    The result is on the device that the backend of the process group requires.
+    """
     part = torch.zeros(count, *rows.shape[1:], dtype=rows.dtype, device=wire_device(embedding.group))
     part[: len(rows)] = rows
     return part
@@ -293,7 +303,7 @@ def _scattered(embedding: ShardedEmbedding, parts: list[Tensor] | None, count: i
 
 
 def _by_type(embedding: ShardedEmbedding, whole: Tensor) -> Tables:
-    """Split the whole table into a copy for each type. A view would make ``torch.save`` write the whole table."""
+    """Split ``whole`` into a table per node type. Makes copies, as ``torch.save`` of a view would write all rows."""
     pieces = whole.split(list(embedding.num_nodes.values()))
     return {of: rows.clone() for of, rows in zip(embedding.num_nodes, pieces, strict=True)}
 

@@ -2,8 +2,8 @@
 
 A batch lists nodes and edges hop by hop. The last layer needs the edges of the first hop only, the layer before it the
 edges of the first two hops, and so on. The modules return the rows that the last layer computed, seeds first:
-``out[:batch.batch_size]`` equals the output of the untrimmed model. BatchNorm is the exception in training mode, as its
-statistics cover only the rows that a layer computes. Rows after the seeds' are by-products.
+``out[:batch.batch_size]`` equals the output of the untrimmed model, except with BatchNorm in training mode, whose
+statistics cover only the rows that a layer computes. The rows of other nodes should not be used.
 """
 
 from __future__ import annotations
@@ -61,8 +61,8 @@ class TrimToLayer(nn.Module):
 
         Args:
             layer: Number of the layer, from 0.
-            nodes: Sampled nodes per hop, or a (source, target) pair of such lists; None to trim nothing.
-            edges: Sampled edges per hop; None to trim nothing.
+            nodes: Numbers of sampled nodes per hop, or a (source, target) pair of such lists; None to trim nothing.
+            edges: Numbers of sampled edges per hop; None to trim nothing.
             x: Rows of the previous layer, or a (source, target) pair.
             edge_index: Edges of the previous layer.
             edge_attr: Edge attributes of the previous layer.
@@ -87,7 +87,7 @@ class TrimToLayer(nn.Module):
 
 
 class ConvStack(nn.Module):
-    """A sequence of convolutions with an activation and dropout in between, which trims each layer."""
+    """A sequence of convolutions with an activation and dropout in between. The input of each layer is trimmed."""
 
     def __init__(self, convs: Sequence[nn.Module], act: nn.Module | None = None, dropout: float = 0.0):
         super().__init__()
@@ -103,7 +103,7 @@ class ConvStack(nn.Module):
         num_sampled_nodes_per_hop: Counts | None = None,
         num_sampled_edges_per_hop: Counts | None = None,
     ) -> Tensor:
-        """Return the rows of the last convolution, seeds first. Nothing is trimmed without the numbers per hop."""
+        """Return the rows of the last convolution, seeds first. Without the numbers per hop nothing is trimmed."""
         for number, conv in enumerate(self.convs):
             x, edge_index, _ = self._trim(number, num_sampled_nodes_per_hop, num_sampled_edges_per_hop, x, edge_index)
             x = conv(x, edge_index)
@@ -145,7 +145,7 @@ class Trimmed(nn.Module):
         self.model, self.edge_arg, self.num_layers = _with_trim(model), edge_arg, _depth(model)
 
     def forward(self, batch: Data, x: Tensor | None = None) -> Tensor:
-        """Compute the rows of a batch.
+        """Run the model on a batch.
 
         Args:
             batch: Batch of a neighbour loader.
@@ -195,8 +195,8 @@ def to_hetero(
         edge_arg: ``"edge_weight"`` or ``"edge_attr"`` to pass this attribute of the batch to the convolutions.
 
     Returns:
-        A module from a ``HeteroData`` batch (and input rows by node type, default ``batch.x_dict``) to rows of every
-        node type, [n, out] each, seeds first.
+        A module that is called with a ``HeteroData`` batch and, optionally, input rows by node type (default:
+        ``batch.x_dict``). It returns the rows of every node type, [n, out] each, seeds first.
 
     Raises:
         SettingsError: For convolutions that cannot be trimmed.
@@ -263,7 +263,7 @@ class TrimmedHetero(nn.Module):
         check_one_hop(self)
 
     def forward(self, batch: HeteroData, x: Mapping[NodeType, Tensor] | None = None) -> NodeTensors:
-        """Compute the rows of a batch.
+        """Run the model on a batch.
 
         Args:
             batch: Batch of a neighbour loader.
@@ -311,9 +311,9 @@ def check_one_hop(model: nn.Module) -> None:
 
 
 def _with_trim(model: nn.Module) -> nn.Module:
-    """Add the trim module that ``to_hetero`` supports to ``model``, and return ``model``.
+    """Make ``model`` trim with ``TrimToLayer``, which ``to_hetero`` can convert, and return ``model``.
 
-    Jumping knowledge, if any, is restricted to the nodes of the last layer.
+    If the model has jumping knowledge, it is computed for the nodes of the last layer only.
     """
     model._trim = TrimToLayer()
     if isinstance(knowledge := getattr(model, "jk", None), nn.Module):
@@ -333,7 +333,10 @@ def _cut_to_last(_: nn.Module, args: tuple[list[Tensor]]) -> tuple[list[Tensor]]
 
 @dataclass(frozen=True)
 class Hops:
-    """Inputs of a model from a batch, with as many hops as layers. In a ``HeteroData``, fields are dicts by type."""
+    """The inputs of a model, made from a batch and with exactly one hop per layer.
+
+    If the batch is a ``HeteroData``, each field is a dict by node or edge type.
+    """
 
     nodes: Any  #: sampled nodes per hop, seeds first: [layers + 1]
     edges: Any  #: sampled edges per hop: [layers]
@@ -343,7 +346,7 @@ class Hops:
 
     @classmethod
     def of(cls, batch: Data | HeteroData, rows: Any, indices: Any, attrs: Any, num_layers: int) -> Hops:
-        """Cut off hops that no layer reads, and add empty hops if the batch has fewer hops than layers.
+        """Make the inputs: cut off hops that no layer reads, and add empty hops if there are fewer hops than layers.
 
         Raises ``SettingsError`` for a batch without counts per hop.
         """
@@ -354,7 +357,10 @@ class Hops:
         return cls(_fitted(nodes, num_layers + 1), _fitted(edges, num_layers), rows, indices, attrs)
 
     def through(self, model: nn.Module, edge_arg: str | None) -> Any:
-        """Call ``model`` with these inputs, by the argument names of torch_geometric's ``BasicGNN``."""
+        """Call ``model``, whose arguments are named as those of torch_geometric's ``BasicGNN``, with these inputs.
+
+        ``edge_arg``: name of the argument for the edge attributes; None to leave them out.
+        """
         extra = {edge_arg: self.attrs} if edge_arg else {}
         counts = {"num_sampled_nodes_per_hop": self.nodes, "num_sampled_edges_per_hop": self.edges}
         return model(self.rows, self.indices, **counts, **extra)

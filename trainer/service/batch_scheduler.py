@@ -31,7 +31,7 @@ Work = TypeVar("Work")
 
 @dataclass(frozen=True, eq=False)
 class ScheduledRequest(Generic[Work]):
-    """A request that waits for a worker thread or is being answered, and the connection that sent it."""
+    """A request that waits for a thread of the server or is being answered, and the connection that sent it."""
 
     peer: Peer  #: the connection
     request_id: int
@@ -131,8 +131,9 @@ class ClientQueue(Generic[Work]):
         self._gone.discard(job)
 
     def acknowledge_sent(self, peer: Peer) -> None:
-        """Treat all replies to a connection as acknowledged, unless other requests of this connection are pending.
-        Called when the connection sends a new request.
+        """Treat all replies to a connection as acknowledged, unless requests of this connection are still pending.
+
+        Called when the connection sends a new request, before the request is queued.
         """
         if not any(job.peer == peer for job in (*self.queue, *self.making)):
             self._forget_sent(peer)
@@ -168,10 +169,10 @@ _RECENT = 32  #: number of recent batches of all clients
 
 
 class BatchScheduler(Generic[Work]):
-    """Hands out requests to worker threads. Thread-safe. ``clock`` is used in place of ``time.monotonic``.
+    """Queue of requests for the batch threads of a graph server. Thread-safe.
 
     Requests that are not for a batch (``ScheduledRequest.client`` is None) alternate with batches. The connections that
-    sent such requests are served in turn.
+    sent such requests are served in turn. ``clock``: returns the time in seconds.
     """
 
     def __init__(self, buffer_limit: int, clock: Callable[[], float] = time.monotonic):
@@ -216,9 +217,9 @@ class BatchScheduler(Generic[Work]):
             return None
 
     def done(self, job: ScheduledRequest[Work], nbytes: int) -> bool:
-        """Record that a request was answered. Returns whether the connection that sent the request is still open.
+        """Record that a request was answered. ``nbytes``: size of the reply if it is a batch.
 
-        ``nbytes``: size of the reply if it is a batch.
+        Returns whether the reply should be sent: False if it is a batch whose connection was closed meanwhile.
         """
         with self._changed:
             if job.client is None:
@@ -232,7 +233,10 @@ class BatchScheduler(Generic[Work]):
             return is_open
 
     def failed(self, job: ScheduledRequest[Work]) -> None:
-        """Record that a request failed. Its buffer space is released, but the client's tag is not lowered."""
+        """Record that a request failed, and release the buffer space that was reserved for its reply.
+
+        In the fair queueing, the client is still charged for the batch.
+        """
         with self._changed:
             if job.client is None:
                 self._running_others.discard(job)
@@ -258,9 +262,9 @@ class BatchScheduler(Generic[Work]):
                 self._update(client, peer)
 
     def pause(self, peer: Peer) -> None:
-        """Hold back the requests of a connection, except requests for batches, until ``resume``.
+        """Hold back the requests of a connection, except requests for batches, until ``resume`` is called.
 
-        Called for a connection that does not receive its replies.
+        Used while too many replies to the connection are unsent.
         """
         with self._changed:
             self._others.pause(peer)
@@ -397,7 +401,7 @@ class BatchScheduler(Generic[Work]):
         return None if number is None else self._clients[number]
 
     def _update(self, client: ClientQueue[Work], peer: Peer) -> None:
-        """Remove the entry of a connection that has no more work, and wake the threads that wait for requests."""
+        """Forget a connection or a client that has no more work, and wake the threads that wait for requests."""
         if not client.has_work(peer):
             self._client_of.pop(peer, None)
         if client.idle:

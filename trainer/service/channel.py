@@ -194,7 +194,7 @@ class Channel:
     def _attend(self) -> None:
         """Restart the time limits of the connection if it was not used for a while or has no pending requests.
 
-        Nothing was read in the meantime, so a lack of received bytes does not mean that the server is stuck.
+        The channel reads only while it is used, so until then missing bytes do not mean that the server is stuck.
         """
         now = time.monotonic()
         if not self._calls or now - self._attended_at > _UNATTENDED:
@@ -241,8 +241,9 @@ class Channel:
             self._progress, self._heard_at = 0, self._read_at
 
     def _deliver(self, parts: list[Any]) -> None:
-        """Assign a reply to the call that waits for it. Ignores replies without a waiting call, and invalid
-        messages.
+        """Process a received message: assign a reply to the call that waits for it, or answer a keep-alive by a ping.
+
+        Ignores replies for which no call waits, and invalid messages.
         """
         try:
             reply = decode(parts)
@@ -300,7 +301,7 @@ class Channel:
             self._fail(self.state, None)
 
     def _keep_refusal(self, state: str) -> str:
-        """Return the present state if it is a refused handshake, else ``state``."""
+        """Return ``state``, or the description in ``self.state`` if that says that a handshake was refused."""
         return self.state if self.state.startswith("handshake refused") else state
 
     def _connect(self) -> None:
@@ -364,7 +365,7 @@ class Channel:
         self._flush()
 
     def _fail(self, state: str, error: BaseException | None) -> None:
-        """End a failed attempt to connect. The next attempt follows after a pause."""
+        """End a failed attempt to connect, and set ``self.state``. The next attempt follows after a pause."""
         self.state, self._refused = state, isinstance(error, ConnectionRefusedError)
         self._drop()
         self._retry_at, self._pause = time.monotonic() + self._pause, min(2 * self._pause, _LAST_PAUSE)
@@ -383,8 +384,9 @@ class Channel:
             self._sock = None
 
     def _is_gone(self) -> bool:
-        """Return whether the connection has been down for ``gone_after`` seconds, or half of that if the host refuses
-        it.
+        """Return whether the connection has been down for ``gone_after`` seconds.
+
+        Half of that is enough if the host is up but refuses connections to the port.
         """
         if self._gone_after is None or self._down_since is None:
             return False
@@ -393,7 +395,7 @@ class Channel:
     # Sending.
 
     def _put(self, parts: Any) -> None:
-        """Send a message if the connection is up. If it is not, ``_up`` sends the pending requests later."""
+        """Send a message if the connection is up. Otherwise the message is dropped; ``_up`` sends requests again."""
         if self._at == _State.UP:
             self._writer.put(parts)
             self._flush()

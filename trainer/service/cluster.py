@@ -50,7 +50,7 @@ class Cluster:
 
     @cached_property
     def servers(self) -> tuple[ServerAddress, ...]:
-        """Return all graph servers of this run, in node order."""
+        """The graph servers of this run in node order, or those of the serving cluster that it is attached to."""
         if self.serving is not None:
             return self.attached
         return tuple(_address(node) for node in self.nodes if node.endpoint is not None and node.parts)
@@ -67,15 +67,16 @@ class Cluster:
         )
 
     def gateways(self) -> tuple[ServerAddress, ...]:
-        """Return the servers that clients use: those of nodes with the role server, or all servers if no node has this
-        role.
+        """Return the graph servers that clients use: those of nodes with the role server.
+
+        Returns all servers if no node has this role, or if the run is attached to a serving cluster.
         """
         only_serve = {node.node_rank for node in self.nodes if node.role == "server"}
         chosen = tuple(place for place in self.servers if place.node_rank in only_serve)
         return self.servers if self.serving is not None or not chosen else chosen
 
     def peers_of(self, node_rank: int) -> tuple[ServerAddress, ...]:
-        """Return the graph servers of all nodes except ``node_rank``."""
+        """Return the graph servers of all nodes except ``node_rank``, or all servers of a serving cluster."""
         return tuple(place for place in self.servers if self.serving is not None or place.node_rank != node_rank)
 
     def home_of(self, node_rank: int) -> ServerAddress:
@@ -89,9 +90,7 @@ class Cluster:
         return gateways[clients.index(node_rank) % len(gateways)]
 
     def ranks_of_part(self) -> tuple[tuple[int, ...], ...]:
-        """Return the ranks near each part: the ranks of nodes that have the part, and of clients whose home server has
-        it.
-        """
+        """Return for each part the ranks near it: on nodes that store it, or on clients whose home server stores it."""
         near: list[list[int]] = [[] for _ in range(self.num_parts)]
         for node in self.nodes:
             for part in self.home_of(node.node_rank).parts if node.role == "client" else node.parts:
@@ -202,8 +201,10 @@ def connect_cluster(
 
 
 def _greet(clients: Sequence[HostClient], own: set[int], manifest_digest: str, until: float) -> list[str]:
-    """Wait for the replies to HELLO. Returns a message for each server that is needed and does not answer as
-    expected.
+    """Send HELLO to all servers and wait for the replies, at most until ``time.monotonic()`` is ``until``.
+
+    Returns an error message for each server that has other parts or another partition than expected, or that is needed
+    and does not answer. ``own``: parts of this node.
     """
     enough_at = time.monotonic() + _FOR_COPIES
     hellos = {client: client.submit_hello() for client in clients}

@@ -1,10 +1,10 @@
 """The thread of a graph server that receives requests from all connections and sends replies.
 
-The memory that each client host can use on the server is limited. While complete requests of a host have
-``HOST_REQUESTS / 2`` bytes or more, its connections are read only to complete a request. If all requests of a host,
-with incomplete ones, exceed ``HOST_REQUESTS`` bytes, the connection with the oldest incomplete request is closed. While
-the unsent replies to a host exceed ``HOST_ANSWERS`` bytes, its requests wait, and its connections that do not receive
-replies are closed.
+The memory that each client host can use on the server is limited. While the complete requests of a host have
+``HOST_REQUESTS / 2`` bytes or more, only connections with a partly received request are read. If all requests of a
+host, including incomplete ones, exceed ``HOST_REQUESTS`` bytes, its connection with the oldest incomplete request is
+closed. While the unsent replies to a host exceed ``HOST_ANSWERS`` bytes, its requests are held back, and its
+connections that do not receive replies are closed.
 """
 
 from __future__ import annotations
@@ -261,9 +261,7 @@ class NetworkThread(threading.Thread):
         self._serve(connection, select.EPOLLOUT)
 
     def _close_unadmitted(self, number: int) -> int:
-        """Close up to ``number`` connections that are not admitted yet, the oldest first. Returns how many were
-        closed.
-        """
+        """Close up to ``number`` connections without a finished handshake, oldest first. Returns how many it closed."""
         waiting = sorted((one for one in self._by_fd.values() if one.state != _State.OPEN), key=lambda one: one.since)
         for connection in waiting[:number]:
             self._close(connection)
@@ -295,7 +293,7 @@ class NetworkThread(threading.Thread):
             del self._hosts[host.address]
 
     def _watch(self, connection: _Connection) -> None:
-        """Tell epoll which events of a connection matter now."""
+        """Make epoll watch a connection for input, unless reading is suspended, and for output if bytes are unsent."""
         if connection.peer not in self._by_peer:
             return
         mask = 0 if connection in self._unread else select.EPOLLIN
@@ -331,7 +329,10 @@ class NetworkThread(threading.Thread):
             self._end_oldest_partial(host)
 
     def _take_messages(self, connection: _Connection) -> bool:
-        """Process some of the messages that have been read. Returns whether more may be read now."""
+        """Queue some of the requests that have been read, and reply to pings.
+
+        Returns whether the connection may be read again now.
+        """
         reader = connection.reader
         if connection.peer not in self._by_peer:
             return False
@@ -474,14 +475,14 @@ class NetworkThread(threading.Thread):
 
     @staticmethod
     def _stuck(host: _Host, now: float) -> Iterator[_Connection]:
-        """Yield the connections of a host that do not receive their replies."""
+        """Yield the connections of a host to which almost nothing could be sent recently, although replies wait."""
         for connection in list(host.connections):
             if connection.writer.unsent and now - connection.progress_since > _STUCK:
                 yield connection
 
 
 class _Freed:
-    """Adds the host and size of a request to the queue ``to`` when the request is no longer referenced."""
+    """Attached to a request: when the request is no longer referenced, appends its host and size to ``to``."""
 
     def __init__(self, to: deque[tuple[_Host, int]], host: _Host, size: int):
         self._to, self._freed = to, (host, size)

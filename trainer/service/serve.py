@@ -59,7 +59,8 @@ def serve(job: ServeJob) -> None:
 
     Writes ``job.ready_file`` (``{"endpoint", "pid"}``, atomically) once the server answers requests. Does not wait for
     other servers, but connects to each when it is first needed. Raises ``SettingsError``, ``PartitionError`` or
-    ``ServiceError`` if the server cannot start. Must be called in the main thread, because it handles both signals.
+    ``ServiceError`` if the server cannot start, and ``ServiceError`` if one of its threads ends by an error. Must be
+    called in the main thread, because it handles both signals.
     """
     stopping = _catch_signals()
     keys = None if job.key_file is None else read_key_file(job.key_file)
@@ -103,7 +104,7 @@ def serve(job: ServeJob) -> None:
 
 
 def _states(hosts: Mapping[int, Peer], lost: Collection[int]) -> list[dict[str, str]]:
-    """Return for the stats file which other servers are up and which are down."""
+    """Return the name and state (up or down) of each other server, for the stats file."""
     return [
         {"name": peer.client.place.name, "state": "down" if node_rank in lost else "up"}
         for node_rank, peer in hosts.items()

@@ -40,14 +40,14 @@ _DecodedRequest = tuple[Message, BatchWork | None, Received]
 class GraphServer:
     """Serves the parts on one host at one endpoint.
 
-    One thread receives requests and sends replies. ``threads`` threads answer short requests from the parts on this
+    One thread receives requests and sends replies. ``threads`` threads answer requests that need only the parts on this
     host; they never wait for other servers, so servers cannot block each other. ``batch_threads`` threads make whole
-    batches and answer requests for the whole graph, both through ``routed``. The queue of each kind is fair between
-    connections or clients. If a request fails, the client gets the error. A connection that sends an invalid request is
-    closed and counted.
+    batches and answer requests that need other parts; they read the whole graph through ``routed``, which requests the
+    data of other parts from other servers. Both kinds of threads serve connections or clients in turn. If a request
+    fails, the client gets the error. A connection that sends an invalid request is closed and counted.
 
-    ``max_request`` and ``max_answer`` limit the arrays of one message, in bytes. ``topology`` returns the version of
-    ``cluster.json`` and all servers. ``stats_file`` is rewritten every two seconds.
+    ``max_request`` and ``max_answer``: largest size of the arrays of a request and of a reply, in bytes. ``topology``:
+    returns the version of ``cluster.json`` and the list of all servers. ``stats_file`` is rewritten every two seconds.
     """
 
     def __init__(
@@ -68,7 +68,7 @@ class GraphServer:
         self._stopping = threading.Event()
 
     def set_routed(self, routed: RoutedGraph) -> None:
-        """Set the access to the whole graph, which is used for clients without parts."""
+        """Set the object that reads the whole graph, for requests of clients without parts."""
         self._handlers.routed = routed
 
     def start(self) -> None:

@@ -43,7 +43,10 @@ class ServiceKeys:
     guests: Path | None = field(default=None, compare=False)  #: folder of further certificates that a server admits
 
     def client_context(self) -> ssl.SSLContext:
-        """Return a TLS context that accepts only servers with the certificate ``server``. Raises ``ssl.SSLError``."""
+        """Return a TLS context that accepts only servers with the certificate ``server`` or, if empty, ``public``.
+
+        Raises ``ssl.SSLError``.
+        """
         return _context(ssl.PROTOCOL_TLS_CLIENT, self, [self.server or self.public])
 
 
@@ -88,8 +91,9 @@ class Admission:
         self._read_at = -math.inf
 
     def context(self) -> ssl.SSLContext:
-        """Return the TLS context for the next connection. Reads the folder of clients again, at most every ``_REREAD``
-        seconds.
+        """Return the TLS context for the next connection.
+
+        Reads the folder ``clients`` again if the last time was ``_REREAD`` seconds ago or earlier.
         """
         if time.monotonic() - self._read_at >= _REREAD:
             admitted = frozenset({self._keys.public, *_guest_certificates(self._keys.guests)})
@@ -130,8 +134,9 @@ def _is_certificate(text: str) -> bool:
 
 
 def admit_guest(key_file: str | Path, name: str, public: str) -> Path:
-    """Write a file that makes servers with this key file admit the certificate ``public``, within a second. Deleting
-    the file revokes the admission.
+    """Make servers that use ``key_file`` admit the certificate ``public`` within a second.
+
+    Returns the file that is written, ``clients/<name>.key`` beside ``key_file``. Deleting it revokes the admission.
     """
     path = Path(key_file).parent / _GUESTS / f"{name}.key"
     path.parent.mkdir(mode=0o700, exist_ok=True)

@@ -1,8 +1,9 @@
 """Reads and writes messages on a TCP connection between a graph server and a client, plain or with TLS.
 
-Each side begins with a greeting: ``GNFS`` · version u16 · flags u16 (1: TLS follows). A message is the number of its
-parts u32, the size of each part u64, and the parts (see ``trainer.service.wire.frames``), all little-endian. A message
-without parts is a ping: a server sends one as soon as it admits a connection, and one in reply to each ping.
+Each side begins with a greeting: ``GNFS`` · version u16 · flags u16 (1: TLS follows). A message consists of parts,
+which are buffers of bytes (see ``trainer.service.wire.frames``). It is sent as the number of parts u32, the size of
+each part u64, and the parts, all little-endian. A message without parts is a ping: a server sends one as soon as it
+admits a connection, and one in reply to each ping.
 """
 
 from __future__ import annotations
@@ -81,8 +82,9 @@ class Received:
 class MessageReader:
     """Splits the bytes received on a connection into messages.
 
-    A message of more than ``limit`` bytes is read to its end, but only its first part is kept, and only if this part
-    has at most 64 KiB. ``allocate`` returns memory for parts, uint8 [size].
+    A message consists of several parts (buffers). A message of more than ``limit`` bytes is read to its end, but only
+    its first part is kept, and only if this part has at most 64 KiB. ``allocate`` returns memory for all parts except
+    the first, uint8 [size].
     """
 
     def __init__(
@@ -132,7 +134,7 @@ class MessageReader:
 
     @property
     def _left(self) -> int:
-        """Return how many bytes of the present part are missing."""
+        """Return how many bytes of the current part of the message are still to be received."""
         return self._sizes[len(self._parts)] - self._filled
 
     def _take_sizes(self, data: memoryview) -> memoryview:
@@ -167,7 +169,7 @@ class MessageReader:
         self._next_part()
 
     def _next_part(self) -> None:
-        """Begin the next part that is not empty, or complete the message if there is none."""
+        """Begin to receive the next part that is not empty, or complete the message if there is none."""
         while len(self._parts) < len(self._sizes):
             size = self._sizes[len(self._parts)]
             over = self._size > self._limit
@@ -185,7 +187,7 @@ class MessageReader:
         return bytearray(size) if not self._parts else self._allocate(size)
 
     def _advance(self, count: int) -> None:
-        """Record that ``count`` more bytes of the present part were received."""
+        """Record that ``count`` more bytes of the current part of the message were received."""
         self._filled += count
         self.partial += 0 if self._skip else count
         if self._left == 0:
@@ -195,7 +197,7 @@ class MessageReader:
 
 
 class MessageWriter:
-    """Keeps messages that are not completely sent yet, and sends them on a non-blocking socket."""
+    """Queues messages for sending, and sends them on a non-blocking socket."""
 
     def __init__(self) -> None:
         self.unsent = 0  #: bytes
@@ -256,8 +258,9 @@ class MessageWriter:
 
 
 def set_options(sock: socket.socket) -> None:
-    """Make a socket non-blocking and disable Nagle's algorithm. An error is raised later if the other host is
-    unreachable for ten seconds.
+    """Make a socket non-blocking, disable Nagle's algorithm and enable TCP keep-alive.
+
+    Sending and receiving then fail once the other host has been unreachable for ten seconds.
     """
     sock.setblocking(False)
     sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)

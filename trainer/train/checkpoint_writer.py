@@ -66,9 +66,9 @@ class CheckpointSchedule:
 
 
 def checkpoint_writers(group: RankGroup, has_tables: bool, every_node: bool) -> tuple[int, ...]:
-    """Ranks that write checkpoints: rank 0, and with ``every_node`` the first rank of each other node. Collective.
+    """Return the ranks that write checkpoints: rank 0, and with ``every_node`` the first rank of each node. Collective.
 
-    With embedding tables, which a writing rank has to gather, only the first two nodes write.
+    has_tables: checkpoints contain embedding tables. As each writing rank must gather these, at most two ranks write.
     """
     first: dict[int, int] = {}
     for rank, node in enumerate(group.gather(group.ranks.node_rank)):
@@ -78,10 +78,10 @@ def checkpoint_writers(group: RankGroup, has_tables: bool, every_node: bool) -> 
 
 
 class CheckpointWriter:
-    """Writes checkpoints into a folder, one at a time. Checkpoints within an epoch are written by a thread.
+    """Writes checkpoints into a folder, one at a time: ``begin`` in a thread, ``write`` in the calling thread.
 
-    If the thread fails, it prints the error, and training continues with the earlier checkpoints on disk. The error is
-    not printed again if the next checkpoint fails too.
+    If the thread cannot write a checkpoint, it prints the error, and training continues with the earlier checkpoints on
+    disk. The error is not printed again if the next checkpoint fails too.
     """
 
     def __init__(self, folder: Path):
@@ -103,7 +103,10 @@ class CheckpointWriter:
         self._begin(lambda: save_checkpoint(self.folder, checkpoint))
 
     def begin_content(self, position: Position, content: Mapping[str, Any]) -> None:
-        """As ``begin``, for any content that ``torch.save`` can write."""
+        """As ``begin``, for any content that ``torch.save`` can write.
+
+        ``position``: number of complete epochs, and of steps in the next epoch.
+        """
         self._begin(lambda: save_content(self.folder, position, content))
 
     def write(self, checkpoint: Checkpoint) -> Path:
@@ -123,7 +126,7 @@ class CheckpointWriter:
         self._thread.start()
 
     def _await_turn(self) -> None:
-        """Wait for the previous checkpoint. The first call also deletes incomplete files of a killed process."""
+        """Wait for the previous checkpoint. The first call also deletes incomplete files that a killed process left."""
         self.finish()
         if not self._cleaned:
             self._cleaned = True
@@ -149,7 +152,7 @@ def detached(checkpoint: Checkpoint) -> Checkpoint:
 
 
 def cpu_copy(value: Any) -> Any:
-    """Copy a state of dicts, lists and tuples. Tensors are copied to the CPU, and other values are shared."""
+    """Copy nested dicts, lists and tuples. Tensors are copied to the CPU, and other values are shared."""
     if isinstance(value, Tensor):
         return value.detach().to("cpu", copy=True)
     if isinstance(value, Mapping):

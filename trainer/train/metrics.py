@@ -49,7 +49,7 @@ class MetricsLog:
         self.write("start")
 
     def write(self, kind: str, **values: Any) -> None:
-        """Append a line, with time and rank, and flush it."""
+        """Append a line with the time, ``kind``, the rank and ``values``, and flush the file."""
         line = {"t": round(time.time(), 3), "kind": kind, "rank": self.rank, **values}
         self._file.write(json.dumps(line) + "\n")
         self._file.flush()
@@ -57,9 +57,9 @@ class MetricsLog:
             self._tensorboard.add(line)
 
     def at(self, epoch: int, step: int, phase: str) -> None:
-        """Overwrite the progress file.
+        """Overwrite the progress file with epoch, step and phase (one of ``PHASES``).
 
-        This costs one system call, so it may be done several times per step. ``phase``: one of ``PHASES``.
+        This takes one system call, so it may be done several times per step.
         """
         self._place = epoch, step
         text = f"{epoch} {step} {phase}".ljust(_WIDTH - 1) + "\n"
@@ -146,7 +146,7 @@ class TensorBoard:
 
 
 def _write_steps(writer: Any, line: MetricsLine) -> None:
-    """Write ``step_loss`` of rank 0's epoch line, with the times of the steps spread evenly over the epoch."""
+    """Write the losses ``step_loss`` of an epoch line, one per step, at times spread evenly over the epoch."""
     losses, seconds = line.get("step_loss", ()), float(line["seconds"])
     for i, loss in enumerate(losses, start=1):
         t = float(line["t"]) - seconds * (1 - i / len(losses))

@@ -18,9 +18,9 @@ _HIDDEN = ("add_param_group", "zero_grad", "state_dict", "load_state_dict")  # d
 
 
 def eager(kind: type[torch.optim.Optimizer]) -> type[torch.optim.Optimizer]:
-    """Return a torch optimizer class without the decorators for torch.compile.
+    """Return the torch optimizer class ``kind`` without its decorators for torch.compile.
 
-    The decorated methods import torch._dynamo, which takes as long as importing torch.
+    Methods with these decorators import torch._dynamo, which takes as long as importing torch.
     """
     members = {name: inspect.unwrap(getattr(kind, name)) for name in _HIDDEN}
     return type(kind.__name__, (kind,), {**members, "step": torch.no_grad()(inspect.unwrap(kind.step))})
@@ -76,8 +76,9 @@ SMALL = (1 << 20) // 4
 class MeanGradients:
     """Averages a small model's gradients over ranks, in one all-reduce after each backward pass.
 
-    DistributedDataParallel computes the same means, but imports torch._dynamo, which takes as long as importing torch.
-    With two ranks, both add the gradients in the same order. The constructor copies rank 0's weights to all ranks.
+    Replaces DistributedDataParallel, which imports torch._dynamo, and so takes as long to start as importing torch. The
+    gradients are the same; with more than two ranks their sums may be rounded differently. The constructor copies rank
+    0's weights to all ranks.
     """
 
     def __init__(self, model: nn.Module, size: int):

@@ -1,4 +1,4 @@
-"""Reads metrics lines: mean times per rank, and traffic between hosts."""
+"""Reads metrics lines, and computes mean times per rank and the traffic between hosts."""
 
 from __future__ import annotations
 
@@ -66,22 +66,22 @@ class RankTimes:
 
     @property
     def step_s(self) -> float:
-        """Seconds of a step."""
+        """Mean seconds per step."""
         return sum(self.spent.values())
 
     @property
     def own_s(self) -> float:
-        """Seconds of a step without waiting for other ranks."""
+        """Mean seconds per step, without waiting for other ranks."""
         return self.step_s - self.spent["reduce"]
 
     @property
     def wait_s(self) -> float:
-        """Seconds per step of waiting for batches."""
+        """Mean seconds per step that the training loop waits for batches."""
         return sum(self.spent[kind] for kind in LOADING)
 
     @property
     def work_s(self) -> float:
-        """Seconds that a sampler thread needs for a batch."""
+        """Mean seconds that a sampler thread needs for a batch."""
         return sum(self.behind.values())
 
     def share(self, *kinds: str) -> float:
@@ -89,18 +89,19 @@ class RankTimes:
         return sum(self.spent[kind] for kind in kinds) / self.step_s if self.step_s else 0.0
 
     def part(self, rows: str, of: str) -> float | None:
-        """Return the ratio of two fields of ``TRAFFIC``, such as cached to remote rows, or None if the denominator is
-        0.
+        """Return the ratio ``rows`` / ``of`` of two names in ``TRAFFIC``, such as ``cached_rows`` / ``remote_rows``.
+
+        None if ``of`` is 0.
         """
         return self.traffic[rows] / self.traffic[of] if self.traffic[of] else None
 
     def per_epoch(self, name: str) -> float:
-        """Return the value per complete epoch of ``name``, a field of ``TRAFFIC``."""
+        """Return the bytes or rows per complete epoch. ``name``: one of ``TRAFFIC``, such as ``remote_bytes``."""
         return self.traffic[name] * self.steps / max(1, self.epochs)
 
     @property
     def bytes_predicted(self) -> float | None:
-        """Predicted bytes received per step, or None without a prediction."""
+        """Predicted number of bytes received per step, or None without a prediction."""
         if self.predict is None or not self.predict.get("steps"):
             return None
         return float(self.predict["remote_bytes"]) / float(self.predict["steps"])
@@ -141,11 +142,11 @@ class RunTimes:
         return RankTimes(-1, max(rank.steps for rank in ranks), spent, behind, traffic)
 
     def traffic(self, name: str) -> float:
-        """Return the mean per epoch of ``name``, a field of ``TRAFFIC``, summed over all ranks."""
+        """Return the mean bytes or rows per epoch of all ranks. ``name``: one of ``TRAFFIC``, as in ``per_epoch``."""
         return sum(rank.per_epoch(name) for rank in self.ranks)
 
     def predicted(self, name: str) -> float | None:
-        """Prediction of ``remote_bytes`` or ``remote_bytes_without_cache``, per epoch over all ranks.
+        """Return the predicted ``remote_bytes`` or ``remote_bytes_without_cache`` of all ranks in an epoch.
 
         None if a rank has no prediction.
         """
@@ -153,17 +154,13 @@ class RunTimes:
         return sum(map(_number, values)) if all(map(_is_number, values)) else None
 
     def rate(self, rows: str) -> float | None:
-        """Return the share of ``rows`` (``cached_rows`` or ``held_rows``) in all remote rows, 0 to 1. None without
-        remote rows.
-        """
+        """Return the share of ``cached_rows`` or ``held_rows`` in all remote rows, 0 to 1; None without remote rows."""
         remote = sum(rank.traffic["remote_rows"] * rank.steps for rank in self.ranks)
         return sum(rank.traffic[rows] * rank.steps for rank in self.ranks) / remote if remote else None
 
     @property
     def why_less(self) -> str:
-        """Reason why far fewer bytes were received than predicted. '' if no reason is known, or not far fewer were
-        received.
-        """
+        """Explanation if far fewer bytes were received than predicted. '' if there is none, or if that is not so."""
         expected = self.predicted("remote_bytes")
         if not self.whole or not expected or self.traffic("remote_bytes") > _ROUGHLY * expected:
             return ""
@@ -234,7 +231,7 @@ class RankLines:
 
 
 def read_lines(paths: Iterable[Path]) -> dict[int, RankLines]:
-    """Read run folders, and metrics files of one or several ranks, and return the lines by rank.
+    """Read metrics files, and return their lines by rank. Each path is a metrics file or a run folder.
 
     Raises ``SettingsError`` for a folder without metrics files.
     """
@@ -251,8 +248,8 @@ def read_lines(paths: Iterable[Path]) -> dict[int, RankLines]:
 def record_of(ranks: Mapping[int, RankLines], epochs: Container[int] | None = None) -> RunTimes | None:
     """Return the mean times and traffic over ``epochs``. Default: all epochs, without the first if there are several.
 
-    If no epoch is complete yet, the means are over each rank's step lines, without the first. Returns None if no line
-    has times. Raises ``SettingsError`` when none of ``epochs`` is recorded.
+    If no epoch is complete yet, the means are taken over each rank's ``step`` lines except its first. Returns None if
+    no line has times. Raises ``SettingsError`` if the lines contain none of ``epochs``.
     """
     timed = {rank: lines.timed_epochs for rank, lines in ranks.items()}
     if not any(timed.values()):

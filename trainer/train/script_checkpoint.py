@@ -35,24 +35,25 @@ class Stateful(Protocol):
 
 @dataclass(frozen=True)
 class StartPosition:
-    """Where a script's training loop begins: at the beginning, or after the last step of a checkpoint.
+    """The epoch and step with which a script's training loop begins: epoch 1 and step 0, or those after a checkpoint.
 
     Args:
-        epoch: Counts from 1.
-        step: Counts from 0 in the epoch. Equal to the epoch's number of steps if all its steps are trained.
+        epoch: Epoch, counted from 1.
+        step: Step within the epoch, counted from 0. If the checkpoint was saved after the last step of the epoch, this
+            is the number of steps of the epoch.
     """
 
     epoch: int = 1
     step: int = 0
 
     def first_step(self, epoch: int) -> int:
-        """Return the first step to train in an epoch: ``step`` in the first one, 0 in later ones."""
+        """Return the first step to train in an epoch: ``self.step`` in epoch ``self.epoch``, 0 in later epochs."""
         return self.step if epoch == self.epoch else 0
 
 
 @dataclass(frozen=True)
 class _Rows:
-    """Sharded rows with the optimizer that updates them, if it is saved."""
+    """Sharded embedding rows, and the optimizer that updates them if the script saves it too."""
 
     embedding: ShardedEmbedding
     optimizer: Optimizer | None
@@ -63,7 +64,10 @@ class _Rows:
         return state if state is None else state | {"optimizer_groups": self._groups()}
 
     def load(self, state: Mapping[str, Any] | None, groups: list[dict[str, Any]]) -> None:
-        """Restore ``state`` of ``gather``, given on rank 0, and its ``groups``, given on all ranks. Collective."""
+        """Restore the rows, and the state and options of their optimizer. Collective.
+
+        state: result of ``gather`` on rank 0, None on other ranks. groups: its ``optimizer_groups``, on all ranks.
+        """
         load_embedding_state(self.embedding, state, self.optimizer)
         if self.optimizer is not None:
             for group, saved in zip(self.optimizer.param_groups, groups, strict=False):
@@ -73,21 +77,21 @@ class _Rows:
         return {of: [count, self.embedding.dim] for of, count in self.embedding.num_nodes.items()}
 
     def _groups(self) -> list[dict[str, Any]]:
-        """The options of the optimizer, which a learning rate scheduler changes."""
+        """Return the options of the optimizer by parameter group, such as the learning rate, without the parameters."""
         groups = self.optimizer.param_groups if self.optimizer is not None else []
         return [{name: value for name, value in group.items() if name != "params"} for group in groups]
 
 
 class ScriptCheckpoints:
-    """Saves and restores the objects of a script, as the launcher's environment variables tell it to.
+    """Saves and restores the objects of a user's training script, such as model and optimizer.
 
-    Only rank 0 saves. If the run restarts after failures, the first rank of each node saves. The rows of a
-    ``ShardedEmbedding`` are gathered on the ranks that save, so all ranks save at the same step then, and in a run that
-    restarts only the first ranks of the first two nodes do.
+    Rank 0 saves. If the launcher's option to restart the run after failures is set, the first rank of each node saves.
+    If the objects include a ``ShardedEmbedding``, at most the first ranks of two nodes save: all ranks then take part
+    at the same step, as the rows are gathered on each rank that saves.
 
     Args:
-        objects: Objects to save, by name. Of a ``DistributedDataParallel``, the wrapped model is saved; an optimizer of
-            a ``ShardedEmbedding``'s rows is saved together with these.
+        objects: Objects to save, by name. Of a ``DistributedDataParallel``, the wrapped model is saved. The optimizer
+            of a ``ShardedEmbedding`` is saved together with its rows.
         run_dir: Run folder of the node.
         ranks: Rank of this process.
         interval: Seconds between checkpoints within an epoch; 0: none.
@@ -137,7 +141,10 @@ class ScriptCheckpoints:
         return StartPosition(epoch + 1, step)
 
     def after_step(self, epoch: int, step: int) -> None:
-        """Save a checkpoint if one is due. ``epoch`` counts from 1, ``step`` from 0. Collective if rows are saved."""
+        """Save a checkpoint if one is due. ``epoch`` counts from 1, ``step`` from 0.
+
+        Collective if the objects include a ``ShardedEmbedding``.
+        """
         if self._schedule is not None:
             if self._schedule.due():
                 begin = self._clock()
@@ -147,7 +154,10 @@ class ScriptCheckpoints:
             self._save((epoch - 1, step + 1))
 
     def after_epoch(self, epoch: int) -> None:
-        """Save a checkpoint at the end of an epoch, which counts from 1. Collective if rows are saved."""
+        """Save a checkpoint at the end of an epoch. ``epoch`` counts from 1.
+
+        Collective if the objects include a ``ShardedEmbedding``.
+        """
         if self._saves or self._rows:
             self._save((epoch, 0))
         if self._schedule is not None:
@@ -203,7 +213,10 @@ def _without_ddp(one: Stateful) -> Stateful:
 
 
 def _rows_of(objects: Mapping[str, Any]) -> tuple[dict[str, _Rows], dict[str, Stateful]]:
-    """Return the sharded embeddings among ``objects``, each with its optimizer, and all other objects."""
+    """Split ``objects`` into sharded embeddings, each with its optimizer if that is included, and all other objects.
+
+    Raises ``SettingsError`` if such an optimizer also updates other parameters.
+    """
     embeddings = {name: one for name, one in objects.items() if isinstance(one, ShardedEmbedding)}
     found, taken = {}, set(embeddings)
     for name, embedding in embeddings.items():

@@ -18,7 +18,7 @@ from trainer.train.metrics import KINDS, LOADING
 
 
 class Phase(IntEnum):
-    """Phases of a training step. ``StepTimes`` splits LOAD into sample, remote and gather."""
+    """Phases of a training step. In ``StepTimes``, LOAD is divided into the work kinds sample, remote and gather."""
 
     LOAD = 0
     COPY = 1
@@ -37,9 +37,9 @@ class BatchWait(NamedTuple):  # made in each step: a NamedTuple takes a quarter 
 
     @property
     def parts(self) -> tuple[float, float, float]:
-        """Seconds of the wait by kind (``LOADING``), in proportion to the sampler threads' work.
+        """Seconds of the wait for sampling, remote hosts and gathering, in proportion to the sampler threads' work.
 
-        If this work is unknown, all seconds count as sampling.
+        If that work is unknown, all seconds count as sampling.
         """
         work = _work(self.cost) if self.cost is not None else (0.0, 0.0, 0.0)
         whole = sum(work)
@@ -82,8 +82,9 @@ class StepTimes:
     def means(self) -> dict[str, Any]:
         """Return means per step, as fields of a metrics line, or {} without steps.
 
-        The fields are ``step_s``, ``own_s`` and ``batch_s``, and also ``spent`` and ``behind`` if the cost of the
-        batches is known.
+        The fields are ``step_s`` (seconds), ``own_s`` (without waiting for other ranks) and ``batch_s`` (waiting for
+        batches). If the cost of the batches is known, also ``spent`` (seconds by kind of work) and ``behind`` (seconds
+        of a sampler thread per batch).
         """
         if self.steps == 0:
             return {}
@@ -97,9 +98,9 @@ class StepTimes:
         return line
 
     def _spent(self, step_s: float) -> dict[str, float]:
-        """Return the seconds per step by ``KINDS``. ``other`` is adjusted so that they add up to ``step_s``.
+        """Return the seconds per step by kind of work (``KINDS``), which add up to ``step_s``.
 
-        Values are rounded down to microseconds, so that ``other`` does not become negative.
+        All are rounded down to microseconds, and ``other`` gets the remainder.
         """
         spent = {kind: int(value / self.steps * 1e6) / 1e6 for kind, value in zip(KINDS, self.seconds, strict=True)}
         return spent | {"other": max(0.0, round(step_s - sum(spent.values()) + spent["other"], 6))}
@@ -138,7 +139,7 @@ class HostClock:
         take_waited()
 
     def enter(self, phase: Phase) -> None:
-        """End the current phase and start ``phase``. Row exchanges during the ended phase count as REDUCE."""
+        """End the current phase and start ``phase``. The time of row exchanges between ranks counts as REDUCE."""
         now, waited = time.perf_counter(), take_waited()
         self._seconds[self._phase] += now - self._since
         if waited:
@@ -154,7 +155,7 @@ class HostClock:
         self._ready = time.perf_counter()
 
     def reduced(self) -> None:
-        """Record the end of the backward pass. The phase REDUCE began at the last gradient."""
+        """Record the end of the backward pass. The time since the last gradient counts as REDUCE."""
         if ready := self._ready:
             self._seconds[self._phase] += ready - self._since
             self._since, self._phase = ready, Phase.REDUCE
@@ -168,11 +169,11 @@ class HostClock:
 
 
 class DeviceClock(HostClock):
-    """As ``HostClock``, for a loop that runs ahead of its GPU.
+    """As ``HostClock``, for a training loop on a GPU, which runs asynchronously.
 
-    CUDA events measure each phase's share of the host's seconds. The clock never waits for an event: ``pop_seconds``
-    uses the events that the device has reached, and a later call uses the rest. If the device has reached none, the
-    result is that of ``HostClock``.
+    The host's seconds are divided among the phases in proportion to the time between CUDA events. The clock never waits
+    for an event: ``pop_seconds`` uses the events that the GPU has reached, and a later call uses the rest. If the GPU
+    has reached none, the result is that of ``HostClock``.
     """
 
     def __init__(self) -> None:
@@ -244,10 +245,10 @@ T = TypeVar("T", bound=HasCost)
 class StepTimer:
     """Context manager that times the phases of a training loop's steps, and removes its hooks at the end.
 
-    The loop calls ``enter`` at the start of each phase. Hooks on the model and the optimizer observe the last gradient
-    and the end of the backward pass, which includes the reduction of gradients. REDUCE is therefore the time that a
-    rank waits for others after its own last gradient; a reduction that overlaps the backward pass is not counted. On a
-    GPU the phases' shares come from events in the device's stream. The overhead per step is a few microseconds.
+    The loop calls ``enter`` at the start of each phase. Hooks on the model and the optimizer detect the last gradient
+    and the end of the backward pass, which includes the reduction of gradients. The phase REDUCE is therefore the time
+    that a rank waits for others after its own last gradient; a reduction that overlaps the computation of gradients is
+    not counted. On a GPU, phases are measured with CUDA events. The overhead per step is a few microseconds.
     """
 
     def __init__(
@@ -279,7 +280,7 @@ class StepTimer:
             del batch  # frees its memory before the next batch is requested
 
     def loaded(self, seconds: float, cost: Cost | None) -> None:
-        """Count a wait of ``seconds`` for a batch. ``cost``: cost of making the batch, or None if unknown."""
+        """Record that the loop waited ``seconds`` for a batch. ``cost``: cost of making it, or None if unknown."""
         self._waits.append(BatchWait(seconds, cost))
 
     def step(self) -> None:

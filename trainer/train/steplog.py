@@ -26,10 +26,11 @@ class StepLog:
 
     Without a launcher all methods do nothing. The launcher uses the lines to show loss and speed, and to detect a loss
     that is NaN or infinite, a stalled run, and a rank that the others wait for. If ``loader`` is given, ``python -m
-    trainer profile`` also shows where a step's time goes. There, the wait for a batch lasts until the model is called,
-    so it includes copying to the device. The time from the model's output to the last gradient counts as backward.
+    trainer profile`` also shows where a step's time goes. In its output, the wait for a batch lasts until the model is
+    called, so it includes copying to the device. The time from the model's output to the last gradient counts as
+    backward.
 
-    After ``restore`` it also saves checkpoints, from which ``gnnfleet resume`` continues at the step.
+    After a call of ``restore``, ``step`` and ``epoch`` also save checkpoints, from which ``gnnfleet resume`` continues.
 
     Args:
         model: The model that is trained; hooks on it measure the forward pass.
@@ -90,20 +91,20 @@ class StepLog:
         self._checkpoints: ScriptCheckpoints | None = None  #: None before ``restore``, and without a launcher
 
     def restore(self, **more: Stateful | ShardedEmbedding) -> StartPosition:
-        """Restore the model and the optimizer when the run resumes, and save checkpoints from now on. Collective.
+        """Restore the model and the optimizer if the run is resumed, and save checkpoints from now on. Collective.
 
-        Pass the position on to the loader, as in the example. Not saved are the random numbers of torch, such as those
-        of ``torch.nn.Dropout``.
+        Pass the result on to the loader, as in the example of the class. The state of torch's random number generators,
+        which ``torch.nn.Dropout`` uses for example, is not saved.
 
         Args:
-            more: Other objects to save and restore, by name, such as a learning rate scheduler; each has ``state_dict``
-                and ``load_state_dict``, or is a ``ShardedEmbedding``, with its optimizer:
-                ``log.restore(embedding=embedding, rows=sparse_adam)``. Rows are gathered on the rank that writes the
-                checkpoint, and scattered over the ranks of the run that resumes, whatever their number; ``step`` and
-                ``epoch`` are then collective.
+            more: Other objects to save and restore, by name, such as a learning rate scheduler. Each must have
+                ``state_dict`` and ``load_state_dict``, or be a ``ShardedEmbedding``. Pass also the optimizer of the
+                latter: ``log.restore(embedding=embedding, rows=sparse_adam)``. Its rows are gathered on the rank that
+                writes the checkpoint, so ``step`` and ``epoch`` are then collective. The resumed run may have another
+                number of ranks.
 
         Returns:
-            The epoch and step to begin with: epoch 1 and step 0 if the run does not resume.
+            The epoch and step to begin with: epoch 1 and step 0 if the run is not resumed.
 
         Raises:
             CheckpointError: The checkpoint cannot be read, or does not fit the objects.
@@ -122,12 +123,12 @@ class StepLog:
         """Record a step. Must be called after each step.
 
         Args:
-            epoch: counts from 1.
-            step: counts from 0, in each epoch.
-            steps: number of steps in the epoch.
-            loss: mean over this rank's seeds. A tensor is read only when a line is written, because reading it may
+            epoch: Number of the epoch, from 1.
+            step: Number of the step in the epoch, from 0.
+            steps: Number of steps in the epoch.
+            loss: Mean over this rank's seeds. A tensor is read only when a line is written, because reading it may
                 synchronise a GPU.
-            seeds: number of this rank's seeds in the step.
+            seeds: Number of this rank's seeds in the step.
         """
         if self._log is None:
             return
@@ -160,9 +161,9 @@ class StepLog:
         self._timer.enter(Phase.LOAD)
 
     def epoch(self, epoch: int, loss: float | Tensor, **accuracy: float) -> None:
-        """Record an epoch for the launcher's table, ``compare`` and the report. Call after each epoch, on all ranks.
+        """Record an epoch, for the launcher's table and reports. Must be called after each epoch, on all ranks.
 
-        ``loss``: mean over the seeds of all ranks. ``accuracy``: 0 to 1, for each evaluated split, such as
+        ``loss``: mean over the seeds of all ranks. ``accuracy``: 0 to 1, by name of an evaluated split, such as
         ``val=0.71``.
         """
         if self._log is None:
@@ -202,7 +203,7 @@ class StepLog:
             self._timer.enter(Phase.BACKWARD)
 
     def _new_cost(self) -> Cost | None:
-        """Cost of the loader's batches since the last call, or None without a loader."""
+        """Return the cost of the batches that the loader has made since the last call, or None without a loader."""
         if self._loader is None:
             return None
         before, self._cost = self._cost, self._loader.cost

@@ -1,1 +1,1 @@
-"""Operations of layers with autograd, by Numba kernels on CPU: aggregation, GraphSAGE, dropout, activation."""
+"""Differentiable operations of layers: aggregation, GraphSAGE, dropout, activation. On CPU they use Numba kernels."""

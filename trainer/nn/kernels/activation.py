@@ -35,14 +35,17 @@ class Activation:
         return 1.0 / (1.0 - self.p)
 
     def of(self, h: Tensor) -> Tensor:
-        """Apply the function to ``h`` (float [n, f]), with gradients. On CPU the result overwrites ``h``."""
+        """Return ``dropout(relu(h + bias))``, with gradients. h: float [n, f]; on CPU the result overwrites it."""
         if h.device.type != "cpu":
             return hash_dropout((h + self.bias).relu().to(h.dtype), self.n_id, self.p, self.key, self.layer, self.p > 0)
         return _Activate.apply(h, self.bias, self)  # type: ignore[no-any-return, no-untyped-call]
 
 
 class _Activate(torch.autograd.Function):
-    """Saves only its result for the backward pass: the gradient is 0 where the result is not above 0."""
+    """Autograd function of ``Activation`` on CPU.
+
+    The backward pass needs only the saved result: the gradient is 0 where the result is not above 0.
+    """
 
     @staticmethod
     def forward(ctx: Any, h: Tensor, bias: Tensor, activation: Activation) -> Tensor:
@@ -63,7 +66,7 @@ class _Activate(torch.autograd.Function):
 def activate_(h: Tensor, activation: Activation) -> Tensor:
     """Compute ``dropout(relu(h + bias))`` in place of ``h`` (float or bfloat16 [n, f], on CPU), without gradients.
 
-    A non-contiguous ``h`` is copied instead.
+    If ``h`` is not contiguous, it is left unchanged, and the result is a new tensor.
     """
     out = h.detach()
     if not out.is_contiguous():

@@ -41,7 +41,7 @@ def hash_dropout(h: Tensor, n_id: Tensor, p: float, key: int, layer: int, traini
 
 
 def stream(key: int, layer: int) -> int:
-    """Return the key of one layer's masks in a batch, uint64."""
+    """Return the uint64 key of the random bits of one layer's masks. ``key``: random key of the batch."""
     return batch_key(key, layer, 0, 0)
 
 
@@ -54,7 +54,7 @@ def node_salt(node_type: NodeType) -> int:
 
 
 class _HashDropout(torch.autograd.Function):
-    """Computes the mask again in the backward pass instead of storing it."""
+    """Autograd function of ``hash_dropout``. The backward pass computes the mask again, so that it is not stored."""
 
     @staticmethod
     def forward(ctx: Any, h: Tensor, n_id: Tensor, p: float, stream_key: int) -> Tensor:
@@ -78,7 +78,10 @@ def mask_rows(h: Tensor, n_id: Tensor, p: float, stream_key: int) -> Tensor:
 
 
 def mask_rows_torch(h: Tensor, n_id: Tensor, p: float, stream_key: int) -> Tensor:
-    """Compute the result of ``mask_rows`` bit for bit in int64 tensors, as torch has no unsigned arithmetic."""
+    """Compute ``mask_rows`` in torch operations, for any device, with a result that is equal bit for bit.
+
+    The hash of uint64 numbers is computed in int64 tensors, as torch has no unsigned arithmetic.
+    """
     state = _mix_tensor(n_id ^ _signed(stream_key))
     columns = torch.arange(h.shape[1], device=h.device)
     bits = (state[:, None] + columns * STRIDE) & MASK32
@@ -99,7 +102,10 @@ def _signed(value: int) -> int:
 
 
 def _mix_tensor(value: Tensor) -> Tensor:
-    """``rng.mix`` for an int64 tensor. Right shifts are arithmetic, so the inserted sign bits are masked."""
+    """Compute the uint64 hash ``rng.mix`` of each element of an int64 tensor.
+
+    Right shifts of int64 insert copies of the sign bit, which are therefore masked.
+    """
     for shift, factor in ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB)):
         value = (value ^ ((value >> shift) & (2 ** (64 - shift) - 1))) * _signed(factor)
     return value ^ ((value >> 31) & (2**33 - 1))

@@ -43,12 +43,12 @@ def run_rows(kernel: Callable[..., None], num_rows: int, *args: Any) -> None:
 
 @functools.cache
 def _pool(pid: int, threads: int) -> ThreadPoolExecutor:
-    """Return the thread pool of this process. ``pid`` is part of the cache key, as a forked child has no threads."""
+    """Return the thread pool of this process. ``pid`` is part of the cache key, as threads do not survive a fork."""
     return ThreadPoolExecutor(threads, thread_name_prefix=f"rows-{pid}")
 
 
 def as_array(rows: Tensor) -> Array:
-    """Return a NumPy array that shares the tensor's memory, which for bfloat16 is uint16 with the same bits."""
+    """Return a NumPy array that shares the tensor's memory. The array of a bfloat16 tensor is uint16, its raw bits."""
     own = rows.detach()
     return (own.view(torch.uint16) if own.dtype == torch.bfloat16 else own).numpy()
 

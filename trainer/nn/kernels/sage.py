@@ -81,10 +81,10 @@ def mean_and_self(block: Block, x: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def sources_of(block: Block, grad: Tensor, activated: Tensor | None, scale: float) -> Tensor:
-    """Return the gradient of ``x`` [num_src, f] from the gradient of ``mean_and_self`` [num_dst, 2 f].
+    """Return the gradient of ``x`` [num_src, f], given ``grad``, the gradient of ``mean_and_self`` [num_dst, 2 f].
 
-    With ``activated``, the activated rows [num_src, f], returns the gradient before the activation: 0 where
-    ``activated`` is not above 0, times ``scale`` elsewhere. It overwrites ``activated`` to save memory.
+    activated: rows after the activation [num_src, f], or None. If given, the result is the gradient before the
+    activation (0 where ``activated`` is not above 0, else multiplied by ``scale``) and overwrites ``activated``.
     """
     indptr, targets, _ = transpose(block)
     if activated is None:

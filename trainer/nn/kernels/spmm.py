@@ -34,7 +34,7 @@ def aggregate(
 
     x: float [num_src, f]; dst_scale [num_dst] and src_scale [num_src]: constants without gradient, None means 1.
     ``mean`` also divides by the number of edges. The result is 0 for a target without edges. In all functions of this
-    module rows may be bfloat16; they are summed in float32, and the result is float32.
+    module, rows may be bfloat16; their sums and the result are then float32.
     """
     if reduce == "mean":
         per_edge = 1.0 / block.indptr.diff().clamp(min=1).to(sum_dtype(x.dtype))
@@ -122,7 +122,7 @@ def transpose(block: Block) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def transpose_torch(block: Block) -> tuple[Tensor, Tensor, Tensor]:
-    """``transpose`` in torch operations, for any device."""
+    """Compute ``transpose`` in torch operations, for any device."""
     edges = torch.argsort(block.indices, stable=True)
     counts = torch.bincount(block.indices, minlength=block.num_src)
     indptr = torch.nn.functional.pad(counts.cumsum(0), (1, 0))
@@ -137,7 +137,7 @@ def edge_targets(block: Block) -> Tensor:
 def sum_rows_cpu(
     indptr: Tensor, indices: Tensor, x: Tensor, row_scale: Tensor | None, col_scale: Tensor | None
 ) -> Tensor:
-    """``aggregate`` on CSR arrays, by a kernel."""
+    """Compute the weighted sum of ``aggregate`` on CSR arrays by a Numba kernel, without gradients."""
     out = x.new_empty(len(indptr) - 1, x.shape[1], dtype=sum_dtype(x.dtype))
     scales = (None if scale is None else scale.to(out.dtype).numpy() for scale in (row_scale, col_scale))
     source = as_array(x.contiguous())
@@ -148,7 +148,7 @@ def sum_rows_cpu(
 def sum_rows_torch(
     indptr: Tensor, indices: Tensor, x: Tensor, row_scale: Tensor | None, col_scale: Tensor | None
 ) -> Tensor:
-    """``sum_rows_cpu`` in torch operations, for any device. Memory: one value per edge."""
+    """Compute ``sum_rows_cpu`` in torch operations, for any device. Allocates one value per edge."""
     x = for_sums(x.detach())
     value = x.new_ones(len(indices)) if col_scale is None else col_scale.to(x.dtype)[indices.long()]
     out = _csr_product(indptr, indices, value, x)
@@ -156,9 +156,9 @@ def sum_rows_torch(
 
 
 def weighted_rows_cpu(indptr: Tensor, indices: Tensor, edges: Tensor | None, weight: Tensor, x: Tensor) -> Tensor:
-    """``attend`` on CSR arrays, by a kernel.
+    """Compute ``attend`` on CSR arrays by a Numba kernel, without gradients.
 
-    CSR entry e has the weights ``weight[edges[e]]``, or ``weight[e]`` if ``edges`` is None.
+    The weights of CSR entry e are ``weight[edges[e]]``, or ``weight[e]`` if ``edges`` is None.
     """
     out = x.new_empty(len(indptr) - 1, *x.shape[1:], dtype=sum_dtype(x.dtype))
     rows = (as_array(weight.contiguous()), as_array(x.contiguous()), out.numpy())
@@ -168,7 +168,7 @@ def weighted_rows_cpu(indptr: Tensor, indices: Tensor, edges: Tensor | None, wei
 
 
 def weighted_rows_torch(indptr: Tensor, indices: Tensor, edges: Tensor | None, weight: Tensor, x: Tensor) -> Tensor:
-    """``weighted_rows_cpu`` in torch operations, for any device: one sparse product per head."""
+    """Compute ``weighted_rows_cpu`` in torch operations, for any device: one sparse product per head."""
     x = for_sums(x.detach())
     value = (weight if edges is None else weight[edges.long()]).detach().to(x.dtype)
     heads = [
@@ -187,7 +187,7 @@ def edge_dots_cpu(block: Block, grad: Tensor, x: Tensor) -> Tensor:
 
 
 def edge_dots_torch(block: Block, grad: Tensor, x: Tensor) -> Tensor:
-    """``edge_dots_cpu`` in torch operations, for any device. Memory: one row per edge."""
+    """Compute ``edge_dots_cpu`` in torch operations, for any device. Allocates one row per edge."""
     return (for_sums(grad)[edge_targets(block)] * for_sums(x)[block.indices.long()]).sum(-1)
 
 

@@ -1,8 +1,8 @@
 """Encodes and decodes requests for whole batches, and the replies.
 
-The records of a request or reply are a sequence of int64. Some of the numbers are indices into the names and arrays of
-the message. The functions below define the order of the numbers. A request begins with the key of the batch, the number
-of the client (2 × u64) and the index of the client's name.
+The records of a message are a sequence of int64, in the order in which ``batch_request`` and ``batch_reply`` write
+them. Some of the numbers are indices into the names and arrays of the message. The records of a request begin with the
+key of the batch (u64), the number of the client (u64) and the index of the client's name.
 """
 
 from __future__ import annotations
@@ -126,7 +126,7 @@ class _RecordReader:
         return {name: restored(self.number(), arrays) for name in self.names()}
 
     def _each_once(self) -> Iterator[Array]:
-        """Yield the array of each index read. The indices must ascend strictly, so that each array is yielded once."""
+        """Read indices and yield their arrays. The indices must ascend strictly, so that each array is yielded once."""
         # Restoring one array many times could take much more memory than the message.
         while True:
             place = self.number()
@@ -272,8 +272,10 @@ def _read_seeds(reader: _RecordReader) -> SeedSet:
 
 
 def batch_reply(request: Message, sampled: SampledBatch, form_of: FormOf = lambda of, name: "stored") -> Message:
-    """Encode the reply to a request for a batch. Raises ``DataError`` for rows that cannot be rounded to the requested
-    form.
+    """Encode the reply to a request for a batch.
+
+    ``form_of``: returns the form in which an attribute of a type is sent. Raises ``DataError`` for rows that cannot be
+    rounded to this form.
     """
     out, subgraph = _RecordWriter(), sampled.subgraph
     out.put(subgraph.num_hops, subgraph.induced, len(subgraph.nodes))

@@ -1,4 +1,4 @@
-"""Sizes of memory: parsing, and how much a process may use."""
+"""Parses and formats memory sizes, and measures how much memory is available."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def size_text(size: int) -> str:
 
 
 def available_memory() -> int:
-    """Return the bytes of memory that can still be used: free ones and page cache, within the cgroup's limit."""
+    """Return the bytes of memory available to this process: ``MemAvailable``, at most the limit of its cgroup."""
     (line,) = (line for line in Path("/proc/meminfo").read_text().splitlines() if line.startswith("MemAvailable:"))
     available = int(line.split()[1]) * 1024
     for path in _LIMITS:

@@ -1,4 +1,4 @@
-"""Type aliases for numpy arrays, named after what the arrays contain. Docstrings and comments state the shapes."""
+"""Type aliases for numpy arrays, which name only what an array contains (docstrings state shapes), and helpers."""
 
 from __future__ import annotations
 

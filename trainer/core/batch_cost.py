@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 
 class FromHost(NamedTuple):
-    """Costs of batches that one other host causes: bytes received from the host, and gathered rows that it owns."""
+    """Bytes received from one other host while making batches, and numbers of gathered rows that the host owns."""
 
     remote_bytes: int = 0  #: bytes received from the other host
     remote_rows: int = 0  #: gathered rows that the other host owns: received, cached or held
@@ -20,7 +20,7 @@ class FromHost(NamedTuple):
 
 
 class ByHost(dict[int, FromHost]):
-    """Maps node ranks to ``FromHost``. A missing entry stands for zero bytes and rows. Immutable by convention."""
+    """Maps node ranks to ``FromHost``. A missing entry stands for zero bytes and rows. Do not modify it in place."""
 
     def __add__(self, other: ByHost) -> ByHost:
         return self._with(other, 1) if other else self

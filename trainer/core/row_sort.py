@@ -30,7 +30,7 @@ class Scratch:
 
 @dataclass(frozen=True)
 class Column:
-    """A column of records: dtype and shape of the value that one record has in it."""
+    """dtype and shape of one of the values that each record has."""
 
     dtype: np.dtype[Any]
     shape: tuple[int, ...] = ()
@@ -41,7 +41,7 @@ class Column:
 
     @classmethod
     def of(cls, values: Array) -> Column:
-        """Return the column that the rows of ``values`` form."""
+        """Return the column whose values are the rows of ``values``."""
         return cls(values.dtype, values.shape[1:])
 
 

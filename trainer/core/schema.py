@@ -1,7 +1,7 @@
 """Node and edge types, written as in torch_geometric, and their names on disk.
 
-A homogeneous graph has one node type, ``HOMO_NODE``, and one edge type, ``HOMO_EDGE``. Whether a
-graph is heterogeneous is stated in its manifest: a heterogeneous graph may have one type of each as well.
+A homogeneous graph has one node type, ``HOMO_NODE``, and one edge type, ``HOMO_EDGE``. The manifest states
+whether a graph is heterogeneous, since a heterogeneous graph may have only one type of each as well.
 """
 
 from __future__ import annotations

@@ -123,7 +123,7 @@ def report_expired(error: BaseException, environ: Mapping[str, str] = os.environ
 
 
 def _stack(error: BaseException) -> Iterator[str]:
-    """Yield the stack of the first exception in the chain of ``error``, innermost frame first, as faulthandler does."""
+    """Yield the stack of the root cause of ``error``, innermost frame first, as lines in the format of faulthandler."""
     first = [one for one in _chain(error) if one.__traceback__ is not None][-1:]
     yield "Current thread 0x0 (most recent call first):"
     for frame in reversed(traceback.extract_tb(first[0].__traceback__)[-_MOST_FRAMES:] if first else []):

@@ -141,7 +141,10 @@ def _finite(rows: Array, bfloat16: bool) -> Array:
 
 
 def is_time(values: Array, bfloat16: bool) -> bool:
-    """Return whether ``values`` are integers below 2**63 of shape [N] or [N, 1]. ``bfloat16``: they are not."""
+    """Return whether ``values`` are integers below 2**63 of shape [N] or [N, 1].
+
+    With ``bfloat16``, ``values`` are uint16 with the bits of bfloat16 numbers, and the result is False.
+    """
     integers = values.dtype.kind in "iu" and not bfloat16 and not (values.size and int(values.max()) >= 2**63)
     return integers and (values.ndim == 1 or values.shape[1:] == (1,))
 

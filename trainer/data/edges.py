@@ -41,7 +41,8 @@ def joint_adjacency(
 ) -> tuple[Array, Array]:
     """Build one CSR, as ``symmetric_adjacency``, from the edges of several edge lists.
 
-    With ``scratch``, the neighbours are stored in its folder and memory-mapped. Takes 24 bytes of memory per node, and
+    ``lists``: for each, the edges [2, E], a number to add to the sources, and a number to add to the targets. With
+    ``scratch``, the neighbours are stored in its folder and memory-mapped. Takes 24 bytes of memory per node, and
     ``scratch.memory``.
     """
     indptr = np.zeros(num_nodes + 1, np.int64)

@@ -24,10 +24,11 @@ def dataset_of(data: Data | HeteroData, name: str, time_attrs: tuple[str, ...] =
     """Wrap ``data`` as a ``Dataset`` that shares its tensors (CUDA tensors are copied to host memory).
 
     PyG's own rules decide whether an attribute belongs to nodes or edges. A boolean ``<split>_mask`` [N] is both an
-    attribute and a split. Warns of a mask that has one entry neither per node nor per edge. Attributes that are not
-    dense tensors are ignored. Type names are not checked.
+    attribute and a split. Warns of a mask whose length is neither the number of nodes nor of edges. Attributes that are
+    not dense tensors are ignored. Type names are not checked.
 
-    Of ``time_attrs``, names are kept whose attribute is one integer per node, in all node types that have it.
+    The result's ``time_attrs`` are those of the given ones that are one integer per node in all node types that have
+    them.
 
     Edges are read from ``edge_index`` or, if it is missing, from ``adj_t``. As in torch_geometric, an edge type with
     neither has no edges. Raises ``DataError`` if such an edge type has edge attributes, and if the source or target

@@ -54,8 +54,8 @@ def class_features(y: Array, options: AnySynthetic, rng: np.random.Generator) ->
 def node_splits(dataset: str, options: AnySynthetic, shuffled: Array, time: Array | None = None) -> dict[str, Ids]:
     """Return the node ids of splits train, val and test: consecutive slices of ``shuffled``, sorted.
 
-    If nodes have times, ``shuffled`` is sorted by time first, and the splits are taken from its end: test has the
-    latest nodes, val those before, train those before val.
+    If nodes have times, ``shuffled`` is sorted by time first, and the splits are taken from its end: the nodes of
+    train are earlier than those of val, and these earlier than those of test.
     """
     sizes = {
         name: int(asked if (asked := getattr(options, name)) >= 1 else asked * options.num_nodes)

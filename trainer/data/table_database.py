@@ -172,7 +172,10 @@ class Scan:
         return f"{self.place(int(row))}: {columns[0]} is {'empty' if value is None else repr(str(value)[:80])}"
 
     def place(self, row: int) -> str:
-        """Return which file and which of its rows (from 1) row ``row`` (from 0) of the table is, as text."""
+        """Return the file and the row number in it, from 1, of a row of the table, such as ``users.csv, row 4``.
+
+        ``row`` counts the rows of all files, from 0.
+        """
         for path in self.files:
             (count,) = self.database.rows(f"SELECT count(*) FROM {self._reading([path])}", self.where)[0]
             if row < count:

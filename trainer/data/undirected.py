@@ -55,8 +55,8 @@ def reverse(data: EdgeData, scratch: Scratch | None = None) -> EdgeData:
 def merged(data: EdgeData, num_nodes: int, scratch: Scratch | None = None) -> EdgeData:
     """Return both directions of every edge, without duplicates, sorted by source then target.
 
-    Attributes of duplicates are not summed: those of the first edge in ``data`` are kept, or of the first reversed edge
-    if only reversed ones are equal.
+    If an edge occurs several times, it gets the attributes of its first occurrence in ``data``, or of the first
+    reversed edge if ``data`` does not contain the edge itself. Attributes are not summed.
     """
     if scratch is not None:
         return _merged_on_disk(data, num_nodes, scratch)

@@ -66,7 +66,7 @@ def open_any(
 def compares_digests(ranks: Ranks, environ: Mapping[str, str] = os.environ) -> bool:
     """Return whether this process compares the files it opens with the digests in the manifest.
 
-    Only the first rank of a node without a graph server does. On other nodes, the graph server compares the files.
+    True on the first rank of a node without a graph server. If a node has one, the server compares the files.
     """
     return ranks.local_rank == 0 and not environ.get("GNNFLEET_SERVER_READY")
 

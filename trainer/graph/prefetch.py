@@ -33,9 +33,9 @@ def ordered_ahead(
     keeps no reference to a result that it has yielded, so memory is bounded if the caller drops each result before
     requesting the next.
 
-    If ``work`` raises, the error is raised in place of the item's result, and no later item is started. (After
-    the loss of a host, each of them would wait for its deadline, and the process could not exit until then.)
-    Raises ``ServiceError`` if a result is not ready ``deadline`` seconds after it is requested.
+    If ``work`` raises, the error is raised in place of the item's result, and no later item is started. (After the loss
+    of a host, each of them would wait for its deadline, and the process could not exit until then.) Raises
+    ``ServiceError`` if a result is not ready ``deadline`` seconds after it is requested.
 
     ``thread_init`` is called with the number of each thread, from 0, before the thread's first item. An error in
     ``thread_init`` is raised in place of that item's result.

@@ -107,7 +107,7 @@ def _bounded(of: Array, count: Array, num_parts: int, slack: float) -> NodeClass
 
 
 def fill_up(part: Part, classes: NodeClasses, num_parts: int) -> None:
-    """Assign each unassigned node (part -1), in place, to a part that has few nodes of the node's class."""
+    """Assign the unassigned nodes (part -1), in place, to the parts that have the fewest nodes of their class."""
     sizes = classes.sizes(part, num_parts)
     unplaced = np.flatnonzero(part < 0)
     for number in range(len(classes.count)):

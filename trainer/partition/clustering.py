@@ -104,10 +104,11 @@ def _rank(key: int, node: int, cluster: int) -> int:
 
 
 def contracted(graph: WeightedGraph, cluster: Array, scratch: Scratch, name: str) -> WeightedGraph:
-    """Return the graph with a node per cluster and an edge between clusters that edges of ``graph`` connect.
+    """Return a graph with one node per cluster, and an edge between each two clusters that edges of ``graph`` connect.
 
-    The weight of an edge is the sum of the weights of these edges. Neighbours and weights are memory-mapped files
-    ``<name>.*`` in the folder of ``scratch``. Takes 32 bytes of memory per cluster, and ``scratch.memory``.
+    The weight of an edge is the sum of the weights of the edges that it stands for. Neighbours and weights are
+    memory-mapped files ``<name>.*`` in the folder of ``scratch``. Takes 32 bytes of memory per cluster, and
+    ``scratch.memory``.
     """
     count = int(cluster.max()) + 1
     node_weight = np.bincount(cluster, graph.node_weight, count).astype(np.int64)

@@ -37,7 +37,7 @@ def reusable(folder: Path, fingerprint: str, say: Callable[[str], None] = lambda
 
     A partition is complete if each file has the size and, unless the partition is large (``is_compared``), the digest
     stated in the manifest. ``say`` is called with a message about damaged files. Raises ``PartitionError`` if
-    ``folder`` must not be overwritten: it is not a partition folder, or contains other files as well.
+    ``folder`` is not a partition folder, or if it has to be written again but contains other files as well.
     """
     _check_kind(folder)
     with contextlib.suppress(PartitionError):
@@ -52,7 +52,7 @@ def reusable(folder: Path, fingerprint: str, say: Callable[[str], None] = lambda
 
 
 def is_compared(manifest: Manifest) -> bool:
-    """Return whether ``reusable`` compares digests: for partitions of up to 4 GiB, as it reads 1 to 2 GB per second."""
+    """Return whether ``reusable`` compares digests: only for partitions of up to 4 GiB, as comparing takes seconds."""
     return sum(entry.bytes for entry in manifest.files) <= _COMPARED
 
 

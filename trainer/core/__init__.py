@@ -1,1 +1,1 @@
-"""Basics that every package of the trainer imports: types, random numbers, compiled kernels, ranks."""
+"""Modules that all packages of the trainer use: type aliases, errors, random numbers, compiled kernels, ranks."""

@@ -1,4 +1,4 @@
-"""Type aliases for numpy arrays, named after what the arrays contain. Docstrings and comments state the shapes."""
+"""Type aliases for numpy arrays, which name only what an array contains (docstrings state shapes), and helpers."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ Columns = Mapping[str, Array]  #: attribute name -> [n, …], one row per node o
 def read_only(array: Array) -> Array:
     """Return a read-only view of ``array``.
 
-    Numba compiles a kernel again for every combination of read-only and writable arguments. Memory maps and received
-    frames are read-only, so a kernel that gets all its inputs as read-only views is compiled once.
+    Numba compiles a kernel separately for each combination of read-only and writable arguments. Memory maps and
+    received messages are read-only. A kernel that gets all its inputs as read-only views is compiled only once.
     """
     view = array.view()
     view.flags.writeable = False

@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 
 class FromHost(NamedTuple):
-    """Traffic of one other host while batches are made: bytes received from it, and gathered rows that it owns."""
+    """Bytes received from one other host while making batches, and numbers of gathered rows that the host owns."""
 
     remote_bytes: int = 0  #: bytes received from the other host
     remote_rows: int = 0  #: gathered rows that the other host owns: received, cached or held
@@ -20,7 +20,7 @@ class FromHost(NamedTuple):
 
 
 class ByHost(dict[int, FromHost]):
-    """Maps node ranks to ``FromHost``. A missing entry stands for zero bytes and rows. Must not be changed."""
+    """Maps node ranks to ``FromHost``. A missing entry stands for zero bytes and rows. Do not modify it in place."""
 
     def __add__(self, other: ByHost) -> ByHost:
         return self._with(other, 1) if other else self
@@ -62,13 +62,13 @@ class Cost:
         return reduce(operator.add, costs, cls())
 
     def of_host(self, node_rank: int) -> Cost:
-        """Return a copy in which all remote bytes and rows are attributed to the host ``node_rank``."""
+        """Return a copy whose ``by_host`` attributes all remote bytes and rows to the host with this node rank."""
         mine = FromHost(self.remote_bytes, self.remote_rows, self.cached_rows, self.held_rows)
         return replace(self, by_host=ByHost({node_rank: mine}))
 
     @property
     def remote_share(self) -> float | None:
-        """Share of the gathered rows that other hosts own, 0 to 1, or None in a run on one host."""
+        """Share of the gathered rows that other hosts own, 0 to 1, or None if no rows were counted (one host)."""
         return round(self.remote_rows / self.rows, 4) if self.rows else None
 
 
@@ -96,7 +96,7 @@ class CostMeter:
 
 
 class CostSum:
-    """Adds up the costs of several threads in one sum."""
+    """A sum of costs to which several threads may add."""
 
     def __init__(self) -> None:
         self._lock, self.sum = threading.Lock(), Cost()

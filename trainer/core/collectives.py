@@ -1,8 +1,8 @@
-"""Sends values and tensors between ranks by torch.distributed, as MessagePack and raw bytes, without pickle.
+"""Sends values (as MessagePack) and tensors (as raw bytes) between ranks by torch.distributed, without pickle.
 
 torch's ``all_gather_object`` and ``broadcast_object_list`` unpickle what another rank sends, so any process that can
-connect to the ports of a process group could run code here. This module decodes data only: None, bool, int, float,
-str, bytes, lists, tuples, dicts and tensors.
+connect to the ports of a process group could run code in this process. This module decodes data only: None, bool, int,
+float, str, bytes, lists, tuples, dicts and tensors.
 """
 
 from __future__ import annotations
@@ -70,8 +70,8 @@ def broadcast_value(value: T, group: Any = None, source: int = 0) -> T:
 def encode(value: object, tensors: list[Tensor]) -> bytes:
     """Encode ``value`` as MessagePack.
 
-    Each tensor is appended to ``tensors``. The encoded value contains only its dtype, shape and device type. Raises
-    ``TypeError`` for an object of an unsupported type.
+    The elements of tensors are not encoded: each tensor in the value is appended to ``tensors``, and the encoded value
+    contains only the tensor's dtype, shape and device type. Raises ``TypeError`` for an object of an unsupported type.
     """
     return msgspec.msgpack.encode(_plain(value, tensors))
 
@@ -79,8 +79,8 @@ def encode(value: object, tensors: list[Tensor]) -> bytes:
 def decode(data: bytes, tensors: list[Tensor]) -> Any:
     """Decode the bytes that ``encode`` returned.
 
-    The tensors of the value are allocated and appended to ``tensors``, in the same order as by ``encode``. The caller
-    fills the tensors. Raises ``PeerError`` when ``data`` cannot be decoded.
+    Allocates the tensors of the value without filling them, and appends them to ``tensors`` in the order in which
+    ``encode`` appended them. Raises ``PeerError`` when ``data`` cannot be decoded.
     """
 
     def extended(code: int, inner: memoryview) -> object:
@@ -89,7 +89,7 @@ def decode(data: bytes, tensors: list[Tensor]) -> Any:
         dtype, shape, kind = msgspec.msgpack.decode(inner, type=tuple[str, list[int], str])
         wanted = getattr(torch, dtype, None)
         if code != _TENSOR or not isinstance(wanted, torch.dtype) or min(shape, default=0) < 0:
-            raise ValueError(f"extension {code}, {dtype} {shape}")
+            raise ValueError(f"unexpected MessagePack extension {code} ({dtype} {shape})")
         tensors.append(torch.empty(shape, dtype=wanted, device=kind))
         return tensors[-1]
 
@@ -100,7 +100,7 @@ def decode(data: bytes, tensors: list[Tensor]) -> Any:
 
 
 def _plain(value: object, tensors: list[Tensor]) -> object:
-    """Replace tuples and tensors in ``value`` by MessagePack extensions, and numpy scalars by Python's."""
+    """Replace tuples and tensors in ``value`` by MessagePack extensions, and numpy scalars by Python numbers."""
     if value is None or isinstance(value, bool | int | float | str | bytes):
         return value.item() if isinstance(value, np.generic) else value
     if isinstance(value, tuple):

@@ -39,7 +39,7 @@ _UNUSED_DAYS = 60
 def njit(**options: Any) -> Callable[[Callable[..., Any]], Any]:
     """Decorate a kernel as ``numba.njit(nogil=True, cache=True, **options)``, cached in ``kernels_folder()``.
 
-    If neither this folder nor the temporary folder can be written, Numba's own cache is used.
+    If this folder cannot be written, a temporary folder is used; if that cannot be written either, Numba's own cache.
     """
 
     def decorate(function: Callable[..., Any]) -> Any:
@@ -63,10 +63,10 @@ def kernels_folder() -> Path:
 
 
 class KernelCache(FunctionCache):
-    """Numba's cache of one function, but loading compiled code does not initialise the compiler.
+    """Numba's cache of one function, changed so that loading compiled code does not initialise the compiler.
 
-    Initialising the compiler imports everything that Numba can compile, SciPy's linear algebra included, which takes
-    0.7 s and 30 MB per process. A kernel that is not cached still initialises the compiler.
+    To initialise the compiler, Numba imports the modules of all functions that it supports, including SciPy's linear
+    algebra, which takes 0.7 s and 30 MB per process. This still happens if a kernel has to be compiled.
     """
 
     def load_overload(self, sig: Any, target_context: Any) -> Any:
@@ -210,11 +210,10 @@ def _private_folder() -> Path:
 
 
 def others_may_write(found: os.stat_result) -> bool:
-    """Return whether a user other than this one and root owns a file or folder, or may write to it.
+    """Return whether a user other than root and the user of this process owns a file or folder, or may write to it.
 
-    ``found``: the result of ``os.stat`` for the file or folder.
-
-    The user's private group (same name as the user, no other members) counts as the user.
+    ``found`` is the result of ``os.stat`` for the file or folder. Write permission of the user's private group (same
+    name as the user, no other members) is allowed.
     """
     if found.st_uid not in (0, os.geteuid()) or found.st_mode & 0o002:
         return True
@@ -228,7 +227,7 @@ def others_may_write(found: os.stat_result) -> bool:
 
 
 def _remove_unused(folder: Path) -> None:
-    """Delete kernels in ``folder`` that were not used for ``_UNUSED_DAYS`` days. Looks for them at most once a day."""
+    """Delete kernels in ``folder`` that were not used for ``_UNUSED_DAYS`` days. Looks for such at most once a day."""
     stamp = folder / "looked"
     if stamp.exists() and time.time() - stamp.stat().st_mtime < 86400:
         return

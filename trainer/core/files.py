@@ -14,12 +14,12 @@ from typing import BinaryIO
 def write_whole(
     path: Path, content: str | bytes | Callable[[BinaryIO], object], *, mode: int = 0o666, sync: bool = False
 ) -> None:
-    """Replace ``path`` atomically: readers see the old content or the new one, and an error leaves the old one.
+    """Replace ``path`` atomically: readers see the old or the new content, and an error leaves the old content.
 
     Args:
         content: text (written as UTF-8), bytes, or a function that writes to the open file.
-        mode: permissions of the new file, less the umask.
-        sync: wait until content and name are on the disk.
+        mode: permissions of the new file, before the umask is applied.
+        sync: wait until the content and the rename are on the disk (fsync).
 
     Raises:
         OSError: when the file cannot be written.
@@ -44,7 +44,7 @@ def write_whole(
 
 
 def read_regular(path: Path) -> bytes:
-    """Return the content of a regular file. Raises ``OSError`` for a pipe or device, as reading one could block."""
+    """Return the content of a regular file. Raises ``OSError`` for a pipe or device, since reading could block."""
     with open(os.open(path, os.O_RDONLY | os.O_NONBLOCK), "rb") as file:
         if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
             raise OSError(errno.EINVAL, "it is not a regular file", str(path))

@@ -1,4 +1,4 @@
-"""Sizes of memory as text, and the memory that this process can use, from the kernel and control groups (Linux)."""
+"""Parses and formats memory sizes, and measures how much memory is available."""
 
 from __future__ import annotations
 

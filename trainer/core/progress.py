@@ -1,4 +1,4 @@
-"""Progress of long loops, with the time that is left, for whoever has asked to be told."""
+"""Progress of long loops with the estimated remaining time, passed as lines of text to a function of the caller."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class _Reporter:
 
 @contextmanager
 def reporting(say: Callable[[str], None]) -> Iterator[None]:
-    """Call ``say`` with lines such as ``write edges: 35%, about 40 s left``, at most every ten seconds."""
+    """In the ``with`` block, pass lines like ``write edges: 35%, about 40 s left`` to ``say``, at most every 10 s."""
     token = _reporter.set(_Reporter(say))
     try:
         yield
@@ -38,6 +38,6 @@ def reporting(say: Callable[[str], None]) -> Iterator[None]:
 
 
 def progress(loop: str, done: int, total: int) -> None:
-    """Report that ``done`` of ``total`` rounds of a loop are done; begin each loop with ``done`` = 0."""
+    """Report that ``done`` of ``total`` iterations of a loop are done. Call it with ``done`` = 0 at the start."""
     if (reporter := _reporter.get()) is not None:
         reporter.tell(loop, done, total)

@@ -238,8 +238,8 @@ class RankGroup:
     def settle(self) -> None:
         """Wait, at most ten seconds, until every rank has received the result of the last collective call.
 
-        Called before all ranks raise. If the process of one rank ended too early, other ranks would report a lost
-        connection instead of the error of that rank.
+        Call this before all ranks raise. Otherwise the process of the failed rank may end first, and the other ranks
+        would report a lost connection instead of that rank's error.
         """
         if self.size > 1:
             with suppress(RuntimeError):  # raised if a rank is missing; the caller's own error says more
@@ -280,8 +280,8 @@ def join_ranks(ranks: Ranks, device: torch.device, backend: str, timeout: float)
     """Create the gloo process group of all ranks for the ``with`` block, and destroy it at the end.
 
     If all ranks have CUDA and ``backend`` is not gloo, a NCCL group for gradients is created as well. After an
-    exception the groups stay open until the process ends, because other ranks would notice closed connections before
-    this rank has reported its error. Raises ``PeerError`` when a rank does not connect or is lost later, and
+    exception the groups stay open until the process ends: closed connections would make other ranks fail before this
+    rank has reported its error. Raises ``PeerError`` when a rank does not connect or is lost later, and
     ``SettingsError`` for NCCL without a CUDA device.
     """
     _check_backend(ranks, device, backend)
@@ -304,7 +304,7 @@ def _says_peer_gone(error: RuntimeError) -> bool:
 
 
 def _lost_peer(ranks: Ranks, timeout: float, error: Exception) -> PeerError:
-    """Return the error to raise on a rank that lost the connection to another rank."""
+    """Make the ``PeerError`` for a rank that lost the connection to another rank or got no answer from it."""
     return PeerError(
         f"{ranks} lost another rank, or got no answer within {timeout:g} s; see the first failure of the run for the "
         f"cause ({str(error).splitlines()[0]})"
@@ -322,8 +322,8 @@ def _check_backend(ranks: Ranks, device: torch.device, backend: str) -> None:
 def _start_timeout(timeout: float, environ: Mapping[str, str] = os.environ) -> float:
     """Return the seconds to wait for all ranks at the start: ``timeout``, or GNNFLEET_START_TIMEOUT if that is larger.
 
-    In a run, a rank connects only when the graph server of its node is ready, and the server may have to compile
-    kernels.
+    The larger value is needed in a run: a rank connects only after the graph server of its node is ready, and the
+    server may first have to compile kernels.
     """
     return max(timeout, float(environ.get("GNNFLEET_START_TIMEOUT") or 0))
 
@@ -341,9 +341,9 @@ def _rendezvous(ranks: Ranks, timeout: float) -> None:
 
 
 def run_store(ranks: Ranks, timeout: float) -> Store:
-    """Connect to the key-value store of the run: torchrun's on the lead node, or else one that rank 0 creates.
+    """Connect to the key-value store of the run: that of torchrun if there is one, else a store that rank 0 creates.
 
-    A store has no authentication. If rank 0 creates the store and MASTER_ADDR is an address of this host, the store
+    A store has no authentication. Therefore, if rank 0 creates it and MASTER_ADDR is an IP address of this host, it
     listens on this address only. Raises ``PeerError`` when the store cannot be reached.
     """
     of_agent = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
@@ -361,9 +361,8 @@ def run_store(ranks: Ranks, timeout: float) -> Store:
 def _listener(address: str, port: int) -> socket.socket | None:
     """Return a socket that listens on ``address`` only, or None if the store must listen on all addresses.
 
-    The result is None in three cases: ``address`` is a host name, which other hosts may resolve to another address of
-    this host; ``address`` is not an address of this host (NAT); or the port is in use, an error that the store itself
-    reports.
+    Returns None in three cases: ``address`` is a host name, which other hosts may resolve to another address of this
+    host; ``address`` is not an address of this host (NAT); or the port is in use, which the store then reports.
     """
     try:
         literal = ipaddress.ip_address("127.0.0.1" if address == "localhost" else address)

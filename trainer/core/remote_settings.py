@@ -1,4 +1,4 @@
-"""Settings for access to parts on other hosts: waiting time, topology, row cache, rounding of sent rows."""
+"""Settings for access to parts on other hosts: timeout, topology, size of the row cache, rounding of sent rows."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ class RemoteAccess:
 
     @classmethod
     def from_env(cls, environ: Mapping[str, str] = os.environ) -> RemoteAccess:
-        """Read the GNNFLEET_ variables of these settings, which the launcher sets. Raises ``SettingsError``."""
+        """Read the settings from the environment variables that the launcher sets. Raises ``SettingsError``."""
         return cls(
             server_wait=float(environ.get("GNNFLEET_SERVER_WAIT") or cls.server_wait),
             topology=cast(Topology, _one_of(environ, "GNNFLEET_TOPOLOGY", get_args(Topology))),

@@ -1,9 +1,9 @@
 """Rounds floating-point rows to float16, or to int8 with one float32 scale per row.
 
 The values of an int8 row are ``code * scale``. The scale is the largest absolute value of the row / 127, and a code is
-the whole number nearest to value / scale, so the error of a value is at most half a scale (besides float32's own
-rounding). A row of zeros has the scale 0. Rows that were rounded before give the same codes and scales again. All
-arithmetic is float32. Other dtypes are converted a few rows at a time.
+the whole number nearest to value / scale, so the error of a value is at most half the scale (besides float32's own
+rounding). A row of zeros has the scale 0. Rounding rows that were rounded before gives the same codes and scales. All
+arithmetic is float32; rows of other dtypes are converted to float32 first, a chunk at a time.
 
 ``Unroundable`` is raised for a row that the type cannot represent: for int8 a row with inf or NaN, for float16 a row
 with a finite number that would become infinite (absolute value 65520 or more). float16 rows may contain inf and NaN.
@@ -52,7 +52,7 @@ class Unroundable(DataError):
 
 
 def rounds(name: str, dtype: npt.DTypeLike, shape: tuple[int, ...], form: WireRows) -> bool:
-    """Return whether rows of this attribute, ``dtype`` [n, …], are rounded if a request asks for the type ``form``.
+    """Return whether rows of an attribute, ``dtype`` [n, …], are rounded when the type ``form`` is requested.
 
     Labels (``y``), 1-d attributes and integers are never rounded, nor are rows that would not become smaller.
     """
@@ -133,7 +133,7 @@ def _flat(rows: Array) -> Array:
 def _quantize(rows: Array, bits: Array, codes: Array, scales: Array) -> int:
     """Fill ``codes`` and ``scales`` from ``rows``. Return the index of the first row with inf or NaN, or -1.
 
-    ``bits``: view of ``rows`` as uint32. The largest absolute value is found with it, as integers compare faster.
+    ``bits``: view of ``rows`` as uint32, used to find the largest absolute value, since integers compare faster.
     """
     for row in range(rows.shape[0]):
         top = np.uint32(0)
@@ -179,10 +179,10 @@ def _take_scaled(codes: Array, scales: Array, rows: Array, at: Array, out: Array
 
 @njit()
 def _halve(rows: Array, bits: Array, out: Array) -> int:
-    """Fill ``out`` with ``rows`` as float16 bits (nearest, ties to even), and return the first row that overflows, or
-    -1.
+    """Fill ``out``, uint16, with the bits of ``rows`` as float16 (nearest, ties to even).
 
-    Numba has no float16 on the CPU, and numpy takes twice as long. ``bits``: the same memory as ``rows``, as uint32.
+    Returns the index of the first row with a number too large for float16, or -1. Numba has no float16 on the CPU, and
+    numpy takes twice as long. ``bits``: view of ``rows`` as uint32.
     """
     wrong = -1
     for row in range(rows.shape[0]):

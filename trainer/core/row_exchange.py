@@ -1,7 +1,7 @@
 """Exchanges rows between ranks by torch.distributed: each rank requests rows by id from the ranks that own them.
 
-All ranks of the process group must call these functions, also if they request no rows. Timeouts are those of the
-process group. A single process does not communicate.
+The functions are collective: all ranks of the process group must call them, even those that request no rows. The
+timeout is that of the process group. A single process does not communicate.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ _waited = [0.0]  # seconds that this process spent in exchanges
 
 
 def take_waited() -> float:
-    """Return the seconds this process spent exchanging rows since the last call, including the wait for other ranks."""
+    """Return the seconds spent exchanging rows since the last call, waiting for other ranks included."""
     seconds, _waited[0] = _waited[0], 0.0
     return seconds
 

@@ -1,4 +1,4 @@
-"""Sorts records by row number with a counting sort, in memory or, if they do not fit, by way of files."""
+"""Sorts records by row number with a counting sort: in memory or, if they do not fit, with temporary files."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _MOST_RANGES = 256  #: files that are written at the same time per column
 
 @dataclass(frozen=True)
 class Scratch:
-    """Where intermediate arrays are stored, and how much memory a step may use for its own arrays."""
+    """A folder for intermediate arrays, and the memory that one operation may use for its arrays."""
 
     folder: Path
     memory: int  #: bytes
@@ -30,7 +30,7 @@ class Scratch:
 
 @dataclass(frozen=True)
 class Column:
-    """dtype and shape of one record's value in a column."""
+    """dtype and shape of one of the values that each record has."""
 
     dtype: np.dtype[Any]
     shape: tuple[int, ...] = ()
@@ -41,7 +41,7 @@ class Column:
 
     @classmethod
     def of(cls, values: Array) -> Column:
-        """Return dtype and shape of the rows of ``values``."""
+        """Return the column whose values are the rows of ``values``."""
         return cls(values.dtype, values.shape[1:])
 
 
@@ -59,15 +59,14 @@ def sorted_rows(
 ) -> Iterator[SortedRows]:
     """Sort records by row, and yield them for consecutive ranges of rows, in order.
 
-    Without ``scratch``, or if the columns fit into its memory, there is one range with all rows. Otherwise every record
-    is first written to the file of its range of rows (a distribution sort), so that each record is read once from its
-    source, whatever the number of ranges.
+    Without ``scratch``, or if all columns fit into ``scratch.memory``, a single range contains all rows. Otherwise the
+    records are first written to one file per range and column (a distribution sort), so ``records`` is read only once.
 
     Args:
-        indptr: int64 [rows + 1], offsets of the sorted rows: how many records each row has.
-        columns: the columns of the records.
-        records: yields the records in chunks, in their original order.
-        scratch: folder and memory for the ranges. A row that needs more memory alone is a range of its own.
+        indptr: int64 [rows + 1]; row k has the sorted records ``indptr[k] <= r < indptr[k + 1]``.
+        columns: dtype and shape of each column.
+        records: returns an iterator over the records, in chunks and in their original order.
+        scratch: folder for the files, and memory for sorting one range. A row that needs more is a range by itself.
     """
     bounds = [0, len(indptr) - 1] if scratch is None else _range_bounds(indptr, columns, scratch.memory)
     if len(bounds) == 2:
@@ -82,7 +81,7 @@ def sorted_rows(
 
 
 def _range_bounds(indptr: Ids, columns: Sequence[Column], memory: int) -> list[int]:
-    """Return the first row of each range, and the number of rows. A range needs at most ``memory`` bytes to sort."""
+    """Return the first row of each range, and last the number of rows. Sorting a range takes about ``memory`` bytes."""
     total = int(indptr[-1])
     if total * sum(column.row_bytes for column in columns) <= memory:
         return [0, len(indptr) - 1]
@@ -107,7 +106,7 @@ def _sorted_in_memory(indptr: Ids, columns: Sequence[Column], records: Iterable[
 
 @dataclass(frozen=True)
 class _Ranges:
-    """Files of unsorted records: of each range of rows, one with the row numbers and one per column."""
+    """Files of unsorted records. Each range of rows has a file with the row numbers, and a file per column."""
 
     folder: Path
     bounds: Ids  #: first row of each range, and the number of rows
@@ -161,7 +160,7 @@ def _append(files: Sequence[BinaryIO], values: Array, order: Array, ends: Ids) -
 
 @njit()
 def _slots(rows: Array, first: int, cursor: Ids) -> Ids:
-    """Return the next free slot of each record's row, and advance the cursors."""
+    """Return a slot for each record, the next free one of its row: ``cursor[row - first]``, which is then increased."""
     slots = np.empty(len(rows), np.int64)
     for record in range(len(rows)):
         row = rows[record] - first
@@ -172,7 +171,7 @@ def _slots(rows: Array, first: int, cursor: Ids) -> Ids:
 
 @njit()
 def _order_by_range(rows: Array, bounds: Ids) -> tuple[Array, Ids]:
-    """Return a stable order of records by their range of rows, and where each range ends in it."""
+    """Return the indices that sort records by range (stable), and the end of each range in the sorted records."""
     ends = np.zeros(len(bounds) - 1, np.int64)
     numbers = np.empty(len(rows), np.int32)
     for record in range(len(rows)):

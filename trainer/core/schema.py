@@ -1,7 +1,7 @@
-"""Node and edge types, in the form of torch_geometric, and their names on disk.
+"""Node and edge types, written as in torch_geometric, and their names on disk.
 
-A homogeneous graph has one node type, ``HOMO_NODE``, and one edge type, ``HOMO_EDGE``. The manifest states whether a
-graph is heterogeneous; the number of types does not decide it.
+A homogeneous graph has one node type, ``HOMO_NODE``, and one edge type, ``HOMO_EDGE``. The manifest states
+whether a graph is heterogeneous, since a heterogeneous graph may have only one type of each as well.
 """
 
 from __future__ import annotations
@@ -70,7 +70,10 @@ def check_word(word: str, where: str) -> None:
 
 @functools.cache
 def edge_salt(edge_type: EdgeType) -> int:
-    """Return a uint64 that makes the random draws of edge types independent, or 0 for ``HOMO_EDGE``."""
+    """Return a uint64 that is combined with the random key of a batch, so that edge types have independent draws.
+
+    It is 0 for ``HOMO_EDGE``.
+    """
     if edge_type == HOMO_EDGE:
         return 0
     return int.from_bytes(hashlib.sha256(type_name(edge_type).encode()).digest()[:8], "little")

@@ -1,4 +1,4 @@
-"""Reuses the memory of large freed arrays. New memory causes page faults, which take longer than filling an array."""
+"""Reuses the memory of freed large arrays. Page faults in new memory take longer than filling an array."""
 
 from __future__ import annotations
 
@@ -83,8 +83,8 @@ class Slabs:
     def _allocate(self, size: int) -> Array:
         """Return the smallest free slab of ``size`` to twice ``size`` bytes, or else a new slab.
 
-        A new slab replaces a free one of at least half its size, so the number of slabs stays at about the number of
-        arrays in use, even if their sizes change. Slabs that were free for ``IDLE`` allocations are released.
+        If a new slab is allocated, a free slab of at least half its size is released, so that the number of slabs stays
+        near the number of arrays in use. Slabs that were free for ``IDLE`` allocations are released as well.
         """
         with self._lock:
             self._allocations += 1
@@ -179,8 +179,8 @@ def keep_freed_memory() -> bool:
 
     Returns whether malloc accepted the settings; False if the C library is not glibc.
 
-    Arrays of a training step have tens of MiB each. If malloc maps them separately, they cost a page fault per 4 KiB in
-    every step. In a measurement, the page faults took a third of the step's time.
+    The arrays of a training step have tens of MiB each. With glibc's defaults, each is mapped anew in every step, which
+    costs a page fault per 4 KiB: a third of the step's time in a measurement.
     """
     libc = glibc()
     if libc is None:

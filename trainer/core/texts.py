@@ -1,4 +1,4 @@
-"""Texts as arrays of bytes, so that they are stored and gathered like numbers."""
+"""Converts texts to uint8 arrays, which are stored and gathered like numeric attributes, and back."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ import numpy.typing as npt
 def encode_texts(texts: Sequence[str], width: int | None = None) -> npt.NDArray[np.uint8]:
     """Return the UTF-8 bytes of each text in a row, uint8 [n, width], padded with zeros.
 
-    width: bytes of a row; default: those of the longest text, at least 1.
+    ``width``: bytes per row. Default: the length of the longest text, at least 1.
     """
     rows = np.array([text.encode() for text in texts], dtype=f"S{width}" if width else "S")
     return rows.view(np.uint8).reshape(len(rows), rows.dtype.itemsize)
 
 
 def decode_texts(rows: npt.ArrayLike) -> list[str]:
-    """Return the texts that rows of bytes stand for, such as ids and categories of dataset `tables`.
+    """Return the texts in rows of bytes, such as the ids and categories of a graph made from CSV or Parquet tables.
 
     Args:
         rows: uint8 [n, width], array or CPU tensor: UTF-8 bytes, padded with zeros.

@@ -1,7 +1,7 @@
-"""Reports a wait that has passed its deadline to the supervisor of this node, before the process ends.
+"""Reports a timeout (of a collective call, a request or the sampler threads) to the supervisor before the rank ends.
 
-The supervisor then collects the stacks of all ranks, and names the process that kept the others waiting. The file
-``procs/wait-rank<r>.json`` is described in docs/ARCHITECTURE.md, "Node run folder".
+The supervisor then collects the stacks of all ranks, and names the process that kept the others waiting. The report is
+the file ``procs/wait-rank<r>.json``, described in docs/ARCHITECTURE.md, "Node run folder".
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ _OTHER_RANK = re.compile(r"rank (\d+) \(node\d+, ")  # RankGroup.agree: the erro
 
 @dataclass(frozen=True)
 class Wait:
-    """A wait that has passed its deadline."""
+    """A wait that has timed out."""
 
     of: str  #: what was waited for: ``ranks``, ``server`` or ``threads`` (the sampler threads of this process)
     seconds: float
@@ -51,9 +51,10 @@ class Wait:
 
 
 def expired_wait(error: BaseException) -> Wait | None:
-    """The wait whose deadline has led to ``error``, from the error or those that caused it; None if there is none.
+    """Return the timeout that led to ``error``, or None if it has another cause.
 
-    Judges by the text, as an error may come from another process or from torch.
+    Searches the messages of the exception and of its causes, because a timeout of another process or of torch has no
+    exception type of its own.
     """
     for one in _chain(error):
         wait = _in_text(one, str(one))
@@ -76,7 +77,7 @@ def _in_text(error: BaseException, text: str) -> Wait | None:
 
 
 def _seconds(text: str) -> float:
-    """The duration in an error message of torch; 0 if it has none."""
+    """Return the duration stated in an error message of torch, in seconds, or 0."""
     if found := _MILLISECONDS.search(text):
         return int(found[1]) / 1000
     found = _SECONDS.search(text)
@@ -84,7 +85,7 @@ def _seconds(text: str) -> float:
 
 
 def _chain(error: BaseException | None) -> Iterator[BaseException]:
-    """Yield an error and those that caused it, the last one first."""
+    """Yield an exception, its cause or context, the cause of that, and so on."""
     seen: set[int] = set()
     while error is not None and id(error) not in seen:
         seen.add(id(error))
@@ -93,9 +94,9 @@ def _chain(error: BaseException | None) -> Iterator[BaseException]:
 
 
 def report_expired(error: BaseException, environ: Mapping[str, str] = os.environ) -> None:
-    """If ``error`` ends a rank because a wait has passed its deadline, report the wait to the supervisor.
+    """If a timeout led to ``error``, which ends this rank, report the timeout to the supervisor.
 
-    Then waits for the supervisor to end this process, at most ``REPORTED_FOR`` seconds. Does nothing outside of a run.
+    Then waits at most ``REPORTED_FOR`` seconds for the supervisor to end this process. Does nothing outside a run.
     """
     run_dir, rank = environ.get("GNNFLEET_RUN_DIR"), environ.get("RANK", "")
     if not run_dir or not rank.isdigit() or not environ.get("GNNFLEET_SUPERVISOR"):
@@ -122,7 +123,7 @@ def report_expired(error: BaseException, environ: Mapping[str, str] = os.environ
 
 
 def _stack(error: BaseException) -> Iterator[str]:
-    """Yield the frames of the error that caused ``error``, innermost first, as faulthandler writes them."""
+    """Yield the stack of the root cause of ``error``, innermost frame first, as lines in the format of faulthandler."""
     first = [one for one in _chain(error) if one.__traceback__ is not None][-1:]
     yield "Current thread 0x0 (most recent call first):"
     for frame in reversed(traceback.extract_tb(first[0].__traceback__)[-_MOST_FRAMES:] if first else []):
@@ -130,7 +131,7 @@ def _stack(error: BaseException) -> Iterator[str]:
 
 
 def report_uncaught(environ: Mapping[str, str] = os.environ) -> None:
-    """In a run, let ``report_expired`` see the exception that ends this process; called when a script opens a graph."""
+    """In a run, extend ``sys.excepthook`` to call ``report_expired``. Called when a script opens a graph."""
     before = sys.excepthook
     if getattr(before, "reports_waits", False) or not environ.get("GNNFLEET_SUPERVISOR"):
         return

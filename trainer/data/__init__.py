@@ -1,4 +1,4 @@
-"""Datasets: reads or generates one graph with attributes and splits."""
+"""Datasets: reads or generates a graph with its attributes and splits."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Builds a checked ``Dataset`` from raw arrays."""
+"""Checks the arrays read from a dataset's source, and builds a ``Dataset`` from them."""
 
 from __future__ import annotations
 
@@ -28,11 +28,10 @@ _MOST_GRAPH_BYTES = 16 << 20  #: largest graph attribute in bytes; every host ge
 def build_dataset(raw: RawGraph, options: SourceOptions, fingerprint: str, scratch: Scratch | None = None) -> Dataset:
     """Check the arrays of ``raw``, and assign them to types, attributes and splits.
 
-    With ``scratch``, edges that option ``undirected`` adds are memory-mapped files in its folder.
-
     Every edge type needs ``edge_index`` [2, E]. ``<split>_idx`` and ``<split>_mask`` become splits, an array with one
-    row per node or edge becomes an attribute of its type, and any other array an attribute of the graph. Raises
-    ``DataError`` for arrays or options that contradict each other.
+    row per node or edge becomes an attribute of its type, and any other array an attribute of the graph. With
+    ``scratch``, edges that option ``undirected`` adds are stored in its folder and memory-mapped. Raises ``DataError``
+    for arrays or options that contradict each other.
     """
     _check_options(raw, options)
     if raw.hetero and not raw.edges:
@@ -75,7 +74,7 @@ def _check_options(raw: RawGraph, options: SourceOptions) -> None:
 
 
 def _native(raw: RawGraph) -> RawGraph:
-    """Convert all arrays to this machine's byte order, which the kernels assume."""
+    """Convert all arrays to this machine's byte order, because Numba kernels support no other."""
 
     def converted(arrays: RawArrays) -> RawArrays:
         return {
@@ -108,10 +107,10 @@ def _node_data(of: NodeType, graph: RawGraph, options: SourceOptions, notes: lis
 
 
 def _time(array: RawArray, required: bool, notes: list[str]) -> RawArray:
-    """Return an array of times, converted to one integer per node.
+    """Return times as one integer per node, [N].
 
-    If the array does not contain times, raises ``DataError`` if ``required``; otherwise adds a message to ``notes`` and
-    returns the array unchanged.
+    If ``array`` does not contain integer times, raises ``DataError`` if ``required``; otherwise appends a message to
+    ``notes`` and returns the array unchanged.
     """
     if not required and not checks.is_time(array.values, array.bfloat16):
         notes.append(
@@ -132,9 +131,10 @@ def _num_classes_type(graph: RawGraph, options: SourceOptions) -> NodeType | Non
 
 
 def _classes(kept: dict[str, RawArray], splits: Mapping[str, Ids], requested: int | None, notes: list[str]) -> int:
-    """Convert ``y`` in ``kept`` to class labels and return the number of classes.
+    """Convert attribute ``y`` in ``kept`` to class labels, in place, and return the number of classes.
 
-    If ``y`` cannot be class labels, it is not converted, ``notes`` gets a message, and the result is 0.
+    ``requested``: option ``num_classes``, 0 to leave ``y`` unchanged. If ``y`` does not contain class labels, raises
+    ``DataError`` if ``requested`` is given; otherwise leaves ``y``, adds a message to ``notes`` and returns 0.
     """
     if "y" not in kept:
         return requested or 0
@@ -179,8 +179,7 @@ def _bfloat16(kept: RawArrays) -> frozenset[str]:
 def _attrs(arrays: RawArrays, needed: tuple[str, ...], rows: int, of: str, notes: list[str]) -> dict[str, RawArray]:
     """Return the arrays that have one row of numbers for each node or edge of a type.
 
-    Any other array is left out, with a message in ``notes``; if its name is in ``needed``, raises ``DataError``
-    instead.
+    Other arrays are left out, with a message in ``notes``. Raises ``DataError`` if such an array is in ``needed``.
     """
     kept = {}
     for name, array in arrays.items():

@@ -112,7 +112,10 @@ def is_number(values: Array) -> bool:
 
 
 def check_features(x: Array, bfloat16: bool, where: str) -> None:
-    """Raise ``DataError`` unless ``x`` has at least two dimensions, [N, F, …], and is finite."""
+    """Raise ``DataError`` unless ``x`` has at least two dimensions, [N, F, …], and is finite.
+
+    ``bfloat16``: whether ``x`` is uint16 with the bits of bfloat16 numbers.
+    """
     if x.ndim < 2:
         raise DataError(
             f"{where}: shape is {list(x.shape)}, expected [number of nodes, number of features]; "
@@ -138,7 +141,10 @@ def _finite(rows: Array, bfloat16: bool) -> Array:
 
 
 def is_time(values: Array, bfloat16: bool) -> bool:
-    """Return whether ``values`` are integers below 2**63 of shape [N] or [N, 1]."""
+    """Return whether ``values`` are integers below 2**63 of shape [N] or [N, 1].
+
+    With ``bfloat16``, ``values`` are uint16 with the bits of bfloat16 numbers, and the result is False.
+    """
     integers = values.dtype.kind in "iu" and not bfloat16 and not (values.size and int(values.max()) >= 2**63)
     return integers and (values.ndim == 1 or values.shape[1:] == (1,))
 
@@ -240,7 +246,7 @@ def _without_repeats(ids: npt.NDArray[np.int64], where: str) -> npt.NDArray[np.i
 
 
 def check_labelled(y: Array, splits: Mapping[str, npt.NDArray[np.int64]], where: str) -> None:
-    """Raise ``DataError`` when a split contains a node without a label."""
+    """Raise ``DataError`` when a split contains a node without a label (-1)."""
     for name, ids in splits.items():
         unlabelled = np.flatnonzero(y[ids] < 0)
         if len(unlabelled):

@@ -1,4 +1,4 @@
-"""Looks at the CSV and Parquet files of a folder and drafts the options of dataset `tables` (``partition tables``)."""
+"""Guesses the options of dataset `tables` from the CSV and Parquet files of a folder (``partition tables``)."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ class _Column:
 
 @dataclass
 class _Found:
-    """A table, with what its columns contain."""
+    """A table of the folder, and the kinds of its columns."""
 
     scan: Scan
     file: str  #: relative to the folder
@@ -48,7 +48,7 @@ class _Found:
 
     @property
     def type_name(self) -> str:
-        """The file's name as a node type or relation: singular, with the characters of ``check_word``."""
+        """The file's name without its suffix as the name of a type: lower case, with letters, digits and ``_`` only."""
         stem = re.sub(r"\.(csv|tsv|txt|parquet|pq)(\.\w+)?$", "", Path(self.file).name, flags=re.IGNORECASE)
         word = re.sub(r"[^A-Za-z0-9]+", "_", stem).strip("_").lower() or "table"
         return word
@@ -60,7 +60,7 @@ class _Found:
 
     @property
     def id(self) -> _Column | None:
-        """The first column that can name the rows."""
+        """The first column of unique texts or integers, which can serve as the id of the rows, or None."""
         return next((one for one in self.columns if one.unique and _may_be_id(one)), None)
 
 
@@ -69,11 +69,11 @@ def _may_be_id(column: _Column) -> bool:
 
 
 def draft_tables(folder: Path) -> dict[str, Any]:
-    """Return key ``options`` of dataset `tables`, guessed from the files in ``folder``: ``nodes`` and ``edges``.
+    """Guess the options ``nodes`` and ``edges`` of dataset `tables` from the files in ``folder``.
 
-    A table with a column without repeats is a node table; a table with two columns whose values are ids of node tables
-    is an edge table. Every file, and every folder, directly in ``folder`` is one table. Raises ``DataError`` if there
-    are no tables, or no edges are found.
+    Every file and every folder directly in ``folder`` is one table. A table with a column of unique values is a node
+    table; a table with two columns whose values are ids of node tables is an edge table. With several node types,
+    option ``undirected`` is set. Raises ``DataError`` if there are no tables, or if no node or edge table is found.
     """
     with TemporaryDirectory(prefix="gnnfleet-tables-") as work:
         database = Database(Path(work), None)
@@ -135,8 +135,8 @@ def _draft(found: list[_Found]) -> dict[str, Any]:
     if not nodes or not edges:
         have = ", ".join(f"{table.file} ({', '.join(one.name for one in table.columns[:8])})" for table in found)
         raise DataError(
-            "no node tables (a column without repeats) and edge tables (two columns of their ids) are recognised in: "
-            f"{have}; write data.options yourself (docs/data.md)"
+            "no node table (with a column of unique values) or no edge table (with two columns of node ids) is "
+            f"recognised in: {have}; write data.options yourself (docs/data.md)"
         )
     drafted = {
         "nodes": {types[table.file]: _node_table(table) for table in nodes},
@@ -147,7 +147,7 @@ def _draft(found: list[_Found]) -> dict[str, Any]:
 
 
 def _ends(table: _Found, nodes: list[_Found]) -> list[tuple[_Column, _Found]]:
-    """Return up to two columns whose values are ids of node tables, and these tables, in the order of the columns."""
+    """Return up to two columns of a table that contain node ids, in order, each with the node table of the ids."""
     scored = []
     for position, column in enumerate(table.columns):
         if not _may_be_id(column):
@@ -161,13 +161,13 @@ def _ends(table: _Found, nodes: list[_Found]) -> list[tuple[_Column, _Found]]:
 
 
 def _likeness(column: _Column, node: _Found) -> int:
-    """Return how well the name of a column fits a node table."""
+    """Return a score, 0 to 4, of how similar the name of a column is to a node table's name and id column."""
     name, key = column.name.lower(), node.id.name.lower() if node.id else ""
     return 2 * (name == key) + (node.node_type in name) + (key in name)
 
 
 def _contained(table: _Found, column: _Column, node: _Found) -> bool:
-    """Return whether nine of ten of the first ids in a column are ids of a node table."""
+    """Return whether at least 90% of a sample of a column's values are ids of a node table."""
     assert node.id is not None
     own, ids = (f"CAST({quoted(one.name)} AS VARCHAR)" for one in (column, node.id))
     some = f"SELECT DISTINCT v FROM (SELECT {own} AS v FROM {table.scan.sql} LIMIT {_SAMPLE}) WHERE v IS NOT NULL"
@@ -214,7 +214,7 @@ def _edge_table(table: _Found, ends: list[tuple[_Column, _Found]]) -> dict[str, 
 
 
 def _others(table: _Found, rest: list[_Column]) -> dict[str, Any]:
-    """Draft time, features and categories from columns without another role."""
+    """Guess which of the columns ``rest`` are time, features and categories."""
     drafted: dict[str, Any] = {}
     time = next((one for one in rest if one.kind == "time" or (one.whole and one.name.lower() in _TIMES)), None)
     if time is not None:

@@ -1,4 +1,4 @@
-"""Compiled kernels for edge lists: range check, symmetric adjacency."""
+"""Functions on edge lists, with compiled kernels: check of the ids, symmetric adjacency, both directions of edges."""
 
 from __future__ import annotations
 
@@ -39,9 +39,10 @@ def symmetric_adjacency(edge_index: Array, num_nodes: int, dtype: Any = np.int32
 def joint_adjacency(
     lists: Sequence[EdgeList], num_nodes: int, dtype: Any = np.int32, scratch: Scratch | None = None
 ) -> tuple[Array, Array]:
-    """Build the CSR of ``symmetric_adjacency`` for several edge lists together.
+    """Build one CSR, as ``symmetric_adjacency``, from the edges of several edge lists.
 
-    With ``scratch``, the neighbours are a memory-mapped file in its folder, and building it takes 24 bytes per node and
+    ``lists``: for each, the edges [2, E], a number to add to the sources, and a number to add to the targets. With
+    ``scratch``, the neighbours are stored in its folder and memory-mapped. Takes 24 bytes of memory per node, and
     ``scratch.memory``.
     """
     indptr = np.zeros(num_nodes + 1, np.int64)
@@ -63,7 +64,7 @@ def joint_adjacency(
 def _adjacency_on_disk(
     lists: Sequence[EdgeList], indptr: Ids, seen_by: Array, dtype: np.dtype[Any], scratch: Scratch
 ) -> tuple[Array, Array]:
-    """Build the CSR of ``joint_adjacency``. ``indptr`` counts repeated neighbours, and is overwritten by the result."""
+    """Build the CSR of ``joint_adjacency``. ``indptr``: offsets of rows with repeats, overwritten by the result."""
     path = scratch.folder / "neighbours"
     size = 0
     with path.open("wb") as file:
@@ -80,7 +81,7 @@ def _adjacency_on_disk(
 
 
 def _both_ways(lists: Sequence[EdgeList], dtype: np.dtype[Any]) -> Iterator[Records]:
-    """Yield every edge in both directions, without self loops: row numbers and neighbours."""
+    """Yield both directions of every edge, without self loops, in chunks: row numbers and their neighbours."""
     for edges, source, target in lists:
         for start in range(0, edges.shape[1], _EDGES_AT_ONCE):
             progress("sort edges", start, edges.shape[1])
@@ -133,7 +134,7 @@ def _fill_both_ways(
 def _drop_repeats(indptr: Array, slots: Array, seen_by: Array) -> Array:
     """Remove repeated neighbours from each row, in place, and return the new indptr.
 
-    ``seen_by`` [ids of neighbours]: filled with -1.
+    ``seen_by``: work array with an entry for every node id, filled with -1.
     """
     num_rows = len(indptr) - 1
     kept = np.zeros(num_rows + 1, np.int64)

@@ -35,11 +35,11 @@ def load_dataset(
 
     Args:
         name: name of the dataset.
-        source: folder, .npz or .pt file (dataset `file`), the folder of the tables (`tables`), or the download folder
-            (`ogbn-*`, `Planetoid:Cora`).
-        options: dataset options, as text or values.
-        scratch: for dataset `tables`, an empty folder on disk for the arrays of the graph, which are memory-mapped, and
-            the memory for reading and joining the tables.
+        source: for dataset `file`, a folder or an .npz or .pt file; for `tables`, the folder of the tables; for
+            downloaded datasets (`ogbn-*`, `Planetoid:Cora`), the download folder.
+        options: dataset options. A value may be given as text.
+        scratch: required for dataset `tables`: an empty folder for the arrays of the graph, which are memory-mapped,
+            and the memory for reading the tables.
 
     Raises:
         DataError: when the dataset cannot be read, or an option is unknown or invalid.
@@ -50,7 +50,7 @@ def load_dataset(
 
 
 def _whole(name: str, source: str | None, options: Options, fingerprint: str, scratch: Scratch | None) -> Dataset:
-    """Load or generate the graph, before links are held out."""
+    """Load or generate the graph with all links, before ``hold_out_links`` moves some of them to graph attributes."""
     if isinstance(options, TablesOptions):
         from trainer.data.read_tables import read_tables  # needs duckdb
 
@@ -94,7 +94,10 @@ def _options(name: str, options: Mapping[str, Any] | None) -> Options:
 
 
 def _place(path: Path, source: str | None) -> str:
-    """Return the path of a file relative to the source folder, or the file's name when the source is a file."""
+    """Return the path of a source file as it enters the fingerprint.
+
+    It is relative to the folder ``source`` if the file is inside. If ``source`` is a file, it is the file's name.
+    """
     folder = Path(str(source)).expanduser()
     inside = folder.is_dir() and path.is_relative_to(folder)
     return path.relative_to(folder).as_posix() if inside else path.as_posix() if folder.is_dir() else path.name

@@ -1,4 +1,4 @@
-"""Wraps PyG's ``Data`` and ``HeteroData`` in memory as a ``Dataset``, without copies and without most of the checks."""
+"""Wraps PyG's ``Data`` and ``HeteroData`` as a ``Dataset`` that shares their memory, without most of the checks."""
 
 from __future__ import annotations
 
@@ -24,11 +24,11 @@ def dataset_of(data: Data | HeteroData, name: str, time_attrs: tuple[str, ...] =
     """Wrap ``data`` as a ``Dataset`` that shares its tensors (CUDA tensors are copied to host memory).
 
     PyG's own rules decide whether an attribute belongs to nodes or edges. A boolean ``<split>_mask`` [N] is both an
-    attribute and a split; a mask that fits neither nodes nor edges gives a warning. Attributes that are not dense
-    tensors are ignored. Type names are not checked.
+    attribute and a split. Warns of a mask whose length is neither the number of nodes nor of edges. Attributes that are
+    not dense tensors are ignored. Type names are not checked.
 
-    ``Dataset.time_attrs`` gets the names in ``time_attrs`` whose attribute has one integer per node in every type that
-    has the attribute.
+    The result's ``time_attrs`` are those of the given ones that are one integer per node in all node types that have
+    them.
 
     Edges are read from ``edge_index`` or, if it is missing, from ``adj_t``. As in torch_geometric, an edge type with
     neither has no edges. Raises ``DataError`` if such an edge type has edge attributes, and if the source or target
@@ -85,7 +85,7 @@ def _edge_data(store: Any, name: str) -> EdgeData:
 def _edge_index(store: Any, name: str) -> Array:
     """Return the edges of an edge type, [2, E], or [2, 0] if it has no edges.
 
-    If the edges come from ``adj_t``, they are numbered row by row, as in torch_geometric.
+    Edges from ``adj_t`` are in the order of its rows (targets), as in torch_geometric.
     """
     if "edge_index" in store:
         return shared_array(store.edge_index)
@@ -99,8 +99,8 @@ def _edge_index(store: Any, name: str) -> Array:
 def targets_and_sources(adj_t: Any) -> tuple[Ids, Ids]:
     """Return the targets and sources of the edges in a transposed adjacency matrix, row by row, int64 [E] each.
 
-    adj_t: a torch_sparse ``SparseTensor`` or a sparse torch tensor. Repeated entries of a sparse tensor are merged into
-    one edge, unless its layout is CSR.
+    ``adj_t``: a torch_sparse ``SparseTensor`` or a sparse torch tensor. Repeated entries of a sparse tensor are merged
+    into one edge, unless its layout is CSR.
     """
     import torch
 
@@ -127,9 +127,9 @@ def _by_row(key: str, value: Any, store: Any, edges: bool) -> bool:
 
 
 def _sort_attrs(store: Any, num_nodes: int) -> None:
-    """Let PyG classify the attributes as node or edge attributes and cache the result.
+    """Let PyG classify the attributes as node or edge attributes, which it caches.
 
-    ``num_nodes`` is set while PyG does so, as PyG warns whenever it infers the number.
+    ``num_nodes`` is set meanwhile, because PyG prints a warning if it has to infer the number of nodes.
     """
     had_num_nodes = "num_nodes" in store
     store.num_nodes = num_nodes
@@ -182,9 +182,9 @@ def _num_classes(attrs: Mapping[str, Array], bfloat16: frozenset[str]) -> int:
 
 
 def _graph_attrs(store: Any, hetero: bool) -> dict[str, Array]:
-    """Return the graph-level attributes: dense tensors that belong neither to nodes nor to edges.
+    """Return the attributes of the graph as a whole: dense tensors that belong neither to nodes nor to edges.
 
-    Leaves out bfloat16 tensors.
+    Tensors of dtype bfloat16 are left out.
     """
     own = {
         key: value

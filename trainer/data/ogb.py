@@ -66,7 +66,7 @@ def _by_type(values: Mapping[str, Any]) -> dict[Any, dict[str, Any]]:
 
 @contextlib.contextmanager
 def _arrays_loadable() -> Iterator[None]:
-    """Let ``torch.load`` unpickle the numpy arrays that ogb caches, and nothing else, within the ``with`` block.
+    """In the ``with`` block, let ``torch.load`` unpickle the numpy arrays in ogb's cache files, but no other objects.
 
     ogb pickles with protocol 4, which ``torch.load(weights_only=True)`` cannot read.
     """

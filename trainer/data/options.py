@@ -84,7 +84,7 @@ class SourceOptions:
 
 
 def parse_options(kind: type[T], options: Mapping[str, Any], dataset: str) -> T:
-    """Make a dataclass of type ``kind`` from ``options``. A text is converted to the type of its field.
+    """Make a dataclass of type ``kind`` from ``options``. Text is converted to the type of its field.
 
     Raises ``DataError`` for an unknown name or a value of another type.
     """
@@ -141,7 +141,7 @@ def _text(value: Any) -> str:
 
 
 def _names(value: Any) -> tuple[str, ...]:
-    """Parse a list of names: a list, ``a,b``, a JSON list (the form of a list from the config file), or ``none``."""
+    """Parse names given as a list, as ``a,b``, as a JSON list (how the launcher passes lists), or as ``none``."""
     if isinstance(value, str):
         if value.strip().lower() == "none":
             return ()

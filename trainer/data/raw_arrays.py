@@ -37,8 +37,8 @@ RawArrays = Mapping[str, RawArray]
 class RawGraph:
     """A graph as read from a dataset's source: arrays grouped by the node or edge type in their name.
 
-    ``plain`` contains the arrays without a type in their name. A source that knows which arrays of a homogeneous graph
-    belong to nodes and to edges gives them in ``nodes`` and ``edges``.
+    ``plain`` contains the arrays whose names contain no type. The arrays of a homogeneous graph are in ``plain``, or in
+    ``nodes`` and ``edges`` if the source states which belong to nodes and which to edges.
     """
 
     name: str
@@ -51,7 +51,7 @@ class RawGraph:
 
     @property
     def node_types(self) -> tuple[NodeType, ...]:
-        """Every node type that has attributes, a stated number of nodes, or edges, in the order found."""
+        """Every node type that has a stated number of nodes, arrays, or edges, in this order."""
         ends = [end for source, _, target in self.edges for end in (source, target)]
         return tuple(dict.fromkeys([*self.num_nodes, *self.nodes, *ends]))
 
@@ -63,7 +63,7 @@ def split_prefix(name: str) -> str | None:
 
 
 def by_name(found: Iterable[tuple[str, RawArray]]) -> dict[str, RawArray]:
-    """Make a dict of the pairs (name, array). Raises ``DataError`` for a name found twice."""
+    """Make a dict from (name, array) pairs. Raises ``DataError`` for a repeated name."""
     arrays: dict[str, RawArray] = {}
     for name, array in found:
         if name in arrays:
@@ -78,7 +78,7 @@ _LINKS = "_label_index"  #: suffix of T.RandomLinkSplit's links; the names of th
 
 
 def link_arrays(arrays: RawArrays) -> dict[str, RawArray]:
-    """Return the links to predict in ``arrays``, ``edge_label_index`` [2, m], and their labels, ``edge_label`` [m].
+    """Return the arrays for link prediction: links, ``…_label_index`` [2, m], and their labels, ``…_label`` [m].
 
     These arrays are not edge attributes, even if m equals the number of edges.
     """
@@ -142,7 +142,10 @@ def _owner(name: str, array: RawArray, num_nodes: int, num_edges: int) -> str:
 
 
 def _homogeneous_nodes(raw: RawGraph, options: SourceOptions) -> int:
-    """Return the number of nodes. It cannot be derived from the edges, as the last nodes may be isolated."""
+    """Return the number of nodes: from the options, the source, or the rows of x or y.
+
+    The largest id in the edges does not determine it, since the last nodes may have no edges.
+    """
     if options.num_nodes is not None:
         return options.num_nodes
     if HOMO_NODE in raw.num_nodes:
@@ -179,8 +182,9 @@ def _belongs_to_nodes(name: str) -> bool:
 def _target(plain: RawArrays, counts: Mapping[NodeType, int], raw: RawGraph, options: SourceOptions) -> NodeType | None:
     """Return the node type of the arrays x, y and splits whose names contain no type.
 
-    This is option ``target`` or, if it is not given, the only node type with a fitting number of nodes. Returns None if
-    there are no such arrays and the option is not given. Raises ``DataError`` if no type or several types fit.
+    This is option ``target`` or, if it is not given, the only node type with as many nodes as these arrays have rows.
+    Returns None if there are no such arrays and the option is not given. Raises ``DataError`` if no type or several
+    types fit.
     """
     if options.target is not None or not any(map(_belongs_to_nodes, plain)):
         return options.target

@@ -1,4 +1,4 @@
-"""Stores a ``Dataset`` in a folder and reads it back, with memory-mapped arrays."""
+"""Stores a ``Dataset`` in a folder, and reads stored datasets with memory-mapped arrays."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ _INDEX = "dataset.json"
 
 
 def store_dataset(dataset: Dataset, folder: Path) -> None:
-    """Store a dataset. Arrays that are whole .npy files in ``folder`` already are not written again.
+    """Write a dataset to ``folder``. Raises ``OSError``.
 
-    Raises ``OSError``.
+    An array that is the memory map of a .npy file in ``folder`` is not written again.
     """
     serial = 0
 
@@ -75,7 +75,7 @@ def _restored(record: dict[str, Any]) -> dict[str, Any]:
 
 
 def _npy_file(values: Array, folder: Path) -> Path | None:
-    """Return the .npy file in ``folder`` that ``values`` is a map of, as a whole; None if there is none."""
+    """Return the .npy file in ``folder`` that ``values`` maps completely, or None if it maps no such file."""
     owner: object = values.base
     if not isinstance(values, np.memmap) or not isinstance(owner, mmap.mmap):
         return None

@@ -39,7 +39,7 @@ def check_limits(dataset: str, options: AnySynthetic, limits: Mapping[str, tuple
 
 
 def class_features(y: Array, options: AnySynthetic, rng: np.random.Generator) -> Array:
-    """Return features, float32 [N, F]: for each class a random vector of length 2, plus noise for each node."""
+    """Return features, float32 [N, F]: a random vector of length 2 per class, plus normal noise per node."""
     centres = rng.standard_normal((options.num_classes, options.num_features), dtype=np.float32)
     centres *= 2.0 / np.linalg.norm(centres, axis=1, keepdims=True)
     x = np.empty((len(y), options.num_features), np.float32)
@@ -52,10 +52,10 @@ def class_features(y: Array, options: AnySynthetic, rng: np.random.Generator) ->
 
 
 def node_splits(dataset: str, options: AnySynthetic, shuffled: Array, time: Array | None = None) -> dict[str, Ids]:
-    """Return the node ids of train, val and test, taken in this order from ``shuffled``.
+    """Return the node ids of splits train, val and test: consecutive slices of ``shuffled``, sorted.
 
-    If nodes have times, the splits consist of the latest nodes: those of train are earlier than those of val, and those
-    of val earlier than those of test.
+    If nodes have times, ``shuffled`` is sorted by time first, and the splits are taken from its end: the nodes of
+    train are earlier than those of val, and these earlier than those of test.
     """
     sizes = {
         name: int(asked if (asked := getattr(options, name)) >= 1 else asked * options.num_nodes)
@@ -108,9 +108,9 @@ _SHARE_OF_LARGEST = 0.02  #: a hub's expected degree is at most this share of th
 def make_synthetic(options: SyntheticOptions, fingerprint: str) -> Dataset:
     """Generate a simple undirected graph (both directions stored, sorted by source) with x, y and splits.
 
-    The label of a node is its community. The source of an edge is drawn in proportion to power-law weights of the
-    nodes. So is the target, with probability ``homophily`` from the source's community only. Self loops and duplicates
-    are dropped. With times, most edges from a later to an earlier node are left out. Raises ``DataError`` for options
+    The label of a node is its community. Both ends of an edge are drawn with probabilities that follow a power law;
+    with probability ``homophily`` the target is drawn from the community of the source. Self loops and duplicates are
+    dropped. With times, most edges from a later to an earlier node are left out. Raises ``DataError`` for options
     out of range.
     """
     _check(options)
@@ -274,10 +274,10 @@ def _relations(
 def _draw_links(
     wanted: Array, classes: Array, degree: float, homophily: float, rng: np.random.Generator
 ) -> _DrawnLinks:
-    """Draw about ``degree`` distinct nodes for each paper.
+    """Draw on average ``degree`` nodes of one type for each paper, and drop duplicates.
 
-    With probability ``homophily`` a node is of class ``wanted[paper]``, else of any class. ``classes``: class of each
-    node.
+    With probability ``homophily`` a node is drawn from class ``wanted[paper]``, else from all classes. ``classes``: the
+    class of each node of that type.
     """
     papers = np.repeat(np.arange(len(wanted)), rng.poisson(degree, len(wanted)))
     by_class = np.argsort(classes, kind="stable")

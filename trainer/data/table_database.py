@@ -1,4 +1,4 @@
-"""Reads CSV and Parquet files with DuckDB: types, statistics and rows of a table, and where a row comes from."""
+"""Reads CSV and Parquet files with DuckDB, and finds the file and row that an error message must name."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ _FEW = 3  #: rows or values that a message shows
 
 
 def quoted(name: str) -> str:
-    """Return a column name as SQL."""
+    """Quote a column name for SQL."""
     return '"' + name.replace('"', '""') + '"'
 
 
 def text(value: str) -> str:
-    """Return a text as SQL."""
+    """Quote a text as a string literal of SQL."""
     return "'" + value.replace("'", "''") + "'"
 
 
@@ -43,7 +43,7 @@ def _duckdb() -> ModuleType:
 
 
 class Database:
-    """A DuckDB database in a file, which spills to the folder of this file when ``memory`` is full."""
+    """A DuckDB database in ``folder``, where it also stores temporary data that exceeds ``memory`` bytes."""
 
     def __init__(self, folder: Path, memory: int | None) -> None:
         self._module, self._memory = _duckdb(), memory
@@ -61,12 +61,12 @@ class Database:
         self._file.unlink(missing_ok=True)
 
     def run(self, sql: str, where: str) -> None:
-        """Execute a statement. Errors of DuckDB become ``DataError`` with ``where`` in front."""
+        """Execute a statement. Errors of DuckDB are raised as ``DataError``; the message begins with ``where``."""
         with self._explained(where):
             self._connection.execute(sql)
 
     def rows(self, sql: str, where: str) -> list[tuple[Any, ...]]:
-        """Return all rows of a query with few rows."""
+        """Return the rows of a query, which should be few."""
         with self._explained(where):
             return list(self._connection.execute(sql).fetchall())
 
@@ -85,8 +85,8 @@ class Database:
         except self._module.Error as error:
             if isinstance(error, self._module.OutOfMemoryException):
                 raise DataError(
-                    f"{where}: the {size_text(self._memory or 0)} for reading tables are too few; raise data.partition"
-                    ".memory (--memory). Thousands of columns are read faster as one list column of Parquet"
+                    f"{where}: {size_text(self._memory or 0)} of memory is too little for reading tables; raise data"
+                    ".partition.memory (--memory). Thousands of columns are read faster as one list column of Parquet"
                 ) from None
             lines = [line.strip() for line in str(error).splitlines() if line.strip()]
             raise DataError(f"{where}: {' '.join(lines[:6])[:600]}") from None
@@ -94,7 +94,7 @@ class Database:
             over.set()
 
     def _watch(self, where: str, over: threading.Event) -> None:
-        """Report the progress of the statement that is executed."""
+        """Report the progress of the running statement until ``over`` is set."""
         progress(f"read {where}", 0, 100)
         while not over.wait(_WATCH_INTERVAL):
             progress(f"read {where}", int(self._connection.query_progress()), 100)
@@ -111,7 +111,10 @@ class Scan:
 
     @cached_property
     def sql(self) -> str:
-        """The rows, in order. CSV files, which are slow to parse, are first copied into the database."""
+        """SQL expression for the table's rows, in order.
+
+        On first use, CSV files are copied into the database, since each query would otherwise parse them again.
+        """
         reading = self._reading(self.files)
         if is_parquet(self.files[0]):
             return reading
@@ -123,7 +126,7 @@ class Scan:
         return quoted(f"rows of {self.where}")
 
     def close(self) -> None:
-        """Delete the copy of CSV files."""
+        """Delete the database's copy of CSV files."""
         self.database.run(f"DROP TABLE IF EXISTS {self._copy}", self.where)
 
     def _reading(self, files: Sequence[Path]) -> str:
@@ -135,12 +138,12 @@ class Scan:
 
     @cached_property
     def types(self) -> dict[str, str]:
-        """Column -> type in DuckDB; all columns of CSV files are VARCHAR."""
+        """DuckDB's type of each column, by name. All columns of CSV files are VARCHAR."""
         found = self.database.rows(f"DESCRIBE SELECT * FROM {self.sql}", self.where)
         return {str(row[0]): str(row[1]) for row in found}
 
     def check_column(self, column: str, role: str) -> None:
-        """Raise ``DataError`` if a file does not have the column."""
+        """Raise ``DataError`` if no file has the column. ``role``: what the column is for, such as ``id``."""
         if column not in self.types:
             raise DataError(f"{self.where}: {role} {column!r} is not a column: {self._have(self.types)}")
 
@@ -150,15 +153,17 @@ class Scan:
         return f"{self.files[0].name} has the columns {shown}"
 
     def check_file_columns(self, columns: Sequence[str]) -> None:
-        """Raise ``DataError`` that names the file in which one of ``columns`` is missing."""
+        """Raise ``DataError`` if one of ``columns`` is missing in a file. The message names the file."""
         for path in self.files:
             found = self.database.rows(f"DESCRIBE SELECT * FROM {self._reading([path])}", f"{self.where}: {path}")
             if missing := [column for column in columns if column not in {str(row[0]) for row in found}]:
                 raise DataError(f"{path}: has no column {missing[0]!r}, which other files of {self.where} have")
 
     def first(self, columns: Sequence[str], condition: str) -> str:
-        """Describe the first row for which the SQL ``condition`` over ``columns`` holds: file, row, and the value of
-        the first column, such as ``users.csv, row 4: age is 'old'``."""
+        """Describe the first row that meets the SQL ``condition``, such as ``users.csv, row 4: age is 'old'``.
+
+        ``columns``: the columns that occur in the condition. The value shown is that of the first one.
+        """
         listed = ", ".join(dict.fromkeys(map(quoted, columns)))
         inner = f"SELECT row_number() OVER () - 1 AS gf_row, {listed} FROM {self.sql}"
         shown = f"CAST({quoted(columns[0])} AS VARCHAR)"
@@ -167,7 +172,10 @@ class Scan:
         return f"{self.place(int(row))}: {columns[0]} is {'empty' if value is None else repr(str(value)[:80])}"
 
     def place(self, row: int) -> str:
-        """Return the file and the row in this file (the first row of data is 1) of row ``row`` of the table."""
+        """Return the file and the row number in it, from 1, of a row of the table, such as ``users.csv, row 4``.
+
+        ``row`` counts the rows of all files, from 0.
+        """
         for path in self.files:
             (count,) = self.database.rows(f"SELECT count(*) FROM {self._reading([path])}", self.where)[0]
             if row < count:

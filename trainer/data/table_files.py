@@ -15,10 +15,10 @@ CSV = (".csv", ".tsv", ".txt", ".csv.gz", ".tsv.gz", ".txt.gz", ".csv.zst", ".ts
 
 
 def table_files(table: Table, folder: Path, where: str) -> list[Path]:
-    """Return the files of a table, sorted within each folder or glob, all of one kind.
+    """Return the files of a table, in the order of its patterns; those of one folder or glob are sorted.
 
     Files whose names begin with ``_`` or ``.`` are skipped in folders, as Spark writes such files beside its data.
-    Raises ``DataError`` if none is found or kinds are mixed.
+    Raises ``DataError`` if a pattern matches no file, or if there are both CSV and Parquet files.
     """
     found: list[Path] = []
     for pattern in table.files:
@@ -58,7 +58,7 @@ def is_parquet(path: Path) -> bool:
 
 
 def source_folder(source: str | None) -> Path:
-    """Return the folder that the files of tables are relative to; the current folder without ``source``."""
+    """Return the folder to which the paths of tables are relative: ``source``, or by default the current folder."""
     folder = Path(source or ".").expanduser()
     if not folder.is_dir():
         raise DataError(f"dataset tables: source {folder} is not a folder; give the folder of the tables")

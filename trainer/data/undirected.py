@@ -1,4 +1,4 @@
-"""Adds the reverse of every edge (option ``undirected``), in memory or by way of files."""
+"""Adds the reverse of every edge (option ``undirected``), in memory or in files."""
 
 from __future__ import annotations
 
@@ -26,8 +26,8 @@ def both_ways(
 
     For an edge type ``(a, r, b)`` between two node types, the type ``(b, rev_r, a)`` is added, with the edges in the
     same order. If both ends have the same node type, the reverse edges are added to the edge type itself, unless
-    ``reverse_types`` is set. With ``scratch``, new arrays are memory-mapped files in its folder. Raises ``DataError``
-    when a type to be added exists already.
+    ``reverse_types`` is set. With ``scratch``, new arrays are stored in its folder and memory-mapped. Raises
+    ``DataError`` when a type to be added exists already.
     """
     result = dict(edges)
     for of, data in edges.items():
@@ -55,8 +55,8 @@ def reverse(data: EdgeData, scratch: Scratch | None = None) -> EdgeData:
 def merged(data: EdgeData, num_nodes: int, scratch: Scratch | None = None) -> EdgeData:
     """Return both directions of every edge, without duplicates, sorted by source then target.
 
-    If several edges are equal, the attributes of the first are kept, and edges in ``data`` come before reversed ones.
-    The attributes are not added up.
+    If an edge occurs several times, it gets the attributes of its first occurrence in ``data``, or of the first
+    reversed edge if ``data`` does not contain the edge itself. Attributes are not summed.
     """
     if scratch is not None:
         return _merged_on_disk(data, num_nodes, scratch)
@@ -67,9 +67,9 @@ def merged(data: EdgeData, num_nodes: int, scratch: Scratch | None = None) -> Ed
 
 
 def _first_of_equal(edge_index: Array) -> tuple[Array, Array]:
-    """Return both directions of every edge, sorted and without duplicates, and where their attributes come from.
+    """Return both directions of every edge, [2, E'], sorted and without duplicates, and an index array [E'].
 
-    The second array contains for each returned edge the index in ``edge_index`` of the edge whose attributes it gets.
+    For each returned edge, the index array has the position in ``edge_index`` of the edge whose attributes it gets.
     """
     both = np.concatenate([edge_index, edge_index[::-1]], axis=1)
     order = np.lexsort((both[1], both[0]))  # stable, so a given edge comes before an equal reversed one
@@ -83,7 +83,7 @@ def _first_of_equal(edge_index: Array) -> tuple[Array, Array]:
 
 
 def _within(scratch: Scratch | None, name: str) -> Scratch | None:
-    """Return ``scratch`` with a new folder inside its folder."""
+    """Return ``scratch`` with a new subfolder as its folder."""
     if scratch is None:
         return None
     folder = scratch.folder / f"both_ways-{name}"
@@ -92,7 +92,7 @@ def _within(scratch: Scratch | None, name: str) -> Scratch | None:
 
 
 def _merged_on_disk(data: EdgeData, num_nodes: int, scratch: Scratch) -> EdgeData:
-    """Return what ``merged`` returns, as memory-mapped files. Takes 16 bytes per node and ``scratch.memory``."""
+    """Implement ``merged`` with memory-mapped files. Takes 16 bytes of memory per node, and ``scratch.memory``."""
     count = data.num_edges
     indptr = np.zeros(num_nodes + 1, np.int64)
     for start in range(0, count, _EDGES_AT_ONCE):
@@ -124,7 +124,7 @@ def _merged_on_disk(data: EdgeData, num_nodes: int, scratch: Scratch) -> EdgeDat
 
 
 def _both_directions(edge_index: Array, columns: list[Column]) -> Iterator[Records]:
-    """Yield all edges, then all reversed ones: source, target, and the position among these."""
+    """Yield, in chunks, all edges and then all reversed edges: sources, targets, and positions from 0 to 2E - 1."""
     count = edge_index.shape[1]
     for first, (sources, targets) in ((0, edge_index), (count, edge_index[::-1])):
         for start in range(0, count, _EDGES_AT_ONCE):
@@ -134,7 +134,7 @@ def _both_directions(edge_index: Array, columns: list[Column]) -> Iterator[Recor
 
 
 def _without_repeats(group: SortedRows) -> tuple[Ids, Array, Array]:
-    """Return sources, targets and positions, sorted by source and target, without repeated edges."""
+    """Return the sources, targets and positions of ``group``, sorted by source, then target, without repeated edges."""
     source = np.repeat(np.arange(group.first, group.first + len(group.limits) - 1), np.diff(group.limits))
     target, position = (column() for column in group.columns)
     order = np.lexsort((target, source))  # stable

@@ -1,1 +1,1 @@
-"""A graph opened for one process: its parts, the hosts of other parts, caches, and the seeds of each rank."""
+"""Opens a graph in a training process: parts on this host, connections to others, row cache, order of the seeds."""

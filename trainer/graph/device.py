@@ -1,8 +1,8 @@
 """Moves batches to the device of the model.
 
 With CUDA, a batch is copied from pinned memory on a separate stream while the device works on the previous batch. The
-most requested rows can stay on the device; only the other rows are then gathered and copied. On a CPU nothing is
-copied.
+rows of ``x`` that batches request most often can be kept on the device; only other rows are then gathered and copied.
+On a CPU nothing is copied.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from trainer.store.row_cache import CachedRows
 
 
 def as_tensor(values: Array, spec: AttrSpec) -> Tensor:
-    """Return stored rows as a tensor of the dataset's dtype that shares the memory of the rows."""
+    """Return gathered rows as a tensor of dtype ``spec.dtype`` that shares their memory."""
     if spec.dtype == "bfloat16":
         return torch.from_numpy(values.view(np.int16)).view(torch.bfloat16)
     return torch.from_numpy(values)
@@ -41,7 +41,7 @@ B = TypeVar("B", bound=Movable)
 
 @dataclass(frozen=True)
 class DeviceRows:
-    """Rows of one node type that stay on the device."""
+    """Rows of ``x`` of one node type that are kept on the device."""
 
     #: int32 [num_nodes], on the host: row of each global id, -1 if it is not on the device
     slots: npt.NDArray[np.int32]
@@ -64,8 +64,8 @@ def feed(device: torch.device) -> Callable[[B], B]:
 class CudaFeed:
     """Copies batches to a CUDA device on a separate stream.
 
-    A batch is returned as soon as its copy is queued; the device waits for the copy before it starts work queued later.
-    The host does not wait, so the copy of a batch overlaps with the device's work on the previous batch.
+    A call queues the copy of a batch and returns without waiting. The current stream waits for the copy before it runs
+    work queued later, so the copy of a batch overlaps with the device's work on the previous batch.
     """
 
     def __init__(self, device: torch.device):

@@ -1,4 +1,4 @@
-"""Opens the graph of the run that this process belongs to, from its environment variables."""
+"""Opens a graph for ``gnnfleet.open``: that of the run to which this process belongs, or a partition folder."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def open_any(
     node_rank: int | None = None, key_file: str | Path | None = None, deadline: float = 120.0,
     environ: Mapping[str, str] = os.environ,
 ) -> Graph:  # fmt: skip
-    """Implementation of ``gnnfleet.open``."""
+    """Implement ``gnnfleet.open``."""
     if path is not None:
         _check_path(path)
     report_uncaught(environ)
@@ -66,8 +66,7 @@ def open_any(
 def compares_digests(ranks: Ranks, environ: Mapping[str, str] = os.environ) -> bool:
     """Return whether this process compares the files it opens with the digests in the manifest.
 
-    If the node has a graph server, the server compares the files before it is ready. Otherwise the node's first rank
-    does.
+    True on the first rank of a node without a graph server. If a node has one, the server compares the files.
     """
     return ranks.local_rank == 0 and not environ.get("GNNFLEET_SERVER_READY")
 
@@ -76,7 +75,7 @@ def await_own_server(environ: Mapping[str, str] = os.environ) -> None:
     """Wait until this node's graph server has written its ready file, if the launcher started one.
 
     Reads GNNFLEET_SERVER_READY (the file) and GNNFLEET_START_TIMEOUT (seconds). Raises ``ServiceError`` if the file is
-    missing after this time. Usually the supervisor, which watches the server, ends the run earlier.
+    missing after this time. If the server fails, the supervisor usually ends the run earlier.
     """
     ready, seconds = environ.get("GNNFLEET_SERVER_READY"), float(environ.get("GNNFLEET_START_TIMEOUT") or 120)
     until = time.monotonic() + seconds
@@ -99,7 +98,7 @@ def is_client(cluster: str | Path | None, node_rank: int) -> bool:
 
 
 def this_process(environ: Mapping[str, str] = os.environ) -> Ranks:
-    """Return the ranks from torchrun's variables, else from an initialized process group."""
+    """Return rank and world size from torchrun's variables or, without them, from an initialized process group."""
     ranks = Ranks.from_env(environ)
     torch = sys.modules.get("torch")  # not imported: no process group can exist
     if "RANK" in environ or torch is None:
@@ -134,8 +133,8 @@ def _check_in_run(environ: Mapping[str, str]) -> None:
 def _layout_of_run(cluster: str | Path, ranks: Ranks) -> RankLayout | None:
     """Return which ranks run on the hosts of each part.
 
-    Returns None for a single process outside the run, which reads all parts itself. Raises ``SettingsError`` if the
-    number of ranks differs from that in the cluster file.
+    Returns None for a single process that is given the cluster file of a run with several ranks. Raises
+    ``SettingsError`` if several ranks were started, but not as many as the cluster file places.
     """
     layout = RankLayout.from_cluster(read_cluster(cluster))
     if layout.world_size == ranks.world_size:

@@ -1,4 +1,4 @@
-"""Opens a graph: the parts of this host by memory map, other parts through the hosts that hold them."""
+"""Opens a graph: memory-maps the parts of this host, and connects to the graph servers for other parts."""
 
 from __future__ import annotations
 
@@ -107,7 +107,7 @@ class Graph:
         self, settings: SampleSettings, attrs: Mapping[AnyType, tuple[str, ...]],
         labels: tuple[NodeType, tuple[str, ...]] = ("", ()),
     ) -> Sampler:  # fmt: skip
-        """Return an object that samples batches and gathers their rows.
+        """Return a sampler, which makes batches: it samples subgraphs and gathers their rows.
 
         Args:
             settings: How neighbours are drawn.
@@ -121,15 +121,15 @@ class Graph:
     def threads(self, threads: int, prefetch: int) -> int:
         """Return the number of sampler threads of a loader.
 
-        In a client it is at least ``prefetch``, as each thread only waits for a batch of a graph server. If the parts
-        are larger than the memory, it is at least 2, so that the next batch is sampled while the rows of one are read.
+        This is ``threads``, but in a client at least ``prefetch``, since the threads only wait for graph servers. If the
+        parts are larger than the memory, it is at least 2: one batch is sampled while the rows of another are read.
         """
         if self.gateway:
             return max(threads, prefetch)
         return max(threads, 2) if self.store.larger_than_memory else threads
 
     def patience(self, deadline: float, num_requests: int) -> float:
-        """Return the seconds that a batch may take if it makes ``num_requests`` requests, one after the other."""
+        """Return the seconds after which a batch that makes ``num_requests`` consecutive requests has timed out."""
         return (deadline + (self.gateway.server_wait if self.gateway else 0.0)) * num_requests
 
     @property
@@ -165,7 +165,7 @@ class Graph:
 
     @property
     def num_node_features(self) -> int | dict[NodeType, int]:
-        """Width of the attribute ``x``, 0 without it. A mapping by node type if the graph is heterogeneous."""
+        """Number of columns of attribute ``x``, 0 without ``x``. A dict by node type if the graph is heterogeneous."""
         shapes = {
             of: spec.attrs["x"].shape if "x" in spec.attrs else (0, 0) for of, spec in self.manifest.nodes.items()
         }
@@ -197,8 +197,8 @@ class Graph:
     ) -> Prediction | None:  # fmt: skip
         """Cache on this host the rows of other hosts that batches of ``split`` request most often.
 
-        Samples some batches in advance without gathering rows, counts the rows of other hosts that the batches request,
-        and fetches the most requested rows. All processes of an initialized ``torch.distributed`` must call this.
+        Samples some batches in advance, counts how often they request each row of other hosts, and fetches the most
+        requested rows. If ``torch.distributed`` is initialized, all its processes must call this.
 
         Args:
             fanouts: ``num_neighbors`` of the loader: a list, or a mapping over edge types.
@@ -210,8 +210,8 @@ class Graph:
             attrs: Attributes that the loader gathers of each node type. Default: all.
 
         Returns:
-            The bytes that this rank is expected to receive in an epoch. None if all parts are on this host, or if graph
-                servers send whole batches.
+            The bytes that this rank is expected to receive in an epoch. None if all parts are on this host, or in a
+                client, whose graph servers send whole batches.
 
         Raises:
             SettingsError: The arguments do not fit the graph, or the process group does not match the graph's ranks.
@@ -248,7 +248,7 @@ def open_graph(
     node_rank: int = 0, key_file: str | Path | None = None, deadline: float = 120.0, ranks: Ranks | None = None,
     placed: RankLayout | None = None, remote_access: RemoteAccess | None = None,
 ) -> Graph:  # fmt: skip
-    """Open ``part_ids`` (default: all) of a partition folder and connect to the hosts of the other parts.
+    """Open the parts ``part_ids`` (default: all) of a partition folder and connect to the hosts of the other parts.
 
     Args:
         cluster_file: ``cluster.json``; None if no other host serves parts.
@@ -299,7 +299,7 @@ def open_client(
     cluster: Cluster, ranks: Ranks, *, key_file: str | Path | None = None, deadline: float = 120.0,
     remote_access: RemoteAccess | None = None, placed: RankLayout | None = None,
 ) -> Graph:  # fmt: skip
-    """Open the graph in a client node of a run. All data comes from graph servers, first from the node's home server.
+    """Open the graph on a client node of a run. All data comes from graph servers; the home server is asked first.
 
     Raises:
         ServiceError: No server answers within ``deadline`` seconds, or a server has a different partition.
@@ -318,7 +318,7 @@ def open_client(
 def connect_servers(
     endpoints: str | Sequence[str] | None, key: str | Path | None, ranks: Ranks, *, deadline: float, name: str,
 ) -> Graph:  # fmt: skip
-    """Implementation of ``gnnfleet.connect``."""
+    """Implement ``gnnfleet.connect``."""
     keys = None if key is None else read_key_file(Path(key).expanduser())
     named = endpoints or (keys.endpoints if keys else ())
     endpoint_list = list(named) if isinstance(named, Sequence) and not isinstance(named, str) else [named]
@@ -353,9 +353,9 @@ def _check_endpoint(endpoint: object) -> None:
 
 
 def _reachable_servers(endpoints: Sequence[str], keys: ServiceKeys | None, deadline: float) -> list[ServerAddress]:
-    """Return the addresses of the servers that answer at ``endpoints``, and then of the other servers of their cluster.
+    """Return the addresses of the servers that answer at ``endpoints``, then those of the cluster's other servers.
 
-    Raises ``ServiceError`` with the cause for each endpoint if none answers.
+    Raises ``ServiceError``, which states the cause per endpoint, if no server answers.
     """
     patience, gone_after = min(deadline, _HELLO), min(GONE_AFTER, deadline)
     unknown = [ServerAddress("", -1, "", endpoint, ()) for endpoint in endpoints]
@@ -373,9 +373,9 @@ def _reachable_servers(endpoints: Sequence[str], keys: ServiceKeys | None, deadl
 
 
 def _say_hello(clients: Sequence[HostClient], patience: float) -> tuple[list[tuple[str, HelloInfo]], list[str]]:
-    """Send a first request to each server.
+    """Send the first request of a connection to each server, all at once.
 
-    Returns (endpoint, answer) for each server that answers, and an error text for each other server.
+    Returns a list of (endpoint, answer) of the servers that answer, and a list of error texts of the others.
     """
     until = time.monotonic() + patience
     hellos = [(client, client.submit_hello()) for client in clients]
@@ -400,10 +400,7 @@ def _connect_error(endpoints: Sequence[str], problems: Sequence[str]) -> str:
 
 
 def _address_of(endpoint: str, info: HelloInfo) -> ServerAddress:
-    """Return the address of a server, with the endpoint that the user gave.
-
-    Name and parts are those that the server reports.
-    """
+    """Return the address of a server: the endpoint that the user gave, and the name and parts that it reports."""
     listed = [place for place in info.servers if place.node_rank == info.node_rank]
     name = listed[0].name if listed else f"node{info.node_rank} ({info.host})"
     return ServerAddress(name, info.node_rank, info.host, endpoint, info.part_ids)

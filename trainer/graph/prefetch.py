@@ -1,4 +1,4 @@
-"""Makes batches ahead in threads and yields them in order."""
+"""Makes batches in background threads, some in advance, and yields them in order."""
 
 from __future__ import annotations
 
@@ -27,15 +27,15 @@ def ordered_ahead(
     work: Callable[[Item], Result], items: Iterable[Item], *, threads: int, ahead: int, deadline: float,
     thread_init: Callable[[int], object] | None = None,
 ) -> Generator[Result, None, None]:  # fmt: skip
-    """Yield ``work(item)`` for each item, in order. The results are computed ahead by ``threads`` threads.
+    """Yield ``work(item)`` for each item, in order. ``threads`` threads compute the results in advance.
 
     At most ``max(ahead, threads + 1)`` results exist at once, including the result that the caller uses. This function
     keeps no reference to a result that it has yielded, so memory is bounded if the caller drops each result before
     requesting the next.
 
-    If ``work`` raises, the error is raised at the item's place in the order and no later item is started: after the
-    loss of a host, each later item would wait for its deadline, and a process cannot exit before its threads have
-    ended. Raises ``ServiceError`` if a result is not ready ``deadline`` seconds after it is requested.
+    If ``work`` raises, the error is raised in place of the item's result, and no later item is started. (After the loss
+    of a host, each of them would wait for its deadline, and the process could not exit until then.) Raises
+    ``ServiceError`` if a result is not ready ``deadline`` seconds after it is requested.
 
     ``thread_init`` is called with the number of each thread, from 0, before the thread's first item. An error in
     ``thread_init`` is raised in place of that item's result.

@@ -1,1 +1,1 @@
-"""Partitions a graph and writes, verifies and describes the partition folder."""
+"""Partitions graphs, and writes, verifies and describes partition folders."""

@@ -1,8 +1,8 @@
-"""Moves nodes between parts until every class of nodes is balanced, and then to cut fewer edges.
+"""Moves nodes between parts: first until each class of nodes is balanced, then to cut fewer edges.
 
-METIS as packaged accepts one weight per node, so it cannot balance several quantities at once. Here every node belongs
-to exactly one class (its type, whether it is a train seed, or both), and each class has bounds on its nodes in a part.
-Moving a node changes the counts of one class only, so the bounds can always be met.
+The METIS of pymetis accepts one weight per node, so it cannot balance node types and train seeds at once. Here each
+node belongs to one class, by its type, by whether it is a train seed, or by both, and each class has bounds on the
+number of its nodes in a part. Moving a node changes the counts of one class only, so the bounds can always be met.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ Part = npt.NDArray[np.int32]
 
 @dataclass(frozen=True)
 class JoinedNodes:
-    """A numbering of the nodes of all types: consecutive, type after type."""
+    """Numbers the nodes of all types consecutively: those of the first type, then those of the second, and so on."""
 
     starts: Mapping[NodeType, int]  #: number of the first node of each type
     total: int  #: nodes of all types
@@ -45,9 +45,10 @@ class JoinedNodes:
 
 
 def joined_adjacency(dataset: Dataset, joined: JoinedNodes, scratch: Scratch | None = None) -> tuple[Array, Array]:
-    """Build the CSR over all nodes: every edge of every type in both directions, without self loops and duplicates.
+    """Build a CSR of the edges of all types in both directions, without self loops and duplicates.
 
-    Returns ``indptr`` int64 [total + 1] and ``neighbours`` int32|int64 [nnz], with ``scratch`` as a memory-mapped file.
+    Returns ``indptr`` int64 [total + 1] and ``neighbours`` int32|int64 [nnz]. With ``scratch``, the neighbours are in a
+    memory-mapped file.
     """
     lists = [(edges.edge_index, joined.starts[of[0]], joined.starts[of[2]]) for of, edges in dataset.edges.items()]
     return joint_adjacency(lists, joined.total, id_dtype(joined.total), scratch)
@@ -72,7 +73,7 @@ class NodeClasses:
     most: Array  #: int64 [classes], most nodes of the class in a part
 
     def sizes(self, part: Part, num_parts: int) -> Array:
-        """Count the nodes of each class in each part, int64 [classes, num_parts]. Part -1 means not assigned."""
+        """Count the nodes of each class in each part, int64 [classes, num_parts]. ``part``: -1 if unassigned."""
         placed = part >= 0
         cells = self.of[placed].astype(np.int64) * num_parts + part[placed]
         return np.bincount(cells, minlength=len(self.count) * num_parts).reshape(-1, num_parts)
@@ -83,9 +84,9 @@ def node_classes(
 ) -> NodeClasses:
     """Divide the nodes into classes, and compute the bounds of each class.
 
-    ``balance``, one of ``assign.BALANCES``, states whether node types and train seeds have classes of their own.
-    A part must have between (1 - slack) and (1 + slack) times the mean number of nodes of a class. If that range is
-    smaller than one node, the bounds are the mean rounded down and up.
+    ``balance``, such as ``types+seeds``, states what distinguishes classes: the node type, being a train seed, or both.
+    The bounds are (1 - slack) and (1 + slack) times the mean number of nodes of the class in a part. If there is no
+    whole number in between, they are the mean rounded down and up.
     """
     of = np.zeros(joined.total, np.int32)
     own = joined.split(of)
@@ -106,7 +107,7 @@ def _bounded(of: Array, count: Array, num_parts: int, slack: float) -> NodeClass
 
 
 def fill_up(part: Part, classes: NodeClasses, num_parts: int) -> None:
-    """Assign each unassigned node (part -1) to a part, in place. Nodes go to the parts with fewest nodes of a class."""
+    """Assign the unassigned nodes (part -1), in place, to the parts that have the fewest nodes of their class."""
     sizes = classes.sizes(part, num_parts)
     unplaced = np.flatnonzero(part < 0)
     for number in range(len(classes.count)):
@@ -116,7 +117,7 @@ def fill_up(part: Part, classes: NodeClasses, num_parts: int) -> None:
 
 
 def _levelled(sizes: Array, extra: int) -> Array:
-    """Return how many of ``extra`` nodes each part gets, so that the parts with the smallest ``sizes`` grow first."""
+    """Divide ``extra`` nodes among parts of the given sizes so that the smallest parts grow first."""
     low, high = 0, int(sizes.max()) + extra
     while low < high:
         level = (low + high + 1) // 2
@@ -127,9 +128,9 @@ def _levelled(sizes: Array, extra: int) -> Array:
 
 
 def balance_parts(indptr: Array, neighbours: Array, part: Part, classes: NodeClasses, num_parts: int) -> None:
-    """Move nodes between parts, in place, until every class is within its bounds, then to cut fewer edges.
+    """Move nodes between parts, in place: first until each class is within its bounds, then to cut fewer edges.
 
-    ``indptr`` and ``neighbours`` are the CSR of a symmetric graph. Takes at most about ten passes over the edges.
+    ``indptr`` and ``neighbours`` are the CSR of a symmetric graph. Makes at most about ten passes over the edges.
     """
     sizes = classes.sizes(part, num_parts)
     for step in range(_ROUNDS, 0, -1):
@@ -143,7 +144,7 @@ def balance_parts(indptr: Array, neighbours: Array, part: Part, classes: NodeCla
 def _move(
     indptr: Array, neighbours: Array, part: Part, of: Array, sizes: Array, keep: Array, room: Array
 ) -> None:  # fmt: skip
-    """For each class, move nodes from parts with more than ``keep`` nodes to parts with fewer than ``room`` nodes.
+    """Move nodes from parts with more than ``keep`` nodes of a class to parts with fewer than ``room`` nodes of it.
 
     Nodes are moved in descending order of ``_gains``, so that few edges are cut.
     """
@@ -158,7 +159,7 @@ def _move(
 
 @njit()
 def _gains(indptr: Array, neighbours: Array, part: Array, of: Array, receivers: Array, nodes: Array) -> Array:
-    """Return for each of ``nodes`` how much the edge cut decreases if the node moves to the best part, int64 [n].
+    """Return by how many edges the cut decreases if a node moves to the best of its receivers, int64 [nodes].
 
     ``receivers``, bool [classes, num_parts]: the parts that may receive nodes of each class.
     """

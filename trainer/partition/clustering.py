@@ -1,8 +1,9 @@
-"""Contracts a graph on disk to a small weighted one, by size-constrained label propagation.
+"""Contracts a graph on disk to a smaller, weighted graph: finds clusters of nodes, and merges each into one node.
 
-Meyerhenke, Sanders, Schulz, "Partitioning Complex Networks via Size-Constrained Clustering", SEA 2014; with node data
-in memory and edges on disk as in Akhremtsev, Sanders, Schulz, "(Semi-)External Algorithms for Graph Partitioning and
-Clustering", ALENEX 2015. Every pass reads the edges once, from the first to the last.
+Clusters are found by size-constrained label propagation (Meyerhenke, Sanders, Schulz, "Partitioning Complex Networks
+via Size-Constrained Clustering", SEA 2014), with node data in memory and edges on disk as in Akhremtsev, Sanders,
+Schulz, "(Semi-)External Algorithms for Graph Partitioning and Clustering", ALENEX 2015. Every pass reads the edges
+once, from the first to the last.
 """
 
 from __future__ import annotations
@@ -44,10 +45,11 @@ class WeightedGraph:
 
 
 def clusters_of(graph: WeightedGraph, limit: int, seed: int) -> Array:
-    """Divide the nodes into clusters of at most ``limit`` weight, and return the cluster of each node, int32|int64 [N].
+    """Divide the nodes into clusters, and return the cluster of each node, from 0, int32|int64 [N].
 
-    Clusters are numbered from 0. In each pass, a node moves to the cluster that most of its edges lead to, among those
-    with room; ties are broken by hashes. Takes 24 bytes per node.
+    The node weights in a cluster add up to at most ``limit``. In each of several passes, every node moves to the
+    cluster with the largest weight of edges to the node, among clusters with room; ties are broken by a hash. Takes 24
+    bytes of memory per node.
     """
     cluster = np.arange(graph.num_nodes, dtype=graph.neighbours.dtype)
     alone = np.flatnonzero(np.diff(graph.indptr) == 0)
@@ -108,10 +110,11 @@ def _rank(key: int, node: int, cluster: int) -> int:
 
 
 def contracted(graph: WeightedGraph, cluster: Array, scratch: Scratch, name: str) -> WeightedGraph:
-    """Return the graph of the clusters: weights of equal edges are added, edges within a cluster are left out.
+    """Return a graph with one node per cluster, and an edge between each two clusters that edges of ``graph`` connect.
 
-    Neighbours and weights are files in the folder of ``scratch``, with ``name`` in front. Takes 32 bytes per cluster
-    and ``scratch.memory``.
+    The weight of an edge is the sum of the weights of the edges that it stands for. Neighbours and weights are
+    memory-mapped files ``<name>.*`` in the folder of ``scratch``. Takes 32 bytes of memory per cluster, and
+    ``scratch.memory``.
     """
     count = int(cluster.max()) + 1
     node_weight = np.bincount(cluster, graph.node_weight, count).astype(np.int64)
@@ -147,7 +150,7 @@ def _count_links(indptr: Array, neighbours: Array, cluster: Array, rows: Array) 
 
 
 def _links(graph: WeightedGraph, cluster: Array) -> Iterator[Records]:
-    """Yield the slots that lead from one cluster to another: own cluster, the other one, and the edge's weight."""
+    """Yield the edges between clusters, in chunks: clusters of the sources, those of the targets, and edge weights."""
     node = 0
     while node < graph.num_nodes:
         progress("contract", node, graph.num_nodes)
@@ -164,7 +167,7 @@ def _links(graph: WeightedGraph, cluster: Array) -> Iterator[Records]:
 
 @njit()
 def _merge(limits: Array, to: Array, weights: Array, place: Array) -> Array:
-    """Add up the weights of equal neighbours of each row, in place, and return the new limits of the rows."""
+    """Merge repeated neighbours of each row and add up their weights, in place, and return the new row offsets."""
     ends = np.zeros(len(limits), np.int64)
     end = 0
     for row in range(len(limits) - 1):

@@ -1,4 +1,4 @@
-"""Sorts the edges of a type into rows by target node (CSC), part by part."""
+"""Divides the edges of a type among the parts, and sorts them by target node (CSC)."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _EDGES_AT_ONCE = 1 << 20
 
 @dataclass(frozen=True)
 class Relabelling:
-    """The global ids of one node type: consecutive within a part, in order of original ids."""
+    """The global ids of one node type. Those of a part are consecutive, in ascending order of original ids."""
 
     offsets: Ids  #: [num_parts + 1]; part p owns offsets[p] <= gid < offsets[p + 1]
     orig_id: Array  #: int32|int64 [N], original id of each global id
@@ -35,7 +35,7 @@ class Relabelling:
 
 
 def relabel(part: npt.NDArray[np.int32], num_parts: int) -> Relabelling:
-    """Assign global ids to nodes, part by part. ``part`` [N] is the part of each original id."""
+    """Assign global ids to the nodes of a type. ``part`` [N] is the part of each node, by original id."""
     offsets = np.zeros(num_parts + 1, np.int64)
     np.cumsum(np.bincount(part, minlength=num_parts), out=offsets[1:])
     orig_id = np.empty(len(part), id_dtype(len(part)))
@@ -68,7 +68,7 @@ Span = tuple[int, int, int]  #: part p, begin, end: the records begin <= r < end
 
 @dataclass(frozen=True)
 class EdgeCut:
-    """Cuts the edges of one type into parts. An edge belongs to the part of its target."""
+    """The edges of one type, divided among the parts. An edge belongs to the part of its target."""
 
     edge_index: Array  #: [2, E], original ids
     source: Relabelling  #: global ids of the source type
@@ -95,9 +95,9 @@ class EdgeCut:
         return np.dtype(id_dtype(self.edge_index.shape[1]))
 
     def sorted_edges(self, attrs: Sequence[Array] = (), scratch: Scratch | None = None) -> Iterator[SortedRows]:
-        """Yield the in-edges of consecutive targets (CSC), in order of global ids, and in original order within a row.
+        """Yield all edges, sorted by global id of the target, then by original id, in groups of consecutive targets.
 
-        The columns are: global ids of the sources, original edge ids, and the rows of each of ``attrs`` [E, …].
+        The columns are: global ids of the sources, original edge ids, and each of ``attrs`` [E, …].
         """
         columns = [Column(self.index_dtype), Column(self.edge_dtype), *map(Column.of, attrs)]
         return sorted_rows(self.indptr, columns, lambda: self._records(attrs), scratch)
@@ -119,12 +119,12 @@ class EdgeCut:
             yield EdgeRows(part_id, self.part_indptr(part_id), indices[begin:end], orig_id[begin:end])
 
     def part_indptr(self, part_id: int) -> Ids:
-        """Return the row offsets of a part, int64 [nodes of the part + 1]."""
+        """Return the CSC row offsets of a part, int64 [nodes of the part + 1], first 0."""
         low, high = self.target.offsets[part_id], self.target.offsets[part_id + 1]
         return self.indptr[low : high + 1] - self.indptr[low]
 
     def part_spans(self, group: SortedRows) -> Iterator[Span]:
-        """Yield the parts that have records in ``group``."""
+        """Yield (part, begin, end) for each part that owns edges of ``group``: those from position begin to end - 1."""
         start = int(self.indptr[group.first])
         limits = np.clip(self.offsets - start, 0, int(group.limits[-1])).tolist()
         for part_id, (begin, end) in enumerate(zip(limits, limits[1:], strict=False)):

@@ -1,4 +1,4 @@
-"""Writes a partition folder atomically: writes to a staging folder beside the target, then renames."""
+"""Replaces a partition folder atomically: writes new files to a staging folder beside it, then renames that folder."""
 
 from __future__ import annotations
 
@@ -35,9 +35,9 @@ _OUR_NOTES = "gnnfleet-"  #: prefix, after leading dots, of hidden files that th
 def reusable(folder: Path, fingerprint: str, say: Callable[[str], None] = lambda line: None) -> Manifest | None:
     """Return the manifest of ``folder`` if the partition is complete and has this fingerprint, else None.
 
-    A partition is complete if every file has the size stated in the manifest, and the digest too unless the partition
-    is large (``is_compared``). ``say`` is called with a line about damaged files. Raises ``PartitionError`` when the
-    partition has to be written and ``folder`` is not a partition folder or contains other files.
+    A partition is complete if each file has the size and, unless the partition is large (``is_compared``), the digest
+    stated in the manifest. ``say`` is called with a message about damaged files. Raises ``PartitionError`` if
+    ``folder`` is not a partition folder, or if it has to be written again but contains other files as well.
     """
     _check_kind(folder)
     with contextlib.suppress(PartitionError):
@@ -52,7 +52,7 @@ def reusable(folder: Path, fingerprint: str, say: Callable[[str], None] = lambda
 
 
 def is_compared(manifest: Manifest) -> bool:
-    """Return whether ``reusable`` compares the digests of the files, which takes a second per gigabyte or two."""
+    """Return whether ``reusable`` compares digests: only for partitions of up to 4 GiB, as comparing takes seconds."""
     return sum(entry.bytes for entry in manifest.files) <= _COMPARED
 
 
@@ -72,7 +72,7 @@ def _damaged(folder: Path, manifest: Manifest) -> list[str]:
 
 
 def check_same_graph(folder: Path, dataset: Dataset) -> None:
-    """Raise ``PartitionError`` if ``folder`` holds a partition of another graph: another name or other nodes."""
+    """Raise ``PartitionError`` if ``folder`` holds a partition of a graph with another name or number of nodes."""
     raw = _raw_manifest(folder)
     if raw is None:
         return
@@ -139,13 +139,13 @@ def files_below(folder: Path, top: Path) -> Iterator[str]:
 
 
 def is_note(name: str) -> bool:
-    """Return whether ``name`` is a hidden file that gnnfleet wrote, or an incomplete copy of such a file."""
+    """Return whether ``name`` is a hidden file that gnnfleet writes to partition folders, or a partial copy of one."""
     last = Path(name).name
     return last.startswith(".") and last.lstrip(".").startswith(_OUR_NOTES)
 
 
 def _raw_manifest(folder: Path) -> dict[str, Any] | None:
-    """Return the manifest as JSON, of any version, or None if ``folder`` holds no partition manifest."""
+    """Return the parsed JSON of a manifest of any version, or None if ``folder`` holds no partition manifest."""
     try:
         raw = json.loads((folder / MANIFEST).read_text(encoding="utf-8"))
     except (OSError, ValueError):
@@ -155,10 +155,11 @@ def _raw_manifest(folder: Path) -> dict[str, Any] | None:
 
 @contextlib.contextmanager
 def staged(folder: Path, kept: Path | None = None) -> Iterator[Path]:
-    """Yield a new folder beside ``folder``. The new folder replaces ``folder`` on success and is removed on any error.
+    """Yield a staging folder, which replaces ``folder`` at the end of the ``with`` block.
 
-    Also removes staging folders that killed processes left behind. With ``kept``, this folder is used, and remains on
-    an error. Raises ``PartitionError`` when the disk cannot be written, or ``folder`` holds other files.
+    By default this is a new folder beside ``folder``, which is removed after an error. If ``kept`` is given, this
+    folder is used, and not removed after an error. Also removes staging folders that killed processes left behind.
+    Raises ``PartitionError`` when the disk cannot be written, or ``folder`` holds files other than a partition.
     """
     staging = kept or folder.parent / f".{folder.name}.{socket.gethostname()}.{os.getpid()}"
     try:
@@ -199,8 +200,8 @@ def _sync_folders(root: Path) -> None:
 def _install(staging: Path, folder: Path) -> None:
     """Rename ``staging`` to ``folder``.
 
-    An old partition in ``folder`` is renamed to ``staging``. If the two names cannot be exchanged atomically, the
-    old partition is deleted.
+    If ``folder`` holds an old partition, the two folders exchange their names atomically. If the file system does not
+    support that, the old partition is renamed and then deleted.
     """
     check_replaceable(folder)
     if not folder.exists() or not any(folder.iterdir()):

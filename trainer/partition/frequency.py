@@ -1,7 +1,8 @@
 """Method `frequency`: assigns each node to the part whose train seeds sample it most often.
 
-Nodes are assigned in descending order of the difference between their highest and second-highest visit probability over
-the parts. The frequency partitioner of GraphLearn-for-PyTorch assigns nodes in chunks by id instead.
+A node's visit probability for a part is the probability that a batch of the part's train seeds contains the node. Nodes
+are assigned in descending order of the difference between their two highest visit probabilities. (The frequency
+partitioner of GraphLearn-for-PyTorch assigns nodes in chunks by id.)
 
 Visit probabilities are the vertex-inclusion probabilities of SALIENT++ (Kaler et al., "Communication-Efficient Graph
 Neural Networks with Probabilistic Neighborhood Expansion Analysis and Caching", MLSys 2023), per node type.
@@ -39,7 +40,7 @@ class InEdges:
 
     @classmethod
     def of(cls, dataset: Dataset) -> InEdges:
-        """Build the CSC of each edge type. Memory: one id per edge and 8 bytes per target of each edge type."""
+        """Build the CSC of each edge type. Takes one id per edge, and 8 bytes per target node and edge type."""
         counts = {of: nodes.num_nodes for of, nodes in dataset.nodes.items()}
         edges = {of: _in_edges(edges.edge_index, counts[of[2]]) for of, edges in dataset.edges.items()}
         return cls(counts, edges)
@@ -53,7 +54,7 @@ def visit_probabilities(
     Each seed is in the batch with probability ``chance``. A node that is visited for the first time samples each of its
     in-edges with probability min(1, fanout / in-degree). Edges are assumed to be sampled independently, so the result
     is exact on trees and too high on cycles. Edge types without fanouts are not followed. Weights and times are
-    ignored. Memory: 16 bytes per node, and 8 bytes per target of each edge type.
+    ignored. Takes 16 bytes of memory per node, and 8 bytes per target node and edge type.
     """
     graph = InEdges.of(graph) if isinstance(graph, Dataset) else graph
     hops = fanouts if isinstance(fanouts, Mapping) else dict.fromkeys(graph.edges, tuple(fanouts))
@@ -101,7 +102,8 @@ def _draw(
 ) -> None:
     """Update ``drawn`` and ``log_missed`` for one hop along one edge type, in place.
 
-    ``drawn``, float32 [rows]: the probability that an in-edge of the row has been sampled, up to this hop.
+    ``fresh``, float32 [rows]: the probability that the previous hop visited a target for the first time. ``drawn``,
+    float32 [rows]: the probability that a given in-edge of a target has been sampled, up to this hop.
     ``log_missed``, float64 [sources]: logarithm of the probability that a source is not visited in this hop. Self loops
     (``same_type``) are skipped, as the node has been visited already.
     """
@@ -136,9 +138,9 @@ def frequency_assignment(
 ) -> Part:
     """Return the part of each node, int32 [total].
 
-    METIS assigns the train seeds, equally many to each part. Each other node is assigned to a part whose seeds visit it
-    with high probability (``visit_probabilities``). Memory: 4 bytes per node and part, besides METIS. Raises
-    ``PartitionError`` when the dataset has no train seeds.
+    METIS assigns the train seeds, the same number to each part. Each other node is assigned to a part whose seeds visit
+    it with high probability (``visit_probabilities``). Takes 4 bytes of memory per node and part, besides METIS's.
+    Raises ``PartitionError`` when the dataset has no train seeds.
     """
     seeds = {of: nodes.splits[TRAIN] for of, nodes in dataset.nodes.items() if len(nodes.splits.get(TRAIN, ()))}
     if not seeds:
@@ -160,7 +162,7 @@ def _chances(
     dataset: Dataset, joined: JoinedNodes, home: Mapping[NodeType, Part], seeds: Mapping[NodeType, Ids],
     num_parts: int, fanouts: Fanouts,
 ) -> Array:  # fmt: skip
-    """Return the probability that a batch with the seeds of a part contains a node, float32 [num_parts, total]."""
+    """Return the visit probability of each node for each part, float32 [num_parts, total]."""
     graph = InEdges.of(dataset)
     in_batch = min(1.0, _BATCH * num_parts / sum(map(len, seeds.values())))
     chances = np.empty((num_parts, joined.total), np.float32)
@@ -173,7 +175,7 @@ def _chances(
 
 
 def _place(chances: Array, part: Part, classes: NodeClasses, num_parts: int) -> None:
-    """Assign each unassigned node (part -1) to a part, in place, in descending order of ``_regrets``."""
+    """Assign each unassigned node (part -1) to a part, in place, nodes with the largest ``_regrets`` first."""
     sizes = classes.sizes(part, num_parts)
     free = np.flatnonzero(part < 0)
     order = free[np.argsort(-_regrets(chances, free), kind="stable")]
@@ -183,7 +185,7 @@ def _place(chances: Array, part: Part, classes: NodeClasses, num_parts: int) -> 
 
 @njit()
 def _regrets(chances: Array, nodes: Array) -> Array:
-    """Return the difference between each node's highest and second-highest probability of a visit, float32 [n]."""
+    """Return the difference between the two highest visit probabilities of each of ``nodes``, float32 [n]."""
     regrets = np.zeros(len(nodes), np.float32)
     for position in range(len(nodes)):
         best = second = np.float32(0)
@@ -203,8 +205,9 @@ def _choose(
 ) -> None:
     """Assign each node in ``order`` to the part with room that has the highest visit probability for the node.
 
-    Of parts with equal probability, the smallest is chosen. ``left`` [classes] is the number of nodes still to assign.
-    If they are just enough to bring all parts to ``least``, only parts below ``least`` are considered.
+    Of parts with equal probability, the one with the fewest nodes of the node's class is chosen. ``left`` [classes]:
+    the number of unassigned nodes. Once all of these are needed for parts to reach ``least``, only parts below
+    ``least`` are considered.
     """
     num_kinds, num_parts = sizes.shape
     lack = np.zeros(num_kinds, np.int64)

@@ -113,7 +113,7 @@ def describe(folder: str | Path) -> Description:
 
 
 def _seeds(store: PartStore) -> Iterator[tuple[str, Ids]]:
-    """Yield (name as in ``PartFigures.seeds``, number of seeds in each part, int64 [num_parts]) for each split."""
+    """Yield for each split its name, as in ``PartFigures.seeds``, and its number of seeds per part, [num_parts]."""
     manifest = store.manifest
     for (of, split), gids in store.splits.items():
         counts = np.bincount(store.books[of].part_of(gids), minlength=manifest.num_parts)
@@ -126,7 +126,7 @@ def _balance(spec: NodeSpec | EdgeSpec) -> float:
 
 
 def _attr_texts(attrs: Mapping[str, AttrSpec]) -> dict[str, str]:
-    """Describe each attribute by dtype, stored type and shape, such as ``float32 as int8 [100, 64]``."""
+    """Describe each attribute by dtype, stored type if different, and shape, such as ``float32 as int8 [100, 64]``."""
     kept = {name: f" as {spec.kept}" if spec.kept else "" for name, spec in attrs.items()}
     return {name: f"{spec.dtype}{kept[name]} {list(spec.shape)}" for name, spec in attrs.items()}
 
@@ -150,7 +150,7 @@ def _part_figures(part: Part, manifest: Manifest, seeds: Mapping[str, Ids]) -> P
 
 
 def _outside(part: Part, manifest: Manifest, source: NodeType) -> tuple[int, int]:
-    """Count the edges of ``part`` that come from nodes of type ``source`` in other parts, and count these nodes."""
+    """Count the edges of ``part`` from nodes of type ``source`` in other parts, and the distinct such nodes."""
     low, high = manifest.nodes[source].offsets[part.part_id : part.part_id + 2]
     seen = new_bitset(manifest.nodes[source].num_nodes)
     found = [
@@ -205,7 +205,7 @@ def _listed(attrs: Mapping[str, str]) -> str:
 
 
 def _table(rows: Sequence[Sequence[str]]) -> list[str]:
-    """Return a table as lines with aligned columns. Numbers are aligned right, names and attributes left."""
+    """Return a table as lines with aligned columns: numbers on the right, names and attributes on the left."""
     last = len(rows[0]) - 1
     named = {0, last} if rows[0][last] == "attributes" else set()
     columns = [

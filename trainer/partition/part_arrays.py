@@ -1,4 +1,4 @@
-"""Files of arrays that are divided over the parts of a partition: one .npy file per part, written piece by piece."""
+"""Writes arrays that are divided among the parts of a partition: one .npy file per part, in pieces."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class PartArray:
     """One .npy file per part, ``part<p>/<path>``."""
 
     def __init__(self, root: Path, path: str, column: Column, counts: Sequence[int]) -> None:
-        """Create the files. ``counts``: number of rows of each part."""
+        """Create the files for rows as ``column`` describes. ``counts``: number of rows of each part."""
         self._writers = [
             NpyWriter(root, f"part{part_id}/{path}", column.dtype, (count, *column.shape))
             for part_id, count in enumerate(counts)
@@ -43,10 +43,10 @@ class PartArray:
 
 
 class PartAttr:
-    """The files of an attribute, in the form in which rows are stored (``rows`` of ``write_partition``)."""
+    """The files of an attribute, whose rows may be rounded to float16 or int8 when written."""
 
     def __init__(self, root: Path, top: str, name: str, column: Column, counts: Sequence[int], form: WireRows) -> None:
-        """Create the files in ``part<p>/<top>/attrs``, for int8 also in ``part<p>/<top>/scales``."""
+        """Create the files in ``part<p>/<top>/attrs`` and, if rows are rounded to int8, in ``part<p>/<top>/scales``."""
         self._what = f"{top}/attrs/{name}.npy"
         self._convert, stored = _conversion(stored_form(name, column.dtype, (0, *column.shape), form), column)
         paths = [self._what, f"{top}/scales/{name}.npy"]
@@ -55,7 +55,7 @@ class PartAttr:
     def append(self, part_id: int, rows: Array, numbers: Array) -> None:
         """Write the next rows of a part. ``numbers`` [rows]: their row numbers in the dataset.
 
-        Raises ``DataError`` that names a row that cannot be rounded.
+        Raises ``DataError`` for a row that cannot be rounded.
         """
         at = 0
         for chunk in rows_in_chunks(rows):
@@ -69,7 +69,10 @@ class PartAttr:
             at += len(chunk)
 
     def write(self, pieces: Iterable[Sequence[Piece]], pool: Executor) -> list[FileEntry]:
-        """Write all rows, and return the files' entries. The pieces of one sequence belong to different parts."""
+        """Write all rows, and return the entries of the files for the manifest.
+
+        The pieces of one sequence are written in parallel, so they must belong to different parts.
+        """
         for several in pieces:
             list(pool.map(lambda piece: self.append(*piece), several))
         return self.finish()
@@ -80,7 +83,7 @@ class PartAttr:
 
 
 def _conversion(form: WireRows, column: Column) -> tuple[Callable[[Array], Sequence[Array]], Sequence[Column]]:
-    """Return the function that converts rows to stored arrays, and the columns of these arrays."""
+    """Return the function that converts rows to the arrays to be stored, and dtype and shape of these arrays."""
     if form == "int8":
         return to_int8, [Column(np.dtype(np.int8), column.shape), Column(np.dtype(np.float32), (1,))]
     if form == "float16":
@@ -89,12 +92,12 @@ def _conversion(form: WireRows, column: Column) -> tuple[Callable[[Array], Seque
 
 
 def stored_form(name: str, dtype: np.dtype[Any], shape: tuple[int, ...], rows: WireRows) -> WireRows:
-    """Return ``rows`` if this attribute is rounded, else ``stored``."""
+    """Return ``rows`` if the attribute can be rounded to this type, else ``stored`` (not rounded)."""
     return rows if rounds(name, dtype, shape, rows) else "stored"
 
 
 def attr_spec(name: str, values: Array, bfloat16: bool, rows: WireRows) -> AttrSpec:
-    """Return the manifest's description of an attribute whose rows are stored as ``rows`` requires."""
+    """Return the description of an attribute for the manifest. ``rows``: requested form, such as ``int8``."""
     form = stored_form(name, values.dtype, values.shape, rows)
     if form == "int8":
         return AttrSpec("float32", values.shape, "int8")
@@ -102,7 +105,7 @@ def attr_spec(name: str, values: Array, bfloat16: bool, rows: WireRows) -> AttrS
 
 
 def pieces_by_part(values: Array, part: Array, num_parts: int, at_once: int) -> Iterator[list[Piece]]:
-    """Divide the rows of ``values`` by part, ``at_once`` rows at a time, so that they are read once and in order.
+    """Yield the rows of ``values``, ``at_once`` rows at a time, as one piece for each part that has some of them.
 
     ``part`` [rows]: the part of each row.
     """

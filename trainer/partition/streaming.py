@@ -1,8 +1,8 @@
 """Method `streaming`: partitions a graph whose edges do not fit into memory.
 
-The graph is contracted until METIS can partition it within the memory; then the parts are projected back, balanced, and
-refined with all edges. The edges are read from disk in order, a few dozen times; only arrays of one value per node are
-in memory.
+The graph is contracted, by merging clusters of nodes, until METIS can partition it within the given memory. The nodes
+of a cluster then get the part of the cluster, and the parts are balanced and refined with all edges. The edges are read
+sequentially from disk, a few dozen times; memory holds only arrays with one value per node.
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ def streaming_assignment(
 ) -> Part:
     """Assign nodes to parts, and return the part of each node, int32 [total].
 
-    Takes about 60 bytes per node and ``scratch.memory``, and on disk 24 bytes per edge (two directions of 4 bytes, and
-    as much again and more while they are sorted).
+    Takes about 60 bytes of memory per node and ``scratch.memory``, and in ``scratch.folder`` up to 24 bytes per edge
+    (8 bytes for both directions, the rest while they are sorted).
     """
     indptr, neighbours = joined_adjacency(dataset, joined, scratch)
     connected = np.diff(indptr) > 0
@@ -62,7 +62,10 @@ def _contracted_parts(graph: WeightedGraph, num_parts: int, seed: int, scratch: 
 
 
 def _heaviest(graph: WeightedGraph, memory: int) -> tuple[Array, Array, Array, Array]:
-    """Return indptr, neighbours, edge weights and node weights, without the lightest edges if METIS has no room."""
+    """Return indptr, neighbours, edge weights and node weights of a graph for METIS.
+
+    If METIS needs more than ``memory`` for all edges, those with the smallest weights are left out.
+    """
     weights = graph.weights
     if bytes_needed(len(weights)) <= memory:
         return graph.indptr, np.asarray(graph.neighbours), np.asarray(weights), graph.node_weight

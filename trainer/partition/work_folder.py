@@ -1,4 +1,4 @@
-"""Intermediate results of ``partition make`` on disk, with which the next run goes on after an interruption."""
+"""Stores intermediate results of ``partition make``, from which the next call continues after an interruption."""
 
 from __future__ import annotations
 
@@ -17,27 +17,28 @@ _LOCK = "lock"
 
 
 class WorkFolder:
-    """A hidden folder beside a partition folder, for one run at a time.
+    """A hidden folder beside a partition folder with the intermediate results of ``partition make``.
 
-    A stage's result is recorded when the stage is finished, so a killed run loses the stage that it was in.
+    The work is divided into named stages. The result of a stage is recorded when it is finished, so a killed process
+    loses only the work on its current stage.
     """
 
     def __init__(self, path: Path) -> None:
         self.path = path
 
     def folder(self, name: str) -> Path:
-        """Return a folder of this name inside; it may contain what an interrupted run has left."""
+        """Return the subfolder ``name``, created if missing. It may contain files of an interrupted call."""
         path = self.path / name
         path.mkdir(exist_ok=True)
         return path
 
     def emptied(self, name: str) -> Path:
-        """Return an empty folder of this name inside."""
+        """Return the subfolder ``name`` without the files that it may have contained."""
         shutil.rmtree(self.path / name, ignore_errors=True)
         return self.folder(name)
 
     def stages_done(self) -> list[str]:
-        """Return the names of the finished stages, in the order of their ends."""
+        """Return the names of the finished stages, in the order in which they finished."""
         found = sorted(self.path.glob("*.done"), key=lambda path: path.stat().st_mtime_ns)
         return [path.name.removesuffix(".done") for path in found]
 
@@ -46,7 +47,7 @@ class WorkFolder:
         return self._record(stage).exists()
 
     def once(self, stage: str, run: Callable[[], Any]) -> Any:
-        """Return the result of a finished stage, or run it and record its result, a JSON value."""
+        """Return the recorded result of a stage. If it is not finished, call ``run`` and record its JSON value."""
         if not self.is_done(stage):
             write_whole(self._record(stage), json.dumps(run()), sync=True)
         return json.loads(self._record(stage).read_text())
@@ -57,12 +58,11 @@ class WorkFolder:
 
 @contextmanager
 def work_folder(folder: Path, fingerprint: str, keep: bool) -> Iterator[WorkFolder]:
-    """Open the work folder of a partition folder. It is deleted at the end and on errors.
+    """Open the work folder of a partition folder for the ``with`` block, and delete it at the end and after errors.
 
-    A killed process leaves it; so does an interrupt (Ctrl-C) if ``keep``.
-
-    What another partition's interrupted run has left is deleted first. Raises ``PartitionError`` if another process
-    uses the work folder, or the disk cannot be written.
+    The work folder remains if the process is killed and, with ``keep``, after an interrupt (Ctrl-C). If it contains
+    results for another ``fingerprint``, these are deleted first. Raises ``PartitionError`` if another process uses the
+    work folder, or the disk cannot be written.
     """
     path = folder.with_name(f".{folder.name}.work")
     try:

@@ -1,4 +1,4 @@
-"""Collects the attributes that requests ask for: finds the source of each row and copies rows from the sources."""
+"""Gathers requested attributes: finds the source of each row, and copies rows from the sources to the result arrays."""
 
 from __future__ import annotations
 
@@ -46,8 +46,9 @@ class HostRows:
 
 @dataclass(frozen=True)
 class HeldAnswers:
-    """Answers of other hosts that are kept for later batches, the oldest first, and an index of their ids. All answers
-    have the same type and attributes.
+    """Rows of one type, with the same attributes, that other hosts sent and that are kept for later batches.
+
+    They are stored as received, the oldest answer first, with an index of their ids.
     """
 
     answers: tuple[HostRows, ...] = ()
@@ -61,12 +62,12 @@ class _HeldKind:
 
 
 class HeldRows:
-    """Rows of other hosts that recent batches received, by type and attributes, for reuse by the next batches.
+    """Keeps the answers of other hosts for recent batches, by type and attributes, for reuse by the next batches.
     Thread-safe: an object returned by ``of`` does not change.
 
-    The newest answers are kept, with at most as many rows as the last ``batches`` batches needed from other hosts. This
-    limit includes cached rows, which are not in the answers. With a cache, the kept answers therefore cover more
-    batches. The kept arrays are never those of a batch, because the user may change a batch.
+    The newest answers are kept. The limit is the number of remote rows in the last ``batches`` batches. It counts
+    cached rows as well, although answers do not contain them, so with a cache the kept answers are from more batches.
+    The arrays of a batch itself are not kept, because the user may change them.
     """
 
     def __init__(self, batches: int = HELD_BATCHES):
@@ -79,8 +80,8 @@ class HeldRows:
         return HeldAnswers() if kept is None else kept.held
 
     def add(self, columns: ColumnKey, needed: int, answers: Sequence[HostRows]) -> None:
-        """Keep the rows that other hosts sent for a batch, for the next batches. ``needed``: rows of other hosts that
-        the batch needed, sent or held."""
+        """Keep the answers of other hosts for a batch. ``needed``: number of remote rows in the batch, including cached
+        and held rows."""
         if self._batches == 0 or needed == 0:
             return
         with self._lock:
@@ -94,8 +95,9 @@ class HeldRows:
 
 
 def _with_more(held: HeldAnswers, answers: Sequence[HostRows], most_rows: int) -> HeldAnswers:
-    """Return ``held`` with more answers: at most ``most_rows`` rows, ``MOST_BYTES`` bytes and ``MOST_ANSWERS`` arrays.
-    The index is rebuilt only if old answers were dropped.
+    """Add answers to ``held``, drop the oldest above ``most_rows`` rows or ``MOST_BYTES`` bytes, and return the result.
+
+    More than ``MOST_ANSWERS`` answers are joined. The index is rebuilt only if answers were dropped or it is too full.
     """
     every = (*held.answers, *answers)
     found = _newest(every, most_rows)
@@ -112,7 +114,7 @@ def _with_more(held: HeldAnswers, answers: Sequence[HostRows], most_rows: int) -
 
 
 def _joined(answers: tuple[HostRows, ...]) -> tuple[HostRows, ...]:
-    """Concatenate the two adjacent answers that have fewest rows in total. Positions in the index stay valid."""
+    """Concatenate the two adjacent answers with the fewest rows. The order of rows, and so the index, is unchanged."""
     pairs = [len(one.ids) + len(next_one.ids) for one, next_one in pairwise(answers)]
     at = pairs.index(min(pairs))
     one, other = answers[at : at + 2]
@@ -121,7 +123,7 @@ def _joined(answers: tuple[HostRows, ...]) -> tuple[HostRows, ...]:
 
 
 def _newest(answers: Sequence[HostRows], most_rows: int) -> tuple[HostRows, ...]:
-    """Return the newest answers that have at most ``most_rows`` rows and ``MOST_BYTES`` bytes together."""
+    """Return the newest answers whose rows do not exceed ``most_rows`` and ``MOST_BYTES`` in total."""
     kept: deque[HostRows] = deque()
     rows = nbytes = 0
     for answer in reversed(answers):
@@ -134,9 +136,10 @@ def _newest(answers: Sequence[HostRows], most_rows: int) -> tuple[HostRows, ...]
 
 @dataclass(frozen=True)
 class GatherPiece:
-    """Some attributes of one request, and the source of each row: own part, cache, held answer or another host.
+    """Some attributes of one request, and for each row the source to read it from.
 
-    All attributes of a piece have the same sources.
+    A source is a part of this host, the row cache, a held answer or another host. It is the same for all attributes of
+    a piece.
     """
 
     ids: Ids  #: int64 [n]
@@ -150,13 +153,13 @@ class GatherPiece:
     keeps: bool  #: whether answers are held for the next batches
 
     def copy_near(self, local: LocalGraph) -> None:
-        """Copy the rows that are on this host: those in own parts, in the cache and in held answers."""
+        """Copy the rows that are on this host, from its parts, the cache and held answers, to ``out``."""
         local.fill(self.columns[0], self.out, self.own)
         for rows, placed in [self.cached, *self.held] if self.cached else self.held:
             self._put(rows, placed)
 
     def put(self, host: str, rows: Columns, at: npt.NDArray[np.int32]) -> None:
-        """Copy the rows that ``host`` sent to the positions ``at`` of the answer. Raises ``ServiceError`` for a wrong
+        """Copy rows that ``host`` sent to the positions ``at`` of ``out``. Raises ``ServiceError`` for rows of a wrong
         dtype or shape.
         """
         for name, values in self.out.items():
@@ -181,8 +184,8 @@ class GatherPiece:
 
 
 class GatherPlan:
-    """Divides the requests of one ``gather`` call into pieces. ``hosts``: the host that answers for each part
-    (``PartHolders.table``).
+    """Divides the requests of one ``gather`` call into pieces, by where their attributes are stored. ``hosts``: the
+    host that answers for each part (``PartHolders.table``).
     """
 
     def __init__(self, local: LocalGraph, hosts: Array, cache: RowCache | None, held: HeldRows):
@@ -195,8 +198,8 @@ class GatherPlan:
         self._located: dict[tuple[Any, ...], Mapping[int, RowPlacement]] = {}
 
     def pieces(self, request: RowRequest, out: Columns) -> Iterator[GatherPiece]:
-        """Yield the pieces of a request. ``out``: the arrays to be filled, from ``LocalGraph.new_rows``. Raises
-        ``PartitionError`` for an id outside all parts.
+        """Divide a request into pieces. ``out``: the arrays to be filled, by attribute. Raises ``PartitionError`` for
+        an id outside all parts.
         """
         # 1-d columns, which every host has with replicated topology
         on_all_hosts = {name for name in out if self._local.store.whole_topology and out[name].ndim == 1}
@@ -231,9 +234,10 @@ class GatherPlan:
     def _places(
         self, request: RowRequest, all_here: bool, slots: Array | None, held: IdIndex
     ) -> Mapping[int, RowPlacement]:
-        """Return where the rows of a request are read from, by source.
+        """Return which rows of a request to read from each source, by source code.
 
-        Pieces with the same ids and sources get the same arrays, so that a message contains the ids once.
+        For pieces with the same ids and sources, the same arrays are returned, so that a message contains the ids only
+        once.
         """
         key = request.of, id(request.ids), all_here, id(slots), id(held) if held is not NO_INDEX else 0
         if key not in self._located:

@@ -1,8 +1,8 @@
-"""Samples all hops of a batch: from seeds to the ids and edges of a subgraph.
+"""Samples all hops of a batch: the node ids and edges of a subgraph around the seeds.
 
-The neighbours of a node are requested once per edge type, when the node first appears. The neighbours drawn with a
-smaller fanout are a prefix of those drawn with a larger one, so the blocks of later hops are cut from the same answer.
-The neighbours of a node are requested again only if a later hop has a larger fanout.
+The neighbours of a node are requested once per edge type, in the hop after the node was added. The neighbours drawn
+with a smaller fanout are a prefix of those drawn with a larger one, so the blocks of later hops are cut from the same
+answer. Only if a later hop has a larger fanout, the neighbours of the node are requested again.
 """
 
 from __future__ import annotations
@@ -39,8 +39,8 @@ def sample_multi_hop(
 ) -> SampledSubgraph:
     """Sample a subgraph around ``seeds``.
 
-    Each hop is one call of ``graph.sample_hops`` for all edge types. New nodes are numbered edge type by edge type, in
-    the schema's order. ``tables`` are all zeros before and after the call.
+    Each hop is one call of ``graph.sample_hops`` for all edge types. Nodes that a hop adds are numbered by edge type,
+    in the order of the schema. ``tables`` must be all zeros, and are so again after the call.
 
     Raises:
         ServiceError: A host that is needed does not answer.
@@ -59,11 +59,11 @@ def sample_multi_hop(
 
 
 def cut_block(subgraph: SampledSubgraph, edge_type: EdgeType, hop: int) -> tuple[Positions, Positions, int]:
-    """Return the edges of one type that one hop uses, as CSR: (indptr, indices, number of sources), in int32 batch
-    positions.
+    """Return the block of one edge type and hop as CSR: indptr, indices and the number of sources.
 
-    Targets are all nodes of the target type known before the hop, with the first ``fanouts[hop]`` edges of each.
-    Sources are the nodes known after the hop. In an induced subgraph, the block of every hop is the whole subgraph.
+    Rows are targets, and indices are sources, as batch positions in int32. Targets are all nodes of the target type
+    that the subgraph had before the hop, with the first ``fanouts[hop]`` edges of each. Sources are all nodes of the
+    source type that it had after the hop. In an induced subgraph, the block of every hop is the whole subgraph.
     """
     src_per_hop = subgraph.nodes[edge_type[0]].per_hop
     num_src = sum(src_per_hop) if subgraph.induced else sum(src_per_hop[: hop + 2])
@@ -108,7 +108,7 @@ def _check_seeds(schema: GraphSchema, seeds: SeedSet, settings: SampleSettings) 
 
 @dataclass(frozen=True)
 class _HopQuery:
-    """The request for one edge type at one hop."""
+    """What to request of one edge type in one hop."""
 
     edge_type: EdgeType
     fanout: int
@@ -138,7 +138,7 @@ class _SubgraphGrowth:
         self._close_level()
 
     def grow(self, graph: GraphAccess, hop: int) -> None:
-        """Request the neighbours of one hop, and add the answers to the subgraph."""
+        """Sample one hop: request neighbours of all edge types, and add the answers to the subgraph."""
         queries = [query for of in self._edges if (query := self._query(of, hop))]
         trees = [self._nodes[q.edge_type[2]].trees_since(q.first) for q in queries]
         samples = graph.sample_hops([self._request(q, t) for q, t in zip(queries, trees, strict=True)])
@@ -148,7 +148,7 @@ class _SubgraphGrowth:
         self._close_level()
 
     def induce(self, graph: GraphAccess) -> SampledSubgraph:
-        """Replace the drawn edges by all edges between the sampled nodes."""
+        """Return the induced subgraph: the sampled nodes with all edges between them."""
         ids = {of: nodes.since(0) for of, nodes in self._nodes.items()}
         distinct = {of: np.unique(values) for of, values in ids.items()}
         asked = [of for of in self._edges if len(ids[of[0]]) and len(ids[of[2]])]
@@ -244,7 +244,7 @@ class _EdgeGrowth:
         self._per_hop = [0] * len(fanouts)
 
     def add(self, query: _HopQuery, hop: int, sample: HopSample, local: Positions) -> None:
-        """Add an answer to the subgraph. ``local``: the batch positions of the answer's sources."""
+        """Add the edges of an answer. ``local``: the batch positions of their sources."""
         known = self._whole if query.whole else self._drawn
         self._requested_again |= query.whole or query.first < len(known.count)
         begins = self._num_edges + np.cumsum(sample.counts, dtype=np.int64) - sample.counts
@@ -280,7 +280,7 @@ _NO_ROWS = EdgeRanges(np.empty(0, np.int64), np.empty(0, np.int32))
 
 
 def _padded(rows: EdgeRanges, num_targets: int) -> EdgeRanges:
-    """Return the edge ranges of the first ``num_targets`` nodes. Nodes that were not requested have an empty range."""
+    """Return the edge ranges of the first ``num_targets`` nodes, empty for nodes that ``rows`` does not contain."""
     missing = max(0, num_targets - len(rows.count))
     if missing == 0:
         return EdgeRanges(rows.begin[:num_targets], rows.count[:num_targets])
@@ -293,8 +293,8 @@ def _padded(rows: EdgeRanges, num_targets: int) -> EdgeRanges:
 def _first_lacking(fanouts: Sequence[int], hop: int) -> int:
     """Return the first level of nodes whose neighbours ``hop`` must request.
 
-    Level 0 is the seeds, and level n the nodes that hop n - 1 added. Earlier hops have already requested at least
-    ``fanouts[hop]`` neighbours of the nodes of lower levels than the returned one.
+    Level 0 is the seeds, and level n the nodes that hop n - 1 added. For nodes of lower levels than the returned one,
+    earlier hops have already requested at least ``fanouts[hop]`` neighbours.
     """
     for earlier in reversed(range(hop)):
         if fanouts[earlier] < 0 or 0 <= fanouts[hop] <= fanouts[earlier]:
@@ -303,10 +303,10 @@ def _first_lacking(fanouts: Sequence[int], hop: int) -> int:
 
 
 def _shuffle_of(fanouts: Sequence[int], hop: int, level: int) -> int:
-    """Return how many neighbours of a node must be in random order if ``hop`` takes all neighbours.
+    """Return how many leading neighbours must be in random order in an answer that contains all neighbours of a node.
 
-    Hops with a smaller fanout use the first of these neighbours as their sample. The result is the largest such fanout,
-    of the later hops only, or of all hops if the nodes are requested again (``level < hop``).
+    Other hops with a fanout take the first neighbours of the answer as their sample. The result is the largest fanout
+    of the later hops, or of all hops if nodes are requested again (``level < hop``), and 0 if there is none.
     """
     others = fanouts if level < hop else fanouts[hop + 1 :]
     return max((fanout for fanout in others if fanout >= 0), default=0)
@@ -317,14 +317,15 @@ def _mixed(fanouts: Sequence[int]) -> bool:
 
 
 def _only(fanouts: Sequence[int], whole: bool) -> tuple[int, ...]:
-    """Keep only the negative fanouts (all neighbours) if ``whole``, else only the others, and set the rest to 0."""
+    """Return the fanouts with 0 in place of the nonnegative ones if ``whole``, else in place of the negative ones."""
     return tuple(fanout if (fanout < 0) == whole else 0 for fanout in fanouts)
 
 
 def _tree_keys(seeds: SeedSet) -> Ids:
-    """Return the tree number of each seed, int64 [seeds]: from ``seeds.trees``, by default the number of the seed.
+    """Return the tree number of each seed for disjoint sampling, int64 [seeds].
 
-    The tree number enters the random key, so that the trees of equal seeds differ.
+    In disjoint sampling each seed has a subgraph of its own, its tree. The tree number is part of the random key, so
+    that repeated seeds get different trees. It comes from ``seeds.trees``, or else is the number of the seed.
     """
     count = np.arange(sum(map(len, seeds.nodes.values())))
     starts = np.cumsum([0, *map(len, seeds.nodes.values())])
@@ -336,5 +337,5 @@ def _tree_keys(seeds: SeedSet) -> Ids:
 
 
 def _tree_times(seeds: SeedSet) -> Ids:
-    """Return the time of each seed, int64 [seeds]. Edges in the seed's tree must not be later."""
+    """Return the time of each seed, int64 [seeds]: the latest time of edges in the subgraph of the seed."""
     return np.concatenate([np.empty(0, np.int64), *(seeds.times[of] for of in seeds.nodes)], dtype=np.int64)

@@ -1,5 +1,5 @@
-"""Draws neighbours of nodes of one part. Requests with conditions (times, weights, excluded edges) use a slower kernel
-than others.
+"""Draws neighbours of nodes of one part. Rows with conditions (time, weight, excluded edges, allowed sources) take a
+slower kernel than others.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ MOST_EDGES = 1 << 28  #: largest number of edges in one answer, limited by the a
 
 
 def sample_rows(nodes: NodePart, edges: EdgePart, request: HopRequest, num_sources: int) -> HopSample:
-    """Return the edges that ``request`` asks for. All nodes of the request must belong to this part.
+    """Sample the edges that ``request`` asks for, and return them. All nodes of the request must belong to this part.
 
     Raises ``DataError`` for a weight that is negative or not finite, and ``PartitionError`` for more than
     ``MOST_EDGES`` edges and for an attribute that is missing or not usable as weight or time.
@@ -137,8 +137,9 @@ def _weights(edges: EdgePart, request: HopRequest) -> Array:
 
 
 def _excluded(request: HopRequest) -> tuple[Ids, Ids, Ids]:
-    """Return the sources of the excluded edges sorted by target, and the begin and end of each requested node's
-    range.
+    """Return the sources of the excluded edges, sorted by target and source, and their range for each requested node.
+
+    The ranges are two arrays [nodes]: the begins and the ends.
     """
     if request.exclude is None:
         return (np.empty(0, np.int64),) * 3
@@ -149,8 +150,8 @@ def _excluded(request: HopRequest) -> tuple[Ids, Ids, Ids]:
 
 
 def _allowed(request: HopRequest, num_sources: int) -> Array:
-    """Return a bit array with one bit per source node, set for ``request.sources``, or an empty array if all sources
-    are allowed. Memory pages without a set bit stay unallocated.
+    """Return a bit array, uint8, with one bit per source node, set for ``request.sources``, or an empty array if all
+    sources are allowed. Memory pages without a set bit stay unallocated.
     """
     if request.sources is None:
         return np.empty(0, np.uint8)

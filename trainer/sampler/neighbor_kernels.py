@@ -1,4 +1,4 @@
-"""Numba kernels for sampling and relabelling. They release the GIL, and write results into arrays of the caller.
+"""Numba kernels for sampling and relabelling. They release the GIL, and write results to arrays that the caller passes.
 
 ``nodes`` are global ids. A global id minus ``first_node``, the first id of the part, is a row of the part's CSC arrays.
 """
@@ -79,7 +79,7 @@ def draw_edges(
     only the first ``shuffle`` places are shuffled. ``trees``: int64 [n], tree of each node, for disjoint sampling;
     empty otherwise.
 
-    Several hundred slots are drawn before any of them is read, so that their cache lines are prefetched.
+    The slots (positions in ``indices``) of several hundred edges are drawn and prefetched before any of them is read.
     """
     slots = np.empty(_AT_ONCE + (max(longest, fanout) if replace else longest), np.int64)
     order, moved = np.empty(longest, np.int32), np.empty(longest, np.int32)
@@ -121,10 +121,9 @@ def draw_edges(
 
 @_jit
 def _shuffle(picks: Any, begin: int, degree: int, steps: int, drawn: Any, order: Any, moved: Any) -> None:
-    """Fill ``picks`` with the first places of the list begin, begin + 1, … after ``steps`` steps of a Fisher-Yates
-    shuffle.
+    """Shuffle the list begin, begin + 1, … by ``steps`` steps of Fisher-Yates, and write its first places to ``picks``.
 
-    ``order`` int32 holds 0, 1, 2, … before and after the call.
+    ``order``, int32, must contain 0, 1, 2, …, and does so again after the call. ``moved``: work array.
     """
     for j in range(steps):
         other = j + draw(drawn, j, degree - j)
@@ -139,7 +138,7 @@ def _shuffle(picks: Any, begin: int, degree: int, steps: int, drawn: Any, order:
 
 @_jit
 def _shuffle_listed(picks: Any, begin: int, degree: int, drawn: Any, where: Any, what: Any) -> None:
-    """As ``_shuffle``, with one step per pick, but store only the displaced places instead of the whole list."""
+    """As ``_shuffle`` with one step per pick, but storing only the elements that are not in their place."""
     for j in range(len(picks)):
         other = j + draw(drawn, j, degree - j)
         chosen, here = other, j
@@ -195,7 +194,7 @@ def forget(nodes: Any, table: Any) -> None:
 
 @_jit
 def find_edges(indptr: Any, indices: Any, rows: Any, sources: Any, order: Any, found: Any) -> None:
-    """Set ``found[order[i]]`` if node ``rows[i]`` of the part has an in-edge from ``sources[i]``. The pairs
+    """Set ``found[order[i]]`` to True if node ``rows[i]`` of the part has an in-edge from ``sources[i]``. The pairs
     (``rows[i]``, ``sources[i]``) must be sorted.
 
     The edges of a node are read once, however many pairs refer to the node.
@@ -229,8 +228,9 @@ def first_at_least(values: Any, low: int, high: int, wanted: int) -> int:
 
 @_jit
 def block_rows(row_begin: Any, row_count: Any, fanout: int, edges: Any, indptr: Any) -> Any:
-    """Make a CSR of the first ``fanout`` edges of every row (-1: of all edges). Fills ``indptr`` and returns the
-    indices.
+    """Make a CSR of the first ``fanout`` edges of each row (-1: of all edges). Fills ``indptr``, returns the indices.
+
+    Row i has the ``row_count[i]`` edges from position ``row_begin[i]`` on. ``edges`` contains the source of each edge.
     """
     total = 0
     for i in range(len(row_begin)):

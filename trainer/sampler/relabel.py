@@ -1,7 +1,8 @@
 """Maps global ids to batch positions, numbered in the order in which sampling first meets the nodes.
 
-Uses a ``DirectTable`` for few nodes and a ``HashTable`` for many, and for disjoint sampling a hash table of (node,
-tree) pairs. The first two kinds of table are reused by one thread, and are all zeros between batches.
+Uses a ``DirectTable`` for node types with few nodes, a ``HashTable`` for those with many, and a hash table of (node,
+tree) pairs for disjoint sampling, in which each seed has a tree. Each thread has its own tables of the first two kinds,
+which it reuses; they are all zeros between batches.
 """
 
 from __future__ import annotations
@@ -79,7 +80,7 @@ class DirectTable:
         return found
 
     def clean(self, chunks: Sequence[Ids]) -> None:
-        """Reset the whole table if the entered ids are in most of its cache lines, else only the entered ids."""
+        """Reset the entries of the entered ids, or the whole table if there are more ids than it has cache lines."""
         if sum(map(len, chunks)) * _CLOSE > len(self._table):
             self._table.fill(0)
             return
@@ -148,7 +149,7 @@ def free_slots(bits: int) -> npt.NDArray[np.uint64]:
 def _relabel(src: Any, begin: int, slots: Any, first_new: int, room: int, local: Any, new: Any) -> Any:
     """Map ``src[begin:]`` to batch positions as ``PositionTable.relabel`` does, but stop after ``room`` new ids.
 
-    Returns the index where it stopped and the number of new ids.
+    Returns the index in ``src`` at which it stopped, and the number of new ids.
     """
     shift, last = shift_of(slots), len(src) - 1
     found, i = 0, begin
@@ -194,13 +195,13 @@ def slot_of(node: Any, slots: Any, shift: Any) -> Any:
 
 @_jit
 def _home(node: Any, shift: Any) -> Any:
-    """Return the slot where the search for a node begins: the highest bits of its product with the golden ratio."""
+    """Return the slot where the search for a node begins (Fibonacci hashing)."""
     return np.int64((np.uint64(node) * GOLDEN) >> shift)
 
 
 @_jit
 def shift_of(slots: Any) -> Any:
-    """Return by how many bits a 64-bit hash must be shifted right to give a slot number of this table."""
+    """Return the number of bits by which a 64-bit hash is shifted right to get a slot number."""
     bits = 0
     while (1 << bits) < len(slots):
         bits += 1
@@ -217,7 +218,7 @@ def _empty_pairs(room: int) -> TreePairs:
 
 
 def _pairs_with_room(pairs: TreePairs, used: int, more: int) -> TreePairs:
-    """Return ``pairs``, which holds ``used`` pairs, or a larger copy if ``more`` further pairs do not fit."""
+    """Return ``pairs``, or a larger copy if there is no room for ``more`` pairs besides the ``used`` pairs in it."""
     if len(pairs) >= 4 * (used + more):
         return pairs
     larger = _empty_pairs(used + more)
@@ -278,7 +279,7 @@ def _pair_slot_of(pairs: Any, node: Any, tree: Any) -> Any:
 
 
 class RelabelTables:
-    """Tables from global id to batch position, one per node type. For use by one thread. All zeros between batches."""
+    """Tables from global ids to batch positions, one per node type, for one thread. All zeros between batches."""
 
     def __init__(self, schema: GraphSchema, most_direct: int = MOST_DIRECT):
         """``most_direct``: a type with more nodes than this uses a ``HashTable``, others a ``DirectTable``."""
@@ -294,7 +295,7 @@ class RelabelTables:
 
 
 class NodeGrowth:
-    """The nodes of one type in a growing subgraph, which contains each node once."""
+    """The nodes of one type in a subgraph that grows hop by hop. Each node occurs once."""
 
     def __init__(self, of: NodeType, tables: RelabelTables):
         self._of, self._tables = of, tables
@@ -318,11 +319,11 @@ class NodeGrowth:
         return local
 
     def close_level(self) -> None:
-        """End the current hop. Nodes added from now on belong to the next hop."""
+        """End the current hop (or the seeds). Nodes added from now on belong to the next hop."""
         self.level_starts.append(self._count)
 
     def since(self, first: int) -> Ids:
-        """Return the global ids of the nodes from position ``first`` on. A hop must begin at this position."""
+        """Return the global ids of the nodes from position ``first`` on, which must be the first node of a hop."""
         return _from(self._ids, first, np.int64)
 
     def trees_since(self, _first: int) -> Positions | None:
@@ -343,7 +344,7 @@ class NodeGrowth:
 
 
 class TreeGrowth(NodeGrowth):
-    """The nodes of one type in a growing subgraph for disjoint sampling, which contains each node once per tree."""
+    """As ``NodeGrowth``, for disjoint sampling: each node occurs once per tree."""
 
     def __init__(self, of: NodeType, tables: RelabelTables):
         super().__init__(of, tables)
@@ -374,7 +375,7 @@ class TreeGrowth(NodeGrowth):
 
 
 def _from(chunks: list[Array], first: int, dtype: type) -> Array:
-    """Concatenate the chunks from position ``first`` on. A chunk must begin at this position."""
+    """Concatenate the chunks and return the elements from position ``first`` on, where a chunk must begin."""
     begins = np.cumsum([0, *map(len, chunks)])
     rest = [chunk for chunk, begin in zip(chunks, begins, strict=False) if begin >= first]
     return rest[0] if len(rest) == 1 else np.concatenate([np.empty(0, dtype), *rest])

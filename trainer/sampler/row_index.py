@@ -1,5 +1,5 @@
-"""Finds the source of each row of a request: an own part, the cache, an answer held from an earlier batch, or another
-host.
+"""Finds the source of each row of a request: a part of this host, the row cache, an answer that is held from an earlier
+batch, or another host.
 """
 
 from __future__ import annotations
@@ -49,8 +49,8 @@ class IdIndex:
 
     @classmethod
     def of(cls, arrays: Sequence[Ids]) -> IdIndex:
-        """Make an index of these arrays, a quarter to half full. For an id that occurs several times, its last position
-        is found.
+        """Make an index of the ids in these arrays. Of a repeated id, the last position is found. The table is a
+        quarter to half full.
         """
         bits = max(4, int(2 * sum(map(len, arrays))).bit_length())
         return cls(free_slots(bits), cls.ends_of(()))._entered(arrays)
@@ -69,7 +69,7 @@ class IdIndex:
         return replace(self, slots=self.slots.copy())._entered(arrays)
 
     def _entered(self, arrays: Sequence[Ids]) -> IdIndex:
-        """Enter the ids of these arrays into this table, in place."""
+        """Enter the ids of these arrays into ``slots``, in place, and return the index with the new ``ends``."""
         ends = [int(self.ends[-1])] if len(self.ends) else [0]
         for ids in arrays:
             _enter(read_only(ids), ends[-1], self.slots)
@@ -83,9 +83,9 @@ NO_INDEX = IdIndex(read_only(np.empty(0, np.uint64)), read_only(np.empty(0, np.i
 
 @dataclass(frozen=True)
 class SourceCodes:
-    """Integer codes for the sources of rows: first the parts, then the cache, the held answers and the hosts.
+    """Integer codes for the sources of rows, in this order: parts of this host, cache, held answers, other hosts.
 
-    A negative code means that no source is known.
+    A negative code means that the part of the row does not exist.
     """
 
     num_parts: int
@@ -103,16 +103,18 @@ class SourceCodes:
         return self.num_parts + 1 + self.num_held
 
     def of_parts(self, hosts: Array, here: int) -> Array:
-        """Return the source of the rows of each part, int32 [num_parts + 2], part p at index p + 1. ``hosts`` is
-        ``PartHolders.table``.
+        """Return the code of the source of each part's rows, int32 [num_parts + 2], part p at index p + 1.
+
+        ``hosts`` is ``PartHolders.table``. ``here``: its value for parts of this host.
         """
         codes = hosts.astype(np.int32) + self.first_host
         parts = np.arange(-1, self.num_parts + 1, dtype=np.int32)
         return np.where(hosts == here, parts, np.where(hosts < 0, -1, codes)).astype(np.int32)
 
     def of_hosts(self, hosts: Array) -> Array:
-        """Return the host of the rows of each part, like ``of_parts``: ``first_host`` for this host, ``first_host + 1``
-        for node rank 0, and so on.
+        """Return the code of the host of each part, as ``of_parts``, but this host has a code like the others.
+
+        This is ``first_host`` for this host, ``first_host + 1`` for node rank 0, and so on.
         """
         return np.where(hosts < -1, -1, hosts.astype(np.int32) + self.first_host + 1).astype(np.int32)
 
@@ -120,11 +122,19 @@ class SourceCodes:
 def locate(
     ids: Ids, offsets: Ids, of_part: Array, codes: SourceCodes, slots: Array | None = None, held: IdIndex = NO_INDEX
 ) -> tuple[int, Mapping[int, RowPlacement]]:
-    """Find the source of each row. Returns (-1, a placement per source), or, if an id is in no part, (its position,
-    {}).
+    """Find the source of each row. Returns -1 and a placement per source code, or, if an id is in no part, its
+    position and an empty dict.
 
-    ``ids``: int64 [n]. The row numbers in the result are those in the part, the cache or the held answer; rows to be
-    requested from another host are numbered from 0. ``slots`` and ``held`` are used only for ids of other hosts.
+    Row numbers in a placement count the rows of the part, the cache or the held answer. Rows to be requested from
+    another host are numbered from 0.
+
+    Args:
+        ids: int64 [n], global ids.
+        offsets: first global id of each part, as in ``PartitionBook``.
+        of_part: source code of each part, from ``SourceCodes.of_parts``.
+        codes: the source codes.
+        slots: row in the cache of each global id, -1 if not cached. Used for remote rows only.
+        held: index of the ids in held answers. Used for remote rows only.
     """
     wide = offsets[-1] >= 2**31  # a part may then have more rows than int32 can count
     source, row = np.empty(len(ids), np.int16), np.empty(len(ids), np.int64 if wide else np.int32)
@@ -204,8 +214,8 @@ def _locate(
 
 @_jit
 def _part_of(offsets: Any, number: int) -> int:
-    """Return the last part whose first id is at most ``number`` (an empty part begins where the next one does), or -1
-    if there is none.
+    """Return the part to which the id ``number`` belongs, -1 for a negative id, or the number of parts for an id that
+    is too large.
     """
     low, high = 0, len(offsets)
     while low < high:
@@ -235,7 +245,7 @@ def _enter(ids: Any, begin: int, held: Any) -> None:
 
 @_jit
 def _find(held: Any, shift: Any, number: Any) -> Any:
-    """Return the position of ``number``, or -1 if it is not in the table."""
+    """Return the position of the id ``number``, or -1 if it is not in the table."""
     if number >= MOST_HASHED:
         return -1
     return np.int64(held[slot_of(number, held, shift)] & _LOW) - 1

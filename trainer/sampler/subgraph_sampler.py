@@ -17,15 +17,15 @@ from trainer.sampler.types import GraphAccess, GraphSchema, RowRequest, SampledS
 
 
 class CountedAccess(GraphAccess, Protocol):
-    """Access to a graph that counts bytes and rows from other hosts per thread. ``DistGraph`` implements it."""
+    """A ``GraphAccess`` that counts bytes and rows from other hosts, per thread. ``DistGraph`` implements it."""
 
     def take_cost(self) -> Cost: ...
 
 
 @dataclass(frozen=True)
 class BatchWork:
-    """Everything that determines a batch, except the graph: every process that executes this work makes the
-    same batch.
+    """Everything besides the graph that determines a batch, so that any process can make it with the same
+    result.
     """
 
     settings: SampleSettings
@@ -85,7 +85,7 @@ class SubgraphSampler:
         return self.multi_hop(seeds, self.settings, key)
 
     def requests(self, seeds: SeedSet, key: int) -> list[RowRequest]:
-        """Sample a subgraph and return the requests for its attributes that ``sample`` would send. Raises
+        """Sample a subgraph and return the requests for its attributes, without sending them. Raises
         ``ServiceError``.
         """
         self.access.take_cost()
@@ -120,7 +120,7 @@ class SubgraphSampler:
 
 
 def _missing(subgraph: SampledSubgraph, kept: Mapping[NodeType, Array]) -> list[RowRequest]:
-    """Return requests for the rows of ``x`` that are not on the device. ``kept``: each node's slot on the device, -1
-    for none.
+    """Return requests for the rows of ``x`` that are not on the device. ``kept``: for each node of the subgraph, its
+    row on the device, or -1.
     """
     return [RowRequest(of, subgraph.nodes[of].ids[slots < 0], ("x",)) for of, slots in kept.items()]

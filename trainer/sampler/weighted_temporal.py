@@ -55,14 +55,14 @@ def pick_candidates(
     indptr: Any, indices: Any, rows: Any, orig_id: Any, trees: Any, conditions: Any, draws: Any, longest: int,
     counts: Any, most: int,
 ) -> Any:  # fmt: skip
-    """Draw edges that meet the conditions. Returns (slots of the drawn edges, int64, grouped by requested node; -1).
+    """Draw in-edges of the nodes ``rows`` that meet the conditions, and fill ``counts`` int32 [n] with their numbers.
 
-    Returns (empty, slot) if the edge at a slot has an invalid weight, and (empty, ``TOO_MANY``) if more than ``most``
-    edges are drawn. Fills ``counts`` int32 [n] with the number of drawn edges per node. ``longest`` is the highest
-    degree of a node.
+    Returns the slots of the drawn edges (positions in ``indices``), int64, grouped by node, and -1. If an edge has an
+    invalid weight, returns an empty array and the slot of the edge; if more than ``most`` edges are drawn, an empty
+    array and ``TOO_MANY``. ``longest``: the highest degree of a node.
 
     With times, if all candidates of a node are taken, they are sorted by time, earliest first, as in torch_geometric.
-    They are not sorted if a later hop uses the first of them (``draws.shuffle``).
+    If a later hop uses only the first of them (``draws.shuffle`` > 0), they keep the order in which they were drawn.
     """
     slots, values = np.empty(longest, np.int64), np.empty(longest, np.float64)
     ranks = values.view(np.int64)
@@ -109,8 +109,8 @@ def allow(sources: Any, bits: Any) -> None:
 def _collect(
     indptr: Any, indices: Any, row: int, i: int, conditions: Any, weighted: bool, slots: Any, values: Any
 ) -> int:
-    """List the slots of a node's edges that meet the conditions, and in ``values`` their weights. Returns their number,
-    or -1 - slot for an edge with an invalid weight.
+    """Write the slots of a node's candidates to ``slots`` and their weights to ``values``. Returns their number, or
+    -1 - slot for an edge with an invalid weight.
     """
     timed, chosen = len(conditions.bounds) > 0, len(conditions.allowed) > 0
     low, high = 0, 0
@@ -172,9 +172,10 @@ def _take_with_replacement(slots: Any, values: Any, weighted: bool, drawn: Any, 
 
 @_jit
 def _take_race(slots: Any, values: Any, ranks: Any, begin: int, shuffle: int, drawn: Any, picks: Any) -> None:
-    """Draw by weight without replacement: give each edge an exponentially distributed arrival time with its weight as
-    rate, and take the edges that arrive first. The random number of an edge depends on its place among the node's
-    edges.
+    """Draw by weight without replacement: an exponential race.
+
+    Each edge gets an exponentially distributed arrival time with its weight as rate, and the edges that arrive first
+    are taken. The random number of an edge depends on its position among all edges of the node, from ``begin`` on.
     """
     wanted = len(picks)
     if wanted and (wanted < len(slots) or shuffle > 0):
@@ -277,8 +278,8 @@ def _sift(ranks: Any, slots: Any, top: int, size: int) -> None:
 
 @_jit
 def _with_room(out: Any, used: int, more: int) -> Any:
-    """Return ``out``, which holds ``used`` entries, or a copy of twice the needed length if ``more`` further entries do
-    not fit.
+    """Return ``out``, or a larger copy of its first ``used`` entries if there is no room for ``more`` entries after
+    them.
     """
     if used + more <= len(out):
         return out

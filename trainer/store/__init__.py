@@ -1,1 +1,1 @@
-"""Opens partition folders: manifest, memory-mapped topology and attributes, row cache."""
+"""Opens partition folders: reads the manifest, memory-maps topology and attributes. Also stores the row cache."""

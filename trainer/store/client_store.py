@@ -21,7 +21,7 @@ _TABLE_FROM = 0.25  #: share of a type's nodes; after requests for so many ids, 
 
 
 class SharedArrays(Protocol):
-    """Fetches from graph servers the arrays that belong to all parts. All methods raise ``ServiceError``.
+    """Fetches arrays that do not belong to one part from graph servers. All methods raise ``ServiceError``.
 
     ``service.remote_graph.Gateway`` implements this protocol.
     """
@@ -48,7 +48,7 @@ class RemoteStore(PartStore):
 
     @classmethod
     def of(cls, manifest: Manifest, source: SharedArrays, name: str) -> RemoteStore:
-        """Make the store of a graph with this manifest. Error messages show ``name`` in place of a folder."""
+        """Make the store for the graph of a manifest. Error messages show ``name`` in place of a folder."""
 
         def table(of: NodeType) -> Array:
             return source.to_global(of, np.arange(manifest.nodes[of].num_nodes))
@@ -67,7 +67,7 @@ class RemoteStore(PartStore):
     def to_global(self, node_type: NodeType, orig_ids: Ids) -> Ids:
         """Return the global ids of original ids, int64, same shape. Raises ``ServiceError``.
 
-        Once the number of requested ids reaches a quarter of the type's nodes, the global ids of all its nodes are
+        When the ids requested so far are as many as a quarter of the type's nodes, the global ids of all its nodes are
         fetched and kept.
         """
         if node_type not in self.global_ids:

@@ -1,7 +1,7 @@
 """Compares the opened files of a partition folder with the sha256 digests in its manifest, once per run.
 
-The comparison finds changes that sizes and mtimes do not show: bytes changed by a disk, by memory or by hand since the
-parts were sent. It runs at the speed of the disk or of SHA-256, and leaves the files in the page cache.
+This finds changed content of files whose size and mtime are unchanged, such as errors of a disk or of memory. It takes
+as long as reading the files or computing SHA-256, whichever is slower, and leaves the files in the page cache.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ _INDEXING = ("/indptr.npy", "/indices.npy", "/orig_id.npy", "/global_id.npy")  #
 def checked_digests(store: PartStore, note: Path | None = None) -> Iterator[None]:
     """Compare every opened file with its sha256 in the manifest, with one thread per CPU.
 
-    The ``with`` block starts when the files with ids and offsets have been compared. The other files are compared while
-    the block runs, and the end of the block waits for the result.
+    Files with ids and offsets are compared before the ``with`` block starts. The other files are compared while the
+    block runs; at its end, this waits until all have been compared.
 
     Args:
         store: the opened parts.
@@ -64,7 +64,7 @@ def sha256_of(path: Path) -> str:
 
 
 def _finish(checks: list[Future[None]]) -> None:
-    """Wait until all checks have ended or one has failed. Raises the exception of a failed check."""
+    """Wait until all checks have finished or one has failed, and raise the exception of the failed one."""
     for check in wait(checks, return_when=FIRST_EXCEPTION).done:
         check.result()
 

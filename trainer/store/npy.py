@@ -18,9 +18,8 @@ _CHUNK_BYTES = 8 << 20
 
 
 class NpyWriter:
-    """Writes one .npy file (little-endian) piece by piece. Between the pieces the file is closed.
-
-    Raises ``OSError``.
+    """Writes one .npy file (little-endian) in pieces. The file is closed between the pieces. All methods raise
+    ``OSError``.
     """
 
     def __init__(self, root: Path, path: str, dtype: Any, shape: tuple[int, ...]) -> None:

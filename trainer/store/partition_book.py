@@ -1,4 +1,4 @@
-"""The partition book: maps global ids of nodes or edges to parts by an array of offsets."""
+"""The partition book, which maps global ids of nodes or edges to parts by an array of offsets."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The row cache: rows of other hosts that all processes of a host share."""
+"""The row cache: remote rows in files that all processes of a host memory-map."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ class CachedRows:
 
 @dataclass(frozen=True)
 class RowCache:
-    """Cached rows of several node types. Attributes that are not cached are requested from the owners of the rows."""
+    """Cached rows of several node types. Other attributes of these rows are requested from the hosts that own them."""
 
     types: Mapping[NodeType, CachedRows]  #: only types with cached rows
 

@@ -121,7 +121,7 @@ class Graph:
     def threads(self, threads: int, prefetch: int) -> int:
         """Return the number of sampler threads of a loader.
 
-        This is ``threads``, but in a client at least ``prefetch``, since the threads only wait for graph servers. If the
+        This is ``threads``, but in a client at least ``prefetch``, as the threads only wait for graph servers. If the
         parts are larger than the memory, it is at least 2: one batch is sampled while the rows of another are read.
         """
         if self.gateway:

@@ -52,9 +52,9 @@ def in_process(way: str, small: bool) -> tuple[float, float, float]:
 def measure(way: str, small: bool, out: Connection) -> None:
     from trainer.core.row_sort import Scratch
     from trainer.core.schema import HOMO_EDGE
-    from trainer.data.load import load_dataset
     from trainer.partition.assign import assign_parts
     from trainer.partition.write import write_partition
+    from trainer.sources.load import load_dataset
 
     options = {name: str(value) for name, value in (SMALL if small else LARGE).items()}
     dataset = load_dataset("synthetic", None, options)

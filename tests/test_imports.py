@@ -20,7 +20,9 @@ ORDER = {
         "errors", "command", "hostlist", "files", "text", "yaml_tree", "node", "config", "transport",
         "plan", "preflight", "report", "sync", "run", "manage", "serving", "init", "cli",
     ),
-    "trainer": ("core", "store", "data", "partition", "sampler", "service", "graph", "loader", "nn", "train", "cli"),
+    "trainer": (
+        "core", "store", "data", "sources", "partition", "sampler", "service", "graph", "loader", "nn", "train", "cli",
+    ),
     "gnnfleet": ("shadow", "nn", "tasks"),
 }  # fmt: skip
 #: Packages that no module of a package may import.

@@ -9,7 +9,7 @@ import numpy as np
 
 from graphs import CACHE, LARGE, PEER_SIZES, SMALL
 from trainer.core.schema import HOMO_EDGE, HOMO_NODE
-from trainer.data.load import load_dataset
+from trainer.sources.load import load_dataset
 
 
 def plain_graph(small: bool) -> Path:

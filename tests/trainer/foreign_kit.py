@@ -10,7 +10,7 @@ from torch_geometric.data import Data, HeteroData
 
 from trainer.data.build import build_dataset
 from trainer.data.options import SourceOptions
-from trainer.data.pyg import raw_graph
+from trainer.sources.pyg import raw_graph
 
 SAMPLES = Path(__file__).with_name("samples")  #: README.md there says how they were made
 

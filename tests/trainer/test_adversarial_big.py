@@ -1,4 +1,4 @@
-"""Tests of a hub with a million neighbours and of ids beyond 2^31, through partitioning, loaders and network."""
+"""Tests of a graph node with a million neighbours, and of ids beyond 2^31: partitioning, loaders, network."""
 
 from __future__ import annotations
 
@@ -135,7 +135,7 @@ class FarGraph:
 
 
 def far_store():
-    """Return a store of part 1 of the huge graph. Its ten nodes and their edges are stored in arrays."""
+    """Return a store of part 1 of the huge graph. Part 1 has ten nodes; they and their edges are in arrays."""
     ids = np.arange(FAR, COUNT)
     edges = np.arange(FAR * DEGREE, COUNT * DEGREE)
     value = {"value": AttrSpec("int64", (COUNT,))}

@@ -11,9 +11,9 @@ from data_kit import save_arrays
 from graphs import DEBIAN, NO_DEBIAN
 from trainer.core.errors import DataError
 from trainer.core.schema import HOMO_EDGE
-from trainer.data import dataset_fingerprint, load_dataset
 from trainer.data.edges import symmetric_adjacency, undirected
 from trainer.data.options import SourceOptions, parse_options
+from trainer.sources.load import dataset_fingerprint, load_dataset
 
 
 def save_graph(folder, **changes):

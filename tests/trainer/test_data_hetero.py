@@ -13,7 +13,7 @@ from torch_geometric.transforms import ToUndirected
 from data_kit import save_arrays
 from graphs import DEBIAN, NO_DEBIAN
 from trainer.core.errors import DataError
-from trainer.data import dataset_fingerprint, load_dataset
+from trainer.sources.load import dataset_fingerprint, load_dataset
 
 WRITES, CITES = ("author", "writes", "paper"), ("paper", "cites", "paper")
 

@@ -13,12 +13,11 @@ import trainer
 from data_kit import save_arrays
 from trainer.core.errors import DataError
 from trainer.core.schema import HOMO_EDGE
-from trainer.data import load_dataset
 from trainer.data.dataset import EdgeData
 from trainer.data.hold_out import hold_out_links
-from trainer.data.load import dataset_fingerprint
 from trainer.data.options import SourceOptions
 from trainer.partition.make import PartitionSpec, make_partition
+from trainer.sources.load import dataset_fingerprint, load_dataset
 
 SMALL = {"num_nodes": 2000}
 CITES, BACK = ("paper", "cites", "paper"), ("paper", "rev_cites", "paper")

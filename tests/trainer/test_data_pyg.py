@@ -16,8 +16,8 @@ import trainer
 from trainer import DistLinkNeighborLoader
 from trainer.core.errors import DataError
 from trainer.core.schema import HOMO_EDGE
-from trainer.data import load_dataset
 from trainer.partition.make import PartitionSpec, make_partition
+from trainer.sources.load import load_dataset
 
 
 def pyg_graph() -> Data:

@@ -9,7 +9,7 @@ import pytest
 
 from trainer.core.errors import DataError
 from trainer.core.schema import HOMO_EDGE
-from trainer.data import load_dataset
+from trainer.sources.load import load_dataset
 
 SMALL = {"num_nodes": 3000, "avg_degree": 12, "num_classes": 5, "num_features": 8, "homophily": 0.6}
 

@@ -17,12 +17,12 @@ from train_kit import curve, job
 from trainer.core.errors import DataError, PartitionError, TrainerError
 from trainer.core.ranks import Ranks
 from trainer.core.schema import HOMO_EDGE, HOMO_NODE
-from trainer.data import load_dataset
 from trainer.partition.cli import partition
 from trainer.partition.make import PartitionSpec, convert_partition, export_partition, make_partition
 from trainer.partition.restore import restore_graph
 from trainer.partition.source import open_source
 from trainer.partition.verify import verify_partition
+from trainer.sources.load import load_dataset
 from trainer.train.job import train
 
 

@@ -16,13 +16,13 @@ import pytest
 from trainer.core.errors import PartitionError
 from trainer.core.row_sort import Scratch
 from trainer.data.dataset import Dataset, EdgeData, NodeData
-from trainer.data.load import load_dataset
 from trainer.data.stored_dataset import read_stored_dataset, store_dataset
 from trainer.data.undirected import both_ways
 from trainer.partition import make
 from trainer.partition.assign import assign_parts, choose_method
 from trainer.partition.make import PartitionSpec, make_partition
 from trainer.partition.verify import verify_partition
+from trainer.sources.load import load_dataset
 from trainer.store.manifest import manifest_digest, read_manifest
 
 REPOSITORY = Path(__file__).resolve().parents[2]

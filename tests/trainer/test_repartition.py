@@ -14,7 +14,6 @@ from foreign_kit import assert_same_graph
 from partition_kit import by_hand, flip_byte, odd_types, with_nodes, written
 from trainer.core.errors import PartitionError
 from trainer.core.schema import HOMO_EDGE
-from trainer.data import load_dataset
 from trainer.data.dataset import EdgeData
 from trainer.data.work_arrays import WorkArrays
 from trainer.partition.cli import partition
@@ -22,6 +21,7 @@ from trainer.partition.diff import diff_partitions
 from trainer.partition.make import PartitionSpec, make_partition, repartition_spec
 from trainer.partition.restore import restore_graph
 from trainer.partition.write import write_partition
+from trainer.sources.load import load_dataset
 from trainer.store.manifest import read_manifest, write_manifest
 
 SMALL = {"num_nodes": 300, "num_features": 5, "time": True, "edge_weight": True}

@@ -16,10 +16,10 @@ from trainer.core.errors import DataError
 from trainer.core.row_sort import Scratch
 from trainer.core.texts import decode_texts
 from trainer.data.dataset import Dataset
-from trainer.data.draft_tables import draft_tables
-from trainer.data.load import dataset_fingerprint, load_dataset
 from trainer.partition.make import PartitionSpec, make_partition
 from trainer.partition.verify import verify_partition
+from trainer.sources.draft_tables import draft_tables
+from trainer.sources.load import dataset_fingerprint, load_dataset
 from trainer.store.part_store import open_parts
 
 USERS = """user_id,age,height,segment,fold,joined,country

@@ -78,8 +78,8 @@ def _estimate(loader: GraphSAINTSampler, ends: EdgeEndpoints, coverage: int, gro
     """Estimate the normalisation coefficients from sampled subgraphs. Returns the coefficients and the number of
     subgraphs.
 
-    Each round samples as many subgraphs as an epoch has over all ranks. Rounds are repeated until the subgraphs have,
-    on average, each node of the graph ``coverage`` times.
+    Each round samples as many subgraphs as an epoch has over all ranks. Rounds are repeated until the subgraphs contain
+    each node of the graph ``coverage`` times on average.
     """
     num_nodes = loader.graph.manifest.nodes[HOMO_NODE].num_nodes
     nodes, edges = torch.zeros(num_nodes, dtype=torch.int32), torch.zeros(len(ends), dtype=torch.int32)

@@ -251,7 +251,7 @@ def inspect(folder: str, as_json: bool) -> None:
 @click.option("--json", "as_json", is_flag=True, help="Print JSON.")
 def tables(folder: str, as_json: bool) -> None:
     """Look at the CSV and Parquet files of a folder, and print a section `data` for them, as a first draft."""
-    from trainer.data.draft_tables import draft_tables
+    from trainer.sources.draft_tables import draft_tables
 
     options = draft_tables(Path(folder))
     if as_json:

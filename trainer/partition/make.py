@@ -20,7 +20,6 @@ from trainer.core.progress import reporting
 from trainer.core.remote_settings import WireRows
 from trainer.core.row_sort import Scratch
 from trainer.data.dataset import Dataset
-from trainer.data.load import dataset_fingerprint, load_dataset
 from trainer.data.options import SourceOptions, parse_options
 from trainer.data.stored_dataset import read_stored_dataset, store_dataset
 from trainer.partition.assign import (
@@ -43,6 +42,7 @@ from trainer.partition.restore import PartitionedGraph, restore_graph
 from trainer.partition.source import DATASET, PartitionSource, open_source
 from trainer.partition.work_folder import WorkFolder, work_folder
 from trainer.partition.write import SORT_MEMORY, options_with, partition_fingerprint, write_partition
+from trainer.sources.load import dataset_fingerprint, load_dataset
 from trainer.store.manifest import Manifest
 
 _TABLES_SHARE = 0.6  #: share of the memory for the database that reads tables; it takes a little more than its limit

@@ -175,7 +175,8 @@ def _take_race(slots: Any, values: Any, ranks: Any, begin: int, shuffle: int, dr
     """Draw by weight without replacement: an exponential race.
 
     Each edge gets an exponentially distributed arrival time with its weight as rate, and the edges that arrive first
-    are taken. The random number of an edge depends on its position among all edges of the node, from ``begin`` on.
+    are taken. The random number of an edge depends on its position among all edges of the node, the first of which
+    is at ``begin``.
     """
     wanted = len(picks)
     if wanted and (wanted < len(slots) or shuffle > 0):

@@ -13,11 +13,11 @@ from torch import Tensor
 from trainer.core.ranks import RankGroup
 from trainer.core.schema import NodeType
 from trainer.core.texts import decode_texts
-from trainer.data.read_tables import CATEGORIES, COLUMNS
 from trainer.graph.device import as_tensor
 from trainer.graph.open import Graph
 from trainer.loader.block_loader import as_label
 from trainer.sampler.types import RowRequest
+from trainer.sources.read_tables import CATEGORIES, COLUMNS
 from trainer.train.infer_files import (
     ROWS_AT_ONCE,
     Column,

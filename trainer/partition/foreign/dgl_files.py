@@ -74,7 +74,7 @@ def read_graph_file(path: Path) -> DglGraph:
         raise stream.error(f"it has {len(nodes)} node types and {len(relations)} edge types, expected one of each")
     sources, targets = relations[0]
     if sources.shape != targets.shape or sources.ndim != 1 or sources.dtype.kind != "i" or targets.dtype.kind != "i":
-        raise stream.error("sources and targets of the edges do not agree")
+        raise stream.error("sources and targets of the edges are not integers [E] of equal number")
     return DglGraph(sources, targets, nodes[0], edges[0])
 
 

@@ -11,8 +11,8 @@ from typing import Any
 
 from trainer.core.errors import DataError
 from trainer.data.memory import shared_array
-from trainer.data.pyg import first_line, safe_unpickling
 from trainer.data.raw_arrays import RawArray
+from trainer.sources.pyg import first_line, safe_unpickling
 
 _ERRORS = (pickle.UnpicklingError, RuntimeError, EOFError, ValueError, AttributeError, TypeError, KeyError, IndexError)
 

@@ -1,4 +1,4 @@
-"""Makes the task of a run, from its settings or from the labels, and that of a checkpoint."""
+"""Chooses the task: for a run by its settings or the labels, for a checkpoint by its contents."""
 
 from __future__ import annotations
 

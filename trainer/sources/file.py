@@ -56,7 +56,7 @@ def read_files(source: str | None, options: SourceOptions) -> RawGraph:
     """Load the arrays of a folder, an .npz file or a .pt file. Arrays in .npy files are memory-mapped."""
     files = source_files(source, options)
     if files[0].suffix == ".pt":
-        from trainer.data.pyg import read_pt  # imports torch, which takes seconds and only .pt files need
+        from trainer.sources.pyg import read_pt  # imports torch, which takes seconds and only .pt files need
 
         return read_pt(files[0])
     arrays = by_name(_arrays([path for path in files if path.suffix != ".json"]))

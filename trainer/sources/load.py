@@ -13,13 +13,13 @@ from trainer.core.row_sort import Scratch
 from trainer.core.schema import type_name
 from trainer.data.build import build_dataset
 from trainer.data.dataset import Dataset
-from trainer.data.file import read_files, source_files
 from trainer.data.hold_out import hold_out_links
 from trainer.data.options import SourceOptions, SyntheticHeteroOptions, SyntheticOptions, parse_options
 from trainer.data.raw_arrays import RawGraph
-from trainer.data.synthetic import make_synthetic, make_synthetic_hetero
-from trainer.data.table_files import all_files
-from trainer.data.table_options import TablesOptions, parse_tables_options
+from trainer.sources.file import read_files, source_files
+from trainer.sources.synthetic import make_synthetic, make_synthetic_hetero
+from trainer.sources.table_files import all_files
+from trainer.sources.table_options import TablesOptions, parse_tables_options
 
 Options: TypeAlias = SyntheticOptions | SyntheticHeteroOptions | SourceOptions
 
@@ -52,7 +52,7 @@ def load_dataset(
 def _whole(name: str, source: str | None, options: Options, fingerprint: str, scratch: Scratch | None) -> Dataset:
     """Load or generate the graph with all links, before ``hold_out_links`` moves some of them to graph attributes."""
     if isinstance(options, TablesOptions):
-        from trainer.data.read_tables import read_tables  # needs duckdb
+        from trainer.sources.read_tables import read_tables  # needs duckdb
 
         if scratch is None:
             raise ValueError("dataset tables needs a scratch folder")
@@ -108,9 +108,9 @@ def _read(name: str, source: str | None, options: SourceOptions) -> RawGraph:
         return read_files(source, options)
     # imported here because they import torch, which takes seconds
     if name.startswith("ogbn-"):
-        from trainer.data.ogb import read_ogb
+        from trainer.sources.ogb import read_ogb
 
         return read_ogb(name, source)
-    from trainer.data.pyg import read_pyg
+    from trainer.sources.pyg import read_pyg
 
     return read_pyg(name, source)

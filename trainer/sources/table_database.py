@@ -15,7 +15,7 @@ from typing import Any
 from trainer.core.errors import DataError
 from trainer.core.memory import size_text
 from trainer.core.progress import progress
-from trainer.data.table_files import is_parquet
+from trainer.sources.table_files import is_parquet
 
 _WATCH_INTERVAL = 5.0  #: seconds
 

@@ -7,7 +7,7 @@ import os
 from pathlib import Path
 
 from trainer.core.errors import DataError
-from trainer.data.table_options import Table, TablesOptions
+from trainer.sources.table_options import Table, TablesOptions
 
 PARQUET = (".parquet", ".pq")
 

@@ -12,8 +12,8 @@ from typing import Any
 from unittest import mock
 
 from trainer.core.errors import DataError
-from trainer.data.pyg import DOWNLOADS, errors_as_data_error, raw_graph
 from trainer.data.raw_arrays import RawGraph
+from trainer.sources.pyg import DOWNLOADS, errors_as_data_error, raw_graph
 
 _NAMES = {
     "node_feat": "x",

@@ -16,7 +16,7 @@ from trainer.core.row_sort import Scratch
 from trainer.core.schema import HOMO_EDGE, HOMO_NODE, EdgeType, NodeType, type_name
 from trainer.core.texts import encode_texts
 from trainer.data.raw_arrays import RawArray, RawGraph
-from trainer.data.table_columns import (
+from trainer.sources.table_columns import (
     NumberColumn,
     categories,
     check_numbers,
@@ -29,9 +29,9 @@ from trainer.data.table_columns import (
     standardized,
     time_sql,
 )
-from trainer.data.table_database import Database, Scan, quoted
-from trainer.data.table_files import source_folder, table_files
-from trainer.data.table_options import SPLITS, EdgeTable, NodeTable, Table, TablesOptions
+from trainer.sources.table_database import Database, Scan, quoted
+from trainer.sources.table_files import source_folder, table_files
+from trainer.sources.table_options import SPLITS, EdgeTable, NodeTable, Table, TablesOptions
 
 _CHUNK = 32 << 20  #: bytes of an array that are read from the database at once
 

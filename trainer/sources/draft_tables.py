@@ -10,10 +10,10 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 from trainer.core.errors import DataError
-from trainer.data.table_columns import as_double, is_number_type, list_type
-from trainer.data.table_database import Database, Scan, quoted
-from trainer.data.table_files import table_files
-from trainer.data.table_options import Table
+from trainer.sources.table_columns import as_double, is_number_type, list_type
+from trainer.sources.table_database import Database, Scan, quoted
+from trainer.sources.table_files import table_files
+from trainer.sources.table_options import Table
 
 _LABELS = ("label", "labels", "y", "class", "target")
 

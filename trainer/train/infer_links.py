@@ -30,7 +30,7 @@ _TOP_K = 10
 
 
 def number_of_targets(graph: Graph, links: LinkEmbeddings, wanted: int | None) -> int:
-    """Return how many targets are listed per source: ``wanted``; by default ``_TOP_K``, or 0 if that would take long."""
+    """Return how many targets are listed per source: ``wanted``, or by default ``_TOP_K``, 0 if this takes long."""
     source, target = (graph.manifest.nodes[of].num_nodes for of in links.edge_type[::2])
     count = (_TOP_K if source * target <= MOST_PAIRS else 0) if wanted is None else wanted
     return min(count, target)

@@ -72,7 +72,7 @@ def test_make_verify_and_inspect_on_the_command_line(tmp_path):
     figures = json.loads(run("inspect", folder, "--json").output)
     assert sum(part["nodes"] for part in figures["parts"]) == 500
     table = run("inspect", folder).output
-    assert "3 parts by metis (seed 0, balance types+seeds)" in table and "halo nodes" in table
+    assert "3 parts by metis (seed 0, balance types+seeds, chosen_by auto)" in table and "halo nodes" in table
 
 
 def test_method_options_on_the_command_line(tmp_path):

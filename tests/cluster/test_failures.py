@@ -36,7 +36,7 @@ def test_a_missing_part_and_a_flipped_byte_are_named_in_one_message(scene: Scene
     finally:
         for folder in folders:
             shutil.rmtree(folder)
-    missing = f"node0 (root@{scene.host(0)}): /tmp/parts/part0 is missing, with all its 6 files"
+    missing = f"node0 (root@{scene.host(0)}): /tmp/parts/part0 is missing, with all its 7 files"
     flipped = f"node1 (root@{scene.host(1)}): /tmp/parts/part1/nodes/node/attrs/x.npy differs from the manifest"
     assert_one_message(done, 1, missing, flipped, "Copy these files to the nodes again")
     assert scene.left_behind() == []

@@ -77,7 +77,7 @@ def test_a_node_that_differs_is_a_block_of_its_own() -> None:
 
 def test_the_short_plan_has_the_main_values() -> None:
     text = shown(plan_of(cluster(*CPUS[:3])))
-    assert "synthetic is partitioned into 3 parts (metis) in " in text and "partition make" not in text
+    assert "synthetic is partitioned into 3 parts (auto) in " in text and "partition make" not in text
     assert max(map(len, text.splitlines())) < 300 and len(text.splitlines()) < 25
     own = shown(plan_of(cluster(*CPUS[:3]), own_command=("echo", "a b")))
     assert "  training    echo 'a b'\n" in own

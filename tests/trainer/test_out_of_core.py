@@ -196,8 +196,9 @@ def test_another_partition_does_not_go_on_with_the_files(tmp_path: Path) -> None
 
 
 def test_two_processes_do_not_make_the_same_parts(tmp_path: Path) -> None:
-    with (
-        make.work_folder(tmp_path / "parts", "x", keep=False),
-        pytest.raises(PartitionError, match="another process is making the parts"),
-    ):
-        make_partition(spec(tmp_path / "parts"), say=str)
+    with make.work_folder(tmp_path / "parts", "x", keep=False) as work:
+        kept = work.folder("assign")
+        with pytest.raises(PartitionError, match="another process is making the parts"):
+            make_partition(spec(tmp_path / "parts"), say=str)
+        assert kept.exists()
+    assert os.listdir(tmp_path) == []

@@ -271,12 +271,11 @@ def _assigned(
 
     def assign() -> str:
         method, reason = (spec.method, "") if spec.method != "auto" else choose_method(dataset, memory)
-        scratch = Scratch(work.emptied("sort"), memory)
+        scratch = Scratch(work.emptied("sort"), memory) if method == "streaming" else None
         options = {"balance": spec.balance, "fanouts": spec.fanouts}
         assignment = assign_parts(dataset, spec.num_parts, method, spec.seed, scratch, **options)
         assignment = replace(assignment, options=method_options(spec.method, **options))
         store_assignment(assignment, work.emptied("assign"))
-        work.emptied("sort")
         return reason
 
     reason = work.once("assign", assign)

@@ -8,7 +8,7 @@ import shutil
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
 from trainer.core.errors import PartitionError
 from trainer.core.files import write_whole
@@ -19,21 +19,27 @@ _LOCK = "lock"
 class WorkFolder:
     """A hidden folder beside a partition folder with the intermediate results of ``partition make``.
 
+    The folder is created when it is needed, as METIS ends at once on Ctrl-C, without cleaning up.
     The work is divided into named stages. The result of a stage is recorded when it is finished, so a killed process
     loses only the work on its current stage.
     """
 
-    def __init__(self, path: Path) -> None:
-        self.path = path
+    def __init__(self, path: Path, folder: Path, fingerprint: str) -> None:
+        self.path, self._folder, self._fingerprint = path, folder, fingerprint
+        self._lock: TextIO | None = None
+        if path.is_dir():
+            self._open()
 
     def folder(self, name: str) -> Path:
         """Return the subfolder ``name``, created if missing. It may contain files of an interrupted call."""
+        self._open()
         path = self.path / name
         path.mkdir(exist_ok=True)
         return path
 
     def emptied(self, name: str) -> Path:
         """Return the subfolder ``name`` without the files that it may have contained."""
+        self._open()
         shutil.rmtree(self.path / name, ignore_errors=True)
         return self.folder(name)
 
@@ -49,8 +55,24 @@ class WorkFolder:
     def once(self, stage: str, run: Callable[[], Any]) -> Any:
         """Return the recorded result of a stage. If it is not finished, call ``run`` and record its JSON value."""
         if not self.is_done(stage):
-            write_whole(self._record(stage), json.dumps(run()), sync=True)
+            result = json.dumps(run())
+            self._open()
+            write_whole(self._record(stage), result, sync=True)
         return json.loads(self._record(stage).read_text())
+
+    def close(self, delete: bool) -> None:
+        """Unlock the folder. With ``delete``, delete it first."""
+        if self._lock is not None:
+            if delete:
+                shutil.rmtree(self.path, ignore_errors=True)
+            self._lock.close()
+
+    def _open(self) -> None:
+        """Create and lock the folder, if that is not done, and delete results for another fingerprint."""
+        if self._lock is None:
+            self.path.mkdir(parents=True, exist_ok=True)
+            self._lock = _locked(self.path / _LOCK, self._folder)
+            _keep_if_same(self.path, self._fingerprint)
 
     def _record(self, stage: str) -> Path:
         return self.path / f"{stage}.done"
@@ -64,27 +86,27 @@ def work_folder(folder: Path, fingerprint: str, keep: bool) -> Iterator[WorkFold
     results for another ``fingerprint``, these are deleted first. Raises ``PartitionError`` if another process uses the
     work folder, or the disk cannot be written.
     """
-    path = folder.with_name(f".{folder.name}.work")
+    work = None
     try:
-        path.mkdir(parents=True, exist_ok=True)
-        with (path / _LOCK).open("w") as lock:
-            _take(lock, folder)
-            try:
-                _keep_if_same(path, fingerprint)
-                yield WorkFolder(path)
-            except BaseException as error:
-                if isinstance(error, Exception) or not keep:
-                    shutil.rmtree(path, ignore_errors=True)
-                raise
-            shutil.rmtree(path)
-    except OSError as error:
-        raise PartitionError(f"{error.filename or path} cannot be written: {error.strerror or error}") from error
+        work = WorkFolder(folder.with_name(f".{folder.name}.work"), folder, fingerprint)
+        yield work
+        work.close(delete=True)
+    except BaseException as error:
+        if work is not None:
+            work.close(delete=isinstance(error, Exception) or not keep)
+        if isinstance(error, OSError):
+            place = error.filename or folder
+            raise PartitionError(f"{place} cannot be written: {error.strerror or error}") from error
+        raise
 
 
-def _take(lock: Any, folder: Path) -> None:
+def _locked(path: Path, folder: Path) -> TextIO:
+    lock = path.open("w")
     try:
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        return lock
     except BlockingIOError:
+        lock.close()
         raise PartitionError(f"another process is making the parts in {folder}; wait for it, or end it") from None
 
 

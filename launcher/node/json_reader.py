@@ -36,7 +36,7 @@ class Damaged(ValueError):
 
 
 def text(value: Any) -> str:
-    """Return a string with NUL and characters that UTF-8 cannot encode replaced. Raises ValueError for other types."""
+    """Return a string, with NUL and characters that UTF-8 cannot encode replaced. Raises ValueError for other types."""
     if not isinstance(value, str):
         raise ValueError
     if not value.isascii():

@@ -212,7 +212,7 @@ class PartitionFailed(FleetError):
 def ensure_parts(config: ResolvedConfig, console: Console) -> PartitionFiles:
     """Return the parts in ``config.data.folder``; runs the partitioner first, unless the parts are up to date.
 
-    A stamp file in this folder has the last partitioner command, and size and time of the manifest and the source
+    A stamp file in this folder has the last partitioner command, and size and mtime of the manifest and the source
     files. If any of these has changed, the partitioner runs; it makes new parts only if their fingerprint would differ.
     Raises PartitionFailed.
     """
@@ -312,7 +312,7 @@ def _show(line: str, console: Console) -> None:
 
 
 def _signature(config: ResolvedConfig) -> list[object]:
-    """Return the content of the stamp file: partitioner arguments, size and time of manifest and source files."""
+    """Return the content of the stamp file: partitioner arguments, size and mtime of manifest and source files."""
     try:
         stat = (Path(config.data.folder).expanduser() / "manifest.json").stat()
         manifest = [stat.st_size, stat.st_mtime_ns]

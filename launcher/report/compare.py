@@ -1,7 +1,7 @@
 """Compares runs side by side, by their folders on this machine, for ``gnnfleet compare``.
 
-Each FoundRun becomes RunFigures. All RunFigures become a Comparison: rows with a value for each run, and notes. The
-Comparison is printed as a table or as JSON.
+Each FoundRun (the files of a run on this machine) becomes RunFigures. All RunFigures become a Comparison: rows with a
+value for each run, and notes. The Comparison is printed as a table or as JSON.
 """
 
 from __future__ import annotations

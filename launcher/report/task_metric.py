@@ -23,7 +23,7 @@ class TaskMetric:
         return _TITLES.get(self.name, self.name.replace("hits@", "Hits@"))
 
     def of(self, line: Mapping[str, Any], split: str = "") -> float | None:
-        """Return the value in an ``eval`` line or, with ``split``, in a ``result`` line; None if that is not finite."""
+        """Return the value in an ``eval`` or, with ``split``, a ``result`` line; None if missing or not finite."""
         value = line.get(f"{split}_{self.name}" if split else self.name)
         if isinstance(value, bool) or not isinstance(value, int | float) or not isfinite(value):
             return None

@@ -127,7 +127,7 @@ def linked(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
 
 
 def arrays(out: Path, role: str, name: str) -> np.ndarray:
-    """Return an array of all parts, in order of original id."""
+    """Return an array that inference wrote per part, joined in order of original id."""
     folders = [out / role / f"part{part}" for part in (0, 1)]
     values, ids = (np.concatenate([np.load(one / f"{of}.npy") for one in folders]) for of in (name, "orig_id"))
     assert sorted(ids.tolist()) == list(range(len(ids)))

@@ -67,7 +67,7 @@ class OwnCommandGroup(click.Group):
         return super().shell_complete(ctx, incomplete)
 
     def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
-        """Write the most used options; ``launch --help`` lists all."""
+        """Write the most used options into the help text of ``gnnfleet``; ``launch --help`` lists all."""
         shown = [param.get_help_record(ctx) for param in self.get_params(ctx) if param.name in _MOST_USED]
         with formatter.section("Options (all: gnnfleet launch --help)"):
             formatter.write_dl([record for record in shown if record])
@@ -325,7 +325,7 @@ def _show_error(words: Sequence[str], message: str, exit_status: int, more: str)
 
 
 def _json_error(words: Sequence[str], message: str, exit_status: int) -> int:
-    """Print an error as JSON on stdout if ``words`` contain --json; return ``exit_status``."""
+    """Print an error as JSON on stdout if the command line ``words`` has --json; return ``exit_status``."""
     if "--json" in words[: words.index("--") if "--" in words else None]:
         import json
 

@@ -72,7 +72,7 @@ LOCAL_HOSTS = ("localhost", "127.0.0.1", "::1")
 
 
 def check_nodes(config: ClusterConfig, reader: Reader) -> None:
-    """Report contradictions within one node and between two nodes, except in values that are already reported."""
+    """Report contradictory settings of one node or of two nodes; values that are already reported are skipped."""
     for k, node in enumerate(config.nodes):
         _node(config, node, k, reader)
     _folders(config, reader)
@@ -89,7 +89,7 @@ def check(config: ClusterConfig, reader: Reader) -> None:
 
 
 def _restarts(config: ClusterConfig, reader: Reader) -> None:
-    """Report settings of restarts that contradict the number of nodes."""
+    """Report ``run.min_nodes`` if the run may restart and fewer nodes than that train."""
     run, training = config.run, sum(node.trains for node in config.nodes)
     if (
         run.restarts
@@ -263,10 +263,10 @@ def _memory(text: str | None, reader: Reader) -> None:
 
 
 def _serving(config: ClusterConfig, reader: Reader) -> None:
-    """Report an invalid name of a serving cluster, and data keys that contradict a ``data.serving`` in the file.
+    """Report an invalid name of a serving cluster, and ``data`` keys that have no effect with ``data.serving``.
 
-    If ``data.serving`` comes from ``--set``, other data keys are allowed, since the same file may also be used to start
-    the serving cluster.
+    These keys are allowed if ``data.serving`` comes from ``--set``, since the same file may also be used to start the
+    serving cluster.
     """
     if not is_run_id(config.data.serving or ""):
         reader.report(
@@ -332,7 +332,7 @@ def _layers(config: ClusterConfig, reader: Reader) -> None:
 
 
 def _ports(config: ClusterConfig, reader: Reader) -> None:
-    """Report fixed ports of the lead node that equal each other or a port of the graph service."""
+    """Report fixed ports of the lead node that equal each other or the port of a graph server."""
     run, count = config.run, len(config.nodes)
     if not reader.good(("run", "master_port"), ("run", "service_port"), ("run", "control_port")):
         return

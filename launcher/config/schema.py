@@ -97,7 +97,7 @@ class NodeConfig:
 
     @property
     def holds(self) -> bool:
-        """Whether the node's role is to hold parts of the graph."""
+        """Whether the node stores parts of the graph: a worker or server."""
         return self.role != "client"
 
     @property

@@ -29,14 +29,14 @@ _TOP = re.compile(r'\{"(?:file|state|quiet|result|lost|now|stopped)": ')
 
 
 class Damaged(ValueError):
-    """Raised for a message of a node that is cut off, is not JSON, or has fields missing or of the wrong type."""
+    """Raised for a node's message that is truncated, is not JSON, or has fields missing or of the wrong type."""
 
 
 # -- validators ------------------------------------------------------------
 
 
 def text(value: Any) -> str:
-    """Check that a value is a string; characters that UTF-8 cannot encode, and NUL, are replaced. Raises ValueError."""
+    """Return a string, with NUL and characters that UTF-8 cannot encode replaced. Raises ValueError for other types."""
     if not isinstance(value, str):
         raise ValueError
     if not value.isascii():
@@ -189,8 +189,8 @@ def _fits(value: int) -> bool:
 def json_object(line: str | bytes) -> dict[str, Any] | None:
     """Parse the JSON object in a line of text; None if there is none.
 
-    If there are several objects, returns the last complete one: after an object that a full disk has cut off, the next
-    object follows in the same line.
+    If there are several objects, returns the last one: if a full disk has truncated an object, the next object follows
+    it in the same line.
     """
     if len(line) > MAX_LINE:
         return None
@@ -233,9 +233,9 @@ def checked(kind: Record, value: Any) -> dict[str, Any] | None:
 
 
 def message_in(line: str) -> dict[str, Any] | None:
-    """The message of watch.py or control.py in a line of a node's output; None if the line has no message.
+    """Return the message of the node program watch.py or control.py in a line of its output; None if there is none.
 
-    A login profile may have printed text before the message, in the same line. Raises Damaged.
+    Text before the message, which a login profile may have printed, is skipped. Raises Damaged for a damaged message.
     """
     found = _TOP.search(line)
     if found is None:

@@ -264,7 +264,7 @@ def _servers_of(serving: ServingCluster) -> list[str]:
 
 
 def _shared_hosts(config: ResolvedConfig) -> list[str]:
-    """Return a note for each host that runs several nodes, which overlapping host ranges may have caused."""
+    """Return a note for each host that runs several nodes: overlapping host ranges in the config may be the cause."""
     if config.transport == "local":
         return []
     nodes: dict[str, list[str]] = {}

@@ -96,12 +96,12 @@ class PartitionFiles:
 
     @property
     def topology_files(self) -> int:
-        """Number of 1-d arrays of all parts: files that a replicated topology stores on every node."""
+        """Number of files with 1-d arrays in all parts, which a replicated topology stores on every node."""
         return len(self._flat)
 
     @cached_property
     def topology_bytes(self) -> int:
-        """Bytes of the 1-d arrays of all parts, which a replicated topology stores on every node; 0 if unknown."""
+        """Total bytes of the 1-d arrays in all parts, stored on every node with replicated topology; 0 if unknown."""
         return sum(self.files[place].bytes for place in self._flat)
 
     def topology_bytes_except(self, parts: Iterable[int]) -> int:
@@ -212,7 +212,7 @@ class PartitionFailed(FleetError):
 def ensure_parts(config: ResolvedConfig, console: Console) -> PartitionFiles:
     """Return the parts in ``config.data.folder``; runs the partitioner first, unless the parts are up to date.
 
-    A stamp file in this folder has the last partitioner command, and size and time of the manifest and the source
+    A stamp file in this folder has the last partitioner command, and size and mtime of the manifest and the source
     files. If any of these has changed, the partitioner runs; it makes new parts only if their fingerprint would differ.
     Raises PartitionFailed.
     """
@@ -230,7 +230,7 @@ def ensure_parts(config: ResolvedConfig, console: Console) -> PartitionFiles:
 
 
 def outdated(config: ResolvedConfig) -> bool:
-    """Return whether the stamp file of the parts names another dataset, options or files; False without this file."""
+    """Return whether dataset, options or files changed since the parts' stamp file was written; False without it."""
     stamp = _read(Path(config.data.folder).expanduser() / _STAMP)
     return stamp is not None and stamp != _signature(config)
 
@@ -312,7 +312,7 @@ def _show(line: str, console: Console) -> None:
 
 
 def _signature(config: ResolvedConfig) -> list[object]:
-    """Return the content of the stamp file: partitioner arguments, size and time of manifest and source files."""
+    """Return the content of the stamp file: partitioner arguments, size and mtime of manifest and source files."""
     try:
         stat = (Path(config.data.folder).expanduser() / "manifest.json").stat()
         manifest = [stat.st_size, stat.st_mtime_ns]
@@ -338,8 +338,9 @@ def _read(stamp: Path) -> object:
 
 
 def check_train_seeds(config: ClusterConfig, parts: PartitionFiles) -> None:
-    """Raise UsageError if the parts have no train seeds (of node type ``train.target``, if that is set), and no links
-    are to be predicted.
+    """Raise UsageError if the parts have no train seeds that the task needs; predicting links needs none.
+
+    If ``train.target`` is set, only train seeds of this node type count.
     """
     target, task = config.train.target, config.train.task
     if task == "link" or (task == "auto" and (parts.links_held_out or "__" in (target or ""))):

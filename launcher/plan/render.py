@@ -27,7 +27,7 @@ _NUMBER = re.compile(r"([0-9]+)")
 class Fold:
     """Similar nodes that are shown together: their lines in the plan differ only in values such as rank and address.
 
-    In ``rows`` each such value is replaced by a placeholder, such as ``{node_rank}`` or ``{address}`` (``own_values``).
+    ``rows``: these lines, with each such value replaced by a placeholder such as ``{node_rank}`` (see ``own_values``).
     """
 
     nodes: tuple[NodePlan, ...]
@@ -36,7 +36,7 @@ class Fold:
 
 @dataclass(frozen=True)
 class _SplitRows:
-    """The rows of one node, each split into text (even indices) and numbers or addresses (odd indices)."""
+    """The lines of one node in the plan, each split into text (even indices) and numbers or addresses (odd indices)."""
 
     node: NodePlan
     names: tuple[str, ...]
@@ -44,10 +44,10 @@ class _SplitRows:
 
 
 def fold_nodes(listed: Sequence[tuple[NodePlan, LabelledLines]]) -> list[Fold]:
-    """Group nodes whose rows differ only in their ``own_values``; groups are ordered by their first node.
+    """Group nodes whose lines in the plan differ only in their ``own_values``; groups are ordered by their first node.
 
-    ``listed``: each node with its rows. Replacing the placeholders in the rows of a Fold by the ``own_values`` of one
-    of its nodes gives exactly the rows of that node.
+    ``listed``: each node with its lines. Replacing the placeholders in a Fold by the ``own_values`` of one of its nodes
+    gives exactly the lines of that node.
     """
     addresses = {node.address for node, _ in listed}
     alike: dict[object, list[_SplitRows]] = {}
@@ -62,7 +62,7 @@ def fold_nodes(listed: Sequence[tuple[NodePlan, LabelledLines]]) -> list[Fold]:
 def own_values(node: NodePlan) -> Mapping[str, str]:
     """Return the values that may differ between nodes of one ``Fold``, by placeholder such as ``{node_rank}``.
 
-    A number in the rows that equals several of these values is shown as the first such placeholder.
+    A number that equals several of these values is shown as the first of their placeholders.
     """
     return {
         "{node_rank}": str(node.node_rank),
@@ -103,7 +103,7 @@ def _pieces(text: str, addresses: Set[str]) -> Iterator[str]:
 
 
 def _folds(group: list[_SplitRows]) -> Iterator[Fold]:
-    """Yield one Fold for the group; several if its nodes differ in a value that is not in ``own_values``."""
+    """Yield a Fold of nodes whose lines have equal text; several if they differ in a value not in ``own_values``."""
     own = [own_values(one.node) for one in group]
     names = {name: [values.get(name) for values in own] for name in own[0]}
     rows = []
@@ -148,7 +148,7 @@ def _each(plan: LaunchPlan) -> Iterator[_Block]:
 
 
 def _folded(plan: LaunchPlan) -> Iterator[_Block]:
-    """Yield similar nodes with their common rows, without commands; sizes of files are shown only for single nodes."""
+    """Yield groups of similar nodes with their common lines, without commands; only single nodes have file sizes."""
     for one in fold_nodes([(node, list(_node_rows(node, sizes=False))) for node in plan.nodes]):
         yield one.nodes, _short(one.rows if len(one.nodes) > 1 else list(_node_rows(one.nodes[0])))
 
@@ -240,7 +240,7 @@ def _summary(plan: LaunchPlan) -> str:
 
 
 def _run_rows(plan: LaunchPlan, *, full: bool = False) -> Iterator[tuple[str, str]]:
-    """Yield the rows about the whole run. ``full``: show the partitioner's command line instead of a sentence."""
+    """Yield the lines about the whole run. ``full``: show the partitioner's command line instead of a sentence."""
     if made := plan.partition:
         first = f"{describe_env(made.command.env)} {describe_command(made.command)}"
         yield "partition", first if full else _describe_partitioning(plan, made)
@@ -293,7 +293,7 @@ def _topology(plan: LaunchPlan) -> str:
 
 
 def _short(rows: Sequence[tuple[str, str]]) -> list[tuple[str, str]]:
-    """Return the rows of a node without its commands, and without the values that the table of all nodes shows."""
+    """Return the lines of a node, without its commands and without values that the table of all nodes shows."""
     return [row for row in rows if row[0] not in ("share", "start", "server", "trainer", "  env")]
 
 
@@ -349,7 +349,7 @@ def _names(node: NodePlan, files: Sequence[PlannedFile], *, list_them: bool) -> 
 
 
 def _name(node: NodePlan, file: PlannedFile) -> str:
-    """Return the path of one of the user's files in the working folder; of other files, the name."""
+    """Return a file's path relative to the run's folder of user files, or its name if it is not in that folder."""
     top = f"{node.run_dir}/files/"
     return file.dest.removeprefix(top) if file.dest.startswith(top) else file.dest.rpartition("/")[2]
 

@@ -1,7 +1,7 @@
 """Compares runs side by side, by their folders on this machine, for ``gnnfleet compare``.
 
-Each FoundRun becomes RunFigures. All RunFigures become a Comparison: rows with a value for each run, and notes. The
-Comparison is printed as a table or as JSON.
+Each FoundRun (the files of a run on this machine) becomes RunFigures. All RunFigures become a Comparison: rows with a
+value for each run, and notes. The Comparison is printed as a table or as JSON.
 """
 
 from __future__ import annotations
@@ -254,10 +254,10 @@ def _differing(runs: Sequence[RunFigures]) -> dict[str, Row]:
 
 
 def _reads(config: Mapping[str, Any], key: str) -> bool:
-    """Whether a run with this config uses the config key ``key``.
+    """Return whether a run with this config uses the config key ``key``.
 
-    False for an empty config, which stands for an unknown one. Only the bundled trainer uses ``train`` keys: a run uses
-    all of them if its config has any.
+    A config without any ``train`` key is that of a user's own command, which uses none of them; other runs use all. An
+    empty config means that the config is unknown, and gives False.
     """
     return bool(config) and (not key.startswith("train.") or any(name.startswith("train.") for name in config))
 
@@ -274,12 +274,12 @@ def _flat(config: ClusterConfig) -> dict[str, Any]:
 
 
 def _read_by(config: Mapping[str, Any], *, own: bool) -> dict[str, Any]:
-    """Return the config keys that a run uses, without ``train`` keys if it runs the user's own command (``own``)."""
+    """Return ``config`` without ``train`` keys if the run has a command of the user (``own``), which ignores them."""
     return {key: value for key, value in config.items() if not (own and key.startswith("train."))}
 
 
 def _merged(values: Sequence[Any]) -> Any:
-    """Merge the values of a config key on all nodes.
+    """Merge the values that a config key has on the nodes of a run.
 
     Equal values become one value, different strings become a text with ranges (``gpu[1-2]``), other values a list.
     """
@@ -426,8 +426,8 @@ def _alike(comparison: Comparison) -> Iterator[str]:
 def _shown(section: Section, rows: Sequence[Row]) -> list[Row | None]:
     """Return the rows of a section that are printed.
 
-    If there are many epochs, these are the first and the last ones, with None in place of the others. Of the versions,
-    they are those that differ between runs.
+    Of many epochs, the first and the last ones are printed, with None in place of the others. Of versions, those that
+    differ between runs are printed.
     """
     if section == "versions":
         return [row for row in rows if row.differs]

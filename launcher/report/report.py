@@ -86,8 +86,8 @@ def _step(text: bytes) -> Mapping[str, Any]:
 def excluded_names(nodes: Sequence[NodePlan], away: Collection[int]) -> tuple[str, ...]:
     """Return the values of ``--exclude`` that exclude the nodes whose node_rank is in ``away``.
 
-    A value is a host name, or ``user@host:port`` if other nodes of the run are on the same host. () if no node would be
-    left.
+    A value is the host of a node, or ``user@host:port`` if a remaining node is on the same host. Nodes that also share
+    ``user@host:port`` with a remaining node are omitted. () if no node would remain.
     """
     others = [node for node in nodes if node.node_rank not in away]
     if not others:

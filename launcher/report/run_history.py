@@ -56,9 +56,9 @@ def find_run(run: str | None, runs_dirs: Sequence[Path]) -> FoundRun:
 
 
 def matching(ids: Sequence[str], wanted: str) -> tuple[str, list[str]]:
-    """Return the ids that equal ``wanted``; if none does, those that begin with it, else end with it, else contain it.
+    """Return (how, ids): the ids that equal ``wanted``, else begin with it, else end with it, else contain it.
 
-    Returns (how, ids); ``how`` is '' for equal ids, else ``is the start of``, ``is the end of`` or ``is in``.
+    ``how`` is '' if they are equal, else ``is the start of``, ``is the end of`` or ``is in``. ('', []) for no match.
     """
     rules: tuple[tuple[str, Callable[[str], bool]], ...] = (
         ("", lambda one: one == wanted),

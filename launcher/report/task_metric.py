@@ -1,4 +1,4 @@
-"""The metric of a run's task, such as accuracy or MAE, as its metrics lines name it."""
+"""The metric of a run's task, such as accuracy or MAE, as named in its metrics lines."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class TaskMetric:
         return _TITLES.get(self.name, self.name.replace("hits@", "Hits@"))
 
     def of(self, line: Mapping[str, Any], split: str = "") -> float | None:
-        """Return the value in an ``eval`` line or, for a split, in a ``result`` line; None if there is no number."""
+        """Return the value in an ``eval`` or, with ``split``, a ``result`` line; None if missing or not finite."""
         value = line.get(f"{split}_{self.name}" if split else self.name)
         if isinstance(value, bool) or not isinstance(value, int | float) or not isfinite(value):
             return None
@@ -31,7 +31,7 @@ class TaskMetric:
 
 
 def metric_of(lines: Iterable[Mapping[str, Any]]) -> TaskMetric:
-    """Return the metric that the first line with ``metric`` names; the accuracy if there is none."""
+    """Return the metric named by the first line that has a field ``metric``; accuracy if no line has it."""
     for line in lines:
         name = line.get("metric")
         if isinstance(name, str) and name:
@@ -40,5 +40,5 @@ def metric_of(lines: Iterable[Mapping[str, Any]]) -> TaskMetric:
 
 
 def score_text(value: float) -> str:
-    """Return a metric or a loss with four decimals; of larger numbers one decimal, or four digits."""
+    """Format a metric or loss: four decimals below 1000, one decimal below a million, else four significant digits."""
     return f"{value:.4f}" if abs(value) < 1e3 else f"{value:.1f}" if abs(value) < 1e6 else f"{value:.4g}"

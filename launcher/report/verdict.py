@@ -254,9 +254,10 @@ def _over_by_result(found: FoundRun, result: Mapping[str, Any], unreachable: Seq
 def _after(
     found: FoundRun, state: State, unreachable: Sequence[NodeView] = (), *, collected: bool = False
 ) -> tuple[str, ...]:
-    """Return the next commands for a run that has ended.
+    """Return the commands to suggest for a run that has ended.
 
-    ``gnnfleet resume`` is one of these only if the run folder has a checkpoint.
+    ``gnnfleet resume``, which excludes the nodes ``unreachable``, is one of them if the run folder has a checkpoint.
+    ``collected``: whether the results have been collected.
     """
     collect = () if collected else (f"gnnfleet collect {found.words}",)
     if found.plan is not None and found.plan.serve_only:
@@ -354,10 +355,10 @@ def first_cause(views: Sequence[NodeView], hub: int) -> str:
 
 
 def done_without(views: Sequence[NodeView], hub: int, *, only_gone: bool = False) -> set[int]:
-    """Return the nodes that the run continued without and, unless ``only_gone``, also the expendable nodes.
+    """Return the nodes without which the run continued and, unless ``only_gone``, also the expendable nodes.
 
-    The lead node (``hub``) reports both sets. A node is expendable if the run would continue without it. ``views``:
-    answers of all nodes.
+    A node is expendable if the run would continue without it: with ``run.restarts`` every node, else those that the
+    lead node (``hub``) reports. ``views``: answers of all nodes.
     """
     reports = {view.node.node_rank: view.report for view in views}
     lead = last_attempt(reports, hub)[1]
@@ -405,7 +406,7 @@ def _what_it_does(alive: Sequence[NodeView]) -> str:
 def result_words(result: Mapping[str, Any]) -> str:
     """Return the result of an ended run in a few words: its first failure, else its metric or last loss.
 
-    If a loss was NaN or infinite, the metric or last loss follows ``NaN loss``.
+    If a loss was NaN or infinite, ``NaN loss`` precedes the metric or last loss.
     """
     first = result.get("first_failure")
     if first:

@@ -221,7 +221,7 @@ def test_import_overwrites_nothing_and_refuses_files_that_need_no_import(
 
 
 def made_parts(folder: Path, *files: str, labelled: bool = False) -> Path:
-    """Create a partition folder by the names of its files and, if ``labelled``, labels and train seeds beside it."""
+    """Create a partition folder of placeholder ``files``; if ``labelled``, also labels and train seeds beside it."""
     stem = folder.name.removesuffix("-partitions")
     beside = (f"../{stem}-label/label.pt", f"../{stem}-train-partitions/partition0.pt") if labelled else ()
     for name in (*files, *beside):

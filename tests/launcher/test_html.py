@@ -182,7 +182,8 @@ def test_chromium_draws_all_charts_without_errors_or_requests(tmp_path: Path) ->
 def step_lines(rank: int) -> list[dict[str, Any]]:
     """Return the step records of one rank of a user script.
 
-    Ranks 2 and 3 log the steps after those that ranks 0 and 1 log. The loss of odd ranks is larger by 1.
+    Ranks 0 and 1 log steps 0, 3, 6 and 9 of each epoch, ranks 2 and 3 steps 1, 4, 7 and 10. The loss of odd ranks is
+    larger by 1.
     """
     step = {"kind": "step", "rank": rank, "steps": 10, "seeds_per_s": 5.0, "seeds": 4}
     at = [(epoch, i) for epoch in (1, 2) for i in range(0, 10, 3)]

@@ -1,6 +1,6 @@
 """Damages files of a small partition folder, then opens the folder and samples and gathers from it.
 
-Run ``damage`` in a process of its own: a kernel that reads a damaged file could crash it.
+Run ``damage`` in a process of its own: compiled code that reads a damaged file could crash the process.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ HEADER = 128  #: bytes of the .npy headers in this folder
 
 
 def small_folder(folder: Path) -> Path:
-    """Write two parts: three node types, edge weights and times, attributes in bfloat16, scaled int8 and float64."""
+    """Write a graph of three node types in two parts, with edge weights, times, and attributes of several dtypes."""
     dataset = odd_types()
     tag = dataset.nodes["tag"]
     wide = np.random.default_rng(1).random((5, 70), np.float32)
@@ -38,7 +38,7 @@ def small_folder(folder: Path) -> Path:
 
 
 def content_digest(folder: Path, digests: bool) -> str:
-    """Return a digest of all samples and rows of a folder. ``digests``: verify the files' digests first."""
+    """Return a digest of samples and rows of a folder. ``digests``: whether to verify the files' digests first."""
     store = open_parts(folder, (0,), "replicated")
     if digests:
         with checked_digests(store):
@@ -75,7 +75,7 @@ def _answers(graph: LocalGraph):
 
 
 class Damage:
-    """One kind of damage to one file, both drawn from ``seed``."""
+    """One random kind of damage to one random file of ``folder``, both determined by ``seed``."""
 
     def __init__(self, seed: int, folder: Path):
         self.rng = np.random.default_rng(seed)
@@ -119,7 +119,7 @@ class Damage:
                 file.write(np.int64(self.rng.choice(values)).tobytes())
 
     def do_header_word(self) -> None:
-        """Replace the dtype, order or shape in the header by a text of the same length."""
+        """Replace the dtype, order or shape in the npy header by another one of the same length."""
         words = [
             (b"<i8", b"<f8"),
             (b"<i8", b"<u8"),
@@ -197,11 +197,10 @@ class Damage:
 
 
 def damage(sound: Path, work: Path, seed: int, seconds: float) -> None:
-    """Damage a copy of ``sound`` repeatedly for ``seconds``.
+    """Damage, read and restore ``work``, a copy of the folder ``sound``, repeatedly for ``seconds``.
 
-    Prints each case, and finally ``done`` with the number of cases and how many were refused. Raises
-    ``AssertionError`` if the digest check misses a wrong row. A ``TrainerError`` counts as refused; other errors
-    are raised.
+    Prints each case, and finally ``done``, the number of cases, and how many the digest check refused with a
+    ``TrainerError``. Other errors are raised, and ``AssertionError`` if the check misses a wrong row.
     """
     shutil.copytree(sound, work)
     right, until, tried, refused = content_digest(work, True), time.monotonic() + seconds, 0, 0

@@ -18,7 +18,7 @@ CITES, WRITES, BACK = ("paper", "cites", "paper"), ("author", "writes", "paper")
 
 
 def homo(num_nodes=24, num_edges=90):
-    """Return a graph with features, labels, a split, edge features and edge weights, without random numbers."""
+    """Return a graph with features, labels, a split, edge features and edge weights, made without random numbers."""
     at = torch.arange(num_edges)
     return Data(
         x=rows(num_nodes, 3),
@@ -56,7 +56,7 @@ def dataset_of(data, name="graph"):
 def partition_by_pyg(data, num_parts, folder, monkeypatch):
     """Write a partition with torch_geometric's ``Partitioner``, and return its folder.
 
-    Its METIS needs pyg-lib or torch-sparse; a fixed assignment takes its place.
+    A fixed assignment replaces its call of METIS, which needs pyg-lib or torch-sparse.
     """
     from torch_geometric.distributed import Partitioner
     from torch_geometric.loader import ClusterData
@@ -70,7 +70,7 @@ def partition_by_pyg(data, num_parts, folder, monkeypatch):
 
 
 def assert_same_graph(found, expected, *, without=()):
-    """Assert that a ``Dataset`` has the nodes and edges of another with equal ids. ``without``: names not compared."""
+    """Assert that two ``Dataset`` have equal nodes, edges and attributes, except the attributes in ``without``."""
     assert set(found.nodes) == set(expected.nodes) and set(found.edges) == set(expected.edges)
     for of, nodes in expected.nodes.items():
         assert found.nodes[of].num_nodes == nodes.num_nodes

@@ -1,4 +1,7 @@
-"""Hostile messages for a graph server, and a program that sends them: ``python hostile_kit.py ATTACK`` (JSON)."""
+"""Hostile messages for a graph server, and a program that sends them.
+
+Run as ``python hostile_kit.py ATTACK``, with an ``Attack`` as JSON.
+"""
 
 from __future__ import annotations
 
@@ -123,7 +126,7 @@ class Forge:
         return self._random.choice(self._kinds)()
 
     def bytes_sent(self) -> bytes:
-        """Return a message as its bytes on the connection. Some messages announce wrong frame sizes."""
+        """Return the bytes of a message as sent over a connection. Some messages announce wrong frame sizes."""
         parts = self.message()
         data = framed(parts)
         if self._random.random() < 0.1:
@@ -221,13 +224,13 @@ class Forge:
         return [HEADER.pack(*fields) + frames[0][HEADER.size :], *frames[1:]]
 
     def crowd(self) -> Frames:
-        """Return a message with as many arrays as a message may have, or with many empty frames."""
+        """Return a message of many empty frames or, rarely, with as many arrays as a message may have."""
         if self._random.random() < 0.95:
             return [b""] * self._random.choice((2, 64, 1000))
         return self._random.choice(self._crowds)
 
     def one_way(self) -> Frames:
-        """Return a message of kind ACK for any batch, or of kind ALIVE, which only servers send."""
+        """Return a message that is no request: an ACK with a random batch number, or ALIVE, which only servers send."""
         kind = self._random.choice((Kind.ACK, Kind.ALIVE))
         number = self._random.choice((*range(9), 2**64 - 1, self._random.getrandbits(64)))
         return [HEADER.pack(b"GNFS", wire.VERSION, kind, self._random.randrange(3), number, 0, 0, 0, 0)]
@@ -250,7 +253,10 @@ class Forge:
 
 @contextlib.contextmanager
 def attacking(attack: Attack) -> Iterator[subprocess.Popen[str]]:
-    """Start an attacking process. When done it prints one JSON line with messages, connections and seconds."""
+    """Start an attacking process, and kill it at the end of the ``with`` block.
+
+    When done, the process prints one JSON line with the number of messages, connections and seconds.
+    """
     argv = [sys.executable, __file__, json.dumps(asdict(attack))]
     path = ":".join((str(Path(__file__).resolve().parents[2]), str(Path(__file__).resolve().parent)))
     process = subprocess.Popen(
@@ -345,7 +351,7 @@ def _payload(chance: random.Random) -> tuple[bytes, int]:
 
 
 def _wrong_keys(attack: Attack, chance: random.Random) -> ServiceKeys:
-    """Return an unknown key pair, sometimes with the server's real public key."""
+    """Return keys of a client that the server does not know, with the server's real public key or a wrong one."""
     own = chance.choice(_strangers_keys())
     return replace(own, server=chance.choice((own.public, attack.server_key or own.public)))
 

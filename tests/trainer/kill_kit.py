@@ -1,4 +1,4 @@
-"""Trains with checkpoints at given steps, and kills the process, or all ranks of a run, after one of them."""
+"""Runs training processes that save checkpoints at given steps and kill themselves at a given step."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ from trainer.train.settings import TrainJob
 def train_until(words: list[str], every: int, last: int, newest: Path, steps: int = 0) -> None:
     """Run the trainer with the arguments ``words``, and save a checkpoint after every ``every`` steps.
 
-    After step ``last``, if it is not 0, wait for the file ``newest``, and then end by SIGKILL. Steps are counted by
-    calls of ``CheckpointSchedule.due``, which is not called after the last step of an epoch. To count these steps too,
-    pass the number of steps of an epoch as ``steps``.
+    After step ``last`` (0: never), wait until the checkpoint file ``newest`` exists, then kill the process by SIGKILL.
+    Steps are counted by calls of ``CheckpointSchedule.due``, which is not called after the last step of an epoch. To
+    count these steps too, pass the number of steps of an epoch as ``steps``.
     """
     asked = itertools.count(1)
 
@@ -40,7 +40,7 @@ def train_until(words: list[str], every: int, last: int, newest: Path, steps: in
 
 
 def killed_run(killed: TrainJob, world_size: int, every: int, last: int) -> Path:
-    """Run all ranks of a training job until they are killed, and return its newest checkpoint."""
+    """Run all ranks of a training job, each as ``train_until``; return the path of the newest checkpoint."""
     port, newest = free_port(), killed.run_dir / "checkpoints" / "last.pt"
     words = command_line(killed)
     ranks = [

@@ -29,7 +29,7 @@ def written(dataset, folder, num_parts=2, method="random", seed=0):
 
 
 def by_hand(dataset, parts, num_parts, **options):
-    """Return an assignment with the parts ``parts``: a dict by node type, or a list if there is one type."""
+    """Return a ``PartitionAssignment``. ``parts``: part of each node, a dict by node type or, for one type, a list."""
     given = parts if isinstance(parts, dict) else {HOMO_NODE: parts}
     arrays = {of: np.asarray(part, np.int32) for of, part in given.items()}
     return PartitionAssignment("random", 0, num_parts, arrays, dict.fromkeys(dataset.edges, 0.0), 0.0, 1.0, options)

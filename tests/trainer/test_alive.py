@@ -26,7 +26,7 @@ ALONE = RankGroup(Ranks(), torch.device("cpu"))
 
 
 class Result:
-    """The result of one job."""
+    """A result of a job; unlike ``object()``, it can be weakly referenced."""
 
 
 class Census:

@@ -1,4 +1,4 @@
-"""Tests of checkpoints: written atomically, loaded without unpickling code, refused where they do not fit the run."""
+"""Tests of checkpoints: written atomically, loaded without unpickling code, refused if they do not fit the run."""
 
 from __future__ import annotations
 
@@ -155,7 +155,7 @@ def test_the_digest_is_the_comment_of_an_archive_that_torch_reads(tmp_path: Path
 
 
 def within(epoch: int, steps: int) -> Checkpoint:
-    """Return a checkpoint after some steps of the epoch after ``epoch``."""
+    """Return a checkpoint that was saved ``steps`` steps after the end of epoch ``epoch``."""
     partial = PartialEpoch(torch.rand(steps, dtype=torch.float64), torch.full((steps,), 4))
     return dataclasses.replace(made(epoch, None), partial=partial)
 

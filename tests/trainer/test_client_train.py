@@ -32,7 +32,7 @@ def servers(parts):
 
 
 def cluster_file(path: Path, servers, clients: dict[int, list[int]]) -> Path:
-    """Write a cluster.json with these servers and with client nodes. ``clients``: node rank -> ranks."""
+    """Write a cluster.json with the nodes of ``servers`` and with client nodes. ``clients``: ranks by node_rank."""
     nodes = [
         {"node_rank": place.node_rank, "host": place.host, "role": "server", "endpoint": place.endpoint,
          "parts": list(place.parts), "ranks": []}

@@ -49,14 +49,14 @@ class Node:
         return replace(plain, part_ids=(self.rank,), cluster=self.cluster, key_file=self.key_file)
 
     def infer_job(self, checkpoint: Path, out: Path) -> InferJob:
-        """Return the node's inference job: results stay on each node, and only node 0 has the checkpoint."""
+        """Return the node's inference job, which writes to the node's own folder; only node 0 has the checkpoint."""
         seen = checkpoint if self.rank == 0 else Path("/nowhere.pt")
         return InferJob(seen, self.parts, out / f"node{self.rank}", (self.rank,), self.cluster, self.key_file)
 
 
 @contextmanager
 def two_nodes(folder: Path, **options: Any) -> Iterator[list[Node]]:
-    """Start the encrypted graph servers of two nodes and wait until they are ready. ``options`` go to the dataset."""
+    """Start the encrypted graph servers of two nodes and wait until they are ready. ``options``: of the dataset."""
     whole = write_parts(folder / "whole", 2, **options)
     endpoints = [free_endpoint(), free_endpoint()]
     cluster = write_cluster(folder / "cluster.json", (0, endpoints[0], [0]), (1, endpoints[1], [1]))
@@ -75,7 +75,7 @@ def two_nodes(folder: Path, **options: Any) -> Iterator[list[Node]]:
 
 
 def start(nodes: list[Node], lines: Callable[[Node], list[list[str]]]) -> list[subprocess.Popen[str]]:
-    """Start one rank on each node, which runs its command lines one after the other."""
+    """Start one process on each node, which runs the command lines ``lines(node)`` one after the other."""
     port = free_port(len(lines(nodes[0])))
     where = {"LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}
     return [start_words(lines(node), node.rank, 2, port, NODE_RANK=str(node.rank), **where) for node in nodes]

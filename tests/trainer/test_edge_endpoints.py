@@ -1,4 +1,4 @@
-"""Tests of links and edges whose ends are read batch by batch: equal batches with and without, in every mode."""
+"""Tests of loaders over all edges: equal batches whether the ends of edges are in memory or read from files."""
 
 from __future__ import annotations
 

@@ -35,7 +35,7 @@ def samples(tmp_path_factory):
 
 
 def converted(source, out, options=None):
-    """Convert a partition, check the folder, and return its graph and the lines of progress."""
+    """Convert a partition, verify the written folder, and return its graph and the progress lines."""
     lines = []
     convert_partition(source, out, options, say=lines.append)
     assert verify_partition(out) == []
@@ -250,7 +250,7 @@ def test_export_is_read_by_torch_geometric_and_converts_back(made, tmp_path, mon
 
 
 def labels_of(data, folder):
-    """Write labels and a split as files, and return them as option ``nodes``."""
+    """Write labels and train seeds as files, and return their paths as ``convert_partition``'s option ``nodes``."""
     of = "paper__" if hasattr(data, "node_types") and "paper" in data.node_types else ""
     y = data["paper"].y if of else data.y
     torch.save(y, folder / "y.pt")
@@ -339,7 +339,7 @@ def test_a_damaged_file_of_dgl_is_one_clear_message(samples, tmp_path):
 
 
 def refused(*words):
-    """Return the error of a command of ``partition``."""
+    """Run a command of ``partition`` that must fail; return its error message."""
     result = CliRunner().invoke(partition, [str(word) for word in words])
     assert isinstance(result.exception, TrainerError), result.output
     return str(result.exception)

@@ -48,7 +48,7 @@ def a_manifest() -> Manifest:
 
 
 def edited(folder, change):
-    """Write a manifest whose JSON was altered by ``change``, and return its folder."""
+    """Write a manifest, alter its JSON by the function ``change``, and return its folder."""
     path = write_manifest(folder, a_manifest())
     raw = json.loads(path.read_text())
     change(raw)
@@ -57,7 +57,7 @@ def edited(folder, change):
 
 
 def put(*keys):
-    """Return a function that sets a value in the JSON. ``keys`` are a path of keys, followed by the value."""
+    """Return a change for ``edited`` that sets a value. ``keys``: the keys that lead to it, then the new value."""
 
     def change(raw):
         *path, key, value = keys

@@ -34,7 +34,7 @@ NAMES = [f'home "{k}", {"garden" if k % 2 else "roof"}' for k in range(HOMES)]
 
 
 def homes(folder: Path, label: Any, **options: Any) -> Path:
-    """Write a table of homes and one of neighbours, and partition them; ``label``: column or columns of ``y``."""
+    """Write tables of homes and of edges, and partition the graph. ``label``: column or columns of ``y``."""
     folder.mkdir()
     with (folder / "homes.csv").open("w", newline="") as file:
         writer = csv.writer(file)
@@ -116,7 +116,7 @@ def test_whole_numbers_are_a_plain_target_with_num_classes_0(tmp_path: Path) -> 
 
 @pytest.fixture(scope="module")
 def linked(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
-    """A folder with parts, and runs that predict links: ``rsage`` of papers, ``sage`` of a homogeneous graph."""
+    """A folder with two graphs and a run on each that predicts links: ``rsage`` heterogeneous, ``sage`` homogeneous."""
     folder = tmp_path_factory.mktemp("linked")
     write_parts(folder / "hetero", 2, "synthetic-hetero", hold_out="author__writes__paper", num_nodes=200)
     write_parts(folder / "homo", 2, hold_out="node__to__node", num_nodes=200, avg_degree=5)
@@ -127,7 +127,7 @@ def linked(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
 
 
 def arrays(out: Path, role: str, name: str) -> np.ndarray:
-    """Return an array of all parts, in order of original id."""
+    """Return an array that inference wrote per part, joined in order of original id."""
     folders = [out / role / f"part{part}" for part in (0, 1)]
     values, ids = (np.concatenate([np.load(one / f"{of}.npy") for one in folders]) for of in (name, "orig_id"))
     assert sorted(ids.tolist()) == list(range(len(ids)))

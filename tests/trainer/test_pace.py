@@ -1,4 +1,4 @@
-"""Tests of a rank's own work time in metrics lines, and of the metrics lines of user scripts."""
+"""Tests of ``own_s``, a rank's step time without waits for other ranks, and of the metrics lines of user scripts."""
 
 from __future__ import annotations
 
@@ -64,14 +64,14 @@ def test_own_work_excludes_waits_for_slower_ranks(tmp_path: Path) -> None:
 
 
 def steady(run_dir: Path, rank: int) -> dict[str, float]:
-    """Return the medians over a rank's step lines, without the first."""
+    """Return the median times in a rank's step lines, without the first line."""
     lines = metrics(run_dir, "step", rank)[1:]
     middle = {name: sorted(line[name] for line in lines) for name in ("step_s", "own_s", "batch_s")}
     return {name: values[len(values) // 2] for name, values in middle.items()}
 
 
 class Progress(FewBatches):
-    """Reads the rank's progress file between batches."""
+    """Yields batches, and reads the rank's progress file before each batch."""
 
     def __init__(self, run_dir: Path):
         super().__init__()

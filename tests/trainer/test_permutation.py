@@ -1,4 +1,4 @@
-"""Tests of permutations that are computed where they are read."""
+"""Tests of pseudorandom permutations whose elements are computed when they are read, without an array in memory."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Tests of parts that are larger than the memory: equal batches, and maps that are read page by page."""
+"""Tests of parts that are larger than the memory: equal batches, and only the needed pages of files are read."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def test_batches_of_parts_larger_than_memory_are_equal(folder, loader, monkeypat
 
 
 def advised(folder: Path) -> dict[str, bool]:
-    """Return for each mapped file of a folder whether the kernel was advised to read it at random places."""
+    """Return for each memory-mapped file of a folder whether ``MADV_RANDOM`` is set on its mapping."""
     found, name = {}, ""
     for line in Path("/proc/self/smaps").read_text().splitlines():
         if re.match(r"[0-9a-f]+-[0-9a-f]+ ", line):
@@ -80,7 +80,7 @@ def test_maps_are_read_at_random_only_if_they_do_not_fit(folder, monkeypatch):
 
 
 def mapped(path: Path, values):
-    """Save an array and map it, and drop the file from the page cache."""
+    """Save an array, map the file into memory, drop it from the page cache, and return the mapped array."""
     np.save(path, values)
     array = map_array(path)
     with open(path, "rb") as file:
@@ -109,7 +109,7 @@ def test_only_the_pages_of_the_rows_are_read(tmp_path):
 
 
 def resident(path: Path) -> int:
-    """Return the number of pages of a file that this process has mapped."""
+    """Return how many pages of a mapped file are resident in this process."""
     pages, name = 0, ""
     for line in Path("/proc/self/smaps").read_text().splitlines():
         if re.match(r"[0-9a-f]+-[0-9a-f]+ ", line):

@@ -38,7 +38,7 @@ def made(folder, num_parts, dataset="synthetic-hetero", **changes):
 
 
 def differing(first, second):
-    """Return the files that two folders do not both have with equal content."""
+    """Return the names of files that differ between two folders or are in only one of them."""
     names = {path.relative_to(top).as_posix() for top in (first, second) for path in top.rglob("*") if path.is_file()}
     same, *others = filecmp.cmpfiles(first, second, sorted(names), shallow=False)
     assert len(same) + sum(map(len, others)) == len(names)

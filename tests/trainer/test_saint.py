@@ -86,7 +86,7 @@ def test_epochs_differ_and_set_epoch_repeats_one(kind):
 
 
 def chi_square(counts, others):
-    """Return the chi-square statistic of two samples, and its limit at p = 0.001."""
+    """Return the chi-square statistic of two histograms, and its approximate critical value at p = 0.001."""
     seen = counts + others > 0
     a, b = counts[seen], others[seen]
     ratio = np.sqrt(b.sum() / a.sum())

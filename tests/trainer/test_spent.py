@@ -1,4 +1,4 @@
-"""Tests of the split of a step's time into kinds: the kinds add up, and a slow stage is measured as its own kind."""
+"""Tests of how a step's time is divided by kind of work: the times add up, and a slow stage is counted as its kind."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ WORK = Cost(remote_bytes=100, rows=10, remote_rows=6, cached_rows=2, sample_s=0.
 
 
 class Batches(FewBatches):
-    """Batches that are slow to load or to copy, with a preset cost."""
+    """Batches that take ``load`` seconds to load and ``copy`` seconds to copy, and report ``cost`` as their cost."""
 
     def __init__(self, load: float = 0.0, copy: float = 0.0, cost: Cost = WORK):
         super().__init__(steps=5)
@@ -142,7 +142,7 @@ def test_laps_add_up() -> None:
 
 
 def rank_with_a_peer(run_dir: Path) -> None:
-    """Run one rank of two. Rank 1 computes longer."""
+    """Train one epoch on this rank of two; the forward pass takes longer on rank 1."""
     dist.init_process_group("gloo")
     rank = dist.get_rank()
     model = DistributedDataParallel(Sleeps(forward=0.1 * rank))
@@ -163,7 +163,7 @@ def test_a_rank_waits_for_a_slower_one_in_reduce(tmp_path: Path) -> None:
 
 
 class Event:
-    """A fake device event, which has been reached once ``Event.now`` is greater than its time."""
+    """Fake ``torch.cuda.Event``, complete once the clock ``Event.now`` is past the time of ``record``."""
 
     now = 0.0
 

@@ -1,4 +1,4 @@
-"""Tests of training: equal on one and several processes, resumed or not; unusual graphs; refusals."""
+"""Tests of training: equal on one and several processes, resumed or not; unusual graphs; refused settings."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""Tests of training on heterogeneous graphs: any number of processes, rows of featureless nodes, choice of the
-target."""
+"""Tests of training on heterogeneous graphs: equal on any number of processes, trainable rows of nodes without
+features, choice of the target node type."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """Fuzzer for messages between graph servers and clients, and for byte streams.
 
-Each function runs in its own process, because a fault in a kernel could end it, and prints ``done TRIED
-REFUSED``.
+Run ``requests``, ``replies`` and ``streams`` each in a process of its own, since compiled code that fails could crash
+it. Each prints ``done TRIED REFUSED``, the numbers of cases and of refused cases.
 """
 
 from __future__ import annotations
@@ -50,7 +50,10 @@ def answer(handlers: Handlers, request: Message) -> Message:
 
 
 def cases(seed: int, seconds: float) -> Iterator[tuple[str, random.Random]]:
-    """Yield name and random generator of one case after the other for ``seconds``. Fails if a case takes too long."""
+    """Yield the name and random generator of one case after another for ``seconds``.
+
+    Raises AssertionError if the caller takes longer than ``SLOWEST`` for a case.
+    """
     until, number = time.monotonic() + seconds, 0
     while time.monotonic() < until:
         number += 1
@@ -134,7 +137,7 @@ def reader_of(request: Message) -> Callable[[Message], object]:
 
 
 def damaged(draw: random.Random, frames: Frames, other: Frames) -> Frames:
-    """Apply random changes of bits, numbers, lengths and order."""
+    """Return ``frames`` with random changes: flipped bits, other numbers, frames cut, replaced, added or removed."""
     frames = list(frames)
     for _ in range(draw.choice((1, 1, 2, 4))):
         place = draw.randrange(len(frames))
@@ -170,7 +173,7 @@ class Pieces:
 
 
 def streams(folder: Path, seed: int, seconds: float) -> None:
-    """Feed damaged byte streams in pieces: each gives messages or ``WireError``, and few bytes are buffered."""
+    """Feed damaged byte streams in pieces: each gives messages or ``WireError``, and buffers stay small."""
     forge, tried, refused = Forge(seed, 100), 0, 0
     for case, draw in cases(seed, seconds):
         sent = [forge.as_it_is() for _ in range(draw.randint(1, 4))]

@@ -1,4 +1,4 @@
-"""Types and helpers for importing files of other launchers: file, flags, and functions that make the config tree."""
+"""Types and helpers for importing files of other launchers: file, flags, and functions that build the YAML tree."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _MAX_LINE = 4096  #: characters
 
 @dataclass(frozen=True)
 class Foreign:
-    """A file of another launcher, converted to the tree of a cluster.yml."""
+    """A file of another launcher, converted to a YAML tree with the keys of a cluster.yml."""
 
     kind: str  #: format of the file, for messages
     tree: Section  #: keys of cluster.yml; origins are lines of the other file
@@ -49,7 +49,7 @@ class Source:
         return Origin(self.name, line, self.path.absolute().parent)
 
     def error(self, line: int, message: str) -> ConfigError:
-        """Return a ConfigError with a single problem, to be raised."""
+        """Return a ConfigError for a problem in line ``line``; the caller raises it."""
         return ConfigError([Problem(self.name, line, message)])
 
     def lines(self, comment: str = "#") -> list[tuple[int, str]]:
@@ -122,15 +122,15 @@ class Flags:
 
     @property
     def parts(self) -> ForeignParts | None:
-        """The partition folder on this machine that ``part_config`` or ``dataset_root_dir`` names."""
+        """The partition folder on this machine that the flag ``part_config`` or ``dataset_root_dir`` names, or None."""
         return named_parts(self.workspace, self.part_config, self.dataset_root_dir)
 
 
 def dataset_overrides(name: str) -> tuple[str, ...]:
-    """Return the overrides for ``--dataset``, whose value is a dataset name or an existing path.
+    """Return the config overrides for ``--dataset``, whose value is a dataset name or an existing path.
 
-    They also replace ``data.options`` and ``data.folder``, as the values in the file belong to another graph. The parts
-    in a partition folder of another program are kept.
+    They also replace ``data.options`` and ``data.folder``, as the values in the file belong to another graph. If the
+    path is a partition folder of another program, its parts are converted instead of partitioning the graph again.
     """
     name = _RENAMED.get(name, name)
     if (os.sep in name or "." in name) and (parts := find_parts(name)) is not None:
@@ -142,9 +142,9 @@ def dataset_overrides(name: str) -> tuple[str, ...]:
 
 
 def named_dataset_overrides(dataset: str | None, parts: ForeignParts | None) -> tuple[str, ...]:
-    """Return the overrides for ``--dataset``, and for the parts that flags of another launcher name.
+    """Return the config overrides for ``--dataset`` and for ``parts``, which flags of another launcher name.
 
-    The parts are used unless they are of another program's dataset without labels, which training needs.
+    If both are given, the dataset is used only if ``parts`` lack labels or train seeds, which training needs.
     """
     if parts is not None and (parts.labelled or not dataset):
         return parts.overrides
@@ -152,7 +152,7 @@ def named_dataset_overrides(dataset: str | None, parts: ForeignParts | None) -> 
 
 
 def parts_note(parts: ForeignParts | None, dataset: str | None, named: str) -> str:
-    """Return the note on the parts that the flags or keys ``named`` name: whether they are used, and why not."""
+    """Return a note for the user that says whether ``parts`` are used; ``named``: flags or keys that name them."""
     if parts is None:
         return f"{named}: no parts on this machine; the graph is partitioned here, from the dataset"
     if parts.labelled or not dataset:
@@ -165,7 +165,7 @@ def parts_note(parts: ForeignParts | None, dataset: str | None, named: str) -> s
 
 
 def node_overrides(nodes: str) -> tuple[str, ...]:
-    """Return the config overrides for ``--nodes`` if a config is given, too; they change only hosts and transport."""
+    """Return the config overrides for ``--nodes`` beside a config file; they replace ``nodes`` and ``transport``."""
     if nodes.isdecimal():
         return (f"nodes={nodes}", "transport=local")
     hosts = ",".join(f'"{host}"' for host in split_hosts(nodes))
@@ -173,7 +173,7 @@ def node_overrides(nodes: str) -> tuple[str, ...]:
 
 
 def environment_overrides(venv: str | None, conda: str | None) -> tuple[str, ...]:
-    """Return the overrides for ``--venv`` or ``--conda``, which replace the environment of every node.
+    """Return the config overrides for ``--venv`` or ``--conda``, which replace the environment of every node.
 
     If the shell has expanded ``~``, the home folder is written as ``~`` again, because home folders differ between
     hosts. Raises UsageError if both are given.

@@ -141,7 +141,7 @@ def _tree(theirs: Section, nodes: list[Section]) -> Section:
 def _data(dataset: Scalar) -> dict[str, Tree]:
     """Return the `data` section for a dataset name, or for the path of the user's own graph or partition folder.
 
-    GLT's launcher reads the parts of a dataset NAME from ``../../data/NAME`` beside its examples.
+    As in GLT's launcher, the parts of a dataset NAME are expected in ``../../data/NAME``, relative to the file.
     """
     origin, name = dataset.origin, dataset.text
     if (parts := _parts(dataset)) is not None:
@@ -159,7 +159,7 @@ def _data(dataset: Scalar) -> dict[str, Tree]:
 
 
 def _parts(dataset: Scalar) -> ForeignParts | None:
-    """Return the partition folder that the key `dataset` names."""
+    """Return the partition folder that the key `dataset` names; None if there is none, or a name's has no labels."""
     name, folder = dataset.text, dataset.origin.folder
     if "/" in name or "." in name:
         return find_parts(folder / os.path.expanduser(name))

@@ -113,7 +113,10 @@ def _same_number(source: Source, nodes: list[tuple[Origin, str]], flags: Flags) 
 
 
 def _pyg(nodes: list[tuple[Origin, str]], flags: Flags, notes: list[str]) -> Section:
-    """Return the config tree for a list of hosts, with the settings given by PyG's flags, command or example script."""
+    """Return the YAML tree for a list of hosts, with settings from PyG's launcher flags and its command.
+
+    Appends notes for the user to ``notes``.
+    """
     remote = flags.remote or Remote("")
     common = _common_keys(remote, flags)
     entries = [section(origin, {"host": text(origin, host), **common}) for origin, host in nodes]
@@ -139,7 +142,7 @@ def _pyg(nodes: list[tuple[Origin, str]], flags: Flags, notes: list[str]) -> Sec
 
 
 def _common_keys(remote: Remote, flags: Flags) -> dict[str, Tree]:
-    """Return the keys that the quoted command and the flags set on every node."""
+    """Return the keys of every node, from PyG's launcher flags and ``remote``, the command that its launcher runs."""
     origin = virtual_origin("the quoted command")
     kind, which = remote.interpreter
     common: dict[str, Tree] = {kind: text(origin, which)} if kind else {}

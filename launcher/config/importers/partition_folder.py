@@ -24,12 +24,12 @@ class ForeignParts:
 
     @property
     def name(self) -> str:
-        """Name of the graph, without the suffix that the examples of torch_geometric and GLT use."""
+        """Name of the folder without ``-partitions``, the suffix in the examples of torch_geometric and GLT."""
         return self.folder.absolute().name.removesuffix(_SUFFIX)
 
     @property
     def overrides(self) -> tuple[str, ...]:
-        """The config overrides that convert these parts. They also replace the options of another graph."""
+        """The config overrides that convert these parts. They clear ``data.options``, which is for another graph."""
         return (
             "data.dataset=partition", f"data.source={self.folder}", "data.options={}", f"data.folder=parts/{self.name}",
             "data.partition.method=keep",
@@ -58,8 +58,10 @@ def find_parts(path: str | Path) -> ForeignParts | None:
 
 
 def named_parts(workspace: str | None, *paths: str | None) -> ForeignParts | None:
-    """Return the parts at the first of ``paths`` where there are some. A relative path is looked up in ``workspace``
-    first, then in the current directory."""
+    """Return the partition folder at the first of ``paths`` that has one, or None.
+
+    A relative path is looked up in ``workspace`` first, then in the current directory.
+    """
     for path in filter(None, paths):
         for place in (Path(workspace or ".").expanduser() / path, Path(path)):
             if (found := find_parts(place)) is not None:
@@ -78,7 +80,7 @@ def _parts_in(folder: Path) -> ForeignParts | None:
 
 
 def _is_labelled(folder: Path) -> bool:
-    """Return whether labels and train seeds lie where ``trainer partition convert`` looks for them."""
+    """Return whether labels and train seeds exist where ``trainer partition convert`` looks for them."""
     places = [(folder, "")]
     if folder.name.endswith(_SUFFIX):
         places.append((folder.parent, folder.name.removesuffix(_SUFFIX) + "-"))

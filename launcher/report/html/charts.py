@@ -171,7 +171,7 @@ def resumed_at(record: RunRecord) -> float | None:
 
 
 def thinned_before(points: Sequence[Point], end: float | None) -> list[Point]:
-    """Return those of the (already thinned) points whose x is at most ``end``; all points if ``end`` is None."""
+    """Return the points whose x is at most ``end``; all if ``end`` is None. ``points`` are already thinned."""
     return [point for point in points if end is None or point[0] <= end]
 
 

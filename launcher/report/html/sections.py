@@ -51,7 +51,7 @@ def traffic_blocks(record: RunRecord) -> Iterator[Block]:
 
 
 def pairs_of(ranks: Iterable[RankTraffic]) -> Pairs:
-    """Return rows and bytes for each pair of nodes, summed over the ranks of the requesting node and all epochs."""
+    """Return remote rows and bytes by (requesting node, answering node), summed over ranks and epochs."""
     found: dict[tuple[int, int], dict[str, float]] = {}
     for rank in ranks:
         for host, values in rank.by_host.items() if rank.node is not None else ():
@@ -71,9 +71,10 @@ def _predicted(profile: Profile | None) -> Iterator[Block]:
 
 
 def _maps(pairs: Pairs, serving: str) -> Iterator[Block]:
-    """Yield the heat maps of ``pairs``.
+    """Yield heat maps of bytes and of cached rows.
 
-    ``serving``: name of the serving cluster that answered; '' if the run's own nodes did.
+    ``pairs``: result of ``pairs_of``. ``serving``: name of the serving cluster that the rows came from; '' if they came
+    from nodes of the run.
     """
     asking, asked = sorted({i for i, _ in pairs}), sorted({j for _, j in pairs})
     to, of = [f"node{i}" for i in asking], [f"{serving}/node{j}" if serving else f"node{j}" for j in asked]

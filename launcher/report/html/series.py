@@ -18,7 +18,7 @@ Point = tuple[float, float]
 
 @dataclass(frozen=True)
 class Series:
-    """Curves of one run. The x of a loss is the number of epochs done: 1.5 is the middle of the second epoch."""
+    """Curves of one run. Losses of steps have the number of epochs done as x: 1.5 is the middle of the second epoch."""
 
     step_loss: tuple[Point, ...] = ()  #: (epochs done, loss of a global batch); many steps are averaged in groups
     epoch_loss: tuple[Point, ...] = ()  #: (epoch, mean loss)
@@ -110,7 +110,7 @@ class _Seen:
             self._step_loss(int(epoch), rank, (x, loss))
 
     def _step_loss(self, epoch: int, rank: int, point: Point) -> None:
-        """Add the loss of one step of one rank, unless the epoch already has a loss over all ranks."""
+        """Add a rank's loss in one step, unless the epoch line with the losses over all ranks has already been read."""
         if epoch in self.covered:
             return
         points = self.steps.setdefault(epoch, {}).setdefault(rank, [])

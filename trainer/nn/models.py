@@ -108,7 +108,7 @@ HeteroBuilder = Callable[[ModelSettings, GraphFacts, Embeddings | None], nn.Modu
 def _of_types(name: str) -> HeteroBuilder:
     """Return the builder ``name`` of ``hetero_models``.
 
-    The module is imported when the builder is called, because importing it takes seconds.
+    ``hetero_models`` is imported only when the builder is called, because the import takes seconds.
     """
 
     def build(settings: ModelSettings, facts: GraphFacts, embeddings: Embeddings | None) -> nn.Module:
@@ -143,7 +143,7 @@ def build_model(settings: ModelSettings, facts: GraphFacts, embeddings: Embeddin
             nodes of such a type.
 
     Returns:
-        A module from a batch of ``BatchLoader`` to logits, float [num_seeds, num_classes].
+        A module that maps a batch of ``BatchLoader`` to logits, float [num_seeds, num_classes].
 
     Raises:
         SettingsError: For an unknown model, a model for another kind of graph, or widths that do not fit the model.

@@ -48,7 +48,7 @@ _FETCH_BYTES = 64 << 20  #: bytes of rows per request
 
 
 class OpenedGraph(Protocol):
-    """The members of ``graph.open.Graph`` that filling a cache needs."""
+    """Protocol with the members of ``graph.open.Graph`` that this module uses."""
 
     @property
     def store(self) -> PartStore: ...

@@ -309,7 +309,7 @@ def _third(steps: Sequence[PresampledStep]) -> int:
 
 
 def _wire_bytes(store: PartStore, of: AnyType, name: str, wire_rows: WireRows) -> int:
-    """Return the bytes of one row of a column when another host sends the row."""
+    """Return the number of bytes in which another host sends one row of a column."""
     spec = store.manifest.attrs_of(of).get(name)
     if spec is None:
         return _stored_bytes(store, of, name)

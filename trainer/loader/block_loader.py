@@ -130,7 +130,10 @@ class BlockLoader(ABC):
         return self.sampler.sample(self._seed_set(share), share.key)
 
     def requests(self, epoch: int) -> Iterator[list[RowRequest]]:
-        """Sample each batch of an epoch, and yield its requests for attributes without sending them. Not in clients."""
+        """Sample each batch of an epoch, and yield its requests for attributes without sending them.
+
+        Not available in a client.
+        """
         assert isinstance(self.sampler, SubgraphSampler)
         sampler = replace(self.sampler, _local=threading.local())  # a copy, to free its relabel tables
         return (sampler.requests(self._seed_set(share), share.key) for share in self.shares(epoch))
@@ -300,7 +303,7 @@ def edge_rows(rows: Array, spec: AttrSpec) -> Tensor:
 
 
 def labels_of(graph: Graph, settings: LoaderSettings) -> tuple[NodeType, tuple[str, ...]]:
-    """Return the node type of the seeds, and the attributes that are gathered only of the seeds."""
+    """Return the node type of the seeds, and the attributes that are gathered only for the seeds."""
     return settings.target, (("y",) if "y" in graph.manifest.nodes[settings.target].attrs else ())
 
 

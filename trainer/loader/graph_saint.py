@@ -213,14 +213,14 @@ class GraphSAINTSampler(PyGLoader):
 
     @property
     def draws(self) -> str:
-        """Return a text with the class and the number of draws. Together with graph, seed, epoch and number of a
-        subgraph, it determines the subgraph.
+        """Return the class name and the number of draws as text. Together with graph, seed, epoch and number of a
+        subgraph, these determine the subgraph.
         """
         return f"{type(self).__name__} {self.num_samples}"
 
     def prepare(self) -> EdgeEndpoints | None:
-        """Compute what ``draw_nodes`` needs, when the loader is made. Returns the ends of all edges if they are needed
-        for it, else None.
+        """Prepare the data for ``draw_nodes``. Called when the loader is made. Returns the ends of all edges if it uses
+        them, else None.
         """
         return None
 

@@ -110,7 +110,7 @@ class DistZipLoader(RankLoader):
 
 
 def _with_own_key(share: SeedShare, number: int) -> SeedShare:
-    """Return ``share`` with another key for each loader ``number`` except 0, so that the loaders draw independently."""
+    """Return ``share`` with a key for loader ``number``. Loaders have different keys, so they draw independently."""
     if number == 0:
         return share
     return replace(share, key=int(hashed(np.uint64(share.key) ^ hashed(np.uint64(number) + GOLDEN))))

@@ -114,7 +114,7 @@ def layer_needs(
 ) -> tuple[LayerNeed, ...]:  # fmt: skip
     """Compute which types each layer of a model needs to produce rows of ``target``.
 
-    A layer leaves out edge types whose target type no later layer reads.
+    Edge types are left out of a layer if no later layer reads their target type.
 
     Args:
         node_types: All node types.

@@ -78,7 +78,7 @@ Builder = Callable[[ModelSettings, int, int, int], nn.Module]
 
 
 def sage(settings: ModelSettings, in_dim: int, num_classes: int, edge_dim: int = 0) -> nn.Module:
-    """Build a GraphSAGE model with mean aggregation, of neighbours and of edge features."""
+    """Build a GraphSAGE model. Its layers use the means of neighbours' rows and, if there are any, of edge features."""
     dims = _dims(settings, in_dim, num_classes)
     layers = [SAGEConv(a, b, edge_dim) for a, b in dims]
     return BlockModel(layers, settings.dropout, precision=precision_of(settings))

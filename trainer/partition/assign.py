@@ -145,7 +145,7 @@ class PartitionAssignment:
 
 
 def choose_method(dataset: Dataset, memory: int) -> tuple[str, str]:
-    """Return the method for `auto`, and the reason: `metis` if it needs at most ``memory`` bytes, else `streaming`."""
+    """Choose `metis` if it needs at most ``memory`` bytes, else `streaming`. Returns the method and the reason."""
     needed = metis_memory(dataset.num_nodes, dataset.num_edges)
     method, than = ("metis", "within") if needed <= memory else ("streaming", "more than")
     return method, f"METIS needs about {size_text(needed)}, {than} the {size_text(memory)} of memory"

@@ -27,7 +27,7 @@ _SLOTS_AT_ONCE = 1 << 20
 
 @dataclass(frozen=True)
 class WeightedGraph:
-    """A symmetric graph without self loops. Its neighbours and edge weights may be memory-mapped."""
+    """A symmetric graph without self loops, as CSR. ``neighbours`` and ``edge_weight`` may be memory-mapped."""
 
     indptr: Ids  #: [nodes + 1]
     neighbours: Array  #: int32|int64 [slots]; an edge has two slots, one per direction

@@ -69,8 +69,7 @@ def _named(name: str, found: Mapping[str, RawArray], raw: RawGraph) -> Iterator[
     """Yield (node type, name, array) of a file. The type is None if the graph has several and none is stated.
 
     The type is stated by ``name`` (`<node type>__<array>`) or by the file: ``found`` has the array by node type, or by
-    '' if the file states none. Raises ``DataError`` for an
-    unknown type.
+    '' if the file states none. Raises ``DataError`` for an unknown type.
     """
     of_name, _, own = name.rpartition("__")
     for of_file, array in found.items():

@@ -1,6 +1,7 @@
 """Compares loaders that read the ends of edges batch by batch with the same loaders holding all edges in memory.
 
-Both make equal batches. Times are CPU seconds of one sampler thread, taken in turn; memory is that of numpy's arrays.
+Both make equal batches. Times are CPU seconds of one sampler thread, measured alternately on both; memory is the peak
+of numpy's arrays.
 """
 
 from __future__ import annotations
@@ -43,7 +44,7 @@ def run(small: bool) -> list[Row]:
 
 
 def without_endpoints(graph: Graph) -> Graph:
-    """Return the graph of a partition whose parts do not store the ends of edges by original id."""
+    """Return ``graph`` as if partitioned without endpoint files, so that loaders read all edges into memory."""
     spec = replace(graph.manifest.edges[HOMO_EDGE], endpoints=False)
     store = replace(graph.store, manifest=replace(graph.manifest, edges={HOMO_EDGE: spec}))
     return Graph(store, DistGraph(LocalGraph(store), {}))
@@ -64,8 +65,8 @@ def compared(name: str, make: Callable[[Graph], PyGLoader], *graphs: Graph) -> l
 
 
 def measured(make: Callable[[Graph], PyGLoader], graph: Graph) -> tuple[PyGLoader, int, float]:
-    """Return the loader, the largest size of numpy's arrays until its first share of links, and the seconds to make
-    it.
+    """Return the loader, the peak bytes of numpy's arrays until it has the seeds of its first batch, and the seconds to
+    make it.
     """
     tracemalloc.start()
     began = time.perf_counter()
@@ -78,7 +79,7 @@ def measured(make: Callable[[Graph], PyGLoader], graph: Graph) -> tuple[PyGLoade
 
 
 def step_seconds(*loaders: PyGLoader) -> list[float]:
-    """Return the median CPU seconds of a step of each loader, without its first step."""
+    """Return the median CPU seconds that each loader takes for a step, not counting its first step."""
     taken: list[list[float]] = [[] for _ in loaders]
     every = [list(islice(loader.work_items(0, 0), STEPS)) for loader in loaders]
     for items in zip(*every, strict=True):
@@ -90,7 +91,7 @@ def step_seconds(*loaders: PyGLoader) -> list[float]:
 
 
 def few_sums(stored: Graph, held: Graph) -> list[Row]:
-    """Measure GraphSAINT's edge sampler with a running sum for every 64 edges, as on a graph of 2^31 edges."""
+    """Measure GraphSAINT's edge sampler with a running sum of weights only at every 64th edge, as with 2^31 edges."""
     few, every = (DistGraphSAINTEdgeSampler(graph, 6000, STEPS) for graph in (stored, held))
     num_nodes = stored.manifest.num_nodes
     few._edges = SaintEdgeDraw.of(few._edges.ends, num_nodes, -(-stored.manifest.num_edges // 64))
@@ -101,7 +102,7 @@ def few_sums(stored: Graph, held: Graph) -> list[Row]:
 
 
 def first_order(num_edges: int) -> Row:
-    """Measure the first 1024 positions of an epoch's order."""
+    """Compare the time to the first 1024 positions of a shuffled epoch, by keyed permutation and by sort."""
     began = time.perf_counter()
     shuffled(num_edges, 5)[:1024]
     by_sort, began = time.perf_counter() - began, time.perf_counter()

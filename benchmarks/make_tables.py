@@ -2,8 +2,8 @@
 
     python benchmarks/make_tables.py FOLDER --nodes 11000000 --edges 160000000
 
-A tenth of ogbn-papers100M's shape by default: 11M nodes with 128 features, 160M edges. Rows are written in chunks, so
-that memory stays below a gigabyte. Needs the package duckdb.
+The default is a tenth of the size of ogbn-papers100M: 11M nodes with 128 features, 160M edges. Rows are written in
+chunks, so that memory stays below a gigabyte. Needs the package duckdb.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ def write_nodes(folder: Path, num_nodes: int, num_features: int) -> None:
 
 
 def write_edges(folder: Path, num_nodes: int, num_edges: int) -> None:
-    """Write ``cites/*.parquet``: source, target. Six of ten edges stay in their class; few nodes are cited by many."""
+    """Write ``cites/*.parquet``: source, target. Six of ten edges are within a class; few nodes get most citations."""
     per_class = -(-num_nodes // CLASSES)
     for number, start in enumerate(range(0, num_edges, EDGES_AT_ONCE)):
         rng = np.random.default_rng([2, number])

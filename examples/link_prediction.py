@@ -56,7 +56,7 @@ class Model(nn.Module):
         return self.decoder.score(src, right), self.decoder.score(src[:, None], wrong)
 
     def encode(self, batch, rows):
-        """Return the rows of a batch's source and target nodes. ``rows``: trainable rows of input nodes by type."""
+        """Return embeddings of a batch's source and target nodes. ``rows``: trainable rows of input nodes by type."""
         x = dict(rows)
         for of, lin in self.lins.items():
             x[of] = lin(nodes(batch, of).x.float()) + x.get(of, 0)
@@ -136,7 +136,7 @@ def train(graph, options) -> None:
 
 
 def popularity(links, num_nodes):
-    """Return a baseline: a function that scores a link by its target's number of training links."""
+    """Return a function that scores a link by the number of training links with the same target, as a baseline."""
     count = torch.zeros(num_nodes)
     for some in torch.arange(len(links.dataset)).split(1 << 20):
         _, dst = links.inputs.ends.ends_of(some.numpy())
@@ -146,9 +146,9 @@ def popularity(links, num_nodes):
 
 @torch.no_grad()
 def embed_all(graph, relation, options, encode):
-    """Return the rows of all possible source nodes and of all possible target nodes, on every rank.
+    """Return the embeddings of all nodes of the source type and of the target type, on every rank.
 
-    Each of the two arrays takes nodes * hidden * 4 bytes of memory on every rank.
+    Each of the two tensors takes nodes * hidden * 4 bytes of memory on every rank.
     """
     types = dict.fromkeys(relation[::2])
     seeds = dict.fromkeys(types) if graph.manifest.hetero else None
@@ -165,7 +165,10 @@ def embed_all(graph, relation, options, encode):
 
 @torch.no_grad()
 def evaluate(links, num_nodes, score):
-    """Rank each link's target among 1,000 uniformly drawn nodes, which are the same for any number of ranks."""
+    """Return MRR, Hits and AUC of the links: each target is ranked among 1,000 uniformly drawn nodes.
+
+    The drawn nodes are the same for any number of processes.
+    """
     sums, chunks = gf.nn.LinkSums(), torch.from_numpy(links.copy()).split(64, dim=1)
     for number in range(dist.get_rank(), len(chunks), dist.get_world_size()):
         src, dst = chunks[number]

@@ -44,8 +44,8 @@ def main(argv: list[str] | None = None) -> None:
     """Run the command line.
 
     A ``TrainerError`` prints one ``error:`` message and exits with the error's status; any other exception prints a
-    traceback. After an error, a rank in a process group ends at once, so that ranks that wait for it lose their
-    connection and stop. If a wait of the rank has passed its deadline, the rank first reports that to its supervisor.
+    traceback. After an error, a rank in a process group exits at once: ranks that wait for it then lose their
+    connection and stop. If a timeout led to the error, the rank first reports the timeout to its supervisor.
     """
     try:
         cli.main(args=argv, prog_name="python -m trainer")

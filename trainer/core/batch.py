@@ -125,7 +125,7 @@ class Batch:
 
 @dataclass(frozen=True)
 class HeteroBatch:
-    """One rank's share of one training step on a heterogeneous graph. All seeds are of the type ``target``, or links.
+    """One rank's share of one training step on a heterogeneous graph. The seeds are nodes of type ``target``, or links.
 
     ``blocks[0]`` is the input of the first layer. Each layer corresponds to one sampling hop, and has one block per
     edge type. The targets of a block are the nodes of the target type that were in the batch before the hop. The

@@ -34,10 +34,10 @@ def size_text(size: int) -> str:
 
 
 def available_memory() -> int | None:
-    """Return the bytes that this process and the page cache of its files can use, or None if the system does not tell.
+    """Return the bytes of memory that this process can still allocate, or None if the system does not report them.
 
-    That is the memory that the kernel estimates to be available, or less if a control group of this process has a
-    limit (cgroup v1 or v2): the limit without the memory that its processes have allocated.
+    This is the smallest of MemAvailable and, for each control group of the process with a limit (cgroup v1 or v2), the
+    limit minus the anonymous memory of the group. Page cache counts as available.
     """
     free = _from_kernel()
     if free is None:
@@ -65,7 +65,7 @@ def _from_groups() -> Iterator[int]:
 
 
 def _left(top: Path, path: str, limit_file: str, used: str) -> Iterator[int]:
-    """Yield the memory left in the group ``path`` and in the groups that contain it."""
+    """Yield the bytes left in the group ``path`` and in each group that contains it. ``used``: a key of memory.stat."""
     folder = top / path.lstrip("/")
     for group in [folder, *folder.parents]:
         with suppress(OSError, ValueError, KeyError):  # no such file, or "max"

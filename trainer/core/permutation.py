@@ -1,8 +1,9 @@
-"""Permutations of large ranges that are computed where they are read, without an array of the whole range.
+"""Permutations of large ranges, of which slices are computed on demand, without an array of the whole range.
 
 A Feistel network (Luby and Rackoff, "How to Construct Pseudorandom Permutations from Pseudorandom Functions", SIAM J.
-Comput. 17(2), 1988) with alternating halves permutes the numbers of some bits. Numbers outside the range are permuted
-again until they are inside: cycle walking (Black and Rogaway, "Ciphers with Arbitrary Finite Domains", CT-RSA 2002).
+Comput. 17(2), 1988) with alternating halves permutes all numbers of a given bit width. A result outside the range is
+permuted again until it is inside: cycle walking (Black and Rogaway, "Ciphers with Arbitrary Finite Domains", CT-RSA
+2002).
 """
 
 from __future__ import annotations
@@ -37,7 +38,7 @@ class InOrder:
 class KeyedPermutation:
     """A permutation of the numbers from 0 to ``n - 1`` that depends only on ``n`` and the uint64 ``key``.
 
-    For large ``n`` only: with a handful of numbers, a network of so few bits makes some permutations more often than
+    For large ``n`` only: if ``n`` is small, the network has few bits, and some permutations are more likely than
     others.
     """
 

@@ -30,7 +30,7 @@ class Scratch:
 
 @dataclass(frozen=True)
 class Column:
-    """dtype and shape of one of the values that each record has."""
+    """One of the values that each record has: its dtype and shape."""
 
     dtype: np.dtype[Any]
     shape: tuple[int, ...] = ()
@@ -81,7 +81,7 @@ def sorted_rows(
 
 
 def _range_bounds(indptr: Ids, columns: Sequence[Column], memory: int) -> list[int]:
-    """Return the first row of each range, and last the number of rows. Sorting a range takes about ``memory`` bytes."""
+    """Return the first row of each range, then the number of rows. Sorting a range takes about ``memory`` bytes."""
     total = int(indptr[-1])
     if total * sum(column.row_bytes for column in columns) <= memory:
         return [0, len(indptr) - 1]
@@ -160,7 +160,7 @@ def _append(files: Sequence[BinaryIO], values: Array, order: Array, ends: Ids) -
 
 @njit()
 def _slots(rows: Array, first: int, cursor: Ids) -> Ids:
-    """Return a slot for each record, the next free one of its row: ``cursor[row - first]``, which is then increased."""
+    """Give each record the next free slot of its row, and return the slots. ``cursor`` [rows]: next slots; updated."""
     slots = np.empty(len(rows), np.int64)
     for record in range(len(rows)):
         row = rows[record] - first

@@ -102,7 +102,7 @@ class _HeldOutLinks:
     test: float  #: share of the links, 0 to 1
 
     def of(self, ends: Array) -> tuple[_Flags, _Flags]:
-        """Return which edges of ``ends`` [2, E] are held out for validation and for test, bool [E] each."""
+        """Return two masks of the edges ``ends`` [2, E]: held out for validation, and for test, bool [E] each."""
         first, second = np.asarray(ends[0], np.int64), np.asarray(ends[1], np.int64)
         loops: _Flags = np.zeros(len(first), bool)
         if self.either_way:

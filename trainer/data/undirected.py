@@ -83,7 +83,7 @@ def _first_of_equal(edge_index: Array) -> tuple[Array, Array]:
 
 
 def _within(scratch: Scratch | None, name: str) -> Scratch | None:
-    """Return ``scratch`` with a new subfolder as its folder."""
+    """Return ``scratch`` with a new subfolder as its folder, or None if there is no ``scratch``."""
     if scratch is None:
         return None
     folder = scratch.folder / f"both_ways-{name}"
@@ -124,7 +124,7 @@ def _merged_on_disk(data: EdgeData, num_nodes: int, scratch: Scratch) -> EdgeDat
 
 
 def _both_directions(edge_index: Array, columns: list[Column]) -> Iterator[Records]:
-    """Yield, in chunks, all edges and then all reversed edges: sources, targets, and positions from 0 to 2E - 1."""
+    """Yield (sources, targets, positions) in chunks: all E edges, then all reversed edges at positions E to 2E - 1."""
     count = edge_index.shape[1]
     for first, (sources, targets) in ((0, edge_index), (count, edge_index[::-1])):
         for start in range(0, count, _EDGES_AT_ONCE):

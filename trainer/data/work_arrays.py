@@ -47,12 +47,12 @@ class Piece:
 
 
 def assembled(pieces: Iterable[Piece], count: int, of: str, arrays: WorkArrays) -> Array:
-    """Assemble an array of ``count`` rows from pieces that together have each row once.
+    """Assemble an array of ``count`` rows from pieces, which together must contain each row exactly once.
 
     Args:
         pieces: at least one; all with the same dtype and shape of a row.
         count: number of rows of the result.
-        of: what a row belongs to, for messages, such as ``node`` or ``edge of type a__r__b``.
+        of: what a row describes, for error messages, such as ``node`` or ``edge of type a__r__b``.
         arrays: allocates the result.
 
     Raises:

@@ -48,7 +48,7 @@ _FETCH_BYTES = 64 << 20  #: bytes of rows per request
 
 
 class OpenedGraph(Protocol):
-    """The members of ``graph.open.Graph`` that filling a cache needs."""
+    """Protocol with the members of ``graph.open.Graph`` that this module uses."""
 
     @property
     def store(self) -> PartStore: ...
@@ -86,7 +86,7 @@ def fill_cache(
 
     The first rank of each host presamples its own batches and writes the most requested rows into files in ``folder``,
     which the host's other ranks map. Then the files are unlinked; their memory is freed when the last process ends.
-    ``node`` is a name of the host, equal on all ranks of the host.
+    ``node`` identifies the host; all ranks of a host pass the same value.
 
     Returns None if all parts are on this host, and in clients of graph servers. Raises ``TrainerError`` on all ranks if
     filling the cache fails on one of them.
@@ -130,8 +130,8 @@ def device_rows(
 ) -> dict[NodeType, DeviceRows]:
     """Copy the rows of ``x`` that this rank's batches request most to ``device``, as float32.
 
-    A share in ``size`` refers to all rows of the graph; if ``size`` is 0 bytes, the result is {}. Raises
-    ``SettingsError`` in a client, which receives whole batches, and ``ServiceError`` if an owner does not answer.
+    If ``size`` is a share, it is a share of all rows of the graph; if it is 0, the result is {}. Raises
+    ``SettingsError`` in a client, which receives whole batches, and ``ServiceError`` if a host does not answer.
     """
     specs = graph.manifest.nodes
     widths = {of: 4 * int(np.prod(spec.attrs["x"].shape[1:])) for of, spec in specs.items() if "x" in spec.attrs}
@@ -150,10 +150,10 @@ def device_rows(
 def _fill(
     access: object, store: PartStore, plan: BatchPlan, size: CacheSize, folder: Path, scratch: list[Path]
 ) -> tuple[Prediction | None, Path | None]:
-    """Choose, fetch and save the rows to cache. Returns the predicted traffic and the folder of the cache.
+    """Choose, fetch and save the rows to cache. Returns the predicted traffic and the path of the saved cache.
 
-    The folder is None if no rows are cached. Both results are None if this process has no parts or all parts. The cache
-    is in a new temporary folder, which is appended to ``scratch``.
+    The path is None if no rows are cached. Both results are None if this process has no parts or all parts. The cache
+    is saved in a new temporary folder, which is appended to ``scratch``.
     """
     if not isinstance(access, DistGraph) or not 0 < len(store.parts) < store.manifest.num_parts:
         return None, None
@@ -229,7 +229,7 @@ def _plan(
 ) -> BatchPlan:  # fmt: skip
     """Return the ``BatchPlan`` of a loader with these arguments.
 
-    The order of the seeds is that of random seed 0, because the loader's random seed is unknown.
+    The plan has random seed 0, because the random seed of the loader is not known here.
     """
     given = fanouts if isinstance(fanouts, Mapping) else dict.fromkeys(graph.manifest.edges, fanouts)
     hops = {of: tuple(values) for of, values in given.items()}

@@ -127,9 +127,10 @@ class Prediction:
 def presample(access: CountedAccess, plan: BatchPlan) -> list[PresampledStep]:
     """Sample the first batches of a run, epoch after epoch, without gathering rows.
 
-    Stops after ``MOST_STEPS`` batches, ``MOST_SECONDS`` seconds, or ``ENOUGH_ROWS`` requested rows. The more batches
-    are presampled, the better the cache fits the remaining batches. With partitioned topology, sampling asks the graph
-    servers of other hosts. Memory: 8 bytes per requested row. Raises ``ServiceError``.
+    Stops after ``MOST_STEPS`` batches or ``MOST_SECONDS`` seconds, or as soon as at least ``LEAST_STEPS`` batches have
+    requested ``ENOUGH_ROWS`` rows. The more batches are presampled, the better the cache fits the remaining batches.
+    With partitioned topology, sampling sends requests to the graph servers of other hosts. Memory: 8 bytes per
+    requested row. Raises ``ServiceError``.
     """
     steps: list[PresampledStep] = []
     if plan.order.num_steps == 0:
@@ -148,8 +149,8 @@ def presample(access: CountedAccess, plan: BatchPlan) -> list[PresampledStep]:
 def counted_steps(steps: Sequence[PresampledStep], plan: BatchPlan) -> Sequence[PresampledStep]:
     """Return the presampled steps whose requests are counted: all if they cover an epoch, else the first two thirds.
 
-    ``predict`` extrapolates from the last third. It must not be counted, because the cache serves counted batches
-    better than other batches.
+    ``predict`` extrapolates from the last third. That third must not be counted, because the cache has more of the rows
+    of counted batches than of other batches.
     """
     return steps if len(steps) >= plan.order.num_steps else steps[: len(steps) - _third(steps)]
 
@@ -183,9 +184,9 @@ def most_requested(
 ) -> dict[NodeType, Ids]:  # fmt: skip
     """Choose the rows with most requests per byte, up to ``budget`` bytes in total. Returns ascending global ids.
 
-    Ties go to the earlier type, then to the lower id. If all rows in ``counts`` fit, other rows of the same
-    types fill the budget, because an epoch may request rows that were not counted: the first ones in ``candidates``,
-    ranges of ids from the first to before the last. Memory: 8 bytes per counted and per chosen row.
+    Ties go to the earlier type, then to the lower id. If all rows in ``counts`` fit, the rest of the budget is filled
+    with other rows of the same types, because an epoch may request rows that were not counted: the first ones in
+    ``candidates``, half-open ranges of global ids. Memory: 8 bytes per counted and per chosen row.
     """
     types = [of for of in row_bytes if of in counts and len(counts[of].ids)]
     chosen, left = {}, budget
@@ -223,7 +224,7 @@ def remote_ranges(store: PartStore, of: NodeType) -> list[tuple[int, int]]:
 
 
 def budget_of(size: CacheSize, store: PartStore, row_bytes: Mapping[NodeType, int]) -> int:
-    """Return the size of the cache in bytes. A share in ``size`` refers to all rows in parts of other hosts."""
+    """Return the size of the cache in bytes. A ``size`` given as a share is a share of all rows of other hosts."""
     if size.bytes is not None:
         return size.bytes
     here = {of: [store.books[of].range_of(part) for part in store.parts] for of in row_bytes}
@@ -295,7 +296,7 @@ class _Replay:
 
 
 def _blank_answer(piece: GatherPiece, at: npt.NDArray[np.int32]) -> HostRows:
-    """Return zeros of the shapes and dtypes that another host would send for the rows at ``at`` of ``piece``.
+    """Return what another host would send for the rows at positions ``at`` of ``piece``, with zeros as values.
 
     The zeros take no memory.
     """
@@ -308,7 +309,7 @@ def _third(steps: Sequence[PresampledStep]) -> int:
 
 
 def _wire_bytes(store: PartStore, of: AnyType, name: str, wire_rows: WireRows) -> int:
-    """Return the bytes of one row of a column when another host sends the row."""
+    """Return the number of bytes in which another host sends one row of a column."""
     spec = store.manifest.attrs_of(of).get(name)
     if spec is None:
         return _stored_bytes(store, of, name)

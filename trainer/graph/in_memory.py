@@ -27,7 +27,7 @@ from trainer.store.part_store import EdgePart, NodePart, Part, PartStore
 
 
 def dataset_of_stores(feature_store: Any, graph_store: Any, time_attr: str | None = None) -> Dataset:
-    """Return topology, sizes and times of a (feature store, graph store) pair as a ``Dataset``.
+    """Return edges, numbers of nodes, and times of a (feature store, graph store) pair as a ``Dataset``.
 
     Edge ids are positions in the stored edge list. Raises ``DataError`` if the number of nodes is unknown,
     ``SettingsError`` for an unknown time attribute.

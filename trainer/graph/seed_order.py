@@ -64,7 +64,7 @@ class SeedOrder:
         return self.order(epoch)[:]
 
     def order(self, epoch: int) -> EpochOrder:
-        """Return the order of the seeds in an epoch, of which slices are arrays of positions in the seed list."""
+        """Return the order of the seeds in an epoch. A slice of it is an array of positions in the seed list."""
         if not self.shuffle:
             return InOrder(self.num_seeds)
         key = batch_key(self.seed, self.stream, epoch, -1)
@@ -73,8 +73,8 @@ class SeedOrder:
         return shuffled(self.num_seeds, key)
 
     def step(self, order: EpochOrder, step: int) -> Ids:
-        """Return positions of the seeds of one global batch in the seed list, int64. ``order`` comes from ``epoch`` or
-        ``order``.
+        """Return the seeds of one global batch: positions in the seed list, int64. ``order``: the result of ``epoch()``
+        or ``order()``.
         """
         joins_rest = step == self.num_steps - 1 and not self.drop_last
         return order[step * self.global_batch : None if joins_rest else (step + 1) * self.global_batch]
@@ -86,7 +86,7 @@ class SeedOrder:
 
 @dataclass(frozen=True)
 class RankLayout:
-    """For each part, the ranks that get its seeds first: the ranks on hosts that hold the part.
+    """For each part, the ranks that get its seeds by preference: the ranks on hosts that hold the part.
 
     Args:
         world_size: Number of ranks.
@@ -121,7 +121,7 @@ class RankLayout:
         return cls(sum(len(node.ranks) for node in cluster.nodes), cluster.ranks_of_part())
 
     def table(self) -> npt.NDArray[np.int64]:
-        """Return the ranks of each part: int64 [num_parts, most ranks of a part], padded with -1."""
+        """Return the ranks of each part: int64 [num_parts, largest number of ranks of a part], padded with -1."""
         width = max((len(ranks) for ranks in self.ranks_of_part), default=0)
         return np.array([[*ranks, *[-1] * (width - len(ranks))] for ranks in self.ranks_of_part], np.int64)
 

@@ -1,4 +1,4 @@
-"""The loader of the bundled trainer. Its batches consist of blocks, one per layer, and are made ahead."""
+"""The loader of the bundled trainer. Its batches consist of blocks, one per layer, and are made in advance."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ class LoaderSettings:
         time_attr: Integer attribute of nodes or edges; neighbours later than their seed are not sampled.
         last: With ``time_attr``: take the latest neighbours instead of drawing.
         disjoint: Sample a subgraph of its own for each seed. Implied by ``time_attr``.
-        edge_attr: Edge attribute [E] or [E, d] that blocks have as ``edge_attr``, of the edge types that have it.
+        edge_attr: Edge attribute [E] or [E, d] that blocks get as ``edge_attr``, for the edge types that have it.
     """
 
     split: str
@@ -79,7 +79,9 @@ class BlockLoader(ABC):
         self, graph: Graph, settings: LoaderSettings, rank: int, layout: RankLayout, num_seeds: int,
         labels: tuple[NodeType, tuple[str, ...]],
     ):  # fmt: skip
-        """num_seeds: length of the seed list. labels: a node type, and attributes to gather of its seeds only."""
+        """``num_seeds``: length of the seed list. ``labels``: a node type, and the attributes of this type that are
+        gathered for its seeds only.
+        """
         self.graph, self.settings, self.rank, self.layout = graph, settings, rank, layout
         stream = STREAMS.get(settings.split, OTHER_STREAM)
         self.order = SeedOrder(num_seeds, settings.global_batch, settings.seed, settings.shuffle, stream)
@@ -93,9 +95,9 @@ class BlockLoader(ABC):
         return self.order.num_steps
 
     def keep(self, rows: Mapping[NodeType, DeviceRows]) -> None:
-        """Make batches without the rows of ``x`` in ``rows``, which a device stores.
+        """Make batches without the rows of ``x`` that ``rows``, a cache on the device, contains.
 
-        ``Batch.to`` adds these rows when a batch is moved to the device.
+        ``Batch.to`` adds them when it copies a batch to the device.
 
         Raises:
             SettingsError: This process is a client: its batches are made by graph servers.
@@ -128,7 +130,10 @@ class BlockLoader(ABC):
         return self.sampler.sample(self._seed_set(share), share.key)
 
     def requests(self, epoch: int) -> Iterator[list[RowRequest]]:
-        """Yield the requests for attributes of each batch, without sending them. Not available in a client."""
+        """Sample each batch of an epoch, and yield its requests for attributes without sending them.
+
+        Not available in a client.
+        """
         assert isinstance(self.sampler, SubgraphSampler)
         sampler = replace(self.sampler, _local=threading.local())  # a copy, to free its relabel tables
         return (sampler.requests(self._seed_set(share), share.key) for share in self.shares(epoch))
@@ -249,7 +254,7 @@ class BatchLoader(BlockLoader):
 
 
 def sampling_of(graph: Graph, settings: LoaderSettings) -> SampleSettings:
-    """Return the settings of the sampler for the bundled trainer: exact blocks, edge ids only for edge features."""
+    """Return the sampler's settings for the bundled trainer. Edge ids are sampled only if edge features are wanted."""
     given = settings.fanouts
     every = {of: tuple(given) for of in graph.manifest.edges} if not isinstance(given, Mapping) else dict(given)
     time = None
@@ -298,7 +303,7 @@ def edge_rows(rows: Array, spec: AttrSpec) -> Tensor:
 
 
 def labels_of(graph: Graph, settings: LoaderSettings) -> tuple[NodeType, tuple[str, ...]]:
-    """Return the node type of the seeds, and the attributes that are gathered only of the seeds."""
+    """Return the node type of the seeds, and the attributes that are gathered only for the seeds."""
     return settings.target, (("y",) if "y" in graph.manifest.nodes[settings.target].attrs else ())
 
 

@@ -16,8 +16,8 @@ EDGES_AT_ONCE = 1 << 20  #: edges that are read at a time while all edges of a g
 
 
 class EdgeEndpoints(Protocol):
-    """The ends of edges, as original node ids. *Positions* of edges count from 0; those of all edges of a type are
-    their original ids. Thread-safe.
+    """The ends of n edges, as original node ids. An edge is identified by its *position*, 0 to n - 1. If the n edges
+    are all edges of a type, positions are original ids. Thread-safe.
     """
 
     def __len__(self) -> int: ...
@@ -27,7 +27,7 @@ class EdgeEndpoints(Protocol):
         ...
 
     def add_to(self, digest: Any) -> None:
-        """Add to a ``hashlib`` object what identifies these edges among the ranks of one run."""
+        """Add the edges to a ``hashlib`` object, so that ranks of one run can compare their edges by digest."""
         ...
 
 
@@ -64,7 +64,7 @@ class StoredEndpoints:
         return self.graph.access.endpoints(self.edge_type, positions)
 
     def add_to(self, digest: Any) -> None:
-        """Add the number of edges only: that all ranks have the same partition is checked when graphs are opened."""
+        """Add only the number of edges, because opening a graph checks that all ranks have the same partition."""
         digest.update(f"all {len(self)} edges".encode())
 
 
@@ -92,7 +92,7 @@ def edges_in_order(ends: EdgeEndpoints, at_once: int = EDGES_AT_ONCE) -> Iterato
 
 
 def add_edges(digest: Any, ends: EdgeEndpoints, num_nodes: int) -> None:
-    """Add all sources and then all targets, as int32 if they fit, to a ``hashlib`` object. Reads all edges twice.
+    """Add all sources, then all targets, to a ``hashlib`` object, as int32 if the ids fit. Reads all edges twice.
     Raises ``ServiceError``.
     """
     dtype = _id_dtype(num_nodes)

@@ -126,7 +126,9 @@ def _norm_of(nodes: Tensor, edges: Tensor, ends: EdgeEndpoints, num_subgraphs: i
 def _saved(
     loader: GraphSAINTSampler, ends: EdgeEndpoints, coverage: int, save_dir: str | Path | None
 ) -> tuple[str, Path | None, SaintNorm | None]:
-    """Return the digest of graph and settings, the path of the saved file (or None) and its content (or None)."""
+    """Return the digest of graph and settings, the path of the file (None without ``save_dir``), and the coefficients
+    in it (None if there is no such file).
+    """
     if save_dir is None:
         return "", None, None
     key = _digest(loader, ends, coverage)
@@ -211,14 +213,14 @@ class GraphSAINTSampler(PyGLoader):
 
     @property
     def draws(self) -> str:
-        """Return a text that names the kind of draw and the number of draws. Together with graph, seed, epoch and
-        number of a subgraph, it determines the subgraph.
+        """Return the class name and the number of draws as text. Together with graph, seed, epoch and number of a
+        subgraph, these determine the subgraph.
         """
         return f"{type(self).__name__} {self.num_samples}"
 
     def prepare(self) -> EdgeEndpoints | None:
-        """Compute the data for ``draw_nodes``, when the loader is made. Returns the ends of all edges if they had to
-        be read for it, else None.
+        """Prepare the data for ``draw_nodes``. Called when the loader is made. Returns the ends of all edges if it uses
+        them, else None.
         """
         return None
 
@@ -233,7 +235,7 @@ class GraphSAINTSampler(PyGLoader):
             yield replace(share, key=self.key(epoch, int(share.positions[0])))
 
     def key(self, epoch: int, number: int) -> int:
-        """Return the key of the random draws for one subgraph."""
+        """Return the key from which the nodes of one subgraph are drawn."""
         return batch_key(self.options.seed, OTHER_STREAM, epoch, number)
 
     def part_of(self, positions: Ids) -> Ids:
@@ -255,9 +257,9 @@ class DistGraphSAINTNodeSampler(GraphSAINTSampler):
     """Yields subgraphs induced by nodes drawn by out-degree, as torch_geometric's ``GraphSAINTNodeSampler``.
 
     A batch has the sources of ``batch_size`` edges that are drawn with replacement, and all edges between these nodes.
-    Each node is in the batch once, and nodes are sorted by id. Each rank reads all edges once, a million at a time, and
-    keeps 8 bytes per node (16 while it reads). The normalisation coefficients take 4 bytes per node and edge, and 16
-    while they are computed.
+    Each node is in the batch once, and nodes are sorted by id. Each rank reads all edges once, a million at a time.
+    Memory: 8 bytes per node (16 while edges are read). The normalisation coefficients take 4 bytes per node and edge,
+    and 16 while they are computed.
 
     Args:
         data: An opened homogeneous graph (``gnnfleet.open``), or ``Data`` or stores in memory.
@@ -321,9 +323,9 @@ class DistGraphSAINTEdgeSampler(DistGraphSAINTNodeSampler):
     A batch has both ends of ``batch_size`` edges that are drawn with replacement, and all edges between these nodes.
     Each node is in the batch once, and nodes are sorted by id. The chance of an edge is proportional to the in-degree
     of its source plus the out-degree of its target, as in torch_geometric. Each rank reads all edges twice, a million
-    at a time, and keeps 8 bytes per node (16 beyond 2^31 edges) and 8 bytes per edge, but at most 256 MiB: from 2^25
-    edges on, a draw reads up to E / 2^24 adjacent edges. The normalisation coefficients take 4 bytes per node and edge,
-    and 16 while they are computed.
+    at a time. Memory: 8 bytes per node (16 from 2^31 edges on), and 8 bytes per edge up to 256 MiB. With more than 2^25
+    edges, each draw therefore reads up to E / 2^24 adjacent edges, where E is the number of edges. The normalisation
+    coefficients take 4 bytes per node and edge, and 16 while they are computed.
 
     Args:
         data: An opened homogeneous graph (``gnnfleet.open``), or ``Data`` or stores in memory.
@@ -381,9 +383,9 @@ class DistGraphSAINTRandomWalkSampler(GraphSAINTSampler):
     A batch has all nodes on ``batch_size`` walks of ``walk_length`` steps, and all edges between these nodes. Each node
     is in the batch once, and nodes are sorted by id. Walks start at nodes drawn with replacement and go from the
     *target* of an edge to its source, because parts store in-edges; torch_geometric's walks go from source to target.
-    Both are the same on graphs with every edge in both directions; for other graphs store the edges reversed. A walk
-    ends at a node without in-edges. The normalisation coefficients take 4 bytes per node and edge, and 16 while they
-    are computed.
+    This makes no difference if every edge exists in both directions; otherwise reverse the edges of the graph to get
+    torch_geometric's walks. A walk ends at a node without in-edges. The normalisation coefficients take 4 bytes per
+    node and edge, and 16 while they are computed.
 
     Args:
         data: An opened homogeneous graph (``gnnfleet.open``), or ``Data`` or stores in memory.

@@ -1,4 +1,4 @@
-"""The loader of the bundled trainer for link prediction: links and negatives around which blocks are sampled."""
+"""The bundled trainer's loader for link prediction: samples blocks around links and negatives."""
 
 from __future__ import annotations
 
@@ -32,12 +32,12 @@ class LinkBlockSettings:
 
 
 class LinkBlockLoader(BlockLoader):
-    """Yields batches whose seeds are links; ``batch.links`` has their positions.
+    """Yields batches whose seeds are links; ``batch.links`` has the positions of their ends in the batch.
 
-    The links of a step share its negatives: nodes of the target type, drawn uniformly by the key of the step, and
-    therefore the same on all ranks and for any number of them. Sharing bounds the neighbourhoods to sample; Lerer et
-    al., "PyTorch-BigGraph: A Large-scale Graph Embedding System" (2019). A negative may be the target of a link of the
-    graph. Ranks without links in a step have no negatives either.
+    All links of a step have the same negatives: nodes of the target type, drawn uniformly by the key of the step, so
+    that they are equal on all ranks and for any number of ranks. Sharing them limits the number of nodes to sample
+    around (Lerer et al., "PyTorch-BigGraph: A Large-scale Graph Embedding System", 2019). A negative can form a link of
+    the graph by chance. Ranks without links in a step have no negatives either.
     """
 
     def __init__(
@@ -65,7 +65,7 @@ class LinkBlockLoader(BlockLoader):
         return store.books[of].part_of(store.to_global(of, self.links.ends.ends_of(positions)[1]))
 
     def _seeded(self, share: SeedShare) -> tuple[SeedSet, LinkEnds]:
-        """Return the seed nodes of this rank in one step, and the positions of its links among them."""
+        """Return the seed nodes of this rank in one step, and the positions of link ends and negatives among them."""
         links, store = self.links, self.graph.store
         seeds, ends = distinct_ends(links.edge_type, *self.ends(share), store)
         if self.link_settings.hide:
@@ -91,7 +91,7 @@ class LinkBlockLoader(BlockLoader):
 def distinct_ends(
     edge_type: EdgeType, src: Ids, dst: Ids, negatives: Ids, store: PartStore
 ) -> tuple[SeedSet, LinkEnds]:  # fmt: skip
-    """Return the distinct ends of links and negatives as seeds, by ascending original id, and their positions."""
+    """Return the distinct ends of links and negatives as seeds, by original id, and the position of each among them."""
     groups: dict[NodeType, list[Ids]] = {edge_type[0]: [src]}
     groups.setdefault(edge_type[2], []).extend([dst, negatives])
     nodes: dict[NodeType, Ids] = {}
@@ -105,8 +105,8 @@ def distinct_ends(
 
 
 def reverse_type(manifest: Manifest, edge_type: EdgeType) -> EdgeType | None:
-    """Return the edge type with the reverses of links: ``rev_<relation>``, or for links within one node type their own
-    type if there is no such type; None if there is none.
+    """Return the edge type with the reverses of links: ``rev_<relation>`` if the graph has it; else ``edge_type``
+    itself if both ends have the same node type; else None.
     """
     source, relation, target = edge_type
     named = relation.removeprefix("rev_") if relation.startswith("rev_") else f"rev_{relation}"

@@ -42,7 +42,7 @@ _ROLE = 1 << 32  #: the tree of a seed has the number place + role * 2^32, which
 
 @dataclass(frozen=True)
 class LinkShare(SeedShare):
-    """The links of one rank in one global batch, with the ends of all its links, as original ids."""
+    """The links of one rank in one global batch, and the ends of all links of that batch, as original ids."""
 
     src: Ids  #: int64 [global_seeds] sources of ``batch``
     dst: Ids  #: int64 [global_seeds]
@@ -75,7 +75,7 @@ class LinkIndex:
 
 @dataclass(frozen=True)
 class _LinkEnd:
-    """The seeds at one end (source or target) of the links: first those of positives, then those of negatives, as in
+    """The nodes at one end (source or target) of the links: first those of positives, then those of negatives, as in
     torch_geometric.
     """
 
@@ -111,7 +111,7 @@ def excluded(
     edge_type: EdgeType, reverse: EdgeType | None, src: Ids, dst: Ids, store: PartStore
 ) -> dict[EdgeType, tuple[Ids, Ids]]:
     """Return the value of ``SeedSet.exclude`` that excludes the links ``src`` -> ``dst`` (original ids) and, if
-    ``reverse`` is given, the reverse edges of this type.
+    ``reverse`` is given, the edges ``dst`` -> ``src`` of type ``reverse``.
     """
     sources, targets = store.to_global(edge_type[0], src), store.to_global(edge_type[2], dst)
     pairs = {edge_type: [(targets, sources)]}
@@ -192,7 +192,7 @@ class DistLinkNeighborLoader(PyGLoader):
             all edge types, or torch_geometric's ``NumNeighbors``.
         edge_label_index: Seed links: None (all edges) or ids ``[2, n]``. For a heterogeneous graph an edge type, or
             ``(edge type, None | ids)``. With None, each batch's edges are read from the hosts that store their ends;
-            with ``shuffle``, 2^20 edges and more have another order than the same links given by ids.
+            with ``shuffle``, 2^20 edges or more are ordered differently from the same links given by ids.
         edge_label: Labels of the links, ``[n, ...]``.
         edge_label_time: Times of the links, integer ``[n]``; must be given if ``time_attr`` is, and only then.
         replace: Draw neighbours with replacement.
@@ -308,7 +308,7 @@ class DistLinkNeighborLoader(PyGLoader):
         return self._part_of_targets(self.inputs.ends.ends_of(positions)[1])
 
     def work_items(self, epoch: int, first_step: int) -> Iterator[GlobalBatch]:
-        """Yield the global batches. Sampler threads read the ends of their links, which may be on other hosts."""
+        """Yield the global batches. Sampler threads read the ends of the links, which may be on other hosts."""
         return global_batches(self.order, epoch, first_step)
 
     def share(self, item: GlobalBatch) -> LinkShare:
@@ -388,7 +388,7 @@ class DistLinkNeighborLoader(PyGLoader):
         return torch.cat([label, label.new_zeros((num_negatives, *label.shape[1:]))])
 
     def _by_link(self, batch: Any, index: LinkIndex) -> Any:
-        """Replace the numbers of trees (one tree per seed) by the position of the link to which the seed belongs."""
+        """Replace tree numbers (one tree per seed) by the index of the link that the seed belongs to."""
         owners = torch.from_numpy(np.concatenate(list(index.owners.values())))
         if isinstance(batch, dict):
             return {of: owners[trees] for of, trees in batch.items()}

@@ -55,8 +55,8 @@ def link_inputs(
 
     Homogeneous graph: None (all edges) or ids [2, n]. Heterogeneous graph: an edge type, or (edge type, None | ids).
     Links given by ids may be of a type without edges in the graph, such as a relation that was held out completely.
-    Raises ``SettingsError``, and ``ServiceError`` if all edges must be read, because the partition was made without
-    their endpoints, and another host fails.
+    Raises ``SettingsError``. If the partition was made without endpoints and ``edge_label_index`` has no ids, all edges
+    are read from their hosts; raises ``ServiceError`` if a host fails.
     """
     edge_type, given = _typed(graph, edge_label_index)
     ends = all_edges(graph, edge_type) if given is None else _given_links(graph, edge_type, given)
@@ -69,7 +69,7 @@ def link_inputs(
 
 
 def negative_rule(neg_sampling: Any, ratio: float | None, avoid_links: bool) -> tuple[NegativeRule | None, Any]:
-    """Return the rule for negatives, and torch_geometric's ``NegativeSampling``, which contains the weights of nodes.
+    """Return the rule for negatives, and a ``NegativeSampling`` of torch_geometric, which has the weights of nodes.
 
     Returns (None, None) if there are no negatives. Raises ``SettingsError``.
     """
@@ -87,8 +87,8 @@ def negative_rule(neg_sampling: Any, ratio: float | None, avoid_links: bool) -> 
 def node_draws(
     graph: Graph, edge_type: EdgeType, weights: NegativeSampling, settings: SampleSettings
 ) -> tuple[NegativeDraw, NegativeDraw]:
-    """Return how the sources and the targets of negatives are drawn. If nodes have times, the times of all nodes are
-    read, and 12 bytes per node are kept (24 while they are sorted).
+    """Return the ``NegativeDraw`` of the sources and that of the targets. With temporal sampling by node times, this
+    reads the times of all nodes of both types and keeps 12 bytes per node (24 while they are sorted).
     """
     draws = []
     for end, weight in ((SRC, weights.src_weight), (DST, weights.dst_weight)):
@@ -99,7 +99,7 @@ def node_draws(
 
 
 def labels_with_negatives(label: Tensor | None, rule: NegativeRule | None) -> Tensor | None:
-    """Return the labels of the positives. If the lowest label is 0, all are increased by one, because 0 is the label of
+    """Return the labels of the positives. If the lowest label is 0, one is added to all, because 0 is the label of
     negatives.
 
     Raises ``SettingsError`` if labels are given with triplet negatives.

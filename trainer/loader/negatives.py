@@ -41,11 +41,11 @@ class NegativeRule:
         return math.ceil(self.amount)
 
     def owners(self, places: Ids, global_size: int) -> tuple[Ids, Ids]:
-        """Return which negatives the positives at ``places`` have. For each negative: the index of its positive in
-        ``places``, and its number j among the negatives of this positive, int64 [m] each.
+        """Return the negatives of the positives at ``places``: for each the index of its positive in ``places``, and
+        its number j among the negatives of this positive, int64 [m] each.
 
-        The global batch has ceil(amount * global_size) negatives: first those with j = 0, and so on. With a fractional
-        amount, the first places of the batch therefore have one negative more than the others.
+        The global batch has ceil(amount * global_size) negatives. With a fractional amount, positives at the first
+        places of the batch have one negative more than the others.
         """
         total = math.ceil(self.amount * global_size)
         j, owner = np.divmod(np.arange(self.most * len(places)), max(len(places), 1))
@@ -74,8 +74,8 @@ class NegativeDraw:
             self._by_time = order.astype(np.int32) if num_nodes < 2**31 else order
 
     def draw(self, keys: npt.NDArray[np.uint64], times: Ids | None = None) -> Ids:
-        """Draw one original id per key, int64 [n]. If ``times`` is given, the time of the i-th node is at most
-        ``times[i]``. Raises ``DataError``.
+        """Draw one original id per key, int64 [n]. If ``times`` [n] is given, draw the i-th among nodes whose time is
+        at most ``times[i]``. Raises ``DataError``.
         """
         if len(keys) == 0:
             return np.empty(0, np.int64)
@@ -99,9 +99,9 @@ def draw_negatives(
     """Draw negatives. Returns original ids (sources, targets), int64 [m] each.
 
     ``places`` [n]: the places of the positives in the global batch. ``owner`` and ``j``: the result of ``rule.owners``.
-    ``positives``: sources and targets of the positives, original ids. ``times`` [n]: times of the positives. A triplet
-    has the source of its positive. With ``rule.avoid_links``, draws that hit a link of the graph are repeated. Raises
-    ``DataError`` if a negative is still a link after 64 draws.
+    ``positives``: sources and targets of the positives, original ids. ``times`` [n]: times of the positives. The
+    source of a triplet's negative is that of its positive. With ``rule.avoid_links``, a negative that is a link of the
+    graph is drawn again; raises ``DataError`` if it is still one after 64 draws.
     """
     src = np.empty(len(owner), np.int64)
     dst = np.empty(len(owner), np.int64)

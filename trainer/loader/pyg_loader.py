@@ -44,10 +44,10 @@ _made: Counter[str] = Counter()  #: number of loaders made by each line of the u
 class SameOnAllRanks:
     """Checks once that all ranks gave a loader the same seeds.
 
-    Each rank publishes a digest of its seeds and compares it with those published so far; it waits for no other rank.
+    The first rank to check publishes a digest of its seeds, with which the others compare theirs. No rank waits for
+    another.
 
-    A loader is identified by the line of the user's code that made it, and by the number of loaders that this line made
-    before.
+    A loader is identified by the line of the user's code that made it, and a count of the loaders made by this line.
     """
 
     def __init__(self, digest: str, rank: int, world_size: int):
@@ -58,8 +58,8 @@ class SameOnAllRanks:
         self._done = False
 
     def check(self) -> None:
-        """Raise ``SettingsError`` if another rank has different seeds or settings. Without a process group, do
-        nothing.
+        """Raise ``SettingsError`` if another rank has different seeds or settings. Do nothing without a process group
+        of the loader's size.
         """
         if self._done or self._world_size == 1 or not (dist.is_available() and dist.is_initialized()):
             return
@@ -107,7 +107,10 @@ class _SeededBatch:
 
 
 class RankLoader(ABC):
-    """Yields for every step a batch from this rank's share of the global batch. Each iteration is the next epoch."""
+    """Yields for every step a batch from this rank's share of the global batch. Each iteration is the next epoch.
+
+    The *inputs* are what is split into batches: seed nodes, links or clusters. A position is an index of an input.
+    """
 
     def __init__(self, options: LoadOptions, order: SeedOrder, rank: int, layout: RankLayout, digest: str):
         self.options, self.order, self.rank, self.layout = options, order, rank, layout
@@ -119,7 +122,7 @@ class RankLoader(ABC):
 
     @abstractmethod
     def part_of(self, positions: Ids) -> Ids:
-        """Return the part of each input, int64 [n]. An input is given to a rank on a host of its part, if possible."""
+        """Return the part of each input, int64 [n]. Inputs go to ranks on hosts that hold their part, if possible."""
 
     @abstractmethod
     def work(self, share: SeedShare) -> Any:
@@ -174,7 +177,8 @@ class RankLoader(ABC):
     def __call__(self, index: Any) -> Any:
         """Return a batch of the inputs at the positions ``index``, for this rank alone.
 
-        Repeated calls in an epoch return the same batch. Raises ``SettingsError`` for a position out of range.
+        Calls with equal positions return equal batches within an epoch. Raises ``SettingsError`` for a position out of
+        range.
         """
         positions = as_array(index)
         if positions.ndim != 1 or positions.dtype.kind not in "iu" or not _within(positions, len(self.dataset)):
@@ -201,8 +205,8 @@ class RankLoader(ABC):
         return share
 
     def group(self) -> RankGroup:
-        """Return the process group if it has the ranks of the loader, else a group of this rank alone. All ranks must
-        call this method.
+        """Return the process group if it has the loader's number of ranks, else a group of this rank alone. All ranks
+        must call this method.
         """
         world_size = self.layout.world_size
         if dist.is_available() and dist.is_initialized() and dist.get_world_size() == world_size:

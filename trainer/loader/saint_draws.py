@@ -26,7 +26,7 @@ class SaintNodeDraw:
 
     @classmethod
     def of(cls, ends: EdgeEndpoints, num_nodes: int) -> SaintNodeDraw:
-        """Read all edges, some at a time. Raises ``ServiceError``."""
+        """Count out-degrees: reads all edges, in chunks. Raises ``ServiceError``."""
         return cls(np.cumsum(_degrees(ends, num_nodes)[0], dtype=np.int64))
 
     def __call__(self, key: int, count: int) -> Ids:
@@ -39,8 +39,8 @@ class SaintEdgeDraw:
     """Draws edges with replacement. The chance of an edge is proportional to the in-degree of its source plus the
     out-degree of its target.
 
-    An edge is found by its place in the running sum of all weights. The sum is kept at the end of every ``width``-th
-    edge; the edges in between are read again for each draw.
+    A draw is a random number, looked up in the running sums of the edges' weights by binary search. Only the sum
+    after every ``width``-th edge is stored; the ``width`` edges before it are read to find the drawn one.
     """
 
     ends: EdgeEndpoints
@@ -53,8 +53,8 @@ class SaintEdgeDraw:
 
     @classmethod
     def of(cls, ends: EdgeEndpoints, num_nodes: int, most_sums: int = MOST_SUMS) -> SaintEdgeDraw:
-        """Read all edges twice, some at a time. Keeps at most ``most_sums`` running sums of 8 bytes, and 8 or 16 bytes
-        per node. Raises ``ServiceError``.
+        """Compute degrees and running sums: reads all edges twice, in chunks. Keeps 8 or 16 bytes per node, and at most
+        ``most_sums`` sums of 8 bytes. Raises ``ServiceError``.
         """
         width = 1
         while len(ends) > most_sums * width:
@@ -118,8 +118,8 @@ def _sum_weights(src: Any, dst: Any, in_degree: Any, out_degree: Any, width: int
 
 @njit()
 def _find(src: Any, dst: Any, in_degree: Any, out_degree: Any, width: int, at: Any, sums: Any) -> None:
-    """Replace each group in ``at`` by the position in ``src`` of the edge at which the running sum of weights in the
-    group exceeds ``sums``.
+    """Replace each group number in ``at`` by the position in ``src`` of the drawn edge: the first at which the running
+    sum of weights in the group exceeds ``sums``.
     """
     for i in range(len(at)):
         edge, total = at[i] * width, np.int64(0)

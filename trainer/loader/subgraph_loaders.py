@@ -38,8 +38,8 @@ from trainer.sampler.types import GraphSchema, NodeSet, Positions, RowRequest, S
 
 
 def induced_settings(schema: GraphSchema) -> SampleSettings:
-    """Return the settings of a sampler that adds no nodes to the seeds and returns all edges between them, with edge
-    ids.
+    """Return settings by which a sampler returns the subgraph induced by the seeds: no further nodes, all edges between
+    the seeds, and edge ids.
     """
     return SampleSettings(dict.fromkeys(schema.edges, (0,)), induced=True, edge_ids=True, ask_again=False)
 
@@ -91,10 +91,10 @@ class NeighbourhoodSampler:
         return changed(sampled, subgraph=_joined(drawn, member, sampled.subgraph))
 
     def _drawn(self, seeds: SeedSet, key: int) -> tuple[NodeSet, SeedSet, Positions]:
-        """Sample a tree of nodes around each seed.
+        """Sample the nodes around each seed.
 
-        Returns the nodes of all trees, the distinct nodes as seeds, and for each node of the trees its index in the
-        distinct nodes.
+        Returns the nodes of all seeds one after the other, the distinct nodes among them as a ``SeedSet``, and for each
+        node its index in the distinct nodes.
         """
         drawn = self._draw.subgraph(seeds, key).nodes[HOMO_NODE]
         distinct, member = np.unique(drawn.ids, return_inverse=True)
@@ -194,9 +194,9 @@ class DistShaDowKHopSampler(PyGLoader):
         return BatchSeeds(SeedSet({HOMO_NODE: roots}, {HOMO_NODE: share.places}), None)
 
     def output(self, sampled: SampledBatch, seeded: BatchSeeds) -> Output:
-        """Return the neighbourhoods, concatenated in the order of the seeds.
+        """Return the neighbourhoods as one graph, concatenated in the order of the seeds.
 
-        Within each, nodes are sorted by id and edges by source, then target, as in torch_geometric.
+        In each neighbourhood, nodes are sorted by id and edges by source, then target, as in torch_geometric.
         """
         found = sampled.subgraph
         assert isinstance(found, Neighbourhoods)
@@ -248,8 +248,8 @@ def edges_within(
 
 @njit()
 def _visit(row_begin: Any, row_count: Any, src: Any, member: Any, ptr: Any, at: Any, found: Any) -> int:
-    """Return the number of edges inside the groups, and fill ``found`` with them if it has room. ``at`` is all -1
-    before and after the call.
+    """Return the number of edges inside the groups. If ``found`` [3, e] is not empty, write the edges to it. ``at``
+    [num_nodes] is a work array, all -1 before and after the call.
     """
     count, fill = 0, found.shape[1] > 0
     for group in range(len(ptr) - 1):
@@ -276,8 +276,8 @@ _NODES_AT_ONCE = 1 << 22  #: nodes per request for their clusters
 class DistClusterLoader(PyGLoader):
     """Yields the subgraphs of several clusters, as torch_geometric's ``ClusterData`` and ``ClusterLoader`` together.
 
-    An epoch yields every cluster once over all ranks. Each rank takes the clusters of its own host's parts first;
-    clusters that exceed its share go to other ranks. All ranks get the same number of batches. A last step with fewer
+    An epoch yields every cluster once over all ranks. Each rank takes the clusters of its own host's parts first, up
+    to an equal share; other ranks take the rest. All ranks get the same number of batches. A last step with fewer
     clusters than ranks is merged into the previous step. A batch has all nodes of its clusters, sorted by cluster and
     then by id, and all edges between these nodes. ``loader(index)`` returns the clusters at the given positions;
     positions count the clusters that have nodes. Memory: 8 bytes per node.

@@ -94,7 +94,7 @@ class DistZipLoader(RankLoader):
         return self.loaders[0].part_of(positions)
 
     def work_items(self, epoch: int, first_step: int) -> Iterator[GlobalBatch]:
-        """Yield the global batches. Sampler threads split them, as ``part_of`` may ask other hosts."""
+        """Yield the global batches. Sampler threads split them over ranks, because ``part_of`` may ask other hosts."""
         return global_batches(self.order, epoch, first_step)
 
     def share(self, item: GlobalBatch) -> SeedShare:
@@ -110,7 +110,7 @@ class DistZipLoader(RankLoader):
 
 
 def _with_own_key(share: SeedShare, number: int) -> SeedShare:
-    """Return a copy of ``share`` with a random key for loader ``number``, so that loaders draw independently."""
+    """Return ``share`` with a key for loader ``number``. Loaders have different keys, so they draw independently."""
     if number == 0:
         return share
     return replace(share, key=int(hashed(np.uint64(share.key) ^ hashed(np.uint64(number) + GOLDEN))))

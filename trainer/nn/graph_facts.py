@@ -20,10 +20,10 @@ class GraphFacts:
         node_types: All node types.
         edge_types: All edge types, (source type, relation, target type).
         in_dims: Width of ``x`` by node type, only of types with features.
-        num_classes: Number of classes of the target type, or width of a model's output for another task; 0: none,
-            a model of several node types then returns the rows of its last layer.
+        num_classes: Number of classes of the target type, or width of a model's output for another task. 0:
+            heterogeneous models have no output layer and return the hidden rows of the seeds.
         edge_dims: Width of the edge features that a model reads, only of edge types with features.
-        further: Further node types whose rows a model computes, such as the other end of links.
+        further: Further node types for which a model computes outputs, such as the source type of links.
 
     Example:
         ```python
@@ -45,7 +45,7 @@ class GraphFacts:
 
     @property
     def targets(self) -> tuple[NodeType, ...]:
-        """Node types whose rows a model computes."""
+        """Node types for which a model computes outputs: ``target`` and ``further``."""
         return (self.target, *self.further)
 
 
@@ -114,7 +114,7 @@ def layer_needs(
 ) -> tuple[LayerNeed, ...]:  # fmt: skip
     """Compute which types each layer of a model needs to produce rows of ``target``.
 
-    A layer leaves out edge types whose target type no later layer reads.
+    Edge types are left out of a layer if no later layer reads their target type.
 
     Args:
         node_types: All node types.

@@ -58,9 +58,9 @@ class InputRows(nn.Module):
 
 
 class HeteroModel(nn.Module):
-    """Model of input rows, one layer per hop, and a linear output layer for the seeds.
+    """Model with ``InputRows``, one layer per hop, and a linear output layer for the seeds.
 
-    Layers have parameters only for node and edge types that contribute to the seeds' output, and compute only these.
+    Each layer has parameters for, and computes, only the node and edge types that contribute to the seeds' output.
     """
 
     needs_degree = False
@@ -82,12 +82,12 @@ class HeteroModel(nn.Module):
         return self.head(self.embed(batch))  # type: ignore[no-any-return]
 
     def embed(self, batch: HeteroBatch | Batch) -> Tensor:
-        """Input of the output layer, float [num_seeds, hidden]."""
+        """Return the seeds' rows before the output layer, float [num_seeds, hidden]."""
         return self.seed_rows(batch)[self.target][: batch.num_seeds]
 
     @in_own_precision
     def seed_rows(self, batch: HeteroBatch | Batch) -> NodeTensors:
-        """Rows of the seed nodes of each type in ``targets`` before the output layer, float [seed nodes, hidden]."""
+        """Return the rows of the seed nodes before the output layer, for each of ``targets``: float [n, hidden]."""
         typed = as_hetero(batch) if isinstance(batch, Batch) else batch
         assert len(typed.blocks) == self.shape.num_layers, "one block per layer"
         rows = self._dropped(self.inputs(typed), typed, 0)
@@ -139,7 +139,7 @@ def rgcn(facts: GraphFacts, shape: HeteroShape, heads: int, embeddings: Embeddin
 
 
 def hgt(facts: GraphFacts, shape: HeteroShape, heads: int, embeddings: Embeddings | None) -> HeteroModel:
-    """Build an HGT model. As in the paper, there is no activation between layers. HGT layers have a skip connection."""
+    """Build an HGT model. As in the paper, layers have skip connections, and no ReLU follows them."""
     layer = lambda need: HGTConv(need, widths(need, shape.hidden), shape.hidden, heads)  # noqa: E731
     return HeteroModel(facts, replace(shape, relu=False), layer, embeddings)
 

@@ -19,8 +19,8 @@ class LinkModel(nn.Module):
     """Scores the links and the negatives of a batch.
 
     A node has two embeddings, one as source and one as target of a link: linear projections of its row. The score of a
-    link is their dot product, so that the best targets of a source can be found by nearest-neighbour search. It depends
-    on the direction of the link.
+    link is the dot product of its ends' embeddings, so that the best targets of a source can be found by
+    nearest-neighbour search. Scores of u -> v and v -> u differ.
     """
 
     encoder: Any  #: a ``BlockModel`` or ``HeteroModel``
@@ -45,7 +45,9 @@ class LinkModel(nn.Module):
 def build_link_model(
     settings: ModelSettings, facts: GraphFacts, edge_type: EdgeType, embeddings: Embeddings | None = None
 ) -> LinkModel:
-    """Build the bundled trainer's model for links of ``edge_type`` on CPU. Initial weights depend on the seed only.
+    """Build the bundled trainer's model for links of ``edge_type`` on CPU.
+
+    Initial weights depend on ``settings.seed`` only.
 
     Args:
         settings: As for ``build_model``.
@@ -53,7 +55,7 @@ def build_link_model(
         edge_type: Type of the links.
         embeddings: As for ``build_model``.
 
-    Raises as ``build_model`` does.
+    Raises the errors of ``build_model``.
     """
     outputs = 0 if settings.model in HETERO_MODELS else settings.hidden
     encoder = build_model(settings, replace(facts, num_classes=outputs), embeddings)
@@ -63,6 +65,6 @@ def build_link_model(
 
 
 def link_facts(facts: GraphFacts, edge_type: EdgeType) -> GraphFacts:
-    """Return ``facts`` for a model that computes the rows of both ends of links of ``edge_type``."""
+    """Return ``facts`` for a model whose outputs are the rows of both ends of links of ``edge_type``."""
     further = () if edge_type[0] == edge_type[2] else (edge_type[0],)
     return replace(facts, target=edge_type[2], further=further)

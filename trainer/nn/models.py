@@ -78,7 +78,7 @@ Builder = Callable[[ModelSettings, int, int, int], nn.Module]
 
 
 def sage(settings: ModelSettings, in_dim: int, num_classes: int, edge_dim: int = 0) -> nn.Module:
-    """Build a GraphSAGE model with mean aggregation, of neighbours and of edge features."""
+    """Build a GraphSAGE model. Its layers use the means of neighbours' rows and, if there are any, of edge features."""
     dims = _dims(settings, in_dim, num_classes)
     layers = [SAGEConv(a, b, edge_dim) for a, b in dims]
     return BlockModel(layers, settings.dropout, precision=precision_of(settings))
@@ -108,7 +108,7 @@ HeteroBuilder = Callable[[ModelSettings, GraphFacts, Embeddings | None], nn.Modu
 def _of_types(name: str) -> HeteroBuilder:
     """Return the builder ``name`` of ``hetero_models``.
 
-    The module is imported when the builder is called, because importing it takes seconds.
+    ``hetero_models`` is imported only when the builder is called, because the import takes seconds.
     """
 
     def build(settings: ModelSettings, facts: GraphFacts, embeddings: Embeddings | None) -> nn.Module:
@@ -143,7 +143,7 @@ def build_model(settings: ModelSettings, facts: GraphFacts, embeddings: Embeddin
             nodes of such a type.
 
     Returns:
-        A module from a batch of ``BatchLoader`` to logits, float [num_seeds, num_classes].
+        A module that maps a batch of ``BatchLoader`` to logits, float [num_seeds, num_classes].
 
     Raises:
         SettingsError: For an unknown model, a model for another kind of graph, or widths that do not fit the model.

@@ -68,7 +68,7 @@ def method_options(method: str, **given: Any) -> dict[str, Any]:
 
 
 def made_by(manifest: Manifest) -> str:
-    """Return the method that a partition was asked to be made with: `auto`, or that of the manifest."""
+    """Return the method that was requested for a partition: `auto`, or the algorithm in the manifest."""
     return str(manifest.options.get(CHOSEN_BY, manifest.algorithm))
 
 
@@ -145,7 +145,7 @@ class PartitionAssignment:
 
 
 def choose_method(dataset: Dataset, memory: int) -> tuple[str, str]:
-    """Return the method for `auto`, and the reason: `metis` if it needs at most ``memory`` bytes, else `streaming`."""
+    """Choose `metis` if it needs at most ``memory`` bytes, else `streaming`. Returns the method and the reason."""
     needed = metis_memory(dataset.num_nodes, dataset.num_edges)
     method, than = ("metis", "within") if needed <= memory else ("streaming", "more than")
     return method, f"METIS needs about {size_text(needed)}, {than} the {size_text(memory)} of memory"
@@ -161,9 +161,9 @@ def assign_parts(
         num_parts: number of parts, at most the number of nodes.
         method: `metis` cuts few edges; `streaming` cuts few edges of a graph whose edges need not fit into memory;
             `frequency` assigns nodes to the part whose seeds sample them most often; `random` balances exactly; `hash`
-            depends on type, id and seed only, so a part may be empty. See ``choose_method`` for `auto`.
+            hashes type, id and seed, so a part may be empty. See ``choose_method`` for `auto`.
         seed: seed of the method.
-        scratch: folder for files, and memory, of method `streaming`.
+        scratch: for method `streaming`: folder for its files, and the memory that it may use.
         options: options of the method, see ``method_options``.
 
     Raises:
@@ -211,9 +211,9 @@ def given_assignment(
     seed: int,
     options: Mapping[str, Any],
 ) -> PartitionAssignment:
-    """Return the assignment in which ``parts`` has the part of every node, int32 [num_nodes] by node type.
+    """Return the assignment of nodes to given ``parts``: int32 [num_nodes] for each node type.
 
-    Computes edge cut and balance. The other arguments are recorded only.
+    Computes edge cut and balance. The other arguments are only recorded.
     """
     cut = {
         of: _count_cut(edges.edge_index[0], edges.edge_index[1], parts[of[0]], parts[of[2]])

@@ -27,7 +27,7 @@ _SLOTS_AT_ONCE = 1 << 20
 
 @dataclass(frozen=True)
 class WeightedGraph:
-    """A symmetric graph without self loops. Its neighbours and edge weights may be memory-mapped."""
+    """A symmetric graph without self loops, as CSR. ``neighbours`` and ``edge_weight`` may be memory-mapped."""
 
     indptr: Ids  #: [nodes + 1]
     neighbours: Array  #: int32|int64 [slots]; an edge has two slots, one per direction
@@ -48,8 +48,8 @@ def clusters_of(graph: WeightedGraph, limit: int, seed: int) -> Array:
     """Divide the nodes into clusters, and return the cluster of each node, from 0, int32|int64 [N].
 
     The node weights in a cluster add up to at most ``limit``. In each of several passes, every node moves to the
-    cluster with the largest weight of edges to the node, among clusters with room; ties are broken by a hash. Takes 24
-    bytes of memory per node.
+    cluster to which its edges have the largest total weight, among clusters with room; ties are broken by a hash. Takes
+    24 bytes of memory per node.
     """
     cluster = np.arange(graph.num_nodes, dtype=graph.neighbours.dtype)
     alone = np.flatnonzero(np.diff(graph.indptr) == 0)
@@ -112,8 +112,8 @@ def _rank(key: int, node: int, cluster: int) -> int:
 def contracted(graph: WeightedGraph, cluster: Array, scratch: Scratch, name: str) -> WeightedGraph:
     """Return a graph with one node per cluster, and an edge between each two clusters that edges of ``graph`` connect.
 
-    The weight of an edge is the sum of the weights of the edges that it stands for. Neighbours and weights are
-    memory-mapped files ``<name>.*`` in the folder of ``scratch``. Takes 32 bytes of memory per cluster, and
+    The weight of an edge is the total weight of the edges of ``graph`` between the two clusters. Neighbours and weights
+    are memory-mapped files ``<name>.*`` in the folder of ``scratch``. Takes 32 bytes of memory per cluster, and
     ``scratch.memory``.
     """
     count = int(cluster.max()) + 1
@@ -150,7 +150,7 @@ def _count_links(indptr: Array, neighbours: Array, cluster: Array, rows: Array) 
 
 
 def _links(graph: WeightedGraph, cluster: Array) -> Iterator[Records]:
-    """Yield the edges between clusters, in chunks: clusters of the sources, those of the targets, and edge weights."""
+    """Yield the edges between different clusters, in chunks: source clusters, then target clusters and weights."""
     node = 0
     while node < graph.num_nodes:
         progress("contract", node, graph.num_nodes)
@@ -167,7 +167,10 @@ def _links(graph: WeightedGraph, cluster: Array) -> Iterator[Records]:
 
 @njit()
 def _merge(limits: Array, to: Array, weights: Array, place: Array) -> Array:
-    """Merge repeated neighbours of each row and add up their weights, in place, and return the new row offsets."""
+    """Merge equal neighbours ``to`` of each row in place, adding up their weights, and return the new row offsets.
+
+    ``place`` [clusters] is a work array, initially -1.
+    """
     ends = np.zeros(len(limits), np.int64)
     end = 0
     for row in range(len(limits) - 1):

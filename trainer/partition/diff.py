@@ -20,7 +20,7 @@ from trainer.store.npy import rows_per_chunk
 
 @dataclass(frozen=True)
 class PartitionSummary:
-    """The assignment of one of the two folders."""
+    """Dataset, method and quality of one of the two partitions."""
 
     folder: str
     dataset: str
@@ -38,9 +38,7 @@ class PartitionDiff:
     second: PartitionSummary
     difference: str  #: the first difference of the graphs; '' if they are the same
     same_edge_order: bool  #: whether edges have the same original ids in both; sampling draws by this order
-    moved: (
-        float  #: share of the nodes in another part, 0 to 1, part numbers matched for the smallest; nan: other graphs
-    )
+    moved: float  #: share of nodes in another part, 0 to 1, part numbers matched to make it smallest; nan: other nodes
 
     @property
     def same_graph(self) -> bool:
@@ -139,7 +137,7 @@ def _edge_differences(of: EdgeType, a: EdgeData, b: EdgeData) -> Iterator[str]:
 
 
 def _edge_order(data: EdgeData) -> Array:
-    """Return the order of edges by target and source. Equal edges are ordered by their attributes, then by id."""
+    """Return the indices that sort edges by target, then source. Parallel edges are sorted by attributes, then id."""
     order = np.lexsort((data.edge_index[0], data.edge_index[1]))
     ends = data.edge_index[:, order]
     repeated = np.flatnonzero((ends[:, 1:] == ends[:, :-1]).all(axis=0))
@@ -159,7 +157,7 @@ def _sorted(attrs: Mapping[str, Array]) -> list[Array]:
 def _attr_differences(
     what: str, a: NodeData | EdgeData, b: NodeData | EdgeData, orders: tuple[Array, Array] | None
 ) -> Iterator[str]:
-    """Yield the differences of attributes. ``orders``: order of the rows of each; None: as they are."""
+    """Yield the differences of attributes. ``orders``: permutation of the rows of ``a`` and ``b``; None: as stored."""
     if set(a.attrs) != set(b.attrs):
         ours, theirs = set(a.attrs), set(b.attrs)
         yield (
@@ -210,9 +208,10 @@ def _same_order(a: Dataset, b: Dataset) -> bool:
 
 
 def _moved(a: PartitionedGraph, b: PartitionedGraph) -> float:
-    """Return the share of nodes in another part, after part numbers are matched so that the fewest nodes moved.
+    """Return the share of nodes that are in another part, with part numbers matched so that this share is smallest.
 
-    The matching is a maximum-weight assignment of parts to parts. Returns nan if the graphs have different nodes.
+    The matching is a maximum-weight matching of the parts of ``a`` with those of ``b``. Returns nan if the graphs have
+    different nodes.
     """
     counts = [{of: nodes.num_nodes for of, nodes in graph.dataset.nodes.items()} for graph in (a, b)]
     if counts[0] != counts[1] or not a.dataset.num_nodes:
@@ -225,7 +224,7 @@ def _moved(a: PartitionedGraph, b: PartitionedGraph) -> float:
 
 
 def _best_match(common: Array) -> int:
-    """Return the largest sum of entries with at most one per row and column."""
+    """Return the largest sum of entries of a matrix, with at most one entry from each row and column."""
     import networkx  # torch depends on it
 
     graph = networkx.Graph()

@@ -1,7 +1,7 @@
 """Makes a partition folder from a dataset: loads, assigns parts and writes (``partition make``).
 
-The dataset may be another partition folder; then its parts can be kept (``partition convert``), or its nodes are
-assigned anew (``partition repartition``).
+The dataset may be another partition folder, of gnnfleet or another program. Its nodes can keep their parts
+(``partition convert``) or be assigned to new ones (``partition repartition``).
 """
 
 from __future__ import annotations
@@ -76,12 +76,12 @@ class PartitionSpec:
 
     @cached_property
     def partition_source(self) -> PartitionSource:
-        """The source of dataset `partition`. Raises ``DataError`` or ``PartitionError``."""
+        """The partition folder that is read, for dataset `partition`. Raises ``DataError`` or ``PartitionError``."""
         return open_source(self.source, self.options)
 
     @property
     def kept_source(self) -> PartitionSource:
-        """The source whose parts are kept. Raises ``PartitionError`` unless it has ``num_parts`` parts."""
+        """The partition folder whose parts are kept. Raises ``PartitionError`` unless it has ``num_parts`` parts."""
         if self.dataset != DATASET:
             raise PartitionError("method keep needs dataset partition, whose source is a partition folder")
         found = self.partition_source.num_parts
@@ -128,9 +128,10 @@ def make_partition(spec: PartitionSpec, say: Callable[[str], None] = print) -> M
     """Load the dataset, assign its nodes to parts and write the partition folder.
 
     If the folder already holds a partition with the same fingerprint, the dataset is not loaded and nothing is written.
-    A run of dataset `tables` or with a limit of memory that is killed or interrupted leaves its intermediate results in
-    a hidden folder beside ``folder``, and the same call goes on with them. Any other run leaves no files behind, nor
-    does one that fails. ``say`` is called with each line of progress. Raises ``DataError`` or ``PartitionError``.
+    If the call is killed or interrupted and the dataset is `tables` or ``spec.memory`` is set, its intermediate results
+    stay in a hidden folder beside ``folder``, and the same call resumes from them. In all other cases, and after an
+    error, no intermediate files are left. ``say`` is called with each line of progress. Raises ``DataError`` or
+    ``PartitionError``.
     """
     folder, fingerprint = Path(spec.folder), spec.fingerprint()
     if (done := reusable(folder, fingerprint, say)) is not None:
@@ -149,8 +150,8 @@ def convert_partition(
 ) -> Manifest:  # fmt: skip
     """Convert the partition folder of another program to ``folder``. Every node stays in its part.
 
-    ``options`` are those of ``open_source``, the others those of ``PartitionSpec``. Raises ``DataError`` or
-    ``PartitionError``, and leaves no files behind then.
+    ``options``: as for ``open_source``; ``rows`` and ``force``: as in ``PartitionSpec``. Raises ``DataError`` or
+    ``PartitionError``; then no files are left.
     """
     found = open_source(source, options)
     if found.format is None:
@@ -168,7 +169,7 @@ def convert_partition(
 def export_partition(source: str | Path, folder: str | Path, say: Callable[[str], None] = print) -> None:
     """Write the partition folder ``source`` to ``folder`` in the layout of torch_geometric.distributed.
 
-    Raises ``PartitionError``, and leaves no files behind then.
+    Raises ``PartitionError``; then no files are left.
     """
     target, stages = Path(folder), _StageTimer(say)
     check_empty(target)
@@ -186,7 +187,7 @@ def repartition_spec(
 ) -> PartitionSpec:  # fmt: skip
     """Return the arguments that divide the graph in the partition folder ``source`` into ``num_parts`` parts.
 
-    Arguments that are None have the values that ``source`` was made with, or else their defaults. Raises ``DataError``
+    Arguments that are None get the values that ``source`` was made with, or else their defaults. Raises ``DataError``
     or ``PartitionError``.
     """
     made = open_source(source).manifest
@@ -240,7 +241,7 @@ def _make(
 
 
 def _loaded(spec: PartitionSpec, limit: int, work: WorkFolder) -> Dataset:
-    """Load the dataset. Tables are converted once, even if the run is interrupted later."""
+    """Load the dataset. Tables are converted only if no interrupted run has left the result in ``work``."""
     if spec.dataset != "tables":
         return load_dataset(spec.dataset, spec.source, spec.options)
     if not work.is_done("load"):
@@ -251,7 +252,10 @@ def _loaded(spec: PartitionSpec, limit: int, work: WorkFolder) -> Dataset:
 
 
 def _memory_of_steps(dataset: Dataset, limit: int) -> int:
-    """Return the bytes that a step may use beside arrays of one value per node. Raises ``PartitionError`` if none."""
+    """Return the bytes of ``limit`` that a step may use besides the process and its arrays of one value per node.
+
+    Raises ``PartitionError`` if less than 64 MiB are left.
+    """
     fixed = _PROCESS_BYTES + _NODE_BYTES * dataset.num_nodes
     if limit - fixed < _LEAST_BYTES:
         raise PartitionError(
@@ -264,7 +268,7 @@ def _memory_of_steps(dataset: Dataset, limit: int) -> int:
 def _assigned(
     spec: PartitionSpec, dataset: Dataset, source: PartitionedGraph | None, memory: int, work: WorkFolder
 ) -> tuple[PartitionAssignment, str]:
-    """Return the assignment, and the reason for its method if method `auto` has chosen it."""
+    """Return the assignment, and for method `auto` the reason for the chosen method, else ''."""
 
     if spec.method == KEEP and source is not None:
         return given_assignment(dataset, source.parts, source.num_parts, KEEP, spec.seed, spec.method_record()), ""

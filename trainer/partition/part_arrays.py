@@ -1,4 +1,4 @@
-"""Writes arrays that are divided among the parts of a partition: one .npy file per part, in pieces."""
+"""Writes arrays whose rows are divided among the parts of a partition: one .npy file per part, written in pieces."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class PartArray:
     """One .npy file per part, ``part<p>/<path>``."""
 
     def __init__(self, root: Path, path: str, column: Column, counts: Sequence[int]) -> None:
-        """Create the files for rows as ``column`` describes. ``counts``: number of rows of each part."""
+        """Create the files. ``column``: dtype and shape of a row. ``counts``: number of rows of each part."""
         self._writers = [
             NpyWriter(root, f"part{part_id}/{path}", column.dtype, (count, *column.shape))
             for part_id, count in enumerate(counts)
@@ -71,7 +71,7 @@ class PartAttr:
     def write(self, pieces: Iterable[Sequence[Piece]], pool: Executor) -> list[FileEntry]:
         """Write all rows, and return the entries of the files for the manifest.
 
-        The pieces of one sequence are written in parallel, so they must belong to different parts.
+        Each sequence in ``pieces`` is written in parallel, so its pieces must belong to different parts.
         """
         for several in pieces:
             list(pool.map(lambda piece: self.append(*piece), several))
@@ -83,7 +83,7 @@ class PartAttr:
 
 
 def _conversion(form: WireRows, column: Column) -> tuple[Callable[[Array], Sequence[Array]], Sequence[Column]]:
-    """Return the function that converts rows to the arrays to be stored, and dtype and shape of these arrays."""
+    """Return the function that converts rows to the arrays to store, and the ``Column`` of each of these arrays."""
     if form == "int8":
         return to_int8, [Column(np.dtype(np.int8), column.shape), Column(np.dtype(np.float32), (1,))]
     if form == "float16":

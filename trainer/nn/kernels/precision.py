@@ -1,4 +1,4 @@
-"""Precision of layers: float32, or bfloat16 products with sums in float32. Weights are always float32."""
+"""Precision of layers: float32, or matrix products in bfloat16 and sums in float32. Weights are always float32."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def in_own_precision(forward: Forward) -> Forward:
 
 
 def product_dtype(x: Tensor) -> torch.dtype:
-    """Return the dtype of a dense product of ``x``: that of autocast if it is enabled, else that of ``x``."""
+    """Return the dtype in which a matrix product of ``x`` is computed: autocast's if enabled, else that of ``x``."""
     device = x.device.type
     return torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else x.dtype
 

@@ -1,10 +1,10 @@
 """Reads partitions of DGL, as ``dgl.distributed.partition_graph`` and DGL's dispatch pipeline write them.
 
 A folder has ``<name>.json`` with the id ranges of every part, and per part ``graph.dgl`` (the part's edges, and ids of
-the nodes), ``node_feat.dgl`` and ``edge_feat.dgl``. DGL renumbers nodes and edges: it counts those of part 0, then
-part 1, …, and within a part type by type. The ids of the input graph are stored only by the dispatch pipeline with
-`--save-orig-nids` and `--save-orig-eids` (``orig_nids.dgl``, ``orig_eids.dgl``); without them, the original ids of the
-converted partition are DGL's, per type.
+the nodes), ``node_feat.dgl`` and ``edge_feat.dgl``. DGL renumbers nodes and edges: first those of part 0, then
+part 1, …, and within a part one type after the other. The ids of the input graph are stored only by the dispatch
+pipeline with `--save-orig-nids` and `--save-orig-eids` (``orig_nids.dgl``, ``orig_eids.dgl``); without them, the
+converted partition numbers the nodes and edges of each type in the order of DGL's ids.
 """
 
 from __future__ import annotations
@@ -107,7 +107,7 @@ class _Partition:
         return {key: [read_tensor_file(self._file(part_id, key)) for part_id in parts] for key in keys}
 
     def _original(self, name: str, types: Mapping[Any, IdRanges]) -> dict[Any, Ids]:
-        """Return the id in the input graph of each DGL id per type, or {} if the files do not exist."""
+        """Return the ids in the input graph, by type and in order of DGL's ids, or {} without files ``<name>.dgl``."""
         files = [self._file(part_id, "part_graph").with_name(f"{name}.dgl") for part_id in range(self.num_parts)]
         if not all(file.exists() for file in files):
             return {}
@@ -122,7 +122,7 @@ class _Partition:
         return ids
 
     def _keys(self, of: NodeType | EdgeType) -> tuple[str, ...]:
-        """Return the names that DGL uses for a type."""
+        """Return the names that DGL's files may have for a type."""
         if not self.hetero:
             return ("_N",) if isinstance(of, str) else ("_N:_E:_N", "_E")
         return (of,) if isinstance(of, str) else (":".join(of),)
@@ -145,7 +145,7 @@ class _Partition:
         return {"edge_index": RawArray(np.ascontiguousarray(edge_index), place), **attrs}
 
     def _own_edges(self, of: EdgeType, part_id: int) -> Ids:
-        """Return the edges of one type that a part owns, [2, e], by node ids per type, in order of DGL's ids."""
+        """Return the edges of one type that a part owns, in order of DGL's edge ids: [2, e], node ids per type."""
         graph, ranges, place = self._graphs[part_id], self.edges[of], str(self._file(part_id, "part_graph"))
         if not {"_ID", "inner_edge"} <= graph.edges.keys() or "_ID" not in graph.nodes:
             raise DataError(
@@ -177,7 +177,7 @@ class _Partition:
         return {name: self._attr(name, pieces, of, ranges, original) for name, pieces in found.items()}
 
     def _by_name(self, key: str, of: NodeType | EdgeType) -> Iterator[tuple[str, dict[int, RawArray]]]:
-        """Yield (name, rows by part) of the attributes of a type."""
+        """Yield the name and the rows by part of each attribute of a type. ``key``: `node_feats` or `edge_feats`."""
         prefixes = tuple(f"{name}/" for name in self._keys(of))
         found: dict[str, dict[int, RawArray]] = {}
         for part_id, tensors in enumerate(self._features[key]):
@@ -217,7 +217,7 @@ def renamed(found: Mapping[str, T], names: Mapping[str, str]) -> dict[str, T]:
 
 
 def as_mask(name: str, values: Array) -> Array:
-    """Return the values of `<split>_mask` as booleans, which DGL stores as uint8; other arrays unchanged."""
+    """Convert an array named `<split>_mask`, which DGL stores as uint8, to booleans. Return other arrays unchanged."""
     if name.endswith("_mask") and values.dtype.kind in "iu" and values.size and 0 <= values.min() <= values.max() <= 1:
         return values.astype(bool)
     return values
@@ -231,7 +231,7 @@ def _one(tensors: Tensors, keys: Sequence[str], path: Path) -> Array:
 
 
 def _reordered(values: Array, original: Ids | None) -> Array:
-    """Return ``values``, in order of DGL's ids, in order of original ids."""
+    """Reorder ``values`` from the order of DGL's ids to that of original ids. ``original``: the original id of each."""
     if original is None:
         return values
     result = np.empty_like(values)

@@ -1,8 +1,8 @@
 """Reads DGL's chunked graph format, the input of its distributed partitioning: ``metadata.json`` and files per chunk.
 
-The nodes of such a graph are not assigned to parts yet. If the folder, or a folder in it, has the output of one of
-DGL's partition algorithms (``partition_meta.json`` and ``<node type>.txt`` with a part number per line), that is the
-assignment.
+The format itself does not assign nodes to parts. If the folder, or a folder in it, contains the output of one of DGL's
+partition algorithms (``partition_meta.json``, and ``<node type>.txt`` with a part number per line), the part of each
+node is read from there.
 """
 
 from __future__ import annotations
@@ -126,7 +126,7 @@ class _Graph:
         return _Chunks(tuple(self._located(path) for path in paths), form["name"], form.get("delimiter", ","))
 
     def _located(self, path: str) -> Path:
-        """Return a file of the graph: relative paths start at the folder; one that was moved is found below it."""
+        """Return the path of a file, relative to the folder. If there is none, find it by its last path components."""
         there = self.folder / path
         if there.exists():
             return there
@@ -137,7 +137,7 @@ class _Graph:
 
 
 def _homogeneous(graph: ForeignGraph) -> ForeignGraph:
-    """Return a graph of DGL's unnamed types as a homogeneous one."""
+    """Convert a graph with one node type and one edge type to a homogeneous graph."""
     raw = graph.raw
     (nodes,), (edges,), (count,) = raw.nodes.values(), raw.edges.values(), raw.num_nodes.values()
     typed = replace(raw, nodes={HOMO_NODE: nodes}, edges={HOMO_EDGE: edges}, num_nodes={HOMO_NODE: count}, hetero=False)
@@ -154,7 +154,7 @@ def _read_csv(path: Path, delimiter: str) -> Array:
 
 
 def _read_parquet(path: Path) -> Array:
-    """Return a Parquet file: its columns, or its one column of lists, in the shape that its metadata gives."""
+    """Return the rows of a Parquet file, [rows, columns], or in the shape that its metadata gives."""
     try:
         import duckdb
     except ImportError:

@@ -1,9 +1,9 @@
 """Reads DGL's .dgl files without DGL: dicts of tensors (``save_tensors``) and graphs (``save_graphs``, version 2).
 
-The files are written by dmlc streams: little-endian numbers, lists as a uint64 count and the items, texts as a uint64
-length and the bytes, and each object after a number that identifies its kind. The layout of the objects follows DGL's
-``tensor_serialize.cc``, ``heterograph_serialize.cc``, ``heterograph.cc``, ``unit_graph.cc``, ``coo.h``, ``csr.h`` and
-``ndarray.cc`` (DGL 0.5 to 2.5).
+The files are in the format of ``dmlc::Stream``: little-endian numbers; lists as a uint64 count and the items; strings
+as a uint64 length and the bytes; before each object a number that identifies its kind. The layout of the objects is
+that of DGL's ``tensor_serialize.cc``, ``heterograph_serialize.cc``, ``heterograph.cc``, ``unit_graph.cc``, ``coo.h``,
+``csr.h`` and ``ndarray.cc`` (DGL 0.5 to 2.5).
 """
 
 from __future__ import annotations
@@ -101,17 +101,17 @@ class _Stream:
         return self._bytes[start : self.at]
 
     def number(self, code: str) -> int:
-        """Return the next number; ``code`` is its type in terms of ``struct``."""
+        """Read a number; ``code`` is its type as a format character of ``struct``."""
         (value,) = struct.unpack("<" + code, self.take(struct.calcsize("<" + code)).tobytes())
         return int(value)
 
     def expect(self, magic: int, what: str) -> None:
-        """Read the number that identifies a kind of object."""
+        """Read the number that identifies a kind of object. ``what``: the kind, for the message."""
         if (found := self.number("Q")) != magic:
             raise self.error(f"found {found:#x}, expected {what}")
 
     def count(self) -> int:
-        """Return the next number of items of a list."""
+        """Read the number of items of a list."""
         count = self.number("Q")
         if count > _MOST_NAMES:
             raise self.error(f"a list of {count:,} items")
@@ -121,12 +121,12 @@ class _Stream:
         return {self._text(): self._tensor() for _ in range(self.count())}
 
     def skip_meta_graph(self) -> None:
-        """Read the graph of node and edge types."""
+        """Skip the graph whose nodes are node types and whose edges are edge types."""
         self.expect(_META_GRAPH, "a graph of types")
         self._compressed()
 
     def unit_graph(self) -> tuple[Array, Array]:
-        """Return sources and targets of the edges of one type, in order of edge ids."""
+        """Read the edges of one type: sources and targets, in order of edge ids."""
         self.expect(_UNIT_GRAPH, "the edges of a type")
         saved, _ = self.number("q"), self.number("q")
         codes = saved & 0xFFFFFFFF if saved >> 32 else {1: _COO_CODE, 2: _CSR_CODE, 3: _CSC_CODE}.get(saved, 0)
@@ -156,7 +156,7 @@ class _Stream:
         return self._by_id(rows, ids), self._by_id(columns, ids)
 
     def _by_id(self, values: Array, ids: Array) -> Array:
-        """Return ``values`` in order of the edge ids ``ids``, which are empty if the order is that already."""
+        """Return ``values`` sorted by their edge ids ``ids``. If ``ids`` is empty, they are sorted already."""
         if not len(ids):
             return values
         if ids.shape != values.shape or not np.array_equal(np.sort(ids), np.arange(len(values))):
@@ -166,7 +166,7 @@ class _Stream:
         return ordered
 
     def _compressed(self) -> tuple[Array, Array]:
-        """Return row and column of each entry of a compressed matrix, in order of edge ids."""
+        """Read a compressed sparse matrix: row and column of each entry, in order of edge ids."""
         self.expect(_CSR, "a compressed matrix")
         self.take(16)  # numbers of columns and rows
         indptr, indices, ids = (self._tensor().values for _ in range(3))

@@ -1,4 +1,7 @@
-"""The ids that DGL gives nodes and edges: a contiguous range per part and type."""
+"""The ids that DGL gives nodes and edges: for each part and type a contiguous range.
+
+DGL numbers all types together. *Ids per type* count the nodes or edges of one type only, in the same order.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +24,7 @@ class IdRanges:
 
     @classmethod
     def of(cls, listed: Sequence[Any], num_parts: int, place: str) -> IdRanges:
-        """Parse [[start, end], …], or the [end, …] of old files. Raises ``DataError``."""
+        """Parse ranges [[start, end], …], or [end, …] as in old files. Raises ``DataError``."""
         pairs = listed
         if listed and all(type(end) is int for end in listed):
             pairs = list(zip([0, *listed[:-1]], listed, strict=True))
@@ -39,16 +42,16 @@ class IdRanges:
 
     @property
     def part_of(self) -> Array:
-        """The part of each id of this type, int32 [count]."""
+        """The part of each node or edge of this type, in order of ids, int32 [count]."""
         return np.repeat(np.arange(len(self.sizes), dtype=np.int32), self.sizes)
 
     def own(self, part_id: int) -> tuple[int, int]:
-        """Return the first id per type of a part, and one past the last."""
+        """Return the half-open range of a part's ids per type: the first, and one past the last."""
         end = int(self.sizes[: part_id + 1].sum())
         return end - int(self.sizes[part_id]), end
 
     def per_type(self, ids: Array, place: str) -> Ids:
-        """Convert ids that count all types to ids of this type. Raises ``DataError`` for an id of another type."""
+        """Convert DGL's ids to ids per type. Raises ``DataError`` for an id of another type."""
         part = np.searchsorted(self.starts, ids, side="right") - 1
         offset = ids - self.starts[part]
         wrong = (part < 0) | (offset < 0) | (offset >= self.sizes[part])

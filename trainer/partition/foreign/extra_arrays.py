@@ -1,4 +1,4 @@
-"""Labels and splits that lie in files beside a partition of torch_geometric or GLT, or that the user names.
+"""Reads labels and splits from files beside a partition of torch_geometric or GLT, or from files that the user names.
 
 The partitioning examples of both programs save, beside `NAME-partitions`, the labels of all nodes as
 `NAME-label/label.pt`, and the node ids of each split in one file per part, `NAME-train-partitions/partition0.pt`.
@@ -35,17 +35,17 @@ class ExtraFile:
 
 
 def extra_files(folder: Path, given: Mapping[str, str]) -> list[ExtraFile]:
-    """Return the files that the user gave (name of the array -> file or folder), and those beside the partition.
+    """Return the files in ``given`` (name of the array -> file or folder), and those found beside the partition.
 
-    A relative path is looked up in ``folder`` first, then in the current folder. A file beside the partition whose
-    array the user gave is left out. Raises ``DataError`` when a given file does not exist.
+    A relative path is looked up in ``folder`` first, then in the current folder. Files beside the partition are ignored
+    for arrays that are in ``given``. Raises ``DataError`` when a given file does not exist.
     """
     mine = [ExtraFile(name, _given(name, path, folder), True) for name, path in given.items()]
     return [*mine, *(file for file in _beside(folder) if file.name not in given)]
 
 
 def with_extra_arrays(raw: RawGraph, files: list[ExtraFile]) -> RawGraph:
-    """Add the arrays in ``files`` to the nodes of a graph. Raises ``DataError`` for one that exists already."""
+    """Add the arrays in ``files`` to the nodes of a graph. Raises ``DataError`` if it already has a given array."""
     nodes: dict[NodeType, dict[str, RawArray]] = {of: dict(arrays) for of, arrays in raw.nodes.items()}
     plain, notes = dict(raw.plain), list(raw.notes)
     for file in files:
@@ -66,10 +66,10 @@ def with_extra_arrays(raw: RawGraph, files: list[ExtraFile]) -> RawGraph:
 
 
 def _named(name: str, found: Mapping[str, RawArray], raw: RawGraph) -> Iterator[tuple[NodeType | None, str, RawArray]]:
-    """Yield (node type, name, array). The type is None if the graph has several and the name does not tell it.
+    """Yield (node type, name, array) of a file. The type is None if the graph has several and none is stated.
 
-    ``found`` has the array by node type, or by '' if the file does not tell the type. Raises ``DataError`` for an
-    unknown type.
+    The type is stated by ``name`` (`<node type>__<array>`) or by the file: ``found`` has the array by node type, or by
+    '' if the file states none. Raises ``DataError`` for an unknown type.
     """
     of_name, _, own = name.rpartition("__")
     for of_file, array in found.items():
@@ -118,7 +118,7 @@ def _numbered(folder: Path) -> tuple[Path, ...]:
 
 
 def _read(file: ExtraFile) -> dict[str, RawArray] | str:
-    """Return the array by node type ('' without a type), or the reason why files beside a partition are left out."""
+    """Read the array by node type ('' without a type), or return a note why files beside a partition are ignored."""
     pieces: dict[str, list[RawArray]] = {}
     for path in file.files:
         if path.suffix == ".npy":

@@ -2,9 +2,9 @@
 
 A folder has ``META.json``, the part of every node and edge (``node_map.pt`` and ``edge_map.pt``, or folders of these
 names with a file per type), and ``part_<k>/`` with ``graph.pt``, ``node_feats.pt`` and ``edge_feats.pt``. Ids are those
-of the input graph. In a heterogeneous graph some ids count the nodes or edges of all types: those of edges always,
-and in torch_geometric 2.4, whose META.json has no ``node_offset``, those of edge ends as well. The rows in
-``edge_feats.pt`` are in the order of the edges in ``graph.pt``.
+of the input graph. In a heterogeneous graph, edge ids number the edges of all types together. In torch_geometric 2.4,
+whose META.json has no ``node_offset``, the node ids in ``row`` and ``col`` also number all node types together. The
+rows in ``edge_feats.pt`` are in the order of the edges in ``graph.pt``.
 """
 
 from __future__ import annotations
@@ -100,7 +100,7 @@ class _Partition:
         return name == "graph" or (folder / f"{name}.pt").exists()
 
     def _of(self, part_id: int, file: str, of: NodeType | EdgeType) -> tuple[Mapping[str, Any], str]:
-        """Return the tensors of one type in a file of a part (empty if there are none), and their place."""
+        """Return the tensors of one type in a file of a part (empty if there are none), and a place for messages."""
         content: Any = self._parts[part_id].get(file, {})
         place = f"{self.folder}/part_{part_id}/{file}.pt"
         if not self.hetero:
@@ -163,7 +163,7 @@ class _Partition:
         return {"edge_index": RawArray(edge_index, place), **self._assembled(pieces, count, what)}
 
     def _edge_attrs(self, part_id: int, of: EdgeType, edge_ids: Array) -> dict[str, RawArray]:
-        """Return the attributes of a part's edges. Raises ``DataError`` if their order is not ``edge_ids``."""
+        """Return the attributes of a part's edges. Raises ``DataError`` if they are not in order of ``edge_ids``."""
         content, place = self._of(part_id, "edge_feats", of)
         if content.get("global_id") is not None:
             ids = _tensor(content, "global_id", place).values
@@ -195,7 +195,7 @@ def _present(content: Mapping[str, Any], key: str) -> dict[str, Any]:
 
 
 def _starts(counts: Mapping[NodeType, int]) -> dict[NodeType, int]:
-    """Return the number of nodes of all earlier types, for each type."""
+    """Return for each type the number of nodes of all types before it."""
     ends = np.cumsum([0, *counts.values()])
     return {of: int(start) for of, start in zip(counts, ends, strict=False)}
 

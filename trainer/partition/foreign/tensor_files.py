@@ -58,7 +58,7 @@ def load_pickled_tensors(path: Path) -> Iterator[RawArray]:
 
 
 def load_pickled_values(path: Path) -> Any:
-    """Return a pickled value of dicts, lists, tuples, texts and numbers. Raises ``DataError`` for other classes."""
+    """Unpickle dicts, lists, tuples, strings and numbers. Raises ``DataError`` for other classes."""
     with _errors(path), open(path, "rb") as file:
         return _PlainUnpickler(file).load()
 
@@ -69,7 +69,7 @@ class _PlainUnpickler(pickle.Unpickler):
 
 
 class _TensorUnpickler(pickle.Unpickler):
-    """Unpickles tensors. Their bytes are loaded by ``torch.load`` with ``weights_only``."""
+    """Unpickles tensors, and raises for other objects. Loads tensor data by ``torch.load`` with ``weights_only``."""
 
     def find_class(self, module: str, name: str) -> Any:
         import torch

@@ -27,7 +27,7 @@ class ForeignGraph:
 
 @dataclass(frozen=True)
 class ForeignFormat:
-    """A format of another program: recognises a folder, and reads it."""
+    """A partition format of another program: functions that recognise and read its folders."""
 
     key: str  #: name in manifests, such as ``glt``
     title: str  #: name in messages

@@ -193,8 +193,9 @@ class Invariants:
         self, path: str, edge_type: EdgeType, part_id: int, indptr: Array | None, indices: Array | None,
         sums: EndpointSums,
     ) -> Generator[Finding, None, bool]:  # fmt: skip
-        """Check the endpoints in one file, and add them and the edges of the part to ``sums``. Returns whether both
-        were added.
+        """Check the endpoints in one file, and add them and the edges of the part to ``sums``.
+
+        Returns False if nothing was added because a file is broken.
         """
         ends = self._map(path)
         if ends is None:
@@ -220,7 +221,9 @@ class Invariants:
         return True
 
     def _global_ids(self, of: NodeType) -> Array | None:
-        """Return the global id of each original id, empty if they are equal, or None if the file is broken."""
+        """Return the global id of each original id. Empty with a single part, where the two are equal; None if the file
+        is broken.
+        """
         num_nodes = self.manifest.nodes[of].num_nodes
         if self.manifest.num_parts == 1:
             return np.empty(0, np.int64)
@@ -253,7 +256,10 @@ class Invariants:
             yield Finding(path, f"position {at}: edge {ids[at]} appears twice")
 
     def _times(self, path: str, name: str, edge_type: EdgeType, indices: Array | None, edges: int) -> Iterator[Finding]:
-        """Yield a finding if a time stored per edge differs from the source node's time. Checks ``part_ids``."""
+        """Yield a finding for the first edge whose stored time differs from its source node's time.
+
+        Compares only edges whose source is in one of ``part_ids``.
+        """
         times = yield from self._array(path, np.dtype(np.int64), (edges,))
         if times is None or indices is None:
             return
@@ -309,13 +315,13 @@ _READERS = 2
 def verify_partition(folder: str | Path, part_ids: Sequence[int] | None = None, digests: bool = True) -> list[Finding]:
     """Return all problems of a partition folder. The list is empty if the folder is sound.
 
-    Memory: one bit per node and edge, besides mapped files.
+    Memory: one bit per node and edge, and memory-mapped files.
 
     Args:
         folder: partition folder.
-        part_ids: parts to check, besides the shared files; None: all. Only a check of all parts finds out whether every
-            node and edge exists.
-        digests: read every file and compare its sha256.
+        part_ids: parts to check; None: all. Shared files are always checked. Missing nodes and edges are found only if
+            all parts are checked.
+        digests: whether to read every file and compare its sha256 with the manifest.
 
     Raises:
         PartitionError: when the manifest cannot be read, or a part does not exist.
@@ -333,7 +339,10 @@ def verify_partition(folder: str | Path, part_ids: Sequence[int] | None = None, 
 
 
 def _listing(root: Path, manifest: Manifest, tops: Iterable[int | None]) -> Iterator[Finding]:
-    """Compare the files that the types need, the files that the manifest lists, and the files on disk."""
+    """Compare the files that the node and edge types require, those that the manifest lists, and those on disk.
+
+    ``tops``: folders to check: part ids, and None for ``shared/``.
+    """
     for top in tops:
         needed = [f"{path}.npy" for path in (_shared_files(manifest) if top is None else _part_files(manifest, top))]
         listed = {entry.path for entry in manifest.files_of(top)}

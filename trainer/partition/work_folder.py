@@ -1,4 +1,4 @@
-"""Stores intermediate results of ``partition make``, from which the next call continues after an interruption."""
+"""Stores intermediate results of ``partition make``, so that after an interruption the next call can continue."""
 
 from __future__ import annotations
 
@@ -27,13 +27,13 @@ class WorkFolder:
         self.path = path
 
     def folder(self, name: str) -> Path:
-        """Return the subfolder ``name``, created if missing. It may contain files of an interrupted call."""
+        """Return the subfolder ``name``, created if missing. It may contain files of an earlier, interrupted call."""
         path = self.path / name
         path.mkdir(exist_ok=True)
         return path
 
     def emptied(self, name: str) -> Path:
-        """Return the subfolder ``name`` without the files that it may have contained."""
+        """Return the subfolder ``name`` after deleting its content."""
         shutil.rmtree(self.path / name, ignore_errors=True)
         return self.folder(name)
 
@@ -47,7 +47,9 @@ class WorkFolder:
         return self._record(stage).exists()
 
     def once(self, stage: str, run: Callable[[], Any]) -> Any:
-        """Return the recorded result of a stage. If it is not finished, call ``run`` and record its JSON value."""
+        """Return the recorded result of a stage. If the stage is not finished, call ``run`` first and record what it
+        returns, as JSON.
+        """
         if not self.is_done(stage):
             write_whole(self._record(stage), json.dumps(run()), sync=True)
         return json.loads(self._record(stage).read_text())

@@ -52,7 +52,10 @@ FLAG_OF: dict[WireRows, Flag] = {"stored": Flag.NONE, "float16": Flag.FLOAT16, "
 
 
 def form_of(flags: Flag) -> WireRows:
-    """Return the form to which rows are rounded for a request with these flags. Of two allowed forms, int8 is used."""
+    """Return the form (stored, float16 or int8) of the rows in the reply to a request with these flags.
+
+    If the flags allow both float16 and int8, this is int8.
+    """
     return "int8" if flags & Flag.INT8 else "float16" if flags & Flag.FLOAT16 else "stored"
 
 
@@ -351,8 +354,8 @@ def read_shared_request(message: Message) -> SharedSlice:
 
 
 def read_shared(message: Message, asked: SharedSlice) -> Array:
-    """Decode rows of an array that belongs to the whole graph. Raises ``WireError`` for another number of rows than
-    requested.
+    """Decode rows of an array that belongs to the whole graph. Raises ``WireError`` if the number of rows differs from
+    that requested.
     """
     rows = [array.shape[0] if array.ndim else 1 for array in message.arrays]
     if rows != [asked.count]:

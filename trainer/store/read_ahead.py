@@ -48,7 +48,8 @@ def read_at_random(arrays: Iterable[Array]) -> None:
 def touch_rows(wanted: Sequence[tuple[Array, Array]]) -> None:
     """Read the pages of rows of memory-mapped arrays, and return when they are in memory.
 
-    ``wanted``: an array [n, …] in C order, and row numbers int32|int64 [m]. Arrays that are not mapped are left out.
+    ``wanted``: pairs of an array [n, …] in C order and row numbers int32|int64 [m]. Arrays that are not memory-mapped
+    are skipped.
     """
     started = [
         _readers().submit(_touch, _bytes_of(array), read_only(some), array.nbytes // len(array))
@@ -60,10 +61,10 @@ def touch_rows(wanted: Sequence[tuple[Array, Array]]) -> None:
 
 
 def touch_neighbours(indptr: Ids, of_edges: Sequence[Array], rows: Array) -> None:
-    """Read the pages of the offsets and the edges of ``rows``, and return when they are in memory.
+    """Read the pages of the offsets and the edges of ``rows`` of a CSC, and return when they are in memory.
 
-    ``of_edges``: mapped arrays [e], one value per edge. Rows whose values take more than ``_MOST_PAGES`` pages are left
-    out.
+    ``of_edges``: memory-mapped arrays [e], one value per edge. Rows whose edges take more than ``_MOST_PAGES`` pages
+    are skipped.
     """
     if len(rows) == 0 or _map_of(indptr) is None:
         return

@@ -40,11 +40,13 @@ def number_of_targets(graph: Graph, links: LinkEmbeddings, wanted: int | None) -
 
 
 def write_link_predictions(out: Path, graph: Graph, links: LinkEmbeddings, count: int, parquet: bool) -> str:
-    """Write ``source/part<p>/embedding.npy`` and ``target/part<p>/embedding.npy``, float32 [nodes of the part, width],
-    and, with ``count``, ``source/part<p>/predictions.csv``: the best targets of each source. Collective.
+    """Write ``source/part<p>/embedding.npy`` and ``target/part<p>/embedding.npy``, float32 [nodes of the part, width].
+    Collective.
 
-    ``targets.npy`` and ``scores.npy`` have the same as arrays, see ``LinkEmbeddings.best_targets``. ``orig_id.npy`` has
-    the original ids of the rows, and ``id.npy`` the ids of the node table. Returns what was written, in words.
+    If ``count`` is not 0, also writes the ``count`` best targets of each source: as a table to
+    ``source/part<p>/predictions.csv``, and as the arrays of ``LinkEmbeddings.best_targets`` to ``targets.npy`` and
+    ``scores.npy`` beside it. ``orig_id.npy`` contains the original ids of the rows, ``id.npy`` the ids of the node
+    table or, without one, the same. Returns a sentence for the user on what was written.
     """
     source, _, target = links.edge_type
     for role, of, rows in (("source", source, links.source), ("target", target, links.target)):

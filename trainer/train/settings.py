@@ -25,8 +25,8 @@ _LIMITS: dict[str, tuple[str, Callable[[float, float], bool]]] = {
 
 
 def setting(help: str, default: Any, **limits: float) -> Any:
-    """Return a dataclass field of settings. ``help``: text for ``--help``. ``limits``: ``at_least``, ``above``,
-    ``below``.
+    """Return a field of the settings dataclass. ``help``: text for ``--help``. ``limits`` of the value: ``at_least``,
+    ``above`` and ``below``.
     """
     return field(default=default, metadata={"help": help, "limits": limits})
 
@@ -35,7 +35,7 @@ def setting(help: str, default: Any, **limits: float) -> Any:
 class TrainSettings:
     """Model, data and optimisation of a run of the bundled trainer: the keys of ``train`` in cluster.yml.
 
-    [cluster.yml](config.md#train) describes each.
+    [cluster.yml](config.md#train) describes each field.
 
     Raises:
         SettingsError: Lists all invalid values.

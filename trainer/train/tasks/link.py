@@ -34,7 +34,7 @@ class LinkPrediction:
         return softmax_loss(positive, negative) * len(out) if len(out) else out.sum()
 
     def metric_sums(self, out: Tensor, batch: Labelled) -> Tensor:
-        """Sums of ``LinkSums``."""
+        """Return the sums of ``LinkSums``, from which ``metrics`` computes MRR, Hits@k and AUC."""
         sums = LinkSums(HITS, out.device)
         if len(out):
             sums.add(*self._scores(out, batch))

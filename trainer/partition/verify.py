@@ -32,13 +32,13 @@ from trainer.store.part_files import map_array
 
 
 def new_bitset(size: int) -> npt.NDArray[np.uint64]:
-    """Make a bit set for ``size`` ids, all bits clear."""
+    """Return a bit set for the ids 0 to ``size - 1``, with all bits clear: uint64 [⌈size / 64⌉]."""
     return np.zeros((size + 63) // 64, np.uint64)
 
 
 @njit()
 def mark(ids: Array, seen: Array) -> int:
-    """Set the bits of ``ids``, up to the first id whose bit is set already. Return the position of that id, or -1."""
+    """Set in ``seen`` the bits of ``ids``, up to the first id whose bit is set already. Return its position, or -1."""
     for position in range(len(ids)):
         word, bit = ids[position] >> 6, np.uint64(1) << np.uint64(ids[position] & 63)
         if seen[word] & bit:
@@ -49,7 +49,10 @@ def mark(ids: Array, seen: Array) -> int:
 
 @njit()
 def mark_outside(ids: Array, low: int, high: int, seen: Array) -> tuple[int, int]:
-    """Set the bits of the ids outside ``low <= id < high``. Return the number of these ids and of newly set bits."""
+    """Set in ``seen`` the bits of the ids outside ``low <= id < high``.
+
+    Returns the number of these ids, and how many bits were clear before.
+    """
     outside = fresh = 0
     for position in range(len(ids)):
         if ids[position] < low or ids[position] >= high:

@@ -227,13 +227,11 @@ class EdgeSet:
     whole: EdgeRanges | None = None
 
     def dst(self) -> Positions:
-        """Return the target of each edge, int32 [e]. Valid only if the neighbours of every node were requested once."""
+        """Return the target of each edge, int32 [e]. Valid only if no node's neighbours were requested twice."""
         return np.repeat(np.arange(len(self.row_count), dtype=np.int32), self.row_count)
 
     def ends(self) -> npt.NDArray[np.int64]:
-        """Return source and target of each edge, int64 [2, e]. Valid only if the neighbours of every node were
-        requested once.
-        """
+        """Return the source and target of each edge, int64 [2, e]. Valid if no neighbours were requested twice."""
         found: npt.NDArray[np.int64] = slabs.empty((2, len(self.src)), np.int64)
         neighbor_kernels.write_ends(read_only(self.src), read_only(self.row_count), found)
         return found

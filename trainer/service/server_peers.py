@@ -162,7 +162,7 @@ class Peers:
         return hosts
 
     def _retire(self) -> None:
-        """Close the connections to replaced peers once no thread can be waiting for a reply from them."""
+        """Close the connections to peers that were replaced so long ago that no thread can wait for a reply."""
         while self._retired and time.monotonic() >= self._retired[0][0]:
             self._retired.pop(0)[1].client.close()
 

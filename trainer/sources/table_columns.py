@@ -75,7 +75,7 @@ def _filled(number: str, fill: float | None) -> str:
 
 
 def _check_scalars(scan: Scan, names: list[str], role: str, fill: float | None) -> dict[str, bool]:
-    """Return for each column whether all its values are integers."""
+    """Check columns of numbers. Return for each column whether all its values are integers."""
     whole: dict[str, bool] = {}
     for begin in range(0, len(names), 200):  # columns of a query; more would make it slow to plan
         some = names[begin : begin + 200]
@@ -122,7 +122,7 @@ def _refuse(scan: Scan, name: str, role: str, fill: float | None, counts: dict[s
 
 
 def _check_lists(scan: Scan, name: str, role: str) -> int:
-    """Return the length of the lists of a column, which must be equal in all rows."""
+    """Check a column of lists, and return their length. Raises ``DataError`` if it differs between rows."""
     element = list_type(scan.types[name]) or ""
     if not is_number_type(element):
         raise DataError(f"{scan.where}: {role} {name!r} is {scan.types[name]}, expected lists of numbers")

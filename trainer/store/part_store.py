@@ -135,8 +135,8 @@ def open_parts(
     """Open parts of a partition folder.
 
     Ids and offsets are checked when a part is opened for the first time; a hidden file in the part's folder records
-    that the check has passed (``PartFiles``). If the files do not fit in the available memory, the kernel is advised
-    that they are read at random places (``read_ahead``).
+    that the check has passed (``PartFiles``). If the files do not fit in the available memory, the kernel is told
+    to expect random access (``read_ahead``).
 
     Args:
         folder: partition folder.

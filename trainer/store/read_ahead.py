@@ -1,9 +1,9 @@
 """Reads the pages of memory-mapped rows in parallel, for parts that are larger than the memory.
 
 By default the kernel reads megabytes around a page that is not in memory, and a thread that copies rows waits for one
-page after the other. Where the parts do not fit in memory, the maps are advised to be read at random places
-(``MADV_RANDOM``), and before rows are copied, threads touch all their pages, so that the disk gets many requests at a
-time. Touching pages that are in memory costs microseconds; ``MADV_WILLNEED`` would cost a system call for each.
+page after the other. If the parts do not fit in memory, the kernel is told to expect random access (``MADV_RANDOM``).
+Before rows are copied, several threads read a byte of each of their pages, so that the disk gets many requests at a
+time. For pages that are in memory, this costs microseconds; ``MADV_WILLNEED`` would cost a system call for each.
 """
 
 from __future__ import annotations

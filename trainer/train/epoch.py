@@ -24,7 +24,7 @@ from trainer.train.tasks.task import AnyBatch, Metric, Task
 
 
 class Batches(Protocol):
-    """A loader as ``train_epoch`` and ``evaluate`` use it. ``BatchLoader`` implements this protocol."""
+    """The interface of loaders for ``train_epoch`` and ``evaluate``. ``BatchLoader`` implements it."""
 
     def __len__(self) -> int:
         """Return the number of steps in an epoch, the same on every rank."""

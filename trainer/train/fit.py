@@ -243,7 +243,7 @@ class Fit:
 
     @property
     def _path(self) -> Path:
-        """Return the path of the checkpoint after the last trained epoch. It is the same on all ranks."""
+        """Return the path of the checkpoint after the last trained epoch, in ``folder``."""
         return self.folder / file_name((self.progress.done, 0))
 
     def _save(self) -> None:

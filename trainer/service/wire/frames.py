@@ -1,8 +1,9 @@
 """The wire format: a fixed header and raw little-endian arrays, without pickle.
 
-A message is a list of parts (``trainer.service.stream``). Part 0, the head, consists of the header, one descriptor per
-array, records and text, whose meaning depends on the kind of message (``messages``), and the small arrays, each aligned
-to 8 bytes. Each further part is the memory of a larger, C-contiguous array. Ids are sent as int32 if they fit.
+A message is a list of frames, which ``trainer.service.stream`` sends. Frame 0, the head, consists of the header, one
+descriptor per array, records, text, and the small arrays, each aligned to 8 bytes. The meaning of records and text
+depends on the kind of message (``messages``). Each further frame is the memory of a larger, C-contiguous array. Ids are
+sent as int32 if they fit.
 
 ======  =====================================================================
 header  magic ``GNFS`` · version u16 · kind u8 · status u8 · request id u64 · arrays u32 · bytes of records u32 ·

@@ -18,15 +18,15 @@ KINDS: tuple[Kind, ...] = ("classification", "regression", "multilabel", "link")
 
 
 class Labelled(Protocol):
-    """What a task needs of a batch."""
+    """The attributes of a batch that a task reads."""
 
     @property
     def y(self) -> Tensor | None:
-        """Labels of the seed nodes, [num_seeds, …]."""
+        """Labels of the seed nodes, [num_seeds, …]; None in link prediction."""
 
     @property
     def links(self) -> LinkEnds | None:
-        """The links, in link prediction."""
+        """The links whose targets are ranked, in link prediction; else None."""
 
 
 @dataclass(frozen=True)
@@ -62,11 +62,11 @@ class Task(Protocol):
     def metric(self) -> Metric: ...
     @property
     def outputs(self) -> int:
-        """Width of the model's output: numbers per seed node."""
+        """Width of the model's output: numbers per seed node; in link prediction, of an embedding."""
 
     @property
     def num_sums(self) -> int:
-        """Length of ``metric_sums``."""
+        """Length of the result of ``metric_sums``."""
 
     def loss_sum(self, out: Tensor, batch: Labelled) -> Tensor:
         """Return the differentiable loss, summed over the seeds; 0 for a batch without seeds."""

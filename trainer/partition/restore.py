@@ -1,4 +1,4 @@
-"""Restores the graph and the part of every node from a partition folder: the inverse of ``write``."""
+"""Restores the graph and the part of every node from a partition folder: the inverse of ``write_partition``."""
 
 from __future__ import annotations
 

@@ -73,8 +73,8 @@ class PartitionSource:
 
     @property
     def fingerprint(self) -> str:
-        """Fingerprint of the graph: for gnnfleet's format that in the manifest, else the sha256 of the options and of
-        the sizes and mtimes of all files.
+        """Fingerprint of the graph: from the manifest if the folder is in gnnfleet's format, else the sha256 of the
+        options and of the sizes and mtimes of all files.
         """
         if self.manifest is not None:
             return self.manifest.dataset_fingerprint or self.manifest.fingerprint

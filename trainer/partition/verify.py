@@ -38,7 +38,9 @@ def new_bitset(size: int) -> npt.NDArray[np.uint64]:
 
 @njit()
 def mark(ids: Array, seen: Array) -> int:
-    """Set in ``seen`` the bits of ``ids``, up to the first id whose bit is set already. Return its position, or -1."""
+    """Set in ``seen`` the bits of ``ids``, up to the first id whose bit is set already. Return that id's position, or
+    -1.
+    """
     for position in range(len(ids)):
         word, bit = ids[position] >> 6, np.uint64(1) << np.uint64(ids[position] & 63)
         if seen[word] & bit:
@@ -65,7 +67,7 @@ def mark_outside(ids: Array, low: int, high: int, seen: Array) -> tuple[int, int
 
 @njit()
 def first_descent(values: Array, strict: bool) -> int:
-    """Return the first position whose value is below (``strict``: not above) the previous value, or -1."""
+    """Return the first position whose value is less than (``strict``: or equal to) the previous value, or -1."""
     for position in range(1, len(values)):
         if values[position] < values[position - 1] or (strict and values[position] == values[position - 1]):
             return position
@@ -93,7 +95,7 @@ def first_gid_mismatch(orig_id: Array, global_id: Array, start: int) -> int:
 
 @njit()
 def first_time_mismatch(indices: Array, times: Array, start: int, values: Array) -> int:
-    """Return the first edge whose entry in ``times`` differs from the time of the edge's source node, or -1.
+    """Return the position of the first edge whose entry in ``times`` differs from its source node's time, or -1.
 
     ``values`` are the times of the nodes with the global ids from ``start`` on. Edges from other sources are skipped.
     """

@@ -232,7 +232,7 @@ def _endpoint_arrays(edge_type: EdgeType, edge_index: Array, num_parts: int) -> 
 
 
 def _source_times(dataset: Dataset, edge_type: EdgeType) -> dict[str, Array]:
-    """Return the attributes of the source nodes that contain times and have one integer per node."""
+    """Return by name the time attributes of the source type, without those that are not one integer per node."""
     source = dataset.nodes[edge_type[0]]
     times = {name: source.attrs[name] for name in dataset.time_attrs if name in source.attrs}
     return {name: at for name, at in times.items() if at.ndim == 1 and is_time(at, name in source.bfloat16)}

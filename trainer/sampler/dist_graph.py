@@ -41,7 +41,7 @@ class _EdgeQuery:
 
 @dataclass(frozen=True)
 class _EndpointQuery:
-    """A request to a host for the ends of edges, given by original ids."""
+    """A request to a host for the sources and targets of edges with given original ids."""
 
     edge_type: EdgeType
     edges: Ids

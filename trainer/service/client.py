@@ -259,7 +259,7 @@ class HostClient:
         )
 
     def submit_endpoints(self, edge_type: EdgeType, edges: Ids) -> PendingReply[tuple[Ids, Ids]]:
-        """Request the ends of edges given by original ids. The result is (sources, targets), original ids int64 [n]."""
+        """Request the ends of edges with given original ids: (sources, targets), original ids int64 [n]."""
         return self._submit(
             lambda: messages.endpoints_request(edge_type, edges),
             lambda reply: messages.read_endpoints(reply, len(edges)),

@@ -26,8 +26,8 @@ _DEADLINE = 120.0  #: seconds that a reply of a reachable peer may take
 
 
 class Peer:
-    """Another graph server, for use by ``DistGraph``. The other server may start later than this one, because HELLO is
-    sent only with the first request.
+    """Another graph server, for use by ``DistGraph``. HELLO, by which servers identify themselves, is sent only with
+    the first request, so the other server may start later than this one.
 
     Waiting for a reply raises ``ServiceError`` if the other server has other parts or another partition than expected.
     """

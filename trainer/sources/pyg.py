@@ -25,7 +25,7 @@ DOWNLOADS = "datasets"  #: default download folder
 def read_pt(path: Path) -> RawGraph:
     """Read a graph from a .pt file.
 
-    The file contains ``Data``, ``HeteroData``, the dict of their ``to_dict()``, or a saved ``InMemoryDataset``. Only
+    The file contains ``Data``, ``HeteroData``, the result of their ``to_dict()``, or a saved ``InMemoryDataset``. Only
     tensors and PyG's own classes are unpickled (``weights_only``). Raises ``DataError`` for other content and for
     several graphs.
     """
@@ -171,8 +171,7 @@ def read_pyg(name: str, source: str | None) -> RawGraph:
     """Read a dataset of ``torch_geometric.datasets``.
 
     ``name``: its class, such as ``KarateClub``, or class and name, such as ``Planetoid:Cora``. ``source``: the download
-    folder. Raises ``DataError``
-    when the dataset cannot be downloaded, or is not one graph.
+    folder. Raises ``DataError`` when the dataset cannot be downloaded, or is not one graph.
     """
     from torch_geometric.data import HeteroData
 
@@ -205,7 +204,10 @@ def _pyg_dataset(name: str, source: str | None) -> Any:
 
 @contextlib.contextmanager
 def errors_as_data_error(name: str, source: str | None) -> Iterator[None]:
-    """Raise ``DataError`` for every exception of a download or third-party reader (ogb also raises ``SystemExit``)."""
+    """Convert all exceptions of a download or third-party reader in the ``with`` block to ``DataError``.
+
+    This includes ``SystemExit``, which ogb raises.
+    """
     try:
         yield
     except DataError:

@@ -63,7 +63,7 @@ class TablesOptions(SourceOptions):
 
 
 def parse_tables_options(options: Mapping[str, Any]) -> TablesOptions:
-    """Parse options ``nodes`` and ``edges``, mappings or JSON texts, and the options of ``SourceOptions``.
+    """Parse options ``nodes`` and ``edges``, given as mappings or JSON texts, and the options of ``SourceOptions``.
 
     Raises ``DataError`` for unknown names, values of another type, and edge types without a node table.
     """

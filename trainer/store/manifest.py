@@ -70,14 +70,14 @@ class AttrSpec:
     def travels_as(self, requested: WireRows) -> WireRows:
         """Return the type in which rows are sent if a request asks for the type ``requested``.
 
-        Rows stored as int8 are always sent as int8, which is exact.
+        Rows stored as int8 are always sent as int8, which does not round them again.
         """
         return "int8" if self.kept else requested
 
 
 @dataclass(frozen=True)
 class NodeSpec:
-    """The nodes of one type."""
+    """Description of the nodes of one type: number, parts, attributes and splits."""
 
     num_nodes: int
     offsets: tuple[int, ...]  #: [num_parts + 1]; part p owns offsets[p] <= gid < offsets[p+1]
@@ -88,7 +88,7 @@ class NodeSpec:
 
 @dataclass(frozen=True)
 class EdgeSpec:
-    """The edges of one type. An edge belongs to the part of its target."""
+    """Description of the edges of one type: number, parts and attributes. An edge belongs to the part of its target."""
 
     num_edges: int
     offsets: tuple[int, ...]  #: [num_parts + 1]; part p owns the edges offsets[p] <= id < offsets[p+1]
@@ -251,7 +251,7 @@ def _to_json(manifest: Manifest) -> dict[str, Any]:
 
 
 def _as_dict(fields: list[tuple[str, Any]]) -> dict[str, Any]:
-    """Convert the fields to a dict, without those at their default that early manifests of version 2 do not have."""
+    """Convert fields to a dict, omitting those at their default that early manifests of version 2 do not have."""
     return {name: value for name, value in fields if (name, value) not in (("kept", ""), ("endpoints", False))}
 
 

@@ -117,7 +117,7 @@ class PartStore:
         return books
 
     def to_global(self, node_type: NodeType, orig_ids: Ids) -> Ids:
-        """Return the global ids of original ids, int64, same shape. The ids must be in range."""
+        """Convert original ids of nodes to global ids, int64 of the same shape. The ids must be in range."""
         table = self.global_ids.get(node_type)
         return orig_ids if table is None else table[orig_ids].astype(np.int64)
 

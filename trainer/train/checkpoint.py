@@ -157,7 +157,10 @@ def save_checkpoint(folder: Path, checkpoint: Checkpoint) -> Path:
 
 
 def save_content(folder: Path, position: Position, content: Mapping[str, Any], best: int | None = None) -> Path:
-    """Save as ``save_checkpoint`` does any content that ``torch.save`` accepts. ``best``: epoch whose file is kept."""
+    """Save any content that ``torch.save`` accepts, otherwise as ``save_checkpoint``.
+
+    ``best``: epoch whose file is not deleted.
+    """
     path = folder / file_name(position)
     try:
         folder.mkdir(parents=True, exist_ok=True)

@@ -67,7 +67,7 @@ class EpochReport:
 
 @dataclass
 class EpochSums:
-    """Running sums of one rank during an epoch."""
+    """Losses, seeds and costs of the steps of an epoch so far, on one rank."""
 
     #: float64 [steps], sum of the loss over each step's seeds, over all ranks
     sums: Tensor = field(default_factory=lambda: torch.zeros(0, dtype=torch.float64))

@@ -51,7 +51,7 @@ class FitResult:
 
 @dataclass(frozen=True)
 class Progress:
-    """Results of a run so far, without the weights."""
+    """Results of a run so far, without the current weights."""
 
     done: int = 0  #: number of epochs trained
     scored: bool = True  #: whether epoch ``done`` has been evaluated, if an evaluation is due

@@ -326,7 +326,7 @@ class WholeGraph:
         return torch.from_numpy(np.asarray(rows["in_degree"]))
 
     def _chunks(self, of: NodeType, need: LayerNeed) -> Iterator[Ids]:
-        """Cut this rank's nodes into chunks with a bounded number of nodes and edges, in the order of ``LayerRows``."""
+        """Cut this rank's nodes into chunks with a bounded number of nodes and edges, in the order of their rows."""
         ending = [edge_type for edge_type in need.edge_types if edge_type[2] == of]
         for piece in self.shares[of].own(self.group.rank):
             cost = 1 / self.nodes_at_once + self._degrees(piece, of, ending) / (self.nodes_at_once * EDGES_PER_NODE)

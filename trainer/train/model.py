@@ -1,4 +1,4 @@
-"""Makes the model of a run, and that of a checkpoint with its weights."""
+"""Makes the untrained model of a run, and the trained model of a checkpoint."""
 
 from __future__ import annotations
 

@@ -107,7 +107,7 @@ class TrainSettings:
 
 @dataclass(frozen=True)
 class TrainJob:
-    """A training run of one process: settings, files and folders."""
+    """What one process needs to train: settings, files and folders."""
 
     settings: TrainSettings
     parts: Path | None  #: partition folder; None on a client node, which has no parts
@@ -126,7 +126,7 @@ class TrainJob:
 
 @dataclass(frozen=True)
 class InferJob:
-    """Full-graph inference of one process: checkpoint, files and folders."""
+    """What one process needs for full-graph inference: checkpoint, files and folders."""
 
     checkpoint: Path  #: checkpoint file; only rank 0 reads it
     parts: Path | None  #: partition folder; None on a client node, which has no parts

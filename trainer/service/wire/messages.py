@@ -268,13 +268,13 @@ def read_found(message: Message, count: int) -> npt.NDArray[np.bool_]:
 
 
 def endpoints_request(edge_type: EdgeType, edges: Ids) -> Message:
-    """Encode a request for the ends of edges given by original ids."""
+    """Encode a request for the sources and targets of edges with given original ids."""
     table = TableWriter()
     return table.message(Kind.ENDPOINTS, _IDS_RECORD.pack(table.type(edge_type), table.ids(edges)))
 
 
 def read_endpoints_request(message: Message) -> tuple[EdgeType, Ids]:
-    """Decode a request for the ends of edges: edge type and original ids. Raises ``WireError`` for an invalid
+    """Decode the request of ``endpoints_request``: edge type and original edge ids. Raises ``WireError`` for an invalid
     request.
     """
     table = TableReader(message)
@@ -288,8 +288,8 @@ def endpoint_arrays(ends: tuple[Ids, Ids]) -> list[Array]:
 
 
 def read_endpoints(message: Message, count: int) -> tuple[Ids, Ids]:
-    """Decode a reply with the ends of ``count`` edges: sources and targets, int64. Raises ``WireError`` for any other
-    reply.
+    """Decode a reply with ``endpoint_arrays`` of ``count`` edges: sources and targets, int64. Raises ``WireError`` for
+    any other reply.
     """
     if len(message.arrays) != 2 or any(check_ids(ids).shape != (count,) for ids in message.arrays):
         raise WireError(f"the reply has arrays of shapes {[array.shape for array in message.arrays]} for {count} edges")

@@ -278,7 +278,7 @@ class DistGraph:
         return found
 
     def endpoints(self, edge_type: EdgeType, edges: Ids) -> tuple[Ids, Ids]:
-        """Return the sources and the targets of edges given by original ids: original node ids, int64 [n] each. Raises
+        """Return the sources and targets of edges with given original ids, as original node ids, int64 [n] each. Raises
         ``ServiceError`` and ``PartitionError``.
         """
         if not self.remotes:

@@ -79,7 +79,7 @@ class LocalGraph:
         )
 
     def endpoints(self, edge_type: EdgeType, edges: Ids) -> tuple[Ids, Ids]:
-        """Return the sources and the targets of edges given by original ids: original node ids, int64 [n] each.
+        """Return the sources and targets of edges with given original ids, as original node ids, int64 [n] each.
 
         Raises ``PartitionError`` for an edge whose endpoints another part stores, and if the partition does not store
         endpoints.

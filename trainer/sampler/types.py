@@ -134,7 +134,7 @@ class GraphAccess(Protocol):
         """Return all edges of a type. Memory: 24 bytes per edge."""
 
     def endpoints(self, edge_type: EdgeType, edges: Ids) -> tuple[Ids, Ids]:
-        """Return the sources and the targets of edges given by *original* ids: original node ids, int64 [n] each.
+        """Return the sources and targets of edges with given *original* ids, as original node ids, int64 [n] each.
 
         The partition must store endpoints (``EdgeSpec.endpoints``). Each host gets one message.
         """

@@ -70,7 +70,7 @@ def _write_part(folder: Path, array: str, task: Task, names: Sequence[str] | Non
 
 
 def _names(graph: Graph, target: NodeType, task: Task) -> Sequence[str] | None:
-    """Return the texts of the classes, or the names of the columns of ``y``, if the node table has them."""
+    """Return the names of the classes or of the columns of ``y``; None if the graph does not store them."""
     prefix = f"{target}__" if graph.manifest.hetero else ""
     word = CATEGORIES if task.kind == "classification" else COLUMNS
     texts = graph.store.graph_attrs.get(f"{prefix}y__{word}")

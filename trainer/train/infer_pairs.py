@@ -20,7 +20,7 @@ from trainer.train.link_embeddings import LinkEmbeddings
 
 
 def write_pair_scores(out: Path, graph: Graph, links: LinkEmbeddings, path: Path, parquet: bool) -> None:
-    """Write ``pairs.csv``: source, target and score of each pair in ``path``, in its order. Collective.
+    """Write ``pairs.csv``: source, target and score of each pair in ``path``, in the same order. Collective.
 
     ``path``: a CSV file with a header whose first two columns are ids of sources and targets; only rank 0 reads it.
     Raises ``DataError`` that names the row of an unknown id.

@@ -56,8 +56,9 @@ def held_out_type(graph: Graph) -> EdgeType | None:
 
 
 def _linked(graph: Graph, wanted: str | None) -> EdgeType:
-    """Choose the edge type whose links are predicted. Raises ``SettingsError`` if ``wanted``, no edge type, is given,
-    or several are possible.
+    """Choose the edge type whose links are predicted if the user names none.
+
+    Raises ``SettingsError`` if ``wanted`` is given, which is then not an edge type, or several types are possible.
     """
     manifest = graph.manifest
     names = [type_name(of) for of in manifest.edges]

@@ -322,6 +322,9 @@ class Ending:
         lost, gone = self.lost(), self.gone
         if self._all_done():
             lost = {k: how for k, how in lost.items() if k in gone}
+        if self._asked_by():  # a stop that came before the loss of an expendable node was noticed
+            for k in lost:
+                gone = gone | ({k} & set(self._crew.spare(gone)))
         for node in self.plan.nodes:
             k = node.node_rank
             for outcome in self._outcomes_of(node, lost.get(k)):
@@ -332,14 +335,17 @@ class Ending:
             when = finding["t"] - self.clock_offset(finding["node_rank"])
             yield Outcome.of_finding(finding, host, when)
 
+    @property
+    def _crew(self) -> Crew:
+        nodes = self.plan.nodes
+        return Crew(self.plan.lead, tuple(node.role for node in nodes), tuple(node.parts for node in nodes))
+
     def _with_parts(self, outcome: Outcome) -> Outcome:
         """If ``outcome`` is of a failed graph server or node, add a note on the parts that no other node holds."""
         if not outcome.failed or outcome.stopped or outcome.name not in ("server", "node"):
             return outcome
-        nodes = self.plan.nodes
-        crew = Crew(self.plan.lead, tuple(node.role for node in nodes), tuple(node.parts for node in nodes))
-        labels = [node_label(node.node_rank, node.target) for node in nodes]
-        note = outcome.note + nobody_left(outcome.node_rank, crew, labels, self.gone)
+        labels = [node_label(node.node_rank, node.target) for node in self.plan.nodes]
+        note = outcome.note + nobody_left(outcome.node_rank, self._crew, labels, self.gone)
         return replace(outcome, note=note.removeprefix("; "))
 
     def _outcomes_of(self, node: NodePlan, lost: Lost | None) -> Iterator[Outcome]:

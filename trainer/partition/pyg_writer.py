@@ -1,10 +1,10 @@
 """Writes a partition in the layout of torch_geometric.distributed (``partition convert --to pyg``).
 
 The files are those of torch_geometric's ``Partitioner`` since 2.5, so that its ``LocalGraphStore.from_partition`` and
-``LocalFeatureStore.from_partition`` read them. Their features are node attribute `x`, edge attribute `edge_attr`, and
-the times `time` of nodes and `edge_time` of edges. Labels and splits are written beside them, in the folders that
-torch_geometric's examples use: ``label/label.pt`` and ``<split>-partitions/partition<k>.pt``; they contain a tensor, or
-in a heterogeneous graph a dict of tensors by node type.
+``LocalFeatureStore.from_partition`` read them. They contain the node attributes `x` and `time`, and the edge attributes
+`edge_attr` and `edge_time`. Labels and splits are written to the files that torch_geometric's examples use,
+``label/label.pt`` and ``<split>-partitions/partition<k>.pt``. Each contains a tensor or, for a heterogeneous graph, a
+dict of tensors by node type.
 """
 
 from __future__ import annotations
@@ -36,8 +36,9 @@ _NODE_ATTRS, _EDGE_ATTRS = ("x", "y", "time"), ("edge_attr", "edge_time")  #: at
 def write_pyg(graph: PartitionedGraph, folder: str | Path) -> list[str]:
     """Write ``graph`` to ``folder``, which must be missing or empty. Every node stays in its part.
 
-    Returns what was left out, a message for each attribute that torch_geometric's partitions cannot contain. Raises
-    ``PartitionError`` when the folder has files or cannot be written; nothing is left behind then.
+    Returns a message for each attribute that was left out because torch_geometric's partitions cannot contain it.
+    Raises ``PartitionError`` when the folder is not empty or cannot be written. No files are left behind after an
+    error.
     """
     target = Path(folder)
     check_empty(target)
@@ -125,7 +126,10 @@ class _Writer:
                 self._save(f"part_{part_id}/{name}.pt", by_type if self.hetero else by_type[HOMO_EDGE])
 
     def _edge_tensors(self, of: EdgeType, data: EdgeData, rows: EdgeRows) -> tuple[dict[str, Any], dict[str, Any]]:
-        """Return the content of graph.pt and edge_feats.pt for one type and part. Edges are sorted by target, time."""
+        """Return the content of graph.pt and edge_feats.pt for one edge type of a part.
+
+        Edges with times are sorted by target, then by time.
+        """
         ids, row = rows.orig_id.astype(np.int64), self.labels[of[0]].orig_id[rows.indices].astype(np.int64)
         col = np.repeat(self.labels[of[2]].owned(rows.part_id), np.diff(rows.indptr)).astype(np.int64)
         times = self._times(of, data, ids, row)
@@ -180,7 +184,7 @@ class _Writer:
 
 
 def _starts(counts: Mapping[Any, int]) -> dict[Any, int]:
-    """Return the sum of all earlier counts for each type."""
+    """Return for each type the sum of the counts of the types before it."""
     return {of: int(start) for of, start in zip(counts, np.cumsum([0, *counts.values()]), strict=False)}
 
 

@@ -1,4 +1,4 @@
-"""Restores the graph and the part of every node from a partition folder: the inverse of ``write``."""
+"""Restores the graph and the part of every node from a partition folder: the inverse of ``write_partition``."""
 
 from __future__ import annotations
 
@@ -32,12 +32,12 @@ class PartitionedGraph:
 
 
 def restore_graph(folder: str | Path, work: Path | None = None) -> PartitionedGraph:
-    """Return the graph in a partition folder, in the order of its original ids, and its parts.
+    """Return the graph in a partition folder, in the order of its original ids, and the part of every node.
 
-    ``partition make`` would write the same files from the result as from the dataset that the folder was made from.
-    Exceptions are features that were rounded (``rows``): they are restored as rounded, and round to the same values
-    again. The node attribute `cluster` is left out if ``partition make`` added it. Peak memory is the graph, less the
-    arrays of 64 MiB or more, which are files in ``work``.
+    The result equals the dataset that the folder was made from, so ``partition make`` writes the same files from both.
+    Only features that were rounded (option ``rows``) keep their rounded values, which do not change if they are rounded
+    again. The node attribute `cluster` is left out if ``partition make`` added it. Memory: the size of the graph,
+    without arrays of 64 MiB or more if ``work`` is given, as these are files in ``work``.
 
     Args:
         folder: partition folder with all parts. Every file is compared with its digest first.
@@ -130,7 +130,10 @@ class _Restored:
 
 
 def time_attrs_of(manifest: Manifest) -> tuple[str, ...]:
-    """Return the names of the attributes with times. If they are not recorded, they follow from the times of edges."""
+    """Return the names of the node attributes that contain times.
+
+    If an older manifest does not record them, they are derived from the times that are stored per edge.
+    """
     if manifest.time_attrs is not None:
         return manifest.time_attrs
     found = dict.fromkeys(name for spec in manifest.edges.values() for name in spec.src_times)

@@ -1,4 +1,4 @@
-"""Opens a partition folder as the source of another one: gnnfleet's own format, or that of another program."""
+"""Reads a partition folder, in gnnfleet's format or that of another program, to make a new partition from it."""
 
 from __future__ import annotations
 
@@ -68,12 +68,14 @@ class PartitionSource:
 
     @property
     def time_attrs(self) -> tuple[str, ...]:
-        """Names of the attributes with times."""
+        """Names of the node attributes that contain times."""
         return self.options.times if self.manifest is None else time_attrs_of(self.manifest)
 
     @property
     def fingerprint(self) -> str:
-        """Fingerprint of the graph: the dataset's, or the sha256 of options and of sizes and mtimes of the files."""
+        """Fingerprint of the graph: from the manifest if the folder is in gnnfleet's format, else the sha256 of the
+        options and of the sizes and mtimes of all files.
+        """
         if self.manifest is not None:
             return self.manifest.dataset_fingerprint or self.manifest.fingerprint
         files = sorted({path for path in self.folder.rglob("*") if path.is_file()} | set(self._extra_paths()))
@@ -96,7 +98,7 @@ class PartitionSource:
         """Read the graph and the part of every node.
 
         ``work``: an empty folder on disk for large arrays; None: all are in memory. Raises ``DataError`` or
-        ``PartitionError`` for incomplete, damaged or contradicting files.
+        ``PartitionError`` for files that are incomplete or damaged, or contradict each other.
         """
         if self.format is None:
             return restore_graph(self.folder, work)
@@ -107,17 +109,18 @@ class PartitionSource:
 
 
 def open_source(source: str | Path | None, options: Mapping[str, Any] | None = None) -> PartitionSource:
-    """Recognise the format of a partition folder.
+    """Recognise the format of a partition folder, and return a source that can read it.
 
     Args:
         source: the folder, the file in it that describes the partition (META.json, DGL's part config, …), or a folder
-            with one folder `NAME-partitions`.
-        options: those of datasets that are read from files (``SourceOptions``), and `nodes`: name of an array of nodes
-            -> .npy or .pt file, or folder of partition0.pt, … A partition of gnnfleet takes none.
+            that contains one folder `NAME-partitions`.
+        options: the options of datasets that are read from files (``SourceOptions``), and `nodes`: a mapping of names
+            of node attributes to files (.npy or .pt) or folders (with partition0.pt, …). Must be empty for a partition
+            in gnnfleet's format.
 
     Raises:
         DataError: when the folder does not exist or has no known format, or for unknown options.
-        PartitionError: for options of a partition of gnnfleet.
+        PartitionError: for options with a partition in gnnfleet's format.
     """
     if not source:
         raise DataError("dataset partition: no source; give the partition folder to read")
@@ -135,7 +138,7 @@ def open_source(source: str | Path | None, options: Mapping[str, Any] | None = N
 
 
 def _located(folder: Path) -> tuple[Path, ForeignFormat | None]:
-    """Return the partition folder, ``folder`` or its only sub-folder `NAME-partitions`, and its format."""
+    """Return the partition folder and its format. It is ``folder``, or its only sub-folder `NAME-partitions`."""
     places = [folder, *sorted(path for path in folder.glob("*-partitions") if path.is_dir())]
     found = [(place, form) for place in places for form in (_format(place),) if form != ""]
     if not found:
@@ -154,7 +157,7 @@ def _format(folder: Path) -> ForeignFormat | str | None:
 
 
 def _node_files(given: Any) -> dict[str, str]:
-    """Parse option `nodes`: a mapping, or its text as JSON. Raises ``DataError``."""
+    """Parse option `nodes`, a mapping or its JSON text. Raises ``DataError`` for any other value."""
     if isinstance(given, str):
         try:
             given = json.loads(given)

@@ -30,8 +30,9 @@ def streaming_assignment(
 ) -> Part:
     """Assign nodes to parts, and return the part of each node, int32 [total].
 
-    Takes about 60 bytes of memory per node and ``scratch.memory``, and in ``scratch.folder`` up to 24 bytes per edge
-    (8 bytes for both directions, the rest while they are sorted).
+    ``joined``: numbering of the nodes of all types, in which the result is ordered. Memory: about 60 bytes per node,
+    and ``scratch.memory``. Disk space in ``scratch.folder``: up to 24 bytes per edge while the edges are sorted, then 8
+    bytes per edge, as each is stored in both directions.
     """
     indptr, neighbours = joined_adjacency(dataset, joined, scratch)
     connected = np.diff(indptr) > 0
@@ -64,7 +65,7 @@ def _contracted_parts(graph: WeightedGraph, num_parts: int, seed: int, scratch: 
 def _heaviest(graph: WeightedGraph, memory: int) -> tuple[Array, Array, Array, Array]:
     """Return indptr, neighbours, edge weights and node weights of a graph for METIS.
 
-    If METIS needs more than ``memory`` for all edges, those with the smallest weights are left out.
+    If METIS would need more than ``memory`` bytes for all edges, the edges with the smallest weights are left out.
     """
     weights = graph.weights
     if bytes_needed(len(weights)) <= memory:

@@ -32,13 +32,15 @@ from trainer.store.part_files import map_array
 
 
 def new_bitset(size: int) -> npt.NDArray[np.uint64]:
-    """Make a bit set for ``size`` ids, all bits clear."""
+    """Return a bit set for the ids 0 to ``size - 1``, with all bits clear: uint64 [⌈size / 64⌉]."""
     return np.zeros((size + 63) // 64, np.uint64)
 
 
 @njit()
 def mark(ids: Array, seen: Array) -> int:
-    """Set the bits of ``ids``, up to the first id whose bit is set already. Return the position of that id, or -1."""
+    """Set in ``seen`` the bits of ``ids``, up to the first id whose bit is set already. Return that id's position, or
+    -1.
+    """
     for position in range(len(ids)):
         word, bit = ids[position] >> 6, np.uint64(1) << np.uint64(ids[position] & 63)
         if seen[word] & bit:
@@ -49,7 +51,10 @@ def mark(ids: Array, seen: Array) -> int:
 
 @njit()
 def mark_outside(ids: Array, low: int, high: int, seen: Array) -> tuple[int, int]:
-    """Set the bits of the ids outside ``low <= id < high``. Return the number of these ids and of newly set bits."""
+    """Set in ``seen`` the bits of the ids outside ``low <= id < high``.
+
+    Returns the number of these ids, and how many bits were clear before.
+    """
     outside = fresh = 0
     for position in range(len(ids)):
         if ids[position] < low or ids[position] >= high:
@@ -62,7 +67,7 @@ def mark_outside(ids: Array, low: int, high: int, seen: Array) -> tuple[int, int
 
 @njit()
 def first_descent(values: Array, strict: bool) -> int:
-    """Return the first position whose value is below (``strict``: not above) the previous value, or -1."""
+    """Return the first position whose value is less than (``strict``: or equal to) the previous value, or -1."""
     for position in range(1, len(values)):
         if values[position] < values[position - 1] or (strict and values[position] == values[position - 1]):
             return position
@@ -90,7 +95,7 @@ def first_gid_mismatch(orig_id: Array, global_id: Array, start: int) -> int:
 
 @njit()
 def first_time_mismatch(indices: Array, times: Array, start: int, values: Array) -> int:
-    """Return the first edge whose entry in ``times`` differs from the time of the edge's source node, or -1.
+    """Return the position of the first edge whose entry in ``times`` differs from its source node's time, or -1.
 
     ``values`` are the times of the nodes with the global ids from ``start`` on. Edges from other sources are skipped.
     """
@@ -193,8 +198,9 @@ class Invariants:
         self, path: str, edge_type: EdgeType, part_id: int, indptr: Array | None, indices: Array | None,
         sums: EndpointSums,
     ) -> Generator[Finding, None, bool]:  # fmt: skip
-        """Check the endpoints in one file, and add them and the edges of the part to ``sums``. Returns whether both
-        were added.
+        """Check the endpoints in one file, and add them and the edges of the part to ``sums``.
+
+        Returns False if nothing was added because a file is broken.
         """
         ends = self._map(path)
         if ends is None:
@@ -220,7 +226,9 @@ class Invariants:
         return True
 
     def _global_ids(self, of: NodeType) -> Array | None:
-        """Return the global id of each original id, empty if they are equal, or None if the file is broken."""
+        """Return the global id of each original id. Empty with a single part, where the two are equal; None if the file
+        is broken.
+        """
         num_nodes = self.manifest.nodes[of].num_nodes
         if self.manifest.num_parts == 1:
             return np.empty(0, np.int64)
@@ -253,7 +261,10 @@ class Invariants:
             yield Finding(path, f"position {at}: edge {ids[at]} appears twice")
 
     def _times(self, path: str, name: str, edge_type: EdgeType, indices: Array | None, edges: int) -> Iterator[Finding]:
-        """Yield a finding if a time stored per edge differs from the source node's time. Checks ``part_ids``."""
+        """Yield a finding for the first edge whose stored time differs from its source node's time.
+
+        Compares only edges whose source is in one of ``part_ids``.
+        """
         times = yield from self._array(path, np.dtype(np.int64), (edges,))
         if times is None or indices is None:
             return
@@ -309,13 +320,13 @@ _READERS = 2
 def verify_partition(folder: str | Path, part_ids: Sequence[int] | None = None, digests: bool = True) -> list[Finding]:
     """Return all problems of a partition folder. The list is empty if the folder is sound.
 
-    Memory: one bit per node and edge, besides mapped files.
+    Memory: one bit per node and edge, and memory-mapped files.
 
     Args:
         folder: partition folder.
-        part_ids: parts to check, besides the shared files; None: all. Only a check of all parts finds out whether every
-            node and edge exists.
-        digests: read every file and compare its sha256.
+        part_ids: parts to check; None: all. Shared files are always checked. Missing nodes and edges are found only if
+            all parts are checked.
+        digests: whether to read every file and compare its sha256 with the manifest.
 
     Raises:
         PartitionError: when the manifest cannot be read, or a part does not exist.
@@ -333,7 +344,10 @@ def verify_partition(folder: str | Path, part_ids: Sequence[int] | None = None, 
 
 
 def _listing(root: Path, manifest: Manifest, tops: Iterable[int | None]) -> Iterator[Finding]:
-    """Compare the files that the types need, the files that the manifest lists, and the files on disk."""
+    """Compare the files that the node and edge types require, those that the manifest lists, and those on disk.
+
+    ``tops``: folders to check: part ids, and None for ``shared/``.
+    """
     for top in tops:
         needed = [f"{path}.npy" for path in (_shared_files(manifest) if top is None else _part_files(manifest, top))]
         listed = {entry.path for entry in manifest.files_of(top)}

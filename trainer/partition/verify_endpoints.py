@@ -1,4 +1,4 @@
-"""Checks that the endpoints which parts store by original edge id are those of the edges of all parts."""
+"""Checks that the endpoints files, which list source and target by original edge id, match the edges of all parts."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from trainer.core.rng import mix
 
 
 class EndpointSums:
-    """Sums of hashes of (original edge id, source, target), over the edges of all parts and over their endpoints.
+    """Two sums of hashes of (original edge id, source, target): over the edges of the parts, and over endpoints files.
 
-    The sums are equal if both list the same edges, in whatever order. Memory: none, besides mapped files.
+    The sums are equal if both contain the same edges, in any order. No arrays are kept in memory.
     """
 
     def __init__(self) -> None:
@@ -30,9 +30,9 @@ class EndpointSums:
             self._of_edges += _sum_of_edges(indptr, indices, orig_id, first_target)
 
     def add_endpoints(self, ends: Array, first: int, src_gid: Array, dst_gid: Array) -> None:
-        """Add the endpoints [m, 2] of the edges with original ids from ``first`` on.
+        """Add ``ends`` [m, 2]: source and target of the edges with the original ids ``first`` to ``first + m - 1``.
 
-        ``src_gid`` and ``dst_gid``: the global id of each original node id; empty if they are equal.
+        ``src_gid`` and ``dst_gid``: the global id of each original node id; empty if the two are equal.
         """
         with np.errstate(over="ignore"):
             self._of_endpoints += _sum_of_endpoints(ends, first, src_gid, dst_gid)

@@ -1,4 +1,4 @@
-"""Stores intermediate results of ``partition make``, from which the next call continues after an interruption."""
+"""Stores intermediate results of ``partition make``, so that after an interruption the next call can continue."""
 
 from __future__ import annotations
 
@@ -31,14 +31,14 @@ class WorkFolder:
             self._open()
 
     def folder(self, name: str) -> Path:
-        """Return the subfolder ``name``, created if missing. It may contain files of an interrupted call."""
+        """Return the subfolder ``name``, created if missing. It may contain files of an earlier, interrupted call."""
         self._open()
         path = self.path / name
         path.mkdir(exist_ok=True)
         return path
 
     def emptied(self, name: str) -> Path:
-        """Return the subfolder ``name`` without the files that it may have contained."""
+        """Return the subfolder ``name`` after deleting its content."""
         self._open()
         shutil.rmtree(self.path / name, ignore_errors=True)
         return self.folder(name)
@@ -53,7 +53,9 @@ class WorkFolder:
         return self._record(stage).exists()
 
     def once(self, stage: str, run: Callable[[], Any]) -> Any:
-        """Return the recorded result of a stage. If it is not finished, call ``run`` and record its JSON value."""
+        """Return the recorded result of a stage. If the stage is not finished, call ``run`` first and record what it
+        returns, as JSON.
+        """
         if not self.is_done(stage):
             result = json.dumps(run())
             self._open()

@@ -47,7 +47,7 @@ def partition_fingerprint(
     dataset_fingerprint: str, num_parts: int, method: str, seed: int, options: Mapping[str, Any],
     time_attrs: Sequence[str],
 ) -> str:  # fmt: skip
-    """Return the sha256, hex, of all settings and inputs that the content of a partition depends on."""
+    """Return the sha256, in hex, of all inputs and settings that determine the content of a partition."""
     text = json.dumps([VERSION, dataset_fingerprint, num_parts, method, seed, options, time_attrs], sort_keys=True)
     return hashlib.sha256(text.encode()).hexdigest()
 
@@ -63,22 +63,22 @@ def write_partition(
 ) -> Manifest:  # fmt: skip
     """Write a partition folder and return its manifest.
 
-    A folder with the same fingerprint is left unchanged; one with another fingerprint is replaced. Peak memory is the
-    dataset, 8 bytes per node, 16 further bytes per node of the largest type, and ``memory``. Nodes and edges are read
-    once for all parts, in their order, so that they may be memory-mapped.
+    A folder with the same fingerprint is left unchanged; one with another fingerprint is replaced. Memory: the dataset,
+    8 bytes per node, 16 further bytes per node of the largest type, and ``memory``. The arrays of the dataset are read
+    once, from the first row to the last, so they may be memory-mapped.
 
     Args:
         dataset: the graph.
         assignment: the part of every node.
         folder: partition folder to write.
         rows: type that floating-point attributes with two or more dimensions are rounded to, except labels.
-        memory: bytes that edges and their attributes may take while they are sorted; more are sorted by way of files.
-        work: records the finished groups of files, so that an interrupted run can go on.
-        fingerprint: that of the partition; default: of dataset and assignment.
+        memory: bytes for sorting edges and their attributes; if they need more, they are sorted in files.
+        work: folder that records which groups of files are finished, so that an interrupted call can be continued.
+        fingerprint: fingerprint of the partition; default: computed from dataset and assignment.
 
     Raises:
-        PartitionError: when the folder cannot be written, or holds other files.
-        DataError: when a row cannot be rounded. No files are left behind in either case.
+        PartitionError: when the folder cannot be written, or contains files that are not of a partition.
+        DataError: when a row cannot be rounded. After both errors, ``folder`` is unchanged.
     """
     target = Path(folder)
     assignment = replace(assignment, options=options_with(assignment.options, rows))
@@ -115,11 +115,14 @@ class _Writer:
             self.entries.extend(FileEntry(**{**entry, "shape": tuple(entry["shape"])}) for entry in done)
 
     def arrays(self, arrays: Mapping[str, Array], dtype: npt.DTypeLike | None = None) -> Iterable[FileEntry]:
-        """Write whole arrays to the paths that are their keys, converted to ``dtype`` if given."""
+        """Write ``arrays``, a mapping of paths to arrays, converted to ``dtype`` if given."""
         return self.pool.map(lambda path: self._array(path, arrays[path], dtype), arrays)
 
     def append(self, files: PartArray | PartAttr, spans: Sequence[Span], rows: Array, numbers: Array) -> None:
-        """Write to each part its span of ``rows``. ``numbers``: the row numbers in the dataset."""
+        """Append to the file of each part the rows of its span (part, begin, end).
+
+        ``numbers``: the row number in the dataset of each of ``rows``.
+        """
         list(
             self.pool.map(
                 lambda span: files.append(span[0], rows[span[1] : span[2]], numbers[span[1] : span[2]]), spans
@@ -218,7 +221,10 @@ def _write_edges(
 
 
 def _endpoint_arrays(edge_type: EdgeType, edge_index: Array, num_parts: int) -> dict[str, Array]:
-    """Return for each part the ends of the edges of its share of the original edge ids: original ids [m, 2]."""
+    """Return the endpoints file of each part: source and target, as original ids [m, 2], of a range of the edges.
+
+    The ranges of original edge ids are those of ``endpoint_offsets``.
+    """
     return {
         f"part{part_id}/edges/{type_name(edge_type)}/endpoints.npy": edge_index[:, begin:end].T
         for part_id, (begin, end) in enumerate(pairwise(endpoint_offsets(edge_index.shape[1], num_parts)))
@@ -226,7 +232,7 @@ def _endpoint_arrays(edge_type: EdgeType, edge_index: Array, num_parts: int) -> 
 
 
 def _source_times(dataset: Dataset, edge_type: EdgeType) -> dict[str, Array]:
-    """Return the time attributes of the edges' source type that have one integer per node."""
+    """Return by name the time attributes of the source type, without those that are not one integer per node."""
     source = dataset.nodes[edge_type[0]]
     times = {name: source.attrs[name] for name in dataset.time_attrs if name in source.attrs}
     return {name: at for name, at in times.items() if at.ndim == 1 and is_time(at, name in source.bfloat16)}

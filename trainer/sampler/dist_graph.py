@@ -1,5 +1,5 @@
-"""``DistGraph``: access to the whole graph. Reads this host's parts by memory map, and requests other parts from other
-hosts.
+"""``DistGraph``: access to the whole graph. Reads this host's parts from memory maps, and requests rows of other parts
+from other hosts.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ class _EdgeQuery:
 
 @dataclass(frozen=True)
 class _EndpointQuery:
-    """A request to a host for the ends of edges, given by original ids."""
+    """A request to a host for the sources and targets of edges with given original ids."""
 
     edge_type: EdgeType
     edges: Ids
@@ -52,7 +52,7 @@ T = TypeVar("T", HopRequest, RowRequest, _EdgeQuery, _EndpointQuery)
 
 @dataclass(frozen=True)
 class _HostRequest(Generic[T]):
-    """The rows of one request that one host answers."""
+    """The rows of a request that are sent to one host."""
 
     number: int  #: index of the request in the call
     at: Array  #: int32 positions of these rows in the request
@@ -100,17 +100,17 @@ class _EdgeSlice:
 
 
 class DistGraph:
-    """Access to the whole graph: splits each request by the host that owns its rows, and merges the answers. Each call
-    sends one message to each other host. This host's rows are answered while the others work.
+    """Access to the whole graph: splits each request by the host that owns its rows, and merges the answers. The
+    requests of a call are sent to all hosts at once, and rows of this host are read while the other hosts work.
 
-    If parts are replicated, several hosts own a part, and any of them gives the same answer. If a host is lost
-    (``ServerGone``), its rows are requested from the next owner of their part, or from the same host once it is back,
-    for up to ``server_wait`` seconds. ``turn`` is a number that differs between nodes, so that different nodes ask
-    different owners first.
+    If parts are replicated, several hosts own a part, and all give the same answer. If a host is lost (``ServerGone``),
+    its rows are requested from the next owner of their part, or from the same host once it is back, for up to
+    ``server_wait`` seconds. ``turn``: a number that differs between nodes, so that they do not all ask the same owner
+    first.
 
     If this host has the topology of all parts, edges and 1-d attributes are never requested from other hosts. Other
-    attributes are first looked up in the cache and in the answers to the last ``held`` batches. ``wire_rows``: how
-    other hosts round the rows that they send.
+    attributes are first looked up in the cache and in the answers to the last ``held`` batches. ``wire_rows``: type to
+    which other hosts round the rows that they send.
     """
 
     def __init__(
@@ -215,9 +215,11 @@ class DistGraph:
         return [*columns]
 
     def pieces(self, requests: Sequence[RowRequest], cache: RowCache | None, held: HeldRows) -> list[GatherPiece]:
-        """Return for each row the source that ``gather`` would read it from, given ``cache`` and ``held``.
+        """Return where ``gather`` would read each row from (this host, cache, held rows or another host), given
+        ``cache`` and ``held``.
 
-        Sends no request. The arrays in the result have the right shapes, but take no memory. Raises ``PartitionError``.
+        Sends no request. The arrays in the result have the shapes of the answer, but no values, and take no memory.
+        Raises ``PartitionError`` for an unknown type or attribute, or an id outside all parts.
         """
         return self._pieces(requests, [self.local.no_rows(request) for request in requests], cache, held)
 
@@ -236,7 +238,7 @@ class DistGraph:
         return ()
 
     def _rows_by_host(self, piece: GatherPiece) -> ByHost:
-        """Count the remote rows of a piece by the host that owns them: all rows, cached rows and held rows."""
+        """Count the remote rows of one ``gather`` request by the host that owns them: all, cached and held rows."""
         cached = self._owned(piece, [piece.cached[1]] if piece.cached else [])
         held = self._owned(piece, [placed for _, placed in piece.held])
         asked = {host: len(at) for host, at in piece.asked.items()}
@@ -249,7 +251,7 @@ class DistGraph:
         )
 
     def _owned(self, piece: GatherPiece, placed: Sequence[RowPlacement]) -> dict[int, int]:
-        """Count the cached or held rows ``placed`` by the host that they would otherwise be requested from."""
+        """Count the cached or held rows in ``placed`` by the host from which they would be requested otherwise."""
         if not placed:
             return {}
         ids = np.concatenate([piece.ids[one.at] for one in placed])
@@ -276,7 +278,7 @@ class DistGraph:
         return found
 
     def endpoints(self, edge_type: EdgeType, edges: Ids) -> tuple[Ids, Ids]:
-        """Return the sources and the targets of edges given by original ids: original node ids, int64 [n] each. Raises
+        """Return the sources and targets of edges with given original ids, as original node ids, int64 [n] each. Raises
         ``ServiceError`` and ``PartitionError``.
         """
         if not self.remotes:
@@ -294,8 +296,8 @@ class DistGraph:
     def edge_list(self, edge_type: EdgeType) -> EdgeList:
         """Return all edges of a type, in the order of their global ids.
 
-        Edges of other hosts are requested in slices, so that a host has about two slices to send at a time. Memory: 24
-        bytes per edge. Raises ``ServiceError`` and ``PartitionError``.
+        Edges of other hosts are requested in slices, about two per host at a time. Memory: 24 bytes per edge. Raises
+        ``ServiceError`` and ``PartitionError``.
         """
         check_type(self.local.store, edge_type)
         whole = EdgeList(*(np.empty(self.books[edge_type].size, np.int64) for _ in range(3)))
@@ -327,8 +329,8 @@ class DistGraph:
         return self._received(piece, edge_type, host, self._ask_slice(piece, edge_type, host))
 
     def take_cost(self) -> Cost:
-        """Return the bytes, rows and waiting time of the calling thread since its last call of this method. Rows are
-        not counted if there are no other hosts.
+        """Return what the calling thread requested since its last call of this method: bytes received, rows by source,
+        and time spent waiting. Rows are not counted if there are no other hosts.
         """
         return self._meter.take()
 
@@ -361,7 +363,7 @@ class DistGraph:
             shares = self._reassign(unanswered, kind)
 
     def _reassign(self, unanswered: Sequence[_HostRequest[T]], kind: _RequestKind[T]) -> _HostRequests[T]:
-        """Wait until each part of the unanswered rows has a reachable host, and assign the rows to these hosts."""
+        """Wait until each part that has unanswered rows has a reachable host, and assign the rows to these hosts."""
         shares: _HostRequests[T] = defaultdict(list)
         if not unanswered:
             return shares
@@ -373,7 +375,10 @@ class DistGraph:
         return shares
 
     def _slices(self, edge_type: EdgeType) -> Iterator[_EdgeSlice]:
-        """Cut all edges of a type into slices for single requests, alternating between the parts."""
+        """Cut all edges of a type into slices, one per request.
+
+        Yields the first slice of each part, then the second of each part, and so on.
+        """
         book = self.books[edge_type]
         of_parts = []
         for part_id in range(book.num_parts):
@@ -406,7 +411,7 @@ class DistGraph:
         return {code - first - 1: rows.at for code, rows in placed.items()}
 
     def _check_hop(self, request: HopRequest) -> None:
-        """Raise ``PartitionError`` for an unknown edge type or attribute, so that no host has to."""
+        """Raise ``PartitionError`` for an unknown edge type or attribute, before a request is sent."""
         check_type(self.local.store, request.edge_type)
         if request.weight is not None:
             row_spec(self.local.store, request.edge_type, request.weight)

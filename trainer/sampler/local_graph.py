@@ -79,7 +79,7 @@ class LocalGraph:
         )
 
     def endpoints(self, edge_type: EdgeType, edges: Ids) -> tuple[Ids, Ids]:
-        """Return the sources and the targets of edges given by original ids: original node ids, int64 [n] each.
+        """Return the sources and targets of edges with given original ids, as original node ids, int64 [n] each.
 
         Raises ``PartitionError`` for an edge whose endpoints another part stores, and if the partition does not store
         endpoints.
@@ -114,7 +114,7 @@ class LocalGraph:
         return answers[0][1] if len(groups) == 1 else merge_samples(len(request.nodes), answers, request.with_edge)
 
     def _read_ahead(self, request: HopRequest, groups: Mapping[int, RowPlacement]) -> None:
-        """Read the pages that sampling needs: ids of the nodes, and sources, weights and times of their edges."""
+        """Load the file pages that sampling needs: ids of the nodes, and sources, weights and times of their edges."""
         for part_id, placed in groups.items():
             nodes, edges = _ends(self.store.topology[part_id], request.edge_type)
             of_edges = [edges.indices]
@@ -127,7 +127,7 @@ class LocalGraph:
             touch_neighbours(edges.indptr, of_edges, placed.rows)
 
     def most_edges(self, request: HopRequest) -> int:
-        """Return an upper bound of the number of edges in the answer to a request, without drawing. Raises
+        """Return an upper bound of the number of edges in the answer to a request, without sampling. Raises
         ``PartitionError``.
         """
         check_type(self.store, request.edge_type)
@@ -146,8 +146,9 @@ class LocalGraph:
         return most
 
     def _read(self, part: Part, request: HopRequest) -> tuple[NodePart, EdgePart]:
-        """Return the target nodes and the edges of the request in a part. float16 weights are converted to float32
-        once, because the kernels cannot read float16.
+        """Return the target nodes and the edges of the request's edge type in a part.
+
+        float16 weights are converted to float32 at first use, because the kernels cannot read float16.
         """
         nodes, edges = _ends(part, request.edge_type)
         name = request.weight
@@ -159,8 +160,8 @@ class LocalGraph:
         return nodes, replace(edges, attrs={**edges.attrs, name: self._singles[key]})
 
     def _gather(self, request: RowRequest) -> Mapping[str, Array]:
-        """Return the attributes of one request. 1-d attributes can also be read from a part of which only the topology
-        is here.
+        """Return the attributes of one request. 1-d attributes can also be read from parts of which this host has only
+        the topology.
         """
         out = self.new_rows(request)
         all_1d = all(values.ndim == 1 for values in out.values())
@@ -168,8 +169,8 @@ class LocalGraph:
         return out
 
     def new_rows(self, request: RowRequest) -> dict[str, Array]:
-        """Return uninitialized arrays in which to collect the answer to a request. Raises ``PartitionError`` for an
-        unknown type or attribute.
+        """Return uninitialized arrays for the answer to a request. Raises ``PartitionError`` for an unknown type or
+        attribute.
         """
         specs = self._row_specs(request)
         return {name: slabs.empty((len(request.ids), *shape), dtype) for name, (dtype, shape) in specs.items()}
@@ -238,7 +239,7 @@ def _column(table: NodePart | EdgePart, name: str) -> Array:
 
 
 def _mapped(part: Part, of: AnyType, names: Iterable[str]) -> Iterator[Array]:
-    """Yield the arrays of a part that have the attributes ``names``, except in-degrees."""
+    """Yield the memory-mapped arrays of the attributes ``names`` in a part. ``in_degree`` has none."""
     table = _table(part, of)
     for name in names:
         if name != "in_degree":
@@ -248,7 +249,7 @@ def _mapped(part: Part, of: AnyType, names: Iterable[str]) -> Iterator[Array]:
 
 
 def _codes_of(parts: Collection[int], num_parts: int) -> Array:
-    """Return an array for the parameter ``of_part`` of ``locate``, which restricts ``locate`` to rows of ``parts``."""
+    """Return the argument ``of_part`` with which ``locate`` finds rows of ``parts`` only, int32 [num_parts + 2]."""
     codes = [part if part in parts else -1 for part in range(num_parts)]
     return read_only(np.array([-1, *codes, -1], np.int32))
 

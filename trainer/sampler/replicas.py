@@ -24,8 +24,8 @@ _POLL = 0.05  #: seconds between checks while waiting
 
 
 class PendingAnswer(Protocol):
-    """An answer that has not arrived yet. ``result`` waits ``timeout`` seconds, by default until the client's
-    deadline.
+    """An answer that may not have arrived yet. ``result`` waits for it at most ``timeout`` seconds, by default until
+    the client's deadline.
     """
 
     def result(self, timeout: float | None = None) -> Any: ...
@@ -86,8 +86,8 @@ class PartHolders:
     def table(self) -> Array:
         """Return the host that answers for each part, int16 [num_parts + 2].
 
-        Part p is at index p + 1; the first and last entries are ``NOBODY``. If all holders of a part are lost, its
-        entry is its first holder. The dtype is int16 because numpy sorts it by radix sort.
+        The entry of part p is at index p + 1; the first and last entries are ``NOBODY``. If all holders of a part are
+        lost, its entry is the holder that is tried first. The dtype is int16 because numpy sorts it by radix sort.
         """
         if self._lost:
             self._check_lost()
@@ -111,8 +111,8 @@ class PartHolders:
     def wait_for(self, parts: Iterable[int]) -> None:
         """Wait until each of these parts has a reachable holder.
 
-        Raises ``ServiceError`` with the causes if a part still has no reachable holder ``server_wait`` seconds after
-        its last holder was lost.
+        Raises ``ServiceError`` with the hosts' errors if a part still has no reachable holder ``server_wait`` seconds
+        after its last holder was lost.
         """
         wanted = sorted(set(parts))
         while missing := self._missing(wanted):

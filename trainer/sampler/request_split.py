@@ -21,8 +21,8 @@ Groups = Mapping[int, Array]  #: host -> int32 positions, ascending
 class RequestSplit:
     """Splits the arrays of one call by the host that answers for each id.
 
-    Selecting the same positions of the same array twice returns the same object, so that a message contains it once.
-    Arrays are identified by ``id()``, so use an instance only while the arrays of its call exist.
+    ``cut`` with the same arguments returns the same object, so that a message contains an array only once. Arrays are
+    identified by ``id()``, so use an instance only while the arrays of its call exist.
     """
 
     def __init__(self, group: Callable[[BookKey, Ids], Groups]):
@@ -48,7 +48,7 @@ class RequestSplit:
 
     def hop(self, request: HopRequest, host: int, at: Array) -> HopRequest:
         """Return the share of a request that ``host`` answers: the nodes at the positions ``at``, and the excluded
-        edges that end at nodes of this host.
+        edges that end at nodes of ``host``.
         """
         bound = request.bound
         return replace(
@@ -85,8 +85,9 @@ def _exclusions_of(nodes: Ids, targets: Ids, sources: Ids) -> tuple[Ids, Ids] | 
 
 
 def merge_samples(num_rows: int, answers: Sequence[tuple[Array, HopSample]], with_edge: bool) -> HopSample:
-    """Merge answers for parts of a request into one answer, in request order. ``answers``: (positions in the request,
-    sample).
+    """Merge the answers to disjoint shares of a request into one answer, in request order.
+
+    ``answers``: (positions of the share's nodes in the request, sample).
     """
     counts = np.zeros(num_rows, np.int32)
     for positions, sample in answers:

@@ -82,8 +82,9 @@ def _check_time(schema: GraphSchema, rule: TimeRule) -> None:
 
 
 def _check_source_times(schema: GraphSchema, attr: str) -> None:
-    """Check that the partition stores the times of source nodes with the edges. Without them, edges of any time would
-    be sampled without an error.
+    """Raise ``SettingsError`` unless the partition stores the times of source nodes with the edges.
+
+    Without them, sampling would ignore the times and raise no error.
     """
     for of, spec in schema.edges.items():
         if attr in schema.nodes[of[0]].attrs and attr not in spec.src_times:

@@ -42,12 +42,12 @@ class TimeBound:
 
 @dataclass(frozen=True)
 class HopRequest:
-    """A request to sample in-edges of ``nodes`` of one edge type. The answer depends only on these fields and the
-    graph.
+    """A request to sample neighbours of ``nodes`` by in-edges of one type. The answer depends only on these fields and
+    the graph.
 
-    The random numbers for ``nodes[i]`` depend on ``key``, on the node's original id and, if given, on ``trees[i]``.
-    Candidates are the node's edges that ``bound``, ``exclude`` and ``sources`` allow and, with ``weight``, have a
-    weight above 0. They are in original edge order.
+    The random numbers for ``nodes[i]`` depend on ``key``, on the node's original id and, if given, on ``trees[i]``. The
+    candidates for a node are those of its in-edges, in original order, that ``bound``, ``exclude`` and ``sources``
+    allow. With ``weight``, edges of weight 0 are not candidates.
     """
 
     edge_type: EdgeType
@@ -115,7 +115,7 @@ class EdgeList:
 
 
 class GraphAccess(Protocol):
-    """Access to a whole graph, whose parts are on this host or on others. All methods are thread-safe.
+    """Access to a whole graph, whose parts may be on several hosts. All methods are thread-safe.
 
     All methods raise ``ServiceError`` if a host that is needed does not answer, and ``PartitionError`` for an unknown
     type or attribute, or an id outside all parts.
@@ -125,9 +125,7 @@ class GraphAccess(Protocol):
         """Return sampled in-edges, one answer per request. Each host gets one message."""
 
     def gather(self, requests: Sequence[RowRequest]) -> list[Mapping[str, Array]]:
-        """Return for each request a mapping of attribute names to arrays [n, …] in the stored dtype. Each host gets one
-        message.
-        """
+        """Return for each request a mapping of attribute names to arrays [n, …] in the stored dtype."""
 
     def has_edges(self, edge_type: EdgeType, src: Ids, dst: Ids) -> npt.NDArray[np.bool_]:
         """Return for each i whether an edge ``src[i]`` -> ``dst[i]`` exists: bool [n]."""
@@ -136,9 +134,9 @@ class GraphAccess(Protocol):
         """Return all edges of a type. Memory: 24 bytes per edge."""
 
     def endpoints(self, edge_type: EdgeType, edges: Ids) -> tuple[Ids, Ids]:
-        """Return the sources and the targets of edges given by *original* ids: original node ids, int64 [n] each.
+        """Return the sources and targets of edges with given *original* ids, as original node ids, int64 [n] each.
 
-        The partition must store them (``EdgeSpec.endpoints``). Each host gets one message.
+        The partition must store endpoints (``EdgeSpec.endpoints``). Each host gets one message.
         """
 
 
@@ -177,7 +175,7 @@ class SampleSettings:
 
 @dataclass(frozen=True)
 class SeedSet:
-    """The seeds of one call. Seeds are numbered consecutively over all types, in the order of ``nodes``."""
+    """The seeds of one call of the sampler. They are numbered over all types, in the order of ``nodes``."""
 
     nodes: Mapping[NodeType, Ids]  #: int64 global ids; repeats allowed
     #: int64 per seed, for disjoint sampling: the seed's place in the *global* batch. It is part of the random key of
@@ -214,7 +212,7 @@ class EdgeRanges:
 class EdgeSet:
     """The sampled edges of one type, grouped by target. Sources and targets are batch positions.
 
-    Targets are the nodes known before the last hop (in an induced subgraph all nodes). A target whose neighbours were
+    Targets are the nodes found before the last hop, or all nodes in an induced subgraph. A target whose neighbours were
     not requested has no edges.
     """
 
@@ -229,13 +227,11 @@ class EdgeSet:
     whole: EdgeRanges | None = None
 
     def dst(self) -> Positions:
-        """Return the target of each edge, int32 [e]. Valid only if the neighbours of every node were requested once."""
+        """Return the target of each edge, int32 [e]. Valid only if no node's neighbours were requested twice."""
         return np.repeat(np.arange(len(self.row_count), dtype=np.int32), self.row_count)
 
     def ends(self) -> npt.NDArray[np.int64]:
-        """Return source and target of each edge, int64 [2, e]. Valid only if the neighbours of every node were
-        requested once.
-        """
+        """Return the source and target of each edge, int64 [2, e]. Valid if no neighbours were requested twice."""
         found: npt.NDArray[np.int64] = slabs.empty((2, len(self.src)), np.int64)
         neighbor_kernels.write_ends(read_only(self.src), read_only(self.row_count), found)
         return found

@@ -1,6 +1,6 @@
 """Answers the requests to a graph server.
 
-Uses the parts on the server's host or, for clients without parts, the whole graph.
+A request is answered from the parts on the server's host or, for clients without parts, from the whole graph.
 """
 
 from __future__ import annotations
@@ -88,7 +88,7 @@ _GRAPH_KINDS = (Kind.SAMPLE, Kind.GATHER, Kind.HAS_EDGES, Kind.EDGES, Kind.ENDPO
 
 
 class ServedGraph(GraphAccess, Protocol):
-    """Access to the parts on the host of a graph server."""
+    """The parts on the host of a graph server, as ``Handlers`` uses them."""
 
     @property
     def store(self) -> PartStore: ...
@@ -137,7 +137,7 @@ class Handlers:
         return self._short[request.kind](request)
 
     def routed_answer(self, request: Message) -> Message:
-        """Answer a request on the whole graph, except a request for a batch. Requests data from other servers."""
+        """Answer a request, other than for a batch, from the whole graph. May request data from other servers."""
         graph = BoundedGraph(self._whole(), self._graph.store, self._limit)
         if request.kind == Kind.SAMPLE:
             return request.reply(
@@ -197,7 +197,7 @@ class Handlers:
         return messages.rows_reply(request, asked, self._graph.gather(asked), self._forms(request))
 
     def _forms(self, request: Message) -> FormOf:
-        """Return the function that tells how to round the rows of an attribute in the reply."""
+        """Return a function of type and attribute name that gives the form to which rows in the reply are rounded."""
         form = form_of(request.flags)
         if not isinstance(self._graph, LocalGraph):
             return lambda of, name: form

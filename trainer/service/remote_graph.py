@@ -57,10 +57,10 @@ class ServerChoice:
             return tuple(self._gone)
 
     def pick(self, until: float) -> HostClient | None:
-        """Return the first reachable server. If all are unreachable, wait for a server until ``time.monotonic()`` is
+        """Return the first reachable server. If there is none, wait for one, at most until ``time.monotonic()`` is
         ``until``.
 
-        Returns None if no server became reachable, and at once after ``close()``.
+        Returns None if no server became reachable, or ``close`` was called.
         """
         with self._changed:
             while not self._closed:
@@ -83,7 +83,7 @@ class ServerChoice:
                 self._changed.notify_all()
 
     def add(self, client: HostClient) -> None:
-        """Add a server as the last choice."""
+        """Add a server at the end of the order of preference."""
         with self._changed:
             self._clients.append(client)
             self._changed.notify_all()
@@ -120,7 +120,7 @@ T_co = TypeVar("T_co", covariant=True)
 
 
 def client_name(role: str = "") -> ClientName:
-    """Return a random number and a name by which servers know this process. ``role`` is a text such as
+    """Return the random number and the name by which servers identify this process. ``role`` is a text such as
     ``run-7/rank3``.
     """
     words = f"{role} on {socket.gethostname()} (pid {os.getpid()})".strip()
@@ -261,8 +261,9 @@ class Gateway:
             client.close()
 
     def probe_servers(self, learn: bool) -> None:
-        """Send HELLO to unreachable servers and, if ``learn``, to a reachable one. The replies list all servers, and
-        servers not known yet are added.
+        """Send HELLO to all unreachable servers and, with ``learn``, to a reachable one.
+
+        Servers that answer are used again. Each reply lists all servers; those not known yet are added.
         """
         reachable = self._choice.pick(0) if learn else None
         for client in (*self._choice.gone, *([reachable] if reachable else [])):
@@ -279,8 +280,8 @@ class Gateway:
     ) -> T:  # fmt: skip
         """Send a request to the first reachable server, and return the reply.
 
-        If a server is lost, the request is sent to the next one. ``known``: check at first use of a server that it has
-        the partition of ``manifest``.
+        If a server is lost, the request is sent to the next one. ``known``: whether ``manifest`` is known already, so
+        that each server is checked at its first use to have the same partition.
         """
         patience = self.server_wait if patience is None else patience
         until, lost = time.monotonic() + patience, False
@@ -329,7 +330,7 @@ class Gateway:
         return list(answers)
 
     def _gather_long(self, request: RowRequest) -> Mapping[str, Array]:
-        """Request many rows by several requests."""
+        """Split a request for many rows into several requests, and join the replies."""
         number = max(1, _BYTES_AT_ONCE // self._row_bytes(request))
         starts = range(0, max(len(request.ids), 1), number)
         pieces = [self._gather([replace(request, ids=request.ids[at : at + number])])[0] for at in starts]
@@ -370,7 +371,7 @@ class Gateway:
 
 
 def _slices(offsets: Sequence[int]) -> Iterator[tuple[int, int, int]]:
-    """Cut all edges of a type into slices for single requests: (part, first slot, number of edges)."""
+    """Cut all edges of a type into slices (part, first slot, number of edges), one per request."""
     for part_id, (begin, end) in enumerate(zip(offsets, offsets[1:], strict=False)):
         for first in range(0, end - begin, _AT_ONCE):
             yield part_id, first, min(_AT_ONCE, end - begin - first)

@@ -1,5 +1,6 @@
-"""Connections of a graph server to the other graph servers of a run, opened at first use and updated when cluster.json
-changes.
+"""Connections of a graph server to the other graph servers of a run.
+
+They are opened at first use, and updated when cluster.json, the file that lists all graph servers, changes.
 """
 
 from __future__ import annotations
@@ -25,8 +26,8 @@ _DEADLINE = 120.0  #: seconds that a reply of a reachable peer may take
 
 
 class Peer:
-    """Another graph server, for use by ``DistGraph``. HELLO is sent with the first request, so the other server may
-    start later than this one.
+    """Another graph server, for use by ``DistGraph``. HELLO, by which servers identify themselves, is sent only with
+    the first request, so the other server may start later than this one.
 
     Waiting for a reply raises ``ServiceError`` if the other server has other parts or another partition than expected.
     """
@@ -161,13 +162,13 @@ class Peers:
         return hosts
 
     def _retire(self) -> None:
-        """Close the connections to replaced peers once no thread can be waiting for a reply from them."""
+        """Close the connections to peers that were replaced so long ago that no thread can wait for a reply."""
         while self._retired and time.monotonic() >= self._retired[0][0]:
             self._retired.pop(0)[1].client.close()
 
 
 def _stamp(path: Path) -> tuple[int, int, int]:
-    """Return a value that differs between versions of a file, or zeros if the file does not exist."""
+    """Return a value that changes when the file is replaced or modified; zeros if the file does not exist."""
     try:
         stat = path.stat()
     except OSError:

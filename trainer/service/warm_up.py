@@ -78,9 +78,9 @@ def _warm_hops(
 
 
 def warm_up_batches(graph: LocalGraph) -> None:
-    """Compile the kernels for batches that include parts of other servers.
+    """Compile the kernels for batches with nodes of other servers.
 
-    Makes such batches with a substitute (``_EmptyHost``) for the other servers.
+    Samples such batches with a substitute for the other servers (``_EmptyHost``), as these may not run yet.
     """
     store = graph.store
     others = tuple(part for part in range(store.manifest.num_parts) if part not in store.parts)

@@ -25,7 +25,7 @@ DOWNLOADS = "datasets"  #: default download folder
 def read_pt(path: Path) -> RawGraph:
     """Read a graph from a .pt file.
 
-    The file contains ``Data``, ``HeteroData``, the dict of their ``to_dict()``, or a saved ``InMemoryDataset``. Only
+    The file contains ``Data``, ``HeteroData``, the result of their ``to_dict()``, or a saved ``InMemoryDataset``. Only
     tensors and PyG's own classes are unpickled (``weights_only``). Raises ``DataError`` for other content and for
     several graphs.
     """
@@ -43,16 +43,16 @@ def read_pt(path: Path) -> RawGraph:
 
 
 def _unsafe_class(error: BaseException) -> str:
-    """Return an error text that names the class or function that ``torch.load`` did not allow.
+    """Describe the class or function that ``torch.load(weights_only=True)`` refused to load.
 
-    If torch's message does not name it, return a line of this message.
+    If torch's message does not name one, returns the first line of the message.
     """
     named = re.search(r"GLOBAL (\S+) was not an allowed", str(error))
     return f"it holds {named[1]}, which is neither a tensor nor a graph" if named else first_line(error)
 
 
 def first_line(error: BaseException) -> str:
-    """Return the first line of an error's message that contains ``Unsupported``, or else its first line.
+    """Return the first line with the word ``Unsupported`` in an error's message, or else the first line.
 
     The line is cut to 200 characters.
     """
@@ -62,9 +62,9 @@ def first_line(error: BaseException) -> str:
 
 @contextlib.contextmanager
 def safe_unpickling() -> Iterator[None]:
-    """Allow ``torch.load(weights_only=True)`` to unpickle the classes that ``Data`` and ``HeteroData`` consist of.
+    """Allow ``torch.load(weights_only=True)`` to unpickle ``Data`` and ``HeteroData``, in the ``with`` block.
 
-    These classes contain a ``defaultdict``, which torch cannot fill. It is loaded as a plain dict.
+    A ``defaultdict`` in them, which torch cannot fill, is loaded as a plain dict.
     """
     from torch import serialization
 
@@ -114,7 +114,10 @@ def _mapping(loaded: Any, path: Path) -> Mapping[str, Any]:
 
 
 def raw_graph(name: str, values: Mapping[Any, Any], place: str) -> RawGraph:
-    """Make a ``RawGraph`` from the result of ``Data.to_dict`` (by name) or ``HeteroData.to_dict`` (by type)."""
+    """Make a ``RawGraph`` from the result of ``Data.to_dict`` or ``HeteroData.to_dict``.
+
+    ``place``: the file or dataset, for messages.
+    """
     if "_global_store" in values or any(isinstance(key, tuple) for key in values):
         return _typed_graph(name, values, place)
     num_nodes = values.get("num_nodes")
@@ -146,7 +149,7 @@ def _typed_graph(name: str, values: Mapping[Any, Any], place: str) -> RawGraph:
 
 
 def _raw_arrays(values: Mapping[str, Any], place: str) -> tuple[dict[str, RawArray], list[str]]:
-    """Return the tensors and arrays by name, and a note on each tensor whose dtype numpy does not have."""
+    """Return the tensors and arrays by name, and a note on each tensor that is left out as numpy lacks its dtype."""
     if "adj_t" in values and values.get("edge_index") is None:
         raise DataError(f"{place}: the graph is stored as adj_t; re-save it with edge_index (before T.ToSparseTensor)")
     import torch
@@ -165,10 +168,10 @@ def _raw_arrays(values: Mapping[str, Any], place: str) -> tuple[dict[str, RawArr
 
 
 def read_pyg(name: str, source: str | None) -> RawGraph:
-    """Read a dataset of ``torch_geometric.datasets``, named by class or by class and name.
+    """Read a dataset of ``torch_geometric.datasets``.
 
-    Examples of names are ``KarateClub`` and ``Planetoid:Cora``. ``source`` is the download folder. Raises ``DataError``
-    when the dataset cannot be downloaded, or is not one graph.
+    ``name``: its class, such as ``KarateClub``, or class and name, such as ``Planetoid:Cora``. ``source``: the download
+    folder. Raises ``DataError`` when the dataset cannot be downloaded, or is not one graph.
     """
     from torch_geometric.data import HeteroData
 
@@ -201,7 +204,10 @@ def _pyg_dataset(name: str, source: str | None) -> Any:
 
 @contextlib.contextmanager
 def errors_as_data_error(name: str, source: str | None) -> Iterator[None]:
-    """Raise ``DataError`` for every exception of a download or third-party reader (ogb also raises ``SystemExit``)."""
+    """Convert all exceptions of a download or third-party reader in the ``with`` block to ``DataError``.
+
+    This includes ``SystemExit``, which ogb raises.
+    """
     try:
         yield
     except DataError:

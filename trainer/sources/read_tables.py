@@ -1,4 +1,8 @@
-"""Converts node and edge tables to memory-mapped arrays: numbers the nodes, and replaces ids in edges by numbers."""
+"""Converts node and edge tables to memory-mapped arrays.
+
+The nodes of each type are numbered from 0 in the order of the rows, and ids in edge tables are replaced by these
+numbers. DuckDB reads the files and joins the tables.
+"""
 
 from __future__ import annotations
 
@@ -43,12 +47,12 @@ CATEGORIES = "categories"  #: last word of graph attributes with the texts of co
 
 
 def read_tables(source: str | None, options: TablesOptions, scratch: Scratch) -> RawGraph:
-    """Read node and edge tables. Arrays are files in the folder of ``scratch``, which must be empty.
+    """Read node and edge tables into arrays, which are files in ``scratch.folder``. The folder must be empty.
 
-    The database takes at most ``scratch.memory``, and spills to this folder.
+    DuckDB uses at most ``scratch.memory`` bytes, and writes what does not fit to this folder.
 
-    Every node type has attribute ``id``: int64 [N] if all ids of the type are integers, else the bytes of the texts,
-    uint8 [N, bytes] (``decode_texts``). Raises ``DataError`` that names file and row of the first problem.
+    Every node type has attribute ``id``: int64 [N] if all ids of the type are integers, else the UTF-8 bytes of the
+    texts, uint8 [N, bytes] (``decode_texts``). Raises ``DataError`` that names file and row of the first problem.
     """
     database = Database(scratch.folder, scratch.memory)
     try:
@@ -107,7 +111,9 @@ class _Conversion:
     # --- nodes ------------------------------------------------------------------------------------------------
 
     def _nodes(self, of: NodeType, table: NodeTable, scan: Scan, name: str) -> tuple[int, dict[str, RawArray]]:
-        """Create database table ``name`` (number, id) and return the number of nodes and their arrays."""
+        """Return the number of nodes of a type and their attributes. Creates database table ``<name>_ids`` (number,
+        id).
+        """
         columns = self._columns(of, table, scan, "x")
         id_dtype = np.dtype(np.int64) if self.integers[of] else None
         columns.append(_Column("id", [("id", id_sql(scan, table.id, self.integers[of]))], id_dtype))
@@ -144,7 +150,7 @@ class _Conversion:
             )
 
     def _label(self, of: NodeType, names: Sequence[str], scan: Scan) -> _Column:
-        """Return ``y``: class labels of one column, or numbers (float32, NaN for empty values)."""
+        """Return attribute ``y``: classes as int64 (empty: -1), or numbers as float32 (empty: NaN)."""
         column = names[0]
         for name in names:
             scan.check_column(name, "label")
@@ -166,7 +172,7 @@ class _Conversion:
         return self._codes(of, "y", column, scan, "label")
 
     def _label_matrix(self, of: NodeType, names: Sequence[str], scan: Scan) -> _Column:
-        """Return ``y`` of several columns, or of lists: float32 [N, D], NaN for empty values."""
+        """Return attribute ``y`` from several columns or a column of lists: float32 [N, D], NaN for empty values."""
         columns = [NumberColumn(name, *label_sql(scan, name), whole=False) for name in names]
         if len(names) > 1:
             prefix = f"{of}__" if self.hetero else ""
@@ -193,7 +199,9 @@ class _Conversion:
         ((count,),) = scan.database.rows(f"SELECT count(*) FILTER (WHERE {bad}) FROM {scan.sql}", scan.where)
         if count:
             at = scan.first([*table.label, table.split], bad)
-            raise DataError(f"{at} ({count:,} such rows), but the row has a {table.split}; only nodes with a label can")
+            raise DataError(
+                f"{at} ({count:,} such rows), but the row has a {table.split}; only nodes with a label can have one"
+            )
 
     @staticmethod
     def _split_sql(scan: Scan, column: str) -> str:
@@ -254,7 +262,10 @@ class _Conversion:
         return arrays
 
     def _check_dangling(self, of: EdgeType, table: EdgeTable, scan: Scan, name: str) -> int:
-        """Return the number of edges; raise ``DataError``, or remove the edges, if an end is not in its node table."""
+        """Handle edges whose source or target is not in its node table, and return the number of the other edges.
+
+        With ``dangling: drop``, such edges are removed from database table ``name``; else ``DataError`` is raised.
+        """
         count, sources, targets = self.database.rows(
             f"SELECT count(*), count(*) FILTER (WHERE gf_s IS NULL), count(*) FILTER (WHERE gf_t IS NULL) FROM {name}",
             scan.where,
@@ -378,7 +389,7 @@ class _Conversion:
 
 @dataclass(frozen=True)
 class _Column:
-    """An attribute, and the columns of the database that it is made of."""
+    """An attribute, and the columns of a DuckDB table from which its array is made."""
 
     name: str
     columns: Sequence[tuple[str, str]]  #: (name in the database, SQL over the files)
@@ -415,7 +426,10 @@ def _ranges(count: int, row_bytes: int) -> Iterator[tuple[int, int]]:
 
 
 def _drawn(shares: Mapping[str, float], y: RawArray | None, count: int) -> dict[str, Array]:
-    """Draw the nodes of each split among those with a label; always the same ones."""
+    """Draw the nodes of each split at random, with a fixed seed, among the nodes with a label.
+
+    ``shares``: split -> share of these nodes.
+    """
     nodes = np.arange(count)
     if y is not None:
         values = np.asarray(y.values).reshape(count, -1)

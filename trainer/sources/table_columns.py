@@ -1,4 +1,4 @@
-"""Columns of tables as SQL: how a column becomes ids, numbers, lists of numbers, times or codes."""
+"""SQL expressions (of DuckDB) that convert columns of tables to ids, numbers, lists of numbers, times or codes."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _NESTED = ("STRUCT", "MAP", "UNION", "BLOB")
 
 @dataclass(frozen=True)
 class NumberColumn:
-    """A column of numbers, or of lists of ``width`` numbers (0: not a list), after its check."""
+    """A checked column of numbers, or of lists of ``width`` numbers (0: not a list)."""
 
     name: str
     sql: str  #: DOUBLE, or FLOAT[]
@@ -28,7 +28,7 @@ class NumberColumn:
 
 
 def list_type(of: str) -> str | None:
-    """Return the type of the elements of a list or array type of DuckDB, else None."""
+    """Return the element type of a list or array type of DuckDB, or None for any other type."""
     match = _LIST.fullmatch(of)
     return match[1] if match else None
 
@@ -38,16 +38,17 @@ def is_number_type(of: str) -> bool:
 
 
 def as_double(column: str, of: str) -> str:
-    """SQL that is DOUBLE, or NULL where the column is not a number."""
+    """Return an SQL expression for a column as DOUBLE; NULL for values that are not numbers."""
     if of == "BOOLEAN":
         return f"CAST(CAST({quoted(column)} AS TINYINT) AS DOUBLE)"
     return f"TRY_CAST({quoted(column)} AS DOUBLE)"
 
 
 def check_numbers(scan: Scan, columns: Iterable[str], role: str, fill: float | None) -> list[NumberColumn]:
-    """Check columns of numbers and lists. Missing values and NaN are errors unless ``fill`` is given.
+    """Check columns of numbers or of lists of numbers. ``role``: what the columns are used for, for messages.
 
-    Raises ``DataError`` that names file, row and value of the first problem, and how many there are.
+    ``fill`` replaces missing values and NaN in columns of numbers; if it is None, they are errors. Raises ``DataError``
+    that names file, row and value of the first problem, and the number of such rows.
     """
     names = list(columns)
     for name in names:
@@ -74,7 +75,7 @@ def _filled(number: str, fill: float | None) -> str:
 
 
 def _check_scalars(scan: Scan, names: list[str], role: str, fill: float | None) -> dict[str, bool]:
-    """Return for each column whether all its values are integers."""
+    """Check columns of numbers. Return for each column whether all its values are integers."""
     whole: dict[str, bool] = {}
     for begin in range(0, len(names), 200):  # columns of a query; more would make it slow to plan
         some = names[begin : begin + 200]
@@ -121,7 +122,7 @@ def _refuse(scan: Scan, name: str, role: str, fill: float | None, counts: dict[s
 
 
 def _check_lists(scan: Scan, name: str, role: str) -> int:
-    """Return the length of the lists of a column, which must be equal in all rows."""
+    """Check a column of lists, and return their length. Raises ``DataError`` if it differs between rows."""
     element = list_type(scan.types[name]) or ""
     if not is_number_type(element):
         raise DataError(f"{scan.where}: {role} {name!r} is {scan.types[name]}, expected lists of numbers")
@@ -147,9 +148,9 @@ def _check_lists(scan: Scan, name: str, role: str) -> int:
 
 
 def label_sql(scan: Scan, name: str) -> tuple[str, int]:
-    """Return SQL of a label, DOUBLE or FLOAT[], and the length of its lists (0: not a list). Empty values become NaN.
+    """Return an SQL expression for a label, DOUBLE or FLOAT[], and the length of its lists (0: not a list).
 
-    Raises ``DataError`` for texts, and for lists of different lengths.
+    Empty values become NaN. Raises ``DataError`` for texts, and for lists of different lengths.
     """
     column, element = quoted(name), list_type(scan.types[name])
     if element is None:
@@ -173,7 +174,7 @@ def label_sql(scan: Scan, name: str) -> tuple[str, int]:
 
 
 def standardized(scan: Scan, columns: Sequence[NumberColumn]) -> list[NumberColumn]:
-    """Return the columns, those that are not lists with mean 0 and standard deviation 1 (a constant becomes 0)."""
+    """Return the columns, shifted and scaled to mean 0 and standard deviation 1, except lists. Constants become 0."""
     found = dict(zip([column.name for column in columns], columns, strict=True))
     for column, mean, deviation in _moments(scan, columns):
         sql = f"({column.sql} - {mean!r}) / {deviation or 1.0!r}"
@@ -182,7 +183,7 @@ def standardized(scan: Scan, columns: Sequence[NumberColumn]) -> list[NumberColu
 
 
 def scale_note(scan: Scan, columns: Sequence[NumberColumn]) -> str:
-    """Return a note if values of a column are so large that a model hardly learns from the others; else ''."""
+    """Return a note if some columns have such large values that a model hardly learns from the others, else ''."""
     large = [column.name for column, mean, deviation in _moments(scan, columns) if abs(mean) + deviation > _LARGE]
     if not large or len(columns) < 2:
         return ""
@@ -236,7 +237,10 @@ def ids_are_integers(scan: Scan, column: str, role: str) -> bool:
 
 
 def id_sql(scan: Scan, column: str, integers: bool) -> str:
-    """SQL of an id: BIGINT if the ids of the node type are integers everywhere, else VARCHAR."""
+    """Return an SQL expression for an id: BIGINT if ``integers``, else VARCHAR.
+
+    ``integers``: whether all ids of the node type, in node and edge tables, are integers.
+    """
     name = quoted(column)
     if integers:
         return f"CAST({name} AS BIGINT)"
@@ -247,9 +251,10 @@ def id_sql(scan: Scan, column: str, integers: bool) -> str:
 
 
 def time_sql(scan: Scan, column: str) -> str:
-    """Check a column of times; return SQL of BIGINT: integers as they are, dates and timestamps as Unix seconds (UTC).
+    """Check a column of times, and return an SQL expression for it as BIGINT.
 
-    Raises ``DataError`` that names file, row and value of the first problem.
+    Integers are not changed; dates and timestamps become Unix seconds (UTC). Raises ``DataError`` that names file, row
+    and value of the first problem.
     """
     scan.check_column(column, "time")
     of, name = scan.types[column], quoted(column)
@@ -277,7 +282,10 @@ def time_sql(scan: Scan, column: str) -> str:
 
 
 def categories(scan: Scan, column: str, role: str, most: int = 1 << 20) -> list[str]:
-    """Return the distinct texts of a column in order; missing values are left out."""
+    """Return the distinct texts of a column, sorted, without missing values.
+
+    Raises ``DataError`` for more than ``most`` texts, and for a column of another type.
+    """
     scan.check_column(column, role)
     of = scan.types[column]
     if of.startswith(_NESTED) or list_type(of):
@@ -290,7 +298,10 @@ def categories(scan: Scan, column: str, role: str, most: int = 1 << 20) -> list[
 
 
 def code_sql(scan: Scan, column: str, texts: list[str], enum: str) -> str:
-    """Define a type of DuckDB for the categories and return SQL of their codes, BIGINT; -1: missing."""
+    """Return an SQL expression for the position of a column's values in ``texts``, BIGINT; -1 for missing values.
+
+    Creates the ENUM type ``enum`` in the database.
+    """
     if not texts:
         return "CAST(-1 AS BIGINT)"
     scan.database.run(f"CREATE TYPE {enum} AS ENUM ({', '.join(map(text, texts))})", scan.where)

@@ -22,7 +22,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class Table:
-    """What node and edge tables have in common. Columns are given by name."""
+    """Options that node and edge tables have in common. Columns are given by name."""
 
     files: tuple[str, ...]  #: CSV or Parquet files, folders or globs, relative to the source folder
     time: str | None = None  #: integers, dates or timestamps
@@ -56,14 +56,14 @@ class EdgeTable(Table):
 
 @dataclass(frozen=True)
 class TablesOptions(SourceOptions):
-    """Options of dataset `tables`. The options of other files, such as ``undirected``, apply too."""
+    """Options of dataset `tables`, besides those of all datasets that are read from files, such as ``undirected``."""
 
     nodes: Mapping[NodeType, NodeTable] = field(default_factory=dict)
     edges: Mapping[EdgeType, EdgeTable] = field(default_factory=dict)
 
 
 def parse_tables_options(options: Mapping[str, Any]) -> TablesOptions:
-    """Parse options ``nodes`` and ``edges``, mappings or JSON texts, and the options of ``SourceOptions``.
+    """Parse options ``nodes`` and ``edges``, given as mappings or JSON texts, and the options of ``SourceOptions``.
 
     Raises ``DataError`` for unknown names, values of another type, and edge types without a node table.
     """
@@ -86,7 +86,7 @@ def parse_tables_options(options: Mapping[str, Any]) -> TablesOptions:
 
 
 def _edge_type(name: str, node_types: tuple[NodeType, ...]) -> EdgeType:
-    """Parse ``user__rates__item``; with one node type, the relation alone is enough."""
+    """Parse an edge type such as ``user__rates__item``. With a single node type, the relation alone is accepted."""
     words = name.split("__")
     if len(words) == 1 and len(node_types) == 1:
         words = [node_types[0], words[0], node_types[0]]

@@ -57,7 +57,9 @@ class AttrSpec:
 
     @property
     def stored(self) -> np.dtype[Any]:
-        """dtype of gathered rows. It differs from the dtype in the files (``in_files``) if rows are stored as int8."""
+        """dtype in which rows are returned. If they are stored as int8, it differs from that of the files
+        (``in_files``).
+        """
         return np.dtype("uint16" if self.dtype == "bfloat16" else self.dtype)
 
     @property
@@ -68,14 +70,14 @@ class AttrSpec:
     def travels_as(self, requested: WireRows) -> WireRows:
         """Return the type in which rows are sent if a request asks for the type ``requested``.
 
-        Rows stored as int8 are always sent as int8, which is exact.
+        Rows stored as int8 are always sent as int8, which does not round them again.
         """
         return "int8" if self.kept else requested
 
 
 @dataclass(frozen=True)
 class NodeSpec:
-    """The nodes of one type."""
+    """Description of the nodes of one type: number, parts, attributes and splits."""
 
     num_nodes: int
     offsets: tuple[int, ...]  #: [num_parts + 1]; part p owns offsets[p] <= gid < offsets[p+1]
@@ -86,7 +88,7 @@ class NodeSpec:
 
 @dataclass(frozen=True)
 class EdgeSpec:
-    """The edges of one type. An edge belongs to the part of its target."""
+    """Description of the edges of one type: number, parts and attributes. An edge belongs to the part of its target."""
 
     num_edges: int
     offsets: tuple[int, ...]  #: [num_parts + 1]; part p owns the edges offsets[p] <= id < offsets[p+1]
@@ -99,9 +101,10 @@ class EdgeSpec:
 
 
 def endpoint_offsets(num_edges: int, num_parts: int) -> tuple[int, ...]:
-    """Return the original edge ids at which the endpoints of all edges are cut into parts, [num_parts + 1].
+    """Return the first original edge id in the endpoints file of each part, and the number of edges, [num_parts + 1].
 
-    Part p stores the endpoints of the edges offsets[p] <= original id < offsets[p + 1], whoever owns these edges.
+    Part p stores source and target of the edges offsets[p] <= original id < offsets[p + 1], which other parts may
+    own.
     """
     return tuple(num_edges * part // num_parts for part in range(num_parts + 1))
 
@@ -248,7 +251,7 @@ def _to_json(manifest: Manifest) -> dict[str, Any]:
 
 
 def _as_dict(fields: list[tuple[str, Any]]) -> dict[str, Any]:
-    """Convert the fields to a dict. Fields that early manifests of version 2 do not have are left out if empty."""
+    """Convert fields to a dict, omitting those at their default that early manifests of version 2 do not have."""
     return {name: value for name, value in fields if (name, value) not in (("kept", ""), ("endpoints", False))}
 
 

@@ -81,7 +81,8 @@ class FileNote:
         self._new: dict[str, str] = {}
 
     def has(self, path: Path, name: str, found: str = "") -> bool:
-        """Return whether ``path`` was recorded under ``name`` with the value ``found``, and has not changed since.
+        """Return whether the file ``path`` was recorded under ``name`` with the text ``found``, and has not changed
+        since.
 
         If not, ``save`` will record the file, unless it changed in the last two seconds. Raises ``PartitionError`` when
         the file cannot be read.

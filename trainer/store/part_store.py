@@ -67,7 +67,7 @@ class Part:
 
 @dataclass(frozen=True)
 class EndpointTable:
-    """The key in ``PartStore.books`` of the endpoints of an edge type, whose rows are original edge ids."""
+    """Key of ``PartStore.books`` for the endpoints of an edge type: which part stores those of an original edge id."""
 
     edge_type: EdgeType
 
@@ -106,7 +106,7 @@ class PartStore:
 
     @cached_property
     def books(self) -> Mapping[BookKey, PartitionBook]:
-        """The partition book of each node and edge type, and of each table of endpoints."""
+        """Partition books, which tell the part of an id, of each node type, edge type and table of endpoints."""
         books: dict[BookKey, PartitionBook] = {}
         for nodes, node_spec in self.manifest.nodes.items():
             books[nodes] = PartitionBook.from_offsets(node_spec.offsets)
@@ -117,7 +117,7 @@ class PartStore:
         return books
 
     def to_global(self, node_type: NodeType, orig_ids: Ids) -> Ids:
-        """Return the global ids of original ids, int64, same shape. The ids must be in range."""
+        """Convert original ids of nodes to global ids, int64 of the same shape. The ids must be in range."""
         table = self.global_ids.get(node_type)
         return orig_ids if table is None else table[orig_ids].astype(np.int64)
 
@@ -134,9 +134,9 @@ def open_parts(
 ) -> PartStore:
     """Open parts of a partition folder.
 
-    Ids and offsets are checked when a part is opened for the first time. A hidden file in the part's folder records
-    that (``PartFiles``). If the files do not fit in the memory that is available now, they are mapped for reads at
-    random places (``read_ahead``).
+    Ids and offsets are checked when a part is opened for the first time; a hidden file in the part's folder records
+    that the check has passed (``PartFiles``). If the files do not fit in the available memory, the kernel is told
+    to expect random access (``read_ahead``).
 
     Args:
         folder: partition folder.

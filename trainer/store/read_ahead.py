@@ -1,9 +1,9 @@
 """Reads the pages of memory-mapped rows in parallel, for parts that are larger than the memory.
 
 By default the kernel reads megabytes around a page that is not in memory, and a thread that copies rows waits for one
-page after the other. Where the parts do not fit in memory, the maps are advised to be read at random places
-(``MADV_RANDOM``), and before rows are copied, threads touch all their pages, so that the disk gets many requests at a
-time. Touching pages that are in memory costs microseconds; ``MADV_WILLNEED`` would cost a system call for each.
+page after the other. If the parts do not fit in memory, the kernel is told to expect random access (``MADV_RANDOM``).
+Before rows are copied, several threads read a byte of each of their pages, so that the disk gets many requests at a
+time. For pages that are in memory, this costs microseconds; ``MADV_WILLNEED`` would cost a system call for each.
 """
 
 from __future__ import annotations
@@ -48,7 +48,8 @@ def read_at_random(arrays: Iterable[Array]) -> None:
 def touch_rows(wanted: Sequence[tuple[Array, Array]]) -> None:
     """Read the pages of rows of memory-mapped arrays, and return when they are in memory.
 
-    ``wanted``: an array [n, …] in C order, and row numbers int32|int64 [m]. Arrays that are not mapped are left out.
+    ``wanted``: pairs of an array [n, …] in C order and row numbers int32|int64 [m]. Arrays that are not memory-mapped
+    are skipped.
     """
     started = [
         _readers().submit(_touch, _bytes_of(array), read_only(some), array.nbytes // len(array))
@@ -60,10 +61,10 @@ def touch_rows(wanted: Sequence[tuple[Array, Array]]) -> None:
 
 
 def touch_neighbours(indptr: Ids, of_edges: Sequence[Array], rows: Array) -> None:
-    """Read the pages of the offsets and the edges of ``rows``, and return when they are in memory.
+    """Read the pages of the offsets and the edges of ``rows`` of a CSC, and return when they are in memory.
 
-    ``of_edges``: mapped arrays [e], one value per edge. Rows whose values take more than ``_MOST_PAGES`` pages are left
-    out.
+    ``of_edges``: memory-mapped arrays [e], one value per edge. Rows whose edges take more than ``_MOST_PAGES`` pages
+    are skipped.
     """
     if len(rows) == 0 or _map_of(indptr) is None:
         return

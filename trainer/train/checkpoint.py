@@ -87,12 +87,12 @@ class Checkpoint:
 
     @property
     def position(self) -> Position:
-        """Complete epochs, and steps trained of the next epoch."""
+        """Number of complete epochs, and number of steps trained of the next epoch."""
         return self.epoch, len(self.partial.sizes) if self.partial else 0
 
     def without_tables(self) -> Checkpoint:
-        """Return a copy without embedding tables, to send to all ranks. ``scatter_tables`` sends the rows of the
-        tables.
+        """Return a copy without embedding tables, to send to all ranks. Each rank gets its rows of the tables by
+        ``scatter_tables``.
         """
         return replace(self, embedding=None, best=self.best and replace(self.best, embedding=None))
 
@@ -120,12 +120,12 @@ class Checkpoint:
 
 
 def settings_record(settings: TrainSettings) -> dict[str, Any]:
-    """Return the settings as a dict of plain values, in which ``layers`` is never None."""
+    """Return the settings as a dict of plain values. ``layers``, which may be None, is set to the number of layers."""
     return {**asdict(settings), "layers": len(settings.fanouts)}
 
 
 def graph_record(manifest: Manifest, target: NodeType | EdgeType) -> dict[str, Any]:
-    """Return the properties that identify a dataset and the trained node type, or edge type in link prediction.
+    """Return properties that identify a dataset and the target: a node type, or the edge type in link prediction.
 
     They are equal for all partitions of a dataset.
     """
@@ -157,7 +157,10 @@ def save_checkpoint(folder: Path, checkpoint: Checkpoint) -> Path:
 
 
 def save_content(folder: Path, position: Position, content: Mapping[str, Any], best: int | None = None) -> Path:
-    """As ``save_checkpoint``, for any content that ``torch.save`` can write. ``best``: epoch whose file is kept."""
+    """Save any content that ``torch.save`` accepts, otherwise as ``save_checkpoint``.
+
+    ``best``: epoch whose file is not deleted.
+    """
     path = folder / file_name(position)
     try:
         folder.mkdir(parents=True, exist_ok=True)
@@ -259,7 +262,7 @@ def _write_with_digest(content: Mapping[str, Any], file: BinaryIO) -> None:
 
 
 def _digest_fits(data: bytes) -> bool:
-    """Return whether a file's content matches its digest. Files of earlier versions have no digest and always match."""
+    """Return whether a file's content matches its digest. True for files of earlier versions, which have no digest."""
     comment = data[-_COMMENT_BYTES:]
     if not comment.startswith(_COMMENT):
         return True
@@ -270,9 +273,9 @@ def _digest_fits(data: bytes) -> bool:
 def check_fits(
     checkpoint: Checkpoint, settings: TrainSettings, graph: Mapping[str, Any], path: str | Path, kind: str
 ) -> None:  # fmt: skip
-    """Raise ``CheckpointError`` naming every setting and graph property that differs from this run's.
+    """Raise ``CheckpointError`` that names each setting and graph property in which a checkpoint differs from this run.
 
-    graph: the ``graph_record`` of this run; kind: that of its task.
+    graph: result of ``graph_record`` for this run. kind: kind of its task.
     """
     ours = settings_record(settings)
     saved = {**_SINCE, **checkpoint.settings}
@@ -301,7 +304,7 @@ def _prune(folder: Path, newest: Position, best: int | None) -> None:
     """Delete old checkpoint files after the checkpoint at ``newest`` was written.
 
     The ``KEPT`` newest files of whole epochs and the file of epoch ``best`` are not deleted. Of the files within an
-    epoch, the ``KEPT`` newest are not deleted if they are later than all whole epochs.
+    epoch, only those after the last whole epoch are kept, at most the ``KEPT`` newest.
     """
     known = sorted(position for position, _ in files_of(folder) if position <= newest)
     epochs = [position for position in known if position[1] == 0]

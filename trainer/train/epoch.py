@@ -24,7 +24,7 @@ from trainer.train.tasks.task import AnyBatch, Metric, Task
 
 
 class Batches(Protocol):
-    """A loader as ``train_epoch`` and ``evaluate`` use it. ``BatchLoader`` implements this protocol."""
+    """The interface of loaders for ``train_epoch`` and ``evaluate``. ``BatchLoader`` implements it."""
 
     def __len__(self) -> int:
         """Return the number of steps in an epoch, the same on every rank."""
@@ -67,7 +67,7 @@ class EpochReport:
 
 @dataclass
 class EpochSums:
-    """Running sums of one rank during an epoch."""
+    """Losses, seeds and costs of the steps of an epoch so far, on one rank."""
 
     #: float64 [steps], sum of the loss over each step's seeds, over all ranks
     sums: Tensor = field(default_factory=lambda: torch.zeros(0, dtype=torch.float64))
@@ -97,13 +97,13 @@ class EpochSums:
         self.costs.append(batch.cost)
 
     def reduce_losses(self, group: RankGroup) -> None:
-        """Sum the losses of the steps after ``sums`` over ranks. Collective."""
+        """Sum ``losses`` over ranks, and append them to ``sums``. Collective."""
         if self.losses:
             self.sums = torch.cat([self.sums, group.sum(torch.stack(self.losses).double().cpu())])
             self.losses = []
 
     def partial(self) -> PartialEpoch:
-        """Return the sums in the form of a checkpoint. ``reduce_losses`` must have been called after the last step."""
+        """Return the sums as a checkpoint stores them. ``reduce_losses`` must have been called after the last step."""
         return PartialEpoch(self.sums.clone(), torch.tensor(self.sizes))
 
     @property
@@ -131,8 +131,8 @@ def train_epoch(
 ) -> EpochReport:  # fmt: skip
     """Train one epoch. Collective: ranks without seeds take part in every step too.
 
-    tally: sums over the steps that are already trained; training continues with the next step. after_step: called after
-    every step except the last.
+    tally: sums over the steps of this epoch that are trained already; training continues with the next step.
+    after_step: called with the sums after every step except the last.
 
     Each rank's loss is the sum over its own seeds, divided by the step's seeds over all ranks and multiplied by the
     number of ranks. The mean of gradients over ranks is then the gradient of the mean loss of the global batch.

@@ -51,7 +51,7 @@ class FitResult:
 
 @dataclass(frozen=True)
 class Progress:
-    """Results of a run so far, without the weights."""
+    """Results of a run so far, without the current weights."""
 
     done: int = 0  #: number of epochs trained
     scored: bool = True  #: whether epoch ``done`` has been evaluated, if an evaluation is due
@@ -117,8 +117,9 @@ class Fit:
                 self.best_rows = scatter_tables(rows.embedding, checkpoint.best.embedding)
 
     def log_prediction(self, filled: FilledCache) -> None:
-        """Log how many bytes this rank is expected to receive from other hosts. At its end, ``run`` compares this
-        number with the bytes received.
+        """Log how many bytes this rank is expected to receive from other hosts, given the filled cache.
+
+        ``run`` prints this number beside the bytes received.
         """
         self.metrics.write("predict", **filled.prediction.line())
         self._prediction = filled.prediction
@@ -185,7 +186,7 @@ class Fit:
         return self.progress.done == self.settings.epochs or (every > 0 and self.progress.done % every == 0)
 
     def _score_val(self) -> Score | None:
-        """Score the val split, and keep the weights if they are the best so far. Returns None if it is not due."""
+        """Score the val split, and keep the weights if they are the best so far. Returns None if this is not due."""
         if "val" not in self.loaders or not self._due(self.settings.eval_every):
             return None
         score, best = self._score("val", self.progress.done), self.progress.best
@@ -222,8 +223,8 @@ class Fit:
         self._print(epoch_text(report, self.settings.epochs, metric, val.value(metric) if val else None))
 
     def _print_starvation(self, report: EpochReport) -> None:
-        """Print advice, once, if sampler threads are too slow. Not in epoch 1, which also compiles kernels and reads
-        files.
+        """Print advice, once, if training waits for sampler threads. Epoch 1 does not count, as it also compiles
+        kernels and reads files.
         """
         if len(self.progress.seconds) < 2 or self._starvation_printed:
             return
@@ -242,7 +243,7 @@ class Fit:
 
     @property
     def _path(self) -> Path:
-        """Return the path of the checkpoint after the last trained epoch. It is the same on all ranks."""
+        """Return the path of the checkpoint after the last trained epoch, in ``folder``."""
         return self.folder / file_name((self.progress.done, 0))
 
     def _save(self) -> None:
@@ -328,7 +329,7 @@ def epoch_text(report: EpochReport, epochs: int, metric: Metric, val: float | No
 
 
 def number_text(value: float) -> str:
-    """Return a loss or a metric with four decimals; of larger numbers one decimal, or four digits."""
+    """Format a loss or a metric: four decimals, one from 1e3 on, four significant digits from 1e6 on."""
     return f"{value:.4f}" if abs(value) < 1e3 else f"{value:.1f}" if abs(value) < 1e6 else f"{value:.4g}"
 
 

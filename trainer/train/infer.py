@@ -53,8 +53,9 @@ class InferResult:
 
 
 def infer(job: InferJob, ranks: Ranks | None = None) -> InferResult:
-    """Compute the model's output for all nodes and write it into ``out``, as ``write_node_predictions`` or
-    ``write_link_predictions``.
+    """Compute the model's output for all nodes, and write it to folder ``out``.
+
+    For the files, see ``write_node_predictions`` and ``write_link_predictions``.
 
     Every rank returns the same result, which rank 0 also writes to ``out/infer.json``. Raises ``TrainerError`` on every
     rank for errors that a user can fix.

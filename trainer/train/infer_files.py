@@ -28,7 +28,7 @@ ROWS_AT_ONCE = 1 << 16
 
 @dataclass(frozen=True)
 class OutputArray:
-    """The array that inference writes for each part."""
+    """Name, width and dtype of an array that inference writes, one file per part."""
 
     name: str  #: file name without ``.npy``
     width: int
@@ -46,10 +46,10 @@ class Column:
 
 
 def write_array(out: Path, graph: Graph, of: NodeType, rows: LayerRows, array: OutputArray, group: RankGroup) -> None:
-    """Write this rank's rows into ``out/part<p>/<array>.npy``, and the ids of a part beside them. Collective.
+    """Write this rank's rows to ``out/part<p>/<array>.npy``. Collective.
 
-    The rank that has the first nodes of a part creates the files. Raises ``SettingsError`` if ranks that share a part
-    do not share ``out``.
+    The rank that has the first nodes of a part creates its files, also ``orig_id.npy`` and ``id.npy`` with the ids of
+    the part's nodes. Raises ``SettingsError`` if ranks with nodes of the same part do not see the same folder ``out``.
     """
     offsets = graph.manifest.nodes[of].offsets
     own = rows.shares.own(group.rank)
@@ -82,7 +82,7 @@ def _new_part(folder: Path, graph: Graph, of: NodeType, part_id: int, array: Out
 
 
 def id_attr(graph: Graph, of: NodeType) -> str:
-    """Return the attribute that names nodes to the user: the ids of a node table, else the original ids."""
+    """Return the attribute with the ids that users see: ``id`` if the nodes are from a table, else ``orig_id``."""
     return "id" if "id" in graph.manifest.nodes[of].attrs else "orig_id"
 
 
@@ -97,7 +97,7 @@ def _shared_file(out: Path, piece: NodeRange, array: OutputArray) -> np.memmap[A
 
 
 def own_parts(out: Path, graph: Graph, of: NodeType, rows: LayerRows, group: RankGroup) -> Iterator[Path]:
-    """Yield the folders of the parts whose first nodes this rank has."""
+    """Yield the folders of the parts whose first node this rank has: each part is yielded on one rank only."""
     offsets = graph.manifest.nodes[of].offsets
     for piece in rows.shares.own(group.rank):
         if piece.first == offsets[piece.part_id]:
@@ -105,7 +105,7 @@ def own_parts(out: Path, graph: Graph, of: NodeType, rows: LayerRows, group: Ran
 
 
 def id_column(name: str, ids: Array) -> Column:
-    """Return the column of ids: texts, bytes [n, width], or integers [n]."""
+    """Return the column for ``ids``: VARCHAR for texts, uint8 [n, width], or BIGINT for integers [n]."""
     return Column(name, "VARCHAR" if ids.ndim == 2 else "BIGINT")
 
 
@@ -117,9 +117,10 @@ def id_list(ids: Array) -> list[Any]:
 def write_table(
     stem: Path, columns: Sequence[Column], blocks: Iterable[Sequence[Sequence[Any]]], parquet: bool
 ) -> None:  # fmt: skip
-    """Write a table as ``<stem>.csv`` and, with ``parquet``, as ``<stem>.parquet``, in pieces.
+    """Write a table as ``<stem>.csv`` and, with ``parquet``, as ``<stem>.parquet``.
 
-    blocks: lists of the values of each column. DuckDB converts the CSV file, so both have the same values.
+    blocks: the rows in pieces; each piece is a list of values per column. The Parquet file is converted from the CSV
+    file, so both have the same values.
     """
     path = stem.with_suffix(".csv")
     with path.open("w", newline="", encoding="utf-8") as file:
@@ -158,9 +159,9 @@ def _convert(path: Path, target: Path, columns: Sequence[Column]) -> None:
 
 
 def writes_parquet(wanted: bool | None) -> bool:
-    """Return whether Parquet files are written: as ``wanted``, by default if DuckDB is installed.
+    """Return ``wanted``, the user's choice, or if it is None whether DuckDB, which writes Parquet files, is installed.
 
-    Raises ``SettingsError`` if they are wanted without DuckDB.
+    Raises ``SettingsError`` if ``wanted`` is True and DuckDB is not installed.
     """
     installed = importlib.util.find_spec("duckdb") is not None
     if wanted and not installed:

@@ -36,10 +36,12 @@ from trainer.train.tasks.task import Labels, Task
 def write_node_predictions(
     out: Path, graph: Graph, target: NodeType, rows: LayerRows, task: Task, parquet: bool, group: RankGroup
 ) -> str:  # fmt: skip
-    """Write the output of all nodes and ``part<p>/predictions.csv``. Collective. Returns what was written, in words.
+    """Write the model's output for all nodes, and the predictions as ``part<p>/predictions.csv``. Collective.
 
-    ``logits.npy`` is float32 [nodes of the part, classes or labels]; for regression ``values.npy`` is float64 [nodes of
-    the part, columns] in units of ``y``. ``orig_id.npy`` has the original ids, and ``id.npy`` those of the node table.
+    The output is in ``part<p>/logits.npy``, float32 [nodes of the part, classes or labels]; for regression in
+    ``part<p>/values.npy``, float64 [nodes of the part, columns], in units of ``y``. ``orig_id.npy`` contains the
+    original ids, ``id.npy`` the ids of the node table or, without one, the same. Returns a sentence for the user on
+    what was written.
     """
     array = OutputArray("logits", task.outputs, "float32")
     if isinstance(task, Regression):
@@ -68,7 +70,7 @@ def _write_part(folder: Path, array: str, task: Task, names: Sequence[str] | Non
 
 
 def _names(graph: Graph, target: NodeType, task: Task) -> Sequence[str] | None:
-    """Return the texts of the classes, or the names of the columns of ``y``, if the node table has them."""
+    """Return the names of the classes or of the columns of ``y``; None if the graph does not store them."""
     prefix = f"{target}__" if graph.manifest.hetero else ""
     word = CATEGORIES if task.kind == "classification" else COLUMNS
     texts = graph.store.graph_attrs.get(f"{prefix}y__{word}")
@@ -85,7 +87,7 @@ def _columns(task: Task, names: Sequence[str] | None) -> list[Column]:
 
 
 def _predictions(task: Task, values: Tensor, names: Sequence[str] | None) -> list[list[Any]]:
-    """Return the columns of predictions for some rows of the output array."""
+    """Return the values of the columns ``_columns`` for some rows of the model's output."""
     if task.kind == "classification":
         scores = values.softmax(1).max(1)
         classes: list[int] = scores.indices.tolist()
@@ -99,7 +101,7 @@ def _predictions(task: Task, values: Tensor, names: Sequence[str] | None) -> lis
 def node_metrics(
     graph: Graph, target: NodeType, rows: LayerRows, task: Task, group: RankGroup
 ) -> dict[str, dict[str, float]]:  # fmt: skip
-    """Return the metrics on each split with labels. Collective."""
+    """Return the metrics by split and name; {} if the nodes have no labels. Collective."""
     spec = graph.manifest.nodes[target]
     splits = [split for split, count in spec.splits.items() if count] if "y" in spec.attrs else []
     sums = torch.zeros(len(splits), task.num_sums, dtype=torch.float64)

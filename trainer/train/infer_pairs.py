@@ -1,4 +1,4 @@
-"""Scores of given pairs of source and target: a file with ids of the user, read and written by rank 0."""
+"""Scores of pairs of source and target that the user lists by id in a CSV file. Rank 0 reads and writes the files."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from trainer.train.link_embeddings import LinkEmbeddings
 
 
 def write_pair_scores(out: Path, graph: Graph, links: LinkEmbeddings, path: Path, parquet: bool) -> None:
-    """Write ``pairs.csv``: source, target and score of each pair in ``path``, in its order. Collective.
+    """Write ``pairs.csv``: source, target and score of each pair in ``path``, in the same order. Collective.
 
     ``path``: a CSV file with a header whose first two columns are ids of sources and targets; only rank 0 reads it.
     Raises ``DataError`` that names the row of an unknown id.
@@ -67,7 +67,11 @@ def _columns(path: Path) -> list[list[str]]:
 
 
 def _nodes(graph: Graph, of: NodeType, texts: Sequence[str], where: str) -> Ids:
-    """Return the global ids of nodes that are named by their ids in the node table, or by their original ids."""
+    """Return the global ids of nodes given as texts: by their ids in the node table if there is one, else by their
+    original ids.
+
+    ``where``: file and column, for messages.
+    """
     known, is_id = _all_ids(graph, of), np.ones(len(texts), bool)
     if known.dtype.kind == "S":
         wanted: Array = np.array([text.encode() for text in texts], dtype=bytes)
@@ -86,7 +90,7 @@ def _nodes(graph: Graph, of: NodeType, texts: Sequence[str], where: str) -> Ids:
 
 
 def _all_ids(graph: Graph, of: NodeType) -> Array:
-    """Return the id of every node by global id: bytes, or int64."""
+    """Return the user's ids of all nodes, in the order of global ids: bytes (``S<width>``), or int64."""
     name, count = id_attr(graph, of), graph.manifest.nodes[of].num_nodes
     pieces = []
     for begin in range(0, count, ROWS_AT_ONCE):

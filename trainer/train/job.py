@@ -38,11 +38,11 @@ from trainer.train.tasks.task import Task
 
 
 def find_damage(job: TrainJob | InferJob, ranks: Ranks) -> PartitionError | None:
-    """Compare the files that this node's ranks open with their digests. Returns the first mismatch, None if there is
-    none.
+    """Compare the files that this node's ranks open with their digests. Returns an error for the first file that
+    differs, or None.
 
-    Reads nothing and returns None if another process of the node checks the files, or the job disables the check.
-    Reading may take long, and other ranks wait at the rendezvous until this function returns.
+    Returns None without reading if another process of the node checks the files, or the job disables the check. The
+    check may take long; other ranks wait for it at the rendezvous.
     """
     if not job.digests or job.parts is None or not compares_digests(ranks):
         return None
@@ -94,7 +94,9 @@ def check_same_partition(graph: Graph, group: RankGroup) -> None:
 
 
 def layout_of(graph: Graph, group: RankGroup) -> RankLayout:
-    """Return for each part the ranks that read it from disk, or whose home server does. Collective."""
+    """Return for each part the ranks that are near it: that read it from disk or, on clients, whose home server does.
+    Collective.
+    """
     owned = group.gather(graph.near_parts)
     parts = range(graph.manifest.num_parts)
     return RankLayout(group.size, tuple(tuple(r for r, own in enumerate(owned) if part in own) for part in parts))
@@ -103,8 +105,8 @@ def layout_of(graph: Graph, group: RankGroup) -> RankLayout:
 def one_host_layout(graph: Graph, group: RankGroup) -> RankLayout:
     """As ``layout_of``, but with each part assigned to the ranks of a single node, which share a disk. Collective.
 
-    A part is assigned to the node with the fewest parts so far, among the nodes whose ranks ``layout_of`` returns for
-    the part, or among all nodes if there is none.
+    A part is assigned to the node that has the fewest parts so far. The choice is among the nodes whose ranks
+    ``layout_of`` returns for the part, or among all nodes if there are none.
     """
     near_by_rank = group.gather((group.ranks.node_rank, graph.near_parts))
     nodes = sorted({node for node, _ in near_by_rank})
@@ -206,7 +208,7 @@ def _prepare(job: TrainJob, graph: Graph, group: RankGroup, metrics: MetricsLog)
 
 
 def _task(settings: TrainSettings, graph: Graph, target: Target, group: RankGroup) -> Task:
-    """Make the task, and print its kind and the reason on rank 0. Collective."""
+    """Make the task. Rank 0 prints its kind, and why it was chosen. Collective."""
     task: Task
     if isinstance(target, str):
         task, why = node_task(graph, target, settings.task, _splits(graph, target), group)

@@ -1,9 +1,9 @@
 """Full-graph inference: computes each layer for all nodes, with all their neighbours.
 
-Sampled inference computes a node's row again for every seed that reaches the node. Here each layer computes it once.
-The rows of a layer are stored on the disk of the rank that computed them, and other ranks request them over
-torch.distributed. Hosts therefore need not share a disk. Graph servers are not used for these rows, as they serve only
-rows of the partition.
+With sampling, a node's hidden row is computed again for every seed that reaches the node. Here each layer computes the
+row of a node once. The rows of a layer are stored on the disk of the rank that computed them, and other ranks request
+them over torch.distributed. Hosts therefore need not share a disk. Graph servers are not used for these rows, as they
+serve only rows of the partition.
 """
 
 from __future__ import annotations
@@ -48,7 +48,9 @@ class NodeRange:
 
 
 class NodeShares:
-    """Assignment of the nodes of one type to ranks. The ranks on the hosts of a part share its nodes evenly."""
+    """Assignment of the nodes of one type to ranks. The nodes of a part are divided evenly among the ranks on its
+    hosts.
+    """
 
     def __init__(self, offsets: Sequence[int], layout: RankLayout):
         self.ranges = tuple(_ranges(offsets, layout))
@@ -69,7 +71,7 @@ class NodeShares:
         return self._ranks[self._at(ids)]
 
     def rows(self, ids: Ids) -> Ids:
-        """Return the position of each global id in its owner's rows, int64."""
+        """Return the position of each global id among the nodes of its rank, int64."""
         at = self._at(ids)
         return self._rows[at] + ids - self._starts[at]
 
@@ -128,7 +130,11 @@ class LayerStack(Protocol):
     def layer(
         self, number: int, blocks: Blocks, rows: TypeRows, num_dst: Mapping[NodeType, int], degree: Tensor | None
     ) -> TypeRows:
-        """Compute layer ``number`` (from 0): its output for each target type, or logits after the last layer."""
+        """Compute the output of layer ``number`` (from 0) for each target type; for the last layer, the model's output.
+
+        ``rows``: its input, by source type. ``num_dst``: number of targets by type. ``degree``: in-degrees of the
+        source nodes if ``needs_degree``.
+        """
 
 
 class BlockStack:
@@ -174,8 +180,8 @@ class HeteroStack:
 
 
 def stack_of(model: nn.Module, facts: GraphFacts) -> LayerStack:
-    """Return the layers of a bundled model, for links those of its encoder. Raises ``SettingsError`` for any other
-    model.
+    """Return the layers of a bundled model; of a ``LinkModel``, those of its encoder. Raises ``SettingsError`` for any
+    other model.
     """
     if isinstance(model, LinkModel):
         return stack_of(model.encoder, facts)
@@ -241,8 +247,9 @@ class WholeGraph:
         return before
 
     def _layer(self, stack: LayerStack, number: int, need: LayerNeed, of: NodeType, before: LayerResults) -> LayerRows:
-        """Compute one layer for this rank's nodes of one type. All ranks compute equally many chunks, some of them
-        empty.
+        """Compute one layer for this rank's nodes of type ``of``, from ``before``, the output of the previous layer.
+
+        Collective, chunk by chunk: ranks with fewer chunks compute empty ones.
         """
         chunks = list(self._chunks(of, need))
         rows, done = None, 0
@@ -282,7 +289,7 @@ class WholeGraph:
         return NodeChunk({other: found.nodes[other].ids for other in need.sources}, blocks, num_dst)
 
     def _edge_rows(self, found: SampledSubgraph, need: LayerNeed) -> dict[EdgeType, Tensor]:
-        """Fetch the features of the edges of the types that have some, float32 [e, d]."""
+        """Fetch the edge features, float32 [e, d], of the edge types that have attribute ``edge_attr``."""
         name = self.edge_attr
         if name is None:
             return {}
@@ -297,7 +304,7 @@ class WholeGraph:
         return self.weight if any(self.weight in specs[of].attrs for of in need.edge_types) else None
 
     def _features(self, chunk: NodeChunk) -> HeteroBatch:
-        """Fetch a chunk's original ids and features."""
+        """Fetch original ids and features of a chunk's nodes, as the batch that ``LayerStack.begin`` takes."""
         specs = self.graph.manifest.nodes
         wanted = [
             RowRequest(of, ids, ("orig_id", "x") if "x" in specs[of].attrs else ("orig_id",))
@@ -319,7 +326,7 @@ class WholeGraph:
         return torch.from_numpy(np.asarray(rows["in_degree"]))
 
     def _chunks(self, of: NodeType, need: LayerNeed) -> Iterator[Ids]:
-        """Cut this rank's nodes into chunks with a bounded number of nodes and edges, in the order of ``LayerRows``."""
+        """Cut this rank's nodes into chunks with a bounded number of nodes and edges, in the order of their rows."""
         ending = [edge_type for edge_type in need.edge_types if edge_type[2] == of]
         for piece in self.shares[of].own(self.group.rank):
             cost = 1 / self.nodes_at_once + self._degrees(piece, of, ending) / (self.nodes_at_once * EDGES_PER_NODE)

@@ -30,7 +30,10 @@ _ROWS_AT_ONCE = 1 << 16
 
 @dataclass(frozen=True)
 class LinkEmbeddings:
-    """The score of a pair is the dot product of the source's and the target's embedding. Methods are collective."""
+    """Embeddings of this rank's nodes, as sources and as targets of links. All methods are collective.
+
+    The score of a pair is the dot product of the source's and the target's embedding.
+    """
 
     graph: Graph
     edge_type: EdgeType
@@ -49,7 +52,7 @@ class LinkEmbeddings:
         )  # fmt: skip
 
     def metrics(self, settings: TrainSettings, task: Task, layout: RankLayout) -> dict[str, dict[str, float]]:
-        """Return the metrics on each split of held-out links, with the negatives of evaluations during training."""
+        """Return the metrics on each split of held-out links, with the same negatives as evaluations in training."""
         (source, _, target), store = self.edge_type, self.graph.store
         loaders = link_loaders(
             settings, self.graph, self.edge_type, ("val", "test"), False, self.group.rank, layout
@@ -69,10 +72,11 @@ class LinkEmbeddings:
         return found
 
     def best_targets(self, count: int) -> tuple[Array, Array]:
-        """Return the ``count`` targets with the highest scores of each own source, and their scores.
+        """Return the ``count`` targets with the highest scores, best first, of each source that this rank owns.
 
-        int64 [own sources, count] original ids, -1 where there are fewer targets, and float32 of the same shape; best
-        first. Edges of the graph are left out, and a node is not its own target.
+        Returns the original ids of the targets, int64 [own sources, count], -1 where there are fewer targets, and their
+        scores, float32 of the same shape. Pairs that are edges of the graph are left out, as are pairs of a node with
+        itself.
         """
         own = torch.from_numpy(np.asarray(self.source.values))
         best = torch.full((len(own), count), -torch.inf)
@@ -94,9 +98,10 @@ class LinkEmbeddings:
         return self._original(ids.numpy()), best.numpy()
 
     def _linked(self, targets: Ids) -> tuple[Ids, Ids]:
-        """Return the edges that end in ``targets``, as positions among own sources, ascending, and in ``targets``.
+        """Return the edges from own sources to ``targets``: positions among the own sources, ascending, and in
+        ``targets``.
 
-        If both ends have one node type, pairs of a node with itself are included.
+        If source and target have the same type, pairs of a node with itself are included.
         """
         request = HopRequest(self.edge_type, targets, -1, 0, key=0)
         (sample,) = self.graph.access.sample_hops([request])
@@ -109,7 +114,7 @@ class LinkEmbeddings:
         return rows[order], to[order]
 
     def _original(self, ids: Array) -> Array:
-        """Convert global ids of targets to original ids, in place; -1 stays."""
+        """Convert global ids of targets to original ids, in place. -1 is not changed."""
         for begin in range(0, len(ids), _ROWS_AT_ONCE):
             some = ids[begin : begin + _ROWS_AT_ONCE]
             wanted = RowRequest(self.edge_type[2], some[some >= 0], ("orig_id",))
@@ -120,7 +125,7 @@ class LinkEmbeddings:
 
 @torch.no_grad()
 def _projected(rows: LayerRows, projection: nn.Linear, path: Path, group: RankGroup) -> LayerRows:
-    """Return ``projection`` of all own rows, in a file, so that they need not fit into memory."""
+    """Apply ``projection`` to all own rows. The result is in file ``path``, so it may be larger than memory."""
     width = projection.out_features
     if not len(rows.values):
         return LayerRows(rows.shares, np.empty((0, width), np.float32))

@@ -35,11 +35,11 @@ def link_loaders(
     settings: TrainSettings, graph: Graph, edge_type: EdgeType, splits: Sequence[str], want_degree: bool, rank: int,
     layout: RankLayout,
 ) -> dict[str, LinkBlockLoader]:  # fmt: skip
-    """Return a loader of the links of each of ``splits``: ``train`` has all edges of the type, ``val`` and ``test`` the
-    held-out links, if there are any.
+    """Return a loader of links for each of ``splits``: all edges of the type for ``train``, the held-out links for
+    ``val`` and ``test``. Splits without held-out links are left out.
 
-    Raises ``SettingsError`` for settings of temporal or disjoint sampling, ``DataError`` if there are no edges, or the
-    held-out links are of another type.
+    Raises ``SettingsError`` for settings of temporal or disjoint sampling, and ``DataError`` if there are no edges of
+    the type, or the held-out links are of another type.
     """
     # imported here because they import torch_geometric, which takes seconds
     from trainer.loader.link_block_loader import LinkBlockLoader, LinkBlockSettings
@@ -86,7 +86,7 @@ def loader_settings(settings: TrainSettings, target: NodeType, split: str, want_
         settings: Settings of the run.
         target: Node type of the seeds.
         split: Name of the split; ``"train"`` gets the fanouts, the batch size and the shuffling of training.
-        want_degree: Also provide the in-degrees of nodes, as GCN needs.
+        want_degree: Whether batches contain the in-degrees of nodes, which GCN needs.
     """
     training = split == "train"
     return LoaderSettings(

@@ -1,4 +1,4 @@
-"""Makes the model of a run, and that of a checkpoint with its weights."""
+"""Makes the untrained model of a run, and the trained model of a checkpoint."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from trainer.train.tasks.target import Target
 
 
 def model_facts(manifest: Manifest, target: Target, outputs: int, edge_attr: str | None = None) -> GraphFacts:
-    """Return the facts for a model of ``target`` with ``outputs`` numbers per seed node.
+    """Return the ``GraphFacts`` for a model that predicts ``target`` with ``outputs`` numbers per seed node.
 
     ``edge_attr``: edge attribute that the model reads. Raises ``SettingsError`` if no edge type has it.
     """
@@ -36,10 +36,10 @@ def model_facts(manifest: Manifest, target: Target, outputs: int, edge_attr: str
 def make_model(
     settings: TrainSettings, manifest: Manifest, target: Target, outputs: int, device: torch.device | None = None
 ) -> tuple[nn.Module, ShardedEmbedding | None]:
-    """Return the initial model, and embedding rows [nodes, ``hidden``] of the featureless node types that the model
-    reads.
+    """Return the initial model, and trainable embeddings [nodes, ``hidden``] of the featureless node types that the
+    model reads.
 
-    ``target``: the node type of the seeds, or the edge type whose links are predicted. ``outputs``: of the task.
+    ``target``: the node type of the seeds, or the edge type whose links are predicted. ``outputs``: ``Task.outputs``.
     """
     facts = model_facts(manifest, target, outputs, settings.edge_attr)
     reached = layer_needs(facts.node_types, facts.edge_types, facts.targets, len(settings.fanouts))[0].sources

@@ -25,8 +25,8 @@ _LIMITS: dict[str, tuple[str, Callable[[float, float], bool]]] = {
 
 
 def setting(help: str, default: Any, **limits: float) -> Any:
-    """Return a dataclass field of settings. ``help``: text for ``--help``. ``limits``: ``at_least``, ``above``,
-    ``below``.
+    """Return a field of the settings dataclass. ``help``: text for ``--help``. ``limits`` of the value: ``at_least``,
+    ``above`` and ``below``.
     """
     return field(default=default, metadata={"help": help, "limits": limits})
 
@@ -35,7 +35,7 @@ def setting(help: str, default: Any, **limits: float) -> Any:
 class TrainSettings:
     """Model, data and optimisation of a run of the bundled trainer: the keys of ``train`` in cluster.yml.
 
-    [cluster.yml](config.md#train) describes each.
+    [cluster.yml](config.md#train) describes each field.
 
     Raises:
         SettingsError: Lists all invalid values.
@@ -107,7 +107,7 @@ class TrainSettings:
 
 @dataclass(frozen=True)
 class TrainJob:
-    """A training run of one process: settings, files and folders."""
+    """What one process needs to train: settings, files and folders."""
 
     settings: TrainSettings
     parts: Path | None  #: partition folder; None on a client node, which has no parts
@@ -126,7 +126,7 @@ class TrainJob:
 
 @dataclass(frozen=True)
 class InferJob:
-    """Full-graph inference of one process: checkpoint, files and folders."""
+    """What one process needs for full-graph inference: checkpoint, files and folders."""
 
     checkpoint: Path  #: checkpoint file; only rank 0 reads it
     parts: Path | None  #: partition folder; None on a client node, which has no parts

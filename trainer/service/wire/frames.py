@@ -1,8 +1,9 @@
 """The wire format: a fixed header and raw little-endian arrays, without pickle.
 
-A message is a list of parts (``trainer.service.stream``). Part 0, the head, consists of the header, one descriptor per
-array, records and text, whose meaning depends on the kind of message (``messages``), and the small arrays, each aligned
-to 8 bytes. Each further part is the memory of a larger, C-contiguous array. Ids are sent as int32 if they fit.
+A message is a list of frames, which ``trainer.service.stream`` sends. Frame 0, the head, consists of the header, one
+descriptor per array, records, text, and the small arrays, each aligned to 8 bytes. The meaning of records and text
+depends on the kind of message (``messages``). Each further frame is the memory of a larger, C-contiguous array. Ids are
+sent as int32 if they fit.
 
 ======  =====================================================================
 header  magic ``GNFS`` · version u16 · kind u8 · status u8 · request id u64 · arrays u32 · bytes of records u32 ·
@@ -238,8 +239,8 @@ class _ArrayHeader:
 def _read_arrays(
     head: bytes, count: int, end: int, frames: Sequence[Any], max_array: int, max_message: int
 ) -> tuple[Array, ...]:
-    """Decode all arrays of a message. The small arrays begin at offset ``end`` of the head. Raises ``WireError`` if
-    bytes are left.
+    """Decode all arrays of a message. The small arrays begin at offset ``end`` of the head. Raises ``WireError`` for
+    invalid descriptors, and if frames or bytes of the head are missing or left over.
     """
     headers = [_read_descriptor(head, position, max_array) for position in range(count)]
     total, needed = sum(one.size for one in headers), sum(one.size > SMALL for one in headers)
@@ -273,7 +274,7 @@ def _read_descriptor(head: bytes, position: int, max_array: int) -> _ArrayHeader
 def _num_bytes(shape: list[int], dtype: np.dtype[Any], limit: int) -> int:
     """Return the size of an array in bytes. Raises ``WireError`` if the size exceeds ``limit``.
 
-    For an empty array, the product of the non-zero dimensions is checked.
+    An array with a dimension of 0 has no bytes; the product of its other dimensions must not exceed ``limit`` either.
     """
     size = math.prod(shape) * dtype.itemsize
     if size > limit or (not size and math.prod(filter(None, shape)) * dtype.itemsize > limit):
@@ -331,7 +332,7 @@ class TableWriter:
         self._names: dict[str, int] = {}
 
     def ids(self, array: Ids | None) -> int:
-        """Add ids int64 [n], which are sent as int32 if they fit. An array that was already added keeps its index."""
+        """Add ids int64 [n], which are sent as int32 if they fit. Adding an array again returns the same index."""
         if array is None:
             return NONE
         if id(array) not in self._places:
@@ -408,7 +409,7 @@ class TableReader:
         return self._names[self._check(place, len(self._names), "name")]
 
     def type(self, place: int) -> AnyType:
-        """Return a node type or edge type. It is well-formed, but the graph may not have it."""
+        """Return a node type or edge type. Only its form is checked: the graph may not have the type."""
         if place not in self._types:
             try:
                 self._types[place] = type_of(self.name(place))

@@ -52,7 +52,10 @@ FLAG_OF: dict[WireRows, Flag] = {"stored": Flag.NONE, "float16": Flag.FLOAT16, "
 
 
 def form_of(flags: Flag) -> WireRows:
-    """Return the form to which rows are rounded for a request with these flags. Of two allowed forms, int8 is used."""
+    """Return the form (stored, float16 or int8) of the rows in the reply to a request with these flags.
+
+    If the flags allow both float16 and int8, this is int8.
+    """
     return "int8" if flags & Flag.INT8 else "float16" if flags & Flag.FLOAT16 else "stored"
 
 
@@ -265,13 +268,13 @@ def read_found(message: Message, count: int) -> npt.NDArray[np.bool_]:
 
 
 def endpoints_request(edge_type: EdgeType, edges: Ids) -> Message:
-    """Encode a request for the ends of edges given by original ids."""
+    """Encode a request for the sources and targets of edges with given original ids."""
     table = TableWriter()
     return table.message(Kind.ENDPOINTS, _IDS_RECORD.pack(table.type(edge_type), table.ids(edges)))
 
 
 def read_endpoints_request(message: Message) -> tuple[EdgeType, Ids]:
-    """Decode a request for the ends of edges: edge type and original ids. Raises ``WireError`` for an invalid
+    """Decode the request of ``endpoints_request``: edge type and original edge ids. Raises ``WireError`` for an invalid
     request.
     """
     table = TableReader(message)
@@ -285,8 +288,8 @@ def endpoint_arrays(ends: tuple[Ids, Ids]) -> list[Array]:
 
 
 def read_endpoints(message: Message, count: int) -> tuple[Ids, Ids]:
-    """Decode a reply with the ends of ``count`` edges: sources and targets, int64. Raises ``WireError`` for any other
-    reply.
+    """Decode a reply with ``endpoint_arrays`` of ``count`` edges: sources and targets, int64. Raises ``WireError`` for
+    any other reply.
     """
     if len(message.arrays) != 2 or any(check_ids(ids).shape != (count,) for ids in message.arrays):
         raise WireError(f"the reply has arrays of shapes {[array.shape for array in message.arrays]} for {count} edges")
@@ -351,8 +354,8 @@ def read_shared_request(message: Message) -> SharedSlice:
 
 
 def read_shared(message: Message, asked: SharedSlice) -> Array:
-    """Decode rows of an array that belongs to the whole graph. Raises ``WireError`` for another number of rows than
-    requested.
+    """Decode rows of an array that belongs to the whole graph. Raises ``WireError`` if the number of rows differs from
+    that requested.
     """
     rows = [array.shape[0] if array.ndim else 1 for array in message.arrays]
     if rows != [asked.count]:

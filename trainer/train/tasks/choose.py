@@ -1,4 +1,4 @@
-"""Chooses the task: for a run by its settings or the labels, for a checkpoint by its contents."""
+"""Chooses the task: that of a run by its settings or labels, that of a checkpoint by its record."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def node_task(
 
 
 def _kind(manifest: Manifest, target: NodeType, wanted: str, matrix_01: bool) -> tuple[Kind, str]:
-    """Return the kind of task, and why. ``matrix_01``: whether all labels of seeds are 0, 1 or missing."""
+    """Return the kind of task, and the reason in words. ``matrix_01``: whether all seed labels are 0, 1 or missing."""
     spec = manifest.nodes[target]
     y, name = spec.attrs["y"], f"{manifest.dataset}: y{of_type(manifest, target)}"
     found = f"y{of_type(manifest, target)} is {y.dtype} {list(y.shape)}"
@@ -98,7 +98,7 @@ def _check_each(labels: Sequence[SeedLabels], check: Callable[[SeedLabels], None
 
 
 def of_record(record: Mapping[str, Any]) -> Task:
-    """Return the task of a checkpoint, from its ``task``."""
+    """Make the task of a checkpoint from ``Checkpoint.task``, the result of ``Task.record``."""
     kind = record["kind"]
     if kind == "regression":
         return Regression(tuple(record["mean"]), tuple(record["std"]), record["classes"])

@@ -27,7 +27,7 @@ class Classification:
         return functional.cross_entropy(out, batch.y.long(), reduction="sum")
 
     def metric_sums(self, out: Tensor, batch: Labelled) -> Tensor:
-        """Number of seeds predicted correctly, and number of seeds."""
+        """Return the number of seeds predicted correctly, and the number of seeds."""
         assert batch.y is not None
         right = out.argmax(1) == batch.y
         return torch.stack([right.sum(), right.new_tensor(len(right), dtype=torch.int64)]).double()

@@ -1,4 +1,4 @@
-"""Labels ``y`` as numbers with NaN for missing ones, and checks of the labels of all seeds."""
+"""Converts labels ``y`` to numbers, with NaN for missing labels, and checks the labels of all seeds."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ from trainer.store.manifest import Manifest
 
 
 def numbers(y: Tensor, classes: bool = False) -> Tensor:
-    """Return ``y`` [n] or [n, D] as float64 [n, D]. Missing values are NaN; of class labels (``classes``) also -1."""
+    """Return ``y`` [n] or [n, D] as float64 [n, D]. If ``classes``, negative values, which mean missing, become NaN."""
     values = y.double().reshape(len(y), -1)
     return torch.where(values < 0, torch.nan, values) if classes else values
 
 
 def labels_01(y: Tensor) -> Tensor:
-    """Return a matrix of labels 0 and 1 as float64 [n, L]. Missing labels are NaN; of integers also -1."""
+    """Return a matrix of labels 0 and 1 as float64 [n, L], with NaN for missing labels: NaN, or -1 in integers."""
     return numbers(y, classes=not y.is_floating_point())
 
 
@@ -68,7 +68,7 @@ def check_classes(manifest: Manifest, target: NodeType, labels: SeedLabels) -> N
 
 
 def check_known(manifest: Manifest, target: NodeType, labels: SeedLabels, y: Tensor) -> None:
-    """Raise ``DataError`` if a seed has no known value in ``y`` [n, D], or an infinite one."""
+    """Raise ``DataError`` if all of a seed's values in ``y`` [n, D] are NaN, or one is infinite."""
     missing, infinite = (bad.nonzero().flatten().tolist() for bad in (y.isnan().all(1), y.isinf().any(1)))
     of = of_type(manifest, target)
     if missing:

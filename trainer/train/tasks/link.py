@@ -1,4 +1,4 @@
-"""Link prediction: ranks the target of each link among other nodes."""
+"""Link prediction: learns to rank the target of each link above other nodes."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class LinkPrediction:
     """Softmax cross entropy of each link's target among the negatives of its step; MRR, Hits@k and AUC.
 
     ``out``: scores [num_seeds, 1 + m], of ``LinkModel``: those of the links in column 0, then those of the m negatives,
-    which the links of a step share. A negative that is the target of a link itself is left out for this link.
+    which the links of a step share. A negative that equals the target of a link is left out for that link.
     """
 
     outputs: int  #: width of a node's embedding
@@ -34,7 +34,7 @@ class LinkPrediction:
         return softmax_loss(positive, negative) * len(out) if len(out) else out.sum()
 
     def metric_sums(self, out: Tensor, batch: Labelled) -> Tensor:
-        """Sums of ``LinkSums``."""
+        """Return the sums of ``LinkSums``, from which ``metrics`` computes MRR, Hits@k and AUC."""
         sums = LinkSums(HITS, out.device)
         if len(out):
             sums.add(*self._scores(out, batch))

@@ -34,14 +34,16 @@ class MultiLabel:
         return (torch.where(known, each, 0).sum(1) / known.sum(1).clamp(min=1)).sum()
 
     def metric_sums(self, out: Tensor, batch: Labelled) -> Tensor:
-        """True positives, false positives, false negatives, correct labels and known labels."""
+        """Return the numbers of true positives, false positives, false negatives, correct labels and known labels."""
         y, known = self._known(batch)
         predicted, true = out > 0, y == 1
         counts = [predicted & true, predicted & ~true & known, ~predicted & true, (predicted == true) & known, known]
         return torch.stack([count.sum() for count in counts]).double()
 
     def metrics(self, sums: Sequence[float]) -> dict[str, float]:
-        """Micro-averaged F1 (0 without true positives) and the share of known labels that are predicted correctly."""
+        """Return micro-averaged F1 (0 without true positives) and the share of known labels that are predicted
+        correctly.
+        """
         right, false_positives, false_negatives, correct, known = sums
         return {
             "micro_f1": 2 * right / max(2 * right + false_positives + false_negatives, 1),

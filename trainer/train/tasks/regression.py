@@ -45,13 +45,13 @@ class Regression:
         return (squares.sum(1) / known.sum(1).clamp(min=1)).sum()
 
     def metric_sums(self, out: Tensor, batch: Labelled) -> Tensor:
-        """Absolute errors, squared errors and known values of each column."""
+        """Return for each column the sums of absolute and of squared errors, and the number of known values."""
         y, known = self._known(batch)
         errors = torch.where(known, self.predictions(out) - y, 0)
         return torch.cat([errors.abs().sum(0), errors.square().sum(0), known.double().sum(0)])
 
     def metrics(self, sums: Sequence[float]) -> dict[str, float]:
-        """Mean absolute error and root mean squared error over all known values; of several columns also of each."""
+        """Return MAE and RMSE over all known values and, with up to ``_COLUMNS_SHOWN`` columns, the MAE of each."""
         width = self.outputs
         absolute, squared, known = sums[:width], sums[width : 2 * width], sums[2 * width :]
         count = max(sum(known), 1)

@@ -15,7 +15,7 @@ Target = NodeType | EdgeType
 
 
 def pick_target(graph: Graph, wanted: str | None = None, task: str = "auto") -> Target:
-    """Return the node type whose labels are learned or, for link prediction, the edge type whose links are.
+    """Return the node type whose labels are learned or, for link prediction, the edge type whose links are predicted.
 
     ``wanted``: the target's name, or None for the only possible one. ``task``: ``auto``, or a kind of task. Raises
     ``SettingsError`` if ``wanted`` does not exist or several types are possible, ``DataError`` if none is.
@@ -47,7 +47,7 @@ def pick_target(graph: Graph, wanted: str | None = None, task: str = "auto") -> 
 
 
 def held_out_type(graph: Graph) -> EdgeType | None:
-    """Return the edge type of which links are held out (dataset option ``hold_out``), or None."""
+    """Return the edge type whose val and test links are held out (dataset option ``hold_out``), or None."""
     name = graph.store.graph_attrs.get(HELD_OUT)
     if name is None:
         return None
@@ -56,7 +56,10 @@ def held_out_type(graph: Graph) -> EdgeType | None:
 
 
 def _linked(graph: Graph, wanted: str | None) -> EdgeType:
-    """Return the edge type whose links are predicted, where ``wanted`` is none."""
+    """Choose the edge type whose links are predicted if the user names none.
+
+    Raises ``SettingsError`` if ``wanted`` is given, which is then not an edge type, or several types are possible.
+    """
     manifest = graph.manifest
     names = [type_name(of) for of in manifest.edges]
     if wanted is not None:
@@ -78,7 +81,7 @@ def trains(spec: NodeSpec) -> bool:
 
 
 def check_trainable(manifest: Manifest, target: NodeType) -> None:
-    """Raise ``DataError`` if the target has no labels or train seeds, or a homogeneous graph no features."""
+    """Raise ``DataError`` if the target has no labels or no train seeds, or a homogeneous graph has no features."""
     spec, nodes = manifest.nodes[target], f"nodes of type {target}" if manifest.hetero else "nodes"
     for attr in ("y",) if manifest.hetero else ("x", "y"):
         if attr not in spec.attrs:

@@ -1,4 +1,4 @@
-"""The interface of a task: loss, metrics and record of what a model learns."""
+"""The interface of a task, which defines what a model learns: its loss and its metrics."""
 
 from __future__ import annotations
 
@@ -18,20 +18,20 @@ KINDS: tuple[Kind, ...] = ("classification", "regression", "multilabel", "link")
 
 
 class Labelled(Protocol):
-    """What a task needs of a batch."""
+    """The attributes of a batch that a task reads."""
 
     @property
     def y(self) -> Tensor | None:
-        """Labels of the seed nodes, [num_seeds, …]."""
+        """Labels of the seed nodes, [num_seeds, …]; None in link prediction."""
 
     @property
     def links(self) -> LinkEnds | None:
-        """The links, in link prediction."""
+        """The links whose targets are ranked, in link prediction; else None."""
 
 
 @dataclass(frozen=True)
 class Labels:
-    """Labels without a batch."""
+    """The labels of some seeds, for ``Task.metric_sums`` where there is no batch."""
 
     y: Tensor | None = None
     links: LinkEnds | None = None
@@ -52,8 +52,8 @@ class Metric:
 class Task(Protocol):
     """Loss and metrics of a model's output.
 
-    Both are sums over the seeds of this rank's batch, which can be added over batches and ranks. Seeds are nodes or, in
-    link prediction, links.
+    ``loss_sum`` and ``metric_sums`` are sums over the seeds of this rank's batch, which can be added over batches and
+    ranks. Seeds are nodes or, in link prediction, links.
     """
 
     @property
@@ -62,11 +62,11 @@ class Task(Protocol):
     def metric(self) -> Metric: ...
     @property
     def outputs(self) -> int:
-        """Width of the model's output: numbers per seed node."""
+        """Width of the model's output: numbers per seed node; in link prediction, of an embedding."""
 
     @property
     def num_sums(self) -> int:
-        """Length of ``metric_sums``."""
+        """Length of the result of ``metric_sums``."""
 
     def loss_sum(self, out: Tensor, batch: Labelled) -> Tensor:
         """Return the differentiable loss, summed over the seeds; 0 for a batch without seeds."""
@@ -75,7 +75,9 @@ class Task(Protocol):
         """Return sums from which ``metrics`` computes the metrics, float64 [num_sums]."""
 
     def metrics(self, sums: Sequence[float]) -> dict[str, float]:
-        """Return the metrics by name; that of ``metric`` comes first."""
+        """Return the metrics by name; ``metric``, by which the best epoch is chosen, comes first."""
 
     def record(self) -> Mapping[str, Any]:
-        """Return the content of a checkpoint's ``task``: ``kind``, and what ``of_record`` needs besides."""
+        """Return what checkpoints store as ``task``: ``kind`` and further values from which ``of_record`` makes the
+        task.
+        """

@@ -243,3 +243,24 @@ def test_parts_without_a_holder_are_named(how: str) -> None:
     first = made.report(FOLDER, 1.0).first_failure
     assert first is not None and first.node_rank == 2
     assert first.sentence.endswith("; no other node holds parts 0, 1, as node1 (local) was lost before")
+
+
+@pytest.mark.parametrize(("replicas", "state"), [(2, "stopped"), (1, "failed")])
+def test_a_server_lost_just_before_a_stop_fails_the_run_only_if_its_parts_are_lost(replicas: int, state: str) -> None:
+    # Server node1 loses power two seconds before the stop; nobody has noticed that when the other nodes stop.
+    held: list[tuple[int, ...]] = [(0, 1), (0, 1), ()] if replicas == 2 else [(0,), (1,), ()]
+    roles = ("server", "server", "client")
+    nodes = [replace(make_node(Path("/w"), k, []), role=role, parts=held[k]) for k, role in enumerate(roles)]
+    asked = {"asked": {"by": "alice@laptop", "why": "gnnfleet stop", "now": False}}
+    server = record(0, 95.0, stopped=True) | {"name": "server", "rank": None}
+    results = {
+        0: result(0, "done", server, clock_offset=0.0, **asked),
+        2: result(2, "stopped", stopped(2, 95.0), clock_offset=0.0, **asked),
+    }
+    followed = Followed(results, lost={1: Lost("the supervisor is gone", 93.0)})
+    made = Ending(make_launch(nodes), followed, Collected(Metrics(), dict.fromkeys(range(3), ()), ()), {}).report(
+        FOLDER, 1.0
+    )
+    assert made.state == state
+    assert made.stopped_by == ("alice@laptop (gnnfleet stop)" if state == "stopped" else made.stopped_by)
+    assert (made.first_failure is None) == (state == "stopped")

@@ -263,7 +263,7 @@ def _tables(options: Mapping[str, Any]) -> Iterator[Line]:
             for key, plain in table.items():
                 yield Line(f"        {key}: {value(plain)}")
         if kind == "nodes" and not any("label" in table for table in options[kind].values()):
-            yield Line("        # label: COLUMN", "what to predict; take it out of features and categories")
+            yield Line("        # label: COLUMN", "what to predict; take it out of features and one_hot")
     if options.get("undirected"):
         yield Line("    undirected: true", "adds the reverse of every edge, so that every type receives messages")
     if not any("label" in table for table in options["nodes"].values()):

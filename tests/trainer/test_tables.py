@@ -355,7 +355,7 @@ def test_drafted_options_are_read(tmp_path: Path) -> None:
             "item": {"files": "items.csv", "id": "sku", "features": ["price"], "standardize": True},
             "user": {
                 "files": "users.csv", "id": "user_id", "split": "fold", "time": "joined",
-                "features": ["age", "height"], "standardize": True, "categories": ["segment"],
+                "features": ["age", "height"], "standardize": True, "one_hot": ["segment"],
             },
         },
         "edges": {
@@ -389,3 +389,26 @@ def test_a_folder_without_edges_is_refused_with_its_columns(tmp_path: Path) -> N
     write(tmp_path, users__csv=USERS)
     with pytest.raises(DataError, match=r"recognised in: users\.csv \(user_id, age, .*write data\.options yourself"):
         draft_tables(tmp_path)
+
+
+def test_texts_become_columns_of_zeros_and_ones_after_the_features(tmp_path: Path) -> None:
+    graph = load(shop(tmp_path), with_keys(user={"one_hot": "segment"}), tmp_path / "work")
+    plain = load(shop(tmp_path), SHOP, tmp_path / "plain").nodes["user"].attrs["x"]
+    x = graph.nodes["user"].attrs["x"]
+    rows = [line.split(",") for line in USERS.strip().splitlines()]
+    column = rows[0].index("segment")
+    texts = sorted({row[column] for row in rows[1:]} - {""})
+    assert x.shape == (len(plain), plain.shape[1] + len(texts)) and (x[:, : plain.shape[1]] == plain).all()
+    assert x[:, plain.shape[1] :].tolist() == [[float(row[column] == each) for each in texts] for row in rows[1:]]
+    assert any("segment → x:" in note for note in graph.notes)
+
+
+def test_too_many_texts_for_columns_are_refused(tmp_path: Path) -> None:
+    sql(f"COPY (SELECT 'n' || i AS id, 't' || i AS word FROM range(1500) r(i)) TO '{tmp_path}/n.csv'")
+    write(tmp_path, e__csv="s,t\nn0,n1\n")
+    options = {
+        "nodes": {"n": {"files": "n.csv", "id": "id", "one_hot": ["word"]}},
+        "edges": {"e": {"files": "e.csv", "source": "s", "target": "t"}},
+    }
+    with pytest.raises(DataError, match="one_hot 'word' has more than 1,024 different values"):
+        load(tmp_path, options, tmp_path / "work")

@@ -21,7 +21,9 @@ _TIMES = ("time", "timestamp", "date", "datetime", "at", "year")
 
 _SPLIT_WORDS = {"train", "val", "valid", "validation", "test", ""}
 
-_FEW = 1000  #: most categories of a column that is drafted as one
+_FEW = 1000  #: most texts of a column that are looked at
+
+_MOST_ONE_HOT = 64  #: most texts of a column that is drafted as 0/1 columns
 
 _MOST_CLASSES = 50  #: most values of a column that is drafted as the label without being called so
 
@@ -224,9 +226,10 @@ def _others(table: _Found, rest: list[_Column]) -> dict[str, Any]:
         drafted["features"] = [one.name for one in numbers]
         if any(one.kind == "number" for one in numbers):
             drafted["standardize"] = True
-    few = [one for one in rest if one.kind == "text" and one.texts and len(one.texts) <= max(2, table.rows // 2)]
+    most = min(_MOST_ONE_HOT, max(2, table.rows // 2))
+    few = [one for one in rest if one.kind == "text" and one.texts and len(one.texts) <= most]
     if few:
-        drafted["categories"] = [one.name for one in few]
+        drafted["one_hot"] = [one.name for one in few]
     return drafted
 
 

@@ -29,6 +29,7 @@ from trainer.sources.table_columns import (
     ids_are_integers,
     label_sql,
     list_type,
+    one_hot,
     scale_note,
     standardized,
     time_sql,
@@ -40,6 +41,8 @@ from trainer.sources.table_options import SPLITS, EdgeTable, NodeTable, Table, T
 _CHUNK = 32 << 20  #: bytes of an array that are read from the database at once
 
 _LONGEST_ID = 1024  #: bytes
+
+_MOST_ONE_HOT = 1024  #: most texts of a column of ``one_hot``
 
 COLUMNS = "columns"  #: last word of graph attributes with the names of the columns of ``y``, uint8 [columns, bytes]
 
@@ -315,12 +318,16 @@ class _Conversion:
 
     def _columns(self, of: NodeType | EdgeType, table: Table, scan: Scan, features: str) -> list[_Column]:
         found = []
-        if table.features:
+        if table.features or table.one_hot:
             numbers = check_numbers(scan, table.features, "features", table.fill)
             if table.standardize:
                 numbers = standardized(scan, numbers)
             elif note := scale_note(scan, numbers):
                 self.notes.append(note)
+            for name in table.one_hot:
+                texts = categories(scan, name, "one_hot", _MOST_ONE_HOT)
+                numbers += one_hot(name, texts)
+                self.notes.append(f"{scan.where}: {name} → {features}: {len(texts)} columns, {_listed(texts)}")
             found.append(_numbers(features, numbers, np.float32))
         for name in table.attributes:
             (column,) = check_numbers(scan, [name], "attributes", table.fill)

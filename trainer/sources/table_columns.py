@@ -297,6 +297,12 @@ def categories(scan: Scan, column: str, role: str, most: int = 1 << 20) -> list[
     return found
 
 
+def one_hot(column: str, texts: Sequence[str]) -> list[NumberColumn]:
+    """Return a column for each text, which is 1 in rows with this text and else 0."""
+    found = f"CAST({quoted(column)} AS VARCHAR)"
+    return [NumberColumn(column, f"CASE WHEN {found} = {text(each)} THEN 1.0 ELSE 0.0 END", 0, True) for each in texts]
+
+
 def code_sql(scan: Scan, column: str, texts: list[str], enum: str) -> str:
     """Return an SQL expression for the position of a column's values in ``texts``, BIGINT; -1 for missing values.
 

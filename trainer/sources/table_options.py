@@ -27,6 +27,7 @@ class Table:
     files: tuple[str, ...]  #: CSV or Parquet files, folders or globs, relative to the source folder
     time: str | None = None  #: integers, dates or timestamps
     features: tuple[str, ...] = ()  #: columns of numbers or of lists of numbers, side by side in `x` or `edge_attr`
+    one_hot: tuple[str, ...] = ()  #: columns of few texts; a 0/1 column per text follows the features
     categories: tuple[str, ...] = ()  #: columns of texts; each becomes an attribute with codes from 0
     attributes: tuple[str, ...] = ()  #: columns of numbers or of lists; each becomes an attribute of its name
     standardize: bool = False  #: shift and scale each feature that is not a list to mean 0 and standard deviation 1

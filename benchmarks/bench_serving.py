@@ -88,7 +88,10 @@ def one_run(way: Way, network: Sequence[str]) -> Done:
 
 
 def rows(way: Way, best: Way | None) -> list[Row]:
-    """Return time, memory and bytes of ``way``, compared with ``best``: graphlearn-torch with its fastest settings."""
+    """Return the time, memory and bytes sent of one way to serve the graph, each compared with those of ``best``.
+
+    ``best``: graphlearn-torch with its fastest settings; None: no comparison.
+    """
     name = "graphlearn-torch, best" if best else ""
 
     def row(what: str, unit: str, figure: Callable[[Way], float]) -> Row:

@@ -35,7 +35,7 @@ def run_section(scenario: Scenario, *, resumed: bool = False) -> dict[str, Any]:
 
 
 def job_words(scenario: Scenario, epochs: int = ENDLESS, pause: float = 0.05) -> list[str]:
-    """Return the arguments of a launch that run the user script, or none for the bundled trainer."""
+    """Return the launch arguments that name the user script; an empty list if the bundled trainer is to run."""
     words = ["--", "python", "job.py", str(epochs), json.dumps(scenario.sampler), str(pause)]
     return words if scenario.own else []
 

@@ -30,8 +30,8 @@ def streaming_assignment(
 ) -> Part:
     """Assign nodes to parts, and return the part of each node, int32 [total].
 
-    ``joined``: numbering of the nodes of all types, in which the result is ordered. Memory: about 60 bytes per node,
-    and ``scratch.memory``. Disk space in ``scratch.folder``: up to 24 bytes per edge while the edges are sorted, then 8
+    ``joined`` numbers the nodes of all types consecutively; entry i is the part of node number i. Memory: about 60
+    bytes per node, and ``scratch.memory``. Disk space in ``scratch.folder``: up to 24 bytes per edge while the edges are sorted, then 8
     bytes per edge, as each is stored in both directions.
     """
     indptr, neighbours = joined_adjacency(dataset, joined, scratch)

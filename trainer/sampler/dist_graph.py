@@ -335,8 +335,8 @@ class DistGraph:
         return self._meter.take()
 
     def _ask(self, shares: _HostRequests[T], kind: _RequestKind[T]) -> Iterator[tuple[int, _HostRequest[T], Any]]:
-        """Send the requests of all hosts, and yield (host, request, answer) for each. Rows of a lost host are requested
-        again from other owners.
+        """Send each host its requests, and yield (host, request, answer) for each. Rows that a lost host owns are
+        requested again from other owners.
         """
         while shares:
             asked = {host: [share.request for share in mine] for host, mine in shares.items()}

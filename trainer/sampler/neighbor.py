@@ -1,5 +1,5 @@
-"""Draws neighbours of nodes of one part. Rows with conditions (time, weight, excluded edges, allowed sources) take a
-slower kernel than others.
+"""Draws neighbours of nodes of one part. Nodes whose neighbours are drawn under a condition (time, weight, excluded
+edges, allowed sources) take a slower kernel than others.
 """
 
 from __future__ import annotations

@@ -98,8 +98,8 @@ class LinkEmbeddings:
         return self._original(ids.numpy()), best.numpy()
 
     def _linked(self, targets: Ids) -> tuple[Ids, Ids]:
-        """Return the edges from own sources to ``targets``: positions among the own sources, ascending, and in
-        ``targets``.
+        """Return the edges from the sources that this rank owns to ``targets``, as two arrays: for each edge, the
+        position of its source among these sources (ascending), and the position of its target in ``targets``.
 
         If source and target have the same type, pairs of a node with itself are included.
         """

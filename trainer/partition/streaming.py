@@ -31,8 +31,8 @@ def streaming_assignment(
     """Assign nodes to parts, and return the part of each node, int32 [total].
 
     ``joined`` numbers the nodes of all types consecutively; entry i is the part of node number i. Memory: about 60
-    bytes per node, and ``scratch.memory``. Disk space in ``scratch.folder``: up to 24 bytes per edge while the edges are sorted, then 8
-    bytes per edge, as each is stored in both directions.
+    bytes per node, and ``scratch.memory``. Disk space in ``scratch.folder``: up to 24 bytes per edge while the edges
+    are sorted, then 8 bytes per edge, as each is stored in both directions.
     """
     indptr, neighbours = joined_adjacency(dataset, joined, scratch)
     connected = np.diff(indptr) > 0

@@ -216,3 +216,19 @@ def test_rank_0_binds_the_store_to_its_own_address_only(address: str) -> None:
     store = run_store(Ranks(0, 1, master_addr=address, master_port=port), 10.0)
     store.set("key", "value")
     assert accepts("127.0.0.1", port) and not accepts("127.0.0.2", port)
+
+
+ABORTING = """
+import ctypes, runpy, sys
+library = ctypes.CDLL(None)
+library.__cxa_atexit(ctypes.cast(library.abort, ctypes.c_void_p), None, None)  # as a destructor of torch's at exit
+runpy.run_module("trainer", run_name="__main__")
+"""
+
+
+def test_a_destructor_that_aborts_at_exit_does_not_fail_a_finished_rank(tmp_path):
+    parts = write_parts(tmp_path / "parts")
+    words = ["train", "--parts", str(parts), "--run-dir", str(tmp_path / "run"), "--epochs", "1"]
+    command = [sys.executable, "-c", ABORTING, *words]
+    done = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True, timeout=100, check=False)
+    assert done.returncode == 0 and "test accuracy" in done.stdout, done.stderr

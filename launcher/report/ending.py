@@ -94,6 +94,11 @@ class ExpendableNodes:
             return k in self.gone or not (self._over or k in self._never)
         return self._all or (k in self._nodes and not self._over)
 
+    @property
+    def left_behind(self) -> set[int]:
+        """With restarts, and once the run is over: the nodes that it went on without. They cannot join it any more."""
+        return set(self.gone) if self._restarts and self._over else set()
+
     def take_result(self, k: int, result: Mapping[str, Any]) -> None:
         """Process the ``result.json`` of node ``k``. If it shows that the run is over, no node stays expendable."""
         if self._restarts:

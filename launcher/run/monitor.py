@@ -91,6 +91,7 @@ class RunFollower:
         self._detaching: Detached = ""
         self._stoppers: dict[int, threading.Thread] = {}
         self._returning: set[int] = set()  # lost nodes whose supervisors are being started again
+        self._returned: set[int] = set()  # nodes whose supervisors were started again
         self._stop_reason = ""
         self._stopped_at: dict[int, float] = {}
         self._failing = ""  # text of the first failure, once reported
@@ -343,6 +344,12 @@ class RunFollower:
         if result["state"] != "done":
             why = result.get("reason", "") or result["state"]
             self._handle_failure(k, f"{self._label(k)} {result['state']} ({why})", f"node{k} {result['state']}")
+        self._leave_behind()
+
+    def _leave_behind(self) -> None:
+        """Once the run is over, stop the supervisors that were started again to join its next restart."""
+        for k in (self._returned & self._spares.left_behind) - self.followed.ended:
+            self._lose(k, Lost("the run ended before it could join again", time.time()))
 
     def _handle_lost(self, k: int, lost: Mapping[str, Any]) -> None:
         """Record node ``k`` as lost: ``watch.py`` has reported that the supervisor ended without a result."""
@@ -398,6 +405,7 @@ class RunFollower:
         self._stoppers.pop(k, None)
         self._stopped_at.pop(k, None)
         self._returning.discard(k)
+        self._returned.add(k)
         self.live.board.returned(k)
         self.live.say(f"{self._label(k)}: its supervisor was started again; it joins at the next restart", "yellow")
         self.events.add("node-back", node_rank=k)
@@ -409,6 +417,7 @@ class RunFollower:
         self._streams[k].start()
         if self._stop_reason:
             self._clean_up(k)
+        self._leave_behind()
 
     def _ended(self, k: int, state: str) -> None:
         self._last_end = time.monotonic()

@@ -75,6 +75,9 @@ def split_hosts(texts: Sequence[str]) -> tuple[str, ...]:
     return tuple(hosts)
 
 
+_TABLES = (".csv", ".tsv", ".parquet", ".pq", ".csv.gz", ".tsv.gz", ".csv.zst", ".tsv.zst")
+
+
 def dataset_of(answer: str) -> tuple[str, str | None]:
     """Return ``(dataset, source)`` for a dataset name or a path. Raises UsageError if the path does not exist."""
     path = Path(os.path.expanduser(answer))
@@ -85,10 +88,10 @@ def dataset_of(answer: str) -> tuple[str, str | None]:
 
 
 def _has_tables(folder: Path) -> bool:
-    """Whether a folder has CSV, TSV or Parquet files and no NumPy files."""
-    names = [path.name.lower() for path in folder.iterdir()] if folder.is_dir() else []
-    has = any(name.endswith((".csv", ".tsv", ".parquet", ".csv.gz", ".tsv.gz")) for name in names)
-    return has and not any(name.endswith((".npy", ".npz")) for name in names)
+    """Whether a folder has CSV, TSV or Parquet files, directly or in subfolders, and directly no NumPy files."""
+    if not folder.is_dir() or any(path.suffix in (".npy", ".npz") for path in folder.iterdir()):
+        return False
+    return any(name.lower().endswith(_TABLES) for _, _, names in os.walk(folder) for name in names)
 
 
 def existing(text: str) -> Path:

@@ -24,6 +24,7 @@ from launcher.cli import main
 from launcher.config.loader import load_config
 from launcher.errors import AuthError, HostKeyError, TransportError, UnreachableError
 from launcher.init import wizard
+from launcher.init.request import dataset_of
 from launcher.node.programs import environments, packages
 from terminal import Terminal
 
@@ -275,3 +276,17 @@ def test_questions_at_a_terminal_lead_to_a_file_that_passes_check(tmp_path: Path
         assert "Wrote cluster.yml" in terminal.shown and "What to do" not in terminal.shown
     config = load_config(tmp_path / "cluster.yml")
     assert (config.transport, len(config.nodes), config.data.dataset) == ("local", 2, "synthetic")
+
+
+@pytest.mark.parametrize(
+    ("file", "dataset"),
+    [
+        ("users.csv", "tables"), ("papers/0000.parquet", "tables"), ("papers/year=2020/0000.PARQUET", "tables"),
+        ("edge_index.npy", "file"), ("readme.txt", "file"),
+    ],
+)  # fmt: skip
+def test_a_folder_with_tables_or_folders_of_tables_is_recognised(tmp_path: Path, file: str, dataset: str) -> None:
+    path = tmp_path / "graph" / file
+    path.parent.mkdir(parents=True)
+    path.touch()
+    assert dataset_of(str(tmp_path / "graph")) == (dataset, str(tmp_path / "graph"))

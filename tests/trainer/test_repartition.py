@@ -17,8 +17,9 @@ from trainer.core.schema import HOMO_EDGE
 from trainer.data.dataset import EdgeData
 from trainer.data.work_arrays import WorkArrays
 from trainer.partition.cli import partition
+from trainer.partition.convert import repartition_spec
 from trainer.partition.diff import diff_partitions
-from trainer.partition.make import PartitionSpec, make_partition, repartition_spec
+from trainer.partition.make import PartitionSpec, make_partition
 from trainer.partition.restore import restore_graph
 from trainer.partition.write import write_partition
 from trainer.sources.load import load_dataset

@@ -24,21 +24,17 @@ from trainer.data.options import SourceOptions, parse_options
 from trainer.data.stored_dataset import read_stored_dataset, store_dataset
 from trainer.partition.assign import (
     KEEP,
-    METHODS,
     PartitionAssignment,
     assign_parts,
     choose_method,
-    fanouts_of,
     given_assignment,
-    made_by,
     method_options,
     read_assignment,
     store_assignment,
 )
 from trainer.partition.folder import check_same_graph, describe_partition, is_compared, reusable
 from trainer.partition.frequency import Fanouts
-from trainer.partition.pyg_writer import check_empty, write_pyg
-from trainer.partition.restore import PartitionedGraph, restore_graph
+from trainer.partition.restore import PartitionedGraph
 from trainer.partition.source import DATASET, PartitionSource, open_source
 from trainer.partition.work_folder import WorkFolder, work_folder
 from trainer.partition.write import SORT_MEMORY, options_with, partition_fingerprint, write_partition
@@ -144,81 +140,16 @@ def make_partition(spec: PartitionSpec, say: Callable[[str], None] = print) -> M
         return _make(spec, fingerprint, folder, say, work)
 
 
-def convert_partition(
-    source: str | Path, folder: str | Path, options: Mapping[str, Any] | None = None, *, rows: WireRows = "stored",
-    force: bool = False, say: Callable[[str], None] = print,
-) -> Manifest:  # fmt: skip
-    """Convert the partition folder of another program to ``folder``. Every node stays in its part.
-
-    ``options``: as for ``open_source``; ``rows`` and ``force``: as in ``PartitionSpec``. Raises ``DataError`` or
-    ``PartitionError``; then no files are left.
-    """
-    found = open_source(source, options)
-    if found.format is None:
-        raise PartitionError(
-            f"{found.folder} is a partition of gnnfleet already; --to pyg converts it, `partition repartition` changes "
-            "its parts"
-        )
-    say(f"{found.folder}: {found.title}, {found.num_parts or 'not assigned to'} parts")
-    spec = PartitionSpec(
-        DATASET, str(folder), str(found.folder), options or {}, found.num_parts, KEEP, rows=rows, force=force
-    )
-    return make_partition(spec, say)
-
-
-def export_partition(source: str | Path, folder: str | Path, say: Callable[[str], None] = print) -> None:
-    """Write the partition folder ``source`` to ``folder`` in the layout of torch_geometric.distributed.
-
-    Raises ``PartitionError``; then no files are left.
-    """
-    target, stages = Path(folder), _StageTimer(say)
-    check_empty(target)
-    with work_folder(target, f"export of {source}", keep=False) as work:
-        graph = restore_graph(source, work.emptied("dataset"))
-        stages.end("load", f"{graph.dataset.name}: {_counts(graph.dataset)}")
-        for note in write_pyg(graph, target):
-            say(f"note: {note}")
-    stages.end("write", f"{target}: {graph.num_parts} parts for torch_geometric.distributed")
-
-
-def repartition_spec(
-    source: str | Path, folder: str | Path, num_parts: int, method: str | None = None, seed: int | None = None,
-    balance: str | None = None, fanouts: Fanouts | None = None,
-) -> PartitionSpec:  # fmt: skip
-    """Return the arguments that divide the graph in the partition folder ``source`` into ``num_parts`` parts.
-
-    Arguments that are None get the values that ``source`` was made with, or else their defaults. Raises ``DataError``
-    or ``PartitionError``.
-    """
-    made = open_source(source).manifest
-    kept = made if made is not None and made.algorithm in METHODS else None
-    method = method or (made_by(kept) if kept else "auto")
-    same = kept.options if kept is not None and made_by(kept) == method else {}
-    options = made.options if made is not None else {}
-    return PartitionSpec(
-        dataset=DATASET,
-        folder=str(folder),
-        source=str(source),
-        num_parts=num_parts,
-        method=method,
-        seed=seed if seed is not None else made.seed if made is not None else 0,
-        balance=balance or same.get("balance"),
-        fanouts=fanouts or (fanouts_of(same["fanouts"]) if "fanouts" in same else None),
-        clusters=options.get("clusters", 0),
-        rows=options.get("rows", "stored"),
-    )
-
-
 def _make(
     spec: PartitionSpec, fingerprint: str, folder: Path, say: Callable[[str], None], work: WorkFolder
 ) -> Manifest:
     if done := work.stages_done():
         say(f"going on with what an interrupted run left in {work.path} ({', '.join(done)}); delete it to start again")
     limit = parse_size(spec.memory) if spec.memory is not None else available_memory() or _UNKNOWN_MEMORY
-    stages = _StageTimer(say)
+    stages = StageTimer(say)
     source = spec.partition_source.read(work.emptied("dataset")) if spec.dataset == DATASET else None
     dataset = source.dataset if source else _loaded(spec, limit, work)
-    stages.end("load", f"{dataset.name}: {_counts(dataset)}")
+    stages.end("load", f"{dataset.name}: {counts_text(dataset)}")
     if not spec.force:
         check_same_graph(folder, dataset)
     if (other := describe_partition(folder)) is not None:
@@ -291,12 +222,13 @@ def _notes_for_training(dataset: Dataset) -> Iterator[str]:
         yield "no train split: the bundled trainer needs train_idx or train_mask"
 
 
-def _counts(dataset: Dataset) -> str:
+def counts_text(dataset: Dataset) -> str:
+    """Return the numbers of nodes, edges and types of a graph as text."""
     nodes, edges = (f" of {len(types)} types" if dataset.hetero else "" for types in (dataset.nodes, dataset.edges))
     return f"{dataset.num_nodes:,} nodes{nodes}, {dataset.num_edges:,} edges{edges}"
 
 
-class _StageTimer:
+class StageTimer:
     """Prints the seconds and the peak memory of each stage."""
 
     def __init__(self, say: Callable[[str], None]) -> None:

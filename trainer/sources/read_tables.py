@@ -6,11 +6,9 @@ numbers. DuckDB reads the files and joins the tables.
 
 from __future__ import annotations
 
-import os
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
@@ -20,6 +18,7 @@ from trainer.core.row_sort import Scratch
 from trainer.core.schema import HOMO_EDGE, HOMO_NODE, EdgeType, NodeType, type_name
 from trainer.core.texts import encode_texts
 from trainer.data.raw_arrays import RawArray, RawGraph
+from trainer.sources.table_arrays import ArrayColumn, TableArrays, number_array, row_ranges, select_list
 from trainer.sources.table_columns import (
     NumberColumn,
     categories,
@@ -38,10 +37,6 @@ from trainer.sources.table_database import Database, Scan, quoted
 from trainer.sources.table_files import source_folder, table_files
 from trainer.sources.table_options import SPLITS, EdgeTable, NodeTable, Table, TablesOptions
 
-_CHUNK = 32 << 20  #: bytes of an array that are read from the database at once
-
-_LONGEST_ID = 1024  #: bytes
-
 _MOST_ONE_HOT = 1024  #: most texts of a column of ``one_hot``
 
 COLUMNS = "columns"  #: last word of graph attributes with the names of the columns of ``y``, uint8 [columns, bytes]
@@ -59,7 +54,9 @@ def read_tables(source: str | None, options: TablesOptions, scratch: Scratch) ->
     """
     database = Database(scratch.folder, scratch.memory)
     try:
-        return _Conversion(database, scratch.folder, source_folder(source), options).graph(source)
+        return _Conversion(database, TableArrays(database, scratch.folder), source_folder(source), options).graph(
+            source
+        )
     finally:
         database.close()
 
@@ -69,13 +66,13 @@ class _Conversion:
     """The state of ``read_tables``."""
 
     database: Database
-    folder: Path
+    arrays: TableArrays
     source: Path
     options: TablesOptions
     integers: dict[NodeType, bool] = field(default_factory=dict)  #: whether the ids of a type are integers
     names: dict[str, Array] = field(default_factory=dict)  #: graph attribute -> texts of codes
     notes: list[str] = field(default_factory=list)
-    serial: int = 0
+    enums: int = 0  #: number of types defined for categories
 
     def graph(self, source: str | None) -> RawGraph:
         nodes = {of: self._scan(f"nodes.{of}", table) for of, table in self.options.nodes.items()}
@@ -119,10 +116,10 @@ class _Conversion:
         """
         columns = self._columns(of, table, scan, "x")
         id_dtype = np.dtype(np.int64) if self.integers[of] else None
-        columns.append(_Column("id", [("id", id_sql(scan, table.id, self.integers[of]))], id_dtype))
+        columns.append(ArrayColumn("id", [("id", id_sql(scan, table.id, self.integers[of]))], id_dtype))
         if table.label:
             columns.append(self._label(of, table.label, scan))
-        selected = ["row_number() OVER () - 1 AS number", *_selected(columns)]
+        selected = ["row_number() OVER () - 1 AS number", *select_list(columns)]
         if isinstance(table.split, str):
             self._check_labelled(table, scan)
             selected.append(f"{self._split_sql(scan, table.split)} AS gf_split")
@@ -131,7 +128,7 @@ class _Conversion:
         if count == 0:
             raise DataError(f"{scan.where}: {scan.files[0]} has no rows")
         self._check_unique(scan, table.id, name)
-        arrays = {each.name: self._export(each, name, count, scan) for each in columns}
+        arrays = {each.name: self.arrays.export(each, name, count, scan) for each in columns}
         arrays |= self._splits(table, scan, name, arrays.get("y"))
         self.database.run(f"CREATE TABLE {name}_ids AS SELECT number, id FROM {name}", scan.where)
         self.database.run(f"DROP TABLE {name}", scan.where)
@@ -152,7 +149,7 @@ class _Conversion:
                 f"{scan.place(first)}, and {scan.place(again)}; every node needs one row"
             )
 
-    def _label(self, of: NodeType, names: Sequence[str], scan: Scan) -> _Column:
+    def _label(self, of: NodeType, names: Sequence[str], scan: Scan) -> ArrayColumn:
         """Return attribute ``y``: classes as int64 (empty: -1), or numbers as float32 (empty: NaN)."""
         column = names[0]
         for name in names:
@@ -169,27 +166,27 @@ class _Conversion:
         )[0]
         plain = self.options.num_classes == 0 and self.options.target in (None, of)  # numbers, not classes
         if numbers and whole and not plain:
-            return _Column("y", [("y", f"coalesce(CAST({number} AS BIGINT), -1)")], np.dtype(np.int64))
+            return ArrayColumn("y", [("y", f"coalesce(CAST({number} AS BIGINT), -1)")], np.dtype(np.int64))
         if numbers:
-            return _Column("y", [("y", f"coalesce({number}, 'NaN')")], np.dtype(np.float32))
+            return ArrayColumn("y", [("y", f"coalesce({number}, 'NaN')")], np.dtype(np.float32))
         return self._codes(of, "y", column, scan, "label")
 
-    def _label_matrix(self, of: NodeType, names: Sequence[str], scan: Scan) -> _Column:
+    def _label_matrix(self, of: NodeType, names: Sequence[str], scan: Scan) -> ArrayColumn:
         """Return attribute ``y`` from several columns or a column of lists: float32 [N, D], NaN for empty values."""
         columns = [NumberColumn(name, *label_sql(scan, name), whole=False) for name in names]
         if len(names) > 1:
             prefix = f"{of}__" if self.hetero else ""
             self.names[f"{prefix}y__{COLUMNS}"] = encode_texts(names)
-        return _numbers("y", columns, np.float32)
+        return number_array("y", columns, np.float32)
 
-    def _codes(self, of: NodeType | EdgeType, name: str, column: str, scan: Scan, role: str) -> _Column:
+    def _codes(self, of: NodeType | EdgeType, name: str, column: str, scan: Scan, role: str) -> ArrayColumn:
         texts = categories(scan, column, role)
-        self.serial += 1
-        sql = code_sql(scan, column, texts, f"categories{self.serial}")
+        self.enums += 1
+        sql = code_sql(scan, column, texts, f"categories{self.enums}")
         prefix = f"{type_name(of)}__" if self.hetero else ""
         self.names[f"{prefix}{name}__{CATEGORIES}"] = encode_texts(texts or [""])
         self.notes.append(f"{scan.where}: {column} → {name}: {_listed(texts)}")
-        return _Column(name, [(name, sql)], np.dtype(np.int64))
+        return ArrayColumn(name, [(name, sql)], np.dtype(np.int64))
 
     @staticmethod
     def _check_labelled(table: NodeTable, scan: Scan) -> None:
@@ -242,13 +239,13 @@ class _Conversion:
         columns = self._columns(of, table, scan, "edge_attr")
         if table.weight is not None:
             columns.append(
-                _numbers("edge_weight", check_numbers(scan, [table.weight], "weight", table.fill), np.float32)
+                number_array("edge_weight", check_numbers(scan, [table.weight], "weight", table.fill), np.float32)
             )
         ids = [
             f"{id_sql(scan, column, self.integers[end])} AS {alias}"
             for end, column, alias in ((of[0], table.source, "gf_source"), (of[2], table.target, "gf_target"))
         ]
-        inner = ", ".join(["row_number() OVER () - 1 AS gf_row", *ids, *_selected(columns)])
+        inner = ", ".join(["row_number() OVER () - 1 AS gf_row", *ids, *select_list(columns)])
         kept = ", ".join(f"e.{quoted(column)}" for each in columns for column, _ in each.columns)
         self.database.run(
             f"CREATE TABLE {name} AS SELECT gf_row, s.number AS gf_s, t.number AS gf_t{', ' + kept if kept else ''} "
@@ -257,7 +254,7 @@ class _Conversion:
             scan.where,
         )
         count = self._check_dangling(of, table, scan, name)
-        arrays = {each.name: self._export(each, name, count, scan) for each in columns}
+        arrays = {each.name: self.arrays.export(each, name, count, scan) for each in columns}
         arrays["edge_index"] = self._edge_index(of, name, count, scan)
         self.database.run(f"DROP TABLE {name}", scan.where)
         scan.close()
@@ -303,9 +300,9 @@ class _Conversion:
     def _edge_index(self, of: EdgeType, name: str, count: int, scan: Scan) -> RawArray:
         most = max(self._num_nodes(end) for end in (of[0], of[2]))
         dtype = np.dtype(np.int32 if most < 1 << 31 else np.int64)
-        out = self._array(type_name(of), dtype, (2, count))
-        for begin, end in _ranges(count, 16):
-            rows = self._chunk(name, "gf_s, gf_t", begin, end, scan)
+        out = self.arrays.empty(type_name(of), dtype, (2, count))
+        for begin, end in row_ranges(count, 16):
+            rows = self.arrays.rows(name, "gf_s, gf_t", begin, end, scan)
             out[0, begin:end], out[1, begin:end] = rows["gf_s"], rows["gf_t"]
         return RawArray(out, scan.where)
 
@@ -316,7 +313,7 @@ class _Conversion:
 
     # --- both -------------------------------------------------------------------------------------------------
 
-    def _columns(self, of: NodeType | EdgeType, table: Table, scan: Scan, features: str) -> list[_Column]:
+    def _columns(self, of: NodeType | EdgeType, table: Table, scan: Scan, features: str) -> list[ArrayColumn]:
         found = []
         if table.features or table.one_hot:
             numbers = check_numbers(scan, table.features, "features", table.fill)
@@ -328,108 +325,26 @@ class _Conversion:
                 texts = categories(scan, name, "one_hot", _MOST_ONE_HOT)
                 numbers += one_hot(name, texts)
                 self.notes.append(f"{scan.where}: {name} → {features}: {len(texts)} columns, {_listed(texts)}")
-            found.append(_numbers(features, numbers, np.float32))
+            found.append(number_array(features, numbers, np.float32))
         for name in table.attributes:
             (column,) = check_numbers(scan, [name], "attributes", table.fill)
-            found.append(_numbers(name, [column], np.int64 if column.whole else np.float32))
+            found.append(number_array(name, [column], np.int64 if column.whole else np.float32))
         for name in table.categories:
             found.append(self._codes(of, name, name, scan, "categories"))
         if table.time is not None:
             name = "time" if features == "x" else "edge_time"
-            found.append(_Column(name, [(name, time_sql(scan, table.time))], np.dtype(np.int64)))
+            found.append(ArrayColumn(name, [(name, time_sql(scan, table.time))], np.dtype(np.int64)))
         names = [each.name for each in found]
         taken = {name for name in names if names.count(name) > 1} | ({"id", "y"} & set(names))
         if taken:
             raise DataError(f"{scan.where}: two attributes are called {sorted(taken)[0]!r}; rename a column")
         return found
 
-    def _export(self, column: _Column, name: str, count: int, scan: Scan) -> RawArray:
-        """Copy the values of an attribute from database table ``name`` to a file."""
-        if column.dtype is None:
-            return RawArray(self._texts(column, name, count, scan), scan.where)
-        width = sum(max(1, each) for each in column.widths) if column.is_matrix else 0
-        shape = (count, width) if width else (count,)
-        out = self._array(column.name, column.dtype, shape)
-        selected = ", ".join(quoted(each) for each, _ in column.columns)
-        for begin, end in _ranges(count, max(1, width) * 8):
-            if not any(column.widths):
-                rows = self._chunk(name, selected, begin, end, scan)
-                values = [_plain(rows[each], column.dtype) for each, _ in column.columns]
-                out[begin:end] = np.stack(values, 1) if column.is_matrix else values[0]
-                continue
-            at = 0
-            for (each, _), listed in zip(column.columns, column.widths, strict=True):
-                wanted = f"unnest({quoted(each)}) AS v" if listed else f"{quoted(each)} AS v"
-                values_ = _plain(self._chunk(name, wanted, begin, end, scan)["v"], column.dtype)
-                out[begin:end, at : at + max(1, listed)] = values_.reshape(end - begin, -1)
-                at += max(1, listed)
-        return RawArray(out, scan.where)
-
-    def _texts(self, column: _Column, name: str, count: int, scan: Scan) -> Array:
-        ((longest,),) = self.database.rows(f"SELECT max(strlen({quoted(column.name)})) FROM {name}", scan.where)
-        if longest > _LONGEST_ID:
-            raise DataError(f"{scan.where}: an id has {longest:,} bytes; ids of at most {_LONGEST_ID:,} are stored")
-        out = self._array(column.name, np.dtype(np.uint8), (count, max(1, longest)))
-        for begin, end in _ranges(count, max(1, longest) + 50):
-            rows = self._chunk(name, quoted(column.name), begin, end, scan)[column.name]
-            out[begin:end] = encode_texts([str(value) for value in rows], out.shape[1])
-        return out
-
-    def _chunk(self, name: str, selected: str, begin: int, end: int, scan: Scan) -> dict[str, Any]:
-        rows = f"SELECT * FROM {name} WHERE rowid >= {begin} AND rowid < {end} ORDER BY rowid"
-        return self.database.arrays(f"SELECT {selected} FROM ({rows})", scan.where)
-
-    def _array(self, name: str, dtype: np.dtype[Any], shape: tuple[int, ...]) -> Array:
-        self.serial += 1
-        path = self.folder / f"{self.serial:04d}-{name}.npy"
-        if 0 in shape:
-            return np.empty(shape, dtype)
-        array = np.lib.format.open_memmap(path, mode="w+", dtype=dtype, shape=shape)
-        with path.open("r+b") as file:  # else a full disk would be a SIGBUS
-            os.posix_fallocate(file.fileno(), 0, path.stat().st_size)
-        return array
-
-    def _note_table(self, scan: Scan, count: int, id_column: str, integers: bool, columns: Sequence[_Column]) -> None:
+    def _note_table(
+        self, scan: Scan, count: int, id_column: str, integers: bool, columns: Sequence[ArrayColumn]
+    ) -> None:
         kind = "integers" if integers else "texts"
         self.notes.append(f"{scan.where}: {count:,} nodes, ids in {id_column} ({kind}){_attrs_text(columns)}")
-
-
-@dataclass(frozen=True)
-class _Column:
-    """An attribute, and the columns of a DuckDB table from which its array is made."""
-
-    name: str
-    columns: Sequence[tuple[str, str]]  #: (name in the database, SQL over the files)
-    dtype: np.dtype[Any] | None  #: None: texts
-    widths: Sequence[int] = (0,)  #: of each column: length of its lists; 0: not a list
-    is_matrix: bool = False  #: [rows, width] instead of [rows]
-
-
-def _numbers(name: str, columns: Sequence[NumberColumn], dtype: Any) -> _Column:
-    matrix = name in ("x", "edge_attr") or len(columns) > 1 or any(column.width for column in columns)
-    narrow = np.dtype(dtype) == np.float32
-    named = [
-        (f"{name}.{k}", f"CAST({column.sql} AS FLOAT)" if narrow and not column.width else column.sql)
-        for k, column in enumerate(columns)
-    ]
-    return _Column(name, named, np.dtype(dtype), [column.width for column in columns], matrix)
-
-
-def _selected(columns: Iterable[_Column]) -> Iterator[str]:
-    for each in columns:
-        for column, sql in each.columns:
-            yield f"{sql} AS {quoted(column)}"
-
-
-def _plain(values: Any, dtype: np.dtype[Any]) -> Array:
-    """Convert a column to an array of ``dtype``; the column must have no missing values."""
-    return np.asarray(np.ma.getdata(values)).astype(dtype, copy=False)
-
-
-def _ranges(count: int, row_bytes: int) -> Iterator[tuple[int, int]]:
-    step = max(1024, _CHUNK // max(1, row_bytes))
-    for begin in range(0, count, step):
-        yield begin, min(count, begin + step)
 
 
 def _drawn(shares: Mapping[str, float], y: RawArray | None, count: int) -> dict[str, Array]:
@@ -454,7 +369,7 @@ def _listed(texts: Sequence[str]) -> str:
     return f"{len(texts)} categories ({shown}{', …' if len(texts) > 5 else ''})"
 
 
-def _attrs_text(columns: Sequence[_Column]) -> str:
+def _attrs_text(columns: Sequence[ArrayColumn]) -> str:
     shown = []
     for each in columns:
         if each.name == "id":

@@ -1,0 +1,85 @@
+"""Converts partition folders: from and to other programs (``partition convert``), and to another number of parts
+(``partition repartition``).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+from trainer.core.errors import PartitionError
+from trainer.core.remote_settings import WireRows
+from trainer.partition.assign import KEEP, METHODS, fanouts_of, made_by
+from trainer.partition.frequency import Fanouts
+from trainer.partition.make import PartitionSpec, StageTimer, counts_text, make_partition
+from trainer.partition.pyg_writer import check_empty, write_pyg
+from trainer.partition.restore import restore_graph
+from trainer.partition.source import DATASET, open_source
+from trainer.partition.work_folder import work_folder
+from trainer.store.manifest import Manifest
+
+
+def convert_partition(
+    source: str | Path, folder: str | Path, options: Mapping[str, Any] | None = None, *, rows: WireRows = "stored",
+    force: bool = False, say: Callable[[str], None] = print,
+) -> Manifest:  # fmt: skip
+    """Convert the partition folder of another program to ``folder``. Every node stays in its part.
+
+    ``options``: as for ``open_source``; ``rows`` and ``force``: as in ``PartitionSpec``. Raises ``DataError`` or
+    ``PartitionError``; then no files are left.
+    """
+    found = open_source(source, options)
+    if found.format is None:
+        raise PartitionError(
+            f"{found.folder} is a partition of gnnfleet already; --to pyg converts it, `partition repartition` changes "
+            "its parts"
+        )
+    say(f"{found.folder}: {found.title}, {found.num_parts or 'not assigned to'} parts")
+    spec = PartitionSpec(
+        DATASET, str(folder), str(found.folder), options or {}, found.num_parts, KEEP, rows=rows, force=force
+    )
+    return make_partition(spec, say)
+
+
+def export_partition(source: str | Path, folder: str | Path, say: Callable[[str], None] = print) -> None:
+    """Write the partition folder ``source`` to ``folder`` in the layout of torch_geometric.distributed.
+
+    Raises ``PartitionError``; then no files are left.
+    """
+    target, stages = Path(folder), StageTimer(say)
+    check_empty(target)
+    with work_folder(target, f"export of {source}", keep=False) as work:
+        graph = restore_graph(source, work.emptied("dataset"))
+        stages.end("load", f"{graph.dataset.name}: {counts_text(graph.dataset)}")
+        for note in write_pyg(graph, target):
+            say(f"note: {note}")
+    stages.end("write", f"{target}: {graph.num_parts} parts for torch_geometric.distributed")
+
+
+def repartition_spec(
+    source: str | Path, folder: str | Path, num_parts: int, method: str | None = None, seed: int | None = None,
+    balance: str | None = None, fanouts: Fanouts | None = None,
+) -> PartitionSpec:  # fmt: skip
+    """Return the arguments that divide the graph in the partition folder ``source`` into ``num_parts`` parts.
+
+    Arguments that are None get the values that ``source`` was made with, or else their defaults. Raises ``DataError``
+    or ``PartitionError``.
+    """
+    made = open_source(source).manifest
+    kept = made if made is not None and made.algorithm in METHODS else None
+    method = method or (made_by(kept) if kept else "auto")
+    same = kept.options if kept is not None and made_by(kept) == method else {}
+    options = made.options if made is not None else {}
+    return PartitionSpec(
+        dataset=DATASET,
+        folder=str(folder),
+        source=str(source),
+        num_parts=num_parts,
+        method=method,
+        seed=seed if seed is not None else made.seed if made is not None else 0,
+        balance=balance or same.get("balance"),
+        fanouts=fanouts or (fanouts_of(same["fanouts"]) if "fanouts" in same else None),
+        clusters=options.get("clusters", 0),
+        rows=options.get("rows", "stored"),
+    )

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import signal
 import subprocess
 import sys
 from collections.abc import Iterable, Mapping, Sequence
@@ -302,6 +303,11 @@ def run_partitioner(command: Command, console: Console) -> None:
     if status:
         if reason:
             raise PartitionFailed("\n".join(reason).removeprefix(_ERROR))
+        if status < 0:
+            raise PartitionFailed(
+                f"partitioning was killed by signal {-status} ({signal.Signals(-status).name}); if memory ran out, set "
+                "data.partition.memory to less than what is free, and launch again"
+            )
         raise PartitionFailed(f"partitioning failed (exit status {status}): see its output above")
     for line in reason:
         _show(line, console)

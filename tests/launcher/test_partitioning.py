@@ -45,6 +45,13 @@ def test_a_failure_without_a_message_points_to_the_output() -> None:
     assert failure == "partitioning failed (exit status 1): see its output above"
 
 
+def test_a_killed_partitioner_is_reported_with_what_to_do() -> None:
+    _, failure = partitioner("import os; os.kill(os.getpid(), 9)")
+    assert failure.startswith(
+        "partitioning was killed by signal 9 (SIGKILL); if memory ran out, set data.partition.memory"
+    )
+
+
 @pytest.mark.parametrize(
     ("how", "words"),
     [

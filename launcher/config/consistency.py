@@ -300,6 +300,7 @@ def _train(config: ClusterConfig, reader: Reader) -> None:
         reader.report(("train", "fanouts"), "train.fanouts: empty; give one number per layer")
     elif reader.good(("train", "fanouts")):
         _layers(config, reader)
+    _model(config, reader)
     if reader.good(("nodes",), ("train", "batch_size")) and train.batch_size < config.world_size:
         reader.report(
             ("train", "batch_size"),
@@ -328,6 +329,22 @@ def _layers(config: ClusterConfig, reader: Reader) -> None:
             ("train", "eval_fanouts"),
             f"train.eval_fanouts has {len(train.eval_fanouts)} numbers, but "
             f"train.fanouts has {hops}; both need one per layer",
+        )
+
+
+def _model(config: ClusterConfig, reader: Reader) -> None:
+    """Report widths and edge features that the bundled model does not support."""
+    train = config.train
+    if train.model in ("gat", "hgt") and train.hidden % train.heads and reader.good(("train", "heads")):
+        reader.report(
+            ("train", "heads"),
+            f"train.heads: {train.heads} heads do not divide train.hidden ({train.hidden}), as {train.model} needs; "
+            "change one of them",
+        )
+    if train.edge_attr is not None and train.model not in ("sage", "rsage") and reader.good(("train", "edge_attr")):
+        reader.report(
+            ("train", "edge_attr"),
+            f"train.edge_attr: model {train.model} does not read edge features; use sage, for several types rsage",
         )
 
 

@@ -136,6 +136,12 @@ MISTAKES = {
     TWO + "train: {eval_fanouts: [5]}\n": [
         "3: train.eval_fanouts has 1 numbers, but train.fanouts has 3; both need one per layer"
     ],
+    TWO + "train:\n  model: gat\n  heads: 3\n": [
+        "5: train.heads: 3 heads do not divide train.hidden (256), as gat needs; change one of them"
+    ],
+    TWO + "train:\n  model: gcn\n  edge_attr: w\n": [
+        "5: train.edge_attr: model gcn does not read edge features; use sage, for several types rsage"
+    ],
     TWO + "train: {batch_size: 1}\n": [
         "3: train.batch_size: the global batch is 1, fewer seeds than processes (2); raise it or use fewer processes"
     ],

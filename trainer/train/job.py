@@ -26,6 +26,7 @@ from trainer.store.digest_check import checked_digests
 from trainer.store.part_store import open_parts
 from trainer.train.checkpoint import Checkpoint, check_fits, graph_record, load_checkpoint
 from trainer.train.checkpoint_writer import checkpoint_writers
+from trainer.train.device_memory import memory_errors
 from trainer.train.fit import Fit, FitResult
 from trainer.train.loaders import SPLITS, link_loaders, node_loaders
 from trainer.train.metrics import MetricsLog
@@ -183,7 +184,8 @@ def train(job: TrainJob, ranks: Ranks | None = None) -> FitResult:
         graph = group.agree(lambda: stack.enter_context(open_job_graph(job, ranks, damage)))
         check_same_partition(graph, group)
         metrics = group.agree(lambda: stack.enter_context(MetricsLog(job.run_dir, ranks.rank, settings.tensorboard)))
-        result = _prepare(job, graph, group, metrics).run()
+        with memory_errors(group, settings):
+            result = _prepare(job, graph, group, metrics).run()
         group.barrier()  # keeps this node's graph server alive until the slowest rank has finished
     return result
 

@@ -1,0 +1,40 @@
+"""Whether kernels of numba-cuda can run, found without importing it: CPU-only runs never load it."""
+
+from __future__ import annotations
+
+import os
+from functools import cache
+from importlib.util import find_spec
+
+import torch
+
+
+def simulator_wanted() -> bool:
+    """Return whether kernels run in numba's simulator, on CPU tensors: for tests on machines without a GPU."""
+    return os.environ.get("NUMBA_ENABLE_CUDASIM") == "1"
+
+
+@cache
+def why_no_kernels(device: torch.device) -> str:
+    """Return why kernels cannot run on tensors of ``device``, or '' if they can."""
+    if find_spec("numba_cuda") is None:
+        return "numba-cuda is not installed (pip install 'gnnfleet[cuda]')"
+    if simulator_wanted():
+        return "" if device.type == "cpu" else "NUMBA_ENABLE_CUDASIM=1 is set: kernels run on the CPU only"
+    if device.type != "cuda":
+        return f"the device is {device.type}"
+    return _why_no_driver()
+
+
+@cache
+def _why_no_driver() -> str:
+    """Return why numba-cuda finds no usable driver and compiler, or ''."""
+    from numba import cuda
+
+    if not cuda.is_available():
+        return f"numba-cuda finds no usable CUDA driver: {' '.join(str(cuda.cuda_error()).split())}"
+    try:
+        cuda.cudadrv.nvvm.NVVM()
+    except Exception as error:  # several types, none of them documented
+        return f"numba-cuda finds no compiler (pip install 'numba-cuda[cu12]'): {' '.join(str(error).split())}"
+    return ""

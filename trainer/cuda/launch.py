@@ -1,0 +1,176 @@
+"""Compiles CUDA kernels with numba-cuda and launches them on torch tensors, without copies.
+
+A kernel is a function with a grid-stride loop, decorated with ``kernel``. It is compiled on its first launch, for the
+dtypes of its arguments, and runs on torch's current stream. In numba's simulator (``NUMBA_ENABLE_CUDASIM=1``) the same
+function runs in Python on CPU tensors.
+
+Kernels add no floating-point operations that the CPU does not have, but the compiler may contract ``a * b + c`` into
+one rounding, as may LLVM's; code that must be equal on both has no such expressions.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from functools import cache
+from types import FunctionType
+from typing import Any
+
+import numpy as np
+import torch
+from numba import cuda
+from numba.core import config, types
+from numba.core.dispatcher import Dispatcher
+from torch import Tensor
+
+THREADS = 128  #: threads of a block, unless a kernel asks for others
+
+_MOST_BLOCKS = 1 << 20  #: blocks of a launch; each thread loops over the rest
+
+_SIMULATED_BLOCKS = _SIMULATED_THREADS = 2  #: the simulator starts a Python thread per CUDA thread
+
+#: Element types by dtype, as in ``__array_interface__``. bfloat16 is passed as its bits.
+_TYPESTR = {
+    torch.float64: "<f8", torch.float32: "<f4", torch.float16: "<f2", torch.bfloat16: "<u2", torch.int64: "<i8",
+    torch.int32: "<i4", torch.int16: "<i2", torch.int8: "|i1", torch.uint64: "<u8", torch.uint32: "<u4",
+    torch.uint16: "<u2", torch.uint8: "|u1", torch.bool: "|b1",
+}  # fmt: skip
+
+_one_launch = threading.Lock()  #: the simulator runs one kernel at a time
+
+
+def simulated() -> bool:
+    """Return whether kernels run in numba's simulator, on CPU tensors."""
+    return bool(config.ENABLE_CUDASIM)  # type: ignore[attr-defined]
+
+
+def kernel(function: Callable[..., None]) -> Kernel:
+    """Decorate a CUDA kernel: a function that stores its results in its arguments and returns nothing.
+
+    The function loops over items as ``for i in range(cuda.grid(1), n, cuda.gridsize(1))``, with ``n`` among its
+    arguments, and refers to ``numba.cuda`` by the global name ``cuda``.
+    """
+    return Kernel(function)
+
+
+class Kernel:
+    """A CUDA kernel, compiled for the dtypes of its arguments when it is first launched."""
+
+    def __init__(self, function: Callable[..., None]):
+        self.function = function
+        self._compiled: Any = None
+
+    def __call__(self, items: int, *args: Any, threads: int = THREADS) -> None:
+        """Launch the kernel over ``items`` items on torch's current stream; no items, no launch. Does not wait.
+
+        ``args``: tensors, of any strides; on a device those of one device and ``Mapped`` tensors. Numbers: int becomes
+        int64, float float64; numpy scalars keep their type. Tensors of bfloat16 are passed as uint16 bits.
+        """
+        if items <= 0:
+            return
+        if simulated():
+            self.launch(min(_SIMULATED_BLOCKS, items), min(_SIMULATED_THREADS, items), *args)
+        else:
+            self.launch(min(_MOST_BLOCKS, -(-items // threads)), threads, *args)
+
+    def launch(self, blocks: int, threads: int, *args: Any) -> None:
+        """Launch exactly ``blocks`` blocks of ``threads`` threads, as kernels with shared memory need."""
+        if self._compiled is None:
+            self._compiled = cuda.jit(self.function)
+        if simulated():
+            with _one_launch:
+                self._compiled[blocks, threads](*(_simulated_argument(arg) for arg in args))
+            return
+        device = next(arg.device for arg in args if isinstance(arg, Tensor))
+        with torch.cuda.device(device):
+            stream = _stream(device, torch.cuda.current_stream(device).cuda_stream)
+            self._compiled[blocks, threads, stream](*(_device_argument(arg) for arg in args))
+
+
+def device_function(function: Any) -> Any:
+    """Return a function that kernels can call, compiled from the source of ``function``.
+
+    A function of the CPU (``numba.njit``) is converted together with the functions that it calls. The simulator runs
+    functions in Python, but those with ``inline="always"``, which take and return numbers, as compiled for the CPU. A
+    plain function may use ``numba.cuda`` if it stands in the file of the kernels that call it.
+    """
+    if isinstance(function, Dispatcher):
+        return _converted(function)
+    return function if simulated() else cuda.jit(device=True)(function)
+
+
+@cache
+def _converted(function: Dispatcher) -> Any:
+    if simulated() and function.targetoptions.get("inline") == "always":
+        return _boxed(function)
+    source = function.py_func
+    known = dict(source.__globals__)
+    for name in source.__code__.co_names:
+        if isinstance(known.get(name), Dispatcher):
+            known[name] = _converted(known[name])
+    copy = FunctionType(source.__code__, known, source.__name__, source.__defaults__, source.__closure__)
+    copy.__module__, copy.__qualname__ = source.__module__, source.__qualname__
+    return copy if simulated() else cuda.jit(device=True)(copy)
+
+
+def _boxed(function: Dispatcher) -> Callable[..., Any]:
+    """Return ``function`` for calls from Python: a uint64 result stays one, where Numba returns a Python int."""
+
+    def call(*args: Any) -> Any:
+        result = function(*args)
+        unsigned = function.nopython_signatures[0].return_type == types.uint64
+        return np.uint64(result) if unsigned else result
+
+    return call
+
+
+class Mapped:
+    """A pinned CPU tensor that kernels read or write over the bus, at its host address.
+
+    The caller must keep it until the kernels that use it have run.
+    """
+
+    def __init__(self, tensor: Tensor):
+        self.tensor = tensor
+
+
+class _DeviceView:
+    """The memory of a tensor for numba, which does not wait for streams or convert anything."""
+
+    __slots__ = ("__cuda_array_interface__", "owner")
+
+    def __init__(self, tensor: Tensor):
+        size = tensor.element_size()
+        contiguous = tensor.is_contiguous()
+        self.owner = tensor
+        self.__cuda_array_interface__ = {
+            "shape": tuple(tensor.shape),
+            "typestr": _TYPESTR[tensor.dtype],
+            "data": (tensor.data_ptr(), False),
+            "strides": None if contiguous else tuple(step * size for step in tensor.stride()),
+            "version": 2,
+        }
+
+
+def _device_argument(arg: Any) -> Any:
+    if isinstance(arg, Mapped):
+        return _DeviceView(arg.tensor)
+    return _DeviceView(arg.detach()) if isinstance(arg, Tensor) else arg
+
+
+def _simulated_argument(arg: Any) -> Any:
+    from numba.cuda.simulator.cudadrv.devicearray import FakeCUDAArray
+
+    tensor = arg.tensor if isinstance(arg, Mapped) else arg
+    if not isinstance(tensor, Tensor):
+        return tensor
+    tensor = tensor.detach()
+    if tensor.dtype == torch.bfloat16:
+        tensor = tensor.view(torch.uint16)
+    return FakeCUDAArray(tensor.numpy())
+
+
+@cache
+def _stream(device: torch.device, handle: int) -> Any:
+    """Return torch's stream for numba. Streams of torch are never destroyed."""
+    return cuda.external_stream(handle) if handle else 0

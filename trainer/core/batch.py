@@ -44,6 +44,7 @@ class KeptRows:
     """
 
     slots: Tensor  #: int32 [n], index into ``rows`` for each node; -1 for rows that are in ``x``
+    missing: Tensor  #: int64 [m], positions of the nodes whose rows are in ``x``: those with slot -1
     rows: Tensor  #: float [k, f], the cache on the device
 
     def joined(self, others: Tensor, non_blocking: bool = False) -> Tensor:
@@ -51,13 +52,12 @@ class KeptRows:
 
         ``others``: the rows that are not cached (slot -1), in node order.
         """
-        slots = self.slots.to(self.rows.device, non_blocking=non_blocking).long()
         others = others.to(self.rows.device, non_blocking=non_blocking)
         if len(self.rows) == 0:
             return others
-        joined = self.rows[slots.clamp(min=0)].to(others.dtype)
-        joined[slots < 0] = others
-        return joined
+        slots = self.slots.to(self.rows.device, non_blocking=non_blocking)
+        missing = self.missing.to(self.rows.device, non_blocking=non_blocking)
+        return self.rows[slots.clamp(min=0)].to(others.dtype).index_copy_(0, missing, others)
 
 
 @dataclass(frozen=True)

@@ -303,8 +303,10 @@ def add_mean(out: Tensor, block: Block, x: Tensor, weight: Tensor) -> None:
 def targets_with_edges(block: Block) -> tuple[Tensor | None, Block]:
     """Return the positions of targets that have edges, int64, and a block of only these targets.
 
-    Returns (None, ``block``) if most targets have edges.
+    Returns (None, ``block``) if most targets have edges, and for a block on a GPU, where the search would synchronise.
     """
+    if block.indptr.device.type != "cpu":
+        return None, block
     rows = block.indptr.diff().nonzero().flatten()
     if len(rows) > SPARSE_TARGETS * block.num_dst:
         return None, block

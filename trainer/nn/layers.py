@@ -114,6 +114,9 @@ class SAGEConv(nn.Module):
 def mean_edge_attr(block: Block) -> Tensor:
     """Return the mean of the edge features of each target, float32 [num_dst, d]; 0 for a target without edges."""
     assert block.edge_attr is not None, "the layer has edge_dim, so blocks need edge_attr"
+    if block.edge_attr.device.type != "cpu":
+        edges = torch.arange(len(block.indices), dtype=torch.int32, device=block.indices.device)
+        return aggregate(Block(block.indptr, edges, len(edges)), block.edge_attr, "mean")
     sums = torch.segment_reduce(block.edge_attr, "sum", offsets=block.indptr.long(), initial=0)
     return sums / block.indptr.diff().clamp(min=1)[:, None]
 
@@ -251,13 +254,12 @@ class GATConv(nn.Module):
 
 def with_self_loops(block: Block) -> Block:
     """Return the block with an additional self loop for each target, as the last edge of the target's CSR row."""
-    device = block.indptr.device
+    device, num_edges = block.indptr.device, len(block.indices)
     loops = torch.arange(block.num_dst, dtype=torch.int32, device=device)
     indptr = block.indptr + torch.arange(block.num_dst + 1, dtype=torch.int32, device=device)
-    indices = torch.empty(len(block.indices) + block.num_dst, dtype=torch.int32, device=device)
-    last = indptr[1:].long() - 1
-    indices[last] = loops
-    neighbour = torch.ones(len(indices), dtype=torch.bool, device=device)
-    neighbour[last] = False
-    indices[neighbour] = block.indices
+    indices = torch.empty(num_edges + block.num_dst, dtype=torch.int32, device=device)
+    indices.index_copy_(0, indptr[1:].long() - 1, loops)
+    # an edge moves by the loops of the targets before its own; a boolean mask would synchronise a GPU
+    moved = torch.arange(num_edges, device=device) + edge_targets(block)
+    indices.index_copy_(0, moved, block.indices)
     return Block(indptr, indices, block.num_src)

@@ -88,8 +88,7 @@ def mask_rows_torch(h: Tensor, n_id: Tensor, p: float, stream_key: int) -> Tenso
     bits = ((bits ^ (bits >> 16)) * LOW_A) & MASK32
     bits = ((bits ^ (bits >> 15)) * LOW_B) & MASK32
     bits = bits ^ (bits >> 16)
-    scale = torch.tensor(1.0 / (1.0 - p), dtype=sum_dtype(h.dtype), device=h.device)
-    return torch.where(bits >= threshold_of(p), h.detach() * scale, torch.zeros((), dtype=h.dtype, device=h.device))
+    return (h.detach() * (1.0 / (1.0 - p))).masked_fill_(bits < threshold_of(p), 0)
 
 
 def threshold_of(p: float) -> int:

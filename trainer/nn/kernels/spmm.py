@@ -122,11 +122,11 @@ def transpose(block: Block) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def transpose_torch(block: Block) -> tuple[Tensor, Tensor, Tensor]:
-    """Compute ``transpose`` in torch operations, for any device."""
-    edges = torch.argsort(block.indices, stable=True)
-    counts = torch.bincount(block.indices, minlength=block.num_src)
-    indptr = torch.nn.functional.pad(counts.cumsum(0), (1, 0))
-    return indptr.int(), edge_targets(block)[edges].int(), edges.int()
+    """Compute ``transpose`` in torch operations, for any device, without a host synchronisation."""
+    sources, edges = torch.sort(block.indices, stable=True)
+    bounds = torch.arange(block.num_src + 1, dtype=sources.dtype, device=sources.device)
+    indptr = torch.searchsorted(sources, bounds, out_int32=True)
+    return indptr, edge_targets(block)[edges].int(), edges.int()
 
 
 def edge_targets(block: Block) -> Tensor:

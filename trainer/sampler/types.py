@@ -2,6 +2,8 @@
 
 Node ids are global ids of their node type, edge ids are global ids of their edge type. The ids of a part are
 contiguous, so a ``PartitionBook`` can tell the part of a node or an edge from its id.
+
+Where a CUDA device samples, requests, answers and subgraphs have torch tensors of the same dtypes for numpy arrays.
 """
 
 from __future__ import annotations
@@ -17,6 +19,7 @@ from trainer.core import slabs
 from trainer.core.arrays import Array, Ids, read_only
 from trainer.core.schema import AnyType, EdgeType, NodeType
 from trainer.sampler import neighbor_kernels
+from trainer.sampler.array_ops import NUMPY, ArrayOps
 from trainer.store.manifest import EdgeSpec, NodeSpec
 
 
@@ -245,3 +248,4 @@ class SampledSubgraph:
     nodes: Mapping[NodeType, NodeSet]
     edges: Mapping[EdgeType, EdgeSet]
     induced: bool = False  #: the edges are all edges between the nodes
+    ops: ArrayOps = NUMPY  #: for the kind of its arrays: numpy arrays, or tensors of a device

@@ -67,14 +67,11 @@ def pick_candidates(
     slots, values = np.empty(longest, np.int64), np.empty(longest, np.float64)
     ranks = values.view(np.int64)
     out, used = np.empty(max(1024, len(rows)), np.int64), 0
-    timed = len(conditions.bounds) > 0
     for i in range(len(rows)):
-        found = _collect(indptr, indices, rows[i], i, conditions, draws.weighted, slots, values)
+        found = collect_candidates(indptr, indices, rows[i], i, conditions, draws.weighted, slots, values)
         if found < 0:
             return out[:0], -1 - found
-        count = found
-        if draws.fanout >= 0 and found > 0 and (found > draws.fanout or (draws.replace and not draws.last)):
-            count = draws.fanout
+        count = count_drawn(found, draws)
         if used + count > most:
             return out[:0], TOO_MANY
         counts[i] = count
@@ -82,20 +79,41 @@ def pick_candidates(
         drawn = node_key(draws.key, orig_id[rows[i]])
         if len(trees):
             drawn = tree_key(drawn, trees[i])
-        picks = out[used : used + count]
-        begin = indptr[rows[i]]
-        if draws.last:
-            _take_last(conditions.times, slots[:found], ranks, draws.shuffle, picks)
-        elif draws.replace and draws.fanout >= 0:
-            _take_with_replacement(slots[:found], values, draws.weighted, drawn, picks)
-        elif draws.weighted:
-            _take_race(slots[:found], values, ranks, begin, draws.shuffle, drawn, picks)
-        else:
-            _take_shuffled(slots[:found], draws.shuffle, drawn, picks)
-        if timed and draws.shuffle == 0 and count == found and (draws.last or not draws.replace or draws.fanout < 0):
-            _sort_by_time(conditions.times, picks, ranks)
+        draw_candidates(
+            conditions, draws, indptr[rows[i]], drawn, slots[:found], values, ranks, out[used : used + count]
+        )
         used += count
     return out[:used], -1
+
+
+@_jit
+def count_drawn(found: int, draws: Any) -> int:
+    """Return the number of edges to draw from ``found`` candidates."""
+    if draws.fanout >= 0 and found > 0 and (found > draws.fanout or (draws.replace and not draws.last)):
+        return draws.fanout  # type: ignore[no-any-return]
+    return found
+
+
+@_jit
+def draw_candidates(
+    conditions: Any, draws: Any, begin: int, drawn: Any, slots: Any, values: Any, ranks: Any, picks: Any
+) -> None:  # fmt: skip
+    """Fill ``picks`` with edges drawn among the candidates ``slots`` of one node, whose first edge is at ``begin``.
+
+    ``values``: float64, the weights of the candidates, and ``ranks``, the same memory as int64; both are work arrays.
+    ``drawn``: uint64, the key of the node's random numbers.
+    """
+    if draws.last:
+        _take_last(conditions.times, slots, ranks, draws.shuffle, picks)
+    elif draws.replace and draws.fanout >= 0:
+        _take_with_replacement(slots, values, draws.weighted, drawn, picks)
+    elif draws.weighted:
+        _take_race(slots, values, ranks, begin, draws.shuffle, drawn, picks)
+    else:
+        _take_shuffled(slots, draws.shuffle, drawn, picks)
+    whole = len(picks) == len(slots) and (draws.last or not draws.replace or draws.fanout < 0)
+    if len(conditions.bounds) > 0 and draws.shuffle == 0 and whole:
+        _sort_by_time(conditions.times, picks, ranks)
 
 
 @_jit
@@ -106,7 +124,7 @@ def allow(sources: Any, bits: Any) -> None:
 
 
 @_jit
-def _collect(
+def collect_candidates(
     indptr: Any, indices: Any, row: int, i: int, conditions: Any, weighted: bool, slots: Any, values: Any
 ) -> int:
     """Write the slots of a node's candidates to ``slots`` and their weights to ``values``. Returns their number, or

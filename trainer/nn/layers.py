@@ -14,9 +14,10 @@ from torch.nn import functional
 
 from trainer.core.batch import Block
 from trainer.nn.kernels.activation import Activation
+from trainer.nn.kernels.device import runs_cuda_kernels
 from trainer.nn.kernels.precision import product_dtype, sum_dtype
 from trainer.nn.kernels.sage import sage_rows
-from trainer.nn.kernels.spmm import aggregate, attend, edge_targets
+from trainer.nn.kernels.spmm import aggregate, attend, edge_softmax, edge_targets
 
 
 def glorot(weight: Tensor) -> None:
@@ -105,7 +106,7 @@ class SAGEConv(nn.Module):
         if linear_first(block, x.shape[1], len(of_mean), x.requires_grad):
             x = x if before is None else before.of(x)
             return x[: block.num_dst] @ of_self.t() + aggregate(block, x @ of_mean.t(), "mean")
-        if x.device.type == "cpu":
+        if x.device.type == "cpu" or runs_cuda_kernels(x):
             return sage_rows(block, x, of_mean, of_self, before, product_dtype(x))
         x = x if before is None else before.of(x)
         return x[: block.num_dst] @ of_self.t() + aggregate(block, x, "mean") @ of_mean.t()
@@ -242,14 +243,10 @@ class GATConv(nn.Module):
 
     def _attention(self, block: Block, h: Tensor) -> Tensor:
         """Attention weights [num_edges, heads], which sum to 1 over each target's edges."""
-        from torch_geometric.utils import softmax  # imported here because importing it takes seconds
-
         of_source = (h * self.att_src).sum(-1)[block.indices.long()]
-        targets = edge_targets(block)
-        of_target = (h[: block.num_dst] * self.att_dst).sum(-1)[targets]
+        of_target = (h[: block.num_dst] * self.att_dst).sum(-1)[edge_targets(block)]
         score = functional.leaky_relu(of_source + of_target, self.negative_slope)
-        weight: Tensor = softmax(score, index=targets, num_nodes=block.num_dst)
-        return weight
+        return edge_softmax(block, score)
 
 
 def with_self_loops(block: Block) -> Block:

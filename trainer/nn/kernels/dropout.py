@@ -10,6 +10,7 @@ import functools
 import hashlib
 from typing import Any
 
+import numba
 import numpy as np
 import torch
 from torch import Tensor
@@ -17,6 +18,7 @@ from torch import Tensor
 from trainer.core.compiled import njit
 from trainer.core.rng import batch_key, mix
 from trainer.core.schema import HOMO_NODE, NodeType
+from trainer.nn.kernels.device import runs_cuda_kernels
 from trainer.nn.kernels.precision import sum_dtype
 from trainer.nn.kernels.rows import as_array, narrow, run_rows, wide
 
@@ -67,9 +69,18 @@ class _HashDropout(torch.autograd.Function):
 
 
 def mask_rows(h: Tensor, n_id: Tensor, p: float, stream_key: int) -> Tensor:
-    """Return ``h`` times its dropout mask, by a kernel on CPU and by torch operations on other devices."""
+    """Return ``h`` times its dropout mask, by a kernel on CPU and CUDA, or else by torch operations."""
+    if runs_cuda_kernels(h):
+        from trainer.nn.kernels import cuda_elements  # imported here because it imports numba-cuda
+
+        return cuda_elements.mask_rows(h, n_id, p, stream_key)
     if h.device.type != "cpu":
         return mask_rows_torch(h, n_id, p, stream_key)
+    return mask_rows_cpu(h, n_id, p, stream_key)
+
+
+def mask_rows_cpu(h: Tensor, n_id: Tensor, p: float, stream_key: int) -> Tensor:
+    """Compute ``mask_rows`` by a Numba kernel."""
     out = torch.empty_like(h, memory_format=torch.contiguous_format)
     arrays = (as_array(h.contiguous()), n_id.contiguous().numpy(), as_array(out))
     factor = torch.tensor(1.0 / (1.0 - p), dtype=sum_dtype(h.dtype)).numpy()[()]
@@ -110,6 +121,20 @@ def _mix_tensor(value: Tensor) -> Tensor:
     return value ^ ((value >> 31) & (2**33 - 1))
 
 
+_STRIDE, _LOW_A, _LOW_B = np.uint32(STRIDE), np.uint32(LOW_A), np.uint32(LOW_B)
+
+_S15, _S16 = np.uint32(15), np.uint32(16)
+
+
+@numba.njit(inline="always")
+def column_bits(state: Any, column: Any) -> Any:
+    """Return the random bits of a column, uint32. ``state``: uint32 hash of the row."""
+    bits = np.uint32(state + np.uint32(np.uint32(column) * _STRIDE))
+    bits = np.uint32(np.uint32(bits ^ (bits >> _S16)) * _LOW_A)
+    bits = np.uint32(np.uint32(bits ^ (bits >> _S15)) * _LOW_B)
+    return np.uint32(bits ^ (bits >> _S16))
+
+
 @njit()
 def _mask_rows(
     first: int, last: int, h: Any, n_id: Any, out: Any, stream_key: Any, threshold: Any, factor: Any
@@ -119,8 +144,4 @@ def _mask_rows(
         state = np.uint32(mix(np.uint64(n_id[i]) ^ stream_key))
         source, row = h[i], out[i]
         for k in range(h.shape[1]):
-            bits = np.uint32(state + np.uint32(np.uint32(k) * np.uint32(STRIDE)))
-            bits = np.uint32(np.uint32(bits ^ (bits >> np.uint32(16))) * np.uint32(LOW_A))
-            bits = np.uint32(np.uint32(bits ^ (bits >> np.uint32(15))) * np.uint32(LOW_B))
-            bits = np.uint32(bits ^ (bits >> np.uint32(16)))
-            row[k] = narrow(wide(source[k]) * factor if bits >= threshold else zero, row[k])
+            row[k] = narrow(wide(source[k]) * factor if column_bits(state, k) >= threshold else zero, row[k])

@@ -66,6 +66,12 @@ def fraction(z: Any) -> Any:
     return float(z >> _S11) / 9007199254740992.0
 
 
+@numba.njit(inline="always")
+def draw_fraction(key: Any, i: Any) -> Any:
+    """Return random number ``i`` for ``key``: float64, uniform in [0, 1)."""
+    return fraction(mix(key + np.uint64(i) * GOLDEN))
+
+
 def fractions(z: Any) -> npt.NDArray[np.float64]:
     """Apply ``fraction`` to an array of uint64. For use outside compiled kernels."""
     return np.asarray(z >> _S11, np.float64) / 9007199254740992.0

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from functools import cache
+from importlib import import_module
 from importlib.util import find_spec
 
 import torch
@@ -29,8 +30,7 @@ def why_no_kernels(device: torch.device) -> str:
 @cache
 def _why_no_driver() -> str:
     """Return why numba-cuda finds no usable driver and compiler, or ''."""
-    from numba import cuda
-
+    cuda = import_module("numba.cuda")
     if not cuda.is_available():
         return f"numba-cuda finds no usable CUDA driver: {' '.join(str(cuda.cuda_error()).split())}"
     try:

@@ -13,15 +13,19 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable
 from functools import cache
+from importlib import import_module
 from types import FunctionType
 from typing import Any
 
 import numpy as np
 import torch
-from numba import cuda
 from numba.core import config, types
 from numba.core.dispatcher import Dispatcher
 from torch import Tensor
+
+from trainer.core import rng
+
+cuda: Any = import_module("numba.cuda")  #: kernels import this name, which the simulator replaces while they run
 
 THREADS = 128  #: threads of a block, unless a kernel asks for others
 
@@ -91,8 +95,8 @@ def device_function(function: Any) -> Any:
     """Return a function that kernels can call, compiled from the source of ``function``.
 
     A function of the CPU (``numba.njit``) is converted together with the functions that it calls. The simulator runs
-    functions in Python, but those with ``inline="always"``, which take and return numbers, as compiled for the CPU. A
-    plain function may use ``numba.cuda`` if it stands in the file of the kernels that call it.
+    functions in Python, but those of ``core.rng``, which take and return numbers, as compiled for the CPU. A plain
+    function may use ``numba.cuda`` if it stands in the file of the kernels that call it.
     """
     if isinstance(function, Dispatcher):
         return _converted(function)
@@ -101,9 +105,9 @@ def device_function(function: Any) -> Any:
 
 @cache
 def _converted(function: Dispatcher) -> Any:
-    if simulated() and function.targetoptions.get("inline") == "always":
-        return _boxed(function)
     source = function.py_func
+    if simulated() and source.__module__ == rng.__name__:
+        return _boxed(function)
     known = dict(source.__globals__)
     for name in source.__code__.co_names:
         if isinstance(known.get(name), Dispatcher):
@@ -148,7 +152,8 @@ class _DeviceView:
             "typestr": _TYPESTR[tensor.dtype],
             "data": (tensor.data_ptr(), False),
             "strides": None if contiguous else tuple(step * size for step in tensor.stride()),
-            "version": 2,
+            "stream": None,
+            "version": 3,
         }
 
 

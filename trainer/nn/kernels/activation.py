@@ -10,9 +10,9 @@ import torch
 from torch import Tensor
 
 from trainer.core.compiled import njit
-from trainer.core.rng import mix
-from trainer.nn.kernels.dropout import column_bits, hash_dropout, stream, threshold_of
+from trainer.core.rng import column_bits, mix
 from trainer.nn.kernels.device import runs_cuda_kernels
+from trainer.nn.kernels.dropout import hash_dropout, stream, threshold_of
 from trainer.nn.kernels.rows import as_array, narrow, run_rows, wide
 
 

@@ -10,12 +10,11 @@ from typing import Any
 
 import numpy as np
 import torch
-from numba import cuda
 from torch import Tensor
 
-from trainer.core.rng import mix
-from trainer.cuda.launch import Kernel, device_function, kernel
-from trainer.nn.kernels.dropout import column_bits, threshold_of
+from trainer.core.rng import column_bits, mix
+from trainer.cuda.launch import Kernel, cuda, device_function, kernel
+from trainer.nn.kernels.dropout import threshold_of
 from trainer.nn.kernels.precision import sum_dtype
 
 _S16, _HALF, _ONE = np.uint32(16), np.uint32(0x7FFF), np.uint32(1)
@@ -49,6 +48,11 @@ def by_dtype(make: Callable[[Any, Any], Callable[..., None]]) -> Callable[[torch
     return lambda dtype: bits if dtype == torch.bfloat16 else plain
 
 
+def launch(run: Kernel, items: int, *args: Any) -> None:
+    """Launch a kernel over ``items`` items; its first argument is their number."""
+    run(items, items, *args)
+
+
 def scalar(value: float, dtype: torch.dtype) -> Any:
     """Return ``value`` as a numpy scalar of the dtype in which rows of ``dtype`` are summed."""
     return np.float64(value) if sum_dtype(dtype) == torch.float64 else np.float32(value)
@@ -74,8 +78,17 @@ def mask_rows(h: Tensor, n_id: Tensor, p: float, stream_key: int) -> Tensor:
     h = h.detach()
     out = torch.empty_like(h, memory_format=torch.contiguous_format)
     factor, zero = scalar(1.0 / (1.0 - p), h.dtype), scalar(0.0, h.dtype)
-    _mask_rows(h.dtype)(
-        h.numel(), h.shape[1], h, n_id, out, np.uint64(stream_key), np.uint32(threshold_of(p)), factor, zero
+    launch(
+        _mask_rows(h.dtype),
+        h.numel(),
+        h.shape[1],
+        h,
+        n_id,
+        out,
+        np.uint64(stream_key),
+        np.uint32(threshold_of(p)),
+        factor,
+        zero,
     )
     return out
 
@@ -103,9 +116,9 @@ _activate = by_dtype(_make_activate)
 def activate_(out: Tensor, bias: Tensor, n_id: Tensor, p: float, stream_key: int, scale: float) -> None:
     """Compute ``dropout(relu(out + bias))`` in place of ``out``, float or bfloat16 [n, f]."""
     bias = bias.detach().to(sum_dtype(out.dtype))
-    _activate(out.dtype)(
-        out.numel(), out.shape[1], out, bias, n_id, np.uint64(stream_key), np.uint32(threshold_of(p)),
-        scalar(scale, out.dtype), scalar(0.0, out.dtype),
+    launch(
+        _activate(out.dtype), out.numel(), out.shape[1], out, bias, n_id, np.uint64(stream_key),
+        np.uint32(threshold_of(p)), scalar(scale, out.dtype), scalar(0.0, out.dtype),
     )  # fmt: skip
 
 
@@ -125,7 +138,14 @@ _pass_where_positive = by_dtype(_make_pass_where_positive)
 def pass_where_positive(grad: Tensor, out: Tensor, scale: float) -> Tensor:
     """Return ``grad * scale`` where ``out`` is above 0, else 0. ``grad`` and ``out``: [n, f], of one dtype."""
     before = torch.empty_like(out)
-    _pass_where_positive(out.dtype)(
-        out.numel(), out.shape[1], grad.detach(), out, before, scalar(scale, out.dtype), scalar(0.0, out.dtype)
+    launch(
+        _pass_where_positive(out.dtype),
+        out.numel(),
+        out.shape[1],
+        grad.detach(),
+        out,
+        before,
+        scalar(scale, out.dtype),
+        scalar(0.0, out.dtype),
     )
     return before

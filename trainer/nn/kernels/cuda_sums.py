@@ -1,5 +1,6 @@
-"""CUDA kernels that sum over a block's edges, with one thread per element of the result: no atomic additions, so results
-do not differ between calls, and the order of additions is that of the CPU's kernels.
+"""CUDA kernels that sum over a block's edges, with one thread per element of the result.
+
+There are no atomic additions, so results do not differ between calls, and the order of additions is that of the CPU.
 
 Imported only where kernels run (``kernels.device``). Threads with neighbouring numbers read neighbouring columns of the
 same row. A device may round ``a * b + c`` once where the CPU rounds twice.
@@ -12,12 +13,11 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from numba import cuda
 from torch import Tensor
 
 from trainer.core.batch import Block
-from trainer.cuda.launch import device_function, kernel
-from trainer.nn.kernels.cuda_elements import by_dtype, from_bits, same, scalar
+from trainer.cuda.launch import cuda, device_function, kernel
+from trainer.nn.kernels.cuda_elements import by_dtype, from_bits, launch, same, scalar
 from trainer.nn.kernels.precision import for_sums, sum_dtype
 
 
@@ -48,7 +48,7 @@ def transpose(block: Block) -> tuple[Tensor, Tensor, Tensor]:
     bounds = torch.arange(block.num_src + 1, dtype=sources.dtype, device=sources.device)
     indptr = torch.searchsorted(sources, bounds, out_int32=True)
     targets, places = torch.empty_like(block.indices), torch.empty_like(block.indices)
-    _edge_targets(len(edges), block.num_dst, block.indptr, edges, targets, places)
+    launch(_edge_targets, len(edges), block.num_dst, block.indptr, edges, targets, places)
     return indptr, targets, places
 
 
@@ -77,16 +77,14 @@ _sum_rows = {
 }  # fmt: skip
 
 
-def sum_rows(
-    indptr: Tensor, indices: Tensor, x: Tensor, row_scale: Tensor | None, col_scale: Tensor | None
-) -> Tensor:
+def sum_rows(indptr: Tensor, indices: Tensor, x: Tensor, row_scale: Tensor | None, col_scale: Tensor | None) -> Tensor:
     """Compute ``spmm.sum_rows_cpu``, with the same order of additions."""
     x, dtype = x.detach(), sum_dtype(x.dtype)
     out = x.new_empty(len(indptr) - 1, x.shape[1], dtype=dtype)
     none = out.new_empty(0)
     scales = [none if scale is None else scale.to(dtype) for scale in (row_scale, col_scale)]
     run = _sum_rows[x.dtype == torch.bfloat16, row_scale is not None, col_scale is not None]
-    run(out.numel(), out.shape[1], indptr, indices, x, *scales, out, scalar(0.0, dtype))
+    launch(run, out.numel(), out.shape[1], indptr, indices, x, *scales, out, scalar(0.0, dtype))
     return out
 
 
@@ -120,7 +118,7 @@ def weighted_rows(indptr: Tensor, indices: Tensor, edges: Tensor | None, weight:
     out = x.new_empty(len(indptr) - 1, *x.shape[1:], dtype=sum_dtype(x.dtype))
     run = _weighted_rows[weight.dtype == torch.bfloat16, x.dtype == torch.bfloat16, edges is not None]
     places = indices if edges is None else edges
-    run(out.numel(), *x.shape[1:], indptr, indices, places, weight, x, out, scalar(0.0, x.dtype))
+    launch(run, out.numel(), *x.shape[1:], indptr, indices, places, weight, x, out, scalar(0.0, x.dtype))
     return out
 
 
@@ -146,8 +144,9 @@ def edge_dots(block: Block, dst: Tensor, src: Tensor) -> Tensor:
     dst, src = dst.detach(), src.detach()
     out = src.new_empty(len(block.indices), src.shape[1], dtype=sum_dtype(src.dtype))
     run = _edge_dots[dst.dtype == torch.bfloat16, src.dtype == torch.bfloat16]
-    run(
-        out.numel(), *src.shape[1:], block.num_dst, block.indptr, block.indices, dst, src, out, scalar(0.0, src.dtype)
+    launch(
+        run, out.numel(), *src.shape[1:], block.num_dst, block.indptr, block.indices, dst, src, out,
+        scalar(0.0, src.dtype),
     )  # fmt: skip
     return out
 
@@ -182,7 +181,7 @@ def mean_and_self(block: Block, x: Tensor, dtype: torch.dtype) -> Tensor:
     width = x.shape[1]
     out = x.new_empty(block.num_dst, 2 * width)
     zero, one = scalar(0.0, dtype), scalar(1.0, dtype)
-    _mean_and_self(dtype)(block.num_dst * width, width, block.indptr, block.indices, x, out, zero, one)
+    launch(_mean_and_self(dtype), block.num_dst * width, width, block.indptr, block.indices, x, out, zero, one)
     return out
 
 
@@ -212,8 +211,17 @@ def sources_of(block: Block, transposed: tuple[Tensor, Tensor, Tensor], grad: Te
     width = grad.shape[1] // 2
     out = grad.new_empty(block.num_src, width)
     share = 1.0 / block.indptr.diff().clamp(min=1).to(sum_dtype(grad.dtype))
-    _sources(grad.dtype)(
-        out.numel(), width, block.num_dst, indptr, targets, share, grad.detach(), out, scalar(0.0, grad.dtype)
+    launch(
+        _sources(grad.dtype),
+        out.numel(),
+        width,
+        block.num_dst,
+        indptr,
+        targets,
+        share,
+        grad.detach(),
+        out,
+        scalar(0.0, grad.dtype),
     )
     return out
 
@@ -253,8 +261,15 @@ class _EdgeSoftmax(torch.autograd.Function):
     def forward(ctx: Any, score: Tensor, indptr: Tensor) -> Tensor:
         score = for_sums(score.detach())
         out, lowest = torch.empty_like(score), scalar(-math.inf, score.dtype)
-        _softmax(
-            (len(indptr) - 1) * score.shape[1], score.shape[1], indptr, score, out, scalar(0.0, score.dtype), lowest
+        launch(
+            _softmax,
+            (len(indptr) - 1) * score.shape[1],
+            score.shape[1],
+            indptr,
+            score,
+            out,
+            scalar(0.0, score.dtype),
+            lowest,
         )
         ctx.save_for_backward(out, indptr)
         return out
@@ -263,8 +278,15 @@ class _EdgeSoftmax(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
         weight, indptr = ctx.saved_tensors
         out, heads = torch.empty_like(weight), weight.shape[1]
-        _softmax_gradient(
-            (len(indptr) - 1) * heads, heads, indptr, weight, grad.to(weight.dtype), out, scalar(0.0, weight.dtype)
+        launch(
+            _softmax_gradient,
+            (len(indptr) - 1) * heads,
+            heads,
+            indptr,
+            weight,
+            grad.to(weight.dtype),
+            out,
+            scalar(0.0, weight.dtype),
         )
         return out, None
 

@@ -10,24 +10,18 @@ import functools
 import hashlib
 from typing import Any
 
-import numba
 import numpy as np
 import torch
 from torch import Tensor
 
 from trainer.core.compiled import njit
-from trainer.core.rng import batch_key, mix
+from trainer.core.rng import LOW_A, LOW_B, STRIDE, batch_key, column_bits, mix
 from trainer.core.schema import HOMO_NODE, NodeType
 from trainer.nn.kernels.device import runs_cuda_kernels
 from trainer.nn.kernels.precision import sum_dtype
 from trainer.nn.kernels.rows import as_array, narrow, run_rows, wide
 
-# The state of a row is SplitMix64's finaliser (``rng.mix``). The bits of a column are the "lowbias32" integer hash
-# (Chris Wellons, "Prospecting for Hash Functions") of state + column * STRIDE.
-STRIDE = 0x9E3779B9
-
-LOW_A, LOW_B = 0x7FEB352D, 0x846CA68B
-
+# The state of a row is SplitMix64's finaliser (``rng.mix``), the bits of a column are ``rng.column_bits``.
 MASK32 = 0xFFFFFFFF
 
 
@@ -119,20 +113,6 @@ def _mix_tensor(value: Tensor) -> Tensor:
     for shift, factor in ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB)):
         value = (value ^ ((value >> shift) & (2 ** (64 - shift) - 1))) * _signed(factor)
     return value ^ ((value >> 31) & (2**33 - 1))
-
-
-_STRIDE, _LOW_A, _LOW_B = np.uint32(STRIDE), np.uint32(LOW_A), np.uint32(LOW_B)
-
-_S15, _S16 = np.uint32(15), np.uint32(16)
-
-
-@numba.njit(inline="always")
-def column_bits(state: Any, column: Any) -> Any:
-    """Return the random bits of a column, uint32. ``state``: uint32 hash of the row."""
-    bits = np.uint32(state + np.uint32(np.uint32(column) * _STRIDE))
-    bits = np.uint32(np.uint32(bits ^ (bits >> _S16)) * _LOW_A)
-    bits = np.uint32(np.uint32(bits ^ (bits >> _S15)) * _LOW_B)
-    return np.uint32(bits ^ (bits >> _S16))
 
 
 @njit()

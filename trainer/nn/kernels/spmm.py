@@ -153,9 +153,7 @@ def edge_targets(block: Block) -> Tensor:
     return torch.repeat_interleave(block.indptr.diff().long(), output_size=len(block.indices))
 
 
-def sum_rows(
-    indptr: Tensor, indices: Tensor, x: Tensor, row_scale: Tensor | None, col_scale: Tensor | None
-) -> Tensor:
+def sum_rows(indptr: Tensor, indices: Tensor, x: Tensor, row_scale: Tensor | None, col_scale: Tensor | None) -> Tensor:
     """Compute the weighted sum of ``aggregate`` on CSR arrays, without gradients."""
     if kernels := cuda_kernels(x):
         return kernels.sum_rows(indptr, indices, x, row_scale, col_scale)

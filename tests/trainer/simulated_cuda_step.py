@@ -16,7 +16,7 @@ import trainer.nn.kernels.device
 from train_kit import job, write_parts
 from trainer.core.batch import Block
 from trainer.core.ranks import RankGroup, Ranks
-from trainer.nn.kernels import activation, cuda_elements, cuda_sums, dropout, sage, spmm
+from trainer.nn.kernels import activation, cuda_sums, dropout, sage, spmm
 from trainer.nn.kernels.activation import Activation
 from trainer.train.job import _prepare, open_job_graph
 from trainer.train.metrics import MetricsLog
@@ -93,9 +93,7 @@ def test_a_softmax_over_edges_and_its_gradient(block: Block) -> None:
 def test_masks_and_activations_are_equal(p: float, dtype: torch.dtype) -> None:
     h, n_id = rows(dtype, 5, 4), torch.tensor([3, 1 << 40, 0, -1, 77])
     if p:
-        assert torch.equal(
-            cuda_elements.mask_rows(h, n_id, p, 1 << 63 | 5), dropout.mask_rows_cpu(h, n_id, p, 1 << 63 | 5)
-        )
+        assert torch.equal(dropout.mask_rows(h, n_id, p, 1 << 63 | 5), dropout.mask_rows_cpu(h, n_id, p, 1 << 63 | 5))
     applied = Activation(rows(torch.float32, 4), n_id, p, (1 << 64) - 3, 2)
     own, cpu = h.clone(), h.clone()
     activation.activate_(own, applied)

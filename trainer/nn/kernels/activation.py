@@ -78,15 +78,15 @@ def activate_(h: Tensor, activation: Activation) -> Tensor:
     out = h.detach()
     if not out.is_contiguous():
         out = out.contiguous()
-    stream_key, p = stream(activation.key, activation.layer), activation.p
+    stream_key, threshold = stream(activation.key, activation.layer), threshold_of(activation.p)
     if runs_cuda_kernels(out):
         from trainer.nn.kernels import cuda_elements  # imported here because it imports numba-cuda
 
-        cuda_elements.activate_(out, activation.bias, activation.n_id, p, stream_key, activation.scale)
+        cuda_elements.activate_(out, activation.bias, activation.n_id, threshold, stream_key, activation.scale)
         return out
     bias = activation.bias.detach().to(torch.float64 if out.dtype == torch.float64 else torch.float32).numpy()
     n_id = activation.n_id.contiguous().numpy()
-    draw = (np.uint64(stream_key), np.uint32(threshold_of(p)))
+    draw = (np.uint64(stream_key), np.uint32(threshold))
     run_rows(_activate, len(out), as_array(out), bias, n_id, *draw, activation.scale)
     return out
 

@@ -14,7 +14,6 @@ from torch import Tensor
 
 from trainer.core.rng import column_bits, mix
 from trainer.cuda.launch import Kernel, cuda, device_function, kernel
-from trainer.nn.kernels.dropout import threshold_of
 from trainer.nn.kernels.precision import sum_dtype
 
 _S16, _HALF, _ONE = np.uint32(16), np.uint32(0x7FFF), np.uint32(1)
@@ -73,8 +72,8 @@ def _make_mask_rows(load: Any, store: Any) -> Callable[..., None]:
 _mask_rows = by_dtype(_make_mask_rows)
 
 
-def mask_rows(h: Tensor, n_id: Tensor, p: float, stream_key: int) -> Tensor:
-    """Compute ``dropout.mask_rows``, bit for bit."""
+def mask_rows(h: Tensor, n_id: Tensor, p: float, stream_key: int, threshold: int) -> Tensor:
+    """Compute ``dropout.mask_rows``, bit for bit. ``threshold``: ``dropout.threshold_of(p)``."""
     h = h.detach()
     out = torch.empty_like(h, memory_format=torch.contiguous_format)
     factor, zero = scalar(1.0 / (1.0 - p), h.dtype), scalar(0.0, h.dtype)
@@ -86,7 +85,7 @@ def mask_rows(h: Tensor, n_id: Tensor, p: float, stream_key: int) -> Tensor:
         n_id,
         out,
         np.uint64(stream_key),
-        np.uint32(threshold_of(p)),
+        np.uint32(threshold),
         factor,
         zero,
     )
@@ -113,12 +112,15 @@ def _make_activate(load: Any, store: Any) -> Callable[..., None]:
 _activate = by_dtype(_make_activate)
 
 
-def activate_(out: Tensor, bias: Tensor, n_id: Tensor, p: float, stream_key: int, scale: float) -> None:
-    """Compute ``dropout(relu(out + bias))`` in place of ``out``, float or bfloat16 [n, f]."""
+def activate_(out: Tensor, bias: Tensor, n_id: Tensor, threshold: int, stream_key: int, scale: float) -> None:
+    """Compute ``dropout(relu(out + bias))`` in place of ``out``, float or bfloat16 [n, f].
+
+    ``threshold``: ``dropout.threshold_of`` the probability.
+    """
     bias = bias.detach().to(sum_dtype(out.dtype))
     launch(
         _activate(out.dtype), out.numel(), out.shape[1], out, bias, n_id, np.uint64(stream_key),
-        np.uint32(threshold_of(p)), scalar(scale, out.dtype), scalar(0.0, out.dtype),
+        np.uint32(threshold), scalar(scale, out.dtype), scalar(0.0, out.dtype),
     )  # fmt: skip
 
 

@@ -67,7 +67,7 @@ def mask_rows(h: Tensor, n_id: Tensor, p: float, stream_key: int) -> Tensor:
     if runs_cuda_kernels(h):
         from trainer.nn.kernels import cuda_elements  # imported here because it imports numba-cuda
 
-        return cuda_elements.mask_rows(h, n_id, p, stream_key)
+        return cuda_elements.mask_rows(h, n_id, p, stream_key, threshold_of(p))
     if h.device.type != "cpu":
         return mask_rows_torch(h, n_id, p, stream_key)
     return mask_rows_cpu(h, n_id, p, stream_key)

@@ -41,7 +41,7 @@ def choose_sampling(
     Raises ``SettingsError`` if ``wanted`` is ``cuda`` and it is not possible.
     """
     if wanted == "cpu" or (wanted == "auto" and device.type != "cuda"):
-        return SamplingChoice(False, "as sampling is set to cpu" if wanted == "cpu" else "")
+        return SamplingChoice(False, "")
     reason = why_not(graph, device)
     if not reason:
         from trainer.cuda.topology import TopologyPlan  # imports numba-cuda

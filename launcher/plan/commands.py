@@ -134,7 +134,7 @@ def _train_argv(context: PlanContext, site: Site) -> list[str]:
     return [*argv, "--resume", f"{site.run_dir}/{context.resume.dest}"] if context.resume else argv
 
 
-_LEFT_OUT_AT_DEFAULT = ("precision", "device_cache", "checkpoint_seconds")  # keeps the shown command short
+_LEFT_OUT_AT_DEFAULT = ("precision", "device_cache", "sampling", "checkpoint_seconds")  # keeps the shown command short
 
 
 def train_flags(train: TrainConfig) -> list[str]:

@@ -6,22 +6,39 @@ Run with ``NUMBA_ENABLE_CUDASIM=1`` in a process of its own: ``python tests/trai
 from __future__ import annotations
 
 import sys
-from itertools import product
+import tempfile
+from itertools import islice, product
+from pathlib import Path
 
 import numpy as np
 import torch
 
+from cache_kit import hosts
+from oracle import assert_identical
+from partition_kit import with_nodes
 from partitions import random_graph, store_of
 from sample_kit import KINDS, random_seeds, random_settings, some_key, to_global, typed_graph
+from train_kit import job
+from trainer.core.remote_settings import CacheSize
 from trainer.core.schema import HOMO_EDGE, HOMO_NODE
 from trainer.cuda.array_ops import TorchOps
 from trainer.cuda.hop_sampling import DeviceHops
 from trainer.cuda.relabel import DeviceTables
 from trainer.cuda.topology import load_topology
+from trainer.graph.cache_fill import device_rows
+from trainer.graph.open import open_graph
+from trainer.loader.block_loader import BatchLoader, LoaderSettings
+from trainer.loader.link_block_loader import LinkBlockLoader, LinkBlockSettings
+from trainer.loader.link_seeds import link_inputs
+from trainer.partition.assign import assign_parts
+from trainer.partition.write import write_partition
 from trainer.sampler.local_graph import LocalGraph
 from trainer.sampler.multi_hop import block_edges, cut_block, sample_multi_hop
 from trainer.sampler.relabel import RelabelTables
 from trainer.sampler.types import SampleSettings, SeedSet
+from trainer.sources.load import load_dataset
+from trainer.train.device_sampling import choose_sampling
+from trainer.train.job import batch_plan, train
 
 CPU = torch.device("cpu")
 
@@ -103,7 +120,80 @@ def check_hubs(seed):
         same(*both(store, SeedSet({HOMO_NODE: np.array([0, 1, 5])}), settings, some_key(seed)), settings)
 
 
-CHECKS = {"hetero": check_hetero, "homo": check_homo, "hubs": check_hubs}
+def features_of(kind, data):
+    """Return the dataset with rows ``x`` of another type, and the type to which the partition rounds them."""
+    of = next(of for of, nodes in data.nodes.items() if "x" in nodes.attrs)
+    rows = data.nodes[of].attrs["x"]
+    if kind == "bfloat16":
+        bits = torch.from_numpy(rows).bfloat16().view(torch.int16).numpy().view(np.uint16)
+        return with_nodes(data, of, attrs={**data.nodes[of].attrs, "x": bits}, bfloat16=frozenset({"x"})), "stored"
+    if kind in ("float64", "uint8"):
+        changed = (rows * 7.123456789).astype(kind)
+        return with_nodes(data, of, attrs={**data.nodes[of].attrs, "x": changed}), "stored"
+    return data, {"float32": "stored"}.get(kind, kind)
+
+
+def folder_of(root, seed, name, kind, num_parts, **options):
+    """Write a small partition with rows of type ``kind``."""
+    given = {"num_nodes": 40, "avg_degree": 4, "num_features": 5, "num_classes": 3, "edge_weight": True, **options}
+    data, rows = features_of(kind, load_dataset(name, options={**given, "time": True, "seed": seed}))
+    folder = Path(root) / f"{name}-{seed}-{kind}"
+    write_partition(data, assign_parts(data, num_parts, "hash"), folder, rows=rows)
+    return folder
+
+
+def same_batches(make, graph, cache="0", limit=None):
+    """Compare the first batches of two loaders from ``make``: of the CPU, and of the kernels with cached rows."""
+    plain, loader = make(graph), make(graph)
+    if cache != "0":
+        loader.keep(device_rows(graph, batch_plan(graph, loader), CacheSize.parse(cache), CPU))
+    choice = choose_sampling(graph, {"train": loader}, "cuda", CPU)
+    assert choice.on_device, choice
+    for share in islice(plain.shares(1), limit):
+        assert_identical(loader.load(share).to(CPU), plain.load(share))
+
+
+def check_batches(seed):
+    """Compare batches: types of rows, cached rows, rows of other hosts, in-degrees, edge features."""
+    kinds = ("float32", "float16", "bfloat16", "float64", "uint8", "int8")
+    kind, more = kinds[seed % len(kinds)], [{}, {"edge_attr": "edge_weight"}, {"weight": "edge_weight"}][seed % 3]
+    with tempfile.TemporaryDirectory() as root:
+        folder = folder_of(root, seed, "synthetic", kind, 2)
+        for graph, cache in ((open_graph(folder), "30%"), (hosts(folder, 2, "replicated")[0], "20%")):
+            settings = LoaderSettings("train", (3, 2), 7, want_degree=True, seed=seed, **more)
+            same_batches(lambda one, given=settings: BatchLoader(one, given, 0, one.layout), graph, cache, 1)
+        graph = open_graph(folder_of(root, seed, "synthetic-hetero", kind, 2))
+        settings = LoaderSettings("train", (2, 2), 7, target="paper", seed=seed, **more)
+        same_batches(lambda one: BatchLoader(one, settings, 0, one.layout), graph, "0", 1)
+
+
+def check_links(seed):
+    """Compare batches of links, which exclude their own edges."""
+    with tempfile.TemporaryDirectory() as root:
+        graph = open_graph(folder_of(root, seed, "synthetic", "float32", 1))
+        links, settings = link_inputs(graph, None), LoaderSettings("train", (3, 2), 9, seed=seed)
+
+        def make(one):
+            return LinkBlockLoader(one, settings, links, LinkBlockSettings(4, True), 0, one.layout)
+
+        same_batches(make, graph, limit=1)
+
+
+def check_training(seed):
+    """Compare the losses of a run that samples on the CPU with those of a run that samples with the kernels."""
+    with tempfile.TemporaryDirectory() as root:
+        folder = folder_of(root, seed, "synthetic", "float32", 1)
+        given = {"batch_size": 6, "fanouts": (2, 2), "eval_batch_size": 12, "hidden": 4, "epochs": 1, "seed": seed}
+        curves = [
+            train(job(folder, Path(root) / where, sampling=where, **given)).step_loss for where in ("cpu", "cuda")
+        ]
+        assert torch.equal(*(curve[0] for curve in curves))
+
+
+CHECKS = {
+    "hetero": check_hetero, "homo": check_homo, "hubs": check_hubs, "batches": check_batches, "links": check_links,
+    "training": check_training,
+}  # fmt: skip
 
 if __name__ == "__main__":
     for given in sys.argv[2:]:

@@ -13,6 +13,7 @@ from torch import Tensor
 from trainer.core.errors import DataError, PartitionError
 from trainer.cuda import neighbor_kernels
 from trainer.cuda.array_ops import begins_of
+from trainer.cuda.gather_kernels import take_numbers
 from trainer.cuda.topology import DeviceEdges, DeviceTopology
 from trainer.sampler.neighbor import MOST_EDGES
 from trainer.sampler.types import HopRequest, HopSample
@@ -115,7 +116,7 @@ class DeviceHops:
         picks = torch.empty(total, dtype=torch.int64, device=self._device)
         self._draw(hop, begins, picks)
         src = torch.empty(total, dtype=hop.edges.indices.tensor.dtype, device=self._device)
-        neighbor_kernels.take_edges(total, hop.edges.indices.argument, picks, src)
+        take_numbers(total, hop.edges.indices.argument, picks, src)
         counts: Any = hop.counts
         sources: Any = src
         edge: Any = picks if request.with_edge else None

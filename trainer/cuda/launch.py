@@ -144,17 +144,21 @@ class _DeviceView:
     __slots__ = ("__cuda_array_interface__", "owner")
 
     def __init__(self, tensor: Tensor):
-        size = tensor.element_size()
-        contiguous = tensor.is_contiguous()
-        self.owner = tensor
+        size, contiguous = tensor.element_size(), tensor.is_contiguous()
+        self.owner = tensor if tensor.numel() else _anchor(tensor.device)  # a null pointer belongs to no device
         self.__cuda_array_interface__ = {
             "shape": tuple(tensor.shape),
             "typestr": _TYPESTR[tensor.dtype],
-            "data": (tensor.data_ptr(), False),
+            "data": (self.owner.data_ptr(), False),
             "strides": None if contiguous else tuple(step * size for step in tensor.stride()),
             "stream": None,
             "version": 3,
         }
+
+
+@cache
+def _anchor(device: torch.device) -> Tensor:
+    return torch.empty(1, dtype=torch.int64, device=device)
 
 
 def _device_argument(arg: Any) -> Any:

@@ -117,13 +117,6 @@ def draw_conditional(
             _draw_row(row_picks, first, degree, fanout, shuffle, replace, drawn, slots[:0])
 
 
-@kernel
-def take_edges(indices: Any, picks: Any, src: Any) -> None:
-    """Read the sources of the picked edges. One thread per edge."""
-    for i in range(cuda.grid(1), len(picks), cuda.gridsize(1)):
-        src[i] = indices[picks[i]]
-
-
 def _draw_row_of(
     picks: Any, first: Any, degree: Any, fanout: Any, shuffle: Any, replace: Any, drawn: Any, slots: Any
 ) -> None:  # fmt: skip

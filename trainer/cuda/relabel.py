@@ -18,6 +18,7 @@ from trainer.core.errors import SettingsError
 from trainer.core.schema import NodeType
 from trainer.cuda.array_ops import TorchOps
 from trainer.cuda.launch import cuda, device_function, kernel
+from trainer.sampler.array_ops import ArrayOps
 from trainer.sampler.relabel import NodeGrowth
 from trainer.sampler.types import GraphSchema, NodeSet
 
@@ -34,12 +35,13 @@ class DeviceTables:
     """Makes the tables of a batch. They belong to the batch, so that threads share nothing."""
 
     def __init__(self, schema: GraphSchema, ops: TorchOps):
-        self.ops = ops
+        self.ops: ArrayOps = ops
+        self._torch = ops
         self._sizes = {of: spec.num_nodes for of, spec in schema.nodes.items()}
 
     def growth(self, of: NodeType, disjoint: bool) -> NodeGrowth:
         """Return an empty set of sampled nodes of one type; ``disjoint``: with a tree per seed."""
-        found: Any = DeviceGrowth(self._sizes[of], disjoint, self.ops)  # implements NodeGrowth, with tensors
+        found: Any = DeviceGrowth(self._sizes[of], disjoint, self._torch)  # implements NodeGrowth, with tensors
         return found  # type: ignore[no-any-return]
 
 

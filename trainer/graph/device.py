@@ -23,11 +23,21 @@ from trainer.store.manifest import AttrSpec
 from trainer.store.row_cache import CachedRows
 
 
-def as_tensor(values: Array, spec: AttrSpec) -> Tensor:
-    """Return gathered rows as a tensor of dtype ``spec.dtype`` that shares their memory."""
+def as_tensor(values: Array | Tensor, spec: AttrSpec) -> Tensor:
+    """Return gathered rows as a tensor of dtype ``spec.dtype`` that shares their memory.
+
+    Rows that a device gathered are returned unchanged: they are float32 tensors.
+    """
+    if isinstance(values, Tensor):
+        return values
     if spec.dtype == "bfloat16":
         return torch.from_numpy(values.view(np.int16)).view(torch.bfloat16)
     return torch.from_numpy(values)
+
+
+def tensor_of(values: Array | Tensor) -> Tensor:
+    """Return an array as a tensor that shares its memory. Arrays of a device are tensors already."""
+    return values if isinstance(values, Tensor) else torch.from_numpy(values)
 
 
 class Movable(Protocol):

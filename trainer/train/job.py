@@ -27,6 +27,7 @@ from trainer.store.part_store import open_parts
 from trainer.train.checkpoint import Checkpoint, check_fits, graph_record, load_checkpoint
 from trainer.train.checkpoint_writer import checkpoint_writers
 from trainer.train.device_memory import memory_errors
+from trainer.train.device_sampling import choose_sampling
 from trainer.train.fit import Fit, FitResult
 from trainer.train.loaders import SPLITS, link_loaders, node_loaders
 from trainer.train.metrics import MetricsLog
@@ -198,6 +199,9 @@ def _prepare(job: TrainJob, graph: Graph, group: RankGroup, metrics: MetricsLog)
     model, embedding = group.agree(lambda: make_model(settings, manifest, target, task.outputs, group.device))
     loaders = _loaders(settings, graph, target, bool(getattr(model, "needs_degree", False)), group)
     group.agree(lambda: fill_device_cache(graph, loaders, settings, group))
+    sampling = group.agree(lambda: choose_sampling(graph, loaders, settings.sampling, group.device))
+    if sampling.why and group.rank == 0:
+        print(sampling, flush=True)
     folder, record = job.run_dir / "checkpoints", graph_record(manifest, target)
     writers = checkpoint_writers(group, embedding is not None, bool(int(os.environ.get("GNNFLEET_RESTARTS") or 0)))
     fit = Fit(settings, model, task, loaders, group, metrics, folder, record, embedding, writers)

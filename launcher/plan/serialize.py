@@ -63,12 +63,11 @@ def read_run(text: str) -> LaunchPlan:
 
 
 def _builtins(plan: LaunchPlan) -> dict[str, Any]:
-    """Return ``plan`` as dicts, lists, strings and numbers."""
     values: dict[str, Any] = msgspec.to_builtins(plan, enc_hook=_plain)
     return values
 
 
 def _plain(value: object) -> str:
-    """Convert a value of a type that msgspec does not know. In a plan the only such type is ``Secret``."""
+    # The only type in a plan that msgspec does not know.
     assert isinstance(value, Secret), type(value)
     return str(value)

@@ -22,10 +22,7 @@ def data_folder(config: ClusterConfig, k: int) -> str:
 
 
 class SharedFolderTest:
-    """Tests which nodes share one partition folder.
-
-    Nodes without a partition folder are skipped, as another check reports them.
-    """
+    """Tests which nodes share one partition folder. Nodes without one are skipped."""
 
     def __init__(self, survey: Survey, agents: Mapping[int, NodeAgent]):
         with_folder = [k for k in sorted(agents) if survey.probes[k]["manifest"]]

@@ -142,7 +142,6 @@ def _pyg(nodes: list[tuple[Origin, str]], flags: Flags, notes: list[str]) -> Sec
 
 
 def _common_keys(remote: Remote, flags: Flags) -> dict[str, Tree]:
-    """Return the keys of every node, from PyG's launcher flags and ``remote``, the command that its launcher runs."""
     origin = virtual_origin("the quoted command")
     kind, which = remote.interpreter
     common: dict[str, Tree] = {kind: text(origin, which)} if kind else {}

@@ -1,9 +1,8 @@
-"""Makes every Python process of a rank, and the graph server, write its stacks on a signal. Imported by Python at
-startup.
+"""Makes Python processes of a rank or graph server write their stacks on a signal. Imported by Python at startup.
 
 On SIGRTMAX-4, faulthandler writes the stacks of all threads to ``procs/stacks-rank<r>`` or ``procs/stacks-server`` of
-the run folder, even while the process blocks in C code. A real-time signal is used because scripts may handle SIGUSR1
-themselves. Afterwards the ``sitecustomize`` that this module hides, if any, is run.
+the run folder, even while the process blocks in C code. Scripts may handle SIGUSR1 themselves. Afterwards the
+``sitecustomize`` that this module hides, if any, is run.
 """
 
 from __future__ import annotations

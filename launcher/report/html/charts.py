@@ -45,10 +45,7 @@ Trace = Mapping[str, Any]
 
 
 def loss_chart(record: RunRecord) -> Chart | None:
-    """Return a chart of the loss by step and by epoch; None if there is no loss.
-
-    If this run resumed an earlier run, the chart also has the loss of the earlier run up to the point of resumption.
-    """
+    """Return a chart of the loss by step and by epoch, also of the run that this one resumed; None without a loss."""
     own, begin = record.series, resumed_at(record)
     data = [
         _line("earlier run", thinned_before(_loss(one.series), begin), colour=_EARLIER) for one in record.earlier[-1:]
@@ -97,7 +94,7 @@ def speed_chart(record: RunRecord) -> Chart | None:
 
 
 def _seconds_speed(record: RunRecord) -> Chart | None:
-    """Return a chart of each rank's seeds per second by time since the launch, for a run with one epoch."""
+    # A run with one epoch: by time since the launch.
     start = record.started
     data = [
         _line(rank_name(rank, record.node_of.get(rank)), [(t - start, value) for t, value in points])
@@ -159,10 +156,7 @@ def bars(key: str, title: str, names: Sequence[str], values: Sequence[float], ax
 
 
 def resumed_at(record: RunRecord) -> float | None:
-    """Return the number of epochs that were done when this run resumed an earlier one.
-
-    None if this run did not resume another, or has no epoch yet.
-    """
+    """Return how many epochs were done when this run resumed an earlier one; None if it did not or has no epoch."""
     if record.found.launch is None or not record.found.launch.resumed_from:
         return None
     own = [number(line.get("epoch")) for line in record.series.epochs]
@@ -171,7 +165,7 @@ def resumed_at(record: RunRecord) -> float | None:
 
 
 def thinned_before(points: Sequence[Point], end: float | None) -> list[Point]:
-    """Return the points whose x is at most ``end``; all if ``end`` is None. ``points`` are already thinned."""
+    """Return the points whose x is at most ``end`` (None: all)."""
     return [point for point in points if end is None or point[0] <= end]
 
 
@@ -220,7 +214,6 @@ def _seeds_axis() -> dict[str, Any]:
 
 
 def _ticks(curves: Any) -> int | None:
-    """Return the distance between ticks of the epoch axis: 1 if there are few epochs, else None (plotly chooses)."""
     return 1 if max((len(points) for points in curves), default=0) <= 10 else None
 
 
@@ -269,5 +262,4 @@ def _height(rows: int) -> int:
 
 
 def all_of(charts: Sequence[Chart | None]) -> Iterator[Chart]:
-    """Return the charts that are not None."""
     return (chart for chart in charts if chart is not None)

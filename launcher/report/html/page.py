@@ -47,8 +47,6 @@ class Lines:
 
 @dataclass(frozen=True)
 class Words:
-    """Paragraphs of text, one for each item of ``texts``."""
-
     texts: tuple[str, ...]
     tone: Tone = ""
     kind: Literal["words"] = "words"
@@ -87,5 +85,4 @@ class ReportPage:
 
     @property
     def charts(self) -> list[Chart]:
-        """All charts of the page, from top to bottom."""
         return [block for section in self.sections for block in section.blocks if isinstance(block, Chart)]

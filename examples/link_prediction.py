@@ -136,7 +136,7 @@ def train(graph, options) -> None:
 
 
 def popularity(links, num_nodes):
-    """Return a baseline decoder: it scores a link by the number of training links with the same target."""
+    """Return a function that scores a link by the number of training links with the same target, as a baseline."""
     count = torch.zeros(num_nodes)
     for some in torch.arange(len(links.dataset)).split(1 << 20):
         _, dst = links.inputs.ends.ends_of(some.numpy())

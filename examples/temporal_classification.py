@@ -27,9 +27,9 @@ def main() -> None:
 
 
 def look_ahead(graph, options, rule):
-    """Sample for all test seeds; return how many sampled nodes are later than their seed, and how many are sampled.
+    """Sample for all test seeds; return the number of sampled nodes later than their seed, and of all sampled nodes.
 
-    Seeds are not counted.
+    Seeds do not count.
     """
     later = neighbours = 0
     for batch in gf.DistNeighborLoader(

@@ -127,7 +127,7 @@ def _with_devices(
 
 
 class _Names:
-    """Node_ranks by name of the node: its host with or without domain, user and port, and ``node3``."""
+    """The node_ranks by each name of a node: its host with or without domain, user and port, and ``node3``."""
 
     def __init__(self, config: ClusterConfig) -> None:
         self.full: dict[str, list[int]] = {}

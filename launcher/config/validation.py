@@ -66,7 +66,7 @@ _hints = cache(get_type_hints)
 
 
 class _Wrong(Exception):
-    """The message names neither file nor key."""
+    """A value has the wrong type or is outside its limits; the message names neither file nor key."""
 
 
 @dataclass
@@ -291,7 +291,6 @@ def dotted(path: KeyPath) -> str:
 
 
 def _place_of(section: str) -> str:
-    """Return where the keys of ``section`` are written, as ``in run``."""
     if section == "nodes":
         return "in an entry of nodes, or in defaults"
     return f"in {section}" if section else "at the top level"
@@ -324,7 +323,6 @@ def sections(cls: type = ClusterConfig, name: str = "") -> dict[str, type]:
 
 
 def _wrong_range(text: str) -> str:
-    """Return the error message for a host range that was not expanded."""
     try:
         return f"`{text}` expands to {len(expand(text))} hosts; list it under nodes"
     except RangeError as error:
@@ -382,7 +380,6 @@ def _with_defaults(node: Section, defaults: Section) -> Section:
 
 
 def _entry(kind: Any, name: str, tree: Tree) -> Any:
-    """Convert one value of a mapping with arbitrary keys, such as env."""
     try:
         return plain_value(tree) if kind is Any else _scalar(kind, tree)
     except _Wrong as wrong:

@@ -97,7 +97,7 @@ def shared_environments(facts: Mapping[int, HostFacts]) -> tuple[SharedEnvironme
 
 
 def devices(host: HostFacts, environment: Environment | None) -> tuple[Gpu, ...]:
-    """Return the GPUs that a node may use: the free ones, or none if its torch is built without CUDA."""
+    """Return the free GPUs of the host; none if the environment's torch is built without CUDA."""
     if environment is None or not environment.versions.get("cuda"):
         return ()
     return tuple(gpu for gpu in host.gpus if free(gpu))

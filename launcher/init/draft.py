@@ -204,7 +204,6 @@ def _gpus(facts: HostFacts, devices: Iterable[int]) -> str:
 
 
 def _remarks(facts: HostFacts, chosen: Environment | None) -> Iterator[str]:
-    """Yield comments on missing packages and on unused GPUs."""
     if chosen is None:
         yield "no Python with torch was found on this host"
     elif chosen.lacking:

@@ -208,7 +208,6 @@ def _planned_here(choice: Choice) -> bool:
 
 
 def _with_folder(found: FoundRun, choice: Choice) -> FoundRun:
-    """Add the content of the run folder on this machine, if it exists."""
     folder = known_here(found.run_id, choice.runs_dirs)
     if folder is None:
         return found

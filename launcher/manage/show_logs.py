@@ -225,10 +225,7 @@ def _options(wanted: Wanted, tail: int | None, offset: float) -> list[str]:
 
 
 def _lines_of(view: NodeView, hub: NodeView | None) -> list[Iterator[Line]]:
-    """Return one iterator over lines for each log of a node, with times by this machine's clock.
-
-    Converts by the lead node's clock if the node has measured its offset to that, else by ``view.offset``.
-    """
+    """Return one iterator over lines for each log of a node, with times by this machine's clock."""
     offset = view.offset
     if hub is not None and hub.now and (hub is view or view.cluster_offset):
         offset = view.cluster_offset + hub.offset

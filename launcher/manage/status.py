@@ -132,7 +132,6 @@ def _table(rows: list[tuple[Cell, ...]]) -> FittedTable:
 
 
 def _rows(view: NodeView, ranks: Sequence[int]) -> Iterator[tuple[Cell, ...]]:
-    """Yield one table row per rank, or a single row for a node without ranks."""
     state = Text(view.word, _NODE_STYLES.get(view.word, ""))
     age = view.heartbeat_age
     beat = f"{age:.1f} s ago" if age is not None else "–"

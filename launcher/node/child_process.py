@@ -186,7 +186,10 @@ def signal_name(number: int) -> str:
 
 
 def outcome(name: str, node_rank: int, rank: int | None, child: Child | None = None, **more: Any) -> dict[str, Any]:
-    """Return an outcome record (docs/ARCHITECTURE.md, "Node run folder"). more: fields that replace ``child``'s."""
+    """Return an outcome record (docs/ARCHITECTURE.md, "Node run folder").
+
+    more: fields that replace those taken from ``child``.
+    """
     returncode, signaled = child.status if child else (None, None)
     record: dict[str, Any] = {
         "name": name,

@@ -1,9 +1,7 @@
 """Stops a node of a run, or reports its state: ``control.py stop|status RUN_DIR``. Prints one JSON object.
 
-``stop`` writes ``control/stop`` and waits until the supervisor has ended. If the supervisor is dead or too slow,
-``stop`` ends the recorded process groups, the supervisor's descendants and all processes with the run's GNNFLEET_TOKEN
-in their environment, releases the leases and closes the tmux session. Exit status: 0 when no process of the run is left
-on this node, else 1. If ``node.json`` is damaged, processes are identified by GNNFLEET_RUN_DIR in their environment.
+``stop`` asks the supervisor to end the run on this node, and ends what is left if the supervisor is dead or too slow.
+Exit status: 0 when no process of the run is left on this node, else 1.
 """
 
 from __future__ import annotations

@@ -1,8 +1,7 @@
 """Validates JSON from untrusted or damaged sources: nodes, peers, user scripts, other versions, full disks.
 
-A line that is not a JSON object is ignored; a field of the wrong type is treated as missing. The results have the
-types declared by the ``Record`` objects below, so callers need no further checks. Fields that a record does not
-declare are kept unchecked. Python 3.8, standard library only.
+Lines that are not JSON objects are ignored, fields of the wrong type count as missing, and undeclared fields are kept
+unchecked. Python 3.8, standard library only.
 """
 
 from __future__ import annotations

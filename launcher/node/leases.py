@@ -1,9 +1,7 @@
 """Leases on CUDA devices and ports of this machine, so that runs of all users do not use the same ones.
 
-One small file per lease, ``<resource>.<uid>.json``, in ``/tmp/gnnfleet-leases`` (or the folder in ``GNNFLEET_LEASES``),
-mode 1777. A lease is valid while its process lives, identified by pid, start time and boot id. Leases are advisory: a
-malicious user can at most claim resources, since links are not followed and a file counts only if it is owned by the
-user in its name.
+One file per lease, ``<resource>.<uid>.json``, in ``/tmp/gnnfleet-leases`` (or the folder in ``GNNFLEET_LEASES``). A
+lease is valid while its process lives, if the user ``uid`` owns the file.
 
 Python 3.8, standard library only, without imports from this package: preflight runs this source on nodes.
 """

@@ -1,7 +1,6 @@
 """Builds the plan of a run from its config and the facts about its nodes.
 
-``make_plan`` is deterministic and opens no connection; ``--dry-run`` prints the plan that it returns. ``launch`` and
-``serve`` carry out the plan that ``final_plan`` returns, which also has the content of every file.
+``make_plan`` is deterministic and opens no connection; ``final_plan`` adds secrets and the content of every file.
 """
 
 from __future__ import annotations

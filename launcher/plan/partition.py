@@ -138,7 +138,7 @@ def read_partition_files(folder: Path) -> PartitionFiles | None:
 def parse_manifest(raw: bytes, folder: str) -> PartitionFiles:
     """Parse ``raw``, the content of a ``manifest.json``. Raises ValueError if it is invalid.
 
-    The result lists the manifest itself, too. It may come from a node, so the paths and the fingerprint are checked.
+    A manifest may come from a node, so its paths and its fingerprint are checked. The result also lists the manifest.
     """
     if len(raw) > MOST_MANIFEST:
         raise ValueError(f"the file is larger than {MOST_MANIFEST:,} bytes")
@@ -207,8 +207,8 @@ class PartitionFailed(FleetError):
 def ensure_parts(config: ResolvedConfig, console: Console) -> PartitionFiles:
     """Return the parts in ``config.data.folder``; runs the partitioner first, unless the parts are up to date.
 
-    A stamp file has the last partitioner command, and size and mtime of the manifest and the source files. If one has
-    changed, the partitioner runs; it makes new parts only for another fingerprint. Raises PartitionFailed.
+    A stamp file has the last partitioner command, and size and mtime of the manifest and the source files. If any of
+    them has changed, the partitioner runs; it makes new parts only for another fingerprint. Raises PartitionFailed.
     """
     folder = Path(config.data.folder).expanduser()
     manifest = read_partition_files(folder)
@@ -232,8 +232,8 @@ def outdated(config: ResolvedConfig) -> bool:
 def partition_command(action: str, config: ClusterConfig | None, words: Sequence[str]) -> Command:
     """Return the command ``trainer partition <action>`` with the arguments ``words``.
 
-    ``config`` adds its partition folder (for ``tables`` the folder of the tables) and, for ``make``, the options of its
-    graph.
+    With ``config``, the command also gets its partition folder (for ``tables`` the folder of the tables) and, for
+    ``make``, the options of its graph.
     """
     if config is not None and action == "make":
         made = partitioning(resolve(config)).command

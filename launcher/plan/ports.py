@@ -62,7 +62,10 @@ def _untaken_ports(taken: Set[int | str], first: int) -> tuple[int, ...]:
 
 
 def service_candidates(config: ClusterConfig, node_rank: int) -> tuple[int, ...]:
-    """Return the candidates for the port of a node's graph server. Nodes, which may share a host, never share one."""
+    """Return the candidates for the port of a node's graph server.
+
+    No two nodes have a candidate in common, as they may share a host.
+    """
     if not config.nodes[node_rank].holds:
         return ()
     if config.run.service_port != "auto":
@@ -75,8 +78,8 @@ def service_candidates(config: ClusterConfig, node_rank: int) -> tuple[int, ...]
 def restart_candidates(config: ClusterConfig, node_rank: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
     """Return the candidates for the control port and for the master port of a node after a restart.
 
-    They are for a hub and for rank 0; empty if the run does not restart or the node cannot become it. The lead node
-    keeps its ports. A port given in the config is the only candidate of the first node on each other host.
+    Empty if the run does not restart, or the node cannot become the hub or get rank 0. The lead node keeps its ports. A
+    port given in the config is the only candidate of the first node on each other host.
     """
     node = config.nodes[node_rank]
     if not config.run.restarts or not config.world_size:

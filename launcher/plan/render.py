@@ -61,7 +61,7 @@ def fold_nodes(listed: Sequence[tuple[NodePlan, LabelledLines]]) -> list[Fold]:
 def own_values(node: NodePlan) -> Mapping[str, str]:
     """Return the values that may differ between nodes of one ``Fold``, by placeholder such as ``{node_rank}``.
 
-    The first placeholder wins for a number that has several.
+    A number that equals several of these values is shown as the first of their placeholders.
     """
     return {
         "{node_rank}": str(node.node_rank),
@@ -290,7 +290,6 @@ def _topology(plan: LaunchPlan) -> str:
 
 
 def _short(rows: Sequence[tuple[str, str]]) -> list[tuple[str, str]]:
-    """Return the lines of a node, without commands and values that the table of all nodes shows."""
     return [row for row in rows if row[0] not in ("share", "start", "server", "trainer", "  env")]
 
 

@@ -55,7 +55,6 @@ def unsent_modules(argv: Sequence[str], sent: Collection[Path], cwd: Path) -> li
 
 
 def _innermost(modules: Collection[str]) -> tuple[str, ...]:
-    """Return ``modules`` without packages of which ``modules`` also has a submodule."""
     return tuple(one for one in modules if not any(other.startswith(f"{one}.") for other in modules))
 
 

@@ -1,7 +1,6 @@
 """Converts a plan to JSON: the output of ``--dry-run --json``, and the ``run.json`` of a run.
 
-msgspec converts a ``LaunchPlan`` field by field; a ``Secret`` becomes ``***``. ``run.json`` is the plan without the
-nodes' ``files``. It is the same on every node and in the run folder on the launching machine.
+``run.json`` is the plan without the nodes' ``files``; it is the same on every node.
 """
 
 from __future__ import annotations

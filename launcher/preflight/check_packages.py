@@ -61,7 +61,7 @@ _SPOKEN = {"cuda": "torch's CUDA", "nccl": "NCCL", "build": "torch build", "arch
 
 
 def usual(versions: Iterable[str]) -> str:
-    """Return the most frequent version, the first of several; '' if there is none."""
+    """Return the most frequent version, the first of equally frequent ones; '' if there is none."""
     counts = Counter(version for version in versions if version)
     return counts.most_common(1)[0][0] if counts else ""
 
@@ -161,7 +161,6 @@ def _python(survey: Survey, k: int, odd: Sequence[Difference]) -> Iterator[Findi
 
 
 def _packages(survey: Survey, k: int, odd: Sequence[Difference]) -> Iterator[Finding]:
-    """Yield one finding with all problems of a node's packages and the command that repairs them."""
     missing = [name for name in PACKAGES if not survey.version(k, name)]
     differing = [one for one in odd if one.blocks and one.name != "python"]
     words = [f"{listed(missing)} not installed for {survey.probes[k]['python']}"] if missing else []
@@ -211,7 +210,7 @@ def _breaks(
     """Return whether the problems of a node's packages block the run.
 
     For the bundled trainer and graph servers every problem blocks. For a user's own command, only a missing torch and a
-    differing version that ``Rule.needed_by`` names block.
+    differing version of a package that every command needs (``Rule.needed_by``) block.
     """
     if not survey.own_command or survey.config.nodes[k].role == "server":
         return any([*missing, *differing, *without_cuda])

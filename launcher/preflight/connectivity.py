@@ -1,10 +1,7 @@
 """Tests the network between all nodes on the ports that training will use, and chooses the address of each node.
 
-All nodes listen, then all connect in parallel (``node/programs/network.py``). Every node connects to the control port
-of the lead node, and every node that trains connects to the master port of the lead node; with ``run.restarts`` every
-node has these two ports, as each may become the lead node. Nodes that train also connect to each other on free ports,
-as gloo and NCCL do. Clients of a graph server connect to its service port. If some nodes cannot reach the first address
-of a node, its other addresses are tested too.
+All nodes listen, then all connect in parallel (``node/programs/network.py``). If some nodes cannot reach the first
+address of a node, its other addresses are tested too.
 """
 
 from __future__ import annotations
@@ -148,7 +145,7 @@ def public_address(config: ClusterConfig, k: int, own: Collection[str]) -> str:
 
 
 def all_on_one_machine(probes: Mapping[int, Mapping[str, Any]]) -> bool:
-    """Return whether all nodes were reached over loopback, as they then reach each other."""
+    """Return whether all nodes were reached over loopback."""
     return all(_is_loopback(probe["address"]) for probe in probes.values())
 
 
@@ -210,7 +207,6 @@ class ConnectivityTest:
         return Listeners(own, public_address(self.config, k, own), kept, refused)
 
     def _endpoints(self, chosen: Mapping[int, str]) -> list[Endpoint]:
-        """Return the endpoints of the nodes in ``chosen``, a mapping node_rank → address."""
         master = "" if self.config.run.master_addr == "auto" else self.config.run.master_addr
         masters = {self.routes.lead: master}
         return [one for k, own in chosen.items() for one in self.listening[k].endpoints(k, own, masters.get(k, ""))]

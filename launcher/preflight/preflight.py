@@ -1,8 +1,4 @@
-"""Checks every node before anything is sent: returns facts for the plan and findings for the user.
-
-One Python process per node (``NodeAgent``) runs the test programs of ``launcher/node/programs``, on all nodes in
-parallel.
-"""
+"""Checks every node before anything is sent: returns facts for the plan and findings for the user."""
 
 from __future__ import annotations
 
@@ -160,6 +156,5 @@ def _network_findings(survey: Survey, connectivity: Connectivity) -> list[Findin
 
 
 def _with_address(fact: NodeFacts, probe: Mapping[str, Any], connectivity: Connectivity) -> NodeFacts:
-    """Return ``fact`` with the address that the network test chose, and its interface."""
     address = connectivity.address.get(fact.node_rank, fact.address)
     return replace(fact, address=address, interface=interface_of(probe, address))

@@ -141,7 +141,6 @@ def _remedies(findings: Sequence[Finding], everyone: Sequence[int]) -> Iterator[
 
 
 def _commands(nodes: Sequence[Finding]) -> list[str]:
-    """Return the shell commands for the user; one loop over the hosts if only the host differs."""
     logins = {node.login[:-1] for node in nodes}
     hosts = list(dict.fromkeys(node.login[-1] for node in nodes if node.login))
     if len(hosts) < _LOOP or len(logins) > 1:

@@ -38,7 +38,7 @@ class Inquiry:
     def about(cls, config: ResolvedConfig, run_id: str = "") -> Inquiry:
         """Create an Inquiry; reads gnnfleet's code and the partition manifest on the launching machine.
 
-        ``run_id``: id of the run to be launched, which no node may have yet.
+        ``run_id``: id of the run to be launched; nodes report whether they already have its run folder.
         """
         parts = local_parts(config.data.folder) if config.makes_parts else None
         return cls(config, run_id, code_digest(), parts)

@@ -236,7 +236,6 @@ def _notes(runs: Sequence[RunFigures], differing: Mapping[str, Row]) -> Iterator
 
 
 def _differing(runs: Sequence[RunFigures]) -> dict[str, Row]:
-    """Return a row for each config key whose value differs between the runs that use the key."""
     configs = [run.config for run in runs]
     keys = dict.fromkeys(key for config in configs for key in config)
     rows = {key: Row("config", key, tuple(config.get(key) for config in configs)) for key in keys}
@@ -347,7 +346,6 @@ def _known_row(
     form: Form = "text",
     better: Literal["more", "less", ""] = "",
 ) -> Iterator[Row]:
-    """Yield a row if its value is known for at least one run."""
     row = Row(section, title, tuple(values), form, better)
     if any(value is not None for value in row.values):
         yield row
@@ -397,7 +395,6 @@ def rendered(comparison: Comparison) -> Table:
 
 
 def _alike(comparison: Comparison) -> Iterator[str]:
-    """Yield lines that say what is the same in all runs, and what ``*`` means."""
     if all(run.config for run in comparison.runs) and not comparison.of("config"):
         yield "config: the same"
     versions = comparison.of("versions")

@@ -70,8 +70,8 @@ class Followed:
 class ExpendableNodes:
     """The expendable nodes of a run, lost or not: the run continues if one of them is lost.
 
-    As the lead node reports or, until its first report, any node. All nodes of a serving cluster, and with
-    ``run.restarts`` all until the run has ended.
+    The lead node reports them; until its first report, the latest of any node counts. In a serving cluster, and with
+    ``run.restarts`` until the run has ended, all nodes are expendable.
     """
 
     def __init__(self, plan: LaunchPlan, restarts: int = 0):
@@ -137,7 +137,7 @@ def hub_was_cut_off(results: Mapping[int, Mapping[str, Any]], nodes: int, hub: i
 
 
 def nodes_reported_lost(result: Mapping[str, Any]) -> dict[str, Mapping[str, Any]]:
-    """Return the nodes that a ``result.json`` reports lost, by node_rank, including those left behind."""
+    """Return the nodes that a ``result.json`` reports lost, by node_rank, with those that the run continued without."""
     return {**(result.get("gone") or {}), **(result.get("lost") or {})}
 
 
@@ -222,11 +222,7 @@ class Ending:
             yield f"no restart: {why}"
 
     def clock_offset(self, k: int) -> float:
-        """Return the clock of node ``k`` minus this machine's, in seconds.
-
-        The offset from the lead node as the supervisors measured it, plus the lead node's; else as this machine
-        measured it.
-        """
+        """Return the clock of node ``k`` minus this machine's, in seconds."""
         to_hub = self.results.get(k, {}).get("clock_offset")
         if to_hub is None or self.plan.serve_only:
             return self._measured_here(k)
@@ -243,7 +239,7 @@ class Ending:
     def lost(self) -> dict[int, Lost]:
         """Return the nodes that the launcher or another node reports as lost.
 
-        The lead node's reports count or, without its result or network, what other nodes report about it.
+        The lead node's reports count. If it has no result, or its network failed, other nodes' reports about it count.
         """
         found, hub = dict(self.followed.lost), self.hub
         trust_hub = hub in self.results and not hub_was_cut_off(self.results, len(self.plan.nodes), hub)
@@ -355,7 +351,6 @@ class Ending:
             yield Outcome.of_node(k, node.target, result["reason"], self._when(k, records))
 
     def _when(self, k: int, records: Any) -> float:
-        """Return when node ``k`` ended, by this machine's clock."""
         cause = self.results[k].get("cause") or {}
         if cause.get("node_rank") == k:
             return float(cause["t"]) - self.clock_offset(k)

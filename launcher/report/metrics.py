@@ -50,8 +50,8 @@ class Metrics:
     def throughput(self) -> dict[int, float]:
         """Return each rank's mean seeds per second over its epochs.
 
-        Without the first of several epochs, which includes compilation. An epoch lasts as long as on the rank that
-        began it last, as others wait in it while rank 0 evaluates and writes checkpoints.
+        The first of several epochs is left out, since it includes compilation. An epoch's duration is that of the rank
+        that began it last.
         """
         by_rank: dict[int, list[Mapping[str, Any]]] = {}
         lasted: dict[int, float] = {}

@@ -33,10 +33,9 @@ _SHOWN = 8  # files of the output folder that are listed
 
 
 def last_loss(files: Iterable[Path]) -> str:
-    """Return the mean loss of the ranks' last step lines: ``last loss: 0.4123, mean of 4 ranks (epoch 3, step 12 of
-    12)``.
+    """Return the last loss as text: ``last loss: 0.4123, mean of 4 ranks (epoch 3, step 12 of 12)``.
 
-    '' without step lines.
+    It is the mean over the last step lines of all ranks; '' without step lines.
     """
     lines = _last_steps(files)
     if not lines:

@@ -143,8 +143,8 @@ class LaunchFile:
     def alive(self) -> bool | None:
         """Return whether the launching process still runs; None if it is on another machine.
 
-        A machine is recognised by its boot id, as its name may change. A container shares it with its host, but not the
-        name.
+        A machine is recognised by its boot id, as its name may change. A container has the boot id of its host, but
+        another name.
         """
         this_boot, this_name = self.boot_id == boot_id(), self.host == socket.gethostname()
         if this_boot and procs.alive(self.pid, self.start_ticks):

@@ -172,7 +172,6 @@ def _row(entry: Entry) -> tuple[Text | str, ...]:
 
 
 def _state(launch: LaunchFile | None, result: dict[str, Any] | None, *, has_plan: bool) -> tuple[str, str]:
-    """Return the state of a run, and the reason, from its folder alone."""
     if result is not None and result["state"] != "detached":
         by = f"stopped by {result['stopped_by']}" if result.get("stopped_by") else ""
         return result["state"], by or result_words(result) or _first_note(result)

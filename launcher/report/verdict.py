@@ -315,7 +315,7 @@ def progress_words(found: FoundRun, views: Sequence[NodeView]) -> str:
 def place_of(rank: Mapping[str, Any]) -> tuple[int, ...]:
     """Return (epoch, step) of a rank, as its supervisor reports it; () before its first step.
 
-    The entry ``at`` is newer than ``epoch`` and ``step``, which come from the metrics.
+    ``at`` is used if present: it is newer than ``epoch`` and ``step``, which come from the metrics.
     """
     if any(rank.get(name) is None for name in ("epoch", "step", "steps")):
         return ()

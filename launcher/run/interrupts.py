@@ -113,9 +113,9 @@ class Policy:
     def action(self, number: int, now: float) -> OnInterrupt:
         """Return ``stop``, ``detach`` or ``ask`` for signal ``number``, received at ``now`` (monotonic seconds).
 
-        SIGHUP returns ``detach``, as does SIGTERM in a viewer (``gnnfleet follow``); others return ``on_interrupt``. A
-        second signal within two seconds returns ``stop``. Without Ctrl-C at a terminal, ``stop`` replaces ``ask``, in a
-        viewer ``detach``.
+        SIGHUP returns ``detach``, as does SIGTERM in a viewer (``gnnfleet follow``). Other signals return
+        ``on_interrupt``. A second signal within two seconds returns ``stop``. Only Ctrl-C at a terminal can return
+        ``ask``; otherwise ``ask`` becomes ``stop``, or ``detach`` in a viewer.
         """
         if number == signal.SIGHUP or (self.viewer and number == signal.SIGTERM):
             return "detach"

@@ -123,7 +123,10 @@ class LaunchContext:
         self.console.print(Text(text, style), soft_wrap=True)
 
     def give_up(self, state: RunState, why: str, exit_status: int) -> None:
-        """Record in events.jsonl, launch.json and, unless present, result.json that the launch ended before the run."""
+        """Record that the launch has ended before a run was started.
+
+        Writes to events.jsonl, to launch.json and, unless it exists, to result.json.
+        """
         self.events.add("given-up", stage=self.file.stage, reason=why)
         if not (self.folder / "result.json").exists():
             seconds = time.time() - self.started

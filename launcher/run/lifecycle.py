@@ -72,9 +72,9 @@ def conduct(
 ) -> RunReport:
     """Follow a run to its end, collect its files, and print and return its report.
 
-    ``starts``: functions that start the nodes, by node_rank; None to view a running run, which signals and a closed
-    output then do not end. The report of a detached run has the state ``detached``. Raises OutOfReach when no node has
-    answered for ``run.lost_after`` seconds.
+    ``starts``: functions that start the nodes, by node_rank; None if this process only views a running run. In a view,
+    a signal or a closed output ends the view, not the run. The report of a detached run has the state ``detached``.
+    Raises OutOfReach when no node has answered for ``run.lost_after`` seconds.
     """
     interrupts.exit_message = "\n  ".join(
         ["exited immediately; processes of the run may still be running.", *map(how_to_stop, context.plan.nodes)]

@@ -95,9 +95,7 @@ class LiveLog:
                     self.say(line, "bold")
 
     def file_lines(self, node_rank: int, file: str, lines: Sequence[str]) -> None:
-        """Take new lines of a node's file: print those of ``logs/<name>.log``, count those of
-        ``metrics-rank<r>.jsonl``.
-        """
+        """Take new lines of a node's file: print those of a log, add those of a metrics file to the table."""
         if file.startswith("metrics-"):
             for metric in parsed(lines):
                 self.metric(metric)

@@ -1,7 +1,7 @@
 """Monitors a run on every node until it ends. A lost connection never ends a run.
 
-When one node fails, the supervisors stop the others (``launcher/node/peers/model.py``). The launcher sends ``stop``
-itself after ``peer_timeout`` + 4 s, forwards the user's stop, and finally cleans up every node.
+When one node fails, the supervisors stop the others; the launcher does so if they are too slow. At the end it cleans up
+every node.
 """
 
 from __future__ import annotations
@@ -306,7 +306,6 @@ class RunFollower:
         self._stop_at = time.monotonic() + self.limits.peer_timeout + _STOP_AFTER
 
     def _handle_start(self, k: int, event: Mapping[str, Any]) -> None:
-        """Count a start event of node ``k``; print when all graph servers are ready and when all ranks have started."""
         before = self._starting.all_ranks_at
         if text := self._starting.add(k, event, time.monotonic() - self._began):
             self.live.say(text, "dim")
@@ -430,10 +429,10 @@ class RunFollower:
             self.followed.detached = "trained"
 
     def _check_unreachable(self, now: float) -> None:
-        """If no running node can be reached for too long, detach from the run or give its nodes up.
+        """If no running node can be reached for too long, detach from the run or give these nodes up.
 
         Detaches after ``lost_after`` seconds if the run can do without all ended nodes, else records the unreachable
-        ones as lost.
+        nodes as lost.
         """
         waiting = [k for k in self._nodes if k not in self.followed.ended]
         broken = {k: stream.broken_since for k, stream in self._streams.items() if k in waiting}

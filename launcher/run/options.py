@@ -105,7 +105,7 @@ def read_config(options: LaunchOptions) -> ClusterConfig:
 def foreign_overrides(options: LaunchOptions, foreign: Foreign) -> tuple[tuple[str, ...], tuple[str, ...]]:
     """Return the config overrides of ``options`` for a file of another launcher, and notes for the user.
 
-    Converts options with another meaning there, such as a batch size per process.
+    An option with another meaning in that launcher, such as a batch size per process, is converted.
     """
     from launcher.config.loader import overridden, world_size
 

@@ -56,9 +56,7 @@ class StopReport:
 
 
 def new_session_argv(node: NodePlan) -> tuple[str, ...]:
-    """Return the arguments of tmux that create the session of a node; it ends with its command, whatever tmux.conf
-    says.
-    """
+    """Return the arguments of tmux that create the session of a node. The session ends with its command."""
     command = " ".join(quote(word) for word in ("bash", "-c", _RUN, "bash", node.run_dir))
     start = ("new-session", "-d", "-s", node.session, "-x", "220", "-y", "50", command)
     return (*start, ";", "set-option", "-w", "remain-on-exit", "off", ";", "set-option", "destroy-unattached", "off")

@@ -122,7 +122,7 @@ SECRETS = ("service.key", "clients/*.key")
 def server_states(
     run: OpenRun, names: Sequence[str] = FILES, ranks: Sequence[int] | None = None
 ) -> dict[int, ServerState]:
-    """Query the nodes of a serving cluster (``ranks``: some of them), and read the files ``names`` of each."""
+    """Query all nodes of a serving cluster, or those in ``ranks``, and read the files ``names`` of each."""
     views = run.views(ranks)
     reached = [k for k, view in views.items() if view.reached]
     files = on_nodes(reached, lambda k: _files_of(run, k, names)).or_raise()
@@ -249,8 +249,8 @@ def open_named(
 class ServeContext(LaunchContext):
     """State of one ``gnnfleet serve`` command.
 
-    ``running``: the cluster was running before. Its recorded stage and result change only once all added servers run,
-    since the others work without them.
+    ``running``: whether the cluster was running before. If so, its recorded stage and result change only once all added
+    servers run.
     """
 
     def __init__(self, config: ResolvedConfig, options: LaunchOptions, name: str, console: Console, *, running: bool):

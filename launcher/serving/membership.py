@@ -163,7 +163,7 @@ def _kept_servers(
 ) -> KeptServers | None:
     """Return what a new plan keeps of the cluster: parts, ports and running nodes; None for a new cluster.
 
-    Its version is one above the highest so far.
+    The version of the new plan is one above the highest so far.
     """
     if found.plan is None:
         return None

@@ -177,7 +177,6 @@ def _server_row(node: ServerState) -> tuple[Cell, ...]:
 
 
 def _restarts(node: ServerState) -> int:
-    """Return how often the supervisor of a node has restarted the graph server."""
     findings = (node.view.state or {}).get("findings") or ()
     return sum(finding["kind"] == "server-restart" for finding in findings)
 

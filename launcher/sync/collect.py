@@ -64,7 +64,6 @@ def collect(
 def _collect_node(
     node: NodePlan, transport: Transport | TransportError, folder: Path, with_checkpoint: bool
 ) -> list[str]:
-    """Fetch all wanted files of a node, the small ones in one reply; return notes on files that failed."""
     if isinstance(transport, TransportError):
         raise transport
     answer, room = _request_files(node, transport, folder), _ROOM
@@ -143,7 +142,6 @@ def _local_files(node_rank: int, folder: Path) -> dict[str, tuple[int, int]]:
 
 
 def _local_path(node_rank: int, path: str) -> str:
-    """Return where a file of a node is stored, relative to the run folder on this machine."""
     if path.startswith("output/"):
         return f"output/node{node_rank}/{path.removeprefix('output/')}"
     top, _, name = path.rpartition("/")

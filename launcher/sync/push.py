@@ -1,8 +1,7 @@
 """Sends the files of a plan to the nodes. Files that are already there are skipped, and cut transfers are resumed.
 
-A file is written to ``<file>.part`` and renamed after its digest has been checked. gnnfleet's code is sent as one
-archive and unpacked to ``<workdir>/code/<digest>``, which appears only when complete. The manifest is committed last:
-a partition folder with a manifest has all files that the manifest lists.
+A file is written to ``<file>.part`` and renamed after its digest has been checked. The manifest comes last: a partition
+folder with a manifest is complete.
 """
 
 from __future__ import annotations

@@ -1,7 +1,6 @@
 """SSH authentication with the keys, certificates, agent and passwords that OpenSSH would offer, in its order.
 
-``Login`` is a paramiko ``AuthStrategy``. fabric's ``OpenSSHAuthStrategy`` stops at the first encrypted key and supports
-neither IdentitiesOnly, IdentityAgent and CertificateFile nor hosts that require a key and a password.
+``Login`` is a paramiko ``AuthStrategy`` that supports more than fabric's ``OpenSSHAuthStrategy``.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
-"""Checks a host's key against the known_hosts files, in place of paramiko's ``HostKeys``.
+"""Checks a host's key against the known_hosts files.
 
-It adds wildcard patterns, revoked keys and line numbers.
+Unlike paramiko's ``HostKeys``, it supports wildcard patterns and revoked keys, and knows line numbers.
 """
 
 from __future__ import annotations

@@ -139,7 +139,7 @@ class OpenSshTransport(RemoteTransport):
     def _askpass(self, folder: Path, host: SshHost) -> tuple[Mapping[str, str], Mapping[str, str]]:
         """Return the options and environment by which ssh gets the password or passphrase.
 
-        Without either, ssh does not prompt; else a script in ``folder`` (mode 0700) answers.
+        If neither is given, ssh does not prompt; otherwise a script in ``folder`` (mode 0700) answers.
         """
         given = self.credentials
         secret, about = (given.passphrase, given.key) if given.passphrase is not None else (given.password, None)

@@ -1,7 +1,6 @@
 """Resolves ssh_config for a host and for the jump hosts on the route to it.
 
-The options come from ``ssh -G HOST``, so that Match, Include and canonical names work as in OpenSSH. Without an OpenSSH
-client, paramiko's parser reads the files.
+The options come from ``ssh -G HOST``. Without an OpenSSH client, paramiko's parser reads the files.
 """
 
 from __future__ import annotations
@@ -129,7 +128,7 @@ def ssh_program() -> str | None:
 
 
 def ssh_argv(user: str | None, port: int | None) -> list[str]:
-    """Return ssh with user and port, up to the host name; with the config file if ssh would read another one."""
+    """Return the ssh command up to the host name: user, port and, if ssh would not find it, the config file."""
     argv = [ssh_program() or "ssh"]
     if not is_home_of_passwd():
         argv += ["-F", str(_user_config()) if _user_config().is_file() else "none"]

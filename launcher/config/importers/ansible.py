@@ -119,8 +119,7 @@ def _middle(match: re.Match[str]) -> Sequence[str]:
 def _choose(source: Source, groups: Groups, wanted: str | None) -> list[str]:
     """Return the groups to import: ``--group``, else the only top-level group; ``all`` if no group has hosts.
 
-    Raises ConfigError for an unknown group, or if ``--group`` is missing and there are hosts outside one top-level
-    group.
+    Raises ConfigError for an unknown group, or without ``--group`` if not all hosts are in one top-level group.
     """
     named = [name for name in groups if name not in _IMPLICIT]
     if wanted is not None:

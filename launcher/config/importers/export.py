@@ -114,7 +114,6 @@ def _section(tree: Section, depth: int) -> Iterator[tuple[str, str]]:
 
 
 def _entry(tree: Tree, depth: int) -> Iterator[tuple[str, str]]:
-    """Yield (text, comment) for each line of one list entry."""
     before = "  " * depth
     if not isinstance(tree, Section):
         yield f"{before}- {_one_line(tree)}", _where(tree.origin)

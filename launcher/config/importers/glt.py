@@ -92,7 +92,6 @@ def _our_key(tree: Section, name: str) -> Problem:
 
 
 def _order(tree: Section, lists: dict[str, tuple[Tree, ...]], problems: list[Problem]) -> list[int]:
-    """Return the indices of the list entries in node_rank order."""
     ranks = lists.get("node_ranks")
     if ranks is None:
         return list(range(len(_list(tree, "nodes", problems))))

@@ -160,7 +160,6 @@ def _absolute(folder: str | None) -> str:
 
 
 def _example_settings(remote: Remote, flags: Flags) -> Section:
-    """Return the model and settings that are hard-coded in torch_geometric's examples."""
     origin = virtual_origin(f"as in {posixpath.basename(remote.script)}")
     hetero = "hetero" in remote.script or flags.dataset == "ogbn-mag"
     fixed: dict[str, Tree] = {name: number(origin, value) for name, value in _EXAMPLE_SETTINGS.items()}

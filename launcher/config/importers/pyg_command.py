@@ -84,7 +84,6 @@ def _before(remote: Remote, statement: str, words: list[str]) -> Remote:
 
 
 def _script(remote: Remote, words: list[str]) -> Remote:
-    """Return ``remote`` updated by the statement that starts the script."""
     while words and (assigned := _ASSIGNED.fullmatch(words[0])):
         if assigned[1] == "CUDA_VISIBLE_DEVICES":
             remote = replace(remote, devices=assigned[2])

@@ -1,9 +1,6 @@
-"""A member's side of its connection to the hub (see ``launcher.node.peers.model``), and the offset between the clocks
-of member and hub.
+"""A member's side of its connection to the hub, and the offset between the clocks of member and hub.
 
-The offset is measured as in NTP (RFC 5905, section 8): for a message sent here at t0, received by the hub at t1,
-answered there at t2, with the answer received here at t3, it is ((t0 - t1) + (t3 - t2)) / 2, wrong by at most half the
-time on the network.
+The offset is measured as in NTP (RFC 5905, section 8).
 """
 
 from __future__ import annotations
@@ -53,7 +50,7 @@ class ClockOffset:
         return min(self._trips)[0] if self._trips else None
 
     def add(self, t0: float, t1: float, t2: float, t3: float) -> None:
-        # A round trip that contradicts the earlier ones means that a clock was set.
+        """Add a round trip: sent here at t0, received by the hub at t1, answered at t2, received here at t3."""
         on_the_way = (t3 - t0) - (t2 - t1)
         if on_the_way < 0:  # a clock was set during the round trip
             return
@@ -123,7 +120,7 @@ class Member:
     def table(self) -> dict[str, dict[str, Any]]:
         """The state of each other node, as the hub last reported it.
 
-        "age": seconds since the hub received a message of the node; in the hub's own row, since its last message.
+        "age": seconds since the hub received a message of the node; for the hub itself, since this node received one.
         """
         now = time.monotonic()
         rows = {k: {**row, "age": _add(row["age"], now - self._peers_received)} for k, row in self._peers.items()}

@@ -1,9 +1,7 @@
 """Types exchanged by the supervisors of a run: reports of members, orders of the hub, and causes of the run's end.
 
-Each member connects to the hub and reports its state once a second; the hub answers each report. A failure or stop is
-sent at once: the first one on any node becomes an order for all nodes. A node that sends nothing for ``peer_timeout``
-seconds is lost, which ends the run too, unless the run can continue without it (``Crew``). Every message contains the
-full state, so a connection may break and be replaced at any time.
+Each member reports its state once a second, and the hub answers. A failure or stop on any node becomes an order for all
+nodes. Every message contains the full state, so a connection may be replaced at any time.
 """
 
 from __future__ import annotations

@@ -59,9 +59,10 @@ def stored(folder: str) -> int:
 
 
 def space(path: str) -> dict[str, Any]:
-    """Return the room of the file system of ``path``; all 0 and "files" -1 when it cannot be examined.
+    """Return the room of the file system of ``path``.
 
-    {"free": bytes for this user, "size": bytes, "files": free files (-1: unlimited), "device": st_dev}.
+    {"free": bytes for this user, "size": bytes, "files": free files (-1: unlimited), "device": st_dev}. When it cannot
+    be examined, all are 0 and "files" is -1.
     """
     try:
         found = os.statvfs(path)

@@ -138,7 +138,10 @@ def existing_run(run_dir: str, session: str) -> str:
 
 
 def lease_facts() -> tuple[list[dict[str, Any]], str]:
-    """Return the valid leases, and why leases cannot be read, or ''. "words" of a lease describe it in a message."""
+    """Return the valid leases, and why leases cannot be read ('' if they can).
+
+    "words" of a lease: its description in messages.
+    """
     try:
         if not os.listdir(os.environ.get("GNNFLEET_LEASES") or LEASES):
             return [], ""
@@ -234,7 +237,7 @@ def open_files(pid: str) -> set[str]:
 def of_runs(suspects: Iterable[Suspect]) -> list[dict[str, Any]]:
     """Return {"run_id", "pids", "commands"} for each run in ``suspects`` that has living processes.
 
-    These are listed in its last state.json, or have its folder as GNNFLEET_RUN_DIR in their environment.
+    Processes of a run are listed in its last state.json, or have its folder as GNNFLEET_RUN_DIR in their environment.
     """
     named = {one.run_dir: one for one in suspects}
     pids: dict[str, set[int]] = {folder: known(one) for folder, one in named.items()}

@@ -57,8 +57,8 @@ def next_spec(first: NodeSpec, decision: Decision) -> NodeSpec:
 
 
 def returned(spec: NodeSpec) -> tuple[bool, NodeSpec]:
-    """Return whether this supervisor replaces one that ended without a result, and ``spec`` with that one's attempt
-    number.
+    """Return whether this supervisor replaces one that ended without a result, and ``spec`` for the attempt of that
+    one.
 
     Reads and deletes ``returns.json``, the last ``state.json`` of the earlier supervisor.
     """

@@ -1,7 +1,6 @@
 """Describes waits of ranks that have passed their deadline: which rank waited, for what, how long, and the cause.
 
-A rank whose wait has passed its deadline writes ``procs/wait-rank<r>.json`` before it ends (trainer/core/waits.py). All
-functions but ``read_wait`` are without side effects.
+Such a rank writes ``procs/wait-rank<r>.json`` before it ends (trainer/core/waits.py).
 """
 
 from __future__ import annotations

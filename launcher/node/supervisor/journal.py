@@ -66,7 +66,7 @@ _STDOUT = 1
 
 
 class Screen:
-    """Standard output. A terminal never blocks a write: it loses lines that it does not accept."""
+    """Standard output. A write to a terminal never blocks: lines that the terminal does not accept are dropped."""
 
     def __init__(self) -> None:
         self._file = _terminal() if os.isatty(_STDOUT) else _STDOUT

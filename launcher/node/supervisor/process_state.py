@@ -1,7 +1,4 @@
-"""Recognises processes that the kernel keeps from running: stopped, waiting for memory, or blocked in a system call.
-
-``ProcessWatch`` reads /proc several times within a second or so; ``held_up`` decides, without side effects.
-"""
+"""Recognises processes that the kernel keeps from running: stopped, waiting for memory, or blocked in a system call."""
 
 from __future__ import annotations
 

@@ -1,8 +1,6 @@
 """Starts the rank runners of a node, and ends all processes of the run.
 
-Ranks get the environment variables of torchrun, so that ``init_process_group("env://")`` works; rank 0 hosts the
-TCPStore at MASTER_ADDR:MASTER_PORT. No other part of torchrun is used: the supervisors connect the nodes, detect
-failures and end the ranks.
+Ranks get the environment variables of torchrun, so that ``init_process_group("env://")`` works.
 """
 
 from __future__ import annotations

@@ -1,8 +1,7 @@
-"""After a failure, the supervisors connect to a hub, which decides whether the run starts again (a new attempt).
+"""After a failure, connects the supervisors to a hub, which decides whether the run starts again (a new attempt).
 
-``Rendezvous`` does this after one attempt; ``Restarts`` keeps the history of a run. If the hub is lost, the remaining
-node with the lowest node_rank becomes the hub at its own control port, and the others connect to it. A node that does
-not answer within ``peer_timeout`` + 3 s is skipped. A node that was cut off from the others waits as their ``Guest``.
+If the hub is lost, the remaining node with the lowest node_rank becomes the hub. A node that was cut off from the
+others waits as their ``Guest``.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Decides whether a run starts again after a failure (``run.restarts``), on which nodes, with which ranks and parts.
 
-All functions are pure; ``launcher.node.supervisor.rendezvous`` collects their arguments from the supervisors.
+All functions are pure.
 """
 
 from __future__ import annotations

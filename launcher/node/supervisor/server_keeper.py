@@ -64,7 +64,7 @@ class ServerKeeper:
 
     @property
     def restarting(self) -> bool:
-        """Whether the server has been ready before and is not ready again after a restart."""
+        """Whether a server that was ready before has been restarted and is not ready yet."""
         return self._was_ready and not self.ready
 
     @property

@@ -1,8 +1,6 @@
 """Collects the Python stacks of a node's ranks and of its graph server before a stalled run is stopped.
 
-``site/sitecustomize.py`` makes Python processes write their stacks on a signal; only processes that have registered
-are sent the signal. Other processes are described from /proc. If the kernel keeps a process from running, its
-description says so, whether it has written stacks or not.
+Python processes write their stacks on a signal (``site/sitecustomize.py``); others are described from /proc.
 """
 
 from __future__ import annotations

@@ -1,8 +1,7 @@
 """Runs one node of a run: ``supervisor.py node.json``, inside the node's tmux session.
 
-Starts the graph server and the ranks and writes the files listed in docs/ARCHITECTURE.md under "Node run folder".
-After a failure on any node, or a stop request, it ends every process of the run on this node. Single-threaded except
-for the writer of ``state.json``; standard library only. Exit status: 0 (done) or 1 (failed, stopped).
+Starts the graph server and the ranks, and ends them after a failure on any node or a stop request. Writes the files
+listed in docs/ARCHITECTURE.md, "Node run folder". Exit status: 0 (done) or 1 (failed, stopped).
 """
 
 from __future__ import annotations

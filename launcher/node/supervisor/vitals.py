@@ -127,7 +127,6 @@ class _Tail:
         self._rest = b""
 
     def lines(self) -> Iterator[dict[str, Any]]:
-        """Yield the metrics lines added since the last call."""
         *whole, self._rest = (self._rest + self._added()).split(b"\n")
         if len(self._rest) > _LONGEST:
             self._rest = b""

@@ -165,7 +165,7 @@ def resumed_at(record: RunRecord) -> float | None:
 
 
 def thinned_before(points: Sequence[Point], end: float | None) -> list[Point]:
-    """Return the points whose x is at most ``end`` (None: all)."""
+    """Return the points whose x is at most ``end`` (None: all). ``points`` are already thinned."""
     return [point for point in points if end is None or point[0] <= end]
 
 
@@ -200,7 +200,6 @@ def _resume_mark(record: RunRecord) -> dict[str, Any]:
 
 
 def _speeds(series: Series) -> dict[int, list[Point]]:
-    """Return for each rank a list of (epoch, seeds per second)."""
     found: dict[int, list[Point]] = {}
     for line in series.epochs:
         epoch, speed = number(line.get("epoch")), number(line.get("seeds_per_s"))

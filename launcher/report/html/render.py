@@ -1,8 +1,6 @@
 """Renders a report page as one self-contained HTML file that makes no requests.
 
-Texts from logs, hosts and configs are escaped by the template. Texts that plotly draws are escaped in this file. The
-page's Content-Security-Policy also forbids every request, so text that was not escaped could neither fetch nor send
-anything.
+The template escapes texts from logs, hosts and configs; this file escapes texts that plotly draws.
 """
 
 from __future__ import annotations

@@ -71,7 +71,7 @@ def _predicted(profile: Profile | None) -> Iterator[Block]:
 
 
 def _maps(pairs: Pairs, serving: str) -> Iterator[Block]:
-    """Yield heat maps of bytes and of cached rows. ``serving``: the serving cluster they came from, or ''."""
+    """Yield heat maps of bytes and of cached rows. ``serving``: serving cluster that the rows came from, or ''."""
     asking, asked = sorted({i for i, _ in pairs}), sorted({j for _, j in pairs})
     to, of = [f"node{i}" for i in asking], [f"{serving}/node{j}" if serving else f"node{j}" for j in asked]
     sent = [[pairs[i, j]["remote_bytes"] if (i, j) in pairs else None for j in asked] for i in asking]

@@ -21,8 +21,6 @@ _GAP = 2
 
 @dataclass(frozen=True)
 class Column:
-    """One column of a ``FittedTable``."""
-
     title: str
     worth: int  #: columns with the lowest values are left out first when the terminal is too narrow
     right: bool = False  #: aligned to the right

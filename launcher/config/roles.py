@@ -41,8 +41,6 @@ class ServingCluster:
 
 @dataclass(frozen=True)
 class HeldParts:
-    """Ids of the parts that one node holds."""
-
     parts: tuple[int, ...] = ()  #: all of them, ascending
     copies: tuple[int, ...] = ()  #: the replicas among ``parts``, whose first holder is another node
 

@@ -217,7 +217,6 @@ class Reader:
         self.report((*path, item.name), f"missing {kind} `{item.name}`{place}: {_help(item)}")
 
     def _unknown(self, name: str, cls: type, at: Origin, path: KeyPath) -> None:
-        # The message names the section that has this key, or else the most similar key of this section.
         place = f"in {dotted(path)}" if path else "at the top level"
         known = [item.name for item in settings(cls)] + ([] if path else ["defaults"])
         near = difflib.get_close_matches(name[:_MAX_NUMBER_CHARS], known, 1)

@@ -31,8 +31,6 @@ _PATH = 'export PATH="$PATH:' + ":".join(
 
 @dataclass(frozen=True)
 class Environment:
-    """A Python environment on a host."""
-
     key: str  #: key of a node in cluster.yml: venv, conda or python
     path: str
     versions: Mapping[str, str]  #: package → version, "" if missing; also python and cuda
@@ -63,8 +61,6 @@ class Environment:
 
 @dataclass(frozen=True)
 class Gpu:
-    """A GPU as nvidia-smi reports it."""
-
     index: int  #: CUDA id
     name: str
     memory: int  #: MiB
@@ -74,8 +70,6 @@ class Gpu:
 
 @dataclass(frozen=True)
 class HostFacts:
-    """Resources of one host."""
-
     environments: tuple[Environment, ...]
     gpus: tuple[Gpu, ...]
     cpus: int

@@ -76,7 +76,6 @@ def _unknown_end(run_id: str, views: Mapping[int, NodeView], folder: Path) -> st
 
 
 def report_of(run: OpenRun, views: Mapping[int, NodeView], collected: Collected, folder: Path) -> RunReport:
-    """Make the report of a run that has ended, from the state of its nodes."""
     followed = Followed(clocks={k: view.offset for k, view in views.items() if view.now})
     for k, view in views.items():
         if view.result is not None:
@@ -110,7 +109,6 @@ def _end_is_known(views: Mapping[int, NodeView], lead: int) -> bool:
 
 
 def _seconds(run: OpenRun, views: Mapping[int, NodeView]) -> float:
-    # From the launch or, if its time is unknown here, from the start of the first process.
     records = [(view, record) for view in views.values() for record in (view.result or {}).get("outcomes", ())]
     begins = [record["started"] - view.offset for view, record in records if record["started"]]
     ends = [record["ended"] - view.offset for view, record in records if record["ended"]]

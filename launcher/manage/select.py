@@ -161,8 +161,6 @@ def _node_config(config: ClusterConfig, host: int | None, node: NodePlan) -> Nod
 
 @dataclass(frozen=True)
 class Choice:
-    """The run that a command line names."""
-
     run: str | None = None  #: id, part of one, or run folder; None: the newest
     config: Path | None = None  #: cluster file of a run that was launched elsewhere
     sets: tuple[str, ...] = ()  #: key=value for that file

@@ -101,7 +101,6 @@ def watch_status(run: OpenRun, console: Console) -> Status:
 
 
 def _reread(found: FoundRun) -> FoundRun:
-    # Without a plan in the folder, the plan of ``found`` is kept.
     if found.folder is None:
         return found
     now = read_folder(found.folder)
@@ -109,7 +108,6 @@ def _reread(found: FoundRun) -> FoundRun:
 
 
 def rendered(status: Status) -> Group:
-    """Render the state: one sentence, a table of nodes and ranks, notes, findings, and commands to run next."""
     verdict = status.verdict
     parts: list[Text | FittedTable] = [Text(verdict.sentence, _STYLES.get(verdict.state, "bold"))]
     if status.views:

@@ -16,8 +16,6 @@ from launcher.files import file_sha256
 
 @dataclass(frozen=True)
 class NodeFacts:
-    """Facts about one node, found by preflight (``launcher.preflight.preflight``)."""
-
     node_rank: int
     hostname: str
     home: str  #: absolute path; replaces ``~`` in the plan
@@ -91,7 +89,6 @@ class NodePlan:
 
     @property
     def label(self) -> str:
-        """The name of the node in messages: ``node1 (alice@gnn2)``."""
         return node_label(self.node_rank, self.target)
 
 

@@ -63,8 +63,6 @@ MOST_MANIFEST = 1 << 28  #: maximum bytes of a manifest.json; a thousand parts n
 
 @dataclass(frozen=True)
 class PartFile:
-    """One file of a partition folder."""
-
     path: str  #: relative, begins with ``shared/`` or ``part<p>/``; or ``manifest.json``
     bytes: int
     sha256: str

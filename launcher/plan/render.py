@@ -161,7 +161,6 @@ def _title(nodes: Sequence[NodePlan]) -> str:
 
 
 def print_placement(plan: LaunchPlan, console: Console) -> None:
-    """Print the summary of a plan and one line per node, as a launch shows them."""
     lines = [_heading(_summary(plan)), *_placement(plan)]
     lines += [_row(("topology", _topology(plan)))] if plan.topology.why else []
     console.print(Text("\n").join(lines), soft_wrap=True)

@@ -21,7 +21,6 @@ _OLDEST_DRIVER = {"11": 450, "12": 525, "13": 580}
 
 
 def device_findings(survey: Survey, k: int) -> Iterator[Finding]:
-    """Yield findings about the devices that the config gives to node ``k``."""
     wanted, gpus = survey.config.nodes[k].devices, survey.probes[k]["gpus"]
     if not wanted:
         return

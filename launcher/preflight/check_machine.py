@@ -19,7 +19,6 @@ _FILES_BASE, _FILES_PER_RANK = 256, 4  # open files of a process: base, and per 
 
 
 def machine_findings(survey: Survey, k: int) -> Iterator[Finding]:
-    """Yield findings about the machine of node ``k``."""
     for check in (_tmux, _run_id, _open_files, _clock, _names, _service_port, _leases, _leftovers):
         yield from check(survey, k)
 

@@ -119,7 +119,6 @@ _SYSTEM = ("/usr/bin/", "/bin/")  # Pythons of the operating system, in which pi
 
 
 def package_findings(survey: Survey) -> Iterator[Finding]:
-    """Yield findings about Python and the packages on all nodes."""
     odd = _odd(survey)
     for k in sorted(survey.probes):
         found = [*_python(survey, k, odd[k]), *_packages(survey, k, odd[k])]

@@ -80,7 +80,6 @@ _SHM_PER_PROCESS = 64 << 20  # bytes; NCCL's buffers between two processes on on
 
 
 def storage_findings(survey: Survey, k: int) -> Iterator[Finding]:
-    """Yield findings about disk, memory, data and code of node ``k``."""
     for check in (_workdir, _disk, _memory, _tmp, _shm, _data, _code):
         yield from check(survey, k)
 

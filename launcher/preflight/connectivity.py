@@ -301,7 +301,6 @@ def _success(result: Connectivity, others_blocked: bool) -> str:
 
 
 def _interfaces(survey: Survey, result: Connectivity) -> Iterator[Finding]:
-    # A configured interface without an address blocks.
     for k, listeners in result.listening.items():
         address = result.address[k]
         name = interface_of(survey.probes[k], address)
@@ -360,7 +359,6 @@ def _commonest(blocked: Collection[BlockedRoute], source: int) -> str:
 
 
 def _by_sources(sources: Mapping[tuple[int, str, str], set[int]]) -> list[Group]:
-    # By source nodes, use of the port and reason.
     closed: dict[tuple[int, frozenset[int], str], set[str]] = defaultdict(set)
     for (target, use, why), who in sources.items():
         others = frozenset(who - {target}) or frozenset([target])  # the lead node also connects to itself

@@ -17,7 +17,6 @@ _TIMEOUT = 60.0  # seconds; a network disk may be slow to wake up
 
 
 def data_folder(config: ClusterConfig, k: int) -> str:
-    """Return the path of the partition folder on node ``k`` (mode ``verify``)."""
     return config.nodes[k].data_folder or config.data.folder
 
 

@@ -107,8 +107,6 @@ class Row:
 
 @dataclass(frozen=True)
 class Comparison:
-    """A comparison of two or more runs, for printing or as JSON."""
-
     runs: tuple[RunFigures, ...]
     rows: tuple[Row, ...]
     notes: tuple[str, ...]  #: why figures may not be comparable, or are missing
@@ -187,7 +185,6 @@ def _speed_rows(runs: Sequence[RunFigures]) -> Iterator[Row]:
 
 
 def _step_rows(runs: Sequence[RunFigures]) -> Iterator[Row]:
-    # Means over ranks. A kind under 0.5 % of a step in all runs is left out.
     profiles = [run.metrics.profile for run in runs]
     yield from _known_row("step", "a step", (profile and profile.step_s for profile in profiles), "spent", "less")
     for kind in dict.fromkeys(kind for profile in profiles if profile for kind in profile.spent):

@@ -102,7 +102,6 @@ class Outcome:
 
     @property
     def place(self) -> str:
-        """Name of the process and its node: ``rank 3 on node1 (hostb)``."""
         who = f"rank {self.rank} on " if self.rank is not None else "" if self.name == "node" else f"{self.name} of "
         return f"{who}{node_label(self.node_rank, self.host)}"
 

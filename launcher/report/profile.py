@@ -98,8 +98,6 @@ class RankTraffic:
 
 @dataclass(frozen=True)
 class Analysis:
-    """Output of ``trainer profile --json``."""
-
     profile: Profile | None = None  #: None if the lines have no times by kind
     traffic: tuple[RankTraffic, ...] = ()  #: one for each rank with an epoch line
 
@@ -147,7 +145,6 @@ def print_profile(profile: Profile, console: Console, *, ended: bool = False) ->
 
 
 def profile_lines(profile: Profile, *, ended: bool = False) -> Iterator[str]:
-    """Yield the lines that ``print_profile`` prints."""
     ranks, epochs = count(len(profile.ranks), "rank"), "epoch" if len(profile.epochs) == 1 else "epochs"
     which = f"{epochs} {spans(profile.epochs)}" + ("" if profile.whole or ended else " so far")
     yield f"time per step: {milliseconds(profile.step_s)}, mean of {ranks}, {which}:"
@@ -171,7 +168,6 @@ def rank_name(rank: int, node: int | None) -> str:
 
 
 def _table(profile: Profile) -> Iterator[str]:
-    # A column for each kind of work that takes at least 0.5 % of a step.
     shown = {kind: seconds for kind, seconds in profile.spent.items() if profile.share[kind] >= _NOTABLE}
     columns = [
         ("", "ms", "share"),

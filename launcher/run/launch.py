@@ -269,7 +269,6 @@ def check_attachment(
 def partition_and_plan(
     context: LaunchContext, facts: Mapping[int, NodeFacts], attached: Attachment | None = None
 ) -> LaunchPlan:
-    """Partition the dataset unless the parts exist, then make the final plan."""
     context.enter_stage("partition")
     manifest = ensure_parts(context.config, context.console) if context.config.makes_parts else None
     if manifest is not None and not context.options.own_command:
@@ -316,7 +315,6 @@ def execute_plan(
 
 
 def start_and_conduct(context: LaunchContext, following: FollowContext, interrupts: Interrupts) -> RunReport:
-    """Start every node and follow the run until it ends or is detached."""
     plan = following.plan
     where = f"{count(len(plan.nodes), 'node')}, node {plan.lead} in tmux session {plan.nodes[plan.lead].session}"
     context.say(f"starting {count(plan.world_size, 'process', 'es')} on {where}")

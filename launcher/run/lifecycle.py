@@ -105,7 +105,6 @@ def conduct(
 
 
 def finish(context: FollowContext, followed: Followed, interrupts: Interrupts) -> RunReport:
-    """Collect the files of the run, then write and print its report."""
     interrupts.ignore_hangup = True
     interrupts.message = (
         "interrupted while collecting; the run has ended on all nodes. "

@@ -79,7 +79,6 @@ class LiveLog:
         self._live.stop()
 
     def say(self, text: str, style: str = "") -> None:
-        """Print a message of the launcher."""
         with self._lock:
             self._print_waiting()
             self.console.print(Text(text, style), soft_wrap=True)
@@ -147,7 +146,6 @@ class LiveLog:
             self._held.clear()
 
     def picture(self) -> list[Text]:
-        """Return the table as last rendered."""
         return self._picture
 
     def _refresh(self, now: float) -> None:

@@ -57,8 +57,6 @@ class RankRow:
 
 @dataclass
 class NodeRow:
-    """The state of one node."""
-
     node_rank: int
     host: str
     ranks: tuple[int, ...]
@@ -160,7 +158,6 @@ class Board:
         node.state, node.over, node.connection_error = "starting", False, ""
 
     def stepping(self) -> list[RankRow]:
-        """Return the rows of ranks that have reported a step."""
         return [row for row in self.ranks.values() if row.step is not None]
 
     def slowest(self) -> RankRow | None:

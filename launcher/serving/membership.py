@@ -100,7 +100,6 @@ def _numbered(names: Sequence[str]) -> list[tuple[str, int]]:
 
 
 def _config_of(node: NodePlan, known: ResolvedConfig | None) -> NodeConfig:
-    # A node that the config file no longer lists.
     if known is not None and node.node_rank < len(known.nodes):
         return known.nodes[node.node_rank]
     if node.login is None:

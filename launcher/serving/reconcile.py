@@ -79,7 +79,7 @@ def _few_copies(plan: LaunchPlan, wanted: ResolvedConfig) -> bool:
 
 
 def _move_away(before: ServingState) -> None:
-    # Ends leftover processes and renames the run folder to ``<folder>-before``.
+    """End the processes of the cluster on all nodes, and rename its run folder to ``<folder>-before``."""
 
     def move(k: int) -> None:
         node, transport = before.seen[k].view.node, before.connections[k]

@@ -61,7 +61,6 @@ class ServeStatus:
 
     @property
     def down(self) -> tuple[ServerState, ...]:
-        """The nodes that do not serve."""
         return tuple(node for node in self.nodes if not node.serves)
 
     @property

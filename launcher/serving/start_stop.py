@@ -88,7 +88,6 @@ def _when(view: NodeView) -> float:
 
 
 def _why_ended(view: NodeView) -> str:
-    # With the last log lines of the graph server.
     result = view.result or {}
     why = view.lost or str(result.get("reason", "")) or f"it ended ({view.word})"
     tail = [text for one in result.get("outcomes", ()) if one["name"] == "server" for text in one["tail"]]

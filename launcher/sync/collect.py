@@ -91,8 +91,6 @@ def _collect_node(
 
 
 class _File(msgspec.Struct):
-    """One file in a reply of ``node/programs/collect_files.py``."""
-
     bytes: Annotated[int, msgspec.Meta(ge=0)]
     mtime_ns: Annotated[int, msgspec.Meta(ge=-(1 << 63), le=(1 << 63) - 1)]
     data: str | None  #: content, zlib in base64; None for a file to be downloaded separately

@@ -141,7 +141,6 @@ class _NodeJob:
         self.current = "its files"
 
     def run(self) -> NodeSync:
-        # Reconnects when the connection breaks.
         started = time.monotonic()
         failures, sent_before = 0, 0
         while True:
@@ -205,7 +204,6 @@ class _NodeJob:
         self.bytes_sent += len(data)
 
     def _send_files(self, found: list[tuple[PlannedFile, dict[str, Any]]]) -> None:
-        # Partial files are resumed; the manifest is committed after all others.
         todo = [(file, _have(state)) for file, state in found if state["state"] != "present"]
         need = sum(file.bytes - have for file, have in todo)
         self.bytes_present = sum(file.bytes for file, _ in found) - sum(file.bytes for file, _ in todo)
@@ -222,7 +220,6 @@ class _NodeJob:
         self._commit(waiting)
 
     def _commit(self, files: list[PlannedFile]) -> None:
-        # A file with a wrong digest is sent once more.
         for file, error in self._commit_once(files):
             self._check_source(file)
             self.progress.start(self.node.node_rank, file.bytes)

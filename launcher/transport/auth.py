@@ -410,7 +410,6 @@ class Passwords:
 
 
 def _first_question(node: NodeConfig) -> _Question:
-    # For the passphrase if the node's key is encrypted, else for the password.
     if node.key and is_locked(os.path.expanduser(node.key)):
         return _Question("Passphrase", node.key)
     return _password_of(node)

@@ -18,8 +18,6 @@ OnLine = Callable[[str], None]
 
 @dataclass(frozen=True)
 class Completed:
-    """A finished command with its output."""
-
     returncode: int  #: exit status; negative if a signal ended the command
     stdout: bytes
     stderr: bytes

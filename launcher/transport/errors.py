@@ -111,7 +111,6 @@ def _refused(error: LoginRefused, host: SshHost, is_node: bool) -> tuple[type[Tr
 
 
 def _tried(error: LoginRefused, host: SshHost) -> str:
-    # What was offered at login, and which keys and agents were missing.
     missing = [] if any("agent" in each for each in error.tried) else [_agent_state(host)]
     if not (error.locked or any(os.path.sep in each for each in error.tried)):
         folders = dict.fromkeys(os.path.dirname(path) for path in host.identity_files)

@@ -22,8 +22,6 @@ from launcher.transport.ssh_config import SshHost, host_matches
 
 @dataclass(frozen=True)
 class KnownKey:
-    """One line of a known_hosts file."""
-
     hosts: str  #: first field of the line: names and patterns, or a hashed name
     type: str
     blob: bytes

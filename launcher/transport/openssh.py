@@ -167,7 +167,6 @@ class OpenSshTransport(RemoteTransport):
         return {"StrictHostKeyChecking": {"ask": "yes"}.get(mode, mode), **own_files}
 
     def _login_error(self, output: str, host: SshHost, timeout: float) -> TransportError:
-        # ``output``: what ssh printed to stderr.
         last = output.splitlines()[-1] if output else f"no answer within {timeout:g} s"
         login = " ".join(self._login_argv()[1:] + [self.node.host])
         by_hand = f"for details run `ssh -v {login}`"

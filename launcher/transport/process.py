@@ -69,8 +69,7 @@ class Process(ABC):
         """Write to stdin and leave it open. Raises OSError if the command has ended."""
 
     @abstractmethod
-    def close_input(self) -> None:
-        """Close stdin."""
+    def close_input(self) -> None: ...
 
     @abstractmethod
     def read(self, seconds: float) -> bool:
@@ -81,8 +80,7 @@ class Process(ABC):
         """Wait up to ``seconds`` (None: without limit) for the exit status; False if the command is still running."""
 
     @abstractmethod
-    def close(self) -> None:
-        """Close the pipes or the channel."""
+    def close(self) -> None: ...
 
     def feed(self, data: bytes) -> None:
         """Write ``data`` to stdin and close it; long data in a thread, as the command may block on its own output."""

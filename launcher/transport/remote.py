@@ -253,7 +253,6 @@ def login_turn(route: Route) -> Iterator[None]:
 
 
 def _open_for_writing(sftp: paramiko.SFTPClient, path: str, mode: str) -> paramiko.SFTPFile:
-    # Creates a missing folder, except for mode ``r+``.
     try:
         return sftp.open(path, mode)
     except FileNotFoundError:

@@ -206,7 +206,6 @@ def _connect(route: Route, host_keys: str, credentials: Credentials, timeout: fl
 
 
 def _transport(sock: socket.socket | paramiko.Channel, known_types: Sequence[str]) -> paramiko.Transport:
-    # Host keys of the types ``known_types`` and fast ciphers are preferred.
     ssh = paramiko.Transport(sock)
     options = ssh.get_security_options()
     options.ciphers = sorted(options.ciphers, key=lambda name: name not in _CIPHERS)

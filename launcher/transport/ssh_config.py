@@ -91,7 +91,6 @@ class SshHost:
 
     @property
     def target(self) -> str:
-        """``user@host:port`` as resolved."""
         return login_text(self.user, self.host, self.port if self.port != 22 else None)
 
     @property
@@ -256,8 +255,6 @@ def _by_paramiko(name: str) -> Options:
 
 
 def _ssh_host(name: str, user: str | None, port: int | None, options: Options) -> SshHost:
-    # ``user`` and ``port`` override those in ``options``.
-
     def value(keyword: str, default: str = "") -> str:
         found = (options.get(keyword) or [default])[0]
         return default if found.lower() == "none" else found

@@ -144,8 +144,7 @@ class Peers(Protocol):
     def begin(self, config: PeerConfig | None) -> None:
         """Begin the attempt that ``config`` describes; open connections are kept."""
 
-    def close(self) -> None:
-        """Close all connections."""
+    def close(self) -> None: ...
 
     @property
     def offset(self) -> float | None:

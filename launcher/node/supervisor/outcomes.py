@@ -122,7 +122,6 @@ class OutcomeBook:
         return all(self.outcomes.get(f"rank{rank}", {}).get("returncode") == 0 for rank in self.ranks)
 
     def rank_pids(self) -> dict[int, int]:
-        """Return the pid of each running rank, by rank."""
         return {rank: one["pid"] for rank, one in self.runners.items() if rank not in self.ended_ranks()}
 
 

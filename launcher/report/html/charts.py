@@ -149,7 +149,6 @@ def pair_chart(
 
 
 def bars(key: str, title: str, names: Sequence[str], values: Sequence[float], axis: str) -> Chart:
-    """Return a chart with one vertical bar for each name."""
     data = [{"type": "bar", "x": list(names), "y": list(values), "marker": {"color": "#0072b2"}, "showlegend": False}]
     layout = {"xaxis": {"type": "category"}, "yaxis": {"title": {"text": axis}, "rangemode": "tozero"}}
     return Chart(key, title, data, layout, 260)

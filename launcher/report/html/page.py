@@ -75,8 +75,6 @@ class Section:
 
 @dataclass(frozen=True)
 class ReportPage:
-    """The content of a whole report page."""
-
     title: str
     state: str  #: done, failed, stopped, running
     headline: str  #: one sentence on the state of the run

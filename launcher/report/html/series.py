@@ -145,7 +145,6 @@ def mean_over_ranks(by_rank: Mapping[int, Sequence[Point]]) -> list[Point]:
 
 
 def mean_point(points: Sequence[Point]) -> Point:
-    """Return the mean of one or more points."""
     return sum(x for x, _ in points) / len(points), sum(y for _, y in points) / len(points)
 
 

@@ -45,7 +45,10 @@ Trace = Mapping[str, Any]
 
 
 def loss_chart(record: RunRecord) -> Chart | None:
-    """Return a chart of the loss by step and by epoch, also of the run that this one resumed; None without a loss."""
+    """Return a chart of the loss by step and by epoch; None if there is no loss.
+
+    It also shows the loss of the run that this run resumed.
+    """
     own, begin = record.series, resumed_at(record)
     data = [
         _line("earlier run", thinned_before(_loss(one.series), begin), colour=_EARLIER) for one in record.earlier[-1:]

@@ -48,14 +48,14 @@ def opened(parts: str | None) -> Iterator[Any]:
 
 
 def total(*values: Any) -> list[float]:
-    """Return the sum over all ranks of each of ``values``."""
+    """Return the sum of each value over all ranks."""
     sums = torch.tensor([float(value) for value in values], dtype=torch.float64)
     dist.all_reduce(sums)
     return sums.tolist()  # type: ignore[no-any-return]
 
 
 def divisor(seeds: int) -> float:
-    """Return the number by which a rank divides the summed loss of its ``seeds`` seeds before it calls ``backward``.
+    """Return the number by which a rank divides its summed loss before ``backward``.
 
     DistributedDataParallel averages gradients over ranks. With this divisor, the average is the gradient of the mean
     loss of the global batch.
@@ -64,6 +64,5 @@ def divisor(seeds: int) -> float:
 
 
 def say(text: str) -> None:
-    """Print on rank 0 only."""
     if dist.get_rank() == 0:
         print(text, flush=True)

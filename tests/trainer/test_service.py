@@ -1,4 +1,4 @@
-"""Tests of the graph service: the same answers as direct calls, and a clear error by the deadline for every failure."""
+"""Tests of the graph service: answers as of direct calls, and an error by the deadline for every failure."""
 
 from __future__ import annotations
 

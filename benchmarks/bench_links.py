@@ -99,7 +99,6 @@ def few_sums(stored: Graph, held: Graph) -> list[Row]:
 
 
 def first_order(num_edges: int) -> Row:
-    """Compare the time to the first 1024 positions of a shuffled epoch, by keyed permutation and by sort."""
     began = time.perf_counter()
     shuffled(num_edges, 5)[:1024]
     by_sort, began = time.perf_counter() - began, time.perf_counter()

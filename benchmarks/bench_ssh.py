@@ -111,7 +111,7 @@ def fan_out(scene: Scene, other_python: Path | None) -> Iterator[Row]:
 
 
 def others(scene: Scene, command: str, other_python: Path | None) -> dict[str, Callable[[], float]]:
-    """Return functions by name of the tool. Each runs ``command`` on all hosts and returns the seconds."""
+    """Return a function for each tool, by name. The function runs ``command`` on all hosts and returns the seconds."""
     ways: dict[str, Callable[[], float]] = {
         "ssh processes, xargs -P 32": lambda: timed(lambda: with_openssh(scene.cluster, command)),
         "fabric ThreadingGroup": lambda: timed(lambda: with_fabric(scene.cluster, command)),

@@ -87,9 +87,5 @@ def phase_ends(run_dir: Path) -> list[tuple[str, float]]:
 
 
 def marks_end(line: Mapping[str, Any], kind: str, name: str) -> bool:
-    """Return whether a line has this kind, and a stage or process whose name starts with ``name``.
-
-    Lines of steps after the first do not count.
-    """
     called = str(line.get("stage") or line.get("name") or "")
     return line["kind"] == kind and called.startswith(name) and not line.get("step")

@@ -15,7 +15,7 @@ BENCHMARKS = Path(__file__).resolve().parents[1] / "benchmarks"
 
 @pytest.fixture
 def contest(monkeypatch: pytest.MonkeyPatch) -> Iterator[ModuleType]:
-    """Yield benchmarks/peers/contest.py with fakes that add the names of what they would make to ``made``."""
+    """Yield benchmarks/peers/contest.py with fakes that only record in ``made`` what they would make."""
     monkeypatch.syspath_prepend(BENCHMARKS)
     monkeypatch.delitem(sys.modules, "graphs", raising=False)  # tests/trainer has a module of this name too
     module = importlib.import_module("peers.contest")

@@ -63,7 +63,7 @@ class Contender:
 
     @property
     def cut(self) -> str:
-        """Partition method."""
+        """Name of the partition method."""
         return "METIS" if "METIS" in self.system else "random"
 
 

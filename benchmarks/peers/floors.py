@@ -28,13 +28,11 @@ class Machine:
         return f"{self.cores} cores; memory {memory:.1f} GB/s (copy), {product:.0f} GFLOP/s (GEMM)"
 
     def loading(self, edges: int, nodes: int) -> float:
-        """Return the least seconds to load an epoch: 4 bytes per edge and one feature row per node are read and
-        written.
-        """
+        """Return a lower bound of the seconds to load an epoch, from the bytes that must be read and written."""
         return (8 * edges + 2 * 4 * WIDTH * nodes) / self.bytes_per_s
 
     def training(self, layers: list[list[int]], hidden: int, classes: int) -> float:
-        """Return the least seconds to train an epoch.
+        """Return a lower bound of the seconds to train an epoch.
 
         layers: [targets, sources, edges] of each layer in an epoch, input layer first.
         """
@@ -47,7 +45,7 @@ class Machine:
         return flops / self.flops + moved / self.bytes_per_s
 
     def writing(self, size: str) -> float:
-        """Return the least seconds to partition: all edges (int32) and feature rows, read and written."""
+        """Return a lower bound of the seconds to partition, from the bytes that must be read and written."""
         nodes, edges = PEER_SIZES[size]["num_nodes"], PEER_SIZES[size]["num_nodes"] * PEER_SIZES[size]["avg_degree"]
         return (2 * 8 * edges + 2 * 4 * WIDTH * nodes) / self.bytes_per_s
 

@@ -37,7 +37,7 @@ Settings = dict[str, Any]
 
 
 class Epochs:
-    """The epochs of a ``BatchLoader``, one per iteration. Sums the batches' layer sizes and costs."""
+    """Iterates over the epochs of a ``BatchLoader``. Sums the batches' layer sizes and costs."""
 
     def __init__(self, loader: BatchLoader):
         self._loader, self._epoch = loader, -1
@@ -85,7 +85,6 @@ def _loading(graph: Graph, settings: Settings, rank: int = 0, layout: RankLayout
 
 
 def _more(loading: Any) -> Settings:
-    """Return the sums of ``Epochs``, or {} for other loaders."""
     if not isinstance(loading, Epochs):
         return {}
     names = ("remote_bytes", "rows", "remote_rows", "cached_rows", "held_rows")

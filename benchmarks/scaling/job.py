@@ -142,8 +142,6 @@ def _process(
 
 @dataclass(frozen=True)
 class _Mark:
-    """CPU seconds of each graph server and bytes received by each host, since the start of the run."""
-
     server_cpu: tuple[float, ...]
     received: tuple[int, ...]
 

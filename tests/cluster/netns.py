@@ -369,7 +369,6 @@ class NetCluster:
         self.ssh_config(self.operator_ssh_config)
 
     def kept(self) -> list[Path]:
-        """Return the shared folders that lie below a folder private to each host, such as /tmp."""
         wanted = [REPOSITORY, Path(sys.prefix), Path(sys.base_prefix).resolve()]
         wanted += [self.shared_folder.resolve()] if self.shared_folder else []
         return [path for path in dict.fromkeys(wanted) if any(path.is_relative_to(own) for own in OWN)]

@@ -1,4 +1,4 @@
-"""Compares the login of plain ``ssh`` with that of gnnfleet, as a program on the operator's host.
+"""Program on the operator's host that compares the login of plain ``ssh`` with that of gnnfleet.
 
 Reads a JSON list of variants (home folder and host) from stdin; prints the result of each as a JSON line.
 """

@@ -62,7 +62,7 @@ class Fault:
 
 @dataclass(frozen=True)
 class Scenario:
-    """A run and its fault. Node ranks: servers first, then the nodes that train."""
+    """A run and its fault. Servers have the first node ranks."""
 
     seed: int
     servers: int  #: number of server nodes; 0: worker mode
@@ -129,7 +129,6 @@ class Scenario:
 
     @property
     def names(self) -> list[str]:
-        """Return the names of processes, or ["node"], that the report may give as the first failure."""
         if self.fault.kind in NODE_KINDS:
             return ["node"]
         # With a full disk, the first rank that writes fails, which may be any rank of the node.
@@ -223,7 +222,7 @@ def _fault(kind: str, servers: int, procs: tuple[int, ...], chance: random.Rando
 def _sampler(own: bool, chance: random.Random) -> dict[str, Any]:
     """Draw the sampler settings.
 
-    own: whether a user script runs. Such a run gets disjoint sampling, so that its loss is the same for any ranks.
+    own: whether a user script runs. Its sampling is disjoint, so that its loss is the same for any number of ranks.
     """
     sampler: dict[str, Any] = {"fanouts": chance.choice([[5, 5], [3, -1], [8], [-1], [4, 3, 2]])}
     kind = chance.choice(["uniform", "replace", "weighted", "temporal", "latest"])

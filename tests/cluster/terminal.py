@@ -22,7 +22,10 @@ _ESCAPES = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]|\r")
 
 
 class Terminal:
-    """A process of ``launch.py words…`` in a terminal of ``columns`` x ``lines``. The context manager kills it."""
+    """A process of ``launch.py words…`` in a terminal of ``columns`` x ``lines``.
+
+    As a context manager, it kills the process at the end.
+    """
 
     def __init__(self, *words: str, cwd: Path, env: Mapping[str, str], columns: int = 160, lines: int = 40):
         self._ours, theirs = pty.openpty()

@@ -145,10 +145,6 @@ def outcomes(done: Launched) -> list[dict]:
 
 
 def accounted_for(done: Launched, head: str) -> None:
-    """Assert that the report accounts for the other six processes: three ranks and three graph servers.
-
-    head: first line of the report, which counts follow-up errors.
-    """
     others = [each for each in outcomes(done) if each != done.result["first_failure"]]
     assert sorted(each["name"] for each in others if each["name"] == "server") == ["server"] * 3
     assert len(others) == 6, "three more ranks and three servers"

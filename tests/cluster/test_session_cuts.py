@@ -1,4 +1,4 @@
-"""Tests that a run goes on, with no line lost, when SSH sessions of its launcher and ``gnnfleet follow`` are killed."""
+"""Tests that runs lose no output line when SSH sessions of the launcher or of ``gnnfleet follow`` are killed."""
 
 from __future__ import annotations
 

@@ -174,7 +174,7 @@ class FakeTransport(Transport):
 
 
 class FakeTalk(Talk):
-    """An agent, the node program that runs other node programs, on a ``FakeTransport``.
+    """A fake agent, the node program that runs other node programs.
 
     An answer with a nonzero exit status ends the agent.
     """
@@ -220,7 +220,8 @@ class FakeTalk(Talk):
 def wire(closed: Callable[[int, int, str, int], str] | None = None) -> Callable[[dict[str, Any]], dict[str, Any]]:
     """Return a fake of node/programs/network.py on a healthy node.
 
-    closed: (source, target, address, port) -> why node ``source`` cannot connect to node ``target``, or "".
+    closed: function of (source, target, address, port). It returns why node ``source`` cannot connect to node
+    ``target``, or "" if it can.
     """
 
     def reply(request: dict[str, Any]) -> dict[str, Any]:

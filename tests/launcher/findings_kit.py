@@ -1,4 +1,4 @@
-"""Test kit for preflight: probe results of healthy nodes, changes of them, and the resulting findings."""
+"""Test kit for preflight: builds probe results of nodes, and returns the findings."""
 
 from __future__ import annotations
 

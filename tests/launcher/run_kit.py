@@ -1,4 +1,4 @@
-"""Test kit for sync, following a run and reports: small plans and folders of parts."""
+"""Test kit for tests of sync, of following a run and of reports: small plans and folders of parts."""
 
 from __future__ import annotations
 

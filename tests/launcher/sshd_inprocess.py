@@ -57,7 +57,7 @@ class Sshd:
                 transport.start_server(threading.Event(), _Server(self))
 
     def drop(self) -> None:
-        """Close the sockets of all connections without an SSH disconnect message."""
+        """Close the sockets of all connections, without sending an SSH disconnect message."""
         for transport in self._transports:
             with suppress(OSError):
                 transport.sock.shutdown(socket.SHUT_RDWR)

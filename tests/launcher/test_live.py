@@ -146,7 +146,7 @@ def test_log_lines_scroll_above_the_table_which_disappears_at_the_end() -> None:
 
 
 def played(text: str) -> list[str]:
-    """Return the lines that a terminal shows after ``text``, as written by rich."""
+    """Return the lines that a terminal shows after ``text`` was written to it."""
     # handles line end, cursor up and erase line only
     rows, row = [""], 0
     i = 0

@@ -40,7 +40,7 @@ def planned_for(folder: Path, nodes: int) -> LaunchPlan:
 
 
 def calls(folder: Path, nodes: int) -> int:
-    """Count the function calls to plan for ``nodes`` nodes, and to print and serialise the plan."""
+    """Return the number of function calls that planning, printing and serialising take."""
     manifest = parts_folder(folder / f"parts{nodes}", nodes)
     facts, path = facts_of(nodes), config_of(folder, nodes)
     profile = cProfile.Profile()

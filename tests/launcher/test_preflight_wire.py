@@ -34,7 +34,7 @@ def remedy(report: PreflightReport) -> str:
 
 
 def closed_for(why: str, sources: set[int], targets: set[int], *ports: int) -> Closed:
-    """Return the argument ``closed`` of ``wire``: no route from ``sources`` to ``targets`` on ``ports``.
+    """Return an argument ``closed`` for ``wire``: no connection from nodes ``sources`` to nodes ``targets``.
 
     ports: none means all. why: the reported reason.
     """

@@ -295,7 +295,7 @@ def test_processes_of_a_live_run_are_no_leftovers(tmp_path: Path, orphan: subpro
 
 
 def find_python(usable: Callable[[tuple[int, int]], bool]) -> str | None:
-    """Return a python3 of this machine that starts and whose version (major, minor) is ``usable``."""
+    """Return a python3 of this machine for which ``usable((major, minor))`` is true, or None."""
     for minor in range(6, 14):
         path = shutil.which(f"python3.{minor}")
         if usable((3, minor)) and path and subprocess.run([path, "-c", ""], capture_output=True).returncode == 0:

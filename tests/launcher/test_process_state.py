@@ -25,7 +25,7 @@ SWAPPED = "Name:\tpython3\nState:\tD (disk sleep)\nVmRSS:\t  204800 kB\nVmSwap:\
 
 
 def samples(states: str, faults: float = 0.0, cpu: float = 0.0) -> list[Sample]:
-    """Return samples of a process with one thread, every 0.1 s: one for each letter of ``states``.
+    """Return one sample for each letter of ``states``, a process state of /proc. Samples are 0.1 s apart.
 
     faults: major page faults per second. cpu: CPU seconds per second.
     """

@@ -1,4 +1,4 @@
-"""Tests of where a run spends its time, as the live view, ``status``, the report and ``gnnfleet profile`` show it."""
+"""Tests of how the live view, ``status``, the report and ``gnnfleet profile`` show where time is spent."""
 
 from __future__ import annotations
 

@@ -69,7 +69,6 @@ def shown(shown_status: ServeStatus) -> str:
 
 
 def statuses() -> dict[str, ServeStatus]:
-    """Return statuses of a serving cluster, by description of its situation."""
     asked = {"state": "done", "reason": "stop requested by ann@laptop (gnnfleet stop)", "outcomes": []}
     died = {"state": "failed", "reason": "server ended while it was needed; it got SIGKILL", "outcomes": []}
     unreachable_node = {"unreachable": "no route to host", "state": None}

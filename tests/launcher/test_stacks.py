@@ -1,4 +1,4 @@
-"""Tests of reading the Python stacks of other, real processes."""
+"""Tests of reading the Python stacks of other processes, which are real."""
 
 from __future__ import annotations
 

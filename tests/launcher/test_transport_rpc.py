@@ -141,7 +141,7 @@ def test_one_call_is_an_agent_that_ends(programs: Path) -> None:
 
 
 def find_python(usable: Callable[[tuple[int, int]], bool]) -> Command | None:
-    """Return a python3 of this machine that starts and whose version (major, minor) is ``usable``."""
+    """Return a python3 of this machine for which ``usable((major, minor))`` is true, or None."""
     for minor in range(6, 14):
         path = shutil.which(f"python3.{minor}")
         if usable((3, minor)) and path and subprocess.run([path, "-c", ""], capture_output=True).returncode == 0:

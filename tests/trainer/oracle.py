@@ -54,7 +54,7 @@ def _served(store, part, keys):
 def loader_of(graph, load, arguments):
     """Return a loader of nodes, or of links with negatives.
 
-    load: nodes, binary or triplet. Arguments of the wrong kind of loader are ignored.
+    load: nodes, binary or triplet. Arguments that only the other class of loader accepts are ignored.
     """
     only = {"nodes": ("input_nodes", "input_time"), "links": ("edge_label_index", "edge_label_time", "edge_label")}
     kind = "nodes" if load == "nodes" else "links"

@@ -85,7 +85,6 @@ def typed_store(
 
 
 def _relabelled(owner, num_parts):
-    """Return three dicts by node type: global ids of all nodes, and first global id and original ids of each part."""
     gid, offsets, owned = {}, {}, {}
     for of, parts in owner.items():
         order = np.argsort(parts, kind="stable")
@@ -109,7 +108,6 @@ def _rows_of(edge_index, owned):
 
 
 def _cuts(edge_index, num_parts):
-    """Return the first original edge id in the endpoints of each part, without part 0."""
     return [edge_index.shape[1] * part // num_parts for part in range(1, num_parts)]
 
 

@@ -1,4 +1,4 @@
-"""Tests of extreme graphs with every sampling and loader: equal batches for any parts, network or ranks."""
+"""Tests of extreme graphs: all kinds of sampling and loaders give equal batches for any number of parts and ranks."""
 
 from __future__ import annotations
 

@@ -138,7 +138,7 @@ def test_parts_depend_on_fanouts():
 
 
 def remote_share(dataset, parts, num_parts, fanouts):
-    """Return the fraction of nodes in other parts, among those visited by batches of each part's train seeds."""
+    """Sample batches from the train seeds of each part. Return the fraction of visited nodes in other parts."""
     rng, rows, remote, seen = np.random.default_rng(0), neighbours(dataset), 0, 0
     train = dataset.nodes[HOMO_NODE].splits["train"]
     for part_id in range(num_parts):

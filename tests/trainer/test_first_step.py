@@ -1,4 +1,4 @@
-"""Tests of ``set_epoch(epoch, first_step)``: loaders start at this step, with the batches of a whole epoch."""
+"""Tests of ``set_epoch(epoch, first_step)``: loaders start at this step, with the same batches as in a whole epoch."""
 
 from __future__ import annotations
 

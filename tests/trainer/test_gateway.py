@@ -1,4 +1,4 @@
-"""Tests of ``Gateway``, a client's connection to graph servers: failover, return, new servers and errors."""
+"""Tests of ``Gateway``, a client's connection to graph servers: failover, return to the home server, and errors."""
 
 from __future__ import annotations
 

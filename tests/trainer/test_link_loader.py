@@ -204,7 +204,6 @@ def test_a_heterogeneous_graph_needs_an_edge_type(given, message):
 
 
 def without_edges(kind):
-    """Return data without edges for the links, links, and a function from a batch to its edges for the links."""
     links = torch.randint(0, 7, (2, 30), generator=torch.Generator().manual_seed(4))
     if kind == "homo":
         return Data(num_nodes=20), links, lambda batch: batch

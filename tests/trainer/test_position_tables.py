@@ -10,7 +10,10 @@ from trainer.sampler.row_index import IdIndex, SourceCodes, locate
 
 
 def played(table, batches):
-    """Number the nodes of each batch, (seeds, sources of each hop). Return all positions and new ids."""
+    """Number the nodes of each batch. Return all positions and new ids.
+
+    batches: pairs (seeds, sources of each hop).
+    """
     seen = []
     for seeds, hops in batches:
         table.enter(seeds)

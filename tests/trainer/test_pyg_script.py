@@ -1,6 +1,6 @@
 """Tests of scripts from torch_geometric's documentation with a gnnfleet loader.
 
-Each script is text. All lines that gnnfleet, or several ranks, need instead are listed here.
+Each script is text. The lines that are replaced for gnnfleet or for several ranks are listed here.
 """
 
 from __future__ import annotations
@@ -213,7 +213,7 @@ def changed(name, ranks, partition=True):
 
 
 def community_data(name):
-    """Return a graph of four communities, which the neighbours of a node predict better than its features."""
+    """Return a graph of four communities. A node's neighbours predict its community better than its features."""
     g = torch.Generator().manual_seed(3)
     n = 400
     y = torch.randint(0, 4, (n,), generator=g)

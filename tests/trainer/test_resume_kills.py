@@ -1,4 +1,4 @@
-"""Tests of 30 random runs that resume after a rank was killed, on as many, fewer or more hosts, with equal losses.
+"""Tests of 30 random runs: a rank is killed, and the run resumes on as many, fewer or more hosts with equal losses.
 
 A host is a rank with a graph server for its parts; clients use two graph servers. GNNFLEET_KILLS_TABLE names a file for
 a table of the runs.

@@ -1,4 +1,4 @@
-"""Tests of a server of whole batches: as sampled locally, in bounded memory."""
+"""Tests of a server that samples whole batches: equal to local sampling, in bounded memory."""
 
 from __future__ import annotations
 

@@ -64,7 +64,7 @@ def test_whole_neighbourhoods_with_all_edges_inside_them(make, num_neighbors):
 
 
 def local(batch, ends):
-    """Return the batch position of one end of each edge of the batch.
+    """Return, for each edge of the batch, the position of one end in the batch.
 
     ends: node id of this end, for all edges of the graph.
     """

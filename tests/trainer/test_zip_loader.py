@@ -1,4 +1,4 @@
-"""Tests of the zip loader, whose batches have the same positions of several loaders."""
+"""Tests of the zip loader, which joins several loaders and splits their batches over the ranks."""
 
 from __future__ import annotations
 

@@ -193,18 +193,6 @@ def disk(path: str) -> Entry:
     return {"path": folder, "free": shutil.disk_usage(folder).free}
 
 
-def list_tree(path: str) -> list[Entry]:
-    """Return all files below ``path`` as ``{path (relative), bytes}``, sorted by path."""
-    top = os.path.expanduser(path)
-    found = []
-    for folder, _, names in os.walk(top):
-        for name in names:
-            full = os.path.join(folder, name)
-            if os.path.isfile(full):
-                found.append({"path": os.path.relpath(full, top), "bytes": os.path.getsize(full)})
-    return sorted(found, key=lambda entry: str(entry["path"]))
-
-
 def main(request: Entry) -> Entry:
     """Answer one request, named by its "op"; return ``{"error": message, "errno": …}`` after an OSError."""
     operations: dict[str, Callable[[], Entry]] = {
@@ -215,7 +203,6 @@ def main(request: Entry) -> Entry:
         "commit": lambda: {"files": commit(request["files"])},
         "unpack": lambda: {"error": unpack(request["archive"], request["sha256"], request["dest"])},
         "disk": lambda: disk(request["path"]),
-        "list": lambda: {"files": list_tree(request["path"])},
     }
     try:
         return operations[request["op"]]()

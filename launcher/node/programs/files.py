@@ -1,7 +1,7 @@
 """Node program: compares files with digests, puts transferred files in place, unpacks code. Standard library only.
 
 ``main(request)`` answers one request, by its "op": ``inventory`` and ``commit`` for sync and verify, ``unpack`` for
-code, ``disk`` for free space, ``list`` for the files below a folder.
+code, ``disk`` for free space.
 """
 
 from __future__ import annotations

@@ -20,7 +20,7 @@ from trainer.nn.kernels.spmm import aggregate, attend, edge_targets
 
 
 def glorot(weight: Tensor) -> None:
-    """Initialise ``weight`` [.., rows, columns] in place, with the same values as ``torch_geometric.nn.inits.glorot``."""
+    """Initialise ``weight`` [.., rows, columns] in place, as ``torch_geometric.nn.inits.glorot`` does."""
     # Not imported from torch_geometric, whose import takes seconds.
     bound = math.sqrt(6.0 / (weight.size(-2) + weight.size(-1)))
     weight.data.uniform_(-bound, bound)

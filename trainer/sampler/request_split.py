@@ -21,8 +21,7 @@ Groups = Mapping[int, Array]  #: host -> int32 positions, ascending
 class RequestSplit:
     """Splits the arrays of one call by the host that answers for each id.
 
-    ``cut`` with the same arguments returns the same object, so that a message contains an array only once. Arrays are
-    identified by ``id()``, so use an instance only while the arrays of its call exist.
+    Use an instance only while the arrays of its call exist: they are identified by ``id()``.
     """
 
     def __init__(self, group: Callable[[BookKey, Ids], Groups]):
@@ -39,6 +38,7 @@ class RequestSplit:
 
     def cut(self, array: Ids, at: Array) -> Ids:
         """Return ``array[at]``. ``at`` must be an array that ``groups`` returned."""
+        # Equal arguments give the same object, so that a message contains an array only once.
         if len(at) == len(array):
             return array
         key = id(array), id(at)
@@ -47,9 +47,7 @@ class RequestSplit:
         return self._cuts[key]
 
     def hop(self, request: HopRequest, host: int, at: Array) -> HopRequest:
-        """Return the share of a request that ``host`` answers: the nodes at the positions ``at``, and the excluded
-        edges that end at nodes of ``host``.
-        """
+        """Return the share of a request that ``host`` answers: nodes at positions ``at``, and excluded edges to them."""
         bound = request.bound
         return replace(
             request,

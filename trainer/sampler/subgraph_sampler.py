@@ -24,9 +24,7 @@ class CountedAccess(GraphAccess, Protocol):
 
 @dataclass(frozen=True)
 class BatchWork:
-    """Everything besides the graph that determines a batch, so that any process can make it with the same
-    result.
-    """
+    """Everything besides the graph that determines a batch."""
 
     settings: SampleSettings
     seeds: SeedSet
@@ -49,7 +47,7 @@ class SampledBatch:
 
 @dataclass
 class SubgraphSampler:
-    """Samples batches. Thread-safe: each thread has its own relabel tables."""
+    """Samples batches. Thread-safe."""
 
     access: CountedAccess
     schema: GraphSchema
@@ -61,7 +59,6 @@ class SubgraphSampler:
     _local: threading.local = field(default_factory=threading.local, repr=False)
 
     def sample(self, seeds: SeedSet, key: int) -> SampledBatch:
-        """Sample a subgraph and gather the attributes of its nodes and edges. Raises ``ServiceError``."""
         access = self.access
         access.take_cost()
         began = time.perf_counter()
@@ -81,13 +78,10 @@ class SubgraphSampler:
         return SampledBatch(subgraph, rows, found, sampling + gathering + seconds, kept)
 
     def subgraph(self, seeds: SeedSet, key: int) -> SampledSubgraph:
-        """Sample nodes and edges, without attributes. Raises ``ServiceError``."""
         return self.multi_hop(seeds, self.settings, key)
 
     def requests(self, seeds: SeedSet, key: int) -> list[RowRequest]:
-        """Sample a subgraph and return the requests for its attributes, without sending them. Raises
-        ``ServiceError``.
-        """
+        """Sample a subgraph and return the requests for its attributes, without sending them. Raises ``ServiceError``."""
         self.access.take_cost()
         subgraph = self.subgraph(seeds, key)
         return [*self._requests(subgraph, self._slots(subgraph)), *self._label_requests(seeds)]
@@ -120,7 +114,8 @@ class SubgraphSampler:
 
 
 def _missing(subgraph: SampledSubgraph, kept: Mapping[NodeType, Array]) -> list[RowRequest]:
-    """Return requests for the rows of ``x`` that are not on the device. ``kept``: for each node of the subgraph, its
-    row on the device, or -1.
+    """Return requests for the rows of ``x`` that are not on the device.
+
+    ``kept``: for each node of the subgraph, its row on the device, or -1.
     """
     return [RowRequest(of, subgraph.nodes[of].ids[slots < 0], ("x",)) for of, slots in kept.items()]

@@ -1,8 +1,7 @@
 """Numba kernels that draw edges by weight, or among edges that meet conditions, such as a latest time.
 
-The edges of a node that meet the conditions are listed first and then drawn from, so the time is proportional to the
-node's degree. Weighted draws without replacement are an exponential race (Efraimidis and Spirakis, "Weighted random
-sampling with a reservoir", Information Processing Letters 97, 2006).
+Weighted draws without replacement are an exponential race (Efraimidis and Spirakis, "Weighted random sampling with a
+reservoir", Information Processing Letters 97, 2006).
 """
 
 from __future__ import annotations
@@ -40,7 +39,7 @@ class Conditions(NamedTuple):
 
 
 class Draws(NamedTuple):
-    """How to draw edges. The fields have the same meaning as in ``HopRequest``."""
+    """How to draw edges. The fields are those of ``HopRequest``."""
 
     fanout: int
     shuffle: int
@@ -57,12 +56,12 @@ def pick_candidates(
 ) -> Any:  # fmt: skip
     """Draw in-edges of the nodes ``rows`` that meet the conditions, and fill ``counts`` int32 [n] with their numbers.
 
-    Returns the slots of the drawn edges (positions in ``indices``), int64, grouped by node, and -1. If an edge has an
-    invalid weight, returns an empty array and the slot of the edge; if more than ``most`` edges are drawn, an empty
-    array and ``TOO_MANY``. ``longest``: the highest degree of a node.
+    Returns the slots of the drawn edges, int64, grouped by node, and -1. On failure returns an empty array and the slot
+    of an edge with an invalid weight, or ``TOO_MANY`` for more than ``most`` edges. ``longest``: the highest degree of
+    a node.
 
-    With times, if all candidates of a node are taken, they are sorted by time, earliest first, as in torch_geometric.
-    If a later hop uses only the first of them (``draws.shuffle`` > 0), they keep the order in which they were drawn.
+    With times, if all candidates of a node are taken, they are sorted by time, as in torch_geometric, unless a later
+    hop uses only the first of them (``draws.shuffle`` > 0).
     """
     slots, values = np.empty(longest, np.int64), np.empty(longest, np.float64)
     ranks = values.view(np.int64)
@@ -100,7 +99,6 @@ def pick_candidates(
 
 @_jit
 def allow(sources: Any, bits: Any) -> None:
-    """Set the bits of these source nodes."""
     for i in range(len(sources)):
         bits[sources[i] >> 3] |= np.uint8(1 << (sources[i] & 7))
 
@@ -109,8 +107,9 @@ def allow(sources: Any, bits: Any) -> None:
 def _collect(
     indptr: Any, indices: Any, row: int, i: int, conditions: Any, weighted: bool, slots: Any, values: Any
 ) -> int:
-    """Write the slots of a node's candidates to ``slots`` and their weights to ``values``. Returns their number, or
-    -1 - slot for an edge with an invalid weight.
+    """Write the slots and weights of a node's candidates to ``slots`` and ``values``. Returns their number.
+
+    Returns -1 - slot for an edge with an invalid weight.
     """
     timed, chosen = len(conditions.bounds) > 0, len(conditions.allowed) > 0
     low, high = 0, 0
@@ -138,9 +137,7 @@ def _collect(
 
 @_jit
 def _take_shuffled(slots: Any, shuffle: int, drawn: Any, picks: Any) -> None:
-    """Draw without replacement: take the first places of a Fisher-Yates shuffle. If all slots are taken, only the first
-    ``shuffle`` places are shuffled.
-    """
+    """Draw without replacement by Fisher-Yates. If all slots are taken, only the first ``shuffle`` places are shuffled."""
     steps = len(picks) if len(picks) < len(slots) else min(shuffle, len(slots) - 1)
     for j in range(steps):
         other = j + draw(drawn, j, len(slots) - j)
@@ -151,7 +148,7 @@ def _take_shuffled(slots: Any, shuffle: int, drawn: Any, picks: Any) -> None:
 
 @_jit
 def _take_with_replacement(slots: Any, values: Any, weighted: bool, drawn: Any, picks: Any) -> None:
-    """Draw with replacement. With weights, a random number is looked up in the running sum of the weights."""
+    """Draw with replacement, by weight if ``weighted``."""
     if not weighted:
         for j in range(len(picks)):
             picks[j] = slots[draw(drawn, j, len(slots))]
@@ -172,11 +169,9 @@ def _take_with_replacement(slots: Any, values: Any, weighted: bool, drawn: Any, 
 
 @_jit
 def _take_race(slots: Any, values: Any, ranks: Any, begin: int, shuffle: int, drawn: Any, picks: Any) -> None:
-    """Draw by weight without replacement: an exponential race.
+    """Draw by weight without replacement: an exponential race, which the edges with the earliest arrival times win.
 
-    Each edge gets an exponentially distributed arrival time with its weight as rate, and the edges that arrive first
-    are taken. The random number of an edge depends on its position among all edges of the node, the first of which
-    is at ``begin``.
+    ``begin``: slot of the node's first edge.
     """
     wanted = len(picks)
     if wanted and (wanted < len(slots) or shuffle > 0):
@@ -224,7 +219,6 @@ def _take_last(times: Any, slots: Any, ranks: Any, shuffle: int, picks: Any) -> 
 
 @_jit
 def _sort_by_time(times: Any, picks: Any, ranks: Any) -> None:
-    """Sort the picked slots by time, then by slot."""
     in_order = True
     for k in range(len(picks)):
         ranks[k] = np.int64(times[picks[k]])
@@ -279,9 +273,7 @@ def _sift(ranks: Any, slots: Any, top: int, size: int) -> None:
 
 @_jit
 def _with_room(out: Any, used: int, more: int) -> Any:
-    """Return ``out``, or a larger copy of its first ``used`` entries if there is no room for ``more`` entries after
-    them.
-    """
+    """Return ``out``, or a larger copy if there is no room for ``more`` entries after the first ``used``."""
     if used + more <= len(out):
         return out
     larger = np.empty(2 * (used + more), np.int64)

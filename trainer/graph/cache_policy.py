@@ -1,9 +1,8 @@
 """Chooses the rows of other hosts that a host caches, and predicts the bytes that a rank receives in an epoch.
 
-Sampling is a pure function of seed, epoch and step. A rank therefore samples some batches of its run in advance,
-without gathering rows, and counts the rows of other hosts that these batches request. The most requested rows are
-cached. To predict the bytes of an epoch, the same batches are processed as in ``DistGraph.gather``, including the cache
-and the reuse of rows of earlier batches, but without sending requests.
+A rank samples some batches of its run in advance, without gathering rows, and counts the remote rows that they request.
+The most requested rows are cached. For the prediction, the same batches are processed as in ``DistGraph.gather``,
+without sending requests.
 """
 
 from __future__ import annotations
@@ -52,7 +51,7 @@ class BatchPlan:
 
     @property
     def epoch_steps(self) -> float:
-        """Number of steps of an epoch. A last step with fewer seeds counts as a fraction of a step."""
+        """Number of steps of an epoch. A last step with fewer seeds counts as a fraction."""
         return min(float(self.order.num_steps), self.order.num_seeds / self.order.global_batch)
 
 
@@ -73,13 +72,12 @@ class RowCounts:
 
     @classmethod
     def of(cls, requested: Sequence[Ids]) -> RowCounts:
-        """Count how often each id occurs in ``requested``, a list of arrays of ids."""
         return cls(*np.unique(np.concatenate([np.empty(0, np.int64), *requested]), return_counts=True))
 
 
 @dataclass(frozen=True)
 class CachedColumns:
-    """The columns that are cached for each row, by node type. Types without multi-dimensional columns are left out."""
+    """The columns that are cached for each row, by node type."""
 
     names: Mapping[NodeType, tuple[str, ...]]
     row_bytes: Mapping[NodeType, int]  #: bytes of one row of these columns, as stored
@@ -127,10 +125,8 @@ class Prediction:
 def presample(access: CountedAccess, plan: BatchPlan) -> list[PresampledStep]:
     """Sample the first batches of a run, epoch after epoch, without gathering rows.
 
-    Stops after ``MOST_STEPS`` batches or ``MOST_SECONDS`` seconds, or as soon as at least ``LEAST_STEPS`` batches have
-    requested ``ENOUGH_ROWS`` rows. The more batches are presampled, the better the cache fits the remaining batches.
-    With partitioned topology, sampling sends requests to the graph servers of other hosts. Memory: 8 bytes per
-    requested row. Raises ``ServiceError``.
+    Stops after ``MOST_STEPS`` batches or ``MOST_SECONDS`` seconds, or when at least ``LEAST_STEPS`` batches have
+    requested ``ENOUGH_ROWS`` rows. Memory: 8 bytes per requested row. Raises ``ServiceError``.
     """
     steps: list[PresampledStep] = []
     if plan.order.num_steps == 0:
@@ -147,18 +143,15 @@ def presample(access: CountedAccess, plan: BatchPlan) -> list[PresampledStep]:
 
 
 def counted_steps(steps: Sequence[PresampledStep], plan: BatchPlan) -> Sequence[PresampledStep]:
-    """Return the presampled steps whose requests are counted: all if they cover an epoch, else the first two thirds.
-
-    ``predict`` extrapolates from the last third. That third must not be counted, because the cache has more of the rows
-    of counted batches than of other batches.
-    """
+    """Return the presampled steps whose requests are counted: all if they cover an epoch, else the first two thirds."""
+    # ``predict`` extrapolates from the last third, for which the cache must not be chosen.
     return steps if len(steps) >= plan.order.num_steps else steps[: len(steps) - _third(steps)]
 
 
 def count_remote_rows(
     access: DistGraph, steps: Sequence[PresampledStep], columns: CachedColumns
 ) -> dict[NodeType, RowCounts]:
-    """Count how often ``steps`` request each row of other hosts, for the node types in ``columns``."""
+    """Count how often ``steps`` request each remote row, for the node types in ``columns``."""
     requested: dict[NodeType, list[Ids]] = defaultdict(list)
     nothing = HeldRows(0)
     for step in steps:
@@ -185,8 +178,8 @@ def most_requested(
     """Choose the rows with most requests per byte, up to ``budget`` bytes in total. Returns ascending global ids.
 
     Ties go to the earlier type, then to the lower id. If all rows in ``counts`` fit, the rest of the budget is filled
-    with other rows of the same types, because an epoch may request rows that were not counted: the first ones in
-    ``candidates``, half-open ranges of global ids. Memory: 8 bytes per counted and per chosen row.
+    with the first other rows in ``candidates``, half-open ranges of global ids. Memory: 8 bytes per counted and per
+    chosen row.
     """
     types = [of for of in row_bytes if of in counts and len(counts[of].ids)]
     chosen, left = {}, budget
@@ -235,8 +228,7 @@ def budget_of(size: CacheSize, store: PartStore, row_bytes: Mapping[NodeType, in
 def predict(access: DistGraph, plan: BatchPlan, steps: Sequence[PresampledStep], cache: RowCache | None) -> Prediction:
     """Predict the bytes that a rank receives in an epoch, with and without ``cache``, from the presampled steps.
 
-    Only steps of epoch 1 are used. Steps that were not presampled are assumed to be like the last third of the
-    presampled ones.
+    Only steps of epoch 1 are used. Other steps are assumed to be like the last third of the presampled ones.
     """
     steps = steps[: plan.order.num_steps]
     without = _Replay(access, None, plan.threads)
@@ -296,10 +288,7 @@ class _Replay:
 
 
 def _blank_answer(piece: GatherPiece, at: npt.NDArray[np.int32]) -> HostRows:
-    """Return what another host would send for the rows at positions ``at`` of ``piece``, with zeros as values.
-
-    The zeros take no memory.
-    """
+    """Return what another host would send for the rows at positions ``at`` of ``piece``, with zeros as values."""
     rows = {name: blank_rows(len(at), values.dtype, values.shape[1:]) for name, values in piece.out.items()}
     return HostRows(piece.ids[at], rows)
 

@@ -1,8 +1,7 @@
 """Moves batches to the device of the model.
 
-With CUDA, a batch is copied from pinned memory on a separate stream while the device works on the previous batch. The
-rows of ``x`` that batches request most often can be kept on the device; only other rows are then gathered and copied.
-On a CPU nothing is copied.
+With CUDA, a batch is copied on a separate stream while the device works on the previous batch. The most requested rows
+of ``x`` can be kept on the device.
 """
 
 from __future__ import annotations
@@ -64,8 +63,8 @@ def feed(device: torch.device) -> Callable[[B], B]:
 class CudaFeed:
     """Copies batches to a CUDA device on a separate stream.
 
-    A call queues the copy of a batch and returns without waiting. The current stream waits for the copy before it runs
-    work queued later, so the copy of a batch overlaps with the device's work on the previous batch.
+    A call queues the copy of a batch and returns without waiting. Work queued later on the current stream runs after
+    the copy.
     """
 
     def __init__(self, device: torch.device):

@@ -49,7 +49,7 @@ _ROWS_AHEAD = 16  #: number of rows by which indptr and orig_id are prefetched
 
 @_jit
 def count_picks(indptr: Any, nodes: Any, first_node: int, fanout: int, replace: bool, counts: Any) -> int:
-    """Fill ``counts`` int32 [n] with the number of neighbours to draw per node, and return the nodes' largest degree."""
+    """Fill ``counts`` int32 [n] with the number of neighbours to draw per node, and return the largest degree."""
     longest = 0
     for i in range(len(nodes)):
         row = nodes[i] - first_node
@@ -205,7 +205,7 @@ def find_edges(indptr: Any, indices: Any, rows: Any, sources: Any, order: Any, f
 
 @_jit
 def first_at_least(values: Any, low: int, high: int, wanted: int) -> int:
-    """Return the first index in the ascending ``values[low:high]`` whose value is at least ``wanted``, else ``high``."""
+    """Return the first index in the ascending ``values[low:high]`` with a value of at least ``wanted``, else ``high``."""
     while low < high:
         middle = (low + high) >> 1
         if values[middle] < wanted:

@@ -47,7 +47,7 @@ class RequestSplit:
         return self._cuts[key]
 
     def hop(self, request: HopRequest, host: int, at: Array) -> HopRequest:
-        """Return the share of a request that ``host`` answers: nodes at positions ``at``, and excluded edges to them."""
+        """Return the share of a request that ``host`` answers: nodes at positions ``at``, and their excluded edges."""
         bound = request.bound
         return replace(
             request,

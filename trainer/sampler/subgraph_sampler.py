@@ -81,7 +81,7 @@ class SubgraphSampler:
         return self.multi_hop(seeds, self.settings, key)
 
     def requests(self, seeds: SeedSet, key: int) -> list[RowRequest]:
-        """Sample a subgraph and return the requests for its attributes, without sending them. Raises ``ServiceError``."""
+        """Sample a subgraph and return the requests for its attributes. Raises ``ServiceError``."""
         self.access.take_cost()
         subgraph = self.subgraph(seeds, key)
         return [*self._requests(subgraph, self._slots(subgraph)), *self._label_requests(seeds)]

@@ -137,7 +137,10 @@ def _collect(
 
 @_jit
 def _take_shuffled(slots: Any, shuffle: int, drawn: Any, picks: Any) -> None:
-    """Draw without replacement by Fisher-Yates. If all slots are taken, only the first ``shuffle`` places are shuffled."""
+    """Draw without replacement by Fisher-Yates.
+
+    If all slots are taken, only the first ``shuffle`` places are shuffled.
+    """
     steps = len(picks) if len(picks) < len(slots) else min(shuffle, len(slots) - 1)
     for j in range(steps):
         other = j + draw(drawn, j, len(slots) - j)

@@ -20,7 +20,7 @@ class FromHost(NamedTuple):
 
 
 class ByHost(dict[int, FromHost]):
-    """Maps node ranks to ``FromHost``. A missing entry stands for zero bytes and rows. Do not modify it in place."""
+    """Maps node ranks to ``FromHost``. A missing entry stands for zero bytes and rows. Must not be changed."""
 
     def __add__(self, other: ByHost) -> ByHost:
         return self._with(other, 1) if other else self
@@ -58,7 +58,6 @@ class Cost:
 
     @classmethod
     def total(cls, costs: Iterable[Cost]) -> Cost:
-        """Return the sum of ``costs``."""
         return reduce(operator.add, costs, cls())
 
     def of_host(self, node_rank: int) -> Cost:
@@ -68,7 +67,7 @@ class Cost:
 
     @property
     def remote_share(self) -> float | None:
-        """Share of the gathered rows that other hosts own, 0 to 1, or None if no rows were counted (one host)."""
+        """Share of the gathered rows that other hosts own, 0 to 1, or None if no rows were counted."""
         return round(self.remote_rows / self.rows, 4) if self.rows else None
 
 
@@ -85,7 +84,7 @@ class CostMeter:
         self._own.cost = self._now() + cost
 
     def take(self) -> Cost:
-        """Return the sum of the costs that this thread added since its last call of ``take``, and set it to zero."""
+        """Return the sum of the costs that this thread added since its last call."""
         cost = self._now()
         self._own.cost = Cost()
         return cost

@@ -205,7 +205,7 @@ def find_edges(indptr: Any, indices: Any, rows: Any, sources: Any, order: Any, f
 
 @_jit
 def first_at_least(values: Any, low: int, high: int, wanted: int) -> int:
-    """Return the first index in the ascending ``values[low:high]`` with a value of at least ``wanted``, else ``high``."""
+    """Return the first index in the ascending ``values[low:high]`` with value >= ``wanted``, or ``high``."""
     while low < high:
         middle = (low + high) >> 1
         if values[middle] < wanted:

@@ -57,27 +57,25 @@ class AttrSpec:
 
     @property
     def stored(self) -> np.dtype[Any]:
-        """dtype in which rows are returned. If they are stored as int8, it differs from that of the files
-        (``in_files``).
-        """
+        """Dtype in which rows are returned. It differs from ``in_files`` for rows stored as int8."""
         return np.dtype("uint16" if self.dtype == "bfloat16" else self.dtype)
 
     @property
     def in_files(self) -> np.dtype[Any]:
-        """dtype of the array in the attribute's file."""
+        """Dtype of the array in the attribute's file."""
         return np.dtype(self.kept) if self.kept else self.stored
 
     def travels_as(self, requested: WireRows) -> WireRows:
         """Return the type in which rows are sent if a request asks for the type ``requested``.
 
-        Rows stored as int8 are always sent as int8, which does not round them again.
+        Rows stored as int8 are always sent as int8.
         """
         return "int8" if self.kept else requested
 
 
 @dataclass(frozen=True)
 class NodeSpec:
-    """Description of the nodes of one type: number, parts, attributes and splits."""
+    """The nodes of one type: number, parts, attributes and splits."""
 
     num_nodes: int
     offsets: tuple[int, ...]  #: [num_parts + 1]; part p owns offsets[p] <= gid < offsets[p+1]
@@ -88,7 +86,7 @@ class NodeSpec:
 
 @dataclass(frozen=True)
 class EdgeSpec:
-    """Description of the edges of one type: number, parts and attributes. An edge belongs to the part of its target."""
+    """The edges of one type: number, parts and attributes. An edge belongs to the part of its target."""
 
     num_edges: int
     offsets: tuple[int, ...]  #: [num_parts + 1]; part p owns the edges offsets[p] <= id < offsets[p+1]
@@ -103,8 +101,7 @@ class EdgeSpec:
 def endpoint_offsets(num_edges: int, num_parts: int) -> tuple[int, ...]:
     """Return the first original edge id in the endpoints file of each part, and the number of edges, [num_parts + 1].
 
-    Part p stores source and target of the edges offsets[p] <= original id < offsets[p + 1], which other parts may
-    own.
+    Part p stores source and target of the edges offsets[p] <= original id < offsets[p + 1], which other parts may own.
     """
     return tuple(num_edges * part // num_parts for part in range(num_parts + 1))
 
@@ -127,9 +124,8 @@ class Manifest:
         graph_attrs: Attributes of the graph as a whole; their shape is that of the array.
         files: All files of the folder.
         options: Further options of the partition method.
-        dataset_fingerprint: Sha256 of the dataset alone, or ''. With it a folder with another number of parts gets the
-            fingerprint that it would have had if made from the dataset. Folders of older versions do not have it.
-        time_attrs: Node attributes with times, as the dataset names them; None: not recorded (older versions).
+        dataset_fingerprint: Sha256 of the dataset alone; '' in folders of older versions.
+        time_attrs: Node attributes with times; None: not recorded (older versions).
     """
 
     dataset: str
@@ -224,7 +220,7 @@ def write_manifest(folder: str | Path, manifest: Manifest) -> Path:
 def manifest_digest(folder: str | Path) -> str:
     """Return the sha256, hex, of ``manifest.json``. Equal digests mean equal partitions.
 
-    Raises ``PartitionError`` when the file is missing or cannot be read.
+    Raises ``PartitionError`` when the file cannot be read.
     """
     return hashlib.sha256(_read_bytes(Path(folder) / MANIFEST)).hexdigest()
 
@@ -251,7 +247,7 @@ def _to_json(manifest: Manifest) -> dict[str, Any]:
 
 
 def _as_dict(fields: list[tuple[str, Any]]) -> dict[str, Any]:
-    """Convert fields to a dict, omitting those at their default that early manifests of version 2 do not have."""
+    """Convert fields to a dict, without those at their default that early manifests of version 2 do not have."""
     return {name: value for name, value in fields if (name, value) not in (("kept", ""), ("endpoints", False))}
 
 
@@ -263,7 +259,6 @@ def _all_attrs(manifest: Manifest) -> Iterator[AttrSpec]:
 
 
 def _layout(value: Any, depth: int = 0) -> str:
-    """Format ``value`` as JSON. A value without nested objects (an attribute, a file, offsets) is on one line."""
     inner = value.values() if isinstance(value, dict) else value if isinstance(value, (list, tuple)) else ()
     if not any(isinstance(item, dict) for item in inner):
         return json.dumps(value)

@@ -18,9 +18,7 @@ _CHUNK_BYTES = 8 << 20
 
 
 class NpyWriter:
-    """Writes one .npy file (little-endian) in pieces. The file is closed between the pieces. All methods raise
-    ``OSError``.
-    """
+    """Writes one .npy file (little-endian) in pieces. All methods raise ``OSError``."""
 
     def __init__(self, root: Path, path: str, dtype: Any, shape: tuple[int, ...]) -> None:
         """Write the header of ``root/path``. ``shape`` is that of the whole array."""
@@ -32,7 +30,6 @@ class NpyWriter:
         self._whole = self._size + self.dtype.itemsize * int(np.prod(shape, dtype=np.int64))
 
     def append(self, rows: Array) -> None:
-        """Write the next rows, converted to the dtype of the file."""
         self._write(_raw(rows, self.dtype))
 
     def finish(self) -> FileEntry:

@@ -45,7 +45,7 @@ class CachedRows:
 
 @dataclass(frozen=True)
 class RowCache:
-    """Cached rows of several node types. Other attributes of these rows are requested from the hosts that own them."""
+    """Cached rows of several node types."""
 
     types: Mapping[NodeType, CachedRows]  #: only types with cached rows
 
@@ -55,11 +55,10 @@ class RowCache:
 
     @property
     def num_bytes(self) -> int:
-        """Size of the rows in bytes, without ``slots``."""
         return sum(cached.num_bytes for cached in self.types.values())
 
     def save(self, folder: str | Path) -> None:
-        """Write the cache to ``folder``. If a cache exists there, processes that have it open can continue to use it.
+        """Write the cache to ``folder``. Processes that have an earlier cache there open can continue to use it.
 
         Raises ``PartitionError`` when the cache cannot be written.
         """
@@ -80,10 +79,7 @@ class RowCache:
 
     @classmethod
     def open(cls, folder: str | Path) -> RowCache:
-        """Memory-map a saved cache, so that the processes of a host share one copy.
-
-        Raises ``PartitionError`` when the cache cannot be read.
-        """
+        """Memory-map a saved cache. Raises ``PartitionError`` when the cache cannot be read."""
         root = Path(folder)
         try:
             index: dict[NodeType, list[str]] = json.loads((root / _INDEX).read_text(encoding="utf-8"))

@@ -59,7 +59,6 @@ class Dataset:
 
     @classmethod
     def homogeneous(cls, name: str, nodes: NodeData, edges: EdgeData, fingerprint: str, **more: Any) -> Dataset:
-        """Make a graph of one node type and one edge type."""
         return cls(name, {HOMO_NODE: nodes}, {HOMO_EDGE: edges}, fingerprint, **more)
 
     @property
@@ -143,14 +142,14 @@ def _finite(rows: Array, bfloat16: bool) -> Array:
 def is_time(values: Array, bfloat16: bool) -> bool:
     """Return whether ``values`` are integers below 2**63 of shape [N] or [N, 1].
 
-    With ``bfloat16``, ``values`` are uint16 with the bits of bfloat16 numbers, and the result is False.
+    ``bfloat16``: whether they are uint16 with the bits of bfloat16 numbers, which are no times.
     """
     integers = values.dtype.kind in "iu" and not bfloat16 and not (values.size and int(values.max()) >= 2**63)
     return integers and (values.ndim == 1 or values.shape[1:] == (1,))
 
 
 def check_time(values: Array, bfloat16: bool, where: str) -> Array:
-    """Return times as an integer array [N]. [N, 1] is flattened. Raises ``DataError`` if ``values`` are not times."""
+    """Return times as an integer array [N]. Raises ``DataError`` if ``values`` are not times."""
     if not is_time(values, bfloat16):
         found = f"{'bfloat16' if bfloat16 else values.dtype} {list(values.shape)}"
         raise DataError(
@@ -178,8 +177,7 @@ def class_label_problem(y: Array) -> str:
 def class_labels(y: Array, where: str) -> tuple[Array, int]:
     """Return labels as an integer array [N] (-1 = no label), and the number of classes.
 
-    Floats become int64, NaN becomes -1, and [N, 1] is flattened. ``y`` must have passed ``class_label_problem``. Raises
-    ``DataError`` for labels below -1.
+    ``y`` must have passed ``class_label_problem``. NaN becomes -1. Raises ``DataError`` for labels below -1.
     """
     y = y.reshape(-1)
     if y.dtype.kind == "f":
@@ -198,8 +196,8 @@ def class_labels(y: Array, where: str) -> tuple[Array, int]:
 def check_num_classes(num_classes: int | None, y: Array, found: int, where: str) -> int:
     """Return the number of classes: ``num_classes`` if given, else ``found``.
 
-    Raises ``DataError`` if a label is not below ``num_classes``. Without ``num_classes``, raises ``DataError`` if there
-    are more classes than nodes.
+    Raises ``DataError`` if a label is not below ``num_classes`` or, without ``num_classes``, if there are more classes
+    than nodes.
     """
     position = int(np.argmax(y)) if len(y) else 0
     if num_classes is None and found > len(y):

@@ -30,8 +30,7 @@ def first_outside(ids: Array, num_nodes: int) -> int:
 def symmetric_adjacency(edge_index: Array, num_nodes: int, dtype: Any = np.int32) -> tuple[Array, Array]:
     """Build the CSR of the graph with every edge in both directions, without self loops and duplicates.
 
-    Returns ``indptr`` int64 [num_nodes + 1] and ``neighbours`` ``dtype`` [nnz]. The neighbours of a node are in the
-    order of the edge list.
+    Returns ``indptr`` int64 [num_nodes + 1] and ``neighbours`` ``dtype`` [nnz], in the order of the edge list.
     """
     return joint_adjacency([(edge_index, 0, 0)], num_nodes, dtype)
 
@@ -42,8 +41,7 @@ def joint_adjacency(
     """Build one CSR, as ``symmetric_adjacency``, from the edges of several edge lists.
 
     ``lists``: for each, the edges [2, E], a number to add to the sources, and a number to add to the targets. With
-    ``scratch``, the neighbours are stored in its folder and memory-mapped. Takes 24 bytes of memory per node, and
-    ``scratch.memory``.
+    ``scratch``, the neighbours are a memory-mapped file. Takes 24 bytes of memory per node, and ``scratch.memory``.
     """
     indptr = np.zeros(num_nodes + 1, np.int64)
     for edges, source, target in lists:

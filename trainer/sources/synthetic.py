@@ -54,8 +54,7 @@ def class_features(y: Array, options: AnySynthetic, rng: np.random.Generator) ->
 def node_splits(dataset: str, options: AnySynthetic, shuffled: Array, time: Array | None = None) -> dict[str, Ids]:
     """Return the node ids of splits train, val and test: consecutive slices of ``shuffled``, sorted.
 
-    If nodes have times, ``shuffled`` is sorted by time first, and the splits are taken from its end: the nodes of
-    train are earlier than those of val, and these earlier than those of test.
+    With ``time``, the nodes of train are earlier than those of val, and those of val earlier than those of test.
     """
     sizes = {
         name: int(asked if (asked := getattr(options, name)) >= 1 else asked * options.num_nodes)
@@ -78,7 +77,6 @@ def node_splits(dataset: str, options: AnySynthetic, shuffled: Array, time: Arra
 
 
 def node_times(num_nodes: int, rng: np.random.Generator) -> Array:
-    """Draw a time for each node, int64 [N]."""
     return rng.integers(TIMES, size=num_nodes)
 
 
@@ -91,7 +89,7 @@ def mostly_forward(earlier: Array, later: Array, rng: np.random.Generator) -> Ar
 
 
 def edge_times(one: Array, other: Array, rng: np.random.Generator) -> Array:
-    """Draw a time for each edge, int64 [E]: the later of the times of its two ends, plus a delay for some edges."""
+    """Draw a time for each edge, int64 [E]: the later time of its ends, plus a delay for some edges."""
     late = (rng.random(len(one)) < _LATE) * rng.integers(TIMES // 10, size=len(one))
     return np.maximum(one, other) + late
 
@@ -108,10 +106,9 @@ _SHARE_OF_LARGEST = 0.02  #: a hub's expected degree is at most this share of th
 def make_synthetic(options: SyntheticOptions, fingerprint: str) -> Dataset:
     """Generate a simple undirected graph (both directions stored, sorted by source) with x, y and splits.
 
-    The label of a node is its community. Both ends of an edge are drawn with probabilities that follow a power law;
-    with probability ``homophily`` the target is drawn from the community of the source. Self loops and duplicates are
-    dropped. With times, most edges from a later to an earlier node are left out. Raises ``DataError`` for options
-    out of range.
+    The label of a node is its community. Degrees follow a power law; with probability ``homophily`` the target of an
+    edge is drawn from the community of the source. With times, most edges from a later to an earlier node are left out.
+    Raises ``DataError`` for options out of range.
     """
     _check(options)
     rng = np.random.default_rng(options.seed)
@@ -213,8 +210,6 @@ _AUTHORS_OF_A_PAPER, _FIELDS_OF_A_PAPER = 3, 2
 
 @dataclass(frozen=True)
 class _DrawnLinks:
-    """Edges between papers and the nodes of one type."""
-
     papers: Array  #: int64 [E]
     others: Array  #: int64 [E], the other ends
     hit: Array  #: bool [E], whether the other end has the class that the relation points to
@@ -223,10 +218,9 @@ class _DrawnLinks:
 def make_synthetic_hetero(options: SyntheticHeteroOptions, fingerprint: str) -> Dataset:
     """Generate a heterogeneous graph of papers (with x, y and splits), authors and fields.
 
-    Authors and fields have hidden classes. ``author writes paper``, ``paper cites paper`` and ``paper about field``
-    connect nodes of one class with probability ``homophily``; ``paper disputes paper`` connects class c to class c + 1,
-    so a model that ignores edge types learns less. With times, a paper mostly cites and disputes earlier papers. Raises
-    ``DataError`` for options out of range.
+    ``author writes paper``, ``paper cites paper`` and ``paper about field`` connect nodes of one class with probability
+    ``homophily``; ``paper disputes paper`` connects class c to class c + 1. With times, a paper mostly cites and
+    disputes earlier papers. Raises ``DataError`` for options out of range.
     """
     check_limits("synthetic-hetero", options, _limits(options.num_nodes))
     rng = np.random.default_rng(options.seed)

@@ -52,7 +52,7 @@ def select_list(columns: Iterable[ArrayColumn]) -> Iterator[str]:
 
 
 def _plain(values: Any, dtype: np.dtype[Any]) -> Array:
-    """Convert a column to an array of ``dtype``; the column must have no missing values."""
+    """Convert a column without missing values to an array of ``dtype``."""
     return np.asarray(np.ma.getdata(values)).astype(dtype, copy=False)
 
 
@@ -107,7 +107,6 @@ class TableArrays:
         return self._database.arrays(f"SELECT {selected} FROM ({rows})", scan.where)
 
     def empty(self, name: str, dtype: np.dtype[Any], shape: tuple[int, ...]) -> Array:
-        """Create a .npy file whose name contains ``name``, and return its memory map."""
         self._serial += 1
         path = self._folder / f"{self._serial:04d}-{name}.npy"
         if 0 in shape:

@@ -35,9 +35,9 @@ _OUR_NOTES = "gnnfleet-"  #: prefix, after leading dots, of hidden files that th
 def reusable(folder: Path, fingerprint: str, say: Callable[[str], None] = lambda line: None) -> Manifest | None:
     """Return the manifest of ``folder`` if the partition is complete and has this fingerprint, else None.
 
-    A partition is complete if each file has the size and, unless the partition is large (``is_compared``), the digest
-    stated in the manifest. ``say`` is called with a message about damaged files. Raises ``PartitionError`` if
-    ``folder`` is not a partition folder, or if it has to be written again but contains other files as well.
+    Complete: each file has the size and, unless the partition is large (``is_compared``), the digest in the manifest.
+    ``say`` is called with a message about damaged files. Raises ``PartitionError`` if ``folder`` is no partition
+    folder, or would have to be replaced but contains other files.
     """
     _check_kind(folder)
     with contextlib.suppress(PartitionError):
@@ -52,7 +52,7 @@ def reusable(folder: Path, fingerprint: str, say: Callable[[str], None] = lambda
 
 
 def is_compared(manifest: Manifest) -> bool:
-    """Return whether ``reusable`` compares digests: only for partitions of up to 4 GiB, as comparing takes seconds."""
+    """Return whether ``reusable`` compares digests: only for partitions of up to 4 GiB."""
     return sum(entry.bytes for entry in manifest.files) <= _COMPARED
 
 
@@ -157,9 +157,9 @@ def _raw_manifest(folder: Path) -> dict[str, Any] | None:
 def staged(folder: Path, kept: Path | None = None) -> Iterator[Path]:
     """Yield a staging folder, which replaces ``folder`` at the end of the ``with`` block.
 
-    By default this is a new folder beside ``folder``, which is removed after an error. If ``kept`` is given, this
-    folder is used, and not removed after an error. Also removes staging folders that killed processes left behind.
-    Raises ``PartitionError`` when the disk cannot be written, or ``folder`` holds files other than a partition.
+    By default this is a new folder beside ``folder``, which is removed after an error; ``kept`` is used and kept
+    instead. Also removes staging folders of killed processes. Raises ``PartitionError`` when the disk cannot be
+    written, or ``folder`` holds files other than a partition.
     """
     staging = kept or folder.parent / f".{folder.name}.{socket.gethostname()}.{os.getpid()}"
     try:
@@ -180,7 +180,7 @@ def staged(folder: Path, kept: Path | None = None) -> Iterator[Path]:
 
 
 def _remove_leftovers(folder: Path) -> None:
-    """Remove the staging folders of ``folder`` left behind by processes of this host that have ended."""
+    """Remove the staging folders of ``folder`` that ended processes of this host left behind."""
     prefix = f".{folder.name}.{socket.gethostname()}."
     for path in folder.parent.glob(f"{_glob_escaped(prefix)}*"):
         pid = path.name.removeprefix(prefix)
@@ -198,11 +198,7 @@ def _sync_folders(root: Path) -> None:
 
 
 def _install(staging: Path, folder: Path) -> None:
-    """Rename ``staging`` to ``folder``.
-
-    If ``folder`` holds an old partition, the two folders exchange their names atomically. If the file system does not
-    support that, the old partition is renamed and then deleted.
-    """
+    """Rename ``staging`` to ``folder``, by an atomic exchange if the file system supports that."""
     check_replaceable(folder)
     if not folder.exists() or not any(folder.iterdir()):
         staging.rename(folder)

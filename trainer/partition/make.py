@@ -1,8 +1,4 @@
-"""Makes a partition folder from a dataset: loads, assigns parts and writes (``partition make``).
-
-The dataset may be another partition folder, of gnnfleet or another program. Its nodes can keep their parts
-(``partition convert``) or be assigned to new ones (``partition repartition``).
-"""
+"""Makes a partition folder from a dataset or another partition folder: loads, assigns parts and writes."""
 
 from __future__ import annotations
 
@@ -123,11 +119,10 @@ class PartitionSpec:
 def make_partition(spec: PartitionSpec, say: Callable[[str], None] = print) -> Manifest:
     """Load the dataset, assign its nodes to parts and write the partition folder.
 
-    If the folder already holds a partition with the same fingerprint, the dataset is not loaded and nothing is written.
-    If the call is killed or interrupted and the dataset is `tables` or ``spec.memory`` is set, its intermediate results
-    stay in a hidden folder beside ``folder``, and the same call resumes from them. In all other cases, and after an
-    error, no intermediate files are left. ``say`` is called with each line of progress. Raises ``DataError`` or
-    ``PartitionError``.
+    Does nothing if the folder already holds a partition with the same fingerprint. If the call is killed or interrupted
+    and the dataset is `tables` or ``spec.memory`` is set, its intermediate results stay in a hidden folder beside
+    ``folder``, and the same call resumes from them. ``say`` is called with each line of progress. Raises ``DataError``
+    or ``PartitionError``.
     """
     folder, fingerprint = Path(spec.folder), spec.fingerprint()
     if (done := reusable(folder, fingerprint, say)) is not None:

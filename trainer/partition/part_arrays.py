@@ -33,12 +33,11 @@ class PartArray:
         ]
 
     def append(self, part_id: int, rows: Array, numbers: Array | None = None) -> None:
-        """Write the next rows of a part. Different parts may be written by different threads."""
+        """Write the next rows of a part. Different threads may write different parts."""
         for chunk in rows_in_chunks(rows):
             self._writers[part_id].append(chunk)
 
     def finish(self) -> Iterator[FileEntry]:
-        """Sync the files to the disk, and yield their entries for the manifest."""
         return (writer.finish() for writer in self._writers)
 
 
@@ -78,7 +77,6 @@ class PartAttr:
         return self.finish()
 
     def finish(self) -> list[FileEntry]:
-        """Sync the files to the disk, and return their entries for the manifest."""
         return [entry for array in self._arrays for entry in array.finish()]
 
 
@@ -105,7 +103,7 @@ def attr_spec(name: str, values: Array, bfloat16: bool, rows: WireRows) -> AttrS
 
 
 def pieces_by_part(values: Array, part: Array, num_parts: int, at_once: int) -> Iterator[list[Piece]]:
-    """Yield the rows of ``values``, ``at_once`` rows at a time, as one piece for each part that has some of them.
+    """Yield the rows of ``values``, ``at_once`` rows at a time, as one piece per part.
 
     ``part`` [rows]: the part of each row.
     """

@@ -1,4 +1,4 @@
-"""Checks every digest, shape and invariant of a partition folder (``partition verify``)."""
+"""Checks every digest, shape and invariant of a partition folder."""
 
 from __future__ import annotations
 
@@ -38,8 +38,9 @@ def new_bitset(size: int) -> npt.NDArray[np.uint64]:
 
 @njit()
 def mark(ids: Array, seen: Array) -> int:
-    """Set in ``seen`` the bits of ``ids``, up to the first id whose bit is set already. Return that id's position, or
-    -1.
+    """Set in ``seen`` the bits of ``ids``, up to the first id whose bit is set already.
+
+    Returns the position of that id, or -1.
     """
     for position in range(len(ids)):
         word, bit = ids[position] >> 6, np.uint64(1) << np.uint64(ids[position] & 63)
@@ -97,7 +98,7 @@ def first_gid_mismatch(orig_id: Array, global_id: Array, start: int) -> int:
 def first_time_mismatch(indices: Array, times: Array, start: int, values: Array) -> int:
     """Return the position of the first edge whose entry in ``times`` differs from its source node's time, or -1.
 
-    ``values`` are the times of the nodes with the global ids from ``start`` on. Edges from other sources are skipped.
+    ``values``: times of the nodes with global ids from ``start`` on. Edges from other sources are skipped.
     """
     for slot in range(len(indices)):
         row = indices[slot] - start
@@ -226,8 +227,9 @@ class Invariants:
         return True
 
     def _global_ids(self, of: NodeType) -> Array | None:
-        """Return the global id of each original id. Empty with a single part, where the two are equal; None if the file
-        is broken.
+        """Return the global id of each original id; None if the file is broken.
+
+        Empty with a single part, where the two are equal.
         """
         num_nodes = self.manifest.nodes[of].num_nodes
         if self.manifest.num_parts == 1:
@@ -310,7 +312,6 @@ class Invariants:
 
 
 def _count(spec: NodeSpec | EdgeSpec, part_id: int) -> int:
-    """Return the number of nodes or edges of one part."""
     return spec.offsets[part_id + 1] - spec.offsets[part_id]
 
 
@@ -344,7 +345,7 @@ def verify_partition(folder: str | Path, part_ids: Sequence[int] | None = None, 
 
 
 def _listing(root: Path, manifest: Manifest, tops: Iterable[int | None]) -> Iterator[Finding]:
-    """Compare the files that the node and edge types require, those that the manifest lists, and those on disk.
+    """Compare the files that the types require, those that the manifest lists, and those on disk.
 
     ``tops``: folders to check: part ids, and None for ``shared/``.
     """

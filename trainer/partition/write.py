@@ -65,7 +65,7 @@ def write_partition(
 
     A folder with the same fingerprint is left unchanged; one with another fingerprint is replaced. Memory: the dataset,
     8 bytes per node, 16 further bytes per node of the largest type, and ``memory``. The arrays of the dataset are read
-    once, from the first row to the last, so they may be memory-mapped.
+    once, in order, and may be memory-mapped.
 
     Args:
         dataset: the graph.
@@ -97,8 +97,6 @@ def write_partition(
 
 @dataclass(frozen=True)
 class _Writer:
-    """Writes groups of files in a thread pool, and collects their entries for the manifest."""
-
     root: Path
     pool: Executor
     rows: WireRows  #: as in ``write_partition``
@@ -232,7 +230,7 @@ def _endpoint_arrays(edge_type: EdgeType, edge_index: Array, num_parts: int) -> 
 
 
 def _source_times(dataset: Dataset, edge_type: EdgeType) -> dict[str, Array]:
-    """Return by name the time attributes of the source type, without those that are not one integer per node."""
+    """Return by name the time attributes of the source type that are one integer per node."""
     source = dataset.nodes[edge_type[0]]
     times = {name: source.attrs[name] for name in dataset.time_attrs if name in source.attrs}
     return {name: at for name, at in times.items() if at.ndim == 1 and is_time(at, name in source.bfloat16)}

@@ -1,8 +1,7 @@
 """Reads DGL's chunked graph format, the input of its distributed partitioning: ``metadata.json`` and files per chunk.
 
-The format itself does not assign nodes to parts. If the folder, or a folder in it, contains the output of one of DGL's
-partition algorithms (``partition_meta.json``, and ``<node type>.txt`` with a part number per line), the part of each
-node is read from there.
+The part of each node is read from the output of DGL's partition algorithms, if the folder contains it
+(``partition_meta.json``, and ``<node type>.txt`` with a part number per line).
 """
 
 from __future__ import annotations
@@ -30,8 +29,6 @@ METADATA, PARTITION = "metadata.json", "partition_meta.json"
 
 @dataclass(frozen=True)
 class _Chunks:
-    """The files of one array."""
-
     paths: tuple[Path, ...]
     kind: str  #: ``csv``, ``numpy`` or ``parquet``
     delimiter: str = ","
@@ -126,7 +123,7 @@ class _Graph:
         return _Chunks(tuple(self._located(path) for path in paths), form["name"], form.get("delimiter", ","))
 
     def _located(self, path: str) -> Path:
-        """Return the path of a file, relative to the folder. If there is none, find it by its last path components."""
+        """Return the path of a file, relative to the folder or found by its last path components."""
         there = self.folder / path
         if there.exists():
             return there
@@ -137,7 +134,6 @@ class _Graph:
 
 
 def _homogeneous(graph: ForeignGraph) -> ForeignGraph:
-    """Convert a graph with one node type and one edge type to a homogeneous graph."""
     raw = graph.raw
     (nodes,), (edges,), (count,) = raw.nodes.values(), raw.edges.values(), raw.num_nodes.values()
     typed = replace(raw, nodes={HOMO_NODE: nodes}, edges={HOMO_EDGE: edges}, num_nodes={HOMO_NODE: count}, hetero=False)

@@ -2,9 +2,8 @@
 
 A folder has ``META.json``, the part of every node and edge (``node_map.pt`` and ``edge_map.pt``, or folders of these
 names with a file per type), and ``part_<k>/`` with ``graph.pt``, ``node_feats.pt`` and ``edge_feats.pt``. Ids are those
-of the input graph. In a heterogeneous graph, edge ids number the edges of all types together. In torch_geometric 2.4,
-whose META.json has no ``node_offset``, the node ids in ``row`` and ``col`` also number all node types together. The
-rows in ``edge_feats.pt`` are in the order of the edges in ``graph.pt``.
+of the input graph. Edge ids number the edges of all types together; so do node ids in torch_geometric 2.4, whose
+META.json has no ``node_offset``.
 """
 
 from __future__ import annotations
@@ -83,7 +82,6 @@ class _Partition:
 
     @cached_property
     def _parts(self) -> list[dict[str, Any]]:
-        """The files of each part by name. Their tensors are memory-mapped."""
         names = ("graph", "node_feats", "edge_feats")
         found = []
         for part_id in range(self.meta["num_parts"]):

@@ -27,8 +27,6 @@ _FOR_COPIES = 3.0  #: seconds to wait for servers whose parts other nodes store 
 
 @dataclass(frozen=True)
 class ClusterNode:
-    """One node of the run, as listed in ``cluster.json``."""
-
     node_rank: int
     host: str
     role: str  #: worker: stores parts and trains; server: stores parts; client: trains
@@ -67,10 +65,7 @@ class Cluster:
         )
 
     def gateways(self) -> tuple[ServerAddress, ...]:
-        """Return the graph servers that clients use: those of nodes with the role server.
-
-        Returns all servers if no node has this role, or if the run is attached to a serving cluster.
-        """
+        """Return the graph servers that clients use: those of nodes with the role server, or else all."""
         only_serve = {node.node_rank for node in self.nodes if node.role == "server"}
         chosen = tuple(place for place in self.servers if place.node_rank in only_serve)
         return self.servers if self.serving is not None or not chosen else chosen
@@ -80,9 +75,7 @@ class Cluster:
         return tuple(place for place in self.servers if self.serving is not None or place.node_rank != node_rank)
 
     def home_of(self, node_rank: int) -> ServerAddress:
-        """Return the home server of a client node. Clients are assigned to the gateways in turn. Raises
-        ``SettingsError`` if there are no gateways.
-        """
+        """Return the home server of a client node. Raises ``SettingsError`` if there are no gateways."""
         gateways = self.gateways()
         if not gateways:
             raise SettingsError(f"run {self.run_id} has no graph server for the client node {node_rank}")
@@ -175,10 +168,9 @@ def connect_cluster(
 ) -> dict[int, HostClient]:  # fmt: skip
     """Connect to the graph servers of all other nodes. Returns a mapping from node rank to client.
 
-    Waits up to ``start_deadline`` seconds (default: ``deadline``) for other servers to start. A server whose parts are
-    all on this node or on servers that have answered is not needed; the wait for it takes at most ``_FOR_COPIES``
-    seconds. ``deadline``: seconds that later replies may take. ``wire_rows``: type to which servers round
-    floating-point rows for sending.
+    Waits up to ``start_deadline`` seconds (default: ``deadline``) for needed servers, up to ``_FOR_COPIES`` seconds for
+    servers whose parts are all on this node or on servers that have answered. ``deadline``: seconds that later replies
+    may take. ``wire_rows``: dtype to which servers round floating-point rows for sending.
 
     Raises ``ServiceError`` with one line for each needed server that does not answer, and for each server that has
     other parts or another partition than expected.

@@ -17,10 +17,9 @@ class Peer(NamedTuple):
 
 
 class FairQueue(Generic[T]):
-    """A queue that serves hosts in turn and the connections of a host in turn. Items of one connection stay in order.
-    Not thread-safe.
+    """A queue that serves hosts in turn and the connections of a host in turn. Not thread-safe.
 
-    While a connection is paused, ``pop`` and ``len`` ignore its items.
+    Items of one connection stay in order. ``pop`` and ``len`` ignore the items of a paused connection.
     """
 
     def __init__(self) -> None:
@@ -29,7 +28,6 @@ class FairQueue(Generic[T]):
         self._count = 0
 
     def __len__(self) -> int:
-        """Return the number of items that ``pop`` can return now."""
         return self._count
 
     def of(self, peer: Peer) -> int:
@@ -55,7 +53,6 @@ class FairQueue(Generic[T]):
             self._count -= len(self._paused[peer])
 
     def resume(self, peer: Peer) -> None:
-        """Release the items of a paused connection."""
         if queue := self._paused.pop(peer, None):
             self._hosts.setdefault(peer.address, {})[peer] = queue
             self._count += len(queue)
@@ -77,7 +74,7 @@ class FairQueue(Generic[T]):
         return item
 
     def drop(self, peer: Peer) -> None:
-        """Remove the items of a connection, and forget whether the connection was paused."""
+        """Remove the items of a connection. It is no longer paused."""
         self._count -= len(self._remove(peer))
         self._paused.pop(peer, None)
 
@@ -115,23 +112,19 @@ class BlockingFairQueue(Generic[T]):
             return None
 
     def of(self, peer: Peer) -> int:
-        """Return the number of items of a connection, even if it is paused."""
         with self._changed:
             return self._queue.of(peer)
 
     def pause(self, peer: Peer) -> None:
-        """Hold back the items of a connection until ``resume``."""
         with self._changed:
             self._queue.pause(peer)
 
     def resume(self, peer: Peer) -> None:
-        """Release the items of a paused connection."""
         with self._changed:
             self._queue.resume(peer)
             self._changed.notify_all()
 
     def drop(self, peer: Peer) -> None:
-        """Remove a connection and its items."""
         with self._changed:
             self._queue.drop(peer)
 

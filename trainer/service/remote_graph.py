@@ -57,8 +57,7 @@ class ServerChoice:
             return tuple(self._gone)
 
     def pick(self, until: float) -> HostClient | None:
-        """Return the first reachable server. If there is none, wait for one, at most until ``time.monotonic()`` is
-        ``until``.
+        """Return the first reachable server, after waiting for one at most until ``time.monotonic()`` is ``until``.
 
         Returns None if no server became reachable, or ``close`` was called.
         """
@@ -77,7 +76,6 @@ class ServerChoice:
             self._gone.setdefault(client, error)
 
     def mark_back(self, client: HostClient) -> None:
-        """Record that a server answers again."""
         with self._changed:
             if self._gone.pop(client, None):
                 self._changed.notify_all()
@@ -120,26 +118,26 @@ T_co = TypeVar("T_co", covariant=True)
 
 
 def client_name(role: str = "") -> ClientName:
-    """Return the random number and the name by which servers identify this process. ``role`` is a text such as
-    ``run-7/rank3``.
+    """Return the random number and the name by which servers identify this process.
+
+    ``role``: a text such as ``run-7/rank3``.
     """
     words = f"{role} on {socket.gethostname()} (pid {os.getpid()})".strip()
     return ClientName(secrets.randbits(64), words[:200])
 
 
 class _PendingReply(Protocol[T_co]):
-    """A reply that is being received. ``client.PendingReply`` implements this protocol."""
+    """A reply that is being received."""
 
     def result(self, timeout: float | None = None) -> T_co: ...
 
 
 class Gateway:
-    """Access to the whole graph through graph servers, for a process without parts. Servers can also make whole
-    batches. Thread-safe.
+    """Access to the whole graph through graph servers, for a process without parts. Thread-safe.
 
-    Requests go to the first server, the *home* server, or to the next ones while it is unreachable; each server gives
-    the same replies. All methods raise ``ServiceError`` with the servers' names if all servers are unreachable for
-    ``server_wait`` seconds, or a reachable server does not reply within ``deadline + server_wait`` seconds.
+    Requests go to the first server, the home server, or to the next ones while it is unreachable. All methods raise
+    ``ServiceError`` with the servers' names if all servers are unreachable for ``server_wait`` seconds, or a reachable
+    server does not reply within ``deadline + server_wait`` seconds.
     """
 
     def __init__(
@@ -149,8 +147,8 @@ class Gateway:
         """Make a gateway, which connects in ``open``.
 
         ``places``: the servers, the home server first. ``deadline``: seconds that a reply may take. ``server_wait``:
-        seconds for which all servers may be unreachable. ``wire_rows``: how servers round floating-point rows for
-        sending.
+        seconds for which all servers may be unreachable. ``wire_rows``: dtype to which servers round floating-point
+        rows for sending.
         """
         self.home = places[0]
         self.deadline, self.server_wait = deadline, server_wait
@@ -166,8 +164,9 @@ class Gateway:
         self.digest = ""  #: sha256 of manifest.json, hex
 
     def open(self, patience: float | None = None) -> Manifest:
-        """Fetch the manifest of the partition from a server. Waits ``patience`` seconds for a reachable server
-        (default: ``server_wait``).
+        """Fetch the manifest of the partition from a server.
+
+        Waits ``patience`` seconds (default: ``server_wait``) for a reachable server.
         """
         threading.Thread(
             target=_probe_servers, args=(weakref.ref(self), self._closed), name="server-probe", daemon=True
@@ -263,7 +262,7 @@ class Gateway:
     def probe_servers(self, learn: bool) -> None:
         """Send HELLO to all unreachable servers and, with ``learn``, to a reachable one.
 
-        Servers that answer are used again. Each reply lists all servers; those not known yet are added.
+        Servers that answer are used again. Servers that a reply lists are added.
         """
         reachable = self._choice.pick(0) if learn else None
         for client in (*self._choice.gone, *([reachable] if reachable else [])):
@@ -278,10 +277,9 @@ class Gateway:
     def _ask(
         self, submit: Callable[[HostClient], _PendingReply[T]], patience: float | None = None, known: bool = True
     ) -> T:  # fmt: skip
-        """Send a request to the first reachable server, and return the reply.
+        """Send a request to the first reachable server, or to the next one if it is lost, and return the reply.
 
-        If a server is lost, the request is sent to the next one. ``known``: whether ``manifest`` is known already, so
-        that each server is checked at its first use to have the same partition.
+        ``known``: check each server at its first use to have the partition of ``manifest``.
         """
         patience = self.server_wait if patience is None else patience
         until, lost = time.monotonic() + patience, False
@@ -308,7 +306,6 @@ class Gateway:
             self._verified.add(client)
 
     def _add_servers(self, info: HelloInfo) -> None:
-        """Add the servers that a reply to HELLO lists and that are not known yet."""
         if info.version <= self._version:
             return
         self._version = info.version
@@ -330,7 +327,6 @@ class Gateway:
         return list(answers)
 
     def _gather_long(self, request: RowRequest) -> Mapping[str, Array]:
-        """Split a request for many rows into several requests, and join the replies."""
         number = max(1, _BYTES_AT_ONCE // self._row_bytes(request))
         starts = range(0, max(len(request.ids), 1), number)
         pieces = [self._gather([replace(request, ids=request.ids[at : at + number])])[0] for at in starts]

@@ -57,10 +57,9 @@ class ServeJob:
 def serve(job: ServeJob) -> None:
     """Serve parts of a partition folder until SIGTERM or SIGINT.
 
-    Writes ``job.ready_file`` (``{"endpoint", "pid"}``, atomically) once the server answers requests. Does not wait for
-    other servers, but connects to each when it is first needed. Raises ``SettingsError``, ``PartitionError`` or
-    ``ServiceError`` if the server cannot start, and ``ServiceError`` if one of its threads ends by an error. Must be
-    called in the main thread, because it handles both signals.
+    Writes ``job.ready_file`` (``{"endpoint", "pid"}``, atomically) once the server answers requests. Raises
+    ``SettingsError``, ``PartitionError`` or ``ServiceError`` if the server cannot start, and ``ServiceError`` if one of
+    its threads ends by an error. Must be called in the main thread, because it handles both signals.
     """
     stopping = _catch_signals()
     keys = None if job.key_file is None else read_key_file(job.key_file)

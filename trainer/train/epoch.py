@@ -24,7 +24,7 @@ from trainer.train.tasks.task import AnyBatch, Metric, Task
 
 
 class Batches(Protocol):
-    """The interface of loaders for ``train_epoch`` and ``evaluate``. ``BatchLoader`` implements it."""
+    """The interface of loaders for ``train_epoch`` and ``evaluate``."""
 
     def __len__(self) -> int:
         """Return the number of steps in an epoch, the same on every rank."""
@@ -103,7 +103,7 @@ class EpochSums:
             self.losses = []
 
     def partial(self) -> PartialEpoch:
-        """Return the sums as a checkpoint stores them. ``reduce_losses`` must have been called after the last step."""
+        """Return the sums as a checkpoint stores them. Call ``reduce_losses`` before."""
         return PartialEpoch(self.sums.clone(), torch.tensor(self.sizes))
 
     @property
@@ -117,7 +117,7 @@ class EpochSums:
 
 @contextmanager
 def closed_after(batches: Iterator[AnyBatch]) -> Iterator[Iterator[AnyBatch]]:
-    """Close the iterator of an epoch's batches at the end, also after an exception, so that its threads stop."""
+    """Close the iterator of an epoch's batches at the end of the block, so that its threads stop."""
     try:
         yield batches
     finally:
@@ -132,11 +132,8 @@ def train_epoch(
     """Train one epoch. Collective: ranks without seeds take part in every step too.
 
     tally: sums over the steps of this epoch that are trained already; training continues with the next step.
-    after_step: called with the sums after every step except the last.
-
-    Each rank's loss is the sum over its own seeds, divided by the step's seeds over all ranks and multiplied by the
-    number of ranks. The mean of gradients over ranks is then the gradient of the mean loss of the global batch.
-    Raises ``TrainingError`` when the loss is not finite.
+    after_step: called with the sums after every step except the last. Raises ``TrainingError`` when the loss is not
+    finite.
     """
     model.train()
     tally, steps, to_device = tally or EpochSums(), len(batches), feed(group.device)
@@ -154,6 +151,7 @@ def train_epoch(
             if due or loss.device.type == "cpu":  # reading the loss synchronises a GPU
                 _check_own(float(loss.detach()), batch, epoch, steps, metrics, group)
             timer.enter(Phase.BACKWARD)
+            # The mean of gradients over ranks is then the gradient of the mean loss of the global batch.
             optimizers.step(loss * (group.size / batch.global_seeds))
             timer.step()
             tally.add(batch, loss)
@@ -232,7 +230,6 @@ class Score:
     seeds: int
 
     def value(self, metric: Metric) -> float:
-        """Return the value of a metric."""
         return self.metrics[metric.name]
 
 

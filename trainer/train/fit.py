@@ -117,10 +117,7 @@ class Fit:
                 self.best_rows = scatter_tables(rows.embedding, checkpoint.best.embedding)
 
     def log_prediction(self, filled: FilledCache) -> None:
-        """Log how many bytes this rank is expected to receive from other hosts, given the filled cache.
-
-        ``run`` prints this number beside the bytes received.
-        """
+        """Log how many bytes this rank is expected to receive from other hosts, given the filled cache."""
         self.metrics.write("predict", **filled.prediction.line())
         self._prediction = filled.prediction
         self._print(str(filled))
@@ -151,12 +148,11 @@ class Fit:
         self._log_epoch(report)
 
     def _after_step(self, tally: EpochSums) -> None:
-        """Save a checkpoint when it is due."""
         if self._schedule.due():
             self._save_step(tally)
 
     def _save_step(self, tally: EpochSums) -> None:
-        """Save a checkpoint within the epoch. A thread writes it while training continues. Collective."""
+        """Save a checkpoint within the epoch, while training continues. Collective."""
         began = time.monotonic()
         tally.reduce_losses(self.group)
         checkpoint = self._checkpoint(tally)
@@ -177,7 +173,6 @@ class Fit:
             self._save()
 
     def _wrapped(self) -> nn.Module:
-        """Return the model to train, wrapped so that gradients are averaged over ranks."""
         model, average = averaged(self.model, self.group)
         self.optimizers = replace(self.optimizers, average=average)
         return model
@@ -186,7 +181,7 @@ class Fit:
         return self.progress.done == self.settings.epochs or (every > 0 and self.progress.done % every == 0)
 
     def _score_val(self) -> Score | None:
-        """Score the val split, and keep the weights if they are the best so far. Returns None if this is not due."""
+        """If due, score the val split, and keep the weights if they are the best so far."""
         if "val" not in self.loaders or not self._due(self.settings.eval_every):
             return None
         score, best = self._score("val", self.progress.done), self.progress.best
@@ -223,9 +218,8 @@ class Fit:
         self._print(epoch_text(report, self.settings.epochs, metric, val.value(metric) if val else None))
 
     def _print_starvation(self, report: EpochReport) -> None:
-        """Print advice, once, if training waits for sampler threads. Epoch 1 does not count, as it also compiles
-        kernels and reads files.
-        """
+        """Print advice, once, if training waits for sampler threads."""
+        # Epoch 1 also compiles kernels and reads files.
         if len(self.progress.seconds) < 2 or self._starvation_printed:
             return
         times = RankTimes.of(self.group.ranks.rank, [report.line])
@@ -243,7 +237,7 @@ class Fit:
 
     @property
     def _path(self) -> Path:
-        """Return the path of the checkpoint after the last trained epoch, in ``folder``."""
+        """Return the path of the checkpoint after the last trained epoch."""
         return self.folder / file_name((self.progress.done, 0))
 
     def _save(self) -> None:
@@ -256,10 +250,9 @@ class Fit:
         self._schedule.saved()
 
     def _checkpoint(self, tally: EpochSums | None = None) -> Checkpoint | None:
-        """Return the state after the last step, on the ranks that write checkpoints, or None on other ranks.
-        Collective.
+        """Return the state after the last step, on the ranks that write checkpoints, else None. Collective.
 
-        Embedding rows are gathered on each writing rank. ``tally``: sums over the trained steps of an unfinished epoch.
+        ``tally``: sums over the trained steps of an unfinished epoch.
         """
         best, state = self.progress.best, None
         if rows := self.optimizers.rows:
@@ -310,16 +303,12 @@ class Fit:
         return result
 
     def _print(self, line: str) -> None:
-        """Print a line on rank 0."""
         if self.group.rank == 0:
             print(line, flush=True)
 
 
 def epoch_text(report: EpochReport, epochs: int, metric: Metric, val: float | None) -> str:
-    """Return the line that is printed for an epoch: loss, metric on val, seconds, seeds per second.
-
-    The name of the metric is omitted if it is the accuracy.
-    """
+    """Return the line that is printed for an epoch: loss, metric on val, seconds, seeds per second."""
     rate, digits = report.seeds_per_s, 1 if report.seconds < 1e4 else 0
     speed = f"{rate:,.0f}" if rate < 1e7 else f"{rate / 1e6:,.0f}M"
     words = [f"epoch {report.epoch}/{epochs}", f"loss {number_text(report.loss)}"]

@@ -55,8 +55,6 @@ class InferResult:
 def infer(job: InferJob, ranks: Ranks | None = None) -> InferResult:
     """Compute the model's output for all nodes, and write it to folder ``out``.
 
-    For the files, see ``write_node_predictions`` and ``write_link_predictions``.
-
     Every rank returns the same result, which rank 0 also writes to ``out/infer.json``. Raises ``TrainerError`` on every
     rank for errors that a user can fix.
     """
@@ -80,7 +78,6 @@ def infer(job: InferJob, ranks: Ranks | None = None) -> InferResult:
 def _infer(
     job: InferJob, graph: Graph, saved: Checkpoint, scratch: Path, parquet: bool, group: RankGroup
 ) -> InferResult:  # fmt: skip
-    """Compute and write the output of all nodes. Collective."""
     model, _ = trained_model(saved, graph.manifest, group.device)
     target, epoch = type_of(saved.graph["target"]), saved.best.epoch if saved.best else saved.epoch
     task, edge_attr = of_record(saved.task), saved.settings.get("edge_attr")

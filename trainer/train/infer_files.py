@@ -38,8 +38,6 @@ class OutputArray:
 
 @dataclass(frozen=True)
 class Column:
-    """A column of a table of predictions."""
-
     name: str
     type: str  #: BIGINT, DOUBLE or VARCHAR
     digits: int = 9  #: significant digits of DOUBLE in the CSV file; 9 tell all float32 apart
@@ -48,8 +46,8 @@ class Column:
 def write_array(out: Path, graph: Graph, of: NodeType, rows: LayerRows, array: OutputArray, group: RankGroup) -> None:
     """Write this rank's rows to ``out/part<p>/<array>.npy``. Collective.
 
-    The rank that has the first nodes of a part creates its files, also ``orig_id.npy`` and ``id.npy`` with the ids of
-    the part's nodes. Raises ``SettingsError`` if ranks with nodes of the same part do not see the same folder ``out``.
+    Also writes ``orig_id.npy`` and ``id.npy`` with the ids of the part's nodes. Raises ``SettingsError`` if ranks with
+    nodes of the same part do not see the same folder ``out``.
     """
     offsets = graph.manifest.nodes[of].offsets
     own = rows.shares.own(group.rank)
@@ -97,7 +95,7 @@ def _shared_file(out: Path, piece: NodeRange, array: OutputArray) -> np.memmap[A
 
 
 def own_parts(out: Path, graph: Graph, of: NodeType, rows: LayerRows, group: RankGroup) -> Iterator[Path]:
-    """Yield the folders of the parts whose first node this rank has: each part is yielded on one rank only."""
+    """Yield the folders of the parts whose first node this rank has. Each part is yielded on one rank only."""
     offsets = graph.manifest.nodes[of].offsets
     for piece in rows.shares.own(group.rank):
         if piece.first == offsets[piece.part_id]:
@@ -119,8 +117,7 @@ def write_table(
 ) -> None:  # fmt: skip
     """Write a table as ``<stem>.csv`` and, with ``parquet``, as ``<stem>.parquet``.
 
-    blocks: the rows in pieces; each piece is a list of values per column. The Parquet file is converted from the CSV
-    file, so both have the same values.
+    blocks: the rows in pieces; each piece is a list of values per column.
     """
     path = stem.with_suffix(".csv")
     with path.open("w", newline="", encoding="utf-8") as file:
@@ -159,7 +156,7 @@ def _convert(path: Path, target: Path, columns: Sequence[Column]) -> None:
 
 
 def writes_parquet(wanted: bool | None) -> bool:
-    """Return ``wanted``, the user's choice, or if it is None whether DuckDB, which writes Parquet files, is installed.
+    """Return ``wanted``, the user's choice, or if it is None whether DuckDB is installed, which writes Parquet files.
 
     Raises ``SettingsError`` if ``wanted`` is True and DuckDB is not installed.
     """

@@ -38,9 +38,8 @@ def write_node_predictions(
 ) -> str:  # fmt: skip
     """Write the model's output for all nodes, and the predictions as ``part<p>/predictions.csv``. Collective.
 
-    The output is in ``part<p>/logits.npy``, float32 [nodes of the part, classes or labels]; for regression in
-    ``part<p>/values.npy``, float64 [nodes of the part, columns], in units of ``y``. ``orig_id.npy`` contains the
-    original ids, ``id.npy`` the ids of the node table or, without one, the same. Returns a sentence for the user on
+    The output is ``part<p>/logits.npy``, float32 [nodes of the part, classes or labels]; for regression
+    ``part<p>/values.npy``, float64 [nodes of the part, columns], in units of ``y``. Returns a sentence for the user on
     what was written.
     """
     array = OutputArray("logits", task.outputs, "float32")

@@ -1,4 +1,4 @@
-"""Scores of pairs of source and target that the user lists by id in a CSV file. Rank 0 reads and writes the files."""
+"""Scores of pairs of source and target that the user lists by id in a CSV file."""
 
 from __future__ import annotations
 
@@ -67,8 +67,7 @@ def _columns(path: Path) -> list[list[str]]:
 
 
 def _nodes(graph: Graph, of: NodeType, texts: Sequence[str], where: str) -> Ids:
-    """Return the global ids of nodes given as texts: by their ids in the node table if there is one, else by their
-    original ids.
+    """Return the global ids of nodes given by the text of their ids in the node table, or else original ids.
 
     ``where``: file and column, for messages.
     """

@@ -150,7 +150,7 @@ def _rest(record: RunTimes) -> Iterator[tuple[float, str]]:
 
 
 def _model(record: RunTimes, names: _SettingNames) -> Iterator[tuple[float, str]]:
-    """Yield advice if the model takes at least half of a step on the slowest rank and batches are loaded fast enough.
+    """Yield advice if the model takes at least half of a step on the slowest rank and loading is fast enough.
 
     The slowest rank has the longest steps, not counting waits for other ranks.
     """
@@ -264,7 +264,7 @@ def _steps(record: RunTimes) -> Any:
 def _behind(record: RunTimes) -> Any:
     """Return a table of means per batch, with one row per rank.
 
-    The columns are the milliseconds of a sampler thread by kind of work, rows by where they come from, and MB received.
+    The columns are the milliseconds of a sampler thread by kind of work, rows by source, and MB received.
     """
     heads = ("rank", *LOADING, "rows", "remote", "cached", "held", "MB", "MB predicted")
     table = _table("per batch: milliseconds of a sampler thread, rows, MB received", heads)

@@ -38,8 +38,9 @@ class RankTimes:
     def of(
         cls, rank: int, lines: Sequence[MetricsLine], predict: MetricsLine | None = None, node: int | None = None
     ) -> RankTimes:  # fmt: skip
-        """Compute the means over ``lines``, weighted by steps. Each line must have ``spent``, ``behind`` and
-        ``traffic``.
+        """Compute the means over ``lines``, weighted by steps.
+
+        Each line must have ``spent``, ``behind`` and ``traffic``.
         """
         counts = [float(line["traffic"]["batches"]) for line in lines]
         steps = sum(counts)
@@ -66,7 +67,6 @@ class RankTimes:
 
     @property
     def step_s(self) -> float:
-        """Mean seconds per step."""
         return sum(self.spent.values())
 
     @property
@@ -89,10 +89,7 @@ class RankTimes:
         return sum(self.spent[kind] for kind in kinds) / self.step_s if self.step_s else 0.0
 
     def part(self, rows: str, of: str) -> float | None:
-        """Return the ratio ``rows`` / ``of`` of two names in ``TRAFFIC``, such as ``cached_rows`` / ``remote_rows``.
-
-        None if ``of`` is 0.
-        """
+        """Return the ratio of two names in ``TRAFFIC``, such as ``cached_rows`` / ``remote_rows``; None for x / 0."""
         return self.traffic[rows] / self.traffic[of] if self.traffic[of] else None
 
     def per_epoch(self, name: str) -> float:
@@ -128,12 +125,11 @@ class RunTimes:
 
     @property
     def whole(self) -> bool:
-        """Whether the means cover complete epochs. If not, they cover steps of the unfinished first epoch."""
+        """Whether the means cover complete epochs, not steps of the unfinished first epoch."""
         return all(rank.epochs for rank in self.ranks)
 
     @property
     def mean(self) -> RankTimes:
-        """Mean times and traffic over all ranks."""
         ranks, count = self.ranks, len(self.ranks)
         spent, behind, traffic = (
             {key: sum(getattr(rank, name)[key] for rank in ranks) / count for key in getattr(ranks[0], name)}
@@ -142,7 +138,7 @@ class RunTimes:
         return RankTimes(-1, max(rank.steps for rank in ranks), spent, behind, traffic)
 
     def traffic(self, name: str) -> float:
-        """Return the mean bytes or rows per epoch of all ranks. ``name``: one of ``TRAFFIC``, as in ``per_epoch``."""
+        """Return the mean bytes or rows per epoch of all ranks. ``name``: one of ``TRAFFIC``."""
         return sum(rank.per_epoch(name) for rank in self.ranks)
 
     def predicted(self, name: str) -> float | None:
@@ -160,7 +156,7 @@ class RunTimes:
 
     @property
     def why_less(self) -> str:
-        """Explanation if far fewer bytes were received than predicted. '' if there is none, or if that is not so."""
+        """Explanation if far fewer bytes were received than predicted, else ''."""
         expected = self.predicted("remote_bytes")
         if not self.whole or not expected or self.traffic("remote_bytes") > _ROUGHLY * expected:
             return ""
@@ -200,7 +196,6 @@ class RankLines:
     predict: MetricsLine | None = None
 
     def add(self, line: MetricsLine) -> None:
-        """Add the next line of the rank's metrics file."""
         if line.get("kind") == "predict" and _is_number(line.get("remote_bytes")):
             self.predict = line
         elif line.get("kind") == "epoch" and isinstance(line.get("epoch"), int):
@@ -271,7 +266,6 @@ def record_of(ranks: Mapping[int, RankLines], epochs: Container[int] | None = No
 
 
 def _files(folder: Path) -> list[Path]:
-    """Return the metrics files of a run. Raises ``SettingsError`` if there are none."""
     for pattern in ("metrics-rank*.jsonl", "logs/node*/metrics-rank*.jsonl", "metrics.jsonl"):
         if files := sorted(folder.glob(pattern)):
             return files

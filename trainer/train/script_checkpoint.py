@@ -26,11 +26,9 @@ VERSION = 1
 class Stateful(Protocol):
     """An object whose state is saved, such as an optimizer or a learning rate scheduler."""
 
-    def state_dict(self) -> Any:
-        """Return the state, of tensors and plain values."""
+    def state_dict(self) -> Any: ...
 
-    def load_state_dict(self, state: Any) -> Any:
-        """Restore a state that ``state_dict`` returned."""
+    def load_state_dict(self, state: Any) -> Any: ...
 
 
 @dataclass(frozen=True)
@@ -53,13 +51,12 @@ class StartPosition:
 
 @dataclass(frozen=True)
 class _Rows:
-    """Sharded embedding rows, and the optimizer that updates them if the script saves it too."""
+    """Sharded embedding rows, and their optimizer if the script saves it too."""
 
     embedding: ShardedEmbedding
     optimizer: Optimizer | None
 
     def gather(self, to: int) -> dict[str, Any] | None:
-        """Return the rows and their optimizer's state on rank ``to``, None elsewhere. Collective."""
         state = embedding_state(self.embedding, self.optimizer, to)
         return state if state is None else state | {"optimizer_groups": self._groups()}
 
@@ -77,7 +74,7 @@ class _Rows:
         return {of: [count, self.embedding.dim] for of, count in self.embedding.num_nodes.items()}
 
     def _groups(self) -> list[dict[str, Any]]:
-        """Return the options of the optimizer by parameter group, such as the learning rate, without the parameters."""
+        """Return the options of the optimizer by parameter group, such as the learning rate."""
         groups = self.optimizer.param_groups if self.optimizer is not None else []
         return [{name: value for name, value in group.items() if name != "params"} for group in groups]
 
@@ -85,9 +82,8 @@ class _Rows:
 class ScriptCheckpoints:
     """Saves and restores the objects of a user's training script, such as model and optimizer.
 
-    Rank 0 saves. If the launcher's option to restart the run after failures is set, the first rank of each node saves.
-    If the objects include a ``ShardedEmbedding``, at most the first ranks of two nodes save: all ranks then take part
-    at the same step, as the rows are gathered on each rank that saves.
+    Rank 0 saves, and if the run restarts after failures, the first rank of each node. With a ``ShardedEmbedding``, at
+    most two ranks save, and all ranks take part.
 
     Args:
         objects: Objects to save, by name. Of a ``DistributedDataParallel``, the wrapped model is saved. The optimizer
@@ -204,16 +200,14 @@ class ScriptCheckpoints:
 
 
 def _without_ddp(one: Stateful) -> Stateful:
-    """Return the model that a ``DistributedDataParallel`` wraps, and any other object unchanged.
-
-    The class is recognised by its name, because importing it would take seconds.
-    """
+    """Return the model that a ``DistributedDataParallel`` wraps, and any other object unchanged."""
     wraps = type(one).__name__ == "DistributedDataParallel" and isinstance(getattr(one, "module", None), nn.Module)
+    # Recognised by name, because importing the class takes seconds.
     return one.module if wraps else one  # type: ignore[attr-defined, no-any-return]
 
 
 def _rows_of(objects: Mapping[str, Any]) -> tuple[dict[str, _Rows], dict[str, Stateful]]:
-    """Split ``objects`` into sharded embeddings, each with its optimizer if that is included, and all other objects.
+    """Split ``objects`` into sharded embeddings, each with its optimizer if included, and all other objects.
 
     Raises ``SettingsError`` if such an optimizer also updates other parameters.
     """

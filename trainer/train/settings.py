@@ -25,8 +25,9 @@ _LIMITS: dict[str, tuple[str, Callable[[float, float], bool]]] = {
 
 
 def setting(help: str, default: Any, **limits: float) -> Any:
-    """Return a field of the settings dataclass. ``help``: text for ``--help``. ``limits`` of the value: ``at_least``,
-    ``above`` and ``below``.
+    """Return a field of the settings dataclass.
+
+    ``help``: text for ``--help``. ``limits`` of the value: ``at_least``, ``above`` and ``below``.
     """
     return field(default=default, metadata={"help": help, "limits": limits})
 

@@ -39,7 +39,7 @@ class BatchWait(NamedTuple):  # made in each step: a NamedTuple takes a quarter 
     def parts(self) -> tuple[float, float, float]:
         """Seconds of the wait for sampling, remote hosts and gathering, in proportion to the sampler threads' work.
 
-        If that work is unknown, all seconds count as sampling.
+        If their work is unknown, all seconds count as sampling.
         """
         work = _work(self.cost) if self.cost is not None else (0.0, 0.0, 0.0)
         whole = sum(work)
@@ -60,10 +60,7 @@ class StepTimes:
 
     @classmethod
     def of(cls, steps: int, phases: Sequence[float], waits: Sequence[BatchWait]) -> StepTimes:
-        """Make ``StepTimes`` from ``phases`` (seconds by ``Phase``) and ``waits`` (one per batch).
-
-        The waits divide ``Phase.LOAD`` into sample, remote and gather.
-        """
+        """Make ``StepTimes`` from ``phases`` (seconds by ``Phase``) and ``waits`` (one per batch)."""
         parts = [sum(part) for part in zip(*(load.parts for load in waits), strict=True)] or [1.0, 0.0, 0.0]
         whole = sum(parts)
         split = [phases[Phase.LOAD] * part / whole for part in parts] if whole > 0 else [phases[Phase.LOAD], 0.0, 0.0]
@@ -98,11 +95,9 @@ class StepTimes:
         return line
 
     def _spent(self, step_s: float) -> dict[str, float]:
-        """Return the seconds per step by kind of work (``KINDS``), which add up to ``step_s``.
-
-        All are rounded down to microseconds, and ``other`` gets the remainder.
-        """
+        """Return the seconds per step by kind of work (``KINDS``), which add up to ``step_s``."""
         spent = {kind: int(value / self.steps * 1e6) / 1e6 for kind, value in zip(KINDS, self.seconds, strict=True)}
+        # All are rounded down to microseconds, and ``other`` gets the remainder.
         return spent | {"other": max(0.0, round(step_s - sum(spent.values()) + spent["other"], 6))}
 
 
@@ -118,7 +113,7 @@ def traffic(cost: Cost, batches: int) -> dict[str, int]:
 
 
 def by_host(cost: Cost) -> dict[str, dict[str, dict[str, int]]]:
-    """Return the field ``by_host`` of an epoch line: bytes and rows by the node that owns them, or {} with one node."""
+    """Return the field ``by_host`` of an epoch line: bytes and rows by owning node, or {} with one node."""
     hosts = {str(host): one._asdict() for host, one in sorted(cost.by_host.items())}
     return {"by_host": hosts} if hosts else {}
 
@@ -128,7 +123,7 @@ def _work(cost: Cost) -> tuple[float, float, float]:
 
 
 class HostClock:
-    """Measures seconds by phase with this process's clock. Entering a phase takes well under a microsecond."""
+    """Measures seconds by phase with this process's clock."""
 
     def __init__(self) -> None:
         self._seconds, self._phase = [0.0] * len(Phase), Phase.OTHER
@@ -169,11 +164,9 @@ class HostClock:
 
 
 class DeviceClock(HostClock):
-    """As ``HostClock``, for a training loop on a GPU, which runs asynchronously.
+    """``HostClock`` for a training loop on a GPU, which runs asynchronously.
 
-    The host's seconds are divided among the phases in proportion to the time between CUDA events. The clock never waits
-    for an event: ``pop_seconds`` uses the events that the GPU has reached, and a later call uses the rest. If the GPU
-    has reached none, the result is that of ``HostClock``.
+    Divides the host's seconds among the phases in proportion to the time between CUDA events. Never waits for an event.
     """
 
     def __init__(self) -> None:
@@ -245,10 +238,8 @@ T = TypeVar("T", bound=HasCost)
 class StepTimer:
     """Context manager that times the phases of a training loop's steps, and removes its hooks at the end.
 
-    The loop calls ``enter`` at the start of each phase. Hooks on the model and the optimizer detect the last gradient
-    and the end of the backward pass, which includes the reduction of gradients. The phase REDUCE is therefore the time
-    that a rank waits for others after its own last gradient; a reduction that overlaps the computation of gradients is
-    not counted. On a GPU, phases are measured with CUDA events. The overhead per step is a few microseconds.
+    The loop calls ``enter`` at the start of each phase. Phase REDUCE is the time that a rank waits for others after its
+    own last gradient. On a GPU, phases are measured with CUDA events.
     """
 
     def __init__(

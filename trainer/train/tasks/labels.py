@@ -49,7 +49,6 @@ def own_labels(graph: Graph, target: NodeType, split: str, group: RankGroup) -> 
 
 
 def is_01(labels: SeedLabels) -> bool:
-    """Return whether all labels are 0, 1 or missing."""
     y = labels_01(labels.y)
     return bool(((y == 0) | (y == 1) | y.isnan()).all())
 
@@ -89,7 +88,7 @@ def of_type(manifest: Manifest, target: NodeType) -> str:
 
 
 def column_moments(y: Tensor, group: RankGroup) -> tuple[tuple[float, ...], tuple[float, ...]]:
-    """Return mean and population standard deviation of each column over all ranks; NaN is left out. Collective.
+    """Return mean and population standard deviation of each column over all ranks, without NaN. Collective.
 
     y: float64 [own rows, D]. The standard deviation of a constant column is 1.
     """

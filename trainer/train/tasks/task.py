@@ -50,10 +50,10 @@ class Metric:
 
 
 class Task(Protocol):
-    """Loss and metrics of a model's output.
+    """Loss and metrics of a model's output. Seeds are nodes or, in link prediction, links.
 
     ``loss_sum`` and ``metric_sums`` are sums over the seeds of this rank's batch, which can be added over batches and
-    ranks. Seeds are nodes or, in link prediction, links.
+    ranks.
     """
 
     @property
@@ -65,8 +65,7 @@ class Task(Protocol):
         """Width of the model's output: numbers per seed node; in link prediction, of an embedding."""
 
     @property
-    def num_sums(self) -> int:
-        """Length of the result of ``metric_sums``."""
+    def num_sums(self) -> int: ...
 
     def loss_sum(self, out: Tensor, batch: Labelled) -> Tensor:
         """Return the differentiable loss, summed over the seeds; 0 for a batch without seeds."""
@@ -75,9 +74,7 @@ class Task(Protocol):
         """Return sums from which ``metrics`` computes the metrics, float64 [num_sums]."""
 
     def metrics(self, sums: Sequence[float]) -> dict[str, float]:
-        """Return the metrics by name; ``metric``, by which the best epoch is chosen, comes first."""
+        """Return the metrics by name. ``metric``, which chooses the best epoch, comes first."""
 
     def record(self) -> Mapping[str, Any]:
-        """Return what checkpoints store as ``task``: ``kind`` and further values from which ``of_record`` makes the
-        task.
-        """
+        """Return ``kind`` and further values from which ``of_record`` makes the task of a checkpoint."""

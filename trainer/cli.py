@@ -86,7 +86,6 @@ def _without_gc() -> Iterator[None]:
 
 
 def _no_parts_if_set_empty() -> tuple[int, ...] | None:
-    """Return the default of ``--part-ids``: None (all parts), or () if GNNFLEET_PART_IDS is set to an empty string."""
     # click treats an empty variable as not set.
     return () if "GNNFLEET_PART_IDS" in os.environ else None
 

@@ -217,7 +217,6 @@ def others_may_write(found: os.stat_result) -> bool:
 
 
 def _remove_unused(folder: Path) -> None:
-    """Delete kernels in ``folder`` that were not used for ``_UNUSED_DAYS`` days, at most once a day."""
     stamp = folder / "looked"
     if stamp.exists() and time.time() - stamp.stat().st_mtime < 86400:
         return

@@ -53,7 +53,6 @@ def _from_kernel() -> int | None:
 
 
 def _from_groups() -> Iterator[int]:
-    """Yield the memory left in each control group of this process that has a limit."""
     with suppress(OSError):
         for line in _OWN_GROUPS.read_text().splitlines():
             _, controllers, path = line.split(":", 2)

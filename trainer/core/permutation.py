@@ -45,7 +45,6 @@ class KeyedPermutation:
         return self.n
 
     def __getitem__(self, at: slice) -> Ids:
-        """Return the numbers at the positions of a slice, int64."""
         found = np.arange(*at.indices(self.n))
         bits = max(2, (self.n - 1).bit_length())  # fewer than 2n numbers, so that few are permuted again
         _permute(found, np.int64(self.n), np.uint64(bits // 2), np.uint64(bits - bits // 2), np.uint64(self.key))

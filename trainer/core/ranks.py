@@ -296,7 +296,6 @@ def join_ranks(ranks: Ranks, device: torch.device, backend: str, timeout: float)
 
 
 def _says_peer_gone(error: RuntimeError) -> bool:
-    """Return whether torch.distributed raised ``error`` because another process is gone or does not answer."""
     return _PEER_GONE.search(str(error)) is not None
 
 

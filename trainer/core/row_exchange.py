@@ -93,7 +93,6 @@ def exchange_rows(ids: Tensor, owners: Tensor, answer: Callable[[Tensor], Tensor
 
 
 def _all_to_all(rows: Tensor, counts: tuple[int, ...], into: tuple[int, ...], group: Any) -> Tensor:
-    """Send ``counts[r]`` consecutive rows to each rank r, and return the received rows: ``into[r]`` from rank r."""
     if len(counts) == 1:
         return rows
     device = wire_device(group)

@@ -81,7 +81,6 @@ def sorted_rows(
 
 
 def _range_bounds(indptr: Ids, columns: Sequence[Column], memory: int) -> list[int]:
-    """Return the first row of each range, then the number of rows. Sorting a range takes about ``memory`` bytes."""
     total = int(indptr[-1])
     if total * sum(column.row_bytes for column in columns) <= memory:
         return [0, len(indptr) - 1]
@@ -158,7 +157,6 @@ def _append(files: Sequence[BinaryIO], values: Array, order: Array, ends: Ids) -
 
 @njit()
 def _slots(rows: Array, first: int, cursor: Ids) -> Ids:
-    """Return the next free slot of each record's row. ``cursor`` [rows]: next slots; updated."""
     slots = np.empty(len(rows), np.int64)
     for record in range(len(rows)):
         row = rows[record] - first
@@ -169,7 +167,6 @@ def _slots(rows: Array, first: int, cursor: Ids) -> Ids:
 
 @njit()
 def _order_by_range(rows: Array, bounds: Ids) -> tuple[Array, Ids]:
-    """Return the indices that sort records by range (stable), and the end of each range in the sorted records."""
     ends = np.zeros(len(bounds) - 1, np.int64)
     numbers = np.empty(len(rows), np.int32)
     for record in range(len(rows)):

@@ -29,7 +29,6 @@ _HUGE = 1 << 22  #: bytes; larger blocks use huge pages, as in numpy
 
 
 def _map_pages(size: int) -> Array:
-    """Map anonymous memory outside malloc's heap, and return it as uint8 [size]."""
     if not hasattr(mmap, "MAP_ANONYMOUS"):
         return np.empty(size, np.uint8)
     pages = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)

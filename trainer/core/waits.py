@@ -73,7 +73,6 @@ def _in_text(error: BaseException, text: str) -> Wait | None:
 
 
 def _seconds(text: str) -> float:
-    """Return the duration stated in an error message of torch, in seconds, or 0."""
     if found := _MILLISECONDS.search(text):
         return int(found[1]) / 1000
     found = _SECONDS.search(text)
@@ -81,7 +80,6 @@ def _seconds(text: str) -> float:
 
 
 def _chain(error: BaseException | None) -> Iterator[BaseException]:
-    """Yield an exception, its cause or context, the cause of that, and so on."""
     seen: set[int] = set()
     while error is not None and id(error) not in seen:
         seen.add(id(error))

@@ -120,7 +120,6 @@ def _time(array: RawArray, required: bool, notes: list[str]) -> RawArray:
 
 
 def _num_classes_type(graph: RawGraph, options: SourceOptions) -> NodeType | None:
-    """Return the node type that option num_classes applies to."""
     if options.num_classes is None or not graph.hetero:
         return HOMO_NODE
     labelled = [of for of in graph.node_types if "y" in graph.nodes.get(of, {})]

@@ -79,7 +79,6 @@ def _adjacency_on_disk(
 
 
 def _both_ways(lists: Sequence[EdgeList], dtype: np.dtype[Any]) -> Iterator[Records]:
-    """Yield both directions of every edge, without self loops, in chunks: row numbers and their neighbours."""
     for edges, source, target in lists:
         for start in range(0, edges.shape[1], _EDGES_AT_ONCE):
             progress("sort edges", start, edges.shape[1])

@@ -141,6 +141,5 @@ def _kept(data: EdgeData, keep: _Flags) -> EdgeData:
 
 
 def _distinct(edge_index: Array, chosen: _Flags) -> Array:
-    """Return the edges where ``chosen`` is true, without duplicates, sorted by source then target: int64 [2, n]."""
     links: Array = np.unique(edge_index[:, chosen].astype(np.int64), axis=1)
     return links

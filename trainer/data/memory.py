@@ -110,7 +110,6 @@ def _of(store: Any) -> str:
 
 
 def _by_row(key: str, value: Any, store: Any, edges: bool) -> bool:
-    """Return whether PyG treats this attribute as having one row per node (with ``edges``: one row per edge)."""
     if key == "edge_index" or not _is_dense(value) or value.dim() == 0:
         return False
     along = store._parent().__cat_dim__(key, value, store)
@@ -173,7 +172,6 @@ def _num_classes(attrs: Mapping[str, Array], bfloat16: frozenset[str]) -> int:
 
 
 def _graph_attrs(store: Any, hetero: bool) -> dict[str, Array]:
-    """Return the dense tensors that belong neither to nodes nor to edges, except those of dtype bfloat16."""
     own = {
         key: value
         for key, value in store.items()

@@ -98,7 +98,6 @@ def sort_arrays(raw: RawGraph, options: SourceOptions) -> RawGraph:
 
 
 def _move_links_to_plain(raw: RawGraph) -> RawGraph:
-    """Move the links to predict from edge types to ``plain``, prefixed with the name of the edge type."""
     edges, plain = {}, dict(raw.plain)
     for of, arrays in raw.edges.items():
         links = link_arrays(arrays)

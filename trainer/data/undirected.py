@@ -123,7 +123,6 @@ def _merged_on_disk(data: EdgeData, num_nodes: int, scratch: Scratch) -> EdgeDat
 
 
 def _both_directions(edge_index: Array, columns: list[Column]) -> Iterator[Records]:
-    """Yield (sources, targets, positions) in chunks: all E edges, then all reversed edges at positions E to 2E - 1."""
     count = edge_index.shape[1]
     for first, (sources, targets) in ((0, edge_index), (count, edge_index[::-1])):
         for start in range(0, count, _EDGES_AT_ONCE):
@@ -133,7 +132,6 @@ def _both_directions(edge_index: Array, columns: list[Column]) -> Iterator[Recor
 
 
 def _without_repeats(group: SortedRows) -> tuple[Ids, Array, Array]:
-    """Return the sources, targets and positions of ``group``, sorted by source, then target, without repeated edges."""
     source = np.repeat(np.arange(group.first, group.first + len(group.limits) - 1), np.diff(group.limits))
     target, position = (column() for column in group.columns)
     order = np.lexsort((target, source))  # stable

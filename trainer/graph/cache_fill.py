@@ -202,7 +202,6 @@ def _use(access: object, path: Path | None) -> None:
 
 @contextmanager
 def _temporary_folders() -> Iterator[list[Path]]:
-    """Yield an empty list, and at the end delete the folders that were appended to the list."""
     scratch: list[Path] = []
     try:
         yield scratch

@@ -200,7 +200,6 @@ def most_requested(
 
 
 def _first_others(ranges: Sequence[tuple[int, int]], known: Ids, count: int) -> Ids:
-    """Return the first ``count`` ids in ``ranges`` that are not in ``known``, which is ascending."""
     found = [np.empty(0, np.int64)]
     for begin, end in ranges:
         first, last = np.searchsorted(known, [begin, end])
@@ -288,7 +287,6 @@ class _Replay:
 
 
 def _blank_answer(piece: GatherPiece, at: npt.NDArray[np.int32]) -> HostRows:
-    """Return what another host would send for the rows at positions ``at`` of ``piece``, with zeros as values."""
     rows = {name: blank_rows(len(at), values.dtype, values.shape[1:]) for name, values in piece.out.items()}
     return HostRows(piece.ids[at], rows)
 
@@ -298,7 +296,6 @@ def _third(steps: Sequence[PresampledStep]) -> int:
 
 
 def _wire_bytes(store: PartStore, of: AnyType, name: str, wire_rows: WireRows) -> int:
-    """Return the number of bytes in which another host sends one row of a column."""
     spec = store.manifest.attrs_of(of).get(name)
     if spec is None:
         return _stored_bytes(store, of, name)

@@ -74,7 +74,6 @@ def _count(edge_attrs: list[Any], edge_index: dict[EdgeType, Array]) -> int:
 
 
 def _times(feature_store: Any, time_attr: str, hetero: bool) -> dict[AnyType, Array]:
-    """Return the times of all nodes or edges of every type that has the attribute ``time_attr``."""
     attrs = [copy.copy(attr) for attr in feature_store.get_all_tensor_attrs() if attr.attr_name == time_attr]
     for attr in attrs:
         attr.index = None
@@ -129,7 +128,6 @@ def _is_stores(data: Any) -> bool:
 
 
 def _check_whole(stores: Any) -> None:
-    """Raise ``SettingsError`` for stores of torch_geometric.distributed, which contain one partition of a graph."""
     for store in stores:
         if any(base.__module__.startswith("torch_geometric.distributed.") for base in type(store).__mro__):
             raise SettingsError(

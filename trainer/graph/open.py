@@ -387,7 +387,6 @@ def _say_hello(clients: Sequence[HostClient], patience: float) -> tuple[list[tup
 
 
 def _connect_error(endpoints: Sequence[str], problems: Sequence[str]) -> str:
-    """Return one line of error text per endpoint, or a single line if all endpoints failed alike."""
     kinds = {
         re.sub(r"within [\d.]+ s", "", problem.replace(endpoint, ""))
         for endpoint, problem in zip(endpoints, problems, strict=True)

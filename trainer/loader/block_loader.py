@@ -184,7 +184,6 @@ class BlockLoader(ABC):
         return {of: KeptRows(torch.from_numpy(slots), self._kept[of].rows) for of, slots in sampled.kept.items()}
 
     def _edge_rows(self, sampled: SampledBatch) -> dict[EdgeType, Tensor]:
-        """Return the edge features of the subgraph by edge type, float32 [e, d]."""
         name = self.settings.edge_attr
         specs = {} if name is None else edge_attrs(self.graph.manifest, name)
         return {

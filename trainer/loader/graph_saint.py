@@ -110,7 +110,6 @@ def _estimate(loader: GraphSAINTSampler, ends: EdgeEndpoints, coverage: int, gro
 
 
 def _norm_of(nodes: Tensor, edges: Tensor, ends: EdgeEndpoints, num_subgraphs: int) -> SaintNorm:
-    """Compute the coefficients. ``nodes`` and ``edges``: how many subgraphs contain each node and each edge."""
     node, ratio = nodes.float(), edges.float()
     for first, src, _ in edges_in_order(ends):
         some = ratio[first : first + len(src)]
@@ -132,7 +131,6 @@ def _saved(
 
 
 def _digest(loader: GraphSAINTSampler, ends: EdgeEndpoints, coverage: int) -> str:
-    """Return a digest of everything that determines the coefficients: graph, settings and coverage."""
     num_nodes = loader.graph.manifest.nodes[HOMO_NODE].num_nodes
     digest = hashlib.sha256(
         f"{loader.draws} {loader.options.seed} {loader.order.num_seeds} {coverage} {num_nodes}".encode()

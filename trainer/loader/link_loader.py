@@ -75,8 +75,6 @@ class LinkIndex:
 
 @dataclass(frozen=True)
 class _LinkEnd:
-    """The nodes at one end (source or target) of the links: first those of positives, then those of negatives."""
-
     ids: Ids  #: original ids
     trees: Ids  #: int64: keys of their trees, when disjoint
     owner: Ids  #: int64: index of each seed's positive
@@ -365,12 +363,12 @@ class DistLinkNeighborLoader(PyGLoader):
         return self.graph.access.has_edges(of, store.to_global(of[0], src), store.to_global(of[2], dst))
 
     def _metadata(self, share: SeedShare, links: LinkBatch, index: LinkIndex) -> tuple[Any, ...]:
-        """Return the metadata of a batch in the form that torch_geometric's ``edge_sample`` returns."""
         input_id = self.inputs.input_id
         ids = torch.from_numpy(share.positions if input_id is None else input_id[share.positions])
         times = None if links.times is None else torch.from_numpy(links.times)
         if self.rule is not None and self.rule.triplet:
             assert index.neg is not None
+            # In the form that torch_geometric's ``edge_sample`` returns.
             return ids, *map(torch.from_numpy, (index.src, index.dst, index.neg)), times
         if times is not None:
             times = torch.cat([times, times[torch.from_numpy(links.owner)]])

@@ -162,7 +162,6 @@ class DistNeighborLoader(PyGLoader):
         return BatchSeeds(seeds, self._metadata(split))
 
     def _times(self, split: dict[NodeType, tuple[Ids, Ids]], nodes: dict[NodeType, Ids]) -> dict[NodeType, Ids]:
-        """Return the times of the seeds: those given by the caller, else those stored with the nodes."""
         time = self.settings.time
         if time is None:
             return {}
@@ -174,7 +173,6 @@ class DistNeighborLoader(PyGLoader):
         return {of: times.get(of, own.get(of)) for of in split}  # type: ignore[misc]
 
     def _metadata(self, split: dict[NodeType, tuple[Ids, Ids]]) -> tuple[Any, Any]:
-        """Return (input_id, seed_time) of a batch: mappings over node types if the seeds were given as a mapping."""
         ids, times = {}, {}
         for of, (_, own) in split.items():
             inputs = self.inputs.of[of]

@@ -109,7 +109,6 @@ def _forms(graph: Graph, given: Any) -> dict[NodeType, Any]:
 
 
 def _typed_split_hint(graph: Graph, name: str) -> str:
-    """Return a hint for the user if ``name`` is the name of a split, with or without ``_mask``."""
     split = name.removesuffix("_mask")
     if meant := sorted(key for key in graph.store.splits if key[1] == split):
         return f"; did you mean {' or '.join(map(str, meant))}?"
@@ -117,7 +116,6 @@ def _typed_split_hint(graph: Graph, name: str) -> str:
 
 
 def _split_hint(name: str, known: list[str]) -> str:
-    """Return a hint for the user if a known split has a name similar to ``name``."""
     # The mask ``train_mask`` of a dataset is the split ``train`` of a partition.
     nearest = difflib.get_close_matches(name.removesuffix("_mask"), known, 1)
     return f"; did you mean {nearest[0]!r}?" if nearest else ""

@@ -245,7 +245,6 @@ class PartitionJoin:
         return (manifest.nodes[of] if isinstance(of, str) else manifest.edges[of]).attrs[name]
 
     def _rows_of_nodes(self, of: NodeType, node: Tensor, sampled: SampledBatch) -> Columns:
-        """Return the attributes of ``node``, the original ids of the nodes of a sampler output."""
         wanted, rows = node.numpy(), sampled.rows[of]
         if (at := places_of(wanted, rows["orig_id"])) is not None:
             return _take(rows, at)
@@ -266,7 +265,6 @@ class PartitionJoin:
 
 
 def _check_names_differ(attrs: Attrs, graph_attrs: Iterable[str]) -> None:
-    """Raise ``SettingsError`` if two attributes of nodes, edges or the graph have the same name."""
     names = ["edge_index", *graph_attrs, *attrs[HOMO_NODE], *attrs[HOMO_EDGE]]
     if twice := [name for name, count in Counter(names).items() if count > 1]:
         raise SettingsError(

@@ -276,7 +276,6 @@ class PyGLoader(RankLoader):
 
     @property
     def _joins_late(self) -> bool:
-        """Whether the iterating thread must call the user's ``transform_sampler_output``."""
         return self.output_options.transform_sampler_output is not None and not self.output_options.on_threads
 
     def work(self, share: SeedShare) -> Any:
@@ -318,7 +317,6 @@ class PyGLoader(RankLoader):
 
 
 def _set_sample_info(data: Any, out: Output) -> None:
-    """Set ``n_id``, ``e_id``, ``batch``, and numbers of nodes and edges per hop, as torch_geometric's loaders do."""
     if isinstance(out, SamplerOutput):
         if "n_id" not in data:
             data.n_id = out.node
@@ -336,7 +334,6 @@ def _set_sample_info(data: Any, out: Output) -> None:
 
 
 def _rank_and_layout(graph: Graph, local: bool, rank: int | None, layout: RankLayout | None) -> tuple[int, RankLayout]:
-    """Return the rank and layout of a loader: those given, or else those of the graph. Raises ``SettingsError``."""
     num_parts = graph.manifest.num_parts
     if local:
         if rank is not None or layout is not None:

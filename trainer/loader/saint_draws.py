@@ -73,7 +73,6 @@ class SaintEdgeDraw:
         return self._drawn(key, count)[0]
 
     def _drawn(self, key: int, count: int) -> tuple[Ids, Ids, Ids]:
-        """Draw ``count`` edges. Returns their original ids, sources and targets."""
         if self.running is None:
             edges = uniform(key, count, len(self.ends))
             return edges, *self.ends.ends_of(edges)
@@ -91,7 +90,6 @@ class SaintEdgeDraw:
 
 
 def _degrees(ends: EdgeEndpoints, num_nodes: int) -> tuple[Array, Array]:
-    """Return the out-degree and the in-degree of each node: int32|int64 [N]."""
     dtype = np.int32 if len(ends) < 2**31 else np.int64
     out_degree, in_degree = np.zeros(num_nodes, dtype), np.zeros(num_nodes, dtype)
     for _, src, dst in edges_in_order(ends):
@@ -108,7 +106,6 @@ def _count(nodes: Any, counts: Any) -> None:
 
 @njit()
 def _sum_weights(src: Any, dst: Any, in_degree: Any, out_degree: Any, width: int, sums: Any) -> None:
-    """Write the sum of the weights of each group of ``width`` edges to ``sums``."""
     for first in range(0, len(src), width):
         total = np.int64(0)
         for edge in range(first, min(first + width, len(src))):

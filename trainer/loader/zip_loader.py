@@ -109,14 +109,12 @@ class DistZipLoader(RankLoader):
 
 
 def _with_own_key(share: SeedShare, number: int) -> SeedShare:
-    """Return ``share`` with a random key for loader ``number``, so that loaders draw independently."""
     if number == 0:
         return share
     return replace(share, key=int(hashed(np.uint64(share.key) ^ hashed(np.uint64(number) + GOLDEN))))
 
 
 def _checked(loaders: list[PyGLoader]) -> PyGLoader:
-    """Check that the loaders can be combined, and return the first one. Raises ``SettingsError``."""
     if not loaders:
         raise SettingsError("loaders is empty; pass at least one loader")
     for loader in loaders:

@@ -148,7 +148,6 @@ class HeteroSAGEConv(nn.Module):
         return {of: self._target(of, blocks, x, x[of][: num_dst[of]]) for of in self.need.targets}
 
     def _target(self, of: NodeType, blocks: Blocks, x: Mapping[NodeType, Tensor], own: Tensor) -> Tensor:
-        """Return the output rows of target type ``of``, whose input rows are ``own``."""
         convs = {edge_type: conv for edge_type, conv in self.convs.items() if edge_type[2] == of}
         if not convs:
             return own

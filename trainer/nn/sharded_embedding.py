@@ -293,7 +293,6 @@ def _scattered(embedding: ShardedEmbedding, parts: list[Tensor] | None, count: i
 
 
 def _by_type(embedding: ShardedEmbedding, whole: Tensor) -> Tables:
-    """Split ``whole`` into a table per node type."""
     pieces = whole.split(list(embedding.num_nodes.values()))
     # Copies, as ``torch.save`` of a view would write all rows.
     return {of: rows.clone() for of, rows in zip(embedding.num_nodes, pieces, strict=True)}

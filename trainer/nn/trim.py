@@ -282,7 +282,6 @@ class TrimmedHetero(nn.Module):
         return rows
 
     def _needed(self, number: int, rows: NodeTensors, indices: EdgeTensors, attrs: EdgeTensors | None) -> Any:
-        """Keep the inputs of layer ``number`` whose node and edge types contribute to the target type."""
         if self.target is None:
             return rows, indices, attrs
         need = layer_needs(tuple(rows), tuple(indices), self.target, len(self.convs) - number)[0]
@@ -306,7 +305,6 @@ def check_one_hop(model: nn.Module) -> None:
 
 
 def _with_trim(model: nn.Module) -> nn.Module:
-    """Make ``model`` trim with ``TrimToLayer``, and return ``model``."""
     model._trim = TrimToLayer()
     if isinstance(knowledge := getattr(model, "jk", None), nn.Module):
         knowledge.register_forward_pre_hook(_cut_to_last)

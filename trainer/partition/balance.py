@@ -141,7 +141,6 @@ def balance_parts(indptr: Array, neighbours: Array, part: Part, classes: NodeCla
 def _move(
     indptr: Array, neighbours: Array, part: Part, of: Array, sizes: Array, keep: Array, room: Array
 ) -> None:  # fmt: skip
-    """Move nodes from parts with more than ``keep`` nodes of a class to parts with fewer than ``room`` nodes of it."""
     receivers = np.less(sizes, room[:, None])
     donors = np.greater(sizes, keep) & receivers.any(axis=1, keepdims=True)
     if not donors.any():
@@ -206,7 +205,6 @@ def _move_in_order(
 def _refine(
     indptr: Array, neighbours: Array, part: Array, of: Array, sizes: Array, least: Array, most: Array, passes: int
 ) -> None:
-    """Move each node to the part that has most of its neighbours, if the bounds of the node's class allow it."""
     links = np.zeros(sizes.shape[1], np.int64)
     for _ in range(passes):
         for node in range(len(part)):

@@ -146,7 +146,6 @@ def _count_links(indptr: Array, neighbours: Array, cluster: Array, rows: Array) 
 
 
 def _links(graph: WeightedGraph, cluster: Array) -> Iterator[Records]:
-    """Yield the edges between different clusters, in chunks: source clusters, then target clusters and weights."""
     node = 0
     while node < graph.num_nodes:
         progress("contract", node, graph.num_nodes)

@@ -40,7 +40,6 @@ def with_clusters(dataset: Dataset, assignment: PartitionAssignment, clusters: i
 
 
 def _inner_graph(dataset: Dataset, labels: Mapping[NodeType, Relabelling], part_id: int) -> Dataset:
-    """Return the subgraph of one part: its nodes, numbered from 0 in each type, and the edges between them."""
     nodes = {of: NodeData(len(label.owned(part_id))) for of, label in labels.items()}
     edges = {}
     for of, data in dataset.edges.items():

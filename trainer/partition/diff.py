@@ -131,7 +131,6 @@ def _edge_differences(of: EdgeType, a: EdgeData, b: EdgeData) -> Iterator[str]:
 
 
 def _edge_order(data: EdgeData) -> Array:
-    """Return the indices that sort edges by target, then source. Parallel edges are sorted by attributes, then id."""
     order = np.lexsort((data.edge_index[0], data.edge_index[1]))
     ends = data.edge_index[:, order]
     repeated = np.flatnonzero((ends[:, 1:] == ends[:, :-1]).all(axis=0))
@@ -217,7 +216,6 @@ def _moved(a: PartitionedGraph, b: PartitionedGraph) -> float:
 
 
 def _best_match(common: Array) -> int:
-    """Return the largest sum of entries of a matrix, with at most one entry from each row and column."""
     import networkx  # torch depends on it
 
     graph = networkx.Graph()

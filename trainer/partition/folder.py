@@ -57,8 +57,6 @@ def is_compared(manifest: Manifest) -> bool:
 
 
 def _damaged(folder: Path, manifest: Manifest) -> list[str]:
-    """Return the files whose content differs from the digest in the manifest."""
-
     def differs(entry: FileEntry) -> bool:
         try:
             return sha256_of(folder / entry.path) != entry.sha256
@@ -116,7 +114,6 @@ def _check_kind(folder: Path) -> None:
 
 
 def _check_only_ours(folder: Path) -> None:
-    """Raise ``PartitionError`` if a partition folder contains files that do not belong to the partition."""
     raw = _raw_manifest(folder)
     if raw is None:
         return
@@ -180,7 +177,6 @@ def staged(folder: Path, kept: Path | None = None) -> Iterator[Path]:
 
 
 def _remove_leftovers(folder: Path) -> None:
-    """Remove the staging folders of ``folder`` that ended processes of this host left behind."""
     prefix = f".{folder.name}.{socket.gethostname()}."
     for path in folder.parent.glob(f"{_glob_escaped(prefix)}*"):
         pid = path.name.removeprefix(prefix)
@@ -198,7 +194,6 @@ def _sync_folders(root: Path) -> None:
 
 
 def _install(staging: Path, folder: Path) -> None:
-    """Rename ``staging`` to ``folder``, by an atomic exchange if the file system supports that."""
     check_replaceable(folder)
     if not folder.exists() or not any(folder.iterdir()):
         staging.rename(folder)

@@ -171,7 +171,6 @@ def _chances(
 
 
 def _place(chances: Array, part: Part, classes: NodeClasses, num_parts: int) -> None:
-    """Assign each unassigned node (part -1) to a part, in place, nodes with the largest ``_regrets`` first."""
     sizes = classes.sizes(part, num_parts)
     free = np.flatnonzero(part < 0)
     order = free[np.argsort(-_regrets(chances, free), kind="stable")]
@@ -181,7 +180,6 @@ def _place(chances: Array, part: Part, classes: NodeClasses, num_parts: int) -> 
 
 @njit()
 def _regrets(chances: Array, nodes: Array) -> Array:
-    """Return the difference between the two highest visit probabilities of each of ``nodes``, float32 [n]."""
     regrets = np.zeros(len(nodes), np.float32)
     for position in range(len(nodes)):
         best = second = np.float32(0)

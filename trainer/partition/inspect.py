@@ -108,7 +108,6 @@ def describe(folder: str | Path) -> Description:
 
 
 def _seeds(store: PartStore) -> Iterator[tuple[str, Ids]]:
-    """Yield for each split its name and its number of seeds per part, [num_parts]."""
     manifest = store.manifest
     for (of, split), gids in store.splits.items():
         counts = np.bincount(store.books[of].part_of(gids), minlength=manifest.num_parts)
@@ -121,7 +120,6 @@ def _balance(spec: NodeSpec | EdgeSpec) -> float:
 
 
 def _attr_texts(attrs: Mapping[str, AttrSpec]) -> dict[str, str]:
-    """Describe each attribute by dtype, stored type if different, and shape, such as ``float32 as int8 [100, 64]``."""
     kept = {name: f" as {spec.kept}" if spec.kept else "" for name, spec in attrs.items()}
     return {name: f"{spec.dtype}{kept[name]} {list(spec.shape)}" for name, spec in attrs.items()}
 
@@ -145,7 +143,6 @@ def _part_figures(part: Part, manifest: Manifest, seeds: Mapping[str, Ids]) -> P
 
 
 def _outside(part: Part, manifest: Manifest, source: NodeType) -> tuple[int, int]:
-    """Count the edges of ``part`` from nodes of type ``source`` in other parts, and the distinct source nodes."""
     low, high = manifest.nodes[source].offsets[part.part_id : part.part_id + 2]
     seen = new_bitset(manifest.nodes[source].num_nodes)
     found = [

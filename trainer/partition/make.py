@@ -167,7 +167,6 @@ def _make(
 
 
 def _loaded(spec: PartitionSpec, limit: int, work: WorkFolder) -> Dataset:
-    """Load the dataset. Tables are converted only if no interrupted run has left the result in ``work``."""
     if spec.dataset != "tables":
         return load_dataset(spec.dataset, spec.source, spec.options)
     if not work.is_done("load"):

@@ -41,7 +41,6 @@ def metis_assignment(
 
 
 def _connected_parts(indptr: Array, neighbours: Array, num_parts: int, seed: int) -> Part:
-    """Run METIS on the nodes that have edges, and return the part of each node, -1 for nodes without edges."""
     if len(neighbours) > _MEAN_DEGREE * (len(indptr) - 1):
         indptr, neighbours = _thin(indptr, neighbours)
     connected = np.flatnonzero(np.diff(indptr))
@@ -109,7 +108,6 @@ def _call_metis(
 
 
 def _metis_dtype() -> Any:
-    """Return the integer type that METIS was built with."""
     return np.dtype(pymetis.zero_copy_dtype())
 
 

@@ -81,7 +81,6 @@ class PartAttr:
 
 
 def _conversion(form: WireRows, column: Column) -> tuple[Callable[[Array], Sequence[Array]], Sequence[Column]]:
-    """Return the function that converts rows to the arrays to store, and the ``Column`` of each of these arrays."""
     if form == "int8":
         return to_int8, [Column(np.dtype(np.int8), column.shape), Column(np.dtype(np.float32), (1,))]
     if form == "float16":

@@ -180,7 +180,6 @@ class _Writer:
 
 
 def _starts(counts: Mapping[Any, int]) -> dict[Any, int]:
-    """Return for each type the sum of the counts of the types before it."""
     return {of: int(start) for of, start in zip(counts, np.cumsum([0, *counts.values()]), strict=False)}
 
 

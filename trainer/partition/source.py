@@ -154,7 +154,6 @@ def _format(folder: Path) -> ForeignFormat | str | None:
 
 
 def _node_files(given: Any) -> dict[str, str]:
-    """Parse option `nodes`, a mapping or its JSON text. Raises ``DataError`` for any other value."""
     if isinstance(given, str):
         try:
             given = json.loads(given)

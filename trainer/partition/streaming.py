@@ -46,7 +46,6 @@ def streaming_assignment(
 
 
 def _contracted_parts(graph: WeightedGraph, num_parts: int, seed: int, scratch: Scratch) -> Part:
-    """Contract the graph, partition the result by METIS, and return the part of each node of ``graph``."""
     of = np.arange(graph.num_nodes, dtype=graph.neighbours.dtype)
     clusters, level, mean = _FIRST_CLUSTERS, 0, graph.node_weight.sum() / num_parts
     while True:

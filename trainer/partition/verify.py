@@ -199,10 +199,6 @@ class Invariants:
         self, path: str, edge_type: EdgeType, part_id: int, indptr: Array | None, indices: Array | None,
         sums: EndpointSums,
     ) -> Generator[Finding, None, bool]:  # fmt: skip
-        """Check the endpoints in one file, and add them and the edges of the part to ``sums``.
-
-        Returns False if nothing was added because a file is broken.
-        """
         ends = self._map(path)
         if ends is None:
             return False
@@ -227,10 +223,6 @@ class Invariants:
         return True
 
     def _global_ids(self, of: NodeType) -> Array | None:
-        """Return the global id of each original id; None if the file is broken.
-
-        Empty with a single part, where the two are equal.
-        """
         num_nodes = self.manifest.nodes[of].num_nodes
         if self.manifest.num_parts == 1:
             return np.empty(0, np.int64)
@@ -263,10 +255,6 @@ class Invariants:
             yield Finding(path, f"position {at}: edge {ids[at]} appears twice")
 
     def _times(self, path: str, name: str, edge_type: EdgeType, indices: Array | None, edges: int) -> Iterator[Finding]:
-        """Yield a finding for the first edge whose stored time differs from its source node's time.
-
-        Compares only edges whose source is in one of ``part_ids``.
-        """
         times = yield from self._array(path, np.dtype(np.int64), (edges,))
         if times is None or indices is None:
             return

@@ -68,7 +68,6 @@ class WorkFolder:
             self._lock.close()
 
     def _open(self) -> None:
-        """Create and lock the folder, if that is not done, and delete results for another fingerprint."""
         if self._lock is None:
             # Not created earlier, as METIS ends at once on Ctrl-C, without cleaning up.
             self.path.mkdir(parents=True, exist_ok=True)

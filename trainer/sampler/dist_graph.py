@@ -340,7 +340,6 @@ class DistGraph:
         return shares
 
     def _slices(self, edge_type: EdgeType) -> Iterator[_EdgeSlice]:
-        """Cut all edges of a type into slices, one per request: first the first slice of each part, then the second."""
         book = self.books[edge_type]
         of_parts = []
         for part_id in range(book.num_parts):
@@ -359,9 +358,6 @@ class DistGraph:
         return groups
 
     def _by_host(self, of: BookKey, ids: Ids) -> Groups:
-        """Group ids by the host that answers for them. If an id is outside all parts, return only its position, under
-        ``NOBODY``.
-        """
         table = self._holders.table()
         wrong, placed = locate(ids, self.books[of].offsets, self._codes.of_hosts(table), self._codes)
         if wrong >= 0:

@@ -91,7 +91,6 @@ class HeldRows:
 
 
 def _with_more(held: HeldAnswers, answers: Sequence[HostRows], most_rows: int) -> HeldAnswers:
-    """Return ``held`` with more answers, without the oldest above ``most_rows`` rows or ``MOST_BYTES`` bytes."""
     every = (*held.answers, *answers)
     found = _newest(every, most_rows)
     if not found:
@@ -107,7 +106,6 @@ def _with_more(held: HeldAnswers, answers: Sequence[HostRows], most_rows: int) -
 
 
 def _joined(answers: tuple[HostRows, ...]) -> tuple[HostRows, ...]:
-    """Concatenate the two adjacent answers with the fewest rows."""
     pairs = [len(one.ids) + len(next_one.ids) for one, next_one in pairwise(answers)]
     at = pairs.index(min(pairs))
     one, other = answers[at : at + 2]
@@ -228,7 +226,6 @@ class GatherPlan:
     def _places(
         self, request: RowRequest, all_here: bool, slots: Array | None, held: IdIndex
     ) -> Mapping[int, RowPlacement]:
-        """Return which rows of a request to read from each source, by source code."""
         # Equal arguments give the same arrays, so that a message contains the ids only once.
         key = request.of, id(request.ids), all_here, id(slots), id(held) if held is not NO_INDEX else 0
         if key not in self._located:

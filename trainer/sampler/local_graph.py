@@ -236,7 +236,6 @@ def _column(table: NodePart | EdgePart, name: str) -> Array:
 
 
 def _mapped(part: Part, of: AnyType, names: Iterable[str]) -> Iterator[Array]:
-    """Yield the memory-mapped arrays of the attributes ``names`` in a part."""
     table = _table(part, of)
     for name in names:
         if name != "in_degree":
@@ -246,7 +245,6 @@ def _mapped(part: Part, of: AnyType, names: Iterable[str]) -> Iterator[Array]:
 
 
 def _codes_of(parts: Collection[int], num_parts: int) -> Array:
-    """Return the argument ``of_part`` with which ``locate`` finds rows of ``parts`` only, int32 [num_parts + 2]."""
     codes = [part if part in parts else -1 for part in range(num_parts)]
     return read_only(np.array([-1, *codes, -1], np.int32))
 

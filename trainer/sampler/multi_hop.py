@@ -77,7 +77,6 @@ def block_edges(subgraph: SampledSubgraph, edge_type: EdgeType, hop: int) -> Pos
 def _block_rows(
     subgraph: SampledSubgraph, edge_type: EdgeType, hop: int, values: Positions
 ) -> tuple[Positions, Positions]:  # fmt: skip
-    """Return the row offsets of a block, and ``values`` (one per edge of the subgraph) of the block's edges."""
     edges, dst_per_hop = subgraph.edges[edge_type], subgraph.nodes[edge_type[2]].per_hop
     if subgraph.induced:
         num_dst, fanout = sum(dst_per_hop), -1
@@ -142,7 +141,6 @@ class _SubgraphGrowth:
         self._close_level()
 
     def induce(self, graph: GraphAccess) -> SampledSubgraph:
-        """Return the subgraph induced by the sampled nodes."""
         ids = {of: nodes.since(0) for of, nodes in self._nodes.items()}
         distinct = {of: np.unique(values) for of, values in ids.items()}
         asked = [of for of in self._edges if len(ids[of[0]]) and len(ids[of[2]])]
@@ -236,7 +234,6 @@ class _EdgeGrowth:
         self._per_hop = [0] * len(fanouts)
 
     def add(self, query: _HopQuery, hop: int, sample: HopSample, local: Positions) -> None:
-        """Add the edges of an answer. ``local``: the batch positions of their sources."""
         known = self._whole if query.whole else self._drawn
         self._requested_again |= query.whole or query.first < len(known.count)
         begins = self._num_edges + np.cumsum(sample.counts, dtype=np.int64) - sample.counts
@@ -272,7 +269,6 @@ _NO_ROWS = EdgeRanges(np.empty(0, np.int64), np.empty(0, np.int32))
 
 
 def _padded(rows: EdgeRanges, num_targets: int) -> EdgeRanges:
-    """Return the edge ranges of the first ``num_targets`` nodes, empty for nodes that ``rows`` does not contain."""
     missing = max(0, num_targets - len(rows.count))
     if missing == 0:
         return EdgeRanges(rows.begin[:num_targets], rows.count[:num_targets])
@@ -295,11 +291,8 @@ def _first_lacking(fanouts: Sequence[int], hop: int) -> int:
 
 
 def _shuffle_of(fanouts: Sequence[int], hop: int, level: int) -> int:
-    """Return how many leading neighbours must be in random order if an answer contains all neighbours of a node.
-
-    Other hops take the first neighbours of the answer as their sample.
-    """
     others = fanouts if level < hop else fanouts[hop + 1 :]
+    # How many leading neighbours must be in random order in an answer with all neighbours: other hops take the first.
     return max((fanout for fanout in others if fanout >= 0), default=0)
 
 
@@ -308,12 +301,10 @@ def _mixed(fanouts: Sequence[int]) -> bool:
 
 
 def _only(fanouts: Sequence[int], whole: bool) -> tuple[int, ...]:
-    """Return the fanouts with 0 in place of the nonnegative ones if ``whole``, else in place of the negative ones."""
     return tuple(fanout if (fanout < 0) == whole else 0 for fanout in fanouts)
 
 
 def _tree_keys(seeds: SeedSet) -> Ids:
-    """Return the tree number of each seed for disjoint sampling, int64 [seeds]."""
     count = np.arange(sum(map(len, seeds.nodes.values())))
     starts = np.cumsum([0, *map(len, seeds.nodes.values())])
     pieces = [
@@ -325,5 +316,4 @@ def _tree_keys(seeds: SeedSet) -> Ids:
 
 
 def _tree_times(seeds: SeedSet) -> Ids:
-    """Return the time of each seed, int64 [seeds]."""
     return np.concatenate([np.empty(0, np.int64), *(seeds.times[of] for of in seeds.nodes)], dtype=np.int64)

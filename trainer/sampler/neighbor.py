@@ -81,7 +81,6 @@ def _conditional(nodes: NodePart, edges: EdgePart, request: HopRequest, num_sour
 
 
 def _edge_dtype(edges: EdgePart) -> type[np.int32] | type[np.int64]:
-    """Return the narrowest dtype that holds all global edge ids of the part."""
     return np.int32 if edges.start + edges.num_edges < 2**31 else np.int64
 
 

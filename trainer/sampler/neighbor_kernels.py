@@ -131,7 +131,6 @@ def _shuffle(picks: Any, begin: int, degree: int, steps: int, drawn: Any, order:
 
 @_jit
 def _shuffle_listed(picks: Any, begin: int, degree: int, drawn: Any, where: Any, what: Any) -> None:
-    """``_shuffle`` with one step per pick, which stores only the elements that are not in their place."""
     for j in range(len(picks)):
         other = j + draw(drawn, j, degree - j)
         chosen, here = other, j

@@ -185,7 +185,6 @@ def slot_of(node: Any, slots: Any, shift: Any) -> Any:
 
 @_jit
 def _home(node: Any, shift: Any) -> Any:
-    """Return the slot where the search for a node begins (Fibonacci hashing)."""
     return np.int64((np.uint64(node) * GOLDEN) >> shift)
 
 
@@ -203,7 +202,6 @@ TreePairs = npt.NDArray[np.int64]
 
 
 def _empty_pairs(room: int) -> TreePairs:
-    """Return an empty hash table for (node, tree) pairs that is at most half full with ``room`` pairs."""
     return np.zeros(2 << max(2 * room, 1).bit_length(), np.int64)
 
 
@@ -257,7 +255,6 @@ def _copy_pairs(pairs: Any, larger: Any) -> None:
 
 @_jit
 def _pair_slot_of(pairs: Any, node: Any, tree: Any) -> Any:
-    """Return the slot that holds the (node, tree) pair, or the free slot for it."""
     mask = (len(pairs) >> 1) - 1
     slot = np.int64(mix(np.uint64(node) ^ (np.uint64(tree) << np.uint64(40))) & np.uint64(mask))
     while True:

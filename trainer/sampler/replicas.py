@@ -136,7 +136,6 @@ class PartHolders:
         )
 
     def _check_lost(self) -> None:
-        """Mark lost hosts that answer again as reachable. Does not block."""
         if not self._lock.acquire(blocking=False):
             return
         try:
@@ -157,15 +156,12 @@ class PartHolders:
 
 
 class _LostHost:
-    """A host that does not answer, and the pending request that shows when the host answers again."""
-
     def __init__(self, host: RemoteHost, error: ServiceError):
         self.error, self.since = error, time.monotonic()
         self._host, self._next_check = host, 0.0
         self._probe: PendingAnswer | None = None
 
     def is_back(self) -> bool:
-        """Return whether the host has answered. Sends at most one probe per ``_RETRY_EVERY`` seconds."""
         if time.monotonic() < self._next_check:
             return False
         try:

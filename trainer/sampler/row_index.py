@@ -166,7 +166,6 @@ def put_rows(source: Array, placed: RowPlacement, out: Array) -> None:
 
 
 def _as_words(array: Array) -> Array:
-    """View an array as a 2-d array of unsigned integers."""
     dtype = array.dtype
     flat = np.ascontiguousarray(array).reshape(len(array), math.prod(array.shape[1:]))
     # One kernel then serves all dtypes of the same width.
@@ -237,7 +236,6 @@ def _enter(ids: Any, begin: int, held: Any) -> None:
 
 @_jit
 def _find(held: Any, shift: Any, number: Any) -> Any:
-    """Return the position of the id ``number``, or -1 if it is not in the table."""
     if number >= MOST_HASHED:
         return -1
     return np.int64(held[slot_of(number, held, shift)] & _LOW) - 1

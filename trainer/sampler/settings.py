@@ -82,7 +82,6 @@ def _check_time(schema: GraphSchema, rule: TimeRule) -> None:
 
 
 def _check_source_times(schema: GraphSchema, attr: str) -> None:
-    """Raise ``SettingsError`` unless the partition stores the times of source nodes with the edges."""
     for of, spec in schema.edges.items():
         # Without them, sampling would ignore the times and raise no error.
         if attr in schema.nodes[of[0]].attrs and attr not in spec.src_times:

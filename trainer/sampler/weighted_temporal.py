@@ -151,7 +151,6 @@ def _take_shuffled(slots: Any, shuffle: int, drawn: Any, picks: Any) -> None:
 
 @_jit
 def _take_with_replacement(slots: Any, values: Any, weighted: bool, drawn: Any, picks: Any) -> None:
-    """Draw with replacement, by weight if ``weighted``."""
     if not weighted:
         for j in range(len(picks)):
             picks[j] = slots[draw(drawn, j, len(slots))]
@@ -235,14 +234,12 @@ def _sort_by_time(times: Any, picks: Any, ranks: Any) -> None:
 
 @_jit
 def _make_heap(ranks: Any, slots: Any, size: int) -> None:
-    """Arrange the first ``size`` (rank, slot) pairs as a heap with the largest on top."""
     for top in range(size // 2 - 1, -1, -1):
         _sift(ranks, slots, top, size)
 
 
 @_jit
 def _keep_smaller(ranks: Any, slots: Any, k: int, size: int) -> None:
-    """Replace the largest pair of the heap by pair ``k`` if pair ``k`` is smaller."""
     if ranks[k] < ranks[0] or (ranks[k] == ranks[0] and slots[k] < slots[0]):
         ranks[0], slots[0] = ranks[k], slots[k]
         _sift(ranks, slots, 0, size)
@@ -258,7 +255,6 @@ def _sort_heap(ranks: Any, slots: Any, size: int) -> None:
 
 @_jit
 def _sift(ranks: Any, slots: Any, top: int, size: int) -> None:
-    """Sink the pair at ``top`` until no pair below it is larger."""
     rank, slot = ranks[top], slots[top]
     while 2 * top + 1 < size:
         child = 2 * top + 1
@@ -276,7 +272,6 @@ def _sift(ranks: Any, slots: Any, top: int, size: int) -> None:
 
 @_jit
 def _with_room(out: Any, used: int, more: int) -> Any:
-    """Return ``out``, or a larger copy if there is no room for ``more`` entries after the first ``used``."""
     if used + more <= len(out):
         return out
     larger = np.empty(2 * (used + more), np.int64)

@@ -301,7 +301,6 @@ class BatchScheduler(Generic[Work]):
         return None
 
     def _client_for(self, job: ScheduledRequest[Work]) -> tuple[ClientQueue[Work] | None, str]:
-        """Return the client of a request, or None and the reason why the request is rejected."""
         assert job.client is not None
         number = job.client.number
         if self._client_of.get(job.peer, number) != number:
@@ -319,7 +318,6 @@ class BatchScheduler(Generic[Work]):
         return idle is not None
 
     def _choose(self) -> ScheduledRequest[Work] | None:
-        """Return a request that may start now, or None. Batches and other requests alternate."""
         for other in (self._others_next, not self._others_next):
             job = self._next_other() if other else self._next_batch()
             if job is not None:
@@ -354,7 +352,6 @@ class BatchScheduler(Generic[Work]):
         return iter(sorted((one for one in self._busy.values() if one.queue), key=lambda one: one.tag))
 
     def _cost(self, client: ClientQueue[Work]) -> int:
-        """Estimate the bytes of the client's next batch."""
         if client.recent:
             return max(client.recent)
         return max(self._largest, default=0) or self._limit
@@ -376,7 +373,6 @@ class BatchScheduler(Generic[Work]):
         return None if number is None else self._clients[number]
 
     def _update(self, client: ClientQueue[Work], peer: Peer) -> None:
-        """Forget a connection or a client that has no more work, and wake the threads that wait for requests."""
         if not client.has_work(peer):
             self._client_of.pop(peer, None)
         if client.idle:

@@ -171,7 +171,6 @@ class Channel:
             self._drop()
 
     def _receive(self, patience: float) -> bool:
-        """Connect, read and send for at most ``patience`` seconds. Returns whether a message was received."""
         self._attend()
         until = time.monotonic() + patience
         while not self._closed:
@@ -186,7 +185,6 @@ class Channel:
         return False
 
     def _attend(self) -> None:
-        """Restart the time limits of the connection if it was not used for a while or has no pending requests."""
         now = time.monotonic()
         # Nobody reads meanwhile, so missing bytes do not mean that the server is stuck.
         if not self._calls or now - self._attended_at > _UNATTENDED:
@@ -249,7 +247,6 @@ class Channel:
             call.reply = reply
 
     def _check_alive(self) -> None:
-        """Ping a server that sends nothing, and drop the connection if it still sends nothing."""
         if self._at != _State.UP:
             return
         now = time.monotonic()
@@ -380,7 +377,6 @@ class Channel:
     # Sending.
 
     def _put(self, parts: Any) -> None:
-        """Send a message if the connection is up, else drop it."""
         # ``_up`` sends requests again.
         if self._at == _State.UP:
             self._writer.put(parts)

@@ -353,7 +353,6 @@ class HostClient:
             raise ServiceError(f"{self.name}: the request cannot be sent: {error}") from None
 
     def _take_channel(self) -> Channel:
-        """Return a connection for the calling thread: that of a thread that has ended, or a new one."""
         # A connection shared through an I/O thread took twice as long for a small request (measured).
         with self._lock:
             self.check_open()

@@ -139,7 +139,6 @@ def _ids(raw: Sequence[Any]) -> tuple[int, ...]:
 
 
 def _problem(cluster: Cluster) -> str:
-    """Return the first contradiction in a cluster file, or "" if there is none."""
     nodes, attached = cluster.nodes, cluster.attached
     for numbers in ([node.node_rank for node in nodes], [place.node_rank for place in attached]):
         if len(set(numbers)) != len(numbers):

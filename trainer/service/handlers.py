@@ -193,7 +193,6 @@ class Handlers:
         return messages.rows_reply(request, asked, self._graph.gather(asked), self._forms(request))
 
     def _forms(self, request: Message) -> FormOf:
-        """Return a function of type and attribute name that gives the dtype to which rows in the reply are rounded."""
         form = form_of(request.flags)
         if not isinstance(self._graph, LocalGraph):
             return lambda of, name: form

@@ -75,8 +75,6 @@ class _State(Enum):
 
 @dataclass(eq=False)
 class _Host:
-    """A client host: all connections from one address."""
-
     address: str
     connections: set[_Connection] = field(default_factory=set)
     requests: int = 0  #: bytes of complete requests without a reply
@@ -288,7 +286,6 @@ class NetworkThread(threading.Thread):
             del self._hosts[host.address]
 
     def _watch(self, connection: _Connection) -> None:
-        """Make epoll watch a connection for input, unless reading is suspended, and for output if bytes are unsent."""
         if connection.peer not in self._by_peer:
             return
         mask = 0 if connection in self._unread else select.EPOLLIN
@@ -350,7 +347,6 @@ class NetworkThread(threading.Thread):
         return connection.host.requests < HOST_REQUESTS // 2 or connection.reader.partial > 0
 
     def _end_oldest_partial(self, host: _Host) -> None:
-        """Close the connection of a host with the oldest incomplete message."""
         begun = [one for one in host.connections if one.reader.partial]
         if begun:
             self._counters.add("malformed")
@@ -436,7 +432,6 @@ class NetworkThread(threading.Thread):
         self._watch(connection)
 
     def _pause_or_resume(self, connection: _Connection) -> None:
-        """Hold back the requests of a connection while too many replies to it, or to its host, are unsent."""
         ahead = connection.writer.messages > _SENT_AHEAD or connection.host.unsent > HOST_ANSWERS
         if ahead == connection.paused:
             return

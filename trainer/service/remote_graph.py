@@ -127,8 +127,6 @@ def client_name(role: str = "") -> ClientName:
 
 
 class _PendingReply(Protocol[T_co]):
-    """A reply that is being received."""
-
     def result(self, timeout: float | None = None) -> T_co: ...
 
 
@@ -296,7 +294,6 @@ class Gateway:
         raise ServiceError(self._choice.errors(patience))
 
     def _check(self, client: HostClient, info: HelloInfo) -> None:
-        """Raise ``ServiceError`` if a server has another partition than the home server."""
         if self.digest and info.manifest_digest != self.digest:
             raise ServiceError(
                 f"{client.name}: holds another partition than {self.home.name}: the digest of its manifest.json is "
@@ -344,7 +341,6 @@ class Gateway:
         return 8 + sum(_width(attrs[name]) if name in attrs else 8 for name in request.attrs)
 
     def _width(self, of: AnyType, name: str) -> int:
-        """Return the size in bytes of one row of an attribute when it is sent."""
         spec = self.manifest.attrs_of(of).get(name)
         if spec is None:
             return np.dtype(np.int64).itemsize
@@ -367,19 +363,16 @@ class Gateway:
 
 
 def _slices(offsets: Sequence[int]) -> Iterator[tuple[int, int, int]]:
-    """Cut all edges of a type into slices (part, first slot, number of edges), one per request."""
     for part_id, (begin, end) in enumerate(zip(offsets, offsets[1:], strict=False)):
         for first in range(0, end - begin, _AT_ONCE):
             yield part_id, first, min(_AT_ONCE, end - begin - first)
 
 
 def _width(spec: AttrSpec) -> int:
-    """Return the stored size of one row of an attribute in bytes, at least 1."""
     return max(1, spec.stored.itemsize * math.prod(spec.shape[1:]))
 
 
 def _probe_servers(of: weakref.ref[Gateway], closed: threading.Event) -> None:
-    """Probe a gateway's servers until the gateway is closed or deleted. Runs in a thread."""
     learn_at = time.monotonic() + _LEARN_EVERY
     while not closed.wait(_BACK_EVERY):
         gateway = of()

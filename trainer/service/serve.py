@@ -103,7 +103,6 @@ def serve(job: ServeJob) -> None:
 
 
 def _states(hosts: Mapping[int, Peer], lost: Collection[int]) -> list[dict[str, str]]:
-    """Return the name and state (up or down) of each other server, for the stats file."""
     return [
         {"name": peer.client.place.name, "state": "down" if node_rank in lost else "up"}
         for node_rank, peer in hosts.items()

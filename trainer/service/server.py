@@ -102,14 +102,12 @@ class GraphServer:
         return all(thread.is_alive() for thread in (self._network, *self._workers))
 
     def _answer_short(self) -> None:
-        """Answer requests that need only the parts on this host, and pass other requests to the batch scheduler."""
         while (asked := self._short.get()) is not None:
             if answer := self._receive(*asked):
                 self._network.reply(asked[0], answer)
             asked = None  # frees its memory
 
     def _receive(self, peer: Peer, received: Received) -> list[Any] | None:
-        """Return the frames of the reply; None if the request is invalid or was passed to the batch scheduler."""
         try:
             request = decode(received.parts, self._max_request, self._max_request)
             if request.status != Status.REQUEST or request.kind in (Kind.ALIVE, Kind.ACK):
@@ -142,7 +140,6 @@ class GraphServer:
                 self._network.reply(job.peer, answer)
 
     def _do(self, job: ScheduledRequest[_DecodedRequest]) -> list[Any] | None:
-        """Answer a scheduled request. Returns the frames of the reply, or None if the connection is closed."""
         request, work, _ = job.work
         if work is None:
             answer = self._answer(request, self._handlers.routed_answer)

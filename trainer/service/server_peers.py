@@ -83,8 +83,6 @@ class _CheckedHello:
 
 
 class _GreetedAnswer:
-    """A pending reply. ``result`` first waits for the reply to HELLO and checks it."""
-
     def __init__(self, greeting: PendingAnswer, pending: PendingAnswer):
         self._greeting, self._pending = greeting, pending
 
@@ -144,7 +142,6 @@ class Peers:
             peer.client.close()
 
     def _connect(self, cluster: Cluster, known: Mapping[int, Peer]) -> dict[int, Peer]:
-        """Return the peers that a cluster.json lists, by node rank. Unchanged ones are taken from ``known``."""
         hosts = {}
         for place in cluster.peers_of(self._node_rank):
             peer = known.get(place.node_rank)
@@ -155,7 +152,6 @@ class Peers:
         return hosts
 
     def _retire(self) -> None:
-        """Close the connections to peers that were replaced so long ago that no thread can wait for a reply."""
         while self._retired and time.monotonic() >= self._retired[0][0]:
             self._retired.pop(0)[1].client.close()
 

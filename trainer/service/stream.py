@@ -134,7 +134,6 @@ class MessageReader:
         return self._sizes[len(self._parts)] - self._filled
 
     def _take_sizes(self, data: memoryview) -> memoryview:
-        """Read the beginning of a message: number and sizes of parts. Returns the bytes that follow it."""
         missing = 4 - len(self._head)
         if missing <= 0:
             missing = 4 + 8 * self._count - len(self._head)

@@ -40,7 +40,6 @@ def warm_up(graph: LocalGraph) -> None:
 
 
 def _warm_rounding(store: PartStore) -> None:
-    """Compile the kernels that round rows to float16 or int8, if the graph has rows that can be rounded."""
     manifest = store.manifest
     types: list[AnyType] = [*manifest.nodes, *manifest.edges]
     specs = [(name, spec) for of in types for name, spec in manifest.attrs_of(of).items()]

@@ -50,7 +50,6 @@ def load_dataset(
 
 
 def _whole(name: str, source: str | None, options: Options, fingerprint: str, scratch: Scratch | None) -> Dataset:
-    """Load or generate the graph, with links that ``hold_out_links`` will move."""
     if isinstance(options, TablesOptions):
         from trainer.sources.read_tables import read_tables  # needs duckdb
 

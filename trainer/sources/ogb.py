@@ -56,7 +56,6 @@ def _renamed(values: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _by_type(values: Mapping[str, Any]) -> dict[Any, dict[str, Any]]:
-    """Convert ogb's nested dict, name -> type -> array, to type -> name -> array."""
     typed: dict[Any, dict[str, Any]] = {}
     for name, by_type in values.items():
         for of, array in (by_type or {}).items():

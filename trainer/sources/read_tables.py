@@ -189,7 +189,6 @@ class _Conversion:
 
     @staticmethod
     def _check_labelled(table: NodeTable, scan: Scan) -> None:
-        """Raise ``DataError`` if a node of a split has no label."""
         if not table.label or not isinstance(table.split, str):
             return
         scan.check_column(table.split, "split")

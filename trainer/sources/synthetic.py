@@ -135,7 +135,6 @@ def _edge_data(options: SyntheticOptions, edge_index: Array, y: Array, time: Arr
 
 
 def _equal_both_ways(edge_index: Array, y: Array, rng: np.random.Generator) -> Array:
-    """Draw edge weights, float32 [E], that are equal for both directions of an edge."""
     pairs = edge_index.min(axis=0).astype(np.int64) * len(y) + edge_index.max(axis=0)
     pairs, place = np.unique(pairs, return_inverse=True)
     return edge_weights(y[pairs // len(y)] == y[pairs % len(y)], rng)[place]
@@ -179,7 +178,6 @@ def _expected_degrees(options: SyntheticOptions, rng: np.random.Generator) -> Ar
 
 @njit()
 def _uniform(seed: np.uint64, counter: np.uint64) -> float:
-    """Return a number in [0, 1), a hash of seed and counter."""
     return fraction(mix(seed + (counter + np.uint64(1)) * GOLDEN))
 
 
@@ -285,7 +283,6 @@ def _draw_links(
 
 
 def _among_papers(links: _DrawnLinks, time: Array | None, rng: np.random.Generator) -> _DrawnLinks:
-    """Remove self loops and, if papers have times, most links to later papers."""
     keep = links.papers != links.others
     if time is not None:
         keep &= mostly_forward(time[links.others], time[links.papers], rng)

@@ -52,7 +52,6 @@ def select_list(columns: Iterable[ArrayColumn]) -> Iterator[str]:
 
 
 def _plain(values: Any, dtype: np.dtype[Any]) -> Array:
-    """Convert a column without missing values to an array of ``dtype``."""
     return np.asarray(np.ma.getdata(values)).astype(dtype, copy=False)
 
 

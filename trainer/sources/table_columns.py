@@ -194,7 +194,6 @@ def scale_note(scan: Scan, columns: Sequence[NumberColumn]) -> str:
 
 
 def _moments(scan: Scan, columns: Sequence[NumberColumn]) -> Iterator[tuple[NumberColumn, float, float]]:
-    """Yield each column that is not a list, its mean and its standard deviation."""
     scalars = [column for column in columns if not column.width]
     for begin in range(0, len(scalars), 200):
         some = scalars[begin : begin + 200]

@@ -247,7 +247,7 @@ def _to_json(manifest: Manifest) -> dict[str, Any]:
 
 
 def _as_dict(fields: list[tuple[str, Any]]) -> dict[str, Any]:
-    """Convert fields to a dict, without those at their default that early manifests of version 2 do not have."""
+    # Early manifests of version 2 lack some fields; they are left out at their default.
     return {name: value for name, value in fields if (name, value) not in (("kept", ""), ("endpoints", False))}
 
 

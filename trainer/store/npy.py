@@ -77,5 +77,4 @@ def _header(dtype: np.dtype[Any], shape: tuple[int, ...]) -> bytes:
 
 
 def _raw(chunk: Array, dtype: np.dtype[Any]) -> Any:
-    """Convert a chunk to ``dtype`` and return it as a flat buffer of bytes, without a copy if possible."""
     return np.ascontiguousarray(chunk, dtype=dtype).reshape(-1).view(np.uint8)

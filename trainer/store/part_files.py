@@ -110,15 +110,12 @@ def _read_json(path: Path) -> dict[str, str]:
 
 @dataclass(frozen=True)
 class _Bounds:
-    """The ids or offsets in one file, and their allowed range."""
-
     path: str  #: relative to the partition folder
     values: Array  #: int [n]
     limit: int  #: ids: 0 <= id < limit; offsets: ascending from 0 to limit
     offsets: bool  #: whether the values are offsets, otherwise ids
 
     def problem(self) -> str | None:
-        """Describe the first value out of range. Returns None if all are in range."""
         return self._offsets_problem() if self.offsets else self._ids_problem()
 
     def _ids_problem(self) -> str | None:

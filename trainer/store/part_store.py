@@ -193,8 +193,6 @@ def _open_replica(opener: _Opener, part_id: int) -> Part:
 
 @dataclass(frozen=True)
 class _Opener:
-    """Opens the files that the manifest lists. If ``light``, attributes of two or more dimensions are not opened."""
-
     files: PartFiles
     manifest: Manifest
 

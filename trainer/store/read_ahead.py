@@ -91,7 +91,6 @@ def _readers() -> ThreadPoolExecutor:
 
 
 def _map_of(array: Any) -> mmap.mmap | None:
-    """Return the memory map that an array is a view of, or None."""
     while array is not None and not isinstance(array, mmap.mmap):
         array = getattr(array, "base", None)
     return array
@@ -116,7 +115,6 @@ def _touch(data: Any, rows: Any, width: int) -> int:
 
 @njit(boundscheck=False)
 def _touch_ranges(indptr: Any, data: Any, width: int, rows: Any) -> int:
-    """Read a byte of each page of the values of the rows' edges. Returns a sum, as ``_touch``."""
     total = 0
     for row in rows:
         at, end = indptr[row] * width, indptr[row + 1] * width

@@ -249,7 +249,6 @@ class _HashingFile:
 
 
 def _write_with_digest(content: Mapping[str, Any], file: BinaryIO) -> None:
-    """Write a ZIP archive by ``torch.save``, then its digest as the archive's comment."""
     hashing = _HashingFile(file)
     torch.save(content, hashing)  # type: ignore[arg-type]  # it needs only ``write`` and ``flush``
     file.seek(-2, os.SEEK_CUR)
@@ -286,7 +285,6 @@ def check_fits(
 
 
 def _point_to(link: Path, target: Path) -> None:
-    """Make ``link`` a hard link to ``target``, or a copy if the file system has no hard links."""
     temporary = link.with_name(f".{link.name}.{os.getpid()}")
     temporary.unlink(missing_ok=True)
     try:

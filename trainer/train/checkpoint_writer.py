@@ -46,7 +46,6 @@ class CheckpointSchedule:
         return bool(save)
 
     def _choice(self) -> tuple[bool, int]:
-        """Return whether to save now, and the number of steps until the next broadcast."""
         now = self._clock()
         left = self._saved + self.interval - now
         pace = max(now - self._told, 1e-9) / self._steps  # seconds per step
@@ -123,7 +122,6 @@ class CheckpointWriter:
         self._thread.start()
 
     def _await_turn(self) -> None:
-        """Wait for the previous checkpoint. The first call also deletes incomplete files that a killed process left."""
         self.finish()
         if not self._cleaned:
             self._cleaned = True

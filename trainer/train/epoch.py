@@ -183,7 +183,6 @@ def _step_line(tally: EpochSums, timer: StepTimer, batch: AnyBatch, epoch: int, 
 
 
 def _report(tally: EpochSums, timer: StepTimer, epoch: int, group: RankGroup) -> EpochReport:
-    """Sum the losses over ranks, check that they are finite, and make the report. Collective."""
     sizes = torch.tensor(tally.sizes, dtype=torch.float64)
     tally.reduce_losses(group)
     sums = tally.sums
@@ -204,7 +203,6 @@ def _report(tally: EpochSums, timer: StepTimer, epoch: int, group: RankGroup) ->
 
 
 def _check_own(loss: float, batch: AnyBatch, epoch: int, steps: int, metrics: MetricsLog, group: RankGroup) -> None:
-    """Raise ``TrainingError`` if this rank's loss is not finite, after writing a metrics line for the supervisor."""
     if not math.isfinite(loss):
         metrics.write("step", epoch=epoch, step=batch.step, steps=steps, loss=loss, seeds=batch.num_seeds)
     _check_finite(loss, epoch, batch.step, group)

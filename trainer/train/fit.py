@@ -65,8 +65,6 @@ class Progress:
 
 @dataclass(frozen=True)
 class _ReportedBatches:
-    """Yields the batches of an evaluation, and updates this rank's progress file at each batch."""
-
     batches: Batches
     metrics: MetricsLog
     done: int  #: number of epochs trained
@@ -137,7 +135,6 @@ class Fit:
         return self._finish()
 
     def _train(self, wrapped: nn.Module) -> None:
-        """Train the next epoch, or the remaining steps of an interrupted epoch."""
         before = self.progress
         report = train_epoch(
             wrapped, self.task, self.optimizers, self.loaders["train"], before.done + 1, self.group, self.metrics,
@@ -163,7 +160,6 @@ class Fit:
         self._schedule.saved(seconds)
 
     def _close_epoch(self) -> None:
-        """End an epoch: evaluate if due, print the line of the epoch, and write a checkpoint if due."""
         score = self._score_val()
         self.progress = replace(self.progress, scored=True)
         if self.progress.report is not None:
@@ -218,7 +214,6 @@ class Fit:
         self._print(epoch_text(report, self.settings.epochs, metric, val.value(metric) if val else None))
 
     def _print_starvation(self, report: EpochReport) -> None:
-        """Print advice, once, if training waits for sampler threads."""
         # Epoch 1 also compiles kernels and reads files.
         if len(self.progress.seconds) < 2 or self._starvation_printed:
             return
@@ -237,11 +232,9 @@ class Fit:
 
     @property
     def _path(self) -> Path:
-        """Return the path of the checkpoint after the last trained epoch."""
         return self.folder / file_name((self.progress.done, 0))
 
     def _save(self) -> None:
-        """Write a checkpoint after an epoch, and wait until it is on the disk. Collective."""
         checkpoint = self._checkpoint()
         if checkpoint is not None:
             self._writer.write(checkpoint)

@@ -130,7 +130,6 @@ def _scratch(out: Path, rank: int) -> Path:
 
 
 def _report(result: InferResult, job: InferJob) -> None:
-    """Write ``infer.json`` and print the result."""
     record = {
         "target": type_name(result.target), "task": result.task, "nodes": result.nodes, "epoch": result.epoch,
         "metrics": {split: dict(values) for split, values in result.metrics.items()},

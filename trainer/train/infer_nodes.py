@@ -69,7 +69,6 @@ def _write_part(folder: Path, array: str, task: Task, names: Sequence[str] | Non
 
 
 def _names(graph: Graph, target: NodeType, task: Task) -> Sequence[str] | None:
-    """Return the names of the classes or of the columns of ``y``; None if the graph does not store them."""
     prefix = f"{target}__" if graph.manifest.hetero else ""
     word = CATEGORIES if task.kind == "classification" else COLUMNS
     texts = graph.store.graph_attrs.get(f"{prefix}y__{word}")
@@ -86,7 +85,6 @@ def _columns(task: Task, names: Sequence[str] | None) -> list[Column]:
 
 
 def _predictions(task: Task, values: Tensor, names: Sequence[str] | None) -> list[list[Any]]:
-    """Return the values of the columns ``_columns`` for some rows of the model's output."""
     if task.kind == "classification":
         scores = values.softmax(1).max(1)
         classes: list[int] = scores.indices.tolist()

@@ -89,7 +89,6 @@ def _nodes(graph: Graph, of: NodeType, texts: Sequence[str], where: str) -> Ids:
 
 
 def _all_ids(graph: Graph, of: NodeType) -> Array:
-    """Return the user's ids of all nodes, in the order of global ids: bytes (``S<width>``), or int64."""
     name, count = id_attr(graph, of), graph.manifest.nodes[of].num_nodes
     pieces = []
     for begin in range(0, count, ROWS_AT_ONCE):

@@ -184,7 +184,6 @@ def train(job: TrainJob, ranks: Ranks | None = None) -> FitResult:
 
 
 def _prepare(job: TrainJob, graph: Graph, group: RankGroup, metrics: MetricsLog) -> Fit:
-    """Make task, model and loaders, and restore the checkpoint when resuming. Collective."""
     settings, manifest = job.settings, graph.manifest
     target = group.agree(lambda: pick_target(graph, settings.target, settings.task))
     task = _task(settings, graph, target, group)
@@ -203,7 +202,6 @@ def _prepare(job: TrainJob, graph: Graph, group: RankGroup, metrics: MetricsLog)
 
 
 def _task(settings: TrainSettings, graph: Graph, target: Target, group: RankGroup) -> Task:
-    """Make the task. Rank 0 prints its kind, and why it was chosen. Collective."""
     task: Task
     if isinstance(target, str):
         task, why = node_task(graph, target, settings.task, _splits(graph, target), group)

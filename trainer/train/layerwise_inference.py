@@ -78,7 +78,6 @@ class NodeShares:
 
 
 def _ranges(offsets: Sequence[int], layout: RankLayout) -> Iterator[NodeRange]:
-    """Yield the non-empty node ranges of all parts and ranks, in ascending order."""
     counts = [0] * layout.world_size
     for part_id, (first, last) in enumerate(zip(offsets, offsets[1:], strict=False)):
         # If no rank runs on a host of the part, another rank computes its nodes.
@@ -285,7 +284,6 @@ class WholeGraph:
         return NodeChunk({other: found.nodes[other].ids for other in need.sources}, blocks, num_dst)
 
     def _edge_rows(self, found: SampledSubgraph, need: LayerNeed) -> dict[EdgeType, Tensor]:
-        """Fetch the edge features, float32 [e, d], of the edge types that have attribute ``edge_attr``."""
         name = self.edge_attr
         if name is None:
             return {}
@@ -300,7 +298,6 @@ class WholeGraph:
         return self.weight if any(self.weight in specs[of].attrs for of in need.edge_types) else None
 
     def _features(self, chunk: NodeChunk) -> HeteroBatch:
-        """Fetch original ids and features of a chunk's nodes, as the batch that ``LayerStack.begin`` takes."""
         specs = self.graph.manifest.nodes
         wanted = [
             RowRequest(of, ids, ("orig_id", "x") if "x" in specs[of].attrs else ("orig_id",))
@@ -322,7 +319,6 @@ class WholeGraph:
         return torch.from_numpy(np.asarray(rows["in_degree"]))
 
     def _chunks(self, of: NodeType, need: LayerNeed) -> Iterator[Ids]:
-        """Cut this rank's nodes into chunks with a bounded number of nodes and edges, in the order of their rows."""
         ending = [edge_type for edge_type in need.edge_types if edge_type[2] == of]
         for piece in self.shares[of].own(self.group.rank):
             cost = 1 / self.nodes_at_once + self._degrees(piece, of, ending) / (self.nodes_at_once * EDGES_PER_NODE)
@@ -349,7 +345,6 @@ class WholeGraph:
         return degrees
 
     def _file(self, name: str, count: int, width: int) -> Array:
-        """Make an array in a memory-mapped file."""
         if count * width == 0:
             return np.empty((count, width), np.float32)
         return np.lib.format.open_memmap(

@@ -122,7 +122,6 @@ class LinkEmbeddings:
 
 @torch.no_grad()
 def _projected(rows: LayerRows, projection: nn.Linear, path: Path, group: RankGroup) -> LayerRows:
-    """Apply ``projection`` to all own rows. The result is memory-mapped from ``path``."""
     width = projection.out_features
     if not len(rows.values):
         return LayerRows(rows.shares, np.empty((0, width), np.float32))

@@ -153,7 +153,6 @@ def _write(writer: Any, scalars: Iterable[tuple[str, float]], step: int, t: floa
 
 
 def _scalars(tree: MetricsLine, above: str) -> Iterator[tuple[str, float]]:
-    """Yield (path, value) for each metric of a metrics line, except those in ``by_host``."""
     for key, value in tree.items():
         if key in _POSITION or key == "by_host":
             continue

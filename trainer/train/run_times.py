@@ -276,9 +276,9 @@ def _files(folder: Path) -> list[Path]:
 
 
 def _lines(path: Path) -> Iterator[MetricsLine]:
-    """Yield the lines that are valid JSON. The last line of a file may be incomplete."""
     with path.open(encoding="utf-8", errors="replace") as file:
         for text in file:
+            # The last line of a file may be incomplete.
             try:
                 line = json.loads(text)
             except ValueError:
@@ -288,7 +288,6 @@ def _lines(path: Path) -> Iterator[MetricsLine]:
 
 
 def _is_timed(line: MetricsLine) -> bool:
-    """Return whether a metrics line contains the seconds of a step by kind of work, and a number of batches."""
     spent, behind, traffic = line.get("spent"), line.get("behind"), line.get("traffic")
     if not (isinstance(spent, Mapping) and isinstance(behind, Mapping) and isinstance(traffic, Mapping)):
         return False

@@ -51,8 +51,6 @@ class StartPosition:
 
 @dataclass(frozen=True)
 class _Rows:
-    """Sharded embedding rows, and their optimizer if the script saves it too."""
-
     embedding: ShardedEmbedding
     optimizer: Optimizer | None
 
@@ -74,7 +72,6 @@ class _Rows:
         return {of: [count, self.embedding.dim] for of, count in self.embedding.num_nodes.items()}
 
     def _groups(self) -> list[dict[str, Any]]:
-        """Return the options of the optimizer by parameter group, such as the learning rate."""
         groups = self.optimizer.param_groups if self.optimizer is not None else []
         return [{name: value for name, value in group.items() if name != "params"} for group in groups]
 

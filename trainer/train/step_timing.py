@@ -95,7 +95,6 @@ class StepTimes:
         return line
 
     def _spent(self, step_s: float) -> dict[str, float]:
-        """Return the seconds per step by kind of work (``KINDS``), which add up to ``step_s``."""
         spent = {kind: int(value / self.steps * 1e6) / 1e6 for kind, value in zip(KINDS, self.seconds, strict=True)}
         # All are rounded down to microseconds, and ``other`` gets the remainder.
         return spent | {"other": max(0.0, round(step_s - sum(spent.values()) + spent["other"], 6))}
@@ -210,7 +209,6 @@ class DeviceClock(HostClock):
         self._exchanges[self._phase] += seconds
 
     def _mark(self, event: Any) -> None:
-        """Append the time span of the current phase, which ends at the CUDA event ``event``."""
         self._spans.append((self._phase, self._last, event))
         self._last = event
 

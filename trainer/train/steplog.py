@@ -196,7 +196,6 @@ class StepLog:
             self._timer.enter(Phase.BACKWARD)
 
     def _new_cost(self) -> Cost | None:
-        """Return the cost of the batches made since the last call, or None without a loader."""
         if self._loader is None:
             return None
         before, self._cost = self._cost, self._loader.cost

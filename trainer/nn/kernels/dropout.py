@@ -96,7 +96,6 @@ def _signed(value: int) -> int:
 
 
 def _mix_tensor(value: Tensor) -> Tensor:
-    """Compute the uint64 hash ``rng.mix`` of each element of an int64 tensor."""
     for shift, factor in ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB)):
         value = (value ^ ((value >> shift) & (2 ** (64 - shift) - 1))) * _signed(factor)
     return value ^ ((value >> 31) & (2**33 - 1))

@@ -42,7 +42,6 @@ def run_rows(kernel: Callable[..., None], num_rows: int, *args: Any) -> None:
 
 @functools.cache
 def _pool(pid: int, threads: int) -> ThreadPoolExecutor:
-    """Return the thread pool of this process."""
     # ``pid`` is part of the cache key, as threads do not survive a fork.
     return ThreadPoolExecutor(threads, thread_name_prefix=f"rows-{pid}")
 

@@ -241,7 +241,6 @@ def _edge_dots(first: int, last: int, indptr: Any, indices: Any, grad: Any, x: A
 
 @njit()
 def _transpose(indptr: Any, indices: Any, num_src: int) -> Any:
-    """Group edges by source, with targets ascending within a source."""
     by_source = np.zeros(num_src + 1, np.int32)
     for e in range(len(indices)):
         by_source[indices[e] + 1] += 1

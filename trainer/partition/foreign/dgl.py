@@ -121,7 +121,6 @@ class _Partition:
         return ids
 
     def _keys(self, of: NodeType | EdgeType) -> tuple[str, ...]:
-        """Return the names that DGL's files may have for a type."""
         if not self.hetero:
             return ("_N",) if isinstance(of, str) else ("_N:_E:_N", "_E")
         return (of,) if isinstance(of, str) else (":".join(of),)
@@ -230,7 +229,6 @@ def _one(tensors: Tensors, keys: Sequence[str], path: Path) -> Array:
 
 
 def _reordered(values: Array, original: Ids | None) -> Array:
-    """Reorder ``values`` from the order of DGL's ids to that of original ids. ``original``: the original id of each."""
     if original is None:
         return values
     result = np.empty_like(values)
@@ -239,7 +237,6 @@ def _reordered(values: Array, original: Ids | None) -> Array:
 
 
 def _configs(folder: Path) -> list[Path]:
-    """Return the partition configs in a folder: JSON files with id ranges of parts."""
     found = []
     for path in sorted(folder.glob("*.json")):
         try:

@@ -34,7 +34,6 @@ class _Chunks:
     delimiter: str = ","
 
     def read(self, path: Path) -> Array:
-        """Return the rows in one file. Raises ``DataError``."""
         try:
             if self.kind == "csv":
                 return _read_csv(path, self.delimiter)
@@ -123,7 +122,6 @@ class _Graph:
         return _Chunks(tuple(self._located(path) for path in paths), form["name"], form.get("delimiter", ","))
 
     def _located(self, path: str) -> Path:
-        """Return the path of a file, relative to the folder or found by its last path components."""
         there = self.folder / path
         if there.exists():
             return there
@@ -150,7 +148,6 @@ def _read_csv(path: Path, delimiter: str) -> Array:
 
 
 def _read_parquet(path: Path) -> Array:
-    """Return the rows of a Parquet file, [rows, columns], or in the shape that its metadata gives."""
     try:
         import duckdb
     except ImportError:
@@ -182,7 +179,6 @@ def _read_metadata(folder: Path) -> Mapping[str, Any]:
 
 
 def _assignment_folder(folder: Path) -> Path | None:
-    """Return the folder with the output of a partition algorithm of DGL, or None. Raises ``DataError`` for several."""
     found = (
         [folder] if (folder / PARTITION).is_file() else sorted(path.parent for path in folder.glob(f"*/{PARTITION}"))
     )

@@ -118,12 +118,10 @@ class _Stream:
         return {self._text(): self._tensor() for _ in range(self.count())}
 
     def skip_meta_graph(self) -> None:
-        """Skip the graph whose nodes are node types and whose edges are edge types."""
         self.expect(_META_GRAPH, "a graph of types")
         self._compressed()
 
     def unit_graph(self) -> tuple[Array, Array]:
-        """Read the edges of one type: sources and targets, in order of edge ids."""
         self.expect(_UNIT_GRAPH, "the edges of a type")
         saved, _ = self.number("q"), self.number("q")
         codes = saved & 0xFFFFFFFF if saved >> 32 else {1: _COO_CODE, 2: _CSR_CODE, 3: _CSC_CODE}.get(saved, 0)
@@ -153,7 +151,6 @@ class _Stream:
         return self._by_id(rows, ids), self._by_id(columns, ids)
 
     def _by_id(self, values: Array, ids: Array) -> Array:
-        """Return ``values`` sorted by their edge ids ``ids``; unchanged if ``ids`` is empty."""
         if not len(ids):
             return values
         if ids.shape != values.shape or not np.array_equal(np.sort(ids), np.arange(len(values))):
@@ -163,7 +160,6 @@ class _Stream:
         return ordered
 
     def _compressed(self) -> tuple[Array, Array]:
-        """Read a compressed sparse matrix: row and column of each entry, in order of edge ids."""
         self.expect(_CSR, "a compressed matrix")
         self.take(16)  # numbers of columns and rows
         indptr, indices, ids = (self._tensor().values for _ in range(3))

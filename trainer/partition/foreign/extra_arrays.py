@@ -108,7 +108,6 @@ def _beside(folder: Path) -> Iterator[ExtraFile]:
 
 
 def _numbered(folder: Path) -> tuple[Path, ...]:
-    """Return the files partition0.pt, partition1.pt, … of a folder in order of their numbers."""
     found = {}
     for path in folder.glob("*.pt"):
         if match := re.fullmatch(r"(?:partition|part)_?(\d+)\.pt", path.name):

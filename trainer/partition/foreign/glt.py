@@ -93,7 +93,6 @@ class _Partition:
         return {name: RawArray(assembled(pieces, count, what, self.arrays), first[1].place, first[1].bfloat16)}
 
     def _feature_chunks(self, group: str, part_id: int, of: NodeType | EdgeType) -> Iterator[tuple[Array, RawArray]]:
-        """Yield (ids, rows) of each chunk of a part's features; nothing if the part has none."""
         folder = self._typed(self.folder / f"part{part_id}" / group, of)
         if (folder / "feats.pkl").exists():
             rows, ids = (load_pickled_tensors(folder / f"{name}.pkl") for name in ("feats", "ids"))

@@ -193,7 +193,6 @@ def _present(content: Mapping[str, Any], key: str) -> dict[str, Any]:
 
 
 def _starts(counts: Mapping[NodeType, int]) -> dict[NodeType, int]:
-    """Return for each type the number of nodes of all types before it."""
     ends = np.cumsum([0, *counts.values()])
     return {of: int(start) for of, start in zip(counts, ends, strict=False)}
 

@@ -36,8 +36,6 @@ _FANOUT_LIMIT = 1 << 31
 
 
 class _RecordWriter:
-    """Collects the numbers of a message's records, and the names and arrays to which they refer."""
-
     def __init__(self) -> None:
         self.table = TableWriter()
         self._numbers: list[int] = []
@@ -60,7 +58,6 @@ class _RecordWriter:
         self.arrays(*rows.values())
 
     def rounded(self, of: AnyType, rows: Columns, form_of: FormOf) -> None:
-        """Add arrays and their names, rounded to the dtype that ``form_of`` returns, and a mark for each."""
         self.names(rows)
         for name, column in rows.items():
             mark, arrays = rounded(name, column, form_of(of, name))
@@ -122,7 +119,6 @@ class _RecordReader:
         return {name: restored(self.number(), arrays) for name in self.names()}
 
     def _each_once(self) -> Iterator[Array]:
-        """Read indices and yield their arrays. The indices must ascend strictly."""
         # Restoring one array many times could take much more memory than the message.
         while True:
             place = self.number()
@@ -376,7 +372,6 @@ def _check_subgraph(subgraph: SampledSubgraph, work: BatchWork) -> None:
 
 
 def _check_rows(subgraph: SampledSubgraph, rows: Mapping[AnyType, Columns], work: BatchWork) -> int:
-    """Check that the reply has the requested attributes of all nodes and edges. Returns their number."""
     found: dict[AnyType, Ids] = {of: nodes.ids for of, nodes in subgraph.nodes.items()}
     found |= {of: edges.edge for of, edges in subgraph.edges.items() if edges.edge is not None}
     for of, ids in found.items():
@@ -385,10 +380,6 @@ def _check_rows(subgraph: SampledSubgraph, rows: Mapping[AnyType, Columns], work
 
 
 def _check_labels(labels: Columns, work: BatchWork) -> int:
-    """Check that the reply has the requested labels of all seeds.
-
-    Returns the number of seeds; 0 if no labels were requested.
-    """
     of, names = work.labels
     number = len(work.seeds.nodes[of]) if names else 0
     _check_columns(of, labels, names, number)

@@ -224,8 +224,6 @@ def head_of(frames: Sequence[Any]) -> Message | None:
 
 @dataclass(frozen=True)
 class _ArrayHeader:
-    """The descriptor of an array in a received message."""
-
     dtype: np.dtype[Any]
     shape: list[int]
     size: int  #: bytes of the array

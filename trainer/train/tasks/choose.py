@@ -88,8 +88,6 @@ def _task(
 
 
 def _check_each(labels: Sequence[SeedLabels], check: Callable[[SeedLabels], None], group: RankGroup) -> None:
-    """Check the labels of every split. Raises on all ranks if the check raises on one. Collective."""
-
     def all_splits() -> None:
         for each in labels:
             check(each)

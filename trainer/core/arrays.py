@@ -16,7 +16,6 @@ Columns = Mapping[str, Array]  #: attribute name -> [n, …], one row per node o
 
 
 def read_only(array: Array) -> Array:
-    """Return a read-only view of ``array``."""
     # Numba compiles a kernel once per combination of read-only and writable arguments; memory maps are read-only.
     view = array.view()
     view.flags.writeable = False

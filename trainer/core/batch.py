@@ -30,7 +30,6 @@ class Block:
         return len(self.indptr) - 1
 
     def to(self, device: torch.device, non_blocking: bool = False) -> Block:
-        """Copy the block to ``device``."""
         indptr, indices = (part.to(device, non_blocking=non_blocking) for part in (self.indptr, self.indices))
         attr = None if self.edge_attr is None else self.edge_attr.to(device, non_blocking=non_blocking)
         # torch_geometric's ``Data.to`` calls this method too.
@@ -102,7 +101,7 @@ class Batch:
     links: LinkEnds | None = None  #: in link prediction; seeds are then links, and ``y`` is None
 
     def to(self, device: torch.device, non_blocking: bool = False) -> Batch:
-        """Return the batch with all tensors on ``device``, and with the rows of all nodes in ``x``."""
+        """Return the batch with all tensors on ``device``. ``x`` gets the rows of all nodes."""
         if device.type == "cpu" and self.kept is None:
             return self
 
@@ -146,7 +145,7 @@ class HeteroBatch:
     links: LinkEnds | None = None  #: in link prediction; seeds are then links, and ``y`` is None
 
     def to(self, device: torch.device, non_blocking: bool = False) -> HeteroBatch:
-        """Return the batch with all tensors on ``device``, and with the rows of all nodes in ``x``."""
+        """Return the batch with all tensors on ``device``. ``x`` gets the rows of all nodes."""
         if device.type == "cpu" and not self.kept:
             return self
 

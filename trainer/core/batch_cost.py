@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 
 class FromHost(NamedTuple):
-    """Bytes received from one other host while making batches, and numbers of gathered rows that the host owns."""
+    """Bytes received from one other host for batches, and numbers of gathered rows that this host owns."""
 
     remote_bytes: int = 0  #: bytes received from the other host
     remote_rows: int = 0  #: gathered rows that the other host owns: received, cached or held
@@ -61,7 +61,7 @@ class Cost:
         return reduce(operator.add, costs, cls())
 
     def of_host(self, node_rank: int) -> Cost:
-        """Return a copy whose ``by_host`` attributes all remote bytes and rows to the host with this node rank."""
+        """Return a copy with all remote bytes and rows attributed to one host."""
         mine = FromHost(self.remote_bytes, self.remote_rows, self.cached_rows, self.held_rows)
         return replace(self, by_host=ByHost({node_rank: mine}))
 
@@ -95,8 +95,6 @@ class CostMeter:
 
 
 class CostSum:
-    """A sum of costs to which several threads may add."""
-
     def __init__(self) -> None:
         self._lock, self.sum = threading.Lock(), Cost()
 

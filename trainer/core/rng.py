@@ -64,12 +64,10 @@ def fraction(z: Any) -> Any:
 
 
 def fractions(z: Any) -> npt.NDArray[np.float64]:
-    """Apply ``fraction`` to an array of uint64. For use outside compiled kernels."""
     return np.asarray(z >> _S11, np.float64) / 9007199254740992.0
 
 
 def hashed(z: Any) -> Any:
-    """Apply ``mix`` to a numpy uint64 or an array of uint64. For use outside compiled kernels."""
     with np.errstate(over="ignore"):
         return mix.py_func(z)
 

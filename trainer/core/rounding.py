@@ -60,7 +60,7 @@ def rounds(name: str, dtype: npt.DTypeLike, shape: tuple[int, ...], form: WireRo
 
 
 def row_bytes(name: str, dtype: npt.DTypeLike, shape: tuple[int, ...], form: WireRows) -> int:
-    """Return the bytes that one row of an attribute, ``dtype`` [n, …], takes in an answer that requests ``form``."""
+    """Return the bytes that one row of an attribute, ``dtype`` [n, …], takes when sent in ``form``."""
     return _row_bytes(np.dtype(dtype), shape, form if rounds(name, dtype, shape, form) else "stored")
 
 
@@ -103,7 +103,6 @@ def to_float16(rows: Array) -> Array:
 
 
 def from_float16(rows: Array, dtype: npt.DTypeLike) -> Array:
-    """Convert float16 rows to ``dtype`` [n, …]."""
     return slabs.cast(rows, dtype)
 
 

@@ -42,7 +42,7 @@ def wire_device(group: Any = None) -> torch.device:
 
 @dataclass(frozen=True)
 class Route:
-    """The ids that this rank requests from each rank, and the ids that each rank requests from this one."""
+    """The ids that this rank requests from each rank, and the ids that each rank requests from this rank."""
 
     order: Tensor  #: int64 [n], positions in this rank's request, sorted by owner
     counts: tuple[int, ...]  #: [ranks], number of ids requested from each owner

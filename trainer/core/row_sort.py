@@ -41,7 +41,6 @@ class Column:
 
     @classmethod
     def of(cls, values: Array) -> Column:
-        """Return the column whose values are the rows of ``values``."""
         return cls(values.dtype, values.shape[1:])
 
 

@@ -59,11 +59,10 @@ class Slabs:
 
     @property
     def free_bytes(self) -> int:
-        """Total size of the free slabs in bytes."""
+        """Total bytes of the free slabs."""
         return sum(len(one.memory) for one in tuple(self._free))
 
     def empty(self, shape: tuple[int, ...], dtype: npt.DTypeLike) -> Array:
-        """Allocate an uninitialised array, as ``np.empty`` does."""
         kind = np.dtype(dtype)
         size = math.prod(shape) * kind.itemsize
         if size < LARGE:
@@ -134,19 +133,18 @@ _pinned = Slabs(make=_page_locked)
 
 
 def cast(array: Array, dtype: npt.DTypeLike) -> Array:
-    """Copy an array to ``dtype`` in C order, as ``array.astype(dtype, order="C")`` does."""
+    """Return ``array.astype(dtype, order="C")`` in reused memory."""
     out = empty(array.shape, dtype)
     np.copyto(out, array, casting="unsafe")
     return out
 
 
 def empty(shape: tuple[int, ...] | int, dtype: Any) -> Array:
-    """Allocate an uninitialised array, as ``np.empty`` does. Large arrays use slabs of this process."""
+    """Allocate an uninitialised array, as ``np.empty`` does. Large arrays reuse freed memory."""
     return _slabs.empty((shape,) if isinstance(shape, int) else shape, dtype)
 
 
 def glibc() -> ctypes.CDLL | None:
-    """Return the C library if it is glibc, else None."""
     if not sys.platform.startswith("linux"):
         return None
     libc = ctypes.CDLL(None)

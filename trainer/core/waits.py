@@ -40,8 +40,6 @@ _OTHER_RANK = re.compile(r"rank (\d+) \(node\d+, ")  # RankGroup.agree: the erro
 
 @dataclass(frozen=True)
 class Wait:
-    """A wait that has timed out."""
-
     of: str  #: what was waited for: ``ranks``, ``server`` or ``threads`` (the sampler threads of this process)
     seconds: float
     request: str = ""  #: kind of the request to a graph server

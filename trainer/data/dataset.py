@@ -22,8 +22,6 @@ _ROWS_AT_ONCE = 1 << 16  #: rows that are checked together, so that memory-mappe
 
 @dataclass(frozen=True)
 class NodeData:
-    """The nodes of one type."""
-
     num_nodes: int
     attrs: Mapping[str, Array] = field(default_factory=dict)  #: name -> [num_nodes, …], such as `x` and `y`
     splits: Mapping[str, Ids] = field(default_factory=dict)  #: name -> node ids, in the order of the source
@@ -33,8 +31,6 @@ class NodeData:
 
 @dataclass(frozen=True)
 class EdgeData:
-    """The edges of one type."""
-
     edge_index: Array  #: int32|int64 [2, E]; row 0: sources, row 1: targets; messages flow from source to target
     attrs: Mapping[str, Array] = field(default_factory=dict)  #: name -> [E, …]: features, weights, times
     bfloat16: frozenset[str] = frozenset()  #: attributes stored as uint16 with the bits of bfloat16
@@ -63,12 +59,10 @@ class Dataset:
 
     @property
     def num_nodes(self) -> int:
-        """Number of nodes of all types."""
         return sum(data.num_nodes for data in self.nodes.values())
 
     @property
     def num_edges(self) -> int:
-        """Number of edges of all types."""
         return sum(data.num_edges for data in self.edges.values())
 
 
@@ -160,7 +154,7 @@ def check_time(values: Array, bfloat16: bool, where: str) -> Array:
 
 
 def class_label_problem(y: Array) -> str:
-    """Return the reason why ``y`` is not one class label per node, or '' if it is."""
+    """Return why ``y`` is not one class label per node, or '' if it is."""
     if y.ndim != 1 and y.shape[1:] != (1,):
         return f"its shape is {list(y.shape)}"
     if y.dtype.kind == "c":

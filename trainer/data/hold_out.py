@@ -26,8 +26,6 @@ _REVERSE = "rev_"
 
 
 class HoldOut(Protocol):
-    """Dataset options for holding out links."""
-
     @property
     def hold_out(self) -> str | None: ...
     @property

@@ -15,7 +15,7 @@ SPLIT_SUFFIXES = ("_idx", "_mask")
 
 @dataclass(frozen=True)
 class RawArray:
-    """One array as read from a dataset's source, and where it was read from."""
+    """One array of a dataset's source, and where it was read from."""
 
     values: Array
     place: str  #: file, or file and name within it, for messages
@@ -50,13 +50,13 @@ class RawGraph:
 
     @property
     def node_types(self) -> tuple[NodeType, ...]:
-        """Every node type that has a stated number of nodes, arrays, or edges, in this order."""
+        """All node types for which the source states a number of nodes, arrays, or edges."""
         ends = [end for source, _, target in self.edges for end in (source, target)]
         return tuple(dict.fromkeys([*self.num_nodes, *self.nodes, *ends]))
 
 
 def split_prefix(name: str) -> str | None:
-    """Return the name of the split in an array's name (``train`` for ``train_idx`` and ``train_mask``), or None."""
+    """Return the split in an array's name (``train`` for ``train_idx`` and ``train_mask``), or None."""
     suffix = next((suffix for suffix in SPLIT_SUFFIXES if name.endswith(suffix)), None)
     return name.removesuffix(suffix) if suffix else None
 

@@ -66,8 +66,6 @@ class OpenedGraph(Protocol):
 
 @dataclass(frozen=True)
 class FilledCache:
-    """The result of filling a host's cache."""
-
     prediction: Prediction
     seconds: float  #: seconds spent on presampling batches and fetching rows
 
@@ -109,7 +107,6 @@ def cache_rows(
     graph: OpenedGraph, fanouts: Sequence[int] | Mapping[EdgeType, Sequence[int]], split: str, batch_size: int,
     size: str, node_type: NodeType | None, replace: bool, attrs: Mapping[NodeType, Sequence[str]] | None,
 ) -> Prediction | None:  # fmt: skip
-    """Implement ``Graph.cache_rows``."""
     ranks = RankGroup.of_process(graph.ranks)
     plan, limit = ranks.agree(
         lambda: (_plan(graph, fanouts, split, batch_size, node_type, replace, attrs), CacheSize.parse(size))

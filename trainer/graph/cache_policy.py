@@ -57,16 +57,12 @@ class BatchPlan:
 
 @dataclass(frozen=True)
 class PresampledStep:
-    """A batch that was sampled without gathering its rows."""
-
     requests: tuple[RowRequest, ...]
     sampling_bytes: int  #: bytes received from other hosts while sampling
 
 
 @dataclass(frozen=True)
 class RowCounts:
-    """How often each row of one node type is requested."""
-
     ids: Ids  #: int64 [n] global ids, ascending
     counts: npt.NDArray[np.int64]  #: int64 [n], at least 1
 
@@ -99,7 +95,7 @@ class CachedColumns:
 
 @dataclass(frozen=True)
 class Prediction:
-    """The bytes that a rank is expected to receive from other hosts in an epoch, with the cache and without."""
+    """The bytes that a rank is expected to receive in an epoch, with the row cache and without."""
 
     steps: int
     presampled: int  #: number of presampled steps of epoch 1; if all, the prediction of epoch 1 is exact
@@ -143,7 +139,7 @@ def presample(access: CountedAccess, plan: BatchPlan) -> list[PresampledStep]:
 
 
 def counted_steps(steps: Sequence[PresampledStep], plan: BatchPlan) -> Sequence[PresampledStep]:
-    """Return the presampled steps whose requests are counted: all if they cover an epoch, else the first two thirds."""
+    """Return the presampled steps whose requests are counted: all of an epoch, else the first two thirds."""
     # ``predict`` extrapolates from the last third, for which the cache must not be chosen.
     return steps if len(steps) >= plan.order.num_steps else steps[: len(steps) - _third(steps)]
 
@@ -163,7 +159,7 @@ def count_remote_rows(
 
 
 def count_rows(steps: Sequence[PresampledStep], name: str) -> dict[NodeType, RowCounts]:
-    """Count how often ``steps`` request the column ``name`` of each node, whichever host owns the node."""
+    """Count how often ``steps`` request the column ``name`` of each node."""
     requested: dict[NodeType, list[Ids]] = defaultdict(list)
     for request in (request for step in steps for request in step.requests if name in request.attrs):
         if isinstance(request.of, str):
@@ -210,13 +206,12 @@ def _first_others(ranges: Sequence[tuple[int, int]], known: Ids, count: int) -> 
 
 
 def remote_ranges(store: PartStore, of: NodeType) -> list[tuple[int, int]]:
-    """Return the ranges of global ids of the nodes in parts of other hosts, ascending."""
     book = store.books[of]
     return [book.range_of(part) for part in range(book.num_parts) if part not in store.parts]
 
 
 def budget_of(size: CacheSize, store: PartStore, row_bytes: Mapping[NodeType, int]) -> int:
-    """Return the size of the cache in bytes. A ``size`` given as a share is a share of all rows of other hosts."""
+    """Return the size of the cache in bytes. A share means a share of all rows of other hosts."""
     if size.bytes is not None:
         return size.bytes
     here = {of: [store.books[of].range_of(part) for part in store.parts] for of in row_bytes}

@@ -30,8 +30,6 @@ def as_tensor(values: Array, spec: AttrSpec) -> Tensor:
 
 
 class Movable(Protocol):
-    """A batch, or a part of a batch, that can be moved to a device."""
-
     def to(self, device: torch.device, non_blocking: bool = False) -> Any: ...
 
 
@@ -53,7 +51,6 @@ class DeviceRows:
 
 
 def feed(device: torch.device) -> Callable[[B], B]:
-    """Return a function that moves a batch to ``device``."""
     if device.type != "cuda":
         return lambda batch: batch.to(device)
     slabs.use_pinned()
@@ -87,7 +84,6 @@ class CudaFeed:
 
 
 def tensors_of(value: Any) -> Iterator[Tensor]:
-    """Yield all tensors in nested dataclasses, dicts, lists and tuples."""
     if isinstance(value, Tensor):
         yield value
     elif is_dataclass(value) and not isinstance(value, type):

@@ -31,7 +31,6 @@ def open_any(
     node_rank: int | None = None, key_file: str | Path | None = None, deadline: float = 120.0,
     environ: Mapping[str, str] = os.environ,
 ) -> Graph:  # fmt: skip
-    """Implement ``gnnfleet.open``."""
     if path is not None:
         _check_path(path)
     report_uncaught(environ)

@@ -98,7 +98,7 @@ class Graph:
 
     @property
     def near_parts(self) -> tuple[int, ...]:
-        """Parts that are opened in this process. In a client, these are the parts of its home server."""
+        """Parts opened in this process, or in a client the parts of its home server."""
         return self.gateway.home.parts if self.gateway else tuple(self.store.parts)
 
     def sampler(
@@ -127,7 +127,7 @@ class Graph:
         return max(threads, 2) if self.store.larger_than_memory else threads
 
     def patience(self, deadline: float, num_requests: int) -> float:
-        """Return the seconds after which a batch that makes ``num_requests`` consecutive requests has timed out."""
+        """Return the time limit in seconds of a batch that makes ``num_requests`` consecutive requests."""
         return (deadline + (self.gateway.server_wait if self.gateway else 0.0)) * num_requests
 
     @property
@@ -316,7 +316,6 @@ def open_client(
 def connect_servers(
     endpoints: str | Sequence[str] | None, key: str | Path | None, ranks: Ranks, *, deadline: float, name: str,
 ) -> Graph:  # fmt: skip
-    """Implement ``gnnfleet.connect``."""
     keys = None if key is None else read_key_file(Path(key).expanduser())
     named = endpoints or (keys.endpoints if keys else ())
     endpoint_list = list(named) if isinstance(named, Sequence) and not isinstance(named, str) else [named]

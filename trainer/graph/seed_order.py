@@ -63,7 +63,7 @@ class SeedOrder:
         return self.order(epoch)[:]
 
     def order(self, epoch: int) -> EpochOrder:
-        """Return the order of the seeds in an epoch. Slices of the result are arrays of positions in the seed list."""
+        """Return the order of the seeds in an epoch. Its slices are arrays of positions in the seed list."""
         if not self.shuffle:
             return InOrder(self.num_seeds)
         key = batch_key(self.seed, self.stream, epoch, -1)
@@ -117,7 +117,6 @@ class RankLayout:
 
     @classmethod
     def from_cluster(cls, cluster: Cluster) -> RankLayout:
-        """Return the layout that ``cluster.json`` describes."""
         return cls(sum(len(node.ranks) for node in cluster.nodes), cluster.ranks_of_part())
 
     def table(self) -> npt.NDArray[np.int64]:
@@ -128,8 +127,6 @@ class RankLayout:
 
 @dataclass(frozen=True)
 class SeedShare:
-    """The seeds of one rank in one global batch."""
-
     step: int
     key: int  #: uint64 of (seed, stream, epoch, step)
     global_seeds: int  #: seeds of all ranks in this step
@@ -140,8 +137,6 @@ class SeedShare:
 
 @dataclass(frozen=True)
 class GlobalBatch:
-    """The seeds of all ranks in one step."""
-
     step: int
     key: int  #: uint64 of (seed, stream, epoch, step)
     positions: Ids  #: int64 [n] positions in the seed list
@@ -155,7 +150,6 @@ class GlobalBatch:
 
 
 def global_batches(order: SeedOrder, epoch: int, first_step: int = 0) -> Iterator[GlobalBatch]:
-    """Yield the seeds of all ranks for every step of an epoch."""
     positions = order.order(epoch)
     for step in range(first_step, order.num_steps):
         yield GlobalBatch(step, order.key(epoch, step), order.step(positions, step))

@@ -120,11 +120,10 @@ class BlockLoader(ABC):
         return shares(self.order, self._part_of, self.rank, self.layout, epoch, first_step)
 
     def load(self, share: SeedShare) -> AnyBatch:
-        """Make the batch for this rank's seeds of one step."""
         return self._batch(share, self.sample(share))
 
     def sample(self, share: SeedShare) -> SampledBatch:
-        """Return the subgraph and the attributes for this rank's seeds of one step, as numpy arrays."""
+        """Return the subgraph and attributes of this rank's seeds of one step, as numpy arrays."""
         return self.sampler.sample(self._seed_set(share), share.key)
 
     def requests(self, epoch: int) -> Iterator[list[RowRequest]]:
@@ -249,7 +248,6 @@ class BatchLoader(BlockLoader):
 
 
 def sampling_of(graph: Graph, settings: LoaderSettings) -> SampleSettings:
-    """Return the sampler's settings for the bundled trainer."""
     given = settings.fanouts
     every = {of: tuple(given) for of in graph.manifest.edges} if not isinstance(given, Mapping) else dict(given)
     time = None
@@ -293,7 +291,6 @@ def edge_attrs(manifest: Manifest, name: str) -> dict[EdgeType, AttrSpec]:
 
 
 def edge_rows(rows: Array, spec: AttrSpec) -> Tensor:
-    """Convert stored edge features [e] or [e, d] to float32 [e, d]."""
     return as_tensor(np.ascontiguousarray(rows), spec).float().reshape(len(rows), -1)
 
 

@@ -28,14 +28,12 @@ class EdgeEndpoints(Protocol):
         ...
 
     def add_to(self, digest: Any) -> None:
-        """Add the edges to a ``hashlib`` object. Ranks of one run compare their edges by digest."""
+        """Add the edges to a ``hashlib`` object."""
         ...
 
 
 @dataclass(frozen=True)
 class HeldEndpoints:
-    """The ends of edges in memory."""
-
     src: Array  #: int32|int64 [E] original ids
     dst: Array  #: int32|int64 [E]
 
@@ -53,8 +51,6 @@ class HeldEndpoints:
 
 @dataclass(frozen=True)
 class StoredEndpoints:
-    """The ends of all edges of a type, requested from the hosts that store them."""
-
     graph: Graph
     edge_type: EdgeType
 

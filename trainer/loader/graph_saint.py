@@ -229,7 +229,6 @@ class GraphSAINTSampler(PyGLoader):
             yield replace(share, key=self.key(epoch, int(share.positions[0])))
 
     def key(self, epoch: int, number: int) -> int:
-        """Return the random key of one subgraph."""
         return batch_key(self.options.seed, OTHER_STREAM, epoch, number)
 
     def part_of(self, positions: Ids) -> Ids:

@@ -25,8 +25,6 @@ _NONE = np.empty(0, np.int64)
 
 @dataclass(frozen=True)
 class LinkBlockSettings:
-    """Settings of ``LinkBlockLoader`` besides ``LoaderSettings``."""
-
     negatives: int  #: negative targets per step; a target type with fewer nodes gives each of its nodes once
     hide: bool  #: leave the links of the global batch, and their reverses, out of the sampled edges
 

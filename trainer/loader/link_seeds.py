@@ -41,7 +41,6 @@ class LinkInputs:
         return len(self.ends)
 
     def digest(self) -> str:
-        """Return a digest of the links, which ranks compare."""
         total = hashlib.sha256(f"{self.edge_type} {len(self)}".encode())
         self.ends.add_to(total)
         for array in (self.times, None if self.label is None else as_array(self.label)):

@@ -35,7 +35,6 @@ class NegativeRule:
 
     @property
     def most(self) -> int:
-        """Return the largest number of negatives that a positive can have."""
         return math.ceil(self.amount)
 
     def owners(self, places: Ids, global_size: int) -> tuple[Ids, Ids]:

@@ -19,8 +19,6 @@ from trainer.graph.open import Graph
 
 @dataclass(frozen=True)
 class TypeInputs:
-    """The seeds of one node type."""
-
     nodes: Ids  #: int64 [n] global ids
     input_id: Ids | None  #: int64 [n] ids that batches report; None: the seeds' positions
     times: Ids | None = None  #: int64 [n], if given by the caller
@@ -52,7 +50,6 @@ class NodeInputs:
         return found
 
     def digest(self) -> str:
-        """Return a digest of the seeds, which ranks compare."""
         total = hashlib.sha256()
         for of, inputs in self.of.items():
             total.update(f"{of} {len(inputs.nodes)}".encode())

@@ -123,11 +123,11 @@ class RankLoader(ABC):
 
     @abstractmethod
     def work(self, share: SeedShare) -> Any:
-        """Make a batch, in a sampler thread. Raises ``ServiceError``."""
+        """Make a batch. Runs in a sampler thread. Raises ``ServiceError``."""
 
     @abstractmethod
     def finish(self, made: Any) -> Any:
-        """Complete a batch that ``work`` made, in the thread that iterates over the loader."""
+        """Complete a batch that ``work`` made. Runs in the iterating thread."""
 
     @property
     @abstractmethod
@@ -143,12 +143,11 @@ class RankLoader(ABC):
 
     @property
     def batch_size(self) -> int:
-        """Seeds per step and rank."""
         return self.options.batch_size
 
     @property
     def dataset(self) -> range:
-        """Positions of all inputs, over all ranks."""
+        """Positions of the inputs of all ranks."""
         return range(self.order.num_seeds)
 
     def __len__(self) -> int:
@@ -190,7 +189,7 @@ class RankLoader(ABC):
         return shares(self.order, self.part_of, self.rank, self.layout, epoch, first_step)
 
     def work_items(self, epoch: int, first_step: int) -> Iterator[Any]:
-        """Yield the argument of ``share`` for every step, in the thread that iterates over the loader."""
+        """Yield an argument of ``share`` for every step."""
         return self.shares(epoch, first_step)
 
     def share(self, item: Any) -> SeedShare:
@@ -219,8 +218,6 @@ class RankLoader(ABC):
 
 
 class PyGLoader(RankLoader):
-    """Yields for every step this rank's batch as ``Data`` or ``HeteroData``."""
-
     def __init__(
         self, graph: Graph, num_inputs: int, digest: str, settings: SampleSettings, attrs: Attrs,
         options: LoadOptions, output: OutputOptions, *, stream: int = OTHER_STREAM, rank: int | None = None,
@@ -252,7 +249,7 @@ class PyGLoader(RankLoader):
 
     @abstractmethod
     def annotate(self, data: Any, out: Output) -> None:
-        """Add attributes about the seeds, which are in ``out.metadata``, to a batch."""
+        """Add attributes about the seeds (``out.metadata``) to a batch."""
 
     def output(self, sampled: SampledBatch, seeded: BatchSeeds) -> Output:
         """Convert a subgraph to torch_geometric's sampler output, with metadata about the seeds."""

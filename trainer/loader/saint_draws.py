@@ -69,7 +69,6 @@ class SaintEdgeDraw:
         return np.unique(np.concatenate(self._drawn(key, count)[1:]))
 
     def edges(self, key: int, count: int) -> Ids:
-        """Draw ``count`` edges. Returns their original ids: int64 [count]."""
         return self._drawn(key, count)[0]
 
     def _drawn(self, key: int, count: int) -> tuple[Ids, Ids, Ids]:

@@ -57,8 +57,6 @@ def tensor_of(values: Array) -> torch.Tensor:
 
 @dataclass(frozen=True)
 class Neighbourhoods(SampledSubgraph):
-    """The union of the neighbourhoods of several roots, and a list of the nodes of each neighbourhood."""
-
     #: int32 [m] position of a node in the union; the first entries are the roots
     member: Positions = field(kw_only=True)
     root: Positions = field(kw_only=True)  #: int32 [m] index of the root whose neighbourhood has the member
@@ -346,7 +344,6 @@ class DistClusterLoader(PyGLoader):
         return self.clusters.part[positions]
 
     def shares(self, epoch: int, first_step: int = 0) -> Iterator[SeedShare]:
-        """Yield the clusters of this rank for every step, from ``first_step`` on."""
         # Split for the whole epoch, so that more clusters go to a rank on a host of their part.
         o, order = self.order, self.order.epoch(epoch)
         rank_of = split_step(self.part_of(order), self.layout)
@@ -364,7 +361,6 @@ class DistClusterLoader(PyGLoader):
         return BatchSeeds(SeedSet(nodes), None)
 
     def output(self, sampled: SampledBatch, seeded: BatchSeeds) -> Output:
-        """Convert a subgraph to torch_geometric's sampler output, with the edges in the order of ``sparse_format``."""
         out = super().output(sampled, seeded)
         for of in [None] if isinstance(out, SamplerOutput) else list(out.row):
             sort_edges(out, of, self.sparse_format == "csr")
@@ -375,13 +371,10 @@ class DistClusterLoader(PyGLoader):
 
 @dataclass(frozen=True)
 class ClusterMembers:
-    """The nodes of one type, grouped by the cluster they belong to."""
-
     nodes: Ids  #: int64 [N] global ids, by original id within a cluster
     begin: Ids  #: int64 [clusters + 1] where each cluster begins in ``nodes``
 
     def of(self, clusters: Ids) -> Ids:
-        """Return the nodes of the given clusters: int64 global ids."""
         pieces = [self.nodes[self.begin[c] : self.begin[c + 1]] for c in clusters]
         return np.concatenate([np.empty(0, np.int64), *pieces])
 
@@ -406,7 +399,6 @@ class Clusters:
         return cls(members, votes.argmax(1))
 
     def digest(self) -> str:
-        """Return a digest of the clusters, which ranks compare."""
         total = hashlib.sha256()
         for members in self.members.values():
             total.update(members.nodes.data)

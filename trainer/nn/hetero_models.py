@@ -124,7 +124,6 @@ def as_hetero(batch: Batch) -> HeteroBatch:
 
 
 def widths(need: LayerNeed, hidden: int) -> Mapping[NodeType, int]:
-    """Return ``hidden`` as the input width of each source node type of a layer."""
     return dict.fromkeys(need.sources, hidden)
 
 

@@ -66,6 +66,5 @@ def build_link_model(
 
 
 def link_facts(facts: GraphFacts, edge_type: EdgeType) -> GraphFacts:
-    """Return ``facts`` for a model that computes rows of both ends of links of ``edge_type``."""
     further = () if edge_type[0] == edge_type[2] else (edge_type[0],)
     return replace(facts, target=edge_type[2], further=further)

@@ -69,7 +69,6 @@ class BlockModel(nn.Module):
         return h + bias
 
     def seed_rows(self, batch: Batch) -> dict[NodeType, Tensor]:
-        """Return the output rows of the seeds, by node type."""
         return {HOMO_NODE: self(batch)}
 
 

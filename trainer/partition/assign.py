@@ -73,7 +73,6 @@ def made_by(manifest: Manifest) -> str:
 
 
 def fanouts_of(plain: Any) -> Fanouts:
-    """Convert fanouts from ``method_options`` to the form that the samplers accept."""
     if not isinstance(plain, Mapping):
         return tuple(plain)
     return {_edge_type(name): tuple(hops) for name, hops in plain.items()}

@@ -38,7 +38,6 @@ class JoinedNodes:
         return cls(starts, total)
 
     def split(self, values: Array) -> dict[NodeType, Array]:
-        """Split an array [total, …] into one view per type."""
         ends = [*list(self.starts.values())[1:], self.total]
         return {of: values[start:end] for (of, start), end in zip(self.starts.items(), ends, strict=True)}
 

@@ -39,7 +39,6 @@ class WeightedGraph:
 
     @property
     def weights(self) -> Array:
-        """The edge weights, or an empty array if all are 1."""
         return np.empty(0, np.int64) if self.edge_weight is None else self.edge_weight
 
 

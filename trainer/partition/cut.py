@@ -30,7 +30,6 @@ class Relabelling:
         return len(self.offsets) - 1
 
     def owned(self, part_id: int) -> Array:
-        """Return the original ids of a part's nodes, ascending."""
         return self.orig_id[self.offsets[part_id] : self.offsets[part_id + 1]]
 
 
@@ -86,12 +85,10 @@ class EdgeCut:
 
     @property
     def index_dtype(self) -> np.dtype[Any]:
-        """Dtype of the global ids of sources."""
         return np.dtype(id_dtype(len(self.source.orig_id)))
 
     @property
     def edge_dtype(self) -> np.dtype[Any]:
-        """Dtype of original edge ids."""
         return np.dtype(id_dtype(self.edge_index.shape[1]))
 
     def sorted_edges(self, attrs: Sequence[Array] = (), scratch: Scratch | None = None) -> Iterator[SortedRows]:
@@ -111,7 +108,6 @@ class EdgeCut:
             yield self.target.global_id[targets], [self.source.global_id[sources], orig_id, *values]
 
     def part_rows(self) -> Iterator[EdgeRows]:
-        """Yield the edges of each part, in order. All edges are in memory."""
         (group,) = self.sorted_edges()
         indices, orig_id = (column() for column in group.columns)
         offsets = self.offsets.tolist()

@@ -50,8 +50,6 @@ _LEAST_BYTES = 64 << 20  #: of memory for sorting
 
 @dataclass(frozen=True)
 class PartitionSpec:
-    """The arguments of ``make_partition``."""
-
     dataset: str  #: name of the dataset, see ``load_dataset``; or ``partition``: another partition folder
     folder: str  #: partition folder to write
     source: str | None = None  #: files or download folder of the dataset
@@ -217,14 +215,11 @@ def _notes_for_training(dataset: Dataset) -> Iterator[str]:
 
 
 def counts_text(dataset: Dataset) -> str:
-    """Return the numbers of nodes, edges and types of a graph as text."""
     nodes, edges = (f" of {len(types)} types" if dataset.hetero else "" for types in (dataset.nodes, dataset.edges))
     return f"{dataset.num_nodes:,} nodes{nodes}, {dataset.num_edges:,} edges{edges}"
 
 
 class StageTimer:
-    """Prints the seconds and the peak memory of each stage."""
-
     def __init__(self, say: Callable[[str], None]) -> None:
         self._say, self._since = say, time.monotonic()
 

@@ -89,12 +89,11 @@ def _conversion(form: WireRows, column: Column) -> tuple[Callable[[Array], Seque
 
 
 def stored_form(name: str, dtype: np.dtype[Any], shape: tuple[int, ...], rows: WireRows) -> WireRows:
-    """Return ``rows`` if the attribute can be rounded to this type, else ``stored`` (not rounded)."""
+    """Return ``rows`` if the attribute can be rounded to this dtype, else ``stored``."""
     return rows if rounds(name, dtype, shape, rows) else "stored"
 
 
 def attr_spec(name: str, values: Array, bfloat16: bool, rows: WireRows) -> AttrSpec:
-    """Return the description of an attribute for the manifest. ``rows``: requested form, such as ``int8``."""
     form = stored_form(name, values.dtype, values.shape, rows)
     if form == "int8":
         return AttrSpec("float32", values.shape, "int8")

@@ -44,7 +44,6 @@ def write_pyg(graph: PartitionedGraph, folder: str | Path) -> list[str]:
 
 
 def check_empty(folder: Path) -> None:
-    """Raise ``PartitionError`` unless ``folder`` is missing or an empty folder."""
     if folder.exists() and not (folder.is_dir() and not any(folder.iterdir())):
         raise PartitionError(f"{folder} exists and is not an empty folder; choose another folder")
 

@@ -24,8 +24,6 @@ from trainer.store.part_store import EdgePart, NodePart, PartStore, open_parts
 
 @dataclass(frozen=True)
 class PartitionedGraph:
-    """A graph, and the part of each of its nodes."""
-
     dataset: Dataset
     parts: Mapping[NodeType, npt.NDArray[np.int32]]  #: type -> [num_nodes], the part of each node
     num_parts: int
@@ -127,7 +125,6 @@ class _Restored:
 
 
 def time_attrs_of(manifest: Manifest) -> tuple[str, ...]:
-    """Return the names of the node attributes that contain times."""
     if manifest.time_attrs is not None:
         return manifest.time_attrs
     # Older manifests do not record them, but the edges have copies of times.

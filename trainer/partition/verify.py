@@ -32,7 +32,7 @@ from trainer.store.part_files import map_array
 
 
 def new_bitset(size: int) -> npt.NDArray[np.uint64]:
-    """Return a bit set for the ids 0 to ``size - 1``, with all bits clear: uint64 [⌈size / 64⌉]."""
+    """Return an empty bit set for the ids 0 to ``size - 1``: uint64 [⌈size / 64⌉]."""
     return np.zeros((size + 63) // 64, np.uint64)
 
 
@@ -109,8 +109,6 @@ def first_time_mismatch(indices: Array, times: Array, start: int, values: Array)
 
 @dataclass(frozen=True)
 class Finding:
-    """A problem with one file."""
-
     path: str  #: relative to the folder, as in the manifest
     problem: str  #: message for the user
 
@@ -123,15 +121,12 @@ Found = Generator[Finding, None, Array | None]  #: yields findings, returns the 
 
 @dataclass(frozen=True)
 class Invariants:
-    """Checks the content of the arrays of a partition, and whether arrays agree with each other."""
-
     root: Path
     manifest: Manifest
     part_ids: Sequence[int]  #: parts to check
     broken: frozenset[str]  #: paths of files that are known to be broken and are skipped
 
     def check(self) -> Iterator[Finding]:
-        """Yield the problems of the graph attributes and of all node and edge types."""
         for name, attr in self.manifest.graph_attrs.items():
             yield from self._array(f"shared/graph/{name}.npy", attr.stored, attr.shape)
         for node_type, nodes in self.manifest.nodes.items():

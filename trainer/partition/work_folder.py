@@ -36,7 +36,6 @@ class WorkFolder:
         return path
 
     def emptied(self, name: str) -> Path:
-        """Return the subfolder ``name`` after deleting its content."""
         self._open()
         shutil.rmtree(self.path / name, ignore_errors=True)
         return self.folder(name)

@@ -53,7 +53,6 @@ def partition_fingerprint(
 
 
 def options_with(options: Mapping[str, Any], rows: WireRows) -> Mapping[str, Any]:
-    """Return the options of the partition method, with ``rows`` added if rows are rounded."""
     return options if rows == "stored" else {**options, "rows": rows}
 
 

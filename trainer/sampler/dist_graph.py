@@ -138,11 +138,9 @@ class DistGraph:
 
     @property
     def remotes(self) -> Mapping[int, RemoteHost]:
-        """Clients of the other hosts, by node rank."""
         return self._holders.remotes
 
     def set_remotes(self, remotes: Mapping[int, RemoteHost]) -> None:
-        """Use these clients of the other hosts for future requests."""
         self._holders.set_remotes(remotes)
 
     def use_cache(self, cache: RowCache | None) -> None:

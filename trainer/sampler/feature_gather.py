@@ -34,8 +34,6 @@ ColumnKey = tuple[AnyType, tuple[str, ...]]  #: a type and names of its attribut
 
 @dataclass(frozen=True)
 class HostRows:
-    """Read-only rows that another host sent, and their ids."""
-
     ids: Ids  #: int64 [m]
     rows: Mapping[str, Array]  #: name -> [m, …]
 
@@ -142,7 +140,6 @@ class GatherPiece:
     keeps: bool  #: whether answers are held for the next batches
 
     def copy_near(self, local: LocalGraph) -> None:
-        """Copy the rows that are on this host to ``out``."""
         local.fill(self.columns[0], self.out, self.own)
         for rows, placed in [self.cached, *self.held] if self.cached else self.held:
             self._put(rows, placed)

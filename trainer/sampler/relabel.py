@@ -57,7 +57,6 @@ class PositionTable(Protocol):
 
 
 def make_table(num_nodes: int, most_direct: int = MOST_DIRECT) -> PositionTable:
-    """Return an empty table for a node type of ``num_nodes`` nodes."""
     return HashTable() if most_direct < num_nodes <= MOST_HASHED else DirectTable(num_nodes)
 
 
@@ -176,7 +175,6 @@ def _copy(slots: Any, larger: Any) -> None:
 
 @_jit
 def slot_of(node: Any, slots: Any, shift: Any) -> Any:
-    """Return the slot that holds the node, or the free slot for it."""
     slot, mask = _home(node, shift), len(slots) - 1
     while (slots[slot] != _EMPTY) & (slots[slot] >> _S32 != np.uint64(node)):
         slot = (slot + 1) & mask
@@ -190,7 +188,6 @@ def _home(node: Any, shift: Any) -> Any:
 
 @_jit
 def shift_of(slots: Any) -> Any:
-    """Return the number of bits by which a 64-bit hash is shifted right to get a slot number."""
     bits = 0
     while (1 << bits) < len(slots):
         bits += 1
@@ -265,8 +262,6 @@ def _pair_slot_of(pairs: Any, node: Any, tree: Any) -> Any:
 
 
 class RelabelTables:
-    """Tables from global ids to batch positions, one per node type, for one thread."""
-
     def __init__(self, schema: GraphSchema, most_direct: int = MOST_DIRECT):
         """``most_direct``: a type with more nodes than this uses a ``HashTable``, others a ``DirectTable``."""
         self._sizes: Mapping[NodeType, int] = {of: spec.num_nodes for of, spec in schema.nodes.items()}

@@ -30,7 +30,7 @@ class RequestSplit:
         self._cuts: dict[tuple[int, int], Ids] = {}
 
     def groups(self, of: BookKey, ids: Ids) -> Groups:
-        """Group the positions in ``ids`` (int64 [n]) by the host that answers for the id at each position."""
+        """Group the positions in ``ids`` (int64 [n]) by the host that answers for the id."""
         key = of, id(ids)
         if key not in self._groups:
             self._groups[key] = self._group(of, ids)
@@ -66,7 +66,6 @@ class RequestSplit:
 
 
 def cut_request(request: HopRequest, at: Array) -> HopRequest:
-    """Restrict a request to the nodes at the positions ``at``, and to the excluded edges that end at these nodes."""
     nodes = request.nodes[at]
     return replace(
         request,

@@ -31,7 +31,6 @@ class RowPlacement:
 
     @classmethod
     def in_order(cls, at: npt.NDArray[np.int32]) -> RowPlacement:
-        """Return the placement that copies all rows of a source, in order, to the positions ``at``."""
         return cls(np.arange(len(at), dtype=np.int32), at)
 
 

@@ -102,7 +102,6 @@ def bound_here(rule: TimeRule, spec: EdgeSpec) -> bool:
 
 
 def check_type(store: PartStore, of: AnyType) -> None:
-    """Raise ``PartitionError`` for a type that the graph does not have."""
     manifest = store.manifest
     known: Collection[AnyType] = manifest.nodes if isinstance(of, str) else manifest.edges
     if of not in known:
@@ -111,7 +110,6 @@ def check_type(store: PartStore, of: AnyType) -> None:
 
 
 def check_endpoints(store: PartStore, edge_type: EdgeType) -> None:
-    """Raise ``PartitionError`` unless the partition stores the endpoints of this edge type by original id."""
     check_type(store, edge_type)
     if not store.manifest.edges[edge_type].endpoints:
         raise PartitionError(

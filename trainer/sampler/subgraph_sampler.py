@@ -35,8 +35,6 @@ class BatchWork:
 
 @dataclass(frozen=True)
 class SampledBatch:
-    """The subgraph of a batch and the attributes of its nodes and edges, as numpy arrays."""
-
     subgraph: SampledSubgraph
     rows: Mapping[AnyType, Columns]  #: attributes of all node types, and of edge types with edge ids
     labels: Columns  #: rows of the seeds, if requested
@@ -87,7 +85,6 @@ class SubgraphSampler:
         return [*self._requests(subgraph, self._slots(subgraph)), *self._label_requests(seeds)]
 
     def multi_hop(self, seeds: SeedSet, settings: SampleSettings, key: int) -> SampledSubgraph:
-        """Call ``sample_multi_hop`` with the graph of this sampler and the relabel tables of this thread."""
         return sample_multi_hop(self.access, self.schema, seeds, settings, key, self._tables())
 
     def _slots(self, subgraph: SampledSubgraph) -> dict[NodeType, Array]:

@@ -31,7 +31,7 @@ class GraphSchema(Protocol):
 
 @dataclass(frozen=True)
 class TimeBound:
-    """Restricts the neighbours of each node to edges that are not later than a time given for this node."""
+    """Restricts the neighbours of each node to edges up to a time given for the node."""
 
     times: Ids  #: int64 [n] latest time of each row
     attr: str  #: integer attribute
@@ -105,8 +105,6 @@ class RowRequest:
 
 @dataclass(frozen=True)
 class EdgeList:
-    """Edges of one type, in no particular order."""
-
     src: Ids  #: int64 [e] global ids
     dst: Ids  #: int64 [e] global ids
     orig_id: Ids  #: int64 [e] original edge ids
@@ -143,7 +141,7 @@ Positions = npt.NDArray[np.int32]
 
 @dataclass(frozen=True)
 class TimeRule:
-    """The rule of temporal sampling: an edge in a seed's tree must not be later than the seed."""
+    """The rule of temporal sampling: an edge in a tree must not be later than its seed."""
 
     attr: str  #: integer attribute
     on: Literal["node", "edge"]  #: whether it is an attribute of source nodes or of edges
@@ -183,7 +181,6 @@ class SeedSet:
     exclude: Mapping[EdgeType, tuple[Ids, Ids]] = field(default_factory=dict)  #: (targets, sources) of edges to exclude
 
     def without(self, exclude: Mapping[EdgeType, tuple[Ids, Ids]]) -> SeedSet:
-        """Return the same seeds with other excluded edges."""
         return replace(self, exclude=exclude)
 
 
@@ -201,7 +198,7 @@ class NodeSet:
 
 @dataclass(frozen=True)
 class EdgeRanges:
-    """The range of each target's edges in an edge array."""
+    """The range of each target's edges in an array of edges."""
 
     begin: npt.NDArray[np.int64]  #: int64 [targets]
     count: Positions  #: int32 [targets]

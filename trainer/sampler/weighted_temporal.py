@@ -39,8 +39,6 @@ class Conditions(NamedTuple):
 
 
 class Draws(NamedTuple):
-    """How to draw edges. The fields are those of ``HopRequest``."""
-
     fanout: int
     shuffle: int
     replace: bool

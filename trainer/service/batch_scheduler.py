@@ -35,8 +35,6 @@ class ScheduledRequest(Generic[Work]):
 
 @dataclass(frozen=True)
 class ClientStatus:
-    """State of one client in the scheduler, for the stats file."""
-
     name: str
     queue: int  #: number of waiting requests
     buffer_bytes: int  #: bytes of the buffer that this client uses or has reserved
@@ -47,8 +45,6 @@ class ClientStatus:
 
 @dataclass(frozen=True)
 class SchedulerStatus:
-    """State of the scheduler and of its clients, for the stats file."""
-
     queue: int  #: number of waiting requests
     buffer_bytes: int  #: bytes of unacknowledged replies, and bytes reserved for replies being made
     buffer_limit: int
@@ -115,7 +111,6 @@ class ClientQueue(Generic[Work]):
         return True
 
     def abandon(self, job: ScheduledRequest[Work]) -> None:
-        """Record that a request failed, and release the bytes reserved for its reply."""
         del self.making[job]
         self._gone.discard(job)
 
@@ -235,7 +230,6 @@ class BatchScheduler(Generic[Work]):
                 self._update(client, peer)
 
     def connection_closed(self, peer: Peer) -> None:
-        """Drop the requests of a closed connection, and free the buffer space of its replies."""
         with self._changed:
             self._others.drop(peer)
             if client := self._client_at(peer):
@@ -259,7 +253,6 @@ class BatchScheduler(Generic[Work]):
             return list(dict.fromkeys([*self._client_of, *other]))
 
     def unacknowledged_peers(self) -> set[Peer]:
-        """Return the connections to which unacknowledged batches were sent."""
         with self._changed:
             return {peer for client in self._busy.values() for peer, _ in client.sent}
 
@@ -274,7 +267,6 @@ class BatchScheduler(Generic[Work]):
             return SchedulerStatus(queue, self._buffer_used(), self._limit, self._batches, clients)
 
     def close(self) -> None:
-        """Make all calls of ``next`` return None."""
         with self._changed:
             self._closed = True
             self._changed.notify_all()

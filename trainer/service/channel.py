@@ -64,8 +64,6 @@ def allow_many_files() -> None:
 
 
 class Call:
-    """A request that waits for its reply."""
-
     def __init__(self, request: Message, request_id: int):
         self.request, self.request_id = request, request_id
         self.reply: Message | None = None
@@ -128,7 +126,6 @@ class Channel:
         return call
 
     def send(self, message: Message) -> None:
-        """Send a message that has no reply. It is not sent again if the connection is lost."""
         with self.lock:
             self._put(encode(message))
 

@@ -33,8 +33,6 @@ _ROW = 1 << 10  #: assumed bytes of a row until one has been received
 
 
 class PendingRows(Protocol):
-    """The reply to a request for attributes, which may not have arrived yet."""
-
     received: int  #: bytes
 
     def result(self, timeout: float | None = None) -> list[dict[str, Array]]: ...
@@ -60,8 +58,6 @@ class RowSizes:
 
 @dataclass(frozen=True)
 class RowSlice:
-    """A range of rows of a request."""
-
     number: int  #: index of the request
     begin: int
     end: int
@@ -229,7 +225,6 @@ class HostClient:
 
     @property
     def bytes_received(self) -> int:
-        """Return the bytes of all replies so far, over all threads."""
         with self._lock:
             return sum(channel.bytes_received for channel in self._channels)
 
@@ -273,29 +268,23 @@ class HostClient:
         return self._submit(lambda: batch_messages.batch_request(work, client), read)
 
     def submit_manifest(self) -> PendingReply[bytes]:
-        """Request the bytes of ``manifest.json``."""
         return self._submit(lambda: Message(Kind.MANIFEST, Status.REQUEST, 0), messages.read_manifest_text)
 
     def submit_shared(self, asked: SharedSlice) -> PendingReply[Array]:
-        """Request rows of an array that belongs to the whole graph: the seeds of a split, or a graph attribute."""
         return self._submit(lambda: messages.shared_request(asked), lambda reply: messages.read_shared(reply, asked))
 
     def submit_to_global(self, of: NodeType, orig_ids: Ids) -> PendingReply[Ids]:
-        """Request the global ids of nodes given by original ids: int64 [n]."""
         return self._submit(
             lambda: messages.to_global_request(of, orig_ids), lambda reply: messages.read_ids(reply, len(orig_ids))
         )
 
     def submit_hello(self) -> PendingReply[HelloInfo]:
-        """Request the node rank, parts and manifest digest of the server."""
         return self._submit(lambda: Message(Kind.HELLO, Status.REQUEST, 0), messages.read_hello)
 
     def sample_hops(self, requests: Sequence[HopRequest]) -> list[HopSample]:
-        """Sample in-edges of nodes that the server owns. Raises ``ServiceError``."""
         return self.submit_sample(requests).result()
 
     def gather(self, requests: Sequence[RowRequest]) -> list[dict[str, Array]]:
-        """Gather rows of nodes and edges that the server owns. Raises ``ServiceError``."""
         return self.submit_gather(requests).result()
 
     def has_edges(self, edge_type: EdgeType, src: Ids, dst: Ids) -> npt.NDArray[np.bool_]:
@@ -306,15 +295,13 @@ class HostClient:
         return self.submit_has_edges(edge_type, src, dst).result()
 
     def hello(self) -> HelloInfo:
-        """Return the node rank, parts and manifest digest of the server. Raises ``ServiceError``."""
         return self.submit_hello().result()
 
     def stats(self) -> ServerStats:
-        """Return the counters of the server. Raises ``ServiceError``."""
         return self._submit(lambda: Message(Kind.STATS, Status.REQUEST, 0), messages.read_stats).result()
 
     def close(self) -> None:
-        """Close all connections. Threads that wait for a reply raise ``ServiceError``."""
+        """Close all connections. Waiting threads raise ``ServiceError``."""
         with self._lock:
             self._closed = True
             channels = list(self._channels)
@@ -322,12 +309,10 @@ class HostClient:
             channel.close()
 
     def check_open(self) -> None:
-        """Raise ``ServiceError`` if ``close`` was called."""
         if self._closed:
             raise ServiceError(f"{self.name}: the client was closed")
 
     def no_answer(self, kind: str, seconds: float, state: str, gone: bool) -> ServiceError:
-        """Return the error for an unanswered request: a ``ServerGone`` if the server is unreachable."""
         return (ServerGone if gone else ServiceError)(
             f"{self.name}: no answer within {round(seconds, 1):g} s to {kind} ({state}); " + self._advice()
         )

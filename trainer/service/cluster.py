@@ -54,7 +54,6 @@ class Cluster:
         return tuple(_address(node) for node in self.nodes if node.endpoint is not None and node.parts)
 
     def node(self, node_rank: int) -> ClusterNode:
-        """Return the node with this rank. Raises ``SettingsError`` if there is none."""
         for node in self.nodes:
             if node.node_rank == node_rank:
                 return node
@@ -218,7 +217,6 @@ def _greet(clients: Sequence[HostClient], own: set[int], manifest_digest: str, u
 
 
 def greeting_problem(client: HostClient, info: HelloInfo, manifest_digest: str) -> str:
-    """Return how a server's reply to HELLO contradicts ``cluster.json`` or the partition of this node, or ""."""
     node = f"node{client.node_rank} ({client.host})"
     if info.node_rank != client.node_rank or set(info.part_ids) != set(client.part_ids):
         return (

@@ -35,7 +35,6 @@ class FairQueue(Generic[T]):
         return len(self._hosts.get(peer.address, {}).get(peer, ())) + len(self._paused.get(peer, ()))
 
     def peers(self) -> list[Peer]:
-        """Return the connections that have items."""
         waiting = [peer for queues in self._hosts.values() for peer in queues]
         return [*waiting, *(peer for peer, queue in self._paused.items() if queue)]
 
@@ -58,7 +57,6 @@ class FairQueue(Generic[T]):
             self._count += len(queue)
 
     def pop(self) -> T | None:
-        """Remove and return the next item, or return None if there is none."""
         if not self._hosts:
             return None
         address = next(iter(self._hosts))
@@ -129,7 +127,6 @@ class BlockingFairQueue(Generic[T]):
             self._queue.drop(peer)
 
     def close(self) -> None:
-        """Make all calls of ``get`` return None."""
         with self._changed:
             self._closed = True
             self._changed.notify_all()

@@ -100,7 +100,7 @@ class RoutedGraph(CountedAccess, Protocol):
 
 
 def is_long(request: Message) -> bool:
-    """Return whether the server may have to wait for other servers to answer this request."""
+    # These may have to wait for other servers.
     return request.kind == Kind.BATCH or (bool(request.flags & Flag.ROUTE) and request.kind in _GRAPH_KINDS)
 
 

@@ -140,7 +140,6 @@ class NetworkThread(threading.Thread):
         self._wake_up()
 
     def end(self, peer: Peer) -> None:
-        """Close a connection that sent an invalid request."""
         self._outbox.append((peer, None))
         self._wake_up()
 

@@ -52,7 +52,6 @@ class ServerChoice:
 
     @property
     def gone(self) -> tuple[HostClient, ...]:
-        """Return the servers that are unreachable."""
         with self._changed:
             return tuple(self._gone)
 
@@ -71,7 +70,6 @@ class ServerChoice:
             return None
 
     def mark_gone(self, client: HostClient, error: ServerGone) -> None:
-        """Record that a server is unreachable, so that ``pick`` returns others."""
         with self._changed:
             self._gone.setdefault(client, error)
 
@@ -81,13 +79,11 @@ class ServerChoice:
                 self._changed.notify_all()
 
     def add(self, client: HostClient) -> None:
-        """Add a server at the end of the order of preference."""
         with self._changed:
             self._clients.append(client)
             self._changed.notify_all()
 
     def close(self) -> None:
-        """Make all calls of ``pick`` return None."""
         with self._changed:
             self._closed = True
             self._changed.notify_all()
@@ -183,7 +179,6 @@ class Gateway:
 
     @property
     def servers(self) -> tuple[ServerAddress, ...]:
-        """Return the addresses of all known servers, the home server first."""
         return tuple(client.place for client in self._choice.all)
 
     def sample_batch(self, work: BatchWork) -> SampledBatch:
@@ -234,24 +229,21 @@ class Gateway:
         return self._meter.take()
 
     def seeds(self, of: NodeType, split: str) -> Ids:
-        """Return the global ids of a split's nodes, int64 [n], in the dataset's order."""
         return self._shared(of, split, self.manifest.nodes[of].splits[split]).astype(np.int64)
 
     def graph_attr(self, name: str) -> Array:
-        """Return an attribute of the graph as a whole."""
         spec: AttrSpec = self.manifest.graph_attrs[name]
         if not spec.shape:
             return self._slice(SharedSlice(None, name, 0, 1)).reshape(())
         return self._shared(None, name, spec.shape[0])
 
     def to_global(self, of: NodeType, orig_ids: Ids) -> Ids:
-        """Return the global ids of nodes given by original ids, int64 [n]. The ids must be in range."""
         pieces = [orig_ids[at : at + _AT_ONCE] for at in range(0, max(len(orig_ids), 1), _AT_ONCE)]
         found = [self._ask(lambda client, ids=ids: client.submit_to_global(of, ids)) for ids in pieces]  # type: ignore[misc]
         return found[0] if len(found) == 1 else np.concatenate(found)
 
     def close(self) -> None:
-        """Close all connections. Threads that wait for a reply raise ``ServiceError``."""
+        """Close all connections. Waiting threads raise ``ServiceError``."""
         self._closed.set()
         self._choice.close()
         for client in self._choice.all:

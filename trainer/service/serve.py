@@ -36,8 +36,6 @@ MAX_HOP_EDGES = 1 << 27  #: edges in the reply to one request, 512 MiB without e
 
 @dataclass(frozen=True)
 class ServeJob:
-    """Arguments of ``python -m trainer serve``."""
-
     parts: Path
     part_ids: tuple[int, ...]
     bind: str  #: tcp://address:port

@@ -62,7 +62,6 @@ class GraphServer:
         self._stopping = threading.Event()
 
     def set_routed(self, routed: RoutedGraph) -> None:
-        """Set the object that reads the whole graph, for requests of clients."""
         self._handlers.routed = routed
 
     def start(self) -> None:
@@ -98,7 +97,6 @@ class GraphServer:
 
     @property
     def running(self) -> bool:
-        """Return whether all threads of the server are running."""
         return all(thread.is_alive() for thread in (self._network, *self._workers))
 
     def _answer_short(self) -> None:

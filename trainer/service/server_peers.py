@@ -63,7 +63,7 @@ class Peer:
         return self._greeted(self.client.submit_edges(part_id, edge_type, first, count))
 
     def check_hello(self, info: Any) -> None:
-        """Check a reply to HELLO. Raises ``ServiceError`` if another server than expected has answered."""
+        """Raise ``ServiceError`` if another server than expected has answered HELLO."""
         if problem := greeting_problem(self.client, info, self._manifest_digest):
             raise ServiceError(problem)
         self._checked = True
@@ -137,7 +137,6 @@ class Peers:
         print(f"cluster.json version {cluster.version}: graph servers are {names}", flush=True)
 
     def close(self) -> None:
-        """Close all connections."""
         for peer in [*self.hosts.values(), *(peer for _, peer in self._retired)]:
             peer.client.close()
 

@@ -72,7 +72,7 @@ def _pem(label: str, base64_der: str) -> str:
 
 
 def is_pinned(connection: ssl.SSLSocket, admitted: frozenset[str] | set[str]) -> bool:
-    """Return whether the certificate of the other side of a TLS connection is one of ``admitted``."""
+    """Return whether the other side of a TLS connection has one of the certificates ``admitted``."""
     shown = connection.getpeercert(binary_form=True)
     return shown is not None and base64.b64encode(shown).decode() in admitted
 
@@ -144,7 +144,6 @@ def admit_guest(key_file: str | Path, name: str, public: str) -> Path:
 
 
 def write_key_file(path: str | Path, keys: ServiceKeys) -> None:
-    """Write a key file atomically, with mode 0600."""
     fields: dict[str, object] = {"public": keys.public, "secret": keys.secret}
     optional = {"server": keys.server, "endpoints": list(keys.endpoints), "name": keys.name}
     fields |= {name: value for name, value in optional.items() if value}

@@ -45,7 +45,7 @@ class Counters:
 
 
 class BusyTime:
-    """Counts the seconds that threads spend working, over all threads and including work in progress. Thread-safe."""
+    """Counts the seconds that threads work, including work in progress. Thread-safe."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()

@@ -56,7 +56,7 @@ def greeting(encrypted: bool) -> bytes:
 
 
 def greeting_problem(received: bytes, encrypted: bool) -> str:
-    """Return the reason why the other side's greeting is incompatible, or '' if it is compatible."""
+    """Return why the other side's greeting is incompatible, or '' if it is compatible."""
     magic, version, flags = _GREETING.unpack(received)
     if magic != _MAGIC:
         return "the process that listens there is not a graph server"
@@ -70,8 +70,6 @@ def greeting_problem(received: bytes, encrypted: bool) -> str:
 
 @dataclass
 class Received:
-    """A message that was received, as a list of buffers."""
-
     parts: list[Any]  #: buffers
     size: int  #: announced bytes of all parts; a message over the limit has only its first part, if small
     freed: object = None  #: an object whose deletion shows that the message is no longer referenced
@@ -190,8 +188,6 @@ class MessageReader:
 
 
 class MessageWriter:
-    """Queues messages for sending, and sends them on a non-blocking socket."""
-
     def __init__(self) -> None:
         self.unsent = 0  #: bytes
         self.messages = 0  #: number of messages that are not completely sent

@@ -25,7 +25,7 @@ _OTHER_NODE = 0  #: a node rank
 
 
 def warm_up(graph: LocalGraph) -> None:
-    """Compile the kernels for requests that are answered from the parts on this host."""
+    """Compile the kernels for requests that need only the parts on this host."""
     _warm_rounding(graph.store)
     done: set[tuple[np.dtype[Any], ...]] = set()
     for part in graph.store.parts.values():

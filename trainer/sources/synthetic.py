@@ -31,7 +31,6 @@ _ROWS_AT_ONCE = 1 << 16
 
 
 def check_limits(dataset: str, options: AnySynthetic, limits: Mapping[str, tuple[float, float]]) -> None:
-    """Raise ``DataError`` for an option outside its range in ``limits``."""
     for name, (low, high) in limits.items():
         value = getattr(options, name)
         if not low <= value <= high:

@@ -23,12 +23,10 @@ _FEW = 3  #: rows or values that a message shows
 
 
 def quoted(name: str) -> str:
-    """Quote a column name for SQL."""
     return '"' + name.replace('"', '""') + '"'
 
 
 def text(value: str) -> str:
-    """Quote a text as a string literal of SQL."""
     return "'" + value.replace("'", "''") + "'"
 
 
@@ -66,12 +64,10 @@ class Database:
             self._connection.execute(sql)
 
     def rows(self, sql: str, where: str) -> list[tuple[Any, ...]]:
-        """Return the rows of a query. For few rows."""
         with self._explained(where):
             return list(self._connection.execute(sql).fetchall())
 
     def arrays(self, sql: str, where: str) -> dict[str, Any]:
-        """Return the columns of a query as numpy arrays."""
         with self._explained(where):
             return dict(self._connection.execute(sql).fetchnumpy())
 
@@ -110,7 +106,6 @@ class Scan:
 
     @cached_property
     def sql(self) -> str:
-        """SQL expression for the table's rows, in order."""
         reading = self._reading(self.files)
         if is_parquet(self.files[0]):
             return reading
@@ -123,7 +118,6 @@ class Scan:
         return quoted(f"rows of {self.where}")
 
     def close(self) -> None:
-        """Delete the database's copy of CSV files."""
         self.database.run(f"DROP TABLE IF EXISTS {self._copy}", self.where)
 
     def _reading(self, files: Sequence[Path]) -> str:

@@ -27,9 +27,7 @@ class SharedArrays(Protocol):
         """Return the global ids of a split, int64 [n]."""
         ...
 
-    def graph_attr(self, name: str) -> Array:
-        """Return an attribute of the graph as a whole."""
-        ...
+    def graph_attr(self, name: str) -> Array: ...
 
     def to_global(self, of: NodeType, orig_ids: Ids) -> Ids:
         """Return the global ids of original ids, int64, same shape."""
@@ -62,7 +60,6 @@ class RemoteStore(PartStore):
         )
 
     def to_global(self, node_type: NodeType, orig_ids: Ids) -> Ids:
-        """Return the global ids of original ids, int64, same shape. Raises ``ServiceError``."""
         if node_type not in self.global_ids:
             return orig_ids
         requested = self._num_requested[node_type] = self._num_requested.get(node_type, 0) + len(orig_ids)

@@ -32,8 +32,6 @@ RESERVED_ATTRS = frozenset({"orig_id", "in_degree"})  #: names of columns that c
 
 @dataclass(frozen=True)
 class FileEntry:
-    """One .npy file of a partition folder."""
-
     path: str  #: relative to the folder, with ``/``; begins with ``shared/`` or ``part<p>/``
     bytes: int  #: size of the file
     sha256: str  #: hex
@@ -57,12 +55,11 @@ class AttrSpec:
 
     @property
     def stored(self) -> np.dtype[Any]:
-        """Dtype in which rows are returned. It differs from ``in_files`` for rows stored as int8."""
+        """Dtype in which rows are returned. That of the file differs for rows stored as int8."""
         return np.dtype("uint16" if self.dtype == "bfloat16" else self.dtype)
 
     @property
     def in_files(self) -> np.dtype[Any]:
-        """Dtype of the array in the attribute's file."""
         return np.dtype(self.kept) if self.kept else self.stored
 
     def travels_as(self, requested: WireRows) -> WireRows:
@@ -155,7 +152,6 @@ class Manifest:
         return sum(spec.num_edges for spec in self.edges.values())
 
     def attrs_of(self, of: AnyType) -> Mapping[str, AttrSpec]:
-        """Return the attributes of a node type or edge type."""
         return self.nodes[of].attrs if isinstance(of, str) else self.edges[of].attrs
 
     def files_of(self, part_id: int | None) -> tuple[FileEntry, ...]:

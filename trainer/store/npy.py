@@ -58,13 +58,12 @@ def write_npy(root: Path, path: str, dtype: Any, shape: tuple[int, ...], chunks:
 
 
 def rows_in_chunks(rows: Array) -> Iterator[Array]:
-    """Yield consecutive slices of rows, of a few megabytes each."""
     step = rows_per_chunk(rows)
     return (rows[start : start + step] for start in range(0, len(rows), step))
 
 
 def rows_per_chunk(rows: Array) -> int:
-    """Return how many rows of this dtype and shape make a chunk of ``_CHUNK_BYTES``, at least 1."""
+    """Return how many rows of this dtype and shape have ``_CHUNK_BYTES`` bytes, at least 1."""
     row_bytes = rows.dtype.itemsize * int(np.prod(rows.shape[1:], dtype=np.int64))
     return max(1, _CHUNK_BYTES // max(row_bytes, 1))
 

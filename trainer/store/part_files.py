@@ -162,7 +162,6 @@ class PartFiles:
         return self.id_rows(path, (count,), limit, dtype)
 
     def id_rows(self, path: str, shape: tuple[int, ...], limit: int, dtype: np.dtype[Any] | None = None) -> Array:
-        """Map ids like ``ids``, in an array of any shape."""
         array = self._mapped(path)
         kind = array.dtype in (np.int32, np.int64) if dtype is None else array.dtype == dtype
         expected = f"{'int32 or int64' if dtype is None else dtype.name} {list(shape)}"

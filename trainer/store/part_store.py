@@ -21,8 +21,6 @@ from trainer.store.read_ahead import fits_in_memory, read_at_random
 
 @dataclass(frozen=True)
 class NodePart:
-    """The nodes of one type that one part owns."""
-
     start: int  #: first global id of the part
     orig_id: Array  #: int32|int64 [n], original ids, ascending
     attrs: Mapping[str, Array]  #: name -> [n, …]
@@ -58,8 +56,6 @@ class EdgePart:
 
 @dataclass(frozen=True)
 class Part:
-    """The nodes and edges of one part."""
-
     part_id: int
     nodes: Mapping[NodeType, NodePart]
     edges: Mapping[EdgeType, EdgePart]
@@ -67,7 +63,7 @@ class Part:
 
 @dataclass(frozen=True)
 class EndpointTable:
-    """Key of ``PartStore.books`` for the endpoints of an edge type: which part stores those of an original edge id."""
+    """Key of ``PartStore.books`` for the book that maps original edge ids to the parts that store endpoints."""
 
     edge_type: EdgeType
 

@@ -21,8 +21,6 @@ _INDEX = "cache.json"
 
 @dataclass(frozen=True)
 class CachedRows:
-    """Cached rows of one node type."""
-
     slots: npt.NDArray[np.int32]  #: int32 [num_nodes], index into ``rows`` for each global id, -1 if not cached
     rows: Mapping[str, Array]  #: name of an attribute, ``orig_id`` or ``in_degree`` -> [k, …], in the stored dtype
 
@@ -39,14 +37,12 @@ class CachedRows:
 
     @property
     def num_bytes(self) -> int:
-        """Size of the rows in bytes, without ``slots``."""
+        """Bytes of the rows, without ``slots``."""
         return sum(values.nbytes for values in self.rows.values())
 
 
 @dataclass(frozen=True)
 class RowCache:
-    """Cached rows of several node types."""
-
     types: Mapping[NodeType, CachedRows]  #: only types with cached rows
 
     @property

@@ -111,7 +111,6 @@ class CheckpointWriter:
         return save_checkpoint(self.folder, checkpoint)
 
     def finish(self) -> None:
-        """Wait for the checkpoint that is being written."""
         if self._thread is not None:
             self._thread.join()
             self._thread = None

@@ -24,13 +24,10 @@ from trainer.train.tasks.task import AnyBatch, Metric, Task
 
 
 class Batches(Protocol):
-    """The interface of loaders for ``train_epoch`` and ``evaluate``."""
-
     def __len__(self) -> int:
         """Return the number of steps in an epoch, the same on every rank."""
 
-    def epoch(self, epoch: int, first_step: int = 0) -> Iterator[AnyBatch]:
-        """Yield this rank's batch of each step, from ``first_step`` on."""
+    def epoch(self, epoch: int, first_step: int = 0) -> Iterator[AnyBatch]: ...
 
 
 @dataclass(frozen=True)
@@ -87,7 +84,6 @@ class EpochSums:
         return cls(partial.loss_sums.clone(), sizes=sizes, resumed=len(sizes))
 
     def begin(self) -> None:
-        """Start to measure wall time and CPU time."""
         self.started, self.cpu_began = time.monotonic(), time.process_time()
 
     def add(self, batch: AnyBatch, loss: Tensor) -> None:
@@ -221,8 +217,6 @@ EVAL_EPOCH = 0  #: epoch number in the random keys of evaluations, so that all s
 
 @dataclass(frozen=True)
 class Score:
-    """Result of a model on one split, over all ranks."""
-
     metrics: Mapping[str, float]  #: by name, as ``Task.metrics`` returns them
     loss: float  #: mean over seeds
     seeds: int

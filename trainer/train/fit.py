@@ -115,7 +115,6 @@ class Fit:
                 self.best_rows = scatter_tables(rows.embedding, checkpoint.best.embedding)
 
     def log_prediction(self, filled: FilledCache) -> None:
-        """Log how many bytes this rank is expected to receive from other hosts, given the filled cache."""
         self.metrics.write("predict", **filled.prediction.line())
         self._prediction = filled.prediction
         self._print(str(filled))
@@ -311,19 +310,17 @@ def epoch_text(report: EpochReport, epochs: int, metric: Metric, val: float | No
 
 
 def number_text(value: float) -> str:
-    """Format a loss or a metric: four decimals, one from 1e3 on, four significant digits from 1e6 on."""
+    """Format a loss or a metric with four decimals, or with fewer from 1e3 on."""
     return f"{value:.4f}" if abs(value) < 1e3 else f"{value:.1f}" if abs(value) < 1e6 else f"{value:.4g}"
 
 
 def metric_title(name: str) -> str:
-    """Return the name of a metric as it is printed."""
     return {"mae": "MAE", "rmse": "RMSE", "mrr": "MRR", "auc": "AUC", "micro_f1": "micro-F1"}.get(
         name, name.replace("hits@", "Hits@")
     )
 
 
 def metrics_text(metrics: Mapping[str, float]) -> str:
-    """Return metrics as text, such as ``MAE 0.3100, RMSE 0.4200``."""
     return ", ".join(f"{metric_title(name)} {number_text(value)}" for name, value in metrics.items())
 
 

@@ -42,8 +42,6 @@ Metrics = Mapping[str, Mapping[str, float]]
 
 @dataclass(frozen=True)
 class InferResult:
-    """Result of full-graph inference, over all ranks."""
-
     target: AnyType  #: node type of the predictions, or edge type of the links
     task: str
     epoch: int  #: epoch of the weights that were used

@@ -28,8 +28,6 @@ ROWS_AT_ONCE = 1 << 16
 
 @dataclass(frozen=True)
 class OutputArray:
-    """Name, width and dtype of an array that inference writes, one file per part."""
-
     name: str  #: file name without ``.npy``
     width: int
     dtype: str  #: numpy's name
@@ -108,7 +106,6 @@ def id_column(name: str, ids: Array) -> Column:
 
 
 def id_list(ids: Array) -> list[Any]:
-    """Return ids as texts or integers."""
     return decode_texts(ids) if ids.ndim == 2 else [int(value) for value in ids]
 
 

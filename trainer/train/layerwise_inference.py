@@ -58,14 +58,12 @@ class NodeShares:
         self._rows = np.array([of.row for of in self.ranges], np.int64)
 
     def own(self, rank: int) -> tuple[NodeRange, ...]:
-        """Return the node ranges of a rank, in ascending order."""
         return tuple(of for of in self.ranges if of.rank == rank)
 
     def owned(self, rank: int) -> int:
         return sum(of.last - of.first for of in self.own(rank))
 
     def owners(self, ids: Ids) -> Ids:
-        """Return the rank of each global id, int64."""
         return self._ranks[self._at(ids)]
 
     def rows(self, ids: Ids) -> Ids:

@@ -63,7 +63,6 @@ def link_loaders(
 
 
 def check_link_settings(settings: TrainSettings, graph: Graph, edge_type: EdgeType) -> None:
-    """Raise the errors of ``link_loaders``."""
     for name in ("time_attr", "disjoint"):
         if getattr(settings, name):
             raise SettingsError(f"{name} cannot be used with task link, which samples one subgraph per batch")

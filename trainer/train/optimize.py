@@ -18,7 +18,6 @@ _HIDDEN = ("add_param_group", "zero_grad", "state_dict", "load_state_dict")  # d
 
 
 def eager(kind: type[torch.optim.Optimizer]) -> type[torch.optim.Optimizer]:
-    """Return the torch optimizer class ``kind`` without its decorators for torch.compile."""
     # Methods with these decorators import torch._dynamo, which takes as long as importing torch.
     members = {name: inspect.unwrap(getattr(kind, name)) for name in _HIDDEN}
     return type(kind.__name__, (kind,), {**members, "step": torch.no_grad()(inspect.unwrap(kind.step))})
@@ -29,8 +28,6 @@ Adam, SparseAdam = eager(torch.optim.Adam), eager(torch.optim.SparseAdam)
 
 @dataclass(frozen=True)
 class RowTable:
-    """Sharded embedding rows and their optimizer."""
-
     embedding: ShardedEmbedding
     optimizer: torch.optim.Optimizer
 
@@ -45,7 +42,6 @@ class Optimizers:
 
     @classmethod
     def of(cls, settings: TrainSettings, model: nn.Module, embedding: ShardedEmbedding | None) -> Optimizers:
-        """Make Adam for the model's weights, and SparseAdam for embedding rows."""
         adam = Adam(model.parameters(), lr=settings.lr, weight_decay=settings.weight_decay)  # type: ignore[call-arg]
         if embedding is None:
             return cls(adam)
@@ -53,7 +49,6 @@ class Optimizers:
         return cls(adam, RowTable(embedding, SparseAdam([embedding.weight], lr=lr)))  # type: ignore[call-arg]
 
     def step(self, loss: Tensor) -> None:
-        """Compute gradients of the mean of ``loss`` over ranks, and update weights and rows."""
         self.model.zero_grad()
         if self.rows is not None:
             self.rows.optimizer.zero_grad()

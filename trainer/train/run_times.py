@@ -85,11 +85,10 @@ class RankTimes:
         return sum(self.behind.values())
 
     def share(self, *kinds: str) -> float:
-        """Return the share of a step's time that the kinds of work ``kinds`` take, 0 to 1."""
         return sum(self.spent[kind] for kind in kinds) / self.step_s if self.step_s else 0.0
 
     def part(self, rows: str, of: str) -> float | None:
-        """Return the ratio of two names in ``TRAFFIC``, such as ``cached_rows`` / ``remote_rows``; None for x / 0."""
+        """Return the ratio of two names in ``TRAFFIC``, such as ``cached_rows`` / ``remote_rows``, if it is defined."""
         return self.traffic[rows] / self.traffic[of] if self.traffic[of] else None
 
     def per_epoch(self, name: str) -> float:
@@ -138,7 +137,6 @@ class RunTimes:
         return RankTimes(-1, max(rank.steps for rank in ranks), spent, behind, traffic)
 
     def traffic(self, name: str) -> float:
-        """Return the mean bytes or rows per epoch of all ranks. ``name``: one of ``TRAFFIC``."""
         return sum(rank.per_epoch(name) for rank in self.ranks)
 
     def predicted(self, name: str) -> float | None:
@@ -185,8 +183,6 @@ class RunTimes:
 
 @dataclass
 class RankLines:
-    """The metrics lines of one rank that the analysis needs."""
-
     rank: int
     node: int | None = None
     #: ``epoch`` lines by epoch; the last line if an epoch was trained twice

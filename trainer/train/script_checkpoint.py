@@ -24,8 +24,6 @@ VERSION = 1
 
 
 class Stateful(Protocol):
-    """An object whose state is saved, such as an optimizer or a learning rate scheduler."""
-
     def state_dict(self) -> Any: ...
 
     def load_state_dict(self, state: Any) -> Any: ...
@@ -45,7 +43,7 @@ class StartPosition:
     step: int = 0
 
     def first_step(self, epoch: int) -> int:
-        """Return the first step to train in an epoch: ``self.step`` in epoch ``self.epoch``, 0 in later epochs."""
+        """Return the first step to train in an epoch: ``self.step`` in epoch ``self.epoch``, 0 in later ones."""
         return self.step if epoch == self.epoch else 0
 
 
@@ -157,7 +155,6 @@ class ScriptCheckpoints:
             self._schedule.saved()
 
     def close(self) -> None:
-        """Wait for the checkpoint that is being written."""
         self._writer.finish()
 
     def _save(self, position: Position) -> None:

@@ -108,8 +108,6 @@ class TrainSettings:
 
 @dataclass(frozen=True)
 class TrainJob:
-    """What one process needs to train: settings, files and folders."""
-
     settings: TrainSettings
     parts: Path | None  #: partition folder; None on a client node, which has no parts
     run_dir: Path  #: folder for metrics and checkpoints
@@ -127,8 +125,6 @@ class TrainJob:
 
 @dataclass(frozen=True)
 class InferJob:
-    """What one process needs for full-graph inference: checkpoint, files and folders."""
-
     checkpoint: Path  #: checkpoint file; only rank 0 reads it
     parts: Path | None  #: partition folder; None on a client node, which has no parts
     out: Path  #: folder for results

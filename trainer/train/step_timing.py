@@ -30,8 +30,6 @@ class Phase(IntEnum):
 
 
 class BatchWait(NamedTuple):  # made in each step: a NamedTuple takes a quarter of a dataclass's time
-    """The wait for one batch."""
-
     seconds: float
     cost: Cost | None  #: work of the sampler threads on the batch; None when the loader does not report it
 
@@ -156,7 +154,6 @@ class HostClock:
         self.enter(Phase.OPTIMIZER)
 
     def pop_seconds(self) -> list[float]:
-        """Return the seconds by phase since the last call."""
         self.enter(self._phase)
         seconds, self._seconds = self._seconds, [0.0] * len(Phase)
         return seconds
@@ -273,7 +270,6 @@ class StepTimer:
         self._waits.append(BatchWait(seconds, cost))
 
     def step(self) -> None:
-        """Count a finished step."""
         self._clock.enter(Phase.OTHER)
         self._steps += 1
 

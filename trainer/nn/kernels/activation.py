@@ -74,7 +74,6 @@ def activate_(h: Tensor, activation: Activation) -> Tensor:
 
 
 def column_sums(rows: Tensor) -> Tensor:
-    """Return the sum of each column, [f]; float32 for bfloat16 rows."""
     if rows.dtype == torch.bfloat16:
         return rows.sum(0, dtype=torch.float32)
     return torch.mv(rows.t(), rows.new_ones(len(rows)))

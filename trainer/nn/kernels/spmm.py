@@ -143,7 +143,6 @@ def sum_rows_cpu(
 def sum_rows_torch(
     indptr: Tensor, indices: Tensor, x: Tensor, row_scale: Tensor | None, col_scale: Tensor | None
 ) -> Tensor:
-    """Compute ``sum_rows_cpu`` in torch operations. Allocates one value per edge."""
     x = for_sums(x.detach())
     value = x.new_ones(len(indices)) if col_scale is None else col_scale.to(x.dtype)[indices.long()]
     out = _csr_product(indptr, indices, value, x)
@@ -173,7 +172,6 @@ def weighted_rows_torch(indptr: Tensor, indices: Tensor, edges: Tensor | None, w
 
 
 def edge_dots_cpu(block: Block, grad: Tensor, x: Tensor) -> Tensor:
-    """Return the dot product of ``grad[i]`` and ``x[j]`` per edge (j -> i) and head, [num_edges, heads]."""
     out = x.new_empty(len(block.indices), x.shape[1], dtype=sum_dtype(x.dtype))
     rows = (as_array(grad.contiguous()), as_array(x.contiguous()), out.numpy())
     run_rows(_edge_dots, block.num_dst, block.indptr.numpy(), block.indices.numpy(), *rows)
@@ -181,7 +179,6 @@ def edge_dots_cpu(block: Block, grad: Tensor, x: Tensor) -> Tensor:
 
 
 def edge_dots_torch(block: Block, grad: Tensor, x: Tensor) -> Tensor:
-    """Compute ``edge_dots_cpu`` in torch operations. Allocates one row per edge."""
     return (for_sums(grad)[edge_targets(block)] * for_sums(x)[block.indices.long()]).sum(-1)
 
 

@@ -39,8 +39,6 @@ Tensors = dict[str, RawArray]
 
 @dataclass(frozen=True)
 class DglGraph:
-    """A graph of one node type and one edge type."""
-
     sources: Array  #: int [E], in order of edge ids
     targets: Array  #: int [E]
     nodes: Mapping[str, RawArray]  #: attributes of the nodes

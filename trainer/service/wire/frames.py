@@ -68,8 +68,6 @@ MAX_HEAD = _HEADER.size + MAX_ARRAYS * (_DESCRIPTOR.size + SMALL) + MAX_RECORDS 
 
 
 class Kind(IntEnum):
-    """The kinds of messages between clients and graph servers."""
-
     HELLO = 1
     SAMPLE = 2
     GATHER = 3
@@ -89,8 +87,6 @@ NONE = -1  #: index of an absent array or name
 
 
 class Flag(IntFlag):
-    """Options of a request."""
-
     NONE = 0
     ROUTE = 1  #: answer for the whole graph, by requests to other servers where needed
     FLOAT16 = 2  #: floating-point rows of the reply may be rounded to float16 (``rounded``)
@@ -112,8 +108,6 @@ _ALL_FLAGS = Flag.ROUTE | Flag.FLOAT16 | Flag.INT8
 
 @dataclass(frozen=True)
 class Message:
-    """One request or reply."""
-
     kind: Kind
     status: Status
     request_id: int  #: uint64, chosen by the client; the reply repeats it
@@ -296,7 +290,6 @@ def narrow_ids(ids: Array) -> Array:
 
 
 def narrow(array: Array) -> Array:
-    """Return an int64 array as int32 if its values fit, and other arrays unchanged."""
     if array.dtype != np.int64 or (array.size and not -_INT32_MAX <= array.min() <= array.max() <= _INT32_MAX):
         return array
     return slabs.cast(array, np.int32)
@@ -353,7 +346,7 @@ class TableWriter:
         return self.name(type_name(of))
 
     def message(self, kind: Kind, records: bytes) -> Message:
-        """Return a request with the collected arrays and names. Its request id is 0 until the channel sets it."""
+        # The channel sets the request id.
         return Message(kind, Status.REQUEST, 0, tuple(self._arrays), "\n".join(self._names), records)
 
     def reply_to(self, request: Message, records: bytes) -> Message:
@@ -373,7 +366,6 @@ class TableReader:
         self._types: dict[int, AnyType] = {}
 
     def records(self, record: struct.Struct) -> Iterator[tuple[Any, ...]]:
-        """Yield the records of the message, each unpacked by ``record``."""
         if len(self._message.records) % record.size:
             raise WireError(
                 f"the message has {len(self._message.records)} bytes of records, expected a multiple of {record.size}"

@@ -117,7 +117,6 @@ def _num_arrays(request: HopRequest) -> int:
 
 
 def sample_arrays(samples: Sequence[HopSample]) -> list[Array]:
-    """Return the arrays of a reply with these samples."""
     arrays: list[Array] = []
     for sample in samples:
         arrays += sample.counts, narrow_ids(sample.src)

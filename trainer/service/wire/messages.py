@@ -104,8 +104,6 @@ def _next(arrays: Iterator[Array]) -> Array:
 
 @dataclass(frozen=True)
 class ServerAddress:
-    """Name, address and parts of a graph server."""
-
     name: str  #: name in messages: ``node2 (gpu3)``, or ``node0 (gpu1) of products`` in a serving cluster
     node_rank: int  #: node rank in the run or serving cluster that started the server
     host: str
@@ -160,8 +158,6 @@ class SharedSlice:
 
 @dataclass(frozen=True)
 class ServerStats:
-    """Counters of a graph server since it started."""
-
     requests: int  #: answered, including errors
     errors: int  #: answered with an error
     malformed: int  #: dropped without a reply
@@ -382,7 +378,6 @@ def _only(records: Iterator[tuple[Any, ...]]) -> tuple[Any, ...]:
 
 
 def info_text(info: HelloInfo | ServerStats) -> str:
-    """Return the JSON text of a reply to HELLO or STATS."""
     return json.dumps(asdict(info))
 
 

@@ -31,8 +31,6 @@ def labels_01(y: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class SeedLabels:
-    """The labels of one rank's share of a split."""
-
     split: str
     nodes: Ids  #: int64 [n] original ids
     y: Tensor  #: [n, …] in the dataset's dtype
@@ -54,7 +52,6 @@ def is_01(labels: SeedLabels) -> bool:
 
 
 def check_classes(manifest: Manifest, target: NodeType, labels: SeedLabels) -> None:
-    """Raise ``DataError`` if a seed has no class."""
     y, classes = labels.y.double(), manifest.nodes[target].num_classes
     bad = (~(y >= 0) | (y >= classes) | (y != y.floor())).nonzero().flatten()
     if len(bad):

@@ -77,7 +77,6 @@ def _linked(graph: Graph, wanted: str | None) -> EdgeType:
 
 
 def trains(spec: NodeSpec) -> bool:
-    """Return whether a node type has train seeds."""
     return spec.splits.get("train", 0) > 0
 
 

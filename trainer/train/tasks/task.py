@@ -18,8 +18,6 @@ KINDS: tuple[Kind, ...] = ("classification", "regression", "multilabel", "link")
 
 
 class Labelled(Protocol):
-    """The attributes of a batch that a task reads."""
-
     @property
     def y(self) -> Tensor | None:
         """Labels of the seed nodes, [num_seeds, …]; None in link prediction."""
@@ -45,7 +43,6 @@ class Metric:
     better: Literal["higher", "lower"]
 
     def improves(self, value: float, best: float | None) -> bool:
-        """Return whether ``value`` is better than ``best``; True if ``best`` is None."""
         return best is None or (value > best if self.better == "higher" else value < best)
 
 

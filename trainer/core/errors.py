@@ -53,7 +53,7 @@ class PartitionError(TrainerError):
 class SettingsError(TrainerError, ValueError):
     """An argument, option or environment variable is invalid, or arguments contradict each other.
 
-    It is also a ``ValueError``, as loaders of torch_geometric raise for invalid arguments.
+    A ``ValueError`` too, the error that loaders of torch_geometric raise for invalid arguments.
     """
 
     exit_status = 2
@@ -68,7 +68,7 @@ class ServerGone(ServiceError):
 
 
 class WireError(ServiceError):
-    """Received bytes are not a message of the graph service, or a value cannot be sent."""
+    """Received bytes are no message of the graph service, or a value cannot be encoded as one."""
 
 
 class CheckpointError(TrainerError):

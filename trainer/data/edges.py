@@ -62,7 +62,6 @@ def joint_adjacency(
 def _adjacency_on_disk(
     lists: Sequence[EdgeList], indptr: Ids, seen_by: Array, dtype: np.dtype[Any], scratch: Scratch
 ) -> tuple[Array, Array]:
-    """Build the CSR of ``joint_adjacency``. ``indptr``: offsets of rows with repeats, overwritten by the result."""
     path = scratch.folder / "neighbours"
     size = 0
     with path.open("wb") as file:

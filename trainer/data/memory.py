@@ -119,7 +119,6 @@ def _by_row(key: str, value: Any, store: Any, edges: bool) -> bool:
 
 
 def _sort_attrs(store: Any, num_nodes: int) -> None:
-    """Let PyG classify the attributes as node or edge attributes, which it caches."""
     # PyG prints a warning if it has to infer the number of nodes.
     had_num_nodes = "num_nodes" in store
     store.num_nodes = num_nodes

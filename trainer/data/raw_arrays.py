@@ -173,10 +173,9 @@ def _belongs_to_nodes(name: str) -> bool:
 
 
 def _target(plain: RawArrays, counts: Mapping[NodeType, int], raw: RawGraph, options: SourceOptions) -> NodeType | None:
-    """Return the node type of the arrays x, y and splits whose names contain no type.
+    """Return the node type of arrays whose names contain no type: option ``target``, or else the only type that fits.
 
-    This is option ``target`` or else the only node type with as many nodes as these arrays have rows; None without
-    option and arrays. Raises ``DataError`` if no type or several types fit.
+    Returns None without option and such arrays. Raises ``DataError`` if no type or several types fit.
     """
     if options.target is not None or not any(map(_belongs_to_nodes, plain)):
         return options.target

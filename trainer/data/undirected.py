@@ -67,10 +67,7 @@ def merged(data: EdgeData, num_nodes: int, scratch: Scratch | None = None) -> Ed
 
 
 def _first_of_equal(edge_index: Array) -> tuple[Array, Array]:
-    """Return both directions of every edge, [2, E'], sorted and without duplicates, and an index array [E'].
-
-    The index array has the position in ``edge_index`` of the edge whose attributes an edge gets.
-    """
+    """Return both directions of every edge, without duplicates, [2, E'], and the position of each in ``edge_index``."""
     both = np.concatenate([edge_index, edge_index[::-1]], axis=1)
     order = np.lexsort((both[1], both[0]))  # stable, so a given edge comes before an equal reversed one
     both = both[:, order]

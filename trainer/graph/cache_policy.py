@@ -1,8 +1,7 @@
 """Chooses the rows of other hosts that a host caches, and predicts the bytes that a rank receives in an epoch.
 
-A rank samples some batches of its run in advance, without gathering rows, and counts the remote rows that they request.
-The most requested rows are cached. For the prediction, the same batches are processed as in ``DistGraph.gather``,
-without sending requests.
+A rank samples some of its batches in advance, without gathering rows. It counts the remote rows that the batches
+request, and caches the most requested ones.
 """
 
 from __future__ import annotations
@@ -106,7 +105,7 @@ class Prediction:
     cache_bytes: int  #: size of the cache
 
     def line(self) -> dict[str, float]:
-        """Return these values as the metrics file records them."""
+        """Return the values as fields of a metrics line."""
         return {
             "steps": self.steps,
             "presampled": self.presampled,

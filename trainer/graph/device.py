@@ -60,8 +60,7 @@ def feed(device: torch.device) -> Callable[[B], B]:
 class CudaFeed:
     """Copies batches to a CUDA device on a separate stream.
 
-    A call queues the copy of a batch and returns without waiting. Work queued later on the current stream runs after
-    the copy.
+    A call returns before the batch is copied. Work queued later on the current stream runs after the copy.
     """
 
     def __init__(self, device: torch.device):

@@ -93,9 +93,9 @@ class BlockLoader(ABC):
         return self.order.num_steps
 
     def keep(self, rows: Mapping[NodeType, DeviceRows]) -> None:
-        """Leave the rows of ``x`` that ``rows``, a cache on the device, contains out of batches.
+        """Leave rows of ``x`` that the device caches (``rows``) out of batches.
 
-        ``Batch.to`` adds them when it copies a batch to the device.
+        ``Batch.to`` adds these rows when it copies a batch to the device.
 
         Raises:
             SettingsError: This process is a client.

@@ -122,7 +122,6 @@ def _norm_of(nodes: Tensor, edges: Tensor, ends: EdgeEndpoints, num_subgraphs: i
 def _saved(
     loader: GraphSAINTSampler, ends: EdgeEndpoints, coverage: int, save_dir: str | Path | None
 ) -> tuple[str, Path | None, SaintNorm | None]:
-    """Return the digest of graph and settings, the path of the file, and the coefficients in the file, if any."""
     if save_dir is None:
         return "", None, None
     key = _digest(loader, ends, coverage)

@@ -95,9 +95,9 @@ def sort_edges(out: Output, of: EdgeType | None, by_source: bool = False) -> Non
 
 
 def _order_by(first: Array, second: Array) -> Ids | None:
-    """Return the permutation, int64 [n], that stably sorts edges by ``first``, then by ``second``.
+    """Return the permutation, int64 [n], that sorts edges by ``first``, then by ``second``.
 
-    Returns None if the edges are sorted already.
+    The sort is stable. Returns None if the edges are sorted already.
     """
     order: Ids | None = None
     for keys in (second, first):

@@ -114,10 +114,6 @@ def _sum_weights(src: Any, dst: Any, in_degree: Any, out_degree: Any, width: int
 
 @njit()
 def _find(src: Any, dst: Any, in_degree: Any, out_degree: Any, width: int, at: Any, sums: Any) -> None:
-    """Replace each group number in ``at`` by the position in ``src`` of the drawn edge.
-
-    This is the first edge at which the running sum of weights in the group exceeds ``sums``.
-    """
     for i in range(len(at)):
         edge, total = at[i] * width, np.int64(0)
         while True:

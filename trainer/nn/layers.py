@@ -31,7 +31,7 @@ DENSE_PER_SPARSE = 30
 
 
 def linear_first(block: Block, in_dim: int, out_dim: int, needs_grad: bool) -> bool:
-    """Return whether applying the linear layer before aggregation, to all sources, is cheaper than after it.
+    """Return whether it is cheaper to apply the linear layer to all sources before aggregation than after it.
 
     Compares multiply-adds of forward and backward pass. ``needs_grad``: the layer's input needs a gradient.
     """

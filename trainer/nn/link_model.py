@@ -18,8 +18,8 @@ from trainer.nn.sharded_embedding import Embeddings
 class LinkModel(nn.Module):
     """Model that scores the links and the negatives of a batch.
 
-    Rows are projected differently for the source and the target of a link, so scores of u -> v and v -> u differ. The
-    score is the dot product of both projections.
+    A score is the dot product of two projections, one for sources and one for targets, so scores of u -> v and v -> u
+    differ.
     """
 
     encoder: Any  #: a ``BlockModel`` or ``HeteroModel``
@@ -31,9 +31,7 @@ class LinkModel(nn.Module):
         self.as_source, self.as_target = nn.Linear(width, width), nn.Linear(width, width)
 
     def forward(self, batch: Batch | HeteroBatch) -> Tensor:
-        """Return scores, float [num_seeds, 1 + m]: of each link, and of its source with each of the batch's m
-        negatives.
-        """
+        """Return scores, float [num_seeds, 1 + m]: of each link, and of its source with the batch's m negatives."""
         links = batch.links
         assert links is not None, "a batch of links"
         rows = self.encoder.seed_rows(batch)

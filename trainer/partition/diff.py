@@ -201,7 +201,7 @@ def _same_order(a: Dataset, b: Dataset) -> bool:
 
 
 def _moved(a: PartitionedGraph, b: PartitionedGraph) -> float:
-    """Return the share of nodes that are in another part, with part numbers matched so that it is smallest.
+    """Return the smallest share of nodes in another part, over all ways to match the parts of ``a`` and ``b``.
 
     Returns nan if the graphs have different nodes.
     """

@@ -200,10 +200,10 @@ def _choose(
     """Assign each node in ``order`` to the part with room that has the highest visit probability for the node.
 
     Ties go to the part with the fewest nodes of the node's class. ``left`` [classes]: the number of unassigned nodes.
-    Once all of these are needed for parts to reach ``least``, only parts below ``least`` are considered.
     """
     num_kinds, num_parts = sizes.shape
     lack = np.zeros(num_kinds, np.int64)
+    # Once all left nodes are needed for parts to reach ``least``, only parts below ``least`` are considered.
     for kind in range(num_kinds):
         for part_id in range(num_parts):
             lack[kind] += max(0, least[kind] - sizes[kind, part_id])

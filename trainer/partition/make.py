@@ -117,10 +117,11 @@ class PartitionSpec:
 def make_partition(spec: PartitionSpec, say: Callable[[str], None] = print) -> Manifest:
     """Load the dataset, assign its nodes to parts and write the partition folder.
 
-    Does nothing if the folder already holds a partition with the same fingerprint. If the call is killed or interrupted
-    and the dataset is `tables` or ``spec.memory`` is set, its intermediate results stay in a hidden folder beside
-    ``folder``, and the same call resumes from them. ``say`` is called with each line of progress. Raises ``DataError``
-    or ``PartitionError``.
+    Does nothing if the folder already holds a partition with the same fingerprint. ``say`` is called with each line of
+    progress. Raises ``DataError`` or ``PartitionError``.
+
+    An interrupted or killed call can be resumed by the same call if the dataset is `tables` or ``spec.memory`` is set:
+    its intermediate results stay in a hidden folder beside ``folder``.
     """
     folder, fingerprint = Path(spec.folder), spec.fingerprint()
     if (done := reusable(folder, fingerprint, say)) is not None:
@@ -175,7 +176,7 @@ def _loaded(spec: PartitionSpec, limit: int, work: WorkFolder) -> Dataset:
 
 
 def _memory_of_steps(dataset: Dataset, limit: int) -> int:
-    """Return the bytes of ``limit`` that a step may use besides the process and its arrays of one value per node.
+    """Return how many bytes of ``limit`` are left for the arrays of a step.
 
     Raises ``PartitionError`` if less than 64 MiB are left.
     """

@@ -126,7 +126,7 @@ def _interruptible() -> Iterator[None]:
 
 
 def _thin(indptr: Array, neighbours: Array) -> tuple[Array, Array]:
-    """Return the CSR of a sample of the edges. Either both directions of an edge are kept, or neither.
+    """Return the CSR of a sample of the edges, with both directions of an edge or neither.
 
     Edge (u, v) is kept with probability ``keep`` * (1/deg u + 1/deg v).
     """

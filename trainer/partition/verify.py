@@ -96,7 +96,7 @@ def first_gid_mismatch(orig_id: Array, global_id: Array, start: int) -> int:
 
 @njit()
 def first_time_mismatch(indices: Array, times: Array, start: int, values: Array) -> int:
-    """Return the position of the first edge whose entry in ``times`` differs from its source node's time, or -1.
+    """Return the position of the first edge whose entry in ``times`` is not its source node's time, or -1.
 
     ``values``: times of the nodes with global ids from ``start`` on. Edges from other sources are skipped.
     """

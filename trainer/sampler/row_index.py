@@ -96,19 +96,15 @@ class SourceCodes:
         return self.num_parts + 1 + self.num_held
 
     def of_parts(self, hosts: Array, here: int) -> Array:
-        """Return the code of the source of each part's rows, int32 [num_parts + 2], part p at index p + 1.
+        """Return the source code of each part's rows, int32 [num_parts + 2], part p at index p + 1.
 
-        ``hosts`` is ``PartHolders.table``. ``here``: its value for parts of this host.
+        ``hosts``: result of ``PartHolders.table``, in which ``here`` stands for this host.
         """
         codes = hosts.astype(np.int32) + self.first_host
         parts = np.arange(-1, self.num_parts + 1, dtype=np.int32)
         return np.where(hosts == here, parts, np.where(hosts < 0, -1, codes)).astype(np.int32)
 
     def of_hosts(self, hosts: Array) -> Array:
-        """Return a code for the host of each part, in the form of ``of_parts``.
-
-        The codes are ``first_host`` for this host, ``first_host + 1`` for node rank 0, and so on.
-        """
         return np.where(hosts < -1, -1, hosts.astype(np.int32) + self.first_host + 1).astype(np.int32)
 
 
@@ -117,8 +113,7 @@ def locate(
 ) -> tuple[int, Mapping[int, RowPlacement]]:
     """Find the source of each row. Returns -1 and a placement per source code.
 
-    If an id is in no part, returns its position and an empty dict. Row numbers in a placement count the rows of the
-    part, the cache or the held answer; for rows of another host they count from 0.
+    If an id is in no part, returns the position of the id and an empty dict.
 
     Args:
         ids: int64 [n], global ids.

@@ -172,7 +172,7 @@ class BatchScheduler(Generic[Work]):
     def submit(self, job: ScheduledRequest[Work]) -> str | None:
         """Queue a request. Returns None, or the reason why the request is rejected.
 
-        A request for a batch acknowledges earlier batches on the same connection, unless others are pending.
+        A request for a batch acknowledges earlier batches on the same connection, unless other requests are pending.
         """
         with self._changed:
             refusal = self._queue_other(job) if job.client is None else self._queue_batch(job)
@@ -352,10 +352,6 @@ class BatchScheduler(Generic[Work]):
         return sum(client.held for client in self._busy.values())
 
     def _until_patience_ends(self) -> float:
-        """Return for how many seconds a client whose batch does not fit into the buffer still blocks other clients.
-
-        ``threading.TIMEOUT_MAX`` if no client blocks others.
-        """
         now = self._clock()
         ends = [one.blocked_since + PATIENCE - now for one in self._busy.values() if one.blocked_since is not None]
         return min((left for left in ends if left > 0), default=threading.TIMEOUT_MAX)

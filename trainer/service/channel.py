@@ -226,10 +226,6 @@ class Channel:
             self._progress, self._heard_at = 0, self._read_at
 
     def _deliver(self, parts: list[Any]) -> None:
-        """Process a received message: assign a reply to the call that waits for it, or answer a keep-alive by a ping.
-
-        Ignores replies for which no call waits, and invalid messages.
-        """
         try:
             reply = decode(parts)
         except WireError as error:

@@ -252,7 +252,10 @@ class HostClient:
         )
 
     def submit_edges(self, part_id: int, edge_type: EdgeType, first: int, count: int) -> PendingReply[EdgeList]:
-        """Request ``count`` edges, at most ``EDGES_AT_ONCE``, of a part, from slot ``first`` of its edge arrays on."""
+        """Request ``count`` edges of a part, from slot ``first`` of its edge arrays on.
+
+        ``count`` is at most ``EDGES_AT_ONCE``.
+        """
         return self._submit(
             lambda: messages.edges_request(part_id, edge_type, first, count),
             lambda reply: messages.read_edges(reply, count),

@@ -72,7 +72,7 @@ class FairQueue(Generic[T]):
         return item
 
     def drop(self, peer: Peer) -> None:
-        """Remove the items of a connection. It is no longer paused."""
+        """Remove the items of a connection, and end its pause."""
         self._count -= len(self._remove(peer))
         self._paused.pop(peer, None)
 

@@ -56,7 +56,7 @@ class ServerChoice:
             return tuple(self._gone)
 
     def pick(self, until: float) -> HostClient | None:
-        """Return the first reachable server, after waiting for one at most until ``time.monotonic()`` is ``until``.
+        """Return the first reachable server. Waits for one until ``time.monotonic()`` is ``until``.
 
         Returns None if no server became reachable, or ``close`` was called.
         """
@@ -269,7 +269,7 @@ class Gateway:
     ) -> T:  # fmt: skip
         """Send a request to the first reachable server, or to the next one if it is lost, and return the reply.
 
-        ``known``: check each server at its first use to have the partition of ``manifest``.
+        With ``known``, checks at the first use of a server that it has the same partition.
         """
         patience = self.server_wait if patience is None else patience
         until, lost = time.monotonic() + patience, False

@@ -96,9 +96,10 @@ class EdgeSpec:
 
 
 def endpoint_offsets(num_edges: int, num_parts: int) -> tuple[int, ...]:
-    """Return the first original edge id in the endpoints file of each part, and the number of edges, [num_parts + 1].
+    """Return the first original edge id in each part's endpoints file, and the number of edges, [num_parts + 1].
 
-    Part p stores source and target of the edges offsets[p] <= original id < offsets[p + 1], which other parts may own.
+    Part p stores source and target of the edges offsets[p] <= original id < offsets[p + 1], even if another part owns
+    the edges.
     """
     return tuple(num_edges * part // num_parts for part in range(num_parts + 1))
 

@@ -153,7 +153,7 @@ def _convert(path: Path, target: Path, columns: Sequence[Column]) -> None:
 
 
 def writes_parquet(wanted: bool | None) -> bool:
-    """Return ``wanted``, the user's choice, or if it is None whether DuckDB is installed, which writes Parquet files.
+    """Return whether to write Parquet files: ``wanted``, or if it is None whether DuckDB is installed.
 
     Raises ``SettingsError`` if ``wanted`` is True and DuckDB is not installed.
     """

@@ -67,7 +67,7 @@ def _columns(path: Path) -> list[list[str]]:
 
 
 def _nodes(graph: Graph, of: NodeType, texts: Sequence[str], where: str) -> Ids:
-    """Return the global ids of nodes given by the text of their ids in the node table, or else original ids.
+    """Return the global ids of nodes, given as texts: their ids in the node table, or else original ids.
 
     ``where``: file and column, for messages.
     """

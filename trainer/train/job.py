@@ -99,7 +99,7 @@ def layout_of(graph: Graph, group: RankGroup) -> RankLayout:
 
 
 def one_host_layout(graph: Graph, group: RankGroup) -> RankLayout:
-    """Return ``layout_of`` with each part assigned to the ranks of a single node, which share a disk. Collective."""
+    """Return ``layout_of``, but with each part assigned to the ranks of one node only. Collective."""
     near_by_rank = group.gather((group.ranks.node_rank, graph.near_parts))
     # A part goes to the near node, or else any node, with the fewest parts so far.
     nodes = sorted({node for node, _ in near_by_rank})

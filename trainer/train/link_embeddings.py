@@ -97,7 +97,7 @@ class LinkEmbeddings:
         return self._original(ids.numpy()), best.numpy()
 
     def _linked(self, targets: Ids) -> tuple[Ids, Ids]:
-        """Return the edges from own sources to ``targets``: position of the source (ascending) and of the target.
+        """Return the edges from own sources to ``targets``, as positions of sources (ascending) and of targets.
 
         If source and target have the same type, pairs of a node with itself are included.
         """

@@ -36,7 +36,7 @@ def model_facts(manifest: Manifest, target: Target, outputs: int, edge_attr: str
 def make_model(
     settings: TrainSettings, manifest: Manifest, target: Target, outputs: int, device: torch.device | None = None
 ) -> tuple[nn.Module, ShardedEmbedding | None]:
-    """Return the initial model, and trainable embeddings of the node types without features that it reads.
+    """Return the initial model, and trainable embeddings for node types without features (None if there are none).
 
     ``target``: the node type of the seeds, or the edge type whose links are predicted. ``outputs``: ``Task.outputs``.
     """

@@ -100,7 +100,7 @@ class MeanGradients:
 def averaged(model: nn.Module, group: RankGroup) -> tuple[nn.Module, Callable[[], None] | None]:
     """Make a model average its gradients over ranks. Collective.
 
-    Returns the model to train, and a function to call after each backward pass, or None if the pass itself averages.
+    Returns the model to train, and a function to call after each backward pass, or None if none is needed.
     """
     if group.size == 1:
         return model, None
@@ -113,11 +113,8 @@ def averaged(model: nn.Module, group: RankGroup) -> tuple[nn.Module, Callable[[]
 
 
 def _small_shapes(model: nn.Module) -> list[tuple[int, ...]]:
-    """Return the shapes of the weights of a model for ``MeanGradients``, or [] for any other model.
-
-    Its weights must be few, all trainable and float32 on the CPU, and it must have no buffers.
-    """
     weights = list(model.parameters())
     small = sum(weight.numel() for weight in weights) <= SMALL and not list(model.buffers())
     plain = all(w.requires_grad and w.dtype == torch.float32 and w.device.type == "cpu" for w in weights)
+    # [] for a model that ``MeanGradients`` does not support.
     return [tuple(weight.shape) for weight in weights] if small and plain else []

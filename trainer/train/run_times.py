@@ -88,7 +88,10 @@ class RankTimes:
         return sum(self.spent[kind] for kind in kinds) / self.step_s if self.step_s else 0.0
 
     def part(self, rows: str, of: str) -> float | None:
-        """Return the ratio of two names in ``TRAFFIC``, such as ``cached_rows`` / ``remote_rows``, if it is defined."""
+        """Return the ratio of two names in ``TRAFFIC``, such as ``cached_rows`` / ``remote_rows``.
+
+        None if ``of`` is 0.
+        """
         return self.traffic[rows] / self.traffic[of] if self.traffic[of] else None
 
     def per_epoch(self, name: str) -> float:
@@ -237,7 +240,7 @@ def read_lines(paths: Iterable[Path]) -> dict[int, RankLines]:
 
 
 def record_of(ranks: Mapping[int, RankLines], epochs: Container[int] | None = None) -> RunTimes | None:
-    """Return the mean times and traffic over ``epochs``. Default: all epochs, without the first if there are several.
+    """Return the mean times and traffic over ``epochs``, by default all but the first of several epochs.
 
     If no epoch is complete yet, the means are taken over each rank's ``step`` lines except its first. Returns None if
     no line has times. Raises ``SettingsError`` if the lines contain none of ``epochs``.

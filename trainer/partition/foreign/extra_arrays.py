@@ -65,7 +65,7 @@ def with_extra_arrays(raw: RawGraph, files: list[ExtraFile]) -> RawGraph:
 
 
 def _named(name: str, found: Mapping[str, RawArray], raw: RawGraph) -> Iterator[tuple[NodeType | None, str, RawArray]]:
-    """Yield (node type, name, array) of a file. The type is None if the graph has several and none is stated.
+    """Yield (node type or None, array name, array) of a file.
 
     ``name`` may be `<node type>__<array>`; ``found`` has the array by node type, or by '' if the file states none.
     Raises ``DataError`` for an unknown type.
@@ -116,7 +116,6 @@ def _numbered(folder: Path) -> tuple[Path, ...]:
 
 
 def _read(file: ExtraFile) -> dict[str, RawArray] | str:
-    """Read the array by node type ('' without a type), or return a note why files beside a partition are ignored."""
     pieces: dict[str, list[RawArray]] = {}
     for path in file.files:
         if path.suffix == ".npy":

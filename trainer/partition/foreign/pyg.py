@@ -2,8 +2,8 @@
 
 A folder has ``META.json``, the part of every node and edge (``node_map.pt`` and ``edge_map.pt``, or folders of these
 names with a file per type), and ``part_<k>/`` with ``graph.pt``, ``node_feats.pt`` and ``edge_feats.pt``. Ids are those
-of the input graph. Edge ids number the edges of all types together; so do node ids in torch_geometric 2.4, whose
-META.json has no ``node_offset``.
+of the input graph. In a heterogeneous graph, edge ids number the edges of all types together. In torch_geometric 2.4,
+whose META.json has no ``node_offset``, ``row`` and ``col`` number the nodes of all types together.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Encodes and decodes the requests and replies of the graph service, except those for sampled neighbours and batches.
 
-Each array of attribute rows has a *mark* of one byte, which tells how the array was rounded, and from which dtype; 0:
-not rounded. Rows rounded to int8 are sent as two arrays: codes [n, …] and scales float32 [n, 1].
+Each array of rows has a *mark*, a byte that states whether and how the array was rounded, and its original dtype. Rows
+rounded to int8 are sent as two arrays: codes [n, …] and scales float32 [n, 1].
 """
 
 from __future__ import annotations

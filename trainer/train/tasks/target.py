@@ -56,7 +56,7 @@ def held_out_type(graph: Graph) -> EdgeType | None:
 
 
 def _linked(graph: Graph, wanted: str | None) -> EdgeType:
-    """Choose the edge type whose links are predicted if the user names none.
+    """Return the only edge type whose links can be predicted.
 
     Raises ``SettingsError`` if ``wanted`` is given, or several types are possible.
     """

@@ -40,7 +40,7 @@ class Block:
 class KeptRows:
     """The rows of a batch that are cached on the device.
 
-    Before ``Batch.to``, ``Batch.x`` contains only the other rows.
+    Before ``Batch.to``, ``Batch.x`` contains only rows that are not cached.
     """
 
     slots: Tensor  #: int32 [n], index into ``rows`` for each node; -1 for rows that are in ``x``

@@ -3,7 +3,7 @@
 The values of an int8 row are ``code * scale``; the scale is the largest absolute value of the row / 127. Rounding rows
 that were rounded before gives the same codes and scales. All arithmetic is float32.
 
-``Unroundable`` is raised for a row with inf or NaN (int8) or with a finite number that would become infinite (float16).
+``Unroundable`` is raised for a row with inf or NaN (int8), or with a finite number that float16 cannot represent.
 """
 
 from __future__ import annotations

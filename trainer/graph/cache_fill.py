@@ -82,9 +82,8 @@ def fill_cache(
 ) -> FilledCache | None:
     """Cache the rows of other hosts that this host's ranks request most. All ranks must call this.
 
-    The first rank of each host presamples its own batches and writes the most requested rows into files in ``folder``,
-    which the host's other ranks map. Then the files are unlinked; their memory is freed when the last process ends.
-    ``node`` identifies the host.
+    The first rank of each host presamples its own batches and writes the most requested rows into files in ``folder``.
+    All ranks of the host memory-map the files, which are then unlinked. ``node`` identifies the host.
 
     Returns None if all parts are on this host, and in clients. Raises ``TrainerError`` on all ranks if one of them
     fails.

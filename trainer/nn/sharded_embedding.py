@@ -45,7 +45,8 @@ class ShardedEmbedding:
         device: Device of this rank's rows; default CPU.
         group: Process group; default ``torch.distributed``'s default group, or this process alone without one.
 
-    Shapes: - ``weight``: float32 [n, dim], this rank's rows: about 1 / ranks of all rows.
+    Shapes:
+        - ``weight``: float32 [n, dim], this rank's rows: about 1 / ranks of all rows.
 
     Example:
         ```python

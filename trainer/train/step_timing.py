@@ -49,8 +49,6 @@ class BatchWait(NamedTuple):  # made in each step: a NamedTuple takes a quarter 
 
 @dataclass(frozen=True)
 class StepTimes:
-    """Time of several training steps of one rank, by kind of work."""
-
     steps: int = 0
     seconds: tuple[float, ...] = (0.0,) * len(KINDS)  #: seconds of all steps, by ``KINDS``
     batches: int = 0  #: number of batches whose cost is known

@@ -75,7 +75,7 @@ def mask_rows(h: Tensor, n_id: Tensor, p: float, stream_key: int) -> Tensor:
 
 
 def mask_rows_torch(h: Tensor, n_id: Tensor, p: float, stream_key: int) -> Tensor:
-    """Compute ``mask_rows`` in torch operations, for any device, with a result that is equal bit for bit."""
+    """Compute ``mask_rows`` in torch operations, for any device. Results are equal bit for bit."""
     state = _mix_tensor(n_id ^ _signed(stream_key))
     columns = torch.arange(h.shape[1], device=h.device)
     bits = (state[:, None] + columns * STRIDE) & MASK32

@@ -175,7 +175,8 @@ def _belongs_to_nodes(name: str) -> bool:
 def _target(plain: RawArrays, counts: Mapping[NodeType, int], raw: RawGraph, options: SourceOptions) -> NodeType | None:
     """Return the node type of arrays whose names contain no type: option ``target``, or else the only type that fits.
 
-    Returns None without option and such arrays. Raises ``DataError`` if no type or several types fit.
+    Returns None if there are no such arrays and ``target`` is not set. Raises ``DataError`` if no type or several types
+    fit.
     """
     if options.target is not None or not any(map(_belongs_to_nodes, plain)):
         return options.target

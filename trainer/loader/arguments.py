@@ -207,7 +207,9 @@ def time_level(manifest: Manifest, attr: str) -> Literal["node", "edge"]:
     on_nodes = [of for of, spec in manifest.nodes.items() if attr in spec.attrs]
     on_edges = [of for of, spec in manifest.edges.items() if attr in spec.attrs]
     if on_nodes and on_edges:
-        raise SettingsError(f"time_attr {attr!r} is an attribute of nodes {on_nodes} and of edges {on_edges}")
+        raise SettingsError(
+            f"time_attr {attr!r} is ambiguous: both nodes {on_nodes} and edges {on_edges} have it; rename one of them"
+        )
     if not on_nodes and not on_edges:
         raise SettingsError(f"time_attr {attr!r} is neither a node-level nor an edge-level attribute of the graph")
     return "node" if on_nodes else "edge"

@@ -54,7 +54,7 @@ def soak(minutes: float, seeds: Iterable[int], folder: Path, *, keep: bool = Fal
 
 
 def fault_table(verdicts: Sequence[Verdict]) -> str:
-    """Return a Markdown table of faults: runs, broken contracts, and median seconds until no process was left."""
+    """Return a Markdown table with a row per injected fault: runs, wrong results, median seconds to clean up."""
     cells: dict[tuple[str, str], list[Verdict]] = defaultdict(list)
     for verdict in verdicts:
         cells[verdict.scenario.fault.kind, verdict.scenario.mode].append(verdict)

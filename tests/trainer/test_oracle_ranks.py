@@ -35,7 +35,7 @@ GLOBAL, SEEDS = 12, 31
 
 @pytest.fixture(scope="module")
 def hosts():
-    """Yield the graphs that two hosts open, by kind. Rank r runs on host r % 2."""
+    """Yield what two hosts open: a homogeneous graph ("homo") and a heterogeneous one ("hetero")."""
     with contextlib.ExitStack() as stack:
         yield {kind: stack.enter_context(hosts_of(make(), 2)) for kind, make in (("homo", homo_data),
                ("hetero", hetero_data))}  # fmt: skip

@@ -123,7 +123,7 @@ def _stack(error: BaseException) -> Iterator[str]:
 
 
 def report_uncaught(environ: Mapping[str, str] = os.environ) -> None:
-    """In a run, extend ``sys.excepthook`` to call ``report_expired``."""
+    """Install an exception hook that reports an uncaught timeout to the supervisor. Does nothing outside a run."""
     before = sys.excepthook
     if getattr(before, "reports_waits", False) or not environ.get("GNNFLEET_SUPERVISOR"):
         return

@@ -119,7 +119,7 @@ class Manifest:
         edges: Edge types.
         edge_cut: Share of all edges whose ends are in different parts, 0 to 1.
         balance: Nodes of the largest part / mean nodes of a part, over all types.
-        graph_attrs: Attributes of the graph as a whole; their shape is that of the array.
+        graph_attrs: Attributes of the graph as a whole. Their ``shape`` is that of the whole array, not of one row.
         files: All files of the folder.
         options: Further options of the partition method.
         dataset_fingerprint: Sha256 of the dataset alone; '' in folders of older versions.

@@ -203,9 +203,9 @@ def run_attempts(attempts: list[Attempt], seconds: float) -> Iterator[tuple[Atte
 
 
 def wait_for_ended(poll: Any, running: dict[int, Attempt]) -> list[tuple[int, str]]:
-    """Wait until data arrives for an attempt or one reaches its deadline; return (descriptor, error) of the ended ones.
+    """Wait for data or a deadline of a running connection, and return (descriptor, error) of those that have ended.
 
-    The error is '' after success.
+    ``error`` is '' if the connection succeeded.
     """
     if not running:
         return []

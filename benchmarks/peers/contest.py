@@ -225,6 +225,7 @@ def _ours(size: str) -> list[Contender]:
         one("parts", "random, replicated, cache 10%", HOSTS, random, **close),
         one("parts", "METIS, replicated, cache 10%", HOSTS, metis, **close),
         one("train", "random, replicated, cache 10%", HOSTS, random, **close),
+        one("train", "random, replicated, cache 10%, bfloat16", HOSTS, random, precision="bfloat16", **close),
         one("partition", "METIS", method="metis"),
         one("partition", "random", method="random"),
     ]

@@ -2,8 +2,8 @@
 
 python our_train.py train PLAIN SETTINGS
 
-SETTINGS is JSON as for our_job.py, with hidden, lr and optionally prefetch. This process does not import torch, because
-its memory counts as the host's.
+SETTINGS is JSON as for our_job.py, with hidden, lr and optionally prefetch and precision. This process does not import
+torch, because its memory counts as the host's.
 """
 
 from __future__ import annotations
@@ -61,7 +61,8 @@ def train(settings: Settings) -> Settings:
     command += ["--fanouts", ",".join(map(str, settings["fanouts"])), "--batch-size", HOSTS * settings["batch"]]
     command += ["--eval-batch-size", HOSTS * settings["batch"], "--epochs", settings["epochs"], "--lr", settings["lr"]]
     command += ["--dropout", "0", "--eval-every", "0", "--checkpoint-every", "0", "--backend", "gloo"]
-    command += ["--prefetch", settings["prefetch"]] if "prefetch" in settings else []
+    for name in {"prefetch", "precision"} & set(settings):
+        command += [f"--{name}", settings[name]]
     with graph_server(settings) as cluster:
         environment = os.environ | {name: str(value) for name, value in ranks.items()}
         subprocess.run(list(map(str, [*command, "--cluster", cluster])), env=environment, stdout=sys.stderr, check=True)

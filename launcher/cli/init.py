@@ -119,7 +119,6 @@ def _check_complete(request: InitRequest, yes: bool) -> None:
 
 
 def _ask_missing(request: InitRequest) -> InitRequest:
-    """Ask for hosts and graph if they are missing. Raises ConfigError for invalid hosts."""
     from dataclasses import replace
 
     from launcher.init.questions import ask_graph, ask_hosts
@@ -159,6 +158,6 @@ def _copy(name: str, dest: Path, force: bool, ask: bool) -> None:
 
 
 def _program(ctx: click.Context) -> str:
-    """Return the command that starts this program, ``gnnfleet`` or ``python launch.py``, for use in messages."""
+    """Return the command that started this program, ``gnnfleet`` or ``python launch.py``."""
     name = ctx.find_root().info_name or "gnnfleet"
     return "python launch.py" if name.endswith("launch.py") else "gnnfleet"

@@ -96,7 +96,7 @@ def _put(tree: Tree, words: Words[str], value: Tree, origin: Origin, path: str =
 
 
 def _long_form(tree: Tree, path: str, word: str) -> Tree:
-    """Expand ``nodes: 2``, ``- node[01-04]`` and ``- user@host`` to entries with keys, so that a key can be set."""
+    """Expand ``nodes: 2``, ``- node[01-04]`` and ``- user@host`` to entries with keys."""
     if path == "nodes" and (word.isdecimal() or word == "*"):
         return expand_nodes(tree)
     if path.startswith("nodes.") and path.count(".") == 1 and isinstance(tree, Scalar) and not tree.empty:
@@ -182,8 +182,8 @@ def load_config(
 ) -> ClusterConfig:
     """Read the file, apply overrides, select nodes, and check the result.
 
-    Each node of the file is checked; the cluster as a whole is checked with the selected nodes only. A file of another
-    launcher is converted first.
+    Checks every node of the file, but the cluster as a whole with the selected nodes only. Converts a file of another
+    launcher first.
 
     ``choose``: returns the config with only the selected nodes. ``foreign``: the converted file, if the caller has
     converted it already. Raises ConfigError with all problems found.
@@ -234,7 +234,7 @@ def to_yaml(config: ClusterConfig) -> str:
 
 
 def _folded(problems: Sequence[Problem]) -> Iterator[Problem]:
-    """Merge problems that differ only in the node, since a host range or `defaults` repeats a mistake per node."""
+    # A host range or `defaults` repeats a mistake for each node.
     groups: dict[Problem, list[tuple[Problem, str]]] = {}
     for problem in problems:
         node = _NODE.search(problem.message)

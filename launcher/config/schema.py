@@ -102,7 +102,6 @@ class NodeConfig:
 
     @property
     def trains(self) -> bool:
-        """Whether the node runs training processes."""
         return self.role != "server"
 
     @property
@@ -413,5 +412,4 @@ class ClusterConfig:
 
     @property
     def world_size(self) -> int:
-        """Number of training processes of all nodes."""
         return sum(node.nproc for node in self.nodes)

@@ -1,8 +1,7 @@
 """Sends the files of a plan to the nodes. Files that are already there are skipped, and cut transfers are resumed.
 
-A file is written to ``<file>.part`` and renamed after its digest has been checked. gnnfleet's code is sent as one
-archive and unpacked to ``<workdir>/code/<digest>``, which appears only when complete. The manifest is committed last:
-a partition folder with a manifest has all files that the manifest lists.
+A file is written to ``<file>.part`` and renamed after its digest has been checked. The manifest comes last: a partition
+folder with a manifest is complete.
 """
 
 from __future__ import annotations
@@ -45,8 +44,6 @@ _LARGE = 64 << 20  # bytes; larger files are committed one at a time, so that pr
 
 @dataclass(frozen=True)
 class NodeSync:
-    """Result of the transfer to one node."""
-
     node_rank: int
     files_sent: int
     bytes_sent: int
@@ -56,8 +53,6 @@ class NodeSync:
 
 @dataclass(frozen=True)
 class SyncReport:
-    """Result of the transfer to all nodes."""
-
     nodes: tuple[NodeSync, ...]  #: in node_rank order
 
     @property
@@ -70,7 +65,7 @@ class SyncReport:
 
 
 class Stopped(FleetError):
-    """A transfer was stopped, because another one failed or by Ctrl-C."""
+    """A transfer ended because another one failed, or by Ctrl-C."""
 
     exit_status = 130
 
@@ -82,10 +77,9 @@ def sync(
     *,
     connect_timeout: float = 10.0,
 ) -> SyncReport:
-    """Send all files of ``plan`` to the nodes, all nodes in parallel.
+    """Send all files of ``plan`` to the nodes in parallel.
 
-    A failure on one node, or Ctrl-C, stops the other transfers; the next sync resumes them. Raises SyncError, which
-    names node, host and file.
+    A failure on one node, or Ctrl-C, stops all transfers; the next sync resumes them. Raises SyncError.
     """
     stop = threading.Event()
     archive = _CodeArchive(plan)
@@ -114,7 +108,6 @@ class _CodeArchive:
         self._data = b""
 
     def data(self) -> bytes:
-        """Return the archive as bytes; the first call makes it."""
         with self._lock:
             if not self._data:
                 self._data = _pack(self.plan.nodes[0])
@@ -133,8 +126,6 @@ def _pack(node: NodePlan) -> bytes:
 
 
 class _NodeJob:
-    """The transfer to one node."""
-
     def __init__(
         self,
         node: NodePlan,
@@ -150,7 +141,6 @@ class _NodeJob:
         self.current = "its files"
 
     def run(self) -> NodeSync:
-        """Send all files of the node, and reconnect when the connection breaks."""
         started = time.monotonic()
         failures, sent_before = 0, 0
         while True:
@@ -214,7 +204,6 @@ class _NodeJob:
         self.bytes_sent += len(data)
 
     def _send_files(self, found: list[tuple[PlannedFile, dict[str, Any]]]) -> None:
-        """Upload missing files, resuming partial ones; the manifest is committed after all others."""
         todo = [(file, _have(state)) for file, state in found if state["state"] != "present"]
         need = sum(file.bytes - have for file, have in todo)
         self.bytes_present = sum(file.bytes for file, _ in found) - sum(file.bytes for file, _ in todo)
@@ -231,7 +220,6 @@ class _NodeJob:
         self._commit(waiting)
 
     def _commit(self, files: list[PlannedFile]) -> None:
-        """Let the node check and rename uploaded files; a file with a wrong digest is sent once more."""
         for file, error in self._commit_once(files):
             self._check_source(file)
             self.progress.start(self.node.node_rank, file.bytes)
@@ -268,7 +256,7 @@ class _NodeJob:
             ) from error
 
     def _is_there(self, file: PlannedFile) -> bool:
-        """Whether the node has the complete file. Waits for it up to two seconds, as another run may be sending it."""
+        # Another run may be sending the file: waits up to two seconds.
         for pause in _OTHERS_PAUSES:
             if self._ask({"op": "inventory", "files": [_entry(file)], "folders": []})["files"][0]["state"] == "present":
                 return True
@@ -276,7 +264,7 @@ class _NodeJob:
         return False
 
     def _check_source(self, file: PlannedFile) -> None:
-        """Raise SyncError if the local file itself has a wrong digest, since sending it again would not help."""
+        # If the local file itself has a wrong digest, sending it again does not help.
         if sha256_of(file.source) != file.sha256:
             raise SyncError(
                 f"{file.source} on this machine differs from its manifest (damaged, or changed after partitioning), "
@@ -348,5 +336,5 @@ def _is_code(node: NodePlan, file: PlannedFile) -> bool:
 
 
 def hash_time(files: Iterable[PlannedFile] | Iterable[PartFile]) -> float:
-    """Timeout in seconds for a node to read and hash these files."""
+    """Return the timeout in seconds for a node to read and hash the files."""
     return _CALL_TIMEOUT + sum(file.bytes for file in files) / _SLOWEST_DISK

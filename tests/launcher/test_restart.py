@@ -1,4 +1,4 @@
-"""Tests of whether a run starts again after a failure, and with which nodes, parts, ranks and checkpoint."""
+"""Tests of whether a run starts again, and with which nodes, parts, ranks and checkpoint."""
 
 from __future__ import annotations
 
@@ -187,7 +187,7 @@ def test_a_restart_on_the_first_lead_node_keeps_its_master_address() -> None:
 
 
 def write_checkpoint(folder: Path, name: str, content: bytes, digested: bytes | None = None) -> None:
-    """Write a checkpoint file that ends with the digest of its content or, to make it look damaged, of ``digested``."""
+    """Write a checkpoint file that ends with the digest of ``digested`` (default: of ``content``)."""
     comment = b"sha256:" + hashlib.sha256(content if digested is None else digested).hexdigest().encode()
     (folder / "checkpoints").mkdir(exist_ok=True)
     (folder / "checkpoints" / name).write_bytes(content + len(comment).to_bytes(2, "little") + comment)

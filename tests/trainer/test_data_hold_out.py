@@ -1,6 +1,4 @@
-"""Tests of held-out links: validation and test links are disjoint, removed from the edges in both directions, and known
-to every host.
-"""
+"""Tests of held-out links: disjoint, removed from the edges in both directions, and known to every host."""
 
 from __future__ import annotations
 

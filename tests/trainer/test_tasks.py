@@ -56,7 +56,7 @@ LINKS: dict[str, Any] = {
 
 
 def parts_of(folder: Path, y: np.ndarray, splits: dict[str, np.ndarray] = SPLITS) -> Path:
-    """Partition the graph of ``EDGES`` with the labels ``y``; integer labels of shape [n] are classes."""
+    """Partition the graph of ``EDGES`` with the labels ``y``. Integer labels of shape [n] are classes."""
     data = graph(EDGES, NODES, {"x": X, "y": y}, splits=splits)
     classes = int(y.max()) + 1 if y.ndim == 1 and y.dtype.kind == "i" else 0
     data = replace(data, nodes={HOMO_NODE: replace(data.nodes[HOMO_NODE], num_classes=classes)})
@@ -196,7 +196,6 @@ def test_a_node_task_learns_more_than_a_constant(
 
 @pytest.fixture(scope="module")
 def one_process(links: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Train in one process, for links, regression and several labels; return the folder of the run folders."""
     folder = tmp_path_factory.mktemp("one")
     train(job(links, folder / "link", **LINKS), Ranks())
     for name, y in (("regression", PRICE), ("multilabel", SOME)):

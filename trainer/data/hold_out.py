@@ -26,8 +26,6 @@ _REVERSE = "rev_"
 
 
 class HoldOut(Protocol):
-    """Dataset options for holding out links."""
-
     @property
     def hold_out(self) -> str | None: ...
     @property
@@ -39,16 +37,13 @@ class HoldOut(Protocol):
 def hold_out_links(dataset: Dataset, options: HoldOut) -> Dataset:
     """Move some links of the edge type ``hold_out`` to the graph attributes ``val_links`` and ``test_links``.
 
-    The graph attribute ``held_out_type`` names the edge type.
-
-    The options state the shares of the links to move. A hash of source and target decides whether a link is moved, so
-    all copies of an edge are moved together, and so are both directions if the ends have the same node type. Self loops
-    between nodes of one type are not moved.
+    A hash of source and target decides whether a link is moved, so all copies of an edge are moved together. If both
+    ends have the same node type, both directions are moved together, and self loops are not moved.
 
     The reverses of the moved links are removed from the reverse edge type, ``rev_<relation>`` (or ``<relation>`` for an
-    edge type ``rev_<relation>``), if it exists. They are also removed from any other edge type from the target type to
-    the source type that contains all of them. A type that contains only some of them is left unchanged, and the dataset
-    gets a note. Raises ``DataError`` for an unknown edge type and for shares out of range.
+    edge type ``rev_<relation>``), if it exists, and from any other edge type that contains all of them. A type that
+    contains only some of them is left unchanged, and the dataset gets a note. Raises ``DataError`` for an unknown edge
+    type and for shares out of range.
     """
     if options.hold_out is None:
         return dataset
@@ -71,8 +66,7 @@ def hold_out_links(dataset: Dataset, options: HoldOut) -> Dataset:
 def _remove_from_other_reverses(edges: dict[EdgeType, EdgeData], of: EdgeType, links: Array) -> list[str]:
     """Remove the reverses of ``links`` [2, n] from each edge type that contains all of them.
 
-    Links between nodes of one type are not considered. Returns a note for each edge type that contains some, but not
-    all.
+    Does nothing for links between nodes of one type. Returns a note for each edge type that contains some, but not all.
     """
     notes = []
     for back in edges:
@@ -95,8 +89,6 @@ def _remove_from_other_reverses(edges: dict[EdgeType, EdgeData], of: EdgeType, l
 
 @dataclass(frozen=True)
 class _HeldOutLinks:
-    """Decides which links are held out, by a hash of their source and target."""
-
     either_way: bool  #: treat (u, v) and (v, u) as the same link
     val: float  #: share of the links, 0 to 1
     test: float  #: share of the links, 0 to 1
@@ -147,6 +139,5 @@ def _kept(data: EdgeData, keep: _Flags) -> EdgeData:
 
 
 def _distinct(edge_index: Array, chosen: _Flags) -> Array:
-    """Return the edges where ``chosen`` is true, without duplicates, sorted by source then target: int64 [2, n]."""
     links: Array = np.unique(edge_index[:, chosen].astype(np.int64), axis=1)
     return links

@@ -79,7 +79,7 @@ class SourceOptions:
 
     @property
     def times(self) -> tuple[str, ...]:
-        """Names of the attributes that contain times: those in option ``time_attrs`` if it is given, else `time`."""
+        """Names of the attributes that contain times: option ``time_attrs`` if given, else `time`."""
         return ("time",) if self.time_attrs is None else self.time_attrs
 
 
@@ -141,7 +141,7 @@ def _text(value: Any) -> str:
 
 
 def _names(value: Any) -> tuple[str, ...]:
-    """Parse names given as a list, as ``a,b``, as a JSON list (how the launcher passes lists), or as ``none``."""
+    """Parse names given as a list, as ``a,b``, as a JSON list, or as ``none``."""
     if isinstance(value, str):
         if value.strip().lower() == "none":
             return ()

@@ -1,4 +1,4 @@
-"""Link prediction: an encoder on blocks, projections of both ends of a link, and their dot product as its score."""
+"""Model for link prediction: an encoder on blocks, and the dot product of projected rows as score of a link."""
 
 from __future__ import annotations
 
@@ -16,11 +16,10 @@ from trainer.nn.sharded_embedding import Embeddings
 
 
 class LinkModel(nn.Module):
-    """Scores the links and the negatives of a batch.
+    """Model that scores the links and the negatives of a batch.
 
-    A node has two embeddings, one as source and one as target of a link: linear projections of its row. The score of a
-    link is the dot product of its ends' embeddings, so that the best targets of a source can be found by
-    nearest-neighbour search. Scores of u -> v and v -> u differ.
+    A score is the dot product of two projections, one for sources and one for targets, so scores of u -> v and v -> u
+    differ.
     """
 
     encoder: Any  #: a ``BlockModel`` or ``HeteroModel``
@@ -32,7 +31,7 @@ class LinkModel(nn.Module):
         self.as_source, self.as_target = nn.Linear(width, width), nn.Linear(width, width)
 
     def forward(self, batch: Batch | HeteroBatch) -> Tensor:
-        """Return scores, float [num_seeds, 1 + m]: of each link, and of the batch's m negatives as its target."""
+        """Return scores, float [num_seeds, 1 + m]: of each link, and of its source with the batch's m negatives."""
         links = batch.links
         assert links is not None, "a batch of links"
         rows = self.encoder.seed_rows(batch)
@@ -55,7 +54,7 @@ def build_link_model(
         edge_type: Type of the links.
         embeddings: As for ``build_model``.
 
-    Raises the errors of ``build_model``.
+    Raises the same errors as ``build_model``.
     """
     outputs = 0 if settings.model in HETERO_MODELS else settings.hidden
     encoder = build_model(settings, replace(facts, num_classes=outputs), embeddings)
@@ -65,6 +64,5 @@ def build_link_model(
 
 
 def link_facts(facts: GraphFacts, edge_type: EdgeType) -> GraphFacts:
-    """Return ``facts`` for a model whose outputs are the rows of both ends of links of ``edge_type``."""
     further = () if edge_type[0] == edge_type[2] else (edge_type[0],)
     return replace(facts, target=edge_type[2], further=further)

@@ -75,8 +75,7 @@ class LinkEmbeddings:
         """Return the ``count`` targets with the highest scores, best first, of each source that this rank owns.
 
         Returns the original ids of the targets, int64 [own sources, count], -1 where there are fewer targets, and their
-        scores, float32 of the same shape. Pairs that are edges of the graph are left out, as are pairs of a node with
-        itself.
+        scores, float32. Edges of the graph, and pairs of a node with itself, are left out.
         """
         own = torch.from_numpy(np.asarray(self.source.values))
         best = torch.full((len(own), count), -torch.inf)
@@ -98,8 +97,7 @@ class LinkEmbeddings:
         return self._original(ids.numpy()), best.numpy()
 
     def _linked(self, targets: Ids) -> tuple[Ids, Ids]:
-        """Return the edges from the sources that this rank owns to ``targets``, as two arrays: for each edge, the
-        position of its source among these sources (ascending), and the position of its target in ``targets``.
+        """Return the edges from own sources to ``targets``, as positions of sources (ascending) and of targets.
 
         If source and target have the same type, pairs of a node with itself are included.
         """
@@ -114,7 +112,6 @@ class LinkEmbeddings:
         return rows[order], to[order]
 
     def _original(self, ids: Array) -> Array:
-        """Convert global ids of targets to original ids, in place. -1 is not changed."""
         for begin in range(0, len(ids), _ROWS_AT_ONCE):
             some = ids[begin : begin + _ROWS_AT_ONCE]
             wanted = RowRequest(self.edge_type[2], some[some >= 0], ("orig_id",))
@@ -125,7 +122,6 @@ class LinkEmbeddings:
 
 @torch.no_grad()
 def _projected(rows: LayerRows, projection: nn.Linear, path: Path, group: RankGroup) -> LayerRows:
-    """Apply ``projection`` to all own rows. The result is in file ``path``, so it may be larger than memory."""
     width = projection.out_features
     if not len(rows.values):
         return LayerRows(rows.shares, np.empty((0, width), np.float32))

@@ -26,7 +26,6 @@ def node_loaders(
     settings: TrainSettings, graph: Graph, target: NodeType, splits: Sequence[str], want_degree: bool, rank: int,
     layout: RankLayout,
 ) -> dict[str, BlockLoader]:  # fmt: skip
-    """Return a loader of the seed nodes of each split."""
     wanted = {split: loader_settings(settings, target, split, want_degree) for split in splits}
     return {split: BatchLoader(graph, want, rank, layout) for split, want in wanted.items()}
 
@@ -35,11 +34,10 @@ def link_loaders(
     settings: TrainSettings, graph: Graph, edge_type: EdgeType, splits: Sequence[str], want_degree: bool, rank: int,
     layout: RankLayout,
 ) -> dict[str, LinkBlockLoader]:  # fmt: skip
-    """Return a loader of links for each of ``splits``: all edges of the type for ``train``, the held-out links for
-    ``val`` and ``test``. Splits without held-out links are left out.
+    """Return a loader of links for each of ``splits``: all edges for ``train``, else the split's held-out links.
 
-    Raises ``SettingsError`` for settings of temporal or disjoint sampling, and ``DataError`` if there are no edges of
-    the type, or the held-out links are of another type.
+    Leaves out splits without held-out links. Raises ``SettingsError`` for settings of temporal or disjoint sampling,
+    and ``DataError`` if there are no edges of the type, or the held-out links are of another type.
     """
     # imported here because they import torch_geometric, which takes seconds
     from trainer.loader.link_block_loader import LinkBlockLoader, LinkBlockSettings
@@ -65,7 +63,6 @@ def link_loaders(
 
 
 def check_link_settings(settings: TrainSettings, graph: Graph, edge_type: EdgeType) -> None:
-    """Raise ``SettingsError`` or ``DataError`` as ``link_loaders`` does."""
     for name in ("time_attr", "disjoint"):
         if getattr(settings, name):
             raise SettingsError(f"{name} cannot be used with task link, which samples one subgraph per batch")

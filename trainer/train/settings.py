@@ -25,8 +25,9 @@ _LIMITS: dict[str, tuple[str, Callable[[float, float], bool]]] = {
 
 
 def setting(help: str, default: Any, **limits: float) -> Any:
-    """Return a field of the settings dataclass. ``help``: text for ``--help``. ``limits`` of the value: ``at_least``,
-    ``above`` and ``below``.
+    """Return a field of the settings dataclass.
+
+    ``help``: text for ``--help``. ``limits`` of the value: ``at_least``, ``above`` and ``below``.
     """
     return field(default=default, metadata={"help": help, "limits": limits})
 
@@ -111,8 +112,6 @@ class TrainSettings:
 
 @dataclass(frozen=True)
 class TrainJob:
-    """What one process needs to train: settings, files and folders."""
-
     settings: TrainSettings
     parts: Path | None  #: partition folder; None on a client node, which has no parts
     run_dir: Path  #: folder for metrics and checkpoints
@@ -130,8 +129,6 @@ class TrainJob:
 
 @dataclass(frozen=True)
 class InferJob:
-    """What one process needs for full-graph inference: checkpoint, files and folders."""
-
     checkpoint: Path  #: checkpoint file; only rank 0 reads it
     parts: Path | None  #: partition folder; None on a client node, which has no parts
     out: Path  #: folder for results

@@ -1,4 +1,4 @@
-"""Applies bias, ReLU and dropout between two layers in one pass over the rows."""
+"""Bias, ReLU and dropout between two layers, in one pass over the rows."""
 
 from __future__ import annotations
 
@@ -92,7 +92,6 @@ def activate_(h: Tensor, activation: Activation) -> Tensor:
 
 
 def column_sums(rows: Tensor) -> Tensor:
-    """Return the sum of each column, [f], in float32 for bfloat16 rows."""
     if rows.dtype == torch.bfloat16:
         return rows.sum(0, dtype=torch.float32)
     return torch.mv(rows.t(), rows.new_ones(len(rows)))

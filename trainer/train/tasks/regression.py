@@ -27,8 +27,8 @@ def _column_tensor(values: tuple[float, ...], device: torch.device) -> Tensor:
 class Regression:
     """Mean squared error of standardised targets; mean absolute error and root mean squared error in units of ``y``.
 
-    ``out``: [num_seeds, D], predictions of ``(y - mean) / std``, so that targets of any scale train with one learning
-    rate. The loss of a seed is the mean over its known columns; missing values (``labels.numbers``) are left out.
+    ``out``: [num_seeds, D], predictions of ``(y - mean) / std``. The loss of a seed is the mean over its known columns;
+    missing values are left out.
     """
 
     mean: tuple[float, ...]  #: of each column, over the train seeds

@@ -68,6 +68,9 @@ class CacheSize:
         return round(self.share * total if self.bytes is None else min(self.bytes, total))
 
 
+#: UUID of a GPU or a MIG instance, or its first characters; older drivers write MIG-GPU-<uuid>/<number>/<number>.
+_UUID = re.compile(r"(GPU|MIG)-[0-9A-Za-z]+(-[0-9A-Za-z]+)*(/[0-9]+){0,2}")
+
 LOCAL_HOSTS = ("localhost", "127.0.0.1", "::1")
 
 
@@ -113,7 +116,14 @@ def _node(config: ClusterConfig, node: NodeConfig, k: int, reader: Reader) -> No
         )
     if node.venv and node.conda:
         reader.report((*here, "conda"), f"nodes.{k}: venv and conda are both given; keep the one that holds torch")
-    if len(set(node.devices)) < len(node.devices):
+    wrong = next((device for device in node.devices if isinstance(device, str) and not _UUID.fullmatch(device)), None)
+    if wrong is not None:
+        reader.report(
+            (*here, "devices"),
+            f"nodes.{k}.devices: `{wrong}` is neither a whole number nor a UUID as `nvidia-smi -L` lists it (GPU-…, "
+            "MIG-…)",
+        )
+    elif len(set(node.devices)) < len(node.devices):
         twice = next(device for device in node.devices if node.devices.count(device) > 1)
         reader.report((*here, "devices"), f"nodes.{k}.devices: device {twice} is listed twice")
     elif node.procs and node.devices and node.procs != len(node.devices):
@@ -142,6 +152,11 @@ def _server(node: NodeConfig, k: int, reader: Reader) -> None:
                 ("nodes", k, name),
                 f"nodes.{k}.{name}: a server starts no training processes; leave {name} out, or make it `role: worker`",
             )
+
+
+def is_mig(device: int | str) -> bool:
+    """Return whether a device is named by the UUID of a MIG instance."""
+    return isinstance(device, str) and device.startswith("MIG")
 
 
 def _nodes(config: ClusterConfig, reader: Reader) -> None:
@@ -197,7 +212,7 @@ def _folders(config: ClusterConfig, reader: Reader) -> None:
 
 
 def _devices(config: ClusterConfig, reader: Reader) -> None:
-    first: dict[tuple[str, str, int], int] = {}
+    first: dict[tuple[str, str, int | str], int] = {}
     for k, node in enumerate(config.nodes):
         if not reader.good(*(("nodes", k, name) for name in ("host", "port", "devices"))):
             continue
@@ -304,6 +319,12 @@ def _train(config: ClusterConfig, reader: Reader) -> None:
         reader.report(
             ("train", "backend"),
             f"train.backend: nccl needs devices on every node, but {host} (node{cpu_only}) lists none",
+        )
+    mig = next((k for k, node in enumerate(config.nodes) if any(map(is_mig, node.devices))), None)
+    if train.backend == "nccl" and mig is not None and config.world_size > 1:
+        reader.report(
+            ("train", "backend"),
+            f"train.backend: nccl does not connect MIG instances (node{mig}); use auto or gloo",
         )
 
 

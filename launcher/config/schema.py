@@ -74,8 +74,11 @@ class NodeConfig:
         "`worker` holds parts and trains; `server` holds parts and samples for clients; `client` trains without parts.",
         "worker",
     )
-    devices: tuple[int, ...] = setting(
-        "CUDA device ids, as [0, 1], one process per device; empty: train on the CPU.", (), at_least=0
+    devices: tuple[int | str, ...] = setting(
+        "CUDA devices, one process each: ids as [0, 1], or UUIDs of GPUs or MIG instances as `nvidia-smi -L` lists "
+        "them; empty: train on the CPU.",
+        (),
+        at_least=0,
     )
     procs: int | None = setting(
         "Trainer processes on this node; default: one per device, or 1 on the CPU.", None, at_least=1, at_most=1024

@@ -209,6 +209,14 @@ def test_too_few_given_devices_are_an_error(monkeypatch: pytest.MonkeyPatch) -> 
         pick_device(Ranks(local_world_size=2), {"CUDA_VISIBLE_DEVICES": "0"})
 
 
+def test_a_process_with_a_mig_instance_uses_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    ranks = Ranks(local_rank=1, local_world_size=2)
+    assert str(pick_device(ranks, {"CUDA_VISIBLE_DEVICES": "MIG-5f1a"})) == "cuda:0"
+    with pytest.raises(SettingsError, match="2 processes share 1 CUDA devices"):
+        pick_device(ranks, {"CUDA_VISIBLE_DEVICES": "GPU-5f1a"})
+
+
 def test_given_devices_that_torch_does_not_find_are_an_error_in_a_run(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
     for cuda, why in ((None, "is built without CUDA"), ("13.0", "finds no such device")):

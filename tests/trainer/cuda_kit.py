@@ -1,6 +1,6 @@
 """Test kit: samples on the CPU and with the CUDA kernels in numba's simulator, and compares bit for bit.
 
-Run with ``NUMBA_ENABLE_CUDASIM=1`` in a process of its own: ``python tests/trainer/cuda_kit.py CHECK SEED...``.
+Only for processes with ``NUMBA_ENABLE_CUDASIM=1``: ``python tests/trainer/cuda_kit.py CHECK SEED... CHECK SEED...``.
 """
 
 from __future__ import annotations
@@ -195,7 +195,17 @@ CHECKS = {
     "training": check_training,
 }  # fmt: skip
 
-if __name__ == "__main__":
-    for given in sys.argv[2:]:
-        CHECKS[sys.argv[1]](int(given))
+
+def main(words):
+    """Run checks, each named before its seeds."""
+    check = None
+    for word in words:
+        if word in CHECKS:
+            check = CHECKS[word]
+        else:
+            check(int(word))
     print("same")
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

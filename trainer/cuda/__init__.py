@@ -1,1 +1,1 @@
-"""Sampling and gathering on a CUDA device, with kernels of numba-cuda (``pip install gnnfleet[cuda]``)."""
+"""Sampling and gathering on a CUDA device, with kernels of numba-cuda (extras ``cuda12`` and ``cuda13``)."""

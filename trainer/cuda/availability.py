@@ -9,6 +9,8 @@ from importlib.util import find_spec
 
 import torch
 
+_INSTALL = "pip install 'gnnfleet[cuda12]' or, for CUDA 13, 'gnnfleet[cuda13]'"
+
 
 def simulator_wanted() -> bool:
     """Return whether kernels run in numba's simulator, on CPU tensors: for tests on machines without a GPU."""
@@ -19,7 +21,7 @@ def simulator_wanted() -> bool:
 def why_no_kernels(device: torch.device) -> str:
     """Return why kernels cannot run on tensors of ``device``, or '' if they can."""
     if find_spec("numba_cuda") is None:
-        return "numba-cuda is not installed (pip install 'gnnfleet[cuda]')"
+        return f"numba-cuda is not installed ({_INSTALL})"
     if simulator_wanted():
         return "" if device.type == "cpu" else "NUMBA_ENABLE_CUDASIM=1 is set: kernels run on the CPU only"
     if device.type != "cuda":
@@ -36,5 +38,5 @@ def _why_no_driver() -> str:
     try:
         cuda.cudadrv.nvvm.NVVM()
     except Exception as error:  # several types, none of them documented
-        return f"numba-cuda finds no compiler (pip install 'numba-cuda[cu12]'): {' '.join(str(error).split())}"
+        return f"numba-cuda finds no compiler ({_INSTALL}): {' '.join(str(error).split())}"
     return ""

@@ -10,12 +10,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from trainer.core.errors import DataError, PartitionError
+from trainer.core.errors import DataError
 from trainer.cuda import neighbor_kernels
 from trainer.cuda.array_ops import begins_of
 from trainer.cuda.gather_kernels import take_numbers
 from trainer.cuda.topology import DeviceEdges, DeviceTopology
-from trainer.sampler.neighbor import MOST_EDGES
+from trainer.sampler.neighbor import MOST_EDGES, invalid_weight, too_many_edges
 from trainer.sampler.types import HopRequest, HopSample
 from trainer.store.part_store import PartStore
 
@@ -109,10 +109,7 @@ class DeviceHops:
     def _drawn(self, hop: _Hop, begins: Tensor, total: int) -> HopSample:
         request = hop.request
         if total > MOST_EDGES:
-            raise PartitionError(
-                f"{len(request.nodes)} nodes with fanout {request.fanout} have more than {MOST_EDGES} neighbours by "
-                f"{request.edge_type}; use smaller batches or fanouts"
-            )
+            raise too_many_edges(request)
         picks = torch.empty(total, dtype=torch.int64, device=self._device)
         self._draw(hop, begins, picks)
         src = torch.empty(total, dtype=hop.edges.indices.tensor.dtype, device=self._device)
@@ -191,10 +188,6 @@ def _needs_work(request: HopRequest) -> bool:
 
 def _wrong_weight(store: PartStore, request: HopRequest, edge: int) -> DataError:
     """Return the error for the global id of an edge whose weight is negative or not finite."""
-    name, of = str(request.weight), request.edge_type
+    of = request.edge_type
     part = store.topology[int(store.books[of].part_of(np.array([edge]))[0])].edges[of]
-    slot = edge - part.start
-    return DataError(
-        f"edge {part.orig_id[slot]} of {of} has the weight {part.attrs[name][slot]} in {name!r}; weights must be "
-        "finite and not negative"
-    )
+    return invalid_weight(request, part, edge - part.start)

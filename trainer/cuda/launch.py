@@ -19,11 +19,13 @@ from typing import Any
 
 import numpy as np
 import torch
-from numba.core import config, types
+from numba.core import types
 from numba.core.dispatcher import Dispatcher
 from torch import Tensor
 
 from trainer.core import rng
+
+_config: Any = import_module("numba.cuda.core.config")
 
 cuda: Any = import_module("numba.cuda")  #: kernels import this name, which the simulator replaces while they run
 
@@ -45,7 +47,7 @@ _one_launch = threading.Lock()  #: the simulator runs one kernel at a time
 
 def simulated() -> bool:
     """Return whether kernels run in numba's simulator, on CPU tensors."""
-    return bool(config.ENABLE_CUDASIM)  # type: ignore[attr-defined]
+    return bool(_config.ENABLE_CUDASIM)
 
 
 def kernel(function: Callable[..., None]) -> Kernel:

@@ -222,6 +222,7 @@ def test_the_documented_shop_is_learned_from_tables_to_predictions(
     run("partition", "make", *words, *(word for each in options for word in ("--option", each)))
     said = capsys.readouterr().out
     assert "links from edge_time 17" in said and "earlier ones are for training" in said
+    assert "no train split" not in said
     given = {**config["train"], "fanouts": tuple(config["train"]["fanouts"]), "epochs": 2, "batch_size": 100}
     item = job(tmp_path / "parts", tmp_path / "run", **given)
     run(*command_line(item))

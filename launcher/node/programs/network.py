@@ -3,7 +3,7 @@
 - ``{"op": "open", "token", "rank", "ports"}`` listens on ``ports`` and on a free port; replies {"refused": {port:
   why}, "free": port}. The ports stay open until the process ends.
 - ``{"op": "connect", "rank", "token", "targets": [[rank, address, [ports]]], "seconds"}`` connects to all targets
-  concurrently; replies {"blocked": [[rank, address, port, why]]}, with ``why`` as in ``meaning``.
+  concurrently; replies {"blocked": [[rank, address, port, why]]}, ``why`` being a text such as "refused".
 
 A listener sends the token and its node rank to each client, so that another program on the port is detected.
 """

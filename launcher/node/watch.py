@@ -115,7 +115,7 @@ class Watcher:
         return {"lost": {"reason": reason, "state": self._state}} if reason else None
 
     def lost(self) -> str:
-        """Return why the supervisor will write no result: it has ended, or did not start in time; '' if it may."""
+        """Return why the supervisor will write no result: it has ended, or did not start in time; '' otherwise."""
         if self._state is None:
             waited = time.monotonic() > self._give_up
             return f"no supervisor has started within {_START_WAIT:g} s" if waited else ""

@@ -240,9 +240,9 @@ def _differing(runs: Sequence[RunFigures]) -> dict[str, Row]:
 
 
 def _reads(config: Mapping[str, Any], key: str) -> bool:
-    """Return whether a run with this config uses the config key ``key``; False for an empty, unknown config.
+    """Return whether a run with this config uses the config key ``key``; False if the config is empty (unknown).
 
-    A user's own command, whose config has no ``train`` key, uses none of these keys; other runs use all.
+    The keys of ``train`` are unused if the config has none of them, as for a user's own command.
     """
     return bool(config) and (not key.startswith("train.") or any(name.startswith("train.") for name in config))
 

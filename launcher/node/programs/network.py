@@ -203,9 +203,9 @@ def run_attempts(attempts: list[Attempt], seconds: float) -> Iterator[tuple[Atte
 
 
 def wait_for_ended(poll: Any, running: dict[int, Attempt]) -> list[tuple[int, str]]:
-    """Wait until data arrives for an attempt or one reaches its deadline; return (descriptor, error) of the ended ones.
+    """Wait until data arrives or a deadline passes; return (descriptor, error) of each attempt that has ended.
 
-    The error is '' after success.
+    The error is '' if the attempt has succeeded.
     """
     if not running:
         return []

@@ -22,7 +22,7 @@ _MAX_LOGINS = 3  #: login commands in one message
 
 
 def is_unknown(error: NodeError) -> bool:
-    """Whether ``error`` is an unknown SSH host key, of the host or of a jump host; a changed key is not unknown."""
+    """Whether ``error`` means that an SSH host key, of the host or a jump host, is unknown; False if it has changed."""
     return isinstance(error, HostKeyError) and "is not known" in error.message
 
 

@@ -50,7 +50,7 @@ def to_json(run: OpenRun, profile: Profile) -> dict[str, Any]:
 
 
 def _metrics_files(run: OpenRun, folder: Path, missing: dict[int, str]) -> Iterator[Path]:
-    """Yield a metrics file for each rank: the collected file or, before that, the last lines of the node's file.
+    """Yield a metrics file for each rank: the collected file or, if there is none, the last lines of the node's file.
 
     The last lines are written to files in ``folder``. For an unreachable node, the reason is added to ``missing``.
     """

@@ -175,7 +175,7 @@ class Choice:
 def chosen(choice: Choice, *, offline: Callable[[FoundRun], bool] = lambda found: False) -> Iterator[OpenRun]:
     """Find the run that ``choice`` names and connect to its nodes, unless ``offline(run)`` is true.
 
-    Raises UsageError if the run is not found, FleetError if it has no plan or no node can be reached.
+    Raises UsageError if the run is not found, FleetError if its plan is unknown or no node can be reached.
     """
     elsewhere = choice.config is not None and (choice.run is None or (_is_id(choice.run) and not _planned_here(choice)))
     if not elsewhere:

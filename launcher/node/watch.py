@@ -204,7 +204,7 @@ def disk_full(path: str) -> bool:
 def complete_lines(path: str, offset: int) -> bytes:
     """Return the complete lines of ``path`` from byte ``offset`` on, about 256 KiB at most.
 
-    Several calls return a line longer than 8 MiB in pieces.
+    A line longer than 8 MiB is returned in pieces, by several calls.
     """
     with open(path, "rb") as file:
         file.seek(offset)

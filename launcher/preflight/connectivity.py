@@ -136,9 +136,9 @@ def own_addresses(config: ClusterConfig, k: int, probe: Mapping[str, Any], loopb
 
 
 def public_address(config: ClusterConfig, k: int, own: Collection[str]) -> str:
-    """Return the configured address of node ``k`` if it is not in ``own`` (a host name, or NAT), else ''.
+    """Return the configured address of node ``k`` if none of its interfaces has it (a host name, or NAT), else ''.
 
-    ``own``: addresses of the node's interfaces.
+    ``own``: addresses of the interfaces.
     """
     given = config.nodes[k].address or ""
     return "" if given in own else given

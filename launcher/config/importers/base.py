@@ -140,7 +140,7 @@ def dataset_overrides(name: str) -> tuple[str, ...]:
 
 
 def named_dataset_overrides(dataset: str | None, parts: ForeignParts | None) -> tuple[str, ...]:
-    """Return the config overrides for the dataset and the parts that flags of another launcher name.
+    """Return the config overrides for ``dataset`` and ``parts``, as given by flags of another launcher.
 
     If both are given, the dataset is used only if ``parts`` lack labels or train seeds.
     """

@@ -239,7 +239,7 @@ class Member:
     def _set_aside(self, link: Link) -> None:
         """Replace ``link`` by a new connection.
 
-        If the hub has proved its identity on ``link``, it stays open until the hub has done so on the new connection.
+        If the hub has proved its identity on ``link``, ``link`` stays open until the new connection is authenticated.
         """
         self._link = None
         if link.node_rank is None:

@@ -68,7 +68,7 @@ def _mapping(value: Any) -> Mapping[str, Any]:
 
 
 def _check_train_seeds(config: ClusterConfig, parts: PartitionFiles) -> None:
-    """Raise UsageError if the parts have no train seeds that the task needs; predicting links needs none.
+    """Raise UsageError if the parts have no train seeds, unless the task is to predict links, which needs none.
 
     If ``train.target`` is set, only train seeds of this node type count.
     """

@@ -94,7 +94,7 @@ def test_parts_of_a_lost_node_go_to_the_nodes_with_the_fewest() -> None:
     [
         ({}, ALL, {"stop": True}, ""),
         ({}, ALL, {"cause": {**killed(), "kind": "nan"}}, "the loss would become NaN or infinite again"),
-        ({"generation": 3}, ALL, {}, "all 3 of run.restarts are used up"),
+        ({"generation": 3}, ALL, {}, "the limit of run.restarts (3) is reached"),
         (
             {},
             {k: standing(stepped=False) for k in range(3)},
@@ -106,7 +106,7 @@ def test_parts_of_a_lost_node_go_to_the_nodes_with_the_fewest() -> None:
             {"min_nodes": 3},
             without(2),
             {"lost": {2: SILENT}},
-            "2 of at least 3 training nodes are left (run.min_nodes)",
+            "training nodes left: 2, needed: 3 (run.min_nodes)",
         ),
         (
             {},

@@ -4,7 +4,7 @@ python benchmarks/gpu.py                      tests on the device, then all meas
 python benchmarks/gpu.py --small              a smaller graph
 python benchmarks/gpu.py --small --simulated  tiny sizes in numba's simulator on the CPU, to check that everything runs
 
-Needs this repository with its packages (`pip install -e '.[cuda,test]'`, with a torch for CUDA); rows of
+Needs this repository with its packages and a torch for CUDA (`pip install -e '.[cuda13,test]'`, or cuda12); rows of
 torch_geometric's NeighborLoader need pyg-lib as well. Writes gpu.json, gpu.md and, if matplotlib is installed, gpu.svg
 into the folder --out.
 """

@@ -13,7 +13,9 @@ from launcher.text import count
 
 _MOST_RANKS = 65_536
 
-FREE_VARIABLES = frozenset({"GNNFLEET_KERNELS"})  #: GNNFLEET_ variables that a node's `env` may set
+FREE_VARIABLES = frozenset(
+    {"GNNFLEET_KERNELS", "GNNFLEET_TORCH_OPS"}
+)  #: GNNFLEET_ variables that a node's `env` may set
 
 #: Variables that gnnfleet sets for each rank; a node's `env` must not contain them.
 RANK_VARIABLES = frozenset(

@@ -83,6 +83,11 @@ class NodeConfig:
     procs: int | None = setting(
         "Trainer processes on this node; default: one per device, or 1 on the CPU.", None, at_least=1, at_most=1024
     )
+    batch_share: float = setting(
+        "Seeds of each step per process, relative to the processes of other nodes; for the bundled trainer.",
+        1.0,
+        above=0,
+    )
     address: str | None = setting(
         "Address at which the other nodes reach this node; default: found by preflight.", None
     )

@@ -61,6 +61,7 @@ def _find(device: int | str, gpus: Sequence[Mapping[str, Any]]) -> _Device | Non
 def device_findings(survey: Survey, k: int) -> Iterator[Finding]:
     wanted, gpus = survey.config.nodes[k].devices, survey.probes[k]["gpus"]
     if not wanted:
+        yield from _mixed(survey, k)
         return
     devices = [_find(device, gpus) for device in wanted]
     there = [device for device in devices if device is not None]
@@ -81,6 +82,16 @@ def device_findings(survey: Survey, k: int) -> Iterator[Finding]:
         if not any(finding.severity == "block" for finding in found):
             names = sorted({device.gpu["name"] + (" (MIG)" if device.instance else "") for device in there})
             yield survey.finding(k, "ok", "devices", f"{len(wanted)} × {listed(names)}")
+
+
+def _mixed(survey: Survey, k: int) -> Iterator[Finding]:
+    """Yield a warning for a node that trains on its CPU with as many seeds per step as nodes with devices."""
+    training = [node for node in survey.config.nodes if node.trains]
+    equal = len({node.batch_share for node in training}) == 1
+    if survey.own_command or not survey.config.nodes[k].trains or not equal or not any(n.devices for n in training):
+        return
+    message = "trains on its CPU as many seeds per step as the nodes with devices, which wait for it"
+    yield survey.finding(k, "warn", "devices", message, "set a smaller `batch_share`, or leave the node out")
 
 
 def _driver(survey: Survey, k: int) -> Iterator[Finding]:

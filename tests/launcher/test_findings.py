@@ -232,6 +232,18 @@ def test_a_device_is_the_same_by_id_and_by_uuid() -> None:
     assert the_one(1, {0: instance}, config=on_devices(1, "MIG-aa-1")).severity == "block"
 
 
+def test_a_node_without_devices_beside_nodes_with_devices() -> None:
+    config = on_devices(2, 0)
+    facts = {0: with_gpus(gpu()), 1: versions(torch="2.13.0", cuda="12.6", nccl="2.27.5")}
+    for share, waits in ((1.0, True), (0.2, False)):
+        nodes = (config.nodes[0], replace(config.nodes[1], devices=(), batch_share=share))
+        messages = [f.message for f in found(2, facts, config=replace(config, nodes=nodes)) if f.check == "devices"]
+        assert (
+            messages
+            == ["trains on its CPU as many seeds per step as the nodes with devices, which wait for it"] * waits
+        )
+
+
 def test_a_driver_too_old_for_torch() -> None:
     finding = the_one(1, {0: with_gpus(gpu(), cuda="13.0", driver="550.54.15")}, config=on_devices(1, 0))
     assert finding.message == "driver 550.54.15 is too old for torch's CUDA 13.0, which needs 580 or newer"

@@ -17,7 +17,7 @@ def run_checks(**env: str) -> None:
     """Run ``cuda_step_checks`` with additional environment variables."""
     words = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", str(HERE / "cuda_step_checks.py")]
     ended = subprocess.run(
-        words, cwd=HERE.parents[1], env={**os.environ, **env}, capture_output=True, text=True, timeout=300, check=False
+        words, cwd=HERE.parents[1], env={**os.environ, **env}, capture_output=True, text=True, timeout=900, check=False
     )
     assert ended.returncode == 0, ended.stdout[-8000:] + ended.stderr[-2000:]
     assert " passed" in ended.stdout

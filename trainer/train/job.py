@@ -95,9 +95,10 @@ def check_same_partition(graph: Graph, group: RankGroup) -> None:
 
 def layout_of(graph: Graph, group: RankGroup) -> RankLayout:
     """Return for each part the ranks near it: those that read it from disk or whose home server does. Collective."""
-    owned = group.gather(graph.near_parts)
-    parts = range(graph.manifest.num_parts)
-    return RankLayout(group.size, tuple(tuple(r for r, own in enumerate(owned) if part in own) for part in parts))
+    gathered = group.gather((graph.near_parts, float(os.environ.get("GNNFLEET_BATCH_SHARE") or 1)))
+    owned, shares = [own for own, _ in gathered], tuple(share for _, share in gathered)
+    near = [tuple(r for r, own in enumerate(owned) if part in own) for part in range(graph.manifest.num_parts)]
+    return RankLayout(group.size, tuple(near), () if len(set(shares)) == 1 else shares)
 
 
 def one_host_layout(graph: Graph, group: RankGroup) -> RankLayout:

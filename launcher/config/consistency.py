@@ -304,6 +304,23 @@ def _train(config: ClusterConfig, reader: Reader) -> None:
             ("train", "backend"),
             f"train.backend: nccl needs devices on every node, but {host} (node{cpu_only}) lists none",
         )
+    if train.sampling == "cuda" and reader.good(("nodes",), ("train", "sampling"), ("data", "topology")):
+        _device_sampling(config, cpu_only, reader)
+
+
+def _device_sampling(config: ClusterConfig, cpu_only: int | None, reader: Reader) -> None:
+    client = next((k for k, node in enumerate(config.nodes) if node.trains and not node.holds), None)
+    if cpu_only is not None:
+        host = config.nodes[cpu_only].host
+        text = f"train.sampling: cuda needs devices on every node, but {host} (node{cpu_only}) lists none"
+    elif client is not None:
+        host = config.nodes[client].host
+        text = f"train.sampling: cuda needs parts on the nodes that train, but {host} (node{client}) is a client"
+    elif config.data.topology == "partitioned" and sum(node.holds for node in config.nodes) > 1:
+        text = "train.sampling: cuda needs the edges of all parts on each node; set data.topology to replicated"
+    else:
+        return
+    reader.report(("train", "sampling"), text)
 
 
 def _layers(config: ClusterConfig, reader: Reader) -> None:

@@ -10,6 +10,7 @@ one rounding, as may LLVM's; code that must be equal on both has no such express
 
 from __future__ import annotations
 
+import os
 import threading
 from collections.abc import Callable
 from functools import cache
@@ -26,6 +27,9 @@ from torch import Tensor
 from trainer.core import rng
 
 _config: Any = import_module("numba.cuda.core.config")
+
+if "NUMBA_CUDA_LOW_OCCUPANCY_WARNINGS" not in os.environ:
+    _config.CUDA_LOW_OCCUPANCY_WARNINGS = 0  # the last kernels of a hop or a small batch have few blocks
 
 cuda: Any = import_module("numba.cuda")  #: kernels import this name, which the simulator replaces while they run
 

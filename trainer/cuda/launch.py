@@ -189,3 +189,16 @@ def _simulated_argument(arg: Any) -> Any:
 def _stream(device: torch.device, handle: int) -> Any:
     """Return torch's stream for numba. Streams of torch are never destroyed."""
     return cuda.external_stream(handle) if handle else 0
+
+
+def works(device: torch.device) -> bool:
+    """Compile and run a kernel on a device. Returns whether its result is right; raises errors of several types."""
+    numbers = torch.arange(300, device=device)
+    _double(len(numbers), numbers)
+    return bool(numbers.sum() == 300 * 299)
+
+
+@kernel
+def _double(numbers: Any) -> None:
+    for i in range(cuda.grid(1), len(numbers), cuda.gridsize(1)):
+        numbers[i] = 2 * numbers[i]

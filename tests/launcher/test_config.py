@@ -145,6 +145,17 @@ MISTAKES = {
     TWO + "train: {batch_size: 1}\n": [
         "3: train.batch_size: the global batch is 1, fewer seeds than processes (2); raise it or use fewer processes"
     ],
+    TWO + "train: {sampling: cuda}\n": [
+        "3: train.sampling: cuda needs devices on every node, but a (node0) lists none"
+    ],
+    "nodes: [{host: a, devices: [0], role: client}, {host: b, role: server}]\ndata: {dataset: synthetic}\n"
+    "train: {sampling: cuda}\n": [
+        "3: train.sampling: cuda needs parts on the nodes that train, but a (node0) is a client"
+    ],
+    "nodes: [{host: a, devices: [0]}, {host: b, devices: [0]}]\ndata: {dataset: synthetic, topology: partitioned}\n"
+    "train: {sampling: cuda}\n": [
+        "3: train.sampling: cuda needs the edges of all parts on each node; set data.topology to replicated"
+    ],
     TWO + "train: {backend: nccl}\n": ["3: train.backend: nccl needs devices on every node, but a (node0) lists none"],
     NODES + "  - host: a\n    devices: [0, 1, 0]\n": ["4: nodes.0.devices: device 0 is listed twice"],
     NODES + "  - host: a\n    devices: [0, one]\n": [

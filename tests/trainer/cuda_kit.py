@@ -11,14 +11,16 @@ from itertools import islice, product
 from pathlib import Path
 
 import numpy as np
+import pytest
 import torch
 
 from cache_kit import hosts
 from oracle import assert_identical
 from partition_kit import with_nodes
 from partitions import random_graph, store_of
-from sample_kit import KINDS, random_seeds, random_settings, some_key, to_global, typed_graph
+from sample_kit import KINDS, WRITES, random_seeds, random_settings, some_key, to_global, typed_graph
 from train_kit import job
+from trainer.core.errors import DataError
 from trainer.core.remote_settings import CacheSize
 from trainer.core.schema import HOMO_EDGE, HOMO_NODE
 from trainer.cuda.array_ops import TorchOps
@@ -43,14 +45,20 @@ from trainer.train.job import batch_plan, train
 CPU = torch.device("cpu")
 
 
+def sources_of(store, settings):
+    """Return what answers requests, and relabels: of the CPU, and of the kernels."""
+    place = "pinned" if store.manifest.num_parts == 2 else "device"
+    hops = DeviceHops(load_topology(store, [settings], CPU, place), store, CPU)
+    tables = DeviceTables(store.manifest, TorchOps(CPU))
+    return (LocalGraph(store), RelabelTables(store.manifest)), (hops, tables)
+
+
 def both(store, seeds, settings, key):
     """Return the subgraph that the CPU samples, and that of the kernels."""
-    ops = TorchOps(CPU)
-    hops = DeviceHops(load_topology(store, [settings], CPU, "device"), store, CPU)
-    return (
-        sample_multi_hop(LocalGraph(store), store.manifest, seeds, settings, key, RelabelTables(store.manifest)),
-        sample_multi_hop(hops, store.manifest, seeds, settings, key, DeviceTables(store.manifest, ops)),
-    )
+    return [
+        sample_multi_hop(source, store.manifest, seeds, settings, key, tables)
+        for source, tables in sources_of(store, settings)
+    ]
 
 
 def arrays_of(subgraph, settings):
@@ -118,6 +126,21 @@ def check_hubs(seed):
     for fanouts in ((70, -1), (-1, 66), (100, 150)):
         settings = SampleSettings({HOMO_EDGE: fanouts}, edge_ids=True)
         same(*both(store, SeedSet({HOMO_NODE: np.array([0, 1, 5])}), settings, some_key(seed)), settings)
+
+
+def check_errors(seed):
+    """Compare the errors for a negative weight."""
+    rng = np.random.default_rng(seed)
+    graph = typed_graph(seed)
+    graph.edge_attrs[WRITES]["w"][rng.integers(60)] = -1
+    store, settings = graph.store(2), SampleSettings({WRITES: (2,)}, weight="w")
+    seeds = SeedSet({"p": np.arange(15)})
+    texts = []
+    for source, tables in sources_of(store, settings):
+        with pytest.raises(DataError) as raised:
+            sample_multi_hop(source, store.manifest, seeds, settings, 1, tables)
+        texts.append(str(raised.value))
+    assert texts[0] == texts[1] and "has the weight -1.0" in texts[0], texts
 
 
 def features_of(kind, data):
@@ -191,8 +214,8 @@ def check_training(seed):
 
 
 CHECKS = {
-    "hetero": check_hetero, "homo": check_homo, "hubs": check_hubs, "batches": check_batches, "links": check_links,
-    "training": check_training,
+    "hetero": check_hetero, "homo": check_homo, "hubs": check_hubs, "errors": check_errors,
+    "batches": check_batches, "links": check_links, "training": check_training,
 }  # fmt: skip
 
 

@@ -17,7 +17,7 @@ from trainer.core.errors import SettingsError
 from trainer.core.schema import HOMO_NODE
 from trainer.cuda.availability import why_no_kernels
 from trainer.cuda.features import PinnedPlan
-from trainer.cuda.topology import TopologyPlan
+from trainer.cuda.topology import TopologyPlan, pinned_bytes
 from trainer.graph.open import open_graph
 from trainer.loader.block_loader import BatchLoader, LoaderSettings
 from trainer.train.device_sampling import choose_sampling, why_not
@@ -36,7 +36,7 @@ def simulated(*words: str) -> None:
 
 
 def test_kernels_sample_the_same_subgraphs_as_the_cpu() -> None:
-    simulated("hetero", "0", "1", "2", "homo", "0", "1", "2", "3", "hubs", "0")
+    simulated("hetero", "0", "1", "2", "homo", "0", "1", "2", "3", "hubs", "0", "errors", "0")
 
 
 def test_batches_of_kernels_equal_those_of_the_cpu() -> None:
@@ -55,17 +55,20 @@ def test_batches_of_every_type_of_rows() -> None:
 
 
 def test_the_place_of_the_topology_follows_from_its_bytes() -> None:
-    places = [TopologyPlan.choose(10**9, *free).place for free in ((10**9, 0), (10**8, 10**9), (10**8, 10**8))]
+    free = (10**9, 0), (10**8, 2 * 10**9), (10**8, 10**9)
+    places = [TopologyPlan.choose(10**9, 2 * 10**9, *each).place for each in free]
     assert places == ["device", "pinned", None]
-    assert "1.0 GB fits neither in the 100 MB" in TopologyPlan.choose(10**9, 10**8, 10**8).why
+    why = TopologyPlan.choose(10**9, 2 * 10**9, 10**8, 10**9).why
+    assert "1.0 GB fits neither in the 100 MB that may be used on the device nor, as 2.0 GB, in the 1.0 GB of" in why
+    assert [pinned_bytes(size) for size in (0, 1, 4096, 4097)] == [0, 1, 4096, 8192]
 
 
 def test_rows_that_do_not_fit_in_pinned_memory_are_gathered_by_the_cpu(tmp_path: Path) -> None:
     store = open_graph(write_parts(tmp_path / "parts")).store
-    needed = 600 * 12 * 4
+    needed = 2**15  # the next power of two after 600 rows of 48 bytes
     assert PinnedPlan.choose(store, {HOMO_NODE: ("x",)}, needed).pinned == ((HOMO_NODE, "x"),)
     small = PinnedPlan.choose(store, {HOMO_NODE: ("x",)}, needed - 1)
-    assert small.pinned == () and small.why.startswith("x of node gathered by the CPU: 0 MB are more than")
+    assert small.pinned == () and small.why.startswith("x of node gathered by the CPU: 0 MB are more than the 0 MB")
 
 
 def test_sampling_on_the_cpu_imports_no_kernels(tmp_path: Path) -> None:

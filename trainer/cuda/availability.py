@@ -26,17 +26,21 @@ def why_no_kernels(device: torch.device) -> str:
         return "" if device.type == "cpu" else "NUMBA_ENABLE_CUDASIM=1 is set: kernels run on the CPU only"
     if device.type != "cuda":
         return f"the device is {device.type}"
-    return _why_no_driver()
+    return _why_no_launch(device)
 
 
-@cache
-def _why_no_driver() -> str:
-    """Return why numba-cuda finds no usable driver and compiler, or ''."""
+def _why_no_launch(device: torch.device) -> str:
+    """Compile and run a small kernel on a CUDA device. Returns why this fails, or ''."""
     cuda = import_module("numba.cuda")
     if not cuda.is_available():
-        return f"numba-cuda finds no usable CUDA driver: {' '.join(str(cuda.cuda_error()).split())}"
+        return f"numba-cuda finds no usable CUDA driver: {_line(cuda.cuda_error())}"
+    launch = import_module("trainer.cuda.launch")
     try:
-        cuda.cudadrv.nvvm.NVVM()
-    except Exception as error:  # several types, none of them documented
-        return f"numba-cuda finds no compiler ({_INSTALL}): {' '.join(str(error).split())}"
-    return ""
+        works = launch.works(device)
+    except Exception as error:  # many types: no compiler, one that is too new for the driver, a device that is too old
+        return f"numba-cuda cannot compile or run a kernel ({_INSTALL}): {_line(error)}"
+    return "" if works else "a kernel of numba-cuda gives a wrong result"
+
+
+def _line(error: object) -> str:
+    return " ".join(str(error).split())[:300]

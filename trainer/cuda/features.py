@@ -18,7 +18,7 @@ from trainer.core.memory import available_memory, size_text
 from trainer.core.schema import AnyType, type_name
 from trainer.cuda import gather_kernels
 from trainer.cuda.launch import Mapped
-from trainer.cuda.topology import load_array
+from trainer.cuda.topology import load_array, pinned_bytes
 from trainer.store.manifest import AttrSpec
 from trainer.store.part_store import EdgePart, NodePart, PartStore
 
@@ -168,4 +168,5 @@ def _spec(store: PartStore, of: AnyType, name: str) -> AttrSpec:
 
 def _num_bytes(store: PartStore, of: AnyType, name: str) -> int:
     tables = [_table(store, part_id, of) for part_id in store.parts]
-    return sum(table.attrs[name].nbytes + getattr(table.scales.get(name), "nbytes", 0) for table in tables)
+    scales = sum(getattr(table.scales.get(name), "nbytes", 0) for table in tables)
+    return pinned_bytes(sum(table.attrs[name].nbytes for table in tables)) + pinned_bytes(scales)

@@ -63,6 +63,7 @@ class DeviceHops:
 
     def _counted(self, request: HopRequest) -> _Hop:
         """Count the edges to draw without conditions, and the work entries."""
+        assert request.sources is None, "induced subgraphs are sampled by the CPU"
         nodes: Any = request.nodes
         size = len(nodes)
         trees: Any = self._no_ids if request.trees is None else request.trees

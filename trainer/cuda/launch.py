@@ -10,6 +10,7 @@ one rounding, as may LLVM's; code that must be equal on both has no such express
 
 from __future__ import annotations
 
+import os
 import threading
 from collections.abc import Callable
 from functools import cache
@@ -26,6 +27,9 @@ from torch import Tensor
 from trainer.core import rng
 
 _config: Any = import_module("numba.cuda.core.config")
+
+if "NUMBA_CUDA_LOW_OCCUPANCY_WARNINGS" not in os.environ:
+    _config.CUDA_LOW_OCCUPANCY_WARNINGS = 0  # the last kernels of a hop or a small batch have few blocks
 
 cuda: Any = import_module("numba.cuda")  #: kernels import this name, which the simulator replaces while they run
 
@@ -185,3 +189,16 @@ def _simulated_argument(arg: Any) -> Any:
 def _stream(device: torch.device, handle: int) -> Any:
     """Return torch's stream for numba. Streams of torch are never destroyed."""
     return cuda.external_stream(handle) if handle else 0
+
+
+def works(device: torch.device) -> bool:
+    """Compile and run a kernel on a device. Returns whether its result is right; raises errors of several types."""
+    numbers = torch.arange(300, device=device)
+    _double(len(numbers), numbers)
+    return bool(numbers.sum() == 300 * 299)
+
+
+@kernel
+def _double(numbers: Any) -> None:
+    for i in range(cuda.grid(1), len(numbers), cuda.gridsize(1)):
+        numbers[i] = 2 * numbers[i]

@@ -27,7 +27,7 @@ Place = Literal["device", "pinned"]  #: device memory, or pinned memory of the h
 
 _DEVICE_SHARE = 0.5  #: largest share of a device's free memory for topology; the rest is for model and batches
 
-_PINNED_SHARE = 0.5  #: largest share of the host's available memory for the arrays of one rank
+_PINNED_SHARE = 0.5  #: largest share of the host's available memory for the arrays of all its ranks
 
 _CHUNK_BYTES = 64 << 20  #: bytes of a file that are copied at once
 
@@ -76,22 +76,27 @@ class TopologyPlan:
     why: str  #: for people: the sizes that decided
 
     @classmethod
-    def of(cls, store: PartStore, settings: Sequence[SampleSettings], device: torch.device) -> TopologyPlan:
-        """Choose the place by the bytes that are free on the device and on the host now."""
-        needed = sum(one.num_bytes for one in _sources(store, settings))
+    def of(
+        cls, store: PartStore, settings: Sequence[SampleSettings], device: torch.device, ranks_here: int = 1
+    ) -> TopologyPlan:  # fmt: skip
+        """Choose the place by the bytes that are free now on the device, and on the host for each of its ranks."""
+        sizes = [one.num_bytes for one in _sources(store, settings)]
+        needed = sum(sizes)
         if device.type != "cuda":
             return cls(needed, "device", f"topology of {size_text(needed)} in the simulator's memory")
         on_device = int(torch.cuda.mem_get_info(device)[0] * _DEVICE_SHARE)
-        on_host = int((available_memory() or 0) * _PINNED_SHARE)
-        return cls.choose(needed, on_device, on_host)
+        on_host = int((available_memory() or 0) * _PINNED_SHARE / ranks_here)
+        return cls.choose(needed, sum(map(pinned_bytes, sizes)), on_device, on_host)
 
     @classmethod
-    def choose(cls, needed: int, on_device: int, on_host: int) -> TopologyPlan:
-        """Choose the place of ``needed`` bytes, given the bytes that may be used on the device and on the host."""
+    def choose(cls, needed: int, pinned: int, on_device: int, on_host: int) -> TopologyPlan:
+        """Choose the place of ``needed`` bytes, which take ``pinned`` bytes in pinned memory, given the bytes that may
+        be used on the device and on the host.
+        """
         size = f"topology of {size_text(needed)}"
         if needed <= on_device:
             return cls(needed, "device", f"{size} in device memory (up to {size_text(on_device)} may be used)")
-        if needed <= on_host:
+        if pinned <= on_host:
             return cls(
                 needed, "pinned",
                 f"{size} in pinned host memory, read over the bus: more than the {size_text(on_device)} that may be "
@@ -99,9 +104,14 @@ class TopologyPlan:
             )  # fmt: skip
         return cls(
             needed, None,
-            f"{size} fits neither in the {size_text(on_device)} that may be used on the device nor in "
-            f"{size_text(on_host)} of pinned host memory",
+            f"{size} fits neither in the {size_text(on_device)} that may be used on the device nor, as "
+            f"{size_text(pinned)}, in the {size_text(on_host)} of pinned host memory that may be used",
         )  # fmt: skip
+
+
+def pinned_bytes(size: int) -> int:
+    """Return the bytes that torch allocates for ``size`` bytes of pinned memory: the next power of two."""
+    return 1 << max(0, size - 1).bit_length() if size else 0
 
 
 def load_topology(

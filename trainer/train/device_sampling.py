@@ -46,7 +46,8 @@ def choose_sampling(
     if not reason:
         from trainer.cuda.topology import TopologyPlan  # imports numba-cuda
 
-        plan = TopologyPlan.of(graph.store, [one.host_sampler.settings for one in loaders.values()], device)
+        settings = [loader.host_sampler.settings for loader in loaders.values()]
+        plan = TopologyPlan.of(graph.store, settings, device, graph.ranks.local_world_size)
         if plan.place is not None:
             return SamplingChoice(True, "; ".join(filter(None, [plan.why, _use_device(graph, loaders, device, plan)])))
         reason = plan.why
@@ -90,6 +91,8 @@ def _use_device(graph: Graph, loaders: Mapping[str, BlockLoader], device: torch.
         for of, names in wanted.items()
         for name in names
     }  # fmt: skip
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)  # sampler threads use other streams
     for loader, sampler in zip(loaders.values(), samplers, strict=True):
         loader.sample_with(DeviceSampler(sampler, store, topology, features, device))
     return pins.why

@@ -1,4 +1,4 @@
-"""Compiles the CUDA kernels of sampling and layers to PTX for a device: needs NVVM (extra ``cuda12``, ``cuda13``), no GPU.
+"""Compiles the CUDA kernels of sampling and layers to PTX: needs NVVM (extra ``cuda12`` or ``cuda13``), but no GPU.
 
 The simulator runs kernels in Python. Only the compiler finds what Python allows and a device does not, and mixtures of
 signed and unsigned integers, whose type is float64.

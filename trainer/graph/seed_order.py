@@ -189,7 +189,7 @@ def quotas(n: int, layout: RankLayout) -> Ids:
     shares = np.array(layout.batch_shares or (1.0,) * layout.world_size)
     exact = n * shares / shares.sum()
     room = np.floor(exact).astype(np.int64)
-    most = np.argsort(room - exact, kind="stable")
+    most = np.argsort(np.round(room - exact, 9), kind="stable")  # rounded, so that equal shares have equal remainders
     room[most[: n - room.sum()]] += 1
     return room
 

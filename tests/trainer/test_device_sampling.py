@@ -53,9 +53,9 @@ def test_a_gpu_samples_the_same_batches_as_the_cpu() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("share", range(4))
+@pytest.mark.parametrize("share", range(10))
 def test_two_hundred_random_graphs(share: int) -> None:
-    simulated("hetero", *map(str, range(share, 100, 4)), "homo", *map(str, range(share, 100, 4)))
+    simulated("hetero", *map(str, range(share, 100, 10)), "homo", *map(str, range(share, 100, 10)))
 
 
 @pytest.mark.slow

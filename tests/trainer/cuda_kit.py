@@ -1,6 +1,7 @@
-"""Test kit: samples on the CPU and with the CUDA kernels in numba's simulator, and compares bit for bit.
+"""Test kit: samples on the CPU and with the CUDA kernels, and compares bit for bit.
 
-Only for processes with ``NUMBA_ENABLE_CUDASIM=1``: ``python tests/trainer/cuda_kit.py CHECK SEED... CHECK SEED...``.
+``python tests/trainer/cuda_kit.py CHECK SEED... CHECK SEED...``, with ``NUMBA_ENABLE_CUDASIM=1`` in numba's simulator,
+else on a GPU.
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ from trainer.core.errors import DataError
 from trainer.core.remote_settings import CacheSize
 from trainer.core.schema import HOMO_EDGE, HOMO_NODE
 from trainer.cuda.array_ops import TorchOps
+from trainer.cuda.availability import simulator_wanted
 from trainer.cuda.hop_sampling import DeviceHops
 from trainer.cuda.relabel import DeviceTables
 from trainer.cuda.topology import load_topology
@@ -43,13 +45,14 @@ from trainer.train.device_sampling import choose_sampling
 from trainer.train.job import batch_plan, train
 
 CPU = torch.device("cpu")
+DEVICE = CPU if simulator_wanted() else torch.device("cuda", 0)
 
 
 def sources_of(store, settings):
     """Return what answers requests, and relabels: of the CPU, and of the kernels."""
     place = "pinned" if store.manifest.num_parts == 2 else "device"
-    hops = DeviceHops(load_topology(store, [settings], CPU, place), store, CPU)
-    tables = DeviceTables(store.manifest, TorchOps(CPU))
+    hops = DeviceHops(load_topology(store, [settings], DEVICE, place), store, DEVICE)
+    tables = DeviceTables(store.manifest, TorchOps(DEVICE))
     return (LocalGraph(store), RelabelTables(store.manifest)), (hops, tables)
 
 
@@ -88,7 +91,7 @@ def arrays_of(subgraph, settings):
 def same(cpu, device, settings):
     """Assert that two subgraphs have equal values, and equal dtypes except that ids may be wider or narrower."""
     for (name, one), (_, other) in zip(arrays_of(cpu, settings), arrays_of(device, settings), strict=True):
-        other = np.asarray(other)
+        other = other.cpu().numpy() if isinstance(other, torch.Tensor) else other
         assert one.shape == other.shape, (name, one.shape, other.shape)
         assert np.array_equal(one, other), name
         assert one.dtype == other.dtype or "edges" in name, (name, one.dtype, other.dtype)
@@ -169,8 +172,8 @@ def same_batches(make, graph, cache="0", limit=None):
     """Compare the first batches of two loaders from ``make``: of the CPU, and of the kernels with cached rows."""
     plain, loader = make(graph), make(graph)
     if cache != "0":
-        loader.keep(device_rows(graph, batch_plan(graph, loader), CacheSize.parse(cache), CPU))
-    choice = choose_sampling(graph, {"train": loader}, "cuda", CPU)
+        loader.keep(device_rows(graph, batch_plan(graph, loader), CacheSize.parse(cache), DEVICE))
+    choice = choose_sampling(graph, {"train": loader}, "cuda", DEVICE)
     assert choice.on_device, choice
     for share in islice(plain.shares(1), limit):
         assert_identical(loader.load(share).to(CPU), plain.load(share))

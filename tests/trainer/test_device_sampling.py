@@ -43,10 +43,19 @@ def test_batches_of_kernels_equal_those_of_the_cpu() -> None:
     simulated("batches", "0", "1", "2", "links", "0", "training", "0")
 
 
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
+def test_a_gpu_samples_the_same_batches_as_the_cpu() -> None:
+    words = ["hetero", *map(str, range(20)), "homo", *map(str, range(20)), "hubs", "0", "errors", "0"]
+    words += ["batches", *map(str, range(6)), "links", "0", "training", "0"]
+    paths = f"{REPOSITORY}:{REPOSITORY / 'tests'}:{Path(__file__).parent}"
+    script = [sys.executable, str(Path(__file__).parent / "cuda_kit.py"), *words]
+    subprocess.run(script, cwd=REPOSITORY, env={**os.environ, "PYTHONPATH": paths}, check=True, timeout=280)
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("share", range(4))
+@pytest.mark.parametrize("share", range(10))
 def test_two_hundred_random_graphs(share: int) -> None:
-    simulated("hetero", *map(str, range(share, 100, 4)), "homo", *map(str, range(share, 100, 4)))
+    simulated("hetero", *map(str, range(share, 100, 10)), "homo", *map(str, range(share, 100, 10)))
 
 
 @pytest.mark.slow

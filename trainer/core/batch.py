@@ -112,7 +112,7 @@ class Batch:
 
     def to(self, device: torch.device, non_blocking: bool = False) -> Batch:
         """Return the batch with all tensors on ``device``. ``x`` gets the rows of all nodes."""
-        if device.type == "cpu" and self.kept is None:
+        if device.type == "cpu" and self.kept is None and not self.n_id.is_cuda:
             return self
 
         def moved(tensor: Tensor) -> Tensor:
@@ -156,7 +156,7 @@ class HeteroBatch:
 
     def to(self, device: torch.device, non_blocking: bool = False) -> HeteroBatch:
         """Return the batch with all tensors on ``device``. ``x`` gets the rows of all nodes."""
-        if device.type == "cpu" and not self.kept:
+        if device.type == "cpu" and not self.kept and not any(ids.is_cuda for ids in self.n_id.values()):
             return self
 
         def moved(tensor: Tensor) -> Tensor:

@@ -1,4 +1,4 @@
-"""Opens a graph for ``gnnfleet.open``: that of the run to which this process belongs, or a partition folder."""
+"""Implements ``gnnfleet.open``: opens the graph of the run that this process belongs to, or a partition folder."""
 
 from __future__ import annotations
 

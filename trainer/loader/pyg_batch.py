@@ -268,8 +268,8 @@ def _check_names_differ(attrs: Attrs, graph_attrs: Iterable[str]) -> None:
     names = ["edge_index", *graph_attrs, *attrs[HOMO_NODE], *attrs[HOMO_EDGE]]
     if twice := [name for name, count in Counter(names).items() if count > 1]:
         raise SettingsError(
-            f"{twice[0]!r} names attributes of two of nodes, edges and graph, which share one Data in a batch; rename"
-            f" one, or choose attributes by attrs={{{HOMO_NODE!r}: [...], {HOMO_EDGE!r}: [...]}}"
+            f"{twice[0]!r} is the name of two attributes (of nodes, edges or the graph), but a batch can have only one"
+            f" of this name; rename one, or choose attributes by attrs={{{HOMO_NODE!r}: [...], {HOMO_EDGE!r}: [...]}}"
         )
 
 

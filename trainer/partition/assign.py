@@ -68,7 +68,7 @@ def method_options(method: str, **given: Any) -> dict[str, Any]:
 
 
 def made_by(manifest: Manifest) -> str:
-    """Return the method that was requested for a partition: `auto`, or the algorithm in the manifest."""
+    """Return the method that was requested: `auto` if it chose the manifest's algorithm, else this algorithm."""
     return str(manifest.options.get(CHOSEN_BY, manifest.algorithm))
 
 

@@ -154,9 +154,9 @@ def _raw_manifest(folder: Path) -> dict[str, Any] | None:
 def staged(folder: Path, kept: Path | None = None) -> Iterator[Path]:
     """Yield a staging folder, which replaces ``folder`` at the end of the ``with`` block.
 
-    By default this is a new folder beside ``folder``, which is removed after an error; ``kept`` is not removed. Also
-    removes staging folders of killed processes. Raises ``PartitionError`` when the disk cannot be written, or
-    ``folder`` holds files other than a partition.
+    The staging folder is ``kept`` if given, and stays there after an error. Default: a new folder beside ``folder``,
+    removed after an error. Also removes staging folders of killed processes. Raises ``PartitionError`` when the disk
+    cannot be written, or ``folder`` holds files other than a partition.
     """
     staging = kept or folder.parent / f".{folder.name}.{socket.gethostname()}.{os.getpid()}"
     try:

@@ -78,8 +78,8 @@ def mean_and_self(block: Block, x: Tensor, dtype: torch.dtype) -> Tensor:
 def sources_of(block: Block, grad: Tensor, activated: Tensor | None, scale: float) -> Tensor:
     """Return the gradient of ``x`` [num_src, f], given the gradient of ``mean_and_self`` [num_dst, 2 f].
 
-    activated: rows after the activation [num_src, f], or None. If given, they are overwritten with the result, the
-    gradient before the activation.
+    activated: the rows [num_src, f] if an activation made ``x``, else None. If given, the result is the gradient of the
+    activation's input, and overwrites these rows.
     """
     indptr, targets, _ = transpose(block)
     if activated is None:

@@ -96,9 +96,9 @@ def draw_negatives(
     """Draw negatives. Returns original ids (sources, targets), int64 [m] each.
 
     ``places`` [n]: the places of the positives in the global batch. ``owner`` and ``j``: the result of ``rule.owners``.
-    ``positives``: sources and targets of the positives, original ids. ``times`` [n]: times of the positives. The source
-    of a triplet's negative is that of its positive. With ``rule.avoid_links``, raises ``DataError`` if 64 draws of a
-    negative are all links of the graph.
+    ``positives``: sources and targets of the positives, original ids. ``times`` [n]: times of the positives. In
+    triplets, a negative has the source of its positive. With ``rule.avoid_links``, raises ``DataError`` if 64 draws of
+    a negative are all links of the graph.
     """
     src = np.empty(len(owner), np.int64)
     dst = np.empty(len(owner), np.int64)

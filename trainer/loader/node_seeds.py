@@ -39,8 +39,8 @@ class NodeInputs:
     def split(self, positions: Ids) -> dict[NodeType, tuple[Ids, Ids]]:
         """Split seed positions by node type.
 
-        Returns for each node type the indices into ``positions`` of its seeds, and the index of each of these seeds
-        among all seeds of the type.
+        Returns two arrays for each node type: where its seeds are in ``positions``, and their indices among all seeds
+        of the type.
         """
         begin, found = 0, {}
         for of, inputs in self.of.items():

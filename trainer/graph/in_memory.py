@@ -111,7 +111,7 @@ def as_graph(data: Any, *, time_attr: str | None = None, weight_attr: str | None
         _check_whole(data)
         if weight_attr is not None:
             raise SettingsError(
-                "weight_attr: a (feature store, graph store) pair has no edge weights (torch_geometric refuses it too)"
+                "weight_attr: a (feature store, graph store) pair has no edge weights; pass Data or HeteroData instead"
             )
         features, edges = data
         return graph_of(dataset_of_stores(features, edges, time_attr), (features, edges))

@@ -140,7 +140,7 @@ def encode(message: Message, max_array: int = MAX_ARRAY, request_id: int | None 
         )
     arrays = [_on_wire(array, max_array) for array in message.arrays]
     if (total := sum(array.nbytes for array in arrays)) > MAX_MESSAGE:
-        raise WireError(f"arrays of {total} bytes together are over {MAX_MESSAGE}; ask for fewer nodes at once")
+        raise WireError(f"the arrays take {total} bytes, over the limit of {MAX_MESSAGE}; ask for fewer nodes at once")
     number = message.request_id if request_id is None else request_id
     header = _HEADER.pack(
         _MAGIC, VERSION, message.kind, message.status, number, len(arrays), len(records), len(text), message.flags
@@ -163,7 +163,9 @@ def _on_wire(array: Array, max_array: int) -> Array:
     if array.ndim > _MAX_NDIM:
         raise WireError(f"an array of {array.ndim} dimensions cannot be sent; the most is {_MAX_NDIM}")
     if array.nbytes > max_array:
-        raise WireError(f"an array of {array.nbytes} bytes is over {max_array}; ask for fewer nodes at once")
+        raise WireError(
+            f"an array takes {array.nbytes} bytes, over the limit of {max_array}; ask for fewer nodes at once"
+        )
     return np.asarray(array, dtype=dtype, order="C")
 
 

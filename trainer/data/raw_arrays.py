@@ -204,7 +204,8 @@ def _num_nodes(raw: RawGraph, of: NodeType) -> int:
 def _known_nodes(raw: RawGraph, of: NodeType) -> int | None:
     """Return the number of nodes of a type, or None if it is unknown.
 
-    Taken from the source, else the rows of x or y, else the other attributes if all have the same number of rows.
+    This is the number that the source states, else the number of rows of x or y, else that of the other attributes if
+    all have equally many rows.
     """
     if of in raw.num_nodes:
         return raw.num_nodes[of]

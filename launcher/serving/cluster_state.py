@@ -56,7 +56,7 @@ class ClusterDescription:
 
 
 def read_description(text: str, where: str) -> ClusterDescription:
-    """Parse the text of a ``cluster.json``. Raises FleetError if it is damaged. ``where``: its node or path."""
+    """Parse the text of a ``cluster.json``. Raises FleetError if it is damaged; the message begins with ``where``."""
     try:
         raw: Mapping[str, Any] = json.loads(text)
         servers = tuple(_server(node) for node in raw["nodes"] if node["endpoint"] and node["parts"])
@@ -235,7 +235,7 @@ def on_connections(
 def open_named(
     name: str, config: Path | None, runs_dir: str | None, offline: Callable[[FoundRun], bool]
 ) -> Iterator[OpenRun]:
-    """Find serving cluster ``name`` and connect to its nodes, unless ``offline(cluster)``.
+    """Find serving cluster ``name``, and connect to its nodes unless ``offline(cluster)`` is true.
 
     Raises UsageError if no cluster of that name is known on this machine or on the hosts of ``config``.
     """

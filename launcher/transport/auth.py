@@ -253,7 +253,7 @@ def _public_blob(path: str) -> bytes | None:
 
 
 def _plain(blob: bytes) -> bytes:
-    """Return the public key in ``blob``, a public key or a certificate."""
+    """Return the public key. ``blob``: the key itself or a certificate of it."""
     kind = paramiko.Message(blob).get_text().removesuffix(_CERT)
     try:
         return paramiko.PKey.from_type_string(kind, blob).asbytes()

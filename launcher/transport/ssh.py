@@ -275,7 +275,7 @@ class _JumpHost:
     def connection(self, route: Route, host_keys: str, timeout: float) -> Connection:
         """Return the open connection to the jump host; open it first if necessary.
 
-        Callers that waited for a failed attempt get its error.
+        If opening fails, callers that waited for it get the same error.
         """
         asked = time.monotonic()
         with self.opening:

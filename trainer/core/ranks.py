@@ -145,7 +145,7 @@ class RankGroup:
     def of_process(cls, ranks: Ranks) -> RankGroup:
         """Return the group of all ranks of ``torch.distributed``, or of this rank alone if it is not initialised.
 
-        All ranks must call this: for another default backend than gloo, it creates a gloo group.
+        All ranks must call this, because it creates a gloo group if the default backend is not gloo.
 
         Args:
             ranks: Rank and world size of this process; replaced by those of the group.

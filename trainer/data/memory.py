@@ -92,8 +92,8 @@ def _edge_index(store: Any, name: str) -> Array:
 def targets_and_sources(adj_t: Any) -> tuple[Ids, Ids]:
     """Return the targets and sources of the edges in a transposed adjacency matrix, row by row, int64 [E] each.
 
-    ``adj_t``: a torch_sparse ``SparseTensor`` or a sparse torch tensor, whose repeated entries are merged unless its
-    layout is CSR.
+    ``adj_t``: a torch_sparse ``SparseTensor`` or a sparse torch tensor. Repeated entries of a torch tensor are merged
+    unless its layout is CSR.
     """
     import torch
 

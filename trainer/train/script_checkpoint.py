@@ -59,7 +59,8 @@ class _Rows:
     def load(self, state: Mapping[str, Any] | None, groups: list[dict[str, Any]]) -> None:
         """Restore the rows, and the state and options of their optimizer. Collective.
 
-        state: result of ``gather`` on rank 0, None on other ranks. groups: its ``optimizer_groups``, on all ranks.
+        state: result of ``gather`` on rank 0, None on other ranks. groups: the result's ``optimizer_groups``, on all
+        ranks.
         """
         load_embedding_state(self.embedding, state, self.optimizer)
         if self.optimizer is not None:
@@ -203,7 +204,7 @@ def _without_ddp(one: Stateful) -> Stateful:
 def _rows_of(objects: Mapping[str, Any]) -> tuple[dict[str, _Rows], dict[str, Stateful]]:
     """Split ``objects`` into sharded embeddings, each with its optimizer if included, and all other objects.
 
-    Raises ``SettingsError`` if such an optimizer also updates other parameters.
+    Raises ``SettingsError`` if the optimizer of an embedding also updates other parameters.
     """
     embeddings = {name: one for name, one in objects.items() if isinstance(one, ShardedEmbedding)}
     found, taken = {}, set(embeddings)

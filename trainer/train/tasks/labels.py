@@ -64,7 +64,7 @@ def check_classes(manifest: Manifest, target: NodeType, labels: SeedLabels) -> N
 
 
 def check_known(manifest: Manifest, target: NodeType, labels: SeedLabels, y: Tensor) -> None:
-    """Raise ``DataError`` if all of a seed's values in ``y`` [n, D] are NaN, or one is infinite."""
+    """Raise ``DataError`` if a row of ``y`` [n, D] contains only NaN, or an infinite number."""
     missing, infinite = (bad.nonzero().flatten().tolist() for bad in (y.isnan().all(1), y.isinf().any(1)))
     of = of_type(manifest, target)
     if missing:

@@ -59,7 +59,7 @@ class Task(Protocol):
     def metric(self) -> Metric: ...
     @property
     def outputs(self) -> int:
-        """Width of the model's output: numbers per seed node; in link prediction, of an embedding."""
+        """How many numbers the model outputs per seed node; in link prediction, the width of an embedding."""
 
     @property
     def num_sums(self) -> int: ...

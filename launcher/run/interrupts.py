@@ -192,7 +192,7 @@ class InterruptPrompt:
         self._stack = ExitStack()
 
     def signal(self, number: int, now: float) -> OnInterrupt | None:
-        """Return ``stop`` or ``detach`` for a signal; None after asking the user, whose choice ``answer`` returns."""
+        """Return ``stop`` or ``detach`` for a signal, or ask the user and return None; see ``answer``."""
         self.cause = _WORDS[signal.Signals(number)]
         action = self.policy.action(number, now)
         if action == "ask":
@@ -202,7 +202,7 @@ class InterruptPrompt:
         return action
 
     def answer(self) -> OnInterrupt | None:
-        """Return ``stop`` or ``detach`` once the user has chosen it, else None."""
+        """Return the user's choice, ``stop`` or ``detach``; None if there is none yet or the user continues."""
         if self._keys is None:
             return None
         for key in self._keys.pressed().lower():

@@ -51,7 +51,7 @@ wait
 
 
 def attach_of(config: ClusterConfig, config_path: Path, console: Console) -> Attach | None:
-    """Return a function that attaches a run to the serving cluster named by ``data.serving``; None without that key.
+    """Return a function that attaches a run to the serving cluster ``data.serving``; None if the config names none.
 
     ``config_path``: the file from which ``config`` was read.
     """

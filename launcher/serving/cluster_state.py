@@ -122,7 +122,7 @@ SECRETS = ("service.key", "clients/*.key")
 def server_states(
     run: OpenRun, names: Sequence[str] = FILES, ranks: Sequence[int] | None = None
 ) -> dict[int, ServerState]:
-    """Query all nodes of a serving cluster, or those in ``ranks``, and read the files ``names`` of each."""
+    """Query all nodes of a serving cluster, and read the files ``names`` of each. ``ranks``: only these node_ranks."""
     views = run.views(ranks)
     reached = [k for k, view in views.items() if view.reached]
     files = on_nodes(reached, lambda k: _files_of(run, k, names)).or_raise()

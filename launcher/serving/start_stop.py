@@ -121,7 +121,10 @@ _UPDATED = ("run.json", "cluster.json")  # servers reload when cluster.json chan
 
 
 def update_running(plan: LaunchPlan, connections: Connections, excluded: Sequence[int]) -> list[str]:
-    """Write the new run.json and cluster.json to all nodes with parts, except ``excluded``; return notes on failures."""
+    """Write the new run.json and cluster.json to all nodes with parts that are not in ``excluded``.
+
+    Returns a note for each failure.
+    """
     others = {node.node_rank: node for node in plan.nodes if node.parts and node.node_rank not in excluded}
 
     def update(k: int, transport: Transport) -> None:

@@ -51,10 +51,10 @@ def hold_out_links(dataset: Dataset, options: HoldOut) -> Dataset:
     the same node type. Self loops between nodes of one type are not moved. The links are sorted by source, then target,
     each once.
 
-    With ``hold_out_time``, an integer attribute of the edges, the latest edges are moved, as ``split_times`` describes:
-    those for test are later than those for validation, and these later than all others of the type. Copies of an edge
-    with different times are different links. ``val_link_times`` and ``test_link_times`` are the times of the links,
-    which are sorted by time, source and target, and ``held_out_time`` names the attribute.
+    With ``hold_out_time``, an integer attribute of the edges, the latest edges are moved: the last ones for test, and
+    the ones just before them for validation; ``split_times`` chooses the limits. Copies of an edge with different times
+    are different links. The links are sorted by time, source and target. ``val_link_times`` and ``test_link_times`` are
+    their times, and ``held_out_time`` names the attribute.
 
     The reverses of the moved links are removed from the reverse edge type, ``rev_<relation>`` (or ``<relation>`` for an
     edge type ``rev_<relation>``), if it exists; with ``hold_out_time``, the times of the reverse edges decide which.

@@ -28,7 +28,7 @@ def dataset_of(data: Data | HeteroData, name: str, time_attrs: tuple[str, ...] =
     ``time_attrs``, only those that are one integer per node in all node types are kept.
 
     Edges are read from ``edge_index`` or, if it is missing, from ``adj_t``. An edge type with neither has no edges.
-    Raises ``DataError`` if such a type has edge attributes, and if an edge type leads from or to an unknown node type.
+    Raises ``DataError`` if a type without edges has edge attributes, or an edge type begins or ends at an unknown type.
     """
     from torch_geometric.data import HeteroData
 

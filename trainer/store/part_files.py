@@ -66,9 +66,9 @@ def _regular_size(path: Path) -> int:
 
 
 class FileNote:
-    """A small file that records which files passed a check. A record is valid until the file changes.
+    """A small file that records which other files passed a check.
 
-    A change is detected by size, mtime, ctime and inode.
+    A record is valid until the checked file changes, as seen by its size, mtime, ctime and inode.
     """
 
     def __init__(self, path: Path | None):
@@ -179,7 +179,7 @@ class PartFiles:
         return array
 
     def check_ranges(self) -> None:
-        """Check the ranges of all ids and offsets in the opened files, unless unchanged since their last check."""
+        """Check the ranges of ids and offsets in all opened files that have changed since their last check."""
         tops: dict[str, list[_Bounds]] = {}
         for bounds in self._bounds:
             tops.setdefault(bounds.path.partition("/")[0], []).append(bounds)

@@ -78,8 +78,8 @@ class _Rows:
 class ScriptCheckpoints:
     """Saves and restores the objects of a user's training script, such as model and optimizer.
 
-    Rank 0 saves, and if the run restarts after failures, the first rank of each node. With a ``ShardedEmbedding``, at
-    most two ranks save, and all ranks take part.
+    Rank 0 saves. In a run that restarts after failures, the first rank of each other node saves too. With a
+    ``ShardedEmbedding``, at most two ranks save, and all ranks take part.
 
     Args:
         objects: Objects to save, by name. Of a ``DistributedDataParallel``, the wrapped model is saved. The optimizer

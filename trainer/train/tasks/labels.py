@@ -25,7 +25,7 @@ def numbers(y: Tensor, classes: bool = False) -> Tensor:
 
 
 def labels_01(y: Tensor) -> Tensor:
-    """Return a matrix of labels 0 and 1 as float64 [n, L], with NaN for missing labels: NaN, or -1 in integers."""
+    """Return labels 0 and 1 as float64 [n, L]. Missing labels, NaN or a negative integer in ``y``, become NaN."""
     return numbers(y, classes=not y.is_floating_point())
 
 

@@ -62,7 +62,9 @@ def read_description(text: str, where: str) -> ClusterDescription:
         servers = tuple(_server(node) for node in raw["nodes"] if node["endpoint"] and node["parts"])
         return ClusterDescription(str(raw["run_id"]), int(raw.get("version", 1)), int(raw["num_parts"]), servers)
     except (ValueError, KeyError, TypeError) as error:
-        raise FleetError(f"{where}: cluster.json is damaged ({error!r})") from None
+        raise FleetError(
+            f"{where}: cluster.json is damaged ({error!r}); `gnnfleet serve --config FILE` writes it again"
+        ) from None
 
 
 def _server(node: Mapping[str, Any]) -> GraphServer:

@@ -180,7 +180,10 @@ class ScriptCheckpoints:
     def _load(self, path: str, states: Mapping[str, Any], row_sizes: Mapping[str, Any]) -> None:
         if {*states, *row_sizes} != {*self._objects, *self._rows}:
             saved, ours = ", ".join(sorted({*states, *row_sizes})), ", ".join(sorted({*self._objects, *self._rows}))
-            raise CheckpointError(f"checkpoint {path} has the state of {saved}; this script restores {ours}")
+            raise CheckpointError(
+                f"checkpoint {path} has the state of {saved}; this script restores {ours}: give StepLog.restore the "
+                "same objects"
+            )
         for name, rows in self._rows.items():
             if row_sizes[name] != rows.sizes():
                 raise CheckpointError(

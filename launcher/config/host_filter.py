@@ -48,8 +48,8 @@ def _rest(
 ) -> NodeConfig | None:
     """Return the node with its remaining devices; None if none remains.
 
-    ``kept``: ids of the included devices; None: all. ``dropped``: whether ``--exclude`` names the node or a device of
-    it. ``removed``: if ``dropped``, the ids of the excluded devices, or None for the whole node.
+    ``kept``: ids of the included devices; None: all. ``dropped``: whether ``--exclude`` names the node or some of its
+    devices. If so, ``removed`` has the ids of the excluded devices, or is None for the whole node.
     """
     if dropped and removed is None:
         return None
@@ -110,24 +110,25 @@ def _with_devices(
 ) -> Iterator[tuple[int, frozenset[int]]]:
     """Yield each node in ``ranks`` that has some of the ``wanted`` device ids, with these ids.
 
-    Raises LookupError if a wanted device of a host belongs to none of its nodes.
+    Raises LookupError if a host lacks a wanted device.
     """
-    hosts: dict[str, dict[int, tuple[int, ...]]] = {}
+    hosts: dict[str, dict[int, tuple[int | str, ...]]] = {}
     for k in ranks:
         hosts.setdefault(config.nodes[k].host, {})[k] = config.nodes[k].devices
     for host, nodes in hosts.items():
-        present = sorted({device for devices in nodes.values() for device in devices})
+        present = sorted({device for devices in nodes.values() for device in devices}, key=str)
         if not present:
             why = "it trains on its CPU" if any(config.nodes[k].trains for k in nodes) else "it is a server"
             raise LookupError(f"{host} has no `devices` in the config; {why}")
         if missing := sorted(wanted - {*present}):
             has = f"its devices are {', '.join(map(str, present))}"
             raise LookupError(f"{host} has no device {', '.join(map(str, missing))} in the config; {has}")
-        yield from ((k, wanted & {*devices}) for k, devices in nodes.items() if wanted & {*devices})
+        chosen = {k: frozenset(device for device in devices if device in wanted) for k, devices in nodes.items()}
+        yield from ((k, kept) for k, kept in chosen.items() if kept)
 
 
 class _Names:
-    """The node_ranks by each name of a node: its host with or without domain, user and port, and ``node3``."""
+    """The node_ranks for each name of a node: its host, with or without domain, user and port, or ``node3``."""
 
     def __init__(self, config: ClusterConfig) -> None:
         self.full: dict[str, list[int]] = {}

@@ -74,11 +74,19 @@ class NodeConfig:
         "`worker` holds parts and trains; `server` holds parts and samples for clients; `client` trains without parts.",
         "worker",
     )
-    devices: tuple[int, ...] = setting(
-        "CUDA device ids, as [0, 1], one process per device; empty: train on the CPU.", (), at_least=0
+    devices: tuple[int | str, ...] = setting(
+        "CUDA devices, one process each: ids as [0, 1], or UUIDs of GPUs or MIG instances as `nvidia-smi -L` lists "
+        "them; empty: train on the CPU.",
+        (),
+        at_least=0,
     )
     procs: int | None = setting(
         "Trainer processes on this node; default: one per device, or 1 on the CPU.", None, at_least=1, at_most=1024
+    )
+    batch_share: float = setting(
+        "Seeds of each step per process, relative to the processes of other nodes; for the bundled trainer.",
+        1.0,
+        above=0,
     )
     address: str | None = setting(
         "Address at which the other nodes reach this node; default: found by preflight.", None
@@ -226,7 +234,9 @@ class TrainConfig:
         None,
     )
     time_attr: str | None = setting(
-        "Integer vertex attribute used as time; neighbours later than their seed are never sampled.", None
+        "Integer attribute used as time, of vertices or, for task link, of edges (`tables` calls it `edge_time`); "
+        "neighbours later than their seed are never sampled.",
+        None,
     )
     temporal_strategy: Literal["uniform", "last"] = setting(
         "With time_attr: `uniform` samples among the earlier neighbours, `last` takes the most recent ones.", "uniform"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from launcher.config.consistency import CacheSize
+from launcher.config.cache_size import CacheSize
 from launcher.config.roles import clients, gateways, holdings, serves
 from launcher.config.schema import ClusterConfig, TrainConfig
 from launcher.node.exit_description import size
@@ -56,7 +56,7 @@ def cache_memory(config: ClusterConfig, node_rank: int, graph: GraphSize | None)
 
 
 def _batch(config: ClusterConfig, graph: GraphSize | None) -> int:
-    """Return the maximum bytes of one rank's batch, whose vertices all differ; 0 if the graph is unknown."""
+    """Return the bytes of one rank's largest batch, in which all vertices differ; 0 if the graph is unknown."""
     if graph is None or not config.world_size:
         return 0
     seeds = -(-config.train.batch_size // config.world_size)

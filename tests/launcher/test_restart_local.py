@@ -117,7 +117,7 @@ def test_a_run_that_cannot_start_again_says_why(tmp_path: Path) -> None:
     run.kill(1, "supervisor")
     done = run.running.end()
     assert done.status == 1 and "The run failed: node1 (local)" in done.output, done.output
-    assert "no restart: 2 of at least 3 training nodes are left (run.min_nodes)" in done.output
+    assert "no restart: training nodes left: 2, needed: 3 (run.min_nodes)" in done.output
     since = time.monotonic()
     while procs.run_processes(f"GNNFLEET_RUN_DIR={run.node(0)}", None) and time.monotonic() - since < 10:
         time.sleep(0.1)

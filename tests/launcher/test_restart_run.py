@@ -156,7 +156,7 @@ def test_restarts_are_used_up(make: MakeRun) -> None:
     run.nodes[1].spec["trainer"]["env"]["FAIL_AT"] = "5"
     results = run.start(up=False).results()
     assert results[1]["state"] == "failed"
-    assert results[0]["reason"].endswith("no restart: all 1 of run.restarts are used up")
+    assert results[0]["reason"].endswith("no restart: the limit of run.restarts (1) is reached")
     assert len(results[0]["restarts"]) == 1
 
 

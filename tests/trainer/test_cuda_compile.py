@@ -1,4 +1,4 @@
-"""Compiles the CUDA kernels of sampling to PTX for a device, which needs NVVM (extra ``cuda12`` or ``cuda13``), no GPU.
+"""Compiles the CUDA kernels of sampling and layers to PTX: needs NVVM (extra ``cuda12`` or ``cuda13``), but no GPU.
 
 The simulator runs kernels in Python. Only the compiler finds what Python allows and a device does not, and mixtures of
 signed and unsigned integers, whose type is float64.
@@ -12,9 +12,11 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 
 from trainer.cuda import array_ops, gather_kernels, neighbor_kernels, relabel
 from trainer.cuda.launch import Kernel, simulated
+from trainer.nn.kernels import cuda_elements, cuda_sums
 
 cuda: Any = importlib.import_module("numba.cuda")
 types: Any = importlib.import_module("numba.cuda.types")
@@ -69,11 +71,45 @@ def signatures() -> list[tuple[Kernel, tuple[Any, ...], bool]]:
     return found
 
 
+def layer_signatures() -> list[tuple[Kernel, tuple[Any, ...], bool]]:
+    """As ``signatures``, for the kernels of layers: float32 and float64 rows, and the bits of bfloat16 rows."""
+    t, found = types, []
+    number, ids, places = t.int64, t.int64[::1], t.int32[::1]
+    for dtype, stored, total in (
+        (torch.float32, t.float32, t.float32), (torch.bfloat16, t.uint16, t.float32),
+        (torch.float64, t.float64, t.float64),
+    ):  # fmt: skip
+        rows, heads, sums, scale = stored[:, ::1], stored[:, :, ::1], total[:, ::1], total[::1]
+        two, bits, wide = (number, number), dtype == torch.bfloat16, total == t.float64
+        draw = (t.uint64, t.uint32, total, total)
+        found += [
+            (cuda_elements._mask_rows(dtype), (*two, rows, ids, rows, *draw), wide),
+            (cuda_elements._activate(dtype), (*two, rows, scale, ids, *draw), wide),
+            (cuda_elements._pass_where_positive(dtype), (*two, rows, rows, rows, total, total), wide),
+            (cuda_sums._edge_dots[bits, bits], (*two, *two, places, places, heads, heads, sums, total), wide),
+            (cuda_sums._mean_and_self(dtype), (*two, places, places, rows, rows, total, total), wide),
+            (cuda_sums._sources(dtype), (*two, number, places, places, scale, rows, rows, total), wide),
+        ]  # fmt: skip
+        for more in (False, True):
+            for kernel in (cuda_sums._sum_rows[bits, more, False], cuda_sums._sum_rows[bits, more, True]):
+                found.append((kernel, (*two, places, places, rows, scale, scale, sums, total), wide))
+            weighted = cuda_sums._weighted_rows[False, bits, more]
+            found.append((weighted, (*two, number, places, places, places, sums, heads, heads_of(total), total), wide))
+        if not bits:
+            found.append((cuda_sums._softmax, (*two, places, rows, rows, total, total), wide))
+            found.append((cuda_sums._softmax_gradient, (*two, places, rows, rows, rows, total), wide))
+    return [*found, (cuda_sums._edge_targets, (*two, places, ids, places, places), False)]
+
+
+def heads_of(dtype: Any) -> Any:
+    return dtype[:, :, ::1]
+
+
 @pytest.mark.skipif(not has_compiler(), reason="no NVVM: pip install 'gnnfleet[cuda12]'")
 def test_kernels_compile_for_a_device(monkeypatch: pytest.MonkeyPatch) -> None:
     dispatcher = importlib.import_module("numba.cuda.dispatcher")
     monkeypatch.setattr(dispatcher, "get_current_device", lambda: SimpleNamespace(compute_capability=CAPABILITY))
-    for kernel, arguments, with_float64 in signatures():
+    for kernel, arguments, with_float64 in [*signatures(), *layer_signatures()]:
         text, _ = cuda.compile_ptx(kernel.function, arguments, cc=CAPABILITY)
         name = kernel.function.__name__
         assert ".entry" in text and "call.uni" not in text, f"{name} calls functions of the runtime"

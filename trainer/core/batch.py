@@ -44,6 +44,7 @@ class KeptRows:
     """
 
     slots: Tensor  #: int32 [n], index into ``rows`` for each node; -1 for rows that are in ``x``
+    missing: Tensor  #: int64 [m], positions of the nodes whose rows are in ``x``: those with slot -1
     rows: Tensor  #: float [k, f], the cache on the device
 
     def joined(self, others: Tensor, non_blocking: bool = False) -> Tensor:
@@ -51,32 +52,41 @@ class KeptRows:
 
         ``others``: the rows that are not cached (slot -1), in node order.
         """
-        slots = self.slots.to(self.rows.device, non_blocking=non_blocking).long()
         others = others.to(self.rows.device, non_blocking=non_blocking)
         if len(self.rows) == 0:
             return others
-        joined = self.rows[slots.clamp(min=0)].to(others.dtype)
-        joined[slots < 0] = others
-        return joined
+        slots = self.slots.to(self.rows.device, non_blocking=non_blocking)
+        missing = self.missing.to(self.rows.device, non_blocking=non_blocking)
+        return self.rows[slots.clamp(min=0)].to(others.dtype).index_copy_(0, missing, others)
 
 
 @dataclass(frozen=True)
 class LinkEnds:
     """The links of a batch of link prediction, as positions among the seed nodes of their types.
 
-    The seed nodes are the distinct ends of links and negatives.
+    The seed nodes of such a batch are the distinct ends of its links and negatives; ``num_seeds`` counts the links.
+    With times, every end of a link is a seed of its own, and a negative is one seed per group of links of similar time.
     """
 
     source: NodeType
     target: NodeType
     src: Tensor  #: int64 [num_seeds], source of each link
     dst: Tensor  #: int64 [num_seeds], target of each link
-    negatives: Tensor  #: int64 [m], other nodes of the target type, the same for all links of the step
+    #: int64 [m], other nodes of the target type, the same for all links of the step; with ``group``: [groups, m]
+    negatives: Tensor
+    group: Tensor | None = None  #: int64 [num_seeds], row of ``negatives`` of each link
+    equal: Tensor | None = None  #: bool [num_seeds, m], which negatives are the link's target; None: equal positions
+
+    def is_target(self) -> Tensor:
+        """Return whether each negative is the target of a link, bool [num_seeds, m]."""
+        return self.dst[:, None] == self.negatives[None] if self.equal is None else self.equal
 
     def to(self, device: torch.device, non_blocking: bool = False) -> LinkEnds:
-        parts = (ids.to(device, non_blocking=non_blocking) for ids in (self.src, self.dst, self.negatives))
-        src, dst, negatives = parts
-        return replace(self, src=src, dst=dst, negatives=negatives)
+        def moved(tensor: Tensor | None) -> Tensor | None:
+            return None if tensor is None else tensor.to(device, non_blocking=non_blocking)
+
+        names = ("src", "dst", "negatives", "group", "equal")
+        return replace(self, **{name: moved(getattr(self, name)) for name in names})  # type: ignore[arg-type]
 
 
 @dataclass(frozen=True)

@@ -34,6 +34,7 @@ class SyntheticOptions:
     hold_out: str | None = None  #: edge type whose links are partly moved to val_links and test_links
     hold_out_val: float = 0.05  #: share of the links in val_links
     hold_out_test: float = 0.1  #: share of the links in test_links
+    hold_out_time: str | None = None  #: integer edge attribute: the latest links are held out; None: random ones
 
 
 @dataclass(frozen=True)
@@ -57,6 +58,7 @@ class SyntheticHeteroOptions:
     hold_out: str | None = None  #: edge type whose links are partly moved to val_links and test_links
     hold_out_val: float = 0.05  #: share of the links in val_links
     hold_out_test: float = 0.1  #: share of the links in test_links
+    hold_out_time: str | None = None  #: integer edge attribute: the latest links are held out; None: random ones
 
 
 @dataclass(frozen=True)
@@ -76,6 +78,7 @@ class SourceOptions:
     hold_out: str | None = None  #: edge type whose links are partly moved to val_links and test_links
     hold_out_val: float = 0.05  #: share of the links in val_links
     hold_out_test: float = 0.1  #: share of the links in test_links
+    hold_out_time: str | None = None  #: integer edge attribute: the latest links are held out; None: random ones
 
     @property
     def times(self) -> tuple[str, ...]:

@@ -199,7 +199,10 @@ class BlockLoader(ABC):
         )
 
     def _kept_rows(self, sampled: SampledBatch) -> dict[NodeType, KeptRows]:
-        return {of: KeptRows(torch.from_numpy(slots), self._kept[of].rows) for of, slots in sampled.kept.items()}
+        return {
+            of: KeptRows(torch.from_numpy(slots), torch.from_numpy(np.flatnonzero(slots < 0)), self._kept[of].rows)
+            for of, slots in sampled.kept.items()
+        }
 
     def _edge_rows(self, sampled: SampledBatch) -> dict[EdgeType, Tensor]:
         name = self.settings.edge_attr

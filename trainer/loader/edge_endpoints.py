@@ -11,6 +11,7 @@ import numpy as np
 from trainer.core.arrays import Array, Ids
 from trainer.core.schema import EdgeType, NodeType
 from trainer.graph.open import Graph
+from trainer.sampler.types import RowRequest
 
 EDGES_AT_ONCE = 1 << 20  #: edges that are read at a time while all edges of a graph are read
 
@@ -78,6 +79,20 @@ def all_edges(graph: Graph, edge_type: EdgeType) -> EdgeEndpoints:
     src, dst = np.empty(len(edges.src), src_of.dtype), np.empty(len(edges.src), dst_of.dtype)
     src[edges.orig_id], dst[edges.orig_id] = src_of[edges.src], dst_of[edges.dst]
     return HeldEndpoints(src, dst)
+
+
+def all_times(graph: Graph, edge_type: EdgeType, attr: str) -> Ids:
+    """Return the integer attribute ``attr`` of all edges of a type in order of their original ids, int64 [E].
+
+    The values of other hosts' edges are requested from them. Raises ``ServiceError``.
+    """
+    count = graph.manifest.edges[edge_type].num_edges
+    times = np.empty(count, np.int64)
+    for first in range(0, count, EDGES_AT_ONCE):
+        wanted = RowRequest(edge_type, np.arange(first, min(first + EDGES_AT_ONCE, count)), ("orig_id", attr))
+        (rows,) = graph.access.gather([wanted])
+        times[rows["orig_id"]] = rows[attr]
+    return times
 
 
 def edges_in_order(ends: EdgeEndpoints, at_once: int = EDGES_AT_ONCE) -> Iterator[tuple[int, Ids, Ids]]:

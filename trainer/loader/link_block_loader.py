@@ -15,6 +15,7 @@ from trainer.graph.seed_order import RankLayout, SeedShare
 from trainer.loader.block_loader import AnyBatch, BlockLoader, LoaderSettings
 from trainer.loader.link_loader import excluded
 from trainer.loader.link_seeds import LinkInputs
+from trainer.loader.link_trees import TimedLinks, TimeGroups, tree_seeds
 from trainer.loader.negatives import NegativeDraw, NegativeRule, draw_negatives
 from trainer.sampler.types import SeedSet
 from trainer.store.manifest import Manifest
@@ -35,6 +36,8 @@ class LinkBlockLoader(BlockLoader):
     All links of a step, on all ranks, share the same negatives (Lerer et al., "PyTorch-BigGraph: A Large-scale Graph
     Embedding System", 2019): nodes of the target type, drawn uniformly. A negative can form a link of the graph by
     chance. Ranks without links in a step have no negatives either.
+
+    If the links have times, neighbours later than a link are not sampled for it (``tree_seeds``).
     """
 
     def __init__(
@@ -63,7 +66,13 @@ class LinkBlockLoader(BlockLoader):
 
     def _seeded(self, share: SeedShare) -> tuple[SeedSet, LinkEnds]:
         links, store = self.links, self.graph.store
-        seeds, ends = distinct_ends(links.edge_type, *self.ends(share), store)
+        if links.times is None:
+            seeds, ends = distinct_ends(links.edge_type, *self.ends(share), store)
+        else:
+            src, dst, negatives = self.ends(share)
+            groups = TimeGroups.by_time(links.times[share.batch])
+            own = TimedLinks(src, dst, links.times[share.positions], share.places, negatives, groups)
+            seeds, ends = tree_seeds(links.edge_type, own, store)
         if self.link_settings.hide:
             seen = links.ends.ends_of(share.batch)
             seeds = seeds.without(excluded(links.edge_type, self._reverse, *seen, store))

@@ -37,7 +37,7 @@ from trainer.sampler.subgraph_sampler import SampledBatch
 from trainer.sampler.types import SeedSet
 from trainer.store.part_store import PartStore
 
-_ROLE = 1 << 32  #: the tree of a seed has the number place + role * 2^32, which no other seed of the global batch has
+ROLE = 1 << 32  #: the tree of a seed has the number place + role * 2^32, which no other seed of the global batch has
 
 
 @dataclass(frozen=True)
@@ -129,14 +129,14 @@ def _ends(links: LinkBatch, triplet: bool) -> tuple[_LinkEnd, _LinkEnd]:
     neg = links.places[links.owner]
     dst = _LinkEnd(
         np.concatenate([links.dst, links.neg_dst]),
-        np.concatenate([links.places + _ROLE, neg + (dst_role + step * links.neg_j) * _ROLE]),
+        np.concatenate([links.places + ROLE, neg + (dst_role + step * links.neg_j) * ROLE]),
         np.concatenate([owner, links.owner]),
     )
     if triplet:
         return _LinkEnd(links.src, links.places, owner), dst
     src = _LinkEnd(
         np.concatenate([links.src, links.neg_src]),
-        np.concatenate([links.places, neg + (src_role + step * links.neg_j) * _ROLE]),
+        np.concatenate([links.places, neg + (src_role + step * links.neg_j) * ROLE]),
         np.concatenate([owner, links.owner]),
     )
     return src, dst

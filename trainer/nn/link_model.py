@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from trainer.core.batch import Batch, HeteroBatch
+from trainer.core.batch import Batch, HeteroBatch, LinkEnds
 from trainer.core.schema import EdgeType
 from trainer.nn.graph_facts import GraphFacts
 from trainer.nn.models import HETERO_MODELS, ModelSettings, build_model
@@ -38,7 +38,20 @@ class LinkModel(nn.Module):
         sources, targets = self.as_source(rows[links.source]), self.as_target(rows[links.target])
         src = sources[links.src]
         positive = (src * targets[links.dst]).sum(1)
-        return torch.cat([positive[:, None], src @ targets[links.negatives].t()], 1)
+        return torch.cat([positive[:, None], _negative_scores(src, targets, links)], 1)
+
+
+def _negative_scores(src: Tensor, targets: Tensor, links: LinkEnds) -> Tensor:
+    """Return the score of each link's source, ``src`` [num_seeds, width], with each of its negatives, float
+    [num_seeds, m].
+    """
+    if links.group is None:
+        return src @ targets[links.negatives].t()
+    if not len(links.negatives):  # this rank has no links in the step
+        return src @ targets[:0].t()
+    rows = [torch.nonzero(links.group == number)[:, 0] for number in range(len(links.negatives))]
+    scores = [src[of] @ targets[shared].t() for of, shared in zip(rows, links.negatives, strict=True)]
+    return torch.cat(scores)[torch.argsort(torch.cat(rows))]
 
 
 def build_link_model(

@@ -16,6 +16,7 @@ from trainer.core.progress import reporting
 from trainer.core.remote_settings import WireRows
 from trainer.core.row_sort import Scratch
 from trainer.data.dataset import Dataset
+from trainer.data.hold_out import HELD_OUT
 from trainer.data.options import SourceOptions, parse_options
 from trainer.data.stored_dataset import read_stored_dataset, store_dataset
 from trainer.partition.assign import (
@@ -211,7 +212,8 @@ def _assigned(
 
 
 def _notes_for_training(dataset: Dataset) -> Iterator[str]:
-    if not any(len(nodes.splits.get("train", ())) for nodes in dataset.nodes.values()):
+    trains = any(len(nodes.splits.get("train", ())) for nodes in dataset.nodes.values())
+    if not trains and HELD_OUT not in dataset.graph_attrs:
         yield "no train split: the bundled trainer needs train_idx or train_mask"
 
 

@@ -94,6 +94,8 @@ def _infer(
     if job.pairs is not None:
         write_pair_scores(job.out, graph, links, job.pairs, parquet)
         files += f"; the scores of the given pairs are in {job.out}/pairs.csv"
+    if saved.settings["time_attr"] is not None:
+        files += "; embeddings and scores are for a time after all edges of the graph"
     metrics = links.metrics(TrainSettings(**saved.settings), task, layout)
     return InferResult(target, task.kind, epoch, metrics, sum(sizes[of] for of in {target[0], target[2]}), files)
 
@@ -110,7 +112,7 @@ def _check_graph(saved: Checkpoint, manifest: Manifest, path: Path) -> None:
     if differing := [name for name, value in saved.graph.items() if here.get(name) != value]:
         text = "; ".join(f"{name} is {here.get(name)}, in the checkpoint {saved.graph[name]}" for name in differing)
         raise CheckpointError(f"checkpoint {path} is of another graph: {text}")
-    if saved.settings["time_attr"] is not None:
+    if saved.settings["time_attr"] is not None and isinstance(target, str):
         raise CheckpointError(
             f"checkpoint {path} is of a model trained with time_attr {saved.settings['time_attr']!r}, which leaves out "
             "neighbours later than the seed; full-graph inference cannot. Evaluate it by sampling, as training does"

@@ -26,6 +26,7 @@ from trainer.store.digest_check import checked_digests
 from trainer.store.part_store import open_parts
 from trainer.train.checkpoint import Checkpoint, check_fits, graph_record, load_checkpoint
 from trainer.train.checkpoint_writer import checkpoint_writers
+from trainer.train.device_memory import memory_errors
 from trainer.train.device_sampling import choose_sampling
 from trainer.train.fit import Fit, FitResult
 from trainer.train.loaders import SPLITS, link_loaders, node_loaders
@@ -94,9 +95,10 @@ def check_same_partition(graph: Graph, group: RankGroup) -> None:
 
 def layout_of(graph: Graph, group: RankGroup) -> RankLayout:
     """Return for each part the ranks near it: those that read it from disk or whose home server does. Collective."""
-    owned = group.gather(graph.near_parts)
-    parts = range(graph.manifest.num_parts)
-    return RankLayout(group.size, tuple(tuple(r for r, own in enumerate(owned) if part in own) for part in parts))
+    gathered = group.gather((graph.near_parts, float(os.environ.get("GNNFLEET_BATCH_SHARE") or 1)))
+    owned, shares = [own for own, _ in gathered], tuple(share for _, share in gathered)
+    near = [tuple(r for r, own in enumerate(owned) if part in own) for part in range(graph.manifest.num_parts)]
+    return RankLayout(group.size, tuple(near), () if len(set(shares)) == 1 else shares)
 
 
 def one_host_layout(graph: Graph, group: RankGroup) -> RankLayout:
@@ -179,7 +181,8 @@ def train(job: TrainJob, ranks: Ranks | None = None) -> FitResult:
         graph = group.agree(lambda: stack.enter_context(open_job_graph(job, ranks, damage)))
         check_same_partition(graph, group)
         metrics = group.agree(lambda: stack.enter_context(MetricsLog(job.run_dir, ranks.rank, settings.tensorboard)))
-        result = _prepare(job, graph, group, metrics).run()
+        with memory_errors(group, settings):
+            result = _prepare(job, graph, group, metrics).run()
         group.barrier()  # keeps this node's graph server alive until the slowest rank has finished
     return result
 

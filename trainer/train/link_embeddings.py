@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
@@ -52,10 +52,14 @@ class LinkEmbeddings:
         )  # fmt: skip
 
     def metrics(self, settings: TrainSettings, task: Task, layout: RankLayout) -> dict[str, dict[str, float]]:
-        """Return the metrics on each split of held-out links, with the same negatives as evaluations in training."""
+        """Return the metrics on each split of held-out links, with the same negatives as evaluations in training.
+
+        Embeddings have no time: with ``time_attr``, they are those after all edges of the graph.
+        """
         (source, _, target), store = self.edge_type, self.graph.store
+        timeless = replace(settings, time_attr=None)
         loaders = link_loaders(
-            settings, self.graph, self.edge_type, ("val", "test"), False, self.group.rank, layout
+            timeless, self.graph, self.edge_type, ("val", "test"), False, self.group.rank, layout
         )  # fmt: skip
         found = {}
         for split, loader in loaders.items():

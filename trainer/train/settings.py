@@ -63,7 +63,9 @@ class TrainSettings:
     )
     edge_attr: str | None = setting("Edge attribute used as features of edges, by the models sage and rsage.", None)
     time_attr: str | None = setting(
-        "Integer node attribute used as time; neighbours later than their seed are never sampled.", None
+        "Integer attribute used as time, of nodes or, for task link, of edges; neighbours later than their seed are "
+        "never sampled.",
+        None,
     )
     temporal_strategy: Literal["uniform", "last"] = setting(
         "With time_attr: sample among the earlier neighbours, or take the most recent ones.", "uniform"

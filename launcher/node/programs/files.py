@@ -158,7 +158,7 @@ def _to_disk(path: str) -> None:
 
 
 def unpack(archive: str, sha256: str, dest: str) -> str:
-    """Unpack a tar archive into the new folder ``dest`` and delete the archive; return an error or ''.
+    """Unpack a tar archive into the new folder ``dest`` and delete the archive; return why it is damaged, or ''.
 
     Raises OSError. ``dest`` appears atomically; an existing one is kept.
     """

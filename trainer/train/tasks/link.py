@@ -50,5 +50,4 @@ class LinkPrediction:
     def _scores(out: Tensor, batch: Labelled) -> tuple[Tensor, Tensor]:
         links = batch.links
         assert links is not None
-        same = links.dst[:, None] == links.negatives[None]
-        return out[:, 0], out[:, 1:].masked_fill(same, -torch.inf)
+        return out[:, 0], out[:, 1:].masked_fill(links.is_target(), -torch.inf)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import sys
 import tempfile
+from functools import partial
 from itertools import islice, product
 from pathlib import Path
 
@@ -32,6 +33,7 @@ from trainer.cuda.topology import load_topology
 from trainer.graph.cache_fill import device_rows
 from trainer.graph.open import open_graph
 from trainer.loader.block_loader import BatchLoader, LoaderSettings
+from trainer.loader.edge_endpoints import all_times
 from trainer.loader.link_block_loader import LinkBlockLoader, LinkBlockSettings
 from trainer.loader.link_seeds import link_inputs
 from trainer.partition.assign import assign_parts
@@ -194,15 +196,18 @@ def check_batches(seed):
 
 
 def check_links(seed):
-    """Compare batches of links, which exclude their own edges."""
+    """Compare batches of links, which exclude their own edges, without and with times."""
     with tempfile.TemporaryDirectory() as root:
         graph = open_graph(folder_of(root, seed, "synthetic", "float32", 1))
-        links, settings = link_inputs(graph, None), LoaderSettings("train", (3, 2), 9, seed=seed)
+        for attr in (None, "edge_time"):
+            times = None if attr is None else all_times(graph, HOMO_EDGE, attr)
+            links = link_inputs(graph, None, edge_label_time=times)
+            settings = LoaderSettings("train", (3, 2), 9, seed=seed, time_attr=attr)
+            same_batches(partial(_link_loader, links, settings), graph, limit=1)
 
-        def make(one):
-            return LinkBlockLoader(one, settings, links, LinkBlockSettings(4, True), 0, one.layout)
 
-        same_batches(make, graph, limit=1)
+def _link_loader(links, settings, graph):
+    return LinkBlockLoader(graph, settings, links, LinkBlockSettings(4, True), 0, graph.layout)
 
 
 def check_training(seed):

@@ -176,7 +176,7 @@ def launch(config: ClusterConfig, options: LaunchOptions, console: Console, atta
 
 @contextmanager
 def connected(context: LaunchContext) -> Iterator[dict[int, Transport | TransportError]]:
-    """Connect to every node of the run; yield a Transport or an error for each node_rank. Closes the connections."""
+    """Connect to every node of the run; yield the Transport or the error, by node_rank. Closes all at the end."""
     context.events.add("stage", stage="connect")
     context.say(f"run {context.run_id}: connecting to {count(len(context.config.nodes), 'node')}")
     attempts = connect_all(context.config)
@@ -195,7 +195,7 @@ def require_preflight(
 ) -> tuple[Mapping[int, NodeFacts], dict[int, Transport]]:
     """Run preflight; return the facts and the transports, both by node_rank. Raises PreflightRefused.
 
-    ``new_run``: also check that no files of this run id are on the nodes yet.
+    ``new_run``: also check that the nodes have no files of a run with this id.
     """
     context.enter_stage("preflight")
     run_id = context.run_id if new_run else ""

@@ -73,7 +73,7 @@ def test_a_rank_that_cannot_open_its_part_ends_all_ranks_with_its_reason(parts: 
 
 
 class Slow(RankGroup):
-    """A ``RankGroup`` whose rank 1 reads values 1.5 s late, or dies before."""
+    """A ``RankGroup`` whose rank 1 reads values 1.5 s late or, if ``dies``, ends before it reads them."""
 
     dies = False
 

@@ -64,8 +64,8 @@ class KeptRows:
 class LinkEnds:
     """The links of a batch of link prediction, as positions among the seed nodes of their types.
 
-    The seed nodes of such a batch are the distinct ends of its links and negatives; ``num_seeds`` counts the links.
-    With times, every end of a link is a seed of its own, and a negative is one seed per group of links of similar time.
+    The seed nodes are the distinct ends of the links, and the negatives; ``num_seeds`` counts the links. With times,
+    nodes repeat: each end of each link is a seed, and each negative is a seed for each group of links of similar time.
     """
 
     source: NodeType

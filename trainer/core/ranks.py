@@ -145,7 +145,7 @@ class RankGroup:
     def of_process(cls, ranks: Ranks) -> RankGroup:
         """Return the group of all ranks of ``torch.distributed``, or of this rank alone if it is not initialised.
 
-        All ranks must call this: for another default backend than gloo, it creates a gloo group.
+        All ranks must call this, because it creates a gloo group if the default backend is not gloo.
 
         Args:
             ranks: Rank and world size of this process; replaced by those of the group.
@@ -365,8 +365,8 @@ def run_store(ranks: Ranks, timeout: float) -> Store:
 def _listener(address: str, port: int) -> socket.socket | None:
     """Return a socket that listens on ``address`` only, or None if the store must listen on all addresses.
 
-    Returns None for a host name, an address that is not this host's (NAT), or a port in use, which the store then
-    reports.
+    Returns None for a host name, for an address that is not this host's (NAT), and for a port in use; in the last case
+    the store then raises the error.
     """
     try:
         literal = ipaddress.ip_address("127.0.0.1" if address == "localhost" else address)

@@ -94,7 +94,7 @@ class BlockLoader(ABC):
         return self.order.num_steps
 
     def keep(self, rows: Mapping[NodeType, DeviceRows]) -> None:
-        """Leave rows of ``x`` that the device caches (``rows``) out of batches.
+        """Leave ``rows``, the rows of ``x`` that the device caches, out of batches.
 
         ``Batch.to`` adds these rows when it copies a batch to the device.
 

@@ -249,7 +249,7 @@ def write_ends(src: Any, counts: Any, ends: Any) -> None:
 
 @_jit
 def scatter_runs(values: Any, counts: Any, positions: Any, begins: Any, out: Any) -> None:
-    """Copy run k, the next ``counts[k]`` of ``values``, to ``out`` from ``begins[positions[k]]`` on."""
+    """For each k in turn, copy the next ``counts[k]`` values to ``out``, from ``begins[positions[k]]`` on."""
     cursor = 0
     for k in range(len(positions)):
         begin = begins[positions[k]]

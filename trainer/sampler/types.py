@@ -144,7 +144,7 @@ Positions = npt.NDArray[np.int32]
 
 @dataclass(frozen=True)
 class TimeRule:
-    """The rule of temporal sampling: an edge in a tree must not be later than its seed."""
+    """The rule of temporal sampling: an edge in a tree must not be later than the tree's seed."""
 
     attr: str  #: integer attribute
     on: Literal["node", "edge"]  #: whether it is an attribute of source nodes or of edges

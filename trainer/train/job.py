@@ -94,7 +94,7 @@ def check_same_partition(graph: Graph, group: RankGroup) -> None:
 
 
 def layout_of(graph: Graph, group: RankGroup) -> RankLayout:
-    """Return for each part the ranks near it: those that read it from disk or whose home server does. Collective."""
+    """Return for each part the ranks whose host (for a client: whose home server) holds it. Collective."""
     gathered = group.gather((graph.near_parts, float(os.environ.get("GNNFLEET_BATCH_SHARE") or 1)))
     owned, shares = [own for own, _ in gathered], tuple(share for _, share in gathered)
     near = [tuple(r for r, own in enumerate(owned) if part in own) for part in range(graph.manifest.num_parts)]
@@ -125,7 +125,7 @@ def batch_plan(graph: Graph, loader: BlockLoader) -> BatchPlan:
 def fill_host_cache(
     graph: Graph, loader: BlockLoader, remote_access: RemoteAccess, run_dir: Path, group: RankGroup
 ) -> FilledCache | None:
-    """Cache rows of other hosts for the loader's batches, by ``fill_cache``. Collective."""
+    """Fill the row cache with the remote rows that the loader's batches use most. Collective."""
     node = f"{group.ranks.node_rank} {group.ranks.host}"
     plan = batch_plan(graph, loader)
     return fill_cache(graph.access, graph.store, plan, node, remote_access.cache, run_dir / "cache", group)

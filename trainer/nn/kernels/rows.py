@@ -23,9 +23,9 @@ CHUNKS_PER_THREAD = 4  #: several chunks, so that all threads stay busy if some 
 
 
 def run_rows(kernel: Callable[..., None], num_rows: int, *args: Any) -> None:
-    """Call ``kernel(first, last, *args)`` on ranges that together cover ``0 … num_rows`` once.
+    """Call ``kernel(first, last, *args)`` on half-open ranges that together cover rows 0 to ``num_rows`` once.
 
-    The kernel must release the GIL and write only rows ``first … last``.
+    The kernel must release the GIL and write only rows of its range.
     """
     threads = torch.get_num_threads()
     if threads == 1 or num_rows < SMALL:

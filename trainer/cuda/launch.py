@@ -101,9 +101,9 @@ class Kernel:
 def device_function(function: Any) -> Any:
     """Return a function that kernels can call, compiled from the source of ``function``.
 
-    A function of the CPU (``numba.njit``) is converted together with the functions that it calls. The simulator runs
-    functions in Python, but those of ``core.rng``, which take and return numbers, as compiled for the CPU. A plain
-    function may use ``numba.cuda`` if it stands in the file of the kernels that call it.
+    A function of the CPU (``numba.njit``) is converted together with the functions that it calls. Any other function
+    may use ``numba.cuda`` if it is in the same file as the kernels that call it. The simulator runs functions as
+    Python, except those of ``core.rng``, which it calls as compiled for the CPU.
     """
     if isinstance(function, Dispatcher):
         return _converted(function)

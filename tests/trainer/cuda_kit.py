@@ -22,9 +22,10 @@ from partition_kit import with_nodes
 from partitions import random_graph, store_of
 from sample_kit import KINDS, WRITES, random_seeds, random_settings, some_key, to_global, typed_graph
 from train_kit import job
-from trainer.core.errors import DataError
+from trainer.core.errors import DataError, TrainingError
 from trainer.core.remote_settings import CacheSize
 from trainer.core.schema import HOMO_EDGE, HOMO_NODE
+from trainer.cuda import gather_kernels
 from trainer.cuda.array_ops import TorchOps
 from trainer.cuda.availability import simulator_wanted
 from trainer.cuda.hop_sampling import DeviceHops
@@ -148,6 +149,17 @@ def check_errors(seed):
     assert texts[0] == texts[1] and "has the weight -1.0" in texts[0], texts
 
 
+def check_wrong_batch(seed):
+    """Let a kernel write other rows than the CPU's: the choice of the device must be refused."""
+    with tempfile.TemporaryDirectory() as root, pytest.MonkeyPatch.context() as patch:
+        graph = open_graph(folder_of(root, seed, "synthetic", "float32", 1))
+        loader = BatchLoader(graph, LoaderSettings("train", (2,), 3, seed=seed), 0, graph.layout)
+        patch.setattr(gather_kernels, "take_rows", lambda items, sources, table, cached, out: out.fill_(0.5))
+        with pytest.raises(TrainingError, match="the first batch that the GPU sampled differs from the CPU's"):
+            choose_sampling(graph, {"train": loader}, "cuda", DEVICE)
+        assert isinstance(loader.sample(next(loader.shares(1))).rows[HOMO_NODE]["x"], np.ndarray)
+
+
 def features_of(kind, data):
     """Return the dataset with rows ``x`` of another type, and the type to which the partition rounds them."""
     of = next(of for of, nodes in data.nodes.items() if "x" in nodes.attrs)
@@ -223,7 +235,7 @@ def check_training(seed):
 
 CHECKS = {
     "hetero": check_hetero, "homo": check_homo, "hubs": check_hubs, "errors": check_errors,
-    "batches": check_batches, "links": check_links, "training": check_training,
+    "batches": check_batches, "wrong-batch": check_wrong_batch, "links": check_links, "training": check_training,
 }  # fmt: skip
 
 

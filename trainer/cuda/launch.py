@@ -13,7 +13,7 @@ from __future__ import annotations
 import os
 import threading
 from collections.abc import Callable
-from functools import cache
+from functools import cache, cached_property
 from importlib import import_module
 from types import FunctionType
 from typing import Any
@@ -68,7 +68,6 @@ class Kernel:
 
     def __init__(self, function: Callable[..., None]):
         self.function = function
-        self._compiled: Any = None
 
     def __call__(self, items: int, *args: Any, threads: int = THREADS) -> None:
         """Launch the kernel over ``items`` items on torch's current stream; no items, no launch. Does not wait.
@@ -85,8 +84,6 @@ class Kernel:
 
     def launch(self, blocks: int, threads: int, *args: Any) -> None:
         """Launch exactly ``blocks`` blocks of ``threads`` threads, as kernels with shared memory need."""
-        if self._compiled is None:
-            self._compiled = cuda.jit(self.function)
         if simulated():
             with _one_launch:
                 self._compiled[blocks, threads](*(_simulated_argument(arg) for arg in args))
@@ -96,13 +93,17 @@ class Kernel:
             stream = _stream(device, torch.cuda.current_stream(device).cuda_stream)
             self._compiled[blocks, threads, stream](*(_device_argument(arg) for arg in args))
 
+    @cached_property
+    def _compiled(self) -> Any:
+        return cuda.jit(self.function)
+
 
 def device_function(function: Any) -> Any:
     """Return a function that kernels can call, compiled from the source of ``function``.
 
-    A function of the CPU (``numba.njit``) is converted together with the functions that it calls. The simulator runs
-    functions in Python, but those of ``core.rng``, which take and return numbers, as compiled for the CPU. A plain
-    function may use ``numba.cuda`` if it stands in the file of the kernels that call it.
+    A function of the CPU (``numba.njit``) is converted together with the functions that it calls. Any other function
+    may use ``numba.cuda`` if it is in the same file as the kernels that call it. The simulator runs functions as
+    Python, except those of ``core.rng``, which it calls as compiled for the CPU.
     """
     if isinstance(function, Dispatcher):
         return _converted(function)

@@ -317,7 +317,7 @@ class DistGraphSAINTEdgeSampler(DistGraphSAINTNodeSampler):
 
     Args:
         data: An opened homogeneous graph (``gnnfleet.open``), or ``Data`` or stores in memory.
-        batch_size: Number of edges drawn per subgraph; repeats count once.
+        batch_size: Number of draws per subgraph. An edge may be drawn more than once.
         num_steps: Number of subgraphs per epoch and rank.
         sample_coverage: How often each node is sampled on average to estimate the normalisation; 0 disables it. The
             ranks of a process group share the work, and all of them must make the loader.

@@ -169,7 +169,7 @@ def relabel(src: Any, table: Any, first_new: int, local: Any, new: Any) -> int:
 
 @_jit
 def enter_seeds(seeds: Any, table: Any) -> None:
-    """Enter the index of each seed into ``table`` as its position. A repeated seed keeps its first position."""
+    """Set ``table[seed]`` to 1 + the index of the first occurrence of each seed in ``seeds``."""
     for i in range(len(seeds)):
         if table[seeds[i]] == 0:
             table[seeds[i]] = i + 1

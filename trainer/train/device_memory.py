@@ -37,7 +37,15 @@ def _lowered(settings: TrainSettings) -> list[str]:
     cache = CacheSize.parse(settings.device_cache)
     cached = [f"device_cache ({settings.device_cache})"] if cache != CacheSize() else []
     precision = [] if settings.precision == "bfloat16" else ["precision (to bfloat16)"]
-    return [*cached, *batch, f"hidden ({settings.hidden})", *precision, f"eval_batch_size ({settings.eval_batch_size})"]
+    sampling = [] if settings.sampling == "cpu" else ["sampling (to cpu)"]
+    return [
+        *cached,
+        *batch,
+        f"hidden ({settings.hidden})",
+        *precision,
+        f"eval_batch_size ({settings.eval_batch_size})",
+        *sampling,
+    ]
 
 
 def memory_fields(device: torch.device) -> dict[str, Any]:

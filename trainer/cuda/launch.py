@@ -125,7 +125,7 @@ def _converted(function: Dispatcher) -> Any:
 
 
 def _boxed(function: Dispatcher) -> Callable[..., Any]:
-    """Return ``function`` for calls from Python: a uint64 result stays one, where Numba returns a Python int."""
+    """Wrap ``function`` so that a uint64 result is a ``numpy.uint64``; Numba itself returns a Python int."""
 
     def call(*args: Any) -> Any:
         result = function(*args)
@@ -146,7 +146,7 @@ class Mapped:
 
 
 class _DeviceView:
-    """The memory of a tensor for numba, which does not wait for streams or convert anything."""
+    """Passes a tensor's device memory to a numba kernel, without waiting for streams and without conversion."""
 
     __slots__ = ("__cuda_array_interface__", "owner")
 

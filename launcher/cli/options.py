@@ -22,6 +22,7 @@ F = TypeVar("F", bound=Callable[..., Any])
 _HEADINGS = {
     "Config": ("config", "sets"),
     "Hosts": ("more_hosts", "nodes", "include", "exclude", "group", "venv", "conda", "python"),
+    "Packages": ("packages", "build"),
     "SSH login": ("user", "key", "password", "host_keys"),
     "Graph and training": (
         *("dataset", "source", "shared", "serving"),

@@ -148,6 +148,7 @@ def _common_python(states: Iterable[HostState], own: str) -> str:
     """
     states = [state for state in states if state.environment]
     existing = Counter(minor(state.installed.python) for state in states if state.installed)
+    existing = Counter({version: number for version, number in existing.items() if _numbers(version) >= OLDEST_PYTHON})
     if existing:
         return max(existing, key=lambda version: (existing[version], version == own))
     available = [{one.minor for one in state.pythons if _numbers(one.minor) >= OLDEST_PYTHON} for state in states]

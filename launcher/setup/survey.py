@@ -56,7 +56,7 @@ class HostState:
     home: str
     arch: str
     glibc: str
-    pythons: tuple[Interpreter, ...]
+    pythons: tuple[Interpreter, ...]  #: empty if the environment exists
     uv: str  #: path of uv; '' without
     gpus: int
     driver: str

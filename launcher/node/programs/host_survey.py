@@ -56,12 +56,13 @@ def main(request: dict[str, Any]) -> dict[str, Any]:
 
 def survey(environment: str) -> dict[str, Any]:
     """Return facts about this host. environment: folder of the environment, or '' if the cluster file names none."""
+    usable = bool(environment) and os.access(os.path.join(environment, "bin", "python"), os.X_OK)
     gpus = machine.output(["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]).split()
     return {
         "home": os.path.expanduser("~"),
         "arch": os.uname().machine,
         "glibc": packages.glibc(),
-        "pythons": pythons(),
+        "pythons": [] if usable else pythons(),
         "uv": uv(),
         "gpus": len(gpus),
         "driver": gpus[0] if gpus else "",
@@ -69,7 +70,7 @@ def survey(environment: str) -> dict[str, Any]:
         "tmux_line": tmux_line(),
         "path": os.path.abspath(environment) if environment else "",
         "exists": bool(environment) and os.path.lexists(environment),
-        "usable": bool(environment) and os.access(os.path.join(environment, "bin", "python"), os.X_OK),
+        "usable": usable,
         "error": why_not_writable(environment),
         "in_use": in_use(environment),
     }

@@ -161,13 +161,17 @@ class Downloads:
             os.unlink(part)
             answer = urlopen(Request(one["url"]), timeout=STALL_SECONDS)
         with answer, open(part, "ab" if answer.status == 206 else "wb") as out:
-            self.count(total=int(answer.headers.get("Content-Length") or 0))
+            expected = int(answer.headers.get("Content-Length") or 0)
+            self.count(total=expected)
             while True:
                 data = answer.read(CHUNK)
                 if not data:
                     break
                 out.write(data)
+                expected -= len(data)
                 self.count(len(data))
+        if expected > 0:
+            raise ValueError("the connection was closed %d bytes before the end" % expected)
         if sha256_of(part) != one["sha256"]:
             os.unlink(part)
             raise ValueError("the downloaded file has another digest than the one that was resolved")

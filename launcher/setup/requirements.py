@@ -68,12 +68,21 @@ class Target:
         return f"Python {self.python} on {self.arch}"
 
 
+def requires_here(name: str) -> Iterable[str]:
+    """Return the requirements of a package of this machine, as text (PEP 508); () if it is not installed."""
+    try:
+        return metadata.requires(name) or ()
+    except metadata.PackageNotFoundError:
+        return ()
+
+
 @dataclass(frozen=True)
 class Requirements:
     """The packages that hosts need: ``roots``, and what these require."""
 
     roots: tuple[str, ...]
     pins: Mapping[str, str]  #: version of each package of this machine, by canonical name
+    requires: Callable[[str], Iterable[str]] = requires_here  #: what packages require, as far as known
 
     def line(self, name: str, target: Target, requirement: str = "") -> str:
         """Return the requirement of one package for pip: its version on this machine, else ``requirement``.
@@ -92,18 +101,6 @@ def required(more: Sequence[str] = ()) -> Requirements:
     found = {str(canonicalize_name(one.name)): one.version for one in metadata.distributions() if one.name}
     names = dict.fromkeys(canonicalize_name(name) for name in (*NODE_PACKAGES, *more))
     return Requirements((*names, "pip"), found)
-
-
-def installed_closure(requirements: Requirements, target: Target) -> dict[str, str]:
-    """Return what the roots require according to this machine's packages: {canonical name: requirement of others}."""
-
-    def requires(name: str) -> Iterable[str]:
-        try:
-            return metadata.requires(name) or ()
-        except metadata.PackageNotFoundError:
-            return ()
-
-    return closure(requirements.roots, requires, target)
 
 
 def closure(roots: Iterable[str], requires: Callable[[str], Iterable[str]], target: Target) -> dict[str, str]:

@@ -24,7 +24,7 @@ from packaging.utils import canonicalize_name
 
 from launcher.errors import FleetError
 from launcher.files import file_sha256, write_whole
-from launcher.setup.requirements import Requirements, Target, closure, installed_closure
+from launcher.setup.requirements import Requirements, Target, closure
 
 _ROUNDS = 8  # times that newly found requirements are resolved
 
@@ -132,7 +132,7 @@ def _resolve(requirements: Requirements, target: Target) -> tuple[Wheel, ...]:
     pip evaluates markers for the Python that runs it, whatever --python-version says. Therefore each round resolves a
     flat list without dependencies, and adds the requirements that the metadata of the found wheels name for ``target``.
     """
-    lines = _lines(requirements, installed_closure(requirements, target), target)
+    lines = _lines(requirements, closure(requirements.roots, requirements.requires, target), target)
     for _ in range(_ROUNDS):
         found = _report(lines, target)
         needed = _lines(requirements, closure(requirements.roots, _requires(found), target), target)

@@ -22,7 +22,9 @@ from launcher.setup.wheels import Wheel, WheelLock
 TORCH, OTHER = "9.1.0", "1.2.0"
 #: What the hosts get in tests: torch, which requires `graphdep`, and pip.
 REQUIREMENTS = Requirements(
-    ("torch", "pip"), {"torch": f"{TORCH}+cpu", "graphdep": OTHER, "pip": metadata.version("pip")}
+    ("torch", "pip"),
+    {"torch": f"{TORCH}+cpu", "graphdep": OTHER, "pip": metadata.version("pip")},
+    requires=lambda name: (),
 )
 
 

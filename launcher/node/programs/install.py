@@ -277,7 +277,7 @@ def add_packages(environment: str, folder: str, request: dict[str, Any]) -> str:
                 error, file=sys.stderr
             )  # an old uv may not know an option; if pip fails as well, its error is reported
     pip = os.path.join(wheels, request["pip"], "pip")
-    words = ["--isolated", "--disable-pip-version-check", "--no-warn-script-location", "--no-cache-dir"]
+    words = ["--isolated", "--disable-pip-version-check", "--no-warn-script-location", "--no-cache-dir", "--no-compile"]
     run([python, pip, "install", *words, "--force-reinstall", *common], INSTALL_SECONDS)
     return "pip"
 
@@ -316,7 +316,9 @@ def unpacked_uv(folder: str, wheel: str) -> str:
 def importable(environment: str, modules: list[str]) -> bool:
     """Import ``modules`` in the environment; returns whether torch can use CUDA. Raises Failed."""
     code = "import %s\n" % ", ".join(modules) if modules else ""
-    code += "import sys\ntorch = sys.modules.get('torch')\nprint(bool(torch and torch.cuda.is_available()))"
+    code += (
+        "import sys\ncuda = getattr(sys.modules.get('torch'), 'cuda', None)\nprint(bool(cuda and cuda.is_available()))"
+    )
     printed = run([os.path.join(environment, "bin", "python"), "-c", code], IMPORT_SECONDS)
     return printed.split()[-1:] == ["True"]
 
@@ -343,5 +345,8 @@ def run(argv: list[str], seconds: float) -> str:
     )  # fmt: skip
     if done.returncode:
         last = (done.stderr.strip() or done.stdout.strip()).decode("utf-8", "replace").splitlines()[-6:]
-        raise Failed("%s failed with status %d:\n    %s" % (" ".join(argv[:4]), done.returncode, "\n    ".join(last)))
+        raise Failed(
+            "%s failed with status %d:\n    %s"
+            % (" ".join(argv[:4]).partition("\n")[0], done.returncode, "\n    ".join(last))
+        )
     return done.stdout.decode("utf-8", "replace")

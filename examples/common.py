@@ -21,7 +21,7 @@ import gnnfleet as gf
 def arguments(description: str | None, **defaults: Any) -> argparse.ArgumentParser:
     """Return a parser of ``--parts`` and the options that most examples have.
 
-    defaults: default values by option, also of options that only this example has.
+    defaults: default value of each option by name; a name that is not a common option adds an option.
     """
     parser = argparse.ArgumentParser(description=(description or "").partition("\n")[0], allow_abbrev=False)
     parser.add_argument("--parts", help="partition folder; default under launch.py: the folder of the run")
@@ -48,14 +48,14 @@ def opened(parts: str | None) -> Iterator[Any]:
 
 
 def total(*values: Any) -> list[float]:
-    """Return the sum over all ranks of each of ``values``."""
+    """Return the sum of each value over all ranks."""
     sums = torch.tensor([float(value) for value in values], dtype=torch.float64)
     dist.all_reduce(sums)
     return sums.tolist()  # type: ignore[no-any-return]
 
 
 def divisor(seeds: int) -> float:
-    """Return the number by which a rank divides the summed loss of its ``seeds`` seeds before it calls ``backward``.
+    """Return the number by which a rank divides its summed loss before ``backward``.
 
     DistributedDataParallel averages gradients over ranks. With this divisor, the average is the gradient of the mean
     loss of the global batch.
@@ -64,6 +64,5 @@ def divisor(seeds: int) -> float:
 
 
 def say(text: str) -> None:
-    """Print on rank 0 only."""
     if dist.get_rank() == 0:
         print(text, flush=True)

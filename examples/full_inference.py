@@ -21,9 +21,7 @@ import gnnfleet as gf
 
 
 class Layers:
-    """torch_geometric's GraphSAGE as a ``LayerStack``, the interface through which ``WholeGraph`` computes a model
-    layer by layer.
-    """
+    """torch_geometric's GraphSAGE as a ``LayerStack``, which ``WholeGraph`` computes layer by layer."""
 
     needs_degree = False
 

@@ -32,7 +32,7 @@ SHARED = 32  #: negatives per link in training; links share them, because every 
 
 
 class Model(nn.Module):
-    """GraphSAGE layers per edge type on blocks, then a linear layer each for source and target rows, and a decoder."""
+    """An encoder of GraphSAGE layers per edge type, and a decoder that scores links."""
 
     def __init__(self, graph, relation, hidden, fanouts, dropout, decoder):
         super().__init__()
@@ -45,7 +45,7 @@ class Model(nn.Module):
         self.decoder = DECODERS[decoder](hidden)
 
     def forward(self, batch, rows):
-        """Return the scores of a triplet batch: of its links, [n], and of their negatives, [n, SHARED].
+        """Return the scores of the links, [n], and of their negatives, [n, SHARED].
 
         The negatives of a link are its own and those of the next SHARED - 1 links.
         """
@@ -69,7 +69,7 @@ class Model(nn.Module):
 
 
 def layer_needs(manifest, wanted, num_layers):
-    """Return for each layer the node and edge types that it needs, if the last layer computes the types ``wanted``."""
+    """Return the node and edge types that each layer needs, if the last layer computes the types ``wanted``."""
     needs = []
     for _ in range(num_layers):
         edge_types = tuple(of for of in manifest.edges if of[2] in wanted)
@@ -148,7 +148,7 @@ def popularity(links, num_nodes):
 def embed_all(graph, relation, options, encode):
     """Return the embeddings of all nodes of the source type and of the target type, on every rank.
 
-    Each of the two tensors takes nodes * hidden * 4 bytes of memory on every rank.
+    Each tensor takes nodes * hidden * 4 bytes of memory on every rank.
     """
     types = dict.fromkeys(relation[::2])
     seeds = dict.fromkeys(types) if graph.manifest.hetero else None

@@ -27,8 +27,9 @@ def main() -> None:
 
 
 def look_ahead(graph, options, rule):
-    """Sample for all test seeds. Return the number of sampled nodes that are later than their seed, and of all sampled
-    nodes, each without the seeds.
+    """Sample for all test seeds; return the number of sampled nodes later than their seed, and of all sampled nodes.
+
+    Seeds do not count.
     """
     later = neighbours = 0
     for batch in gf.DistNeighborLoader(

@@ -28,7 +28,6 @@ def main() -> None:
 
 
 def learn(graph, options):
-    """Train an encoder on links, without labels, and return it."""
     fanouts = numbers(options.fanouts)
     gnn = GraphSAGE(graph.num_features, options.hidden, len(fanouts))
     model, loss_of = DistributedDataParallel(gf.nn.Trimmed(gnn)), gf.nn.UnsupervisedLoss()
@@ -65,7 +64,7 @@ def classify(graph, options, model) -> None:
 
 @torch.no_grad()
 def rows_of(model, batches):
-    """Return two pairs for this rank's seeds: (rows of the encoder, labels) and (input features, labels)."""
+    """Return (rows of the encoder, labels) and (input features, labels) of this rank's seeds."""
     rows, x, y = [], [], []
     for batch in batches:
         batch.x, own = batch.x.float(), batch.batch_size

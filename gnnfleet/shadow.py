@@ -7,9 +7,9 @@ from pathlib import Path
 
 
 def check_not_shadowed(package: str) -> None:
-    """Raise ``ImportError`` if ``import package`` would not import the package that is installed with gnnfleet.
+    """Raise ``ImportError`` if ``import package`` would import another package than the one installed with gnnfleet.
 
-    The module that Python would import instead is not executed, as it may be the user's own script.
+    Does not execute the module that Python would import.
     """
     own = Path(__file__).resolve().parents[1] / package
     spec = find_spec(package)

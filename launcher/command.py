@@ -44,7 +44,7 @@ def render(command: Command) -> str:
 
 
 def shell_line(command: Command) -> str:
-    """Return ``render(command)`` wrapped in ``exec bash -c '…'``, which any POSIX login shell can run."""
+    """Return ``command`` as one line of shell, which any POSIX login shell can run: ``exec bash -c '…'``."""
     return f"exec bash -c {shlex.quote(render(command))}"
 
 

@@ -65,13 +65,11 @@ class ConfigError(FleetError):
 
 
 def node_label(node_rank: int, host: str) -> str:
-    """The name of a node in messages: ``node1 (gnn2)``."""
+    """Return the name of a node in messages: ``node1 (gnn2)``."""
     return f"node{node_rank} ({host})"
 
 
 class PreflightRefused(FleetError):
-    """Preflight has at least one finding that blocks the run."""
-
     exit_status = 3
 
 
@@ -94,7 +92,7 @@ class NodeCallError(NodeError):
 
 
 class TransportError(NodeError):
-    """The connection to one node failed."""
+    pass
 
 
 class UnreachableError(TransportError):
@@ -141,11 +139,11 @@ class SyncError(FleetError):
 
 
 class SessionError(FleetError):
-    """A node's tmux session could not be started or stopped."""
+    pass
 
 
 class OutOfReach(FleetError):
-    """The launcher can no longer follow a run; the run may still be running."""
+    """The launcher can no longer follow a run, which may still be running."""
 
 
 def reason_of(error: Exception) -> str:
@@ -154,6 +152,4 @@ def reason_of(error: Exception) -> str:
 
 
 class Interrupted(FleetError):
-    """The user pressed Ctrl-C."""
-
     exit_status = 130

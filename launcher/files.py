@@ -69,7 +69,7 @@ def decompress(data: bytes, most: int) -> bytes:
 
 
 def file_sha256(path: Path) -> str:
-    """SHA-256 of a file's content, as 64 hex digits."""
+    """Return the SHA-256 of a file's content, as 64 hex digits."""
     with path.open("rb") as file:
         return _hex(iter(lambda: file.read(1 << 20), b""))
 

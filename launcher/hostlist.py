@@ -28,9 +28,9 @@ def is_range(text: str) -> bool:
 
 
 def expand(text: str) -> list[str]:
-    """Host names of the range ``text``, in order; the last bracket varies fastest and leading zeros are kept.
+    """Return the host names of the range ``text``, in order. Raises RangeError.
 
-    Raises RangeError.
+    The last bracket varies fastest and leading zeros are kept.
     """
     words = _BRACKETS.split(text)  # alternately text between brackets and text in brackets
     if any(is_range(between) for between in words[::2]):
@@ -44,7 +44,7 @@ def expand(text: str) -> list[str]:
 
 
 def fold(names: Iterable[str]) -> str:
-    """Return a list of host names as one text with ranges, such as ``node[01-16].lab, gpu1``.
+    """Return host names as one text with ranges, such as ``node[01-16].lab, gpu1``.
 
     Consecutive names become one range if they differ only in one number that counts up by one.
     """
@@ -58,9 +58,9 @@ def fold(names: Iterable[str]) -> str:
 
 
 def _span(text: str, span: str) -> tuple[int, int, int]:
-    """Parse a span of numbers such as ``01-16``.
+    """Parse a span such as ``01-16`` into the first number, the last number + 1, and the width in digits.
 
-    Returns the first number, the last number + 1, and the width in digits (0: no leading zeros).
+    The width is 0 without leading zeros.
     """
     match = _SPAN.fullmatch(span)
     if not match:
@@ -87,16 +87,14 @@ def _alternate(between: Sequence[str], chosen: Sequence[str]) -> list[str]:
 
 
 def _follows(run: list[str], name: str) -> bool:
-    """Whether the host range made of the names in ``run`` can be extended by ``name``."""
     place = _incremented(run[-1], name)
     return place is not None and (len(run) == 1 or place == _incremented(run[0], run[1]))
 
 
 def _incremented(before: str, after: str) -> int | None:
-    """Return the position of the number that is one higher in ``after`` than in ``before``, as in node7 and node8.
+    """Return the position of the only number that is one higher in ``after`` than in ``before``.
 
-    The position is an index into the result of ``_DIGITS.split``. None if the names have no such number, or differ in
-    anything else.
+    It is an index into the pieces of ``_DIGITS.split``. None if there is no such number, or the names differ elsewhere.
     """
     one, two = _DIGITS.split(before), _DIGITS.split(after)
     differing = [place for place, (a, b) in enumerate(itertools.zip_longest(one, two)) if a != b]

@@ -21,8 +21,6 @@ _GAP = 2
 
 @dataclass(frozen=True)
 class Column:
-    """One column of a ``FittedTable``."""
-
     title: str
     worth: int  #: columns with the lowest values are left out first when the terminal is too narrow
     right: bool = False  #: aligned to the right
@@ -31,7 +29,7 @@ class Column:
 
 @dataclass(frozen=True)
 class FittedTable:
-    """A table with one line per row that leaves out or cuts columns to fit the width at which it is printed."""
+    """A table with one line per row that leaves out or cuts columns to fit the width of the output."""
 
     columns: Sequence[Column]
     rows: Sequence[Sequence[Cell]]
@@ -70,12 +68,12 @@ def _total(shown: Sequence[int], widths: Sequence[int]) -> int:
 
 
 def count(number: int, thing: str, plural: str = "s") -> str:
-    """A number with its noun: ``1 node``, ``2 nodes``, ``3 processes`` (``plural="es"``)."""
+    """Return a number with its noun: ``1 node``, ``2 nodes``, ``3 processes`` (``plural="es"``)."""
     return f"{number:,} {thing}{'' if number == 1 else plural}"
 
 
 def spans(numbers: Iterable[int], name: str = "") -> str:
-    """Ascending numbers as text, with ranges where possible: ``0–2, 4``; with a ``name``: ``node0–node2, node4``."""
+    """Return ascending numbers as ranges: ``0–2, 4``; with a ``name``: ``node0–node2, node4``."""
     runs: list[list[int]] = []
     for number in numbers:
         if runs and number == runs[-1][-1] + 1:
@@ -97,7 +95,7 @@ _COLOUR = re.compile(r"\x1b\[[0-9;:]*m")
 
 
 def printable(text: str, *, colours: bool = False) -> str:
-    """``text`` without terminal escapes and control characters; ``colours``: keep the escapes that set colours.
+    """Return ``text`` without terminal escapes and control characters; ``colours``: keep those that set colours.
 
     A lone UTF-16 surrogate becomes U+FFFD.
     """
@@ -111,10 +109,9 @@ def printable(text: str, *, colours: bool = False) -> str:
 
 
 class PlainConsole(Console):
-    """A rich console that removes terminal escapes from text, because text from nodes may contain them."""
+    """A rich console that removes terminal escapes, which text from nodes may contain."""
 
     def render(self, renderable: RenderableType, options: ConsoleOptions | None = None) -> Iterator[Segment]:
-        """Yield the segments of ``renderable``, with the text of each passed through ``printable``."""
         for segment in super().render(renderable, options):
             if segment.control or not _UNPRINTABLE.search(segment.text):
                 yield segment
@@ -126,7 +123,7 @@ UNBOUNDED = 100_000  #: width in columns for output to a file or a pipe, where l
 
 
 def console_for(*, stderr: bool) -> Console:
-    """A console for stdout or stderr. In a file or a pipe tables are not cut or folded, unless COLUMNS is set."""
+    """Return a console for stdout or stderr. Outside a terminal it does not cut tables unless COLUMNS is set."""
     stream = sys.stderr if stderr else sys.stdout
     bounded = stream.isatty() or os.environ.get("COLUMNS", "").isdigit()
     return PlainConsole(stderr=stderr, highlight=False, width=None if bounded else UNBOUNDED)

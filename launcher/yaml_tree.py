@@ -30,8 +30,6 @@ FLOAT = re.compile(r"[-+]?(\d[\d_]*(\.\d*)?|\.\d+)([eE][-+]?\d+)?")
 
 @dataclass(frozen=True)
 class Origin:
-    """Where a value was written: file and line."""
-
     file: str  #: as the user named it, or ``--set key=value``
     line: int  #: counted from 1; 0 for ``--set``
     folder: Path  #: the folder to which relative paths in this file refer
@@ -53,16 +51,12 @@ class Scalar:
 
 @dataclass(frozen=True)
 class YamlSequence:
-    """A list."""
-
     origin: Origin
     items: tuple[Tree, ...]
 
 
 @dataclass(frozen=True)
 class Section:
-    """A mapping."""
-
     origin: Origin
     items: Mapping[str, Tree]
     keys: Mapping[str, Origin] = field(default_factory=dict)  #: origin of each key
@@ -93,7 +87,6 @@ class _Loader(yaml.SafeLoader):
         self._values = self._depth = 0
 
     def compose_node(self, parent: yaml.Node | None, index: Any) -> yaml.Node | None:
-        """Compose a value and everything below it. Raises MarkedYAMLError for too many values or levels."""
         self._values, self._depth = self._values + 1, self._depth + 1
         if self._depth > _MOST_DEPTH or self._values > _MOST_VALUES:
             many = f"the document has more than {_MOST_VALUES:,} values"
@@ -133,9 +126,9 @@ Extent = tuple[int, int]  #: number of values in trees, and their depth
 
 
 def extent(trees: Iterable[Tree], known: dict[int, Extent]) -> Extent:
-    """Return the number of values in all ``trees`` together, and the depth of the deepest one.
+    """Return the number of values in ``trees`` together, and the depth of the deepest one.
 
-    A tree that is repeated by YAML aliases is counted each time. ``known``: cache of extents by ``id`` of the tree.
+    A tree repeated by YAML aliases is counted each time. ``known``: cache by ``id`` of the tree.
     """
     values = depth = 0
     for tree in trees:
@@ -157,7 +150,7 @@ def check_extent(found: Extent) -> None:
 
 
 def shortened(text: str) -> str:
-    """``text`` cut to the length that a message shows."""
+    """Return ``text`` cut to the length that a message shows."""
     return text if len(text) <= _SHOWN else f"{text[:_SHOWN]}…"
 
 
@@ -208,7 +201,7 @@ class _Builder:
         return Scalar(origin, self.text(node), node.tag.rpartition(":")[2], plain)
 
     def text(self, node: yaml.Node) -> str:
-        """The text of a key or value. Raises MarkedYAMLError for characters that are not allowed."""
+        """Return the text of a key or value. Raises MarkedYAMLError for characters that are not allowed."""
         if found := _NO_TEXT.search(node.value):
             words = f"the character {found[0]!r} is not allowed"
             raise yaml.MarkedYAMLError(problem=words, problem_mark=node.start_mark)
@@ -275,15 +268,15 @@ def _explain(error: yaml.YAMLError, text: str) -> tuple[int, str]:
 
 
 def _touches_a_word(mark: yaml.Mark) -> bool:
-    """Whether a word ends directly before the marked character, as it does before the bracket of ``node[01-04]``."""
+    # As before the bracket of ``node[01-04]``.
     return bool((mark.buffer or "")[mark.pointer - 1 : mark.pointer].strip())
 
 
 def expand_nodes(tree: Tree) -> Tree:
     """Expand the value of ``nodes``: ``2`` to two entries for localhost, ``node[01-04]`` to four hosts.
 
-    Each node keeps the file and line of the entry it comes from. An invalid range is left as it is, for the config
-    reader to report. Raises RangeError for more than ``MOST`` nodes, or more values than a config may have.
+    Each node keeps the file and line of its entry. An invalid range is left for the config reader to report. Raises
+    RangeError for more than ``MOST`` nodes, or too many values.
     """
     if isinstance(tree, Scalar) and is_count(tree):
         number = int(tree.text) if len(tree.text) < 10 else MOST + 1
@@ -305,10 +298,7 @@ def expand_nodes(tree: Tree) -> Tree:
 
 
 def check_values(values: int) -> None:
-    """Raise RangeError if the nodes, each with its copy of ``defaults``, have too many values together.
-
-    ``values``: number of values of all nodes.
-    """
+    """Raise RangeError if all nodes, each with its copy of ``defaults``, have too many values together."""
     if values > _MOST_EXPANDED:
         raise RangeError(f"the nodes expand to more than {_MOST_EXPANDED:,} values")
 
@@ -325,7 +315,7 @@ def is_count(tree: Tree) -> bool:
 
 
 def _hosts(item: Tree) -> list[Scalar]:
-    """The hosts of an entry of ``nodes`` that is a range; empty for any other entry."""
+    """Return the hosts of an entry of ``nodes`` that is a range; [] for any other entry."""
     host = item.items.get("host") if isinstance(item, Section) else item
     return [Scalar(host.origin, name, "str") for name in _names(host)] if isinstance(host, Scalar) else []
 
@@ -338,7 +328,6 @@ def _expanded(item: Tree, hosts: list[Scalar]) -> Iterator[Tree]:
 
 
 def _names(host: Scalar) -> list[str]:
-    """The hosts of a range; empty if ``host`` is no range or an invalid one."""
     try:
         return expand(host.text) if is_range(host.text) else []
     except RangeError:

@@ -1,4 +1,4 @@
-"""Hooks of mkdocs: add templates/ and examples/ to the site, and import all commands, from which cli.md is made."""
+"""Hooks of mkdocs: add templates/ and examples/ to the site, and import all commands for cli.md."""
 
 from __future__ import annotations
 
@@ -27,10 +27,9 @@ def on_files(files: Files, config: Any) -> Files:
 
 
 def on_page_content(html: str, **_: Any) -> str:
-    """Leave the default of an option empty where click has none."""
     return html.replace("<code>Sentinel.UNSET</code>", "")
 
 
 def on_page_markdown(markdown: str, **_: Any) -> str:
-    """Adapt links to templates/ and examples/: next to docs/ in the repository, but at the top level of the site."""
+    """Rewrite links to templates/ and examples/, which are at the top level of the site."""
     return re.sub(rf"\]\(\.\./({'|'.join(FOLDERS)})/", r"](\1/", markdown)

@@ -110,7 +110,7 @@ def _request_of(values: dict[str, Any]) -> InitRequest:
 
 
 def _check_complete(request: InitRequest, yes: bool) -> None:
-    """Raise UsageError if the hosts are missing, or if the graph is missing without ``--yes``."""
+    """Raise UsageError if no hosts are given, or neither a graph nor ``--yes``."""
     missing = [] if request.hosts else ["the hosts (gnnfleet init gnn1 gnn2)"]
     missing += [] if request.dataset or yes else ["the graph (--dataset NAME or PATH, or --yes for a synthetic one)"]
     if missing:
@@ -119,7 +119,6 @@ def _check_complete(request: InitRequest, yes: bool) -> None:
 
 
 def _ask_missing(request: InitRequest) -> InitRequest:
-    """Ask for hosts and graph if they are missing. Raises ConfigError for invalid hosts."""
     from dataclasses import replace
 
     from launcher.init.questions import ask_graph, ask_hosts
@@ -159,6 +158,6 @@ def _copy(name: str, dest: Path, force: bool, ask: bool) -> None:
 
 
 def _program(ctx: click.Context) -> str:
-    """Return the command that starts this program, ``gnnfleet`` or ``python launch.py``, for use in messages."""
+    """Return the command that started this program, ``gnnfleet`` or ``python launch.py``."""
     name = ctx.find_root().info_name or "gnnfleet"
     return "python launch.py" if name.endswith("launch.py") else "gnnfleet"

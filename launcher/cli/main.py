@@ -247,7 +247,6 @@ def partition(
 
 
 def show_plan(options: LaunchOptions) -> None:
-    """Print the plan of a launch without opening a connection."""
     from launcher.config.resolve import resolve_run
     from launcher.plan.build import offline_plan
     from launcher.serving.attach_run import known_serving
@@ -343,5 +342,5 @@ def main(prog_name: str = "gnnfleet") -> NoReturn:
 
 
 def _exit_on_signal(number: int, frame: FrameType | None) -> NoReturn:
-    """Raise SystemExit, so that ``finally`` blocks restore the terminal's cursor and its echo of typed characters."""
+    # A SystemExit lets ``finally`` blocks restore the terminal's cursor and echo.
     raise SystemExit(128 + number)

@@ -1,4 +1,4 @@
-"""Options that several commands share, and their help: options grouped under headings, one line each."""
+"""Options that several commands share, and the layout of their help: one line per option, under headings."""
 
 from __future__ import annotations
 
@@ -61,8 +61,6 @@ class GroupedOptions(click.Command):
 
 
 class GroupWithGroupedOptions(GroupedOptions, click.Group):
-    """A command with subcommands whose help groups its options."""
-
     def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         super().format_options(ctx, formatter)
         self.format_commands(ctx, formatter)
@@ -156,7 +154,6 @@ def console_of(as_json: bool) -> Console:
 
 
 def echo_json(values: Any) -> None:
-    """Print a command's result as JSON on stdout."""
     click.echo(json.dumps(values, indent=1))
 
 

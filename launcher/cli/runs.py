@@ -298,7 +298,6 @@ COMMANDS = (status, logs, profile, follow, attach, stop, collect, runs, resume)
 
 
 def register_commands(group: click.Group) -> None:
-    """Add the commands of this module to ``group``."""
     for command in COMMANDS:
         group.add_command(command)
 
@@ -321,13 +320,13 @@ def _open(
 
 
 def _console(ctx: click.Context, values: Mapping[str, Any]) -> tuple[Console, bool]:
-    """Return the console to print to, and whether stdout is for JSON."""
+    """Return the console, and whether stdout is for JSON."""
     as_json = bool(values.get("as_json") or (ctx.obj or {}).get("as_json"))
     return console_of(as_json), as_json
 
 
 def _is_over_here(found: FoundRun) -> bool:
-    """Return whether the state of the run is known from its folder on this machine, without asking its nodes."""
+    """Return whether the run's folder here tells its state, so that no node needs to be asked."""
     from launcher.report.verdict import known_without_nodes
 
     return known_without_nodes(found)
@@ -355,7 +354,6 @@ def _leave_serving(found: FoundRun, console: Console) -> None:
 
 
 def _print_collected(collected: CollectResult, console: Console) -> None:
-    """Print the report if the run has ended, else what was collected."""
     from launcher.report.report import print_report
 
     if collected.report is not None:

@@ -117,11 +117,8 @@ def _options(ctx: click.Context, values: dict[str, Any]) -> LaunchOptions:
 
 
 def _read(options: LaunchOptions, name: str | None) -> ClusterConfig:
-    """Read the config of a new or existing serving cluster.
-
-    A new cluster must have at least as many parts as nodes, but nodes may be added to an existing one. For an existing
-    cluster, a config that is invalid is therefore read again without ``data.num_parts``.
-    """
+    # Nodes may be added to an existing cluster, so it may have more nodes than parts. Its config, if invalid, is read
+    # again without ``data.num_parts``.
     try:
         return read_config(options)
     except ConfigError:
@@ -132,7 +129,7 @@ def _read(options: LaunchOptions, name: str | None) -> ClusterConfig:
 
 
 def _without_num_parts(options: LaunchOptions) -> ClusterConfig | None:
-    """Read the config without ``data.num_parts``; None if it is invalid for another reason."""
+    """Read the config without ``data.num_parts``; None if it is still invalid."""
     try:
         return read_config(replace(options, overrides=(*options.overrides, "data.num_parts=null")))
     except ConfigError:
@@ -140,7 +137,6 @@ def _without_num_parts(options: LaunchOptions) -> ClusterConfig | None:
 
 
 def _show_plan(config: ClusterConfig, options: LaunchOptions, name: str) -> None:
-    """Print the plan of a new serving cluster without opening a connection."""
     from launcher.config.resolve import resolve_serving
     from launcher.plan.build import offline_plan
     from launcher.run.options import check_run_id
@@ -150,7 +146,6 @@ def _show_plan(config: ClusterConfig, options: LaunchOptions, name: str) -> None
 
 
 def _print_served(served: Served, console: Console) -> None:
-    """Print notes, the state of the cluster, and the commands to use it."""
     name = served.cluster.name
     for text in served.left:
         console.print(f"note: {text}", style="yellow", soft_wrap=True, markup=False)

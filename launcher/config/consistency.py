@@ -26,7 +26,7 @@ _RUN_ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9_-]{0,79}")
 
 
 def is_run_id(text: str) -> bool:
-    """Whether ``text`` is a valid run id, which is also a valid name of a serving cluster."""
+    """Whether ``text`` is a valid run id. Names of serving clusters follow the same rules."""
     return _RUN_ID.fullmatch(text) is not None
 
 
@@ -72,7 +72,7 @@ LOCAL_HOSTS = ("localhost", "127.0.0.1", "::1")
 
 
 def check_nodes(config: ClusterConfig, reader: Reader) -> None:
-    """Report contradictory settings of one node or of two nodes; values that are already reported are skipped."""
+    """Report settings that contradict each other in one node or between two nodes; invalid values are skipped."""
     for k, node in enumerate(config.nodes):
         _node(config, node, k, reader)
     _folders(config, reader)
@@ -89,7 +89,6 @@ def check(config: ClusterConfig, reader: Reader) -> None:
 
 
 def _restarts(config: ClusterConfig, reader: Reader) -> None:
-    """Report ``run.min_nodes`` if the run may restart and fewer nodes than that train."""
     run, training = config.run, sum(node.trains for node in config.nodes)
     if (
         run.restarts
@@ -136,7 +135,6 @@ def _node(config: ClusterConfig, node: NodeConfig, k: int, reader: Reader) -> No
 
 
 def _server(node: NodeConfig, k: int, reader: Reader) -> None:
-    """Report ``procs`` or ``devices`` of a node with ``role: server``, as servers do not train."""
     # Reader has already removed values that were set for all nodes at once
     for name in ("procs", "devices"):
         if node.role == "server" and getattr(node, name):
@@ -159,7 +157,6 @@ def _nodes(config: ClusterConfig, reader: Reader) -> None:
 
 
 def _holders(config: ClusterConfig, reader: Reader) -> None:
-    """Report that no node holds parts, or that num_parts or replicas do not fit the number of nodes that hold parts."""
     holders, data = len(config.holders), config.data
     if not holders:
         reader.report(
@@ -184,7 +181,6 @@ def _holders(config: ClusterConfig, reader: Reader) -> None:
 
 
 def _folders(config: ClusterConfig, reader: Reader) -> None:
-    """Report nodes that share both host and workdir."""
     first: dict[tuple[str, ...], int] = {}
     for k, node in enumerate(config.nodes):
         if not reader.good(*(("nodes", k, name) for name in ("host", "port", "user", "workdir"))):
@@ -201,7 +197,6 @@ def _folders(config: ClusterConfig, reader: Reader) -> None:
 
 
 def _devices(config: ClusterConfig, reader: Reader) -> None:
-    """Report CUDA devices that two nodes on a host both list."""
     first: dict[tuple[str, str, int], int] = {}
     for k, node in enumerate(config.nodes):
         if not reader.good(*(("nodes", k, name) for name in ("host", "port", "devices"))):
@@ -263,11 +258,7 @@ def _memory(text: str | None, reader: Reader) -> None:
 
 
 def _serving(config: ClusterConfig, reader: Reader) -> None:
-    """Report an invalid name of a serving cluster, and ``data`` keys that have no effect with ``data.serving``.
-
-    These keys are allowed if ``data.serving`` comes from ``--set``, since the same file may also be used to start the
-    serving cluster.
-    """
+    # These keys of ``data`` may come with ``--set data.serving``: the same file may start the serving cluster.
     if not is_run_id(config.data.serving or ""):
         reader.report(
             ("data", "serving"),
@@ -332,7 +323,6 @@ def _layers(config: ClusterConfig, reader: Reader) -> None:
 
 
 def _ports(config: ClusterConfig, reader: Reader) -> None:
-    """Report fixed ports of the lead node that equal each other or the port of a graph server."""
     run, count = config.run, len(config.nodes)
     if not reader.good(("run", "master_port"), ("run", "service_port"), ("run", "control_port")):
         return

@@ -46,10 +46,10 @@ def filtered(config: ClusterConfig, include: Sequence[str], exclude: Sequence[st
 def _rest(
     node: NodeConfig, kept: frozenset[int] | None, dropped: bool, removed: frozenset[int] | None
 ) -> NodeConfig | None:
-    """Return the node with its remaining devices; None if no device remains or the whole node is excluded.
+    """Return the node with its remaining devices; None if none remains.
 
-    ``kept``: ids of the devices to include; None: all. ``dropped``: whether an ``--exclude`` names the node or some of
-    its devices. ``removed``: if ``dropped``, the ids of the excluded devices, or None for the whole node.
+    ``kept``: ids of the included devices; None: all. ``dropped``: whether ``--exclude`` names the node or some of its
+    devices. If so, ``removed`` has the ids of the excluded devices, or is None for the whole node.
     """
     if dropped and removed is None:
         return None
@@ -89,7 +89,7 @@ def _listed(spec: str) -> Iterator[str]:
 
 
 def _named(config: ClusterConfig, names: _Names, name: str) -> Iterator[tuple[int, frozenset[int] | None]]:
-    """Yield (node_rank, device ids) for ``name``, ``name:devices``, or several of these joined by @ as in DeepSpeed.
+    """Yield (node_rank, device ids) for ``name``, ``name:devices``, or several of them joined by @ as in DeepSpeed.
 
     The device ids are None for a whole node. Raises LookupError if a name matches no host.
     """
@@ -110,7 +110,7 @@ def _with_devices(
 ) -> Iterator[tuple[int, frozenset[int]]]:
     """Yield each node in ``ranks`` that has some of the ``wanted`` device ids, with these ids.
 
-    Raises LookupError if a wanted device of a host belongs to none of its nodes.
+    Raises LookupError if a host lacks a wanted device.
     """
     hosts: dict[str, dict[int, tuple[int, ...]]] = {}
     for k in ranks:
@@ -127,7 +127,7 @@ def _with_devices(
 
 
 class _Names:
-    """Maps each name of a node to node_ranks: its host with or without domain, user and port, and ``node3``."""
+    """The node_ranks for each name of a node: its host, with or without domain, user and port, or ``node3``."""
 
     def __init__(self, config: ClusterConfig) -> None:
         self.full: dict[str, list[int]] = {}
@@ -153,7 +153,6 @@ class _Names:
 
 
 def _short(host: str) -> str:
-    """Return a host name without its domain, in lower case; an IP address unchanged."""
     return host if _ADDRESS.fullmatch(host) else host.partition(".")[0].lower()
 
 
@@ -164,7 +163,6 @@ def _hosts(config: ClusterConfig) -> str:
 
 
 def _check_master_addr(config: ClusterConfig, left: Sequence[NodeConfig]) -> None:
-    """Raise UsageError if run.master_addr is the address of a lead node that was removed."""
     first, master = config.nodes[lead(config)], config.run.master_addr
     gone = first.host not in (node.host for node in left)
     after = replace(config, nodes=tuple(left))

@@ -96,7 +96,7 @@ def _put(tree: Tree, words: Words[str], value: Tree, origin: Origin, path: str =
 
 
 def _long_form(tree: Tree, path: str, word: str) -> Tree:
-    """Expand ``nodes: 2``, ``- node[01-04]`` and ``- user@host`` to entries with keys, so that a key can be set."""
+    """Expand ``nodes: 2``, ``- node[01-04]`` and ``- user@host`` to entries with keys."""
     if path == "nodes" and (word.isdecimal() or word == "*"):
         return expand_nodes(tree)
     if path.startswith("nodes.") and path.count(".") == 1 and isinstance(tree, Scalar) and not tree.empty:
@@ -107,8 +107,8 @@ def _long_form(tree: Tree, path: str, word: str) -> Tree:
 def resolve_paths(config: ClusterConfig, reader: Reader) -> ClusterConfig:
     """Return ``config`` with relative paths made absolute, starting from the file that contains them.
 
-    ``runs_dir`` stays relative to the current directory. Reports relative paths in the config of a node, and files in
-    ``run.files`` that do not exist.
+    ``runs_dir`` stays relative to the current directory. Reports as problems: a relative path on an SSH host, and a
+    missing file of ``run.files``.
     """
     local = config.transport == "local"
     nodes = tuple(_node(node, k, local, reader) for k, node in enumerate(config.nodes))
@@ -182,7 +182,7 @@ def load_config(
 ) -> ClusterConfig:
     """Read the file, apply overrides, select nodes, and check the result.
 
-    Each node of the file is checked; the cluster as a whole is checked with the selected nodes only. A file of another
+    Each node of the file is checked by itself, and then the cluster of the selected nodes as a whole. A file of another
     launcher is converted first.
 
     ``choose``: returns the config with only the selected nodes. ``foreign``: the converted file, if the caller has
@@ -234,7 +234,7 @@ def to_yaml(config: ClusterConfig) -> str:
 
 
 def _folded(problems: Sequence[Problem]) -> Iterator[Problem]:
-    """Merge problems that differ only in the node, since a host range or `defaults` repeats a mistake per node."""
+    # A host range or `defaults` repeats a mistake for each node.
     groups: dict[Problem, list[tuple[Problem, str]]] = {}
     for problem in problems:
         node = _NODE.search(problem.message)

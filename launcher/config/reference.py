@@ -96,7 +96,6 @@ _TITLES = {"": "Top level", "nodes": "nodes (one entry), and defaults"}
 
 
 def config_page() -> str:
-    """Return the text of docs/config.md."""
     parts = [_INTRO]
     for name, section in sections().items():
         title = _TITLES.get(name, name)
@@ -105,7 +104,6 @@ def config_page() -> str:
 
 
 def main() -> None:
-    """Write docs/config.md."""
     Path(CODE_ROOT / "docs" / "config.md").write_text(config_page(), encoding="utf-8")
 
 

@@ -13,10 +13,9 @@ from launcher.hostlist import fold
 
 @dataclass(frozen=True)
 class ResolvedConfig(ClusterConfig):
-    """The config of one run or serving cluster: it has only the nodes that take part, with their final roles.
+    """The config of one run or serving cluster: only the nodes that take part, with their final roles.
 
-    ``nodes[k]`` has node_rank ``k`` in the plan, the run folder and the report. ``resolve_run`` and ``resolve_serving``
-    create a ResolvedConfig from a ``ClusterConfig``. It is saved as ``config.yml`` in the run folder.
+    ``nodes[k]`` has node_rank ``k``. Saved as ``config.yml`` in the run folder.
     """
 
     left_out: str = ""  #: note on hosts of the file that do not take part; "" if all do; not saved
@@ -52,10 +51,9 @@ def resolve_run(config: ClusterConfig) -> ResolvedConfig:
 
 
 def resolve_serving(config: ClusterConfig) -> ResolvedConfig:
-    """Resolve the config of a serving cluster.
+    """Resolve the config of a serving cluster: its nodes are those with ``role: server``, else the workers.
 
-    Only the nodes with ``role: server`` take part; if there are none, the workers become servers. Raises UsageError if
-    no node holds parts, or if the config has ``data.serving``.
+    Raises UsageError if no node holds parts, or if the config has ``data.serving``.
     """
     if config.data.serving is not None:
         raise UsageError(
@@ -72,8 +70,7 @@ def resolve_serving(config: ClusterConfig) -> ResolvedConfig:
 def resolve_saved(config: ClusterConfig, nodes: Sequence[NodeConfig] | None = None) -> ResolvedConfig:
     """Resolve the config of an existing run.
 
-    ``config`` is usually that of the run folder (``config.yml``). If it was read from another file, ``nodes`` must list
-    the nodes of the run in node_rank order.
+    ``nodes``: the nodes of the run by node_rank; only needed if ``config`` is not that of the run folder.
     """
     return _resolved(config, **({} if nodes is None else {"nodes": tuple(nodes)}))
 

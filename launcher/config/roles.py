@@ -1,4 +1,4 @@
-"""Pure functions that derive from a config which nodes hold parts, serve, train or act as clients."""
+"""Derives from a config which nodes hold parts, serve, train or act as clients."""
 
 from __future__ import annotations
 
@@ -9,14 +9,12 @@ from launcher.errors import node_label
 
 
 def host_key(config: ClusterConfig, node: NodeConfig) -> str:
-    """Return a key that is equal for nodes with the same host name in the config, so on the same machine."""
+    """Return a key that is equal for nodes with the same host name in the config."""
     return "local" if config.transport == "local" else node.host.lower()
 
 
 @dataclass(frozen=True)
 class GraphServer:
-    """One graph server of a serving cluster."""
-
     node_rank: int  #: in the serving cluster
     host: str
     endpoint: str  #: host:port at which clients reach it
@@ -24,7 +22,6 @@ class GraphServer:
 
 
 def servers(config: ClusterConfig) -> tuple[int, ...]:
-    """Return the node_ranks that run a graph server."""
     return tuple(k for k in range(len(config.nodes)) if serves(config, k))
 
 
@@ -44,8 +41,6 @@ class ServingCluster:
 
 @dataclass(frozen=True)
 class HeldParts:
-    """Ids of the parts that one node holds."""
-
     parts: tuple[int, ...] = ()  #: all of them, ascending
     copies: tuple[int, ...] = ()  #: the replicas among ``parts``, whose first holder is another node
 
@@ -59,17 +54,15 @@ def lead(config: ClusterConfig) -> int:
 
 
 def trainers(config: ClusterConfig) -> tuple[int, ...]:
-    """Return the node_ranks that train."""
     return tuple(k for k, node in enumerate(config.nodes) if node.trains)
 
 
 def clients(config: ClusterConfig) -> tuple[int, ...]:
-    """Return the node_ranks with ``role: client``."""
     return tuple(k for k, node in enumerate(config.nodes) if node.role == "client")
 
 
 def serves(config: ClusterConfig, k: int) -> bool:
-    """Whether node ``k`` runs a graph server. A single worker does not: it reads all parts from its own disk."""
+    """Whether node ``k`` runs a graph server. A single worker reads all parts from its own disk instead."""
     node = config.nodes[k]
     return node.holds and (len(config.nodes) > 1 or not node.trains)
 
@@ -82,8 +75,8 @@ def gateways(config: ClusterConfig) -> tuple[int, ...]:
 def holdings(config: ClusterConfig) -> tuple[HeldParts, ...]:
     """Return the parts of each node.
 
-    Each node that holds parts has one block of consecutive part ids. With ``data.replicas`` > 1 it also has copies of
-    the blocks of the ``replicas - 1`` holders before it, cyclically.
+    Each holder has one block of consecutive part ids. With ``data.replicas`` > 1 it also has copies of the blocks of
+    the ``replicas - 1`` holders before it, cyclically.
     """
     holders, num_parts = config.holders, config.num_parts
     blocks = [part_block(i, len(holders), num_parts) for i in range(len(holders))]
@@ -96,5 +89,5 @@ def holdings(config: ClusterConfig) -> tuple[HeldParts, ...]:
 
 
 def part_block(index: int, count: int, num_parts: int) -> tuple[int, ...]:
-    """Split ``num_parts`` ids into ``count`` contiguous blocks, equal up to one id; return block ``index``."""
+    """Split ``num_parts`` ids into ``count`` contiguous blocks of nearly equal size; return block ``index``."""
     return tuple(range(index * num_parts // count, (index + 1) * num_parts // count))

@@ -102,7 +102,6 @@ class NodeConfig:
 
     @property
     def trains(self) -> bool:
-        """Whether the node runs training processes."""
         return self.role != "server"
 
     @property
@@ -227,7 +226,9 @@ class TrainConfig:
         None,
     )
     time_attr: str | None = setting(
-        "Integer vertex attribute used as time; neighbours later than their seed are never sampled.", None
+        "Integer attribute used as time, of vertices or, for task link, of edges (`tables` calls it `edge_time`); "
+        "neighbours later than their seed are never sampled.",
+        None,
     )
     temporal_strategy: Literal["uniform", "last"] = setting(
         "With time_attr: `uniform` samples among the earlier neighbours, `last` takes the most recent ones.", "uniform"
@@ -409,5 +410,4 @@ class ClusterConfig:
 
     @property
     def world_size(self) -> int:
-        """Number of training processes of all nodes."""
         return sum(node.nproc for node in self.nodes)

@@ -112,7 +112,7 @@ class Reader:
         return replace(config, nodes=tuple(nodes))
 
     def _defaults(self, tree: Tree | None) -> Section | None:
-        """Return the valid keys of `defaults`. Problems in `defaults` are reported here, once for all nodes."""
+        """Return the valid keys of `defaults`; report the invalid ones once, not for each node."""
         if tree is None or isinstance(tree, Scalar) and tree.empty:
             return None
         self.origins[("defaults",)] = tree.origin
@@ -212,16 +212,11 @@ class Reader:
         return _placeholder(item)
 
     def missing(self, item: Field[Any], path: KeyPath) -> None:
-        """Report a missing required key or section."""
         kind = "section" if is_dataclass(_hints(ClusterConfig).get(item.name)) else "key"
         place = f" in {dotted(path)}" if path else ""
         self.report((*path, item.name), f"missing {kind} `{item.name}`{place}: {_help(item)}")
 
     def _unknown(self, name: str, cls: type, at: Origin, path: KeyPath) -> None:
-        """Report an unknown key.
-
-        The message names the section that has this key, or else the most similar key of this section.
-        """
         place = f"in {dotted(path)}" if path else "at the top level"
         known = [item.name for item in settings(cls)] + ([] if path else ["defaults"])
         near = difflib.get_close_matches(name[:_MAX_NUMBER_CHARS], known, 1)
@@ -295,8 +290,6 @@ def dotted(path: KeyPath) -> str:
 
 
 def _place_of(section: str) -> str:
-    """Return where the keys of ``section`` are written, for messages: ``in run``, ``in an entry of nodes, or in
-    defaults``."""
     if section == "nodes":
         return "in an entry of nodes, or in defaults"
     return f"in {section}" if section else "at the top level"
@@ -329,7 +322,6 @@ def sections(cls: type = ClusterConfig, name: str = "") -> dict[str, type]:
 
 
 def _wrong_range(text: str) -> str:
-    """Return the error message for a host range that was not expanded."""
     try:
         return f"`{text}` expands to {len(expand(text))} hosts; list it under nodes"
     except RangeError as error:
@@ -342,7 +334,7 @@ def _is_server(node: Section) -> bool:
 
 
 def _without_set_on_all(server: Section) -> Section:
-    """Remove from a server the training keys that were set for all nodes, as by ``--set nodes.*.procs=2``."""
+    # Servers do not train: a key set for all nodes, as by ``--set nodes.*.procs=2``, does not concern them.
     set_on_all = {
         name
         for name in _TRAINING_KEYS
@@ -359,7 +351,7 @@ _ENVIRONMENT = ("venv", "conda", "python")
 
 
 def _replaced_environment(node: Section, defaults: Section) -> str:
-    """Return a note if the node's ``python``, ``venv`` or ``conda`` replaces another one of ``defaults``; else ''."""
+    """Return a note if the node has another environment (python, venv or conda) than ``defaults``; else ''."""
     own, common = (
         [(name, one) for name in _ENVIRONMENT if isinstance(one := section.items.get(name), Scalar) and not one.empty]
         for section in (node, defaults)
@@ -387,7 +379,6 @@ def _with_defaults(node: Section, defaults: Section) -> Section:
 
 
 def _entry(kind: Any, name: str, tree: Tree) -> Any:
-    """Convert one value of a mapping with arbitrary keys, such as env."""
     try:
         return plain_value(tree) if kind is Any else _scalar(kind, tree)
     except _Wrong as wrong:
@@ -395,7 +386,6 @@ def _entry(kind: Any, name: str, tree: Tree) -> Any:
 
 
 def _scalar(wanted: type, tree: Tree) -> Any:
-    """Convert a scalar to str, bool, int or float. Numbers must not be quoted."""
     names = {str: "text", bool: "true or false", int: "a whole number", float: "a number"}
     if not isinstance(tree, Scalar) or tree.empty:
         raise _Wrong(f"expected {names[wanted]}, found {describe(tree)}")
@@ -462,7 +452,7 @@ def _default(item: Field[Any]) -> Any:
 
 
 def _placeholder(item: Field[Any]) -> Any:
-    """Return a valid value to use in place of an invalid one, so that the rest of the file can still be checked."""
+    # A valid value lets the rest of the file be checked.
     if _has_default(item):
         return _default(item)
     return {"nodes": (), "data": _hints(ClusterConfig)["data"](dataset="")}.get(item.name, "")

@@ -32,9 +32,9 @@ class SharedEnvironment:
 def choose(request: InitRequest, facts: Mapping[int, HostFacts]) -> Choice:
     """Return for each host the environment to use, or None if none is usable.
 
-    If the request names an environment, only that environment is used. Otherwise the environments with torch are ranked
-    by these criteria, the first being the most important: all packages present, the versions that most hosts have, a
-    CUDA build on hosts with GPUs, the path that most hosts have. Without SSH, the Python of this process is used.
+    An environment that the request names is used. Otherwise environments with torch are ranked by: all packages
+    present, the versions that most hosts have, a CUDA build on hosts with GPUs, the path that most hosts have. Without
+    SSH, the Python of this process is used.
     """
     if request.local and not request.environment:  # the first environment is the Python of this process
         return {k: next(iter(host.environments), None) for k, host in facts.items()}
@@ -61,7 +61,6 @@ def choose(request: InitRequest, facts: Mapping[int, HostFacts]) -> Choice:
 
 
 def _named(request: InitRequest, found: Sequence[Environment]) -> Environment | None:
-    """Return the environment of a host that the request names; None if the host does not have it."""
     [(key, text)] = request.environment.items()
     path = text.rstrip("/")
     for one in found:
@@ -71,10 +70,9 @@ def _named(request: InitRequest, found: Sequence[Environment]) -> Environment | 
 
 
 def _most_common(facts: Mapping[int, HostFacts]) -> tuple[str, ...]:
-    """Return the most frequent ``matched_versions`` of the hosts; () if no host has an environment with all packages.
+    """Return the most frequent ``matched_versions`` of environments with all packages; () if there is none.
 
-    Only environments with all packages count. Of several equally frequent versions, those with the newest torch are
-    returned.
+    Of equally frequent versions, those with the newest torch are returned.
     """
     counts: Counter[tuple[str, ...]] = Counter()
     newest: dict[tuple[str, ...], tuple[int, ...]] = {}
@@ -145,7 +143,6 @@ class GraphDraft:
 
     @property
     def short_name(self) -> str:
-        """Name of the graph, for the folder that will hold its parts."""
         name = Path(self.source).stem if self.source else self.dataset
         return re.sub(r"[^A-Za-z0-9_.-]+", "-", name).strip("-.").lower() or "graph"
 
@@ -171,13 +168,13 @@ def graph_of(dataset: str, source: str | None) -> GraphDraft:
 
 
 def _typed_names(folder: Path) -> bool:
-    """Whether a folder has files such as paper__cites__paper.npy and no edge_index; the trainer uses the same rule."""
+    # The trainer uses the same rule.
     names = {path.stem for path in folder.iterdir()}
     return "edge_index" not in names and any(re.fullmatch(r"[^_].*?__.+?__.+", name) for name in names)
 
 
 def _pickled_hetero(path: Path) -> bool:
-    """Whether a .pt file contains a HeteroData or its to_dict(), judged by the strings in its pickle."""
+    # Judged by the strings in its pickle, which is not loaded.
     try:
         with zipfile.ZipFile(path) as archive:
             pickled = next(name for name in archive.namelist() if name.endswith("data.pkl"))

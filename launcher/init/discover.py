@@ -26,8 +26,6 @@ _TIMEOUT = 120.0  # seconds; Python starts slowly from a network disk
 
 @dataclass(frozen=True)
 class Environment:
-    """A Python environment on a host."""
-
     key: str  #: key of a node in cluster.yml: venv, conda or python
     path: str
     versions: Mapping[str, str]  #: package → version, "" if missing; also python and cuda
@@ -39,7 +37,6 @@ class Environment:
 
     @property
     def complete(self) -> bool:
-        """Whether all packages are present and Python is new enough."""
         return not self.lacking and self.numbers("python", 2) >= OLDEST_PYTHON
 
     @property
@@ -59,8 +56,6 @@ class Environment:
 
 @dataclass(frozen=True)
 class Gpu:
-    """A GPU as nvidia-smi reports it."""
-
     index: int  #: CUDA id
     name: str
     memory: int  #: MiB
@@ -70,8 +65,6 @@ class Gpu:
 
 @dataclass(frozen=True)
 class HostFacts:
-    """Resources of one host."""
-
     environments: tuple[Environment, ...]
     gpus: tuple[Gpu, ...]
     cpus: int
@@ -82,7 +75,7 @@ class HostFacts:
 
 @dataclass(frozen=True)
 class Discovery:
-    """What is known about each host: its facts, or why there are none. Keys are indices in ``InitRequest.hosts``."""
+    """Facts of each host, or the error of querying it. Keys are indices in ``InitRequest.hosts``."""
 
     facts: Mapping[int, HostFacts]
     errors: Mapping[int, NodeError]
@@ -115,7 +108,7 @@ def discover(
 
 
 def _node_error(error: Exception) -> NodeError:
-    """Convert an error of a host to a NodeError. Re-raises other exceptions, which are bugs of gnnfleet."""
+    # Other exceptions are bugs of gnnfleet.
     if isinstance(error, NodeError):
         return error
     if isinstance(error, FleetError | TimeoutError):
@@ -124,10 +117,7 @@ def _node_error(error: Exception) -> NodeError:
 
 
 def _python(request: InitRequest) -> Command:
-    """Return the Python that runs the query on a host.
-
-    Any version will do, since the query searches for the Python to train with.
-    """
+    # Any version will do: the query searches for the Python to train with.
     if request.local:
         return Command((sys.executable,))
     folders = [f"{text.rstrip('/')}/bin" for text in (request.venv, request.conda) if text and "/" in text]
@@ -165,7 +155,7 @@ def _probe_request(config: ResolvedConfig, k: int) -> dict[str, Any]:
 
 
 def _shared(facts: Mapping[int, HostFacts], agents: Mapping[int, NodeAgent]) -> tuple[tuple[str, ...], tuple[str, ...]]:
-    """Return the folders that all hosts share, and which of these folders this machine shares as well."""
+    """Return the folders that all hosts share, and which of them this machine shares as well."""
     if len(agents) < 2:
         return (), ()
     first, *others = agents

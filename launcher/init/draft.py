@@ -34,12 +34,10 @@ class Line:
 
 
 def render(lines: Iterable[Line]) -> str:
-    """Return the lines as text, with comments after or above their lines."""
     return "\n".join(text for line in lines for text in _rendered(line)) + "\n"
 
 
 def _rendered(line: Line) -> Iterator[str]:
-    """Yield the line with its comment behind it or, if it does not fit there, above it."""
     if not line.comment:
         yield line.text.rstrip()
         return
@@ -76,7 +74,7 @@ def signed(text: str) -> str:
 
 
 def is_unedited(path: Path) -> bool:
-    """Whether the file was written by ``gnnfleet init`` and not edited since, so that it may be overwritten."""
+    """Whether ``gnnfleet init`` wrote the file and nobody edited it since."""
     try:
         found = _SIGNED.fullmatch(path.read_text(encoding="utf-8"))
     except (OSError, UnicodeDecodeError):
@@ -117,7 +115,6 @@ class Draft:
 
 
 def text_of(draft: Draft) -> str:
-    """Return the text of the new cluster.yml."""
     sections = (_head(draft), _defaults(draft), _nodes(draft), _data(draft), _train(draft))
     return signed(render(line for section in sections for line in [*section, Line()]).rstrip("\n") + "\n")
 
@@ -207,7 +204,6 @@ def _gpus(facts: HostFacts, devices: Iterable[int]) -> str:
 
 
 def _remarks(facts: HostFacts, chosen: Environment | None) -> Iterator[str]:
-    """Yield comments on missing packages and on GPUs that are not used."""
     if chosen is None:
         yield "no Python with torch was found on this host"
     elif chosen.lacking:
@@ -271,7 +267,6 @@ def _tables(options: Mapping[str, Any]) -> Iterator[Line]:
 
 
 def _link_type(options: Mapping[str, Any]) -> str:
-    """Return the name of the first edge type as option ``hold_out`` expects it."""
     (node, *others), (name, *more) = options["nodes"], options["edges"]
     if "__" in name:
         return str(name)

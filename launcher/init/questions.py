@@ -22,12 +22,12 @@ _MAX_LOGINS = 3  #: login commands in one message
 
 
 def is_unknown(error: NodeError) -> bool:
-    """Return whether an SSH host key, of the host or of a jump host, is unknown; False if the key has changed."""
+    """Whether ``error`` means that an SSH host key, of the host or a jump host, is unknown; False if it has changed."""
     return isinstance(error, HostKeyError) and "is not known" in error.message
 
 
 def reasons(request: InitRequest, errors: Mapping[int, NodeError]) -> Iterator[str]:
-    """Yield one line per host: its name, the error, and the remedy, unless ``common_remedy`` returns one."""
+    """Yield one line per host: its name, the error, and the remedy unless several hosts have it in common."""
     common = common_remedy(request, errors)
     for k, error in errors.items():
         words = error.message if common and is_unknown(error) else reason(request, k, error)
@@ -47,7 +47,6 @@ def reason(request: InitRequest, k: int, error: NodeError) -> str:
 
 
 def _remedy(request: InitRequest, ranks: list[int]) -> str:
-    """Return what the user can do about hosts whose SSH keys are unknown."""
     nodes = config_of(request).nodes
     logins = [shlex.join(login_words(config_of(request), nodes[k], "-o", "StrictHostKeyChecking=ask")) for k in ranks]
     fingerprints = "compare the fingerprint" + ("s" if len(ranks) > 1 else "")

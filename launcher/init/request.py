@@ -43,7 +43,6 @@ class InitRequest:
 
     @property
     def local(self) -> bool:
-        """Whether all hosts are this machine, so that no SSH is needed."""
         return bool(self.hosts) and all(host in LOCAL_HOSTS for host in self.hosts)
 
     @property
@@ -53,7 +52,7 @@ class InitRequest:
         return {name: text for name, text in given.items() if text}
 
     def with_environment(self, key: str, path: str) -> InitRequest:
-        """Return the request with one of ``venv``, ``conda`` and ``python`` set, and the others unset."""
+        """Return the request with ``key``, one of ``venv``, ``conda`` and ``python``, set, and the others unset."""
         chosen = {"venv": None, "conda": None, "python": None, key: path}
         return replace(self, venv=chosen["venv"], conda=chosen["conda"], python=chosen["python"])
 
@@ -88,7 +87,7 @@ def dataset_of(answer: str) -> tuple[str, str | None]:
 
 
 def _has_tables(folder: Path) -> bool:
-    """Whether a folder has CSV, TSV or Parquet files, directly or in subfolders, and directly no NumPy files."""
+    # NumPy files directly in the folder mean that the trainer reads these.
     if not folder.is_dir() or any(path.suffix in (".npy", ".npz") for path in folder.iterdir()):
         return False
     return any(name.lower().endswith(_TABLES) for _, _, names in os.walk(folder) for name in names)

@@ -19,15 +19,13 @@ _INSTALLED = Path(sysconfig.get_path("data"), "share", "gnnfleet")
 
 @dataclass(frozen=True)
 class Template:
-    """One template file."""
-
     name: str
     path: Path
     about: str  #: first sentence of its comment
 
 
 def templates() -> tuple[Template, ...]:
-    """Return the templates of the checkout or of the installation by name. Raises UsageError if there are none."""
+    """Return the templates of the checkout or installation, sorted by name. Raises UsageError if there are none."""
     folder = next((top / "templates" for top in (_CHECKOUT, _INSTALLED) if (top / "templates").is_dir()), None)
     if folder is None:
         raise UsageError(f"no templates in {_CHECKOUT} or {_INSTALLED}; copy them from a checkout of gnnfleet")
@@ -35,7 +33,6 @@ def templates() -> tuple[Template, ...]:
 
 
 def _about(path: Path) -> str:
-    """Return what a template is for: the first sentence of the comment at its top."""
     words: list[str] = []
     for line in path.read_text(encoding="utf-8").splitlines():
         if not line.startswith("# ") or line.startswith("#   "):
@@ -67,12 +64,10 @@ def copy_of(template: Template, dest: Path) -> str:
 
 
 def _outside(text: str) -> Iterator[str]:
-    """Yield each file or folder name that follows ``../`` in ``text``."""
     for match in re.finditer(r"\.\./([\w.-]+)", text):
         yield match[1]
 
 
 def _from(folder: Path, path: Path) -> str:
-    """Return ``path`` relative to ``folder`` if ``path`` is inside ``folder``, else unchanged."""
     relative = os.path.relpath(path, folder)
     return str(path) if relative.startswith("..") else relative

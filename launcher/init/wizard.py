@@ -33,8 +33,6 @@ from launcher.transport.base import Transport
 
 @dataclass(frozen=True)
 class InitOptions:
-    """Options of ``gnnfleet init`` for output, questions and the check of the new file."""
-
     console: Console
     ask: bool  #: whether questions may be asked at a terminal
     check: bool  #: whether to run ``gnnfleet check`` on the new file
@@ -43,10 +41,10 @@ class InitOptions:
 
 
 def write_config(request: InitRequest, dest: Path, options: InitOptions) -> int:
-    """Query the hosts, write ``dest`` and check it.
+    """Query the hosts, write ``dest`` and check it; return the exit status.
 
-    Returns the exit status: 0, or 3 if a host was left out or the check found a problem that blocks a launch. Raises
-    PreflightRefused if no host could be queried, and ConfigError for invalid flags; ``dest`` is then not written.
+    This is 3 if a host was left out or the check found a problem that blocks a launch, else 0. Raises PreflightRefused
+    if no host could be queried, and ConfigError for invalid flags; ``dest`` is then not written.
     """
     with _connected_hosts(request, options) as (request, discovery, opened):
         if not discovery.facts:
@@ -66,7 +64,6 @@ def write_config(request: InitRequest, dest: Path, options: InitOptions) -> int:
 
 
 def _validate(text: str, dest: Path) -> None:
-    """Raise ConfigError if the text is not a valid config, for instance because flags contradict each other."""
     with NamedTemporaryFile("w", dir=dest.absolute().parent, prefix=".", suffix=".yml") as file:
         file.write(text)
         file.flush()
@@ -96,7 +93,6 @@ def _draft(request: InitRequest, discovery: Discovery, dest: Path, program: str)
 
 
 def _relative_inside(folder: Path, source: str) -> str:
-    """Return the path ``source`` relative to ``folder`` if it is inside ``folder``, else unchanged."""
     path = Path(source).expanduser()
     return str(path.relative_to(folder)) if path.is_relative_to(folder) else source
 
@@ -136,7 +132,6 @@ def _connect(request: InitRequest, before: Opened, options: InitOptions) -> Open
 
 
 def _no_host(request: InitRequest, discovery: Discovery) -> PreflightRefused:
-    """Return the exception to raise if no host could be queried."""
     lines = "\n  ".join(reasons(request, discovery.errors))
     remedy = common_remedy(request, discovery.errors)
     return PreflightRefused(
@@ -149,7 +144,6 @@ def _no_host(request: InitRequest, discovery: Discovery) -> PreflightRefused:
 
 
 def _hosts_json(draft: Draft) -> list[dict[str, Any]]:
-    """Return one entry per host for --json."""
     return [
         {"host": host, "error": reason(draft.request, k, draft.discovery.errors[k])}
         if k in draft.discovery.errors
@@ -224,7 +218,7 @@ def _check(draft: Draft, dest: Path, opened: Opened, options: InitOptions) -> di
 
 
 def _with_remedy(draft: Draft, finding: Finding) -> Finding:
-    """Replace the remedy of a finding about Python or packages on a host where ``init`` found no usable Python."""
+    """Return ``finding``; if a missing environment caused it, with the remedy to create one."""
     chosen = draft.chosen[list(draft.discovery.facts)[finding.node_rank]]
     if chosen is not None or finding.check not in ("python", "packages"):
         return finding
@@ -235,7 +229,7 @@ def _with_remedy(draft: Draft, finding: Finding) -> Finding:
 def check_writable(dest: Path, force: bool, ask: bool) -> None:
     """Raise UsageError if ``dest`` is a folder, is in no existing folder, or is a file that must not be replaced.
 
-    A file that ``gnnfleet init`` wrote and nobody edited is replaced. Others need ``force`` or, with ``ask``, a yes.
+    An unedited file of ``gnnfleet init`` is replaced. Others need ``force`` or, with ``ask``, a yes.
     """
     if dest.is_dir():
         raise UsageError(f"{dest} is a folder; name a file with -o")

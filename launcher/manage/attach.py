@@ -36,29 +36,24 @@ done
 
 @dataclass(frozen=True)
 class Pane:
-    """One pane of the local tmux session; it shows the tmux session of one node."""
+    """One pane of the local tmux session, attached to the tmux session of one node."""
 
     label: str
     argv: tuple[str, ...]  #: command that attaches to the node's session
 
     @property
     def command(self) -> str:
-        """``argv`` as one line, quoted for a shell."""
         return shlex.join(self.argv)
 
 
 def panes_of(found: FoundRun) -> list[Pane]:
-    """Return one pane for each node, in order of node_rank."""
     config = found.needed_config
     nodes = found.needed_plan.nodes
     return [Pane(node.label, attach_argv(config, node)) for node in nodes]
 
 
 def attach_argv(config: ResolvedConfig, node: NodePlan) -> tuple[str, ...]:
-    """Return the command that attaches to the tmux session of a node.
-
-    It attaches read-only, as key presses would otherwise reach the supervisor.
-    """
+    """Return the command that attaches to the tmux session of a node, read-only."""
     attach = ("tmux", "attach", "-r", "-t", f"={node.session}")
     if config.transport == "local":
         return ("env", "TMUX=", *attach)
@@ -73,15 +68,11 @@ def _ssh(node: NodeConfig) -> tuple[str, ...]:
 
 
 def session_of(run_id: str) -> str:
-    """Return the name of the local tmux session that shows the nodes of the run."""
     return "gnnfleet-" + re.sub(r"[^A-Za-z0-9_-]", "-", run_id)
 
 
 def make_session(run_id: str, panes: Sequence[Pane]) -> str:
-    """Create the local tmux session with its panes, unless it exists, and return its name.
-
-    Raises SessionError if this fails.
-    """
+    """Create the local tmux session unless it exists; return its name. Raises SessionError."""
     name = session_of(run_id)
     server = libtmux.Server()
     try:
@@ -102,10 +93,7 @@ def make_session(run_id: str, panes: Sequence[Pane]) -> str:
 
 
 def _fill(window: libtmux.Window, group: Sequence[Pane]) -> None:
-    """Split a window into tiled panes, one for each item of ``group``, with the node's label in the pane's border.
-
-    The first pane exists already.
-    """
+    """Split a window into tiled panes, one for each item of ``group``. The first pane exists already."""
     window.rename_window(group[0].label.split()[0] if len(group) == 1 else "nodes")
     for option, value in {"synchronize-panes": "off", "pane-border-status": "top", "remain-on-exit": "on"}.items():
         window.set_option(option, value)
@@ -125,9 +113,7 @@ def _pane_command(pane: Pane) -> str:
 
 
 def enter(name: str) -> int:
-    """Attach this terminal to the local tmux session ``name``, or switch to it from inside tmux.
-
-    Returns the exit status of tmux."""
+    """Attach this terminal to the local tmux session ``name``; return the exit status of tmux."""
     signal.signal(signal.SIGTERM, signal.SIG_DFL)  # tmux restores the terminal itself
     verb = "switch-client" if os.environ.get("TMUX") else "attach-session"
     try:

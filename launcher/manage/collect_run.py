@@ -23,8 +23,6 @@ from launcher.sync.collect import collect
 
 @dataclass(frozen=True)
 class CollectResult:
-    """Result of collecting a run."""
-
     folder: Path
     report: RunReport | None  #: None unless the run is known to have ended
     message: str  #: for the user: why ``report`` is None; otherwise ''
@@ -32,7 +30,6 @@ class CollectResult:
     exit_status: int
 
     def to_json(self) -> dict[str, Any]:
-        """Return the record that ``--json`` prints."""
         values = {
             "folder": str(self.folder),
             "told": self.message,
@@ -79,7 +76,6 @@ def _unknown_end(run_id: str, views: Mapping[int, NodeView], folder: Path) -> st
 
 
 def report_of(run: OpenRun, views: Mapping[int, NodeView], collected: Collected, folder: Path) -> RunReport:
-    """Make the report of a run that has ended, from the state of its nodes."""
     followed = Followed(clocks={k: view.offset for k, view in views.items() if view.now})
     for k, view in views.items():
         if view.result is not None:
@@ -93,8 +89,7 @@ def report_of(run: OpenRun, views: Mapping[int, NodeView], collected: Collected,
 
 
 def prepare_folder(run: OpenRun, folder: Path) -> None:
-    """Write run.json and config.yml into ``folder`` if they are missing, and register the folder, so that later
-    commands find the run."""
+    """Write run.json and config.yml into ``folder`` if they are missing, and register the folder."""
     found = run.found
     if not (folder / NAME).exists() and not (folder / "run.json").exists():
         write_whole(folder / "run.json", run_json(found.needed_plan), private=True)
@@ -108,19 +103,12 @@ def folder_for(run: OpenRun, runs_dir: Path) -> Path:
 
 
 def _end_is_known(views: Mapping[int, NodeView], lead: int) -> bool:
-    """Whether it is known how the run ended, which is so if the lead node has a result.
-
-    The lead node ends last, and its result also says how unreachable nodes ended.
-    """
+    # The lead node ends last, and its result also says how unreachable nodes ended.
     hub = views.get(lead)
     return hub is not None and hub.result is not None
 
 
 def _seconds(run: OpenRun, views: Mapping[int, NodeView]) -> float:
-    """Return the duration of the run in seconds, up to the end of its last process.
-
-    The duration starts with the launch or, if this machine does not know its time, with the start of the first process.
-    """
     records = [(view, record) for view in views.values() for record in (view.result or {}).get("outcomes", ())]
     begins = [record["started"] - view.offset for view, record in records if record["started"]]
     ends = [record["ended"] - view.offset for view, record in records if record["ended"]]

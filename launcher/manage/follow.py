@@ -1,4 +1,4 @@
-"""``gnnfleet follow``: shows a running run as the launcher does; at its end, collects its files and reports it."""
+"""``gnnfleet follow``: shows a running run as the launcher does; at its end, collects its files and prints a report."""
 
 from __future__ import annotations
 
@@ -27,10 +27,10 @@ from launcher.transport.base import Completed, OnBytes, OnLine, Talk, Transport
 def follow(
     run: OpenRun, folder: Path, console: Console, *, on_interrupt: OnInterrupt | None, plain: bool, as_json: bool
 ) -> RunReport:
-    """Follow a run to its end, then collect its files and print its report, as its launcher does.
+    """Follow a run to its end, then collect its files and print its report.
 
-    ``on_interrupt``: action of the first Ctrl-C; None: the action in ``run.on_interrupt`` of the config, with ``ask``
-    in place of ``stop``.
+    ``on_interrupt``: action of the first Ctrl-C; None: that of ``run.on_interrupt`` in the config, with ``ask`` in
+    place of ``stop``.
     """
     found = run.found
     prepare_folder(run, folder)
@@ -48,23 +48,18 @@ def follow(
 
 
 def _viewer_action(of_launch: OnInterrupt) -> OnInterrupt:
-    """Return the action of the first Ctrl-C in ``gnnfleet follow``, given ``run.on_interrupt``.
-
-    ``stop`` becomes ``ask``, since it is meant for the launcher of the run only.
-    """
+    # ``stop`` is meant for the launcher of the run only.
     return "detach" if of_launch == "detach" else "ask"
 
 
 def _transports(run: OpenRun) -> Mapping[int, Transport | TransportError]:
-    """Return the transports by node_rank; an unreachable node gets a ``LateTransport``."""
     config = run.found.needed_config
     broken = {k: error for k, error in run.errors.items() if k < len(config.nodes)}
     return {k: LateTransport(config, k, broken[k]) if k in broken else attempt for k, attempt in run.attempts.items()}
 
 
 class LateTransport(Transport):
-    """A transport to a node that was unreachable. Each ``connect`` tries to reach the node; all other methods fail
-    until one try has succeeded."""
+    """A transport to a node that was unreachable. ``connect`` tries again; other methods fail until it succeeds."""
 
     def __init__(self, config: ClusterConfig, node_rank: int, error: TransportError):
         self.config, self.node_rank, self.target = config, node_rank, error.host

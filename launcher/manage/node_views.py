@@ -39,21 +39,19 @@ class OpenRun:
 
     @property
     def transports(self) -> dict[int, Transport]:
-        """The transports of the nodes that were reached, by node_rank."""
         return {k: attempt for k, attempt in self.attempts.items() if isinstance(attempt, Transport)}
 
     @property
     def errors(self) -> dict[int, TransportError]:
-        """The errors of the nodes that were not reached, by node_rank."""
         return {k: attempt for k, attempt in self.attempts.items() if isinstance(attempt, TransportError)}
 
     def views(
         self, ranks: Sequence[int] | None = None, options: Callable[[int], Sequence[str]] = lambda k: ("--only", "")
     ) -> dict[int, NodeView]:
-        """Query the state of all nodes, or of those in ``ranks``, in parallel.
+        """Query the state of the nodes ``ranks`` (None: all) in parallel.
 
-        ``options``: function that returns the options of ``watch.py --once`` for a node_rank. By default no log or
-        metrics file is read.
+        ``options``: returns the options of ``watch.py --once`` for a node_rank. By default no log or metrics file is
+        read.
         """
         nodes = {k: node for k, node in self.nodes.items() if ranks is None or k in ranks}
         asked = [k for k in nodes if k in self.transports]
@@ -75,10 +73,7 @@ def opened(found: FoundRun) -> Iterator[OpenRun]:
 
 
 def node_view(node: NodePlan, transport: Transport, words: Sequence[str]) -> NodeView:
-    """Query the state of one node by ``watch.py --once`` with the options ``words``.
-
-    Raises FleetError if this fails.
-    """
+    """Query the state of one node by ``watch.py --once`` with the options ``words``. Raises FleetError."""
     watch = node.program("watch", node.run_dir, "--once", *words)
     done = transport.run(if_run_exists(node, watch), timeout=_TIMEOUT)
     ended = time.time()
@@ -91,18 +86,17 @@ def node_view(node: NodePlan, transport: Transport, words: Sequence[str]) -> Nod
 def if_run_exists(node: NodePlan, program: Command) -> Command:
     """Return a command that runs ``program`` if the run folder exists on the node.
 
-    If it does not exist, the command prints a marker for ``run_was_absent`` and creates nothing.
+    Without the folder, the command only prints a marker, which ``run_was_absent`` detects.
     """
     return Command(("bash", "-c", _IF_THERE, "bash", node.run_dir, render(replace(program, cwd=""))))
 
 
 def run_was_absent(done: Completed) -> bool:
-    """Whether a command made by ``if_run_exists`` has found no run folder on the node."""
+    """Whether a command made by ``if_run_exists`` found no run folder on the node."""
     return _ABSENT.encode() in done.stdout
 
 
 def _view(node: NodePlan, done: Completed) -> NodeView:
-    """Parse the output of ``watch.py --once``; raises FleetError if it is incomplete or damaged."""
     lines: dict[str, list[str]] = {}
     values: dict[str, Any] = {}
     printed = done.stdout.decode("utf-8", "replace").split("\n")

@@ -46,15 +46,13 @@ def show_profile(profile: Profile, console: Console, *, ended: bool) -> None:
 
 
 def to_json(run: OpenRun, profile: Profile) -> dict[str, Any]:
-    """Return the record that ``--json`` prints."""
     return {"run_id": run.found.run_id, **profile.summary, "advice": list(profile.advice)}
 
 
 def _metrics_files(run: OpenRun, folder: Path, missing: dict[int, str]) -> Iterator[Path]:
-    """Yield a metrics file for each rank.
+    """Yield a metrics file for each rank: the collected file or, if there is none, the last lines of the node's file.
 
-    If the node's logs are collected, this is the collected file, else a new file in ``folder`` with the last metrics
-    lines, read from the node. For an unreachable node, the reason is added to ``missing``.
+    The last lines are written to files in ``folder``. For an unreachable node, the reason is added to ``missing``.
     """
     not_collected = []
     for node in run.found.needed_plan.nodes:

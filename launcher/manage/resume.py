@@ -23,8 +23,6 @@ _EPOCH_LINE = re.compile(rb'"kind":\s*"(checkpoint|epoch)"')
 
 @dataclass(frozen=True)
 class PreparedResume:
-    """A launch that resumes an earlier run."""
-
     options: LaunchOptions
     cwd: Path | None  #: working directory for the own command; None: the current one
     message: str  #: for the user: from which checkpoint the launch resumes
@@ -32,18 +30,15 @@ class PreparedResume:
 
 
 def needs_no_node(found: FoundRun) -> bool:
-    """Whether the run can be resumed without asking its nodes.
-
-    This is so if it has ended or never begun, and its files are on this machine.
-    """
+    """Whether the run can be resumed without its nodes: it is over, or never began, and its files are here."""
     return known_without_nodes(found)
 
 
 def prepare(run: OpenRun, runs_dir: Path, options: LaunchOptions) -> PreparedResume:
     """Return the launch that resumes a run; first collects the run's files if they are not on this machine.
 
-    ``options``: options of ``gnnfleet resume``; they name no config file, as the launch uses that of the run. Raises
-    UsageError if the run is still running or has nothing left to train.
+    ``options``: options of ``gnnfleet resume``, without a config file. Raises UsageError if the run is still running or
+    has nothing left to train.
     """
     found = run.found
     if found.plan_is_missing:
@@ -99,7 +94,7 @@ def _prepared(found: FoundRun, options: LaunchOptions, notes: tuple[str, ...]) -
 
 
 def _check_no_trainer_options(found: FoundRun, options: LaunchOptions) -> None:
-    """Raise UsageError if ``options`` change trainer settings, which the user's own command does not read."""
+    # The user's own command does not read trainer settings.
     keys = {text.partition("=")[0] for text in options.overrides}
     if given := sorted(keys & {SHORT_KEYS[name] for name in TRAINER_ONLY}):
         raise UsageError(
@@ -111,8 +106,8 @@ def _check_no_trainer_options(found: FoundRun, options: LaunchOptions) -> None:
 def _check_not_done(found: FoundRun, options: LaunchOptions, own: Sequence[str]) -> None:
     """Raise UsageError if there is nothing left to train.
 
-    This is so if the run has trained all epochs that ``options`` ask for. If it ran the user's own command (``own``),
-    this is so if the command succeeded, and neither the command nor its files have changed since.
+    A run of the bundled trainer is done if it has trained all epochs that ``options`` ask for. A run of the user's
+    command ``own`` is done if it succeeded, and neither the command nor its files have changed since.
     """
     result = found.result or {}
     done, epochs = result.get("state") == "done", _epochs_trained(found)
@@ -135,10 +130,7 @@ def _check_not_done(found: FoundRun, options: LaunchOptions, own: Sequence[str])
 
 
 def _epochs_trained(found: FoundRun) -> int:
-    """Return the number of epochs that the run has trained, including those of the runs that it resumed.
-
-    If the run is not done, this is the highest epoch in the epoch and checkpoint lines of its metrics.
-    """
+    """Return the number of epochs that the run has trained, including those of the runs that it resumed."""
     assert found.folder is not None
     result = found.result or {}
     if result.get("state") == "done":
@@ -154,13 +146,13 @@ def _epochs_trained(found: FoundRun) -> int:
 
 
 def _wanted_epochs(options: LaunchOptions) -> int | None:
-    """Return the ``train.epochs`` that ``options`` set; None if they do not, or if it is no number (reported later)."""
+    """Return the ``train.epochs`` that ``options`` set; None if they do not, or if it is no number."""
     given = [text.partition("=")[2] for text in options.overrides if text.startswith("train.epochs=")]
     return int(given[-1]) if given and given[-1].strip().isdecimal() else None
 
 
 def _files_changed(found: FoundRun, own: Sequence[str]) -> bool:
-    """Return whether a file that the own command sends has changed since the run was launched, or cannot be found."""
+    """Return whether a file that is sent for the user's own command has changed since the launch or is missing."""
     assert found.folder is not None and found.launch is not None
     cwd, began_at = Path(found.launch.cwd), began(found.folder)
     try:
@@ -171,10 +163,7 @@ def _files_changed(found: FoundRun, own: Sequence[str]) -> bool:
 
 
 def own_command_of(found: FoundRun) -> tuple[str, ...]:
-    """Return the user's own command that the run trains with; () for the bundled trainer.
-
-    Raises UsageError if the command is not known on this machine.
-    """
+    """Return the user's own command of the run; () for the bundled trainer. Raises UsageError if it is unknown here."""
     if found.launch is not None:
         return found.launch.own_command
     if not found.own:
@@ -186,8 +175,7 @@ def own_command_of(found: FoundRun) -> tuple[str, ...]:
 
 
 def go_to(cwd: Path | None) -> None:
-    """Change to ``cwd``, the directory in which the user's own command was launched, as the command may contain
-    relative paths."""
+    """Change to ``cwd``, the directory in which the user's own command was launched."""
     if cwd is None:
         return
     try:

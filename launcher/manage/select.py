@@ -36,8 +36,6 @@ _SEEN = re.compile(
 
 @dataclass(frozen=True)
 class RunFileSeen:
-    """A run.json found on one of the config's hosts."""
-
     run_id: str
     node_rank: int  #: in that run
     host: int  #: index into the config's nodes
@@ -49,8 +47,8 @@ class RunFileSeen:
 def discovered(config: ClusterConfig, config_path: Path, run: str | None) -> Iterator[OpenRun]:
     """Find a run on the hosts of ``config`` (read from ``config_path``) and open it.
 
-    ``run``: the run's id or a part of it; None: the newest run. The config may list the run's hosts in another order,
-    and other hosts as well. Raises UsageError if no host has such a run, FleetError if no host can be reached.
+    ``run``: the run's id or a part of it; None: the newest run. The config may list the hosts in another order, and
+    more hosts. Raises UsageError if no run or several runs match, FleetError if no host can be reached.
     """
     attempts = connect_all(config)
     try:
@@ -137,8 +135,7 @@ def _read_plan(seen: list[RunFileSeen], attempts: Mapping[int, Transport | Trans
 def _match_hosts(plan: LaunchPlan, config: ClusterConfig, seen: list[RunFileSeen]) -> dict[int, int]:
     """Return, for each node_rank of the run, the index of its node in ``config``.
 
-    This is the node with the same login, else the one with the same host, else one whose host has files of this
-    node_rank. Files are considered last because in a shared work folder every host has the files of all nodes.
+    This is the node with the same login, else with the same host, else one whose host has files of this node_rank.
     """
     logins = {node.login: i for i, node in reversed(list(enumerate(config.nodes)))}
     hosts = {node.host: i for i, node in reversed(list(enumerate(config.nodes)))}
@@ -164,8 +161,6 @@ def _node_config(config: ClusterConfig, host: int | None, node: NodePlan) -> Nod
 
 @dataclass(frozen=True)
 class Choice:
-    """The run that a command line names."""
-
     run: str | None = None  #: id, part of one, or run folder; None: the newest
     config: Path | None = None  #: cluster file of a run that was launched elsewhere
     sets: tuple[str, ...] = ()  #: key=value for that file
@@ -178,9 +173,9 @@ class Choice:
 
 @contextmanager
 def chosen(choice: Choice, *, offline: Callable[[FoundRun], bool] = lambda found: False) -> Iterator[OpenRun]:
-    """Find the run that ``choice`` names and connect to its nodes; without connections if ``offline(run)`` is true.
+    """Find the run that ``choice`` names and connect to its nodes, unless ``offline(run)`` is true.
 
-    Raises UsageError if the run is not found, FleetError if it has no plan or no node can be reached.
+    Raises UsageError if the run is not found, FleetError if its plan is unknown or no node can be reached.
     """
     elsewhere = choice.config is not None and (choice.run is None or (_is_id(choice.run) and not _planned_here(choice)))
     if not elsewhere:
@@ -198,10 +193,7 @@ def chosen(choice: Choice, *, offline: Callable[[FoundRun], bool] = lambda found
 
 
 def _any_graph(config: Path) -> tuple[str, ...]:
-    """Return an override that sets any dataset if ``config`` is a file of another launcher and names none.
-
-    A config without a dataset would be invalid, but the search for a run does not use the dataset.
-    """
+    # Without a dataset the config would be invalid, but the search for a run does not use it.
     from launcher.config.importers.detect import read_foreign
 
     foreign = read_foreign(config)
@@ -209,13 +201,11 @@ def _any_graph(config: Path) -> tuple[str, ...]:
 
 
 def _planned_here(choice: Choice) -> bool:
-    """Whether this machine has the run.json of the run that ``choice`` names."""
     folder = known_here(str(choice.run), choice.runs_dirs)
     return folder is not None and (folder / "run.json").is_file()
 
 
 def _with_folder(found: FoundRun, choice: Choice) -> FoundRun:
-    """Add the content of the run folder on this machine, if it exists, to a run that was found on its hosts."""
     folder = known_here(found.run_id, choice.runs_dirs)
     if folder is None:
         return found

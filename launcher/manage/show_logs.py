@@ -57,7 +57,7 @@ class Wanted:
         return replace(self, servers=True) if plan.serve_only else self
 
     def nodes(self, plan: LaunchPlan) -> list[int]:
-        """Return the node_ranks of the selected nodes; raises UsageError if the node or rank does not exist."""
+        """Return the selected node_ranks. Raises UsageError if the node or rank does not exist."""
         ranks = [node.node_rank for node in plan.nodes]
         if self.node is not None and self.node not in ranks:
             raise UsageError(f"--node {self.node}: the run has nodes 0 to {len(ranks) - 1}")
@@ -81,8 +81,6 @@ class Wanted:
 
 @dataclass(frozen=True)
 class Line:
-    """One line of a log."""
-
     when: float  #: seconds since the epoch, by this machine's clock as far as known
     node_rank: int
     name: str  #: rank3, server, …
@@ -200,44 +198,34 @@ class _Follower(threading.Thread):
 
 
 def collected_logs(found: FoundRun, node_rank: int) -> Path | None:
-    """Return the folder on this machine that has all logs of a node.
-
-    None if the logs were not collected, or were collected before the node ended.
-    """
+    """Return the folder on this machine that has all logs of a node; None if it lacks some."""
     folder = found.folder / "logs" / f"node{node_rank}" if found.folder else None
     return folder if folder is not None and (folder / "result.json").is_file() else None
 
 
 def all_collected(found: FoundRun) -> bool:
-    """Whether the logs of all nodes are on this machine."""
     return found.plan is not None and all(collected_logs(found, node.node_rank) for node in found.plan.nodes)
 
 
 def _query(run: OpenRun, wanted: Wanted, ranks: Sequence[int]) -> dict[int, NodeView]:
-    """Ask the nodes ``ranks`` for the log lines that ``wanted`` selects."""
     offsets = _clock_offsets(run, wanted, ranks)
     return run.views(ranks, lambda k: _options(wanted, wanted.last, offsets.get(k, 0.0)))
 
 
 def _clock_offsets(run: OpenRun, wanted: Wanted, ranks: Sequence[int]) -> dict[int, float]:
-    """Return by how many seconds each node's clock is ahead of this machine's, by node_rank; {} without --since."""
+    """Return by how many seconds each node's clock is ahead of this machine's; {} without --since."""
     return {k: view.offset for k, view in run.views(ranks).items()} if wanted.since is not None else {}
 
 
 def _options(wanted: Wanted, tail: int | None, offset: float) -> list[str]:
-    """Return the options of ``watch.py`` that select the wanted lines; ``offset``: seconds by which the node's clock is
-    ahead of this machine's."""
+    """Return the options of ``watch.py`` for the wanted lines; ``offset``: seconds that the node's clock is ahead."""
     words = ["--only", ",".join(wanted.patterns)]
     words += ["--since", f"{wanted.since + offset:.3f}"] if wanted.since is not None else []
     return words + (["--tail", str(tail)] if tail is not None else [])
 
 
 def _lines_of(view: NodeView, hub: NodeView | None) -> list[Iterator[Line]]:
-    """Return one iterator over lines for each log of a node, with times by this machine's clock.
-
-    Times are converted to the lead node's clock, by the offset that the node has measured, and then to this machine's
-    clock. Without that measurement they are converted directly, by ``view.offset``.
-    """
+    """Return one iterator over lines for each log of a node, with times by this machine's clock."""
     offset = view.offset
     if hub is not None and hub.now and (hub is view or view.cluster_offset):
         offset = view.cluster_offset + hub.offset
@@ -325,5 +313,4 @@ def since_when(text: str, now: float | None = None) -> float:
 
 
 def missing_words(missing: Mapping[int, str], plan: LaunchPlan) -> list[str]:
-    """Return a message for each node whose log lines could not be read."""
     return [f"{plan.nodes[k].label}: its log lines could not be read: {why}" for k, why in sorted(missing.items())]

@@ -48,8 +48,6 @@ _NODE_STYLES = {"failed": "red", "lost": "red", "unreachable": "yellow", "done":
 
 @dataclass(frozen=True)
 class Status:
-    """The state of a run at one moment."""
-
     found: FoundRun
     verdict: Verdict
     views: Mapping[int, NodeView]  #: empty if the run folder on this machine suffices
@@ -60,7 +58,6 @@ class Status:
         return last_ranks(self.views, self.found.needed_plan.lead) if self.views else {}
 
     def to_json(self) -> dict[str, Any]:
-        """Return the record that ``--json`` prints."""
         launch = self.found.launch
         return {
             "run_id": self.found.run_id,
@@ -79,10 +76,7 @@ class Status:
 
 
 def status_now(run: OpenRun) -> Status:
-    """Return the state of the run.
-
-    The nodes are queried unless the run folder on this machine already tells the state.
-    """
+    """Return the state of the run. The nodes are queried only if the run folder here does not tell it."""
     if known_without_nodes(run.found):
         return Status(run.found, from_here(run.found), {})
     views = run.views()
@@ -107,10 +101,6 @@ def watch_status(run: OpenRun, console: Console) -> Status:
 
 
 def _reread(found: FoundRun) -> FoundRun:
-    """Read the run folder on this machine again, and return ``found`` with its new content.
-
-    If the folder has no plan, the plan of ``found`` is kept.
-    """
     if found.folder is None:
         return found
     now = read_folder(found.folder)
@@ -118,7 +108,6 @@ def _reread(found: FoundRun) -> FoundRun:
 
 
 def rendered(status: Status) -> Group:
-    """Render the state: one sentence, a table of nodes and ranks, notes, findings, and commands to run next."""
     verdict = status.verdict
     parts: list[Text | FittedTable] = [Text(verdict.sentence, _STYLES.get(verdict.state, "bold"))]
     if status.views:
@@ -133,10 +122,7 @@ def rendered(status: Status) -> Group:
 
 
 def _table(rows: list[tuple[Cell, ...]]) -> FittedTable:
-    """Return the table of nodes and ranks.
-
-    The column ``mostly`` is left out if no rank has a value for it, as before the first step.
-    """
+    # The column ``mostly`` is empty before the first step.
     index = next(i for i, column in enumerate(_COLUMNS) if column.title == "mostly")
     if any(row[index] != "–" for row in rows):
         return FittedTable(_COLUMNS, rows)
@@ -144,10 +130,6 @@ def _table(rows: list[tuple[Cell, ...]]) -> FittedTable:
 
 
 def _rows(view: NodeView, ranks: Sequence[int]) -> Iterator[tuple[Cell, ...]]:
-    """Yield one table row per rank, or a single row for a node without ranks.
-
-    A rank that has not reported a step has no values in the step columns.
-    """
     state = Text(view.word, _NODE_STYLES.get(view.word, ""))
     age = view.heartbeat_age
     beat = f"{age:.1f} s ago" if age is not None else "–"
@@ -179,8 +161,7 @@ def _number(value: float | None, form: str) -> str:
 def _findings(status: Status) -> list[str]:
     """Return the texts of the findings of all nodes, in order of time and without duplicates.
 
-    If the state comes from the run folder, two kinds are left out: findings that ended the run, as the sentence about
-    its state names them, and stragglers that later kept up again.
+    Of a run that is over, leaves out findings that stopped it, and stragglers that later kept up again.
     """
     reports = [view.report for view in status.views.values()] or [status.found.result or {}]
     found = [finding for report in reports for finding in report.get("findings") or ()]

@@ -35,8 +35,6 @@ _LAUNCHER_WAIT = 15.0  # seconds for a launcher to exit after SIGTERM
 
 @dataclass(frozen=True)
 class NodeStopResult:
-    """Result of stopping one node."""
-
     node: NodePlan
     was: str  #: state of the node before
     killed: tuple[str, ...] = ()  #: ``pid command`` of processes that were killed
@@ -50,7 +48,6 @@ class NodeStopResult:
 
     @property
     def sentence(self) -> str:
-        """The result in one sentence."""
         if self.trouble:
             return f"{self.node.label}: not stopped: {self.trouble}; the run may go on there. {how_to_stop(self.node)}"
         if self.leftovers:
@@ -63,7 +60,6 @@ class NodeStopResult:
         return f"{self.node.label}: stopped{forced}"
 
     def to_json(self) -> dict[str, Any]:
-        """Return the record that ``--json`` prints."""
         values = {"node_rank": self.node.node_rank, "target": self.node.target, "was": self.was, "clean": self.clean}
         return values | {"killed": list(self.killed), "leftovers": list(self.leftovers), "trouble": self.trouble}
 
@@ -114,7 +110,6 @@ def stop_launcher(launch: LaunchFile) -> bool:
 
 
 def summary(found: FoundRun, stopped: list[NodeStopResult]) -> str:
-    """Return one sentence about the results of all nodes."""
     dirty = [one for one in stopped if not one.clean]
     if not dirty:
         return f"run {found.run_id}: no process of it is left on its {count(len(stopped), 'node')}"
@@ -124,8 +119,6 @@ def summary(found: FoundRun, stopped: list[NodeStopResult]) -> str:
 
 @dataclass(frozen=True)
 class StopResult:
-    """Result of stopping a run."""
-
     run_id: str
     message: str  #: the result in one sentence
     nodes: tuple[NodeStopResult, ...]
@@ -137,14 +130,13 @@ class StopResult:
         return 0 if self.clean else 1
 
     def to_json(self) -> dict[str, Any]:
-        """Return the record that ``--json`` prints."""
         values = {"run_id": self.run_id, "told": self.message, "exit_status": self.exit_status}
         folder = str(self.collected.folder) if self.collected else None
         return values | {"nodes": [node.to_json() for node in self.nodes], "folder": folder}
 
 
 def end_run(run: OpenRun, runs_dir: Path, console: Console, *, now: bool) -> StopResult:
-    """Stop the run, print the result of each node, and collect the run's files, unless its launcher still does that."""
+    """Stop the run and print the result of each node; collect the run's files unless its launcher is alive to do so."""
     if known_without_nodes(run.found):
         ended = _end_here(run.found)
         console.print(Text(ended.message), soft_wrap=True)
@@ -174,7 +166,7 @@ def end_run(run: OpenRun, runs_dir: Path, console: Console, *, now: bool) -> Sto
 
 
 def _end_here(found: FoundRun) -> StopResult:
-    """Stop a run that has no processes on its nodes: end its launcher if this still runs on this machine."""
+    # No process on a node: only its launcher may still run, on this machine.
     if found.plan_is_missing:
         raise FleetError(found.without_plan.replace("gnnfleet status", "gnnfleet stop"))
     launch = found.launch

@@ -33,7 +33,7 @@ EVERY = 3.0  # seconds between updates from the nodes
 
 @dataclass(frozen=True)
 class RenderedReport:
-    """One rendering of a report: its page, a digest of the content, and the update for open pages."""
+    """One rendering of a report: the page, a digest of its content, and JSON that updates pages already open."""
 
     page: ReportPage
     version: str  #: digest of the content
@@ -48,8 +48,7 @@ class RenderedReport:
 
 
 class ReportServer(ThreadingHTTPServer):
-    """HTTP server of one report. Its URL has a secret part, as other users of this machine can connect to the port
-    too."""
+    """HTTP server of one report. Its URL has a secret part, as other users can connect to the port."""
 
     daemon_threads = True
 
@@ -98,7 +97,7 @@ class _Handler(BaseHTTPRequestHandler):
 
 
 def watch_report(run: OpenRun, folder: Path, *, port: int | None = None, runs_dirs: Sequence[Path] = ()) -> None:
-    """Serve the report of the run until Ctrl-C. While the run goes on, collect the run's files every ``EVERY`` seconds.
+    """Serve the report of the run until Ctrl-C; until the run ends, collect its files every ``EVERY`` seconds.
 
     ``port``: TCP port to listen on; None: any free port.
     """

@@ -51,11 +51,11 @@ class Child:
         os.set_blocking(self._pipe, False)
 
     def fileno(self) -> int:
-        """File descriptor of the pipe with the process's output; with this method ``selectors`` accepts a ``Child``."""
+        """The pipe with the process's output; with this method ``selectors`` accepts a ``Child``."""
         return self._pipe
 
     def pump(self) -> bool:
-        """Copy the output written so far to the log; returns False once no process has the pipe open."""
+        """Copy the output written so far to the log; return False once no process has the pipe open."""
         for _ in range(_READS_AT_ONCE):
             try:
                 data = os.read(self._pipe, _READ)
@@ -80,7 +80,6 @@ class Child:
             procs.send_group(self.pid, signal.SIGTERM)
 
     def close(self) -> None:
-        """Read the rest of the output and close the log."""
         self.pump()
         assert self.process.stdout is not None
         self.process.stdout.close()
@@ -99,8 +98,7 @@ class Child:
 class Loop:
     """Single-threaded event loop: waits for output and exits of child processes, sockets, signals and timeouts.
 
-    numbers: numbers of the signals to catch. A caught signal is only appended to ``signals``; the caller of ``turn``
-    has to react to it.
+    numbers: signals to catch. A caught signal is only appended to ``signals``, which the caller of ``turn`` checks.
     """
 
     def __init__(self, *numbers: int) -> None:
@@ -137,12 +135,11 @@ class Loop:
         (self._selector.modify if known else self._selector.register)(opened, events, ready)
 
     def unwatch(self, opened: socket.socket) -> None:
-        """Stop watching a socket; nothing happens when it is not watched."""
+        """Stop watching a socket, if it is watched."""
         if opened in self._selector.get_map():
             self._selector.unregister(opened)
 
     def turn(self, timeout: float) -> None:
-        """Wait for events, at most ``timeout`` seconds, and handle them."""
         for key, events in self._selector.select(timeout):
             if key.data is None:
                 os.read(self._wake, 4096)
@@ -154,11 +151,11 @@ class Loop:
         self._reap()
 
     def _watched(self, key: selectors.SelectorKey) -> bool:
-        """Whether the socket is still watched: an earlier event of the same turn may have closed it."""
+        # An earlier event of the same turn may have closed the socket.
         return self._selector.get_map().get(key.fd) == key
 
     def _reap(self) -> None:
-        """Collect the exit status of children that have ended, and of adopted orphans, so that no zombies remain."""
+        # Adopted orphans are collected, too, so that no zombies remain.
         own = {child.pid: child for child in self._children}
         while True:
             try:
@@ -181,7 +178,7 @@ def exit_status(returncode: int | None) -> tuple[int | None, str | None]:
 
 
 def signal_name(number: int) -> str:
-    """Return the name of a signal: ``SIGTERM`` for 15, ``SIG40`` for a real-time signal, which has no name."""
+    """Return the name of a signal: ``SIGTERM`` for 15, ``SIG40`` for a real-time signal."""
     try:
         return signal.Signals(number).name
     except ValueError:
@@ -189,7 +186,7 @@ def signal_name(number: int) -> str:
 
 
 def outcome(name: str, node_rank: int, rank: int | None, child: Child | None = None, **more: Any) -> dict[str, Any]:
-    """Make an outcome record, which says how a process ended (docs/ARCHITECTURE.md, "Node run folder").
+    """Return an outcome record (docs/ARCHITECTURE.md, "Node run folder").
 
     more: fields that replace those taken from ``child``.
     """

@@ -1,9 +1,7 @@
 """Stops a node of a run, or reports its state: ``control.py stop|status RUN_DIR``. Prints one JSON object.
 
-``stop`` writes ``control/stop`` and waits until the supervisor has ended. If the supervisor is dead or too slow,
-``stop`` ends the recorded process groups, the supervisor's descendants and all processes with the run's GNNFLEET_TOKEN
-in their environment, releases the leases and closes the tmux session. Exit status: 0 when no process of the run is left
-on this node, else 1. If ``node.json`` is damaged, processes are identified by GNNFLEET_RUN_DIR in their environment.
+``stop`` asks the supervisor to end the run on this node, and ends what is left if the supervisor is dead or too slow.
+Exit status: 0 when no process of the run is left on this node, else 1.
 """
 
 from __future__ import annotations
@@ -32,10 +30,7 @@ _SLACK = 6.0  # seconds that a supervisor may need beyond its grace to end lefto
 
 
 class NodeFolder:
-    """The run folder of a node, for programs other than the node's supervisor.
-
-    Raises SystemExit if the folder has no node.json.
-    """
+    """The run folder of a node. Raises SystemExit if the folder has no node.json."""
 
     def __init__(self, run_dir: str) -> None:
         self.run_dir = os.path.abspath(run_dir)
@@ -69,13 +64,13 @@ class NodeFolder:
         return state["pid"] if state and procs.alive(state["pid"], state["start_ticks"]) else None
 
     def recorded(self) -> list[procs.Process]:
-        """Running processes in the process groups that are listed in ``state.json``."""
+        """Return the running processes in the process groups that are listed in ``state.json``."""
         entries = (self.state or {}).get("processes", [])
         groups = {entry["pgid"] for entry in entries if procs.alive(entry["pid"], entry["start_ticks"])}
         return [process for process in procs.table() if process.pgid in groups]
 
     def running(self) -> list[procs.Process]:
-        """All running processes of the run on this node, including the supervisor."""
+        """Return all running processes of the run on this node, including the supervisor."""
         root = self.supervisor()
         found = procs.run_processes(self.mark, root) + self.recorded()
         process = procs.look(root) if root else None
@@ -114,7 +109,7 @@ def release_leases(folder: NodeFolder) -> str:
 
 
 def request_stop(folder: NodeFolder, request: dict[str, Any]) -> None:
-    """Write ``control/stop``; an empty file if the disk is full. If that fails too, send SIGTERM to the supervisor."""
+    """Write ``control/stop``, without content if the disk is full. If that fails, send SIGTERM to the supervisor."""
     path = folder.path("control", "stop")
     try:
         os.makedirs(folder.path("control"), exist_ok=True)
@@ -129,12 +124,11 @@ def request_stop(folder: NodeFolder, request: dict[str, Any]) -> None:
 
 
 def describe(processes: list[procs.Process]) -> list[dict[str, Any]]:
-    """[{"pid", "command"}] for the given processes."""
+    """Return [{"pid", "command"}] of the processes."""
     return [{"pid": process.pid, "command": procs.command_line(process.pid)} for process in processes]
 
 
 def close_session(name: str) -> None:
-    """Close the tmux session ``name`` if it exists."""
     try:
         subprocess.run(["tmux", "kill-session", "-t", f"={name}"], capture_output=True, timeout=10, check=False)
     except FileNotFoundError:  # tmux is not installed
@@ -142,8 +136,9 @@ def close_session(name: str) -> None:
 
 
 def status(folder: NodeFolder) -> dict[str, Any]:
-    """Return the content of ``state.json``, with further keys: whether the supervisor is alive, whether a stop was
-    requested, and the content of ``result.json``."""
+    """Return the content of ``state.json``, whether the supervisor is alive, whether a stop was requested, and the
+    content of ``result.json``.
+    """
     state = folder.state
     processes = [
         {**entry, "alive": procs.alive(entry["pid"], entry["start_ticks"])}
@@ -162,7 +157,7 @@ def status(folder: NodeFolder) -> dict[str, Any]:
 
 
 def result(folder: NodeFolder) -> dict[str, Any] | None:
-    """Content of ``result.json``; None if the file is missing or damaged."""
+    """Return the content of ``result.json``; None if the file is missing or damaged."""
     return record_in(RESULT, folder.path("result.json"))
 
 

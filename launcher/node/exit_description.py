@@ -15,7 +15,7 @@ _CRASHES = {
 
 
 def describe(record: Mapping[str, Any]) -> str:
-    """How a process ended, from its outcome record: ``was killed by signal 9 (SIGKILL)``."""
+    """Return how a process ended, from its outcome record: ``was killed by signal 9 (SIGKILL)``."""
     signaled, note = record["signal"], record["note"]
     if record["oom"]:
         return f"ran out of memory (killed by the kernel{f'; {note}' if note else ''})"
@@ -33,8 +33,7 @@ def describe(record: Mapping[str, Any]) -> str:
 def exception_of(record: Mapping[str, Any]) -> str:
     """Return the exception that ended a process, e.g. ``ValueError: no such column``; '' if there is none.
 
-    ``record``: outcome record of the process. Only a process that ended with status 1 or by SIGABRT (threads of torch
-    may abort while Python exits) has been ended by an exception.
+    ``record``: outcome of the process. Only exit status 1 and SIGABRT can come from an exception.
     """
     exception = last_exception_line(record["traceback"])
     if record["signal"] == "SIGABRT":
@@ -43,7 +42,7 @@ def exception_of(record: Mapping[str, Any]) -> str:
 
 
 def last_exception_line(traceback: Iterable[str]) -> str:
-    """The last exception line of a traceback, e.g. ``ValueError: no such column``; '' when there is none."""
+    """Return the last exception line of a traceback, e.g. ``ValueError: no such column``; '' if there is none."""
     found, in_frames = "", False
     for line in traceback:
         if line.lstrip(" |+").startswith(("Traceback (most recent", "Exception Group Traceback")):
@@ -67,7 +66,7 @@ def describe_stop(request: Mapping[str, Any]) -> str:
 
 
 def size(count: float) -> str:
-    """A number of bytes as text, e.g. ``1.5 GB`` (powers of 1000)."""
+    """Return a number of bytes as text, e.g. ``1.5 GB`` (powers of 1000)."""
     unit = "B"
     for larger in ("kB", "MB", "GB", "TB"):
         if count < 1000:

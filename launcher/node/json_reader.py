@@ -1,8 +1,7 @@
-"""Validates JSON from untrusted or damaged sources: nodes, peers, user scripts, other versions, full disks.
+"""Validates JSON that may be damaged or untrusted: from other nodes, user scripts, other versions, full disks.
 
-A line that is not a JSON object is ignored; a field of the wrong type is treated as missing. The results have the
-types declared by the ``Record`` objects below, so callers need no further checks. Fields that a record does not
-declare are kept unchecked. Python 3.8, standard library only.
+Lines that are not JSON objects are ignored, fields of the wrong type count as missing, and undeclared fields are kept
+unchecked. Python 3.8, standard library only.
 """
 
 from __future__ import annotations
@@ -45,35 +44,35 @@ def text(value: Any) -> str:
 
 
 def real(value: Any) -> float:
-    """Check that a value is a number, NaN and infinities included; raises ValueError."""
+    """Return a number, which may be NaN or infinite. Raises ValueError for other values."""
     if isinstance(value, bool) or not isinstance(value, (int, float)) or (isinstance(value, int) and not _fits(value)):
         raise ValueError
     return value
 
 
 def number(value: Any) -> float:
-    """Check that a value is a finite number; raises ValueError."""
+    """Return a finite number. Raises ValueError for other values."""
     if not math.isfinite(real(value)):
         raise ValueError
     return value  # type: ignore[no-any-return]
 
 
 def moment(value: Any) -> float:
-    """Check that a value is a time in seconds since the epoch; raises ValueError."""
+    """Return a time in seconds since the epoch. Raises ValueError for other values."""
     if not 0 <= number(value) < _LATEST:
         raise ValueError
     return value  # type: ignore[no-any-return]
 
 
 def whole(value: Any) -> int:
-    """Check that a value is a signed 64-bit integer; raises ValueError."""
+    """Return a signed 64-bit integer. Raises ValueError for other values."""
     if type(value) is not int or not _fits(value):
         raise ValueError
     return value
 
 
 def natural(value: Any) -> int:
-    """Check that a JSON value is an integer >= 0, such as a rank, a pid or a count; raises ValueError."""
+    """Return an integer >= 0, such as a rank. Raises ValueError for other values."""
     if whole(value) < 0:
         raise ValueError
     return int(value)
@@ -126,7 +125,7 @@ def items(kind: Validator) -> Validator:
 def table(kind: Validator, key: str = r"\d{1,9}") -> Validator:
     """Return a validator for JSON objects that removes invalid entries.
 
-    An entry is valid if its key matches the regular expression ``key`` completely and ``kind`` accepts its value.
+    The key of an entry must match the regular expression ``key`` completely, and its value must pass ``kind``.
     """
     known = re.compile(key)
 
@@ -142,9 +141,9 @@ def table(kind: Validator, key: str = r"\d{1,9}") -> Validator:
 class Record:
     """A validator for JSON objects with declared fields.
 
-    need: validator of each required field. may: validator of each optional field; an invalid one is removed. default:
-    validator and default of each field that has a default; this replaces a missing or invalid value. A default that is
-    callable is called to make the value.
+    need: validator of each required field. may: validator of each optional field; invalid ones are removed. default:
+    (validator, default) of each further field; a missing or invalid field gets the default, or its result if it is
+    callable.
     """
 
     def __init__(
@@ -187,10 +186,9 @@ def _fits(value: int) -> bool:
 
 
 def json_object(line: str | bytes) -> dict[str, Any] | None:
-    """Parse the JSON object in a line of text; None if there is none.
+    """Parse the last JSON object in a line of text; None if there is none.
 
-    If there are several objects, returns the last one: if a full disk has truncated an object, the next object follows
-    it in the same line.
+    If a full disk has truncated an object, the next object follows in the same line.
     """
     if len(line) > MAX_LINE:
         return None
@@ -211,13 +209,13 @@ def _parsed(line: str | bytes) -> Any:
 
 
 def records(kind: Record, lines: Iterable[str | bytes]) -> list[dict[str, Any]]:
-    """Return the valid records of ``kind`` in lines of JSON; all other lines are skipped."""
+    """Return the valid records of ``kind`` in lines of JSON; skip all other lines."""
     tried = (_tried(kind, json_object(line)) for line in lines)
     return [one for ok, one in tried if ok]
 
 
 def record_in(kind: Record, file: str) -> dict[str, Any] | None:
-    """The record in a file; None if the file does not exist or contains no record of ``kind``."""
+    """Return the record in a file; None if the file does not exist or contains no record of ``kind``."""
     try:
         with open(file, "rb") as opened:
             data = opened.read(MAX_LINE + 1)
@@ -233,9 +231,9 @@ def checked(kind: Record, value: Any) -> dict[str, Any] | None:
 
 
 def message_in(line: str) -> dict[str, Any] | None:
-    """Return the message of the node program watch.py or control.py in a line of its output; None if there is none.
+    """Return the message of watch.py or control.py in a line of its output; None if there is none.
 
-    Text before the message, which a login profile may have printed, is skipped. Raises Damaged for a damaged message.
+    Skips text before the message, which a login profile may have printed. Raises Damaged for a damaged message.
     """
     found = _TOP.search(line)
     if found is None:
@@ -487,7 +485,7 @@ _MESSAGE_FIELDS: dict[str, Validator] = {
 def _message(value: dict[str, Any]) -> dict[str, Any]:
     found = {**value, **{name: kind(value[name]) for name, kind in _MESSAGE_FIELDS.items() if name in value}}
     if "file" in found and not {"offset", "lines"} <= found.keys():
-        raise ValueError("no offset or lines")
+        raise ValueError("`file` without `offset` and `lines`")
     if "stopped" in found and not {"killed", "leftovers"} <= found.keys():
-        raise ValueError("no killed or leftovers")
+        raise ValueError("`stopped` without `killed` and `leftovers`")
     return found

@@ -1,9 +1,7 @@
 """Leases on CUDA devices and ports of this machine, so that runs of all users do not use the same ones.
 
-One small file per lease, ``<resource>.<uid>.json``, in ``/tmp/gnnfleet-leases`` (or the folder in ``GNNFLEET_LEASES``),
-mode 1777. A lease is valid while its process lives, identified by pid, start time and boot id. Leases are advisory: a
-malicious user can at most claim resources, since links are not followed and a file counts only if it is owned by the
-user in its name.
+One file per lease, ``<resource>.<uid>.json``, in ``/tmp/gnnfleet-leases`` (or the folder in ``GNNFLEET_LEASES``). A
+lease is valid while its process lives, if the user ``uid`` owns the file.
 
 Python 3.8, standard library only, without imports from this package: preflight runs this source on nodes.
 """
@@ -33,7 +31,7 @@ _RUN_ID = re.compile(r"[A-Za-z0-9_-]{1,100}")
 
 
 class Lease(NamedTuple):
-    """A lease: one resource, and the process that holds it."""
+    """One resource, and the process that holds it."""
 
     resource: str  #: ``cuda:0`` or ``port:29500``
     run_id: str
@@ -60,18 +58,17 @@ class Holder(NamedTuple):
 
 
 class LeaseError(OSError):
-    """Raised if leases cannot be read or written on this machine. The run then continues without, and logs the
-    reason."""
+    """Leases cannot be read or written on this machine. The run continues without them and logs the reason."""
 
 
 def this_process(run_id: str, node_rank: int, host: str = "") -> Holder:
-    """The calling process as a ``Holder``. host: user and machine that launched the run, as in ``Lease``."""
+    """Return the calling process as a ``Holder``. host: user and machine that launched the run."""
     pid = os.getpid()
     return Holder(run_id, node_rank, _user(os.geteuid()), pid, _start_ticks(pid) or 0, _boot_id(), time.time(), host)
 
 
 def held(resources: Iterable[str] | None = None) -> list[Lease]:
-    """The valid leases on ``resources`` (None: on any resource), sorted by file name. Raises LeaseError.
+    """Return the valid leases on ``resources`` (None: on any resource), sorted by file name. Raises LeaseError.
 
     Removes this user's lease files of processes that have ended.
     """
@@ -84,7 +81,7 @@ def held(resources: Iterable[str] | None = None) -> list[Lease]:
 def take(resources: Iterable[str], holder: Holder) -> list[Lease]:
     """Take leases on all of ``resources``, or on none if another holder has a lease on one of them.
 
-    Returns the leases of other holders; [] means success. Raises LeaseError if the leases cannot be written.
+    Returns the leases of the other holders; [] means success. Raises LeaseError if the leases cannot be written.
     """
     wanted = sorted(set(resources))
     with _folder(create=True) as folder:
@@ -119,9 +116,8 @@ def resource_label(resource: str) -> str:
 
 @contextmanager
 def _folder(create: bool) -> Iterator[Any]:
-    """Lock the lease folder exclusively and yield its file descriptor.
-
-    Yields None if the folder does not exist and ``create`` is false.
+    """Lock the lease folder exclusively; yield its file descriptor, or None if it does not exist and ``create`` is
+    false.
     """
     path = os.environ.get("GNNFLEET_LEASES") or FOLDER
     descriptor = None
@@ -140,7 +136,6 @@ def _folder(create: bool) -> Iterator[Any]:
 
 
 def _permission_message(path: str, name: str | None) -> str:
-    """The message for a permission error: names the file or folder, its owner, and what to do."""
     file = os.path.join(path, name or "")
     if name and file != path and os.path.lexists(file):
         return "%s belongs to %s and was not created by gnnfleet; have it removed" % (file, _owner(file))
@@ -152,10 +147,9 @@ def _permission_message(path: str, name: str | None) -> str:
 
 
 def _locked(path: str, create: bool) -> int | None:
-    """Open and lock the lease folder and return its file descriptor.
+    """Open and lock the lease folder; return its file descriptor, or None if it does not exist and ``create`` is false.
 
-    None if the folder does not exist and ``create`` is false. Tries again if a cleaner of /tmp removes the folder
-    meanwhile. Raises OSError.
+    Tries again if a cleaner of /tmp removes the folder meanwhile. Raises OSError.
     """
     deadline = time.monotonic() + _PATIENCE
     while True:
@@ -191,7 +185,7 @@ def _opened(path: str, create: bool) -> int | None:
 
 
 def _make(path: str) -> None:
-    """Create the lease folder with the mode of /tmp: all users may add files, and remove only their own."""
+    # The mode of /tmp: all users may add files, and remove only their own.
     mask = os.umask(0)
     try:
         with suppress(FileExistsError):  # another process was faster
@@ -201,10 +195,7 @@ def _make(path: str) -> None:
 
 
 def _lock(descriptor: int, path: str, deadline: float) -> None:
-    """Lock the lease folder with flock; raises LeaseError at ``deadline`` (monotonic seconds).
-
-    The folder itself is locked, since a lock file could be removed or belong to another user.
-    """
+    """Lock the lease folder with flock; raises LeaseError at ``deadline`` (monotonic seconds)."""
     while True:
         try:
             return fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -215,7 +206,6 @@ def _lock(descriptor: int, path: str, deadline: float) -> None:
 
 
 def _valid_leases(folder: int) -> list[Lease]:
-    """The valid leases in the open lease folder; removes invalid lease files of this user."""
     found = []
     for name in sorted(os.listdir(folder)):
         match = _NAME.fullmatch(name)
@@ -229,7 +219,7 @@ def _valid_leases(folder: int) -> list[Lease]:
 
 
 def _read(folder: int, name: str, uid: int) -> Lease | None:
-    """The lease in the file ``name``; None if it is not a regular file with a lease, owned by the user ``uid``."""
+    """Return the lease in the file ``name``; None if it is not a regular file with a lease of the user ``uid``."""
     try:
         descriptor = os.open(name, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC, dir_fd=folder)
     except OSError:  # a link, unreadable, or gone
@@ -246,7 +236,6 @@ def _read(folder: int, name: str, uid: int) -> Lease | None:
 
 
 def _is_valid(lease: Lease) -> bool:
-    """Whether each value of a lease has the right type, and each text is printable."""
     texts = (lease.resource, lease.run_id, lease.user, lease.boot_id, lease.host)
     numbers = (lease.node_rank, lease.pid, lease.start_ticks)
     return (
@@ -260,7 +249,6 @@ def _is_valid(lease: Lease) -> bool:
 
 
 def _alive(lease: Lease) -> bool:
-    """Whether the process that took the lease still runs."""
     if lease.boot_id != _boot_id():
         return False
     ticks = _start_ticks(lease.pid)
@@ -276,7 +264,7 @@ def _alive(lease: Lease) -> bool:
 
 
 def _start_ticks(pid: int) -> int | None:
-    """Start time of a process in clock ticks since boot; None if it does not exist, is a zombie, or is hidden."""
+    """Return when a process started, in clock ticks since boot; None if it is missing, hidden or a zombie."""
     try:
         with open("/proc/%d/stat" % pid, "rb") as file:
             fields = file.read().rpartition(b")")[2].split()

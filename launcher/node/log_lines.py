@@ -35,7 +35,7 @@ _MAX_MESSAGE = 10  # lines of an exception's message after the first, indented o
 
 
 class TracebackFinder:
-    """Finds the first Python traceback in lines of output, with all its chained exceptions, and keeps it."""
+    """Keeps the first Python traceback in lines of output, with all its chained exceptions."""
 
     def __init__(self) -> None:
         self.lines: list[str] = []
@@ -43,7 +43,6 @@ class TracebackFinder:
         self._message_lines = 0
 
     def feed(self, line: str) -> None:
-        """Process the next line of output."""
         if self._state == "after":
             return
         line = _RANK_PREFIX.sub("", line)
@@ -85,14 +84,13 @@ class TracebackFinder:
 
 
 class CrashFinder:
-    """Finds and keeps the stack that faulthandler prints when a process crashes (ranks run with PYTHONFAULTHANDLER)."""
+    """Keeps the stack that faulthandler prints when a process crashes (ranks run with PYTHONFAULTHANDLER)."""
 
     def __init__(self) -> None:
         self.lines: list[str] = []
         self._inside = False
 
     def feed(self, line: str) -> None:
-        """Process the next line of output."""
         if _FATAL.match(line):
             self.lines, self._inside = [line], False
         elif self.lines and _CRASHED_THREAD.match(line):
@@ -113,7 +111,7 @@ class LineLog:
     """A log file for the output of a process, given as raw bytes; each line is written at once, with a time stamp.
 
     Of a line redrawn with carriage returns, only the last state is written. Invalid UTF-8 is replaced by U+FFFD. Lines
-    that cannot be written (full disk) are dropped, and their number is logged once the disk has room again.
+    that cannot be written (full disk) are dropped; the log later says how many.
     """
 
     def __init__(self, path: str) -> None:
@@ -127,7 +125,6 @@ class LineLog:
         self._unwritten = 0
 
     def feed(self, data: bytes) -> None:
-        """Process the next bytes of output."""
         *whole, rest = (self._partial + data).split(b"\n")
         self._redrawn = b"\r" in rest or (self._redrawn and not whole)
         *over, self._partial = _pieces(_last_state(rest))
@@ -135,7 +132,6 @@ class LineLog:
         self._snapshot()
 
     def close(self) -> None:
-        """Write the last line, even without a line end, and close the file."""
         if self._partial:
             self._emit([self._partial.rstrip(b"\r")])
             self._partial = b""
@@ -170,10 +166,7 @@ class LineLog:
 
 
 def _last_state(line: bytes) -> bytes:
-    """Return what a terminal shows at the end of a line redrawn with carriage returns.
-
-    Trailing carriage returns are kept.
-    """
+    """Return what a terminal shows at the end of a line redrawn with carriage returns; trailing ones are kept."""
     return line[line.rstrip(b"\r").rfind(b"\r") + 1 :]
 
 

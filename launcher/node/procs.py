@@ -23,8 +23,6 @@ _libc = ctypes.CDLL(None, use_errno=True)
 
 @dataclass(frozen=True)
 class Process:
-    """One entry of the process table."""
-
     pid: int
     ppid: int
     pgid: int
@@ -33,7 +31,7 @@ class Process:
 
 
 def look(pid: int) -> Process | None:
-    """The process with this pid; None if it does not exist, or /proc hides it (hidepid)."""
+    """Return the process with this pid; None if it does not exist, or /proc hides it (hidepid)."""
     try:
         with open(f"/proc/{pid}/stat", "rb") as file:
             fields = file.read().rpartition(b")")[2].split()
@@ -50,13 +48,13 @@ def alive(pid: int, start_ticks: int) -> bool:
 
 
 def table() -> list[Process]:
-    """All running processes, without zombies."""
+    """Return all running processes, without zombies."""
     found = (look(int(name)) for name in os.listdir("/proc") if name.isdigit())
     return [process for process in found if process is not None and not process.zombie]
 
 
 def ancestors(pid: int) -> set[int]:
-    """``pid`` and the pids of its parent and all further ancestors."""
+    """Return ``pid`` and the pids of all its ancestors."""
     found: set[int] = set()
     process = look(pid)
     while process is not None and process.pid not in found:
@@ -66,7 +64,7 @@ def ancestors(pid: int) -> set[int]:
 
 
 def descendants(pid: int, processes: Iterable[Process] | None = None) -> list[Process]:
-    """The children of ``pid`` and all further descendants. processes: the process table; None: read it now."""
+    """Return the descendants of ``pid``. processes: the process table; None: read it now."""
     children: dict[int, list[Process]] = {}
     for process in table() if processes is None else processes:
         children.setdefault(process.ppid, []).append(process)
@@ -80,18 +78,19 @@ def descendants(pid: int, processes: Iterable[Process] | None = None) -> list[Pr
 
 
 def node_token(token: str, node_rank: int) -> str:
-    """Value of GNNFLEET_TOKEN for the processes of a run on one node; differs from node to node, as two nodes may share
-    a machine."""
+    """Return GNNFLEET_TOKEN for the processes of a run on one node; it differs between nodes, which may share a
+    machine.
+    """
     return f"{token}-node{node_rank}"
 
 
 def with_token(token: str, processes: Iterable[Process] | None = None) -> list[Process]:
-    """Running processes that were started with ``GNNFLEET_TOKEN=token`` in their environment."""
+    """Return the running processes that were started with ``GNNFLEET_TOKEN=token`` in their environment."""
     return with_variable(f"{TOKEN}={token}", processes)
 
 
 def with_variable(entry: str, processes: Iterable[Process] | None = None) -> list[Process]:
-    """Running processes that were started with ``entry`` (``NAME=value``) in their environment."""
+    """Return the running processes that were started with ``entry`` (``NAME=value``) in their environment."""
     return [process for process in (table() if processes is None else processes) if _holds(process.pid, entry)]
 
 
@@ -104,9 +103,9 @@ def _holds(pid: int, entry: str) -> bool:
 
 
 def run_processes(entry: str, root: int | None = None) -> list[Process]:
-    """Return the processes of a run on this machine, without the calling process and its ancestors.
+    """Return the processes with ``entry`` in their environment, and the descendants of the pid ``root``.
 
-    These are the processes with ``entry`` in their environment, and the descendants of the pid ``root``.
+    Leaves out the calling process and its ancestors.
     """
     processes = table()
     spared = ancestors(os.getpid())
@@ -115,7 +114,7 @@ def run_processes(entry: str, root: int | None = None) -> list[Process]:
 
 
 def command_line(pid: int) -> str:
-    """The first 120 characters of a process's command line; '' when it has ended."""
+    """Return the first 120 characters of a process's command line; '' when it has ended."""
     try:
         with open(f"/proc/{pid}/cmdline", "rb") as file:
             return file.read().replace(b"\0", b" ").decode("utf-8", "replace").strip()[:120]
@@ -124,7 +123,7 @@ def command_line(pid: int) -> str:
 
 
 def send(pid: int, number: int) -> None:
-    """Send a signal to a process; does nothing when it has ended or runs as another user (sudo in a script)."""
+    """Send a signal to a process, unless it has ended or belongs to another user."""
     try:
         os.kill(pid, number)
     except (ProcessLookupError, PermissionError):
@@ -132,7 +131,7 @@ def send(pid: int, number: int) -> None:
 
 
 def send_group(pgid: int, number: int) -> None:
-    """Send a signal to a process group; does nothing when it is empty or belongs to another user."""
+    """Send a signal to a process group, unless it is empty or belongs to another user."""
     try:
         os.killpg(pgid, number)
     except (ProcessLookupError, PermissionError):
@@ -140,11 +139,11 @@ def send_group(pgid: int, number: int) -> None:
 
 
 def end(find: Callable[[], list[Process]], grace: float, wait: Callable[[], object] | None = None) -> list[Process]:
-    """Send SIGTERM to the processes that ``find`` returns, and SIGKILL after ``grace`` seconds; returns the processes
-    that still run.
+    """Send SIGTERM to the processes that ``find`` returns, SIGKILL after ``grace`` seconds; return those that still
+    run.
 
     ``find`` is called repeatedly, so that processes started meanwhile are ended too. Gives up 5 s after the grace
-    period. ``wait`` is called between two calls of ``find``; by default it sleeps 50 ms.
+    period. ``wait``: called between two calls of ``find``; by default it sleeps 50 ms.
     """
     pause = wait or (lambda: time.sleep(0.05))
     termed: set[int] = set()

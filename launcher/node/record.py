@@ -36,14 +36,13 @@ def write_text(path: str, text: str) -> None:
 
 
 def why_unwritten(path: str, error: OSError) -> str:
-    """Message that says why ``path``, a file of a run folder, could not be written."""
     if error.errno in (errno.ENOSPC, errno.EDQUOT):
         return f"the disk of {os.path.dirname(path)} is full"
     return f"{path} cannot be written: {error.strerror}"
 
 
 def read_json(path: str) -> Any:
-    """The JSON value in ``path``; None if the file does not exist. Raises OSError and ValueError."""
+    """Return the JSON value in ``path``; None if the file does not exist. Raises OSError and ValueError."""
     try:
         with open(path, encoding="utf-8") as file:
             return json.load(file)

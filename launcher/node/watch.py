@@ -65,7 +65,7 @@ class Watcher:
         self._give_up = self._printed + _START_WAIT
 
     def follow(self) -> int:
-        """Print all changes until the run has ended on this node; returns the exit status."""
+        """Print all changes until the run has ended on this node; return the exit status."""
         pause = _FASTEST
         while True:
             # Checked before the lines are read, so that all lines written before the end are printed before it.
@@ -83,7 +83,7 @@ class Watcher:
                 self.emit_quiet()
 
     def emit_once(self) -> int:
-        """Print the present content of the run folder; returns the exit status, 0 while the run continues."""
+        """Print the present content of the run folder; return the exit status, 0 while the run continues."""
         self.emit_state()
         end = self.end()
         for name, size in list(self.files()):
@@ -107,7 +107,7 @@ class Watcher:
             self.offsets[name] = max(skipped)
 
     def end(self) -> dict[str, Any] | None:
-        """The last message to print, ``result`` or ``lost``; None while the supervisor runs."""
+        """Return the last message to print, ``result`` or ``lost``; None while the supervisor runs."""
         reason = self.lost()
         result = record_in(RESULT, self._path("result.json"))  # read after the supervisor's liveness
         if result is not None:
@@ -115,8 +115,7 @@ class Watcher:
         return {"lost": {"reason": reason, "state": self._state}} if reason else None
 
     def lost(self) -> str:
-        """Return why the supervisor will write no result: it has ended, or has not started in time; '' if it
-        still may."""
+        """Return why the supervisor will write no result: it has ended, or did not start in time; '' otherwise."""
         if self._state is None:
             waited = time.monotonic() > self._give_up
             return f"no supervisor has started within {_START_WAIT:g} s" if waited else ""
@@ -127,28 +126,25 @@ class Watcher:
         return gone + (f"; the disk of {self.run_dir} is full" if disk_full(self.run_dir) else "")
 
     def emit_state(self) -> None:
-        """Print ``state.json`` if it has changed."""
         state = record_in(STATE, self._path("state.json"))
         if state is not None and state != self._state:
             self._state = state
             self.emit({"state": state})
 
     def emit_quiet(self) -> None:
-        """Print a ``quiet`` message when due: it shows that the connection works although the supervisor writes
-        nothing, as when its disk is full or stalls."""
+        # Shows that the connection works although the supervisor writes nothing: its disk is full, or it stalls.
         quiet = time.monotonic() - self._printed
         if quiet > _QUIET:
             self.emit({"quiet": round(quiet, 1)})
 
     def emit(self, message: dict[str, Any]) -> None:
-        """Print one message as a line of JSON."""
         print(json.dumps(message), flush=True)
         self._printed = time.monotonic()
 
     def emit_lines(self) -> bool:
-        """Print new lines of all files, about 256 KiB at most of each; returns whether there were any.
+        """Print new lines of all files, about 256 KiB at most of each; return whether there were any.
 
-        Events are read first and printed last, so that the output of a process is printed before the event of its end.
+        Events are read first and printed last, so that a process's output is printed before the event of its end.
         """
         events = self.new_lines(_EVENTS) if self._followed(_EVENTS) else b""
         changed = False
@@ -158,14 +154,13 @@ class Watcher:
         return self.emit_new(_EVENTS, events) or changed
 
     def new_lines(self, name: str) -> bytes:
-        """The next complete lines of a file, about 256 KiB at most; empty where it does not exist."""
+        """Return the next complete lines of a file, about 256 KiB at most; empty if it does not exist."""
         with suppress(FileNotFoundError, IsADirectoryError):
             return complete_lines(self._path(name), self.offsets.get(name, 0))
         return b""
 
     def emit_new(self, name: str, data: bytes) -> bool:
-        """Print ``data``, new lines of file ``name``, and advance the file's offset; returns whether there was anything
-        to print."""
+        """Print new lines of file ``name`` and advance the file's offset; return whether there were any."""
         if data:
             self.offsets[name] = self.offsets.get(name, 0) + len(data)
             whole = data[:-1] if data.endswith(b"\n") else data
@@ -174,7 +169,7 @@ class Watcher:
         return bool(data)
 
     def files(self) -> Iterator[tuple[str, int]]:
-        """(path in the run folder, bytes) of each existing file whose lines are to be printed."""
+        """Yield (path in the run folder, bytes) of each existing file whose lines are to be printed."""
         yield from self._scan("", ".jsonl")
         yield from self._scan("logs", ".log")
 
@@ -207,8 +202,10 @@ def disk_full(path: str) -> bool:
 
 
 def complete_lines(path: str, offset: int) -> bytes:
-    """The complete lines of ``path`` from byte ``offset`` on, about 256 KiB at most; a line longer than 8 MiB is
-    returned in pieces by several calls."""
+    """Return the complete lines of ``path`` from byte ``offset`` on, about 256 KiB at most.
+
+    A line longer than 8 MiB is returned in pieces, by several calls.
+    """
     with open(path, "rb") as file:
         file.seek(offset)
         data = file.read(_CHUNK)
@@ -220,8 +217,10 @@ def complete_lines(path: str, offset: int) -> bytes:
 
 
 def first_since(path: str, since: float) -> int:
-    """Byte offset of the first line of a log that is not earlier than ``since``; by binary search, as lines are in
-    order of time."""
+    """Return the byte offset of the first line of a log that is not earlier than ``since``.
+
+    Searches binarily: lines are in order of time.
+    """
     wanted = stamp(since)
     later: Callable[[bytes], bool] = (
         (lambda line: _time_of(line) >= since)
@@ -241,7 +240,7 @@ def first_since(path: str, since: float) -> int:
 
 
 def _line_from(file: BinaryIO, offset: int) -> tuple[int, bytes]:
-    """(byte offset, text) of the first line that begins at ``offset`` or later."""
+    """Return (byte offset, text) of the first line that begins at ``offset`` or later."""
     file.seek(max(0, offset - 1))
     if offset:
         file.readline()
@@ -255,7 +254,7 @@ def _time_of(line: bytes) -> float:
 
 
 def last_lines(path: str, count: int) -> int:
-    """Byte offset at which the last ``count`` complete lines begin."""
+    """Return the byte offset at which the last ``count`` complete lines begin."""
     with open(path, "rb") as file:
         offset = file.seek(0, os.SEEK_END)
         found = -1  # the line end after the last line does not begin another
@@ -278,10 +277,7 @@ def _nth_last_line_end(data: bytes, number: int) -> int:
 
 
 def pause_or_exit(seconds: float) -> None:
-    """Sleep for ``seconds``.
-
-    Raises BrokenPipeError if standard input is closed, which means that the reader of the output is gone.
-    """
+    """Sleep for ``seconds``. Raises BrokenPipeError if standard input is closed: the reader of the output is gone."""
     if not stat.S_ISFIFO(os.fstat(0).st_mode) and not stat.S_ISSOCK(os.fstat(0).st_mode):
         time.sleep(seconds)
     elif select.select([0], [], [], seconds)[0] and not os.read(0, 4096):

@@ -1,7 +1,6 @@
 """Builds the plan of a run from its config and the facts about its nodes.
 
-``make_plan`` is deterministic and opens no connection; ``--dry-run`` prints the plan that it returns. ``launch`` and
-``serve`` carry out the plan that ``final_plan`` returns, which also has the content of every file.
+``make_plan`` is deterministic and opens no connection; ``final_plan`` adds secrets and the content of every file.
 """
 
 from __future__ import annotations
@@ -130,7 +129,7 @@ def final_plan(
     """Build the plan that a launch carries out: with secrets, and with the content of every file.
 
     The arguments are those of ``make_plan``, and ``service_key``: text of an existing key file of the graph service;
-    None to create a new key pair.
+    None to create a key pair.
     """
     plan = make_plan(
         config,
@@ -159,10 +158,9 @@ def final_plan(
 
 
 def _with_running(plan: LaunchPlan, running: Mapping[int, NodePlan]) -> LaunchPlan:
-    """Return the new plan of a serving cluster, in which nodes that already run keep their existing NodePlan.
+    """Return the new plan of a serving cluster, in which nodes that already run keep their NodePlan.
 
-    ``running``: existing NodePlans by node_rank. Their ``parts`` are replaced by those of ``plan``, and their ``files``
-    by the cluster.json and run.json of ``plan``.
+    ``running``: their NodePlans by node_rank. ``plan`` still determines their parts, cluster.json and run.json.
     """
     cluster = next(file.content for file in plan.nodes[0].files if file.dest.endswith("/cluster.json"))
 
@@ -264,7 +262,7 @@ def _servers_of(serving: ServingCluster) -> list[str]:
 
 
 def _shared_hosts(config: ResolvedConfig) -> list[str]:
-    """Return a note for each host that runs several nodes: overlapping host ranges in the config may be the cause."""
+    # Overlapping host ranges in the config may be the cause.
     if config.transport == "local":
         return []
     nodes: dict[str, list[str]] = {}
@@ -282,10 +280,10 @@ def offline_plan(
     serving: ServingCluster | None = None,
     to_train: bool = False,
 ) -> LaunchPlan:
-    """Build a plan without connecting to a node.
+    """Build a plan without connecting to a node; it lists the parts' files if they are up to date on this machine.
 
-    The plan lists the files of the parts if the parts on the launching machine are up to date. The arguments are those
-    of ``make_plan``, and ``to_train``: whether to raise UsageError if these parts have no train seeds.
+    The arguments are those of ``make_plan``, and ``to_train``: whether to raise UsageError if the parts have no train
+    seeds.
     """
     _check_source(config)
     manifest = None
@@ -304,7 +302,6 @@ def offline_plan(
 
 
 def _check_source(config: ResolvedConfig) -> None:
-    """Raise UsageError if the graph to be partitioned does not exist on the launching machine (mode ``sync``)."""
     source = config.data.source
     read_here = config.makes_parts and config.data.dataset in ("file", "tables", "partition")
     if read_here and source and not os.path.exists(os.path.expanduser(source)):

@@ -18,8 +18,6 @@ from launcher.plan.placement import Site, endpoint
 
 @dataclass(frozen=True)
 class PlanContext:
-    """Values that are the same for all nodes of a run."""
-
     config: ResolvedConfig
     run_id: str
     token: Secret
@@ -41,10 +39,7 @@ class PlanContext:
 
     @property
     def remote(self) -> bool:
-        """Whether the run uses graph servers.
-
-        A run with a single worker uses none: it reads all parts from its own disk.
-        """
+        """Whether the run uses graph servers; a single worker reads all parts from its own disk instead."""
         return len(self.sites) > 1 or self.sites[0].node.role != "worker"
 
     @property
@@ -64,7 +59,6 @@ class PlanContext:
 
     @property
     def num_trainers(self) -> int:
-        """Number of nodes that train."""
         return len(self._trainers)
 
     def trainer_index(self, site: Site) -> int | None:
@@ -81,7 +75,6 @@ class NodeCommands(NamedTuple):
 
 
 def node_commands(context: PlanContext, site: Site) -> NodeCommands:
-    """Build all commands of one node."""
     server = server_command(context, site) if site.serves else None
     trainer = trainer_command(context, site) if site.ranks else None
     return NodeCommands(start_command(context, site), server, trainer)
@@ -112,8 +105,7 @@ def server_command(context: PlanContext, site: Site) -> Command:
 def trainer_command(context: PlanContext, site: Site) -> Command:
     """Build the command of the rank runner, a program that the supervisor starts once per rank.
 
-    The rank runner starts a user's own command when the node's graph server is ready. It starts the bundled trainer at
-    once, because the trainer itself waits for the graph server.
+    It starts a user's own command when the graph server is ready, but the bundled trainer at once.
     """
     argv = [site.python, f"{site.code_dir}/launcher/node/supervisor/rank_runner.py", "--run-dir", site.run_dir]
     argv += ["--await-server"] if context.own and site.serves else []
@@ -140,8 +132,8 @@ _LEFT_OUT_AT_DEFAULT = ("precision", "device_cache", "checkpoint_seconds")  # ke
 def train_flags(train: TrainConfig) -> list[str]:
     """Return the settings in ``train`` as command-line options of the trainer.
 
-    None and false become no option, true becomes an option without a value. ``resume`` is left out, as the checkpoint's
-    path differs between nodes, and so are the settings in ``_LEFT_OUT_AT_DEFAULT`` that have their default.
+    None and false become no option, true becomes an option without a value. Left out are ``resume`` (its path differs
+    between nodes) and settings in ``_LEFT_OUT_AT_DEFAULT`` that have their default.
     """
     flags: list[str] = []
     for field in fields(train):
@@ -203,10 +195,7 @@ def _rank_env(context: PlanContext, site: Site) -> dict[str, str]:
 
 
 def _world_env(context: PlanContext, site: Site) -> dict[str, str]:
-    """Return the variables that torch.distributed.run sets to the same value for all ranks of a node.
-
-    The supervisor adds the variables that differ between ranks (``launcher.node.supervisor.processes``).
-    """
+    # As torch.distributed.run sets them; the supervisor adds the variables that differ between ranks.
     world = str(context.world_size)
     return {
         "WORLD_SIZE": world,
@@ -224,10 +213,7 @@ def _world_env(context: PlanContext, site: Site) -> dict[str, str]:
 
 
 def _reach_env(context: PlanContext, site: Site) -> dict[str, str]:
-    """Return the environment variables that configure how processes read data of other nodes.
-
-    ``trainer.core.remote_settings.RemoteAccess`` reads these variables.
-    """
+    # ``trainer.core.remote_settings.RemoteAccess`` reads these variables.
     env: dict[str, str] = {"GNNFLEET_WIRE_ROWS": context.config.run.wire_rows}
     if site.parts:
         env["GNNFLEET_CACHE"] = context.config.data.cache
@@ -237,10 +223,9 @@ def _reach_env(context: PlanContext, site: Site) -> dict[str, str]:
 
 
 def _user_env(site: Site, ours: dict[str, str]) -> dict[str, str]:
-    """Return the environment variables ``ours`` and those in ``env`` of the node's config; the latter take precedence.
+    """Return the environment variables ``ours``, overridden by ``env`` in the node's config.
 
-    A PYTHONPATH in ``env`` is appended to that in ``ours``. Variables that gnnfleet sets for each rank are not
-    replaced.
+    A PYTHONPATH in ``env`` is appended. Variables that gnnfleet sets for each rank are not replaced.
     """
     user = {name: value for name, value in site.node.env.items() if name not in RANK_VARIABLES}
     if "PYTHONPATH" in user:

@@ -56,7 +56,7 @@ class SharedFiles:
 
 
 def shared_files(context: PlanContext) -> SharedFiles:
-    """Create the files that are equal on all nodes of a run: code, cluster.json and the common part of node.json."""
+    """Return the files that are equal on all nodes of a run: code, cluster.json and the common part of node.json."""
     code = tuple(copied(relative(path), path) for path in code_files())
     targets = (target_text(node_login(context.config, site.node)) for site in context.sites)
     labels = tuple(node_label(site.node_rank, target) for site, target in zip(context.sites, targets, strict=True))
@@ -83,7 +83,6 @@ def node_files(
 
 
 def _below(folder: str, file: PlannedFile) -> PlannedFile:
-    """Return a copy of ``file`` with ``folder`` prepended to its destination."""
     dest = f"{folder}/{file.dest}"  # the call below is three times as fast as dataclasses.replace
     return PlannedFile(dest, file.bytes, file.source, file.content, file.sha256, file.mode, file.secret)
 
@@ -157,7 +156,6 @@ def _node_spec(context: PlanContext, site: Site, commands: NodeCommands) -> Mapp
 
 
 def _restarts(context: PlanContext, site: Site) -> Mapping[str, Any]:
-    """Return the keys of node.json that configure restarts of the run; {} without ``run.restarts``."""
     config = context.config
     if not config.run.restarts or config.serve_only:
         return {}
@@ -167,7 +165,7 @@ def _restarts(context: PlanContext, site: Site) -> Mapping[str, Any]:
 
 
 def _restart_sites(context: PlanContext) -> Mapping[str, Any]:
-    """Return the addresses and ports of all nodes, in node_rank order; needed if a restart changes the lead node."""
+    # Needed if a restart changes the lead node.
     if not context.config.run.restarts or context.config.serve_only:
         return {}
     sites = [
@@ -184,10 +182,7 @@ def _restart_sites(context: PlanContext) -> Mapping[str, Any]:
 
 
 def _control(context: PlanContext) -> Mapping[str, Any] | None:
-    """Return address and port of the lead node's supervisor, to which the other supervisors connect.
-
-    None if the run has no control port.
-    """
+    # The other supervisors connect here. None without control port.
     if context.control_port is None:
         return None
     site = context.sites[context.lead]
@@ -195,7 +190,6 @@ def _control(context: PlanContext) -> Mapping[str, Any] | None:
 
 
 def _leases(context: PlanContext, site: Site) -> list[str]:
-    """Return the names of the leases (advisory locks) of a node: ``cuda:0`` for a device, ``port:29500`` for a port."""
     devices = sorted(set(site.node.devices))
     leads = site.node_rank == context.lead and site.ranks
     ports = [context.master_port, *([context.control_port] if context.control_port else [])] if leads else []

@@ -16,8 +16,6 @@ from launcher.files import file_sha256
 
 @dataclass(frozen=True)
 class NodeFacts:
-    """Facts about one node, found by preflight (``launcher.preflight.preflight``)."""
-
     node_rank: int
     hostname: str
     home: str  #: absolute path; replaces ``~`` in the plan
@@ -38,8 +36,6 @@ class NodeFacts:
 
 @dataclass(frozen=True)
 class NodePlan:
-    """What one node of a run stores and runs: addresses, folders, files and commands."""
-
     node_rank: int
     login: Login | None  #: None: the launching machine itself (``transport: local``)
     nproc: int
@@ -69,7 +65,7 @@ class NodePlan:
     def target(self) -> str:
         """Name of the node's machine: ``user@host:port`` or, for the launching machine itself, ``local``.
 
-        User and port are left out if the cluster file does not give them.
+        User and port are left out if the config does not give them.
         """
         return target_text(self.login)
 
@@ -86,14 +82,13 @@ class NodePlan:
     def program(self, name: str, *words: str) -> Command:
         """Return the command that runs ``launcher/node/<name>.py`` on the node with the arguments ``words``.
 
-        Interpreter, environment, working folder and ``setup`` are those of the node's supervisor.
+        Interpreter, environment, working folder and ``setup`` are those of the supervisor.
         """
         argv = (*self.start.argv[:1], f"{self.code_dir}/launcher/node/{name}.py", *words)
         return Command(argv, self.start.env, self.start.cwd, self.start.setup)
 
     @property
     def label(self) -> str:
-        """The name of the node in messages: ``node1 (alice@gnn2)``."""
         return node_label(self.node_rank, self.target)
 
 
@@ -112,10 +107,7 @@ class Topology:
 
 @dataclass(frozen=True)
 class Partitioning:
-    """How the launching machine partitions the graph before it sends files.
-
-    ``command`` does nothing if the parts exist.
-    """
+    """The command by which the launching machine partitions the graph; it does nothing if the parts exist."""
 
     command: Command
     folder: str
@@ -159,10 +151,7 @@ class LaunchPlan:
 
 @dataclass(frozen=True)
 class KeptServers:
-    """State that a serving cluster keeps when nodes are added or removed.
-
-    Keys of the mappings are node_ranks in the new plan.
-    """
+    """State that a serving cluster keeps when nodes are added or removed. Keys are node_ranks in the new plan."""
 
     version: int = 1  #: version of the new cluster.json
     parts: Mapping[int, tuple[int, ...]] = field(default_factory=dict)
@@ -173,14 +162,14 @@ class KeptServers:
 def target_text(login: Login | None) -> str:
     """Return the name of a node's machine: ``user@host:port`` or, without ``login``, ``local``.
 
-    User and port are left out if the cluster file does not give them.
+    User and port are left out if the config does not give them.
     """
     return str(login) if login else "local"
 
 
 @dataclass(frozen=True)
 class Login:
-    """The user, host and port to which SSH connects; if user or port is None, the value is that of ssh_config."""
+    """User, host and port for SSH; if user or port is None, ssh_config decides."""
 
     user: str | None
     host: str
@@ -194,8 +183,7 @@ class Login:
 class PlannedFile:
     """A file that a node needs before its processes start.
 
-    Either ``source`` or ``content`` is set; neither is set for files that are created at launch (run.json,
-    service.key).
+    Either ``source`` or ``content`` is set; neither for files created at launch (run.json, service.key).
     """
 
     dest: str  #: path on the node
@@ -208,7 +196,6 @@ class PlannedFile:
 
 
 def generated(dest: str, content: str, *, mode: int = 0o644, secret: bool = False) -> PlannedFile:
-    """Return a ``PlannedFile`` with the text ``content``."""
     raw = content.encode()
     return PlannedFile(dest, len(raw), "", content, hashlib.sha256(raw).hexdigest(), mode, secret)
 

@@ -1,7 +1,4 @@
-"""Finds the user's files that are sent with a run.
-
-These are the script and other files that the user's command names, the files in ``run.files``, and a checkpoint.
-"""
+"""Finds the user's files that a run sends: the script and other files of the command, ``run.files``, a checkpoint."""
 
 from __future__ import annotations
 
@@ -18,7 +15,7 @@ from launcher.plan.script_imports import unsent_modules
 
 @dataclass(frozen=True)
 class OwnCommand:
-    """A user's command as it runs on every node, and the files that are sent into its working folder."""
+    """A user's command as it runs on every node, and the files for its working folder."""
 
     argv: tuple[str, ...]
     files: tuple[PlannedFile, ...]  #: dest relative to ``files/``
@@ -28,9 +25,8 @@ class OwnCommand:
 def own_command_files(argv: Sequence[str], extra: Sequence[str], cwd: Path) -> OwnCommand:
     """Collect the files that the user's command ``argv`` names, and the files and folders in ``extra``.
 
-    A file or folder below ``cwd`` has the same relative path on the nodes; any other is stored under its name. A file
-    inside a folder of ``extra`` keeps its path in that folder. Raises UsageError for a missing file, and for different
-    files that would have the same path on the nodes.
+    What is below ``cwd`` keeps its relative path on the nodes; other files and folders are stored under their names.
+    Raises UsageError for a missing file, and for two files that would have the same path on the nodes.
     """
     words: list[str] = []
     notes: list[str] = []
@@ -56,7 +52,7 @@ def own_command_files(argv: Sequence[str], extra: Sequence[str], cwd: Path) -> O
 
 
 def _check_script(argv: Sequence[str], files: Mapping[str, Path], cwd: Path) -> None:
-    """Raise UsageError if the command's script is not sent and has a relative path, as the nodes would not have it."""
+    # The nodes would not have a script with a relative path.
     script = argv[1] if len(argv) > 1 and Path(argv[0]).name.startswith("python") else argv[0]
     if (
         script.endswith(".py")
@@ -70,9 +66,10 @@ def _check_script(argv: Sequence[str], files: Mapping[str, Path], cwd: Path) -> 
 
 
 def resume_file(config: ClusterConfig, cwd: Path) -> PlannedFile | None:
-    """Return the checkpoint that ``train.resume`` gives by path or run id; ``dest`` is relative to the run folder.
+    """Return the checkpoint that ``train.resume`` gives by path or run id, or None; ``dest`` is relative to the run
+    folder.
 
-    None if ``train.resume`` is not set. Raises UsageError if the checkpoint does not exist.
+    Raises UsageError if the checkpoint does not exist.
     """
     wanted = config.train.resume
     if wanted is None:
@@ -90,10 +87,7 @@ def _dest(path: Path, cwd: Path) -> str:
 
 
 def _inside(path: Path, extra: Sequence[str], cwd: Path) -> str:
-    """Return the path on the nodes of a file inside a folder of ``extra``; '' if no folder contains the file.
-
-    The file keeps its path in the folder, so that a script finds the files next to it.
-    """
+    # The file keeps its path in the folder, so that a script finds the files next to it.
     real = path.resolve()
     for folder in (Path(name) for name in extra):
         if folder.is_dir() and real.is_relative_to(folder.resolve()):
@@ -110,7 +104,6 @@ def _add(files: dict[str, Path], dest: str, path: Path) -> None:
 
 
 def _walk(extra: Sequence[str], cwd: Path) -> Iterator[tuple[str, Path]]:
-    """Yield (path on the nodes, path on this machine) of each file in ``extra`` and its folders."""
     for name in extra:
         path = Path(name)
         if path.is_dir():

@@ -27,10 +27,7 @@ from launcher.plan.model import Partitioning
 
 
 def partitioning(config: ResolvedConfig) -> Partitioning:
-    """Return the ``Partitioning`` of a config, which contains its ``trainer partition make`` command.
-
-    The command runs with the launcher's Python, and does nothing if the parts exist.
-    """
+    """Return the ``trainer partition make`` command of a config; it runs with the launcher's Python."""
     data, folder = config.data, os.path.expanduser(config.data.folder)
     cut = ["--dataset", data.dataset, "--num-parts", str(config.num_parts), *_method_options(config)]
     options = ["--source", data.source] if data.source else []
@@ -66,8 +63,6 @@ MOST_MANIFEST = 1 << 28  #: maximum bytes of a manifest.json; a thousand parts n
 
 @dataclass(frozen=True)
 class PartFile:
-    """One file of a partition folder."""
-
     path: str  #: relative, begins with ``shared/`` or ``part<p>/``; or ``manifest.json``
     bytes: int
     sha256: str
@@ -76,7 +71,7 @@ class PartFile:
 
 @dataclass(frozen=True)
 class PartitionFiles:
-    """All files of a partition folder, as its manifest lists them. In mode ``verify`` the folder is on a node."""
+    """All files of a partition folder, as listed in its manifest. In mode ``verify`` the folder is on a node."""
 
     folder: str
     dataset: str
@@ -89,7 +84,7 @@ class PartitionFiles:
     def of_parts(self, parts: Iterable[int], *, replicated: bool = False) -> tuple[PartFile, ...]:
         """Return the files that a node with ``parts`` needs: those of the parts, the shared files and the manifest.
 
-        ``replicated``: also the 1-d arrays of all other parts, which a replicated topology needs.
+        ``replicated``: also the 1-d arrays of all other parts.
         """
         tops = {f"part{part}" for part in parts} | {"shared", "manifest.json"}
         places = {i for top in tops for i in self._below.get(top, ())}
@@ -97,16 +92,14 @@ class PartitionFiles:
 
     @property
     def topology_files(self) -> int:
-        """Number of files with 1-d arrays in all parts, which a replicated topology stores on every node."""
         return len(self._flat)
 
     @cached_property
     def topology_bytes(self) -> int:
-        """Total bytes of the 1-d arrays in all parts, stored on every node with replicated topology; 0 if unknown."""
+        """Total bytes of the 1-d arrays in all parts; 0 if unknown."""
         return sum(self.files[place].bytes for place in self._flat)
 
     def topology_bytes_except(self, parts: Iterable[int]) -> int:
-        """Return the bytes of the 1-d arrays of all parts except ``parts``; 0 if unknown."""
         places = (i for part in set(parts) for i in self._below.get(f"part{part}", ()))
         return self.topology_bytes - sum(self.files[i].bytes for i in places if self.files[i].flat)
 
@@ -124,7 +117,7 @@ class PartitionFiles:
 
 
 def read_partition_files(folder: Path) -> PartitionFiles | None:
-    """Read ``folder/manifest.json``; None if there is no such file. Raises FleetError if the file is damaged."""
+    """Read ``folder/manifest.json``; None if there is none. Raises FleetError if the file is damaged."""
     path = folder / "manifest.json"
     try:
         with path.open("rb") as file:
@@ -143,8 +136,7 @@ def read_partition_files(folder: Path) -> PartitionFiles | None:
 def parse_manifest(raw: bytes, folder: str) -> PartitionFiles:
     """Parse ``raw``, the content of a ``manifest.json``. Raises ValueError if it is invalid.
 
-    The ``files`` of the result are the files that the manifest lists, and the manifest itself. A manifest may come from
-    a node. Its paths and its fingerprint become names of files and folders on this machine, so both are checked.
+    A manifest may come from a node, so its paths and its fingerprint are checked. The result also lists the manifest.
     """
     if len(raw) > MOST_MANIFEST:
         raise ValueError(f"the file is larger than {MOST_MANIFEST:,} bytes")
@@ -186,7 +178,7 @@ class _ManifestNodes(msgspec.Struct):
 
 
 class _Manifest(msgspec.Struct):
-    """The fields of a manifest that the launcher uses. docs/ARCHITECTURE.md describes all fields."""
+    """The fields of a manifest that the launcher uses."""
 
     dataset: str
     fingerprint: Annotated[str, msgspec.Meta(pattern="^[0-9A-Za-z]{1,128}$")]
@@ -197,7 +189,7 @@ class _Manifest(msgspec.Struct):
 
 
 def _is_flat(file: _ManifestFile) -> bool:
-    """Return whether a file is a 1-d array of a part (docs/ARCHITECTURE.md, "Replicated topology")."""
+    # docs/ARCHITECTURE.md, "Replicated topology".
     return file.path.startswith("part") and len(file.shape) == 1
 
 
@@ -207,15 +199,14 @@ _ERROR = "error: "  # prefix of the last message of a trainer command that faile
 
 
 class PartitionFailed(FleetError):
-    """The partitioner failed."""
+    pass
 
 
 def ensure_parts(config: ResolvedConfig, console: Console) -> PartitionFiles:
     """Return the parts in ``config.data.folder``; runs the partitioner first, unless the parts are up to date.
 
-    A stamp file in this folder has the last partitioner command, and size and mtime of the manifest and the source
-    files. If any of these has changed, the partitioner runs; it makes new parts only if their fingerprint would differ.
-    Raises PartitionFailed.
+    A stamp file has the last partitioner command, and size and mtime of the manifest and the source files. If any of
+    them has changed, the partitioner runs; it keeps parts whose fingerprint is the same. Raises PartitionFailed.
     """
     folder = Path(config.data.folder).expanduser()
     manifest = read_partition_files(folder)
@@ -231,7 +222,7 @@ def ensure_parts(config: ResolvedConfig, console: Console) -> PartitionFiles:
 
 
 def outdated(config: ResolvedConfig) -> bool:
-    """Return whether dataset, options or files changed since the parts' stamp file was written; False without it."""
+    """Whether dataset, options or files changed since the parts' stamp file was written; False without it."""
     stamp = _read(Path(config.data.folder).expanduser() / _STAMP)
     return stamp is not None and stamp != _signature(config)
 
@@ -239,8 +230,8 @@ def outdated(config: ResolvedConfig) -> bool:
 def partition_command(action: str, config: ClusterConfig | None, words: Sequence[str]) -> Command:
     """Return the command ``trainer partition <action>`` with the arguments ``words``.
 
-    With ``config`` the command also gets its partition folder (for ``tables`` the folder of the tables) and, for
-    ``make``, the options for its graph.
+    With ``config``, the command also gets its partition folder (for ``tables`` the folder of the tables) and, for
+    ``make``, the options of its graph.
     """
     if config is not None and action == "make":
         made = partitioning(resolve(config)).command
@@ -253,7 +244,7 @@ def partition_command(action: str, config: ClusterConfig | None, words: Sequence
 def drafted_tables(folder: str) -> dict[str, Any]:
     """Return ``data.options`` for the tables in ``folder``, as ``trainer partition tables`` drafts them.
 
-    Raises UsageError with the trainer's message if it fails.
+    Raises UsageError with the trainer's message.
     """
     command = _trainer_partition("tables", str(Path(folder).expanduser()), "--json")
     done = subprocess.run(
@@ -267,15 +258,12 @@ def drafted_tables(folder: str) -> dict[str, Any]:
 
 
 def run_trainer(command: Command) -> int:
-    """Run a trainer command on the launcher's terminal; return the exit status of the command."""
+    """Run a trainer command on the launcher's terminal; return its exit status."""
     return subprocess.run(command.argv, env={**os.environ, **command.env}, check=False).returncode
 
 
 def run_partitioner(command: Command, console: Console) -> None:
-    """Run the partitioner and print its output. Raises PartitionFailed if it fails.
-
-    The partitioner's last message, ``error: …``, is not printed but becomes the text of PartitionFailed.
-    """
+    """Run the partitioner and print its output. If it fails, raise PartitionFailed with its error message."""
     reason: list[str] = []
     process = subprocess.Popen(
         command.argv,
@@ -318,7 +306,6 @@ def _show(line: str, console: Console) -> None:
 
 
 def _signature(config: ResolvedConfig) -> list[object]:
-    """Return the content of the stamp file: partitioner arguments, size and mtime of manifest and source files."""
     try:
         stat = (Path(config.data.folder).expanduser() / "manifest.json").stat()
         manifest = [stat.st_size, stat.st_mtime_ns]
@@ -344,7 +331,7 @@ def _read(stamp: Path) -> object:
 
 
 def check_train_seeds(config: ClusterConfig, parts: PartitionFiles) -> None:
-    """Raise UsageError if the parts have no train seeds that the task needs; predicting links needs none.
+    """Raise UsageError if the parts have no train seeds, unless the task is to predict links, which needs none.
 
     If ``train.target`` is set, only train seeds of this node type count.
     """

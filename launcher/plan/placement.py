@@ -1,7 +1,4 @@
-"""Determines folders, addresses, interpreter, ranks and parts of each node (``Site``).
-
-The results depend only on the config and, after preflight, on the facts about the nodes.
-"""
+"""Determines folders, addresses, interpreter, ranks and parts of each node (``Site``)."""
 
 from __future__ import annotations
 
@@ -47,7 +44,6 @@ MORE_PYTHONS = 'export PATH="$PATH:' + ":".join(
 
 
 def session_name(run_id: str, node_rank: int) -> str:
-    """Name of a node's tmux session."""
     return "gnnfleet-" + re.sub(r"[^A-Za-z0-9_-]", "-", f"{run_id}-node{node_rank}")
 
 
@@ -92,7 +88,7 @@ def make_sites(
     serving: ServingCluster | None = None,
     kept: KeptServers | None = None,
 ) -> tuple[Site, ...]:
-    """Create one Site per node, in node_rank order. The arguments are those of ``launcher.plan.build.make_plan``."""
+    """Return one Site per node, in node_rank order. The arguments are those of ``launcher.plan.build.make_plan``."""
     kept = kept or KeptServers()
     procs_on = host_processes(config)
     data_name = manifest.fingerprint if manifest else re.sub(r"[^\w.-]+", "-", config.data.dataset)
@@ -133,10 +129,7 @@ def make_sites(
 
 
 def _homes(config: ClusterConfig, serving: ServingCluster | None) -> dict[int, str]:
-    """Return the home server of each client by node_rank: the label of the graph server that it asks first.
-
-    Clients are assigned to graph servers round-robin.
-    """
+    # The home server of each client: graph servers round-robin.
     if serving:
         labels = [serving.label(server) for server in serving.servers]
     else:
@@ -161,8 +154,8 @@ def interpreter(config: ClusterConfig, node_rank: int) -> Command:
 def node_address(config: ClusterConfig, node_rank: int, fact: NodeFacts | None) -> str:
     """Return the address at which other nodes reach a node.
 
-    This is the configured address, else 127.0.0.1 with ``transport: local``, else the one that preflight found, else
-    the host name.
+    The first of: the configured address, 127.0.0.1 with ``transport: local``, the one that preflight found, the host
+    name.
     """
     node = config.nodes[node_rank]
     found = "127.0.0.1" if config.transport == "local" else fact.address if fact else node.host
@@ -170,10 +163,10 @@ def node_address(config: ClusterConfig, node_rank: int, fact: NodeFacts | None) 
 
 
 def _bind(address: str, fact: NodeFacts | None) -> str:
-    """Return the address at which a node listens.
+    """Return the address at which a node listens, given the ``address`` at which others reach it.
 
-    Before preflight this is ``address``. After preflight, a host name is replaced by the IP address that preflight
-    found, and an IP address that no interface of the node has (NAT) by the wildcard address.
+    After preflight, this is an IP address in place of a host name, and the wildcard address in place of an IP address
+    that none of the node's interfaces has (NAT).
     """
     if fact is None or (is_ip(address) and (address in fact.addresses or not fact.addresses)):
         return address
@@ -183,18 +176,15 @@ def _bind(address: str, fact: NodeFacts | None) -> str:
 
 
 def node_interface(config: ClusterConfig, node: NodeConfig, fact: NodeFacts | None) -> str:
-    """Return the network interface for gloo and NCCL: configured, or found by preflight; '' if neither."""
     found = "lo" if config.transport == "local" else fact.interface if fact else ""
     return node.interface or found
 
 
 def node_login(config: ClusterConfig, node: NodeConfig) -> Login | None:
-    """Return user, host and port for SSH to a node; None with ``transport: local``."""
     return None if config.transport == "local" else Login(node.user, node.host, node.port)
 
 
 def host_processes(config: ClusterConfig) -> Counter[str]:
-    """Return the number of training processes on each machine."""
     counts: Counter[str] = Counter()
     for node in config.nodes:
         counts[host_key(config, node)] += node.nproc
@@ -202,7 +192,7 @@ def host_processes(config: ClusterConfig) -> Counter[str]:
 
 
 def at_home(path: str, fact: NodeFacts | None) -> str:
-    """Return ``path`` with a leading ``~/`` replaced by the node's home folder, if preflight has found this folder."""
+    """Return ``path`` with a leading ``~/`` replaced by the node's home folder, if preflight has found it."""
     return f"{fact.home.rstrip('/')}/{path[2:]}" if fact and path.startswith("~/") else path
 
 
@@ -220,7 +210,6 @@ def _data_dir(config: ClusterConfig, node: NodeConfig, workdir: str, name: str, 
 
 
 def is_ip(address: str) -> bool:
-    """Return whether ``address`` is an IP address, not a host name."""
     try:
         ipaddress.ip_address(address)
     except ValueError:

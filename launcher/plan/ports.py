@@ -26,9 +26,8 @@ _RESTART_PORTS = 9000  # number of candidates, over all nodes, for ports that ar
 
 
 def master_candidates(config: ClusterConfig) -> tuple[int, ...]:
-    """Return the candidates for the master port, in order of preference; () if no node trains.
-
-    The master port is torch.distributed's port on the lead node.
+    """Return the candidates for torch.distributed's port on the lead node, in order of preference; () if no node
+    trains.
     """
     if not config.world_size:
         return ()
@@ -39,9 +38,9 @@ def master_candidates(config: ClusterConfig) -> tuple[int, ...]:
 
 
 def control_candidates(config: ClusterConfig) -> tuple[int, ...]:
-    """Return the candidates for the control port, in order of preference; () if no control port is needed.
+    """Return the candidates for the lead node's control port, in order of preference.
 
-    Supervisors connect to the control port of the lead node. A run with one node and a serving cluster need none.
+    () for a run with one node and for a serving cluster.
     """
     if len(config.nodes) == 1 or not config.world_size:
         return ()
@@ -56,10 +55,7 @@ def _fixed_service_ports(config: ClusterConfig) -> range:
 
 
 def _untaken_ports(taken: Set[int | str], first: int) -> tuple[int, ...]:
-    """Return the ports ``first`` to ``first + 63`` that are not in ``taken``.
-
-    If all of them are in ``taken``, returns the next 64 ports that are not.
-    """
+    """Return the ports ``first`` to ``first + 63`` that are not taken, else the next 64 that are not."""
     free = [port for port in range(first, first + _CANDIDATES) if port not in taken]
     following = (port for port in itertools.count(first + _CANDIDATES) if port not in taken)
     return tuple(free or itertools.islice(following, _CANDIDATES))
@@ -68,7 +64,7 @@ def _untaken_ports(taken: Set[int | str], first: int) -> tuple[int, ...]:
 def service_candidates(config: ClusterConfig, node_rank: int) -> tuple[int, ...]:
     """Return the candidates for the port of a node's graph server.
 
-    Two nodes never have a candidate in common, as both may run on the same host.
+    No two nodes have a candidate in common, as they may share a host.
     """
     if not config.nodes[node_rank].holds:
         return ()
@@ -80,12 +76,10 @@ def service_candidates(config: ClusterConfig, node_rank: int) -> tuple[int, ...]
 
 
 def restart_candidates(config: ClusterConfig, node_rank: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """Return two tuples: candidates for the control port and for the master port of a node after a restart.
+    """Return the candidates for the control port and for the master port of a node after a restart.
 
-    A node needs the control port if it becomes the hub, and the master port if it gets rank 0. A tuple is empty if the
-    run does not restart (``run.restarts``) or the node does not need that port. The lead node keeps the ports
-    that it has before the first restart. A port given in the config is the only candidate of the first node on each
-    other host.
+    Empty if the run does not restart, or the node cannot become the hub or get rank 0. The lead node keeps its ports. A
+    port given in the config is also that of the first node on each other host.
     """
     node = config.nodes[node_rank]
     if not config.run.restarts or not config.world_size:
@@ -117,7 +111,7 @@ def candidate_ports(config: ClusterConfig, node_rank: int) -> tuple[int, ...]:
 
 
 def choose(candidates: tuple[int, ...], fact: NodeFacts | None) -> int:
-    """Return the first port in ``fact.free_ports`` that is a candidate; without such a port, the first candidate."""
+    """Return the first candidate in ``fact.free_ports``, else the first candidate."""
     free = fact.free_ports if fact else ()
     return next((port for port in free if port in candidates), candidates[0])
 

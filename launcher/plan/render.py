@@ -27,7 +27,7 @@ _NUMBER = re.compile(r"([0-9]+)")
 class Fold:
     """Similar nodes that are shown together: their lines in the plan differ only in values such as rank and address.
 
-    ``rows``: these lines, with each such value replaced by a placeholder such as ``{node_rank}`` (see ``own_values``).
+    ``rows``: their lines, with placeholders such as ``{node_rank}`` for these values (see ``own_values``).
     """
 
     nodes: tuple[NodePlan, ...]
@@ -36,7 +36,7 @@ class Fold:
 
 @dataclass(frozen=True)
 class _SplitRows:
-    """The lines of one node in the plan, each split into text (even indices) and numbers or addresses (odd indices)."""
+    """The lines of one node, each split into text (even indices) and numbers or addresses (odd indices)."""
 
     node: NodePlan
     names: tuple[str, ...]
@@ -44,10 +44,9 @@ class _SplitRows:
 
 
 def fold_nodes(listed: Sequence[tuple[NodePlan, LabelledLines]]) -> list[Fold]:
-    """Group nodes whose lines in the plan differ only in their ``own_values``; groups are ordered by their first node.
+    """Group nodes whose lines in the plan differ only in their ``own_values``, in order of their first node.
 
-    ``listed``: each node with its lines. Replacing the placeholders in a Fold by the ``own_values`` of one of its nodes
-    gives exactly the lines of that node.
+    ``listed``: each node with its lines. A Fold with the ``own_values`` of a node gives exactly that node's lines.
     """
     addresses = {node.address for node, _ in listed}
     alike: dict[object, list[_SplitRows]] = {}
@@ -62,7 +61,7 @@ def fold_nodes(listed: Sequence[tuple[NodePlan, LabelledLines]]) -> list[Fold]:
 def own_values(node: NodePlan) -> Mapping[str, str]:
     """Return the values that may differ between nodes of one ``Fold``, by placeholder such as ``{node_rank}``.
 
-    A number that equals several of these values is shown as the first of their placeholders.
+    If some of the values are equal, the first placeholder is shown.
     """
     return {
         "{node_rank}": str(node.node_rank),
@@ -103,7 +102,7 @@ def _pieces(text: str, addresses: Set[str]) -> Iterator[str]:
 
 
 def _folds(group: list[_SplitRows]) -> Iterator[Fold]:
-    """Yield a Fold of nodes whose lines have equal text; several if they differ in a value not in ``own_values``."""
+    """Yield a Fold of nodes whose lines have equal text; several if other values than ``own_values`` differ."""
     own = [own_values(one.node) for one in group]
     names = {name: [values.get(name) for values in own] for name in own[0]}
     rows = []
@@ -148,13 +147,12 @@ def _each(plan: LaunchPlan) -> Iterator[_Block]:
 
 
 def _folded(plan: LaunchPlan) -> Iterator[_Block]:
-    """Yield groups of similar nodes with their common lines, without commands; only single nodes have file sizes."""
     for one in fold_nodes([(node, list(_node_rows(node, sizes=False))) for node in plan.nodes]):
         yield one.nodes, _short(one.rows if len(one.nodes) > 1 else list(_node_rows(one.nodes[0])))
 
 
 def _title(nodes: Sequence[NodePlan]) -> str:
-    """Return the heading of one node or of several: ``node[0-63]  alice@gpu[01-64].lab  tmux session …``."""
+    """Return the heading of nodes: ``node[0-63]  alice@gpu[01-64].lab  tmux session …``."""
     ranks, targets = fold(f"node{node.node_rank}" for node in nodes), fold(node.target for node in nodes)
     session = nodes[0].session
     if len(nodes) > 1:
@@ -163,7 +161,6 @@ def _title(nodes: Sequence[NodePlan]) -> str:
 
 
 def print_placement(plan: LaunchPlan, console: Console) -> None:
-    """Print the summary of a plan and one line per node, as a launch shows them."""
     lines = [_heading(_summary(plan)), *_placement(plan)]
     lines += [_row(("topology", _topology(plan)))] if plan.topology.why else []
     console.print(Text("\n").join(lines), soft_wrap=True)
@@ -172,7 +169,7 @@ def print_placement(plan: LaunchPlan, console: Console) -> None:
 def _placement(plan: LaunchPlan) -> list[Text]:
     """Return a table with a line for each node: target, ranks, devices, parts, address, files.
 
-    If there are roles other than worker, or copies of parts, it also has role, copies, bytes of parts and home server.
+    With other roles than worker, or copies of parts, it also has role, copies, bytes of parts and home server.
     """
     roles = _has_roles(plan)
     extra = ("role", "copies", "part data", "asks first") if roles else ("", "", "", "")
@@ -193,12 +190,11 @@ def _placed(node: NodePlan) -> tuple[str, ...]:
 
 
 def _has_roles(plan: LaunchPlan) -> bool:
-    """Return whether any node has another role than worker, or holds copies of parts."""
     return any(node.role != "worker" or node.copies for node in plan.nodes)
 
 
 def _bytes_of_parts(node: NodePlan) -> str:
-    """Return the size of the part files that are sent to the node; ``-`` if it is unknown or none are sent."""
+    """Return the size of the part files that are sent to the node; ``-`` if unknown or none."""
     top = f"{node.data_dir}/part"
     size = _total([file for file in node.files if node.parts and file.dest.startswith(top)])
     return decimal(size) if size else "-"
@@ -265,7 +261,7 @@ def _run_rows(plan: LaunchPlan, *, full: bool = False) -> Iterator[tuple[str, st
 
 
 def _describe_partitioning(plan: LaunchPlan, made: Partitioning) -> str:
-    """Describe the partitioning: ``synthetic is partitioned into 3 parts (metis) in parts/toy on this machine, …``."""
+    """Return the sentence ``synthetic is partitioned into 3 parts (metis) in parts/toy on this machine, …``."""
     parts = count(plan.num_parts, "part")
     where = f"{made.folder} on this machine"
     if made.method == "keep":
@@ -274,14 +270,14 @@ def _describe_partitioning(plan: LaunchPlan, made: Partitioning) -> str:
 
 
 def _describe_training(plan: LaunchPlan, train: TrainConfig) -> str:
-    """Describe the training: ``the bundled trainer: sage, hidden 256, fanouts 15,10,5, …``."""
+    """Return the sentence ``the bundled trainer: sage, hidden 256, fanouts 15,10,5, …``."""
     batch = f"batches of {train.batch_size} seeds over {count(plan.world_size, 'process', 'es')}"
     shape = f"{train.model}, hidden {train.hidden}, fanouts {','.join(map(str, train.fanouts))}"
     return f"the bundled trainer: {shape}, {batch}, {count(train.epochs, 'epoch')}"
 
 
 def _topology(plan: LaunchPlan) -> str:
-    """Describe the topology: ``replicated (auto: the edges of all parts take 34.2 MB); 17.1 MB more for node0, …``."""
+    """Return the sentence ``replicated (auto: the edges of all parts take 34.2 MB); 17.1 MB more for node0, …``."""
     text = f"{plan.topology.choice} ({plan.topology.why})" if plan.topology.choice else plan.topology.why
     more = {f"node{node.node_rank}": node.topology_bytes for node in plan.nodes if node.topology_bytes}
     if not more:
@@ -293,7 +289,6 @@ def _topology(plan: LaunchPlan) -> str:
 
 
 def _short(rows: Sequence[tuple[str, str]]) -> list[tuple[str, str]]:
-    """Return the lines of a node, without its commands and without values that the table of all nodes shows."""
     return [row for row in rows if row[0] not in ("share", "start", "server", "trainer", "  env")]
 
 
@@ -349,7 +344,6 @@ def _names(node: NodePlan, files: Sequence[PlannedFile], *, list_them: bool) -> 
 
 
 def _name(node: NodePlan, file: PlannedFile) -> str:
-    """Return a file's path relative to the run's folder of user files, or its name if it is not in that folder."""
     top = f"{node.run_dir}/files/"
     return file.dest.removeprefix(top) if file.dest.startswith(top) else file.dest.rpartition("/")[2]
 
@@ -367,7 +361,7 @@ def _devices(node: NodePlan) -> str:
 
 
 def _span(numbers: Sequence[int]) -> str:
-    """Return numbers as ranges, such as ``0-3`` and ``0,3-4``; ``-`` if there are none."""
+    """Return numbers as ranges, such as ``0-3`` and ``0,3-4``; ``-`` for none."""
     return spans(numbers).replace("–", "-").replace(" ", "") or "-"
 
 

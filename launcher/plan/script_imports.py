@@ -31,10 +31,9 @@ class UnsentModules:
 
 
 def unsent_modules(argv: Sequence[str], sent: Collection[Path], cwd: Path) -> list[UnsentModules]:
-    """Return the modules that the script in ``argv`` imports, directly or through other modules, from its own folder.
+    """Return the modules beside the script in ``argv`` that it imports, also indirectly, but that are not sent.
 
-    Only ``python SCRIPT`` and ``python -m MODULE`` are examined, and only imports that can be read without running the
-    script. ``sent``: the files of this machine that are sent.
+    Examines ``python SCRIPT`` and ``python -m MODULE``, without running them. ``sent``: the files that are sent.
     """
     found = _script(argv, cwd)
     if found is None:
@@ -56,12 +55,11 @@ def unsent_modules(argv: Sequence[str], sent: Collection[Path], cwd: Path) -> li
 
 
 def _innermost(modules: Collection[str]) -> tuple[str, ...]:
-    """Return ``modules`` without packages of which ``modules`` also has a submodule."""
     return tuple(one for one in modules if not any(other.startswith(f"{one}.") for other in modules))
 
 
 def _script(argv: Sequence[str], cwd: Path) -> tuple[str, Path, list[tuple[str, Path]]] | None:
-    """Return the script's name, the folder of the modules that it imports, and its files; None if unknown.
+    """Return the script's name, the folder of its modules, and its files; None if unknown.
 
     Each file comes with its module name, which is '' for a script.
     """
@@ -109,10 +107,7 @@ def _statements(tree: ast.AST) -> Iterator[ast.AST]:
 
 
 def _files_of(module: str, folder: Path) -> Iterator[tuple[str, Path]]:
-    """Yield (name, file) of ``module`` and of the packages that contain it, as far as they are files below ``folder``.
-
-    Nothing is yielded for a module that is elsewhere, such as an installed package.
-    """
+    """Yield (name, file) of ``module`` and of the packages that contain it, if they are files below ``folder``."""
     parts = module.split(".")
     for n in range(1, len(parts) + 1):
         path, name = folder.joinpath(*parts[:n]), ".".join(parts[:n])

@@ -1,7 +1,6 @@
 """Converts a plan to JSON: the output of ``--dry-run --json``, and the ``run.json`` of a run.
 
-msgspec converts a ``LaunchPlan`` field by field; a ``Secret`` becomes ``***``. ``run.json`` is the plan without the
-nodes' ``files``. It is the same on every node and in the run folder on the launching machine.
+``run.json`` is the plan without the nodes' ``files``; it is the same on every node.
 """
 
 from __future__ import annotations
@@ -63,12 +62,11 @@ def read_run(text: str) -> LaunchPlan:
 
 
 def _builtins(plan: LaunchPlan) -> dict[str, Any]:
-    """Return ``plan`` as dicts, lists, strings and numbers."""
     values: dict[str, Any] = msgspec.to_builtins(plan, enc_hook=_plain)
     return values
 
 
 def _plain(value: object) -> str:
-    """Convert a value of a type that msgspec does not know. In a plan the only such type is ``Secret``."""
+    # The only type in a plan that msgspec does not know.
     assert isinstance(value, Secret), type(value)
     return str(value)

@@ -8,11 +8,10 @@ import secrets
 
 
 def new_key_pair() -> dict[str, str]:
-    """Return ``{"public": …, "secret": …}``: a self-signed certificate and its private key (PKCS #8).
+    """Return ``{"public": …, "secret": …}``: a self-signed certificate and its private key (PKCS #8), DER in base64.
 
-    Both are DER in base64. The certificate never expires (RFC 5280, section 4.1.2.5), so the hosts' clocks do not
-    matter. Each side of a connection has a list of certificates that it accepts; a certificate is revoked by removing
-    it there.
+    The certificate never expires (RFC 5280, section 4.1.2.5), so clocks do not matter. To revoke it, remove it from the
+    lists of certificates that each side accepts.
     """
     from cryptography import x509
     from cryptography.hazmat.primitives import hashes

@@ -33,10 +33,10 @@ def decide(
     manifest: PartitionFiles | None,
     facts: Mapping[int, NodeFacts],
 ) -> Topology:
-    """Decide whether the topology is ``replicated`` or ``partitioned``; it stays undecided while sizes are unknown.
+    """Decide whether the topology is ``replicated`` or ``partitioned``; undecided while sizes are unknown.
 
-    ``manifest``: files of the parts that the launching machine sends; None if unknown. In mode ``verify`` it is None,
-    and ``facts`` have the sizes.
+    ``manifest``: files of the parts that the launching machine sends, or None; in mode ``verify`` ``facts`` have the
+    sizes.
     """
     holders = [site for site in sites if site.parts]
     if not holders or (len(sites) == 1 and holders[0].node.role == "worker"):
@@ -58,7 +58,7 @@ def decide(
 def _bytes_known(
     config: ClusterConfig, holders: Sequence[Site], manifest: PartitionFiles | None, facts: Mapping[int, NodeFacts]
 ) -> int:
-    """Return the bytes of the edges of all parts; 0 if unknown, or if a node does not have the edges of all parts."""
+    """Return the bytes of the edges of all parts; 0 if unknown, or if the files of a node are incomplete."""
     if config.makes_parts:
         return manifest.topology_bytes if manifest else 0
     sizes = [facts[site.node_rank].topology_bytes for site in holders if site.node_rank in facts]
@@ -66,7 +66,6 @@ def _bytes_known(
 
 
 def _unknown(config: ClusterConfig, holders: Sequence[Site], facts: Mapping[int, NodeFacts]) -> Topology:
-    """Return the topology for unknown sizes: ``partitioned`` if a node lacks edges of other parts, else undecided."""
     if config.makes_parts:
         return Topology("", "auto: decided when the parts exist")
     lacks = [site for site in holders if site.node_rank in facts and not facts[site.node_rank].topology_bytes]

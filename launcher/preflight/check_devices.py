@@ -21,7 +21,6 @@ OLDEST_DRIVER = {"11": 450, "12": 525, "13": 580}
 
 
 def device_findings(survey: Survey, k: int) -> Iterator[Finding]:
-    """Yield findings about the devices that the config gives to node ``k``."""
     wanted, gpus = survey.config.nodes[k].devices, survey.probes[k]["gpus"]
     if not wanted:
         return
@@ -53,7 +52,7 @@ def _driver(survey: Survey, k: int) -> Iterator[Finding]:
 
 
 def _shared(survey: Survey, k: int) -> Iterator[Finding]:
-    """Yield a blocking finding if another node on the same machine has a device of node ``k``: NCCL would refuse it."""
+    # NCCL would refuse a device that two nodes share.
     for j in survey.same_machine(k):
         both = sorted(set(survey.config.nodes[j].devices) & set(survey.config.nodes[k].devices))
         if j < k and both:

@@ -19,7 +19,6 @@ _FILES_BASE, _FILES_PER_RANK = 256, 4  # open files of a process: base, and per 
 
 
 def machine_findings(survey: Survey, k: int) -> Iterator[Finding]:
-    """Yield findings about the machine of node ``k``."""
     for check in (_tmux, _run_id, _open_files, _clock, _names, _service_port, _leases, _leftovers):
         yield from check(survey, k)
 
@@ -48,7 +47,7 @@ def _run_id(survey: Survey, k: int) -> Iterator[Finding]:
 
 
 def _open_files(survey: Survey, k: int) -> Iterator[Finding]:
-    """Check that a process may open enough files: each rank has a connection to each other rank and graph server."""
+    # A rank has a connection to each other rank and graph server.
     needed = _FILES_BASE + _FILES_PER_RANK * survey.world_size
     now, most = survey.probes[k]["open_files"], survey.probes[k]["open_files_most"]
     if now >= needed:
@@ -73,10 +72,7 @@ def _clock(survey: Survey, k: int) -> Iterator[Finding]:
 
 
 def _names(survey: Survey, k: int) -> Iterator[Finding]:
-    """Check that node ``k`` can resolve the host names by which nodes connect to each other.
-
-    A name of another machine must not resolve to a loopback address, which is node ``k`` itself.
-    """
+    # The name of another machine must not resolve to a loopback address.
     for name, address in survey.probes[k]["names"].items():
         whose = [j for j, node in enumerate(survey.config.nodes) if node.address == name]
         owner = whose[0] if whose else lead(survey.config)
@@ -102,9 +98,9 @@ def _service_port(survey: Survey, k: int) -> Iterator[Finding]:
 
 
 def ports_finding(survey: Survey, k: int, check: str, candidates: tuple[int, ...], setting: str) -> Finding:
-    """Return a finding about a port; it blocks if none of the ``candidates`` for this port is free on node ``k``.
+    """Return a finding about a port; it blocks if none of its ``candidates`` is free on node ``k``.
 
-    ``setting``: the config key that sets the port.
+    ``setting``: the config key of the port.
     """
     busy: Mapping[str, str] = survey.probes[k]["busy_ports"]
     if any(str(port) not in busy for port in candidates):

@@ -61,7 +61,7 @@ _SPOKEN = {"cuda": "torch's CUDA", "nccl": "NCCL", "build": "torch build", "arch
 
 
 def usual(versions: Iterable[str]) -> str:
-    """Return the most frequent version, or the first of several equally frequent ones; '' if there is no version."""
+    """Return the most frequent version, the first of equally frequent ones; '' if there is none."""
     counts = Counter(version for version in versions if version)
     return counts.most_common(1)[0][0] if counts else ""
 
@@ -93,7 +93,7 @@ def leading(version: str, numbers: int) -> str:
 def differences(rule: Rule, versions: Mapping[int, str]) -> dict[int, Difference]:
     """Return a Difference for each node whose version differs from that on most nodes, by node_rank.
 
-    ``versions``: version of the rule's package by node_rank; a node with '' is skipped.
+    ``versions``: version by node_rank; nodes with '' are skipped.
     """
     known = {k: version.partition("+")[0] for k, version in sorted(versions.items()) if version}
     compatible = usual(leading(version, rule.numbers) for version in known.values()) if rule.numbers else ""
@@ -119,7 +119,6 @@ _SYSTEM = ("/usr/bin/", "/bin/")  # Pythons of the operating system, in which pi
 
 
 def package_findings(survey: Survey) -> Iterator[Finding]:
-    """Yield findings about Python and the packages on all nodes."""
     odd = _odd(survey)
     for k in sorted(survey.probes):
         found = [*_python(survey, k, odd[k]), *_packages(survey, k, odd[k])]
@@ -161,7 +160,6 @@ def _python(survey: Survey, k: int, odd: Sequence[Difference]) -> Iterator[Findi
 
 
 def _packages(survey: Survey, k: int, odd: Sequence[Difference]) -> Iterator[Finding]:
-    """Yield a single finding with all problems of a node's packages and the command that repairs them; none without."""
     missing = [name for name in PACKAGES if not survey.version(k, name)]
     differing = [one for one in odd if one.blocks and one.name != "python"]
     words = [f"{listed(missing)} not installed for {survey.probes[k]['python']}"] if missing else []
@@ -183,8 +181,7 @@ def _packages(survey: Survey, k: int, odd: Sequence[Difference]) -> Iterator[Fin
 
 
 def _has_system_python(survey: Survey, k: int) -> bool:
-    """Return whether the node uses the operating system's Python, without torch; pip should not install packages
-    there."""
+    # pip should not install packages into the operating system's Python.
     return not survey.version(k, "torch") and survey.probes[k]["python"].startswith(_SYSTEM)
 
 
@@ -211,8 +208,8 @@ def _breaks(
 ) -> bool:
     """Return whether the problems of a node's packages block the run.
 
-    If the node runs the bundled trainer or a graph server, every problem blocks. For a user's own command, only a
-    missing torch and a differing version of a package that every command needs (``Rule.needed_by``) block.
+    For the bundled trainer and graph servers every problem blocks. For a user's own command, only a missing torch and a
+    differing version of a package that every command needs (``Rule.needed_by``) block.
     """
     if not survey.own_command or survey.config.nodes[k].role == "server":
         return any([*missing, *differing, *without_cuda])
@@ -250,7 +247,7 @@ def _pin(survey: Survey, k: int, name: str) -> str:
 def _launcher_version(survey: Survey, k: int, name: str) -> str:
     """Return the launching machine's version of a package, to install it on node ``k``.
 
-    '' if node ``k`` has an older Python than the launching machine, for which this version may not exist.
+    '' if node ``k`` has an older Python, for which this version may not exist.
     """
     own = _own()
     fits = _numbers(survey.version(k, "python")) >= _numbers(own["python"])
@@ -275,15 +272,14 @@ def _most_frequent_version(survey: Survey, name: str, ranks: Sequence[int]) -> s
 
 
 def _nodes_like(survey: Survey, k: int) -> list[int]:
-    """Return the nodes with devices if node ``k`` has devices, else the nodes without devices."""
     wanted = bool(survey.config.nodes[k].devices)
     return [j for j in sorted(survey.probes) if bool(survey.config.nodes[j].devices) == wanted]
 
 
 def _torch_tag(survey: Survey, k: int) -> str:
-    """Return the build tag of the torch to install on node ``k``: ``cu126``, ``cpu``, or '' for the build on PyPI.
+    """Return the build tag of the torch for node ``k``: ``cu126``, ``cpu``, or '' for the build on PyPI.
 
-    It is the usual tag of the nodes with devices if node ``k`` has devices, else of the nodes without devices.
+    It is the most frequent tag, of nodes with devices if node ``k`` has devices, else of nodes without devices.
     """
     like = [j for j in _nodes_like(survey, k) if survey.version(j, "torch")]
     if survey.config.nodes[k].devices:

@@ -35,7 +35,7 @@ def base_memory(config: ClusterConfig, node_rank: int, own_command: bool) -> int
 def batch_memory(config: ClusterConfig, node_rank: int, graph: GraphSize | None, cpus: int) -> int:
     """Return the maximum memory of a node's batches in bytes. ``cpus``: number of CPUs of the node.
 
-    These are batches that ranks prefetch, and batches that a graph server samples and buffers for clients.
+    Ranks prefetch batches; a graph server samples and buffers batches for clients.
     """
     # prefetch includes the batch in use; + 1 is a reserve
     alive = max(config.train.prefetch, config.train.sampler_threads + 1) + 1
@@ -47,10 +47,7 @@ def batch_memory(config: ClusterConfig, node_rank: int, graph: GraphSize | None,
 
 
 def cache_memory(config: ClusterConfig, node_rank: int, graph: GraphSize | None) -> int:
-    """Return the bytes of the rows of other nodes that a node caches (``data.cache``).
-
-    The cache consists of files in the node's run folder, which the ranks map into memory.
-    """
+    """Return the size in bytes of a node's row cache (``data.cache``), which is in files of its run folder."""
     parts = len(holdings(config)[node_rank].parts)
     if graph is None or not parts or not config.nodes[node_rank].trains:
         return 0
@@ -59,7 +56,7 @@ def cache_memory(config: ClusterConfig, node_rank: int, graph: GraphSize | None)
 
 
 def _batch(config: ClusterConfig, graph: GraphSize | None) -> int:
-    """Return the maximum bytes of one rank's batch, reached if all its vertices differ; 0 if the graph is unknown."""
+    """Return the bytes of one rank's largest batch, in which all vertices differ; 0 if the graph is unknown."""
     if graph is None or not config.world_size:
         return 0
     seeds = -(-config.train.batch_size // config.world_size)
@@ -83,7 +80,6 @@ _SHM_PER_PROCESS = 64 << 20  # bytes; NCCL's buffers between two processes on on
 
 
 def storage_findings(survey: Survey, k: int) -> Iterator[Finding]:
-    """Yield findings about disk, memory, data and code of node ``k``."""
     for check in (_workdir, _disk, _memory, _tmp, _shm, _data, _code):
         yield from check(survey, k)
 
@@ -129,10 +125,7 @@ def _disk(survey: Survey, k: int) -> Iterator[Finding]:
 
 
 def _memory(survey: Survey, k: int) -> Iterator[Finding]:
-    """Check that the memory of the machine is enough for its nodes.
-
-    Parts and cached rows are memory-mapped files: if these exceed memory, training is slower but does not fail.
-    """
+    # Parts and cached rows are memory-mapped files: if they exceed memory, training is slower but does not fail.
     probe, sharing, own = survey.probes[k], survey.same_machine(k), survey.own_command
     least = sum(base_memory(survey.config, j, own) for j in sharing)
     graph = None if own else survey.graph
@@ -164,7 +157,7 @@ def _tmp(survey: Survey, k: int) -> Iterator[Finding]:
 
 
 def _shm(survey: Survey, k: int) -> Iterator[Finding]:
-    """Check the free space in /dev/shm, which NCCL uses between processes on one machine; Docker's default is 64 MB."""
+    # NCCL uses /dev/shm between processes on one machine; Docker's default is 64 MB.
     devices = sum(len(survey.config.nodes[j].devices) for j in survey.same_machine(k))
     needed, free = devices * _SHM_PER_PROCESS, survey.probes[k]["shm"]["free"]
     if devices > 1 and survey.config.nodes[k].devices and free < needed:
@@ -188,7 +181,6 @@ def _data(survey: Survey, k: int) -> Iterator[Finding]:
 
 
 def _code(survey: Survey, k: int) -> Iterator[Finding]:
-    """Report whether the node already has gnnfleet's code, or a launch will send it."""
     if survey.code_digest:
         state = "is on the host" if survey.probes[k]["code"] else "will be sent at launch"
         yield survey.finding(k, "ok", "code", f"gnnfleet's code {survey.code_digest[:8]} {state}")

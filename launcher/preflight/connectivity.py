@@ -1,10 +1,7 @@
 """Tests the network between all nodes on the ports that training will use, and chooses the address of each node.
 
-All nodes listen, then all connect in parallel (``node/programs/network.py``). Every node connects to the control port
-of the lead node, and every node that trains connects to the master port of the lead node; with ``run.restarts`` every
-node has these two ports, as each may become the lead node. Nodes that train also connect to each other on free ports,
-as gloo and NCCL do. Clients of a graph server connect to its service port. If some nodes cannot reach the first address
-of a node, its other addresses are tested too.
+All nodes listen, then all connect in parallel (``node/programs/network.py``). If some nodes cannot reach the first
+address of a node, its other addresses are tested too.
 """
 
 from __future__ import annotations
@@ -64,7 +61,7 @@ class Listeners:
     refused: Mapping[str, str]  #: use -> error, for ports on which the node could not listen
 
     def endpoints(self, node_rank: int, own: str, master_addr: str) -> list[Endpoint]:
-        """Return the endpoints at which other nodes connect to this node if it uses its address ``own``."""
+        """Return the endpoints at which other nodes connect to this node if its address is ``own``."""
         found = []
         for use, port in self.ports.items():
             address = own if use == FREE else self.public or own
@@ -86,7 +83,7 @@ class Connectivity:
 
 
 class RequiredRoutes:
-    """The routes that a run needs: which node must be able to connect to which other node, on which ports."""
+    """The routes that a run needs: which node connects to which other node, on which ports."""
 
     def __init__(self, config: ClusterConfig):
         self.lead, self.trainers = lead(config), frozenset(trainers(config))
@@ -97,8 +94,8 @@ class RequiredRoutes:
     def must_reach(self, source: int, target: int, use: str) -> bool:
         """Return whether node ``source`` must connect to the port of node ``target`` for ``use``, such as ``MASTER``.
 
-        For ``MASTER`` and ``CONTROL``, ``target`` must be a node that has this port: the lead node or, with
-        ``run.restarts``, any node. These two ports must also be reachable from the node itself (``source == target``).
+        For ``MASTER`` and ``CONTROL``, ``target`` must be the lead node or, with ``run.restarts``, any node that may
+        become it. A node must reach its own ports of these two kinds, too (``source == target``).
         """
         if use in (MASTER, CONTROL):
             return use == CONTROL or source in self.trainers
@@ -120,9 +117,9 @@ class RequiredRoutes:
 def own_addresses(config: ClusterConfig, k: int, probe: Mapping[str, Any], loopback: bool) -> tuple[str, ...]:
     """Return the IP addresses of node ``k`` for gloo and NCCL, in order of preference.
 
-    If the configured ``address`` is an address of the node, only this one is returned; else, if the configured
-    ``interface`` has addresses, only these. The address at which SSH arrived is first; then real interfaces come before
-    virtual ones, IPv4 before IPv6, and private before public addresses. ``loopback``: include loopback addresses.
+    If the node has the configured ``address``, it is the only one; else if the configured ``interface`` has addresses,
+    only those are returned. The order is: the address at which SSH arrived; then real interfaces before virtual ones,
+    IPv4 before IPv6, private before public addresses. ``loopback``: include loopback addresses.
     """
     node = config.nodes[k]
     usable = [(name, address) for name, address in probe["addresses"] if loopback or not _is_loopback(address)]
@@ -139,17 +136,16 @@ def own_addresses(config: ClusterConfig, k: int, probe: Mapping[str, Any], loopb
 
 
 def public_address(config: ClusterConfig, k: int, own: Collection[str]) -> str:
-    """Return the configured address of node ``k`` if it is not in ``own``, else ''.
+    """Return the configured address of node ``k`` if none of its interfaces has it (a host name, or NAT), else ''.
 
-    Such an address is a host name, or an address that a NAT gateway translates. ``own``: addresses of the node's own
-    interfaces.
+    ``own``: addresses of the interfaces.
     """
     given = config.nodes[k].address or ""
     return "" if given in own else given
 
 
 def all_on_one_machine(probes: Mapping[int, Mapping[str, Any]]) -> bool:
-    """Return whether all nodes were reached over loopback; they then connect to each other over loopback too."""
+    """Return whether all nodes were reached over loopback."""
     return all(_is_loopback(probe["address"]) for probe in probes.values())
 
 
@@ -158,10 +154,7 @@ def _is_loopback(address: str) -> bool:
 
 
 def ports_of(config: ClusterConfig, k: int, fact: NodeFacts) -> dict[str, int]:
-    """Return the port of node ``k`` for each use: ``MASTER``, ``CONTROL`` and ``SERVICE``.
-
-    Ports in use are left out; another check reports them.
-    """
+    """Return the port of node ``k`` for each use: ``MASTER``, ``CONTROL`` and ``SERVICE``. Ports in use are omitted."""
     candidates = {SERVICE: service_candidates(config, k)}
     if k == lead(config):
         candidates |= {MASTER: master_candidates(config), CONTROL: control_candidates(config)}
@@ -172,7 +165,7 @@ def ports_of(config: ClusterConfig, k: int, fact: NodeFacts) -> dict[str, int]:
 
 
 class ConnectivityTest:
-    """A test of the network between all nodes that answered the requests of preflight."""
+    """Tests the network between all nodes that answered the requests of preflight."""
 
     def __init__(
         self,
@@ -188,10 +181,7 @@ class ConnectivityTest:
         self.errors: dict[int, Exception] = {}
 
     def run(self) -> Connectivity:
-        """Test every pair of nodes that must connect.
-
-        If not all nodes can reach the first address of a node, the other addresses of this node are tested too.
-        """
+        """Test every pair of nodes that must connect; also other addresses of nodes that some nodes cannot reach."""
         self._open_all()
         chosen = {k: listeners.own[0] for k, listeners in self.listening.items()}
         reach = {k: self.routes.reach(k, self.listening) for k in self.listening}
@@ -217,13 +207,12 @@ class ConnectivityTest:
         return Listeners(own, public_address(self.config, k, own), kept, refused)
 
     def _endpoints(self, chosen: Mapping[int, str]) -> list[Endpoint]:
-        """Return the endpoints of the nodes in ``chosen``, a mapping node_rank → address."""
         master = "" if self.config.run.master_addr == "auto" else self.config.run.master_addr
         masters = {self.routes.lead: master}
         return [one for k, own in chosen.items() for one in self.listening[k].endpoints(k, own, masters.get(k, ""))]
 
     def _connect_all(self, endpoints: Collection[Endpoint]) -> list[BlockedRoute]:
-        """Let every node connect to those of ``endpoints`` that it must reach; return the routes that are blocked."""
+        """Let every node connect to those of ``endpoints`` that it must reach; return the blocked routes."""
         by_address = {(one.node_rank, one.address, one.port): one for one in endpoints}
 
         def connect(k: int) -> list[BlockedRoute]:
@@ -241,9 +230,9 @@ class ConnectivityTest:
     def _try_other_addresses(
         self, chosen: dict[int, str], blocked: list[BlockedRoute]
     ) -> tuple[dict[int, str], list[BlockedRoute]]:
-        """Test all addresses of each node that other nodes cannot reach; choose the one with the fewest blocked routes.
+        """Test all addresses of each node that others cannot reach; choose the one with the fewest blocked routes.
 
-        Returns the chosen address of every node, and the routes that are blocked if nodes use these addresses.
+        Returns the chosen address of every node, and the routes that are blocked with these addresses.
         """
         unreached = sorted({one.endpoint.node_rank for one in blocked})
         endpoints = {(k, own): self._endpoints({k: own}) for k in unreached for own in self.listening[k].own}
@@ -312,7 +301,6 @@ def _success(result: Connectivity, others_blocked: bool) -> str:
 
 
 def _interfaces(survey: Survey, result: Connectivity) -> Iterator[Finding]:
-    """Yield findings on the network interface of each node; a configured interface without an address blocks."""
     for k, listeners in result.listening.items():
         address = result.address[k]
         name = interface_of(survey.probes[k], address)
@@ -328,7 +316,7 @@ def _interfaces(survey: Survey, result: Connectivity) -> Iterator[Finding]:
 
 
 def interface_of(probe: Mapping[str, object], address: str) -> str:
-    """Return the name of the network interface that has ``address``; '' if no interface has it."""
+    """Return the network interface that has ``address``; '' if none has it."""
     addresses = probe["addresses"]
     assert isinstance(addresses, (list, tuple))
     return next((name for name, own in addresses if own == address), "")
@@ -346,10 +334,9 @@ def _listed(probe: Mapping[str, object]) -> str:
 def grouped(
     blocked: Collection[BlockedRoute], nodes: Collection[int], reach: Mapping[int, frozenset[int]] | None = None
 ) -> list[Group]:
-    """Put blocked routes into as few groups as possible.
+    """Put blocked routes into as few groups as possible; a node that reaches no other is a group of its own.
 
-    A node that reaches none of the nodes in its entry of ``reach`` is a group of its own. ``reach``: the nodes that
-    each node must reach; None: all other nodes.
+    ``reach``: the nodes that each node must reach; None: all other nodes.
     """
     everyone = frozenset(nodes)
     wanted = reach or {k: everyone - {k} for k in everyone}
@@ -372,7 +359,6 @@ def _commonest(blocked: Collection[BlockedRoute], source: int) -> str:
 
 
 def _by_sources(sources: Mapping[tuple[int, str, str], set[int]]) -> list[Group]:
-    """Merge blocked routes with the same source nodes, use of the port and reason into one group."""
     closed: dict[tuple[int, frozenset[int], str], set[str]] = defaultdict(set)
     for (target, use, why), who in sources.items():
         others = frozenset(who - {target}) or frozenset([target])  # the lead node also connects to itself
@@ -404,7 +390,7 @@ def _node_names(ranks: Collection[int], all_of: int) -> str:
 
 
 def _port_text(result: Connectivity, group: Group) -> str:
-    """Return the port of the group's targets: ``:29500``, or ``(service ports)`` if they have different ports.
+    """Return the port of the group's targets: ``:29500``, or ``(service ports)`` if they differ.
 
     '' if the group is about all ports or about free ports.
     """
@@ -438,7 +424,6 @@ def _remedy(survey: Survey, result: Connectivity, group: Group) -> str:
 
 
 def _address_of(survey: Survey, result: Connectivity, k: int, use: str) -> str:
-    """Return the address at which other nodes connect to the port of node ``k`` for ``use``, such as ``MASTER``."""
     if use == MASTER and survey.config.run.master_addr != "auto":
         return survey.config.run.master_addr
     return result.address[k] if use == FREE else result.listening[k].public or result.address[k]

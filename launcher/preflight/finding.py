@@ -14,7 +14,7 @@ from launcher.errors import NodeCallError, NodeError, node_label
 
 
 def connect_finding(config: ClusterConfig, node_rank: int, error: Exception) -> Finding:
-    """Return the finding for a node that cannot be reached, or on which Python fails."""
+    """Return the finding for a node that cannot be reached, or whose Python fails."""
     what, remedy = str(error), ""
     if isinstance(error, NodeError):
         what, remedy = error.message, error.remedy
@@ -52,18 +52,13 @@ class Finding:
 
 @dataclass(frozen=True)
 class GraphSize:
-    """Size of a graph, for estimates of memory."""
-
     nodes: int  #: number of vertices of all types
     row_bytes: float  #: average bytes of one vertex's attributes
 
 
 @dataclass(frozen=True)
 class Survey:
-    """The config and the answers of the nodes, which all checks evaluate.
-
-    Keys of the mappings are the node_ranks of the nodes that answered.
-    """
+    """The config and the answers of the nodes, for all checks. Keys are node_ranks of nodes that answered."""
 
     config: ResolvedConfig
     probes: Mapping[int, Mapping[str, Any]]  #: replies of ``node/programs/probe.py``
@@ -114,7 +109,7 @@ class Survey:
 
 
 def login_words(config: ClusterConfig, node: NodeConfig, *options: str) -> tuple[str, ...]:
-    """Return the words of the ssh command that logs in to a node; () for transport ``local``."""
+    """Return the ssh command that logs in to a node; () for transport ``local``."""
     if config.transport == "local":
         return ()
     port = ("-p", str(node.port)) if node.port else ()

@@ -1,9 +1,4 @@
-"""Checks every node before anything is sent: returns facts for the plan and findings for the user.
-
-One Python process per node (``NodeAgent``) runs the test programs, on all nodes in parallel: machine and packages
-(``node/programs/probe.py``), then shared folders (``launcher.preflight.shared_folder``), then the network between the
-nodes (``launcher.preflight.connectivity``).
-"""
+"""Checks every node before anything is sent: returns facts for the plan and findings for the user."""
 
 from __future__ import annotations
 
@@ -33,7 +28,6 @@ from launcher.transport.rpc import NodeAgent
 
 
 def all_findings(survey: Survey) -> list[Finding]:
-    """Run all checks on the answers of the nodes, except the tests of shared folders and of the network."""
     found: list[Finding] = []
     for node_rank in sorted(survey.probes):
         found.append(survey.finding(node_rank, "ok", "connect", "connected"))
@@ -93,7 +87,7 @@ def run_preflight(
 
 
 def _raise_unexpected(errors: Mapping[int, Exception]) -> None:
-    """Raise the first error that is neither FleetError nor TimeoutError: a bug of gnnfleet, which is no finding."""
+    # Other errors are bugs of gnnfleet, not findings.
     for error in errors.values():
         if not isinstance(error, FleetError | TimeoutError):
             raise error
@@ -101,8 +95,7 @@ def _raise_unexpected(errors: Mapping[int, Exception]) -> None:
 
 @contextmanager
 def open_agents() -> Iterator[dict[int, NodeAgent]]:
-    """Yield an empty dict, to which the caller adds agents by node_rank; at the end of the block, close these
-    agents."""
+    """Yield an empty dict for agents by node_rank; close the agents in it at the end of the block."""
     agents: dict[int, NodeAgent] = {}
     try:
         yield agents
@@ -148,7 +141,7 @@ def _facts(config: ResolvedConfig, k: int, probe: Mapping[str, Any], offset: flo
 
 
 def _shuffled(ports: Iterable[int]) -> tuple[int, ...]:
-    """Return ports in random order, so that two launches at the same time rarely choose the same port."""
+    # Two launches at the same time then rarely choose the same port.
     free = list(ports)
     return tuple(random.sample(free, len(free)))
 
@@ -163,6 +156,5 @@ def _network_findings(survey: Survey, connectivity: Connectivity) -> list[Findin
 
 
 def _with_address(fact: NodeFacts, probe: Mapping[str, Any], connectivity: Connectivity) -> NodeFacts:
-    """Return ``fact`` with the address that the network test chose, and with the interface of this address."""
     address = connectivity.address.get(fact.node_rank, fact.address)
     return replace(fact, address=address, interface=interface_of(probe, address))

@@ -65,8 +65,10 @@ def print_findings(report: PreflightReport, console: Console) -> None:
 
 
 def verdict(report: PreflightReport, num_nodes: int) -> str:
-    """Return the last line of ``gnnfleet check``: ``Ready: 2 nodes, no errors, 1 warning``. Equal findings of several
-    nodes count once, as in the table."""
+    """Return the last line of ``gnnfleet check``: ``Ready: 2 nodes, no errors, 1 warning``.
+
+    Equal findings of several nodes count once.
+    """
     severities = [severity for severity, _, _ in _rows(report.findings)]
     errors, warnings = severities.count("block"), severities.count("warn")
     more = f", {count(warnings, 'warning')}" if warnings else ""
@@ -90,10 +92,10 @@ def _folded_line(nodes: Sequence[Finding]) -> str:
 
 
 def nodes_of(findings: Sequence[Finding], everyone: Sequence[int]) -> str:
-    """Return the names of the nodes that have ``findings``.
+    """Return the names of the nodes that have ``findings``: ``node3 (gnn4)``, ``all 64 nodes``, ranges, or ``all but
+    …``.
 
-    They are shown as ``node3 (gnn4)``, ``all 64 nodes``, ranges, or ``all but …`` if that is shorter. ``everyone``: all
-    node_ranks.
+    ``everyone``: all node_ranks.
     """
     ranks = _ranks(findings)
     if len(ranks) == 1:
@@ -127,10 +129,7 @@ def _rows(findings: Sequence[Finding]) -> dict[tuple[str, str, str], list[Findin
 
 
 def _remedies(findings: Sequence[Finding], everyone: Sequence[int]) -> Iterator[str]:
-    """Yield lines that say what the user can do; nodes with the same remedy share a line.
-
-    Commands are on lines of their own, so that they can be copied.
-    """
+    """Yield lines that say what the user can do, one per remedy. Commands are on lines of their own."""
     same: dict[tuple[str, str, str], list[Finding]] = {}
     for finding in findings:
         if finding.remedy or finding.command:
@@ -142,7 +141,6 @@ def _remedies(findings: Sequence[Finding], everyone: Sequence[int]) -> Iterator[
 
 
 def _commands(nodes: Sequence[Finding]) -> list[str]:
-    """Return the commands that the user pastes into a shell; one loop over the hosts if only the host differs."""
     logins = {node.login[:-1] for node in nodes}
     hosts = list(dict.fromkeys(node.login[-1] for node in nodes if node.login))
     if len(hosts) < _LOOP or len(logins) > 1:

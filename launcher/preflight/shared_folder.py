@@ -17,15 +17,11 @@ _TIMEOUT = 60.0  # seconds; a network disk may be slow to wake up
 
 
 def data_folder(config: ClusterConfig, k: int) -> str:
-    """Return the path of the partition folder on node ``k`` (mode ``verify``)."""
     return config.nodes[k].data_folder or config.data.folder
 
 
 class SharedFolderTest:
-    """Tests which nodes share one partition folder.
-
-    Nodes without a partition folder are skipped, as another check reports them.
-    """
+    """Tests which nodes share one partition folder. Nodes without one are skipped."""
 
     def __init__(self, survey: Survey, agents: Mapping[int, NodeAgent]):
         with_folder = [k for k in sorted(agents) if survey.probes[k]["manifest"]]

@@ -38,7 +38,7 @@ class Inquiry:
     def about(cls, config: ResolvedConfig, run_id: str = "") -> Inquiry:
         """Create an Inquiry; reads gnnfleet's code and the partition manifest on the launching machine.
 
-        ``run_id``: id of the run to be launched; nodes report whether they already have a run folder of this id.
+        ``run_id``: id of the run to be launched; nodes report whether they already have its run folder.
         """
         parts = local_parts(config.data.folder) if config.makes_parts else None
         return cls(config, run_id, code_digest(), parts)
@@ -46,8 +46,8 @@ class Inquiry:
     def request(self, k: int, peer: str = "") -> dict[str, Any]:
         """Return the request to node ``k``.
 
-        ``peer``: the address of another node. If SSH reached node ``k`` over loopback, the node reports the local
-        address of its route to ``peer``.
+        ``peer``: address of another node; a node reached over loopback reports the address from which it would
+        connect there.
         """
         config, node, run_id = self.config, self.config.nodes[k], self.run_id
         local = "127.0.0.1" if config.transport == "local" else ""
@@ -73,9 +73,8 @@ class Inquiry:
         own_command: bool = False,
         bytes_needed: Mapping[int, int] | None = None,
     ) -> Survey:
-        """Build the ``Survey`` from the replies of all nodes.
-
-        ``bytes_needed``: bytes that the plan stores on each node.
+        """Build the ``Survey`` from the replies of all nodes. ``bytes_needed``: bytes that the plan stores on each
+        node.
         """
         graph = (
             self.parts.graph
@@ -86,7 +85,7 @@ class Inquiry:
 
 
 def _names(config: ResolvedConfig) -> list[str]:
-    """Return the host names in the config by which nodes connect to each other; IP addresses are left out."""
+    # IP addresses need not be resolved.
     given = [config.run.master_addr, *(node.address for node in config.nodes)]
     return [name for name in dict.fromkeys(given) if name and name != "auto" and not is_ip(name)]
 
@@ -96,10 +95,7 @@ def _graph(found: Mapping[str, Any]) -> GraphSize:
 
 
 def local_parts(folder: str) -> LocalParts | None:
-    """Read the manifest in the partition folder ``folder`` on the launching machine.
-
-    None if it is missing or damaged, which other code reports.
-    """
+    """Read the manifest in ``folder`` on the launching machine; None if it is missing or damaged."""
     try:
         manifest = json.loads((Path(folder).expanduser() / "manifest.json").read_text())
         return LocalParts(manifest["fingerprint"], _graph(size_of(manifest)))

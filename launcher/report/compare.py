@@ -1,8 +1,4 @@
-"""Compares runs side by side, by their folders on this machine, for ``gnnfleet compare``.
-
-Each FoundRun (the files of a run on this machine) becomes RunFigures. All RunFigures become a Comparison: rows with a
-value for each run, and notes. The Comparison is printed as a table or as JSON.
-"""
+"""Compares runs side by side, by their folders on this machine, for ``gnnfleet compare``."""
 
 from __future__ import annotations
 
@@ -56,7 +52,6 @@ class RunFigures:
 
     @property
     def run_id(self) -> str:
-        """Id of the run."""
         return self.entry.run_id
 
     def by_epoch(self, what: Literal["seconds", "loss"]) -> dict[int, float]:
@@ -69,7 +64,6 @@ class RunFigures:
 
     @property
     def metric(self) -> TaskMetric:
-        """The metric of the run's task."""
         return metric_of([*self.metrics.of_kind("eval"), self.metrics.result])
 
     def metric_by_epoch(self) -> dict[int, float]:
@@ -113,20 +107,17 @@ class Row:
 
 @dataclass(frozen=True)
 class Comparison:
-    """A comparison of two or more runs, for printing or as JSON."""
-
     runs: tuple[RunFigures, ...]
     rows: tuple[Row, ...]
     notes: tuple[str, ...]  #: why figures may not be comparable, or are missing
 
     def of(self, section: Section) -> list[Row]:
-        """Return the rows of ``section``."""
         return [row for row in self.rows if row.section == section]
 
     def to_json(self) -> dict[str, Any]:
-        """Return the document that ``gnnfleet compare --json`` prints.
+        """Return what ``gnnfleet compare --json`` prints: ``values`` of a row are in the order of ``runs``.
 
-        ``values`` of a row are in the order of ``runs``; ``best`` has indices into ``runs``.
+        ``best`` has indices into ``runs``.
         """
         names = ("section", "title", "values", "best")
         return {
@@ -182,7 +173,7 @@ def _result_rows(runs: Sequence[RunFigures], *, marked: bool) -> Iterator[Row]:
 
 
 def _speed_rows(runs: Sequence[RunFigures]) -> Iterator[Row]:
-    """Yield the rows on speed. Means exclude the first epoch, which includes compilation, if a run has several."""
+    # Without the first of several epochs, which includes compilation.
     yield from _known_row("speed", "an epoch", (_mean_of(run.by_epoch("seconds")) for run in runs), "seconds", "less")
     rates = (sum(run.metrics.throughput().values()) or None for run in runs)
     yield from _known_row("speed", "seeds/s", rates, "rate", "more")
@@ -194,10 +185,6 @@ def _speed_rows(runs: Sequence[RunFigures]) -> Iterator[Row]:
 
 
 def _step_rows(runs: Sequence[RunFigures]) -> Iterator[Row]:
-    """Yield the rows on seconds per step: in total, and by kind (sample, remote, forward, …); means over ranks.
-
-    A kind is left out if it takes under 0.5 % of a step in all runs.
-    """
     profiles = [run.metrics.profile for run in runs]
     yield from _known_row("step", "a step", (profile and profile.step_s for profile in profiles), "spent", "less")
     for kind in dict.fromkeys(kind for profile in profiles if profile for kind in profile.spent):
@@ -246,7 +233,6 @@ def _notes(runs: Sequence[RunFigures], differing: Mapping[str, Row]) -> Iterator
 
 
 def _differing(runs: Sequence[RunFigures]) -> dict[str, Row]:
-    """Return a row for each config key whose value differs between the runs that use the key."""
     configs = [run.config for run in runs]
     keys = dict.fromkeys(key for config in configs for key in config)
     rows = {key: Row("config", key, tuple(config.get(key) for config in configs)) for key in keys}
@@ -254,10 +240,9 @@ def _differing(runs: Sequence[RunFigures]) -> dict[str, Row]:
 
 
 def _reads(config: Mapping[str, Any], key: str) -> bool:
-    """Return whether a run with this config uses the config key ``key``.
+    """Return whether a run with this config uses the config key ``key``; False if the config is empty (unknown).
 
-    A config without any ``train`` key is that of a user's own command, which uses none of them; other runs use all. An
-    empty config means that the config is unknown, and gives False.
+    The keys of ``train`` are unused if the config has none of them, as for a user's own command.
     """
     return bool(config) and (not key.startswith("train.") or any(name.startswith("train.") for name in config))
 
@@ -274,14 +259,14 @@ def _flat(config: ClusterConfig) -> dict[str, Any]:
 
 
 def _read_by(config: Mapping[str, Any], *, own: bool) -> dict[str, Any]:
-    """Return ``config`` without ``train`` keys if the run has a command of the user (``own``), which ignores them."""
+    # A user's own command ignores the ``train`` keys.
     return {key: value for key, value in config.items() if not (own and key.startswith("train."))}
 
 
 def _merged(values: Sequence[Any]) -> Any:
     """Merge the values that a config key has on the nodes of a run.
 
-    Equal values become one value, different strings become a text with ranges (``gpu[1-2]``), other values a list.
+    Equal values become one value, different strings a text with ranges (``gpu[1-2]``), other values a list.
     """
     if not _unlike(values):
         return values[0]
@@ -297,10 +282,7 @@ def _leaves(tree: Mapping[str, Any], above: str = "") -> Iterator[tuple[str, Any
 
 
 def _parts_of(plan: LaunchPlan | None) -> str:
-    """Return the fingerprint of the parts that were sent to the nodes; '' if none were sent.
-
-    The fingerprint is the name of the folder that has these parts on a node.
-    """
+    # The name of the folder that has the parts on a node is their fingerprint.
     folders = (
         [node.data_dir for node in plan.nodes if node.data_dir.startswith(f"{node.workdir}/data/")] if plan else []
     )
@@ -310,7 +292,7 @@ def _parts_of(plan: LaunchPlan | None) -> str:
 def _versions(events: Path, plan: LaunchPlan | None) -> dict[str, str]:
     """Return package versions from the events of preflight, and the digest of gnnfleet's code.
 
-    If the versions of a package differ between nodes, all of them are listed.
+    If the nodes have different versions of a package, all of them are listed.
     """
     found: dict[str, list[str]] = {}
     for event in records(EVENT, events.read_bytes().split(b"\n") if events.is_file() else ()):
@@ -361,7 +343,6 @@ def _known_row(
     form: Form = "text",
     better: Literal["more", "less", ""] = "",
 ) -> Iterator[Row]:
-    """Yield a row if its value is known for at least one run."""
     row = Row(section, title, tuple(values), form, better)
     if any(value is not None for value in row.values):
         yield row
@@ -392,7 +373,6 @@ def print_comparison(comparison: Comparison, console: Console) -> None:
 
 
 def rendered(comparison: Comparison) -> Table:
-    """Return a table with a column for each run; long values are wrapped to the width of the terminal."""
     table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
     table.add_column("", no_wrap=True)
     for run in comparison.runs:
@@ -412,7 +392,6 @@ def rendered(comparison: Comparison) -> Table:
 
 
 def _alike(comparison: Comparison) -> Iterator[str]:
-    """Yield lines that say what is the same in all runs, and what ``*`` means."""
     if all(run.config for run in comparison.runs) and not comparison.of("config"):
         yield "config: the same"
     versions = comparison.of("versions")
@@ -426,8 +405,8 @@ def _alike(comparison: Comparison) -> Iterator[str]:
 def _shown(section: Section, rows: Sequence[Row]) -> list[Row | None]:
     """Return the rows of a section that are printed.
 
-    Of many epochs, the first and the last ones are printed, with None in place of the others. Of versions, those that
-    differ between runs are printed.
+    Of many epochs, only the first and the last are printed, with None in place of the others; of package versions, only
+    those that differ.
     """
     if section == "versions":
         return [row for row in rows if row.differs]
@@ -459,7 +438,6 @@ def _words(row: Row, value: Any) -> str:
 
 
 def _text(value: Any) -> str:
-    """Return a config value as text, as YAML would have it."""
     if isinstance(value, list):
         return f"[{', '.join(map(_text, value))}]"
     return str(value).lower() if isinstance(value, bool) else "–" if value is None else str(value)

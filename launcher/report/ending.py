@@ -19,8 +19,6 @@ from launcher.report.report import RunReport, RunState, excluded_names
 
 @dataclass(frozen=True)
 class Collected:
-    """Files of a run that were collected from its nodes."""
-
     metrics: Metrics
     outcomes: Mapping[int, tuple[Mapping[str, Any], ...]]  #: outcome records by node_rank
     notes: tuple[str, ...]  #: nodes whose files are missing, with the reason
@@ -52,10 +50,7 @@ class Lost:
 
 @dataclass
 class Followed:
-    """Observations of the launcher about a run: results, lost nodes and findings, or why it detached.
-
-    Keys of the mappings are node_ranks.
-    """
+    """Observations of the launcher about a run. Keys of the mappings are node_ranks."""
 
     results: dict[int, Mapping[str, Any]] = field(default_factory=dict)  #: content of result.json
     lost: dict[int, Lost] = field(default_factory=dict)
@@ -73,10 +68,10 @@ class Followed:
 
 
 class ExpendableNodes:
-    """The expendable nodes of a run, including those already lost: the run continues if one of them is lost.
+    """The expendable nodes of a run, lost or not: the run continues if one of them is lost.
 
-    The lead node reports which nodes are expendable; until its first report, the latest report of any node is used. In
-    a serving cluster all nodes are expendable. With ``run.restarts`` all nodes are expendable until the run has ended.
+    The lead node reports them; until its first report, the latest report of any node is used. In a serving cluster, and
+    with ``run.restarts`` until the run has ended, all nodes are expendable.
     """
 
     def __init__(self, plan: LaunchPlan, restarts: int = 0):
@@ -96,11 +91,11 @@ class ExpendableNodes:
 
     @property
     def left_behind(self) -> set[int]:
-        """With restarts, and once the run is over: the nodes that it went on without. They cannot join it any more."""
+        """With restarts, once the run is over: the nodes that can no longer join it."""
         return set(self.gone) if self._restarts and self._over else set()
 
     def take_result(self, k: int, result: Mapping[str, Any]) -> None:
-        """Process the ``result.json`` of node ``k``. If it shows that the run is over, no node stays expendable."""
+        """Process the ``result.json`` of node ``k``. Once the run is over, no node stays expendable."""
         if self._restarts:
             self._take_gone(result)
             self._over = self._over or not result.get("left")
@@ -110,7 +105,6 @@ class ExpendableNodes:
         self._over = self._over or over or bool(result.get("lost"))
 
     def take(self, k: int, state: Mapping[str, Any]) -> None:
-        """Process the ``state.json`` of node ``k``, which lists the nodes that are expendable."""
         if self._restarts:
             self._take_gone(state)
         elif k == self._lead or not self._heard:
@@ -124,16 +118,16 @@ class ExpendableNodes:
             self._generation = generation
 
     def discard(self, k: int) -> None:
-        """Remove node ``k`` from the expendable nodes: it never started, and a run needs every node to start."""
+        """Remove node ``k``, which never started: a run needs every node to start."""
         self._nodes.discard(k)
         self._never.add(k)
 
 
 def hub_was_cut_off(results: Mapping[int, Mapping[str, Any]], nodes: int, hub: int) -> bool:
-    """Return whether the lead node was cut off: it reports all other nodes lost, and these report the lead node lost.
+    """Whether the lead node was cut off: it reports all other nodes lost, and they report it lost.
 
-    ``results``: content of ``result.json`` by node_rank; at least two nodes other than the lead node (``hub``) must
-    have one. ``nodes``: number of nodes of the run.
+    ``results``: content of ``result.json`` by node_rank, of at least two nodes besides the lead node ``hub``.
+    ``nodes``: number of nodes of the run.
     """
     others = {str(k) for k in range(nodes) if k != hub}
     if len(others) < 2 or hub not in results or set(nodes_reported_lost(results[hub])) != others:
@@ -143,18 +137,12 @@ def hub_was_cut_off(results: Mapping[int, Mapping[str, Any]], nodes: int, hub: i
 
 
 def nodes_reported_lost(result: Mapping[str, Any]) -> dict[str, Mapping[str, Any]]:
-    """Return the nodes that ``result`` reports lost, by node_rank, including those that the run continued without.
-
-    ``result``: content of a node's ``result.json``.
-    """
+    """Return the nodes that a ``result.json`` reports lost, by node_rank, also those that the run continued without."""
     return {**(result.get("gone") or {}), **(result.get("lost") or {})}
 
 
 def last_attempt(reports: Mapping[int, Mapping[str, Any] | None], lead: int) -> tuple[int, Mapping[str, Any]]:
-    """Return the hub of the last attempt of a run, and a report on that attempt.
-
-    The first attempt is the start of the run; each restart is another one. The report is that of the hub or, if the hub
-    has sent none, the newest one of another node.
+    """Return the hub of the last attempt of a run, and the hub's report or, if missing, another node's newest report.
 
     ``reports``: ``state.json`` or ``result.json`` by node_rank. ``lead``: hub of the first attempt.
     """
@@ -169,11 +157,10 @@ def last_attempt(reports: Mapping[int, Mapping[str, Any] | None], lead: int) -> 
 
 
 def checkpoint_node(reports: Mapping[int, Mapping[str, Any] | None], lead: int) -> int | None:
-    """Return the node from which the checkpoint of the run is fetched, with ``run.restarts``.
+    """Return the node from which the checkpoint of a run with ``run.restarts`` is fetched; None for other runs.
 
-    This is the node that has rank 0 after the last restart or, if it has sent no report, another node that took part
-    in that restart. None without ``run.restarts``, as only one node has a checkpoint then. Arguments as in
-    ``last_attempt``.
+    This is the node of rank 0 in the last attempt or, without a report from it, another node of that attempt. Arguments
+    as in ``last_attempt``.
     """
     heard = [k for k, report in sorted(reports.items()) if report and "restarts" in report]
     if not heard:
@@ -197,7 +184,7 @@ class Ending:
         self._offsets = offsets
 
     def report(self, folder: Path, seconds: float) -> RunReport:
-        """Build the report of the run, without writing it to a file; ``seconds``: duration of the run."""
+        """Build the report of the run without writing it; ``seconds``: duration of the run."""
         outcomes = tuple(self._outcomes())
         state = self._state(outcomes)
         return RunReport(
@@ -217,7 +204,6 @@ class Ending:
 
     @property
     def hub(self) -> int:
-        """The lead node, which a restart may have changed."""
         return last_attempt(self.results, self.plan.lead)[0]
 
     @property
@@ -228,7 +214,7 @@ class Ending:
         return tuple({**one, "t": one["t"] - self.clock_offset(hub)} for one in found)
 
     def _restart_notes(self) -> Iterator[str]:
-        """Yield a note for each node that a restart left out, and one that says why there was no further restart."""
+        """Yield a note for each node that a restart left out, and on why there was no further restart."""
         labels = [node.label for node in self.plan.nodes]
         for one in self.restarts:
             yield from (f"{labels[k]} was lost; the run went on without it" for k in one["without"] if k < len(labels))
@@ -236,12 +222,7 @@ class Ending:
             yield f"no restart: {why}"
 
     def clock_offset(self, k: int) -> float:
-        """Return the clock of node ``k`` minus this machine's, in seconds.
-
-        The supervisors measure each node's offset from the lead node throughout the run. The result is this offset plus
-        the lead node's offset from this machine. Without a measurement of the supervisors, it is the offset that this
-        machine measured.
-        """
+        """Return the clock of node ``k`` minus this machine's, in seconds."""
         to_hub = self.results.get(k, {}).get("clock_offset")
         if to_hub is None or self.plan.serve_only:
             return self._measured_here(k)
@@ -258,8 +239,8 @@ class Ending:
     def lost(self) -> dict[int, Lost]:
         """Return the nodes that the launcher or another node reports as lost.
 
-        The lead node's reports about all nodes are used. If the lead node has no result, or its own network failed, the
-        reports of other nodes about the lead node are used instead.
+        Of the nodes' reports, those of the lead node count. If it has no result, or its network failed, only reports of
+        other nodes about it count.
         """
         found, hub = dict(self.followed.lost), self.hub
         trust_hub = hub in self.results and not hub_was_cut_off(self.results, len(self.plan.nodes), hub)
@@ -274,11 +255,9 @@ class Ending:
         return found
 
     def _unreachable(self) -> set[int]:
-        """Return the nodes without a result that the launcher could no longer reach."""
         return {k for k, lost in self.followed.lost.items() if lost.out_of_reach and k not in self.results}
 
     def _measured_here(self, k: int) -> float:
-        """Return the clock of node ``k`` minus this machine's in seconds, from preflight or from its messages."""
         return self._offsets.get(k, self.followed.clocks.get(k, 0.0))
 
     def _state(self, outcomes: tuple[Outcome, ...]) -> RunState:
@@ -289,10 +268,7 @@ class Ending:
         return "failed"
 
     def _all_done(self) -> bool:
-        """Return whether all nodes are done, except those that the run continued without.
-
-        The lead node is done only after all others. So if it is done, nodes that cannot be reached are done too.
-        """
+        # The lead node is done only after all others, even those that cannot be reached.
         needed = {node.node_rank for node in self.plan.nodes} - self.gone
         states = {k: result["state"] for k, result in self.results.items() if k in needed}
         if set(states.values()) != {"done"}:
@@ -304,7 +280,6 @@ class Ending:
 
     @property
     def gone(self) -> set[int]:
-        """The nodes that the run continued without, as the lead node reports."""
         return set(map(int, last_attempt(self.results, self.plan.lead)[1].get("gone") or ()))
 
     def _asked_by(self) -> str:
@@ -319,11 +294,10 @@ class Ending:
         return ""
 
     def _causes(self) -> list[Mapping[str, Any]]:
-        """Return the cause of the run's end from each node's result; nodes without a cause are skipped."""
         return [result["cause"] for _, result in sorted(self.results.items()) if result.get("cause")]
 
     def _outcomes(self) -> Iterator[Outcome]:
-        """Yield the outcomes of all processes. The outcome of a lost node follows those of the processes on it."""
+        # The outcome of a lost node follows those of the processes on it.
         lost, gone = self.lost(), self.gone
         if self._all_done():
             lost = {k: how for k, how in lost.items() if k in gone}
@@ -346,7 +320,7 @@ class Ending:
         return Crew(self.plan.lead, tuple(node.role for node in nodes), tuple(node.parts for node in nodes))
 
     def _with_parts(self, outcome: Outcome) -> Outcome:
-        """If ``outcome`` is of a failed graph server or node, add a note on the parts that no other node holds."""
+        """Add a note on the parts that no other node holds to the outcome of a failed graph server or node."""
         if not outcome.failed or outcome.stopped or outcome.name not in ("server", "node"):
             return outcome
         labels = [node_label(node.node_rank, node.target) for node in self.plan.nodes]
@@ -363,7 +337,6 @@ class Ending:
 
     @property
     def _stopping(self) -> list[Mapping[str, Any]]:
-        """Findings that ended the run although no process failed; those before the last restart are left out."""
         since = max((one["t"] for one in self.restarts), default=0.0)
         found = [finding for finding in self.findings() if finding.get("stop")]
         return [one for one in found if not since or one["t"] - self.clock_offset(one["node_rank"]) > since]
@@ -379,7 +352,6 @@ class Ending:
             yield Outcome.of_node(k, node.target, result["reason"], self._when(k, records))
 
     def _when(self, k: int, records: Any) -> float:
-        """Return when node ``k`` ended, by this machine's clock."""
         cause = self.results[k].get("cause") or {}
         if cause.get("node_rank") == k:
             return float(cause["t"]) - self.clock_offset(k)
@@ -387,9 +359,9 @@ class Ending:
         return min(ended) - self.clock_offset(k) if ended else time.time()
 
     def _reported_by_others(self, node: NodePlan, records: Any) -> Iterator[Outcome]:
-        """Yield the Outcome of a process on ``node`` whose failure ended the run, as another node reports it.
+        """Yield the Outcome of a process on ``node`` that ended the run, as another node reports it.
 
-        Yields nothing if ``node`` itself left a record of the process.
+        Nothing if ``node`` itself left a record of it.
         """
         causes = [
             (by, result["cause"])

@@ -18,8 +18,7 @@ from launcher.node.record import write_line
 class EventLog:
     """Appends events as JSON lines to a file and to ``stream``; thread-safe.
 
-    Several processes may write to the same file: the launcher, and commands that follow its run. Each event of a node
-    is written only once.
+    Several processes may write to the same file. Each event of a node is written only once.
     """
 
     def __init__(self, path: Path, stream: TextIO | None = None):
@@ -39,7 +38,6 @@ class EventLog:
             self._stream(line)
 
     def add_from_node(self, event: Mapping[str, Any]) -> None:
-        """Write an event that a node sent, unless the file already has it."""
         line = json.dumps(event) + "\n"
         with self._lock:
             self._append(line, once=True)
@@ -52,13 +50,12 @@ class EventLog:
                 self._stream(json.dumps(event) + "\n")
 
     def close(self) -> None:
-        """Close the file."""
         self._file.close()
 
     def _append(self, line: str, *, once: bool = False) -> None:
         """Append a line to the file. The first error, such as a full disk, is printed and does not end the run.
 
-        ``once``: do not append an event of a node that the file already has.
+        ``once``: skip a line of a node that the file already has.
         """
         try:
             with self._locked():
@@ -77,7 +74,7 @@ class EventLog:
 
     @contextmanager
     def _locked(self) -> Iterator[None]:
-        """Hold the lock of the file, so that other processes that follow the run do not write to it."""
+        # Other processes that follow the run write to the same file.
         fcntl.flock(self._file, fcntl.LOCK_EX)
         try:
             yield

@@ -45,7 +45,6 @@ class Section:
 
 @cache
 def sections() -> tuple[Section, ...]:
-    """Return all sections of explanations, in the order of docs/troubleshooting.md."""
     loader = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
     return tuple(
         Section(
@@ -64,16 +63,14 @@ def sections() -> tuple[Section, ...]:
 
 @cache
 def explanations() -> dict[str, Explanation]:
-    """Return all explanations by code."""
     return {entry.code: entry for section in sections() for entry in section.entries}
 
 
 def explanation_of(message: str) -> Explanation | None:
     """Return the explanation of ``message``; None if there is none.
 
-    An explanation matches if one of its message patterns does: the words around each ``…`` occur in ``message``. Of
-    several matching patterns, the one with the most letters is used. For an exception of a user's script or of a
-    library, the patterns of gnnfleet's own messages are not searched.
+    The words around each ``…`` of a message pattern must occur in ``message``; the matching pattern with the most
+    letters wins. Patterns of gnnfleet's own messages do not apply to exceptions of scripts and libraries.
     """
     text = plain(message)
     foreign = _FOREIGN_EXCEPTION.search(text) is not None
@@ -106,7 +103,6 @@ def search(words: str) -> list[Explanation]:
 
 
 def _is_like_a_key(word: str) -> bool:
-    """Return whether a word is nearly, but not exactly, a key of cluster.yml."""
     from launcher.config.schema import settings
     from launcher.config.validation import sections as of_config
 
@@ -124,7 +120,7 @@ def hint(*messages: str) -> str:
 def contains(text: str, pattern: str) -> bool:
     """Whether the pieces of ``pattern``, split at each ``…``, occur in ``text`` in the same order.
 
-    Both arguments are texts that ``plain`` returned.
+    Both arguments are results of ``plain``.
     """
     at = 0
     for piece in pattern.split("…"):
@@ -142,7 +138,6 @@ def plain(text: str) -> str:
 
 
 def as_text(entry: Explanation) -> str:
-    """Return an explanation as ``gnnfleet explain`` prints it."""
     return "\n".join(
         (
             entry.code,
@@ -155,7 +150,6 @@ def as_text(entry: Explanation) -> str:
 
 
 def troubleshooting_page() -> str:
-    """Return the content of docs/troubleshooting.md."""
     lines = [(_FILE.with_name("troubleshooting_start.md")).read_text(encoding="utf-8").rstrip(), ""]
     for section in sections():
         lines += [f"## {section.title}", ""]
@@ -180,7 +174,6 @@ def _haystack(entry: Explanation) -> str:
 
 
 def main() -> None:
-    """Write docs/troubleshooting.md of this checkout."""
     (CODE_ROOT / "docs/troubleshooting.md").write_text(troubleshooting_page(), encoding="utf-8")
 
 

@@ -14,8 +14,9 @@ from launcher.text import count, spans
 def first_failure(outcomes: Iterable[Outcome]) -> Outcome | None:
     """Return the outcome of the process that failed first; None if none failed.
 
-    Processes that were stopped, and failures that look like consequences of others, come last. Failures on nodes that
-    the run continued without count only if all other failures look like consequences.
+    Processes that were stopped, and failures that look like consequences, are only returned if there is no other
+    failure. A node that the run continued without counts only if there are other failures and all of them look like
+    consequences.
     """
     failed = [outcome for outcome in outcomes if outcome.failed]
     serious = [outcome for outcome in failed if not outcome.done_without]
@@ -39,8 +40,6 @@ _PARTICULAR = re.compile(r"\[?\b\d{1,3}(\.\d{1,3}){3}\b\]?(:\d+)?|0x[0-9a-f]+|\b
 
 @dataclass(frozen=True)
 class Aftermath:
-    """Text about what failed or was stopped after the first failure."""
-
     lead: str  #: ``, 3.2 s before 7 follow-up errors``; '' if nothing else failed
     lines: tuple[str, ...]  #: the errors that followed, equal ones in one line, then counts of stopped processes
 

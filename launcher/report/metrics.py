@@ -20,7 +20,7 @@ _BLOCK = 1 << 16  # bytes of a metrics file read at once
 class Metrics:
     """The metrics lines of all ranks except step lines, in order of time (format: docs/ARCHITECTURE.md).
 
-    Step lines are read from ``files`` only when needed, as a long run has many millions of them.
+    Step lines, millions in a long run, are read from ``files`` only when needed.
     """
 
     lines: tuple[Mapping[str, Any], ...] = ()
@@ -28,17 +28,16 @@ class Metrics:
     profile: Profile | None = None  #: time per step by kind; None before ``analysed``, or if the lines have no times
 
     def of_kind(self, kind: str) -> list[Mapping[str, Any]]:
-        """Return the lines with this ``kind``."""
         return [line for line in self.lines if line.get("kind") == kind]
 
     @property
     def result(self) -> Mapping[str, Any]:
-        """The last line of kind ``result``; empty if the run wrote no such line."""
+        """The last line of kind ``result``; empty if there is none."""
         found = self.of_kind("result")
         return found[-1] if found else {}
 
     def analysed(self) -> Metrics:
-        """Return these metrics with the field ``profile`` set; raises FleetError if the analysis fails."""
+        """Return these metrics with the field ``profile`` set. Raises FleetError if the analysis fails."""
         return replace(self, profile=analyse(self.files).profile)
 
     def summary(self) -> dict[str, Any]:
@@ -52,8 +51,7 @@ class Metrics:
         """Return each rank's mean seeds per second over its epochs.
 
         The first of several epochs is left out, since it includes compilation. An epoch's duration is that of the rank
-        that began it last: between epochs, rank 0 evaluates and writes checkpoints while the others already wait in
-        their next epoch.
+        that began it last.
         """
         by_rank: dict[int, list[Mapping[str, Any]]] = {}
         lasted: dict[int, float] = {}
@@ -73,14 +71,11 @@ class Metrics:
         return epochs[1:] or epochs
 
     def _timed_epochs(self) -> list[Mapping[str, Any]]:
-        """Return the epoch lines that have seeds and seconds, which may be missing in those of a user's own script."""
+        # Lines of a user's own script may have no seeds and seconds.
         return [line for line in self.epochs() if {"rank", "seconds", "seeds"} <= line.keys()]
 
     def epochs(self) -> list[Mapping[str, Any]]:
-        """Return the epoch lines of all ranks.
-
-        Of an epoch that was trained again after a restart, only the last line of each rank is returned.
-        """
+        """Return the epoch lines of all ranks; of an epoch repeated after a restart, only each rank's last line."""
         lines = (line for line in self.of_kind("epoch") if "epoch" in line)
         return [*{(line.get("rank"), line["epoch"]): line for line in lines}.values()]
 
@@ -102,7 +97,7 @@ class _Line(NamedTuple):
 
 
 def read_metrics(files: Iterable[Path]) -> Metrics:
-    """Read metrics files and merge their lines by time; skips a last line that a killed writer did not complete."""
+    """Read metrics files and merge their lines by time; skip a last line that a killed writer did not complete."""
     files = tuple(files)
     lines = tuple(line.values for line in _merged(files) if line.values.get("kind") != "step")
     return Metrics(lines, files)
@@ -124,10 +119,7 @@ def _lines_of(file: Path) -> Iterator[_Line]:
 
 
 def _texts(file: Path) -> Iterator[bytes]:
-    """Yield the lines of a file, which is opened again for each block of lines.
-
-    A run may have more ranks, each with a metrics file, than the number of files that a process may keep open.
-    """
+    # The file is opened again for each block of lines: ranks may outnumber the files that a process may open.
     offset = 0
     while True:
         with file.open("rb") as opened:

@@ -45,9 +45,8 @@ class Outcome:
 
     @classmethod
     def from_record(cls, record: Mapping[str, Any], host: str, clock_offset: float = 0.0) -> Outcome:
-        """Create an Outcome from the record that a node wrote about one of its processes.
-
-        ``clock_offset``: the node's clock minus this machine's, in seconds.
+        """Create an Outcome from a node's record of a process. ``clock_offset``: its clock minus this machine's, in
+        seconds.
         """
         here = {name: record[name] - clock_offset if record[name] else None for name in ("started", "ended")}
         code = record["returncode"]
@@ -76,9 +75,8 @@ class Outcome:
 
     @classmethod
     def of_finding(cls, finding: Mapping[str, Any], host: str, when: float) -> Outcome:
-        """Create the Outcome for a finding that ended the run although no process failed.
-
-        Such a finding is a stall, or a loss that is NaN or infinite.
+        """Create the Outcome for a finding that ended the run although no process failed: a stall, or a non-finite
+        loss.
         """
         note = str(finding["text"])
         name = "node" if finding.get("rank") is None else f"rank{finding['rank']}"
@@ -94,7 +92,6 @@ class Outcome:
 
     @classmethod
     def of_stopped_node(cls, node_rank: int, host: str, signaled: str, when: float) -> Outcome:
-        """Create the Outcome of a node whose supervisor got a signal that the launcher did not send."""
         why = "its tmux session was closed" if signaled == "SIGHUP" else "somebody on the node stopped it"
         return cls.of_node(node_rank, host, f"its supervisor got {signaled}: {why}", when)
 
@@ -105,7 +102,6 @@ class Outcome:
 
     @property
     def place(self) -> str:
-        """Name of the process and its node: ``rank 3 on node1 (hostb)``."""
         who = f"rank {self.rank} on " if self.rank is not None else "" if self.name == "node" else f"{self.name} of "
         return f"{who}{node_label(self.node_rank, self.host)}"
 
@@ -118,19 +114,15 @@ class Outcome:
 
     @property
     def sentence(self) -> str:
-        """Which process ended, and how: ``rank 3 on node1 (hostb) raised …``.
-
-        If the note names the node, the sentence is the note alone.
-        """
+        """Which process ended, and how: ``rank 3 on node1 (hostb) raised …``; or a note that already names the node."""
         if self.reason == self.note and node_label(self.node_rank, self.host) in self.note:
             return self.note
         return f"{self.place}{':' if self.reason == self.note else ''} {self.reason}"
 
     @property
     def own_status(self) -> int:
-        """The return code, at least 1, of a process that failed by itself.
-
-        0 if the process succeeded or was stopped, or if the run continued without it.
+        """The return code, at least 1, of a process that failed by itself; else 0, also if the run continued without
+        it.
         """
         return max(1, self.returncode or 0) if self.failed and not self.stopped and not self.done_without else 0
 
@@ -143,7 +135,6 @@ class Outcome:
 
     @property
     def is_follow_up(self) -> bool:
-        """Whether the failure looks like a consequence of another process's failure."""
         if self.oom or self.signal not in (None, "SIGABRT"):
             return False
         last = exit_description.last_exception_line(self.traceback) or "\n".join(
@@ -153,7 +144,7 @@ class Outcome:
 
     @property
     def _repeats_an_error(self) -> bool:
-        """Whether the rank ended with the error of another rank, as all ranks of a collective call do."""
+        # All ranks of a collective call end with the error of one.
         found = _OF_RANK.match(self.own_error)
         return found is not None and self.rank is not None and int(found[1]) != self.rank
 
@@ -163,5 +154,4 @@ class Outcome:
         return next((line for line in reversed(self.tail) if line.startswith("error: ")), "")
 
     def to_json(self) -> dict[str, Any]:
-        """Return the outcome as an object of result.json."""
         return {**asdict(self), "reason": self.reason, "sentence": self.sentence, "log": self.log_name}

@@ -1,8 +1,4 @@
-"""Runs ``python -m trainer profile --json`` on a run's metrics, and prints how long the parts of a step take.
-
-The trainer, which writes the metrics, also analyses them. It runs as a separate program, because the launcher never
-imports the trainer.
-"""
+"""Runs ``python -m trainer profile --json`` on a run's metrics, and prints how long the parts of a step take."""
 
 from __future__ import annotations
 
@@ -44,13 +40,12 @@ class RankProfile:
 
     @property
     def name(self) -> str:
-        """Name of the rank: ``node1/rank3``."""
         return rank_name(self.rank, self.node)
 
 
 @dataclass(frozen=True)
 class Profile:
-    """Time per step, and traffic, of a run with at least one rank. Bytes are per epoch, summed over all ranks."""
+    """Time per step and traffic of a run. Bytes are per epoch, summed over all ranks."""
 
     epochs: tuple[int, ...]  #: counted epochs, ascending
     whole: bool  #: whether all of ``epochs`` are complete; else it is only the running one
@@ -98,14 +93,11 @@ class RankTraffic:
 
     @property
     def name(self) -> str:
-        """Name of the rank: ``node1/rank3``."""
         return rank_name(self.rank, self.node)
 
 
 @dataclass(frozen=True)
 class Analysis:
-    """Output of ``trainer profile --json`` for the metrics lines of a run."""
-
     profile: Profile | None = None  #: None if the lines have no times by kind
     traffic: tuple[RankTraffic, ...] = ()  #: one for each rank with an epoch line
 
@@ -113,8 +105,8 @@ class Analysis:
 def analyse(files: Iterable[Path], topology: str = "", *, own: bool = False) -> Analysis:
     """Analyse metrics files with ``trainer profile --json``. Files in a folder ``node<k>`` belong to node k.
 
-    ``topology``: the topology in the run's plan, '' if unknown. ``own``: the run executes the user's own command
-    instead of the bundled trainer. Raises FleetError if the program fails.
+    ``topology``: replicated or partitioned, '' if unknown. ``own``: the run executes the user's own command. Raises
+    FleetError if the program fails.
     """
     paths = [str(file.absolute()) for file in files]
     if not paths:
@@ -146,14 +138,13 @@ def _traffic(values: dict[str, Any]) -> RankTraffic:
 def print_profile(profile: Profile, console: Console, *, ended: bool = False) -> None:
     """Print the time per step by kind, the longest wait for other hosts, and the bytes received.
 
-    ``ended``: whether the run has ended; if not, ``so far`` is printed for an epoch that is not complete.
+    ``ended``: whether the run has ended; else the last epoch may be incomplete.
     """
     for line in profile_lines(profile, ended=ended):
         console.print(Text(line), soft_wrap=True)
 
 
 def profile_lines(profile: Profile, *, ended: bool = False) -> Iterator[str]:
-    """Yield the lines that ``print_profile`` prints."""
     ranks, epochs = count(len(profile.ranks), "rank"), "epoch" if len(profile.epochs) == 1 else "epochs"
     which = f"{epochs} {spans(profile.epochs)}" + ("" if profile.whole or ended else " so far")
     yield f"time per step: {milliseconds(profile.step_s)}, mean of {ranks}, {which}:"
@@ -172,12 +163,11 @@ def milliseconds(seconds: float) -> str:
 
 
 def rank_name(rank: int, node: int | None) -> str:
-    """Return the name of a rank: ``node1/rank3``, or ``rank3`` if its node is not known."""
+    """Return the name of a rank: ``node1/rank3``, or ``rank3`` if ``node`` is None."""
     return f"rank{rank}" if node is None else f"node{node}/rank{rank}"
 
 
 def _table(profile: Profile) -> Iterator[str]:
-    """Yield the lines of a table with a column for each kind of work that takes at least 0.5 % of a step."""
     shown = {kind: seconds for kind, seconds in profile.spent.items() if profile.share[kind] >= _NOTABLE}
     columns = [
         ("", "ms", "share"),
@@ -190,7 +180,7 @@ def _table(profile: Profile) -> Iterator[str]:
 
 
 def _bytes(profile: Profile) -> str:
-    """Describe the bytes received: ``12.3 MB per epoch, predicted 12.1 MB (40.2 MB without the cache); …``."""
+    """Return the text ``12.3 MB per epoch, predicted 12.1 MB (40.2 MB without the cache); …``."""
     text = f"{decimal(round(profile.remote_bytes or 0))} per epoch"
     if profile.predicted is not None:
         text += f", predicted {decimal(round(profile.predicted))}"

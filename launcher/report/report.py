@@ -35,7 +35,7 @@ _SHOWN = 8  # files of the output folder that are listed
 def last_loss(files: Iterable[Path]) -> str:
     """Return the last loss as text: ``last loss: 0.4123, mean of 4 ranks (epoch 3, step 12 of 12)``.
 
-    It is the mean over the last step line in each metrics file; '' if no file has such a line.
+    It is the mean over the last step lines of all ranks; '' without step lines.
     """
     lines = _last_steps(files)
     if not lines:
@@ -67,7 +67,7 @@ def output_lines(folder: Path) -> Iterator[str]:
 
 
 def _last_step(file: Path) -> Mapping[str, Any]:
-    """Return the last complete step line with a loss; {} if the file has none or does not exist."""
+    """Return the last complete step line with a loss; {} if there is none."""
     if not file.is_file():
         return {}
     with file.open("rb") as opened:
@@ -77,17 +77,17 @@ def _last_step(file: Path) -> Mapping[str, Any]:
 
 
 def _step(text: bytes) -> Mapping[str, Any]:
-    """Parse a metrics line. Return {} if it is incomplete, not a step line, or without a loss."""
+    """Parse a step line; {} if it is incomplete, of another kind, or without a loss."""
     line = checked(METRIC, json_object(text)) or {}
     known = line.get("kind") == "step" and {"epoch", "step"} <= line.keys() and line.get("loss") is not None
     return line if known else {}
 
 
 def excluded_names(nodes: Sequence[NodePlan], away: Collection[int]) -> tuple[str, ...]:
-    """Return the values of ``--exclude`` that exclude the nodes whose node_rank is in ``away``.
+    """Return the values of ``--exclude`` that exclude the nodes ``away``; () if no node would remain.
 
-    A value is the host of a node, or ``user@host:port`` if a remaining node is on the same host. Nodes that also share
-    ``user@host:port`` with a remaining node are omitted. () if no node would remain.
+    A name is a host, or ``user@host:port`` if the host also has a remaining node. A node is omitted if a remaining
+    node has the same ``user@host:port``.
     """
     others = [node for node in nodes if node.node_rank not in away]
     if not others:
@@ -131,13 +131,12 @@ class RunReport:
     def exit_status(self) -> int:
         """Exit status of the command: 0 if the run is done or detached, 130 if it was stopped.
 
-        If the run failed, it is the highest exit status of a process that failed by itself, as in Slurm; at least 1.
+        For a failed run the highest exit status of a process that failed by itself, as in Slurm; at least 1.
         """
         own = [outcome.own_status for outcome in self.outcomes] if self.state == "failed" else []
         return max([_EXIT_STATUS[self.state], *own])
 
     def to_json(self) -> dict[str, Any]:
-        """Return the content of result.json."""
         return {
             "run_id": self.run_id,
             "state": self.state,
@@ -159,7 +158,7 @@ class RunReport:
         return path if path.exists() else None
 
     def _summary(self) -> dict[str, Any]:
-        """Return the summary of the metrics, with the checkpoint's path on this machine instead of that on the node."""
+        # With the checkpoint's path on this machine instead of that on the node.
         summary = self.metrics.summary()
         summary |= {} if self._last_loss is None else {"last_loss": self._last_loss}
         return summary | ({"checkpoint": str(self.checkpoint)} if self.checkpoint else {})
@@ -234,10 +233,7 @@ def _print_done(report: RunReport, console: Console) -> None:
 
 
 def _checkpoint_position(report: RunReport) -> str:
-    """Return the epoch and the step at which a user's script saved its last checkpoint, as ``epoch 3, step 40 of 80``.
-
-    '' if the checkpoint was saved at the end of an epoch, or if the step is unknown.
-    """
+    """Return where a user's script saved its last checkpoint within an epoch: ``epoch 3, step 40 of 80``; else ''."""
     saving = [line for line in _last_steps(_last_files(report)) if len(line.get("saved", ())) == 2]
     if not saving:
         return ""
@@ -258,7 +254,6 @@ def _last_ranks(report: RunReport, known: Iterable[int]) -> set[int]:
 
 
 def _last_files(report: RunReport) -> list[Path]:
-    """Return the metrics files of the ranks that the last restart started; all files if the run did not restart."""
     if not report.restarts:
         return [*report.metrics.files]
     ranks = report.restarts[-1]["ranks"].items()
@@ -289,7 +284,6 @@ def _epoch_row(line: Mapping[str, Any], val: Mapping[int, float | None]) -> tupl
 
 
 def _nodes_of(outcomes: Iterable[Outcome]) -> dict[int, int]:
-    """Return the node_rank of each rank that has an outcome."""
     return {outcome.rank: outcome.node_rank for outcome in outcomes if outcome.rank is not None}
 
 

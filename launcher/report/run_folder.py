@@ -108,14 +108,13 @@ class LaunchFile:
         )
 
     def at(self, stage: Stage, *, detached: bool = False) -> LaunchFile:
-        """Return a copy of this object at ``stage``, which begins now.
-
-        ``detached``: the launcher ends, and the supervisors continue the run.
+        """Return a copy at ``stage``, which begins now. ``detached``: the launcher ends, and the supervisors continue
+        the run.
         """
         return replace(self, stage=stage, since=time.time(), detached=detached)
 
     def write(self, folder: Path) -> None:
-        """Write ``launch.json`` atomically into ``folder``, which is created if it does not exist."""
+        """Write ``launch.json`` atomically into ``folder``, which may not exist."""
         write_whole(folder / NAME, json.dumps(asdict(self), indent=1) + "\n", private=True)
 
     @classmethod
@@ -142,10 +141,10 @@ class LaunchFile:
         return self.host == socket.gethostname() or self.alive() is True
 
     def alive(self) -> bool | None:
-        """Return whether the launching process still runs; None if it is on another machine and its state is unknown.
+        """Return whether the launching process still runs; None if it is on another machine.
 
-        A machine is recognised by its boot id, as its name may change with the network. A container has the boot id of
-        its host, but another name and other processes.
+        A machine is recognised by its boot id, as its name may change. A container has the boot id of its host, but
+        another name.
         """
         this_boot, this_name = self.boot_id == boot_id(), self.host == socket.gethostname()
         if this_boot and procs.alive(self.pid, self.start_ticks):
@@ -154,10 +153,7 @@ class LaunchFile:
 
 
 def register(run_id: str, folder: Path) -> str:
-    """Add a run to the registry of runs on this machine, so that later commands find it from any directory.
-
-    Returns '', or a warning if this failed.
-    """
+    """Add a run to the registry of runs on this machine; return '', or a warning if this failed."""
     entry = {"folder": str(folder.absolute())}
     try:
         write_whole(registry_folder() / f"{run_id}.json", json.dumps(entry) + "\n")
@@ -172,14 +168,14 @@ def register(run_id: str, folder: Path) -> str:
 def registry_folder() -> Path:
     """Return the folder of the registry of runs: ``${XDG_STATE_HOME:-~/.local/state}/gnnfleet/runs``.
 
-    For a user without a home it is a path that cannot exist.
+    Without a home folder it is a path that cannot exist.
     """
     state = os.path.expanduser(os.environ.get("XDG_STATE_HOME") or "~/.local/state")
     return Path("/nonexistent" if state.startswith("~") else state) / "gnnfleet" / "runs"
 
 
 def known_runs(runs_dirs: Iterable[Path]) -> list[Path]:
-    """Return the folders of all runs in the registry and in ``runs_dirs``, newest first, each only once."""
+    """Return the folders of all runs in the registry and in ``runs_dirs``, newest first, each once."""
     folders = [*_registered(), *(folder for top in runs_dirs if top.is_dir() for folder in top.iterdir())]
     unique = {folder.resolve(): folder for folder in folders if is_run_folder(folder)}
     return sorted(unique.values(), key=began, reverse=True)
@@ -191,10 +187,7 @@ def is_run_folder(folder: Path) -> bool:
 
 
 def never_ran(folder: Path) -> bool:
-    """Return whether the launch that created the folder ended before any process of the run started.
-
-    If so, the id of the run can be used again.
-    """
+    """Whether the launch ended before any process of the run started, so that its run id is free again."""
     try:
         launch = LaunchFile.read(folder)
     except FleetError:
@@ -236,7 +229,7 @@ def user_name() -> str:
 
 
 def user_at_host() -> str:
-    """Return ``alice@laptop``: this user and machine, to show other users who made a request, such as a stop."""
+    """Return ``alice@laptop``: this user and machine."""
     return f"{user_name()}@{socket.gethostname()}"
 
 
@@ -246,10 +239,7 @@ def _registered() -> list[Path]:
 
 
 def _registered_folder(entry: Path) -> Path | None:
-    """Return the run folder that a file in the registry names.
-
-    None if this file is damaged, so that the other runs are still found.
-    """
+    # A damaged file must not hide the other runs.
     try:
         return Path(json.loads(_text_of(entry) or "")["folder"])
     except (ValueError, KeyError, TypeError):
@@ -270,7 +260,7 @@ _LAUNCH = Record(
 
 
 def _from_json(value: Any) -> LaunchFile:
-    """Check and convert the content of ``launch.json``; fields that a newer version added are ignored."""
+    """Check and convert the content of ``launch.json``; ignores fields of newer versions."""
     values = _LAUNCH(value)
     lists = {name: tuple(values[name]) for name in ("argv", "own_command", "overrides")}
     known = {field.name for field in fields(LaunchFile)}
@@ -278,7 +268,7 @@ def _from_json(value: Any) -> LaunchFile:
 
 
 def _aborted_stage(folder: Path) -> str:
-    """Return the stage at which the launch was aborted; '' if the launch was not aborted."""
+    """Return the stage at which the launch was aborted; '' if it was not."""
     events = records(EVENT, (_text_of(folder / "events.jsonl") or "").splitlines())
     return next((str(event.get("stage", "")) for event in events if event["kind"] == "given-up"), "")
 
@@ -302,7 +292,7 @@ def _text_of(path: Path) -> str | None:
 
 @dataclass(frozen=True)
 class FoundRun:
-    """Information on this machine about a run. A field is None if it is unknown, or not on this machine."""
+    """What this machine knows about a run. A field is None if it is unknown here."""
 
     run_id: str
     folder: Path | None  #: run folder on this machine; None: launched elsewhere and never collected here
@@ -326,10 +316,7 @@ class FoundRun:
 
     @property
     def plan_is_missing(self) -> bool:
-        """Whether the run may have processes on its nodes, but its plan is not on this machine.
-
-        The plan was deleted, or never collected.
-        """
+        """Whether the run may have processes on its nodes, but its plan is not on this machine."""
         began = self.launch is None or self.launch.stage in ("start", "train", "collect")
         return self.plan is None and self.result is None and began
 
@@ -343,7 +330,7 @@ class FoundRun:
 
     @property
     def needed_plan(self) -> LaunchPlan:
-        """The plan of the run; raises FleetError if this machine does not have it."""
+        """The plan of the run. Raises FleetError if this machine does not have it."""
         if self.plan_is_missing:
             raise FleetError(self.without_plan)
         if self.plan is None:
@@ -355,7 +342,7 @@ class FoundRun:
 
     @property
     def needed_config(self) -> ResolvedConfig:
-        """The config of the run, with the logins to its nodes; raises FleetError if this machine does not have it."""
+        """The config of the run. Raises FleetError if this machine does not have it."""
         if self.config is None:
             raise FleetError(
                 f"run {self.run_id}: {self.folder} has no config.yml, so its hosts are not known; give --config"
@@ -369,7 +356,7 @@ def known_here(run_id: str, runs_dirs: Sequence[Path]) -> Path | None:
 
 
 def read_folder(folder: Path) -> FoundRun:
-    """Read a run folder into a FoundRun; raises FleetError if a file in the folder is damaged."""
+    """Read a run folder. Raises FleetError if a file in it is damaged."""
     launch = LaunchFile.read(folder)
     run_id = launch.run_id if launch else folder.name
     return FoundRun(run_id, folder, launch, read_plan(folder), read_config_of(folder), read_result(folder))
@@ -402,10 +389,9 @@ def read_result(folder: Path) -> dict[str, Any] | None:
 
 
 def read_config_of(folder: Path) -> ResolvedConfig | None:
-    """Read the config of a run from the run's folder; None if the folder has none.
+    """Read the config of a run from its folder; None if it has none. Ignores ``run.files``, which may be gone.
 
-    Ignores ``run.files``, since these files may no longer be on this machine. Raises FleetError if the config is
-    invalid.
+    Raises FleetError if the config is invalid.
     """
     path = folder / "config.yml"
     if not path.is_file():

@@ -58,7 +58,7 @@ def find_run(run: str | None, runs_dirs: Sequence[Path]) -> FoundRun:
 def matching(ids: Sequence[str], wanted: str) -> tuple[str, list[str]]:
     """Return (how, ids): the ids that equal ``wanted``, else begin with it, else end with it, else contain it.
 
-    ``how`` is '' if they are equal, else ``is the start of``, ``is the end of`` or ``is in``. ('', []) for no match.
+    ``how``: '' if they are equal, else ``is the start of``, ``is the end of`` or ``is in``. ('', []) for no match.
     """
     rules: tuple[tuple[str, Callable[[str], bool]], ...] = (
         ("", lambda one: one == wanted),
@@ -85,7 +85,6 @@ def _names(folders: Sequence[Path]) -> str:
 
 
 def _listed(folders: Sequence[Path]) -> str:
-    """Return a text with the id and the state of the newest runs, one line each."""
     newest = folders[:_LISTED]
     width = max(len(folder.name) for folder in newest)
     lines = [f"  {folder.name:{width}}  {entry_of(folder).state}" for folder in newest]
@@ -132,7 +131,7 @@ def history(runs_dirs: Sequence[Path], limit: int | None = None) -> list[Entry]:
 
 
 def entry_of(folder: Path) -> Entry:
-    """Read the entry of a run from its folder. If the folder is damaged, the state of the entry is ``damaged``."""
+    """Read the entry of a run from its folder; the state of a damaged folder is ``damaged``."""
     try:
         launch, result, size = LaunchFile.read(folder), read_result(folder), _size(folder)
     except (FleetError, OSError) as error:
@@ -161,7 +160,6 @@ def to_json(entries: Sequence[Entry]) -> str:
 
 
 def rendered(entries: Sequence[Entry]) -> FittedTable:
-    """Return a table with one line per run; lines are cut to the width of the terminal."""
     return FittedTable(_COLUMNS, [_row(entry) for entry in entries])
 
 
@@ -174,10 +172,6 @@ def _row(entry: Entry) -> tuple[Text | str, ...]:
 
 
 def _state(launch: LaunchFile | None, result: dict[str, Any] | None, *, has_plan: bool) -> tuple[str, str]:
-    """Return the state of a run, and the reason, from its folder alone.
-
-    Unlike ``gnnfleet status``, this does not connect to the nodes.
-    """
     if result is not None and result["state"] != "detached":
         by = f"stopped by {result['stopped_by']}" if result.get("stopped_by") else ""
         return result["state"], by or result_words(result) or _first_note(result)

@@ -19,7 +19,6 @@ class TaskMetric:
 
     @property
     def title(self) -> str:
-        """The name as it is printed."""
         return _TITLES.get(self.name, self.name.replace("hits@", "Hits@"))
 
     def of(self, line: Mapping[str, Any], split: str = "") -> float | None:
@@ -31,7 +30,7 @@ class TaskMetric:
 
 
 def metric_of(lines: Iterable[Mapping[str, Any]]) -> TaskMetric:
-    """Return the metric named by the first line that has a field ``metric``; accuracy if no line has it."""
+    """Return the metric of the first line with a field ``metric``; accuracy without one."""
     for line in lines:
         name = line.get("metric")
         if isinstance(name, str) and name:
@@ -40,5 +39,5 @@ def metric_of(lines: Iterable[Mapping[str, Any]]) -> TaskMetric:
 
 
 def score_text(value: float) -> str:
-    """Format a metric or loss: four decimals below 1000, one decimal below a million, else four significant digits."""
+    """Return a number with four decimals below 1000, one decimal below a million, else four significant digits."""
     return f"{value:.4f}" if abs(value) < 1e3 else f"{value:.1f}" if abs(value) < 1e6 else f"{value:.4g}"

@@ -1,7 +1,4 @@
-"""Describes the state of a run in one sentence, and suggests the next commands.
-
-The state is found from the run's folder and the answers of its nodes.
-"""
+"""Describes the state of a run in one sentence, and suggests the next commands."""
 
 from __future__ import annotations
 
@@ -35,17 +32,14 @@ class NodeView:
 
     @property
     def reached(self) -> bool:
-        """Whether the node answered."""
         return not self.unreachable
 
     @property
     def alive(self) -> bool:
-        """Whether the supervisor of the node runs."""
         return self.reached and self.state is not None and self.result is None and not self.lost
 
     @property
     def word(self) -> str:
-        """The node's state in one or two words."""
         if self.unreachable:
             return "unreachable"
         if self.result is not None:
@@ -121,10 +115,9 @@ class Verdict:
 
 
 def known_without_nodes(found: FoundRun) -> bool:
-    """Return whether the state of a run is known without asking its nodes.
+    """Return whether the state of a run is known without its nodes.
 
-    This is so if the run has ended and no process can be left on a node, if no process of the run can have started, or
-    if its plan is unknown, so that no node can be asked.
+    True if no process can be left on a node or none can have started, or if the plan is unknown.
     """
     if found.plan is None:
         return True
@@ -135,7 +128,7 @@ def known_without_nodes(found: FoundRun) -> bool:
 
 
 def from_here(found: FoundRun) -> Verdict:
-    """Return the verdict on a run from its folder alone; only for runs for which ``known_without_nodes`` is true."""
+    """Return the verdict on a run from its folder alone. Requires ``known_without_nodes(found)``."""
     if found.result is not None and found.result["state"] in _ENDED:
         return _over_by_result(found, found.result)
     if found.plan_is_missing:
@@ -232,10 +225,7 @@ def _over(found: FoundRun, everyone: list[NodeView]) -> Verdict:
 
 
 def _over_by_result(found: FoundRun, result: Mapping[str, Any], unreachable: Sequence[NodeView] = ()) -> Verdict:
-    """Return the verdict on a run that has ended, from the result in its folder.
-
-    ``unreachable``: nodes that cannot be reached now.
-    """
+    """Return the verdict on an ended run from ``result``. ``unreachable``: nodes that cannot be reached now."""
     state: State = result["state"]
     verb = {"done": "is done", "failed": "has failed", "stopped": "was stopped"}[state]
     by = f" by {result['stopped_by']}" if result.get("stopped_by") else ""
@@ -254,9 +244,8 @@ def _over_by_result(found: FoundRun, result: Mapping[str, Any], unreachable: Seq
 def _after(
     found: FoundRun, state: State, unreachable: Sequence[NodeView] = (), *, collected: bool = False
 ) -> tuple[str, ...]:
-    """Return the commands to suggest for a run that has ended.
+    """Return the commands to suggest for a run that has ended; ``gnnfleet resume`` excludes the nodes ``unreachable``.
 
-    ``gnnfleet resume``, which excludes the nodes ``unreachable``, is one of them if the run folder has a checkpoint.
     ``collected``: whether the results have been collected.
     """
     collect = () if collected else (f"gnnfleet collect {found.words}",)
@@ -289,7 +278,7 @@ def _never_started(found: FoundRun, nodes: str) -> Verdict:
 
 
 def launcher_words(found: FoundRun) -> str:
-    """Return the state of a run's launcher as a clause: ``its launcher (alice@laptop, pid 71) has ended``."""
+    """Return a clause such as ``its launcher (alice@laptop, pid 71) has ended``."""
     launch = found.launch
     if launch is None:
         return "it was launched from another machine"
@@ -324,10 +313,9 @@ def progress_words(found: FoundRun, views: Sequence[NodeView]) -> str:
 
 
 def place_of(rank: Mapping[str, Any]) -> tuple[int, ...]:
-    """Return (epoch, step) of a rank; () before its first step.
+    """Return (epoch, step) of a rank, as its supervisor reports it; () before its first step.
 
-    ``rank``: state of a rank as the supervisor reports it. Its entry ``at``, if present, is used instead of ``epoch``
-    and ``step``, which come from the metrics and are older.
+    ``at`` is used if present: it is newer than ``epoch`` and ``step``, which come from the metrics.
     """
     if any(rank.get(name) is None for name in ("epoch", "step", "steps")):
         return ()
@@ -336,10 +324,7 @@ def place_of(rank: Mapping[str, Any]) -> tuple[int, ...]:
 
 
 def first_cause(views: Sequence[NodeView], hub: int) -> str:
-    """Return why the run ended, as its nodes report; '' if it succeeded.
-
-    ``views``: answers of all nodes; ``hub``: node_rank of the lead node.
-    """
+    """Return why the run ended, as its nodes report; '' if it succeeded. ``hub``: node_rank of the lead node."""
     gone = done_without(views, hub, only_gone=True)
     labels = tuple(view.node.label for view in views)
     results = {view.node.node_rank: view.result for view in views if view.result is not None}
@@ -355,10 +340,9 @@ def first_cause(views: Sequence[NodeView], hub: int) -> str:
 
 
 def done_without(views: Sequence[NodeView], hub: int, *, only_gone: bool = False) -> set[int]:
-    """Return the nodes without which the run continued and, unless ``only_gone``, also the expendable nodes.
+    """Return the nodes that the run continued without and, unless ``only_gone``, those whose loss would not end it.
 
-    A node is expendable if the run would continue without it: with ``run.restarts`` every node, else those that the
-    lead node (``hub``) reports. ``views``: answers of all nodes.
+    With ``run.restarts`` this is true of every node, else of those that the lead node ``hub`` reports.
     """
     reports = {view.node.node_rank: view.report for view in views}
     lead = last_attempt(reports, hub)[1]
@@ -406,7 +390,7 @@ def _what_it_does(alive: Sequence[NodeView]) -> str:
 def result_words(result: Mapping[str, Any]) -> str:
     """Return the result of an ended run in a few words: its first failure, else its metric or last loss.
 
-    If a loss was NaN or infinite, ``NaN loss`` precedes the metric or last loss.
+    ``NaN loss`` comes first if a loss was NaN or infinite.
     """
     first = result.get("first_failure")
     if first:
@@ -433,10 +417,7 @@ def _ended_note(view: NodeView) -> str:
 
 
 def _unreachable_notes(unreachable: Sequence[NodeView], others: Sequence[NodeView]) -> list[str]:
-    """Return a note for each unreachable node.
-
-    It says why the node is unreachable, and when another node last received a message from this node.
-    """
+    """Return a note for each unreachable node: why, and when another node last heard from it."""
     notes = []
     for view in unreachable:
         k = str(view.node.node_rank)

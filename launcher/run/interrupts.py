@@ -35,8 +35,7 @@ class Interrupts:
     """Context manager that handles SIGINT, SIGTERM and SIGHUP.
 
     The first signal raises KeyboardInterrupt in the main thread. The second prints ``exit_message`` and ends the
-    program with status 130. A signal that was ignored before (``nohup``) stays ignored. Within ``handed_to``, signals
-    are passed to a function instead.
+    program with status 130. A signal ignored before (``nohup``) stays ignored. See also ``handed_to``.
     """
 
     def __init__(self) -> None:
@@ -66,8 +65,7 @@ class Interrupts:
 
     @contextmanager
     def handed_to(self, receiver: Callable[[int], None]) -> Iterator[None]:
-        """Within the ``with`` block, call ``receiver(number)`` for each signal. ``receiver`` runs inside the signal
-        handler, so it must be reentrant."""
+        """Within the block, call ``receiver(number)`` for each signal, in the signal handler: it must be reentrant."""
         self._receiver = receiver
         try:
             yield
@@ -136,7 +134,7 @@ def _terminal_settings() -> Any:
 
 
 def _silence(streams: Sequence[int]) -> None:
-    """Redirect ``streams`` to /dev/null, so that printing to a closed terminal does not fail."""
+    # Printing to a closed terminal would fail.
     nowhere = os.open(os.devnull, os.O_RDWR)
     for stream in streams:
         os.dup2(nowhere, stream)
@@ -181,7 +179,7 @@ _ANSWERS: dict[str, OnInterrupt | None] = {"s": "stop", "d": "detach", "\n": Non
 class InterruptPrompt:
     """Maps signals and key presses to actions: stop the run, detach from it, or continue.
 
-    As a context manager it restores the terminal settings on exit.
+    Context manager: restores the terminal settings on exit.
     """
 
     def __init__(
@@ -194,8 +192,7 @@ class InterruptPrompt:
         self._stack = ExitStack()
 
     def signal(self, number: int, now: float) -> OnInterrupt | None:
-        """Return ``stop`` or ``detach`` for a signal. If the user has to be asked, show the question and return None;
-        ``answer`` then returns the answer."""
+        """Return ``stop`` or ``detach`` for a signal; None after asking the user, whose choice ``answer`` returns."""
         self.cause = _WORDS[signal.Signals(number)]
         action = self.policy.action(number, now)
         if action == "ask":
@@ -205,10 +202,7 @@ class InterruptPrompt:
         return action
 
     def answer(self) -> OnInterrupt | None:
-        """Return ``stop`` or ``detach`` if the user has chosen it, else None.
-
-        None: no question is open, the question is not answered yet, or the user has chosen to continue the run.
-        """
+        """Return ``stop`` or ``detach`` once the user has chosen it, else None."""
         if self._keys is None:
             return None
         for key in self._keys.pressed().lower():
@@ -250,5 +244,5 @@ class InterruptPrompt:
 
 
 def at_terminal(live: LiveLog) -> bool:
-    """Whether the output is a terminal, and stdin is one too, so that the user can answer a question."""
+    """Whether stdin and the output are a terminal, so that the user can answer a question."""
     return live.console.is_terminal and sys.stdin is not None and sys.stdin.isatty()

@@ -65,9 +65,9 @@ Attach = Callable[[str], AbstractContextManager[Attachment]]
 
 
 class LaunchContext:
-    """State shared by all stages of one launch. The run folder on this machine records the current stage.
+    """State shared by all stages of one launch.
 
-    Creating the context creates the run folder, registers the run, and writes ``config.yml`` and ``launch.json``.
+    Its constructor creates and registers the run folder, and writes ``config.yml`` and ``launch.json``.
     """
 
     def __init__(self, config: ResolvedConfig, options: LaunchOptions, run_id: str, console: Console):
@@ -86,11 +86,7 @@ class LaunchContext:
         self.events = self._open_folder()
 
     def _open_folder(self) -> EventLog:
-        """Create the run folder and open its events.jsonl.
-
-        config.yml is written before launch.json, since other commands find the launch once launch.json exists. Raises
-        UsageError if the folder cannot be created.
-        """
+        # config.yml comes before launch.json, by which other commands find the launch.
         try:
             clear(self.folder)
             write_whole(self.folder / "config.yml", to_yaml(self.config), private=True)
@@ -114,8 +110,7 @@ class LaunchContext:
         self.events.add("stage", stage=stage)
 
     def write_file(self, name: str, text: str) -> None:
-        """Write a file of the run folder on this machine that later commands need to find the run. Raises FleetError
-        when it cannot be written."""
+        """Write a file of the run folder on this machine. Raises FleetError when it cannot be written."""
         try:
             write_whole(self.folder / name, text, private=True)
         except OSError as error:
@@ -147,9 +142,9 @@ class LaunchContext:
 def launch(config: ClusterConfig, options: LaunchOptions, console: Console, attach: Attach | None = None) -> RunReport:
     """Launch a run of ``config``, follow it to its end, collect its files, and print and return its report.
 
-    ``attach``: for a run that reads its graph from a serving cluster, the function that attaches the run to the
-    cluster. With ``options.detach``, return once the first training step is done. Raises FleetError for a failure
-    before anything runs on the nodes; later failures are described in the report.
+    ``attach``: attaches the run to the serving cluster from which it reads. With ``options.detach``, returns after the
+    first training step. Raises FleetError for a failure before anything runs on the nodes; the report describes later
+    ones.
     """
     resolved = resolve_run(config)
     run_id = choose_run_id(config, options.run_id)
@@ -180,8 +175,7 @@ def launch(config: ClusterConfig, options: LaunchOptions, console: Console, atta
 
 @contextmanager
 def connected(context: LaunchContext) -> Iterator[dict[int, Transport | TransportError]]:
-    """Connect to every node of the run. Yields, by node_rank, a Transport or the error of connecting; closes the
-    connections on exit."""
+    """Connect to every node of the run; yield a Transport or an error for each node_rank. Closes the connections."""
     context.events.add("stage", stage="connect")
     context.say(f"run {context.run_id}: connecting to {count(len(context.config.nodes), 'node')}")
     attempts = connect_all(context.config)
@@ -198,8 +192,7 @@ def require_preflight(
     *,
     new_run: bool = True,
 ) -> tuple[Mapping[int, NodeFacts], dict[int, Transport]]:
-    """Run preflight; return the facts about each node and the transports, both by node_rank. Raises PreflightRefused if
-    a finding blocks the run.
+    """Run preflight; return the facts and the transports, both by node_rank. Raises PreflightRefused.
 
     ``new_run``: also check that no files of this run id are on the nodes yet.
     """
@@ -230,11 +223,8 @@ def _preflight(
     *,
     run_id: str,
 ) -> PreflightReport:
-    """Run preflight. Also check that each node has disk space for its files in the plan ``draft``, and that these
-    files include the modules that the script in ``own_command`` imports from its folder.
-
-    Parts that do not exist yet do not count as needed space.
-    """
+    # Also checks disk space for the files of ``draft`` (parts that do not exist yet do not count), and that modules
+    # which the user's script imports are sent.
     report = run_preflight(
         config,
         attempts,
@@ -247,8 +237,6 @@ def _preflight(
 
 
 def _unsent(draft: LaunchPlan, own_command: Sequence[str]) -> Iterator[Finding]:
-    """Yield a warning, for each training node, about each module that the user's script imports but the plan does not
-    send."""
     training = [node for node in draft.nodes if node.ranks]
     if not (own_command and training):
         return
@@ -270,8 +258,10 @@ def record_versions(events: EventLog, facts: Mapping[int, NodeFacts]) -> None:
 def check_attachment(
     context: LaunchContext, attached: Attachment, plan: LaunchPlan, transports: Mapping[int, Transport]
 ) -> None:
-    """Check that every node of the run reaches a graph server of the serving cluster. Prints a note for each server
-    that a node cannot reach; raises PreflightRefused if a node reaches none."""
+    """Check that every node of the run reaches a graph server of the serving cluster.
+
+    Prints a note for each unreachable server. Raises PreflightRefused if a node reaches none.
+    """
     for note in attached.check_reachable(plan, transports):
         context.say(f"note: {note}", "yellow")
 
@@ -279,7 +269,6 @@ def check_attachment(
 def partition_and_plan(
     context: LaunchContext, facts: Mapping[int, NodeFacts], attached: Attachment | None = None
 ) -> LaunchPlan:
-    """Partition the dataset unless the parts exist, then make the final plan."""
     context.enter_stage("partition")
     manifest = ensure_parts(context.config, context.console) if context.config.makes_parts else None
     if manifest is not None and not context.options.own_command:
@@ -303,8 +292,7 @@ def execute_plan(
     transports: Mapping[int, Transport],
     interrupts: Interrupts,
 ) -> RunReport:
-    """Send the files of ``plan`` to the nodes, start the nodes, follow the run, collect its files, and print and return
-    its report."""
+    """Send the files, start the nodes, follow the run, collect its files; print and return its report."""
     print_placement(plan, context.console)
     context.write_file("run.json", run_json(plan))
     interrupts.message = "interrupted; the next launch reuses the files that have been sent so far"
@@ -327,7 +315,6 @@ def execute_plan(
 
 
 def start_and_conduct(context: LaunchContext, following: FollowContext, interrupts: Interrupts) -> RunReport:
-    """Start every node and follow the run until it ends or is detached."""
     plan = following.plan
     where = f"{count(len(plan.nodes), 'node')}, node {plan.lead} in tmux session {plan.nodes[plan.lead].session}"
     context.say(f"starting {count(plan.world_size, 'process', 'es')} on {where}")
@@ -345,8 +332,7 @@ def start_and_conduct(context: LaunchContext, following: FollowContext, interrup
 
 
 def send_files(context: LaunchContext, plan: LaunchPlan, transports: Mapping[int, Transport]) -> None:
-    """Send the files of ``plan`` to its nodes. With ``data.mode: verify``, first verify the parts that are on the
-    nodes."""
+    """Send the files of ``plan`` to its nodes; with ``data.mode: verify``, first verify the parts on the nodes."""
     if context.config.data.mode == "verify" and not context.config.data.serving:
         checked = verify(plan, transports)
         if not context.options.own_command and not plan.serve_only:
@@ -367,8 +353,7 @@ def send_files(context: LaunchContext, plan: LaunchPlan, transports: Mapping[int
 
 
 def run_check(config: ClusterConfig, options: LaunchOptions, console: Console) -> int:
-    """Run preflight on every node and print the findings. Returns the exit status: 0, or 3 if a finding blocks the
-    run."""
+    """Run preflight and print the findings; return the exit status: 0, or 3 if a finding blocks the run."""
     resolved, draft = _drafted(config, options)
     attempts = connect_all(resolved)
     try:
@@ -389,7 +374,6 @@ def run_check(config: ClusterConfig, options: LaunchOptions, console: Console) -
 def _compared_parts(
     config: ResolvedConfig, options: LaunchOptions, report: PreflightReport, attempts: Opened
 ) -> list[Finding]:
-    """Compare the files of the parts on all nodes with their manifest, as a launch in mode ``verify`` does."""
     plan = final_plan(config, run_id=options.run_id or "check", facts=report.facts, own_command=options.own_command)
     holding = [node.node_rank for node in plan.nodes if node.parts]
 
@@ -412,7 +396,7 @@ def _some(texts: Sequence[str], most: int = 4) -> str:
 
 
 def _print_findings(report: PreflightReport, console: Console) -> None:
-    """Print the findings of preflight, and the ``gnnfleet explain`` commands for those that block the run."""
+    # With ``gnnfleet explain`` commands for findings that block the run.
     print_findings(report, console)
     if more := hint(*(finding.message for finding in report.findings if finding.severity == "block")):
         console.print(Text(more, "dim"))

@@ -72,9 +72,9 @@ def conduct(
 ) -> RunReport:
     """Follow a run to its end, collect its files, and print and return its report.
 
-    ``starts``: for each node_rank, the function that starts the node; None if the run is running already and this
-    process only views it. In a view, a signal or a closed output ends the view, not the run. The report of a detached
-    run has the state ``detached``. Raises OutOfReach when no node has answered for ``run.lost_after`` seconds.
+    ``starts``: functions that start the nodes, by node_rank; None if this process only views a running run. In a view,
+    a signal or a closed output ends the view, not the run. The report of a detached run has the state ``detached``.
+    Raises OutOfReach when no node has answered for ``run.lost_after`` seconds.
     """
     interrupts.exit_message = "\n  ".join(
         ["exited immediately; processes of the run may still be running.", *map(how_to_stop, context.plan.nodes)]
@@ -105,7 +105,6 @@ def conduct(
 
 
 def finish(context: FollowContext, followed: Followed, interrupts: Interrupts) -> RunReport:
-    """Collect the files of the run, then write and print its report."""
     interrupts.ignore_hangup = True
     interrupts.message = (
         "interrupted while collecting; the run has ended on all nodes. "
@@ -135,8 +134,7 @@ def _report(context: FollowContext, followed: Followed, collected: Collected) ->
 
 
 def report_detached(context: FollowContext, followed: Followed, board: Board) -> RunReport:
-    """Print that this process has detached from the run, and the commands to use next. Raises OutOfReach if it detached
-    because no node could be reached."""
+    """Print that this process has detached, and the commands to use next. Raises OutOfReach if no node answered."""
     run_id = context.plan.run_id
     context.events.add("detached", why=followed.detached)
     if followed.detached == "unreachable":
@@ -154,10 +152,7 @@ def report_detached(context: FollowContext, followed: Followed, board: Board) ->
 
 
 def _out_of_reach(context: FollowContext, followed: Followed) -> str:
-    """Return the message of OutOfReach: which nodes cannot be reached, and which command to use next.
-
-    With ``run.restarts`` it also names a node that has ended because it could not reach the other nodes either.
-    """
+    # With ``run.restarts``, a node may have ended because it could not reach the others either.
     run_id, waited = context.plan.run_id, f"for {context.run.lost_after:g} s (run.lost_after)"
     follow = f"gnnfleet follow {run_id}"
     ended = [k for k, result in followed.results.items() if result.get("no_restart")]
@@ -187,11 +182,10 @@ def follow_run(
     view: View,
     events: EventLog,
 ) -> RunReport:
-    """Follow a run that another process has launched, or that has ended already.
+    """Follow a run that another process has launched, or that has ended; print and return its report.
 
-    Prints and returns the same report as the launcher of the run. ``transports`` need not be connected yet.
-    ``started``: start of the run, in seconds since the epoch. Raises Interrupted, OutOfReach, and any TransportError in
-    ``transports``.
+    ``transports`` need not be connected. ``started``: seconds since the epoch. Raises Interrupted, OutOfReach, and any
+    TransportError in ``transports``.
     """
     for attempt in transports.values():
         if isinstance(attempt, TransportError):

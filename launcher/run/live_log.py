@@ -47,10 +47,9 @@ def without_stamp(line: str) -> str:
 
 
 class LiveLog:
-    """Prints the output of a run line by line and, on a terminal, a live view below it: a table of nodes and ranks.
-    Thread-safe.
+    """Prints the output of a run and, on a terminal, a live table of nodes and ranks below it. Thread-safe.
 
-    ``plain``: print a progress line every few seconds instead of the live view, as is done without a terminal.
+    ``plain``: print a progress line every few seconds instead of the table, as without a terminal.
     """
 
     def __init__(self, console: Console, plan: LaunchPlan, *, plain: bool = False, board: Board | None = None):
@@ -80,13 +79,12 @@ class LiveLog:
         self._live.stop()
 
     def say(self, text: str, style: str = "") -> None:
-        """Print a message of the launcher."""
         with self._lock:
             self._print_waiting()
             self.console.print(Text(text, style), soft_wrap=True)
 
     def ask(self, lines: Sequence[str]) -> None:
-        """Show a question below the live view, or print it; an empty sequence removes it."""
+        """Show a question below the live table, or print it; an empty sequence removes it."""
         with self._lock:
             self.question = tuple(lines)
             if self.alive:
@@ -96,8 +94,7 @@ class LiveLog:
                     self.say(line, "bold")
 
     def file_lines(self, node_rank: int, file: str, lines: Sequence[str]) -> None:
-        """Take new lines of a file of one node: print those of ``logs/<name>.log``, add those of
-        ``metrics-rank<r>.jsonl`` to the table."""
+        """Take new lines of a node's file: print those of a log, add those of a metrics file to the table."""
         if file.startswith("metrics-"):
             for metric in parsed(lines):
                 self.metric(metric)
@@ -121,7 +118,7 @@ class LiveLog:
             self._print(source, lines[:first])
 
     def metric(self, metric: Metric) -> None:
-        """Add a metrics line to the table; if there is no live view, print a progress line every few seconds."""
+        """Add a metrics line to the table; without a table, print a progress line every few seconds."""
         with self._lock:
             self.board.metric(metric)
             now = time.monotonic()
@@ -131,10 +128,7 @@ class LiveLog:
                     self.say(self.board.progress_line())
 
     def tick(self, *, all_of_them: bool = False) -> None:
-        """Print the delayed lines whose time has come, and redraw the live view; to be called about every 0.1 s.
-
-        ``all_of_them``: print all delayed lines.
-        """
+        """Print the delayed lines that are due (``all_of_them``: all), and redraw the table. Call it every 0.1 s."""
         with self._lock:
             now = time.monotonic()
             for source in [source for source, held in self._held.items() if all_of_them or held.until <= now]:
@@ -145,14 +139,13 @@ class LiveLog:
                 self._refresh(now)
 
     def quiet(self) -> None:
-        """Print no more output of processes, because the run is being stopped; their logs still contain the output."""
+        """Print no more output of processes; their logs still contain it."""
         with self._lock:
             self._print_waiting()
             self._quiet = True
             self._held.clear()
 
     def picture(self) -> list[Text]:
-        """Return the table as last rendered, so that printing a line above the table does not render it again."""
         return self._picture
 
     def _refresh(self, now: float) -> None:
@@ -177,8 +170,7 @@ class LiveLog:
             self._print_waiting()
 
     def _print_waiting(self) -> None:
-        """Print the lines collected since the last call. One call for many lines saves redrawing the live view
-        below."""
+        # One print call for many lines saves redrawing the table below.
         with self._lock:
             if self._waiting:
                 self._last_print = time.monotonic()
@@ -187,7 +179,7 @@ class LiveLog:
 
 
 class _Below:
-    """The object that ``rich.live`` draws below the printed lines: the table as last rendered."""
+    """What ``rich.live`` draws below the printed lines: the table as last rendered."""
 
     def __init__(self, log: LiveLog):
         self.log = log
@@ -198,13 +190,12 @@ class _Below:
 
 @dataclass
 class _Held:
-    """A traceback of one process, and the lines after it; they are printed at the time ``until``."""
+    """A traceback of one process, and the lines after it; printed at the time ``until``."""
 
     until: float  #: monotonic seconds
     lines: list[str]
 
 
 def parsed(lines: Iterable[str]) -> list[Metric]:
-    """Parse lines of a metrics file; lines that are not JSON objects (a user's script may write any line) are
-    skipped."""
+    """Parse lines of a metrics file; skip lines that are not JSON objects."""
     return list(records(METRIC, lines))

@@ -22,7 +22,7 @@ OLD_HEARTBEAT = 5.0  #: seconds without heartbeat after which a node needs atten
 
 @dataclass
 class RankRow:
-    """The last step that one rank has reported; a field is None while its value is not known."""
+    """The last step that one rank has reported; a field is None while unknown."""
 
     rank: int
     node_rank: int
@@ -37,8 +37,7 @@ class RankRow:
     ended: str = ""  #: 'done' or 'failed'
 
     def update(self, metric: Metric) -> None:
-        """Update the row from a ``step`` metrics line or from a heartbeat; ignores older lines and values of the wrong
-        type."""
+        """Update the row from a ``step`` metrics line or a heartbeat; ignore older lines and values of other types."""
         t = _number(metric.get("t"))
         if t is not None and t < self.t:
             return
@@ -52,14 +51,12 @@ class RankRow:
 
     @property
     def place(self) -> tuple[int, int]:
-        """(epoch, step), to compare the progress of ranks; a rank without a known step comes first."""
+        """(epoch, step), to compare the progress of ranks; lowest without a step."""
         return self.epoch if self.epoch is not None else -1, self.step if self.step is not None else -1
 
 
 @dataclass
 class NodeRow:
-    """The state of one node."""
-
     node_rank: int
     host: str
     ranks: tuple[int, ...]
@@ -70,14 +67,15 @@ class NodeRow:
     left: bool = False  #: the run goes on without this node
 
     def age(self, now: float) -> float | None:
-        """Seconds between the last heartbeat of the node and ``now``; None before the first heartbeat and after the
-        node has ended."""
+        """Seconds between the node's last heartbeat and ``now``; None before the first one and after the node has
+        ended.
+        """
         return None if self.heard is None or self.over else max(0.0, now - self.heard)
 
 
 @dataclass
 class Board:
-    """All nodes and ranks of a run. ``epochs``: number of epochs to train; None: not known."""
+    """All nodes and ranks of a run. ``epochs``: number of epochs to train, None if unknown."""
 
     run_id: str
     nodes: dict[int, NodeRow]
@@ -111,8 +109,7 @@ class Board:
             self.metric({"kind": "step", **metric, "rank": int(rank)})
 
     def _restart(self, restart: Mapping[str, Any]) -> None:
-        """Replace nodes and ranks by those after a restart of the run. ``restart``: entry of ``restarts`` in
-        ``state.json``."""
+        # ``restart``: entry of ``restarts`` in ``state.json``.
         self.generation, self._first = restart["generation"], None
         self.attempt = f"restart {restart['generation']} of {restart['of']}"
         for k, node in self.nodes.items():
@@ -120,12 +117,12 @@ class Board:
         self.ranks = {rank: RankRow(rank, k) for k, node in self.nodes.items() for rank in node.ranks}
 
     def forget_ends(self, node_rank: int) -> None:
-        """Mark the ranks of a node as running again, when the run was restarted."""
+        """Mark the ranks of a node as running again, after a restart."""
         for rank in self.nodes[node_rank].ranks:
             self.ranks[rank].ended = ""
 
     def metric(self, metric: Metric) -> None:
-        """Update a rank from a metrics line; ignores lines of kinds other than ``step`` and of unknown ranks."""
+        """Update a rank from a ``step`` metrics line; ignore other lines and unknown ranks."""
         row = self.ranks.get(metric.get("rank", -1))
         if row is None or metric.get("kind") != "step":
             return
@@ -142,15 +139,12 @@ class Board:
             self.nodes[k].left = True
 
     def connection_lost(self, node_rank: int, why: str) -> None:
-        """Mark a node as not connected."""
         self.nodes[node_rank].connection_error = why
 
     def connection_restored(self, node_rank: int) -> None:
-        """Mark a node as connected again."""
         self.nodes[node_rank].connection_error = ""
 
     def rank_ended(self, rank: int, *, failed: bool) -> None:
-        """Mark a rank as exited."""
         self.ranks[rank].ended = "failed" if failed else "done"
 
     def ended(self, node_rank: int, state: str) -> None:
@@ -164,7 +158,6 @@ class Board:
         node.state, node.over, node.connection_error = "starting", False, ""
 
     def stepping(self) -> list[RankRow]:
-        """Return the rows of ranks that have reported a step."""
         return [row for row in self.ranks.values() if row.step is not None]
 
     def slowest(self) -> RankRow | None:
@@ -172,15 +165,14 @@ class Board:
         return min(self.stepping(), key=lambda row: row.place, default=None)
 
     def fraction(self) -> float | None:
-        """Return the fraction of all epochs that the slowest rank has completed, 0 to 1; None: not known."""
+        """Return the fraction of all epochs that the slowest rank has completed, 0 to 1; None if unknown."""
         row = self.slowest()
         if row is None or not self.epochs or row.epoch is None or row.step is None or not row.steps:
             return None
         return min(1.0, (row.epoch - 1 + (row.step + 1) / row.steps) / self.epochs)
 
     def seconds_left(self, now: float) -> float | None:
-        """Estimate the remaining seconds of the run from the progress since the first step seen; None: not known
-        yet."""
+        """Estimate the remaining seconds of the run from the progress since the first step; None if unknown."""
         done = self.fraction()
         if done is None or self._first is None:
             return None
@@ -205,8 +197,7 @@ class Board:
         return 2 if node_rank in self.suspects else 3
 
     def progress_line(self) -> str:
-        """Return the progress of the run in one line: the step of the slowest rank, the mean loss, and the seeds per
-        second of all ranks."""
+        """Return one line: the step of the slowest rank, the mean loss, and the seeds per second of all ranks."""
         row, loss = self.slowest(), self.loss()
         if row is None:
             return "no step yet" if self.ranks else "serving"
@@ -215,12 +206,12 @@ class Board:
         return f"{self.at(row)}{shown}  {speed}"
 
     def at(self, row: RankRow) -> str:
-        """Format a rank's position as ``epoch 2 step 17/50``."""
+        """Return a rank's position as ``epoch 2 step 17/50``."""
         step = (row.step or 0) + 1
         return f"epoch {row.epoch} step {step}" + (f"/{row.steps}" if row.steps else "")
 
     def summary(self) -> str:
-        """Describe the run as ``2 nodes, 4 ranks; epoch 2 of 10, step 17 of 50``."""
+        """Return ``2 nodes, 4 ranks; epoch 2 of 10, step 17 of 50``."""
         running = [node for node in self.nodes.values() if not (node.over or node.left)]
         text = count(len(running), "node")
         if not self.ranks:
@@ -241,8 +232,7 @@ def mean(values: Iterable[float | None]) -> float | None:
 
 
 def most_of(metric: Metric) -> str:
-    """Return the phase that takes most of a step, and its share, as ``forward 41%``; '' if ``metric`` does not name
-    it."""
+    """Return the phase that takes most of a step, and its share, as ``forward 41%``; '' if unknown."""
     most = largest(metric.get("spent")) or metric.get("most")
     return f"{most[0]} {most[1]:.0%}" if isinstance(most, list) and len(most) == 2 else ""
 

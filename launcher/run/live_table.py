@@ -20,7 +20,7 @@ _STYLES = ("bold red", "yellow", "yellow", "")  # by severity
 
 @dataclass(frozen=True)
 class Line:
-    """The cells of one table row, as texts. ``severity``: as returned by ``Board.severity``."""
+    """The cells of one table row, as texts. ``severity``: as ``Board.severity`` returns."""
 
     node: str
     host: str
@@ -38,7 +38,7 @@ class Line:
 
 @dataclass(frozen=True)
 class Column:
-    """One column of the table. If the table is too wide, the columns with the lowest ``worth`` are left out."""
+    """One column of the table. Too wide a table leaves out the columns with the lowest ``worth``."""
 
     title: str
     text: Callable[[Line], str]  #: cell of a row
@@ -87,17 +87,16 @@ def header(board: Board, now: float) -> str:
 
 
 def clock(seconds: float) -> str:
-    """Format a duration as ``3:05`` or ``1:00:05``."""
+    """Return a duration as ``3:05`` or ``1:00:05``."""
     minutes, rest = divmod(int(seconds), 60)
     hours, minutes = divmod(minutes, 60)
     return f"{hours}:{minutes:02}:{rest:02}" if hours else f"{minutes}:{rest:02}"
 
 
 def _lines(board: Board, now: float, room: int) -> tuple[list[Line], str]:
-    """Return at most ``room`` table rows, and a text about the nodes that have no row.
+    """Return at most ``room`` table rows, and a text about the nodes without a row.
 
-    There is a row for each rank if they fit, else a row for each node if they fit, else rows only for the nodes that
-    need most attention.
+    A row for each rank if they fit, else for each node, else for the nodes that need most attention.
     """
     nodes = sorted(board.nodes.values(), key=lambda node: (board.severity(node.node_rank, now), node.node_rank))
     if sum(max(1, len(node.ranks)) for node in nodes) <= room:
@@ -113,7 +112,6 @@ def _node_rank(node: NodeRow) -> int:
 
 
 def _rank_lines(board: Board, node: NodeRow, now: float) -> list[Line]:
-    """Return a table row for each rank of a node; only the first row has the node's name and host."""
     rows = [board.ranks[rank] for rank in node.ranks]
     if not rows:
         return [_node_line(board, node, now)]
@@ -130,8 +128,6 @@ def _node_line(board: Board, node: NodeRow, now: float) -> Line:
 
 
 def _line(board: Board, node: NodeRow, rows: list[RankRow], now: float) -> Line:
-    """Return one table row for the ranks ``rows`` of a node: step of the slowest rank, sum of seeds/s, mean loss and
-    mean remote share."""
     stepping = [row for row in rows if row.step is not None]
     slowest = min(stepping, key=lambda row: row.place, default=None)
     age = node.age(now)
@@ -163,8 +159,7 @@ def _state(node: NodeRow, rows: list[RankRow], age: float | None) -> str:
 
 
 def _rest(board: Board, nodes: list[NodeRow]) -> str:
-    """Return a text about nodes that have no row, such as ``… 52 more nodes: training, epoch 3 step 17/50 or
-    further``."""
+    """Return ``… 52 more nodes: training, epoch 3 step 17/50 or further``."""
     states = sorted({node.state for node in nodes})
     rows = [board.ranks[rank] for node in nodes for rank in node.ranks if board.ranks[rank].step is not None]
     slowest = min(rows, key=lambda row: row.place, default=None)
@@ -173,8 +168,6 @@ def _rest(board: Board, nodes: list[NodeRow]) -> str:
 
 
 def _table(lines: list[Line], rest: str, width: int) -> list[Text]:
-    """Return the column titles, the rows and the text ``rest``, as lines; leaves out columns of the lowest ``worth``
-    until the table fits in ``width``."""
     columns = [column for column in _COLUMNS if any(column.text(line) for line in lines)]
     while _width(columns, lines) > width and len(columns) > 1:
         columns.remove(min(columns, key=lambda column: column.worth))

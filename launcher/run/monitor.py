@@ -1,7 +1,7 @@
 """Monitors a run on every node until it ends. A lost connection never ends a run.
 
-When one node fails, the supervisors stop the others (``launcher/node/peers/model.py``). The launcher sends ``stop``
-itself after ``peer_timeout`` + 4 s, forwards the user's stop, and finally cleans up every node.
+When one node fails, the supervisors stop the others; the launcher does so if they are too slow. At the end it cleans up
+every node.
 """
 
 from __future__ import annotations
@@ -46,10 +46,10 @@ _JOIN_TIMEOUT = 3.0  # seconds to wait for the node streams to end
 class RunFollower:
     """Follows all nodes of a run from start to the last result.
 
-    ``starts``: for each node_rank, the function that starts the node; None if the run has started already. ``tail``: of
-    lines written before, show only the last ``tail`` of each log; None: all. ``leave_when_trained``: detach once the
-    first training step is done, or all ranks of the user's own command have run for two seconds. ``on_training``:
-    called when all ranks have started.
+    ``starts``: functions that start the nodes, by node_rank; None if the run has started already. ``tail``: of earlier
+    lines, show only the last ``tail`` of each log; None: all. ``leave_when_trained``: detach after the first training
+    step, or once all ranks of the user's own command have run for two seconds. ``on_training``: called when all ranks
+    have started.
     """
 
     def __init__(
@@ -130,7 +130,6 @@ class RunFollower:
         self._enough.set()
 
     def leave(self) -> None:
-        """Stop following; the run goes on."""
         self._enough.set()
         self._join_streams()
 
@@ -156,7 +155,6 @@ class RunFollower:
     # Signals and answers.
 
     def _handle_input(self, interrupts: Interrupts, prompt: InterruptPrompt) -> None:
-        """Act on the signals received so far, and on the user's answer to the question whether to stop or detach."""
         action = prompt.answer()
         while not self._signals.empty():
             action = prompt.signal(self._signals.get(), time.monotonic()) or action
@@ -169,10 +167,6 @@ class RunFollower:
         interrupts.exit_on_next = bool(self._stop_reason)
 
     def _over(self) -> bool:
-        """Whether following is over: this process has detached, or every node has ended and is cleaned up.
-
-        Once every node has ended, also prints delayed lines and starts to clean up the nodes.
-        """
         if self.followed.detached:
             return True
         if not self.followed.ended >= set(self._nodes):
@@ -182,10 +176,7 @@ class RunFollower:
         return not any(stopper.is_alive() for stopper in self._stoppers.values())
 
     def _join_streams(self) -> None:
-        """Wait for the end of the threads that follow the nodes, and thereby of ``watch.py`` on the nodes.
-
-        Gives up after ``_JOIN_TIMEOUT`` seconds in all.
-        """
+        # The threads end with ``watch.py`` on the nodes. Gives up after ``_JOIN_TIMEOUT`` seconds in all.
         deadline = time.monotonic() + _JOIN_TIMEOUT
         for stream in self._streams.values():
             stream.join(max(0.0, deadline - time.monotonic()))
@@ -193,8 +184,7 @@ class RunFollower:
     # Messages of nodes.
 
     def _put(self, message: NodeMessage) -> None:
-        """Queue a message from the thread that follows a node; blocks that thread while the queue is full, as when the
-        terminal accepts no output (Ctrl-S)."""
+        # Blocks the node's thread while the queue is full, as when the terminal accepts no output (Ctrl-S).
         while self._messages.qsize() >= _MAX_QUEUED and not self._enough.wait(_TURN):
             pass
         self._messages.put(message)
@@ -228,11 +218,7 @@ class RunFollower:
             self._handle_connection(k, message)
 
     def _handle_connection(self, k: int, message: Mapping[str, Any]) -> None:
-        """Handle a message that ``NodeStream`` itself has made about node ``k``.
-
-        It says that the connection is lost or restored, that the node was or was not started, or that a bug has ended
-        the thread that follows the node.
-        """
+        """Handle a message that ``NodeStream`` itself has made about node ``k`` (see ``NodeMessage``)."""
         if "broken" in message:
             why = message["broken"]
             self.live.board.connection_lost(k, why)
@@ -269,7 +255,6 @@ class RunFollower:
             self._handle_finding(finding)
 
     def _handle_finding(self, finding: Mapping[str, Any]) -> None:
-        """Print a finding when it is received for the first time; every heartbeat of every node repeats it."""
         if finding not in self.followed.findings:
             self.followed.findings.append(finding)
             self.live.board.finding(finding)
@@ -306,12 +291,7 @@ class RunFollower:
             self._handle_failure(k, f"a process failed: {name} of {self._label(k)}", f"{name} of node{k} failed")
 
     def _handle_failure(self, k: int, text: str, reason: str) -> None:
-        """Print ``text`` about the failure of node ``k``, and set the time at which this launcher stops all nodes if
-        their supervisors have not done it.
-
-        No time is set if the run can do without the node; the supervisor on the lead node then decides whether the run
-        continues.
-        """
+        # If the supervisors do not stop the run in time, this launcher does, unless the run can do without the node.
         if self._failing:
             return
         if k in self._spares:
@@ -326,7 +306,6 @@ class RunFollower:
         self._stop_at = time.monotonic() + self.limits.peer_timeout + _STOP_AFTER
 
     def _handle_start(self, k: int, event: Mapping[str, Any]) -> None:
-        """Count a start event of node ``k``; print when all graph servers are ready and when all ranks have started."""
         before = self._starting.all_ranks_at
         if text := self._starting.add(k, event, time.monotonic() - self._began):
             self.live.say(text, "dim")
@@ -347,18 +326,17 @@ class RunFollower:
         self._leave_behind()
 
     def _leave_behind(self) -> None:
-        """Once the run is over, stop the supervisors that were started again to join its next restart."""
+        # Stops supervisors that were started again to join the next restart of a run that is over.
         for k in (self._returned & self._spares.left_behind) - self.followed.ended:
             self._lose(k, Lost("the run ended before it could join again", time.time()))
 
     def _handle_lost(self, k: int, lost: Mapping[str, Any]) -> None:
-        """Record node ``k`` as lost: ``watch.py`` has reported that the supervisor ended without a result."""
+        # ``watch.py`` has reported that the supervisor ended without a result.
         state = lost.get("state")
         when = state["time"] - self.followed.clocks.get(k, 0.0) if state else time.time()
         self._lose(k, Lost(lost["reason"], when))
 
     def _lose(self, k: int, lost: Lost, text: str = "") -> None:
-        """Record node ``k`` as lost and clean it up; if the run cannot do without the node, stop the others as well."""
         self.followed.lost[k] = lost
         self._ended(k, "lost")
         self.events.add("node-lost", node_rank=k, reason=lost.why)
@@ -371,10 +349,7 @@ class RunFollower:
                 self.stop(f"node{k} lost")
 
     def _bring_back(self) -> None:
-        """Start new supervisors on lost nodes if their hosts can be reached and the run has gone on without them.
-
-        These nodes take part in the next restart of the run.
-        """
+        """Start new supervisors on lost nodes that can be reached, if the run has gone on without them."""
         if self._stop_reason or self._failing or not self.limits.restarts or self.followed.results:
             return
         if time.monotonic() - self._last_end < _RETURN_AFTER:
@@ -396,8 +371,7 @@ class RunFollower:
         self._messages.put(NodeMessage(k, {"returned": why}))
 
     def _handle_returned(self, k: int, why: str) -> None:
-        """Follow node ``k`` again after ``_return``. ``why``: the error if the supervisor could not be started, else
-        ''."""
+        """Follow node ``k`` again after ``_return``. ``why``: the error if the start failed, else ''."""
         if why:
             self.live.say(f"{self._label(k)}: its supervisor could not be started again: {why}", "yellow")
             return
@@ -442,9 +416,8 @@ class RunFollower:
         self._bring_back()
 
     def _detach_if_due(self, now: float) -> None:
-        """Detach if the user has asked for it or, with ``--detach``, if training has begun.
-
-        Does nothing until every node has been started.
+        """Detach if the user has asked for it or, with ``--detach``, if training has begun; not before all nodes
+        started.
         """
         if self._stop_reason or self._failing or self._not_started:
             return
@@ -456,10 +429,9 @@ class RunFollower:
             self.followed.detached = "trained"
 
     def _check_unreachable(self, now: float) -> None:
-        """If none of the nodes that still run can be reached for too long, detach from the run or give these nodes up.
+        """Detach, or record nodes as lost, if no running node can be reached for too long.
 
-        Detaches, after ``lost_after`` seconds, if the run can do without all nodes that have ended; else records the
-        unreachable nodes as lost.
+        Detaches if the run can continue without the nodes that have ended.
         """
         waiting = [k for k in self._nodes if k not in self.followed.ended]
         broken = {k: stream.broken_since for k, stream in self._streams.items() if k in waiting}
@@ -479,17 +451,13 @@ class RunFollower:
                 self._lose(k, Lost(f"no contact for {now - (broken[k] or now):.0f} s", time.time(), out_of_reach=True))
 
     def _lost_to_others(self, nodes: Iterable[int]) -> bool:
-        """Whether an ended node has reported, in its ``result.json``, at least one of ``nodes`` as lost.
-
-        It need not report all of them: a node that has lost the lead node learns nothing about further nodes.
-        """
+        # One suffices: a node that has lost the lead node learns nothing about further nodes.
         return any(str(k) in nodes_reported_lost(result) for result in self.followed.results.values() for k in nodes)
 
     # Cleaning up, in a thread for each node.
 
     def _clean_up(self, k: int) -> None:
-        """Start a thread that stops node ``k``, unless it was started before or the node was given up as
-        unreachable."""
+        # A node is stopped once, and not if it was given up as unreachable.
         if k in self._stoppers:
             return
         lost = self.followed.lost.get(k)
@@ -498,8 +466,7 @@ class RunFollower:
             self._stoppers[k].start()
 
     def _stop_node(self, k: int) -> None:
-        """Stop node ``k``; queue a message that says whether this succeeded. If the connection is broken, tries once to
-        reconnect."""
+        """Stop node ``k``, reconnecting once if needed; queue a message that says whether this succeeded."""
         try:
             note = stop_node(self._nodes[k], self.transports[k], self.limits, self._stop_reason)
         except Exception as error:  # without a message the launcher would wait for this node for ever

@@ -45,9 +45,9 @@ class NodeMessage:
 class NodeStream(threading.Thread):
     """Thread that passes the messages of one node to ``put`` until the node has ended or ``enough`` is set.
 
-    After a lost connection it tries to reconnect until it succeeds, and continues each file at its byte in ``offsets``.
-    ``tail``: number of last lines of each file with which to begin; None: all lines. ``start``: function that starts
-    the node, called first; it may take ``start_timeout`` seconds.
+    Reconnects after a lost connection and continues each file at its byte in ``offsets``. ``tail``: begin with the last
+    ``tail`` lines of each file; None: all. ``start``: starts the node, called first; may take ``start_timeout``
+    seconds.
     """
 
     def __init__(
@@ -84,8 +84,8 @@ class NodeStream(threading.Thread):
             self._put_message({"bug": f"following the node failed: {error!r}"})
 
     def close_if_silent(self, now: float) -> None:
-        """Close the connection if the node has sent nothing for too long: without traffic, TCP does not notice that the
-        other machine is gone. While the node is being started, test the connection instead."""
+        # Without traffic, TCP does not notice that the other machine is gone. A starting node sends nothing: its
+        # connection is tested.
         if self._starting and now - self._last_probe > SILENCE:
             self._last_probe = now
             threading.Thread(target=self._probe, daemon=True).start()
@@ -98,7 +98,6 @@ class NodeStream(threading.Thread):
             threading.Thread(target=self.transport.close, daemon=True).start()
 
     def _probe(self) -> None:
-        """Run ``true`` on a node that is starting; close the connection if that fails."""
         try:
             self.transport.run(Command(("true",)), timeout=SILENCE)
         except TransportError:
@@ -108,11 +107,7 @@ class NodeStream(threading.Thread):
         return self.over or self.enough.is_set()
 
     def _begun(self) -> bool:
-        """Start the node if ``start`` was given; returns whether to follow the node.
-
-        If the connection breaks during the start, the node may have been started. Therefore, if its tmux session
-        exists already after reconnecting, the start counts as successful.
-        """
+        # A tmux session that exists after a reconnection shows that the node was started.
         deadline, unsure = time.monotonic() + self._start_timeout, False
         while self._start_node is not None and not self.enough.is_set():
             self._starting, self._last_probe = True, time.monotonic()
@@ -143,7 +138,7 @@ class NodeStream(threading.Thread):
         return False
 
     def _stream(self) -> str:
-        """Run ``watch.py`` on the node and pass on its messages until it ends; returns why it ended."""
+        """Run ``watch.py`` on the node and pass on its messages until it ends; return why it ended."""
         self._last_message, self._has_messages, self._streaming = time.monotonic(), False, True
         try:
             tail = None if self.offsets else self._tail  # after a reconnect, send all lines that were missed
@@ -176,14 +171,12 @@ class NodeStream(threading.Thread):
             self._put_message({"broken": why})
 
     def _connection_works(self) -> None:
-        """Report that a lost connection works again; called when a message of the node has arrived."""
         if self.broken_since is not None:
             self._put_message({"back": time.monotonic() - self.broken_since})
             self.broken_since, self._pause = None, RETRY_EVERY
 
     def _reconnect(self, deadline: float = math.inf) -> None:
-        """Try to reconnect until that succeeds, the node need not be followed any more, or ``deadline`` (monotonic
-        seconds) has passed."""
+        """Try to reconnect until that succeeds, ``enough`` is set, or ``deadline`` (monotonic seconds) has passed."""
         while not self._ended() and time.monotonic() < deadline and not self.enough.wait(self._pause):
             self._pause = min(_RETRY_SLOWEST, self._pause * 1.2)
             try:

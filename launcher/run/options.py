@@ -50,8 +50,6 @@ TRAINER_ONLY = ("epochs", "batch_size", "num_neighbors")
 
 @dataclass(frozen=True)
 class LaunchOptions:
-    """Options of one ``gnnfleet`` command that launches a run."""
-
     config: Path
     overrides: tuple[str, ...] = ()  #: ``key=value``
     include: tuple[str, ...] = ()  #: hosts and devices, see ``launcher.config.host_filter``; empty: all
@@ -73,8 +71,10 @@ class LaunchOptions:
 
 
 def overrides_of(values: Mapping[str, Any], sets: Sequence[str]) -> tuple[str, ...]:
-    """Return config overrides, as ``key=value``, from the options of the command line. Later overrides win: ``--nodes``
-    and ``--dataset`` come first, then ``--set``, then all other options."""
+    """Return the config overrides, as ``key=value``, of the command line; later ones win.
+
+    ``--nodes`` and ``--dataset`` come first, then ``--set``, then all other options.
+    """
     nodes = node_overrides(values["nodes"]) if values.get("nodes") and values["config"] != NODES_ONLY else ()
     environment = environment_overrides(values.get("venv"), values.get("conda"))
     parts = named_parts(values.get("workspace"), values.get("part_config"), values.get("dataset_root_dir"))
@@ -85,8 +85,10 @@ def overrides_of(values: Mapping[str, Any], sets: Sequence[str]) -> tuple[str, .
 
 
 def read_config(options: LaunchOptions) -> ClusterConfig:
-    """Read the config file that ``options`` names; apply the overrides, ``--include`` and ``--exclude``. A file of
-    another launcher is converted, with a notice on stderr. Raises ConfigError and UsageError."""
+    """Read the config file that ``options`` names; apply the overrides, ``--include`` and ``--exclude``.
+
+    A file of another launcher is converted, with a notice on stderr. Raises ConfigError and UsageError.
+    """
     from launcher.config.importers.detect import read_foreign
     from launcher.config.loader import load_config
 
@@ -101,9 +103,9 @@ def read_config(options: LaunchOptions) -> ClusterConfig:
 
 
 def foreign_overrides(options: LaunchOptions, foreign: Foreign) -> tuple[tuple[str, ...], tuple[str, ...]]:
-    """Return the config overrides of ``options`` for a config file of another launcher, and notes for the user.
+    """Return the config overrides of ``options`` for a file of another launcher, and notes for the user.
 
-    An option that has another meaning in that launcher is converted, such as a batch size per process.
+    An option with another meaning in that launcher, such as a batch size per process, is converted.
     """
     from launcher.config.loader import overridden, world_size
 
@@ -129,10 +131,9 @@ def foreign_overrides(options: LaunchOptions, foreign: Foreign) -> tuple[tuple[s
 
 
 def choose_run_id(config: ClusterConfig, wanted: str | None) -> str:
-    """Return the run id ``wanted``; None: make a new one, ``<name>-YYYYmmdd-HHMMSS-xxxx``.
+    """Return the run id ``wanted``; None: a new one, ``<name>-YYYYmmdd-HHMMSS-xxxx``.
 
-    Raises UsageError if ``wanted`` is not a valid id, or is in use. The id of a launch that ended before any process
-    was started can be used again.
+    Raises UsageError if ``wanted`` is invalid or in use; the id of a launch that started no process is free again.
     """
     if wanted is None:
         name = re.sub(r"[^A-Za-z0-9_-]+", "-", config.name).strip("-_")[:40] or "run"
@@ -153,5 +154,4 @@ def check_run_id(wanted: str, option: str) -> None:
 
 
 def run_folder(config: ClusterConfig, run_id: str) -> Path:
-    """Return the folder of the run on this machine."""
     return Path(config.run.runs_dir).expanduser() / run_id

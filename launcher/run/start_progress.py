@@ -13,10 +13,7 @@ _LATE = (8.0, 60.0, 180.0)  # seconds after the start at which graph servers tha
 
 
 class StartProgress:
-    """Counts, by events of the nodes, the graph servers and ranks that have started.
-
-    Times are in seconds since the run was started.
-    """
+    """Counts the graph servers and ranks that have started. Times are in seconds since the start of the run."""
 
     def __init__(self, plan: LaunchPlan):
         self._servers = {node.node_rank for node in plan.nodes if node.server}
@@ -28,10 +25,10 @@ class StartProgress:
         self.all_ranks_at: float | None = None
 
     def add(self, k: int, event: Mapping[str, Any], now: float) -> str:
-        """Count an event of node ``k``; returns a text to print, or ''.
+        """Count an event of node ``k``; return a text to print, or ''.
 
-        The text says that all graph servers are ready, that all ranks have started, or that a graph server cannot store
-        its compiled kernels.
+        It says that all servers are ready, that all ranks have started, or that a server cannot store its compiled
+        kernels.
         """
         kind = "ranks" if event["kind"] == "process-start" and event.get("rank") is not None else event["kind"]
         self._seen[kind] += 1
@@ -49,10 +46,9 @@ class StartProgress:
         return f"all {what}: {self._expected[kind]} in {now:.1f} s"
 
     def late(self, now: float, over: Collection[int] = ()) -> str:
-        """Return a message that names the graph servers that are not ready yet; '' if no message is due.
+        """Return a message that names the graph servers that are not ready; '' if no message is due.
 
-        One message is due at each of the times in ``_LATE``. ``over``: nodes that have ended, which the message does
-        not name.
+        One is due at each of the times in ``_LATE``. ``over``: nodes that have ended, which it does not name.
         """
         late = self._servers - self._ready - set(over)
         if not late or self._reports == len(_LATE) or now < _LATE[self._reports]:

@@ -1,7 +1,4 @@
-"""Starts, watches and stops the tmux session of a node, in which its supervisor runs.
-
-tmux keeps the supervisor alive when the launcher exits, and lets a user attach to it.
-"""
+"""Starts, watches and stops the tmux session of a node. tmux keeps its supervisor alive when the launcher exits."""
 
 from __future__ import annotations
 
@@ -53,26 +50,23 @@ _NO_TMUX, _TMUX_FAILED, _ENDED, _LATE = 127, 10, 11, 12
 
 @dataclass(frozen=True)
 class StopReport:
-    """Result of stopping one node."""
-
     stopped: bool  #: no process of the run is left on the node
     killed: tuple[str, ...]  #: ``pid command`` of processes that the supervisor did not end itself
     leftovers: tuple[str, ...]  #: ``pid command`` of processes that survived SIGKILL
 
 
 def new_session_argv(node: NodePlan) -> tuple[str, ...]:
-    """Return the arguments of tmux that create the session of a node. The session ends when its command ends, whatever
-    tmux.conf says."""
+    """Return the arguments of tmux that create the session of a node. The session ends with its command."""
     command = " ".join(quote(word) for word in ("bash", "-c", _RUN, "bash", node.run_dir))
     start = ("new-session", "-d", "-s", node.session, "-x", "220", "-y", "50", command)
     return (*start, ";", "set-option", "-w", "remain-on-exit", "off", ";", "set-option", "destroy-unattached", "off")
 
 
 def start_session(transport: Transport, node: NodePlan, *, start_timeout: float) -> None:
-    """Start the node's supervisor in its tmux session and wait until it runs.
+    """Start the node's supervisor in its tmux session and wait until it runs. ``node.files`` must be on the node.
 
-    The files of ``node.files`` must be on the node. Raises SessionError if tmux is missing, the session exists
-    already, or the supervisor has not written state.json after ``start_timeout`` seconds.
+    Raises SessionError if tmux is missing, the session exists, or state.json is missing after ``start_timeout``
+    seconds.
     """
     words = ("bash", "-c", _START, "bash", node.run_dir, node.session, str(max(1, round(start_timeout))))
     done = transport.run(Command((*words, *new_session_argv(node))), timeout=start_timeout + 2 * _TMUX_TIMEOUT)
@@ -85,8 +79,10 @@ _RETURN = 'cd "$1" && mv -f state.json returns.json && rm -f control/stop'
 
 
 def return_session(transport: Transport, node: NodePlan, *, start_timeout: float) -> None:
-    """Start a new supervisor on a node whose supervisor has ended without a result; the node then takes part in the
-    next restart of the run (``run.restarts``). Raises FleetError."""
+    """Start a new supervisor on a node whose supervisor has ended without a result. Raises FleetError.
+
+    The node takes part in the next restart of the run (``run.restarts``).
+    """
     done = transport.run(Command(("bash", "-c", _RETURN, "bash", node.run_dir)), timeout=_TMUX_TIMEOUT)
     if done.returncode != 0:
         raise SessionError(f"{node.label}: its run folder {node.run_dir} is gone: {_text(done.stderr)}")
@@ -118,7 +114,7 @@ def stop_session(transport: Transport, node: NodePlan, *, timeout: float, by: st
 
 
 def stop_report(done: Completed, node: NodePlan) -> StopReport:
-    """Parse the output of ``control.py stop``; raises SessionError if it has no valid answer."""
+    """Parse the output of ``control.py stop``. Raises SessionError if it has no valid answer."""
     printed = done.stdout.decode("utf-8", "replace").split("\n")
     try:
         answers = [message for message in map(message_in, printed) if message and "stopped" in message]
@@ -157,7 +153,7 @@ STOP_EXTRA = 10.0  #: seconds beyond run.grace that a node may take to stop befo
 
 
 def stop_node(node: NodePlan, transport: Transport, limits: Limits, why: str = "") -> str:
-    """Stop one node, reconnecting first if needed. Returns '', or a note about processes that may still run."""
+    """Stop one node, reconnecting first if needed; return '', or a note about processes that may still run."""
     try:
         transport.connect(limits.connect_timeout)
         report: StopReport = stop_session(
@@ -171,7 +167,6 @@ def stop_node(node: NodePlan, transport: Transport, limits: Limits, why: str = "
 
 
 def how_to_stop(node: NodePlan) -> str:
-    """Return a sentence for the user with the command that stops the processes of a node."""
     command = f"tmux kill-session -t '={node.session}'"  # without =, tmux matches prefixes of names
     if node.login is None:
         return f"To stop its processes: {command}"

@@ -63,8 +63,7 @@ def attach_of(config: ClusterConfig, config_path: Path, console: Console) -> Att
 def attachment(
     name: str, config: ClusterConfig, config_path: Path, run_id: str, console: Console
 ) -> Iterator[Attachment]:
-    """Attach run ``run_id`` to serving cluster ``name``: within the ``with`` block, the cluster's servers accept the
-    key of the run.
+    """Within the block, the servers of serving cluster ``name`` accept the key of run ``run_id``.
 
     On exit the key is revoked, unless the run continues detached. Raises UsageError or FleetError if the cluster does
     not exist or no server is running.
@@ -110,8 +109,7 @@ def _attach(name: str, config: ClusterConfig, config_path: Path, run_id: str, co
 
 
 def detach(name: str, config: ClusterConfig, config_path: Path, run_id: str) -> list[str]:
-    """Revoke the key of run ``run_id`` on all servers of the serving cluster; returns a note for each server where that
-    failed."""
+    """Revoke the key of run ``run_id`` on all servers of the serving cluster; return a note for each failure."""
     try:
         with open_serving(name, config, config_path) as run:
             return withdraw(run, run_id)
@@ -128,7 +126,6 @@ def _for_run(cluster: ClusterDescription, encrypted: bool) -> ServingCluster:
 
 
 def _check_dataset(config: ClusterConfig, found: FoundRun, name: str) -> None:
-    """Raise UsageError if ``data.dataset`` is set and is not the dataset that the serving cluster serves."""
     served = found.plan.dataset if found.plan and found.plan.partition else ""  # '': partitioned by another command
     wanted = config.data.dataset
     if served and wanted and served != wanted:
@@ -136,10 +133,7 @@ def _check_dataset(config: ClusterConfig, found: FoundRun, name: str) -> None:
 
 
 def _other_code(states: Mapping[int, ServerState], name: str) -> list[str]:
-    """Return a note if the graph servers run another version of gnnfleet than this machine.
-
-    Different versions work together if they use the same version of the protocol between clients and servers.
-    """
+    # Different versions work together if they use the same protocol version.
     texts = (one.files["run.json"] for one in states.values() if "run.json" in one.files)
     plan = next(map(read_run, texts), None)
     if plan is None or plan.code_digest == code_digest():
@@ -154,10 +148,7 @@ def _other_code(states: Mapping[int, ServerState], name: str) -> list[str]:
 
 
 def known_serving(config: ClusterConfig) -> ServingCluster | None:
-    """Return the serving cluster that ``config`` names, from its run folder on this machine; None if there is none.
-
-    Does not connect to the nodes.
-    """
+    """Return the serving cluster that ``config`` names, from its run folder on this machine; None without one."""
     if config.data.serving is None:
         return None
     folder = known_here(config.data.serving, [Path(config.run.runs_dir).expanduser()])
@@ -174,8 +165,7 @@ def _planned(node: NodePlan, host: str) -> GraphServer:
 
 
 def check_routes(serving: ServingCluster, plan: LaunchPlan, transports: Mapping[int, Transport]) -> list[str]:
-    """Test the connection from each node of the run to each graph server of ``serving``; returns a note for each
-    connection that fails.
+    """Test the connection from each node to each graph server; return a note for each that fails.
 
     Raises PreflightRefused if a node reaches no server.
     """
@@ -212,8 +202,7 @@ def _unreached(output: str) -> list[int]:
 
 
 def leave(found: FoundRun) -> list[str]:
-    """Revoke the key of a detached run that has ended, in its serving cluster; returns a note for each server where
-    that failed."""
+    """Revoke the key of a detached run that has ended; return a note for each server where that failed."""
     plan, config = found.plan, found.config
     if plan is None or config is None or not plan.serving or not plan.encrypted:
         return []

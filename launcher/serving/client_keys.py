@@ -1,7 +1,4 @@
-"""Creates, adds and revokes client keys of a serving cluster, one for each run or notebook.
-
-The public keys are in ``clients/`` of the servers' run folders.
-"""
+"""Creates, adds and revokes client keys of a serving cluster, one for each run or notebook."""
 
 from __future__ import annotations
 
@@ -30,17 +27,14 @@ from launcher.transport.base import Transport
 
 @dataclass(frozen=True)
 class MadeKey:
-    """A key file that was created."""
-
     message: str  #: for the user: how to use and to revoke the key
     notes: tuple[str, ...]  #: servers that did not get the key, and why
 
 
 def make_key(run: OpenRun, output: Path, person: str | None) -> MadeKey:
-    """Create a key file at ``output`` and add its public key on all servers that are reachable.
+    """Create a key file at ``output`` and add its public key on all reachable servers.
 
-    ``person``: first part of the key's name; None: the name of the user. Raises UsageError or FleetError if no key can
-    be created.
+    ``person``: first part of the key's name; None: the user. Raises UsageError or FleetError.
     """
     if output.exists():
         raise UsageError(f"{output} exists already; choose another file, or delete it")
@@ -64,7 +58,7 @@ def make_key(run: OpenRun, output: Path, person: str | None) -> MadeKey:
 
 
 def server_key(states: Mapping[int, ServerState]) -> str | None:
-    """Return the public key of the graph servers, which is the same on all; None if the cluster is not encrypted."""
+    """Return the public key that all graph servers share; None if the cluster is not encrypted."""
     for one in states.values():
         if "service.key" in one.files:
             return str(json.loads(one.files["service.key"])["public"])
@@ -72,8 +66,7 @@ def server_key(states: Mapping[int, ServerState]) -> str | None:
 
 
 def admit(run: OpenRun, client: str, public: str) -> list[str]:
-    """Make all servers accept the public key ``public``, under the name ``client``; returns a note for each server
-    where that failed.
+    """Make all servers accept ``public``, the public key of ``client``; return a note for each failure.
 
     Raises FleetError if it failed on all servers.
     """
@@ -90,7 +83,7 @@ def admit(run: OpenRun, client: str, public: str) -> list[str]:
 
 
 def withdraw(run: OpenRun, client: str) -> list[str]:
-    """Remove the public key of ``client`` from all servers; returns a note for each server where that failed."""
+    """Remove the public key of ``client`` from all servers; return a note for each failure."""
     holders = {k: node for k, node in run.nodes.items() if node.parts}
     errors = on_connections(
         {k: run.attempts[k] for k in holders},
@@ -100,5 +93,4 @@ def withdraw(run: OpenRun, client: str) -> list[str]:
 
 
 def _client_name(person: str) -> str:
-    """Return a unique name for a new key of ``person``."""
     return f"{re.sub(r'[^A-Za-z0-9_-]+', '-', person)[:40] or 'guest'}-{secrets.token_hex(3)}"

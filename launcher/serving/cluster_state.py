@@ -46,21 +46,17 @@ class ClusterDescription:
 
     @property
     def words(self) -> str:
-        """The number of servers and parts, as ``3 servers, 4 parts``."""
         return f"{count(len(self.servers), 'server')}, {count(self.num_parts, 'part')}"
 
     def label(self, server: GraphServer) -> str:
-        """Return the name of a server's node and host in messages, as ``node1 (gnn2)``."""
         return node_label(server.node_rank, server.host)
 
     def to_json(self) -> dict[str, Any]:
-        """Return the record that ``--json`` prints."""
         return {**asdict(self), "servers": [asdict(server) for server in self.servers]}
 
 
 def read_description(text: str, where: str) -> ClusterDescription:
-    """Parse the text of a ``cluster.json``; raises FleetError if it is damaged. ``where``: the node or path that the
-    text comes from, for the message."""
+    """Parse the text of a ``cluster.json``. Raises FleetError if it is damaged. ``where``: its node or path."""
     try:
         raw: Mapping[str, Any] = json.loads(text)
         servers = tuple(_server(node) for node in raw["nodes"] if node["endpoint"] and node["parts"])
@@ -84,7 +80,7 @@ def server_rows(cluster: ClusterDescription) -> list[str]:
 
 
 def parts_words(parts: tuple[int, ...]) -> str:
-    """Format part numbers as ``part 3``, ``parts 0–2, 5`` or ``no parts``."""
+    """Return part numbers as ``part 3``, ``parts 0–2, 5`` or ``no parts``."""
     return f"{'part' if len(parts) == 1 else 'parts'} {spans(parts)}" if parts else "no parts"
 
 
@@ -114,7 +110,7 @@ class ServerState:
 
     @property
     def stats(self) -> Mapping[str, Any]:
-        """The last statistics of the graph server, from ``server_stats.json``; empty if missing or damaged."""
+        """The last ``server_stats.json`` of the graph server; empty if missing or damaged."""
         return checked(STATS, json_object(self.files.get("server_stats.json", ""))) or {}
 
 
@@ -126,8 +122,7 @@ SECRETS = ("service.key", "clients/*.key")
 def server_states(
     run: OpenRun, names: Sequence[str] = FILES, ranks: Sequence[int] | None = None
 ) -> dict[int, ServerState]:
-    """Query the state of all nodes of a serving cluster (or of those in ``ranks``), and read the files ``names`` of
-    each."""
+    """Query all nodes of a serving cluster, or those in ``ranks``, and read the files ``names`` of each."""
     views = run.views(ranks)
     reached = [k for k, view in views.items() if view.reached]
     files = on_nodes(reached, lambda k: _files_of(run, k, names)).or_raise()
@@ -153,14 +148,14 @@ def read_files(transport: Transport, patterns: Sequence[str]) -> dict[str, str]:
 
 
 def remove_files(transport: Transport, paths: Sequence[str]) -> None:
-    """Remove files and folders on a node; raises FleetError if that fails."""
+    """Remove files and folders on a node. Raises FleetError."""
     done = transport.run(Command(("rm", "-rf", "--", *paths)), timeout=_TIMEOUT)
     if done.returncode:
         raise FleetError(f"{transport.target}: {done.stderr.decode('utf-8', 'replace').strip()}")
 
 
 def move_folder(transport: Transport, folder: str, dest: str) -> None:
-    """Rename a folder on a node, replacing ``dest``; raises FleetError if that fails."""
+    """Rename a folder on a node, replacing ``dest``. Raises FleetError."""
     done = transport.run(
         Command(("bash", "-c", 'rm -rf -- "$2" && mv -- "$1" "$2"', "bash", folder, dest)), timeout=_TIMEOUT
     )
@@ -169,7 +164,7 @@ def move_folder(transport: Transport, folder: str, dest: str) -> None:
 
 
 def newest_description(states: Mapping[int, ServerState], name: str) -> ClusterDescription:
-    """Return the ``cluster.json`` with the highest version on the nodes; raises FleetError if no node has one."""
+    """Return the ``cluster.json`` with the highest version on the nodes. Raises FleetError if no node has one."""
     texts = {k: one.files["cluster.json"] for k, one in states.items() if "cluster.json" in one.files}
     clusters = [read_description(text, states[k].view.node.label) for k, text in texts.items()]
     if not clusters:
@@ -178,7 +173,7 @@ def newest_description(states: Mapping[int, ServerState], name: str) -> ClusterD
 
 
 def why_unknown(states: Mapping[int, ServerState]) -> str:
-    """Return a text that says why ``cluster.json`` was found on no node."""
+    """Return why no node has a ``cluster.json``."""
     unreachable = [
         f"  {one.view.node.label}: {one.view.unreachable}" for one in states.values() if one.view.unreachable
     ]
@@ -227,8 +222,10 @@ def open_serving(name: str, config: ClusterConfig, config_path: Path) -> Iterato
 def on_connections(
     attempts: Mapping[int, Transport | TransportError], work: Callable[[int, Transport], Any]
 ) -> dict[int, Exception]:
-    """Run ``work(node_rank, transport)`` on all connected nodes in parallel. Returns errors by node_rank: those of
-    ``work``, and those of nodes that could not be connected."""
+    """Run ``work(node_rank, transport)`` on all connected nodes in parallel; return errors by node_rank.
+
+    The errors include those of nodes that could not be connected.
+    """
     transports = {k: attempt for k, attempt in attempts.items() if isinstance(attempt, Transport)}
     errors: dict[int, Exception] = {k: error for k, error in attempts.items() if isinstance(error, TransportError)}
     return errors | on_nodes(transports, lambda k: work(k, transports[k])).errors
@@ -238,10 +235,9 @@ def on_connections(
 def open_named(
     name: str, config: Path | None, runs_dir: str | None, offline: Callable[[FoundRun], bool]
 ) -> Iterator[OpenRun]:
-    """Find serving cluster ``name`` and connect to its nodes.
+    """Find serving cluster ``name`` and connect to its nodes, unless ``offline(cluster)``.
 
-    ``offline(cluster)``: whether the command needs no connections to the nodes, so that none are opened. Raises
-    UsageError if no cluster of that name is known on this machine or on the hosts of ``config``.
+    Raises UsageError if no cluster of that name is known on this machine or on the hosts of ``config``.
     """
     with chosen(Choice(name, config, (), runs_dir), offline=offline) as run:
         if run.found.run_id != name and Path(name).name != run.found.run_id:
@@ -253,8 +249,8 @@ def open_named(
 class ServeContext(LaunchContext):
     """State of one ``gnnfleet serve`` command.
 
-    ``running``: the cluster was running before this command, which adds servers to it. Its recorded stage and result
-    change only once all added servers run: if one of them fails, the other servers still work.
+    ``running``: whether the cluster was running before. If so, its recorded stage and result change only once all added
+    servers run.
     """
 
     def __init__(self, config: ResolvedConfig, options: LaunchOptions, name: str, console: Console, *, running: bool):
@@ -267,29 +263,25 @@ class ServeContext(LaunchContext):
         return EventLog(self.folder / "events.jsonl", sys.stdout if self.options.as_json else None)
 
     def enter_stage(self, stage: Stage, *, detached: bool = False) -> None:
-        """Record that ``stage`` begins; if the cluster was running already, only in events.jsonl, not in
-        launch.json."""
+        # The launch.json of a running cluster is left alone.
         if self.running and not detached:
             self.events.add("stage", stage=stage)
         else:
             super().enter_stage(stage, detached=detached)
 
     def give_up(self, state: RunState, why: str, exit_status: int) -> None:
-        """Record that the new servers were not started."""
         if self.running:
             self.events.add("given-up", stage=self.file.stage, reason=why)
         else:
             super().give_up(state, why, exit_status)
 
     def keep_plan(self, plan: LaunchPlan) -> None:
-        """Write config.yml and run.json of the cluster, and register the cluster; to be called before anything is
-        started."""
+        """Write config.yml and run.json of the cluster and register it; to be called before anything is started."""
         data = replace(self.config.data, num_parts=None)  # run.json has the number of parts
         self.write_file("config.yml", to_yaml(replace(self.config, data=data)))
         self.write_file("run.json", run_json(plan))
         register(self.run_id, self.folder)
 
     def done(self) -> None:
-        """Record that all servers of the cluster run."""
         (self.folder / "result.json").unlink(missing_ok=True)
         self.enter_stage("train", detached=True)

@@ -23,7 +23,7 @@ Connections = Mapping[int, Transport | TransportError]
 
 @dataclass(frozen=True)
 class ServingState:
-    """State of a serving cluster before ``serve`` changes it: wanted nodes, connections to them, and present nodes."""
+    """State of a serving cluster before ``serve`` changes it: wanted nodes, connections, and present nodes."""
 
     roster: Roster
     connections: Connections
@@ -32,7 +32,6 @@ class ServingState:
 
     @property
     def alive(self) -> tuple[int, ...]:
-        """The node_ranks of nodes whose supervisor is running."""
         return tuple(k for k, one in self.seen.items() if one.view.alive)
 
     @property
@@ -47,7 +46,7 @@ class ServingState:
 
     @property
     def to_start(self) -> tuple[int, ...]:
-        """The node_ranks of nodes to start: new ones, and those that are reachable but not running."""
+        """The node_ranks of nodes to start: new ones, and reachable ones that do not run."""
         roster = self.roster
         skip = {*self.alive, *self.unreachable, *roster.removed, *roster.removed_before}
         return tuple(k for k in range(len(roster.config.nodes)) if k not in skip)
@@ -55,8 +54,7 @@ class ServingState:
 
 @dataclass(frozen=True)
 class Roster:
-    """All nodes that a serving cluster shall have. Existing nodes keep their node_rank; new nodes get the next
-    numbers."""
+    """All nodes that a serving cluster shall have. Existing nodes keep their node_rank; new ones get the next."""
 
     config: ResolvedConfig
     joined: tuple[int, ...] = ()  #: new nodes, which have no parts yet
@@ -65,15 +63,13 @@ class Roster:
 
 
 def first_roster(wanted: ResolvedConfig) -> Roster:
-    """Return the roster of a new cluster."""
     return Roster(wanted, tuple(range(len(wanted.nodes))))
 
 
 def roster_of(plan: LaunchPlan, known: ResolvedConfig | None, wanted: ResolvedConfig) -> Roster:
-    """Compare the nodes in the cluster's present ``plan`` with those that the config ``wanted`` lists. ``known``: the
-    config that ``plan`` was made from; None if not known.
+    """Compare the nodes in the cluster's ``plan`` with those of the config ``wanted``, by their logins.
 
-    A node is recognised by its login. Several nodes with the same login are matched in the order of the two lists.
+    ``known``: the config of ``plan``, or None. Nodes with the same login are matched in order.
     """
     names = _numbered([target_text(node_login(wanted, node)) for node in wanted.nodes])
     unmatched = dict(zip(names, wanted.nodes, strict=True))
@@ -94,7 +90,7 @@ def roster_of(plan: LaunchPlan, known: ResolvedConfig | None, wanted: ResolvedCo
 
 
 def _numbered(names: Sequence[str]) -> list[tuple[str, int]]:
-    """Pair each name with the number of times that it has occurred before in ``names``."""
+    """Pair each name with how often it has occurred before in ``names``."""
     seen: Counter[str] = Counter()
     numbered = []
     for name in names:
@@ -104,7 +100,6 @@ def _numbered(names: Sequence[str]) -> list[tuple[str, int]]:
 
 
 def _config_of(node: NodePlan, known: ResolvedConfig | None) -> NodeConfig:
-    """Return the config of a node that the config file no longer lists: as in ``known``, else made from its login."""
     if known is not None and node.node_rank < len(known.nodes):
         return known.nodes[node.node_rank]
     if node.login is None:
@@ -117,7 +112,7 @@ def assign_parts(
 ) -> dict[int, tuple[int, ...]]:
     """Return the parts of each node, by node_rank. Nodes in ``held`` keep their parts.
 
-    Each node in ``joined`` gets as many parts as an average holder, namely those with the fewest copies.
+    Each node in ``joined`` gets as many parts as an average holder, those with the fewest copies first.
     """
     holders = [parts for parts in held.values() if parts]
     number = max(1, round(sum(map(len, holders)) / max(1, len(holders))))
@@ -139,7 +134,7 @@ def too_few_copies(
 
 
 def only_holders(held: Mapping[int, tuple[int, ...]], removed: Sequence[int]) -> dict[int, tuple[int, ...]]:
-    """Return, by node_rank, the parts that only nodes in ``removed`` hold; nodes without such parts are left out."""
+    """Return, by node_rank, the parts that only nodes in ``removed`` hold; without nodes that have none."""
     rest = {part for node_rank, parts in held.items() if node_rank not in removed for part in parts}
     last = {node_rank: tuple(part for part in held[node_rank] if part not in rest) for node_rank in removed}
     return {node_rank: parts for node_rank, parts in last.items() if parts}
@@ -148,8 +143,7 @@ def only_holders(held: Mapping[int, tuple[int, ...]], removed: Sequence[int]) ->
 def cluster_plan(
     context: ServeContext, found: ServingState, held: Mapping[int, tuple[int, ...]], facts: Mapping[int, NodeFacts]
 ) -> LaunchPlan:
-    """Return the plan of the whole cluster. Nodes in ``facts`` are planned anew; all other nodes keep their present
-    plan."""
+    """Return the plan of the whole cluster. Nodes in ``facts`` are planned anew; others keep their plan."""
     context.enter_stage("partition")
     config = found.roster.config
     return final_plan(
@@ -166,9 +160,9 @@ def cluster_plan(
 def _kept_servers(
     found: ServingState, held: Mapping[int, tuple[int, ...]], facts: Mapping[int, NodeFacts]
 ) -> KeptServers | None:
-    """Return what a new plan keeps of the present cluster: parts, ports and running nodes; None for a new cluster.
+    """Return what a new plan keeps of the cluster: parts, ports and running nodes; None for a new cluster.
 
-    The result also has the version number of the new plan, one above the highest so far.
+    The version of the new plan is one above the highest so far.
     """
     if found.plan is None:
         return None
@@ -183,8 +177,7 @@ def _kept_servers(
 
 
 def _addressed(found: ServingState, facts: Mapping[int, NodeFacts]) -> ResolvedConfig:
-    """Return the cluster's config, in which each node that is not in ``facts`` has its address in the present
-    plan."""
+    # A node that is not in ``facts`` keeps the address in the present plan.
     if found.plan is None:
         return found.roster.config
     known = {node.node_rank: node.address for node in found.plan.nodes if node.node_rank not in facts}
@@ -193,11 +186,10 @@ def _addressed(found: ServingState, facts: Mapping[int, NodeFacts]) -> ResolvedC
 
 
 def service_key(found: ServingState) -> Secret:
-    """Return the content of ``service.key``, the key pair that all servers of the cluster share; '' if no server has
-    the file."""
+    """Return the content of ``service.key``, the key pair that all servers share; '' if no server has it."""
     return Secret(next((one.files["service.key"] for one in found.seen.values() if "service.key" in one.files), ""))
 
 
 def text_of(plan: LaunchPlan, name: str) -> str:
-    """Return the content of file ``name`` in the plan; the file is the same on all nodes."""
+    """Return the content of file ``name``, which is the same on all nodes of the plan."""
     return next(file.content for file in plan.nodes[0].files if file.dest.endswith(f"/{name}"))

@@ -1,7 +1,4 @@
-"""Finds a serving cluster by name and compares it with a config, before ``serve`` changes it.
-
-If the cluster does not run, and its parts differ from those that the config asks for, its files are moved away.
-"""
+"""Finds a serving cluster by name and compares it with a config, before ``serve`` changes it."""
 
 from __future__ import annotations
 
@@ -39,8 +36,8 @@ from launcher.transport.fanout import on_nodes
 def serving_state(wanted: ResolvedConfig, name: str, console: Console) -> Iterator[ServingState]:
     """Find serving cluster ``name`` on this machine or on the hosts of ``wanted``, and connect to its nodes.
 
-    If the cluster does not run, and holds other parts or fewer copies than ``wanted`` asks for, its files are moved
-    away and it counts as new. Connections are closed on exit.
+    The files of a cluster that does not run are moved away if it holds other parts, or fewer copies, than ``wanted``
+    asks for; it then counts as new. Connections are closed on exit.
     """
     folder = known_here(name, [Path(wanted.run.runs_dir).expanduser()])
     found = read_folder(folder) if folder is not None else None
@@ -82,7 +79,7 @@ def _few_copies(plan: LaunchPlan, wanted: ResolvedConfig) -> bool:
 
 
 def _move_away(before: ServingState) -> None:
-    """On all nodes of the cluster, end leftover processes and rename the run folder to ``<folder>-before``."""
+    """End the processes of the cluster on all nodes, and rename its run folder to ``<folder>-before``."""
 
     def move(k: int) -> None:
         node, transport = before.seen[k].view.node, before.connections[k]
@@ -105,8 +102,7 @@ def _server_states(plan: LaunchPlan, roster: Roster, connections: Connections, n
 
 
 def _plan_on_hosts(connections: Connections, config: ResolvedConfig, name: str) -> LaunchPlan | None:
-    """Return the plan of a cluster that was started from another machine, from the files on its hosts; None if the
-    hosts have no such cluster."""
+    # The cluster may have been started from another machine.
     found: dict[int, LaunchPlan] = {}
     for k, transport in connections.items():
         if isinstance(transport, Transport):
@@ -122,7 +118,7 @@ def _plan_on_hosts(connections: Connections, config: ResolvedConfig, name: str) 
 
 
 def same_graph(found: ServingState, wanted: ResolvedConfig) -> bool:
-    """Whether the cluster has the graph and the number of parts that ``wanted`` asks for; compares the plans."""
+    """Whether the cluster's plan has the graph and the number of parts that ``wanted`` asks for."""
     if found.plan is None:
         return False
     if wanted.data.num_parts not in (None, found.plan.num_parts):
@@ -133,7 +129,7 @@ def same_graph(found: ServingState, wanted: ResolvedConfig) -> bool:
 
 
 def check_compatible(found: ServingState, wanted: ResolvedConfig, name: str) -> None:
-    """Raise UsageError if a running cluster serves other parts than ``wanted`` asks for, or differs in encryption."""
+    """Raise UsageError if a running cluster has other parts or another encryption than ``wanted`` asks for."""
     instead = f"`gnnfleet serve stop {name}` first, or choose another --name"
     if not same_graph(found, wanted):
         raise UsageError(

@@ -47,7 +47,6 @@ class Served:
         return 1 if self.left else 0
 
     def to_json(self) -> dict[str, Any]:
-        """Return the record that ``--json`` prints."""
         values = {"started": list(self.started), "left": list(self.left), "folder": str(self.folder)}
         return {"kind": "serving", **self.cluster.to_json(), **values, "exit_status": self.exit_status}
 
@@ -55,7 +54,7 @@ class Served:
 def serve(config: ClusterConfig, options: LaunchOptions, name: str, console: Console) -> Served:
     """Start or change serving cluster ``name`` to match ``config``, and leave it running.
 
-    Raises FleetError on failure; servers started by this call are then stopped, and all others keep running.
+    Raises FleetError on failure; servers started by this call are then stopped, others keep running.
     """
     wanted = resolve_serving(config)
     check_run_id(name, "--name")
@@ -109,8 +108,7 @@ def _stop_removed(context: ServeContext, found: ServingState) -> list[str]:
 
 
 def _held(found: ServingState) -> dict[int, tuple[int, ...]]:
-    """Return the parts of each node, by node_rank, with parts for new nodes; {} for a new cluster, to which the plan
-    assigns the parts."""
+    # The plan of a new cluster assigns the parts.
     if found.plan is None:
         return {}
     held = {node.node_rank: node.parts for node in found.plan.nodes}
@@ -118,8 +116,7 @@ def _held(found: ServingState) -> dict[int, tuple[int, ...]]:
 
 
 def _few_copies(found: ServingState, held: Mapping[int, tuple[int, ...]]) -> tuple[str, ...]:
-    """Return a note if some parts are on fewer than ``data.replicas`` nodes: running servers keep their parts, so
-    copies may be missing."""
+    # Running servers keep their parts, so copies may be missing.
     few, wanted = too_few_copies(held, found.roster.removed, found.roster.config), found.roster.config.data.replicas
     if not few:
         return ()
@@ -131,7 +128,7 @@ def _few_copies(found: ServingState, held: Mapping[int, tuple[int, ...]]) -> tup
 
 
 def _check_removed(found: ServingState, held: Mapping[int, tuple[int, ...]], name: str) -> None:
-    """Raise UsageError if a node that the config no longer lists holds the last copy of a part."""
+    # A node that the config no longer lists may hold the last copy of a part.
     lost = only_holders(held, found.roster.removed)
     if lost:
         holders = "; ".join(f"{_label(found, k)} alone holds {parts_words(parts)}" for k, parts in lost.items())
@@ -146,13 +143,11 @@ def _label(found: ServingState, k: int) -> str:
 
 
 def _versions_differ(found: ServingState) -> bool:
-    """Whether the running nodes have different versions of cluster.json."""
     texts = {one.files.get("cluster.json", "") for k, one in found.seen.items() if k in found.alive}
     return len(texts) > 1
 
 
 def _left(found: ServingState) -> tuple[str, ...]:
-    """Return a note for each node that was not changed because it could not be reached."""
     return tuple(
         f"{_label(found, k)} cannot be reached ({found.seen[k].view.unreachable}); it was not changed"
         for k in found.unreachable
@@ -161,10 +156,7 @@ def _left(found: ServingState) -> tuple[str, ...]:
 
 
 def _facts(context: ServeContext, found: ServingState, to_start: tuple[int, ...]) -> Mapping[int, NodeFacts]:
-    """Run preflight on the nodes in ``to_start`` and return the facts about them, by node_rank.
-
-    Ports that the plan gives to other servers are removed from the free ports.
-    """
+    # Ports that the plan gives to other servers are not free.
     draft = offline_plan(found.roster.config, context.run_id)
     attempts = {k: found.connections[k] for k in to_start}
     facts, _ = require_preflight(context, attempts, draft, new_run=found.plan is None)
@@ -176,15 +168,13 @@ def _facts(context: ServeContext, found: ServingState, to_start: tuple[int, ...]
 
 
 def _print_servers(context: ServeContext, cluster: ClusterDescription, to_start: tuple[int, ...]) -> None:
-    """Print each server with its parts, and mark those that are running already."""
     context.say(f"serving cluster {cluster.name}: {cluster.words}")
     for server, row in zip(cluster.servers, server_rows(cluster), strict=True):
         context.say(row + ("" if server.node_rank in to_start else "  (running)"))
 
 
 def start(context: ServeContext, found: ServingState, plan: LaunchPlan, to_start: tuple[int, ...]) -> None:
-    """Send the files to the nodes in ``to_start``, start these nodes, and wait until they serve; on any error, stop
-    them."""
+    """Start the nodes ``to_start`` with their files, and wait until they serve; on any error, stop them."""
     new = replace(plan, nodes=tuple(node for node in plan.nodes if node.node_rank in to_start))
     transports = {k: each for k, each in found.connections.items() if isinstance(each, Transport) and k in to_start}
     with start_lock(new, transports):
@@ -198,8 +188,7 @@ def start(context: ServeContext, found: ServingState, plan: LaunchPlan, to_start
 def _send_files(
     context: ServeContext, found: ServingState, new: LaunchPlan, transports: Mapping[int, Transport]
 ) -> None:
-    """Remove what earlier servers left on the nodes of ``new``, then send these nodes all files, including the public
-    keys of clients."""
+    # First removes what earlier servers left. The files include the public keys of clients.
     for k in transports:
         if k in found.seen and found.plan is not None:
             clear_node(found.plan.nodes[k], transports[k], keeps_key=new.encrypted)

@@ -56,14 +56,11 @@ _STYLES = {"serving": "green", "failed": "red", "lost": "red", "unreachable": "y
 
 @dataclass(frozen=True)
 class ServeStatus:
-    """The state of a serving cluster at one moment."""
-
     cluster: ClusterDescription
     nodes: tuple[ServerState, ...]  #: those that hold parts, in node_rank order
 
     @property
     def down(self) -> tuple[ServerState, ...]:
-        """The nodes that do not serve."""
         return tuple(node for node in self.nodes if not node.serves)
 
     @property
@@ -74,7 +71,6 @@ class ServeStatus:
 
     @property
     def sentence(self) -> str:
-        """The state in one sentence."""
         name, down = self.cluster.name, self.down
         clients = len({client["name"] for node in self.nodes for client in _clients(node)})
         what = f"{self.cluster.words}, {count(clients, 'client')}"
@@ -94,14 +90,13 @@ class ServeStatus:
 
     @property
     def notes(self) -> list[str]:
-        """Lines for the user: why each node that does not serve is down, and the command that starts these nodes
-        again."""
+        """Lines for the user: why nodes do not serve, and the command that starts them again."""
         notes = [f"{node.view.node.label}: {_how_down(node)}" for node in self.down]
         name = self.cluster.name
         return [*notes, f"start them again: gnnfleet serve --config FILE --name {name}"] if notes else []
 
     def to_json(self) -> dict[str, Any]:
-        """Return the record that ``--json`` prints, with the statistics exactly as the servers wrote them."""
+        # The statistics are exactly as the servers wrote them.
         nodes = [
             {
                 "node_rank": node.view.node.node_rank,
@@ -117,7 +112,6 @@ class ServeStatus:
         return {**head, "version": self.cluster.version, "num_parts": self.cluster.num_parts, "nodes": nodes}
 
     def rendered(self) -> Group:
-        """Render the sentence, a table of servers, a table of clients, and notes."""
         style = "bold green" if not self.down else "bold red" if self.lost_parts else "bold yellow"
         parts: list[Text | FittedTable] = [Text(self.sentence, style)]
         parts.append(FittedTable(_SERVERS, [_server_row(node) for node in self.nodes]))
@@ -129,14 +123,14 @@ class ServeStatus:
 
 
 def status_of(run: OpenRun) -> ServeStatus:
-    """Query all nodes of a serving cluster; raises FleetError if no node has files of the cluster."""
+    """Query all nodes of a serving cluster. Raises FleetError if no node has files of the cluster."""
     states = server_states(run)
     cluster = newest_description(states, run.found.run_id)
     return ServeStatus(cluster, tuple(one for one in states.values() if one.view.node.parts))
 
 
 def watch_status(run: OpenRun, console: Console) -> ServeStatus:
-    """Show the status every two seconds until Ctrl-C; returns the last one."""
+    """Show the status every two seconds until Ctrl-C; return the last one."""
     with Live(console=console, auto_refresh=False) as live:
         while True:
             status = status_of(run)
@@ -182,7 +176,6 @@ def _server_row(node: ServerState) -> tuple[Cell, ...]:
 
 
 def _restarts(node: ServerState) -> int:
-    """Return how often the supervisor of a node has restarted the graph server."""
     findings = (node.view.state or {}).get("findings") or ()
     return sum(finding["kind"] == "server-restart" for finding in findings)
 

@@ -38,8 +38,7 @@ _NO_FILES = ("--only", "")
 
 
 def clear_node(node: NodePlan, transport: Transport, *, keeps_key: bool) -> None:
-    """End the processes that a dead supervisor left on a node, and remove its files, so that they are not read as files
-    of the next supervisor."""
+    """End the processes that a dead supervisor left on a node, and remove its files."""
     words = ("stop", node.run_dir, "--timeout", f"{_STOP:g}", "--session", node.session, "--now")
     stop = node.program("control", *words, "--why", "gnnfleet serve")
     done = transport.run(if_run_exists(node, stop), timeout=_STOP + STOP_EXTRA)
@@ -89,8 +88,6 @@ def _when(view: NodeView) -> float:
 
 
 def _why_ended(view: NodeView) -> str:
-    """Return a text for the user: why a node ended, as the node reported it, and the last log lines of its graph
-    server."""
     result = view.result or {}
     why = view.lost or str(result.get("reason", "")) or f"it ended ({view.word})"
     tail = [text for one in result.get("outcomes", ()) if one["name"] == "server" for text in one["tail"]]
@@ -104,7 +101,7 @@ def _log(node: NodePlan) -> str:
 
 
 def _stop_all(nodes: Mapping[int, NodePlan], transports: Mapping[int, Transport], grace: float) -> list[str]:
-    """Stop all nodes; returns a note for each node where that failed."""
+    """Stop all nodes; return a note for each failure."""
     errors = on_nodes(nodes, lambda k: _stop_node(nodes[k], transports[k], grace)).errors
     return [f"{nodes[k].label} may still run: {error}. {how_to_stop(nodes[k])}" for k, error in errors.items()]
 
@@ -121,8 +118,7 @@ _UPDATED = ("run.json", "cluster.json")  # servers reload when cluster.json chan
 
 
 def update_running(plan: LaunchPlan, connections: Connections, excluded: Sequence[int]) -> list[str]:
-    """Write the new run.json and cluster.json to all nodes with parts except ``excluded``; returns a note for each node
-    where that failed."""
+    """Write the new run.json and cluster.json to all nodes with parts but ``excluded``; return a note per failure."""
     others = {node.node_rank: node for node in plan.nodes if node.parts and node.node_rank not in excluded}
 
     def update(k: int, transport: Transport) -> None:
@@ -144,7 +140,7 @@ def stop_removed(
     removed: Sequence[int],
     grace: float,
 ) -> list[str]:
-    """Stop the nodes ``removed``, which the config no longer lists; returns a note for each that may still run."""
+    """Stop the nodes ``removed``, which the config no longer lists; return a note for each that may still run."""
     alive = [k for k in removed if states[k].view.alive or states[k].view.unreachable]
     errors = on_connections(
         {k: connections[k] for k in alive}, lambda k, transport: _stop_node(nodes[k], transport, grace)
@@ -237,7 +233,7 @@ def _lock(node: NodePlan, transport: Transport, name: str) -> None:
 
 
 def _last_row(done: Completed) -> str:
-    """Return the last line of a command's output; a shell profile may have printed lines before it."""
+    # A shell profile may have printed lines before the last one.
     return (done.stdout.decode("utf-8", "replace").strip().splitlines() or [""])[-1]
 
 

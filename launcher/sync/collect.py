@@ -45,10 +45,8 @@ def collect(
 ) -> Collected:
     """Fetch the files of all nodes in parallel into ``folder``. Nodes that fail are listed in the notes.
 
-    first: node whose checkpoint is fetched (with ``run.restarts`` several nodes have checkpoints); None: any node.
-
-    A file that ``folder`` already has with the same size and time is not fetched again. Each file is written
-    atomically.
+    first: node whose checkpoint is fetched (with ``run.restarts`` several nodes have checkpoints); None: any node. A
+    file that ``folder`` has with the same size and time is not fetched again. Files are written atomically.
     """
     nodes = {node.node_rank: node for node in plan.nodes}
     answers = on_nodes(nodes, lambda k: _collect_node(nodes[k], transports[k], folder, first in (None, k)))
@@ -66,7 +64,6 @@ def collect(
 def _collect_node(
     node: NodePlan, transport: Transport | TransportError, folder: Path, with_checkpoint: bool
 ) -> list[str]:
-    """Fetch all wanted files of a node, the small ones in one reply; returns notes on files that failed."""
     if isinstance(transport, TransportError):
         raise transport
     answer, room = _request_files(node, transport, folder), _ROOM
@@ -94,8 +91,6 @@ def _collect_node(
 
 
 class _File(msgspec.Struct):
-    """One file in a reply of ``node/programs/collect_files.py``."""
-
     bytes: Annotated[int, msgspec.Meta(ge=0)]
     mtime_ns: Annotated[int, msgspec.Meta(ge=-(1 << 63), le=(1 << 63) - 1)]
     data: str | None  #: content, zlib in base64; None for a file to be downloaded separately
@@ -118,15 +113,12 @@ def _request_files(node: NodePlan, transport: Transport, folder: Path) -> _Files
 
 
 def _is_wanted(path: str) -> bool:
-    """Whether a path in a node's reply is one of the requested files."""
+    # The node may reply with files that were not requested.
     return is_plain_path(path) and re.fullmatch(_WANTED, path) is not None
 
 
 def _local_files(node_rank: int, folder: Path) -> dict[str, tuple[int, int]]:
-    """Return size in bytes and time in ns of the files that were fetched from a node before.
-
-    Keys are paths on the node, relative to its run folder.
-    """
+    """Return size in bytes and time in ns of the files fetched from a node before, by path in its run folder."""
     tops = {
         f"logs/node{node_rank}": "logs",
         f"outcomes/node{node_rank}": "outcomes",
@@ -148,7 +140,6 @@ def _local_files(node_rank: int, folder: Path) -> dict[str, tuple[int, int]]:
 
 
 def _local_path(node_rank: int, path: str) -> str:
-    """Return where a file of a node is stored, relative to the run folder on this machine."""
     if path.startswith("output/"):
         return f"output/node{node_rank}/{path.removeprefix('output/')}"
     top, _, name = path.rpartition("/")
@@ -156,6 +147,5 @@ def _local_path(node_rank: int, path: str) -> str:
 
 
 def _outcomes(folder: Path) -> tuple[Mapping[str, Any], ...]:
-    """Outcomes of a node's processes; damaged files are skipped."""
     found = (record_in(OUTCOME, str(file)) for file in sorted(folder.glob("*.json")))
     return tuple(one for one in found if one is not None)

@@ -36,8 +36,6 @@ class TransferProgress:
 
 
 class LineProgress(TransferProgress):
-    """Progress as lines, for logs and pipes."""
-
     def __init__(self, console: Console, labels: Mapping[int, str]):
         self.console, self.labels = console, labels
         self._sent: dict[int, int] = {}

@@ -1,8 +1,7 @@
 """Sends the files of a plan to the nodes. Files that are already there are skipped, and cut transfers are resumed.
 
-A file is written to ``<file>.part`` and renamed after its digest has been checked. gnnfleet's code is sent as one
-archive and unpacked to ``<workdir>/code/<digest>``, which appears only when complete. The manifest is committed last:
-a partition folder with a manifest has all files that the manifest lists.
+A file is written to ``<file>.part`` and renamed after its digest has been checked. The manifest comes last: a partition
+folder with a manifest is complete.
 """
 
 from __future__ import annotations
@@ -28,8 +27,6 @@ from launcher.transport.fanout import on_nodes
 
 @dataclass(frozen=True)
 class SyncReport:
-    """Result of the transfer to all nodes."""
-
     nodes: tuple[NodeSync, ...]  #: in node_rank order
 
     @property
@@ -48,10 +45,9 @@ def sync(
     *,
     connect_timeout: float = 10.0,
 ) -> SyncReport:
-    """Send all files of ``plan`` to the nodes, all nodes in parallel.
+    """Send all files of ``plan`` to the nodes in parallel.
 
-    A failure on one node, or Ctrl-C, stops the other transfers; the next sync resumes them. Raises SyncError, which
-    names node, host and file.
+    A failure on one node, or Ctrl-C, stops all transfers; the next sync resumes them. Raises SyncError.
     """
     stop = threading.Event()
     archive = _CodeArchive(plan)
@@ -80,7 +76,6 @@ class _CodeArchive:
         self._data = b""
 
     def data(self) -> bytes:
-        """Return the archive as bytes; the first call makes it."""
         with self._lock:
             if not self._data:
                 self._data = _pack(self.plan.nodes[0])

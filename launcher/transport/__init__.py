@@ -38,7 +38,6 @@ def ask_password(prompt: str) -> Secret:
 
 
 def open_transport(config: ClusterConfig, node_rank: int, credentials: Credentials | None = None) -> Transport:
-    """Connect to a node and return its transport. Raises TransportError."""
     if config.transport == "local":
         return LocalTransport(node_rank)
     from launcher.transport.fallback import open_over_ssh
@@ -47,9 +46,9 @@ def open_transport(config: ClusterConfig, node_rank: int, credentials: Credentia
 
 
 def connect_all(config: ClusterConfig, ask: AskPassword = ask_password) -> Opened:
-    """Connect to all nodes in parallel; the result has a transport or a TransportError for each node_rank.
+    """Connect to all nodes in parallel; return a transport or a TransportError for each node_rank.
 
-    Passwords are asked for first, once per user, and a second time for the nodes that refused them.
+    Asks for passwords first, once per user, and again for nodes that refused them.
     """
     ranks = range(len(config.nodes))
     if config.transport == "local":
@@ -89,7 +88,7 @@ def _connect(config: ClusterConfig, passwords: Passwords, ranks: Iterable[int]) 
 
 
 def close_all(transports: Opened) -> None:
-    """Close all open transports in parallel; errors in the mapping are skipped."""
+    """Close all transports in parallel; errors in the mapping are skipped."""
     opened = [transport for transport in transports.values() if isinstance(transport, Transport)]
     if opened:
         with ThreadPoolExecutor(len(opened), "close") as pool, suppress(TransportError):

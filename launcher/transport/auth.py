@@ -1,7 +1,6 @@
 """SSH authentication with the keys, certificates, agent and passwords that OpenSSH would offer, in its order.
 
-``Login`` is a paramiko ``AuthStrategy``. fabric's ``OpenSSHAuthStrategy`` stops at the first encrypted key and supports
-neither IdentitiesOnly, IdentityAgent and CertificateFile nor hosts that require a key and a password.
+``Login`` is a paramiko ``AuthStrategy`` that supports more than fabric's ``OpenSSHAuthStrategy``.
 """
 
 from __future__ import annotations
@@ -40,7 +39,7 @@ _SHOWN = 3  # hosts named in a prompt
 
 @dataclass(frozen=True)
 class Credentials:
-    """Key and secrets for one login, from the config and the user; ssh_config may add further keys."""
+    """Key and secrets for one login, from the config and the user."""
 
     key: str | None = None  #: private key file
     password: Secret | None = None
@@ -66,8 +65,8 @@ class LoginRefused(paramiko.AuthenticationException):
 class Offer(AuthSource):
     """One key or password to log in with.
 
-    ``attempt`` tries to log in and returns the methods that the host requires in addition, [] if the login is complete.
-    ``label`` names the key or password in messages.
+    ``attempt`` tries to log in; it returns the methods that the host requires in addition, [] once logged in. ``label``
+    names the key or password in messages.
     """
 
     def __init__(self, username: str, method: str, label: str, attempt: Callable[[paramiko.Transport], list[str]]):
@@ -79,12 +78,10 @@ class Offer(AuthSource):
 
 
 class Login(AuthStrategy):
-    """Authentication of one SSH login.
+    """Authentication of one SSH login. ``authenticate`` raises LoginRefused, or SSHException for a closed connection.
 
-    ``authenticate`` raises LoginRefused, or SSHException when the host closes the connection.
-
-    ``distrust`` returns an error if the host's key is not trusted, else None. An untrusted host is sent no password. If
-    the login fails without a password, ``authenticate`` raises the error of ``distrust`` instead of LoginRefused.
+    ``distrust`` returns an error if the host's key is not trusted, else None. An untrusted host is sent no password,
+    and a failed login then raises this error.
     """
 
     def __init__(
@@ -96,10 +93,7 @@ class Login(AuthStrategy):
         self._agent_keys: Sequence[AgentKey] = ()
 
     def get_sources(self) -> Iterator[Offer]:
-        """Yield keys and passwords in the order in which to try them.
-
-        A password comes first unless the config names a key, because servers count each refused key as a failure.
-        """
+        # Unless the config names a key, a password comes first: servers count each refused key as a failure.
         user, passwords = self.host.user, list(self._passwords())
         yield from () if self.credentials.key else passwords
         if self.host.uses_keys or self.credentials.key:
@@ -123,7 +117,7 @@ class Login(AuthStrategy):
         return result
 
     def _try_offers(self, transport: paramiko.Transport, offers: list[Offer]) -> Offer:
-        """Try ``offers`` until the host accepts the login; return the offer that completed it. Raises LoginRefused."""
+        """Try ``offers`` until the host accepts the login; return the last offer. Raises LoginRefused."""
         tried: list[str] = []
         postponed: list[Offer] = []  # their method was not allowed yet; it may be the host's second factor
         allowed: Collection[str] | None = None  # None: unknown
@@ -160,10 +154,7 @@ class Login(AuthStrategy):
         raise LoginRefused(tried, allowed or (), [path for path in self.files if is_locked(path)], self.credentials)
 
     def _passwords(self) -> Iterator[Offer]:
-        """Yield the password once for each method: ``password``, then ``keyboard-interactive``.
-
-        ``keyboard-interactive`` comes last, as the host may use it to ask for a one-time code.
-        """
+        # ``keyboard-interactive`` comes last, as the host may use it to ask for a one-time code.
         if self.credentials.password is not None:
             user, secret = self.host.user, self.credentials.password.reveal()
             yield Offer(user, "password", "the password", lambda ssh: ssh.auth_password(user, secret, fallback=False))
@@ -174,9 +165,8 @@ class Login(AuthStrategy):
     def _keys(self) -> Iterator[tuple[paramiko.PKey, str]]:
         """Yield the keys to offer, each with its label.
 
-        Order: certificates; keys of the agent whose file is configured; other keys of the agent; key files. If
-        cluster.yml sets ``key``, this key file comes before the keys of the agent. Files that are missing or encrypted,
-        or have no private key, are skipped.
+        Order: certificates; keys of the agent that are configured; other keys of the agent; key files. The ``key`` of
+        cluster.yml comes before the agent. Files without a usable private key are skipped.
         """
         by_blob = {key.blob: key for key in self._agent_keys}
         signers: dict[bytes, paramiko.PKey] = dict(by_blob)
@@ -249,14 +239,13 @@ def _agent_label(key: AgentKey) -> str:
 
 
 def _certified(key: paramiko.PKey, path: str) -> paramiko.PKey:
-    """Return a copy of the key that also has the certificate in the file ``path``."""
     copied = AgentKey(key.agent, key.blob, key.comment) if isinstance(key, AgentKey) else copy.copy(key)
     copied.load_certificate(path)
     return copied
 
 
 def _public_blob(path: str) -> bytes | None:
-    """The public key or certificate in a file; None for other files."""
+    """Return the public key or certificate in a file; None for other files."""
     try:
         return PublicBlob.from_file(path).key_blob
     except (OSError, ValueError, binascii.Error, paramiko.SSHException):
@@ -264,7 +253,7 @@ def _public_blob(path: str) -> bytes | None:
 
 
 def _plain(blob: bytes) -> bytes:
-    """Return ``blob`` if it is a public key, or the public key in it if it is a certificate."""
+    """Return the public key in ``blob``, a public key or a certificate."""
     kind = paramiko.Message(blob).get_text().removesuffix(_CERT)
     try:
         return paramiko.PKey.from_type_string(kind, blob).asbytes()
@@ -278,7 +267,7 @@ _loaded: dict[tuple[str, int, int, str | None], paramiko.PKey | None] = {}
 
 
 def _load_key(path: str, passphrase: Secret | None) -> paramiko.PKey | None:
-    """The private key in a file; None if the file has none or the passphrase is wrong.
+    """Return the private key in a file; None if the file has none or the passphrase is wrong.
 
     Raises PasswordRequiredException if it is encrypted and no passphrase is given, OSError if it cannot be read.
     """
@@ -323,7 +312,7 @@ def is_locked(path: str) -> bool:
 def key_problem(path: str, passphrase: Secret | None, agent: str) -> tuple[str, str] | None:
     """Return (message, remedy) if the private key at ``path`` cannot be used, else None.
 
-    ``agent``: path of the socket of ssh-agent, "" without an agent.
+    ``agent``: path of the socket of ssh-agent, "" without one.
     """
     if not os.path.isfile(path):
         return f"key file {path} does not exist", "correct `key` in the config"
@@ -359,7 +348,7 @@ def ask_password(prompt: str) -> Secret:
 
 
 def _at_terminal() -> bool:
-    """Whether a terminal is available for questions: the controlling terminal or standard input, as click uses them."""
+    # click asks at the controlling terminal or standard input.
     try:
         os.close(os.open("/dev/tty", os.O_RDWR | os.O_NOCTTY))
     except OSError:
@@ -369,7 +358,7 @@ def _at_terminal() -> bool:
 
 @dataclass(frozen=True)
 class _Question:
-    """A question for a password or a passphrase, asked once for all nodes that need the same one."""
+    """A question for a password or a passphrase, asked once for all nodes with an equal question."""
 
     kind: str  #: ``Password`` or ``Passphrase``
     about: str  #: user name or path
@@ -384,7 +373,7 @@ class _Question:
 
 
 class Passwords:
-    """Asks for passwords and passphrases, each once for all nodes that need it; keeps them in memory only."""
+    """Asks for passwords and passphrases, once for all nodes that need them; keeps them in memory only."""
 
     def __init__(self, config: ClusterConfig, ask: AskPassword = ask_password):
         self._config, self._ask = config, ask
@@ -396,7 +385,6 @@ class Passwords:
         self._ask_for(wanted, lambda rank: "")
 
     def credentials(self, node_rank: int) -> Credentials:
-        """Key, password and passphrase for a node's login."""
         node = self._config.nodes[node_rank]
         questions = self._questions.get(node_rank, ())
         secrets = {question.kind: self._answers[node_rank, question] for question in questions}
@@ -404,21 +392,16 @@ class Passwords:
         return Credentials(key, secrets.get("Password"), secrets.get("Passphrase"))
 
     def ask_again(self, refused: Collection[int], wants_password: Collection[int]) -> None:
-        """Ask again for the passwords and passphrases that were refused.
+        """Ask again for the refused passwords and passphrases.
 
-        The hosts of the nodes in ``wants_password`` accepted the key and also require a password, which is asked for
-        too.
+        The hosts of the nodes in ``wants_password`` accepted the key and also require a password.
         """
         for rank in wants_password:
             self._questions[rank] = (*self._questions[rank], _password_of(self._config.nodes[rank]))
         self._ask_for(sorted({*refused, *wants_password}), lambda rank: "Not accepted. " if rank in refused else "")
 
     def _ask_for(self, ranks: Sequence[int], before: Callable[[int], str]) -> None:
-        """Ask the user for the password or passphrase of each node in ``ranks``; nodes with equal questions share one
-        answer.
-
-        ``before``: returns the text to put before the prompt of a rank.
-        """
+        # Nodes with equal questions share one answer. ``before``: text before the prompt of a rank.
         for question in dict.fromkeys(self._questions[rank][-1] for rank in ranks):
             sharing = [rank for rank in ranks if self._questions[rank][-1] == question]
             prefix = max(before(rank) for rank in sharing)
@@ -427,7 +410,6 @@ class Passwords:
 
 
 def _first_question(node: NodeConfig) -> _Question:
-    """Return the question for the passphrase if the node's key is encrypted, else the one for the password."""
     if node.key and is_locked(os.path.expanduser(node.key)):
         return _Question("Passphrase", node.key)
     return _password_of(node)

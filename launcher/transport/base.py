@@ -18,8 +18,6 @@ OnLine = Callable[[str], None]
 
 @dataclass(frozen=True)
 class Completed:
-    """A finished command with its output."""
-
     returncode: int  #: exit status; negative if a signal ended the command
     stdout: bytes
     stderr: bytes
@@ -33,19 +31,18 @@ class Talk(ABC):
 
     @abstractmethod
     def send(self, line: str) -> None:
-        """Write one line to the command's stdin. Raises TransportError if the command has ended or the connection is
-        lost."""
+        """Write one line to the command's stdin. Raises TransportError if it has ended or the connection is lost."""
 
     @abstractmethod
     def receive(self, timeout: float) -> str | None:
-        """The next line of stdout, waiting up to ``timeout`` seconds; None when the command has ended.
+        """Return the next line of stdout within ``timeout`` seconds; None when the command has ended.
 
         Raises CommandTimeout, ConnectionLost.
         """
 
     @abstractmethod
     def ended(self) -> Completed:
-        """Exit status and stderr (stdout is empty); to be called after ``receive`` has returned None."""
+        """Return exit status and stderr (stdout is empty); to be called after ``receive`` has returned None."""
 
     @abstractmethod
     def close(self) -> None:
@@ -83,29 +80,31 @@ class Transport(ABC):
     def stream(self, command: Command, on_line: OnLine, stop: threading.Event) -> int:
         """Run a command and pass each line of stdout to ``on_line``, until it exits or ``stop`` is set.
 
-        Returns the exit status, or -1 when stopped. The command's stdin stays open meanwhile: end of file on stdin
-        means that the launcher is gone. stderr is discarded.
+        Returns the exit status, or -1 when stopped. The command's stdin stays open: its end of file means that the
+        launcher is gone. stderr is discarded.
         """
 
     @abstractmethod
     def talk(self, command: Command) -> Talk:
-        """Start a command, and return a ``Talk`` that exchanges lines with it. When the ``Talk`` is closed or the
-        connection is lost, the command reads end of file from its stdin."""
+        """Start a command, and return a ``Talk`` that exchanges lines with it.
+
+        Closing the ``Talk`` or losing the connection gives the command end of file on stdin.
+        """
 
     @abstractmethod
     def upload(self, source: Path, dest: str, *, offset: int = 0, on_bytes: OnBytes | None = None) -> None:
-        """Write ``source[offset:]`` to ``dest`` at ``offset`` bytes; missing parent folders are created.
+        """Write ``source[offset:]`` to ``dest`` at ``offset`` bytes; create missing parent folders.
 
         Offset 0 truncates ``dest`` first.
         """
 
     @abstractmethod
     def write(self, data: bytes, dest: str, *, mode: int = 0o644) -> None:
-        """Write a small file atomically: to a temporary file in the same folder, which is then renamed."""
+        """Write a small file atomically."""
 
     @abstractmethod
     def download(self, source: str, dest: Path, *, most: int | None = None, on_bytes: OnBytes | None = None) -> None:
-        """Fetch a file, or only its first ``most`` bytes; ``dest`` is created only when the transfer is complete."""
+        """Fetch a file, or only its first ``most`` bytes; ``dest`` appears once the transfer is complete."""
 
     @abstractmethod
     def close(self) -> None:

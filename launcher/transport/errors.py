@@ -27,7 +27,7 @@ class HopFailed(Exception):
 
 
 def connect_error(failed: HopFailed, route: Route, timeout: float, node_rank: int | None) -> TransportError:
-    """The TransportError for a failure at any host on the route to a node; ``timeout`` in seconds."""
+    """Return the TransportError for a failure at any host on the route to a node; ``timeout`` in seconds."""
     kind, what, remedy = _explain(failed, route, timeout)
     if failed.host != route[-1]:
         what = f"jump host {failed.host.target}: {what}"
@@ -47,8 +47,10 @@ def was_dropped(error: Exception) -> bool:
 
 
 def session_error(error: Exception, alive: bool, target: str, node_rank: int | None) -> TransportError:
-    """The TransportError for an ``error`` on an open connection: the connection is lost, or (``alive``) the host
-    refused a command or SFTP session."""
+    """Return the TransportError for an error on an open connection.
+
+    ``alive``: the host refused a command or SFTP session; else the connection is lost.
+    """
     why = str(error) or type(error).__name__
     if alive and isinstance(error, paramiko.SSHException):
         return TransportError(
@@ -109,7 +111,6 @@ def _refused(error: LoginRefused, host: SshHost, is_node: bool) -> tuple[type[Tr
 
 
 def _tried(error: LoginRefused, host: SshHost) -> str:
-    """Return the part of a message that lists what was offered at login, and which keys and agents were missing."""
     missing = [] if any("agent" in each for each in error.tried) else [_agent_state(host)]
     if not (error.locked or any(os.path.sep in each for each in error.tried)):
         folders = dict.fromkeys(os.path.dirname(path) for path in host.identity_files)

@@ -19,7 +19,7 @@ _SECOND_TRIES = threading.BoundedSemaphore(8)  # limits the ssh processes starte
 def open_over_ssh(config: ClusterConfig, node_rank: int, credentials: Credentials | None = None) -> RemoteTransport:
     """Connect to a node and return its transport.
 
-    Raises TransportError; if both attempts fail, the error of paramiko, which is more precise.
+    Raises TransportError; if both clients fail, the error of paramiko, which is more precise.
     """
     node, timeout = config.nodes[node_rank], config.run.connect_timeout
     credentials = credentials or Credentials(os.path.expanduser(node.key) if node.key else None)
@@ -37,7 +37,6 @@ def open_over_ssh(config: ClusterConfig, node_rank: int, credentials: Credential
 
 
 def _openssh_may_succeed(error: TransportError) -> bool:
-    """Whether the OpenSSH client could log in where paramiko failed with ``error``."""
     if isinstance(error, PasswordRefused) or ssh_program() is None:
         return False
     if isinstance(error, HostKeyError):

@@ -13,13 +13,13 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class Answers(Generic[T]):
-    """Results by node_rank; each node has either a value or an error."""
+    """A value or an error for each node_rank."""
 
     values: dict[int, T] = field(default_factory=dict)
     errors: dict[int, Exception] = field(default_factory=dict)
 
     def or_raise(self) -> dict[int, T]:
-        """Return the values; if any node has an error, raise that of the lowest node_rank."""
+        """Return the values; if nodes have errors, raise that of the lowest node_rank."""
         for node_rank in sorted(self.errors):
             raise self.errors[node_rank]
         return self.values
@@ -35,8 +35,8 @@ def on_nodes(
     """Run ``work(node_rank)`` for each node in its own daemon thread and wait for all of them.
 
     ``on_error`` is called for each failure as it happens, in the caller's thread. When no node has finished for
-    ``timeout`` seconds, the remaining ones get a TimeoutError. Ctrl-C ends the wait at once but not the threads; the
-    caller must stop their work.
+    ``timeout`` seconds, the remaining ones get a TimeoutError. Ctrl-C ends the wait but not the threads, which the
+    caller must stop.
     """
     ranks = list(node_ranks)
     done: queue.SimpleQueue[tuple[int, T | None, Exception | None]] = queue.SimpleQueue()

@@ -1,7 +1,6 @@
 """Checks a host's key against the known_hosts files.
 
-paramiko's ``HostKeys`` supports neither wildcard patterns nor revoked keys, and does not record line numbers. The files
-are therefore parsed here, and paramiko calls ``HostKeyCheck``.
+Unlike paramiko's ``HostKeys``, it supports wildcard patterns and revoked keys, and knows line numbers.
 """
 
 from __future__ import annotations
@@ -23,8 +22,6 @@ from launcher.transport.ssh_config import SshHost, host_matches
 
 @dataclass(frozen=True)
 class KnownKey:
-    """One line of a known_hosts file."""
-
     hosts: str  #: first field of the line: names and patterns, or a hashed name
     type: str
     blob: bytes
@@ -40,7 +37,7 @@ class KnownKey:
 
 
 def read_known_hosts(paths: Sequence[Path]) -> Iterator[KnownKey]:
-    """All valid lines of the files that exist; invalid lines are skipped, as OpenSSH does."""
+    """Yield the valid lines of the files that exist; skip invalid lines, as OpenSSH does."""
     for path in paths:
         if path.is_file():
             found = path.stat()
@@ -49,7 +46,7 @@ def read_known_hosts(paths: Sequence[Path]) -> Iterator[KnownKey]:
 
 @lru_cache(maxsize=16)
 def _lines_of(path: Path, mtime_ns: int, size: int) -> tuple[KnownKey, ...]:
-    """Return the lines of one known_hosts file; the file is read again only if its time or size has changed."""
+    # ``mtime_ns`` and ``size`` are keys of the cache.
     lines = enumerate(path.read_text(errors="replace").splitlines(), 1)
     return tuple(known for number, line in lines if (known := _parse(line, f"{path}:{number}")))
 
@@ -67,7 +64,7 @@ def _parse(line: str, where: str) -> KnownKey | None:
 
 
 def checking_mode(host_keys: str, host: SshHost) -> str:
-    """How unknown keys are handled, from the config's ``host_keys`` and ssh_config's StrictHostKeyChecking.
+    """Return how to handle unknown keys, by the config's ``host_keys`` and ssh_config's StrictHostKeyChecking.
 
     ``ask`` and ``yes`` refuse an unknown key, ``accept-new`` adds it, ``no`` accepts any key and adds an unknown one,
     ``insecure`` checks nothing.
@@ -78,8 +75,8 @@ def checking_mode(host_keys: str, host: SshHost) -> str:
 class HostKeyCheck(paramiko.MissingHostKeyPolicy):
     """Accepts or refuses the key that a host presents.
 
-    The errors it raises name no node, as a jump host serves several nodes. ``known`` has the known_hosts lines for
-    ``name`` (host and port). As with OpenSSH, a line without the port also suffices to accept a key.
+    Its errors name no node, as a jump host serves several. ``known``: the known_hosts lines for ``name`` (host and
+    port). As in OpenSSH, a line without the port also suffices.
     """
 
     def __init__(self, host: SshHost, host_keys: str):
@@ -100,17 +97,17 @@ class HostKeyCheck(paramiko.MissingHostKeyPolicy):
         return bool(self._authorities) and not self.known
 
     def key_types(self) -> list[str]:
-        """Algorithms of the known keys; the host is asked for these first, so that its key can be compared."""
+        """Return the algorithms of the known keys, for which the host is asked first."""
         types: list[str] = []
         for line in self.known or self._portless:
             types += ["rsa-sha2-512", "rsa-sha2-256"] if line.type == "ssh-rsa" else [line.type]
         return list(dict.fromkeys(types))
 
     def missing_host_key(self, client: paramiko.SSHClient, hostname: str, key: paramiko.PKey) -> None:
-        """Check the key that paramiko got from the host; raises HostKeyError unless the key is accepted.
+        """Check the key that paramiko got from the host. Raises HostKeyError unless it is accepted.
 
-        With mode ``no`` a changed or revoked key sets ``distrust`` instead, and login continues without passwords, as
-        in OpenSSH: a machine in the middle could use a password but not a signature.
+        With mode ``no`` a changed or revoked key only sets ``distrust``; login then continues without passwords, as in
+        OpenSSH.
         """
         if self.mode == "insecure":
             return
@@ -162,8 +159,7 @@ class HostKeyCheck(paramiko.MissingHostKeyPolicy):
         )
 
     def _store(self) -> str:
-        """Return the commands that store the host's key: ``ssh`` and, without jump host and HostKeyAlias,
-        ``ssh-keyscan``."""
+        # Without jump host and HostKeyAlias, ``ssh-keyscan`` works, too.
         host, port = self._resolved, "" if self._resolved.port == 22 else f"-p {self._resolved.port} "
         login = f"`ssh -o StrictHostKeyChecking=ask {port}{host.name}`"
         if host.jumps or host.proxy_command or host.key_alias:
@@ -181,7 +177,7 @@ def _shown(key: paramiko.PKey) -> str:
 
 
 def _append(path: Path, line: str) -> None:
-    """Append a line to a file unless the file has it. Locks the file, as other threads and processes may append too."""
+    # The file is locked, as other threads and processes may append, too.
     path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
     with path.open("a+") as file:
         fcntl.flock(file, fcntl.LOCK_EX)

@@ -90,7 +90,6 @@ class _LocalProcess(PipeProcess):
         self.pid = self.process.pid
 
     def close(self) -> None:
-        """End the process group if the command is still running: SIGTERM, then SIGKILL."""
         for number in (signal.SIGTERM, signal.SIGKILL):
             if self.status is None:
                 os.killpg(self.pid, number)

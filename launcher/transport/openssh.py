@@ -100,7 +100,7 @@ class OpenSshTransport(RemoteTransport):
         return ssh_argv(self.node.user, self.node.port)
 
     def _use_control_master(self) -> bool:
-        """Use the user's own ControlMaster, which stays open when the launcher ends; False if none is open."""
+        """Use the user's own ControlMaster, which outlives the launcher; False if none is open."""
         argv = [*self._login_argv(), *_options(_BATCH)]
         check = [*argv, "-O", "check", "--", self.node.host]
         if subprocess.run(check, capture_output=True, stdin=subprocess.DEVNULL, timeout=_CHECK_TIMEOUT).returncode:
@@ -139,8 +139,7 @@ class OpenSshTransport(RemoteTransport):
     def _askpass(self, folder: Path, host: SshHost) -> tuple[Mapping[str, str], Mapping[str, str]]:
         """Return the options and environment by which ssh gets the password or passphrase.
 
-        If neither is given, ssh does not prompt. Otherwise a script in ``folder`` (mode 0700) answers the prompt of
-        ssh.
+        If neither is given, ssh does not prompt; otherwise a script in ``folder`` (mode 0700) answers.
         """
         given = self.credentials
         secret, about = (given.passphrase, given.key) if given.passphrase is not None else (given.password, None)
@@ -159,10 +158,7 @@ class OpenSshTransport(RemoteTransport):
         return {"BatchMode": "no", "NumberOfPasswordPrompts": "1"}, environment
 
     def _checking(self, host: SshHost) -> dict[str, str]:
-        """Return the ssh options that check host keys as the config says.
-
-        ``ask`` becomes ``yes`` (refuse unknown keys), as this ssh process cannot ask the user.
-        """
+        # ``ask`` becomes ``yes`` (refuse unknown keys), as this ssh process cannot ask the user.
         mode = checking_mode(self.host_keys, host)
         if mode == "insecure":
             return {"StrictHostKeyChecking": "no", "UserKnownHostsFile": os.devnull, "GlobalKnownHostsFile": os.devnull}
@@ -171,7 +167,6 @@ class OpenSshTransport(RemoteTransport):
         return {"StrictHostKeyChecking": {"ask": "yes"}.get(mode, mode), **own_files}
 
     def _login_error(self, output: str, host: SshHost, timeout: float) -> TransportError:
-        """The error for a failed login, from what ssh printed to stderr."""
         last = output.splitlines()[-1] if output else f"no answer within {timeout:g} s"
         login = " ".join(self._login_argv()[1:] + [self.node.host])
         by_hand = f"for details run `ssh -v {login}`"
@@ -203,7 +198,7 @@ class OpenSshTransport(RemoteTransport):
         return bool(self._ssh_argv) and self._use_control_master()
 
     def _begin(self, command: Command, deadline: float) -> Process:
-        """Start a command; while the server refuses another session (``MaxSessions``), retry until ``deadline``."""
+        # While the server refuses another session (``MaxSessions``), retries until ``deadline``.
         while self._ssh_argv:
             process = _SshProcess([*self._ssh_argv, "--", self.node.host, with_pid(command)])
             if process.await_pid(min(deadline, time.monotonic() + STALL)):
@@ -270,10 +265,7 @@ def _options(options: Mapping[str, str]) -> Sequence[str]:
 
 
 def _is_ready(master: subprocess.Popen[bytes], seconds: float) -> bool:
-    """Wait for the line that marks the end of the login; False if it does not come in time.
-
-    Lines before it, which the login profile may print, are skipped.
-    """
+    """Wait for the line that marks the end of the login; False if it does not come in time."""
     assert master.stdout is not None
     timer = threading.Timer(seconds, master.kill)
     timer.start()

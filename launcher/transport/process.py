@@ -69,8 +69,7 @@ class Process(ABC):
         """Write to stdin and leave it open. Raises OSError if the command has ended."""
 
     @abstractmethod
-    def close_input(self) -> None:
-        """Close stdin."""
+    def close_input(self) -> None: ...
 
     @abstractmethod
     def read(self, seconds: float) -> bool:
@@ -81,12 +80,10 @@ class Process(ABC):
         """Wait up to ``seconds`` (None: without limit) for the exit status; False if the command is still running."""
 
     @abstractmethod
-    def close(self) -> None:
-        """Close the pipes or the channel."""
+    def close(self) -> None: ...
 
     def feed(self, data: bytes) -> None:
-        """Write ``data`` to stdin and close it. Long data is sent by a thread, as the command may block on its own
-        output before it reads."""
+        """Write ``data`` to stdin and close it; long data in a thread, as the command may block on its own output."""
         if len(data) <= _INLINE_STDIN:
             self._send_all(data)
         else:
@@ -189,7 +186,7 @@ class PipeProcess(Process):
         return self.process.returncode is not None
 
     def close(self) -> None:
-        """Kill the subprocess, which also unblocks the thread of ``feed``, and close the pipes."""
+        # Killing the subprocess also unblocks the thread of ``feed``.
         self.process.kill()
         self.process.wait()
         self.join_feeder()
@@ -212,11 +209,11 @@ class ProcessTransport(Transport):
         """Kill a command and its children, unless it has ended."""
 
     def status_of(self, process: Process) -> int:
-        """Exit status of a command whose output has ended; -1 if unknown."""
+        """Return the exit status of a command whose output has ended; -1 if unknown."""
         return -1 if process.status is None else process.status
 
     def translated(self) -> AbstractContextManager[None]:
-        """A context in which errors of the connection are raised as TransportError."""
+        """Return a context in which errors of the connection are raised as TransportError."""
         return nullcontext()
 
     @contextmanager

@@ -86,11 +86,10 @@ class RemoteTransport(ProcessTransport):
         """
 
     @abstractmethod
-    def _disconnect(self) -> None:
-        """Close the connection, if it is open."""
+    def _disconnect(self) -> None: ...
 
     def connect(self, timeout: float) -> None:
-        """Open the connection. An attempt that the host drops before login is repeated; a refused login is not."""
+        """Open the connection. Retries if the host drops it before login, but not after a refused login."""
         with self._opening:
             if self._alive():
                 return
@@ -204,7 +203,7 @@ class RemoteTransport(ProcessTransport):
 
     @contextmanager
     def _sftp(self, verb: str, path: str) -> Iterator[paramiko.SFTPClient]:
-        """Yield an SFTP session for the caller's exclusive use; idle sessions stay open and are reused."""
+        """Yield an SFTP session for the caller's exclusive use; idle sessions are reused."""
         with self._sftp_slots, self.translated():
             if not self._alive():
                 raise EOFError("it was closed")
@@ -241,8 +240,7 @@ _turns: dict[str, threading.BoundedSemaphore] = {}
 
 @contextmanager
 def login_turn(route: Route) -> Iterator[None]:
-    """Wait until fewer than ``_LOGINS_AT_ONCE`` logins are in progress at the address, proxy or jump host of
-    ``route``."""
+    """Wait until fewer than ``_LOGINS_AT_ONCE`` other logins use the address or ProxyCommand of ``route``."""
     last, through = route[-1], route[-2].target if len(route) > 1 else ""
     place = last.proxy_command.replace(last.host, "") or f"{through} {last.host}:{last.port}"
     with _turns_lock:
@@ -255,7 +253,6 @@ def login_turn(route: Route) -> Iterator[None]:
 
 
 def _open_for_writing(sftp: paramiko.SFTPClient, path: str, mode: str) -> paramiko.SFTPFile:
-    """Open a file; create its folder first if it is missing (except for mode ``r+``)."""
     try:
         return sftp.open(path, mode)
     except FileNotFoundError:
@@ -279,5 +276,5 @@ def _make_folder(sftp: paramiko.SFTPClient, folder: str) -> None:
 
 
 def _relative_to_home(path: str) -> str:
-    """``path`` for SFTP, which starts in the home folder and does not expand ``~``."""
+    # SFTP starts in the home folder and does not expand ``~``.
     return "." if path == "~" else path.removeprefix("~/")

@@ -50,7 +50,7 @@ _IMPORTS = re.compile(r"^ *from launcher\.node((?:\.\w+)*) import (\w+(?:, \w+)*
 
 @cache
 def program_source(name: str) -> str:
-    """Source of ``launcher/node/programs/<name>.py``."""
+    """Return the source of ``launcher/node/programs/<name>.py``."""
     return (_NODE / "programs" / f"{name}.py").read_text()
 
 
@@ -73,15 +73,14 @@ def bundle(name: str) -> dict[str, str]:
 
 
 def _module_file(module: str) -> Path:
-    """Source file of a module, given by its dotted name below ``launcher.node``."""
     return _NODE.joinpath(*module.split(".")).with_suffix(".py")
 
 
 class NodeAgent:
     """A Python process on a node that runs programs one after another (``node/programs/agent.py``).
 
-    ``python``: command that starts the node's Python, without arguments, as made by
-    ``launcher.plan.placement.interpreter``. For use by one thread at a time. Leaving the context ends the process.
+    ``python``: command that starts the node's Python, without arguments. For use by one thread at a time. Leaving the
+    context ends the process.
     """
 
     def __init__(self, transport: Transport, python: Command):
@@ -112,7 +111,7 @@ class NodeAgent:
         return answer["reply"]
 
     def clock_offset(self, timeout: float) -> float:
-        """The node's clock minus the launching machine's, in seconds, from the faster of two round trips."""
+        """Return the node's clock minus the launching machine's, in seconds, from the faster of two round trips."""
         best, offset = math.inf, 0.0
         for _ in range(_CLOCK_ROUNDS):
             before = time.time()
@@ -132,7 +131,6 @@ class NodeAgent:
         raise _ended(self._talk.ended(), self._python, self._transport)
 
     def _checked(self, text: str) -> dict[str, Any]:
-        """Parse and check a reply of ``node/programs/agent.py``. Raises NodeCallError."""
         with suppress(ValueError, TypeError, LookupError, SyntaxError, MemoryError, RecursionError):
             answer = parsed(text)
             received, sent = answer["times"]
@@ -148,7 +146,7 @@ class NodeAgent:
 def parsed(text: str) -> Any:
     """Parse a Python literal by ``literal_eval``, under a lock.
 
-    The lock is needed because CPython 3.11 counts the parser depth of all threads together (gh-106905).
+    CPython 3.11 counts the parser depth of all threads together (gh-106905).
     """
     with _PARSING:
         return literal_eval(text)
@@ -164,7 +162,6 @@ def call(transport: Transport, python: Command, program: str, request: dict[str,
 
 
 def _ended(done: Completed, python: str, transport: Transport) -> NodeCallError:
-    """Return the error for a Python process on a node that ended without a reply."""
     stderr = done.stderr.decode("utf-8", "replace").strip().splitlines()
     where: dict[str, Any] = _where(transport)
     if done.returncode in (126, 127):

@@ -103,7 +103,7 @@ class SshTransport(RemoteTransport):
         return link.ssh
 
     def _begin(self, command: Command, deadline: float) -> Process:
-        """Start a command; while the server refuses another session (``MaxSessions``), retry until ``deadline``."""
+        # While the server refuses another session (``MaxSessions``), retries until ``deadline``.
         return _ChannelProcess(self._open_session(deadline), command)
 
     def _begin_sftp(self) -> paramiko.SFTPClient:
@@ -113,7 +113,6 @@ class SshTransport(RemoteTransport):
         return paramiko.SFTPClient(session)
 
     def _open_session(self, deadline: float) -> paramiko.Channel:
-        """Open a session; while the server refuses it, retry until ``deadline`` (monotonic seconds)."""
         while True:
             try:
                 return open_session(self._ssh(), min(STALL, max(0.1, deadline - time.monotonic())))
@@ -157,10 +156,7 @@ class _Link:
         return bool(self.ssh.is_active())
 
     def _ping(self) -> None:
-        """Open and close a channel every 15 s, and close the connection if the host does not answer.
-
-        TCP alone takes many minutes to detect that a host is gone.
-        """
+        # TCP alone takes many minutes to detect that a host is gone.
         while not self._done.wait(_PING_EVERY) and self.is_alive:
             try:
                 open_session(self.ssh, _PING_TIMEOUT).close()
@@ -210,7 +206,6 @@ def _connect(route: Route, host_keys: str, credentials: Credentials, timeout: fl
 
 
 def _transport(sock: socket.socket | paramiko.Channel, known_types: Sequence[str]) -> paramiko.Transport:
-    """Return a paramiko transport that prefers host keys of the types ``known_types``, and fast ciphers."""
     ssh = paramiko.Transport(sock)
     options = ssh.get_security_options()
     options.ciphers = sorted(options.ciphers, key=lambda name: name not in _CIPHERS)
@@ -235,9 +230,9 @@ def _close_transport(ssh: paramiko.Transport) -> None:
 
 @contextmanager
 def _socket(host: SshHost, timeout: float) -> Iterator[socket.socket]:
-    """Open a TCP connection to the host, or start the ProxyCommand and yield a socket to it.
+    """Yield a TCP connection to the host, or a socket to its ProxyCommand.
 
-    paramiko's own ProxyCommand is not used: it runs the command without a shell, and Ctrl-C ends it.
+    paramiko's own ProxyCommand runs the command without a shell, and Ctrl-C ends it.
     """
     if not host.proxy_command:
         source = (host.bind_address, 0) if host.bind_address else None
@@ -280,7 +275,7 @@ class _JumpHost:
     def connection(self, route: Route, host_keys: str, timeout: float) -> Connection:
         """Return the open connection to the jump host; open it first if necessary.
 
-        If opening fails, all callers that waited for it get the same error.
+        Callers that waited for a failed attempt get its error.
         """
         asked = time.monotonic()
         with self.opening:
@@ -332,9 +327,9 @@ _JUMP_HOSTS = _JumpHosts()
 
 
 class _DataArrived(threading.Event):
-    """An event that is set when data arrives on stdout or stderr of a channel, and cleared only by ``reset``.
+    """Set when data arrives on stdout or stderr of a channel, and cleared only by ``reset``.
 
-    paramiko's buffers call ``clear`` when one of them is empty, which would hide data in the other.
+    paramiko's buffers call ``clear`` when one of them is empty, although the other may have data.
     """
 
     def clear(self) -> None:

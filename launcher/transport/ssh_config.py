@@ -1,7 +1,6 @@
 """Resolves ssh_config for a host and for the jump hosts on the route to it.
 
-The options come from ``ssh -G HOST``, so that Match, Include and canonical names work as in OpenSSH. Without an OpenSSH
-client, paramiko's parser reads the files.
+The options come from ``ssh -G HOST``. Without an OpenSSH client, paramiko's parser reads the files.
 """
 
 from __future__ import annotations
@@ -92,7 +91,6 @@ class SshHost:
 
     @property
     def target(self) -> str:
-        """``user@host:port`` as resolved."""
         return login_text(self.user, self.host, self.port if self.port != 22 else None)
 
     @property
@@ -106,7 +104,7 @@ Route = tuple[SshHost, ...]  #: jump hosts first, the node last
 
 
 def find_route(name: str, user: str | None = None, port: int | None = None, node_rank: int | None = None) -> Route:
-    """All hosts on the route to ``name``. Raises TransportError for an ssh_config that cannot be used."""
+    """Return all hosts on the route to ``name``. Raises TransportError for an ssh_config that cannot be used."""
     try:
         route = [_resolved(name, user, port)]
         jumps: Sequence[str] = route[0].jumps
@@ -124,12 +122,12 @@ def find_route(name: str, user: str | None = None, port: int | None = None, node
 
 
 def ssh_program() -> str | None:
-    """Path of the OpenSSH client; None if it is not installed."""
+    """Return the path of the OpenSSH client; None if it is not installed."""
     return shutil.which("ssh")
 
 
 def ssh_argv(user: str | None, port: int | None) -> list[str]:
-    """argv of ssh up to the host name: user, port and, if ssh would not read the one below $HOME, the config file."""
+    """Return the ssh command up to the host name: user, port and, if ssh would not find it, the config file."""
     argv = [ssh_program() or "ssh"]
     if not is_home_of_passwd():
         argv += ["-F", str(_user_config()) if _user_config().is_file() else "none"]
@@ -143,10 +141,10 @@ def is_home_of_passwd() -> bool:
 
 
 def config_lines(path: Path | None = None, depth: int = 0) -> Iterator[str]:
-    """Yield the lines of ~/.ssh/config, with the lines of included files in place of top-level ``Include`` lines.
+    """Yield the lines of ~/.ssh/config and of included files.
 
-    An ``Include`` below a ``Host`` or ``Match`` line applies only to the hosts of that line; it is yielded too, before
-    the included lines. After them, the preceding ``Host`` or ``Match`` line is yielded again.
+    An ``Include`` below a ``Host`` or ``Match`` line applies only to its hosts: the ``Include`` is yielded before the
+    included lines, the ``Host`` or ``Match`` line again after them.
     """
     path = path or _user_config()
     if not path.is_file() or depth > _MAX_INCLUDES:
@@ -198,8 +196,7 @@ def _resolved(name: str, user: str | None, port: int | None) -> SshHost:
 def _lookup_key(name: str, blocks: Blocks | None) -> tuple[str, object]:
     """Return the HostName of ``name``, and a key for the cache of options printed by ``ssh -G``.
 
-    Names whose options differ only in HostName have the same key. ``ssh -G`` runs once per key, since it takes 5 ms of
-    CPU time, which adds up for 100 hosts. Returns ("", name) if the options cannot be shared between hosts.
+    Names whose options differ only in HostName share a key. ("", name) if the options cannot be shared.
     """
     if blocks is None or name != name.lower() or ssh_program() is None:
         return "", name
@@ -210,7 +207,7 @@ def _lookup_key(name: str, blocks: Blocks | None) -> tuple[str, object]:
 
 @lru_cache(maxsize=16)
 def _blocks(config: Path, stamp: object) -> Blocks | None:
-    """The ``Host`` blocks of ssh_config; None if options may depend on more than ``Host`` patterns (Match, tokens)."""
+    """Return the ``Host`` blocks of ssh_config; None if options may depend on more than ``Host`` patterns."""
     blocks: list[tuple[list[str], list[str]]] = [(["*"], [])]
     for line in (*config_lines(), "Host *", *config_lines(_SYSTEM_CONFIG)):
         keyword, *values = line.replace("=", " ", 1).replace('"', " ").split() or ["#"]
@@ -237,7 +234,7 @@ def host_matches(name: str, patterns: Sequence[str]) -> bool:
 
 
 def _by_openssh(name: str, user: str | None, port: int | None) -> Options:
-    """Options printed by ``ssh -G``. Raises OSError with its error message for an invalid config."""
+    """Return the options printed by ``ssh -G``. Raises OSError with its error message for an invalid config."""
     argv = [*ssh_argv(user, port), "-T", "-G", "--", name]
     done = subprocess.run(argv, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=_RESOLVE_TIMEOUT)
     if done.returncode:
@@ -258,8 +255,6 @@ def _by_paramiko(name: str) -> Options:
 
 
 def _ssh_host(name: str, user: str | None, port: int | None, options: Options) -> SshHost:
-    """Convert options to an ``SshHost``; ``user`` and ``port`` override those in ``options``."""
-
     def value(keyword: str, default: str = "") -> str:
         found = (options.get(keyword) or [default])[0]
         return default if found.lower() == "none" else found
@@ -335,7 +330,7 @@ def _path(text: str, tokens: Mapping[str, str]) -> str:
 def _agent(value: str, tokens: Mapping[str, str]) -> str:
     """Return the path of the socket of ssh-agent; "" for none.
 
-    ``value`` is that of the ssh_config keyword IdentityAgent: a path, ``$VARIABLE``, ``SSH_AUTH_SOCK`` or ``none``.
+    ``value``: ssh_config's IdentityAgent, which is a path, ``$VARIABLE``, ``SSH_AUTH_SOCK`` or ``none``.
     """
     if value == "SSH_AUTH_SOCK" or re.fullmatch(r"\$\w+", value):
         return os.environ.get(value.lstrip("$"), "")
@@ -343,7 +338,7 @@ def _agent(value: str, tokens: Mapping[str, str]) -> str:
 
 
 def _split_destination(text: str) -> tuple[str | None, str, int | None]:
-    """User, host and port of ``[ssh://][user@]host[:port]``."""
+    """Split ``[ssh://][user@]host[:port]`` into user, host and port."""
     user, _, rest = text.removeprefix("ssh://").rpartition("@")
     found = re.fullmatch(r"\[(.*)\](?::(\d+))?|([^:]*):(\d+)", rest)
     if found is None:

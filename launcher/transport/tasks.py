@@ -46,7 +46,6 @@ def cluster_group(path: str | Path, overrides: Sequence[str] = ()) -> Iterator[T
 
 
 def _connection(config: ClusterConfig, node_rank: int, opened: Transport | TransportError) -> Connection:
-    """The node's open fabric connection, with ``host`` set to the name in the config."""
     if isinstance(opened, TransportError):
         raise opened
     if not isinstance(opened, SshTransport) or opened.connection is None:

@@ -53,7 +53,7 @@ class Group:
     added: int = 0  #: number of ``add`` calls
 
     def add(self, host: str, origin: Origin, variables: Variables) -> None:
-        """Add a host, or variables to a host. Raises ConfigError for more than ``MOST`` hosts."""
+        """Add a host, or further variables of a known host. Raises ConfigError if the group has too many hosts."""
         self.added += 1
         if self.added > _MAX_ADDED or (host not in self.hosts and len(self.hosts) >= MOST):
             raise ConfigError([Problem(origin.file, origin.line, f"a group may have at most {MOST:,} hosts")])
@@ -117,10 +117,9 @@ def _middle(match: re.Match[str]) -> Sequence[str]:
 
 
 def _choose(source: Source, groups: Groups, wanted: str | None) -> list[str]:
-    """Return the names of the groups to import.
+    """Return the groups to import: those of ``--group``, else the only top-level group; ``all`` if no group has hosts.
 
-    These are the groups given by ``--group``, else the only top-level group; ``all`` if no group has hosts. Raises
-    ConfigError for an unknown group, or if ``--group`` is missing and the hosts are not all in one top-level group.
+    Raises ConfigError if a group is unknown, or if the hosts are in several groups and ``--group`` is missing.
     """
     named = [name for name in groups if name not in _IMPLICIT]
     if wanted is not None:
@@ -190,10 +189,7 @@ def _node(
 
 
 def _inner_last(groups: Groups) -> list[tuple[Group, set[str]]]:
-    """Return all groups except `all` with their hosts, outer groups before inner ones, then by name.
-
-    This is the order in which Ansible applies group variables.
-    """
+    """Return all groups except `all` with their hosts, in the order in which Ansible applies group variables."""
     depths = dict.fromkeys(groups, 1)
     for _ in range(_MAX_DEPTH):
         before = dict(depths)
@@ -207,7 +203,7 @@ def _inner_last(groups: Groups) -> list[tuple[Group, set[str]]]:
 
 
 def _variables(groups: Groups, inner_last: Sequence[tuple[Group, set[str]]], host: str) -> Variables:
-    """Return the variables of a host. Inner groups override outer ones, and the host's own override all groups."""
+    # Inner groups override outer ones, and the host's own variables override all groups.
     found = dict(groups[ALL].variables) if ALL in groups else {}
     for group, hosts in inner_last:
         if host in hosts:
@@ -299,7 +295,6 @@ def _group(source: Source, groups: Groups, name: str, tree: Tree, at: Origin) ->
 
 
 def _yaml_variables(source: Source, tree: Tree | None, at: Origin, name: str) -> Variables:
-    """Return the variables with scalar values; lists and mappings are ignored."""
     items = _section(source, tree, at, name).items
     return {key: value for key, value in items.items() if isinstance(value, Scalar)}
 

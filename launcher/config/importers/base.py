@@ -1,4 +1,4 @@
-"""Types and helpers for importing files of other launchers: file, flags, and functions that build the YAML tree."""
+"""Shared by the importers for files of other launchers: classes for a file and flags, functions that build YAML."""
 
 from __future__ import annotations
 
@@ -29,13 +29,13 @@ class Foreign:
 
 
 def text(origin: Origin, value: str) -> Scalar:
-    """Return a YAML tree node for a text that was read from the file of another launcher."""
+    """Return a YAML text with its origin (line in the file of another launcher)."""
     return Scalar(origin, value, "str")
 
 
 @dataclass(frozen=True)
 class Source:
-    """A file of another launcher: path and content."""
+    """Path and content of a file of another launcher."""
 
     path: Path  #: as the user gave it
     text: str
@@ -45,11 +45,10 @@ class Source:
         return str(self.path)
 
     def origin(self, line: int) -> Origin:
-        """Return the origin (file and line) for values that are read from line ``line`` of this file."""
         return Origin(self.name, line, self.path.absolute().parent)
 
     def error(self, line: int, message: str) -> ConfigError:
-        """Return a ConfigError for a problem in line ``line``; the caller raises it."""
+        """Return, do not raise, a ConfigError for a problem in line ``line``."""
         return ConfigError([Problem(self.name, line, message)])
 
     def lines(self, comment: str = "#") -> list[tuple[int, str]]:
@@ -66,17 +65,16 @@ class Source:
 
 
 def number(origin: Origin, value: int | str) -> Scalar:
-    """Return a YAML tree node for a number that was read from the file of another launcher."""
+    """Return a YAML number with its origin (line in the file of another launcher)."""
     return Scalar(origin, str(value), "int")
 
 
 def listed(origin: Origin, items: Sequence[Tree]) -> TreeList:
-    """Return a YAML tree node for a list of tree nodes."""
     return TreeList(origin, tuple(items))
 
 
 def section(origin: Origin, items: Mapping[str, Tree]) -> Section:
-    """Return a YAML tree node for a mapping; each key gets the origin (file and line) of its value."""
+    """Return a YAML mapping; each key gets the origin (file and line) of its value."""
     return Section(origin, dict(items), {name: item.origin for name, item in items.items()})
 
 
@@ -105,7 +103,7 @@ _RENAMED = {"ogbn-product": "ogbn-products"}  #: name in torch_geometric's run_d
 class Flags:
     """Command-line flags that say how to read a file of another launcher.
 
-    Flags that correspond to a config key are not stored here; they are applied to the config like ``--set``.
+    Flags that correspond to a config key are applied to the config like ``--set`` instead.
     """
 
     nodes: str | None = None  #: ``a,b,c``, or a number of nodes on this machine
@@ -122,15 +120,15 @@ class Flags:
 
     @property
     def parts(self) -> ForeignParts | None:
-        """The partition folder on this machine that the flag ``part_config`` or ``dataset_root_dir`` names, or None."""
+        """The partition folder at the path in ``part_config`` or ``dataset_root_dir``; None if there is none."""
         return named_parts(self.workspace, self.part_config, self.dataset_root_dir)
 
 
 def dataset_overrides(name: str) -> tuple[str, ...]:
     """Return the config overrides for ``--dataset``, whose value is a dataset name or an existing path.
 
-    They also replace ``data.options`` and ``data.folder``, as the values in the file belong to another graph. If the
-    path is a partition folder of another program, its parts are converted instead of partitioning the graph again.
+    They also replace ``data.options`` and ``data.folder``. If the path is a partition folder of another program, its
+    parts are converted.
     """
     name = _RENAMED.get(name, name)
     if (os.sep in name or "." in name) and (parts := find_parts(name)) is not None:
@@ -142,9 +140,9 @@ def dataset_overrides(name: str) -> tuple[str, ...]:
 
 
 def named_dataset_overrides(dataset: str | None, parts: ForeignParts | None) -> tuple[str, ...]:
-    """Return the config overrides for ``--dataset`` and for ``parts``, which flags of another launcher name.
+    """Return the config overrides for ``dataset`` and ``parts``, as given by flags of another launcher.
 
-    If both are given, the dataset is used only if ``parts`` lack labels or train seeds, which training needs.
+    If both are given, the dataset is used only if ``parts`` lack labels or train seeds.
     """
     if parts is not None and (parts.labelled or not dataset):
         return parts.overrides
@@ -165,7 +163,7 @@ def parts_note(parts: ForeignParts | None, dataset: str | None, named: str) -> s
 
 
 def node_overrides(nodes: str) -> tuple[str, ...]:
-    """Return the config overrides for ``--nodes`` beside a config file; they replace ``nodes`` and ``transport``."""
+    """Return the config overrides for ``--nodes``; they replace ``nodes`` and ``transport`` of the config file."""
     if nodes.isdecimal():
         return (f"nodes={nodes}", "transport=local")
     hosts = ",".join(f'"{host}"' for host in split_hosts(nodes))
@@ -175,8 +173,7 @@ def node_overrides(nodes: str) -> tuple[str, ...]:
 def environment_overrides(venv: str | None, conda: str | None) -> tuple[str, ...]:
     """Return the config overrides for ``--venv`` or ``--conda``, which replace the environment of every node.
 
-    If the shell has expanded ``~``, the home folder is written as ``~`` again, because home folders differ between
-    hosts. Raises UsageError if both are given.
+    The home folder is written as ``~``. Raises UsageError if both are given.
     """
     if venv and conda:
         raise UsageError("--venv and --conda: give one of them, the one that holds torch")

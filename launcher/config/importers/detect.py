@@ -59,7 +59,7 @@ def _read(source: Source, flags: Flags) -> Foreign | None:
 
 
 def recognise(source: Source) -> str:
-    """Return the format of a file, or "" if it is none of these.
+    """Return the format of a file, "" if unknown.
 
     Formats are ``glt``, ``inventory-yaml``, ``inventory-ini``, ``hostfile`` (hosts with slots) and ``list`` (one host
     per line).
@@ -81,11 +81,7 @@ def recognise(source: Source) -> str:
 
 
 def _is_list(lines: list[str]) -> bool:
-    """Return whether the lines are a list of hosts.
-
-    If the first line is certainly a host (it has a port, a digit, ``.`` or ``@``), the other lines are not checked.
-    Otherwise there must be several lines, and each must have the form of a host.
-    """
+    # Only the first line is checked if it is certainly a host: with a port, a digit, ``.`` or ``@``.
     first = _LISTED.fullmatch(lines[0])
     if first and (first[3] or re.search(r"[0-9.@]", first[2])):
         return True

@@ -27,8 +27,8 @@ _NUMBERS = re.compile(r"-?\d+(,-?\d+)+")
 def cluster_yml(foreign: Foreign, tree: Section, name: str, folder: Path) -> str:
     """Return the config ``tree`` as text of a cluster.yml that will be in ``folder``.
 
-    Relative paths start from ``folder``. A comment behind each value names the line it was read from. ``name`` is the
-    imported file, for the comment at the top.
+    Relative paths start from ``folder``. A comment behind each value names the line it was read from. ``name``: the
+    imported file, for the first comment.
     """
     first = f"Written by gnnfleet import from {name}, read as {foreign.kind}."
     head = [*_comment(first), *(line for note in foreign.notes for line in _comment(f"- {note}"))]
@@ -62,7 +62,6 @@ def _empty(tree: Tree) -> bool:
 
 
 def _with_defaults(tree: Section) -> Section:
-    """Move keys that are equal on all nodes to `defaults`."""
     nodes = tree.items.get("nodes")
     if not isinstance(nodes, YamlSequence) or len(nodes.items) < 2:
         return tree
@@ -83,7 +82,6 @@ def _with_defaults(tree: Section) -> Section:
 
 
 def _with_venv_hint(lines: list[tuple[str, str]], tree: Section) -> list[tuple[str, str]]:
-    """Add a commented `venv` line to `defaults`, unless the imported file names a Python."""
     nodes, transport = tree.items.get("nodes"), tree.items.get("transport")
     if isinstance(transport, Scalar) and transport.text == "local":
         return lines
@@ -116,7 +114,6 @@ def _section(tree: Section, depth: int) -> Iterator[tuple[str, str]]:
 
 
 def _entry(tree: Tree, depth: int) -> Iterator[tuple[str, str]]:
-    """Yield (text, comment) for each line of one list entry; a comment equal to that of the first line is left out."""
     before = "  " * depth
     if not isinstance(tree, Section):
         yield f"{before}- {_one_line(tree)}", _where(tree.origin)
@@ -144,14 +141,12 @@ def _one_line(tree: Tree) -> str:
 
 
 def _where(origin: Origin) -> str:
-    """Return where a value was read, such as ``line 3``, for a comment."""
     if origin.line:
         return f"line {origin.line}"
     return "from the command line" if origin.file.startswith("--") else origin.file
 
 
 def _aligned(lines: list[tuple[str, str]]) -> Iterator[str]:
-    """Yield the lines with comments aligned in a column and a blank line before each section."""
     column = min(48, max((len(line) for line, comment in lines if comment), default=0)) + 2
     for place, (line, comment) in enumerate(lines):
         if place and not line.startswith(" ") and line.endswith(":"):

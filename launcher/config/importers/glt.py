@@ -92,7 +92,6 @@ def _our_key(tree: Section, name: str) -> Problem:
 
 
 def _order(tree: Section, lists: dict[str, tuple[Tree, ...]], problems: list[Problem]) -> list[int]:
-    """Return the indices of the list entries in node_rank order."""
     ranks = lists.get("node_ranks")
     if ranks is None:
         return list(range(len(_list(tree, "nodes", problems))))
@@ -122,7 +121,7 @@ def _node(host: Tree, values: dict[str, Tree]) -> Section:
 
 
 def _text(tree: Tree) -> Tree:
-    """Convert a scalar to text, so that a name such as 007 is not read as a number."""
+    # As text, a name such as 007 is not read as a number.
     return text(tree.origin, tree.text) if isinstance(tree, Scalar) and not tree.empty else tree
 
 
@@ -139,7 +138,7 @@ def _tree(theirs: Section, nodes: list[Section]) -> Section:
 
 
 def _data(dataset: Scalar) -> dict[str, Tree]:
-    """Return the `data` section for a dataset name, or for the path of the user's own graph or partition folder.
+    """Return the `data` section for a dataset name, or for the path of a graph or partition folder.
 
     As in GLT's launcher, the parts of a dataset NAME are expected in ``../../data/NAME``, relative to the file.
     """
@@ -159,7 +158,6 @@ def _data(dataset: Scalar) -> dict[str, Tree]:
 
 
 def _parts(dataset: Scalar) -> ForeignParts | None:
-    """Return the partition folder that the key `dataset` names; None if there is none, or a name's has no labels."""
     name, folder = dataset.text, dataset.origin.folder
     if "/" in name or "." in name:
         return find_parts(folder / os.path.expanduser(name))

@@ -113,7 +113,7 @@ def _same_number(source: Source, nodes: list[tuple[Origin, str]], flags: Flags) 
 
 
 def _pyg(nodes: list[tuple[Origin, str]], flags: Flags, notes: list[str]) -> Section:
-    """Return the YAML tree for a list of hosts, with settings from PyG's launcher flags and its command.
+    """Return the YAML tree for a list of hosts, with settings from the flags and the quoted command of PyG's launch.py.
 
     Appends notes for the user to ``notes``.
     """
@@ -142,7 +142,6 @@ def _pyg(nodes: list[tuple[Origin, str]], flags: Flags, notes: list[str]) -> Sec
 
 
 def _common_keys(remote: Remote, flags: Flags) -> dict[str, Tree]:
-    """Return the keys of every node, from PyG's launcher flags and ``remote``, the command that its launcher runs."""
     origin = virtual_origin("the quoted command")
     kind, which = remote.interpreter
     common: dict[str, Tree] = {kind: text(origin, which)} if kind else {}
@@ -161,7 +160,6 @@ def _absolute(folder: str | None) -> str:
 
 
 def _example_settings(remote: Remote, flags: Flags) -> Section:
-    """Return the model and settings that are hard-coded in torch_geometric's examples."""
     origin = virtual_origin(f"as in {posixpath.basename(remote.script)}")
     hetero = "hetero" in remote.script or flags.dataset == "ogbn-mag"
     fixed: dict[str, Tree] = {name: number(origin, value) for name, value in _EXAMPLE_SETTINGS.items()}

@@ -29,7 +29,7 @@ class ForeignParts:
 
     @property
     def overrides(self) -> tuple[str, ...]:
-        """The config overrides that convert these parts. They clear ``data.options``, which is for another graph."""
+        """The config overrides by which a run converts and keeps these parts; they also clear ``data.options``."""
         return (
             "data.dataset=partition", f"data.source={self.folder}", "data.options={}", f"data.folder=parts/{self.name}",
             "data.partition.method=keep",
@@ -39,8 +39,8 @@ class ForeignParts:
 def find_parts(path: str | Path) -> ForeignParts | None:
     """Return the partition folder at ``path``, or None if there is none.
 
-    ``path`` is the folder, a file that describes the partition (META.json, DGL's part config), or a folder with one
-    folder `NAME-partitions`.
+    ``path`` is the folder, a file that describes the partition (META.json, DGL's part config), or a folder
+    that contains one folder `NAME-partitions`.
     """
     given = Path(os.path.expanduser(path))
     try:
@@ -80,7 +80,6 @@ def _parts_in(folder: Path) -> ForeignParts | None:
 
 
 def _is_labelled(folder: Path) -> bool:
-    """Return whether labels and train seeds exist where ``trainer partition convert`` looks for them."""
     places = [(folder, "")]
     if folder.name.endswith(_SUFFIX):
         places.append((folder.parent, folder.name.removesuffix(_SUFFIX) + "-"))
@@ -91,7 +90,6 @@ def _is_labelled(folder: Path) -> bool:
 
 
 def _is_dgl(path: Path) -> bool:
-    """Return whether a file is a partition config of DGL."""
     if path.suffix != ".json":
         return False
     try:

@@ -1,4 +1,4 @@
-"""Parses the quoted command of torch_geometric's launch.py into folder, environment, setup lines and script."""
+"""Parses the command that torch_geometric's launch.py takes in quotes into folder, environment, setup and script."""
 
 from __future__ import annotations
 
@@ -32,7 +32,6 @@ class Remote:
 
     @property
     def script(self) -> str:
-        """Path of the script as written; "" for ``-m module`` and ``-c``."""
         return next((word for word in self.words if word.endswith(".py")), "")
 
     @property
@@ -85,7 +84,6 @@ def _before(remote: Remote, statement: str, words: list[str]) -> Remote:
 
 
 def _script(remote: Remote, words: list[str]) -> Remote:
-    """Return ``remote`` updated by the statement that starts the script: variables, interpreter and arguments."""
     while words and (assigned := _ASSIGNED.fullmatch(words[0])):
         if assigned[1] == "CUDA_VISIBLE_DEVICES":
             remote = replace(remote, devices=assigned[2])
@@ -125,7 +123,7 @@ def _joined(folder: str, path: str) -> str:
 
 
 def _home(path: str, remote: Remote) -> str:
-    """Replace $HOME by ~. Raises UsageError for other variables, whose values only the node knows."""
+    """Replace $HOME by ~. Raises UsageError for other variables."""
     path = re.sub(r"^(\$HOME|\$\{HOME\})(?=/|$)", "~", path)
     if "$" in path or "`" in path:
         raise _refused(remote.text, f"write `{path}` without a variable")
@@ -142,7 +140,6 @@ def _words(statement: str, command: str) -> list[str]:
 
 
 def _statements(command: str) -> list[str]:
-    """Split a command at ``;``, ``&&`` and newlines outside quotes."""
     pieces = re.findall(r"""'[^']*'|"(?:\\.|[^"\\])*"|\\.|&&|;|\n|.""", command, re.DOTALL)
     statements = [""]
     for piece in pieces:

@@ -69,7 +69,7 @@ class MemberStatus:
 
 
 class Hub:
-    """Implementation of ``Peers`` for the lead node: its connections to all members. No method blocks."""
+    """The ``Peers`` of the lead node: its connections to all members. No method blocks."""
 
     def __init__(self, config: PeerConfig, loop: Loop, clock: Callable[[], float] = time.time) -> None:
         self.config = config
@@ -93,14 +93,12 @@ class Hub:
     # Methods of ``Peers``.
 
     def open(self) -> None:
-        """Start to listen; raises OSError."""
         self._opened = self._looked = time.monotonic()
         self._listener = listen(self.config.bind, self.config.port)
         self._loop.watch(self._listener, selectors.EVENT_READ, self._accept)
 
     def look(self) -> None:
-        """Declare members lost that have been silent for too long, and close connections that have not authenticated
-        themselves in time."""
+        """Declare silent members lost, and close connections that have not authenticated themselves in time."""
         now = time.monotonic()
         pause = now - self._looked
         self._looked = now
@@ -125,15 +123,14 @@ class Hub:
         return self.config.crew.spare(self._gone)
 
     def report(self, report: Report) -> None:
-        """Store the lead node's own report; if it changes the orders to members, send them at once."""
+        # A report that changes the orders to members is sent at once.
         self._own = report
         if report.get("cause"):
             self._stop(report["cause"])
         self._finish()
 
     def may_leave(self) -> bool:
-        """Whether the hub may exit: every member has ended or is lost. For members that have never connected, it waits
-        at most ``peer_timeout`` after the first stop order."""
+        # For members that have never connected, waits at most ``peer_timeout`` after the first stop order.
         late = self._ordered is not None and time.monotonic() - self._ordered > self.config.peer_timeout
         return not any((member.heard is not None or not late) and not member.away for member in self._expected())
 
@@ -154,8 +151,8 @@ class Hub:
     def inherit(self, cause: Cause, lost: dict[str, dict[str, Any]], gone: dict[str, dict[str, Any]]) -> None:
         """Continue as the new hub of a run that has lost its previous hub.
 
-        cause: cause of the run's end, such as that loss. lost: all lost nodes, including the previous hub. gone: nodes
-        that the run continues without.
+        cause: why the run ends, such as the loss of the hub. lost: all lost nodes, including the previous hub. gone:
+        nodes that the run continues without.
         """
         self.cause, self.order, self._ordered = cause, Order(cause), time.monotonic()
         self.lost, self.gone = {**lost}, {**gone}
@@ -166,7 +163,7 @@ class Hub:
         self._broadcast()
 
     def awaited(self) -> list[int]:
-        """Members that have neither ended, nor been lost, nor reported what they can contribute to a restart."""
+        """Return the members that are still active and have not yet reported what they offer for a restart."""
         return [member.node_rank for member in self._expected() if member.standing is None and not member.away]
 
     def close(self) -> None:
@@ -183,7 +180,7 @@ class Hub:
         self._broadcast()
 
     def stacks_missing(self) -> list[int]:
-        """Node ranks of connected members whose stacks have not arrived."""
+        """Return the node_ranks of connected members whose stacks have not arrived."""
         return [member.node_rank for member in self._expected() if member.stacks is None and member.link]
 
     # Connections.
@@ -198,7 +195,7 @@ class Hub:
             self._greet(sock)
 
     def _greet(self, sock: socket.socket) -> None:
-        """Send a nonce to a new connection, dropping the oldest unauthenticated one if there are too many."""
+        # A nonce goes out first; of too many unauthenticated connections, the oldest is dropped.
         if len(self._strangers) >= _MAX_STRANGERS:
             self._drop(min(self._strangers, key=lambda one: self._strangers[one]), "too many unauthenticated")
         link = Link(sock, self._loop, lambda message: self._receive(link, message), lambda why: self._closed(link, why))
@@ -216,7 +213,7 @@ class Hub:
         return self.members.get(k) or self.guests.get(k)
 
     def _authenticate(self, link: Link, message: Message) -> None:
-        """Check a member's proof, make ``link`` the connection to that member, and answer with the hub's proof."""
+        # The answer to a member's proof is the hub's proof.
         k, nonce = int(message["node_rank"]), str(message["nonce"])
         token = self.config.token
         admitted = k in self.members or (self.config.guests and 0 <= k < len(self.config.labels))
@@ -247,7 +244,6 @@ class Hub:
     # Heartbeats.
 
     def _take_report(self, member: MemberStatus, message: Message) -> None:
-        """Handle a message of a member: answer a ping, or store a report and answer with the hub's orders."""
         if "ping" in message:
             return self._pong(member)
         if "away" in message:
@@ -265,8 +261,10 @@ class Hub:
             member.link.send({"t0": sent, "t1": got, **self._orders(member, with_peers=often)})
 
     def _take_state(self, member: MemberStatus, message: Message, ahead: float) -> None:
-        """Store a member's report of the present attempt. A failure or stop in the report ends the run, unless the run
-        can continue without the member."""
+        """Store a member's report.
+
+        A stop or a failure in it ends the run, except the failure of a member that the run can lose.
+        """
         cause, member.ahead = received_cause(message["cause"], ahead), ahead
         member.state, member.trained = str(message["state"])[:20], message["trained"]
         member.ranks, member.findings = dict(message["ranks"]), list(message["findings"])
@@ -305,10 +303,7 @@ class Hub:
         }
 
     def _decided(self, member: MemberStatus) -> Message:
-        """Return the fields of a message to a member that contain the decision about a restart; {} before a decision.
-
-        If the run has continued or finished without the member, the decision is that there is no restart.
-        """
+        # A member that the run continued or finished without is told that there is no restart.
         decision, generation = self.decision, self.config.generation
         without = member.left is not None or (member.node_rank in self.guests and self.order == Order())
         if without and (decision is None or decision["generation"] <= generation):
@@ -324,7 +319,6 @@ class Hub:
     # Decisions about the run.
 
     def _stop(self, cause: Cause) -> None:
-        """Order all nodes to stop. Of several causes, the one with the earliest time is kept."""
         first = earlier(self.cause, cause)
         if first != self.cause or not self._stopping:
             self.cause, self.order = first, Order(first)
@@ -332,8 +326,7 @@ class Hub:
             self._broadcast()
 
     def _finish(self) -> None:
-        """Order all nodes to finish once all ranks have finished training, except those of nodes that the run continues
-        without."""
+        # Ranks of nodes that the run continues without do not count.
         trained = [self._own.get("trained", False), *(one.trained for one in self.members.values() if one.left is None)]
         if self.order is None and any(trained) and False not in trained:
             self.order = Order()
@@ -344,7 +337,6 @@ class Hub:
         return self.order is not None and self.order.cause is not None
 
     def _expected(self) -> Iterator[MemberStatus]:
-        """Members that have neither ended nor been lost."""
         return (member for member in self.members.values() if not (member.final or member.lost))
 
     def _overdue(self, member: MemberStatus, now: float) -> tuple[str, float]:
@@ -366,8 +358,6 @@ class Hub:
         self._end_or_leave(member, make_cause(member.node_rank, "node", "lost", why, since))
 
     def _end_or_leave(self, member: MemberStatus, cause: Cause) -> None:
-        """Stop the run for ``cause``, unless ``cause`` is the failure or loss of a member that the run can do
-        without."""
         if member.left is not None:
             return
         if cause["kind"] in ("failure", "lost") and cause["node_rank"] == member.node_rank and self._can_lose(member):
@@ -377,11 +367,6 @@ class Hub:
         self._stop(fatal(cause, self.config, self._gone))
 
     def _can_lose(self, member: MemberStatus) -> bool:
-        """Whether the run can continue without ``member`` now.
-
-        False while the run stops, and true for a server once all ranks have finished training. Otherwise
-        ``Crew.can_lose`` decides.
-        """
         crew, k = self.config.crew, member.node_rank
         if self._stopping:
             return False
@@ -390,8 +375,7 @@ class Hub:
         return crew.can_lose(k, self._gone)
 
     def _leave(self, member: MemberStatus, cause: Cause) -> None:
-        """Continue the run without a member, because of ``cause``; if the member is still connected, it gets the order
-        to stop."""
+        # If the member is still connected, it gets the order to stop.
         self.gone[str(member.node_rank)] = {
             "since": cause["t"],
             "t": cause["t"] + member.ahead,
@@ -409,7 +393,6 @@ class Hub:
         return {member.node_rank for member in self._left()}
 
     def _left(self) -> Iterator[MemberStatus]:
-        """Members that the run continues without."""
         return (member for member in self.members.values() if member.left is not None)
 
     def _excuse(self, pause: float) -> None:
@@ -422,10 +405,9 @@ class Hub:
 
 
 def excused(when: float | None, pause: float, now: float) -> float | None:
-    """Return ``when`` plus ``pause`` seconds, at most ``now``; None stays None.
+    """Return ``when``, the time of another node's last message, moved so that a pause does not count as silence.
 
-    ``when`` is the time of another node's last message, and ``pause`` the time in which this machine was suspended,
-    which must not count as silence of the other node.
+    ``pause``: seconds for which this machine was suspended. The result is at most ``now``; None if ``when`` is None.
     """
     return None if when is None else min(when + pause, now)
 
@@ -434,5 +416,5 @@ KILLED = "its supervisor ended without reporting a result; it was probably kille
 
 
 def silence(config: PeerConfig) -> str:
-    """The reason given for a node lost by ``run.peer_timeout``: ``no sign of life for 6 s (run.peer_timeout)``."""
+    """Return why a silent node counts as lost: ``no sign of life for 6 s (run.peer_timeout)``."""
     return f"no sign of life for {config.peer_timeout:g} s (run.peer_timeout)"

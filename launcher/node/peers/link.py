@@ -32,8 +32,7 @@ Message = dict[str, Any]
 class Link:
     """One end of a connection between two supervisors.
 
-    ``received(message)`` is called for each message; ``closed(reason)`` when the connection ends without a call of
-    ``close``.
+    ``received(message)`` is called for each message; ``closed(reason)`` when the connection ends without ``close``.
     """
 
     def __init__(
@@ -50,12 +49,12 @@ class Link:
 
     @property
     def waiting(self) -> bool:
-        """Whether messages have not been sent yet."""
         return bool(self._unsent)
 
     def send(self, message: Message) -> None:
-        """Send a message, later if the socket is not writable; closes the connection when more than ``MAX_UNSENT``
-        bytes have not been sent."""
+        """Send a message, later if the socket is not writable; closes the connection at more than ``MAX_UNSENT`` unsent
+        bytes.
+        """
         if not self._open or self._broken:
             return
         self._unsent += json.dumps(message).encode() + b"\n"
@@ -65,7 +64,6 @@ class Link:
             self._flush()
 
     def close(self) -> None:
-        """Close the connection from this end."""
         if self._open:
             self._open = False
             self._loop.unwatch(self._sock)
@@ -124,27 +122,30 @@ class Link:
         try:
             message = json.loads(line)
             if not isinstance(message, dict):
-                raise ValueError("no object")
+                raise ValueError("not a JSON object")
             self._received(message)
         except (ValueError, KeyError, TypeError, AttributeError, ArithmeticError, RecursionError) as error:
             self._end(f"invalid message: {error!r}")
 
 
 def proof(token: str, role: str, node_rank: int, hub_nonce: str, member_nonce: str) -> str:
-    """The proof, in hex, that ``role`` (hub or member) sends to show that it knows the token."""
+    """Return the proof, in hex, that ``role`` (hub or member) sends to show that it knows the token."""
     text = f"gnnfleet {role} {node_rank} {hub_nonce} {member_nonce}"
     return hmac.new(token.encode(), text.encode(), hashlib.sha256).hexdigest()
 
 
 def proven(shown: Any, token: str, role: str, node_rank: int, hub_nonce: str, member_nonce: str) -> bool:
-    """Whether ``shown`` is the right proof, ``proof(...)``; compared in constant time."""
+    """Whether ``shown`` is ``proof(...)``; compared in constant time."""
     return isinstance(shown, str) and hmac.compare_digest(
         shown.encode(), proof(token, role, node_rank, hub_nonce, member_nonce).encode()
     )
 
 
 def listen(address: str, port: int) -> socket.socket:
-    """A non-blocking listening socket; on all addresses if ``address`` is not one of this machine's. Raises OSError."""
+    """Return a listening non-blocking socket. It listens on all addresses if ``address`` is not one of this machine's.
+
+    Raises OSError.
+    """
     infos = socket.getaddrinfo(address, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
     family, _, _, _, place = infos[0]
     everywhere = ("::" if family == socket.AF_INET6 else "0.0.0.0", port)

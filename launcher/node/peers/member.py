@@ -1,9 +1,6 @@
-"""A member's side of its connection to the hub (see ``launcher.node.peers.model``), and the offset between the clocks
-of member and hub.
+"""A member's side of its connection to the hub, and the offset between the clocks of member and hub.
 
-The offset is measured as in NTP (RFC 5905, section 8): for a message sent here at t0, received by the hub at t1,
-answered there at t2, with the answer received here at t3, it is ((t0 - t1) + (t3 - t2)) / 2, wrong by at most half the
-time on the network.
+The offset is measured as in NTP (RFC 5905, section 8).
 """
 
 from __future__ import annotations
@@ -45,17 +42,15 @@ class ClockOffset:
 
     @property
     def value(self) -> float | None:
-        """The offset in seconds; None before the first round trip."""
         return min(self._trips)[1] if self._trips else None
 
     @property
     def quickest(self) -> float | None:
-        """Seconds that the quickest round trip took on the network; None before the first one."""
+        """Network time of the quickest round trip, in seconds; None before the first round trip."""
         return min(self._trips)[0] if self._trips else None
 
     def add(self, t0: float, t1: float, t2: float, t3: float) -> None:
-        """Add a round trip. If it contradicts the earlier round trips, a clock has been set, and the earlier ones are
-        dropped."""
+        """Add a round trip: sent here at t0, received by the hub at t1, answered at t2, received here at t3."""
         on_the_way = (t3 - t0) - (t2 - t1)
         if on_the_way < 0:  # a clock was set during the round trip
             return
@@ -86,10 +81,7 @@ _QUICK_TRIPS = 4  # first round trips, made without a pause to measure the clock
 
 
 class Member:
-    """Implementation of ``Peers`` for a member: its connection to the hub.
-
-    No method blocks, except to resolve the hub's host name.
-    """
+    """The ``Peers`` of a member: its connection to the hub. No method blocks, except to resolve the hub's host name."""
 
     def __init__(self, config: PeerConfig, loop: Loop, clock: Callable[[], float] = time.time) -> None:
         self.config = config
@@ -128,8 +120,7 @@ class Member:
     def table(self) -> dict[str, dict[str, Any]]:
         """The state of each other node, as the hub last reported it.
 
-        "age": seconds since the hub received a message of the node; for the hub's own row, since this node received a
-        message of the hub.
+        "age": seconds since the hub received a message of the node; for the hub itself, since this node received one.
         """
         now = time.monotonic()
         rows = {k: {**row, "age": _add(row["age"], now - self._peers_received)} for k, row in self._peers.items()}
@@ -143,7 +134,6 @@ class Member:
         self._connect()
 
     def look(self) -> None:
-        """Reconnect and ping when due, and detect the loss of the hub."""
         now = time.monotonic()
         pause = now - self._looked
         self._looked = now
@@ -167,7 +157,6 @@ class Member:
         self._send()
 
     def may_leave(self) -> bool:
-        """Whether the hub has acknowledged this node's end, or is lost."""
         return self._known_final or bool(self.lost)
 
     def begin(self, config: PeerConfig | None) -> None:
@@ -177,8 +166,7 @@ class Member:
         self.stacks_wanted, self._known_final, self._own = False, False, None
 
     def leave(self) -> None:
-        """Close the connection to a hub that counts as lost, after telling it that this node leaves, in case it is
-        alive."""
+        """Leave a hub that counts as lost: close the connection, but first tell the hub, as it may be alive."""
         if self._proven is not None:
             self._proven.send({"away": 1})
         self.close()
@@ -194,17 +182,13 @@ class Member:
 
     @property
     def _attempt_timeout(self) -> float:
-        """Timeout of an attempt to connect, in seconds.
-
-        Once a round trip has been measured, the timeout is a small multiple of it, so that after a network cut a new
-        attempt begins soon.
-        """
+        # A small multiple of a round trip, so that a new attempt begins soon after a network cut.
         trip = self._offset.quickest
         return _TRY_FOR if trip is None else min(_TRY_FOR, max(_TRY_EVERY, _TRIPS_FOR * trip))
 
     def _ping(self, now: float) -> None:
-        """Send a ping. Pings are sent more often than reports, so that the hub's last message from this node is recent
-        when the network is cut, and nearly all of ``peer_timeout`` remains for the reconnection."""
+        # Pings go out more often than reports: after a network cut, nearly all of ``peer_timeout`` is left to
+        # reconnect.
         self._pinged = now
         if self._proven is not None and not self._proven.waiting:
             self._proven.send({"ping": 1})
@@ -255,7 +239,7 @@ class Member:
     def _set_aside(self, link: Link) -> None:
         """Replace ``link`` by a new connection.
 
-        Close ``link`` now if it is not authenticated, else once the new connection is authenticated.
+        If the hub has proved its identity on ``link``, ``link`` stays open until the new connection is authenticated.
         """
         self._link = None
         if link.node_rank is None:
@@ -309,7 +293,6 @@ class Member:
         link.send({"t": self._clock(), "offset": self.offset, **self._own})
 
     def _take_orders(self, message: Message) -> None:
-        """Store the content of a message of the hub: clocks, the state of other nodes, cause and orders."""
         now = self._clock()
         self._heard = time.monotonic()
         if "pong" in message:

@@ -1,9 +1,7 @@
 """Types exchanged by the supervisors of a run: reports of members, orders of the hub, and causes of the run's end.
 
-Each member connects to the hub and reports its state once a second; the hub answers each report. A failure or stop is
-sent at once: the first one on any node becomes an order for all nodes. A node that sends nothing for ``peer_timeout``
-seconds is lost, which ends the run too, unless the run can continue without it (``Crew``). Every message contains the
-full state, so a connection may break and be replaced at any time.
+Each member reports its state once a second, and the hub answers. A failure or stop on any node becomes an order for all
+nodes. Every message contains the full state, so a connection may be replaced at any time.
 """
 
 from __future__ import annotations
@@ -29,42 +27,42 @@ class Crew:
         return self.roles[k] if self.roles else "worker"
 
     def can_lose(self, k: int, gone: Collection[int] = ()) -> bool:
-        """Whether the run can continue without node ``k``, given that the nodes ``gone`` have been lost before."""
+        """Whether the run can continue without node ``k``, given that the nodes ``gone`` are lost already."""
         if self.role(k) != "server" or k == self.lead:
             return False
         return not self.last_copies(k, gone) and self._clients_have_others(k, gone)
 
     def spare(self, gone: Collection[int] = ()) -> list[int]:
-        """The nodes that the run can lose: any one of them, not all at once. gone: nodes lost before."""
+        """Return each node without which the run can continue, if no other is lost too. gone: nodes lost before."""
         return [k for k in range(len(self.roles)) if k not in gone and self.can_lose(k, gone)]
 
     def last_copies(self, k: int, gone: Collection[int] = ()) -> list[int]:
-        """The parts of node ``k`` that no node holds except ``k`` and nodes in ``gone``."""
+        """Return the parts of node ``k`` that no other node holds. gone: lost nodes, which do not count."""
         return [part for part in self._held(k) if not self.holders([part], {*gone, k})]
 
     def holders(self, parts: Collection[int], gone: Collection[int]) -> list[int]:
-        """The nodes that hold any of ``parts``, without those in ``gone``."""
+        """Return the nodes that hold any of ``parts``, without those in ``gone``."""
         return [j for j in range(len(self.parts)) if j not in gone and set(parts) & set(self._held(j))]
 
     def served_by(self, k: int, gone: Collection[int]) -> list[int]:
-        """The other nodes that hold any part of node ``k``, without those in ``gone``."""
+        """Return the other nodes that hold any part of node ``k``, without those in ``gone``."""
         return self.holders(self._held(k), {*gone, k})
 
     def held(self, k: int) -> str:
-        """The parts of node ``k`` as text: ``parts 2, 3``."""
+        """Return the parts of node ``k`` as text: ``parts 2, 3``."""
         return parts_words(self._held(k))
 
     def _held(self, k: int) -> tuple[int, ...]:
         return self.parts[k] if k < len(self.parts) else ()
 
     def _clients_have_others(self, k: int, gone: Collection[int]) -> bool:
-        """Whether the clients still have a server if node ``k`` is lost; true when the run has no clients."""
+        """Whether the clients still have a server if node ``k`` is lost; true without clients."""
         servers = [j for j, role in enumerate(self.roles) if role == "server" and j != k and j not in gone]
         return bool(servers) or "client" not in self.roles
 
 
 def parts_words(parts: Collection[int]) -> str:
-    """Parts as text: ``part 2``, ``parts 2, 3``."""
+    """Return parts as text: ``part 2``, ``parts 2, 3``."""
     return f"part{'s' if len(parts) > 1 else ''} {', '.join(map(str, sorted(parts)))}"
 
 
@@ -106,19 +104,18 @@ class PeerConfig:
 
     @property
     def others(self) -> tuple[int, ...]:
-        """Node ranks of the members."""
+        """node_ranks of the members."""
         nodes = range(len(self.labels)) if self.nodes is None else self.nodes
         return tuple(k for k in nodes if k != self.hub)
 
     @property
     def hub(self) -> int:
-        """Node rank of the lead node."""
+        """node_rank of the lead node."""
         return self.crew.lead
 
 
 class Order(NamedTuple):
-    """An order of the hub to a node: stop because of ``cause`` or, if it is None, finish because all nodes have
-    finished training."""
+    """An order of the hub to a node: stop because of ``cause`` or, if it is None, finish."""
 
     cause: Cause | None = None
 
@@ -142,14 +139,12 @@ class Peers(Protocol):
         """Send this node's state to the other supervisors; called with each heartbeat and each change."""
 
     def may_leave(self) -> bool:
-        """Whether this supervisor may exit: the other supervisors know that it has ended, and none needs it any
-        more."""
+        """Whether this supervisor may exit: the others know that it has ended, and none needs it any more."""
 
     def begin(self, config: PeerConfig | None) -> None:
         """Begin the attempt that ``config`` describes; open connections are kept."""
 
-    def close(self) -> None:
-        """Close all connections."""
+    def close(self) -> None: ...
 
     @property
     def offset(self) -> float | None:
@@ -161,11 +156,11 @@ class Peers(Protocol):
 
     @property
     def spare(self) -> list[int]:
-        """Node ranks of the nodes that the run can lose now (``Crew.spare``)."""
+        """node_ranks of the nodes that the run can lose now (``Crew.spare``)."""
 
 
 class NoPeers:
-    """Implementation of ``Peers`` for a run with a single node, which needs no connections."""
+    """The ``Peers`` of a run with a single node, which needs no connections."""
 
     def __init__(self) -> None:
         self.order: Order | None = None
@@ -221,8 +216,7 @@ def _asked(request: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def received_cause(value: Any, ahead: float) -> Cause | None:
-    """Check a cause received from a node whose clock is ``ahead`` seconds ahead, and convert its time to this node's
-    clock.
+    """Check a cause from a node whose clock is ``ahead`` seconds ahead; convert its time to this node's clock.
 
     Raises ValueError, KeyError or TypeError when ``value`` is not a cause.
     """
@@ -238,13 +232,13 @@ def received_cause(value: Any, ahead: float) -> Cause | None:
 
 
 def earlier(one: Cause | None, other: Cause | None) -> Cause | None:
-    """The cause with the earlier time; None when both are None."""
+    """Return the cause with the earlier time; None when both are None."""
     known = [cause for cause in (one, other) if cause is not None]
     return min(known, key=lambda cause: float(cause["t"]), default=None)
 
 
 def sentence(cause: Mapping[str, Any], labels: tuple[str, ...]) -> str:
-    """A cause as a sentence: ``rank 5 on node2 (gpu3) ended with exit status 3``."""
+    """Return a cause as a sentence: ``rank 5 on node2 (gpu3) ended with exit status 3``."""
     label, name = labels[cause["node_rank"]], cause["name"]
     if cause["kind"] in ("nan", "stall"):
         return str(cause["reason"])
@@ -257,7 +251,7 @@ def sentence(cause: Mapping[str, Any], labels: tuple[str, ...]) -> str:
 
 
 def left_words(cause: Cause, config: PeerConfig, gone: Collection[int]) -> str:
-    """The message that a server was lost, with the nodes that still hold its parts. gone: nodes lost before."""
+    """Return the message that a server was lost and which nodes still hold its parts. gone: nodes lost before."""
     k, crew = cause["node_rank"], config.crew
     verb = "was lost" if cause["kind"] == "lost" else "failed"
     at = time.strftime("%H:%M:%S UTC", time.gmtime(cause["t"]))
@@ -268,7 +262,7 @@ def left_words(cause: Cause, config: PeerConfig, gone: Collection[int]) -> str:
 
 
 def fatal(cause: Cause, config: PeerConfig, gone: Collection[int]) -> Cause:
-    """Return ``cause``; if a server failed or was lost, its reason also names the parts that no remaining node holds.
+    """Return ``cause``; if a server failed or was lost, add the parts that no other node holds to the reason.
 
     gone: nodes lost before.
     """
@@ -279,10 +273,7 @@ def fatal(cause: Cause, config: PeerConfig, gone: Collection[int]) -> Cause:
 
 
 def nobody_left(k: int, crew: Crew, labels: Sequence[str], gone: Collection[int]) -> str:
-    """Return ``; no other node holds part 1``, to append to a message, if server ``k`` had the last copy, else ''.
-
-    gone: nodes lost before.
-    """
+    """Return ``; no other node holds part 1`` if server ``k`` had the last copy, else ''. gone: nodes lost before."""
     missing = crew.last_copies(k, gone) if crew.role(k) == "server" else []
     if not missing:
         return ""
@@ -291,6 +282,5 @@ def nobody_left(k: int, crew: Crew, labels: Sequence[str], gone: Collection[int]
 
 
 def _why(cause: Cause) -> str:
-    """A cause as text without the node: ``rank 3 was killed by signal 9 (SIGKILL)``."""
     name = cause["name"]
     return str(cause["reason"]) if name == "node" else f"{name.replace('rank', 'rank ')} {cause['reason']}"

@@ -69,7 +69,7 @@ def serve(lines: BinaryIO, answers: BinaryIO) -> None:
 
 
 def answer_to(request: dict[str, Any], sent: SentModules) -> dict[str, Any]:
-    """Run the program that a request names; returns {"reply"}, {"error": traceback}, or {} if it names none."""
+    """Run the program that a request names; return {"reply"}, {"error": traceback}, or {} if it names none."""
     sent.sources.update(request["sources"])
     if not request["program"]:
         return {}

@@ -16,7 +16,7 @@ from typing import Any
 
 
 def main(request: dict[str, Any]) -> dict[str, Any]:
-    """Return the files of a run folder that a request asks for (format: docstring of the module)."""
+    """Return the files that a request asks for (format: docstring of the module)."""
     top = os.path.expanduser(request["path"])
     wanted = re.compile(request["wanted"])
     files: dict[str, Any] = {}
@@ -48,6 +48,6 @@ def _walk(top: str) -> list[str]:
 
 
 def _packed(path: str, size: int) -> str:
-    """The first ``size`` bytes of a file, compressed and in base64; a log may have grown since its size was read."""
+    # A log may have grown since its size was read.
     with open(path, "rb") as file:
         return base64.b64encode(zlib.compress(file.read(size), 1)).decode()

@@ -71,8 +71,7 @@ def main(request: dict[str, Any]) -> dict[str, Any]:
 
 
 def worker(waiting: list[tuple[int, dict[str, str]]], versions: dict[int, dict[str, str]], source: str) -> None:
-    """Take (index, environment) from ``waiting`` until it is empty, and store the package versions as
-    ``versions[index]``."""
+    """Take (index, environment) from ``waiting`` until it is empty; store package versions as ``versions[index]``."""
     while True:
         try:
             index, one = waiting.pop()
@@ -82,8 +81,7 @@ def worker(waiting: list[tuple[int, dict[str, str]]], versions: dict[int, dict[s
 
 
 def versions_of(program: str, source: str) -> dict[str, str]:
-    """Run ``packages.versions`` in the Python ``program`` and return its result; {} when that fails. source: text of
-    packages.py."""
+    """Run ``packages.versions`` in the Python ``program``; {} when that fails. source: text of packages.py."""
     try:
         done = subprocess.run(
             [program, "-c", source + ENDING],
@@ -101,8 +99,7 @@ def versions_of(program: str, source: str) -> dict[str, str]:
 
 
 def candidates(given: list[str]) -> Iterator[dict[str, str]]:
-    """Each Python once, as {"key", "path", "program"}: first the environments and interpreters in ``given``, then those
-    that may have torch."""
+    """Yield each Python once, as {"key", "path", "program"}: those of ``given`` first."""
     seen: set[str] = set()
     for one in [*named(given), *conda_environments(), *virtual_environments(), *interpreters()]:
         real = os.path.realpath(one["program"] if one["key"] == "python" else one["path"])
@@ -112,7 +109,7 @@ def candidates(given: list[str]) -> Iterator[dict[str, str]]:
 
 
 def named(given: list[str]) -> Iterator[dict[str, str]]:
-    """The environments and interpreters in ``given``, a list of paths; paths that do not exist are left out."""
+    """Yield the environments and interpreters at the paths ``given`` that exist."""
     for text in given:
         path = os.path.expanduser(text)
         if os.path.isdir(path):
@@ -122,12 +119,12 @@ def named(given: list[str]) -> Iterator[dict[str, str]]:
 
 
 def of_prefix(key: str, prefix: str) -> dict[str, str]:
-    """The environment in the folder ``prefix``, as {"key", "path", "program"}."""
+    """Return the environment in the folder ``prefix``, as {"key", "path", "program"}."""
     return {"key": key, "path": prefix, "program": os.path.join(prefix, "bin", "python")}
 
 
 def conda_environments() -> Iterator[dict[str, str]]:
-    """Conda environments with torch: those in ~/.conda/environments.txt, and those in folders such as ~/miniconda3."""
+    """Yield conda environments with torch: those in ~/.conda/environments.txt, and in folders such as ~/miniconda3."""
     prefixes = [line.strip() for line in lines_of(os.path.expanduser("~/.conda/environments.txt"))]
     tops = [os.path.expanduser("~"), "/opt", "/usr/local"]
     for root in (os.path.join(top, name) for top in tops for name in CONDA_ROOTS):
@@ -142,7 +139,7 @@ def is_conda(prefix: str) -> bool:
 
 
 def virtual_environments() -> Iterator[dict[str, str]]:
-    """Virtual environments with torch: subfolders of ``VENV_FOLDERS``, and those such as ~/project/.venv."""
+    """Yield virtual environments with torch: subfolders of ``VENV_FOLDERS``, and folders such as ~/project/.venv."""
     for folder in VENV_FOLDERS:
         top = os.path.expanduser(folder)
         for name in entries(top):
@@ -153,7 +150,7 @@ def virtual_environments() -> Iterator[dict[str, str]]:
 
 
 def interpreters() -> Iterator[dict[str, str]]:
-    """Pythons on PATH (if one belongs to an environment, that environment), and pyenv's Pythons with torch."""
+    """Yield the Pythons on PATH, as environments if they belong to one, and pyenv's Pythons with torch."""
     folders = [folder for folder in os.environ.get("PATH", os.defpath).split(os.pathsep) if folder.startswith("/")]
     for folder in folders:
         prefix = os.path.dirname(folder.rstrip("/"))
@@ -184,7 +181,7 @@ def has_torch(prefix: str) -> bool:
 
 
 def entries(folder: str) -> list[str]:
-    """The first ``ENTRIES`` names in a folder, sorted; [] when it cannot be read."""
+    """Return the first ``ENTRIES`` names in a folder, sorted; [] when it cannot be read."""
     try:
         return sorted(os.listdir(folder))[:ENTRIES]
     except OSError:
@@ -192,7 +189,7 @@ def entries(folder: str) -> list[str]:
 
 
 def lines_of(path: str) -> list[str]:
-    """Lines of a text file; [] when it cannot be read."""
+    """Return the lines of a text file; [] when it cannot be read."""
     try:
         with open(path, errors="replace") as file:
             return file.read().splitlines()
@@ -201,7 +198,7 @@ def lines_of(path: str) -> list[str]:
 
 
 def short(path: str) -> str:
-    """Return ``path`` with ``~/`` in place of the home folder, so that cluster.yml works for every user."""
+    """Return ``path`` with ``~/`` in place of the home folder."""
     home = os.path.expanduser("~").rstrip("/")
     return "~" + path[len(home) :] if home and path.startswith(home + "/") else path
 
@@ -210,7 +207,7 @@ def short(path: str) -> str:
 
 
 def shares(declared: list[str]) -> list[str]:
-    """Writable folders that may be shared, at most ``SHARES``: ``declared``, the home folder, network file systems."""
+    """Return at most ``SHARES`` writable folders: ``declared``, the home folder, those of network file systems."""
     mounts = [words[1] for words in map(str.split, lines_of("/proc/mounts")) if len(words) > 2 and words[2] in NETWORK]
     home = os.path.expanduser("~")
     own = [os.path.join(mount, os.path.basename(home)) for mount in mounts]

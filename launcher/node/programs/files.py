@@ -1,7 +1,7 @@
 """Node program: compares files with digests, puts transferred files in place, unpacks code. Standard library only.
 
 ``main(request)`` answers one request, by its "op": ``inventory`` and ``commit`` for sync and verify, ``unpack`` for
-code, ``disk`` for free space, ``list`` for the files below a folder.
+code, ``disk`` for free space.
 """
 
 from __future__ import annotations
@@ -25,15 +25,14 @@ Entry = dict[str, Any]
 
 
 class DigestCache:
-    """SHA-256 digests of files, with a cache file in each folder; a cached digest is valid while size and mtime (ns) of
-    its file are unchanged."""
+    """SHA-256 digests of files, with a cache file in each folder; valid while size and mtime (ns) are unchanged."""
 
     def __init__(self) -> None:
         self.folders: dict[str, dict[str, Entry]] = {}
         self.changed: set[str] = set()
 
     def digest(self, path: str) -> str:
-        """The hex digest of ``path``, computed only if its size or mtime has changed. Raises OSError."""
+        """Return the hex digest of ``path``, computed only if its size or mtime has changed. Raises OSError."""
         folder, name = os.path.split(path)
         known = self._folder(folder).get(name)
         stat = os.stat(path)
@@ -68,7 +67,7 @@ class DigestCache:
 
 
 def sha256_of(path: str) -> str:
-    """SHA-256 of a file in hex. Raises OSError."""
+    """Return the SHA-256 of a file in hex. Raises OSError."""
     digest = hashlib.sha256()
     with open(path, "rb") as stream:
         while piece := stream.read(1 << 20):
@@ -89,7 +88,7 @@ def write_whole(path: str, data: bytes) -> None:
 
 
 def inventory(files: list[Entry]) -> list[Entry]:
-    """Compare files with their expected size and digest; returns ``{path, state, have, error}`` for each file.
+    """Compare files with their expected size and digest; return ``{path, state, have, error}`` for each file.
 
     files: ``{path, bytes, sha256}`` of each file. state: present (size and digest match), different, missing, or
     partial (an incomplete transfer, ``.part``). have: how many bytes are on this node. error: message of the system, or
@@ -120,8 +119,7 @@ def _look(entry: Entry, cache: DigestCache) -> Entry:
 
 
 def commit(files: list[Entry]) -> list[Entry]:
-    """Rename each ``.part`` file to its final name if the digest matches, else delete it; returns ``{path, error}`` for
-    each.
+    """Rename each ``.part`` file to its final name if the digest matches, else delete it; return ``{path, error}``.
 
     files: ``{path, sha256[, mode]}`` of each file.
     """
@@ -160,9 +158,9 @@ def _to_disk(path: str) -> None:
 
 
 def unpack(archive: str, sha256: str, dest: str) -> str:
-    """Unpack a tar archive into the new folder ``dest`` and delete the archive; returns an error or ''.
+    """Unpack a tar archive into the new folder ``dest`` and delete the archive; return why it is damaged, or ''.
 
-    Raises OSError. ``dest`` appears atomically; one that exists already is kept.
+    Raises OSError. ``dest`` appears atomically; an existing one is kept.
     """
     archive, dest = os.path.expanduser(archive), os.path.expanduser(dest)
     if sha256_of(archive) != sha256:
@@ -188,28 +186,15 @@ def unpack(archive: str, sha256: str, dest: str) -> str:
 
 
 def disk(path: str) -> Entry:
-    """``{path: folder, free: bytes}`` of the file system of ``path``; the folder is ``path`` or, if that does not
-    exist, the nearest folder above it that does."""
+    """Return ``{path, free: bytes}`` of the file system of ``path``, or of the nearest existing folder above it."""
     folder = os.path.abspath(os.path.expanduser(path))
     while not os.path.isdir(folder):
         folder = os.path.dirname(folder)
     return {"path": folder, "free": shutil.disk_usage(folder).free}
 
 
-def list_tree(path: str) -> list[Entry]:
-    """All files below ``path`` as ``{path (relative), bytes}``, sorted by path."""
-    top = os.path.expanduser(path)
-    found = []
-    for folder, _, names in os.walk(top):
-        for name in names:
-            full = os.path.join(folder, name)
-            if os.path.isfile(full):
-                found.append({"path": os.path.relpath(full, top), "bytes": os.path.getsize(full)})
-    return sorted(found, key=lambda entry: str(entry["path"]))
-
-
 def main(request: Entry) -> Entry:
-    """Answer one request, named by its "op"; replies ``{"error": message, "errno": …}`` after an OSError."""
+    """Answer one request, named by its "op"; return ``{"error": message, "errno": …}`` after an OSError."""
     operations: dict[str, Callable[[], Entry]] = {
         "inventory": lambda: {
             "files": inventory(request["files"]),
@@ -218,7 +203,6 @@ def main(request: Entry) -> Entry:
         "commit": lambda: {"files": commit(request["files"])},
         "unpack": lambda: {"error": unpack(request["archive"], request["sha256"], request["dest"])},
         "disk": lambda: disk(request["path"]),
-        "list": lambda: {"files": list_tree(request["path"])},
     }
     try:
         return operations[request["op"]]()

@@ -5,8 +5,8 @@ node/programs/probe.py imports this module and must start fast.
 
 ``main`` tests for a shared folder: ``{"op": "write", "folder", "name"}`` creates an empty file and replies {"written",
 "identity"}; ``{"op": "look", "folder", "name"}`` replies {"seen", "identity"}; ``{"op": "remove", …}`` removes the
-files, as does the end of the process. ``identity`` is the size, inode and mtime of the folder's manifest.json, by which
-a read-only folder is recognised.
+files, as does the end of the process. ``identity`` is the size, inode and mtime of the folder's manifest.json, to
+recognise a read-only folder on several nodes.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ RUNS = 1000  # run folders that are examined at most, newest first
 def folders(workdir: str, code: str) -> dict[str, Any]:
     """Return facts about the work folder (or the nearest existing folder above it), /tmp and /dev/shm.
 
-    code: digest of gnnfleet's code, to find out whether the work folder has a copy of it.
+    code: digest of gnnfleet's code, to find a copy of it in the work folder.
     """
     real = os.path.realpath(workdir)
     there = real
@@ -47,7 +47,7 @@ def folders(workdir: str, code: str) -> dict[str, Any]:
 
 
 def stored(folder: str) -> int:
-    """Bytes of all files below ``folder``."""
+    """Return the total size in bytes of all files below ``folder``."""
     found = 0
     for top, _, names in os.walk(folder) if folder else ():
         for name in names:
@@ -59,8 +59,11 @@ def stored(folder: str) -> int:
 
 
 def space(path: str) -> dict[str, Any]:
-    """Room of the file system of ``path``: {"free": bytes for this user, "size": bytes, "files": free files (-1:
-    unlimited), "device": st_dev}. When it cannot be examined, all fields are 0 and "files" is -1."""
+    """Return the free space of the file system of ``path``.
+
+    {"free": bytes for this user, "size": bytes, "files": free files (-1: unlimited), "device": st_dev}. When it cannot
+    be examined, all are 0 and "files" is -1.
+    """
     try:
         found = os.statvfs(path)
         return {
@@ -74,7 +77,7 @@ def space(path: str) -> dict[str, Any]:
 
 
 def why_not_writable(path: str) -> str:
-    """Why no file can be written in ``path``; '' when it can. Writes a test file, as only that detects quotas."""
+    """Return why no file can be written in ``path``; '' when it can. Writes a test file: only that detects quotas."""
     if not os.path.isdir(path):
         return "it is not a folder" if os.path.exists(path) else "the folder does not exist"
     name = os.path.join(path, ".gnnfleet-%d-%s" % (os.getpid(), os.urandom(4).hex()))
@@ -93,8 +96,7 @@ def why_not_writable(path: str) -> str:
 
 
 class Suspect:
-    """A node's run folder that has no result although its supervisor has ended. processes: those listed in its
-    state.json."""
+    """A run folder without result whose supervisor has ended. processes: those listed in its state.json."""
 
     def __init__(self, run_id: str, run_dir: str, processes: list[dict[str, Any]]) -> None:
         self.run_id, self.run_dir, self.processes = run_id, run_dir, processes
@@ -122,7 +124,6 @@ def ended_without_result(workdir: str) -> list[Suspect]:
 
 
 def nodes_of(run: str) -> list[str]:
-    """Names of the node folders in a run folder."""
     try:
         return [name for name in os.listdir(run) if name.startswith("node")]
     except OSError:
@@ -130,7 +131,7 @@ def nodes_of(run: str) -> list[str]:
 
 
 def state_of(folder: str) -> dict[str, Any]:
-    """Content of state.json in ``folder``; {} when it is missing or damaged."""
+    """Return the content of state.json in ``folder``; {} when it is missing or damaged."""
     import json  # needed on few machines
 
     try:
@@ -142,7 +143,6 @@ def state_of(folder: str) -> dict[str, Any]:
 
 
 def lives(pid: Any, start_ticks: Any) -> bool:
-    """Whether the process with this pid and start time runs."""
     try:
         with open("/proc/%d/stat" % pid, "rb") as file:
             fields = file.read().rpartition(b")")[2].split()
@@ -155,7 +155,6 @@ _written = []  # type: list[str]
 
 
 def main(request: dict[str, Any]) -> dict[str, Any]:
-    """Create, look for, or remove a test file in a folder (format: docstring of the module)."""
     folder = os.path.expanduser(request["folder"])
     path = os.path.join(folder, request["name"])
     if request["op"] == "look":
@@ -167,7 +166,7 @@ def main(request: dict[str, Any]) -> dict[str, Any]:
 
 
 def write(path: str) -> bool:
-    """Create an empty file for ``leave`` to remove; returns whether that succeeded."""
+    """Create an empty file for ``leave`` to remove; return whether that succeeded."""
     try:
         os.close(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o644))
     except OSError:
@@ -186,10 +185,7 @@ def leave() -> None:
 
 
 def identity(folder: str) -> list[int]:
-    """Return [size, inode, mtime in ns] of the folder's manifest.json; [] if it does not exist.
-
-    In a copy of the folder at least one of these differs.
-    """
+    """Return [size, inode, mtime in ns] of the folder's manifest.json; [] if it does not exist."""
     try:
         status = os.stat(os.path.join(folder, "manifest.json"))
     except OSError:

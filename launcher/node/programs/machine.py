@@ -23,10 +23,7 @@ SECONDS = 30.0  # timeout of a command; without persistence mode nvidia-smi firs
 
 
 def commands(want_devices: bool) -> dict[str, Any]:
-    """Start ``tmux -V`` and, if wanted, nvidia-smi, in the background.
-
-    Returns {name: running command} for those that are installed.
-    """
+    """Start ``tmux -V`` and, if wanted, nvidia-smi, in the background; return {name: running command}."""
     wanted = {"tmux": ["tmux", "-V"]}
     if want_devices:
         fields = "--query-gpu=%s,driver_version" % GPU_FIELDS
@@ -81,7 +78,7 @@ def output(argv: list[str]) -> str:
 
 
 def tmux_version(started: dict[str, Any]) -> str:
-    """Version of tmux; '' when tmux is not installed, '?' when it prints none. started: the result of ``commands``."""
+    """Return the version of tmux; '' when tmux is not installed, '?' when it prints none."""
     if "tmux" not in started:
         return ""
     words = finish(started["tmux"]).split()
@@ -97,7 +94,7 @@ def tmux_has(session: str) -> bool:
 
 
 def read(path: str) -> str:
-    """Content of a text file; '' when it cannot be read."""
+    """Return the content of a text file; '' when it cannot be read."""
     try:
         with open(path, errors="replace") as file:
             return file.read()
@@ -106,10 +103,9 @@ def read(path: str) -> str:
 
 
 def capacity() -> dict[str, Any]:
-    """CPUs, memory in bytes and open-file limits that this login can use.
+    """Return the CPUs, memory in bytes and open-file limits that this login can use.
 
-    "memory_limit", "memory_free" and "cpus" respect the limits of the cgroup; "memory" is the memory of the whole
-    machine.
+    "memory_limit", "memory_free" and "cpus" respect the limits of the cgroup; "memory" is that of the whole machine.
     """
     total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     words = read("/proc/meminfo").partition("MemAvailable:")[2].split()
@@ -126,7 +122,7 @@ def capacity() -> dict[str, Any]:
 
 
 def cpus() -> int:
-    """Number of CPUs available to this login, by CPU affinity and the CPU limits of its cgroups; at least 1."""
+    """Return the number of CPUs of this login, by CPU affinity and the limits of its cgroups; at least 1."""
     own = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     shares = [float(own)]
     for line in read("/proc/self/cgroup").splitlines():
@@ -139,7 +135,7 @@ def cpus() -> int:
 
 
 def group_cpus(root: str, path: str) -> list[float]:
-    """CPU limits of a cgroup and its ancestors, as numbers of CPUs; [] without a limit."""
+    """Return the CPU limits of a cgroup and its ancestors, as numbers of CPUs."""
     found = []
     while True:
         folder = root + path.rstrip("/")
@@ -154,8 +150,10 @@ def group_cpus(root: str, path: str) -> list[float]:
 
 
 def group_memory() -> tuple[int, int]:
-    """(smallest memory limit, least free memory below a limit), in bytes, over the cgroups of this process; (0, 0)
-    without a limit."""
+    """Return (smallest memory limit, least free memory below a limit), in bytes, over the cgroups of this process.
+
+    (0, 0) without a limit.
+    """
     found = []
     for line in read("/proc/self/cgroup").splitlines():
         _, controllers, path = line.split(":", 2)
@@ -198,8 +196,9 @@ SHORT = [
 
 
 def look(listed: str) -> dict[str, Any]:
-    """{"devices": names, "gpus": [result of ``gpu`` for each], "driver": version} from the output of nvidia-smi
-    (``GPU_FIELDS``)."""
+    """Return {"devices": names, "gpus": [result of ``gpu``], "driver": version} from nvidia-smi's output
+    (``GPU_FIELDS``).
+    """
     rows = table(listed, 9)
     if not rows:  # an old driver that does not know all fields prints nothing
         rows = [[*row[:5], "", "", "", row[5]] for row in table(output(SHORT), 6)]
@@ -213,14 +212,16 @@ def look(listed: str) -> dict[str, Any]:
 
 
 def table(text: str, columns: int) -> list[list[str]]:
-    """The rows of a CSV text that have exactly ``columns`` columns."""
+    """Return the rows of a CSV text that have exactly ``columns`` columns."""
     rows = [[word.strip() for word in line.split(",")] for line in text.splitlines()]
     return [row for row in rows if len(row) == columns]
 
 
 def gpu(row: list[str]) -> dict[str, Any]:
-    """One GPU as a dict, from a row that nvidia-smi printed; memory in MiB. A number that the GPU does not support, for
-    which nvidia-smi prints '[N/A]' or similar, becomes 0."""
+    """Return one GPU as a dict, from a row that nvidia-smi printed; memory in MiB.
+
+    Numbers that the GPU does not support, printed as '[N/A]', become 0.
+    """
     index, uuid, name, memory, used, mode, mig, ecc, _ = row
     return {
         "index": number(index), "uuid": uuid, "name": name, "memory": number(memory), "used": number(used),
@@ -229,7 +230,7 @@ def gpu(row: list[str]) -> dict[str, Any]:
 
 
 def holders(text: str) -> list[dict[str, Any]]:
-    """Processes that use memory of a GPU, from the output of nvidia-smi (``APPS``); memory in MiB."""
+    """Return the processes that use memory of a GPU, from the output of nvidia-smi (``APPS``); memory in MiB."""
     found = []
     for line in text.splitlines():
         words = [word.strip() for word in line.split(",")]
@@ -249,8 +250,7 @@ def command(pid: int) -> str:
 
 
 def process(pid: int) -> dict[str, Any]:
-    """{"user", "since": start time in seconds since the epoch} of a process; '' and 0 when /proc hides it, as in a
-    container."""
+    """Return {"user", "since": start time in seconds since the epoch} of a process; '' and 0 when /proc hides it."""
     try:
         uid = os.stat("/proc/%d" % pid).st_uid
         fields = read("/proc/%d/stat" % pid).rpartition(")")[2].split()

@@ -3,7 +3,7 @@
 - ``{"op": "open", "token", "rank", "ports"}`` listens on ``ports`` and on a free port; replies {"refused": {port:
   why}, "free": port}. The ports stay open until the process ends.
 - ``{"op": "connect", "rank", "token", "targets": [[rank, address, [ports]]], "seconds"}`` connects to all targets
-  concurrently; replies {"blocked": [[rank, address, port, why]]}, with ``why`` as in ``meaning``.
+  concurrently; replies {"blocked": [[rank, address, port, why]]}, ``why`` being a text such as "refused".
 
 A listener sends the token and its node rank to each client, so that another program on the port is detected.
 """
@@ -32,14 +32,13 @@ STRANGER, NO_NAME, NO_ANSWER = "stranger", "name", "no answer"
 
 
 def main(request: dict[str, Any]) -> dict[str, Any]:
-    """Answer one request, ``open`` or ``connect`` (format: docstring of the module)."""
     if request["op"] == "open":
         return open_all(request)
     return {"blocked": list(connect_all(request))}
 
 
 def greeting(token: str, rank: int) -> bytes:
-    """The bytes that a listener of node ``rank`` sends to each client."""
+    """Return the bytes that a listener of node ``rank`` sends to each client."""
     return ("gnnfleet %s %d\n" % (token, rank)).encode()
 
 
@@ -47,7 +46,7 @@ def greeting(token: str, rank: int) -> bytes:
 
 
 def open_all(request: dict[str, Any]) -> dict[str, Any]:
-    """Listen on all ports of a request with "op" ``open``; returns the reply."""
+    """Listen on all ports of a request with "op" ``open``; return the reply."""
     listeners = Listeners(greeting(request["token"], request["rank"]))
     refused = {}
     for port in request["ports"]:
@@ -61,14 +60,12 @@ def open_all(request: dict[str, Any]) -> dict[str, Any]:
 
 
 class Listeners:
-    """Listening ports, served by a background thread that sends ``greeting`` to every client."""
-
     def __init__(self, greeting: bytes):
         self.greeting, self.poll = greeting, select.epoll()
         self.servers = {}  # type: dict[int, socket.socket]
 
     def add(self, port: int) -> int:
-        """Listen on ``port`` (0: a free one); returns the port. Raises OSError."""
+        """Listen on ``port`` (0: a free one); return the port. Raises OSError."""
         server = open_server(port)
         self.servers[server.fileno()] = server
         self.poll.register(server.fileno(), select.EPOLLIN)
@@ -83,7 +80,6 @@ class Listeners:
                 self.greet_all(self.servers[number])
 
     def greet_all(self, server: Any) -> None:
-        """Accept all waiting connections of a listener; send the greeting on each and close it."""
         while True:
             try:
                 client, _ = server._accept()  # needs half the system calls of accept()
@@ -97,10 +93,7 @@ class Listeners:
 
 
 def open_server(port: int) -> socket.socket:
-    """Return a non-blocking socket that listens on all IPv6 and IPv4 addresses, like the socket of TCPStore.
-
-    IPv4 only if the machine has no IPv6.
-    """
+    """Return a non-blocking socket that listens on all IPv6 and IPv4 addresses; IPv4 only on a machine without IPv6."""
     try:
         server, address = socket.socket(socket.AF_INET6, socket.SOCK_STREAM), ("::", port)
         server.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 0)
@@ -112,7 +105,7 @@ def open_server(port: int) -> socket.socket:
 
 
 def bound(server: socket.socket, address: tuple[str, int]) -> socket.socket:
-    """Bind a socket and listen, non-blocking; closes it and raises OSError on failure."""
+    """Bind a socket and listen, non-blocking; close it and raise OSError on failure."""
     try:
         server.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         server.setblocking(False)
@@ -128,10 +121,9 @@ def bound(server: socket.socket, address: tuple[str, int]) -> socket.socket:
 
 
 def connect_all(request: dict[str, Any]) -> Iterator[list[Any]]:
-    """Connect to all targets of a request; yields [rank, address, port, why] for each that cannot be reached.
+    """Connect to all targets of a request; yield [rank, address, port, why] for each that cannot be reached.
 
-    Nodes with a higher node rank than this node are tried first, so that nodes do not all connect to the same node at
-    once.
+    Nodes with a higher node_rank than this node are tried first, so that nodes do not all connect to the same one.
     """
     own = request["rank"]
     targets = sorted(request["targets"], key=lambda target: ((target[0] - own) <= 0, target[0]))
@@ -158,7 +150,7 @@ class Attempt:
         self.received = b""
 
     def start(self, deadline: float) -> int:
-        """Start to connect; returns the socket's descriptor. Raises OSError when the system refuses at once."""
+        """Start to connect; return the socket's descriptor. Raises OSError when the system refuses at once."""
         family = socket.AF_INET6 if ":" in self.numeric else socket.AF_INET
         self.socket, self.deadline = socket.socket(family, socket.SOCK_STREAM | socket.SOCK_NONBLOCK), deadline
         self.socket.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, NO_LINGER)
@@ -183,8 +175,10 @@ class Attempt:
 
 
 def run_attempts(attempts: list[Attempt], seconds: float) -> Iterator[tuple[Attempt, str]]:
-    """Run all attempts, at most ``IN_FLIGHT`` at a time; yields each attempt with its error, or '' on success. seconds:
-    time limit of each attempt."""
+    """Run all attempts, at most ``IN_FLIGHT`` at a time; yield each attempt with its error, or '' on success.
+
+    seconds: time limit of each attempt.
+    """
     poll, running = select.epoll(), {}  # type: Any, dict[int, Attempt]
     waiting = iter(attempts)
     left = len(attempts)
@@ -209,9 +203,9 @@ def run_attempts(attempts: list[Attempt], seconds: float) -> Iterator[tuple[Atte
 
 
 def wait_for_ended(poll: Any, running: dict[int, Attempt]) -> list[tuple[int, str]]:
-    """Wait until data arrives for one of the attempts, or one of them reaches its deadline.
+    """Wait until data arrives or a deadline passes; return (descriptor, error) of each attempt that has ended.
 
-    Returns (descriptor, error) of each attempt that has ended; the error is '' after success.
+    The error is '' if the attempt has succeeded.
     """
     if not running:
         return []
@@ -232,8 +226,7 @@ def wait_for_ended(poll: Any, running: dict[int, Attempt]) -> list[tuple[int, st
 
 
 def resolved(names: set[str]) -> dict[str, str]:
-    """The numeric address of each name, or '' when it does not resolve; resolves all names concurrently, each in 10 s
-    at most."""
+    """Return the numeric address of each name, or '' when it does not resolve. Takes 10 s at most for all."""
     found = {name: name if is_numeric(name) else "" for name in names}
     unknown = [name for name in names if not found[name]]
     if not unknown:
@@ -291,8 +284,7 @@ SCOPE_LINK = 253  # link-local addresses are ambiguous without an interface
 
 
 def addresses() -> list[tuple[str, str]]:
-    """(interface name, address) for each address of this machine, in the order of the kernel; with loopback, without
-    link-local addresses."""
+    """Return (interface name, address) for each address of this machine but link-local ones, in the kernel's order."""
     names = dict(socket.if_nameindex())
     return [(names.get(number, ""), address) for number, address in kernel_addresses()]
 

@@ -18,8 +18,10 @@ NCCL = ("nvidia_nccl_cu11", "nvidia_nccl_cu12", "nvidia_nccl_cu13")
 
 
 def versions() -> dict[str, str]:
-    """Versions of "python", of PACKAGES, of "cuda" (that torch was built for), "nccl" and "glibc", and the architecture
-    as "arch"; '' for what is absent."""
+    """Return versions by name; '' for what is absent.
+
+    Names are "python", PACKAGES, "cuda" (that torch was built for), "nccl", "glibc", and "arch" (the architecture).
+    """
     there = installed()
     if sys.flags.no_site and not all(map(there.get, PACKAGES)):
         import site  # .pth files may add folders with the missing packages
@@ -39,7 +41,7 @@ def versions() -> dict[str, str]:
 
 
 def installed() -> dict[str, str]:
-    """{package: version}, from the names of dist-info and egg-info folders.
+    """Return {package: version}, from the names of dist-info and egg-info folders.
 
     importlib.metadata is not used, as its import takes 20 ms.
     """
@@ -58,8 +60,10 @@ def installed() -> dict[str, str]:
 
 
 def folders() -> list[str]:
-    """The folders that contain packages: sys.path and, under ``python -S``, those that ``site`` would add; .pth files
-    are ignored."""
+    """Return the folders that contain packages: sys.path and, under ``python -S``, those that ``site`` would add.
+
+    .pth files are ignored.
+    """
     if not sys.flags.no_site:
         return sys.path
     top = os.path.dirname(os.path.dirname(sys.executable))
@@ -76,7 +80,7 @@ def folders() -> list[str]:
 
 
 def by_metadata(package: str) -> str:
-    """Version of a package that ``installed`` does not find (eggs, develop links, zip files); '' if it is absent."""
+    """Return the version of a package that ``installed`` does not find (egg, develop link, zip file); '' if absent."""
     from importlib import metadata
 
     try:
@@ -86,7 +90,7 @@ def by_metadata(package: str) -> str:
 
 
 def torch_cuda() -> str:
-    """``torch.version.cuda``, e.g. 12.6, without importing torch; '' for a CPU build, or without torch."""
+    """Return ``torch.version.cuda``, e.g. 12.6, without importing torch; '' for a CPU build, or without torch."""
     for folder in folders():
         try:
             with open(os.path.join(folder, "torch", "version.py")) as file:
@@ -106,8 +110,7 @@ def glibc() -> str:
 
 
 def graph_size(manifest: str) -> dict[str, Any]:
-    """{"nodes", "row_bytes", "topology_bytes"} of the partitioned graph with this manifest.json; {} if the file cannot
-    be read."""
+    """Return {"nodes", "row_bytes", "topology_bytes"} of the graph with this manifest.json; {} if it cannot be read."""
     if not manifest:
         return {}
     import json
@@ -121,16 +124,16 @@ def graph_size(manifest: str) -> dict[str, Any]:
 
 
 def size_of(manifest: dict[str, Any]) -> dict[str, Any]:
-    """{"nodes": number of graph nodes of all types, "row_bytes": mean bytes of attributes per graph node}."""
+    """Return {"nodes": number of graph nodes of all types, "row_bytes": mean bytes of attributes per graph node}."""
     nodes = sum(kind["num_nodes"] for kind in manifest["nodes"].values())
     rows = sum(file["bytes"] for file in manifest["files"] if "/nodes/" in file["path"] and "/attrs/" in file["path"])
     return {"nodes": nodes, "row_bytes": rows / max(1, nodes)}
 
 
 def topology_of(manifest: dict[str, Any], folder: str) -> int:
-    """Return the size in bytes of the topology of all parts: the sum over all files with 1-d arrays.
+    """Return the size in bytes of the topology (all files with 1-d arrays) of all parts; 0 if a file is missing.
 
-    0 if one of these files is missing in ``folder`` or has another size.
+    A file of another size than in the manifest counts as missing.
     """
     files = [file for file in manifest["files"] if file["path"].startswith("part") and len(file.get("shape", ())) == 1]
     for file in files:

@@ -70,15 +70,14 @@ def main(request: dict[str, Any]) -> dict[str, Any]:
 def numeric(name: str) -> str:
     """Return the numeric address of a configured name or address; '' when it does not resolve.
 
-    A loopback address also gives '', except for the name ``localhost``: many machines resolve their own name to
-    loopback.
+    A loopback address gives '' except for ``localhost``: many machines resolve their own name to loopback.
     """
     found = lookup(name) if name else ""
     return "" if is_loopback(found) and found != name and name != "localhost" else found
 
 
 def lookup(name: str) -> str:
-    """The first address of a host name; '' when it does not resolve."""
+    """Return the first address of a host name; '' when it does not resolve."""
     try:
         return str(socket.getaddrinfo(name, None)[0][4][0])
     except (OSError, UnicodeError):
@@ -86,8 +85,7 @@ def lookup(name: str) -> str:
 
 
 def resolved(names: Iterable[str]) -> dict[str, str]:
-    """The address of each name, or '' when it does not resolve; resolves all at once, as name servers may answer
-    slowly."""
+    """Return the address of each name, or '' when it does not resolve. Resolves all at once."""
     import threading
 
     found = dict.fromkeys(names, "")
@@ -101,7 +99,7 @@ def resolved(names: Iterable[str]) -> dict[str, str]:
 
 
 def own_address(peer: str) -> str:
-    """This machine's address in the current SSH connection, else on the route to ``peer``, else loopback."""
+    """Return this machine's address in the current SSH connection, else on the route to ``peer``, else loopback."""
     words = os.environ.get("SSH_CONNECTION", "").split()
     arrived = words[2].replace("::ffff:", "").split("%")[0] if len(words) == 4 else ""
     if arrived and not is_loopback(arrived):
@@ -114,7 +112,7 @@ def is_loopback(address: str) -> bool:
 
 
 def route_to(peer: str) -> str:
-    """Source address of the route to ``peer``; '' when there is no route."""
+    """Return the source address of the route to ``peer``; '' when there is no route."""
     try:
         family, kind, proto, _, target = socket.getaddrinfo(peer, 9, 0, socket.SOCK_DGRAM)[0]
         sock = socket.socket(family, kind, proto)
@@ -128,21 +126,21 @@ def route_to(peer: str) -> str:
 
 
 def interface_of(address: str, own: list[tuple[str, str]]) -> str:
-    """Name of the interface that has ``address``; '' when none has. own: (interface, address) of this machine."""
+    """Return the interface that has ``address``; '' when none has. own: (interface, address) of this machine."""
     return "lo" if address.startswith("127.") else next((name for name, one in own if one == address), "")
 
 
 def existing_run(run_dir: str, session: str) -> str:
-    """The tmux session or the run folder of a planned run, if one exists already; '' when neither does."""
+    """Return the tmux session or the run folder of a planned run, if one exists already, else ''."""
     if session and machine.tmux_has(session):
         return "tmux session %s" % session
     return run_dir if run_dir and os.path.exists(run_dir) else ""
 
 
 def lease_facts() -> tuple[list[dict[str, Any]], str]:
-    """Return the valid leases, and the reason if leases cannot be read, else ''.
+    """Return the valid leases, and why leases cannot be read ('' if they can).
 
-    Each lease is a dict; its "words" describe the lease in a message.
+    "words" of a lease: its description in messages.
     """
     try:
         if not os.listdir(os.environ.get("GNNFLEET_LEASES") or LEASES):
@@ -160,7 +158,7 @@ def lease_facts() -> tuple[list[dict[str, Any]], str]:
 
 
 def leftovers(workdir: str) -> list[dict[str, Any]]:
-    """Processes left by runs whose supervisor has ended without a result, in the format of ``of_runs``."""
+    """Return "run_id", "pids", "commands" of each run whose supervisor ended without a result and left processes."""
     suspects = folders.ended_without_result(workdir)
     if not suspects:
         return []
@@ -170,8 +168,10 @@ def leftovers(workdir: str) -> list[dict[str, Any]]:
 
 
 def gpus(started: dict[str, Any]) -> dict[str, Any]:
-    """{"devices": names, "gpus": [...], "driver"}, in the order of nvidia-smi (PCI bus). started: running commands by
-    name."""
+    """Return {"devices": names, "gpus": [...], "driver"}, in the order of nvidia-smi (PCI bus).
+
+    started: running commands by name.
+    """
     if "nvidia-smi" not in started:
         return {"devices": [], "gpus": [], "driver": ""}
     from launcher.node.programs import machine as devices
@@ -190,11 +190,7 @@ def busy_ports(ports: Sequence[int], leases: Iterable[dict[str, Any]] = ()) -> d
 
 
 def can_listen(port: int) -> bool:
-    """Whether a server can listen on ``port`` on all addresses.
-
-    Sets SO_REUSEADDR as servers do, so that connections in TIME_WAIT do not count. With this option bind() succeeds for
-    some ports in use, and only listen() fails.
-    """
+    """Whether a server can listen on ``port`` on all addresses. Connections in TIME_WAIT do not count."""
     for family, address in ((socket.AF_INET, "0.0.0.0"), (socket.AF_INET6, "::")):
         try:
             sock = socket.socket(family, socket.SOCK_STREAM)
@@ -216,8 +212,7 @@ def can_listen(port: int) -> bool:
 
 
 def holder(port: int) -> str:
-    """Pid and command of the process that listens on ``port``, as far as /proc shows them; '' when no process
-    listens."""
+    """Return pid and command of the process that listens on ``port``, as far as /proc shows them; '' if none."""
     inodes = set()
     for table in ("/proc/net/tcp", "/proc/net/tcp6"):
         for line in machine.read(table).splitlines()[1:]:
@@ -232,7 +227,6 @@ def holder(port: int) -> str:
 
 
 def open_files(pid: str) -> set[str]:
-    """Link targets of a process's file descriptors; empty when they cannot be read."""
     try:
         base = "/proc/%s/fd/" % pid
         return {os.readlink(base + fd) for fd in os.listdir(base)}
@@ -243,8 +237,7 @@ def open_files(pid: str) -> set[str]:
 def of_runs(suspects: Iterable[Suspect]) -> list[dict[str, Any]]:
     """Return {"run_id", "pids", "commands"} for each run in ``suspects`` that has living processes.
 
-    These are the processes listed in the run's last state.json, and those with the run's folder as GNNFLEET_RUN_DIR in
-    their environment.
+    Processes of a run are listed in its last state.json, or have its folder as GNNFLEET_RUN_DIR in their environment.
     """
     named = {one.run_dir: one for one in suspects}
     pids: dict[str, set[int]] = {folder: known(one) for folder, one in named.items()}
@@ -260,12 +253,11 @@ def of_runs(suspects: Iterable[Suspect]) -> list[dict[str, Any]]:
 
 
 def known(suspect: Suspect) -> set[int]:
-    """Pids of the living processes that the last state.json of a run lists."""
     return {entry["pid"] for entry in suspect.processes if lives(entry.get("pid"), entry.get("start_ticks"))}
 
 
 def run_dir_of(pid: str) -> str:
-    """GNNFLEET_RUN_DIR in the environment of a process, resolved; '' when it has none."""
+    """Return GNNFLEET_RUN_DIR in the environment of a process, resolved; '' when it has none."""
     try:
         with open("/proc/%s/environ" % pid, "rb") as file:
             entries = file.read().split(b"\0")
@@ -276,7 +268,7 @@ def run_dir_of(pid: str) -> str:
 
 
 def command(pid: int) -> str:
-    """The first 80 characters of a process's command line; '' when it has ended."""
+    """Return the first 80 characters of a process's command line; '' when it has ended."""
     try:
         with open("/proc/%d/cmdline" % pid, "rb") as file:
             return file.read().replace(b"\0", b" ").decode("utf-8", "replace").strip()[:80]

@@ -1,9 +1,8 @@
-"""Makes every Python process of a rank, and the graph server, write its stacks on a signal. Imported by Python at
-startup.
+"""Makes Python processes of a rank or graph server write their stacks on a signal. Imported by Python at startup.
 
 On SIGRTMAX-4, faulthandler writes the stacks of all threads to ``procs/stacks-rank<r>`` or ``procs/stacks-server`` of
-the run folder, even while the process blocks in C code. A real-time signal is used because scripts may handle SIGUSR1
-themselves. Afterwards the ``sitecustomize`` that this module hides, if any, is run.
+the run folder, even while the process blocks in C code. At the end, this module runs the next ``sitecustomize`` on
+``sys.path``, which it hides, if there is one.
 """
 
 from __future__ import annotations
@@ -26,6 +25,7 @@ def _write_stacks_to(path: str) -> None:
     import signal
 
     file = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o600)
+    # A real-time signal, since scripts may handle SIGUSR1 themselves.
     faulthandler.register(signal.SIGRTMAX - 4, file=file, all_threads=True)
 
 

@@ -35,7 +35,7 @@ Idle = Callable[[float], object]
 def next_spec(first: NodeSpec, decision: Decision) -> NodeSpec:
     """Return the specification of this node for the attempt that ``decision`` describes.
 
-    first: content of node.json, which describes the first attempt.
+    first: specification for the first attempt (node.json).
     """
     nodes, lead = [int(k) for k in decision["nodes"]], int(decision["lead"])
     ranks = {int(k): tuple(map(int, own)) for k, own in decision["ranks"].items()}
@@ -57,8 +57,11 @@ def next_spec(first: NodeSpec, decision: Decision) -> NodeSpec:
 
 
 def returned(spec: NodeSpec) -> tuple[bool, NodeSpec]:
-    """Return whether this supervisor replaces one that ended without a result, and ``spec`` with the number of that
-    supervisor's attempt. Reads and deletes ``returns.json``, the last ``state.json`` of that supervisor."""
+    """Return whether this supervisor replaces one that ended without a result, and the spec to continue with.
+
+    This is ``spec`` with the attempt number from ``returns.json``, the last ``state.json`` of the earlier supervisor.
+    Deletes ``returns.json``.
+    """
     path = os.path.join(spec.run_dir, "returns.json")
     try:
         state = read_json(path)
@@ -76,7 +79,6 @@ def _endpoint(site: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _owning(server: Mapping[str, Any], parts: tuple[int, ...]) -> Mapping[str, Any]:
-    """Return the command of a graph server with ``parts`` as the value of ``--own``."""
     argv = list(server["argv"])
     if "--own" in argv:
         argv[argv.index("--own") + 1] = ",".join(map(str, parts))
@@ -88,8 +90,10 @@ def _with_env(command: Mapping[str, Any], env: Mapping[str, str]) -> Mapping[str
 
 
 def _world(first: NodeSpec, decision: Decision, ranks: Mapping[int, tuple[int, ...]]) -> dict[str, str]:
-    """Return the environment variables of this node's ranks in the next attempt: those of torchrun, the number of the
-    restart, and the checkpoint from which to resume."""
+    """Return the environment variables of this node's ranks in the next attempt.
+
+    They are those of torchrun, the number of the restart, and the checkpoint from which to resume.
+    """
     leader = int(decision["first"])
     world = str(sum(map(len, ranks.values())))
     groups = sorted(ranks, key=lambda k: ranks[k])
@@ -152,7 +156,7 @@ def _remove(path: str) -> None:
 
 
 def first_cluster(run_dir: str) -> dict[str, Any] | None:
-    """The content of cluster.json of the first attempt; None if it is missing or damaged."""
+    """Return the content of cluster.json of the first attempt; None if it is missing or damaged."""
     for path in (os.path.join(run_dir, "attempts", "0", "cluster.json"), os.path.join(run_dir, "cluster.json")):
         with suppress(OSError, ValueError):
             value = read_json(path)
@@ -164,15 +168,14 @@ def first_cluster(run_dir: str) -> dict[str, Any] | None:
 def standing_of(first: NodeSpec, stepped: bool, idle: Idle) -> Standing:
     """Return what this node can contribute to a restart: its newest checkpoint and its parts.
 
-    stepped: whether a rank of this node has trained a step in this attempt. ``idle(0.0)`` keeps the supervisor's
-    heartbeat running while a large file is read.
+    stepped: whether a rank of this node has trained a step in this attempt. ``idle(0.0)`` is called while a large file
+    is read, for the supervisor's heartbeat.
     """
     return Standing(newest_checkpoint(first.run_dir, idle), parts_on_disk(first), stepped)
 
 
 def newest_checkpoint(run_dir: str, idle: Idle = lambda seconds: None) -> dict[str, Any] | None:
-    """The newest checkpoint of this node whose content matches its digest: {"file", "epoch", "step"}; None if there is
-    none.
+    """Return this node's newest undamaged checkpoint: {"file", "epoch", "step"}; None if there is none.
 
     The file's name contains epoch and step; its ZIP comment is the digest (see trainer/train/checkpoint.py).
     """
@@ -211,8 +214,10 @@ def _is_whole(path: str, idle: Idle) -> bool:
 
 
 def parts_on_disk(first: NodeSpec) -> tuple[int, ...]:
-    """The parts that this node can read: its own and, if the launcher has not sent its partition folder (which may be
-    shared), all parts that are complete in this folder."""
+    """Return the parts that this node can read.
+
+    These are its own parts and, if its partition folder was not sent by the launcher, all complete parts in there.
+    """
     own = set(first.parts_of(first.node_rank))
     if not first.data_dir:
         return tuple(sorted(own))

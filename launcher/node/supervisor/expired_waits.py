@@ -1,7 +1,6 @@
-"""Describes waits of ranks that have passed their deadline: which rank waited, for what, how long, and the cause.
+"""Describes waits that have passed their deadline: which rank waited, for what, how long, and the cause.
 
-A rank whose wait has passed its deadline writes ``procs/wait-rank<r>.json`` before it ends (trainer/core/waits.py). All
-functions but ``read_wait`` are without side effects.
+The rank writes ``procs/wait-rank<r>.json`` before it ends (trainer/core/waits.py).
 """
 
 from __future__ import annotations
@@ -21,10 +20,9 @@ _SHOWN = 4  # at most so many ranks are named as "not there"
 
 
 def read_wait(run_dir: str, rank: int) -> dict[str, Any] | None:
-    """Return the expired wait that a rank of this node has reported; None if it has reported none.
+    """Return the expired wait that a rank of this node has reported, or None.
 
-    The result is the content of ``procs/wait-rank<r>.json`` with "at", the source line at which the rank waited, in
-    place of "stack"; the stack is appended to ``logs/stacks-rank<r>.log``.
+    Its stack is appended to ``logs/stacks-rank<r>.log``; the result has the source line of the wait ("at") instead.
     """
     found = record_in(WAIT, os.path.join(run_dir, "procs", f"wait-rank{rank}.json"))
     if found is None:
@@ -44,15 +42,13 @@ class Processes:
     servers: Mapping[int, str]  #: summary of each graph server's stack, by node_rank
 
     def folded(self) -> list[str]:
-        """One line for each different summary, with all ranks that have it."""
+        """Return one line for each different summary, with all ranks that have it."""
         return stacks.folded({rank: [line] for rank, line in self.ranks.items()})
 
     def rank_name(self, rank: int) -> str:
-        """``rank 1 on node1 (gnn2)``."""
         return f"rank {rank} on {self.labels[self.nodes[rank]]}" if rank in self.nodes else f"rank {rank}"
 
     def server_name(self, node: int) -> str:
-        """``the graph server of node1 (gnn2)``."""
         return f"the graph server of {self.labels[node] if node < len(self.labels) else f'node{node}'}"
 
     def held_up(self) -> Iterator[Culprit]:
@@ -77,7 +73,7 @@ class Culprit:
 def verdict(words: str) -> str:
     """Return the predicate of a sentence about a process that cannot run, such as ``is stopped (…)``.
 
-    words: what keeps the process from running, as returned by ``stacks.held_up``.
+    words: result of ``stacks.held_up``.
     """
     return "is stopped (SIGSTOP or a debugger)" if words == STOPPED else words.partition(": ")[2]
 
@@ -121,8 +117,7 @@ def _waited_for(wait: Wait, known: Processes) -> tuple[str, int | None]:
 
 
 def _absent(waits: Sequence[Wait], first: Wait, known: Processes) -> list[int]:
-    """The ranks that other ranks may have waited for: those without an expired wait that are not at the line of
-    ``first``."""
+    """Return the ranks that others may wait for: no expired wait, and not at the line where ``first`` waits."""
     waiting = {wait["rank"] for wait in waits}
     return sorted(
         rank
@@ -138,10 +133,7 @@ def _where(rank: int, known: Processes) -> str:
 
 
 def server_lines(known: Processes, asked: int | None) -> list[str]:
-    """Return a line for each graph server that the kernel keeps from running, and for that of node ``asked``.
-
-    The lines are part of the field "stacks" of a finding.
-    """
+    """Return a line for the graph server of node ``asked`` and for each one that the kernel keeps from running."""
     return [
         f"graph server of {known.labels[node]}: {line}"
         for node, line in sorted(known.servers.items())

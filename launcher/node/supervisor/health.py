@@ -67,16 +67,14 @@ class Health:
 
     @property
     def newest(self) -> list[Finding]:
-        """The newest findings, for ``state.json`` and the other supervisors."""
         return self.findings[-_MOST:]
 
     def stepped(self) -> bool:
-        """Whether a rank of this node has trained a step, according to its metrics lines."""
         self._vitals.look(time.time(), self._book.ended_ranks())
         return any(entry["kind"] in _TRAINED for entry in self.ranks.values())
 
     def look(self) -> Finding | None:
-        """Check and record new findings; returns the first one that ends the run, or None."""
+        """Check and record new findings; return the first one that ends the run, or None."""
         if time.monotonic() < self._next:
             return None
         self._next = time.monotonic() + 1.0
@@ -90,12 +88,11 @@ class Health:
         return next((finding for finding in found if finding["stop"]), None)
 
     def show_stacks(self) -> None:
-        """Collect the stacks of this node's ranks, and keep the summary of each in ``stacks``, which is sent to the
-        hub."""
+        """Collect the stacks of this node's ranks; keep the summary of each in ``stacks``, which is sent to the hub."""
         self.stacks = {_key(rank): lines[:1] for rank, lines in self._collect().items()}
 
     def server_words(self) -> str:
-        """What the graph server is doing, to append to a message: ``; it is at load() …``; '' if it has ended."""
+        """Return what the graph server is doing, to append to a message: ``; it is at load() …``; '' once it ended."""
         pid = self._server_pid()
         if pid is None:
             return ""
@@ -106,7 +103,6 @@ class Health:
         return "" if line.startswith(stacks.NO_STACK) else f"; it is at {line}"
 
     def _add(self, finding: Finding) -> None:
-        """Record a finding; for a stall, first collect the stacks of all ranks."""
         if finding["kind"] == "stall" and "stacks" not in finding:
             known = self._stacks_of_all()
             finding["stacks"] = [*known.folded(), *server_lines(known, None)]
@@ -118,23 +114,21 @@ class Health:
         self._book.journal.event("finding", finding=finding)
 
     def _attribute(self, finding: Finding, culprit: Culprit) -> None:
-        """Make ``finding`` name ``culprit`` as the cause, and convert its time to the clock of the culprit's node."""
         finding["t"] += self._ahead(culprit.node_rank) - self._ahead(finding["node_rank"])
         finding["node_rank"], finding["rank"], finding["text"] = culprit.node_rank, culprit.rank, culprit.text
 
     def _ahead(self, node: int) -> float:
-        """Seconds by which the clock of a node is ahead of this one."""
+        """Return by how many seconds the clock of a node is ahead of this one."""
         members = self._peers.members if isinstance(self._peers, Hub) else {}
         return float(members[node].ahead) if node in members else 0.0
 
     def _read_waits(self) -> None:
-        """Store the expired waits that ranks of this node have reported."""
         for rank in self._spec.ranks:
             if str(rank) not in self.waits and (wait := read_wait(self._spec.run_dir, rank)) is not None:
                 self.waits[str(rank)] = wait
 
     def _all_waits(self) -> list[dict[str, Any]]:
-        """The expired waits of all nodes, with times by this node's clock."""
+        # Times are by this node's clock.
         members = self._peers.members if isinstance(self._peers, Hub) else {}
         others = [
             {**wait, "t": wait["t"] - member.ahead} for member in members.values() for wait in member.waits.values()
@@ -142,7 +136,6 @@ class Health:
         return [*self.waits.values(), *others]
 
     def _expired(self) -> list[Finding]:
-        """Return one finding about all expired waits, with the stacks of all processes; [] if there is nothing new."""
         if self._waits_reported or not self._all_waits():
             return []
         self._waits_reported = True
@@ -160,7 +153,7 @@ class Health:
         return [finding]
 
     def _detected(self) -> list[Finding]:
-        """New findings of stalls and stragglers, over all nodes except those that the run continues without."""
+        # Nodes that the run continues without do not count.
         nodes: dict[int, Any] = {self._spec.node_rank: self._vitals.ranks}
         members = self._peers.members if isinstance(self._peers, Hub) else {}
         nodes |= {k: member.ranks for k, member in members.items() if member.left is None}
@@ -174,8 +167,7 @@ class Health:
             self.findings += [finding for finding in member.findings if finding not in self.findings]
 
     def _stacks_of_all(self) -> Processes:
-        """Collect the stacks of all ranks and graph servers, except those of nodes that do not answer within
-        ``_OTHERS_WAIT`` seconds."""
+        # Without nodes that do not answer within ``_OTHERS_WAIT`` seconds.
         hub = self._peers if isinstance(self._peers, Hub) else None
         deadline = time.monotonic() + _OTHERS_WAIT
         if hub is not None:
@@ -196,7 +188,6 @@ class Health:
         )
 
     def _entries(self) -> dict[int, dict[str, Any]]:
-        """The last metrics of each rank, of all nodes."""
         members = self._peers.members if isinstance(self._peers, Hub) else {}
         others = {int(rank): entry for member in members.values() for rank, entry in member.ranks.items()}
         return {**self._vitals.ranks, **others}
@@ -215,7 +206,7 @@ def _key(rank: int) -> str:
 
 
 def _exiting(known: Processes) -> set[int]:
-    """The ranks that have no Python frame left, which means that their interpreter is exiting."""
+    # A rank without a Python frame: its interpreter is exiting.
     return {rank for rank, line in known.ranks.items() if line == stacks.NO_FRAME}
 
 

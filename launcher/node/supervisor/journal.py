@@ -14,10 +14,7 @@ from launcher.node.record import append_json, read_json, why_unwritten, write_js
 
 
 class LatestWriter:
-    """Writes a file in a background thread.
-
-    Skips a text that was replaced by a newer one before it could be written.
-    """
+    """Writes a file in a background thread; a newer text replaces one that is not yet written."""
 
     def __init__(self, path: str) -> None:
         self._path = path
@@ -37,12 +34,12 @@ class LatestWriter:
             self._changed.notify_all()
 
     def settle(self, seconds: float) -> bool:
-        """Wait at most ``seconds`` until all scheduled texts are written; returns whether they are."""
+        """Wait at most ``seconds`` until all scheduled texts are written; return whether they are."""
         with self._changed:
             return self._changed.wait_for(lambda: self._next is None and not self._busy, seconds)
 
     def failed(self) -> OSError | None:
-        """The error of the last write, or None; each error is returned once."""
+        """Return the error of the last write, or None; each error is returned once."""
         with self._changed:
             error, self._error = self._error, None
         return error
@@ -69,14 +66,12 @@ _STDOUT = 1
 
 
 class Screen:
-    """Standard output. If it is a terminal, a write never blocks: a line that the terminal does not accept is
-    dropped."""
+    """Standard output. A write to a terminal never blocks: lines that the terminal does not accept are dropped."""
 
     def __init__(self) -> None:
         self._file = _terminal() if os.isatty(_STDOUT) else _STDOUT
 
     def show(self, line: bytes) -> None:
-        """Write a line; it is dropped when the terminal is stopped, or closed with its tmux session."""
         try:
             os.write(self._file, line)
         except OSError:  # supervisor.log has the line
@@ -84,10 +79,7 @@ class Screen:
 
 
 def _terminal() -> int:
-    """Open the terminal again and return the new descriptor, for use with O_NONBLOCK.
-
-    On the existing descriptor O_NONBLOCK would also affect the shell that uses the same terminal.
-    """
+    # On the existing descriptor O_NONBLOCK would also affect the shell that uses the same terminal.
     try:
         return os.open(os.ttyname(_STDOUT), os.O_WRONLY | os.O_NONBLOCK | os.O_NOCTTY)
     except OSError:  # some containers have no device file for the terminal
@@ -100,8 +92,10 @@ _RESERVE = 1 << 18  # bytes reserved for result.json, in case the disk is full
 
 
 class Journal:
-    """Writes the events, log and state of one node to its run folder. A failed write is logged once and remembered in
-    ``trouble``."""
+    """Writes the events, log and state of one node to its run folder.
+
+    A failed write is logged once and remembered in ``trouble``.
+    """
 
     def __init__(self, run_dir: str, node_rank: int) -> None:
         self.run_dir, self.node_rank = run_dir, node_rank
@@ -118,8 +112,7 @@ class Journal:
         return os.path.join(self.run_dir, *names)
 
     def folder_exists(self) -> bool:
-        """Whether the run folder still exists; true as well if that is unknown because its file server does not
-        answer."""
+        """Whether the run folder still exists; true as well if its file server does not answer."""
         try:
             os.stat(self.run_dir)
         except FileNotFoundError:
@@ -136,7 +129,7 @@ class Journal:
         self.log(" ".join([kind, *(text if key == kind else f"{key}={text}" for key, text in shown.items())]))
 
     def put(self, name: str, value: Any, write: Callable[[str, Any], None] = write_json) -> bool:
-        """Write a file of the run folder; returns whether that succeeded."""
+        """Write a file of the run folder; return whether that succeeded."""
         try:
             write(self.path(name), value)
         except OSError as error:
@@ -160,7 +153,7 @@ class Journal:
             self._note("state.json", error)
 
     def put_last(self, name: str, value: Any) -> None:
-        """Write a file that must not be lost; if the disk is full, first free the disk space reserved at the start."""
+        """Write a file that must not be lost; if the disk is full, free the disk space reserved at the start."""
         if not self.put(name, value):
             self.free_reserve()
             self.put(name, value)
@@ -196,7 +189,7 @@ class Journal:
 
 
 def stop_request(journal: Journal) -> Mapping[str, Any] | None:
-    """Content of ``control/stop``: {"by", "why", "now"}, all optional; None while no stop is requested."""
+    """Return the content of ``control/stop``: {"by", "why", "now"}, all optional; None while no stop is requested."""
     path = journal.path("control", "stop")
     if not os.path.exists(path):
         return None

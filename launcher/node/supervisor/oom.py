@@ -37,10 +37,6 @@ class OomWatch:
         self.look()
 
     def look(self) -> None:
-        """Record the present number of OOM kills.
-
-        Of the records older than ``_WINDOW`` only the newest is kept.
-        """
         now = time.monotonic()
         self._counts.append((now, oom_kills()))
         while len(self._counts) > 1 and self._counts[1][0] < now - _WINDOW:
@@ -57,8 +53,9 @@ class OomWatch:
         return pid in killed_for_memory(log) or (counted and not log)
 
     def outcome_fields(self, pid: int) -> dict[str, Any]:
-        """The fields ``oom`` and ``note`` in the outcome of a process that was ended by SIGKILL; {} when the OOM killer
-        did not do it."""
+        """Return ``oom`` and ``note`` for the outcome of a process ended by SIGKILL; {} if the OOM killer did not do
+        it.
+        """
         allowed = limit()
         if not self.killed(pid):
             return {}
@@ -66,8 +63,7 @@ class OomWatch:
 
 
 def oom_kills(files: Sequence[str] = ()) -> int | None:
-    """Number of processes that the OOM killer has killed, from the first of ``files`` that has this count; None when no
-    file has it.
+    """Return how many processes the OOM killer has killed, from the first of ``files`` with this count, or None.
 
     Default for ``files``: those of this process's cgroup, then that of the whole machine.
     """
@@ -80,7 +76,6 @@ def counts_our_group(files: Sequence[str] = ()) -> bool:
 
 
 def _counted(files: Sequence[str]) -> tuple[str, int | None]:
-    """(path, number of OOM kills) of the first file that has this number; ("", None) when no file has it."""
     for path in files or (*_cgroup_files("memory.events", "memory.oom_control"), "/proc/vmstat"):
         try:
             with open(path, encoding="ascii") as file:
@@ -93,7 +88,7 @@ def _counted(files: Sequence[str]) -> tuple[str, int | None]:
 
 
 def limit(files: Sequence[str] = ()) -> int | None:
-    """Memory limit of this process's cgroup in bytes, from the first of ``files`` that has one; None without any."""
+    """Return the memory limit of this process's cgroup in bytes, from the first of ``files`` that has one, or None."""
     for path in files or _cgroup_files("memory.max", "memory.limit_in_bytes"):
         try:
             with open(path, encoding="ascii") as file:
@@ -106,12 +101,12 @@ def limit(files: Sequence[str] = ()) -> int | None:
 
 
 def killed_for_memory(lines: Iterator[str] | Sequence[str]) -> set[int]:
-    """Pids of processes that the OOM killer has killed, according to lines of the kernel log."""
+    """Return the pids of processes that the OOM killer has killed, according to lines of the kernel log."""
     return {int(found[1]) for line in lines if "ut of memory" in line and (found := _KILLED.search(line))}
 
 
 def kernel_log(path: str = _KERNEL_LOG) -> Iterator[str]:
-    """Lines of the kernel log, from /dev/kmsg or dmesg; none when this user may read neither."""
+    """Yield the lines of the kernel log, from /dev/kmsg or dmesg; none when this user may read neither."""
     try:
         log = os.open(path, os.O_RDONLY | os.O_NONBLOCK)
     except OSError:
@@ -125,7 +120,7 @@ def kernel_log(path: str = _KERNEL_LOG) -> Iterator[str]:
 
 
 def _record(log: int) -> bytes:
-    """The next record of /dev/kmsg; b"" after the last one. Skips records that were overwritten meanwhile."""
+    """Return the next record of /dev/kmsg; b"" after the last one. Skips records that were overwritten meanwhile."""
     while True:
         try:
             return os.read(log, _RECORD)
@@ -144,7 +139,7 @@ def _dmesg() -> Iterator[str]:
 
 
 def _cgroup_files(unified: str, version1: str) -> list[str]:
-    """Files of this process's memory cgroup and of its ancestors, innermost first.
+    """Return the files of this process's memory cgroup and of its ancestors, innermost first.
 
     unified, version1: name of the file in cgroup v2 and in v1.
     """

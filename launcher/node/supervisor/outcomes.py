@@ -31,8 +31,7 @@ class OutcomeBook:
         self.stopping = False  #: whether ranks that end from now on count as stopped
 
     def first_failure(self) -> dict[str, Any] | None:
-        """The outcome of the process that failed first, not counting processes that were stopped; None when none
-        failed."""
+        """Return the outcome of the process that failed first, or None. Stopped processes do not count."""
         failed = [record for record in self.outcomes.values() if record["failed"]]
         return min(failed, key=lambda record: float(record["ended"]), default=None)
 
@@ -64,7 +63,7 @@ class OutcomeBook:
         self.journal.event("process-start", name=f"rank{rank}", **pids, rank=rank)
 
     def _lost_rank(self, rank: int) -> dict[str, Any]:
-        """Make the outcome of a rank whose runner was killed before writing one."""
+        # The runner was killed before writing an outcome.
         return outcome(
             f"rank{rank}",
             self.node_rank,
@@ -96,7 +95,7 @@ class OutcomeBook:
         rank = int(mail["rank"])
         name = f"rank{rank}"
         if rank not in self.ranks:
-            raise ValueError(f"no rank {rank} here")
+            raise ValueError(f"this node has no rank {rank}")
         if "runner" in mail:
             if rank not in self.runners:
                 self._started(rank, STARTED(mail))
@@ -106,32 +105,30 @@ class OutcomeBook:
             self.take(OUTCOME({**mail, "name": name, "node_rank": self.node_rank}))
 
     def running(self, children: list[Child]) -> list[dict[str, Any]]:
-        """The entries (name, pid, pgid, start_ticks, rank) of ``state.json`` for the running ``children`` and ranks."""
+        """Return the entries (name, pid, pgid, start_ticks, rank) of ``state.json`` for the running ``children`` and
+        ranks.
+        """
         found = [{**child.record(), "rank": None} for child in children if child.running()]
         ranks = [runner for rank, runner in self.runners.items() if f"rank{rank}" not in self.outcomes]
         return [*found, *ranks]
 
     def runner_pids(self) -> set[int]:
-        """Pids of the runners of all started ranks."""
         return {started["runner"]["pid"] for started in self.runners.values()}
 
     def ended_ranks(self) -> set[int]:
         return {rank for rank in self.ranks if f"rank{rank}" in self.outcomes}
 
     def all_ended_well(self) -> bool:
-        """Whether every rank has ended with exit status 0."""
         return all(self.outcomes.get(f"rank{rank}", {}).get("returncode") == 0 for rank in self.ranks)
 
     def rank_pids(self) -> dict[int, int]:
-        """Pid of each running rank, by rank."""
         return {rank: one["pid"] for rank, one in self.runners.items() if rank not in self.ended_ranks()}
 
 
 class Mailbox:
     """Receives records from rank runners that cannot write them to a file because the disk is full.
 
-    It is an abstract Unix datagram socket, which needs no file. Each record contains the run's token, so that records
-    of other users are ignored.
+    An abstract Unix datagram socket. Each record contains the run's token, so that records of other users are ignored.
     """
 
     def __init__(self, loop: Loop, book: OutcomeBook, token: str, address: str) -> None:
@@ -181,8 +178,7 @@ def _mail(record: dict[str, Any], environment: dict[str, str]) -> None:
 
 
 def _shortened(record: dict[str, Any]) -> dict[str, Any]:
-    """``record`` with its traceback and last lines cut to 60 lines of 500 characters, so that it fits into one
-    datagram."""
+    # A record must fit into one datagram.
     short: dict[str, Any] = {
         name: [line[:500] for line in record[name][-60:]] for name in ("traceback", "tail") if name in record
     }
@@ -190,12 +186,12 @@ def _shortened(record: dict[str, Any]) -> dict[str, Any]:
 
 
 def _abstract(address: str) -> str:
-    """The abstract socket address of a supervisor's mailbox; ``address`` is the supervisor's ``pid:start_ticks``."""
+    # ``address`` is the supervisor's ``pid:start_ticks``.
     return f"\0gnnfleet-{os.getuid()}-{address}"
 
 
 class Ended(Exception):
-    """Raised to end this node's part in the run.
+    """This node is done, has failed, or was stopped.
 
     state: done, failed or stopped. reason: one sentence, '' when done. cause: set when this node ends the run.
     """
@@ -205,8 +201,7 @@ class Ended(Exception):
         self.state, self.reason, self.cause = state, reason, cause
 
     def without_restart(self, why: str) -> Ended:
-        """Return a copy whose reason also says why there is no restart; unchanged if ``why`` is '' or the node is
-        done."""
+        """Return a copy whose reason also says why there is no restart, unless ``why`` is '' or the node is done."""
         if not why or self.state == "done":
             return self
         return Ended(self.state, f"{self.reason.rstrip('.')}; no restart: {why}", self.cause)
@@ -228,8 +223,7 @@ class Ended(Exception):
 
 
 def take_leases(spec: NodeSpec) -> list[leases.Lease]:
-    """Take all leases of the node, or none; returns the leases of other runs that prevent it. Raises
-    leases.LeaseError."""
+    """Take all leases of the node, or none; return the leases of other runs that prevent it. Raises LeaseError."""
     if not spec.leases:
         return []
     return leases.take(spec.leases, leases.this_process(spec.run_id, spec.node_rank, spec.operator))

@@ -1,7 +1,4 @@
-"""Recognises processes that the kernel keeps from running: stopped, waiting for memory, or blocked in a system call.
-
-``ProcessWatch`` reads /proc several times within a second or so; ``held_up`` decides, without side effects.
-"""
+"""Recognises processes that the kernel keeps from running: stopped, waiting for memory, or blocked in a system call."""
 
 from __future__ import annotations
 
@@ -29,8 +26,6 @@ _RECLAIM = ("mem_cgroup_handle_over_high", "try_to_free_mem_cgroup_pages", "try_
 
 @dataclass(frozen=True)
 class Sample:
-    """A process at one moment."""
-
     t: float  #: seconds, monotonic
     states: Mapping[int, str]  #: state letter of each thread, by thread id
     major_faults: int  #: page faults of the whole process, since its start, that had to read a disk
@@ -38,8 +33,9 @@ class Sample:
 
 
 def parse_stat(text: str) -> tuple[str, int, float]:
-    """(state letter, number of major page faults, CPU seconds) from the content of ``/proc/<pid>/stat``; raises
-    ValueError."""
+    """Return (state letter, major page faults, CPU seconds) from the content of ``/proc/<pid>/stat``. Raises
+    ValueError.
+    """
     fields = text.rpartition(")")[2].split()
     if len(fields) < 13:
         raise ValueError(text)
@@ -49,8 +45,8 @@ def parse_stat(text: str) -> tuple[str, int, float]:
 def held_up(pid: int, samples: Sequence[Sample], in_swap: int = 0, wchans: Mapping[int, str] | None = None) -> str:
     """Return why the kernel keeps a process from running, as ``state D: …`` or ``state T: …``; '' if it does not.
 
-    in_swap: bytes of the process that are in swap. wchans: kernel function in which each thread waits, by thread id;
-    read after the samples.
+    in_swap: bytes of the process in swap. wchans: kernel function in which each thread waits, by thread id; read after
+    the samples.
     """
     if samples and samples[-1].states.get(pid, "") in ("T", "t"):
         return STOPPED
@@ -87,7 +83,7 @@ class ProcessWatch:
         self.samples: list[Sample] = []
 
     def look(self, now: float) -> None:
-        """Add a sample; does nothing when the process has ended. now: ``time.monotonic()``."""
+        """Add a sample, unless the process has ended. now: ``time.monotonic()``."""
         try:
             state, faults, cpu_s = parse_stat(_text(f"/proc/{self.pid}/stat"))
             states = {tid: _state(self.pid, tid) for tid in _threads(self.pid)}
@@ -96,7 +92,7 @@ class ProcessWatch:
         self.samples.append(Sample(now, {**states, self.pid: state}, faults, cpu_s))
 
     def held_up(self) -> str:
-        """What keeps the process from running, according to the samples taken so far; '' if nothing does."""
+        """Return why the kernel keeps the process from running, by the samples so far; '' if it does not."""
         wchans = {tid: _word(f"/proc/{self.pid}/task/{tid}/wchan") for tid in self._blocked()}
         return held_up(self.pid, self.samples, _in_swap(self.pid), wchans)
 
@@ -109,7 +105,6 @@ def _threads(pid: int) -> list[int]:
 
 
 def _state(pid: int, tid: int) -> str:
-    """State letter of a thread; '' when it has ended meanwhile."""
     try:
         return parse_stat(_text(f"/proc/{pid}/task/{tid}/stat"))[0]
     except OSError:
@@ -117,7 +112,6 @@ def _state(pid: int, tid: int) -> str:
 
 
 def _in_swap(pid: int) -> int:
-    """Bytes of a process that are in swap, from ``VmSwap`` in /proc/<pid>/status; 0 if they are not known."""
     try:
         text = _text(f"/proc/{pid}/status")
     except OSError:
@@ -126,7 +120,7 @@ def _in_swap(pid: int) -> int:
 
 
 def swapped(status: str) -> int:
-    """Bytes in swap according to the content of ``/proc/<pid>/status``; 0 without ``VmSwap``."""
+    """Return the bytes in swap according to the content of ``/proc/<pid>/status``; 0 without ``VmSwap``."""
     for line in status.splitlines():
         if line.startswith("VmSwap:"):
             return int(line.split()[1]) * 1024

@@ -1,8 +1,6 @@
 """Starts the rank runners of a node, and ends all processes of the run.
 
-Ranks get the environment variables of torchrun, so that ``init_process_group("env://")`` works; rank 0 hosts the
-TCPStore at MASTER_ADDR:MASTER_PORT. No other part of torchrun is used: the supervisors connect the nodes, detect
-failures and end the ranks.
+Ranks get the environment variables of torchrun, so that ``init_process_group("env://")`` works.
 """
 
 from __future__ import annotations
@@ -23,10 +21,7 @@ Start = Callable[[str, Mapping[str, Any], str], Child]
 
 
 def rank_environment(spec: NodeSpec, local_rank: int) -> dict[str, str]:
-    """Environment variables in which the ranks of a node differ.
-
-    WORLD_SIZE and MASTER_* do not differ; they are in ``env`` of the rank's command.
-    """
+    """Return the environment variables in which the ranks of a node differ."""
     rank = str(spec.ranks[local_rank])
     return {
         "RANK": rank,
@@ -37,8 +32,7 @@ def rank_environment(spec: NodeSpec, local_rank: int) -> dict[str, str]:
 
 
 class RankRunners:
-    """Starts the rank runners of one node and checks whether they run. The outcomes of their ranks are in
-    ``OutcomeBook``."""
+    """Starts the rank runners of one node and checks whether they run."""
 
     def __init__(self, spec: NodeSpec, book: OutcomeBook, start: Start) -> None:
         self._spec, self._book, self._start = spec, book, start
@@ -56,7 +50,6 @@ class RankRunners:
             self.children[rank] = self._start(f"runner{rank}", own, "runners")
 
     def running(self) -> bool:
-        """Whether any rank runner is running."""
         return any(child.running() for child in self.children.values())
 
     def ended_badly(self) -> Child | None:
@@ -84,7 +77,7 @@ Idle = Callable[[float], object]
 def end_processes(
     children: list[Child], book: OutcomeBook, token: str, grace: float, idle: Idle
 ) -> list[procs.Process]:
-    """End all processes of the run on this node; returns those that still run after SIGKILL.
+    """End all processes of the run on this node; return those that still run after SIGKILL.
 
     grace: seconds between SIGTERM and SIGKILL. ``idle(seconds)`` waits and keeps the supervisor's heartbeat running.
     """
@@ -112,8 +105,7 @@ def end_processes(
 def complete_outcomes(
     children: list[Child], keeper: ServerKeeper, runners: RankRunners, book: OutcomeBook, loop: Loop
 ) -> None:
-    """Close the logs, read the last outcomes of ranks, and record that of the graph server; log how rank runners
-    ended."""
+    """Close the logs, and record the last outcomes of ranks and of the graph server; log how rank runners ended."""
     for child in children:
         child.running()
         loop.forget(child)
@@ -130,8 +122,7 @@ def complete_outcomes(
 
 
 def _kill_groups(children: list[Child], book: OutcomeBook) -> None:
-    """Send SIGKILL to the graph server and the ranks, but not to the rank runners, which then write the outcomes of
-    their ranks and end."""
+    # Rank runners live on: they write the outcomes of their ranks and end.
     book.look()
     ranks = book.rank_pids().values()
     for pid in ranks:

@@ -1,8 +1,7 @@
 """Runs one rank: ``rank_runner.py --run-dir R [--await-server] -- argv…``, started by the supervisor.
 
-Writes the rank's output with time stamps to ``logs/rank<r>.log`` and its outcome to ``outcomes/rank<r>.json``,
-forwards a stop to the rank's process group, and ends all processes that the rank leaves behind. A rank that ends
-after a stop is marked ``stopped``, so that it is never reported as the first failure.
+Writes the rank's output to ``logs/rank<r>.log`` and its outcome to ``outcomes/rank<r>.json``, and ends all processes
+that the rank leaves behind. A rank that ends after a stop is marked ``stopped``.
 """
 
 from __future__ import annotations
@@ -30,14 +29,12 @@ _LONE_GRACE = 1.0  # seconds between SIGTERM and SIGKILL when the supervisor has
 
 
 class RankRunner:
-    """Runs one rank: starts its command, copies its output to a log, and writes its outcome, a record of how it
-    ended."""
+    """Runs one rank: starts its command, copies its output to a log, and writes its outcome."""
 
     def __init__(
         self, run_dir: str, argv: Sequence[str], environment: dict[str, str], await_server: bool = False
     ) -> None:
-        """await_server: start the command once the graph server's ready file exists (the bundled trainer waits by
-        itself)."""
+        """await_server: start the command once the graph server's ready file exists."""
         self.run_dir, self.argv, self.environment = run_dir, argv, environment
         self.ready_file = environment.get("GNNFLEET_SERVER_READY", "") if await_server else ""
         self.rank = int(environment["RANK"])
@@ -48,7 +45,7 @@ class RankRunner:
         self._kill_at: float | None = None
 
     def run(self) -> int:
-        """Start the rank and wait until it and its descendants have ended; returns the rank's exit status."""
+        """Start the rank and wait until it and its descendants have ended; return the rank's exit status."""
         for folder in ("logs", "outcomes", "procs"):
             os.makedirs(os.path.join(self.run_dir, folder), exist_ok=True)
         if not self._server_ready():
@@ -71,10 +68,7 @@ class RankRunner:
         return status
 
     def _server_ready(self) -> bool:
-        """Wait until the graph server's ready file exists; returns False if the rank is stopped before.
-
-        There is no timeout here: the supervisor stops the rank when the graph server takes too long.
-        """
+        # No timeout: the supervisor stops the rank when the graph server takes too long.
         while self.ready_file and not os.path.exists(self.ready_file):
             if self.loop.signals or supervisor_gone(self.environment):
                 return False
@@ -132,15 +126,13 @@ class RankRunner:
 
 
 def _left_of(child: Child) -> list[procs.Process]:
-    """Processes that are left of a rank that has ended: members of its process group, and orphans adopted by this
-    process."""
+    # Members of its process group, and orphans adopted by this process.
     running = procs.table()
     found = [process for process in running if process.pgid == child.pid] + procs.descendants(os.getpid(), running)
     return list({process.pid: process for process in found}.values())
 
 
 def supervisor_gone(environment: dict[str, str]) -> bool:
-    """Whether the supervisor that started this rank has died."""
     pid, _, start_ticks = environment.get("GNNFLEET_SUPERVISOR", "").partition(":")
     return bool(pid) and not procs.alive(int(pid), int(start_ticks))
 

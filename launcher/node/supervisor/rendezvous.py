@@ -1,8 +1,7 @@
-"""After a failure, the supervisors connect to a hub, which decides whether the run starts again (a new attempt).
+"""After a failure, connects the supervisors to a hub, which decides whether the run starts again (a new attempt).
 
-``Rendezvous`` does this after one attempt; ``Restarts`` keeps the history of a run. If the hub is lost, the remaining
-node with the lowest node_rank becomes the hub at its own control port, and the others connect to it. A node that does
-not answer within ``peer_timeout`` + 3 s is skipped. A node that was cut off from the others waits as their ``Guest``.
+If the hub is lost, the remaining node with the lowest node_rank becomes the hub. A node that was cut off from the
+others waits as their ``Guest``.
 """
 
 from __future__ import annotations
@@ -40,7 +39,6 @@ def connect(spec: NodeSpec, loop: Loop) -> Peers:
 
 
 def _with_hub(spec: NodeSpec, hub: int, seconds: float) -> PeerConfig:
-    """The configuration of the connections with node ``hub`` as the hub, which must answer within ``seconds``."""
     site = spec.sites[hub]
     control = {"node_rank": hub, "address": site["address"], "bind": site["bind"], "port": site["control_port"]}
     config = replace(spec, control=control).peer_config
@@ -52,7 +50,7 @@ class Rendezvous:
     """Makes or receives the decision about a restart after one attempt: call ``look`` several times a second.
 
     spec: node.json of the attempt that has ended. first: node.json of the first attempt. cause: what ended the attempt,
-    if the cause lies on this node. history: fields that are added to a decision made here.
+    if it lies on this node. history: fields that are added to a decision made here.
     """
 
     def __init__(
@@ -102,7 +100,7 @@ class Rendezvous:
     def _replace_hub(self, peers: Member) -> None:
         """Connect to the remaining node with the lowest node_rank as the new hub; if that is this node, become the hub.
 
-        If this node cannot listen, ``trouble`` says why, and its decision is that there is no restart.
+        If this node cannot listen, it decides against a restart; ``trouble`` says why.
         """
         spec, cause = self._spec, earlier(self._cause, peers.cause)
         self._gone |= peers.gone
@@ -160,8 +158,8 @@ class Rendezvous:
         )
 
     def _first_cause(self, peers: Hub) -> Cause:
-        """The cause of the attempt's end. If a node was lost within ``_NOTICED`` seconds after a failure, the loss is
-        the cause: ranks notice that a node was killed, and fail, before the supervisors notice."""
+        # Ranks notice that a node was killed, and fail, before the supervisors notice: a loss within ``_NOTICED``
+        # seconds after a failure is the cause.
         cause = peers.cause or self._cause
         assert cause is not None
         lost = [make_cause(int(k), "node", "lost", one["why"], one["since"]) for k, one in peers.lost.items()]
@@ -170,14 +168,13 @@ class Rendezvous:
 
 
 def _stays(member: Any) -> bool:
-    """Whether a member can take part in the next attempt."""
     return not (member.lost or member.final or member.away or member.left)
 
 
 class Guest:
     """Finds the hub of the nodes that have gone on without this node, and waits to be part of their next attempt.
 
-    Connects to the control port of one node after the other, until a hub answers. Call ``look`` several times a second.
+    Connects to the control port of one node after the other. Call ``look`` several times a second.
     """
 
     def __init__(self, spec: NodeSpec, loop: Loop) -> None:
@@ -188,15 +185,13 @@ class Guest:
         self.peers: Member = self._next()
 
     def _next(self) -> Member:
-        """Try to connect to the next node."""
         made = Member(_with_hub(self._spec, self._others[self._tried % len(self._others)], _TRY_FOR), self._loop)
         self._tried += 1
         made.open()
         return made
 
     def look(self) -> Decision | None:
-        """Return the decision for an attempt that includes this node, or that there will be no such attempt; else
-        None."""
+        """Return the decision that an attempt includes this node, or that none will; None while undecided."""
         peers, now = self.peers, time.monotonic()
         decision = peers.decision
         if decision is not None:
@@ -233,7 +228,7 @@ class Restarts:
         self._gone: dict[str, dict[str, Any]] = {}  # nodes that the run goes on without, as in result.json
 
     def meet(self, spec: NodeSpec, peers: Peers, own: Cause | None) -> None:
-        """Begin a rendezvous after an attempt, unless the run cannot start again: it is done, or was stopped.
+        """Begin a rendezvous after an attempt, unless the run is done or was stopped.
 
         own: the cause of the end if it lies on this node.
         """
@@ -245,7 +240,7 @@ class Restarts:
             self.rendezvous = Rendezvous(spec, self._first, self._loop, peers, own, history)
 
     def look(self, peers: Peers) -> Peers:
-        """Check for a decision; returns the connections to use, which are new ones when the hub was replaced."""
+        """Check for a decision; return the connections to use, which are new ones when the hub was replaced."""
         if self.guest is not None:
             self.decision = self.decision or self.guest.look()
             return self.guest.peers
@@ -256,17 +251,15 @@ class Restarts:
         return self.rendezvous.peers
 
     def leave(self, peers: Peers, generation: int) -> None:
-        """End this node's part in the run without a decision. If this node is the hub, it tells the members to find
-        another hub."""
+        """Leave the run without a decision. A hub tells its members to find another hub."""
         self.rendezvous, self.left = None, True
         if isinstance(peers, Hub):
             peers.decide({"generation": generation + 1, "restart": False, "leave": True, "why": ""})
 
     def visit(self, spec: NodeSpec, peers: Peers) -> bool:
-        """Begin to wait, as ``Guest``, for the next attempt of the other nodes, if they may have gone on without this
-        node.
+        """Begin to wait, as ``Guest``, for the next attempt of the other nodes; return False if there can be none.
 
-        To be called after ``next_attempt`` has returned None. Returns False if there is nothing to wait for.
+        To be called after ``next_attempt`` has returned None.
         """
         given_up = self.decision is not None and self.decision.get("given_up")
         if not self.left or given_up or self._first.control is None:
@@ -279,8 +272,8 @@ class Restarts:
     def next_attempt(self, spec: NodeSpec, peers: Peers) -> NodeSpec | None:
         """Prepare the next attempt that was decided: run folder, cluster.json, and the connections to the other nodes.
 
-        spec: specification of this node in the attempt that has ended. Returns its specification in the next attempt,
-        or None if this node has no part in it.
+        spec: specification of this node in the attempt that has ended. Returns its specification
+        for the next attempt; None if it does not take part.
         """
         decision, guest = self.decision, self.guest
         self.rendezvous = self.guest = None
@@ -308,13 +301,12 @@ class Restarts:
 
     @property
     def finding(self) -> dict[str, Any]:
-        """The finding that reports the last restart."""
         last = self.records[-1]
         about = {"t": last["t"], "kind": "restart", "node_rank": last["cause_node"], "rank": None}
         return {**about, "text": last["text"], "stop": False}
 
     def state(self, spec: NodeSpec, peers: Peers) -> dict[str, Any]:
-        """The fields of state.json and result.json about restarts; {} without ``run.restarts``."""
+        """Return the fields of state.json and result.json about restarts; {} without ``run.restarts``."""
         if not spec.restarts:
             return {}
         hub = peers.config.hub if isinstance(peers, (Hub, Member)) else spec.node_rank
@@ -323,6 +315,5 @@ class Restarts:
 
 
 def _gone(k: int, restart: dict[str, Any]) -> dict[str, Any]:
-    """Return the entry of state.json's ``gone`` for node ``k``, which is not part of the next attempt."""
     why = restart["reason"] if restart["cause_node"] == k else "it did not take part in a restart"
     return {"since": restart["t"], "t": restart["t"], "why": why, "how": "lost", "kind": "node-lost", "text": why}

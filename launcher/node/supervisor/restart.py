@@ -1,6 +1,6 @@
 """Decides whether a run starts again after a failure (``run.restarts``), on which nodes, with which ranks and parts.
 
-All functions are pure; ``launcher.node.supervisor.rendezvous`` collects their arguments from the supervisors.
+All functions are pure.
 """
 
 from __future__ import annotations
@@ -27,12 +27,11 @@ class Standing:
     stepped: bool = False  #: one of its ranks has trained a step in the attempt that ended
 
     def to_json(self) -> dict[str, Any]:
-        """Return the field ``standing`` of a report."""
         return {"checkpoint": self.checkpoint, "parts": list(self.parts), "stepped": self.stepped}
 
     @classmethod
     def of(cls, value: Mapping[str, Any]) -> Standing:
-        """Parse the field ``standing`` of a report; raises ValueError, KeyError or TypeError."""
+        """Parse the field ``standing`` of a report. Raises ValueError, KeyError or TypeError."""
         found = value["checkpoint"]
         if found is not None:
             found = {"file": str(found["file"]), "epoch": int(found["epoch"]), "step": int(found["step"])}
@@ -60,10 +59,7 @@ class AttemptEnd:
 
 
 class _NoRestart(Exception):
-    """Raised with the reason why the run does not start again; '' if the run was stopped, which needs no reason.
-
-    left: whether the other nodes may go on without this one.
-    """
+    """The reason why the run does not start again; '' if the run was stopped. left: whether other nodes may go on."""
 
     def __init__(self, why: str, left: bool = False) -> None:
         super().__init__(why)
@@ -105,8 +101,9 @@ def decide(end: AttemptEnd, now: float) -> Decision:
 
 
 def words(decision: Decision, spec: NodeSpec) -> str:
-    """A restart as a sentence: ``restart 1 of 3: rank 2 on … was killed …; going on with 2 of 3 nodes from epoch 3,
-    step 120 (7.3 s)``."""
+    """Return a restart as a sentence: ``restart 1 of 3: rank 2 on … was killed …; going on with 2 of 3 nodes from epoch
+    3, step 120 (7.3 s)``.
+    """
     found = decision["checkpoint"]
     at = f"epoch {found['epoch'] + 1}, step {found['step']}" if found else "the beginning"
     nodes = f"{len(decision['nodes'])} of {spec.num_nodes} node{'' if spec.num_nodes == 1 else 's'}"
@@ -141,14 +138,14 @@ def _check_cause(end: AttemptEnd) -> None:
     if end.cause["kind"] == "nan":
         raise _NoRestart("the loss would become NaN or infinite again")
     if spec.generation >= spec.restarts:
-        raise _NoRestart(f"all {spec.restarts} of run.restarts are used up")
+        raise _NoRestart(f"the limit of run.restarts ({spec.restarts}) is reached")
     left = {*end.lost, *end.ended}
     if not left and not any(one.stepped for one in end.standings.values()):
         raise _NoRestart("no process had trained a step, so it would fail again")
 
 
 def _check_nodes(end: AttemptEnd) -> list[int]:
-    """Return the nodes of the next attempt, ascending; raises _NoRestart if they are too few."""
+    # Raises _NoRestart if they are too few.
     spec, nodes = end.spec, sorted(end.standings)
     killed = {k for k, why in end.lost.items() if why == KILLED and k not in end.away}
     doubtful = [k for k in spec.active if k not in killed and k not in end.ended and k not in end.given_up]
@@ -160,16 +157,15 @@ def _check_nodes(end: AttemptEnd) -> list[int]:
     training = [k for k in nodes if end.first.role_of(k) in _TRAIN]
     if len(training) < max(1, spec.min_nodes):
         least = max(1, spec.min_nodes)
-        raise _NoRestart(f"{len(training)} of at least {least} training nodes are left (run.min_nodes)")
+        raise _NoRestart(f"training nodes left: {len(training)}, needed: {least} (run.min_nodes)")
     return nodes
 
 
 def _parts(end: AttemptEnd, nodes: Iterable[int]) -> dict[int, tuple[int, ...]]:
-    """Return the parts that each node holds in the next attempt.
+    """Return the parts that each node holds in the next attempt. Raises _NoRestart if a part is on no node.
 
-    A node keeps its parts; a node that was not in the last attempt gets those of the first attempt. A part that no
-    remaining node holds goes to the node with the fewest parts among those that have it on their disk. Raises
-    _NoRestart if no node has it.
+    A node keeps its parts; a node that was not in the last attempt gets its parts of the first attempt. Each remaining
+    part goes to a node that has it on its disk, the one with the fewest parts.
     """
     spec = end.spec
     holders = [k for k in nodes if end.first.role_of(k) in _HOLD]
@@ -188,7 +184,6 @@ def _parts(end: AttemptEnd, nodes: Iterable[int]) -> dict[int, tuple[int, ...]]:
 
 
 def _ranks(spec: NodeSpec, training: Iterable[int]) -> dict[str, list[int]]:
-    """Return the new ranks of each node, by node_rank: numbered from 0 in the order of ``training``."""
     found, next_rank = {}, 0
     for k in training:
         count = int(spec.sites[k]["nproc"])

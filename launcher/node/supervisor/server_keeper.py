@@ -64,17 +64,16 @@ class ServerKeeper:
 
     @property
     def restarting(self) -> bool:
-        """Whether the server has been ready before and has to become ready again after a restart."""
+        """Whether a server that was ready before has been restarted and is not ready yet."""
         return self._was_ready and not self.ready
 
     @property
     def waiting(self) -> dict[str, Any] | None:
-        """Outcome of the server that has died, during the pause before its restart; else None."""
+        """The outcome of the dead server, while it waits for its restart; else None."""
         return self._last if self.child is None and self._last else None
 
     def look(self) -> str:
-        """Check the server, and restart it when due; returns the reason if the node fails because of the server, else
-        ''."""
+        """Check the server, and restart it when due; return why the node fails because of it, or ''."""
         if self.child is None:
             if time.monotonic() >= self._again_at:
                 self.begin()
@@ -108,7 +107,6 @@ class ServerKeeper:
         return ""
 
     def _schedule_restart(self, child: Child, now: float) -> None:
-        """Record that the server has died; it is to be restarted after ``_FIRST_PAUSE * 2 ** restarts`` seconds."""
         pause = _FIRST_PAUSE * 2 ** len(self._restarts)
         self._restarts.append(now)
         self.child, self.ready, self._again_at = None, False, now + pause
@@ -131,8 +129,7 @@ class ServerKeeper:
 def _kernels(env: Mapping[str, str]) -> tuple[bool, str]:
     """Return whether a graph server with the environment ``env`` finds compiled kernels, and a note.
 
-    The note says why the server does not use its usual cache folder; '' if it does. Same rules as in
-    trainer/core/compiled.py.
+    The note says why it cannot use its usual cache folder; '' if it can. Same rules as in trainer/core/compiled.py.
     """
     cache = env.get("XDG_CACHE_HOME") or os.path.join(env.get("HOME", "~"), ".cache")
     folder = env.get("GNNFLEET_KERNELS") or os.path.join(os.path.expanduser(cache), "gnnfleet", "kernels")
@@ -148,8 +145,7 @@ def _kernels(env: Mapping[str, str]) -> tuple[bool, str]:
 
 
 def _writable(folder: str) -> bool:
-    """Whether files can be created in ``folder`` or, while that does not exist, in the nearest existing folder above
-    it."""
+    """Whether files can be created in ``folder`` or, while that does not exist, in the nearest folder above it."""
     while not os.path.exists(folder) and folder != os.path.dirname(folder):
         folder = os.path.dirname(folder)
     return os.path.isdir(folder) and os.access(folder, os.W_OK | os.X_OK)

@@ -64,10 +64,9 @@ class NodeSpec:
             raise SystemExit(f"supervisor: {path} is damaged ({error}); launch the run again") from None
 
     def environment(self, command: Mapping[str, Any], supervisor: str) -> dict[str, str]:
-        """Environment of a process of this node: variables of the supervisor, of the command, and of the run; later
-        ones override earlier ones.
+        """Return the environment of a process: variables of the supervisor, of the command, and of the run.
 
-        supervisor: ``pid:start_ticks`` of this supervisor.
+        Later ones override earlier ones. supervisor: ``pid:start_ticks`` of this supervisor.
         """
         return {
             **os.environ,
@@ -94,20 +93,18 @@ class NodeSpec:
 
     @property
     def lead(self) -> int:
-        """Node rank of the hub."""
         return int(self.control.get("node_rank", 0)) if self.control else self.node_rank
 
     @property
     def active(self) -> tuple[int, ...]:
-        """Node ranks of the attempt."""
+        """node_ranks of the nodes that take part in the attempt."""
         return self.nodes or tuple(range(self.num_nodes))
 
     def role_of(self, k: int) -> str:
-        """Role of node ``k``: worker, server or client; ``absent`` if the attempt goes without it."""
+        """Return worker, server or client; ``absent`` if the attempt goes without node ``k``."""
         return self.roles[k] if self.roles else self.role
 
     def parts_of(self, k: int) -> tuple[int, ...]:
-        """Part ids that node ``k`` holds."""
         return self.parts[k] if k < len(self.parts) else ()
 
     @property

@@ -1,8 +1,6 @@
 """Collects the Python stacks of a node's ranks and of its graph server before a stalled run is stopped.
 
-``site/sitecustomize.py`` makes Python processes write their stacks on a signal; only processes that have registered
-are sent the signal. Other processes are described from /proc. If the kernel keeps a process from running, its
-description says so, whether it has written stacks or not.
+Python processes write their stacks on a signal (``site/sitecustomize.py``); others are described from /proc.
 """
 
 from __future__ import annotations
@@ -49,8 +47,6 @@ _WRAPPERS = frozenset(["wrapper", "inner", "_fn", "__call__", "_call_impl", "_wr
 
 @dataclass
 class _Traced:
-    """One process of a rank, and the Python stacks that it has written."""
-
     pid: int
     state: str  #: letter and word, as ``S (sleeping)``
     answers: bool  #: the process handles the signal, and can run
@@ -68,8 +64,7 @@ class _Traced:
 
 
 class _Rank:
-    """The processes of a rank, or of the graph server. They get the signal one after another, since forked processes
-    write their stacks to the same file."""
+    """The processes of a rank or graph server. They get the signal one by one, as forked processes share a file."""
 
     def __init__(self, run_dir: str, rank: int, pid: int, processes: Sequence[procs.Process]) -> None:
         self.rank, self.run_dir = rank, run_dir
@@ -83,8 +78,7 @@ class _Rank:
         self._begin = self._size = self._quiet = 0
 
     def turn(self) -> bool:
-        """Send the signal to the next process, or read the stacks that it writes; returns whether all processes have
-        answered."""
+        """Send the signal to the next process, or read the stacks that it writes; return whether all have answered."""
         if self._waiting and not self._sent:
             self._begin = self._size = _size(self.dump)
             self._quiet, self._sent = 0, True
@@ -106,7 +100,7 @@ class _Rank:
             one.watch.look(now)
 
     def result(self) -> list[str]:
-        """The summary followed by the stacks, as lines; also appends them to ``logs/stacks-<name>.log``."""
+        """Return the summary and the stacks, as lines; append them to ``logs/stacks-<name>.log``."""
         for one in self.traced:
             one.held_up = one.watch.held_up()
         main = self._main()
@@ -121,8 +115,7 @@ class _Rank:
         return lines
 
     def _main(self) -> _Traced:
-        """The process started as the rank or, if that wrote no Python stack (such as a shell), its first descendant
-        that wrote one."""
+        # A shell writes no Python stack; its first descendant that wrote one counts.
         first = self.traced[0]
         return first if first.stopped else next((one for one in self.traced if one.lines), first)
 
@@ -157,19 +150,19 @@ def collect(
 
 
 def held_up(summary: str) -> str:
-    """The part of a summary that says what keeps the process from running; '' if nothing does."""
+    """Return the part of a summary that says what keeps the process from running; '' if nothing does."""
     if summary == STOPPED:
         return summary
     return summary.partition("; ")[0] if summary.startswith("state ") else ""
 
 
 def place(summary: str) -> str:
-    """The part of a summary that says where the process is; '' for a stopped one."""
+    """Return the part of a summary that says where the process is; '' for a stopped one."""
     return "" if summary == STOPPED else summary.partition("; ")[2] if held_up(summary) else summary
 
 
 def folded(stacks: Mapping[int, Sequence[str]]) -> list[str]:
-    """One line for each different summary, with all ranks that have it; the largest group of ranks first."""
+    """Return one line for each different summary, with its ranks; the largest group of ranks first."""
     places: dict[str, list[int]] = {}
     for rank in sorted(stacks):
         places.setdefault(stacks[rank][0], []).append(rank)
@@ -189,12 +182,12 @@ def ranges(numbers: Sequence[int]) -> str:
 
 
 def roots(run_dir: str) -> tuple[str, ...]:
-    """Prefixes that ``summary`` removes from the names of files of a run."""
+    """Return the prefixes that ``summary`` removes from the names of files of a run."""
     return (f"{run_dir}/files/", _CODE)
 
 
 def summary(dump: Sequence[str], roots: Sequence[str] = ()) -> str:
-    """Where the main thread is, in code outside libraries: ``backward at train.py:12`` or ``data.py:17 in load()``.
+    """Return where the main thread is, outside libraries: ``backward at train.py:12`` or ``data.py:17 in load()``.
 
     dump: lines written by faulthandler. roots: prefixes to remove from file names.
     """
@@ -210,10 +203,7 @@ def summary(dump: Sequence[str], roots: Sequence[str] = ()) -> str:
 
 
 def _main_thread(dump: Sequence[str]) -> list[tuple[str, str, str]]:
-    """Return (file, line, function) of each frame of the "Current thread" in a dump, innermost first.
-
-    The current thread is the one that handled the signal: the main thread, unless the main thread blocks signals.
-    """
+    """Return (file, line, function) of each frame of the "Current thread" in a dump, innermost first."""
     frames: list[tuple[str, str, str]] = []
     inside = False
     for line in dump:
@@ -251,7 +241,7 @@ def _status(pid: int) -> dict[str, str]:
 
 
 def _has_open(pid: int, path: str) -> bool:
-    """Whether the process has the file ``path`` open, so that its signal handler can write to the file."""
+    # An open file means that the signal handler is installed.
     try:
         wanted = os.stat(path)
         found = [os.stat(f"/proc/{pid}/fd/{name}") for name in os.listdir(f"/proc/{pid}/fd")]
@@ -261,14 +251,12 @@ def _has_open(pid: int, path: str) -> bool:
 
 
 def _described(pid: int, state: str) -> str:
-    """Describe a process that has not written a Python stack, by /proc: its state, wchan and syscall."""
     words = {name: _word(f"/proc/{pid}/{name}") for name in ("wchan", "syscall")}
     where = "".join(f", {name} {word}" for name, word in words.items() if word not in ("", "0", "running"))
     return f"{NO_STACK}, state {state}{where}"
 
 
 def _word(path: str) -> str:
-    """The first word of a file of /proc; '' where it cannot be read."""
     try:
         with open(path, encoding="ascii", errors="replace") as file:
             return (file.read().split() or [""])[0]

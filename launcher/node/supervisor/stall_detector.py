@@ -42,9 +42,8 @@ _KINDS = ("start", "step", "epoch", "eval", "checkpoint", "result")  # order of 
 
 
 class StallDetector:
-    """Finds stalls and stragglers; ``look`` is called once a second.
-
-    A rank without metrics lines (its script writes none) is never called stalled.
+    """Finds stalls and stragglers; ``look`` is called once a second. Ranks without metrics lines never count as
+    stalled.
     """
 
     def __init__(
@@ -55,10 +54,7 @@ class StallDetector:
         self._pace = _StragglerRule()
 
     def look(self, now: float, nodes: Nodes) -> list[dict[str, Any]]:
-        """Return new findings.
-
-        now: ``time.monotonic()``. nodes: by node_rank, the last metrics of each rank.
-        """
+        """Return new findings. now: ``time.monotonic()``. nodes: by node_rank, the last metrics of each rank."""
         ranks = {
             int(rank): {**entry, "where": f"rank {rank} on {self._label(node)}", "node_rank": int(node)}
             for node, entries in nodes.items()
@@ -67,9 +63,9 @@ class StallDetector:
         return [*self._stall.look(now, ranks), *self._pace.look(now, ranks)]
 
     def without(self, exiting: Collection[int]) -> dict[str, Any] | None:
-        """Return "node_rank", "rank" and "text" of the last stall as if the ranks ``exiting`` had already ended.
+        """Find the last stall again without the ranks ``exiting``; return its "node_rank", "rank" and "text".
 
-        None if the finding stays the same, or no other rank is left.
+        None if the result is the same, or no other rank is left.
         """
         return self._stall.without(exiting)
 
@@ -79,8 +75,7 @@ class StallDetector:
 
 
 class _StallRule:
-    """Finds a stall: no rank has made progress for longer than a limit, which is fixed or learned from earlier
-    pauses."""
+    """Finds a stall: no rank progresses for longer than a limit, which is fixed or learned from earlier pauses."""
 
     def __init__(self, after: float | None, stop: bool) -> None:
         self.after, self.stop = after, stop
@@ -152,7 +147,7 @@ class _StallRule:
 
 
 def _position(entry: Entry) -> tuple[float, ...]:
-    """Sort key for the progress of a rank, from its progress file or, if it has none, from its last metrics line."""
+    """Return a sort key for the progress of a rank, from its progress file or, without one, its last metrics line."""
     if entry["at"] is not None:
         epoch, step, phase = entry["at"]
         return (epoch, phase == "evaluate", step, PHASES.index(phase))
@@ -161,7 +156,7 @@ def _position(entry: Entry) -> tuple[float, ...]:
 
 
 def _behind(ranks: Mapping[int, Entry]) -> list[int]:
-    """The ranks with the least progress, in ascending order."""
+    """Return the ranks with the least progress, ascending."""
     least = min(map(_position, ranks.values()))
     return sorted(rank for rank, entry in ranks.items() if _position(entry) == least)
 
@@ -175,7 +170,7 @@ def _names(some: Sequence[int], ranks: Mapping[int, Entry]) -> str:
 
 
 def _place(entry: Entry, many: bool = False) -> str:
-    """Say where a rank is: ``is at step 5 of epoch 2 (computing)``. many: the subject is several ranks: "are at …"."""
+    """Say where a rank is: ``is at step 5 of epoch 2 (computing)``. many: plural, "are at …"."""
     verb, own = ("are", "their") if many else ("is", "its")
     if entry["at"] is None:
         epoch = f"epoch {entry['epoch'] or 0}"
@@ -243,8 +238,7 @@ class _StragglerRule:
 
 
 def _typical(lines: Sequence[Entry]) -> dict[str, float]:
-    """The medians of own_s, step_s and batch_s over ``lines``, in seconds; a slow start or a single pause does not
-    change them much."""
+    """Return the medians of own_s, step_s and batch_s over ``lines``, in seconds."""
     return {name: statistics.median(line[name] or 0.0 for line in lines) for name in ("own_s", "step_s", "batch_s")}
 
 

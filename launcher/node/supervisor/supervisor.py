@@ -1,8 +1,7 @@
 """Runs one node of a run: ``supervisor.py node.json``, inside the node's tmux session.
 
-Starts the graph server and the ranks and writes the files listed in docs/ARCHITECTURE.md under "Node run folder".
-After a failure on any node, or a stop request, it ends every process of the run on this node. Single-threaded except
-for the writer of ``state.json``; standard library only. Exit status: 0 (done) or 1 (failed, stopped).
+Starts the graph server and the ranks, and ends them after a failure on any node or a stop request. Writes the files
+listed in docs/ARCHITECTURE.md, "Node run folder". Exit status: 0 (done) or 1 (failed, stopped).
 """
 
 from __future__ import annotations
@@ -47,8 +46,6 @@ _SIGNALS = {"SIGHUP": "its tmux session was closed", "SIGINT": "Ctrl-C was press
 
 
 class Supervisor:
-    """Runs one node of a run from its start until ``result.json`` is written."""
-
     def __init__(self, spec: NodeSpec) -> None:
         self.first = spec  # node.json
         self.returns, spec = returned(spec)
@@ -80,8 +77,7 @@ class Supervisor:
     # The stages of the run, in order.
 
     def run(self) -> int:
-        """Serve and train until this node is done, failed or stopped, again after each restart that the supervisors
-        decide on. Returns the exit status."""
+        """Serve and train until this node is done, failed or stopped, in all attempts; return the exit status."""
         self.journal.event("supervisor-start", pid=os.getpid())
         end = self.rejoin() if self.returns else self.attempt()
         while self.restarts.rendezvous is not None:
@@ -140,7 +136,7 @@ class Supervisor:
         return self.attempt()
 
     def meet(self, end: Ended, state: str) -> Ended:
-        """Wait until a hub has decided whether the run starts again; returns how this node ends without a restart."""
+        """Wait until a hub has decided whether the run starts again; return how this node ends without a restart."""
         stepped = self.health.stepped()
         self.set_state(state)
         self.restarts.standing = standing_of(self.first, stepped, self.idle)
@@ -167,7 +163,6 @@ class Supervisor:
         self.set_state("starting")
 
     def leaves(self) -> bool:
-        """Whether this node ends regardless of the others: its supervisor got a signal, or its run folder is gone."""
         return bool(self.loop.signals) or not self.journal.folder_exists()
 
     def take_leases(self) -> None:
@@ -181,7 +176,7 @@ class Supervisor:
             raise self.failed("node", describe_leases(taken))
 
     def open_peers_for_end(self, held: set[str]) -> None:
-        """Connect to the other supervisors only to report this node's end, so that they do not wait for this node.
+        """Connect to the other supervisors only to report this node's end.
 
         Does nothing when another run holds the control port.
         """
@@ -201,8 +196,7 @@ class Supervisor:
     def serve(self) -> None:
         """Start the graph server and the rank runners, and wait until the ready file of the graph server exists.
 
-        Meanwhile the ranks of the bundled trainer import their modules; they open the graph once the file exists. A
-        user's own command is started only once the file exists (``rank_runner.py --await-server``).
+        A user's own command is started only once the file exists; ranks of the bundled trainer wait for it themselves.
         """
         if self.spec.server is not None:
             self.keeper.begin()
@@ -215,7 +209,6 @@ class Supervisor:
         self.set_state("serving")
 
     def train(self) -> None:
-        """Wait until all ranks of this node have ended; returns at once when it has none."""
         if self.spec.trainer is None:
             return
         self.set_state("training")
@@ -265,8 +258,7 @@ class Supervisor:
         self.check_health()
 
     def idle(self, timeout: float = _TURN) -> None:
-        """Wait at most ``timeout`` seconds; meanwhile handle output of processes, messages of other supervisors, and
-        the heartbeat."""
+        """Wait at most ``timeout`` seconds; meanwhile handle output, other supervisors' messages and the heartbeat."""
         self.loop.turn(timeout)
         self.peers.look()
         self.peers = self.restarts.look(self.peers)
@@ -275,7 +267,6 @@ class Supervisor:
             self.heartbeat()
 
     def server_pid(self) -> int | None:
-        """Pid of the running graph server; None without one."""
         child = self.keeper.child
         return child.pid if child is not None and child.running() else None
 
@@ -320,8 +311,7 @@ class Supervisor:
             self.fail_own(runner.name, runner, "ended though its rank had not failed")
 
     def check_health(self) -> None:
-        """Collect the stacks of this node's ranks when the hub has asked for them. Raise Ended for a finding that ends
-        the run."""
+        """Raise Ended for a finding that ends the run. First collects the ranks' stacks if the hub asked for them."""
         if isinstance(self.peers, Member) and self.peers.stacks_wanted and self.health.stacks is None:
             self.health.show_stacks()
             self.report()
@@ -330,10 +320,7 @@ class Supervisor:
             raise Ended("failed", finding["text"], self.found_cause(finding))
 
     def ordered(self, order: Order) -> Ended:
-        """Return how this node ends after an order of the hub.
-
-        A node that itself detected the loss that ends the run is "failed", unless its ranks have finished training.
-        """
+        # A node that itself detected the loss that ends the run is "failed", unless its ranks have finished training.
         if order.cause is None:
             return Ended("done", "")
         why = sentence(order.cause, self.spec.all_labels)
@@ -342,13 +329,11 @@ class Supervisor:
         return self.stopped(why, None)
 
     def stopped(self, reason: str, cause: Cause | None) -> Ended:
-        """Return how this node ends after a stop: "done" if its training has ended or it only serves, else
-        "stopped"."""
         needless = self.trained if self.trained is not None else self.state in ("serving", "restarting")
         return Ended("done" if needless else "stopped", reason, cause)
 
     def failed(self, name: str, words: str, t: float | None = None) -> Ended:
-        """Return how this node ends after a failure of process ``name``; ``name`` is "node" for the node as a whole."""
+        """Return how this node ends after a failure of process ``name``, "node" for the node as a whole."""
         cause = self.own_cause(name, "failure", words)
         who = "" if name == "node" else f"{name.replace('rank', 'rank ')} "
         return Ended("failed", who + words, {**cause, "t": t or cause["t"]})
@@ -361,7 +346,7 @@ class Supervisor:
         raise self.failed(name, self.with_trouble(f"{note}; it {how}"))
 
     def record(self, name: str, child: Child | None, **more: Any) -> dict[str, Any]:
-        """Write and return the outcome of a graph server or rank runner that has failed; it may still be running."""
+        """Write and return the outcome of a failed graph server or rank runner, which may still run."""
         if child is not None and child.status[1] == "SIGKILL":
             more |= self.oom.outcome_fields(child.pid)
         record = outcome(name, self.spec.node_rank, None, child, failed=True, **more)
@@ -370,24 +355,19 @@ class Supervisor:
         return record
 
     def with_trouble(self, words: str) -> str:
-        """Append the last error of writing to the run folder, if any, to ``words``, as it often made the process
-        fail."""
+        # An error of writing to the run folder often is why the process failed.
         return f"{words}; {self.journal.trouble}" if self.journal.trouble else words
 
     def own_cause(self, name: str, kind: str, reason: str, request: Mapping[str, Any] | None = None) -> Cause:
-        """Make a cause of the run's end that lies on this node, with the present time."""
         return make_cause(self.spec.node_rank, name, kind, reason, time.time(), request)
 
     def found_cause(self, finding: Finding) -> Cause:
-        """Make the cause for the end of the run from a finding."""
         name = "node" if finding["rank"] is None else f"rank{finding['rank']}"
         return {**self.own_cause(name, finding["kind"], finding["text"]), "node_rank": finding["node_rank"]}
 
     # The end.
 
     def stop_all(self, end: Ended) -> None:
-        """Report the state "stopping" to the other supervisors, end all processes of the run on this node, and complete
-        their outcomes."""
         if end.state == "stopped" or end.reason:
             self.journal.event("stop-requested", reason=end.reason)
         self.set_state("stopping")
@@ -397,7 +377,7 @@ class Supervisor:
         complete_outcomes(self.children, self.keeper, self.runners, self.book, self.loop)
 
     def grace(self) -> float:
-        """Seconds between SIGTERM and SIGKILL when this node ends its processes."""
+        """Return the seconds between SIGTERM and SIGKILL when this node ends its processes."""
         cause = self.cause or self.peers.cause
         if cause is not None and cause["asked"] and cause["asked"]["now"]:
             return 0.0
@@ -405,7 +385,6 @@ class Supervisor:
         return min(self.spec.grace, _LOST_GRACE) if lost else self.spec.grace
 
     def finish(self, end: Ended) -> None:
-        """Wait for the other supervisors, write ``result.json``, and release ports, leases and disk space."""
         if self.spec.restarts and self.leaves():
             self.restarts.leave(self.peers, self.spec.generation)
         self.final = end.state
@@ -422,15 +401,15 @@ class Supervisor:
         self.release()
 
     def await_peers(self) -> None:
-        """Report this node's end and wait until the hub has acknowledged it; on the hub, wait until all members have
-        ended."""
+        """Report this node's end and wait until the hub has acknowledged it; as the hub, wait for the end of all
+        members.
+        """
         self.report()
         deadline = time.monotonic() + self.spec.grace + _LEAVING
         while not self.peers.may_leave() and time.monotonic() < deadline:
             self.idle(0.05)
 
     def release(self) -> None:
-        """Close the connections to other supervisors, and free the reserved disk space and the leases."""
         self.peers.close()
         self.mailbox.close()
         self.journal.free_reserve()
@@ -446,7 +425,6 @@ class Supervisor:
         self.heartbeat()
 
     def heartbeat(self) -> None:
-        """Rewrite ``state.json`` and report the state to the other supervisors."""
         self._next_heartbeat = time.monotonic() + HEARTBEAT
         self.oom.look()
         state = {
@@ -467,7 +445,6 @@ class Supervisor:
         self.report()
 
     def report(self) -> None:
-        """Send this node's ``Report``, which describes its state, to the other supervisors."""
         own = {"state": self.state, "trained": self.trained, "final": self.final or None, "cause": self.cause}
         signs: dict[str, Any] = {
             "ranks": self.health.ranks,

@@ -33,9 +33,9 @@ class Vitals:
 
     ``ranks[r]`` exists once the metrics file of rank r has a line. It has the last values of ``epoch``, ``step``,
     ``steps``, ``loss``, ``seeds_per_s``, ``remote_share``, ``own_s``, ``step_s`` and ``batch_s`` (None: not written
-    yet); ``most``, the largest kind of ``spent`` and its share (see ``largest``); ``kind`` and ``t`` of the last line;
-    ``at``, [epoch, step, phase] from the progress file, or None; ``ended``, whether the rank has ended; and ``done``,
-    whether the phase in its progress file is "done".
+    yet); ``most``, the result of ``largest``; ``kind`` and ``t`` of the last line; ``at``, [epoch, step, phase] from
+    the progress file, or None; ``ended``, whether the rank has ended; and ``done``, whether the phase in its progress
+    file is "done".
     """
 
     def __init__(
@@ -47,7 +47,7 @@ class Vitals:
         stop_on_nan: bool = False,
         at_end: bool = False,
     ) -> None:
-        """at_end: skip the lines that the metrics files have already, which an earlier attempt has written."""
+        """at_end: skip lines that an earlier attempt has written."""
         self.run_dir, self.node_rank, self.stop_on_nan = run_dir, node_rank, stop_on_nan
         self.label = label or f"node{node_rank}"
         self.ranks: dict[int, dict[str, Any]] = {}
@@ -56,8 +56,7 @@ class Vitals:
         self._finite: dict[int, tuple[float, int]] = {}  # rank -> last loss that was a number, and its step
 
     def look(self, now: float, ended: Container[int] = ()) -> list[dict[str, Any]]:
-        """Read the new lines of all ranks. The first time that a loss is not finite, returns a list with a ``nan``
-        finding, else [].
+        """Read the new lines of all ranks; return a ``nan`` finding at the first loss that is not finite, else [].
 
         now: seconds since the epoch, for lines without ``t``. ended: ranks that have ended.
         """
@@ -109,7 +108,7 @@ class Vitals:
 def largest(spent: Any) -> list[Any] | None:
     """Return ``[kind, share]`` of the kind of ``spent`` that takes most time of a step; share from 0 to 1.
 
-    spent: the field ``spent`` of a metrics line, seconds by kind. None if it has no numbers.
+    spent: field of a metrics line, seconds by kind. None if it has no numbers.
     """
     if not isinstance(spent, dict):
         return None
@@ -122,15 +121,12 @@ def largest(spent: Any) -> list[Any] | None:
 
 
 class _Tail:
-    """Reads the lines that are appended to a metrics file."""
-
     def __init__(self, path: str, at_end: bool = False) -> None:
         self.path = path
         self._offset = os.path.getsize(path) if at_end and os.path.exists(path) else 0
         self._rest = b""
 
     def lines(self) -> Iterator[dict[str, Any]]:
-        """The metrics lines added since the last call."""
         *whole, self._rest = (self._rest + self._added()).split(b"\n")
         if len(self._rest) > _LONGEST:
             self._rest = b""
@@ -164,7 +160,7 @@ def _parsed(text: bytes) -> dict[str, Any] | None:
 
 
 def _progress(path: str) -> list[Any] | None:
-    """Read ``[epoch, step, phase]`` from a rank's progress file; None when the file does not exist or is incomplete."""
+    """Read ``[epoch, step, phase]`` from a rank's progress file; None when it does not exist or is incomplete."""
     try:
         with open(path, "rb", buffering=0) as file:
             words = file.read(64).split()

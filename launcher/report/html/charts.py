@@ -47,7 +47,7 @@ Trace = Mapping[str, Any]
 def loss_chart(record: RunRecord) -> Chart | None:
     """Return a chart of the loss by step and by epoch; None if there is no loss.
 
-    If this run resumed an earlier run, the chart also has the loss of the earlier run up to the point of resumption.
+    It also shows the loss of the run that this run resumed.
     """
     own, begin = record.series, resumed_at(record)
     data = [
@@ -97,7 +97,7 @@ def speed_chart(record: RunRecord) -> Chart | None:
 
 
 def _seconds_speed(record: RunRecord) -> Chart | None:
-    """Return a chart of each rank's seeds per second by time since the launch, for a run with one epoch."""
+    # A run with one epoch: by time since the launch.
     start = record.started
     data = [
         _line(rank_name(rank, record.node_of.get(rank)), [(t - start, value) for t, value in points])
@@ -152,17 +152,13 @@ def pair_chart(
 
 
 def bars(key: str, title: str, names: Sequence[str], values: Sequence[float], axis: str) -> Chart:
-    """Return a chart with one vertical bar for each name."""
     data = [{"type": "bar", "x": list(names), "y": list(values), "marker": {"color": "#0072b2"}, "showlegend": False}]
     layout = {"xaxis": {"type": "category"}, "yaxis": {"title": {"text": axis}, "rangemode": "tozero"}}
     return Chart(key, title, data, layout, 260)
 
 
 def resumed_at(record: RunRecord) -> float | None:
-    """Return the number of epochs that were done when this run resumed an earlier one.
-
-    None if this run did not resume another, or has no epoch yet.
-    """
+    """Return the epochs done when this run resumed an earlier one; None if it resumed none or has no epoch."""
     if record.found.launch is None or not record.found.launch.resumed_from:
         return None
     own = [number(line.get("epoch")) for line in record.series.epochs]
@@ -171,7 +167,7 @@ def resumed_at(record: RunRecord) -> float | None:
 
 
 def thinned_before(points: Sequence[Point], end: float | None) -> list[Point]:
-    """Return the points whose x is at most ``end``; all if ``end`` is None. ``points`` are already thinned."""
+    """Return the points whose x is at most ``end`` (None: all). ``points`` are already thinned."""
     return [point for point in points if end is None or point[0] <= end]
 
 
@@ -206,7 +202,6 @@ def _resume_mark(record: RunRecord) -> dict[str, Any]:
 
 
 def _speeds(series: Series) -> dict[int, list[Point]]:
-    """Return for each rank a list of (epoch, seeds per second)."""
     found: dict[int, list[Point]] = {}
     for line in series.epochs:
         epoch, speed = number(line.get("epoch")), number(line.get("seeds_per_s"))
@@ -220,7 +215,6 @@ def _seeds_axis() -> dict[str, Any]:
 
 
 def _ticks(curves: Any) -> int | None:
-    """Return the distance between ticks of the epoch axis: 1 if there are few epochs, else None (plotly chooses)."""
     return 1 if max((len(points) for points in curves), default=0) <= 10 else None
 
 
@@ -269,5 +263,4 @@ def _height(rows: int) -> int:
 
 
 def all_of(charts: Sequence[Chart | None]) -> Iterator[Chart]:
-    """Return the charts that are not None."""
     return (chart for chart in charts if chart is not None)

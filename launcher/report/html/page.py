@@ -47,8 +47,6 @@ class Lines:
 
 @dataclass(frozen=True)
 class Words:
-    """Paragraphs of text, one for each item of ``texts``."""
-
     texts: tuple[str, ...]
     tone: Tone = ""
     kind: Literal["words"] = "words"
@@ -77,8 +75,6 @@ class Section:
 
 @dataclass(frozen=True)
 class ReportPage:
-    """The content of a whole report page."""
-
     title: str
     state: str  #: done, failed, stopped, running
     headline: str  #: one sentence on the state of the run
@@ -87,5 +83,4 @@ class ReportPage:
 
     @property
     def charts(self) -> list[Chart]:
-        """All charts of the page, from top to bottom."""
         return [block for section in self.sections for block in section.blocks if isinstance(block, Chart)]

@@ -53,7 +53,6 @@ class RunRecord:
 
     @property
     def folder(self) -> Path:
-        """The run's folder on this machine."""
         assert self.found.folder is not None
         return self.found.folder
 
@@ -71,7 +70,7 @@ class RunRecord:
 
 
 def read_record(folder: Path, *, runs_dirs: Sequence[Path] = ()) -> RunRecord:
-    """Read a run's folder; raises FleetError if a file in it is damaged, or its metrics cannot be analysed."""
+    """Read a run's folder. Raises FleetError if a file in it is damaged, or its metrics cannot be analysed."""
     found = read_folder(folder)
     topology = found.plan.topology.choice if found.plan else ""
     analysis = analyse(_metrics_files(folder), topology, own=found.own)
@@ -116,7 +115,7 @@ def _earlier(found: FoundRun, runs_dirs: Sequence[Path], ancestors: int) -> tupl
 
 
 def _outcome(values: Any) -> Outcome | None:
-    """Convert an outcome from result.json; None if it is not valid, or from another version."""
+    """Convert an outcome from result.json; None if it is invalid or from another version."""
     known = checked(OUTCOME, values)
     return None if known is None else Outcome.from_record(known, str(known.get("host", "")))
 
@@ -138,10 +137,7 @@ def _last_lines(path: Path) -> tuple[str, ...]:
 
 
 def _manifest(found: FoundRun) -> Mapping[str, Any] | None:
-    """Return the manifest of the parts that the run used.
-
-    None if the partition folder on this machine no longer has the manifest that was sent.
-    """
+    # The partition folder on this machine may no longer have the manifest that was sent.
     if found.plan is None or found.config is None or not found.plan.manifest:
         return None
     source = Path(found.config.data.folder).expanduser() / "manifest.json"

@@ -1,8 +1,6 @@
 """Renders a report page as one self-contained HTML file that makes no requests.
 
-Texts from logs, hosts and configs are escaped by the template. Texts that plotly draws are escaped in this file. The
-page's Content-Security-Policy also forbids every request, so text that was not escaped could neither fetch nor send
-anything.
+The template escapes texts from logs, hosts and configs; this file escapes texts that plotly draws.
 """
 
 from __future__ import annotations
@@ -27,10 +25,7 @@ from launcher.report.report import RunReport, _analysed
 
 
 def written(report: RunReport) -> RunReport:
-    """Analyse the metrics and write the files of the report.
-
-    Returns the report, with a note for each step that failed.
-    """
+    """Analyse the metrics and write the files of the report; return the report with a note on each failed step."""
     report = _analysed(report)
     try:
         report.write()
@@ -41,7 +36,7 @@ def written(report: RunReport) -> RunReport:
 
 
 def _with_html(report: RunReport) -> RunReport:
-    """Write report.html. Any error becomes a note in the returned report, so that the report can still be printed."""
+    # Any error becomes a note, so that the report can still be printed.
     try:
         write_html(report.folder)
     except Exception as error:  # noqa: BLE001
@@ -75,7 +70,7 @@ def render(page: ReportPage, *, live: str = "") -> str:
 
 
 def render_main(page: ReportPage) -> str:
-    """Render the content between header and footer. Open pages of ``gnnfleet report --watch`` are updated with it."""
+    """Render the content between header and footer, which ``gnnfleet report --watch`` updates in open pages."""
     return str(_template("main.html.j2").render(page=page))
 
 
@@ -86,10 +81,7 @@ def figures_json(page: ReportPage) -> str:
 
 
 def figure(chart: Chart) -> dict[str, Any]:
-    """Return a chart in the form that report.js reads.
-
-    Numbers that JSON cannot represent become null, which is a gap in the curve.
-    """
+    """Return a chart in the form that report.js reads. Numbers that JSON cannot represent become null, a gap."""
     data = [_cleaned(trace) for trace in chart.data]
     return {"key": chart.key, "height": chart.height, "data": data, "layout": _cleaned(chart.layout)}
 
@@ -105,7 +97,7 @@ def _cleaned(value: Any, key: str = "") -> Any:
 
 
 def _escaped(text: str) -> str:
-    """Return a text of a chart, cut to 160 characters and escaped, as plotly interprets some HTML tags."""
+    # plotly interprets some HTML tags.
     short = text if len(text) <= _LONGEST else f"{text[: _LONGEST - 1]}…"
     return short.replace("&", "&amp;").replace("<", "&lt;").replace(">", "&gt;")
 
@@ -126,10 +118,7 @@ def _own(name: str) -> str:
 
 @cache
 def _library() -> str:
-    """Return plotly.js (5 MB), compressed to 2 MB and encoded in base64.
-
-    The file is read without importing plotly, which would take a second.
-    """
+    """Return plotly.js (5 MB), compressed to 2 MB and encoded in base64. Does not import plotly, which is slow."""
     spec = find_spec("plotly")
     places = (
         [Path(place) / "package_data" / "plotly.min.js" for place in (spec.submodule_search_locations or ()) if spec]

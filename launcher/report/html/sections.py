@@ -38,7 +38,7 @@ Pairs = Mapping[tuple[int, int], Mapping[str, float]]  #: (requesting node, owne
 def traffic_blocks(record: RunRecord) -> Iterator[Block]:
     """Yield heat maps of bytes and of cached rows between pairs of nodes, and a table by rank.
 
-    Yields nothing if no rank received bytes from other nodes.
+    Nothing if no rank received bytes from other nodes.
     """
     ranks, plan = record.analysis.traffic, record.found.plan
     if not any(rank.sums["remote_bytes"] for rank in ranks):
@@ -71,11 +71,7 @@ def _predicted(profile: Profile | None) -> Iterator[Block]:
 
 
 def _maps(pairs: Pairs, serving: str) -> Iterator[Block]:
-    """Yield heat maps of bytes and of cached rows.
-
-    ``pairs``: result of ``pairs_of``. ``serving``: name of the serving cluster that the rows came from; '' if they came
-    from nodes of the run.
-    """
+    """Yield heat maps of bytes and of cached rows. ``serving``: serving cluster that the rows came from, or ''."""
     asking, asked = sorted({i for i, _ in pairs}), sorted({j for _, j in pairs})
     to, of = [f"node{i}" for i in asking], [f"{serving}/node{j}" if serving else f"node{j}" for j in asked]
     sent = [[pairs[i, j]["remote_bytes"] if (i, j) in pairs else None for j in asked] for i in asking]
@@ -350,7 +346,6 @@ def _config(record: RunRecord) -> Iterator[Block]:
 
 
 def _versions(events: list[Mapping[str, Any]]) -> Table:
-    """Return a table of package versions with a column for each set of nodes that have equal versions."""
     by_nodes = [(spans(sorted(event.get("nodes", ()))), dict(event.get("versions", {}))) for event in events]
     names = sorted({name for _, versions in by_nodes for name in versions})
     rows = tuple((name, *(str(versions.get(name) or "–") for _, versions in by_nodes)) for name in names)
@@ -358,7 +353,7 @@ def _versions(events: list[Mapping[str, Any]]) -> Table:
 
 
 def _without_env(text: str) -> str:
-    """Return the text of a config without the values in ``env``: they may be secret, and reports are shared."""
+    # Values in ``env`` may be secret, and reports are shared.
     try:
         tree = yaml.safe_load(text)
     except yaml.YAMLError:

@@ -29,7 +29,6 @@ class Series:
 
     @property
     def epochs_done(self) -> int:
-        """Number of epochs that the fastest rank has done."""
         return max((_whole(line.get("epoch")) for line in self.epochs), default=0)
 
 
@@ -43,7 +42,7 @@ def read_series(lines: Iterable[Line]) -> Series:
 
 @dataclass
 class _Curve:
-    """Points of a curve. Whenever it has more than ``2 * POINTS`` points, every second one is dropped."""
+    """A curve. Whenever it has more than ``2 * POINTS`` points, every second one is dropped."""
 
     points: list[Point] = field(default_factory=list)
     _stride: int = 1
@@ -62,8 +61,6 @@ class _Curve:
 
 @dataclass
 class _Seen:
-    """Losses, metrics and speeds in the metrics lines that were read so far."""
-
     losses: list[Point] = field(default_factory=list)  # losses over all ranks, from epoch lines
     covered: set[int] = field(default_factory=set)  # epochs in ``losses``
     steps: dict[int, dict[int, list[Point]]] = field(default_factory=dict)  # from step lines, by epoch and rank
@@ -110,7 +107,7 @@ class _Seen:
             self._step_loss(int(epoch), rank, (x, loss))
 
     def _step_loss(self, epoch: int, rank: int, point: Point) -> None:
-        """Add a rank's loss in one step, unless the epoch line with the losses over all ranks has already been read."""
+        # The epoch line has the losses over all ranks.
         if epoch in self.covered:
             return
         points = self.steps.setdefault(epoch, {}).setdefault(rank, [])
@@ -137,8 +134,7 @@ class _Seen:
 def mean_over_ranks(by_rank: Mapping[int, Sequence[Point]]) -> list[Point]:
     """Merge the points of all ranks into one curve.
 
-    Each rank logs about one step per second, and different ranks log different steps. Consecutive points of different
-    ranks are averaged, so that differences between the ranks' seeds do not make the curve jagged.
+    Ranks log different steps, about one per second. Averages consecutive points of different ranks, for a smooth curve.
     """
     groups: list[dict[int, Point]] = [{}]
     for x, y, rank in sorted((x, y, rank) for rank, points in by_rank.items() for x, y in points):
@@ -149,7 +145,6 @@ def mean_over_ranks(by_rank: Mapping[int, Sequence[Point]]) -> list[Point]:
 
 
 def mean_point(points: Sequence[Point]) -> Point:
-    """Return the mean of one or more points."""
     return sum(x for x, _ in points) / len(points), sum(y for _, y in points) / len(points)
 
 

@@ -58,7 +58,7 @@ class Mark:
 def timeline_chart(record: RunRecord) -> Chart | None:
     """Return a chart with a row for the launcher and for each process, and marks for events and findings.
 
-    If there are many processes, each node has a row instead. None if there is nothing to show.
+    If there are many processes, each node has one row for all of its processes. None if there is nothing to show.
     """
     spans, marks = [*_stages(record), *_lives(record)], [*_marks(record)]
     if not spans:
@@ -87,10 +87,9 @@ def _stages(record: RunRecord) -> Iterator[Span]:
 
 
 def _lives(record: RunRecord) -> Iterator[Span]:
-    """Yield the lifetimes of all processes; if there are many, one lifetime per node.
+    """Yield the lifetimes of all processes; if there are many, one per node.
 
-    Times are by this machine's clock if the run has ended and did not restart. Otherwise the lifetimes are read from
-    events, whose times are by the clocks of the nodes.
+    Times are by this machine's clock if the run has ended and did not restart, else by the nodes' clocks.
     """
     lives = ([] if record.result.get("restarts") else list(_ended(record))) or list(_begun(record))
     if len(lives) <= _ROWS:
@@ -156,7 +155,7 @@ def _since(record: RunRecord, event: Mapping[str, Any]) -> float:
 
 
 def _end(record: RunRecord) -> float:
-    """Return when the run ended, in seconds since the launch: the time of its last event or metrics line."""
+    """Return the time of the last event or metrics line, in seconds since the launch."""
     times = [_since(record, event) for event in record.events]
     lines = [points[-1][0] - record.started for points in record.series.speed.values() if points]
     return max([*times, *lines, 0.0])

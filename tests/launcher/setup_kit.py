@@ -105,13 +105,15 @@ class QuietServer(SimpleHTTPRequestHandler):
 
 
 @contextmanager
-def served(folder: Path, handler: type[SimpleHTTPRequestHandler] = QuietServer) -> Iterator[str]:
-    """Serve a folder over HTTP on a free port of this machine; yields the URL."""
-    server = ThreadingHTTPServer(("127.0.0.1", 0), partial(handler, directory=str(folder)))
+def served(
+    folder: Path, handler: type[SimpleHTTPRequestHandler] = QuietServer, *, address: str = "127.0.0.1"
+) -> Iterator[str]:
+    """Serve a folder over HTTP on a free port of an address of this machine; yields the URL."""
+    server = ThreadingHTTPServer((address, 0), partial(handler, directory=str(folder)))
     thread = threading.Thread(target=server.serve_forever, daemon=True)
     thread.start()
     try:
-        yield f"http://127.0.0.1:{server.server_address[1]}"
+        yield f"http://{address}:{server.server_address[1]}"
     finally:
         server.shutdown()
         server.server_close()

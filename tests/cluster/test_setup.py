@@ -38,7 +38,7 @@ def test_from_three_bare_hosts_to_a_trained_model(make_cluster: Callable[..., Ne
     operator = Operator(cluster, tmp_path / "home")
     names = [host.name for host in cluster.hosts]
     written = operator.gnnfleet("init", *names, "--dataset", "synthetic", "-o", "cluster.yml")
-    assert written.returncode == 3 and "To install them: gnnfleet setup --config cluster.yml" in written.output
+    assert written.status == 3 and "To install them: gnnfleet setup --config cluster.yml" in written.output
 
     sending = subprocess.Popen(
         [sys.executable, str(REPOSITORY / "launch.py"), "setup", "--config", "cluster.yml", "--yes"],
@@ -54,7 +54,7 @@ def test_from_three_bare_hosts_to_a_trained_model(make_cluster: Callable[..., Ne
     assert not cluster.hosts[1].root_path("~/gnnfleet-venv").exists()
 
     done = operator.gnnfleet("setup", "--config", "cluster.yml", "--yes", timeout=900)
-    assert done.returncode == 0, done.output
+    assert done.status == 0, done.output
     assert done.output.count("sent from this machine") == 3 and "Set up 3 hosts." in done.output
     for host in cluster.hosts:
         python = f"{host.home}/gnnfleet-venv/bin/python"
@@ -66,12 +66,12 @@ def test_from_three_bare_hosts_to_a_trained_model(make_cluster: Callable[..., Ne
 
     started = time.monotonic()
     again = operator.gnnfleet("setup", "--config", "cluster.yml")
-    assert again.returncode == 0 and "Nothing to do: 3 nodes complete." in again.output, again.output
+    assert again.status == 0 and "Nothing to do: 3 nodes complete." in again.output, again.output
     assert time.monotonic() - started < 5 * max(1.0, os.getloadavg()[0] / (os.cpu_count() or 1))
 
     small = ("--set", "data.options.num_nodes=2000", "--set", "run.start_timeout=600", "--set", "train.timeout=600")
     trained = operator.gnnfleet("--config", "cluster.yml", "--epochs", "1", "--plain", *small, timeout=900)
-    assert trained.returncode == 0 and "test accuracy" in trained.output, trained.output
+    assert trained.status == 0 and "test accuracy" in trained.output, trained.output
 
 
 @pytest.fixture

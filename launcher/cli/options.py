@@ -166,3 +166,9 @@ def show(plan: LaunchPlan, *, as_json: bool, verbose: bool) -> None:
         click.echo(to_json(plan))
     else:
         print_plan(plan, console_of(False), every=verbose)
+
+
+def program_name(ctx: click.Context) -> str:
+    """Return the command that started this program, ``gnnfleet`` or ``python launch.py``."""
+    name = ctx.find_root().info_name or "gnnfleet"
+    return "python launch.py" if name.endswith("launch.py") else "gnnfleet"

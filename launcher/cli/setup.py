@@ -7,7 +7,17 @@ from typing import Any
 
 import click
 
-from launcher.cli.options import CONFIG, HOST_FILTERS, JSON, SET, GroupedOptions, console_of, examples, with_options
+from launcher.cli.options import (
+    CONFIG,
+    HOST_FILTERS,
+    JSON,
+    SET,
+    GroupedOptions,
+    console_of,
+    examples,
+    program_name,
+    with_options,
+)
 from launcher.errors import UsageError
 
 _EPILOG = (
@@ -43,7 +53,7 @@ def setup(ctx: click.Context, **values: Any) -> None:
     as_json = bool(values["as_json"])
     options = SetupOptions(
         console_of(as_json),
-        f"gnnfleet check --config {config}",
+        f"{program_name(ctx)} check --config {config}",
         packages=tuple(values["packages"]),
         build=values["build"],
         dry_run=values["dry_run"],

@@ -100,6 +100,7 @@ def make_plan(
         own_python: version of the launching machine's Python, which is preferred.
         build: build of torch for hosts with GPUs; None: chosen by ``_cuda_build``.
     """
+    states = {k: replace(state, in_use=_users(state, states.values())) for k, state in states.items()}
     problems = {k: why for k, state in states.items() if (why := _problem(state))}
     usable = {k: state for k, state in states.items() if k not in problems}
     python = _common_python(usable.values(), minor(own_python))
@@ -127,6 +128,11 @@ def with_sources(plan: SetupPlan, reached: Mapping[int, Mapping[str, bool]]) -> 
         return replace(host, fetched=fetched, sent=tuple(wheel for wheel in host.wheels if wheel not in fetched))
 
     return SetupPlan(tuple(sourced(host) if host.acts else host for host in plan.hosts))
+
+
+def _users(state: HostState, states: Iterable[HostState]) -> tuple[str, ...]:
+    """Return the processes that use the environment of a host, on all hosts that see its folder."""
+    return tuple(dict.fromkeys(user for one in states if one.builder == state.builder for user in one.in_use))
 
 
 def _problem(state: HostState) -> str:
@@ -225,12 +231,15 @@ def _same(found: str, wanted: str, name: str) -> bool:
 
 
 def _wrong_build(node: NodeConfig, state: HostState, lock: WheelLock, name: str) -> bool:
-    """Whether torch is built for no CUDA, or for another major version, on a node that uses devices.
+    """Whether torch is built for no CUDA, or for another version, on a node that uses devices.
 
     On other nodes each build of torch will do.
     """
     assert state.installed is not None
-    return name == "torch" and bool(node.devices) and state.installed.cuda.split(".")[0] != lock.cuda
+    if name != "torch" or not node.devices:
+        return False
+    found, build = state.installed.cuda, lock.target.build
+    return found.split(".")[0] != lock.cuda or bool(build and lock.cuda and f"cu{found.replace('.', '')}" != build)
 
 
 def _checked(plan: HostPlan) -> HostPlan:

@@ -60,14 +60,17 @@ def set_up(config: ResolvedConfig, options: SetupOptions) -> int:
         print_plan(plan, failed, options.console)
         results: dict[int, Result] = {}
         problems: dict[int, Exception] = {}
-        if plan.work and not options.dry_run:
-            _confirm(plan, options)
+        acting = bool(plan.work) and not options.dry_run and _confirmed(plan, options)
+        if acting:
             pythons = {k: base_python(config, k) for k in transports}
             connections = Connections(transports, agents, pythons, config.run.connect_timeout)
             results, problems = _installed(plan, requirements, connections, options)
     if options.as_json:
         click.echo(json.dumps(to_json(plan, failed, {k: str(error) for k, error in problems.items()}), indent=1))
-    return _conclude(plan, failed, results, problems, options)
+    if acting or not plan.work:
+        return _conclude(plan, failed, results, problems, options)
+    options.console.print(f"Nothing was changed. {count(len(plan.work), 'host')} would be set up.", highlight=False)
+    return 3 if _left(plan, failed) or not options.dry_run else 0
 
 
 def config_packages(config: ResolvedConfig, more: Sequence[str]) -> tuple[str, ...]:
@@ -79,7 +82,7 @@ def config_packages(config: ResolvedConfig, more: Sequence[str]) -> tuple[str, .
 def _connected(
     config: ResolvedConfig, options: SetupOptions
 ) -> Iterator[tuple[dict[int, Transport], list[TransportError]]]:
-    options.console.print(f"connecting to {count(len(config.nodes), 'host')}", highlight=False)
+    options.console.print(f"connecting to {count(len(config.nodes), 'node')}", highlight=False)
     opened = connect_all(config)
     try:
         found = {k: one for k, one in opened.items() if isinstance(one, Transport)}
@@ -118,13 +121,13 @@ def _planned(
     return with_sources(plan, answers.values)
 
 
-def _confirm(plan: SetupPlan, options: SetupOptions) -> None:
-    """Ask the one question. Raises UsageError if it cannot be asked, click.Abort if the answer is no."""
+def _confirmed(plan: SetupPlan, options: SetupOptions) -> bool:
+    """Ask the one question. Raises UsageError if it cannot be asked."""
     if not options.ask:
-        return
+        return True
     if not (sys.stdin.isatty() and options.console.is_terminal):
         raise UsageError("no terminal to ask on whether to install this; give --yes, or --dry-run to see it only")
-    click.confirm(f"Install this on {count(len(plan.work), 'host')}?", default=True, abort=True, err=options.as_json)
+    return click.confirm(f"Install this on {count(len(plan.work), 'host')}?", default=True, err=options.as_json)
 
 
 def _installed(
@@ -161,6 +164,11 @@ def _downloaded(plan: SetupPlan, requirements: Requirements, options: SetupOptio
     return paths
 
 
+def _left(plan: SetupPlan, failed: Sequence[NodeError]) -> int:
+    """Return the number of problems that only the user can solve."""
+    return len(plan.refused) + len(failed) + len(plan.without_tmux)
+
+
 def _conclude(
     plan: SetupPlan,
     failed: Sequence[NodeError],
@@ -178,13 +186,11 @@ def _conclude(
     for k, error in sorted(problems.items()):
         text = str(error)
         say(Text(text if text.startswith(labels[k].state.label) else f"{labels[k].state.label}: {text}", "bold red"))
-    left = len(plan.refused) + len(failed) + len(plan.without_tmux)
+    left = _left(plan, failed)
     if problems:
         say(Text("The other hosts are complete. Run gnnfleet setup again to go on.", "bold red"))
         return 1
-    if options.dry_run and plan.work:
-        say(f"Nothing was changed. Without --dry-run, {count(len(plan.work), 'host')} would be set up.")
-    elif left:
+    if left:
         say(Text(f"{count(left, 'problem')} above {'is' if left == 1 else 'are'} left to you; then run this again."))
     elif not plan.work:
         say(Text(f"Nothing to do: {count(len(plan.hosts), 'node')} complete.", "bold green"))

@@ -38,7 +38,7 @@ def test_from_three_bare_hosts_to_a_trained_model(make_cluster: Callable[..., Ne
     operator = Operator(cluster, tmp_path / "home")
     names = [host.name for host in cluster.hosts]
     written = operator.gnnfleet("init", *names, "--dataset", "synthetic", "-o", "cluster.yml")
-    assert written.status == 3 and "To install them: gnnfleet setup --config cluster.yml" in written.output
+    assert written.status == 3 and "To install them: python launch.py setup --config cluster.yml" in written.output
 
     sending = subprocess.Popen(
         [sys.executable, str(REPOSITORY / "launch.py"), "setup", "--config", "cluster.yml", "--yes"],

@@ -153,6 +153,6 @@ def lock_for(target: Target) -> WheelLock:
     """Return a lock with tiny packages, and with one of CUDA 13 for builds of torch with CUDA."""
     cuda = target.build != "cpu"
     versions = {"graphdep": OTHER, "pip": "23.0", "torch": TORCH + (f"+{target.build}" if target.build else "")}
-    versions |= {"nvidia-cudnn-cu13": "9.0"} if cuda else {}
+    versions |= {f"nvidia-cudnn-{(target.build or 'cu13')[:4]}": "9.0"} if cuda else {}
     wheels = [Wheel(name, version, f"https://files/{name}.whl", "00") for name, version in versions.items()]
     return WheelLock(target, tuple(wheels), None)

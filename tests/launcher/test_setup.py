@@ -24,7 +24,7 @@ from launcher.setup.requirements import NODE_PACKAGES, Requirements, Target, clo
 from launcher.setup.survey import HostState, Interpreter
 from launcher.setup.wheels import SetupError, lock_of
 from plan_kit import cluster
-from setup_kit import REQUIREMENTS, CutServer, host_state, installed, lock_for, make_index, served
+from setup_kit import OTHER, REQUIREMENTS, CutServer, host_state, installed, lock_for, make_index, served
 
 CPU = Target("3.11", "x86_64", "2.36", "cpu")
 
@@ -173,6 +173,7 @@ def test_all_hosts_get_the_same_python(states: list[HostState], own: str, chosen
 
 
 GPU = {"gpus": 2, "driver": "580.1"}
+CU126 = {"torch": "9.1.0+cu126", "graphdep": OTHER, "nvidia-cudnn-cu12": "9.0"}
 
 
 @pytest.mark.parametrize(
@@ -184,6 +185,8 @@ GPU = {"gpus": 2, "driver": "580.1"}
         (host_state(installed=installed(versions={"torch": "9.1.0"}, cuda="13.0")), {}, "repair", "graphdep 1.2.0"),
         (host_state(installed=installed(), **GPU), {"devices": (0,)}, "repair",
          "torch 9.1.0+cpu → 9.1.0, nvidia-cudnn-cu13 9.0"),
+        (host_state(installed=installed(versions=CU126, cuda="12.6"), **GPU), {"devices": (0,)}, "none", ""),
+        (host_state(installed=installed(versions=CU126, cuda="12.6"), **GPU), {}, "none", ""),
         (host_state(installed=installed(unfinished=("?",))), {}, "repair",
          "graphdep 1.2.0 → 1.2.0, torch 9.1.0+cpu → 9.1.0+cpu"),
     ],
@@ -216,6 +219,19 @@ def test_what_is_installed(state: HostState, node: dict[str, object], action: Ac
 def test_refused_hosts(state: HostState, why: str) -> None:
     [host] = planned(state)
     assert (host.action, host.why) == ("refused", why)
+
+
+def test_a_build_given_by_hand_replaces_another() -> None:
+    state = host_state(installed=installed(versions=CU126, cuda="12.6"), **GPU)
+    [host] = planned(state, node=NodeConfig("gnn0", devices=(0,)), build="cu128")
+    assert shown_changes(host.changes) == "torch 9.1.0+cu126 → 9.1.0+cu128"
+
+
+def test_an_environment_is_in_use_if_a_process_of_any_host_that_sees_it_runs() -> None:
+    mine, other = host_state(0, installed=installed(versions={})), host_state(1, installed=installed(), builder=0)
+    states = {0: mine, 1: replace(other, in_use=("pid 5: ~/env/bin/python",))}
+    plan = make_plan(resolve(cluster()), states, REQUIREMENTS, lock_for, "3.11.7")
+    assert [host.action for host in plan.hosts] == ["refused", "shared"] and "pid 5" in plan.hosts[0].why
 
 
 def test_wheels_come_from_servers_that_a_host_reaches() -> None:

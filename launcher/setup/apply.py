@@ -9,9 +9,9 @@ from pathlib import Path
 from typing import Any
 
 from launcher.command import Command
+from launcher.node.programs.packages import PACKAGES
 from launcher.plan.model import PlannedFile
 from launcher.setup.plan import HostPlan, SetupPlan
-from launcher.setup.requirements import NODE_PACKAGES
 from launcher.setup.wheels import SetupError, Wheel
 from launcher.sync.progress import TransferProgress
 from launcher.sync.transfer import FileTransfer, Stopped
@@ -143,5 +143,5 @@ def _request(host: HostPlan) -> dict[str, Any]:
         "uv": host.state.uv,
         "tool": uv.file if uv else "",
         "pip": host.lock.pip.file,
-        "imports": [name for name in NODE_PACKAGES if name.replace("_", "-") in host.lock.versions],
+        "imports": [name for name in PACKAGES if name.replace("_", "-") in host.lock.versions],
     }

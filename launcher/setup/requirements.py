@@ -13,9 +13,6 @@ from packaging.utils import canonicalize_name
 from launcher.node.programs.packages import PACKAGES
 from launcher.text import index
 
-#: Packages that processes on the nodes import.
-NODE_PACKAGES = (*PACKAGES, "click", "rich")
-
 _OLDEST_GLIBC = {"x86_64": 5, "i686": 5}  # minor version of the oldest manylinux tag; 17 for other architectures
 
 _ALIASES = {17: "manylinux2014", 12: "manylinux2010", 5: "manylinux1"}
@@ -99,7 +96,7 @@ class Requirements:
 def required(more: Sequence[str] = ()) -> Requirements:
     """Return the packages of the bundled trainer, pip and ``more``, pinned to the versions of this machine."""
     found = {str(canonicalize_name(one.name)): one.version for one in metadata.distributions() if one.name}
-    names = dict.fromkeys(canonicalize_name(name) for name in (*NODE_PACKAGES, *more))
+    names = dict.fromkeys(canonicalize_name(name) for name in (*PACKAGES, *more))
     return Requirements((*names, "pip"), found)
 
 

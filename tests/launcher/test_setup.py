@@ -17,10 +17,11 @@ from launcher.cli.main import run
 from launcher.config.resolve import resolve
 from launcher.config.schema import NodeConfig
 from launcher.node.programs import host_survey, install
+from launcher.node.programs.packages import PACKAGES
 from launcher.setup import setup as program
 from launcher.setup.plan import Action, HostPlan, make_plan, with_sources
 from launcher.setup.render import shown_changes
-from launcher.setup.requirements import NODE_PACKAGES, Requirements, Target, closure, required
+from launcher.setup.requirements import Requirements, Target, closure, required
 from launcher.setup.survey import HostState, Interpreter
 from launcher.setup.wheels import SetupError, lock_of
 from plan_kit import cluster
@@ -294,7 +295,7 @@ def test_hosts_get_what_the_trainer_imports() -> None:
     }
     assert len(files) > 50 and "torch" in imported
     assert imported - set(sys.stdlib_module_names) - {"trainer", "gnnfleet"} <= {
-        *NODE_PACKAGES,
+        *PACKAGES,
         "llvmlite",
     }  # a part of numba
     assert set(required(["Some_Thing"]).roots) >= {"torch-geometric", "some-thing", "pip"}

@@ -41,6 +41,7 @@ def only_the_index(index: Path, tmp_path_factory: pytest.TempPathFactory, monkey
     for name, value in {"NO_INDEX": "1", "FIND_LINKS": str(index), "CONFIG_FILE": "/dev/null"}.items():
         monkeypatch.setenv(f"PIP_{name}", value)
     monkeypatch.setenv("XDG_CACHE_HOME", str(index.parent / "cache"))
+    monkeypatch.setenv("PATH", f"{Path(sys.executable).parent}:/usr/bin:/bin")  # without pyenv's slow shims
     monkeypatch.setattr(program, "required", lambda more: REQUIREMENTS)
 
 

@@ -116,10 +116,10 @@ def _set_up(
 def _fetch(host: HostPlan, agent: NodeAgent, folder: str, progress: TransferProgress, stop: threading.Event) -> None:
     """Let the host download its wheels; counts their bytes as progress."""
     wheels = [{"file": wheel.file, "url": wheel.url, "sha256": wheel.sha256} for wheel in host.fetched]
-    agent.call("install", {"op": "fetch", "folder": folder, "wheels": wheels}, _CALL_TIMEOUT)
+    agent.call("downloads", {"op": "fetch", "folder": folder, "wheels": wheels}, _CALL_TIMEOUT)
     k, received, total = host.state.node_rank, 0, 0
     while not stop.is_set():
-        state = agent.call("install", {"op": "fetched", "seconds": _POLL}, _CALL_TIMEOUT)
+        state = agent.call("downloads", {"op": "fetched", "seconds": _POLL}, _CALL_TIMEOUT)
         progress.start(k, state["total"] - total)
         progress.advance(k, state["bytes"] - received)
         received, total = state["bytes"], state["total"]

@@ -114,7 +114,7 @@ def _planned(
 
     def reach(k: int) -> dict[str, bool]:
         request = {"op": "reach", "urls": list(urls[k].values())}
-        return dict(zip(urls[k], agents[k].call("install", request, TIMEOUT)["reached"], strict=True))
+        return dict(zip(urls[k], agents[k].call("downloads", request, TIMEOUT)["reached"], strict=True))
 
     with options.console.status("Testing which hosts reach the package index …"):
         answers = on_nodes([k for k in urls if urls[k]], reach, timeout=TIMEOUT)

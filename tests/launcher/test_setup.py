@@ -16,7 +16,7 @@ import pytest
 from launcher.cli.main import run
 from launcher.config.resolve import resolve
 from launcher.config.schema import NodeConfig
-from launcher.node.programs import host_survey, install
+from launcher.node.programs import downloads, host_survey, install
 from launcher.node.programs.packages import PACKAGES
 from launcher.setup import setup as program
 from launcher.setup.plan import Action, HostPlan, make_plan, with_sources
@@ -128,12 +128,12 @@ def test_a_failed_installation_leaves_no_environment(
 def test_a_cut_download_is_resumed_and_a_wrong_file_refused(tmp_path: Path, index: Path) -> None:
     wheel = next(index.glob("pip-*.whl"))
     with served(index, CutServer) as url:
-        asked = {"file": wheel.name, "url": f"{url}/{wheel.name}", "sha256": install.sha256_of(str(wheel))}
+        asked = {"file": wheel.name, "url": f"{url}/{wheel.name}", "sha256": downloads.sha256_of(str(wheel))}
 
         def fetch(**changes: str) -> str:
-            downloads = install.Downloads()
-            downloads.start(str(tmp_path), [{**asked, **changes}])
-            state = downloads.state(30)
+            started = downloads.Downloads()
+            started.start(str(tmp_path), [{**asked, **changes}])
+            state = started.state(30)
             assert state["done"]
             return str(state["error"])
 

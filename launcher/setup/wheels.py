@@ -167,8 +167,8 @@ def _report(lines: Sequence[str], target: Target) -> list[dict[str, Any]]:
         failed = _pip("install", *words, *target.pip_words, *lines)
         if failed:
             raise SetupError(
-                f"no wheels for {target} in the versions of this machine: {failed}. Give that host another Python, or "
-                "install on this machine a version that has such wheels, then run gnnfleet setup again"
+                f"no wheels for {target} in the versions of this machine: {failed}. Check that pip reaches the package "
+                "index here; else give that host another Python, or install versions here that have such wheels"
             )
         found: list[dict[str, Any]] = json.loads(report.read_text())["install"]
         return found

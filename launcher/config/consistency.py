@@ -68,6 +68,14 @@ class CacheSize:
         return round(self.share * total if self.bytes is None else min(self.bytes, total))
 
 
+def parse_bytes(text: str) -> int:
+    """Return the bytes of a size such as ``500GB``. Raises ValueError."""
+    found = _SIZE.fullmatch(text.strip())
+    if found is None or found[2] == "%":
+        raise ValueError(f"expected a size (500GB), found `{text}`")
+    return int(float(found[1]) * _UNITS[found[2].upper()])
+
+
 LOCAL_HOSTS = ("localhost", "127.0.0.1", "::1")
 
 
@@ -236,6 +244,7 @@ def _data(config: ClusterConfig, reader: Reader) -> None:
         )
     _cache("data.cache", data.cache, "the remote rows", reader)
     _memory(data.partition.memory, reader)
+    _store(config, reader)
     if data.serving:
         _serving(config, reader)
     elif not data.dataset and ("data",) not in reader.bad and reader.good(("data", "dataset"), ("data", "serving")):
@@ -257,6 +266,37 @@ def _memory(text: str | None, reader: Reader) -> None:
         reader.report(place, f"data.partition.memory: expected a size (4GB), found `{text}`")
 
 
+_URL = re.compile(r"[a-z][a-z0-9+.-]*://[^\s/]+/?.*|file:///.+", re.IGNORECASE)
+
+_CREDENTIALS = frozenset(["key", "secret", "token", "password", "secret_key", "access_key", "account_key", "sas_token"])
+
+
+def _store(config: ClusterConfig, reader: Reader) -> None:
+    data = config.data
+    if data.store is not None and not _URL.fullmatch(data.store) and reader.good(("data", "store")):
+        reader.report(
+            ("data", "store"),
+            f"data.store: expected the URL of a folder (s3://bucket/products), found `{data.store}`; for a folder that "
+            "all nodes can read, use `data.mode: verify`",
+        )
+    if data.store is not None and data.mode == "verify" and reader.good(("data", "mode"), ("data", "store")):
+        reader.report(
+            ("data", "store"),
+            "data.store: with `data.mode: verify` nodes read their parts in place; leave out store, or mode",
+        )
+    for name in sorted(_CREDENTIALS & data.store_options.keys()):
+        reader.report(
+            ("data", "store_options"),
+            f"data.store_options.{name}: credentials do not belong here; put them into the environment of the "
+            "nodes, or into the file in which this kind of store looks for them (~/.aws/credentials)",
+        )
+    if data.store_limit is not None and reader.good(("data", "store_limit")):
+        try:
+            parse_bytes(data.store_limit)
+        except ValueError as error:
+            reader.report(("data", "store_limit"), f"data.store_limit: {error}")
+
+
 def _serving(config: ClusterConfig, reader: Reader) -> None:
     # These keys of ``data`` may come with ``--set data.serving``: the same file may start the serving cluster.
     if not is_run_id(config.data.serving or ""):
@@ -269,7 +309,8 @@ def _serving(config: ClusterConfig, reader: Reader) -> None:
         return
     folder = os.path.normpath(reader.origin(("data", "folder")).folder / DataConfig.folder)
     standard = DataConfig(folder=folder)
-    for name in ("folder", "num_parts", "replicas", "mode", "partition", "topology", "cache"):
+    names = ("folder", "num_parts", "replicas", "mode", "partition", "topology", "cache", "store")
+    for name in names:
         if reader.given(("data", name)) and getattr(config.data, name) != getattr(standard, name):
             reader.report(
                 ("data", name),

@@ -1,5 +1,7 @@
 """Sends the files of a plan to the nodes. Files that are already there are skipped, and cut transfers are resumed.
 
+With ``data.store`` the nodes fetch their parts themselves, after all other files have been sent.
+
 A file is written to ``<file>.part`` and renamed after its digest has been checked. The manifest comes last: a partition
 folder with a manifest is complete.
 """
@@ -24,9 +26,11 @@ from rich.filesize import decimal
 
 from launcher.errors import ConnectionLost, FleetError, RemoteFileError, SyncError, UnreachableError
 from launcher.node.programs.files import PART_SUFFIX, sha256_of
+from launcher.plan.files import FETCH_SPEC
 from launcher.plan.model import LaunchPlan, NodePlan, PlannedFile
 from launcher.plan.partition import PartFile
 from launcher.sync.progress import TransferProgress
+from launcher.sync.store_progress import StoreProgress
 from launcher.transport.base import Transport
 from launcher.transport.fanout import on_nodes
 from launcher.transport.rpc import call
@@ -49,6 +53,7 @@ class NodeSync:
     bytes_sent: int
     bytes_present: int  #: bytes of files that the node already had
     seconds: float
+    bytes_fetched: int = 0  #: bytes that the node read from ``data.store``
 
 
 @dataclass(frozen=True)
@@ -62,6 +67,10 @@ class SyncReport:
     @property
     def bytes_present(self) -> int:
         return sum(node.bytes_present for node in self.nodes)
+
+    @property
+    def bytes_fetched(self) -> int:
+        return sum(node.bytes_fetched for node in self.nodes)
 
 
 class Stopped(FleetError):
@@ -137,7 +146,7 @@ class _NodeJob:
     ):
         self.node, self.transport, self.archive = node, transport, archive
         self.progress, self.stop, self.connect_timeout = progress, stop, connect_timeout
-        self.files_sent = self.bytes_sent = self.bytes_present = 0
+        self.files_sent = self.bytes_sent = self.bytes_present = self.bytes_fetched = 0
         self.current = "its files"
 
     def run(self) -> NodeSync:
@@ -150,11 +159,13 @@ class _NodeJob:
             except (ConnectionLost, UnreachableError) as error:
                 if self.stop.is_set():
                     raise Stopped("stopped") from error
-                failures = 1 if self.bytes_sent > sent_before else failures + 1
-                sent_before = self.bytes_sent
+                sent = self.bytes_sent + self.bytes_fetched
+                failures = 1 if sent > sent_before else failures + 1
+                sent_before = sent
                 self._reconnect(failures, error)
         seconds = time.monotonic() - started
-        return NodeSync(self.node.node_rank, self.files_sent, self.bytes_sent, self.bytes_present, seconds)
+        sent, present, fetched = self.bytes_sent, self.bytes_present, self.bytes_fetched
+        return NodeSync(self.node.node_rank, self.files_sent, sent, present, seconds, fetched)
 
     def _reconnect(self, failures: int, error: FleetError) -> None:
         if failures > len(_BACK_OFF):
@@ -183,10 +194,25 @@ class _NodeJob:
         self._send_files(list(zip(files, found["files"], strict=True)))
         self.bytes_present += code
         for file in self.node.files:
-            if not file.source:
+            if not file.source and not file.url:
                 self._check_stop()
                 self.current = file.dest
                 self.transport.write(file.content.encode(), file.dest, mode=file.mode)
+        if any(file.url for file in self.node.files):
+            self._fetch()
+
+    def _fetch(self) -> None:
+        self.current = f"the parts in {self.node.data_dir}"
+        program = self.node.program("store/fetch_parts", f"{self.node.run_dir}/{FETCH_SPEC}")
+        reader = StoreProgress(self.node.node_rank, self.progress)
+        try:
+            self.files_sent += reader.follow(self.transport, program, self.stop)
+        except SyncError as error:
+            raise self._error(str(error)) from None
+        finally:
+            self.bytes_fetched += reader.bytes
+        self._check_stop()
+        self.bytes_present += reader.present
 
     def _send_code(self) -> None:
         self.current = self.node.code_dir

@@ -215,7 +215,7 @@ gnnfleet.add_command(import_command(config_options))
         "partition tables shop/",
         "partition push parts s3://bucket/products",
     ),
-    short_help="Cut a graph into parts, or convert, compare, check and upload parts.",
+    short_help="Cut a graph into parts; convert, check or upload parts.",
 )
 @click.argument("what", type=click.Choice([*_TRAINER_ACTIONS, *STORE_COMMANDS]))
 @click.argument("words", nargs=-1, type=click.UNPROCESSED)

@@ -24,6 +24,7 @@ from launcher.node.store.push_parts import pushed_note
 from launcher.node.store.remote_folder import NotStored, RemoteFolder, StoreError
 from launcher.plan.build import check_source
 from launcher.plan.partition import (
+    MOST_MANIFEST,
     PartFile,
     PartitionFiles,
     ensure_parts,
@@ -74,7 +75,7 @@ def stored_parts(url: str, options: Mapping[str, Any]) -> tuple[PartitionFiles |
     try:
         store = RemoteFolder(url, dict(options))
         try:
-            raw = store.read(MANIFEST)
+            raw = store.read(MANIFEST, 0, MOST_MANIFEST + 1)
         except NotStored:
             return None, []
         made = pushed_note(store).get("made", [])

@@ -23,6 +23,8 @@ from launcher.node.store.remote_folder import NotStored, RemoteFolder, StoreErro
 
 PUSHED = ".gnnfleet-pushed.json"
 
+_MOST_NOTE = 1 << 20  # bytes
+
 _AT_ONCE = 8  # files uploaded at the same time
 
 
@@ -56,7 +58,7 @@ def push_parts(spec: dict[str, Any], lines: ProgressLines) -> int:
 def pushed_note(store: RemoteFolder) -> dict[str, Any]:
     """Return the content of ``.gnnfleet-pushed.json`` in a store; {} if it is missing or damaged."""
     try:
-        found = json.loads(store.read(PUSHED))
+        found = json.loads(store.read(PUSHED, 0, _MOST_NOTE))
     except (NotStored, ValueError):
         return {}
     return found if isinstance(found, dict) else {}

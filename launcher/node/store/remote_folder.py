@@ -51,7 +51,7 @@ class RemoteFolder:
             raise StoreError(_missing_package(self.url, scheme, error)) from None
         except Exception as error:  # every file system has exceptions of its own
             raise StoreError(
-                f"{self.url} cannot be opened ({_text(error)}); check data.store and store_options"
+                f"{self.url} cannot be opened ({_text(error)}); check data.store and data.store_options"
             ) from None
 
     def read(self, path: str, start: int | None = None, end: int | None = None) -> bytes:

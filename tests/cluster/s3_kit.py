@@ -8,6 +8,7 @@ import logging
 import re
 import socket
 import threading
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
@@ -28,13 +29,18 @@ class Request:
 
 @dataclass
 class S3Server:
-    """``endpoint``: URL of the proxy. ``cuts``: how many more replies the proxy cuts after ``cut_at`` bytes."""
+    """``endpoint``: URL of the proxy.
+
+    ``cuts``: how many more replies the proxy cuts after ``cut_at`` bytes. ``held``: whether it holds back requests for
+    other bytes than the first ones of a file.
+    """
 
     endpoint: str
     client: Any  #: boto3's client, which bypasses the proxy
     requests: list[Request] = field(default_factory=list)
     cuts: int = 0
     cut_at: int = 1 << 20
+    held: bool = False
 
     def of(self, client: str, method: str = "GET") -> list[Request]:
         return [each for each in self.requests if (each.client, each.method) == (client, method)]
@@ -66,6 +72,7 @@ def s3_server(address: str) -> Iterator[S3Server]:
         finally:
             with suppress(OSError):
                 listener.shutdown(socket.SHUT_RDWR)
+            server.held = False
             client.delete_objects(Bucket="bucket", Delete={"Objects": _keys(client)})
             client.delete_bucket(Bucket="bucket")  # moto keeps its buckets in this process
             moto.stop()
@@ -96,8 +103,9 @@ def _forward_requests(near: socket.socket, far: socket.socket, client: str, serv
                 begin = _RANGE.search(b"\r\n" + found[3])
                 start = int(begin[1]) if begin else 0
                 server.requests.append(Request(client, found[1].decode(), found[2].decode(), start))
-                rest = rest[found.end() :]
-            rest = rest[-(1 << 14) :]
+                while start and server.held:
+                    time.sleep(0.02)
+            rest = rest[max((found.end() for found in _REQUEST.finditer(rest)), default=0) :]
             far.sendall(data)
 
 

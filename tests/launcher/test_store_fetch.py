@@ -109,12 +109,15 @@ def test_an_upload_is_complete_with_its_manifest_and_can_be_continued(tmp_path: 
     assert push(parts_in(tmp_path / "parts", 60_000), store, replace=True) == len(parts.files)
 
 
-def test_replacing_parts_leaves_no_file_of_the_former_ones(tmp_path: Path) -> None:
+def test_replacing_parts_repairs_them_and_leaves_no_file_of_others(tmp_path: Path) -> None:
     parts, store = parts_in(tmp_path / "parts"), tmp_path / "store"
+    push(parts, store, replace=True)
     (store / "part7").mkdir(parents=True)
     (store / "part7/x.npy").write_text("of other parts")
-    push(parts, store, replace=True)
+    flip_byte(store / X0)
+    assert push(parts, store, replace=True) == len(parts.files)
     assert visible_files(store) == {file.path for file in parts.files}
+    assert (store / X0).read_bytes() == (tmp_path / "parts" / X0).read_bytes()
 
 
 def test_damaged_parts_are_not_uploaded(tmp_path: Path) -> None:

@@ -35,7 +35,8 @@ def push_parts(spec: dict[str, Any], lines: ProgressLines) -> int:
     manifest = next(file for file in files if file.path == MANIFEST)
     _check_digests(folder, files)
     if spec["replace"]:
-        store.delete(MANIFEST)
+        for path in [MANIFEST, *store.files()]:
+            store.delete(path)
     pushed = pushed_note(store)
     resumed = pushed.get("manifest") == manifest.sha256
     if not resumed or pushed.get("made") != spec["made"]:
@@ -49,9 +50,6 @@ def push_parts(spec: dict[str, Any], lines: ProgressLines) -> int:
     with open(os.path.join(folder, MANIFEST), "rb") as stream:
         store.write(MANIFEST, stream.read())
     lines.add(manifest.bytes)
-    if spec["replace"]:
-        for path in sorted(set(store.files()) - {file.path for file in files} - {PUSHED}):
-            store.delete(path)
     return len(todo) + 1
 
 

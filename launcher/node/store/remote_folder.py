@@ -102,9 +102,12 @@ class RemoteFolder:
             return
 
     def files(self) -> list[str]:
-        """Return the paths of all files in the folder and below."""
-        with self._errors("read", ""):
-            return sorted(name[len(self._path) :].lstrip("/") for name in self._fs.find(self._path))
+        """Return the paths of all files in the folder and below; [] if it does not exist."""
+        try:
+            with self._errors("read", ""):
+                return sorted(name[len(self._path) :].lstrip("/") for name in self._fs.find(self._path))
+        except NotStored:
+            return []
 
     def _at(self, path: str) -> str:
         return f"{self._path}/{path}"

@@ -34,7 +34,7 @@ FOREIGN = {
     "trainer.core.arrays": ["torch"],
 }
 #: Installed packages that a module of launcher.node may import.
-PACKAGES_ON_NODES = {"launcher.node.store.remote_folder": ["fsspec"]}
+PACKAGES_ON_NODES = {"launcher.node.remote_folder": ["fsspec"]}
 #: Modules that users import or run; no other module imports them.
 ENTRIES = {"trainer.__main__"}
 

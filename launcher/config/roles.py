@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from launcher.config.schema import ClusterConfig, NodeConfig
 from launcher.errors import node_label
-from launcher.node.store.remote_folder import PACKAGES, scheme_of
+from launcher.node.remote_folder import PACKAGES, scheme_of
 
 
 def host_key(config: ClusterConfig, node: NodeConfig) -> str:

@@ -19,9 +19,9 @@ from launcher.command import Command
 from launcher.config.resolve import ResolvedConfig
 from launcher.errors import FleetError, UsageError
 from launcher.files import CODE_ROOT
+from launcher.node.remote_folder import NotStored, RemoteFolder, StoreError
 from launcher.node.store.fetch import MANIFEST
 from launcher.node.store.push_parts import pushed_note
-from launcher.node.store.remote_folder import NotStored, RemoteFolder, StoreError
 from launcher.plan.build import check_source
 from launcher.plan.partition import (
     MOST_MANIFEST,

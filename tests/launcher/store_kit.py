@@ -6,9 +6,9 @@ import json
 from pathlib import Path
 from typing import Any
 
+from launcher.node.remote_folder import RemoteFolder, StoreError
 from launcher.node.store.fetch import Wanted, fetch
 from launcher.node.store.progress_lines import ProgressLines
-from launcher.node.store.remote_folder import RemoteFolder, StoreError
 from launcher.plan.partition import PartitionFiles, read_partition_files
 from run_kit import make_parts
 

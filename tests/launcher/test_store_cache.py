@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 
 from launcher.node.programs.machine import read
+from launcher.node.remote_folder import StoreError
 from launcher.node.store.parts_cache import NOTE, claim
-from launcher.node.store.remote_folder import StoreError
 from store_kit import note_of
 
 SIZE = 100_000

@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
+from launcher.node.remote_folder import RemoteFolder, StoreError
 from launcher.node.store import fetch as fetch_module
 from launcher.node.store.push_parts import PUSHED, push_parts
-from launcher.node.store.remote_folder import RemoteFolder, StoreError
 from launcher.plan.partition import PartitionFiles
 from store_kit import X0, FaultyStore, RecordedLines, fetch_into, flip_byte, parts_in, visible_files, wanted
 

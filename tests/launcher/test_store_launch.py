@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 import threading
 from dataclasses import replace
 from pathlib import Path
@@ -22,6 +23,7 @@ from launcher.plan.model import LaunchPlan, PlannedFile, generated
 from launcher.plan.partition import PartitionFiles
 from launcher.preflight.check_packages import package_findings
 from launcher.preflight.finding import Survey
+from launcher.preflight.preflight import run_preflight
 from launcher.sync import parts_store
 from launcher.sync.parts_store import ensure_parts_of, made_from, push_parts, stored_parts
 from launcher.sync.progress import TransferProgress
@@ -204,6 +206,21 @@ def test_mistakes_in_the_config(tmp_path: Path, data: str, message: str) -> None
     with pytest.raises(ConfigError) as raised:
         load_config(path)
     assert message in str(raised.value)
+
+
+@pytest.mark.parametrize(
+    ("url", "severity", "message"),
+    [
+        ("file:///nowhere/toy", "ok", "file:///nowhere/toy can be read"),
+        ("foo://bucket/toy", "block", "foo://bucket/toy cannot be opened (ValueError: Protocol not known: foo)"),
+    ],
+)
+def test_preflight_reads_the_store_on_the_nodes(tmp_path: Path, url: str, severity: str, message: str) -> None:
+    nodes = (NodeConfig("localhost", workdir=str(tmp_path), python=sys.executable),)
+    config = ClusterConfig(nodes=nodes, transport="local", data=DataConfig(dataset="synthetic", store=url))
+    report = run_preflight(resolve_run(config), {0: LocalTransport(0)})
+    (found,) = (one for one in report.findings if one.check == "store")
+    assert (found.severity, found.message.split(";")[0]) == (severity, message)
 
 
 @pytest.mark.parametrize("own_command", [False, True])

@@ -17,8 +17,8 @@ from typing import Any, BinaryIO, NamedTuple
 
 from launcher.node.exit_description import size
 from launcher.node.programs.files import PART_SUFFIX, commit, disk, inventory
+from launcher.node.remote_folder import NotStored, RemoteFolder, StoreError
 from launcher.node.store.progress_lines import ProgressLines
-from launcher.node.store.remote_folder import NotStored, RemoteFolder, StoreError
 
 CHUNK = 4 << 20  # bytes per request
 

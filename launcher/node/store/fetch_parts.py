@@ -10,10 +10,10 @@ from __future__ import annotations
 import os
 from typing import Any
 
+from launcher.node.remote_folder import RemoteFolder
 from launcher.node.store.fetch import Wanted, fetch
 from launcher.node.store.parts_cache import claim
 from launcher.node.store.progress_lines import ProgressLines, run_program
-from launcher.node.store.remote_folder import RemoteFolder
 
 
 def fetch_parts(spec: dict[str, Any], lines: ProgressLines) -> int:

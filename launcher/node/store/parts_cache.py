@@ -18,8 +18,8 @@ from typing import Any
 from launcher.node.exit_description import size
 from launcher.node.programs.folders import lives, state_of, stored
 from launcher.node.record import read_json, write_json
+from launcher.node.remote_folder import StoreError
 from launcher.node.store.fetch import wait_for_lock
-from launcher.node.store.remote_folder import StoreError
 
 NOTE = ".gnnfleet-store.json"
 

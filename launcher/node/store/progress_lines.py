@@ -16,7 +16,7 @@ from collections.abc import Callable
 from typing import Any, NoReturn
 
 from launcher.node.record import read_json
-from launcher.node.store.remote_folder import StoreError
+from launcher.node.remote_folder import StoreError
 
 _EVERY = 0.2  # seconds between lines of kind ``bytes``
 

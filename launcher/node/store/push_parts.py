@@ -17,9 +17,9 @@ from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
 from typing import Any
 
 from launcher.node.programs.files import inventory
+from launcher.node.remote_folder import NotStored, RemoteFolder, StoreError
 from launcher.node.store.fetch import MANIFEST, Wanted
 from launcher.node.store.progress_lines import ProgressLines, run_program
-from launcher.node.store.remote_folder import NotStored, RemoteFolder, StoreError
 
 PUSHED = ".gnnfleet-pushed.json"
 

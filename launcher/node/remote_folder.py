@@ -26,6 +26,10 @@ class NotStored(StoreError):
     """The store has no file of this name."""
 
 
+class AccessDenied(StoreError):
+    """The credentials do not suffice. S3 also answers so for a missing file if they do not allow to list the bucket."""
+
+
 def scheme_of(url: str) -> str:
     """Return the scheme of a URL, as ``s3``; '' if ``url`` is not a URL."""
     return url.partition("://")[0].lower() if "://" in url else ""
@@ -122,7 +126,7 @@ class RemoteFolder:
                 raise StoreError(f"{self.url} cannot be written: the bucket does not exist; create it first") from None
             raise NotStored(f"{where} does not exist in the store") from None
         except PermissionError as error:
-            raise StoreError(
+            raise AccessDenied(
                 f"{where} cannot be {done} (access denied: {_text(error)}); give this machine's user, or `env` of the "
                 "node, credentials for the store"
             ) from None

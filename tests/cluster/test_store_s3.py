@@ -105,6 +105,25 @@ def test_after_the_launcher_died_the_next_launch_continues_at_the_same_byte(
     assert (begun.parent / "x.npy").read_bytes() == (tmp_path / f"parts/part1/{X}").read_bytes()
 
 
+def test_a_host_without_network_for_a_while_continues_its_fetch(
+    cluster: NetCluster, s3: S3Server, tmp_path: Path
+) -> None:
+    config, host = config_in(tmp_path, cluster, s3, options=LARGE | {"num_classes": 3}), cluster.hosts[1]
+    s3.held = True
+    running = Running(config, "--", "python", "nothing.py", env=cluster.environment(**KEYS))
+    await_part(host, f"part1/{X}.part")
+    host.cut_network()
+    try:
+        running.await_line("connection lost while sending the parts")
+    finally:
+        host.restore_network()
+    s3.held = False
+    done = running.end(240)
+    assert done.status == 0, done.output
+    x = fetched_folder(host) / "part1" / X
+    assert x.read_bytes() == (tmp_path / f"parts/part1/{X}").read_bytes()
+
+
 def await_part(host: Host, path: str) -> Path:
     """Wait until an unfinished file of a fetched folder has its first chunk; return it."""
     deadline = time.monotonic() + 150

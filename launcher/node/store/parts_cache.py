@@ -40,11 +40,12 @@ def claim(folder: str, url: str, run_dir: str, need: int, limit: int | None) -> 
     nothing has been deleted or claimed.
     """
     top = os.path.dirname(folder)
-    os.makedirs(folder, exist_ok=True)
+    os.makedirs(top, exist_ok=True)
     with _locked(top):
         evicted = [] if limit is None else _evictable(top, folder, max(need, stored(folder)), limit)
         for name in evicted:
             os.rename(os.path.join(top, name), os.path.join(top, _EVICTED + name))
+        os.makedirs(folder, exist_ok=True)
         _write_claim(folder, url, run_dir)
         _delete_evicted(top)
     return evicted

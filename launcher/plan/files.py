@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from launcher.command import Command, Secret, render
-from launcher.config.consistency import parse_bytes
+from launcher.config.cache_size import parse_bytes
 from launcher.config.roles import ServingCluster
 from launcher.errors import node_label
 from launcher.files import CODE_ROOT, file_sha256
@@ -216,7 +216,7 @@ def _control(context: PlanContext) -> Mapping[str, Any] | None:
 
 
 def _leases(context: PlanContext, site: Site) -> list[str]:
-    devices = sorted(set(site.node.devices))
+    devices = sorted({str(device).replace("/", "_") for device in site.node.devices})
     leads = site.node_rank == context.lead and site.ranks
     ports = [context.master_port, *([context.control_port] if context.control_port else [])] if leads else []
     ports += [port for port in (site.master_port, site.control_port) if port and not leads]  # for restarts

@@ -32,6 +32,7 @@ from launcher.cli.options import (
     show,
     with_options,
 )
+from launcher.cli.partition_store import STORE_COMMANDS
 from launcher.errors import ConfigError, FleetError, Interrupted, PreflightRefused, UsageError
 from launcher.run.options import LaunchOptions, choose_run_id, read_config
 
@@ -127,6 +128,8 @@ class PartitionCommand(GroupedOptions):
         return super().parse_args(ctx, args)
 
 
+_TRAINER_ACTIONS = ("make", "convert", "repartition", "diff", "verify", "inspect", "tables")
+
 _CONTEXT = {"token_normalize_func": lambda name: name.replace("_", "-"), "help_option_names": ["-h", "--help"]}
 
 launch_options = with_options(DETACH, *LIVE, DRY_RUN)
@@ -210,10 +213,11 @@ gnnfleet.add_command(import_command(config_options))
         "partition repartition parts parts-8 --num-parts 8",
         "partition diff parts parts-8",
         "partition tables shop/",
+        "partition push parts s3://bucket/products",
     ),
-    short_help="Cut a graph into parts, or convert, compare and check parts.",
+    short_help="Cut a graph into parts; convert, check or upload parts.",
 )
-@click.argument("what", type=click.Choice(["make", "convert", "repartition", "diff", "verify", "inspect", "tables"]))
+@click.argument("what", type=click.Choice([*_TRAINER_ACTIONS, *STORE_COMMANDS]))
 @click.argument("words", nargs=-1, type=click.UNPROCESSED)
 @with_options(CONFIG, SET, *HOST_FILTERS)
 @click.pass_context
@@ -230,7 +234,8 @@ def partition(
 
     make cuts a graph into parts. convert reads the parts of torch_geometric, GLT or DGL, or writes those of
     torch_geometric. repartition changes the number of parts. diff compares two folders of parts, verify checks one,
-    inspect describes it. tables drafts the section `data` for tables.
+    inspect describes it. tables drafts the section `data` for tables. push uploads parts to an object store, fetch
+    downloads them.
 
     With --config the graph and the folder come from the file. Other words are passed to
     `python -m trainer partition`; `partition make --help` shows its options.
@@ -243,6 +248,9 @@ def partition(
         joined(before, name, words) for name, words in (("sets", sets), ("include", include), ("exclude", exclude))
     )
     cluster = read_config(LaunchOptions(config, sets, include, exclude)) if config else None
+    if command := STORE_COMMANDS.get(what):
+        command.main([*words], f"gnnfleet partition {what}", standalone_mode=False, obj=cluster)
+        ctx.exit(0)
     ctx.exit(run_trainer(partition_command(what, cluster, words)))
 
 

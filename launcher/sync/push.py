@@ -2,6 +2,8 @@
 
 A file is written to ``<file>.part`` and renamed after its digest has been checked. The manifest comes last: a partition
 folder with a manifest is complete.
+
+With ``data.store`` the nodes fetch their parts themselves, after all other files have been sent.
 """
 
 from __future__ import annotations
@@ -17,9 +19,12 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
+from launcher.errors import SyncError
 from launcher.node.programs.files import PART_SUFFIX
+from launcher.plan.files import FETCH_SPEC
 from launcher.plan.model import LaunchPlan, NodePlan, PlannedFile
 from launcher.sync.progress import TransferProgress
+from launcher.sync.store_progress import StoreProgress
 from launcher.sync.transfer import FileTransfer, NodeSync, Stopped, is_manifest, with_digest
 from launcher.transport.base import Transport
 from launcher.transport.fanout import on_nodes
@@ -36,6 +41,10 @@ class SyncReport:
     @property
     def bytes_present(self) -> int:
         return sum(node.bytes_present for node in self.nodes)
+
+    @property
+    def bytes_fetched(self) -> int:
+        return sum(node.bytes_fetched for node in self.nodes)
 
 
 def sync(
@@ -120,10 +129,25 @@ class _PlanTransfer(FileTransfer):
         self.send_files(list(zip(files, found["files"], strict=True)))
         self.bytes_present += code
         for file in self.node.files:
-            if not file.source:
+            if not file.source and not file.url:
                 self.check_stop()
                 self.current = file.dest
                 self.transport.write(file.content.encode(), file.dest, mode=file.mode)
+        if any(file.url for file in self.node.files):
+            self._fetch()
+
+    def _fetch(self) -> None:
+        self.current = f"the parts in {self.node.data_dir}"
+        program = self.node.program("store/fetch_parts", f"{self.node.run_dir}/{FETCH_SPEC}")
+        reader = StoreProgress(self.node.node_rank, self.progress)
+        try:
+            self.files_sent += reader.follow(self.transport, program, self.stop)
+        except SyncError as error:
+            raise self.error(str(error)) from None
+        finally:
+            self.bytes_fetched += reader.bytes
+        self.check_stop()
+        self.bytes_present += reader.present
 
     def _send_code(self) -> None:
         self.current = self.node.code_dir

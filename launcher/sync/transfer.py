@@ -57,6 +57,7 @@ class NodeSync:
     bytes_sent: int
     bytes_present: int  #: bytes of files that the node already had
     seconds: float
+    bytes_fetched: int = 0  #: bytes that the node read from ``data.store``
 
 
 class Stopped(FleetError):
@@ -81,7 +82,7 @@ class FileTransfer(ABC):
     ):
         self.receiver, self.transport = node, transport
         self.progress, self.stop, self.connect_timeout = progress, stop, connect_timeout
-        self.files_sent = self.bytes_sent = self.bytes_present = 0
+        self.files_sent = self.bytes_sent = self.bytes_present = self.bytes_fetched = 0
         self.current = "its files"
 
     @abstractmethod
@@ -99,15 +100,17 @@ class FileTransfer(ABC):
             except (ConnectionLost, UnreachableError) as error:
                 if self.stop.is_set():
                     raise Stopped("stopped") from error
-                failures = 1 if self.bytes_sent > sent_before else failures + 1
-                sent_before = self.bytes_sent
+                sent = self.bytes_sent + self.bytes_fetched
+                failures = 1 if sent > sent_before else failures + 1
+                sent_before = sent
                 self._reconnect(failures, error)
         seconds = time.monotonic() - started
-        return NodeSync(self.receiver.node_rank, self.files_sent, self.bytes_sent, self.bytes_present, seconds)
+        sent, present, fetched = self.bytes_sent, self.bytes_present, self.bytes_fetched
+        return NodeSync(self.receiver.node_rank, self.files_sent, sent, present, seconds, fetched)
 
     def _reconnect(self, failures: int, error: FleetError) -> None:
         if failures > len(_BACK_OFF):
-            raise self._error(
+            raise self.error(
                 f"{self.current}: the connection broke {failures} times in a row; run again to resume ({error})"
             ) from error
         self.progress.note(self.receiver.node_rank, f"connection lost while sending {self.current}; trying again")
@@ -150,7 +153,7 @@ class FileTransfer(ABC):
             self.progress.start(self.receiver.node_rank, file.bytes)
             self._upload(file, 0)
             if self._commit_once([file]) and not self._is_there(file):
-                raise self._error(
+                raise self.error(
                     f"{file.dest}: {error}, in two transfers; check disk and memory of the host, and the network to it"
                 )
         self.files_sent += len(files)
@@ -173,7 +176,7 @@ class FileTransfer(ABC):
             self._check_room(
                 file.bytes - offset, str(PurePosixPath(file.dest).parent), full=error.errno == errno.ENOSPC
             )
-            raise self._error(f"{file.dest}: {error.message}") from error
+            raise self.error(f"{file.dest}: {error.message}") from error
         except FileNotFoundError as error:
             raise SyncError(
                 f"{file.source} is missing on this machine, and {self.receiver.label} needs "
@@ -199,7 +202,7 @@ class FileTransfer(ABC):
     def _check_room(self, need: int, folder: str, full: bool = False) -> None:
         disk = self.ask({"op": "disk", "path": folder})
         if full or disk["free"] < need:
-            raise self._error(
+            raise self.error(
                 f"disk full at {folder}: {decimal(need)} still to be sent, {decimal(disk['free'])} free. "
                 "Make room or choose another workdir, then run again to resume"
             )
@@ -220,7 +223,7 @@ class FileTransfer(ABC):
         self.check_stop()
         return ask_files(self.transport, self.receiver, request, timeout)
 
-    def _error(self, message: str) -> SyncError:
+    def error(self, message: str) -> SyncError:
         return SyncError(f"{self.receiver.label}: {message}")
 
 

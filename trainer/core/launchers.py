@@ -99,7 +99,7 @@ def _kubernetes(environ: Mapping[str, str]) -> dict[str, str]:
     index = number(environ, "JOB_COMPLETION_INDEX")
     if not environ.get("MASTER_ADDR"):
         raise SettingsError(
-            "MASTER_ADDR not set: give it in the pod template of the Indexed Job: with a headless service, JOB-0.SERVICE"
+            "MASTER_ADDR not set: give it in the pod template of the Indexed Job, as JOB-0.SERVICE"
         )
     return {
         **_ranks(index, number(environ, "WORLD_SIZE"), 0, 1),

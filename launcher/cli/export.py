@@ -42,6 +42,7 @@ _SHOWN = ("config", "sets", "include", "exclude", "name", "run_id", *(
 
 
 @click.command(
+    "export",
     cls=GroupedOptions,
     epilog="Exit status: 0 written; 2 bad usage or config.\n\n"
     + examples(
@@ -77,7 +78,9 @@ def _exported(
         of_kubernetes = name in ("image", "claims", "namespace")
         if value and (kind != "kubernetes" if of_kubernetes else name == "slurm" and kind != "slurm"):
             option = {"claims": "claim"}.get(name, name)
-            raise UsageError(f"--{option} is for --to {'kubernetes' if of_kubernetes else 'slurm'}, not for --to {kind}")
+            raise UsageError(
+                f"--{option} is for --to {'kubernetes' if of_kubernetes else 'slurm'}, not for --to {kind}"
+            )
     if kind == "kubernetes":
         from launcher.export.kubernetes import export_kubernetes
 
@@ -107,7 +110,7 @@ def _cluster(own: dict[str, Any]) -> Cluster:
 
 
 def sbatch_options(texts: Sequence[str]) -> dict[str, str]:
-    """Return options of sbatch by name, of texts such as ``partition=gpu,time=2:00:00,exclusive``. Raises UsageError."""
+    """Return options of sbatch by name, of texts as ``partition=gpu,time=2:00:00,exclusive``. Raises UsageError."""
     found: dict[str, str] = {}
     for item in filter(None, ",".join(texts).split(",")):
         name, _, value = item.partition("=")

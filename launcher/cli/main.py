@@ -15,6 +15,7 @@ from click.shell_completion import CompletionItem
 
 from launcher import __version__
 from launcher.cli.completion import runs_or_files, serving_names
+from launcher.cli.export import export_command
 from launcher.cli.launch_compat import foreign_options, import_command, joined, options_of, without_remote
 from launcher.cli.options import (
     CONFIG,
@@ -47,7 +48,7 @@ _MOST_USED = ("config", "sets", "detach", "dry_run", "version", "help")
 
 #: Commands in the order in which a user needs them; commands not listed here follow.
 _ORDER = (
-    *("init", "import", "check", "plan", "launch", "partition"),
+    *("init", "import", "check", "plan", "launch", "export", "partition"),
     *("status", "logs", "follow", "attach", "stop", "collect", "resume"),
     *("runs", "profile", "report", "compare", "serve", "completion"),
 )
@@ -197,6 +198,7 @@ for _param in check.params:
         _param.hidden = True  # accepted, but check prints no plan
 
 gnnfleet.add_command(import_command(config_options))
+gnnfleet.add_command(export_command(config_options))
 
 
 @gnnfleet.command(

@@ -13,7 +13,7 @@ import math
 import posixpath
 import re
 import secrets
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import groupby
 from pathlib import Path
@@ -144,7 +144,7 @@ _Dumper.add_representer(str, _text)
 def _group_names(config: ResolvedConfig) -> list[str]:
     """Return the group of each node. Consecutive nodes whose pods are equal belong to one group."""
     names: list[str] = []
-    for _, members in groupby(config.nodes, key=lambda node: (node.role, len(node.devices), node.nproc, dict(node.env))):
+    for _, members in groupby(config.nodes, key=lambda node: (node.role, len(node.devices))):
         nodes = list(members)
         role = f"{nodes[0].role}s"
         others = sum(1 for group in dict.fromkeys(names) if group.startswith(role))
@@ -311,7 +311,7 @@ def _pod_spec(plan: LaunchPlan, group: Group, config: ResolvedConfig, cluster: C
     devices = len(group.first.devices)
     program = ["python3", "-m", "launcher.node.pod"]
     alive = {"exec": {"command": [*program, "--alive", RUN]}, "timeoutSeconds": 15}
-    container = {
+    container: Manifest = {
         "name": "node",
         "image": cluster.image,
         "command": [*program, RUN, SECRETS],

@@ -62,9 +62,9 @@ def check_exportable(config: ResolvedConfig, kind: str) -> None:
 def placed_plan(request: ExportRequest, places: Sequence[Place], token: Secret, digest: str = "") -> LaunchPlan:
     """Return the plan of a run at ``places``, by node_rank. Its ports are the preferred ones.
 
-    Parts are expected in each node's ``data_folder``. Node keys that describe the hosts of the config (user, port, venv,
-    conda, setup, address, …) are dropped; OMP_NUM_THREADS of the processes is 1. Raises UsageError for a missing file of
-    the own command.
+    Parts are expected in each node's ``data_folder``. Node keys that describe the hosts of the config (user, port,
+    venv, conda, setup, address, …) are dropped; OMP_NUM_THREADS of the processes is 1. Raises UsageError for a missing
+    file of the own command.
     """
     config, parts = request.config, request.parts
     nodes = tuple(_placed(node, place) for node, place in zip(config.nodes, places, strict=True))

@@ -1,4 +1,4 @@
-"""Runs one node of a run that ``gnnfleet export --to kubernetes`` wrote, in a pod of an Indexed Job: ``pod.py RUN SECRETS``.
+"""Runs one node of a run that ``gnnfleet export --to kubernetes`` wrote: ``pod.py RUN SECRETS``, in a pod.
 
 RUN: folder with ``export.json``, ``node<k>.json``, ``cluster.json``, ``run.json`` and, below ``files/``, the user's own
 files. SECRETS: folder with ``token`` and, if the graph service is encrypted, ``service.key``. The node is
@@ -26,6 +26,7 @@ import sys
 import time
 from collections.abc import Callable, Mapping
 from contextlib import suppress
+from functools import partial
 from typing import Any
 
 if not __package__:  # run as a file: make the package above importable
@@ -97,7 +98,7 @@ class Pod:
         """Return the number of this node's attempt, counted from 0, once the lead node takes part in it.
 
         The lead node begins an attempt. Every other node takes part in the first attempt of the lead node that is later
-        than its own last one, so that a pod that Kubernetes starts again does not meet supervisors that are about to end.
+        than its own last one, so that a pod that was started again does not meet supervisors that are about to end.
         Moves the files of an earlier attempt to ``attempts/``. Raises TooLate.
         """
         last = self._attempt(self.run_dir)
@@ -124,7 +125,7 @@ class Pod:
     def await_names(self) -> None:
         """Wait until the DNS names of all nodes have addresses, which is when their pods run. Raises TooLate."""
         for k, name in enumerate(self.export["addresses"]):
-            self._wait(lambda name=name: _resolves(name), f"for node{k}: {name} has no address")
+            self._wait(partial(_resolves, name), f"for node{k}: {name} has no address")
 
     def _wait(self, done: Callable[[], bool], what: str) -> None:
         report = time.monotonic() + _POLL
@@ -218,7 +219,7 @@ class _LogPrinter(Watcher):
 
     def __init__(self, run_dir: str, only: tuple[str, ...]) -> None:
         super().__init__(run_dir, {}, only)
-        self.offsets = {name: size for name, size in self.files()}
+        self.offsets = dict(self.files())
 
     def emit(self, message: dict[str, Any]) -> None:
         name = os.path.basename(message["file"])[: -len(".log")]

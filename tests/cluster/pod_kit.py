@@ -1,8 +1,8 @@
 """Runs pods of exported Kubernetes manifests on the hosts of a ``NetCluster``, one pod per host.
 
-A pod has the host's address, pid, mount and UTS namespaces of its own, and a root file system that is an overlay of this
-machine's: ``/gnnfleet`` is a shared volume, ConfigMap and Secret are read-only folders, and ``/etc/hosts`` has the names
-that Kubernetes gives the pods of an Indexed Job or JobSet. The command, its variables and mounts are those of the manifest.
+A pod has the address of its host, pid, mount and UTS namespaces of its own, and an overlay of this machine's root file
+system. ``/gnnfleet`` is a shared volume, ConfigMap and Secret are read-only folders, and ``/etc/hosts`` has the names
+that Kubernetes gives the pods of an Indexed Job or JobSet. Command, variables and mounts are those of the manifest.
 """
 
 from __future__ import annotations

@@ -98,9 +98,7 @@ def _kubernetes(environ: Mapping[str, str]) -> dict[str, str]:
         return {}
     index = number(environ, "JOB_COMPLETION_INDEX")
     if not environ.get("MASTER_ADDR"):
-        raise SettingsError(
-            "MASTER_ADDR not set: give it in the pod template of the Indexed Job, as JOB-0.SERVICE"
-        )
+        raise SettingsError("MASTER_ADDR not set: give it in the pod template of the Indexed Job, as JOB-0.SERVICE")
     return {
         **_ranks(index, number(environ, "WORLD_SIZE"), 0, 1),
         "NODE_RANK": str(index),
